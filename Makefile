@@ -89,7 +89,7 @@ test-slow: $(VENV)/.installed-all
 	$(BIN)/python -m pytest -m slow $(SPREAD) $(TESTS)
 
 # Breaks a copy of the library in one place after the other: a test of `make check` has to fail for
-# each. Of one room: make mutants ARGS="--only decoding"
+# each. Of one package: make mutants ARGS="--only decoding"
 mutants: $(VENV)/.installed-all
 	$(QUICK) $(BIN)/python tests/mutants.py $(ARGS)
 
@@ -146,7 +146,7 @@ parity: $(VENV)/.installed-all $(PEERS)/.installed $(LLM)
 	$(BIN)/python -c "import json, random; random.seed(0); print(json.dumps( \
 	    [[random.randrange(48) for _ in range(40)] for _ in range(60)]))" > $(PEERS)/made/ids.json
 	for case in llama_biases qwen3 gpt2 mistral gemma2 gemma3; do \
-	    $(BIN)/utio-jax finetune --model $(PEERS)/made/$$case --exits 1 $$([ $$case = gemma3 ] && echo 4 || echo 3) \
+	    $(BIN)/python models/recipes/finetune.py --model $(PEERS)/made/$$case --exits 1 $$([ $$case = gemma3 ] && echo 4 || echo 3) \
 	        --token-ids $(PEERS)/made/ids.json --steps 4 --tokens-per-step 128 --context 32 \
 	        --out $(PEERS)/made/tuned-$$case > /dev/null || exit 1; \
 	    $(PEERS)/bin/python tests/models/huggingface/check.py $(PEERS)/made/tuned-$$case/model || exit 1; \
@@ -186,7 +186,7 @@ benchmark-transformers: $(PEERS)/.installed
 	$(PEERS)/bin/python benchmarks/transformers_full_depth.py $(ARGS)
 
 # Early exits of other libraries, their layers counted: make benchmark-peers ARGS="--model FOLDER
-# --token-ids IDS.json --exit 3"; then utio-jax report out/peers/results.json. TIDE is installed
+# --token-ids IDS.json --exit 3"; then utio-jax bench --report out/peers/results.json. TIDE is installed
 # without what it needs for its own data sets.
 benchmark-peers: $(PEERS)/.installed
 	$(PEERS)/bin/python -m pip install --quiet --quiet --no-deps --no-build-isolation tide-inference==0.2.1

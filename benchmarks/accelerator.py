@@ -171,10 +171,10 @@ def predicted() -> dict[str, Any]:
 
 def report(title: str, first: float, second: float) -> dict[str, Any]:
     """Prints an experiment's line, and returns it."""
-    foretold = predicted().get(title)
-    said = f"predicted for v5e {foretold[0] / foretold[1]:.2f}" if foretold else "not predicted"
+    known = predicted().get(title)
+    said = f"predicted for v5e {known[0] / known[1]:.2f}" if known else "not predicted"
     print(f"{title}: {first:.2f} -> {second:.2f} ms, {first / second:.2f} ({said})", flush=True)
-    return {"title": title, "ms": [first, second], "predicted_ms": foretold}
+    return {"title": title, "ms": [first, second], "predicted_ms": known}
 
 
 def graphs(options: argparse.Namespace) -> float:

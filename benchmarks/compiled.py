@@ -317,7 +317,7 @@ in `fallbacks` with this reason, and route it where an executor is named; `score
 routes. Prompts at half depth (`exact_prefill`) have
 static shapes by nature: one token of each runs the upper layers, whatever the text says.
 
-A product of float32 is one pass of bfloat16 on a TPU unless told otherwise: laws at 1e-4 need
+A product of float32 is one pass of bfloat16 on a TPU by default: laws at 1e-4 need
 `jax_default_matmul_precision="highest"`. On a tensor-parallel mesh, all-reduces stand inside loops
 of traced counts: devices whose states differ by a bit could disagree on a count, and hang.
 

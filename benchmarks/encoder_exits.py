@@ -30,7 +30,6 @@ from utio_jax.contrib.encoders import fit_row_exits
 from utio_jax.contrib.encoders.row_exits import row_policy, thresholds_of
 from utio_jax.contrib.encoders.rows import (
     Exits,
-    RowBlocks,
     encode_rows,
     read_exits,
     score_exits,
@@ -115,7 +114,7 @@ def measure(model: Any, params: Any, data: Any) -> list[dict[str, Any]]:
     (images, _), (test, labels) = data["calibrate"], data["test"]
     x, held = (jnp.asarray(patches_of(y, 2)) for y in (images, test))
     lengths, ends = jnp.full(len(x), 16), jnp.full(len(held), 16)
-    full = run_rows(model, params, held, ends, FULL, blocks=RowBlocks())
+    full = run_rows(model, params, held, ends, FULL)
     whole, classes = full.flops(model, params), np.asarray(full.logits).argmax(-1)
 
     def row(way: str, found: Any, policy: Any, **more: Any) -> dict[str, Any]:
@@ -131,22 +130,22 @@ def measure(model: Any, params: Any, data: Any) -> list[dict[str, Any]]:
     rows = []
     for depth in EXITS:  # The control: one exit for all.
         policy = utio_jax.uniform(depth, exits=EXITS)
-        found = run_rows(model, params, held, ends, policy, blocks=RowBlocks())
+        found = run_rows(model, params, held, ends, policy)
         rows.append(row("one exit", found, policy, threshold=depth))
     exits: Exits = run_exits(model, params, x, lengths, depths=EXITS)
     for name, signal in SIGNALS.items():
         fitted = fit_row_exits(model, params, signal, x, lengths, depths=EXITS)
         scores = np.asarray(score_exits(model, params, exits, signal, depths=EXITS))
-        promised = [] if fitted.chosen is None else [float(fitted.chosen.thresholds[0])]
-        for threshold in [*promised, *thresholds_of(scores, rungs=8)[:-1]]:
+        guaranteed = [] if fitted.chosen is None else [float(fitted.chosen.thresholds[0])]
+        for threshold in [*guaranteed, *thresholds_of(scores, rungs=8)[:-1]]:
             policy = row_policy(signal, float(threshold), depths=EXITS)
-            found = run_rows(model, params, held, ends, policy, blocks=RowBlocks())
-            kept = {"threshold": float(threshold), "promised": [threshold] == promised}
-            promised = []
+            found = run_rows(model, params, held, ends, policy)
+            kept = {"threshold": float(threshold), "guaranteed": [threshold] == guaranteed}
+            guaranteed = []
             rows.append(row(name, found, policy, **kept))
             shares = [float((np.asarray(found.depths) == depth).mean()) for depth in EXITS]
             chance = utio_jax.policies.random_depths(shares, key=jax.random.key(0), depths=EXITS)
-            alike = run_rows(model, params, held, ends, chance, blocks=RowBlocks())
+            alike = run_rows(model, params, held, ends, chance)
             rows.append(row(f"random as {name}", alike, chance, threshold=float(threshold)))
     return rows
 
@@ -159,7 +158,7 @@ def times(
     rng = np.random.default_rng(2)
     for batch in (1, 8, 64, 450):
         ends = jnp.full(batch, 16)
-        blocks = RowBlocks(block=min(32, batch), min_rows=min(4, batch))
+        blocks = min(32, batch), min(4, batch)
         by_rows = partial(run_rows, model, params, blocks=blocks)
         ways: dict[str, Any] = {
             "dense": lambda x, ends=ends: run_exits(model, params, x, ends, depths=(6,)),
@@ -217,8 +216,8 @@ def main() -> None:
         return
     rows = measure(model, params, data)
     other, weights, _ = trained("shallow", SHALLOW, data, args)
-    plain = run_rows(other, weights, held, ends, utio_jax.uniform(3), blocks=RowBlocks())
-    whole = run_rows(model, params, held, ends, FULL, blocks=RowBlocks())
+    plain = run_rows(other, weights, held, ends, utio_jax.uniform(3))
+    whole = run_rows(model, params, held, ends, FULL)
     rows.append(
         {
             "way": "plain model of 3 layers",

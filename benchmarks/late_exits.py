@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What late exits of a stock model are worth: beside maps alone, fitted to the same text.
 
-    utio-jax finetune FIT/*.txt --late --model MODEL --exits 20 25 30 --out out/late
+    python models/recipes/finetune.py FIT/*.txt --late --model MODEL --exits 20 25 30 --out out/late
     python benchmarks/late_exits.py MODEL out/late/model --fit FIT/*.txt --text OTHERS/*.txt
 
 Prints nats per token at each exit of `--text`: read as they are, through a tuned lens that the
@@ -26,7 +26,7 @@ from utio_jax.core.documents import sample_batches
 from utio_jax.core.lens import lensed
 from utio_jax.models.checkpoint import load
 from utio_jax.models.texts import read_files
-from utio_jax.models.training.exit_losses import exit_losses
+from utio_jax.models.training.train import exit_losses
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ class Compared:
 
     Attributes:
       model: the stock model.
-      late: folder that `utio-jax finetune --late` has written.
+      late: folder that `models/recipes/finetune.py --late` has written.
       fit: text files to which the lens is fitted.
       text: text files of which losses are printed.
       tokens: of `fit`, at most.

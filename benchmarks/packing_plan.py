@@ -81,7 +81,7 @@ def measure(model: Any, rows: int, options: argparse.Namespace) -> list[dict[str
                 "rows": rows,
                 "share": share,
                 "ms": {name: round(1e3 * float(np.median(v)), 3) for name, v in seconds.items()},
-                "foretold_ms": {name: round(1e3 * v, 3) for name, v in foretold.items()},
+                "predicted_ms": {name: round(1e3 * v, 3) for name, v in foretold.items()},
                 "over_plain": {
                     name: round(float(np.median(seconds["plain"] / v)), 3)
                     for name, v in seconds.items()
@@ -141,7 +141,7 @@ def main() -> None:
         model = utio_jax.load(options.model, exits=exits)
     rows = [line for rows in options.rows for line in measure(model, rows, options)]
     off = [
-        abs(line["foretold_ms"][name] / line["ms"][name] - 1)
+        abs(line["predicted_ms"][name] / line["ms"][name] - 1)
         for line in rows
         for name in line["ms"]
     ]

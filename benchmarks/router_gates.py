@@ -4,7 +4,7 @@
     python benchmarks/router_gates.py
 
 Rows are the whole windows of the calibrate split, in the documents' order. Gates are fitted to one
-half and asked about the other, once each way, at every exit: how well they tell the mean
+half and asked about the other, once each way, at every exit: how well they predict the mean
 sqrt(KL to full depth) behind a row's first tokens from these tokens' mean state.
 """
 

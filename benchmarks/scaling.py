@@ -158,7 +158,7 @@ class Layout:
         self.ratio = float(self._row(self.shares).mean() / self.full)
 
     def _row(self, shares: np.ndarray, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """Returns the FLOPs of rows in layers [start, stop), with the heads of who ends there.
+        """Returns the FLOPs of rows in layers [start, stop), with the heads of rows that end there.
 
         Every token pays for K/V in every layer that anybody of its row runs (`kv="propagate"`).
         """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which of 64 lines comes next: margins by a promise, against full depth and controls.
+"""Which of 64 lines comes next: margins with a guarantee, against full depth and controls.
 
     python benchmarks/select_one_of_64.py [--calibrate 1200] [--test 300] [--turns 40]
     python benchmarks/select_one_of_64.py --turns 40 --depths 0 6 8 --margins 18.2 0.69 0.35
@@ -264,7 +264,7 @@ def main() -> None:
             context = read_context(decoder, params, ids, slots=CONTEXT)
             found = select(decoder, params, context, rows, ends, how)
             flops.append(found.flops(decoder, params))
-            won.append(found.winners[0])
+            won.append(found.winner)
             ran.append([(found.depths >= depth).sum() for depth in ends_of])
         ids, rows, ends = queries[0]
         context = read_context(decoder, params, ids, slots=CONTEXT)

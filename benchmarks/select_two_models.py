@@ -4,10 +4,10 @@
     python models/recipes/train.py --preset plain-8 --out out/plain-8       # and plain-16
     python benchmarks/select_two_models.py out/plain-8/model out/plain-16/model [--turns 40]
 
-The queries, the promise and the splits of `select_one_of_64.py`. The small model scores all
+The queries, the guarantee and the splits of `select_one_of_64.py`. The small model scores all
 candidates to its last layer; those that lie more than a margin behind its best leave; the large
-model, which shares nothing with it, reads its context and scores whoever is left. What counts is
-the large model's winner. With `--reference shared-16`, the winners of that model, too.
+model, which shares nothing with it, reads its context and scores the candidates that are left. What
+counts is the large model's winner. With `--reference shared-16`, the winners of that model, too.
 """
 
 from __future__ import annotations

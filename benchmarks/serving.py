@@ -6,7 +6,7 @@
 The server is a process of its own; the clients, and the engine that it is compared with, are this
 one. In turns: the engine in this process, the server with whole answers, the server with streams.
 All take the same requests, `--clients` at a time. Rates are new tokens per second; the ratio of
-each round is over the engine's of that round. What clients see is told as percentiles.
+each round is over the engine's of that round. What clients see is shown as percentiles.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the comparisons with other libraries share: rows of part "peer", kept as `bench`'s are.
 
-`utio-jax report FOLDER/results.json` then makes a page of them.
+`utio-jax bench --report FOLDER/results.json` then makes a page of them.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
 The question of a filter: is the mean loss of a window of 128 tokens above a limit? Windows are
 drawn from the documents of the standard library's splits, up to `--each` of one; limits are
 quantiles of full depth's losses on the calibrate split. Lines and margins are fitted there, with a
-promise about windows (whole documents on a side), and reported on the test split, executed by
+guarantee about windows (whole documents on a side), and reported on the test split, executed by
 `score`. Controls, all on full depth's side as often as given: one exit for all through its line,
 the same exit's loss as it is, and as many windows that go deep, drawn by chance.
 """
@@ -128,14 +128,14 @@ def main() -> None:
     }
     for quantile in (0.5, 0.9):
         limit = float(np.quantile(losses[-1], quantile))
-        for promise in (0.01, 0.02, 0.05):
+        for bound in (0.01, 0.02, 0.05):
             fitted = fit_band(
                 decoder,
                 params,
                 losses,
                 limit=limit,
                 tokens=WIDTH,
-                max_disagreement=promise,
+                max_disagreement=bound,
                 groups=documents,
             )
             found = list(rows_of(model, fitted, tests, test_losses, limit))
@@ -143,7 +143,7 @@ def main() -> None:
                 {
                     "quantile": quantile,
                     "limit": round(limit, 4),
-                    "max_disagreement": promise,
+                    "max_disagreement": bound,
                     "tested": fitted.tested,
                     "ladder": [
                         [round(rung.cost, 4), round(rung.risk, 4), rung.p_value]

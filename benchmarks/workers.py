@@ -4,7 +4,7 @@
     python benchmarks/workers.py                    # ten seconds, the same output everywhere
     python benchmarks/workers.py --set store_gb_s=20 --set checkpoint_gb=140
 
-Arithmetic and a small simulation of who waits for whom; no program of the library runs. Every
+Arithmetic and a small simulation of waiting processes; no program of the library runs. Every
 assumption is printed with where it comes from: "measured" are figures of this repository, of small
 models on two cores; the rest is assumed. So read what breaks before what, not seconds.
 """
@@ -119,9 +119,9 @@ def group_s(known: Assumed) -> float:
 
 
 def work_s(known: Assumed, workers: int, groups: int) -> tuple[float, float]:
-    """Returns when the last group is done, and what it were if nobody waited in the end.
+    """Returns when the last group is done, and what it were if none waited in the end.
 
-    Groups are handed to whoever is free; workers and groups differ.
+    Groups are handed to the next free worker; workers and groups differ.
     """
     rng = np.random.default_rng(0)
     speeds = np.exp(known.speed_spread * rng.standard_normal(workers))
@@ -264,7 +264,7 @@ REPLICA_LIMITS: dict[str, Callable[[Assumed, int], float]] = {
 
 
 def tell_s(known: Assumed, processes: int) -> float:
-    """Returns what process 0 needs to tell all others of a block."""
+    """Returns what process 0 needs to broadcast a block."""
     return (processes - 1) * known.tell_us / 1e6
 
 
@@ -287,7 +287,7 @@ def away(known: Assumed, processes: int) -> float:
 def one_model(known: Assumed, count: int) -> dict[str, str]:
     """Returns a column of the table of one model."""
     return {
-        "a block is told to all, ms": f"{tell_s(known, count) * 1e3:.2f}",
+        "a block's broadcast, ms": f"{tell_s(known, count) * 1e3:.2f}",
         "of a block's time": f"{tell_s(known, count) / known.block_s:.2%}",
         "days between two losses": f"{known.mtbf_days / count:,.2f}",
         "away after a loss, s": f"{away_s(known, count):,.0f}",

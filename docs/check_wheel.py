@@ -79,11 +79,11 @@ def check_contents(sdist: Path, wheel: Path) -> None:
         packed = set(archive.namelist())
     missing = [*(set(_SDIST) - inside), *(set(_WHEEL) - packed)]
     tops = {name.partition("/")[0] for name in packed}
-    strangers = {top for top in tops if top != "utio_jax" and not top.endswith(".dist-info")}
-    if missing or strangers:
+    foreign = {top for top in tops if top != "utio_jax" and not top.endswith(".dist-info")}
+    if missing or foreign:
         raise ValueError(
             f"Wanted whole packages of utio_jax alone. Missing: {sorted(missing)}; not the "
-            f"library's: {sorted(strangers)}. See MANIFEST.in and setup.py."
+            f"library's: {sorted(foreign)}. See MANIFEST.in and setup.py."
         )
 
 

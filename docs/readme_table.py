@@ -26,7 +26,7 @@ Row = Mapping[str, Any]
 
 
 def rows() -> list[Row]:
-    """Returns all claims, in the order in which they are told."""
+    """Returns all claims, in the order in which they are shown."""
     return json.loads((ROOT / "results" / "figures.json").read_text())
 
 

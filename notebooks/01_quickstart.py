@@ -192,7 +192,7 @@ print(f"{results.depth_of_token.mean():.2f} of 12 layers on average")
 figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.2), layout="constrained")
 shades = ["#9fd3c7", "#3d9a8b", "#0b4f4a"]
 edges = np.linspace(0, float(scores.max()), 50)
-for bucket, (depth, shade) in enumerate(zip(buckets.plan.depths, shades, strict=True)):
+for bucket, (depth, shade) in enumerate(zip(buckets.depths, shades, strict=True)):
     chosen = np.asarray(scores)[np.asarray(buckets.bucket_of_token) == bucket]
     left.hist(chosen, bins=edges, color=shade, label=f"{depth} layers")
 for threshold in (0.8, 2.2):
@@ -201,7 +201,7 @@ left.set(xlabel="score (weighted entropy in nats, and outlier)", ylabel="items")
 left.set(title="scores, cut by two thresholds")
 left.legend()
 counts, slots = np.asarray(buckets.counts), np.asarray(results.slots_used)
-names = [f"{depth} layers" for depth in buckets.plan.depths]
+names = [f"{depth} layers" for depth in buckets.depths]
 right.barh(names, slots, color="#d5d5d0")
 right.barh(names, counts, color=shades, height=0.5)
 for row, (count, slot) in enumerate(zip(counts, slots, strict=True)):

@@ -300,10 +300,10 @@ print(textwrap.fill(advise(qwen.decoder, fitted.info, lens=False), width=96))
 
 # %% [markdown]
 # That is an answer too, and the usual one for a stock model. The message names the ways out:
-# `--fit-lens` fits a small map at each exit through which the frozen head can read it; `utio-jax
-# finetune` trains the exits of your checkpoint. The picture shows what training them changes: the
-# model that comes with the package has been trained to predict at each of its exits. (Two
-# different models, each on text of its own: read the order of magnitude.)
+# `--fit-lens` fits a small map at each exit through which the frozen head can read it;
+# `models/recipes/finetune.py` trains the exits of your checkpoint. The picture shows what training
+# them changes: the model that comes with the package has been trained to predict at each of its
+# exits. (Two different models, each on text of its own: read the order of magnitude.)
 
 # %%
 from utio_jax.calibration.studies import study_exits

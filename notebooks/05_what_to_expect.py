@@ -77,8 +77,8 @@ plt.show()
 
 # %% [markdown]
 # A curve that stays flat up to the last layers says that no depth per token will help as the model
-# stands. `utio-jax calibrate --fit-lens` fits a map for each exit, in minutes; `utio-jax finetune`
-# trains them. Read on: the other two need no exits.
+# stands. `utio-jax calibrate --fit-lens` fits a map for each exit, in minutes;
+# `models/recipes/finetune.py` trains them. Read on: the other two need no exits.
 #
 # ## 2. Drafts from the text itself
 #

@@ -73,7 +73,7 @@ for pick in tqdm(chosen, desc="queries"):
     read = read_context(decoder, params, context, slots=96)
     full = select(decoder, params, read, table, lengths, everyone)
     found = select(decoder, params, read, table, lengths, how)
-    same += int(found.winners[0] == full.winners[0])
+    same += int(found.winner == full.winner)
     ran.append([(found.depths >= depth).sum() for depth in (8, 10, 16)])
     flops.append(found.flops(decoder, params) / full.flops(decoder, params))
 print(f"same winner in {same} of {len(chosen)}, at {np.mean(flops):.2f} of the FLOPs")

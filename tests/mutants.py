@@ -2,7 +2,7 @@
 """Breaks the library on purpose, in one place at a time, and sees whether its test fails.
 
     make mutants                                  # every mutant of mutants.toml, two at a time
-    make mutants ARGS="--only sees_the_future"    # one of them, or those of a room: --only decoding
+    make mutants ARGS="--only sees_the_future"    # one, or those of a package: --only decoding
 
 A mutant is a small fault that would matter: a snippet of a file, what stands there instead, and
 the one test of `make check` that has to fail for it. It is put into a copy of the package; the

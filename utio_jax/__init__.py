@@ -23,7 +23,7 @@ block; `layer` of the stack; `head` and `kv_head`; `head_dim`; `dim` of the resi
 Index arrays name their frame: `token_of_slot[slot]` is a token, `bucket_of_token[token]` a bucket.
 Depths count layers; scores and thresholds are in nats unless they say otherwise.
 
-What is listed here, and in the `__init__` of each room, is public and covered by the changelog.
+What is listed here, and in the `__init__` of each package, is public and covered by the changelog.
 """
 
 from importlib import import_module as _import_module

@@ -3,7 +3,7 @@
 
     make benchmark-peers ARGS="--model FOLDER --token-ids IDS.json --exit 3"
 
-`FOLDER` is a Llama-like model whose exits were trained, as `utio-jax finetune` writes them;
+`FOLDER` is a Llama-like model whose exits were trained, as by `models/recipes/finetune.py`;
 `IDS.json` a list of documents as lists of token ids: the first half teaches TIDE's routers, the
 other half opens with the prompts. Greedy decoding at batch 1, programs taking turns in one process,
 each library against its own full depth:

@@ -27,9 +27,8 @@ from utio_jax.models.presets import SHARED_16, STDLIB_16, TINY
 from utio_jax.models.texts import Document, describe
 from utio_jax.models.tokenizer import encode_documents, load_tokenizer, train_tokenizer
 from utio_jax.models.training.corpus import standard_library
-from utio_jax.models.training.exit_losses import exit_losses
 from utio_jax.models.training.late_exits import LateExits, late_objective, lens_of
-from utio_jax.models.training.train import TrainConfig, train
+from utio_jax.models.training.train import TrainConfig, exit_losses, train
 from utio_jax.models.transformer import Transformer, TransformerConfig
 
 _OWN = tuple((layer,) for layer in range(8))

@@ -64,7 +64,7 @@ class Train:
             return {**summary, "calibration": None}
         # What was fitted to the weights that were there before means nothing to these.
         calibration_file(self.out / "model").unlink(missing_ok=True)
-        calibrated = Calibrate(model=str(self.out / "model"), seed=self.seed).run()
+        calibrated = Calibrate(model=str(self.out / "model")).run()
         return {**summary, "calibration": calibrated["info"]}
 
 

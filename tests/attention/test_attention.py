@@ -157,7 +157,7 @@ def test_low_precision_inputs_are_summed_in_float32(dtype):
     np.testing.assert_allclose(
         out.astype(jnp.float32), slow_attend(*wide, visible), rtol=2 * tolerance, atol=tolerance
     )
-    # CPUs sum in float32 anyway; accelerators do as they are told.
+    # CPUs sum in float32 anyway; accelerators do as configured.
     program = str(jax.make_jaxpr(attend)(q, k, v, visible))
     assert program.count("preferred_element_type=float32") == program.count("dot_general") == 2
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The K/V cache and `run_segment`: what lies where, who sees it, and what padding may not do."""
+"""The K/V cache and `run_segment`: what lies where, what sees it, and what padding may not do."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Comparisons with other libraries write what `utio-jax report` reads, and claim no more."""
+"""Comparisons with other libraries write what `bench --report` reads, and claim no more."""
 
 from __future__ import annotations
 

@@ -18,6 +18,7 @@ from matplotlib.patches import Rectangle
 
 from utio_jax.bench.report import draw_speedups, write_report
 from utio_jax.bench.results import PARTS, Row
+from utio_jax.cli.bench import Bench
 
 HOSTILE = "<script>alert('x')</script> | `a` $x^$ [b](javascript:c) <img src=http://d>\n# e"
 
@@ -36,7 +37,8 @@ def rows(stored: dict[str, Any]) -> list[Row]:
 def page(stored: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> str:
     """A whole report."""
     out = tmp_path_factory.mktemp("report")
-    return write_report(write(stored, out / "results.json"), out).read_text()
+    found = Bench(report=write(stored, out / "results.json"), out=out).run()
+    return Path(found["report"]).read_text()
 
 
 class Page(HTMLParser):

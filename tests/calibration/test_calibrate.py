@@ -36,7 +36,7 @@ from utio_jax.core.documents import Batch
 from utio_jax.core.files import hash_file, load_tensors, save_tensors
 from utio_jax.evaluation.evaluate import evaluate
 from utio_jax.policies import Learned, Position, StateGate
-from utio_jax.policies.signals import DepthTable
+from utio_jax.policies.signals import ScoreTable
 from utio_jax.policies.store import Calibration, Thresholds, load_calibration
 
 
@@ -461,8 +461,8 @@ def test_the_oracle_knows_the_divergence_of_every_exit(tiny: Any, text: list[Bat
         assert not policy.causal
         harm = study.kl[:, study.predicted]
         exits = np.asarray(tiny.decoder.config.exits)
-        assert isinstance(policy.signal, DepthTable)
-        depths = np.asarray(policy.signal.depth_of_token)
+        assert isinstance(policy.signal, ScoreTable)
+        depths = np.asarray(policy.signal.scores)
         left = np.searchsorted(exits, depths[study.predicted])
         harms.append(harm[left, np.arange(left.size)])
         blind.append(harm[np.random.default_rng(0).permutation(left), np.arange(left.size)])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Promised risks: kept on known distributions, by bets as a plain loop makes them; near-copies."""
+"""Guaranteed risks: kept on known distributions, by bets as in a plain loop; near-copies."""
 
 from __future__ import annotations
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -57,23 +56,6 @@ def test_a_home_that_cannot_be_written_is_no_error(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     assert keep_programs() is None
     assert not settings
-
-
-def test_another_kind_of_processor_has_another_folder(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    cpu, read = Path("/proc/cpuinfo"), Path.read_text
-
-    def of(flags: str) -> str:
-        said = f"processor\t: 0\nflags\t\t: {flags}\n"
-        with monkeypatch.context() as patched:
-            patched.setattr(
-                Path, "read_text", lambda file, **of: said if file == cpu else read(file, **of)
-            )
-            return machine()
-
-    assert f"jaxlib-{version('jaxlib')}-" in machine()
-    assert of("sse avx2") == of("avx2 sse") != of("sse avx2 avx512f")
 
 
 def test_only_a_program_keeps_what_it_compiles(monkeypatch: pytest.MonkeyPatch) -> None:

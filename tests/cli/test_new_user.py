@@ -7,7 +7,6 @@ import ast
 import dataclasses
 import importlib
 import importlib.util
-import io
 import json
 import os
 import re
@@ -25,20 +24,17 @@ from helpers.folders import save_small_model
 from helpers.texts import SOURCES, source
 
 import utio_jax
-from utio_jax.bench.terminal import documents_table
 from utio_jax.calibration.advice import conclude
 from utio_jax.calibration.compare import ComparisonRow
 from utio_jax.calibration.lens import LensConfig, fit_lens
 from utio_jax.cli.evaluate import Evaluate
 from utio_jax.cli.generate import Generate
 from utio_jax.cli.main import COMMANDS, GROUPS, main, parsed
-from utio_jax.cli.options import calibration_of
 from utio_jax.core.documents import batches_of, windows_of
 from utio_jax.core.files import check_writable, dump_tensors
 from utio_jax.core.lens import Lens
 from utio_jax.decoding.base import Plain
 from utio_jax.decoding.generate import generate
-from utio_jax.evaluation.evaluate import DocumentScore
 from utio_jax.evaluation.ledger import Ledger
 from utio_jax.models import load
 from utio_jax.policies.signals import Position
@@ -100,21 +96,13 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [
-        ("evaluate X --policy full --budget 0.5", "a fitted policy, such as --policy learned, wi"),
-        ("evaluate X --depth 3", "Wanted --policy uniform with --depth. Got --policy full"),
-        ("evaluate X --calibration c.json", "with --calibration. Got --policy full"),
-        ("evaluate X --kv drop", "with --kv. Got --policy full, which has no use for it"),
-        ("score X --policy uniform --budget 0.5", "with --budget. Got --policy uniform"),
-        ("score X --policy uniform", "Wanted --depth with --policy uniform"),
-        ("score X --depth 3", "Wanted --policy uniform with --depth. Got --policy learned"),
-        ("generate x --mode adaptive --policy uniform", "Wanted --depth with --policy uniform"),
+        ("evaluate X --policy full --budget 0.5", "Wanted --policy learned, or another fitted on"),
+        ("evaluate X --kv drop", "with --kv. Got --policy full"),
+        ("evaluate X --policy uniform", "Wanted --depth with --policy uniform"),
         (
             "generate x --mode adaptive --policy full --budget 0.5",
             "with --budget. Got --policy full",
         ),
-        ("generate x --mode adaptive --depth 2", "Wanted --policy uniform with --depth"),
-        ("generate x --token-ids ids.json", "as text, or --token-ids FILE"),
-        ("generate --token-ids ids.json --chat", "Got --token-ids with --chat"),
         ("generate x --rounds -1", "Wanted --rounds of at least 0. Got -1"),
         ("calibrate X --confidence 0.9", "Wanted --max-disagreement with --confidence"),
         ("compare X --budget 0.8 0.123", "some of the budgets [0.8], as calibrated"),
@@ -151,30 +139,36 @@ def test_the_shipped_calibration_is_never_written(
 
 
 def fake_calibrate(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fits nothing: returns a policy of the first name."""
+    """Fits nothing: returns a policy of each name."""
 
     def fit(*_: Any, policies: Any, model_sha256: str, **__: Any) -> Any:
         new = position_only(model_sha256, **HARMED)
         return dataclasses.replace(
             new,
-            entries={policies[0]: new.entries["position"]},
-            signals={policies[0]: Position()},
+            entries=dict.fromkeys(policies, new.entries["position"]),
+            signals=dict.fromkeys(policies, Position()),
         )
 
     monkeypatch.setattr(importlib.import_module("utio_jax.calibration.calibrate"), "calibrate", fit)
 
 
-def test_the_place_of_a_calibration_and_the_next_command_are_said(
+def test_a_calibration_is_replaced_where_nothing_of_it_is_lost(
     bare: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fake_calibrate(monkeypatch)
     own = bare / "policies.json"
     arguments = ["calibrate", str(source("colorsys")), "--model", str(bare), "--exits", "1", "2"]
-    for name in ("position", "entropy"):
-        assert main([*arguments, "4", "--policy", name]) == 0
+    for names in (["position"], ["entropy", "position"]):
+        assert main([*arguments, "4", "--policy", *names]) == 0
         captured = capsys.readouterr()
-        assert f"Written: {name}: {own}" in captured.err
-        assert set(json.loads(own.read_text())["entries"]) == {name}, "replaced"
+        assert f"Written: {', '.join(names)}: {own}" in captured.err
+        assert {*json.loads(own.read_text())["entries"]} == {*names}
+    before = own.read_bytes()
+    assert main([*arguments, "4", "--policy", "position"]) == 2
+    refused = capsys.readouterr().err
+    assert "also holds entropy" in refused
+    assert "--policy position entropy" in refused
+    assert own.read_bytes() == before
     # The command that is recommended works, up to its placeholder.
     (recommended,) = re.findall(r"For example: utio-jax (.*) OTHER_FILES", captured.err)
     assert recommended == f"compare --exits 1 2 4 --model {bare}"
@@ -184,7 +178,7 @@ def test_a_lens_is_kept_and_never_replaced_by_another(
     bare: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     fake_calibrate(monkeypatch)
-    model, out = load(bare), tmp_path / "fitted" / "mine.json"
+    out = tmp_path / "fitted" / "mine.json"
     fitted: list[LensConfig] = []
 
     def fit(*_: Any, progress: Any, **__: Any) -> Lens:
@@ -192,34 +186,24 @@ def test_a_lens_is_kept_and_never_replaced_by_another(
         return Lens(matrix=jnp.zeros((1, 32, 32)), bias=jnp.zeros((1, 32)), exits=(2,))
 
     monkeypatch.setattr("utio_jax.calibration.lens.fit_lens", fit)
-    monkeypatch.setattr("utio_jax.cli.calibrate._UNTOUCHED", 1)
     texts = [str(source(name)) for name in SOURCES]
     arguments = ["calibrate", *texts, "--model", str(bare), "--exits", "2", "4"]
     arguments += ["--fit-lens", "--out", str(out), "--policy", "position"]
-    assert model.decoder.config.embed_dim == 32
     assert main(arguments) == 0
-    assert len(fitted) == 1
-    captured = capsys.readouterr()
     lens = out.parent / "lens.json"
-    assert f"--calibration {out} --lens {lens} OTHER_FILES" in captured.err
+    assert f"--calibration {out} --lens {lens} OTHER_FILES" in capsys.readouterr().err
     stored = lens.read_bytes()
     assert main(arguments) == 0
     assert len(fitted) == 1, "the same one is there"
     # Without exits, some are named; what is written belongs to these.
     asked = [each for each in arguments if each not in ("--exits", "2", "4", "--fit-lens")]
     assert "Wanted a lens of {'exits': [2, 3]}" in refused(capsys, *asked)
-    assert "Wanted a lens of {'seed': 8}" in refused(capsys, *arguments, "--seed", "8")
+    fewer = [each for each in arguments if each != texts[0]]
+    assert "Wanted a lens of {'text':" in refused(capsys, *fewer)
     assert lens.read_bytes() == stored
-    # Without it the calibration is another model's; the error says what is missing.
+    # Without it the calibration is another model's; the error says what may be missing.
     said = refused(capsys, "compare", *texts, "--model", bare, "--calibration", out)
-    assert f"It was fitted through a lens: add --lens {lens}." in said
-    # And the other way about.
-    plain = tmp_path / "plain.json"
-    position_only(model.sha256).save(plain)
-    for file in (lens, lens.with_suffix(".safetensors")):
-        (bare / file.name).write_bytes(file.read_bytes())
-    with pytest.raises(ValueError, match="It was fitted without a lens: add --lens none"):
-        calibration_of(load(bare), plain)
+    assert "This model is read without a lens. Was it fitted so? See --lens." in said
 
 
 # Places that cannot be written are found before the work.
@@ -229,15 +213,12 @@ def test_a_lens_is_kept_and_never_replaced_by_another(
     ("arguments", "option"),
     [
         ("calibrate X --out FILE/a.json", "--out"),
-        ("calibrate X --out DIR.json", "--out"),
         ("compare X --out FILE", "--out"),
-        ("score X --per-token FILE/tokens.json", "--per-token"),
-        ("score X --per-token DIR.json", "--per-token"),
-        ("score X --shards FILE/shards", "--shards"),
+        ("evaluate X --per-token FILE/tokens.json", "--per-token"),
+        ("evaluate X --shards FILE/shards", "--shards"),
         ("demo X --out FILE/demo", "--out"),
-        ("finetune X --out FILE/tuned", "--out"),
         ("bench --out FILE/bench", "--out"),
-        ("report results.json --out FILE", "--out"),
+        ("bench --report results.json --out FILE", "--out"),
     ],
 )
 def test_a_place_that_takes_no_files_is_found_before_the_work(
@@ -250,12 +231,8 @@ def test_a_place_that_takes_no_files_is_found_before_the_work(
     def worked(*_: Any, **__: Any) -> None:
         raise AssertionError("work")
 
-    for place in (
-        "models.load",
-        "bench.report.write_report",
-    ):
+    for place in ("models.load", "bench.report.write_report", "bench.results.describe"):
         monkeypatch.setattr(f"utio_jax.{place}", worked)
-    monkeypatch.setattr("utio_jax.bench.results.describe", worked)
     monkeypatch.chdir(tmp_path)
     Path("FILE").write_text("")
     Path("DIR.json").mkdir()
@@ -309,8 +286,8 @@ def test_what_ends_a_command_is_told_in_a_line(
     def run(_: Any) -> None:
         raise raised
 
-    monkeypatch.setattr("utio_jax.cli.score.Score.run", run)
-    assert main(["score", "x"]) == status
+    monkeypatch.setattr("utio_jax.cli.evaluate.Evaluate.run", run)
+    assert main(["evaluate", "x"]) == status
     assert capsys.readouterr() == ("", said)
 
 
@@ -385,21 +362,15 @@ def test_help_lists_every_command_and_the_version_is_told(
     assert re.fullmatch(r"utio-jax \S+ \(python .*, jax .*\)\n", capsys.readouterr().out)
 
 
-def test_the_options_of_launch_end_where_a_command_begins(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    seen: list[Any] = []
-    monkeypatch.setattr("utio_jax.cli.launch.launch", lambda *given: seen.append(given) or 3)
-    assert main(["launch", "--processes", "2", "evaluate", "a", "--batch", "4"]) == 3
-    assert seen == [(2, ("evaluate", "a", "--batch", "4"))]
-
-
 # No message recommends what does not exist.
 
 ELSEWHERE = {
     "environment.py": {"--always", "--dirty", "--abbrev", "--exclude"},  # git's
     "architectures.py": {"--merge"},  # llama.cpp's
     "actors.py": {"--head", "--xla"},  # Ray's and XLA's
+    "finetune.py": {"--late", "--resume"},  # Of models/recipes.
+    "train.py": {"--resume"},
+    "shared_kv.py": {"--shared-kv"},
     # Taken out before a command reads its own.
     "main.py": {"--json", "--help-all", "--enable-utio"},
     "options.py": {"--help-all"},
@@ -419,7 +390,7 @@ def test_help_is_short_and_begins_with_examples_that_work(
     whole = capsys.readouterr().out
     assert brief.count("\n") <= 45
     examples = re.findall(rf"^  (utio-jax {name}.*)", brief, flags=re.MULTILINE)
-    assert len(examples) == len(COMMANDS[name].EXAMPLES) == (1 if name == "launch" else 3)
+    assert len(examples) == len(COMMANDS[name].EXAMPLES) == 3
     for example in COMMANDS[name].EXAMPLES:
         parsed(name, shlex.split(example)[1:])
     hidden = {option for option in options_of(name) if option in whole and option not in brief}
@@ -473,7 +444,7 @@ def test_no_message_recommends_an_option_that_does_not_exist() -> None:
                 if name in COMMANDS:
                     found = re.findall(r"--[a-z][a-z-]+", rest)
                     commands += len(found) > 0
-                    own = every if name == "launch" else options_of(name)
+                    own = options_of(name)
                     wrong += [(file.name, f"{name} {o}") for o in found if o not in own]
     assert not wrong
     assert commands > 8
@@ -496,14 +467,7 @@ def texts_of(tree: ast.AST) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        "generate x --mode lossless --drafter exit",
-        "compare X",
-        "generate x --mode adaptive",
-    ],
-)
+@pytest.mark.parametrize("arguments", ["generate x --mode lossless --drafter exit", "compare X"])
 def test_a_stock_model_is_told_how_to_get_exits(
     bare: Path,
     tmp_path: Path,
@@ -537,36 +501,6 @@ def test_a_verdict_is_repeated_where_the_policy_is_used(
         assert re.search(r"at full depth [\d.]+, perplexity [\d.]+: [+-][\d.]+ % loss at", said)
 
 
-def test_finetuning_says_what_it_did_to_the_model(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    folder: Path,
-    tmp_path: Path,
-) -> None:
-    after = [1.0, 0.633]
-    monkeypatch.setattr(
-        "utio_jax.models.training.finetune.finetune",
-        lambda *_, **__: {
-            "out": "tuned/model",
-            "exits": [2, 4],
-            "loss_before": [3.0, 0.633],
-            "loss_after": after,
-        },
-    )
-    arguments = ["finetune", str(source("stat")), "--model", str(folder)]
-    arguments += ["--out", str(tmp_path / "out")]
-    assert main(arguments) == 0
-    captured = capsys.readouterr()
-    assert "Full depth: 0.6330 -> 0.6330 nats per token, +0.0 %.\n" in captured.err
-    after[1] = 0.932
-    assert main(arguments) == 0
-    captured = capsys.readouterr()
-    assert "Full depth: 0.6330 -> 0.9320 nats per token, +47.2 %. The model itself got" in (
-        captured.err
-    )
-    assert json.loads(captured.out)["full_depth_loss_increase_pct"] == 47.235
-
-
 def row(policy: str, budget: float | None, margin: Any, **fields: Any) -> ComparisonRow:
     ledger = Ledger(policy=policy, budget=budget, **fields)
     return ComparisonRow(ledger=ledger, hull_margin_pct=margin)
@@ -598,29 +532,11 @@ def test_a_comparison_ends_with_a_sentence_and_names_each_row_apart() -> None:
     assert "all of them are cheaper" in conclude(controls)
 
 
-def test_scored_documents_are_a_table_of_which_the_first_are_shown() -> None:
-    from rich.console import Console
-
-    each = DocumentScore(log_likelihood=np.asarray([-1.0, -2.0]), depths=np.asarray([2, 4]))
-    total = Ledger(policy="learned", nll=1.5, nll_full=1.25, tokens=150, flops_ratio=0.7)
-    scored = [(f"[{index}].py", np.arange(3), each) for index in range(50)]
-    shown = io.StringIO()
-    Console(file=shown, width=100).print(documents_table(scored, total))
-    said = " ".join(shown.getvalue().split())
-    assert "learned: 1.5000 nats per token over 150 tokens, at full depth 1.2500" in said
-    assert re.search(r"\[39\]\.py +│ +3 │ +-3\.00 │ +1\.5000 │ +3\.00", shown.getvalue())
-    assert "[40].py" not in shown.getvalue()
-    assert re.search(r"and 10 more +│ +30 ", shown.getvalue())
-
-
 # Text comes first, and is decoded no more often than needed.
 
 
 def test_generate_decodes_once_for_the_text_and_once_a_round(
-    folder: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from utio_jax.decoding import text
 
@@ -632,19 +548,16 @@ def test_generate_decodes_once_for_the_text_and_once_a_round(
         return until(*arguments, **options)
 
     monkeypatch.setattr(text, "generate_until", counted)
-    ids = tmp_path / "ids.json"
-    ids.write_text("[[5, 6, 7], [8]]")
-    arguments = ["generate", "--token-ids", str(ids), "--model", str(folder)]
-    arguments += ["--max-new-tokens", "4"]
+    texts = ["def mean(values):", "import"]
+    arguments = ["generate", *texts, "--model", str(folder), "--max-new-tokens", "4"]
     assert main([*arguments, "--rounds", "0"]) == 0
     once = json.loads(capsys.readouterr().out)
     assert decoded == ["plain"]
     assert (once["seconds"], once["speedup"], once["tokens_per_second"]) == (None, None, None)
     assert once["flops_ratio"] == 1
     model = load(folder)
-    wanted = generate(model.decoder, model.params, [[5, 6, 7], [8]], max_new_tokens=4, mode=Plain())
+    wanted = model.generate(texts, max_new_tokens=4, mode="plain").generated
     assert once["token_ids"] == [row.tolist() for row in wanted.token_ids]
-    assert once["prompts"] == [model.tokenizer.decode(row) for row in ([5, 6, 7], [8])]
     decoded.clear()
     assert main(arguments) == 0
     timed = json.loads(capsys.readouterr().out)
@@ -657,19 +570,6 @@ def test_generate_decodes_once_for_the_text_and_once_a_round(
     assert decoded == ["adaptive"], "plain decoding is for timing alone"
 
 
-def test_ids_are_continued_without_a_tokenizer(
-    bare: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (bare / "tokenizer.json").unlink()
-    ids = tmp_path / "ids.json"
-    ids.write_text("[[5, 6, 7]]")
-    arguments = ["generate", "--token-ids", str(ids), "--model", str(bare), "--rounds", "0"]
-    assert main([*arguments, "--max-new-tokens", "3"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["prompts"] == [" 5 6 7"]
-    assert found["texts"] == ["".join(f" {token_id}" for token_id in found["token_ids"][0])]
-
-
 # The library.
 
 
@@ -680,14 +580,6 @@ def test_names_where_things_are_wanted_are_refused(tiny: Any, unchecked_shapes: 
     for mode in ("lossless", Plain):
         with pytest.raises(TypeError, match="Wanted a mode, such as Plain"):
             generate(tiny.decoder, tiny.params, [[1]], mode=mode, max_new_tokens=2)  # type: ignore[arg-type]
-
-
-def test_a_calibration_is_shown_in_three_lines() -> None:
-    shown = repr(load().calibration)
-    assert re.match(r"Calibration of model [0-9a-f]{12} on \d+ tokens\n  policies learned", shown)
-    assert shown.count("\n") == 2
-    assert "budgets 0.6, 0.75" in shown
-    assert len(shown) < 400
 
 
 def test_fitting_a_lens_tells_how_far_it_is(tiny: Any) -> None:

@@ -4,12 +4,10 @@
 from __future__ import annotations
 
 import json
-import math
 import types
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from utio_jax import Adaptive, Lossless, Plain, uniform
@@ -20,12 +18,8 @@ from utio_jax.cli.options import (
     read_token_ids,
     repeat_reading,
 )
-from utio_jax.cli.score import Score, Scored
 from utio_jax.cli.serve import Serve
 from utio_jax.decoding.sampling import SamplingParams
-from utio_jax.evaluation import Ledger
-from utio_jax.evaluation.evaluate import DocumentScore, TextScore
-from utio_jax.evaluation.quality import Quality
 from utio_jax.models.presets import TINY
 from utio_jax.models.transformer import Transformer
 
@@ -37,15 +31,15 @@ MODEL: Any = types.SimpleNamespace(
 
 def test_a_mode_is_the_one_that_was_asked_for() -> None:
     assert isinstance(OfDecoding().decoding_mode(MODEL)[0], Plain)
-    asked = OfDecoding(mode="adaptive", policy="uniform", depth=2, kv="drop")
+    asked = OfDecoding(mode="adaptive", policy="uniform", depth=2)
     mode, prefill, budget = asked.decoding_mode(MODEL)
     assert isinstance(mode, Adaptive)
-    assert (mode.policy.depths, mode.kv, prefill, budget) == ((2,), "drop", None, None)
+    assert (mode.policy.depths, mode.kv, prefill, budget) == ((2,), "propagate", None, None)
     drafts, _, _ = OfDecoding(mode="lossless").decoding_mode(MODEL)
     copies, _, _ = OfDecoding(mode="lossless", drafter="ngram").decoding_mode(MODEL)
     assert drafts == Lossless(exit=1)
     assert copies == Lossless(drafter="ngram")
-    for wrong in (OfDecoding(kv="drop"), OfDecoding(drafter="ngram"), OfDecoding(depth=2)):
+    for wrong in (OfDecoding(drafter="ngram"), OfDecoding(depth=2)):
         with pytest.raises(ValueError, match="Wanted --"):
             wrong.decoding_mode(MODEL)
 
@@ -62,7 +56,7 @@ def test_a_budget_alone_means_a_depth_per_token() -> None:
         with pytest.raises(ValueError, match=f"--mode adaptive with --budget. Got --mode {mode}"):
             OfDecoding(mode=mode, budget=0.6).decoding_mode(MODEL)
     assert Evaluate(budget=0.6).policy_name == "learned"
-    assert (Evaluate().policy_name, Score().policy_name) == ("full", "learned")
+    assert Evaluate().policy_name == "full"
 
 
 def test_tokens_are_drawn_as_asked() -> None:
@@ -77,7 +71,7 @@ def test_tokens_are_drawn_as_asked() -> None:
 @pytest.mark.parametrize(
     ("name", "options", "match"),
     [
-        ("full", {"budget": 0.5}, "a fitted policy, such as --policy learned, with --budget"),
+        ("full", {"budget": 0.5}, "--policy learned, or another fitted one, with --budget"),
         ("full", {"kv": "drop"}, "with --kv. Got --policy full"),
         ("uniform", {"calibration": Path("c"), "depth": 2}, "with --calibration"),
         ("uniform", {}, "Wanted --depth with --policy uniform"),
@@ -113,24 +107,3 @@ def test_token_ids_are_lists_of_numbers(tmp_path: Path) -> None:
         file.write_text(wrong)
         with pytest.raises(ValueError, match="one list per document, none of them empty"):
             read_token_ids(file)
-
-
-def test_bits_per_byte_are_those_of_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two documents of three and one predicted tokens, in ten bytes."""
-    likelihoods = [np.log([0.5, 0.25, 0.5]), np.log([0.125])]
-    documents = tuple(
-        DocumentScore(log_likelihood=each, depths=np.full(each.size, 4)) for each in likelihoods
-    )
-    scored = Scored(
-        names=["a", "b"],
-        documents=[np.arange(4), np.arange(2)],
-        bytes=10,
-        row=Ledger(policy="full", nll_full=1.0),
-    )
-    found = TextScore(documents=documents, quality=Quality(), fallbacks={})
-    monkeypatch.setattr(Evaluate, "score", lambda self: (found, scored))
-    record = Evaluate().run()
-    assert record["bits_per_byte"] == pytest.approx((1 + 2 + 1 + 3) / 10)
-    assert record["loss"] == pytest.approx(7 * math.log(2) / 4, abs=1e-6)
-    assert record["perplexity"] == pytest.approx(2 ** (7 / 4), abs=1e-4)
-    assert record["documents"] == 2

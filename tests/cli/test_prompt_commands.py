@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts that mostly stop early, from the command line: fit-prompt, evaluate, generate."""
+"""Prompts that mostly stop early, from the command line: fit-prompt, generate."""
 
 from __future__ import annotations
 
@@ -90,36 +90,6 @@ def test_fit_prompt_trains_maps(
     assert out.with_suffix(".safetensors").read_bytes() != tensors
 
 
-def test_evaluate_reports_losses_behind_prompts(
-    folder: Path, ids: Path, maps: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    capsys.readouterr()
-
-    def evaluate(*options: str) -> dict[str, Any]:
-        arguments = ["evaluate", "--model", str(folder), "--token-ids", str(ids)]
-        assert main([*arguments, "--prompt-tokens", "40", *options]) == 0
-        return last_line(capsys)
-
-    full = evaluate()
-    assert full["tokens"] == 10 * 20
-    assert full["nll"] == full["nll_full"]
-    assert full["nll_increase_pct"] == 0
-    assert full["interval"] == [0, 0]
-    assert full["prompt_flops_ratio"] == 1
-    found = evaluate("--prompt-stop", "2", "--prompt-maps", str(maps))
-    assert found["prompt"] == "2 sinks_recent 0.15 mapped"
-    assert found["nll_full"] == pytest.approx(full["nll_full"], abs=1e-4)
-    assert found["nll"] != found["nll_full"]
-    assert found["prompt_flops_ratio"] < 1
-    increase = 100 * (found["nll"] / found["nll_full"] - 1)
-    low, high = found["interval"]
-    assert low < increase < high
-    assert found["nll_increase_pct"] == pytest.approx(increase, abs=1e-3)
-    hidden = evaluate("--prompt-stop", "2", "--prompt-by", "none", "--kv", "drop")
-    assert hidden["prompt"] == "2 none drop"
-    assert hidden["prompt_flops_ratio"] < found["prompt_flops_ratio"]
-
-
 def test_generate_reads_prompts_within_a_budget(
     folder: Path, maps: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -148,27 +118,10 @@ def test_generate_reads_prompts_within_a_budget(
 
 
 def test_what_cannot_be_used_is_named(
-    folder: Path, ids: Path, maps: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    folder: Path, ids: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = ["--model", str(folder)]
-    rows = ["evaluate", *model, "--token-ids", str(ids)]
-    prompts = [*rows, "--prompt-tokens", "40"]
-    other = tmp_path / "other"
-    decoder = Transformer(dataclasses.replace(TINY, vocab_size=300, context_length=64))
-    save(other, decoder, live_params(decoder, seed=9))
-    foreign = ["evaluate", "--model", str(other), "--token-ids", str(ids), "--prompt-tokens", "40"]
     for arguments, message in (
-        ([*rows, "--prompt-stop", "2"], "Wanted --prompt-tokens with --prompt-stop"),
-        ([*rows, "--prompt-tokens", "60"], "rows of more than 60 tokens"),
-        ([*prompts, "--prompt-stop", "4"], "between 1 and 3 of this model"),
-        ([*prompts, "--prompt-stop", "2", "--kv", "mapped"], 'KV maps for kv="mapped"'),
-        ([*prompts, "--prompt-stop", "1", "--prompt-maps", str(maps)], "stops at depths (2,)"),
-        ([*prompts, "--prompt-stop", "2", "--prompt-by", "luck"], "Got 'luck'"),
-        ([*prompts, "--policy", "uniform"], "without --policy"),
-        (
-            [*foreign, "--prompt-stop", "2", "--prompt-maps", str(maps)],
-            "Wanted KV maps of the model with SHA-256",
-        ),
         (["fit-prompt", *model, "--token-ids", str(ids), "--stop", "2"], "context of 64"),
         (["generate", "a", *model, "--prompt-budget", "0.01"], "budget of at least"),
         (["generate", "a", *model, "--prompt-budget", "0"], "above 0 and at most 1"),

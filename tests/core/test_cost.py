@@ -196,6 +196,6 @@ def test_shallower_tokens_are_expected_to_cost_less_and_gates_more():
     assert layers * 0.75 < saved < layers
     extra = expect(0.5, 0.0, 0.5, gates=(10.0, 0.0)) - expect(0.5, 0.0, 0.5)
     assert extra == 4 * 256 * 10
-    # Looking at logits costs a second head for those who go on, at each boundary.
+    # Looking at logits costs a second head for tokens that go on, at each boundary.
     extra = expect(0.5, 0.25, 0.25, reads=(True, True)) - expect(0.5, 0.25, 0.25)
     assert extra == 4 * 256 * (0.5 + 0.25) * COST.head

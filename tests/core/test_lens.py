@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -129,7 +128,7 @@ def test_a_policy_that_looks_at_logits_sees_what_the_token_will_say(
     run = jax.jit(score, static_argnums=0, static_argnames="executor")
     found = run(model.decoder, model.params, ids, lengths, policy, executor=EXECUTOR)
     states = run_dense(model.decoder, model.params, ids, lengths, depths=EXITS)
-    if threshold == -np.inf:  # Nobody stops: nothing is mapped but for looking.
+    if threshold == -np.inf:  # None stops: nothing is mapped but for looking.
         assert np.all(np.asarray(found.depths)[found.depths > 0] == 4)
     seen = apply_exit_lens(model.decoder, model.params, states[0], 1)
     logp = jax.nn.log_softmax(model.decoder.unembed(model.params, seen))
@@ -302,40 +301,14 @@ def test_files(lens: Lens, model: Model, tmp_path: Path) -> None:
     assert found.exits == lens.exits
     with pytest.raises(ValueError, match="Make one for this model"):
         load_lens(tmp_path, model_sha256="b" * 64)
-    with pytest.raises(ValueError, match=r"calibrate --fit-lens` makes one"):
-        load_lens(tmp_path / "none", model_sha256="a" * 64)
     stored = json.loads((tmp_path / "lens.json").read_text())
-    (tmp_path / "lens.json").write_text(json.dumps({**stored, "exits": [1]}))
-    with pytest.raises(ValueError, match=r"Wanted the maps of exits \(1,\)"):
-        load_lens(tmp_path, model_sha256="a" * 64)
-    (tmp_path / "lens.json").write_text(json.dumps({**stored, "exits": [2, 1]}))
-    with pytest.raises(ValueError, match=r"strictly increasing depths.*Got depths=\[2, 1\]"):
-        load_lens(tmp_path, model_sha256="a" * 64)
-    (tmp_path / "lens.json").write_text("{")
-    with pytest.raises(ValueError, match="lens.json. It is not JSON"):
-        load_lens(tmp_path, model_sha256="a" * 64)
-
-
-def test_exits_of_a_lens_ascend(lens: Lens) -> None:
-    with pytest.raises(ValueError, match="strictly increasing depths"):
-        dataclasses.replace(lens, exits=(2, 1))
-
-
-def test_a_lens_and_its_maps_belong_together(lens: Lens, tmp_path: Path) -> None:
-    other = dataclasses.replace(lens, bias=lens.bias + 1)
-    info = {"model_sha256": "a" * 64}
-    save_lens(tmp_path / "a.json", lens, info=info)
-    save_lens(tmp_path / "b.json", other, info=info)
-    shutil.copyfile(tmp_path / "b.safetensors", tmp_path / "a.safetensors")
-    with pytest.raises(ValueError, match="that .*a.json was written with.*a.safetensors holds oth"):
-        load_lens(tmp_path / "a.json", model_sha256="a" * 64)
-    (tmp_path / "a.safetensors").unlink()
-    with pytest.raises(ValueError, match="weights of .*a.json beside it.*There are none"):
-        load_lens(tmp_path / "a.json", model_sha256="a" * 64)
-    broken = dataclasses.replace(lens, bias=lens.bias.at[0, 0].set(jnp.nan))
-    with pytest.raises(ValueError, match="finite weights for .*Got NaN or infinities in bias"):
-        save_lens(tmp_path / "c.json", broken, info=info)
-    assert not (tmp_path / "c.json").exists()
+    for exits, match in (
+        ([1], r"Wanted the maps of exits \(1,\)"),
+        ([2, 1], r"strictly increasing depths.*Got depths=\[2, 1\]"),
+    ):
+        (tmp_path / "lens.json").write_text(json.dumps({**stored, "exits": exits}))
+        with pytest.raises(ValueError, match=match):
+            load_lens(tmp_path, model_sha256="a" * 64)
 
 
 def test_faults_are_named(bare: Model, lens: Lens, text: list[Batch]) -> None:
@@ -384,9 +357,7 @@ INFO = {
 def test_advice_is_none_where_something_is_within_five_percent(model: Model) -> None:
     fine = {**INFO, "exit_nll_increase_pct": {"1": 21.6, "2": 0.8}}
     # As of a model that says next to nothing at any depth.
-    said = advise(model.decoder, fine, lens=False)
-    assert said is not None
-    assert "no more than 20% of its most probable tokens are full depth's" in said
+    assert advise(model.decoder, fine, lens=False) is not None
     fine["exit_agreement"] = {"1": 0.4, "2": 0.9}
     assert advise(model.decoder, fine, lens=False) is None
     assert "depth 2 loses +0.80 %, and 90% of its most probable tokens" in may_pay(fine)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -18,8 +17,7 @@ import numpy as np
 import pytest
 from helpers.models import Model
 
-from utio_jax.cli.main import main
-from utio_jax.cli.options import OfDevices
+from utio_jax.cli.options import OfWindows
 from utio_jax.core.processes import Shards, digest, local_mesh, share
 from utio_jax.models import save
 
@@ -56,6 +54,26 @@ def start(*arguments: str) -> subprocess.Popen[str]:
     )
 
 
+def start_two(*arguments: str) -> list[subprocess.Popen[str]]:
+    """Starts two processes of one command, as a cluster would."""
+    joined = ("--distributed", "--coordinator", f"127.0.0.1:{free_port()}", "--num-processes", "2")
+    return [start(*arguments, *joined, "--process-id", str(number)) for number in range(2)]
+
+
+def finish_one(*arguments: str) -> dict[str, Any]:
+    """Returns the result of one process."""
+    return json.loads(finish(start(*arguments))[0].splitlines()[-1])
+
+
+def finish_two(*arguments: str) -> dict[str, Any]:
+    """Returns the result of two processes, which the first one prints."""
+    first, second = (finish(process)[0] for process in start_two(*arguments))
+    assert "{" not in second
+    # Around it Gloo says who is connected, from several threads.
+    (result,) = [line for line in first.splitlines() if line.startswith("{")]
+    return json.loads(result)
+
+
 def finish(process: subprocess.Popen[str], *, status: int = 0) -> tuple[str, str]:
     out, err = process.communicate(timeout=240)
     assert process.returncode == status, out + err
@@ -65,8 +83,7 @@ def finish(process: subprocess.Popen[str], *, status: int = 0) -> tuple[str, str
 @pytest.fixture(scope="module")
 def alone(folder: Path) -> dict[str, Any]:
     """Returns what one process with one device finds."""
-    out, _ = finish(start(*command(folder)))
-    return json.loads(out)
+    return finish_one(*command(folder))
 
 
 def assert_same(found: dict[str, Any], wanted: dict[str, Any]) -> None:
@@ -84,16 +101,13 @@ def test_two_processes_evaluate_as_one_does_and_go_on_from_shards(
 ) -> None:
     shards = folder / "shards"
     both = command(folder, "--shards", str(shards))
-    out, _ = finish(start("launch", "--processes", "2", *both))
-    # Process 0 alone prints a result; around it Gloo says who is connected, from several threads.
-    (result,) = [line for line in out.splitlines() if line.startswith("{")]
-    assert_same(json.loads(result), alone)
+    assert_same(finish_two(*both), alone)
     files = sorted(shards.glob("*"))
     assert [file.name for file in files] == [f"batches-{n:05d}-of-00006.kept" for n in range(6)]
     files[1].unlink()
     before = [file.stat().st_mtime_ns for file in files if file.exists()]
-    out, _ = finish(start(*both, "--data-parallel"))  # One process goes on where two were.
-    assert_same(json.loads(out), alone)
+    # One process goes on where two were.
+    assert_same(finish_one(*both, "--data-parallel"), alone)
     assert [f.stat().st_mtime_ns for f in files if f != files[1]] == before
 
 
@@ -102,14 +116,12 @@ def test_two_processes_evaluate_as_one_does_and_go_on_from_shards(
 def test_calibrate_and_compare_deal_out_what_one_does(folder: Path) -> None:
     text = ("--model", str(folder / "model"), "--token-ids", str(folder / "ids.json"))
     fitted, compared = [], []
-    for name, prefix in (("one", []), ("two", ["launch", "--processes", "2"])):
+    for name, run in (("one", finish_one), ("two", finish_two)):
         out = folder / name
         fit = ("calibrate", *text, "--policy", "position", "--budget", "0.8", "--out", str(out))
-        found, _ = finish(start(*prefix, *fit))
-        fitted.append(json.loads(found.splitlines()[-1]))
+        fitted.append(run(*fit))
         look = ("compare", *text, "--calibration", str(out), "--batches", "0", "--draws", "100")
-        found, _ = finish(start(*prefix, *look, "--out", str(out / "pictures")))
-        compared.append(json.loads(found.splitlines()[-1]))
+        compared.append(run(*look, "--out", str(out / "pictures")))
         assert (out / "pictures" / "pareto.png").exists()
     one, two = (each["entries"]["position"]["0.8"] for each in fitted)
     assert one["depths"] == two["depths"]
@@ -146,24 +158,19 @@ def free_port() -> int:
 
 
 @pytest.mark.check
-def test_the_launcher_names_a_process_that_dies_and_nothing_is_complete(folder: Path) -> None:
+def test_where_a_process_dies_the_other_ends_and_nothing_is_complete(folder: Path) -> None:
     shards = folder / "cut_short"
-    started = start("launch", "--processes", "2", *command(folder, "--shards", str(shards)))
-    assert started.stderr is not None
-    pids = [int(started.stderr.readline().split()[-1]) for _ in range(2)]
+    first, second = start_two(*command(folder, "--shards", str(shards)))
     for _ in range(600):
         if list(shards.glob("*.kept")):
             break
         time.sleep(0.05)
-    os.kill(pids[1], signal.SIGKILL)
-    killed = time.monotonic()
-    out, err = finish(started, status=1)
-    assert time.monotonic() - killed < 60
-    assert f"process 1 of 2 (pid {pids[1]}) ended with status -9" in err
+    second.kill()
+    second.communicate(timeout=60)
+    out, _ = first.communicate(timeout=60)
+    assert first.returncode != 0
     assert "{" not in out
     assert len(list(shards.glob("*.kept"))) < 6
-    with pytest.raises(ProcessLookupError):
-        os.kill(pids[0], 0)
 
 
 @pytest.fixture
@@ -238,12 +245,5 @@ def test_one_process_has_the_whole_mesh() -> None:
 
 def test_flags_of_processes_need_each_other() -> None:
     with pytest.raises(ValueError, match="Wanted --distributed with --coordinator"):
-        OfDevices(num_processes=2).mesh()
-    assert OfDevices().mesh() is None
-
-
-def test_the_launcher_of_processes_wants_a_command(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["launch", "--processes", "2"]) == 2
-    assert "a command to run in each. Got --processes 2 and no command" in capsys.readouterr().err
-    assert main(["launch", "--processes", "0", "evaluate", "x"]) == 2
-    assert "Got --processes 0 and evaluate x" in capsys.readouterr().err
+        OfWindows(num_processes=2).mesh()
+    assert OfWindows().mesh() is None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dataclasses as pytrees: what their structure tells apart."""
+"""Dataclasses as pytrees: what their structure distinguishes."""
 
 from __future__ import annotations
 

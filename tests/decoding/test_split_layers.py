@@ -75,7 +75,7 @@ def test_two_rotations_are_split_once_and_let_go(monkeypatch: pytest.MonkeyPatch
     "name", quick_where(lambda name: name == "propagate", ("plain", "propagate"))
 )
 def test_a_step_copies_no_layer(name: str, unchecked_shapes: None) -> None:
-    """Out of the stack it copies one at a time: the room for it tells."""
+    """Out of the stack it copies one at a time: temporary memory shows it."""
     decoder = Transformer(dataclasses.replace(TINY, mlp_dim=8192))
     params = jax.eval_shape(decoder.init, jax.random.key(0))
     layers = decoder.config.num_layers

@@ -25,7 +25,7 @@ class Letters:
 def check_against_sorted(asked: Asked, finished: Any, name: str) -> None:
     """Holds a request to a full sort of what the oracle says of its tokens."""
     new, layers = finished.token_ids, lively_model().decoder.config.num_layers
-    # Under lossless `decided` says who guessed; what is noted is the full model's all the same.
+    # Under lossless `decided` is of the draft; what is noted is the full model's all the same.
     depths = finished.decided if name == "propagate" else np.full_like(new, layers)
     logits = true_logits(lively_model(), asked.prompt, new, depths, "propagate")
     truth = np.asarray(jax.nn.log_softmax(logits))
@@ -33,7 +33,7 @@ def check_against_sorted(asked: Asked, finished: Any, name: str) -> None:
     best = np.take_along_axis(truth, order, axis=1)
     found = finished.alternatives
     np.testing.assert_allclose(found.log_probabilities, best, atol=1e-4)
-    # Two that are as probable within rounding may come in any order: then the values tell.
+    # Two that are as probable within rounding may come in any order: then the values decide.
     apart = np.min(np.diff(np.sort(-truth, axis=1)[:, : COUNT + 1], axis=1), axis=1) > 1e-4
     assert np.mean(apart) > 0.8
     np.testing.assert_array_equal(found.token_ids[apart], order[apart])

@@ -108,7 +108,7 @@ def test_rows_go_on_between_chunks() -> None:
     for number in running:
         engine.cancel(number)
     engine.drain()
-    # With nobody beside it, it is read at once.
+    # Alone, it is read at once.
     engine.submit([2] * 40, max_new_tokens=2, eos_ids=())
     assert [event.finished is not None for event in engine.advance()] == [True]
 
@@ -117,7 +117,7 @@ def test_small_groups_stay_within_a_chunk_while_rows_run() -> None:
     engine = engine_of(lively_model(), modes()["plain"][0], shapes=CHUNKED, slots=6)
     for _ in range(3):
         engine.submit([1], max_new_tokens=30, eos_ids=())
-    engine.advance()  # Nobody runs yet: a group of three.
+    engine.advance()  # No row runs yet: a group of three.
     assert engine.stats().padded_prompt_tokens == 3 * 4
     for _ in range(3):
         engine.submit([1], max_new_tokens=30, eos_ids=())

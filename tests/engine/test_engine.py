@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine's own promises: requests end once, nothing leaks or compiles, work is pinned."""
+"""The engine's own laws: requests end once, nothing leaks or compiles, work is pinned."""
 
 from __future__ import annotations
 
@@ -261,7 +261,7 @@ def test_work_is_that_of_slots_and_steps(late: bool) -> None:
 
 
 def test_running_rows_pause_for_a_bounded_number_of_prompt_tokens() -> None:
-    """Three at once where nobody runs; beside running rows that would be more than a slot holds."""
+    """Three at once where no row runs; beside running rows that would be more than a slot holds."""
     shapes = Shapes(prompt_widths=(32,), groups=(1, 3), key_step=CAPACITY)
     engine = engine_of(lively_model(), modes()["plain"][0], slots=9, shapes=shapes)
     running = [engine.submit([1], max_new_tokens=30, eos_ids=()) for _ in range(3)]

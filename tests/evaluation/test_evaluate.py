@@ -25,8 +25,8 @@ from utio_jax.core.platform import compiling_for
 from utio_jax.core.pytrees import pytree
 from utio_jax.evaluation import Ledger
 from utio_jax.evaluation.evaluate import Quality, evaluate, score_documents
-from utio_jax.evaluation.guardrail import check_worthwhile
-from utio_jax.models.training.exit_losses import exit_losses
+from utio_jax.evaluation.flops import check_worthwhile
+from utio_jax.models.training.train import exit_losses
 from utio_jax.policies import Learned, given_depths, random_depths
 from utio_jax.policies.signals import Position, TokenSurrogate
 from utio_jax.staircase import MicroBatches, full_depth
@@ -247,7 +247,7 @@ class _Dear(Learned):
 
 @pytest.mark.parametrize("kv", quick_where(lambda kv: kv == "propagate", ["propagate", "drop"]))
 def test_gates_and_frozen_keys_are_charged_where_the_policy_meets_them(tiny: Any, kv: str) -> None:
-    """The policy ends at 3 of 4 layers: nobody pays for the last, nor for a decision there."""
+    """The policy ends at 3 of 4 layers: the last is not paid for, nor a decision there."""
     executor = MicroBatches(min_bucket=1, block=1, query_block=1, key_step=1)
     ids = np.random.default_rng(1).integers(0, 64, (2, 8)).astype(np.int32)
     batch = Batch(token_ids=ids, lengths=np.full(2, 8, np.int32), window=np.arange(2))

@@ -35,8 +35,7 @@ PATIENCE_SECONDS = 20.0
 def programs() -> tuple[str, str]:
     """Returns the paths of Chromium and of its driver.
 
-    Raises:
-      FileNotFoundError: one of them is missing.
+    Raises FileNotFoundError where one of them is missing.
     """
     browser = next((found for name in _CHROMIUM if (found := shutil.which(name))), None)
     driver = shutil.which("chromedriver")
@@ -53,11 +52,7 @@ def programs() -> tuple[str, str]:
 
 @contextlib.contextmanager
 def headless_chromium(profile: Path) -> Iterator[Any]:
-    """Starts a browser with an empty profile, which asks nothing of the network by itself.
-
-    Raises:
-      FileNotFoundError: Chromium or its driver is missing.
-    """
+    """Starts a browser with an empty profile, which asks nothing of the network by itself."""
     browser, driver_path = programs()
     # Never looks for a driver elsewhere; talks to the driver on this machine directly.
     os.environ.update(SE_OFFLINE="true", SE_AVOID_STATS="true", NO_PROXY="127.0.0.1,localhost")
@@ -97,7 +92,7 @@ return [...document.querySelectorAll(".answer .token")].map((token) => [
 class Page:
     """The page of one server in a browser.
 
-    `complaints` and `strangers` say what the console and the network saw since it was opened.
+    `complaints` and `foreign_requests` are what the console and the network saw since then.
     """
 
     def __init__(self, driver: Any, url: str) -> None:
@@ -109,15 +104,12 @@ class Page:
         driver.get(url)
 
     def element(self, name: str) -> Any:
-        """Returns the element with this id."""
         return self.driver.find_element("id", name)
 
     def text(self, name: str) -> str:
-        """Returns the text of an element as it stands in the page, shown or not."""
         return self.element(name).get_property("textContent")
 
     def shows(self, name: str) -> bool:
-        """Whether a person sees the element."""
         return self.element(name).is_displayed()
 
     def write(self, name: str, text: str) -> None:
@@ -127,11 +119,9 @@ class Page:
         box.send_keys(text)
 
     def click(self, name: str) -> None:
-        """Clicks on the element with this id."""
         self.element(name).click()
 
     def press_label(self, name: str) -> None:
-        """Clicks on the label of an input, as of one that is not seen itself."""
         self.driver.find_element("css selector", f"label[for={name}]").click()
 
     def press(self, *keys: str) -> None:
@@ -146,19 +136,12 @@ class Page:
         chain.perform()
 
     def run(self, script: str) -> Any:
-        """Returns what a script returns in the page."""
         return self.driver.execute_script(script)
 
     def command(self, name: str, **parameters: Any) -> Any:
-        """Gives the browser a command of its developer tools."""
         return self.driver.execute_cdp_cmd(name, parameters)
 
     def wait(self, condition: Callable[[], Any], what: str) -> None:
-        """Waits until a condition holds.
-
-        Raises:
-          TimeoutError: it never does.
-        """
         end = time.monotonic() + PATIENCE_SECONDS
         while not condition():
             if time.monotonic() > end:
@@ -170,35 +153,30 @@ class Page:
         self.wait(lambda: " · " in self.text("facts"), "the page names the model")
 
     def many_tokens(self) -> int:
-        """Returns half of what the model has room for: an answer long enough to be stopped."""
         return int(self.element("max-tokens").get_attribute("max") or 2048) // 2
 
     def idle(self) -> bool:
-        """Whether a new answer could be asked for."""
         return self.element("generate").is_enabled()
 
     def generate(self, prompt: str, *, max_tokens: int = 24) -> None:
-        """Writes a prompt and clicks on Generate."""
         self.write("max-tokens", str(max_tokens))
         self.write("prompt", prompt)
         self.click("generate")
 
     def tokens(self) -> list[Token]:
-        """Returns the pieces of all answers that are shown, in order."""
         return [
             Token(text, None if depth is None else int(depth), title, background)
             for text, depth, title, background in self.run(_TOKENS)
         ]
 
     def answer(self) -> str:
-        """Returns the text of all answers that are shown."""
         return "".join(token.text for token in self.tokens())
 
     def complaints(self) -> list[str]:
-        """Returns what the console was told since the last time, of any level."""
+        """Returns the console's messages since the last time, of any level."""
         return [entry["message"] for entry in self.driver.get_log("browser")]
 
-    def strangers(self) -> list[str]:
+    def foreign_requests(self) -> list[str]:
         """Returns requests to elsewhere since the last time."""
         messages = [
             json.loads(entry["message"])["message"] for entry in self.driver.get_log("performance")

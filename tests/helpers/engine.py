@@ -104,7 +104,7 @@ SHORT = Lengths(prompt_step=8, key_step=CAPACITY)
 def alone(
     model: Model, mode: Any, prefill: Prefill | None, asked: Asked, *, lengths: Lengths = SHORT
 ) -> Generated:
-    """Returns what `generate` gives one request, with nobody beside it."""
+    """Returns what `generate` gives one request, alone in its batch."""
     return generate(
         model.decoder,
         model.params,

@@ -48,7 +48,7 @@ def lively_model(**changes: Any) -> Model:
 
 
 def run(model: Model, prompts: Any = PROMPTS, **options: Any) -> Generated:
-    """Returns 40 new tokens for each prompt, in one width of attention, unless told otherwise."""
+    """Returns 40 new tokens for each prompt, in one width of attention, unless asked otherwise."""
     options = {"max_new_tokens": 40, "eos_ids": (), "lengths": SMALL} | options
     return generate(model.decoder, model.params, prompts, **options)
 
@@ -115,7 +115,7 @@ def true_logits(
     """Returns the oracle's logits `[new, vocab]` at the tokens before each new one, from scratch.
 
     `decided[j]` is the depth of the token before new token `j`; prompts run all layers, or those of
-    `prompt_depths`. `sparse` is who attends to what, by layer, of 72 tokens.
+    `prompt_depths`. `sparse` is which token attends to which, by layer, of 72 tokens.
     """
     num_layers = model.decoder.config.num_layers
     # One length for all, so that the oracle compiles once: later tokens change nothing.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stand-in for the HTTP server: speaks its protocol around the page, word for word as told.
+"""A stand-in for the HTTP server around the page.
 
-By itself it streams an answer of tokens whose depths follow each other in a cycle. After
-`take_over` a test sends each event itself, and so decides when and how a stream is cut into pieces.
+By itself it streams tokens whose depths follow each other in a cycle. After `take_over` a test
+sends each event itself, and so decides when and how a stream is cut into pieces.
 """
 
 from __future__ import annotations
@@ -56,7 +56,6 @@ TOKENS = (
 
 
 def inline_texts(html: str) -> dict[str, list[str]]:
-    """Returns what stands inside the elements `style` and `script`, to the letter."""
     return {
         tag: re.findall(rf"<{tag}[^>]*>(.*?)</{tag}>", html, flags=re.DOTALL)
         for tag in ("style", "script")
@@ -86,7 +85,7 @@ class Asked:
 
 
 class StandIn:
-    """The server, and what a test tells it.
+    """The server, and what a test sets.
 
     Attributes:
       url: where the page is.
@@ -117,20 +116,16 @@ class StandIn:
         self._told = queue.Queue()
 
     def send_bytes(self, data: bytes) -> None:
-        """Writes bytes into the open stream, as they are."""
         assert self._told is not None
         self._told.put(data)
 
     def send(self, event: Any) -> None:
-        """Writes one event: JSON, or a string as it is."""
         self.send_bytes(event_bytes(event))
 
     def send_text(self, *pieces: str, depths: tuple[int, ...] = (), **choice: Any) -> None:
-        """Writes a chunk of a completion with these pieces."""
         self.send(text_chunk(pieces, depths, **choice))
 
     def end(self) -> None:
-        """Closes the open stream."""
         assert self._told is not None
         self._told.put(None)
 
@@ -151,7 +146,6 @@ class StandIn:
 
 
 def event_bytes(event: Any) -> bytes:
-    """Returns an event of a stream: JSON, or a string as it is."""
     text = event if isinstance(event, str) else json.dumps(event)
     return f"data: {text}\n\n".encode()
 
@@ -159,7 +153,6 @@ def event_bytes(event: Any) -> bytes:
 def text_chunk(
     pieces: tuple[str, ...], depths: tuple[int, ...] = (), *, chat: bool = False, **choice: Any
 ) -> dict[str, Any]:
-    """Returns a chunk of a completion, or of a chat, with these pieces."""
     text = "".join(pieces)
     chosen = {"index": 0, "logprobs": None, "finish_reason": None, **choice}
     chosen |= {"delta": {"content": text}} if chat else {"text": text}
@@ -170,7 +163,6 @@ def text_chunk(
 
 
 def usage_chunk(prompt: int, completion: int, **about: Any) -> dict[str, Any]:
-    """Returns the chunk that closes an answer with its figures."""
     usage = {"prompt_tokens": prompt, "completion_tokens": completion}
     usage |= {"total_tokens": prompt + completion, "utio": about}
     return {"id": "a-1", "object": "text_completion", "created": 0, "choices": [], "usage": usage}
@@ -279,7 +271,6 @@ class _Answers(BaseHTTPRequestHandler):
 
 
 def refusal_body(message: str, **fields: Any) -> bytes:
-    """Returns the body of an error as the server writes it."""
     error = {"message": message, "type": None, "param": None, "code": None, **fields}
     return json.dumps({"error": error}).encode()
 

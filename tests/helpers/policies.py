@@ -118,7 +118,7 @@ def thresholded(model: Any, signal: Signal) -> Thresholded:
     cuts = [
         np.quantile(row, q) if row.size else 0.0 for row, q in zip(finite, (0.3, 0.7), strict=True)
     ]
-    if signal.name == "patience":  # Nobody has seen two exits at the first.
+    if signal.name == "patience":  # No token has seen two exits at the first.
         cuts = [-0.5, -0.5]
     return Thresholded(signal=signal, thresholds=jnp.asarray(cuts, jnp.float32), depths=DEPTHS)
 

@@ -20,14 +20,13 @@ class Exchange:
         try:
             self._said[self._index] = data
             self._barrier.wait()
-            everyone = [*self._said]
+            found = [*self._said]
             self._barrier.wait()
         except threading.BrokenBarrierError:
             raise ProcessLostError("A process has ended.") from None
-        return everyone
+        return found
 
     def end(self) -> None:
-        """Ends this process, as the others see it."""
         self._barrier.abort()
 
 

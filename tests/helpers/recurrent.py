@@ -85,13 +85,13 @@ def recurrent_states(model: Model, ids: Any, depths: Any, kv: str) -> np.ndarray
     What a frozen token does to the states of layers beyond its depth: `propagate`, it enters by
     its frozen state; `drop`, they pass it by; `full`, it enters by its own full-depth state.
     """
-    config, everyone = model.decoder.config, np.ones(len(ids), bool)
+    config, always = model.decoder.config, np.ones(len(ids), bool)
     x = np.asarray(model.params["embedding"]["embedding"], np.float64)[np.asarray(ids)]
     full = x
     for index in range(config.num_layers):
         layer, runs = _layer(model.params["layers"], index), np.asarray(depths) > index
-        fed, touches = (full if kv == "full" else x), (runs if kv == "drop" else everyone)
+        fed, touches = (full if kv == "full" else x), (runs if kv == "drop" else always)
         new = run_recurrence(config, layer, x, fed, touches)
-        full = run_recurrence(config, layer, full, full, everyone)
+        full = run_recurrence(config, layer, full, full, always)
         x = np.where(runs[:, None], new, x)
     return x

@@ -128,7 +128,6 @@ class Client:
         method: str | None = None,
         headers: dict[str, str] | None = None,
     ) -> Answered:
-        """Returns the answer to a request; a body that is no bytes is sent as JSON."""
         connection = http.client.HTTPConnection(*self.place, timeout=self.seconds)
         with contextlib.closing(connection):
             self._send(connection, path, body, method, headers or {})
@@ -158,7 +157,6 @@ class Client:
         connection.request(method, path, data, {**kind, **self.headers, **headers})
 
     def completion(self, prompt: Any, **fields: Any) -> Answered:
-        """Returns the answer to a greedy completion of 8 tokens, unless told otherwise."""
         return self.ask("/v1/completions", completion(prompt, **fields))
 
     def raw(self, data: bytes, *, seconds: float | None = None) -> bytes:
@@ -168,11 +166,9 @@ class Client:
             return read_all(connection)
 
     def connect(self, seconds: float | None = None) -> socket.socket:
-        """Returns a bare connection."""
         return socket.create_connection(self.place, timeout=seconds or self.seconds)
 
     def counters(self) -> dict[str, float]:
-        """Returns `/metrics`, by name with labels."""
         lines = self.ask("/metrics").body.decode().splitlines()
         pairs = [line.rsplit(" ", 1) for line in lines if not line.startswith("#")]
         return {name: float(value) for name, value in pairs}
@@ -185,26 +181,23 @@ class Client:
             time.sleep(0.02)
 
     def settled(self) -> bool:
-        """Returns whether nobody waits or runs."""
+        """Returns whether no request waits or runs."""
         found = self.counters()
         names = ("utio_open_tasks", "utio_running", "utio_queued")
         return all(found[name] == 0 for name in names)
 
 
 def completion(prompt: Any, **fields: Any) -> dict[str, Any]:
-    """Returns the body of a greedy completion of 8 tokens, unless told otherwise."""
     body = {"model": "small", "prompt": prompt, "max_tokens": 8, "temperature": 0}
     return {**body, **fields}
 
 
 def chat(content: Any, **fields: Any) -> dict[str, Any]:
-    """Returns the body of a greedy chat of 8 tokens, unless told otherwise."""
     body = {"model": "small", "messages": [{"role": "user", "content": content}]}
     return {**body, "max_tokens": 8, "temperature": 0, **fields}
 
 
 def read_all(connection: socket.socket) -> bytes:
-    """Returns what comes until the other side closes, in whichever way."""
     found = b""
     with contextlib.suppress(ConnectionResetError):
         while part := connection.recv(2**16):
@@ -245,17 +238,14 @@ class Running(Client):
 
     @property
     def engine(self) -> Any:
-        """The engine of this process."""
         worker: Any = self.server.app.worker
         return worker._engine
 
     @property
     def alive(self) -> bool:
-        """Whether it still serves."""
         return self._thread.is_alive()
 
     def close(self, seconds: float = 60.0) -> dict[str, Any]:
-        """Ends it, and returns what was done."""
         if self.alive:
             self.server.stop()
         self._thread.join(seconds)
@@ -264,7 +254,6 @@ class Running(Client):
 
     @property
     def faults(self) -> list[dict[str, Any]]:
-        """What went wrong in the server itself: there is to be none."""
         return [line for line in self.lines if "fault" in line]
 
     @contextlib.contextmanager
@@ -328,7 +317,6 @@ class Process(Client):
 
     @property
     def alive(self) -> bool:
-        """Whether it runs."""
         return self.process.poll() is None
 
     @property
@@ -338,7 +326,6 @@ class Process(Client):
         return [json.loads(line) for line in whole if line.startswith("{")]
 
     def find(self, event: str) -> dict[str, Any]:
-        """Returns the last such line of the log; empty where there is none."""
         return next((line for line in reversed(self.lines) if line["event"] == event), {})
 
     @property
@@ -348,16 +335,13 @@ class Process(Client):
         return int(status.split("VmRSS:")[1].split()[0]) * 1024
 
     def signal(self, number: int = signal.SIGTERM) -> None:
-        """Sends a signal."""
         self.process.send_signal(number)
 
     def ended(self, *, seconds: float = 60.0) -> tuple[int, str]:
-        """Returns the status and stdout once it has ended."""
         out, _ = self.process.communicate(timeout=seconds)
         return self.process.returncode, out.decode()
 
     def close(self) -> None:
-        """Ends it at once, if it has not ended."""
         if self.alive:
             self.process.kill()
         self.process.communicate(timeout=60)

@@ -29,11 +29,6 @@ def test_the_split_rule(path):
     assert split_of_path(path) == (None if optional and wanted != "train" else wanted)
 
 
-def test_a_file_called_like_a_test_folder_is_no_test_folder():
-    names = [f"{stem}{n}.py" for stem in ("test", "idlelib") for n in range(60)]
-    assert {split_of_path(name) for name in names} == set(SPLITS)
-
-
 @pytest.fixture(scope="module")
 def library():
     return {split: standard_library(split) for split in SPLITS}
@@ -138,14 +133,6 @@ def test_any_text_decodes_to_itself(text):
     (ids,) = encode_documents(TOKENIZER, [text], bos_id=0)
     assert ids[0] == 0
     assert TOKENIZER.decode(ids[1:].tolist()) == text
-
-
-def test_encoding_opens_with_bos_where_there_is_one():
-    first, second = encode_documents(TOKENIZER, ["def", "return x"], bos_id=0)
-    assert first.dtype == np.int32
-    assert first[0] == second[0] == 0
-    (bare,) = encode_documents(TOKENIZER, ["def"], bos_id=None)
-    np.testing.assert_array_equal(first[1:], bare)
 
 
 def test_an_empty_text_has_no_tokens():

@@ -23,9 +23,15 @@ from utio_jax.core.lens import Lensed, lensed
 from utio_jax.models.checkpoint import load
 from utio_jax.models.presets import TINY
 from utio_jax.models.training.corpus import standard_library
-from utio_jax.models.training.exit_losses import exit_losses
 from utio_jax.models.training.late_exits import LateExits, late_objective, lens_of
-from utio_jax.models.training.train import Start, TrainConfig, anytime_loss, exit_states, train
+from utio_jax.models.training.train import (
+    Start,
+    TrainConfig,
+    anytime_loss,
+    exit_losses,
+    exit_states,
+    train,
+)
 from utio_jax.models.transformer import Transformer
 from utio_jax.staircase.reference import dense_states
 

@@ -66,8 +66,7 @@ def test_modes_have_names(calibrated: Model) -> None:
         assert found.generated.mode == mode.name
     mine = Adaptive(policy=uniform(2))
     assert model.mode(mine) is mine
-    shallow: Any = model.mode("adaptive", policy=uniform(2))
-    assert shallow.policy.depths == (2,)
+    assert model.policy(mine.policy) is mine.policy
     with pytest.raises(ValueError, match="mode of 'plain', 'adaptive', 'lossless', or a Mode. Got"):
         model.generate(PROMPTS, mode="fast")
     with pytest.raises(ValueError, match=r"Wanted a budget of \[0.75, 0.9\].*Got 0.5"):
@@ -149,15 +148,6 @@ def test_streamed_texts_are_those_of_generate(calibrated: Model, mode: str, chun
         assert depths == [each.tolist() for each in wanted.generated.decided]
         assert last is not None
         assert not last.running.any()
-
-
-def test_what_may_begin_a_stop_string_is_held_back(calibrated: Model) -> None:
-    whole = calibrated.generate(PROMPTS[0], **OPTIONS).texts[0]
-    stop = whole[4:12]
-    parts = [*calibrated.stream(PROMPTS[0], stop=[stop], chunk=1, **OPTIONS)]
-    shown = [part.texts[0] for part in parts]
-    assert "".join(shown) == whole[: whole.index(stop)]
-    assert len(parts) < OPTIONS["max_new_tokens"], "it ends there"
 
 
 def test_score_and_evaluate_take_policies_by_name(calibrated: Model) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The laws that every policy obeys, run over all of them; what the controls decide."""
+"""The laws of every policy, run over all of them; what the controls decide."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ def test_what_is_not_a_number_goes_deeper(tiny: Any, policy: Any) -> None:
     found = run(model, everyone, ids)
     depths = np.asarray(found.depths)
     if name not in BEFORE:
-        assert (depths[:, 1:] == 4).all(), "and everybody who attends to it"
+        assert (depths[:, 1:] == 4).all(), "and all tokens that attend to it"
     else:
         assert (depths == 1).all()
 
@@ -278,8 +278,8 @@ def test_exits_not_in_use_cost_nothing_and_change_nothing(tiny: Any, name: str) 
         assert spent(wide, ours) == pytest.approx(spent(narrow, theirs))
     counts = np.asarray(ours.work.queries)
     assert counts[1] > 0
-    assert not counts[2:].any(), "nobody came here"
-    assert not np.asarray(ours.work.keys_values)[2:].any(), "so nobody needs these K/V"
+    assert not counts[2:].any(), "no token came here"
+    assert not np.asarray(ours.work.keys_values)[2:].any(), "so no token needs these K/V"
 
 
 @laws_of(SIGNALS)

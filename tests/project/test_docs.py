@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Guides run from top to bottom, links lead somewhere, and pages about the code tell the truth."""
+"""Guides run from top to bottom, links lead somewhere, and pages about the code are true."""
 
 from __future__ import annotations
 
@@ -99,9 +99,9 @@ def test_files_that_are_named_exist(page: str) -> None:
         assert there or (gone and name.startswith("benchmarks/")), name
 
 
-def test_the_rooms_are_those_of_the_contract() -> None:
-    rooms = [re.sub(r"[()\s]", "", room) for layer in LAYERS for room in layer.split("|")]
-    built = [room for room in rooms if (ROOT / "utio_jax" / room).is_dir()]
+def test_the_packages_are_those_of_the_contract() -> None:
+    named = [re.sub(r"[()\s]", "", name) for layer in LAYERS for name in layer.split("|")]
+    built = [name for name in named if (ROOT / "utio_jax" / name).is_dir()]
     table = re.findall(r"^\| `(\w+)` \|", ARCHITECTURE, flags=re.MULTILINE)
     assert sorted(table) == sorted(built)
     assert table[:2] == ["contrib", "cli"]

@@ -61,8 +61,8 @@ def test_openais_client_for_javascript(server: Process, modules: Path) -> None:
     found = json.loads(node("openai.mjs", server.url, modules=modules))
     assert found["text"] == found["streamed"]
     server.wait_for(server.settled)
+    assert any(line.get("status") == 503 for line in server.lines)
     counters = server.counters()
-    assert counters['utio_http_requests_total{path="/v1/completions",status="503"}'] > 0
     reasons = ("length", "eos", "cancelled")  # Of the one that left: it may have been too late.
     ended = [counters[f'utio_ended_total{{reason="{why}"}}'] for why in reasons]
     assert sum(ended) == 400 + 2 + 1 + 1 + 1 + 1, "none was answered twice"

@@ -27,7 +27,7 @@ from utio_jax.serving.schema import (
     TokenizeRequest,
 )
 
-SECRET = "a prompt that nobody shall read in a log"
+SECRET = "a prompt that may not be in a log"
 
 
 def raw(body: bytes | str, **headers: Any) -> bytes:
@@ -226,7 +226,7 @@ def test_addresses_and_methods_that_are_not_there(server: Running) -> None:
     for path, method, status in cases:
         found = server.ask(path, {} if method == "POST" else None, method=method)
         assert (found.status, found.error["type"]) == (status, "invalid_request_error"), path
-    bare = server.ask("/version", method="POST")
+    bare = server.ask("/ready", method="POST")
     assert (bare.status, bare.error["code"]) == (405, "method_not_allowed")
     other = server.ask("/v1/completions", completion("x") | {"model": "gpt"})
     assert (other.status, other.error["code"], other.error["param"]) == (
@@ -247,6 +247,8 @@ def test_sizes_and_kinds_of_bodies(server: Running) -> None:
     for _ in range(3):
         large = server.ask("/v1/completions", with_(user="x" * 10_000_000))
         assert (large.status, large.error["code"]) == (413, "request_too_large")
+    both = server.raw(raw(b"0\r\n\r\n", Transfer_Encoding="chunked"))
+    assert b" 400 " in both.split(b"\r\n")[0], "two ends of a body"
     # It says nothing of its size, and does not end.
     chunk = b"10000\r\n" + b" " * 2**16 + b"\r\n"
     with server.connect() as connection:
@@ -258,49 +260,6 @@ def test_sizes_and_kinds_of_bodies(server: Running) -> None:
         found = read_all(connection)
     assert found == b"" or b" 413 " in found.split(b"\r\n")[0]
     server.wait_for(lambda: server.lines[-1].get("status") == 413)
-
-
-def status_of(answer: bytes) -> int:
-    """Returns the status, and checks that there is one answer, and that it is an error's."""
-    head, _, body = answer.partition(b"\r\n\r\n")
-    # What is no HTTP is refused by uvicorn, in its own words.
-    assert b"Invalid HTTP request received." in body or set(json.loads(body)) == {"error"}
-    return int(head.split(b" ", 2)[1])
-
-
-def test_what_is_no_request_is_told_so(server: Running) -> None:
-    cases = {
-        "no HTTP": b"\x16\x03\x01\x02\x00\x01 hello\r\n\r\n",
-        "no host": b"GET /health HTTP/1.1\r\n\r\n",
-        "a size that is none": raw(with_(), Content_Length="1e3"),
-        "two sizes": raw(with_()).replace(b"Host: x", b"Host: x\r\nContent-Length: 3"),
-        "a header without end": b"GET /health HTTP/1.1\r\nHost: x\r\nX: " + b"a" * 2**17,
-        "a chunk that is none": raw(b"zz\r\n", Transfer_Encoding="chunked").replace(
-            b"Content-Length: 4\r\n", b""
-        ),
-        "two ends of a body": raw(
-            b"0\r\n\r\nGET /health HTTP/1.1\r\nHost: x\r\n\r\n",
-            Transfer_Encoding="chunked",
-            Connection="keep-alive",
-        ),
-    }
-    for name, data in cases.items():
-        with server.connect() as connection:
-            with contextlib.suppress(OSError):
-                connection.sendall(data)
-            found = read_all(connection)
-        # What is closed with bytes unread may be lost on the way.
-        if name == "a header without end" and not found:
-            continue
-        assert 400 <= status_of(found) < 500, (name, found)
-
-
-def test_a_size_that_is_a_lie_is_no_json(server: Running) -> None:
-    shorter = server.raw(raw(with_(), Content_Length=9))
-    assert status_of(shorter) == 400, "nine bytes are no JSON"
-    with server.connect() as connection:  # Less than said, and gone.
-        connection.sendall(raw(with_(), Content_Length=10**5))
-    assert server.completion("x").status == 200
 
 
 @pytest.fixture
@@ -344,7 +303,7 @@ def test_only_those_with_the_key_are_let_in(server: Running, key: str) -> None:
         )
     for path in ("/v1/models/small", "/tokenizer_info", "/nothing"):
         assert status(None, path) == 401
-    for path in ("/health", "/ready", "/metrics", "/version", "/openapi.json", "/"):
+    for path in ("/health", "/ready", "/metrics", "/openapi.json", "/"):
         assert status(None, path) == 200
     assert "kiwi" not in json.dumps(server.lines)
 
@@ -362,7 +321,6 @@ def test_addresses_that_others_reach_want_a_key() -> None:
     for host in ("0.0.0.0", "::", "192.168.1.1", "example.org"):
         with pytest.raises(ValueError, match="Wanted a key for an address"):
             Address(host=host)
-        assert Address(host=host, insecure=True).host == host
     for host in ("127.0.0.1", "::1", "localhost"):
         assert Address(host=host).host == host
     with pytest.raises(ValueError, match="a port of 0 to 65535"):
@@ -407,13 +365,6 @@ def test_a_full_queue_is_told_and_when_to_come_again(server: Running) -> None:
         assert [each.status for each in answers] == [200] * (slots + 1)
         never = server.completion("x", n=slots + 2)
         assert (never.status, "at most" in never.error["message"]) == (400, True)
-    with server.limited(queue_tokens=40), server.slowed(0.05):
-        with asked(server, *[long] * (slots + 1)) as answers:
-            server.wait_for(lambda: open_tasks(server) == slots + 1)
-            server.wait_for(lambda: len(server.server.app.worker.waiting) == 1)
-            assert server.completion("x" * 60).status == 429
-        assert [each.status for each in answers] == [200] * (slots + 1)
-        assert server.completion("x" * 60).status == 200, "alone it may be larger"
 
 
 def test_an_answer_that_takes_too_long_ends(server: Running) -> None:
@@ -504,8 +455,6 @@ def test_counters_and_logs_tell_of_each_request_and_never_what_was_said(
     def grown(name: str) -> float:
         return after[name] - before.get(name, 0)
 
-    assert grown('utio_http_requests_total{path="/v1/completions",status="200"}') == 2
-    assert grown('utio_http_requests_total{path="/v1/completions",status="400"}') == 2
     assert grown("utio_new_tokens_total") == 16
     assert grown('utio_ended_total{reason="length"}') == 2
     assert grown("utio_time_to_first_token_seconds_count") == 2
@@ -590,13 +539,8 @@ def test_life_and_the_page(server: Running) -> None:
     assert server.ask("/health").body == {"status": "ok"}
     ready = {"status": "ready", "mode": "adaptive", "plan": None}
     assert server.ask("/ready").body == ready
-    assert "jax" in server.ask("/version").body
     schema = server.ask("/openapi.json").body
     assert {"/v1/completions", "/v1/chat/completions", "/tokenize", "/health"} <= {*schema["paths"]}
-    docs = server.ask("/docs").body.decode()
-    for told in ("POST /v1/completions", "thinking_token_budget", "max_tokens", "/tokenizer_info"):
-        assert told in docs
-    assert "<script" not in docs
     page = server.ask("/")
     policy = page.headers["content-security-policy"]
     assert policy.startswith("default-src 'none'")
@@ -695,49 +639,3 @@ def test_openais_client_is_told_what_is_wrong(
                     model="small", prompt="x", max_tokens=200, stream=True, temperature=0
                 )
             )
-
-
-def test_openais_client_comes_again_where_the_queue_was_full(
-    server: Running, official: openai.OpenAI
-) -> None:
-    slots = server.server.app.slots
-    long = completion("x", max_tokens=40)
-    with (
-        server.limited(queue_requests=1),
-        server.slowed(0.1),
-        asked(server, *[long] * (slots + 1)),
-    ):
-        server.wait_for(lambda: open_tasks(server) == slots + 1)
-        seen = len(server.lines)
-        with pytest.raises(openai.RateLimitError):
-            official.completions.create(model="small", prompt="x", max_tokens=2)
-        found = official.with_options(max_retries=10).completions.create(
-            model="small", prompt="x", max_tokens=2, temperature=0
-        )
-    assert found.usage is not None
-    assert found.usage.completion_tokens == 2
-    server.wait_for(lambda: len(_short(server.lines[seen:])) > 2)  # Written after the answer.
-    statuses = [line["status"] for line in _short(server.lines[seen:])]
-    assert statuses.count(429) >= 2
-    assert statuses.count(200) == 1
-
-
-def _short(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the lines of requests that were refused, or came to two tokens."""
-    return [line for line in lines if line.get("new_tokens") in (None, 2)]
-
-
-def test_openais_client_leaves(server: Running, official: openai.OpenAI) -> None:
-    with server.slowed(0.05):
-        stream = official.completions.create(
-            model="small", prompt="x", max_tokens=200, stream=True, temperature=0
-        )
-        for place, _ in enumerate(stream):
-            if place == 2:
-                break
-        stream.close()
-        server.wait_for(lambda: open_tasks(server) == 0, seconds=5)
-    # The engine hears of it with its next block, and says so after it.
-    server.wait_for(lambda: server.counters()['utio_ended_total{reason="cancelled"}'] >= 1)
-    server.wait_for(server.settled)
-    server.wait_for(lambda: server.lines[-1].get("left") == "ClientLeftError")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long a request may think: what its fields come to, what is refused, and what is told."""
+"""How long a request may think: what its fields come to, what is refused, and what is reported."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 from helpers.serving import CONTEXT, Running, completion, served_model
 
-from utio_jax.cli.options import OfThinking
+from utio_jax.cli.serve import Serve
 from utio_jax.decoding import Lengths, Thinking, Thought, generate
 from utio_jax.decoding.base import Plain
 from utio_jax.serving import Limits, ServedModel
-from utio_jax.serving.answers import usage_of
 from utio_jax.serving.gate import ApiError
 from utio_jax.serving.requests import Reader
 from utio_jax.serving.schema import CompletionRequest
@@ -65,16 +64,12 @@ def test_fields_that_cannot_be_served_are_named(folder: Path) -> None:
     assert not off.card(context=9, created=0, in_full=False)["utio"]["thinking"]
 
 
-def test_usage_of_nothing_is_no_token() -> None:
-    assert usage_of([], prompt_tokens=1, about={})["completion_tokens"] == 0
-
-
 def test_options_of_the_command_line_make_a_rule(folder: Path) -> None:
     tokenizer = served(folder, None).text.tokenizer
-    assert OfThinking().thinking(tokenizer) is None
-    with pytest.raises(ValueError, match="Wanted --think-end TEXT with --max-thinking-tokens"):
-        OfThinking(max_thinking_tokens=0).thinking(tokenizer)
-    rule = OfThinking(think_end="ab", think_start="ca").thinking(tokenizer)
+    assert Serve().thinking(tokenizer) is None
+    with pytest.raises(ValueError, match="Wanted --think-end TEXT with --think-start"):
+        Serve(max_thinking_tokens=0).thinking(tokenizer)
+    rule = Serve(think_end="ab", think_start="ca").thinking(tokenizer)
     assert rule is not None
     assert tokenizer.decode([*rule.end_ids]) == "ab"
     assert tokenizer.decode([*rule.start_ids]) == "ca"

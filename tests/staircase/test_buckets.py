@@ -14,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from utio_jax.staircase.buckets import (
-    BucketPlan,
     Buckets,
     assign_buckets,
     bucket_tokens,
@@ -64,7 +63,7 @@ def check_frames(buckets: Buckets) -> None:
         assert token_of_slot.tolist() == slow_slots(bucket_of_token)
         assert [token_of_slot[slot_of_token[token]] for token in range(width)] == list(range(width))
         assert counts.tolist() == [
-            sum(bucket_of_token == bucket) for bucket in range(buckets.plan.num_buckets)
+            sum(bucket_of_token == bucket) for bucket in range(len(buckets.depths))
         ]
 
 
@@ -106,7 +105,7 @@ def test_one_example_spelled_out():
     assert buckets.token_of_slot.tolist() == [1, 4, 3, 0, 2]
     assert buckets.slot_of_token.tolist() == [3, 0, 4, 2, 1]
     assert buckets.counts.tolist() == [2, 1, 2]
-    assert buckets.plan == BucketPlan(depths=DEPTHS, min_bucket=2)
+    assert (buckets.depths, buckets.min_bucket) == (DEPTHS, 2)
 
 
 def test_fractions_give_exact_counts():
@@ -129,15 +128,6 @@ def test_nan_goes_deepest(kind):
 def test_nan_ranks_above_infinity():
     buckets = bucket_tokens(jnp.asarray([NAN, INF]), depths=(1, 2), fractions=(0.5, 0.5))
     assert buckets.depth_of_token.tolist() == [2, 1]
-
-
-@pytest.mark.parametrize(("floor", "shallowest"), [(1, 2), (2, 2), (3, 3), (4, 6), (6, 6)])
-def test_no_token_runs_shallower_than_the_floor(floor, shallowest):
-    buckets = bucket_tokens(
-        jnp.asarray([0.0, 0.7, 2.0]), depths=DEPTHS, thresholds=(0.5, 1.0), floor=floor
-    )
-    assert buckets.depth_of_token.tolist() == [max(depth, shallowest) for depth in DEPTHS]
-    check_frames(buckets)
 
 
 @pytest.mark.parametrize("lead", [(), (0,), (2, 3)])
@@ -327,7 +317,6 @@ SOME = jnp.zeros((2, 4))
         ({"scores": jnp.zeros(3, jnp.int32)}, "floating-point scores.*dtype int32"),
         ({"thresholds": None}, "either thresholds or fractions. Got neither"),
         ({"fractions": (0.5, 0.5)}, "either thresholds or fractions. Got both"),
-        ({"floor": 9}, "floor of at most the last depth 6. Got floor=9"),
         ({"thresholds": (0.5,)}, r"Wanted 2 thresholds.*Got shape \(1,\)"),
         ({"thresholds": (1.0, 0.5)}, r"ascending thresholds without NaN. Got \[1.0, 0.5\]"),
         ({"thresholds": (NAN, 0.5)}, "ascending thresholds without NaN"),

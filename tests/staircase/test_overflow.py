@@ -69,8 +69,8 @@ def test_padding_and_later_tokens_that_overflow_leave_a_token_as_it_was(
     same = np.arange(12) < np.asarray([12, 7, 5])[:, None]
     np.testing.assert_array_equal(found[same], wanted[same])
     assert np.isfinite(found[same]).all()
-    hidden = "drop" in name  # Beyond its depth, nobody sees it.
-    assert hidden or np.isnan(found[2, 6:]).any(axis=-1).all(), "those who see it are told"
+    hidden = "drop" in name  # Beyond its depth, no token sees it.
+    assert hidden or np.isnan(found[2, 6:]).any(axis=-1).all(), "tokens that see it are NaN"
 
 
 @pytest.mark.parametrize("how", ["plain", "prefill", "adaptive", "lossless"])
@@ -88,6 +88,6 @@ def test_padding_of_prompts_that_overflows_changes_no_text(how: str) -> None:
     options["prefill"] = Prefill() if how == "prefill" else None
     wanted, found = (run(Model(model.decoder, each), **options) for each in ({**params}, {**pads}))
     kept = [min([*np.flatnonzero(row == 0), row.size]) for row in wanted.token_ids]
-    assert min(kept) > 4, "token 0 itself is drawn too soon to tell"
+    assert min(kept) > 4, "token 0 itself is drawn too soon to show it"
     for a, b, size in zip(wanted.token_ids, found.token_ids, kept, strict=True):
         np.testing.assert_array_equal(a[:size], b[:size])

@@ -20,12 +20,11 @@ from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.models import TINY, Transformer
 from utio_jax.policies.signals import SignalBase
 from utio_jax.staircase import MicroBatches, dense_states, staircase
+from utio_jax.staircase.heat import AttentionHeat, PromptSurrogate
 from utio_jax.staircase.prompts import (
     SIGNALS,
-    AttentionHeat,
     PromptChoice,
     PromptImportance,
-    PromptSurrogate,
     Recency,
     rank_of,
 )
@@ -118,15 +117,11 @@ def test_two_boundaries_thin_a_prompt_twice(tiny: Model) -> None:
         depths_of(tiny, dataclasses.replace(policy, deep=jnp.asarray([0.5])), [24, 12])
 
 
-@pytest.mark.check
 def test_a_row_does_not_feel_its_batch(tiny: Model) -> None:
-    policy = importance(AttentionHeat(queries=4), 0.3)
+    policy = importance(Recency(), 0.3)
     together = depths_of(tiny, policy, [24, 13])
-    ids = tiny.tokens(2, 24)
-    alone = staircase(
-        tiny.decoder, tiny.params, ids[1:, :13], jnp.asarray([13]), policy, executor=EXECUTOR
-    )
-    np.testing.assert_array_equal(together[1, :13], alone.depths[0])
+    alone = depths_of(tiny, policy, [24, 13, 5, 1])
+    np.testing.assert_array_equal(together, alone[:2])
 
 
 def test_all_of_a_prompt_is_the_plain_program_bit_by_bit(tiny: Model, count_compiles: Any) -> None:
@@ -148,6 +143,33 @@ def test_all_of_a_prompt_is_the_plain_program_bit_by_bit(tiny: Model, count_comp
         )
     assert compiles.count == 0
     assert np.asarray(found.work.kv_maps).sum() > 0
+
+
+@pytest.mark.parametrize("by", SIGNALS)
+def test_every_choice_spends_its_share(tiny: Model, by: str) -> None:
+    choice = PromptChoice(stop=2, deep=0.5, by=by, kv="propagate")
+    model = with_random_maps(tiny, (2,))
+    depths = depths_of(model, choice.policy(model.decoder), [64, 40], width=64)
+    wanted = [1, 1] if by == "none" else [32, 20]
+    assert [int((row == 4).sum()) for row in depths] == wanted
+    assert depths[0, 63] == depths[1, 39] == 4
+    if by != "none":
+        assert (depths[:, :4] == 4).all()
+
+
+def test_what_cannot_be_is_refused(tiny: Model) -> None:
+    with pytest.raises(ValueError, match=r"chosen by one of sinks_recent, .* Got 'luck'"):
+        PromptChoice(stop=2, deep=0.5, by="luck")
+    with pytest.raises(ValueError, match=r"from 0 to 1. Got 1.5"):
+        PromptChoice(stop=2, deep=1.5)
+    with pytest.raises(ValueError, match="Wanted kv to be one of 'mapped'"):
+        PromptChoice(stop=2, deep=0.5, kv="full")
+    for stop in (0, 4):
+        with pytest.raises(ValueError, match=f"between 1 and 3 of this model. Got {stop}"):
+            PromptChoice(stop=stop, deep=0.5).policy(tiny.decoder)
+    policy = PromptChoice(stop=2, deep=0.5).policy(tiny.decoder)
+    with pytest.raises(ValueError, match="Wanted a causal policy"):
+        Adaptive(policy=policy).check(tiny.decoder)
 
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -228,33 +250,3 @@ def test_the_surrogate_adds_entropy_heat_and_outlier_of_a_prompt_alone(tiny: Mod
         cosine = states @ mean / np.linalg.norm(states, axis=-1) / np.linalg.norm(mean)
         wanted = 0.5 * entropy + 0.25 * heat[row, :length] + 0.25 * (1 - cosine)
         np.testing.assert_allclose(found[row, :length], wanted, atol=1e-4)
-
-
-@pytest.mark.parametrize("by", SIGNALS)
-def test_every_choice_spends_its_share(tiny: Model, by: str) -> None:
-    choice = PromptChoice(stop=2, deep=0.5, by=by, kv="propagate")
-    gate = Given(scores=jnp.zeros((2, 64)), name="learned")
-    model = with_random_maps(tiny, (2,))
-    depths = depths_of(model, choice.policy(model.decoder, gate=gate), [64, 40], width=64)
-    wanted = [1, 1] if by == "none" else [32, 20]
-    assert [int((row == 4).sum()) for row in depths] == wanted
-    assert depths[0, 63] == depths[1, 39] == 4
-    if by != "none":
-        assert (depths[:, :4] == 4).all()
-
-
-def test_what_cannot_be_is_refused(tiny: Model) -> None:
-    with pytest.raises(ValueError, match=r"chosen by one of sinks_recent, .* Got 'luck'"):
-        PromptChoice(stop=2, deep=0.5, by="luck")
-    with pytest.raises(ValueError, match=r"from 0 to 1. Got 1.5"):
-        PromptChoice(stop=2, deep=1.5)
-    with pytest.raises(ValueError, match="Wanted kv to be one of 'mapped'"):
-        PromptChoice(stop=2, deep=0.5, kv="full")
-    for stop in (0, 4):
-        with pytest.raises(ValueError, match=f"between 1 and 3 of this model. Got {stop}"):
-            PromptChoice(stop=stop, deep=0.5).policy(tiny.decoder)
-    with pytest.raises(ValueError, match=r"by its gate. Got none.*utio-jax calibrate"):
-        PromptChoice(stop=2, deep=0.5, by="gate").policy(tiny.decoder)
-    policy = PromptChoice(stop=2, deep=0.5).policy(tiny.decoder)
-    with pytest.raises(ValueError, match="Wanted a causal policy"):
-        Adaptive(policy=policy).check(tiny.decoder)

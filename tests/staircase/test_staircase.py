@@ -150,7 +150,7 @@ def test_uniform_exits_equal_the_plain_models_states(tiny: Any) -> None:
 
 
 def test_the_oracle_with_true_keys_reads_off_the_plain_models_states(tiny: Any) -> None:
-    """Nobody feels that others have stopped: every state under `kv="full"` is the full pass's."""
+    """No token sees that others have stopped: every state under `kv="full"` is the full pass's."""
     shape, ids, lengths, depths = small_case(tiny)
     found = cases.run_oracle(tiny.decoder, tiny.params, ids, lengths, depths, kv="full")
     states = cases.run_dense(tiny.decoder, tiny.params, ids, lengths, depths=shape.depths)

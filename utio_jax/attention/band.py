@@ -6,8 +6,7 @@
     query 8  |           # # #       # "#" the band: one slice for the whole block of queries
     query 9  |             # # #
 
-Dense products of static shapes over `[sinks | slice]`; they equal masked attention under
-`utio_jax.attention.history.visible_history`.
+They equal masked attention under `utio_jax.attention.history.visible_history`.
 """
 
 from __future__ import annotations
@@ -24,12 +23,7 @@ from utio_jax.core.pytrees import pytree, static
 
 @pytree
 class SparseQueries:
-    """Which tokens see a history alone.
-
-    Attributes:
-      sparse: these tokens.
-      history: how much they see. Static.
-    """
+    """Which tokens see a history alone: the `sparse` ones."""
 
     sparse: Bool[Array, "*lead batch token"]
     history: History = static()
@@ -58,19 +52,8 @@ def attend_band(  # noqa: PLR0913 (arrays of one product)
 ) -> Float[Array, "query head head_dim"]:
     """Returns the attention of one block of one row's queries over sinks and recent keys.
 
-    One softmax over the gathered keys. Two products merged by log-sum-exp spare the copy of the
-    slice and are no faster (34.7 ms in one, 36.7 in two; 4,096 tokens, two CPU cores).
-
-    Args:
-      mix: of the layer.
-      queries: scaled, of one row, in text order.
-      positions: of the queries; the slice holds their bands.
-      keys: of all rows, rotated.
-      prepared: values, through `mix.prepare`.
-      shown: keys that may be seen at all.
-      row: of the queries.
-      width: of the slice, from `slice_width`. Static.
-      history: how much the queries see. Static.
+    One softmax over the gathered keys: two products merged by log-sum-exp are no faster. Queries
+    are in text order; `prepared` are values through `mix.prepare`; `width` is of `slice_width`.
     """
     sinks, tokens = min(history.sinks, keys.shape[1]), keys.shape[1]
     start = jnp.clip(positions[0] - (history.recent - 1), 0, tokens - width)

@@ -52,13 +52,7 @@ def visible_history(
 ) -> Bool[Array, "*lead query key"]:
     """Returns the mask of sinks and recent keys: what low-importance queries see, by definition.
 
-    As a mask over all keys it saves nothing; what saves has to equal it.
-
-    Args:
-      history: how much they see.
-      query_positions: where the queries are.
-      key_positions: where the keys are; hidden ones above every query's position.
-      window: the layer's own sliding window, which stays.
+    Hidden keys lie above every query's position; `window` is the layer's own, which stays.
     """
     visible = visible_keys(query_positions, key_positions, window)
     keys = key_positions[..., None, :]

@@ -72,14 +72,8 @@ def mix_apart(
 ) -> Float[Array, "*lead query head head_dim"]:
     """Returns what queries attend to where their heads read keys and values of several layers.
 
-    The same as `mix` on these side by side, which would copy them: heads of one layer after the
-    other are a product each.
-
-    Args:
-      mix: of the layer whose queries these are.
-      queries: as many heads for each of the layers that are read, in order.
-      keys_values: of each of these layers, `[..., key, kv_head, head_dim]`.
-      visible: which keys each query may see.
+    The same as `mix` on these side by side, which would copy them: each layer's heads are a
+    product. `queries` have as many heads for each of the layers that are read, in order.
     """
     heads = jnp.split(queries, len(keys_values), axis=-2)
     found = [
@@ -125,12 +119,7 @@ def mix_whole_rows(
 
 
 def mixer_at(decoder: Decoder, index: int | jax.Array) -> Mixer:
-    """Returns how the tokens of a layer see each other.
-
-    Args:
-      decoder: the model.
-      index: of the layer, static or traced.
-    """
+    """Returns how the tokens of a layer, static or traced, see each other."""
     config = decoder.config
     return Mixer(
         window=config.window_at(index),

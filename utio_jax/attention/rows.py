@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention of some rows of a batch to their slots of the K/V cache, a row at a time.
 
-A gather of the rows' keys and values would copy them; a mask over all rows would read those of all.
-A loop with a traced trip count reads the chosen rows where they are, and stays in a core's cache.
+A gather would copy their keys and values, a mask read those of all rows: a loop with a traced trip
+count reads the chosen rows where they are.
 """
 
 from __future__ import annotations

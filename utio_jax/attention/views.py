@@ -91,14 +91,7 @@ def visible_places(
     positions: Int[Array, "batch place"],
     window: Int[Array, ""] | None = None,
 ) -> Bool[Array, "batch query place"]:
-    """Returns which places of one layer a query sees: `visible_history` in the view's own frame.
-
-    Args:
-      history: how many places are for what.
-      query_positions: where the queries are.
-      positions: the places' tokens.
-      window: the layer's own sliding window, which stays.
-    """
+    """Returns which places of one layer a query sees: `visible_history` in the view's own frame."""
     # A place of the ring that its layer skipped (kv="drop") still holds an older token.
     recent = query_positions[:, :, None] - positions[:, None, :] < history.recent
     kept = jnp.arange(history.size) < history.sinks

@@ -17,7 +17,7 @@ from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.base import Mode, Plain
 from utio_jax.decoding.generate import generate
 from utio_jax.decoding.lossless import Lossless
-from utio_jax.evaluation.guardrail import check_worthwhile
+from utio_jax.evaluation.flops import check_worthwhile
 from utio_jax.evaluation.ledger import Ledger
 
 PLAIN = "plain"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report of `utio-jax report`: one HTML page of tables and pictures that needs nothing else."""
+"""The page of `utio-jax bench --report`: tables and pictures; it needs nothing else."""
 
 from __future__ import annotations
 

@@ -195,13 +195,7 @@ def rounded(value: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Group:
-    """Rows that are measured together, programs taking turns.
-
-    Attributes:
-      title: a line of progress.
-      rows: as planned.
-      measure: returns them measured.
-    """
+    """Rows that are measured together, as planned; `measure` returns them measured."""
 
     title: str
     rows: tuple[Row, ...]

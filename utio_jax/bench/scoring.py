@@ -25,14 +25,10 @@ from utio_jax.staircase.score import run_score, score_dense
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Scored:
-    """One policy next to full depth, from one run.
+    """One policy next to full depth, from one run: quality of all batches, time of the first.
 
-    Attributes:
-      ledger: quality of all batches, time of the first.
-      timing: of the policy.
-      baseline: which full-depth program was the fastest: `"full"`, the staircase with one stage, or
-        `"full dense"`, the plain one.
-      fastest: its timing, in the same rounds.
+    `baseline` says which full-depth program was the fastest, `"full"`, the staircase with one
+    stage, or `"full dense"`, the plain one; `fastest` is its timing, in the same rounds.
     """
 
     ledger: Ledger

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -78,11 +79,9 @@ class Subject:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Method:
-    """A policy under a name that no other has.
+    """A policy under a name that no other has: `"learned@0.6"`, `"uniform:8"`, `"full"`.
 
     Attributes:
-      label: `"learned@0.6"`, `"uniform:8"`, `"full"`.
-      policy: None where the model has none.
       budget: target flops_ratio.
       fractions: expected share of tokens at each of the policy's depths.
       missing: why there is no policy.
@@ -180,15 +179,10 @@ def _pass_flops(
     decoder: Decoder, params: Params, *, width: int
 ) -> Callable[[Sequence[int], Sequence[float]], float]:
     """Returns a pass' expected FLOPs over full depth's, by depths and shares; nothing padded."""
-    cost, layers = token_cost(decoder, params), decoder.config.num_layers
-
-    def flops(depths: Sequence[int], fractions: Sequence[float]) -> float:
-        return expected_flops(
-            cost, batch=1, width=width, min_bucket=1, depths=depths, fractions=fractions
-        )
-
-    full = flops((layers,), (1.0,))
-    return lambda depths, fractions: flops(depths, fractions) / full
+    cost = token_cost(decoder, params)
+    flops = partial(expected_flops, cost, batch=1, width=width, min_bucket=1)
+    full = flops(depths=(decoder.config.num_layers,), fractions=(1.0,))
+    return lambda depths, fractions: flops(depths=depths, fractions=fractions) / full
 
 
 def _truncations(subject: Subject, budget: float, *, width: int) -> list[Method]:

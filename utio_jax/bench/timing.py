@@ -43,14 +43,7 @@ def count_compiles() -> Iterator[CompileCount]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Spread:
-    """Median and quartiles of one number per round.
-
-    Attributes:
-      median: of the rounds.
-      low: a quarter of them lies below.
-      high: a quarter of them lies above.
-      rounds: how many there were.
-    """
+    """Median and quartiles of one number per round."""
 
     median: float
     low: float

@@ -96,5 +96,5 @@ def advise(decoder: Decoder, info: Mapping[str, Any], *, lens: bool) -> str | No
         said.append("--fit-lens lets the head read them better without touching the model.")
     said.append("Drafts copied from the text may pay, and lose nothing: --mode lossless.")
     exits = " ".join(map(str, decoder.config.exits))
-    said.append(f"Or teach its exits to predict: utio-jax finetune --exits {exits}.")
+    said.append(f"Or teach its exits to predict: models/recipes/finetune.py --exits {exits}.")
     return " ".join(said)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import sys
 import time
 from pathlib import Path
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 class Bench:
     """Measures speed and cost on this machine, next to full depth and to controls.
 
-    Writes results.json, a row at a time.
+    Writes results.json, a row at a time, which --report makes a page of.
 
     Attributes:
       suite: quick takes under two minutes on two idle cores; cpu measures all parts; accelerator
@@ -34,12 +35,14 @@ class Bench:
       rounds: timed turns of each program, instead of the suite's.
       out: folder of the results, which are replaced.
       dry_run: the same code at tiny sizes: shows that it runs, not how fast.
+      report: measure nothing: write report.html of this results.json, tables and pictures, to
+        --out.
     """
 
     EXAMPLES: ClassVar = (
         "bench",
         "bench --suite cpu --parts decode lossless --models shipped",
-        "bench --suite accelerator --dry-run",
+        "bench --report out/bench/results.json",
     )
 
     suite: Literal["quick", "cpu", "accelerator"] = "quick"
@@ -51,9 +54,12 @@ class Bench:
     rounds: Rare[int | None] = None
     out: Path = Path("out/bench")
     dry_run: bool = False
+    report: Path | None = None
 
     def run(self) -> dict[str, Any]:
         """Runs the command and returns its JSON."""
+        if self.report is not None:
+            return self._page(self.report)
         import jax
         from rich.console import Console
 
@@ -79,7 +85,7 @@ class Bench:
             settings={
                 name: list(value) if isinstance(value, tuple) else value
                 for name, value in dataclasses.asdict(self).items()
-                if name != "out"
+                if name not in ("out", "report")
             },
             environment=describe(dtype=dtype),
         )
@@ -103,7 +109,8 @@ class Bench:
         title = f"{self.suite} suite, {results['environment']['device']}"
         Console(stderr=True, width=118).print(bench_table(rows, title=title))
         verdict = conclude(rows)
-        print(f"{verdict}\nResults: {file}. As a page: utio-jax report {file}", file=sys.stderr)
+        print(verdict, file=sys.stderr)
+        print(f"Results: {file}. As a page: utio-jax bench --report {file}", file=sys.stderr)
         return {
             "command": "bench",
             "suite": self.suite,
@@ -114,6 +121,14 @@ class Bench:
             "environment": results["environment"],
             **summarise(rows),
         }
+
+    def _page(self, results: Path) -> dict[str, Any]:
+        from utio_jax.bench.report import write_report
+
+        check_out(self.out)
+        written = write_report(results, self.out)
+        print(f"written: {written}", file=sys.stderr)
+        return {"command": "bench", "report": str(written)}
 
     def sized(self) -> Suite:
         """Returns the suite with the options that were given.
@@ -134,26 +149,24 @@ class Bench:
                 f"Got {', '.join(unknown)}."
             )
         numbers = (*self.batch_sizes, *self.prompt_lengths)
-        if min((*numbers, self.rounds or 1)) < 1:
-            raise ValueError(f"Wanted sizes and rounds of at least 1. Got {min(numbers)}.")
-        chosen: dict[str, Any] = {}
-        if self.batch_sizes or self.prompt_lengths:
-            batches = self.batch_sizes or tuple(dict.fromkeys(b for b, _ in suite.score))
-            lengths = self.prompt_lengths or tuple(dict.fromkeys(n for _, n in suite.score))
-            chosen["score"] = tuple((b, n) for b in batches for n in lengths)
-        if numbers:
-            decode = suite.decode
-            batches = self.batch_sizes or tuple(dict.fromkeys(b for b, _, _ in decode))
-            lengths = self.prompt_lengths or tuple(dict.fromkeys(n for _, n, _ in decode))
-            outputs = tuple(dict.fromkeys(n for _, _, n in decode))
-            chosen["decode"] = tuple((b, n, o) for b in batches for n in lengths for o in outputs)
+        least = min(*numbers, 1 if self.rounds is None else self.rounds, 1)
+        if least < 1:
+            raise ValueError(f"Wanted sizes and rounds of at least 1. Got {least}.")
+
+        def crossed(shapes: tuple[tuple[int, ...], ...]) -> Any:
+            columns = zip(*shapes, strict=True)
+            batches, lengths, *outputs = (tuple(dict.fromkeys(each)) for each in columns)
+            sizes = (self.batch_sizes or batches, self.prompt_lengths or lengths, *outputs)
+            return tuple(itertools.product(*sizes))
+
         return dataclasses.replace(
             suite,
             parts=self.parts or suite.parts,
             models=self.models or suite.models,
             policies=tuple(label_of(name) for name in self.policies or suite.policies),
             rounds=self.rounds or suite.rounds,
-            **chosen,
+            score=crossed(suite.score) if numbers else suite.score,
+            decode=crossed(suite.decode) if numbers else suite.decode,
         )
 
 

@@ -25,7 +25,7 @@ from utio_jax.cli.options import (
 from utio_jax.core.decoder import DecoderConfig
 from utio_jax.core.documents import Batch, calibration_batches
 from utio_jax.core.files import check_writable, load_json
-from utio_jax.policies.store import calibration_file
+from utio_jax.policies.store import calibration_file, load_calibration
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,10 +48,9 @@ class Calibrate(OfWindows, OfText):
       fit_lens: first fit a tuned lens, through which the frozen model's head reads its exits, to
         half of the documents; the policies get the other half. Written beside --out, and kept where
         the same one is there already. Always, where a model names no exits.
-      seed: of the gates, and of the halves.
       out: JSON file to write, its weights beside it; by default policies.json in the model's
-        folder, or NAME.policies.json beside its NAME.gguf. The shipped model's own is never
-        written.
+        folder, or NAME.policies.json beside its NAME.gguf; what is there is replaced. The shipped
+        model's own is never written.
     """
 
     EXAMPLES: ClassVar = (
@@ -67,7 +66,6 @@ class Calibrate(OfWindows, OfText):
     confidence: Rare[float | None] = None
     exits: tuple[int, ...] = ()
     fit_lens: bool = False
-    seed: Rare[int] = 0
     out: Path | None = None
 
     def run(self) -> dict[str, Any]:
@@ -96,35 +94,32 @@ class Calibrate(OfWindows, OfText):
             say(f"no exits are named: {model.decoder.config.exits}, through a lens to be fitted")
         out = self._place(model)
         documents, described = read_documents(model, self.files, self.token_ids, "calibrate")
-        before = None
         if fit_lens:
-            first, documents = split_documents(documents, seed=self.seed)
-            model, before = self._read_through_lens(model, first, documents, described, out, say)
+            first, documents = split_documents(documents, seed=0)
+            model = model.with_lens(self._lens(model, first, described, say))
         check_same([model.sha256, documents], what="model and text")
-        config = model.decoder.config
         policies = tuple(SIGNALS) if self.policy == ("all",) else self.policy
+        _check_nothing_is_lost(out, model.sha256, policies)
         goal: Goal = Budgets(budgets=self.budget) if self.budget else Budgets()
         if self.max_nll_increase_pct is not None:
             goal = MaxLoss(nll_increase_pct=self.max_nll_increase_pct)
         elif self.max_disagreement is not None:
             # Thresholds come from one half, the guarantee from the other.
-            documents, rest = split_documents(documents, seed=self.seed)
+            documents, rest = split_documents(documents, seed=0)
             goal = MaxDisagreement(
                 max_disagreement=self.max_disagreement,
                 confidence=0.95 if self.confidence is None else self.confidence,
                 documents=rest,
                 policies=len(policies),
-                seed=self.seed,
             )
         fitted = calibrate(
             model.decoder,
             model.params,
-            _windows(documents, config),
+            _windows(documents, model.decoder.config),
             model_sha256=model.sha256,
             text=described,
             policies=policies,
             goal=goal,
-            seed=self.seed,
             mesh=mesh,
             progress=say,
         )
@@ -141,7 +136,6 @@ class Calibrate(OfWindows, OfText):
             "seconds_total": round(time.perf_counter() - started, 1),
             "out": str(out),
             "lens": str(model.lens) if lens else None,
-            "exit_nll_increase_pct_without_lens": before,
             "info": dict(fitted.info),
             "entries": {
                 name: {str(budget): entry.to_json() for budget, entry in entries.items()}
@@ -176,29 +170,24 @@ class Calibrate(OfWindows, OfText):
         Raises:
           ValueError: it cannot, or it is not the user's: the model is part of the package.
         """
-        if self.out is not None:
-            return calibration_file(self.out)
         from utio_jax.models.shipped import is_shipped
 
-        out = calibration_file(model.folder)
-        wanted = "Wanted --out FILE: "
-        remedy = "For example: --out out/policies.json, which other commands read as --calibration."
-        if is_shipped(model.folder):
-            raise ValueError(
-                f"{wanted}{model.folder} belongs to the installed package, whose own calibration "
-                f"stays as it is. Got none. {remedy}"
-            )
-        try:
-            return check_writable(out, "--out")
-        except ValueError as error:
-            raise ValueError(
-                f"{wanted}the model's folder cannot be written. {error} {remedy}"
-            ) from error
-
-    def _lens_file(self, model: Any, out: Path) -> Path:
-        from utio_jax.core.lens import lens_file
-
-        return lens_file(model.folder if self.out is None else out.parent)
+        if self.out is not None:
+            return calibration_file(self.out)
+        out, error = calibration_file(model.folder), None
+        why = (
+            f"{model.folder} belongs to the installed package, whose own calibration stays as it "
+            "is. Got none."
+        )
+        if not is_shipped(model.folder):
+            try:
+                return check_writable(out, "--out")
+            except ValueError as refused:
+                error, why = refused, f"the model's folder cannot be written. {refused}"
+        raise ValueError(
+            f"Wanted --out FILE: {why} For example: --out out/policies.json, which other commands "
+            "read as --calibration."
+        ) from error
 
     def _next(self, model: Any, out: Path) -> str:
         """Returns the command that says whether what was written pays."""
@@ -214,52 +203,37 @@ class Calibrate(OfWindows, OfText):
             words += ["--lens", self.lens]
         return f"{shlex.join(words)} OTHER_FILES"
 
-    def _read_through_lens(
+    def _lens(
         self,
         model: Any,
         documents: list[np.ndarray],
-        others: list[np.ndarray],
         described: dict[str, Any],
-        out: Path,
         say: Callable[[str], None],
-    ) -> tuple[Any, dict[str, float]]:
-        """Returns the model with a lens, and what its exits lose on `others` without, in %."""
-        from utio_jax.calibration.lens import LensConfig, fit_lens
-        from utio_jax.core.lens import save_lens
-        from utio_jax.staircase.score import exit_nll
+    ) -> Path:
+        """Returns the file of a lens that is fitted to these documents, or was.
 
-        file = self._lens_file(model, out)
+        Raises ValueError where it is of something else.
+        """
+        from utio_jax.calibration.lens import LensConfig, fit_lens
+        from utio_jax.core.lens import lens_file, save_lens
+
+        file = lens_file(model.folder if self.out is None else calibration_file(self.out).parent)
         check_writable(file, "--out")
-        config = model.decoder.config
-        settings = LensConfig(seed=self.seed)
+        config, settings = model.decoder.config, LensConfig()
         info = {
             "model_sha256": model.sha256,
             "text": described,
-            "seed": self.seed,
+            "seed": settings.seed,
             "steps": settings.steps,
         }
         if file.is_file():
             _check_lens(file, {"exits": [*config.exits[:-1]], **info})
             say(f"lens: the one in {file}, which was fitted so")
         else:
-            lens = fit_lens(
-                model.decoder, model.params, _windows(documents, config), settings, progress=say
-            )
+            windows = _windows(documents, config)
+            lens = fit_lens(model.decoder, model.params, windows, settings, progress=say)
             save_lens(file, lens, info=info)
-        say("exits without lens")
-        run = jax.jit(exit_nll, static_argnums=0)
-        total = sum(
-            np.asarray(run(model.decoder, model.params, batch.token_ids, batch.lengths)).sum(
-                axis=(1, 2), dtype=np.float64
-            )
-            for batch in _windows(others, config)[:_UNTOUCHED]
-        )
-        *early, full = np.asarray(total).tolist()
-        before = {
-            str(depth): round(100 * (lost / full - 1), 3)
-            for depth, lost in zip(config.exits, early, strict=False)
-        }
-        return model.with_lens(file), before
+        return file
 
 
 def _check_lens(file: Path, wanted: dict[str, Any]) -> None:
@@ -274,7 +248,17 @@ def _check_lens(file: Path, wanted: dict[str, Any]) -> None:
         )
 
 
-_UNTOUCHED = 4  # Batches on which exits are read without the lens, for comparison.
+def _check_nothing_is_lost(out: Path, model_sha256: str, policies: tuple[str, ...]) -> None:
+    """Raises ValueError where a file holds policies that are not fitted again."""
+    if not out.is_file():
+        return
+    kept = load_calibration(out, model_sha256=model_sha256).entries
+    if lost := [name for name in kept if name not in policies]:
+        raise ValueError(
+            f"Wanted a file to replace whose policies are fitted again. {out} also holds "
+            f"{', '.join(lost)}. Name another --out, or fit all of them: --policy "
+            f"{' '.join(dict.fromkeys((*policies, *lost)))}."
+        )
 
 
 def _windows(documents: list[np.ndarray], config: DecoderConfig) -> list[Batch]:

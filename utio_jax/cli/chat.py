@@ -43,7 +43,7 @@ class Chat(OfDecoding):
         from rich.console import Console
 
         model, sampling = self.load(), self.sampling()
-        mode, prefill, _ = self.checked_mode(model)
+        mode, prefill, _ = self.decoding_mode(model)
         _ = model.chat_template  # Before anything is asked.
         console = Console(stderr=not sys.stdout.isatty(), highlight=False)
         if sys.stdin.isatty():
@@ -104,16 +104,9 @@ class Chat(OfDecoding):
 def show_stream(
     console: Any, pieces: Iterator[tuple[str, int]], layers: int, *, coloured: bool
 ) -> tuple[str, list[int], bool]:
-    """Prints pieces of text as they come, and what their colours mean.
+    """Prints pieces of text, each with the layers behind its token, as they come.
 
-    Args:
-      console: of rich.
-      pieces: each with the layers behind its token; 0: it was copied.
-      layers: of the model.
-      coloured: by depth.
-
-    Returns:
-      The text, the depths, and whether Ctrl-C stopped it.
+    Returns the text, the depths, and whether Ctrl-C stopped it.
     """
     from utio_jax.bench.terminal import depth_legend, depth_text
 

@@ -35,7 +35,6 @@ class Compare(OfWindows, OfText):
         but for the programs, which are compiled once each; intervals narrow with documents rather
         than with batches.
       draws: of the documents, for intervals.
-      seed: of the windows and the draws.
       out: folder for the pictures.
     """
 
@@ -49,7 +48,6 @@ class Compare(OfWindows, OfText):
     budget: tuple[float, ...] = ()
     batches: int = 6
     draws: Rare[int] = 2000
-    seed: Rare[int] = 0
     out: Path = Path("out/compare")
 
     def run(self) -> dict[str, Any]:
@@ -79,7 +77,6 @@ class Compare(OfWindows, OfText):
             width=config.context_length,
             batches=self.batches or None,
             vocab_size=config.vocab_size,
-            seed=self.seed,
         )
         plain = plain_hull(model)  # Before the work: a file that is not this model's is refused.
         rows = compare(
@@ -90,7 +87,6 @@ class Compare(OfWindows, OfText):
             fitted,
             budgets=self.budget or None,
             draws=self.draws,
-            seed=self.seed,
             mesh=mesh,
             progress=progress_lines(started),
         )

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,13 +12,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from utio_jax.cli.options import (
-    Files,
-    Rare,
-    check_out,
-    progress_bar,
-    read_documents,
-)
+from utio_jax.cli.options import Files, Rare, check_out, progress_bar, read_documents
+from utio_jax.cli.trial import FASTER, long_prompt
 from utio_jax.core.files import save_json
 from utio_jax.policies.store import DEFAULT_BUDGET
 
@@ -65,7 +59,9 @@ class Demo:
         found, budget = self._read(model, documents)
         console.print(reading_table(found["rows"], default=budget))
         found["generation"] = self._written(model, documents, budget)
-        found["prompt"] = self._prompt(model, documents)
+        width = min(_WIDTH, model.decoder.config.context_length)
+        rounds = 3 * self.rounds
+        found["prompt"] = long_prompt(model, documents, width=width, rows=_PROMPTS, rounds=rounds)
         found["pictures"] = self._draw(model, found.pop("ledgers"), budget)
         found["verdict"] = conclude(found, budget=budget)
         for line in (*sentences(found), f"Verdict: {found['verdict']}"):
@@ -149,27 +145,6 @@ class Demo:
         ]
         return [row | {"budget": budget} if row["mode"] == "adaptive" else row for row in rows]
 
-    def _prompt(self, model: Any, documents: Sequence[np.ndarray]) -> dict[str, Any] | None:
-        """Returns what a long, mostly shallow prompt comes to; None where the model knows none."""
-        from utio_jax.bench.prompts import shallow_prompts
-        from utio_jax.prompts.evaluate import PromptSizes
-
-        width = min(_WIDTH, model.decoder.config.context_length)
-        sizes = PromptSizes(
-            prompt_tokens=width * 7 // 8, continuation=width // 8, rows=_PROMPTS, batch=_PROMPTS
-        )
-        try:
-            return shallow_prompts(
-                model.decoder,
-                model.params,
-                documents,
-                sizes=sizes,
-                choices=model.prompt_choices,
-                rounds=3 * self.rounds,
-            )
-        except ValueError:
-            return None
-
     def _draw(self, model: Any, ledgers: Sequence[Any], budget: float) -> list[str]:
         """Draws loss over work, and a text by depth; returns the files."""
         from utio_jax.bench.plots import plot_pareto
@@ -186,12 +161,7 @@ class Demo:
 
 
 def reading_table(rows: Sequence[dict[str, Any]], *, default: float) -> Table:
-    """Returns a terminal table of full depth and the learned policy's budgets, the largest first.
-
-    Args:
-      rows: as the demonstration's JSON has them.
-      default: the budget to point at.
-    """
+    """Returns a table of full depth and the learned policy's budgets, which points at `default`."""
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, padding=(0, 2))
@@ -248,19 +218,12 @@ def sentences(found: dict[str, Any]) -> list[str]:
 
 
 def conclude(found: dict[str, Any], *, budget: float) -> str:
-    """Returns what to do with the model, in plain sentences.
-
-    Args:
-      found: rows of reading, of writing ("generation") and of a prompt.
-      budget: of the learned policy that is spoken of.
-    """
+    """Returns what to do with the model: what the learned policy at a budget and the rest say."""
     read = next(
         row for row in found["rows"] if row["policy"] == "learned" and row["budget"] == budget
     )
-    cut, shallower = (
-        _margin(read, control)
-        for control in ("hull_nll_increase_pct", "plain_hull_nll_increase_pct")
-    )
+    cut = _margin(read, "hull_nll_increase_pct")
+    shallower = _margin(read, "plain_hull_nll_increase_pct")
     said = []
     if shallower is not None and shallower < 0:
         said.append(
@@ -274,10 +237,10 @@ def conclude(found: dict[str, Any], *, budget: float) -> str:
         )
     drafts = [row for row in found["generation"] if row["batch"] == 1 and row["mode"] != "adaptive"]
     fastest = max(drafts, key=lambda row: row["speedup"])
-    if fastest["speedup"] > 1.05:
+    if fastest["speedup"] > FASTER:
         said.append("for one text at a time --mode lossless costs nothing")
     prompt = found["prompt"]
-    if prompt is not None and prompt["speedup"] > 1.05:
+    if prompt is not None and prompt["speedup"] > FASTER:
         ask = "as they are" if prompt["exact"] else "with --prompt-budget"
         said.append(f"long prompts pay {ask}")
     said = said or ["run this model in full"]
@@ -285,47 +248,31 @@ def conclude(found: dict[str, Any], *, budget: float) -> str:
 
 
 def draw_depths(model: Any, text: str, budget: float, file: Path) -> None:
-    """Draws the first lines of a text, each word on the colour of its deepest token.
-
-    At the budget, or at the nearest one where three depths or more occur.
-    """
-    import jax
+    """Draws the first lines of a text, each token on the colour of its depth at the budget."""
     import jax.numpy as jnp
 
     from utio_jax.bench.plots import plot_depths
-    from utio_jax.staircase.score import score
+    from utio_jax.staircase.score import run_score
 
     text = "\n".join(text.split("\n")[:_DRAWN_LINES])
-    encoded = model.tokenizer.encode(text, add_special_tokens=False)
-    config, known = model.decoder.config, model.calibration.entries["learned"]
+    encoded, config = model.tokenizer.encode(text, add_special_tokens=False), model.decoder.config
     opening = [] if config.bos_id is None else [config.bos_id]
     count = min(len(encoded.ids), config.context_length - len(opening))
     ids = jnp.asarray([[*opening, *encoded.ids[:count]]], jnp.int32)
-    run = jax.jit(score, static_argnums=0)
-
-    def depths_at(budget: float) -> np.ndarray:
-        policy = model.calibration.policy("learned", budget, exits=config.exits)
-        found = run(model.decoder, model.params, ids, jnp.asarray([ids.shape[1]]), policy)
-        # What a token took to predict the next one; the token that was read is coloured.
-        return np.asarray(found.depths)[0, len(opening) :]
-
-    nearest = sorted(known, key=lambda each: abs(each - budget))
-    tried = ((each, depths_at(each)) for each in nearest)
-    several = ((each, depths) for each, depths in tried if len(set(depths.tolist())) > 2)
-    shown, depths = next(several, (budget, depths_at(budget)))
-    starts = np.asarray([start for start, _ in encoded.offsets[:count]])
-    read = text[: encoded.offsets[count - 1][1]]
-    words = [match.span() for match in re.finditer(r"\w+|[^\w\s]+", read)]
-    # The tokens of a word's first and last character.
-    own = [np.searchsorted(starts, (a, b - 1), side="right") - 1 for a, b in words]
+    policy = model.calibration.policy("learned", budget, exits=config.exits)
+    ends = jnp.asarray([ids.shape[1]])
+    found = run_score(model.decoder, model.params, ids, ends, policy=policy)
+    # What a token took to predict the next one; the token that was read is coloured.
+    depths = np.asarray(found.depths)[0, len(opening) :]
+    offsets = encoded.offsets[: len(depths)]
     plot_depths(
-        read,
-        words,
-        [int(depths[first : last + 1].max()) for first, last in own],
+        text[: offsets[-1][1]],
+        offsets,
+        depths.tolist(),
         file,
         levels=config.exits,
         title=(
-            f"Layers behind each word at a budget of {shown:g} (mean of its tokens "
-            f"{depths.mean():.1f} of {config.num_layers})"
+            f"Layers behind each token at a budget of {budget:g} (mean {depths.mean():.1f} of "
+            f"{config.num_layers})"
         ),
     )

@@ -1,161 +1,161 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`utio-jax evaluate`."""
+"""`utio-jax evaluate`: documents in, each token predicted once."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import sys
 from pathlib import Path
 from typing import Any, ClassVar
 
-from utio_jax.cli.options import Rare, is_first, progress_bar, read_documents
-from utio_jax.cli.score import Scoring
+import numpy as np
+
+from utio_jax.cli.options import (
+    OfText,
+    OfWindows,
+    Rare,
+    check_out,
+    check_policy_options,
+    is_first,
+    policy_named,
+    progress_bar,
+    read_token_ids,
+    repeat_verdict,
+)
+from utio_jax.core.files import check_writable, save_text
+
+_LEAST = 256
+"""Tokens from which on routing paid where most of them stop early (results/benchmark_suites.md)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Evaluate(Scoring):
+class Evaluate(OfWindows, OfText):
     """Prints loss and perplexity of a text, and what they cost, in full or by a policy.
 
-    With --prompt-tokens the first tokens of every row are a prompt, of which most may stop early,
-    and losses are those of the tokens behind it.
-
     Attributes:
-      prompt_tokens: of each row of --token-ids. For the interval each row counts as a document:
-        give one row of each, or it comes out too narrow.
-      prompt_stop: depth at which prompt tokens stop that do not go deep; by default none do.
-      prompt_deep: share of each prompt that goes deep.
-      prompt_by: what chooses it: sinks_recent, heat, surrogate, random or none (the last
-        token alone).
-      prompt_maps: a file that `utio-jax fit-prompt` wrote, for --kv mapped, which is then the
-        default.
+      policy: full, uniform, random, or one that the calibration holds. By default full; learned
+        with --budget.
+      budget: FLOPs of a fitted policy over full depth's. By default 0.75, or the only one.
+      calibration: a file that `utio-jax calibrate` wrote; by default the model's own.
+      depth: layers, for uniform.
+      batch: rows per pass, at most.
+      kv: what others see of a token beyond its depth: propagate or drop. By default propagate.
+      shards: folder in which each pass' results are kept; an interrupted run goes on from there,
+        with any number of processes.
+      per_token: a JSON file to write every token's log-likelihood and depth to.
     """
 
     EXAMPLES: ClassVar = (
         "evaluate FILES --model DIR",
-        "evaluate FILES --budget 0.75",
+        "evaluate FILES --budget 0.75 --per-token tokens.json",
         "evaluate FILES --policy uniform --depth 8",
     )
 
-    prompt_tokens: Rare[int | None] = None
-    prompt_stop: Rare[int | None] = None
-    prompt_deep: Rare[float] = 0.15
-    prompt_by: Rare[str] = "sinks_recent"
-    prompt_maps: Rare[Path | None] = None
+    policy: str | None = None
+    budget: float | None = None
+    calibration: Rare[Path | None] = None
+    depth: int | None = None
+    batch: Rare[int] = 16
+    kv: Rare[str | None] = None
+    shards: Rare[Path | None] = None
+    per_token: Path | None = None
+
+    @property
+    def policy_name(self) -> str:
+        """The policy that was asked for; a budget alone means the learned one."""
+        return self.policy or ("full" if self.budget is None else "learned")
 
     def run(self) -> dict[str, Any]:
         """Runs the command and returns its JSON."""
-        if self.prompt_tokens is not None:
-            return self._run_prompts(self.prompt_tokens)
-        given = {"--prompt-stop": self.prompt_stop, "--prompt-maps": self.prompt_maps}
-        alone = [name for name, value in given.items() if value is not None]
-        if alone:
-            raise ValueError(
-                f"Wanted --prompt-tokens with {', '.join(alone)}: how many tokens of each row are "
-                "the prompt? For example: --prompt-tokens 448."
+        from utio_jax.core.processes import Shards, check_same
+        from utio_jax.evaluation.evaluate import score_documents
+        from utio_jax.staircase.reference import check_kv
+
+        kv: Any = check_kv("propagate" if self.kv is None else self.kv, ("propagate", "drop"))
+        options: dict[str, Any] = {
+            "budget": self.budget,
+            "depth": self.depth,
+            "calibration": self.calibration,
+        }
+        check_policy_options(self.policy_name, **options, kv=self.kv)
+        if self.per_token is not None:
+            check_writable(self.per_token, "--per-token")
+        if self.shards is not None:
+            check_out(self.shards, option="--shards")
+        if (self.token_ids is None) == (not self.files):
+            raise ValueError("Wanted text files or --token-ids FILE, one of the two.")
+        mesh = self.mesh()
+        model = self.load()
+        names, documents, size = self._documents(model)
+        policy, budget, fractions = policy_named(model, self.policy_name, **options)
+        repeat_verdict(model, self.policy_name, self.calibration)
+        check_same([model.sha256, names, documents], what="model and text")
+        shards = None if self.shards is None else Shards(folder=self.shards, identity=model.sha256)
+        with progress_bar(None, "scoring") as step:
+            found = score_documents(
+                model.decoder,
+                model.params,
+                documents,
+                policy,
+                rows=self.batch,
+                kv=kv,
+                mesh=mesh,
+                shards=shards,
+                fractions=fractions,
+                min_tokens=_LEAST,
+                progress=step,
             )
-        found, read = self.score()
-        row = read.row
+        layers = model.decoder.config.num_layers
+        row = found.quality.ledger(self.policy_name, budget=budget, num_layers=layers)
         nll = -math.fsum(float(each.log_likelihood.sum()) for each in found.documents)
         predicted = sum(each.log_likelihood.size for each in found.documents)
-        loss, full = nll / predicted, row.nll_full or 0.0
-        bits = round(nll / math.log(2) / read.bytes, 5) if read.bytes else None
-        perplexity, perplexity_full = _perplexity(loss), _perplexity(full)
+        perplexity, perplexity_full = _perplexity(nll / predicted), _perplexity(row.nll_full or 0.0)
         if is_first():
             print(
-                f"{loss:.4f} nats per token over {predicted:,} tokens of {len(found.documents)} "
-                f"documents, perplexity {perplexity}",
+                f"{nll / predicted:.4f} nats per token over {predicted:,} tokens of "
+                f"{len(documents)} documents, perplexity {perplexity}",
                 file=sys.stderr,
             )
             if self.policy_name != "full":
                 print(
-                    f"at full depth {full:.4f}, perplexity {perplexity_full}: "
+                    f"at full depth {row.nll_full:.4f}, perplexity {perplexity_full}: "
                     f"{row.nll_increase_pct:+.2f} % loss at {row.flops_ratio:.3f} of the FLOPs, "
                     f"{row.agreement:.1%} the same most probable token",
                     file=sys.stderr,
                 )
+            if self.per_token is not None:
+                tokens = {
+                    name: {
+                        "token_ids": ids.tolist(),
+                        "log_likelihood": each.log_likelihood.round(5).tolist(),
+                        "depths": each.depths.tolist(),
+                    }
+                    for name, ids, each in zip(names, documents, found.documents, strict=True)
+                }
+                save_text(self.per_token, json.dumps(tokens) + "\n")
         return {
             "command": "evaluate",
-            "loss": round(loss, 6),
+            "loss": round(nll / predicted, 6),
             "perplexity": perplexity,
             "perplexity_full": perplexity_full,
-            "bits_per_byte": bits,
-            "documents": len(found.documents),
+            "bits_per_byte": round(nll / math.log(2) / size, 5) if size else None,
+            "documents": len(documents),
             **row.to_dict(),
             "fallbacks": dict(found.fallbacks),
         }
 
-    def _run_prompts(self, prompt_tokens: int) -> dict[str, Any]:
-        """Returns losses of what follows prompts, and what reading these costs."""
-        from utio_jax.prompts.evaluate import (
-            continuations,
-            describe_interval,
-            increase_interval,
-            prompt_flops_ratio,
-            prompt_rows,
-        )
+    def _documents(self, model: Any) -> tuple[list[str], list[np.ndarray], int]:
+        """Returns names and token ids of the documents, and bytes of their text; 0 for ids."""
+        from utio_jax.models.texts import read_files
 
-        if self.mesh() is not None or self.policy_name != "full":
-            raise ValueError(
-                "Wanted --prompt-tokens on one device and without --policy: what follows the "
-                "prompt runs in full. Leave these out."
-            )
-        if self.files or self.token_ids is None:
-            raise ValueError(
-                "Wanted --token-ids FILE with --prompt-tokens: a JSON list of rows, each a list of "
-                "ids, whose first tokens are the prompt."
-            )
-        model, choice = self._prompt_choice()
-        documents, _ = read_documents(model, (), self.token_ids, "test")
-        decoder, params = model.decoder, model.params
-        rows = prompt_rows(
-            documents, prompt_tokens=prompt_tokens, batch=self.batch, decoder=decoder
-        )
-        with progress_bar(2 * len(rows.batches), "scoring") as step:
-            full = continuations(decoder, params, rows, None, progress=step)
-            found = full
-            if choice is not None:
-                found = continuations(decoder, params, rows, choice, progress=step)
-        ratio = 1.0
-        if choice is not None:
-            ratio = prompt_flops_ratio(decoder, params, rows, choice)
-        increase = 100 * (found.loss / full.loss - 1)
-        interval = increase_interval(found, full, rows.documents)
-        if is_first():
-            how = "in full" if choice is None else f"by {choice.label}"
-            print(
-                f"{rows.rows} prompts of {prompt_tokens} tokens read {how}, at {ratio:.3f} of "
-                f"their FLOPs: {increase:+.3f} % "
-                f"[{describe_interval(interval, digits=3)}] loss of the "
-                f"{rows.tokens:,} tokens that follow; each row counts as a document",
-                file=sys.stderr,
-            )
-        return {
-            "command": "evaluate",
-            "rows": rows.rows,
-            "prompt_tokens": prompt_tokens,
-            "tokens": rows.tokens,
-            "prompt": None if choice is None else choice.label,
-            "nll": round(found.loss / rows.tokens, 6),
-            "nll_full": round(full.loss / rows.tokens, 6),
-            "nll_increase_pct": round(increase, 4),
-            "interval": None if interval is None else [round(end, 4) for end in interval],
-            "prompt_flops_ratio": round(ratio, 6),
-        }
-
-    def _prompt_choice(self) -> tuple[Any, Any]:
-        """Returns the model, and how its prompts are read; None: in full."""
-        from utio_jax.staircase.prompts import PromptChoice
-
-        model, choice = self.load(), None
-        if self.prompt_stop is not None:
-            kv: Any = self.kv or ("propagate" if self.prompt_maps is None else "mapped")
-            choice = PromptChoice(
-                stop=self.prompt_stop, deep=self.prompt_deep, by=self.prompt_by, kv=kv
-            )
-        if self.prompt_maps is not None:
-            model = model.with_kv_maps(self.prompt_maps)
-        return model, choice
+        if self.token_ids is not None:
+            documents = read_token_ids(self.token_ids)
+            return [f"{self.token_ids.name}[{i}]" for i in range(len(documents))], documents, 0
+        texts = read_files(self.files)
+        size = sum(len(text.text.encode()) for text in texts)
+        return [text.path for text in texts], model.encode([text.text for text in texts]), size
 
 
 def _perplexity(loss: float) -> float | None:

@@ -33,7 +33,6 @@ class FitPrompt(OfModel, OfText):
       max_nll_increase_pct: limit of the loss increase of what follows a prompt.
       prompt_tokens: of the rows that ways of reading are chosen and reported on; a seventh as many
         follow, whose loss counts.
-      seed: of the parts.
       train: train the maps after the closed form.
       train_steps: steps of it, at most.
       train_minutes: of it, at most.
@@ -53,7 +52,6 @@ class FitPrompt(OfModel, OfText):
     by: Rare[tuple[str, ...]] = ("sinks_recent",)
     max_nll_increase_pct: float = 1.0
     prompt_tokens: int = 448
-    seed: Rare[int] = 0
     train: bool = False
     train_steps: Rare[int] = 1000
     train_minutes: Rare[float] = 50.0
@@ -89,7 +87,7 @@ class FitPrompt(OfModel, OfText):
         for each in candidates:
             each.policy(model.decoder)
         documents, described = read_documents(model, self.files, self.token_ids, "calibrate")
-        text = split_text(documents, seed=self.seed)
+        text = split_text(documents)
         fit, described_more = [*text.fit], None
         if self.fit_text:
             others, described_more = read_documents(model, self.fit_text, None, None)
@@ -121,7 +119,7 @@ class FitPrompt(OfModel, OfText):
             "max_nll_increase_pct": self.max_nll_increase_pct,
             "parts": text.parts,
         }
-        info = {"model_sha256": model.sha256, "text": described, "seed": self.seed}
+        info = {"model_sha256": model.sha256, "text": described, "seed": 0}
         info |= {"fit_text": described_more, "trained": trained}
         save_kv_maps(out, maps, info={**info, **found})
         print(study.verdict, file=sys.stderr)
@@ -151,7 +149,6 @@ class FitPrompt(OfModel, OfText):
                 width=width,
                 continuation=3 * width // 8,
                 deep=min(self.deep),
-                seed=self.seed,
             ),
             progress=say,
         )

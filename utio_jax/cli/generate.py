@@ -6,22 +6,20 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, ClassVar
 
 import tyro
 
 from utio_jax.cli.chat import CHUNK, show_stream
-from utio_jax.cli.options import OfDecoding, OfThinking, Rare, progress_bar, read_token_ids
+from utio_jax.cli.options import OfDecoding, Rare, progress_bar
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Generate(OfDecoding, OfThinking):
+class Generate(OfDecoding):
     """Continues prompts; the text is coloured by depth, and timed against plain decoding.
 
     Attributes:
       prompts: texts to continue, decoded as one batch.
-      token_ids: a JSON file with a list of id lists, taken as they are, instead of prompts.
       chat: each prompt is a user's message, to be answered by the model's own chat template.
       max_new_tokens: new tokens per prompt at most.
       stop: a string that ends the text before itself. May be given several times.
@@ -36,7 +34,6 @@ class Generate(OfDecoding, OfThinking):
     )
 
     prompts: tyro.conf.Positional[tuple[str, ...]] = ()
-    token_ids: Rare[Path | None] = None
     chat: bool = False
     max_new_tokens: int = 128
     stop: Rare[tyro.conf.UseAppendAction[tuple[str, ...]]] = ()
@@ -50,29 +47,30 @@ class Generate(OfDecoding, OfThinking):
         from utio_jax.decoding.base import Plain
         from utio_jax.decoding.text import generate_until
 
-        self._check()
+        if not self.prompts:
+            raise ValueError("Wanted at least one prompt. Got none.")
+        if self.rounds < 0:
+            raise ValueError(
+                f"Wanted --rounds of at least 0. Got {self.rounds}. 0 decodes once, and times "
+                "nothing."
+            )
         model, sampling = self.load(), self.sampling()
-        mode, prefill, budget = self.checked_mode(model)
-        prompts, eos_ids, tokenizer = self._encoded(model)
-        thinking = self.thinking(tokenizer)
+        mode, prefill, budget = self.decoding_mode(model)
+        prompts, eos_ids = self._encoded(model)
         plain = Plain()
         # Plain decoding behind a prompt that was read otherwise is not the baseline.
         label = "prompt" if prefill is not None and isinstance(mode, Plain) else mode.name
-        modes = {"plain": plain, label: mode}
-
         options: dict[str, Any] = {
             "sampling": sampling,
             "max_new_tokens": self.max_new_tokens,
             "seeds": self.seed,
             "eos_ids": eos_ids,
-            "thinking": thinking,
         }
-
         texts: list[Any] = []
 
         def decode(mode: Any) -> Any:
             found = generate_until(
-                tokenizer,
+                model.tokenizer,
                 model.decoder,
                 model.params,
                 prompts,
@@ -84,31 +82,34 @@ class Generate(OfDecoding, OfThinking):
             texts.append(found)
             return found.generated
 
-        shown = self.prompts or [tokenizer.decode(ids.tolist()) for ids in prompts]
         between, layers = "\n" if self.chat else "", model.decoder.config.num_layers
         streams = sys.stdout.isatty() and len(prompts) == 1 and not self.stop
+        coloured, warm = label != "plain", []
         if streams:
             console = Console(highlight=False)
-            console.print(Text(shown[0] + between, "dim"), end="", soft_wrap=True)
-            pieces = _streamed(model, tokenizer, prompts, mode=mode, prefill=prefill, **options)
-            *_, stopped = show_stream(console, pieces, layers, coloured=label != "plain")
+            console.print(Text(self.prompts[0] + between, "dim"), end="", soft_wrap=True)
+            pieces = _streamed(model, prompts, mode=mode, prefill=prefill, **options)
+            *_, stopped = show_stream(console, pieces, layers, coloured=coloured)
             if stopped:
                 raise KeyboardInterrupt
-        warm = [] if streams and self.rounds else [decode(mode)]
+        if not streams or not self.rounds:
+            warm = [decode(mode)]
         if not streams:
-            _show(shown, texts[0], layers, between=between, coloured=label != "plain")
-        measured = self._measured(model, modes, prompts, warm, decode, sampling, budget)
+            _show(self.prompts, texts[0], layers, between=between, coloured=coloured)
+        measured = self._measured(
+            model, {"plain": plain, label: mode}, prompts, warm, decode, sampling, budget
+        )
         (generated,) = measured.results
         found = next(each for each in texts if each.generated is generated)
         record = measured.to_dict()
         if self.rounds:
-            said = verdict(record["speedup"], record["agreement"])
-            rate = f"{record['tokens_per_second']:.0f} tokens a second. "
-            print(said if label != "plain" else rate + _FASTER, file=sys.stderr)
+            rate = f"{record['tokens_per_second']:.0f} tokens a second. {_FASTER}"
+            said = verdict(record["speedup"], record["agreement"]) if coloured else rate
+            print(said, file=sys.stderr)
         return {
             "command": "generate",
             "mode": mode.name,
-            "prompts": list(shown),
+            "prompts": list(self.prompts),
             "token_ids": [ids.tolist() for ids in generated.token_ids],
             "texts": list(found.texts),
             "depths": [depths.tolist() for depths in generated.decided],
@@ -117,37 +118,17 @@ class Generate(OfDecoding, OfThinking):
             ),
             "kv_bytes_held": [int(held) for held in generated.kv_bytes_held],
             "finish_reasons": list(generated.finish_reasons),
-            "thought": [dataclasses.asdict(each) for each in generated.thought],
             **record,
         }
 
-    def _check(self) -> None:
-        """Raises ValueError for options that mean nothing, or nothing together."""
-        if self.token_ids is None and not self.prompts:
-            raise ValueError("Wanted at least one prompt, or --token-ids FILE. Got none.")
-        if self.token_ids is not None and (self.prompts or self.chat):
-            raise ValueError(
-                "Wanted prompts as text, or --token-ids FILE, which are taken as they are. Got "
-                f"--token-ids with {'prompts' if self.prompts else '--chat'}. Leave out one."
-            )
-        if self.rounds < 0:
-            raise ValueError(
-                f"Wanted --rounds of at least 0. Got {self.rounds}. 0 decodes once, and times "
-                "nothing."
-            )
-
-    def _encoded(self, model: Any) -> tuple[list[Any], tuple[int, ...], Any]:
-        """Returns the prompts' token ids, the tokens that end what follows, and what reads both."""
+    def _encoded(self, model: Any) -> tuple[list[Any], tuple[int, ...]]:
+        """Returns the prompts' token ids, and the tokens that end what follows."""
         from utio_jax.models.chat import encode_chat, turn_ends
 
-        ends = model.decoder.config.eos_ids
-        if self.token_ids is not None:
-            return read_token_ids(self.token_ids), ends, _tokenizer_of(model)
         if not self.chat:
-            return model.encode(list(self.prompts)), ends, model.tokenizer
+            return model.encode(list(self.prompts)), model.decoder.config.eos_ids
         asked = [[{"role": "user", "content": prompt}] for prompt in self.prompts]
-        prompts = [encode_chat(model, messages) for messages in asked]
-        return prompts, turn_ends(model), model.tokenizer
+        return [encode_chat(model, messages) for messages in asked], turn_ends(model)
 
     def _measured(
         self,
@@ -167,25 +148,19 @@ class Generate(OfDecoding, OfThinking):
         from utio_jax.evaluation.generation import generation_ledger
 
         label = [*modes][-1]
+        mode, of_model = modes[label], (model.decoder, model.params)
         if not self.rounds:
             ledger = generation_ledger(
-                model.decoder,
-                model.params,
-                modes[label],
-                [prompts],
-                warm,
-                sampling=sampling,
-                budget=budget,
+                *of_model, mode, [prompts], warm, sampling=sampling, budget=budget
             )
             return Written(results=tuple(warm), ledger=ledger)
 
         def run(_: Any, chosen: Any) -> Any:
-            return warm.pop() if chosen is modes[label] and warm else decode(chosen)
+            return warm.pop() if chosen is mode and warm else decode(chosen)
 
         with progress_bar((len(modes) + 1) * (self.rounds + 1), "timing") as step:
             return measure_modes(
-                model.decoder,
-                model.params,
+                *of_model,
                 [prompts],
                 modes,
                 run=run,
@@ -249,35 +224,17 @@ def _prompt_record(
     }
 
 
-def _streamed(
-    model: Any, tokenizer: Any, prompts: list[Any], **options: Any
-) -> Iterator[tuple[str, int]]:
+def _streamed(model: Any, prompts: list[Any], **options: Any) -> Iterator[tuple[str, int]]:
     """Yields what each new token adds to the text of one prompt, and the layers behind it."""
     from utio_jax.decoding.generate import stream
     from utio_jax.decoding.text import TextReader
 
-    reader, depth = TextReader(tokenizer, prompts[0]), 0
+    reader, depth = TextReader(model.tokenizer, prompts[0]), 0
     for chunk in stream(model.decoder, model.params, prompts, chunk=CHUNK, **options):
         for token, depth in zip(chunk.token_ids[0], chunk.decided[0], strict=True):
             yield reader.add(int(token)), int(depth)
     if rest := reader.rest():
         yield rest, int(depth)
-
-
-class _Numbers:
-    """Reads token ids as numbers, for a model without a tokenizer."""
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Returns the ids with a space before each."""
-        return "".join(f" {token_id}" for token_id in ids)
-
-
-def _tokenizer_of(model: Any) -> Any:
-    """Returns a model's tokenizer; ids that were given need none, and are shown as numbers."""
-    try:
-        return model.tokenizer
-    except ValueError:
-        return _Numbers()
 
 
 def _show(

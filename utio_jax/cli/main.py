@@ -30,31 +30,22 @@ from utio_jax.cli.compare import Compare
 from utio_jax.cli.compile_cache import keep_programs
 from utio_jax.cli.demo import Demo
 from utio_jax.cli.evaluate import Evaluate
-from utio_jax.cli.finetune import Finetune
 from utio_jax.cli.fit_prompt import FitPrompt
 from utio_jax.cli.generate import Generate
-from utio_jax.cli.launch import Launch
 from utio_jax.cli.options import is_first
-from utio_jax.cli.report import Report
-from utio_jax.cli.score import Score
 from utio_jax.cli.serve import Serve
 from utio_jax.cli.trial import Try
 
 GROUPS: dict[str, dict[str, Any]] = {
     "Use a model": {"demo": Demo, "chat": Chat, "generate": Generate, "serve": Serve},
-    "Make it adaptive": {
-        "calibrate": Calibrate,
-        "compare": Compare,
-        "fit-prompt": FitPrompt,
-        "finetune": Finetune,
-    },
-    "Read text": {"score": Score, "evaluate": Evaluate, "try": Try},
-    "Measure": {"bench": Bench, "report": Report, "launch": Launch},
+    "Make it adaptive": {"calibrate": Calibrate, "compare": Compare, "fit-prompt": FitPrompt},
+    "Measure": {"try": Try, "evaluate": Evaluate, "bench": Bench},
 }
 
 COMMANDS: dict[str, Any] = {name: of for group in GROUPS.values() for name, of in group.items()}
 """What each name runs; the fields are its options."""
 
+# The seed project's flag, whose name is still in use.
 _SYNONYMS = {"--enable-utio": ("--mode", "adaptive")}
 
 _STYLE = (tyro.conf.FlagCreatePairsOff, tyro.conf.PositionalMetavarFromFieldName)
@@ -80,31 +71,31 @@ def main(arguments: list[str] | None = None) -> int:
             sys.stdout.flush()  # Here, where what is wrong with it can still be said.
     except BrokenPipeError:
         _forget_stdout()
-        return _ended(_CLOSED_PIPE, distributed)
+        status, said = _CLOSED_PIPE, ""
     except KeyboardInterrupt:
-        print("\nutio-jax: interrupted", file=sys.stderr)
-        return _ended(_INTERRUPTED, distributed)
+        status, said = _INTERRUPTED, "\nutio-jax: interrupted\n"
     except ModuleNotFoundError as error:
-        said = error if str(error).startswith("Wanted") else missing_library(error, "this command")
-        print(f"utio-jax: {said}", file=sys.stderr)
-        return _ended(2, distributed)
-    except ValueError as error:
-        print(f"utio-jax: {error}", file=sys.stderr)
-        return _ended(2, distributed)
-    except ProcessLostError as error:
-        print(f"utio-jax: {error}", file=sys.stderr)
-        return _ended(1, distributed)
+        known = str(error).startswith("Wanted")
+        status = 2
+        said = f"utio-jax: {error if known else missing_library(error, 'this command')}\n"
+    except (ValueError, ProcessLostError) as error:
+        status, said = 2 if isinstance(error, ValueError) else 1, f"utio-jax: {error}\n"
     except OSError as error:
         _forget_stdout()
         where = "" if error.filename is None else f" {error.filename}"
         # Errors without a number are not the system's but of libraries that read a file.
         remedy = "Is it damaged? Remove it" if error.errno is None else "Free space"
-        print(
+        status = 1
+        said = (
             f"utio-jax: Wanted files that can be read and written. Got{where}: "
-            f"{error.strerror or error}. {remedy}, or name another place.",
-            file=sys.stderr,
+            f"{error.strerror or error}. {remedy}, or name another place.\n"
         )
-        return _ended(1, distributed)
+    sys.stderr.write(said)
+    if distributed:
+        # Leaving in good order would wait for the others, and they wait for this one's results.
+        sys.stderr.flush()
+        os._exit(status)
+    return status
 
 
 def _run(arguments: list[str]) -> int:
@@ -157,21 +148,14 @@ def overview() -> str:
 
 def parsed(name: str, arguments: list[str]) -> Any:
     """Returns a command with its options, as they were typed behind its name."""
-    command, begins = COMMANDS[name], len(arguments)
-    if name == "launch":  # What comes behind the command that it runs, is that command's.
-        begins = next((at for at, each in enumerate(arguments) if each in COMMANDS), begins)
-    own, others = arguments[:begins], arguments[begins:]
-    # The seed project's flag, whose name is still in use.
-    own = [word for each in own for word in _SYNONYMS.get(each, (each,))]
-    every = "--help-all" in own
-    about = None
-    if every or "--help" in own or "-h" in own:
+    command, about = COMMANDS[name], None
+    arguments = [word for each in arguments for word in _SYNONYMS.get(each, (each,))]
+    every = "--help-all" in arguments
+    if every or "--help" in arguments or "-h" in arguments:
         command, about = shown(command, every=every), _about(command, every=every)
-        own, others = ["--help"], []
-    if others and "--" not in own:
-        own = [*own, "--"]
+        arguments = ["--help"]
     prog = f"utio-jax {name}"
-    return tyro.cli(command, prog=prog, description=about, args=[*own, *others], config=_STYLE)
+    return tyro.cli(command, prog=prog, description=about, args=arguments, config=_STYLE)
 
 
 def shown(command: Any, *, every: bool) -> Any:
@@ -194,11 +178,9 @@ def _about(command: Any, *, every: bool) -> str:
     """Returns what stands on top of a command's help: examples, and what it does."""
     said = inspect.cleandoc(command.__doc__).partition("\nAttributes:")[0].strip()
     examples = "\n".join(f"  utio-jax {each}" for each in command.EXAMPLES)
-    hidden = any(
-        "rare" in getattr(each, "__metadata__", ())
-        for each in get_type_hints(command, include_extras=True).values()
-    )
-    more = "\n\n--help-all shows the rare options, too." if hidden and not every else ""
+    hints = get_type_hints(command, include_extras=True).values()
+    hidden = not every and any("rare" in getattr(each, "__metadata__", ()) for each in hints)
+    more = "\n\n--help-all shows the rare options, too." if hidden else ""
     return f"{examples}\n\n{said}{more}"
 
 
@@ -211,17 +193,6 @@ def _metavar(hint: Any) -> str | None:
     kinds = {"bool": None, "float": "NUMBER", "int": "N", "Path": "FILE", "str": "NAME"}
     name = next((kinds[kind] for kind in kinds if kind in text), None)
     return f"{name} ..." if name and "tuple" in text else name
-
-
-def _ended(status: int, distributed: bool) -> int:
-    """Returns the status; one of several processes ends here and now.
-
-    Leaving in good order would wait for the others, and they wait for this process' results.
-    """
-    if distributed:
-        sys.stderr.flush()
-        os._exit(status)
-    return status
 
 
 def _forget_stdout() -> None:

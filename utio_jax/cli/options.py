@@ -9,20 +9,16 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
 import tyro
 
 from utio_jax.core.decoder import name_exits
 from utio_jax.core.files import check_writable, hash_file, load_json
-from utio_jax.core.lens import lens_file
 from utio_jax.policies.base import Policy
 from utio_jax.policies.store import Calibration, calibration_file, load_calibration
 from utio_jax.prompts.maps import kv_maps_file
-
-if TYPE_CHECKING:
-    from utio_jax.decoding.thinking import Thinking
 
 T = TypeVar("T")
 
@@ -31,6 +27,8 @@ Rare = Annotated[T, "rare"]
 
 Files = tyro.conf.Positional[tuple[Path, ...]]
 """Text files, named without an option."""
+
+_HEARTBEAT_SECONDS = 30
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,16 +61,12 @@ class OfModel:
     exits: Rare[tuple[int, ...]] = ()
     lens: Rare[str] = "auto"
 
-    def load(self) -> Any:
-        """Returns the `utio_jax.models.Model`. Raises ValueError where it cannot be used."""
+    def load(self, sharding: Any = None) -> Any:
+        """Returns the `utio_jax.models.Model`, its parameters on the default device or as asked."""
         from utio_jax.models import load
 
         lens = {"auto": True, "none": False}.get(self.lens, self.lens)
-        return load(self.model, exits=self.exits, lens=lens, sharding=self.sharding())
-
-    def sharding(self) -> Any:
-        """Returns where parameters go; None: to the default device."""
-        return None
+        return load(self.model, exits=self.exits, lens=lens, sharding=sharding)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -106,11 +100,11 @@ class OfProcesses:
         from utio_jax.core.processes import exchange
 
         given = (self.coordinator, self.num_processes, self.process_id)
-        if not self.distributed and any(value is not None for value in given):
-            raise ValueError(
-                "Wanted --distributed with --coordinator, --num-processes and --process-id."
-            )
         if not self.distributed:
+            if any(value is not None for value in given):
+                raise ValueError(
+                    "Wanted --distributed with --coordinator, --num-processes and --process-id."
+                )
             return
         # Else JAX keeps SIGTERM for itself: processes that save before they are moved.
         jax.config.update("jax_enable_preemption_service", False)
@@ -128,33 +122,38 @@ class OfProcesses:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class OfDevices(OfProcesses):
-    """Which devices a command runs on: one, unless more are asked for.
+class OfWindows(OfModel, OfProcesses):
+    """Which model reads a text, in windows of what length, and on which devices.
 
     Attributes:
+      context: tokens of the windows that documents are cut into; at most the model's own.
       data_parallel: split the rows of each pass over all devices of this machine.
     """
 
+    context: Rare[int] = 2048
     data_parallel: Rare[bool] = False
+
+    def load(self, sharding: Any = None) -> Any:
+        """Returns the model with that context."""
+        model = super().load(sharding)
+        if self.context < 2:
+            raise ValueError(f"Wanted a --context of at least 2 tokens. Got {self.context}.")
+        return model.with_context(self.context)
 
     def mesh(self) -> Any:
         """Joins the other processes; returns the `jax.sharding.Mesh` of all devices, or None.
 
         Before anything else asks JAX for a device.
-
-        Raises:
-          ValueError: the processes do not find each other.
         """
-        import jax
-
         self.join()
-        if not self.distributed and not self.data_parallel:
-            return None
-        auto = (jax.sharding.AxisType.Auto,)
-        return jax.make_mesh((jax.device_count(),), ("data",), axis_types=auto)
+        return mesh_of_all("data") if self.distributed or self.data_parallel else None
 
 
-_HEARTBEAT_SECONDS = 30
+def mesh_of_all(axis: str) -> Any:
+    """Returns a `jax.sharding.Mesh` of all devices of all processes, along one axis."""
+    import jax
+
+    return jax.make_mesh((jax.device_count(),), (axis,), axis_types=(jax.sharding.AxisType.Auto,))
 
 
 def check_out(folder: Path, *, option: str = "--out") -> None:
@@ -169,24 +168,6 @@ def is_first() -> bool:
     import jax
 
     return jax.process_index() == 0
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class OfWindows(OfModel, OfDevices):
-    """Which model reads a text, in windows of what length, and on which devices.
-
-    Attributes:
-      context: tokens of the windows that documents are cut into; at most the model's own.
-    """
-
-    context: Rare[int] = 2048
-
-    def load(self) -> Any:
-        """Returns it, with that context. Raises ValueError where it cannot be used."""
-        model = super().load()
-        if self.context < 2:
-            raise ValueError(f"Wanted a --context of at least 2 tokens. Got {self.context}.")
-        return model.with_context(self.context)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -218,13 +199,9 @@ class OfMode(OfModel):
     prompt_budget: float | None = None
     prompt_maps: Rare[Path | None] = None
 
-    def load(self) -> Any:
-        """Returns the `utio_jax.models.Model`, with KV maps where they are named.
-
-        Raises:
-          ValueError: it cannot be used.
-        """
-        model = super().load()
+    def load(self, sharding: Any = None) -> Any:
+        """Returns the model, with KV maps where they are named."""
+        model = super().load(sharding)
         if self.prompt_maps is None:
             return model
         repeat_reading(self.prompt_maps)
@@ -233,7 +210,7 @@ class OfMode(OfModel):
     @property
     def policy_name(self) -> str:
         """The policy that was asked for, or is taken by default."""
-        return "learned" if self.policy is None else self.policy
+        return self.policy or "learned"
 
     def named_mode(self) -> str:
         """Returns the mode that was asked for; a budget alone means adaptive.
@@ -243,13 +220,13 @@ class OfMode(OfModel):
         """
         mode = self.mode or ("plain" if self.budget is None else "adaptive")
         owners = {
-            "adaptive": ("policy", "budget", "depth", "kv", "calibration"),
+            "adaptive": ("policy", "budget", "depth", "calibration"),
             "lossless": ("drafter",),
         }
         for owner, names in owners.items():
             given = [name for name in names if getattr(self, name, None) is not None]
             if given and mode != owner:
-                options = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+                options = ", ".join(f"--{name}" for name in given)
                 raise ValueError(
                     f"Wanted --mode {owner} with {options}. Got --mode {mode}. Change the mode, or "
                     f"leave out {options}."
@@ -279,47 +256,41 @@ class OfDecoding(OfMode):
 
     Attributes:
       depth: layers, of --policy uniform.
-      kv: what later tokens see of a shallow one: propagate, drop, or mapped with --prompt-maps.
-        By default propagate.
       temperature: 0 takes the most probable token, always; above it tokens are drawn.
       top_p: draws among the most probable tokens that reach this probability together.
       seed: of the draws.
     """
 
     depth: Rare[int | None] = None
-    kv: Rare[str | None] = None
     temperature: float = 0.0
     top_p: float | None = None
     seed: int = 0
 
     def decoding_mode(self, model: Any) -> tuple[Any, Any, float | None]:
-        """Returns the mode, how prompts are read, and the budget of the policy if it has one."""
+        """Returns the mode, how prompts are read, and the budget of the policy if it has one.
+
+        Raises:
+          ValueError: the model cannot decode so.
+        """
         from utio_jax.decoding.adaptive import Adaptive
         from utio_jax.decoding.base import Plain
         from utio_jax.decoding.lossless import lossless_for
-        from utio_jax.staircase.reference import check_kv
 
-        name, prefill = self.named_mode(), self.prefill(model)
-        if name == "plain":
-            return Plain(), prefill, None
+        mode: Any = Plain()
+        name, prefill, budget = self.named_mode(), self.prefill(model), None
         if name == "lossless":
             drafter: Any = self.drafter
-            return lossless_for(model.decoder, drafter), prefill, None
-        kv: Any = "propagate" if self.kv is None else self.kv
-        check_kv(kv, ("propagate", "drop", "mapped"))
-        policy, budget, _ = policy_named(
-            model,
-            self.policy_name,
-            budget=self.budget,
-            depth=self.depth,
-            calibration=self.calibration,
-        )
-        repeat_verdict(model, self.policy_name, self.calibration)
-        return Adaptive(policy=policy, kv=kv), prefill, budget
-
-    def checked_mode(self, model: Any) -> tuple[Any, Any, float | None]:
-        """Returns the same, once it is known that the model can decode so."""
-        mode, prefill, budget = self.decoding_mode(model)
+            mode = lossless_for(model.decoder, drafter)
+        elif name == "adaptive":
+            policy, budget, _ = policy_named(
+                model,
+                self.policy_name,
+                budget=self.budget,
+                depth=self.depth,
+                calibration=self.calibration,
+            )
+            repeat_verdict(model, self.policy_name, self.calibration)
+            mode = Adaptive(policy=policy)
         mode.check(model.decoder)
         if prefill is not None:
             prefill.check(model.decoder, kv=mode.prompt_kv)
@@ -329,57 +300,13 @@ class OfDecoding(OfMode):
         """Returns how tokens are chosen. Raises ValueError for --top-p where none is drawn."""
         from utio_jax.decoding.sampling import SamplingParams
 
-        if self.temperature == 0:
-            if self.top_p is not None:
-                raise ValueError(
-                    "Wanted --temperature above 0 with --top-p: nothing is drawn at 0. "
-                    f"Got --top-p {self.top_p:g}. For example: --temperature 1."
-                )
-            return SamplingParams()
+        if self.temperature == 0 and self.top_p is not None:
+            raise ValueError(
+                "Wanted --temperature above 0 with --top-p: nothing is drawn at 0. "
+                f"Got --top-p {self.top_p:g}. For example: --temperature 1."
+            )
         top_p = 1.0 if self.top_p is None else self.top_p
         return SamplingParams(temperature=self.temperature, top_p=top_p)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class OfThinking:
-    """How long a model thinks before its answer.
-
-    Attributes:
-      think_end: what the model writes where its thinking ends, as `</think>`, and what is forced
-        where it has to end. Without it nothing is known of thinking.
-      think_start: behind which it thinks, as `<think>`. By default from the first new token on.
-      max_thinking_tokens: thought tokens before the end is forced.
-    """
-
-    think_end: Rare[str | None] = None
-    think_start: Rare[str | None] = None
-    max_thinking_tokens: Rare[int | None] = None
-
-    def thinking(self, tokenizer: Any) -> Thinking | None:
-        """Returns the rule that was asked for; None: none was.
-
-        Raises:
-          ValueError: an option without --think-end, or see `Thinking`.
-        """
-        from utio_jax.decoding.thinking import Thinking
-
-        if self.think_end is None:
-            for field in dataclasses.fields(OfThinking):
-                if getattr(self, field.name) != field.default:
-                    raise ValueError(
-                        f"Wanted --think-end TEXT with --{field.name.replace('_', '-')}: what ends "
-                        "thinking, and is forced where it has to end. Got none."
-                    )
-            return None
-
-        def ids(text: str) -> tuple[int, ...]:
-            return tuple(tokenizer.encode(text, add_special_tokens=False).ids)
-
-        return Thinking(
-            end_ids=ids(self.think_end),
-            start_ids=() if self.think_start is None else ids(self.think_start),
-            max_tokens=self.max_thinking_tokens,
-        )
 
 
 def read_documents(
@@ -407,84 +334,61 @@ def read_documents(
 
 def read_token_ids(file: Path) -> list[np.ndarray]:
     """Reads a JSON list of lists of ids. Raises ValueError where it is something else."""
+
+    def are_ids(row: Any) -> bool:
+        return isinstance(row, list) and bool(row) and all(type(i) is int for i in row)
+
     stored = load_json(file, "a JSON list of lists of token ids, one list per document,")
-    good = (
-        isinstance(stored, list)
-        and stored
-        and all(
-            isinstance(ids, list)
-            and ids
-            and all(isinstance(i, int) and not isinstance(i, bool) for i in ids)
-            for ids in stored
-        )
-    )
-    if not good:
+    if not (isinstance(stored, list) and stored and all(map(are_ids, stored))):
         raise ValueError(
             "Wanted a JSON list of lists of token ids, one list per document, none of them empty, "
             f"in {file}. Got something else."
         )
-    return [np.asarray(ids) for ids in stored]  # What is no id of the model is said later.
+    return [np.asarray(ids) for ids in stored]
 
 
 def calibration_of(model: Any, file: Path | None) -> Calibration:
     """Returns a calibration file's policies, or the model folder's own.
 
     Raises:
-      ValueError: there is none, or it belongs to another model: the same one through a lens, or
-        without, is named as such.
+      ValueError: there is none, or it belongs to another model: perhaps the same one through a
+        lens, or without.
     """
     try:
         if file is None:
             return model.calibration
         return load_calibration(file, model_sha256=model.sha256)
     except ValueError as error:
-        found = calibration_file(model.folder if file is None else file)
-        remedy = _same_without_lens(model, found) if found.is_file() else ""
-        if not found.is_file() and len(model.decoder.config.exits) < 2:
-            remedy = f" This model has no exits, either. {name_exits(model.decoder)}"
-        if not remedy:
+        if calibration_file(model.folder if file is None else file).is_file():
+            how = "through" if model.lens is not None else "without"
+            remedy = f"This model is read {how} a lens. Was it fitted so? See --lens."
+        elif len(model.decoder.config.exits) < 2:
+            remedy = f"This model has no exits, either. {name_exits(model.decoder)}"
+        else:
             raise
-        raise ValueError(f"{error}{remedy}") from error
-
-
-def _same_without_lens(model: Any, file: Path) -> str:
-    """Returns a hint where a calibration is of the same weights, but not of the same lens."""
-    plain = dataclasses.replace(model, lens=None, lens_sha256=None)
-    try:
-        owner = load_json(file, "a calibration")["info"]["model_sha256"]
-        if model.lens is not None:
-            fits = owner == plain.sha256
-            return " It was fitted without a lens: add --lens none." if fits else ""
-        for lens in sorted({lens_file(file.parent), lens_file(model.folder)}):
-            if lens.is_file() and model.with_lens(lens).sha256 == owner:
-                return f" It was fitted through a lens: add --lens {lens}."
-    except (KeyError, TypeError, ValueError):  # Its own error says more.
-        pass
-    return ""
+        raise ValueError(f"{error} {remedy}") from error
 
 
 def check_policy_options(name: str, **given: Any) -> None:
-    """Checks that a policy has a use for the options that were given with it.
+    """Checks that a policy has a use for the options that were given with it, not None.
 
     Args:
-      name: full, uniform, random, or one of a calibration.
-      **given: budget and calibration, which are of fitted policies; depth, of uniform, which needs
-        it; others mean nothing at full depth. None where they were not given.
+      name: full, which has a use for none; uniform, which needs a depth; random, or one of a
+        calibration.
+      **given: budget and calibration, which are of fitted policies; depth; others are of all but
+        full.
 
     Raises:
       ValueError: names each option that would have been ignored.
     """
     fitted = ("budget", "calibration")
-    useless = {"full": (*fitted, *given), "uniform": fitted}.get(name, ("depth",))
-    left_over = [each for each in dict.fromkeys(useless) if given.get(each) is not None]
+    useless = {"full": tuple(given), "uniform": fitted}.get(name, ("depth",))
+    left_over = [f"--{each}" for each in useless if given.get(each) is not None]
     if left_over:
-        options = [f"--{each.replace('_', '-')}" for each in left_over]
-        learned = "a fitted policy, such as --policy learned,"
-        wanted = "--policy uniform" if options == ["--depth"] else learned
+        wanted = "uniform" if left_over == ["--depth"] else "learned, or another fitted one,"
         raise ValueError(
-            f"Wanted {wanted} with {', '.join(options)}. Got --policy {name}, which has no use for "
-            f"{'it' if len(options) == 1 else 'them'}. Name the policy, or leave out "
-            f"{' and '.join(options)}."
+            f"Wanted --policy {wanted} with {', '.join(left_over)}. Got --policy {name}. Name the "
+            f"policy, or leave out {' and '.join(left_over)}."
         )
     if name == "uniform" and given.get("depth") is None:
         raise ValueError(
@@ -502,13 +406,6 @@ def policy_named(
     calibration: Path | None = None,
 ) -> tuple[Policy, float | None, tuple[float, ...] | None]:
     """Returns a policy; the budget and the shares of its depths if it was fitted, else None.
-
-    Args:
-      model: a `utio_jax.models.Model`.
-      name: full, uniform, random, or one of the model's calibration.
-      budget: for fitted policies; None means 0.75, or the only one that there is.
-      depth: for uniform.
-      calibration: a calibration file instead of the model's own.
 
     Raises:
       ValueError: an unknown name or budget, an option that the policy has no use for, or the model

@@ -14,16 +14,16 @@ from typing import Any, ClassVar, Literal
 from utio_jax.cli.options import (
     OfMode,
     OfProcesses,
-    OfThinking,
     Rare,
     calibration_of,
     is_first,
+    mesh_of_all,
     repeat_verdict,
 )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Serve(OfMode, OfProcesses, OfThinking):
+class Serve(OfMode, OfProcesses):
     """Serves a model over HTTP as OpenAI's API: completions, chat, streams.
 
     Logs are lines of JSON on stderr. It ends by SIGTERM or Ctrl-C, once open requests are answered;
@@ -40,15 +40,17 @@ class Serve(OfMode, OfProcesses, OfThinking):
       mode: plain, the model as it is; lossless, its own tokens, drafted and checked; adaptive, a
         depth per token. By default adaptive where the model comes with depths that may pay, else
         plain.
+      think_end: what the model writes where its thinking ends, as `</think>`, and what is forced
+        where it has to end. Without it nothing is known of thinking.
+      think_start: behind which it thinks, as `<think>`. By default from the first new token on.
+      max_thinking_tokens: thought tokens before the end is forced.
       name: what requests call the model; by default the name of its folder or file.
       host: where to listen. Another address than this machine's own wants --api-key-file.
       port: 0 takes a free one, which is logged.
       api_key_file: of the key that requests bring.
-      insecure: listen to others without a key.
       slots: answers that are written at once.
       capacity: tokens of each, prompt included; by default the model's context, 2048 at most.
       drain_seconds: that open requests have after SIGTERM.
-      request_seconds: that a request may take.
     """
 
     EXAMPLES: ClassVar = (
@@ -58,34 +60,25 @@ class Serve(OfMode, OfProcesses, OfThinking):
     )
 
     mode: Literal["plain", "lossless", "adaptive"] | None = None
+    think_end: Rare[str | None] = None
+    think_start: Rare[str | None] = None
+    max_thinking_tokens: Rare[int | None] = None
     name: Rare[str | None] = None
     host: str = "127.0.0.1"
     port: int = 8000
     api_key_file: Path | None = None
-    insecure: Rare[bool] = False
     slots: int = 8
     capacity: int | None = None
     drain_seconds: Rare[float] = 30.0
-    request_seconds: Rare[float] = 300.0
 
-    def load(self) -> Any:
+    def load(self, sharding: Any = None) -> Any:
         """Returns the `utio_jax.models.Model`, on the devices of all processes."""
-        model = super().load()
-        if self.distributed:
-            from utio_jax.engine.leader import everywhere
-
-            params = everywhere(model.params, model.params)
-            model = dataclasses.replace(model, params=params)
-        return model
-
-    def sharding(self) -> Any:
-        """Returns a mesh of all devices of all processes, or None."""
         if not self.distributed:
-            return None
-        import jax
+            return super().load(sharding)
+        from utio_jax.engine.leader import everywhere
 
-        auto = (jax.sharding.AxisType.Auto,)
-        return jax.make_mesh((jax.device_count(),), ("model",), axis_types=auto)
+        model = super().load(mesh_of_all("model"))
+        return dataclasses.replace(model, params=everywhere(model.params, model.params))
 
     def run(self) -> dict[str, Any] | int:
         """Runs the command and returns its JSON, or the exit status where it went wrong."""
@@ -97,11 +90,10 @@ class Serve(OfMode, OfProcesses, OfThinking):
         except ValueError:
             raise
         except BaseException:
-            # Nothing in good order: the interpreter would wait for processes that are gone.
             traceback.print_exc()
-            sys.stderr.flush()
-            os._exit(1)
+            done = 1
         if isinstance(done, int):
+            # Nothing in good order: the interpreter would wait for processes that are gone.
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(done)
@@ -114,12 +106,13 @@ class Serve(OfMode, OfProcesses, OfThinking):
         if not is_first():
             run_server_worker(self.served(), **sizes)
             return {"command": "serve"}
-        address = Address(
-            host=self.host, port=self.port, key_file=self.api_key_file, insecure=self.insecure
+        server = Server(
+            self.served(),
+            address=Address(host=self.host, port=self.port, key_file=self.api_key_file),
+            limits=Limits(drain_seconds=self.drain_seconds),
+            distributed=self.distributed,
+            **sizes,
         )
-        limits = Limits(drain_seconds=self.drain_seconds, request_seconds=self.request_seconds)
-        sizes |= {"address": address, "limits": limits, "distributed": self.distributed}
-        server = Server(self.served(), **sizes)
         done = server.run()
         server.leave(done["status"])
         return done["status"] or {"command": "serve", **done}
@@ -150,6 +143,7 @@ class Serve(OfMode, OfProcesses, OfThinking):
         from utio_jax.decoding.adaptive import Adaptive
         from utio_jax.decoding.base import Plain
         from utio_jax.decoding.lossless import lossless_for
+        from utio_jax.policies import covering_depths, with_depths
 
         if named == "plain":
             return Plain(), {}
@@ -163,15 +157,33 @@ class Serve(OfMode, OfProcesses, OfThinking):
         budgets: dict[float, Any] = {
             each: calibration.policy(name, each) for each in calibration.entries[name]
         }
-        from utio_jax.policies import covering_depths, with_depths
-
         layers = model.decoder.config.num_layers
         depths = tuple(sorted({*covering_depths(budgets.values()), layers}))
-        mode = Adaptive(policy=with_depths(budgets[budget], depths))
         about: dict[str, Any] = {"policy": name, "budget": budget, "budgets": budgets}
         if not self.distributed:  # Blocks are timed on devices of one process.
             about["histogram"] = dict(zip(fitted.depths, fitted.fractions, strict=True))
-        return mode, about
+        return Adaptive(policy=with_depths(budgets[budget], depths)), about
+
+    def thinking(self, tokenizer: Any) -> Any:
+        """Returns the `utio_jax.decoding.thinking.Thinking` that was asked for; None: none was."""
+        from utio_jax.decoding.thinking import Thinking
+
+        if self.think_end is None:
+            if self.think_start is not None or self.max_thinking_tokens is not None:
+                raise ValueError(
+                    "Wanted --think-end TEXT with --think-start and --max-thinking-tokens: what "
+                    "ends thinking, and is forced where it has to end. Got none."
+                )
+            return None
+
+        def ids(text: str) -> tuple[int, ...]:
+            return tuple(tokenizer.encode(text, add_special_tokens=False).ids)
+
+        return Thinking(
+            end_ids=ids(self.think_end),
+            start_ids=() if self.think_start is None else ids(self.think_start),
+            max_tokens=self.max_thinking_tokens,
+        )
 
 
 def _may_pay(model: Any) -> bool:
@@ -204,10 +216,8 @@ def _chat_of(model: Any) -> Any:
 
 def _special_tokens(model: Any) -> dict[str, str]:
     """Returns the texts of the tokens that open and end texts."""
-    config, tokenizer = model.decoder.config, model.tokenizer
-    found = {}
-    ends = config.eos_ids
-    if ends and (text := tokenizer.id_to_token(ends[0])) is not None:
+    ends, found = model.decoder.config.eos_ids, {}
+    if ends and (text := model.tokenizer.id_to_token(ends[0])) is not None:
         found["eos_token"] = text
     with contextlib.suppress(ValueError):  # Without a template it names none.
         found |= model.chat_template.special_tokens

@@ -18,7 +18,7 @@ _LONG = 512
 _MOST_EXITS = 3
 
 _WORTH_PCT = 1.0  # Of loss, for what saves time.
-_FASTER = 1.05  # Below, it might be noise.
+FASTER = 1.05  # Below, it might be noise.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,7 @@ class Tried:
     @property
     def pays(self) -> bool:
         """Whether it is faster, at a loss that most uses bear."""
-        return (self.times or 0.0) >= _FASTER and (self.loss_pct or 0.0) <= _WORTH_PCT
+        return (self.times or 0.0) >= FASTER and (self.loss_pct or 0.0) <= _WORTH_PCT
 
     def cells(self) -> tuple[str, ...]:
         """Returns a line of the table."""
@@ -192,25 +192,34 @@ def _written(
     ]
 
 
-def _prompts(model: Any, documents: Any) -> list[Tried]:
-    """Returns what a long prompt comes to of which most tokens stop early."""
+def long_prompt(
+    model: Any, documents: Any, *, width: int, rows: int, rounds: int
+) -> dict[str, Any] | None:
+    """Returns what a mostly shallow prompt of 7/8 `width` comes to; None: no way is known."""
     from utio_jax.bench.prompts import shallow_prompts
     from utio_jax.prompts.evaluate import PromptSizes
 
-    width = min(_LONG, model.decoder.config.context_length, max(map(len, documents)))
     sizes = PromptSizes(
-        prompt_tokens=width * 7 // 8, continuation=width // 8, rows=_ROWS, batch=_ROWS
+        prompt_tokens=width * 7 // 8, continuation=width // 8, rows=rows, batch=rows
     )
     try:
-        found = shallow_prompts(
+        return shallow_prompts(
             model.decoder,
             model.params,
             documents,
             sizes=sizes,
             choices=model.prompt_choices,
-            rounds=1,
+            rounds=rounds,
         )
     except ValueError:
+        return None
+
+
+def _prompts(model: Any, documents: Any) -> list[Tried]:
+    """Returns what a long prompt comes to of which most tokens stop early."""
+    width = min(_LONG, model.decoder.config.context_length, max(map(len, documents)))
+    found = long_prompt(model, documents, width=width, rows=_ROWS, rounds=1)
+    if found is None:
         return [Tried(what="prompts: no shallow way is known", how="utio-jax fit-prompt finds one")]
     return [
         Tried(

@@ -39,9 +39,6 @@ def next_token_nll(
 def head_blocks(slots: int) -> tuple[int, int]:
     """Returns in how many blocks, and of how many slots each, `map_head` reads `slots`.
 
-    Of one size and as few as hold them all, so that little is padded: their product is what runs,
-    and what a ledger has to charge. On CPU they are of 128 slots at most.
-
     >>> head_blocks(512), head_blocks(200), head_blocks(150)
     ((4, 128), (2, 100), (2, 75))
     """

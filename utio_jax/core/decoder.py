@@ -3,9 +3,8 @@
 
 A decoder is split where the staircase needs to cut it: K/V are projected for *all* tokens of a
 layer, queries only for the tokens that are still running. Everything else about the architecture
-(norms, activations, biases, positions) stays inside these seven methods. Implement them on a frozen
-dataclass that hashes by its configuration, so that `jax.jit` recognises the decoder as a static
-argument.
+stays inside these seven methods. Implement them on a frozen dataclass that hashes by its
+configuration, so that `jax.jit` recognises the decoder as a static argument.
 """
 
 from __future__ import annotations
@@ -49,16 +48,14 @@ class DecoderConfig:
         `num_layers`. A stock model has one: `(num_layers,)`.
       bos_id: token that opens a document, or None.
       eos_ids: tokens that end one.
-      windows: keys that a token may attend to in each layer, its own included; 0 means all before
-        it. Empty where every layer attends to all (no sliding window).
+      windows: keys that a token may attend to in each layer (sliding window), its own included;
+        0: all before it. Empty where every layer attends to all.
       attention_softcap: attention scores become `cap * tanh(score / cap)`; None leaves them alone.
-      causal: whether a token sees itself and earlier tokens alone. An encoder's see the whole row;
-        such a model scores rows, and cannot generate.
-      input_shape: of what `embed` reads of one token: `()` for an id; a patch's pixels, or an id
-        and its kind, are an array, `[batch, token, *input_shape]`.
+      causal: whether a token sees itself and earlier tokens alone; an encoder's see the whole row.
+      input_shape: of what `embed` reads of one token: `()` for an id; else an array, as of pixels.
       kv_source: for each layer, the layers whose keys and values it reads, their heads side by
-        side. First come layers that read their own, then those that read others', which are made
-        once (YOCO, arXiv 2405.05254). Empty: each layer reads its own.
+        side. First come layers that read their own, then those that read others' (YOCO, arXiv
+        2405.05254). Empty: each layer reads its own.
       kv_depth: for each layer with K/V of its own, the depth of the states that these are made
         from. Follows from `kv_source`.
     """
@@ -208,10 +205,7 @@ def some_exits(num_layers: int) -> tuple[int, ...]:
 
 
 def name_exits(decoder: Decoder) -> str:
-    """Returns what to do with a model that has none, a sentence for messages.
-
-    A stock model can be read anywhere, and says little there before a lens or training helps it.
-    """
+    """Returns what to do with a model that has none, a sentence for messages."""
     some = some_exits(decoder.config.num_layers)
     listed = " ".join(map(str, some))
     return (
@@ -221,14 +215,11 @@ def name_exits(decoder: Decoder) -> str:
 
 
 def check_depths(depths: Any, *, num_layers: int | None = None) -> tuple[int, ...]:
-    """Returns `depths` as a tuple of ints, once they are known to be a staircase.
-
-    Args:
-      depths: layers after which tokens may stop, e.g. `(4, 8, 16)`.
-      num_layers: when given, the last depth must equal it (the deepest bucket is the full model).
+    """Returns `depths`, e.g. `(4, 8, 16)`, as a tuple of ints, once known to be a staircase.
 
     Raises:
-      ValueError: depths are empty, below 1, not strictly increasing, or end elsewhere.
+      ValueError: depths are empty, below 1, not strictly increasing, or end elsewhere than
+        `num_layers`, where that is given.
     """
     wanted = "strictly increasing depths of at least 1"
     if num_layers is not None:
@@ -249,10 +240,9 @@ def check_depths(depths: Any, *, num_layers: int | None = None) -> tuple[int, ..
 
 @runtime_checkable
 class Decoder(Protocol):
-    """A decoder-only model in the seven pieces that adaptive depth needs.
+    """A decoder-only model in the seven pieces that adaptive depth needs, all pure.
 
-    All methods are pure. `*lead` stands for any leading axes, usually `batch token` or one block of
-    `slot`s; a method must treat them alike.
+    `*lead` stands for any leading axes, usually `batch token` or one block of `slot`s.
     """
 
     @property
@@ -267,18 +257,14 @@ class Decoder(Protocol):
     def encode_positions(self, positions: Int[Array, "*lead"]) -> Places:
         """Returns what `queries` and `keys_values` need of positions, e.g. RoPE's rotations.
 
-        Computed once per pass; the result travels with the tokens when they are permuted. Return
-        `positions` itself where nothing is to be prepared.
+        Computed once per pass. Return `positions` itself where nothing is to be prepared.
         """
         ...
 
     def embed(
         self, params: Params, token_ids: Int[Array, "*lead"], positions: Int[Array, "*lead"]
     ) -> jax.Array:
-        """Returns the first layer's input, `[*lead, dim]`.
-
-        Of ids `[*lead]`; of `[*lead, *input_shape]` where the config says so.
-        """
+        """Returns the first layer's input, `[*lead, dim]`, of `[*lead, *input_shape]`."""
         ...
 
     def queries(
@@ -311,15 +297,9 @@ class Decoder(Protocol):
 class Mixes(Decoder, Protocol):
     """A decoder whose tokens see each other by something else than softmax attention.
 
-    Linear attention and state-space layers, written as masked products: `queries` is what a token
-    asks, `keys_values` what it shows to others, and `mix` puts the two together. What a key holds
-    is the decoder's own affair: its decay, for one (`utio_jax.contrib.recurrent`).
-
-    What a token does to the recurrent state of a layer, if it has stopped before: under
-    `kv="propagate"` it is taken in as any other, by what `keys_values` makes of its frozen state;
-    under `kv="drop"` the state passes it by as if the text went on behind it, neither fed nor
-    faded; under `kv="full"` it is taken in by its own full-depth state. All of that is said by the
-    keys, the values and `visible`; `mix` need not know of it, but must count visible keys alone.
+    Linear attention and state-space layers, written as masked products. What a key holds is the
+    decoder's own affair: its decay, for one (`utio_jax.contrib.recurrent`). A token that stopped
+    is a key like any other, or under `kv="drop"` hidden: `mix` must count visible keys alone.
     """
 
     def mix(
@@ -331,30 +311,22 @@ class Mixes(Decoder, Protocol):
     ) -> jax.Array:
         """Returns what each query makes of its visible keys, `[*lead, query, head, head_dim]`.
 
-        Keys come in text order. Some are hidden from all queries, and for all are not there: no
-        decay between two tokens comes from one that is not seen. Of the others a query sees those
-        up to its own, the last of them, in `windows` if there are any (with `causal` False: all).
-        One that sees none gets zeros. Keys that are hidden may be NaN.
+        Keys come in text order. Those hidden from all queries may be NaN, and are not there: no
+        decay comes from them. Of the others a query sees those up to its own, in `windows` if there
+        are any (with `causal` False: all). One that sees none gets zeros.
         """
         ...
 
 
 def own_mixing(decoder: Any) -> Mixes | None:
-    """Returns the decoder whose tokens see each other by its own `mix`; None: by softmax attention.
-
-    That is the decoder itself, or the one that it is wrapped around (`utio_jax.core.lens.Wrapped`).
-    """
+    """Returns the decoder, maybe wrapped, with a `mix` of its own; None: softmax attention."""
     while decoder is not None and not isinstance(decoder, Mixes):
         decoder = getattr(decoder, "decoder", None)
     return decoder
 
 
 def check_softmax(decoder: Decoder, *, why: str, remedy: str) -> None:
-    """Checks that tokens see each other by softmax attention, where something else would be wrong.
-
-    Raises:
-      ValueError: they do not.
-    """
+    """Raises ValueError where tokens do not see each other by softmax attention."""
     mixing = own_mixing(decoder)
     if mixing is not None:
         raise ValueError(
@@ -364,11 +336,7 @@ def check_softmax(decoder: Decoder, *, why: str, remedy: str) -> None:
 
 
 def check_own_kv(decoder: Decoder, *, what: str) -> None:
-    """Checks that each layer reads its own keys and values, for what knows no others.
-
-    Raises:
-      ValueError: the model has a `kv_source`.
-    """
+    """Raises ValueError where a model has a `kv_source`, for what knows own K/V alone."""
     if decoder.config.kv_source:
         raise ValueError(
             f"Wanted a model whose layers all have keys and values of their own, for {what}. Got "
@@ -378,10 +346,7 @@ def check_own_kv(decoder: Decoder, *, what: str) -> None:
 
 @runtime_checkable
 class HasKVMaps(Decoder, Protocol):
-    """A decoder that predicts keys and values of skipped layers: what `kv="mapped"` needs.
-
-    `utio_jax.prompts.with_kv_maps` makes one of any decoder with a `rotate_keys`.
-    """
+    """A decoder that predicts K/V of skipped layers, see `utio_jax.prompts.with_kv_maps`."""
 
     @property
     def stops(self) -> tuple[int, ...]:
@@ -400,11 +365,7 @@ class HasKVMaps(Decoder, Protocol):
 
 
 def check_stops(stops: tuple[int, ...], known: tuple[int, ...]) -> None:
-    """Checks that there are maps for some depths.
-
-    Raises:
-      ValueError: there are none for one of them.
-    """
+    """Raises ValueError where one of the stops has no KV maps."""
     missing = [stop for stop in stops if stop not in known]
     if missing:
         raise ValueError(
@@ -415,11 +376,7 @@ def check_stops(stops: tuple[int, ...], known: tuple[int, ...]) -> None:
 
 @runtime_checkable
 class HasExitLens(Decoder, Protocol):
-    """A decoder whose head does not read the states of its exits as they are, but a map of them.
-
-    `utio_jax.core.lens.Lensed` makes one of any decoder. Where a model was trained at its exits,
-    there is nothing to map, and a plain `Decoder` is enough.
-    """
+    """A decoder whose head reads a map of its exits' states, as `utio_jax.core.lens.Lensed`."""
 
     def translate(
         self, params: Params, x: Float[Array, "*lead dim"], depth: int | Int[Array, ""]
@@ -436,10 +393,7 @@ def has_exit_lens(decoder: Decoder, depth: int) -> bool:
 def apply_exit_lens(
     decoder: Decoder, params: Params, x: Float[Array, "*lead dim"], depth: int | Int[Array, ""]
 ) -> jax.Array:
-    """Returns what the head reads of states at `depth`, which if traced is an early exit.
-
-    States at a depth that is no early exit, as prompts stop at, are read as they are.
-    """
+    """Returns what the head reads of states at `depth`: as they are where it is no early exit."""
     if not isinstance(decoder, HasExitLens):
         return x
     if isinstance(depth, int) and not has_exit_lens(decoder, depth):

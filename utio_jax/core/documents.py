@@ -12,12 +12,7 @@ import numpy as np
 
 
 def check_ids(ids: Any, *, vocab_size: int, what: str) -> np.ndarray:
-    """Returns token ids `[token]` as int32, once each is known to be one: checked, then cast.
-
-    Args:
-      ids: a list or an array.
-      vocab_size: of the model.
-      what: they are, for errors: `"prompt 3"`.
+    """Returns a list or array of token ids `[token]` as int32; `what` they are is for errors.
 
     Raises:
       ValueError: ids that are no integers (floats, booleans), or outside the vocabulary.
@@ -68,12 +63,9 @@ def check_tokens(token_ids: Any, lengths: Any, *, vocab_size: int) -> tuple[np.n
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Batch:
-    """Right-padded rows.
+    """Right-padded rows: `token_ids` `[batch, token]`, `lengths` and `window` `[batch]`.
 
-    Attributes:
-      token_ids: `[batch, token]`.
-      lengths: `[batch]`; 0 for a row that only fills the batch.
-      window: `[batch]`, which window of `windows_of` a row is; -1 for a filler.
+    `window` is which one of `windows_of` a row is. A filler has length 0, and -1.
     """
 
     token_ids: np.ndarray
@@ -84,8 +76,7 @@ class Batch:
 def windows_of(documents: Sequence[np.ndarray], *, width: int) -> list[np.ndarray]:
     """Returns documents cut into windows of at most `width` tokens that overlap by one.
 
-    So every token but a document's first is predicted exactly once. Windows of one token, which
-    predict nothing, do not occur, except for documents of one token.
+    So every token but a document's first is predicted exactly once.
 
     Raises:
       ValueError: width < 2, or a document is empty.
@@ -130,16 +121,14 @@ def batches_of(
     """Yields all windows in batches of at most `rows`, longest first, with little padding.
 
     Windows are padded to the smallest of `widths` that holds them, and those of one width share
-    batches of one number of rows: as many as they need, rounded up to a few (`row_counts`), so that
-    few shapes compile. A full batch of a single text would run 15 empty rows of 16.
+    batches of one number of rows, rounded up to a few (`row_counts`), so that few shapes compile.
 
     Args:
       windows: token ids `[token]` each.
       rows: of a batch at most; with `same_rows` of every batch.
       widths: that windows are padded to.
       vocab_size: of the model.
-      same_rows: fill every batch up with empty rows, so that each width is one shape, whatever the
-        number of windows.
+      same_rows: fill every batch up with empty rows, so that each width is one shape.
 
     Raises:
       ValueError: a window is longer than the largest width, or holds something else than ids of

@@ -20,15 +20,6 @@ _EXTRAS = {
 """Which extra brings a library, where that is not `cli`."""
 
 
-def extra_of(library: str) -> str:
-    """Returns the extra that brings a library.
-
-    >>> extra_of("orbax.checkpoint"), extra_of("tokenizers")
-    ('train', 'cli')
-    """
-    return _EXTRAS.get(library.partition(".")[0], "cli")
-
-
 def install_line(extra: str) -> str:
     """Returns the commands that install an extra, from a checkout and from a package index.
 
@@ -42,16 +33,11 @@ def install_line(extra: str) -> str:
 
 
 def missing_library(error: ImportError, what: str) -> ImportError:
-    """Returns the error of something that needs a library which is not there, with the remedy.
-
-    Args:
-      error: of the import.
-      what: needs it: `"utio_jax.models"`.
-    """
-    name = error.name or str(error)
-    extra = extra_of(name)
+    """Returns the error of `what` that needs a library which is not there, with the remedy."""
+    library = (error.name or str(error)).partition(".")[0]
+    extra = _EXTRAS.get(library, "cli")
     return ModuleNotFoundError(
-        f"Wanted {name.partition('.')[0]}, which {what} needs. It is not installed. It comes with "
-        f"the extra {extra}: {install_line(extra)}.",
+        f"Wanted {library}, which {what} needs. It is not installed. It comes with the extra "
+        f"{extra}: {install_line(extra)}.",
         name=error.name,
     )

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import errno
-import glob
 import hashlib
 import json
 import os
@@ -12,7 +11,6 @@ import platform
 import secrets
 import stat
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from importlib import metadata
@@ -30,11 +28,9 @@ from safetensors.numpy import load, load_file, save_file
 def replacing(*files: Path) -> Iterator[tuple[Path, ...]]:
     """Yields temporary paths beside `files`, which take their places once the block has ended.
 
-    A file appears whole or not at all, also where others write it at the same time: temporary names
-    are unique, and contents are on disk before a name is given to them. Permissions are what the
-    process' umask leaves. If the block raises, nothing changes. Of several files the last one is
-    removed before the first takes its place: it stands beside others of its own making or not at
-    all, so let it be the one without which the others mean nothing.
+    A file appears whole or not at all, also where others write it at the same time. If the block
+    raises, nothing changes. Of several files the last one is removed before the first takes its
+    place: let it be the one without which the others mean nothing.
 
     Raises:
       ValueError: a folder or a device has the name.
@@ -42,15 +38,15 @@ def replacing(*files: Path) -> Iterator[tuple[Path, ...]]:
     partial, modes = [], []
     try:
         for file in files:
-            _refuse_folder(file)
-            _forget_partial(file)
+            with suppress(FileNotFoundError):
+                if not stat.S_ISREG(file.stat().st_mode):
+                    raise ValueError(f"Wanted a file to write. {file} is a folder or a device.")
             file.parent.mkdir(parents=True, exist_ok=True)
             path = file.with_name(f"{file.name}.{secrets.token_hex(8)}.partial")
             # Made here, as some writers make files that only their owner can read.
-            opened = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
+            path.touch(exist_ok=False)
             partial.append(path)
-            modes.append(os.fstat(opened).st_mode & 0o777)
-            os.close(opened)
+            modes.append(path.stat().st_mode & 0o777)
         yield tuple(partial)
         for path, mode in zip(partial, modes, strict=True):
             path.chmod(mode)
@@ -64,21 +60,6 @@ def replacing(*files: Path) -> Iterator[tuple[Path, ...]]:
     finally:
         for path in partial:
             path.unlink(missing_ok=True)
-
-
-def _refuse_folder(file: Path) -> None:
-    """Raises ValueError where a name is a folder's or a device's; looks once, as others write."""
-    with suppress(FileNotFoundError):
-        if not stat.S_ISREG(file.stat().st_mode):
-            raise ValueError(f"Wanted a file to write. {file} is a folder or a device.")
-
-
-def _forget_partial(file: Path) -> None:
-    """Removes what writers of a file that were killed have left: untouched for a day."""
-    for left in file.parent.glob(f"{glob.escape(file.name)}.{'[0-9a-f]' * 16}.partial"):
-        with suppress(FileNotFoundError):
-            if left.stat().st_mtime < time.time() - 86_400:
-                left.unlink()
 
 
 def _sync(path: Path) -> None:
@@ -95,10 +76,8 @@ def _sync(path: Path) -> None:
 def check_writable(file: str | Path, option: str) -> Path:
     """Returns a path, once a file can be written there: before hours of work, not after.
 
-    Nothing is left behind: what is missing of its folders is made when the file is written.
-
     Args:
-      file: to write.
+      file: to write; missing folders are made when it is written.
       option: that names it, for errors: `"--out"`.
 
     Raises:
@@ -142,7 +121,7 @@ def load_json(file: str | Path, what: str, *, strict: bool = False, remedy: str 
     Args:
       file: to read.
       what: it should be, for errors: `"a config"`.
-      strict: whether NaN and infinities, which Python reads and JSON does not have, are refused.
+      strict: whether NaN and infinities are refused.
       remedy: what to do where it cannot be read, a sentence.
 
     Raises:
@@ -178,11 +157,7 @@ def flatten(tree: Any) -> dict[str, Any]:
 
 
 def nest(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the nested dict of dotted paths: the inverse of `flatten` for dicts of dicts.
-
-    Raises:
-      ValueError: a path is both an array's and a folder of others.
-    """
+    """Returns the nested dict of dotted paths. Raises ValueError where one is also a folder."""
     folders = {path[:dot] for path in flat for dot, char in enumerate(path) if char == "."}
     clash = sorted(folders & flat.keys())
     if clash:
@@ -224,8 +199,7 @@ def check_floats(kinds: Mapping[str, str], *, source: str) -> None:
       source: where they are, for errors.
 
     Raises:
-      ValueError: names every tensor that holds something else: a cast would make numbers of it that
-        mean nothing (int8 without its scales), or drop a part (complex).
+      ValueError: names every tensor that holds something else.
     """
     wrong = [f"{name} ({kind})" for name, kind in kinds.items() if kind not in _FLOATS]
     if wrong:
@@ -277,18 +251,21 @@ def broken_file(file: Path, error: Exception) -> ValueError:
     )
 
 
-def check_shapes(found: Mapping[str, Any], wanted: Mapping[str, Any], *, source: str) -> None:
-    """Compares arrays with what a model needs, by dotted path.
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+def check_shapes(found: Shapes, wanted: Shapes, *, source: str) -> None:
+    """Compares the shapes of a checkpoint's tensors with those that a model needs.
 
     Raises:
       ValueError: names every missing, unexpected and mis-shaped tensor at once.
     """
-    wrong = [f"missing {name} {tuple(wanted[name].shape)}" for name in wanted if name not in found]
+    wrong = [f"missing {name} {wanted[name]}" for name in wanted if name not in found]
     wrong += [f"unexpected {name}" for name in found if name not in wanted]
     wrong += [
-        f"{name} has shape {tuple(found[name].shape)}, wanted {tuple(wanted[name].shape)}"
+        f"{name} has shape {found[name]}, wanted {wanted[name]}"
         for name in wanted
-        if name in found and tuple(found[name].shape) != tuple(wanted[name].shape)
+        if name in found and found[name] != wanted[name]
     ]
     if wrong:
         raise ValueError(
@@ -299,10 +276,7 @@ def check_shapes(found: Mapping[str, Any], wanted: Mapping[str, Any], *, source:
 
 
 def save_owned(file: Path, stored: Mapping[str, Any], tensors: Any) -> None:
-    """Writes a JSON file and the tensors that belong to it, tied to each other by their hash.
-
-    They lie beside it, as `.safetensors`; a JSON without tensors has no such file. The JSON comes
-    last: after a kill between the two there is none, rather than one beside others' tensors.
+    """Writes a JSON file and, beside it as `.safetensors`, its tensors, tied to it by their hash.
 
     Raises:
       ValueError: a tensor is not finite.
@@ -344,23 +318,18 @@ def load_owned(
       integers: whether tensors may hold integers and booleans, too.
 
     Raises:
-      ValueError: a file is missing or cannot be read, belongs to another model, or the tensors are
-        not those that the JSON was written with, of another type, or not finite.
+      ValueError: a file is missing or broken, belongs to another model, or the tensors are not
+        those that the JSON was written with, of another type, or not finite.
     """
     stored = load_json(file, what, remedy=f"`{command}` makes one.")
     try:
         found, digest = owner(stored), stored.get(_TIE, "")
     except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"Wanted {what} at {file}. It cannot be read: {error!r}.") from error
-    if not isinstance(found, str):
-        raise ValueError(
-            f"Wanted {what} at {file}. It cannot be read: its model_sha256 is {found!r}, no text. "
-            f"`{command}` makes one."
-        )
     if found != model_sha256:
         raise ValueError(
             f"Wanted {what} of the model with SHA-256 {model_sha256[:12]}. {file} belongs to "
-            f"{found[:12]}. Make one for this model: {command}."
+            f"{str(found)[:12]}. Make one for this model: {command}."
         )
     if digest is None:
         return stored, {}
@@ -382,9 +351,9 @@ def load_owned(
     except (SafetensorError, KeyError, ValueError) as error:
         raise broken_file(beside, error) from error
     _check_finite(tensors, beside)
-    kinds = (jnp.floating, jnp.integer, jnp.bool_) if integers else (jnp.floating,)
     for name, leaf in tensors.items():
-        if not any(jnp.issubdtype(leaf.dtype, kind) for kind in kinds):
+        whole = integers and leaf.dtype.kind in "biu"
+        if not whole and not jnp.issubdtype(leaf.dtype, jnp.floating):
             raise ValueError(
                 f"Wanted floating-point weights in {beside}. Got {name} of {leaf.dtype}. Make them "
                 f"anew: {command}."
@@ -407,11 +376,7 @@ def _check_finite(tensors: Mapping[str, np.ndarray], file: Path) -> None:
 
 
 def json_file(path: str | Path, name: str) -> Path:
-    """Returns the JSON file that a path means.
-
-    It is the path itself where that ends so, `MODEL.name.json` beside a model that is one file, and
-    `name.json` in a folder.
-    """
+    """Returns a path's JSON file: itself, `name.json` in a folder, `MODEL.name.json` of a file."""
     found = Path(path)
     if found.suffix == ".json":
         return found

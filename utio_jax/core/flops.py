@@ -71,9 +71,8 @@ class TokenCost:
     Attributes:
       query: queries, output projection and MLP of one layer.
       keys_values: keys and values of one layer; also what a frozen token pays there.
-      attention_per_key: scores and mixing with one key, all heads, one layer. Of a decoder that
-        `Mixes`: the products of its `mix` for one query and key, masked products like attention's,
-        which grow with the keys as that does, though a recurrence would not.
+      attention_per_key: scores and mixing with one key, all heads, one layer; of a decoder that
+        `Mixes`, the products of its `mix` for one query and key.
       head: final norm and vocabulary head, once.
       exit_map: what maps a state for the head, at depths below `full_depth`.
       full_depth: the model's layers; of use only where there is an `exit_map`.
@@ -153,13 +152,7 @@ def _flops_per_key(decoder: Decoder, dtype: Any) -> float:
 
 
 def pass_flops(cost: TokenCost, work: Any, *, gates: float = 0.0) -> float:
-    """Returns the FLOPs of a pass from what it executed.
-
-    Args:
-      cost: of one token.
-      work: a `Work` of the executor, summed over segments or not.
-      gates: FLOPs of all decisions beyond the heads in `work`.
-    """
+    """Returns the FLOPs of a pass from its `Work`, and of all decisions beyond the heads in it."""
     total = lambda entries: float(np.sum(np.asarray(entries, np.float64)))  # noqa: E731
     return (
         cost.query * total(work.queries)
@@ -189,7 +182,7 @@ def ideal_flops(
       depths: decided depths `[batch, token]`; 0 for padding.
       key_widths: numbers of keys that the program can attend over, ascending; a token pays for the
         smallest that covers its position.
-      deepest: the deepest that any token runs, up to which frozen tokens pay for K/V.
+      deepest: to which frozen tokens pay for K/V.
       keep_frozen: whether they do (`kv="propagate"`).
       sparse_layers: in how many of its layers each token attends to its history alone.
       history: keys that it sees there at most.
@@ -226,8 +219,7 @@ def expected_flops(
       cost: of one token.
       batch: rows.
       width: tokens per row; on average a query sees half of them.
-      min_bucket: the unit of padding; half of it is wasted per segment (projections) and per row
-        and segment (attention), and no segment is cheaper than its live tokens rounded up.
+      min_bucket: the unit of padding, half of which each segment wastes.
       depths: the policy's depths.
       fractions: share of tokens that stop at each depth.
       gates: FLOPs per live token of each decision.
@@ -256,11 +248,7 @@ def depth_flops(
 ) -> np.ndarray:
     """Returns a token's mean FLOPs at each depth: layers, K/V up to the last depth, and the head.
 
-    Args:
-      cost: of one token.
-      depths: where tokens may stop; frozen tokens pay for K/V up to the last of these.
-      width: tokens per row.
-      key_widths: numbers of keys that the program can attend over, ascending.
+    Rows have `width` tokens; `key_widths` are the numbers of keys that the program can attend over.
     """
     widths = np.asarray(key_widths, np.float64)
     keys = widths[np.searchsorted(widths, np.arange(width), side="right")].mean()

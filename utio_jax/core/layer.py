@@ -41,16 +41,8 @@ def split_layers(decoder: Decoder, params: Params) -> tuple[LayerParams, ...] | 
     """Returns each layer's parameters as arrays of their own, where decoding is faster with them.
 
     On CPU a layer that is indexed out of the stack is copied before its matrix products read it:
-    more than half of a decoding step at batch 1. Arrays of its own are read where they lie. They
-    are a second copy of the layers, made once and kept as long as the stack is.
-
-    Args:
-      decoder: the model.
-      params: its parameters, on one device.
-
-    Returns:
-      One pytree per layer. None where the stack is read in place (accelerators), is spread over
-      devices, or is so small that its copy costs less than a longer program.
+    more than half of a decoding step at batch 1. These are a second copy, kept as long as the stack
+    is. None where the stack is read in place (accelerators), is spread over devices, or is small.
     """
     stack = decoder.layers(params)
     leaves = [leaf for leaf in jax.tree.leaves(stack) if isinstance(leaf, jax.Array)]
@@ -89,7 +81,7 @@ def over_layers(
 ) -> Carry:
     """Returns what layers [start, stop) make of a carry, one after the other.
 
-    A loop over the stack; over `layers`, where there are any, one piece of program for each, in a
+    A loop over the stack; over `layers` (see `split_layers`) one piece of program for each, in a
     loop of no or one turn where `start` or `stop` are traced (a conditional would copy the carry).
 
     Args:
@@ -148,9 +140,8 @@ def run_layer(
 ) -> Float[Array, "slot dim"]:
     """Returns one layer's output for some tokens, which need not be those that they look at.
 
-    What a layer is, everywhere in this library: tokens ask (`Decoder.queries`), something answers
-    (`mix`: attention over keys and values that the caller has, see `utio_jax.attention.mixing`),
-    and the answer is worked in (`Decoder.finish_layer`).
+    What a layer is, everywhere in this library: queries, attention (`mix`), output projection and
+    MLP.
 
     Args:
       decoder: the model.

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tuned lens: an affine map per exit, through which a frozen model's head can read it.
+"""Tuned lens (Belrose et al. 2023, arXiv 2303.08112): a map `x -> x + x A + b` per early exit.
 
-A stock model's head reads only the last layer's states. Belrose et al. 2023 (arXiv 2303.08112)
-learn for every layer a map `x -> x + x A + b` so that the head's reading of it comes close to the
-model's own prediction; the model stays as it is. `Lensed` makes a decoder of model and maps, which
-all of this package takes; `utio_jax.calibration.lens` finds the maps.
+Through it the head of a model that stays as it is reads states of that exit. `Lensed` makes a
+decoder of model and maps; `utio_jax.calibration.lens` finds the maps.
 """
 
 from __future__ import annotations
@@ -31,13 +29,7 @@ from utio_jax.core.files import json_file, load_owned, save_owned
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Lens:
-    """One affine map per early exit.
-
-    Attributes:
-      matrix: `A` of each.
-      bias: `b` of each.
-      exits: their depths, strictly increasing: `read_through` counts those below.
-    """
+    """One affine map per early exit: `A` and `b` of each, and their depths, strictly increasing."""
 
     matrix: Float[Array, "exit dim dim"]
     bias: Float[Array, "exit dim"]
@@ -68,13 +60,9 @@ def read_through(
     x: Float[Array, "*lead dim"],
     depth: int | Int[Array, ""],
 ) -> jax.Array:
-    """Returns what the head shall read of states at an exit.
+    """Returns what the head reads of states `x` at an exit, by the `matrix` and `bias` of each.
 
-    Args:
-      maps: `matrix` `[exit, dim, dim]` and `bias` `[exit, dim]`.
-      exits: their depths.
-      x: states.
-      depth: where they are; if traced, it must be among the exits.
+    A traced `depth` must be among the exits.
 
     Raises:
       ValueError: there is no map for a static `depth`.
@@ -95,11 +83,7 @@ def read_through(
 
 @dataclasses.dataclass(frozen=True)
 class Wrapped:
-    """A decoder around another, whose parameters are `params["model"]`: all is passed on to it.
-
-    Attributes:
-      decoder: the other.
-    """
+    """A decoder around another, whose parameters are `params["model"]`: all is passed on to it."""
 
     decoder: Decoder
 
@@ -176,12 +160,9 @@ def lensed(decoder: Decoder, params: Params, lens: Lens) -> tuple[Lensed, Params
 
 
 def save_lens(path: str | Path, lens: Lens, *, info: Mapping[str, Any]) -> None:
-    """Writes a JSON file with the exits and `info`, and the maps beside it.
+    """Writes a JSON file (a folder's `lens.json`) with exits and `info`, and the maps beside it.
 
-    Args:
-      path: a JSON file, or a folder that gets a `lens.json`.
-      lens: the maps.
-      info: what it was fitted to; must name the `model_sha256`.
+    `info` must name the `model_sha256`.
     """
     save_owned(lens_file(path), {"exits": list(lens.exits), **info}, lens_tensors(lens))
 
@@ -192,10 +173,7 @@ def lens_tensors(lens: Lens) -> dict[str, jax.Array]:
 
 
 def lens_file(path: str | Path) -> Path:
-    """Returns the JSON file that a path means: itself, or that of a model's folder or file.
-
-    These are `lens.json` in a folder, and `NAME.lens.json` beside `NAME.gguf`.
-    """
+    """Returns a path's JSON file: itself, `lens.json` in a folder, `NAME.lens.json` of a file."""
     return json_file(path, "lens")
 
 

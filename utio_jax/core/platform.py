@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What programs differ in by platform, in one place: block sizes, and forms that a compiler likes.
+"""What programs differ in by platform: block sizes, and forms that a compiler likes.
 
-Sizes for CPU are measured. Those for TPU are what its compiler predicts, see `results/compiled.md`;
-those for GPU follow them. `here()` is asked while a program is traced.
+Sizes for CPU are measured, those for TPU predicted by its compiler (`results/compiled.md`), and
+those for GPU follow them.
 """
 
 from __future__ import annotations
@@ -86,8 +86,7 @@ def here() -> Platform:
 def compiling_for(name: str | None = None, **choices: Any) -> Iterator[None]:
     """Traces for `"cpu"`, `"cuda"` or `"tpu"`, whatever this machine has; or with other choices.
 
-    For compilation ahead of time, and to try choices out. What jit has traced before, it does not
-    trace again.
+    What jit has traced before, it does not trace again.
     """
     base = here() if name is None else _PLATFORMS.get(name, _OTHER)
     _compiling.append(dataclasses.replace(base, **choices))

@@ -4,9 +4,8 @@
     for found in share(mesh, len(batches), read, what="batches", same=lambda: digest(ids)):
         ...                          # in order, on every process
 
-`jax.distributed` is the engine. A pass runs on the devices of one process and waits for no other;
-results are exchanged once, counted, and the same everywhere, so what follows from them is the same
-everywhere too. With one process this is a loop.
+A pass runs on the devices of one process and waits for no other; results are exchanged once. With
+one process this is a loop.
 """
 
 from __future__ import annotations
@@ -40,11 +39,9 @@ class ProcessLostError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Shards:
-    """Results kept in files, from which an interrupted run goes on, with any number of processes.
+    """Results kept in a folder, from which an interrupted run goes on, by any number of processes.
 
-    Attributes:
-      folder: made where it is missing. Several hosts need to share it, or they keep their own.
-      identity: of all that results depend on and `share` cannot see, such as the weights' hash.
+    `identity` is of all that they depend on and `share` cannot see, such as the weights' hash.
     """
 
     folder: Path
@@ -138,8 +135,7 @@ def share(
 def exchange(data: bytes) -> list[bytes]:
     """Returns what each process called this with, in the order of the processes: an all-gather.
 
-    All of them call it, as often and in the same order as other collectives. What is short, as most
-    is, takes one collective; what is longer a second one.
+    What is short takes one collective; what is longer a second one.
 
     Raises:
       ProcessLostError: a process has ended.
@@ -171,10 +167,7 @@ def exchange(data: bytes) -> list[bytes]:
 
 @contextlib.contextmanager
 def lost_processes() -> Iterator[None]:
-    """Raises ProcessLostError where the runtime fails inside: with several processes, a peer ended.
-
-    Whether it did, or this process' own devices failed, the runtime does not say: all have to end.
-    """
+    """Raises ProcessLostError where the runtime fails inside, as it does where a peer has ended."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
@@ -194,7 +187,7 @@ def check_same(
     Args:
       tree: of this process.
       what: it is, in the message.
-      by: the all-gather of bytes to compare with; None: `exchange`.
+      by: the all-gather of bytes; None: `exchange`.
     """
     found = (by or exchange)(digest(tree).encode())
     if others := [index for index, theirs in enumerate(found) if theirs != found[0]]:
@@ -254,8 +247,7 @@ def _load(file: Path, identity: str) -> Arrays:
     remedy = "Name another folder, or remove this one."
     stored = file.read_bytes()
     digest, data = stored[:_DIGEST], stored[_DIGEST:]
-    # Not left to the archive's own checksums, which cover neither its headers nor a shape that has
-    # become smaller.
+    # The archive's own checksums do not cover its headers.
     if hashlib.sha256(data).digest() != digest:
         raise ValueError(f"Wanted a kept result in {file}. It is broken. {remedy}")
     with np.load(io.BytesIO(data), allow_pickle=False) as arrays:

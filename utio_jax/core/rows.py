@@ -7,11 +7,8 @@
     found = run_score(decoder, params, *rows.tree, policy=policy, mesh=mesh)
 
 Functions that take a `mesh` use its axis "data", of Auto or Explicit type, by `jax.shard_map`:
-bucketing happens inside, so nothing is sorted across devices and nothing is communicated. Further
-axes are left to the compiler, which follows the parameters' shardings ("model": see
-`utio_jax.models.tensor_parallel`). No context mesh is set or asked for.
-
-`jax.pmap` needs nothing of this: it takes `score` and its like as they are.
+nothing is sorted or sent across devices. Further axes are left to the compiler, which follows the
+parameters' shardings ("model": see `utio_jax.models.tensor_parallel`).
 """
 
 from __future__ import annotations
@@ -37,8 +34,7 @@ DATA = "data"
 class Rows:
     """Arrays that lead with rows, `[batch, ...]`: any pytree of them.
 
-    Fields of other dataclasses say the same of themselves by the metadata `{"row_axis": axis}`;
-    what says nothing is the same on every device.
+    Fields of other dataclasses say so by the metadata `{"row_axis": axis}`.
     """
 
     tree: Any = dataclasses.field(metadata={"row_axis": 0})
@@ -54,12 +50,7 @@ class StackedRows:
 
 @pytree
 class PerDevice:
-    """A pytree of which every device has its own: leaves lead with a device axis.
-
-    Attributes:
-      leaves: `[device, ...]`, on a device `[1, ...]`.
-      treedef: what they are leaves of. Static.
-    """
+    """A pytree of which every device has its own: leaves are `[device, ...]`, on one `[1, ...]`."""
 
     leaves: list[Any] = dataclasses.field(metadata={"row_axis": 0})
     treedef: Any = static()
@@ -100,14 +91,10 @@ def check_mesh(mesh: Mesh | None) -> int:
 
 
 def place(tree: Any, mesh: Mesh | None) -> Any:
-    """Returns the pytree on a mesh's devices: rows split, everything else copied to each.
+    """Returns the pytree on a mesh's devices: rows (see `Rows`) split, all else copied to each.
 
     Rows are filled up with zeros to a multiple of the devices: with their length of 0, empty rows.
-    Leaves that lie on the mesh already stay as they are, whatever their sharding.
-
-    Args:
-      tree: its rows are marked, see `Rows`.
-      mesh: with an axis "data". None leaves everything as it is.
+    Leaves that lie on the mesh already stay as they are. A mesh of None leaves everything.
     """
     if mesh is None:
         return tree
@@ -171,12 +158,9 @@ def over_rows(mesh: Mesh, function: Callable[..., Any], *args: Any) -> Any:
 
 
 def put_rows(tree: Any, fresh: Any, rows: Int[Array | np.ndarray, " row"]) -> Any:
-    """Returns the pytree with the rows of another one in some of its places; the rest stays.
+    """Returns the pytree with `fresh` rows in some of its places; what is not marked as rows stays.
 
-    Args:
-      tree: its rows are marked, see `Rows`. What is not marked is the same for all rows, and stays.
-      fresh: of the same structure and sizes, with as many rows as `rows` names.
-      rows: where they go, each once. Those beyond the last row go nowhere.
+    `rows` says where they go, each once; those beyond the last row go nowhere.
 
     Raises:
       ValueError: another structure, or other sizes.

@@ -133,13 +133,13 @@ class ThinkingRows:
 
     Attributes:
       budget: thought tokens; `NEVER`: any number.
-      answer: tokens behind thinking; likewise.
+      answer: tokens behind thinking; `NEVER`: any number.
       start: padded on the left with -1; -2 throughout: none.
       end: padded on the left with -1.
       forced: padded on the right with -1.
       began: position of the first token that was thought, or will be; `NEVER`: there is none yet.
-      forced_at: of the first forced token; likewise.
-      ended: of the first token behind thinking; likewise.
+      forced_at: of the first forced token; `NEVER`: none.
+      ended: of the first token behind thinking; `NEVER`: none.
     """
 
     budget: Int[Array | np.ndarray, " batch"]

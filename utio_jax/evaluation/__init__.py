@@ -3,8 +3,8 @@
 
 from utio_jax.evaluation.controls import PlainControl, PlainControls, load_controls, save_controls
 from utio_jax.evaluation.evaluate import DocumentScore, TextScore, evaluate, score_documents
+from utio_jax.evaluation.flops import check_worthwhile
 from utio_jax.evaluation.generation import generation_ledger
-from utio_jax.evaluation.guardrail import check_worthwhile
 from utio_jax.evaluation.intervals import ratio_interval
 from utio_jax.evaluation.ledger import Ledger, convex_hull, uniform_hull
 from utio_jax.evaluation.quality import Quality

@@ -24,13 +24,8 @@ FILE = "controls.json"
 class PlainControl:
     """A model without exits, trained on as many tokens.
 
-    Attributes:
-      layers: its depth.
-      flops_ratio: of its pass over that of the model it is a control of.
-      bits_per_byte: of the test split.
-      tokens: that it was trained on.
-      seed: of its training.
-      command: that trained it.
+    `flops_ratio` is of its pass over that of the model it is a control of; `bits_per_byte` of the
+    test split.
     """
 
     layers: int
@@ -58,8 +53,7 @@ class PlainControls:
     def nll_increase_pct(self, flops_ratio: float | None) -> float | None:
         """Returns the hull's loss at a cost, in % over the model's full depth.
 
-        Args:
-          flops_ratio: of the model's full pass. None, or less than the cheapest control: None.
+        None where the cost is, or is less than the cheapest control's.
         """
         if flops_ratio is None:
             return None
@@ -69,11 +63,7 @@ class PlainControls:
 
 
 def plain_hull(model: Any) -> Callable[[float | None], float | None]:
-    """Returns what plain models lose at a cost, in %, see `PlainControls.nll_increase_pct`.
-
-    Args:
-      model: a `utio_jax.models.Model`; where it names no controls the answer is None.
-    """
+    """Returns `PlainControls.nll_increase_pct` of a `models.Model`; without controls, None."""
     found: PlainControls | None = model.plain_controls
     return (lambda _: None) if found is None else found.nll_increase_pct
 

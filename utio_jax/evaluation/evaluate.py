@@ -19,8 +19,7 @@ from utio_jax.core.documents import Batch, batches_of, row_widths, windows_of
 from utio_jax.core.flops import ideal_flops, pass_flops, token_cost
 from utio_jax.core.processes import Arrays, Shards, digest, local_mesh, share
 from utio_jax.core.rows import Rows, check_mesh, place
-from utio_jax.evaluation.flops import attention_flops, gate_flops
-from utio_jax.evaluation.guardrail import check_worthwhile
+from utio_jax.evaluation.flops import attention_flops, check_worthwhile, gate_flops
 from utio_jax.evaluation.quality import Quality, pack, unpack
 from utio_jax.policies.base import Policy
 from utio_jax.policies.depth import shared_program
@@ -95,7 +94,7 @@ def evaluate(  # noqa: PLR0913 (options, each named)
 
     def read(number: int) -> Arrays:
         batch, results = batches[number], {}
-        rows = len(batch.lengths)
+        rows, width = batch.token_ids.shape
         ids, lengths = place(Rows((batch.token_ids, batch.lengths)), here).tree
         run = partial(run_score, decoder, params, ids, lengths, kv=kv, executor=executor, mesh=here)
         full = kept[number] if number in kept else run(policy=full_depth(decoder))
@@ -104,7 +103,7 @@ def evaluate(  # noqa: PLR0913 (options, each named)
         flops_full = pass_flops(cost, full.work)
         positions, _ = positions_of(jnp.asarray(batch.token_ids), jnp.asarray(batch.lengths))
         for index, pair in enumerate(choices):
-            policy, choice = (x[number] if _varies(x) else x for x in pair)
+            policy, choice = (x[number] if isinstance(x, Sequence) else x for x in pair)
             choice = place(choice, here)
             program = place(shared_program(policy, jnp.asarray(batch.token_ids), positions), here)
             # Full depth in question is the pass that was just made.
@@ -112,7 +111,9 @@ def evaluate(  # noqa: PLR0913 (options, each named)
             found = full if same else run(policy=program, attention=choice)
             other = None if same else full.x
             comparison = _compare(decoder, params, ids, lengths, found.x, other, mesh=here)
-            comparison, depths = _first(rows, (comparison, found.depths))
+            comparison, depths = jax.tree.map(  # Without the rows that fill up a mesh.
+                lambda leaf: np.asarray(leaf)[:rows], (comparison, found.depths)
+            )
             work = found.work
             gates = gate_flops(decoder, params, policy, work)
             if choice is not None:
@@ -120,15 +121,8 @@ def evaluate(  # noqa: PLR0913 (options, each named)
                 gates += attention_flops(choice, decoder, params, work, segments=segments)
             # Gates, heads beyond one per token, and what maps an exit's states for the head.
             extra_heads = float(np.sum(work.heads)) - float(np.sum(full.work.heads))
-            values, counts = np.unique(depths[depths > 0], return_counts=True)
-            quality = Quality(
-                tokens=int(batch.lengths.sum()),
-                predicted=int(np.maximum(batch.lengths - 1, 0).sum()),
-                nll=float(comparison.nll.sum(dtype=np.float64)),
-                nll_full=float(comparison.nll_full.sum(dtype=np.float64)),
-                kl=float(comparison.kl.sum(dtype=np.float64)),
-                agree=int(comparison.agree.sum()),
-                histogram=dict(zip(values.tolist(), counts.tolist(), strict=True)),
+            quality = dataclasses.replace(
+                _sums(comparison, depths, batch.lengths),
                 query_layers=float(np.sum(work.queries)),
                 overflows=int(np.sum(work.overflows)),
                 flops=pass_flops(cost, work, gates=gates),
@@ -136,9 +130,7 @@ def evaluate(  # noqa: PLR0913 (options, each named)
                 flops_ideal=ideal_flops(
                     cost,
                     depths,
-                    key_widths=choose_executor(executor, policy, ids.shape[1]).key_widths(
-                        ids.shape[1]
-                    ),
+                    key_widths=choose_executor(executor, policy, width).key_widths(width),
                     deepest=int(depths.max(initial=0)),
                     keep_frozen=kv == "propagate",
                     sparse_layers=_sparse_layers(found, policy, rows),
@@ -167,22 +159,12 @@ def evaluate(  # noqa: PLR0913 (options, each named)
     return totals
 
 
-def _varies(choice: Any) -> bool:
-    """Returns whether there is one choice for each batch."""
-    return isinstance(choice, Sequence)
-
-
 def _sparse_layers(found: Scores, policy: Policy, rows: int) -> np.ndarray | int:
     """Returns in how many layers each token attended to its history alone."""
     if found.sparse is None:
         return 0
     layers = np.diff(policy.depths, prepend=0)
     return np.tensordot(layers, np.asarray(found.sparse.sparse), axes=1)[:rows]
-
-
-def _first(rows: int, tree: Any) -> Any:
-    """Returns the arrays on the host, without the rows that fill up a mesh."""
-    return jax.tree.map(lambda each: np.asarray(each)[:rows], tree)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -192,8 +174,7 @@ class DocumentScore:
     Attributes:
       log_likelihood: `[token - 1]`, of every token but the first, in nats.
       depths: `[token - 1]`, layers that the token before it ran to predict it.
-      quality: its own sums. What passes cost, all rows of them together, is shared out over the
-        documents of a call by their tokens.
+      quality: its own sums, with a share by tokens of what all passes of the call cost.
     """
 
     log_likelihood: np.ndarray
@@ -274,9 +255,8 @@ def score_documents(  # noqa: PLR0913 (options, each named)
                 predicted = int(batch.lengths[row]) - 1
                 likelihood[window] = -np.asarray(comparison.nll)[row, :predicted]
                 depths[window] = decided[row, :predicted]
-                qualities[window] = _quality_of(
-                    comparison, decided, row=row, length=int(batch.lengths[row])
-                )
+                mine = jax.tree.map(lambda leaf, row=row: leaf[row], comparison)
+                qualities[window] = _sums(mine, decided[row], batch.lengths[row])
 
     batches = list(
         batches_of(
@@ -301,10 +281,9 @@ def score_documents(  # noqa: PLR0913 (options, each named)
         for batch in batches
     ]
     full = full_depth(decoder)
-    found = (
-        {"": Quality()}
-        if not batches
-        else evaluate(
+    total = Quality()
+    if batches:
+        (total,) = evaluate(
             decoder,
             params,
             batches,
@@ -316,8 +295,7 @@ def score_documents(  # noqa: PLR0913 (options, each named)
             shards=shards,
             observe=observe,
             progress=progress,
-        )
-    )
+        ).values()
     ends = np.cumsum([len(of_one) for of_one in cut])
     spans = [slice(end - len(of_one), end) for end, of_one in zip(ends, cut, strict=True)]
     return TextScore(
@@ -325,29 +303,29 @@ def score_documents(  # noqa: PLR0913 (options, each named)
             DocumentScore(
                 log_likelihood=np.concatenate([np.zeros(0, np.float32), *likelihood[span]]),
                 depths=np.concatenate([np.zeros(0, np.int32), *depths[span]]),
-                quality=_charged(sum(qualities[span], start=Quality()), found[""]),
+                quality=_charged(sum(qualities[span], start=Quality()), total),
             )
             for span in spans
         ),
-        quality=found[""],
+        quality=total,
         fallbacks=Counter(reason for reason in reasons if reason is not None),
     )
 
 
-def _quality_of(comparison: Comparison, decided: np.ndarray, *, row: int, length: int) -> Quality:
-    """Returns the sums of one row of a batch, without what it cost."""
-    values, counts = np.unique(decided[row, :length], return_counts=True)
+def _sums(comparison: Comparison, depths: np.ndarray, lengths: np.ndarray) -> Quality:
+    """Returns the sums of a batch or of one row, without what they cost."""
+    values, counts = np.unique(depths[depths > 0], return_counts=True)
     nll, nll_full, kl = (
-        float(np.asarray(each)[row].sum(dtype=np.float64))
+        float(np.sum(each, dtype=np.float64))
         for each in (comparison.nll, comparison.nll_full, comparison.kl)
     )
     return Quality(
-        tokens=length,
-        predicted=length - 1,
+        tokens=int(np.sum(lengths)),
+        predicted=int(np.maximum(lengths - 1, 0).sum()),
         nll=nll,
         nll_full=nll_full,
         kl=kl,
-        agree=int(np.asarray(comparison.agree)[row].sum()),
+        agree=int(np.sum(comparison.agree)),
         histogram=dict(zip(values.tolist(), counts.tolist(), strict=True)),
     )
 

@@ -1,13 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FLOPs of decisions: gates, and the choice of attention."""
+"""FLOPs of decisions, and the guardrail: whether routing can pay at a shape at all."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Literal
 
 import numpy as np
 
 from utio_jax.core.decoder import Decoder, Params
+from utio_jax.core.flops import expected_flops, token_cost
+from utio_jax.core.platform import here
 from utio_jax.core.work import Work
 from utio_jax.policies.base import Policy
+from utio_jax.staircase.base import Executor
+from utio_jax.staircase.capacity import choose_executor
 from utio_jax.staircase.sparse import SparseAttention
 
 
@@ -21,16 +29,62 @@ def gate_flops(decoder: Decoder, params: Params, policy: Policy, work: Work) -> 
 def attention_flops(
     attention: SparseAttention, decoder: Decoder, params: Params, work: Work, *, segments: int
 ) -> float:
-    """Returns the FLOPs of choosing a pass's attention, without the heads that it looked at.
-
-    Args:
-      attention: the choice.
-      decoder: the model.
-      params: its parameters.
-      work: of the pass.
-      segments: of the pass, one per depth.
-    """
+    """Returns the FLOPs of choosing a pass's attention, without the heads that it looked at."""
     choices = np.atleast_2d(work.choices).sum(axis=0)  # Of all devices.
     asked = choices[segments - attention.thresholds.shape[0] : segments]
     per_slot = [attention.signal.flops(index, decoder, params) for index in range(len(asked))]
     return float(sum(f * float(n) for f, n in zip(per_slot, asked, strict=True)))
+
+
+def check_worthwhile(
+    decoder: Decoder,
+    params: Params,
+    policy: Policy,
+    *,
+    batch: int,
+    width: int,
+    executor: Executor | Literal["auto"] = "auto",
+    fractions: Sequence[float] | None = None,
+    min_tokens: int = 0,
+) -> str | None:
+    """Returns why routing cannot pay at a shape, or None where it can.
+
+    Args:
+      decoder: the model.
+      params: its parameters.
+      policy: what would route.
+      batch: rows.
+      width: tokens per row.
+      executor: how it would run. `"auto"`: as `score` chooses, and not at all on accelerators where
+        a state has fewer than `Platform.narrow` features: such layers are waiting, not products.
+      fractions: expected share of tokens at each of the policy's depths; by default the best case,
+        in which all tokens stop at the first.
+      min_tokens: smallest pass that is routed at all. FLOPs say nothing of what short passes
+        wait for.
+    """
+    if len(policy.depths) == 1:
+        return None  # Truncated or full: nothing is routed.
+    if batch * width < min_tokens:
+        return f"{batch} x {width} tokens are fewer than the minimum of {min_tokens}"
+    if executor == "auto" and decoder.config.embed_dim < here().narrow:
+        return (
+            f"states of {decoder.config.embed_dim} features are narrower than {here().narrow}: on "
+            "this platform routing them is predicted to be no faster; name an executor to do it"
+        )
+    executor = choose_executor(executor, policy, width)
+    cost = token_cost(decoder, params)
+    shares = fractions if fractions is not None else [1.0] + [0.0] * (len(policy.depths) - 1)
+    layers = decoder.config.num_layers
+    expected = partial(expected_flops, cost, batch=batch, width=width, min_bucket=executor.unit)
+    full = expected(depths=(layers,), fractions=(1.0,))
+    boundaries = range(len(policy.depths) - 1)
+    routed = expected(
+        depths=policy.depths,
+        fractions=shares,
+        gates=[policy.flops(index, decoder, params) for index in boundaries],
+        reads=[policy.reads_logits(index) for index in boundaries],
+    )
+    at = f"at {batch} x {width} tokens in buckets of {executor.unit} routing would"
+    if routed >= full:
+        return f"{at} cost {routed / full:.2f} of the full pass' FLOPs"
+    return None

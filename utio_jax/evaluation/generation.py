@@ -4,7 +4,7 @@
     result = generate(decoder, params, prompts, mode=mode)
     generation_ledger(decoder, params, mode, [prompts], [result]).flops_ratio
 
-Times are measured elsewhere: `utio_jax.bench.decoding`.
+Times are measured by `utio_jax.bench.decoding`.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from utio_jax.decoding.loop import Prompts
 from utio_jax.decoding.sampling import SamplingParams
 from utio_jax.evaluation.ledger import Ledger
 from utio_jax.staircase.reference import dense_states
+from utio_jax.staircase.score import labels_of
 
 
 @pytree
@@ -52,16 +53,9 @@ def read_full(
     token_ids: Int[Array, "batch token"],
     lengths: Int[Array, " batch"],
 ) -> FullReading:
-    """Reads whole texts at full depth; what stands at and beyond a row's last token means nothing.
-
-    Args:
-      decoder: the model.
-      params: its parameters.
-      token_ids: right-padded.
-      lengths: tokens of each row.
-    """
+    """Reads whole texts at full depth; from a row's last token on, it means nothing."""
     (x,) = dense_states(decoder, params, token_ids, lengths, depths=(decoder.config.num_layers,))
-    labels = jnp.pad(token_ids[:, 1:], ((0, 0), (0, 1)))
+    labels, _ = labels_of(token_ids, lengths)
 
     def row(x: jax.Array, label: jax.Array) -> FullReading:  # One row's logits at a time.
         logp = jax.nn.log_softmax(decoder.unembed(params, x).astype(jnp.float32))
@@ -82,13 +76,7 @@ def read_emitted(
 
     For greedy `Plain` and `Lossless` every `agrees` is True but for ties: where two tokens are
     equally probable up to rounding, which depends on the shapes of a pass, `shortfall` is tiny.
-
-    Args:
-      decoder: the model.
-      params: its parameters.
-      prompts: what was given.
-      generated: what came out.
-      step: texts are padded to a multiple of this many tokens, so that few lengths compile.
+    Texts are padded to a multiple of `step` tokens, so that few lengths compile.
     """
     starts = np.asarray([len(prompt) for prompt in prompts], np.int32)
     ends = starts + np.asarray([new.size for new in generated.token_ids], np.int32)
@@ -131,20 +119,16 @@ class Spent:
     flops_ideal: float = 0.0
 
     def __add__(self, other: Spent) -> Spent:
-        return Spent(
-            **{
-                field.name: getattr(self, field.name) + getattr(other, field.name)
-                for field in dataclasses.fields(self)
-            }
-        )
+        pairs = zip(vars(self).items(), vars(other).values(), strict=True)
+        return Spent(**{name: mine + theirs for (name, mine), theirs in pairs})
 
 
 def spent_on(
     decoder: Decoder, params: Params, mode: Mode, prompts: Prompts, generated: Generated
 ) -> Spent:
-    """Returns what one batch cost, beside what plain decoding of the same tokens costs.
+    """Returns what one batch cost, beside plain decoding of the same tokens.
 
-    On a mesh, of the rows of each device by themselves; those that only fill it up are charged.
+    On a mesh, device by device; rows that only fill it up are charged.
     """
     total, rows = Spent(), generated.group
     for start in range(0, len(prompts), rows):
@@ -259,14 +243,7 @@ def generation_ledger(
     - `speedup_ideal` is None for lossless decoding: in FLOPs there is nothing to gain.
     - `kl_full` is None: it would need a second pass at the decided depths.
 
-    Args:
-      decoder: the model.
-      params: its parameters.
-      mode: that generated.
-      batches: prompts of each batch.
-      results: what came out of each.
-      sampling: how tokens were drawn.
-      budget: that the policy was calibrated for.
+    `budget` is the one that the policy was calibrated for.
     """
     pairs = list(zip(batches, results, strict=True))
     spent = sum((spent_on(decoder, params, mode, *pair) for pair in pairs), start=Spent())

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """95 % confidence intervals over documents: the studentised bootstrap of ratios, means and margins.
 
-Documents are the unit in which text varies: tokens, windows and questions of one are alike. Over
-rows that share documents, or with quantiles of what is drawn again, an interval comes out far too
-narrow.
+Documents are the unit in which text varies. Over rows that share documents, or with quantiles of
+what is drawn again, an interval comes out far too narrow.
 """
 
 from __future__ import annotations
@@ -115,17 +114,12 @@ class DocumentSums:
 class HullBootstrap:
     """Draws documents again (Efron 1979), and reads policies against the hull in each draw.
 
-    Documents are the unit in which text varies: tokens of one are alike. A draw moves the policy,
-    full depth and the hull together, so that what is hard for all of them cancels.
+    A draw moves the policy, full depth and the hull together, so that what is hard for all of them
+    cancels.
     """
 
     def __init__(self, uniform: Sequence[DocumentSums], *, draws: int = 2000, seed: int = 0):
-        """Draws the documents.
-
-        Args:
-          uniform: of every exit, shallowest first, full depth last.
-          draws: how often.
-          seed: of the draws.
+        """Draws the documents; `uniform` is of every exit, shallowest first, full depth last.
 
         Raises:
           ValueError: fewer than five documents.
@@ -154,10 +148,9 @@ class HullBootstrap:
     def interval(self, sums: DocumentSums) -> tuple[float, float, float] | None:
         """Returns the margin's interval at 95 %: its lower end, the margin, its upper end.
 
-        The studentised bootstrap, see `studentised`. Simulated, it
-        holds the true margin in so many of 100 texts, of documents whose sizes vary by a factor of
-        ten and whose losses are normal, heavy-tailed (Student's t of 3 degrees) or strongly skewed
-        (log-normal):
+        The studentised bootstrap, see `studentised`. Simulated, it holds the true margin in so many
+        of 100 texts, of documents whose sizes vary by a factor of ten and whose losses are normal,
+        heavy-tailed (Student's t of 3 degrees) or strongly skewed (log-normal):
 
             documents                       5           10           29          100
             normal, heavy, skewed     95 97 87     94 96 83     96 96 88     95 96 93

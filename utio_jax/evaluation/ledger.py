@@ -106,13 +106,8 @@ def uniform_hull(rows: Sequence[Ledger]) -> Callable[[float], float | None]:
     It maps a `flops_ratio` to the loss increase (%) that mixing two exits at random would reach;
     None below the cheapest exit.
     """
-    return convex_hull(
-        [
-            (row.flops_ratio or 0.0, row.nll_increase_pct or 0.0)
-            for row in rows
-            if row.policy in ("uniform", "full")
-        ]
-    )
+    exits = [row for row in rows if row.policy in ("uniform", "full")]
+    return convex_hull([(row.flops_ratio or 0.0, row.nll_increase_pct or 0.0) for row in exits])
 
 
 def convex_hull(points: Sequence[tuple[float, float]]) -> Callable[[float], float | None]:

@@ -51,15 +51,13 @@ class Quality:
 
     def __add__(self, other: Quality) -> Quality:
         added: dict[str, Any] = {
-            field.name: getattr(self, field.name) + getattr(other, field.name)
-            for field in dataclasses.fields(self)
-            if field.name != "histogram"
+            name: mine + getattr(other, name)
+            for name, mine in vars(self).items()
+            if name != "histogram"
         }
         depths = sorted({*self.histogram, *other.histogram})
-        added["histogram"] = {
-            d: self.histogram.get(d, 0) + other.histogram.get(d, 0) for d in depths
-        }
-        return Quality(**added)
+        histogram = {d: self.histogram.get(d, 0) + other.histogram.get(d, 0) for d in depths}
+        return Quality(**added, histogram=histogram)
 
     def ledger(self, policy: str, *, budget: float | None, num_layers: int) -> Ledger:
         """Returns the record's quality and cost; times are left None.

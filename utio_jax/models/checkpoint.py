@@ -12,7 +12,7 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -47,19 +47,28 @@ from utio_jax.core.lens import (
     save_lens,
 )
 from utio_jax.decoding.base import Mode
+from utio_jax.decoding.text import generate_until
 from utio_jax.evaluation.controls import PlainControls, load_controls
 from utio_jax.models import huggingface
-from utio_jax.models.chat import ChatTemplate, Messages, Reply, answer, find_template
+from utio_jax.models.chat import (
+    ChatTemplate,
+    Messages,
+    Reply,
+    encode_chat,
+    find_template,
+    turn_ends,
+)
 from utio_jax.models.gemma import Gemma3n, Gemma4
 from utio_jax.models.gguf import files as gguf_files
 from utio_jax.models.gguf import weights as gguf_weights
+from utio_jax.models.gguf.header import read_header
 from utio_jax.models.huggingface import is_huggingface, read_json, weight_files
 from utio_jax.models.rope import RopeScaling
 from utio_jax.models.shipped import SHIPPED, shipped_folder
 from utio_jax.models.tensor_parallel import Sharding, place_of, put
 from utio_jax.models.tokenizer import encode_documents, load_tokenizer
 from utio_jax.models.transformer import Transformer, TransformerConfig
-from utio_jax.models.verbs import Verbs, named_mode
+from utio_jax.models.verbs import Verbs
 from utio_jax.policies.store import Calibration, calibration_file, load_calibration
 from utio_jax.prompts.maps import KVMapped, load_kv_maps, with_kv_maps
 from utio_jax.staircase.prompts import PromptChoice, choices_of
@@ -72,8 +81,7 @@ class Model(Verbs):
         model = utio_jax.load("shared-16")
         print(model.generate("def mean(values):", mode="adaptive").summary())
 
-    The verbs are those of `utio_jax.models.verbs`. `calibrate` changes the model: its policies, and
-    for a model without exits also how these are read. All else leaves it as it is.
+    `calibrate` changes the model: its policies, and for one without exits how these are read.
 
     Attributes:
       decoder: the model; `Lensed` if its exits are read through a lens, `KVMapped` if it has KV
@@ -103,13 +111,13 @@ class Model(Verbs):
     @cached_property
     def sha256(self) -> str:
         """Identifies the weights, those of the lens included."""
-        each = self._hashes + ([] if self.lens_sha256 is None else [self.lens_sha256])
-        return _one_hash(each)
+        return self._hash(*([] if self.lens_sha256 is None else [self.lens_sha256]))
 
-    @cached_property
-    def _hashes(self) -> list[str]:
-        files = [self.folder] if self.folder.is_file() else [*weight_files(self.folder)]
-        return [hash_file(file) for file in files]
+    def _hash(self, *others: str) -> str:
+        """Returns one digest of the weights' files, in their order, and of others."""
+        files = [self.folder] if self.folder.is_file() else weight_files(self.folder)
+        each = [*map(hash_file, files), *others]
+        return each[0] if len(each) == 1 else hashlib.sha256("".join(each).encode()).hexdigest()
 
     def with_context(self, context_length: int) -> Model:
         """Returns the model for windows of at most so many tokens."""
@@ -140,16 +148,9 @@ class Model(Verbs):
         Raises:
           ValueError: there is no such lens, it is another model's, or has no map for an exit.
         """
-        found = load_lens(path, model_sha256=self.sha256)
-        decoder, params = self._seen_through(found)
-        file = lens_file(path)
-        return Model(
-            decoder=decoder,
-            params=params,
-            folder=self.folder,
-            lens=file,
-            lens_sha256=hash_file(file.with_suffix(".safetensors")),
-        )
+        model = dataclasses.replace(self, lens=lens_file(path))
+        model.read_through(load_lens(path, model_sha256=self.sha256))
+        return model
 
     def read_through(
         self, lens: Lens, *, out: str | Path | None = None, info: Mapping[str, Any] | None = None
@@ -158,19 +159,16 @@ class Model(Verbs):
 
         Args:
           lens: the maps.
-          out: the folder or JSON file of a calibration, beside which the lens is written; None:
-            nothing is.
+          out: folder or JSON file of a calibration, beside which the lens is written; None: none.
           info: what it was fitted to, for the file.
         """
         decoder, params = self._seen_through(lens)
-        file, owner = None, self.sha256
-        tensors = {name: np.asarray(y) for name, y in lens_tensors(lens).items()}
-        digest = hashlib.sha256(serialize(tensors, metadata={})).hexdigest()
         if out is not None:
-            file = lens_file(calibration_file(out).parent)
-            save_lens(file, lens, info={"model_sha256": owner, **(info or {})})
-            digest = hash_file(file.with_suffix(".safetensors"))
-        self.decoder, self.params, self.lens, self.lens_sha256 = decoder, params, file, digest
+            self.lens = lens_file(calibration_file(out).parent)
+            save_lens(self.lens, lens, info={"model_sha256": self.sha256, **(info or {})})
+        tensors = {name: np.asarray(y) for name, y in lens_tensors(lens).items()}
+        self.lens_sha256 = hashlib.sha256(serialize(tensors, metadata={})).hexdigest()
+        self.decoder, self.params = decoder, params
         for name in ("sha256", "calibration"):
             self.__dict__.pop(name, None)
 
@@ -181,19 +179,16 @@ class Model(Verbs):
                 "Wanted a model without lens and KV maps to put a lens on. Got a "
                 f"{type(decoder).__name__} one. Load it with lens=False; add KV maps afterwards."
             )
-        # The lens says where a stock model can be read.
-        if len(exits) == 1:
-            exits = (*lens.exits, *exits)
-            config = dataclasses.replace(decoder.config, exits=exits)
+        if len(exits) == 1:  # The lens says where a stock model can be read.
+            config = dataclasses.replace(decoder.config, exits=(*lens.exits, *exits))
             decoder = dataclasses.replace(decoder, config=config)
         return lensed(decoder, self.params, lens)
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """The folder's tokenizer. Raises ValueError where there is none.
+        """The model's tokenizer. Raises ValueError where there is none.
 
-        In text for a Hugging Face model, what spells a special piece is that piece, as there. That
-        of a GGUF file is made from its metadata, unless `NAME.tokenizer.json` is beside it.
+        For a stock model, text that spells a special piece becomes that piece.
         """
         if self.folder.is_file():
             return gguf_files.tokenizer_of(self.folder)
@@ -212,12 +207,12 @@ class Model(Verbs):
 
         They are controls of the weights: a lens changes nothing at full depth.
         """
-        return load_controls(self.folder, model_sha256=_one_hash(self._hashes))
+        return load_controls(self.folder, model_sha256=self._hash())
 
     @cached_property
     def chat_template(self) -> ChatTemplate:
         """What makes a text of messages. Raises ValueError where the model has none."""
-        keys = gguf_files.keys_of(self.folder) if self.folder.is_file() else None
+        keys = read_header(self.folder).keys if self.folder.is_file() else None
         return find_template(self.folder, keys)
 
     def chat(
@@ -226,6 +221,8 @@ class Model(Verbs):
         *,
         mode: str | Mode | None = None,
         budget: float | None = None,
+        stop_strings: Sequence[str] = (),
+        variables: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> Reply:
         """Returns the model's answer to messages, by its own chat template.
@@ -234,16 +231,21 @@ class Model(Verbs):
             reply.text, reply.message
 
         Args:
-          messages: what has been said; the last is the user's.
+          messages: the last is the user's.
           mode: see `generate`.
-          budget: of the calibrated policy of `"adaptive"`.
-          **options: further ones of `utio_jax.models.chat.answer`.
+          budget: see `generate`.
+          stop_strings: the answer ends before the first occurrence of any of these.
+          variables: for the template.
+          **options: of `utio_jax.generate`; `eos_ids` are by default the tokens that end a turn.
 
         Raises:
-          ValueError: the model has no chat template, or see `generate`.
+          ValueError: the model has no chat template, or see `render_chat` and `generate`.
         """
-        chosen = self.mode(named_mode(mode, budget), budget=budget)
-        return answer(self, messages, mode=chosen, **options)
+        options["mode"] = self.mode(mode, budget=budget)
+        prompt = encode_chat(self, messages, **(variables or {}))
+        options = {"eos_ids": turn_ends(self), "stop_strings": stop_strings, **options}
+        found = generate_until(self.tokenizer, self.decoder, self.params, [prompt], **options)
+        return Reply(text=found.texts[0], pieces=found.pieces[0], generated=found.generated)
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
         """Returns each text's ids `[token]`, opened as the model's documents are."""
@@ -266,13 +268,12 @@ def load(
 
     Args:
       path_or_name: a folder, a GGUF file, the shipped model's name, or a hub name such as
-        `"organisation/model"`, which is taken from the hub's cache or downloaded there.
+        `"organisation/model"`, which is downloaded unless it is in the hub's cache.
       exits: depths at which the model may be read, ending at its last layer. By default those that
         its config names; for a stock model those of its lens, or the last layer alone.
       dtype: of the parameters; float32 on CPU, where bfloat16 is slow.
-      sharding: where parameters go: one sharding, or a function of a parameter's dotted path and
-        shape, or a mesh: split over its axis "model", see `utio_jax.models.tensor_parallel`. None
-        means the default device.
+      sharding: where parameters go: one sharding, a function of a parameter's dotted path and
+        shape, or a mesh, whose axis "model" they are split over. None: the default device.
       lens: a file that `utio-jax calibrate --fit-lens` wrote, or its folder; True takes the model
         folder's own where there is one, False none.
 
@@ -291,49 +292,43 @@ def load(
         floating = False
     if not floating:
         raise ValueError(f"Wanted a dtype of floats, as 'bfloat16' or 'float32'. Got {dtype!r}.")
-    if str(path_or_name) == SHIPPED:
-        folder = shipped_folder()
+    folder = shipped_folder() if str(path_or_name) == SHIPPED else Path(path_or_name)
+    one_file = folder.is_file() or folder.suffix == ".gguf"
+    if not one_file and not folder.is_dir():
+        folder = from_hub(str(path_or_name))
+    if one_file:
+        read = gguf_weights.load_file
+    elif is_huggingface(read_json(folder / "config.json", "a config")):
+        read = huggingface.load_folder
     else:
-        folder = Path(path_or_name)
-        if folder.is_file() or folder.suffix == ".gguf":
-            decoder, params = gguf_weights.load_file(
-                folder, exits=exits, dtype=dtype, sharding=sharding
-            )
-            return _through_lens(Model(decoder=decoder, params=params, folder=folder), lens)
-        if not folder.is_dir():
-            folder = from_hub(str(path_or_name))
-    if is_huggingface(read_json(folder / "config.json", "a config")):
-        decoder, params = huggingface.load_folder(
-            folder, exits=exits, dtype=dtype, sharding=sharding
-        )
-        return _through_lens(Model(decoder=decoder, params=params, folder=folder), lens)
+        read = _load_folder
+    decoder, params = read(folder, exits=exits, dtype=dtype, sharding=sharding)
+    model = Model(decoder=decoder, params=params, folder=folder)
+    if lens is True:
+        return model.with_lens(folder) if lens_file(folder).is_file() else model
+    return model if lens is False else model.with_lens(lens)
+
+
+def _load_folder(
+    folder: Path,
+    *,
+    exits: tuple[int, ...],
+    dtype: jax.typing.DTypeLike,
+    sharding: Sharding | None,
+) -> tuple[Transformer, Params]:
+    """Returns decoder and parameters of a folder in this package's own layout."""
     config = load_config(folder / "config.json")
     decoder = Transformer(dataclasses.replace(config, exits=exits) if exits else config)
-    wanted = flatten(jax.eval_shape(decoder.init, jax.random.key(0)))
+    leaves = flatten(jax.eval_shape(decoder.init, jax.random.key(0)))
+    wanted = {name: leaf.shape for name, leaf in leaves.items()}
     file = folder / "model.safetensors"
     found = load_tensors(file)
-    check_shapes(found, wanted, source=str(file))
+    check_shapes({name: y.shape for name, y in found.items()}, wanted, source=str(file))
     check_floats(kinds_of(file), source=str(file))
     place = place_of(sharding, decoder.config)
-    params = nest(
-        {
-            name: put(found[name].astype(dtype), place(name, leaf.shape))
-            for name, leaf in wanted.items()
-        }
+    return decoder, nest(
+        {name: put(found[name].astype(dtype), place(name, shape)) for name, shape in wanted.items()}
     )
-    return _through_lens(Model(decoder=decoder, params=params, folder=folder), lens)
-
-
-def _one_hash(each: list[str]) -> str:
-    """Returns one digest for several, in their order; that of a single file is its own."""
-    return each[0] if len(each) == 1 else hashlib.sha256("".join(each).encode()).hexdigest()
-
-
-def _through_lens(model: Model, lens: str | Path | bool) -> Model:
-    if isinstance(lens, bool):
-        own = lens and lens_file(model.folder).is_file()
-        return model.with_lens(model.folder) if own else model
-    return model.with_lens(lens)
 
 
 def from_hub(name: str) -> Path:
@@ -372,17 +367,15 @@ def load_config(file: str | Path) -> TransformerConfig:
     Raises:
       ValueError: the file is missing or not JSON, or names unknown, missing or impossible settings.
     """
-    path = Path(file)
+    stored = read_json(Path(file), "a config")
+    settings: dict[str, Any] = {key: _as_tuples(value) for key, value in stored.items()}
     try:
-        settings: dict[str, Any] = {
-            key: _as_tuples(value) for key, value in read_json(path, "a config").items()
-        }
         if settings.get("rope_scaling") is not None:
             settings["rope_scaling"] = RopeScaling(**settings["rope_scaling"])
         return TransformerConfig(**settings)
     except TypeError as error:
         raise ValueError(
-            f"Wanted the fields of TransformerConfig in {path}. Got: {error}."
+            f"Wanted the fields of TransformerConfig in {file}. Got: {error}."
         ) from error
 
 
@@ -402,12 +395,11 @@ def save(
     """Writes `config.json` and `model.safetensors`; a folder with a config is whole.
 
     Args:
-      folder: made where it is missing; what it held before is replaced at the end, all at once.
+      folder: what it held before is replaced at the end, all at once.
       decoder: the model.
       params: its parameters.
-      like: what the model was loaded from: the new folder has its tokenizer and chat template, and
-        its layout, which transformers loads if it is Hugging Face's, as it is for a GGUF file.
-        One whose layers share keys and values is written in this package's own.
+      like: what the model was loaded from: the new folder has its tokenizer and chat template. From
+        a Hugging Face folder or a GGUF file, transformers loads it, unless its layers share K/V.
       dtype: of the weights.
 
     Raises:
@@ -427,23 +419,23 @@ def save(
         )
     out = Path(folder)
     config: dict[str, Any] = dataclasses.asdict(decoder.config)
-    tensors: Any = None
+    tensors: Any
     metadata = dict[str, str]()
     copied, written = dict[str, Path](), dict[str, str]()
-    if like is not None:
-        if Path(like).is_file():
-            theirs, written = gguf_files.files_beside_weights(Path(like))
-        else:
-            theirs = read_json(Path(like) / "config.json", "a config")
-            if out.resolve() != Path(like).resolve():
-                found = [file for pattern in _CARRIED for file in sorted(Path(like).glob(pattern))]
-                copied = {file.relative_to(like).as_posix(): file for file in found}
-        # No stock config has a word for keys and values that a converted model's layers share.
-        converted = isinstance(decoder, Transformer) and decoder.config.kv_source
-        if is_huggingface(theirs) and not converted:
-            metadata = {"format": "pt"}
-            tensors, config = huggingface.stored_form(decoder, params, config=theirs, dtype=dtype)
-    if tensors is None:
+    theirs: dict[str, Any] = {}
+    if like is not None and Path(like).is_file():
+        theirs, written = gguf_files.files_beside_weights(Path(like))
+    elif like is not None:
+        theirs = read_json(Path(like) / "config.json", "a config")
+        if out.resolve() != Path(like).resolve():
+            found = [file for pattern in _CARRIED for file in sorted(Path(like).glob(pattern))]
+            copied = {file.relative_to(like).as_posix(): file for file in found}
+    # No stock config has a word for keys and values that a converted model's layers share.
+    converted = isinstance(decoder, Transformer) and decoder.config.kv_source
+    if is_huggingface(theirs) and not converted:
+        metadata = {"format": "pt"}
+        tensors, config = huggingface.stored_form(decoder, params, config=theirs, dtype=dtype)
+    else:
         tensors = jax.tree.map(lambda leaf: np.asarray(leaf.astype(dtype)), params)
     # The config is last: a folder that has one is whole.
     names = [*copied, *written, "model.safetensors", "config.json"]
@@ -454,8 +446,7 @@ def save(
         for name, text in written.items():
             place[name].write_text(text, encoding="utf-8")
         dump_tensors(place["model.safetensors"], tensors, metadata=metadata)
-        text = json.dumps(config, indent=1) + "\n"
-        place["config.json"].write_text(text, encoding="utf-8")
+        place["config.json"].write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
 
 
 _CARRIED = (

@@ -23,10 +23,7 @@ def _first(*values: Any) -> Any:
 
 
 class Reader:
-    """Reads settings from a `config.json` and collects what is wrong with them.
-
-    `take` and `need` only note a problem, so that an error can name them all.
-    """
+    """Reads settings from a `config.json`, and collects all that is wrong with them."""
 
     def __init__(self, config: Config):
         self.config = config
@@ -59,11 +56,7 @@ class Reader:
             self.problems.append(f"{name}={value!r}, of which only {wanted} is supported")
 
     def layers(self, name: str = "num_hidden_layers") -> int:
-        """Returns the number of layers; what follows goes on with 1 where it cannot be.
-
-        A bound, since settings are written out per layer, and tensors looked for in each: a file
-        that names ten million layers would keep this busy for minutes before anything is missed.
-        """
+        """Returns the number of layers; at most 10,000, since settings are written out for each."""
         found = self.config.get(name)
         if found is None:
             return self.take(name)
@@ -75,13 +68,9 @@ class Reader:
     def rope(
         self, kind: str = "full_attention", *, base: float = 10_000.0
     ) -> tuple[float, RopeScaling | None]:
-        """Returns the base of rotary frequencies and their scaling, in either of its spellings.
+        """Returns the base of rotary frequencies and their scaling, for layers of a kind.
 
-        As transformers does, a `rope_scaling` wins over `rope_parameters`.
-
-        Args:
-          kind: of layers, where a config has parameters for several.
-          base: where none is given.
+        As in transformers, a `rope_scaling` wins over `rope_parameters`.
         """
         stored = dict(self.config.get("rope_scaling") or self.config.get("rope_parameters") or {})
         of_kinds = {name: dict(stored[name]) for name in _KINDS if name in stored}

@@ -32,19 +32,30 @@ class Rule:
     transpose: bool = False
 
 
+_BLOCK = "model.layers.{layer}."
+
+
+def _kernel(source: str, target: str) -> Rule:
+    return Rule(f"{source}.weight", (f"{target}.kernel",), transpose=True)
+
+
 def linear_rules(source: str, target: str) -> tuple[Rule, Rule]:
     """Returns where a linear map's weight and bias go."""
-    return (
-        Rule(f"{source}.weight", (f"{target}.kernel",), transpose=True),
-        Rule(f"{source}.bias", (f"{target}.bias",)),
+    return _kernel(source, target), Rule(f"{source}.bias", (f"{target}.bias",))
+
+
+def _norms(**sources: str) -> tuple[Rule, ...]:
+    """Returns where the scales of a layer's norms go, by their names here."""
+    return tuple(
+        Rule(f"{_BLOCK}{source}.weight", (f"layers.{name}.scale",))
+        for name, source in sources.items()
     )
 
 
-_BLOCK = "model.layers.{layer}."
 _EVERYWHERE = (
     Rule("model.embed_tokens.weight", ("embedding.embedding",)),
     Rule("model.norm.weight", ("norm.scale",)),
-    Rule("lm_head.weight", ("head.kernel",), transpose=True),
+    _kernel("lm_head", "head"),
     *(
         rule
         for block, names in {
@@ -54,58 +65,47 @@ _EVERYWHERE = (
         for name in names
         for rule in linear_rules(f"{_BLOCK}{block}.{name}", f"layers.{name}")
     ),
-    Rule(f"{_BLOCK}self_attn.q_norm.weight", ("layers.q_norm.scale",)),
-    Rule(f"{_BLOCK}self_attn.k_norm.weight", ("layers.k_norm.scale",)),
-    Rule(f"{_BLOCK}input_layernorm.weight", ("layers.attention_norm.scale",)),
+    *_norms(q_norm="self_attn.q_norm", k_norm="self_attn.k_norm", attention_norm="input_layernorm"),
 )
 
-LLAMA_RULES = (
+_LLAMA = (*_EVERYWHERE, *_norms(mlp_norm="post_attention_layernorm"))
+
+_GEMMA = (
     *_EVERYWHERE,
-    Rule(f"{_BLOCK}post_attention_layernorm.weight", ("layers.mlp_norm.scale",)),
-)
-"""Llama, Mistral, Qwen 2 and 3."""
-
-GEMMA_RULES = (
-    *_EVERYWHERE,
-    Rule(f"{_BLOCK}post_attention_layernorm.weight", ("layers.post_attention_norm.scale",)),
-    Rule(f"{_BLOCK}pre_feedforward_layernorm.weight", ("layers.mlp_norm.scale",)),
-    Rule(f"{_BLOCK}post_feedforward_layernorm.weight", ("layers.post_mlp_norm.scale",)),
-)
-"""Gemma 2 and 3, which normalise before and after each block."""
-
-GEMMA_4_RULES = (
-    *GEMMA_RULES,
-    Rule("model.embed_tokens_per_layer.weight", ("input_embedding.embedding",)),
-    Rule("model.per_layer_model_projection.weight", ("input_proj.kernel",), transpose=True),
-    Rule("model.per_layer_projection_norm.weight", ("input_norm.scale",)),
-    Rule(f"{_BLOCK}per_layer_input_gate.weight", ("layers.input_gate.kernel",), transpose=True),
-    Rule(f"{_BLOCK}per_layer_projection.weight", ("layers.input_out.kernel",), transpose=True),
-    Rule(f"{_BLOCK}post_per_layer_input_norm.weight", ("layers.input_out_norm.scale",)),
-    Rule(f"{_BLOCK}layer_scalar", ("layers.out.scale",)),
-)
-"""Gemma 4, with inputs to each layer."""
-
-GEMMA_3N_RULES = (
-    *GEMMA_4_RULES[:-1],
-    Rule("model.altup_projections.{layer}.weight", ("stream_in.kernel",), transpose=True),
-    Rule("model.altup_unembed_projections.{layer}.weight", ("stream_out.kernel",), transpose=True),
-    *(
-        Rule(f"{_BLOCK}{source}.weight", (f"layers.{target}.kernel",), transpose=True)
-        for source, target in {
-            "altup.modality_router": "router",
-            "altup.prediction_coefs": "predict",
-            "altup.correction_coefs": "correct",
-            "laurel.linear_left": "laurel_left",
-            "laurel.linear_right": "laurel_right",
-        }.items()
+    *_norms(
+        post_attention_norm="post_attention_layernorm",
+        mlp_norm="pre_feedforward_layernorm",
+        post_mlp_norm="post_feedforward_layernorm",
     ),
-    Rule(f"{_BLOCK}altup.correct_output_scale", ("layers.corrected.scale",)),
-    Rule(f"{_BLOCK}altup.router_norm.weight", ("layers.router_norm.scale",)),
-    Rule(f"{_BLOCK}laurel.post_laurel_norm.weight", ("layers.laurel_norm.scale",)),
 )
-"""Gemma 3n, with streams and their router (AltUp), and Laurel besides."""
 
-GPT2_RULES = (
+_GEMMA_INPUTS = (
+    *_GEMMA,
+    Rule("model.embed_tokens_per_layer.weight", ("input_embedding.embedding",)),
+    _kernel("model.per_layer_model_projection", "input_proj"),
+    Rule("model.per_layer_projection_norm.weight", ("input_norm.scale",)),
+    _kernel(f"{_BLOCK}per_layer_input_gate", "layers.input_gate"),
+    _kernel(f"{_BLOCK}per_layer_projection", "layers.input_out"),
+    *_norms(input_out_norm="post_per_layer_input_norm"),
+)
+
+_GEMMA_4 = (*_GEMMA_INPUTS, Rule(f"{_BLOCK}layer_scalar", ("layers.out.scale",)))
+
+_GEMMA_3N = (
+    *_GEMMA_INPUTS,
+    _kernel("model.altup_projections.{layer}", "stream_in"),
+    _kernel("model.altup_unembed_projections.{layer}", "stream_out"),
+    _kernel(f"{_BLOCK}altup.modality_router", "layers.router"),
+    _kernel(f"{_BLOCK}altup.prediction_coefs", "layers.predict"),
+    _kernel(f"{_BLOCK}altup.correction_coefs", "layers.correct"),
+    _kernel(f"{_BLOCK}laurel.linear_left", "layers.laurel_left"),
+    _kernel(f"{_BLOCK}laurel.linear_right", "layers.laurel_right"),
+    Rule(f"{_BLOCK}altup.correct_output_scale", ("layers.corrected.scale",)),
+    *_norms(router_norm="altup.router_norm", laurel_norm="laurel.post_laurel_norm"),
+)
+
+# Matrices are stored `[in, out]`; Q, K and V are one.
+_GPT2 = (
     Rule("transformer.wte.weight", ("embedding.embedding",)),
     Rule("transformer.wpe.weight", ("positions.embedding",)),
     Rule("transformer.ln_f.weight", ("norm.scale",)),
@@ -124,13 +124,16 @@ GPT2_RULES = (
         for suffix, leaf in zip(("weight", "bias"), leaves, strict=True)
     ),
 )
-"""GPT-2, whose matrices are stored `[in, out]` and whose Q, K and V are one."""
+
+
+def _no_layer(layer: int) -> bool:
+    return False
 
 
 def _llama_like(
     read: Reader,
     *,
-    is_local: Callable[[int], bool] = lambda _: False,
+    is_local: Callable[[int], bool] = _no_layer,
     rope_base: float = 10_000.0,
     **options: Any,
 ) -> dict[str, Any]:
@@ -172,11 +175,10 @@ def _mistral(read: Reader) -> dict[str, Any]:
 
 
 def _qwen(read: Reader) -> dict[str, Any]:
-    local: Callable[[int], bool] = lambda _: False  # noqa: E731
+    local = _no_layer
     if read.config.get("use_sliding_window"):
         first = read.take("max_window_layers", 28, least=0)
-        layers = read.layers()
-        local = read.local_layers(layers, lambda layer: layer >= first)
+        local = read.local_layers(read.layers(), lambda layer: layer >= first)
     if read.config["model_type"] == "qwen2":
         return _llama_like(read, is_local=local, qkv_bias=True)
     bias = bool(read.config.get("attention_bias"))
@@ -196,24 +198,20 @@ def _gemma(read: Reader) -> dict[str, Any]:
         "tie_embeddings": bool(read.config.get("tie_word_embeddings", True)),
         "head_dim": read.take("head_dim", 256),
     }
-    layers = read.layers()
-    if read.config["model_type"] == "gemma2":
-        return _llama_like(
-            read,
-            is_local=read.local_layers(layers, lambda layer: layer % 2 == 0),
-            attention_softcap=read.config.get("attn_logit_softcapping", 50.0),
-            logit_softcap=read.config.get("final_logit_softcapping", 30.0),
-            **options,
-        )
-    every = read.take("sliding_window_pattern", read.config.get("_sliding_window_pattern", 6))
+    every, caps = 2, (50.0, 30.0)
+    if read.config["model_type"] != "gemma2":
+        every = read.take("sliding_window_pattern", read.config.get("_sliding_window_pattern", 6))
+        caps = (None, None)
+        options |= {
+            "rope_base": 1_000_000.0,
+            "qk_norm": True,
+            "local_rope_theta": _local_theta(read),
+        }
     return _llama_like(
         read,
-        is_local=read.local_layers(layers, lambda layer: (layer + 1) % every != 0),
-        rope_base=1_000_000.0,
-        qk_norm=True,
-        local_rope_theta=_local_theta(read),
-        attention_softcap=read.config.get("attn_logit_softcapping"),
-        logit_softcap=read.config.get("final_logit_softcapping"),
+        is_local=read.local_layers(read.layers(), lambda layer: (layer + 1) % every != 0),
+        attention_softcap=read.config.get("attn_logit_softcapping", caps[0]),
+        logit_softcap=read.config.get("final_logit_softcapping", caps[1]),
         **options,
     )
 
@@ -241,11 +239,7 @@ def _gemma_inputs(
 ) -> tuple[dict[str, Any], Callable[[int], bool]]:
     """Returns what Gemma 3n and 4 share, and which layers have a window.
 
-    Args:
-      read: their settings.
-      every: so many layers, by default, has one without a window.
-      shared: layers, by default, that read the K/V of others.
-      streams: of a token's state.
+    By default each `every`-th layer has none, and `shared` layers read the K/V of others.
     """
     _need_gemma(read)
     read.need("tie_word_embeddings", True)
@@ -291,16 +285,14 @@ def _gemma4(read: Reader) -> dict[str, Any]:
     """Gemma 4 with inputs to each layer; heads without a window are wider, and rotate in part."""
     read.need("attention_k_eq_v", False)
     read.need("enable_moe_block", False)
-    rope = dict((read.config.get("rope_parameters") or {}).get("full_attention") or _PROPORTIONAL)
-    rotated = 1.0
+    stored = read.config.get("rope_parameters") or {}
+    rope, rotated = dict(stored.get("full_attention") or _PROPORTIONAL), 1.0
     if rope.get("rope_type") == "proportional" and rope.pop("factor", 1.0) == 1.0:
         rotated = rope.pop("partial_rotary_factor", 1.0)
         rope["rope_type"] = "default"
-    local = (read.config.get("rope_parameters") or {}).get("sliding_attention") or {}
-    read.config = {
-        **read.config,
-        "rope_parameters": {"full_attention": rope, "sliding_attention": local},
-    }
+    local = stored.get("sliding_attention") or {}
+    rotations = {"full_attention": rope, "sliding_attention": local}
+    read.config = {**read.config, "rope_parameters": rotations}
     common, is_local = _gemma_inputs(read, every=6, shared=0, streams=1)
     del common["rope_scaling"]
     layers, narrow = common["num_layers"], common["mlp_dim"]
@@ -388,10 +380,10 @@ class Family:
 
     Attributes:
       architecture: its class name in transformers.
-      settings: turns a config into the fields of the decoder's.
+      settings: turns a config into the fields of `config`.
       rules: where its tensors go.
-      decoder: what runs it.
-      config: what that is made of.
+      decoder: what runs it, made of a `config`.
+      config: class of the decoder's configuration.
     """
 
     architecture: str
@@ -402,15 +394,15 @@ class Family:
 
 
 FAMILIES = {
-    "llama": Family("LlamaForCausalLM", _llama, LLAMA_RULES),
-    "qwen2": Family("Qwen2ForCausalLM", _qwen, LLAMA_RULES),
-    "qwen3": Family("Qwen3ForCausalLM", _qwen, LLAMA_RULES),
-    "gpt2": Family("GPT2LMHeadModel", _gpt2, GPT2_RULES),
-    "mistral": Family("MistralForCausalLM", _mistral, LLAMA_RULES),
-    "gemma2": Family("Gemma2ForCausalLM", _gemma, GEMMA_RULES),
-    "gemma3_text": Family("Gemma3ForCausalLM", _gemma, GEMMA_RULES),
-    "gemma3n_text": Family("Gemma3nForCausalLM", _gemma3n, GEMMA_3N_RULES, Gemma3n, Gemma3nConfig),
-    "gemma4_text": Family("Gemma4ForCausalLM", _gemma4, GEMMA_4_RULES, Gemma4, Gemma4Config),
+    "llama": Family("LlamaForCausalLM", _llama, _LLAMA),
+    "qwen2": Family("Qwen2ForCausalLM", _qwen, _LLAMA),
+    "qwen3": Family("Qwen3ForCausalLM", _qwen, _LLAMA),
+    "gpt2": Family("GPT2LMHeadModel", _gpt2, _GPT2),
+    "mistral": Family("MistralForCausalLM", _mistral, _LLAMA),
+    "gemma2": Family("Gemma2ForCausalLM", _gemma, _GEMMA),
+    "gemma3_text": Family("Gemma3ForCausalLM", _gemma, _GEMMA),
+    "gemma3n_text": Family("Gemma3nForCausalLM", _gemma3n, _GEMMA_3N, Gemma3n, Gemma3nConfig),
+    "gemma4_text": Family("Gemma4ForCausalLM", _gemma4, _GEMMA_4, Gemma4, Gemma4Config),
 }
 """By `model_type`."""
 
@@ -426,12 +418,8 @@ def text_part(config: Config) -> Config:
     about = ("eos_token_id", "quantization_config", "utio_jax")
     outer = {name: config[name] for name in about if config.get(name) is not None}
     text = _WITH_TEXT[kind]
-    return {
-        **inner,
-        **outer,
-        "model_type": text,
-        "architectures": [FAMILIES[text].architecture],
-    }
+    architecture = FAMILIES[text].architecture
+    return {**inner, **outer, "model_type": text, "architectures": [architecture]}
 
 
 def read_config(config: Config, *, source: str, exits: tuple[int, ...] = ()) -> Any:

@@ -2,14 +2,12 @@
 """Text models of Gemma 3n and 4 (E2B, E4B): per-layer inputs and K/V that upper layers share.
 
 A token's state is `[streams * hidden | layers * inputs]` wide. Inputs are an embedding per token
-and layer, and a projection of the first embedding. They enter the state once, so that they go where
-the token goes, and layers leave them as they are. The upper layers read the K/V of the last own
-layer of their kind, with a window or without (`kv_source`).
+and layer, and a projection of the first embedding; layers leave them as they are. The upper layers
+read the K/V of the last own layer of their kind, with a window or without (`kv_source`).
 
 Gemma 4 has one stream. A layer adds attention, MLP and its input, each normalised before and after,
 and scales the sum. Heads with a window are narrower, and the MLP may be wider in layers that read
-others' K/V. All are stacked as the widest, narrower ones filled up with zeros, which change no
-result: the product of a narrow layer, its keys and values cost what those of a wide one do.
+others' K/V. All are stacked, and cost, as the widest: narrower ones are filled up with zeros.
 
 Gemma 3n has several streams (AltUp, arXiv 2301.13310). What a layer does to them:
 
@@ -17,8 +15,6 @@ Gemma 3n has several streams (AltUp, arXiv 2301.13310). What a layer does to the
     p_0 (attention, Laurel, MLP)   a                      the only stream that attends
     c_i = p_i + (a - p_0) * w_i(a)                        all are corrected by what it learnt
     c_1 .. c_3 += gate(c_0) * input of this layer         the token's own, made as it is embedded
-
-The rest is known from the models' open implementations.
 """
 
 from __future__ import annotations
@@ -155,8 +151,7 @@ class _Gemma:
 
     Parameters are a nested dict: `embedding` `[vocab, hidden]`, which is the head, too; of inputs
     `input_embedding` `[input_vocab, layer * input]`, `input_proj` and `input_norm`; `norm`; and
-    `layers`, stacked along a leading layer axis. Those of keys and values have only the layers that
-    make any.
+    `layers`, stacked along a leading layer axis; those of K/V for the layers that make some.
     """
 
     config: Any
@@ -168,14 +163,7 @@ class _Gemma:
         kernels: dict[str, tuple[int, int]],
         scales: dict[str, int],
     ) -> Params:
-        """Returns fresh parameters: normal, by the square root of the inputs; norms of one.
-
-        Args:
-          key: of the draws.
-          dtype: of the parameters.
-          kernels: shapes of a layer's matrices, beside those that both models have.
-          scales: widths of its norms, beside those that both have.
-        """
+        """Returns fresh parameters; a layer has `kernels` and `scales` beside those of both."""
         config = self.config
         dim, inputs, every = config.hidden_dim, config.input_dim, config.num_layers
         heads, kv_heads = (n * config.head_dim for n in (config.num_heads, config.num_kv_heads))
@@ -223,7 +211,6 @@ class _Gemma:
         }
 
     def layers(self, params: Params) -> LayerParams:
-        # Which layer it is and its kind are no parameters: they come with the config.
         count = self.config.num_layers
         local = jnp.asarray([self.config.is_local(layer) for layer in range(count)])
         return {**params["layers"], "index": jnp.arange(count), "is_local": local}

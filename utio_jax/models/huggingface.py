@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hugging Face folders: `config.json` and safetensors in, stacked parameters out, and back.
-
-Tensors go one at a time to their place, so that a checkpoint needs little more memory than its
-parameters. `utio_jax.models.families` says what goes where.
-"""
+"""Hugging Face folders: `config.json` and safetensors in, stacked parameters out, and back."""
 
 from __future__ import annotations
 
@@ -18,20 +14,12 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from utio_jax.core.decoder import Params
-from utio_jax.core.files import (
-    broken_file,
-    check_floats,
-    flatten,
-    load_json,
-    refuse_pickle,
-)
-from utio_jax.models.families import FAMILIES, Rule, read_config, text_part
-from utio_jax.models.stacking import own_shape, place_tensors, source_names, used_rules
+from utio_jax.core.files import broken_file, check_floats, flatten, load_json, refuse_pickle
+from utio_jax.models.families import FAMILIES, read_config, text_part
+from utio_jax.models.stacking import own_shapes, place_tensors, source_names, used_rules
 from utio_jax.models.tensor_parallel import Sharding
 from utio_jax.models.transformer import TransformerConfig
 
-_WEIGHTS = "model.safetensors"
-_INDEX = "model.safetensors.index.json"
 # Where the tensors of a text model are in one that reads images or sound, too.
 _TEXT_PART = "model.language_model."
 # What old checkpoints hold beside their parameters.
@@ -58,37 +46,25 @@ def weight_files(folder: Path) -> list[Path]:
       ValueError: there are none, some are missing, only pickles are there, or the index points
         outside the folder.
     """
-    if (folder / _WEIGHTS).is_file():
-        return [folder / _WEIGHTS]
-    names = sorted(set(_weight_map(folder).values()))
-    outside = [
-        name
-        for name in names
-        if Path(name).name != name or name in ("", ".", "..") or len(name) > 250 or "\0" in name
-    ]
-    if outside or not names:
-        raise ValueError(
-            f"Wanted names of files beside {folder / _INDEX} in its weight_map. Got "
-            f"{str(outside)[:200]}."
-        )
-    for name in names:
-        refuse_pickle(folder / name)
-    absent = [name for name in names if not (folder / name).is_file()]
-    if absent:
-        raise ValueError(f"Wanted the shards {', '.join(absent)} in {folder}. They are missing.")
-    return [folder / name for name in names]
-
-
-def _weight_map(folder: Path) -> dict[str, str]:
-    """Returns which shard holds each tensor, as the index says."""
-    if not (folder / _INDEX).is_file():
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if single.is_file():
+        return [single]
+    if not index.is_file():
         for pickle in sorted(folder.glob("*.bin")) + sorted(folder.glob("*.pt*")):
             refuse_pickle(pickle)
-        raise ValueError(f"Wanted {_WEIGHTS} or {_INDEX} in {folder}. There is neither.")
-    where = read_json(folder / _INDEX, "an index of shards").get("weight_map")
-    if not isinstance(where, dict) or not all(isinstance(name, str) for name in where.values()):
-        raise ValueError(f"Wanted a weight_map from tensors to files in {folder / _INDEX}.")
-    return where
+        raise ValueError(f"Wanted {single.name} or {index.name} in {folder}. There is neither.")
+    where = read_json(index, "an index of shards").get("weight_map")
+    names = {*map(str, where.values())} if isinstance(where, dict) else set[str]()
+    if not names or any(Path(name).name != name or len(name) > 250 for name in names):
+        raise ValueError(
+            f"Wanted a weight_map from tensors to files beside {index}. Got {str(names)[:200]}."
+        )
+    files = [folder / name for name in sorted(names)]
+    for file in files:
+        refuse_pickle(file)
+    if absent := [file.name for file in files if not file.is_file()]:
+        raise ValueError(f"Wanted the shards {', '.join(absent)} in {folder}. They are missing.")
+    return files
 
 
 def load_folder(
@@ -111,9 +87,11 @@ def load_folder(
         config = config if ends is None else {**config, "eos_token_id": ends}
     settings = read_config(config, source=str(folder / "config.json"), exits=exits)
     family = FAMILIES[config["model_type"]]
-    home = where_tensors_are(folder, prefix=_prefix(config["model_type"]), inner=inner)
+    embedding = family.rules[0].source
+    # A base model's own checkpoint leaves the first module out of its names.
+    home = where_tensors_are(folder, prefix=embedding.split(".")[0] + ".", inner=inner)
     tied = getattr(settings, "tie_embeddings", True)
-    if tied and _head_differs(home, family.rules[0]) and isinstance(settings, TransformerConfig):
+    if tied and _head_differs(home, embedding) and isinstance(settings, TransformerConfig):
         settings = dataclasses.replace(settings, tie_embeddings=False)
     return place_tensors(
         family.decoder(settings),
@@ -127,11 +105,7 @@ def load_folder(
 
 
 def stored_form(
-    decoder: Any,
-    params: Params,
-    *,
-    config: Mapping[str, Any],
-    dtype: jax.typing.DTypeLike,
+    decoder: Any, params: Params, *, config: Mapping[str, Any], dtype: jax.typing.DTypeLike
 ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     """Returns tensors and config as `load_folder` and transformers read them.
 
@@ -148,35 +122,25 @@ def stored_form(
         for index, name in enumerate(source_names(rule, arrays)):
             leaves = [arrays[path] for path in rule.targets]
             if "{layer}" in rule.source:
-                own = [
-                    own_shape(decoder, path, index, leaf.shape[1:])
-                    for path, leaf in zip(rule.targets, leaves, strict=True)
-                ]
+                shapes = own_shapes(rule, arrays, decoder, index)
                 leaves = [
                     leaf[index][tuple(map(slice, shape))]
-                    for leaf, shape in zip(leaves, own, strict=True)
+                    for leaf, shape in zip(leaves, shapes, strict=True)
                 ]
             joined = np.concatenate([np.asarray(leaf) for leaf in leaves], axis=-1)
-            tensors[name] = (np.swapaxes(joined, -1, -2) if rule.transpose else joined).astype(
-                dtype
-            )
-    stored = {**config, "dtype": dtype.name, "utio_jax": {"exits": list(decoder.config.exits)}}
-    stored.pop("torch_dtype", None)
-    return tensors, stored
+            stored = np.swapaxes(joined, -1, -2) if rule.transpose else joined
+            tensors[name] = stored.astype(dtype)
+    written = {**config, "dtype": dtype.name, "utio_jax": {"exits": list(decoder.config.exits)}}
+    written.pop("torch_dtype", None)
+    return tensors, written
 
 
-def _prefix(kind: str) -> str:
-    """Returns the module that a base model's own checkpoint leaves out of its names."""
-    return FAMILIES[kind].rules[0].source.split(".")[0] + "."
+Home = dict[str, tuple[Path, str, tuple[int, ...]]]
+"""Each tensor's file, name there and shape, by the name that rules know."""
 
 
-def where_tensors_are(
-    folder: Path, *, prefix: str, inner: str = ""
-) -> dict[str, tuple[Path, str, tuple[int, ...]]]:
-    """Returns each tensor's file, name there and shape, by the name that rules know.
-
-    A tensor may lie in several shards, as where one was renamed and the old one left: the index
-    says in which of them it counts.
+def where_tensors_are(folder: Path, *, prefix: str, inner: str = "") -> Home:
+    """Returns where each tensor of a folder is.
 
     Args:
       folder: with the files.
@@ -184,37 +148,21 @@ def where_tensors_are(
       inner: with which names begin instead, and a head's do not, where only these are meant.
 
     Raises:
-      ValueError: files are missing or broken, tensors are no floating-point numbers, are not where
-        the index says, or are in several shards without its saying which counts.
+      ValueError: files are missing or broken, or tensors are no floating-point numbers.
     """
-
-    def is_meant(name: str) -> bool:
-        part = not inner or name.startswith((inner, "lm_head."))
-        return part and not name.endswith(_NOT_PARAMETERS)
-
-    files = weight_files(folder)
-    where = {} if files == [folder / _WEIGHTS] else _weight_map(folder)
-    home, kinds, doubtful = {}, dict[str, str](), list[str]()
-    for file in files:
+    home: Home = {}
+    kinds = dict[str, str]()
+    for file in weight_files(folder):
         try:
             with safe_open(str(file), framework="numpy") as opened:
                 for name in opened.keys():  # noqa: SIM118 (not a dict)
-                    if not is_meant(name) or where.get(name, file.name) != file.name:
-                        continue
-                    if name in home:
-                        doubtful.append(f"{name} in {home[name][0].name} and {file.name}")
-                    part = opened.get_slice(name)
-                    home[name] = file, name, tuple(part.get_shape())
-                    kinds[name] = part.get_dtype()
+                    meant = not inner or name.startswith((inner, "lm_head."))
+                    if meant and not name.endswith(_NOT_PARAMETERS):
+                        part = opened.get_slice(name)
+                        home[name] = file, name, tuple(part.get_shape())
+                        kinds[name] = part.get_dtype()
         except (SafetensorError, OSError) as error:
             raise broken_file(file, error) from error
-    lost = [name for name in where if name not in home and is_meant(name)]
-    if lost or doubtful:
-        raise ValueError(
-            f"Wanted each tensor in the shard that {folder / _INDEX} names. Got "
-            + "; ".join([*(f"no {name} in {where[name]}" for name in lost[:8]), *doubtful[:8]])
-            + ". Fetch the index or the shards again."
-        )
     check_floats(kinds, source=str(folder))
     if inner:
         return {name.replace(inner, prefix, 1): entry for name, entry in home.items()}
@@ -223,7 +171,7 @@ def where_tensors_are(
     return {prefix + name: entry for name, entry in home.items()}
 
 
-def _head_differs(home: dict[str, tuple[Path, str, tuple[int, ...]]], embedding: Rule) -> bool:
+def _head_differs(home: Home, embedding: str) -> bool:
     """Whether a head is stored that is not the embedding, whatever the config says of the two.
 
     One that is the embedding again is taken from `home`, or put where the embedding is missing.
@@ -231,10 +179,10 @@ def _head_differs(home: dict[str, tuple[Path, str, tuple[int, ...]]], embedding:
     head = home.pop("lm_head.weight", None)
     if head is None:
         return False
-    if embedding.source not in home:
-        home[embedding.source] = head
+    if embedding not in home:
+        home[embedding] = head
         return False
-    if np.array_equal(read_tensor(*home[embedding.source][:2]), read_tensor(*head[:2])):
+    if np.array_equal(read_tensor(*home[embedding][:2]), read_tensor(*head[:2])):
         return False
     home["lm_head.weight"] = head
     return True

@@ -46,48 +46,41 @@ TINY = TransformerConfig(
 )
 """For tests and first steps: random weights, milliseconds on any machine."""
 
-_LLAMA_7B = TransformerConfig(
-    vocab_size=32_000,
-    num_layers=32,
-    embed_dim=4096,
-    num_heads=32,
-    num_kv_heads=32,
-    head_dim=128,
-    mlp_dim=11_008,
-    context_length=4096,
-    activation="swiglu",
-    norm_eps=1e-5,
-    tie_embeddings=False,
-    bos_id=1,
-    eos_ids=(2,),
-)
+
+def _llama(
+    *,
+    layers: int = 32,
+    embed_dim: int = 4096,
+    heads: int = 32,
+    kv_heads: int = 32,
+    mlp_dim: int = 11_008,
+    context_length: int = 4096,
+) -> TransformerConfig:
+    return TransformerConfig(
+        vocab_size=32_000,
+        num_layers=layers,
+        embed_dim=embed_dim,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=128,
+        mlp_dim=mlp_dim,
+        context_length=context_length,
+        activation="swiglu",
+        norm_eps=1e-5,
+        tie_embeddings=False,
+        bos_id=1,
+        eos_ids=(2,),
+    )
+
 
 SHAPES = {
-    "llama-7b": _LLAMA_7B,
-    "llama-13b": dataclasses.replace(
-        _LLAMA_7B,
-        num_layers=40,
-        exits=(),
-        embed_dim=5120,
-        num_heads=40,
-        num_kv_heads=40,
-        mlp_dim=13_824,
-    ),
-    "llama-70b": dataclasses.replace(
-        _LLAMA_7B,
-        num_layers=80,
-        exits=(),
-        embed_dim=8192,
-        num_heads=64,
-        num_kv_heads=8,
-        mlp_dim=28_672,
-    ),
-    "mistral-7b": dataclasses.replace(
-        _LLAMA_7B, num_kv_heads=8, mlp_dim=14_336, context_length=32_768
-    ),
+    "llama-7b": _llama(),
+    "llama-13b": _llama(layers=40, embed_dim=5120, heads=40, kv_heads=40, mlp_dim=13_824),
+    "llama-70b": _llama(layers=80, embed_dim=8192, heads=64, kv_heads=8, mlp_dim=28_672),
+    "mistral-7b": _llama(kv_heads=8, mlp_dim=14_336, context_length=32_768),
     "tiny": TINY,
 }
-"""Shapes to measure speed at, with random weights: of Llama 2 and of Mistral, and a tiny one."""
+"""Shapes to measure speed at, with random weights: Llama 2, Mistral, and a tiny one."""
 
 
 def with_layers(config: TransformerConfig, num_layers: int) -> TransformerConfig:

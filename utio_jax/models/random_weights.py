@@ -18,13 +18,7 @@ _MEMORY_SHARE = 0.6
 
 
 def fit_layers(config: Any, *, dtype: str, memory: float, cache_tokens: int) -> int:
-    """Returns how many layers fit beside embeddings and cache, at most the model's own.
-
-    Args:
-      config: of the whole model.
-      dtype: of parameters and cache.
-      memory: free, in bytes.
-      cache_tokens: tokens of all rows of the largest cache.
+    """Returns how many layers fit in free bytes beside embeddings and cache, at most the model's.
 
     Raises:
       ValueError: not even two do, the least that can be split.
@@ -55,10 +49,7 @@ def free_memory() -> float:
 
 
 def random_params(decoder: Any, *, dtype: str) -> Any:
-    """Returns random parameters of a `Transformer`, one at a time: no more memory than they take.
-
-    Its own `init` would make all of them in float32 first, and output projections of zero.
-    """
+    """Returns random parameters of a `Transformer`, made one at a time: no more than fits."""
 
     def make(path: Any, leaf: Any) -> jax.Array:
         name = jax.tree_util.keystr(path, simple=True, separator=".")

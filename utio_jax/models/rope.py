@@ -17,7 +17,6 @@ from utio_jax.core.decoder import is_positive
 Rotations = tuple[jax.Array, jax.Array]
 """Cosine and sine of each position's angles, `[*lead, head_dim / 2]` each."""
 
-
 _Kind = Literal["linear", "llama3"]
 
 

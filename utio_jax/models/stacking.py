@@ -1,15 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A checkpoint's tensors become stacked parameters, one at a time, each at its place.
-
-Whatever the format, so that a checkpoint needs little more memory than its parameters.
-`utio_jax.models.families` says what goes where.
-"""
+"""A checkpoint's tensors become stacked parameters, one at a time: little memory beside them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,24 +16,21 @@ from utio_jax.core.files import check_shapes, flatten, nest
 from utio_jax.models.families import Rule
 from utio_jax.models.tensor_parallel import Sharding, place_of, put
 
-Stacked = TypeVar("Stacked", bound=Any)
-"""A decoder with `init(key)`."""
-
 
 def place_tensors(
-    decoder: Stacked,
-    rules: tuple[Rule, ...],
+    decoder: Any,
+    rules: Sequence[Rule],
     found: Mapping[str, tuple[int, ...]],
     read: Callable[[str], np.ndarray],
     *,
     dtype: jax.typing.DTypeLike,
     sharding: Sharding | None,
     source: str,
-) -> tuple[Stacked, Params]:
+) -> tuple[Any, Params]:
     """Returns a decoder and its parameters.
 
     Args:
-      decoder: the model, which says what parameters it has: `init` and `config`.
+      decoder: the model, with `init` and `config`.
       rules: which tensor is which parameter.
       found: the shapes of the checkpoint's tensors.
       read: returns one of them.
@@ -63,35 +56,32 @@ def place_tensors(
         for index in range(len(source_names(rule, shapes)), decoder.config.num_layers)
     }
     found = {name: shape for name, shape in found.items() if name not in spare}
-    check_shapes(_abstract(found), _abstract(wanted), source=source)
+    check_shapes(found, wanted, source=source)
 
     place_by = place_of(sharding, decoder.config)
-
-    def place(path: str) -> Any:
-        return place_by(path, shapes[path].shape)
-
+    places = {path: place_by(path, leaf.shape) for path, leaf in shapes.items()}
     params: dict[str, jax.Array] = {}
     # Whole tensors first: the largest, embeddings, pass through while there is little else.
     for rule in sorted(used, key=lambda rule: "{layer}" in rule.source):
         if "{layer}" in rule.source:
             for path in rule.targets:
-                params[path] = jnp.zeros(shapes[path].shape, dtype, device=place(path))
+                params[path] = jnp.zeros(shapes[path].shape, dtype, device=places[path])
         for index, name in enumerate(source_names(rule, shapes)):
             for path, piece in zip(rule.targets, _pieces(rule, read(name)), strict=True):
                 piece = piece.astype(dtype, copy=False)
-                if "{layer}" in rule.source:
-                    stack = params[path]
-                    beyond = [(0, n - m) for n, m in zip(stack.shape[1:], piece.shape, strict=True)]
-                    piece = np.pad(piece, beyond) if any(map(any, beyond)) else piece
-                    piece = put(piece, _of_slice(stack.sharding))
-                    # Else the host reads ahead, and what it has read piles up.
-                    params[path] = jax.block_until_ready(_put(stack, piece, index))
-                else:
-                    params[path] = put(piece, place(path))
+                if "{layer}" not in rule.source:
+                    params[path] = put(piece, places[path])
+                    continue
+                stack = params[path]
+                beyond = [(0, n - m) for n, m in zip(stack.shape[1:], piece.shape, strict=True)]
+                piece = np.pad(piece, beyond) if any(map(any, beyond)) else piece
+                piece = put(piece, _of_slice(stack.sharding))
+                # Else the host reads ahead, and what it has read piles up.
+                params[path] = jax.block_until_ready(_put(stack, piece, index))
     return decoder, nest({path: params[path] for path in shapes})
 
 
-def used_rules(rules: tuple[Rule, ...], shapes: Mapping[str, Any]) -> Iterator[Rule]:
+def used_rules(rules: Sequence[Rule], shapes: Mapping[str, Any]) -> Iterator[Rule]:
     """Yields the rules of which the model has the parameters."""
     for rule in rules:
         if all(path in shapes for path in rule.targets):
@@ -109,33 +99,27 @@ def source_names(rule: Rule, shapes: Mapping[str, Any]) -> list[str]:
 def stored_shape(
     rule: Rule, shapes: Mapping[str, Any], decoder: Any, index: int
 ) -> tuple[int, ...]:
-    """Returns the shape of a rule's tensor in a checkpoint.
-
-    Args:
-      rule: whose tensors are meant.
-      shapes: of the parameters.
-      decoder: whose they are.
-      index: of the slice, where it is one.
-    """
+    """Returns the shape of a rule's tensor in a checkpoint, for a slice of parameters its index."""
     if "{layer}" in rule.source:
-        each = [own_shape(decoder, path, index, shapes[path].shape[1:]) for path in rule.targets]
+        each = own_shapes(rule, shapes, decoder, index)
     else:
         each = [shapes[path].shape for path in rule.targets]
     shape = (*each[0][:-1], sum(one[-1] for one in each))
     return (*shape[:-2], shape[-1], shape[-2]) if rule.transpose else shape
 
 
-def own_shape(decoder: Any, path: str, index: int, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns how much of a slice of a stack is a layer's own, where layers differ in width.
+def own_shapes(
+    rule: Rule, shapes: Mapping[str, Any], decoder: Any, index: int
+) -> list[tuple[int, ...]]:
+    """Returns how much of the slices of a rule's stacks is the layer's own, where widths differ.
 
     A decoder says so itself (`utio_jax.models.gemma`): the first entries along each axis. What is
     beyond them is zero, and not stored.
     """
-    return decoder.own_shape(path, index, shape) if hasattr(decoder, "own_shape") else shape
-
-
-def _abstract(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, jax.ShapeDtypeStruct]:
-    return {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+    whole = {path: shapes[path].shape[1:] for path in rule.targets}
+    if not hasattr(decoder, "own_shape"):
+        return list(whole.values())
+    return [decoder.own_shape(path, index, shape) for path, shape in whole.items()]
 
 
 def _pieces(rule: Rule, tensor: np.ndarray) -> list[np.ndarray]:

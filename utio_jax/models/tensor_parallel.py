@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a `Transformer`'s parameters go when it is larger than one device: `load(sharding=mesh)`.
+"""Tensor parallelism of a `Transformer` that is larger than one device: `load(sharding=mesh)`.
 
-Heads and the MLP's hidden width are split over the mesh's axis "model", as in Megatron-LM
-(arXiv 1909.08053): a layer then adds two sums over devices (and gathers queries, where
-there are fewer K/V heads than devices). States are whole on each of them, so
-every device takes the same decisions and leaves its loops at the same time.
+Heads and the MLP's hidden width are split over the mesh's axis "model", as in Megatron-LM (arXiv
+1909.08053). States are whole on each device, so all take the same decisions.
 """
 
 from __future__ import annotations
@@ -37,13 +35,8 @@ def tensor_parallel(
 ) -> Callable[[str, tuple[int, ...]], NamedSharding]:
     """Returns the sharding of each parameter, by its dotted path and shape.
 
-    Whole on each device stay: norms, learned positions, keys' and values' projections where there
-    are fewer K/V heads than devices, and the embedding and head where the vocabulary has no even
-    share for each.
-
-    Args:
-      config: of the model.
-      mesh: with an axis "model"; along others, such as "data", everything is copied.
+    Along axes other than "model" everything is copied. So are, along that one, norms, learned
+    positions, K/V projections of fewer heads than devices, and a vocabulary that they cannot share.
 
     Raises:
       ValueError: no such axis, or heads or MLP that it does not divide.

@@ -12,7 +12,7 @@ from pathlib import Path
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Document:
-    """One source file: its POSIX `path` relative to the library's root, and its `text`."""
+    """A text file: its POSIX `path`, and its `text`."""
 
     path: str
     text: str

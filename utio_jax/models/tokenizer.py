@@ -64,8 +64,7 @@ def encode_documents(
 ) -> list[np.ndarray]:
     """Returns each text's token ids, `[token]` int32, opened by `bos_id` where there is one.
 
-    What the tokenizer itself puts around a text, as those of Hugging Face models do, is there too.
-    An empty text has no tokens, not even an opening one.
+    An empty text has no tokens; others also have what the tokenizer itself puts around a text.
     """
     encoded = tokenizer.encode_batch(list(texts))
     opening = [] if bos_id is None else [bos_id]

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Flax transformer: one pre-norm decoder whose options cover the common open model families.
 
-Linen defines the parameters and the arithmetic of *one* layer; the loop over layers is plain
-`jax.lax` in the core, over parameters stacked along a leading layer axis. Names and shapes follow
-Llama, so that its checkpoints map onto these one by one; `utio_jax.models.families` holds the maps.
+Linen defines the parameters and the arithmetic of *one* layer; the core loops over parameters
+stacked along a leading layer axis.
 """
 
 from __future__ import annotations
@@ -20,9 +19,6 @@ from jaxtyping import Array, Float, Int
 from utio_jax.core.decoder import DecoderConfig, LayerParams, Params, Places
 from utio_jax.core.platform import on_enough_rows, product_apart
 from utio_jax.models.rope import RopeScaling, frequencies, rotate, rotations
-
-_MOST_BYTES = 2**42
-"""Of parameters in float32: more than any model has, and than arrays are made for by mistake."""
 
 Activation = Literal["squared_relu", "gelu", "swiglu", "geglu"]
 """Of the MLP; the last two are gated and have three matrices. GELU is the tanh approximation."""
@@ -86,16 +82,6 @@ class TransformerConfig(DecoderConfig):
                     f"TransformerConfig needs {name} to be one of {', '.join(allowed)}. "
                     f"Got {name}={getattr(self, name)!r}."
                 )
-        heads = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim
-        layer = self.embed_dim * (heads + (2 + self.gated) * self.mlp_dim)
-        size = 4 * (self.num_layers * layer + self.vocab_size * self.embed_dim)
-        if size > _MOST_BYTES:
-            raise ValueError(
-                f"TransformerConfig needs sizes of at most {_MOST_BYTES:.2g} bytes of parameters. "
-                f"Got {size:.2g}: num_layers={self.num_layers}, embed_dim={self.embed_dim}, "
-                f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, "
-                f"head_dim={self.head_dim}, mlp_dim={self.mlp_dim}, vocab_size={self.vocab_size}."
-            )
         if self.positions == "rope" and self.head_dim % 2:
             raise ValueError(
                 "RoPE rotates pairs, so TransformerConfig needs an even head_dim. "
@@ -155,8 +141,7 @@ class Layer(nn.Module):
 
     def setup(self) -> None:
         config = self.config
-        # Output projections start at zero: every layer starts as the identity, and so every exit
-        # starts as the same model.
+        # Output projections start at zero: every exit starts as the same model.
         into_residual = nn.initializers.zeros
         dense = lambda features, bias, init=nn.initializers.lecun_normal(): nn.Dense(  # noqa: E731
             features, use_bias=bias, kernel_init=init
@@ -243,7 +228,6 @@ class Transformer:
         embedding_key, layer_key, head_key = jax.random.split(key, 3)
         x = jnp.zeros((1, config.embed_dim))
         layer = Layer(config)
-        # Of the right shape alone: under `eval_shape`, which a broken config reaches, no array.
         places = (jnp.ones((1, config.head_dim // 2)), jnp.zeros((1, config.head_dim // 2)))
         stack = jax.vmap(lambda one: layer.init(one, x, places)["params"])
 
@@ -258,18 +242,12 @@ class Transformer:
         if config.positions == "learned":
             params["positions"] = table(jax.random.fold_in(key, 1), config.context_length)
         if not config.tie_embeddings:
-            params["head"] = {
-                "kernel": nn.initializers.lecun_normal()(
-                    head_key, (config.embed_dim, config.vocab_size)
-                )
-            }
+            shape = (config.embed_dim, config.vocab_size)
+            params["head"] = {"kernel": nn.initializers.lecun_normal()(head_key, shape)}
         return jax.tree.map(lambda leaf: leaf.astype(dtype), params)
 
     def own_keys_values(self, layers: LayerParams) -> LayerParams:
-        """Returns the stack without the K/V projections of layers that read others' K/V.
-
-        Those have shorter leading axes, `kv_layers`; an index beyond is never asked for.
-        """
+        """Returns the stack without K/V projections of layers that read others': shorter axes."""
         own = self.config.kv_layers
         return {
             name: jax.tree.map(lambda leaf: leaf[:own], leaf) if name in _OF_KV else leaf

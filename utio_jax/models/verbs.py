@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What one does with a loaded model: generate, stream, score, evaluate, calibrate, compare.
 
-Each verb of `utio_jax.models.Model` is a few lines over the functional API, which takes `decoder`
-and `params` and composes with `jit`, meshes and your own models; read them as examples of it.
+Each is a few lines over the functional API, which takes `decoder` and `params`: read them as
+examples of it.
 """
 
 from __future__ import annotations
@@ -47,8 +47,7 @@ from utio_jax.policies.store import Calibration, calibration_file
 from utio_jax.prompts.budget import prompt_prefill
 from utio_jax.staircase.score import full_depth
 
-# Of the windows that text is cut into: what the command line takes, too.
-_CONTEXT = 2048
+_CONTEXT = 2048  # Of windows of text, at most.
 
 Source = str | Path | Sequence[int] | np.ndarray
 """A document: a text file's path, or its token ids."""
@@ -59,7 +58,7 @@ class Calibrated:
     """What `Model.calibrate` found.
 
     Attributes:
-      calibration: the fitted policies; the model has them from now on.
+      calibration: the fitted policies.
       verdict: what to do, if adaptive depth will not pay for this model; None where it may.
       exit_nll_increase_pct: loss of truncating the model at each exit, in %, by depth.
     """
@@ -71,19 +70,15 @@ class Calibrated:
     def summary(self) -> str:
         """Returns a few lines of plain text."""
         lines = ["loss over full depth of truncating at an exit:"]
-        lines += [f"  {depth:>4} layers  {pct:+.2f} %" for depth, pct in self._exits()]
+        losses = sorted(self.exit_nll_increase_pct.items(), key=lambda item: int(item[0]))
+        lines += [f"  {depth:>4} layers  {pct:+.2f} %" for depth, pct in losses]
         for name, fitted in self.calibration.entries.items():
             for budget, entry in fitted.items():
-                shares = ", ".join(
-                    f"{share:.0%} at {depth}"
-                    for depth, share in zip(entry.depths, entry.fractions, strict=True)
-                )
+                each = zip(entry.depths, entry.fractions, strict=True)
+                shares = ", ".join(f"{share:.0%} at {depth}" for depth, share in each)
                 lines.append(f"{name} at {budget:g} of the FLOPs: {shares}")
         lines.append(self.verdict or may_pay(self.calibration.info))
         return "\n".join(lines)
-
-    def _exits(self) -> list[tuple[str, float]]:
-        return sorted(self.exit_nll_increase_pct.items(), key=lambda item: int(item[0]))
 
 
 class Compared(list[ComparisonRow]):
@@ -108,24 +103,16 @@ class Compared(list[ComparisonRow]):
 class Verbs:
     """The verbs of `utio_jax.models.Model`."""
 
-    def mode(
-        self: Any,
-        name: str | Mode = "adaptive",
-        *,
-        policy: str | Policy = "learned",
-        budget: float | None = None,
-    ) -> Mode:
+    def mode(self: Any, name: str | Mode | None = None, *, budget: float | None = None) -> Mode:
         """Returns a decoding mode by its name: `"plain"`, `"adaptive"` or `"lossless"`.
 
-        Args:
-          name: of the mode; a mode is returned as it is.
-          policy: of `"adaptive"`: one of the calibration's, by name, or any other.
-          budget: of a calibrated policy, see `policy`.
+        A mode is returned as it is. None is `"adaptive"` with a budget, else `"plain"`.
 
         Raises:
-          ValueError: an unknown name, a budget for a mode that has no use for it, or a policy that
-            the model was not calibrated for.
+          ValueError: an unknown name, a budget for another mode than `"adaptive"`, or see `policy`.
         """
+        if name is None:
+            name = "plain" if budget is None else "adaptive"
         if budget is not None and name != "adaptive":
             wanted = name if isinstance(name, str) else "a mode with a policy of its own"
             raise ValueError(
@@ -142,24 +129,28 @@ class Verbs:
             raise ValueError(
                 f"Wanted a mode of 'plain', 'adaptive', 'lossless', or a Mode. Got {name!r}."
             )
-        chosen = self.policy(policy, budget=budget) if isinstance(policy, str) else policy
-        return Adaptive(policy=chosen)
+        return Adaptive(policy=self.policy(budget=budget))
 
     def policy(
-        self: Any, name: str = "learned", *, budget: float | None = None, depth: int | None = None
+        self: Any,
+        name: str | Policy = "learned",
+        *,
+        budget: float | None = None,
+        depth: int | None = None,
     ) -> Policy:
-        """Returns a depth policy by its name.
+        """Returns a depth policy by its name; a policy is returned as it is.
 
         Args:
           name: full, uniform, random, or one of the calibration's.
-          budget: target FLOPs over full depth's, of a calibrated one; None means 0.75, or the
-            only one that there is.
+          budget: target FLOPs over full depth's, of a calibrated one; None: 0.75, or its only one.
           depth: of `"uniform"`, in layers.
 
         Raises:
-          ValueError: an unknown name or budget, the model has no calibration, `"uniform"` without
-            a depth, or a budget of a policy that has none.
+          ValueError: an unknown name or budget, no calibration, `"uniform"` without a depth, or a
+            budget of a policy that has none.
         """
+        if not isinstance(name, str):
+            return name
         if budget is not None and name in ("full", "uniform"):
             raise ValueError(
                 f"Wanted a calibrated policy with a budget, such as policy='learned'. Got "
@@ -195,11 +186,11 @@ class Verbs:
           budget: of the calibrated policy of `"adaptive"`.
           max_new_tokens: per prompt, at most.
           stop: a text ends before the first of these strings; or a list of them for each prompt.
-          sampling: how tokens are drawn; or a method for each prompt.
+          sampling: how tokens are drawn, of all prompts or of each.
           seed: of the draws; prompt number `i` has `seed + i`.
           prompt_budget: FLOPs of reading prompts over full depth's; below 1 most of their tokens
             stop early, see `utio_jax.prompts.budget.prompt_prefill`. None or 1: all in full.
-          **options: further ones of `utio_jax.generate`: `prefill`, `mesh`, `eos_ids` ...
+          **options: of `utio_jax.generate`: `prefill`, `mesh`, `eos_ids` ...
 
         Raises:
           ValueError: see `utio_jax.generate`, and `mode`.
@@ -238,9 +229,11 @@ class Verbs:
           policy: that decides depths, or its name, see `policy`; by default `"learned"` with a
             budget, else `"full"`.
           budget: of a calibrated one.
-          **options: further ones of `utio_jax.evaluation.score_documents`.
+          **options: of `utio_jax.evaluation.score_documents`.
         """
-        return self._score(self.encode(listed(texts)), _named(policy, budget), budget, options)
+        chosen = self.policy(_named(policy, budget), budget=budget)
+        documents = self.encode(listed(texts))
+        return score_documents(self.decoder, self.params, documents, chosen, **options)
 
     def evaluate(
         self: Any,
@@ -250,17 +243,10 @@ class Verbs:
         budget: float | None = None,
         **options: Any,
     ) -> Ledger:
-        """Returns loss and cost of text files under a policy, over full depth.
-
-        Args:
-          files: paths, or token ids.
-          policy: that decides depths, or its name, see `policy`; by default `"learned"` with a
-            budget, else `"full"`.
-          budget: of a calibrated one.
-          **options: further ones of `utio_jax.evaluation.score_documents`.
-        """
+        """Returns loss and cost of text files (paths, or token ids) under a policy, see `score`."""
         policy = _named(policy, budget)
-        found = self._score(self.documents(files), policy, budget, options)
+        chosen, documents = self.policy(policy, budget=budget), self.documents(files)
+        found = score_documents(self.decoder, self.params, documents, chosen, **options)
         name = policy if isinstance(policy, str) else policy.name
         return found.quality.ledger(name, budget=budget, num_layers=self.decoder.config.num_layers)
 
@@ -291,11 +277,9 @@ class Verbs:
             tokens other than full depth's, guaranteed by risk control.
           confidence: of that guarantee.
           policies: names from `utio_jax.calibration.SIGNALS`.
-          exits: depths at which tokens may stop, ending at the last layer, for a model that names
-            none; by default at a half, two thirds and five sixths of it.
+          exits: depths at which tokens may stop, for a model that names none, see `some_exits`.
           seed: of gates and halves.
-          out: a folder or JSON file to write the calibration to, its lens beside it; None: nothing
-            is written.
+          out: folder or JSON file of the calibration, its lens beside it; None: none is written.
           progress: called with what happens next.
 
         Raises:
@@ -341,10 +325,10 @@ class Verbs:
         self.calibration = fitted
         if out is not None:
             fitted.save(out)
-        through_lens = isinstance(self.decoder, Lensed)
+        lens = isinstance(self.decoder, Lensed)
         return Calibrated(
             calibration=fitted,
-            verdict=advise(self.decoder, fitted.info, lens=through_lens),
+            verdict=advise(self.decoder, fitted.info, lens=lens),
             exit_nll_increase_pct=dict(fitted.info["exit_nll_increase_pct"]),
         )
 
@@ -366,27 +350,25 @@ class Verbs:
           seed: of the windows and of the intervals.
           progress: called with what happens next.
         """
-        config = self.decoder.config
         drawn, document_of_window = sample_batches(
             self.documents(files),
             rows=16,
-            width=min(config.context_length, _CONTEXT),
+            width=self._width,
             batches=batches,
-            vocab_size=config.vocab_size,
+            vocab_size=self.decoder.config.vocab_size,
             seed=seed,
         )
-        return Compared(
-            compare(
-                self.decoder,
-                self.params,
-                drawn,
-                document_of_window,
-                self.calibration,
-                budgets=None if budget is None else _several(budget),
-                seed=seed,
-                progress=progress,
-            )
+        rows = compare(
+            self.decoder,
+            self.params,
+            drawn,
+            document_of_window,
+            self.calibration,
+            budgets=None if budget is None else _several(budget),
+            seed=seed,
+            progress=progress,
         )
+        return Compared(rows)
 
     def documents(self: Any, sources: Sequence[Source]) -> list[np.ndarray]:
         """Returns token ids `[token]` of text files and of what is token ids already.
@@ -405,19 +387,12 @@ class Verbs:
 
     def windows(self: Any, documents: Sequence[np.ndarray]) -> list[Batch]:
         """Returns documents in windows of the model's context, 2,048 at most, 16 to a batch."""
-        config = self.decoder.config
-        width = min(config.context_length, _CONTEXT)
-        return calibration_batches(documents, width=width, vocab_size=config.vocab_size)
+        size = self.decoder.config.vocab_size
+        return calibration_batches(documents, width=self._width, vocab_size=size)
 
-    def _score(
-        self: Any,
-        documents: Sequence[np.ndarray],
-        policy: str | Policy,
-        budget: float | None,
-        options: dict[str, Any],
-    ) -> TextScore:
-        chosen = self.policy(policy, budget=budget) if isinstance(policy, str) else policy
-        return score_documents(self.decoder, self.params, documents, chosen, **options)
+    @property
+    def _width(self: Any) -> int:
+        return min(self.decoder.config.context_length, _CONTEXT)
 
     def _fit_lens(
         self: Any,
@@ -447,7 +422,7 @@ def _asked(
     prompt_budget: float | None,
     options: dict[str, Any],
 ) -> dict[str, Any]:
-    """Returns what `generate` and `stream` are asked for: prompts, mode, prefill and options."""
+    """Returns prompts, mode, prefill and options of `generate` and `stream`."""
     if prompt_budget is not None:
         if options.get("prefill") is not None:
             raise ValueError("Wanted prompt_budget or prefill, one of the two. Got both.")
@@ -459,15 +434,8 @@ def _asked(
         "max_new_tokens": 128,
         **options,
         "prompts": [prompts] if isinstance(prompts, str) else prompts,
-        "mode": model.mode(named_mode(mode, budget), budget=budget),
+        "mode": model.mode(mode, budget=budget),
     }
-
-
-def named_mode(mode: str | Mode | None, budget: float | None) -> str | Mode:
-    """Returns the mode of an answer: a budget without one means `"adaptive"`, neither plain."""
-    if mode is not None:
-        return mode
-    return "plain" if budget is None else "adaptive"
 
 
 def _named(policy: str | Policy | None, budget: float | None) -> str | Policy:
@@ -478,12 +446,7 @@ def _named(policy: str | Policy | None, budget: float | None) -> str | Policy:
 
 
 def with_exits(decoder: Any, exits: tuple[int, ...]) -> Any:
-    """Returns a stock model's decoder with depths at which it may be read.
-
-    Args:
-      decoder: made of its config alone, as a `Transformer` is.
-      exits: these depths, and the last layer; none: those of `utio_jax.core.decoder.some_exits`.
-    """
+    """Returns a stock model's decoder with exits, without lens; none named: `some_exits`."""
     layers = decoder.config.num_layers
     chosen = tuple(sorted({*exits, layers})) if exits else some_exits(layers)
     while isinstance(decoder, Wrapped):

@@ -20,11 +20,11 @@ from utio_jax.policies.importance import (
 from utio_jax.policies.learned import Hazard, Learned, PromptRouter, StateGate
 from utio_jax.policies.signals import (
     Chance,
-    DepthTable,
     Entropy,
     MaxProbability,
     Patience,
     Position,
+    ScoreTable,
     SignalBase,
     SoftmaxGap,
     StateSimilarity,
@@ -38,7 +38,6 @@ __all__ = [
     "Boundary",
     "Calibration",
     "Chance",
-    "DepthTable",
     "Entropy",
     "Hazard",
     "Learned",
@@ -47,6 +46,7 @@ __all__ = [
     "Policy",
     "Position",
     "PromptRouter",
+    "ScoreTable",
     "Signal",
     "SignalBase",
     "SoftmaxGap",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The words of routing: `BucketPlan`, and the contracts of policies and of signals."""
+"""The contracts of policies and of signals, and what they may look at at an exit."""
 
 from __future__ import annotations
 
@@ -28,9 +28,8 @@ class Boundary:
       map_live: `map_live(function, *arrays)` applies a function of blocks `[slot, ...]` to the live
         tokens only, so that its cost follows their count; elsewhere the result is 0. Static.
       map_logits: the same, but the function's first argument is the tokens' own prediction at this
-        depth, `[slot, vocab]` in float32. A pass that wants logits at the end (`score`) takes those
-        of tokens that stop here from the same head: looking costs a head only for those that go on.
-        Static.
+        depth, `[slot, vocab]` in float32. Of tokens that stop here the pass' result comes from the
+        same head: looking costs a head only for those that go on. Static.
     """
 
     x: Float[Array, "batch token dim"]
@@ -43,13 +42,10 @@ class Boundary:
     map_logits: Callable[..., jax.Array] = static()
 
 
-@runtime_checkable
-class Policy(Protocol):
-    """Decides, at each boundary, which live tokens run deeper.
+class Asked(Protocol):
+    """What policies and signals have in common: frozen dataclasses, registered as pytrees.
 
-    Policies are frozen dataclasses registered as pytrees: thresholds and weights are leaves (a new
-    threshold compiles nothing), `depths` and `name` are static. Decisions taken *before* the pass
-    are the special case that `start` has already made them.
+    Thresholds and weights are leaves (a new threshold compiles nothing), configuration is static.
     """
 
     @property
@@ -58,17 +54,33 @@ class Policy(Protocol):
         ...
 
     @property
-    def depths(self) -> tuple[int, ...]:
-        """Depths at which tokens may stop, ending at the model's last layer or earlier."""
-        ...
-
-    @property
     def causal(self) -> bool:
-        """Whether a token's depth depends on itself and earlier tokens alone."""
+        """Whether what it says of a token depends on that and earlier tokens alone."""
         ...
 
     def start(self, token_ids: Inputs, positions: Int[Array, "batch token"]) -> Any:
-        """Returns the policy's memory: any pytree, handed on from boundary to boundary."""
+        """Returns the memory: any pytree, handed on from boundary to boundary."""
+        ...
+
+    def flops(self, index: int, decoder: Decoder, params: Params) -> float:
+        """Returns what the `index`-th boundary costs per live token, in FLOPs.
+
+        Without the vocabulary head of `Boundary.map_logits`: passes count the heads that they run.
+        """
+        ...
+
+    def reads_logits(self, index: int) -> bool:
+        """Returns whether it looks at the exit's own prediction at the `index`-th boundary."""
+        ...
+
+
+@runtime_checkable
+class Policy(Asked, Protocol):
+    """Decides, at each boundary, which live tokens run deeper."""
+
+    @property
+    def depths(self) -> tuple[int, ...]:
+        """Depths at which tokens may stop, ending at the model's last layer or earlier."""
         ...
 
     def go_deeper(
@@ -85,15 +97,25 @@ class Policy(Protocol):
         """
         ...
 
-    def flops(self, index: int, decoder: Decoder, params: Params) -> float:
-        """Returns what the decision at `depths[index]` costs per live token, in FLOPs.
 
-        Without the vocabulary head of `Boundary.map_logits`: passes count the heads that they run.
-        """
+@runtime_checkable
+class Signal(Asked, Protocol):
+    """Scores tokens at each boundary: the higher, the harder, the deeper they should run.
+
+    `utio_jax.policies.depth.Thresholded` makes a policy of a signal. Weights that belong to a depth
+    are found by `Boundary.depth`, so one signal serves any choice among the depths that it was
+    fitted at.
+    """
+
+    @property
+    def remembers(self) -> bool:
+        """Whether a score depends on which boundaries came before, as a count of exits does."""
         ...
 
-    def reads_logits(self, index: int) -> bool:
-        """Returns whether the decision at `depths[index]` looks at the exit's own prediction."""
+    def __call__(
+        self, index: int, boundary: Boundary, memory: Any
+    ) -> tuple[Float[Array, "batch token"], Any]:
+        """Returns every live token's score at the `index`-th boundary, and the memory after it."""
         ...
 
 
@@ -106,47 +128,3 @@ def exceeds(
     """
     below = (score <= threshold) & (score < jnp.inf) | (threshold == jnp.inf)
     return ~below | (threshold == -jnp.inf)
-
-
-@runtime_checkable
-class Signal(Protocol):
-    """Scores tokens at each boundary: the higher, the harder, the deeper they should run.
-
-    `utio_jax.policies.depth.Thresholded` makes a policy of a signal. Signals are frozen dataclasses
-    registered as pytrees: weights are leaves, configuration is static. Weights that belong to a
-    depth are found by `Boundary.depth`, so one signal serves any choice among the depths that it
-    was fitted at. NaN and +inf go deeper whatever the threshold.
-    """
-
-    @property
-    def name(self) -> str:
-        """The stable string that ledgers carry."""
-        ...
-
-    @property
-    def causal(self) -> bool:
-        """Whether a token's score depends on itself and earlier tokens alone."""
-        ...
-
-    @property
-    def remembers(self) -> bool:
-        """Whether a score depends on which boundaries came before, as a count of exits does."""
-        ...
-
-    def start(self, token_ids: Inputs, positions: Int[Array, "batch token"]) -> Any:
-        """Returns the signal's memory: any pytree, handed on from boundary to boundary."""
-        ...
-
-    def __call__(
-        self, index: int, boundary: Boundary, memory: Any
-    ) -> tuple[Float[Array, "batch token"], Any]:
-        """Returns every live token's score at the `index`-th boundary, and the memory after it."""
-        ...
-
-    def flops(self, index: int, decoder: Decoder, params: Params) -> float:
-        """Returns what the score costs per live token in FLOPs, without `Boundary.map_logits`."""
-        ...
-
-    def reads_logits(self, index: int) -> bool:
-        """Returns whether the score looks at the exit's own prediction."""
-        ...

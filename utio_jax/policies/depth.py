@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Depth policies: which tokens run deeper. One class, `Thresholded`, around one of many signals.
 
-`utio_jax.policies.signals` and `utio_jax.policies.learned` have the signals of the literature. The
-controls and tools (`uniform`, `given_depths`, `random_depths`, `never_stops`) are made of the same
-class.
+The controls (`uniform`, `given_depths`, `random_depths`, `never_stops`) are of the same class.
 """
 
 from __future__ import annotations
@@ -20,14 +18,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from utio_jax.core.decoder import Decoder, Inputs, Params, check_depths
 from utio_jax.core.pytrees import pytree, static
 from utio_jax.policies.base import Boundary, Policy, Signal, exceeds
-from utio_jax.policies.signals import (
-    Chance,
-    DepthTable,
-    KnownBefore,
-    Position,
-    ScoreTable,
-    SignalBase,
-)
+from utio_jax.policies.signals import Chance, KnownBefore, Position, ScoreTable, SignalBase
 
 
 @pytree
@@ -87,7 +78,7 @@ class Thresholded:
         return self.signal.reads_logits(index)
 
     def per_row(self, thresholds: Float[Array, "batch boundary"]) -> Thresholded:
-        """Returns the policy of a batch whose rows have thresholds of their own."""
+        """Returns the policy with thresholds of each row's own."""
         return dataclasses.replace(self, thresholds=thresholds.T[:, :, None])
 
 
@@ -103,13 +94,8 @@ def covering_depths(policies: Iterable[Thresholded]) -> tuple[int, ...]:
 def with_depths(policy: Thresholded, depths: Sequence[int]) -> Thresholded:
     """Returns the policy that decides the same, with more boundaries, at which no token stops.
 
-    Policies of one signal, fitted for different budgets, may stop at different depths. Over the
-    depths of all of them (`covering_depths`) they differ by thresholds alone: one program has them
-    all. No token runs beyond the policy's own last depth.
-
-    Args:
-      policy: whose signal does not remember earlier boundaries, or has all that are before its own.
-      depths: ascending, the policy's among them.
+    Over the depths of all (`covering_depths`) policies of one signal differ by thresholds alone:
+    one program has them all. No token runs beyond the policy's own last depth.
 
     Raises:
       ValueError: a depth of the policy is missing, or boundaries that are new to it would change
@@ -126,11 +112,7 @@ def with_depths(policy: Thresholded, depths: Sequence[int]) -> Thresholded:
 def spread_thresholds(
     policy: Thresholded, depths: tuple[int, ...]
 ) -> Float[np.ndarray, " boundary"]:
-    """Returns the thresholds of `with_depths`, on the host.
-
-    Raises:
-      ValueError: see `with_depths`.
-    """
+    """Returns the thresholds of `with_depths`, on the host; raises as it does."""
     own = policy.depths
     if not {*own} <= {*depths}:
         raise ValueError(
@@ -157,12 +139,13 @@ def same_signal(one: Signal, other: Signal) -> bool:
 def _same_leaf(one: Any, other: Any) -> bool:
     if one is other:
         return True
-    keys = [
-        jnp.issubdtype(getattr(leaf, "dtype", float), jax.dtypes.prng_key) for leaf in (one, other)
-    ]
-    if all(keys):
-        one, other = map(jax.random.key_data, (one, other))
-    return keys[0] == keys[1] and np.array_equal(np.asarray(one), np.asarray(other))
+    one, other = (
+        jax.random.key_data(leaf)
+        if jnp.issubdtype(getattr(leaf, "dtype", float), jax.dtypes.prng_key)
+        else leaf
+        for leaf in (one, other)
+    )
+    return np.array_equal(np.asarray(one), np.asarray(other))
 
 
 def shared_program(
@@ -170,8 +153,8 @@ def shared_program(
 ) -> Policy:
     """Returns a policy that decides the same of these rows, and compiles as few programs as can be.
 
-    Names are left out, and scores that are known before the pass become a table: the program of
-    `learned` serves all gates, and one serves `position`, `random` and depths of the caller.
+    Without names the program of `learned` serves all gates; with scores that are known before the
+    pass as a table, one serves `position`, `random` and depths of the caller.
     """
     if not isinstance(policy, Thresholded):
         return policy
@@ -197,7 +180,7 @@ def uniform(
       depth: in layers.
       exits: boundaries to have, `depth` among them: one compiled program then serves them all. By
         default there is none on the way, which saves a little time.
-      name: of the policy.
+      name: that ledgers carry.
 
     Raises:
       ValueError: depths that no model has, or `depth` is not among `exits`.
@@ -232,9 +215,9 @@ def given_depths(
     A depth that is not in `depths` runs to the next deeper one that is. Not causal: nothing says
     how the depths came about.
     """
-    depths = tuple(depths)
+    depths, scores = tuple(depths), jnp.asarray(depth_of_token).astype(jnp.float32)
     return Thresholded(
-        signal=DepthTable(depth_of_token=jnp.asarray(depth_of_token), name=name),
+        signal=ScoreTable(scores=scores, name=name, causal=False),
         thresholds=jnp.asarray(depths[:-1], jnp.float32),
         depths=depths,
     )
@@ -250,13 +233,7 @@ def random_depths(
     """Returns the control: depths drawn from a histogram, independent of what the tokens are.
 
     Every token's draw depends on the key, its position and its id alone: causal, and the same
-    in any batch.
-
-    Args:
-      fractions: probability of each depth, shallowest first.
-      key: a PRNG key.
-      depths: where tokens may stop.
-      name: of the policy.
+    in any batch. `fractions` are each depth's probability, shallowest first.
     """
     ends = jnp.cumsum(jnp.asarray(fractions, jnp.float32))[:-1]
     # Draws lie in [0, 1): below a threshold of 0, at which none may stop, there is no draw of 0.

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """UTIO's importance signals: predictive entropy, attention heat, embedding outlier, and their sum.
 
-All are pure and jittable, take any leading axes, and accumulate in float32 whatever the input's
-type. A score is *not* a number of layers: `utio_jax.staircase.buckets` turns scores into depths by
-thresholds in the score's own unit.
+All are pure, take any leading axes, and accumulate in float32. A score is *not* a number of layers:
+`utio_jax.staircase.buckets` turns scores into depths by thresholds in the score's own unit.
 """
 
 from __future__ import annotations

@@ -24,14 +24,7 @@ from utio_jax.policies.signals import SignalBase, exit_index
 class StateGate:
     """A small MLP on the normalised state; gates of several exits lead with an exit axis.
 
-    The exit classifier of CALM (Schuster et al. 2022) and arXiv 2407.20272, with a
-    hidden layer.
-
-    Attributes:
-      hidden: `[dim, hidden]`.
-      hidden_bias: `[hidden]`.
-      output: `[hidden]`.
-      output_bias: `[]`.
+    The exit classifier of CALM (Schuster et al. 2022) and arXiv 2407.20272, with a hidden layer.
     """
 
     hidden: Float[Array, "*exit dim hidden"]
@@ -44,7 +37,7 @@ class StateGate:
         return self.read(normalise(x))
 
     def read(self, x: Float[Array, "*lead dim"]) -> Float[Array, "*lead"]:
-        """Returns the same for what is normalised already, or needs not be."""
+        """Returns the same of inputs that are not normalised first."""
         hidden = x @ self.hidden
         hidden = jax.nn.relu(hidden + jnp.broadcast_to(self.hidden_bias, hidden.shape))
         return hidden @ self.output + self.output_bias
@@ -67,11 +60,12 @@ class _Gated(SignalBase):
     exits: tuple[int, ...] = static()
 
     def gate_at(self, boundary: Boundary) -> StateGate:
-        """Returns the gate of a boundary. Raises ValueError where there is none."""
+        """Returns the gate of a boundary; raises ValueError where there is none."""
         return self.gates.at(exit_index(self.exits, boundary.depth, self.name))
 
     def flops(self, index: int, decoder: Decoder, params: Params) -> float:
-        return gate_flops(self.gates, decoder)
+        x, gates = jax.ShapeDtypeStruct((1, decoder.config.embed_dim), jnp.float32), self.gates
+        return count_matmul_flops(lambda x: gates.at(0)(x), x)
 
 
 @pytree
@@ -80,9 +74,8 @@ class Learned(_Gated):
 
     Named `learned`, gates regress sqrt(KL to full depth), in nats ** 0.5: a dense target without
     labels. Named `classifier`, they hold the logit of "this exit's most probable token is not full
-    depth's": the classifier of CALM and arXiv 2407.20272, and
-    TIDE's router with its label repaired. TIDE compares checkpoints' states, the last with itself,
-    which teaches that there all tokens may leave; the label here is the outcome at full depth.
+    depth's": the classifier of CALM and arXiv 2407.20272, and TIDE's router, whose label compares
+    the last state with itself.
     """
 
     name: str = static(default="learned")
@@ -95,10 +88,9 @@ class Learned(_Gated):
 class Hazard(_Gated):
     """The probability of having passed all boundaries so far, this one included.
 
-    PALBERT's Q-exit (Balagansky and Gavrilov 2022): with h_i the probability of
-    halting at exit i, a token stops once 1 - prod(1 - h_i) reaches q: a threshold of `1 - q` on
-    this score. The classifier gates give h, the probability that full depth would predict the same:
-    their value is the logit of "differs from full depth", which is 1 - h.
+    PALBERT's Q-exit (Balagansky and Gavrilov 2022): with h_i the probability of halting at exit i,
+    a token stops once 1 - prod(1 - h_i) reaches q: a threshold of `1 - q` on this score. The gates
+    are those of `classifier`, whose value is the logit of 1 - h.
     """
 
     name: str = static(default="hazard")
@@ -133,25 +125,13 @@ class PromptRouter(_Gated):
     def __call__(self, index: int, boundary: Boundary, memory: None) -> tuple[jax.Array, None]:
         gate = self.gate_at(boundary)
         first = boundary.positions < self.prompt
-        mean, known = mean_of_first(boundary.x, first & boundary.live)
-        score = jnp.where(known, gate(mean), jnp.inf)
+        seen = first & boundary.live
+        count = jnp.sum(seen, axis=1)
+        total = jnp.sum(jnp.where(seen[:, :, None], boundary.x, 0).astype(jnp.float32), axis=1)
+        mean = total / jnp.maximum(count, 1)[:, None]
+        score = jnp.where(count > 0, gate(mean), jnp.inf)
         return jnp.where(first, jnp.inf, score[:, None]), None
 
     def flops(self, index: int, decoder: Decoder, params: Params) -> float:
         # Asked once per row, in which at least `prompt` tokens are live wherever it matters.
-        return gate_flops(self.gates, decoder) / self.prompt
-
-
-def mean_of_first(
-    x: Float[Array, "batch token dim"], first: jax.Array
-) -> tuple[Float[Array, "batch dim"], jax.Array]:
-    """Returns each row's mean state over `first`, and whether the row has such tokens."""
-    count = jnp.sum(first, axis=1)
-    total = jnp.sum(jnp.where(first[:, :, None], x, 0).astype(jnp.float32), axis=1)
-    return total / jnp.maximum(count, 1)[:, None], count > 0
-
-
-def gate_flops(gates: StateGate, decoder: Decoder) -> float:
-    """Returns what one gate costs for one state."""
-    x = jax.ShapeDtypeStruct((1, decoder.config.embed_dim), jnp.float32)
-    return count_matmul_flops(lambda x: gates.at(0)(x), x)
+        return super().flops(index, decoder, params) / self.prompt

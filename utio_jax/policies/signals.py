@@ -51,10 +51,7 @@ class SignalBase:
 
 @pytree
 class KnownBefore(SignalBase):
-    """Signals whose scores are known before the pass, one per token and for all boundaries.
-
-    `start` returns them.
-    """
+    """Scores that `start` knows before the pass, one per token and for all boundaries. Free."""
 
     def __call__(
         self, index: int, boundary: Boundary, memory: jax.Array
@@ -66,15 +63,13 @@ class KnownBefore(SignalBase):
 class Position(KnownBefore):
     """Minus the position: later tokens stop earlier, whatever they are.
 
-    SkipDecode (Del Corro et al. 2023), whose exit points fall linearly with the
-    position; here each exit begins where its threshold says. Known before the pass, free.
+    SkipDecode (Del Corro et al. 2023), whose exit points fall linearly with the position; here each
+    exit begins where its threshold says.
     """
 
     name: str = static(default="position")
 
-    def start(
-        self, token_ids: Inputs, positions: Int[Array, "batch token"]
-    ) -> Float[Array, "batch token"]:
+    def start(self, token_ids: Inputs, positions: Int[Array, "batch token"]) -> jax.Array:
         return -positions.astype(jnp.float32)
 
 
@@ -92,9 +87,7 @@ class TokenSurrogate(KnownBefore):
     table: Float[Array, " vocab"]
     name: str = static(default="utio_before")
 
-    def start(
-        self, token_ids: Inputs, positions: Int[Array, "batch token"]
-    ) -> Float[Array, "batch token"]:
+    def start(self, token_ids: Inputs, positions: Int[Array, "batch token"]) -> jax.Array:
         return self.table[token_ids]
 
 
@@ -197,8 +190,8 @@ class Entropy(_Confidence):
 class StateSimilarity(SignalBase):
     """One minus the cosine between the state here and at the boundary before.
 
-    CALM's hidden-state saturation (Schuster et al. 2022); at the first boundary the
-    state before is the embedding.
+    CALM's hidden-state saturation (Schuster et al. 2022); before the first boundary the state is
+    the embedding.
     """
 
     name: str = static(default="state_similarity")
@@ -298,6 +291,41 @@ def exit_index(exits: tuple[int, ...], depth: int, name: str) -> int:
     return exits.index(depth)
 
 
+@pytree
+class ScoreTable(KnownBefore):
+    """Scores that the caller has computed beforehand: what every `KnownBefore` is to a program.
+
+    Attributes:
+      scores: of each token; depths in layers, for `utio_jax.policies.depth.given_depths`.
+    """
+
+    scores: Float[Array, "batch token"] = dataclasses.field(metadata={"row_axis": 0})
+    name: str = static(default="scores")
+
+    def start(self, token_ids: Inputs, positions: Int[Array, "batch token"]) -> jax.Array:
+        if token_ids.shape[:2] != self.scores.shape:
+            raise ValueError(
+                f"Wanted one score or one depth per token of {token_ids.shape[:2]}. Got "
+                f"{self.scores.shape}."
+            )
+        return self.scores
+
+
+@pytree
+class Chance(KnownBefore):
+    """The control: a draw from [0, 1) per token, the same at every boundary.
+
+    Attributes:
+      key: a PRNG key.
+    """
+
+    key: PRNGKeyArray
+    name: str = static(default="chance")
+
+    def start(self, token_ids: Inputs, positions: Int[Array, "batch token"]) -> jax.Array:
+        return draw_per_token(self.key, token_ids, positions)
+
+
 def draw_per_token(
     key: PRNGKeyArray, token_ids: Inputs, positions: Int[Array, "batch token"]
 ) -> Float[Array, "batch token"]:
@@ -318,60 +346,3 @@ def _ids_of(inputs: Inputs) -> Int[Array, "batch token"]:
     odd = 2 * jnp.arange(wide.shape[-1], dtype=jnp.int32) + 1
     mixed = (wide ^ (wide >> 15)) * jnp.broadcast_to(odd * 0x2C1B3C6D, wide.shape)
     return jnp.sum(mixed, axis=-1, dtype=jnp.int32) & 0x7FFFFFFF
-
-
-@pytree
-class DepthTable(KnownBefore):
-    """Depths decided by the caller: the score is a token's depth, in layers. Before the pass, free.
-
-    Attributes:
-      depth_of_token: layers per token.
-    """
-
-    depth_of_token: Int[Array, "batch token"] = dataclasses.field(metadata={"row_axis": 0})
-    name: str = static(default="given")
-    causal: bool = static(default=False)
-
-    def start(
-        self, token_ids: Inputs, positions: Int[Array, "batch token"]
-    ) -> Float[Array, "batch token"]:
-        if token_ids.shape[:2] != self.depth_of_token.shape:
-            raise ValueError(
-                f"Wanted one depth per token of {token_ids.shape[:2]}. Got "
-                f"{self.depth_of_token.shape}."
-            )
-        return self.depth_of_token.astype(jnp.float32)
-
-
-@pytree
-class ScoreTable(KnownBefore):
-    """Scores that the caller has computed beforehand: what every `KnownBefore` is to a program.
-
-    Attributes:
-      scores: of each token.
-    """
-
-    scores: Float[Array, "batch token"] = dataclasses.field(metadata={"row_axis": 0})
-    name: str = static(default="scores")
-
-    def start(
-        self, token_ids: Inputs, positions: Int[Array, "batch token"]
-    ) -> Float[Array, "batch token"]:
-        return self.scores
-
-
-@pytree
-class Chance(KnownBefore):
-    """The control: a draw from [0, 1) per token, the same at every boundary. Before the pass, free.
-
-    Attributes:
-      key: a PRNG key.
-    """
-
-    key: PRNGKeyArray
-    name: str = static(default="chance")
-
-    def start(
-        self, token_ids: Inputs, positions: Int[Array, "batch token"]
-    ) -> Float[Array, "batch token"]:
-        return draw_per_token(self.key, token_ids, positions)

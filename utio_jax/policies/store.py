@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -16,20 +17,21 @@ from jaxtyping import jaxtyped
 from utio_jax.core.decoder import check_depths
 from utio_jax.core.files import json_file, load_owned, nest, save_owned
 from utio_jax.core.platform import here
-from utio_jax.policies import learned, signals
 from utio_jax.policies.base import Policy, Signal
 from utio_jax.policies.depth import Thresholded, random_depths
+from utio_jax.policies.learned import StateGate
+from utio_jax.policies.signals import SignalBase
 
 DEFAULT_BUDGET = 0.75
 """FLOPs over full depth's where several budgets were fitted and none is named."""
 
 _TYPES: dict[str, Any] = {
     name: found
-    for module in (signals, learned)
-    for name, found in vars(module).items()
-    if dataclasses.is_dataclass(found) and found.__module__ == module.__name__
+    for module in (SignalBase.__module__, StateGate.__module__)
+    for name, found in vars(sys.modules[module]).items()
+    if dataclasses.is_dataclass(found) and found.__module__ == module
 }
-"""What a file may hold, by class name."""
+"""What a file may hold, by class name: the dataclasses of `signals.py` and `learned.py`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
@@ -67,7 +69,7 @@ class Calibration:
             saves a little time. Signals that remember earlier boundaries keep theirs.
 
         Raises:
-          ValueError: the name or the budget is not in this calibration.
+          ValueError: see `entry`.
         """
         entry = self.entry(name, budget)
         if exits is not None and not (name in self.signals and self.signals[name].remembers):
@@ -86,7 +88,7 @@ class Calibration:
         """Returns what was fitted for a policy; `random` has the histogram of `learned`.
 
         Raises:
-          ValueError: the name or the budget is not in this calibration.
+          ValueError: this calibration has no such policy, or not at that budget.
         """
         known = {*self.entries, *(["random"] if "learned" in self.entries else [])}
         if name not in known:
@@ -105,8 +107,7 @@ class Calibration:
         """Returns a budget that a policy was fitted for: the asked one, the only one, or 0.75.
 
         Raises:
-          ValueError: the name or the budget is not in this calibration, or there are several
-            budgets, none of them 0.75, and none is asked for.
+          ValueError: see `entry`.
         """
         fitted = self.entries.get("learned" if name == "random" else name, {})
         if budget is None:
@@ -127,10 +128,8 @@ class Calibration:
         """Returns the calibration with one policy more, and the record of how it was fitted."""
         info = dict(self.info)
         gates = {key: text for key, text in info.pop("gate_text", {}).items() if key != name}
-        if gate_text is not None:
-            gates[name] = dict(gate_text)
-        if gates:
-            info["gate_text"] = gates
+        gates |= {} if gate_text is None else {name: dict(gate_text)}
+        info |= {"gate_text": gates} if gates else {}
         info["goals"] = {**info["goals"], name: dict(goal)}
         info["rank_correlation_kl"] = {**info["rank_correlation_kl"], name: dict(correlations)}
         return Calibration(
@@ -155,10 +154,7 @@ class Calibration:
 
 
 def calibration_file(path: str | Path) -> Path:
-    """Returns the JSON file that a path means: itself, or that of a model's folder or file.
-
-    These are `policies.json` in a folder, and `NAME.policies.json` beside `NAME.gguf`.
-    """
+    """Returns `policies.json` of a folder, `NAME.policies.json` of `NAME.gguf`, or the file."""
     return json_file(path, "policies")
 
 
@@ -237,10 +233,9 @@ def _put_together(description: Mapping[str, Any], tensors: Mapping[str, Any]) ->
 
 
 def _misfits(part: Any, path: str) -> Iterator[str]:
-    """Yields what is wrong with the shapes and types of a signal's weights, by path.
+    """Yields where a signal's weights are not of the shapes and types that its fields declare.
 
-    Held against the fields' declarations: sizes of one name are equal within a part, and what
-    belongs to `exits` has one entry for each.
+    Sizes of one name are equal within a part, and what belongs to `exits` has an entry for each.
     """
     declared = get_type_hints(type(part))
     exits = getattr(part, "exits", None)
@@ -248,19 +243,16 @@ def _misfits(part: Any, path: str) -> Iterator[str]:
         for field in dataclasses.fields(part):
             value, name = getattr(part, field.name), f"{path}.{field.name}"
             leaves = [] if field.metadata.get("static") else jax.tree.leaves(value)
-            each = dataclasses.is_dataclass(value) or "exit" in _first_axis(declared[field.name])
-            wanted = (len(exits),) if exits is not None and each else None
-            if wanted is not None and any(jnp.shape(leaf)[:1] != wanted for leaf in leaves):
+            first, *_ = f"{getattr(declared[field.name], 'dim_str', '')} ".split(" ")
+            each = dataclasses.is_dataclass(value) or "exit" in first
+            if (exits is not None and each) and any(
+                jnp.shape(leaf)[:1] != (len(exits),) for leaf in leaves
+            ):
                 yield f"{name} has shapes {[jnp.shape(leaf) for leaf in leaves]} for exits {exits}"
             if dataclasses.is_dataclass(value):
                 yield from _misfits(value, name)
             elif leaves and not isinstance(value, declared[field.name]):
                 yield f"{name} has shape {jnp.shape(value)}, wanted {declared[field.name].__name__}"
-
-
-def _first_axis(declared: Any) -> str:
-    """Returns the name of the first axis that a field of `jaxtyping` is declared with."""
-    return f"{getattr(declared, 'dim_str', '')} ".split(" ", 1)[0]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

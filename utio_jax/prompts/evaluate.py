@@ -40,14 +40,7 @@ from utio_jax.staircase.score import full_depth
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PromptSizes:
-    """Sizes of rows that are cut from documents.
-
-    Attributes:
-      prompt_tokens: of each row.
-      continuation: tokens that follow, whose loss counts.
-      rows: at most.
-      batch: rows per pass, at most.
-    """
+    """Sizes of rows that are cut from documents; `rows`, and `batch` of a pass, at most."""
 
     prompt_tokens: int = 448
     continuation: int = 64
@@ -197,7 +190,7 @@ def continuations(
     executor: Executor = MicroBatches(),
     progress: Callable[[], None] | None = None,
 ) -> Continuations:
-    """Returns losses and hits behind prompts; the vocabulary head reads the scored tokens alone.
+    """Returns losses and hits behind prompts; the head reads the scored tokens alone.
 
     Args:
       decoder: the model.
@@ -268,8 +261,7 @@ def prompt_flops_ratio(
 ) -> float:
     """Returns the FLOPs of reading the prompts alone over those of full depth, same executor.
 
-    Executed ones: layers, padding, keys and values of tokens that stopped, maps, and what chooses.
-    No vocabulary head is in either.
+    All that is executed, what chooses and maps included; no vocabulary head is in either.
 
     Args:
       decoder: the model.

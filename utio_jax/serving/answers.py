@@ -40,18 +40,18 @@ class Choice:
     def __init__(
         self, service: Application, index: int, prompt: np.ndarray, wanted: Reading
     ) -> None:
-        """Begins with nothing; `index` is its own among the choices of the request `wanted`."""
         self.index, self.prompt, self.wanted = index, prompt, wanted
         self.finished: Finished | None = None
         self._name_of, tokenizer = service.name_of, service.model.text.tokenizer
         self._offset = 0
         self._role = wanted.chat
-        self._reader = TextReader(tokenizer, prompt) if wanted.depths else None
+        depths = wanted.body.utio is not None and wanted.body.utio.depths
+        self._reader = TextReader(tokenizer, prompt) if depths else None
         self._pieces: list[tuple[str, int]] = []
 
     def echo(self, text: str, scores: PromptScores | None) -> dict[str, Any]:
         """Returns the choice's first part where the prompt belongs to it."""
-        depths = [(text, 0)] if self.wanted.depths else None
+        depths = [(text, 0)] if self._reader is not None else None
         part = self._part(text, scores, self.prompt, depths, reason=None)
         self._offset = len(text)
         return part
@@ -81,7 +81,8 @@ class Choice:
         reason: str | None,
     ) -> dict[str, Any]:
         part: dict[str, Any] = {"index": self.index}
-        logs = None if tokens is None else self._logprobs(tokens)
+        logprobs = self._chat_logprobs if self.wanted.chat else self._list_logprobs
+        logs = None if tokens is None else logprobs(tokens)
         if self.wanted.chat:
             part["delta"] = {"role": "assistant"} if self._role else {}
             if text or self._role:
@@ -93,7 +94,7 @@ class Choice:
         if depths is not None:
             pieces, numbers = [piece for piece, _ in depths], [depth for _, depth in depths]
             part["utio"] = {"pieces": pieces, "depths": numbers}
-        if self.wanted.token_ids:
+        if self.wanted.body.return_token_ids:
             part["token_ids"] = ids.tolist()
         return part
 
@@ -117,9 +118,6 @@ class Choice:
             left = left[len(piece) :]
             found.append((piece, depth))
         return [*found, (left, found[-1][1] if found else 0)] if left else found
-
-    def _logprobs(self, tokens: Event | PromptScores) -> dict[str, Any]:
-        return self._chat_logprobs(tokens) if self.wanted.chat else self._list_logprobs(tokens)
 
     def _list_logprobs(self, tokens: Event | PromptScores) -> dict[str, Any]:
         names = [self._name_of(int(token)) for token in tokens.token_ids]
@@ -205,18 +203,9 @@ def _chained(lists: Iterable[list[Any]]) -> list[Any]:
 
 
 def usage_of(
-    finished: Sequence[Finished],
-    *,
-    prompt_tokens: int,
-    about: dict[str, Any],
+    finished: Sequence[Finished], *, prompt_tokens: int, about: dict[str, Any]
 ) -> dict[str, Any]:
-    """Returns what a request used.
-
-    Args:
-      finished: its choices; of those that were only echoed there is none.
-      prompt_tokens: of its prompts.
-      about: what `usage.utio` says besides.
-    """
+    """Returns what a request's finished choices used; `about` is what `utio` says besides."""
     new = sum(each.token_ids.size for each in finished)
 
     def mean(name: str) -> float | None:
@@ -261,10 +250,7 @@ class Answer(Response):
     def __init__(
         self, service: Application, reading: Reading, ticket: Ticket, record: dict[str, Any]
     ) -> None:
-        """Makes an answer to a request, whose tasks the engine has.
-
-        `record` is what is logged of the request, its `id` among it; numbers are added to it.
-        """
+        """Answers a request whose tasks the engine has; `record` is what is logged of it."""
         super().__init__(status_code=200)
         self._reading, self._ticket, self._record = reading, ticket, record
         self._service, self._ping = service, service.limits.ping_seconds
@@ -283,7 +269,7 @@ class Answer(Response):
         """Sends it; whatever ends this, slots become free."""
         watcher = asyncio.create_task(self._watch(receive))
         try:
-            await (self._stream(send) if self._reading.stream else self._whole(send))
+            await (self._stream(send) if self._reading.body.stream else self._whole(send))
         except (ClientLeftError, OSError) as error:
             self._record["left"] = type(error).__name__
         finally:
@@ -298,7 +284,9 @@ class Answer(Response):
                 "mean_depth": None if depth is None else round(depth, 3),
                 "seconds_to_first_token": usage["utio"]["seconds_to_first_token"],
             }
-            self._service.ended(self)
+            for choice in self.choices:
+                if choice.finished is not None:
+                    self._service.metrics.finished(choice.finished)
 
     async def _watch(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -308,9 +296,7 @@ class Answer(Response):
     async def _parts(self) -> AsyncIterator[dict[str, Any] | None]:
         """Yields parts of choices as they come; None where nothing has for a while.
 
-        Raises:
-          ApiError: it ended otherwise than by its own tokens.
-          ClientLeftError: the client did.
+        Raises `ApiError` where it ended otherwise than by its own tokens.
         """
         reading, prompts = self._reading, range(len(self._reading.prompts))
         # Prompts that are still to be echoed, and new tokens that come behind them.
@@ -408,7 +394,8 @@ class Answer(Response):
             self._record["error"] = error.body["error"]["code"]
             await write(error.body, more=False)
             return
-        if self._reading.include_usage:
+        options = self._reading.body.stream_options
+        if options is not None and options.include_usage:
             await write({**head, "choices": [], "usage": self._usage()})
         await write("data: [DONE]\n\n", more=False)
 

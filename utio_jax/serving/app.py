@@ -12,15 +12,14 @@ import base64
 import contextlib
 import functools
 import hashlib
-import html
 import re
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from importlib import resources
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
+from fastapi.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from utio_jax.core.files import versions
@@ -87,7 +86,7 @@ class Application:
           shapes: which programs there are.
           limits: of requests.
           key: that requests bring; None: none.
-          log: takes each thing worth telling, as a record.
+          log: is given each event, as a record.
           channel: to the other processes over whose devices the model is spread, each of them in
             `run_server_worker`; None: there are none.
 
@@ -110,9 +109,8 @@ class Application:
         self.dead: BaseException | None = None
         self.on_change: Callable[[], None] = lambda: None
         self._channel, self._log = channel, log
-        self._metrics = Metrics(self.worker, layers=model.layers)
-        count = self._metrics.request
-        self.gate = Gate(_routes(self), body_bytes=limits.body_bytes, key=key, log=log, count=count)
+        self.metrics = Metrics(self.worker, layers=model.layers)
+        self.gate = Gate(_routes(self), body_bytes=limits.body_bytes, key=key, log=log)
         said, headers = "This server is warming up. Come again soon.", {"retry-after": "1"}
         self.gate.refusing = ApiError(503, said, code="not_ready", headers=headers)
         self._created = int(time.time())
@@ -143,10 +141,8 @@ class Application:
         if count > most:
             said = f"Wanted at most {most} choices and prompts at once. Got {count}."
             raise ApiError(400, said)
-        opened, waiting = len(worker.open_tasks), worker.waiting_tokens
-        size = sum(task.prompt.size for task in reading.tasks)
-        if opened + count > most or (waiting and waiting + size > limits.queue_tokens):
-            said = f"The queue is full: {opened} choices, {waiting} prompt tokens wait."
+        if (opened := len(worker.open_tasks)) + count > most:
+            said = f"The queue is full: {opened} choices are open. Come again soon."
             raise ApiError(429, said, headers={"retry-after": "1"})
         try:
             ticket = worker.hand_in(reading.tasks)
@@ -161,21 +157,11 @@ class Application:
             context=reader.context, created=self._created, in_full=reader.in_full
         )
 
-    def metrics(self) -> bytes:
-        """Returns counters in Prometheus' format."""
-        return self._metrics.text()
-
     @functools.cached_property
     def name_of(self) -> Callable[[int], str]:
         """Returns a token's own text."""
         decode = self.model.text.tokenizer.decode
         return functools.lru_cache(maxsize=2**17)(lambda token: decode([token]))
-
-    def ended(self, answer: Answer) -> None:
-        """Notes an answer of which nothing more is sent."""
-        for choice in answer.choices:
-            if choice.finished is not None:
-                self._metrics.finished(choice.finished)
 
     def _planned(self, **sizes: Any) -> None:
         """Times whether a depth per token pays; where it does not, requests run in full by default.
@@ -221,10 +207,9 @@ class Application:
 
 def _routes(service: Application) -> FastAPI:
     """Returns the addresses."""
-    known = versions()
     app = FastAPI(
         title="utio-jax serve",
-        version=known.get("utio-jax", "0"),
+        version=versions().get("utio-jax", "0"),
         description="OpenAI-compatible completions and chat, with a depth per token. Every error "
         'is {"error": {"message", "type", "param", "code"}}.',
         docs_url=None,
@@ -235,7 +220,7 @@ def _routes(service: Application) -> FastAPI:
     add_handlers(app)
     _add_generation(app, service)
     _add_models(app, service)
-    _add_life(app, service, known)
+    _add_life(app, service)
     return app
 
 
@@ -306,86 +291,38 @@ def _add_models(app: FastAPI, service: Application) -> None:
         }
 
 
-def _add_life(app: FastAPI, service: Application, known: dict[str, str]) -> None:
+def _add_life(app: FastAPI, service: Application) -> None:
     @app.get("/health")
-    async def health() -> Response:
+    async def health() -> dict[str, str]:
         """200 while the process can work."""
         if service.dead is not None:
-            return engine_ended(service.dead).response()
-        return JSONResponse({"status": "ok"})
+            raise engine_ended(service.dead)
+        return {"status": "ok"}
 
     @app.get("/ready")
-    async def ready() -> Response:
+    async def ready() -> dict[str, str | None]:
         """200 while requests are taken: everything is compiled, and the engine has not ended."""
         if service.dead or not service.ready:
             state = "ended" if service.dead else service.compiled
-            return ApiError(503, f"Not ready: {state}.", code="not_ready").response()
+            raise ApiError(503, f"Not ready: {state}.", code="not_ready")
         mode = service.card()["utio"]["default_mode"]
-        return JSONResponse({"status": "ready", "mode": mode, "plan": service.planned or None})
-
-    @app.get("/version")
-    async def version() -> dict[str, str]:
-        """Returns the versions of what runs."""
-        return {"version": known.get("utio-jax", "from a checkout"), **known}
+        return {"status": "ready", "mode": mode, "plan": service.planned or None}
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         """Counters for Prometheus."""
-        return Response(service.metrics(), media_type="text/plain; version=0.0.4")
-
-    @app.get("/favicon.ico", include_in_schema=False)
-    async def favicon() -> Response:
-        """Browsers ask for one; there is none."""
-        return Response(status_code=204)
-
-    @app.get("/docs", include_in_schema=False)
-    async def docs() -> Response:
-        """The addresses, to read."""
-        found = api_page(app.openapi())
-        return HTMLResponse(found, headers={"content-security-policy": page_policy(found)})
+        return Response(service.metrics.text(), media_type="text/plain; version=0.0.4")
 
     page = resources.files("utio_jax.serving").joinpath("page.html").read_text("utf-8")
-    policy = page_policy(page)
+    policy = {"content-security-policy": _page_policy(page)}
 
     @app.get("/", response_class=HTMLResponse)
     async def root() -> Response:
         """A page to try it."""
-        return HTMLResponse(page, headers={"content-security-policy": policy})
+        return HTMLResponse(page, headers=policy)
 
 
-def api_page(schema: dict[str, Any]) -> str:
-    """Returns an OpenAPI schema as a page without scripts: addresses, and the fields of bodies."""
-    models, parts = schema["components"]["schemas"], []
-
-    def fields(operation: dict[str, Any]) -> Iterator[str]:
-        body = operation.get("requestBody", {}).get("content", {}).get("application/json", {})
-        name = body.get("schema", {}).get("$ref", "").rpartition("/")[2]
-        for field, about in models.get(name, {}).get("properties", {}).items():
-            found = re.findall(r"#/components/schemas/(\w+)", str(about))
-            inner = [*models[found[0]].get("properties", {})] if found else []
-            said = about.get("description") or (f"with {', '.join(inner)}" if inner else "")
-            yield f"<li><code>{html.escape(field)}</code> {html.escape(said)}</li>"
-
-    for path, operations in schema["paths"].items():
-        for method, operation in operations.items():
-            named = f"{method.upper()} {path}"
-            listed = "".join(fields(operation))
-            said = html.escape(operation.get("description", ""))
-            parts.append(
-                f"<h2><code>{html.escape(named)}</code></h2><p>{said}</p><ul>{listed}</ul>"
-            )
-    title = html.escape(schema["info"]["title"])
-    return (
-        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title>'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        "<style>:root{color-scheme:light dark}body{font:1rem/1.5 system-ui,sans-serif;"
-        "max-width:48rem;margin:2rem auto;padding:0 1rem}h2{font-size:1rem}</style>"
-        f"<h1>{title}</h1><p>{html.escape(schema['info']['description'])} "
-        'The same for programs: <a href="openapi.json">openapi.json</a>.</p>' + "".join(parts)
-    )
-
-
-def page_policy(page: str) -> str:
+def _page_policy(page: str) -> str:
     """Returns the Content-Security-Policy under which a page's own style and script run alone."""
 
     def hashed(tag: str) -> str:

@@ -34,12 +34,9 @@ _STEPS = 8
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PromptScores:
-    """What the full model says of a prompt. Entry `i` is of token `i`, given those before it.
+    """Log-probabilities of a prompt's tokens, by the full model, given those before them, in nats.
 
-    Attributes:
-      token_ids: of the prompt.
-      log_probabilities: of each in nats; NaN for the first, which nothing predicts.
-      alternatives: the most probable tokens there; at the first 0, and NaN.
+    That of the first, which nothing predicts, is NaN, and the alternatives there are of id 0.
     """
 
     token_ids: Int[np.ndarray, " token"]
@@ -53,13 +50,9 @@ class PromptScorer:
     def __init__(
         self, model: ServedModel, *, capacity: int, shapes: Shapes, channel: Channel | None = None
     ) -> None:
-        """Compiles nothing yet.
+        """Compiles nothing yet; widths are those of `shapes`, or of the engine, in the context.
 
-        Args:
-          model: what is served.
-          capacity: tokens of a slot.
-          shapes: their `prompt_widths` are its own, within the context.
-          channel: of the leader, where other processes have to do the same.
+        `channel` is the leader's, where other processes have to do the same.
         """
         config = model.text.decoder.config
         widths = shapes.prompt_widths or prompt_widths(capacity)
@@ -134,15 +127,7 @@ def _scored(
 def make_engine(
     model: ServedModel, *, slots: int, capacity: int, shapes: Shapes, channel: Channel | None
 ) -> Engine:
-    """Returns the engine of a server.
-
-    Args:
-      model: what is served.
-      slots: choices that run at once.
-      capacity: tokens of each.
-      shapes: which programs there are.
-      channel: to the workers over whose devices the model is spread; None: there are none.
-    """
+    """Returns the engine of a server, which leads workers where there is a channel to them."""
     options = _options(model, slots=slots, capacity=capacity, shapes=shapes)
     if channel is None:
         return Engine.of(model.text, **options)

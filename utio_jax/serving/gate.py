@@ -27,9 +27,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from utio_jax.core.processes import ProcessLostError
 
-OPEN = frozenset(
-    {"/", "/docs", "/health", "/ready", "/metrics", "/version", "/openapi.json", "/favicon.ico"}
-)
+OPEN = frozenset({"/", "/health", "/ready", "/metrics", "/openapi.json"})
 """Addresses without a key: they show nothing of requests, and run nothing."""
 
 _PROBES = frozenset({"/health", "/ready", "/metrics"})
@@ -54,12 +52,7 @@ Log = Callable[[dict[str, Any]], None]
 
 
 class ApiError(HTTPException):
-    """An answer other than 200, with all that a client needs to act on it.
-
-    Attributes:
-      message: what was wanted, what came, what to do.
-      body: the error object.
-    """
+    """An answer other than 200: `body` is the error object, `param` in it the field at fault."""
 
     def __init__(
         self,
@@ -70,11 +63,10 @@ class ApiError(HTTPException):
         code: str | None = None,
         headers: dict[str, str] | None = None,
     ) -> None:
-        """Makes an error; `param`: the field that is wrong; `headers` go with its answer."""
         super().__init__(status_code=status, detail=message, headers=headers)
         kind, usual = _TYPES.get(status, _TYPES[400 if status < 500 else 500])
         inner = {"message": message, "type": kind, "param": param, "code": code or usual}
-        self.message, self.body = message, {"error": inner}
+        self.body = {"error": inner}
 
     def response(self) -> JSONResponse:
         """Returns the answer."""
@@ -100,10 +92,7 @@ def add_handlers(app: FastAPI) -> None:
     async def http(_: Request, error: Any) -> JSONResponse:
         if isinstance(error, ApiError):
             return error.response()
-        message = {
-            404: "There is no such address here. See /openapi.json for those that there are.",
-            405: "This address does not take that method. See /openapi.json.",
-        }.get(error.status_code, str(error.detail))
+        message = f"{error.detail}: see /openapi.json for the addresses and their methods."
         return ApiError(error.status_code, message, headers=error.headers).response()
 
     async def invalid(_: Request, error: Any) -> JSONResponse:
@@ -141,7 +130,7 @@ class Gate:
     """Checks requests before an application, and logs them behind it.
 
     Attributes:
-      refusing: the answer to requests for work; None: they are let in.
+      refusing: the error that requests for work get; None: they are let in.
       key: that requests bring; None: none.
     """
 
@@ -152,19 +141,9 @@ class Gate:
         body_bytes: int,
         key: str | None,
         log: Log,
-        count: Callable[[str, int, float], None],
     ) -> None:
-        """Stands before an application.
-
-        Args:
-          app: that answers.
-          body_bytes: of a request, at most.
-          key: that requests bring; None: none.
-          log: takes the record of a request.
-          count: takes address, status and seconds of a request.
-        """
-        self._app, self._body_bytes, self.key = app, body_bytes, key
-        self._log, self._count = log, count
+        """Stands before an application; requests have at most `body_bytes`."""
+        self._app, self._body_bytes, self.key, self._log = app, body_bytes, key, log
         self.refusing: ApiError | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -216,8 +195,6 @@ class Gate:
             record["seconds"] = round(time.monotonic() - began, 6)
             if scope["path"] not in _PROBES or record["status"] not in (200, 503):
                 self._log(record)
-            known = getattr(scope.get("route"), "path", None) or "other"
-            self._count(known, record["status"], record["seconds"])
 
     def _check(self, scope: Scope, headers: dict[str, str]) -> None:
         """Raises ApiError for a request that is not let in."""

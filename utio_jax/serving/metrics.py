@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a server has done, for Prometheus. Names begin with `utio_`; times are in seconds."""
+"""What an engine has done, for Prometheus. Names begin with `utio_`; times are in seconds."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from utio_jax.engine.requests import Finished
@@ -16,32 +15,21 @@ _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120
 
 
 class Metrics:
-    """Counters of one server."""
+    """Counters of one server. Requests by address and status are a proxy's to count."""
 
     def __init__(self, worker: Worker, *, layers: int) -> None:
         """Counts from nothing; `layers` are the model's."""
         self._worker, self._registry = worker, CollectorRegistry()
 
-        def histogram(name: str, about: str, labels: Any = (), buckets: Any = _SECONDS) -> Any:
-            return Histogram(name, about, labels, buckets=buckets, registry=self._registry)
+        def histogram(name: str, about: str, buckets: tuple[float, ...] = _SECONDS) -> Histogram:
+            return Histogram(name, about, buckets=buckets, registry=self._registry)
 
-        about = "Requests that were answered, by address and status"
-        labels = ["path", "status"]
-        self._requests = Counter("utio_http_requests", about, labels, registry=self._registry)
-        about = "From a request to the end of its answer"
-        self._seconds = histogram("utio_http_request_seconds", about, ["path"])
         about = "From a request to its first token, the queue included"
         self._first = histogram("utio_time_to_first_token_seconds", about)
         self._between = histogram("utio_time_between_tokens_seconds", "Mean of each request")
         about = "Layers behind a request's new tokens, on average"
-        depths = tuple(range(1, layers + 1))
-        self._depth = histogram("utio_mean_depth_layers", about, buckets=depths)
+        self._depth = histogram("utio_mean_depth_layers", about, tuple(range(1, layers + 1)))
         self._registry.register(self)
-
-    def request(self, path: str, status: int, seconds: float) -> None:
-        """Notes an answer."""
-        self._requests.labels(path, str(status)).inc()
-        self._seconds.labels(path).observe(seconds)
 
     def finished(self, found: Finished) -> None:
         """Notes a choice that ended."""
@@ -64,7 +52,6 @@ class Metrics:
             "utio_queued": ("Choices that wait for a slot", stats.queued),
             "utio_running": ("Choices that have one", stats.running),
             "utio_slots": ("Choices that can run at once", stats.slots),
-            "utio_waiting_prompt_tokens": ("Of what waits", worker.waiting_tokens),
         }
         for name, (about, value) in gauges.items():
             yield GaugeMetricFamily(name, about, value=value)

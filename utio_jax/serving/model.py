@@ -23,7 +23,6 @@ class Limits:
     Attributes:
       body_bytes: of a request.
       queue_requests: that wait for a slot, each choice of each prompt by itself; more get a 429.
-      queue_tokens: prompt tokens of these, together.
       request_seconds: from a request to its last token.
       ping_seconds: between comments in a stream that has nothing to say.
       drain_seconds: that open requests have after SIGTERM.
@@ -31,7 +30,6 @@ class Limits:
 
     body_bytes: int = 2**20
     queue_requests: int = 256
-    queue_tokens: int = 65536
     request_seconds: float = 300.0
     ping_seconds: float = 15.0
     drain_seconds: float = 30.0

@@ -14,12 +14,7 @@ from utio_jax.decoding.sampling import SamplingParams
 from utio_jax.decoding.thinking import Thinking
 from utio_jax.serving.gate import ApiError
 from utio_jax.serving.model import Limits, ServedModel
-from utio_jax.serving.schema import (
-    ChatRequest,
-    CompletionRequest,
-    Message,
-    UtioOptions,
-)
+from utio_jax.serving.schema import ChatRequest, CompletionRequest, Message, UtioOptions
 from utio_jax.serving.worker import Task
 
 _LONG = 16384
@@ -31,32 +26,29 @@ class Reading:
     """A request, understood.
 
     Attributes:
+      body: as it came.
       prompts: token ids of each.
       tasks: for the engine.
       choice_of: the choice that each task belongs to; of a prompt's scores, the prompt.
       choices: prompts times `n`.
       echo: texts of the prompts where they belong to the answer; None: they do not.
       about: what `usage.utio` says of all this.
-      chat: whether choices are messages.
       logprobs: most probable tokens at each place; None: no log-probabilities at all.
-      depths: whether pieces of text come with the depths of their tokens.
-      token_ids: whether new token ids are part of the answer.
-      stream: whether the answer comes in pieces.
-      include_usage: whether a stream ends with what was used.
     """
 
+    body: CompletionRequest | ChatRequest
     prompts: list[np.ndarray]
     tasks: list[Task]
     choice_of: list[int]
     choices: int
     echo: list[str] | None
     about: dict[str, Any]
-    chat: bool
     logprobs: int | None
-    depths: bool
-    token_ids: bool
-    stream: bool
-    include_usage: bool
+
+    @property
+    def chat(self) -> bool:
+        """Whether choices are messages."""
+        return isinstance(self.body, ChatRequest)
 
 
 class Reader:
@@ -67,13 +59,7 @@ class Reader:
     """
 
     def __init__(self, model: ServedModel, *, capacity: int, limits: Limits) -> None:
-        """Reads nothing yet.
-
-        Args:
-          model: that is served.
-          capacity: tokens that prompt and answer have together.
-          limits: of requests.
-        """
+        """Reads requests to a model whose slots have so many tokens."""
         self.model, self.capacity, self.limits = model, capacity, limits
         self.in_full = False
 
@@ -83,8 +69,10 @@ class Reader:
         prompts, texts = await self._prompts(body), None
         if body.echo:
             given = [body.prompt] if isinstance(body.prompt, str) else body.prompt
-            kept = isinstance(given[0], str)
-            texts = [str(text) for text in given] if kept else [*map(self.text_of, prompts)]
+            texts = [str(text) for text in given]
+            if not isinstance(given[0], str):
+                decode = self.model.text.tokenizer.decode
+                texts = [decode(prompt.tolist()) for prompt in prompts]
         most = 16 if body.max_tokens is None else body.max_tokens
         eos = self.model.text.decoder.config.eos_ids
         return self._reading(body, prompts, most, texts, logprobs=body.logprobs, eos_ids=eos)
@@ -93,10 +81,9 @@ class Reader:
         """Returns what a chat asks for."""
         self.check_model(body.model)
         prompt = await self.conversation(body.messages)
-        most = body.max_completion_tokens
-        most = body.max_tokens if most is None else most
-        if most is None:
-            most = max(1, self.context - prompt.size)
+        given = (body.max_completion_tokens, body.max_tokens)
+        left = max(1, self.context - prompt.size)
+        most = next((each for each in given if each is not None), left)
         if body.top_logprobs and not body.logprobs:
             said = "Wanted logprobs=true with top_logprobs. Set it."
             raise ApiError(400, said, param="top_logprobs")
@@ -149,10 +136,6 @@ class Reader:
                 return [found]
         return tokenizer.encode(text, add_special_tokens=False).ids
 
-    def text_of(self, ids: np.ndarray) -> str:
-        """Returns the text of token ids, special pieces left out."""
-        return self.model.text.tokenizer.decode(ids.tolist())
-
     @property
     def context(self) -> int:
         """Tokens that a prompt and its answer have together: the mode may run ahead of them."""
@@ -192,7 +175,17 @@ class Reader:
             message = "Wanted stream=true with stream_options. Set it, or leave them out."
             raise ApiError(400, message, param="stream_options")
         for prompt in prompts:
-            self._check_room(prompt, most)
+            if not prompt.size:
+                said = "Wanted a prompt of at least one token. Got none."
+                raise ApiError(400, said, param="prompt")
+            if prompt.size + most > self.context:
+                raise ApiError(
+                    400,
+                    f"Wanted a prompt and an answer within {self.context} tokens. Got a prompt of "
+                    f"{prompt.size} and max_tokens of {most}: {prompt.size + most}. Cut one of "
+                    "them.",
+                    code="context_length_exceeded",
+                )
         if not most and echo is None:
             message = "Wanted max_tokens of at least 1, or echo=true. Got 0."
             raise ApiError(400, message, param="max_tokens")
@@ -220,30 +213,15 @@ class Reader:
                 tasks.append(Task(prompt, {**options, "seed": (seed + each) % 2**32}))
                 choice_of.append(row * count + each)
         return Reading(
+            body=body,
             prompts=prompts,
             tasks=tasks,
             choice_of=choice_of,
             choices=len(prompts) * count,
             echo=echo,
             about={**about, "prompt_logprobs_of": "full"} if scored else about,
-            chat=isinstance(body, ChatRequest),
             logprobs=logprobs,
-            depths=body.utio is not None and body.utio.depths,
-            token_ids=bool(body.return_token_ids),
-            stream=bool(body.stream),
-            include_usage=bool(body.stream_options and body.stream_options.include_usage),
         )
-
-    def _check_room(self, prompt: np.ndarray, new: int) -> None:
-        if not prompt.size:
-            raise ApiError(400, "Wanted a prompt of at least one token. Got none.", param="prompt")
-        if prompt.size + new > self.context:
-            raise ApiError(
-                400,
-                f"Wanted a prompt and an answer within {self.context} tokens. Got a prompt of "
-                f"{prompt.size} and max_tokens of {new}: {prompt.size + new}. Cut one of them.",
-                code="context_length_exceeded",
-            )
 
     def _thinking(self, budget: int | None) -> Thinking:
         """Returns how long a request's choices may think: by its own budget, or the operator's."""
@@ -262,8 +240,7 @@ class Reader:
         """Returns the engine's options of depth for a request, and what its answer says of them."""
         model, asked = self.model, utio or UtioOptions()  # type: ignore[call-arg]
         own = model.mode.name
-        mode = "plain" if self.in_full and asked.budget is None else own
-        mode = asked.mode or mode
+        mode = asked.mode or ("plain" if self.in_full and asked.budget is None else own)
         if mode != own and (mode, own) != ("plain", "adaptive"):
             offered = "plain or adaptive" if own == "adaptive" else own
             said = f"Wanted utio.mode of {offered} here. Got {mode}."

@@ -43,23 +43,20 @@ class Address:
     Attributes:
       host: an address of this machine.
       port: 0 takes a free one.
-      key_file: of the key that requests bring, as text; None: they bring none.
-      insecure: whether others than this machine may come without a key.
+      key_file: of the key that requests bring, as text; without it the host is this machine's own.
     """
 
     host: str = "127.0.0.1"
     port: int = 8000
     key_file: Path | None = None
-    insecure: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.port < 65536:
             raise ValueError(f"Wanted a port of 0 to 65535. Got {self.port}.")
-        if self.key_file is None and not self.insecure and not _is_loopback(self.host):
+        if self.key_file is None and not _is_loopback(self.host):
             raise ValueError(
                 "Wanted a key for an address that others can reach. Got host "
-                f"{self.host} without. Name a key file, stay on 127.0.0.1, or say that it may be "
-                "insecure."
+                f"{self.host} without. Name a key file, or stay on 127.0.0.1."
             )
 
     def key(self) -> str | None:

@@ -29,7 +29,7 @@ _REST_SECONDS = 2.0
 
 
 class EngineStoppedError(Exception):
-    """The engine has ended, by the error that is its argument: nothing more will come."""
+    """The engine has ended, by the error that is its argument."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +57,6 @@ class Ticket:
     """
 
     def __init__(self, tasks: Sequence[Task], worker: Worker) -> None:
-        """Holds tasks that `Worker.hand_in` has let in."""
         self.tasks = tuple(tasks)
         self.news: asyncio.Queue[tuple[int, News]] = asyncio.Queue()
         self._open = set(range(len(self.tasks)))
@@ -78,14 +77,12 @@ class Ticket:
         """Takes what has come of a task, on the loop."""
         if index not in self._open:
             return  # Cancelled since.
-        self._worker.waiting.discard((self, index))
         if not isinstance(news, Event) or news.finished is not None:
             self._close(index)
         self.news.put_nowait((index, news))
 
     def _close(self, index: int) -> None:
         self._open.discard(index)
-        self._worker.waiting.discard((self, index))
         self._worker.open_tasks.discard((self, index))
 
 
@@ -94,7 +91,6 @@ class Worker:
 
     Attributes:
       open_tasks: that were let in, and have not ended, each as its ticket and its index there.
-      waiting: those of which nothing has come yet.
       ended: choices that ended, by why.
       new_tokens: handed out so far.
       stats: of the engine, of its last block but for at most a second.
@@ -110,22 +106,15 @@ class Worker:
         on_progress: Callable[[int, int], None] = lambda done, programs: None,
         plan: Callable[[], None] = lambda: None,
     ) -> None:
-        """Makes a worker that has not begun.
+        """Begins nothing. Calls `plan` in the thread first, all others on the loop.
 
-        Args:
-          engine: not warmed up yet.
-          scorer: of prompts.
-          on_ready: called on the loop once everything is compiled.
-          on_death: called on the loop where the engine ends by an error, after that was put into
-            all tickets.
-          on_progress: called on the loop with how many programs are compiled, and of how many.
-          plan: called in the thread, before anything is compiled.
+        `on_ready`: all is compiled; `on_progress`: how many programs are, of how many; `on_death`:
+        the engine has ended by an error, which all tickets have been given.
         """
         self._on_ready, self._on_death, self._on_progress = on_ready, on_death, on_progress
         self._engine, self._scorer, self._plan = engine, scorer, plan
         self._leads = isinstance(engine, LeaderEngine)  # Its workers wait for each call.
         self.open_tasks: set[tuple[Ticket, int]] = set()
-        self.waiting: set[tuple[Ticket, int]] = set()
         self.ended: dict[str, int] = dict.fromkeys(END_REASONS, 0)
         self.new_tokens = 0
         self.stats = engine.stats()
@@ -151,11 +140,6 @@ class Worker:
         """Whether the thread has not ended: nothing can stop a compilation."""
         return self._thread.is_alive()
 
-    @property
-    def waiting_tokens(self) -> int:
-        """Prompt tokens of which nothing has come yet."""
-        return sum(ticket.tasks[index].prompt.size for ticket, index in self.waiting)
-
     def hand_in(self, tasks: Sequence[Task]) -> Ticket:
         """Returns the ticket of tasks that are taken up behind the current block.
 
@@ -167,7 +151,6 @@ class Worker:
         ticket = Ticket(tasks, self)
         for index in range(len(ticket.tasks)):
             self.open_tasks.add((ticket, index))
-            self.waiting.add((ticket, index))
             self._inbox.put(("begin", ticket, index))
         return ticket
 

@@ -3,7 +3,6 @@
 
 from utio_jax.staircase.base import Executor, Tokens
 from utio_jax.staircase.buckets import (
-    BucketPlan,
     Buckets,
     assign_buckets,
     bucket_tokens,
@@ -11,9 +10,10 @@ from utio_jax.staircase.buckets import (
 )
 from utio_jax.staircase.capacity import CapacityPrefix, fit_capacities
 from utio_jax.staircase.exit_head import Readout
+from utio_jax.staircase.heat import AttentionHeat
 from utio_jax.staircase.loop import StaircaseResult, staircase
 from utio_jax.staircase.microbatches import MicroBatches
-from utio_jax.staircase.prompts import AttentionHeat, PromptImportance, Recency
+from utio_jax.staircase.prompts import PromptImportance, Recency
 from utio_jax.staircase.reference import dense_states, reference_states
 from utio_jax.staircase.score import (
     Comparison,
@@ -28,7 +28,6 @@ from utio_jax.staircase.sparse import SparseAttention
 
 __all__ = [
     "AttentionHeat",
-    "BucketPlan",
     "Buckets",
     "CapacityPrefix",
     "Comparison",

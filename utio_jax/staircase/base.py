@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What runs the live tokens of a segment: the executors' contract, and what they share.
 
-An executor changes cost, never results. It packs the live tokens into slots, applies layers to
-them, and leaves all other tokens' states alone. `utio_jax.staircase.microbatches` runs blocks in
-traced loops; `utio_jax.staircase.capacity` a static prefix, through which gradients flow;
+An executor changes cost, never results. `utio_jax.staircase.microbatches` runs blocks in traced
+loops; `utio_jax.staircase.capacity` a static prefix, through which gradients flow;
 `utio_jax.decoding.rows` one token of each row, whose keys and values lie in a cache.
 """
 
@@ -17,6 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from utio_jax.attention.band import SparseQueries
+from utio_jax.core.arrays import flat
 from utio_jax.core.decoder import (
     Decoder,
     HasKVMaps,
@@ -42,8 +42,7 @@ class Tokens:
       shown: tokens whose keys and values others may see in the layers to come.
       depth: layers that each token has run, once it is frozen; 0 for padding and live tokens.
       mapped: under `kv="mapped"`, keys (before rotation) and values that frozen tokens show in all
-        layers from `mapped_from` on; None before the first stop, and otherwise.
-      mapped_from: see `mapped`. Static.
+        layers from `mapped_from` on (static); None before the first stop, and otherwise.
     """
 
     x: Float[Array, "batch token dim"]
@@ -85,14 +84,21 @@ class Tokens:
             depth=jnp.zeros_like(positions),
         )
 
-    def mapped_at(
-        self, index: int | Int[Array, ""]
+    def shown_at(
+        self, decoder: Decoder, layer: LayerParams, index: int | Int[Array, ""]
     ) -> tuple[Float[Array, "token kv_head head_dim"], Float[Array, "token kv_head head_dim"]]:
-        """Returns keys before rotation, and values, that all tokens show in a layer, flattened."""
-        assert self.mapped is not None
-        layer = jax.lax.dynamic_index_in_dim(self.mapped, index - self.mapped_from, 2, False)
-        layer = layer.reshape(-1, *layer.shape[2:])
-        return layer[:, 0], layer[:, 1]
+        """Returns keys and values that frozen tokens show in a layer, flattened: maps', or zeros.
+
+        Zeros where nothing of theirs is seen.
+        """
+        if self.mapped is None:
+            config, (batch, width) = decoder.config, self.live.shape
+            shape = (batch * width, config.num_kv_heads, config.head_dim)
+            return jnp.zeros(shape, self.x.dtype), jnp.zeros(shape, self.x.dtype)
+        assert isinstance(decoder, HasKVMaps)
+        mapped = jax.lax.dynamic_index_in_dim(self.mapped, index - self.mapped_from, 2, False)
+        mapped = flat(mapped)
+        return decoder.rotate_keys(layer, mapped[:, 0], flat(self.places)), mapped[:, 1]
 
 
 @runtime_checkable
@@ -123,14 +129,7 @@ class Executor(Protocol):
         *,
         causal: bool = True,
     ) -> Any:
-        """Returns the slots of a segment, for the tokens that run in it.
-
-        Args:
-          segment: of the pass.
-          live: these tokens.
-          sparse: which of them see a history alone; None: none may.
-          causal: whether tokens see earlier ones alone.
-        """
+        """Returns a segment's slots, of its `live` tokens; `sparse` ones see a history alone."""
         ...
 
     def run_layers(
@@ -146,10 +145,9 @@ class Executor(Protocol):
     ) -> tuple[Float[Array, "batch token dim"], Any]:
         """Returns the states after layers `[start, stop)`, and the cache.
 
-        Tokens without a slot are unchanged. Keys are seen where `tokens.shown`; with
-        `only_live_keys` only the slots' own are projected. A `KVCache` receives all K/V that are
-        projected, token by token from slot 0 on; an executor may have a cache of its own kind.
-        There has to be one where layers read others' K/V (`DecoderConfig.kv_source`).
+        Keys are seen where `tokens.shown`; with `only_live_keys` only the slots' own are projected.
+        A `KVCache` receives all K/V that are projected; an executor may have a cache of its own
+        kind. There has to be one where layers read others' K/V (`DecoderConfig.kv_source`).
         """
         ...
 
@@ -175,17 +173,8 @@ class Executor(Protocol):
     def work(
         self, slots: Any, layers: int, *, kv_layers: int, only_live_keys: bool = False
     ) -> Work:
-        """Returns what running `layers` layers on the slots executes.
-
-        Keys and values are made for `kv_layers` of them.
-        """
+        """Returns what `layers` layers on the slots execute, `kv_layers` of which make K/V."""
         ...
-
-
-def rotated(decoder: Decoder, layer: LayerParams, keys: jax.Array, places: Places) -> jax.Array:
-    """Returns mapped keys of a layer as `Decoder.keys_values` returns its own."""
-    assert isinstance(decoder, HasKVMaps)
-    return decoder.rotate_keys(layer, keys, places)
 
 
 def over_blocks(
@@ -196,12 +185,8 @@ def over_blocks(
 ) -> Any:
     """Returns what `step(first, size, carry)` makes of a carry: whole blocks, then the rest.
 
-    Args:
-      total: of things that lie packed, traced.
-      sizes: of whole blocks, and of those for what remains, which divides it; the last one of
-        these may reach beyond the total.
-      step: one block.
-      carry: any pytree.
+    `sizes` are that of whole blocks, and one that divides it, of blocks for what remains of the
+    `total`; the last of these may reach beyond it.
     """
     block, least = sizes
     if block == least:  # One loop, one body to compile.
@@ -218,11 +203,7 @@ def over_blocks(
 
 
 def check_min_bucket(min_bucket: int) -> int:
-    """Returns `min_bucket`, once it is known to be a positive integer.
-
-    Raises:
-      ValueError: it is not.
-    """
+    """Returns `min_bucket`; raises ValueError where it is no positive integer."""
     if isinstance(min_bucket, bool) or not isinstance(min_bucket, int) or min_bucket < 1:
         raise ValueError(
             f"Wanted a min_bucket of at least 1, in items. Got min_bucket={min_bucket!r}. "

@@ -11,7 +11,6 @@ Counts are traced, so new scores never recompile; only depths and `min_bucket` a
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -32,23 +31,25 @@ class Buckets:
     """Where every token lies. Slots run deepest bucket first; within a bucket, in token order.
 
     Attributes:
-      bucket_of_token: index into `plan.depths`.
+      bucket_of_token: index into `depths`.
       token_of_slot: the token in each slot; a permutation per row.
       slot_of_token: its inverse.
       counts: tokens per bucket, shallowest bucket first.
-      plan: the static part.
+      depths: one per bucket, strictly increasing, in layers. Static.
+      min_bucket: blocks hold this many items; a bucket's last one is padded up to it. Static.
     """
 
     bucket_of_token: Int[Array, "*lead token"]
     token_of_slot: Int[Array, "*lead token"]
     slot_of_token: Int[Array, "*lead token"]
     counts: Int[Array, "*lead bucket"]
-    plan: BucketPlan = static()
+    depths: tuple[int, ...] = static()
+    min_bucket: int = static()
 
     @property
     def depth_of_token(self) -> Int[Array, "*lead token"]:
         """Layers that each token runs."""
-        return jnp.asarray(self.plan.depths, jnp.int32)[self.bucket_of_token]
+        return jnp.asarray(self.depths, jnp.int32)[self.bucket_of_token]
 
     def __iter__(self) -> Iterator[Any]:
         """Refuses what other UTIOs return: buckets, their order and its inverse."""
@@ -65,7 +66,7 @@ def assign_buckets(
     """Returns each token's bucket: how many thresholds its score exceeds; NaN goes deepest.
 
     Scores and thresholds share a unit (nats, if the score is an entropy). Neither is a number of
-    layers; `BucketPlan.depths` turns a bucket into one.
+    layers; `Buckets.depths` turns a bucket into one.
 
     >>> assign_buckets(jnp.array([0.1, 0.9, 0.5]), [0.5])
     Array([0, 1, 0], dtype=int32)
@@ -121,7 +122,6 @@ def bucket_tokens(
     thresholds: Float[Array, " edge"] | Sequence[float] | None = None,
     fractions: Sequence[float] | None = None,
     min_bucket: int = 64,
-    floor: int = 1,
     **others: Any,
 ) -> Buckets:
     """Sorts tokens into depth buckets by score.
@@ -135,13 +135,12 @@ def bucket_tokens(
         summing to 1. Ranks within the row (ties: the earlier token is the less important), so
         it is *not* causal. Static.
       min_bucket: block size of the runs to come. Static.
-      floor: no token runs fewer layers than this; it is lifted to the first depth that has as many.
       **others: refused, with what to say instead of the `bucket_cutoffs` of other UTIOs.
 
     Raises:
       ValueError: an option that there is not; depths are no staircase; thresholds or fractions are
         both or neither given, of the wrong length, out of order, or do not sum to 1; min_bucket is
-        below 1; a floor beyond the last depth; scores are not floating-point `[..., token]`.
+        below 1; scores are not floating-point `[..., token]`.
     """
     if others:
         name, value = next(iter(others.items()))
@@ -151,7 +150,7 @@ def bucket_tokens(
             "depths=(6, 16, 32), fractions=(0.5, 0.3, 0.2). There is one result: its "
             "token_of_slot is the order, its slot_of_token the inverse."
         )
-    plan = BucketPlan(depths=tuple(depths), min_bucket=min_bucket)
+    depths, min_bucket = check_depths(depths), check_min_bucket(min_bucket)
     if jnp.ndim(scores) < 1 or not jnp.issubdtype(jnp.result_type(scores), jnp.floating):
         raise ValueError(
             "Wanted floating-point scores of shape [..., token]. "
@@ -163,33 +162,24 @@ def bucket_tokens(
             + ("neither." if thresholds is None else "both.")
             + " Thresholds are causal; fractions rank within the row."
         )
-    if floor > plan.depths[-1]:
-        raise ValueError(
-            f"Wanted a floor of at most the last depth {plan.depths[-1]}. Got floor={floor}."
-        )
     if thresholds is not None:
-        bucket = assign_buckets(scores, check_thresholds(thresholds, plan.num_buckets - 1))
+        bucket = assign_buckets(scores, check_thresholds(thresholds, len(depths) - 1))
     else:
-        bucket = _buckets_by_rank(scores, () if fractions is None else fractions, plan)
-    lowest = next(i for i, depth in enumerate(plan.depths) if depth >= floor)
-    bucket = jnp.maximum(bucket, lowest)
-    source, destination = stable_partition(plan.num_buckets - 1 - bucket, plan.num_buckets)
-    counts = jnp.sum(jax.nn.one_hot(bucket, plan.num_buckets, dtype=jnp.int32), axis=-2)
+        bucket = _buckets_by_rank(scores, () if fractions is None else fractions, depths)
+    source, destination = stable_partition(len(depths) - 1 - bucket, len(depths))
+    counts = jnp.sum(jax.nn.one_hot(bucket, len(depths), dtype=jnp.int32), axis=-2)
     return Buckets(
         bucket_of_token=bucket,
         token_of_slot=source,
         slot_of_token=destination,
         counts=counts,
-        plan=plan,
+        depths=depths,
+        min_bucket=min_bucket,
     )
 
 
 def check_thresholds(thresholds: Any, wanted: int) -> jax.Array:
-    """Returns thresholds as float32 `[edge]`, checked for length, and for order where concrete.
-
-    Raises:
-      ValueError: the length is not `wanted`, a value is NaN, or values descend.
-    """
+    """Returns thresholds as float32 `[edge]`, checked for length, and for order where concrete."""
     edges = thresholds if isinstance(thresholds, Tracer) else np.asarray(thresholds, np.float32)
     if edges.shape != (wanted,):
         raise ValueError(
@@ -204,22 +194,23 @@ def check_thresholds(thresholds: Any, wanted: int) -> jax.Array:
     return jnp.asarray(edges, jnp.float32)
 
 
-def _buckets_by_rank(scores: jax.Array, fractions: Sequence[float], plan: BucketPlan) -> jax.Array:
+def _buckets_by_rank(
+    scores: jax.Array, fractions: Sequence[float], depths: tuple[int, ...]
+) -> jax.Array:
     shares = np.asarray(fractions, np.float64)
-    fits = shares.shape == (plan.num_buckets,)
+    fits = shares.shape == (len(depths),)
     if not (fits and (shares >= 0).all() and abs(shares.sum() - 1) <= 1e-6):
         raise ValueError(
-            f"Wanted {plan.num_buckets} fractions of at least 0 that sum to 1, one per depth of "
-            f"{plan.depths}. Got {tuple(fractions)}, sum {float(np.sum(shares)):g}."
+            f"Wanted {len(depths)} fractions of at least 0 that sum to 1, one per depth of "
+            f"{depths}. Got {tuple(fractions)}, sum {float(np.sum(shares)):g}."
         )
     token = scores.shape[-1]
     last_rank = np.round(np.cumsum(shares) * token).astype(np.int32)  # of each bucket, exclusive
     order = jnp.argsort(scores, axis=-1)  # Stable; NaN comes last, after infinity.
-    bucket_of_rank = np.searchsorted(last_rank, np.arange(token), side="right").clip(
-        max=plan.num_buckets - 1
-    )
+    bucket_of_rank = np.searchsorted(last_rank, np.arange(token), side="right")
+    bucket_of_rank = bucket_of_rank.clip(max=len(depths) - 1)
     bucket = jnp.asarray(bucket_of_rank, jnp.int32)[invert(order.astype(jnp.int32))]
-    return jnp.where(jnp.isnan(scores), plan.num_buckets - 1, bucket)
+    return jnp.where(jnp.isnan(scores), len(depths) - 1, bucket)
 
 
 @pytree
@@ -269,7 +260,7 @@ def run_buckets(
             f"block of inputs to a static depth. Got {len(others)} arguments more. Leave out order "
             "and inverse: results come back in the inputs' own order."
         )
-    plan = buckets.plan
+    depths, size = buckets.depths, buckets.min_bucket
     lead = buckets.bucket_of_token.shape
     for leaf in jax.tree.leaves(inputs):
         if leaf.shape[: len(lead)] != lead:
@@ -280,95 +271,64 @@ def run_buckets(
     flat = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[len(lead) :]), inputs)
     decided = buckets.bucket_of_token.reshape(-1)
     num_items = decided.shape[0]
-    group = _merge_small(decided, plan) if merge_small else decided
-    depth_table = jnp.asarray(plan.depths, jnp.int32)
-    item_of_slot, _ = stable_partition(group, plan.num_buckets)
-    counts = jnp.sum(jax.nn.one_hot(group, plan.num_buckets, dtype=jnp.int32), axis=0)
+    group = _merge_small(decided, len(depths), size) if merge_small else decided
+    item_of_slot, _ = stable_partition(group, len(depths))
+    counts = jnp.sum(jax.nn.one_hot(group, len(depths), dtype=jnp.int32), axis=0)
     ends = jnp.cumsum(counts)
 
     block = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct((plan.min_bucket, *leaf.shape[1:]), leaf.dtype), flat
+        lambda leaf: jax.ShapeDtypeStruct((size, *leaf.shape[1:]), leaf.dtype), flat
     )
-    shapes = [jax.eval_shape(lambda b, d=depth: forward(b, d), block) for depth in plan.depths]
+    shapes = [jax.eval_shape(lambda b, d=depth: forward(b, d), block) for depth in depths]
     if any(shape != shapes[0] for shape in shapes):
         raise ValueError(
             "Wanted a forward function that returns the same shapes at every depth. Got "
-            + "; ".join(f"depth {d}: {s}" for d, s in zip(plan.depths, shapes, strict=True))
+            + "; ".join(f"depth {d}: {s}" for d, s in zip(depths, shapes, strict=True))
         )
     outputs = jax.tree.map(
         lambda leaf: jnp.zeros((num_items, *leaf.shape[1:]), leaf.dtype), shapes[0]
     )
     if num_items:
-        for bucket, depth in enumerate(plan.depths):
-            outputs = _run_bucket(
-                forward,
-                flat,
-                outputs,
-                item_of_slot,
-                ends[bucket] - counts[bucket],
-                ends[bucket],
-                depth,
-                plan,
-            )
-    blocks = -(-counts // plan.min_bucket)
+        for bucket, depth in enumerate(depths):
+            run = lambda block, depth=depth: forward(block, depth)  # noqa: E731
+            span = ends[bucket] - counts[bucket], ends[bucket]
+            outputs = _run_bucket(run, flat, outputs, item_of_slot, span, size)
+    blocks = -(-counts // size)
     return BucketResults(
         outputs=jax.tree.map(lambda leaf: leaf.reshape(*lead, *leaf.shape[1:]), outputs),
-        depth_of_token=depth_table[group].reshape(lead),
+        depth_of_token=jnp.asarray(depths, jnp.int32)[group].reshape(lead),
         involuntary_stays=jnp.sum(group != decided, dtype=jnp.int32),
-        slots_used=blocks * plan.min_bucket,
+        slots_used=blocks * size,
     )
 
 
 def _run_bucket(
-    forward: Callable[[Any, int], Any],
+    run: Callable[[Any], Any],
     inputs: Any,
     outputs: Any,
     item_of_slot: jax.Array,
-    start: jax.Array,
-    end: jax.Array,
-    depth: int,
-    plan: BucketPlan,
+    span: tuple[jax.Array, jax.Array],
+    size: int,
 ) -> Any:
-    num_items = item_of_slot.shape[0]
+    """Returns the outputs with those of one bucket's slots, in blocks of `size`."""
+    num_items, (start, end) = item_of_slot.shape[0], span
 
     def body(index: jax.Array, outputs: Any) -> Any:
-        slots = start + index * plan.min_bucket + jnp.arange(plan.min_bucket, dtype=jnp.int32)
+        slots = start + index * size + jnp.arange(size, dtype=jnp.int32)
         items = item_of_slot[jnp.minimum(slots, num_items - 1)]
-        results = forward(jax.tree.map(lambda leaf: leaf[items], inputs), depth)
+        results = run(jax.tree.map(lambda leaf: leaf[items], inputs))
         # Padding repeats a real item; its result goes nowhere.
         where = jnp.where(slots < end, items, num_items)
         return jax.tree.map(
             lambda all_, new: all_.at[where].set(new, mode="drop"), outputs, results
         )
 
-    blocks = -(-(end - start) // plan.min_bucket)
+    blocks = -(-(end - start) // size)
     return jax.lax.fori_loop(0, blocks, body, outputs)
 
 
-def _merge_small(bucket: Int[Array, " item"], plan: BucketPlan) -> Int[Array, " item"]:
-    for index in range(plan.num_buckets - 1):
-        small: Bool[Array, ""] = jnp.sum(bucket == index) < plan.min_bucket
+def _merge_small(bucket: Int[Array, " item"], buckets: int, least: int) -> Int[Array, " item"]:
+    for index in range(buckets - 1):
+        small: Bool[Array, ""] = jnp.sum(bucket == index) < least
         bucket = jnp.where((bucket == index) & small, index + 1, bucket)
     return bucket
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class BucketPlan:
-    """What is static about bucketing. Nothing in it depends on scores: new ones never recompile.
-
-    Attributes:
-      depths: one depth per bucket, strictly increasing, in layers.
-      min_bucket: blocks hold this many items; a bucket's last block is padded up to it.
-    """
-
-    depths: tuple[int, ...]
-    min_bucket: int = 64
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "depths", check_depths(self.depths))
-        check_min_bucket(self.min_bucket)
-
-    @property
-    def num_buckets(self) -> int:
-        """Buckets, shallowest first."""
-        return len(self.depths)

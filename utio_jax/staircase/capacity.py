@@ -18,12 +18,12 @@ from utio_jax.attention.band import SparseQueries
 from utio_jax.attention.cache import KVCache, write_prompt
 from utio_jax.attention.mixing import causal_blocks, mix_whole_rows, mixer_at
 from utio_jax.core.arrays import executed_heads, flat
-from utio_jax.core.decoder import Decoder, LayerParams, Params
+from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.layer import keys_values_of, layer_at, run_layer
 from utio_jax.core.platform import here
 from utio_jax.core.pytrees import pytree, static
 from utio_jax.core.work import Work
-from utio_jax.staircase.base import Executor, Tokens, check_min_bucket, rotated
+from utio_jax.staircase.base import Executor, Tokens, check_min_bucket
 from utio_jax.staircase.keys_values import make_shared, shared_at, spans
 from utio_jax.staircase.microbatches import MicroBatches
 
@@ -139,6 +139,8 @@ class CapacityPrefix:
         return jax.lax.cond(self._overflows(slots), run(width), fits)
 
     def _overflows(self, slots: PrefixSlots) -> Bool[Array, ""]:
+        if self.certain:
+            return jnp.asarray(False)
         return jnp.max(jnp.sum(slots.live, axis=1)) > slots.capacity
 
     def run_layers(
@@ -160,16 +162,7 @@ class CapacityPrefix:
                 "executor=MicroBatches(), or capacities that are certain to hold all tokens."
             )
         batch, width, _ = tokens.x.shape
-        alone = only_live_keys or tokens.mapped is not None  # Others show nothing, or their maps'.
         rows = lambda y, n: y.reshape(batch, n, *y.shape[1:])  # noqa: E731
-
-        def others_at(layer: LayerParams, index: int | jax.Array) -> tuple[jax.Array, jax.Array]:
-            if tokens.mapped is None:  # Hidden.
-                shape = (batch, width, config.num_kv_heads, config.head_dim)
-                return jnp.zeros(shape, tokens.x.dtype), jnp.zeros(shape, tokens.x.dtype)
-            keys, values = tokens.mapped_at(index)
-            keys = rotated(decoder, layer, keys, flat(tokens.places))
-            return rows(keys, width), rows(values, width)
 
         def run(size: int) -> Callable[[], tuple[jax.Array, KVCache | None]]:
             every = jnp.broadcast_to(jnp.arange(width), (batch, width))
@@ -180,7 +173,6 @@ class CapacityPrefix:
             visible_at = _visible_at(decoder, chosen, every, tokens.shown)
 
             def put(others: jax.Array, own: jax.Array) -> jax.Array:
-                """Returns what all tokens show, where those that run show their own."""
                 mine = jnp.where(keep[..., None], rows(own, size), slots.take(others, size))
                 return slots.put(others, mine)
 
@@ -194,8 +186,9 @@ class CapacityPrefix:
                 block = slots.take(x, size)
                 if shared is not None:
                     keys, values = shared(index)
-                elif alone:
-                    keys, values = others_at(layer, index)
+                elif only_live_keys:
+                    shown = tokens.shown_at(decoder, layer, index)
+                    keys, values = (rows(y, width) for y in shown)
                     own = keys_values_of(decoder, layer, flat(block), flat(places))
                     keys, values = map(put, (keys, values), own)
                 else:
@@ -261,15 +254,13 @@ class CapacityPrefix:
 
     def slots_run(self, slots: PrefixSlots) -> Int[Array, ""]:
         batch, width = slots.live.shape
-        overflows = False if self.certain else self._overflows(slots)
-        used = jnp.where(overflows, width, slots.capacity)
+        used = jnp.where(self._overflows(slots), width, slots.capacity)
         return used.astype(jnp.int32) * batch
 
     def heads_run(self, slots: PrefixSlots) -> Int[Array, ""]:
         batch, width = slots.live.shape
         whole, prefix = (executed_heads(batch * size) for size in (width, slots.capacity))
-        overflows = False if self.certain else self._overflows(slots)
-        return jnp.where(overflows, whole, prefix).astype(jnp.int32)
+        return jnp.where(self._overflows(slots), whole, prefix).astype(jnp.int32)
 
     def work(
         self, slots: PrefixSlots, layers: int, *, kv_layers: int, only_live_keys: bool = False
@@ -283,7 +274,7 @@ class CapacityPrefix:
                 used < batch * width, used.astype(jnp.float32) * width, batch * slots.whole_keys
             )
             * float(layers),
-            overflows=jnp.asarray(False if self.certain else self._overflows(slots), jnp.int32),
+            overflows=self._overflows(slots).astype(jnp.int32),
         )
 
 
@@ -320,10 +311,7 @@ def fit_capacities(
 ) -> tuple[int, ...]:
     """Returns the smallest capacities, in slots per row, that hold these tokens. On the host.
 
-    Args:
-      depth_of_token: decided depths `[batch, token]` in layers; 0 for padding.
-      depths: the policy's depths.
-      min_bucket: the unit that capacities are multiples of.
+    Decided depths are `[batch, token]` in layers, 0 for padding.
 
     >>> fit_capacities(np.array([[2, 2, 4], [2, 4, 4]]), depths=(2, 4), min_bucket=2)
     (4, 2)
@@ -339,12 +327,8 @@ def fit_row_shares(
     """Returns the shares of a row's slots that are cheapest as capacities, by segment. On the host.
 
     A share that a row of a batch outgrows costs the whole width. So it is the one of the least
-    expected cost where `rows` of these, drawn at random, run together.
-
-    Args:
-      depth_of_token: decided depths `[row, token]` in layers, of other text; 0 for padding.
-      depths: the policy's depths.
-      rows: of a batch.
+    expected cost where `rows` of these, drawn at random, run together. Decided depths are
+    `[row, token]` in layers, 0 for padding.
 
     >>> fit_row_shares(np.array([[2, 2, 4, 4], [2, 2, 2, 4]]), depths=(2, 4), rows=1)
     (1.0, 0.5)
@@ -364,13 +348,13 @@ def fit_row_shares(
 def choose_executor(executor: Executor | Literal["auto"], policy: Any, width: int) -> Executor:
     """Returns the executor that `"auto"` means for rows of `width` tokens, or the given one.
 
-    Where loops of unknown length are slow (`Platform.static_shapes`) and the policy's `row_shares`
-    are known, a static prefix of these; otherwise micro-batches.
+    A static prefix where loops of unknown length are slow (`Platform.static_shapes`) and the
+    policy's `row_shares` are known; otherwise micro-batches.
     """
     if not isinstance(executor, str):
         return executor
     shares = getattr(policy, "row_shares", None)
-    shares = (1.0,) if len(policy.depths) == 1 else shares  # Nobody stops on the way.
+    shares = (1.0,) if len(policy.depths) == 1 else shares  # No token stops on the way.
     if shares is None or not here().static_shapes:
         return MicroBatches()
     unit = CapacityPrefix.min_bucket

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The vocabulary head at the exits of a pass: shared by decisions and results, run once per token.
-
-`Head` is the head at one depth while a segment is traced; `Reading` collects, over the depths, what
-the pass' readout makes of every token's logits at its own depth.
-"""
+"""The vocabulary head at the exits of a pass: one for decisions and results, once per token."""
 
 from __future__ import annotations
 
@@ -62,12 +58,11 @@ class Model:
 
 
 class Head:
-    """The vocabulary head at one depth, while a segment is traced.
+    """The vocabulary head at one depth, while a segment is traced; it runs nothing until asked.
 
-    It runs nothing until it is asked: what no policy looks at costs nothing here. A policy that
-    looks at logits and the readout get the same ones, and a lens maps states for both. Logits of
-    whole rows are made in blocks and not kept: looking twice runs the head twice. Where the
-    executor `keeps_logits`, it runs once.
+    A policy that looks at logits and the readout get the same ones, and a lens maps states for
+    both. Logits of whole rows are made in blocks and not kept: looking twice runs the head twice.
+    Where the executor `keeps_logits`, it runs once.
 
     Attributes:
       seen: tokens whose logits were looked at.
@@ -174,7 +169,7 @@ class Reading:
 
     @classmethod
     def start(cls, model: Model, tokens: Tokens, depths: tuple[int, ...]) -> Reading:
-        """Returns the reading of nothing; a second array of states only where there is a lens."""
+        """Returns the reading of nothing yet."""
         through_lens = any(has_exit_lens(model.decoder, depth) for depth in depths)
         return cls(states=tokens.x if through_lens else None, found=None, unread=tokens.live)
 

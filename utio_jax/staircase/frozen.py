@@ -5,9 +5,8 @@
     mapped      K/V mapped from the last state (`utio_jax.prompts.maps`)
     drop        nothing
 
-One small static object for each, for whole rows and decoding steps alike. A strategy freezes tokens
-at an exit, and fills what a pass left empty in a cache: the layers that no token ran. Users say
-them by name (`kv=`); `utio_jax.staircase.reference` defines what they mean.
+For whole rows and decoding steps alike. A strategy freezes tokens at an exit, and fills in a cache
+the layers that no token of the pass ran. `utio_jax.staircase.reference` defines what they mean.
 """
 
 from __future__ import annotations
@@ -21,11 +20,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from utio_jax.attention.cache import KVCache, write
-from utio_jax.core.arrays import flat
 from utio_jax.core.decoder import Decoder, HasKVMaps, LayerParams, Params
 from utio_jax.core.layer import Depth, layer_at
 from utio_jax.core.work import Work
-from utio_jax.staircase.base import Tokens, rotated
+from utio_jax.staircase.base import Tokens
 from utio_jax.staircase.exit_head import Model
 from utio_jax.staircase.keys_values import project_layers
 from utio_jax.staircase.reference import check_kv
@@ -68,19 +66,11 @@ class Propagate:
         bounds: tuple[int, int],
         layers: tuple[LayerParams, ...] | None = None,
     ) -> tuple[KVCache, int | Int[Array, ""]]:
-        """Returns the cache with K/V of frozen tokens in layers that the pass left empty.
+        """Returns the cache with K/V of frozen tokens in layers [start, bounds[1]), and how many.
 
-        Args:
-          decoder: the model.
-          params: its parameters.
-          tokens: after the pass; of those that are not `shown` nothing is written.
-          cache: that they fill; donate it.
-          start: first such layer; traced, within `bounds`.
-          bounds: static; the second is the layer to stop before.
-          layers: each layer's parameters apart, where they are.
-
-        Returns:
-          The cache, and in how many layers K/V were projected.
+        Those are the layers that the pass left empty; `start` is traced, within the static
+        `bounds`. Of tokens that are not `shown` nothing is written. Counted are layers of which K/V
+        were projected. `layers`: each layer's parameters apart, where they are.
         """
         with jax.named_scope("frozen"):
             return project_layers(
@@ -159,16 +149,13 @@ class Mapped(Propagate):
         *,
         start: Depth,
         bounds: tuple[int, int],
-        layers: tuple[LayerParams, ...] | None = None,
+        **_: Any,
     ) -> tuple[KVCache, int]:
-        del layers  # Of a layer, no more than the scales of its keys.
         if tokens.mapped is None:
             return cache, 0
 
         def put(index: jax.Array, cache: KVCache) -> KVCache:
-            keys, values = tokens.mapped_at(index)
-            layer = layer_at(decoder, params, index)
-            keys = rotated(decoder, layer, keys, flat(tokens.places))
+            keys, values = tokens.shown_at(decoder, layer_at(decoder, params, index), index)
             keys, values = (y.reshape(*tokens.live.shape, *y.shape[1:]) for y in (keys, values))
             valid = tokens.shown & (tokens.depth <= index)
             return write(cache, index, keys, values, positions=tokens.positions, valid=valid)

@@ -38,15 +38,7 @@ def spans(config: DecoderConfig, start: int, stop: int) -> list[tuple[int, int, 
 def make_shared(
     decoder: Decoder, params: Params, cache: KVCache, x: jax.Array, places: Places
 ) -> KVCache:
-    """Returns the cache with K/V that are made once, of all tokens' states after `kv_own` layers.
-
-    Args:
-      decoder: the model.
-      params: its parameters.
-      cache: of rows of the tokens' shape.
-      x: states `[batch, token, dim]`.
-      places: of the tokens.
-    """
+    """Returns the cache with K/V made once, of all tokens' states after `kv_own` layers."""
     first = decoder.config.kv_own
     for row in decoder.config.kv_made(first, first + 1):
         layer = layer_at(decoder, params, row)
@@ -78,17 +70,7 @@ def project(
     places: Places,
     at: At,
 ) -> KVCache:
-    """Returns the cache with the keys and values that a layer makes of some states.
-
-    Args:
-      decoder: the model.
-      layer: one layer's parameters.
-      cache: of all rows.
-      index: of the layer.
-      x: the states.
-      places: of their tokens.
-      at: where they go.
-    """
+    """Returns the cache with the keys and values that a layer makes of some states."""
     keys, values = dense_keys_values(decoder, layer, x, places)
     return write(cache, index, keys, values, **at)
 
@@ -137,17 +119,8 @@ def project_layers(  # noqa: PLR0913 (arrays of one segment)
 ) -> tuple[KVCache, int | Int[Array, ""]]:
     """Returns the cache with K/V of frozen states in layers [start, stop), and in how many.
 
-    Args:
-      decoder: the model.
-      params: its parameters.
-      cache: carried whole; donate it.
-      x: the states.
-      places: of their tokens.
-      at: where they go.
-      start: first layer.
-      stop: layer to stop before. Static.
-      layers: each layer's parameters apart, where they are.
-      bounds: between which a traced `start` lies. Static.
+    `layers`: each layer's parameters apart, where they are. `bounds`: static, between which a
+    traced `start` lies.
     """
     config = decoder.config
 

@@ -1,24 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """The staircase: one pass, in which every token runs as deep as a policy decides.
 
-`run_pass` is the library's one loop over depths. Whole rows run it by `staircase` (`score`,
-`Prefill`), and so does a decoding step (`utio_jax.decoding.adaptive`): one token of each row, whose
-keys and values lie in a cache. What differs are the objects that it is given: an executor, a K/V
-strategy for frozen tokens, a packing, a policy.
+`run_pass` is the library's one loop over depths: of whole rows (`score`, `Prefill`), and of a
+decoding step (`utio_jax.decoding.adaptive`), one token of each row. What differs are the objects
+that it is given: an executor, a K/V strategy for frozen tokens, a packing, a policy.
 
-It equals `utio_jax.staircase.reference.reference_states`, which defines what it must compute. The
-depths cut the stack into nested segments [0, d1) [d1, d2) ... Each segment packs the tokens that
-still run into dense slots and works on these alone; at its end the policy decides which go on, and
-the rest is frozen. What is frozen stays visible to the others as the K/V strategy says:
+It equals `utio_jax.staircase.reference.reference_states`. The depths cut the stack into nested
+segments [0, d1) [d1, d2) ... Each packs the tokens that still run into dense slots and works on
+these alone; at its end the policy decides which go on, and the rest is frozen. What is frozen stays
+visible to the others as the K/V strategy says:
 
     token    0 1 2 3 4 5 6 7          # one row
     [8,16)   . . # . . . # .          # "#" computed, "." frozen: K/V only (or nothing)
     [4, 8)   . # # . # . # #
     [0, 4)   # # # # # # # #
 
-States never move: they stay in token order, and a segment's slots are a list of indices into them
-(`utio_jax.staircase.base`). Packing and unpacking a block costs about 1 % of its arithmetic on CPU,
-and K/V come out in the order that causal attention and caches want.
+States stay in token order, and a segment's slots are a list of indices into them. Packing and
+unpacking a block costs about 1 % of its arithmetic on CPU.
 """
 
 from __future__ import annotations
@@ -209,12 +207,11 @@ def run_pass(
 
 
 def check_policy(policy: Policy, decoder: Decoder, *, kv: str = "propagate") -> tuple[int, ...]:
-    """Returns the policy's depths, once they are known to fit the decoder.
+    """Returns the policy's depths.
 
     Raises:
       TypeError: it is no policy, but the name of one, or a signal.
-      ValueError: the policy stops at depths that the model does not have, or, under `kv="mapped"`,
-        has no maps for.
+      ValueError: the model does not have these depths, or, under `kv="mapped"`, no maps for them.
     """
     if not hasattr(policy, "depths"):
         raise TypeError(

@@ -22,12 +22,7 @@ from utio_jax.core.layer import keys_values_of, layer_at
 from utio_jax.core.platform import here
 from utio_jax.core.pytrees import pytree, static
 from utio_jax.core.work import Work
-from utio_jax.staircase.base import (
-    Tokens,
-    check_min_bucket,
-    over_blocks,
-    rotated,
-)
+from utio_jax.staircase.base import Tokens, check_min_bucket, over_blocks
 from utio_jax.staircase.keys_values import make_shared, shared_at, spans
 from utio_jax.staircase.query_blocks import Cover, QueryBlocks, attend_blocks
 
@@ -59,10 +54,8 @@ class MicroBatches:
     """Blocks of live slots in loops with traced trip counts: one executable for any counts.
 
     Projections and MLP run on blocks packed across rows; attention on blocks of one row, over the
-    keys up to the block's last position. Both take whole blocks first, what is left in smaller
-    ones; padding stays below `min_bucket` slots per row and segment, or `rest` per segment.
-    Nothing overflows, nothing syncs with the host. Not reverse-differentiable: train through
-    `CapacityPrefix`.
+    keys up to the block's last position. Padding stays below `min_bucket` slots per row and
+    segment, or `rest` per segment. Not reverse-differentiable: train through `CapacityPrefix`.
 
     Attributes:
       min_bucket: the unit of padding, in slots. None: the platform's
@@ -155,15 +148,8 @@ class MicroBatches:
         )
 
     def key_widths(self, width: int) -> list[int]:
-        """Returns the numbers of keys that blocks attend over in rows of `width` tokens."""
         step = max(self.key_step, -(-width // 8))
         return [min(stop, width) for stop in range(step, width + step, step)]
-
-    def _over_blocks(
-        self, total: jax.Array, step: Callable[[jax.Array, int, Any], Any], carry: Any
-    ) -> Any:
-        """Runs `step(first slot, size, carry)` on blocks, then on units for what remains."""
-        return over_blocks(total, (self.block, self.unit), step, carry)
 
     def run_layers(
         self,
@@ -182,6 +168,7 @@ class MicroBatches:
         places = flat(tokens.places)
         slot = jax.lax.dynamic_slice_in_dim
         put = jax.lax.dynamic_update_slice_in_dim
+        by_blocks = partial(over_blocks, slots.total, (self.block, self.unit))
         pack = lambda leaf: leaf.at[slots.token_of_slot].get(mode="clip")  # noqa: E731
         slot_places = jax.tree.map(pack, places)
         rows = lambda y: y.reshape(batch, width, *y.shape[1:])  # noqa: E731
@@ -212,15 +199,11 @@ class MicroBatches:
 
             if shared is not None:
                 keys, values = map(flat, shared(index))
-            elif tokens.mapped is not None:
-                keys, values = tokens.mapped_at(index)
-                keys = rotated(decoder, layer, keys, places)
             elif only_live_keys:
-                keys = jnp.zeros((batch * width, config.num_kv_heads, config.head_dim), dtype)
-                values = keys
+                keys, values = tokens.shown_at(decoder, layer, index)
             else:
                 keys, values = keys_values_of(decoder, layer, states, places)
-            queries, keys, values = self._over_blocks(slots.total, project, (queries, keys, values))
+            queries, keys, values = by_blocks(project, (queries, keys, values))
             if cache is not None and shared is None:
                 cache = write_prompt(cache, index, rows(keys), rows(values))
             attended = attend_blocks(
@@ -242,7 +225,7 @@ class MicroBatches:
                 states = states.at[slot(slots.token_of_slot, start, size)].set(new, mode="drop")
                 return states, put(packed, new, start, 0)
 
-            return *self._over_blocks(slots.total, finish, (states, packed)), attended, cache
+            return *by_blocks(finish, (states, packed)), attended, cache
 
         states, packed = flat(tokens.x), pack(flat(tokens.x))
         # Of all layers: what each writes there and attends to in its place, the next overwrites.
@@ -277,7 +260,7 @@ class MicroBatches:
             found = function(*(a.at[chosen].get(mode="clip") for a in tokens))
             return jax.tree.map(lambda y, new: y.at[chosen].set(new, mode="drop"), results, found)
 
-        results = self._over_blocks(slots.total, step, results)
+        results = over_blocks(slots.total, (self.block, self.unit), step, results)
         return jax.tree.map(lambda y: y.reshape(*arrays[0].shape[:2], *y.shape[1:]), results)
 
     def only_if(self, slots: PackedSlots, asked: bool | Bool[Array, ""]) -> PackedSlots:

@@ -1,23 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prompt compression in depth: only the important tokens of a prompt run all layers.
 
-Of a prompt only what it shows to later tokens counts, not what its own tokens would predict. So
-most of them may stop early, if what they show in the layers that they skip is good (`kv="mapped"`),
-and if the right ones go deep: the first tokens (sinks), the last one, from which the first new
-token is drawn, and those that matter to the rest.
+Of a prompt only what it shows to later tokens counts. So most of its tokens may stop early, if what
+they show in the layers that they skip is good (`kv="mapped"`), and if the right ones go deep: the
+first (sinks), the last one, from which the first new token is drawn, and those that matter.
 
     token    0 1 2 3 4 5 6 7 8 9 | 10 11     # a prompt of ten tokens, two that continue it
     [20,30)  # # . . # . . . # # |  #  #     # "#" computed, "." shown by maps
     [0, 20)  # # # # # # # # # # |  #  #
 
-The whole prompt is known before anything follows it, so tokens are chosen by rank within it. That
-looks ahead within the prompt: such a policy is not causal, and is for prompts alone.
+Tokens are chosen by rank within the prompt, which looks ahead: such a policy is not causal.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -25,22 +22,16 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from utio_jax.attention.cache import side_by_side
-from utio_jax.attention.mixing import mixer_at
-from utio_jax.attention.products import attention_received
-from utio_jax.core.arrays import flat
-from utio_jax.core.decoder import Decoder, Params, check_depths, check_softmax
-from utio_jax.core.flops import count_matmul_flops, token_cost
-from utio_jax.core.layer import keys_values_of, layer_at
+from utio_jax.core.decoder import Decoder, Inputs, Params, check_depths
 from utio_jax.core.pytrees import pytree, static
 from utio_jax.policies.base import Boundary, Signal
-from utio_jax.policies.importance import surrogate_importance
-from utio_jax.policies.signals import Chance, SignalBase
+from utio_jax.policies.signals import Chance, KnownBefore
+from utio_jax.staircase.heat import AttentionHeat, PromptSurrogate
 from utio_jax.staircase.reference import FrozenKV, check_kv
 
 _EVERYTHING = jnp.iinfo(jnp.int32).max
 
-SIGNALS = ("sinks_recent", "heat", "surrogate", "gate", "random", "none")
+SIGNALS = ("sinks_recent", "heat", "surrogate", "random", "none")
 """What may choose the tokens that go deep, see `PromptChoice`."""
 
 
@@ -85,12 +76,9 @@ class PromptImportance:
         return False
 
     def most_deep(self, width: int) -> tuple[int, ...] | None:
-        """Returns how many tokens of a prompt go deeper at each boundary, at most. On the host.
+        """Returns how many tokens of a prompt of `width` go deeper at each boundary, at most.
 
-        None where more of a row than the prompt is read, which all goes deep.
-
-        Args:
-          width: tokens of the prompt.
+        On the host. None where more of a row than the prompt is read, which all goes deep.
         """
         if np.min(np.asarray(self.prompt_tokens)) < width:
             return None
@@ -98,9 +86,7 @@ class PromptImportance:
         chosen = np.maximum(np.ceil(shares), np.asarray(self.at_least))
         return tuple(min(width, int(count) + self.sinks + 1) for count in chosen)
 
-    def start(
-        self, token_ids: Int[Array, "batch token"], positions: Int[Array, "batch token"]
-    ) -> Any:
+    def start(self, token_ids: Inputs, positions: Int[Array, "batch token"]) -> Any:
         if jnp.shape(self.deep) != (len(self.depths) - 1,):
             raise ValueError(
                 f"Wanted a share of deeper tokens for each of depths={self.depths} but the last. "
@@ -152,126 +138,14 @@ def rank_of(score: Float[Array, "batch token"]) -> Int[Array, "batch token"]:
 
 
 @pytree
-class Recency(SignalBase):
+class Recency(KnownBefore):
     """The position: later tokens of a prompt matter more. Before the pass, free."""
 
     name: str = static(default="sinks_recent")
     causal: bool = static(default=False)
 
-    def start(
-        self, token_ids: Int[Array, "batch token"], positions: Int[Array, "batch token"]
-    ) -> Float[Array, "batch token"]:
+    def start(self, token_ids: Inputs, positions: Int[Array, "batch token"]) -> jax.Array:
         return positions.astype(jnp.float32)
-
-    def __call__(
-        self, index: int, boundary: Boundary, memory: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
-        return memory, memory
-
-
-@pytree
-class AttentionHeat(SignalBase):
-    """Attention that a token receives from the prompt's last queries: SnapKV's observation window.
-
-    Queries and keys are those of the layers right behind the boundary, projected from the states
-    there (SnapKV, arXiv 2404.14469, reads them off layers that ran), keys by the layers that make
-    those which are read. UTIO's second signal, here with a causal use: what follows a prompt looks
-    where its end looks.
-
-    Attributes:
-      queries: of the prompt's last tokens that ask. Static.
-      layers: behind the boundary, whose attention is added up. Static.
-    """
-
-    queries: int = static(default=32)
-    layers: int = static(default=2)
-    name: str = static(default="heat")
-    causal: bool = static(default=False)
-
-    def __call__(self, index: int, boundary: Boundary, memory: None) -> tuple[jax.Array, None]:
-        decoder, params, x = boundary.decoder, boundary.params, boundary.x
-        check_softmax(decoder, why="whose heat is known", remedy="Choose by sinks_recent.")
-        batch, width = boundary.live.shape
-        lengths = jnp.sum(boundary.live, axis=1, dtype=jnp.int32)
-        last = jnp.max(jnp.where(boundary.live, boundary.positions, -1), axis=1)
-        behind = jnp.arange(min(self.queries, width), dtype=jnp.int32)[None, :]
-        asking = last[:, None] - behind
-        valid = (asking >= 0) & (lengths[:, None] > 0)
-        asking = jnp.maximum(asking, 0)
-        rows = jnp.arange(batch, dtype=jnp.int32)[:, None]
-        keys_at = jnp.where(boundary.live, boundary.positions, jnp.iinfo(jnp.int32).max)
-        places, asking_places = (
-            decoder.encode_positions(each) for each in (boundary.positions, asking)
-        )
-        heat = jnp.zeros((batch, width), jnp.float32)
-        for number in range(boundary.depth, self._stop(boundary.depth, decoder)):
-            layer, mix = layer_at(decoder, params, number), mixer_at(decoder, number)
-            keys = side_by_side(
-                [
-                    keys_values_of(decoder, layer_at(decoder, params, row), flat(x), flat(places))[
-                        0
-                    ]
-                    for row in decoder.config.kv_read(number)
-                ]
-            )
-            queries = decoder.queries(layer, flat(x[rows, asking]), flat(asking_places))
-            visible = mix.visible(asking, keys_at) & valid[:, :, None]
-            heat += attention_received(
-                queries.reshape(*asking.shape, *queries.shape[1:]),
-                keys.reshape(batch, width, *keys.shape[1:]),
-                visible,
-                softcap=decoder.config.attention_softcap,
-            )
-        return heat, None
-
-    def _stop(self, depth: int, decoder: Decoder) -> int:
-        return min(depth + self.layers, decoder.config.num_layers)
-
-    def flops(self, index: int, decoder: Decoder, params: Params) -> float:
-        # Keys of every token, scores of `queries` queries with it, and one query: at least
-        # `queries` tokens are live wherever it matters.
-        cost = token_cost(decoder, params)
-        read = max(len(decoder.config.kv_read(row)) for row in range(decoder.config.num_layers))
-        x = jax.ShapeDtypeStruct((1, decoder.config.embed_dim), jnp.float32)
-        query = count_matmul_flops(
-            lambda params, x: decoder.queries(
-                layer_at(decoder, params, 0), x, decoder.encode_positions(jnp.zeros(1, jnp.int32))
-            ),
-            params,
-            x,
-        )
-        score = self.queries * cost.attention_per_key / 2
-        return self.layers * (read * cost.keys_values + query + score)
-
-
-@pytree
-class PromptSurrogate(AttentionHeat):
-    """All three signals of UTIO's surrogate: entropy of the prediction at the stop, heat, outlier.
-
-    Heat is `AttentionHeat`'s, a sum over queries, heads and layers; the outlier is a state's
-    distance from the mean of its prompt. The prediction costs a vocabulary head for each token.
-    """
-
-    name: str = static(default="surrogate")
-
-    def __call__(self, index: int, boundary: Boundary, memory: None) -> tuple[jax.Array, None]:
-        heat, memory = super().__call__(index, boundary, memory)
-        live, x = boundary.live[:, :, None], boundary.x
-        count = jnp.maximum(jnp.sum(live, axis=1, keepdims=True), 1)
-        mean = jnp.sum(jnp.where(live, x, 0), axis=1, keepdims=True) / count
-
-        @jax.vmap
-        def surrogate(logits: jax.Array, heat: jax.Array, x: jax.Array, mean: jax.Array):
-            return surrogate_importance(logits[None], heat[None], x[None], batch_mean=mean)[0]
-
-        means = jnp.broadcast_to(mean, x.shape)
-        return boundary.map_logits(surrogate, heat, x, means), memory
-
-    def flops(self, index: int, decoder: Decoder, params: Params) -> float:
-        return super().flops(index, decoder, params) + 4.0 * decoder.config.embed_dim
-
-    def reads_logits(self, index: int) -> bool:
-        return True
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -285,9 +159,8 @@ class PromptChoice:
       stop: depth at which the others stop.
       deep: share of a prompt's tokens that goes deep; 1: all, full depth.
       by: `"sinks_recent"`: the latest; `"heat"`: those that the prompt's last queries look at;
-        `"surrogate"`: by UTIO's three signals; `"gate"`: those of which a fitted gate says that
-        they need depth; `"random"`: any, the control; `"none"`: the last token alone, whatever
-        `deep` says.
+        `"surrogate"`: by UTIO's three signals; `"random"`: any, the control; `"none"`: the last
+        token alone, whatever `deep` says.
       kv: what the others show in the layers that they skip: `"mapped"`, `"propagate"` or `"drop"`.
       flops_ratio: of a prompt, over full depth, as far as it was measured.
       nll_increase_pct: loss of what follows, over full depth's, as far as it was measured.
@@ -314,7 +187,7 @@ class PromptChoice:
 
     @property
     def label(self) -> str:
-        """A short name: stop, share, signal, kv."""
+        """Stop, share, signal, kv."""
         share = "" if self.by == "none" else f" {self.deep:g}"
         return f"{self.stop} {self.by}{share} {self.kv}"
 
@@ -325,18 +198,15 @@ class PromptChoice:
             found[name] = None if found[name] is None else round(found[name], 4)
         return found
 
-    def policy(
-        self, decoder: Decoder, *, gate: Signal | None = None, prompt_tokens: int = _EVERYTHING
-    ) -> PromptImportance:
+    def policy(self, decoder: Decoder, *, prompt_tokens: int = _EVERYTHING) -> PromptImportance:
         """Returns the policy.
 
         Args:
           decoder: the model.
-          gate: for `by="gate"`: scores tokens, the higher the deeper they need to run.
           prompt_tokens: of each row, at most; what lies behind runs in full.
 
         Raises:
-          ValueError: a stop at which the model skips nothing, or there is no gate to choose by.
+          ValueError: a stop at which the model skips nothing.
         """
         layers = decoder.config.num_layers
         if not 0 < self.stop < layers:
@@ -344,15 +214,9 @@ class PromptChoice:
                 f"Wanted prompts to stop at a depth between 1 and {layers - 1} of this model. "
                 f"Got {self.stop}."
             )
-        if self.by == "gate" and gate is None:
-            raise ValueError(
-                "Wanted a calibrated model to choose prompt tokens by its gate. Got none. "
-                "Calibrate one: utio-jax calibrate; or choose by heat or sinks_recent."
-            )
-        signals: Mapping[str, Any] = {
+        signals: dict[str, Signal] = {
             "heat": AttentionHeat(),
             "surrogate": PromptSurrogate(),
-            "gate": gate,
             "random": Chance(key=jax.random.key(0), name="random", causal=False),
         }
         nothing = self.by == "none"
@@ -367,11 +231,7 @@ class PromptChoice:
 
 
 def choices_of(stored: Any, *, source: str) -> tuple[PromptChoice, ...]:
-    """Returns choices from what JSON held.
-
-    Raises:
-      ValueError: it is something else.
-    """
+    """Returns choices from what JSON held; raises ValueError where it is something else."""
     try:
         return tuple(PromptChoice(**each) for each in stored)
     except (TypeError, ValueError) as error:

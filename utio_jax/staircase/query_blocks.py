@@ -84,14 +84,9 @@ class Cover:
         first_slot: Int[Array, " group"],
         counts: Int[Array, " group"],
     ) -> tuple[QueryBlocks, ...]:
-        """Returns the whole blocks and the rests of all groups, each group in token order.
+        """Returns the whole blocks and the rests of all groups; one where both are of one size.
 
-        Where both are of one size, they are one.
-
-        Args:
-          token_of_slot: index into the flattened `[batch * token]` axis.
-          first_slot: of each group: of each row, or of each row and chunk.
-          counts: slots of each group.
+        A group, of which `counts` has the slots, is a row, or a row and chunk.
         """
         found, done = [], jnp.zeros_like(counts)
         for size in dict.fromkeys(self.sizes):

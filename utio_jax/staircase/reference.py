@@ -37,11 +37,7 @@ per layer (`utio_jax.prompts.maps`)."""
 def check_kv(
     kv: str, allowed: tuple[str, ...] = get_args(FrozenKV), *, decoder: Decoder | None = None
 ) -> str:
-    """Returns `kv`, once it is known to be one of `allowed`, and one that the decoder can.
-
-    Raises:
-      ValueError: it is not.
-    """
+    """Returns `kv`; raises ValueError where it is none of `allowed`, or the decoder lacks it."""
     if kv not in allowed:
         raise ValueError(f"Wanted kv to be one of {', '.join(map(repr, allowed))}. Got kv={kv!r}.")
     if kv == "mapped" and decoder is not None and decoder.config.kv_source:
@@ -70,16 +66,7 @@ def mapped_keys_values(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns which tokens have stopped before a layer, and the keys and values that they show.
 
-    By the maps from each token's own stop; `kv="mapped"`, as it is defined.
-
-    Args:
-      decoder: a model that `HasKVMaps`.
-      params: its parameters.
-      layer: one layer's parameters.
-      x: states; of stopped tokens, those at their stops.
-      places: of all tokens.
-      depths: each token's.
-      index: of the layer.
+    By the maps from each token's own stop: the definition of `kv="mapped"`.
     """
     assert isinstance(decoder, HasKVMaps)
     frozen = depths <= index
@@ -123,14 +110,7 @@ def apply_layer(
 ) -> Float[Array, "batch token dim"]:
     """Returns one dense layer's output for every token.
 
-    Args:
-      decoder: the model.
-      layer: one layer's parameters.
-      x: states before it.
-      places: of all tokens.
-      mix: how tokens of this layer see each other.
-      visible: which keys each token sees.
-      keys_values: what tokens see of each other; None: what the layer makes of `x`.
+    `keys_values` are what tokens see of each other; None: what the layer makes of `x`.
     """
     rows = lambda y: y.reshape(*x.shape[:2], *y.shape[1:])  # noqa: E731
     keys, values = keys_values or dense_keys_values(decoder, layer, x, places)
@@ -214,12 +194,8 @@ def reference_states(
 
     That is each token's state at its own depth, mapped where the decoder `HasExitLens`. All layers
     run on all tokens under masks. Token `i` changes only while `layer < depths[i]`; at the layers
-    beyond, the others see of it what `kv` says. Differentiable.
-
-    A token that is frozen is a token like any other for what mixes a layer: attention finds its
-    keys and values there, a recurrent layer (`utio_jax.core.decoder.Mixes`) its contribution to
-    the state, made of its frozen state as any other token's is of its own; under `"drop"` neither
-    is there, and a recurrent state passes the token by: nothing is added, nothing fades.
+    beyond, the others see of it what `kv` says, whatever mixes a layer: under `"drop"` a recurrent
+    state (`utio_jax.core.decoder.Mixes`) passes the token by. Differentiable.
 
     Args:
       decoder: the model.

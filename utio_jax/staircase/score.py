@@ -70,9 +70,7 @@ def score(  # noqa: PLR0913 (options, each named)
     """Returns every token's log-likelihood with the depth that the policy gives it.
 
     Pure; jit it with `decoder`, `kv`, `executor` and `mesh` static. Padding past `lengths` changes
-    nothing. Under jit only shapes are checked: ids outside the vocabulary and lengths beyond the
-    rows then give numbers that mean nothing. `check_tokens` looks at both on the host beforehand,
-    as `score_documents` does.
+    nothing. Under jit only shapes are checked; `check_tokens` looks at ids and lengths on the host.
 
     Args:
       decoder: the model.
@@ -162,7 +160,7 @@ def score_dense(
 
 
 def check_rows(decoder: Decoder, token_ids: Any, lengths: Any) -> None:
-    """Checks the rows of a pass, as far as that waits for no device: their width, and known values.
+    """Checks the rows of a pass, as far as that waits for no device.
 
     Raises:
       ValueError: no rows, rows of no token or wider than the model's context, and of values that
@@ -232,8 +230,7 @@ def compare_states(
 ) -> Comparison:
     """Returns what states `x` cost in quality against full-depth `x_full`, teacher-forced.
 
-    Runs one head for each predicted token and each of the two, on blocks of these alone; where
-    there is no `x_full`, `x` is compared with itself for one head each.
+    Heads run for predicted tokens alone. Without `x_full`, `x` is compared with itself, in one.
     """
     if mesh is not None:
 
@@ -279,7 +276,7 @@ def exit_nll(
 ) -> Float[Array, "exit batch token"]:
     """Returns each exit's negative log-likelihood of the next token, nats; 0 where there is none.
 
-    The losses of truncating the model at each of its exits, from one pass. Checked as `score` is.
+    The losses of truncating the model at each of its exits, from one pass.
     """
     check_rows(decoder, token_ids, lengths)
     exits = decoder.config.exits

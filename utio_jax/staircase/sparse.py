@@ -23,10 +23,9 @@ from utio_jax.staircase.exit_head import Head, Model
 class SparseAttention:
     """Tokens whose score does not exceed a segment's threshold attend to a window with sinks.
 
-    The signal is asked at the start of each segment, of the tokens that run in it. One that is
-    known before the pass may be asked at depth 0 as well; others leave the first segment dense.
-    As for depth, NaN is important; at a threshold of +inf all tokens are sparse, at -inf none, and
-    at neither is the signal asked.
+    The signal is asked at the start of each segment, of the tokens that run in it; at depth 0 one
+    that is known before the pass. As for depth, NaN is important; at a threshold of +inf all tokens
+    are sparse, at -inf none, and at neither is the signal asked.
 
     Attributes:
       signal: scores tokens, the higher the more important.
@@ -61,14 +60,7 @@ class SparseAttention:
     def choose(
         self, segment: int, depths: tuple[int, ...], start: Boundary, memory: Any
     ) -> tuple[Bool[Array, "batch token"], Any]:
-        """Returns which tokens attend sparsely in a segment, and the signal's memory.
-
-        Args:
-          segment: of the pass.
-          depths: at which its segments end.
-          start: of the segment.
-          memory: the signal's.
-        """
+        """Returns which tokens attend sparsely in a segment, and the signal's memory."""
         index = self.index_of(segment, depths)
         if index < 0:
             return jnp.zeros_like(start.live), memory

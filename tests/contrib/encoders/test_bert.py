@@ -14,11 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from utio_jax import Thresholded
-from utio_jax.contrib.encoders.bert import TextEncoder, load_encoder
-from utio_jax.contrib.encoders.rows import RowBlocks, encode_rows, read_exits
+from utio_jax.contrib.encoders.bert import load_encoder, pack_encodings
+from utio_jax.contrib.encoders.rows import encode_rows, read_exits
 from utio_jax.core.files import load_tensors, save_tensors
-from utio_jax.policies import StateSimilarity, given_depths
+from utio_jax.policies.depth import given_depths
 
 # Made by transformers, where `make parity` runs this.
 PARITY = Path(os.environ.get("UTIO_PARITY", "none")) / "encoders"
@@ -133,18 +132,17 @@ def rows() -> tuple[np.ndarray, list[tuple[list[int], list[int]]]]:
     return inputs, each
 
 
-@pytest.mark.parametrize("activation", ["gelu", "gelu_new", "relu"])
-@pytest.mark.parametrize("pooling", ["mean", "cls"])
+@pytest.mark.parametrize(
+    ("activation", "pooling"), [("gelu", "mean"), ("gelu_new", "cls"), ("relu", "mean")]
+)
 def test_embeddings_at_all_depths_are_those_of_bert(
     tmp_path: Path, activation: str, pooling: Any
 ) -> None:
     tensors = tensors_of(0)
     folder = write(tmp_path, tensors, hidden_act=activation)
-    model = load_encoder(folder, exits=(1, 2, 3), pooling=pooling)
+    model, params = load_encoder(folder, exits=(1, 2, 3), pooling=pooling)
     inputs, each = rows()
-    found = read_exits(
-        model.encoder, model.params, jnp.asarray(inputs), jnp.asarray(LENGTHS), depths=(1, 2, 3)
-    )
+    found = read_exits(model, params, jnp.asarray(inputs), jnp.asarray(LENGTHS), depths=(1, 2, 3))
     for row, (ids, kinds) in enumerate(each):
         states = bert_by_hand(tensors, ids, kinds, activation=activation)
         wanted = [x.mean(0) if pooling == "mean" else x[0] for x in states]
@@ -155,14 +153,12 @@ def test_embeddings_at_all_depths_are_those_of_bert(
 def test_classes_are_those_of_bert_and_rows_leave(tmp_path: Path) -> None:
     tensors = tensors_of(1, labels=4, prefix="bert.")
     tensors["cls.predictions.bias"] = np.zeros(300, np.float32)  # A masked-LM head is left out.
-    model = load_encoder(write(tmp_path, tensors), exits=(1, 2, 3))
+    model, params = load_encoder(write(tmp_path, tensors), exits=(1, 2, 3))
     inputs, each = rows()
     depths = np.asarray([2, 1, 3, 3])
     policy = given_depths(jnp.asarray(depths[:, None]), depths=(1, 2, 3))
-    given = jnp.asarray(inputs), jnp.asarray(LENGTHS)
-    pairs = RowBlocks(block=2, min_rows=2)
     run = jax.jit(encode_rows, static_argnums=0, static_argnames="blocks")
-    found = run(model.encoder, model.params, *given, policy, blocks=pairs)
+    found = run(model, params, jnp.asarray(inputs), jnp.asarray(LENGTHS), policy, blocks=(2, 2))
     assert found.logits is not None
     for row, (ids, kinds) in enumerate(each):
         state = bert_by_hand(tensors, ids, kinds)[depths[row]][0]
@@ -173,15 +169,7 @@ def test_classes_are_those_of_bert_and_rows_leave(tmp_path: Path) -> None:
         np.testing.assert_allclose(found.logits[row], wanted, atol=1e-4)
 
 
-def test_ids_that_the_model_has_not_are_no_other_words(tmp_path: Path) -> None:
-    model = load_encoder(write(tmp_path, tensors_of(0)))
-    for bad in ([300, 0], [3, 2]):
-        x = model.encoder.embed(model.params, jnp.asarray(bad), jnp.asarray(0))
-        assert np.isnan(np.asarray(x)).all()
-
-
-@pytest.fixture
-def texts(tmp_path: Path) -> TextEncoder:
+def test_texts_and_pairs_are_packed_and_ids_of_another_model_refused(tmp_path: Path) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
     words = ["[PAD]", "[CLS]", "[SEP]", "[UNK]", *"abcdefghijklmnopqrstuvwxyz"]
@@ -190,84 +178,57 @@ def texts(tmp_path: Path) -> TextEncoder:
     )
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.post_processor = processors.BertProcessing(("[SEP]", 2), ("[CLS]", 1))
-    folder = write(tmp_path / "m", tensors_of(0))
-    tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "1_Pooling").mkdir()
-    pooling = {"word_embedding_dimension": 24, "pooling_mode_cls_token": True}
-    (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
-    modules = [{"idx": 2, "type": "sentence_transformers.models.Normalize"}]
-    (folder / "modules.json").write_text(json.dumps(modules))
-    (folder / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 8}))
-    return load_encoder(folder, exits=(1, 2, 3))
-
-
-def test_texts_and_pairs_become_embeddings_of_length_one(
-    texts: TextEncoder, count_compiles: Any
-) -> None:
-    assert (texts.encoder.config.pooling, texts.longest) == ("cls", 8)
-    inputs, lengths = texts.tokens(["a b", ("c", "d e"), " ".join("abcdefghijkl")])
-    assert lengths.tolist() == [4, 6, 8, 0], "cut at the folder's longest, the last [SEP] kept"
+    encodings = tokenizer.encode_batch(["a b", ("c", "d e"), " ".join("abcdefghijklmnop")])
+    inputs, lengths = pack_encodings(encodings, longest=20)
+    assert (inputs.shape, lengths.tolist()) == ((4, 20, 2), [4, 6, 18, 0])
     assert inputs[0, :4, 0].tolist() == [1, 4, 5, 2]
     assert inputs[1, :6].T.tolist() == [[1, 6, 2, 7, 8, 2], [0, 0, 0, 1, 1, 1]]
-    vectors = texts.embed(["a b", "c"])
-    state = bert_by_hand(tensors_of(0), [1, 4, 5, 2], [0] * 4)[-1][0]
-    np.testing.assert_allclose(vectors[0], state / np.linalg.norm(state), atol=2e-5)
-    policy = Thresholded(
-        signal=StateSimilarity(), thresholds=jnp.asarray([2.0, 2.0]), depths=(1, 2, 3)
-    )
-    assert texts.encode(["a b"], policy).depths.tolist() == [1]
-    with count_compiles() as compiles:
-        texts.embed(["x y z", "q", "w"])
-    assert compiles.count == 0
+    model, params = load_encoder(write(tmp_path, tensors_of(0)))
+    for wrong, most in (([300, 0], 299), ([3, 2], 1)):
+        given = inputs.copy()
+        given[0, 1] = wrong
+        message = f"Wanted token ids from 0 to {most}.*another model's tokenizer"
+        with pytest.raises(ValueError, match=message):
+            read_exits(model, params, jnp.asarray(given), jnp.asarray(lengths), depths=(1,))
 
 
-def test_what_cannot_be_run_is_named(
-    tmp_path: Path, texts: TextEncoder, unchecked_shapes: None
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"model_type": "roberta"}, "a model_type of bert.*Got 'roberta'"),
+        (
+            {"hidden_act": "silu", "position_embedding_type": "relative_key"},
+            "hidden_act='silu'.*position_embedding_type",
+        ),
+        (
+            {"layer_norm_eps": -1, "type_vocab_size": 1.5},
+            "type_vocab_size=1.5, of which.*; layer_norm_eps=-1",
+        ),
+        ({"num_attention_heads": 5}, "hidden_size=24, no multiple of num_attention_heads=5"),
+    ],
+)
+def test_what_cannot_be_run_is_named(tmp_path: Path, settings: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        load_encoder(write(tmp_path, tensors_of(0), **settings))
+
+
+def test_pooling_and_tensors_that_are_missing_are_named(
+    tmp_path: Path, unchecked_shapes: None
 ) -> None:
-    for wrong in ("a text", []):
-        with pytest.raises(ValueError, match="Wanted a list of texts"):
-            texts.tokens(wrong)
-    folder = write(tmp_path / "n", tensors_of(0), model_type="roberta")
-    with pytest.raises(ValueError, match="a model_type of bert.*Got 'roberta'"):
-        load_encoder(folder)
-    write(folder, tensors_of(0), hidden_act="silu", position_embedding_type="relative_key")
-    with pytest.raises(ValueError, match="hidden_act='silu'.*position_embedding_type"):
-        load_encoder(folder)
-    write(folder, tensors_of(0), layer_norm_eps=-1, type_vocab_size=1.5)
-    with pytest.raises(ValueError, match="type_vocab_size=1.5, of which.*; layer_norm_eps=-1"):
-        load_encoder(folder)
-    write(folder, tensors_of(0), num_attention_heads=5)
-    with pytest.raises(ValueError, match="hidden_size=24, no multiple of num_attention_heads=5"):
-        load_encoder(folder)
-    write(folder, tensors_of(0))
     with pytest.raises(ValueError, match="Wanted pooling to be one of mean, cls"):
-        load_encoder(folder, pooling="max")  # type: ignore[arg-type]
-    (folder / "1_Pooling").mkdir()
-    (folder / "1_Pooling" / "config.json").write_text('{"pooling_mode_max_tokens": true}')
-    with pytest.raises(ValueError, match=r"Got \['pooling_mode_max_tokens'\]"):
-        load_encoder(folder)
+        load_encoder(write(tmp_path, tensors_of(0)), pooling="max")  # type: ignore[arg-type]
     short = {k: v for k, v in tensors_of(0).items() if "layer.1.output.dense.bias" not in k}
-    write(tmp_path / "o", short)
     with pytest.raises(ValueError, match="layer.1.output.dense.bias"):
-        load_encoder(tmp_path / "o")
-
-
-def test_a_tokenizer_of_another_model_is_noticed(texts: TextEncoder) -> None:
-    small = {"vocab_size": 10}
-    tensors = tensors_of(0)
-    tensors["embeddings.word_embeddings.weight"] = tensors["embeddings.word_embeddings.weight"][:10]
-    write(texts.folder, tensors, **small)
-    with pytest.raises(ValueError, match="ids below 10 and kinds below 2.*another model's"):
-        load_encoder(texts.folder).tokens(["z"])
+        load_encoder(write(tmp_path, short))
 
 
 @pytest.mark.skipif(not PARITY.is_dir(), reason="made by `make parity` alone")
 @pytest.mark.parametrize("case", ["bert", "bert_classifier"])
 def test_outputs_are_those_of_transformers(case: str) -> None:
-    model = load_encoder(PARITY / case)
+    model, params = load_encoder(PARITY / case)
     wanted = load_tensors(PARITY / case / "reference.safetensors")
     inputs = jnp.asarray(np.stack([wanted["token_ids"], wanted["kinds"]], axis=-1))
-    lengths, depth = jnp.asarray(wanted["lengths"]), model.encoder.config.num_layers
-    found = read_exits(model.encoder, model.params, inputs, lengths, depths=(depth,))
+    lengths, depth = jnp.asarray(wanted["lengths"]), model.config.num_layers
+    found = read_exits(model, params, inputs, lengths, depths=(depth,))
     read = found.pooled if found.logits is None else found.logits
     np.testing.assert_allclose(read[0], wanted["outputs"], atol=1e-4)

@@ -17,7 +17,6 @@ from helpers.models import Model, live_params
 
 from utio_jax import Thresholded, uniform
 from utio_jax.contrib.encoders.rows import (
-    RowBlocks,
     encode_rows,
     read_exits,
     score_exits,
@@ -41,13 +40,8 @@ CONFIG = vision_config(
 )
 ROWS = 11
 LENGTHS = np.asarray([9, 9, 4, 0, 9, 1, 4, 9, 9, 4, 9], np.int32)
-BLOCKS = RowBlocks(block=4, min_rows=2)
-
-PAIRS = RowBlocks(block=2, min_rows=2)
-
+BLOCKS, PAIRS = (4, 2), (2, 2)
 run_rows = jax.jit(encode_rows, static_argnums=0, static_argnames="blocks")
-
-
 run_exits = jax.jit(read_exits, static_argnums=0, static_argnames="depths")
 run_reference = jax.jit(reference_states, static_argnums=0, static_argnames="kv")
 
@@ -166,13 +160,6 @@ def test_rows_leave_where_they_should_and_come_out_as_alone(
     np.testing.assert_allclose(np.asarray(seen)[:, real], scores[:, real], atol=1e-4)
 
 
-def rows_that_run(depths: np.ndarray, blocks: RowBlocks) -> list[int]:
-    """Returns the rows of each segment, rounded up to whole `min_rows`."""
-    starts = (0, *EXITS[:-1])
-    left = [int((depths > start).sum()) for start in starts]
-    return [-(-count // blocks.min_rows) * blocks.min_rows for count in left]
-
-
 @pytest.mark.parametrize(
     "depths",
     [[1] * ROWS, [3] * ROWS, [3] + [1] * 10, [1, 2, 3, 0, 2, 2, 3, 1, 1, 2, 3], [0] * ROWS],
@@ -193,7 +180,8 @@ def test_only_rows_that_are_left_run_and_new_ones_compile_nothing(
     read_counts()
     found = run_rows(model, vision.params, *first, blocks=BLOCKS)
     assert np.asarray(found.depths).tolist() == depths
-    rows, layers = np.asarray(rows_that_run(given, BLOCKS)), np.diff((0, *EXITS))
+    left = np.asarray([(given > start).sum() for start in (0, *EXITS[:-1])])
+    rows, layers = -(-left // BLOCKS[1]) * BLOCKS[1], np.diff((0, *EXITS))
     assert found.work.queries.tolist() == (rows * layers * 9).tolist()
     assert found.work.keys_values.tolist() == (rows * layers * 9).tolist()
     assert found.work.key_slots.tolist() == (rows * layers * 81).tolist()
@@ -217,7 +205,7 @@ def test_what_shares_the_batch_and_what_pads_it_change_nothing(vision: Model) ->
         bare = run(inputs, lengths, blocks=PAIRS)
         junk = jnp.where(jnp.arange(9)[None, :, None] < lengths[:, None, None], inputs, 1e4)
         order = np.random.default_rng(1).permutation(ROWS)
-        moved = run(junk[order], lengths[order], blocks=RowBlocks(block=3, min_rows=3))
+        moved = run(junk[order], lengths[order], blocks=(3, 3))
         real = LENGTHS[order] > 0
         assert np.asarray(moved.depths).tolist() == np.asarray(bare.depths)[order].tolist()
         np.testing.assert_allclose(
@@ -261,53 +249,42 @@ def test_images_in_patches() -> None:
 
 def test_what_does_not_fit_is_named(vision: Model, unchecked_shapes: None) -> None:
     inputs, lengths = draw(), jnp.asarray(LENGTHS)
-    run = partial(encode_rows, vision.decoder, vision.params)
-    with pytest.raises(ValueError, match=r"inputs \[row, token, 4\] of at most 9 tokens"):
-        run(inputs[:, :, :3], lengths, uniform(3))
-    with pytest.raises(ValueError, match="of at most 9 tokens"):
-        run(jnp.concatenate([inputs, inputs], axis=1), lengths, uniform(3))
-    with pytest.raises(ValueError, match="one length per row"):
-        run(inputs, lengths[:-1], uniform(3))
-    with pytest.raises(ValueError, match="lengths between 0 and 9. Got 0 to 10"):
-        run(inputs, lengths.at[0].set(10), uniform(3))
+    for given, ends, message in (
+        (inputs[:, :, :3], lengths, r"inputs \[row, token, 4\] of at most 9 tokens"),
+        (jnp.concatenate([inputs, inputs], axis=1), lengths, "of at most 9 tokens"),
+        (inputs, lengths[:-1], "one integer length per row"),
+        (inputs, lengths.at[0].set(10), "lengths between 0 and 9. Got 0 to 10"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            encode_rows(vision.decoder, vision.params, given, ends, uniform(3))
+    run = partial(encode_rows, vision.decoder, vision.params, inputs, lengths)
     with pytest.raises(ValueError, match="within the model's 3 layers"):
-        run(inputs, lengths, uniform(8))
+        run(uniform(8))
     with pytest.raises(ValueError, match="a classifier, the exits .1, 2, 3.. Got 4"):
         vision.decoder.classify(vision.params, jnp.zeros((1, 16)), 4)
     with pytest.raises(TypeError, match="Wanted a policy"):
-        run(inputs, lengths, "entropy")  # type: ignore[arg-type]
-    decoder = Transformer(TINY)
+        run("entropy")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="Wanted an encoder.*causal=True"):
-        encode_rows(decoder, {}, inputs, lengths, uniform(3))  # type: ignore[arg-type]
-    for sizes in ((6, 4), (0, 1), (4, 0)):
-        with pytest.raises(ValueError, match="a block of rows that is a multiple of min_rows"):
-            RowBlocks(block=sizes[0], min_rows=sizes[1])
+        encode_rows(Transformer(TINY), {}, inputs, lengths, uniform(3))  # type: ignore[arg-type]
+    for blocks in ((6, 4), (0, 1), (4, 0)):
+        with pytest.raises(ValueError, match="the first a multiple of the second"):
+            run(uniform(3), blocks=blocks)
 
 
 def test_an_encoder_without_classifier_has_embeddings_alone() -> None:
     model = Pooled(dataclasses.replace(TINY, causal=False))
-    params, ids = live_params(model), jnp.asarray([[5, 6, 7], [8, 9, 0]])
+    params, ids = live_params(model), jnp.asarray([[5, 6, 7], [8, 9, -1]])  # Padding: anything.
+    lengths = jnp.asarray([3, 2])
     similar = Thresholded(
         signal=StateSimilarity(), thresholds=jnp.asarray([0.5, 0.5]), depths=EXITS
     )
-    found = run_rows(model, params, ids, jnp.asarray([3, 2]), similar, blocks=PAIRS)
+    found = encode_rows(model, params, ids, lengths, similar, blocks=PAIRS)
     assert found.logits is None
     assert int(found.work.heads.sum()) == 0
+    assert np.isfinite(np.asarray(found.pooled)).all()
     sure = dataclasses.replace(similar, signal=Entropy())
     with pytest.raises(ValueError, match="a classifier, for a policy that looks at predictions"):
-        encode_rows(model, params, ids, jnp.asarray([3, 2]), sure)
-
-
-def test_ids_that_the_model_has_not_are_refused() -> None:
-    model = Pooled(dataclasses.replace(TINY, causal=False))
-    params, most = live_params(model), TINY.vocab_size
-    lengths = jnp.asarray([3, 2])
-    for wrong in (-1, most):
-        ids = jnp.asarray([[5, 6, 7], [8, wrong, 0]])
-        message = rf"Wanted ids from 0 to below {most}.* Got \[{min(wrong, 5)}\] to \[.*tokenizer"
-        with pytest.raises(ValueError, match=message):
-            encode_rows(model, params, ids, lengths, uniform(2))
-        with pytest.raises(ValueError, match="Wanted ids from 0"):
-            read_exits(model, params, ids, lengths, depths=(1,))
-    found = encode_rows(model, params, jnp.asarray([[5, 6, 7], [8, 9, -1]]), lengths, uniform(2))
-    assert np.isfinite(np.asarray(found.pooled)).all(), "padding may be anything"
+        encode_rows(model, params, ids, lengths, sure)
+    for wrong in (-1, TINY.vocab_size):
+        with pytest.raises(ValueError, match="Wanted token ids from 0 to"):
+            encode_rows(model, params, ids.at[1, 1].set(wrong), lengths, uniform(2))

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import jax
@@ -15,7 +16,6 @@ from helpers.models import Model, live_params
 
 from utio_jax.calibration.guarantee import half_of
 from utio_jax.contrib.encoders import fit_row_exits
-from utio_jax.contrib.encoders.row_exits import leave, thresholds_of
 from utio_jax.contrib.encoders.rows import encode_rows, read_exits
 from utio_jax.contrib.encoders.vision import VisionTransformer, vision_config
 from utio_jax.models.presets import TINY
@@ -86,44 +86,13 @@ def test_there_is_a_guarantee_and_none_where_there_cannot_be(vision: Model) -> N
         assert (rung.p_value <= 0.05) == (rung.risk == 0), "97 rows of 100 need a clean run"
 
 
-def test_embeddings_agree_by_their_cosine() -> None:
-    model = Pooled(dataclasses.replace(TINY, causal=False))
-    inputs = jnp.asarray(np.random.default_rng(0).integers(0, 64, (ROWS, 4)), jnp.int32)
-    fit = (model, live_params(model), StateSimilarity(), inputs, jnp.full(ROWS, 4))
-    loose = fit_row_exits(*fit, depths=EXITS, max_disagreement=0.1, min_cosine=-1.1)
-    assert all(rung.risk == 0 for rung in loose.ladder)
-    assert loose.chosen is not None
-    pooled = np.asarray(read_exits(*fit[:2], *fit[3:], depths=EXITS).pooled)
-    tested = ~half_of(np.arange(ROWS), 0)
-    cosines = (pooled[0] * pooled[-1]).sum(-1)
-    cosines /= np.linalg.norm(pooled[0], axis=-1) * np.linalg.norm(pooled[-1], axis=-1)
-    middle = float(np.median(cosines))
-    fitted = fit_row_exits(*fit, depths=EXITS, max_disagreement=0.1, min_cosine=middle)
-    last = fitted.ladder[-1]  # Nearly all leave at the first exit.
-    assert abs(last.risk - (cosines < middle)[tested].mean()) < 0.05
-
-
-def test_rungs_and_where_rows_leave() -> None:
-    scores = np.asarray([[0.1, 0.5, np.nan, 0.9], [0.2, 0.3, 0.4, 0.8]])
-    assert leave(scores, 0.45).tolist() == [0, 1, 1, 2]
-    assert leave(scores, -np.inf).tolist() == [2, 2, 2, 2]
-    found = thresholds_of(scores, rungs=4)
-    assert (np.diff(found) > 0).all()
-    assert found[-1] == np.float32(0.9)
-    assert thresholds_of(np.full((2, 3), np.nan)).tolist() == [-np.inf]
-
-
-def test_too_few_rows_are_named(vision: Model, unchecked_shapes: None) -> None:
+def test_what_cannot_be_fitted_is_named(vision: Model, unchecked_shapes: None) -> None:
     inputs, lengths = drawn()
+    fit = partial(fit_row_exits, vision.decoder, vision.params, Entropy(), depths=EXITS)
     with pytest.raises(ValueError, match="at least 298 rows, none empty.*Got 200"):
-        fit_row_exits(vision.decoder, vision.params, Entropy(), inputs, lengths, depths=EXITS)
+        fit(inputs, lengths)
     with pytest.raises(ValueError, match="none empty.*shortest of 0 tokens"):
-        fit_row_exits(
-            vision.decoder,
-            vision.params,
-            Entropy(),
-            inputs,
-            lengths.at[0].set(0),
-            depths=EXITS,
-            max_disagreement=0.1,
-        )
+        fit(inputs, lengths.at[0].set(0))
+    model: Any = Pooled(dataclasses.replace(TINY, causal=False))
+    with pytest.raises(ValueError, match="Wanted a Classifier.* Got Pooled"):
+        fit_row_exits(model, {}, Entropy(), inputs, lengths, depths=EXITS)

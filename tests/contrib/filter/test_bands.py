@@ -15,7 +15,7 @@ from helpers.shared_kv import KINDS
 
 from utio_jax import score
 from utio_jax.calibration.guarantee import half_of
-from utio_jax.contrib.filter import UncertainBand, fit_band, row_losses, stops_of
+from utio_jax.contrib.filter import UncertainBand, fit_band, row_losses
 from utio_jax.core.documents import Batch
 from utio_jax.models import TINY, Transformer
 from utio_jax.policies.depth import uniform
@@ -162,13 +162,6 @@ def test_every_rung_is_what_replaying_it_gives(tiny: Any) -> None:
     assert fitted.chosen.depths == EXITS
 
 
-def test_rows_of_a_group_stay_in_one_half(tiny: Any) -> None:
-    table, groups = drawn(), np.arange(800) // 8
-    fitted = fit_band(tiny.decoder, tiny.params, table, limit=2.0, tokens=16, groups=groups)
-    assert fitted.tested % 8 == 0
-    assert 0 < fitted.tested < 800
-
-
 def test_where_exits_say_nothing_all_rows_run_full_depth(tiny: Any) -> None:
     rng = np.random.default_rng(1)
     table = rng.normal(2.0, 0.5, (3, 800))
@@ -176,11 +169,6 @@ def test_where_exits_say_nothing_all_rows_run_full_depth(tiny: Any) -> None:
     assert np.asarray(fitted.ladder[0].setting.thresholds).tolist() == [-np.inf, -np.inf]
     assert fitted.ladder[0].cost == 1
     assert fitted.chosen is None
-
-
-def test_a_row_stops_at_the_margin_itself() -> None:
-    distances = np.array([[0.5, 0.4, 0.1], [0.1, 0.2, 0.1]])
-    np.testing.assert_array_equal(stops_of(distances, np.array([0.5, 0.2])), [0, 1, 2])
 
 
 def test_bad_input_says_what_was_wanted(tiny: Any, batch: Batch, unchecked_shapes: None) -> None:

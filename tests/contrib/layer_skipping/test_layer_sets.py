@@ -25,8 +25,7 @@ from utio_jax.contrib.layer_skipping import (
 )
 from utio_jax.contrib.layer_skipping.scoring import run_sets
 from utio_jax.policies import Entropy, given_depths
-from utio_jax.policies.learned import PromptRouter, StateGate
-from utio_jax.staircase import CapacityPrefix, MicroBatches
+from utio_jax.staircase import MicroBatches
 
 DEPTHS = (1, 2, 3, 4)
 SHAPES = tuple(
@@ -105,12 +104,6 @@ def test_sets_equal_their_reference_in_a_thousand_cases(tiny: Any, shape: cases.
     assert compare(tiny, shape, range(125)) < 1e-4
 
 
-def test_the_static_prefix_has_sets_too(tiny: Any) -> None:
-    executor = CapacityPrefix(capacities=(24, 16, 8, 8), min_bucket=8)
-    shape = dataclasses.replace(SHAPES[1], executor=executor)
-    assert compare(tiny, shape, range(8)) < 1e-4
-
-
 @pytest.mark.parametrize("kv", ["propagate", pytest.param("drop", marks=pytest.mark.check)])
 def test_a_set_of_the_first_segments_is_a_depth(tiny: Any, kv: str) -> None:
     shape = dataclasses.replace(SHAPES[3], kv=kv)
@@ -173,27 +166,6 @@ def test_skip_decode_skips_lower_middle_segments_first(tiny: Any) -> None:
     np.testing.assert_array_equal(ran[3, 0], np.full(12, True))
     np.testing.assert_array_equal(ran[1, 0], falls >= 4)
     np.testing.assert_array_equal(ran[2, 0], falls >= 3)
-
-
-def test_the_prompt_says_which_segments_its_answer_skips(tiny: Any) -> None:
-    """FiRST: gates on the mean state of a row's first tokens, which run everything themselves."""
-    dim = tiny.decoder.config.embed_dim
-    sign = jnp.asarray([-1.0, 1.0, -1.0])  # Skip, run, skip.
-    gates = StateGate(
-        hidden=jnp.zeros((3, dim, 2)),
-        hidden_bias=jnp.zeros((3, 2)),
-        output=jnp.zeros((3, 2)),
-        output_bias=sign,
-    )
-    signal = PromptRouter(gates=gates, exits=(1, 2, 3), prompt=4)
-    policy = LayerSets(signal=signal, thresholds=jnp.zeros(3), depths=DEPTHS)
-    ids, lengths = jnp.ones((2, 9), jnp.int32), jnp.asarray([9, 6])
-    ran = run(tiny, ids, lengths, policy).ran
-    prompt = np.arange(9) < 4
-    for row, length in enumerate((9, 6)):
-        real = np.arange(9) < length
-        for segment, runs in enumerate((True, False, True, False)):
-            np.testing.assert_array_equal(ran[segment, row], real & (prompt | runs))
 
 
 def test_random_sets_have_their_shares(tiny: Any) -> None:

@@ -18,7 +18,6 @@ from utio_jax.contrib.layer_skipping import (
     given_sets,
     skip_decode,
 )
-from utio_jax.policies import Entropy
 from utio_jax.policies.learned import PromptRouter
 from utio_jax.staircase.reference import dense_states
 
@@ -73,11 +72,6 @@ def test_later_tokens_skip_lower_layers(tiny: Any, count_compiles: Any) -> None:
     with count_compiles() as compiles:
         run(tiny, skip_decode(DEPTHS, most=4, least=3, span=7))
     assert compiles.count == 0, "the schedule is an input of the program"
-
-
-def test_prompts_run_in_full_though_the_policy_skips(tiny: Any) -> None:
-    policy = LayerSets(signal=Entropy(), thresholds=jnp.asarray([1e9, -1.0, 1e9]), depths=DEPTHS)
-    distributions(tiny, run(tiny, policy), lambda *_: [True, False, True, False])
 
 
 def test_the_prompt_chooses_for_its_new_tokens(tiny: Any) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Facts that are moved back: rows, who stops where, and what of an answer is lost."""
+"""Facts that are moved back: rows, which tokens stop, and what of an answer is lost."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from utio_jax.contrib.recall import (
     Recall,
     RecallCase,
     RecallRows,
-    rate_interval,
     recall,
     recall_cases,
     recall_lost,
@@ -105,13 +104,6 @@ def test_only_the_place_of_the_fact_changes(filler: list[np.ndarray], task: str)
     assert other[2].row(7).tolist() != cases[2].row(7).tolist()
 
 
-def test_cases_of_several_lengths_are_refused(long: Model, filler: list[np.ndarray]) -> None:
-    short = recall_cases("line", filler, encode, prompt_tokens=PROMPT - 2, count=1)
-    for mixed in ([*cases_of("line", filler, count=1), *short], []):
-        with pytest.raises(ValueError, match=r"Wanted cases of one length before the answer"):
-            recall_rows(mixed, DISTANCES[1:], decoder=long.decoder)
-
-
 def test_what_stops_is_what_is_said(rows: RecallRows) -> None:
     width, where = rows.rows.batches[0][0].shape[1], rows.facts
     inside = {
@@ -146,15 +138,6 @@ def test_bits_are_the_references(long: Model, rows: RecallRows, kv: Any) -> None
         np.testing.assert_allclose(found.bits, wanted, atol=1e-4)
         np.testing.assert_array_equal(found.depths[:, :END], table[:, :END])
         assert not found.depths[:, END:].any()
-
-
-def test_full_keys_and_values_lose_nothing(long: Model, rows: RecallRows) -> None:
-    """With `kv="full"` the text before the question is as at full depth for those behind it."""
-    full = recall(long.decoder, long.params, rows, uniform(4))
-    ids = ids_of(rows)
-    x = states(long, ids, stopped_part(rows, "context", 1, layers=4), "full")
-    bits = plain_nll(long, ids, x)[:, PROMPT - 1 :].mean(axis=1) / math.log(2)
-    np.testing.assert_allclose(bits.reshape(2, 3), full.bits, atol=1e-4)
 
 
 def test_an_answer_is_exact_if_each_of_its_tokens_is_the_most_probable(
@@ -227,13 +210,6 @@ def test_intervals_are_over_cases_and_nothing_recalled_has_no_share() -> None:
     few = [made([[1.0, 3.0]] * 4)] * 2
     (row,) = recall_lost((16,), *few)
     assert row["lost"] is row["recalled"] is row["recall_lost_pct"] is row["exact_interval"] is None
-
-
-def test_a_rate_has_clopper_and_pearsons_interval() -> None:
-    # None of eight: 1 - 0.025 ** (1 / 8). Ten of 20: Clopper & Pearson's table.
-    assert rate_interval(np.arange(8) < 0) == pytest.approx((0, 0.36942), abs=1e-5)
-    assert rate_interval(np.arange(20) < 10) == pytest.approx((0.27196, 0.72804), abs=1e-5)
-    assert rate_interval(np.arange(4) < 2) is None
 
 
 def test_impossible_cases_are_refused(

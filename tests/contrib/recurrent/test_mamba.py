@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Mamba-2-style decoder: its masked products are a recurrence, whoever has stopped before."""
+"""The Mamba-2-style decoder: its masked products are a recurrence, whatever has stopped before."""
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -44,15 +43,6 @@ def test_the_reference_is_the_recurrence(kv: str) -> None:
         for row, length in enumerate(lengths):
             wanted = recurrent_states(model, ids[row, :length], depths[row, :length], kv)
             np.testing.assert_allclose(found[row, :length], wanted, atol=1e-4)
-
-
-def test_what_a_frozen_token_does_to_the_state_matters() -> None:
-    model = recurrent_model()
-    ids = np.asarray(model.tokens(1, 12))
-    depths = np.asarray([1, 4] * 6)
-    each = [recurrent_states(model, ids[0], depths, kv) for kv in ("propagate", "drop", "full")]
-    for one, other in ((0, 1), (0, 2), (1, 2)):
-        assert np.abs(each[one] - each[other])[depths == 4].max() > 1e-2
 
 
 def test_hidden_keys_are_not_there() -> None:
@@ -131,14 +121,6 @@ def test_fresh_layers_pass_states_by_and_forget_within_a_thousand_tokens() -> No
     assert -1.7 < log_decay.min() < log_decay.max() < -0.99e-3
 
 
-def test_bfloat16_stays_bfloat16(strict_dtypes: None) -> None:
-    decoder = Mamba2(CONFIG)
-    params = decoder.init(jax.random.key(0), jnp.bfloat16)
-    ids = recurrent_model().tokens(1, 6)
-    (x,) = cases.run_dense(decoder, params, ids, jnp.asarray([6]), depths=(4,))
-    assert x.dtype == decoder.unembed(params, x).dtype == jnp.bfloat16
-
-
 def test_it_is_trained_as_any_decoder(tmp_path: Any) -> None:
     model = recurrent_model()
     ids = model.tokens(2, 8)
@@ -175,9 +157,3 @@ def test_it_is_trained_as_any_decoder(tmp_path: Any) -> None:
 def test_a_config_names_what_is_wrong(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Mamba2Config(**(SIZES | change))
-
-
-def test_a_config_can_be_changed() -> None:
-    longer = dataclasses.replace(Mamba2Config(**SIZES), context_length=256)
-    assert (longer.num_kv_heads, longer.state_dim, longer.inner_dim) == (3, 6, 24)
-    assert hash(Mamba2(longer)) == hash(Mamba2(dataclasses.replace(longer)))

@@ -14,14 +14,13 @@ from helpers import cases
 from helpers.counting import count, read_counts
 from helpers.marks import quick_where
 from helpers.models import plain_nll
-from helpers.recurrent import recurrent_model, recurrent_states
+from helpers.recurrent import recurrent_model
 
-from utio_jax import Thresholded, score, uniform
+from utio_jax import score, uniform
 from utio_jax.attention.history import History
 from utio_jax.contrib.recurrent import Mamba2
-from utio_jax.policies import SoftmaxGap, StateSimilarity, given_depths
+from utio_jax.policies import given_depths
 from utio_jax.policies.signals import Chance
-from utio_jax.staircase import CapacityPrefix
 from utio_jax.staircase.sparse import SparseAttention
 
 DEPTHS, EXECUTOR = (1, 2, 4), cases.SHAPES[1].executor
@@ -43,34 +42,6 @@ def test_a_pass_equals_its_reference(shape: cases.Shape, count_compiles: Any) ->
     with count_compiles() as compiles:
         assert max(error for _, error in cases.compare_cases(model, shape, seeds)) < 1e-4
     assert compiles.count == 0
-
-
-@pytest.mark.parametrize("kv", ["propagate", "drop"])
-def test_a_pass_equals_the_recurrence(kv: str) -> None:
-    model, shape = recurrent_model(), dataclasses.replace(cases.SHAPES[1], kv=kv)
-    ids, _, depths = cases.draw(shape, 64, 6)
-    lengths = np.asarray([17, 2, 9], np.int32)
-    found = cases.run_staircase(
-        model.decoder,
-        model.params,
-        ids,
-        lengths,
-        given_depths(jnp.asarray(depths), depths=shape.depths),
-        kv=kv,
-        executor=shape.executor,
-    )
-    for row, length in enumerate(lengths):
-        wanted = recurrent_states(model, ids[row, :length], depths[row, :length], kv)
-        np.testing.assert_allclose(found.x[row, :length], wanted, atol=1e-4)
-
-
-def test_the_static_prefix_equals_its_reference() -> None:
-    for kv in ("propagate", "drop"):
-        executor = CapacityPrefix(capacities=(24, 16, 8), min_bucket=8)
-        shape = dataclasses.replace(cases.SHAPES[1], kv=kv, executor=executor)
-        assert max(
-            error for _, error in cases.compare_cases(recurrent_model(), shape, range(8))
-        ) < (1e-4)
 
 
 class Counted(Mamba2):
@@ -113,34 +84,6 @@ def test_stopped_tokens_cost_what_the_padding_rule_says(kv: str) -> None:
     assert charged == wanted.tolist()
     dense = 4 * shape.batch * shape.token
     assert counts["queries"] < dense, "the case must skip something"
-
-
-@pytest.mark.parametrize("signal", [StateSimilarity(), SoftmaxGap()], ids=lambda s: s.name)
-def test_policies_decide_and_scores_are_those_of_the_depths(signal: Any) -> None:
-    model = recurrent_model()
-    ids, lengths = model.tokens(3, 24, seed=4), jnp.asarray([24, 3, 17])
-    real = np.arange(24) < np.asarray(lengths)[:, None]
-
-    def run(thresholds: list[float]) -> Any:
-        policy = Thresholded(signal=signal, thresholds=jnp.asarray(thresholds), depths=DEPTHS)
-        return run_score(model.decoder, model.params, ids, lengths, policy, executor=EXECUTOR)
-
-    # Of all tokens that reach a boundary, some stop there: a threshold is found by halving.
-    low, high = -1.0, 1.0
-    for _ in range(12):
-        middle = (low + high) / 2
-        stopped = np.mean(np.asarray(run([middle, -jnp.inf]).depths)[real] == 1)
-        low, high = (middle, high) if stopped < 0.5 else (low, middle)
-    found = run([low, -jnp.inf])
-    depths = np.asarray(found.depths)
-    assert set(depths[real].tolist()) == {1, 4}
-    assert not depths[~real].any()
-    x = cases.run_oracle(model.decoder, model.params, ids, lengths, depths, kv="propagate")
-    wanted = plain_nll(model, np.asarray(ids), x)
-    predicted = np.asarray(found.predicted)[:, :-1]
-    np.testing.assert_allclose(
-        np.asarray(found.log_likelihood)[:, :-1][predicted], -wanted[predicted], atol=1e-4
-    )
 
 
 def test_calibration_takes_it_as_any_decoder(text: list[Any]) -> None:

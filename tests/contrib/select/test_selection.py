@@ -30,22 +30,21 @@ def fit(tiny: Model, seen: np.ndarray, **options: object) -> Fitted:
     return fit_select(tiny.decoder, tiny.params, seen, **given)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("top", [1, 2])
-def test_a_replay_is_the_loop_as_written(top: int) -> None:
+def test_a_replay_is_the_loop_as_written() -> None:
     seen = scores_of(40)
     seen[3, :, 5:] = np.nan  # Three candidates that there are not.
     margins = np.asarray([1.5, 0.7, 0.1], np.float32)
-    counts, lost = replay(seen, margins, top=top)
+    counts, lost = replay(seen, margins)
     for query, table in enumerate(seen):
         left = [row for row in range(8) if not np.isnan(table[-1, row])]
-        winners = sorted(left, key=lambda row: -table[-1, row])[:top]
+        winner = max(left, key=lambda row: table[-1, row])
         mine = [len(left)]
         for scores, margin in zip(table, margins.tolist(), strict=False):
-            bar = sorted((scores[row] for row in left), reverse=True)[top - 1]
+            bar = max(scores[row] for row in left)
             left = [row for row in left if bar - scores[row] <= np.float32(margin)]
             mine.append(len(left))
         assert counts[query].tolist() == mine
-        assert lost[query] == (not set(winners) <= set(left))
+        assert lost[query] == (winner not in left)
     assert 0 < lost.sum() < 40
 
 
@@ -62,11 +61,6 @@ def test_the_cheapest_that_passes_is_chosen_and_costs_what_it_says(tiny: Model) 
     assert fitted.tested == 200
 
 
-def test_exits_that_know_nothing_are_not_used(tiny: Model) -> None:
-    blind = fit(tiny, scores_of(400, noise=(50.0, 50.0, 50.0)))
-    assert blind.chosen is None or blind.ladder[0].cost > 0.9
-
-
 def test_queries_of_one_document_stay_on_one_side(tiny: Model) -> None:
     groups = np.repeat(np.arange(4), 100)
     assert len({*half_of(groups, 0)[::100].tolist()}) == 2
@@ -76,17 +70,6 @@ def test_queries_of_one_document_stay_on_one_side(tiny: Model) -> None:
     fitted = fit(tiny, seen, groups=groups)
     assert fitted.tested == 200
     assert fitted.ladder[-1].risk > 0.5
-
-
-def test_the_guarantee_holds_over_draws_of_queries(tiny: Model) -> None:
-    everywhere = scores_of(20_000, seed=99)
-    broken = 0
-    for draw in range(60):
-        fitted = fit(tiny, scores_of(300, seed=draw), seed=draw, at_most=2)
-        if fitted.chosen is not None:
-            chosen = [*(DEPTHS.index(d) for d in fitted.chosen.depths), 3]
-            broken += replay(everywhere[:, chosen], fitted.chosen.margins)[1].mean() > 0.05
-    assert broken <= 7  # 60 draws at 5 %: 8 or more have a chance of 1 %.
 
 
 def test_what_is_seen_is_what_selecting_would_see(tiny: Model) -> None:
@@ -103,7 +86,7 @@ def test_what_is_seen_is_what_selecting_would_see(tiny: Model) -> None:
         found = select(tiny.decoder, tiny.params, context, candidates, lengths, how)
         (counts,), (lost,) = replay(table[None, [1, 3]], how.margins)
         assert counts.tolist() == [4, int((found.depths == 4).sum())]
-        assert (found.winners[0] != table[-1].argmax()) == lost
+        assert (found.winner != table[-1].argmax()) == lost
 
 
 def test_what_does_not_fit_is_named(tiny: Model, unchecked_shapes: None) -> None:

@@ -165,9 +165,7 @@ def test_the_largest_gemmas_scale_queries_by_the_width_of_states(tmp_path: Path)
     write_gguf(tmp_path / "m.gguf", folder, arch="gemma2")
     header = read_header(tmp_path / "m.gguf")
     keys = {**header.keys, "gemma2.block_count": 46}
-    one = {n: t for n, t in header.tensors.items() if n.startswith("blk.0.")}
-    tensors = {n.replace("blk.0", f"blk.{i}"): t for i in range(46) for n, t in one.items()}
-    config, problems = read_keys(keys, {**header.tensors, **tensors})
+    config, problems = read_keys(keys, header.tensors)
     assert not problems
     assert config["query_pre_attn_scalar"] == 32 / 4
 
@@ -244,7 +242,6 @@ def test_all_that_is_not_understood_is_named_at_once(tmp_path: Path) -> None:
         writer.add_string("my.note", "who knows")
         writer.add_string("general.author", "harmless")
         writer.add_string("quantize.imatrix.file", "harmless")
-        writer.add_tensor("blk.1.attn_sinks.weight", np.zeros(4, np.float32))
 
     write_gguf(tmp_path / "m.gguf", FOLDER / "llama", arch="llama", describe=describe)
     with pytest.raises(ValueError, match="Wanted a llama that can be run") as error:
@@ -256,23 +253,28 @@ def test_all_that_is_not_understood_is_named_at_once(tmp_path: Path) -> None:
         "split.count=3, of which only one file is supported",
         "tokenizer.ggml.eos_token_id=48 in a vocabulary of 48",
         "my.note='who knows', which is not understood",
-        "tensor blk.{layer}.attn_sinks.weight, which is not understood",
     ):
         assert part in str(error.value)
     assert "harmless" not in str(error.value)
 
 
-def test_sizes_that_are_not_the_tensors_are_refused_before_they_are_used(tmp_path: Path) -> None:
+def test_values_that_no_model_has_are_refused_before_they_are_used(tmp_path: Path) -> None:
     from utio_jax.models.gguf.architectures import read_keys
     from utio_jax.models.gguf.header import read_header
 
-    write_gguf(tmp_path / "m.gguf", FOLDER / "llama", arch="llama")
+    def strange(writer: gguf.GGUFWriter) -> None:
+        writer.add_tensor("blk.1.attn_sinks.weight", np.zeros(4, np.float32))
+
+    write_gguf(tmp_path / "m.gguf", FOLDER / "llama", arch="llama", describe=strange)
+    with pytest.raises(ValueError, match="unexpected blk.1.attn_sinks.weight"):
+        load(tmp_path / "m.gguf")
     header = read_header(tmp_path / "m.gguf")
     for name, value, part in (
-        ("block_count", 2_000_000_000, "block_count=2000000000 with 3 layers of tensors"),
-        ("block_count", 2**32, "block_count=4294967296, of which only one number from 1 to 214"),
-        ("attention.head_count", 2_000_000_000, "blk.0.attn_q.weight has shape (32, 32), the keys"),
-        ("embedding_length", 1 << 30, "token_embd.weight has shape (48, 32), the keys say (48, 10"),
+        (
+            "block_count",
+            2_000_000_000,
+            "block_count=2000000000, of which only one number",
+        ),
         ("attention.head_count_kv", np.asarray([1, 2, 2]), "of which only one number"),
         ("attention.layer_norm_rms_epsilon", float("nan"), "of which only finite numbers above 0"),
         ("context_length", None, "llama.context_length is missing"),
@@ -385,36 +387,6 @@ def test_what_is_saved_is_a_folder_that_transformers_reads(tmp_path: Path) -> No
         "bos_token_id": 0,
         "eos_token_id": [0, 1],
     }
-
-
-def test_a_file_without_tokenizer_is_saved_without(tmp_path: Path) -> None:
-    write_gguf(tmp_path / "m.gguf", FOLDER / "llama", arch="llama")
-    model = load(tmp_path / "m.gguf")
-    assert isinstance(model.decoder, Transformer)
-    save(tmp_path / "out", model.decoder, model.params, like=model.folder)
-    assert {file.name for file in (tmp_path / "out").iterdir()} == {
-        "config.json",
-        "generation_config.json",
-        "model.safetensors",
-    }
-
-
-def test_the_command_line_takes_a_file_and_says_in_one_line_what_is_wrong(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "m.gguf"
-    write_gguf(file, FOLDER / "llama", arch="llama")
-    ids = tmp_path / "ids.json"
-    ids.write_text(json.dumps([list(range(20))]))
-    assert main(["evaluate", "--model", str(file), "--token-ids", str(ids)]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert main(["evaluate", "--model", str(FOLDER / "llama"), "--token-ids", str(ids)]) == 0
-    wanted = json.loads(capsys.readouterr().out)
-    assert found["loss"] == pytest.approx(wanted["loss"], abs=1e-6)
-    file.write_bytes(file.read_bytes()[:-200])
-    assert main(["evaluate", "--model", str(file), "--token-ids", str(ids)]) == 2
-    (line,) = capsys.readouterr().err.strip().splitlines()
-    assert "truncated or corrupt: tensor" in line
 
 
 @pytest.mark.check

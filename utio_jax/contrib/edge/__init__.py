@@ -10,6 +10,6 @@ except ModuleNotFoundError as error:
 
 from utio_jax.contrib.edge.cloud import Cloud
 from utio_jax.contrib.edge.edge import Edge, EdgeText
-from utio_jax.contrib.edge.wire import CloudLostError, Link
+from utio_jax.contrib.edge.wire import Link
 
-__all__ = ["Cloud", "CloudLostError", "Edge", "EdgeText", "Link"]
+__all__ = ["Cloud", "Edge", "EdgeText", "Link"]

@@ -4,9 +4,8 @@
     with Cloud(decoder, params, exit=8, key=key, address="tcp://0.0.0.0:9000") as cloud:
         cloud.wait()
 
-An edge asks for a token with the exit states of all tokens that the cloud has not seen. They run
-the deep layers, in blocks, and leave their own full-depth K/V there (`kv="full"`), so the answer is
-the full model's, whichever side the earlier tokens came from. Asks of several edges take turns.
+States that an edge sends run the deep layers and leave full-depth K/V there (`kv="full"`), so the
+answer is the full model's, whichever side the earlier tokens came from.
 """
 
 from __future__ import annotations
@@ -22,19 +21,11 @@ import zmq
 from utio_jax.contrib.edge import wire
 from utio_jax.contrib.edge.parts import Row, identify
 from utio_jax.core.decoder import Decoder, Params
-from utio_jax.decoding.sampling import SamplingParams
-
-_POLL_MS = 50
+from utio_jax.decoding.sampling import SamplingParams, rows_of
 
 
 class Cloud:
-    """Serves deep layers to edges; listens from the moment that it is made.
-
-    Attributes:
-      address: `tcp://HOST:PORT`, with the port that was taken.
-      tokens: answered so far.
-      states: that ran the deep layers so far.
-    """
+    """Serves deep layers to edges at its `address`, from the moment that it is made."""
 
     def __init__(
         self,
@@ -62,13 +53,12 @@ class Cloud:
                 f"{layers} layers; and at least one row. Got exit={exit}, rows={rows}. For "
                 f"example: exit={max(1, layers // 2)}."
             )
-        self.tokens = self.states = 0
         self._decoder, self._params, self._most_rows = decoder, params, rows
         self._exit, self._layers = exit, layers
         self._wanted = (wire.PROTOCOL, identify(decoder, params), exit)
         self._rows: OrderedDict[bytes, tuple[int, Row]] = OrderedDict()  # Numbers of texts, rows.
+        self._new_row().compile()
         self._ended, self._context = threading.Event(), zmq.Context()
-        self._context.max_sockets = 4096
         self._socket = socket = self._context.socket(zmq.ROUTER)
         try:
             socket.curve_server, socket.curve_secretkey = 1, wire.server_key(key)
@@ -76,7 +66,6 @@ class Cloud:
             socket.maxmsgsize = wire.MOST_SAID + 4 * dim * decoder.config.context_length
             socket.bind(address)
             self.address = socket.getsockopt_string(zmq.LAST_ENDPOINT)
-            self._new_row().compile()
         except zmq.ZMQError as error:
             self._context.destroy(linger=0)
             raise ValueError(
@@ -84,9 +73,6 @@ class Cloud:
                 "for a free one, and an address of this machine: tcp://127.0.0.1:0 for edges on it "
                 "alone, tcp://0.0.0.0:9000 for all."
             ) from error
-        except BaseException:
-            self._context.destroy(linger=0)
-            raise
         self._thread = threading.Thread(target=self._serve, name="cloud", daemon=True)
         self._thread.start()
 
@@ -108,7 +94,7 @@ class Cloud:
 
     def _serve(self) -> None:
         while not self._ended.is_set():
-            if self._socket.poll(_POLL_MS):
+            if self._socket.poll(50):
                 edge, *frames = self._socket.recv_multipart()
                 try:
                     said = self._answer(edge, frames)
@@ -118,7 +104,7 @@ class Cloud:
                     self._rows.pop(edge, None)  # Its cache was donated.
                     said = b"f" + str(error)[:2000].encode()
                 self._socket.send_multipart([edge, said])
-        self._context.destroy(linger=1000)
+        self._context.destroy(linger=1000)  # Once it returns, the address is free again.
 
     def _answer(self, edge: bytes, frames: list[bytes]) -> bytes:
         """Returns the answer to an edge's message. Raises ValueError to refuse it."""
@@ -164,13 +150,7 @@ class Cloud:
         """Runs states through the deep layers; returns the token behind the last one."""
         before = row.slots
         row.run(x)
-        drawn = (np.float32, np.int32, np.float32, np.float32)
-        sampling = SamplingParams(
-            **{
-                name: np.asarray([getattr(ask, name)], dtype)
-                for name, dtype in zip(wire.Ask._fields[-4:], drawn, strict=True)
-            }
-        )
+        options = {name: getattr(ask, name) for name in wire.Ask._fields[-4:]}
+        sampling = rows_of([SamplingParams(**options)])
         token, log_probability, _ = jax.device_get(row.read(None, sampling, 0, ask.seed))
-        self.tokens, self.states = self.tokens + 1, self.states + len(x)
         return wire.TOKEN.pack(b"t", token, log_probability, row.slots - before)

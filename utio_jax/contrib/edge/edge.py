@@ -15,11 +15,11 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import zmq
 
 from utio_jax.contrib.edge import wire
 from utio_jax.contrib.edge.parts import Row, first_layers, identify
@@ -65,6 +65,8 @@ class EdgeText:
 class Edge:
     """The shallow part of a model, and its exit. Decodes one text at a time."""
 
+    _socket: zmq.Socket[bytes] | None = None
+
     def __init__(
         self, decoder: Decoder, params: Params, *, policy: Policy, link: wire.Link | None = None
     ) -> None:
@@ -86,8 +88,6 @@ class Edge:
         self._decoder, self._params = decoder, first_layers(decoder, params, self._exit)
         self._row, self._texts = self._new_row(), 0
         self._model = b"" if link is None else identify(decoder, params)
-        self._connection: wire.Connection | None = None
-        self._hangs_up: Callable[[], object] = lambda: None
 
     def _new_row(self) -> Row:
         return Row(self._decoder, self._params, start=0, stop=self._exit)
@@ -100,8 +100,12 @@ class Edge:
 
     def close(self) -> None:
         """Leaves the cloud. Another text would connect again."""
-        self._hangs_up()
-        self._connection = None
+        if self._socket is not None:
+            self._socket.close(linger=0)
+        self._socket = None
+
+    def __del__(self) -> None:
+        self.close()
 
     def warmup(self) -> None:
         """Compiles every program that texts may need."""
@@ -120,14 +124,14 @@ class Edge:
         """Returns the text behind a prompt.
 
         The prompt, too, runs here up to the exit; the policy is asked first about its last token.
-        Draws, by `sampling` and `seed`, are those of `utio_jax.generate`. `eos_ids` end the text,
-        by default the model's own; `on_token` is called with each token's id as it comes.
+        Where the cloud is lost, the rest comes from the exit, and `fallbacks` counts it. Draws, by
+        `sampling` and `seed`, are those of `utio_jax.generate`. `eos_ids` end the text, by default
+        the model's own; `on_token` is called with each token's id as it comes.
 
         Raises:
-          ValueError: an empty prompt, ids outside the vocabulary, more tokens than the context of
-            edge or cloud, a cloud with another key, model, exit or protocol, or states that the
-            link's type cannot hold.
-          CloudLostError: the cloud is lost, and the link does not fall back.
+          ValueError: an empty prompt, ids outside the vocabulary, more tokens than the model's
+            context, a cloud with another model, exit or protocol, or states that the link's type
+            cannot hold.
         """
         config = self._decoder.config
         (ids,) = check_prompts([prompt], config=config, max_new_tokens=max_new_tokens)
@@ -135,11 +139,9 @@ class Edge:
         check_sampling(sampling, rows=1)
         method = rows_of([sampling])
         drawn = [np.asarray(getattr(method, name))[0].item() for name in wire.Ask._fields[-4:]]
-        wide = 4
-        if self._link is not None:
-            wide = np.dtype(wire.FORMATS[self._link.states]).itemsize
+        wide = 2 if self._link is not None and self._link.states == "float16" else 4
         self._texts, self._row.ran, self._row.slots = self._texts + 1, 0, 0
-        fields = (self._exit, wide, self._texts, 0, int(np.int64(seed).astype(np.uint32)))
+        fields = (self._exit, wide, self._texts, 0, seed % 2**32)
         ask = wire.Ask(wire.PROTOCOL, self._model, *fields, *drawn)
         text, new, states = EdgeText(), np.asarray(ids, np.int32), list[np.ndarray]()
         try:
@@ -168,42 +170,34 @@ class Edge:
         self, ask: wire.Ask, states: list[np.ndarray], text: EdgeText
     ) -> tuple[int, float] | None:
         """Returns the cloud's token and its log-probability; None where the cloud is lost."""
-        link, began = self._link, time.monotonic()
-        assert link is not None
-        try:
-            if text.lost is None:
-                return self._ask(link, ask, states, text)
-        except wire.CloudLostError as error:
-            self.close()
-            text.lost = str(error)
-            if not link.falls_back:
-                raise
-        finally:
-            text.seconds_waited += time.monotonic() - began
+        began = time.monotonic()
+        if text.lost is None:
+            try:
+                return self._ask(ask, states, text)
+            except ConnectionError as error:
+                self.close()
+                text.lost = str(error)
+            finally:
+                text.seconds_waited += time.monotonic() - began
         text.fallbacks += 1
         return None
 
-    def _ask(
-        self, link: wire.Link, ask: wire.Ask, states: list[np.ndarray], text: EdgeText
-    ) -> tuple[int, float]:
+    def _ask(self, ask: wire.Ask, states: list[np.ndarray], text: EdgeText) -> tuple[int, float]:
         """Returns the cloud's token and its log-probability, once it has all states."""
-        if self._connection is None:
-            self._connection = wire.Connection(link)
-            self._hangs_up = weakref.finalize(self, self._connection.context.destroy, 0)
-        config, first = self._decoder.config, text.sent
+        link, config, first = self._link, self._decoder.config, text.sent
+        assert link is not None
+        self._socket = self._socket or wire.connect(link)
         for _ in range(3):  # It may have forgotten the text once, or been started again.
             data = wire.pack_states(np.stack(states[first:]), link.states)
-            answer = self._connection.ask(ask._replace(first=first), data)
+            answer = wire.answer_to(self._socket, link, ask._replace(first=first), data)
             text.bytes_up += wire.ASK.size + len(data)
             text.bytes_down += len(answer)
             text.states_sent += len(states) - first
             kind, said = answer[:1], answer[1:].decode(errors="replace")
             if kind == b"r":
-                raise ValueError(
-                    f"Wanted the cloud at {link.address} to answer. It refuses: {said}"
-                )
+                raise ValueError(f"Wanted an answer of the cloud at {link.address}. Got: {said}")
             if kind == b"f":
-                raise link.lost(said)
+                raise ConnectionError(f"The cloud at {link.address} failed: {said}")
             if kind == b"m" and len(answer) == wire.MISSING.size:
                 first = min(wire.MISSING.unpack(answer)[1], len(states) - 1)
                 continue
@@ -213,5 +207,5 @@ class Edge:
                     text.sent = len(states)
                     text.cloud_layers += slots * (config.num_layers - self._exit)
                     return token, log_probability
-            raise link.lost(f"it answers nonsense ({answer[:40]!r})")
-        raise link.lost("it forgets the text as soon as it has been sent: it has too few rows")
+            raise ConnectionError(f"The cloud at {link.address} answers nonsense: {answer[:40]!r}.")
+        raise ConnectionError(f"The cloud at {link.address} forgets texts at once: too few rows.")

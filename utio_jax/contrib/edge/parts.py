@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers of a model up to an exit, or behind it, on the next tokens of one row with its K/V cache.
-
-Blocks of tokens are padded to a few widths (`CHUNKS`), so that few programs ever compile.
-"""
+"""Some layers of a model on the next tokens of one row with its K/V cache, in padded blocks."""
 
 from __future__ import annotations
 
@@ -20,17 +17,12 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 from utio_jax.attention.cache import KVCache, init_cache, key_widths
 from utio_jax.core.decoder import Decoder, Params, apply_exit_lens, check_own_kv
 from utio_jax.core.files import hash_params
-from utio_jax.core.lens import Lensed
 from utio_jax.decoding.sampling import DRAW, SamplingParams, draw, rows_of, token_keys
 from utio_jax.decoding.segments import block_at, run_segment
 from utio_jax.policies.base import Boundary, Policy
-from utio_jax.prompts.maps import KVMapped
 
 CHUNKS = (1, 4, 16, 64)
 """Tokens that run at once: whole ones of the widest, then the narrowest that holds the rest."""
-
-KEY_STEP = 32
-"""Attention reads a multiple of this many slots, one of at most four: see `key_widths`."""
 
 
 def first_layers(decoder: Decoder, params: Params, stop: int) -> Params:
@@ -40,16 +32,8 @@ def first_layers(decoder: Decoder, params: Params, stop: int) -> Params:
 
 
 def identify(decoder: Decoder, params: Params) -> bytes:
-    """Returns 16 letters: a digest of a whole model's weights, their types, and its config.
-
-    Edge and cloud have to agree on it. What changes no layer may differ between them: a lens, KV
-    maps, where exits are, the context, and which tokens begin and end a text.
-    """
-    while isinstance(decoder, Lensed | KVMapped):
-        decoder, params = decoder.decoder, params["model"]
-    open_ = {"exits": (), "context_length": 1, "bos_id": None, "eos_ids": ()}
-    config = dataclasses.replace(decoder.config, **open_)
-    said = f"{type(decoder).__name__} {config!r} {hash_params(params)}"
+    """Returns 16 letters: a digest of a model, its config, and its weights and their types."""
+    said = f"{decoder!r} {hash_params(params)}"
     return hashlib.sha256(said.encode()).hexdigest()[:16].encode()
 
 
@@ -76,7 +60,7 @@ class Row:
     def __init__(self, decoder: Decoder, params: Params, *, start: int, stop: int) -> None:
         check_own_kv(decoder, what="layers in two processes")
         config = decoder.config
-        self.widths = key_widths(config.context_length, key_step=KEY_STEP)
+        self.widths = key_widths(config.context_length, key_step=32)
         self._model, self._layers = (decoder, params), {"start": start, "stop": stop}
         nothing = jnp.zeros((1,), jnp.int32)
         dtype = jax.eval_shape(decoder.embed, params, nothing, nothing).dtype

@@ -19,7 +19,6 @@ from typing import NamedTuple
 
 import numpy as np
 import zmq
-import zmq.utils.monitor
 from jaxtyping import Float
 from zmq.utils import z85
 
@@ -33,16 +32,6 @@ MOST_SAID = 2**16
 """Bytes of a message without its states."""
 
 ASK, TOKEN, MISSING = struct.Struct("<H16sHHIIIfIff"), struct.Struct("<cIfI"), struct.Struct("<cI")
-
-_KEYLESS = (
-    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-)
-
-
-class CloudLostError(ConnectionError):
-    """The cloud cannot be reached, has gone, is silent, or answers nonsense."""
 
 
 class Ask(NamedTuple):
@@ -69,16 +58,13 @@ class Link:
       address: `tcp://HOST:PORT`, as `Cloud.address`.
       key: that the cloud has, too: at least 16 bytes.
       states: type in which they cross the wire: `"float32"` or `"float16"`.
-      seconds: that an answer may take, connection included.
-      falls_back: what happens where the cloud is lost: True, tokens come from the exit, and are
-        counted; False, `CloudLostError`.
+      seconds: that an answer may take, connection included; a cloud that takes longer is lost.
     """
 
     address: str
     key: bytes = dataclasses.field(repr=False)
     states: str = "float16"
     seconds: float = 10.0
-    falls_back: bool = True
 
     def __post_init__(self) -> None:
         server_key(self.key)
@@ -88,50 +74,26 @@ class Link:
                 f"states={self.states!r:.40}, seconds={self.seconds}."
             )
 
-    def lost(self, why: str) -> CloudLostError:
-        """Returns the error of a cloud that is not there, or no more."""
-        alone = "" if self.falls_back else ", or let tokens come from the exit: falls_back=True"
-        return CloudLostError(
-            f"Wanted the cloud at {self.address}. It is lost: {why}. Start it again{alone}."
+
+def connect(link: Link) -> zmq.Socket[bytes]:
+    """Returns a socket for asks; ZeroMQ connects, and connects again, by itself."""
+    socket = zmq.Context.instance().socket(zmq.DEALER)
+    socket.linger, socket.maxmsgsize, socket.ipv6 = 0, MOST_SAID, "[" in link.address
+    socket.curve_serverkey = zmq.curve_public(server_key(link.key))
+    socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
+    socket.connect(link.address)
+    return socket
+
+
+def answer_to(socket: zmq.Socket[bytes], link: Link, ask: Ask, states: bytes) -> bytes:
+    """Returns the cloud's answer. Raises ConnectionError: there is none in time."""
+    socket.send_multipart([ASK.pack(*ask), states])
+    if not socket.poll(round(1000 * link.seconds)):
+        raise ConnectionError(
+            f"Wanted the cloud at {link.address}. Got no answer within {link.seconds:g} s. Is it "
+            "running, and has it the same key?"
         )
-
-
-class Connection:
-    """An edge's connection with a cloud. Made anew after an error."""
-
-    def __init__(self, link: Link) -> None:
-        self.link, self.context = link, zmq.Context()
-        self._socket = self.context.socket(zmq.DEALER)
-        self._socket.linger, self._socket.maxmsgsize = 0, MOST_SAID
-        self._socket.ipv6 = "[" in link.address
-        self._socket.curve_serverkey = zmq.curve_public(server_key(link.key))
-        self._socket.curve_publickey, self._socket.curve_secretkey = zmq.curve_keypair()
-        self._events = self._socket.get_monitor_socket(
-            zmq.EVENT_CONNECT_RETRIED | zmq.EVENT_DISCONNECTED | _KEYLESS
-        )
-        self._poller = zmq.Poller()
-        for each in (self._socket, self._events):
-            self._poller.register(each, zmq.POLLIN)
-        self._socket.connect(link.address)
-
-    def ask(self, ask: Ask, states: bytes) -> bytes:
-        """Returns the answer. Raises `CloudLostError`; ValueError: the cloud has another key."""
-        while self._events.poll(0):  # What was before: rows that are lost are sent again.
-            self._events.recv_multipart()
-        self._socket.send_multipart([ASK.pack(*ask), states])
-        ready = dict(self._poller.poll(round(1000 * self.link.seconds)))
-        if self._socket in ready:
-            return b"".join(self._socket.recv_multipart())
-        if not ready:
-            raise self.link.lost(f"no answer within {self.link.seconds:g} s")
-        event = zmq.utils.monitor.recv_monitor_message(self._events)["event"]
-        if event & _KEYLESS:
-            raise ValueError(
-                f"Wanted a cloud at {self.link.address} that has the same key. Got none: it hung "
-                "up during the handshake. Give both the same key."
-            )
-        gone = event == zmq.EVENT_DISCONNECTED
-        raise self.link.lost("it has ended" if gone else "it cannot be reached")
+    return b"".join(socket.recv_multipart())
 
 
 def server_key(key: bytes) -> bytes:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Encoders (BERT, Vision Transformers) whose rows leave at exits: DeeBERT, PABEE, LGViT.
+"""Row-level early exit of encoders (BERT, Vision Transformers): DeeBERT, PABEE, LGViT.
 
-The models are in `utio_jax.contrib.encoders.bert` and `.vision`, which need the extra `models`.
+The models are in `utio_jax.contrib.encoders.bert` and `.vision`, which need the extra `cli`.
 """
 
 from utio_jax.contrib.encoders.row_exits import fit_row_exits
@@ -10,7 +10,6 @@ from utio_jax.contrib.encoders.rows import (
     Encoded,
     Encoder,
     Exits,
-    RowBlocks,
     encode_rows,
     read_exits,
     score_exits,
@@ -21,7 +20,6 @@ __all__ = [
     "Encoded",
     "Encoder",
     "Exits",
-    "RowBlocks",
     "encode_rows",
     "fit_row_exits",
     "read_exits",

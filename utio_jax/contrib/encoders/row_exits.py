@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Thresholds for rows that leave an encoder early, with a guarantee: most keep full depth's class.
+"""Thresholds for row-level early exit, with a guarantee: most rows keep full depth's class.
 
     fitted = fit_row_exits(encoder, params, Entropy(), inputs, lengths, depths=(2, 4, 6, 8))
     found = encode_rows(encoder, params, inputs, lengths, fitted.chosen)
 
-One threshold for all exits, as DeeBERT and PABEE have it. A row's scores depend on nothing but the
-row, so one pass over all exits says what any threshold would have done. Half of the rows make a
-ladder of thresholds, safest first; the other half tests it by `fit_ladder`: a row is one unit, its
-risk 0 or 1.
+One threshold for all exits, as DeeBERT and PABEE have it. One pass over all exits shows what any
+threshold does. Half of the rows make a ladder of thresholds, the other half tests it.
 """
 
 from __future__ import annotations
@@ -18,16 +16,14 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from utio_jax.calibration.guarantee import Fitted, fit_ladder, halves
-from utio_jax.contrib.encoders.rows import Encoder, Exits, read_exits, score_exits
+from utio_jax.contrib.encoders.rows import Classifier, read_exits, score_exits
 from utio_jax.core.decoder import Inputs, Params, check_depths
 from utio_jax.policies.base import Signal
 from utio_jax.policies.depth import Thresholded
 
-_RUNGS = 24
-
 
 def fit_row_exits(  # noqa: PLR0913 (options, each named)
-    encoder: Encoder,
+    encoder: Classifier,
     params: Params,
     signal: Signal,
     inputs: Inputs,
@@ -36,22 +32,17 @@ def fit_row_exits(  # noqa: PLR0913 (options, each named)
     depths: tuple[int, ...],
     max_disagreement: float = 0.02,
     confidence: float = 0.95,
-    min_cosine: float = 0.95,
     seed: int = 0,
 ) -> Fitted:
-    """Returns the policy of the cheapest threshold at which rows come out as at full depth.
+    """Returns the policy of the cheapest threshold at which rows have full depth's class.
 
-    At a confidence; the cost of a rung is the mean of layers that rows of the testing half run.
-
-    A row of a classifier disagrees where its class is another; one of an encoder without a
-    classifier, where its embedding's cosine with full depth's is below `min_cosine`.
-
-    Nothing else may have been fitted on these rows, none empty, each drawn on its own. At most
-    `max_disagreement` of all may come out otherwise; `seed` draws the halves.
+    At most `max_disagreement` of all rows come out in another class, at a `confidence`. Nothing
+    else may have been fitted on these rows, each drawn on its own; `seed` draws the halves. A
+    rung's cost is the mean of layers that rows of the testing half run.
 
     Raises:
-      ValueError: fewer rows than the guarantee takes, empty ones, or depths that do not end at the
-        model's.
+      ValueError: fewer rows than the guarantee takes, empty ones, no classifier, or depths that do
+        not end at the model's.
     """
     depths = check_depths(depths, num_layers=encoder.config.num_layers)
     shortest = int(np.asarray(lengths).min(initial=1))
@@ -59,6 +50,8 @@ def fit_row_exits(  # noqa: PLR0913 (options, each named)
         raise ValueError(
             f"Wanted rows, none empty. Got the shortest of {shortest} tokens. Leave it out."
         )
+    if not isinstance(encoder, Classifier):
+        raise ValueError(f"Wanted a Classifier, whose classes stay. Got {type(encoder).__name__}.")
     fits = halves(
         np.arange(len(lengths)),
         units="rows, none empty,",
@@ -68,10 +61,10 @@ def fit_row_exits(  # noqa: PLR0913 (options, each named)
     )
     exits = _read(encoder, params, jnp.asarray(inputs), jnp.asarray(lengths), depths=depths)
     scores = np.asarray(score_exits(encoder, params, exits, signal, depths=depths))
-    differs = _differs(exits, min_cosine)
-    ladder = [
-        row_policy(signal, each, depths=depths) for each in thresholds_of(scores[:, fits]).tolist()
-    ]
+    classes = np.asarray(exits.logits).argmax(axis=-1)
+    differs = classes != classes[-1]
+    tried = thresholds_of(scores[:, fits]).tolist()
+    ladder = [row_policy(signal, each, depths=depths) for each in tried]
     left = [leave(scores[:, ~fits], float(each.thresholds[0])) for each in ladder]
     lost = np.stack([np.take_along_axis(differs[:, ~fits], at[None], 0)[0] for at in left])
     layers = [float(np.asarray(depths)[at].mean()) for at in left]
@@ -85,7 +78,7 @@ def row_policy(signal: Signal, threshold: float, *, depths: tuple[int, ...]) -> 
 
 
 def thresholds_of(
-    scores: Float[np.ndarray, "boundary row"], *, rungs: int = _RUNGS
+    scores: Float[np.ndarray, "boundary row"], *, rungs: int = 24
 ) -> Float[np.ndarray, " rung"]:
     """Returns thresholds at which more and more rows leave, by quantiles of their scores."""
     finite = scores[np.isfinite(scores)]
@@ -102,13 +95,3 @@ def leave(scores: Float[np.ndarray, "boundary row"], threshold: float) -> Int[np
 
 
 _read = jax.jit(read_exits, static_argnums=0, static_argnames="depths")
-
-
-def _differs(exits: Exits, min_cosine: float) -> np.ndarray:
-    """Returns which rows would come out otherwise if they left at each depth, `[depth, row]`."""
-    if exits.logits is not None:
-        classes = np.asarray(exits.logits).argmax(axis=-1)
-        return classes != classes[-1]
-    pooled = np.asarray(exits.pooled, np.float64)
-    pooled /= np.linalg.norm(pooled, axis=-1, keepdims=True)
-    return (pooled * pooled[-1]).sum(axis=-1) < min_cosine

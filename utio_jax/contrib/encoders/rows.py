@@ -1,15 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Encoders: rows that leave as a whole when their class or embedding is known.
+"""Row-level early exit of encoders: DeeBERT, PABEE, LGViT's similarity.
 
     found = encode_rows(encoder, params, inputs, lengths, policy)   # rows leave at exits
     found.logits, found.pooled, found.depths                        # [row, ...]
 
 At an exit a row is one token to a policy: its pooled state, with the exit's classifier for a head.
-So every signal serves: `Entropy` is DeeBERT (Xin et al. 2020), `Patience` PABEE (Zhou et al. 2020),
-`StateSimilarity` compares successive pooled states (LGViT, Xu et al. 2023, and CALM), and
-`Thresholded` makes policies of them. Rows see nothing of each other, so those that are left run in
-blocks of rows under loops with traced trip counts: a batch of any size skips what it does not need,
-and new inputs compile nothing. `read_exits` runs all rows to all exits: the definition.
+Rows see nothing of each other, so those that are left run in blocks under loops with traced trip
+counts: new inputs compile nothing. `read_exits` runs all rows to all exits: the definition.
 """
 
 from __future__ import annotations
@@ -17,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -28,11 +26,13 @@ from jaxtyping import Array, Bool, Float, Int
 from utio_jax.attention.mixing import mixer_at
 from utio_jax.attention.products import NOWHERE
 from utio_jax.core.decoder import Decoder, Inputs, Params, check_depths, check_own_kv
-from utio_jax.core.flops import count_matmul_flops, pass_flops, token_cost
+from utio_jax.core.documents import check_tokens
+from utio_jax.core.flops import pass_flops, token_cost
 from utio_jax.core.layer import layer_at
 from utio_jax.core.lens import Wrapped
 from utio_jax.core.pytrees import pytree
 from utio_jax.core.work import Work, stack_work
+from utio_jax.evaluation.flops import gate_flops
 from utio_jax.policies.base import Boundary, Policy, Signal
 from utio_jax.staircase.base import Tokens, over_blocks
 from utio_jax.staircase.loop import check_policy
@@ -52,7 +52,7 @@ class Encoder(Decoder, Protocol):
 
 @runtime_checkable
 class Classifier(Encoder, Protocol):
-    """An encoder with a classifier, or one for each exit."""
+    """An encoder with a classifier, or one for each exit. Its `unembed` is the deepest one."""
 
     def classify(
         self, params: Params, pooled: Float[Array, "row dim"], depth: int
@@ -67,28 +67,6 @@ def mean_of_tokens(
     """Returns the mean of each row's real tokens; zeros for a row without any."""
     total = jnp.sum(jnp.where(real[:, :, None], x, 0), axis=1)
     return total / jnp.maximum(jnp.sum(real, axis=1), 1).astype(x.dtype)[:, None]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RowBlocks:
-    """Blocks of rows that run a segment together: whole ones of `block` first, then small ones.
-
-    `min_rows` is the unit of padding: fewer than this are padded in each segment.
-    """
-
-    block: int = 32
-    min_rows: int = 4
-
-    def __post_init__(self) -> None:
-        if self.min_rows < 1 or self.block < 1 or self.block % self.min_rows:
-            raise ValueError(
-                "Wanted a block of rows that is a multiple of min_rows, at least 1. Got "
-                f"block={self.block}, min_rows={self.min_rows}. For example: block=32, min_rows=4."
-            )
-
-    def rows_run(self, live: Bool[Array, " row"]) -> Int[Array, ""]:
-        """Returns the rows that run, padding included."""
-        return -(-jnp.sum(live, dtype=jnp.int32) // self.min_rows) * self.min_rows
 
 
 @pytree
@@ -109,18 +87,8 @@ class Encoded:
 
     def flops(self, encoder: Encoder, params: Params, policy: Policy | None = None) -> float:
         """Returns the FLOPs of all matrix products, padding included, and of a policy's scores."""
-        cost = token_cost(encoder, params)
-        if isinstance(encoder, Classifier):
-            one = jax.ShapeDtypeStruct((1, self.pooled.shape[-1]), self.pooled.dtype)
-            depth = encoder.config.num_layers
-            head = count_matmul_flops(lambda p, x: encoder.classify(p, x, depth), params, one)
-            cost = dataclasses.replace(cost, head=head)
-        asked = np.asarray(self.work.decisions, np.float64)
-        gates = 0.0
-        if policy is not None:
-            for index in range(len(policy.depths) - 1):
-                gates += float(asked[index]) * policy.flops(index, encoder, params)
-        return pass_flops(cost, self.work, gates=gates)
+        gates = 0.0 if policy is None else gate_flops(encoder, params, policy, self.work)
+        return pass_flops(token_cost(encoder, params), self.work, gates=gates)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,41 +106,44 @@ def encode_rows(
     lengths: Int[Array, " row"],
     policy: Policy,
     *,
-    blocks: RowBlocks = RowBlocks(),
+    blocks: tuple[int, int] = (32, 4),
 ) -> Encoded:
     """Returns each row's embedding and class, from as many layers as the policy gives the row.
 
     Equals `read_exits` at the depth where each row left, which its own inputs alone decide. Pure;
-    jit it with `encoder` and `blocks` static. A classifier reads every row at every exit that it
-    reaches, once.
+    jit it with `encoder` and `blocks` static: rows that run a segment together, whole ones first,
+    then those of what is left, which divide them and are the unit of padding.
 
     Inputs are right-padded rows of token ids, or `[row, token, *input_shape]`; one of length 0 is
-    none. A row is one token to the policy, whose state is the pooled one, and whose state before
-    the first layer the pooled embedding: signals that look token ids up do not fit.
+    none. To the policy a row's state before the first layer is the pooled embedding: signals that
+    look token ids up do not fit.
 
     Raises:
       TypeError: no policy, but the name of one.
-      ValueError: a model that is causal, rows of another shape than it reads, lengths beyond them,
-        depths that it does not have, a policy that asks for predictions it does not make, or,
-        outside jit, ids that the model does not have.
+      ValueError: blocks that do not divide; a model that is causal; rows of another shape than it
+        reads; depths that it does not have; a policy that asks for predictions it does not make;
+        or, outside jit, lengths beyond the rows, ids that the model does not have.
     """
+    block, least = blocks
+    if least < 1 or block < 1 or block % least:
+        raise ValueError(
+            "Wanted blocks of rows, the first a multiple of the second, at least 1. Got "
+            f"blocks={blocks}. For example: (32, 4)."
+        )
     check_inputs(encoder, inputs, lengths)
     depths = check_policy(policy, encoder)
     tokens, rows = Tokens.embed(encoder, params, inputs, lengths), inputs.shape[0]
-    read = _reader(encoder, params)
     pooled = encoder.pool(params, tokens.x, tokens.live)
-    first = jax.eval_shape(lambda x: read(x, depths[0]), pooled)
+    first = jax.eval_shape(partial(_classify, encoder, params, depth=depths[0]), pooled)
     logits = None if first is None else jnp.zeros(first.shape, first.dtype)
     live, depth = lengths > 0, jnp.zeros(rows, jnp.int32)
     memory = policy.start(pooled[:, None], jnp.zeros((rows, 1), jnp.int32))
-    x, work = tokens.x, []
+    states, work = (tokens.x, pooled, logits), []
     for index, (start, stop) in enumerate(itertools.pairwise((0, *depths))):
         with jax.named_scope(f"rows_{start}_{stop}"):
-            x, pooled, logits = _run_rows(
-                encoder, params, tokens, (x, pooled, logits), live, (start, stop), blocks
-            )
-        asks = False if stop == depths[-1] else policy.asks(index)
-        ran, width = blocks.rows_run(live), tokens.x.shape[1]
+            states = _run_rows(encoder, params, tokens, states, live, (start, stop), blocks)
+        _, pooled, logits = states
+        ran, width = -(-jnp.sum(live, dtype=jnp.int32) // least) * least, tokens.x.shape[1]
         slots = ran * width * (stop - start)
         spent = Work.of(
             queries=slots,
@@ -185,7 +156,8 @@ def encode_rows(
             seen = _boundary(encoder, params, pooled, logits, live, stop)
             goes, memory = policy.go_deeper(index, seen, memory)
             stops = live & ~goes[:, 0]
-            spent += Work.of(decisions=jnp.where(asks, rows, 0).astype(jnp.int32))
+            asked = jnp.where(policy.asks(index), rows, 0)
+            spent += Work.of(decisions=asked.astype(jnp.int32))
         depth, live = jnp.where(stops, stop, depth), live & ~stops
         work.append(spent)
     return Encoded(pooled=pooled, logits=logits, depths=depth, work=stack_work(work))
@@ -224,8 +196,7 @@ def read_exits(
     _, real = positions_of(inputs, lengths)
     states = dense_states(encoder, params, inputs, lengths, depths=(0, *depths))
     start, *pooled = [encoder.pool(params, x, real) for x in states]
-    read = _reader(encoder, params)
-    logits = [read(each, depth) for each, depth in zip(pooled, depths, strict=True)]
+    logits = [_classify(encoder, params, *each) for each in zip(pooled, depths, strict=True)]
     known = [each for each in logits if each is not None]
     return Exits(start=start, pooled=jnp.stack(pooled), logits=jnp.stack(known) if known else None)
 
@@ -251,13 +222,10 @@ def score_exits(
 
 
 def check_inputs(encoder: Encoder, inputs: Any, lengths: Any) -> None:
-    """Checks the rows of an encoder: their shape; of values that are not traced, lengths and ids.
+    """Checks an encoder and its rows: their shape and, outside jit, lengths and ids.
 
     Ids lie below `vocab_size`, or below each of `id_limits` where the config has these: one for
     each number of a token's input.
-
-    Raises:
-      ValueError: see `encode_rows`.
     """
     config, shape = encoder.config, tuple(inputs.shape)
     if config.causal or not isinstance(encoder, Encoder):
@@ -273,35 +241,22 @@ def check_inputs(encoder: Encoder, inputs: Any, lengths: Any) -> None:
             f"Wanted inputs [{', '.join(map(str, axes))}] of at most {most} tokens, the model's "
             f"context. Got {shape}."
         )
-    if tuple(lengths.shape) != shape[:1]:
-        raise ValueError(f"Wanted one length per row, {shape[:1]}. Got {tuple(lengths.shape)}.")
-    if isinstance(lengths, Tracer):
+    if isinstance(inputs, Tracer) or isinstance(lengths, Tracer):
         return
-    ends = np.asarray(lengths)
-    if ends.size and (ends.min() < 0 or ends.max() > shape[1]):
-        raise ValueError(
-            f"Wanted lengths between 0 and {shape[1]}. Got {ends.min()} to {ends.max()}."
-        )
     limits = getattr(config, "id_limits", () if shape[2:] else (config.vocab_size,))
-    if not limits or isinstance(inputs, Tracer):
-        return
-    ids = np.asarray(inputs).reshape(*shape[:2], len(limits))
-    real = ids[np.arange(shape[1]) < ends[:, None]]
-    if real.size and (real.min() < 0 or (real.max(axis=0) >= limits).any()):
-        raise ValueError(
-            f"Wanted ids from 0 to below {', '.join(map(str, limits))}, as the model has. Got "
-            f"{real.min(axis=0).tolist()} to {real.max(axis=0).tolist()}. Is the tokenizer another "
-            "model's? Ids of -1 for padding are not needed: lengths say what is real."
-        )
+    columns = (
+        np.asarray(inputs).reshape(*shape[:2], -1) if limits else np.zeros((*shape[:2], 1), int)
+    )
+    for column, limit in enumerate(limits or (1,)):
+        check_tokens(columns[..., column], lengths, vocab_size=limit)
 
 
-def _reader(
-    encoder: Encoder, params: Params
-) -> Callable[[jax.Array, int], Float[Array, "row label"] | None]:
-    """Returns what reads pooled states at a depth: the classifier in float32, or nothing."""
+def _classify(
+    encoder: Encoder, params: Params, pooled: Float[Array, "row dim"], depth: int
+) -> Float[Array, "row label"] | None:
     if not isinstance(encoder, Classifier):
-        return lambda pooled, depth: None
-    return lambda pooled, depth: encoder.classify(params, pooled, depth).astype(jnp.float32)
+        return None
+    return encoder.classify(params, pooled, depth).astype(jnp.float32)
 
 
 def _run_rows(
@@ -311,12 +266,12 @@ def _run_rows(
     states: tuple[jax.Array, jax.Array, jax.Array | None],
     live: Bool[Array, " row"],
     layers: tuple[int, int],
-    blocks: RowBlocks,
+    blocks: tuple[int, int],
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """Returns token states, pooled states and logits after the live rows' layers [start, stop)."""
-    rows, read = live.shape[0], _reader(encoder, params)
+    rows = live.shape[0]
     # Slots behind the live ones name no row: they run the last one again, and are not written.
-    row_of_slot = jnp.flatnonzero(live, size=rows + blocks.block, fill_value=rows)
+    row_of_slot = jnp.flatnonzero(live, size=rows + blocks[0], fill_value=rows)
     hidden = jnp.where(tokens.shown, tokens.positions, NOWHERE)
 
     def step(first: jax.Array, size: int, carry: Any) -> Any:
@@ -332,11 +287,11 @@ def _run_rows(
 
         x = jax.lax.fori_loop(*layers, run_one, of_rows(carry[0]))
         pooled = encoder.pool(params, x, real)
-        new = (x, pooled, read(pooled, layers[1]))
+        new = (x, pooled, _classify(encoder, params, pooled, layers[1]))
         return jax.tree.map(lambda all_, some: all_.at[mine].set(some, mode="drop"), carry, new)
 
     total = jnp.sum(live, dtype=jnp.int32)
-    return over_blocks(total, (blocks.block, blocks.min_rows), step, states)
+    return over_blocks(total, blocks, step, states)
 
 
 def _boundary(

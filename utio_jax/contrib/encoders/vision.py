@@ -54,8 +54,7 @@ class VisionTransformer(Transformer):
 
     def init(self, key: jax.Array, dtype: jax.typing.DTypeLike = jnp.float32) -> Params:
         """Returns fresh parameters; every exit starts as the same: classes equally probable."""
-        config = self.config
-        params = super().init(key, dtype)
+        config, params = self.config, super().init(key, dtype)
         pixels, dim = config.input_shape[0], config.embed_dim
         exits, labels = len(config.exits), config.vocab_size
         zeros = lambda *shape: jnp.zeros(shape, dtype)  # noqa: E731
@@ -113,7 +112,6 @@ def patches_of(images: np.ndarray, patch: int) -> np.ndarray:
     >>> patches_of(np.arange(16).reshape(1, 4, 4), 2)[0, 1].tolist()
     [2, 3, 6, 7]
     """
-    images = np.asarray(images)
     if images.ndim not in (3, 4) or patch < 1 or any(edge % patch for edge in images.shape[1:3]):
         raise ValueError(
             f"Wanted images [image, height, width] whose edges are multiples of patch={patch}. "

@@ -6,12 +6,10 @@
     found = score(decoder, params, token_ids, lengths, fitted.chosen, kv="drop")
     fitted.chosen.signal.judge(found).above    # [row]: is the row's mean loss above the limit?
 
-As filters of corpora by perplexity, monitors and moderation ask. At each exit a row's mean loss
-there says what full depth's will be, by a line that is fitted for each exit; rows whose estimate is
-farther from the limit than a margin are decided, and only the band around the limit goes deeper.
-A row's loss at an exit depends on nothing but the row, so one pass over all exits says what any
-margins would have done. Half of the rows fit lines and a ladder of margins; the other half tests it
-by `fit_ladder`, where a row is one unit, its risk 0 or 1.
+At each exit a line, fitted there, estimates full depth's mean loss from a row's loss so far; rows
+whose estimate is farther from the limit than a margin are decided, and only the band around the
+limit goes deeper. One pass over all exits shows what any margins do. Half of the rows fit lines and
+a ladder of margins; the other half tests it.
 """
 
 from __future__ import annotations
@@ -144,6 +142,7 @@ def _row_means(values: jax.Array, counted: jax.Array) -> Float[Array, " batch"]:
     return total / jnp.maximum(jnp.sum(counted, axis=1), 1)
 
 
+_MOST_EXITS = 3
 _DEVIATIONS = tuple(np.linspace(5, 0, 41).tolist())
 """Margins on a ladder, in standard deviations of what an exit's line leaves open; safest first."""
 
@@ -185,7 +184,6 @@ def fit_band(  # noqa: PLR0913 (options, each named)
     max_disagreement: float = 0.02,
     confidence: float = 0.95,
     groups: Int[np.ndarray, " row"] | None = None,
-    at_most: int = 3,
     seed: int = 0,
 ) -> Fitted:
     """Returns the cheapest policy by which rows end on full depth's side, at a confidence.
@@ -193,16 +191,14 @@ def fit_band(  # noqa: PLR0913 (options, each named)
     A rung's cost is in FLOPs over full depth's for all rows, heads included, on the fitting half:
     what `score` executes under `kv="drop"`, padding apart.
 
-    The guarantee is about rows like these, each drawn on its own, with a limit that was set before:
-    the test takes rows for independent. Many rows of one document are not, and keeping them in one
-    half (`groups`) does not make them so: of one document, draw one or a few.
-    Lines from an exit's loss to full depth's are least squares. Margins are so many standard
-    deviations of what a line leaves open, the same number at all exits in use; which exits that
-    are, up to `at_most`, is what costs least.
+    At most `max_disagreement` of all rows end on the other side. The guarantee is about rows like
+    these, each drawn on its own, with a limit that was set before. Rows of one document are not
+    independent, and keeping them in one half (`groups`) does not make them so: draw one or a few.
+    Lines from an exit's loss to full depth's are least squares; margins are so many standard
+    deviations of what a line leaves open, the same number at all exits in use, up to three.
 
-    Losses are those of rows on which nothing else was fitted, from `row_losses`; the limit, in nats
-    per token, divides them; `tokens` is their width, for the cost. At most `max_disagreement` of
-    all rows may end on the other side.
+    Losses are those of rows on which nothing else was fitted, from `row_losses`; the limit is in
+    nats per token; `tokens` is the rows' width, for the cost.
 
     Raises:
       ValueError: losses of another shape than the model's exits say or not finite, or fewer rows
@@ -250,9 +246,8 @@ def fit_band(  # noqa: PLR0913 (options, each named)
 
     ladder: list[tuple[np.ndarray, float]] = []
     for factor in _DEVIATIONS:
-        margins, ratio = _cheapest(
-            np.abs(estimates[:-1, fits] - limit), factor * open_, price, at_most
-        )
+        distances = np.abs(estimates[:-1, fits] - limit)
+        margins, ratio = _cheapest(distances, factor * open_, price)
         if not ladder or ratio < ladder[-1][1]:
             ladder.append((margins, ratio))
     wrong = np.stack(
@@ -277,11 +272,11 @@ def stops_of(
 
 
 def _cheapest(
-    distances: np.ndarray, margins: np.ndarray, price: Callable[..., float], at_most: int
+    distances: np.ndarray, margins: np.ndarray, price: Callable[..., float]
 ) -> tuple[np.ndarray, float]:
     """Returns margins, infinite at exits not in use, and what they cost."""
     best, cheapest = np.full(len(margins), np.inf), 1.0
-    for size in range(1, min(at_most, len(margins)) + 1):
+    for size in range(1, min(_MOST_EXITS, len(margins)) + 1):
         for some in itertools.combinations(range(len(margins)), size):
             asked = np.isin(np.arange(len(margins)), some)
             tried = np.where(asked, margins, np.inf)

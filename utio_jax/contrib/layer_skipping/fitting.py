@@ -32,17 +32,11 @@ def fit_prompt_sets(
 ) -> LayerSets:
     """Returns sets of layers that a row's first tokens choose for all later ones (FiRST).
 
-    Jain et al. 2024 (arXiv 2410.12513) train a router per layer and LoRA weights that make up for
-    what is skipped. Here the model stays as it is: a gate at the beginning of every segment but the
-    first learns, from the mean state of a row's first tokens, how much it harms the tokens behind
-    them to skip this segment alone (the root of their mean KL to full depth, in nats ** 0.5). A row
-    is one example, and a text has few, so gates are linear: ridge regression, its penalty by the
-    error on rows left out, up to one at which all rows choose alike. One threshold for all gates
-    meets the number of layers on the same text.
-
-    Segments end at the model's exits. Tokens behind the prompt, the first `prompt` of a row, which
-    run everything and choose, run so many `layers` on average. Studies are of a text, by
-    `utio_jax.calibration.studies.study_exits`.
+    After Jain et al. 2024 (arXiv 2410.12513), without training the model: a linear gate at the
+    beginning of every segment but the first learns, from the mean state of a row's first `prompt`
+    tokens, how much it harms the tokens behind them to skip this segment alone (the root of their
+    mean KL to full depth, in nats ** 0.5). One threshold for all gates lets those tokens run
+    `layers` on average. Segments end at the model's exits; studies are of a text, by `study_exits`.
 
     Raises:
       ValueError: fewer layers than the first segment has, or more than there are, or no row with

@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layer skipping: each token runs a set of segments, not only the first few of them.
+"""Policies of layer skipping: a token that skips a segment may run a later one.
 
-A token that leaves a segment out passes it by unchanged and may run a later one. `LayerSets` says
-which; `score_layer_sets` and `generate_layer_sets` run them. The sets of the literature:
-
-    SkipDecode    skip_decode(ends, ...)                later tokens skip lower and middle layers
-    FiRST         LayerSets(signal=PromptRouter(...))   the prompt says which layers are skipped
-    FlexiDepth    LayerSets(signal=Learned(...))        each token's state says it at every segment
+SkipDecode    skip_decode(ends, ...)                later tokens skip lower and middle layers
+FiRST         LayerSets(signal=PromptRouter(...))   the prompt chooses which layers are skipped
+FlexiDepth    LayerSets(signal=Learned(...))        each token's state, at every segment
 """
 
 from __future__ import annotations
@@ -31,9 +28,8 @@ from utio_jax.policies.signals import Position, SignalBase, draw_per_token
 class LayerSets:
     """Tokens run the next segment where a signal's score exceeds the boundary's threshold.
 
-    The first segment is run by all. At the end of each, every token is asked again, those that have
-    just skipped one included; all are read after the model's last layer. Weights of a signal that
-    belong to a depth are those of the segment's beginning.
+    The first segment is run by all. At the end of each, the signal scores every token, those that
+    have just skipped one included; all are read after the model's last layer.
 
     Attributes:
       signal: scores tokens at the end of each segment.
@@ -161,12 +157,8 @@ def skip_decode(
     """Returns SkipDecode's sets: later tokens run fewer layers, and skip lower and middle ones.
 
     SkipDecode (Del Corro et al. 2023, arXiv 2307.02628, section 3): the number of layers falls
-    linearly with the position from `most` to `least`; the lowest layers are run by all (its
-    warm-up layers), and of the others each token runs the uppermost. A segment is run by tokens
-    whose number reaches it, counted from above. Known before the pass, free.
-
-    Segments end at `depths`, the first is the warm-up; the first token runs `most` layers, one at
-    `span` and beyond `least`.
+    linearly with the position, from `most` at the first token to `least` at `span` and beyond. All
+    run the lowest layers (its warm-up, the first segment), and of the others the uppermost.
 
     Raises:
       ValueError: numbers that do not fit each other or the depths.

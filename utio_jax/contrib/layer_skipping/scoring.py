@@ -1,13 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scores rows, and writes new tokens, where every token runs a set of segments.
 
-    token    0 1 2 3 4 5 6 7          # one row
-    [8,16)   # # # . # # # .          # "#" computed, "." passed by: K/V only (or nothing)
-    [4, 8)   . # . # . # . .
-    [0, 4)   # # # # # # # #
-
-The loop of `utio_jax.staircase.loop`, with tokens that come back. States never move
-(`utio_jax.staircase.base`), so that a token sits out a segment by having no slot in it.
+token    0 1 2 3 4 5 6 7          # one row
+[8,16)   # # # . # # # .          # "#" computed, "." passed by: K/V only (or nothing)
+[4, 8)   . # . # . # . .
+[0, 4)   # # # # # # # #
 """
 
 from __future__ import annotations

@@ -1,17 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Thresholds that follow the text: adapted online to a target agreement with full depth.
 
-After FREE (Bae et al. 2023, arXiv 2310.05424, section 3.3), which learns from tokens that ran deep
-anyway: the hard ones. Here every k-th batch runs at full depth, and all its tokens are observed: no
-selection, and any signal will do. The price is 1 / k of the gain from depth.
-
-All thresholds of a policy move together, along a row of candidates from "none stops" over the
-policy's own to "all stop at the first exit", set in quantiles of scores. How often each candidate
-would have disagreed is known for every observed token, whatever was in use. The choice is that of
-conformal risk control (Angelopoulos et al. 2022, arXiv 2208.02814): the cheapest before the first
-whose disagreements, with one added, exceed the target. It holds on average over text like what was
-observed of late, and without the harm that frozen K/V do to others, as all tokens ran deep there.
-For a guarantee at a confidence, see `utio_jax.calibration.guarantee`.
+After FREE (Bae et al. 2023, arXiv 2310.05424, section 3.3). Every k-th batch runs at full depth and
+is observed. All thresholds of a policy move together, along a row of candidates from "none stops"
+over the policy's own to "all stop at the first exit", set in quantiles of scores. The choice is
+that of conformal risk control (Angelopoulos et al. 2022, arXiv 2208.02814): the cheapest before the
+first whose disagreements, with one added, exceed the target. It holds on average over text like
+what was observed of late, without the harm that frozen K/V do to other tokens.
 """
 
 from __future__ import annotations

@@ -5,10 +5,8 @@
     fitted = fit_select(decoder, params, seen, depths=..., tokens=16, slots=128)
     how = fitted.chosen          # for `select`; None: only full depth keeps it
 
-Decisions follow from scores alone, and survivors' scores from nothing but their own tokens. So one
-pass in which none leaves says what any margins would have done. Half of the queries make a
-ladder: depths and margins that cost least at 0, 1, 2, ... lost winners. The other half tests it
-from the safe end, by `fit_ladder`; a query is one unit, its risk 0 or 1.
+One pass in which none leaves shows what any margins do. Half of the queries make a ladder: depths
+and margins that cost least at 0, 1, 2, ... lost winners; the other half tests it, safest first.
 """
 
 from __future__ import annotations
@@ -26,6 +24,7 @@ from utio_jax.core.decoder import Decoder, Params
 
 _WIDER = (2.0, 1.5, 1.25)  # Margins over the widest that any winner needed: the ladder's safe end.
 _STEPS = (1, 3)  # Winners that a step of the ladder gives up at one depth.
+_MOST_DEPTHS = 3
 
 Query = tuple[Any, np.ndarray, np.ndarray]
 """Token ids of a context, candidates `[row, token]`, their lengths `[row]`."""
@@ -62,24 +61,19 @@ def fit_select(  # noqa: PLR0913 (options, each named)
     slots: int,
     max_disagreement: float = 0.01,
     confidence: float = 0.95,
-    top: int = 1,
     mean: bool = True,
     groups: Int[np.ndarray, " query"] | None = None,
-    at_most: int = 3,
     seed: int = 0,
 ) -> Fitted:
     """Returns the cheapest `Select` whose winners are full depth's, at a confidence.
 
-    A rung's cost is in FLOPs over full depth's for all candidates, on the fitting half, the
-    context's pass apart.
-
-    The guarantee is about queries like these, each drawn on its own: of one document, draw one or a
-    few. It holds over the draw of the queries, with the chosen depths and margins fixed afterwards.
+    At most `max_disagreement` of the queries lose their winner. The guarantee is about queries like
+    these, each drawn on its own: of one document, draw one or a few, and name it in `groups`, which
+    stay in one half. A rung's cost is in FLOPs over full depth's for all candidates, on the fitting
+    half, the context's pass apart.
 
     `seen` are scores of queries on which nothing else was fitted, from `see_all` at `depths` and
-    with `mean`; candidates and contexts have the static widths `tokens` and `slots`. At most
-    `max_disagreement` of the queries may lose any of their `top` winners. Queries of one group, as
-    those of a document, stay in one half. A rung has `at_most` so many depths.
+    with `mean`; candidates and contexts have the static widths `tokens` and `slots`.
 
     Raises:
       ValueError: scores of another shape than depths and queries say, or fewer queries than the
@@ -93,7 +87,7 @@ def fit_select(  # noqa: PLR0913 (options, each named)
         )
     if groups is not None and groups.shape != seen.shape[:1]:
         raise ValueError(f"Wanted a group for each of {len(seen)} queries. Got {groups.shape}.")
-    chance = Select(depths=depths, margins=np.zeros(len(depths)), top=top)
+    chance = Select(depths=depths, margins=np.zeros(len(depths)))
     sizes = np.asarray(chance.check(decoder, rows=seen.shape[2]))
     fits = halves(
         np.arange(len(seen)) if groups is None else groups,
@@ -113,14 +107,12 @@ def fit_select(  # noqa: PLR0913 (options, each named)
         return float((padded @ each).sum() / (len(counts) * sizes[-1] * whole[0]))
 
     limit = int(np.ceil(2 * max_disagreement * fits.sum())) + 1
-    ladder = _ladder(seen[fits], depths, price, top=top, limit=limit, at_most=at_most)
+    ladder = _ladder(seen[fits], depths, price, limit=limit)
     tried = seen[~fits]
     lost = np.stack(
-        [replay(tried[:, _of(mine, depths)], margins, top=top)[1] for mine, margins, _ in ladder]
+        [replay(tried[:, _of(mine, depths)], margins)[1] for mine, margins, _ in ladder]
     )
-    settings = [
-        Select(depths=mine, margins=margins, top=top, mean=mean) for mine, margins, _ in ladder
-    ]
+    settings = [Select(depths=mine, margins=margins, mean=mean) for mine, margins, _ in ladder]
     costs, bound = [ratio for *_, ratio in ladder], {"max_risk": max_disagreement}
     return fit_ladder(settings, costs, lost, confidence=confidence, **bound)
 
@@ -128,28 +120,21 @@ def fit_select(  # noqa: PLR0913 (options, each named)
 def replay(
     seen: Float[np.ndarray, "query boundary row"],
     margins: Float[Array | np.ndarray, " margin"],
-    *,
-    top: int = 1,
 ) -> tuple[Int[np.ndarray, "query boundary"], Bool[np.ndarray, " query"]]:
     """Returns how many candidates run each segment under some margins, and which queries are lost.
 
-    Lost is one of whose full-depth `top` a candidate leaves. `seen` are scores at the margins'
-    depths, and at full depth; NaN where there is no candidate.
+    Lost is one whose winner at full depth leaves. `seen` are scores at the margins' depths, and at
+    full depth; NaN where there is no candidate.
     """
     full = seen[:, -1]
     alive = ~np.isnan(full)
     counts = []
     for index, margin in enumerate(np.asarray(margins).tolist()):
         counts.append(alive.sum(axis=1))
-        alive = survivors(seen[:, index], alive, margin, top=top)
+        alive = survivors(seen[:, index], alive, margin)
     counts.append(alive.sum(axis=1))
-    kept = np.take_along_axis(alive, _best(full, top), 1).all(axis=1)
+    kept = np.take_along_axis(alive, np.nanargmax(full, axis=1)[:, None], 1)[:, 0]
     return np.stack(counts, axis=1), np.logical_not(kept)
-
-
-def _best(full: np.ndarray, top: int) -> np.ndarray:
-    """Returns the best `top` of each query, `[query, top]`; of equals the earlier."""
-    return np.argsort(np.where(np.isnan(full), np.inf, -full), axis=1, kind="stable")[:, :top]
 
 
 _Price = Callable[[np.ndarray, tuple[int, ...]], float]
@@ -159,27 +144,19 @@ _Price = Callable[[np.ndarray, tuple[int, ...]], float]
 _Try = tuple[tuple[int, ...], np.ndarray, float]
 
 
-def _ladder(
-    seen: np.ndarray,
-    depths: tuple[int, ...],
-    price: _Price,
-    *,
-    top: int,
-    limit: int,
-    at_most: int,
-) -> list[_Try]:
+def _ladder(seen: np.ndarray, depths: tuple[int, ...], price: _Price, *, limit: int) -> list[_Try]:
     """Returns depths, margins and costs, safest first, each cheaper than those before."""
     best: dict[int, _Try] = {}
-    for size in range(1, min(at_most, len(depths)) + 1):
+    for size in range(1, min(_MOST_DEPTHS, len(depths)) + 1):
         for mine in itertools.combinations(depths, size):
             some = seen[:, _of(mine, depths)]
-            for margins, ratio, lost in _path(some, mine, price, top=top, limit=limit):
+            for margins, ratio, lost in _path(some, mine, price, limit=limit):
                 if lost not in best or ratio < best[lost][2]:
                     best[lost] = (mine, margins, ratio)
     safe, widest, _ = best[0]
     rungs: list[_Try] = []
     for factor in _WIDER:
-        counts, _ = replay(seen[:, _of(safe, depths)], widest * factor, top=top)
+        counts, _ = replay(seen[:, _of(safe, depths)], widest * factor)
         rungs.append((safe, widest * factor, price(counts, safe)))
     for lost in sorted(best):
         if best[lost][2] < rungs[-1][2]:
@@ -188,7 +165,7 @@ def _ladder(
 
 
 def _path(
-    seen: np.ndarray, depths: tuple[int, ...], price: _Price, *, top: int, limit: int
+    seen: np.ndarray, depths: tuple[int, ...], price: _Price, *, limit: int
 ) -> Iterator[tuple[np.ndarray, float, int]]:
     """Yields margins, their cost and lost winners: from none lost on, greedily.
 
@@ -196,18 +173,14 @@ def _path(
     most.
     """
     full = seen[:, -1]
-    behind = _best(full, top)
-    gaps = []
-    for scores in (seen[:, index] for index in range(len(depths))):
-        known = np.where(np.isnan(full), -np.inf, scores)
-        bar = np.partition(known, -top, axis=1)[:, -top]
-        last = np.take_along_axis(scores, behind, 1).min(axis=1)
-        gaps.append(np.sort(np.maximum(bar - last, 0))[::-1])
-    steps = np.stack(gaps)  # [depth, given up]
+    best = np.nanargmax(full, axis=1)
+    bars = np.where(np.isnan(full)[:, None], -np.inf, seen[:, :-1]).max(axis=2)
+    behind = bars - np.take_along_axis(seen[:, :-1], best[:, None, None], 2)[..., 0]
+    steps = np.sort(np.maximum(behind, 0), axis=0)[::-1].T  # [depth, given up]
 
     def tried(given: tuple[int, ...]) -> tuple[np.ndarray, float, int]:
         margins = steps[np.arange(len(depths)), np.asarray(given)]
-        counts, lost = replay(seen, margins, top=top)
+        counts, lost = replay(seen, margins)
         return margins, price(counts, depths), int(lost.sum())
 
     given = (0,) * len(depths)

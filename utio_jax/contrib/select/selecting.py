@@ -3,14 +3,12 @@
 
     context = read_context(decoder, params, prompt)                  # full depth, cached once
     found = select(decoder, params, context, candidates, lengths, how)
-    found.winners[0], found.scores
+    found.winner, found.scores
 
-A cascade that ranks: early-exit reranking, successive halving with margins in place of fixed
-shares. At each depth of `Select.depths` the head reads every candidate that is left, and those
-that lie more than a margin behind the best leave. The others are packed into a smaller static
-batch. One that stays to the end has run all layers on all its tokens, behind a context at full
-depth: its score is full depth's. What a margin risks is that the winner leaves;
-`utio_jax.contrib.select.fitting` finds margins that guarantee how rarely it does.
+Early-exit reranking: at each depth of `Select.depths` the head reads every candidate that is left,
+those more than a margin behind the best leave, and the others are packed into a smaller static
+batch. One that stays to the end has full depth's score: what a margin risks is that the winner
+leaves, and `fit_select` finds margins that bound how often it does.
 """
 
 from __future__ import annotations
@@ -56,23 +54,21 @@ class Context:
 
 @pytree
 class Select:
-    """Which go on: the best `top` candidates, and those less than a margin behind them.
+    """Which candidates go on: those no more than a margin behind the best.
 
     A candidate's score is the log-likelihood of its tokens behind the context, in nats. Its first
     token is predicted by the context alone, so that term is full depth's at every depth. At depth 0
     it is all that is known: there it is compared as it is, never divided by a number of tokens.
 
     Attributes:
-      margins: of scores, one for each depth. A candidate leaves when the `top`-th best score
-        exceeds its own by more. Infinity: none leaves.
+      margins: of scores, one for each depth. A candidate leaves when the best score exceeds its own
+        by more. Infinity: none leaves.
       depths: in layers, strictly increasing, below the model's; 0: before the first layer.
-      top: how many are wanted. Static.
       mean: scores are means over a candidate's tokens, otherwise sums. Static.
     """
 
     margins: Float[Array | np.ndarray, " boundary"]
     depths: tuple[int, ...] = static()
-    top: int = static(default=1)
     mean: bool = static(default=True)
 
     def check(self, decoder: Decoder, *, rows: int) -> tuple[int, ...]:
@@ -82,7 +78,7 @@ class Select:
 
         Raises:
           ValueError: depths that are no boundaries of this model, margins of another number or
-            below 0, or a `top` that there are not candidates for.
+            below 0.
         """
         layers = decoder.config.num_layers
         margins = np.asarray(self.margins)
@@ -93,8 +89,6 @@ class Select:
                 f"Wanted a margin of at least 0 for each of depths={self.depths}, in nats. Got "
                 f"{margins.tolist()}. Use infinity where none shall leave."
             )
-        if not 1 <= self.top <= rows:
-            raise ValueError(f"Wanted a top from 1 to the {rows} candidates. Got top={self.top}.")
         found = {rows}
         while (least := min(found)) > 1:
             found.add(-(-least // 2))
@@ -106,7 +100,7 @@ class Selected:
     """What `select` found, on the host.
 
     Attributes:
-      winners: the best `top` candidates, the best first; of equals the earlier.
+      winner: the best candidate; of equals the earlier.
       scores: the last that was seen of each; full depth's of those whose depth is the model's. NaN
         for candidates of length 0.
       depths: layers that each has run.
@@ -114,7 +108,7 @@ class Selected:
       work: what was executed behind the context, padding included, by segment.
     """
 
-    winners: Int[np.ndarray, " top"]
+    winner: int
     scores: Float[np.ndarray, " row"]
     depths: Int[np.ndarray, " row"]
     seen: Float[np.ndarray, "boundary row"]
@@ -173,7 +167,7 @@ def select(
     lengths: Int[Array | np.ndarray, " row"],
     how: Select,
 ) -> Selected:
-    """Returns the best candidates behind a context, most of them read by few layers.
+    """Returns the best candidate behind a context, most of them read by few layers.
 
     Waits for the device at each depth, to learn how many are left. Compiles a program for each
     segment and width at most, per shape of the candidates. One of length 0 is none.
@@ -186,11 +180,8 @@ def select(
     ids, ends = check_tokens(candidates, lengths, vocab_size=config.vocab_size)
     rows, width = ids.shape
     widths = how.check(decoder, rows=rows)
-    if how.top > (ends > 0).sum():
-        raise ValueError(
-            f"Wanted a top of at most the {(ends > 0).sum()} candidates whose length is above 0. "
-            f"Got top={how.top}."
-        )
+    if not ends.any():
+        raise ValueError("Wanted a candidate whose length is above 0. Got none.")
     known = int(context.length)
     if known + int(ends.max()) > config.context_length:
         raise ValueError(
@@ -226,12 +217,10 @@ def select(
             slots = context.cache.num_slots
             work.append(_work(decoder, size * tokens, slots + tokens, start=start, stop=stop))
         seen.append(np.where(alive, scores, np.nan))
-        alive = survivors(scores, alive, margin, top=how.top)
+        alive = survivors(scores, alive, margin)
         start = stop
-    order = np.argsort(-np.where(alive & ~np.isnan(scores), scores, -np.inf), kind="stable")
-    order = order[alive[order]]
     return Selected(
-        winners=order[: how.top].astype(np.int32),
+        winner=int(np.where(alive & ~np.isnan(scores), scores, -np.inf).argmax()),
         scores=scores,
         depths=depths,
         seen=np.stack(seen),
@@ -243,15 +232,12 @@ def survivors(
     scores: Float[np.ndarray, "*lead row"],
     alive: Bool[np.ndarray, "*lead row"],
     margin: float,
-    *,
-    top: int = 1,
 ) -> Bool[np.ndarray, "*lead row"]:
-    """Returns which candidates go on: those at most `margin` behind the `top`-th best.
+    """Returns which of the candidates `alive` go on: those at most `margin` behind the best.
 
-    Of those that are `alive`, at least `top`. A score of NaN decides nothing: that one goes on.
+    A score of NaN decides nothing: that one goes on.
     """
-    known = np.where(alive & ~np.isnan(scores), scores, -np.inf)
-    bar = np.partition(known, -top, axis=-1)[..., -top, None]
+    bar = np.where(alive & ~np.isnan(scores), scores, -np.inf).max(axis=-1, keepdims=True)
     with np.errstate(invalid="ignore"):
         return alive & ~(bar - scores > margin)
 

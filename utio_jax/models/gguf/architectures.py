@@ -3,15 +3,13 @@
 
 An `Architecture` turns a file's keys into the `config.json` of its family, so that everything
 behind it is as for a Hugging Face folder; its rules are those of `utio_jax.models.families` under
-GGUF's names. The conventions are those of llama.cpp, which writes and runs these files: a key that
-is left out has its default, and one that is not known here is a problem, not an omission.
+GGUF's names. A key that is left out has llama.cpp's default; one that is not known is refused.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-import re
 from collections.abc import Callable, Mapping
 from statistics import NormalDist
 from typing import Any
@@ -19,18 +17,13 @@ from typing import Any
 import numpy as np
 
 from utio_jax.models.families import FAMILIES, Rule
-from utio_jax.models.gguf.header import Tensor
+from utio_jax.models.gguf.header import Tensor, library
 
 _LARGEST = 2**31 - 1
+_MOST_LAYERS = 10_000  # Settings are written out for each.
 
-# What changes no result: notes on the model's origin, its text side (`gguf.tokenizer` reads that),
-# and how it was quantised. The keys of `general` that do matter are checked in `read_keys`.
-_HARMLESS = (
-    "general.",
-    "tokenizer.",
-    "quantize.",
-    "{arch}.rope.scaling.finetuned",
-)
+# What changes no result here. `gguf.tokenizer` reads the keys of texts.
+_HARMLESS = ("general.", "tokenizer.", "quantize.", "{arch}.rope.scaling.finetuned")
 
 # Which tokens end an answer, where a file has no key that says so.
 _TURN_ENDS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<end_of_turn>")
@@ -50,7 +43,14 @@ class Keys:
         self.used.add(f"{self.arch}.{name}")
         return self.keys.get(f"{self.arch}.{name}")
 
-    def count(self, name: str, default: int | None = None, *, layer: int | None = None) -> int:
+    def count(
+        self,
+        name: str,
+        default: int | None = None,
+        *,
+        layer: int | None = None,
+        most: int = _LARGEST,
+    ) -> int:
         """Returns a whole number from 1: an array's for one layer, or its only one for all."""
         value = self.stored(name)
         several = isinstance(value, np.ndarray) and value.size
@@ -58,8 +58,8 @@ class Keys:
             value = value[layer or 0].item()
         if value is None and default is not None:
             return default
-        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _LARGEST:
-            self._refuse(name, value, f"one number from 1 to {_LARGEST} is")
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+            self._refuse(name, value, f"one number from 1 to {most} is")
             return 1  # Goes on, to find what else is wrong.
         return value
 
@@ -80,12 +80,8 @@ class Keys:
             self._refuse(name, value, f"{' or '.join(map(repr, allowed))} is")
 
     def _refuse(self, name: str, value: Any, wanted: str) -> None:
-        key = f"{self.arch}.{name}"
-        self.problems.append(
-            f"{key} is missing"
-            if value is None
-            else f"{key}={_short(value)}, of which only {wanted} supported"
-        )
+        got = f"={_short(value)}, of which only {wanted} supported"
+        self.problems.append(f"{self.arch}.{name}{' is missing' if value is None else got}")
 
     def token_id(self, name: str, vocab: int) -> int | None:
         """Returns the id that `tokenizer.ggml.name` holds, None where there is none."""
@@ -114,8 +110,7 @@ class Architecture:
 
     Attributes:
       family: its `model_type` among `utio_jax.models.families.FAMILIES`.
-      settings: turns keys into what is special about its config.
-      names: Hugging Face names of a layer's modules, or of the model's, by GGUF's.
+      settings: turns keys, and what all configs have, into what is special about this config.
       rotates_pairs: whether queries and keys rotate neighbours rather than halves: the rows of
         their matrices are interleaved.
       norms_plus_one: whether norms are stored with the one that Gemma adds to them.
@@ -125,27 +120,9 @@ class Architecture:
 
     family: str
     settings: Callable[[Keys, dict[str, Any]], dict[str, Any]]
-    names: Mapping[str, str]
     rotates_pairs: bool = False
     norms_plus_one: bool = False
     local: str = ""
-
-    def rules(self) -> tuple[Rule, ...]:
-        """Returns the family's rules under GGUF's names of tensors."""
-        return tuple(
-            dataclasses.replace(rule, source=self._renamed(rule.source))
-            for rule in FAMILIES[self.family].rules
-        )
-
-    def _renamed(self, source: str) -> str:
-        layer = "model.layers.{layer}."
-        place, inner = (
-            ("blk.{layer}.", source.removeprefix(layer)) if layer in source else ("", source)
-        )
-        if inner in self.names:
-            return f"{place}{self.names[inner]}.weight"
-        module, leaf = inner.rsplit(".", 1)
-        return f"{place}{self.names[module]}.{leaf}"
 
 
 def _llama(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
@@ -201,24 +178,17 @@ def _gemma_local(
 
 
 def _gemma_inputs(keys: Keys, common: dict[str, Any], *, period: int, own: int) -> dict[str, Any]:
-    """Returns what Gemma 3n and 4 share; inner sizes are those of tensors.
-
-    Args:
-      keys: of the file.
-      common: what all architectures share.
-      period: the last of so many layers attends to everything.
-      own: layers with K/V of their own, where no key says so.
-    """
+    """Returns what Gemma 3n and 4 share; `own` layers have K/V where no key says how many."""
     shared = keys.stored("attention.shared_kv_layers")
     if isinstance(shared, float) and shared.is_integer():
         shared = int(shared)  # As published files have it.
+    if shared is None:
+        shared = max(0, common["num_hidden_layers"] - own)
     return {
         **_gemma_local(keys, common, period=period),
         "hidden_size_per_layer_input": keys.count("embedding_length_per_layer_input"),
         "vocab_size_per_layer_input": keys.rows("per_layer_token_embd.weight"),
-        "num_kv_shared_layers": max(0, common["num_hidden_layers"] - own)
-        if shared is None
-        else shared,
+        "num_kv_shared_layers": shared,
     }
 
 
@@ -256,13 +226,9 @@ def _gemma4(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
 
 
 def _gemma(keys: Keys, common: dict[str, Any], *, period: int, largest: int) -> dict[str, Any]:
-    """Returns what Gemma 2 and 3 share.
+    """Returns what all Gemmas share; of `period` layers the last one attends to everything.
 
-    Args:
-      keys: of the file.
-      common: what all architectures share.
-      period: the last of so many layers attends to everything.
-      largest: layers of the model whose queries are scaled by the width of the states.
+    The model of `largest` layers scales its queries by the width of the states.
     """
     layers, heads = common["num_hidden_layers"], common["num_attention_heads"]
     pattern = keys.stored("attention.sliding_window_pattern")
@@ -299,61 +265,14 @@ def _rope(keys: Keys) -> dict[str, Any]:
     return {"rope_parameters": rope}
 
 
-_LLAMA_NAMES = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-}
-_GEMMA_NAMES = {
-    **_LLAMA_NAMES,
-    "post_attention_layernorm": "post_attention_norm",
-    "pre_feedforward_layernorm": "ffn_norm",
-    "post_feedforward_layernorm": "post_ffw_norm",
-}
-
-_GEMMA_4_NAMES = {
-    **_GEMMA_NAMES,
-    "model.embed_tokens_per_layer": "per_layer_token_embd",
-    "model.per_layer_model_projection": "per_layer_model_proj",
-    "model.per_layer_projection_norm": "per_layer_proj_norm",
-    "per_layer_input_gate": "inp_gate",
-    "per_layer_projection": "proj",
-    "post_per_layer_input_norm": "post_norm",
-    "layer_scalar": "layer_output_scale",
-}
-_GEMMA_3N_NAMES = {
-    **_GEMMA_4_NAMES,
-    "model.altup_projections.{layer}": "altup_proj",  # All of them are one tensor.
-    "model.altup_unembed_projections.{layer}": "altup_unembd_proj",
-    "altup.modality_router": "altup_router",
-    "altup.prediction_coefs": "altup_predict_coef",
-    "altup.correction_coefs": "altup_correct_coef",
-    "altup.correct_output_scale": "altup_correct_scale",
-    "altup.router_norm": "altup_router_norm",
-    "laurel.linear_left": "laurel_l",
-    "laurel.linear_right": "laurel_r",
-    "laurel.post_laurel_norm": "laurel_post_norm",
-}
-
 ARCHITECTURES = {
-    "llama": Architecture("llama", _llama, _LLAMA_NAMES, rotates_pairs=True),
-    "qwen2": Architecture("qwen2", _qwen, _LLAMA_NAMES),
-    "qwen3": Architecture("qwen3", _qwen, _LLAMA_NAMES),
-    "gemma2": Architecture("gemma2", _gemma2, _GEMMA_NAMES, norms_plus_one=True),
-    "gemma3": Architecture("gemma3_text", _gemma3, _GEMMA_NAMES, norms_plus_one=True),
-    "gemma3n": Architecture("gemma3n_text", _gemma3n, _GEMMA_3N_NAMES),
-    "gemma4": Architecture("gemma4_text", _gemma4, _GEMMA_4_NAMES, local="_swa"),
+    "llama": Architecture("llama", _llama, rotates_pairs=True),
+    "qwen2": Architecture("qwen2", _qwen),
+    "qwen3": Architecture("qwen3", _qwen),
+    "gemma2": Architecture("gemma2", _gemma2, norms_plus_one=True),
+    "gemma3": Architecture("gemma3_text", _gemma3, norms_plus_one=True),
+    "gemma3n": Architecture("gemma3n_text", _gemma3n),
+    "gemma4": Architecture("gemma4_text", _gemma4, local="_swa"),
 }
 """By `general.architecture`."""
 
@@ -369,27 +288,41 @@ def architecture_of(keys: Mapping[str, Any], *, source: str) -> Architecture:
     return ARCHITECTURES[name]
 
 
+def tensor_rules(arch: str) -> list[Rule]:
+    """Returns the family's rules under GGUF's names of tensors, of those that files may have."""
+    gguf, rules = library(), []
+    kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
+    names = gguf.get_tensor_name_map(kinds[arch], 1)
+    for rule in FAMILIES[ARCHITECTURES[arch].family].rules:
+        leaf = "bias" if rule.source.endswith(".bias") else "weight"
+        module = rule.source.removesuffix(f".{leaf}").replace("{layer}", "0")
+        # All of Gemma 3n's projections of streams are one tensor.
+        found = names.get_name(module) or names.get_name(module.removesuffix(".0"))
+        if found is not None:
+            source = f"{found.replace('blk.0.', 'blk.{layer}.')}.{leaf}"
+            rules.append(dataclasses.replace(rule, source=source))
+    return rules
+
+
 def read_keys(
     keys: Mapping[str, Any], tensors: Mapping[str, Tensor]
 ) -> tuple[dict[str, Any], list[str]]:
     """Returns the Hugging Face config that a file's keys describe, and what is wrong with them.
 
-    Every key that is neither understood nor known to be harmless is a problem, and so is every
-    tensor that has no place, and every size that is not that of the tensors.
+    Every key that is neither understood nor known to be harmless is a problem.
     """
     arch = keys["general.architecture"]
     architecture, read = ARCHITECTURES[arch], Keys(keys, tensors, arch)
     local = architecture.local
     _check_general(read)
-    vocab, dim = tensors["token_embd.weight"].shape if _is_matrix(tensors) else (1, 1)
+    vocab, dim = read.rows("token_embd.weight"), read.count("embedding_length")
     heads = read.count("attention.head_count")
-    layers = read.count("block_count")
     config: dict[str, Any] = {
         "architectures": [FAMILIES[architecture.family].architecture],
         "model_type": architecture.family,
         "vocab_size": vocab,
-        "hidden_size": read.count("embedding_length"),
-        "num_hidden_layers": layers,
+        "hidden_size": dim,
+        "num_hidden_layers": read.count("block_count", most=_MOST_LAYERS),
         "num_attention_heads": heads,
         "num_key_value_heads": read.count("attention.head_count_kv", heads),
         "head_dim": read.count(f"attention.key_length{local}", max(1, dim // heads)),
@@ -408,12 +341,7 @@ def read_keys(
     read.need("expert_count", 0)
     read.need("expert_used_count", 0)
     read.need("attention.causal", True)
-    read.problems += _wrong_sizes(config, tensors)
-    read.problems += _strange_tensors(architecture, tensors)
-    # As many layers as there are tensors for, whatever the key says.
-    config |= architecture.settings(
-        read, {**config, "num_hidden_layers": min(layers, _layers(tensors))}
-    )
+    config |= architecture.settings(read, config)
     harmless = tuple(name.format(arch=arch) for name in _HARMLESS)
     read.problems += [
         f"{name}={_short(value)}, which is not understood"
@@ -453,49 +381,6 @@ def _ends(read: Keys, vocab: int) -> int | list[int] | None:
     return ends[0] if len(ends) == 1 else ends or None
 
 
-def _is_matrix(tensors: Mapping[str, Tensor]) -> bool:
-    return "token_embd.weight" in tensors and len(tensors["token_embd.weight"].shape) == 2
-
-
-def _layers(tensors: Mapping[str, Tensor]) -> int:
-    found = (re.match(r"blk\.(\d+)\.", name) for name in tensors)
-    return len({match[1] for match in found if match})
-
-
-def _wrong_sizes(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> list[str]:
-    """Returns what is wrong with the sizes, before any of them is used for shapes of parameters."""
-    problems = []
-    if _layers(tensors) != config["num_hidden_layers"]:
-        problems.append(
-            f"block_count={config['num_hidden_layers']} with {_layers(tensors)} layers of tensors"
-        )
-    dim, head_dim = config["hidden_size"], config["head_dim"]
-    wanted = {
-        "token_embd.weight": (config["vocab_size"], dim),
-        "blk.0.attn_q.weight": (config["num_attention_heads"] * head_dim, dim),
-        "blk.0.attn_k.weight": (config["num_key_value_heads"] * head_dim, dim),
-        "blk.0.ffn_up.weight": (config["intermediate_size"], dim),
-    }
-    for name, shape in wanted.items():
-        if name not in tensors:
-            problems.append(f"missing {name}")
-        elif tensors[name].shape != shape:
-            problems.append(f"{name} has shape {tensors[name].shape}, the keys say {shape}")
-    return problems
-
-
-def _strange_tensors(architecture: Architecture, tensors: Mapping[str, Tensor]) -> list[str]:
-    known = {rule.source for rule in architecture.rules()}
-    if architecture.rotates_pairs or architecture.local:
-        known.add("rope_freqs.weight")
-    general = (re.sub(r"^blk\.\d+\.", "blk.{layer}.", name) for name in tensors)
-    return [
-        f"tensor {name}, which is not understood"
-        for name in dict.fromkeys(general)
-        if name not in known
-    ]
-
-
 def rotated_share(factors: np.ndarray) -> float | None:
     """Returns the share of a head that rotates, by the divisors of its frequencies.
 
@@ -508,12 +393,11 @@ def rotated_share(factors: np.ndarray) -> float | None:
 
 
 def llama3_scaling(factors: np.ndarray, *, theta: float) -> dict[str, Any] | None:
-    """Returns the `rope_parameters` of Llama 3.1 whose frequencies are divided by `factors`.
+    """Returns the `rope_parameters` of Llama 3.1 whose `head_dim / 2` frequencies `factors` divide.
 
-    A file holds the divisors of the `head_dim / 2` frequencies alone (`rope_freqs.weight`). Between
-    those that are kept and those that are divided in full their inverse is linear in the frequency,
-    which gives back `original_max_position_embeddings` and `high_freq_factor`, `low_freq_factor`
-    being 1. None where the divisors are not of that form.
+    Between frequencies that are kept and those divided in full the inverse divisor is linear in the
+    frequency, which gives back `original_max_position_embeddings` and `high_freq_factor` where
+    `low_freq_factor` is 1. None where the divisors are not of that form.
     """
     divisors = np.asarray(factors, np.float64).reshape(-1)
     if np.all(divisors == 1.0):

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,6 @@ from utio_jax.models.gguf.weights import config_of
 from utio_jax.models.tokenizer import load_tokenizer
 
 
-def keys_of(file: Path) -> dict[str, Any]:
-    """Returns a file's metadata. Raises ValueError, see `read_header`."""
-    return read_header(file).keys
-
-
 def tokenizer_of(file: Path) -> Tokenizer:
     """Returns `NAME.tokenizer.json` beside a file, or the tokenizer that its metadata describe.
 
@@ -30,7 +26,7 @@ def tokenizer_of(file: Path) -> Tokenizer:
     beside = file.with_suffix(".tokenizer.json")
     if beside.is_file():
         return load_tokenizer(beside, special_in_text=True)
-    return build_tokenizer(keys_of(file), source=file)
+    return build_tokenizer(read_header(file).keys, source=file)
 
 
 def files_beside_weights(file: Path) -> tuple[dict[str, Any], dict[str, str]]:
@@ -42,23 +38,16 @@ def files_beside_weights(file: Path) -> tuple[dict[str, Any], dict[str, str]]:
     header = read_header(file)
     config, texts = config_of(header), dict[str, str]()
     settings: dict[str, Any] = {}
-    try:
+    with suppress(ValueError):
         texts["tokenizer.json"] = tokenizer_of(file).to_str(pretty=True)
         settings["tokenizer_class"] = "PreTrainedTokenizerFast"
-    except ValueError:
-        pass
-    try:
+    with suppress(ValueError):
         chat = find_template(file, header.keys)
         settings |= chat.special_tokens
         texts["chat_template.jinja"] = chat.template
-    except ValueError:
-        pass
-    ends = {
-        name: config[name]
-        for name in ("bos_token_id", "eos_token_id", "pad_token_id")
-        if config[name] is not None
-    }
-    each = {"generation_config.json": ends}
-    each |= {"tokenizer_config.json": settings} if settings else {}
-    texts |= {name: json.dumps(value, indent=1) + "\n" for name, value in each.items()}
+    names = ("bos_token_id", "eos_token_id", "pad_token_id")
+    ends = {name: config[name] for name in names if config[name] is not None}
+    for name, value in {"generation_config": ends, "tokenizer_config": settings}.items():
+        if value:
+            texts[f"{name}.json"] = json.dumps(value, indent=1) + "\n"
     return config, texts

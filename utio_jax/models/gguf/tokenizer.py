@@ -48,19 +48,12 @@ _QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Split:
-    """How text is cut before bytes are merged.
+    """How text is cut before bytes are merged."""
 
-    Attributes:
-      patterns: each cuts what the one before left, at its matches.
-      composed: whether text is normalised to NFC first.
-      whole_words: whether a piece that is in the vocabulary is taken as it is, merges or not.
-      opens: whether texts are opened with the BOS token unless the file says otherwise.
-    """
-
-    patterns: tuple[str, ...]
-    composed: bool = False
-    whole_words: bool = False
-    opens: bool = False
+    patterns: tuple[str, ...]  # Each cuts what the one before left, at its matches.
+    composed: bool = False  # Text is normalised to NFC first.
+    whole_words: bool = False  # A piece of the vocabulary is taken as it is, merges or not.
+    opens: bool = False  # Texts begin with the BOS token unless the file says otherwise.
 
 
 _LLAMA3_SPLIT = _Split(patterns=(_LLAMA3,), whole_words=True, opens=True)
@@ -97,14 +90,12 @@ def build_tokenizer(keys: Mapping[str, Any], *, source: str | Path) -> Tokenizer
         _check_known(keys)
         pieces, kinds = _vocabulary(keys)
         tokenizer, opens = builders[kind](keys, pieces, kinds)
-        special = (_UNKNOWN, _CONTROL, _USER_DEFINED)
-        tokenizer.add_tokens(
-            [
-                AddedToken(piece, special=kind != _USER_DEFINED, normalized=False)
-                for piece, kind in zip(pieces, kinds.tolist(), strict=True)
-                if kind in special
-            ]
-        )
+        added = [
+            AddedToken(piece, special=kind != _USER_DEFINED, normalized=False)
+            for piece, kind in zip(pieces, kinds.tolist(), strict=True)
+            if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED)
+        ]
+        tokenizer.add_tokens(added)
         if tokenizer.get_vocab_size() != len(pieces):
             raise _UnsupportedError(
                 f"{tokenizer.get_vocab_size()} pieces where tokenizer.ggml.tokens has {len(pieces)}"
@@ -136,9 +127,9 @@ def _check_known(keys: Mapping[str, Any]) -> None:
 
 def _vocabulary(keys: Mapping[str, Any]) -> tuple[list[str], np.ndarray]:
     """Returns the pieces, and the type of each."""
-    pieces = keys.get("tokenizer.ggml.tokens")
+    pieces = keys.get(f"{_PREFIX}tokens")
     if not isinstance(pieces, list) or not pieces:
-        raise _UnsupportedError("no tokenizer.ggml.tokens")
+        raise _UnsupportedError(f"no {_PREFIX}tokens")
     if max(map(len, pieces)) > _LONGEST_PIECE:
         raise _UnsupportedError(f"a piece of {max(map(len, pieces))} characters")
     if len(set(pieces)) != len(pieces):
@@ -192,18 +183,13 @@ def _sentencepiece(
     ids = {piece: index for index, piece in enumerate(pieces)}
     if any(f"<0x{byte:02X}>" not in ids for byte in range(256)):
         raise _UnsupportedError("SentencePiece without a piece for each byte")
-    special = (_UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE)
-    long = [
-        index
-        for index, kind in enumerate(kinds.tolist())
-        if kind not in special and len(pieces[index]) > 1
-    ]
+    special = np.isin(kinds, (_UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE))
+    long = [i for i, piece in enumerate(pieces) if not special[i] and len(piece) > 1]
     if len(set(scores[long].tolist())) != len(long) or not np.all(np.isfinite(scores[long])):
         raise _UnsupportedError("scores that do not order the pieces, so not those of merges")
-    ordered = sorted(long, key=lambda index: -scores[index])
     merges = [
         (piece[:cut], piece[cut:])
-        for piece in (pieces[index] for index in ordered)
+        for piece in (pieces[i] for i in sorted(long, key=lambda i: -scores[i]))
         for cut in range(1, len(piece))
         if piece[:cut] in ids and piece[cut:] in ids
     ]

@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +22,9 @@ from utio_jax.models.gguf.architectures import (
     llama3_scaling,
     read_keys,
     rotated_share,
+    tensor_rules,
 )
-from utio_jax.models.gguf.header import Header, Tensor, library, read_header
+from utio_jax.models.gguf.header import Header, library, read_header
 from utio_jax.models.stacking import place_tensors
 from utio_jax.models.tensor_parallel import Sharding
 
@@ -52,13 +52,14 @@ def load_file(
 
     def read(name: str) -> np.ndarray:
         part = name.split(".")[-2]
-        found = read_tensor(header, name, dtype=dtype, minus_one=_is_shifted(architecture, part))
+        shifted = architecture.norms_plus_one and part.endswith("_norm")
+        found = read_tensor(header, name, dtype=dtype, minus_one=shifted)
         interleaved = architecture.rotates_pairs and part in heads
         return _halves(found, heads[part]) if interleaved else found
 
     return place_tensors(
         FAMILIES[architecture.family].decoder(settings),
-        architecture.rules(),
+        tensor_rules(header.keys["general.architecture"]),
         {name: tensor.shape for name, tensor in header.tensors.items() if name != _ROPE_FREQS},
         read,
         dtype=dtype,
@@ -86,7 +87,7 @@ def _understood(header: Header, exits: tuple[int, ...]) -> tuple[Architecture, d
         rope = config["rope_parameters"]
         factors = read_tensor(header, _ROPE_FREQS, dtype=np.float32)
         found = None
-        if rope["rope_type"] == "default" and factors.shape == (config["head_dim"] // 2,):
+        if rope.get("rope_type") == "default" and factors.shape == (config["head_dim"] // 2,):
             found = llama3_scaling(factors, theta=rope["rope_theta"])
         if found is None:
             problems.append(
@@ -125,12 +126,9 @@ def read_tensor(
       name: of the tensor.
       dtype: of what is returned.
       minus_one: whether one is taken away before it is rounded to `dtype`.
-
-    Raises:
-      ValueError: the file has become shorter since its header was read.
     """
-    tensor = header.tensors[name]
-    dequantize = _dequantizer(tensor)
+    tensor, gguf = header.tensors[name], library()
+    kind = gguf.GGMLQuantizationType[tensor.kind]
     out = _aligned(tensor.shape, np.dtype(dtype))
     rows = out.reshape(-1, tensor.shape[-1])
     step = max(1, _BLOCK // rows.shape[1])
@@ -138,24 +136,13 @@ def read_tensor(
         opened.seek(tensor.offset)
         for start in range(0, len(rows), step):
             block = rows[start : start + step]
-            raw = opened.read(len(block) * tensor.row_bytes)
-            if len(raw) != len(block) * tensor.row_bytes:
-                raise ValueError(
-                    f"Wanted the tensor {name} in {header.file}. The file has become shorter. "
-                    "Fetch it again."
-                )
+            # As one long row: the library works on 16 rows at a time, whatever their length.
+            raw = np.frombuffer(opened.read(len(block) * tensor.row_bytes), np.uint8)[None]
             # Scales of a damaged file may be infinite, and weights too large for float16.
             with np.errstate(all="ignore"):
-                numbers = dequantize(raw).reshape(block.shape)
+                numbers = gguf.dequantize(raw, kind).reshape(block.shape)
                 block[...] = numbers - np.float32(1) if minus_one else numbers
     return out
-
-
-def _dequantizer(tensor: Tensor) -> Callable[[bytes], np.ndarray]:
-    gguf = library()
-    kind = gguf.GGMLQuantizationType[tensor.kind]
-    # As one long row: the library works on 16 rows at a time, whatever their length.
-    return lambda raw: gguf.dequantize(np.frombuffer(raw, np.uint8).reshape(1, -1), kind)
 
 
 def _aligned(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
@@ -164,10 +151,6 @@ def _aligned(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
     memory = np.empty(size + 64, np.uint8)
     start = -memory.ctypes.data % 64
     return memory[start : start + size].view(dtype).reshape(shape)
-
-
-def _is_shifted(architecture: Architecture, part: str) -> bool:
-    return architecture.norms_plus_one and part.endswith("_norm")
 
 
 def _halves(tensor: np.ndarray, heads: int) -> np.ndarray:

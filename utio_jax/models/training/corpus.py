@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The text that the shipped model knows: the Python standard library's own source, split by path.
+"""The text that the shipped model knows: the Python standard library's own source.
 
-Every user has this text, in the version of their interpreter. A document's split follows from its
-path alone, so a file that one Python version trained on is never a test document on another.
+A document's split follows from its path alone, whatever the version of Python.
 """
 
 from __future__ import annotations

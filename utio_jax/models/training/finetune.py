@@ -1,15 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Teaches a stock model's layers to predict: without it, what its exits say means little.
-
-From a checkpoint's own parameters, with AdamW at a small rate, in one of two ways:
+"""Fine-tunes a stock model's layers to predict at its exits, with AdamW at a small rate.
 
 - From the text: the anytime loss and layer dropout of `utio_jax.models.training.train`. The last
-  layer keeps its full weight in the loss, and becomes a model of that text.
-- From the model as it was (`late=True`): each exit gets an affine map in front of norm and head and
-  a small share of a loss in which nothing but KL divergences from the model's own prediction stand,
-  the last layer's among them. Only layers and maps move. It is the late recipe
-  (`utio_jax.models.training.late_exits`) where there are no labels to go on with; layers that are
-  taught by the whole model's output are self-distillation (Zhang et al. 2019, arXiv 1905.08094).
+  layer becomes a model of that text.
+- From the model as it was (`late=True`): exits are read through maps, and learn, as the last layer
+  does, by KL divergence from the model's own prediction, which is self-distillation (Zhang et al.
+  2019, arXiv 1905.08094). Only layers and maps move, see `utio_jax.models.training.late_exits`.
 
 Or it gives a model's upper layers the keys and values of lower ones (`shared_kv=`, see
 `utio_jax.models.training.shared_kv`).
@@ -35,15 +31,9 @@ from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.documents import check_ids, sample_batches
 from utio_jax.core.lens import Lensed, lens_file, lensed, load_lens, save_lens
 from utio_jax.models.checkpoint import Model, load, save
-from utio_jax.models.training.exit_losses import exit_losses
-from utio_jax.models.training.late_exits import (
-    LateExits,
-    late_objective,
-    lens_of,
-    with_maps,
-)
+from utio_jax.models.training.late_exits import LateExits, late_objective, lens_of, with_maps
 from utio_jax.models.training.shared_kv import distillation, shared_above
-from utio_jax.models.training.train import Start, TrainConfig, train
+from utio_jax.models.training.train import Start, TrainConfig, exit_losses, train
 from utio_jax.models.transformer import Transformer
 
 _HELD_OUT = 20  # One document in so many is never trained on.
@@ -62,9 +52,8 @@ class FinetuneConfig:
       rate: peak learning rate of AdamW; it rises for a tenth of the steps and falls to zero. None:
         3e-4, or 3e-5 with `late`.
       weight_decay: of matrices.
-      late: learn from the model as it was instead of the text, see this module.
-      exit_weight: of each intermediate exit in the loss; the last layer's is 1. None: 0.5, or 0.1
-        with `late`.
+      late: learn from the model as it was instead of the text.
+      exit_weight: of each early exit in the loss; the last layer's is 1. None: 0.5, or 0.1 `late`.
       max_layer_dropout: dropout probability of the last layer; the first layer's is 0. With `late`
         there is none.
       shared_kv: layers that keep their keys and values; those above read theirs, and the model
@@ -128,8 +117,7 @@ def finetune(
         from whose maps those of the exits go on.
       documents: token ids each; one in twenty is held out.
       config: the run's numbers.
-      out: folder of checkpoints, `log.tsv` and the finished model; with `late` also of the lens
-        from which the exits' maps go on.
+      out: folder of checkpoints, `log.tsv` and the finished model.
       resume: go on from the latest checkpoint in `out`; the documents must be the same.
       dtype: of the written weights; a lens is float32.
 
@@ -148,10 +136,10 @@ def finetune(
             f"the lens {model.lens}, or KV maps. Load it with lens=False, or --lens none; or train "
             "late exits from its lens: late=True, or --late."
         )
+    layers = decoder.config.num_layers
     if config.shared_kv is not None:
-        exits = (decoder.config.num_layers,)
+        exits = (layers,)
     elif len(exits) < 2:
-        layers = decoder.config.num_layers
         raise ValueError(
             f"Wanted exits before the last layer, to train them. Got exits={exits}. For example: "
             f"--exits {max(1, layers // 2)} {layers}."
@@ -242,9 +230,7 @@ def _read_late(
     *,
     resume: bool,
 ) -> tuple[Lensed, Params]:
-    """Returns decoder and parameters with a map at each exit: the model's own, or fitted ones.
-
-    Fitted ones are kept in `out`, for a run that goes on.
+    """Returns decoder and parameters with a map at each exit: its own, or fitted and kept in `out`.
 
     Raises:
       ValueError: `out` has the lens of another run and `resume` is False.
@@ -258,13 +244,12 @@ def _read_late(
                 "resume=True (--resume), or name another folder."
             )
         return lensed(bare, model.params, load_lens(out, model_sha256=model.sha256))
-    rows = 8
     batches, _ = sample_batches(
         documents,
-        rows=rows,
+        rows=8,
         width=context,
         vocab_size=bare.config.vocab_size,
-        batches=-(-_LENS_TOKENS // (rows * context)),
+        batches=-(-_LENS_TOKENS // (8 * context)),
     )
     config = LensConfig(tokens=_LENS_TOKENS)
     predicted = sum(int(np.maximum(batch.lengths - 1, 0).sum()) for batch in batches)

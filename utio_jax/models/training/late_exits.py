@@ -7,9 +7,6 @@ al. 2023, arXiv 2303.08112), and a small share of the loss: the KL divergence fr
 own prediction, whose gradient reaches neither norm, embedding nor the last layer's logits. Adding
 exits after the backbone, rather than from the start, is the mixed regime of Kubaty et al. 2024
 (arXiv 2407.14320). An exit of weight 0 is only read: its map learns, and no layer feels it.
-
-`models/recipes/` trains the shipped model so. A stock model's exits and last layer learn from the
-model as it was (`utio_jax.models.training.finetune`).
 """
 
 from __future__ import annotations
@@ -53,12 +50,7 @@ class _States(NamedTuple):
 def with_maps(
     trunk: optax.GradientTransformation, map_rate: Callable[[jax.Array], jax.Array]
 ) -> optax.GradientTransformation:
-    """Returns an optimizer of `{"model": ..., "lens": ...}`: the trunk's own, and Adam for maps.
-
-    Args:
-      trunk: of the model's parameters.
-      map_rate: learning rate of the maps at a step of this optimizer.
-    """
+    """Returns an optimizer of `{"model": ..., "lens": ...}`: the trunk's own, and Adam for maps."""
     maps = optax.adam(lambda step: map_rate(jnp.asarray(step)), b2=0.99)
 
     def init(params: Params) -> _States:
@@ -85,19 +77,17 @@ def late_objective(
 ) -> Objective:
     """Returns the loss of the last layer, and the exits' small shares.
 
-    In every step each exit has its own random share of the positions, so any number of exits costs
-    one head more than plain training. The loss of each exit that is reported is its KL divergence
-    from what it learns from, in nats per token.
+    Each exit predicts a random share of the positions of a step: all cost one head together. Its
+    reported loss is the KL divergence from what it learns from, in nats per token.
 
     Args:
       decoder: the model.
       late: the exits' weights.
       begin: the step from which these rise.
-      teacher: layers as they were, of a model whose embedding, norm and head stay as they are. Last
-        layer and exits learn from its prediction, by KL divergence. None: the last layer learns
-        from the labels, by cross-entropy, and the exits from it.
-      whole: returns the model and its maps, of those parameters that learn; a
-        `jax.tree_util.Partial`, whose arrays become arguments of the program.
+      teacher: layers as they were, of a model of which nothing else moves. Last layer and exits
+        learn from its prediction, by KL divergence. None: the last layer learns from the labels, by
+        cross-entropy, and the exits from it.
+      whole: returns the model and its maps, of those parameters that learn: a `Partial`.
       fixed_layers: how many of the first layers do not learn.
 
     Raises:
@@ -109,7 +99,7 @@ def late_objective(
             f"Wanted one weight for each exit before the last of {exits}. Got {late.weights}."
         )
 
-    def objective(  # The first two are held: arguments of the program, not constants in it.
+    def objective(
         teacher: LayerParams | None,
         whole: Callable[[Params], Params],
         params: Params,

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Converts a stock model: its upper layers read keys and values (K/V) that lower layers make.
 
-    utio-jax finetune --model DIR --shared-kv 15 FILES
+    python models/recipes/finetune.py --model DIR --shared-kv 15 FILES
 
 Layers 1 to S keep their K/V. Those above lose their K/V projections and read the heads of the last
 layers up to S, one for each query head where there are so many. All weights then learn, by KL
@@ -25,12 +25,7 @@ from utio_jax.models.transformer import Transformer
 
 
 def shared_above(decoder: Transformer, params: Params, own: int) -> tuple[Transformer, Params]:
-    """Returns a model whose layers above `own` have no K/V, and its parameters.
-
-    Args:
-      decoder: the model, each of whose layers has K/V of its own.
-      params: its parameters.
-      own: layers that keep their K/V.
+    """Returns a model whose layers above the first `own` have no K/V, and its parameters.
 
     Raises:
       ValueError: the model shares K/V already, has layers with a window, or not so many layers.
@@ -46,24 +41,14 @@ def shared_above(decoder: Transformer, params: Params, own: int) -> tuple[Transf
     while config.num_heads % (read * config.num_kv_heads):
         read -= 1
     above = (tuple(range(own - read, own)),) * (config.num_layers - own)
-    shared = Transformer(
-        dataclasses.replace(
-            config,
-            exits=(config.num_layers,),
-            kv_source=(*((layer,) for layer in range(own)), *above),
-        )
-    )
+    source = (*((layer,) for layer in range(own)), *above)
+    exits = (config.num_layers,)
+    shared = Transformer(dataclasses.replace(config, exits=exits, kv_source=source))
     return shared, {**params, "layers": shared.own_keys_values(params["layers"])}
 
 
 def distillation(decoder: Transformer, teacher: Transformer, params: Params) -> Objective:
-    """Returns the loss of a model that learns another's predictions: KL divergence, in nats.
-
-    Args:
-      decoder: the model that learns, of one exit.
-      teacher: the other one, of the same vocabulary.
-      params: the teacher's parameters; they stay as they are.
-    """
+    """Returns the loss of a model that learns a teacher's predictions: KL divergence, in nats."""
 
     def objective(
         held: Params, learning: Params, tokens: jax.Array, key: jax.Array, step: jax.Array

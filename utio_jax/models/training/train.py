@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training with exits: the loop, resumable at any step; anytime loss and layer dropout.
 
-Every exit learns to predict with the same norm and head (anytime loss), and layers are dropped with
-a probability that grows exponentially with depth, both after LayerSkip (Elhoushi et al. 2024,
-section 4.1). LayerSkip rotates the supervised exits over *steps*; here they rotate over *tokens*:
-in every step each intermediate exit predicts its own random share of the positions, so any number
-of exits costs one head more than plain training does.
+Both are LayerSkip's (Elhoushi et al. 2024, section 4.1), which rotates the supervised exits over
+*steps*. Here they rotate over *tokens*: in every step each early exit predicts a random share of
+the positions, so any number of exits costs one head more than plain training does.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -26,33 +24,26 @@ from tqdm.auto import tqdm
 
 from utio_jax.attention.mixing import mixer_at
 from utio_jax.core.decoder import Decoder, Params
+from utio_jax.core.documents import batches_of, windows_of
 from utio_jax.core.layer import layer_at
 from utio_jax.staircase.reference import apply_layer, dense_keys_values, read_side_by_side
+from utio_jax.staircase.score import exit_nll
 
-# `(params, tokens, key, step)` to the loss that is minimised, and the loss of each exit. Arrays of
-# its own, a teacher's, it holds as a `jax.tree_util.Partial`: they become an argument of the
-# program, not constants in it.
 Objective = Callable[[Params, jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
+"""`(params, tokens, key, step)` to the loss that is minimised, and the loss of each exit.
+
+Arrays of its own, as a teacher's, a `jax.tree_util.Partial` makes arguments of the program."""
 
 
-@runtime_checkable
 class Trainable(Decoder, Protocol):
-    """A decoder that can be trained from nothing; its matrices are `[layer, in, out]`."""
+    """A decoder with fresh parameters, whose matrices are `[layer, in, out]` under `layers`."""
 
-    def init(self, key: jax.Array) -> Params:
-        """Returns fresh parameters; those of the layers lie under `layers`."""
-        ...
+    def init(self, key: jax.Array) -> Params: ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Start:
-    """Where a run begins, if not with fresh parameters.
-
-    Attributes:
-      params: its parameters.
-      optimizer: the optimizer's state, if another run's is taken over.
-      step: the first step, of the schedule and of the stream.
-    """
+    """Where a run begins: parameters, another run's optimizer state, and the first step."""
 
     params: Params
     optimizer: Any = None
@@ -124,8 +115,7 @@ def exit_states(
       token_ids: `[batch, token]`.
       key: for dropout.
       max_layer_dropout: see `TrainConfig`.
-      fixed_layers: how many of the first layers do not learn. No gradient enters them, and none is
-        computed.
+      fixed_layers: how many of the first layers do not learn; no gradient is computed for them.
     """
     config, (batch, token) = decoder.config, token_ids.shape
     num_layers, own = config.num_layers, config.kv_own
@@ -186,12 +176,8 @@ def anytime_loss(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the weighted loss and each exit's own mean loss `[exit]`, in nats per token.
 
-    Args:
-      params: the model's parameters.
-      tokens: `[batch, token + 1]` ids; the last token of each row is only predicted.
-      key: for dropout and the split of positions over exits.
-      decoder: the model.
-      config: the recipe.
+    Of ids `tokens` `[batch, token + 1]` the last of each row is only predicted; `key` is for
+    dropout and for the split of positions over exits.
     """
     dropout_key, split_key = jax.random.split(key)
     states = exit_states(decoder, params, tokens[:, :-1], dropout_key, config.max_layer_dropout)
@@ -212,6 +198,33 @@ def anytime_loss(
     losses.append(loss_at(exits[-1], slice(None)))
     stacked = jnp.stack(losses)
     return stacked @ jnp.asarray((*config.exit_weights, 1.0)), stacked
+
+
+def exit_losses(
+    decoder: Decoder, params: Params, documents: Sequence[np.ndarray], *, width: int
+) -> tuple[list[float], int]:
+    """Returns nats per predicted token at each exit, and how many tokens were predicted.
+
+    Documents are token ids, read in windows of `width`.
+
+    Raises:
+      ValueError: nothing is predicted in them.
+    """
+    sums, count = np.zeros(len(decoder.config.exits)), 0
+    windows = windows_of(documents, width=width)
+    for batch in batches_of(windows, rows=8, widths=[width], vocab_size=decoder.config.vocab_size):
+        nll = _exit_nll(decoder, params, jnp.asarray(batch.token_ids), jnp.asarray(batch.lengths))
+        sums += np.asarray(nll, np.float64).sum(axis=(1, 2))
+        count += int(np.maximum(batch.lengths - 1, 0).sum())
+    if not count:
+        raise ValueError(
+            "Wanted a document of at least two tokens, so that something is predicted. "
+            f"Got {len(documents)} without. Add text."
+        )
+    return (sums / count).tolist(), count
+
+
+_exit_nll = jax.jit(exit_nll, static_argnums=0)
 
 
 def batch_at(stream: np.ndarray, step: int, config: TrainConfig) -> np.ndarray:
@@ -291,7 +304,7 @@ def train(  # noqa: PLR0913 (options, each named)
                 f"{folder} holds checkpoints up to step {latest}. Resume them with resume=True "
                 "(--resume), or name another folder."
             )
-        if objective is None:  # The same loss at every step.
+        if objective is None:
             objective = lambda *drawn: anytime_loss(*drawn[:3], decoder=decoder, config=config)  # noqa: E731
         loss = jax.tree_util.Partial(objective)
         if start is None:
@@ -340,11 +353,8 @@ def train(  # noqa: PLR0913 (options, each named)
                 done = step + 1
                 if done % config.save_every == 0 or done == config.steps:
                     manager.save(done, args=ocp.args.StandardSave(state))
-                    log.flush()
                     if validate is not None:
-                        held_out = validate(state["params"])
-                        log.write(
-                            f"# validate {done}\t" + "\t".join(f"{v:.4f}" for v in held_out) + "\n"
-                        )
-                        log.flush()
+                        held_out = "\t".join(f"{v:.4f}" for v in validate(state["params"]))
+                        log.write(f"# validate {done}\t{held_out}\n")
+                    log.flush()
         return state["params"]
