@@ -478,14 +478,16 @@ def test_what_does_not_fit_is_refused(model: Any) -> None:
 
 def test_requests_get_what_they_get_alone(model: Any) -> None:
     signal = Chance(key=jax.random.key(4))
-    mode = Throttled(policy=never_stops(DEPTHS), throttle=throttle(0.5, signal=signal))
+    policy = never_stops(DEPTHS)
+    mode = Throttled(policy=policy, throttle=throttle(0.5, signal=signal))
     engine = engine_of(model, mode)
     numbers = {each.submit(engine): each for each in pool(6)}
     found = engine.drain()
     for number, each in numbers.items():
         assert_as_alone(found[number], alone(model, mode, None, each))
+    fewer = Thresholded(signal=policy.signal, thresholds=jnp.zeros(1), depths=(1, 4))
     with pytest.raises(ValueError, match=r"depths=\(1, 2, 4\), at which the mode decides more"):
-        engine.submit([1], policy=uniform(4), max_new_tokens=1)
+        engine.submit([1], policy=fewer, max_new_tokens=1)
 
 
 @pytest.mark.usefixtures("unchecked_shapes")  # Lowering rebuilds the mode around descriptions.
