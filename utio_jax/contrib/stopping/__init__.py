@@ -157,7 +157,7 @@ def trace_answers(
 
     `same` compares answers; the rest is as in `generate_until_sure`.
     """
-    never, at_once = dataclasses.replace(confidence, threshold=-math.inf), how | {"max_thought": 0}
+    never, at_once = dataclasses.replace(confidence, threshold=-math.inf), dict(how, max_thought=0)
     rows = generate_until_sure(decoder, params, prompts, confidence=never, **how)
     asked = [
         [(size, nats) for size, nats in enumerate(row.means[:-1], 1) if nats < math.inf]
@@ -188,7 +188,7 @@ def fit_confidence(
     """
     bound: dict[str, float] = {"max_risk": max_changed, "confidence": confidence}
     fits = halves(np.arange(len(traces)), units="traces", bound="max_changed", seed=seed, **bound)
-    mine, others = ([traces[i] for i in np.flatnonzero(half)] for half in (fits, ~fits))
+    mine, others = ([traces[i] for i in np.flatnonzero(half).tolist()] for half in (fits, ~fits))
     seen = [nats for trace in mine for _, nats, _ in trace.ends]
     if not seen:
         raise ValueError("Wanted traces that are asked. Got none. Name other cues or windows.")
