@@ -47,6 +47,7 @@ def blocks_of(page: str, language: str) -> list[str]:
         ("docs/contrib/recall.md", 1),
         ("docs/contrib/recurrent.md", 1),
         ("docs/contrib/select.md", 1),
+        ("docs/contrib/stopping.md", 1),
         ("docs/contrib/throttle.md", 1),
         ("docs/engine.md", 2),
         ("docs/prompts.md", 1),
