@@ -541,6 +541,7 @@ def test_life_and_the_page(server: Running) -> None:
     assert server.ask("/ready").body == ready
     schema = server.ask("/openapi.json").body
     assert {"/v1/completions", "/v1/chat/completions", "/tokenize", "/health"} <= {*schema["paths"]}
+    assert server.ask("/docs").headers["location"] == "openapi.json"
     page = server.ask("/")
     policy = page.headers["content-security-policy"]
     assert policy.startswith("default-src 'none'")

@@ -19,7 +19,7 @@ from importlib import resources
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.responses import HTMLResponse, PlainTextResponse, Response
+from fastapi.responses import HTMLResponse, PlainTextResponse, RedirectResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from utio_jax.core.files import versions
@@ -312,6 +312,10 @@ def _add_life(app: FastAPI, service: Application) -> None:
     async def metrics() -> Response:
         """Counters for Prometheus."""
         return Response(service.metrics.text(), media_type="text/plain; version=0.0.4")
+
+    @app.get("/docs", include_in_schema=False)
+    async def docs() -> Response:
+        return RedirectResponse("openapi.json")
 
     page = resources.files("utio_jax.serving").joinpath("page.html").read_text("utf-8")
     policy = {"content-security-policy": _page_policy(page)}

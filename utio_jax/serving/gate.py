@@ -27,7 +27,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from utio_jax.core.processes import ProcessLostError
 
-OPEN = frozenset({"/", "/health", "/ready", "/metrics", "/openapi.json"})
+OPEN = frozenset({"/", "/docs", "/health", "/ready", "/metrics", "/openapi.json"})
 """Addresses without a key: they show nothing of requests, and run nothing."""
 
 _PROBES = frozenset({"/health", "/ready", "/metrics"})
