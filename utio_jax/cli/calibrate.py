@@ -49,8 +49,8 @@ class Calibrate(OfWindows, OfText):
         half of the documents; the policies get the other half. Written beside --out, and kept where
         the same one is there already. Always, where a model names no exits.
       out: JSON file to write, its weights beside it; by default policies.json in the model's
-        folder, or NAME.policies.json beside its NAME.gguf; what is there is replaced. The shipped
-        model's own is never written.
+        folder, or NAME.policies.json beside its NAME.gguf. What is there is replaced, unless that
+        would lose a policy. The shipped model's own is never written.
     """
 
     EXAMPLES: ClassVar = (
