@@ -13,19 +13,18 @@ from helpers.generation import (
     CROSSING,
     PROMPTS,
     SMALL,
+    assert_drawn_law,
     assert_greedy,
     lively_model,
     plain_run,
     run,
     setting_of,
-    true_logits,
 )
 
 from utio_jax.core.lens import Lens, lensed
 from utio_jax.decoding.generate import generate
 from utio_jax.decoding.loop import advance, begin
 from utio_jax.decoding.lossless import Lossless, lossless_for
-from utio_jax.decoding.sampling import SamplingParams, rows_of
 from utio_jax.models.presets import TINY
 from utio_jax.models.transformer import Transformer
 
@@ -87,12 +86,6 @@ def test_a_perfect_draft_is_accepted_whole(model):
     np.testing.assert_array_equal(result.steps, [10] * 3)  # 39 tokens, 4 per round.
 
 
-@pytest.fixture(scope="module")
-def small_vocabulary():
-    """Six tokens, so that the distribution of four in a row can be counted."""
-    return lively_model(vocab_size=6, eos_ids=())
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "mode",
@@ -102,40 +95,8 @@ def small_vocabulary():
     ],
     ids=["fixed", "ngram"],
 )
-def test_drawn_tokens_follow_the_full_model(small_vocabulary, mode):
-    """The joint distribution of tokens 2, 3 and 4 given token 1, against the oracle's products."""
-    model, rows = small_vocabulary, 4000
-    sampling = SamplingParams(temperature=0.9, top_k=4)
-    # A short and a long loop in one batch; only the joint law of the first tokens is compared.
-    result = run(model, [[0, 3]] * rows, mode=mode, sampling=sampling, max_new_tokens=4, seeds=100)
-    tokens = np.stack(result.token_ids)
-    probabilities = {}
-    for first in np.unique(tokens[:, 0]):
-        for second in range(6):
-            for third in range(6):
-                new = np.array([first, second, third, 0])
-                logits = true_logits(model, [0, 3], new, np.full(4, 4), "full")
-                drawn = rows_of([sampling] * 4)(jnp.asarray(logits))
-                probabilities[first, second, third] = np.asarray(jax.nn.softmax(drawn))
-    statistic, cells = 0.0, 0
-    for first in np.unique(tokens[:, 0]):
-        mine = tokens[tokens[:, 0] == first]
-        for second in range(6):
-            for third in range(6):
-                for fourth in range(6):
-                    p = probabilities[first, second, third]
-                    expected = mine.shape[0] * p[1, second] * p[2, third] * p[3, fourth]
-                    seen = np.sum(np.all(mine[:, 1:] == [second, third, fourth], axis=1))
-                    if expected == 0:
-                        assert seen == 0
-                    elif expected >= 3:
-                        statistic += (seen - expected) ** 2 / expected
-                        cells += 1
-    assert cells > 30
-    # Mean `cells`, standard deviation sqrt(2 cells): five of them.
-    assert statistic < cells + 5 * np.sqrt(2 * cells)
-    assert result.acceptance is not None
-    assert 0 < result.acceptance < 1
+def test_drawn_tokens_follow_the_full_model(mode):
+    assert_drawn_law(mode)
 
 
 def test_rows_end_inside_a_draft(model, plain):

@@ -18,6 +18,7 @@ from utio_jax.core.pytrees import pytree, static
 from utio_jax.decoding.base import Setting
 from utio_jax.decoding.generate import Generated, generate
 from utio_jax.decoding.loop import Lengths
+from utio_jax.decoding.sampling import SamplingParams, rows_of
 from utio_jax.decoding.state import stop_rules
 from utio_jax.models.presets import TINY
 from utio_jax.models.transformer import Transformer
@@ -155,3 +156,40 @@ def assert_greedy(
         np.testing.assert_allclose(logits[np.arange(new.size), new], best, atol=1e-4)
         expected = jax.nn.log_softmax(jnp.asarray(logits))[np.arange(new.size), new]
         np.testing.assert_allclose(result.log_probabilities[row], expected, atol=1e-4)
+
+
+def assert_drawn_law(mode: Any) -> None:
+    """Checks the joint law of drawn tokens 2, 3, 4 given token 1 against the oracle's products."""
+    # Six tokens, so that the distribution of four in a row can be counted.
+    model, rows = lively_model(vocab_size=6, eos_ids=()), 4000
+    sampling = SamplingParams(temperature=0.9, top_k=4)
+    # A short and a long loop in one batch; only the joint law of the first tokens is compared.
+    result = run(model, [[0, 3]] * rows, mode=mode, sampling=sampling, max_new_tokens=4, seeds=100)
+    tokens = np.stack(result.token_ids)
+    probabilities = {}
+    for first in np.unique(tokens[:, 0]):
+        for second in range(6):
+            for third in range(6):
+                new = np.array([first, second, third, 0])
+                logits = true_logits(model, [0, 3], new, np.full(4, 4), "full")
+                drawn = rows_of([sampling] * 4)(jnp.asarray(logits))
+                probabilities[first, second, third] = np.asarray(jax.nn.softmax(drawn))
+    statistic, cells = 0.0, 0
+    for first in np.unique(tokens[:, 0]):
+        mine = tokens[tokens[:, 0] == first]
+        for second in range(6):
+            for third in range(6):
+                for fourth in range(6):
+                    p = probabilities[first, second, third]
+                    expected = mine.shape[0] * p[1, second] * p[2, third] * p[3, fourth]
+                    seen = np.sum(np.all(mine[:, 1:] == [second, third, fourth], axis=1))
+                    if expected == 0:
+                        assert seen == 0
+                    elif expected >= 3:
+                        statistic += (seen - expected) ** 2 / expected
+                        cells += 1
+    assert cells > 30
+    # Mean `cells`, standard deviation sqrt(2 cells): five of them.
+    assert statistic < cells + 5 * np.sqrt(2 * cells)
+    assert result.acceptance is not None
+    assert 0 < result.acceptance < 1

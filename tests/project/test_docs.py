@@ -41,6 +41,7 @@ def blocks_of(page: str, language: str) -> list[str]:
         ("docs/bring_your_own.md", 6),
         ("docs/coming_from.md", 4),
         ("docs/decode.md", 2),
+        ("docs/contrib/drafts.md", 1),
         ("docs/contrib/edge.md", 1),
         ("docs/contrib/encoders.md", 1),
         ("docs/contrib/layer_skipping.md", 1),

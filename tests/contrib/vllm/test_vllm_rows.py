@@ -14,7 +14,7 @@ pytest.importorskip("utio_jax_vllm")
 from utio_jax_vllm.rows import Prompt, Rows, Settings, Work, read_maps, read_settings  # noqa: E402
 
 WORK = Work(layers=30, stop=20, dim=576, query=576, kv=192, mlp=1536)
-SETTINGS = Settings(maps=Path("maps.json"), stop=20, min_saving=0.2)
+SETTINGS = Settings(maps=Path("maps.json"), stop=20, floor=15, min_saving=0.2)
 
 
 def deep_from(rows: Rows, *spans: tuple[int, int]) -> list[int]:
@@ -54,22 +54,22 @@ def test_what_does_not_pay_runs_in_full() -> None:
         (None, "Wanted --additional-config"),
         ({"depth": 3}, "Wanted --additional-config"),
         ({"stop": 19}, "Wanted a stop that"),
-        ({"stop": 30}, "below the model's 30 layers"),
+        ({"stop": 10}, "floor of 15"),
         ({"maps": "none.json"}, "They cannot be read"),
     ],
 )
 def test_settings_say_what_was_wanted(given: Any, match: str, tmp_path: Path) -> None:
     file = tmp_path / "m.json"
-    file.write_text('{"stops": [10, 20, 30]}', encoding="utf-8")
+    file.write_text('{"stops": [10, 20]}', encoding="utf-8")
     with pytest.raises(ValueError, match=match):
         read_settings(given and {"maps": str(file), **given}, num_layers=30)
 
 
-def test_settings_take_the_deepest_stop(tmp_path: Path) -> None:
+def test_settings_take_the_deepest_stop_and_half_of_the_layers_as_the_floor(tmp_path: Path) -> None:
     file = tmp_path / "m.json"
     file.write_text('{"stops": [15, 20]}', encoding="utf-8")
     found, _ = read_settings({"maps": file}, num_layers=30)
-    assert found.stop == 20
+    assert (found.stop, found.floor) == (20, 15)
 
 
 def test_maps_of_other_weights_are_refused(tmp_path: Path) -> None:

@@ -21,12 +21,14 @@ class Settings:
     Attributes:
       maps: JSON file that `utio-jax fit-prompt` wrote; the tensors lie beside it.
       stop: layers that every prompt token runs. By default the deepest stop of the file.
+      floor: fewest layers that `stop` may be. By default half of them.
       min_prompt: shorter prompts run in full.
       min_saving: share of a prompt's FLOPs that stopping must save, else it runs in full.
     """
 
     maps: Path
     stop: int
+    floor: int
     min_prompt: int = 64
     min_saving: float = 0.1
 
@@ -52,11 +54,12 @@ def read_settings(given: Any, *, num_layers: int) -> tuple[Settings, Mapping[str
             f"Wanted KV maps at {file}, as `utio-jax fit-prompt` makes them. They cannot be read: "
             f"{error!r}."
         ) from error
-    found = Settings(**{"stop": max(stops), **given, "maps": file})
-    if found.stop not in stops or found.stop >= num_layers:
+    found = Settings(**{"floor": num_layers // 2, "stop": max(stops), **given, "maps": file})
+    if found.stop not in stops or not found.floor <= found.stop < num_layers:
         raise ValueError(
-            f"Wanted a stop that {file} has maps for ({stops}), below the model's {num_layers} "
-            f"layers. Got {found.stop}. Name another stop, or fit maps: utio-jax fit-prompt --stop."
+            f"Wanted a stop that {file} has maps for ({stops}), from the floor of {found.floor} "
+            f"layers to below {num_layers}. Got {found.stop}. Name another stop, lower the floor, "
+            "or fit maps: utio-jax fit-prompt --stop."
         )
     return found, stored
 

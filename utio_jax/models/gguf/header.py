@@ -94,6 +94,8 @@ def read_header(file: str | Path) -> Header:
         keys: dict[str, Any] = {}
         for _ in range(key_count):
             name = cursor.text("a key")
+            if name in keys:
+                raise cursor.corrupt(f"key {name!r} is there twice")
             keys[name] = _read_value(cursor, cursor.number("<I", name), name)
         described = [_read_tensor(cursor) for _ in range(tensor_count)]
         strange = {sizes.get(kind, (f"type {kind}",))[0]: name for name, kind, *_ in described}
@@ -108,6 +110,8 @@ def read_header(file: str | Path) -> Header:
         start = -(-cursor.at // alignment) * alignment
         tensors: dict[str, Tensor] = {}
         for name, kind, shape, offset in described:
+            if name in tensors:
+                raise cursor.corrupt(f"tensor {name!r} is there twice")
             stored, block, size = sizes[kind]
             if shape[-1] % block:
                 raise cursor.corrupt(f"tensor {name!r} of shape {shape} has no rows of {stored}")
