@@ -312,9 +312,10 @@ and a model of fewer than 1,024 features is written layer by layer, so that XLA 
 (`narrow`): as loops the shipped model's prefix at .6 was predicted at .76 of full depth's speed.
 Even so it is no faster than full depth at any budget. Whole rows with depths by selection were no
 way out: 4.74 ms in loops, where full depth takes 3.12 and the prefix at .6 4.13. So
-`score_documents`, a model's verbs and the commands run such a model at full depth there, count it
-in `fallbacks` with this reason, and route it where an executor is named; `score` itself always
-routes. Prompts at half depth (`exact_prefill`) have
+`score_documents`, a model's verbs and the commands run models of fewer than 512 features
+(`least_routed`) at full depth there, count it in `fallbacks` with this reason, and route them where
+an executor is named; `score` itself always routes. Nor does such a model decode faster there, see
+above: plain decoding is the default, and a server asks its own clock. Prompts at half depth (`exact_prefill`) have
 static shapes by nature: one token of each runs the upper layers, whatever the text says.
 
 A product of float32 is one pass of bfloat16 on a TPU by default: laws at 1e-4 need
@@ -364,14 +365,17 @@ def of_scoring(known: Predictions) -> str:
         "\n## Scoring 16 x 512 tokens: predicted speed-up over full depth\n\n"
         + table([*header, "micro-batches"], lines)
         + "\nIdeal is 1 over the budget. The default is what `score_documents` and commands do: a\n"
-        "static prefix, and full depth where a state is narrower than `Platform.narrow`.\n"
+        "static prefix, and full depth where a state is narrower than `Platform.least_routed`.\n"
     )
 
 
 def routes(name: str) -> bool:
     """Returns whether a model is wide enough to be routed on accelerators by default."""
     with compiling_for("tpu"):
-        return Programs(name, LAYERS, None).decoder.config.embed_dim >= here().narrow
+        return (
+            Programs(name=name, layers=LAYERS, sharding=None).decoder.config.embed_dim
+            >= here().least_routed
+        )
 
 
 def of_decoding(known: Predictions) -> str:

@@ -389,9 +389,9 @@ def test_narrow_models_are_routed_on_accelerators_only_by_a_named_executor(tiny:
     ask = partial(check_worthwhile, tiny.decoder, tiny.params, gated(tiny), batch=64, width=128)
     assert ask() is None
     with compiling_for("tpu"):
-        assert "narrower than 1024" in str(ask())
+        assert "narrower than 512" in str(ask())
         assert ask(executor=MicroBatches(min_bucket=32, block=32)) is None
-    with compiling_for("tpu", narrow=tiny.decoder.config.embed_dim):
+    with compiling_for("tpu", least_routed=tiny.decoder.config.embed_dim):
         assert ask() is None
 
 

@@ -32,6 +32,8 @@ class Platform:
       narrow: width of a state below which a static prefix is written layer by layer, not as a loop:
         what such a layer does beside its products weighs more than they do, and is fused across
         layers.
+      least_routed: width of a state from which passes are routed by default: narrower layers wait
+        more than they multiply, and routing them is predicted to lose.
       stack_in_place: whether a layer is read where it lies in the stack; on CPU it is copied first.
       folds_heads: whether many queries of heads that share keys are one axis in attention.
       search: method of `jnp.searchsorted`: accelerators run "scan" as a serial loop.
@@ -49,6 +51,7 @@ class Platform:
     query_block: int = 2**30
     static_shapes: bool = True
     narrow: int = 1024
+    least_routed: int = 512
     stack_in_place: bool = True
     folds_heads: bool = False
     search: Literal["scan", "compare_all"] = "compare_all"
@@ -64,6 +67,7 @@ _CPU = Platform(
     query_block=128,
     static_shapes=False,
     narrow=0,
+    least_routed=0,
     stack_in_place=False,
     folds_heads=True,
     search="scan",
