@@ -314,9 +314,10 @@ Even so it is no faster than full depth at any budget. Whole rows with depths by
 way out: 4.74 ms in loops, where full depth takes 3.12 and the prefix at .6 4.13. So
 `score_documents`, a model's verbs and the commands run models of fewer than 512 features
 (`least_routed`) at full depth there, count it in `fallbacks` with this reason, and route them where
-an executor is named; `score` itself always routes. Nor does such a model decode faster there, see
-above: plain decoding is the default, and a server asks its own clock. Prompts at half depth (`exact_prefill`) have
-static shapes by nature: one token of each runs the upper layers, whatever the text says.
+an executor is named; `score` itself always routes. Nor does such a model decode faster there:
+plain decoding is the default, and a server asks its own clock. Prompts at half depth
+(`exact_prefill`) have static shapes by nature: one token of each runs the upper
+layers, whatever the text says.
 
 A product of float32 is one pass of bfloat16 on a TPU by default: laws at 1e-4 need
 `jax_default_matmul_precision="highest"`. On a tensor-parallel mesh, all-reduces stand inside loops

@@ -56,7 +56,7 @@ def check_worthwhile(
       batch: rows.
       width: tokens per row.
       executor: how it would run. `"auto"`: as `score` chooses, and not at all on accelerators where
-        a state has fewer than `Platform.least_routed` features: such layers are waiting, not products.
+        a state has fewer than `Platform.least_routed` features: these wait more than they multiply.
       fractions: expected share of tokens at each of the policy's depths; by default the best case,
         in which all tokens stop at the first.
       min_tokens: smallest pass that is routed at all. FLOPs say nothing of what short passes
@@ -68,8 +68,9 @@ def check_worthwhile(
         return f"{batch} x {width} tokens are fewer than the minimum of {min_tokens}"
     if executor == "auto" and decoder.config.embed_dim < here().least_routed:
         return (
-            f"states of {decoder.config.embed_dim} features are narrower than {here().least_routed}: on "
-            "this platform routing them is predicted to be no faster; name an executor to do it"
+            f"states of {decoder.config.embed_dim} features are narrower than "
+            f"{here().least_routed}: on this platform routing them is predicted to be no faster; "
+            "name an executor to do it"
         )
     executor = choose_executor(executor, policy, width)
     cost = token_cost(decoder, params)
