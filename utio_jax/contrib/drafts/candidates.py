@@ -97,10 +97,7 @@ def gate_inputs(
     Of the candidates' logits, read through the exit's lens where there is one: entropy (nats), the
     largest, its distance to the second, logarithm of the sum of exponentials. Then the logarithms
     of the state's scale, and of 1 + the position. (Whole, they would drown the state, with which
-    a `StateGate` normalises them.)
-
-    Raises:
-      ValueError: the head's columns cannot be found in the parameters.
+    a `StateGate` normalises them.) Raises ValueError where the head's columns cannot be found.
     """
     seen = apply_exit_lens(decoder, params, x, depth)
     logits = jax.vmap(partial(_some_logits, decoder, params))(seen, likely[token_ids])
