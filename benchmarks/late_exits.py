@@ -5,7 +5,7 @@
     python benchmarks/late_exits.py MODEL out/late/model --fit FIT/*.txt --text OTHERS/*.txt
 
 Prints nats per token at each exit of `--text`: read as they are, through a tuned lens that the
-frozen model gets here, and of the model that `finetune --late` has made.
+frozen model gets here, and of the model that `models/recipes/finetune.py --late` has made.
 """
 
 from __future__ import annotations
