@@ -65,6 +65,8 @@ def main(arguments: list[str] | None = None) -> int:
     except ValueError as error:
         print(f"finetune: {error}", file=sys.stderr)
         return 2
+    except SystemExit as ended:  # By tyro: help, or options that exclude each other.
+        return 2 if ended.code else 0
     print(json.dumps(found))
     return 0
 
