@@ -153,6 +153,8 @@ def test_the_faster_full_depth_program_is_taken(monkeypatch: pytest.MonkeyPatch)
     executor = CapacityPrefix(capacities=(448,), min_bucket=8, certain=True)
     assert fastest_prefill(decoder, 1, 448, kv="propagate") == Prefill(executor=executor)
     assert fastest_prefill(decoder, 8, 448, kv="propagate") == Prefill()
+    # An engine pads a prompt of 257 tokens to 1,024, and does not know when it compiles.
+    assert fastest_prefill(decoder, 1, 1024, kv="propagate") == Prefill()
     full = fastest_prefill(decoder, 8, 448, kv="propagate", filled=0.9)
     assert full == Prefill(executor=executor)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")

@@ -45,7 +45,7 @@ _UNIT = 8
 """Of static shapes, in tokens of each prompt."""
 
 _FULL = 0.85
-"""Share of tokens that are no padding from which static shapes are faster in any batch."""
+"""Share of tokens that are no padding from which static shapes are faster; unknown, it is 0."""
 
 
 @pytree
@@ -200,7 +200,7 @@ def fastest_prefill(
 
 def _packing_is_faster(batch: int, width: int, filled: float, *, scores: int) -> bool:
     """Returns whether blocks of live tokens are faster than static shapes, which read padding."""
-    return not here().static_shapes and batch > 1 and filled < _FULL and batch * width**2 >= scores
+    return not here().static_shapes and filled < _FULL and batch * width**2 >= scores
 
 
 def _static(*counts: int) -> CapacityPrefix:
