@@ -358,6 +358,7 @@ def test_help_lists_every_command_and_the_version_is_told(
     for name in (*GROUPS, *COMMANDS, "--version", "--help-all"):
         assert name in shown
     assert "Did you mean generate?" in refused(capsys, "generat", "x")
+    assert "That is `evaluate --per-token FILE` now." in refused(capsys, "score", "x")
     assert main(["--version"]) == 0
     assert re.fullmatch(r"utio-jax \S+ \(python .*, jax .*\)\n", capsys.readouterr().out)
 

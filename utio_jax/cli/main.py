@@ -48,6 +48,12 @@ COMMANDS: dict[str, Any] = {name: of for group in GROUPS.values() for name, of i
 # The seed project's flag, whose name is still in use.
 _SYNONYMS = {"--enable-utio": ("--mode", "adaptive")}
 
+_MOVED = {
+    "score": "`evaluate --per-token FILE`",
+    "report": "`bench --report FILE`",
+    "finetune": "models/recipes/finetune.py of a checkout",
+    "launch": "a process each, with --distributed",
+}
 _STYLE = (tyro.conf.FlagCreatePairsOff, tyro.conf.PositionalMetavarFromFieldName)
 
 # What a shell reports of a program that Ctrl-C ended, or that wrote to a closed pipe.
@@ -118,6 +124,7 @@ def _run(arguments: list[str]) -> int:
     if name not in COMMANDS:
         near = difflib.get_close_matches(name, COMMANDS, n=1)
         meant = f" Did you mean {near[0]}?" if near else ""
+        meant = f" That is {_MOVED[name]} now." if name in _MOVED else meant
         raise ValueError(f"Wanted a command of {', '.join(COMMANDS)}. Got {name!r}.{meant}")
     result = parsed(name, rest).run()
     if isinstance(result, int):
