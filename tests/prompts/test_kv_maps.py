@@ -127,3 +127,11 @@ def test_maps_that_do_not_fit_a_model_are_refused(tiny: Any) -> None:
     for stop in (0, 4, 5):
         with pytest.raises(ValueError, match=rf"from depths between 1 and 3.*Got \[{stop}\]"):
             with_kv_maps(tiny.decoder, tiny.params, maps_of((stop,), layers=6))
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.bool_, np.complex64])
+def test_maps_of_other_numbers_are_refused(saved: Path, dtype: Any) -> None:
+    tensors = load_file(str(saved.with_suffix(".safetensors")))
+    rewrite(saved, tensors | {"1.bias": tensors["1.bias"].astype(dtype)})
+    with pytest.raises(ValueError, match="floating-point weights in .*Got 1.bias of"):
+        load_kv_maps(saved, model_sha256=SHA)
