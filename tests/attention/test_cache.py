@@ -47,14 +47,15 @@ def test_tokens_lie_at_their_positions(tiny, cache):
     for layer in (1, 3):
         for row, position in ((0, 2), (0, 5), (1, 0), (2, 15), (2, 3)):
             expected[layer, row, position] = 100 * layer + 10 * row + position
-    np.testing.assert_array_equal(cache.keys[..., 0, 0], expected)
-    np.testing.assert_array_equal(cache.values[..., 1, 7], -expected)
+    np.testing.assert_array_equal(cache.keys[:, :, 0, :, 0], expected)
+    np.testing.assert_array_equal(cache.values[:, :, 1, :, 7], -expected)
     keys, values = read(cache, (3,), width=6)
-    np.testing.assert_array_equal(keys, cache.keys[3, :, :6])
-    np.testing.assert_array_equal(values, cache.values[3, :, :6])
+    by_slot = lambda leaf: np.moveaxis(leaf, 2, 3)  # noqa: E731 (heads within slots)
+    np.testing.assert_array_equal(keys, by_slot(cache.keys)[3, :, :6])
+    np.testing.assert_array_equal(values, by_slot(cache.values)[3, :, :6])
     both, _ = read(cache, (1, jnp.int32(3)), width=6)  # Heads of two layers side by side.
-    np.testing.assert_array_equal(both[:, :, :2], cache.keys[1, :, :6])
-    np.testing.assert_array_equal(both[:, :, 2:], cache.keys[3, :, :6])
+    np.testing.assert_array_equal(both[:, :, :2], by_slot(cache.keys)[1, :, :6])
+    np.testing.assert_array_equal(both[:, :, 2:], by_slot(cache.keys)[3, :, :6])
 
 
 def test_watermarks(tiny, cache):
@@ -74,8 +75,8 @@ def test_prefill_is_the_full_model(tiny, filled):
     np.testing.assert_allclose(logits, tiny.decoder.unembed(tiny.params, last), atol=1e-4)
     np.testing.assert_array_equal(cache.filled, [LENGTHS, LENGTHS])
     for row, length in enumerate(LENGTHS):  # Padding was never written.
-        assert not np.any(cache.keys[:, row, length:])
-        assert np.all(np.any(cache.keys[:, row, :length] != 0, axis=(-1, -2)))
+        assert not np.any(cache.keys[:, row, :, length:])
+        assert np.all(np.any(cache.keys[:, row, :, :length] != 0, axis=(1, -1)))
 
 
 def test_padding_never_leaks(tiny, cache, filled):
@@ -87,7 +88,7 @@ def test_padding_never_leaks(tiny, cache, filled):
     np.testing.assert_array_equal(logits, filled[0])
     np.testing.assert_array_equal(after.keys, filled[1].keys)
     # Nor does what lies behind the watermark: rubbish there, far beyond any real key's size.
-    behind = jnp.arange(16)[None, None, :, None, None] > LENGTHS[None, :, None, None, None]
+    behind = jnp.arange(16)[None, None, None, :, None] > LENGTHS[None, :, None, None, None]
     dirty = dataclasses.replace(
         filled[1],
         keys=jnp.where(behind, 1e4, filled[1].keys),
@@ -145,8 +146,8 @@ def test_segments_compose(tiny, filled):
     parts, parts_after = through(0, 1, 1, 4)
     np.testing.assert_array_equal(parts, whole)
     np.testing.assert_array_equal(parts_after.keys, after.keys)
-    np.testing.assert_array_equal(after.keys[:, 1, 8:], 0)  # The invalid token left no trace.
-    np.testing.assert_array_equal(after.keys[:, 1, :7], cache.keys[:, 1, :7])
+    np.testing.assert_array_equal(after.keys[:, 1, :, 8:], 0)  # The invalid token left no trace.
+    np.testing.assert_array_equal(after.keys[:, 1, :, :7], cache.keys[:, 1, :, :7])
 
 
 @pytest.mark.parametrize("shown", [False, True])
@@ -198,8 +199,8 @@ def test_frozen_states_project_their_keys_and_values(tiny, cache):
     assert projected == 2
     layer = jax.tree.map(lambda leaf: leaf[3], tiny.decoder.layers(tiny.params))
     keys, values = tiny.decoder.keys_values(layer, tokens.x, tokens.places)
-    np.testing.assert_allclose(after.keys[3, 0, 4], keys[0, 0], atol=1e-5)
-    np.testing.assert_allclose(after.values[3, 2, 9], values[2, 0], atol=1e-5)
+    np.testing.assert_allclose(after.keys[3, 0, :, 4], keys[0, 0], atol=1e-5)
+    np.testing.assert_allclose(after.values[3, 2, :, 9], values[2, 0], atol=1e-5)
     assert not np.any(after.keys[:2])
     assert not np.any(after.keys[:, 1])
 

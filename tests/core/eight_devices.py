@@ -472,7 +472,7 @@ def test_an_engine_on_split_parameters_gives_what_one_device_gives(
         np.testing.assert_array_equal(one.decided, other.decided)
     # A part of the heads on each device, of keys as of parameters.
     keys = engine._rows.state.cache.keys
-    assert keys.addressable_shards[0].data.shape[3] * 2 == keys.shape[3]
+    assert keys.addressable_shards[0].data.shape[2] * 2 == keys.shape[2]
 
 
 def test_a_checkpoint_is_loaded_in_parts_onto_a_mesh(tiny: Any, tmp_path: Any) -> None:

@@ -30,17 +30,18 @@ class KVCache:
     """Keys and values of all layers that have their own, and how far each row has them.
 
     Attributes:
-      keys: rotated, as `Decoder.keys_values` returns them.
+      keys: rotated, as `Decoder.keys_values` returns them. A head's slots lie side by side, as
+        products want them: heads within slots would be copied, all of them, in every step.
       values: of the same shape.
       filled: watermarks: positions below `filled[segment, row]` are valid in the segment's layers.
         Never increasing with the segment: deeper K/V are made from shallower states.
       view: a compact copy of what low-importance tokens see of it; None where there are none.
     """
 
-    keys: Float[Array, "layer batch slot kv_head head_dim"] = dataclasses.field(
+    keys: Float[Array, "layer batch kv_head slot head_dim"] = dataclasses.field(
         metadata={"row_axis": 1}
     )
-    values: Float[Array, "layer batch slot kv_head head_dim"] = dataclasses.field(
+    values: Float[Array, "layer batch kv_head slot head_dim"] = dataclasses.field(
         metadata={"row_axis": 1}
     )
     filled: Int[Array, "segment batch"] = dataclasses.field(metadata={"row_axis": 1})
@@ -54,7 +55,7 @@ class KVCache:
     @property
     def num_slots(self) -> int:
         """Tokens that a row can hold."""
-        return self.keys.shape[2]
+        return self.keys.shape[3]
 
     @property
     def lengths(self) -> Int[Array, " batch"]:
@@ -87,7 +88,7 @@ def init_cache(
             "Wanted at least one row, slot and segment. "
             f"Got batch={batch}, slots={slots}, segments={segments}."
         )
-    shape = (config.kv_layers, batch, slots, config.num_kv_heads, config.head_dim)
+    shape = (config.kv_layers, batch, config.num_kv_heads, slots, config.head_dim)
     return KVCache(
         keys=jnp.zeros(shape, dtype),
         values=jnp.zeros(shape, dtype),
@@ -127,8 +128,8 @@ def write(
     slots = jnp.where(valid, positions, cache.num_slots)  # One past the end: dropped.
     return dataclasses.replace(
         cache,
-        keys=cache.keys.at[layer, rows, slots].set(keys.astype(cache.keys.dtype), mode="drop"),
-        values=cache.values.at[layer, rows, slots].set(
+        keys=cache.keys.at[layer, rows, :, slots].set(keys.astype(cache.keys.dtype), mode="drop"),
+        values=cache.values.at[layer, rows, :, slots].set(
             values.astype(cache.values.dtype), mode="drop"
         ),
         view=view,
@@ -148,7 +149,8 @@ def write_prompt(
 
     def put(old: jax.Array, new: jax.Array) -> jax.Array:
         start = tuple(map(jnp.int32, (layer, 0, 0, 0, 0)))  # Of one type, in 64-bit mode, too.
-        return jax.lax.dynamic_update_slice(old, new[None].astype(old.dtype), start)
+        new = jnp.moveaxis(new, -2, -3)[None].astype(old.dtype)
+        return jax.lax.dynamic_update_slice(old, new, start)
 
     return dataclasses.replace(cache, keys=put(cache.keys, keys), values=put(cache.values, values))
 
@@ -175,10 +177,12 @@ def read(
 
     def one(leaf: jax.Array, layer: int | jax.Array) -> jax.Array:
         if rows is not None:
-            return leaf.at[layer, rows, :width].get(mode="clip")
-        size = (1, leaf.shape[1], width, *leaf.shape[3:])
-        start = tuple(map(jnp.int32, (layer, 0, 0, 0, 0)))
-        return jax.lax.dynamic_slice(leaf, start, size)[0]
+            found = leaf.at[layer, rows, :, :width].get(mode="clip")
+        else:
+            size = (1, *leaf.shape[1:3], width, leaf.shape[4])
+            start = tuple(map(jnp.int32, (layer, 0, 0, 0, 0)))
+            found = jax.lax.dynamic_slice(leaf, start, size)[0]
+        return jnp.moveaxis(found, -3, -2)  # Products turn it back: nothing moves.
 
     keys, values = (side_by_side([one(leaf, each) for each in layers]) for leaf in cache.arrays)
     return keys, values
@@ -219,5 +223,5 @@ def key_widths(slots: int, *, key_step: int, at_most: int = 4) -> tuple[int, ...
 
 def bytes_per_slot(cache: KVCache) -> int:
     """Returns the bytes that keys and values of one token take in one layer."""
-    *_, heads, width = cache.keys.shape
+    _, _, heads, _, width = cache.keys.shape
     return 2 * heads * width * cache.keys.dtype.itemsize

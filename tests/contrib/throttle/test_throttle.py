@@ -25,7 +25,7 @@ from helpers.generation import (
 from helpers.models import live_params
 from helpers.policies import SurePasses
 
-from utio_jax.attention.cache import init_cache, write
+from utio_jax.attention.cache import init_cache, read, write
 from utio_jax.attention.history import History, visible_history
 from utio_jax.attention.products import NOWHERE, attend
 from utio_jax.attention.views import place_of, places_at
@@ -238,10 +238,7 @@ def masked(decoder: Any, params: Any, cache: Any, x: Any, block: Any, **options:
             )
             visible = jnp.where(options["dense"][:, :, None], dense, low)
             cap = decoder.config.attention_softcap
-            return attend(
-                queries, cache.keys[layer, :, :width], cache.values[layer, :, :width], visible,
-                softcap=cap,
-            )  # fmt: skip
+            return attend(queries, *read(cache, (layer,), width=width), visible, softcap=cap)
 
         return attended
 

@@ -246,8 +246,8 @@ def open_view(
     layer = jnp.arange(layers, dtype=jnp.int32)[:, None, None]
     row = jnp.arange(batch, dtype=jnp.int32)[None, :, None]
     view = View(
-        keys=cache.keys.at[layer, row, positions[None]].get(mode="clip"),
-        values=cache.values.at[layer, row, positions[None]].get(mode="clip"),
+        keys=cache.keys.at[layer, row, :, positions[None]].get(mode="clip"),
+        values=cache.values.at[layer, row, :, positions[None]].get(mode="clip"),
         positions=jnp.broadcast_to(positions[None], (layers, batch, history.size)),
         history=history,
     )
