@@ -1,19 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes two tasks for lm-evaluation-harness, on lines that the shipped model never saw.
+"""Writes three tasks for lm-evaluation-harness, on lines that the shipped model never saw.
 
     python benchmarks/next_line_tasks.py
     simple_evaluate(model=UtioLM(load()), tasks=["next_line_choice.yaml"])
 
 `next_line_choice`: which of four lines of held-out standard-library files comes next (224 items);
-`rest_of_line`: how a line ends. Written into the working directory, where the harness looks for
-the tasks' data, too.
+`rest_of_line`: how a line ends; `last_word`: of 120 words of Python's own help texts. Written into
+the working directory, where the harness looks for the tasks' data, too.
 """
 
 from __future__ import annotations
 
 import json
 import random
+from collections.abc import Iterator
 from pathlib import Path
+from pydoc_data.topics import topics
 
 from utio_jax.models.training.corpus import standard_library
 
@@ -45,7 +47,30 @@ generation_kwargs: {until: ["\\n"], max_gen_toks: 32}
 metric_list:
   - {metric: exact_match, aggregation: mean, higher_is_better: true}
 """,
+    "last_word.yaml": """\
+dataset_path: json
+dataset_kwargs: {data_files: {test: last_word.jsonl}}
+test_split: test
+task: last_word
+output_type: generate_until
+doc_to_text: "{{context}}"
+doc_to_target: "{{word}}"
+generation_kwargs: {until: ["\\n"], max_gen_toks: 8}
+filter_list:
+  - name: word
+    filter: [{function: regex, regex_pattern: "(\\\\w+)"}, {function: take_first}]
+metric_list:
+  - {metric: exact_match, aggregation: mean, higher_is_better: true}
+""",
 }
+
+
+def last_words(count: int) -> Iterator[dict[str, str]]:
+    """Yields 119 words, and the one behind them, which ends a sentence."""
+    words = " ".join(topics[name] for name in sorted(topics)).split()
+    ends = [i for i in range(119, len(words)) if words[i].endswith(".") and words[i][:-1].isalpha()]
+    for end in sorted(random.sample(ends, count)):
+        yield {"context": " ".join(words[end - 119 : end]), "word": words[end][:-1]}
 
 
 def main() -> None:
@@ -71,6 +96,8 @@ def main() -> None:
             )
     random.shuffle(items)
     Path("next_line.jsonl").write_text("".join(json.dumps(item) + "\n" for item in items))
+    with Path("last_word.jsonl").open("w") as file:
+        file.writelines(json.dumps(item) + "\n" for item in last_words(200))
     for name, text in TASKS.items():
         Path(name).write_text(text)
     print(len(items), "items")

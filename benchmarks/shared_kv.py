@@ -5,8 +5,9 @@
 
 Continues 200 stretches of the standard library's test split, 64 to 500 tokens each, behind prompts
 that stop where all keys and values are made and behind prompts that run all layers, greedy and
-drawn, at batches of 1, 4 and 16; then times the first token behind 448 tokens at batches of 1 and 8
-against the faster of the two full-depth programs, the dense one and the staircase.
+drawn, at batches of 1, 4 and 16, and through an engine of 5 slots, whose requests come and go, and
+that reads 64 prompt tokens between two blocks. Then times the first token behind 448 tokens, at
+batches of 1 and 8, against both full-depth programs, the dense one and the staircase.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import numpy as np
 from utio_jax import Adaptive, SamplingParams, generate
 from utio_jax.bench.timing import time_programs
 from utio_jax.decoding import Prefill
+from utio_jax.engine import Engine, Shapes
 from utio_jax.models.checkpoint import load
 from utio_jax.models.training.corpus import standard_library
 from utio_jax.staircase.score import full_depth
@@ -62,6 +64,26 @@ def differing(model: Any, prompts: list[np.ndarray], batch: int, options: Any) -
     return rows, worst
 
 
+def differing_in_engine(model: Any, prompts: list[np.ndarray], sampling: SamplingParams) -> int:
+    """Returns requests of an engine with chunks whose tokens are not those of prompts in full."""
+    engine = Engine.of(model, slots=5, capacity=576, shapes=Shapes(chunk=64))
+    asked = {
+        engine.submit(
+            prompt, max_new_tokens=4 + seed % 9, sampling=sampling, seed=seed, eos_ids=()
+        ): (prompt, seed)
+        for seed, prompt in enumerate(prompts)
+    }
+    rows = 0
+    for number, found in engine.drain().items():
+        prompt, seed = asked[number]
+        (whole,) = generate(
+            model.decoder, model.params, [prompt], max_new_tokens=12, eos_ids=(), seeds=seed,
+            sampling=sampling, prefill=Prefill(),
+        ).token_ids  # fmt: skip
+        rows += not np.array_equal(whole[: 4 + seed % 9], found.token_ids)
+    return rows
+
+
 def first_tokens(model: Any, batch: int, rounds: int) -> dict[str, float]:
     """Returns how much sooner the first token comes than by each full-depth program."""
     prompts = [each[:448] for each in stretches(model, batch, 448, 500)]
@@ -85,6 +107,10 @@ def main(arguments: list[str]) -> int:
             jax.clear_caches()  # A process has room for so many programs only.
             found["exact"][f"{name} {batch}"] = {"rows_that_differ": rows, "log_probability": worst}
             print(name, batch, rows, worst, file=sys.stderr)
+        rows = differing_in_engine(model, prompts, options.get("sampling", SamplingParams()))
+        found["exact"][f"{name}, engine"] = {"rows_that_differ": rows}
+        print(name, "engine", rows, file=sys.stderr)
+        jax.clear_caches()
     for batch in (1, 8):
         found["first_token"][str(batch)] = first_tokens(model, batch, rounds=21)
     print(json.dumps(found))

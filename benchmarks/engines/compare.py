@@ -6,6 +6,9 @@
 `PYTHON` is the interpreter that has the others; `make benchmark-engines` sets both up. All run on
 the same cores and take turns; the others are stopped (SIGSTOP), so that no thread of them spins.
 Prompts are random tokens, new ones in each round, so that no cache of prompts can help.
+
+With the interpreter of `make test-vllm`, and `--maps FILE` by `utio-jax fit-prompt --model
+out/engines/model/float32`, there is an engine "vllm, maps", whose prompts stop.
 """
 
 from __future__ import annotations
@@ -42,20 +45,25 @@ def requests(seed: int) -> dict[str, dict[str, list[Any]]]:
         "decode 1 x (32 + 64)": {"prompts": words([32]), "new": [64]},
         "decode 8 x (32 + 64)": {"prompts": words([32] * 8), "new": [64] * 8},
         "32 requests": {"prompts": words(mixed), "new": new},
+        "16 requests, 448": {"prompts": words([448] * 16), "new": rng.integers(8, 25, 16).tolist()},
     }
 
 
 class Worker:
     """A process with one engine, stopped except while it answers."""
 
-    def __init__(self, python: str, engine: str, model: Path, options: argparse.Namespace) -> None:
-        threads = str(options.threads)
+    def __init__(
+        self, options: argparse.Namespace, python: str, engine: str, model: Path, *more: str
+    ) -> None:
+        threads, name = str(options.threads), "-".join((engine, model.stem, *("maps" for _ in more)))
         single = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), threads)
         self._process = subprocess.Popen(
-            [python, WORKER, engine, model, threads, str(options.slots)],
+            [python, WORKER, engine, model, threads, str(options.slots), *more],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=(options.out / f"{engine}-{model.stem}.log").open("w"),
+            stderr=(
+                options.out / f"{'-'.join((engine, model.stem, *('maps' for _ in more)))}.log"
+            ).open("w"),
             env={**os.environ, **single, "JAX_PLATFORMS": "cpu"},
             text=True,
             start_new_session=True,
@@ -99,16 +107,17 @@ def workers(options: argparse.Namespace) -> Iterator[dict[str, Worker]]:
     columns = {
         "utio_jax": (sys.executable, "utio_jax", options.model),
         "vllm": (options.python, "vllm", made / "float32"),
+        "vllm, maps": (options.python, "vllm", made / "float32", str(options.maps)),
         "transformers": (options.python, "transformers", made / "float32"),
         "llama.cpp": (options.python, "llama.cpp", made / "float32.gguf"),
         "llama.cpp, 4 bits": (options.python, "llama.cpp", options.model),
     }
     running: dict[str, Worker] = {}
     try:
-        for name in options.engines or columns:
+        for name in options.engines or [each for each in columns if each != "vllm, maps"]:
             print(f"starting {name}", file=sys.stderr)
             try:
-                running[name] = Worker(*columns[name], options)
+                running[name] = Worker(options, *columns[name])
             except RuntimeError as error:  # The others are compared without it.
                 print(error, file=sys.stderr)
         yield running
@@ -178,6 +187,7 @@ def main() -> None:
     parser.add_argument("model", type=Path, help="a GGUF file")
     parser.add_argument("python", help="interpreter with the other engines")
     parser.add_argument("--engines", nargs="*", help="the first one is what others are compared to")
+    parser.add_argument("--maps", type=Path, help="for the engine 'vllm, maps'")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--slots", type=int, default=16, help="requests that run at once")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One engine in a process of its own: requests as lines of JSON on stdin, answers on stdout.
 
-    python benchmarks/engines/worker.py ENGINE MODEL THREADS SLOTS
+    python benchmarks/engines/worker.py ENGINE MODEL THREADS SLOTS [MAPS]
     python benchmarks/engines/worker.py convert FILE.gguf FOLDER
 
 A request `{"prompts": [[7, 8]], "new": [16]}` asks for as many new tokens behind each prompt,
@@ -84,8 +84,11 @@ def transformers(model: str, threads: int, slots: int) -> Run:
     return run
 
 
-def vllm(model: str, threads: int, slots: int) -> Run:
-    """The CPU build of vLLM in this process, compiled as is its default, no prefixes cached."""
+def vllm(model: str, threads: int, slots: int, maps: str | None = None) -> Run:
+    """The CPU build of vLLM in this process, compiled as is its default, no prefixes cached.
+
+    With `maps`, prompts stop where these say, by the plugin of `utio_jax.contrib.vllm`.
+    """
     os.environ |= {
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -93,6 +96,14 @@ def vllm(model: str, threads: int, slots: int) -> Run:
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
     }
+    stopping: dict[str, Any] = {}
+    if maps is not None:
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
+        stopping = {
+            "hf_overrides": {"architectures": ["UtioLlamaForCausalLM"]},
+            "additional_config": {"utio": {"maps": maps}},
+            "logits_processors": ["utio_jax_vllm.model:PromptRows"],
+        }
     from vllm import LLM, SamplingParams
 
     engine = LLM(
@@ -102,6 +113,7 @@ def vllm(model: str, threads: int, slots: int) -> Run:
         max_num_seqs=slots,
         enable_prefix_caching=False,
         skip_tokenizer_init=True,
+        **stopping,
     )
 
     def run(prompts: list[list[int]], new: list[int]) -> list[list[int]]:
@@ -143,7 +155,7 @@ def llama_cpp(model: str, threads: int, slots: int) -> Run:
     return lambda prompts, new: [*pool.map(one, prompts, new)]
 
 
-ENGINES: dict[str, tuple[Callable[[str, int, int], Run], tuple[str, ...]]] = {
+ENGINES: dict[str, tuple[Callable[..., Run], tuple[str, ...]]] = {
     "utio_jax": (utio_jax, ("utio-jax", "jax", "jaxlib")),
     "transformers": (transformers, ("transformers", "torch")),
     "vllm": (vllm, ("vllm-cpu", "torch")),
@@ -187,7 +199,7 @@ def main() -> None:
     wire = os.fdopen(os.dup(1), "w", buffering=1)  # What libraries print goes to stderr.
     os.dup2(2, 1)
     engine, packages = ENGINES[sys.argv[1]]
-    run = engine(sys.argv[2], *map(int, sys.argv[3:]))
+    run = engine(sys.argv[2], *map(int, sys.argv[3:5]), *sys.argv[5:])
     print(json.dumps({name: importlib.metadata.version(name) for name in packages}), file=wire)
     for line in sys.stdin:
         asked = json.loads(line)

@@ -328,7 +328,10 @@ class Engine:
                 if rows.reading_of(request) != reading:
                     break
                 chosen.append(request)
-            group = next(size for size in groups if size >= len(chosen))
+            # Rows that only fill a group up cost as much as any: at most a third of them.
+            full = [size for size in groups if 2 * size <= 3 * len(chosen)]
+            group = max(full, default=groups[0])
+            chosen = chosen[:group]
             padded += reading.width * group
             if running and padded > max(between, reading.width * group):
                 return
