@@ -122,7 +122,7 @@ def run_recipe(
     documents = standard_library("train")
     if trunk is not None:
         _take_over_text(Path(trunk), folder)
-    encode, stream = _tokenise(folder, documents, config)
+    encode, stream = tokenise(folder, documents, config)
     long = min(512, config.context_length)
     recipe = TrainConfig(
         steps=steps,
@@ -217,7 +217,7 @@ def _take_over_text(trunk: Path, folder: Path) -> None:
                 shutil.copyfile(trunk / name, unfinished)
 
 
-def _tokenise(folder: Path, documents: tuple[Document, ...], config: TransformerConfig) -> Any:
+def tokenise(folder: Path, documents: tuple[Document, ...], config: TransformerConfig) -> Any:
     """Returns the encoder and the token stream, made once and kept beside the checkpoints."""
     file, cached = folder / "tokenizer.json", folder / "stream.npy"
     if not file.exists():
