@@ -55,15 +55,13 @@ class Worker:
     def __init__(
         self, options: argparse.Namespace, python: str, engine: str, model: Path, *more: str
     ) -> None:
-        threads, name = str(options.threads), "-".join((engine, model.stem, *("maps" for _ in more)))
+        threads, log = str(options.threads), "-".join([engine, model.stem, *("maps" for _ in more)])
         single = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), threads)
         self._process = subprocess.Popen(
             [python, WORKER, engine, model, threads, str(options.slots), *more],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=(
-                options.out / f"{'-'.join((engine, model.stem, *('maps' for _ in more)))}.log"
-            ).open("w"),
+            stderr=(options.out / f"{log}.log").open("w"),
             env={**os.environ, **single, "JAX_PLATFORMS": "cpu"},
             text=True,
             start_new_session=True,

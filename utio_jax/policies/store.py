@@ -25,13 +25,15 @@ from utio_jax.policies.signals import SignalBase
 DEFAULT_BUDGET = 0.75
 """FLOPs over full depth's where several budgets were fitted and none is named."""
 
-_TYPES: dict[str, Any] = {
+STORED: dict[str, Any] = {
     name: found
     for module in (SignalBase.__module__, StateGate.__module__)
     for name, found in vars(sys.modules[module]).items()
     if dataclasses.is_dataclass(found) and found.__module__ == module
 }
-"""What a file may hold, by class name: the dataclasses of `signals.py` and `learned.py`."""
+"""What a file may hold, by class name: the dataclasses of `signals.py` and `learned.py`.
+
+A signal from elsewhere is added by its module: `STORED["Mine"] = Mine`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
@@ -229,7 +231,12 @@ def _put_together(description: Mapping[str, Any], tensors: Mapping[str, Any]) ->
         elif name != "type":
             fields[name] = tuple(value) if isinstance(value, list) else value
     weights = {name: jnp.asarray(v) for name, v in tensors.items() if name not in fields}
-    return _TYPES[description["type"]](**fields, **weights)
+    if description["type"] not in STORED:
+        raise ValueError(
+            f"a signal of type {description['type']!r} is not known here: import its module first, "
+            "which adds it to utio_jax.policies.store.STORED"
+        )
+    return STORED[description["type"]](**fields, **weights)
 
 
 def _misfits(part: Any, path: str) -> Iterator[str]:

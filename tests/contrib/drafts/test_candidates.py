@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -24,7 +25,8 @@ from utio_jax.core.documents import Batch
 from utio_jax.core.lens import Lens, lensed
 from utio_jax.models.presets import TINY
 from utio_jax.models.transformer import Transformer
-from utio_jax.policies import StateGate
+from utio_jax.policies import Calibration, StateGate, Thresholds, load_calibration
+from utio_jax.policies.store import STORED
 
 IDS = np.random.default_rng(3).integers(0, 64, (3, 17)).astype(np.int32)
 
@@ -134,7 +136,9 @@ def test_followers_by_frequency_then_the_commonest() -> None:
     assert likely_followers([batch], 10, count=99).shape == (10, 10)
 
 
-def test_they_are_fitted_as_any_other(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_they_are_fitted_and_kept_as_any_other(
+    tiny: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setitem(SIGNALS, "candidates", fit_candidates)
     monkeypatch.setattr(candidates, "fit_gates", partial(fit_gates, steps=300, batch=256))
     ids = np.random.default_rng(0).integers(0, 64, (24, 32)).astype(np.int32)
@@ -147,3 +151,17 @@ def test_they_are_fitted_as_any_other(tiny: Any, monkeypatch: pytest.MonkeyPatch
     scores, kl = scores_of(tiny, signal, ids)[:, :, :-1], studies[0].kl[:-1, :, :-1]
     for found, wanted in zip(scores, kl, strict=True):
         assert np.corrcoef(found.ravel(), np.sqrt(wanted).ravel())[0, 1] > 0.7
+
+    entry = Thresholds(depths=(1, 4), thresholds=(0.5,), fractions=(0.4, 0.6))
+    made = Calibration(
+        entries={"candidates": {0.5: entry}},
+        signals={"candidates": signal},
+        info={"model_sha256": "a" * 64},
+    )
+    made.save(tmp_path)
+    loaded = load_calibration(tmp_path, model_sha256="a" * 64).signals["candidates"]
+    for found, wanted in zip(jax.tree.leaves(loaded), jax.tree.leaves(signal), strict=True):
+        np.testing.assert_array_equal(found, wanted)
+    monkeypatch.delitem(STORED, "CandidateGates")
+    with pytest.raises(ValueError, match="'CandidateGates' is not known here: import its module"):
+        load_calibration(tmp_path, model_sha256="a" * 64)
