@@ -10,10 +10,10 @@ routed, the others run all tokens, and all layers have keys and values of all to
     score = rms(x) . w / sqrt(dim)          # of a state that gets no gradient from it
     x = x + 2 sigmoid(score) (layer(x) - x) # for the tokens of the highest scores; else x
 
-In training those are the best of a step's whole batch; in evaluation all above a threshold, fitted
-on the calibration split, so that no token looks ahead. The router learns at a rate of its own, with
-a penalty on its scores: at the embedding's rate it saturates. Routed layers see an eighth of the
-tokens, and learn at half of Muon's rate.
+In training those are the best of a step's whole batch, in each row up to twice its share; in
+evaluation all above a threshold, fitted on the calibration split, so that no token looks ahead. The
+router learns at a rate of its own, with a penalty on its scores: at the embedding's rate it
+saturates. Routed layers see an eighth of the tokens, and learn at half of Muon's rate.
 """
 
 from __future__ import annotations
@@ -81,22 +81,22 @@ def run(
     def always(x: jax.Array, layer: Any) -> jax.Array:
         return apply_layer(decoder, layer, x, places, mix, visible, None)
 
-    def flat(tree: Any) -> Any:
-        return jax.tree.map(lambda leaf: leaf.reshape(batch * width, *leaf.shape[2:]), tree)
-
     @jax.checkpoint
     def best(x: jax.Array, layer: Any, scores: jax.Array) -> tuple[jax.Array, jax.Array]:
-        chosen = jnp.sort(jax.lax.top_k(jax.lax.stop_gradient(flat(scores)), count)[1])
-        row, at = jnp.divmod(chosen, width)
-        mine, of_mine = flat(x)[chosen], jax.tree.map(lambda leaf: leaf[chosen], flat(places))
+        read = jax.lax.stop_gradient(scores)
+        least = jax.lax.top_k(read.ravel(), count)[0][-1]
+        room = min(width, -(-2 * count // batch))  # In each row, for up to twice its share.
+        best, at = jax.lax.top_k(read, room)
+        at = jnp.sort(jnp.where(best >= least, at, width), axis=1)
+        of_row = jax.vmap(lambda leaf, at: leaf.at[at].get(mode="clip"))
+        mine = of_row(x, at)
         keys, values = decoder.keys_values(layer, x, places)
-        queries = decoder.queries(layer, mine, of_mine)[:, None]
-        seen = mix.visible(at[:, None], positions[row])
-        attended = mix(queries, keys[row], values[row], seen)[:, 0]
+        queries = decoder.queries(layer, mine, jax.tree.map(lambda leaf: of_row(leaf, at), places))
+        attended = mix(queries, keys, values, mix.visible(at, positions))
         change = decoder.finish_layer(layer, mine, attended) - mine
-        change *= 2 * jax.nn.sigmoid(flat(scores)[chosen])[:, None]
-        ran = jnp.zeros(batch * width, bool).at[chosen].set(True).reshape(batch, width)
-        return flat(x).at[chosen].add(change).reshape(x.shape), ran
+        change *= 2 * jax.nn.sigmoid(of_row(scores, at))[..., None]
+        put = jax.vmap(lambda row, at, new: row.at[at].add(new, mode="drop"))
+        return put(x, at, change), put(jnp.zeros_like(scores), at, jnp.ones_like(at, x.dtype)) > 0
 
     def pair(x: jax.Array, xs: Any) -> tuple[jax.Array, Routed]:
         routed, layer, router, threshold, drawn = xs
