@@ -135,8 +135,8 @@ def test_watermarks_roll_back_and_keys_are_the_full_models(model, plain):
         end = int(state.lengths[row]) - 1
         for name in ("keys", "values"):
             np.testing.assert_allclose(
-                getattr(state.cache, name)[:, row, :end],
-                getattr(whole.cache, name)[:, row, :end],
+                getattr(state.cache, name)[:, row, :, :end],
+                getattr(whole.cache, name)[:, row, :, :end],
                 atol=1e-4,
             )
 
