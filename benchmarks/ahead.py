@@ -226,7 +226,8 @@ class Programs:
         arrays.append(a((rows,), jnp.uint32))
         bare = shapes((self.params, mode, stops), None) if mesh is None else None
         params, mode, made = bare or (self.params, mode, stops)
-        return jax.eval_shape(make, params, (mode, None, made), *arrays), stops
+        with compiling_for(self.platform, **self.choices):  # The cache's axes are a choice, too.
+            return jax.eval_shape(make, params, (mode, None, made), *arrays), stops
 
     def prefill(self, rows: int, width: int, prefill: Prefill | None = None) -> Any:
         """Lowers the reading of prompts, by the dense program unless said otherwise."""
@@ -266,7 +267,8 @@ class Programs:
             setting = _setting(self.decoder, params, mode, rules.sampling, rules.stops)
             return empty_state.__wrapped__(setting, batch=rows, slots=slots)
 
-        state = jax.eval_shape(make, *shapes((self.params, mode), None), rules)
+        with compiling_for(self.platform, **self.choices):
+            state = jax.eval_shape(make, *shapes((self.params, mode), None), rules)
         rules = shapes(rules, self.sharding)
         return self.lower(
             _block,

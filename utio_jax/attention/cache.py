@@ -14,7 +14,9 @@ written before a query that could see it.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +24,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from utio_jax.attention.views import View, remember
 from utio_jax.core.decoder import DecoderConfig
-from utio_jax.core.pytrees import pytree
+from utio_jax.core.platform import here
+from utio_jax.core.pytrees import pytree, static
 
 
 @pytree
@@ -30,22 +33,24 @@ class KVCache:
     """Keys and values of all layers that have their own, and how far each row has them.
 
     Attributes:
-      keys: rotated, as `Decoder.keys_values` returns them. A head's slots lie side by side, as
-        products want them: heads within slots would be copied, all of them, in every step.
+      keys: rotated, as `Decoder.keys_values` returns them.
       values: of the same shape.
       filled: watermarks: positions below `filled[segment, row]` are valid in the segment's layers.
         Never increasing with the segment: deeper K/V are made from shallower states.
       view: a compact copy of what low-importance tokens see of it; None where there are none.
+      heads_first: whether a head's slots lie side by side, `kv_head slot`, else a slot's heads, see
+        `Platform.heads_first`. Static.
     """
 
-    keys: Float[Array, "layer batch kv_head slot head_dim"] = dataclasses.field(
+    keys: Float[Array, "layer batch *slot_and_kv_head head_dim"] = dataclasses.field(
         metadata={"row_axis": 1}
     )
-    values: Float[Array, "layer batch kv_head slot head_dim"] = dataclasses.field(
+    values: Float[Array, "layer batch *slot_and_kv_head head_dim"] = dataclasses.field(
         metadata={"row_axis": 1}
     )
     filled: Int[Array, "segment batch"] = dataclasses.field(metadata={"row_axis": 1})
     view: View | None = dataclasses.field(default=None, metadata={"row_axis": 1})
+    heads_first: bool = static(default=False)
 
     @property
     def arrays(self) -> tuple[jax.Array, jax.Array]:
@@ -55,12 +60,26 @@ class KVCache:
     @property
     def num_slots(self) -> int:
         """Tokens that a row can hold."""
-        return self.keys.shape[3]
+        return self.keys.shape[3 if self.heads_first else 2]
 
     @property
     def lengths(self) -> Int[Array, " batch"]:
         """Tokens per row that have run the first segment."""
         return self.filled[0]
+
+    def at(self, slots: Any) -> tuple[Any, ...]:
+        """Returns the index of some slots, all heads, behind those of layers and rows."""
+        return (slice(None), slots) if self.heads_first else (slots,)
+
+    def size(self, width: int) -> tuple[int, ...]:
+        """Returns the shape of so many slots of a row of a layer."""
+        heads = self.keys.shape[2 if self.heads_first else 3]
+        sizes = (heads, width) if self.heads_first else (width, heads)
+        return (*sizes, self.keys.shape[-1])
+
+    def by_slot(self, found: jax.Array) -> Float[Array, "*lead slot kv_head head_dim"]:
+        """Returns keys or values as they are used; products turn them back, and nothing moves."""
+        return jnp.moveaxis(found, -3, -2) if self.heads_first else found
 
 
 def init_cache(
@@ -88,11 +107,13 @@ def init_cache(
             "Wanted at least one row, slot and segment. "
             f"Got batch={batch}, slots={slots}, segments={segments}."
         )
-    shape = (config.kv_layers, batch, config.num_kv_heads, slots, config.head_dim)
+    sizes, heads_first = (slots, config.num_kv_heads), here().heads_first
+    shape = (config.kv_layers, batch, *(sizes[::-1] if heads_first else sizes), config.head_dim)
     return KVCache(
         keys=jnp.zeros(shape, dtype),
         values=jnp.zeros(shape, dtype),
         filled=jnp.zeros((segments, batch), jnp.int32),
+        heads_first=heads_first,
     )
 
 
@@ -126,12 +147,11 @@ def write(
         view = remember(view, layer, keys, values, positions=positions, valid=valid, rows=rows)
     rows = rows[:, None]
     slots = jnp.where(valid, positions, cache.num_slots)  # One past the end: dropped.
+    at = (layer, rows, *cache.at(slots))
     return dataclasses.replace(
         cache,
-        keys=cache.keys.at[layer, rows, :, slots].set(keys.astype(cache.keys.dtype), mode="drop"),
-        values=cache.values.at[layer, rows, :, slots].set(
-            values.astype(cache.values.dtype), mode="drop"
-        ),
+        keys=cache.keys.at[at].set(keys.astype(cache.keys.dtype), mode="drop"),
+        values=cache.values.at[at].set(values.astype(cache.values.dtype), mode="drop"),
         view=view,
     )
 
@@ -149,7 +169,7 @@ def write_prompt(
 
     def put(old: jax.Array, new: jax.Array) -> jax.Array:
         start = tuple(map(jnp.int32, (layer, 0, 0, 0, 0)))  # Of one type, in 64-bit mode, too.
-        new = jnp.moveaxis(new, -2, -3)[None].astype(old.dtype)
+        new = cache.by_slot(new)[None].astype(old.dtype)  # Its own inverse.
         return jax.lax.dynamic_update_slice(old, new, start)
 
     return dataclasses.replace(cache, keys=put(cache.keys, keys), values=put(cache.values, values))
@@ -177,12 +197,10 @@ def read(
 
     def one(leaf: jax.Array, layer: int | jax.Array) -> jax.Array:
         if rows is not None:
-            found = leaf.at[layer, rows, :, :width].get(mode="clip")
-        else:
-            size = (1, *leaf.shape[1:3], width, leaf.shape[4])
-            start = tuple(map(jnp.int32, (layer, 0, 0, 0, 0)))
-            found = jax.lax.dynamic_slice(leaf, start, size)[0]
-        return jnp.moveaxis(found, -3, -2)  # Products turn it back: nothing moves.
+            return cache.by_slot(leaf.at[layer, rows, *cache.at(slice(width))].get(mode="clip"))
+        start = tuple(map(jnp.int32, (layer, 0, 0, 0, 0)))
+        size = (1, leaf.shape[1], *cache.size(width))
+        return cache.by_slot(jax.lax.dynamic_slice(leaf, start, size)[0])
 
     keys, values = (side_by_side([one(leaf, each) for each in layers]) for leaf in cache.arrays)
     return keys, values
@@ -223,5 +241,4 @@ def key_widths(slots: int, *, key_step: int, at_most: int = 4) -> tuple[int, ...
 
 def bytes_per_slot(cache: KVCache) -> int:
     """Returns the bytes that keys and values of one token take in one layer."""
-    _, _, heads, _, width = cache.keys.shape
-    return 2 * heads * width * cache.keys.dtype.itemsize
+    return 2 * math.prod(cache.size(1)) * cache.keys.dtype.itemsize

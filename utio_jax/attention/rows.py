@@ -51,12 +51,11 @@ def attend_rows(  # noqa: PLR0913 (arrays of one product)
         def of_row(leaf: jax.Array) -> jax.Array:
             return jax.lax.dynamic_index_in_dim(leaf, row, keepdims=False)
 
-        _, _, heads, _, head_dim = cache.keys.shape
+        size = (1, 1, *cache.size(width))
 
         def of_layer(leaf: jax.Array, layer: int | jax.Array) -> jax.Array:
             start = tuple(map(jnp.int32, (layer, row, 0, 0, 0)))
-            found = jax.lax.dynamic_slice(leaf, start, (1, 1, heads, width, head_dim))
-            return jnp.moveaxis(found[0, 0], 0, 1)
+            return cache.by_slot(jax.lax.dynamic_slice(leaf, start, size)[0, 0])
 
         seen = [[of_layer(leaf, layer) for leaf in cache.arrays] for layer in layers]
         visible = mix.visible(of_row(positions), slots)

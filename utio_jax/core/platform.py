@@ -43,6 +43,9 @@ class Platform:
         into their weights, and copies whole stacks of layers for that on every call.
       scores_turned: whether a few queries' scores are made key by key: XLA:CPU would transpose all
         keys for the other product, in every layer of every step.
+      heads_first: whether the K/V cache keeps a head's slots side by side. XLA:CPU would turn all
+        of them for the products of each step; XLA:TPU turns them itself, once for each call, and
+        needs twice the memory, where they are not a slot's heads side by side.
     """
 
     head_block: int = 512
@@ -58,6 +61,7 @@ class Platform:
     least_rows: int = 1
     heads_apart: bool = False
     scores_turned: bool = False
+    heads_first: bool = False
 
 
 _CPU = Platform(
@@ -72,6 +76,7 @@ _CPU = Platform(
     folds_heads=True,
     search="scan",
     scores_turned=True,
+    heads_first=True,
 )
 _PLATFORMS = {"cpu": _CPU, "tpu": Platform(least_rows=2, heads_apart=True)}
 _OTHER = Platform()

@@ -245,9 +245,10 @@ def open_view(
     layers = min(layers, cache.keys.shape[0])
     layer = jnp.arange(layers, dtype=jnp.int32)[:, None, None]
     row = jnp.arange(batch, dtype=jnp.int32)[None, :, None]
+    at = (layer, row, *cache.at(positions[None]))
     view = View(
-        keys=cache.keys.at[layer, row, :, positions[None]].get(mode="clip"),
-        values=cache.values.at[layer, row, :, positions[None]].get(mode="clip"),
+        keys=cache.keys.at[at].get(mode="clip"),
+        values=cache.values.at[at].get(mode="clip"),
         positions=jnp.broadcast_to(positions[None], (layers, batch, history.size)),
         history=history,
     )
