@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ import pytest
 from helpers.counting import Counting, read_counts
 
 from utio_jax.attention.cache import bytes_per_slot, fill, init_cache, key_widths, read, write
+from utio_jax.core.platform import compiling_for
 from utio_jax.decoding.segments import block_at, decode_step, prefill, run_segment
 from utio_jax.staircase.base import Tokens
 from utio_jax.staircase.frozen import Propagate
@@ -224,3 +226,48 @@ def test_errors(tiny, cache):
         init_cache(tiny.decoder.config, batch=1, slots=0)
     with pytest.raises(ValueError, match=r"16 slots.*17 tokens.*longer cache"):
         prefill(tiny.decoder, tiny.params, tiny.tokens(3, 17), jnp.asarray(LENGTHS), cache)
+
+
+def test_both_orders_of_slots_and_heads_hold_the_same(tiny):
+    """Slots first is what XLA:TPU wants: the same logits and keys, on other axes."""
+
+    def run(*, heads_first: bool):
+        with compiling_for("cpu", heads_first=heads_first):
+            cache = init_cache(tiny.decoder.config, batch=3, slots=16)
+            logits, cache = prefill(tiny.decoder, tiny.params, tiny.tokens(3, 8), LENGTHS, cache)
+            found = [logits]
+            for token in range(2):
+                ids = jnp.full(3, token, jnp.int32)
+                logits, cache = decode_step(tiny.decoder, tiny.params, ids, cache, width=12)
+                found.append(logits)
+            block = block_at(tiny.decoder, cache.lengths[:2, None], jnp.ones((2, 1), bool),
+                             rows=jnp.array([2, 0]))  # fmt: skip
+            x = jnp.ones((2, 1, tiny.decoder.config.embed_dim))
+            span = {"start": 0, "stop": 4, "width": 16}
+            x, cache = run_segment(tiny.decoder, tiny.params, cache, x, block, **span)
+            return jnp.stack(found), x, cache
+
+    *found, one = run(heads_first=True)
+    *wanted, other = run(heads_first=False)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), found, wanted)
+    assert (one.heads_first, other.heads_first) == (True, False)
+    assert (one.num_slots, bytes_per_slot(one)) == (other.num_slots, bytes_per_slot(other))
+    np.testing.assert_allclose(one.keys, np.moveaxis(other.keys, 2, 3), atol=1e-5)
+    np.testing.assert_allclose(one.values, np.moveaxis(other.values, 2, 3), atol=1e-5)
+
+
+def test_a_step_turns_no_keys_and_values(tiny):
+    """XLA:CPU would turn all of both for the products, in each layer of every step."""
+    of_keys = set(itertools.permutations((3, 16, 2, 8)))
+
+    def turned(*, heads_first: bool) -> int:
+        with compiling_for("cpu", heads_first=heads_first):
+            cache = init_cache(tiny.decoder.config, batch=3, slots=16)
+            step = jax.jit(lambda ids, cache: decode_step(tiny.decoder, tiny.params, ids, cache)[0])
+            text = step.lower(jnp.zeros(3, jnp.int32), cache).compile().as_text()
+        made = re.findall(r"^ *%?\S*(?:transpose|copy)\S* = f32\[([\d,]+)\]", text, re.MULTILINE)
+        return sum(tuple(map(int, dims.split(","))) in of_keys for dims in made)
+
+    assert turned(heads_first=True) == 0
+    if jax.__version__.startswith("0.10"):  # Or nothing would be tested.
+        assert turned(heads_first=False) >= 2 * tiny.decoder.config.num_layers
