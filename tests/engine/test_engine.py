@@ -384,3 +384,14 @@ def test_what_can_never_run_is_refused_at_once() -> None:
     engine.submit([1], max_new_tokens=3)
     with pytest.raises(ValueError, match="an engine without requests. Got one in which 1 wait"):
         engine.warmup()
+
+
+@pytest.mark.parametrize(("prompts", "groups", "rows"), [(2, 2, 2), (3, 1, 4), (5, 2, 5)])
+def test_at_most_a_third_of_a_group_only_fills_it_up(prompts: int, groups: int, rows: int) -> None:
+    """Rows without a prompt cost as much as any: two prompts are read alone, three as four."""
+    shapes = Shapes(prompt_widths=(8,), groups=(1, 4), key_step=CAPACITY)
+    engine = engine_of(lively_model(), modes()["plain"][0], slots=5, shapes=shapes)
+    numbers = [engine.submit([1, 2 + n], max_new_tokens=2, eos_ids=()) for n in range(prompts)]
+    assert sorted(engine.drain()) == numbers
+    stats = engine.stats()
+    assert (stats.prompt_groups, stats.padded_prompt_tokens) == (groups, rows * 8)
