@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes three tasks for lm-evaluation-harness, on lines that the shipped model never saw.
+"""Writes three tasks for lm-evaluation-harness, from the standard library.
 
     python benchmarks/next_line_tasks.py
     simple_evaluate(model=UtioLM(load()), tasks=["next_line_choice.yaml"])
 
-`next_line_choice`: which of four lines of held-out standard-library files comes next (224 items);
-`rest_of_line`: how a line ends; `last_word`: of 120 words of Python's own help texts. Written into
-the working directory, where the harness looks for the tasks' data, too.
+`next_line_choice`: which of four lines comes next (224 items); `rest_of_line`: how a line ends,
+both of files that the shipped model never saw; `last_word`: of 120 words of Python's own help
+texts, which it may have seen. Written into the working directory, where the harness looks for the
+tasks' data, too.
 """
 
 from __future__ import annotations

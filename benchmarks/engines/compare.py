@@ -191,6 +191,8 @@ def main() -> None:
     parser.add_argument("--slots", type=int, default=16, help="requests that run at once")
     parser.add_argument("--out", type=Path, default=Path("out/engines"))
     options = parser.parse_args()
+    if "vllm, maps" in (options.engines or ()) and not (options.maps and options.maps.is_file()):
+        parser.error("wanted --maps FILE, made by `utio-jax fit-prompt`, with engine 'vllm, maps'")
     options.out.mkdir(parents=True, exist_ok=True)
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: options.threads])
     with workers(options) as running:
