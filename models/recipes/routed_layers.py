@@ -4,8 +4,8 @@
     python models/recipes/routed_layers.py --out out/routed [--share 0.125] [--resume]
 
 Mixture-of-Depths (Raposo et al. 2024, arXiv 2404.02258) at one share of the tokens, in the shape,
-text, order, steps and rates of the plain controls; two seconds a step on two CPU cores. Layers 1, 3,
-5 ... are routed, the others run all tokens, and all layers have keys and values of all tokens:
+text, order, steps and rates of the plain controls; two seconds a step on two CPU cores. Layers
+1, 3, 5 ... are routed, the others run all tokens, and all layers have K/V of all tokens:
 
     score = rms(x) . w / sqrt(dim)          # of a state that gets no gradient from it
     x = x + 2 sigmoid(score) (layer(x) - x) # for the tokens of the highest scores; else x
