@@ -26,7 +26,7 @@ def control(layers: int, flops_ratio: float, bits: float) -> PlainControl:
         bits_per_byte=bits,
         tokens=100,
         seed=0,
-        command=f"utio-jax train --preset plain-{layers}",
+        command=f"train.py --preset plain-{layers}",
     )
 
 
@@ -71,7 +71,8 @@ def test_the_shipped_model_names_its_controls_also_through_a_lens() -> None:
     found = model.plain_controls
     assert found is not None
     assert {row.layers for row in found.controls} >= {12, 16}
-    assert all(row.command.startswith("utio-jax train --preset plain-") for row in found.controls)
+    recipe = "python models/recipes/train.py --preset plain-"
+    assert all(row.command.startswith(recipe) for row in found.controls)
     full = next(row for row in found.controls if row.layers == 16)
     assert 1 < full.flops_ratio < 1.05  # It makes keys and values in all layers.
     at = plain_hull(model)(full.flops_ratio)
