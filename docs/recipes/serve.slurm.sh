@@ -17,7 +17,7 @@
 set -euo pipefail
 
 MODEL=${MODEL:-shared-16}
-KEYS=${KEYS:-$HOME/utio-keys.txt} # SHA-256 of keys, see docs/serving.md
+KEYS=${KEYS:-$HOME/utio-keys.txt} # the key itself, see docs/serving.md
 
 # A task that is gone ends all of them within a minute, by itself; Slurm need not wait for that.
 # `scancel` sends SIGTERM to all: process 0 answers what is open, for as long as KillWait allows.

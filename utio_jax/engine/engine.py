@@ -65,7 +65,7 @@ class Engine:
           slots: requests that run at once.
           capacity: tokens that a slot can hold.
           mode: `Plain()`, `Adaptive(policy=...)` or `Lossless(...)`.
-          prefill: how deep and how densely prompts are read; None: in full.
+          prefill: how deep and how densely prompts are read; None: as the full model reads them.
           tokenizer: makes text of tokens, and finds stop strings; None: neither.
           steps: new tokens of each running request in a block, between which requests come and go.
           read_late: whether a block is read while the next one runs: the device does not wait for

@@ -44,7 +44,7 @@ class Shapes:
       groups: numbers of prompts that are read together, ascending; at most all slots.
       key_step: attention reads at most four different multiples of this many key slots.
       chunk: the most prompt tokens that are read between two blocks while requests run, padding
-        included. Longer prompts are read in chunks of so many, at full depth; a `Prefill` reads its
+        included. Longer prompts are read in chunks of so many, exactly; a `Prefill` reads its
         own whole. None: all are read whole, between two blocks up to the capacity, or to as many
         tokens as a block has steps of all slots.
     """

@@ -189,7 +189,7 @@ class Verbs:
           sampling: how tokens are drawn, of all prompts or of each.
           seed: of the draws; prompt number `i` has `seed + i`.
           prompt_budget: FLOPs of reading prompts over full depth's; below 1 most of their tokens
-            stop early, see `utio_jax.prompts.budget.prompt_prefill`. None or 1: all in full.
+            stop early, see `utio_jax.prompts.budget.prompt_prefill`. None or 1: exactly.
           **options: of `utio_jax.generate`: `prefill`, `mesh`, `eos_ids` ...
 
         Raises:

@@ -72,7 +72,7 @@ class ServedModel:
       budgets: policies that a request may choose by their budget.
       histogram: share of tokens that stop at each depth of `mode`'s policy, by which the server
         plans whether that pays; None: it plans nothing.
-      prefill: how prompts are read; None: in full.
+      prefill: how prompts are read; None: as the full model reads them.
       prompt_budget: what that costs over reading them in full.
       thinking: how long a request's choices may think that says nothing of it; None: requests may
         say nothing of it.
