@@ -14,10 +14,11 @@ import jax
 import jaxtyping
 import numpy as np
 import pytest
-from helpers.models import Model, live_params
 
 # Before anything imports utio_jax: every annotated array is checked for dtype and shape.
 jaxtyping.install_import_hook("utio_jax", "checker.check")
+
+from helpers.models import Model, live_params  # noqa: E402
 
 # Commands that tests start as programs of their own leave the user's cache folder alone.
 os.environ.setdefault("UTIO_JAX_COMPILE_CACHE", "off")
@@ -124,6 +125,32 @@ def tiny_swiglu() -> Model:
         dataclasses.replace(TINY, activation="swiglu", tie_embeddings=False, num_kv_heads=4)
     )
     return Model(decoder, live_params(decoder, seed=2))
+
+
+@pytest.fixture(scope="session")
+def model() -> Any:
+    """A model whose greedy texts are lively and whose exits mostly agree with its end."""
+    from helpers.generation import lively_model
+
+    return lively_model()
+
+
+@pytest.fixture(scope="session")
+def plain() -> Any:
+    """What that model writes at full depth."""
+    from helpers.generation import plain_run
+
+    return plain_run()
+
+
+@pytest.fixture
+def double() -> Iterator[None]:
+    """Float64: two ways to add up differ by 1e-13, and no draw or exit is that close."""
+    from helpers.generation import lively_model
+
+    lively_model()  # In float32, for the other tests.
+    with jax.enable_x64(True):
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -258,6 +258,7 @@ def test_both_orders_of_slots_and_heads_hold_the_same(tiny):
     np.testing.assert_allclose(one.values, jnp.moveaxis(other.values, 2, 3), atol=1e-5)
 
 
+@pytest.mark.usefixtures("unchecked_shapes")
 def test_a_step_turns_no_keys_and_values(tiny):
     """XLA:CPU would turn all of both for the products, in each layer of every step."""
     of_keys = set(itertools.permutations((3, 16, 2, 8)))

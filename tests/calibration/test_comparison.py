@@ -137,19 +137,7 @@ def test_documents_that_all_say_the_same_leave_no_doubt() -> None:
 
 
 def test_intervals_hold_the_margin_and_cover_its_true_value_about_as_often_as_they_say() -> None:
-    """Policies that are truly 1 % of the loss below the hull, on 40 documents, 300 times."""
-    rng, covered, truth = np.random.default_rng(1), 0, 1.0
-    for trial in range(300):
-        size = rng.integers(5, 50, 40).astype(float)
-        full = 2 * size * rng.uniform(0.5, 1.5, 40)
-        shallow = sums(full * (1 + 0.1), 0.5 * size)
-        policy = sums(full * (1 + 0.04 * rng.uniform(0, 2, 40)), 0.75 * size)
-        bootstrap = HullBootstrap([shallow, sums(full, size)], draws=300, seed=trial)
-        low, mid, high = bootstrap.interval(policy) or (0, 0, 0)
-        assert low <= mid <= high
-        assert mid == pytest.approx(100 * (0.05 - (policy.nll.sum() / full.sum() - 1)))
-        covered += low <= truth <= high
-    assert 0.88 < covered / 300 < 0.985
+    assert 0.88 < coverage(40, "normal", repeats=300, draws=300) < 0.985
 
 
 def test_a_policy_cheaper_than_the_cheapest_exit_has_no_margin() -> None:
@@ -157,7 +145,6 @@ def test_a_policy_cheaper_than_the_cheapest_exit_has_no_margin() -> None:
     bootstrap = HullBootstrap(exits, draws=50)
     assert bootstrap.interval(sums(exits[0].nll, 0.9 * exits[0].flops)) is None
     assert bootstrap.interval(exits[1]) is not None
-    assert bootstrap.ratio(exits[1]) == pytest.approx(exits[1].flops.sum() / exits[3].flops.sum())
 
 
 def test_intervals_need_five_documents() -> None:

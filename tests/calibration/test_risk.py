@@ -289,6 +289,7 @@ def test_a_group_counts_as_its_documents_laid_end_to_end() -> None:
     assert risks_of_groups(np.ones((1, 5)), tokens, groups).max() <= 1
 
 
+@pytest.mark.usefixtures("unchecked_shapes")
 def test_wrong_risks_are_refused() -> None:
     def ask(risks: np.ndarray, max_risk: float = 0.05, confidence: float = 0.95) -> None:
         fit_with_guarantee(risks, max_risk=max_risk, confidence=confidence)

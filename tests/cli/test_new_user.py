@@ -26,11 +26,10 @@ from helpers.texts import SOURCES, source
 import utio_jax
 from utio_jax.calibration.advice import conclude
 from utio_jax.calibration.compare import ComparisonRow
-from utio_jax.calibration.lens import LensConfig, fit_lens
+from utio_jax.calibration.lens import LensConfig
 from utio_jax.cli.evaluate import Evaluate
 from utio_jax.cli.generate import Generate
 from utio_jax.cli.main import COMMANDS, GROUPS, main, parsed
-from utio_jax.core.documents import batches_of, windows_of
 from utio_jax.core.files import check_writable, dump_tensors
 from utio_jax.core.lens import Lens
 from utio_jax.decoding.base import Plain
@@ -581,16 +580,3 @@ def test_names_where_things_are_wanted_are_refused(tiny: Any, unchecked_shapes: 
     for mode in ("lossless", Plain):
         with pytest.raises(TypeError, match="Wanted a mode, such as Plain"):
             generate(tiny.decoder, tiny.params, [[1]], mode=mode, max_new_tokens=2)  # type: ignore[arg-type]
-
-
-def test_fitting_a_lens_tells_how_far_it_is(tiny: Any) -> None:
-    rng = np.random.default_rng(0)
-    windows = windows_of([rng.integers(0, 64, 600)], width=32)
-    batches = list(batches_of(windows, rows=8, widths=[32], vocab_size=64))
-    told: list[str] = []
-    config = LensConfig(steps=3, batch=64)
-    fit_lens(tiny.decoder, tiny.params, batches, config, progress=told.append)
-    assert re.fullmatch(r"lens: step 1 of 3, [\d.]+ nats from full depth", told[-2])
-    assert told[-1].startswith("lens: step 3 of 3, ")
-    with pytest.raises(ValueError, match="Wanted at least 0 steps"):
-        LensConfig(steps=-1)

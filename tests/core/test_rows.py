@@ -55,6 +55,7 @@ def test_rows_of_each_device_are_its_own_and_empty_ones_fill_up() -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.usefixtures("unchecked_shapes")
 def test_processes_deal_out_items_and_all_get_all_results(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two threads in the place of processes, which meet where these exchange what they have."""
     here, meeting, said = threading.local(), threading.Barrier(2), dict[int, bytes]()

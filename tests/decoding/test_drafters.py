@@ -8,7 +8,7 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.generation import SMALL, assert_greedy, lively_model, run
+from helpers.generation import SMALL, assert_greedy, run
 
 from utio_jax.decoding.drafting import NGram
 from utio_jax.decoding.generate import generate
@@ -54,11 +54,6 @@ def test_a_copy_goes_on_into_itself():
     assert found.tolist() == [[1, 2, 1, 2, 1]]
     with pytest.raises(ValueError, match=r"shortest <= longest.*shortest=2, longest=1"):
         NGram(longest=1, shortest=2)
-
-
-@pytest.fixture(scope="module")
-def model():
-    return lively_model()
 
 
 @pytest.fixture(scope="module")

@@ -17,8 +17,6 @@ from helpers.generation import (
     DepthAt,
     assert_greedy,
     depth_table,
-    lively_model,
-    plain_run,
     run,
     setting_of,
 )
@@ -38,16 +36,6 @@ DEPTHS = (1, 2, 4)
 
 def random_policy(*fractions: float) -> Thresholded:
     return random_depths(jnp.asarray(fractions), key=jax.random.key(1), depths=DEPTHS)
-
-
-@pytest.fixture(scope="module")
-def model():
-    return lively_model()
-
-
-@pytest.fixture(scope="module")
-def plain():
-    return plain_run()
 
 
 def test_plain_is_the_full_model(model):

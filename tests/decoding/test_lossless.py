@@ -15,8 +15,6 @@ from helpers.generation import (
     SMALL,
     assert_drawn_law,
     assert_greedy,
-    lively_model,
-    plain_run,
     run,
     setting_of,
 )
@@ -27,17 +25,6 @@ from utio_jax.decoding.loop import advance, begin
 from utio_jax.decoding.lossless import Lossless, lossless_for
 from utio_jax.models.presets import TINY
 from utio_jax.models.transformer import Transformer
-
-
-@pytest.fixture(scope="module")
-def model():
-    return lively_model()
-
-
-@pytest.fixture(scope="module")
-def plain():
-    return plain_run()
-
 
 MODES = {
     "exit 1": Lossless(exit=1, max_draft=1),

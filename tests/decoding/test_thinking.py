@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from helpers.generation import DepthAt, depth_table, lively_model, run, true_logits
+from helpers.generation import DepthAt, depth_table, run, true_logits
 
 from utio_jax.decoding import Adaptive, Lossless, SamplingParams, Thinking, Thought
 from utio_jax.decoding.drafting import NGram
@@ -69,11 +69,6 @@ def by_hand(
             if full and len(new) - behind >= rule.max_answer_tokens:
                 break
     return new, None if rule is None else look(rule, prompt, new)[1]
-
-
-@pytest.fixture(scope="module")
-def model() -> Any:
-    return lively_model()
 
 
 @pytest.fixture(scope="module")

@@ -4,10 +4,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 from helpers.counting import Counting, read_counts
@@ -30,14 +28,6 @@ from utio_jax.models.presets import TINY
 CHUNK = 8
 CHUNKED = dataclasses.replace(SHAPES, chunk=CHUNK)
 LONG = Lengths(prompt_step=48, key_step=128)
-
-
-@pytest.fixture
-def double() -> Iterator[None]:
-    """Float64: no draw or exit is as close as two ways to add up."""
-    lively_model()  # In float32, for the other tests.
-    with jax.enable_x64(True):
-        yield
 
 
 def long_pool(count: int) -> list[Asked]:

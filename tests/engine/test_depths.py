@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -54,14 +53,6 @@ def of_budget(name: str, **options: Any) -> Any:
     """Returns the mode in which one request gets alone what it gets in the engine."""
     policy = BUDGETS[name]
     return Plain() if policy == "full" else Adaptive(policy=policy or OWN, **options)
-
-
-@pytest.fixture
-def double() -> Iterator[None]:
-    """Float64: no draw or exit is as close as two ways to add up."""
-    lively_model()  # In float32, for the other tests.
-    with jax.enable_x64(True):
-        yield
 
 
 def mixed(engine: Engine, asked: list[Asked]) -> dict[int, Any]:

@@ -3,10 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 from helpers.engine import Asked, alone, assert_as_alone, engine_of, model64, modes, pool
@@ -14,12 +12,7 @@ from helpers.engine import Asked, alone, assert_as_alone, engine_of, model64, mo
 DEFAULT = ("plain", "propagate", "lossless")
 NAMES = (*DEFAULT, "drop", "copies", "prompts")
 
-
-@pytest.fixture(autouse=True)
-def double() -> Iterator[None]:
-    """Float64: two ways to add up differ by 1e-13, and no draw or exit is that close."""
-    with jax.enable_x64(True):
-        yield
+pytestmark = pytest.mark.usefixtures("double")
 
 
 def run_schedule(engine: Any, asked: list[Asked], rng: np.random.Generator) -> dict[int, Any]:

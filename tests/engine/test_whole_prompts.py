@@ -3,22 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 from helpers.engine import alone, assert_as_alone, engine_of, model64, modes, pool
 from helpers.generation import lively_model
-
-
-@pytest.fixture
-def double() -> Iterator[None]:
-    """Float64: no draw or exit is as close as two ways to add up."""
-    lively_model()  # In float32, for the other tests.
-    with jax.enable_x64(True):
-        yield
 
 
 @pytest.mark.check

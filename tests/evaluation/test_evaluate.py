@@ -101,28 +101,6 @@ def test_a_ledger_row_is_what_the_oracle_says_it_is(tiny: Any) -> None:
     assert json.loads(json.dumps(row.to_dict()))["seconds"] is None
 
 
-def test_flops_are_those_of_the_decided_layers_when_nothing_is_padded(tiny: Any) -> None:
-    """Full rows, blocks of one: executed equals ideal, and both equal the sum written out."""
-    executor = MicroBatches(min_bucket=1, block=1, query_block=1, key_step=1)
-    rng = np.random.default_rng(1)
-    ids = rng.integers(0, 64, (2, 8)).astype(np.int32)
-    depths = rng.choice([1, 2, 4], (2, 8)).astype(np.int32)
-    batch = Batch(token_ids=ids, lengths=np.full(2, 8, np.int32), window=np.arange(2))
-    policy = given_depths(jnp.asarray(depths), depths=(1, 2, 4))
-    found = evaluate(tiny.decoder, tiny.params, [batch], {"": policy}, executor=executor)[""]
-    cost = token_cost(tiny.decoder, tiny.params)
-    wanted = sum(
-        depth * (cost.query + cost.attention_per_key * (position + 1))
-        + 4 * cost.keys_values
-        + cost.head
-        for row in depths
-        for position, depth in enumerate(row)
-    )
-    assert found.flops == pytest.approx(wanted)
-    assert found.flops_ideal == pytest.approx(wanted)
-    assert found.query_layers == depths.sum()
-
-
 def test_one_text_runs_no_empty_rows(tiny: Any) -> None:
     """300 tokens in a context of 128: two rows of 128 and one of 64, of up to 16."""
     document, shapes = np.arange(300) % 64, list[tuple[int, ...]]()

@@ -43,11 +43,6 @@ class Charged(DepthAt):
         return GATE
 
 
-@pytest.fixture(scope="module")
-def model() -> Any:
-    return lively_model()
-
-
 def ledger(model: Any, mode: Any, result: Any, **options: Any) -> Any:
     return generation_ledger(model.decoder, model.params, mode, [PROMPTS], [result], **options)
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -185,6 +185,3 @@ def _expected_of_prefix(depths: np.ndarray, shape: Shape) -> list[tuple[int, int
         keys = used if shape.kv == "drop" else batch * width
         found.append(tuple(n * (stop - start) for n in (used, keys, used * width)))
     return found
-
-
-Counter = Callable[[str, int], None]

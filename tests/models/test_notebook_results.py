@@ -35,6 +35,7 @@ def test_text_is_coloured_by_depth_and_stays_text() -> None:
     assert "<th>a&lt;</th>" in table_html(["a<"], [])
 
 
+@pytest.mark.usefixtures("unchecked_shapes")
 def test_new_text_is_shown_by_depth() -> None:
     one = GeneratedText(texts=("ab",), pieces=(("a", "b"),), generated=generated(1))
     assert one.text == "ab"

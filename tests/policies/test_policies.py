@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from helpers import cases
 from helpers.counting import Counting, read_counts
-from helpers.generation import PROMPTS, SMALL, assert_greedy, lively_model
+from helpers.generation import PROMPTS, SMALL, assert_greedy
 from helpers.marks import quick_where
 from helpers.models import assert_close
 from helpers.policies import DEPTHS, EXITS, SHAPE, SIGNALS, scores_of, thresholded, tokens
@@ -366,22 +366,17 @@ def test_is_a_pytree_whose_leaves_are_what_calibration_changes(tiny: Any, policy
         assert any(leaf is policy.thresholds for leaf in leaves)
 
 
-@pytest.fixture(scope="module")
-def lively() -> Any:
-    return lively_model()
-
-
 @laws_of(POLICIES)
-def test_decoding_can_use_it(lively: Any, policy: Any, unchecked_shapes: None) -> None:
-    mode = Adaptive(policy=make(lively, policy.name))
-    mode.check(lively.decoder)
+def test_decoding_can_use_it(model: Any, policy: Any, unchecked_shapes: None) -> None:
+    mode = Adaptive(policy=make(model, policy.name))
+    mode.check(model.decoder)
     three = jnp.full(3, 4, jnp.int32)
     prompts = jnp.zeros((3, 8), jnp.int32)
 
     def start_and_step() -> Any:
         setting = Setting(
-            decoder=lively.decoder,
-            params=lively.params,
+            decoder=model.decoder,
+            params=model.params,
             mode=mode,
             sampling=None,
             stops=stop_rules(),
@@ -396,18 +391,18 @@ def test_decoding_can_use_it(lively: Any, policy: Any, unchecked_shapes: None) -
 
 @pytest.mark.slow
 @laws_of(POLICIES)
-def test_decoding_is_the_oracle_at_the_depths_it_decides(lively: Any, policy: Any) -> None:
-    policy = make(lively, policy.name)
+def test_decoding_is_the_oracle_at_the_depths_it_decides(model: Any, policy: Any) -> None:
+    policy = make(model, policy.name)
     result = generate(
-        lively.decoder,
-        lively.params,
+        model.decoder,
+        model.params,
         PROMPTS,
         mode=Adaptive(policy=policy),
         max_new_tokens=24,
         eos_ids=(),
         lengths=SMALL,
     )
-    assert_greedy(lively, result, kv="propagate")
+    assert_greedy(model, result, kv="propagate")
     decided = np.concatenate(result.decided)
     if policy.name != "prompt_router":  # While decoding there is no prompt to look at.
         assert len(set(decided.tolist())) > 1
@@ -433,13 +428,6 @@ def test_random_deals_out_its_fractions_by_token_and_position_alone(tiny: Any) -
     drawn = np.asarray(policy.start(few, positions[: SHAPE.batch, : SHAPE.token]))
     wanted = np.select([drawn < 0.5, drawn < 0.75], [1, 2], 4)
     np.testing.assert_array_equal(run(tiny, policy, few).depths, wanted)
-
-
-def test_infinite_thresholds_stop_everybody_or_nobody(tiny: Any) -> None:
-    policy, ids = make(tiny, "learned"), tokens(tiny)
-    for threshold, depth in ((jnp.inf, 1), (-jnp.inf, 4)):
-        moved = dataclasses.replace(policy, thresholds=jnp.full(2, threshold, jnp.float32))
-        assert (np.asarray(run(tiny, moved, ids).depths) == depth).all()
 
 
 def test_policies_without_a_decision_are_free(tiny: Any) -> None:

@@ -60,11 +60,6 @@ def model(server: Running) -> Model:
     return found
 
 
-@functools.cache
-def _policies(model: Any) -> Any:
-    return budgets_of(model)
-
-
 def alone(model: Model, prompt: Any, depth: str, draw: str, *, new: int = NEW) -> Generated:
     """Returns what `generate` makes of one prompt under the words of a request."""
     _, budget, whole = DEPTHS[depth]

@@ -41,6 +41,7 @@ run_score = jax.jit(score, static_argnums=0)
         ([[1] * 129], [2], "rows of at most 128 tokens, the model's context. Got \\(1, 129\\)"),
     ],
 )
+@pytest.mark.usefixtures("unchecked_shapes")
 def test_rows_that_are_no_text_are_refused_where_they_are_known(
     tiny: Any, ids: Any, lengths: Any, match: str
 ) -> None:

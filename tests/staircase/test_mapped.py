@@ -149,7 +149,7 @@ def test_a_token_that_stops_runs_one_product_and_no_projection(tiny: Any) -> Non
     cost = token_cost(counting.decoder, counting.params)
     config = tiny.decoder.config
     of_one = 4 * config.embed_dim * config.num_kv_heads * config.head_dim
-    bare = dataclasses.replace(work, kv_maps=np.zeros(3))
+    bare = dataclasses.replace(work, kv_maps=np.zeros(3, np.int32))
     assert pass_flops(cost, work) - pass_flops(cost, bare) == of_one * sum(
         np.asarray(work.kv_maps).tolist()
     )

@@ -115,23 +115,6 @@ def test_gradients_of_the_static_form_equal_the_oracles(tiny: Any) -> None:
         np.testing.assert_allclose(other, leaf, atol=1e-4 * max(scale, 1e-6), err_msg=str(path))
 
 
-def test_all_deep_equals_the_plain_model(tiny: Any) -> None:
-    shape, ids, lengths, _ = small_case(tiny)
-    (plain,) = cases.run_dense(tiny.decoder, tiny.params, ids, lengths, depths=(4,))
-    deep = jnp.full(ids.shape, 4)
-    found = cases.run_staircase(
-        tiny.decoder,
-        tiny.params,
-        ids,
-        lengths,
-        given_depths(deep, depths=shape.depths),
-        kv="propagate",
-        executor=shape.executor,
-    )
-    real = np.arange(shape.token) < np.asarray(lengths)[:, None]
-    assert_close(np.asarray(found.x)[real], np.asarray(plain)[real])
-
-
 def test_uniform_exits_equal_the_plain_models_states(tiny: Any) -> None:
     shape, ids, lengths, _ = small_case(tiny)
     states = cases.run_dense(tiny.decoder, tiny.params, ids, lengths, depths=(1, 2, 3, 4))

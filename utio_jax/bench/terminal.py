@@ -12,11 +12,7 @@ from rich.text import Text
 from utio_jax.bench.results import Row
 from utio_jax.calibration.compare import ComparisonRow
 from utio_jax.core.html import shade
-from utio_jax.evaluation.evaluate import DocumentScore
 from utio_jax.evaluation.ledger import Ledger
-
-# Rows of a table of documents; the JSON has all.
-_MOST_DOCUMENTS = 40
 
 _COMPARISON_COLUMNS = (
     *("policy", "budget", "FLOPs", "gates %", "loss +%", "below hull, %", "agree"),
@@ -76,34 +72,6 @@ def comparison_table(rows: Sequence[ComparisonRow], *, title: str) -> Table:
             _show(row.rank_correlation_kl, ".2f"),
             style="bold green" if margin is not None and margin[0] > 0 else None,
         )
-    return table
-
-
-def documents_table(scored: Sequence[tuple[str, Any, DocumentScore]], total: Ledger) -> Table:
-    """Returns a terminal table of scored documents, the first of many, and what all of them cost.
-
-    Args:
-      scored: name, token ids and score of each.
-      total: over all of them.
-    """
-    table = _table(
-        ("document", "tokens", "log-likelihood", "nats per token", "layers"),
-        title=f"{total.policy}: {total.nll:.4f} nats per token over {total.tokens:,} tokens, at "
-        f"full depth {total.nll_full:.4f}; {total.flops_ratio:.3f} of its FLOPs",
-        caption="layers: mean of those behind each prediction",
-    )
-    for name, ids, score in scored[:_MOST_DOCUMENTS]:
-        table.add_row(
-            Text(name),
-            f"{len(ids):,}",
-            f"{score.log_likelihood.sum():,.2f}",
-            f"{-score.log_likelihood.mean():.4f}",
-            f"{score.depths.mean():.2f}",
-        )
-    more = scored[_MOST_DOCUMENTS:]
-    if more:
-        tokens = sum(len(ids) for _, ids, _ in more)
-        table.add_row(f"and {len(more):,} more", f"{tokens:,}", style="dim")
     return table
 
 

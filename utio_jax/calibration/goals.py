@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -26,6 +26,7 @@ _MIN_PREDICTED = 32  # A document of three tokens that all differ has risk 1, an
 Say = Callable[[str], None]
 
 
+@runtime_checkable
 class Goal(Protocol):
     """Chooses thresholds for one signal."""
 

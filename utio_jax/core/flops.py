@@ -89,7 +89,7 @@ class TokenCost:
     kv_map: float = 0.0
     kv_depth: tuple[int, ...] = ()
 
-    def made(self, depth: int | np.ndarray) -> np.ndarray | int:
+    def made(self, depth: int | np.ndarray) -> np.ndarray | np.integer | int:
         """Returns of how many layers K/V are made of a token that runs, or is kept, to a depth."""
         return np.searchsorted(np.asarray(self.kv_depth), depth) if self.kv_depth else depth
 

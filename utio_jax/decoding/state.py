@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Self
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -211,7 +211,7 @@ class Tally:
     attended: Float[Any, " batch"]
 
     @classmethod
-    def empty(cls, batch: int) -> Self:
+    def empty(cls, batch: int) -> Tally:
         """Returns a tally of nothing."""
         floats = ("key_slots", "attended")
         return cls(

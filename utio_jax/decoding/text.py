@@ -204,7 +204,7 @@ class StreamedRow:
         self.text, self.ended, self.stopped = "", False, False
         self.used = self.seen = 0
 
-    def add(self, token_ids: np.ndarray, *, running: bool) -> str:
+    def add(self, token_ids: Sequence[int] | np.ndarray, *, running: bool) -> str:
         """Returns what is known of the text with these tokens, and was not before."""
         if self.ended:
             return ""

@@ -116,7 +116,7 @@ class Thought:
         return dataclasses.replace(self, tokens=tokens, forced=forced)
 
 
-def thought_of(progress: Sequence[int], *, prompt: int, length: int) -> Thought:
+def thought_of(progress: Sequence[int] | np.ndarray, *, prompt: int, length: int) -> Thought:
     """Returns what a row's progress comes to, see `ThinkingRows.progress`."""
     began, forced_at, ended = (int(value) for value in progress)
     if began > length:

@@ -256,7 +256,7 @@ def score_documents(  # noqa: PLR0913 (options, each named)
                 likelihood[window] = -np.asarray(comparison.nll)[row, :predicted]
                 depths[window] = decided[row, :predicted]
                 mine = jax.tree.map(lambda leaf, row=row: leaf[row], comparison)
-                qualities[window] = _sums(mine, decided[row], batch.lengths[row])
+                qualities[window] = _sums(mine, decided[row], batch.lengths[row : row + 1])
 
     batches = list(
         batches_of(

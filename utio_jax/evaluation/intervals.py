@@ -137,14 +137,6 @@ class HullBootstrap:
         """Returns `[document, 2 * (exits + 1)]`: nll and flops of every exit, and of a policy."""
         return np.stack([x for each in (*self._uniform, sums) for x in (each.nll, each.flops)], 1)
 
-    def margins(self, sums: DocumentSums) -> np.ndarray:
-        """Returns how far (% of full depth's loss) a policy lies below the hull in every draw.
-
-        The first entry is that of the text as it is. Positive is better than the hull; NaN where
-        the policy is cheaper than the cheapest exit.
-        """
-        return _margin(self._weights @ self._values(sums))
-
     def interval(self, sums: DocumentSums) -> tuple[float, float, float] | None:
         """Returns the margin's interval at 95 %: its lower end, the margin, its upper end.
 
@@ -167,10 +159,6 @@ class HullBootstrap:
             return None
         # What each document's weight adds to the margin, in every draw: by the chain rule.
         return studentised(self._weights, margins, _slopes(totals) @ values.T)
-
-    def ratio(self, sums: DocumentSums) -> float:
-        """Returns a policy's `flops_ratio` on the text as it is."""
-        return float(sums.flops.sum() / self._uniform[-1].flops.sum())
 
 
 def hull_of(points: Sequence[tuple[np.ndarray, np.ndarray]], ratio: np.ndarray) -> np.ndarray:

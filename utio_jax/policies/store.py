@@ -117,29 +117,6 @@ class Calibration:
         self.entry(name, budget)
         return budget
 
-    def adding(
-        self,
-        name: str,
-        signal: Signal,
-        entries: Mapping[float, Thresholds],
-        *,
-        goal: Mapping[str, Any],
-        correlations: Mapping[str, float | None],
-        gate_text: Mapping[str, Any] | None = None,
-    ) -> Calibration:
-        """Returns the calibration with one policy more, and the record of how it was fitted."""
-        info = dict(self.info)
-        gates = {key: text for key, text in info.pop("gate_text", {}).items() if key != name}
-        gates |= {} if gate_text is None else {name: dict(gate_text)}
-        info |= {"gate_text": gates} if gates else {}
-        info["goals"] = {**info["goals"], name: dict(goal)}
-        info["rank_correlation_kl"] = {**info["rank_correlation_kl"], name: dict(correlations)}
-        return Calibration(
-            entries={**self.entries, name: dict(entries)},
-            signals={**self.signals, name: signal},
-            info=info,
-        )
-
     def save(self, path: str | Path) -> None:
         """Writes a JSON file, and its weights beside it; in a folder, these are `policies.*`."""
         out = calibration_file(path)

@@ -11,7 +11,7 @@ what its other tokens show to those that follow.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -188,7 +188,6 @@ def continuations(
     *,
     kv: FrozenKV = "propagate",
     executor: Executor = MicroBatches(),
-    progress: Callable[[], None] | None = None,
 ) -> Continuations:
     """Returns losses and hits behind prompts; the head reads the scored tokens alone.
 
@@ -200,7 +199,6 @@ def continuations(
         policy of prompts and continuations alike, one for all batches or one for each.
       kv: what others see of frozen tokens under a policy; a choice has its own.
       executor: how live slots are run.
-      progress: called after each batch.
 
     Raises:
       ValueError: not as many policies as batches, or what does not fit the model.
@@ -226,8 +224,6 @@ def continuations(
             prompt_tokens=rows.prompt_tokens,
         )
         found.append([np.asarray(leaf) for leaf in each])
-        if progress is not None:
-            progress()
     losses, right, depths = (np.concatenate(each)[: rows.rows] for each in zip(*found, strict=True))
     return Continuations(losses=losses.astype(np.float64), right=right, depths=depths)
 
@@ -243,11 +239,11 @@ def increase_interval(
     return None if interval is None else (interval[0], interval[2])
 
 
-def describe_interval(interval: tuple[float, float] | None, *, digits: int = 2) -> str:
+def describe_interval(interval: tuple[float, float] | None) -> str:
     """Returns what is printed of an interval: its ends, or why there is none."""
     if interval is None:
         return f"no interval: fewer than {FEWEST} documents"
-    return ", ".join(f"{end:+.{digits}f}" for end in interval)
+    return ", ".join(f"{end:+.2f}" for end in interval)
 
 
 def prompt_flops_ratio(

@@ -14,7 +14,6 @@ from helpers.generation import (
     SMALL,
     assert_drawn_law,
     assert_greedy,
-    lively_model,
     plain_run,
     run,
 )
@@ -47,11 +46,6 @@ class Fixed(DynamicExits):
     def choose(self, decoder, state):
         same = jnp.full_like(state.lengths, self.number)
         return same, jnp.full_like(same, self.max_draft)
-
-
-@pytest.fixture(scope="module")
-def model():
-    return lively_model()
 
 
 @pytest.mark.parametrize("mode", [Anyhow(max_draft=3), DynamicExits(max_draft=3)])

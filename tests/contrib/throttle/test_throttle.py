@@ -17,7 +17,6 @@ from helpers.generation import (
     PROMPTS,
     DepthAt,
     depth_table,
-    lively_model,
     plain_run,
     run,
     setting_of,
@@ -67,11 +66,6 @@ class ScoreAt(SignalBase):
 
     def __call__(self, index: int, boundary: Any, memory: Any) -> tuple[jax.Array, Any]:
         return memory[index], memory
-
-
-@pytest.fixture(scope="module")
-def model() -> Any:
-    return lively_model()
 
 
 def score_table(seed: int = 5) -> jax.Array:

@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +35,7 @@ Objective = Callable[[Params, jax.Array, jax.Array, jax.Array], tuple[jax.Array,
 Arrays of its own, as a teacher's, a `jax.tree_util.Partial` makes arguments of the program."""
 
 
+@runtime_checkable
 class Trainable(Decoder, Protocol):
     """A decoder with fresh parameters, whose matrices are `[layer, in, out]` under `layers`."""
 
