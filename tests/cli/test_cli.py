@@ -339,6 +339,7 @@ def test_a_model_without_exits_drafts_from_its_text_alone(
         (["generate", "x", "--stop", ""], "stop strings of at least one character"),
     ],
 )
+@pytest.mark.usefixtures("unchecked_shapes")
 def test_input_that_cannot_be_used_is_named(
     folder: Path,
     tmp_path: Path,

@@ -325,10 +325,9 @@ def _run(  # noqa: PLR0913 (arrays of one segment)
 def _work(decoder: Decoder, slots: int, keys: int, *, start: int, stop: int) -> Work:
     layers = stop - start
     return Work.of(
-        queries=np.int32(slots * layers),
-        keys_values=np.int32(slots * len(decoder.config.kv_made(start, stop))),
-        key_slots=np.float32(slots * layers * keys),
-        decisions=np.int32(0),
-        heads=np.int32(executed_heads(slots)),
-        exit_maps=np.int32(slots * has_exit_lens(decoder, stop)),
+        queries=jnp.int32(slots * layers),
+        keys_values=jnp.int32(slots * len(decoder.config.kv_made(start, stop))),
+        key_slots=jnp.float32(slots * layers * keys),
+        heads=jnp.int32(executed_heads(slots)),
+        exit_maps=jnp.int32(slots * has_exit_lens(decoder, stop)),
     )
