@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -79,7 +80,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     kernel = draw.normal(size=(DIM, *shape)).astype(np.float32) / 8
     bias = draw.normal(size=shape).astype(np.float32) / 4
     owner = hash_file(folder / "model.safetensors")
-    maps = {STOP: KVMap(kernel=kernel, bias=bias)}  # type: ignore[arg-type]
+    maps = {STOP: KVMap(kernel=jnp.asarray(kernel), bias=jnp.asarray(bias))}
     save_kv_maps(folder / "maps" / "maps.json", maps, info={"model_sha256": owner})
     return folder
 
