@@ -32,7 +32,7 @@ def run_schedule(engine: Any, asked: list[Asked], rng: np.random.Generator) -> d
 def check_schedules(name: str, *, schedules: int, seed: int = 0) -> int:
     """Returns how many requests were held against what they get alone."""
     mode, prefill = modes()[name]
-    model, requests = model64(), pool(45)
+    model, requests = model64(), pool(66)
     wanted = [alone(model, mode, prefill, each) for each in requests]
     assert {each.finish_reasons[0] for each in wanted} == {"eos", "stop", "length"}
     engines = [engine_of(model, mode, prefill, read_late=late) for late in (False, True)]
