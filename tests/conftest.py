@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 
 # Before anything imports utio_jax: every annotated array is checked for dtype and shape.
+assert "utio_jax" not in sys.modules, "imported too early: its arrays would go unchecked"
 jaxtyping.install_import_hook("utio_jax", "checker.check")
 
 from helpers.models import Model, live_params  # noqa: E402

@@ -42,7 +42,6 @@ class Boundary:
     map_logits: Callable[..., jax.Array] = static()
 
 
-@runtime_checkable
 class Asked(Protocol):
     """What policies and signals have in common: frozen dataclasses, registered as pytrees.
 
