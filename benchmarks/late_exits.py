@@ -26,7 +26,9 @@ from utio_jax.core.documents import sample_batches
 from utio_jax.core.lens import lensed
 from utio_jax.models.checkpoint import load
 from utio_jax.models.texts import read_files
-from utio_jax.models.training.train import exit_losses
+
+sys.path.append(str(Path(__file__).parents[1] / "models" / "recipes"))
+from anytime import exit_losses
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -24,6 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from utio_jax.bench.timing import Spread, time_programs
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.generate import generate
 from utio_jax.decoding.prefill import Prefill
@@ -155,22 +155,14 @@ def add_times(
         how = Prefill(policy=choice.policy(decoder), kv=choice.kv)
         return partial(run, prefill=how, **({"mode": hides} if choice.kv == "drop" else {}))
 
-    programs = [*map(program, choices), partial(run, prefill=Prefill())]
-    times = np.zeros((rounds, len(programs)))
-    for call in programs:
-        call()
-    for turn in range(rounds):
-        for index, call in enumerate(programs):
-            began = time.perf_counter()
-            call()
-            times[turn, index] = time.perf_counter() - began
-    base = min((0, -1), key=lambda index: float(np.median(times[:, index])))
-    for index, row in enumerate(found):
-        ratio = times[:, base] / times[:, index]
-        low, middle, high = np.quantile(ratio, [0.25, 0.5, 0.75])
-        row |= {"seconds": round(float(np.median(times[:, index])), 5)}
-        row |= {"speed_up": round(float(middle), 3)}
-        row |= {"quartiles": [round(float(low), 3), round(float(high), 3)]}
+    programs = {str(index): program(choice) for index, choice in enumerate(choices)}
+    programs["staircase"] = partial(run, prefill=Prefill())
+    times = time_programs(programs, rounds=rounds)
+    full = min((times["0"], times["staircase"]), key=lambda timing: timing.median)
+    for row, timing in zip(found, times.values(), strict=False):
+        ratio = Spread.of(timing.ratios_over(full))
+        row |= {"seconds": round(timing.median, 5), "speed_up": round(ratio.median, 3)}
+        row |= {"quartiles": [round(ratio.low, 3), round(ratio.high, 3)]}
 
 
 if __name__ == "__main__":

@@ -40,12 +40,12 @@ from utio_jax.evaluation.intervals import DocumentSums, HullBootstrap
 from utio_jax.models import Transformer, TransformerConfig
 from utio_jax.models.tokenizer import encode_documents
 from utio_jax.models.training.corpus import Split, standard_library
-from utio_jax.models.training.train import TrainConfig, train
 from utio_jax.policies.depth import given_depths, random_depths
 from utio_jax.policies.store import load_calibration
 from utio_jax.staircase import exit_nll
 
 sys.path.append(str(Path(__file__).parents[1] / "models" / "recipes"))
+from anytime import TrainConfig, train
 from recipe import training_stream
 from trunks import make_optimizer
 

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from utio_jax.bench.results import Recorder, Row, describe, rounded
+from utio_jax.bench.results import Row, describe, rounded, save_results
 from utio_jax.bench.timing import Timing
 
 
@@ -77,7 +77,18 @@ def recording(
     shown = {
         name: str(value) if isinstance(value, Path) else value for name, value in settings.items()
     }
-    recorder = Recorder(file, suite=suite, settings=shown, environment=environment)
-    yield lambda row: recorder.add([row], seconds=time.perf_counter() - started)
-    print(json.dumps(recorder.close(complete=True, seconds=time.perf_counter() - started)))
+    head = {"suite": suite, "settings": shown, "environment": environment}
+    rows = list[Row]()
+
+    def save(*, complete: bool) -> dict[str, Any]:
+        seconds = time.perf_counter() - started
+        return save_results(file, head, rows, complete=complete, seconds=seconds)
+
+    def keep(row: Row) -> None:
+        rows.append(row)
+        save(complete=False)
+
+    save(complete=False)
+    yield keep
+    print(json.dumps(save(complete=True)))
     print(f"Results: {file}", file=sys.stderr)

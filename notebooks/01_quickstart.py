@@ -257,7 +257,7 @@ programs = {
 dense = jax.jit(score_dense, static_argnums=0)
 programs["full depth, dense"] = partial(dense, model.decoder, model.params, ids, ends)
 
-ROUNDS = 5
+ROUNDS = 3
 with tqdm(total=len(policies) + len(programs) * (ROUNDS + 1), desc="reading, timing") as bar:
     step = lambda: bar.update(1)  # noqa: E731
     quality = evaluate(model.decoder, model.params, [batch], policies, progress=step)

@@ -31,7 +31,7 @@ import utio_jax
 from utio_jax import score
 from utio_jax.bench.plots import plot_depths, plot_margins, plot_pareto
 from utio_jax.models import load
-from utio_jax.staircase import buckets
+from utio_jax.models.training.corpus import split_of_path
 
 # %matplotlib inline
 plt.rcParams.update({"figure.dpi": 90, "font.size": 9, "axes.spines.top": False})
@@ -53,10 +53,11 @@ run = jax.jit(score, static_argnums=0)
 # A token's depth is what it took to predict the token *after* it.
 
 # %%
-text = inspect.getsource(buckets.stable_partition)
+text = inspect.getsource(split_of_path)
 encoded = model.tokenizer.encode(text, add_special_tokens=False)
 ids = [config.bos_id, *encoded.ids]
-rows, lengths = np.zeros((8, 512), np.int32), np.zeros(8, np.int32)  # Seven empty rows.
+# Seven empty rows: all of this notebook reads eight of 256 tokens, so that few programs compile.
+rows, lengths = np.zeros((8, 256), np.int32), np.zeros(8, np.int32)
 rows[0, : len(ids)], lengths[0] = ids, len(ids)
 for name in ("learned", "utio_surrogate"):
     policy = calibration.policy(name, 0.75)
@@ -69,7 +70,7 @@ for name in ("learned", "utio_surrogate"):
 # ## What kind of token is it?
 #
 # Python itself says what each character of a source file is: part of a keyword, a name, a string
-# and so on. Below, 512 tokens from the middle of each of 16 of the library's files are sorted by
+# and so on. Below, 256 tokens from the middle of each of 32 of the library's files are sorted by
 # kind, once by the token that was *read*, and once by the one that had to be *predicted*. The
 # model's tokens are pieces of words, so a name has a first piece and others that continue it.
 
@@ -117,17 +118,19 @@ def kind_of_pieces(source, offsets):
 
 rows, kinds = [], []
 for file in sorted(Path(utio_jax.__file__).parent.rglob("*.py")):
+    if len(rows) == 32:
+        break
     source = file.read_text()
     encoded = model.tokenizer.encode(source, add_special_tokens=False)
     middle = len(encoded.ids) // 2
-    if len(encoded.ids) >= 1024 and len(rows) < 16:
-        rows.append(encoded.ids[middle : middle + 512])
-        kinds.append(kind_of_pieces(source, encoded.offsets)[middle : middle + 512])
+    if len(encoded.ids) >= 1024:
+        rows.append(encoded.ids[middle : middle + 256])
+        kinds.append(kind_of_pieces(source, encoded.offsets)[middle : middle + 256])
 rows, kinds = np.asarray(rows, np.int32), np.asarray(kinds)
 
 policy, depths = calibration.policy("learned", 0.75), []
-for part in tqdm(np.split(rows, 2), desc="reading"):
-    found = run(model.decoder, model.params, part, np.full(len(part), 512), policy)
+for part in tqdm(np.split(rows, 4), desc="reading"):
+    found = run(model.decoder, model.params, part, np.full(len(part), 256), policy)
     depths.append(found.depths)
 depths = np.concatenate(depths)
 print(f"{depths.size:,} tokens of {len(rows)} files, {depths.mean():.1f} layers on average")

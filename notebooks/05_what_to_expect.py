@@ -86,11 +86,12 @@ plt.show()
 # followed them there. The tokens are the full model's; only the time changes.
 
 # %%
-CODE = standard_library("calibrate")[0].text[:1200]
-LIST = "alpha, beta, gamma, delta, epsilon\n" * 4
+CODE = standard_library("calibrate")[0].text[:2400]
+LIST = "alpha, beta, gamma, delta, epsilon\n" * 40
 prompts = {"Python source": CODE, "a list, repeated": LIST}
 mode = Lossless(drafter="ngram", max_draft=8, ngram=NGram(longest=3, shortest=1))
 modes, NEW, ROUNDS = {"plain": Plain(), "n-gram": mode}, 48, 3
+# Both are cut to one length: the programs of the first serve the second.
 starts = {kind: model.encode([prompt])[0][:400] for kind, prompt in prompts.items()}
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import gc
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -21,6 +23,9 @@ assert "utio_jax" not in sys.modules, "imported too early: its arrays would go u
 jaxtyping.install_import_hook("utio_jax", "checker.check")
 
 from helpers.models import Model, live_params  # noqa: E402
+
+# Tracing makes millions of small objects, and hardly a circle among them: a tenth of a file's time.
+gc.set_threshold(200_000, 20, 50)
 
 # Commands that tests start as programs of their own leave the user's cache folder alone.
 os.environ.setdefault("UTIO_JAX_COMPILE_CACHE", "off")
@@ -105,6 +110,16 @@ def forget_programs() -> Iterator[None]:
     """Drops compiled programs after each file: hundreds of them use up a process' memory maps."""
     yield
     jax.clear_caches()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def short_fits() -> Iterator[None]:
+    """Fits gates to the 1,200 tokens of a text here in 600 steps of 512: a corpus needs more."""
+    from utio_jax.calibration import gates
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gates, "fit_gates", functools.partial(gates.fit_gates, steps=600, batch=512))
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -33,7 +33,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LIST = Path(__file__).with_suffix(".toml")
-COPIED = ("utio_jax", "tests", "pyproject.toml")
+COPIED = ("utio_jax", "models", "tests", "pyproject.toml")
 LIMIT_SECONDS = 300
 KINDS = "not slow and not llm and not browser and not clients and not ray and not vllm"
 
@@ -44,7 +44,7 @@ class Mutant:
 
     Attributes:
       name: says what goes wrong.
-      file: below `utio_jax/`.
+      file: below `utio_jax/`, or of `models/recipes/`.
       old: a snippet that stands there exactly once.
       new: what stands there instead.
       test: a test or a file of tests of `make check`, which has to fail.
@@ -60,6 +60,11 @@ class Mutant:
     def room(self) -> str:
         """The package that the file is in."""
         return self.file.partition("/")[0]
+
+    @property
+    def path(self) -> str:
+        """Of the file, from the root."""
+        return self.file if (ROOT / self.file).is_file() else f"utio_jax/{self.file}"
 
     def in_text(self, text: str) -> str:
         """Returns a file's text with the fault."""
@@ -96,7 +101,7 @@ def read_list(file: Path = LIST) -> list[Mutant]:
     mutants = [Mutant(**each) for each in tomllib.loads(file.read_text())["mutant"]]
     wrong = []
     for mutant in mutants:
-        source = ROOT / "utio_jax" / mutant.file
+        source = ROOT / mutant.path
         count = source.read_text().count(mutant.old) if source.is_file() else 0
         if count != 1:
             wrong.append(f"{mutant.name}: its snippet stands {count} times in {mutant.file}")
@@ -134,7 +139,7 @@ class Copy:
     @contextlib.contextmanager
     def broken_by(self, mutant: Mutant) -> Iterator[None]:
         """Has the fault in it, within a `with` block."""
-        file = self.folder / "utio_jax" / mutant.file
+        file = self.folder / mutant.path
         text = file.read_text()
         try:
             self._write(file, mutant.in_text(text))

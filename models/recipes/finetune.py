@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import tyro
+from tuning import FinetuneConfig, finetune
 
 from utio_jax.cli.options import OfModel, OfText, check_out, read_documents
-from utio_jax.models.training.finetune import FinetuneConfig, finetune
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

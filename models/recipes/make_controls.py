@@ -15,12 +15,14 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 from recipe import PRESETS, bits_of_test_split
 
+from utio_jax.core.files import save_json
 from utio_jax.core.flops import depth_flops, token_cost
-from utio_jax.evaluation.controls import PlainControl, PlainControls, load_controls, save_controls
+from utio_jax.evaluation.controls import FILE, load_controls
 from utio_jax.models.checkpoint import load
 from utio_jax.models.tokenizer import encode_documents
 from utio_jax.models.transformer import Transformer
@@ -29,10 +31,12 @@ from utio_jax.models.transformer import Transformer
 def main(arguments: list[str]) -> int:
     """Adds runs to a model's controls."""
     folder, *files = map(Path, arguments)
-    model = load(folder, lens=False)  # A lens changes nothing at full depth.
+    model: Any = load(folder, lens=False)  # A lens changes nothing at full depth.
     config, width = model.decoder.config, model.decoder.config.context_length
-    known = load_controls(folder, model_sha256=model.sha256)
-    rows = {row.layers: row for row in (known.controls if known is not None else ())}
+    load_controls(folder, model_sha256=model.sha256)  # Another model's are refused.
+    written = folder / FILE
+    known = json.loads(written.read_text()) if written.is_file() else {"controls": []}
+    rows = {row["layers"]: row for row in known["controls"]}
 
     def flops(decoder: Transformer) -> float:
         params = jax.eval_shape(decoder.init, jax.random.key(0))
@@ -46,27 +50,25 @@ def main(arguments: list[str]) -> int:
         ((layers, bits),) = [(int(depth), bits) for depth, bits in run["bits_per_byte"].items()]
         # A plain model makes keys and values in all of its layers, whatever this one does.
         plain = Transformer(PRESETS[run["preset"]])
-        rows[layers] = PlainControl(
-            layers=layers,
-            flops_ratio=round(flops(plain) / full, 4),
-            bits_per_byte=bits,
-            tokens=run["tokens"],
-            seed=run["seed"],
-            command="python models/recipes/train.py "
+        rows[layers] = {
+            "layers": layers,
+            "flops_ratio": round(flops(plain) / full, 4),
+            "bits_per_byte": bits,
+            "tokens": run["tokens"],
+            "seed": run["seed"],
+            "command": "python models/recipes/train.py "
             f"--preset {run['preset']} --steps {run['steps']}",
-        )
-    if known is None:
+        }
+    own = known.get("bits_per_byte")
+    if own is None:
         own = bits_of_test_split(
             model.decoder,
             model.params,
             lambda texts: encode_documents(model.tokenizer, texts, bos_id=config.bos_id),
         )[str(config.num_layers)]
-    else:
-        own = known.bits_per_byte
-    controls = tuple(rows[layers] for layers in sorted(rows))
-    found = PlainControls(model_sha256=model.sha256, bits_per_byte=own, controls=controls)
-    save_controls(folder, found)
-    print(folder / "controls.json")
+    controls = [rows[layers] for layers in sorted(rows)]
+    save_json(written, {"model_sha256": model.sha256, "bits_per_byte": own, "controls": controls})
+    print(written)
     return 0
 
 

@@ -17,6 +17,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from anytime import TrainConfig, exit_losses, train
+from bpe import train_tokenizer
+from late import LateExits, late_objective, lens_of
 from trunks import branch_off, grow_from, grown, late_optimizer, make_optimizer, trunk_of
 
 from utio_jax.core.decoder import Decoder, Params
@@ -25,10 +28,8 @@ from utio_jax.core.lens import Lensed, save_lens
 from utio_jax.models.checkpoint import load, save
 from utio_jax.models.presets import SHARED_16, STDLIB_16, TINY
 from utio_jax.models.texts import Document, describe
-from utio_jax.models.tokenizer import encode_documents, load_tokenizer, train_tokenizer
+from utio_jax.models.tokenizer import encode_documents, load_tokenizer
 from utio_jax.models.training.corpus import standard_library
-from utio_jax.models.training.late_exits import LateExits, late_objective, lens_of
-from utio_jax.models.training.train import TrainConfig, exit_losses, train
 from utio_jax.models.transformer import Transformer, TransformerConfig
 
 _OWN = tuple((layer,) for layer in range(8))
@@ -142,7 +143,7 @@ def run_recipe(
     branch: dict[str, Any] = {"optimizer": make_optimizer(recipe)}
     if late is not None and trunk is not None:
         grows = preset.startswith("grown")
-        begin, fixed = (0, config.exits[0]) if grows else (recipe.branch_step, 0)
+        begin, fixed = (0, min(config.exits)) if grows else (recipe.branch_step, 0)
         optimizer = late_optimizer(recipe, late, begin=begin)
         if grows:
             below = _below(Path(trunk), folder, decoder)

@@ -30,6 +30,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from anytime import Start, TrainConfig, train
 from recipe import tokenise
 from trunks import make_optimizer
 
@@ -38,7 +39,6 @@ from utio_jax.core.documents import batches_of, windows_of
 from utio_jax.core.flops import token_cost
 from utio_jax.models.presets import STDLIB_16
 from utio_jax.models.training.corpus import standard_library
-from utio_jax.models.training.train import Start, TrainConfig, train
 from utio_jax.models.transformer import Transformer
 from utio_jax.staircase.reference import apply_layer
 
@@ -82,6 +82,7 @@ def run(
 
     @jax.checkpoint
     def best(x: jax.Array, layer: Any, scores: jax.Array) -> tuple[jax.Array, jax.Array]:
+        assert count is not None
         read = jax.lax.stop_gradient(scores)
         least = jax.lax.top_k(read.ravel(), count)[0][-1]
         room = min(width, -(-2 * count // batch))  # In each row, for up to twice its share.
@@ -130,15 +131,15 @@ def objective(
 def optimizer_of(config: TrainConfig) -> optax.GradientTransformation:
     """Returns the controls' optimizer, routed layers at half its rate, and Adam for the router."""
     model = make_optimizer(config)
-    router = optax.adam(lambda step: _ROUTER_RATE * config.rate_at(step))
+    router = optax.adam(lambda step: _ROUTER_RATE * config.rate_at(jnp.asarray(step)))
 
     def init(params: Any) -> Any:
         return {"model": model.init(params["model"]), "router": router.init(params["router"])}
 
-    def update(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         changes, kept = {}, {}
         for name, one in (("model", model), ("router", router)):
-            changes[name], kept[name] = one.update(grads[name], state[name], params[name])
+            changes[name], kept[name] = one.update(updates[name], state[name], params[name])
         halved = lambda leaf: leaf.at[::2].multiply(0.5)  # noqa: E731
         changes["model"]["layers"] = jax.tree.map(halved, changes["model"]["layers"])
         return changes, kept

@@ -22,11 +22,11 @@ import jax
 import jax.numpy as jnp
 import optax
 import orbax.checkpoint as ocp
+from anytime import Start, TrainConfig
+from late import LateExits, with_maps
 from optax import contrib
 
 from utio_jax.core.decoder import Params
-from utio_jax.models.training.late_exits import LateExits, with_maps
-from utio_jax.models.training.train import Start, TrainConfig
 from utio_jax.models.transformer import Transformer
 
 _RATE = 0.02  # Peak, of Muon and of Adam.

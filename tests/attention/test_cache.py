@@ -11,21 +11,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.cases import run_dense
 from helpers.counting import Counting, read_counts
 
-from utio_jax.attention.cache import bytes_per_slot, fill, init_cache, key_widths, read, write
+from utio_jax.attention.cache import bytes_per_slot, init_cache, key_widths, read, write
 from utio_jax.core.platform import compiling_for
 from utio_jax.decoding.segments import block_at, decode_step, prefill, run_segment
 from utio_jax.staircase.base import Tokens
 from utio_jax.staircase.frozen import Propagate
-from utio_jax.staircase.reference import dense_states
 
 LENGTHS = np.array([3, 7, 1], np.int32)
 
 
 @pytest.fixture(scope="module")
 def cache(tiny):
-    return init_cache(tiny.decoder.config, batch=3, slots=16, segments=2)
+    return init_cache(tiny.decoder.config, batch=3, slots=16)
 
 
 @pytest.fixture(scope="module")
@@ -58,13 +58,6 @@ def test_tokens_lie_at_their_positions(tiny, cache):
     both, _ = read(cache, (1, jnp.int32(3)), width=6)  # Heads of two layers side by side.
     np.testing.assert_array_equal(both[:, :, :2], by_slot(cache.keys)[1, :, :6])
     np.testing.assert_array_equal(both[:, :, 2:], by_slot(cache.keys)[3, :, :6])
-
-
-def test_watermarks(tiny, cache):
-    cache = fill(cache, jnp.array([5, 6, 7]))
-    cache = fill(cache, jnp.array([2, 6, 1]), segment=1)
-    np.testing.assert_array_equal(cache.filled, [[5, 6, 7], [2, 6, 1]])
-    np.testing.assert_array_equal(cache.lengths, [5, 6, 7])
     assert cache.num_slots == 16
     assert bytes_per_slot(cache) == 2 * 2 * 8 * 4
 
@@ -72,10 +65,9 @@ def test_watermarks(tiny, cache):
 def test_prefill_is_the_full_model(tiny, filled):
     logits, cache = filled
     ids = tiny.tokens(3, 8)
-    (x,) = dense_states(tiny.decoder, tiny.params, ids, jnp.asarray(LENGTHS), depths=(4,))
+    (x,) = run_dense(tiny.decoder, tiny.params, ids, LENGTHS, depths=(4,))
     last = x[jnp.arange(3), LENGTHS - 1]
     np.testing.assert_allclose(logits, tiny.decoder.unembed(tiny.params, last), atol=1e-4)
-    np.testing.assert_array_equal(cache.filled, [LENGTHS, LENGTHS])
     for row, length in enumerate(LENGTHS):  # Padding was never written.
         assert not np.any(cache.keys[:, row, :, length:])
         assert np.all(np.any(cache.keys[:, row, :, :length] != 0, axis=(1, -1)))
@@ -89,7 +81,7 @@ def test_padding_never_leaks(tiny, cache, filled):
     )
     np.testing.assert_array_equal(logits, filled[0])
     np.testing.assert_array_equal(after.keys, filled[1].keys)
-    # Nor does what lies behind the watermark: rubbish there, far beyond any real key's size.
+    # Nor does what lies behind the last token: rubbish there, far beyond any real key's size.
     behind = jnp.arange(16)[None, None, None, :, None] > LENGTHS[None, :, None, None, None]
     dirty = dataclasses.replace(
         filled[1],
@@ -98,8 +90,8 @@ def test_padding_never_leaks(tiny, cache, filled):
     )
     step = jax.jit(decode_step, static_argnums=0)
     new = jnp.array([1, 2, 3], jnp.int32)
-    clean, _ = step(tiny.decoder, tiny.params, new, filled[1])
-    np.testing.assert_array_equal(step(tiny.decoder, tiny.params, new, dirty)[0], clean)
+    clean, _ = step(tiny.decoder, tiny.params, new, filled[1], LENGTHS)
+    np.testing.assert_array_equal(step(tiny.decoder, tiny.params, new, dirty, LENGTHS)[0], clean)
 
 
 def test_steps_equal_a_pass_from_scratch(tiny, filled):
@@ -108,20 +100,17 @@ def test_steps_equal_a_pass_from_scratch(tiny, filled):
     ids[:, :8] = tiny.tokens(3, 8)
     new = np.asarray(tiny.tokens(3, 6, seed=5))
     step = jax.jit(decode_step, static_argnums=0)
-    active = np.array([True, True, True])
+    active, lengths = np.array([True, True, True]), LENGTHS
     for at in range(6):
         if at == 4:
             active = np.array([True, False, True])  # One row pauses, and stays as it is.
         logits, cache = step(
-            tiny.decoder, tiny.params, jnp.asarray(new[:, at]), cache, active=jnp.asarray(active)
+            tiny.decoder, tiny.params, new[:, at], cache, lengths, active=jnp.asarray(active)
         )
         for row in np.flatnonzero(active):
-            ids[row, LENGTHS[row] + at] = new[row, at]
-    lengths = LENGTHS + np.array([6, 4, 6])
-    np.testing.assert_array_equal(cache.lengths, lengths)
-    (x,) = dense_states(
-        tiny.decoder, tiny.params, jnp.asarray(ids), jnp.asarray(lengths), depths=(4,)
-    )
+            ids[row, lengths[row]] = new[row, at]
+        lengths = lengths + active.astype(np.int32)
+    (x,) = run_dense(tiny.decoder, tiny.params, ids, lengths, depths=(4,))
     expected = tiny.decoder.unembed(tiny.params, x[jnp.arange(3), lengths - 1])
     np.testing.assert_allclose(logits[::2], expected[::2], atol=1e-4)
 
@@ -231,23 +220,26 @@ def test_errors(tiny, cache):
 def test_both_orders_of_slots_and_heads_hold_the_same(tiny):
     """Slots first is what XLA:TPU wants: the same logits and keys, on other axes."""
 
+    decoder, token_ids = tiny.decoder, tiny.tokens(3, 8)
+
     def run(*, heads_first: bool):
-        with compiling_for("cpu", heads_first=heads_first):
-            cache = init_cache(tiny.decoder.config, batch=3, slots=16)
-            logits, cache = prefill(
-                tiny.decoder, tiny.params, tiny.tokens(3, 8), jnp.asarray(LENGTHS), cache
-            )
+        @jax.jit  # A function of its own for each order: jit traces one once.
+        def all_of_it(params):
+            cache = init_cache(decoder.config, batch=3, slots=16)
+            logits, cache = prefill(decoder, params, token_ids, jnp.asarray(LENGTHS), cache)
             found = [logits]
             for token in range(2):
-                ids = jnp.full(3, token, jnp.int32)
-                logits, cache = decode_step(tiny.decoder, tiny.params, ids, cache, width=12)
+                ids, ends = jnp.full(3, token, jnp.int32), jnp.asarray(LENGTHS + token)
+                logits, cache = decode_step(decoder, params, ids, cache, ends, width=12)
                 found.append(logits)
-            block = block_at(tiny.decoder, cache.lengths[:2, None], jnp.ones((2, 1), bool),
-                             rows=jnp.array([2, 0]))  # fmt: skip
-            x = jnp.ones((2, 1, tiny.decoder.config.embed_dim))
-            x, cache = run_segment(tiny.decoder, tiny.params, cache, x, block,
-                                   start=0, stop=4, width=16)  # fmt: skip
+            ends = jnp.asarray(LENGTHS[:2, None] + 2)
+            block = block_at(decoder, ends, jnp.ones((2, 1), bool), rows=jnp.array([2, 0]))
+            x = jnp.ones((2, 1, decoder.config.embed_dim))
+            x, cache = run_segment(decoder, params, cache, x, block, start=0, stop=4, width=16)
             return jnp.stack(found), x, cache
+
+        with compiling_for("cpu", heads_first=heads_first):
+            return all_of_it(tiny.params)
 
     *found, one = run(heads_first=True)
     *wanted, other = run(heads_first=False)
@@ -266,7 +258,7 @@ def test_a_step_turns_no_keys_and_values(tiny):
     def turned(*, heads_first: bool) -> int:
         with compiling_for("cpu", heads_first=heads_first):
             cache = init_cache(tiny.decoder.config, batch=3, slots=16)
-            step = jax.jit(lambda ids, cache: decode_step(tiny.decoder, tiny.params, ids, cache)[0])
+            step = jax.jit(lambda at, c: decode_step(tiny.decoder, tiny.params, at, c, at)[0])
             text = step.lower(jnp.zeros(3, jnp.int32), cache).compile().as_text() or ""
         made = re.findall(r"^ *%?\S*(?:transpose|copy)\S* = f32\[([\d,]+)\]", text, re.MULTILINE)
         return sum(tuple(map(int, dims.split(","))) in of_keys for dims in made)

@@ -17,12 +17,11 @@ import numpy as np
 import pytest
 
 from utio_jax.bench.parts import lossless_group, score_group
-from utio_jax.bench.results import Group, Recorder, Row, describe, read_results
-from utio_jax.bench.scoring import Scored
+from utio_jax.bench.results import Group, Row, describe, read_results
 from utio_jax.bench.subjects import Subject, label_of, methods_of, shares_for
 from utio_jax.bench.suite import SUITES, conclude, groups_of, run_groups
 from utio_jax.bench.suite import tiny as tiny_suite
-from utio_jax.bench.timing import Spread, Timing
+from utio_jax.bench.timing import Spread, Timed, Timing
 from utio_jax.cli.bench import subject_named
 from utio_jax.cli.main import main
 from utio_jax.core.flops import expected_flops, token_cost
@@ -80,29 +79,15 @@ def test_rows_that_claim_too_much_are_refused(changed: dict[str, Any], match: st
         dataclasses.replace(good, **changed)
 
 
-@pytest.mark.usefixtures("unchecked_shapes")
-def test_rows_have_every_key_and_no_other() -> None:
-    stored = PLANNED.to_dict()
-    for broken in ({**stored, "more": 1}, {k: v for k, v in stored.items() if k != "note"}, []):
-        with pytest.raises(ValueError, match="every key of schema 4"):
-            Row.from_dict(broken)
-    with pytest.raises(ValueError, match="Wanted a spread in seconds"):
-        Row.from_dict({**stored, "seconds": {"median": 1.0}})
+# --- Files: kept, replaced, interrupted.
+
+HEAD = {"suite": "quick", "settings": {}, "environment": {"device": "cpu:x"}}
 
 
-# --- Files: kept, resumed, interrupted.
-
-
-def recorder_at(folder: Path) -> Recorder:
-    file = folder / "results.json"
-    return Recorder(file, suite="quick", settings={}, environment={"device": "cpu:x"})
-
-
-def group(name: str, calls: list[str], error: BaseException | None = None) -> Group:
+def group(name: str, error: BaseException | None = None) -> Group:
     row = dataclasses.replace(PLANNED, method=name)
 
     def measure() -> list[Row]:
-        calls.append(name)
         if error is not None:
             raise error
         return [row.timed(timing(1.0), against=timing(2.0))]
@@ -110,20 +95,26 @@ def group(name: str, calls: list[str], error: BaseException | None = None) -> Gr
     return Group(title=name, rows=(row,), measure=measure)
 
 
-def run(groups: list[Group], recorder: Recorder, **options: Any) -> None:
-    run_groups(groups, recorder, started=0.0, say=lambda _: None, **options)
+def run(folder: Path, groups: list[Group], **options: Any) -> list[Row]:
+    """Returns the rows that the file holds in the end."""
+    file = folder / "results.json"
+    found = run_groups(file, groups, HEAD, say=lambda _: None, **options)
+    kept, rows = read_results(file)
+    assert kept == found
+    return rows
 
 
-def test_an_interrupted_run_keeps_what_it_measured(tmp_path: Path) -> None:
-    recorder, file = recorder_at(tmp_path), tmp_path / "results.json"
-    with pytest.raises(KeyboardInterrupt):
-        run([group("a", []), group("b", []), group("c", [], KeyboardInterrupt())], recorder)
+def test_an_interrupted_or_killed_run_keeps_what_it_measured(tmp_path: Path) -> None:
+    first, file = [group("a"), group("b")], tmp_path / "results.json"
+    assert len(run(tmp_path, [*first, group("c", KeyboardInterrupt())])) == 2
+    assert not read_results(file)[0]["complete"]
+    assert len(run(tmp_path, first[:1])) == 1, "replaced"
+    assert read_results(file)[0]["complete"]
+    with pytest.raises(SystemExit):  # Nothing is written after what ends the process.
+        run(tmp_path, [*first, group("c", SystemExit())])
     kept, rows = read_results(file)
     assert [row.method for row in rows] == ["a", "b"]
     assert not kept["complete"]
-    assert recorder.close(complete=True, seconds=1.0) == read_results(file)[0]
-    recorder_at(tmp_path)
-    assert read_results(file)[1] == [], "replaced"
 
 
 @pytest.mark.check
@@ -136,16 +127,13 @@ def test_a_group_leaves_no_compiled_programs_behind(tmp_path: Path) -> None:
         return [PLANNED]
 
     held: list[int] = []
-    run([Group(title="a", rows=(PLANNED,), measure=measure)], recorder_at(tmp_path))
+    run(tmp_path, [Group(title="a", rows=(PLANNED,), measure=measure)])
     assert (held, program._cache_size()) == ([1], 0)
 
 
 def test_what_cannot_run_says_why_and_the_rest_goes_on(tmp_path: Path) -> None:
-    calls: list[str] = []
-    recorder = recorder_at(tmp_path)
-    groups = [group("a", calls, ValueError("too long\nby far")), group("b", calls)]
-    run(groups, recorder, note="dry run")
-    failed, fine = recorder.rows.values()
+    groups = [group("a", ValueError("too long\nby far")), group("b")]
+    failed, fine = run(tmp_path, groups, note="dry run")
     assert (failed.ran, failed.note, failed.speedup) == (False, "too long; dry run", None)
     assert (fine.ran, fine.note) == (True, "dry run")
 
@@ -212,7 +200,7 @@ def test_a_method_that_fell_back_or_is_missing_has_no_speedup(
     def measure(_: Any, __: Any, ___: Any, methods: Any, **____: Any) -> dict[str, Any]:
         ran.extend(method.label for method in methods)
         spent = timing(1.0)
-        found = Scored(ledger=Ledger(policy="x"), timing=spent, baseline="full", fastest=spent)
+        found = Timed(ledger=Ledger(policy="x"), timing=spent, baseline="full", against=spent)
         return dict.fromkeys(ran, found)
 
     monkeypatch.setattr("utio_jax.bench.scoring.measure_policies", measure)

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from helpers.cases import EXECUTOR
@@ -25,11 +26,16 @@ from utio_jax.policies.store import Calibration, Thresholds, load_calibration
 pytestmark = pytest.mark.check
 
 
+def searched(model: Any, text: list[Batch]) -> Any:
+    """Returns what fits thresholds to a text, and the learned signal."""
+    studies = study_exits(model.decoder, model.params, text)
+    found = ThresholdSearch(model.decoder, model.params, studies, executor=EXECUTOR)
+    return found, SignalFitter(model.decoder, model.params, studies).fit("learned")
+
+
 @pytest.fixture(scope="module")
 def search(tiny: Any, text: list[Batch]) -> Any:
-    studies = study_exits(tiny.decoder, tiny.params, text)
-    found = ThresholdSearch(tiny.decoder, tiny.params, studies, executor=EXECUTOR)
-    return found, SignalFitter(tiny.decoder, tiny.params, studies).fit("learned")
+    return searched(tiny, text)
 
 
 def quiet(what: str) -> None:
@@ -43,6 +49,16 @@ def rows_of(text: list[Batch]) -> list[np.ndarray]:
         for ids, length in zip(batch.token_ids, batch.lengths, strict=True)
         if length
     ]
+
+
+def test_a_second_fit_to_a_text_is_the_first(tiny: Any, text: list[Batch], search: Any) -> None:
+    again = searched(tiny, text)
+    signals = map(jax.tree.leaves, (search[1], again[1]))
+    for ours, theirs in zip(*signals, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    entry = search[0].fit(search[1], 0.8)
+    assert entry is not None
+    assert entry == again[0].fit(again[1], 0.8)
 
 
 def test_what_exits_lose_is_what_uniform_loses(tiny: Any, search: Any) -> None:

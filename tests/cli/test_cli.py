@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers.cli import last_line
 from helpers.folders import save_small_model
 from helpers.texts import SOURCES, source
 from rich.console import Console
@@ -61,12 +62,6 @@ def test_a_calibration_of_its_own_is_made_compared_and_used(
     assert all(Path(picture).stat().st_size > 1000 for picture in found["pictures"])
     assert main(["evaluate", *read, *model, "--policy", "position", "--calibration", str(out)]) == 0
     assert last_line(capsys)["budget"] == float(budget), "the only one"
-
-
-def last_line(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
-    out = capsys.readouterr().out
-    assert out.count("\n") == 1, "stdout is one line of JSON"
-    return json.loads(out)
 
 
 def test_evaluate_text(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -320,7 +315,10 @@ def test_a_model_without_exits_drafts_from_its_text_alone(
             "ids from 0 to 299, the model's vocabulary. Got 1 to 300",
         ),
         (["demo", "SHORT"], "text of at least 1024 tokens"),
-        (["calibrate", "SOURCE", "--budget", "0.01"], "a goal that some policy reaches"),
+        (
+            ["calibrate", "SOURCE", "--budget", "0.01", "--policy", "position"],
+            "a goal that some policy reaches",
+        ),
         (
             ["calibrate", "--budget", "0.5", "--max-nll-increase-pct", "1"],
             "one of --budget, --max-nll-increase-pct and --max-disagreement",

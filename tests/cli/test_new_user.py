@@ -95,12 +95,12 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [
-        ("evaluate X --policy full --budget 0.5", "Wanted --policy learned, or another fitted on"),
-        ("evaluate X --kv drop", "with --kv. Got --policy full"),
-        ("evaluate X --policy uniform", "Wanted --depth with --policy uniform"),
+        ("evaluate X --policy full --budget 0.5", "Wanted policy learned, or another fitted on"),
+        ("evaluate X --kv drop", "with kv. Got policy full"),
+        ("evaluate X --policy uniform", "Wanted a depth with policy uniform"),
         (
             "generate x --mode adaptive --policy full --budget 0.5",
-            "with --budget. Got --policy full",
+            "with budget. Got policy full",
         ),
         ("generate x --rounds -1", "Wanted --rounds of at least 0. Got -1"),
         ("calibrate X --confidence 0.9", "Wanted --max-disagreement with --confidence"),
@@ -368,9 +368,6 @@ ELSEWHERE = {
     "environment.py": {"--always", "--dirty", "--abbrev", "--exclude"},  # git's
     "architectures.py": {"--merge"},  # llama.cpp's
     "actors.py": {"--head", "--xla"},  # Ray's and XLA's
-    "finetune.py": {"--late", "--resume"},  # Of models/recipes.
-    "train.py": {"--resume"},
-    "shared_kv.py": {"--shared-kv"},
     # Taken out before a command reads its own.
     "main.py": {"--json", "--help-all", "--enable-utio"},
     "options.py": {"--help-all"},
@@ -541,13 +538,13 @@ def test_generate_decodes_once_for_the_text_and_once_a_round(
     from utio_jax.decoding import text
 
     decoded: list[Any] = []
-    until = text.generate_until
+    until = text.generate_text
 
     def counted(*arguments: Any, **options: Any) -> Any:
         decoded.append(options["mode"].name)
         return until(*arguments, **options)
 
-    monkeypatch.setattr(text, "generate_until", counted)
+    monkeypatch.setattr(text, "generate_text", counted)
     texts = ["def mean(values):", "import"]
     arguments = ["generate", *texts, "--model", str(folder), "--max-new-tokens", "4"]
     assert main([*arguments, "--rounds", "0"]) == 0

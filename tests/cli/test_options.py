@@ -14,7 +14,6 @@ from utio_jax import Adaptive, Lossless, Plain, uniform
 from utio_jax.cli.evaluate import Evaluate
 from utio_jax.cli.options import (
     OfDecoding,
-    check_policy_options,
     read_token_ids,
     repeat_reading,
 )
@@ -22,9 +21,10 @@ from utio_jax.cli.serve import Serve
 from utio_jax.decoding.sampling import SamplingParams
 from utio_jax.models.presets import TINY
 from utio_jax.models.transformer import Transformer
+from utio_jax.models.verbs import check_policy
 
 MODEL: Any = types.SimpleNamespace(
-    policy=lambda name, depth: uniform(depth), prompt_choices=(), decoder=Transformer(TINY)
+    policy=lambda name, budget, depth: uniform(depth), prompt_choices=(), decoder=Transformer(TINY)
 )
 """What options need of a model to name a depth."""
 
@@ -71,18 +71,18 @@ def test_tokens_are_drawn_as_asked() -> None:
 @pytest.mark.parametrize(
     ("name", "options", "match"),
     [
-        ("full", {"budget": 0.5}, "--policy learned, or another fitted one, with --budget"),
-        ("full", {"kv": "drop"}, "with --kv. Got --policy full"),
-        ("uniform", {"calibration": Path("c"), "depth": 2}, "with --calibration"),
-        ("uniform", {}, "Wanted --depth with --policy uniform"),
-        ("learned", {"depth": 3}, "Wanted --policy uniform with --depth. Got --policy learned"),
+        ("full", {"budget": 0.5}, "policy learned, or another fitted one, with budget"),
+        ("full", {"kv": "drop"}, "with kv. Got policy full"),
+        ("uniform", {"calibration": Path("c"), "depth": 2}, "with calibration"),
+        ("uniform", {}, "Wanted a depth with policy uniform"),
+        ("learned", {"depth": 3}, "Wanted policy uniform with depth. Got policy learned"),
     ],
 )
 def test_an_option_without_a_use_is_named(name: str, options: dict[str, Any], match: str) -> None:
     with pytest.raises(ValueError, match=match):
-        check_policy_options(name, **options)
-    check_policy_options("uniform", depth=2)
-    check_policy_options("learned", budget=0.5, calibration=Path("c"), kv="drop")
+        check_policy(name, **options)
+    check_policy("uniform", depth=2)
+    check_policy("learned", budget=0.5, calibration=Path("c"), kv="drop")
 
 
 @pytest.mark.parametrize(

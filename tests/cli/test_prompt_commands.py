@@ -10,11 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from bpe import train_tokenizer
+from helpers.cli import last_line
 from helpers.models import live_params
 
 from utio_jax.cli.main import main
 from utio_jax.models import TINY, Transformer, load, save
-from utio_jax.models.tokenizer import train_tokenizer
 
 pytestmark = pytest.mark.check
 
@@ -49,12 +50,6 @@ def maps(folder: Path, ids: Path) -> Path:
     return out
 
 
-def last_line(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
-    out = capsys.readouterr().out
-    assert out.count("\n") == 1, "stdout is one line of JSON"
-    return json.loads(out)
-
-
 def test_fit_prompt_writes_maps_and_what_they_cost(maps: Path, folder: Path) -> None:
     stored = json.loads(maps.read_text())
     assert stored["stops"] == [2]
@@ -65,29 +60,6 @@ def test_fit_prompt_writes_maps_and_what_they_cost(maps: Path, folder: Path) -> 
     assert roles == ["chosen", *["control"] * 4][: len(roles)]
     assert {each["by"] for each in stored["test"]} == {"sinks_recent", "random", "none"}
     assert maps.with_suffix(".safetensors").is_file()
-
-
-def test_fit_prompt_trains_maps(
-    folder: Path, ids: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    more = tmp_path / "more.txt"
-    more.write_text(WORDS * 300)
-    out = tmp_path / "maps.json"
-
-    def fit(*options: str) -> dict[str, Any]:
-        capsys.readouterr()
-        arguments = ["fit-prompt", "--model", str(folder), "--token-ids", str(ids), "--stop", "2"]
-        arguments += ["--fit-text", str(more), "--prompt-tokens", "28"]
-        assert main([*arguments, "--by", "sinks_recent", "--out", str(out), *options]) == 0
-        return last_line(capsys)
-
-    closed = fit()
-    assert closed["trained"] is None
-    tensors = out.with_suffix(".safetensors").read_bytes()
-    found = fit("--train", "--train-steps", "2")
-    assert found["trained"]["steps"] == 2
-    assert json.loads(out.read_text())["trained"] == found["trained"]
-    assert out.with_suffix(".safetensors").read_bytes() != tensors
 
 
 def test_generate_reads_prompts_within_a_budget(

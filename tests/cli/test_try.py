@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.cli import said
 from helpers.folders import save_small_model
-from helpers.texts import SOURCES, source
+from helpers.texts import source
 
 from utio_jax.cli.main import main
 from utio_jax.cli.trial import Tried, recommend
@@ -43,11 +44,11 @@ def test_what_is_not_faster_or_loses_much_is_left_out() -> None:
     assert recommend([FULL, slow, costly], "mine").startswith("Nothing pays for mine on this text")
 
 
-def last_line(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
-    captured = capsys.readouterr()
-    found = json.loads(captured.out.splitlines()[-1])
-    assert found["verdict"] in captured.err
-    return found
+def rows_of(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    """Returns what was tried, by what it is; the verdict stands on stderr."""
+    found, shown = said(capsys)
+    assert found["verdict"] in shown
+    return {row["what"]: row for row in found["rows"]}
 
 
 @pytest.mark.check
@@ -57,7 +58,7 @@ def test_a_model_with_exits_and_one_without_are_tried(
     folder = tmp_path / "model"
     folder.mkdir()
     save_small_model(folder)
-    texts = [str(source(name)) for name in SOURCES]
+    texts = [str(source(name)) for name in ("sched", "stat")]
     entry = Thresholds(depths=(1, 4), thresholds=(-5.0,), fractions=(0.2, 0.8))
     Calibration(
         entries={"learned": {0.8: entry}},
@@ -66,7 +67,7 @@ def test_a_model_with_exits_and_one_without_are_tried(
     ).save(folder)
     before = sorted(path.name for path in folder.iterdir())
     assert main(["try", *texts, "--model", str(folder)]) == 0
-    rows = {row["what"]: row for row in last_line(capsys)["rows"]}
+    rows = rows_of(capsys)
     assert [*rows] == [
         "in full",
         "writing: drafter ngram",
@@ -89,8 +90,7 @@ def test_a_model_with_exits_and_one_without_are_tried(
     (folder / "config.json").write_text(json.dumps(config | {"exits": [4]}))
     (folder / "policies.json").unlink()
     assert main(["try", *texts, "--model", str(folder)]) == 0
-    rows = {row["what"]: row for row in last_line(capsys)["rows"]}
-    assert [*rows] == [
+    assert [*rows_of(capsys)] == [
         "in full",
         "writing: drafter ngram",
         "reading: the model names no exits",

@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.cases import run_dense, run_oracle
 
 from utio_jax.core.decoder import Decoder, DecoderConfig, check_depths
 from utio_jax.policies.depth import given_depths
 from utio_jax.staircase.loop import staircase
-from utio_jax.staircase.reference import dense_states, reference_states
 
 SIZES: dict[str, Any] = {
     "vocab_size": 23,
@@ -147,7 +147,7 @@ def test_another_architecture_is_a_decoder(gpt):
     decoder, params = gpt
     assert isinstance(decoder, Decoder)
     assert hash(decoder) == hash(Gpt(DecoderConfig(**SIZES)))
-    states = dense_states(decoder, params, jnp.asarray(IDS), jnp.asarray(LENGTHS), depths=(1, 4))
+    states = run_dense(decoder, params, jnp.asarray(IDS), jnp.asarray(LENGTHS), depths=(1, 4))
     for depth, found in zip((1, 4), states, strict=True):
         for row, length in enumerate(LENGTHS):
             expected = slow_gpt(params, IDS[row, :length].tolist(), depth, 3)
@@ -162,14 +162,14 @@ def test_another_architecture_runs_the_staircase_as_the_oracle_says(gpt, kv):
     policy = given_depths(jnp.asarray(depths), depths=(1, 2, 4))
     run = jax.jit(staircase, static_argnames=("decoder", "kv"))
     result = run(decoder, params, ids, lengths, policy, kv=kv)
-    expected = reference_states(decoder, params, ids, lengths, jnp.asarray(depths), kv=kv)
+    expected = run_oracle(decoder, params, ids, lengths, jnp.asarray(depths), kv=kv)
     for row, length in enumerate(LENGTHS):
         assert result.depths[row, :length].tolist() == depths[row, :length].tolist()
         np.testing.assert_allclose(
             result.x[row, :length], expected[row, :length], rtol=1e-4, atol=1e-4
         )
     # Depth matters here: the same tokens at full depth are elsewhere.
-    (full,) = dense_states(decoder, params, ids, lengths, depths=(4,))
+    _, full = run_dense(decoder, params, ids, lengths, depths=(1, 4))
     assert np.abs(np.asarray(full - expected))[depths < 4].max() > 0.1
 
 

@@ -37,6 +37,7 @@ from utio_jax.policies import given_depths
 from utio_jax.policies.depth import Thresholded
 from utio_jax.policies.signals import Entropy
 from utio_jax.staircase import CapacityPrefix, exit_nll, full_depth
+from utio_jax.staircase.score import run_score
 
 EXITS = (1, 2, 4)
 
@@ -126,8 +127,7 @@ def test_a_policy_that_looks_at_logits_sees_what_the_token_will_say(
     policy = Thresholded(
         signal=Entropy(), thresholds=jnp.full(2, threshold, jnp.float32), depths=EXITS
     )
-    run = jax.jit(score, static_argnums=0, static_argnames="executor")
-    found = run(model.decoder, model.params, ids, lengths, policy, executor=EXECUTOR)
+    found = run_score(model.decoder, model.params, ids, lengths, policy, executor=EXECUTOR)
     states = run_dense(model.decoder, model.params, ids, lengths, depths=EXITS)
     if threshold == -np.inf:  # None stops: nothing is mapped but for looking.
         assert np.all(np.asarray(found.depths)[found.depths > 0] == 4)
@@ -402,7 +402,7 @@ def test_a_folder_with_a_lens_is_read_through_it(bare: Model, lens: Lens, tmp_pa
         load(tmp_path, exits=(3, 4))
     with pytest.raises(ValueError, match="without a lens"):
         save(tmp_path / "again", through.decoder, through.params)  # pyright: ignore
-    from utio_jax.models.training.finetune import finetune
+    from tuning import finetune
 
     with pytest.raises(ValueError, match="--lens none"):
         finetune(through, [np.arange(9)], out=tmp_path / "tuned")

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 ON_TWO_DEVICES = """
 import jax
 import numpy as np
-from utio_jax.core.rows import PerDevice, Rows, StackedRows, over_rows, place
+from utio_jax.core.rows import Rows, StackedRows, over_rows, place
 
 mesh = jax.make_mesh((2,), ("data",))
 rows, stacks, shared = np.arange(10.0).reshape(5, 2), np.arange(20.0).reshape(2, 5, 2), np.ones(2)
@@ -32,13 +32,13 @@ assert shapes == [[(3, 2)] * 2, [(2, 3, 2)] * 2, [(2,)] * 2], shapes
 
 def on_device(rows, stacks, shared):
     done = Rows(rows.tree + shared), StackedRows(stacks.tree * 2)
-    return *done, PerDevice.of(rows.tree.sum())
+    return *done, Rows(rows.tree.sum()[None])
 
 
 done, doubled, sums = over_rows(mesh, on_device, *placed)
 np.testing.assert_array_equal(done.tree, np.concatenate([rows, np.zeros((1, 2))]) + 1)
 np.testing.assert_array_equal(doubled.tree, 2 * np.pad(stacks, ((0, 0), (0, 1), (0, 0))))
-np.testing.assert_array_equal(sums.leaves[0], [rows[:3].sum(), rows[3:].sum()])
+np.testing.assert_array_equal(sums.tree, [rows[:3].sum(), rows[3:].sum()])
 """
 
 

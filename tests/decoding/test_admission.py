@@ -13,11 +13,10 @@ import pytest
 from helpers.generation import SMALL, lively_model, run, setting_of
 from helpers.models import with_random_maps
 
-from utio_jax.core.pytrees import pytree
 from utio_jax.core.rows import row_axes
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.admission import _admit, admit, empty_state, release
-from utio_jax.decoding.base import Mode, Plain
+from utio_jax.decoding.base import Plain
 from utio_jax.decoding.drafting import NGram
 from utio_jax.decoding.generate import collect
 from utio_jax.decoding.loop import advance, begin
@@ -99,7 +98,7 @@ class Server:
     def admit(self, requests: list[Request], rows: list[int], **how: Any) -> Any:
         """Returns the fresh rows."""
         fresh, where = self.begin(requests, **how), np.asarray(rows, np.int32)
-        self.state = admit(self.state, fresh, where, mode=self.mode)
+        self.state = admit(self.state, fresh, where)
         return fresh
 
     def advance(self, until: int) -> None:
@@ -182,8 +181,8 @@ def test_an_admission_moves_the_fresh_rows_and_nothing_else():
         np.testing.assert_array_equal(new[2], come[1])
         np.testing.assert_array_equal(new[3], come[0])
     # A mode's memory is among them.
-    assert None not in row_axes(server.state.memory)
-    assert leaves_of(server.state.memory)
+    assert None not in row_axes(server.state)
+    assert jax.tree.leaves(server.state.memory)
 
 
 def test_released_rows_take_part_in_nothing():
@@ -212,7 +211,7 @@ def test_an_admission_copies_no_cache():
         sum(leaf.nbytes for leaf in jax.tree.leaves((each.cache, each.memory)))
         for each in (server.state, fresh)
     )
-    program = _admit.lower(server.mode, server.state, fresh, np.array([3, 1], np.int32)).compile()
+    program = _admit.lower(server.state, fresh, np.array([3, 1], np.int32)).compile()
     memory = program.memory_analysis()
     assert memory is not None
     assert memory.alias_size_in_bytes >= held
@@ -239,15 +238,3 @@ def test_a_prompt_may_be_read_by_importance():
         )
         np.testing.assert_array_equal(server.found(row)["token_ids"], wanted.token_ids[0])
         np.testing.assert_array_equal(server.found(row)["decided"], wanted.decided[0])
-
-
-@pytree
-class Forgetful(Mode):
-    """A mode that does not say where the rows of its memory lie."""
-
-    name = "forgetful"
-
-
-def test_a_memory_that_does_not_say_where_rows_lie_is_refused():
-    with pytest.raises(ValueError, match="along which axis rows lie.*Forgetful remembers dict"):
-        Forgetful().admit({"a": jnp.zeros(4)}, {"a": jnp.zeros(2)}, jnp.arange(2))

@@ -7,16 +7,14 @@ import dataclasses
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers.engine import CAPACITY, SHAPES
 from helpers.generation import SMALL, lively_model, run
-from helpers.models import Model
+from helpers.models import Model, with_random_lens
 from helpers.shared_kv import KINDS
 
 from utio_jax import Adaptive, Lossless, Plain, SamplingParams
-from utio_jax.core.lens import Lens, lensed
 from utio_jax.decoding import Prefill
 from utio_jax.decoding.prefill import exact_prefill, fastest_prefill
 from utio_jax.engine import Engine
@@ -38,7 +36,15 @@ def model(request: Any) -> Model:
     return lively_model(**KINDS[request.param])
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("model", "way"),
+    [
+        *((kind, "plain") for kind in KINDS),
+        ("heads of two layers", "adaptive"),
+        ("heads of two layers", "lossless"),
+    ],
+    indirect=["model"],
+)
 def test_tokens_after_exact_prompts_are_those_after_whole_ones(model: Model, way: str) -> None:
     options: dict[str, Any] = {"max_new_tokens": 24, **WAYS[way]}
     whole = run(model, PROMPTS, prefill=Prefill(), **options)
@@ -83,9 +89,7 @@ def test_a_model_without_shared_keys_and_values_has_no_exact_prefill(model: Mode
 def test_exits_behind_a_lens_change_nothing(model: Model) -> None:
     exits = model.decoder.config.exits[-2:]  # Prompts may stop below the first, which has a map.
     config = dataclasses.replace(model.decoder.config, exits=exits)
-    dim = config.embed_dim
-    lens = Lens(matrix=jnp.ones((1, dim, dim)), bias=jnp.ones((1, dim)), exits=exits[:1])
-    seen = Model(*lensed(type(model.decoder)(config), model.params, lens))
+    seen = with_random_lens(Model(type(model.decoder)(config), model.params))
     found, wanted = (run(each, PROMPTS, max_new_tokens=8) for each in (seen, model))
     for one, other in zip(found.token_ids, wanted.token_ids, strict=True):
         np.testing.assert_array_equal(one, other)
@@ -101,7 +105,11 @@ def test_a_budget_of_prompts_is_kept_exactly(model: Model) -> None:
         prompt_prefill(model.decoder, model.params, 0.2)
 
 
-@pytest.mark.parametrize("chunk", [None, 8], ids=["whole", "chunks"])
+@pytest.mark.parametrize(
+    ("model", "chunk"),
+    [("heads of two layers", None), ("heads of two layers", 8), ("of the last of a kind", 8)],
+    indirect=["model"],
+)
 def test_an_engine_reads_them_so_too(model: Model, chunk: int | None) -> None:
     shapes = SHAPES.__class__(prompt_widths=(8, 32), groups=(1, 2), key_step=32, chunk=chunk)
     engine = Engine(

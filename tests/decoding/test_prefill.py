@@ -11,7 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers.generation import (
+    LONG,
     PROMPTS,
+    SMALL_BLOCKS,
     DepthAt,
     depth_table,
     lively_model,
@@ -19,51 +21,29 @@ from helpers.generation import (
     run,
     true_logits,
 )
+from helpers.policies import TableSignal
 
 from utio_jax.attention import History
 from utio_jax.attention.band import SparseQueries
 from utio_jax.attention.cache import init_cache
 from utio_jax.core.flops import token_cost
-from utio_jax.core.pytrees import pytree, static
 from utio_jax.decoding import prefill
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.base import Plain
 from utio_jax.decoding.lossless import Lossless
 from utio_jax.decoding.prefill import Prefill, fastest_prefill
-from utio_jax.policies.depth import never_stops, uniform
-from utio_jax.policies.signals import SignalBase
+from utio_jax.policies.depth import uniform
 from utio_jax.prompts.evaluate import prompt_cost
 from utio_jax.staircase import CapacityPrefix, SparseAttention, staircase
-from utio_jax.staircase.microbatches import MicroBatches
 
 DEPTHS = (1, 2, 4)
-LONG = [[*PROMPTS[0], *range(10, 24)], PROMPTS[1] * 3, PROMPTS[2]]
-"""17, 21 and 1 tokens, padded to 24."""
-SMALL_BLOCKS = MicroBatches(min_bucket=2, block=8, query_block=4, key_step=8)
 HISTORY = History(recent=3, sinks=1)
-
-
-@pytree
-class ScoreAt(SignalBase):
-    """Scores by position, `[batch, position]`."""
-
-    table: jax.Array = dataclasses.field(metadata={"row_axis": 0})
-    name: str = static(default="table")
-
-    def start(self, token_ids: jax.Array, positions: jax.Array) -> jax.Array:
-        return jnp.take_along_axis(self.table, positions, axis=1)
-
-    def __call__(self, index: int, boundary: Any, memory: Any) -> tuple[jax.Array, Any]:
-        return memory, memory
-
-    def flops(self, index: int, decoder: Any, params: Any) -> float:
-        return 1000.0
 
 
 def half_sparse(*, segments: int) -> SparseAttention:
     table = np.random.default_rng(3).random((3, 24)).astype(np.float32)
     return SparseAttention(
-        signal=ScoreAt(table=jnp.asarray(table)),
+        signal=TableSignal(table=jnp.broadcast_to(table, (segments, *table.shape))),
         thresholds=jnp.full(segments, 0.5, jnp.float32),
         history=HISTORY,
     )
@@ -72,8 +52,8 @@ def half_sparse(*, segments: int) -> SparseAttention:
 def sparse_by_layer(attention: SparseAttention, row: int, prompt: int) -> SparseQueries:
     """Returns one row's choice in each of the four layers, up to 72 tokens."""
     sparse = np.zeros((4, 1, 72), bool)
-    assert isinstance(attention.signal, ScoreAt)
-    table = np.asarray(attention.signal.table)[row, :prompt]
+    assert isinstance(attention.signal, TableSignal)
+    table = np.asarray(attention.signal.table)[0, row, :prompt]
     dense_layers = 0 if attention.thresholds.shape[0] == len(DEPTHS) else DEPTHS[0]
     sparse[dense_layers:, 0, :prompt] = table <= 0.5
     return SparseQueries(sparse=jnp.asarray(sparse), history=HISTORY)
@@ -134,7 +114,7 @@ def test_new_thresholds_compile_nothing(count_compiles: Any) -> None:
     def read(threshold: float) -> Any:
         thresholds = jnp.full(2, threshold, jnp.float32)
         choice = dataclasses.replace(attention, thresholds=thresholds)
-        how = Prefill(policy=never_stops(DEPTHS), attention=choice, executor=SMALL_BLOCKS)
+        how = Prefill(policy=uniform(4, exits=DEPTHS), attention=choice, executor=SMALL_BLOCKS)
         return run(model, LONG, prefill=how, max_new_tokens=2)
 
     dense = read(-np.inf)
@@ -194,11 +174,11 @@ def test_what_it_cost() -> None:
 
     attention = half_sparse(segments=3)
     sparse, work = cost_of(
-        Prefill(policy=never_stops(DEPTHS), attention=attention, executor=SMALL_BLOCKS)
+        Prefill(policy=uniform(4, exits=DEPTHS), attention=attention, executor=SMALL_BLOCKS)
     )
     assert sparse.depth_mean == 4
     keys = cost.attention_per_key * float(work.key_slots[0].sum())
-    decisions = 3 * 40 * 1000.0  # A score at each segment's start, of all slots.
+    decisions = 40 * (1000.0 + 1001.0 + 1002.0)  # A score at each segment's start, of all slots.
     layers = 4 * (40 * cost.query + 72 * cost.keys_values)
     assert sparse.flops == pytest.approx(layers + keys + decisions, rel=1e-6)
     assert sparse.flops < full.flops + decisions

@@ -12,17 +12,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers.generation import (
-    PROMPTS,
+    LONG,
+    SMALL_BLOCKS,
     DepthAt,
     depth_table,
     lively_model,
     run,
     true_logits,
 )
-from helpers.models import Model, with_random_maps
+from helpers.models import Model, with_random_lens, with_random_maps
 
 from utio_jax.core.flops import token_cost
-from utio_jax.core.lens import Lens, lensed
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.base import Plain
 from utio_jax.decoding.prefill import Prefill
@@ -30,23 +30,11 @@ from utio_jax.policies.depth import uniform
 from utio_jax.prompts.budget import prompt_choice, prompt_prefill
 from utio_jax.prompts.evaluate import prompt_cost
 from utio_jax.staircase.capacity import CapacityPrefix
-from utio_jax.staircase.microbatches import MicroBatches
 from utio_jax.staircase.prompts import PromptChoice
 
 pytestmark = pytest.mark.check
 
 DEPTHS = (1, 2, 4)
-LONG = [[*PROMPTS[0], *range(10, 24)], PROMPTS[1] * 3, PROMPTS[2]]
-"""17, 21 and 1 tokens, padded to 24."""
-SMALL_BLOCKS = MicroBatches(min_bucket=2, block=8, query_block=4, key_step=8)
-
-
-def with_lens(model: Model) -> Model:
-    """Returns the model read through a lens that changes every prediction at its exits."""
-    exits, dim = model.decoder.config.exits[:-1], model.decoder.config.embed_dim
-    matrix = 0.3 * jax.random.normal(jax.random.key(3), (len(exits), dim, dim))
-    lens = Lens(matrix=matrix, bias=jnp.ones((len(exits), dim)), exits=exits)
-    return Model(*lensed(model.decoder, model.params, lens))
 
 
 def check_against_the_oracle(
@@ -72,7 +60,7 @@ def test_new_tokens_see_what_the_reference_shows_of_a_prompt(
     kv: Any, through_lens: bool, deepest: int
 ) -> None:
     """States that maps and projections start from are the tokens' own, not those of a lens."""
-    model = with_lens(lively_model()) if through_lens else lively_model()
+    model = with_random_lens(lively_model()) if through_lens else lively_model()
     model = with_random_maps(model, (1, 2))
     table = jnp.minimum(depth_table(DEPTHS, shape=(3, 96)), deepest)
     reading = DepthAt(table=table, depths=DEPTHS)
@@ -83,7 +71,7 @@ def test_new_tokens_see_what_the_reference_shows_of_a_prompt(
 
 @pytest.mark.parametrize("through_lens", [False, True], ids=["plain", "lens"])
 def test_prompts_and_new_tokens_alike_are_mapped(through_lens: bool) -> None:
-    model = with_lens(lively_model()) if through_lens else lively_model()
+    model = with_random_lens(lively_model()) if through_lens else lively_model()
     model = with_random_maps(model, (1, 2))
     table = depth_table(DEPTHS, shape=(3, 96))
     policy = DepthAt(table=table, depths=DEPTHS)
@@ -222,7 +210,7 @@ def test_a_model_with_exits_needs_nothing_measured() -> None:
     prompts = [[*range(1, 49)], [5, 6, 7], [8]]
     found = run(model, prompts, prefill=how, max_new_tokens=2)
     assert [int((depths == 4).sum()) for depths in found.prompt_depths] == [16, 3, 1]
-    through_lens = with_lens(model)
+    through_lens = with_random_lens(model)
     with pytest.raises(ValueError, match="trained to stop early.*fit-prompt"):
         prompt_prefill(through_lens.decoder, through_lens.params, 0.8)
     maps_only = [PromptChoice(stop=2, deep=0.1, flops_ratio=0.5)]

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import types
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from helpers.texts import new_text, pieces_of
 from utio_jax.bench.terminal import depth_legend, depth_text
 from utio_jax.decoding.base import Plain
 from utio_jax.decoding.lossless import Lossless
-from utio_jax.decoding.text import generate_text, generate_until
+from utio_jax.decoding.text import StreamedRow, TextReader, generate_text, stream_pieces
 
 OPTIONS = {"max_new_tokens": 40, "eos_ids": (), "lengths": SMALL}
 
@@ -47,11 +47,17 @@ class Fallback:
 TOKENIZER = Syllables()
 
 
+def text_model() -> Any:
+    """Returns a model to which a prompt's number is its text."""
+
+    def encode(texts: list[str]) -> list[np.ndarray]:
+        return [np.asarray(PROMPTS[int(text)], np.int32) for text in texts]
+
+    return types.SimpleNamespace(**vars(lively_model()), tokenizer=TOKENIZER, encode=encode)
+
+
 def until(stops: Any, **options: Any) -> Any:
-    model, options = lively_model(), {**OPTIONS, **options}
-    return generate_until(
-        TOKENIZER, model.decoder, model.params, PROMPTS, stop_strings=stops, **options
-    )
+    return generate_text(text_model(), PROMPTS, stop_strings=stops, **{**OPTIONS, **options})
 
 
 def plain_text(row: int) -> str:
@@ -178,23 +184,32 @@ def test_text_takes_time_by_its_length_and_not_by_its_square() -> None:
     assert work(4000, 10) == work(100, 10)
 
 
+@pytest.mark.parametrize("chunk", [1, 5, 40])
+def test_pieces_that_were_held_back_come_with_the_number_of_their_token(chunk: int) -> None:
+    new = plain(1)
+    wanted, text = pieces_of(TOKENIZER, PROMPTS[1], new), plain_text(1)
+    begun = tuple(text[at : at + 4] + "!" for at in (3, 11, 24))  # No stop string ends in it.
+    row, found = StreamedRow(TextReader(TOKENIZER, PROMPTS[1]), begun), [""] * new.size
+    for start in range(0, new.size, chunk):
+        stop = start + chunk
+        for piece, number in row.add(new[start:stop], running=stop < new.size):
+            assert number < stop
+            found[number] += piece
+        assert "".join(found) == row.text
+    assert found == wanted == row.pieces
+
+
 def test_text_in_text_out() -> None:
-    @dataclasses.dataclass
-    class Model:
-        decoder: Any
-        params: Any
-        tokenizer: Any
-
-        def encode(self, texts: list[str]) -> list[np.ndarray]:
-            return [np.asarray(PROMPTS[int(text)], np.int32) for text in texts]
-
-    lively = lively_model()
-    model = Model(lively.decoder, lively.params, TOKENIZER)
+    model = text_model()
     found = generate_text(model, ["0", "1", "2"], **OPTIONS)
     assert found.texts == tuple(plain_text(row) for row in range(3))
     stop = plain_text(1)[10:14]
     cut = generate_text(model, ["0", "1", "2"], stop_strings=[stop], **OPTIONS)
     assert cut.texts[1] == plain_text(1)[: plain_text(1).index(stop)]
+    for prompt in ("1", PROMPTS[1]):
+        pieces = [*stream_pieces(model, prompt, **OPTIONS)]
+        assert [piece for piece, _ in pieces] == list(found.pieces[1])
+        assert [depth for _, depth in pieces] == found.generated.decided[1].tolist()
 
 
 @pytest.mark.usefixtures("unchecked_shapes")

@@ -8,18 +8,11 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from helpers.engine import SLOTS, STEPS, Asked, engine_of, modes, pool
+from helpers.engine import SLOTS, STEPS, Asked, Letters, engine_of, modes, pool
 from helpers.generation import lively_model, true_logits
 from helpers.marks import quick_where
 
 COUNT = 5
-
-
-class Letters:
-    """A tokenizer of one letter a token."""
-
-    def decode(self, ids: Any) -> str:
-        return "".join(chr(97 + i % 5) for i in map(int, ids))
 
 
 def check_against_sorted(asked: Asked, finished: Any, name: str) -> None:

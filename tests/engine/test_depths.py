@@ -17,15 +17,8 @@ from helpers.models import gated
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.base import Plain
 from utio_jax.engine import Engine
-from utio_jax.policies import (
-    Patience,
-    SoftmaxGap,
-    Thresholded,
-    covering_depths,
-    random_depths,
-    uniform,
-    with_depths,
-)
+from utio_jax.policies import Patience, SoftmaxGap, Thresholded, random_depths
+from utio_jax.policies.depth import spread_thresholds
 
 
 def chance(*shares: float, depths: tuple[int, ...]) -> Thresholded:
@@ -45,8 +38,10 @@ OWN = chance(0.5, 0.5, depths=(1, 4))
 
 def serving(**options: Any) -> Adaptive:
     """Returns a mode that has the depths of all budgets."""
-    policies = [each for each in BUDGETS.values() if isinstance(each, Thresholded)]
-    return Adaptive(policy=with_depths(OWN, covering_depths([OWN, *policies])), **options)
+    depths = (1, 2, 4)
+    thresholds = jnp.asarray(spread_thresholds(OWN, depths))
+    policy = Thresholded(signal=OWN.signal, thresholds=thresholds, depths=depths)
+    return Adaptive(policy=policy, **options)
 
 
 def of_budget(name: str, **options: Any) -> Any:
@@ -95,26 +90,21 @@ def test_budgets_side_by_side_are_as_alone(options: Any, count_compiles: Any) ->
 
 def test_more_boundaries_change_no_decision() -> None:
     policy = chance(0.5, 0.5, depths=(2, 4))
-    wide = with_depths(policy, (1, 2, 3, 4, 6))
-    assert wide.depths == (1, 2, 3, 4, 6)
     half = float(policy.thresholds[0])
-    np.testing.assert_array_equal(wide.thresholds, [-np.inf, half, -np.inf, np.inf])
-    assert wide.signal is policy.signal
-    assert covering_depths([policy, uniform(3)]) == (2, 3, 4)
-    with pytest.raises(ValueError, match=r"among \(1, 2\). Got \(2, 4\). Take covering_depths"):
-        with_depths(policy, (1, 2))
-    with pytest.raises(ValueError, match="Wanted strictly increasing"):
-        with_depths(policy, (4, 2))
+    wide = spread_thresholds(policy, (1, 2, 3, 4, 6))
+    np.testing.assert_array_equal(wide, [-np.inf, half, -np.inf, np.inf])
+    with pytest.raises(ValueError, match=r"among \(1, 2\). Got \(2, 4\). Take the depths of all"):
+        spread_thresholds(policy, (1, 2))
 
 
 def test_a_signal_that_remembers_keeps_the_boundaries_before() -> None:
     policy = Thresholded(signal=Patience(), thresholds=jnp.asarray([-1.0, -1.0]), depths=(2, 4, 6))
-    longer = with_depths(policy, (2, 4, 6, 8))
-    np.testing.assert_array_equal(longer.thresholds, [-1, -1, np.inf])
+    longer = spread_thresholds(policy, (2, 4, 6, 8))
+    np.testing.assert_array_equal(longer, [-1, -1, np.inf])
     with pytest.raises(ValueError, match=r"'patience' remembers.*Got depths=\(1, 2, 4, 6\)"):
-        with_depths(policy, (1, 2, 4, 6))
+        spread_thresholds(policy, (1, 2, 4, 6))
     with pytest.raises(ValueError, match="'patience' remembers"):
-        with_depths(policy, (2, 3, 4, 6))
+        spread_thresholds(policy, (2, 3, 4, 6))
 
 
 @pytest.mark.usefixtures("unchecked_shapes")

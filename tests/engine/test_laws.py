@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each request gets what `generate` gives it alone, whatever arrives beside it, and when."""
+"""Each request gets what `generate` gives it alone, whatever arrives beside it, and when.
+
+So a seed fixes a text whatever the schedule, also where drafts are verified.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,7 @@ import numpy as np
 import pytest
 from helpers.engine import Asked, alone, assert_as_alone, engine_of, model64, modes, pool
 
-DEFAULT = ("plain", "propagate", "lossless")
-NAMES = (*DEFAULT, "drop", "copies", "prompts")
+NAMES = ("plain", "propagate", "lossless", "drop", "copies", "prompts")
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -48,10 +50,10 @@ def check_schedules(name: str, *, schedules: int, seed: int = 0) -> int:
 
 
 def _when(name: str) -> Any:
-    """`make test` has the simplest; two are left to `make check`, the others are slow."""
-    if name not in DEFAULT:
-        return pytest.mark.slow
-    return () if name == "plain" else pytest.mark.check
+    """`make test` has the simplest, and drafts; two are left to `make check`, others are slow."""
+    if name in ("plain", "lossless"):
+        return ()
+    return pytest.mark.check if name in ("propagate", "copies") else pytest.mark.slow
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=_when(name)) for name in NAMES])

@@ -3,63 +3,48 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 
 import pytest
 
-from utio_jax.evaluation.controls import (
-    PlainControl,
-    PlainControls,
-    load_controls,
-    plain_hull,
-    save_controls,
-)
+from utio_jax.evaluation.controls import load_controls
 from utio_jax.models import load
 
-
-def control(layers: int, flops_ratio: float, bits: float) -> PlainControl:
-    return PlainControl(
-        layers=layers,
-        flops_ratio=flops_ratio,
-        bits_per_byte=bits,
-        tokens=100,
-        seed=0,
-        command=f"train.py --preset plain-{layers}",
-    )
+FOUND = {
+    "model_sha256": "abc",
+    "bits_per_byte": 1.0,
+    "controls": [
+        {"layers": layers, "flops_ratio": ratio, "bits_per_byte": bits}
+        for layers, ratio, bits in ((4, 0.5, 1.1), (6, 0.75, 1.08), (8, 1.0, 0.9))
+    ],
+}
 
 
-FOUND = PlainControls(
-    model_sha256="abc",
-    bits_per_byte=1.0,
-    controls=(control(4, 0.5, 1.1), control(6, 0.75, 1.08), control(8, 1.0, 0.9)),
-)
+def test_between_controls_the_lower_hull_counts_and_left_of_them_nothing(tmp_path: Path) -> None:
+    assert load_controls(tmp_path, model_sha256="abc")(1.0) is None, "none are known"
+    (tmp_path / "controls.json").write_text(json.dumps(FOUND))
+    lost = load_controls(tmp_path, model_sha256="abc")
+    assert lost(0.5) == pytest.approx(10)
+    assert lost(1.0) == pytest.approx(-10)
+    assert lost(0.75) == pytest.approx(0), "6 layers lie above the chord"
+    assert lost(0.49) is None, "nothing so cheap was trained"
+    assert lost(None) is None
 
 
-def test_between_controls_the_lower_hull_counts_and_left_of_them_nothing() -> None:
-    assert FOUND.nll_increase_pct(0.5) == pytest.approx(10)
-    assert FOUND.nll_increase_pct(1.0) == pytest.approx(-10)
-    assert FOUND.nll_increase_pct(0.75) == pytest.approx(0), "6 layers lie above the chord"
-    assert FOUND.nll_increase_pct(0.49) is None, "nothing so cheap was trained"
-    assert FOUND.nll_increase_pct(None) is None
-
-
-def test_they_are_read_as_written_and_refused_beside_other_weights(tmp_path: Path) -> None:
-    assert load_controls(tmp_path, model_sha256="abc") is None
-    save_controls(tmp_path, FOUND)
-    assert load_controls(tmp_path, model_sha256="abc") == FOUND
+def test_what_cannot_be_read_or_is_of_other_weights_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "controls.json"
+    file.write_text(json.dumps(FOUND))
     with pytest.raises(ValueError, match="Wanted controls of the model with SHA-256 other"):
         load_controls(tmp_path, model_sha256="other")
-    file = tmp_path / "controls.json"
     for broken in (
         "{",
         "[]",
         *("null", "true", "1.5", '"abc"', "[" * 100_000 + "]" * 100_000, '{"controls": 3}'),
         json.dumps({"controls": []}),
-        json.dumps(dataclasses.asdict(FOUND) | {"controls": []}),
-        json.dumps(dataclasses.asdict(FOUND) | {"controls": [{"layers": 3}]}),
-        json.dumps(dataclasses.asdict(FOUND) | {"more": 1}),
+        json.dumps(FOUND | {"controls": []}),
+        json.dumps(FOUND | {"controls": [{"layers": 3}]}),
+        json.dumps(FOUND | {"bits_per_byte": 0}),
     ):
         file.write_text(broken)
         with pytest.raises(ValueError, match="Wanted the controls of a model in .* cannot be read"):
@@ -68,14 +53,14 @@ def test_they_are_read_as_written_and_refused_beside_other_weights(tmp_path: Pat
 
 def test_the_shipped_model_names_its_controls_also_through_a_lens() -> None:
     model = load()
-    found = model.plain_controls
-    assert found is not None
-    assert {row.layers for row in found.controls} >= {12, 16}
+    found = json.loads((model.folder / "controls.json").read_text())
+    rows = {row["layers"]: row for row in found["controls"]}
+    assert {*rows} >= {12, 16}
     recipe = "python models/recipes/train.py --preset plain-"
-    assert all(row.command.startswith(recipe) for row in found.controls)
-    full = next(row for row in found.controls if row.layers == 16)
-    assert 1 < full.flops_ratio < 1.05  # It makes keys and values in all layers.
-    at = plain_hull(model)(full.flops_ratio)
-    assert at == pytest.approx(100 * (full.bits_per_byte / found.bits_per_byte - 1), abs=1e-3)
+    assert all(row["command"].startswith(recipe) for row in rows.values())
+    ratio = rows[16]["flops_ratio"]
+    assert 1 < ratio < 1.05  # It makes keys and values in all layers.
+    lost = 100 * (rows[16]["bits_per_byte"] / found["bits_per_byte"] - 1)
     assert model.lens_sha256 is not None
-    assert load(lens=False).plain_controls == found
+    for each in (model, load(lens=False)):
+        assert each.plain_controls(ratio) == pytest.approx(lost, abs=1e-3)

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from anytime import exit_losses
 from helpers.cases import run_dense, run_oracle, run_staircase
 from helpers.counting import Counting, read_counts
 from helpers.marks import quick_where
@@ -26,7 +27,6 @@ from utio_jax.core.pytrees import pytree
 from utio_jax.evaluation import Ledger
 from utio_jax.evaluation.evaluate import Quality, evaluate, score_documents
 from utio_jax.evaluation.flops import check_worthwhile
-from utio_jax.models.training.train import exit_losses
 from utio_jax.policies import Learned, given_depths, random_depths
 from utio_jax.policies.signals import Position, TokenSurrogate
 from utio_jax.staircase import MicroBatches, full_depth

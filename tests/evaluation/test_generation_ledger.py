@@ -22,7 +22,7 @@ from helpers.generation import (
     true_logits,
 )
 
-from utio_jax.bench.decoding import measure_modes, middles, repetition
+from utio_jax.bench.decoding import measure_modes, middles
 from utio_jax.core.flops import token_cost
 from utio_jax.core.pytrees import pytree
 from utio_jax.decoding.adaptive import Adaptive
@@ -211,12 +211,6 @@ def test_modes_take_turns_on_the_same_prompts(model: Any) -> None:
         measure_modes(
             model.decoder, model.params, [PROMPTS], {"other": Plain()}, run=lambda p, m: plain_run()
         )
-
-
-def test_repetition_counts_what_was_there_before() -> None:
-    assert repetition([np.arange(9)]) == 0
-    assert repetition([np.zeros(8, int), np.arange(8)]) == 4 / 10
-    assert repetition([np.arange(3)]) == 0
 
 
 def test_prompts_come_from_the_middles_of_long_documents() -> None:

@@ -22,6 +22,7 @@ from utio_jax.decoding.sampling import SamplingParams, rows_of
 from utio_jax.decoding.state import stop_rules
 from utio_jax.models.presets import TINY
 from utio_jax.models.transformer import Transformer
+from utio_jax.staircase.microbatches import MicroBatches
 from utio_jax.staircase.reference import reference_states
 
 SMALL = Lengths(prompt_step=8, key_step=64)
@@ -32,6 +33,12 @@ CROSSING = Lengths(prompt_step=8, key_step=32)
 
 PROMPTS = [[0, 5, 7], [0, 9, 3, 2, 8, 8, 1], [4]]
 """Ragged: 3, 7 and 1 tokens, padded to 8."""
+
+LONG = [[*PROMPTS[0], *range(10, 24)], PROMPTS[1] * 3, PROMPTS[2]]
+"""17, 21 and 1 tokens, padded to 24."""
+
+SMALL_BLOCKS = MicroBatches(min_bucket=2, block=8, query_block=4, key_step=8)
+"""Reads such prompts in several blocks."""
 
 
 @functools.cache  # Once for all files: they share its compiled programs.

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from utio_jax import Thresholded
+from utio_jax.core.lens import Lens, lensed
 from utio_jax.policies import Learned, StateGate
 from utio_jax.prompts.maps import KVMap, with_kv_maps
 from utio_jax.staircase import dense_states
@@ -97,9 +99,21 @@ def with_random_maps(model: Model, stops: tuple[int, ...], *, seed: int = 8) -> 
     return Model(*with_kv_maps(model.decoder, model.params, maps))
 
 
+def with_random_lens(model: Model) -> Model:
+    """Returns the model read through a lens that changes what is predicted at its exits."""
+    exits, dim = model.decoder.config.exits[:-1], model.decoder.config.embed_dim
+    matrix = 0.1 * jax.random.normal(jax.random.key(3), (len(exits), dim, dim))
+    lens = Lens(matrix=matrix, bias=jnp.ones((len(exits), dim)), exits=exits)
+    return Model(*lensed(model.decoder, model.params, lens))
+
+
 def logits_of(model: Any, token_ids: Any) -> jax.Array:
     """Returns a plain full-depth pass' logits of rows without padding."""
-    layers, ids = model.decoder.config.num_layers, jnp.asarray(token_ids)
+    return _logits_of(model.decoder, model.params, jnp.asarray(token_ids))
+
+
+@partial(jax.jit, static_argnums=0)
+def _logits_of(decoder: Any, params: Any, ids: jax.Array) -> jax.Array:
     lengths = jnp.full(len(ids), ids.shape[1])
-    (x,) = dense_states(model.decoder, model.params, ids, lengths, depths=(layers,))
-    return model.decoder.unembed(model.params, x)
+    (x,) = dense_states(decoder, params, ids, lengths, depths=(decoder.config.num_layers,))
+    return decoder.unembed(params, x)

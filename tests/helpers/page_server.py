@@ -7,11 +7,9 @@ sends each event itself, and so decides when and how a stream is cut into pieces
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import copy
 import dataclasses
-import hashlib
 import itertools
 import json
 import queue
@@ -26,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import utio_jax
+from utio_jax.serving.app import _page_policy
 
 PAGE = Path(utio_jax.__file__).parent / "serving" / "page.html"
 
@@ -45,14 +44,8 @@ MODEL: dict[str, Any] = {
     },
 }
 
-# A function, in tokens, with the depth of each.
-TOKENS = (
-    ("def", 16), (" mean", 13), ("(", 5), ("values", 9), (":", 3), (" list", 14), ("[", 4),
-    ("float", 12), ("])", 3), (" ->", 6), (" float", 4), (":", 2), ("\n", 1), ("    ", 1),
-    ('"""', 8), ("Returns", 16), (" the", 5), (" arithmetic", 15), (" mean", 4), (".", 7),
-    ('"""', 2), ("\n", 1), ("    ", 1), ("return", 10), (" sum", 6), ("(", 2), ("values", 3),
-    (")", 2), (" /", 11), (" len", 5), ("(", 1), ("values", 2), (")", 2), ("\n", 4), ("\n\n", 9),
-)  # fmt: skip
+# Tokens, with the depth of each.
+TOKENS = (("def", 16), (" mean", 13), ("(", 5), ("values", 9), ("):", 3), ("\n", 1), ("    ", 1))
 
 
 def inline_texts(html: str) -> dict[str, list[str]]:
@@ -60,19 +53,6 @@ def inline_texts(html: str) -> dict[str, list[str]]:
         tag: re.findall(rf"<{tag}[^>]*>(.*?)</{tag}>", html, flags=re.DOTALL)
         for tag in ("style", "script")
     }
-
-
-def content_policy(html: str) -> str:
-    """Returns the Content-Security-Policy under which a page has to work: its own parts alone."""
-
-    def allowed(text: str) -> str:
-        return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
-
-    (style,), (script,) = inline_texts(html).values()
-    return (
-        f"default-src 'none'; style-src 'sha256-{allowed(style)}'; "
-        f"script-src 'sha256-{allowed(script)}'; connect-src 'self'"
-    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -94,7 +74,6 @@ class StandIn:
       policy: whether the page comes with its Content-Security-Policy.
       refusal: status, headers and body that answer the next request for text, once.
       warming: what `/ready` says, one after the other, before it is.
-      plan: what it says of depths per token then.
       asked: requests for text, oldest first.
       left: set when a client went away before its answer was complete.
     """
@@ -106,7 +85,6 @@ class StandIn:
         self.policy = True
         self.refusal: tuple[int, dict[str, str], bytes] | None = None
         self.warming: list[str] = []
-        self.plan: str | None = None
         self.asked: list[Asked] = []
         self.left = threading.Event()
         self._told: queue.Queue[bytes | None] | None = None
@@ -185,8 +163,7 @@ def _own_answer(body: Any, about: Any, *, chat: bool) -> Iterator[bytes | None]:
             text_chunk(pieces, depths, chat=chat, logprobs=found, finish_reason=finish)
         )
     mean = sum(depth for _, depth in tokens) / number
-    figures = {"mean_depth_decided": mean, "mean_depth_executed": mean, "seconds_in_queue": 0.0}
-    yield event_bytes(usage_chunk(7, number, **figures))
+    yield event_bytes(usage_chunk(7, number, mean_depth_decided=mean))
     yield event_bytes("[DONE]")
 
 
@@ -201,7 +178,7 @@ class _Answers(BaseHTTPRequestHandler):
             html = PAGE.read_bytes()
             headers = {"Content-Type": "text/html; charset=utf-8"}
             if self.stand_in.policy:
-                headers["Content-Security-Policy"] = content_policy(html.decode())
+                headers["Content-Security-Policy"] = _page_policy(html.decode())
             self._answer(200, headers, html)
         elif self.path == "/v1/models":
             if self._may():
@@ -212,8 +189,7 @@ class _Answers(BaseHTTPRequestHandler):
             if self.stand_in.warming:
                 self._answer(503, kind, refusal_body(self.stand_in.warming.pop(0)))
             else:
-                said = {"status": "ready", "plan": self.stand_in.plan}
-                self._answer(200, kind, json.dumps(said).encode())
+                self._answer(200, kind, b'{"status": "ready", "plan": null}')
         elif self.path == "/favicon.ico":  # Browsers ask for it by themselves.
             self._answer(204, {}, b"")
         else:

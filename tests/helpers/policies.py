@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -30,6 +31,25 @@ from utio_jax.policies import (
     UtioSurrogate,
     surrogate_table,
 )
+from utio_jax.policies.signals import SignalBase
+
+
+@pytree
+class TableSignal(SignalBase):
+    """Scores off a table, `[boundary, batch, position]`, each boundary at a price of its own."""
+
+    table: jax.Array = dataclasses.field(metadata={"row_axis": 1})
+    name: str = static(default="table")
+
+    def start(self, token_ids: jax.Array, positions: jax.Array) -> jax.Array:
+        at = jnp.broadcast_to(positions[None], (self.table.shape[0], *positions.shape))
+        return jnp.take_along_axis(self.table, at, axis=2)
+
+    def __call__(self, index: int, boundary: Any, memory: Any) -> tuple[jax.Array, Any]:
+        return memory[index], memory
+
+    def flops(self, index: int, decoder: Any, params: Any) -> float:
+        return 1000.0 + index
 
 
 @pytree

@@ -8,11 +8,12 @@ import json
 
 import numpy as np
 import pytest
+from bpe import BOS, train_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 
 from utio_jax.models.texts import describe, read_files
-from utio_jax.models.tokenizer import BOS, encode_documents, load_tokenizer, train_tokenizer
+from utio_jax.models.tokenizer import encode_documents, load_tokenizer
 from utio_jax.models.training.corpus import split_of_path, standard_library
 
 SPLITS = ("train", "calibrate", "test")

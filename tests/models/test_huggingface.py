@@ -17,9 +17,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from anytime import exit_losses
+from bpe import BOS, train_tokenizer
 from finetune import main as finetune
+from helpers.cases import run_dense, run_oracle, run_staircase
 from helpers.memory import peak_of_loading
-from helpers.models import logits_of
+from helpers.models import Model, logits_of
+from sharing import shared_above
 
 from utio_jax.core.files import load_tensors, save_tensors
 from utio_jax.core.lens import Lensed
@@ -29,12 +33,8 @@ from utio_jax.models import Transformer, load, save
 from utio_jax.models.families import read_config
 from utio_jax.models.gemma import Gemma3n, Gemma4
 from utio_jax.models.rope import RopeScaling
-from utio_jax.models.training.shared_kv import shared_above
-from utio_jax.models.training.train import exit_losses
 from utio_jax.policies.depth import given_depths
-from utio_jax.staircase.loop import staircase
 from utio_jax.staircase.microbatches import MicroBatches
-from utio_jax.staircase.reference import dense_states, reference_states
 
 pytestmark = pytest.mark.check
 
@@ -71,8 +71,8 @@ def test_adaptive_depth_of_their_options_equals_the_oracle(case: str, kv: Any) -
     given = given_depths(
         depth_of_token=jnp.asarray(rng.choice([1, layers], (3, 20))), depths=(1, layers)
     )
-    found = staircase(model.decoder, model.params, ids, lengths, given, kv=kv, executor=SMALL)
-    wanted = reference_states(model.decoder, model.params, ids, lengths, found.depths, kv=kv)
+    found = run_staircase(model.decoder, model.params, ids, lengths, given, kv=kv, executor=SMALL)
+    wanted = run_oracle(model.decoder, model.params, ids, lengths, found.depths, kv=kv)
     real = np.arange(20) < np.asarray(lengths)[:, None]
     np.testing.assert_allclose(np.asarray(found.x)[real], np.asarray(wanted)[real], atol=2e-4)
 
@@ -160,8 +160,6 @@ def test_a_head_of_its_own_wins_over_a_config_that_ties_it(tmp_path: Path) -> No
 
 
 def test_text_is_encoded_whole_and_special_pieces_are_known(folder: Path) -> None:
-    from utio_jax.models.tokenizer import BOS, train_tokenizer
-
     with pytest.raises(ValueError, match="Pass token ids instead of text"):
         load(folder).encode(["text"])
     tokenizer = train_tokenizer(["some text to learn pieces of"], vocab_size=270)
@@ -391,22 +389,6 @@ def test_names_that_a_base_model_leaves_out_are_understood(tmp_path: Path) -> No
     jax.tree.map(np.testing.assert_array_equal, load(folder).params, load(FOLDER / "gpt2").params)
 
 
-def test_parameters_go_where_they_are_sent(folder: Path) -> None:
-    mesh = jax.make_mesh((1,), ("model",))
-    here = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    asked = []
-
-    def place(path: str, shape: tuple[int, ...]) -> jax.sharding.Sharding:
-        asked.append((path, shape))
-        return here
-
-    model = load(folder, sharding=place, dtype=jnp.bfloat16)
-    assert ("layers.q_proj.kernel", (3, 32, 32)) in asked
-    for leaf in jax.tree.leaves(model.params):
-        assert leaf.sharding.is_equivalent_to(here, leaf.ndim)
-        assert leaf.dtype == jnp.bfloat16
-
-
 def test_cached_hub_models_load_without_a_network(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -482,7 +464,7 @@ def test_late_exits_of_a_stock_model_leave_it_what_it_was(
         """KL(the stock model || each exit) on the whole text, in nats."""
         tokens = jnp.asarray(json.loads(ids.read_text()), jnp.int32)
         wanted = jax.nn.log_softmax(logits_of(model, tokens))
-        states = dense_states(decoder, params, tokens, jnp.full(60, 40), depths=(1, 2, 3))
+        states = run_dense(decoder, params, tokens, jnp.full(60, 40), depths=(1, 2, 3))
         if isinstance(decoder, Lensed):
             states = (*(decoder.translate(params, states[d - 1], d) for d in (1, 2)), states[2])
         found = [jax.nn.log_softmax(decoder.unembed(params, x)) for x in states]
@@ -534,9 +516,9 @@ def test_a_stock_model_learns_to_read_keys_and_values_of_lower_layers(
     tokens = jnp.asarray(json.loads(ids.read_text()), jnp.int32)
 
     def apart(decoder: Any, params: Any) -> float:
-        wanted = jax.nn.log_softmax(logits_of(model, tokens))
-        (last,) = dense_states(decoder, params, tokens, jnp.full(60, 40), depths=(layers,))
-        mine = jax.nn.log_softmax(decoder.unembed(params, last))
+        wanted, mine = (
+            jax.nn.log_softmax(logits_of(each, tokens)) for each in (model, Model(decoder, params))
+        )
         return float((jnp.exp(wanted) * (wanted - mine)).sum(-1).mean())
 
     assert isinstance(model.decoder, Transformer)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,18 @@ import numpy as np
 import optax
 import pytest
 import recipe
+from anytime import (
+    Start,
+    TrainConfig,
+    anytime_loss,
+    exit_losses,
+    exit_states,
+    train,
+)
+from helpers.cases import run_dense
 from helpers.models import assert_close, live_params
 from helpers.shared_kv import KINDS
+from late import LateExits, late_objective, lens_of
 from recipe import run_recipe
 from trunks import branch_off, grow_from, grown, late_optimizer, make_optimizer, trunk_of
 
@@ -23,17 +34,7 @@ from utio_jax.core.lens import Lensed, lensed
 from utio_jax.models.checkpoint import load
 from utio_jax.models.presets import TINY
 from utio_jax.models.training.corpus import standard_library
-from utio_jax.models.training.late_exits import LateExits, late_objective, lens_of
-from utio_jax.models.training.train import (
-    Start,
-    TrainConfig,
-    anytime_loss,
-    exit_losses,
-    exit_states,
-    train,
-)
 from utio_jax.models.transformer import Transformer
-from utio_jax.staircase.reference import dense_states
 
 pytestmark = pytest.mark.check
 
@@ -48,10 +49,15 @@ CONFIG = TrainConfig(
     save_every=1,
 )
 
-_STRIDE = {"train": 40, "calibrate": 4, "test": 8}
-
-
 TOKENS = jax.random.randint(jax.random.key(3), (3, 9), 0, 48)
+"""Of 24 positions that predict; with two early exits, each has half of them."""
+
+# Called unjitted, every loop of a pass would compile again on each call.
+STATES = jax.jit(exit_states, static_argnums=(0, 4))
+LOSSES = jax.jit(lambda objective, *given: objective(*given))
+SLOPES = jax.jit(jax.grad(lambda params, objective, *given: objective(params, *given)[0]))
+
+live = functools.cache(live_params)
 
 
 def random_maps(dim: int) -> dict[str, jax.Array]:
@@ -60,12 +66,34 @@ def random_maps(dim: int) -> dict[str, jax.Array]:
     return {"matrix": matrix, "bias": 0.1 * jax.random.normal(keys[1], (2, dim))}
 
 
+def log_probabilities(
+    decoder: Transformer, model: Any, x: jax.Array, lens: Any = None, index: int = 0
+) -> jax.Array:
+    """Returns what the head says of states `[row, token, dim]`, read through one map of a lens."""
+    x = x.reshape(-1, x.shape[-1])
+    if lens is not None:
+        x = x + x @ lens["matrix"][index] + lens["bias"][index][None]
+    return jax.nn.log_softmax(decoder.unembed(model, x))
+
+
+def apart(wanted: jax.Array, found: jax.Array) -> jax.Array:
+    """Returns KL(wanted || found) of log probabilities `[token, vocab]`, mean over tokens."""
+    return (jnp.exp(wanted) * (wanted - found)).sum(-1).mean()
+
+
+def missed(wanted: jax.Array, found: list[jax.Array], split_key: jax.Array) -> list[jax.Array]:
+    """Returns what each of two exits misses of what it is to say, on its half of the positions."""
+    order = jax.random.permutation(split_key, 24)
+    halves = order[:12], order[12:]
+    return [apart(wanted[half], each[half]) for half, each in zip(halves, found, strict=True)]
+
+
 @pytest.fixture(scope="module")
 def stream() -> np.ndarray:
     return np.random.default_rng(0).integers(0, 48, 4_000).astype(np.uint16)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def decoder(tiny: Any) -> Transformer:
     return Transformer(dataclasses.replace(tiny.decoder.config, exits=(1, 2, 4)))
 
@@ -79,10 +107,14 @@ def run_plainly(decoder: Transformer, stream: np.ndarray, out: Path, **options: 
     return train(plainly(decoder), stream, CONFIG, out=out, **{"optimizer": optimizer, **options})
 
 
-@pytest.fixture
-def trunk(decoder: Transformer, stream: np.ndarray, tmp_path: Path) -> Path:
-    run_plainly(decoder, stream, tmp_path / "plain")
-    return tmp_path / "plain"
+@pytest.fixture(scope="module")
+def trunk(
+    decoder: Transformer, stream: np.ndarray, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """A plain run that is done: tests read it."""
+    out = tmp_path_factory.mktemp("trunk") / "plain"
+    run_plainly(decoder, stream, out)
+    return out
 
 
 def branch(
@@ -123,53 +155,39 @@ def test_the_loss_is_the_last_layers_and_a_share_of_what_exits_miss_of_it(
     decoder: Transformer,
 ) -> None:
     late = LateExits(weights=(0.0, 0.25), ramp=4)
-    model = live_params(decoder)
-    dim = decoder.config.embed_dim
-    maps = random_maps(dim)
-    tokens = TOKENS
+    model, maps = live(decoder), random_maps(decoder.config.embed_dim)
     params, key = {"model": model, "lens": maps}, jax.random.key(7)
-    total, losses = late_objective(decoder, late, begin=CONFIG.branch_step)(
-        params, tokens, key, jnp.int32(CONFIG.branch_step + 1)
-    )
+    objective = late_objective(decoder, late, begin=CONFIG.branch_step)
+    total, losses = LOSSES(objective, params, TOKENS, key, jnp.int32(CONFIG.branch_step + 1))
     dropout_key, split_key = jax.random.split(key)
-    states = np.asarray(exit_states(decoder, model, tokens[:, :-1], dropout_key, 0.0))
-    full = np.asarray(
-        jax.nn.log_softmax(decoder.unembed(model, jnp.asarray(states[-1]).reshape(24, dim)))
-    )
-    own = -full[np.arange(24), np.asarray(tokens[:, 1:]).reshape(-1)].mean()
-    order = np.asarray(jax.random.permutation(split_key, 24))
-    missed = []
-    for index, depth in enumerate((1, 2)):
-        x = states[depth - 1].reshape(24, dim)[order[12 * index : 12 * index + 12]]
-        moved = x + x @ np.asarray(maps["matrix"][index]) + np.asarray(maps["bias"][index])
-        theirs = np.asarray(jax.nn.log_softmax(decoder.unembed(model, jnp.asarray(moved))))
-        wanted = full[order[12 * index : 12 * index + 12]]
-        missed.append((np.exp(wanted) * (wanted - theirs)).sum(-1).mean())
-    np.testing.assert_allclose(losses, [*missed, own], rtol=2e-5)
-    np.testing.assert_allclose(total, own + missed[0] + 0.25 * 2 / 4 * missed[1], rtol=2e-5)
+    states = STATES(decoder, model, TOKENS[:, :-1], dropout_key, 0.0)
+    full = log_probabilities(decoder, model, states[-1])
+    own = -full[np.arange(24), TOKENS[:, 1:].reshape(-1)].mean()
+    found = [log_probabilities(decoder, model, states[i], maps, i) for i in (0, 1)]
+    first, second = missed(full, found, split_key)
+    np.testing.assert_allclose(losses, [first, second, own], rtol=2e-5)
+    np.testing.assert_allclose(total, own + first + 0.25 * 2 / 4 * second, rtol=2e-5)
 
 
 def test_exits_never_reach_norm_and_head_nor_what_they_are_to_learn(decoder: Transformer) -> None:
     """Nothing but the layers below feels an exit: the last layers learn from their own loss."""
-    model = live_params(decoder)
+    model = live(decoder)
     tokens = jax.random.randint(jax.random.key(2), (2, 9), 0, 48)
-    step = jnp.int32(CONFIG.branch_step + 1000)
+    given = tokens, jax.random.key(0), jnp.int32(CONFIG.branch_step + 1000)
     dim = decoder.config.embed_dim
     maps = {"matrix": jnp.full((2, dim, dim), 0.01), "bias": jnp.zeros((2, dim))}
 
     def gradient(weights: tuple[float, ...]) -> Any:
         objective = late_objective(decoder, LateExits(weights=weights), begin=CONFIG.branch_step)
-        params = {"model": model, "lens": maps}
-        grads: Any = jax.grad(lambda p: objective(p, tokens, jax.random.key(0), step)[0])(params)
-        return grads["model"]
+        return SLOPES({"model": model, "lens": maps}, objective, *given)["model"]
 
-    def plain(params: Any) -> jax.Array:
+    @jax.tree_util.Partial
+    def plain(params: Any, tokens: jax.Array, key: jax.Array, _: jax.Array) -> Any:
         one = dataclasses.replace(CONFIG, exit_weights=())
-        return anytime_loss(
-            params, tokens, jax.random.key(0), decoder=plainly(decoder), config=one
-        )[0]
+        return anytime_loss(params, tokens, key, decoder=plainly(decoder), config=one)
 
-    alone, read, weighed = jax.grad(plain)(model), gradient((0.0, 0.0)), gradient((0.5, 0.5))
+    alone: Any = SLOPES(model, plain, *given)
+    read, weighed = gradient((0.0, 0.0)), gradient((0.5, 0.5))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), alone, read)
     assert set(model) >= {"norm", "layers"}, sorted(model)
     np.testing.assert_allclose(
@@ -187,49 +205,33 @@ def test_exits_never_reach_norm_and_head_nor_what_they_are_to_learn(decoder: Tra
 def test_a_stock_models_exits_learn_from_the_model_as_it_was(decoder: Transformer) -> None:
     """Losses against plain arithmetic; only layers below an exit feel it, nothing else moves."""
     late = LateExits(weights=(0.5, 0.25), ramp=2)
-    was, now = live_params(decoder), live_params(decoder)
-    now = {**now, "layers": jax.tree.map(lambda x: 1.05 * x, now["layers"])}
-    dim = decoder.config.embed_dim
-    maps = random_maps(dim)
-    tokens, key = TOKENS, jax.random.key(7)
+    was = live(decoder)
+    now = {**was, "layers": jax.tree.map(lambda x: 1.05 * x, was["layers"])}
+    maps, key = random_maps(decoder.config.embed_dim), jax.random.key(7)
     objective = late_objective(decoder, late, begin=5, teacher=was["layers"])
     assert len(jax.tree.leaves(objective)) == len(jax.tree.leaves(was["layers"])), "an argument"
-    total, losses = objective({"model": now, "lens": maps}, tokens, key, jnp.int32(5))
+    total, losses = LOSSES(objective, {"model": now, "lens": maps}, TOKENS, key, jnp.int32(5))
 
     dropout_key, split_key = jax.random.split(key)
-
-    def predicted(model: Any, depth: int, index: int | None) -> np.ndarray:
-        x = exit_states(decoder, model, tokens[:, :-1], dropout_key, 0.0)[depth - 1].reshape(24, -1)
-        if index is not None:
-            x = x + x @ maps["matrix"][index] + maps["bias"][index][None]
-        return np.asarray(jax.nn.log_softmax(decoder.unembed(model, x)))
-
-    def apart(wanted: np.ndarray, found: np.ndarray) -> float:
-        return (np.exp(wanted) * (wanted - found)).sum(-1).mean()
-
-    wanted = predicted(was, 4, None)
-    order = np.asarray(jax.random.permutation(split_key, 24))
-    one, two = order[:12], order[12:]
-    slow = [
-        apart(wanted[one], predicted(now, 1, 0)[one]),
-        apart(wanted[two], predicted(now, 2, 1)[two]),
-        apart(wanted, predicted(now, 4, None)),
-    ]
+    before, states = (STATES(decoder, m, TOKENS[:, :-1], dropout_key, 0.0) for m in (was, now))
+    wanted = log_probabilities(decoder, was, before[-1])
+    found = [log_probabilities(decoder, now, states[i], maps, i) for i in (0, 1)]
+    last = log_probabilities(decoder, now, states[-1])
+    slow = [*missed(wanted, found, split_key), apart(wanted, last)]
     assert min(slow) > 1e-3
     np.testing.assert_allclose(losses, slow, rtol=2e-4)
     np.testing.assert_allclose(total, slow[2] + 0.5 * (0.5 * slow[0] + 0.25 * slow[1]), rtol=2e-4)
 
-    def slopes(model: Any) -> Any:
-        params = {"model": model, "lens": maps}
-        return jax.grad(lambda p: objective(p, tokens, key, jnp.int32(50))[0])(params)["model"]
-
-    start = slopes(was)
+    start, later = (
+        SLOPES({"model": model, "lens": maps}, objective, TOKENS, key, jnp.int32(50))["model"]
+        for model in (was, now)
+    )
     for name in set(start) - {"layers"}:
-        assert all(not np.any(leaf) for leaf in jax.tree.leaves(slopes(now)[name])), name
+        assert all(not np.any(leaf) for leaf in jax.tree.leaves(later[name])), name
     for leaf in jax.tree.leaves(start["layers"]):
         np.testing.assert_allclose(leaf[2:], 0, atol=2e-6)  # The last layer is the teacher's yet.
         assert np.abs(leaf[:2]).max() > 1e-6
-    moved = jax.tree.leaves(slopes(now)["layers"])
+    moved = jax.tree.leaves(later["layers"])
     assert all(np.abs(leaf[2:]).max() > 1e-6 for leaf in moved), "and held to it from then on"
 
 
@@ -251,7 +253,7 @@ def test_a_trained_branch_is_served_through_its_lens(
 def shallow_of(decoder: Transformer) -> tuple[Transformer, Any]:
     """A model of two layers, and its weights, under which both do something."""
     config = dataclasses.replace(decoder.config, num_layers=2, exits=(2,))
-    return Transformer(config), live_params(Transformer(config))
+    return Transformer(config), live(Transformer(config))
 
 
 GROWN_EXITS = (2, 3, 4)
@@ -263,10 +265,10 @@ def test_added_layers_learn_as_a_model_on_top_of_states_that_are_given(
     """Losses and gradients against plain arithmetic; what lies below is a constant."""
     deep = Transformer(dataclasses.replace(decoder.config, exits=GROWN_EXITS))
     shallow, below = shallow_of(decoder)
-    late, dim = LateExits(weights=(0.0, 0.5), ramp=2), decoder.config.embed_dim
+    late = LateExits(weights=(0.0, 0.5), ramp=2)
     params = {
-        "model": {"layers": jax.tree.map(lambda leaf: leaf[2:], live_params(deep)["layers"])},
-        "lens": random_maps(dim),
+        "model": {"layers": jax.tree.map(lambda leaf: leaf[2:], live(deep)["layers"])},
+        "lens": random_maps(decoder.config.embed_dim),
     }
     tokens, key = TOKENS, jax.random.key(7)
     objective = late_objective(
@@ -275,37 +277,27 @@ def test_added_layers_learn_as_a_model_on_top_of_states_that_are_given(
     held = sorted(map(id, jax.tree.leaves(objective)))
     assert held == sorted(map(id, jax.tree.leaves(below))), "arguments of the program"
     dropout_key, split_key = jax.random.split(key)
-    order = np.asarray(jax.random.permutation(split_key, 24))
-    states = exit_states(shallow, below, tokens[:, :-1], dropout_key, 0.0)
+    states = STATES(shallow, below, tokens[:, :-1], dropout_key, 0.0)
 
+    @jax.tree_util.Partial
     def slow(params: Any) -> tuple[jax.Array, jax.Array]:
         whole = grown(below, params)["model"]
         deeper = exit_states(deep, whole, tokens[:, :-1], dropout_key, 0.0)
-        of_exit = {2: states[1], 3: deeper[2], 4: deeper[3]}
-
-        def predicted(depth: int, index: int | None) -> jax.Array:
-            x = of_exit[depth].reshape(24, dim)
-            if index is not None:
-                x = x + x @ params["lens"]["matrix"][index] + params["lens"]["bias"][index][None]
-            return jax.nn.log_softmax(shallow.unembed(below, x))
-
-        mine = predicted(4, None)
-        wanted = jax.lax.stop_gradient(mine)
+        mine = log_probabilities(shallow, below, deeper[3])
         own = -mine[jnp.arange(24), tokens[:, 1:].reshape(-1)].mean()
-        missed = [
-            jnp.sum(jnp.exp(wanted) * (wanted - predicted(depth, index)), -1)[
-                order[12 * index : 12 * index + 12]
-            ].mean()
-            for index, depth in enumerate((2, 3))
+        read = [
+            log_probabilities(shallow, below, x, params["lens"], index)
+            for index, x in enumerate((states[1], deeper[2]))
         ]
-        return own + missed[0] + 0.5 * 0.5 * missed[1], jnp.stack([*missed, own])
+        first, second = missed(jax.lax.stop_gradient(mine), read, split_key)
+        return own + first + 0.5 * 0.5 * second, jnp.stack([first, second, own])
 
-    def fast(params: Any) -> tuple[jax.Array, jax.Array]:
-        return objective(params, tokens, key, jnp.int32(0))
-
-    found: Any = jax.value_and_grad(fast, has_aux=True)(params)
+    both = jax.jit(
+        jax.value_and_grad(lambda params, loss, *given: loss(params, *given), has_aux=True)
+    )
+    found: Any = both(params, objective, tokens, key, jnp.int32(0))
     with jax.numpy_rank_promotion("allow"):
-        wanted: Any = jax.value_and_grad(slow, has_aux=True)(params)
+        wanted: Any = both(params, slow)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=2e-6), wanted, found)
     assert min(np.abs(leaf).max() for leaf in jax.tree.leaves(found[1])) > 1e-5
 
@@ -313,7 +305,7 @@ def test_added_layers_learn_as_a_model_on_top_of_states_that_are_given(
 def test_layers_that_do_not_learn_have_no_backward_pass(decoder: Transformer) -> None:
     """A step of the layers added: the ones below once, their own four times (once recomputed)."""
     deep = Transformer(dataclasses.replace(decoder.config, exits=GROWN_EXITS))
-    params, tokens = live_params(deep), jnp.zeros((2, 8), jnp.int32)
+    params, tokens = live(deep), jnp.zeros((2, 8), jnp.int32)
 
     def flops(fixed: int) -> float:
         def loss(layers: Any) -> jax.Array:
@@ -382,7 +374,7 @@ def test_the_model_below_stays_what_it_was(
     after = exit_losses(deep, whole, documents, width=16)[0]
     assert np.abs(np.diff(after)).min() > 1e-4, "what was added reads otherwise"
     with pytest.raises(ValueError, match=r"trained model of 2 layers .* up to 4. Got one of other"):
-        grow_from(live_params(decoder), deep, jax.random.key(0))
+        grow_from(live(decoder), deep, jax.random.key(0))
 
 
 def test_what_is_no_trunk_is_said(decoder: Transformer, stream: np.ndarray, tmp_path: Path) -> None:
@@ -431,13 +423,28 @@ def test_given_parameters_stay_the_callers(
     jax.tree.map(np.testing.assert_array_equal, before, params)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ShortSteps(TrainConfig):
+    tokens_per_step: int = 512
+
+
+EVERY: dict[Any, int] = {"train": 160, "calibrate": 14, "test": 8}
+"""Of each split's files one in so many is read."""
+
+
 def test_a_plain_run_and_its_branch_as_the_command_line_makes_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Every fortieth file of the split that trains: a tokenizer and a stream in seconds.
-    monkeypatch.setattr(
-        recipe, "standard_library", lambda split: standard_library(split)[:: _STRIDE[split]]
-    )
+    # The beginnings of a few files: a tokenizer, a stream and losses in seconds.
+    texts = {
+        split: tuple(
+            dataclasses.replace(each, text=each.text[:4000])
+            for each in standard_library(split)[::stride]
+        )
+        for split, stride in EVERY.items()
+    }
+    monkeypatch.setattr(recipe, "standard_library", texts.__getitem__)
+    monkeypatch.setattr(recipe, "TrainConfig", ShortSteps)
     plain = run_recipe(tmp_path / "plain", preset="plain-tiny", steps=6)
     assert len(plain["bits_per_byte"]) == 1
     late = run_recipe(
@@ -464,11 +471,13 @@ def test_a_plain_run_and_its_branch_as_the_command_line_makes_them(
     assert isinstance(load(tmp_path / "grown" / "model").decoder, Lensed)
     again = run_recipe(tmp_path / "grown", resume=True, **added)  # Done: it is read and saved.
     assert again["bits_per_byte"] == deeper["bits_per_byte"]
-    run_recipe(tmp_path / "other", preset="plain-tiny-2", steps=6, seed=1)
+    note = tmp_path / "grown" / "below.sha256"
+    assert note.read_text().split() == [load(tmp_path / "below" / "model").sha256]
+    note.write_text("0" * 64 + "\n")  # As if another trunk's run had left it.
     with pytest.raises(ValueError, match=r"layers added to the model .* or another --out"):
-        run_recipe(tmp_path / "grown", resume=True, **{**added, "trunk": tmp_path / "other"})
-    texts = [(tmp_path / kind / "tokenizer.json").read_bytes() for kind in ("plain", "late")]
-    assert texts[0] == texts[1]
+        run_recipe(tmp_path / "grown", resume=True, **added)
+    tokenizers = [(tmp_path / kind / "tokenizer.json").read_bytes() for kind in ("plain", "late")]
+    assert tokenizers[0] == tokenizers[1]
 
 
 # What training runs: layer dropout, and layers that read keys and values made below.
@@ -479,7 +488,7 @@ def test_the_first_layer_always_runs_also_where_it_is_the_only_one(tiny: Any, la
     config = dataclasses.replace(tiny.decoder.config, num_layers=layers, exits=())
     decoder = Transformer(config)
     params, ids = live_params(decoder), tiny.tokens(4, 6)
-    states = np.asarray(exit_states(decoder, params, ids, jax.random.key(0), 1.0))
+    states = np.asarray(STATES(decoder, params, ids, jax.random.key(0), 1.0))
     before = np.asarray(params["embedding"]["embedding"][ids])
     assert (states[0] != before).any(axis=(1, 2)).all(), "every row ran it"
     if layers > 1:
@@ -491,9 +500,9 @@ def test_training_runs_the_model_that_is_served(kind: str) -> None:
     decoder = Transformer(dataclasses.replace(TINY, **KINDS[kind]))
     params = live_params(decoder)
     ids = jnp.asarray(np.random.default_rng(0).integers(0, 64, (2, 16)), jnp.int32)
-    states = exit_states(decoder, params, ids, jax.random.key(0), 0.0)
+    states = STATES(decoder, params, ids, jax.random.key(0), 0.0)
     depths = (1, 2, 3, 4)
-    wanted = dense_states(decoder, params, ids, jnp.asarray([16, 16]), depths=depths)
+    wanted = run_dense(decoder, params, ids, jnp.asarray([16, 16]), depths=depths)
     for depth, each in zip(depths, wanted, strict=True):
         assert_close(states[depth - 1], each)
     # K/V projections of layers that make none are not there to be trained.

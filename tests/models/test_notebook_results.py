@@ -15,7 +15,6 @@ from utio_jax.calibration.compare import ComparisonRow
 from utio_jax.core.html import depth_html, table_html
 from utio_jax.decoding.text import GeneratedText
 from utio_jax.evaluation.ledger import Ledger
-from utio_jax.models.chat import Reply
 from utio_jax.models.verbs import Compared
 
 
@@ -39,13 +38,13 @@ def test_text_is_coloured_by_depth_and_stays_text() -> None:
 def test_new_text_is_shown_by_depth() -> None:
     one = GeneratedText(texts=("ab",), pieces=(("a", "b"),), generated=generated(1))
     assert one.text == "ab"
+    assert one.message == {"role": "assistant", "content": "ab"}
     assert 'title="16 layers">b</span>' in one._repr_html_()
     two = GeneratedText(texts=("ab", "ab"), pieces=(("a", "b"),) * 2, generated=generated(2))
     assert two._repr_html_().count("<pre") == 2
-    with pytest.raises(ValueError, match="Wanted the text of one prompt. Got 2: see texts"):
-        _ = two.text
-    reply: Any = types.SimpleNamespace(pieces=("a", "b"), generated=generated(1))
-    assert 'title="8 layers">a</span>' in Reply._repr_html_(reply)
+    for name in ("text", "message"):
+        with pytest.raises(ValueError, match="Wanted the text of one prompt. Got 2: see texts"):
+            getattr(two, name)
 
 
 def test_figures_are_a_table_of_what_was_measured() -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Any
 
@@ -10,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.cases import run_dense
 
-from utio_jax import reference_states
 from utio_jax.decoding import Prefill
 from utio_jax.models import SHIPPED, load
 from utio_jax.models.shipped import is_shipped
@@ -33,7 +34,8 @@ def test_its_files_belong_together(model: Any) -> None:
     card = (model.folder / "README.md").read_text()
     bits = dict(re.findall(r"^\| (\d+) \| ([\d.]+) \|$", card, flags=re.MULTILINE))
     assert [*map(int, bits)] == [*model.decoder.config.exits]
-    assert model.plain_controls.bits_per_byte == float(bits["16"])
+    controls = json.loads((model.folder / "controls.json").read_text())
+    assert controls["bits_per_byte"] == float(bits["16"])
 
 
 def test_an_unknown_model_is_refused() -> None:
@@ -65,5 +67,5 @@ def test_a_token_that_stops_at_an_exit_changes_no_other(model: Any) -> None:
     run = jax.jit(staircase, static_argnums=0)
     mixed = run(decoder, params, ids, lengths, given_depths(depths, depths=exits))
     deep = (np.asarray(depths) == 16) & (np.arange(48) < np.asarray(lengths)[:, None])
-    full = reference_states(decoder, params, ids, lengths, jnp.full((2, 48), 16))
+    (full,) = run_dense(decoder, params, ids, lengths, depths=(16,))
     np.testing.assert_allclose(np.asarray(mixed.x)[deep], np.asarray(full)[deep], atol=1e-3)

@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.cases import run_dense
 
 from utio_jax.core.decoder import Decoder
 from utio_jax.core.layer import layer_at
 from utio_jax.models.presets import TINY
 from utio_jax.models.transformer import RMSNorm, Transformer, rotate
-from utio_jax.staircase.reference import dense_states
 
 pytestmark = pytest.mark.usefixtures("strict_dtypes")
 
@@ -75,9 +75,7 @@ def model(request):
 def test_every_exit_predicts_what_the_formulas_say(model):
     config = model.decoder.config
     ids = model.tokens(2, 9)
-    states = dense_states(
-        model.decoder, model.params, ids, jnp.asarray([9, 9]), depths=config.exits
-    )
+    states = run_dense(model.decoder, model.params, ids, jnp.asarray([9, 9]), depths=config.exits)
     for depth, x in zip(config.exits, states, strict=True):
         logits = model.decoder.unembed(model.params, x)
         assert logits.shape == (2, 9, config.vocab_size)
@@ -90,7 +88,7 @@ def test_later_tokens_change_nothing_earlier(model):
     ids = model.tokens(1, 9)
     changed = ids.at[0, 5].set((ids[0, 5] + 1) % model.decoder.config.vocab_size)
     before, after = (
-        dense_states(model.decoder, model.params, tokens, jnp.asarray([9]), depths=(4,))[0]
+        run_dense(model.decoder, model.params, tokens, jnp.asarray([9]), depths=(4,))[0]
         for tokens in (ids, changed)
     )
     np.testing.assert_array_equal(before[:, :5], after[:, :5])
@@ -140,14 +138,14 @@ def test_fresh_layers_are_the_identity_so_every_exit_starts_alike():
     decoder = Transformer(TINY)
     params = decoder.init(jax.random.key(0))
     ids = jnp.zeros((1, 4), jnp.int32)
-    first, last = dense_states(decoder, params, ids, jnp.asarray([4]), depths=(1, 4))
+    first, last = run_dense(decoder, params, ids, jnp.asarray([4]), depths=(1, 4))
     np.testing.assert_array_equal(first, last)
 
 
 def test_bfloat16_stays_bfloat16(tiny):
     params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), tiny.params)
     ids = tiny.tokens(1, 9)
-    (x,) = dense_states(tiny.decoder, params, ids, jnp.asarray([9]), depths=(4,))
+    (x,) = run_dense(tiny.decoder, params, ids, jnp.asarray([9]), depths=(4,))
     assert x.dtype == jnp.bfloat16
     logits = tiny.decoder.unembed(params, x)
     assert logits.dtype == jnp.bfloat16

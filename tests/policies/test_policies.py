@@ -318,7 +318,7 @@ def test_flops_are_those_of_the_arithmetic(tiny: Any, policy: Any) -> None:
 
 
 @pytest.mark.check
-@laws_of(POLICIES)
+@laws_of(("learned", "softmax_gap", "position", "uniform"))
 def test_a_ledger_adds_up(tiny: Any, policy: Any) -> None:
     name, ids = policy.name, tokens(tiny)
     batch = Batch(token_ids=ids, lengths=np.asarray([17, 6, 11]), window=np.arange(3))
@@ -366,7 +366,7 @@ def test_is_a_pytree_whose_leaves_are_what_calibration_changes(tiny: Any, policy
         assert any(leaf is policy.thresholds for leaf in leaves)
 
 
-@laws_of(POLICIES)
+@laws_of(POLICIES, quick=("learned", "softmax_gap", "patience", "prompt_router", "random"))
 def test_decoding_can_use_it(model: Any, policy: Any, unchecked_shapes: None) -> None:
     mode = Adaptive(policy=make(model, policy.name))
     mode.check(model.decoder)

@@ -13,10 +13,11 @@ import pytest
 from helpers.cases import run_dense
 from helpers.models import Model, live_params
 
+from utio_jax.core.documents import sample_batches
 from utio_jax.models import TINY, Transformer
 from utio_jax.prompts.choose import PromptText, choose_prompt, controls_of, split_text
 from utio_jax.prompts.evaluate import PromptSizes, cut_rows
-from utio_jax.prompts.fit import fit_kv_maps, fit_rows
+from utio_jax.prompts.fit import fit_kv_maps
 from utio_jax.prompts.maps import with_kv_maps
 from utio_jax.staircase.prompts import PromptChoice
 
@@ -24,8 +25,9 @@ pytestmark = pytest.mark.check
 
 
 def batches(model: Any, documents: int = 20, width: int = 32) -> list[Any]:
-    ids = np.asarray(model.tokens(documents, width))
-    return fit_rows([*ids], width=width, tokens=documents * width, batch=5, decoder=model.decoder)
+    ids = [*np.asarray(model.tokens(documents, width))]
+    vocab_size = model.decoder.config.vocab_size
+    return sample_batches(ids, rows=5, width=width, vocab_size=vocab_size)[0]
 
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -92,7 +94,7 @@ def test_padding_is_not_fitted_to(tiny: Model) -> None:
     ids = np.asarray(tiny.tokens(6, 32))
     short = [each[:20] for each in ids]
     stops, decoder = (2,), tiny.decoder
-    narrow = fit_rows(short, width=20, tokens=10_000, batch=3, decoder=decoder)
+    narrow, _ = sample_batches(short, rows=3, width=20, vocab_size=decoder.config.vocab_size)
     wide = [
         dataclasses.replace(b, token_ids=np.pad(b.token_ids, ((0, 0), (0, 12)))) for b in narrow
     ]

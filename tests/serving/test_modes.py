@@ -13,7 +13,6 @@ from helpers.serving import CONTEXT, Running, by_importance, completion, served_
 from helpers.texts import new_text
 
 from utio_jax.decoding.base import Plain
-from utio_jax.decoding.drafting import NGram
 from utio_jax.decoding.generate import generate
 from utio_jax.decoding.loop import Lengths
 from utio_jax.decoding.lossless import Lossless
@@ -22,11 +21,10 @@ from utio_jax.engine import RowRates, planning
 
 pytestmark = pytest.mark.check
 
+# Engines are tested in all modes; a server adds what it says of them: the mode, and whose numbers.
 MODES: dict[str, tuple[Any, Any, str]] = {
-    "plain": (Plain(), None, "full"),
     "prompts": (Plain(), by_importance(), "routed"),
     "lossless": (Lossless(exit=2, max_draft=3), None, "full"),
-    "copies": (Lossless(drafter="ngram", max_draft=3, ngram=NGram(longest=2)), None, "full"),
 }
 PROMPTS = ("def mean(values):\n    return", "x", "aaaa bbbb aaaa", "naïve € 😀 text\n")
 

@@ -24,13 +24,13 @@ COMMAND = ["-c", "from utio_jax.cli.main import main; raise SystemExit(main())",
 Start = Callable[..., Process]
 
 
-@pytest.fixture
-def start(folder: Path, tmp_path: Path) -> Iterator[Start]:
+@contextlib.contextmanager
+def starter(folder: Path, logs: Path) -> Iterator[Start]:
     """Starts servers: of the command line, or with options that it does not have."""
     running: list[Process] = []
 
     def starting(*arguments: str, wait: bool = True, **options: Any) -> Process:
-        log = tmp_path / f"{len(running)}.log"
+        log = logs / f"{len(running)}.log"
         if options:
             words = [str(PROGRAM), str(folder), json.dumps(options)]
         else:
@@ -43,6 +43,19 @@ def start(folder: Path, tmp_path: Path) -> Iterator[Start]:
     for process in running:
         process.close()
         assert not any("fault" in line for line in process.lines if line["event"] == "request")
+
+
+@pytest.fixture
+def start(folder: Path, tmp_path: Path) -> Iterator[Start]:
+    with starter(folder, tmp_path) as starting:
+        yield starting
+
+
+@pytest.fixture(scope="module")
+def shared(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
+    """One server for the tests that leave it as it was, but for its counters."""
+    with starter(folder, tmp_path_factory.mktemp("shared")) as starting:
+        yield starting()
 
 
 LONG = completion("x", max_tokens=180, ignore_eos=True)
@@ -211,15 +224,19 @@ async def burst(server: Process, count: int) -> list[int]:
     return await asyncio.gather(*(one(number) for number in range(count)))
 
 
-def test_a_thousand_at_once_are_answered_or_told_to_come_again(start: Start) -> None:
-    server = start()
+def ended_of(counters: dict[str, float], *reasons: str) -> float:
+    """Returns how many requests have ended for these reasons so far."""
+    return sum(counters.get(f'utio_ended_total{{reason="{why}"}}', 0) for why in reasons)
+
+
+def test_a_thousand_at_once_are_answered_or_told_to_come_again(shared: Process) -> None:
+    server, done = shared, ("length", "eos")
+    before = ended_of(server.counters(), *done)
     statuses = collections.Counter(asyncio.run(burst(server, 1000)))
     assert {*statuses} == {200, 429}
     assert statuses[200] >= 256
     server.wait_for(server.settled)
-    counters = server.counters()
-    ended = [counters[f'utio_ended_total{{reason="{why}"}}'] for why in ("length", "eos")]
-    assert sum(ended) == statuses[200]
+    assert ended_of(server.counters(), *done) - before == statuses[200]
 
 
 def leave(server: Process, body: dict[str, Any], *, chunks: int) -> None:
@@ -235,15 +252,14 @@ def leave(server: Process, body: dict[str, Any], *, chunks: int) -> None:
             seen += part
 
 
-def test_hundreds_that_leave_cost_nothing_that_stays(start: Start) -> None:
-    server = start()
-    long = completion("x", max_tokens=180, ignore_eos=True)
+def test_hundreds_that_leave_cost_nothing_that_stays(shared: Process) -> None:
+    server = shared
 
     def leave_all(count: int) -> None:
         with concurrent.futures.ThreadPoolExecutor(8) as pool:
             jobs = [
                 pool.submit(
-                    leave, server, {**long, "stream": bool(number % 2)}, chunks=3 * (number % 2)
+                    leave, server, {**LONG, "stream": bool(number % 2)}, chunks=3 * (number % 2)
                 )
                 for number in range(count)
             ]
@@ -251,7 +267,7 @@ def test_hundreds_that_leave_cost_nothing_that_stays(start: Start) -> None:
                 job.result()
         server.wait_for(server.settled, seconds=60)
 
-    counters = server.counters()
+    counters, lines = server.counters(), len(server.lines)
     leave_all(100)
     before = server.resident
     for _ in range(2):
@@ -259,13 +275,12 @@ def test_hundreds_that_leave_cost_nothing_that_stays(start: Start) -> None:
     after = server.counters()
 
     def grown(reason: str) -> float:
-        name = f'utio_ended_total{{reason="{reason}"}}'
-        return after[name] - counters.get(name, 0)
+        return ended_of(after, reason) - ended_of(counters, reason)
 
     # One that left before its request was read may never begin, or begin only when all seems
     # settled; a few were faster than we.
     assert grown("cancelled") + grown("length") <= 500
     assert grown("cancelled") >= 375
-    assert sum("left" in line for line in server.lines) >= 375
+    assert sum("left" in line for line in server.lines[lines:]) >= 375
     assert server.resident - before < 16 * 2**20
     assert server.completion("x").status == 200

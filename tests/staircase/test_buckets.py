@@ -130,9 +130,9 @@ def test_nan_ranks_above_infinity():
     assert buckets.depth_of_token.tolist() == [2, 1]
 
 
-@pytest.mark.parametrize("lead", [(), (0,), (2, 3)])
+@pytest.mark.parametrize("lead", [(0,), (2, 3)])
 @pytest.mark.parametrize("kind", [{"thresholds": (0.5, 1.0)}, {"fractions": (0.5, 0.25, 0.25)}])
-@pytest.mark.parametrize("width", [0, 1, 5])
+@pytest.mark.parametrize("width", [0, 5])
 def test_any_leading_axes_and_empty_rows(lead, kind, width):
     scores = np.random.default_rng(1).normal(size=(*lead, width)).astype(np.float32)
     buckets = bucket_tokens(jnp.asarray(scores), depths=DEPTHS, **kind)
@@ -172,8 +172,9 @@ def add_layers(block, depth: int):
     return jax.lax.fori_loop(0, depth, lambda _, x: x + 1, block)
 
 
-@pytest.mark.parametrize("min_bucket", [1, 2, 5, 64])
-@pytest.mark.parametrize("lead", [(9,), (2, 4), (0,)])
+@pytest.mark.parametrize(
+    ("lead", "min_bucket"), [((9,), 2), ((9,), 64), ((2, 4), 1), ((2, 4), 5), ((0,), 2)]
+)
 def test_every_item_runs_at_its_own_depth(lead, min_bucket):
     scores = np.random.default_rng(2).uniform(0, 3, lead).astype(np.float32)
     buckets = bucket_tokens(

@@ -25,9 +25,7 @@ from utio_jax.evaluation.evaluate import evaluate
 from utio_jax.staircase import exit_nll, full_depth
 from utio_jax.staircase.capacity import CapacityPrefix
 from utio_jax.staircase.microbatches import MicroBatches
-from utio_jax.staircase.score import compare_logits, score_dense
-
-run_score = jax.jit(score, static_argnums=0)
+from utio_jax.staircase.score import compare_logits, run_score, score_dense
 
 
 @pytest.mark.parametrize(
@@ -124,9 +122,8 @@ def padded(count: int) -> int:
 def test_reads_each_token_at_its_depth_and_looks_at_stopped_ones_once(tiny: Any, name: str) -> None:
     policy, ids = POLICIES[name](tiny), tiny.tokens(3, 21)
     decoder = Counting(tiny.decoder.config)
-    run = jax.jit(score, static_argnums=0, static_argnames="executor")
     read_counts()
-    found = run(decoder, tiny.params, ids, jnp.asarray(RAGGED), policy, executor=SMALL)
+    found = run_score(decoder, tiny.params, ids, jnp.asarray(RAGGED), policy, executor=SMALL)
     jax.block_until_ready(found)
     heads_run = read_counts()["unembed"]
     x = run_oracle(tiny.decoder, tiny.params, ids, RAGGED, found.depths, kv="propagate")
@@ -179,7 +176,7 @@ def test_evaluation_charges_the_heads_that_ran(tiny: Any) -> None:
 def test_gradients_flow_through_logits_that_a_policy_looked_at(tiny: Any) -> None:
     policy, ids = SurePasses(threshold=0.06), tiny.tokens(3, 21)
     executor = CapacityPrefix(capacities=(24, 24, 24), min_bucket=8)
-    real = score(tiny.decoder, tiny.params, ids, jnp.asarray(RAGGED), policy, executor=executor)
+    real = run_score(tiny.decoder, tiny.params, ids, jnp.asarray(RAGGED), policy, executor=executor)
 
     def fast(params: Any) -> jax.Array:
         found = score(tiny.decoder, params, ids, jnp.asarray(RAGGED), policy, executor=executor)

@@ -14,12 +14,11 @@ import pytest
 from helpers import cases
 from helpers.counting import Counting, read_counts
 from helpers.marks import quick_where
-from helpers.models import Model, gated, live_params, with_random_maps
+from helpers.models import Model, gated, live_params, with_random_lens, with_random_maps
 
 from utio_jax import score, uniform
 from utio_jax.core.arrays import normalise
 from utio_jax.core.flops import pass_flops, token_cost
-from utio_jax.core.lens import Lens, lensed
 from utio_jax.models import TINY, Transformer
 from utio_jax.policies import given_depths
 from utio_jax.prompts.maps import KVMap, with_kv_maps
@@ -168,10 +167,7 @@ def test_all_layers_of_a_token_are_one_product_of_maps(tiny: Any) -> None:
 
 @pytest.mark.check
 def test_a_lens_and_maps_go_together(tiny: Any) -> None:
-    exits, dim = tiny.decoder.config.exits[:-1], tiny.decoder.config.embed_dim
-    matrix = 0.1 * jax.random.normal(jax.random.key(3), (len(exits), dim, dim))
-    lens = Lens(matrix=matrix, bias=jnp.zeros((len(exits), dim)), exits=exits)
-    both = with_random_maps(Model(*lensed(tiny.decoder, tiny.params, lens)), (1, 2))
+    both = with_random_maps(with_random_lens(tiny), (1, 2))
     shape = dataclasses.replace(SHAPES[1], depths=(1, 2, 4))
     assert max(error for _, error in cases.compare_cases(both, shape, range(8))) < 1e-4
     policy = gated(both)

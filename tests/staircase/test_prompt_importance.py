@@ -4,22 +4,23 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.cases import run_dense
 from helpers.marks import quick_where
 from helpers.models import Model, live_params, with_random_maps
 from helpers.shared_kv import KINDS
 
 from utio_jax import score, uniform
-from utio_jax.core.pytrees import pytree, static
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.models import TINY, Transformer
-from utio_jax.policies.signals import SignalBase
-from utio_jax.staircase import MicroBatches, dense_states, staircase
+from utio_jax.policies.signals import ScoreTable
+from utio_jax.staircase import MicroBatches, staircase
 from utio_jax.staircase.heat import AttentionHeat, PromptSurrogate
 from utio_jax.staircase.prompts import (
     SIGNALS,
@@ -32,27 +33,15 @@ from utio_jax.staircase.prompts import (
 EXECUTOR = MicroBatches(min_bucket=4, block=16, query_block=8, key_step=16)
 
 
-@pytree
-class Given(SignalBase):
-    """Scores as they are given, `[batch, token]`."""
-
-    scores: jax.Array
-    name: str = static(default="given")
-
-    def __call__(self, index: int, boundary: Any, memory: Any) -> tuple[jax.Array, Any]:
-        return self.scores, memory
+@partial(jax.jit, static_argnums=0)
+def run_depths(decoder: Any, params: Any, ids: Any, lengths: Any, policy: Any) -> jax.Array:
+    """Decisions alone: what only later layers compute falls away."""
+    return staircase(decoder, params, ids, lengths, policy, executor=EXECUTOR).depths
 
 
 def depths_of(model: Model, policy: Any, lengths: list[int], width: int = 24) -> np.ndarray:
     ids = model.tokens(len(lengths), width)
-    run = jax.jit(
-        lambda policy: (
-            staircase(
-                model.decoder, model.params, ids, jnp.asarray(lengths), policy, executor=EXECUTOR
-            ).depths
-        )
-    )
-    return np.asarray(run(policy))
+    return np.asarray(run_depths(model.decoder, model.params, ids, jnp.asarray(lengths), policy))
 
 
 def importance(signal: Any, deep: float, **options: Any) -> PromptImportance:
@@ -72,7 +61,7 @@ def test_a_share_of_each_prompt_goes_deep(tiny: Model) -> None:
     """The most important ones; the first two and the last count among them, whatever they score."""
     scores = np.random.default_rng(1).normal(size=(4, 24)).astype(np.float32)
     lengths = [24, 11, 3, 1]
-    depths = depths_of(tiny, importance(Given(scores=jnp.asarray(scores)), 0.5), lengths)
+    depths = depths_of(tiny, importance(ScoreTable(scores=jnp.asarray(scores)), 0.5), lengths)
     for row, length in enumerate(lengths):
         count = int(np.ceil(0.5 * length))
         always = {0, 1, length - 1} & set(range(length))
@@ -93,7 +82,7 @@ def test_short_prompts_run_in_full(tiny: Model) -> None:
 
 def test_scores_that_are_not_numbers_go_deep(tiny: Model) -> None:
     scores = jnp.zeros((1, 24)).at[0, 9].set(jnp.nan)
-    depths = depths_of(tiny, importance(Given(scores=scores), 4 / 24), [24])
+    depths = depths_of(tiny, importance(ScoreTable(scores=scores), 4 / 24), [24])
     assert np.flatnonzero(depths[0] == 4).tolist() == [0, 1, 9, 23]
 
 
@@ -193,7 +182,8 @@ def scores_of(model: Model, signal: Any, ids: Any, lengths: list[int]) -> np.nda
             return score, memory
 
     policy = importance(Noting(queries=signal.queries), 0.3)
-    staircase(model.decoder, model.params, ids, jnp.asarray(lengths), policy, executor=EXECUTOR)
+    run = jax.jit(partial(staircase, executor=EXECUTOR), static_argnums=0)
+    run(model.decoder, model.params, ids, jnp.asarray(lengths), policy)
     jax.effects_barrier()
     return np.asarray(found[0])
 
@@ -205,7 +195,7 @@ def test_heat_is_what_the_last_queries_look_at(name: str) -> None:
     model = Model(decoder, live_params(decoder, seed=4))
     lengths, queries = [24, 10, 3], 4
     ids, config = model.tokens(3, 24), decoder.config
-    (x,) = dense_states(decoder, model.params, ids, jnp.asarray(lengths), depths=(2,))
+    (x,) = run_dense(decoder, model.params, ids, jnp.asarray(lengths), depths=(2,))
     places = decoder.encode_positions(jnp.arange(24))
     heat = np.zeros((3, 24))
     for number in (2, 3):
@@ -235,7 +225,7 @@ def test_heat_is_what_the_last_queries_look_at(name: str) -> None:
 def test_the_surrogate_adds_entropy_heat_and_outlier_of_a_prompt_alone(tiny: Model) -> None:
     """Against its three terms written out, per row; rows and padding beside it change nothing."""
     lengths, ids = [24, 10], tiny.tokens(2, 24)
-    (x,) = dense_states(tiny.decoder, tiny.params, ids, jnp.asarray(lengths), depths=(2,))
+    (x,) = run_dense(tiny.decoder, tiny.params, ids, jnp.asarray(lengths), depths=(2,))
     heat, found = (
         scores_of(tiny, signal(queries=4), ids, lengths)
         for signal in (AttentionHeat, PromptSurrogate)

@@ -16,6 +16,7 @@ from utio_jax.evaluation import evaluate
 from utio_jax.policies.store import Calibration, Thresholds, load_calibration
 
 
+@pytest.mark.check
 def test_a_calibration_knows_the_shares_of_rows_and_keeps_them(
     fitted: Calibration, tmp_path: Any
 ) -> None:
@@ -54,6 +55,7 @@ def test_shares_that_no_row_has_are_refused(shares: list[Any]) -> None:
         Thresholds.from_json({**stored, "row_shares": shares})
 
 
+@pytest.mark.check
 def test_the_ledger_counts_the_segments_that_ran_whole_rows(
     tiny: Model, text: list[Any], fitted: Calibration
 ) -> None:

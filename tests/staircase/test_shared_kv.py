@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from functools import partial
 from typing import Any
 
 import jax
@@ -25,23 +26,26 @@ from utio_jax.contrib.throttle import Throttle, Throttled
 from utio_jax.models import TINY, Transformer
 from utio_jax.policies import Position, given_depths
 from utio_jax.prompts.fit import fit_kv_maps
-from utio_jax.staircase import CapacityPrefix, staircase
-from utio_jax.staircase.reference import dense_states, reference_states
+from utio_jax.staircase import CapacityPrefix
 
-
-def model_of(kind: str) -> Model:
-    decoder = Transformer(dataclasses.replace(TINY, **KINDS[kind]))
-    return Model(decoder, live_params(decoder))
+FIRST = next(iter(KINDS))
+"""Heads of two layers: the kind that stands for all where they do not differ."""
 
 
 @pytest.fixture(scope="module", params=KINDS)
 def model(request: Any) -> Model:
-    return model_of(request.param)
+    decoder = Transformer(dataclasses.replace(TINY, **KINDS[request.param]))
+    return Model(decoder, live_params(decoder))
 
 
 def by_hand(model: Model, ids: jax.Array) -> np.ndarray:
     """Returns full-depth states, from the layers' own pieces and a plain softmax."""
-    decoder, params, config = model.decoder, model.params, model.decoder.config
+    return np.asarray(_by_hand(model.decoder, model.params, ids))
+
+
+@partial(jax.jit, static_argnums=0)
+def _by_hand(decoder: Any, params: Any, ids: jax.Array) -> jax.Array:
+    config = decoder.config
     positions = jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape)
     places, x = decoder.encode_positions(positions), decoder.embed(params, ids, positions)
     made: dict[int, Any] = {}
@@ -71,24 +75,36 @@ def by_hand(model: Model, ids: jax.Array) -> np.ndarray:
         seen = (ahead >= 0) & ((ahead < window) | (window == 0))
         weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1)
         x = decoder.finish_layer(layer, x, jnp.einsum("bhqk,bkhd->bqhd", weights, values))
-    return np.asarray(x)
+    return x
 
 
 def test_the_dense_program_and_the_reference_are_what_is_meant(model: Model) -> None:
     ids, lengths = model.tokens(2, 17), jnp.asarray([17, 17])
     wanted = by_hand(model, ids)
-    (dense,) = dense_states(model.decoder, model.params, ids, lengths, depths=(4,))
+    (dense,) = cases.run_dense(model.decoder, model.params, ids, lengths, depths=(4,))
     assert_close(dense, wanted)
     for kv in ("propagate", "drop", "full"):
         full = jnp.full(ids.shape, 4)
-        found = reference_states(model.decoder, model.params, ids, lengths, full, kv=kv)
+        found = cases.run_oracle(model.decoder, model.params, ids, lengths, full, kv=kv)
         assert_close(found, wanted)
 
 
+# One-token rows have nothing to share, and of 33 tokens' depths these shapes have all.
+ORACLE_CASES = [
+    *itertools.product(KINDS, (shape for shape in cases.SHAPES if shape.token == 17)),
+    *(
+        pytest.param(FIRST, shape, marks=pytest.mark.check)
+        for shape in cases.DEEP_SHAPES
+        if shape.kv == "propagate"
+    ),
+]
+
+
 @pytest.mark.parametrize(
-    "shape",
-    [shape for shape in cases.SHAPES if shape.token != 33],  # Of its depths other shapes have all.
-    ids=lambda s: f"{s.batch}x{s.token}-{s.kv}",
+    ("model", "shape"),
+    ORACLE_CASES,
+    indirect=["model"],
+    ids=lambda each: each if isinstance(each, str) else each.name,
 )
 def test_equals_the_oracle(model: Model, shape: cases.Shape) -> None:
     assert max(error for _, error in cases.compare_cases(model, shape, range(40))) < 1e-4
@@ -108,25 +124,24 @@ def test_a_token_that_has_made_all_its_keys_and_values_changes_no_other(model: M
     ids, lengths = model.tokens(2, 24, seed=3), jnp.asarray([24, 19])
     rng = np.random.default_rng(0)
     depths = jnp.asarray(rng.choice([complete, 4], (2, 24)))
-    found = staircase(
+    found = cases.run_staircase(
         model.decoder, model.params, ids, lengths,
-        given_depths(depths, depths=(complete, 4)), executor=cases.EXECUTOR,
+        given_depths(depths, depths=(complete, 4)), kv="propagate", executor=cases.EXECUTOR,
     )  # fmt: skip
     real = np.arange(24)[None, :] < np.asarray(lengths)[:, None]
-    deep = (np.asarray(depths) == 4) & real
-    assert_close(np.asarray(found.x)[deep], by_hand(model, ids)[deep])
-    # One layer less, and it does change them: the law is not vacuous.
-    early = jnp.where(depths == 4, 4, complete - 1) if complete > 1 else depths * 0 + 4
-    other = reference_states(model.decoder, model.params, ids, lengths, early)
-    if complete > 1:
-        assert np.abs(np.asarray(other)[deep] - by_hand(model, ids)[deep]).max() > 1e-2
+    deep, wanted = (np.asarray(depths) == 4) & real, by_hand(model, ids)
+    assert_close(np.asarray(found.x)[deep], wanted[deep])
+    if complete > 1:  # One layer less, and it does change them: the law is not vacuous.
+        early = jnp.where(depths == 4, 4, complete - 1)
+        other = cases.run_oracle(model.decoder, model.params, ids, lengths, early, kv="propagate")
+        assert np.abs(np.asarray(other)[deep] - wanted[deep]).max() > 1e-2
 
 
 def test_keys_and_values_are_made_once_and_counted(model: Model) -> None:
     config, ids = model.decoder.config, model.tokens(2, 16)
-    found = staircase(
+    found = cases.run_staircase(
         model.decoder, model.params, ids, jnp.asarray([16, 16]), uniform(4),
-        executor=cases.EXECUTOR,
+        kv="propagate", executor=cases.EXECUTOR,
     )  # fmt: skip
     assert int(found.work.keys_values.sum()) == 32 * config.kv_layers
     cache = init_cache(config, batch=2, slots=16)
@@ -148,9 +163,13 @@ def test_decoding_is_the_oracle_at_the_decided_depths(lively: Model, kv: Any) ->
     assert_greedy(lively, run(lively, mode=mode), kv=kv)
 
 
-@pytest.mark.parametrize(
-    "mode", [Plain(), Lossless(exit=2, max_draft=3), Lossless(exit=1)], ids=str
-)
+EXACT_CASES = [
+    *itertools.product(KINDS, (Plain(), Lossless(exit=2, max_draft=3))),
+    (FIRST, Lossless(exit=1)),
+]
+
+
+@pytest.mark.parametrize(("lively", "mode"), EXACT_CASES, indirect=["lively"], ids=str)
 def test_exact_modes_are_the_full_model(lively: Model, mode: Any) -> None:
     assert_greedy(lively, run(lively, mode=mode), kv="full")
 

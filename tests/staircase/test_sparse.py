@@ -14,14 +14,13 @@ import pytest
 from helpers import cases
 from helpers.marks import quick_where
 from helpers.models import gated, random_gates
+from helpers.policies import TableSignal
 
 from utio_jax import reference_states, score, uniform
 from utio_jax.attention import History
 from utio_jax.core.flops import token_cost
-from utio_jax.core.pytrees import pytree, static
 from utio_jax.evaluation.evaluate import evaluate, score_documents
 from utio_jax.policies import Chance, Learned, Position, given_depths
-from utio_jax.policies.signals import SignalBase
 from utio_jax.staircase import CapacityPrefix, MicroBatches, SparseAttention, staircase
 
 HISTORY = History(recent=5, sinks=1)
@@ -32,20 +31,6 @@ SHAPES = tuple(
         ("drop", 2, 40, (2, 3), MicroBatches(min_bucket=4, block=16, query_block=16, key_step=8)),
     )
 )
-
-
-@pytree
-class GivenScores(SignalBase):
-    """Scores decided by the test, `[boundary, batch, token]`."""
-
-    scores: jax.Array
-    name: str = static(default="given")
-
-    def __call__(self, index: int, boundary: Any, memory: Any) -> tuple[jax.Array, Any]:
-        return self.scores[index], memory
-
-    def flops(self, index: int, decoder: Any, params: Any) -> float:
-        return 1000.0 + index
 
 
 @partial(jax.jit, static_argnums=0, static_argnames=("kv", "executor"))
@@ -64,7 +49,7 @@ def run_oracle(decoder, params, ids, lengths, depth_of_token, sparse, *, kv, dep
 
 def choice(scores: Any, thresholds: Any, history: History = HISTORY) -> Any:
     return SparseAttention(
-        signal=GivenScores(scores=jnp.asarray(scores, jnp.float32)),
+        signal=TableSignal(table=jnp.asarray(scores, jnp.float32)),
         thresholds=jnp.asarray(thresholds, jnp.float32),
         history=history,
     )

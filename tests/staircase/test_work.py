@@ -22,13 +22,7 @@ from utio_jax.core.platform import compiling_for
 from utio_jax.core.pytrees import pytree, static
 from utio_jax.policies import Entropy, given_depths
 from utio_jax.policies.signals import SignalBase
-from utio_jax.staircase import (
-    CapacityPrefix,
-    MicroBatches,
-    SparseAttention,
-    fit_capacities,
-    staircase,
-)
+from utio_jax.staircase import CapacityPrefix, MicroBatches, SparseAttention, staircase
 from utio_jax.staircase.capacity import fit_row_shares
 from utio_jax.staircase.score import score_dense
 
@@ -214,13 +208,6 @@ def deepest_of(counts_of_rows: list[tuple[int, int, int]], width: int) -> np.nda
     """Returns depths of rows of which the first tokens run four layers, the next two, then one."""
     rows = [[4] * deep + [2] * (middle - deep) + [1] * width for _, middle, deep in counts_of_rows]
     return np.asarray([row[:width] for row in rows], np.int32)
-
-
-def test_fitted_capacities_are_those_of_the_fullest_row_rounded_up() -> None:
-    decided = np.pad(deepest_of([(9, 5, 0), (13, 2, 1)], 13), ((0, 0), (0, 4)))
-    decided[0, 9:] = 0  # The first row has nine tokens.
-    assert fit_capacities(decided, depths=(1, 2, 4), min_bucket=4) == (16, 8, 4)
-    assert fit_capacities(decided, depths=(1, 2, 4), min_bucket=1) == (13, 5, 1)
 
 
 def test_shares_of_rows_are_the_cheapest_where_rows_run_together() -> None:

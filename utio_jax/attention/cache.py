@@ -1,14 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The K/V cache: one array per kind for all layers, carried whole and written before it is read.
 
-    slot       0  1  2  3  4  5  6  7      # row 1 of two rows, segments [0,4) [4,8) [8,16)
-    [8,16)     #  #  #  #  .  .  .  .      # filled[2, 1] = 4
-    [4, 8)     #  #  #  #  .  .  .  .      # filled[1, 1] = 4
-    [0, 4)     #  #  #  #  #  #  .  .      # filled[0, 1] = 6: two tokens stopped at layer 4
-
-A token's slot is its position. Slots at or beyond a row's watermark hold nothing that counts:
-padding of a ragged batch, rejected drafts, zeros. They are never cleared, since a slot is always
-written before a query that could see it.
+A token's slot is its position. What lies behind a row's last token does not count: padding of a
+ragged batch, rejected drafts, zeros. It is never cleared, since a slot is always written before a
+query that could see it.
 """
 
 from __future__ import annotations
@@ -22,7 +17,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from utio_jax.attention.views import View, remember
 from utio_jax.core.decoder import DecoderConfig
 from utio_jax.core.platform import here
 from utio_jax.core.pytrees import pytree, static
@@ -30,14 +24,13 @@ from utio_jax.core.pytrees import pytree, static
 
 @pytree
 class KVCache:
-    """Keys and values of all layers that have their own, and how far each row has them.
+    """Keys and values of all layers that have their own.
 
     Attributes:
       keys: rotated, as `Decoder.keys_values` returns them.
       values: of the same shape.
-      filled: watermarks: positions below `filled[segment, row]` are valid in the segment's layers.
-        Never increasing with the segment: deeper K/V are made from shallower states.
-      view: a compact copy of what low-importance tokens see of it; None where there are none.
+      view: what else keeps keys and values as they are written, by a method `remember` as that of
+        `utio_jax.contrib.throttle.views.View`, its rows on axis 1; None: nothing.
       heads_first: whether a head's slots lie side by side, `kv_head slot`, else a slot's heads, see
         `Platform.heads_first`. Static.
     """
@@ -48,8 +41,7 @@ class KVCache:
     values: Float[Array, "layer batch *slot_and_kv_head head_dim"] = dataclasses.field(
         metadata={"row_axis": 1}
     )
-    filled: Int[Array, "segment batch"] = dataclasses.field(metadata={"row_axis": 1})
-    view: View | None = dataclasses.field(default=None, metadata={"row_axis": 1})
+    view: Any = dataclasses.field(default=None, metadata={"row_axis": 1})
     heads_first: bool = static(default=False)
 
     @property
@@ -61,11 +53,6 @@ class KVCache:
     def num_slots(self) -> int:
         """Tokens that a row can hold."""
         return self.keys.shape[3 if self.heads_first else 2]
-
-    @property
-    def lengths(self) -> Int[Array, " batch"]:
-        """Tokens per row that have run the first segment."""
-        return self.filled[0]
 
     def at(self, slots: Any) -> tuple[Any, ...]:
         """Returns the index of some slots, all heads, behind those of layers and rows."""
@@ -87,7 +74,6 @@ def init_cache(
     *,
     batch: int,
     slots: int,
-    segments: int = 1,
     dtype: jax.typing.DTypeLike = jnp.float32,
 ) -> KVCache:
     """Returns an empty cache.
@@ -96,23 +82,18 @@ def init_cache(
       config: the model's sizes.
       batch: rows.
       slots: tokens per row, prompt and new ones together.
-      segments: watermarks per row: how many parts of the stack advance apart from each other.
       dtype: of keys and values.
 
     Raises:
       ValueError: a size below 1.
     """
-    if min(batch, slots, segments) < 1:
-        raise ValueError(
-            "Wanted at least one row, slot and segment. "
-            f"Got batch={batch}, slots={slots}, segments={segments}."
-        )
+    if min(batch, slots) < 1:
+        raise ValueError(f"Wanted at least one row and slot. Got batch={batch}, slots={slots}.")
     sizes, heads_first = (slots, config.num_kv_heads), here().heads_first
     shape = (config.kv_layers, batch, *(sizes[::-1] if heads_first else sizes), config.head_dim)
     return KVCache(
         keys=jnp.zeros(shape, dtype),
         values=jnp.zeros(shape, dtype),
-        filled=jnp.zeros((segments, batch), jnp.int32),
         heads_first=heads_first,
     )
 
@@ -129,8 +110,7 @@ def write(
 ) -> KVCache:
     """Returns the cache with one layer's K/V at the tokens' positions; invalid ones leave no trace.
 
-    Nor do they in its view, if it has one. Watermarks are the caller's: only it knows when a whole
-    segment is done.
+    Nor do they in its view, if it has one.
 
     Args:
       cache: of all rows.
@@ -144,7 +124,7 @@ def write(
     rows = packed_rows(rows, positions.shape[0])
     view = cache.view
     if view is not None:
-        view = remember(view, layer, keys, values, positions=positions, valid=valid, rows=rows)
+        view = view.remember(layer, keys, values, positions=positions, valid=valid, rows=rows)
     rows = rows[:, None]
     slots = jnp.where(valid, positions, cache.num_slots)  # One past the end: dropped.
     at = (layer, rows, *cache.at(slots))
@@ -164,7 +144,7 @@ def write_prompt(
 ) -> KVCache:
     """Returns the cache with one layer's K/V of each row's first tokens.
 
-    One contiguous copy. Those of padding land beyond the watermarks, where they do not count.
+    One contiguous copy. Those of padding land behind the rows' last tokens, and do not count.
     """
 
     def put(old: jax.Array, new: jax.Array) -> jax.Array:
@@ -209,18 +189,6 @@ def read(
 def side_by_side(arrays: Sequence[jax.Array]) -> jax.Array:
     """Returns keys or values of some layers as those of one: heads one after the other."""
     return arrays[0] if len(arrays) == 1 else jnp.concatenate(arrays, axis=-2)
-
-
-def fill(
-    cache: KVCache, lengths: Int[Array, " batch"], *, segment: int | slice = slice(None)
-) -> KVCache:
-    """Returns the cache with the watermarks of one segment, or of all, set to `lengths`.
-
-    Rejected drafts are rolled back in the same way: a lower watermark is all it takes.
-    """
-    shape = cache.filled[segment].shape
-    filled = cache.filled.at[segment].set(jnp.broadcast_to(lengths.astype(jnp.int32), shape))
-    return dataclasses.replace(cache, filled=filled)
 
 
 def key_widths(slots: int, *, key_step: int, at_most: int = 4) -> tuple[int, ...]:

@@ -3,60 +3,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import numpy as np
 
-from utio_jax.bench.timing import Timing, time_programs
+from utio_jax.bench.timing import Timed, time_programs, timed_ledger
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.decoding.base import Mode
 from utio_jax.decoding.generate import Generated, generate
 from utio_jax.decoding.loop import Prompts
 from utio_jax.decoding.sampling import SamplingParams
 from utio_jax.evaluation.generation import generation_ledger
-from utio_jax.evaluation.ledger import Ledger
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Written:
-    """What one mode wrote, and what that cost; times are None where nothing was timed.
-
-    Attributes:
-      results: what came out of each batch.
-      ledger: of all of them.
-      timing: of all batches, prefill included.
-      ratios: `[round]`, plain decoding's seconds per new token over this mode's.
-    """
-
-    results: tuple[Generated, ...]
-    ledger: Ledger
-    timing: Timing | None = None
-    ratios: np.ndarray | None = None
-
-    @property
-    def acceptance(self) -> float | None:
-        """Accepted drafts per verified draft; None where nothing was drafted."""
-        drafts = sum(int(result.drafts.sum()) for result in self.results)
-        accepted = sum(int(result.accepted.sum()) for result in self.results)
-        return accepted / drafts if drafts else None
-
-    @property
-    def repetition(self) -> float:
-        """Share of 4-grams that the same text has had before; loops inflate acceptance."""
-        return repetition([row for result in self.results for row in result.token_ids])
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns rates and ledger as JSON-ready values."""
-        rate = None if self.timing is None else (self.ledger.tokens or 0) / self.timing.median
-        rates = {
-            "tokens_per_second": None if rate is None else round(rate, 1),
-            "acceptance": None if self.acceptance is None else round(self.acceptance, 4),
-            "repetition": round(self.repetition, 4),
-        }
-        return rates | self.ledger.to_dict()
 
 
 def measure_modes(  # noqa: PLR0913 (options, each named)
@@ -70,7 +28,7 @@ def measure_modes(  # noqa: PLR0913 (options, each named)
     budgets: Mapping[str, float] | None = None,
     rounds: int = 3,
     progress: Callable[[], None] | None = None,
-) -> dict[str, Written]:
+) -> dict[str, Timed]:
     """Returns every mode's text, cost and time; modes take turns, after a warm-up.
 
     Texts may end at different lengths, so `speedup` compares seconds per new token, and
@@ -116,37 +74,19 @@ def measure_modes(  # noqa: PLR0913 (options, each named)
         row = generation_ledger(
             decoder, params, mode, batches, results[name], sampling=sampling, budget=budget
         )
-        share = (row.tokens or 0) / plain_tokens
-        ratios = times[name].ratios_over(times["plain"]) * share
-        speedup, ideal = float(np.median(ratios)), row.speedup_ideal
+        ideal = row.speedup_ideal
         if ideal is not None:
             ideal = 1.0 / (prefill + (1.0 - prefill) / ideal)
-        row = dataclasses.replace(
+        measured[name] = timed_ledger(
             row,
-            seconds_full=times["plain"].median * share,
-            seconds=times[name].median,
-            speedup=speedup,
-            speedup_ideal=ideal,
-            efficiency=None if ideal is None else speedup / ideal,
-            compiles=times[name].compiles,
+            times[name],
+            against=times["plain"],
+            baseline="plain",
+            ideal=ideal,
+            share=(row.tokens or 0) / plain_tokens,
+            results=results[name],
         )
-        found = results[name]
-        measured[name] = Written(results=found, ledger=row, timing=times[name], ratios=ratios)
     return measured
-
-
-def repetition(texts: Sequence[np.ndarray], *, length: int = 4) -> float:
-    """Returns the share of n-grams of tokens that the same text has had before.
-
-    >>> repetition([np.array([1, 2, 3, 1, 2, 3, 1, 2])])
-    0.4
-    """
-    repeated = total = 0
-    for ids in texts:
-        grams = [tuple(ids[i : i + length].tolist()) for i in range(ids.size - length + 1)]
-        repeated += len(grams) - len(set(grams))
-        total += len(grams)
-    return repeated / max(total, 1)
 
 
 def middles(documents: Sequence[np.ndarray], *, tokens: int, count: int) -> list[list[int]]:
@@ -181,7 +121,7 @@ def write_middles(
     sizes: Sequence[int] = (1, 8),
     rounds: int = 3,
     progress: Callable[[], None] | None = None,
-) -> dict[int, dict[str, Written]]:
+) -> dict[int, dict[str, Timed]]:
     """Returns how modes continue passages of documents, by batch size and name.
 
     Three prompts one after the other, or one batch of a larger size. Texts do not end early: all

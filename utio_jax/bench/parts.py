@@ -6,19 +6,18 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import numpy as np
 
 from utio_jax.bench import decoding, scoring
 from utio_jax.bench.results import QUALITY, Group, Row
 from utio_jax.bench.subjects import Method, Subject, controls_of, methods_of
+from utio_jax.bench.timing import Timed
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.base import Mode, Plain
 from utio_jax.decoding.generate import generate
 from utio_jax.decoding.lossless import Lossless
 from utio_jax.evaluation.flops import check_worthwhile
-from utio_jax.evaluation.ledger import Ledger
 
 PLAIN = "plain"
 """The model's own decoding: the baseline of both decoding parts, and the only full-depth one."""
@@ -65,10 +64,7 @@ def score_group(
                 failed = row.failed(f"full depth ran instead: {reason}")
                 done.append(dataclasses.replace(failed, fallbacks={"full depth": 1}))
             else:
-                one = found[method.label]
-                row = dataclasses.replace(row, baseline=one.baseline)
-                values = _values(row, one.ledger)
-                done.append(row.timed(one.timing, against=one.fastest, **values))
+                done.append(_timed(row, found[method.label]))
         return done
 
     return Group(title=f"score {subject.name} {batch} x {width}", rows=tuple(rows), measure=measure)
@@ -141,19 +137,16 @@ def _decoding_group(
     return Group(title=title, rows=tuple(rows), measure=measure)
 
 
-def _written(row: Row, found: Mapping[str, decoding.Written]) -> Row:
-    one, plain = found[row.method], found[PLAIN]
-    assert one.timing is not None
-    assert plain.timing is not None
-    values = _values(row, one.ledger)
-    done = row.timed(one.timing, against=plain.timing, ratios=one.ratios, **values)
+def _written(row: Row, found: Mapping[str, Timed]) -> Row:
+    one = found[row.method]
+    done = _timed(row, one)
     if one.acceptance is None:
         return done
-    (result,), (full,) = one.results, plain.results
+    (result,), (full,) = one.results, found[PLAIN].results
     same = sum(map(np.array_equal, result.token_ids, full.token_ids))
     return done.noting(
         f"{same} of {len(full.token_ids)} rows like plain decoding's; acceptance "
-        f"{one.acceptance:.2f}; {one.repetition:.0%} of 4-grams repeated"
+        f"{one.acceptance:.2f}"
     )
 
 
@@ -170,12 +163,17 @@ def _planned(subject: Subject, part: str, method: Method, **sizes: int) -> Row:
     )
 
 
-def _values(row: Row, ledger: Ledger) -> dict[str, Any]:
-    """Returns what a ledger says of a row; random weights have losses too, which mean nothing."""
-    record = ledger.to_dict()
-    return {
-        "tokens": ledger.tokens,
-        "speedup_ideal": ledger.speedup_ideal,
-        "flops_ratio": ledger.flops_ratio,
-        "quality": None if row.speed_only else {name: record[name] for name in QUALITY},
-    }
+def _timed(row: Row, one: Timed) -> Row:
+    """Returns a measured row; random weights have losses too, which mean nothing."""
+    assert one.timing is not None
+    assert one.against is not None
+    record = one.ledger.to_dict()
+    return dataclasses.replace(row, baseline=one.baseline).timed(
+        one.timing,
+        against=one.against,
+        ratios=one.ratios,
+        tokens=one.ledger.tokens,
+        speedup_ideal=one.ledger.speedup_ideal,
+        flops_ratio=one.ledger.flops_ratio,
+        quality=None if row.speed_only else {name: record[name] for name in QUALITY},
+    )

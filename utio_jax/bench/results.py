@@ -11,8 +11,8 @@ import dataclasses
 import math
 import os
 import platform
-from collections.abc import Callable, Mapping, Sequence
-from datetime import UTC, datetime
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -117,22 +117,12 @@ class Row:
         """Returns the row that `to_dict` wrote.
 
         Raises:
-          ValueError: keys that are missing or unknown, or values that do not fit.
+          AttributeError, TypeError, ValueError: it is no row, see `read_results`.
         """
-        names = {"key", *(field.name for field in dataclasses.fields(cls))}
-        if not isinstance(stored, Mapping) or set(stored) != names:
-            odd = sorted(names ^ set(stored)) if isinstance(stored, Mapping) else repr(stored)
-            raise ValueError(
-                f"Wanted a row with every key of schema {SCHEMA}, and no other. These are missing "
-                f"or unknown: {odd}."
-            )
         values = {name: value for name, value in stored.items() if name != "key"}
         for name in ("seconds", "speedup"):
-            if values[name] is not None:
-                try:
-                    values[name] = Spread(**values[name])
-                except TypeError as error:
-                    raise ValueError(f"Wanted a spread in {name}. Got: {error}.") from error
+            if values.get(name) is not None:
+                values[name] = Spread(**values[name])
         return cls(**values)
 
     def noting(self, note: str) -> Row:
@@ -202,59 +192,32 @@ class Group:
     measure: Callable[[], Sequence[Row]]
 
 
-class Recorder:
-    """Keeps every row on disk as soon as it is known: an interruption loses what was under way.
+def save_results(
+    file: Path, head: Mapping[str, Any], rows: Iterable[Row], *, complete: bool, seconds: float
+) -> dict[str, Any]:
+    """Writes results in place of what is there, and returns what the file holds.
 
-    Attributes:
-      rows: by key, in the order of measuring.
+    Args:
+      file: to write; its folder is made.
+      head: `suite`, its name; `settings`, the options as given; `environment`, see `describe`.
+      rows: that are known so far.
+      complete: whether these are all.
+      seconds: since the run began.
     """
-
-    def __init__(
-        self,
-        file: Path,
-        *,
-        suite: str,
-        settings: Mapping[str, Any],
-        environment: Mapping[str, Any],
-    ):
-        """Begins a file of results, in place of what is there.
-
-        Args:
-          file: to write; its folder is made.
-          suite: name of it.
-          settings: the options as given.
-          environment: what the machine is and can do.
-        """
-        file.parent.mkdir(parents=True, exist_ok=True)
-        self._file = file
-        self._head: dict[str, Any] = {
+    began = datetime.now(UTC) - timedelta(seconds=seconds)
+    held = rounded(
+        {
             "command": "bench",
             "schema": SCHEMA,
-            "suite": suite,
-            "complete": False,
-            "seconds": 0.0,
-            "started": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-            "settings": dict(settings),
-            "environment": dict(environment),
+            "complete": complete,
+            "seconds": round(seconds, 1),
+            "started": began.strftime("%Y-%m-%dT%H:%M:%SZ"),
+            **head,
+            "rows": [row.to_dict() for row in rows],
         }
-        self.rows: dict[str, Row] = {}
-        self._write()
-
-    def add(self, rows: Sequence[Row], *, seconds: float) -> None:
-        """Writes rows, `seconds` since the run began."""
-        self.rows |= {row.key: row for row in rows}
-        self._head["seconds"] = round(seconds, 1)
-        self._write()
-
-    def close(self, *, complete: bool, seconds: float) -> dict[str, Any]:
-        """Writes whether all rows are there, and returns what the file holds."""
-        self._head |= {"complete": complete, "seconds": round(seconds, 1)}
-        return self._write()
-
-    def _write(self) -> dict[str, Any]:
-        held = rounded({**self._head, "rows": [row.to_dict() for row in self.rows.values()]})
-        save_json(self._file, held)
-        return held
+    )
+    save_json(file, held)
+    return held
 
 
 def read_results(file: Path) -> tuple[dict[str, Any], list[Row]]:
@@ -276,7 +239,7 @@ def read_results(file: Path) -> tuple[dict[str, Any], list[Row]]:
         missing = {"suite", "complete", "seconds", "started", "settings", "environment"} - {*found}
         if missing or len(rows) != len({row.key for row in rows}):
             raise ValueError(f"missing: {sorted(missing)}; or two rows have the same key")
-    except (KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"Wanted {what} at {file}. Got: {error} {remedy}") from error
     return found, rows
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
 
 from utio_jax.bench.parts import decode_group, lossless_group, score_group
-from utio_jax.bench.results import Group, Recorder, Row
+from utio_jax.bench.results import Group, Row, save_results
 from utio_jax.bench.subjects import Subject
 
 
@@ -91,37 +92,50 @@ def groups_of(suite: Suite, subject: Subject) -> list[Group]:
 
 
 def run_groups(
+    file: Path,
     groups: Iterable[Group],
-    recorder: Recorder,
+    head: Mapping[str, Any],
     *,
-    started: float,
     say: Callable[[str], None],
     note: str = "",
-) -> None:
-    """Measures groups, and keeps the rows of each as soon as they are known.
+) -> dict[str, Any]:
+    """Measures groups, keeps the rows of each on disk as soon as they are known, and returns all.
 
-    What cannot run is recorded as that: a group's ValueErrors and the device's errors become notes
-    of its rows.
+    So an interruption, which ends the run, loses what was under way. What cannot run is recorded as
+    that: a group's ValueErrors and the device's errors become notes of its rows.
 
     Args:
+      file: to write, in place of what is there.
       groups: in order.
-      recorder: keeps the rows.
-      started: when the run began, of `time.perf_counter`.
+      head: see `save_results`.
       say: is given a line of progress.
       note: of every row.
     """
-    for group in groups:
-        say(group.title)
-        rows: Sequence[Row]
-        try:
-            rows = group.measure()
-        except (ValueError, jax.errors.JaxRuntimeError) as error:
-            reason = str(error).strip().splitlines()[0]
-            say(f"  did not run: {reason}")
-            rows = [row.failed(reason) for row in group.rows]
-        recorder.add([row.noting(note) for row in rows], seconds=time.perf_counter() - started)
-        # The programs of a whole suite use up a process' memory maps; no group needs another's.
-        jax.clear_caches()
+    started, rows = time.perf_counter(), dict[str, Row]()
+
+    def save(*, complete: bool) -> dict[str, Any]:
+        seconds = time.perf_counter() - started
+        return save_results(file, head, rows.values(), complete=complete, seconds=seconds)
+
+    save(complete=False)
+    try:
+        for group in groups:
+            say(group.title)
+            found: Sequence[Row]
+            try:
+                found = group.measure()
+            except (ValueError, jax.errors.JaxRuntimeError) as error:
+                reason = str(error).strip().splitlines()[0]
+                say(f"  did not run: {reason}")
+                found = [row.failed(reason) for row in group.rows]
+            rows |= {row.key: row.noting(note) for row in found}
+            save(complete=False)
+            # The programs of a whole suite use up a process' memory maps; no group needs another's.
+            jax.clear_caches()
+    except KeyboardInterrupt:
+        say(f"interrupted: {file} holds what was measured")
+        return save(complete=False)
+    return save(complete=True)
 
 
 _BEARABLE_PCT = 1.0  # Of loss, for what saves time.

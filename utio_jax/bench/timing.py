@@ -12,6 +12,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from utio_jax.decoding.generate import Generated
+from utio_jax.evaluation.ledger import Ledger
+
 _compilations = 0
 
 
@@ -81,6 +84,85 @@ class Timing:
     def speedup_over(self, other: Timing) -> float:
         """Returns the median of the rounds' ratios: how many times faster this is than `other`."""
         return float(np.median(self.ratios_over(other)))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Timed:
+    """What one program came to, with its times beside full depth's; None where none were taken.
+
+    Attributes:
+      ledger: quality, cost and times.
+      timing: of the program.
+      against: full depth's, in the same rounds.
+      ratios: `[round]`, full depth's seconds over the program's, for as many tokens.
+      baseline: which full-depth program it was.
+      results: the new tokens of each batch, if it made any.
+    """
+
+    ledger: Ledger
+    timing: Timing | None = None
+    against: Timing | None = None
+    ratios: np.ndarray | None = None
+    baseline: str | None = None
+    results: tuple[Generated, ...] = ()
+
+    @property
+    def acceptance(self) -> float | None:
+        """Accepted drafts per verified draft; None where nothing was drafted."""
+        drafts = sum(int(result.drafts.sum()) for result in self.results)
+        accepted = sum(int(result.accepted.sum()) for result in self.results)
+        return accepted / drafts if drafts else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns rates and ledger as JSON-ready values."""
+        tokens, seconds = self.ledger.tokens, self.ledger.seconds
+        rates = {
+            "tokens_per_second": None if seconds is None else round((tokens or 0) / seconds, 1),
+            "acceptance": None if self.acceptance is None else round(self.acceptance, 4),
+        }
+        return rates | self.ledger.to_dict()
+
+
+def timed_ledger(
+    ledger: Ledger,
+    timing: Timing,
+    *,
+    against: Timing,
+    baseline: str,
+    ideal: float | None,
+    share: float = 1.0,
+    results: tuple[Generated, ...] = (),
+) -> Timed:
+    """Returns a ledger with its program's times, over those of a full-depth program.
+
+    Args:
+      ledger: without times.
+      timing: of the program.
+      against: of the full-depth program, in the same rounds.
+      baseline: what that is called.
+      ideal: the speed-up that FLOPs alone would give.
+      share: the program's tokens over the full-depth one's: seconds per token are compared.
+      results: the new tokens.
+    """
+    ratios = timing.ratios_over(against) * share
+    speedup = float(np.median(ratios))
+    ledger = dataclasses.replace(
+        ledger,
+        seconds_full=against.median * share,
+        seconds=timing.median,
+        speedup=speedup,
+        speedup_ideal=ideal,
+        efficiency=None if ideal is None else speedup / ideal,
+        compiles=timing.compiles,
+    )
+    return Timed(
+        ledger=ledger,
+        timing=timing,
+        against=against,
+        ratios=ratios,
+        baseline=baseline,
+        results=results,
+    )
 
 
 def time_programs(

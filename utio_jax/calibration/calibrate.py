@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 from utio_jax.calibration.gates import SIGNALS, SignalFitter
 from utio_jax.calibration.goals import Budgets, Goal
 from utio_jax.calibration.search import ThresholdSearch
-from utio_jax.calibration.studies import predicted_tokens, rank_correlation, study_exits
+from utio_jax.calibration.studies import study_exits
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.documents import Batch
 from utio_jax.core.files import hash_params, versions
@@ -88,13 +88,12 @@ def calibrate(  # noqa: PLR0913 (options, each named)
     search = ThresholdSearch(decoder, params, studies, executor=executor, mesh=mesh)
     entries: dict[str, dict[float, Thresholds]] = {}
     signals: dict[str, Signal] = {}
-    goals, correlations = dict[str, Any](), dict[str, Any]()
+    goals = dict[str, Any]()
     for name in policies:
         say(f"{name}: weights")
         signal = signals[name] = fitter.fit(name)
         found, goals[name] = goal.reach(search, signal, say)
         entries[name] = {cost: search.with_row_shares(signal, fit) for cost, fit in found.items()}
-        correlations[name] = _correlations(search, signal)
         search.forget()
     if not any(entries.values()):
         name = policies[0]
@@ -110,7 +109,6 @@ def calibrate(  # noqa: PLR0913 (options, each named)
         "width": batches[0].token_ids.shape[1],
         "tokens": tokens,
         "goals": goals,
-        "rank_correlation_kl": correlations,
         "exit_nll_increase_pct": search.exit_nll_increase_pct(),
         "exit_agreement": search.exit_agreement(),
     }
@@ -125,16 +123,3 @@ def _describe(batches: Sequence[Batch]) -> dict[str, Any]:
         digest.update(np.ascontiguousarray(batch.lengths).tobytes())
     windows = sum(int((batch.window >= 0).sum()) for batch in batches)
     return {"windows": windows, "sha256": digest.hexdigest()}
-
-
-def _correlations(search: ThresholdSearch, signal: Any) -> dict[str, float | None]:
-    """Returns, per exit, the rank correlation of a signal's scores with sqrt(KL to full depth)."""
-    exits = search.exits
-    root = np.sqrt(predicted_tokens(search.studies, [study.kl for study in search.studies]))
-    scores = search.scores(signal, exits)
-    found = {}
-    for index, depth in enumerate(exits[:-1]):
-        finite = np.isfinite(scores[index])
-        correlation = rank_correlation(scores[index][finite], root[index][finite])
-        found[str(depth)] = None if correlation is None else round(correlation, 4)
-    return found

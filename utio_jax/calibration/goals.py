@@ -26,6 +26,18 @@ _MIN_PREDICTED = 32  # A document of three tokens that all differ has risk 1, an
 Say = Callable[[str], None]
 
 
+def _try(
+    search: ThresholdSearch, signal: Signal, budget: float, say: Say
+) -> tuple[float, float, Thresholds] | None:
+    """Returns the `flops_ratio` and the loss increase, in %, of real passes, and the thresholds."""
+    say(f"{signal.name} at {budget:.3g}")
+    entry = search.fit(signal, budget)
+    if entry is None:
+        return None
+    spent = search.run(signal, entry)
+    return search.ratio(spent), search.nll_increase_pct(spent), entry
+
+
 @runtime_checkable
 class Goal(Protocol):
     """Chooses thresholds for one signal."""
@@ -58,11 +70,8 @@ class Budgets:
         found: dict[float, Thresholds] = {}
         increases: dict[str, float] = {}
         for budget in self.budgets:
-            say(f"{signal.name} at {budget:g}")
-            entry = search.fit(signal, budget)
-            if entry is not None:
-                found[budget] = entry
-                increase = search.nll_increase_pct(search.run(signal, entry))
+            if (tried := _try(search, signal, budget, say)) is not None:
+                _, increase, found[budget] = tried
                 increases[f"{budget:g}"] = round(increase, 4)
         unreachable = [budget for budget in self.budgets if budget not in found]
         record = {"unreachable": unreachable} if unreachable else {}
@@ -92,19 +101,13 @@ class MaxLoss:
         best: tuple[float, float, Thresholds] | None = None
         for _ in range(_HALVINGS):
             budget = (low + high) / 2
-            say(f"{signal.name} at {budget:.3f}")
-            entry = search.fit(signal, budget)
-            if entry is None:
-                low = budget
-                continue
-            spent = search.run(signal, entry)
-            ratio, increase = search.ratio(spent), search.nll_increase_pct(spent)
-            if increase > self.nll_increase_pct:
+            tried = _try(search, signal, budget, say)
+            if tried is None or tried[1] > self.nll_increase_pct:
                 low = budget
                 continue
             high = budget
-            if ratio < 1:
-                best = min(best, (ratio, increase, entry)) if best else (ratio, increase, entry)
+            if tried[0] < 1:
+                best = min(best, tried) if best else tried
         record: dict[str, Any] = {"max_nll_increase_pct": self.nll_increase_pct}
         if best is None:
             return {}, record
@@ -154,11 +157,9 @@ class MaxDisagreement:
         budgets = np.linspace(0.97, search.cheapest(signal), _CANDIDATES, endpoint=False)
         candidates: dict[float, Thresholds] = {}
         for budget in budgets:
-            say(f"{signal.name} at {budget:.3f}")
-            entry = search.fit(signal, float(budget))
-            ratio = 1.0 if entry is None else round(search.ratio(search.run(signal, entry)), 4)
-            if entry is not None and ratio < 1:
-                candidates.setdefault(ratio, entry)
+            tried = _try(search, signal, float(budget), say)
+            if tried is not None and round(tried[0], 4) < 1:
+                candidates.setdefault(round(tried[0], 4), tried[2])
         ratios = sorted(candidates, reverse=True)  # The costliest is the safest: known beforehand.
         if not ratios:
             return {}, {"max_disagreement": self.max_disagreement, "candidates": {}}

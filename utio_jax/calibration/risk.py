@@ -18,29 +18,20 @@ from utio_jax.calibration.guarantee import half_of
 _SHINGLE = 8
 _MIX = np.uint64(0x9E3779B97F4A7C15)
 
+_SIMILARITY = 1 / 3
 _BLOCK = 256  # Documents that are compared with all others at once.
 
 
-def group_near_duplicates(
-    documents: Sequence[np.ndarray], *, similarity: float = 1 / 3
-) -> np.ndarray:
+def group_near_duplicates(documents: Sequence[np.ndarray]) -> np.ndarray:
     """Returns `[document]`: which group each belongs to, numbered by first appearance.
 
     Documents are joined, also through others, where the Jaccard similarity of their sets of
-    8-grams (all of a shorter document) reaches `similarity`. A third is what two documents of one
-    length have that share half their 8-grams: copies with up to 8 % of the tokens changed.
-
-    Args:
-      documents: token ids.
-      similarity: in (0, 1].
+    8-grams (all of a shorter document) reaches a third. That is what two documents of one length
+    have that share half their 8-grams: copies with up to 8 % of the tokens changed.
 
     Raises:
-      ValueError: the similarity is out of range, or a document is empty.
+      ValueError: a document is empty.
     """
-    if not 0 < similarity <= 1:
-        raise ValueError(
-            f"Wanted a similarity above 0, at most 1. Got {similarity}. 1 joins equal sets only."
-        )
     for index, document in enumerate(documents):
         if len(document) == 0:
             raise ValueError(
@@ -54,7 +45,7 @@ def group_near_duplicates(
     for start in range(0, len(sets), _BLOCK):
         shared = ((owners[start : start + _BLOCK] * weight) @ owners.T).tocoo()
         one, other = shared.row + start, shared.col
-        alike = shared.data >= similarity * (sizes[one] + sizes[other] - shared.data)
+        alike = shared.data >= _SIMILARITY * (sizes[one] + sizes[other] - shared.data)
         pairs.append(np.stack([one[alike], other[alike]]))
     joined = np.concatenate(pairs, axis=1)
     graph = sparse.coo_array((np.ones(joined.shape[1]), joined), shape=(len(sets), len(sets)))

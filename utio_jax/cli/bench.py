@@ -63,7 +63,7 @@ class Bench:
         import jax
         from rich.console import Console
 
-        from utio_jax.bench.results import Recorder, describe
+        from utio_jax.bench.results import describe, read_results
         from utio_jax.bench.suite import conclude, groups_of, run_groups, summarise
         from utio_jax.bench.terminal import bench_table
 
@@ -77,35 +77,24 @@ class Bench:
         suite = self.sized()
         check_out(self.out)
         dtype = "float32" if platform == "cpu" else "bfloat16"
-        say = progress_lines(started)
-        file = self.out / "results.json"
-        recorder = Recorder(
-            file,
-            suite=self.suite,
-            settings={
-                name: list(value) if isinstance(value, tuple) else value
-                for name, value in dataclasses.asdict(self).items()
-                if name not in ("out", "report")
-            },
-            environment=describe(dtype=dtype),
+        file, asked = self.out / "results.json", dataclasses.asdict(self)
+        head = {
+            "suite": self.suite,
+            "settings": {name: asked[name] for name in asked if name not in ("out", "report")},
+            "environment": describe(dtype=dtype),
+        }
+        subjects = (
+            subject_named(name, dtype=dtype, cache_tokens=suite.cache_tokens)
+            for name in suite.models
         )
-        note = "dry run at tiny sizes: no figure of speed" if self.dry_run else ""
-        complete = True
-        try:
-            for name in suite.models:
-                subject = subject_named(name, dtype=dtype, cache_tokens=suite.cache_tokens)
-                run_groups(
-                    groups_of(suite, subject),
-                    recorder,
-                    started=started,
-                    say=say,
-                    note=note,
-                )
-        except KeyboardInterrupt:
-            say(f"interrupted: {file} holds what was measured")
-            complete = False
-        results = recorder.close(complete=complete, seconds=time.perf_counter() - started)
-        rows = [*recorder.rows.values()]
+        results = run_groups(
+            file,
+            (group for subject in subjects for group in groups_of(suite, subject)),
+            head,
+            say=progress_lines(started),
+            note="dry run at tiny sizes: no figure of speed" if self.dry_run else "",
+        )
+        rows = read_results(file)[1]
         title = f"{self.suite} suite, {results['environment']['device']}"
         Console(stderr=True, width=118).print(bench_table(rows, title=title))
         verdict = conclude(rows)
@@ -114,7 +103,7 @@ class Bench:
         return {
             "command": "bench",
             "suite": self.suite,
-            "complete": complete,
+            "complete": results["complete"],
             "seconds": results["seconds"],
             "out": str(file),
             "verdict": verdict,

@@ -25,7 +25,7 @@ from utio_jax.cli.options import (
 from utio_jax.core.decoder import DecoderConfig
 from utio_jax.core.documents import Batch, calibration_batches
 from utio_jax.core.files import check_writable, load_json
-from utio_jax.policies.store import calibration_file, load_calibration
+from utio_jax.policies.store import calibration_file, check_nothing_is_lost
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -99,7 +99,7 @@ class Calibrate(OfWindows, OfText):
             model = model.with_lens(self._lens(model, first, described, say))
         check_same([model.sha256, documents], what="model and text")
         policies = tuple(SIGNALS) if self.policy == ("all",) else self.policy
-        _check_nothing_is_lost(out, model.sha256, policies)
+        check_nothing_is_lost(out, model.sha256, policies)
         goal: Goal = Budgets(budgets=self.budget) if self.budget else Budgets()
         if self.max_nll_increase_pct is not None:
             goal = MaxLoss(nll_increase_pct=self.max_nll_increase_pct)
@@ -245,19 +245,6 @@ def _check_lens(file: Path, wanted: dict[str, Any]) -> None:
             f"Wanted a lens of { ({key: wanted[key] for key in other}) }. {file} was fitted to "
             f"{other}, and what was calibrated through it needs it. Name another --out, remove "
             f"{file}, or calibrate through it: --lens {file}."
-        )
-
-
-def _check_nothing_is_lost(out: Path, model_sha256: str, policies: tuple[str, ...]) -> None:
-    """Raises ValueError where a file holds policies that are not fitted again."""
-    if not out.is_file():
-        return
-    kept = load_calibration(out, model_sha256=model_sha256).entries
-    if lost := [name for name in kept if name not in policies]:
-        raise ValueError(
-            f"Wanted a file to replace whose policies are fitted again. {out} also holds "
-            f"{', '.join(lost)}. Name another --out, or fit all of them: --policy "
-            f"{' '.join(dict.fromkeys((*policies, *lost)))}."
         )
 
 

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from utio_jax.cli.options import (
+    OfCalibration,
     OfText,
     OfWindows,
     Rare,
-    calibration_of,
     check_out,
     is_first,
     progress_lines,
@@ -22,14 +22,13 @@ from utio_jax.cli.options import (
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Compare(OfWindows, OfText):
+class Compare(OfWindows, OfCalibration, OfText):
     """Holds every calibrated policy against truncation, chance and hindsight on unseen text.
 
     The text is to be one that nothing was fitted to; without files, the test split of this Python's
     standard library.
 
     Attributes:
-      calibration: a file that `utio-jax calibrate` wrote; by default the model's own.
       budget: FLOPs over full depth's, one or several; all that were calibrated by default.
       batches: of 16 windows, drawn over all documents; 0 takes the whole text. Time grows with it,
         but for the programs, which are compiled once each; intervals narrow with documents rather
@@ -44,7 +43,6 @@ class Compare(OfWindows, OfText):
         "compare FILES --model DIR --budget 0.5 0.75 --batches 0",
     )
 
-    calibration: Rare[Path | None] = None
     budget: tuple[float, ...] = ()
     batches: int = 6
     draws: Rare[int] = 2000
@@ -60,7 +58,6 @@ class Compare(OfWindows, OfText):
         from utio_jax.calibration.compare import compare
         from utio_jax.core.documents import sample_batches
         from utio_jax.core.processes import check_same
-        from utio_jax.evaluation.controls import plain_hull
         from utio_jax.evaluation.ledger import uniform_hull
 
         started = time.perf_counter()
@@ -68,7 +65,7 @@ class Compare(OfWindows, OfText):
         mesh = self.mesh()
         model = self.load()
         config = model.decoder.config
-        fitted = calibration_of(model, self.calibration)
+        fitted = model.calibration
         documents, described = read_documents(model, self.files, self.token_ids, "test")
         check_same([model.sha256, documents], what="model and text")
         batches, document_of_window = sample_batches(
@@ -78,7 +75,7 @@ class Compare(OfWindows, OfText):
             batches=self.batches or None,
             vocab_size=config.vocab_size,
         )
-        plain = plain_hull(model)  # Before the work: a file that is not this model's is refused.
+        plain = model.plain_controls  # Before the work: a file that is not this model's is refused.
         rows = compare(
             model.decoder,
             model.params,

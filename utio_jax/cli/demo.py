@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from utio_jax.cli.options import Files, Rare, check_out, progress_bar, read_documents
-from utio_jax.cli.trial import FASTER, long_prompt
+from utio_jax.cli.trial import FASTER, full_batches, long_prompt
 from utio_jax.core.files import save_json
 from utio_jax.policies.store import DEFAULT_BUDGET
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-_WIDTH = 512
+_ROWS, _WIDTH = 16, 512
 _DRAWN_LINES = 40
 _PROMPTS = 12  # Rows of a long prompt and what follows it.
 
@@ -47,8 +47,10 @@ class Demo:
 
     def run(self) -> dict[str, Any]:
         """Runs the command and returns its JSON."""
+        import jax
         from rich.console import Console
 
+        from utio_jax.bench.results import describe
         from utio_jax.models import load
 
         started = time.perf_counter()
@@ -68,7 +70,13 @@ class Demo:
             console.print(line)
         record = self.out / "demo.json"
         total = round(time.perf_counter() - started, 1)
-        found = {"command": "demo", "seconds_total": total, "text": described, **found}
+        found = {
+            "command": "demo",
+            "seconds_total": total,
+            "text": described,
+            "environment": describe(dtype=jax.tree.leaves(model.params)[0].dtype),
+            **found,
+        }
         save_json(record, found)
         console.print(f"Pictures: {', '.join(found['pictures'])}. Record: {record}.")
         console.print('Next: utio-jax generate "def f(x):" --budget 0.75 | serve | try | make llm')
@@ -76,15 +84,14 @@ class Demo:
 
     def _read(self, model: Any, documents: Sequence[np.ndarray]) -> tuple[dict[str, Any], float]:
         """Returns rows of reading at all budgets, and the budget that is spoken of."""
-        from utio_jax.bench.scoring import count_steps, cut_batches, measure_policies
+        from utio_jax.bench.scoring import measure_policies
         from utio_jax.bench.subjects import Method, controls_of
         from utio_jax.calibration.goals import Budgets
-        from utio_jax.evaluation.controls import plain_hull
         from utio_jax.evaluation.ledger import uniform_hull
 
         config, calibration = model.decoder.config, model.calibration
         width = min(_WIDTH, config.context_length)
-        read = cut_batches(documents, batches=self.batches, seed=0, width=width)
+        read = full_batches(model, documents, rows=_ROWS, width=width, batches=self.batches)
         known = calibration.entries["learned"]
         budgets = [budget for budget in Budgets().budgets if budget in known] or sorted(known)
         methods = controls_of(model.decoder) + [
@@ -96,17 +103,16 @@ class Demo:
             for name in ("random", "utio_surrogate", "learned")
             # Chance is a control: two of its points are enough to see what it is worth.
             for budget in (budgets if name != "random" else budgets[-3:-1] or budgets)
-            if name == "random" or budget in calibration.entries[name]
+            if name == "random" or budget in calibration.entries.get(name, {})
         ]
-        tokens = sum(batch.token_ids.size for batch in read)
+        tokens = sum(int(batch.lengths.sum()) for batch in read)
         kind = "of your text" if self.files else "of unseen Python"
-        steps = count_steps(methods, read, rounds=self.rounds)
-        with progress_bar(steps, f"Reading {tokens:,} tokens {kind}") as step:
+        with progress_bar(None, f"Reading {tokens:,} tokens {kind}") as step:
             measured = measure_policies(
                 model.decoder, model.params, read, methods, rounds=self.rounds, progress=step
             )
         ledgers = [each.ledger for each in measured.values()]
-        hull, plain = uniform_hull(ledgers), plain_hull(model)
+        hull, plain = uniform_hull(ledgers), model.plain_controls
         rows = [
             row.to_dict()
             | {

@@ -13,16 +13,15 @@ from typing import Any, ClassVar
 import numpy as np
 
 from utio_jax.cli.options import (
+    OfCalibration,
     OfText,
     OfWindows,
     Rare,
     check_out,
-    check_policy_options,
     is_first,
     policy_named,
     progress_bar,
     read_token_ids,
-    repeat_verdict,
 )
 from utio_jax.core.files import check_writable, save_text
 
@@ -31,14 +30,13 @@ _LEAST = 256
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Evaluate(OfWindows, OfText):
+class Evaluate(OfWindows, OfCalibration, OfText):
     """Prints loss and perplexity of a text, and what they cost, in full or by a policy.
 
     Attributes:
       policy: full, uniform, random, or one that the calibration holds. By default full; learned
         with --budget.
       budget: FLOPs of a fitted policy over full depth's. By default 0.75, or the only one.
-      calibration: a file that `utio-jax calibrate` wrote; by default the model's own.
       depth: layers, for uniform.
       batch: rows per pass, at most.
       kv: what others see of a token beyond its depth: propagate or drop. By default propagate.
@@ -55,7 +53,6 @@ class Evaluate(OfWindows, OfText):
 
     policy: str | None = None
     budget: float | None = None
-    calibration: Rare[Path | None] = None
     depth: int | None = None
     batch: Rare[int] = 16
     kv: Rare[str | None] = None
@@ -71,15 +68,12 @@ class Evaluate(OfWindows, OfText):
         """Runs the command and returns its JSON."""
         from utio_jax.core.processes import Shards, check_same
         from utio_jax.evaluation.evaluate import score_documents
+        from utio_jax.models.verbs import check_policy
         from utio_jax.staircase.reference import check_kv
 
         kv: Any = check_kv("propagate" if self.kv is None else self.kv, ("propagate", "drop"))
-        options: dict[str, Any] = {
-            "budget": self.budget,
-            "depth": self.depth,
-            "calibration": self.calibration,
-        }
-        check_policy_options(self.policy_name, **options, kv=self.kv)
+        given: dict[str, Any] = {"budget": self.budget, "depth": self.depth}
+        check_policy(self.policy_name, **given, calibration=self.calibration, kv=self.kv)
         if self.per_token is not None:
             check_writable(self.per_token, "--per-token")
         if self.shards is not None:
@@ -89,8 +83,7 @@ class Evaluate(OfWindows, OfText):
         mesh = self.mesh()
         model = self.load()
         names, documents, size = self._documents(model)
-        policy, budget, fractions = policy_named(model, self.policy_name, **options)
-        repeat_verdict(model, self.policy_name, self.calibration)
+        policy, budget, fractions = policy_named(model, self.policy_name, **given)
         check_same([model.sha256, names, documents], what="model and text")
         shards = None if self.shards is None else Shards(folder=self.shards, identity=model.sha256)
         with progress_bar(None, "scoring") as step:

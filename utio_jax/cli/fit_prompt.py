@@ -22,20 +22,15 @@ class FitPrompt(OfModel, OfText):
 
     Maps are fitted to one part of the text, the cheapest way of reading within the limit is chosen
     on another, and reported on a third, beside controls; without files, of the calibrate split of
-    the standard library. What is written is for --prompt-maps. With --train the maps learn on from
-    the closed form, by what follows prompts; the model stays as it is.
+    the standard library. What is written is for --prompt-maps; the model stays as it is.
 
     Attributes:
-      fit_text: more text files, for maps alone: nothing is chosen or reported on them.
       stop: depths at which prompt tokens may stop. By default half and two thirds of the layers.
       deep: shares of a prompt's tokens that go deep, to choose from.
       by: what may choose them: sinks_recent, heat, surrogate, random.
       max_nll_increase_pct: limit of the loss increase of what follows a prompt.
       prompt_tokens: of the rows that ways of reading are chosen and reported on; a seventh as many
         follow, whose loss counts.
-      train: train the maps after the closed form.
-      train_steps: steps of it, at most.
-      train_minutes: of it, at most.
       out: the file, NAME.json; the maps lie beside it. By default prompt.json in the model's
         folder.
     """
@@ -43,25 +38,21 @@ class FitPrompt(OfModel, OfText):
     EXAMPLES: ClassVar = (
         "fit-prompt FILES --model DIR",
         "fit-prompt FILES --model DIR --stop 15 20 --max-nll-increase-pct 0.5",
-        "fit-prompt FILES --model DIR --stop 20 --train",
     )
 
-    fit_text: Rare[tuple[Path, ...]] = ()
     stop: tuple[int, ...] = ()
     deep: tuple[float, ...] = (0.15,)
     by: Rare[tuple[str, ...]] = ("sinks_recent",)
     max_nll_increase_pct: float = 1.0
     prompt_tokens: int = 448
-    train: bool = False
-    train_steps: Rare[int] = 1000
-    train_minutes: Rare[float] = 50.0
     out: Path | None = None
 
     def run(self) -> dict[str, Any]:
         """Runs the command and returns its JSON."""
+        from utio_jax.core.documents import sample_batches
         from utio_jax.prompts.choose import choose_prompt, split_text
         from utio_jax.prompts.evaluate import PromptSizes
-        from utio_jax.prompts.fit import fit_kv_maps, fit_rows
+        from utio_jax.prompts.fit import fit_kv_maps
         from utio_jax.prompts.maps import kv_maps_file, save_kv_maps, with_kv_maps
         from utio_jax.staircase.prompts import PromptChoice
 
@@ -88,16 +79,15 @@ class FitPrompt(OfModel, OfText):
             each.policy(model.decoder)
         documents, described = read_documents(model, self.files, self.token_ids, "calibrate")
         text = split_text(documents)
-        fit, described_more = [*text.fit], None
-        if self.fit_text:
-            others, described_more = read_documents(model, self.fit_text, None, None)
-            fit += others
-        read = fit_rows(fit, width=width, tokens=_FIT_TOKENS, batch=_BATCH, decoder=model.decoder)
+        read, _ = sample_batches(
+            text.fit,
+            rows=_BATCH,
+            width=width,
+            vocab_size=config.vocab_size,
+            batches=-(-_FIT_TOKENS // (width * _BATCH)),
+        )
         maps = fit_kv_maps(model.decoder, model.params, read, stops=stops, progress=say)
         out = kv_maps_file(self.out if self.out is not None else model.folder)
-        trained = None
-        if self.train:
-            maps, trained = self._train(model, maps, fit, width, say)
         decoder, params = with_kv_maps(model.decoder, model.params, maps)
         study = choose_prompt(
             decoder,
@@ -120,7 +110,6 @@ class FitPrompt(OfModel, OfText):
             "parts": text.parts,
         }
         info = {"model_sha256": model.sha256, "text": described, "seed": 0}
-        info |= {"fit_text": described_more, "trained": trained}
         save_kv_maps(out, maps, info={**info, **found})
         print(study.verdict, file=sys.stderr)
         return {
@@ -128,33 +117,8 @@ class FitPrompt(OfModel, OfText):
             "seconds_total": round(time.perf_counter() - started, 1),
             "out": str(out),
             "verdict": study.verdict,
-            "trained": trained,
             **found,
         }
-
-    def _train(
-        self, model: Any, maps: Any, documents: Any, width: int, say: Any
-    ) -> tuple[Any, dict[str, Any]]:
-        """Returns trained maps, and what their training says of itself."""
-        from utio_jax.prompts.train import MapTraining, train_kv_maps
-
-        found = train_kv_maps(
-            model.decoder,
-            model.params,
-            maps,
-            documents,
-            MapTraining(
-                steps=self.train_steps,
-                minutes=self.train_minutes,
-                width=width,
-                continuation=3 * width // 8,
-                deep=min(self.deep),
-            ),
-            progress=say,
-        )
-        for stop, before in found.kl_before.items():
-            say(f"maps from {stop}: KL {before:.4f} -> {found.kl_after[stop]:.4f} on held-out rows")
-        return dict(found.maps), found.to_json()
 
     def _shown(self, model: Any, stop: int) -> tuple[FrozenKV, ...]:
         """Returns what tokens that stop there may show; copies only where the model was trained."""

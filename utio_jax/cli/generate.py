@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import tyro
@@ -45,7 +45,7 @@ class Generate(OfDecoding):
         from rich.text import Text
 
         from utio_jax.decoding.base import Plain
-        from utio_jax.decoding.text import generate_until
+        from utio_jax.decoding.text import generate_text, stream_pieces
 
         if not self.prompts:
             raise ValueError("Wanted at least one prompt. Got none.")
@@ -69,10 +69,8 @@ class Generate(OfDecoding):
         texts: list[Any] = []
 
         def decode(mode: Any) -> Any:
-            found = generate_until(
-                model.tokenizer,
-                model.decoder,
-                model.params,
+            found = generate_text(
+                model,
                 prompts,
                 stop_strings=self.stop,
                 mode=mode,
@@ -88,7 +86,8 @@ class Generate(OfDecoding):
         if streams:
             console = Console(highlight=False)
             console.print(Text(self.prompts[0] + between, "dim"), end="", soft_wrap=True)
-            pieces = _streamed(model, prompts, mode=mode, prefill=prefill, **options)
+            how = {"mode": mode, "prefill": prefill, "chunk": CHUNK, **options}
+            pieces = stream_pieces(model, prompts[0], **how)
             *_, stopped = show_stream(console, pieces, layers, coloured=coloured)
             if stopped:
                 raise KeyboardInterrupt
@@ -144,7 +143,8 @@ class Generate(OfDecoding):
 
         `warm` holds what `modes`' last one has written already, if anything: it needs no warm-up.
         """
-        from utio_jax.bench.decoding import Written, measure_modes
+        from utio_jax.bench.decoding import measure_modes
+        from utio_jax.bench.timing import Timed
         from utio_jax.evaluation.generation import generation_ledger
 
         label = [*modes][-1]
@@ -153,7 +153,7 @@ class Generate(OfDecoding):
             ledger = generation_ledger(
                 *of_model, mode, [prompts], warm, sampling=sampling, budget=budget
             )
-            return Written(results=tuple(warm), ledger=ledger)
+            return Timed(results=tuple(warm), ledger=ledger)
 
         def run(_: Any, chosen: Any) -> Any:
             return warm.pop() if chosen is mode and warm else decode(chosen)
@@ -222,19 +222,6 @@ def _prompt_record(
         "flops_ratio": round(ratio, 4),
         "cache_ratio": round(config.kv_layers / config.num_layers, 4),
     }
-
-
-def _streamed(model: Any, prompts: list[Any], **options: Any) -> Iterator[tuple[str, int]]:
-    """Yields what each new token adds to the text of one prompt, and the layers behind it."""
-    from utio_jax.decoding.generate import stream
-    from utio_jax.decoding.text import TextReader
-
-    reader, depth = TextReader(model.tokenizer, prompts[0]), 0
-    for chunk in stream(model.decoder, model.params, prompts, chunk=CHUNK, **options):
-        for token, depth in zip(chunk.token_ids[0], chunk.decided[0], strict=True):
-            yield reader.add(int(token)), int(depth)
-    if rest := reader.rest():
-        yield rest, int(depth)
 
 
 def _show(

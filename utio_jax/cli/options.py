@@ -14,10 +14,8 @@ from typing import Annotated, Any, Literal, TypeVar
 import numpy as np
 import tyro
 
-from utio_jax.core.decoder import name_exits
 from utio_jax.core.files import check_writable, hash_file, load_json
 from utio_jax.policies.base import Policy
-from utio_jax.policies.store import Calibration, calibration_file, load_calibration
 from utio_jax.prompts.maps import kv_maps_file
 
 T = TypeVar("T")
@@ -67,6 +65,21 @@ class OfModel:
 
         lens = {"auto": True, "none": False}.get(self.lens, self.lens)
         return load(self.model, exits=self.exits, lens=lens, sharding=sharding)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OfCalibration(OfModel):
+    """Which policies a model has.
+
+    Attributes:
+      calibration: a file that `utio-jax calibrate` wrote; by default the model's own.
+    """
+
+    calibration: Rare[Path | None] = None
+
+    def load(self, sharding: Any = None) -> Any:
+        """Returns the model, which has these policies."""
+        return dataclasses.replace(super().load(sharding), policies=self.calibration)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -171,7 +184,7 @@ def is_first() -> bool:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class OfMode(OfModel):
+class OfMode(OfCalibration):
     """Which model decodes, in which mode.
 
     Attributes:
@@ -179,7 +192,6 @@ class OfMode(OfModel):
         depth per token. By default adaptive with --budget, else plain.
       budget: FLOPs of --mode adaptive over full depth's. By default 0.75, or the only one fitted.
       policy: of --mode adaptive: one of the calibration's, uniform or random. By default learned.
-      calibration: a file that `utio-jax calibrate` wrote; by default the model's own.
       drafter: of --mode lossless: exit, or ngram (what followed the last tokens when the text had
         them before). By default an exit where the model was trained at its exits, else ngram.
       prompt: full: every token of a prompt runs all layers. By default those that need not do not,
@@ -193,7 +205,6 @@ class OfMode(OfModel):
     mode: Literal["plain", "lossless", "adaptive"] | None = None
     budget: float | None = None
     policy: Rare[str | None] = None
-    calibration: Rare[Path | None] = None
     drafter: Rare[str | None] = None
     prompt: Rare[Literal["full"] | None] = None
     prompt_budget: float | None = None
@@ -275,6 +286,7 @@ class OfDecoding(OfMode):
         from utio_jax.decoding.adaptive import Adaptive
         from utio_jax.decoding.base import Plain
         from utio_jax.decoding.lossless import lossless_for
+        from utio_jax.models.verbs import check_policy
 
         mode: Any = Plain()
         name, prefill, budget = self.named_mode(), self.prefill(model), None
@@ -282,14 +294,9 @@ class OfDecoding(OfMode):
             drafter: Any = self.drafter
             mode = lossless_for(model.decoder, drafter)
         elif name == "adaptive":
-            policy, budget, _ = policy_named(
-                model,
-                self.policy_name,
-                budget=self.budget,
-                depth=self.depth,
-                calibration=self.calibration,
-            )
-            repeat_verdict(model, self.policy_name, self.calibration)
+            given: dict[str, Any] = {"budget": self.budget, "depth": self.depth}
+            check_policy(self.policy_name, **given, calibration=self.calibration)
+            policy, budget, _ = policy_named(model, self.policy_name, **given)
             mode = Adaptive(policy=policy)
         mode.check(model.decoder)
         if prefill is not None:
@@ -347,86 +354,28 @@ def read_token_ids(file: Path) -> list[np.ndarray]:
     return [np.asarray(ids) for ids in stored]
 
 
-def calibration_of(model: Any, file: Path | None) -> Calibration:
-    """Returns a calibration file's policies, or the model folder's own.
-
-    Raises:
-      ValueError: there is none, or it belongs to another model: perhaps the same one through a
-        lens, or without.
-    """
-    try:
-        if file is None:
-            return model.calibration
-        return load_calibration(file, model_sha256=model.sha256)
-    except ValueError as error:
-        if calibration_file(model.folder if file is None else file).is_file():
-            how = "through" if model.lens is not None else "without"
-            remedy = f"This model is read {how} a lens. Was it fitted so? See --lens."
-        elif len(model.decoder.config.exits) < 2:
-            remedy = f"This model has no exits, either. {name_exits(model.decoder)}"
-        else:
-            raise
-        raise ValueError(f"{error} {remedy}") from error
-
-
-def check_policy_options(name: str, **given: Any) -> None:
-    """Checks that a policy has a use for the options that were given with it, not None.
-
-    Args:
-      name: full, which has a use for none; uniform, which needs a depth; random, or one of a
-        calibration.
-      **given: budget and calibration, which are of fitted policies; depth; others are of all but
-        full.
-
-    Raises:
-      ValueError: names each option that would have been ignored.
-    """
-    fitted = ("budget", "calibration")
-    useless = {"full": tuple(given), "uniform": fitted}.get(name, ("depth",))
-    left_over = [f"--{each}" for each in useless if given.get(each) is not None]
-    if left_over:
-        wanted = "uniform" if left_over == ["--depth"] else "learned, or another fitted one,"
-        raise ValueError(
-            f"Wanted --policy {wanted} with {', '.join(left_over)}. Got --policy {name}. Name the "
-            f"policy, or leave out {' and '.join(left_over)}."
-        )
-    if name == "uniform" and given.get("depth") is None:
-        raise ValueError(
-            "Wanted --depth with --policy uniform: the layers that every token runs. Got none. "
-            "For example: --depth 8; --policy full runs all of them."
-        )
-
-
 def policy_named(
-    model: Any,
-    name: str,
-    *,
-    budget: float | None,
-    depth: int | None,
-    calibration: Path | None = None,
+    model: Any, name: str, *, budget: float | None, depth: int | None
 ) -> tuple[Policy, float | None, tuple[float, ...] | None]:
     """Returns a policy; the budget and the shares of its depths if it was fitted, else None.
 
     Raises:
-      ValueError: an unknown name or budget, an option that the policy has no use for, or the model
-        has no calibration.
+      ValueError: see `utio_jax.models.Model.policy`.
     """
-    check_policy_options(name, budget=budget, depth=depth, calibration=calibration)
+    policy = model.policy(name, budget=budget, depth=depth)
     if name in ("full", "uniform"):
-        return model.policy(name, depth=depth), None, None
-    fitted = calibration_of(model, calibration)
-    budget = fitted.budget_of(name, budget)
-    return fitted.policy(name, budget), budget, fitted.entry(name, budget).fractions
+        return policy, None, None
+    repeat_verdict(model)
+    budget = model.calibration.budget_of(name, budget)
+    return policy, budget, model.calibration.entry(name, budget).fractions
 
 
-def repeat_verdict(model: Any, name: str, calibration: Path | None) -> None:
-    """Says again on stderr where the calibration of a policy has found that it will not pay."""
-    if name in ("full", "uniform") or not is_first():
-        return
+def repeat_verdict(model: Any) -> None:
+    """Says again on stderr where a model's calibration has found that it will not pay."""
     from utio_jax.calibration.advice import advise
 
-    info = calibration_of(model, calibration).info
-    if {"exit_nll_increase_pct", "exit_agreement"} <= info.keys():
+    info = model.calibration.info
+    if is_first() and {"exit_nll_increase_pct", "exit_agreement"} <= info.keys():
         advice = advise(model.decoder, info, lens=model.lens is not None)
         if advice is not None:
             print(f"utio-jax: {advice}", file=sys.stderr)

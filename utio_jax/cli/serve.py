@@ -15,7 +15,6 @@ from utio_jax.cli.options import (
     OfMode,
     OfProcesses,
     Rare,
-    calibration_of,
     is_first,
     mesh_of_all,
     repeat_verdict,
@@ -143,26 +142,30 @@ class Serve(OfMode, OfProcesses):
         from utio_jax.decoding.adaptive import Adaptive
         from utio_jax.decoding.base import Plain
         from utio_jax.decoding.lossless import lossless_for
-        from utio_jax.policies import covering_depths, with_depths
 
         if named == "plain":
             return Plain(), {}
         if named == "lossless":
             drafter: Any = self.drafter
             return lossless_for(model.decoder, drafter), {}
-        calibration, name = calibration_of(model, self.calibration), self.policy_name
+        calibration, name = model.calibration, self.policy_name
         budget = calibration.budget_of(name, self.budget)
-        fitted = calibration.entry(name, budget)
-        repeat_verdict(model, name, self.calibration)
-        budgets: dict[float, Any] = {
-            each: calibration.policy(name, each) for each in calibration.entries[name]
-        }
-        layers = model.decoder.config.num_layers
-        depths = tuple(sorted({*covering_depths(budgets.values()), layers}))
+        repeat_verdict(model)
+        if name not in calibration.entries:
+            raise ValueError(
+                f"Wanted a policy to serve, of {', '.join(calibration.entries)}. Got {name!r}, "
+                "which deals depths out by chance: a control, for utio-jax evaluate."
+            )
+        fitted = calibration.entries[name]
+        budgets: dict[float, Any] = {each: calibration.policy(name, each) for each in fitted}
+        # All in use at any budget: those of one are thresholds over them.
+        depths = {depth for entry in fitted.values() for depth in entry.depths}
+        exits = tuple(sorted(depths | {model.decoder.config.num_layers}))
         about: dict[str, Any] = {"policy": name, "budget": budget, "budgets": budgets}
         if not self.distributed:  # Blocks are timed on devices of one process.
-            about["histogram"] = dict(zip(fitted.depths, fitted.fractions, strict=True))
-        return Adaptive(policy=with_depths(budgets[budget], depths)), about
+            own = fitted[budget]
+            about["histogram"] = dict(zip(own.depths, own.fractions, strict=True))
+        return Adaptive(policy=calibration.policy(name, budget, exits=exits)), about
 
     def thinking(self, tokenizer: Any) -> Any:
         """Returns the `utio_jax.decoding.thinking.Thinking` that was asked for; None: none was."""

@@ -9,6 +9,8 @@ import time
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
+import numpy as np
+
 from utio_jax.cli.options import Files, OfModel, progress_bar, read_documents, repeat_verdict
 from utio_jax.policies.store import DEFAULT_BUDGET
 
@@ -118,14 +120,14 @@ def _fitted(model: Any) -> dict[float, Any]:
         known = model.calibration.entries["learned"]
     except (KeyError, ValueError):
         return {}
-    repeat_verdict(model, "learned", None)
+    repeat_verdict(model)
     budget = min(known, key=lambda each: abs(each - DEFAULT_BUDGET))
     return {budget: model.calibration.policy("learned", budget)}
 
 
 def _read(model: Any, documents: Any, policies: dict[float, Any]) -> list[Tried]:
     """Returns what reading comes to that stops at exits, or where a policy says."""
-    from utio_jax.bench.scoring import count_steps, cut_batches, measure_policies
+    from utio_jax.bench.scoring import measure_policies
     from utio_jax.bench.subjects import Method, controls_of
 
     full, *exits = controls_of(model.decoder)
@@ -139,8 +141,8 @@ def _read(model: Any, documents: Any, policies: dict[float, Any]) -> list[Tried]
     ]
     methods = [full, *tried]
     width = min(_WIDTH, model.decoder.config.context_length)
-    batches = cut_batches(documents, batches=_BATCHES, seed=0, rows=_ROWS, width=width)
-    with progress_bar(count_steps(methods, batches, rounds=1), "reading") as step:
+    batches = full_batches(model, documents, rows=_ROWS, width=width, batches=_BATCHES)
+    with progress_bar(None, "reading") as step:
         found = measure_policies(
             model.decoder, model.params, batches, methods, rounds=1, progress=step
         )
@@ -156,6 +158,32 @@ def _read(model: Any, documents: Any, policies: dict[float, Any]) -> list[Tried]
         )
         for method, row in ((each, found[each.label].ledger) for each in tried)
     ]
+
+
+def full_batches(
+    model: Any, documents: Sequence[np.ndarray], *, rows: int, width: int, batches: int
+) -> list[Any]:
+    """Returns batches of full rows, drawn over the joined documents: what is timed has no padding.
+
+    Raises:
+      ValueError: the documents hold less than one batch, or batches < 1.
+    """
+    from utio_jax.core.documents import sample_batches
+
+    ids = np.concatenate(documents)
+    windows = len(ids) // width
+    if windows < rows:
+        raise ValueError(
+            f"Wanted text of at least {rows * width} tokens. Got {len(ids)}. Add files."
+        )
+    found, _ = sample_batches(
+        [ids[: windows * (width - 1) + 1]],  # Windows overlap by a token: the last is full, too.
+        rows=rows,
+        width=width,
+        vocab_size=model.decoder.config.vocab_size,
+        batches=min(batches, windows // rows),
+    )
+    return found
 
 
 def _written(

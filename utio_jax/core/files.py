@@ -419,13 +419,3 @@ def versions() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             continue
     return found
-
-
-def conditions(params: Any) -> dict[str, Any]:
-    """Returns what a measurement says of itself: device, dtype of the parameters, versions."""
-    device = jax.devices()[0]
-    return {
-        "device": f"{device.platform}:{device.device_kind}",
-        "dtype": str(jax.tree.leaves(params)[0].dtype),
-        "versions": versions(),
-    }

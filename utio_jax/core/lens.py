@@ -142,6 +142,13 @@ class Lensed(Wrapped):
         return inner.rotate_keys(layer, keys, places)
 
 
+def with_config(decoder: Any, **changes: Any) -> Any:
+    """Returns a decoder, or what is around one, with changes to its config."""
+    if isinstance(decoder, Wrapped):
+        return dataclasses.replace(decoder, decoder=with_config(decoder.decoder, **changes))
+    return dataclasses.replace(decoder, config=dataclasses.replace(decoder.config, **changes))
+
+
 def lensed(decoder: Decoder, params: Params, lens: Lens) -> tuple[Lensed, Params]:
     """Returns the decoder and parameters of a model that is read through a lens.
 

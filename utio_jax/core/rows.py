@@ -23,7 +23,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int
 
-from utio_jax.core.pytrees import pytree, register, static
+from utio_jax.core.pytrees import register
 
 DATA = "data"
 """The mesh axis that rows are split over."""
@@ -46,24 +46,6 @@ class StackedRows:
     """Arrays `[stack, batch, ...]`: any pytree of them."""
 
     tree: Any = dataclasses.field(metadata={"row_axis": 1})
-
-
-@pytree
-class PerDevice:
-    """A pytree of which every device has its own: leaves are `[device, ...]`, on one `[1, ...]`."""
-
-    leaves: list[Any] = dataclasses.field(metadata={"row_axis": 0})
-    treedef: Any = static()
-
-    @classmethod
-    def of(cls, tree: Any) -> PerDevice:
-        """Returns what one device adds to it, on that device."""
-        leaves, treedef = jax.tree.flatten(tree)
-        return cls(leaves=[jnp.asarray(leaf)[None] for leaf in leaves], treedef=treedef)
-
-    def mine(self) -> Any:
-        """Returns a device's own pytree, on that device."""
-        return jax.tree.unflatten(self.treedef, [leaf[0] for leaf in self.leaves])
 
 
 def check_mesh(mesh: Mesh | None) -> int:
@@ -119,7 +101,7 @@ def over_rows(mesh: Mesh, function: Callable[..., Any], *args: Any) -> Any:
     Args:
       mesh: with an axis "data".
       function: pure; treats rows alike and apart from each other. Every leaf that it returns is
-        marked as rows, or `PerDevice`.
+        marked as rows.
       *args: pytrees whose rows are marked; the rest every device sees whole.
 
     Raises:

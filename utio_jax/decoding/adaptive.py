@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from utio_jax.attention.cache import fill
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.pytrees import pytree, static
 from utio_jax.decoding.base import Mode, Setting, emit_drawn
@@ -34,7 +33,7 @@ class Memory:
       shown: layers at which each slot may be seen, under `kv="drop"`; None: all.
     """
 
-    shown: Int[Array, "batch slot"] | None = dataclasses.field(metadata={"row_axis": 0})
+    shown: Int[Array, "batch slot"] | None
 
 
 @pytree
@@ -138,7 +137,6 @@ class Adaptive(Mode):
             bounds=(depths[0], depths[-1]),
             layers=setting.layers,
         )
-        cache = fill(cache, jnp.where(state.active, state.lengths, cache.lengths))
         work = jax.tree.map(lambda each: jnp.sum(each, axis=0) // active.size, done.work)
         tally = state.tally.add(
             state.active,

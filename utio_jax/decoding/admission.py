@@ -3,7 +3,7 @@
 
     state = empty_state(setting, batch=8, slots=512)
     fresh = begin(setting, token_ids, lengths, limits, seeds, slots=512)     # two prompts
-    state = admit(state, fresh, [5, 2], mode=mode)
+    state = admit(state, fresh, np.array([5, 2]))
     state = advance(setting, state, until, widths=widths)
     state = release(state, [5])                                             # or once it has ended
 
@@ -35,7 +35,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.rows import put_rows
-from utio_jax.decoding.base import Mode, Setting
+from utio_jax.decoding.base import Setting
 from utio_jax.decoding.loop import first_tokens, unread
 from utio_jax.decoding.segments import block_at, run_segment
 from utio_jax.decoding.state import RELEASED, DecodeState
@@ -59,9 +59,7 @@ def empty_state(
     return dataclasses.replace(state, reason=jnp.full_like(one, RELEASED))
 
 
-def admit(
-    state: DecodeState, fresh: DecodeState, rows: Int[np.ndarray, " row"], *, mode: Mode
-) -> DecodeState:
+def admit(state: DecodeState, fresh: DecodeState, rows: Int[np.ndarray, " row"]) -> DecodeState:
     """Returns the running state, donated, with freshly begun rows put into some of its rows.
 
     All other rows stay as they are, bit by bit. A fresh row that only fills up goes nowhere: name
@@ -72,16 +70,10 @@ def admit(
       ValueError: states of other structures or sizes, see `put_rows`.
     """
     without = partial(dataclasses.replace, prompt=None)
-    return _admit(mode, without(state), without(fresh), rows)
+    return _admit(without(state), without(fresh), rows)
 
 
-@partial(jax.jit, donate_argnames="state")
-def _admit(
-    mode: Mode, state: DecodeState, fresh: DecodeState, rows: Int[Array, " row"]
-) -> DecodeState:
-    memory = mode.admit(state.memory, fresh.memory, rows)
-    without = partial(dataclasses.replace, memory=None)
-    return dataclasses.replace(put_rows(without(state), without(fresh), rows), memory=memory)
+_admit = jax.jit(put_rows, donate_argnums=0)
 
 
 def release(state: DecodeState, rows: Sequence[int]) -> DecodeState:

@@ -16,7 +16,6 @@ from jaxtyping import Array, Float, Int
 
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.pytrees import pytree, static
-from utio_jax.core.rows import put_rows, row_axes
 from utio_jax.decoding.sampling import DRAW, SamplingParams, draw, token_keys
 from utio_jax.decoding.segments import Layers, decode_step
 from utio_jax.decoding.state import DecodeState, StopRules, emit
@@ -92,10 +91,6 @@ class Mode:
     def check(self, decoder: Decoder) -> None:
         """Raises ValueError where the mode and the model do not fit."""
 
-    def segments(self, decoder: Decoder) -> int:
-        """Returns the number of watermarks per row."""
-        return 1
-
     def start(self, setting: Setting, state: DecodeState) -> DecodeState:
         """Returns the state with the mode's memory, once the prompts are in the cache."""
         return state
@@ -103,21 +98,6 @@ class Mode:
     def step(self, setting: Setting, state: DecodeState) -> DecodeState:
         """Returns the state after at least one more token in every active row."""
         raise NotImplementedError
-
-    def admit(self, memory: Any, fresh: Any, rows: Int[Array, " row"]) -> Any:
-        """Returns a running batch's memory with that of fresh rows at `rows`; see `put_rows`.
-
-        Raises:
-          ValueError: fields of the memory do not say where rows lie.
-        """
-        if None in row_axes(memory):
-            raise ValueError(
-                f"Wanted a memory whose fields say along which axis rows lie: "
-                f"dataclasses.field(metadata={{'row_axis': 0}}). {type(self).__name__} remembers "
-                f"{type(memory).__name__}, which does not say it of all its arrays. Mark them, or "
-                "give the mode an `admit` of its own."
-            )
-        return put_rows(memory, fresh, rows)
 
 
 @pytree
@@ -134,6 +114,7 @@ class Plain(Mode):
             setting.params,
             state.last_ids,
             state.cache,
+            state.positions,
             active=active,
             width=width,
             layers=setting.layers,

@@ -15,11 +15,11 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int, UInt32
 
-from utio_jax.attention.cache import fill, init_cache, key_widths
+from utio_jax.attention.cache import init_cache, key_widths
 from utio_jax.core.decoder import Decoder, DecoderConfig, Params, is_integer
 from utio_jax.core.documents import check_ids
 from utio_jax.core.layer import split_layers
-from utio_jax.core.rows import PerDevice, Rows, check_mesh, over_rows, place
+from utio_jax.core.rows import Rows, check_mesh, over_rows, place
 from utio_jax.decoding.base import Mode, Plain, Setting, check_mode, emit_drawn
 from utio_jax.decoding.prefill import Prefill, fastest_prefill
 from utio_jax.decoding.sampling import SamplingParams, check_sampling, check_seeds
@@ -174,16 +174,12 @@ def begin(  # noqa: PLR0913 (static and traced apart, for jit)
     mesh: Mesh | None = None,
     alternatives: int = 0,
 ) -> DecodeState:
-    """Returns the state after prefill and the first new token of each row.
-
-    On a mesh, every device's mode has a memory of its own.
-    """
+    """Returns the state after prefill and the first new token of each row."""
     rows, sizes = (token_ids, lengths, limits, seeds, hook), {"alternatives": alternatives}
     if mesh is not None:
 
         def on_device(setting: Setting, prefill: Prefill | None, rows: Rows) -> DecodeState:
-            state = begin(setting, *rows.tree, slots=slots, prefill=prefill, **sizes)
-            return dataclasses.replace(state, memory=PerDevice.of(state.memory))
+            return begin(setting, *rows.tree, slots=slots, prefill=prefill, **sizes)
 
         return over_rows(mesh, on_device, setting, prefill, Rows(rows))
     decoder, params = setting.decoder, setting.params
@@ -208,7 +204,6 @@ def first_tokens(
     depth: Int[Array, " batch"],
 ) -> DecodeState:
     """Returns the state after the first new token of each row, whose prompts are in its cache."""
-    state = dataclasses.replace(state, cache=fill(state.cache, state.lengths))
     state = setting.mode.start(setting, state)
     return emit_drawn(setting, state, logits, decided=depth, executed=depth)
 
@@ -225,7 +220,7 @@ def unread(
     alternatives: int = 0,
 ) -> DecodeState:
     """Returns the state of prompts that no layer has read yet; the mode remembers nothing."""
-    (batch, width), decoder, segments = token_ids.shape, setting.decoder, setting.mode.segments
+    (batch, width), decoder = token_ids.shape, setting.decoder
     dtype = jax.eval_shape(decoder.embed, setting.params, token_ids, token_ids).dtype
     columns = jax.tree.map(jnp.asarray, Columns.empty(batch, slots, alternatives=alternatives))
     known = jnp.pad(token_ids, ((0, 0), (0, slots - width)))
@@ -236,9 +231,7 @@ def unread(
         limits=limits,
         reason=jnp.zeros_like(lengths),
         seeds=seeds,
-        cache=init_cache(
-            decoder.config, batch=batch, slots=slots, segments=segments(decoder), dtype=dtype
-        ),
+        cache=init_cache(decoder.config, batch=batch, slots=slots, dtype=dtype),
         tally=Tally.empty(batch),
         memory=None,
         hook=hook,
@@ -262,13 +255,7 @@ def advance(
     every device's loops end with its own rows.
     """
     if mesh is not None:
-
-        def on_device(setting: Setting, state: DecodeState, until: jax.Array) -> DecodeState:
-            state = dataclasses.replace(state, memory=state.memory.mine())
-            state = advance(setting, state, until, widths=widths)
-            return dataclasses.replace(state, memory=PerDevice.of(state.memory))
-
-        return over_rows(mesh, on_device, setting, state, until)
+        return over_rows(mesh, partial(advance, widths=widths), setting, state, until)
     mode = setting.mode
 
     def goes_on(state: DecodeState, *, above: int = 0, width: int = widths[-1]) -> jax.Array:

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from utio_jax.attention.cache import KVCache, fill
+from utio_jax.attention.cache import KVCache
 from utio_jax.core.arrays import flat
 from utio_jax.core.decoder import Decoder, has_exit_lens, name_exits
 from utio_jax.core.pytrees import pytree, static
@@ -127,9 +127,6 @@ class Lossless(Mode):
                 f"Wanted an exit among the model's early exits {early}. Got exit={self.exit}."
             )
 
-    def segments(self, decoder: Decoder) -> int:
-        return 2
-
     def step(self, setting: Setting, state: DecodeState) -> DecodeState:
         """Proposes drafts, verifies them by all layers, and emits what agrees and one token."""
         decoder, sampling, drafter = setting.decoder, setting.sampling, self._drafter
@@ -168,8 +165,10 @@ class Lossless(Mode):
             heads=guesses + tokens,
             exit_maps=guesses * has_exit_lens(decoder, depth),
         )
-        state = emit(
-            dataclasses.replace(state, tally=tally),
+        # Rejected drafts stay in the cache: their slots lie behind the row's last token and are
+        # written again before any later query sees them.
+        return emit(
+            dataclasses.replace(state, cache=cache, tally=tally),
             setting.stops,
             verified.token_ids,
             verified.accepted + 1,
@@ -177,10 +176,6 @@ class Lossless(Mode):
             decided=jnp.where(offsets < verified.accepted[:, None], depth, num_layers),
             executed=jnp.full(positions.shape, num_layers, jnp.int32),
         )
-        # Rejected drafts are rolled back: their slots lie beyond the watermarks and are written
-        # again before any later query sees them.
-        lengths = jnp.where(active, state.positions, cache.lengths)
-        return dataclasses.replace(state, cache=fill(cache, lengths))
 
     @property
     def _drafter(self) -> ExitDrafter | NGram:

@@ -2,7 +2,7 @@
 """How prompts are read: every token at full depth and over all of its past, or less than that.
 
     easy = SparseAttention(signal=gate, thresholds=thresholds, history=History(recent=98, sinks=4))
-    how = Prefill(policy=never_stops((4, 16)), attention=easy)
+    how = Prefill(policy=uniform(16, exits=(4, 16)), attention=easy)
     new = generate(decoder, params, prompts, mode=mode, prefill=how)
 
 A staircase that keeps its keys and values. Even at full depth it reads long or ragged prompts
@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from utio_jax.attention.cache import KVCache, fill
+from utio_jax.attention.cache import KVCache
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.platform import here
 from utio_jax.core.pytrees import pytree, static
@@ -57,7 +57,7 @@ class Prefill:
       kv: what new tokens see of a stopped prompt token at deeper layers; None: the mode's `kv`.
         Static.
       attention: which prompt tokens attend to their history alone; None: none do. Its segments are
-        the policy's: `never_stops(depths)` has them and runs every layer.
+        the policy's: `uniform(depths[-1], exits=depths)` has them and runs every layer.
       executor: how live slots are run. Small batches of prompts by importance are read by static
         shapes instead (`for_shape`): how many of their tokens go deep is known. Static.
     """
@@ -162,7 +162,7 @@ class Prefill:
         logits = decoder.unembed(params, last).astype(jnp.float32)
         spread = lambda leaf: jnp.broadcast_to(leaf, (lengths.shape[0], *leaf.shape))  # noqa: E731
         done = PromptPass(depths=found.depths, work=jax.tree.map(spread, work))
-        return logits, fill(cache, lengths), done
+        return logits, cache, done
 
 
 def exact_prefill(decoder: Decoder) -> Prefill | None:

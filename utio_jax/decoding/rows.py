@@ -23,7 +23,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from utio_jax.attention.cache import KVCache
-from utio_jax.attention.rows import chosen_first
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.pytrees import pytree
 from utio_jax.core.work import Work
@@ -55,7 +54,7 @@ class RowCache:
     @classmethod
     def of(cls, kv: KVCache) -> RowCache:
         """Returns a cache of which nothing has been read yet."""
-        none = jnp.zeros_like(kv.lengths)
+        none = jnp.zeros(kv.keys.shape[1:2], jnp.int32)
         return cls(kv=kv, layers=none, key_slots=none.astype(jnp.float32))
 
     def after(self, kv: KVCache, *, layers: jax.Array, key_slots: jax.Array) -> RowCache:
@@ -205,6 +204,12 @@ class CachedRows:
         """Returns nothing: layers are counted by row, in the `RowCache`."""
         del slots, layers, kv_layers, only_live_keys
         return Work.of()
+
+
+def chosen_first(chosen: Bool[Array, " batch"]) -> tuple[Int[Array, " batch"], Int[Array, ""]]:
+    """Returns rows in an order in which the chosen ones come first, and how many these are."""
+    order = jnp.argsort(~chosen, stable=True).astype(jnp.int32)
+    return order, jnp.sum(chosen, dtype=jnp.int32)
 
 
 def quarters(batch: int) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from utio_jax.attention.cache import KVCache, fill, read
+from utio_jax.attention.cache import KVCache, read
 from utio_jax.attention.mixing import mix_apart, mixer_at
 from utio_jax.core.arrays import flat
 from utio_jax.core.decoder import Decoder, LayerParams, Params, Places
@@ -212,7 +212,7 @@ def prefill(
             decoder, params, cache, x, block, start=0, stop=decoder.config.num_layers, width=width
         )
     last = jax.vmap(lambda row, length: row[length - 1])(x, lengths)
-    return decoder.unembed(params, last).astype(jnp.float32), fill(cache, lengths)
+    return decoder.unembed(params, last).astype(jnp.float32), cache
 
 
 def decode_step(
@@ -220,6 +220,7 @@ def decode_step(
     params: Params,
     token_ids: Int[Array, " batch"],
     cache: KVCache,
+    positions: Int[Array, " batch"],
     *,
     active: Bool[Array, " batch"] | None = None,
     width: int | None = None,
@@ -227,12 +228,11 @@ def decode_step(
 ) -> tuple[Float[Array, "batch vocab"], KVCache]:
     """Returns the logits after one more token per active row, and the cache, at full depth.
 
-    Positions are `cache.lengths`. A step attends over `width` slots, static; None: all.
+    A step attends over `width` slots, static; None: all.
     """
     active = jnp.ones(token_ids.shape, jnp.bool_) if active is None else active
-    positions = cache.lengths[:, None]
-    block = block_at(decoder, positions, active[:, None])
-    x = decoder.embed(params, token_ids[:, None], positions)
+    block = block_at(decoder, positions[:, None], active[:, None])
+    x = decoder.embed(params, token_ids[:, None], positions[:, None])
     x, cache = run_segment(
         decoder,
         params,
@@ -244,5 +244,4 @@ def decode_step(
         width=width or cache.num_slots,
         layers=layers,
     )
-    logits = decoder.unembed(params, x[:, 0]).astype(jnp.float32)
-    return logits, fill(cache, cache.lengths + active)
+    return decoder.unembed(params, x[:, 0]).astype(jnp.float32), cache

@@ -259,7 +259,7 @@ class DecodeState:
       columns: prompt and emitted tokens by position; what lies beyond `lengths` means nothing.
       cache: keys and values.
       tally: what it cost.
-      memory: what the mode remembers, any pytree; its fields say where rows lie.
+      memory: what the mode remembers: any pytree of arrays that lead with rows.
       prompt: how prompts were read, where not by the dense program, and all rows together.
       hook: what may put other tokens into rows than were drawn, and end them, see
         `utio_jax.decoding.thinking.ThinkingRows`; None where no row has one.
@@ -273,7 +273,7 @@ class DecodeState:
     columns: Columns = dataclasses.field(metadata={"row_axis": 0})
     cache: KVCache
     tally: Tally = dataclasses.field(metadata={"row_axis": 0})
-    memory: Any
+    memory: Any = dataclasses.field(metadata={"row_axis": 0})
     prompt: PromptPass | None = dataclasses.field(default=None, metadata={"row_axis": 0})
     hook: Any = dataclasses.field(default=None, metadata={"row_axis": 0})
 

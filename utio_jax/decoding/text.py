@@ -11,14 +11,13 @@ searched, on the host.
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from utio_jax.core.decoder import Decoder, Params
+from utio_jax.core.decoder import Params
 from utio_jax.core.html import depth_html
 from utio_jax.decoding.generate import Generated, check_options, generate, stream
 from utio_jax.decoding.loop import Prompts
@@ -84,6 +83,11 @@ class GeneratedText:
             raise ValueError(f"Wanted the text of one prompt. Got {len(self.texts)}: see texts.")
         return self.texts[0]
 
+    @property
+    def message(self) -> dict[str, str]:
+        """That text as a message of the model's, for a chat to go on from; raises as `text`."""
+        return {"role": "assistant", "content": self.text}
+
     def _repr_html_(self) -> str:
         rows = zip(self.pieces, self.generated.decided, strict=True)
         layers = self.generated.num_layers
@@ -132,31 +136,69 @@ class TextChunk:
 
 def generate_text(
     model: TextModel,
-    prompts: Sequence[str],
+    prompts: Sequence[str] | Prompts,
     *,
     stop_strings: StopStrings = (),
     **options: Any,
 ) -> GeneratedText:
     """Returns new text for each prompt; `utio_jax.models.Model.generate` takes modes by name.
 
+    Each row is cut after the token that completes a stop string. The host looks for them once per
+    `chunk` tokens: up to so many that were decoded beyond one are dropped, but charged.
+
     Args:
       model: a `utio_jax.models.Model`, or anything else with a decoder and a tokenizer.
-      prompts: none of them empty.
+      prompts: texts, or the token ids of each; none of them empty.
       stop_strings: a text ends before the first of these in new text; or a list for each prompt.
       **options: other keyword arguments of `generate`.
 
     Raises:
       ValueError: an empty prompt or stop string, or see `generate`.
     """
-    ids = model.encode(listed(prompts))
-    return generate_until(
-        model.tokenizer, model.decoder, model.params, ids, stop_strings=stop_strings, **options
+    check_options(options)
+    ids = _encoded(model, prompts)
+    stops = _by_row(stop_strings, len(ids))
+    rows = _streamed(model.tokenizer, ids, stops)
+
+    def stop_when(row: int, new: np.ndarray) -> bool:
+        rows[row].add(new[rows[row].seen :], running=True)
+        return rows[row].stopped
+
+    found = generate(
+        model.decoder, model.params, ids, stop_when=stop_when if any(stops) else None, **options
     )
+    for row, new in zip(rows, found.token_ids, strict=True):
+        row.add(new[row.seen :], running=False)
+    reasons = zip(rows, found.finish_reasons, strict=True)
+    generated = found.first(
+        [row.seen for row in rows],
+        finish_reasons=["stop" if row.stopped else reason for row, reason in reasons],
+    )
+    texts, pieces = zip(*((row.text, tuple(row.pieces)) for row in rows), strict=True)
+    return GeneratedText(texts=texts, pieces=pieces, generated=generated)
+
+
+def stream_pieces(
+    model: TextModel, prompt: str | Sequence[int] | np.ndarray, **options: Any
+) -> Iterator[tuple[str, int]]:
+    """Yields what each new token adds to the text of one prompt, and the layers behind that token.
+
+    Arguments and errors are those of `generate_text`, without stop strings. What stands for a
+    character that the last tokens begin and do not end comes after them.
+    """
+    check_options(options)
+    ids = _encoded(model, [prompt])
+    reader, depth = TextReader(model.tokenizer, ids[0]), 0
+    for chunk in stream(model.decoder, model.params, ids, **options):
+        for token, depth in zip(chunk.token_ids[0], chunk.decided[0], strict=True):
+            yield reader.add(int(token)), int(depth)
+    if rest := reader.rest():
+        yield rest, int(depth)
 
 
 def stream_text(
     model: TextModel,
-    prompts: Sequence[str],
+    prompts: Sequence[str] | Prompts,
     *,
     stop_strings: StopStrings = (),
     **options: Any,
@@ -166,13 +208,13 @@ def stream_text(
     What may be the beginning of a stop string, or of a character, is held back until it is known.
     """
     check_options(options)
-    ids = model.encode(listed(prompts))
+    ids = _encoded(model, prompts)
     stops = _by_row(stop_strings, len(ids))
     rows = _streamed(model.tokenizer, ids, stops)
     for chunk in stream(model.decoder, model.params, ids, **options):
         before = [row.ended for row in rows]
         texts = tuple(
-            row.add(new, running=bool(running))
+            "".join(piece for piece, _ in row.add(new, running=bool(running)))
             for row, new, running in zip(rows, chunk.token_ids, chunk.running, strict=True)
         )
         running = np.asarray([not row.ended for row in rows])
@@ -193,6 +235,7 @@ class StreamedRow:
 
     Attributes:
       text: what it has shown.
+      pieces: what each token adds to that; joined, they are it.
       ended: whether it has.
       stopped: whether that was before a stop string.
       used: tokens of the last chunk, up to the one that completed a stop string.
@@ -200,28 +243,35 @@ class StreamedRow:
     """
 
     def __init__(self, reader: TextReader, stops: tuple[str, ...]):
-        self._reader, self._stops, self._held, self._pieces = reader, stops, "", list[str]()
-        self.text, self.ended, self.stopped = "", False, False
+        self._reader, self._stops, self._held = reader, stops, ""
+        self._waiting = deque[tuple[str, int]]()  # Pieces of what is held back, and of whose token.
+        self.text, self.pieces, self.ended, self.stopped = "", list[str](), False, False
         self.used = self.seen = 0
 
-    def add(self, token_ids: Sequence[int] | np.ndarray, *, running: bool) -> str:
-        """Returns what is known of the text with these tokens, and was not before."""
+    def add(self, token_ids: Sequence[int] | np.ndarray, *, running: bool) -> list[tuple[str, int]]:
+        """Returns what is known of the text with these tokens, and was not before.
+
+        In pieces, each with the number of its token, from 0; joined, they are it.
+        """
         if self.ended:
-            return ""
+            return []
         self.used = 0
         for token_id in token_ids:
-            self._pieces.append(self._reader.add(int(token_id)))
-            self._held += self._pieces[-1]
+            self._hold(self._reader.add(int(token_id)), self.seen)
+            self.pieces.append("")
             self.used, self.seen = self.used + 1, self.seen + 1
             if self._stopped():
                 return self._show(len(self._held))
-        if not running:
-            rest, self.ended = self._reader.rest(), True
-            self._held += rest
-            self._pieces[-1:] = [piece + rest for piece in self._pieces[-1:]]
-            self._stopped()
-            return self._show(len(self._held))
-        return self._show(len(self._held) - self._doubtful())
+        if running:
+            return self._show(len(self._held) - self._doubtful())
+        self.ended = True
+        self._hold(self._reader.rest(), self.seen - 1)
+        self._stopped()
+        return self._show(len(self._held))
+
+    def _hold(self, piece: str, number: int) -> None:
+        self._held += piece
+        self._waiting.append((piece, number))
 
     def _stopped(self) -> bool:
         """Cuts what is held before a stop string; returns whether there was one."""
@@ -241,16 +291,19 @@ class StreamedRow:
         ]
         return max(sizes, default=0)
 
-    def _show(self, size: int) -> str:
-        shown, self._held = self._held[:size], self._held[size:]
-        self.text += shown
+    def _show(self, size: int) -> list[tuple[str, int]]:
+        """Shows the first characters of what is held back, a piece of each of their tokens."""
+        self.text, self._held = self.text + self._held[:size], self._held[size:]
+        shown = []
+        while size:
+            piece, number = self._waiting.popleft()
+            if len(piece) > size:  # The rest may belong to a stop string, or does.
+                self._waiting.appendleft((piece[size:], number))
+                piece = piece[:size]
+            size -= len(piece)
+            self.pieces[number] += piece
+            shown.append((piece, number))
         return shown
-
-    @property
-    def pieces(self) -> tuple[str, ...]:
-        """What each token adds to the text; joined, they are the text."""
-        ends = np.minimum(np.cumsum([0, *map(len, self._pieces)]), len(self.text))
-        return tuple(self.text[start:end] for start, end in itertools.pairwise(ends))
 
 
 def _streamed(
@@ -258,6 +311,13 @@ def _streamed(
 ) -> list[StreamedRow]:
     pairs = zip(prompts, stops, strict=True)
     return [StreamedRow(TextReader(tokenizer, prompt), mine) for prompt, mine in pairs]
+
+
+def _encoded(model: TextModel, prompts: Any) -> Prompts:
+    """Returns the token ids of prompts; those that are texts are encoded."""
+    first = prompts[0] if isinstance(prompts, Sequence) and len(prompts) else None
+    ids = isinstance(first, list | tuple | np.ndarray)
+    return prompts if ids else model.encode(listed(prompts))
 
 
 def listed(texts: Sequence[str]) -> list[str]:
@@ -290,45 +350,6 @@ def checked_stops(stop_strings: Sequence[str]) -> tuple[str, ...]:
             f"Wanted a list of stop strings of at least one character. Got {stop_strings!r}."
         )
     return stops
-
-
-def generate_until(
-    tokenizer: Tokenizer,
-    decoder: Decoder,
-    params: Params,
-    prompts: Prompts,
-    *,
-    stop_strings: StopStrings = (),
-    **options: Any,
-) -> GeneratedText:
-    """Returns what `generate` does as text, each row cut after the token that completes a stop.
-
-    The host looks for stop strings once per `chunk` tokens: up to so many that were decoded beyond
-    one are dropped, but charged.
-
-    Raises:
-      ValueError: an empty stop string, or see `generate`.
-    """
-    check_options(options)
-    stops = _by_row(stop_strings, len(prompts))
-    rows = _streamed(tokenizer, prompts, stops)
-
-    def stop_when(row: int, new: np.ndarray) -> bool:
-        rows[row].add(new[rows[row].seen :], running=True)
-        return rows[row].stopped
-
-    found = generate(
-        decoder, params, prompts, stop_when=stop_when if any(stops) else None, **options
-    )
-    for row, new in zip(rows, found.token_ids, strict=True):
-        row.add(new[row.seen :], running=False)
-    reasons = zip(rows, found.finish_reasons, strict=True)
-    generated = found.first(
-        [row.seen for row in rows],
-        finish_reasons=["stop" if row.stopped else reason for row, reason in reasons],
-    )
-    texts, pieces = zip(*((row.text, row.pieces) for row in rows), strict=True)
-    return GeneratedText(texts=texts, pieces=pieces, generated=generated)
 
 
 class TextReader:

@@ -19,7 +19,6 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
@@ -184,29 +183,24 @@ class ThinkingRows:
         ends_with: Callable[[Any], Bool[Array, "batch new"]],
     ) -> tuple[ThinkingRows, Bool[Array, "batch new"]]:
         """Returns the progress behind new tokens, and which of them are kept: none behind a cut."""
-        end_size, forced_size = (jnp.sum(ids >= 0, axis=1) for ids in (self.end, self.forced))
-
-        def step(carry: tuple[ThinkingRows, jax.Array], at: Any) -> tuple[Any, jax.Array]:
-            now, cut = carry
-            position, real, starts, ends = at
-            behind, live = position + 1, real & ~cut
-            thinks = live & (now.began <= position) & (now.ended == NEVER)
-            began = jnp.where(live & (now.began == NEVER) & starts, behind, now.began)
-            forcing = thinks & (now.forced_at <= position)
-            done = forcing & (behind - now.forced_at == forced_size)
-            own = thinks & ~forcing & ends & (behind - end_size >= now.began)
-            ended = jnp.where(done | own, behind, now.ended)
-            open_ = live & (began <= behind) & (ended == NEVER) & (now.forced_at == NEVER)
-            stops = open_ & (behind - began >= self.budget)
-            forced_at = jnp.where(stops, behind, now.forced_at)
-            now = dataclasses.replace(now, began=began, forced_at=forced_at, ended=ended)
-            return (now, cut | stops), live
-
-        found = [ends_with(jnp.asarray(ids)[:, None]) for ids in (self.start, self.end)]
-        by_place = tuple(leaf.T for leaf in (positions, fresh, *found))
-        here = jax.tree.map(jnp.asarray, self)
-        (hook, _), kept = jax.lax.scan(step, (here, jnp.zeros(fresh.shape[:1], bool)), by_place)
-        return hook, kept.T
+        behind = positions + 1
+        first = lambda found: jnp.min(jnp.where(found, behind, NEVER), axis=1)  # noqa: E731
+        size = lambda ids: jnp.sum(ids >= 0, axis=1)[:, None]  # noqa: E731
+        starts, ends = (ends_with(jnp.asarray(ids)[:, None]) for ids in (self.start, self.end))
+        began = jnp.where(self.began == NEVER, first(fresh & starts), self.began)
+        since, forced_at = began[:, None], self.forced_at[:, None]
+        thinks = fresh & (since <= positions) & (self.ended == NEVER)[:, None]
+        forcing = thinks & (forced_at <= positions)
+        done = forcing & (behind - forced_at == size(self.forced))
+        own = thinks & ~forcing & ends & (behind - size(self.end) >= since)
+        ended, over = first(done | own), first(fresh & (behind - since >= self.budget[:, None]))
+        # The budget cuts before an end, not where the row has just written one.
+        cuts = (self.ended == NEVER) & (self.forced_at == NEVER) & (over < ended)
+        cut = jnp.where(cuts, over, NEVER)
+        ended = jnp.where(cuts, self.ended, jnp.minimum(self.ended, ended))
+        forced_at = jnp.minimum(self.forced_at, cut)
+        hook = dataclasses.replace(self, began=began, forced_at=forced_at, ended=ended)
+        return hook, fresh & (behind <= cut[:, None])
 
     def limited(self, limits: Int[Array, " batch"]) -> Int[Array, " batch"]:
         """Returns the lengths at which rows end, once the answers' own limits count."""

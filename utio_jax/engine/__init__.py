@@ -7,7 +7,7 @@ from utio_jax.engine.leader import Channel, LeaderEngine, run_worker
 from utio_jax.engine.planning import DepthPlan, RowRates, plan_mode
 from utio_jax.engine.requests import Event, Finished
 from utio_jax.engine.slots import Shapes
-from utio_jax.engine.statistics import EngineStats, Percentiles
+from utio_jax.engine.statistics import EngineStats
 
 __all__ = [
     "Alternatives",
@@ -18,7 +18,6 @@ __all__ = [
     "Event",
     "Finished",
     "LeaderEngine",
-    "Percentiles",
     "RowRates",
     "Shapes",
     "plan_mode",

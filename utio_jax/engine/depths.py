@@ -52,7 +52,7 @@ def thresholds_of(
             raise ValueError(
                 f"Wanted a mode that ends at all {decoder.config.num_layers} layers, for a request "
                 f"at full depth. Got depths={depths}. Make the engine's mode with "
-                "with_depths(policy, ...) over further ones."
+                "Calibration.policy(name, budget, exits=...) over further ones."
             )
         return np.full_like(own, -np.inf)
     if not isinstance(policy, Thresholded):
@@ -69,12 +69,14 @@ def thresholds_of(
     if type(mode) is not Adaptive and policy.depths != depths:
         raise ValueError(
             f"Wanted depths={depths}, at which the mode decides more than depth. Got "
-            f"{policy.depths}. Take with_depths(policy, depths), or an engine in mode Adaptive."
+            f"{policy.depths}. Take Calibration.policy(name, budget, exits=depths), or an engine "
+            "in mode Adaptive."
         )
     if not {*policy.depths} <= {*depths}:
         raise ValueError(
             f"Wanted a policy with depths among {depths}, which the engine was made with. Got "
-            f"{policy.depths}. Make its mode with with_depths(policy, covering_depths(policies))."
+            f"{policy.depths}. Make its mode with Calibration.policy(name, budget, exits=...), "
+            "over the depths of all policies."
         )
     return spread_thresholds(policy, depths)
 

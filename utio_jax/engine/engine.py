@@ -13,6 +13,7 @@ Each request gets the tokens and depths that `generate` gives it alone, whatever
 from __future__ import annotations
 
 import collections
+import dataclasses
 import itertools
 import math
 import time
@@ -34,7 +35,7 @@ from utio_jax.engine.blocks import read_report
 from utio_jax.engine.depths import RequestPolicy, thresholds_of
 from utio_jax.engine.requests import STOPS_ROOM, Event, Finished, Request
 from utio_jax.engine.slots import Served, Shapes, Slots
-from utio_jax.engine.statistics import EngineStats, Recorder
+from utio_jax.engine.statistics import EngineStats
 
 
 class Engine:
@@ -74,7 +75,7 @@ class Engine:
           alternatives: how many of the most probable tokens are noted beside each new one, for all
             requests, by a search of the vocabulary in each step.
           thinking: whether requests may bring a `Thinking`.
-          clock: seconds; for deadlines and statistics.
+          clock: seconds; for deadlines and the times of `Finished`.
 
         Raises:
           TypeError: no mode, but the name or the class of one.
@@ -104,7 +105,7 @@ class Engine:
         # A block that was dispatched, and not read yet: its report, and whose rows it ran.
         self._flying: tuple[jax.Array, tuple[Request | None, ...]] | None = None
         self._freed: list[int] = []
-        self._recorder = Recorder()
+        self._stats = EngineStats(mode=self.mode.name, slots=slots)
 
     @classmethod
     def of(cls, model: TextModel, **options: Any) -> Engine:
@@ -226,11 +227,15 @@ class Engine:
         self._read_prompts()
         block = None
         if any(self._owners):
-            self._recorder.blocks += 1
+            self._stats.blocks += 1
             block = self._rows.run(), tuple(self._owners)
         if self._late:
             block, self._flying = self._flying, block
-        return events if block is None else events + self._take(*block)
+        if block is not None:
+            events += self._take(*block)
+        for event in events:
+            self._stats.add(event)
+        return events
 
     def drain(self) -> dict[int, Finished]:
         """Returns all requests that end from now on, by number, once none waits or runs."""
@@ -242,12 +247,9 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Returns what was done since the engine was made, or warmed up."""
-        return self._recorder.stats(
-            mode=self.mode.name,
-            slots=self._served.slots,
-            queued=len(self._queue),
-            running=sum(owner is not None for owner in self._owners),
-        )
+        running = sum(owner is not None for owner in self._owners)
+        now = {"queued": len(self._queue), "running": running, "ended": {**self._stats.ended}}
+        return dataclasses.replace(self._stats, **now)
 
     def warmup(self, *, progress: Callable[[int, int], None] = lambda done, programs: None) -> None:
         """Compiles every program that requests may need; `progress` is called with counts of them.
@@ -278,7 +280,7 @@ class Engine:
             self.drain()
             if done <= len(programs):
                 progress(done, len(programs))
-        self._recorder = Recorder()
+        self._stats = EngineStats(mode=self.mode.name, slots=self._served.slots)
 
     def _make_rows(self) -> Slots:
         return Slots(self._served)
@@ -291,7 +293,7 @@ class Engine:
             if reason is not None:
                 events.append(self._end(request, reason))
         if self._freed:
-            self._rows.release(self._freed)
+            self._rows.release(rows=self._freed)
             self._freed = []
         return events
 
@@ -304,15 +306,13 @@ class Engine:
                 self._rows.forget()
         else:
             self._freed.append(request.slot)
-        self._forget(request, event)
+        self._forget(request)
         return event
 
-    def _forget(self, request: Request, event: Event) -> None:
-        assert event.finished is not None
+    def _forget(self, request: Request) -> None:
         del self._known[request.number]
         if request.slot is not None:
             self._owners[request.slot] = None
-        self._recorder.add(event.finished)
 
     def _read_prompts(self) -> None:
         """Reads prompts into free slots, in the order in which they were submitted."""
@@ -335,8 +335,8 @@ class Engine:
             padded += reading.width * group
             if running and padded > max(between, reading.width * group):
                 return
-            self._recorder.groups += 1
-            self._recorder.padded += reading.width * group
+            self._stats.prompt_groups += 1
+            self._stats.padded_prompt_tokens += reading.width * group
             now = self._clock()
             for request in chosen:
                 request.admitted = now if request.admitted is None else request.admitted
@@ -344,18 +344,18 @@ class Engine:
             taken = dict(zip(free, chosen, strict=False))
             if reading.chunked:
                 if chosen[0] is not self._opened:
-                    rows.open(rows.fresh(chosen, rows=1, width=rows.capacity))
+                    rows.open(fresh=rows.fresh(chosen, rows=1, width=rows.capacity))
                     self._opened = chosen[0]
-                if not rows.read_chunk(free[0], chunk=reading.width):
+                if not rows.read_chunk(row=free[0], chunk=reading.width):
                     continue
                 self._opened = None
             else:
                 fresh = rows.fresh(chosen, rows=group, width=reading.width)
-                rows.read(fresh, [*taken], reading=reading)
+                rows.read(fresh=fresh, rows=[*taken], reading=reading)
             for slot, request in taken.items():
                 self._queue.popleft()
                 request.slot, self._owners[slot] = slot, request
-                self._recorder.prompt_tokens += request.prompt.size
+                self._stats.prompt_tokens += request.prompt.size
 
     def _take(self, block: jax.Array, owners: tuple[Request | None, ...]) -> list[Event]:
         """Returns what a block has brought to the requests that it ran, but those ended since."""
@@ -370,5 +370,5 @@ class Engine:
             if event.finished is not None:
                 if row.reason == "running":  # A stop string ended it: the device does not know.
                     self._freed.append(slot)
-                self._forget(request, event)
+                self._forget(request)
         return events

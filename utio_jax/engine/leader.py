@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+import functools
 import json
 import struct
 import types
@@ -39,10 +40,13 @@ from utio_jax.decoding.base import Plain
 from utio_jax.decoding.loop import canonical
 from utio_jax.engine.blocks import report_columns
 from utio_jax.engine.engine import Engine
-from utio_jax.engine.requests import Event, Fresh
-from utio_jax.engine.slots import Reading, Served, Slots
+from utio_jax.engine.requests import Event
+from utio_jax.engine.slots import Served, Slots
 
 _HEAD = struct.Struct("!I?")
+
+CALLS = ("read", "open", "read_chunk", "forget", "run", "release")
+"""Methods of `Slots` that touch devices: the leader broadcasts them, workers repeat them."""
 
 Calls = Mapping[str, Callable[..., Any]]
 """What else the leader may broadcast, by name, with keyword arguments: what workers then call."""
@@ -97,38 +101,27 @@ class Channel:
 
 
 class LeaderSlots(Slots):
-    """Rows on all processes: each call that touches devices is broadcast before it is made."""
+    """Rows on all processes: each of `CALLS` is broadcast before it is made."""
 
     def __init__(self, served: Served, channel: Channel) -> None:
         super().__init__(served)
         self._channel = channel
 
-    def read(self, fresh: Fresh, rows: Sequence[int], *, reading: Reading) -> None:
-        way = self.readings.index(reading)
-        self._channel.broadcast("read", fresh=encode(fresh), rows=[*rows], reading=way)
-        super().read(fresh, rows, reading=reading)
+    def _lead(self, call: str, **arguments: Any) -> Any:
+        sent = dict(arguments)
+        if "fresh" in sent:
+            sent["fresh"] = encode(sent["fresh"])
+        if "reading" in sent:
+            sent["reading"] = self.readings.index(sent["reading"])
+        self._channel.broadcast(call, **sent)
+        found = getattr(super(), call)(**arguments)
+        if call == "run":
+            self._channel.note(found, self.room)
+        return found
 
-    def open(self, fresh: Fresh) -> None:
-        self._channel.broadcast("open", fresh=encode(fresh))
-        super().open(fresh)
 
-    def read_chunk(self, row: int, *, chunk: int) -> bool:
-        self._channel.broadcast("read_chunk", row=row, chunk=chunk)
-        return super().read_chunk(row, chunk=chunk)
-
-    def forget(self) -> None:
-        self._channel.broadcast("forget")
-        super().forget()
-
-    def run(self) -> jax.Array:
-        self._channel.broadcast("run")
-        report = super().run()
-        self._channel.note(report, self.room)
-        return report
-
-    def release(self, rows: Sequence[int]) -> None:
-        self._channel.broadcast("release", rows=[*rows])
-        super().release(rows)
+for _call in CALLS:
+    setattr(LeaderSlots, _call, functools.partialmethod(LeaderSlots._lead, _call))
 
 
 class LeaderEngine(Engine):
@@ -202,24 +195,17 @@ def run_worker(
     served = Served(decoder=decoder, params=params, **options)
     held = Slots(served)
     _check_same(channel, served, identity)
-    like = held.fresh((), rows=1, width=1)
-
-    def read(*, fresh: Any, rows: list[int], reading: int) -> None:
-        held.read(decode(fresh, like), rows, reading=held.readings[reading])
-
-    own: Calls = {
-        "read": read,
-        "open": lambda fresh: held.open(decode(fresh, like)),
-        "read_chunk": held.read_chunk,
-        "forget": held.forget,
-        "run": lambda: channel.note(held.run(), held.room),
-        "release": held.release,
-        "rest": lambda: None,
-    }
+    like, calls = held.fresh((), rows=1, width=1), {"rest": lambda: None, **calls}
     with lost_processes():
         while (received := channel.receive())[0] != "stop":
             call, arguments = received
-            {**calls, **own}[call](**arguments)
+            if "fresh" in arguments:
+                arguments["fresh"] = decode(arguments["fresh"], like)
+            if "reading" in arguments:
+                arguments["reading"] = held.readings[arguments["reading"]]
+            found = (getattr(held, call) if call in CALLS else calls[call])(**arguments)
+            if call == "run":
+                channel.note(found, held.room)
 
 
 def everywhere(tree: Any, params: Params) -> Any:

@@ -204,17 +204,17 @@ def _seconds(slots: Slots, served: Served, mode: Mode, rows: int) -> float:
         )
         reading = slots.reading_of(request)
         if reading.chunked:
-            slots.open(slots.fresh([request], rows=1, width=slots.capacity))
-            while not slots.read_chunk(slot, chunk=reading.width):
+            slots.open(fresh=slots.fresh([request], rows=1, width=slots.capacity))
+            while not slots.read_chunk(row=slot, chunk=reading.width):
                 pass
         else:
             group = slots.groups_of(reading)[0]
             fresh = slots.fresh([request], rows=group, width=reading.width)
-            slots.read(fresh, [slot], reading=reading)
+            slots.read(fresh=fresh, rows=[slot], reading=reading)
     seconds = []
     for _ in range(blocks):
         began = time.perf_counter()
         slots.run().block_until_ready()
         seconds.append(time.perf_counter() - began)
-    slots.release(range(rows))
+    slots.release(rows=range(rows))
     return float(np.median(seconds[2:])) / steps

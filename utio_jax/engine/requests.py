@@ -41,7 +41,6 @@ class Finished(Columns):
       seconds_in_queue: until its prompt was begun to be read; None where it never was.
       seconds_to_first_token: None where it ended without one.
       seconds_between_tokens: mean; None for fewer than two tokens.
-      longest_pause: between two events with tokens, in seconds.
       thought: how it has thought; None without a `Thinking`.
     """
 
@@ -55,7 +54,6 @@ class Finished(Columns):
     seconds_in_queue: float | None
     seconds_to_first_token: float | None
     seconds_between_tokens: float | None
-    longest_pause: float
     thought: Thought | None = None
 
 
@@ -65,13 +63,19 @@ class Event(Columns):
 
     Attributes:
       request: its number, as `submit` returned it.
-      text: what is new of it, without what may belong to a stop string or an unfinished character.
+      pieces: what is new of its text, each with the number of the token that it is of, from 0; not
+        what may belong to a stop string or an unfinished character.
       finished: the whole of it, once it has ended; None while it runs.
     """
 
     request: int
-    text: str
+    pieces: list[tuple[str, int]]
     finished: Finished | None
+
+    @property
+    def text(self) -> str:
+        """What is new of its text: the pieces, joined."""
+        return "".join(piece for piece, _ in self.pieces)
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
@@ -113,9 +117,9 @@ class Request:
 
     def take(self, report: RowReport, now: float) -> Event:
         """Returns the event of a block, cut behind the token that completed a stop string."""
-        new, reason, text = report.columns, report.reason, ""
+        new, reason, pieces = report.columns, report.reason, list[tuple[str, int]]()
         if self.text is not None:
-            text = self.text.add(new.token_ids, running=reason == "running")
+            pieces = self.text.add(new.token_ids, running=reason == "running")
             if self.text.stopped:
                 new, reason = new.cut(slice(self.text.used)), "stop"
         self._parts.append(new)
@@ -125,17 +129,15 @@ class Request:
         return Event(
             **vars(new),
             request=self.number,
-            text=text,
+            pieces=pieces,
             finished=None if reason == "running" else self.finish(reason, now),
         )
 
     def end(self, reason: str, now: float) -> Event:
         """Returns the event of a request that the host ends between two blocks."""
-        text = ""
-        if self.text is not None:
-            text = self.text.add(np.zeros(0, np.int32), running=False)
+        pieces = [] if self.text is None else self.text.add((), running=False)
         finished = self.finish(reason, now)
-        return Event(**vars(self._nothing), request=self.number, text=text, finished=finished)
+        return Event(**vars(self._nothing), request=self.number, pieces=pieces, finished=finished)
 
     def finish(self, reason: str, now: float) -> Finished:
         """Returns what has come of it. Once: the request is done."""
@@ -158,7 +160,6 @@ class Request:
             seconds_in_queue=None if self.admitted is None else self.admitted - self.submitted,
             seconds_to_first_token=times[0] - self.submitted if times else None,
             seconds_between_tokens=(times[-1] - times[0]) / (size - 1) if size > 1 else None,
-            longest_pause=float(np.max(np.diff(times), initial=0.0)),
             thought=thought,
         )
 

@@ -220,7 +220,7 @@ class Slots:
         thinking = self._served.thinking
         return fresh_of(requests, rows=rows, width=width, own=self._own, thinking=thinking)
 
-    def read(self, fresh: Fresh, rows: Sequence[int], *, reading: Reading) -> None:
+    def read(self, *, fresh: Fresh, rows: Sequence[int], reading: Reading) -> None:
         """Reads prompts together, whole."""
         group = fresh.lengths.shape[0]
         state = begin(
@@ -231,12 +231,12 @@ class Slots:
         )
         self._put(state, fresh.rules, [*rows, *[self._served.slots] * (group - len(rows))])
 
-    def open(self, fresh: Fresh) -> None:
+    def open(self, *, fresh: Fresh) -> None:
         """Begins to read one prompt in chunks, padded to the capacity."""
         state, last = open_prompt(self._setting(fresh.rules), *fresh.prompts, **self._sizes)
         self._partial = _Partial(fresh, state, last)
 
-    def read_chunk(self, row: int, *, chunk: int) -> bool:
+    def read_chunk(self, *, row: int, chunk: int) -> bool:
         """Reads a chunk of the prompt that was opened; returns whether it is in its slot."""
         part, served = self._partial, self._served
         assert part is not None
@@ -264,7 +264,7 @@ class Slots:
 
     def _put(self, fresh: DecodeState, rules: Rules, rows: Sequence[int]) -> None:
         where = np.asarray(rows, np.int32)
-        self.state = admit(self.state, fresh, where, mode=self.mode)
+        self.state = admit(self.state, fresh, where)
         self._rules = _put_rules(self._rules, rules, where)
 
     def run(self) -> jax.Array:
@@ -280,7 +280,7 @@ class Slots:
         report.copy_to_host_async()
         return report
 
-    def release(self, rows: Sequence[int]) -> None:
+    def release(self, *, rows: Sequence[int]) -> None:
         """Keeps some rows from taking further steps."""
         self.state = release(self.state, rows)
 

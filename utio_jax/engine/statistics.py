@@ -1,45 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine has done, and how long its requests waited: counts, and percentiles of seconds."""
+"""What an engine has done, in counts."""
 
 from __future__ import annotations
 
-import collections
 import dataclasses
-from collections.abc import Iterable
 
-import numpy as np
-
-from utio_jax.engine.requests import END_REASONS, Finished
-
-_KEPT = 4096
-"""Requests whose times count for percentiles: the latest ones."""
-
-_TIMES = ("seconds_in_queue", "seconds_to_first_token", "seconds_between_tokens", "longest_pause")
-"""Of `Finished`."""
+from utio_jax.engine.requests import END_REASONS, Event
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Percentiles:
-    """Of seconds, over the latest requests. None where there were none."""
-
-    p50: float | None = None
-    p95: float | None = None
-    p99: float | None = None
-
-    @classmethod
-    def of(cls, seconds: Iterable[float | None]) -> Percentiles:
-        """Returns the percentiles of those that are known."""
-        known = [each for each in seconds if each is not None]
-        if not known:
-            return cls()
-        return cls(
-            **dict(
-                zip(("p50", "p95", "p99"), np.percentile(known, (50, 95, 99)).tolist(), strict=True)
-            )
-        )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(kw_only=True)
 class EngineStats:
     """What an engine has done since it was made, or warmed up.
 
@@ -53,68 +22,38 @@ class EngineStats:
       prompt_groups: passes that read prompts.
       prompt_tokens: of admitted prompts.
       padded_prompt_tokens: token slots that these passes ran, padding included.
-      new_tokens: of ended requests.
-      mean_depth_decided: layers behind a new token; None where there is none.
-      mean_depth_executed: layers that ran for one, those for the sake of other rows included.
-      seconds_in_queue: from `submit` until the prompt was begun to be read.
-      seconds_to_first_token: from `submit`.
-      seconds_between_tokens: mean of each request.
-      longest_pause: between two events with tokens, of each request.
+      new_tokens: handed out.
+      decided: layers behind these, summed.
+      executed: layers that ran for them, those for the sake of other rows included, summed.
     """
 
     mode: str
     slots: int
-    queued: int
-    running: int
-    ended: dict[str, int]
-    blocks: int
-    prompt_groups: int
-    prompt_tokens: int
-    padded_prompt_tokens: int
-    new_tokens: int
-    mean_depth_decided: float | None
-    mean_depth_executed: float | None
-    seconds_in_queue: Percentiles
-    seconds_to_first_token: Percentiles
-    seconds_between_tokens: Percentiles
-    longest_pause: Percentiles
+    queued: int = 0
+    running: int = 0
+    ended: dict[str, int] = dataclasses.field(default_factory=lambda: dict.fromkeys(END_REASONS, 0))
+    blocks: int = 0
+    prompt_groups: int = 0
+    prompt_tokens: int = 0
+    padded_prompt_tokens: int = 0
+    new_tokens: int = 0
+    decided: int = 0
+    executed: int = 0
 
+    @property
+    def mean_depth_decided(self) -> float | None:
+        """Layers behind a new token; None where there is none."""
+        return self.decided / self.new_tokens if self.new_tokens else None
 
-class Recorder:
-    """Adds up what happens; holds times of the latest requests alone."""
+    @property
+    def mean_depth_executed(self) -> float | None:
+        """Layers that ran for a new token; None where there is none."""
+        return self.executed / self.new_tokens if self.new_tokens else None
 
-    def __init__(self) -> None:
-        """Begins with nothing."""
-        self.blocks = self.groups = self.prompt_tokens = self.padded = 0
-        self._tokens = self._decided = self._executed = 0
-        self._ended: collections.Counter[str] = collections.Counter()
-        self._times = collections.deque[tuple[float | None, ...]](maxlen=_KEPT)
-
-    def add(self, finished: Finished) -> None:
-        """Notes a request that has ended."""
-        self._ended[finished.reason] += 1
-        self._tokens += finished.token_ids.size
-        self._decided += int(finished.decided.sum())
-        self._executed += int(finished.executed.sum())
-        self._times.append(tuple(getattr(finished, name) for name in _TIMES))
-
-    def stats(self, *, mode: str, slots: int, queued: int, running: int) -> EngineStats:
-        """Returns it all."""
-        columns = zip(*self._times, strict=True) if self._times else [()] * len(_TIMES)
-        times = dict(zip(_TIMES, map(Percentiles.of, columns), strict=True))
-        tokens = self._tokens
-        return EngineStats(
-            mode=mode,
-            slots=slots,
-            queued=queued,
-            running=running,
-            ended={reason: self._ended[reason] for reason in END_REASONS},
-            blocks=self.blocks,
-            prompt_groups=self.groups,
-            prompt_tokens=self.prompt_tokens,
-            padded_prompt_tokens=self.padded,
-            new_tokens=tokens,
-            mean_depth_decided=self._decided / tokens if tokens else None,
-            mean_depth_executed=self._executed / tokens if tokens else None,
-            **times,
-        )
+    def add(self, event: Event) -> None:
+        """Counts what an event brings."""
+        self.new_tokens += event.token_ids.size
+        self.decided += int(event.decided.sum())
+        self.executed += int(event.executed.sum())
+        if event.finished is not None:
+            self.ended[event.finished.reason] += 1

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Quality and cost of policies on text: ledgers, controls, intervals, the guardrail by FLOPs."""
 
-from utio_jax.evaluation.controls import PlainControl, PlainControls, load_controls, save_controls
+from utio_jax.evaluation.controls import load_controls
 from utio_jax.evaluation.evaluate import DocumentScore, TextScore, evaluate, score_documents
 from utio_jax.evaluation.flops import check_worthwhile
 from utio_jax.evaluation.generation import generation_ledger
@@ -12,8 +12,6 @@ from utio_jax.evaluation.quality import Quality
 __all__ = [
     "DocumentScore",
     "Ledger",
-    "PlainControl",
-    "PlainControls",
     "Quality",
     "TextScore",
     "check_worthwhile",
@@ -22,7 +20,6 @@ __all__ = [
     "generation_ledger",
     "load_controls",
     "ratio_interval",
-    "save_controls",
     "score_documents",
     "uniform_hull",
 ]

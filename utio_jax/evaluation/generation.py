@@ -19,7 +19,6 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from utio_jax.core.decoder import Decoder, Params
-from utio_jax.core.files import conditions
 from utio_jax.core.flops import token_cost
 from utio_jax.core.pytrees import pytree
 from utio_jax.decoding.base import Mode
@@ -276,5 +275,4 @@ def generation_ledger(
         gate_pct=100 * spent.flops_extra / spent.flops_plain,
         padding_ratio=spent.executed / spent.decided,
         speedup_ideal=None if mode.block > 1 else spent.flops_plain / spent.flops_ideal,
-        **conditions(params),
     )

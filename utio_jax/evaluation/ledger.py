@@ -43,9 +43,6 @@ class Ledger:
       speedup_ideal: full FLOPs / FLOPs of decided layers, frozen K/V and one head per token.
       efficiency: speedup / speedup_ideal.
       compiles: backend compilations after warm-up.
-      device: where it ran.
-      dtype: of the parameters.
-      versions: of Python and the libraries.
     """
 
     policy: str
@@ -73,9 +70,6 @@ class Ledger:
     speedup_ideal: float | None = None
     efficiency: float | None = None
     compiles: int | None = None
-    device: str | None = None
-    dtype: str | None = None
-    versions: dict[str, str] | None = None
 
     def figures(self) -> dict[str, str]:
         """Returns what was measured of cost, time and quality, as text, by what it is called."""

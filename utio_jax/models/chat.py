@@ -20,9 +20,7 @@ import jinja2.ext
 import jinja2.nodes
 import numpy as np
 
-from utio_jax.core.html import depth_html
-from utio_jax.decoding.generate import Generated, check_options, stream
-from utio_jax.decoding.text import TextReader
+from utio_jax.decoding.text import stream_pieces
 from utio_jax.models.huggingface import read_json
 from utio_jax.models.template_budget import BUDGET, Budget, BudgetedSandbox, limit, written
 
@@ -40,30 +38,6 @@ class ChatTemplate:
     def render(self, messages: Messages, **variables: Any) -> str:
         """Returns the text of messages, see `render_chat`."""
         return render_chat(self.template, messages, **{**self.special_tokens, **variables})
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Reply:
-    """What a model answers.
-
-    Attributes:
-      text: the answer, without the token or string that ended it.
-      pieces: the part of each new token.
-      generated: the tokens and what they cost.
-    """
-
-    text: str
-    pieces: tuple[str, ...]
-    generated: Generated
-
-    def _repr_html_(self) -> str:
-        depths = self.generated.decided[0].tolist()
-        return depth_html(self.pieces, depths, num_layers=self.generated.num_layers)
-
-    @property
-    def message(self) -> dict[str, str]:
-        """The answer as a message, to go on from."""
-        return {"role": "assistant", "content": self.text}
 
 
 def render_chat(
@@ -161,17 +135,9 @@ def stream_answer(
     variables: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Iterator[tuple[str, int]]:
-    """Yields the text of each new token of `Model.chat`, and the layers behind that token."""
-    check_options(options)
+    """Returns the pieces of `Model.chat`'s answer as they come, see `stream_pieces`."""
     prompt = encode_chat(model, messages, **(variables or {}))
-    options = {"eos_ids": turn_ends(model), **options}
-    reader = TextReader(model.tokenizer, prompt)
-    for chunk in stream(model.decoder, model.params, [prompt], **options):
-        for token, depth in zip(chunk.token_ids[0], chunk.decided[0], strict=True):
-            yield reader.add(int(token)), int(depth)
-    rest = reader.rest()
-    if rest:
-        yield rest, model.decoder.config.num_layers
+    return stream_pieces(model, prompt, **{"eos_ids": turn_ends(model), **options})
 
 
 def _from_folder(folder: Path) -> tuple[str | None, dict[str, str]]:

@@ -12,7 +12,7 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -20,10 +20,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from safetensors.numpy import save as serialize
 from tokenizers import Tokenizer
 
-from utio_jax.core.decoder import Params
+from utio_jax.core.decoder import Params, name_exits
 from utio_jax.core.extras import install_line
 from utio_jax.core.files import (
     check_floats,
@@ -45,15 +46,15 @@ from utio_jax.core.lens import (
     lensed,
     load_lens,
     save_lens,
+    with_config,
 )
 from utio_jax.decoding.base import Mode
-from utio_jax.decoding.text import generate_until
-from utio_jax.evaluation.controls import PlainControls, load_controls
+from utio_jax.decoding.text import GeneratedText, generate_text
+from utio_jax.evaluation.controls import load_controls
 from utio_jax.models import huggingface
 from utio_jax.models.chat import (
     ChatTemplate,
     Messages,
-    Reply,
     encode_chat,
     find_template,
     turn_ends,
@@ -65,7 +66,7 @@ from utio_jax.models.gguf.header import read_header
 from utio_jax.models.huggingface import is_huggingface, read_json, weight_files
 from utio_jax.models.rope import RopeScaling
 from utio_jax.models.shipped import SHIPPED, shipped_folder
-from utio_jax.models.tensor_parallel import Sharding, place_of, put
+from utio_jax.models.tensor_parallel import place_of, put
 from utio_jax.models.tokenizer import encode_documents, load_tokenizer
 from utio_jax.models.transformer import Transformer, TransformerConfig
 from utio_jax.models.verbs import Verbs
@@ -90,6 +91,7 @@ class Model(Verbs):
       folder: where config, weights and tokenizer are: a folder, or a GGUF file.
       lens: the lens' file, if there is one.
       lens_sha256: of the lens' weights, if it is read through one.
+      policies: the file of its calibration; None: the folder's own.
       prompt_choices: ways of reading prompts that were measured with its KV maps.
     """
 
@@ -98,6 +100,7 @@ class Model(Verbs):
     folder: Path
     lens: Path | None = None
     lens_sha256: str | None = None
+    policies: Path | None = None
     prompt_choices: tuple[PromptChoice, ...] = ()
 
     def __repr__(self) -> str:
@@ -121,15 +124,8 @@ class Model(Verbs):
 
     def with_context(self, context_length: int) -> Model:
         """Returns the model for windows of at most so many tokens."""
-
-        def shorten(decoder: Any) -> Any:
-            if isinstance(decoder, Wrapped):
-                return dataclasses.replace(decoder, decoder=shorten(decoder.decoder))
-            length = min(context_length, decoder.config.context_length)
-            config = dataclasses.replace(decoder.config, context_length=length)
-            return dataclasses.replace(decoder, config=config)
-
-        return dataclasses.replace(self, decoder=shorten(self.decoder))
+        length = min(context_length, self.decoder.config.context_length)
+        return dataclasses.replace(self, decoder=with_config(self.decoder, context_length=length))
 
     def with_kv_maps(self, path: str | Path) -> Model:
         """Returns the model with KV maps, for prompts whose tokens stop early (`kv="mapped"`).
@@ -180,8 +176,7 @@ class Model(Verbs):
                 f"{type(decoder).__name__} one. Load it with lens=False; add KV maps afterwards."
             )
         if len(exits) == 1:  # The lens says where a stock model can be read.
-            config = dataclasses.replace(decoder.config, exits=(*lens.exits, *exits))
-            decoder = dataclasses.replace(decoder, config=config)
+            decoder = with_config(decoder, exits=(*lens.exits, *exits))
         return lensed(decoder, self.params, lens)
 
     @cached_property
@@ -198,12 +193,26 @@ class Model(Verbs):
 
     @cached_property
     def calibration(self) -> Calibration:
-        """The folder's calibration. Raises ValueError if there is none, or another model's."""
-        return load_calibration(self.folder, model_sha256=self.sha256)
+        """Its fitted policies. Raises ValueError if there are none, or another model's.
+
+        Another is also the same one through a lens, or without.
+        """
+        file = self.policies or self.folder
+        try:
+            return load_calibration(file, model_sha256=self.sha256)
+        except ValueError as error:
+            if calibration_file(file).is_file():
+                how = "through" if self.lens_sha256 is not None else "without"
+                remedy = f"This model is read {how} a lens. Was it fitted so? See --lens."
+            elif len(self.decoder.config.exits) < 2:
+                remedy = f"This model has no exits, either. {name_exits(self.decoder)}"
+            else:
+                raise
+            raise ValueError(f"{error} {remedy}") from error
 
     @cached_property
-    def plain_controls(self) -> PlainControls | None:
-        """Plain models trained on the same tokens (`controls.json`); None where none are named.
+    def plain_controls(self) -> Callable[[float | None], float | None]:
+        """What plain models trained on the same tokens lose at a `flops_ratio`: `load_controls`.
 
         They are controls of the weights: a lens changes nothing at full depth.
         """
@@ -224,7 +233,7 @@ class Model(Verbs):
         stop_strings: Sequence[str] = (),
         variables: Mapping[str, Any] | None = None,
         **options: Any,
-    ) -> Reply:
+    ) -> GeneratedText:
         """Returns the model's answer to messages, by its own chat template.
 
             reply = model.chat([{"role": "user", "content": "Hello"}], max_new_tokens=64)
@@ -244,8 +253,7 @@ class Model(Verbs):
         options["mode"] = self.mode(mode, budget=budget)
         prompt = encode_chat(self, messages, **(variables or {}))
         options = {"eos_ids": turn_ends(self), "stop_strings": stop_strings, **options}
-        found = generate_until(self.tokenizer, self.decoder, self.params, [prompt], **options)
-        return Reply(text=found.texts[0], pieces=found.pieces[0], generated=found.generated)
+        return generate_text(self, [prompt], **options)
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
         """Returns each text's ids `[token]`, opened as the model's documents are."""
@@ -257,7 +265,7 @@ def load(
     *,
     exits: tuple[int, ...] = (),
     dtype: jax.typing.DTypeLike = jnp.float32,
-    sharding: Sharding | None = None,
+    sharding: Mesh | None = None,
     lens: str | Path | bool = True,
 ) -> Model:
     """Loads a model folder, a GGUF file, a model of the Hugging Face hub, or the shipped model.
@@ -272,8 +280,7 @@ def load(
       exits: depths at which the model may be read, ending at its last layer. By default those that
         its config names; for a stock model those of its lens, or the last layer alone.
       dtype: of the parameters; float32 on CPU, where bfloat16 is slow.
-      sharding: where parameters go: one sharding, a function of a parameter's dotted path and
-        shape, or a mesh, whose axis "model" they are split over. None: the default device.
+      sharding: a mesh, whose axis "model" parameters are split over. None: the default device.
       lens: a file that `utio-jax calibrate --fit-lens` wrote, or its folder; True takes the model
         folder's own where there is one, False none.
 
@@ -314,7 +321,7 @@ def _load_folder(
     *,
     exits: tuple[int, ...],
     dtype: jax.typing.DTypeLike,
-    sharding: Sharding | None,
+    sharding: Mesh | None,
 ) -> tuple[Transformer, Params]:
     """Returns decoder and parameters of a folder in this package's own layout."""
     config = load_config(folder / "config.json")

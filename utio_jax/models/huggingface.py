@@ -11,13 +11,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from safetensors import SafetensorError, safe_open
 
 from utio_jax.core.decoder import Params
 from utio_jax.core.files import broken_file, check_floats, flatten, load_json, refuse_pickle
 from utio_jax.models.families import FAMILIES, read_config, text_part
 from utio_jax.models.stacking import own_shapes, place_tensors, source_names, used_rules
-from utio_jax.models.tensor_parallel import Sharding
 from utio_jax.models.transformer import TransformerConfig
 
 # Where the tensors of a text model are in one that reads images or sound, too.
@@ -72,7 +72,7 @@ def load_folder(
     *,
     exits: tuple[int, ...] = (),
     dtype: jax.typing.DTypeLike = jnp.float32,
-    sharding: Sharding | None = None,
+    sharding: Mesh | None = None,
 ) -> tuple[Any, Params]:
     """Returns the decoder and the parameters of a Hugging Face folder.
 

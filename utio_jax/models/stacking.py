@@ -10,11 +10,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from utio_jax.core.decoder import Params
 from utio_jax.core.files import check_shapes, flatten, nest
 from utio_jax.models.families import Rule
-from utio_jax.models.tensor_parallel import Sharding, place_of, put
+from utio_jax.models.tensor_parallel import place_of, put
 
 
 def place_tensors(
@@ -24,7 +25,7 @@ def place_tensors(
     read: Callable[[str], np.ndarray],
     *,
     dtype: jax.typing.DTypeLike,
-    sharding: Sharding | None,
+    sharding: Mesh | None,
     source: str,
 ) -> tuple[Any, Params]:
     """Returns a decoder and its parameters.
@@ -35,7 +36,7 @@ def place_tensors(
       found: the shapes of the checkpoint's tensors.
       read: returns one of them.
       dtype: of the parameters.
-      sharding: where they go, see `utio_jax.models.load`.
+      sharding: the mesh that they are split over, see `utio_jax.models.load`.
       source: where the checkpoint is, for errors.
 
     Raises:

@@ -19,11 +19,8 @@ from utio_jax.models.transformer import TransformerConfig
 MODEL = "model"
 """The mesh axis that parameters are split over."""
 
-Place = Callable[[str, tuple[int, ...]], jax.sharding.Sharding | None]
+Place = Callable[[str, tuple[int, ...]], NamedSharding | None]
 """Where a parameter goes, by its dotted path and shape; None means the default device."""
-
-Sharding = jax.sharding.Sharding | Mesh | Place
-"""One place for all parameters, a mesh to split them over, or a place for each."""
 
 # By what a projection's kernel is split along: its outputs, or its inputs.
 _BY_OUTPUT = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
@@ -75,13 +72,9 @@ def tensor_parallel(
     return place
 
 
-def place_of(sharding: Sharding | None, config: Any) -> Place:
+def place_of(mesh: Mesh | None, config: Any) -> Place:
     """Returns where each parameter goes; over a mesh, of a `TransformerConfig`."""
-    if isinstance(sharding, Mesh):
-        return tensor_parallel(config, sharding)
-    if sharding is None or isinstance(sharding, jax.sharding.Sharding):
-        return lambda path, shape: sharding
-    return sharding
+    return (lambda path, shape: None) if mesh is None else tensor_parallel(config, mesh)
 
 
 def put(array: np.ndarray, sharding: jax.sharding.Sharding | None) -> jax.Array:

@@ -1,31 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Byte-level BPE by the `tokenizers` library: any text encodes, and decodes to itself."""
+"""Tokenizers of the `tokenizers` library, and documents as the token ids that models read."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
-BOS = "<|endoftext|>"
-"""Opens every document and separates documents; id 0."""
-
-
-def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> Tokenizer:
-    """Returns a byte-level BPE tokenizer of exactly `vocab_size` pieces, `BOS` being id 0."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[BOS],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    return tokenizer
+from tokenizers import Tokenizer
 
 
 def load_tokenizer(file: str | Path, *, special_in_text: bool = False) -> Tokenizer:

@@ -111,20 +111,8 @@ class RMSNorm(nn.Module):
         return wide.astype(x.dtype) * jnp.broadcast_to(scale.astype(x.dtype), x.shape)
 
 
-class LayerNorm(nn.Module):
-    """Layer norm with scale and bias (arXiv 1607.06450), computed in float32."""
-
-    eps: float
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        scale = self.param("scale", nn.initializers.ones, (x.shape[-1],))
-        bias = self.param("bias", nn.initializers.zeros, (x.shape[-1],))
-        wide = x.astype(jnp.float32)
-        wide -= jnp.mean(wide, axis=-1, keepdims=True)
-        wide *= jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
-        scale, bias = (jnp.broadcast_to(y.astype(jnp.float32), x.shape) for y in (scale, bias))
-        return (wide * scale + bias).astype(x.dtype)
+# By means in float32, one after the other: the difference of mean squares loses digits.
+LayerNorm = partial(nn.LayerNorm, use_fast_variance=False)
 
 
 def norm_of(config: TransformerConfig, name: str | None = None, *, rms: bool = False) -> Any:

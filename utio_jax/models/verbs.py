@@ -24,7 +24,7 @@ from utio_jax.core.decoder import some_exits
 from utio_jax.core.documents import Batch, calibration_batches, sample_batches
 from utio_jax.core.files import check_writable
 from utio_jax.core.html import table_html
-from utio_jax.core.lens import Lensed, Wrapped
+from utio_jax.core.lens import Lensed, lens_file, with_config
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.base import Mode, Plain
 from utio_jax.decoding.lossless import lossless_for
@@ -43,7 +43,7 @@ from utio_jax.models.shipped import is_shipped
 from utio_jax.models.texts import read_files
 from utio_jax.policies.base import Policy
 from utio_jax.policies.depth import uniform
-from utio_jax.policies.store import Calibration, calibration_file
+from utio_jax.policies.store import Calibration, calibration_file, check_nothing_is_lost
 from utio_jax.prompts.budget import prompt_prefill
 from utio_jax.staircase.score import full_depth
 
@@ -146,21 +146,14 @@ class Verbs:
           depth: of `"uniform"`, in layers.
 
         Raises:
-          ValueError: an unknown name or budget, no calibration, `"uniform"` without a depth, or a
-            budget of a policy that has none.
+          ValueError: an unknown name or budget, no calibration, or see `check_policy`.
         """
         if not isinstance(name, str):
             return name
-        if budget is not None and name in ("full", "uniform"):
-            raise ValueError(
-                f"Wanted a calibrated policy with a budget, such as policy='learned'. Got "
-                f"budget={budget:g} and {name!r}. Leave out one or the other."
-            )
+        check_policy(name, budget=budget, depth=depth)
         if name == "full":
             return full_depth(self.decoder)
-        if name == "uniform":
-            if depth is None:
-                raise ValueError('Wanted a depth for "uniform", in layers. Got none.')
+        if depth is not None:
             return uniform(depth)
         return self.calibration.policy(name, self.calibration.budget_of(name, budget))
 
@@ -283,7 +276,8 @@ class Verbs:
           progress: called with what happens next.
 
         Raises:
-          ValueError: more than one goal, too little text, or see `utio_jax.calibrate`.
+          ValueError: more than one goal, too little text, a lens or policies at `out` that would
+            be lost, or see `utio_jax.calibrate`.
         """
         goals = (budget, max_nll_increase_pct, max_disagreement)
         if sum(goal is not None for goal in goals) > 1:
@@ -300,6 +294,8 @@ class Verbs:
         if len(self.decoder.config.exits) == 1:
             first, documents = split_documents(documents, seed=seed)
             self._fit_lens(first, tuple(exits), seed, out, progress)
+        if out is not None:
+            check_nothing_is_lost(out, self.sha256, policies)
         goal: Goal = Budgets() if budget is None else Budgets(budgets=_several(budget))
         if max_nll_increase_pct is not None:
             goal = MaxLoss(nll_increase_pct=max_nll_increase_pct)
@@ -403,6 +399,11 @@ class Verbs:
         progress: Callable[[str], None] | None,
     ) -> None:
         """Reads this model's exits through a lens from now on."""
+        if out is not None and (file := lens_file(calibration_file(out).parent)).is_file():
+            raise ValueError(
+                f"Wanted no lens where a fitted one is written. Got {file}. Load the model through "
+                "it, lens=, or name another out."
+            )
         self.decoder = with_exits(self.decoder, exits)
         lens = fit_lens(
             self.decoder,
@@ -433,7 +434,7 @@ def _asked(
     return {
         "max_new_tokens": 128,
         **options,
-        "prompts": [prompts] if isinstance(prompts, str) else prompts,
+        "prompts": [prompts] if isinstance(prompts, str) else listed(prompts),
         "mode": model.mode(mode, budget=budget),
     }
 
@@ -445,13 +446,37 @@ def _named(policy: str | Policy | None, budget: float | None) -> str | Policy:
     return "full" if budget is None else "learned"
 
 
+def check_policy(name: str, **given: Any) -> None:
+    """Checks that a policy has a use for what is given with it, None apart.
+
+    Args:
+      name: full, which has a use for nothing; uniform, which needs a depth; random, or one of a
+        calibration.
+      **given: budget and calibration, which are of fitted policies; depth; others are of all but
+        full.
+
+    Raises:
+      ValueError: names all that would have been ignored.
+    """
+    useless = {"full": tuple(given), "uniform": ("budget", "calibration")}.get(name, ("depth",))
+    if left_over := [each for each in useless if given.get(each) is not None]:
+        wanted = "uniform" if left_over == ["depth"] else "learned, or another fitted one,"
+        raise ValueError(
+            f"Wanted policy {wanted} with {', '.join(left_over)}. Got policy {name}. Name the "
+            f"policy, or leave out {' and '.join(left_over)}."
+        )
+    if name == "uniform" and given.get("depth") is None:
+        raise ValueError(
+            "Wanted a depth with policy uniform: the layers that every token runs. Got none. For "
+            "example 8; policy full runs all of them."
+        )
+
+
 def with_exits(decoder: Any, exits: tuple[int, ...]) -> Any:
-    """Returns a stock model's decoder with exits, without lens; none named: `some_exits`."""
+    """Returns a stock model's decoder with exits; none named: `some_exits`."""
     layers = decoder.config.num_layers
     chosen = tuple(sorted({*exits, layers})) if exits else some_exits(layers)
-    while isinstance(decoder, Wrapped):
-        decoder = decoder.decoder
-    return dataclasses.replace(decoder, config=dataclasses.replace(decoder.config, exits=chosen))
+    return with_config(decoder, exits=chosen)
 
 
 def _several(budget: float | Sequence[float]) -> tuple[float, ...]:

@@ -4,12 +4,9 @@
 from utio_jax.policies.base import Boundary, Policy, Signal
 from utio_jax.policies.depth import (
     Thresholded,
-    covering_depths,
     given_depths,
-    never_stops,
     random_depths,
     uniform,
-    with_depths,
 )
 from utio_jax.policies.importance import (
     attention_heat,
@@ -57,15 +54,12 @@ __all__ = [
     "TokenSurrogate",
     "UtioSurrogate",
     "attention_heat",
-    "covering_depths",
     "embedding_outlier",
     "given_depths",
     "load_calibration",
-    "never_stops",
     "predictive_entropy",
     "random_depths",
     "surrogate_importance",
     "surrogate_table",
     "uniform",
-    "with_depths",
 ]

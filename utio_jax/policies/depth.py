@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Depth policies: which tokens run deeper. One class, `Thresholded`, around one of many signals.
 
-The controls (`uniform`, `given_depths`, `random_depths`, `never_stops`) are of the same class.
+The controls (`uniform`, `given_depths`, `random_depths`) are of the same class.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -16,6 +16,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from utio_jax.core.decoder import Decoder, Inputs, Params, check_depths
+from utio_jax.core.processes import digest
 from utio_jax.core.pytrees import pytree, static
 from utio_jax.policies.base import Boundary, Policy, Signal, exceeds
 from utio_jax.policies.signals import Chance, KnownBefore, Position, ScoreTable, SignalBase
@@ -82,42 +83,26 @@ class Thresholded:
         return dataclasses.replace(self, thresholds=thresholds.T[:, :, None])
 
 
-def covering_depths(policies: Iterable[Thresholded]) -> tuple[int, ...]:
-    """Returns the depths of any of the policies, ascending.
+def spread_thresholds(
+    policy: Thresholded, depths: tuple[int, ...]
+) -> Float[np.ndarray, " boundary"]:
+    """Returns thresholds that decide the same with more boundaries, at which no token stops.
 
-    >>> covering_depths([uniform(6), uniform(4), uniform(8, exits=(2, 8))])
-    (2, 4, 6, 8)
-    """
-    return tuple(sorted({depth for policy in policies for depth in policy.depths}))
-
-
-def with_depths(policy: Thresholded, depths: Sequence[int]) -> Thresholded:
-    """Returns the policy that decides the same, with more boundaries, at which no token stops.
-
-    Over the depths of all (`covering_depths`) policies of one signal differ by thresholds alone:
-    one program has them all. No token runs beyond the policy's own last depth.
+    Over the depths of all, policies of one signal differ by thresholds alone: one program has them
+    all. No token runs beyond the policy's own last depth. They are on the host.
 
     Raises:
       ValueError: a depth of the policy is missing, or boundaries that are new to it would change
         what its signal remembers.
 
-    >>> with_depths(uniform(6), (4, 6, 8, 16)).thresholds.tolist()
+    >>> spread_thresholds(uniform(6), (4, 6, 8, 16)).tolist()
     [-inf, inf, inf]
     """
-    depths = check_depths(depths)
-    thresholds = jnp.asarray(spread_thresholds(policy, depths))
-    return Thresholded(signal=policy.signal, thresholds=thresholds, depths=depths)
-
-
-def spread_thresholds(
-    policy: Thresholded, depths: tuple[int, ...]
-) -> Float[np.ndarray, " boundary"]:
-    """Returns the thresholds of `with_depths`, on the host; raises as it does."""
     own = policy.depths
     if not {*own} <= {*depths}:
         raise ValueError(
-            f"Wanted the depths of policy {policy.name!r} among {depths}. Got {own}. Take "
-            "covering_depths of all policies."
+            f"Wanted the depths of policy {policy.name!r} among {depths}. Got {own}. Take the "
+            "depths of all policies."
         )
     if policy.signal.remembers and own[:-1] != depths[: len(own) - 1]:
         raise ValueError(
@@ -133,19 +118,8 @@ def spread_thresholds(
 def same_signal(one: Signal, other: Signal) -> bool:
     """Returns whether two signals give the same scores: of one class, with the same contents."""
     mine, theirs = jax.tree.flatten(one), jax.tree.flatten(other)
-    return mine[1] == theirs[1] and all(map(_same_leaf, mine[0], theirs[0]))
-
-
-def _same_leaf(one: Any, other: Any) -> bool:
-    if one is other:
-        return True
-    one, other = (
-        jax.random.key_data(leaf)
-        if jnp.issubdtype(getattr(leaf, "dtype", float), jax.dtypes.prng_key)
-        else leaf
-        for leaf in (one, other)
-    )
-    return np.array_equal(np.asarray(one), np.asarray(other))
+    leaves = zip(mine[0], theirs[0], strict=False)  # As many, if the structures are the same.
+    return mine[1] == theirs[1] and all(a is b or digest(a) == digest(b) for a, b in leaves)
 
 
 def shared_program(
@@ -178,8 +152,9 @@ def uniform(
 
     Args:
       depth: in layers.
-      exits: boundaries to have, `depth` among them: one compiled program then serves them all. By
-        default there is none on the way, which saves a little time.
+      exits: boundaries to have, `depth` among them: one compiled program then serves them all, and
+        others may look at tokens there. By default there is none on the way, which saves a little
+        time.
       name: that ledgers carry.
 
     Raises:
@@ -196,15 +171,6 @@ def uniform(
     return Thresholded(
         signal=Position(name=name), thresholds=jnp.asarray(thresholds, jnp.float32), depths=depths
     )
-
-
-def never_stops(depths: tuple[int, ...], *, name: str = "full") -> Thresholded:
-    """Returns a policy that runs all tokens to the last depth, with boundaries on the way.
-
-    Others may look at tokens there: `utio_jax.contrib.throttle`, for one.
-    """
-    none = jnp.full(len(depths) - 1, -jnp.inf, jnp.float32)
-    return Thresholded(signal=Position(name=name), thresholds=none, depths=depths)
 
 
 def given_depths(

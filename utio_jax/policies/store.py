@@ -184,6 +184,20 @@ def load_calibration(path: str | Path, *, model_sha256: str) -> Calibration:
     return Calibration(entries=entries, signals=found, info=stored["info"])
 
 
+def check_nothing_is_lost(path: str | Path, model_sha256: str, policies: Sequence[str]) -> None:
+    """Raises ValueError where a file holds policies that are not fitted again."""
+    out = calibration_file(path)
+    if not out.is_file():
+        return
+    kept = load_calibration(out, model_sha256=model_sha256).entries
+    if lost := [name for name in kept if name not in policies]:
+        raise ValueError(
+            f"Wanted a file to replace whose policies are fitted again. {out} also holds "
+            f"{', '.join(lost)}. Name another --out, or fit all of them: --policy "
+            f"{' '.join(dict.fromkeys((*policies, *lost)))}."
+        )
+
+
 def _take_apart(part: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns a signal's type and configuration for JSON, and its weights by name, both nested."""
     description: dict[str, Any] = {"type": type(part).__name__}

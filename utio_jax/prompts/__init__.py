@@ -18,15 +18,13 @@ from utio_jax.prompts.evaluate import (
     prompt_flops_ratio,
     prompt_rows,
 )
-from utio_jax.prompts.fit import fit_kv_maps, fit_rows
+from utio_jax.prompts.fit import fit_kv_maps
 from utio_jax.prompts.maps import KVMap, load_kv_maps, save_kv_maps, with_kv_maps
-from utio_jax.prompts.train import MapTraining, train_kv_maps
 from utio_jax.staircase.prompts import PromptChoice, PromptImportance
 
 __all__ = [
     "Continuations",
     "KVMap",
-    "MapTraining",
     "PromptChoice",
     "PromptCost",
     "PromptImportance",
@@ -38,7 +36,6 @@ __all__ = [
     "continuations",
     "cut_rows",
     "fit_kv_maps",
-    "fit_rows",
     "increase_interval",
     "load_kv_maps",
     "prompt_choice",
@@ -48,6 +45,5 @@ __all__ = [
     "prompt_rows",
     "save_kv_maps",
     "split_text",
-    "train_kv_maps",
     "with_kv_maps",
 ]

@@ -133,7 +133,11 @@ def cut_rows(
       ValueError: no document is as long as one row, or see `prompt_rows`.
     """
     width = sizes.prompt_tokens + sizes.continuation
-    found = whole_windows(documents, width)
+    found = [
+        (np.asarray(document[start : start + width]), index)
+        for index, document in enumerate(documents)
+        for start in range(0, len(document) - width + 1, width)
+    ]
     if not found:
         longest = max((len(document) for document in documents), default=0)
         raise ValueError(
@@ -149,15 +153,6 @@ def cut_rows(
         decoder=decoder,
         documents=np.asarray([found[index][1] for index in chosen]),
     )
-
-
-def whole_windows(documents: Sequence[np.ndarray], width: int) -> list[tuple[np.ndarray, int]]:
-    """Returns the documents' whole windows, which do not overlap, each with its document."""
-    return [
-        (np.asarray(document[start : start + width]), index)
-        for index, document in enumerate(documents)
-        for start in range(0, len(document) - width + 1, width)
-    ]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -17,10 +17,9 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from utio_jax.decoding.text import TextReader
 from utio_jax.engine.requests import Event, Finished
 from utio_jax.serving.engine import PromptScores
 from utio_jax.serving.gate import ApiError, engine_ended, fault, note_fault
@@ -42,16 +41,14 @@ class Choice:
     ) -> None:
         self.index, self.prompt, self.wanted = index, prompt, wanted
         self.finished: Finished | None = None
-        self._name_of, tokenizer = service.name_of, service.model.text.tokenizer
-        self._offset = 0
-        self._role = wanted.chat
-        depths = wanted.body.utio is not None and wanted.body.utio.depths
-        self._reader = TextReader(tokenizer, prompt) if depths else None
-        self._pieces: list[tuple[str, int]] = []
+        self._name_of, self._offset, self._role = service.name_of, 0, wanted.chat
+        # Of its tokens so far, where they are wanted.
+        utio = wanted.body.utio
+        self._depths: list[int] | None = [] if utio is not None and utio.depths else None
 
     def echo(self, text: str, scores: PromptScores | None) -> dict[str, Any]:
         """Returns the choice's first part where the prompt belongs to it."""
-        depths = [(text, 0)] if self._reader is not None else None
+        depths = [(text, 0)] if self._depths is not None else None
         part = self._part(text, scores, self.prompt, depths, reason=None)
         self._offset = len(text)
         return part
@@ -64,10 +61,10 @@ class Choice:
             reason = FINISH_REASONS[event.finished.reason]
         if not event.text and not event.token_ids.size and reason is None:
             return None
-        depths = None
-        if self._reader is not None:
-            last = reason is not None
-            depths = self._shared(event.text, event.token_ids, event.decided, last)
+        depths, known = None, self._depths
+        if known is not None:
+            known += event.decided.tolist()
+            depths = [(piece, known[number]) for piece, number in event.pieces]
         tokens = event if self.wanted.logprobs is not None else None
         return self._part(event.text, tokens, event.token_ids, depths, reason=reason)
 
@@ -97,27 +94,6 @@ class Choice:
         if self.wanted.body.return_token_ids:
             part["token_ids"] = ids.tolist()
         return part
-
-    def _shared(
-        self, text: str, ids: np.ndarray, decided: np.ndarray, last: bool
-    ) -> list[tuple[str, int]]:
-        """Returns the text cut into pieces of tokens, each with its depth; joined, they are it."""
-        assert self._reader is not None
-        for token, depth in zip(ids, decided, strict=True):
-            self._pieces.append((self._reader.add(int(token)), int(depth)))
-        if last and self._pieces:
-            self._pieces.append((self._reader.rest(), self._pieces[-1][1]))
-        found: list[tuple[str, int]] = []
-        left = text
-        while left and self._pieces:
-            piece, depth = self._pieces.pop(0)
-            # Of a piece that belongs to a stop string as yet, a part may be known already.
-            if len(piece) > len(left):
-                self._pieces.insert(0, (piece[len(left) :], depth))
-                piece = left
-            left = left[len(piece) :]
-            found.append((piece, depth))
-        return [*found, (left, found[-1][1] if found else 0)] if left else found
 
     def _list_logprobs(self, tokens: Event | PromptScores) -> dict[str, Any]:
         names = [self._name_of(int(token)) for token in tokens.token_ids]
@@ -269,7 +245,10 @@ class Answer(Response):
         """Sends it; whatever ends this, slots become free."""
         watcher = asyncio.create_task(self._watch(receive))
         try:
-            await (self._stream(send) if self._reading.body.stream else self._whole(send))
+            whole = await (self._stream(send) if self._reading.body.stream else self._whole())
+            if whole is not None:
+                with contextlib.suppress(OSError):
+                    await whole(scope, receive, send)
         except (ClientLeftError, OSError) as error:
             self._record["left"] = type(error).__name__
         finally:
@@ -356,19 +335,19 @@ class Answer(Response):
             for choice in self.choices[first : first + self._each]
         ]
 
-    async def _whole(self, send: Send) -> None:
+    async def _whole(self) -> JSONResponse:
         parts: list[list[dict[str, Any]]] = [[] for _ in self.choices]
         try:
             async for part in self._guarded():
                 if part is not None:
                     parts[part["index"]].append(part)
         except ApiError as error:
-            await _send_json(send, error.status_code, error.body, error.headers)
-            return
+            return error.response()
         choices = [joined(each) for each in parts]
-        await _send_json(send, 200, {**self._head, "choices": choices, "usage": self._usage()})
+        return JSONResponse({**self._head, "choices": choices, "usage": self._usage()})
 
-    async def _stream(self, send: Send) -> None:
+    async def _stream(self, send: Send) -> JSONResponse | None:
+        """Sends events as they come; returns the answer where it fails before the first."""
         head, begun = dict(self._head), False
         if self._reading.chat:
             head["object"] += ".chunk"
@@ -389,15 +368,15 @@ class Answer(Response):
                 await write(": ping\n\n" if part is None else {**head, "choices": [part]})
         except ApiError as error:
             if not begun:
-                await _send_json(send, error.status_code, error.body, error.headers)
-                return
+                return error.response()
             self._record["error"] = error.body["error"]["code"]
             await write(error.body, more=False)
-            return
+            return None
         options = self._reading.body.stream_options
         if options is not None and options.include_usage:
             await write({**head, "choices": [], "usage": self._usage()})
         await write("data: [DONE]\n\n", more=False)
+        return None
 
     def _usage(self) -> dict[str, Any]:
         finished = [each.finished for each in self.choices if each.finished is not None]
@@ -421,14 +400,3 @@ def _as_error(news: Exception) -> Exception:
     if isinstance(news, EngineStoppedError):
         return engine_ended(news.args[0])
     return ApiError(400, str(news)[:500]) if isinstance(news, ValueError) else news
-
-
-async def _send_json(send: Send, status: int, body: dict[str, Any], headers: Any = None) -> None:
-    data = json.dumps(body).encode()
-    length = {"content-type": "application/json", "content-length": str(len(data))}
-    named = [
-        (name.encode(), value.encode()) for name, value in {**(headers or {}), **length}.items()
-    ]
-    await send({"type": "http.response.start", "status": status, "headers": named})
-    with contextlib.suppress(OSError):
-        await send({"type": "http.response.body", "body": data})

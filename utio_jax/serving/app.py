@@ -24,9 +24,10 @@ from starlette.types import Receive, Scope, Send
 
 from utio_jax.core.files import versions
 from utio_jax.core.processes import ProcessLostError
-from utio_jax.engine import Channel, Shapes
+from utio_jax.engine import Channel, Shapes, plan_mode
+from utio_jax.engine.slots import Served
 from utio_jax.serving.answers import Answer
-from utio_jax.serving.engine import PromptScorer, make_engine, plan_depth
+from utio_jax.serving.engine import PromptScorer, make_engine, served_of
 from utio_jax.serving.gate import (
     ApiError,
     Gate,
@@ -93,17 +94,16 @@ class Application:
         Raises:
           ValueError: see `Engine`.
         """
-        slot_tokens = model.slot_tokens(capacity)
-        sizes: dict[str, Any] = {"capacity": slot_tokens, "shapes": shapes, "channel": channel}
+        served = served_of(model, slots=slots, capacity=capacity, shapes=shapes)
         self.model, self.limits, self.slots = model, limits, slots
-        self.reader = Reader(model, capacity=slot_tokens, limits=limits)
+        self.reader = Reader(model, capacity=served.capacity, limits=limits)
         self.worker = Worker(
-            make_engine(model, slots=slots, **sizes),
-            PromptScorer(model, **sizes),
+            make_engine(model, served, channel),
+            PromptScorer(served, channel),
             on_ready=self._ready,
             on_death=self._died,
             on_progress=self._compiled,
-            plan=functools.partial(self._planned, slots=slots, capacity=slot_tokens, shapes=shapes),
+            plan=functools.partial(self._planned, served),
         )
         self.compiled, self.ready, self.planned = "warming up", False, ""
         self.dead: BaseException | None = None
@@ -163,18 +163,18 @@ class Application:
         decode = self.model.text.tokenizer.decode
         return functools.lru_cache(maxsize=2**17)(lambda token: decode([token]))
 
-    def _planned(self, **sizes: Any) -> None:
+    def _planned(self, served: Served) -> None:
         """Times whether a depth per token pays; where it does not, requests run in full by default.
 
-        In the engine's thread, before requests are taken.
+        In the engine's thread, before requests are taken; nothing without the model's histogram.
         """
+        if self.model.histogram is None:
+            return
         record: dict[str, Any] = {"event": "planned"}
         try:
-            plan = plan_depth(self.model, **sizes)
+            plan = plan_mode(served, self.model.histogram)
         except ValueError as error:  # A noisy machine: it stays as the operator asked for it.
             self._log({**record, "why": str(error)})
-            return
-        if plan is None:
             return
         ratio = plan.speedup
         self.reader.in_full = ratio <= 1
@@ -265,7 +265,7 @@ def _add_models(app: FastAPI, service: Application) -> None:
         else:
             assert body.prompt is not None
             opened = body.add_special_tokens is not False
-            ids = (await reader.encode([body.prompt], opened=opened))[0]
+            (ids,) = await reader.encode([body.prompt], opened=opened)
         return {"count": ids.size, "max_model_len": reader.context, "tokens": ids.tolist()}
 
     @app.post("/detokenize")

@@ -19,7 +19,6 @@ from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.processes import lost_processes
 from utio_jax.engine import Alternatives, Channel, Engine, LeaderEngine, Shapes, run_worker
 from utio_jax.engine.leader import everywhere
-from utio_jax.engine.planning import DepthPlan, plan_mode
 from utio_jax.engine.slots import Served, prompt_widths
 from utio_jax.serving.gate import Log, log_line
 from utio_jax.serving.model import ServedModel
@@ -47,17 +46,15 @@ class PromptScores:
 class PromptScorer:
     """Scores prompts one at a time, padded to a few widths: each is a program."""
 
-    def __init__(
-        self, model: ServedModel, *, capacity: int, shapes: Shapes, channel: Channel | None = None
-    ) -> None:
-        """Compiles nothing yet; widths are those of `shapes`, or of the engine, in the context.
+    def __init__(self, served: Served, channel: Channel | None = None) -> None:
+        """Compiles nothing yet; widths are those of the engine, in the model's context.
 
         `channel` is the leader's, where other processes have to do the same.
         """
-        config = model.text.decoder.config
-        widths = shapes.prompt_widths or prompt_widths(capacity)
+        config = served.decoder.config
+        widths = served.shapes.prompt_widths or prompt_widths(served.capacity)
         self._widths = sorted({min(width, config.context_length) for width in widths})
-        self._model, self._channel = (model.text.decoder, model.text.params), channel
+        self._model, self._channel = (served.decoder, served.params), channel
         self._count = min(MOST_LOGPROBS, config.vocab_size)
 
     @property
@@ -124,32 +121,28 @@ def _scored(
     return staircase(decoder, params, token_ids, lengths, full_depth(decoder), readout=readout).read
 
 
-def make_engine(
-    model: ServedModel, *, slots: int, capacity: int, shapes: Shapes, channel: Channel | None
-) -> Engine:
+def served_of(model: ServedModel, *, slots: int, capacity: int | None, shapes: Shapes) -> Served:
+    """Returns what the engine of a server is made of; arguments are `Application`'s."""
+    return Served(
+        decoder=model.text.decoder,
+        params=model.text.params,
+        slots=slots,
+        capacity=model.slot_tokens(capacity),
+        mode=model.mode,
+        prefill=everywhere(model.prefill, model.text.params),
+        steps=_STEPS,
+        shapes=shapes,
+        alternatives=MOST_LOGPROBS,
+        thinking=model.thinking is not None,
+    )
+
+
+def make_engine(model: ServedModel, served: Served, channel: Channel | None) -> Engine:
     """Returns the engine of a server, which leads workers where there is a channel to them."""
-    options = _options(model, slots=slots, capacity=capacity, shapes=shapes)
+    options = {**vars(served), "tokenizer": model.text.tokenizer}
     if channel is None:
-        return Engine.of(model.text, **options)
-    options |= {"tokenizer": model.text.tokenizer, "identity": _identity(model)}
-    return LeaderEngine(channel, model.text.decoder, model.text.params, **options)
-
-
-def plan_depth(
-    model: ServedModel, *, slots: int, capacity: int, shapes: Shapes
-) -> DepthPlan | None:
-    """Returns whether a depth per token pays where all slots run, by timed blocks of this engine.
-
-    None: the model names no histogram. Compiles, and takes seconds.
-
-    Raises:
-      ValueError: the times make no sense, or the capacity holds too few steps to be timed.
-    """
-    if model.histogram is None:
-        return None
-    options = _options(model, slots=slots, capacity=capacity, shapes=shapes)
-    served = Served(decoder=model.text.decoder, params=model.text.params, **options)
-    return plan_mode(served, model.histogram)
+        return Engine(**options)
+    return LeaderEngine(channel, identity=_identity(model), **options)
 
 
 def run_server_worker(
@@ -168,40 +161,21 @@ def run_server_worker(
       ValueError: process 0 serves something else.
       ProcessLostError: another process has ended.
     """
-    channel, slot_tokens = Channel(), model.slot_tokens(capacity)
+    channel, served = Channel(), served_of(model, slots=slots, capacity=capacity, shapes=shapes)
 
     def ask(*_: Any) -> None:
         channel.ending = True
 
     before = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGINT)}
     log({"event": "working", "process": jax.process_index(), "pid": os.getpid()})
-    scorer = PromptScorer(model, capacity=slot_tokens, shapes=shapes)
+    scorer = PromptScorer(served)
+    calls = {"score": lambda prompt: scorer.score(np.asarray(prompt, np.int32))}
     try:
-        run_worker(
-            channel,
-            model.text.decoder,
-            model.text.params,
-            identity=_identity(model),
-            calls={"score": lambda prompt: scorer.score(np.asarray(prompt, np.int32))},
-            **_options(model, slots=slots, capacity=slot_tokens, shapes=shapes),
-        )
+        run_worker(channel, identity=_identity(model), calls=calls, **vars(served))
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
     log({"event": "ended", "process": jax.process_index(), "status": 0})
-
-
-def _options(model: ServedModel, *, slots: int, capacity: int, shapes: Shapes) -> dict[str, Any]:
-    return {
-        "slots": slots,
-        "capacity": capacity,
-        "mode": model.mode,
-        "prefill": everywhere(model.prefill, model.text.params),
-        "steps": _STEPS,
-        "shapes": shapes,
-        "alternatives": MOST_LOGPROBS,
-        "thinking": model.thinking is not None,
-    }
 
 
 def _identity(model: ServedModel) -> str:

@@ -58,11 +58,11 @@ class Metrics:
         counters = {
             "utio_blocks": ("Blocks of steps that were run", stats.blocks),
             "utio_prompt_tokens": ("Of prompts that were read", stats.prompt_tokens),
-            "utio_new_tokens": ("Handed out", worker.new_tokens),
+            "utio_new_tokens": ("Handed out", stats.new_tokens),
         }
         for name, (about, value) in counters.items():
             yield CounterMetricFamily(name, about, value=value)
         ended = CounterMetricFamily("utio_ended", "Choices that ended, by why", labels=["reason"])
-        for reason, value in worker.ended.items():
+        for reason, value in stats.ended.items():
             ended.add_metric([reason], value)
         yield ended

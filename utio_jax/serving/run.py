@@ -147,7 +147,7 @@ class Server:
         self._log({"event": "listening", "url": self.url, "pid": os.getpid()})
         asyncio.run(self._server.serve(sockets=[self._listener]))
         status = int(self._server.force_exit or self.app.dead is not None)
-        done = {"status": status, "new_tokens": self.app.worker.new_tokens}
+        done = {"status": status, "new_tokens": self.app.worker.stats.new_tokens}
         self._log({"event": "ended", **done})
         return done
 

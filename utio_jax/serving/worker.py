@@ -13,7 +13,6 @@ import contextlib
 import dataclasses
 import queue
 import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,7 +20,7 @@ import numpy as np
 from jaxtyping import Int
 
 from utio_jax.engine import Engine, LeaderEngine
-from utio_jax.engine.requests import END_REASONS, Event
+from utio_jax.engine.requests import Event
 from utio_jax.serving.engine import PromptScorer, PromptScores
 
 _REST_SECONDS = 2.0
@@ -91,9 +90,7 @@ class Worker:
 
     Attributes:
       open_tasks: that were let in, and have not ended, each as its ticket and its index there.
-      ended: choices that ended, by why.
-      new_tokens: handed out so far.
-      stats: of the engine, of its last block but for at most a second.
+      stats: of the engine, behind its last block.
     """
 
     def __init__(
@@ -115,8 +112,6 @@ class Worker:
         self._engine, self._scorer, self._plan = engine, scorer, plan
         self._leads = isinstance(engine, LeaderEngine)  # Its workers wait for each call.
         self.open_tasks: set[tuple[Ticket, int]] = set()
-        self.ended: dict[str, int] = dict.fromkeys(END_REASONS, 0)
-        self.new_tokens = 0
         self.stats = engine.stats()
         self._dead: BaseException | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -194,11 +189,8 @@ class Worker:
         )
 
     def _serve(self) -> None:
-        noted = 0.0
         while True:
             idle = self._engine.idle and not self._scores
-            if idle or time.monotonic() - noted > 1.0:
-                self.stats, noted = self._engine.stats(), time.monotonic()
             if not self._take_up(wait=idle):
                 return
             posts: list[tuple[Ticket, int, News]] = []
@@ -207,14 +199,13 @@ class Worker:
             if self._leads or not self._engine.idle:
                 for event in self._engine.advance():
                     posts += self._posts_of(event)
+                self.stats = self._engine.stats()
             if posts:
                 self._call(_deliver, posts)
 
     def _posts_of(self, event: Event) -> list[tuple[Ticket, int, News]]:
-        self.new_tokens += event.token_ids.size
         found = self._of_number.get(event.request)
         if event.finished is not None:
-            self.ended[event.finished.reason] += 1
             self._of_number.pop(event.request, None)
         return [] if found is None else [(*found, event)]
 

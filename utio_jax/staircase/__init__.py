@@ -8,7 +8,7 @@ from utio_jax.staircase.buckets import (
     bucket_tokens,
     run_buckets,
 )
-from utio_jax.staircase.capacity import CapacityPrefix, fit_capacities
+from utio_jax.staircase.capacity import CapacityPrefix
 from utio_jax.staircase.exit_head import Readout
 from utio_jax.staircase.heat import AttentionHeat
 from utio_jax.staircase.loop import StaircaseResult, staircase
@@ -45,7 +45,6 @@ __all__ = [
     "compare_states",
     "dense_states",
     "exit_nll",
-    "fit_capacities",
     "full_depth",
     "reference_states",
     "run_buckets",

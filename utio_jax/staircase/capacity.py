@@ -24,6 +24,7 @@ from utio_jax.core.platform import here
 from utio_jax.core.pytrees import pytree, static
 from utio_jax.core.work import Work
 from utio_jax.staircase.base import Executor, Tokens, check_min_bucket
+from utio_jax.staircase.buckets import stable_partition
 from utio_jax.staircase.keys_values import make_shared, shared_at, spans
 from utio_jax.staircase.microbatches import MicroBatches
 
@@ -62,7 +63,7 @@ class CapacityPrefix:
     A segment whose live tokens do not fit runs at full width instead: more cost, same result.
 
     Attributes:
-      capacities: slots per row and segment, multiples of `min_bucket`; `fit_capacities` finds them.
+      capacities: slots per row and segment, multiples of `min_bucket`.
       min_bucket: the unit of padding.
       certain: the capacities are known to hold all live tokens, as where a policy sends a fixed
         share deep: no other program is compiled, and a cache can be filled. Where they do not after
@@ -79,7 +80,7 @@ class CapacityPrefix:
         if any(capacity < 0 or capacity % self.min_bucket for capacity in self.capacities):
             raise ValueError(
                 f"Wanted capacities that are multiples of min_bucket={self.min_bucket}, in slots. "
-                f"Got capacities={self.capacities}. `fit_capacities` rounds them up."
+                f"Got capacities={self.capacities}. Round them up."
             )
 
     @property
@@ -104,15 +105,8 @@ class CapacityPrefix:
                 "Wanted a capacity for each of the policy's depths. "
                 f"Got {len(self.capacities)} capacities."
             )
-        batch, width = live.shape
-        ahead = jnp.cumsum(live, axis=1, dtype=jnp.int32)
-        behind = ahead[:, -1:] + jnp.cumsum(~live, axis=1, dtype=jnp.int32)
-        slot_of_token = jnp.where(live, ahead, behind) - 1
-        rows = jnp.arange(batch)[:, None]
-        tokens = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), live.shape)
-        token_of_slot = (
-            jnp.zeros_like(tokens).at[rows, slot_of_token].set(tokens, unique_indices=True)
-        )
+        width = live.shape[1]
+        token_of_slot, _ = stable_partition((~live).astype(jnp.int32), 2)
         blocks = causal_blocks(width) if causal else [(0, width)]
         return PrefixSlots(
             token_of_slot=token_of_slot,
@@ -304,21 +298,6 @@ def _repeat(
     for index in range(start, stop):
         carry = body(index, carry)
     return carry
-
-
-def fit_capacities(
-    depth_of_token: np.ndarray, *, depths: Sequence[int], min_bucket: int = 64
-) -> tuple[int, ...]:
-    """Returns the smallest capacities, in slots per row, that hold these tokens. On the host.
-
-    Decided depths are `[batch, token]` in layers, 0 for padding.
-
-    >>> fit_capacities(np.array([[2, 2, 4], [2, 4, 4]]), depths=(2, 4), min_bucket=2)
-    (4, 2)
-    """
-    decided = np.asarray(depth_of_token)
-    live = [int((decided > start).sum(axis=1).max(initial=0)) for start in (0, *depths[:-1])]
-    return tuple(-(-count // min_bucket) * min_bucket for count in live)
 
 
 def fit_row_shares(

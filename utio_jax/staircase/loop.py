@@ -98,7 +98,6 @@ def staircase(  # noqa: PLR0913 (options, each named)
         where the policy looked at the logits of a token that stops, no further one.
       attention: which tokens attend to their recent tokens and sinks alone; None: none do.
       cache: receives the K/V that the pass projects; layers that no token reaches it leaves alone.
-        Its watermarks are the caller's.
 
     Raises:
       ValueError: unknown kv, a policy whose depths do not fit the model, or an attention whose

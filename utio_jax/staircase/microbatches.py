@@ -55,19 +55,17 @@ class MicroBatches:
 
     Projections and MLP run on blocks packed across rows; attention on blocks of one row, over the
     keys up to the block's last position. Padding stays below `min_bucket` slots per row and
-    segment, or `rest` per segment. Not reverse-differentiable: train through `CapacityPrefix`.
+    segment. Not reverse-differentiable: train through `CapacityPrefix`.
 
     Attributes:
-      min_bucket: the unit of padding, in slots. None: the platform's
-        (`utio_jax.core.platform`), and so is `rest`.
-      rest: the unit of padding of projections; None: `min_bucket`.
-      block: slots of a whole projection block, a multiple of `rest`.
+      min_bucket: the unit of padding, in slots. None: the platform's, one for attention and one
+        (`rest`) for projections, see `utio_jax.core.platform`.
+      block: slots of a whole projection block, a multiple of `min_bucket`.
       query_block: slots of a whole attention block, a multiple of `min_bucket`.
       key_step: keys come in multiples of this, but in at most 8 different counts.
     """
 
     min_bucket: int | None = None
-    rest: int | None = None
     block: int = 512
     query_block: int = 128
     key_step: int = 128
@@ -75,13 +73,11 @@ class MicroBatches:
 
     def __post_init__(self) -> None:
         least = 1 if self.min_bucket is None else check_min_bucket(self.min_bucket)
-        rest = least if self.rest is None else check_min_bucket(self.rest)
-        of_block = "min_bucket" if self.rest is None else "rest"
-        for name, of, unit in (("block", of_block, rest), ("query_block", "min_bucket", least)):
+        for name in ("block", "query_block"):
             size = getattr(self, name)
-            if size < 1 or size % unit:
+            if size < 1 or size % least:
                 raise ValueError(
-                    f"Wanted a {name} that is a multiple of {of}={unit}, in slots. "
+                    f"Wanted a {name} that is a multiple of min_bucket={least}, in slots. "
                     f"Got {name}={size}."
                 )
         if self.key_step < 1:
@@ -89,8 +85,8 @@ class MicroBatches:
 
     @property
     def unit(self) -> int:
-        sizes = self.rest, self.min_bucket, math.gcd(here().rest, self.block)
-        return next(size for size in sizes if size is not None)
+        own = self.min_bucket
+        return math.gcd(here().rest, self.block) if own is None else own
 
     @property
     def _query_unit(self) -> int:

@@ -26,6 +26,7 @@ from utio_jax.core.decoder import Decoder, Inputs, Params, check_depths
 from utio_jax.core.pytrees import pytree, static
 from utio_jax.policies.base import Boundary, Signal
 from utio_jax.policies.signals import Chance, KnownBefore
+from utio_jax.staircase.buckets import invert
 from utio_jax.staircase.heat import AttentionHeat, PromptSurrogate
 from utio_jax.staircase.reference import FrozenKV, check_kv
 
@@ -129,12 +130,8 @@ def rank_of(score: Float[Array, "batch token"]) -> Int[Array, "batch token"]:
     >>> rank_of(jnp.array([[0.5, 2.0, 0.5]]))
     Array([[2, 0, 1]], dtype=int32)
     """
-    width = score.shape[1]
     order = jnp.argsort(score[:, ::-1], axis=1, stable=True, descending=True)
-    order = (width - 1 - order).astype(jnp.int32)
-    rank = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), order.shape)
-    rows = jnp.arange(order.shape[0])[:, None]
-    return jnp.zeros_like(order).at[rows, order].set(rank, unique_indices=True)
+    return invert((score.shape[1] - 1 - order).astype(jnp.int32))
 
 
 @pytree

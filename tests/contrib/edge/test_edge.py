@@ -19,7 +19,6 @@ import numpy as np
 import pytest
 import zmq
 from helpers.generation import DepthAt, lively_model, run, true_logits
-from helpers.marks import quick_where
 from helpers.models import Model, live_params
 
 from utio_jax.attention.mixing import mixer_at
@@ -31,7 +30,7 @@ from utio_jax.contrib.edge.wire import pack_states
 from utio_jax.core.layer import layer_at
 from utio_jax.core.lens import Lens, lensed
 from utio_jax.decoding import Adaptive, Prefill, SamplingParams
-from utio_jax.policies import SoftmaxGap, Thresholded, never_stops, uniform
+from utio_jax.policies import SoftmaxGap, Thresholded, uniform
 from utio_jax.staircase.reference import apply_layer, dense_states, positions_of
 
 EXIT, LAYERS, SLOTS = 2, 4, 128
@@ -116,9 +115,8 @@ def assert_true(model: Model, found: EdgeText) -> None:
 # What comes out.
 
 
-@pytest.mark.parametrize("threshold", [0.8, 0.95])
-def test_tokens_and_depths_are_those_of_full_passes(threshold: float) -> None:
-    model = lively_model()
+def test_tokens_and_depths_are_those_of_full_passes() -> None:
+    model, threshold = lively_model(), 0.8
     with clouded(model) as cloud, edge_of(model, sure(threshold), link=link_to(cloud)) as edge:
         found = written(edge)
     tokens, depths = recompute(model, threshold)
@@ -156,7 +154,7 @@ def test_alone_and_where_all_stop_tokens_are_the_truncated_models() -> None:
             assert (found.bytes_up, found.bytes_down) == (0, 0)
 
 
-@pytest.mark.parametrize("kind", quick_where(lambda kind: kind == "windows", ("windows", "lens")))
+@pytest.mark.parametrize("kind", ["windows", "lens"])
 def test_each_part_runs_its_own_layers(kind: str) -> None:
     """Windows of the deep layers are theirs; the head reads the exit through a lens."""
     model = lively_model(**({"windows": (0, 3, 5, 2)} if kind == "windows" else {}))
@@ -244,7 +242,7 @@ def test_without_the_cloud_texts_go_on_from_the_exit_and_say_so() -> None:
     """It goes after five tokens, all of which asked; it is back for the next text."""
     model, seen = lively_model(), list[int]()
     with clouded(model) as cloud:
-        deep = never_stops((EXIT, LAYERS))
+        deep = uniform(LAYERS, exits=(EXIT, LAYERS))
         written(edge_of(model, deep, link=link_to(cloud)))  # What compiles takes longer than 3 s.
         edge = edge_of(model, deep, link=link_to(cloud, seconds=3.0))
 
@@ -339,7 +337,7 @@ def test_edges_share_a_cloud_with_fewer_rows_than_edges() -> None:
                 gates[index].acquire()
 
             gates[index].acquire()
-            edge = edge_of(model, never_stops((EXIT, LAYERS)), link=link_to(cloud))
+            edge = edge_of(model, uniform(LAYERS, exits=(EXIT, LAYERS)), link=link_to(cloud))
             edges_.append(edge)
             found[index] = written(edge, max_new_tokens=6, on_token=turn)
             gates[(index + 1) % 3].release()
@@ -359,7 +357,7 @@ def test_edges_share_a_cloud_with_fewer_rows_than_edges() -> None:
 def test_a_cloud_that_was_started_again_goes_on_with_a_text() -> None:
     model, seen = lively_model(), list[int]()
     clouds_ = [clouded(model)]
-    edge = edge_of(model, never_stops((EXIT, LAYERS)), link=link_to(clouds_[0]))
+    edge = edge_of(model, uniform(LAYERS, exits=(EXIT, LAYERS)), link=link_to(clouds_[0]))
 
     def again(token: int) -> None:
         seen.append(token)
@@ -391,7 +389,7 @@ def test_an_interrupt_leaves_nothing_to_the_next_text(monkeypatch: pytest.Monkey
         raise KeyboardInterrupt
 
     with clouded(model) as cloud:
-        edge = edge_of(model, never_stops((EXIT, LAYERS)), link=link_to(cloud))
+        edge = edge_of(model, uniform(LAYERS, exits=(EXIT, LAYERS)), link=link_to(cloud))
         for owner, name, stop in ((parts, "run_block", late), (wires, "answer_to", interrupted)):
             with monkeypatch.context() as patched:
                 patched.setattr(owner, name, stop)

@@ -34,6 +34,7 @@ SIZES = {
     "hidden_act": "gelu",
 }
 LENGTHS = np.asarray([7, 12, 1, 5], np.int32)
+run_exits = jax.jit(read_exits, static_argnums=0, static_argnames="depths")
 
 
 def tensors_of(seed: int, *, labels: int = 0, prefix: str = "") -> dict[str, np.ndarray]:
@@ -142,7 +143,7 @@ def test_embeddings_at_all_depths_are_those_of_bert(
     folder = write(tmp_path, tensors, hidden_act=activation)
     model, params = load_encoder(folder, exits=(1, 2, 3), pooling=pooling)
     inputs, each = rows()
-    found = read_exits(model, params, jnp.asarray(inputs), jnp.asarray(LENGTHS), depths=(1, 2, 3))
+    found = run_exits(model, params, inputs, LENGTHS, depths=(1, 2, 3))
     for row, (ids, kinds) in enumerate(each):
         states = bert_by_hand(tensors, ids, kinds, activation=activation)
         wanted = [x.mean(0) if pooling == "mean" else x[0] for x in states]
@@ -229,6 +230,6 @@ def test_outputs_are_those_of_transformers(case: str) -> None:
     wanted = load_tensors(PARITY / case / "reference.safetensors")
     inputs = jnp.asarray(np.stack([wanted["token_ids"], wanted["kinds"]], axis=-1))
     lengths, depth = jnp.asarray(wanted["lengths"]), model.config.num_layers
-    found = read_exits(model, params, inputs, lengths, depths=(depth,))
+    found = run_exits(model, params, inputs, lengths, depths=(depth,))
     read = found.pooled if found.logits is None else found.logits
     np.testing.assert_allclose(read[0], wanted["outputs"], atol=1e-4)

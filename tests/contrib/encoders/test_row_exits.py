@@ -23,6 +23,7 @@ from utio_jax.policies import Entropy, Patience, StateSimilarity
 
 EXITS = (1, 2, 4)
 ROWS = 200
+run_exits = jax.jit(read_exits, static_argnums=0, static_argnames="depths")
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +53,7 @@ def test_every_rung_is_what_running_it_gives(vision: Model, signal: Any) -> None
     )
     tested = ~half_of(np.arange(ROWS), 3)
     assert fitted.tested == tested.sum()
-    logits = read_exits(model, params, inputs, lengths, depths=EXITS).logits
+    logits = run_exits(model, params, inputs, lengths, depths=EXITS).logits
     assert logits is not None
     classes = np.asarray(logits).argmax(-1)
     passed = []

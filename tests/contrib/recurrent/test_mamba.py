@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from anytime import TrainConfig, exit_states, train
 from helpers import cases
 from helpers.recurrent import CONFIG, recurrent_model, recurrent_states
 from trunks import make_optimizer
@@ -17,7 +18,6 @@ from utio_jax.contrib.recurrent import Mamba2, Mamba2Config
 from utio_jax.core.decoder import Mixes, own_mixing
 from utio_jax.core.flops import count_matmul_flops, token_cost
 from utio_jax.core.lens import Lens, lensed
-from utio_jax.models.training.train import TrainConfig, exit_states, train
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64,

@@ -115,7 +115,7 @@ def test_survivors_have_full_depths_scores_and_the_rest_left_where_they_should(
         assert found.flops(tiny.decoder, tiny.params) == pytest.approx(ROWS * priced.sum())
 
 
-@pytest.mark.parametrize("kind", ["tiny", "swiglu", "window", "lens", *KINDS])
+@pytest.mark.parametrize("kind", ["swiglu", "window", "lens", "heads of two layers"])
 def test_random_margins_on_other_models(tiny: Model, tiny_swiglu: Model, kind: str) -> None:
     model: Any = tiny_swiglu if kind == "swiglu" else tiny
     if kind in ("window", *KINDS):  # Of layers that read others' keys and values, too.

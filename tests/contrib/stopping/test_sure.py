@@ -118,13 +118,6 @@ def test_never_sure_is_a_budget(temperature: float) -> None:
         assert (row.ended_by, len(row.thought)) == (told.ended_by, THOUGHT)
 
 
-def test_rows_do_not_see_each_other() -> None:
-    sure = sure_at(0.1)
-    rows = until_sure(sure)
-    assert until_sure(sure, PROMPTS[::-1]) == rows[::-1]
-    assert until_sure(sure, [PROMPTS[0], [3], [8, 1], [2, 2]])[0] == rows[0]
-
-
 def test_no_chunk_is_written_behind_the_last_thought(monkeypatch: pytest.MonkeyPatch) -> None:
     written, generate = [], stopping.generate
 

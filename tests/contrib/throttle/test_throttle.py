@@ -27,7 +27,6 @@ from helpers.policies import SurePasses
 from utio_jax.attention.cache import init_cache, read, write
 from utio_jax.attention.history import History, visible_history
 from utio_jax.attention.products import NOWHERE, attend
-from utio_jax.attention.views import place_of, places_at
 from utio_jax.contrib.throttle import (
     Throttle,
     Throttled,
@@ -36,6 +35,7 @@ from utio_jax.contrib.throttle import (
     open_view,
     view_attention,
 )
+from utio_jax.contrib.throttle.views import place_of, places_at
 from utio_jax.core.pytrees import pytree, static
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.loop import advance, begin
@@ -44,7 +44,7 @@ from utio_jax.evaluation.generation import generation_ledger
 from utio_jax.models.presets import TINY
 from utio_jax.models.transformer import Transformer
 from utio_jax.policies.base import exceeds
-from utio_jax.policies.depth import Thresholded, never_stops, uniform
+from utio_jax.policies.depth import Thresholded, uniform
 from utio_jax.policies.signals import Chance, MaxProbability, Position, SignalBase
 from utio_jax.staircase.exit_head import Model
 
@@ -174,7 +174,6 @@ MODES = {
 }
 
 
-@pytest.mark.check
 @pytest.mark.parametrize(
     "case",
     [
@@ -410,7 +409,7 @@ def test_rows_do_not_feel_their_batch_and_new_thresholds_compile_nothing(
     model: Any, count_compiles: Any
 ) -> None:
     signal = Chance(key=jax.random.key(4))
-    mode = Throttled(policy=never_stops(DEPTHS), throttle=throttle(0.5, signal=signal))
+    mode = Throttled(policy=uniform(4, exits=DEPTHS), throttle=throttle(0.5, signal=signal))
     together = run(model, mode=mode)
     with count_compiles() as compiles:
         run(model, mode=dataclasses.replace(mode, throttle=throttle(0.2, signal=signal)))
@@ -469,7 +468,7 @@ def test_what_does_not_fit_is_refused(model: Any) -> None:
 
 def test_requests_get_what_they_get_alone(model: Any) -> None:
     signal = Chance(key=jax.random.key(4))
-    policy = never_stops(DEPTHS)
+    policy = uniform(4, exits=DEPTHS)
     mode = Throttled(policy=policy, throttle=throttle(0.5, signal=signal))
     engine = engine_of(model, mode)
     numbers = {each.submit(engine): each for each in pool(6)}
@@ -486,7 +485,7 @@ def test_neither_cache_nor_view_is_copied(model: Any) -> None:
     easy = throttle(
         0.5, signal=Chance(key=jax.random.key(4)), history=History(recent=1400, sinks=8)
     )
-    setting = setting_of(model, Throttled(policy=never_stops(DEPTHS), throttle=easy))
+    setting = setting_of(model, Throttled(policy=uniform(4, exits=DEPTHS), throttle=easy))
     lengths = np.array([3, 7, 1], np.int32)
     rows = np.zeros((3, 8), np.int32), lengths, lengths + 40, np.arange(3, dtype=np.uint32)
     state = begin(setting, *rows, slots=4096)

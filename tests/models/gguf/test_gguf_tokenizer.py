@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from bpe import train_tokenizer
 from helpers.gguf_files import describe_pieces, write_gguf
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,7 +17,6 @@ from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
 
 from utio_jax.models import load
 from utio_jax.models.gguf.tokenizer import build_tokenizer
-from utio_jax.models.tokenizer import train_tokenizer
 
 FOLDER = Path(__file__).parents[1] / "huggingface"
 LINES = [

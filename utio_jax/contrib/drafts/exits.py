@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from utio_jax.attention.cache import KVCache, fill
+from utio_jax.attention.cache import KVCache
 from utio_jax.core.arrays import most_probable
 from utio_jax.core.decoder import Decoder, apply_exit_lens, has_exit_lens, name_exits
 from utio_jax.core.pytrees import pytree, static
@@ -36,7 +36,7 @@ class Agreement:
         At full depth, all that were verified.
     """
 
-    right: Float[Array, "row exit"] = dataclasses.field(metadata={"row_axis": 0})
+    right: Float[Array, "row exit"]
 
 
 @pytree
@@ -156,8 +156,8 @@ class DynamicExits(Mode):
             heads=rounds + self.block * (len(early) + 1),
             exit_maps=(rounds + self.block) * sum(has_exit_lens(decoder, e) for e in early),
         )
-        state = emit(
-            dataclasses.replace(state, tally=tally, memory=Agreement(right=right)),
+        return emit(
+            dataclasses.replace(state, cache=cache, tally=tally, memory=Agreement(right=right)),
             setting.stops,
             verified.token_ids,
             verified.accepted + 1,
@@ -165,8 +165,6 @@ class DynamicExits(Mode):
             decided=jnp.where(offsets < verified.accepted[:, None], depths[:, None], num_layers),
             executed=jnp.full(positions.shape, num_layers, jnp.int32),
         )
-        lengths = jnp.where(active, state.positions, cache.lengths)
-        return dataclasses.replace(state, cache=fill(cache, lengths))
 
     def _draft(
         self, setting: Setting, state: DecodeState, chosen: Array, counts: Array, deepest: Array

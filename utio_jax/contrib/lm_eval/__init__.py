@@ -30,7 +30,7 @@ from utio_jax.decoding.base import Mode, Plain
 from utio_jax.decoding.loop import Lengths
 from utio_jax.decoding.prefill import Prefill
 from utio_jax.decoding.sampling import SamplingParams
-from utio_jax.decoding.text import generate_until
+from utio_jax.decoding.text import generate_text
 from utio_jax.evaluation.evaluate import Quality, evaluate
 from utio_jax.evaluation.generation import Spent, spent_on
 from utio_jax.policies.base import Policy
@@ -284,10 +284,8 @@ class UtioLM(TemplateLM):
         ends = [{special[stop] for stop in mine if stop in special} for mine in stops]
         longest = max(prompt.size for prompt in prompts)
         widths = row_widths(self.max_length)
-        found = generate_until(
-            self.tokenizer,
-            decoder,
-            params,
+        found = generate_text(
+            self.model,
             prompts,
             stop_strings=stops,
             mode=self.mode,

@@ -8,9 +8,9 @@
     decided    at d1, by the    at d1             at d2
     by         token before
 
-The view holds sinks and recent tokens (`utio_jax.attention.views`). One batched call lets every row
-attend to its view; then a loop with a traced trip count goes over the dense rows alone, and reads
-each one's slots.
+The view holds sinks and recent tokens (`utio_jax.contrib.throttle.views`). One batched call lets
+every row attend to its view; then a loop with a traced trip count goes over the dense rows alone,
+and reads each one's slots.
 """
 
 from __future__ import annotations
@@ -28,13 +28,12 @@ from utio_jax.attention.cache import KVCache, side_by_side
 from utio_jax.attention.history import History
 from utio_jax.attention.mixing import mixer_at
 from utio_jax.attention.products import NOWHERE
-from utio_jax.attention.rows import attend_rows, chosen_first
-from utio_jax.attention.views import View, places_at, visible_places
+from utio_jax.contrib.throttle.views import View, attend_rows, places_at, visible_places
 from utio_jax.core.decoder import Decoder, Params, check_softmax
 from utio_jax.core.pytrees import pytree, static
 from utio_jax.decoding.adaptive import Adaptive, Memory
 from utio_jax.decoding.base import Setting
-from utio_jax.decoding.rows import CachedRows, RowCache, RowSlots, block_of
+from utio_jax.decoding.rows import CachedRows, RowCache, RowSlots, block_of, chosen_first
 from utio_jax.decoding.segments import (
     Attend,
     Attention,
@@ -78,7 +77,7 @@ class ThrottledMemory(Memory):
       scores: of each row's last token at the first boundary.
     """
 
-    scores: Float[Array, " batch"] = dataclasses.field(metadata={"row_axis": 0})
+    scores: Float[Array, " batch"]
 
 
 @pytree
@@ -123,7 +122,8 @@ class Throttled(Adaptive):
             raise ValueError(
                 "Wanted a policy with a boundary, where tokens get their scores. Got depths="
                 f"{policy.depths} and thresholds={values.tolist()}. To let all tokens run every "
-                "layer, take never_stops(depths); or throttle all (inf) or none (-inf)."
+                "layer, take uniform(depths[-1], exits=depths); or throttle all (inf) or none "
+                "(-inf)."
             )
 
     def start(self, setting: Setting, state: DecodeState) -> DecodeState:
@@ -271,8 +271,7 @@ def view_attention(
     some = jnp.any(runs & ~dense).astype(jnp.int32)
 
     def attention(cache: KVCache, sources: Sources) -> Attend:
-        view = cache.view
-        assert view is not None
+        view: View = cache.view
 
         def at_layers(leaf: jax.Array) -> list[jax.Array]:
             return [jax.lax.dynamic_index_in_dim(leaf, i, keepdims=False) for i in sources]

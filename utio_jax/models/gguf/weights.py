@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from utio_jax.core.decoder import Params
 from utio_jax.models.families import FAMILIES, read_config
@@ -26,7 +27,6 @@ from utio_jax.models.gguf.architectures import (
 )
 from utio_jax.models.gguf.header import Header, library, read_header
 from utio_jax.models.stacking import place_tensors
-from utio_jax.models.tensor_parallel import Sharding
 
 # Numbers that are dequantised at once: their intermediates stay in the caches.
 _BLOCK = 2**18
@@ -39,7 +39,7 @@ def load_file(
     *,
     exits: tuple[int, ...] = (),
     dtype: jax.typing.DTypeLike = jnp.float32,
-    sharding: Sharding | None = None,
+    sharding: Mesh | None = None,
 ) -> tuple[Any, Params]:
     """Returns the decoder and the parameters of a GGUF file.
 

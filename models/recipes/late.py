@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from anytime import Objective, exit_states
 
 from utio_jax.core.decoder import LayerParams, Params
 from utio_jax.core.lens import Lens, read_through
-from utio_jax.models.training.train import Objective, exit_states
 from utio_jax.models.transformer import Transformer
 
 

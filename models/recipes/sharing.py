@@ -17,10 +17,10 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+from anytime import Objective, exit_states
+from late import divergence
 
 from utio_jax.core.decoder import Params
-from utio_jax.models.training.late_exits import divergence
-from utio_jax.models.training.train import Objective, exit_states
 from utio_jax.models.transformer import Transformer
 
 

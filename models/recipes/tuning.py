@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fine-tunes a stock model's layers to predict at its exits, with AdamW at a small rate.
 
-- From the text: the anytime loss and layer dropout of `utio_jax.models.training.train`. The last
-  layer becomes a model of that text.
+- From the text: the anytime loss and layer dropout of `anytime.py`. The last layer becomes a model
+  of that text.
 - From the model as it was (`late=True`): exits are read through maps, and learn, as the last layer
   does, by KL divergence from the model's own prediction, which is self-distillation (Zhang et al.
-  2019, arXiv 1905.08094). Only layers and maps move, see `utio_jax.models.training.late_exits`.
+  2019, arXiv 1905.08094). Only layers and maps move, see `late.py`.
 
-Or it gives a model's upper layers the keys and values of lower ones (`shared_kv=`, see
-`utio_jax.models.training.shared_kv`).
+Or it gives a model's upper layers the keys and values of lower ones (`shared_kv=`, `sharing.py`).
 """
 
 from __future__ import annotations
@@ -24,6 +23,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from anytime import Start, TrainConfig, exit_losses, train
+from late import LateExits, late_objective, lens_of, with_maps
+from sharing import distillation, shared_above
 from tqdm.auto import tqdm
 
 from utio_jax.calibration.lens import LensConfig, fit_lens
@@ -31,9 +33,6 @@ from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.documents import check_ids, sample_batches
 from utio_jax.core.lens import Lensed, lens_file, lensed, load_lens, save_lens
 from utio_jax.models.checkpoint import Model, load, save
-from utio_jax.models.training.late_exits import LateExits, late_objective, lens_of, with_maps
-from utio_jax.models.training.shared_kv import distillation, shared_above
-from utio_jax.models.training.train import Start, TrainConfig, exit_losses, train
 from utio_jax.models.transformer import Transformer
 
 _HELD_OUT = 20  # One document in so many is never trained on.
