@@ -128,10 +128,14 @@ def broken(stored: dict[str, Any], **changes: Any) -> dict[str, Any]:
         (lambda s: {"command": "demo"}, "Wanted results .*Got what `utio-jax demo` printed"),
         (lambda s: {**s, "schema": 1}, "schema 4 at .*schema 1. Measure again"),
         (lambda s: {k: v for k, v in s.items() if k != "environment"}, "missing: .*environment"),
-        (lambda s: broken(s, more=1), "keyword argument 'more' Measure again"),
-        (lambda s: {**s, "rows": [[]]}, "no attribute 'items' Measure again"),
+        (
+            lambda s: {**s, "rows": [{k: v for k, v in s["rows"][0].items() if k != "note"}]},
+            r"Wanted a row with every key .*: \['note'\]. Measure again",
+        ),
+        (lambda s: broken(s, more=1), r"Wanted a row with every key .*: \['more'\]. Measure again"),
+        (lambda s: {**s, "rows": [[]]}, r"Wanted a row with every key .*: '\[\]'. Measure again"),
         (lambda s: {**s, "rows": s["rows"][:1] * 2}, "two rows have the same key"),
-        (lambda s: broken(s, seconds={"median": 1.0}), "missing 3 required keyword-only arg"),
+        (lambda s: broken(s, seconds={"median": 1.0}), "Wanted a spread in seconds. Got: "),
     ],
 )
 @pytest.mark.usefixtures("unchecked_shapes")

@@ -128,7 +128,7 @@ def test_gates_learn_what_the_state_says_about_kl() -> None:
     states = rng.normal(size=(2, 4000, 16)).astype(np.float32)
     unit = states / np.sqrt((states**2).mean(-1, keepdims=True))
     root = np.abs(unit @ rng.normal(size=16) * 0.2) + 0.1
-    gates = fit_gates(states, root, hidden=16, steps=800)
+    gates = fit_gates(states, root)
     for index, (x, target) in enumerate(zip(states, root, strict=True)):
         found = rank_correlation(np.asarray(gates.at(index)(jnp.asarray(x))), target)
         assert found is not None

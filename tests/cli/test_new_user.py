@@ -166,7 +166,7 @@ def test_a_calibration_is_replaced_where_nothing_of_it_is_lost(
     assert main([*arguments, "4", "--policy", "position"]) == 2
     refused = capsys.readouterr().err
     assert "also holds entropy" in refused
-    assert "--policy position entropy" in refused
+    assert "fit all of them: position entropy" in refused
     assert own.read_bytes() == before
     # The command that is recommended works, up to its placeholder.
     (recommended,) = re.findall(r"For example: utio-jax (.*) OTHER_FILES", captured.err)

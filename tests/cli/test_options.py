@@ -19,6 +19,7 @@ from utio_jax.cli.options import (
 )
 from utio_jax.cli.serve import Serve
 from utio_jax.decoding.sampling import SamplingParams
+from utio_jax.engine.depths import thresholds_of
 from utio_jax.models.presets import TINY
 from utio_jax.models.transformer import Transformer
 from utio_jax.models.verbs import check_policy
@@ -57,6 +58,16 @@ def test_a_budget_alone_means_a_depth_per_token() -> None:
             OfDecoding(mode=mode, budget=0.6).decoding_mode(MODEL)
     assert Evaluate(budget=0.6).policy_name == "learned"
     assert Evaluate().policy_name == "full"
+
+
+def test_a_server_has_other_budgets_of_a_policy_and_full_depth() -> None:
+    """Of one that remembers earlier exits, too; chance has no budgets of its own."""
+    served = Serve(policy="utio_surrogate", budget=0.6).served()
+    policies: tuple[Any, ...] = (served.budgets[0.6], served.budgets[0.75], "full")
+    rows = [thresholds_of(policy, served.mode, served.text.decoder) for policy in policies]
+    assert len({row.tobytes() for row in rows if row is not None}) == 3
+    with pytest.raises(ValueError, match="Wanted a policy to serve, of learned, .* by chance"):
+        Serve(policy="random", budget=0.6).served()
 
 
 def test_tokens_are_drawn_as_asked() -> None:

@@ -129,8 +129,9 @@ def compiled_score(decoder: Any, params: Any, rows: Any, policy: Any, mesh: Mesh
     return str(run.lower(params, rows, leaves).compile().as_text())
 
 
-def test_the_sharded_score_has_no_collectives(tiny: Any) -> None:
-    mesh = mesh_of("auto")
+@pytest.mark.parametrize("axes", ["auto", "explicit"])
+def test_the_sharded_score_has_no_collectives(tiny: Any, axes: str) -> None:
+    mesh = mesh_of(axes)
     ids, lengths, _ = ragged(tiny, 16)
     params, policy = place((tiny.params, gated(tiny, DEPTHS)), mesh)
     rows = place(Rows((ids, lengths)), mesh).tree

@@ -20,13 +20,16 @@ pytestmark = pytest.mark.usefixtures("double")
 def run_schedule(engine: Any, asked: list[Asked], rng: np.random.Generator) -> dict[int, Any]:
     """Returns what comes of requests that arrive at random times, by their place in `asked`."""
     waiting, numbers, found = list(enumerate(asked)), {}, {}
+    handed: dict[int, list[int]] = {}
     while waiting or not engine.idle:
         for _ in range(min(len(waiting), int(rng.integers(0, 4)))):
             index, each = waiting.pop(0)
             numbers[each.submit(engine)] = index
         for event in engine.advance():
+            handed.setdefault(event.request, []).extend(event.token_ids.tolist())
             if event.finished is not None:
                 assert numbers[event.request] not in found
+                assert handed.pop(event.request) == event.finished.token_ids.tolist()
                 found[numbers[event.request]] = event.finished
     return found
 

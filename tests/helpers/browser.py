@@ -78,11 +78,13 @@ class Token:
     text: str
     depth: int | None
     title: str
+    background: str
 
 
 _TOKENS = """
 return [...document.querySelectorAll(".answer .token")].map((token) => [
   token.textContent, token.dataset.depth ?? null, token.title,
+  getComputedStyle(token).backgroundColor,
 ]);
 """
 
@@ -116,16 +118,22 @@ class Page:
         box.clear()
         box.send_keys(text)
 
-    def enter(self, name: str, text: str) -> None:
-        """Writes into a box and presses Enter."""
-        self.write(name, text)
-        self.element(name).send_keys(self.keys.ENTER)
-
     def click(self, name: str) -> None:
         self.element(name).click()
 
     def press_label(self, name: str) -> None:
         self.driver.find_element("css selector", f"label[for={name}]").click()
+
+    def press(self, *keys: str) -> None:
+        """Presses keys together, wherever the focus is; the last one is let go first."""
+        chains = importlib.import_module("selenium.webdriver.common.action_chains")
+        chain = chains.ActionChains(self.driver)
+        for key in keys[:-1]:
+            chain.key_down(key)
+        chain.send_keys(keys[-1])
+        for key in keys[:-1]:
+            chain.key_up(key)
+        chain.perform()
 
     def run(self, script: str) -> Any:
         return self.driver.execute_script(script)
@@ -144,6 +152,9 @@ class Page:
         """Waits until the page knows the server's model."""
         self.wait(lambda: " · " in self.text("facts"), "the page names the model")
 
+    def many_tokens(self) -> int:
+        return int(self.element("max-tokens").get_attribute("max") or 2048) // 2
+
     def idle(self) -> bool:
         return self.element("generate").is_enabled()
 
@@ -154,8 +165,8 @@ class Page:
 
     def tokens(self) -> list[Token]:
         return [
-            Token(text, None if depth is None else int(depth), title)
-            for text, depth, title in self.run(_TOKENS)
+            Token(text, None if depth is None else int(depth), title, background)
+            for text, depth, title, background in self.run(_TOKENS)
         ]
 
     def answer(self) -> str:

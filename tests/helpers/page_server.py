@@ -44,8 +44,14 @@ MODEL: dict[str, Any] = {
     },
 }
 
-# Tokens, with the depth of each.
-TOKENS = (("def", 16), (" mean", 13), ("(", 5), ("values", 9), ("):", 3), ("\n", 1), ("    ", 1))
+# A function, in tokens, with the depth of each.
+TOKENS = (
+    ("def", 16), (" mean", 13), ("(", 5), ("values", 9), (":", 3), (" list", 14), ("[", 4),
+    ("float", 12), ("])", 3), (" ->", 6), (" float", 4), (":", 2), ("\n", 1), ("    ", 1),
+    ('"""', 8), ("Returns", 16), (" the", 5), (" arithmetic", 15), (" mean", 4), (".", 7),
+    ('"""', 2), ("\n", 1), ("    ", 1), ("return", 10), (" sum", 6), ("(", 2), ("values", 3),
+    (")", 2), (" /", 11), (" len", 5), ("(", 1), ("values", 2), (")", 2), ("\n", 4), ("\n\n", 9),
+)  # fmt: skip
 
 
 def inline_texts(html: str) -> dict[str, list[str]]:
@@ -74,6 +80,7 @@ class StandIn:
       policy: whether the page comes with its Content-Security-Policy.
       refusal: status, headers and body that answer the next request for text, once.
       warming: what `/ready` says, one after the other, before it is.
+      plan: what it says of depths per token then.
       asked: requests for text, oldest first.
       left: set when a client went away before its answer was complete.
     """
@@ -85,6 +92,7 @@ class StandIn:
         self.policy = True
         self.refusal: tuple[int, dict[str, str], bytes] | None = None
         self.warming: list[str] = []
+        self.plan: str | None = None
         self.asked: list[Asked] = []
         self.left = threading.Event()
         self._told: queue.Queue[bytes | None] | None = None
@@ -163,7 +171,8 @@ def _own_answer(body: Any, about: Any, *, chat: bool) -> Iterator[bytes | None]:
             text_chunk(pieces, depths, chat=chat, logprobs=found, finish_reason=finish)
         )
     mean = sum(depth for _, depth in tokens) / number
-    yield event_bytes(usage_chunk(7, number, mean_depth_decided=mean))
+    figures = {"mean_depth_decided": mean, "mean_depth_executed": mean, "seconds_in_queue": 0.0}
+    yield event_bytes(usage_chunk(7, number, **figures))
     yield event_bytes("[DONE]")
 
 
@@ -189,7 +198,8 @@ class _Answers(BaseHTTPRequestHandler):
             if self.stand_in.warming:
                 self._answer(503, kind, refusal_body(self.stand_in.warming.pop(0)))
             else:
-                self._answer(200, kind, b'{"status": "ready", "plan": null}')
+                said = {"status": "ready", "plan": self.stand_in.plan}
+                self._answer(200, kind, json.dumps(said).encode())
         elif self.path == "/favicon.ico":  # Browsers ask for it by themselves.
             self._answer(204, {}, b"")
         else:

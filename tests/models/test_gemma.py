@@ -113,17 +113,18 @@ def test_the_cost_of_a_token_of_gemma_4_is_that_of_its_widest_layer() -> None:
 
 
 def test_what_a_narrow_layer_of_gemma_4_does_not_have_is_zero() -> None:
-    """Of parameters as loaded; and its own part is not."""
+    """Of parameters as loaded and as made afresh, alike; and its own part is not."""
     model: Any = load(FOLDER / "gemma4")
-    layers = model.params["layers"]
-    for name, own, wide in (("q_proj", 32, 64), ("k_proj", 16, 32), ("up_proj", 20, 40)):
-        kernel = np.asarray(layers[name]["kernel"])
-        assert kernel.shape[-1] == wide
-        assert not kernel[0, :, own:].any()
-        assert kernel[0, :, :own].all()
-        assert kernel[1].all() == (name != "up_proj")
-    assert not np.asarray(layers["down_proj"]["kernel"])[3, 20:].any()
-    assert np.asarray(layers["down_proj"]["kernel"])[4].all()
+    for params in (model.params, model.decoder.init(jax.random.key(0))):
+        layers = params["layers"]
+        for name, own, wide in (("q_proj", 32, 64), ("k_proj", 16, 32), ("up_proj", 20, 40)):
+            kernel = np.asarray(layers[name]["kernel"])
+            assert kernel.shape[-1] == wide
+            assert not kernel[0, :, own:].any()
+            assert kernel[0, :, :own].all()
+            assert kernel[1].all() == (name != "up_proj")
+        assert not np.asarray(layers["down_proj"]["kernel"])[3, 20:].any()
+        assert np.asarray(layers["down_proj"]["kernel"])[4].all()
 
 
 def as_part(folder: Path, out: Path, **config: Any) -> Path:

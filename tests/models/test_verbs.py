@@ -239,7 +239,7 @@ def test_a_model_without_exits_is_read_through_a_lens(
         stock.calibrate(files, budget=0.9, policies=("position",), out=tmp_path / "fitted.json")
     bare = load(folder, lens=False)
     bare.decoder = with_exits(bare.decoder, (4,))
-    with pytest.raises(ValueError, match="Wanted no lens where a fitted one is written"):
+    with pytest.raises(ValueError, match="Wanted no calibration and no lens where"):
         bare.calibrate(files, budget=0.9, out=tmp_path / "fitted.json")
 
 

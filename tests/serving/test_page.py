@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """The page of the server: what its file may hold, and what a person meets in a real browser.
 
-Tests with the marker `browser` drive a headless Chromium (`make test-browser`). The one that takes
-`page` asks nothing of the server but its protocol, so it runs against each of SERVERS, and against
+Tests with the marker `browser` drive a headless Chromium (`make test-browser`). Those that take
+`page` ask nothing of the server but its protocol, so they run against each of SERVERS, and against
 a server that runs already: UTIO_PAGE_URL=http://127.0.0.1:8000/ make test-browser.
 """
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import json
 import os
 import re
+import shlex
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -18,10 +21,11 @@ from html.parser import HTMLParser
 from typing import Any
 
 import pytest
-from helpers.browser import Page, headless_chromium
+from helpers.browser import Page, Token, headless_chromium
 from helpers.page_server import (
     PAGE,
     StandIn,
+    content_policy,
     inline_texts,
     refusal_body,
     stand_in_server,
@@ -32,9 +36,9 @@ from helpers.serving import Running
 
 from utio_jax.cli.serve import Serve
 from utio_jax.engine import Shapes
-from utio_jax.serving.app import _page_policy
 
 HTML = PAGE.read_text()
+NOTHING = "\u2013"  # What a figure says before there is one.
 
 
 class Elements(HTMLParser):
@@ -76,7 +80,7 @@ def test_the_hashes_of_style_and_script_are_those_that_a_browser_computes() -> N
     texts = inline_texts(HTML)
     assert [len(texts["style"]), len(texts["script"])] == [1, 1]
     assert all(text.strip() for (text,) in texts.values())
-    policy = _page_policy(HTML)
+    policy = content_policy(HTML)
     assert len(re.findall(r"'sha256-[A-Za-z0-9+/]{43}='", policy)) == 2
     assert "unsafe" not in policy
 
@@ -157,6 +161,8 @@ def open_page(chromium: Any, expected: list[str]) -> Iterator[Callable[[str], Pa
 
     yield opened
     complaints, foreign = pages[-1].complaints(), pages[-1].foreign_requests()
+    chromium.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+    chromium.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
     chromium.get("about:blank")
     assert [text for text in complaints if not any(re.search(e, text) for e in expected)] == []
     for pattern in expected:
@@ -181,12 +187,23 @@ def page(open_page: Callable[[str], Page], served_url: str) -> Page:
     return page
 
 
+def colours_of(tokens: list[Token]) -> dict[int, set[str]]:
+    found: dict[int, set[str]] = {}
+    for token in tokens:
+        assert token.depth is not None, token
+        found.setdefault(token.depth, set()).add(token.background)
+    return found
+
+
 @pytest.mark.browser
-def test_every_token_shows_its_depth(page: Page) -> None:
+def test_each_depth_has_one_colour_of_its_own(page: Page) -> None:
     page.generate("def mean(", max_tokens=24)
     page.wait(lambda: page.idle() and page.tokens(), "an answer")
     assert not page.shows("wrong")
     tokens = page.tokens()
+    colours = colours_of(tokens)
+    assert all(len(each) == 1 for each in colours.values()), colours
+    assert len(set.union(*colours.values())) == len(colours)
     layers = int(re.findall(r"(\d+) layers", page.text("facts"))[0])
     for token in tokens:
         assert token.title.startswith(f"{token.depth} of {layers} layers")
@@ -197,6 +214,41 @@ def test_every_token_shows_its_depth(page: Page) -> None:
     shown = {int(each[2]): int(each[1]) for each in read if each}
     assert len(shown) == len(titles)
     assert {d: n for d, n in shown.items() if n} == Counter(token.depth for token in tokens)
+
+
+@pytest.mark.browser
+def test_the_keyboard_generates_stops_and_reads_depths(page: Page) -> None:
+    page.write("max-tokens", str(page.many_tokens()))
+    page.write("prompt", "def mean(")
+    page.press(page.keys.CONTROL, page.keys.ENTER)
+    page.wait(page.tokens, "the first tokens")
+    page.press(page.keys.ESCAPE)
+    page.wait(page.idle, "the end")
+    assert page.text("finish") == "stopped"
+    assert page.run("return document.activeElement.id") == "prompt"
+    assert page.element("prompt").get_property("value") == "def mean("
+    page.run("document.getElementById('answers').focus()")
+    tokens = page.tokens()
+    right, left = page.keys.ARROW_RIGHT, page.keys.ARROW_LEFT
+    for key, index in ((right, 0), (right, 1), (left, 0), (left, 0)):
+        page.press(key)
+        assert page.run("return document.activeElement.textContent") == tokens[index].text
+        assert page.text("readout").endswith(tokens[index].title)
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("width", [320, 375, 700, 1400])
+def test_nothing_is_wider_than_the_window(page: Page, width: int) -> None:
+    page.command(
+        "Emulation.setDeviceMetricsOverride",
+        width=width, height=800, deviceScaleFactor=1, mobile=width < 600,
+    )  # fmt: skip
+    page.generate("word" * 100, max_tokens=48)
+    page.wait(lambda: page.idle() and page.tokens(), "an answer")
+    assert page.run("return innerWidth") == width
+    assert page.run("return document.documentElement.scrollWidth") <= width
+    panel = "const panel = document.getElementById('answers'); "
+    assert page.run(panel + "return panel.scrollWidth <= panel.clientWidth")
 
 
 # --- in a browser: what only the stand-in does
@@ -227,6 +279,54 @@ def clock(chromium: Any) -> Iterator[Callable[[float], None]]:
     made = chromium.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", {"source": frozen})
     yield lambda now: chromium.execute_script(f"window.testClock = {now}")
     chromium.execute_cdp_cmd("Page.removeScriptToEvaluateOnNewDocument", made)
+
+
+@pytest.mark.browser
+def test_figures_follow_the_clock_and_the_depths(
+    stand_in: StandIn, clock: Callable[[float], None], visit: Callable[[], Page]
+) -> None:
+    page = visit()
+    stand_in.take_over()
+    clock(10.0)
+    page.generate("def", max_tokens=6)
+    page.wait(lambda: stand_in.asked, "the request")
+    assert [page.text(name) for name in ("rate", "depth", "first", "tokens")] == [NOTHING] * 4
+
+    clock(10.25)  # The first two tokens after a quarter of a second.
+    stand_in.send_text("a", "b", depths=(4, 16))
+    page.wait(lambda: page.answer() == "ab", "two tokens")
+    assert page.text("first") == "250 ms"
+    assert page.text("tokens") == "2"
+    assert page.text("depth") == "10.0"
+    assert (page.text("rate"), page.text("rate-note")) == ("8.0", "with the prompt")
+
+    clock(10.75)  # Then two in half a second: four a second; the quarter belongs to the prompt.
+    stand_in.send_text("c", "", depths=(8, 8))
+    page.wait(lambda: page.text("tokens") == "4", "four tokens, one without text")
+    assert page.answer() == "abc"
+    assert page.text("depth") == "9.0"
+    assert (page.text("rate"), page.text("rate-note")) == ("4.0", "after the first")
+    assert page.text("finish") == NOTHING
+    assert page.element("columns").get_attribute("aria-label") == (
+        "1 token at 4 of 16 layers, 2 tokens at 8 of 16 layers, 1 token at 16 of 16 layers"
+    )
+
+    clock(11.75)
+    stand_in.send_text("d", "e", depths=(1, 2), finish_reason="length")
+    clock(15.0)  # What comes after the last token slows nothing.
+    stand_in.send(
+        usage_chunk(
+            1200, 6, mean_depth_decided=6.75, mean_depth_executed=8.25, seconds_in_queue=0.125
+        )
+    )
+    stand_in.send("[DONE]")
+    stand_in.end()
+    page.wait(page.idle, "the end")
+    assert page.answer() == "abcde"
+    assert page.text("first-note") == "125 ms in the queue"
+    assert (page.text("tokens"), page.text("tokens-note")) == ("6", "after 1,200 of prompt")
+    assert (page.text("depth"), page.text("depth-note")) == ("6.8", "of 16; 8.3 executed")
+    assert (page.text("finish"), page.text("finish-note")) == ("length", "as long as allowed")
 
 
 @pytest.mark.browser
@@ -362,10 +462,12 @@ def test_a_key_is_asked_for_when_the_server_wants_one_and_is_not_kept(
     stand_in.key = "first secret"
     page = open_page(stand_in.url)
     page.wait(lambda: page.shows("key"), "the box for the key")
-    page.enter("key", "wrong")
+    page.write("key", "wrong")
+    page.press(page.keys.ENTER)
     page.wait(lambda: "did not accept" in page.text("key-hint"), "the wrong key to be refused")
     assert page.shows("key")
-    page.enter("key", "first secret")
+    page.write("key", "first secret")
+    page.press(page.keys.ENTER)
     page.wait_for_model()
     assert not page.shows("key")
 
@@ -373,7 +475,8 @@ def test_a_key_is_asked_for_when_the_server_wants_one_and_is_not_kept(
     page.generate("def", max_tokens=4)
     page.wait(lambda: page.shows("key"), "the box for the key")
     assert stand_in.asked == []
-    page.enter("key", "second secret")
+    page.write("key", "second secret")
+    page.press(page.keys.ENTER)
     page.wait(lambda: page.idle() and page.tokens(), "the answer")
     assert [asked.key for asked in stand_in.asked] == ["second secret"]
     assert stand_in.asked[0].body["prompt"] == "def"
@@ -435,6 +538,21 @@ def test_the_request_says_what_the_boxes_say(stand_in: StandIn, visit: Callable[
 
 
 @pytest.mark.browser
+def test_what_requests_get_by_default_is_chosen_and_why_is_said(
+    stand_in: StandIn, visit: Callable[[], Page]
+) -> None:
+    stand_in.models[0]["utio"]["default_mode"] = "plain"
+    stand_in.plan = "With all 8 slots busy, a budget of 0.6 is predicted to be slower."
+    page = visit()
+    page.wait(lambda: page.text("state") == "Ready", "the state")
+    assert page.element("mode-plain").is_selected()
+    assert page.text("modes-hint") == stand_in.plan
+    page.generate("def", max_tokens=4)
+    page.wait(lambda: page.idle() and page.tokens(), "an answer")
+    assert stand_in.asked[0].body["utio"]["mode"] == "plain"
+
+
+@pytest.mark.browser
 @pytest.mark.parametrize("chat", [False, True])
 def test_two_answers_are_compared(
     stand_in: StandIn, visit: Callable[[], Page], clock: Callable[[float], None], chat: bool
@@ -464,25 +582,47 @@ def test_two_answers_are_compared(
     assert page.run(changed) == ["b", "x"]
     assert page.run("return document.querySelectorAll('.column').length") == 3, "exits alone"
     assert page.element("prompt").get_property("value") == "def"
-    if chat:  # What was compared is no part of the conversation; what is said from now on is.
-        said: list[dict[str, str]] = []
-        for number, (message, reply) in enumerate((("more", "Hi."), ("again", "No.")), start=3):
-            page.generate(message)
-            page.wait(lambda number=number: len(stand_in.asked) == number, "the request")
-            said.append({"role": "user", "content": message})
-            assert stand_in.asked[-1].path == "/v1/chat/completions"
-            assert stand_in.asked[-1].body["messages"] == said
-            assert not page.shows("pair")
-            said.append({"role": "assistant", "content": reply})
-            stand_in.send_text(reply, depths=(4,), chat=True, finish_reason="stop")
-            stand_in.send("[DONE]")
-            stand_in.end()
-            page.wait(page.idle, "the end")
-        page.click("anew")
-        page.generate("other")
-        page.wait(lambda: len(stand_in.asked) == 5, "the request")
-        assert stand_in.asked[-1].body["messages"] == [{"role": "user", "content": "other"}]
+    if chat:  # What was compared is no part of the conversation.
+        page.generate("more")
+        page.wait(lambda: len(stand_in.asked) == 3, "the request")
+        assert stand_in.asked[2].body["messages"] == [{"role": "user", "content": "more"}]
+        assert not page.shows("pair")
         page.click("stop")
+
+
+@pytest.mark.browser
+def test_examples_are_filled_in_and_requests_can_be_copied(
+    stand_in: StandIn, visit: Callable[[], Page]
+) -> None:
+    page = visit()
+    chips = page.driver.find_elements("css selector", "#examples button")
+    assert len(chips) == 4
+    chips[0].click()
+    assert page.element("prompt").get_property("value") == 'if __name__ == "__main__":\n    '
+    page.run("navigator.clipboard.writeText = (text) => { window.copied = text; }")
+    page.write("prompt", "it's None")
+    page.click("copy-curl")
+    page.wait(lambda: page.run("return window.copied"), "the command")
+    arguments = shlex.split(page.run("return window.copied"))
+    assert arguments[:2] == ["curl", f"{stand_in.url}v1/completions"]
+    body = json.loads(arguments[-1])
+    assert body["prompt"] == "it's None"
+    assert "stream" not in body
+    page.run("window.copied = ''")
+    page.click("copy-python")
+    page.wait(lambda: page.run("return window.copied"), "the program")
+    program = page.run("return window.copied")
+    (call,) = [
+        node
+        for node in ast.walk(ast.parse(program))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "client.completions.create"
+    ]
+    given = {each.arg: ast.literal_eval(each.value) for each in call.keywords}
+    assert given.pop("extra_body") == {"utio": body.pop("utio")}
+    assert given == body
+    (client,) = [node for node in ast.walk(ast.parse(program)) if isinstance(node, ast.Call)
+                 and ast.unparse(node.func) == "OpenAI"]  # fmt: skip
+    assert ast.literal_eval(client.keywords[0].value) == f"{stand_in.url}v1"
 
 
 @pytest.mark.browser
@@ -496,3 +636,59 @@ def test_the_page_waits_for_a_server_that_compiles(
     assert not page.element("generate").is_enabled()
     page.wait(lambda: page.text("state") == "Ready", "the end of it")
     assert page.element("generate").is_enabled()
+
+
+@pytest.mark.browser
+def test_a_chat_is_kept_until_a_new_one_is_begun(
+    stand_in: StandIn, visit: Callable[[], Page]
+) -> None:
+    stand_in.models[0]["utio"]["chat"] = True
+    page = visit()
+    stand_in.take_over()
+    assert page.shows("chat")
+    assert page.element("chat").is_selected()
+
+    def turn(message: str, reply: str) -> Any:
+        number = len(stand_in.asked)
+        page.generate(message)
+        page.wait(lambda: len(stand_in.asked) > number, "the request")
+        stand_in.send({"choices": [{"index": 0, "delta": {"role": "assistant"}}]})
+        stand_in.send({"choices": [{"index": 0, "delta": {"content": reply},
+                                    "finish_reason": "stop",
+                                    "utio": {"pieces": [reply], "depths": [5]}}]})  # fmt: skip
+        stand_in.send("[DONE]")
+        stand_in.end()
+        page.wait(page.idle, "the end")
+        assert stand_in.asked[-1].path == "/v1/chat/completions"
+        assert stand_in.asked[-1].body["logprobs"] is True
+        assert page.element("prompt").get_property("value") == ""
+        return stand_in.asked[-1].body["messages"]
+
+    first = [{"role": "user", "content": "Hello"}]
+    assert turn("Hello", "Hi.") == first
+    first += [{"role": "assistant", "content": "Hi."}, {"role": "user", "content": "More"}]
+    assert turn("More", "No.") == first
+    assert page.text("conversation") == "YouHellostand-in-16Hi.YouMorestand-in-16No."
+
+    # What was stopped before a word came is not part of it, and can be said again.
+    page.generate("Wait")
+    page.wait(lambda: len(stand_in.asked) == 3, "the request")
+    page.click("stop")
+    page.wait(page.idle, "the end")
+    assert page.element("prompt").get_property("value") == "Wait"
+    assert "Wait" not in page.text("conversation")
+
+    page.click("chat")  # Completions in between have no part in it either.
+    assert not page.shows("conversation")
+    page.generate("def")
+    page.wait(lambda: len(stand_in.asked) == 4, "the request")
+    assert stand_in.asked[-1].path == "/v1/completions"
+    stand_in.send_text(" x", depths=(3,))
+    stand_in.send("[DONE]")
+    stand_in.end()
+    page.wait(page.idle, "the end")
+    page.click("chat")
+    assert page.shows("conversation")
+    page.click("anew")
+    assert page.text("conversation") == ""
+    assert turn("Again", "Yes.") == [{"role": "user", "content": "Again"}]

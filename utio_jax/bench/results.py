@@ -117,12 +117,22 @@ class Row:
         """Returns the row that `to_dict` wrote.
 
         Raises:
-          AttributeError, TypeError, ValueError: it is no row, see `read_results`.
+          ValueError: keys that are missing or unknown, or values that do not fit.
         """
+        names = {"key", *(field.name for field in dataclasses.fields(cls))}
+        if not isinstance(stored, Mapping) or set(stored) != names:
+            odd = sorted(names ^ set(stored)) if isinstance(stored, Mapping) else repr(stored)
+            raise ValueError(
+                f"Wanted a row with every key of schema {SCHEMA}, and no other. These are missing "
+                f"or unknown: {odd}."
+            )
         values = {name: value for name, value in stored.items() if name != "key"}
         for name in ("seconds", "speedup"):
-            if values.get(name) is not None:
-                values[name] = Spread(**values[name])
+            if values[name] is not None:
+                try:
+                    values[name] = Spread(**values[name])
+                except TypeError as error:
+                    raise ValueError(f"Wanted a spread in {name}. Got: {error}.") from error
         return cls(**values)
 
     def noting(self, note: str) -> Row:

@@ -49,10 +49,9 @@ class FitPrompt(OfModel, OfText):
 
     def run(self) -> dict[str, Any]:
         """Runs the command and returns its JSON."""
-        from utio_jax.core.documents import sample_batches
         from utio_jax.prompts.choose import choose_prompt, split_text
         from utio_jax.prompts.evaluate import PromptSizes
-        from utio_jax.prompts.fit import fit_kv_maps
+        from utio_jax.prompts.fit import fit_kv_maps, fit_rows
         from utio_jax.prompts.maps import kv_maps_file, save_kv_maps, with_kv_maps
         from utio_jax.staircase.prompts import PromptChoice
 
@@ -79,13 +78,8 @@ class FitPrompt(OfModel, OfText):
             each.policy(model.decoder)
         documents, described = read_documents(model, self.files, self.token_ids, "calibrate")
         text = split_text(documents)
-        read, _ = sample_batches(
-            text.fit,
-            rows=_BATCH,
-            width=width,
-            vocab_size=config.vocab_size,
-            batches=-(-_FIT_TOKENS // (width * _BATCH)),
-        )
+        options: dict[str, Any] = {"width": width, "tokens": _FIT_TOKENS, "batch": _BATCH}
+        read = fit_rows(text.fit, decoder=model.decoder, **options)
         maps = fit_kv_maps(model.decoder, model.params, read, stops=stops, progress=say)
         out = kv_maps_file(self.out if self.out is not None else model.folder)
         decoder, params = with_kv_maps(model.decoder, model.params, maps)

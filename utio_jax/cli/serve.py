@@ -139,9 +139,12 @@ class Serve(OfMode, OfProcesses):
 
     def _mode(self, model: Any, named: str) -> tuple[Any, dict[str, Any]]:
         """Returns the mode, and what a `ServedModel` says of its policy."""
+        import jax.numpy as jnp
+
         from utio_jax.decoding.adaptive import Adaptive
         from utio_jax.decoding.base import Plain
         from utio_jax.decoding.lossless import lossless_for
+        from utio_jax.policies.depth import Thresholded, spread_thresholds
 
         if named == "plain":
             return Plain(), {}
@@ -165,7 +168,10 @@ class Serve(OfMode, OfProcesses):
         if not self.distributed:  # Blocks are timed on devices of one process.
             own = fitted[budget]
             about["histogram"] = dict(zip(own.depths, own.fractions, strict=True))
-        return Adaptive(policy=calibration.policy(name, budget, exits=exits)), about
+        thresholds = jnp.asarray(spread_thresholds(budgets[budget], exits))
+        signal = budgets[budget].signal
+        policy = Thresholded(signal=signal, thresholds=thresholds, depths=exits)
+        return Adaptive(policy=policy), about
 
     def thinking(self, tokenizer: Any) -> Any:
         """Returns the `utio_jax.decoding.thinking.Thinking` that was asked for; None: none was."""

@@ -315,7 +315,8 @@ def _streamed(
 
 def _encoded(model: TextModel, prompts: Any) -> Prompts:
     """Returns the token ids of prompts; those that are texts are encoded."""
-    first = prompts[0] if isinstance(prompts, Sequence) and len(prompts) else None
+    several = isinstance(prompts, Sequence | np.ndarray)
+    first = prompts[0] if several and len(prompts) else None
     ids = isinstance(first, list | tuple | np.ndarray)
     return prompts if ids else model.encode(listed(prompts))
 

@@ -39,7 +39,7 @@ def load_controls(
         ]
         if not points or min(own, *(bits for _, bits in points)) <= 0:
             raise ValueError("no control, or one without a loss")
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
         raise ValueError(
             f"Wanted the controls of a model in {file}. They cannot be read: {error!r}."
         ) from error

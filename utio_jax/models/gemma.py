@@ -384,8 +384,14 @@ class Gemma4(_Gemma):
     config: Gemma4Config
 
     def init(self, key: jax.Array, dtype: jax.typing.DTypeLike = jnp.float32) -> Params:
-        """Returns fresh parameters, all as wide as the widest layer's."""
-        return self._fresh(key, dtype, {}, {"out": 1})
+        """Returns fresh parameters."""
+        params = self._fresh(key, dtype, {}, {"out": 1})
+        stacks = params["layers"].items()
+        narrowed = {
+            name: {leaf: self._narrowed(f"layers.{name}.{leaf}", y) for leaf, y in stack.items()}
+            for name, stack in stacks
+        }
+        return {**params, "layers": narrowed}
 
     def own_shape(self, path: str, layer: int, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Returns how much of a layer's slice of a parameter is its own: the first entries."""
@@ -405,6 +411,15 @@ class Gemma4(_Gemma):
             if name == "down_proj":
                 return (config.own_mlp_dim, shape[1])
         return shape
+
+    def _narrowed(self, path: str, stack: jax.Array) -> jax.Array:
+        """Returns a stack with zeros where layers have nothing of their own."""
+        for layer in range(stack.shape[0]):
+            own = self.own_shape(path, layer, stack.shape[1:])
+            for axis, size in enumerate(own):
+                beyond = (layer, *[slice(None)] * axis, slice(size, None))
+                stack = stack.at[beyond].set(0) if size < stack.shape[1 + axis] else stack
+        return stack
 
     def encode_positions(self, positions: Int[Array, "*lead"]) -> Places:
         config = self.config

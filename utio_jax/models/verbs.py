@@ -290,12 +290,20 @@ class Verbs:
             raise ValueError(
                 f"Wanted a place for the calibration outside of the installed package. Got {out}."
             )
+        if out is not None and len(self.decoder.config.exits) == 1:
+            beside = calibration_file(out), lens_file(calibration_file(out).parent)
+            if taken := [str(file) for file in beside if file.is_file()]:
+                raise ValueError(
+                    "Wanted no calibration and no lens where those of a model without exits are "
+                    f"written. Got {', '.join(taken)}. Load the model through that lens, lens=, or "
+                    "name another out."
+                )
+        elif out is not None:
+            check_nothing_is_lost(out, self.sha256, policies)
         documents = self.documents(files)
         if len(self.decoder.config.exits) == 1:
             first, documents = split_documents(documents, seed=seed)
             self._fit_lens(first, tuple(exits), seed, out, progress)
-        if out is not None:
-            check_nothing_is_lost(out, self.sha256, policies)
         goal: Goal = Budgets() if budget is None else Budgets(budgets=_several(budget))
         if max_nll_increase_pct is not None:
             goal = MaxLoss(nll_increase_pct=max_nll_increase_pct)
@@ -399,11 +407,6 @@ class Verbs:
         progress: Callable[[str], None] | None,
     ) -> None:
         """Reads this model's exits through a lens from now on."""
-        if out is not None and (file := lens_file(calibration_file(out).parent)).is_file():
-            raise ValueError(
-                f"Wanted no lens where a fitted one is written. Got {file}. Load the model through "
-                "it, lens=, or name another out."
-            )
         self.decoder = with_exits(self.decoder, exits)
         lens = fit_lens(
             self.decoder,

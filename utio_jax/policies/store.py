@@ -193,7 +193,7 @@ def check_nothing_is_lost(path: str | Path, model_sha256: str, policies: Sequenc
     if lost := [name for name in kept if name not in policies]:
         raise ValueError(
             f"Wanted a file to replace whose policies are fitted again. {out} also holds "
-            f"{', '.join(lost)}. Name another --out, or fit all of them: --policy "
+            f"{', '.join(lost)}. Name another file, or fit all of them: "
             f"{' '.join(dict.fromkeys((*policies, *lost)))}."
         )
 
@@ -304,7 +304,13 @@ class Thresholds:
         return cls(depths=depths, thresholds=thresholds, fractions=fractions, row_shares=rows)
 
     def over(self, depths: Sequence[int]) -> Thresholds:
-        """Returns the same decisions over more exits, at which no token stops."""
+        """Returns the same decisions over more exits, at which no token stops.
+
+        Raises:
+          ValueError: a depth of its own is not among them.
+        """
+        if not {*self.depths} <= {*depths}:
+            raise ValueError(f"Wanted depths with all of {self.depths}. Got {tuple(depths)}.")
         thresholds = dict(zip(self.depths, (*self.thresholds, np.inf), strict=True))
         fractions = dict(zip(self.depths, self.fractions, strict=True))
         rows = None

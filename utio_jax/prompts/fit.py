@@ -21,7 +21,7 @@ from utio_jax.attention.mixing import mixer_at
 from utio_jax.attention.products import NOWHERE
 from utio_jax.core.arrays import flat, normalise
 from utio_jax.core.decoder import Decoder, Params, check_depths, check_own_kv
-from utio_jax.core.documents import Batch
+from utio_jax.core.documents import Batch, batches_of, windows_of
 from utio_jax.core.layer import layer_at
 from utio_jax.prompts.maps import KVMap
 from utio_jax.staircase.reference import apply_layer, positions_of
@@ -84,6 +84,32 @@ def fit_kv_maps(
         stop: _solve(each["square"], each["cross"], heads=heads, ridge=ridge)
         for stop, each in sums.items()
     }
+
+
+def fit_rows(
+    documents: Sequence[np.ndarray], *, width: int, tokens: int, batch: int, decoder: Decoder
+) -> list[Batch]:
+    """Returns windows of documents in batches, evenly from all of them, up to so many tokens.
+
+    Args:
+      documents: token ids.
+      width: of a window.
+      tokens: of all windows, at most; one window there is.
+      batch: rows of a batch.
+      decoder: whose vocabulary they must fit.
+    """
+    windows = windows_of([each for each in documents if len(each) > 1], width=width)
+    windows = [each for each in windows if len(each) == width] or windows
+    count = min(len(windows), max(1, tokens // width))
+    chosen = np.linspace(0, len(windows) - 1, count).round().astype(int) if windows else []
+    return list(
+        batches_of(
+            [windows[index] for index in chosen],
+            rows=min(batch, max(1, count)),
+            widths=[width],
+            vocab_size=decoder.config.vocab_size,
+        )
+    )
 
 
 @partial(jax.jit, static_argnums=0, static_argnames="stops")

@@ -376,8 +376,9 @@ def evaluate(lm: Any, folder: Path) -> Any:
     return simple_evaluate(model=lm, tasks=tasks, task_manager=manager, bootstrap_iters=0)
 
 
-def test_the_harness_takes_the_adapter(model: Model, tmp_path: Path) -> None:
-    lm = adapter(model)
+@pytest.mark.parametrize("mode", [Plain(), Adaptive(policy=uniform(2))])
+def test_the_harness_takes_the_adapter(model: Model, tmp_path: Path, mode: Any) -> None:
+    lm = adapter(model, mode)
     found = evaluate(lm, tmp_path)
     results = found["results"]
     report = lm.report()["requests"]
@@ -386,7 +387,12 @@ def test_the_harness_takes_the_adapter(model: Model, tmp_path: Path) -> None:
         "loglikelihood_rolling": 4,
         "generate_until": 4,
     }
-    assert {each["executed"] for each in report.values()} == {"full"}
+    adaptive = isinstance(mode, Adaptive)
+    executed = {each["executed"] for each in report.values()}
+    assert executed == {"adaptive" if adaptive else "full"}
+    if adaptive:
+        assert lm.scored.histogram.keys() == {2}
+        return
     right, read, size = 0, 0.0, 0
     for question, answer in zip(QUESTIONS, ANSWERS, strict=True):
         context = model.encode([question["context"]])[0].tolist()
