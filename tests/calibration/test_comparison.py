@@ -207,7 +207,7 @@ def test_rows_are_those_of_evaluate_with_margins_of_the_table(
     ranked: dict[int, Any] = {
         depth: stats.spearmanr(scores[i], kl[i])[0] for i, depth in enumerate((1, 2))
     }
-    assert min(ranked.values()) > 0.9, "each exit's gate must have learned that exit's KL"
+    assert min(ranked.values()) > 0.85, "each exit's gate must have learned that exit's KL"
     for budget, quality in zip(fitted.entries["learned"], found.values(), strict=True):
         row = rows[names.index(("learned", budget))]
         wanted = quality.ledger("learned", budget=budget, num_layers=4)

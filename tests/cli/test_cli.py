@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import importlib
 import io
 import json
 import re
@@ -20,6 +19,7 @@ from rich.console import Console
 
 from utio_jax.cli.chat import show_stream
 from utio_jax.cli.main import main
+from utio_jax.decoding import text as streaming
 from utio_jax.evaluation.ledger import Ledger
 
 pytestmark = pytest.mark.check
@@ -247,8 +247,7 @@ def test_generate_streams_one_prompt_to_a_terminal(
 ) -> None:
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
     monkeypatch.setenv("TERM", "dumb")
-    generate = importlib.import_module("utio_jax.decoding.generate")  # Its name is a function's.
-    begun, shown, stream = list[Any](), list[str](), generate.stream
+    begun, shown, stream = list[Any](), list[str](), streaming.stream
 
     def watched(*given: Any, **options: Any) -> Any:
         for chunk in stream(*given, **options):
@@ -256,7 +255,7 @@ def test_generate_streams_one_prompt_to_a_terminal(
             yield chunk
             shown.append(capsys.readouterr().out)
 
-    monkeypatch.setattr(generate, "stream", watched)
+    monkeypatch.setattr(streaming, "stream", watched)
     options = ["--model", str(folder), "--max-new-tokens", "20", "--mode", "adaptive"]
     options += ["--policy", "uniform", "--depth", "2", "--json"]
     assert main(["generate", PROMPT, *options]) == 0

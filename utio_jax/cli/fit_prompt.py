@@ -38,6 +38,7 @@ class FitPrompt(OfModel, OfText):
     EXAMPLES: ClassVar = (
         "fit-prompt FILES --model DIR",
         "fit-prompt FILES --model DIR --stop 15 20 --max-nll-increase-pct 0.5",
+        "fit-prompt FILES --model DIR --deep 0.1 0.3 --prompt-tokens 1792",
     )
 
     stop: tuple[int, ...] = ()
