@@ -25,7 +25,6 @@ from helpers.browser import Page, Token, headless_chromium
 from helpers.page_server import (
     PAGE,
     StandIn,
-    content_policy,
     inline_texts,
     refusal_body,
     stand_in_server,
@@ -36,6 +35,7 @@ from helpers.serving import Running
 
 from utio_jax.cli.serve import Serve
 from utio_jax.engine import Shapes
+from utio_jax.serving.app import _page_policy
 
 HTML = PAGE.read_text()
 NOTHING = "\u2013"  # What a figure says before there is one.
@@ -80,7 +80,7 @@ def test_the_hashes_of_style_and_script_are_those_that_a_browser_computes() -> N
     texts = inline_texts(HTML)
     assert [len(texts["style"]), len(texts["script"])] == [1, 1]
     assert all(text.strip() for (text,) in texts.values())
-    policy = content_policy(HTML)
+    policy = _page_policy(HTML)
     assert len(re.findall(r"'sha256-[A-Za-z0-9+/]{43}='", policy)) == 2
     assert "unsafe" not in policy
 
