@@ -315,10 +315,9 @@ def _streamed(
 
 def _encoded(model: TextModel, prompts: Any) -> Prompts:
     """Returns the token ids of prompts; those that are texts are encoded."""
-    several = isinstance(prompts, Sequence | np.ndarray)
-    first = prompts[0] if several and len(prompts) else None
-    ids = isinstance(first, list | tuple | np.ndarray)
-    return prompts if ids else model.encode(listed(prompts))
+    kinds: Any = list | tuple | np.ndarray
+    rows = isinstance(prompts, kinds) and len(prompts) > 0 and isinstance(prompts[0], kinds)
+    return prompts if rows else model.encode(listed(prompts))
 
 
 def listed(texts: Sequence[str]) -> list[str]:
