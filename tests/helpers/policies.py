@@ -36,10 +36,14 @@ from utio_jax.policies.signals import SignalBase
 
 @pytree
 class TableSignal(SignalBase):
-    """Scores off a table, `[boundary, batch, position]`, each boundary at a price of its own."""
+    """Scores off a table, `[boundary, batch, position]`, each boundary at a price of its own.
+
+    `price`: FLOPs of the first boundary's, each further one has one more; 0: all are free.
+    """
 
     table: jax.Array = dataclasses.field(metadata={"row_axis": 1})
     name: str = static(default="table")
+    price: float = static(default=1000.0)
 
     def start(self, token_ids: jax.Array, positions: jax.Array) -> jax.Array:
         at = jnp.broadcast_to(positions[None], (self.table.shape[0], *positions.shape))
@@ -49,7 +53,7 @@ class TableSignal(SignalBase):
         return memory[index], memory
 
     def flops(self, index: int, decoder: Any, params: Any) -> float:
-        return 1000.0 + index
+        return self.price + index if self.price else 0.0
 
 
 @pytree

@@ -22,7 +22,7 @@ from helpers.generation import (
     setting_of,
 )
 from helpers.models import live_params
-from helpers.policies import SurePasses
+from helpers.policies import SurePasses, TableSignal
 
 from utio_jax.attention.cache import init_cache, read, write
 from utio_jax.attention.history import History, visible_history
@@ -36,7 +36,6 @@ from utio_jax.contrib.throttle import (
     view_attention,
 )
 from utio_jax.contrib.throttle.views import place_of, places_at
-from utio_jax.core.pytrees import pytree, static
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.loop import advance, begin
 from utio_jax.decoding.segments import block_at, run_layers
@@ -45,27 +44,12 @@ from utio_jax.models.presets import TINY
 from utio_jax.models.transformer import Transformer
 from utio_jax.policies.base import exceeds
 from utio_jax.policies.depth import Thresholded, uniform
-from utio_jax.policies.signals import Chance, MaxProbability, Position, SignalBase
+from utio_jax.policies.signals import Chance, MaxProbability, Position
 from utio_jax.staircase.exit_head import Model
 
 DEPTHS = (1, 2, 4)
 HISTORY = History(recent=9, sinks=2)
 NEVER, ALWAYS = jnp.full(3, -jnp.inf), jnp.full(3, jnp.inf)
-
-
-@pytree
-class ScoreAt(SignalBase):
-    """Scores off a table by boundary, row and position."""
-
-    table: Any
-    name: str = static(default="table")
-
-    def start(self, token_ids: jax.Array, positions: jax.Array) -> jax.Array:
-        at = jnp.broadcast_to(positions[None], (self.table.shape[0], *positions.shape))
-        return jnp.take_along_axis(self.table, at, axis=2)
-
-    def __call__(self, index: int, boundary: Any, memory: Any) -> tuple[jax.Array, Any]:
-        return memory[index], memory
 
 
 def score_table(seed: int = 5) -> jax.Array:
@@ -74,7 +58,7 @@ def score_table(seed: int = 5) -> jax.Array:
 
 def throttle(thresholds: Any = 0.6, **changes: Any) -> Throttle:
     options: dict[str, Any] = {"history": HISTORY} | changes
-    options.setdefault("signal", ScoreAt(table=score_table()))
+    options.setdefault("signal", TableSignal(table=score_table(), price=0.0))
     return Throttle(thresholds=jnp.broadcast_to(jnp.asarray(thresholds), (3,)), **options)
 
 
@@ -388,7 +372,7 @@ def test_each_segment_has_a_threshold_of_its_own() -> None:
 def test_rows_read_what_they_need(model: Any) -> None:
     """Row 0 always reads everything, row 1 its view, row 2 ends early."""
     table = jnp.broadcast_to(jnp.array([9.0, 0.0, 0.0])[None, :, None], (2, 3, 64))
-    limit = throttle(0.5, signal=ScoreAt(table=table))
+    limit = throttle(0.5, signal=TableSignal(table=table, price=0.0))
     result = run(model, mode=Throttled(policy=deep(), throttle=limit))
     per_slot = 2 * 2 * 8 * 4
     # The first segment of the first of 39 steps has no score to go by: dense, no view is read.
