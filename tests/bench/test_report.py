@@ -133,7 +133,7 @@ def broken(stored: dict[str, Any], **changes: Any) -> dict[str, Any]:
             r"Wanted a row with every key .*: \['note'\]. Measure again",
         ),
         (lambda s: broken(s, more=1), r"Wanted a row with every key .*: \['more'\]. Measure again"),
-        (lambda s: {**s, "rows": [[]]}, r"Wanted a row with every key .*: '\[\]'. Measure again"),
+        (lambda s: {**s, "rows": [[]]}, r"Wanted a row with every key .*: \[\]. Measure again"),
         (lambda s: {**s, "rows": s["rows"][:1] * 2}, "two rows have the same key"),
         (lambda s: broken(s, seconds={"median": 1.0}), "Wanted a spread in seconds. Got: "),
     ],
