@@ -26,13 +26,13 @@ import optax
 from sklearn.datasets import load_digits
 
 import utio_jax
-from utio_jax.contrib.encoders import fit_row_exits
-from utio_jax.contrib.encoders.row_exits import row_policy, thresholds_of
-from utio_jax.contrib.encoders.rows import (
+from utio_jax.contrib.encoders import (
     Exits,
     encode_rows,
+    fit_row_exits,
     read_exits,
     score_exits,
+    thresholds_of,
 )
 from utio_jax.contrib.encoders.vision import VisionTransformer, patches_of, vision_config
 from utio_jax.core.files import flatten, load_tensors, nest, save_tensors, versions
@@ -138,7 +138,8 @@ def measure(model: Any, params: Any, data: Any) -> list[dict[str, Any]]:
         scores = np.asarray(score_exits(model, params, exits, signal, depths=EXITS))
         guaranteed = [] if fitted.chosen is None else [float(fitted.chosen.thresholds[0])]
         for threshold in [*guaranteed, *thresholds_of(scores, rungs=8)[:-1]]:
-            policy = row_policy(signal, float(threshold), depths=EXITS)
+            thresholds = jnp.full(len(EXITS) - 1, threshold, jnp.float32)
+            policy = utio_jax.Thresholded(signal=signal, thresholds=thresholds, depths=EXITS)
             found = run_rows(model, params, held, ends, policy)
             kept = {"threshold": float(threshold), "guaranteed": [threshold] == guaranteed}
             guaranteed = []

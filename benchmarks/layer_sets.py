@@ -27,8 +27,13 @@ import numpy as np
 
 import utio_jax
 from utio_jax.calibration.studies import study_exits
-from utio_jax.contrib.layer_skipping import LayerSets, fit_prompt_sets, random_sets, skip_decode
-from utio_jax.contrib.layer_skipping.policies import SetTable
+from utio_jax.contrib.layer_skipping import (
+    LayerSets,
+    fit_prompt_sets,
+    given_sets,
+    random_sets,
+    skip_decode,
+)
 from utio_jax.contrib.layer_skipping.scoring import run_sets
 from utio_jax.core.documents import Batch, sample_batches
 from utio_jax.core.files import versions
@@ -55,10 +60,9 @@ def batches_of(model: Any, split: Split, count: int) -> tuple[list[Batch], np.nd
 
 def without(skipped: tuple[int, ...], depths: tuple[int, ...]) -> LayerSets:
     """Returns the same set for all tokens: every segment but some."""
-    runs = np.ones((len(depths) - 1, ROWS, 1), bool)
-    runs[[segment - 1 for segment in skipped]] = False
-    signal = SetTable(runs=jnp.asarray(runs), name="without", causal=True)
-    return LayerSets(signal=signal, thresholds=jnp.full(len(depths) - 1, 0.5), depths=depths)
+    runs = np.ones((len(depths), ROWS, 1), bool)
+    runs[list(skipped)] = False
+    return given_sets(jnp.asarray(runs), depths=depths)
 
 
 def policies_of(model: Any, count: int) -> Iterator[tuple[str, Policy | LayerSets]]:

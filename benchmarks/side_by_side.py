@@ -56,7 +56,8 @@ def peer_row(  # noqa: PLR0913 (options, each named)
         note="; ".join(f"{name} {value}" for name, value in found.items()),
         fallbacks=dict(fallbacks or {}),
     )
-    return row.timed(times[method], against=times[baseline], calls=calls, tokens=tokens)
+    ratios = times[method].ratios_over(times[baseline])
+    return row.timed(times[method], ratios=ratios, calls=calls, tokens=tokens)
 
 
 @contextmanager

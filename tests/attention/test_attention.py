@@ -13,13 +13,7 @@ import numpy as np
 import pytest
 
 from utio_jax.attention.mixing import Mixer, mix_apart, mix_whole_rows
-from utio_jax.attention.products import (
-    NOWHERE,
-    attend,
-    attend_counted,
-    visible_keys,
-    with_count,
-)
+from utio_jax.attention.products import NOWHERE, attend, visible_keys
 from utio_jax.core.platform import compiling_for
 
 pytestmark = pytest.mark.usefixtures("strict_dtypes")
@@ -137,14 +131,6 @@ def test_a_query_that_sees_nothing_gets_zeros_and_finite_gradients(count):
     assert not gradients[0][2].any()
 
 
-def test_hidden_keys_weigh_nothing_whatever_they_hold():
-    queries, keys, values, visible = example(4, 2)
-    visible = visible.at[:, 3].set(False)
-    out = attend(queries, keys, values, visible)
-    changed = attend(queries, keys.at[3].set(50.0), values.at[3].set(1e6), visible)
-    np.testing.assert_array_equal(out, changed)
-
-
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_low_precision_inputs_are_summed_in_float32(dtype):
     queries, keys, values, visible = example(4, 2, keys=600)
@@ -169,19 +155,6 @@ def test_leading_axes_are_independent_and_masks_broadcast():
     for row in range(3):
         expected = slow_attend(q[row], k[row], v[row], visible)
         np.testing.assert_allclose(out[row], expected, rtol=1e-4, atol=1e-5)
-
-
-def test_values_with_a_count_prepared_once_give_the_same():
-    queries, keys, values, visible = example(4, 2)
-    counted = with_count(values)
-    assert counted.shape == (7, 2, 9)
-    np.testing.assert_array_equal(counted[..., :-1], values)
-    np.testing.assert_allclose(
-        attend_counted(queries, keys, counted, visible),
-        attend(queries, keys, values, visible),
-        rtol=1e-5,
-        atol=1e-6,
-    )
 
 
 def test_gradients_equal_those_of_a_plain_softmax():

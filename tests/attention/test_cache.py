@@ -17,8 +17,6 @@ from helpers.counting import Counting, read_counts
 from utio_jax.attention.cache import bytes_per_slot, init_cache, key_widths, read, write
 from utio_jax.core.platform import compiling_for
 from utio_jax.decoding.segments import block_at, decode_step, prefill, run_segment
-from utio_jax.staircase.base import Tokens
-from utio_jax.staircase.frozen import Propagate
 
 LENGTHS = np.array([3, 7, 1], np.int32)
 
@@ -115,32 +113,6 @@ def test_steps_equal_a_pass_from_scratch(tiny, filled):
     np.testing.assert_allclose(logits[::2], expected[::2], atol=1e-4)
 
 
-def test_segments_compose(tiny, filled):
-    """Layers [0, 4) at once, as [0, 1) [1, 4), and with an empty segment between: one result."""
-    _, cache = filled
-    positions = jnp.asarray(LENGTHS)[:, None] + jnp.arange(2)[None]
-    block = block_at(
-        tiny.decoder, positions, jnp.array([[True, True], [True, False], [True, True]])
-    )
-    x = tiny.decoder.embed(tiny.params, tiny.tokens(3, 2, seed=3), positions)
-    run = jax.jit(run_segment, static_argnums=0, static_argnames="width")
-
-    def through(*cuts: int):
-        state, now = x, cache
-        for start, stop in itertools.pairwise(cuts):
-            state, now = run(
-                tiny.decoder, tiny.params, now, state, block, start=start, stop=stop, width=12
-            )
-        return state, now
-
-    whole, after = through(0, 4)
-    parts, parts_after = through(0, 1, 1, 4)
-    np.testing.assert_array_equal(parts, whole)
-    np.testing.assert_array_equal(parts_after.keys, after.keys)
-    np.testing.assert_array_equal(after.keys[:, 1, :, 8:], 0)  # The invalid token left no trace.
-    np.testing.assert_array_equal(after.keys[:, 1, :, :7], cache.keys[:, 1, :, :7])
-
-
 @pytest.mark.parametrize("shown", [False, True])
 def test_packed_rows_run_as_they_do_among_all(tiny, filled, shown):
     """Rows 2 and 0 of three, and a place that only fills up: states, cache, and what they cost."""
@@ -180,34 +152,10 @@ def test_packed_rows_run_as_they_do_among_all(tiny, filled, shown):
     assert counts == {"queries": 2 * 4, "finish_layer": 2 * 4, "keys_values": 2 * 4}
 
 
-def test_frozen_states_project_their_keys_and_values(tiny, cache):
-    positions = jnp.array([[4], [0], [9]])
-    ids, real = tiny.tokens(3, 1), jnp.array([[True], [False], [True]])
-    tokens = Tokens.at(tiny.decoder, tiny.params, ids, positions, real)
-    end = jax.jit(Propagate().end, static_argnums=0, static_argnames="bounds")
-    where = {"start": jnp.int32(2), "bounds": (1, 4)}
-    after, projected = end(tiny.decoder, tiny.params, tokens, cache, **where)
-    assert projected == 2
-    layer = jax.tree.map(lambda leaf: leaf[3], tiny.decoder.layers(tiny.params))
-    keys, values = tiny.decoder.keys_values(layer, tokens.x, tokens.places)
-    np.testing.assert_allclose(after.keys[3, 0, :, 4], keys[0, 0], atol=1e-5)
-    np.testing.assert_allclose(after.values[3, 2, :, 9], values[2, 0], atol=1e-5)
-    assert not np.any(after.keys[:2])
-    assert not np.any(after.keys[:, 1])
-
-
-@pytest.mark.parametrize(
-    ("slots", "step", "widths"),
-    [
-        (512, 128, (128, 256, 384, 512)),
-        (600, 128, (256, 512, 600)),
-        (16, 16, (16,)),
-        (10, 16, (10,)),
-        (4096, 128, (1024, 2048, 3072, 4096)),
-    ],
-)
-def test_widths_are_few_and_reach_the_end(slots, step, widths):
-    assert key_widths(slots, key_step=step) == widths
+def test_widths_are_few_and_reach_the_end():
+    assert key_widths(16, key_step=16) == (16,)
+    assert key_widths(10, key_step=16) == (10,)
+    assert key_widths(4096, key_step=128) == (1024, 2048, 3072, 4096)
 
 
 def test_errors(tiny, cache):

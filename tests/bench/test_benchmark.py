@@ -30,6 +30,8 @@ from utio_jax.models.presets import SHAPES
 from utio_jax.models.random_weights import fit_layers
 
 PLANNED = Row(part="score", model="m", method="full", baseline="full dense")
+TWICE = np.asarray([2.0])
+"""How many times as fast a program was, in one round."""
 
 
 def timing(*seconds: float, compiles: int = 0) -> Timing:
@@ -45,16 +47,17 @@ def subject(tiny: Any) -> Subject:
 
 
 def test_times_become_ratios_round_by_round() -> None:
-    row = PLANNED.timed(timing(1.0, 2.0, 4.0), against=timing(2.0, 8.0, 4.0), tokens=10)
+    own = timing(1.0, 2.0, 4.0)
+    row = PLANNED.timed(own, ratios=own.ratios_over(timing(2.0, 8.0, 4.0)), tokens=10)
     assert row.seconds == row.speedup == Spread(median=2.0, low=1.5, high=3.0, rounds=3)
     assert row.tokens_per_second == 5.0
-    steps = PLANNED.timed(timing(8.0), against=timing(16.0), calls=4)
+    steps = PLANNED.timed(timing(8.0), ratios=TWICE, calls=4)
     assert steps.seconds is not None
     assert (steps.seconds.median, steps.gain) == (2.0, 2.0)
 
 
 def test_a_program_that_compiled_while_timed_has_no_speedup() -> None:
-    row = PLANNED.timed(timing(1.0, compiles=2), against=timing(2.0), speedup_ideal=2.0)
+    row = PLANNED.timed(timing(1.0, compiles=2), ratios=TWICE, speedup_ideal=2.0)
     assert row.speedup is None
     assert row.fallbacks == {"compiled after the warm-up": 2}
     assert row.seconds is not None, "what was measured stays"
@@ -73,7 +76,7 @@ def test_a_program_that_compiled_while_timed_has_no_speedup() -> None:
 )
 @pytest.mark.usefixtures("unchecked_shapes")  # As in a user's process.
 def test_rows_that_claim_too_much_are_refused(changed: dict[str, Any], match: str) -> None:
-    good = PLANNED.timed(timing(1.0), against=timing(2.0))
+    good = PLANNED.timed(timing(1.0), ratios=TWICE)
     assert Row.from_dict(json.loads(json.dumps(good.to_dict()))) == good
     with pytest.raises(ValueError, match=match):
         dataclasses.replace(good, **changed)
@@ -90,7 +93,7 @@ def group(name: str, error: BaseException | None = None) -> Group:
     def measure() -> list[Row]:
         if error is not None:
             raise error
-        return [row.timed(timing(1.0), against=timing(2.0))]
+        return [row.timed(timing(1.0), ratios=TWICE)]
 
     return Group(title=name, rows=(row,), measure=measure)
 
@@ -199,8 +202,9 @@ def test_a_method_that_fell_back_or_is_missing_has_no_speedup(
 
     def measure(_: Any, __: Any, ___: Any, methods: Any, **____: Any) -> dict[str, Any]:
         ran.extend(method.label for method in methods)
-        spent = timing(1.0)
-        found = Timed(ledger=Ledger(policy="x"), timing=spent, baseline="full", against=spent)
+        found = Timed(
+            ledger=Ledger(policy="x"), timing=timing(1.0), ratios=np.ones(1), baseline="full"
+        )
         return dict.fromkeys(ran, found)
 
     monkeypatch.setattr("utio_jax.bench.scoring.measure_policies", measure)
@@ -285,37 +289,16 @@ def test_the_command_measures(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert not full.fallbacks
 
 
-@pytest.mark.check
-@pytest.mark.parametrize(
-    ("arguments", "match"),
-    [
-        (["--suite", "accelerator"], "Wanted a GPU or TPU"),
-        (["--parts", "engine"], "Wanted --parts of suite quick"),
-        (["--batch-sizes", "0"], "sizes and rounds of at least 1"),
-        (["--policies", "learned@7"], "NAME or NAME@BUDGET"),
-        (["--models", "nowhere", "--dry-run"], "nothing at nowhere"),
-    ],
-)
-def test_bad_options_are_named(
-    arguments: list[str], match: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["bench", "--out", str(tmp_path), *arguments]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert match in captured.err
-
-
-def test_drafts_at_exits_stand_beside_those_of_the_text_itself(tiny: Any) -> None:
+def test_drafts_at_exits_stand_beside_those_of_the_text_itself(tiny: Any, subject: Subject) -> None:
     """Their control, also where a model has no exits, or random weights."""
     rows = lambda subject: {  # noqa: E731
         row.method for row in lossless_group(subject, (1, 8, 4), 2).rows
     }
-    known = Subject(name="tiny", decoder=tiny.decoder, params=tiny.params)
     (*exits, last) = tiny.decoder.config.exits
     drafts = {f"lossless:{exit_}" for exit_ in exits[1:3] or exits}
-    assert rows(known) == {"plain", *drafts, "lossless:ngram"}
+    assert rows(subject) == {"plain", *drafts, "lossless:ngram"}
     config = dataclasses.replace(tiny.decoder.config, exits=(last,))
-    bare = dataclasses.replace(known, decoder=dataclasses.replace(tiny.decoder, config=config))
+    bare = dataclasses.replace(subject, decoder=dataclasses.replace(tiny.decoder, config=config))
     assert rows(bare) == {"plain", "lossless", "lossless:ngram"}
 
 

@@ -30,27 +30,13 @@ TIMES = {
 def test_rows_are_kept_as_they_come_and_read_by_the_report(
     side_by_side: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    setting, peer_row = {"batch": 1, "output": 8}, side_by_side.peer_row
-    recording = side_by_side.recording
+    peer_row, recording = side_by_side.peer_row, side_by_side.recording
+    options: dict[str, Any] = {"setting": {"batch": 1, "output": 8}, "tokens": 8}
     with recording(tmp_path, suite="s", settings={"out": tmp_path}, versions={"x": "1"}) as keep:
-        row = peer_row(
-            "m", "ours", "theirs", TIMES, setting=setting, tokens=8, calls=2, found={"apart": 1 / 3}
-        )
-        keep(row)
+        keep(peer_row("m", "ours", "theirs", TIMES, **options, calls=2, found={"apart": 1 / 3}))
         assert len(read_results(tmp_path / "results.json")[1]) == 1
-        pretended = {"tokens that ran every layer": 8}
-        keep(
-            peer_row(
-                "m",
-                "theirs",
-                "ours",
-                TIMES,
-                setting=setting,
-                tokens=8,
-                found={},
-                fallbacks=pretended,
-            )
-        )
+        options |= {"found": {}, "fallbacks": {"tokens that ran every layer": 8}}
+        keep(peer_row("m", "theirs", "ours", TIMES, **options))
     found, (first, second) = read_results(tmp_path / "results.json")
     assert json.loads(capsys.readouterr().out) == found
     assert found["complete"]

@@ -7,7 +7,6 @@ import dataclasses
 import itertools
 import json
 import math
-import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,19 +17,10 @@ import numpy as np
 import pytest
 from helpers.cases import EXECUTOR, calibrated, run_dense
 from helpers.models import plain_nll
-from scipy import stats
 
-from utio_jax.calibration.gates import (
-    SIGNALS,
-    fit_gates,
-    worth_going_deeper,
-)
-from utio_jax.calibration.hindsight import hindsight_policies
-from utio_jax.calibration.studies import (
-    predicted_tokens,
-    rank_correlation,
-    study_exits,
-)
+from utio_jax.calibration.compare import hindsight_policies
+from utio_jax.calibration.gates import SIGNALS, fit_gates, worth_going_deeper
+from utio_jax.calibration.studies import predicted_tokens, rank_correlation, study_exits
 from utio_jax.calibration.thresholds import _sweep, fit_thresholds, leave_at
 from utio_jax.core.documents import Batch
 from utio_jax.core.files import hash_file, load_tensors, save_tensors
@@ -169,11 +159,7 @@ def test_tokens_of_one_score_leave_together() -> None:
     assert (left[:60] == 1).all()
 
 
-def test_rank_correlation_of_tied_values_is_spearmans() -> None:
-    rng = np.random.default_rng(0)
-    few = np.sort(rng.integers(0, 3, 4000))  # A long document whose tokens need few depths.
-    scores = rng.normal(size=4000) + 0.1 * few
-    assert rank_correlation(scores, few) == pytest.approx(stats.spearmanr(scores, few)[0])
+def test_rank_correlation_is_spearmans_or_none() -> None:
     # By hand: tied values have the mean of the ranks that they take together.
     found = rank_correlation(np.asarray([1, 1, 2]), np.asarray([1, 2, 3]))
     assert found == pytest.approx(0.75**0.5)
@@ -259,14 +245,6 @@ def test_signals_are_calibrated_and_survive_their_files(
         assert row.flops / row.flops_full < 1.0, name
 
 
-def test_fixed_exits_keep_their_places() -> None:
-    fit = Thresholds(depths=(2, 8), thresholds=(0.5,), fractions=(0.4, 0.6))
-    wider = fit.over((1, 2, 4, 8))
-    assert wider.depths == (1, 2, 4, 8)
-    assert wider.thresholds == (-np.inf, 0.5, -np.inf)
-    assert wider.fractions == (0.0, 0.4, 0.0, 0.6)
-
-
 def test_signals_of_no_known_type_are_refused(tmp_path: Path) -> None:
     one_policy(Position()).save(tmp_path)
     stored = json.loads((tmp_path / "policies.json").read_text())
@@ -324,17 +302,6 @@ def one_policy(signal: Any, **changes: Any) -> Calibration:
         signals={signal.name: signal},
         info={"model_sha256": "b"},
     )
-
-
-def test_weights_are_those_that_a_calibration_was_saved_with(tmp_path: Path) -> None:
-    one_policy(None).save(tmp_path / "one.json")
-    one_policy(None, output=jnp.full((2, 2), 2.0)).save(tmp_path / "two.json")
-    load_calibration(tmp_path / "one.json", model_sha256="b")
-    shutil.copyfile(tmp_path / "two.safetensors", tmp_path / "one.safetensors")
-    with pytest.raises(ValueError, match="one.json was written with, beside it.*Copy both files"):
-        load_calibration(tmp_path / "one.json", model_sha256="b")
-    with pytest.raises(ValueError, match="finite weights .*Got NaN .*in learned.gates.output"):
-        one_policy(None, output=jnp.full((2, 2), jnp.nan)).save(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -230,11 +230,6 @@ def test_rows_are_those_of_evaluate_with_margins_of_the_table(
     assert by_name["full"].ledger.flops_ratio == pytest.approx(1)
     learned, oracle = (by_name[name].hull_margin_pct[1] for name in ("learned", "oracle_kl"))
     assert learned < oracle, "hindsight is better"
-
-
-@pytest.mark.check
-def test_rows_are_ready_for_json(compared: Any) -> None:
-    _, rows = compared
     for row in rows:
         found = row.to_dict()
         assert {"policy", "nll", "hull_margin_pct", "rank_correlation_kl"} <= set(found)

@@ -10,10 +10,9 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from helpers.cases import EXECUTOR
+from helpers.cases import EXECUTOR, calibrated
 
 from utio_jax import uniform
-from utio_jax.calibration.calibrate import calibrate
 from utio_jax.calibration.gates import SignalFitter
 from utio_jax.calibration.goals import Budgets, MaxDisagreement, MaxLoss
 from utio_jax.calibration.search import ThresholdSearch
@@ -163,16 +162,7 @@ def test_too_little_text_is_refused(tiny: Any, text: list[Batch]) -> None:
         token_ids=text[0].token_ids[:1], lengths=text[0].lengths[:1], window=text[0].window[:1]
     )
     with pytest.raises(ValueError, match="at least 512 predicted tokens.*Got 31. Add text"):
-        calibrate(
-            tiny.decoder,
-            tiny.params,
-            [one],
-            model_sha256="a" * 64,
-            text={},
-            policies=("position",),
-            goal=Budgets(budgets=(0.8,)),
-            executor=EXECUTOR,
-        )
+        calibrated(tiny, [one], policies=("position",), budgets=(0.8,))
 
 
 def test_a_file_keeps_thresholds_at_which_nobody_stops(tmp_path: Path) -> None:

@@ -12,11 +12,7 @@ from scipy import stats
 
 from utio_jax.calibration import risk
 from utio_jax.calibration.guarantee import _p_values, fit_with_guarantee, units_needed
-from utio_jax.calibration.risk import (
-    group_near_duplicates,
-    risks_of_groups,
-    split_documents,
-)
+from utio_jax.calibration.risk import group_near_duplicates, risks_of_groups, split_documents
 
 REPEATS = 1000
 Draw = Callable[[np.random.Generator, np.ndarray, int], np.ndarray]

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.cli import refused
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from utio_jax.cli.main import main
@@ -42,13 +43,14 @@ def say(monkeypatch: pytest.MonkeyPatch, *lines: str) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
 
 
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[list[dict[str, str]]]:
-    """Collects the messages of each answer."""
-    seen: list[list[dict[str, str]]] = []
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[dict[str, str]], int]]:
+    """The messages and the seed of each answer."""
+    seen: list[tuple[list[dict[str, str]], int]] = []
     answer = chat.stream_answer
 
     def remembered(model: Any, messages: Any, **options: Any) -> Iterator[tuple[str, int]]:
-        seen.append([dict(message) for message in messages])
+        seen.append(([dict(message) for message in messages], options["seeds"]))
         return answer(model, messages, **options)
 
     monkeypatch.setattr(chat, "stream_answer", remembered)
@@ -56,20 +58,13 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[list[dict[str, str]]]:
 
 
 def test_a_conversation_goes_on_until_it_is_left(
-    folder: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    folder: str, asked: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    seen = asked(monkeypatch)
-    seeds, answer = list[int](), chat.stream_answer
-
-    def noting_seeds(*messages: Any, **options: Any) -> Iterator[tuple[str, int]]:
-        seeds.append(options["seeds"])
-        return answer(*messages, **options)
-
-    monkeypatch.setattr(chat, "stream_answer", noting_seeds)
     say(monkeypatch, "hello", "", "and?", "/new", "again", "/exit", "never asked")
     arguments = ["chat", "--model", folder, "--max-new-tokens", "5", "--system", "be brief"]
     assert main([*arguments, "--seed", "7"]) == 0
-    assert seeds == [7, 8, 9], "no turn draws as another"
+    seen, seeds = zip(*asked, strict=True)
+    assert seeds == (7, 8, 9), "no turn draws as another"
     shown = capsys.readouterr()
     found = json.loads(shown.out)
     assert (found["command"], found["mode"]) == ("chat", "plain")
@@ -104,14 +99,12 @@ def test_depth_that_varies_is_named(
 
 
 def test_ctrl_c_ends_the_answer_and_not_the_program(
-    folder: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    folder: str, asked: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     answer = chat.stream_answer
-    asked: list[Any] = []
 
-    def interrupted(model: Any, messages: Any, **options: Any) -> Iterator[tuple[str, int]]:
-        asked.append(list(messages))
-        for index, piece in enumerate(answer(model, messages, **options)):
+    def interrupted(*given: Any, **options: Any) -> Iterator[tuple[str, int]]:
+        for index, piece in enumerate(answer(*given, **options)):
             if len(asked) == 1 and index == 2:
                 raise KeyboardInterrupt
             yield piece
@@ -123,7 +116,8 @@ def test_ctrl_c_ends_the_answer_and_not_the_program(
     first, second = json.loads(shown.out)["turns"]
     assert (first["stopped"], len(first["depths"])) == (True, 2)
     assert (second["stopped"], len(second["depths"])) == (False, 5)
-    assert asked[1][1] == {"role": "assistant", "content": first["answer"]}, "what was said counts"
+    (_, said, _), _ = asked[1]
+    assert said == {"role": "assistant", "content": first["answer"]}, "what was said counts"
     assert "(stopped)" in shown.err
 
 
@@ -143,12 +137,12 @@ def test_what_cannot_chat_is_refused_before_anything_is_asked(
     folder: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     say(monkeypatch, "hello")
-    assert main(["chat", "--model", str(FOLDER)]) == 2
-    assert "Wanted a model with a chat template" in capsys.readouterr().err
-    assert main(["chat", "--model", folder, "--mode", "lossless", "--policy", "uniform"]) == 2
-    assert "Wanted --mode adaptive with --policy" in capsys.readouterr().err
-    assert main(["chat", "--model", folder, "--top-p", "0.5"]) == 2
-    assert "Wanted --temperature above 0" in capsys.readouterr().err
+    for model, options, match in (
+        (FOLDER, "", "Wanted a model with a chat template"),
+        (folder, "--mode lossless --policy uniform", "Wanted --mode adaptive with --policy"),
+        (folder, "--top-p 0.5", "Wanted --temperature above 0"),
+    ):
+        assert match in refused(capsys, "chat", "--model", model, *options.split())
 
 
 def test_generate_answers_each_prompt_as_a_message(

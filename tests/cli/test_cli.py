@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers.cli import last_line
+from helpers.cli import last_line, refused
 from helpers.folders import save_small_model
 from helpers.texts import SOURCES, source
 from rich.console import Console
@@ -296,44 +296,35 @@ def test_a_model_without_exits_drafts_from_its_text_alone(
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [
-        (["evaluate"], "Wanted text files or --token-ids FILE, one of the two"),
-        (["evaluate", "nowhere.py"], "nowhere.py: No such file"),
-        (["evaluate", "EMPTY"], "EMPTY: empty"),
-        (["evaluate", "BINARY"], "BINARY: not UTF-8 text"),
-        (["evaluate", "SOURCE", "--policy", "magic"], "Wanted a policy of full, uniform"),
-        (["evaluate", "SOURCE", "--budget", "0.1"], "Wanted a budget of"),
+        ("evaluate", "Wanted text files or --token-ids FILE, one of the two"),
+        ("evaluate SOURCE --policy magic", "Wanted a policy of full, uniform"),
+        ("evaluate SOURCE --policy uniform --depth 9", "within the model's 4 layers"),
+        ("evaluate SOURCE --kv full", "kv to be one of 'propagate', 'drop'"),
+        ("evaluate SOURCE --kv drop", "with kv. Got policy full"),
+        ("evaluate SOURCE --budget 0.8 --batch 0", "at least 1 row"),
+        ("evaluate --token-ids FOREIGN", "ids from 0 to 299, the model's vocabulary. Got 1 to 300"),
+        ("demo SHORT", "text of at least 1024 tokens"),
+        ("calibrate SOURCE --budget 0.01 --policy position", "a goal that some policy reaches"),
         (
-            ["evaluate", "SOURCE", "--policy", "uniform", "--depth", "9"],
-            "within the model's 4 layers",
-        ),
-        (["evaluate", "SOURCE", "--kv", "full"], "kv to be one of 'propagate', 'drop'"),
-        (["evaluate", "SOURCE", "--budget", "0.8", "--batch", "0"], "at least 1 row"),
-        (["evaluate", "SOURCE", "--model", "nowhere"], "nothing at nowhere"),
-        (
-            ["evaluate", "--token-ids", "FOREIGN", "--budget", "0.8"],
-            "ids from 0 to 299, the model's vocabulary. Got 1 to 300",
-        ),
-        (["demo", "SHORT"], "text of at least 1024 tokens"),
-        (
-            ["calibrate", "SOURCE", "--budget", "0.01", "--policy", "position"],
-            "a goal that some policy reaches",
-        ),
-        (
-            ["calibrate", "--budget", "0.5", "--max-nll-increase-pct", "1"],
+            "calibrate --budget 0.5 --max-nll-increase-pct 1",
             "one of --budget, --max-nll-increase-pct and --max-disagreement",
         ),
-        (
-            ["calibrate", "SOURCE", "--max-disagreement", "0.05"],
-            "at least 77 documents for max_disagreement=0.05 at confidence 0.95",
-        ),
-        (["compare", "SOURCE"], "Wanted at least 5 documents"),
-        (["evaluate", "SOURCE", "--budget", "1", "--calibration", "no.json"], "There is none"),
-        (["generate"], "Wanted at least one prompt"),
-        (["generate", "x = 1\n" * 40], "within the model's context of 64. Got prompt 0 of"),
-        (["generate", "x", "--max-new-tokens", "0"], "max_new_tokens of at least 1"),
-        (["generate", "x", "--mode", "lossless", "--drafter", "magic"], "a drafter of exit, ngram"),
-        (["generate", "x", "--temperature", "-1"], "Wanted a temperature of 0 for greedy, or from"),
-        (["generate", "x", "--stop", ""], "stop strings of at least one character"),
+        ("calibrate SOURCE --max-disagreement 0.05", "77 documents for max_disagreement=0.05"),
+        ("calibrate SOURCE --confidence 0.9", "Wanted --max-disagreement with --confidence"),
+        ("compare SOURCE --budget 0.8 0.123", "some of the budgets [0.8], as calibrated"),
+        ("generate", "Wanted at least one prompt"),
+        ("generate " + "x=1;" * 40, "within the model's context of 64. Got prompt 0 of"),
+        ("generate x --rounds -1", "Wanted --rounds of at least 0. Got -1"),
+        ("generate x --mode lossless --drafter magic", "a drafter of exit, ngram"),
+        ("generate x --mode adaptive --policy full --budget 0.5", "with budget. Got policy full"),
+        ("generate x --mode lossless --prompt-budget 0.9", "keys and values are the full model's"),
+        ("generate x --temperature -1", "Wanted a temperature of 0 for greedy, or from"),
+        ("fit-prompt SOURCE --stop 2", "within the model's context of 64"),
+        ("bench --suite accelerator", "Wanted a GPU or TPU"),
+        ("bench --parts engine", "Wanted --parts of suite quick"),
+        ("bench --batch-sizes 0", "sizes and rounds of at least 1"),
+        ("bench --policies learned@7", "NAME or NAME@BUDGET"),
+        ("bench --models nowhere --dry-run", "nothing at nowhere"),
     ],
 )
 @pytest.mark.usefixtures("unchecked_shapes")
@@ -342,20 +333,14 @@ def test_input_that_cannot_be_used_is_named(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
-    arguments: list[str],
+    arguments: str,
     match: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("EMPTY").write_text("")
-    Path("BINARY").write_bytes(b"\xff\xfe\x00")
     Path("FOREIGN").write_text("[[1, 300]]")
     Path("SHORT").write_text("x = 1\n")
     Path("SOURCE").write_text(source("colorsys").read_text())
-    if "--model" not in arguments:
-        arguments = [*arguments, "--model", str(folder)]
-    if arguments[0] == "calibrate":
-        arguments = [*arguments, "--out", str(tmp_path / "fitted")]
-    assert main(arguments) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert match in captured.err
+    name, *words = arguments.split()
+    words += [] if name == "bench" else ["--model", str(folder)]
+    words += ["--out", "fitted"] if name == "calibrate" else []
+    assert match in refused(capsys, name, *words)

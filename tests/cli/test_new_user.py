@@ -20,6 +20,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.cli import refused
 from helpers.folders import save_small_model
 from helpers.texts import SOURCES, source
 
@@ -34,6 +35,7 @@ from utio_jax.core.files import check_writable, dump_tensors
 from utio_jax.core.lens import Lens
 from utio_jax.decoding.base import Plain
 from utio_jax.decoding.generate import generate
+from utio_jax.decoding.text import generate_text
 from utio_jax.evaluation.ledger import Ledger
 from utio_jax.models import load
 from utio_jax.policies.signals import Position
@@ -80,47 +82,6 @@ def bare(folder: Path, tmp_path: Path) -> Path:
     return out
 
 
-def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
-    capsys.readouterr()
-    assert main([*map(str, arguments)]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert re.search("^utio-jax: Wanted", captured.err, flags=re.MULTILINE)
-    return captured.err
-
-
-# Options that would have been ignored.
-
-
-@pytest.mark.parametrize(
-    ("arguments", "match"),
-    [
-        ("evaluate X --policy full --budget 0.5", "Wanted policy learned, or another fitted on"),
-        ("evaluate X --kv drop", "with kv. Got policy full"),
-        ("evaluate X --policy uniform", "Wanted a depth with policy uniform"),
-        (
-            "generate x --mode adaptive --policy full --budget 0.5",
-            "with budget. Got policy full",
-        ),
-        ("generate x --rounds -1", "Wanted --rounds of at least 0. Got -1"),
-        ("calibrate X --confidence 0.9", "Wanted --max-disagreement with --confidence"),
-        ("compare X --budget 0.8 0.123", "some of the budgets [0.8], as calibrated"),
-    ],
-)
-def test_an_option_without_a_use_is_refused(
-    folder: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    arguments: str,
-    match: str,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("X").write_text(source("colorsys").read_text())
-    out = ["--out", "fitted.json"] if arguments.startswith("calibrate") else []
-    assert match in refused(capsys, *arguments.split(), "--model", folder, *out)
-
-
 # Nothing is overwritten.
 
 
@@ -148,7 +109,7 @@ def fake_calibrate(monkeypatch: pytest.MonkeyPatch) -> None:
             signals=dict.fromkeys(policies, Position()),
         )
 
-    monkeypatch.setattr(importlib.import_module("utio_jax.calibration.calibrate"), "calibrate", fit)
+    monkeypatch.setattr("utio_jax.models.verbs.calibrate", fit)
 
 
 def test_a_calibration_is_replaced_where_nothing_of_it_is_lost(
@@ -163,10 +124,9 @@ def test_a_calibration_is_replaced_where_nothing_of_it_is_lost(
         assert f"Written: {', '.join(names)}: {own}" in captured.err
         assert {*json.loads(own.read_text())["entries"]} == {*names}
     before = own.read_bytes()
-    assert main([*arguments, "4", "--policy", "position"]) == 2
-    refused = capsys.readouterr().err
-    assert "also holds entropy" in refused
-    assert "fit all of them: position entropy" in refused
+    said = refused(capsys, *arguments, "4", "--policy", "position")
+    assert "also holds entropy" in said
+    assert "fit all of them: position entropy" in said
     assert own.read_bytes() == before
     # The command that is recommended works, up to its placeholder.
     (recommended,) = re.findall(r"For example: utio-jax (.*) OTHER_FILES", captured.err)
@@ -184,7 +144,7 @@ def test_a_lens_is_kept_and_never_replaced_by_another(
         fitted.append(_[3])
         return Lens(matrix=jnp.zeros((1, 32, 32)), bias=jnp.zeros((1, 32)), exits=(2,))
 
-    monkeypatch.setattr("utio_jax.calibration.lens.fit_lens", fit)
+    monkeypatch.setattr("utio_jax.cli.calibrate.fit_lens", fit)
     texts = [str(source(name)) for name in SOURCES]
     arguments = ["calibrate", *texts, "--model", str(bare), "--exits", "2", "4"]
     arguments += ["--fit-lens", "--out", str(out), "--policy", "position"]
@@ -230,7 +190,7 @@ def test_a_place_that_takes_no_files_is_found_before_the_work(
     def worked(*_: Any, **__: Any) -> None:
         raise AssertionError("work")
 
-    for place in ("models.load", "bench.report.write_report", "bench.results.describe"):
+    for place in ("models.load", "bench.report.write_report", "cli.bench.describe"):
         monkeypatch.setattr(f"utio_jax.{place}", worked)
     monkeypatch.chdir(tmp_path)
     Path("FILE").write_text("")
@@ -535,16 +495,13 @@ def test_a_comparison_ends_with_a_sentence_and_names_each_row_apart() -> None:
 def test_generate_decodes_once_for_the_text_and_once_a_round(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from utio_jax.decoding import text
-
     decoded: list[Any] = []
-    until = text.generate_text
 
     def counted(*arguments: Any, **options: Any) -> Any:
         decoded.append(options["mode"].name)
-        return until(*arguments, **options)
+        return generate_text(*arguments, **options)
 
-    monkeypatch.setattr(text, "generate_text", counted)
+    monkeypatch.setattr("utio_jax.cli.generate.generate_text", counted)
     texts = ["def mean(values):", "import"]
     arguments = ["generate", *texts, "--model", str(folder), "--max-new-tokens", "4"]
     assert main([*arguments, "--rounds", "0"]) == 0

@@ -12,11 +12,7 @@ import pytest
 
 from utio_jax import Adaptive, Lossless, Plain, uniform
 from utio_jax.cli.evaluate import Evaluate
-from utio_jax.cli.options import (
-    OfDecoding,
-    read_token_ids,
-    repeat_reading,
-)
+from utio_jax.cli.options import OfDecoding, read_token_ids, repeat_reading
 from utio_jax.cli.serve import Serve
 from utio_jax.decoding.sampling import SamplingParams
 from utio_jax.engine.depths import thresholds_of

@@ -15,14 +15,7 @@ import numpy as np
 import pytest
 from helpers.cases import EXECUTOR
 from helpers.engine import CAPACITY, alone, engine_of, modes, pool
-from helpers.generation import (
-    SMALL,
-    DepthAt,
-    depth_table,
-    lively_model,
-    run,
-    true_logits,
-)
+from helpers.generation import SMALL, DepthAt, depth_table, lively_model, run, true_logits
 from helpers.models import Model, gated
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
@@ -312,17 +305,8 @@ def test_a_stream_on_a_mesh_ends_its_rows_where_one_device_does(count_compiles: 
     with count_compiles() as compiles:
         run(model, PROMPTS, mesh=mesh, **options)
     assert compiles.count == 0
-    chunks = list(
-        stream(
-            model.decoder,
-            model.params,
-            PROMPTS,
-            max_new_tokens=40,
-            eos_ids=(),
-            lengths=SMALL,
-            mesh=mesh,
-        )
-    )
+    options = {"max_new_tokens": 40, "eos_ids": (), "lengths": SMALL, "mesh": mesh}
+    chunks = list(stream(model.decoder, model.params, PROMPTS, **options))
     wanted = on_one_device("plain").token_ids
     for row, ids in enumerate(wanted):
         np.testing.assert_array_equal(np.concatenate([c.token_ids[row] for c in chunks]), ids)
@@ -367,16 +351,8 @@ def test_sharded_calibration_is_that_of_one_device(tiny: Any, text: list[Batch])
     np.testing.assert_allclose(spent[1].loss, spent[0].loss, rtol=1e-5)
     # A device on which no token goes deeper projects no K/V there: no more than on one, often less.
     assert 0.9 * spent[0].flops < spent[1].flops <= spent[0].flops * (1 + 1e-9)
-    found = calibrate(
-        *model,
-        batches,
-        model_sha256="a" * 64,
-        text={},
-        policies=("softmax_gap",),
-        goal=Budgets(budgets=(0.7,)),
-        executor=EXACT,
-        mesh=mesh,
-    )
+    names, goal = ("softmax_gap",), Budgets(budgets=(0.7,))
+    found = calibrate(*model, batches, policies=names, goal=goal, executor=EXACT, mesh=mesh)
     (entry,) = found.entries["softmax_gap"].values()
     assert entry.depths == fit.depths
     np.testing.assert_allclose(entry.fractions, fit.fractions, atol=0.02)  # Cheaper, so deeper.

@@ -113,9 +113,7 @@ def test_broken_weights_under_the_right_hash_are_named(tmp_path: Path) -> None:
     stored = {**json.loads(file.read_text()), "weights_sha256": files.hash_file(weights)}
     file.write_text(json.dumps(stored))
     with pytest.raises(ValueError, match="is truncated or corrupt"):
-        load_owned(
-            file, what="it", command="do", model_sha256="me", owner=lambda found: found["owner"]
-        )
+        load(file)
 
 
 class Killed(BaseException):

@@ -13,14 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.cases import EXECUTOR, run_dense, run_oracle, run_staircase
+from helpers.cases import EXECUTOR, calibrated, run_dense, run_oracle, run_staircase
 from helpers.marks import quick_where
 from helpers.models import Model
 
-from utio_jax import score, uniform
+from utio_jax import reference_states, score, uniform
 from utio_jax.calibration.advice import advise, may_pay
-from utio_jax.calibration.calibrate import calibrate
-from utio_jax.calibration.goals import Budgets
 from utio_jax.calibration.lens import LensConfig, fit_lens
 from utio_jax.calibration.studies import study_exits
 from utio_jax.core.decoder import apply_exit_lens
@@ -79,6 +77,14 @@ def drawn(model: Model, seed: int = 0) -> tuple[jax.Array, jax.Array, np.ndarray
     return ids, jnp.asarray([17, 9, 2], jnp.int32), rng.choice(EXITS, (3, 17)).astype(np.int32)
 
 
+def passed(model: Model, policy: Any, kv: str = "propagate") -> Any:
+    """Returns the pass over these rows."""
+    ids, lengths, _ = drawn(model)
+    return run_staircase(
+        model.decoder, model.params, ids, lengths, policy, kv=kv, executor=EXECUTOR
+    )
+
+
 @pytest.mark.parametrize("kv", quick_where(lambda kv: kv == "propagate", ["propagate", "drop"]))
 def test_the_head_reads_the_map_and_others_see_the_state(
     bare: Model, model: Model, lens: Lens, kv: str
@@ -87,9 +93,7 @@ def test_the_head_reads_the_map_and_others_see_the_state(
     policy = given_depths(jnp.asarray(depths), depths=EXITS)
     plain = run_oracle(bare.decoder, bare.params, ids, lengths, depths, kv=kv)
     wanted = run_oracle(model.decoder, model.params, ids, lengths, depths, kv=kv)
-    found = run_staircase(
-        model.decoder, model.params, ids, lengths, policy, kv=kv, executor=EXECUTOR
-    )
+    found = passed(model, policy, kv)
     for row, length in enumerate(np.asarray(lengths)):
         for token in range(length):
             by_hand = mapped(lens, np.asarray(plain[row, token]), int(depths[row, token]))
@@ -98,24 +102,13 @@ def test_the_head_reads_the_map_and_others_see_the_state(
 
 
 def test_each_early_token_is_mapped_once(model: Model) -> None:
-    ids, lengths, depths = drawn(model)
-    policy = given_depths(jnp.asarray(depths), depths=EXITS)
-    found = run_staircase(
-        model.decoder, model.params, ids, lengths, policy, kv="propagate", executor=EXECUTOR
-    )
+    _, lengths, depths = drawn(model)
+    found = passed(model, given_depths(jnp.asarray(depths), depths=EXITS))
     real = np.arange(17) < np.asarray(lengths)[:, None]
     stops = [int((real & (depths == depth)).sum()) for depth in EXITS[:-1]]
     padded = [-(-count // EXECUTOR.unit) * EXECUTOR.unit for count in stops]
     np.testing.assert_array_equal(found.work.exit_maps, [*padded, 0])
-    full = run_staircase(
-        model.decoder,
-        model.params,
-        ids,
-        lengths,
-        full_depth(model.decoder),
-        kv="propagate",
-        executor=EXECUTOR,
-    )
+    full = passed(model, full_depth(model.decoder))
     np.testing.assert_array_equal(full.work.exit_maps, [0])
 
 
@@ -152,36 +145,38 @@ def test_a_policy_that_looks_at_logits_sees_what_the_token_will_say(
 def test_every_way_to_read_an_exit_agrees(model: Model, text: list[Batch]) -> None:
     batch = text[0]
     ids, lengths = jnp.asarray(batch.token_ids), jnp.asarray(batch.lengths)
-    by_exit = np.asarray(
-        jax.jit(exit_nll, static_argnums=0)(model.decoder, model.params, ids, lengths)
-    )
+    exits = jax.jit(exit_nll, static_argnums=0)
+    by_exit = np.asarray(exits(model.decoder, model.params, ids, lengths))
     study = study_exits(model.decoder, model.params, [batch])[0]
     harm = by_exit - by_exit[-1:]
     np.testing.assert_allclose(study.harm[:, study.predicted], harm[:, study.predicted], atol=1e-3)
-    found = evaluate(
-        model.decoder,
-        model.params,
-        [batch],
-        {str(depth): uniform(depth) for depth in EXITS},
-        executor=EXECUTOR,
-    )
+    policies = {str(depth): uniform(depth) for depth in EXITS}
+    found = evaluate(model.decoder, model.params, [batch], policies, executor=EXECUTOR)
     for row, depth in enumerate(EXITS):
         assert found[str(depth)].nll == pytest.approx(float(by_exit[row].sum()), rel=1e-4)
 
 
-def test_gradients_reach_the_maps_through_a_static_prefix(model: Model) -> None:
+@pytest.mark.check
+def test_gradients_through_the_maps_are_the_oracles(model: Model) -> None:
     ids, lengths, depths = drawn(model)
     policy = given_depths(jnp.asarray(depths), depths=EXITS)
+    executor = CapacityPrefix(capacities=(20, 16, 12), min_bucket=4)
 
-    @jax.jit
-    @jax.grad
-    def slope(params: Any) -> jax.Array:
-        executor = CapacityPrefix(capacities=(17, 17, 17), min_bucket=1)
+    def through_pass(params: Any) -> jax.Array:
         found = score(model.decoder, params, ids, lengths, policy, executor=executor)
-        return -found.log_likelihood.sum()
+        return jnp.sum(found.log_likelihood)
 
-    found = slope(model.params)
-    assert all(float(jnp.abs(leaf).max()) > 0 for leaf in jax.tree.leaves(found["lens"]))
+    def through_oracle(params: Any) -> jax.Array:
+        x = reference_states(model.decoder, params, ids, lengths, jnp.asarray(depths))
+        logp = jax.nn.log_softmax(model.decoder.unembed(params, x))[:, :-1]
+        own = jnp.take_along_axis(logp, ids[:, 1:, None], axis=-1)[..., 0]
+        return jnp.sum(jnp.where(jnp.arange(1, 17)[None] < lengths[:, None], own, 0.0))
+
+    both = [jax.jit(jax.grad(loss))(model.params) for loss in (through_pass, through_oracle)]
+    for found, wanted in zip(*map(jax.tree.leaves, both), strict=True):
+        scale = float(jnp.abs(wanted).max())
+        assert scale > 0
+        np.testing.assert_allclose(found, wanted, atol=1e-3 * scale)
 
 
 @pytest.mark.parametrize("kv", quick_where(lambda kv: kv == "drop", ["propagate", "drop"]))
@@ -212,32 +207,20 @@ def test_decoding_at_an_exit_says_what_scoring_says(model: Model, kv: Any) -> No
 
 
 def test_maps_of_a_silent_policy_run_where_a_row_stops(model: Model) -> None:
-    prompts = [np.asarray(model.tokens(5))]
-    found = generate(
-        model.decoder,
-        model.params,
-        prompts,
-        mode=Adaptive(policy=uniform(2)),
-        max_new_tokens=6,
-    )
+    prompts, mode = [np.asarray(model.tokens(5))], Adaptive(policy=uniform(2))
+    found = generate(model.decoder, model.params, prompts, mode=mode, max_new_tokens=6)
     assert found.exit_maps.tolist() == [5], "the first token is prefill's"
     cost = token_cost(model.decoder, model.params)
-    spent = spent_on(model.decoder, model.params, Adaptive(policy=uniform(2)), prompts, found)
+    spent = spent_on(model.decoder, model.params, mode, prompts, found)
     assert spent.flops_extra == pytest.approx(5 * cost.exit_map)
 
 
 def test_lossless_drafts_through_the_lens_and_stays_lossless(model: Model, bare: Model) -> None:
     prompts = [np.asarray(model.tokens(5)), np.asarray(model.tokens(9, seed=1))]
     plain = generate(bare.decoder, bare.params, prompts, mode=Plain(), max_new_tokens=20)
-    drafted = {}
+    drafted, mode = {}, Lossless(exit=2, max_draft=3)
     for name, each in (("with", model), ("without", bare)):
-        found = generate(
-            each.decoder,
-            each.params,
-            prompts,
-            mode=Lossless(exit=2, max_draft=3),
-            max_new_tokens=20,
-        )
+        found = generate(each.decoder, each.params, prompts, mode=mode, max_new_tokens=20)
         for mine, wanted in zip(found.token_ids, plain.token_ids, strict=True):
             np.testing.assert_array_equal(mine, wanted)
         drafted[name] = found
@@ -256,12 +239,11 @@ def test_a_fit_brings_exits_closer_and_leaves_the_model_alone(
     through = Model(*lensed(bare.decoder, bare.params, found))
     unseen = text[-1]
     loss = jax.jit(exit_nll, static_argnums=0)
-    before, after = (
-        np.asarray(loss(each.decoder, each.params, unseen.token_ids, unseen.lengths)).sum(
-            axis=(1, 2)
-        )
+    both = [
+        loss(each.decoder, each.params, unseen.token_ids, unseen.lengths)
         for each in (bare, through)
-    )
+    ]
+    before, after = (np.asarray(each).sum(axis=(1, 2)) for each in both)
     assert after[-1] == before[-1]
     assert np.all(after[:-1] < before[:-1])
 
@@ -335,16 +317,7 @@ def test_faults_are_named(bare: Model, lens: Lens, text: list[Batch]) -> None:
 
 @pytest.mark.check
 def test_calibration_works_through_a_lens(model: Model, text: list[Batch]) -> None:
-    found = calibrate(
-        model.decoder,
-        model.params,
-        text[:3],
-        model_sha256="a" * 64,
-        text={},
-        policies=("entropy",),
-        goal=Budgets(budgets=(0.8,)),
-        executor=EXECUTOR,
-    )
+    found = calibrated(model, text[:3], policies=("entropy",), budgets=(0.8,))
     assert isinstance(model.decoder, Lensed)
     assert set(found.info["exit_agreement"]) == {"1", "2"}
     assert found.info["goals"]["entropy"]["nll_increase_pct_by_budget"]["0.8"] > 0
@@ -391,9 +364,8 @@ def test_a_folder_with_a_lens_is_read_through_it(bare: Model, lens: Lens, tmp_pa
     assert through.decoder.config.exits == EXITS, "the lens says where it can be read"
     assert through.sha256 != plain.sha256, "policies of one are not the other's"
     assert load(tmp_path, exits=(2, 4)).decoder.config.exits == (2, 4)
-    np.testing.assert_array_equal(
-        load(tmp_path, exits=(2, 4)).params["lens"]["matrix"], lens.matrix[1:]
-    )
+    some = load(tmp_path, exits=(2, 4)).params["lens"]["matrix"]
+    np.testing.assert_array_equal(some, lens.matrix[1:])
     assert not isinstance(load(tmp_path, lens=False).decoder, Lensed)
     short = through.with_context(8)
     assert isinstance(short.decoder, Lensed)

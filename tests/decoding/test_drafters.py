@@ -8,10 +8,9 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.generation import SMALL, assert_greedy, run
+from helpers.generation import assert_greedy, run
 
 from utio_jax.decoding.drafting import NGram
-from utio_jax.decoding.generate import generate
 from utio_jax.decoding.lossless import Lossless
 from utio_jax.decoding.sampling import SamplingParams
 from utio_jax.models.transformer import Transformer
@@ -100,8 +99,9 @@ def test_drafts_cost_what_a_slow_matcher_says(model, plain, row):
 MODE = Lossless(drafter="ngram", max_draft=5)
 
 
-def test_greedy_is_the_full_model_in_ragged_batches(model, plain):
-    found = run(model, REPEATING, mode=MODE)
+def test_greedy_is_the_full_model_in_ragged_batches_and_needs_no_exit(model, plain):
+    stock = Transformer(dataclasses.replace(model.decoder.config, exits=(4,)))
+    found = run(dataclasses.replace(model, decoder=stock), REPEATING, mode=MODE)
     assert_greedy(model, found, REPEATING, kv="full")
     for row in range(3):
         np.testing.assert_array_equal(found.token_ids[row], plain.token_ids[row][:40])
@@ -111,21 +111,6 @@ def test_greedy_is_the_full_model_in_ragged_batches(model, plain):
 
 def test_the_lowest_temperature_draws_the_full_models_tokens(model, plain):
     found = run(model, REPEATING, mode=MODE, sampling=SamplingParams(temperature=1e-9), seeds=3)
-    for row in range(3):
-        np.testing.assert_array_equal(found.token_ids[row], plain.token_ids[row][:40])
-
-
-def test_no_exit_is_needed_to_copy(model, plain):
-    stock = Transformer(dataclasses.replace(model.decoder.config, exits=(4,)))
-    found = generate(
-        stock,
-        model.params,
-        REPEATING,
-        mode=Lossless(drafter="ngram"),
-        max_new_tokens=40,
-        eos_ids=(),
-        lengths=SMALL,
-    )
     for row in range(3):
         np.testing.assert_array_equal(found.token_ids[row], plain.token_ids[row][:40])
 

@@ -16,6 +16,7 @@ from helpers.generation import (
     SMALL,
     DepthAt,
     assert_greedy,
+    begun,
     depth_table,
     run,
     setting_of,
@@ -26,7 +27,7 @@ from helpers.policies import SurePasses
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.base import Plain
 from utio_jax.decoding.generate import stream
-from utio_jax.decoding.loop import Lengths, advance, begin, run_chunks
+from utio_jax.decoding.loop import Lengths, advance, run_chunks
 from utio_jax.decoding.lossless import Lossless
 from utio_jax.decoding.sampling import SamplingParams, rows_of
 from utio_jax.policies.depth import Thresholded, given_depths, random_depths, uniform
@@ -95,50 +96,6 @@ def test_each_row_has_a_seed_of_its_own(model, seeds, wanted):
     np.testing.assert_array_equal(state.seeds, wanted)
 
 
-def test_rows_end_on_their_own(model, plain):
-    wanted = int(plain.token_ids[0][9])
-    result = run(model, eos_ids=(63, wanted))
-    for mine, full, why in zip(
-        result.token_ids, plain.token_ids, result.finish_reasons, strict=True
-    ):
-        ends = np.flatnonzero(np.isin(full, (63, wanted)))
-        np.testing.assert_array_equal(mine, full[: ends[0] + 1 if ends.size else 40])
-        assert why == ("eos" if ends.size else "length")
-    assert result.finish_reasons[0] == "eos"
-
-
-EACH = [
-    SamplingParams(),
-    SamplingParams(temperature=jnp.float32(0.8)),
-    SamplingParams(temperature=jnp.float32(1.2), top_k=30, top_p=jnp.float32(0.9)),
-]
-
-
-@pytest.mark.parametrize(
-    "mode",
-    [Plain(), Lossless(exit=2, max_draft=3)],
-    ids=["plain", "lossless"],
-)
-def test_each_prompt_may_be_sampled_in_its_own_way(model, mode, count_compiles):
-    # Of three programs for drafts two will do.
-    methods = EACH if mode == Plain() else [*EACH[:2], SamplingParams(temperature=jnp.float32(1.3))]
-    together = run(model, mode=mode, sampling=methods, seeds=[3, 4, 5])
-    for row, (prompt, method) in enumerate(zip(PROMPTS, methods, strict=True)):
-        alone = run(model, [prompt], mode=mode, sampling=method, seeds=[3 + row])
-        for name in ("token_ids", "decided", "accepted", "steps"):
-            np.testing.assert_array_equal(getattr(together, name)[row], getattr(alone, name)[0])
-        likelihood = alone.log_probabilities[0]
-        np.testing.assert_allclose(together.log_probabilities[row], likelihood, atol=1e-5)
-    with count_compiles() as compiles:  # Nor does another kind of method compile anything.
-        run(
-            model,
-            mode=mode,
-            sampling=[SamplingParams(temperature=1.0, min_p=0.2), *EACH[:2]],
-            seeds=[3, 4, 5],
-        )
-    assert compiles.count == 0
-
-
 def test_prompts_that_share_a_method_share_its_program(model, plain, count_compiles):
     with count_compiles() as compiles:
         found = run(model, sampling=[SamplingParams()] * 3, eos_ids=())
@@ -146,21 +103,36 @@ def test_prompts_that_share_a_method_share_its_program(model, plain, count_compi
     np.testing.assert_array_equal(np.stack(found.token_ids), np.stack(plain.token_ids))
 
 
-def test_each_prompt_may_end_in_its_own_way(model, plain):
+def test_each_prompt_may_be_sampled_and_end_in_its_own_way(model, plain, count_compiles):
     ids = [row.tolist() for row in plain.token_ids]
-    pair = ids[2][8:10]
-    ends, stops = [[ids[0][6]], [], [63]], [[], [[62, 61, 60], ids[0][5:7]], [pair]]
-    together = run(model, eos_ids=ends, stop_sequences=stops)
+    pair, missing = ids[2][8:10], next(i for i in range(64) if i not in ids[0])
+    ends = [[missing, ids[0][6]], [], [63]]
+    stops = [[], [[62, 61, 60], ids[0][5:7]], [pair]]
+    methods = [SamplingParams(), SamplingParams(temperature=jnp.float32(0.8)), SamplingParams()]
+    how = {"seeds": [3, 4, 5], "eos_ids": ends}
+    together = run(model, sampling=methods, stop_sequences=stops, **how)
     for row, prompt in enumerate(PROMPTS):
-        alone = run(model, [prompt], eos_ids=ends[row], stop_sequences=stops[row])
+        alone = run(
+            model,
+            [prompt],
+            sampling=methods[row],
+            seeds=[3 + row],
+            eos_ids=ends[row],
+            stop_sequences=stops[row],
+        )
         np.testing.assert_array_equal(together.token_ids[row], alone.token_ids[0])
         assert together.finish_reasons[row] == alone.finish_reasons[0]
+    np.testing.assert_array_equal(together.token_ids[0], ids[0][: ids[0].index(ids[0][6]) + 1])
     assert together.finish_reasons[0] == "eos"
     assert together.finish_reasons[2] == "stop"
     # What all prompts share may stand once, beside lists for each.
-    shared = run(model, eos_ids=ends, stop_sequences=[pair])
+    shared = run(model, sampling=methods, stop_sequences=[pair], **how)
     np.testing.assert_array_equal(shared.token_ids[2], together.token_ids[2])
     assert shared.finish_reasons[0] == "eos"
+    with count_compiles() as compiles:  # Nor does another kind of method compile anything.
+        others = [methods[1], SamplingParams(temperature=1.0, min_p=0.2, top_k=30), methods[0]]
+        run(model, sampling=others, stop_sequences=stops, **how)
+    assert compiles.count == 0
 
 
 STREAMED = {"max_new_tokens": 40, "eos_ids": (), "lengths": SMALL}
@@ -217,14 +189,9 @@ def test_the_second_prompt_compiles_nothing(model, count_compiles, name):
 def test_steps_read_fewer_keys_once_the_longest_row_has_ended(model):
     """A row of 20 prompt tokens crosses slot 32, and ends at 40; another crosses it later."""
     prompts = [PROMPTS[0], [(7 * i) % 64 for i in range(20)], PROMPTS[2]]
-    ids = np.zeros((3, 24), np.int32)
-    for row, prompt in zip(ids, prompts, strict=True):
-        row[: len(prompt)] = prompt
-    lengths = np.array([len(prompt) for prompt in prompts], np.int32)
-    limits = np.array([12, 40, 40], np.int32)
+    lengths, limits = np.array([3, 20, 1], np.int32), np.array([12, 40, 40], np.int32)
     setting = setting_of(model, Plain())
-    state = begin(setting, ids, lengths, limits, np.arange(3, dtype=np.uint32), slots=64)
-    state = advance(setting, state, np.int32(64), widths=(32, 64))
+    state = advance(setting, begun(setting, prompts, limits), np.int32(64), widths=(32, 64))
 
     widths, slots, ends = [], np.zeros(3), lengths + 1
     while np.any(runs := ends < limits):
@@ -256,9 +223,8 @@ COPIED = {
 @pytest.mark.parametrize("name", quick_where(lambda name: name == "propagate", COPIED))
 def test_the_cache_is_never_copied(model, name):
     # One large cache: a copy of it, or of half of it, would show in the temporaries.
-    setting, lengths = setting_of(model, *COPIED[name]), np.array([3, 7, 1], np.int32)
-    rows = np.zeros((3, 8), np.int32), lengths, lengths + 40, np.arange(3, dtype=np.uint32)
-    state = begin(setting, *rows, slots=4096)
+    setting = setting_of(model, *COPIED[name])
+    state = begun(setting, slots=4096)
     held = state.cache.keys.nbytes + state.cache.values.nbytes
     program = advance.lower(setting, state, np.int32(9), widths=(64, 128)).compile()
     memory = program.memory_analysis()

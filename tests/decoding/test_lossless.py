@@ -15,13 +15,14 @@ from helpers.generation import (
     SMALL,
     assert_drawn_law,
     assert_greedy,
+    begun,
     run,
     setting_of,
 )
 
 from utio_jax.core.lens import Lens, lensed
 from utio_jax.decoding.generate import generate
-from utio_jax.decoding.loop import advance, begin
+from utio_jax.decoding.loop import advance
 from utio_jax.decoding.lossless import Lossless, lossless_for
 from utio_jax.models.presets import TINY
 from utio_jax.models.transformer import Transformer
@@ -86,39 +87,15 @@ def test_drawn_tokens_follow_the_full_model(mode):
     assert_drawn_law(mode)
 
 
-def test_rows_end_inside_a_draft(model, plain):
-    wanted = int(plain.token_ids[0][9])
-    result = run(model, mode=Lossless(exit=2, max_draft=3), eos_ids=(wanted,))
-    for row in range(3):
-        at = np.flatnonzero(plain.token_ids[row] == wanted)
-        length = int(at[0]) + 1 if at.size else 40
-        np.testing.assert_array_equal(result.token_ids[row], plain.token_ids[row][:length])
-        assert result.finish_reasons[row] == ("eos" if at.size else "length")
-    assert result.finish_reasons[0] == "eos"
-
-
 def test_keys_are_the_full_models_whatever_was_rejected(model, plain):
     mode = Lossless(exit=2, max_draft=3)
-    token_ids = np.zeros((3, 8), np.int32)
-    for row, prompt in enumerate(PROMPTS):
-        token_ids[row, : len(prompt)] = prompt
-    lengths = np.array([len(prompt) for prompt in PROMPTS], np.int32)
     setting = setting_of(model, mode)
-    state = begin(
-        setting, token_ids, lengths, lengths + 40, np.arange(3, dtype=np.uint32), slots=64
-    )
-    state = advance(setting, state, np.int32(20), widths=(64,))
+    state = advance(setting, begun(setting), np.int32(20), widths=(64,))
     # What lies before each row's last token is the cache that prefill makes of the same tokens.
-    whole = begin(
-        setting,
-        np.asarray(state.token_ids)[:, :48],
-        np.asarray(state.lengths),
-        np.asarray(state.lengths) + 5,
-        np.arange(3, dtype=np.uint32),
-        slots=64,
-    )
+    ids, ends = np.asarray(state.token_ids), np.asarray(state.lengths)
+    whole = begun(setting, [ids[row, : ends[row]] for row in range(3)])
     for row in range(3):
-        end = int(state.lengths[row]) - 1
+        end = int(ends[row]) - 1
         for name in ("keys", "values"):
             np.testing.assert_allclose(
                 getattr(state.cache, name)[:, row, :, :end],

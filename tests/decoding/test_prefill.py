@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import jax
@@ -15,11 +16,11 @@ from helpers.generation import (
     PROMPTS,
     SMALL_BLOCKS,
     DepthAt,
+    assert_read_as,
     depth_table,
     lively_model,
     plain_run,
     run,
-    true_logits,
 )
 from helpers.policies import TableSignal
 
@@ -78,16 +79,8 @@ def test_new_tokens_see_the_prompts_that_the_oracle_shows(kv: Any, segments: int
     reading = DepthAt(table=table, depths=DEPTHS)
     how = Prefill(policy=reading, attention=attention, executor=SMALL_BLOCKS)
     found = run(model, LONG, mode=Adaptive(policy=policy, kv=kv), prefill=how)
-    for row, prompt in enumerate(LONG):
-        wanted = np.asarray(table)[row, : len(prompt)]
-        np.testing.assert_array_equal(found.prompt_depths[row], wanted)
-        new, decided = found.token_ids[row], found.decided[row]
-        assert decided[0] == wanted[-1], "the first new token is the prompt's last one's"
-        assert found.executed[row][0] == wanted[-1]
-        sparse = None if attention is None else sparse_by_layer(attention, row, len(prompt))
-        logits = true_logits(model, prompt, new, decided, kv, prompt_depths=wanted, sparse=sparse)
-        expected = jax.nn.log_softmax(jnp.asarray(logits))[np.arange(new.size), new]
-        np.testing.assert_allclose(found.log_probabilities[row], expected, atol=1e-4)
+    sparse = None if attention is None else partial(sparse_by_layer, attention)
+    assert_read_as(model, found, table, kv=kv, sparse=sparse)
 
 
 def test_without_a_policy_it_is_the_full_model_in_every_mode(count_compiles: Any) -> None:

@@ -15,12 +15,12 @@ from helpers.generation import (
     LONG,
     SMALL_BLOCKS,
     DepthAt,
+    assert_read_as,
     depth_table,
     lively_model,
     run,
-    true_logits,
 )
-from helpers.models import Model, with_random_lens, with_random_maps
+from helpers.models import with_random_lens, with_random_maps
 
 from utio_jax.core.flops import token_cost
 from utio_jax.decoding.adaptive import Adaptive
@@ -37,25 +37,10 @@ pytestmark = pytest.mark.check
 DEPTHS = (1, 2, 4)
 
 
-def check_against_the_oracle(
-    model: Model, found: Any, kv: str, table: jax.Array, *, decided: bool = True
-) -> None:
-    """Compares every new token's log-probability with the reference at the decided depths."""
-    for row, prompt in enumerate(LONG):
-        wanted = np.asarray(table)[row, : len(prompt)]
-        np.testing.assert_array_equal(found.prompt_depths[row], wanted)
-        new, depths = found.token_ids[row], np.array(found.decided[row])
-        if not decided:  # New tokens run in full; the first one is the prompt's last token's.
-            depths[1:] = model.decoder.config.num_layers
-            depths[0] = wanted[-1]
-        logits = true_logits(model, prompt, new, depths, kv, prompt_depths=wanted)
-        expected = jax.nn.log_softmax(jnp.asarray(logits))[np.arange(new.size), new]
-        np.testing.assert_allclose(found.log_probabilities[row], expected, atol=1e-4)
-
-
-@pytest.mark.parametrize("deepest", [4, 2], ids=["all depths", "none to the end"])
-@pytest.mark.parametrize("through_lens", [False, True], ids=["plain", "lens"])
-@pytest.mark.parametrize("kv", ["mapped", "propagate"])
+@pytest.mark.parametrize(
+    ("kv", "through_lens", "deepest"),  # To the end, or not.
+    [("mapped", False, 4), ("mapped", True, 2), ("propagate", True, 4), ("propagate", False, 2)],
+)
 def test_new_tokens_see_what_the_reference_shows_of_a_prompt(
     kv: Any, through_lens: bool, deepest: int
 ) -> None:
@@ -66,18 +51,16 @@ def test_new_tokens_see_what_the_reference_shows_of_a_prompt(
     reading = DepthAt(table=table, depths=DEPTHS)
     how = Prefill(policy=reading, kv=kv, executor=SMALL_BLOCKS)
     found = run(model, LONG, mode=Plain(), prefill=how)
-    check_against_the_oracle(model, found, kv, table, decided=False)
+    assert_read_as(model, found, table, kv=kv)
 
 
-@pytest.mark.parametrize("through_lens", [False, True], ids=["plain", "lens"])
-def test_prompts_and_new_tokens_alike_are_mapped(through_lens: bool) -> None:
-    model = with_random_lens(lively_model()) if through_lens else lively_model()
-    model = with_random_maps(model, (1, 2))
+def test_prompts_and_new_tokens_alike_are_mapped() -> None:
+    model = with_random_maps(with_random_lens(lively_model()), (1, 2))
     table = depth_table(DEPTHS, shape=(3, 96))
     policy = DepthAt(table=table, depths=DEPTHS)
     how = Prefill(policy=policy, executor=SMALL_BLOCKS)
     found = run(model, LONG, mode=Adaptive(policy=policy, kv="mapped"), prefill=how)
-    check_against_the_oracle(model, found, "mapped", table)
+    assert_read_as(model, found, table, kv="mapped")
     # One map for each skipped layer of every row, in steps in which any row stops there.
     assert (found.mapped_layers > 0).all()
     assert not found.frozen_layers.any()

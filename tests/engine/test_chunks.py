@@ -27,16 +27,17 @@ from utio_jax.models.presets import TINY
 
 CHUNK = 8
 CHUNKED = dataclasses.replace(SHAPES, chunk=CHUNK)
-LONG = Lengths(prompt_step=48, key_step=128)
+LONG = Lengths(prompt_step=64, key_step=128)
+SIZES = (16, 17, 41, 5, 33, 8, 1, 59, 7, 9, 31, 32)
+"""Tokens of prompts, most of them several chunks, up to the longest that drafts leave room for."""
 
 
-def long_pool(count: int) -> list[Asked]:
-    """Returns requests of which most have prompts of several chunks."""
+def long_pool() -> list[Asked]:
+    """Returns a request for each size."""
     rng, asked = np.random.default_rng(1), []
-    for place, each in enumerate(pool(count, seed=7)):
-        size = (16, 17, 41, 5, 33, 8)[place % 6]
-        prompt = rng.integers(0, 64, size).tolist()
-        asked.append(dataclasses.replace(each, prompt=prompt, new=min(each.new, 17)))
+    for size, each in zip(SIZES, pool(len(SIZES), seed=7), strict=True):
+        prompt, new = rng.integers(0, 64, size).tolist(), min(each.new, 17, 60 - size)
+        asked.append(dataclasses.replace(each, prompt=prompt, new=new))
     return asked
 
 
@@ -50,7 +51,7 @@ def long_pool(count: int) -> list[Asked]:
     ],
 )
 def test_prompts_in_chunks_are_as_whole(name: str, count_compiles: Any) -> None:
-    model, mode, asked = model64(), modes()[name][0], long_pool(12)
+    model, mode, asked = model64(), modes()[name][0], long_pool()
     engine = engine_of(model, mode, shapes=CHUNKED)
     engine.warmup()
     with count_compiles() as compiles:
@@ -62,19 +63,6 @@ def test_prompts_in_chunks_are_as_whole(name: str, count_compiles: Any) -> None:
     assert compiles.count == 0
     for number, each in numbers.items():
         assert_as_alone(found[number], alone(model, mode, None, each, lengths=LONG))
-
-
-def test_nothing_compiles_for_any_length(count_compiles: Any) -> None:
-    engine = engine_of(lively_model(), modes()["plain"][0], shapes=CHUNKED)
-    engine.warmup()
-    longest = CAPACITY - 2  # One new token, and one that the mode may run ahead.
-    with count_compiles() as compiles:
-        for size in (1, 4, 7, 8, 9, 31, 32, 33, longest):
-            engine.submit([1] * size, max_new_tokens=1)
-        assert len(engine.drain()) == 9
-    assert compiles.count == 0
-    with pytest.raises(ValueError, match="slot of 64 tokens"):
-        engine.submit([1] * (longest + 1), max_new_tokens=1)
 
 
 def test_rows_go_on_between_chunks() -> None:
@@ -130,7 +118,7 @@ def test_a_prompt_that_ends_while_it_is_read_leaves_nothing() -> None:
     engine.cancel(cancelled)
     engine.advance()
     assert engine._rows._partial is None
-    asked = long_pool(3)[2]
+    asked = long_pool()[2]
     number = asked.submit(engine)
     engine.advance()
     found = engine.drain()

@@ -120,7 +120,7 @@ def test_policies_that_the_mode_cannot_serve_are_refused() -> None:
     deep = BUDGETS["deep"]
     refused(r"Adaptive\(policy=...\).*Got mode 'plain'", Plain(), deep)
     refused("Got mode 'lossless'", modes()["lossless"][0], deep)
-    refused(r"depths among \(1, 4\).*Got \(2, 4\)", Adaptive(policy=OWN), deep)
+    refused(r"depths of policy 'random' among \(1, 4\). Got \(2, 4\)", Adaptive(policy=OWN), deep)
     refused("own signal, 'random'.*Got one of 'softmax_gap'", serving(),
             Thresholded(signal=SoftmaxGap(), thresholds=jnp.zeros(1), depths=(2, 4)))  # fmt: skip
     other = random_depths([0.5, 0.5], key=jax.random.key(2), depths=(2, 4))

@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers.engine import Asked, alone, assert_as_alone, engine_of, model64, modes, pool
+from helpers.models import with_random_maps
 
-NAMES = ("plain", "propagate", "lossless", "drop", "copies", "prompts")
+NAMES = ("plain", "propagate", "lossless", "drop", "mapped", "copies", "prompts")
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -38,6 +39,8 @@ def check_schedules(name: str, *, schedules: int, seed: int = 0) -> int:
     """Returns how many requests were held against what they get alone."""
     mode, prefill = modes()[name]
     model, requests = model64(), pool(66)
+    if name == "mapped":
+        model = with_random_maps(model, (1, 2))
     wanted = [alone(model, mode, prefill, each) for each in requests]
     assert {each.finish_reasons[0] for each in wanted} == {"eos", "stop", "length"}
     engines = [engine_of(model, mode, prefill, read_late=late) for late in (False, True)]

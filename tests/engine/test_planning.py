@@ -66,12 +66,10 @@ def test_what_cannot_be_planned_is_refused() -> None:
 def test_a_plan_is_made_of_timed_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     plain, width = 9.0, {1: 1.0, 2: 1.5, 3: 2.0}
 
-    def seconds(slots: Any, served: Any, mode: Any, rows: int) -> float:
-        if isinstance(mode, Plain):
+    def seconds(slots: Any, served: Served, rows: int, threshold: float = 0.0) -> float:
+        if isinstance(served.mode, Plain):
             return plain
-        deep = bool(np.all(np.asarray(mode.policy.thresholds) == -np.inf))
-        assert deep or np.all(np.asarray(mode.policy.thresholds) == np.inf)
-        return 0.1 + (4 if deep else 1) * width[rows]
+        return 0.1 + {np.inf: 1, -np.inf: 4}[threshold] * width[rows]
 
     monkeypatch.setattr(planning, "_seconds", seconds)
     plan = plan_mode(served("propagate"), {1: 0.5, 2: 0.2, 4: 0.3})
@@ -103,7 +101,7 @@ def test_a_plan_is_not_made_of_nonsense(monkeypatch: pytest.MonkeyPatch) -> None
     """A loaded machine may say that deep steps take less than shallow ones: twice, and a third."""
     tries = []
 
-    def seconds(slots: Any, served: Any, mode: Any, rows: int) -> float:
+    def seconds(slots: Any, served: Any, rows: int, threshold: float = 0.0) -> float:
         tries.append(rows)
         return 1.0 / len(tries)
 

@@ -4,74 +4,47 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import itertools
 from typing import Any
 
-import numpy as np
 import pytest
-from helpers.engine import SHAPES, SHORT, engine_of, modes
+from helpers.engine import SHAPES, Asked, alone, assert_as_alone, engine_of, modes, pool
 from helpers.generation import lively_model
 
-from utio_jax.decoding import Generated, SamplingParams, Thinking, Thought, generate
-from utio_jax.engine import Engine
+from utio_jax.decoding import SamplingParams, Thinking, Thought
 
-NEW = 20
 ONE = dataclasses.replace(SHAPES, prompt_widths=(8,), groups=(3,))
 """One program that reads prompts."""
 
-
-def asked() -> list[dict[str, Any]]:
-    """Returns requests of all kinds: prompts with their rules."""
-    rules = [
-        Thinking(end_ids=(63,), max_tokens=6, max_answer_tokens=4),
-        Thinking(end_ids=(62, 63), forced_ids=(3, 9, 3), max_tokens=9),
-        None,
-        Thinking(end_ids=(60,), max_tokens=0),
-        Thinking(end_ids=tuple(range(3)), max_answer_tokens=3),
-    ]
-    prompts = np.random.default_rng(0).integers(0, 64, (12, 5)).tolist()
-    return [
-        {"prompt_ids": prompt[: 1 + row % 5], "thinking": rules[row % len(rules)], "seed": row}
-        for row, prompt in enumerate(prompts)
-    ]
+RULES = (
+    Thinking(end_ids=(63,), max_tokens=6, max_answer_tokens=4),
+    Thinking(end_ids=(62, 63), forced_ids=(3, 9, 3), max_tokens=9),
+    None,
+    Thinking(end_ids=(60,), max_tokens=0),
+    Thinking(end_ids=tuple(range(3)), max_answer_tokens=3),
+)
 
 
-def alone(model: Any, mode: Any, request: dict[str, Any]) -> Generated:
-    return generate(
-        model.decoder,
-        model.params,
-        [request["prompt_ids"]],
-        mode=mode,
-        sampling=SamplingParams(),
-        max_new_tokens=NEW,
-        seeds=[request["seed"]],
-        eos_ids=(),
-        thinking=request["thinking"],
-        lengths=SHORT,
-    )
-
-
-def submit(engine: Engine, request: dict[str, Any], **options: Any) -> int:
-    return engine.submit(**request, max_new_tokens=NEW, eos_ids=(), **options)
+def asked() -> list[Asked]:
+    """Returns greedy requests, with all rules in turn."""
+    turns, greedy = zip(pool(12), itertools.cycle(RULES), strict=False), SamplingParams()
+    return [dataclasses.replace(each, sampling=greedy, thinking=rule) for each, rule in turns]
 
 
 @pytest.mark.parametrize("name", ["plain", pytest.param("lossless", marks=pytest.mark.check)])
-def test_requests_think_as_alone_and_compile_nothing(
-    name: str, count_compiles: Callable[[], Any]
-) -> None:
+def test_requests_think_as_alone_and_compile_nothing(name: str, count_compiles: Any) -> None:
     model, mode = lively_model(), modes()[name][0]
     engine = engine_of(model, mode, thinking=True, shapes=ONE)
     engine.warmup()
     with count_compiles() as seen:
-        numbers = [submit(engine, each) for each in asked()]
+        numbers = [each.submit(engine) for each in asked()]
         ended = engine.drain()
     assert not seen.count
     causes = set()
-    for number, request in zip(numbers, asked(), strict=True):
-        found, wanted = ended[number], alone(model, mode, request)
-        np.testing.assert_array_equal(found.token_ids, wanted.token_ids[0])
-        assert found.reason == wanted.finish_reasons[0]
-        if request["thinking"] is None:
+    for number, each in zip(numbers, asked(), strict=True):
+        found, wanted = ended[number], alone(model, mode, None, each)
+        assert_as_alone(found, wanted)
+        if each.thinking is None:
             assert found.thought is None
         else:
             assert found.thought == wanted.thought[0]

@@ -181,16 +181,9 @@ def test_policies_that_differ_in_names_and_numbers_share_a_program(tiny: Any) ->
     program.clear_cache()
     found = evaluate(tiny.decoder, tiny.params, [batch], policies, executor=EXECUTOR)
     assert program._cache_size() == 3  # Full depth, gates, and scores known before the pass.
+    run = partial(run_score, tiny.decoder, tiny.params, batch.token_ids, batch.lengths)
     for name, policy in policies.items():
-        alone = run_score(
-            tiny.decoder,
-            tiny.params,
-            batch.token_ids,
-            batch.lengths,
-            policy=policy,
-            kv="propagate",
-            executor=EXECUTOR,
-        )
+        alone = run(policy=policy, kv="propagate", executor=EXECUTOR)
         values, counts = np.unique(np.asarray(alone.depths), return_counts=True)
         wanted = dict(zip(values.tolist(), counts.tolist(), strict=True))
         assert found[name].histogram == {d: n for d, n in wanted.items() if d > 0}
@@ -281,15 +274,8 @@ def test_documents_are_scored_whole_and_in_their_own_order(tiny: Any) -> None:
         assert len(result.log_likelihood) == len(document) - 1
         assert (result.depths == 2).all()
         start = np.asarray(document[:128], np.int32)[None]
-        shape = start.shape
-        x = run_oracle(
-            tiny.decoder,
-            tiny.params,
-            start,
-            np.asarray([shape[1]], np.int32),
-            np.full(shape, 2, np.int32),
-            kv="propagate",
-        )
+        ends, depths = np.asarray([start.size], np.int32), np.full_like(start, 2)
+        x = run_oracle(tiny.decoder, tiny.params, start, ends, depths, kv="propagate")
         wanted = -plain_nll(tiny, start, x)[0]
         np.testing.assert_allclose(result.log_likelihood[: len(wanted)], wanted, atol=1e-4)
     assert found.quality.predicted == sum(len(d) - 1 for d in documents)
@@ -299,23 +285,9 @@ def test_documents_are_scored_whole_and_in_their_own_order(tiny: Any) -> None:
 def test_routing_falls_back_to_full_depth_where_it_cannot_pay(tiny: Any) -> None:
     document = [np.arange(40) % 64]
     coarse = MicroBatches(min_bucket=64, block=64, query_block=64)
-    reason = check_worthwhile(
-        tiny.decoder,
-        tiny.params,
-        gated(tiny),
-        batch=1,
-        width=8,
-        executor=coarse,
-        fractions=(0.0, 0.0, 1.0),
-    )
-    assert reason is not None
-    assert "routing would cost" in reason
-    assert (
-        check_worthwhile(
-            tiny.decoder, tiny.params, gated(tiny), batch=64, width=128, executor=coarse
-        )
-        is None
-    )
+    pays = partial(check_worthwhile, tiny.decoder, tiny.params, gated(tiny), executor=coarse)
+    assert "routing would cost" in str(pays(batch=1, width=8, fractions=(0.0, 0.0, 1.0)))
+    assert pays(batch=64, width=128) is None
     found = score_documents(
         tiny.decoder, tiny.params, document * 2, gated(tiny), rows=1, min_tokens=65
     )
@@ -328,18 +300,10 @@ def test_routing_falls_back_to_full_depth_where_it_cannot_pay(tiny: Any) -> None
     routed = ask(executor=EXECUTOR)
     assert not routed.fallbacks
     # The depth beside a token's likelihood is that of the token before it, which predicted it.
-    row, mask = np.zeros((1, 64), np.int32), np.arange(64)[None] < 40
+    row, ends = np.zeros((1, 64), np.int32), np.asarray([40], np.int32)
     row[0, :40] = document[0]
-    alone = run_staircase(
-        tiny.decoder,
-        tiny.params,
-        row,
-        np.asarray([40], np.int32),
-        gated(tiny),
-        kv="propagate",
-        executor=EXECUTOR,
-    )
-    decided = np.asarray(alone.depths)[mask]
+    run = partial(run_staircase, tiny.decoder, tiny.params, row, ends, gated(tiny))
+    decided = np.asarray(run(kv="propagate", executor=EXECUTOR).depths)[0, :40]
     assert len(set(decided)) == 3
     np.testing.assert_array_equal(routed.documents[0].depths, decided[:-1])
     assert routed.quality.histogram == dict(

@@ -32,28 +32,13 @@ _FLAGS = (
 PATIENCE_SECONDS = 20.0
 
 
-def programs() -> tuple[str, str]:
-    """Returns the paths of Chromium and of its driver.
-
-    Raises FileNotFoundError where one of them is missing.
-    """
-    browser = next((found for name in _CHROMIUM if (found := shutil.which(name))), None)
-    driver = shutil.which("chromedriver")
-    if browser is None or driver is None:
-        missing = " and ".join(
-            name for name, path in (("chromium", browser), ("chromedriver", driver)) if path is None
-        )
-        raise FileNotFoundError(
-            "The tests of the page want chromium and chromedriver on the path. "
-            f"Got no {missing}. On Debian: apt-get install chromium chromium-driver"
-        )
-    return browser, driver
-
-
 @contextlib.contextmanager
 def headless_chromium(profile: Path) -> Iterator[Any]:
     """Starts a browser with an empty profile, which asks nothing of the network by itself."""
-    browser, driver_path = programs()
+    browser = next(filter(None, map(shutil.which, _CHROMIUM)), None)
+    driver_path = shutil.which("chromedriver")
+    assert browser, "Wanted chromium on the path: apt-get install chromium."
+    assert driver_path, "Wanted chromedriver on the path: apt-get install chromium-driver."
     # Never looks for a driver elsewhere; talks to the driver on this machine directly.
     os.environ.update(SE_OFFLINE="true", SE_AVOID_STATS="true", NO_PROXY="127.0.0.1,localhost")
     # No import at the top: only these tests need the extra `browser`.

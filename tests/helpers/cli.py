@@ -4,9 +4,12 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
+
+from utio_jax.cli.main import main
 
 
 def said(capsys: pytest.CaptureFixture[str]) -> tuple[dict[str, Any], str]:
@@ -18,3 +21,13 @@ def said(capsys: pytest.CaptureFixture[str]) -> tuple[dict[str, Any], str]:
 
 def last_line(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     return said(capsys)[0]
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    """Returns what stderr says of a command that has no use for what it is given."""
+    capsys.readouterr()
+    assert main([*map(str, arguments)]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert re.search(r"(^|\r)utio-jax: Wanted", captured.err, flags=re.MULTILINE)
+    return captured.err

@@ -21,6 +21,7 @@ from utio_jax.decoding.loop import Lengths
 from utio_jax.decoding.lossless import Lossless
 from utio_jax.decoding.prefill import Prefill
 from utio_jax.decoding.sampling import SamplingParams, rows_of
+from utio_jax.decoding.thinking import Thinking
 from utio_jax.engine import Engine, Shapes
 from utio_jax.policies.depth import random_depths
 from utio_jax.policies.signals import Position
@@ -47,6 +48,7 @@ def modes() -> dict[str, tuple[Any, Prefill | None]]:
         "plain": (Plain(), None),
         "propagate": (Adaptive(policy=policy), None),
         "drop": (Adaptive(policy=policy, kv="drop"), None),
+        "mapped": (Adaptive(policy=policy, kv="mapped"), None),
         "lossless": (Lossless(exit=2, max_draft=3), None),
         "copies": (Lossless(drafter="ngram", max_draft=3, ngram=NGram(longest=2)), None),
         "prompts": (Adaptive(policy=policy), Prefill(policy=importance)),
@@ -63,6 +65,7 @@ class Asked:
     seed: int
     eos_ids: tuple[int, ...]
     stop: list[list[int]]
+    thinking: Thinking | None = None
 
     def submit(self, engine: Engine, **options: Any) -> int:
         return engine.submit(
@@ -72,6 +75,7 @@ class Asked:
             seed=self.seed,
             eos_ids=self.eos_ids,
             stop_sequences=self.stop,
+            thinking=self.thinking,
             **options,
         )
 
@@ -116,6 +120,7 @@ def alone(
         seeds=[asked.seed],
         eos_ids=asked.eos_ids,
         stop_sequences=asked.stop,
+        thinking=asked.thinking,
         lengths=lengths,
     )
 
@@ -145,3 +150,5 @@ def assert_as_alone(finished: Any, wanted: Generated) -> None:
     np.testing.assert_array_equal(finished.decided, wanted.decided[0])
     assert finished.reason == wanted.finish_reasons[0]
     np.testing.assert_allclose(finished.log_probabilities, wanted.log_probabilities[0], atol=1e-5)
+    for name in ("steps", "drafts", "accepted"):
+        assert getattr(finished, name) == getattr(wanted, name)[0], name

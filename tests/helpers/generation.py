@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,9 +18,9 @@ from helpers.models import Model, live_params
 from utio_jax.core.pytrees import pytree, static
 from utio_jax.decoding.base import Setting
 from utio_jax.decoding.generate import Generated, generate
-from utio_jax.decoding.loop import Lengths
+from utio_jax.decoding.loop import Lengths, begin
 from utio_jax.decoding.sampling import SamplingParams, rows_of
-from utio_jax.decoding.state import stop_rules
+from utio_jax.decoding.state import DecodeState, stop_rules
 from utio_jax.models.presets import TINY
 from utio_jax.models.transformer import Transformer
 from utio_jax.staircase.microbatches import MicroBatches
@@ -70,6 +71,19 @@ def setting_of(model: Model, mode: Any, sampling: Any = None, stops: Any = None)
         sampling=sampling,
         stops=stop_rules() if stops is None else stops,
     )
+
+
+def begun(
+    setting: Setting, prompts: Sequence[Any] = PROMPTS, limits: Any = None, *, slots: int = 64
+) -> DecodeState:
+    """Returns the state once prompts are read; rows end at `limits`, or with 40 new tokens."""
+    lengths = np.asarray([len(prompt) for prompt in prompts], np.int32)
+    ids = np.zeros((len(prompts), -(-int(lengths.max()) // 8) * 8), np.int32)
+    for row, prompt in zip(ids, prompts, strict=True):
+        row[: len(prompt)] = prompt
+    limits = lengths + np.int32(40) if limits is None else limits
+    seeds = np.arange(len(prompts), dtype=np.uint32)
+    return begin(setting, ids, lengths, limits, seeds, slots=slots)
 
 
 @functools.cache
@@ -165,6 +179,31 @@ def assert_greedy(
         np.testing.assert_allclose(result.log_probabilities[row], expected, atol=1e-4)
 
 
+def assert_read_as(
+    model: Any, found: Generated, table: jax.Array, *, kv: Any, sparse: Any = None
+) -> None:
+    """Checks that `LONG` was read as deep as a table says, and all new tokens against the oracle.
+
+    `sparse(row, size)` says which tokens attend to which, see `true_logits`; `size`: the prompt's.
+    """
+    for row, prompt in enumerate(LONG):
+        wanted, new = np.asarray(table)[row, : len(prompt)], found.token_ids[row]
+        np.testing.assert_array_equal(found.prompt_depths[row], wanted)
+        # The first new token is the prompt's last one's.
+        assert found.decided[row][0] == found.executed[row][0] == wanted[-1]
+        logits = true_logits(
+            model,
+            prompt,
+            new,
+            found.decided[row],
+            kv,
+            prompt_depths=wanted,
+            sparse=None if sparse is None else sparse(row, len(prompt)),
+        )
+        expected = jax.nn.log_softmax(jnp.asarray(logits))[np.arange(new.size), new]
+        np.testing.assert_allclose(found.log_probabilities[row], expected, atol=1e-4)
+
+
 def assert_drawn_law(mode: Any) -> None:
     """Checks the joint law of drawn tokens 2, 3, 4 given token 1 against the oracle's products."""
     # Six tokens, so that the distribution of four in a row can be counted.
@@ -172,29 +211,19 @@ def assert_drawn_law(mode: Any) -> None:
     sampling = SamplingParams(temperature=0.9, top_k=4)
     # A short and a long loop in one batch; only the joint law of the first tokens is compared.
     result = run(model, [[0, 3]] * rows, mode=mode, sampling=sampling, max_new_tokens=4, seeds=100)
-    tokens = np.stack(result.token_ids)
-    probabilities = {}
-    for first in np.unique(tokens[:, 0]):
-        for second in range(6):
-            for third in range(6):
-                new = np.array([first, second, third, 0])
-                logits = true_logits(model, [0, 3], new, np.full(4, 4), "full")
-                drawn = rows_of([sampling] * 4)(jnp.asarray(logits))
-                probabilities[first, second, third] = np.asarray(jax.nn.softmax(drawn))
-    statistic, cells = 0.0, 0
-    for first in np.unique(tokens[:, 0]):
-        mine = tokens[tokens[:, 0] == first]
-        for second in range(6):
-            for third in range(6):
-                for fourth in range(6):
-                    p = probabilities[first, second, third]
-                    expected = mine.shape[0] * p[1, second] * p[2, third] * p[3, fourth]
-                    seen = np.sum(np.all(mine[:, 1:] == [second, third, fourth], axis=1))
-                    if expected == 0:
-                        assert seen == 0
-                    elif expected >= 3:
-                        statistic += (seen - expected) ** 2 / expected
-                        cells += 1
+    tokens, statistic, cells = np.stack(result.token_ids), 0.0, 0
+    for first, second, third in itertools.product(np.unique(tokens[:, 0]), range(6), range(6)):
+        mine, new = tokens[tokens[:, 0] == first], np.array([first, second, third, 0])
+        logits = true_logits(model, [0, 3], new, np.full(4, 4), "full")
+        p = np.asarray(jax.nn.softmax(rows_of([sampling] * 4)(jnp.asarray(logits))))
+        for fourth in range(6):
+            expected = mine.shape[0] * p[1, second] * p[2, third] * p[3, fourth]
+            seen = np.sum(np.all(mine[:, 1:] == [second, third, fourth], axis=1))
+            if expected == 0:
+                assert seen == 0
+            elif expected >= 3:
+                statistic += (seen - expected) ** 2 / expected
+                cells += 1
     assert cells > 30
     # Mean `cells`, standard deviation sqrt(2 cells): five of them.
     assert statistic < cells + 5 * np.sqrt(2 * cells)

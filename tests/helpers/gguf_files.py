@@ -142,29 +142,32 @@ def _describe(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
         writer.add_final_logit_softcapping(config["final_logit_softcapping"])
 
 
-def describe_pieces(
-    writer: gguf.GGUFWriter,
-    pieces: list[str],
-    kinds: list[int],
+PIECES = ["<|endoftext|>", "<|im_end|>", *(chr(ord("!") + i) for i in range(45)), "!$"]
+
+
+def write_with_pieces(
+    file: Path,
+    folder: Path,
     *,
-    model: str = "gpt2",
-    pre: str | None = "gpt-2",
-    merges: list[str] | None = None,
-    scores: list[float] | None = None,
+    arch: str = "llama",
+    pre: str = "gpt-2",
     template: str | None = None,
     **ids: int,
 ) -> None:
-    """Adds a tokenizer; `ids` are special tokens, by the key's name without `_token_id`."""
-    writer.add_tokenizer_model(model)
-    if pre is not None:
+    """Writes a model with a byte-level tokenizer, of which two PIECES are special.
+
+    `ids` are those of special tokens, by the key's name without `_token_id`.
+    """
+
+    def describe(writer: gguf.GGUFWriter) -> None:
+        writer.add_tokenizer_model("gpt2")
         writer.add_tokenizer_pre(pre)
-    writer.add_token_list(pieces)
-    writer.add_token_types(kinds)
-    if merges is not None:
-        writer.add_token_merges(merges)
-    if scores is not None:
-        writer.add_token_scores(scores)
-    if template is not None:
-        writer.add_chat_template(template)
-    for name, index in ids.items():
-        writer.add_uint32(f"tokenizer.ggml.{name}_token_id", index)
+        writer.add_token_list(PIECES)
+        writer.add_token_types([3, 3] + [1] * 46)
+        writer.add_token_merges(["! $"])
+        if template is not None:
+            writer.add_chat_template(template)
+        for name, index in ids.items():
+            writer.add_uint32(f"tokenizer.ggml.{name}_token_id", index)
+
+    write_gguf(file, folder, arch=arch, describe=describe)

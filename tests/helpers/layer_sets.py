@@ -8,9 +8,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from utio_jax.attention.mixing import mixer_at
 from utio_jax.attention.products import NOWHERE
-from utio_jax.core.decoder import Decoder, Params, check_own_kv
+from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.layer import layer_at
-from utio_jax.staircase.reference import FrozenKV, apply_layer, check_kv, positions_of
+from utio_jax.staircase.reference import FrozenKV, apply_layer, positions_of
 
 
 def reference_layer_sets(
@@ -27,8 +27,6 @@ def reference_layer_sets(
     Where a token does not run a layer, its state passes by unchanged, and others see in that layer
     the K/V of this state (`"propagate"`), or nothing of it (`"drop"`).
     """
-    check_kv(kv, ("propagate", "drop"))
-    check_own_kv(decoder, what="layers that are skipped")
     positions, valid = positions_of(token_ids, lengths)
     places = decoder.encode_positions(positions)
     x = decoder.embed(params, token_ids, positions)

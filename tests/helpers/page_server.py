@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A stand-in for the HTTP server around the page.
 
-By itself it streams tokens whose depths follow each other in a cycle. After `take_over` a test
-sends each event itself, and so decides when and how a stream is cut into pieces.
+By itself it streams a comment and two tokens. After `take_over` a test sends each event itself, and
+so decides when and how a stream is cut into pieces.
 """
 
 from __future__ import annotations
@@ -10,14 +10,12 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import itertools
 import json
 import queue
 import re
 import select
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -43,15 +41,6 @@ MODEL: dict[str, Any] = {
         "context_length": 2048,
     },
 }
-
-# A function, in tokens, with the depth of each.
-TOKENS = (
-    ("def", 16), (" mean", 13), ("(", 5), ("values", 9), (":", 3), (" list", 14), ("[", 4),
-    ("float", 12), ("])", 3), (" ->", 6), (" float", 4), (":", 2), ("\n", 1), ("    ", 1),
-    ('"""', 8), ("Returns", 16), (" the", 5), (" arithmetic", 15), (" mean", 4), (".", 7),
-    ('"""', 2), ("\n", 1), ("    ", 1), ("return", 10), (" sum", 6), ("(", 2), ("values", 3),
-    (")", 2), (" /", 11), (" len", 5), ("(", 1), ("values", 2), (")", 2), ("\n", 4), ("\n\n", 9),
-)  # fmt: skip
 
 
 def inline_texts(html: str) -> dict[str, list[str]]:
@@ -111,14 +100,20 @@ class StandIn:
     def send_text(self, *pieces: str, depths: tuple[int, ...] = (), **choice: Any) -> None:
         self.send(text_chunk(pieces, depths, **choice))
 
-    def end(self) -> None:
+    def end(self, *, done: bool = False) -> None:
+        """Ends the stream, with the mark of a complete one or without."""
         assert self._told is not None
+        if done:
+            self.send("[DONE]")
         self._told.put(None)
 
-    def stream(self, body: Any, *, chat: bool) -> Iterator[bytes | None]:
+    def stream(self, *, chat: bool) -> Iterator[bytes | None]:
         """Yields what to write into an answer; None where nothing is to be said yet."""
         if self._told is None:
-            yield from _own_answer(body, self.models[0]["utio"], chat=chat)
+            yield b": ping\n\n"
+            said = text_chunk(("def", " x"), (4, 16), chat=chat, finish_reason="length")
+            for event in (said, usage_chunk(7, 2, mean_depth_decided=10.0), "[DONE]"):
+                yield event_bytes(event)
             return
         while True:
             try:
@@ -154,26 +149,7 @@ def usage_chunk(prompt: int, completion: int, **about: Any) -> dict[str, Any]:
     return {"id": "a-1", "object": "text_completion", "created": 0, "choices": [], "usage": usage}
 
 
-def _own_answer(body: Any, about: Any, *, chat: bool) -> Iterator[bytes | None]:
-    yield b": ping\n\n"
-    number, layers = body["max_tokens"], about["layers"]
-    tokens = list(itertools.islice(itertools.cycle(TOKENS), number))
-    tokens = [(piece, min(depth, layers)) for piece, depth in tokens]
-    for start in range(0, number, 4):
-        time.sleep(0.02)
-        block = tokens[start : start + 4]
-        pieces, depths = zip(*block, strict=True)
-        logs = [-1 / depth for depth in depths]
-        said = {"content": [{"token": p, "logprob": x} for p, x in zip(pieces, logs, strict=True)]}
-        found = said if chat else {"tokens": list(pieces), "token_logprobs": logs}
-        finish = "length" if start + 4 >= number else None
-        yield event_bytes(
-            text_chunk(pieces, depths, chat=chat, logprobs=found, finish_reason=finish)
-        )
-    mean = sum(depth for _, depth in tokens) / number
-    figures = {"mean_depth_decided": mean, "mean_depth_executed": mean, "seconds_in_queue": 0.0}
-    yield event_bytes(usage_chunk(7, number, **figures))
-    yield event_bytes("[DONE]")
+_JSON = {"Content-Type": "application/json"}
 
 
 class _Answers(BaseHTTPRequestHandler):
@@ -192,14 +168,13 @@ class _Answers(BaseHTTPRequestHandler):
         elif self.path == "/v1/models":
             if self._may():
                 listed = {"object": "list", "data": self.stand_in.models}
-                self._answer(200, {"Content-Type": "application/json"}, json.dumps(listed).encode())
+                self._answer(200, _JSON, json.dumps(listed).encode())
         elif self.path == "/ready":
-            kind = {"Content-Type": "application/json"}
             if self.stand_in.warming:
-                self._answer(503, kind, refusal_body(self.stand_in.warming.pop(0)))
+                self._answer(503, _JSON, refusal_body(self.stand_in.warming.pop(0)))
             else:
                 said = {"status": "ready", "plan": self.stand_in.plan}
-                self._answer(200, kind, json.dumps(said).encode())
+                self._answer(200, _JSON, json.dumps(said).encode())
         elif self.path == "/favicon.ico":  # Browsers ask for it by themselves.
             self._answer(204, {}, b"")
         else:
@@ -219,7 +194,7 @@ class _Answers(BaseHTTPRequestHandler):
         self.send_header("Content-Type", "text/event-stream")
         self.end_headers()
         try:
-            for data in self.stand_in.stream(body, chat=self.path == "/v1/chat/completions"):
+            for data in self.stand_in.stream(chat=self.path == "/v1/chat/completions"):
                 if self._client_left():
                     raise ConnectionResetError
                 if data:
@@ -234,9 +209,8 @@ class _Answers(BaseHTTPRequestHandler):
     def _may(self) -> bool:
         if self.stand_in.key in (None, self._key()):
             return True
-        error = {"message": "Wanted an API key.", "type": "authentication_error", "param": None}
-        error["code"] = "invalid_api_key"
-        self._answer(401, {"Content-Type": "application/json"}, refusal_body(**error))
+        kind = {"type": "authentication_error", "code": "invalid_api_key"}
+        self._answer(401, _JSON, refusal_body("Wanted an API key.", **kind))
         return False
 
     def _answer(self, status: int, headers: dict[str, str], body: bytes) -> None:

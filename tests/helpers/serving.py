@@ -24,7 +24,10 @@ from helpers.folders import save_small_model
 from helpers.generation import lively_model
 from helpers.models import gated
 from utio_jax.decoding.adaptive import Adaptive
+from utio_jax.decoding.generate import Generated, generate
+from utio_jax.decoding.loop import Lengths
 from utio_jax.decoding.prefill import Prefill
+from utio_jax.decoding.sampling import SamplingParams, rows_of
 from utio_jax.engine import Shapes
 from utio_jax.models import Model, load
 from utio_jax.models.chat import encode_chat, turn_ends
@@ -34,6 +37,7 @@ from utio_jax.staircase.prompts import PromptImportance
 
 CONTEXT = 256
 SHAPES = Shapes(prompt_widths=(CONTEXT,), groups=(2,), key_step=CONTEXT)
+LENGTHS = Lengths(prompt_step=64, key_step=CONTEXT)
 TEMPLATE = (
     "{% for message in messages %}{% if message.role == 'tool' %}{{ raise_exception('No tools') }}"
     "{% endif %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant:"
@@ -90,6 +94,20 @@ def served_model(folder: Path, **changes: Any) -> ServedModel:
     return ServedModel(**{**options, **changes})
 
 
+def alone(model: Any, prompt: Any, new: int, drawn: SamplingParams, **options: Any) -> Generated:
+    """Returns what `generate` makes of one text or row of ids, with lengths as the servers have."""
+    ids = model.encode([prompt])[0] if isinstance(prompt, str) else prompt
+    return generate(
+        model.decoder,
+        model.params,
+        [ids],
+        sampling=rows_of([drawn]),
+        max_new_tokens=new,
+        lengths=LENGTHS,
+        **options,
+    )
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Answered:
     """What came back: `body` is JSON if the answer is."""
@@ -113,12 +131,10 @@ class Answered:
 class Client:
     """Speaks HTTP with a server, a connection for each request."""
 
-    def __init__(self, url: str, *, key: str | None = None, seconds: float = 60.0) -> None:
+    def __init__(self, url: str) -> None:
         self.url = url
         host, _, port = url.removeprefix("http://").rpartition(":")
         self.place = host.strip("[]"), int(port)
-        self.headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-        self.seconds = seconds
 
     def ask(
         self,
@@ -128,45 +144,49 @@ class Client:
         method: str | None = None,
         headers: dict[str, str] | None = None,
     ) -> Answered:
-        connection = http.client.HTTPConnection(*self.place, timeout=self.seconds)
-        with contextlib.closing(connection):
-            self._send(connection, path, body, method, headers or {})
-            response = connection.getresponse()
+        with self._asked(path, body, method, headers or {}) as response:
             data = response.read()
             named = {name.lower(): value for name, value in response.getheaders()}
             found = json.loads(data) if "json" in named.get("content-type", "") else data
             return Answered(status=response.status, headers=named, body=found)
 
-    def stream(self, path: str, body: Any, **options: Any) -> Iterator[Any]:
+    def stream(self, path: str, body: Any) -> Iterator[Any]:
         """Yields the events of a stream, parsed; comments and `[DONE]` as they are."""
-        connection = http.client.HTTPConnection(*self.place, timeout=self.seconds)
-        with contextlib.closing(connection):
-            self._send(connection, path, {**body, "stream": True}, None, {}, **options)
-            response = connection.getresponse()
-            with contextlib.closing(response):
-                if response.status != 200:
-                    raise AssertionError((response.status, response.read()))
-                yield from _events(response)
+        with self._asked(path, {**body, "stream": True}, None, {}) as response:
+            if response.status != 200:
+                raise AssertionError((response.status, response.read()))
+            yield from _events(response)
 
-    def _send(
-        self, connection: Any, path: str, body: Any, method: str | None, headers: dict[str, str]
-    ) -> None:
+    @contextlib.contextmanager
+    def _asked(
+        self, path: str, body: Any, method: str | None, headers: dict[str, str]
+    ) -> Iterator[http.client.HTTPResponse]:
         data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
         kind = {} if data is None else {"Content-Type": "application/json"}
         method = method or ("GET" if data is None else "POST")
-        connection.request(method, path, data, {**kind, **self.headers, **headers})
+        connection = http.client.HTTPConnection(*self.place, timeout=60)
+        with contextlib.closing(connection):
+            connection.request(method, path, data, {**kind, **headers})
+            with contextlib.closing(connection.getresponse()) as response:
+                yield response
 
     def completion(self, prompt: Any, **fields: Any) -> Answered:
         return self.ask("/v1/completions", completion(prompt, **fields))
 
-    def raw(self, data: bytes, *, seconds: float | None = None) -> bytes:
-        """Returns all that comes back to bytes, until the server closes."""
-        with self.connect(seconds) as connection:
-            connection.sendall(data)
-            return read_all(connection)
+    def connect(self, data: bytes = b"") -> socket.socket:
+        """Returns a connection on which bytes have been sent."""
+        connection = socket.create_connection(self.place, timeout=60)
+        connection.sendall(data)
+        return connection
 
-    def connect(self, seconds: float | None = None) -> socket.socket:
-        return socket.create_connection(self.place, timeout=seconds or self.seconds)
+    def leave(self, body: dict[str, Any], *, chunks: int) -> None:
+        """Asks, takes so many chunks of the answer, and hangs up."""
+        with self.connect(request_bytes(json.dumps(body))) as connection:
+            seen = b""
+            while seen.count(b"data: ") < chunks:
+                part = connection.recv(4096)
+                assert part
+                seen += part
 
     def counters(self) -> dict[str, float]:
         lines = self.ask("/metrics").body.decode().splitlines()
@@ -197,6 +217,16 @@ def chat(content: Any, **fields: Any) -> dict[str, Any]:
     return {**body, "max_tokens": 8, "temperature": 0, **fields}
 
 
+def request_bytes(body: bytes | str, **headers: Any) -> bytes:
+    """Returns the bytes of a completion's request."""
+    data = body if isinstance(body, bytes) else body.encode()
+    named = {"Host": "x", "Content-Type": "application/json", "Content-Length": len(data)}
+    named |= {"Connection": "close"}
+    named |= {name.replace("_", "-"): value for name, value in headers.items()}
+    lines = [f"{name}: {value}\r\n" for name, value in named.items()]
+    return b"POST /v1/completions HTTP/1.1\r\n" + "".join(lines).encode() + b"\r\n" + data
+
+
 def read_all(connection: socket.socket) -> bytes:
     found = b""
     with contextlib.suppress(ConnectionResetError):
@@ -224,8 +254,7 @@ class Running(Client):
         given = {"address": Address(port=0), "slots": 4, "shapes": SHAPES, "limits": Limits()}
         self.server = Server(model, **{**given, **options}, log=self.lines.append)
         super().__init__(self.server.url)
-        self.done: dict[str, Any] = {}
-        self._thread = threading.Thread(target=self._run, name="server")
+        self._thread = threading.Thread(target=self.server.run, name="server")
         self._thread.start()
         try:
             self.wait_for(lambda: self.ask("/ready").status == 200, seconds=300)
@@ -233,24 +262,15 @@ class Running(Client):
             self.close()
             raise
 
-    def _run(self) -> None:
-        self.done = self.server.run()
-
     @property
     def engine(self) -> Any:
         worker: Any = self.server.app.worker
         return worker._engine
 
-    @property
-    def alive(self) -> bool:
-        return self._thread.is_alive()
-
-    def close(self, seconds: float = 60.0) -> dict[str, Any]:
-        if self.alive:
-            self.server.stop()
-        self._thread.join(seconds)
-        assert not self.alive
-        return self.done
+    def close(self) -> None:
+        self.server.stop()
+        self._thread.join(60)
+        assert not self._thread.is_alive()
 
     @property
     def faults(self) -> list[dict[str, Any]]:
@@ -273,8 +293,7 @@ class Running(Client):
     @contextlib.contextmanager
     def slowed(self, seconds: float) -> Iterator[None]:
         """Lets each block take longer for a while."""
-        worker: Any = self.server.app.worker
-        engine = worker._engine
+        engine = self.engine
         advance = engine.advance
 
         def later() -> Any:
@@ -286,6 +305,17 @@ class Running(Client):
             yield
         finally:
             engine.advance = advance
+
+
+@contextlib.contextmanager
+def running(model: ServedModel, **options: Any) -> Iterator[Running]:
+    """Runs a server until the block is left. It has had no faults then."""
+    server = Running(model, **options)
+    try:
+        yield server
+    finally:
+        server.close()
+    assert not server.faults, server.faults
 
 
 PROGRAM = Path(__file__).parents[1] / "serving" / "program.py"

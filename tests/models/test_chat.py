@@ -12,18 +12,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers.gguf_files import describe_pieces, write_gguf
+from helpers.gguf_files import write_gguf, write_with_pieces
 from helpers.texts import new_text
 
 from utio_jax.decoding.generate import generate
 from utio_jax.models import Model, load, template_budget
-from utio_jax.models.chat import (
-    encode_chat,
-    find_template,
-    render_chat,
-    stream_answer,
-    turn_ends,
-)
+from utio_jax.models.chat import encode_chat, find_template, render_chat, stream_answer, turn_ends
 
 FOLDER = Path(__file__).parent / "huggingface"
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -238,18 +232,10 @@ def test_a_model_without_a_template_says_so_and_what_to_do(tmp_path: Path) -> No
 
 def test_a_gguf_file_has_its_template_and_tokens_in_its_metadata(tmp_path: Path) -> None:
     file = tmp_path / "m.gguf"
-    pieces = ["<s>", "</s>", *(chr(ord("!") + i) for i in range(46))]
-    write_gguf(
-        file,
-        FOLDER / "llama",
-        arch="llama",
-        describe=lambda writer: describe_pieces(
-            writer, pieces, [3, 3] + [1] * 46, template="{{ bos_token }}!", bos=0, eos=1
-        ),
-    )
+    write_with_pieces(file, FOLDER / "llama", template="{{ eos_token }}!", bos=0, eos=1)
     found = load(file).chat_template
-    assert found.special_tokens == {"bos_token": "<s>", "eos_token": "</s>"}
-    assert found.render(HELLO) == "<s>!"
+    assert found.special_tokens == {"bos_token": "<|endoftext|>", "eos_token": "<|im_end|>"}
+    assert found.render(HELLO) == "<|im_end|>!"
 
 
 def test_marks_of_turns_are_single_tokens_and_nothing_is_put_around(model: Model) -> None:

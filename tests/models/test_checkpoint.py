@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,7 @@ def folder(tiny: Any, tmp_path: Path) -> Path:
 def test_a_saved_model_loads_again(tiny: Any, folder: Path) -> None:
     model = load(folder)
     assert model.decoder == tiny.decoder
-    for a, b in zip(jax.tree.leaves(model.params), jax.tree.leaves(tiny.params), strict=True):
-        np.testing.assert_array_equal(a, b)
+    jax.tree.map(np.testing.assert_array_equal, model.params, tiny.params)
     assert len(model.sha256) == 64
     halves = load(folder, dtype=jnp.bfloat16)
     assert {leaf.dtype for leaf in jax.tree.leaves(halves.params)} == {jnp.dtype(jnp.bfloat16)}
@@ -37,10 +37,8 @@ def test_bfloat16_files_keep_their_type(tiny: Any, tmp_path: Path) -> None:
     save(tmp_path, tiny.decoder, tiny.params)
     stored = load_tensors(tmp_path / "model.safetensors")
     assert {str(a.dtype) for a in stored.values()} == {"bfloat16"}
-    for a, b in zip(
-        jax.tree.leaves(load(tmp_path).params), jax.tree.leaves(tiny.params), strict=True
-    ):
-        np.testing.assert_allclose(a, b, rtol=2**-8)
+    close = functools.partial(np.testing.assert_allclose, rtol=2**-8)
+    jax.tree.map(close, load(tmp_path).params, tiny.params)
 
 
 def test_every_wrong_tensor_is_named_at_once(folder: Path) -> None:
@@ -61,7 +59,7 @@ def test_broken_files_are_refused(folder: Path) -> None:
     with pytest.raises(ValueError, match="truncated or corrupt"):
         load(folder)
     (folder / "model.safetensors").unlink()
-    with pytest.raises(ValueError, match="safetensors file at .*There is none"):
+    with pytest.raises(ValueError, match="Wanted model.safetensors or .* There is neither"):
         load(folder)
     (folder / "model.bin").write_bytes(b"")
     with pytest.raises(ValueError, match="is a pickle"):
@@ -104,21 +102,6 @@ def test_a_save_that_is_killed_leaves_no_mixture(
     assert load(folder).decoder == changed
 
 
-def test_a_model_that_cannot_be_written_leaves_the_old_one(
-    tiny: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from utio_jax.models import checkpoint
-
-    def full(*_: Any, **__: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(checkpoint, "dump_tensors", full)
-    with pytest.raises(OSError, match="No space left"):
-        save(folder, tiny.decoder, tiny.params)
-    assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors"]
-    assert load(folder).decoder == tiny.decoder
-
-
 @pytest.mark.parametrize(
     ("change", "match"),
     [
@@ -141,11 +124,8 @@ def test_a_model_that_cannot_be_written_leaves_the_old_one(
         ({"head_dim": 2 * 10**8}, "head_dim|has shape"),
         ({"wings": 2}, "fields of TransformerConfig.*wings"),
         ({"num_layers": None}, "fields of TransformerConfig|num_layers"),
-        ({"num_kv_heads": 3}, "num_kv_heads that divides num_heads=4"),
-        ({"exits": [2, 1]}, "strictly increasing depths"),
-        ({"activation": "relu"}, "activation"),
+        ({"activation": "tanh"}, "activation"),
         ({"norm": "batch"}, "norm"),
-        ({"windows": [1, 2]}, "windows for each of its 4 layers"),
     ],
 )
 def test_impossible_configs_are_refused(

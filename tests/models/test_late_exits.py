@@ -14,14 +14,7 @@ import numpy as np
 import optax
 import pytest
 import recipe
-from anytime import (
-    Start,
-    TrainConfig,
-    anytime_loss,
-    exit_losses,
-    exit_states,
-    train,
-)
+from anytime import Start, TrainConfig, anytime_loss, exit_losses, exit_states, train
 from helpers.cases import run_dense
 from helpers.models import assert_close, live_params
 from helpers.shared_kv import KINDS
@@ -135,14 +128,8 @@ def test_exits_without_weight_leave_the_trunk_to_the_plain_run(
     assert CONFIG.branch_step == 5
     plain = run_plainly(decoder, stream, trunk, resume=True)  # Read: it is done.
     read = branch(decoder, trunk, stream, LateExits(weights=(0.0, 0.0)), tmp_path / "late")
-    for name, (left, right) in {
-        jax.tree_util.keystr(path): pair
-        for path, pair in jax.tree_util.tree_leaves_with_path(
-            jax.tree.map(lambda *pair: pair, plain, read["model"]),
-            is_leaf=lambda found: isinstance(found, tuple),
-        )
-    }.items():
-        np.testing.assert_allclose(left, right, rtol=0, atol=2e-6, err_msg=name)
+    close = functools.partial(np.testing.assert_allclose, rtol=0, atol=2e-6)
+    jax.tree.map(close, plain, read["model"])
     assert np.abs(np.asarray(read["lens"]["matrix"])).max() > 1e-4, "the maps have learnt"
     steps = [line.split("\t") for line in (tmp_path / "late" / "log.tsv").read_text().splitlines()]
     assert [row[0] for row in steps] == ["5", "6", "7", "8", "9"]
@@ -191,9 +178,7 @@ def test_exits_never_reach_norm_and_head_nor_what_they_are_to_learn(decoder: Tra
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), alone, read)
     assert set(model) >= {"norm", "layers"}, sorted(model)
     np.testing.assert_allclose(
-        jax.tree.leaves(weighed["norm"])[0],
-        jax.tree.leaves(alone["norm"])[0],
-        atol=1e-6,
+        jax.tree.leaves(weighed["norm"])[0], jax.tree.leaves(alone["norm"])[0], atol=1e-6
     )
     for left, right in zip(
         jax.tree.leaves(weighed["layers"]), jax.tree.leaves(alone["layers"]), strict=True
@@ -448,11 +433,7 @@ def test_a_plain_run_and_its_branch_as_the_command_line_makes_them(
     plain = run_recipe(tmp_path / "plain", preset="plain-tiny", steps=6)
     assert len(plain["bits_per_byte"]) == 1
     late = run_recipe(
-        tmp_path / "late",
-        preset="late-tiny",
-        steps=6,
-        trunk=tmp_path / "plain",
-        exit_weight=0.3,
+        tmp_path / "late", preset="late-tiny", steps=6, trunk=tmp_path / "plain", exit_weight=0.3
     )
     assert len(late["bits_per_byte"]) == 3
     folder = tmp_path / "late" / "model"

@@ -94,19 +94,6 @@ def test_lossless_drafts_give_the_same_answer() -> None:
     np.testing.assert_array_equal(found.token_ids[0], wanted.token_ids[0])
 
 
-def test_what_is_saved_is_the_same_model(model: Model, tmp_path: Path) -> None:
-    from utio_jax.models import Transformer, save
-
-    assert isinstance(model.decoder, Transformer)
-    save(tmp_path, model.decoder, model.params, like=model.folder, dtype=jnp.float32)
-    again = load(tmp_path)
-    assert again.decoder == model.decoder
-    jax.tree.map(np.testing.assert_array_equal, again.params, model.params)
-    for line in mixed_lines(100):
-        np.testing.assert_array_equal(again.encode([line])[0], model.encode([line])[0])
-    assert again.chat_template.render(FRANCE) == model.chat_template.render(FRANCE)
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_loading_peaks_little_above_the_parameters(dtype: str) -> None:
     assert peak_of_loading(FILES[0], dtype=dtype) < 1.25

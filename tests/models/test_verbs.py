@@ -8,6 +8,7 @@ import functools
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -32,6 +33,7 @@ pytestmark = pytest.mark.check
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 24, "lengths": SMALL}
 PROMPTS = ["import os", "def é漢"]
+equal = functools.partial(jax.tree.map, np.testing.assert_array_equal)
 
 
 @pytest.fixture(scope="module")
@@ -63,8 +65,7 @@ def test_modes_have_names(calibrated: Model) -> None:
         found = model.generate(PROMPTS, mode=name, **OPTIONS)
         wanted = generate_text(model, PROMPTS, mode=mode, **OPTIONS)
         assert found.texts == wanted.texts
-        for a, b in zip(found.generated.decided, wanted.generated.decided, strict=True):
-            np.testing.assert_array_equal(a, b)
+        equal(found.generated.decided, wanted.generated.decided)
         assert found.generated.mode == mode.name
     mine = Adaptive(policy=uniform(2))
     assert model.mode(mine) is mine
@@ -81,8 +82,7 @@ def test_a_budget_means_adaptive_and_no_other_mode(calibrated: Model) -> None:
     found = model.generate(PROMPTS, budget=0.75, **OPTIONS)
     assert found.generated.mode == "adaptive"
     assert found.texts == wanted.texts
-    for a, b in zip(found.generated.decided, wanted.generated.decided, strict=True):
-        np.testing.assert_array_equal(a, b)
+    equal(found.generated.decided, wanted.generated.decided)
     pieces = [""] * len(PROMPTS)
     for chunk in model.stream(PROMPTS, budget=0.75, **OPTIONS):
         pieces = [piece + new for piece, new in zip(pieces, chunk.texts, strict=True)]
@@ -168,29 +168,18 @@ def test_score_and_evaluate_take_policies_by_name(calibrated: Model) -> None:
     assert model.evaluate(ids, policy=uniform(2)).depth_decided_mean == 2
 
 
-@pytest.mark.usefixtures("unchecked_shapes")
-def test_one_file_or_prompt_where_a_list_is_wanted(calibrated: Model) -> None:
-    model: Any = calibrated
-    with pytest.raises(ValueError, match="list of files. Got one"):
-        model.evaluate(source("stat"))
-    with pytest.raises(ValueError, match="list of texts. Got 'abc'. Wrap it"):
-        generate_text(model, "abc")
-
-
 @pytest.mark.parametrize(
     ("call", "message"),
     [
         (lambda model: model.generate("a", temperature=0.7), r"Say sampling=SamplingParams\(temp"),
         (lambda model: model.generate("a", max_tokens=3), "Got max_tokens. Say max_new_tokens"),
-        (
-            lambda model: next(model.stream("a", top_p=0.9)),
-            "Got top_p. Say sampling=Sampl",
-        ),
+        (lambda model: next(model.stream("a", top_p=0.9)), "Got top_p. Say sampling=Sampl"),
         (lambda model: model.generate("a", wings=2), "Got wings. Known: mode, sampling, max_new_"),
         (lambda model: model.generate(None), "Wanted a list of texts. Got None"),
         (lambda model: model.generate(b""), "Wanted a list of texts. Got b''"),
         (lambda model: model.generate([[1, 2]]), r"Wanted a list of texts. Got \[\[1, 2\]\]"),
         (lambda model: model.score("abc"), "Wanted a list of texts. Got 'abc'. Wrap it"),
+        (lambda model: model.evaluate(source("stat")), "list of files. Got one"),
         (lambda model: load(model.decoder.config.num_layers), "Wanted a model folder, .*Got 4"),
         (lambda model: load(model.folder, dtype="bf16"), "dtype of floats.*'bfloat16'.*Got 'bf16'"),
         (lambda model: load(model.folder, dtype="int8"), "dtype of floats.*Got 'int8'"),
@@ -207,6 +196,24 @@ def test_compare_has_a_row_per_policy_and_controls(calibrated: Model) -> None:
     rows = calibrated.compare([source(name) for name in SOURCES], budget=0.75, batches=1)
     names = {row.ledger.policy for row in rows}
     assert {"full", "learned", "random", "uniform"} <= names
+    assert rows.documents == len(SOURCES)
+
+
+def test_a_context_cuts_what_is_calibrated_on_and_what_a_guarantee_reads(
+    calibrated: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[int, int, str]] = []
+
+    def noted(decoder: Any, _: Any, batches: Any, *, text: str, **__: Any) -> Any:
+        seen.append((decoder.config.context_length, batches[0].token_ids.shape[1], text))
+        return calibrated.calibration
+
+    monkeypatch.setattr("utio_jax.models.verbs.calibrate", noted)
+    documents = [*np.random.default_rng(0).integers(0, 300, (20, 40))]
+    goals: list[dict[str, Any]] = [{"max_disagreement": 0.5, "confidence": 0.5}, {"budget": 0.75}]
+    for goal in goals:
+        calibrated.calibrate(documents, **goal, context=16, text="mine")
+    assert seen == [(16, 16, "mine"), (64, 16, "mine")]
 
 
 def test_a_model_without_exits_is_read_through_a_lens(

@@ -13,28 +13,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import cases
-from helpers.counting import Counting, read_counts
-from helpers.generation import PROMPTS, SMALL, assert_greedy
+from helpers import cases, generation
+from helpers.counting import Counting, count, read_counts
 from helpers.marks import quick_where
 from helpers.models import assert_close
 from helpers.policies import DEPTHS, EXITS, SHAPE, SIGNALS, scores_of, thresholded, tokens
 
 from utio_jax import Policy, Thresholded, score, uniform
 from utio_jax.calibration.search import forget_programs
-from utio_jax.core.documents import Batch
 from utio_jax.core.flops import count_matmul_flops, pass_flops, token_cost
-from utio_jax.core.pytrees import pytree
 from utio_jax.decoding.adaptive import Adaptive
-from utio_jax.decoding.base import Setting
-from utio_jax.decoding.generate import generate
 from utio_jax.decoding.loop import begin
-from utio_jax.decoding.state import stop_rules
-from utio_jax.evaluation.evaluate import evaluate
 from utio_jax.evaluation.flops import gate_flops
-from utio_jax.policies import Entropy, given_depths, random_depths
+from utio_jax.policies import Entropy, random_depths
 from utio_jax.policies.base import Boundary
-from utio_jax.staircase import full_depth
+from utio_jax.staircase.exit_head import Head
 from utio_jax.staircase.score import run_score
 
 STATELESS: dict[str, Callable[[Any], Policy]] = {
@@ -188,48 +181,34 @@ def test_what_is_not_a_number_goes_deeper(tiny: Any, policy: Any) -> None:
         assert (depths == 1).all()
 
 
-@pytree
-class Watched:
-    """A signal, counting the slots that its function of live tokens is applied to."""
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counts the slots that functions of live tokens are applied to."""
+    plain = Head.boundary
 
-    signal: Any
+    def boundary(head: Head) -> Boundary:
+        found = plain(head)
 
-    # By name: from Python 3.12 on, protocols do not see what `__getattr__` forwards.
-    name = property(lambda self: self.signal.name)
-    causal = property(lambda self: self.signal.causal)
-    remembers = property(lambda self: self.signal.remembers)
-
-    def start(self, token_ids: jax.Array, positions: jax.Array) -> Any:
-        return self.signal.start(token_ids, positions)
-
-    def flops(self, index: int, decoder: Any, params: Any) -> float:
-        return self.signal.flops(index, decoder, params)
-
-    def reads_logits(self, index: int) -> bool:
-        return self.signal.reads_logits(index)
-
-    def __call__(self, index: int, boundary: Any, memory: Any) -> tuple[jax.Array, Any]:
         def map_live(function: Any, *arrays: jax.Array) -> jax.Array:
             def counted(*blocks: jax.Array) -> jax.Array:
-                slots = blocks[0].shape[0]
-                jax.debug.callback(lambda: Counting.counts.update({"map_live": slots}))
+                count("map_live", blocks[0].shape[0])
                 return function(*blocks)
 
-            return boundary.map_live(counted, *arrays)
+            return found.map_live(counted, *arrays)
 
-        return self.signal(index, dataclasses.replace(boundary, map_live=map_live), memory)
+        return dataclasses.replace(found, map_live=map_live)
+
+    monkeypatch.setattr(Head, "boundary", boundary)
 
 
+@pytest.mark.usefixtures("watched")
 @laws_of(POLICIES, quick=("learned", "patience", "position"))
 def test_is_charged_for_what_it_executes(tiny: Any, policy: Any) -> None:
     name, ids = policy.name, tokens(tiny)
     decoder, lengths = Counting(tiny.decoder.config), jnp.asarray([17, 6, 11])
-    watched = policy
-    if name in SIGNALS:
-        watched = dataclasses.replace(policy, signal=Watched(signal=policy.signal))
     read_counts()
     found = jax.jit(score, static_argnums=0, static_argnames="executor")(
-        decoder, tiny.params, ids, lengths, watched, executor=SHAPE.executor
+        decoder, tiny.params, ids, lengths, policy, executor=SHAPE.executor
     )
     jax.block_until_ready(found)
     counts = read_counts()
@@ -317,53 +296,12 @@ def test_flops_are_those_of_the_arithmetic(tiny: Any, policy: Any) -> None:
         memory = call(x, memory)[1]
 
 
-@pytest.mark.check
-@laws_of(("learned", "softmax_gap", "position", "uniform"))
-def test_a_ledger_adds_up(tiny: Any, policy: Any) -> None:
-    name, ids = policy.name, tokens(tiny)
-    batch = Batch(token_ids=ids, lengths=np.asarray([17, 6, 11]), window=np.arange(3))
-    seen: dict[str, np.ndarray] = {}
-    found = evaluate(
-        tiny.decoder,
-        tiny.params,
-        [batch],
-        {name: policy},
-        executor=SHAPE.executor,
-        observe=lambda name, batch, comparison, depths: seen.update({name: depths}),
-    )[name]
-    row = found.ledger(policy.name, budget=None, num_layers=4)
-    depths = seen[name]
-    assert row.policy == name
-    assert row.involuntary_exits == 0
-    assert row.depth_decided_mean == pytest.approx(depths[depths > 0].mean())
-    assert sum((row.depth_histogram or {}).values()) == pytest.approx(1, abs=1e-5)
-    boundaries = range(len(policy.depths) - 1)
-    paid = any(
-        policy.reads_logits(index) or policy.flops(index, tiny.decoder, tiny.params)
-        for index in boundaries
-    )
-    assert ((row.gate_pct or 0) > 0) == paid
-    assert (row.padding_ratio or 0) >= 1
-
-
 @laws_of(SIGNALS)
 def test_a_signal_that_says_so_scores_each_boundary_by_itself(tiny: Any, policy: Any) -> None:
     signal, ids = policy.signal, tokens(tiny)
     both, second = scores_of(tiny, signal, ids), scores_of(tiny, signal, ids, depths=(2, 4))
     same = np.allclose(both[1], second[0], atol=1e-5)
     assert same == (not signal.remembers)
-
-
-@laws_of(POLICIES)
-def test_is_a_pytree_whose_leaves_are_what_calibration_changes(tiny: Any, policy: Any) -> None:
-    leaves, treedef = jax.tree.flatten(policy)
-    again = jax.tree.unflatten(treedef, leaves)
-    assert again.depths == policy.depths
-    assert again.name == policy.name
-    assert jax.tree.structure(again) == treedef
-    hash(treedef)
-    if isinstance(policy, Thresholded):
-        assert any(leaf is policy.thresholds for leaf in leaves)
 
 
 @laws_of(POLICIES, quick=("learned", "softmax_gap", "patience", "prompt_router", "random"))
@@ -374,14 +312,7 @@ def test_decoding_can_use_it(model: Any, policy: Any, unchecked_shapes: None) ->
     prompts = jnp.zeros((3, 8), jnp.int32)
 
     def start_and_step() -> Any:
-        setting = Setting(
-            decoder=model.decoder,
-            params=model.params,
-            mode=mode,
-            sampling=None,
-            stops=stop_rules(),
-            width=64,
-        )
+        setting = dataclasses.replace(generation.setting_of(model, mode), width=64)
         state = begin(setting, prompts, three, three, three.astype(jnp.uint32), slots=64)
         return state, mode.step(setting, state)
 
@@ -393,16 +324,8 @@ def test_decoding_can_use_it(model: Any, policy: Any, unchecked_shapes: None) ->
 @laws_of(POLICIES)
 def test_decoding_is_the_oracle_at_the_depths_it_decides(model: Any, policy: Any) -> None:
     policy = make(model, policy.name)
-    result = generate(
-        model.decoder,
-        model.params,
-        PROMPTS,
-        mode=Adaptive(policy=policy),
-        max_new_tokens=24,
-        eos_ids=(),
-        lengths=SMALL,
-    )
-    assert_greedy(model, result, kv="propagate")
+    result = generation.run(model, mode=Adaptive(policy=policy), max_new_tokens=24)
+    generation.assert_greedy(model, result, kv="propagate")
     decided = np.concatenate(result.decided)
     if policy.name != "prompt_router":  # While decoding there is no prompt to look at.
         assert len(set(decided.tolist())) > 1
@@ -428,14 +351,6 @@ def test_random_deals_out_its_fractions_by_token_and_position_alone(tiny: Any) -
     drawn = np.asarray(policy.start(few, positions[: SHAPE.batch, : SHAPE.token]))
     wanted = np.select([drawn < 0.5, drawn < 0.75], [1, 2], 4)
     np.testing.assert_array_equal(run(tiny, policy, few).depths, wanted)
-
-
-def test_policies_without_a_decision_are_free(tiny: Any) -> None:
-    given = given_depths(jnp.ones((1, 1), jnp.int32), depths=DEPTHS)
-    for policy in (given, uniform(2), full_depth(tiny.decoder)):
-        assert policy.flops(0, tiny.decoder, tiny.params) == 0
-        assert not policy.reads_logits(0)
-    assert full_depth(tiny.decoder).depths == (4,)
 
 
 def test_thresholds_that_do_not_fit_the_depths_are_refused(tiny: Any) -> None:

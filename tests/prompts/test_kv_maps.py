@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -69,14 +68,6 @@ def test_a_folder_means_its_prompt_json(tmp_path: Path) -> None:
     assert kv_maps_file(model) == tmp_path / "model.prompt.json"
 
 
-def test_maps_that_are_not_finite_are_not_written(tmp_path: Path) -> None:
-    broken = maps_of((2,))[2]
-    broken = KVMap(kernel=broken.kernel.at[3, 1].set(jnp.nan), bias=broken.bias)
-    with pytest.raises(ValueError, match="finite weights"):
-        save_kv_maps(tmp_path / "maps.json", {2: broken}, info={"model_sha256": SHA})
-    assert not [*tmp_path.iterdir()]
-
-
 def test_another_models_maps_are_refused(saved: Path) -> None:
     with pytest.raises(ValueError, match=r"KV maps of the model with SHA-256 bbbb.*fit-prompt"):
         load_kv_maps(saved, model_sha256="b" * 64)
@@ -100,22 +91,11 @@ def test_misshaped_maps_are_refused(saved: Path, change: Any) -> None:
         load_kv_maps(saved, model_sha256=SHA)
 
 
-def test_files_that_do_not_belong_together_are_refused(saved: Path) -> None:
-    tensors = load_file(str(saved.with_suffix(".safetensors")))
-    nan = tensors | {"1.bias": np.full_like(tensors["1.bias"], np.inf)}
-    save_file(nan, str(saved.with_suffix(".safetensors")))
-    with pytest.raises(ValueError, match="the weights that .* was written with"):
-        load_kv_maps(saved, model_sha256=SHA)
-    rewrite(saved, nan)
-    with pytest.raises(ValueError, match="finite weights"):
-        load_kv_maps(saved, model_sha256=SHA)
+def test_stops_that_cannot_be_are_refused(saved: Path) -> None:
     for stops in ([3, 1], [], "13", [1.5, 3]):
-        rewrite(saved, tensors, stops=stops)
+        rewrite(saved, stops=stops)
         with pytest.raises(ValueError, match="They cannot be read"):
             load_kv_maps(saved, model_sha256=SHA)
-    saved.write_text(saved.read_text()[:20])
-    with pytest.raises(ValueError, match="It is not JSON"):
-        load_kv_maps(saved, model_sha256=SHA)
 
 
 @pytest.mark.usefixtures("unchecked_shapes")

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from helpers.serving import Running, served_model, small_folder
+from helpers.serving import Running, running, served_model, small_folder
 
 
 @pytest.fixture(scope="session")
@@ -19,8 +19,5 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[Running]:
     """A server with a depth per token, two budgets, and prompts by importance."""
-    running = Running(served_model(folder))
-    yield running
-    running.close()
-    for fault in running.faults:
-        pytest.fail("".join([fault["fault"], "\n", *fault["trace"]]))
+    with running(served_model(folder)) as server:
+        yield server

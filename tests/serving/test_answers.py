@@ -14,17 +14,23 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers.cases import run_dense
-from helpers.serving import CONTEXT, Running, budgets_of, by_importance, chat, completion
+from helpers.serving import (
+    CONTEXT,
+    LENGTHS,
+    Running,
+    alone,
+    budgets_of,
+    by_importance,
+    chat,
+    completion,
+)
 from helpers.texts import new_text
 
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.base import Plain
-from utio_jax.decoding.generate import Generated, generate
-from utio_jax.decoding.loop import Lengths
-from utio_jax.decoding.sampling import SamplingParams, rows_of
+from utio_jax.decoding.sampling import SamplingParams
 from utio_jax.models import Model
 
-LENGTHS = Lengths(prompt_step=64, key_step=CONTEXT)
 PROMPTS = ("def mean(values):\n    return", "x", "class Server:", "naïve € 😀 text\n")
 NEW = 24
 
@@ -60,24 +66,6 @@ def model(server: Running) -> Model:
     return found
 
 
-def alone(model: Model, prompt: Any, depth: str, draw: str, *, new: int = NEW) -> Generated:
-    """Returns what `generate` makes of one prompt under the words of a request."""
-    _, budget, whole = DEPTHS[depth]
-    fields, method = DRAWS[draw]
-    ids = model.encode([prompt])[0] if isinstance(prompt, str) else prompt
-    return generate(
-        model.decoder,
-        model.params,
-        [ids],
-        mode=Plain() if budget is None else Adaptive(policy=budgets_of(model)[budget]),
-        prefill=None if whole else by_importance(),
-        sampling=rows_of([method]),
-        seeds=[fields.get("seed", 0) % 2**32],
-        max_new_tokens=new,
-        lengths=LENGTHS,
-    )
-
-
 def together(server: Running, path: str, bodies: list[Any]) -> list[Any]:
     """Returns the answers to requests that are all sent at once."""
     with concurrent.futures.ThreadPoolExecutor(len(bodies)) as pool:
@@ -99,7 +87,12 @@ def test_requests_of_all_kinds_get_what_generate_gives_each_alone(
     answers = together(server, "/v1/completions", bodies)
     for place, ((depth, draw), answer) in enumerate(zip(cases, answers, strict=True)):
         prompt = PROMPTS[place % 4]
-        wanted = alone(model, prompt, depth, draw)
+        _, budget, whole = DEPTHS[depth]
+        fields, drawn = DRAWS[draw]
+        mode = Plain() if budget is None else Adaptive(policy=budgets_of(model)[budget])
+        prefill = None if whole else by_importance()
+        seeds = [fields.get("seed", 0) % 2**32]
+        wanted = alone(model, prompt, NEW, drawn, mode=mode, prefill=prefill, seeds=seeds)
         (choice,) = answer["choices"]
         case = (depth, draw)
         assert choice["token_ids"] == wanted.token_ids[0].tolist(), case
@@ -122,9 +115,7 @@ def test_requests_of_all_kinds_get_what_generate_gives_each_alone(
         assert said["seconds_to_first_token"] >= said["seconds_in_queue"] >= 0
 
 
-def test_usage_says_how_deep_it_ran_and_whose_log_probabilities_these_are(
-    server: Running,
-) -> None:
+def test_usage_says_how_deep_it_ran_and_whose_log_probabilities_these_are(server: Running) -> None:
     told = ("mode", "policy", "budget", "prompt_budget", "layers", "logprobs_of")
     wanted = {
         "as it is": ("adaptive", "learned", 0.5, 0.6, 4, "routed"),

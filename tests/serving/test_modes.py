@@ -9,14 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers.serving import CONTEXT, Running, by_importance, completion, served_model
+from helpers.serving import alone, by_importance, completion, running, served_model
 from helpers.texts import new_text
 
 from utio_jax.decoding.base import Plain
-from utio_jax.decoding.generate import generate
-from utio_jax.decoding.loop import Lengths
 from utio_jax.decoding.lossless import Lossless
-from utio_jax.decoding.sampling import SamplingParams, rows_of
+from utio_jax.decoding.sampling import SamplingParams
 from utio_jax.engine import RowRates, planning
 
 pytestmark = pytest.mark.check
@@ -36,43 +34,29 @@ def test_texts_are_those_of_generate_in_this_mode(folder: Path, name: str) -> No
     budget = None if prefill is None else 0.6
     served = served_model(folder, mode=mode, prefill=prefill, prompt_budget=budget, **nothing)
     model: Any = served.text
-    server = Running(served)
-    try:
-        # Drawn tokens of drafts follow those of all rows: their distribution alone is the same.
-        draws = [0.0] if name == "lossless" else [0.0, 0.9]
-        cases = [(prompt, heat) for prompt in PROMPTS for heat in draws] * 2
-        bodies = [
-            completion(prompt, temperature=heat, seed=5, max_tokens=30, logprobs=1)
-            for prompt, heat in cases
-        ]
+    # Drawn tokens of drafts follow those of all rows: their distribution alone is the same.
+    draws = [0.0] if name == "lossless" else [0.0, 0.9]
+    cases = [(prompt, heat) for prompt in PROMPTS for heat in draws] * 2
+    bodies = [
+        completion(prompt, temperature=heat, seed=5, max_tokens=30, logprobs=1)
+        for prompt, heat in cases
+    ]
+    with running(served) as server:
         with concurrent.futures.ThreadPoolExecutor(len(bodies)) as pool:
             answers = list(pool.map(lambda body: server.ask("/v1/completions", body), bodies))
-        for (prompt, heat), answer in zip(cases, answers, strict=True):
-            assert answer.status == 200, answer.body
-            (ids,) = model.encode([prompt])
-            wanted = generate(
-                model.decoder,
-                model.params,
-                [ids],
-                mode=mode,
-                prefill=prefill,
-                sampling=rows_of([SamplingParams(temperature=heat)]),
-                seeds=[5],
-                max_new_tokens=30,
-                lengths=Lengths(prompt_step=64, key_step=CONTEXT),
-            )
-            (choice,) = answer.body["choices"]
-            assert choice["text"] == new_text(model.tokenizer, ids, wanted.token_ids[0])
-            np.testing.assert_allclose(
-                choice["logprobs"]["token_logprobs"], wanted.log_probabilities[0], atol=2e-4
-            )
-            said = answer.body["usage"]["utio"]
-            assert (said["mode"], said["logprobs_of"]) == (mode.name, told)
         other = server.completion("x", utio={"mode": "adaptive"})
-        assert (other.status, other.error["param"]) == (400, "utio.mode")
-    finally:
-        server.close()
-    assert not server.faults
+    assert (other.status, other.error["param"]) == (400, "utio.mode")
+    for (prompt, heat), answer in zip(cases, answers, strict=True):
+        assert answer.status == 200, answer.body
+        drawn = SamplingParams(temperature=heat)
+        wanted = alone(model, prompt, 30, drawn, mode=mode, prefill=prefill, seeds=[5])
+        (choice,) = answer.body["choices"]
+        (ids,) = model.encode([prompt])
+        assert choice["text"] == new_text(model.tokenizer, ids, wanted.token_ids[0])
+        found = choice["logprobs"]["token_logprobs"]
+        np.testing.assert_allclose(found, wanted.log_probabilities[0], atol=2e-4)
+        said = answer.body["usage"]["utio"]
+        assert (said["mode"], said["logprobs_of"]) == (mode.name, told)
 
 
 @pytest.mark.parametrize("pays", [True, False])
@@ -83,8 +67,7 @@ def test_requests_run_in_full_where_a_depth_per_token_is_predicted_not_to_pay(
     rates = RowRates(seconds=0.0, seconds_per_layer={4: 0.002}, plain_seconds=plain)
     monkeypatch.setattr(planning, "_rates", lambda *_: rates)
     # At 4 slots: two layers for all, and two more where one of them goes on.
-    server = Running(served_model(folder, histogram={2: 0.9, 4: 0.1}), slots=4)
-    try:
+    with running(served_model(folder, histogram={2: 0.9, 4: 0.1}), slots=4) as server:
         said = server.ask("/ready").body
         mode = "adaptive" if pays else "plain"
         (planned,) = (line for line in server.lines if line["event"] == "planned")
@@ -104,9 +87,6 @@ def test_requests_run_in_full_where_a_depth_per_token_is_predicted_not_to_pay(
         assert shallow[0] == "adaptive"
         assert shallow[1] < 4
         assert used() == (shallow if pays else ("plain", 4))
-    finally:
-        server.close()
-    assert not server.faults
 
 
 def test_a_server_stays_as_asked_where_times_make_no_sense(
@@ -114,10 +94,7 @@ def test_a_server_stays_as_asked_where_times_make_no_sense(
 ) -> None:
     rates = RowRates(seconds=0.0, seconds_per_layer={4: -1.0}, plain_seconds=1.0)
     monkeypatch.setattr(planning, "_rates", lambda *_: rates)
-    server = Running(served_model(folder, histogram={2: 0.9, 4: 0.1}), slots=4)
-    try:
+    with running(served_model(folder, histogram={2: 0.9, 4: 0.1}), slots=4) as server:
         (planned,) = (line for line in server.lines if line["event"] == "planned")
         assert "measure again" in planned["why"]
         assert server.ask("/ready").body == {"status": "ready", "mode": "adaptive", "plan": None}
-    finally:
-        server.close()

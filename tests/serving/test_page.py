@@ -2,21 +2,21 @@
 """The page of the server: what its file may hold, and what a person meets in a real browser.
 
 Tests with the marker `browser` drive a headless Chromium (`make test-browser`). Those that take
-`page` ask nothing of the server but its protocol, so they run against each of SERVERS, and against
-a server that runs already: UTIO_PAGE_URL=http://127.0.0.1:8000/ make test-browser.
+`page` ask nothing of the server but its protocol, so they run against the real one, or against a
+server that runs already: UTIO_PAGE_URL=http://127.0.0.1:8000/ make test-browser.
 """
 
 from __future__ import annotations
 
 import ast
-import contextlib
+import base64
+import hashlib
 import json
 import os
 import re
 import shlex
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from html.parser import HTMLParser
 from typing import Any
 
@@ -31,7 +31,7 @@ from helpers.page_server import (
     text_chunk,
     usage_chunk,
 )
-from helpers.serving import Running
+from helpers.serving import running
 
 from utio_jax.cli.serve import Serve
 from utio_jax.engine import Shapes
@@ -81,7 +81,10 @@ def test_the_hashes_of_style_and_script_are_those_that_a_browser_computes() -> N
     assert [len(texts["style"]), len(texts["script"])] == [1, 1]
     assert all(text.strip() for (text,) in texts.values())
     policy = _page_policy(HTML)
-    assert len(re.findall(r"'sha256-[A-Za-z0-9+/]{43}='", policy)) == 2
+    assert policy.startswith("default-src 'none'")
+    for tag, (text,) in texts.items():
+        digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+        assert f"{tag}-src 'sha256-{digest}'" in policy
     assert "unsafe" not in policy
 
 
@@ -113,29 +116,6 @@ def test_every_input_has_a_label_and_every_reference_an_element() -> None:
 
 
 # --- in a browser: any server
-
-
-@contextlib.contextmanager
-def shipped_server() -> Iterator[Running]:
-    """The real one, of the shipped model with a depth per token."""
-    running = Running(
-        Serve(mode="adaptive").served(),
-        slots=2,
-        capacity=1024,
-        shapes=Shapes(prompt_widths=(256,), groups=(1,), key_step=512),
-    )
-    try:
-        yield running
-    finally:
-        running.close()
-
-
-SERVERS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
-    "stand-in": stand_in_server,
-    "shipped": shipped_server,
-}
-if os.environ.get("UTIO_PAGE_URL"):
-    SERVERS = {"given": lambda: contextlib.nullcontext(os.environ["UTIO_PAGE_URL"])}
 
 
 @pytest.fixture(scope="module")
@@ -170,11 +150,16 @@ def open_page(chromium: Any, expected: list[str]) -> Iterator[Callable[[str], Pa
     assert foreign == []
 
 
-@pytest.fixture(scope="module", params=SERVERS)
-def served_url(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Where a server has its page."""
-    with SERVERS[request.param]() as server:
-        yield server if isinstance(server, str) else server.url
+@pytest.fixture(scope="module")
+def served_url() -> Iterator[str]:
+    """Where a server has its page: by default that of the shipped model with a depth per token."""
+    if given := os.environ.get("UTIO_PAGE_URL"):
+        yield given
+        return
+    shapes = Shapes(prompt_widths=(256,), groups=(1,), key_step=512)
+    model = Serve(mode="adaptive").served()
+    with running(model, slots=2, capacity=1024, shapes=shapes) as server:
+        yield server.url
 
 
 @pytest.fixture
@@ -314,19 +299,29 @@ def test_figures_follow_the_clock_and_the_depths(
     clock(11.75)
     stand_in.send_text("d", "e", depths=(1, 2), finish_reason="length")
     clock(15.0)  # What comes after the last token slows nothing.
-    stand_in.send(
-        usage_chunk(
-            1200, 6, mean_depth_decided=6.75, mean_depth_executed=8.25, seconds_in_queue=0.125
-        )
-    )
-    stand_in.send("[DONE]")
-    stand_in.end()
+    about = {"mean_depth_decided": 6.75, "mean_depth_executed": 8.25, "seconds_in_queue": 0.125}
+    stand_in.send(usage_chunk(1200, 6, **about))
+    stand_in.end(done=True)
     page.wait(page.idle, "the end")
     assert page.answer() == "abcde"
     assert page.text("first-note") == "125 ms in the queue"
     assert (page.text("tokens"), page.text("tokens-note")) == ("6", "after 1,200 of prompt")
     assert (page.text("depth"), page.text("depth-note")) == ("6.8", "of 16; 8.3 executed")
     assert (page.text("finish"), page.text("finish-note")) == ("length", "as long as allowed")
+
+
+@pytest.mark.browser
+def test_depths_of_many_layers_have_as_many_colours(
+    stand_in: StandIn, visit: Callable[[], Page]
+) -> None:
+    page = visit()
+    stand_in.take_over()
+    page.generate("def")
+    stand_in.send_text(*"abcdefghijklmnop", depths=(*range(1, 17),), finish_reason="length")
+    stand_in.end(done=True)
+    page.wait(page.idle, "the end")
+    colours = colours_of(page.tokens())
+    assert len(set.union(*colours.values())) == len(colours) == 16
 
 
 @pytest.mark.browser
@@ -397,8 +392,8 @@ def test_an_error_in_mid_stream_is_shown(stand_in: StandIn, visit: Callable[[], 
     stand_in.take_over()
     page.generate("def")
     stand_in.send_text(" one", depths=(3,))
-    stand_in.send({"error": {"message": "The engine stopped.", "type": "server_error",
-                             "param": None, "code": "engine"}})  # fmt: skip
+    error = {"message": "The engine stopped.", "type": "server_error", "param": None}
+    stand_in.send({"error": {**error, "code": "engine"}})
     stand_in.end()
     page.wait(page.idle, "the end")
     assert page.shows("wrong")
@@ -569,8 +564,7 @@ def test_two_answers_are_compared(
         clock(now if number == 1 else 3.0)
         stand_in.send(text_chunk(pieces, depths, chat=chat, finish_reason="stop"))
         stand_in.send(usage_chunk(1, 4, mean_depth_decided=sum(depths) / 4))
-        stand_in.send("[DONE]")
-        stand_in.end()
+        stand_in.end(done=True)
     page.wait(page.idle, "both answers")
     full, adaptive = (asked.body for asked in stand_in.asked)
     assert full["utio"]["mode"] == "plain"
@@ -653,11 +647,8 @@ def test_a_chat_is_kept_until_a_new_one_is_begun(
         page.generate(message)
         page.wait(lambda: len(stand_in.asked) > number, "the request")
         stand_in.send({"choices": [{"index": 0, "delta": {"role": "assistant"}}]})
-        stand_in.send({"choices": [{"index": 0, "delta": {"content": reply},
-                                    "finish_reason": "stop",
-                                    "utio": {"pieces": [reply], "depths": [5]}}]})  # fmt: skip
-        stand_in.send("[DONE]")
-        stand_in.end()
+        stand_in.send_text(reply, depths=(5,), chat=True, finish_reason="stop")
+        stand_in.end(done=True)
         page.wait(page.idle, "the end")
         assert stand_in.asked[-1].path == "/v1/chat/completions"
         assert stand_in.asked[-1].body["logprobs"] is True
@@ -684,8 +675,7 @@ def test_a_chat_is_kept_until_a_new_one_is_begun(
     page.wait(lambda: len(stand_in.asked) == 4, "the request")
     assert stand_in.asked[-1].path == "/v1/completions"
     stand_in.send_text(" x", depths=(3,))
-    stand_in.send("[DONE]")
-    stand_in.end()
+    stand_in.end(done=True)
     page.wait(page.idle, "the end")
     page.click("chat")
     assert page.shows("conversation")

@@ -7,6 +7,7 @@ import asyncio
 import collections
 import concurrent.futures
 import contextlib
+import functools
 import json
 import signal
 import threading
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.serving import PROGRAM, Answered, Process, completion
+from helpers.serving import PROGRAM, Answered, Process, completion, request_bytes
 
 pytestmark = pytest.mark.check
 
@@ -77,22 +78,19 @@ def in_thread(function: Callable[[], Any]) -> concurrent.futures.Future[Any]:
 
 def ask_many(server: Process, count: int) -> list[concurrent.futures.Future[Any]]:
     """Sends long requests side by side, every second of them streamed."""
-    found = []
-    for number in range(count):
-        if number % 2:
-            found.append(in_thread(lambda: list(server.stream("/v1/completions", LONG))))
-        else:
-            found.append(in_thread(lambda: server.ask("/v1/completions", LONG)))
-    return found
+
+    def ask(number: int) -> Any:
+        path = "/v1/completions"
+        return list(server.stream(path, LONG)) if number % 2 else server.ask(path, LONG)
+
+    return [in_thread(functools.partial(ask, number)) for number in range(count)]
 
 
 def test_what_was_accepted_is_answered_after_sigterm(start: Start) -> None:
     server = start()
     alone = server.ask("/v1/completions", LONG).body["choices"][0]["text"]
-    with server.connect() as slow, server.connect() as idle:
-        data = json.dumps(completion("x")).encode()
-        head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-        slow.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data[:9])
+    data = request_bytes(json.dumps(completion("x")))
+    with server.connect(data[:-9]) as slow, server.connect() as idle:
         found = ask_many(server, 48)
         server.wait_for(lambda: server.counters()["utio_open_tasks"] == 48)
         server.signal()
@@ -110,16 +108,12 @@ def test_what_was_accepted_is_answered_after_sigterm(start: Start) -> None:
                 text = "".join(event["choices"][0]["text"] for event in result[:-1])
             assert text == alone
         time.sleep(3.5)  # Of those that were let in, one has not said yet what it wants.
-        slow.sendall(data[9:])
+        slow.sendall(data[-9:])
         assert slow.recv(2**16).startswith(b"HTTP/1.1 200 OK")
         status, out = server.ended()
         assert idle.recv(1) == b"", "an idle connection is closed"
     assert status == 0
-    assert json.loads(out) == {
-        "command": "serve",
-        "status": 0,
-        "new_tokens": 50 * 180 + 8 - 180 + 0,
-    }
+    assert json.loads(out) == {"command": "serve", "status": 0, "new_tokens": 49 * 180 + 8}
 
 
 def test_a_second_signal_ends_at_once(start: Start) -> None:
@@ -207,10 +201,7 @@ async def burst(server: Process, count: int) -> list[int]:
 
     async def one(number: int) -> int:
         reader, writer = await asyncio.open_connection(*server.place)
-        data = json.dumps(completion("x", max_tokens=4, seed=number)).encode()
-        head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-        writer.write(f"{head}Connection: close\r\nContent-Length: {len(data)}\r\n\r\n".encode())
-        writer.write(data)
+        writer.write(request_bytes(json.dumps(completion("x", max_tokens=4, seed=number))))
         answer = await reader.read()
         writer.close()
         with contextlib.suppress(OSError):
@@ -239,32 +230,15 @@ def test_a_thousand_at_once_are_answered_or_told_to_come_again(shared: Process) 
     assert ended_of(server.counters(), *done) - before == statuses[200]
 
 
-def leave(server: Process, body: dict[str, Any], *, chunks: int) -> None:
-    """Asks, takes so many chunks of the answer, and hangs up."""
-    data = json.dumps(body).encode()
-    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-    with server.connect() as connection:
-        connection.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
-        seen = b""
-        while seen.count(b"data: ") < chunks:
-            part = connection.recv(4096)
-            assert part
-            seen += part
-
-
 def test_hundreds_that_leave_cost_nothing_that_stays(shared: Process) -> None:
     server = shared
 
+    def leave(number: int) -> None:
+        server.leave({**LONG, "stream": bool(number % 2)}, chunks=3 * (number % 2))
+
     def leave_all(count: int) -> None:
         with concurrent.futures.ThreadPoolExecutor(8) as pool:
-            jobs = [
-                pool.submit(
-                    leave, server, {**LONG, "stream": bool(number % 2)}, chunks=3 * (number % 2)
-                )
-                for number in range(count)
-            ]
-            for job in jobs:
-                job.result()
+            list(pool.map(leave, range(count)))
         server.wait_for(server.settled, seconds=60)
 
     counters, lines = server.counters(), len(server.lines)

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.serving import CONTEXT, Running, completion, served_model
+from helpers.serving import CONTEXT, alone, completion, running, served_model
 
 from utio_jax.cli.serve import Serve
-from utio_jax.decoding import Lengths, Thinking, Thought, generate
+from utio_jax.decoding import SamplingParams, Thinking, Thought
 from utio_jax.decoding.base import Plain
 from utio_jax.serving import Limits, ServedModel
 from utio_jax.serving.gate import ApiError
@@ -61,7 +61,6 @@ def test_fields_that_cannot_be_served_are_named(folder: Path) -> None:
     said, param = refused(off, thinking_token_budget=9)
     assert param == "thinking_token_budget"
     assert "started without --think-end" in said
-    assert not off.card(context=9, created=0, in_full=False)["utio"]["thinking"]
 
 
 def test_options_of_the_command_line_make_a_rule(folder: Path) -> None:
@@ -78,34 +77,19 @@ def test_options_of_the_command_line_make_a_rule(folder: Path) -> None:
 
 @pytest.mark.check
 def test_a_server_forces_the_end_and_says_how_it_came(folder: Path) -> None:
-    model: Any = served(folder, RULE)
-    server = Running(model)
-    try:
-        text: Any = model.text
+    model, fields = served(folder, RULE), {"return_token_ids": True, "ignore_eos": True}
+    with running(model) as server:
+        assert server.ask("/v1/models").body["data"][0]["utio"]["thinking"]
         for budget in (0, 3, 11):
-            fields: dict[str, Any] = {"max_tokens": 30, "temperature": 0}
-            fields |= {"return_token_ids": True, "ignore_eos": True}
-            found = server.completion("x", thinking_token_budget=budget, **fields)
+            asked = {"max_tokens": 30, "thinking_token_budget": budget, **fields}
+            found = server.completion("x", **asked)
             assert found.status == 200, found.body
-            rule = Thinking(end_ids=(70, 71), max_tokens=budget)
-            (ids,) = text.encode(["x"])
-            wanted = generate(
-                text.decoder,
-                text.params,
-                [ids],
-                thinking=rule,
-                max_new_tokens=30,
-                eos_ids=(),
-                lengths=Lengths(prompt_step=64, key_step=CONTEXT),
-            )
+            rule = dataclasses.replace(RULE, max_tokens=budget)
+            wanted = alone(model.text, "x", 30, SamplingParams(), thinking=rule, eos_ids=())
             (choice,) = found.body["choices"]
             assert choice["token_ids"] == wanted.token_ids[0].tolist()
             usage = found.body["usage"]
-            told = wanted.thought[0]
-            assert told == Thought(start=0, tokens=budget, forced=2, ended_by="budget")
+            told: Any = {"tokens": budget, "forced": 2, "ended_by": "budget"}
+            assert wanted.thought[0] == Thought(start=0, **told)
             assert usage["completion_tokens_details"] == {"reasoning_tokens": budget}
-            wanted_usage = [{"tokens": budget, "forced": 2, "ended_by": "budget"}]
-            assert usage["utio"]["thinking"] == wanted_usage
-    finally:
-        server.close()
-    assert not server.faults
+            assert usage["utio"]["thinking"] == [told]

@@ -74,14 +74,6 @@ def test_both_full_depth_programs_agree(tiny: Any) -> None:
     assert float(dense.work.key_slots.sum()) == 2 * 33 * 33 * 4
 
 
-def test_exit_nll_is_the_loss_of_truncating_at_each_exit(tiny: Any) -> None:
-    ids, lengths = tiny.tokens(2, 12), jnp.asarray([12, 12])
-    found = jax.jit(exit_nll, static_argnums=0)(tiny.decoder, tiny.params, ids, lengths)
-    states = run_dense(tiny.decoder, tiny.params, ids, lengths, depths=tiny.decoder.config.exits)
-    for nll, x in zip(found, states, strict=True):
-        np.testing.assert_allclose(nll[:, :-1], plain_nll(tiny, ids, x), atol=1e-4)
-
-
 def test_comparison_of_predictions_with_themselves_and_with_others(tiny: Any) -> None:
     ids, lengths = tiny.tokens(2, 12), jnp.asarray([12, 12])
     states = run_dense(tiny.decoder, tiny.params, ids, lengths, depths=(1, 4))
@@ -156,14 +148,9 @@ def test_evaluation_charges_the_heads_that_ran(tiny: Any) -> None:
     policy, ids = SurePasses(threshold=0.06), tiny.tokens(3, 21)
     batch = Batch(token_ids=np.asarray(ids), lengths=RAGGED, window=np.arange(3))
     depths = {}
-    quality = evaluate(
-        tiny.decoder,
-        tiny.params,
-        [batch],
-        {"": policy},
-        executor=SMALL,
-        observe=lambda name, batch, comparison, decided: depths.update({name: decided}),
-    )[""]
+    note = lambda name, batch, comparison, decided: depths.update({name: decided})  # noqa: E731
+    read = partial(evaluate, tiny.decoder, tiny.params, [batch], {"": policy}, executor=SMALL)
+    quality = read(observe=note)[""]
     live = lambda depth: int((depths[""] >= depth).sum())  # noqa: E731
     deepest = padded(live(4))  # The last layer's tokens were never looked at.
     heads = padded(live(1)) + padded(live(2)) + deepest

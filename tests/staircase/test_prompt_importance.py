@@ -22,13 +22,7 @@ from utio_jax.models import TINY, Transformer
 from utio_jax.policies.signals import ScoreTable
 from utio_jax.staircase import MicroBatches, staircase
 from utio_jax.staircase.heat import AttentionHeat, PromptSurrogate
-from utio_jax.staircase.prompts import (
-    SIGNALS,
-    PromptChoice,
-    PromptImportance,
-    Recency,
-    rank_of,
-)
+from utio_jax.staircase.prompts import SIGNALS, PromptChoice, PromptImportance, Recency, rank_of
 
 EXECUTOR = MicroBatches(min_bucket=4, block=16, query_block=8, key_step=16)
 
@@ -104,13 +98,6 @@ def test_two_boundaries_thin_a_prompt_twice(tiny: Model) -> None:
     assert depths[0, 0] == depths[0, 23] == 4
     with pytest.raises(ValueError, match="a share of deeper tokens for each of depths"):
         depths_of(tiny, dataclasses.replace(policy, deep=jnp.asarray([0.5])), [24, 12])
-
-
-def test_a_row_does_not_feel_its_batch(tiny: Model) -> None:
-    policy = importance(Recency(), 0.3)
-    together = depths_of(tiny, policy, [24, 13])
-    alone = depths_of(tiny, policy, [24, 13, 5, 1])
-    np.testing.assert_array_equal(together, alone[:2])
 
 
 def test_all_of_a_prompt_is_the_plain_program_bit_by_bit(tiny: Model, count_compiles: Any) -> None:

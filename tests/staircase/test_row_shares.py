@@ -39,11 +39,14 @@ def test_a_calibration_knows_the_shares_of_rows_and_keeps_them(
     assert there.row_shares == shares
 
 
-def test_more_exits_leave_the_shares_of_the_segments_that_they_cut() -> None:
+def test_more_exits_change_no_decision_and_leave_the_shares_of_the_segments_they_cut() -> None:
     entry = Thresholds(
         depths=(2, 4), thresholds=(1.0,), fractions=(0.5, 0.5), row_shares=(1.0, 0.6)
     )
-    assert entry.over((1, 2, 3, 4, 6)).row_shares == (1.0, 1.0, 0.6, 0.6, 0.0)
+    wide = entry.over((1, 2, 3, 4, 6))
+    assert wide.thresholds == (-np.inf, 1.0, -np.inf, np.inf)
+    assert wide.fractions == (0.0, 0.5, 0.0, 0.5, 0.0)
+    assert wide.row_shares == (1.0, 1.0, 0.6, 0.6, 0.0)
     assert dataclasses.replace(entry, row_shares=None).over((1, 2, 4)).row_shares is None
 
 

@@ -26,7 +26,7 @@ from utio_jax.contrib.throttle import Throttle, Throttled
 from utio_jax.models import TINY, Transformer
 from utio_jax.policies import Position, given_depths
 from utio_jax.prompts.fit import fit_kv_maps
-from utio_jax.staircase import CapacityPrefix
+from utio_jax.staircase import CapacityPrefix, dense_states
 
 FIRST = next(iter(KINDS))
 """Heads of two layers: the kind that stands for all where they do not differ."""
@@ -170,7 +170,7 @@ def test_exact_modes_are_the_full_model(lively: Model, mode: Any) -> None:
     assert_greedy(lively, run(lively, mode=mode), kv="full")
 
 
-def test_packed_rows_are_the_same_rows(lively: Model) -> None:
+def test_packed_rows_run_what_each_decided(lively: Model) -> None:
     policy = DepthAt(table=depth_table(DEPTHS, shape=(3, 64)), depths=DEPTHS)
     free = run(lively, mode=Adaptive(policy=policy))
     assert len(PROMPTS) == 3
@@ -215,7 +215,11 @@ def test_sources_that_cannot_be_are_refused(changes: Any, wanted: str) -> None:
 
 
 @pytest.mark.check
-@pytest.mark.parametrize("kv", ["propagate", "drop"])
+@pytest.mark.parametrize(
+    ("lively", "kv"),
+    [(kind, ("propagate", "drop")[number % 2]) for number, kind in enumerate(KINDS)],
+    indirect=["lively"],
+)
 def test_a_view_of_the_whole_history_is_the_history(lively: Model, kv: Any) -> None:
     policy = DepthAt(table=depth_table(DEPTHS, shape=(3, 64)), depths=DEPTHS)
     wanted = run(lively, mode=Adaptive(policy=policy, kv=kv))
@@ -235,7 +239,9 @@ def test_what_knows_layers_with_their_own_alone_refuses_others(model: Model) -> 
     decoder, params = model.decoder, model.params
     ids, lengths = model.tokens(2, 16), jnp.asarray([16, 16])
     sets = random_sets([0.5], key=jax.random.key(0), depths=(2, 4))
+    later = 2, jnp.zeros((*ids.shape, decoder.config.embed_dim))
     for call in (
+        lambda: dense_states(decoder, params, ids, lengths, depths=(4,), start=later),
         lambda: fit_kv_maps(decoder, params, [], stops=(2,)),
         lambda: Row(decoder, params, start=0, stop=2),
         lambda: score_layer_sets(decoder, params, ids, lengths, sets),

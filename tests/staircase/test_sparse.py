@@ -20,7 +20,7 @@ from utio_jax import reference_states, score, uniform
 from utio_jax.attention import History
 from utio_jax.core.flops import token_cost
 from utio_jax.evaluation.evaluate import evaluate, score_documents
-from utio_jax.policies import Chance, Learned, Position, given_depths
+from utio_jax.policies import Learned, Position, given_depths
 from utio_jax.staircase import CapacityPrefix, MicroBatches, SparseAttention, staircase
 
 HISTORY = History(recent=5, sinks=1)
@@ -163,15 +163,6 @@ def assert_same_choices(after: Any, before: Any, rows: slice, end: int) -> None:
     """Checks which tokens are sparse up to a position: `[segment, row, token]`."""
     ours, theirs = (found.sparse.sparse[:, rows, :end] for found in (after, before))
     np.testing.assert_array_equal(ours, theirs)
-
-
-def test_chance_is_even_and_depends_on_the_token_alone() -> None:
-    ids = jnp.asarray(np.random.default_rng(0).integers(0, 64, (4, 500)), jnp.int32)
-    positions = jnp.broadcast_to(jnp.arange(500), ids.shape)
-    signal = Chance(key=jax.random.key(1))
-    scores = np.asarray(signal.start(ids, positions))
-    assert abs((scores < 0.3).mean() - 0.3) < 0.03
-    np.testing.assert_array_equal(signal.start(ids[2:3], positions[:1])[0], scores[2])
 
 
 def test_log_likelihoods_are_those_of_the_oracles_states(tiny: Any) -> None:

@@ -221,36 +221,6 @@ def test_shares_of_rows_are_the_cheapest_where_rows_run_together() -> None:
     assert fit_row_shares(np.full((3, 5), 4), depths=(1, 2)) == (1.0, 1.0)
 
 
-def test_the_static_prefix_runs_its_capacity_and_whole_rows_only_where_a_row_overflows(
-    tiny: Any,
-) -> None:
-    batch, width, depths, capacities = 3, 17, (1, 2, 4), (12, 8, 4)
-    run = compile_pass(
-        tiny, depths, "propagate", CapacityPrefix(capacities=capacities, min_bucket=4)
-    )
-    ids = tiny.tokens(batch, width)
-    # Live tokens of each row in each segment, and the slots per row that they take there.
-    for live, wanted in (
-        ([(12, 8, 4), (9, 8, 0), (12, 1, 1)], (12, 8, 4)),  # Exactly full.
-        ([(12, 5, 0), (3, 3, 0), (0, 0, 0)], (12, 8, 4)),
-        ([(13, 8, 5), (1, 1, 0), (1, 1, 0)], (17, 8, 17)),  # One row is one too long.
-        ([(0, 0, 0)] * 3, (12, 8, 4)),
-    ):
-        lengths = np.asarray([total for total, _, _ in live], np.int32)
-        read_counts()
-        found = jax.block_until_ready(run(ids, lengths, deepest_of(live, width)))
-        counts, work = read_counts(), numbers_of(found.work)
-        layers = np.asarray([1, 1, 2])
-        slots = batch * np.asarray(wanted)
-        np.testing.assert_array_equal(work.queries, slots * layers)
-        np.testing.assert_array_equal(work.keys_values, batch * width * layers)
-        np.testing.assert_array_equal(work.key_slots, slots * width * layers)
-        np.testing.assert_array_equal(work.decisions, [*slots[:-1], 0])
-        assert counts["queries"] == counts["finish_layer"] == work.queries.sum()
-        assert counts["keys_values"] == work.keys_values.sum()
-        assert counts["key_slots"] == work.key_slots.sum()
-
-
 def test_whole_rows_of_a_static_prefix_skip_the_keys_behind_each_block(tiny: Any) -> None:
     batch, width, depths = 3, 17, (1, 4)
     with compiling_for("cpu", query_block=8):
@@ -278,10 +248,7 @@ def test_whole_rows_of_a_static_prefix_skip_the_keys_behind_each_block(tiny: Any
             CapacityPrefix(capacities=(8,), min_bucket=4),
             lambda live: 3 * (8 if live.sum(axis=1).max() <= 8 else 17),
         ),
-        (
-            CapacityPrefix(capacities=(0,), min_bucket=4),
-            lambda live: 3 * 17 * live.any(),
-        ),
+        (CapacityPrefix(capacities=(0,), min_bucket=4), lambda live: 3 * 17 * live.any()),
     ],
     ids=["micro-batches", "prefix", "no prefix"],
 )

@@ -4,16 +4,7 @@
 from utio_jax.attention.band import SparseQueries
 from utio_jax.attention.cache import KVCache, init_cache
 from utio_jax.attention.history import History
-from utio_jax.attention.mixing import Mixer, mixer_at
+from utio_jax.attention.mixing import Mixer
 from utio_jax.attention.products import attend, visible_keys
 
-__all__ = [
-    "History",
-    "KVCache",
-    "Mixer",
-    "SparseQueries",
-    "attend",
-    "init_cache",
-    "mixer_at",
-    "visible_keys",
-]
+__all__ = ["History", "KVCache", "Mixer", "SparseQueries", "attend", "init_cache", "visible_keys"]

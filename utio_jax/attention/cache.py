@@ -70,11 +70,7 @@ class KVCache:
 
 
 def init_cache(
-    config: DecoderConfig,
-    *,
-    batch: int,
-    slots: int,
-    dtype: jax.typing.DTypeLike = jnp.float32,
+    config: DecoderConfig, *, batch: int, slots: int, dtype: jax.typing.DTypeLike = jnp.float32
 ) -> KVCache:
     """Returns an empty cache.
 
@@ -92,9 +88,7 @@ def init_cache(
     sizes, heads_first = (slots, config.num_kv_heads), here().heads_first
     shape = (config.kv_layers, batch, *(sizes[::-1] if heads_first else sizes), config.head_dim)
     return KVCache(
-        keys=jnp.zeros(shape, dtype),
-        values=jnp.zeros(shape, dtype),
-        heads_first=heads_first,
+        keys=jnp.zeros(shape, dtype), values=jnp.zeros(shape, dtype), heads_first=heads_first
     )
 
 
@@ -191,10 +185,10 @@ def side_by_side(arrays: Sequence[jax.Array]) -> jax.Array:
     return arrays[0] if len(arrays) == 1 else jnp.concatenate(arrays, axis=-2)
 
 
-def key_widths(slots: int, *, key_step: int, at_most: int = 4) -> tuple[int, ...]:
+def key_widths(slots: int, *, key_step: int) -> tuple[int, ...]:
     """Returns the numbers of slots that attention may read, ascending and ending at `slots`.
 
-    Multiples of `key_step`, which is itself doubled until there are no more than `at_most` of them:
+    Multiples of `key_step`, which is itself doubled until there are no more than four of them:
     every width is a loop body to compile.
 
     >>> key_widths(512, key_step=128)
@@ -202,7 +196,7 @@ def key_widths(slots: int, *, key_step: int, at_most: int = 4) -> tuple[int, ...
     >>> key_widths(600, key_step=128)
     (256, 512, 600)
     """
-    while -(-slots // key_step) > at_most:
+    while -(-slots // key_step) > 4:
         key_step *= 2
     return tuple(min(width, slots) for width in range(key_step, slots + key_step, key_step))
 

@@ -148,10 +148,7 @@ def _product(weights: jax.Array, values: jax.Array) -> jax.Array:
 
 
 def _unfold(
-    mixed: jax.Array,
-    total: jax.Array,
-    queries: jax.Array,
-    dtype: jnp.dtype,
+    mixed: jax.Array, total: jax.Array, queries: jax.Array, dtype: jnp.dtype
 ) -> Float[Array, "*lead query head head_dim"]:
     """Returns the mixed values over their weights' totals, by query and head."""
     *lead, num_queries, num_heads, head_dim = queries.shape

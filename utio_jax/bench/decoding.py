@@ -23,7 +23,7 @@ def measure_modes(  # noqa: PLR0913 (options, each named)
     batches: Sequence[Prompts],
     modes: Mapping[str, Mode],
     *,
-    run: Callable[[Prompts, Mode], Generated],
+    run: Callable[..., Generated],
     sampling: SamplingParams = SamplingParams(),
     budgets: Mapping[str, float] | None = None,
     rounds: int = 3,
@@ -41,7 +41,7 @@ def measure_modes(  # noqa: PLR0913 (options, each named)
       params: its parameters.
       batches: prompts that are decoded together.
       modes: by a name of the caller's choice; "plain" is the baseline.
-      run: generates: called with a batch's prompts and a mode.
+      run: generates: called with a batch's prompts, and the mode as `mode=`.
       sampling: how `run` draws tokens.
       budgets: that adaptive modes' policies were calibrated for, by name.
       rounds: timed turns of each mode.
@@ -58,7 +58,7 @@ def measure_modes(  # noqa: PLR0913 (options, each named)
     results: dict[str, tuple[Generated, ...]] = {}
 
     def take_turn(name: str) -> None:
-        results[name] = tuple(run(prompts, modes[name]) for prompts in batches)
+        results[name] = tuple(run(prompts, mode=modes[name]) for prompts in batches)
 
     def fill_caches() -> None:
         for prompts in batches:
@@ -110,46 +110,3 @@ def middles(documents: Sequence[np.ndarray], *, tokens: int, count: int) -> list
         start = (ids.size // 2 + turn * tokens) % (ids.size - tokens)
         prompts.append(ids[start : start + tokens].tolist())
     return prompts
-
-
-def write_middles(
-    decoder: Decoder,
-    params: Params,
-    documents: Sequence[np.ndarray],
-    modes: Mapping[str, Mode],
-    *,
-    sizes: Sequence[int] = (1, 8),
-    rounds: int = 3,
-    progress: Callable[[], None] | None = None,
-) -> dict[int, dict[str, Timed]]:
-    """Returns how modes continue passages of documents, by batch size and name.
-
-    Three prompts one after the other, or one batch of a larger size. Texts do not end early: all
-    modes decode the same number of tokens.
-
-    Args:
-      decoder: the model.
-      params: its parameters.
-      documents: token ids.
-      modes: by name; "plain" is the baseline.
-      sizes: prompts at once.
-      rounds: timed turns of each mode.
-      progress: called `len(sizes) * (len(modes) + 1) * (rounds + 1)` times.
-    """
-    # Prompt, new tokens and a draft within one key step: one loop to compile per mode and batch.
-    half = decoder.config.context_length // 2
-    prompts = middles(documents, tokens=min(64, half), count=max(3, *sizes))
-    write = partial(generate, decoder, params, max_new_tokens=min(56, half), eos_ids=())
-    batches = {1: [[prompt] for prompt in prompts[:3]]}
-    return {
-        size: measure_modes(
-            decoder,
-            params,
-            batches.get(size, [prompts[:size]]),
-            modes,
-            run=lambda prompts, mode: write(prompts, mode=mode),
-            rounds=rounds,
-            progress=progress,
-        )
-        for size in sizes
-    }

@@ -115,15 +115,12 @@ def _decoding_group(
     ]
 
     def measure() -> list[Row]:
-        write = partial(
-            generate, subject.decoder, subject.params, max_new_tokens=output, eos_ids=()
-        )
+        of_model = (subject.decoder, subject.params)
         found = decoding.measure_modes(
-            subject.decoder,
-            subject.params,
+            *of_model,
             [subject.prompts(batch, prompt)],
             {PLAIN: Plain(), **modes},
-            run=lambda prompts, mode: write(prompts, mode=mode),
+            run=partial(generate, *of_model, max_new_tokens=output, eos_ids=()),
             budgets={each.label: each.budget for each in methods if each.budget is not None},
             rounds=rounds,
         )
@@ -166,11 +163,10 @@ def _planned(subject: Subject, part: str, method: Method, **sizes: int) -> Row:
 def _timed(row: Row, one: Timed) -> Row:
     """Returns a measured row; random weights have losses too, which mean nothing."""
     assert one.timing is not None
-    assert one.against is not None
+    assert one.ratios is not None
     record = one.ledger.to_dict()
     return dataclasses.replace(row, baseline=one.baseline).timed(
         one.timing,
-        against=one.against,
         ratios=one.ratios,
         tokens=one.ledger.tokens,
         speedup_ideal=one.ledger.speedup_ideal,

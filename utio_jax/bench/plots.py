@@ -7,7 +7,7 @@ Figures are made without pyplot: the backend stays, and notebooks show what is r
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -26,14 +26,8 @@ COLOURS = {
     "learned": "#11806a",
 }
 
-# Of policies without a colour of their own.
+# Of policies without a colour of their own, by their place among these.
 OTHER_COLOURS = ("#33658a", "#b0413e", "#7d9d2f", "#c06aa1", "#3fa7bf", "#8a5a33")
-
-
-def colours_of(names: Iterable[str]) -> dict[str, str]:
-    """Returns each policy's colour: its own, or one by its place among those without."""
-    others = itertools.cycle(OTHER_COLOURS)
-    return {name: COLOURS[name] if name in COLOURS else next(others) for name in names}
 
 
 def plain(text: str, width: int = 60) -> str:
@@ -98,10 +92,11 @@ def plot_pareto(
                 bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5, "alpha": 0.8},
                 zorder=4,
             )
-    colours = colours_of(curves)
+    others = itertools.cycle(OTHER_COLOURS)
     for name, curve in curves.items():
         x, y = zip(*sorted(curve), strict=True)
-        axes.plot(x, y, marker="o", markersize=5, color=colours[name], label=name)
+        colour = COLOURS.get(name) or next(others)
+        axes.plot(x, y, marker="o", markersize=5, color=colour, label=name)
     left = min(x for x, y, *_ in (*points, *exits) if y <= top) - 0.06
     right = max(x for x, *_ in (*points, *exits)) + 0.03
     bottom = min([-0.06 * top, *(1.1 * y for _, y in points)])

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from utio_jax.bench.timing import time_programs
-from utio_jax.core.decoder import Decoder, Params
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.generate import generate
 from utio_jax.decoding.prefill import Prefill, exact_prefill
@@ -20,39 +19,37 @@ from utio_jax.prompts.evaluate import PromptSizes, continuations, cut_rows, prom
 from utio_jax.staircase.prompts import PromptChoice
 from utio_jax.staircase.score import full_depth
 
+BUDGET = 0.5
+"""FLOPs of reading prompts over full depth's, of which an inexact way is taken."""
+
 
 def shallow_prompts(
-    decoder: Decoder,
-    params: Params,
-    documents: Sequence[np.ndarray],
-    *,
-    sizes: PromptSizes,
-    choices: Sequence[PromptChoice] = (),
-    budget: float = 0.5,
-    rounds: int = 3,
+    model: Any, documents: Sequence[np.ndarray], *, width: int, count: int, rounds: int
 ) -> dict[str, Any]:
     """Returns time to the first token behind a shallow prompt, its cost, and the loss behind it.
 
     A model whose upper layers read keys and values made below stops there, which loses nothing; any
-    other one as `utio_jax.prompts.prompt_choice` says.
+    other one as `utio_jax.prompts.prompt_choice` says for `BUDGET`.
 
     Args:
-      decoder: the model.
-      params: its parameters.
+      model: a `utio_jax.models.Model`, or anything else with its decoder, params, prompt_choices.
       documents: token ids.
-      sizes: of the rows whose losses count; the first one's prompt is timed.
-      choices: ways of reading that were measured.
-      budget: of the prompts' FLOPs.
+      width: tokens of a row, seven eighths of which are its prompt.
+      count: of the rows whose losses count, read at once; the first one's prompt is timed.
       rounds: timed turns.
 
     Raises:
       ValueError: no way of reading prompts is known of the model, or no document is long enough.
     """
+    decoder, params = model.decoder, model.params
+    sizes = PromptSizes(
+        prompt_tokens=width * 7 // 8, continuation=width // 8, rows=count, batch=count
+    )
     rows = cut_rows(documents, sizes, decoder=decoder)
     prompts = [rows.batches[0][0][0, : sizes.prompt_tokens]]
     exact = exact_prefill(decoder)
     if exact is None:
-        choice = prompt_choice(decoder, params, budget, choices=choices)
+        choice = prompt_choice(decoder, params, BUDGET, choices=model.prompt_choices)
         shallow = Prefill(policy=choice.policy(decoder), kv=choice.kv)
     else:
         stop = decoder.config.kv_complete

@@ -147,8 +147,7 @@ class Row:
         self,
         timing: Timing,
         *,
-        against: Timing,
-        ratios: np.ndarray | None = None,
+        ratios: np.ndarray,
         calls: int = 1,
         tokens: float | None = None,
         **values: Any,
@@ -159,8 +158,7 @@ class Row:
 
         Args:
           timing: of the method.
-          against: of the baseline, in the same rounds.
-          ratios: of the rounds, where they are not the seconds' own.
+          ratios: `[round]`, how many times as fast as the baseline it was.
           calls: of what the row is about, in one timed turn.
           tokens: of one call.
           values: of the row's other fields.
@@ -168,14 +166,10 @@ class Row:
         seconds, fallbacks = Spread.of(timing.seconds / calls), dict(self.fallbacks)
         if timing.compiles:
             fallbacks["compiled after the warm-up"] = timing.compiles
-        if fallbacks:
-            speedup = None
-        else:
-            speedup = Spread.of(timing.ratios_over(against) if ratios is None else ratios)
         return dataclasses.replace(
             self,
             seconds=seconds,
-            speedup=speedup,
+            speedup=None if fallbacks else Spread.of(ratios),
             fallbacks=fallbacks,
             tokens_per_second=None if tokens is None else tokens / seconds.median,
             **values,

@@ -21,7 +21,6 @@ class Suite:
     """What is measured, for each model.
 
     Attributes:
-      name: of the suite.
       parts: in the order of measuring.
       models: that are measured unless others are named.
       policies: see `methods_of`; controls join them by themselves.
@@ -30,7 +29,6 @@ class Suite:
       rounds: timed turns of each program.
     """
 
-    name: str
     parts: tuple[str, ...]
     models: tuple[str, ...] = ("shipped",)
     policies: tuple[str, ...] = ("learned@0.75",)
@@ -45,26 +43,21 @@ class Suite:
 
 
 SUITES = {
-    suite.name: suite
-    for suite in (
-        Suite(name="quick", parts=("score", "decode", "lossless")),
-        Suite(
-            name="cpu",
-            parts=("score", "decode", "lossless"),
-            policies=("learned@0.6", "learned@0.75", "learned@0.9", "utio_surrogate@0.75"),
-            score=((4, 128), (1, 512), (16, 512)),
-            decode=((1, 64, 120), (8, 64, 120), (32, 64, 120)),
-            rounds=7,
-        ),
-        Suite(
-            name="accelerator",
-            parts=("score", "decode"),
-            models=("mistral-7b",),
-            policies=("random@0.6",),
-            score=((1, 2048), (16, 512)),
-            decode=((1, 64, 64), (8, 64, 64), (32, 64, 64), (128, 64, 64), (256, 64, 64)),
-        ),
-    )
+    "quick": Suite(parts=("score", "decode", "lossless")),
+    "cpu": Suite(
+        parts=("score", "decode", "lossless"),
+        policies=("learned@0.6", "learned@0.75", "learned@0.9", "utio_surrogate@0.75"),
+        score=((4, 128), (1, 512), (16, 512)),
+        decode=((1, 64, 120), (8, 64, 120), (32, 64, 120)),
+        rounds=7,
+    ),
+    "accelerator": Suite(
+        parts=("score", "decode"),
+        models=("mistral-7b",),
+        policies=("random@0.6",),
+        score=((1, 2048), (16, 512)),
+        decode=((1, 64, 64), (8, 64, 64), (32, 64, 64), (128, 64, 64), (256, 64, 64)),
+    ),
 }
 
 
@@ -138,7 +131,7 @@ def run_groups(
     return save(complete=True)
 
 
-_BEARABLE_PCT = 1.0  # Of loss, for what saves time.
+BEARABLE_PCT = 1.0  # Of loss, for what saves time.
 
 
 def conclude(rows: Iterable[Row]) -> str:
@@ -152,13 +145,11 @@ def conclude(rows: Iterable[Row]) -> str:
         if row.gain is not None and row.gain > 1.0 and not row.speed_only
     ]
     unknown = [gain for gain, loss, _ in faster if loss is None]
-    gains = [
-        (gain, row) for gain, loss, row in faster if loss is not None and loss <= _BEARABLE_PCT
-    ]
+    gains = [(gain, row) for gain, loss, row in faster if loss is not None and loss <= BEARABLE_PCT]
     if gains:
         gain, best = max(gains, key=lambda each: each[0])
         return (
-            f"Fastest here at no more than +{_BEARABLE_PCT:g} % of loss: {best.key}, {gain:.2f} "
+            f"Fastest here at no more than +{BEARABLE_PCT:g} % of loss: {best.key}, {gain:.2f} "
             f"times as fast as {best.baseline}."
         )
     if unknown:
@@ -167,13 +158,3 @@ def conclude(rows: Iterable[Row]) -> str:
             "a loss that was not measured here: see --parts score, or utio-jax compare."
         )
     return "Nothing that was measured here is faster than the model in full: use that."
-
-
-def summarise(rows: Sequence[Row]) -> dict[str, Any]:
-    """Returns counts of the rows, and their speed-ups by key."""
-    return {
-        "row_count": len(rows),
-        "did_not_run": sum(not row.ran for row in rows),
-        "fell_back": sum(bool(row.fallbacks) for row in rows),
-        "speedups": {row.key: row.speedup.median for row in rows if row.speedup is not None},
-    }

@@ -12,12 +12,6 @@ from rich.text import Text
 from utio_jax.bench.results import Row
 from utio_jax.calibration.compare import ComparisonRow
 from utio_jax.core.html import shade
-from utio_jax.evaluation.ledger import Ledger
-
-_COMPARISON_COLUMNS = (
-    *("policy", "budget", "FLOPs", "gates %", "loss +%", "below hull, %", "agree"),
-    "corr. KL",
-)
 
 
 def bench_table(rows: Iterable[Row], *, title: str, notes: bool = False) -> Table:
@@ -26,7 +20,6 @@ def bench_table(rows: Iterable[Row], *, title: str, notes: bool = False) -> Tabl
     table = _table(
         (*names, *(("note",) if notes else ())),
         title=title,
-        padding=(0, 0),
         caption="speed-up: median of the rounds' ratios over the fastest full-depth program, and "
         "quartiles; none where the method fell back or did not run",
     )
@@ -51,9 +44,8 @@ def bench_table(rows: Iterable[Row], *, title: str, notes: bool = False) -> Tabl
 def comparison_table(rows: Sequence[ComparisonRow], *, title: str) -> Table:
     """Returns a terminal table of `utio_jax.calibration.compare.compare`'s rows."""
     table = _table(
-        _COMPARISON_COLUMNS,
+        ("policy", "budget", "FLOPs", "gates %", "loss +%", "below hull, %", "agree", "corr. KL"),
         title=title,
-        padding=(0, 0),
         caption="below hull: loss that mixed exits would have more at the row's own FLOPs, and its "
         "95 % interval over documents; bold where that excludes zero",
     )
@@ -62,7 +54,7 @@ def comparison_table(rows: Sequence[ComparisonRow], *, title: str) -> Table:
     for row in rows:
         ledger, margin = row.ledger, row.hull_margin_pct
         table.add_row(
-            _named(ledger),
+            row.name if ledger.budget is None else ledger.policy,
             _show(ledger.budget, "g"),
             _show(ledger.flops_ratio, ".3f"),
             _show(ledger.gate_pct, ".2f"),
@@ -109,16 +101,10 @@ def depth_legend(depths: Sequence[int], *, levels: Sequence[int] | None = None) 
 
 def _table(names: Sequence[str], **options: Any) -> Table:
     """Returns an empty table, its first column left of the others' numbers; nothing is cut off."""
-    table = Table(**options)
+    table = Table(padding=(0, 0), **options)
     for number, name in enumerate(names):
         table.add_column(name, justify="right" if number else "left", overflow="fold")
     return table
-
-
-def _named(row: Ledger) -> str:
-    """Returns the policy, and of a uniform one the depth: no two rows shall share a name."""
-    (depth, *others) = row.depth_histogram or ("",)
-    return f"uniform {depth}" if row.policy == "uniform" and not others else row.policy
 
 
 def _show(value: Any, form: str) -> str:

@@ -93,7 +93,6 @@ class Timed:
     Attributes:
       ledger: quality, cost and times.
       timing: of the program.
-      against: full depth's, in the same rounds.
       ratios: `[round]`, full depth's seconds over the program's, for as many tokens.
       baseline: which full-depth program it was.
       results: the new tokens of each batch, if it made any.
@@ -101,7 +100,6 @@ class Timed:
 
     ledger: Ledger
     timing: Timing | None = None
-    against: Timing | None = None
     ratios: np.ndarray | None = None
     baseline: str | None = None
     results: tuple[Generated, ...] = ()
@@ -155,14 +153,7 @@ def timed_ledger(
         efficiency=None if ideal is None else speedup / ideal,
         compiles=timing.compiles,
     )
-    return Timed(
-        ledger=ledger,
-        timing=timing,
-        against=against,
-        ratios=ratios,
-        baseline=baseline,
-        results=results,
-    )
+    return Timed(ledger=ledger, timing=timing, ratios=ratios, baseline=baseline, results=results)
 
 
 def time_programs(

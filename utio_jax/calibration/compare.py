@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from utio_jax.calibration.hindsight import hindsight_policies
 from utio_jax.calibration.search import forget_programs
 from utio_jax.calibration.studies import (
     ExitStudy,
@@ -24,6 +23,7 @@ from utio_jax.calibration.studies import (
     rank_correlation,
     study_exits,
 )
+from utio_jax.calibration.thresholds import fit_thresholds, leave_at
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.documents import Batch
 from utio_jax.core.flops import depth_flops, token_cost
@@ -33,9 +33,9 @@ from utio_jax.evaluation.evaluate import Quality, evaluate
 from utio_jax.evaluation.intervals import DocumentSums, HullBootstrap
 from utio_jax.evaluation.ledger import Ledger
 from utio_jax.policies.base import Policy, Signal
-from utio_jax.policies.depth import given_depths, shared_program
+from utio_jax.policies.depth import Thresholded, given_depths, shared_program
 from utio_jax.policies.signals import KnownBefore
-from utio_jax.policies.store import Calibration
+from utio_jax.policies.store import Calibration, Thresholds
 from utio_jax.staircase.base import Executor
 from utio_jax.staircase.microbatches import MicroBatches
 from utio_jax.staircase.reference import positions_of
@@ -128,9 +128,10 @@ def compare(  # noqa: PLR0913 (options, each named)
     done = itertools.count(1)
     counted = lambda: say(f"exits: batch {next(done)} of {len(batches)}")  # noqa: E731
     studies = study_exits(decoder, params, batches, mesh=mesh, progress=counted)
-    reader = _Reader(decoder, params, document_of_window, executor, mesh)
+    of_text = partial(_read, decoder, params, batches, document_of_window)
+    read = partial(of_text, executor=executor, mesh=mesh, full_passes={})
     exits, shape = decoder.config.exits, batches[0].token_ids.shape
-    num_layers, count = exits[-1], len(batches)
+    num_layers = exits[-1]
 
     say("uniform")
     given = {
@@ -139,7 +140,7 @@ def compare(  # noqa: PLR0913 (options, each named)
         )
         for depth in exits
     }
-    uniform = reader.read(batches, {label: [policy] * count for label, policy in given.items()})
+    uniform = read(given)
     bootstrap = HullBootstrap([sums for _, sums in uniform.values()], draws=draws, seed=seed)
     rows = [
         ComparisonRow(ledger=quality.ledger(name, budget=None, num_layers=num_layers))
@@ -158,7 +159,7 @@ def compare(  # noqa: PLR0913 (options, each named)
             ledger=quality.ledger(name, budget=budget, num_layers=num_layers),
             hull_margin_pct=bootstrap.interval(sums),
         )
-        for (name, budget), (quality, sums) in reader.read(batches, oracles).items()
+        for (name, budget), (quality, sums) in read(oracles).items()
     ]
 
     names = [*calibration.entries, *(["random"] if "learned" in calibration.entries else [])]
@@ -175,8 +176,6 @@ def compare(  # noqa: PLR0913 (options, each named)
     for number, group in enumerate(groups):
         for name in group:
             say(f"{name} (program {number + 1} of {len(groups)})")
-            fitted = calibration.entries["learned" if name == "random" else name]
-            each = {label: [policy] * count for label, policy in policies[name].items()}
             correlation = functools.cache(
                 partial(_correlation, decoder, params, calibration.signals.get(name), studies, mesh)
             )
@@ -184,12 +183,61 @@ def compare(  # noqa: PLR0913 (options, each named)
                 ComparisonRow(
                     ledger=quality.ledger(name, budget=budget, num_layers=num_layers),
                     hull_margin_pct=bootstrap.interval(sums),
-                    rank_correlation_kl=correlation(fitted[budget].depths[0]),
+                    rank_correlation_kl=correlation(calibration.entry(name, budget).depths[0]),
                 )
-                for (_, budget), (quality, sums) in reader.read(batches, each).items()
+                for (_, budget), (quality, sums) in read(policies[name]).items()
             ]
         forget_programs()
     return rows + [row for name in names for row in of_policy.get(name, ())]
+
+
+def hindsight_policies(
+    decoder: Decoder,
+    params: Params,
+    studies: Sequence[ExitStudy],
+    budget: float,
+    *,
+    executor: Executor = MicroBatches(),
+) -> list[Thresholded]:
+    """Returns `oracle_kl`, one policy per batch of the very text to be read.
+
+    A control: depths from what stopping at each exit really does to each token. They look at full
+    depth, so they are no policies to use: `causal` is False. Thresholds are fitted as for any
+    signal, on KL to full depth itself as the score. Strong, yet no bound: what frozen K/V do to
+    other tokens is not in it.
+
+    Args:
+      decoder: the model.
+      params: its parameters.
+      studies: what a full pass over the text shows, from `study_exits`; batches of one width.
+      budget: target `flops_ratio`, without padding. Below the first exit's there are no policies.
+      executor: how passes will run.
+    """
+    harm = predicted_tokens(studies, [study.kl for study in studies])
+    cost, exits = token_cost(decoder, params), decoder.config.exits
+    width = studies[0].predicted.shape[1]
+    flops = partial(depth_flops, cost, width=width, key_widths=executor.key_widths(width))
+    fits: list[tuple[float, Thresholds]] = []
+    for last in range(2, len(exits) + 1):  # No token pays for K/V beyond the deepest exit in use.
+        shares = flops(exits[:last]) / flops(exits)[-1]
+        if budget < shares[0]:
+            continue
+        fit = fit_thresholds(
+            harm[: last - 1],
+            harm[:last],
+            depths=exits[:last],
+            cost_of_depth=shares,
+            cost_of_gate=np.zeros(last - 1),
+            budget=budget,
+        )
+        left = leave_at(harm[: last - 1], np.asarray(fit.thresholds, np.float32))
+        fits.append((float(harm[left, np.arange(left.size)].mean()), fit))
+    if not fits:
+        return []
+    best = min(fits, key=lambda pair: pair[0])[1]
+    layers, cuts = np.asarray(best.depths, np.int32), np.asarray(best.thresholds, np.float32)
+    decided = [layers[leave_at(study.kl[: len(cuts)], cuts)] for study in studies]
+    return [given_depths(jnp.asarray(each), depths=exits, name="oracle_kl") for each in decided]
 
 
 def _by_program(policies: Mapping[str, Mapping[Label, Policy]], batch: Batch) -> list[list[str]]:
@@ -210,63 +258,54 @@ def _by_program(policies: Mapping[str, Mapping[Label, Policy]], batch: Batch) ->
     return [names for _, names in sorted(groups.items(), key=lambda item: item[0][0])]
 
 
-class _Reader:
-    """Reads a text under policies, and keeps what each document cost and lost."""
+def _read(
+    decoder: Decoder,
+    params: Params,
+    batches: Sequence[Batch],
+    document_of_window: np.ndarray,
+    policies: Mapping[Label, Policy | Sequence[Policy]],
+    *,
+    executor: Executor,
+    mesh: Mesh | None,
+    full_passes: dict[int, Scores],
+) -> dict[Label, tuple[Quality, DocumentSums]]:
+    """Returns the quality of policies, one or one per batch, and their sums by document.
 
-    def __init__(
-        self,
-        decoder: Decoder,
-        params: Params,
-        document_of_window: np.ndarray,
-        executor: Executor,
-        mesh: Mesh | None,
-    ):
-        self.decoder, self.params, self.executor, self.mesh = decoder, params, executor, mesh
-        self.document_of_window = document_of_window
-        self.documents = int(document_of_window.max()) + 1
-        self.cost = token_cost(decoder, params)
-        self.full_passes: dict[int, Scores] = {}
+    Executed FLOPs, padding and gates included, are shared out by tokens' decided depths. Of the
+    same batches `full_passes` keeps those at full depth from call to call.
+    """
+    labels = {str(label): label for label in policies}
+    documents = int(document_of_window.max()) + 1
+    nll = {name: np.zeros(documents) for name in labels}
+    parts = {name: np.zeros(documents) for name in labels}
+    every, width = range(decoder.config.num_layers + 1), batches[0].token_ids.shape[1]
+    cost, key_widths = token_cost(decoder, params), executor.key_widths(width)
+    of_depth = depth_flops(cost, every, width=width, key_widths=key_widths)
 
-    def read(
-        self, batches: Sequence[Batch], policies: Mapping[Label, Sequence[Policy]]
-    ) -> dict[Label, tuple[Quality, DocumentSums]]:
-        """Returns the quality of policies, one per batch, and their sums by document.
+    def observe(name: str, batch: Batch, found: Comparison, depths: np.ndarray) -> None:
+        rows = np.flatnonzero(batch.window >= 0)
+        document = document_of_window[batch.window[rows]]
+        lost = np.asarray(found.nll, np.float64)[rows]
+        paid = np.where(depths > 0, of_depth[depths], 0.0)[rows]
+        np.add.at(nll[name], document, lost.sum(axis=1))
+        np.add.at(parts[name], document, paid.sum(axis=1))
 
-        The batches are the same at every call.
-
-        Executed FLOPs, padding and gates included, are shared out by tokens' decided depths.
-        """
-        labels = {str(label): label for label in policies}
-        nll = {name: np.zeros(self.documents) for name in labels}
-        parts = {name: np.zeros(self.documents) for name in labels}
-        width, num_layers = batches[0].token_ids.shape[1], self.decoder.config.num_layers
-        key_widths = self.executor.key_widths(width)
-        of_depth = depth_flops(self.cost, range(num_layers + 1), width=width, key_widths=key_widths)
-
-        def observe(name: str, batch: Batch, found: Comparison, depths: np.ndarray) -> None:
-            rows = np.flatnonzero(batch.window >= 0)
-            document = self.document_of_window[batch.window[rows]]
-            lost = np.asarray(found.nll, np.float64)[rows]
-            paid = np.where(depths > 0, of_depth[depths], 0.0)[rows]
-            np.add.at(nll[name], document, lost.sum(axis=1))
-            np.add.at(parts[name], document, paid.sum(axis=1))
-
-        total = evaluate(
-            self.decoder,
-            self.params,
-            batches,
-            {name: policies[label] for name, label in labels.items()},
-            executor=self.executor,
-            mesh=self.mesh,
-            observe=observe,
-            full_passes=self.full_passes,
-        )
-        read = {}
-        for name, label in labels.items():
-            seen = parts[name] > 0
-            flops = total[name].flops * parts[name][seen] / parts[name].sum()
-            read[label] = total[name], DocumentSums(nll=nll[name][seen], flops=flops)
-        return read
+    total = evaluate(
+        decoder,
+        params,
+        batches,
+        {name: policies[label] for name, label in labels.items()},
+        executor=executor,
+        mesh=mesh,
+        observe=observe,
+        full_passes=full_passes,
+    )
+    read = {}
+    for name, label in labels.items():
+        seen = parts[name] > 0
+        flops = total[name].flops * parts[name][seen] / parts[name].sum()
+        read[label] = total[name], DocumentSums(nll=nll[name][seen], flops=flops)
+    return read
 
 
 def _correlation(

@@ -157,7 +157,6 @@ class ThresholdSearch:
             again = self._fit(signal, fit.depths, target)
             if again is None:
                 break
-            again = again.over(fit.depths)
             spent = self.run(signal, again)
             by_cost[self.ratio(spent)] = again
         # The nearest, but none that costs noticeably more than was asked for if one does not.
@@ -177,14 +176,14 @@ class ThresholdSearch:
         for last in range(len(self.exits), first + 1, -1):
             depths = self.exits[first:last]
             coarse = self._fit(signal, depths, budget, _COARSE)
-            if coarse is not None and len(coarse.depths) > 1:
-                harm = self._mean_harm(signal, depths, coarse)
-                used = depths if signal.remembers else coarse.depths
+            if coarse is not None and len(coarse.used().depths) > 1:
+                harm = self._mean_harm(signal, coarse)
+                used = depths if signal.remembers else coarse.used().depths
                 best = min(best, (harm, used)) if best else (harm, used)
         if best is None:
             return None
         fit = self._fit(signal, best[1], budget)
-        return fit.over(best[1]) if fit is not None and len(fit.depths) > 1 else None
+        return fit if fit is not None and len(fit.used().depths) > 1 else None
 
     def _fit(
         self, signal: Signal, depths: tuple[int, ...], budget: float, tokens: int | None = None
@@ -225,10 +224,10 @@ class ThresholdSearch:
         key_widths = self.executor.key_widths(self._width)
         return depth_flops(self._cost, depths, width=self._width, key_widths=key_widths)
 
-    def _mean_harm(self, signal: Signal, depths: tuple[int, ...], fit: Thresholds) -> float:
-        cuts = np.asarray(fit.over(depths).thresholds, np.float32)
-        left = leave_at(self.scores(signal, depths), cuts)
-        rows = np.asarray([self.exits.index(depth) for depth in depths], np.int64)
+    def _mean_harm(self, signal: Signal, fit: Thresholds) -> float:
+        cuts = np.asarray(fit.thresholds, np.float32)
+        left = leave_at(self.scores(signal, fit.depths), cuts)
+        rows = np.asarray([self.exits.index(depth) for depth in fit.depths], np.int64)
         return float(self._harm[rows[left], np.arange(left.size)].mean())
 
     def _margin(self, spent: Spent) -> float:

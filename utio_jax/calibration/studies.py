@@ -241,10 +241,7 @@ def collect(
         x = states[index].astype(jnp.float32)
 
         def map_logits(
-            function: Callable[..., Any],
-            *arrays: jax.Array,
-            x: jax.Array = x,
-            depth: int = depth,
+            function: Callable[..., Any], *arrays: jax.Array, x: jax.Array = x, depth: int = depth
         ) -> jax.Array:
             seen = apply_exit_lens(decoder, params, x, depth)
             return rows(map_head(decoder, params, function, *flat((seen, *arrays))))

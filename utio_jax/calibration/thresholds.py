@@ -19,7 +19,7 @@ def fit_thresholds(
     cost_of_gate: np.ndarray,
     budget: float,
 ) -> Thresholds:
-    """Returns the thresholds of least KL at a mean cost of `budget`.
+    """Returns the thresholds of least KL at a mean cost of `budget`; -inf where no token leaves.
 
     For a price of computation, each boundary's best threshold is found exactly, by sorting: leaving
     is worth KL + price x cost of the exit, staying what the later thresholds make of the token. A
@@ -83,12 +83,10 @@ def fit_thresholds(
     token = np.arange(scores.shape[1])
     cuts = min(choices, key=lambda cuts: kl[leave_at(scores, cuts), token].mean())
     left = leave_at(scores, cuts)
-    used = [b for b in range(len(cuts)) if np.isfinite(cuts[b])]
-    kept = [*used, len(cuts)]
     return Thresholds(
-        depths=tuple(int(depths[b]) for b in kept),
-        thresholds=tuple(float(cuts[b]) for b in used),
-        fractions=tuple(float((left == b).mean()) for b in kept),
+        depths=tuple(map(int, depths)),
+        thresholds=tuple(cuts.tolist()),
+        fractions=tuple(float((left == b).mean()) for b in range(len(depths))),
     )
 
 

@@ -8,13 +8,15 @@ import itertools
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
+import jax
+import jax.numpy as jnp
+
+from utio_jax.bench.results import describe, read_results
+from utio_jax.bench.subjects import Subject, label_of
+from utio_jax.bench.suite import SUITES, Suite, conclude, groups_of, run_groups, tiny
 from utio_jax.cli.options import Rare, check_out, progress_lines
-
-if TYPE_CHECKING:
-    from utio_jax.bench.subjects import Subject
-    from utio_jax.bench.suite import Suite
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,12 +61,14 @@ class Bench:
     def run(self) -> dict[str, Any]:
         """Runs the command and returns its JSON."""
         if self.report is not None:
-            return self._page(self.report)
-        import jax
+            from utio_jax.bench.report import write_report
+
+            check_out(self.out)
+            written = write_report(self.report, self.out)
+            print(f"written: {written}", file=sys.stderr)
+            return {"command": "bench", "report": str(written)}
         from rich.console import Console
 
-        from utio_jax.bench.results import describe, read_results
-        from utio_jax.bench.suite import conclude, groups_of, run_groups, summarise
         from utio_jax.bench.terminal import bench_table
 
         started = time.perf_counter()
@@ -108,16 +112,11 @@ class Bench:
             "out": str(file),
             "verdict": verdict,
             "environment": results["environment"],
-            **summarise(rows),
+            "row_count": len(rows),
+            "did_not_run": sum(not row.ran for row in rows),
+            "fell_back": sum(bool(row.fallbacks) for row in rows),
+            "speedups": {row.key: row.speedup.median for row in rows if row.speedup is not None},
         }
-
-    def _page(self, results: Path) -> dict[str, Any]:
-        from utio_jax.bench.report import write_report
-
-        check_out(self.out)
-        written = write_report(results, self.out)
-        print(f"written: {written}", file=sys.stderr)
-        return {"command": "bench", "report": str(written)}
 
     def sized(self) -> Suite:
         """Returns the suite with the options that were given.
@@ -125,9 +124,6 @@ class Bench:
         Raises:
           ValueError: a part that the suite does not have, or a size below 1.
         """
-        from utio_jax.bench.subjects import label_of
-        from utio_jax.bench.suite import SUITES, tiny
-
         suite = SUITES[self.suite]
         if self.dry_run:
             suite = tiny(suite)
@@ -170,15 +166,21 @@ def subject_named(name: str, *, dtype: str, cache_tokens: int = 0) -> Subject:
     Raises:
       ValueError: there is no such model, or not even two layers fit.
     """
-    import jax.numpy as jnp
-
-    from utio_jax.bench.subjects import Subject
-    from utio_jax.models import SHIPPED, load
-    from utio_jax.models.presets import SHAPES
+    from utio_jax.models import SHIPPED, Transformer, load
+    from utio_jax.models.presets import SHAPES, with_layers
+    from utio_jax.models.random_weights import fit_layers, free_memory, random_params
     from utio_jax.models.training.corpus import standard_library
 
     if name in SHAPES:
-        return _shape(name, dtype, cache_tokens=cache_tokens)
+        config = SHAPES[name]
+        fitting = fit_layers(config, dtype=dtype, memory=free_memory(), cache_tokens=cache_tokens)
+        decoder = Transformer(with_layers(config, fitting))
+        return Subject(
+            name=name,
+            decoder=decoder,
+            params=random_params(decoder, dtype=dtype),
+            note=f"random weights, {fitting} of {config.num_layers} layers: speed only",
+        )
     model = load(SHIPPED if name == "shipped" else name, dtype=jnp.dtype(dtype))
     documents, notes = None, []
     try:
@@ -197,21 +199,4 @@ def subject_named(name: str, *, dtype: str, cache_tokens: int = 0) -> Subject:
         documents=documents,
         calibration=calibration,
         note="; ".join(notes),
-    )
-
-
-def _shape(name: str, dtype: str, *, cache_tokens: int) -> Subject:
-    from utio_jax.bench.subjects import Subject
-    from utio_jax.models import Transformer
-    from utio_jax.models.presets import SHAPES, with_layers
-    from utio_jax.models.random_weights import fit_layers, free_memory, random_params
-
-    config = SHAPES[name]
-    fitting = fit_layers(config, dtype=dtype, memory=free_memory(), cache_tokens=cache_tokens)
-    decoder = Transformer(with_layers(config, fitting))
-    return Subject(
-        name=name,
-        decoder=decoder,
-        params=random_params(decoder, dtype=dtype),
-        note=f"random weights, {fitting} of {config.num_layers} layers: speed only",
     )

@@ -14,6 +14,10 @@ from typing import Any, ClassVar
 import jax
 import numpy as np
 
+from utio_jax.calibration.advice import may_pay
+from utio_jax.calibration.gates import SIGNALS
+from utio_jax.calibration.lens import LensConfig, fit_lens
+from utio_jax.calibration.risk import split_documents
 from utio_jax.cli.options import (
     OfText,
     OfWindows,
@@ -22,9 +26,9 @@ from utio_jax.cli.options import (
     progress_lines,
     read_documents,
 )
-from utio_jax.core.decoder import DecoderConfig
-from utio_jax.core.documents import Batch, calibration_batches
 from utio_jax.core.files import check_writable, load_json
+from utio_jax.core.lens import lens_file, save_lens
+from utio_jax.core.processes import check_same
 from utio_jax.policies.store import calibration_file, check_nothing_is_lost
 
 
@@ -70,12 +74,6 @@ class Calibrate(OfWindows, OfText):
 
     def run(self) -> dict[str, Any]:
         """Runs the command and returns its JSON."""
-        from utio_jax.calibration.advice import advise, may_pay
-        from utio_jax.calibration.calibrate import calibrate
-        from utio_jax.calibration.gates import SIGNALS
-        from utio_jax.calibration.goals import Budgets, Goal, MaxDisagreement, MaxLoss
-        from utio_jax.calibration.risk import split_documents
-        from utio_jax.core.processes import check_same
         from utio_jax.models.verbs import with_exits
 
         started = time.perf_counter()
@@ -83,48 +81,36 @@ class Calibrate(OfWindows, OfText):
         self._check()
         mesh = self.mesh()
         model = (dataclasses.replace(self, lens="none") if self.fit_lens else self).load()
-        fit_lens = self.fit_lens or len(model.decoder.config.exits) == 1
-        if fit_lens and jax.process_count() > 1:
+        bare = len(model.decoder.config.exits) == 1
+        if (self.fit_lens or bare) and jax.process_count() > 1:
             raise ValueError(
                 f"Wanted --fit-lens in one process. Got {jax.process_count()}. Fit the lens first, "
                 "then calibrate with --lens FILE."
             )
-        if len(model.decoder.config.exits) == 1:
+        if bare:
             model = dataclasses.replace(model, decoder=with_exits(model.decoder, ()))
             say(f"no exits are named: {model.decoder.config.exits}, through a lens to be fitted")
         out = self._place(model)
         documents, described = read_documents(model, self.files, self.token_ids, "calibrate")
-        if fit_lens:
+        if self.fit_lens or bare:
             first, documents = split_documents(documents, seed=0)
             model = model.with_lens(self._lens(model, first, described, say))
         check_same([model.sha256, documents], what="model and text")
         policies = tuple(SIGNALS) if self.policy == ("all",) else self.policy
         check_nothing_is_lost(out, model.sha256, policies)
-        goal: Goal = Budgets(budgets=self.budget) if self.budget else Budgets()
-        if self.max_nll_increase_pct is not None:
-            goal = MaxLoss(nll_increase_pct=self.max_nll_increase_pct)
-        elif self.max_disagreement is not None:
-            # Thresholds come from one half, the guarantee from the other.
-            documents, rest = split_documents(documents, seed=0)
-            goal = MaxDisagreement(
-                max_disagreement=self.max_disagreement,
-                confidence=0.95 if self.confidence is None else self.confidence,
-                documents=rest,
-                policies=len(policies),
-            )
-        fitted = calibrate(
-            model.decoder,
-            model.params,
-            _windows(documents, model.decoder.config),
-            model_sha256=model.sha256,
-            text=described,
+        found = model.calibrate(
+            documents,
+            budget=self.budget or None,
+            max_nll_increase_pct=self.max_nll_increase_pct,
+            max_disagreement=self.max_disagreement,
+            confidence=0.95 if self.confidence is None else self.confidence,
             policies=policies,
-            goal=goal,
+            context=self.context,
+            text=described,
             mesh=mesh,
             progress=say,
         )
-        lens = model.lens is not None
-        advice = advise(model.decoder, fitted.info, lens=lens)
+        fitted, advice = found.calibration, found.verdict
         if is_first():
             fitted.save(out)
             print(advice or may_pay(fitted.info), file=sys.stderr)
@@ -135,7 +121,7 @@ class Calibrate(OfWindows, OfText):
             "advice": advice,
             "seconds_total": round(time.perf_counter() - started, 1),
             "out": str(out),
-            "lens": str(model.lens) if lens else None,
+            "lens": None if model.lens is None else str(model.lens),
             "info": dict(fitted.info),
             "entries": {
                 name: {str(budget): entry.to_json() for budget, entry in entries.items()}
@@ -174,20 +160,20 @@ class Calibrate(OfWindows, OfText):
 
         if self.out is not None:
             return calibration_file(self.out)
-        out, error = calibration_file(model.folder), None
-        why = (
-            f"{model.folder} belongs to the installed package, whose own calibration stays as it "
-            "is. Got none."
-        )
-        if not is_shipped(model.folder):
+        if is_shipped(model.folder):
+            why = (
+                f"{model.folder} belongs to the installed package, whose own calibration stays as "
+                "it is. Got none."
+            )
+        else:
             try:
-                return check_writable(out, "--out")
+                return check_writable(calibration_file(model.folder), "--out")
             except ValueError as refused:
-                error, why = refused, f"the model's folder cannot be written. {refused}"
+                why = f"the model's folder cannot be written. {refused}"
         raise ValueError(
             f"Wanted --out FILE: {why} For example: --out out/policies.json, which other commands "
             "read as --calibration."
-        ) from error
+        )
 
     def _next(self, model: Any, out: Path) -> str:
         """Returns the command that says whether what was written pays."""
@@ -214,41 +200,28 @@ class Calibrate(OfWindows, OfText):
 
         Raises ValueError where it is of something else.
         """
-        from utio_jax.calibration.lens import LensConfig, fit_lens
-        from utio_jax.core.lens import lens_file, save_lens
-
         file = lens_file(model.folder if self.out is None else calibration_file(self.out).parent)
         check_writable(file, "--out")
-        config, settings = model.decoder.config, LensConfig()
+        settings = LensConfig()
         info = {
             "model_sha256": model.sha256,
             "text": described,
             "seed": settings.seed,
             "steps": settings.steps,
         }
-        if file.is_file():
-            _check_lens(file, {"exits": [*config.exits[:-1]], **info})
-            say(f"lens: the one in {file}, which was fitted so")
-        else:
-            windows = _windows(documents, config)
+        if not file.is_file():
+            windows = model.windows(documents, self.context)
             lens = fit_lens(model.decoder, model.params, windows, settings, progress=say)
             save_lens(file, lens, info=info)
+            return file
+        stored = load_json(file, "a lens")
+        wanted = {"exits": [*model.decoder.config.exits[:-1]], **info}
+        other = {key: stored.get(key) for key in wanted if stored.get(key) != wanted[key]}
+        if other:
+            raise ValueError(
+                f"Wanted a lens of { ({key: wanted[key] for key in other}) }. {file} was fitted to "
+                f"{other}, and what was calibrated through it needs it. Name another --out, remove "
+                f"{file}, or calibrate through it: --lens {file}."
+            )
+        say(f"lens: the one in {file}, which was fitted so")
         return file
-
-
-def _check_lens(file: Path, wanted: dict[str, Any]) -> None:
-    """Raises ValueError where the lens that is there was fitted to something else."""
-    stored = load_json(file, "a lens")
-    other = {key: stored.get(key) for key in wanted if stored.get(key) != wanted[key]}
-    if other:
-        raise ValueError(
-            f"Wanted a lens of { ({key: wanted[key] for key in other}) }. {file} was fitted to "
-            f"{other}, and what was calibrated through it needs it. Name another --out, remove "
-            f"{file}, or calibrate through it: --lens {file}."
-        )
-
-
-def _windows(documents: list[np.ndarray], config: DecoderConfig) -> list[Batch]:
-    """Returns documents in windows of the model's context, which --context has cut."""
-    width, vocab_size = config.context_length, config.vocab_size
-    return calibration_batches(documents, width=width, vocab_size=vocab_size)

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any, ClassVar
 
 from utio_jax.cli.options import OfDecoding, Rare
+from utio_jax.decoding.base import Plain
 
 CHUNK = 4
 """Tokens between two looks at the device: few, so that text appears and Ctrl-C works at once."""
@@ -78,7 +79,6 @@ class Chat(OfDecoding):
         options: dict[str, Any],
     ) -> dict[str, Any]:
         """Shows an answer as it comes; returns it with its depths, and whether it was stopped."""
-        from utio_jax.decoding.base import Plain
         from utio_jax.models.chat import encode_chat, stream_answer
 
         config = model.decoder.config

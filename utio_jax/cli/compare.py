@@ -19,6 +19,8 @@ from utio_jax.cli.options import (
     progress_lines,
     read_documents,
 )
+from utio_jax.core.processes import check_same
+from utio_jax.evaluation.ledger import uniform_hull
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,54 +56,37 @@ class Compare(OfWindows, OfCalibration, OfText):
 
         from utio_jax.bench.plots import plot_margins, plot_pareto
         from utio_jax.bench.terminal import comparison_table
-        from utio_jax.calibration.advice import conclude
-        from utio_jax.calibration.compare import compare
-        from utio_jax.core.documents import sample_batches
-        from utio_jax.core.processes import check_same
-        from utio_jax.evaluation.ledger import uniform_hull
 
         started = time.perf_counter()
         check_out(self.out)
         mesh = self.mesh()
         model = self.load()
-        config = model.decoder.config
-        fitted = model.calibration
+        # Before the work: files that are not this model's are refused.
+        _, plain = model.calibration, model.plain_controls
         documents, described = read_documents(model, self.files, self.token_ids, "test")
         check_same([model.sha256, documents], what="model and text")
-        batches, document_of_window = sample_batches(
+        rows = model.compare(
             documents,
-            rows=16,
-            width=config.context_length,
+            budget=self.budget or None,
             batches=self.batches or None,
-            vocab_size=config.vocab_size,
-        )
-        plain = model.plain_controls  # Before the work: a file that is not this model's is refused.
-        rows = compare(
-            model.decoder,
-            model.params,
-            batches,
-            document_of_window,
-            fitted,
-            budgets=self.budget or None,
+            context=self.context,
             draws=self.draws,
             mesh=mesh,
             progress=progress_lines(started),
         )
-        tokens = rows[0].ledger.tokens or 0
-        title = f"{tokens:,} tokens of {len(set(document_of_window))} documents"
+        title = f"{rows[0].ledger.tokens or 0:,} tokens of {rows.documents} documents"
         pictures = [self.out / "pareto.png", self.out / "margins.png"]
-        verdict = conclude(rows)
         if is_first():
             Console(stderr=True, width=118).print(comparison_table(rows, title=title))
             ledgers = [row.ledger for row in rows]
             plot_pareto(ledgers, pictures[0], title=title, hull=uniform_hull(ledgers))
             plot_margins(rows, pictures[1], title=title)
-            print(verdict, file=sys.stderr)
+            print(rows.verdict, file=sys.stderr)
         return {
             "command": "compare",
             "seconds_total": round(time.perf_counter() - started, 1),
             "text": described,
-            "verdict": verdict,
+            "verdict": rows.verdict,
             "pictures": [str(picture) for picture in pictures],
             "rows": [
                 row.to_dict() | {"plain_hull_nll_increase_pct": plain(row.ledger.flops_ratio)}

@@ -3,22 +3,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
-from utio_jax.cli.options import Files, Rare, check_out, progress_bar, read_documents
-from utio_jax.cli.trial import FASTER, full_batches, long_prompt
+from utio_jax.bench.prompts import shallow_prompts
+from utio_jax.bench.results import describe
+from utio_jax.bench.subjects import Method, controls_of
+from utio_jax.calibration.goals import Budgets
+from utio_jax.cli.options import Files, Rare, check_out, read_documents
+from utio_jax.cli.trial import FASTER, read_full_rows, write_middles
 from utio_jax.core.files import save_json
+from utio_jax.evaluation.ledger import Ledger, uniform_hull
 from utio_jax.policies.store import DEFAULT_BUDGET
-
-if TYPE_CHECKING:
-    from rich.table import Table
+from utio_jax.staircase.score import run_score
 
 _ROWS, _WIDTH = 16, 512
 _DRAWN_LINES = 40
@@ -47,10 +53,9 @@ class Demo:
 
     def run(self) -> dict[str, Any]:
         """Runs the command and returns its JSON."""
-        import jax
         from rich.console import Console
 
-        from utio_jax.bench.results import describe
+        from utio_jax.bench.plots import plot_pareto
         from utio_jax.models import load
 
         started = time.perf_counter()
@@ -58,14 +63,42 @@ class Demo:
         model = load(self.model)
         documents, described = read_documents(model, self.files, None, "test")
         console = Console(stderr=True, width=118, highlight=False)
-        found, budget = self._read(model, documents)
-        console.print(reading_table(found["rows"], default=budget))
-        found["generation"] = self._written(model, documents, budget)
-        width = min(_WIDTH, model.decoder.config.context_length)
-        rounds = 3 * self.rounds
-        found["prompt"] = long_prompt(model, documents, width=width, rows=_PROMPTS, rounds=rounds)
-        found["pictures"] = self._draw(model, found.pop("ledgers"), budget)
-        found["verdict"] = conclude(found, budget=budget)
+        ledgers, budget = self._read(model, documents)
+        hull, plain = uniform_hull(ledgers), model.plain_controls
+        rows = [
+            row.to_dict()
+            | {
+                "hull_nll_increase_pct": hull(row.flops_ratio or 0.0),
+                "plain_hull_nll_increase_pct": plain(row.flops_ratio),
+            }
+            for row in ledgers
+        ]
+        console.print(reading_table(rows, default=budget))
+        adaptive = {"adaptive": model.calibration.policy("learned", budget)}
+        written = write_middles(
+            model, documents, adaptive, sizes=(1, 8), rounds=min(self.rounds, 3)
+        )
+        generation = [
+            {"mode": name, "batch": size, **each.to_dict()}
+            | ({"budget": budget} if name == "adaptive" else {})
+            for size, measured in written.items()
+            for name, each in measured.items()
+        ]
+        config = model.decoder.config
+        width = min(_WIDTH, config.context_length)
+        prompt: dict[str, Any] | None = None
+        with contextlib.suppress(ValueError):  # No way is known.
+            prompt = shallow_prompts(
+                model, documents, width=width, count=_PROMPTS, rounds=3 * self.rounds
+            )
+        pareto, depths = self.out / "pareto.png", self.out / "depths.png"
+        title = f"{ledgers[0].tokens or 0:,} tokens, {config.num_layers} layers"
+        plot_pareto(ledgers, pareto, title=title, hull=hull)
+        # A function that Python programmers have read, of the test split, unless there is a file.
+        text = Path(self.files[0] if self.files else functools.__file__).read_text()
+        draw_depths(model, text[max(0, text.find("def lru_cache")) :], budget, depths)
+        found: dict[str, Any] = {"rows": rows, "generation": generation, "prompt": prompt}
+        found |= {"pictures": [str(pareto), str(depths)], "verdict": conclude(found, budget=budget)}
         for line in (*sentences(found), f"Verdict: {found['verdict']}"):
             console.print(line)
         record = self.out / "demo.json"
@@ -82,16 +115,9 @@ class Demo:
         console.print('Next: utio-jax generate "def f(x):" --budget 0.75 | serve | try | make llm')
         return found
 
-    def _read(self, model: Any, documents: Sequence[np.ndarray]) -> tuple[dict[str, Any], float]:
-        """Returns rows of reading at all budgets, and the budget that is spoken of."""
-        from utio_jax.bench.scoring import measure_policies
-        from utio_jax.bench.subjects import Method, controls_of
-        from utio_jax.calibration.goals import Budgets
-        from utio_jax.evaluation.ledger import uniform_hull
-
+    def _read(self, model: Any, documents: Sequence[np.ndarray]) -> tuple[list[Ledger], float]:
+        """Returns what reading comes to at all budgets, and the budget that is spoken of."""
         config, calibration = model.decoder.config, model.calibration
-        width = min(_WIDTH, config.context_length)
-        read = full_batches(model, documents, rows=_ROWS, width=width, batches=self.batches)
         known = calibration.entries["learned"]
         budgets = [budget for budget in Budgets().budgets if budget in known] or sorted(known)
         methods = controls_of(model.decoder) + [
@@ -105,69 +131,14 @@ class Demo:
             for budget in (budgets if name != "random" else budgets[-3:-1] or budgets)
             if name == "random" or budget in calibration.entries.get(name, {})
         ]
-        tokens = sum(int(batch.lengths.sum()) for batch in read)
-        kind = "of your text" if self.files else "of unseen Python"
-        with progress_bar(None, f"Reading {tokens:,} tokens {kind}") as step:
-            measured = measure_policies(
-                model.decoder, model.params, read, methods, rounds=self.rounds, progress=step
-            )
-        ledgers = [each.ledger for each in measured.values()]
-        hull, plain = uniform_hull(ledgers), model.plain_controls
-        rows = [
-            row.to_dict()
-            | {
-                "hull_nll_increase_pct": None if row.flops_ratio is None else hull(row.flops_ratio),
-                "plain_hull_nll_increase_pct": plain(row.flops_ratio),
-            }
-            for row in ledgers
-        ]
+        sizes = {"rows": _ROWS, "width": _WIDTH, "batches": self.batches, "rounds": self.rounds}
+        measured = read_full_rows(model, documents, methods, **sizes)
         default = min(budgets, key=lambda budget: abs(budget - DEFAULT_BUDGET))
-        return {"rows": rows, "ledgers": ledgers}, default
-
-    def _written(
-        self, model: Any, documents: Sequence[np.ndarray], budget: float
-    ) -> list[dict[str, Any]]:
-        """Returns rows of plain, drafted and adaptive decoding, one text and eight at a time."""
-        from utio_jax.bench.decoding import write_middles
-        from utio_jax.decoding.adaptive import Adaptive
-        from utio_jax.decoding.base import Plain
-        from utio_jax.decoding.lossless import lossless_for
-
-        decoder, rounds = model.decoder, min(self.rounds, 3)
-        modes: dict[str, Any] = {"plain": Plain()}
-        if decoder.config.exits[:-1]:
-            modes["lossless"] = lossless_for(decoder, "exit")
-        # The control of every draft at an exit: what the text itself suggests, at no layers' cost.
-        modes["ngram"] = lossless_for(decoder, "ngram")
-        modes["adaptive"] = Adaptive(policy=model.calibration.policy("learned", budget))
-        with progress_bar(2 * (len(modes) + 1) * (rounds + 1), "Writing") as step:
-            found = write_middles(
-                decoder, model.params, documents, modes, rounds=rounds, progress=step
-            )
-        rows = [
-            {"mode": name, "batch": size, **each.to_dict()}
-            for size, measured in found.items()
-            for name, each in measured.items()
-        ]
-        return [row | {"budget": budget} if row["mode"] == "adaptive" else row for row in rows]
-
-    def _draw(self, model: Any, ledgers: Sequence[Any], budget: float) -> list[str]:
-        """Draws loss over work, and a text by depth; returns the files."""
-        from utio_jax.bench.plots import plot_pareto
-        from utio_jax.evaluation.ledger import uniform_hull
-
-        pareto, depths = self.out / "pareto.png", self.out / "depths.png"
-        layers = model.decoder.config.num_layers
-        title = f"{ledgers[0].tokens or 0:,} tokens, {layers} layers"
-        plot_pareto(ledgers, pareto, title=title, hull=uniform_hull(ledgers))
-        # A function that Python programmers have read, of the test split, unless there is a file.
-        text = Path(self.files[0] if self.files else functools.__file__).read_text()
-        draw_depths(model, text[max(0, text.find("def lru_cache")) :], budget, depths)
-        return [str(pareto), str(depths)]
+        return [each.ledger for each in measured.values()], default
 
 
-def reading_table(rows: Sequence[dict[str, Any]], *, default: float) -> Table:
-    """Returns a table of full depth and the learned policy's budgets, which points at `default`."""
+def reading_table(rows: Sequence[dict[str, Any]], *, default: float) -> Any:
+    """Returns a table (Rich's) of full depth and the learned budgets, which points at `default`."""
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, padding=(0, 2))
@@ -255,10 +226,7 @@ def conclude(found: dict[str, Any], *, budget: float) -> str:
 
 def draw_depths(model: Any, text: str, budget: float, file: Path) -> None:
     """Draws the first lines of a text, each token on the colour of its depth at the budget."""
-    import jax.numpy as jnp
-
     from utio_jax.bench.plots import plot_depths
-    from utio_jax.staircase.score import run_score
 
     text = "\n".join(text.split("\n")[:_DRAWN_LINES])
     encoded, config = model.tokenizer.encode(text, add_special_tokens=False), model.decoder.config

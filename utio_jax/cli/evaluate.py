@@ -10,8 +10,6 @@ import sys
 from pathlib import Path
 from typing import Any, ClassVar
 
-import numpy as np
-
 from utio_jax.cli.options import (
     OfCalibration,
     OfText,
@@ -21,9 +19,12 @@ from utio_jax.cli.options import (
     is_first,
     policy_named,
     progress_bar,
-    read_token_ids,
+    read_documents,
 )
 from utio_jax.core.files import check_writable, save_text
+from utio_jax.core.processes import Shards, check_same
+from utio_jax.evaluation.evaluate import score_documents
+from utio_jax.staircase.reference import check_kv
 
 _LEAST = 256
 """Tokens from which on routing paid where most of them stop early (results/benchmark_suites.md)."""
@@ -66,10 +67,7 @@ class Evaluate(OfWindows, OfCalibration, OfText):
 
     def run(self) -> dict[str, Any]:
         """Runs the command and returns its JSON."""
-        from utio_jax.core.processes import Shards, check_same
-        from utio_jax.evaluation.evaluate import score_documents
         from utio_jax.models.verbs import check_policy
-        from utio_jax.staircase.reference import check_kv
 
         kv: Any = check_kv("propagate" if self.kv is None else self.kv, ("propagate", "drop"))
         given: dict[str, Any] = {"budget": self.budget, "depth": self.depth}
@@ -82,7 +80,10 @@ class Evaluate(OfWindows, OfCalibration, OfText):
             raise ValueError("Wanted text files or --token-ids FILE, one of the two.")
         mesh = self.mesh()
         model = self.load()
-        names, documents, size = self._documents(model)
+        documents, described = read_documents(model, self.files, self.token_ids, None)
+        names = [file.as_posix() for file in self.files]
+        if self.token_ids is not None:
+            names = [f"{self.token_ids.name}[{i}]" for i in range(len(documents))]
         policy, budget, fractions = policy_named(model, self.policy_name, **given)
         check_same([model.sha256, names, documents], what="model and text")
         shards = None if self.shards is None else Shards(folder=self.shards, identity=model.sha256)
@@ -103,6 +104,7 @@ class Evaluate(OfWindows, OfCalibration, OfText):
         layers = model.decoder.config.num_layers
         row = found.quality.ledger(self.policy_name, budget=budget, num_layers=layers)
         nll = -math.fsum(float(each.log_likelihood.sum()) for each in found.documents)
+        size = described.get("bytes")  # Of text; ids have none.
         predicted = sum(each.log_likelihood.size for each in found.documents)
         perplexity, perplexity_full = _perplexity(nll / predicted), _perplexity(row.nll_full or 0.0)
         if is_first():
@@ -133,22 +135,11 @@ class Evaluate(OfWindows, OfCalibration, OfText):
             "loss": round(nll / predicted, 6),
             "perplexity": perplexity,
             "perplexity_full": perplexity_full,
-            "bits_per_byte": round(nll / math.log(2) / size, 5) if size else None,
+            "bits_per_byte": None if size is None else round(nll / math.log(2) / size, 5),
             "documents": len(documents),
             **row.to_dict(),
             "fallbacks": dict(found.fallbacks),
         }
-
-    def _documents(self, model: Any) -> tuple[list[str], list[np.ndarray], int]:
-        """Returns names and token ids of the documents, and bytes of their text; 0 for ids."""
-        from utio_jax.models.texts import read_files
-
-        if self.token_ids is not None:
-            documents = read_token_ids(self.token_ids)
-            return [f"{self.token_ids.name}[{i}]" for i in range(len(documents))], documents, 0
-        texts = read_files(self.files)
-        size = sum(len(text.text.encode()) for text in texts)
-        return [text.path for text in texts], model.encode([text.text for text in texts]), size
 
 
 def _perplexity(loss: float) -> float | None:

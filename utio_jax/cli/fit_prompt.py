@@ -10,6 +10,11 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from utio_jax.cli.options import OfModel, OfText, Rare, progress_lines, read_documents
+from utio_jax.prompts.choose import choose_prompt, split_text
+from utio_jax.prompts.evaluate import PromptSizes
+from utio_jax.prompts.fit import fit_kv_maps, fit_rows
+from utio_jax.prompts.maps import kv_maps_file, save_kv_maps, with_kv_maps
+from utio_jax.staircase.prompts import PromptChoice
 from utio_jax.staircase.reference import FrozenKV
 
 _BATCH = 8  # Rows per pass.
@@ -50,12 +55,6 @@ class FitPrompt(OfModel, OfText):
 
     def run(self) -> dict[str, Any]:
         """Runs the command and returns its JSON."""
-        from utio_jax.prompts.choose import choose_prompt, split_text
-        from utio_jax.prompts.evaluate import PromptSizes
-        from utio_jax.prompts.fit import fit_kv_maps, fit_rows
-        from utio_jax.prompts.maps import kv_maps_file, save_kv_maps, with_kv_maps
-        from utio_jax.staircase.prompts import PromptChoice
-
         started = time.perf_counter()
         say = progress_lines(started)
         model = self.load()
@@ -79,8 +78,12 @@ class FitPrompt(OfModel, OfText):
             each.policy(model.decoder)
         documents, described = read_documents(model, self.files, self.token_ids, "calibrate")
         text = split_text(documents)
-        options: dict[str, Any] = {"width": width, "tokens": _FIT_TOKENS, "batch": _BATCH}
-        read = fit_rows(text.fit, decoder=model.decoder, **options)
+        sizes = PromptSizes(
+            prompt_tokens=self.prompt_tokens, continuation=continuation, batch=_BATCH
+        )
+        read = fit_rows(
+            text.fit, decoder=model.decoder, width=width, tokens=_FIT_TOKENS, batch=_BATCH
+        )
         maps = fit_kv_maps(model.decoder, model.params, read, stops=stops, progress=say)
         out = kv_maps_file(self.out if self.out is not None else model.folder)
         decoder, params = with_kv_maps(model.decoder, model.params, maps)
@@ -90,9 +93,7 @@ class FitPrompt(OfModel, OfText):
             text,
             candidates,
             limit=self.max_nll_increase_pct,
-            sizes=PromptSizes(
-                prompt_tokens=self.prompt_tokens, continuation=continuation, batch=_BATCH
-            ),
+            sizes=sizes,
             progress=say,
         )
         chosen = None if study.chosen is None else study.chosen.to_json()

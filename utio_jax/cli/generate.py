@@ -5,13 +5,21 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
+import numpy as np
 import tyro
 
+from utio_jax.bench.decoding import measure_modes
+from utio_jax.bench.timing import Timed
 from utio_jax.cli.chat import CHUNK, show_stream
 from utio_jax.cli.options import OfDecoding, Rare, progress_bar
+from utio_jax.decoding.base import Plain
+from utio_jax.decoding.prefill import fastest_prefill
+from utio_jax.decoding.text import generate_text, stream_pieces
+from utio_jax.evaluation.generation import generation_ledger
+from utio_jax.prompts.evaluate import prompt_cost
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,9 +51,6 @@ class Generate(OfDecoding):
         """Runs the command and returns its JSON."""
         from rich.console import Console
         from rich.text import Text
-
-        from utio_jax.decoding.base import Plain
-        from utio_jax.decoding.text import generate_text, stream_pieces
 
         if not self.prompts:
             raise ValueError("Wanted at least one prompt. Got none.")
@@ -95,9 +100,25 @@ class Generate(OfDecoding):
             warm = [decode(mode)]
         if not streams:
             _show(self.prompts, texts[0], layers, between=between, coloured=coloured)
-        measured = self._measured(
-            model, {"plain": plain, label: mode}, prompts, warm, decode, sampling, budget
-        )
+        modes, of_model = {"plain": plain, label: mode}, (model.decoder, model.params)
+        if self.rounds:
+            with progress_bar((len(modes) + 1) * (self.rounds + 1), "timing") as step:
+                measured = measure_modes(
+                    *of_model,
+                    [prompts],
+                    modes,
+                    # What is written already needs no warm-up.
+                    run=lambda _, mode: warm.pop() if warm and mode is not plain else decode(mode),
+                    sampling=sampling,
+                    budgets={} if budget is None else {label: budget},
+                    rounds=self.rounds,
+                    progress=step,
+                )[label]
+        else:
+            ledger = generation_ledger(
+                *of_model, mode, [prompts], warm, sampling=sampling, budget=budget
+            )
+            measured = Timed(results=tuple(warm), ledger=ledger)
         (generated,) = measured.results
         found = next(each for each in texts if each.generated is generated)
         record = measured.to_dict()
@@ -112,9 +133,7 @@ class Generate(OfDecoding):
             "token_ids": [ids.tolist() for ids in generated.token_ids],
             "texts": list(found.texts),
             "depths": [depths.tolist() for depths in generated.decided],
-            "prompt": _prompt_record(
-                model.decoder, model.params, mode, prefill, prompts, generated
-            ),
+            "prompt": _prompt_record(*of_model, mode, prefill, prompts, generated),
             "kv_bytes_held": [int(held) for held in generated.kv_bytes_held],
             "finish_reasons": list(generated.finish_reasons),
             **record,
@@ -128,47 +147,6 @@ class Generate(OfDecoding):
             return model.encode(list(self.prompts)), model.decoder.config.eos_ids
         asked = [[{"role": "user", "content": prompt}] for prompt in self.prompts]
         return [encode_chat(model, messages) for messages in asked], turn_ends(model)
-
-    def _measured(
-        self,
-        model: Any,
-        modes: dict[str, Any],
-        prompts: list[Any],
-        warm: list[Any],
-        decode: Callable[[Any], Any],
-        sampling: Any,
-        budget: float | None,
-    ) -> Any:
-        """Returns cost and time beside plain decoding's; without rounds, the cost alone.
-
-        `warm` holds what `modes`' last one has written already, if anything: it needs no warm-up.
-        """
-        from utio_jax.bench.decoding import measure_modes
-        from utio_jax.bench.timing import Timed
-        from utio_jax.evaluation.generation import generation_ledger
-
-        label = [*modes][-1]
-        mode, of_model = modes[label], (model.decoder, model.params)
-        if not self.rounds:
-            ledger = generation_ledger(
-                *of_model, mode, [prompts], warm, sampling=sampling, budget=budget
-            )
-            return Timed(results=tuple(warm), ledger=ledger)
-
-        def run(_: Any, chosen: Any) -> Any:
-            return warm.pop() if chosen is mode and warm else decode(chosen)
-
-        with progress_bar((len(modes) + 1) * (self.rounds + 1), "timing") as step:
-            return measure_modes(
-                *of_model,
-                [prompts],
-                modes,
-                run=run,
-                sampling=sampling,
-                budgets={} if budget is None else {label: budget},
-                rounds=self.rounds,
-                progress=step,
-            )[label]
 
 
 _FASTER = (
@@ -202,11 +180,6 @@ def _prompt_record(
 
     `flops_ratio` is over the same executor at full depth; `cache_ratio` over a cache of all layers.
     """
-    import numpy as np
-
-    from utio_jax.decoding.prefill import fastest_prefill
-    from utio_jax.prompts.evaluate import prompt_cost
-
     config, depths = decoder.config, np.concatenate(generated.prompt_depths)
     how, ratio = prefill, 1.0
     if how is None:

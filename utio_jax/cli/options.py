@@ -11,11 +11,20 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
+import jax
 import numpy as np
 import tyro
 
+from utio_jax.calibration.advice import advise
 from utio_jax.core.files import check_writable, hash_file, load_json
+from utio_jax.core.processes import exchange
+from utio_jax.decoding.adaptive import Adaptive
+from utio_jax.decoding.base import Plain
+from utio_jax.decoding.lossless import lossless_for
+from utio_jax.decoding.prefill import Prefill
+from utio_jax.decoding.sampling import SamplingParams
 from utio_jax.policies.base import Policy
+from utio_jax.prompts.budget import prompt_prefill
 from utio_jax.prompts.maps import kv_maps_file
 
 T = TypeVar("T")
@@ -108,10 +117,6 @@ class OfProcesses:
         Raises:
           ValueError: the processes do not find each other.
         """
-        import jax
-
-        from utio_jax.core.processes import exchange
-
         given = (self.coordinator, self.num_processes, self.process_id)
         if not self.distributed:
             if any(value is not None for value in given):
@@ -164,8 +169,6 @@ class OfWindows(OfModel, OfProcesses):
 
 def mesh_of_all(axis: str) -> Any:
     """Returns a `jax.sharding.Mesh` of all devices of all processes, along one axis."""
-    import jax
-
     return jax.make_mesh((jax.device_count(),), (axis,), axis_types=(jax.sharding.AxisType.Auto,))
 
 
@@ -178,8 +181,6 @@ def check_out(folder: Path, *, option: str = "--out") -> None:
 
 def is_first() -> bool:
     """Returns whether this process prints and writes: it is alone, or number 0."""
-    import jax
-
     return jax.process_index() == 0
 
 
@@ -244,11 +245,8 @@ class OfMode(OfCalibration):
                 )
         return mode
 
-    def prefill(self, model: Any) -> Any:
+    def prefill(self, model: Any) -> Prefill | None:
         """Returns how prompts are read; None: as the model reads them by itself."""
-        from utio_jax.decoding.prefill import Prefill
-        from utio_jax.prompts.budget import prompt_prefill
-
         if self.prompt_budget is None:
             return None if self.prompt is None else Prefill()
         if self.prompt is not None:
@@ -283,9 +281,6 @@ class OfDecoding(OfMode):
         Raises:
           ValueError: the model cannot decode so.
         """
-        from utio_jax.decoding.adaptive import Adaptive
-        from utio_jax.decoding.base import Plain
-        from utio_jax.decoding.lossless import lossless_for
         from utio_jax.models.verbs import check_policy
 
         mode: Any = Plain()
@@ -303,10 +298,8 @@ class OfDecoding(OfMode):
             prefill.check(model.decoder, kv=mode.prompt_kv)
         return mode, prefill, budget
 
-    def sampling(self) -> Any:
+    def sampling(self) -> SamplingParams:
         """Returns how tokens are chosen. Raises ValueError for --top-p where none is drawn."""
-        from utio_jax.decoding.sampling import SamplingParams
-
         if self.temperature == 0 and self.top_p is not None:
             raise ValueError(
                 "Wanted --temperature above 0 with --top-p: nothing is drawn at 0. "
@@ -372,8 +365,6 @@ def policy_named(
 
 def repeat_verdict(model: Any) -> None:
     """Says again on stderr where a model's calibration has found that it will not pay."""
-    from utio_jax.calibration.advice import advise
-
     info = model.calibration.info
     if is_first() and {"exit_nll_increase_pct", "exit_agreement"} <= info.keys():
         advice = advise(model.decoder, info, lens=model.lens is not None)

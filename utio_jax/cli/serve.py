@@ -11,6 +11,9 @@ import traceback
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+import jax.numpy as jnp
+
+from utio_jax.calibration.advice import advise
 from utio_jax.cli.options import (
     OfMode,
     OfProcesses,
@@ -19,6 +22,12 @@ from utio_jax.cli.options import (
     mesh_of_all,
     repeat_verdict,
 )
+from utio_jax.decoding.adaptive import Adaptive
+from utio_jax.decoding.base import Plain
+from utio_jax.decoding.lossless import lossless_for
+from utio_jax.decoding.thinking import Thinking
+from utio_jax.engine.leader import everywhere
+from utio_jax.policies.depth import Thresholded, spread_thresholds
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,8 +83,6 @@ class Serve(OfMode, OfProcesses):
         """Returns the `utio_jax.models.Model`, on the devices of all processes."""
         if not self.distributed:
             return super().load(sharding)
-        from utio_jax.engine.leader import everywhere
-
         model = super().load(mesh_of_all("model"))
         return dataclasses.replace(model, params=everywhere(model.params, model.params))
 
@@ -139,13 +146,6 @@ class Serve(OfMode, OfProcesses):
 
     def _mode(self, model: Any, named: str) -> tuple[Any, dict[str, Any]]:
         """Returns the mode, and what a `ServedModel` says of its policy."""
-        import jax.numpy as jnp
-
-        from utio_jax.decoding.adaptive import Adaptive
-        from utio_jax.decoding.base import Plain
-        from utio_jax.decoding.lossless import lossless_for
-        from utio_jax.policies.depth import Thresholded, spread_thresholds
-
         if named == "plain":
             return Plain(), {}
         if named == "lossless":
@@ -173,10 +173,8 @@ class Serve(OfMode, OfProcesses):
         policy = Thresholded(signal=signal, thresholds=thresholds, depths=exits)
         return Adaptive(policy=policy), about
 
-    def thinking(self, tokenizer: Any) -> Any:
-        """Returns the `utio_jax.decoding.thinking.Thinking` that was asked for; None: none was."""
-        from utio_jax.decoding.thinking import Thinking
-
+    def thinking(self, tokenizer: Any) -> Thinking | None:
+        """Returns the limits on thinking that were asked for; None: none were."""
         if self.think_end is None:
             if self.think_start is not None or self.max_thinking_tokens is not None:
                 raise ValueError(
@@ -197,8 +195,6 @@ class Serve(OfMode, OfProcesses):
 
 def _may_pay(model: Any) -> bool:
     """Returns whether a model comes with fitted depths, and its own calibration does not object."""
-    from utio_jax.calibration.advice import advise
-
     try:
         calibration = model.calibration
         calibration.budget_of("learned")

@@ -6,12 +6,25 @@ from __future__ import annotations
 import dataclasses
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
 
+from utio_jax.bench.decoding import measure_modes, middles
+from utio_jax.bench.prompts import BUDGET, shallow_prompts
+from utio_jax.bench.scoring import measure_policies
+from utio_jax.bench.subjects import Method, controls_of
+from utio_jax.bench.suite import BEARABLE_PCT
+from utio_jax.bench.timing import Timed
 from utio_jax.cli.options import Files, OfModel, progress_bar, read_documents, repeat_verdict
+from utio_jax.core.documents import sample_batches
+from utio_jax.decoding.adaptive import Adaptive
+from utio_jax.decoding.base import Plain
+from utio_jax.decoding.generate import generate
+from utio_jax.decoding.lossless import lossless_for
+from utio_jax.policies.base import Policy
 from utio_jax.policies.store import DEFAULT_BUDGET
 
 # Small enough that a model of 135M parameters takes minutes on two cores, and 3 GB at most.
@@ -19,7 +32,6 @@ _ROWS, _WIDTH, _BATCHES = 4, 256, 2
 _LONG = 512
 _MOST_EXITS = 3
 
-_WORTH_PCT = 1.0  # Of loss, for what saves time.
 FASTER = 1.05  # Below, it might be noise.
 
 
@@ -44,7 +56,7 @@ class Tried:
     @property
     def pays(self) -> bool:
         """Whether it is faster, at a loss that most uses bear."""
-        return (self.times or 0.0) >= FASTER and (self.loss_pct or 0.0) <= _WORTH_PCT
+        return (self.times or 0.0) >= FASTER and (self.loss_pct or 0.0) <= BEARABLE_PCT
 
     def cells(self) -> tuple[str, ...]:
         """Returns a line of the table."""
@@ -77,10 +89,10 @@ class Try(OfModel):
         started = time.perf_counter()
         model = self.load()
         documents, described = read_documents(model, self.files, None, "test")
-        policies = _fitted(model)
-        read = _read(model, documents, policies)
+        fitted = _fitted(model)
+        read = _read(model, documents, fitted)
         full = Tried(what="in full", times=1.0, loss_pct=0.0, same=1.0)
-        written = _written(model, documents, policies, read)
+        written = _written(model, documents, fitted, read)
         rows = [full, *written, *read, *_prompts(model, documents)]
         title = f"{model.folder.name}, {described['documents']} documents"
         table = Table(title=title, title_justify="left", box=None, pad_edge=False)
@@ -114,38 +126,28 @@ def recommend(rows: Sequence[Tried], model: str) -> str:
     return f"What pays for {model} on this text: {'; '.join(said)}."
 
 
-def _fitted(model: Any) -> dict[float, Any]:
-    """Returns the learned policy at the budget next to the default, by that; or nothing."""
+def _fitted(model: Any) -> list[Method]:
+    """Returns the learned policy at the budget next to the default, if there is one."""
     try:
         known = model.calibration.entries["learned"]
     except (KeyError, ValueError):
-        return {}
+        return []
     repeat_verdict(model)
     budget = min(known, key=lambda each: abs(each - DEFAULT_BUDGET))
-    return {budget: model.calibration.policy("learned", budget)}
+    policy = model.calibration.policy("learned", budget)
+    return [Method(label=f"{policy.name}@{budget:g}", policy=policy, budget=budget)]
 
 
-def _read(model: Any, documents: Any, policies: dict[float, Any]) -> list[Tried]:
+def _read(model: Any, documents: Any, fitted: Sequence[Method]) -> list[Tried]:
     """Returns what reading comes to that stops at exits, or where a policy says."""
-    from utio_jax.bench.scoring import measure_policies
-    from utio_jax.bench.subjects import Method, controls_of
-
     full, *exits = controls_of(model.decoder)
     if not exits:
         remedy = "utio-jax calibrate fits a lens, in minutes to hours"
         return [Tried(what="reading: the model names no exits", how=remedy)]
-    tried = [*exits[:: -(-len(exits) // _MOST_EXITS)]]
-    tried += [
-        Method(label=f"{policy.name}@{budget:g}", policy=policy, budget=budget)
-        for budget, policy in policies.items()
-    ]
-    methods = [full, *tried]
-    width = min(_WIDTH, model.decoder.config.context_length)
-    batches = full_batches(model, documents, rows=_ROWS, width=width, batches=_BATCHES)
-    with progress_bar(None, "reading") as step:
-        found = measure_policies(
-            model.decoder, model.params, batches, methods, rounds=1, progress=step
-        )
+    tried = [*exits[:: -(-len(exits) // _MOST_EXITS)], *fitted]
+    found = read_full_rows(
+        model, documents, [full, *tried], rows=_ROWS, width=_WIDTH, batches=_BATCHES, rounds=1
+    )
     return [
         Tried(
             what=f"reading: {method.label.replace('uniform:', 'all to layer ')}",
@@ -160,99 +162,120 @@ def _read(model: Any, documents: Any, policies: dict[float, Any]) -> list[Tried]
     ]
 
 
-def full_batches(
-    model: Any, documents: Sequence[np.ndarray], *, rows: int, width: int, batches: int
-) -> list[Any]:
-    """Returns batches of full rows, drawn over the joined documents: what is timed has no padding.
+def read_full_rows(
+    model: Any,
+    documents: Sequence[np.ndarray],
+    methods: Sequence[Method],
+    *,
+    rows: int,
+    width: int,
+    batches: int,
+    rounds: int,
+) -> dict[str, Timed]:
+    """Returns what methods come to on batches of full rows, by label: what is timed has no padding.
+
+    Rows are drawn over the joined documents, `width` tokens each, or the model's context.
 
     Raises:
       ValueError: the documents hold less than one batch, or batches < 1.
     """
-    from utio_jax.core.documents import sample_batches
-
-    ids = np.concatenate(documents)
+    ids, config = np.concatenate(documents), model.decoder.config
+    width = min(width, config.context_length)
     windows = len(ids) // width
     if windows < rows:
         raise ValueError(
             f"Wanted text of at least {rows * width} tokens. Got {len(ids)}. Add files."
         )
-    found, _ = sample_batches(
+    read, _ = sample_batches(
         [ids[: windows * (width - 1) + 1]],  # Windows overlap by a token: the last is full, too.
         rows=rows,
         width=width,
-        vocab_size=model.decoder.config.vocab_size,
+        vocab_size=config.vocab_size,
         batches=min(batches, windows // rows),
     )
-    return found
+    with progress_bar(None, f"Reading {len(read) * rows * width:,} tokens") as step:
+        return measure_policies(
+            model.decoder, model.params, read, methods, rounds=rounds, progress=step
+        )
 
 
 def _written(
-    model: Any, documents: Any, policies: dict[float, Any], read: Sequence[Tried]
+    model: Any, documents: Any, fitted: Sequence[Method], read: Sequence[Tried]
 ) -> list[Tried]:
     """Returns what new tokens come to: drafted by n-grams and exits, and by a policy."""
-    from utio_jax.bench.decoding import write_middles
-    from utio_jax.decoding.adaptive import Adaptive
-    from utio_jax.decoding.base import Plain
-    from utio_jax.decoding.lossless import lossless_for
-
-    decoder = model.decoder
-    drafters: Any = ("ngram", "exit") if decoder.config.exits[:-1] else ("ngram",)
-    modes: dict[str, Any] = {
-        f"--mode lossless --drafter {each}": lossless_for(decoder, each) for each in drafters
+    adaptive: dict[str, Any] = {f"--budget {each.budget:g}": each.policy for each in fitted}
+    found = write_middles(model, documents, adaptive, sizes=(1,), rounds=1)[1]
+    options = {
+        "ngram": "--mode lossless --drafter ngram",
+        "lossless": "--mode lossless --drafter exit",
+        **{how: how for how in adaptive},
     }
-    modes |= {f"--budget {each:g}": Adaptive(policy=policy) for each, policy in policies.items()}
-    modes["plain"] = Plain()
-    with progress_bar((len(modes) + 1) * 2, "writing") as step:
-        found = write_middles(
-            decoder, model.params, documents, modes, sizes=(1,), rounds=1, progress=step
-        )[1]
-    del found["plain"]
     lost = {row.how: row.loss_pct for row in read}  # Drafts are checked, and lose nothing.
     return [
         Tried(
             what=f"writing: {how.rpartition('--')[2]}",
             how=how,
-            times=each.ledger.speedup,
+            times=found[name].ledger.speedup,
             loss_pct=lost.get(how, 0.0),
-            same=each.ledger.agreement,
+            same=found[name].ledger.agreement,
         )
-        for how, each in found.items()
+        for name, how in options.items()
+        if name in found
     ]
 
 
-def long_prompt(
-    model: Any, documents: Any, *, width: int, rows: int, rounds: int
-) -> dict[str, Any] | None:
-    """Returns what a mostly shallow prompt of 7/8 `width` comes to; None: no way is known."""
-    from utio_jax.bench.prompts import shallow_prompts
-    from utio_jax.prompts.evaluate import PromptSizes
+def write_middles(
+    model: Any,
+    documents: Sequence[np.ndarray],
+    adaptive: Mapping[str, Policy],
+    *,
+    sizes: Sequence[int],
+    rounds: int,
+) -> dict[int, dict[str, Timed]]:
+    """Returns how the model continues passages of documents, by batch size and mode.
 
-    sizes = PromptSizes(
-        prompt_tokens=width * 7 // 8, continuation=width // 8, rows=rows, batch=rows
-    )
-    try:
-        return shallow_prompts(
-            model.decoder,
-            model.params,
-            documents,
-            sizes=sizes,
-            choices=model.prompt_choices,
-            rounds=rounds,
-        )
-    except ValueError:
-        return None
+    Modes are "plain"; "lossless", drafted at an exit where there is one before the last layer;
+    "ngram", drafted from the text; and those of `adaptive` policies, by the names they have there.
+    A size of 1 is three prompts one after the other, others are one batch. Texts do not end early:
+    all modes decode the same number of tokens.
+    """
+    decoder, params = model.decoder, model.params
+    modes: dict[str, Any] = {"plain": Plain()}
+    if decoder.config.exits[:-1]:
+        modes["lossless"] = lossless_for(decoder, "exit")
+    # The control of every draft at an exit: what the text itself suggests, at no layers' cost.
+    modes["ngram"] = lossless_for(decoder, "ngram")
+    modes |= {name: Adaptive(policy=policy) for name, policy in adaptive.items()}
+    # Prompt, new tokens and a draft within one key step: one loop to compile per mode and batch.
+    half = decoder.config.context_length // 2
+    prompts = middles(documents, tokens=min(64, half), count=max(3, *sizes))
+    run = partial(generate, decoder, params, max_new_tokens=min(56, half), eos_ids=())
+    with progress_bar(len(sizes) * (len(modes) + 1) * (rounds + 1), "Writing") as step:
+        return {
+            size: measure_modes(
+                decoder,
+                params,
+                [[prompt] for prompt in prompts[:3]] if size == 1 else [prompts[:size]],
+                modes,
+                run=run,
+                rounds=rounds,
+                progress=step,
+            )
+            for size in sizes
+        }
 
 
 def _prompts(model: Any, documents: Any) -> list[Tried]:
     """Returns what a long prompt comes to of which most tokens stop early."""
     width = min(_LONG, model.decoder.config.context_length, max(map(len, documents)))
-    found = long_prompt(model, documents, width=width, rows=_ROWS, rounds=1)
-    if found is None:
+    try:
+        found = shallow_prompts(model, documents, width=width, count=_ROWS, rounds=1)
+    except ValueError:
         return [Tried(what="prompts: no shallow way is known", how="utio-jax fit-prompt finds one")]
     return [
         Tried(
             what=f"prompts: {found['prompt_tokens']} tokens, most to layer {found['stop']}",
-            how="by themselves" if found["exact"] else "--prompt-budget 0.5",
+            how="by themselves" if found["exact"] else f"--prompt-budget {BUDGET:g}",
             times=found["speedup"],
             loss_pct=found["nll_increase_pct"],
             same=1.0 if found["exact"] else None,

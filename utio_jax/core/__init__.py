@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What all packages share: the decoder, documents in static shapes, files, FLOPs, executed work."""
 
-from utio_jax.core.decoder import Decoder, DecoderConfig, HasExitLens, HasKVMaps, Mixes
+from utio_jax.core.decoder import Decoder, DecoderConfig, HasExitLens, Mixes
 from utio_jax.core.documents import Batch, batches_of, check_tokens, sample_batches, windows_of
-from utio_jax.core.files import hash_file, hash_params
 from utio_jax.core.flops import TokenCost, pass_flops, token_cost
-from utio_jax.core.layer import run_layer
 from utio_jax.core.lens import Lens, Lensed, lensed, load_lens, save_lens
 from utio_jax.core.work import Work
 
@@ -14,7 +12,6 @@ __all__ = [
     "Decoder",
     "DecoderConfig",
     "HasExitLens",
-    "HasKVMaps",
     "Lens",
     "Lensed",
     "Mixes",
@@ -22,12 +19,9 @@ __all__ = [
     "Work",
     "batches_of",
     "check_tokens",
-    "hash_file",
-    "hash_params",
     "lensed",
     "load_lens",
     "pass_flops",
-    "run_layer",
     "sample_batches",
     "save_lens",
     "token_cost",

@@ -85,14 +85,13 @@ class DecoderConfig:
                 raise ValueError(
                     f"{type(self).__name__} needs {name} {wanted}. Got {name}={value!r}."
                 )
-        if not self.exits:
-            object.__setattr__(self, "exits", (self.num_layers,))
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"{type(self).__name__} needs num_kv_heads that divides "
                 f"num_heads={self.num_heads}. Got num_kv_heads={self.num_kv_heads}."
             )
-        object.__setattr__(self, "exits", check_depths(self.exits, num_layers=self.num_layers))
+        exits = check_depths(self.exits or (self.num_layers,), num_layers=self.num_layers)
+        object.__setattr__(self, "exits", exits)
         if self.windows and len(self.windows) != self.num_layers:
             raise ValueError(
                 f"{type(self).__name__} needs windows for each of its {self.num_layers} layers, or "

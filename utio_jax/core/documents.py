@@ -147,26 +147,14 @@ def batches_of(
         passes = -(-len(members) // rows)
         needed = -(-len(members) // max(1, passes))
         count = rows if same_rows else next(n for n in row_counts(rows) if n >= needed)
-        yield from _rows_of(windows, members, count=count, width=width, vocab_size=vocab_size)
-
-
-def _rows_of(
-    windows: Sequence[np.ndarray],
-    members: Sequence[int],
-    *,
-    count: int,
-    width: int,
-    vocab_size: int,
-) -> Iterator[Batch]:
-    """Yields some of the windows, in order, in batches of one width and of `count` rows."""
-    for start in range(0, len(members), count):
-        ids = np.zeros((count, width), np.int32)
-        lengths, names = np.zeros(count, np.int32), np.full(count, -1)
-        for row, index in enumerate(members[start : start + count]):
-            checked = check_ids(windows[index], vocab_size=vocab_size, what=f"window {index}")
-            ids[row, : checked.size] = checked
-            lengths[row], names[row] = checked.size, index
-        yield Batch(token_ids=ids, lengths=lengths, window=names)
+        for start in range(0, len(members), count):
+            ids = np.zeros((count, width), np.int32)
+            lengths, names = np.zeros(count, np.int32), np.full(count, -1)
+            for row, index in enumerate(members[start : start + count]):
+                checked = check_ids(windows[index], vocab_size=vocab_size, what=f"window {index}")
+                ids[row, : checked.size] = checked
+                lengths[row], names[row] = checked.size, index
+            yield Batch(token_ids=ids, lengths=lengths, window=names)
 
 
 def calibration_batches(

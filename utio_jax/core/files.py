@@ -22,7 +22,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.numpy import load, load_file, save_file
 
 
@@ -183,10 +183,10 @@ def nest(flat: Mapping[str, Any]) -> dict[str, Any]:
     return tree
 
 
-def save_tensors(file: str | Path, tree: Any, *, metadata: Mapping[str, str] | None = None) -> None:
+def save_tensors(file: str | Path, tree: Any) -> None:
     """Writes a pytree's arrays, see `replacing`."""
     with replacing(Path(file)) as (partial,):
-        dump_tensors(partial, tree, metadata=metadata)
+        dump_tensors(partial, tree)
 
 
 def dump_tensors(file: Path, tree: Any, *, metadata: Mapping[str, str] | None = None) -> None:
@@ -220,12 +220,6 @@ def check_floats(kinds: Mapping[str, str], *, source: str) -> None:
             f"{', '.join(wrong[:8])}{more}. Quantised weights are not supported: take the model's "
             "plain checkpoint."
         )
-
-
-def kinds_of(file: Path) -> dict[str, str]:
-    """Returns what safetensors calls each tensor's type, by name, from a file's head alone."""
-    with safe_open(str(file), framework="numpy") as opened:
-        return {name: opened.get_slice(name).get_dtype() for name in opened.keys()}  # noqa: SIM118
 
 
 def load_tensors(file: str | Path) -> dict[str, np.ndarray]:

@@ -99,10 +99,8 @@ def over_layers(
             start, stop, lambda i, carry: body(i, layer_at(decoder, params, i), carry), carry
         )
     low, high = bounds or (0, len(layers))
-    low, high = (
-        (start if isinstance(start, int) else low),
-        (stop if isinstance(stop, int) else high),
-    )
+    low = start if isinstance(start, int) else low
+    high = stop if isinstance(stop, int) else high
     static = isinstance(start, int) and isinstance(stop, int)
 
     def one(index: int, carry: Carry) -> Carry:

@@ -16,14 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from utio_jax.core.decoder import (
-    Decoder,
-    DecoderConfig,
-    LayerParams,
-    Params,
-    Places,
-    check_depths,
-)
+from utio_jax.core.decoder import Decoder, DecoderConfig, LayerParams, Params, Places, check_depths
 from utio_jax.core.files import json_file, load_owned, save_owned
 
 
@@ -123,6 +116,10 @@ class Wrapped:
     def unembed(self, params: Params, x: Float[Array, "*lead dim"]) -> jax.Array:
         return self.decoder.unembed(params["model"], x)
 
+    def rotate_keys(self, layer: LayerParams, keys: jax.Array, places: Places) -> jax.Array:
+        inner: Any = self.decoder
+        return inner.rotate_keys(layer, keys, places)
+
 
 @dataclasses.dataclass(frozen=True)
 class Lensed(Wrapped):
@@ -136,10 +133,6 @@ class Lensed(Wrapped):
         self, params: Params, x: Float[Array, "*lead dim"], depth: int | Int[Array, ""]
     ) -> jax.Array:
         return read_through(params["lens"], self.config.exits[:-1], x, depth)
-
-    def rotate_keys(self, layer: LayerParams, keys: jax.Array, places: Places) -> jax.Array:
-        inner: Any = self.decoder
-        return inner.rotate_keys(layer, keys, places)
 
 
 def with_config(decoder: Any, **changes: Any) -> Any:
@@ -162,8 +155,7 @@ def lensed(decoder: Decoder, params: Params, lens: Lens) -> tuple[Lensed, Params
             f"Wanted a lens for a model of width {config.embed_dim}. Got one of width {width}. "
             "Fit one for this model: utio-jax calibrate --fit-lens."
         )
-    maps = lens.at(config.exits[:-1])
-    return Lensed(decoder), {"model": params, "lens": {"matrix": maps.matrix, "bias": maps.bias}}
+    return Lensed(decoder), {"model": params, "lens": lens_tensors(lens.at(config.exits[:-1]))}
 
 
 def save_lens(path: str | Path, lens: Lens, *, info: Mapping[str, Any]) -> None:

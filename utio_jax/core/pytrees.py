@@ -57,15 +57,13 @@ def register(cls: type[T]) -> type[T]:
     fixed = tuple(field.name for field in fields if field.metadata.get("static"))
     keys = tuple(jax.tree_util.GetAttrKey(name) for name in leaves)
 
-    def static_of(tree: T) -> tuple[Any, ...]:
-        return tuple(getattr(tree, name) for name in fixed)
-
     def flatten(tree: T) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        return tuple(getattr(tree, name) for name in leaves), static_of(tree)
+        children = tuple(getattr(tree, name) for name in leaves)
+        return children, tuple(getattr(tree, name) for name in fixed)
 
     def flatten_with_keys(tree: T) -> tuple[tuple[tuple[Any, Any], ...], tuple[Any, ...]]:
-        pairs = zip(keys, (getattr(tree, name) for name in leaves), strict=True)
-        return tuple(pairs), static_of(tree)
+        children, known = flatten(tree)
+        return tuple(zip(keys, children, strict=True)), known
 
     def unflatten(known: tuple[Any, ...], children: Any) -> T:
         named = dict(zip(fixed, known, strict=True)) | dict(zip(leaves, children, strict=True))

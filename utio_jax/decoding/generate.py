@@ -105,9 +105,7 @@ class Generated(Tally):
     def only(self, rows: slice) -> Generated:
         """Returns the same of some rows."""
         per_row = {
-            field.name: getattr(self, field.name)[rows]
-            for field in dataclasses.fields(self)
-            if field.name not in _OF_ALL_ROWS
+            name: value[rows] for name, value in vars(self).items() if name not in _OF_ALL_ROWS
         }
         per_row["prompt_work"] = jax.tree.map(lambda leaf: leaf[rows], self.prompt_work)
         return dataclasses.replace(self, **per_row)
@@ -255,10 +253,7 @@ def collect(
     """Returns the first rows of a state whose rows have ended; further ones fill a mesh up."""
     starts, ends = (np.asarray(leaf)[:rows] for leaf in (state.prompt_lengths, state.lengths))
     new = new_tokens(state, np.asarray(state.prompt_lengths))[:rows]
-    tally: dict[str, Any] = {
-        field.name: np.asarray(getattr(state.tally, field.name))[:rows]
-        for field in dataclasses.fields(state.tally)
-    }
+    tally = vars(jax.tree.map(lambda leaf: np.asarray(leaf)[:rows], state.tally))
     per_slot, all_rows = bytes_per_slot(state.cache), state.lengths.shape[0]
     held = (ends.astype(np.int64) - 1) * per_slot * state.cache.keys.shape[0]
     if state.cache.view is not None:

@@ -156,16 +156,15 @@ def generate_text(
       ValueError: an empty prompt or stop string, or see `generate`.
     """
     check_options(options)
-    ids = _encoded(model, prompts)
-    stops = _by_row(stop_strings, len(ids))
-    rows = _streamed(model.tokenizer, ids, stops)
+    ids, rows = _begun(model, prompts, stop_strings)
 
     def stop_when(row: int, new: np.ndarray) -> bool:
         rows[row].add(new[rows[row].seen :], running=True)
         return rows[row].stopped
 
+    stops = any(row.stops for row in rows)
     found = generate(
-        model.decoder, model.params, ids, stop_when=stop_when if any(stops) else None, **options
+        model.decoder, model.params, ids, stop_when=stop_when if stops else None, **options
     )
     for row, new in zip(rows, found.token_ids, strict=True):
         row.add(new[row.seen :], running=False)
@@ -208,11 +207,8 @@ def stream_text(
     What may be the beginning of a stop string, or of a character, is held back until it is known.
     """
     check_options(options)
-    ids = _encoded(model, prompts)
-    stops = _by_row(stop_strings, len(ids))
-    rows = _streamed(model.tokenizer, ids, stops)
+    ids, rows = _begun(model, prompts, stop_strings)
     for chunk in stream(model.decoder, model.params, ids, **options):
-        before = [row.ended for row in rows]
         texts = tuple(
             "".join(piece for piece, _ in row.add(new, running=bool(running)))
             for row, new, running in zip(rows, chunk.token_ids, chunk.running, strict=True)
@@ -221,8 +217,7 @@ def stream_text(
         yield TextChunk(
             texts=texts,
             decided=tuple(
-                depths[: 0 if ended else row.used]
-                for row, ended, depths in zip(rows, before, chunk.decided, strict=True)
+                depths[: row.used] for row, depths in zip(rows, chunk.decided, strict=True)
             ),
             running=running,
         )
@@ -240,10 +235,11 @@ class StreamedRow:
       stopped: whether that was before a stop string.
       used: tokens of the last chunk, up to the one that completed a stop string.
       seen: the same of all chunks.
+      stops: what ends it.
     """
 
     def __init__(self, reader: TextReader, stops: tuple[str, ...]):
-        self._reader, self._stops, self._held = reader, stops, ""
+        self._reader, self.stops, self._held = reader, stops, ""
         self._waiting = deque[tuple[str, int]]()  # Pieces of what is held back, and of whose token.
         self.text, self.pieces, self.ended, self.stopped = "", list[str](), False, False
         self.used = self.seen = 0
@@ -253,9 +249,9 @@ class StreamedRow:
 
         In pieces, each with the number of its token, from 0; joined, they are it.
         """
+        self.used = 0
         if self.ended:
             return []
-        self.used = 0
         for token_id in token_ids:
             self._hold(self._reader.add(int(token_id)), self.seen)
             self.pieces.append("")
@@ -275,7 +271,7 @@ class StreamedRow:
 
     def _stopped(self) -> bool:
         """Cuts what is held before a stop string; returns whether there was one."""
-        ends = [self._held.find(stop) for stop in self._stops if stop in self._held]
+        ends = [self._held.find(stop) for stop in self.stops if stop in self._held]
         if ends:
             self._held, self.ended = self._held[: min(ends)], True
             self.stopped = True
@@ -285,7 +281,7 @@ class StreamedRow:
         """Returns how many of the last characters may belong to a stop string."""
         sizes = [
             size
-            for stop in self._stops
+            for stop in self.stops
             for size in range(1, len(stop))
             if self._held.endswith(stop[:size])
         ]
@@ -306,11 +302,13 @@ class StreamedRow:
         return shown
 
 
-def _streamed(
-    tokenizer: Tokenizer, prompts: Prompts, stops: Sequence[tuple[str, ...]]
-) -> list[StreamedRow]:
-    pairs = zip(prompts, stops, strict=True)
-    return [StreamedRow(TextReader(tokenizer, prompt), mine) for prompt, mine in pairs]
+def _begun(
+    model: TextModel, prompts: Any, stop_strings: StopStrings
+) -> tuple[Prompts, list[StreamedRow]]:
+    """Returns the token ids of prompts, and the texts that go on behind them."""
+    ids = _encoded(model, prompts)
+    pairs = zip(ids, _by_row(stop_strings, len(ids)), strict=True)
+    return ids, [StreamedRow(TextReader(model.tokenizer, prompt), mine) for prompt, mine in pairs]
 
 
 def _encoded(model: TextModel, prompts: Any) -> Prompts:

@@ -18,7 +18,6 @@ from utio_jax.decoding.base import Mode, Setting
 from utio_jax.decoding.loop import advance
 from utio_jax.decoding.sampling import SamplingParams
 from utio_jax.decoding.state import REASONS, Columns, DecodeState, StopRules
-from utio_jax.engine.depths import with_thresholds
 
 TALLIED = ("steps", "token_layers", "drafts", "accepted")
 
@@ -58,7 +57,10 @@ def run_block(
     unseen = state.tally.steps == 0
     since = jnp.where(unseen, state.lengths - 1, state.lengths)
     fresh = state.lengths - state.prompt_lengths
-    setting = dataclasses.replace(setting, mode=with_thresholds(setting.mode, thresholds))
+    if thresholds is not None:
+        policy = setting.mode.policy.per_row(jnp.asarray(thresholds))
+        mode = dataclasses.replace(setting.mode, policy=policy)
+        setting = dataclasses.replace(setting, mode=mode)
     state = advance(setting, state, fresh + steps, widths=widths)
     counts = [since, state.lengths, state.reason, *(getattr(state.tally, name) for name in TALLIED)]
     slots = since[:, None] + jnp.arange(room, dtype=jnp.int32)[None, :]

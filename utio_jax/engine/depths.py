@@ -6,12 +6,10 @@ They are arrays of the running batch, a row for each slot: a request's budget co
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Literal
 
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Float
 
 from utio_jax.core.decoder import Decoder
 from utio_jax.decoding.adaptive import Adaptive
@@ -72,21 +70,4 @@ def thresholds_of(
             f"{policy.depths}. Take Calibration.policy(name, budget, exits=depths), or an engine "
             "in mode Adaptive."
         )
-    if not {*policy.depths} <= {*depths}:
-        raise ValueError(
-            f"Wanted a policy with depths among {depths}, which the engine was made with. Got "
-            f"{policy.depths}. Make its mode with Calibration.policy(name, budget, exits=...), "
-            "over the depths of all policies."
-        )
     return spread_thresholds(policy, depths)
-
-
-def with_thresholds(
-    mode: Mode, thresholds: Float[Array | np.ndarray, "slot boundary"] | None
-) -> Mode:
-    """Returns the mode with thresholds for each row; None: as it is."""
-    if thresholds is None:
-        return mode
-    assert isinstance(mode, Adaptive)
-    assert isinstance(mode.policy, Thresholded)
-    return dataclasses.replace(mode, policy=mode.policy.per_row(jnp.asarray(thresholds)))

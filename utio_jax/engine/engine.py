@@ -28,14 +28,13 @@ from utio_jax.decoding.base import Mode, Plain
 from utio_jax.decoding.loop import check_prompts
 from utio_jax.decoding.prefill import Prefill
 from utio_jax.decoding.sampling import SamplingParams, check_sampling
-from utio_jax.decoding.state import Stops, stop_rules
+from utio_jax.decoding.state import Columns, Stops, stop_rules
 from utio_jax.decoding.text import StreamedRow, TextModel, TextReader, Tokenizer, checked_stops
 from utio_jax.decoding.thinking import Thinking
 from utio_jax.engine.blocks import read_report
 from utio_jax.engine.depths import RequestPolicy, thresholds_of
-from utio_jax.engine.requests import STOPS_ROOM, Event, Finished, Request
+from utio_jax.engine.requests import STOPS_ROOM, EngineStats, Event, Finished, Request
 from utio_jax.engine.slots import Served, Shapes, Slots
-from utio_jax.engine.statistics import EngineStats
 
 
 class Engine:
@@ -101,7 +100,6 @@ class Engine:
         self._queue: collections.deque[Request] = collections.deque()
         self._known: dict[int, Request] = {}
         self._owners: list[Request | None] = [None] * slots
-        self._opened: Request | None = None  # Whose prompt is being read in chunks.
         # A block that was dispatched, and not read yet: its report, and whose rows it ran.
         self._flying: tuple[jax.Array, tuple[Request | None, ...]] | None = None
         self._freed: list[int] = []
@@ -190,8 +188,8 @@ class Engine:
             thresholds=thresholds_of(policy, self.mode, self._served.decoder),
             text=None if reader is None else StreamedRow(reader, strings),
             whole_prompt=whole_prompt,
-            alternatives=self._served.alternatives,
             thinking=thinking,
+            parts=[Columns.empty(0, alternatives=self._served.alternatives)],
             submitted=now,
             expires=math.inf if deadline is None else now + deadline,
         )
@@ -301,8 +299,7 @@ class Engine:
         event = request.end(reason, self._clock())
         if request.slot is None:
             self._queue.remove(request)
-            if request is self._opened:
-                self._opened = None
+            if request is self._rows.opened:
                 self._rows.forget()
         else:
             self._freed.append(request.slot)
@@ -342,16 +339,8 @@ class Engine:
                 request.admitted = now if request.admitted is None else request.admitted
             free = [slot for slot, owner in enumerate(self._owners) if owner is None]
             taken = dict(zip(free, chosen, strict=False))
-            if reading.chunked:
-                if chosen[0] is not self._opened:
-                    rows.open(fresh=rows.fresh(chosen, rows=1, width=rows.capacity))
-                    self._opened = chosen[0]
-                if not rows.read_chunk(row=free[0], chunk=reading.width):
-                    continue
-                self._opened = None
-            else:
-                fresh = rows.fresh(chosen, rows=group, width=reading.width)
-                rows.read(fresh=fresh, rows=[*taken], reading=reading)
+            if not rows.read_next(chosen, [*taken], reading=reading, group=group):
+                continue
             for slot, request in taken.items():
                 self._queue.popleft()
                 request.slot, self._owners[slot] = slot, request

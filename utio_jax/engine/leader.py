@@ -21,7 +21,6 @@ has to be called every few seconds, or the runtime may give up on it (gloo).
 from __future__ import annotations
 
 import base64
-import dataclasses
 import functools
 import json
 import struct
@@ -45,11 +44,8 @@ from utio_jax.engine.slots import Served, Slots
 
 _HEAD = struct.Struct("!I?")
 
-CALLS = ("read", "open", "read_chunk", "forget", "run", "release")
-"""Methods of `Slots` that touch devices: the leader broadcasts them, workers repeat them."""
-
-Calls = Mapping[str, Callable[..., Any]]
-"""What else the leader may broadcast, by name, with keyword arguments: what workers then call."""
+CALLS = ("read", "read_chunk", "forget", "run", "release")
+"""What `Slots` does on devices, method by method: broadcast by the leader, repeated by workers."""
 
 
 class Channel:
@@ -109,7 +105,7 @@ class LeaderSlots(Slots):
 
     def _lead(self, call: str, **arguments: Any) -> Any:
         sent = dict(arguments)
-        if "fresh" in sent:
+        if sent.get("fresh") is not None:
             sent["fresh"] = encode(sent["fresh"])
         if "reading" in sent:
             sent["reading"] = self.readings.index(sent["reading"])
@@ -183,13 +179,13 @@ def run_worker(
     params: Params,
     *,
     identity: str = "",
-    calls: Calls = types.MappingProxyType({}),
+    calls: Mapping[str, Callable[..., Any]] = types.MappingProxyType({}),
     **options: Any,
 ) -> None:
     """Repeats what process 0's `LeaderEngine` does on devices, until that is closed.
 
-    Arguments and errors are those of it. `calls` are what else the leader may broadcast; `options`
-    are other fields of `utio_jax.engine.slots.Served`.
+    Arguments and errors are those of it. `calls` are what else the leader may broadcast, by name;
+    `options` are other fields of `utio_jax.engine.slots.Served`.
     """
     options["mode"] = everywhere(options.get("mode", Plain()), params)
     served = Served(decoder=decoder, params=params, **options)
@@ -199,7 +195,7 @@ def run_worker(
     with lost_processes():
         while (received := channel.receive())[0] != "stop":
             call, arguments = received
-            if "fresh" in arguments:
+            if arguments.get("fresh") is not None:
                 arguments["fresh"] = decode(arguments["fresh"], like)
             if "reading" in arguments:
                 arguments["reading"] = held.readings[arguments["reading"]]
@@ -217,8 +213,7 @@ def everywhere(tree: Any, params: Params) -> Any:
     homes = [leaf.sharding for leaf in jax.tree.leaves(params) if isinstance(leaf.sharding, named)]
     if not homes:
         return tree
-    home = homes[0]
-    place = jax.sharding.NamedSharding(home.mesh, jax.sharding.PartitionSpec())
+    place = named(homes[0].mesh, jax.sharding.PartitionSpec())
 
     def put(leaf: Any) -> Any:
         if not isinstance(leaf, jax.Array) or jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
@@ -250,8 +245,7 @@ def decode(leaves: Sequence[Any], like: Any) -> Any:
 
 def _check_same(channel: Channel, served: Served, identity: str) -> None:
     apart = ("decoder", "params", "mode", "prefill")
-    names = [each.name for each in dataclasses.fields(served) if each.name not in apart]
-    sizes = [(name, getattr(served, name)) for name in names]
+    sizes = {name: each for name, each in vars(served).items() if name not in apart}
     about = repr((type(served.decoder).__name__, served.decoder.config, sizes, identity))
     shapes = repr([(leaf.shape, leaf.dtype.name) for leaf in jax.tree.leaves(served.params)])
     check_same(

@@ -18,12 +18,11 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 from scipy.stats import binom
 
 from utio_jax.decoding.adaptive import Adaptive
-from utio_jax.decoding.base import Mode, Plain
+from utio_jax.decoding.base import Plain
 from utio_jax.decoding.rows import quarters
 from utio_jax.engine.depths import own_thresholds
 from utio_jax.engine.requests import Request
@@ -163,27 +162,23 @@ def _rates(served: Served, mode: Adaptive) -> RowRates:
     depths, rows, slots = mode.depth_policy.depths, served.slots, Slots(served)
     plain, per_layer, shallow = dataclasses.replace(served, mode=Plain()), {}, 0.0
     for width in (*(quarters(rows) if mode.packs(served.decoder) else ()), rows):
-        shallow = _seconds(slots, served, _stopping(mode, jnp.inf), width)
-        deep = _seconds(slots, served, _stopping(mode, -jnp.inf), width)
+        shallow = _seconds(slots, served, width, threshold=np.inf)
+        deep = _seconds(slots, served, width, threshold=-np.inf)
         per_layer[width] = (deep - shallow) / (depths[-1] - depths[0])
     return RowRates(
         seconds=shallow - depths[0] * per_layer[rows],
         seconds_per_layer=per_layer,
-        plain_seconds=_seconds(Slots(plain), plain, Plain(), rows),
+        plain_seconds=_seconds(Slots(plain), plain, rows),
     )
 
 
-def _stopping(mode: Adaptive, threshold: float) -> Adaptive:
-    """Returns the mode with all tokens stopping where they first may, or none."""
-    policy = mode.policy
-    assert isinstance(policy, Thresholded)
-    thresholds = jnp.full_like(policy.thresholds, threshold)
-    return dataclasses.replace(mode, policy=dataclasses.replace(policy, thresholds=thresholds))
+def _seconds(slots: Slots, served: Served, rows: int, threshold: float = 0.0) -> float:
+    """Returns the seconds of a step of so many running rows, half of each slot filled.
 
-
-def _seconds(slots: Slots, served: Served, mode: Mode, rows: int) -> float:
-    """Returns the seconds of a step of so many running rows, half of each slot filled."""
-    blocks, steps = _BLOCKS + 2, served.steps
+    Tokens stop by one threshold: at +inf all where they first may, at -inf none before the end. A
+    mode without thresholds has no use for it.
+    """
+    blocks, steps, mode = _BLOCKS + 2, served.steps, served.mode
     new = blocks * steps * mode.block + 1
     room = min(served.capacity - mode.block, served.decoder.config.context_length)
     size = min(served.capacity // 2, room - new, slots.longest(whole=False))
@@ -192,25 +187,19 @@ def _seconds(slots: Slots, served: Served, mode: Mode, rows: int) -> float:
             f"Wanted slots that hold {blocks} blocks of {steps} steps, which are timed. Got a "
             f"capacity of {served.capacity}. Take fewer steps."
         )
-    slots.mode = mode
-    vocab = served.decoder.config.vocab_size
+    vocab, own = served.decoder.config.vocab_size, own_thresholds(mode)
     for slot in range(rows):
         request = Request(
             number=slot,
             prompt=np.full(size, slot % vocab, np.int32),
             max_new_tokens=new,
             seed=slot,
-            thresholds=own_thresholds(mode),
+            thresholds=None if own is None else np.full_like(own, threshold),
         )
         reading = slots.reading_of(request)
-        if reading.chunked:
-            slots.open(fresh=slots.fresh([request], rows=1, width=slots.capacity))
-            while not slots.read_chunk(row=slot, chunk=reading.width):
-                pass
-        else:
-            group = slots.groups_of(reading)[0]
-            fresh = slots.fresh([request], rows=group, width=reading.width)
-            slots.read(fresh=fresh, rows=[slot], reading=reading)
+        group = slots.groups_of(reading)[0]
+        while not slots.read_next([request], [slot], reading=reading, group=group):
+            pass
     seconds = []
     for _ in range(blocks):
         began = time.perf_counter()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests of an engine: what was asked for, what has come of it, and what is handed out."""
+"""Requests of an engine: what was asked for, what has come of it, what is handed out, counts."""
 
 from __future__ import annotations
 
@@ -78,6 +78,57 @@ class Event(Columns):
         return "".join(piece for piece, _ in self.pieces)
 
 
+@dataclasses.dataclass(kw_only=True)
+class EngineStats:
+    """What an engine has done since it was made, or warmed up.
+
+    Attributes:
+      mode: name of the decoding mode.
+      slots: requests that can run at once.
+      queued: requests that wait for a slot.
+      running: requests that have one.
+      ended: how many requests ended, by reason.
+      blocks: that were run.
+      prompt_groups: passes that read prompts.
+      prompt_tokens: of admitted prompts.
+      padded_prompt_tokens: token slots that these passes ran, padding included.
+      new_tokens: handed out.
+      decided: layers behind these, summed.
+      executed: layers that ran for them, those for the sake of other rows included, summed.
+    """
+
+    mode: str
+    slots: int
+    queued: int = 0
+    running: int = 0
+    ended: dict[str, int] = dataclasses.field(default_factory=lambda: dict.fromkeys(END_REASONS, 0))
+    blocks: int = 0
+    prompt_groups: int = 0
+    prompt_tokens: int = 0
+    padded_prompt_tokens: int = 0
+    new_tokens: int = 0
+    decided: int = 0
+    executed: int = 0
+
+    @property
+    def mean_depth_decided(self) -> float | None:
+        """Layers behind a new token; None where there is none."""
+        return self.decided / self.new_tokens if self.new_tokens else None
+
+    @property
+    def mean_depth_executed(self) -> float | None:
+        """Layers that ran for a new token; None where there is none."""
+        return self.executed / self.new_tokens if self.new_tokens else None
+
+    def add(self, event: Event) -> None:
+        """Counts what an event brings."""
+        self.new_tokens += event.token_ids.size
+        self.decided += int(event.decided.sum())
+        self.executed += int(event.executed.sum())
+        if event.finished is not None:
+            self.ended[event.finished.reason] += 1
+
+
 @dataclasses.dataclass(eq=False, kw_only=True)
 class Request:
     """A request on its way: the engine's own record, which changes with every block.
@@ -87,11 +138,11 @@ class Request:
     Attributes:
       thresholds: of its depth policy, at the mode's boundaries; None where the mode has none.
       text: reads its tokens; None without a tokenizer.
-      alternatives: to each token, that the engine keeps.
       slot: where it runs; None while it waits.
       admitted: when its prompt was begun; None while it waits.
       ending: why the host wants it to end; None: it does not.
       done: whether its last event has been made.
+      parts: its new tokens, event by event, behind one part without any.
     """
 
     number: int
@@ -103,7 +154,6 @@ class Request:
     thresholds: Float[np.ndarray, " boundary"] | None = None
     text: StreamedRow | None = None
     whole_prompt: bool = False
-    alternatives: int = 0
     submitted: float = 0.0
     expires: float = math.inf
     thinking: Thinking | None = None
@@ -111,7 +161,7 @@ class Request:
     admitted: float | None = None
     ending: str | None = None
     done: bool = False
-    _parts: list[Columns] = dataclasses.field(default_factory=list)
+    parts: list[Columns] = dataclasses.field(default_factory=lambda: [Columns.empty(0)])
     _last: RowReport | None = None
     _times: list[float] = dataclasses.field(default_factory=list)
 
@@ -122,7 +172,7 @@ class Request:
             pieces = self.text.add(new.token_ids, running=reason == "running")
             if self.text.stopped:
                 new, reason = new.cut(slice(self.text.used)), "stop"
-        self._parts.append(new)
+        self.parts.append(new)
         self._last = report
         if new.token_ids.size:
             self._times.append(now)
@@ -137,7 +187,7 @@ class Request:
         """Returns the event of a request that the host ends between two blocks."""
         pieces = [] if self.text is None else self.text.add((), running=False)
         finished = self.finish(reason, now)
-        return Event(**vars(self._nothing), request=self.number, pieces=pieces, finished=finished)
+        return Event(**vars(self.parts[0]), request=self.number, pieces=pieces, finished=finished)
 
     def finish(self, reason: str, now: float) -> Finished:
         """Returns what has come of it. Once: the request is done."""
@@ -145,7 +195,7 @@ class Request:
         self.done = True
         times, last = self._times, self._last
         counts: dict[str, Any] = dict.fromkeys(TALLIED, 0) if last is None else last.counts
-        new = Columns.joined(self._parts or [self._nothing])
+        new = Columns.joined(self.parts)
         size, thought = new.token_ids.size, None
         if self.thinking is not None:
             progress = opening(self.thinking, self.prompt) if last is None else last.progress
@@ -162,10 +212,6 @@ class Request:
             seconds_between_tokens=(times[-1] - times[0]) / (size - 1) if size > 1 else None,
             thought=thought,
         )
-
-    @property
-    def _nothing(self) -> Columns:
-        return Columns.empty(0, alternatives=self.alternatives)
 
 
 @pytree
@@ -194,26 +240,28 @@ def fresh_of(
     thinking: bool,
 ) -> Fresh:
     """Returns requests as arrays; rows behind the last request end at once."""
-    token_ids, lengths = np.zeros((rows, width), np.int32), np.ones(rows, np.int32)
-    limits, seeds = np.ones(rows, np.int32), np.zeros(rows, np.uint32)
-    for row, request in enumerate(requests):
-        size = lengths[row] = request.prompt.size
-        token_ids[row, :size], limits[row] = request.prompt, size + request.max_new_tokens
-        seeds[row] = request.seed
-    missing = rows - len(requests)
-    stops = [each.stops for each in requests] + [((), ())] * missing
+    filler = Request(number=-1, prompt=np.zeros(1, np.int32), max_new_tokens=0)
+    asked = [*requests, *[filler] * (rows - len(requests))]
+    token_ids = np.zeros((rows, width), np.int32)
+    for row, each in zip(token_ids, asked, strict=True):
+        row[: each.prompt.size] = each.prompt
+    lengths = np.asarray([each.prompt.size for each in asked], np.int32)
     thresholds = hook = None
     if own is not None:
-        asked = [own if each.thresholds is None else each.thresholds for each in requests]
-        thresholds = np.stack([*asked, *[own] * missing])
+        thresholds = np.stack(
+            [own if each.thresholds is None else each.thresholds for each in asked]
+        )
     if thinking:
-        prompts = [each.prompt for each in requests] + [np.zeros(0, np.int32)] * missing
-        hook = ThinkingRows.of([each.thinking for each in requests] + [None] * missing, prompts)
-    rules = Rules(
-        sampling=rows_of([each.sampling for each in requests] + [SamplingParams()] * missing),
-        stops=stop_rules(stops, room=STOPS_ROOM),
-        thresholds=thresholds,
-    )
+        hook = ThinkingRows.of([each.thinking for each in asked], [each.prompt for each in asked])
     return Fresh(
-        token_ids=token_ids, lengths=lengths, limits=limits, seeds=seeds, hook=hook, rules=rules
+        token_ids=token_ids,
+        lengths=lengths,
+        limits=lengths + np.asarray([each.max_new_tokens for each in asked], np.int32),
+        seeds=np.asarray([each.seed for each in asked], np.uint32),
+        hook=hook,
+        rules=Rules(
+            sampling=rows_of([each.sampling for each in asked]),
+            stops=stop_rules([each.stops for each in asked], room=STOPS_ROOM),
+            thresholds=thresholds,
+        ),
     )

@@ -12,6 +12,7 @@ import numpy as np
 
 from utio_jax.attention.cache import key_widths
 from utio_jax.core.decoder import Decoder, Params
+from utio_jax.core.documents import row_widths
 from utio_jax.core.layer import split_layers
 from utio_jax.core.rows import put_rows
 from utio_jax.decoding.admission import (
@@ -114,11 +115,8 @@ def prompt_widths(capacity: int) -> tuple[int, ...]:
     >>> prompt_widths(200), prompt_widths(512), prompt_widths(2048)
     ((64, 128, 200), (64, 128, 256, 512), (64, 256, 1024, 2048))
     """
-    factor, widths, width = 2 if capacity <= 512 else 4, [], 64
-    while width < capacity:
-        widths.append(width)
-        width *= factor
-    return (*widths, capacity)
+    widths = row_widths(capacity)
+    return tuple(widths) if capacity <= 512 else (*widths[:-1:2], capacity)
 
 
 class Slots:
@@ -128,6 +126,7 @@ class Slots:
       state: of the token loop.
       readings: all ways to read prompts, each a program or several.
       room: new tokens that a row can report of a block.
+      opened: whose prompt is being read in chunks, as `read_next` was asked to; None: none is.
     """
 
     def __init__(self, served: Served) -> None:
@@ -166,6 +165,7 @@ class Slots:
             if not reading.chunked
         }
         self._partial: _Partial | None = None
+        self.opened: Request | None = None
         most = served.decoder.config.vocab_size
         if not 0 <= served.alternatives <= most:
             raise ValueError(
@@ -192,8 +192,7 @@ class Slots:
                 if width >= most:
                     break
             if whole and chunk is not None and found[-1].longest < self.capacity:
-                all_of_it = {"longest": self.capacity, "chunked": True}
-                found.append(Reading(whole=True, width=chunk, **all_of_it))
+                found.append(Reading(whole=True, width=chunk, longest=self.capacity, chunked=True))
         return tuple(found)
 
     def longest(self, *, whole: bool) -> int:
@@ -220,6 +219,24 @@ class Slots:
         thinking = self._served.thinking
         return fresh_of(requests, rows=rows, width=width, own=self._own, thinking=thinking)
 
+    def read_next(
+        self, requests: Sequence[Request], rows: Sequence[int], *, reading: Reading, group: int
+    ) -> bool:
+        """Reads prompts into rows, in a group of so many, or the next chunk of one prompt.
+
+        Returns whether they have been read to the end.
+        """
+        if not reading.chunked:
+            fresh = self.fresh(requests, rows=group, width=reading.width)
+            self.read(fresh=fresh, rows=rows, reading=reading)
+            return True
+        (request,) = requests
+        goes_on = request is self.opened
+        fresh = None if goes_on else self.fresh(requests, rows=1, width=self.capacity)
+        done = self.read_chunk(fresh=fresh, row=rows[0], chunk=reading.width)
+        self.opened = None if done else request
+        return done
+
     def read(self, *, fresh: Fresh, rows: Sequence[int], reading: Reading) -> None:
         """Reads prompts together, whole."""
         group = fresh.lengths.shape[0]
@@ -231,13 +248,14 @@ class Slots:
         )
         self._put(state, fresh.rules, [*rows, *[self._served.slots] * (group - len(rows))])
 
-    def open(self, *, fresh: Fresh) -> None:
-        """Begins to read one prompt in chunks, padded to the capacity."""
-        state, last = open_prompt(self._setting(fresh.rules), *fresh.prompts, **self._sizes)
-        self._partial = _Partial(fresh, state, last)
+    def read_chunk(self, *, fresh: Fresh | None, row: int, chunk: int) -> bool:
+        """Reads the next chunk of a prompt; returns whether it was the last, and all is in its row.
 
-    def read_chunk(self, *, row: int, chunk: int) -> bool:
-        """Reads a chunk of the prompt that was opened; returns whether it is in its slot."""
+        `fresh`: a prompt, padded to the capacity, that is begun; None: the one before goes on.
+        """
+        if fresh is not None:
+            state, last = open_prompt(self._setting(fresh.rules), *fresh.prompts, **self._sizes)
+            self._partial = _Partial(fresh, state, last)
         part, served = self._partial, self._served
         assert part is not None
         end = part.start + chunk
@@ -259,8 +277,8 @@ class Slots:
         return True
 
     def forget(self) -> None:
-        """Drops the chunks of the prompt that was opened."""
-        self._partial = None
+        """Drops the chunks of the prompt that is being read."""
+        self._partial = self.opened = None
 
     def _put(self, fresh: DecodeState, rules: Rules, rows: Sequence[int]) -> None:
         where = np.asarray(rows, np.int32)

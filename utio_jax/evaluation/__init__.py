@@ -5,8 +5,7 @@ from utio_jax.evaluation.controls import load_controls
 from utio_jax.evaluation.evaluate import DocumentScore, TextScore, evaluate, score_documents
 from utio_jax.evaluation.flops import check_worthwhile
 from utio_jax.evaluation.generation import generation_ledger
-from utio_jax.evaluation.intervals import ratio_interval
-from utio_jax.evaluation.ledger import Ledger, convex_hull, uniform_hull
+from utio_jax.evaluation.ledger import Ledger, uniform_hull
 from utio_jax.evaluation.quality import Quality
 
 __all__ = [
@@ -15,11 +14,9 @@ __all__ = [
     "Quality",
     "TextScore",
     "check_worthwhile",
-    "convex_hull",
     "evaluate",
     "generation_ledger",
     "load_controls",
-    "ratio_interval",
     "score_documents",
     "uniform_hull",
 ]

@@ -129,11 +129,7 @@ def turn_ends(model: Any) -> tuple[int, ...]:
 
 
 def stream_answer(
-    model: Any,
-    messages: Messages,
-    *,
-    variables: Mapping[str, Any] | None = None,
-    **options: Any,
+    model: Any, messages: Messages, *, variables: Mapping[str, Any] | None = None, **options: Any
 ) -> Iterator[tuple[str, int]]:
     """Returns the pieces of `Model.chat`'s answer as they come, see `stream_pieces`."""
     prompt = encode_chat(model, messages, **(variables or {}))

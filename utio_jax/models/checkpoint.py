@@ -26,17 +26,7 @@ from tokenizers import Tokenizer
 
 from utio_jax.core.decoder import Params, name_exits
 from utio_jax.core.extras import install_line
-from utio_jax.core.files import (
-    check_floats,
-    check_shapes,
-    dump_tensors,
-    flatten,
-    hash_file,
-    kinds_of,
-    load_tensors,
-    nest,
-    replacing,
-)
+from utio_jax.core.files import dump_tensors, hash_file, replacing
 from utio_jax.core.lens import (
     Lens,
     Lensed,
@@ -52,13 +42,7 @@ from utio_jax.decoding.base import Mode
 from utio_jax.decoding.text import GeneratedText, generate_text
 from utio_jax.evaluation.controls import load_controls
 from utio_jax.models import huggingface
-from utio_jax.models.chat import (
-    ChatTemplate,
-    Messages,
-    encode_chat,
-    find_template,
-    turn_ends,
-)
+from utio_jax.models.chat import ChatTemplate, Messages, encode_chat, find_template, turn_ends
 from utio_jax.models.gemma import Gemma3n, Gemma4
 from utio_jax.models.gguf import files as gguf_files
 from utio_jax.models.gguf import weights as gguf_weights
@@ -66,7 +50,7 @@ from utio_jax.models.gguf.header import read_header
 from utio_jax.models.huggingface import is_huggingface, read_json, weight_files
 from utio_jax.models.rope import RopeScaling
 from utio_jax.models.shipped import SHIPPED, shipped_folder
-from utio_jax.models.tensor_parallel import place_of, put
+from utio_jax.models.stacking import place_tensors
 from utio_jax.models.tokenizer import encode_documents, load_tokenizer
 from utio_jax.models.transformer import Transformer, TransformerConfig
 from utio_jax.models.verbs import Verbs
@@ -158,17 +142,6 @@ class Model(Verbs):
           out: folder or JSON file of a calibration, beside which the lens is written; None: none.
           info: what it was fitted to, for the file.
         """
-        decoder, params = self._seen_through(lens)
-        if out is not None:
-            self.lens = lens_file(calibration_file(out).parent)
-            save_lens(self.lens, lens, info={"model_sha256": self.sha256, **(info or {})})
-        tensors = {name: np.asarray(y) for name, y in lens_tensors(lens).items()}
-        self.lens_sha256 = hashlib.sha256(serialize(tensors, metadata={})).hexdigest()
-        self.decoder, self.params = decoder, params
-        for name in ("sha256", "calibration"):
-            self.__dict__.pop(name, None)
-
-    def _seen_through(self, lens: Lens) -> tuple[Lensed, Params]:
         decoder, exits = self.decoder, self.decoder.config.exits
         if isinstance(decoder, Wrapped):
             raise ValueError(
@@ -177,7 +150,15 @@ class Model(Verbs):
             )
         if len(exits) == 1:  # The lens says where a stock model can be read.
             decoder = with_config(decoder, exits=(*lens.exits, *exits))
-        return lensed(decoder, self.params, lens)
+        decoder, params = lensed(decoder, self.params, lens)
+        if out is not None:
+            self.lens = lens_file(calibration_file(out).parent)
+            save_lens(self.lens, lens, info={"model_sha256": self.sha256, **(info or {})})
+        tensors = {name: np.asarray(y) for name, y in lens_tensors(lens).items()}
+        self.lens_sha256 = hashlib.sha256(serialize(tensors, metadata={})).hexdigest()
+        self.decoder, self.params = decoder, params
+        for name in ("sha256", "calibration"):
+            self.__dict__.pop(name, None)
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -317,24 +298,20 @@ def load(
 
 
 def _load_folder(
-    folder: Path,
-    *,
-    exits: tuple[int, ...],
-    dtype: jax.typing.DTypeLike,
-    sharding: Mesh | None,
+    folder: Path, *, exits: tuple[int, ...], dtype: jax.typing.DTypeLike, sharding: Mesh | None
 ) -> tuple[Transformer, Params]:
     """Returns decoder and parameters of a folder in this package's own layout."""
     config = load_config(folder / "config.json")
     decoder = Transformer(dataclasses.replace(config, exits=exits) if exits else config)
-    leaves = flatten(jax.eval_shape(decoder.init, jax.random.key(0)))
-    wanted = {name: leaf.shape for name, leaf in leaves.items()}
-    file = folder / "model.safetensors"
-    found = load_tensors(file)
-    check_shapes({name: y.shape for name, y in found.items()}, wanted, source=str(file))
-    check_floats(kinds_of(file), source=str(file))
-    place = place_of(sharding, decoder.config)
-    return decoder, nest(
-        {name: put(found[name].astype(dtype), place(name, shape)) for name, shape in wanted.items()}
+    home = huggingface.where_tensors_are(folder, prefix="")
+    return place_tensors(
+        decoder,
+        None,
+        {name: shape for name, (*_, shape) in home.items()},
+        lambda name: huggingface.read_tensor(*home[name][:2]),
+        dtype=dtype,
+        sharding=sharding,
+        source=str(folder),
     )
 
 
@@ -349,11 +326,7 @@ def from_hub(name: str) -> Path:
         raise ValueError(f"{wanted} There is nothing at {name}.")
     try:
         from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import (
-            HfHubHTTPError,
-            HFValidationError,
-            LocalEntryNotFoundError,
-        )
+        from huggingface_hub.errors import HFValidationError
     except ImportError as error:
         raise ValueError(
             f"{wanted} There is no folder {name}, and hub models need huggingface-hub: "
@@ -361,7 +334,7 @@ def from_hub(name: str) -> Path:
         ) from error
     try:
         return Path(snapshot_download(name, allow_patterns=["*.json", "*.jinja", "*.safetensors"]))
-    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+    except (HFValidationError, OSError) as error:  # All others of the hub are an OSError, too.
         raise ValueError(
             f"{wanted} There is no folder {name}; as a hub model it is neither cached nor to be "
             f"had: {error}"

@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
+
 from utio_jax.core.decoder import is_integer, is_positive
 from utio_jax.models.rope import RopeScaling
 
@@ -22,48 +24,78 @@ def _first(*values: Any) -> Any:
     return float(found) if isinstance(found, int) and not isinstance(found, bool) else found
 
 
-class Reader:
-    """Reads settings from a `config.json`, and collects all that is wrong with them."""
+def shown(value: Any) -> str:
+    """Returns a value as errors show it, cut where it is long."""
+    text = repr(value.tolist() if isinstance(value, np.ndarray) and value.size < 9 else value)
+    return text if len(text) <= 60 else text[:57] + "..."
 
-    def __init__(self, config: Config):
-        self.config = config
+
+def among(value: Any, *allowed: Any) -> bool:
+    """Whether a value is one of the allowed, which arrays and lists are not."""
+    return not isinstance(value, np.ndarray | list) and value in allowed
+
+
+class Reader:
+    """Reads settings from a `config.json`, and collects all that is wrong with them.
+
+    Attributes:
+      config: the settings.
+      prefix: of the names by which settings are asked for.
+      problems: what is wrong.
+      used: the whole names of what was asked for.
+    """
+
+    def __init__(self, config: Config, prefix: str = ""):
+        self.config, self.prefix = config, prefix
         self.problems: list[str] = []
+        self.used: set[str] = set()
+
+    def stored(self, name: str) -> Any:
+        """Returns a setting as it is, None where there is none."""
+        self.used.add(self.prefix + name)
+        return self.config.get(self.prefix + name)
 
     def take(self, name: str, default: Any = None, *, least: int = 1) -> Any:
         """Returns a setting; one that is missing or null needs a default.
 
-        It is a number above 0 where the default is a float, text where it is, and else an integer.
+        It is a number above 0 where the default is one, text where that is text, and else an
+        integer. The default `float` stands for a number that has none.
         """
-        value = self.config.get(name)
-        if value is None and default is None:
-            self.problems.append(f"{name} is missing")
-            return 1  # Goes on, to find what else is wrong.
-        if value is None or isinstance(default, str):
-            return default if value is None else value
-        if isinstance(default, float):
-            fits, wanted = is_positive(value), "finite numbers above 0"
+        return self.checked(name, self.stored(name), default, least=least)
+
+    def checked(
+        self, name: str, value: Any, default: Any, *, least: int = 1, most: int = 2**31 - 1
+    ) -> Any:
+        """Returns the value of a setting, see `take`; where it is none that can be, 1."""
+        missing = value is None
+        if missing and default not in (None, float):
+            return default
+        if isinstance(default, str):
+            return value
+        if default is float or isinstance(default, float):
+            fits, wanted = is_positive(value), "finite numbers above 0 are"
+            value = float(value) if fits else value
         else:
-            fits, wanted = is_integer(value, least), f"integers from {least} to 2**31 - 1"
+            fits = is_integer(value, least) and value <= most
+            wanted = f"integers from {least} to {most} are"
         if not fits:
-            self.problems.append(f"{name}={value!r}, of which only {wanted} are supported")
-        return value if fits else 1
+            self.refuse(name, value, wanted)
+        return value if fits else 1  # Goes on, to find what else is wrong.
 
     def need(self, name: str, *allowed: Any) -> None:
         """Notes a setting that is present and not one of the allowed."""
-        value = self.config.get(name)
-        if value is not None and value not in allowed:
-            wanted = " or ".join(map(repr, allowed))
-            self.problems.append(f"{name}={value!r}, of which only {wanted} is supported")
+        value = self.stored(name)
+        if not among(value, None, *allowed):
+            self.refuse(name, value, f"{' or '.join(map(repr, allowed))} is")
+
+    def refuse(self, name: str, value: Any, wanted: str) -> None:
+        """Notes a setting that is missing, or not what is `wanted`: words with their verb."""
+        got = f"={shown(value)}, of which only {wanted} supported"
+        self.problems.append(f"{self.prefix}{name}{' is missing' if value is None else got}")
 
     def layers(self, name: str = "num_hidden_layers") -> int:
         """Returns the number of layers; at most 10,000, since settings are written out for each."""
-        found = self.config.get(name)
-        if found is None:
-            return self.take(name)
-        if not is_integer(found, 1) or found > _MOST_LAYERS:
-            self.problems.append(f"{name}={found!r}, of which 1 to {_MOST_LAYERS} are supported")
-            return 1
-        return found
+        return self.checked(name, self.stored(name), None, most=_MOST_LAYERS)
 
     def rope(
         self, kind: str = "full_attention", *, base: float = 10_000.0

@@ -422,7 +422,13 @@ def text_part(config: Config) -> Config:
     return {**inner, **outer, "model_type": text, "architectures": [architecture]}
 
 
-def read_config(config: Config, *, source: str, exits: tuple[int, ...] = ()) -> Any:
+def read_config(
+    config: Config,
+    *,
+    source: str,
+    exits: tuple[int, ...] = (),
+    families: Mapping[str, Family] = FAMILIES,
+) -> Any:
     """Returns the config of the decoder that a Hugging Face config describes.
 
     Args:
@@ -430,34 +436,33 @@ def read_config(config: Config, *, source: str, exits: tuple[int, ...] = ()) -> 
       source: where it is from, for errors.
       exits: depths at which the model may be read; empty means those that the config names under
         `utio_jax`, or the last layer alone.
+      families: by `model_type`, those that can be read.
 
     Raises:
       ValueError: an architecture or options that are not supported, all of them named.
     """
     kind = config.get("model_type")
-    if not isinstance(kind, str) or kind not in FAMILIES:
+    if not isinstance(kind, str) or kind not in families:
         raise ValueError(
-            f"Wanted a model_type of {', '.join(FAMILIES)} in {source}. Got {kind!r}. Other "
+            f"Wanted a model_type of {', '.join(families)} in {source}. Got {kind!r}. Other "
             "decoders take part through the `utio_jax.Decoder` protocol."
         )
-    read = Reader(config)
+    read, family = Reader(config), families[kind]
     if config.get("quantization_config"):
         read.problems.append("quantization_config, of which only plain weights are supported")
     try:
-        settings = FAMILIES[kind].settings(read)
+        settings = family.settings(read)
         ends = config.get("eos_token_id")
         ends = [] if ends is None else ends if isinstance(ends, list) else [ends]
         stored = (config.get("utio_jax") or {}).get("exits", ())
         if not read.problems:
-            return FAMILIES[kind].config(
-                **settings, exits=exits or tuple(stored), eos_ids=tuple(ends)
-            )
+            return family.config(**settings, exits=exits or tuple(stored), eos_ids=tuple(ends))
     except (KeyError, TypeError, AttributeError, ArithmeticError, ValueError) as error:
         raise ValueError(
-            f"Wanted the settings of {FAMILIES[kind].architecture} in {source}. "
+            f"Wanted the settings of {family.architecture} in {source}. "
             f"Got {type(error).__name__}: {str(error).rstrip('.')}."
         ) from error
     raise ValueError(
-        f"Wanted a {FAMILIES[kind].architecture} that can be run, in {source}. "
+        f"Wanted a {family.architecture} that can be run, in {source}. "
         f"Got {'; '.join(dict.fromkeys(read.problems))}."
     )

@@ -166,19 +166,7 @@ class _Gemma:
         """Returns fresh parameters; a layer has `kernels` and `scales` beside those of both."""
         config = self.config
         dim, inputs, every = config.hidden_dim, config.input_dim, config.num_layers
-        heads, kv_heads = (n * config.head_dim for n in (config.num_heads, config.num_kv_heads))
-        kernels = {
-            "q_proj": (dim, heads),
-            "k_proj": (dim, kv_heads),
-            "v_proj": (dim, kv_heads),
-            "o_proj": (heads, dim),
-            "gate_proj": (dim, config.mlp_dim),
-            "up_proj": (dim, config.mlp_dim),
-            "down_proj": (config.mlp_dim, dim),
-            "input_gate": (dim, inputs),
-            "input_out": (inputs, dim),
-            **kernels,
-        }
+        kernels = {**self._kernels(config.head_dim, config.mlp_dim), **kernels}
         norms = ("attention_norm", "post_attention_norm", "mlp_norm", "post_mlp_norm")
         scales = {
             **dict.fromkeys(("q_norm", "k_norm"), config.head_dim),
@@ -210,6 +198,22 @@ class _Gemma:
             },
         }
 
+    def _kernels(self, head_dim: int, mlp_dim: int) -> dict[str, tuple[int, int]]:
+        """Returns the shapes of a layer's matrices, by the widths of its heads and its MLP."""
+        config, dim, inputs = self.config, self.config.hidden_dim, self.config.input_dim
+        heads, kv_heads = config.num_heads * head_dim, config.num_kv_heads * head_dim
+        return {
+            "q_proj": (dim, heads),
+            "k_proj": (dim, kv_heads),
+            "v_proj": (dim, kv_heads),
+            "o_proj": (heads, dim),
+            "gate_proj": (dim, mlp_dim),
+            "up_proj": (dim, mlp_dim),
+            "down_proj": (mlp_dim, dim),
+            "input_gate": (dim, inputs),
+            "input_out": (inputs, dim),
+        }
+
     def layers(self, params: Params) -> LayerParams:
         count = self.config.num_layers
         local = jnp.asarray([self.config.is_local(layer) for layer in range(count)])
@@ -239,6 +243,34 @@ class _Gemma:
         gate = jax.nn.gelu(linear(x, layer["input_gate"]), approximate=True)
         gate *= jax.lax.dynamic_slice_in_dim(state, start, width, axis=-1)
         return self._norm(linear(gate, layer["input_out"]), layer["input_out_norm"])
+
+    def queries(self, layer: LayerParams, x: jax.Array, places: Places) -> jax.Array:
+        normed = self._norm(self._attending(layer, x), layer["attention_norm"])
+        flat = linear(normed, layer["q_proj"])
+        return self._heads(layer, flat, layer["q_norm"], places)  # Of unit scale already.
+
+    def keys_values(
+        self, layer: LayerParams, x: jax.Array, places: Places
+    ) -> tuple[jax.Array, jax.Array]:
+        normed = self._norm(self._attending(layer, x), layer["attention_norm"])
+        keys, values = linear(normed, layer["k_proj"]), linear(normed, layer["v_proj"])
+        keys = self._heads(layer, keys, layer["k_norm"], places)
+        return keys, self._heads(layer, values, None, None)
+
+    def _stream(self, x: jax.Array) -> Float[Array, "*lead hidden"]:
+        return x[..., : self.config.hidden_dim]
+
+    def _attending(self, layer: LayerParams, x: jax.Array) -> Float[Array, "*lead hidden"]:
+        """Returns what a layer attends from."""
+        return self._stream(x)
+
+    def _heads(
+        self, layer: LayerParams, flat: jax.Array, scale: Params | None, places: Places
+    ) -> Float[Array, "*lead head head_dim"]:
+        """Returns normalised heads, rotated where there are `places`."""
+        heads = flat.reshape(*flat.shape[:-1], -1, self.config.head_dim)
+        heads = self._norm(heads, scale)
+        return heads if places is None else rotate(heads, _places(layer, places))
 
     def _mlp(self, layer: LayerParams, x: jax.Array) -> jax.Array:
         gate = jax.nn.gelu(self._gate(layer, x), approximate=True)
@@ -309,19 +341,6 @@ class Gemma3n(_Gemma):
         streams = jnp.concatenate([x[..., None, :], _scaled_as(x, others)], axis=-2)
         return jnp.concatenate([streams.reshape(*token_ids.shape, -1), inputs], axis=-1)
 
-    def queries(self, layer: LayerParams, x: jax.Array, places: Places) -> jax.Array:
-        normed = self._norm(self._predicted(layer, x)[..., 0, :], layer["attention_norm"])
-        queries = self._norm(self._heads(normed, layer["q_proj"]), layer["q_norm"])
-        return rotate(queries, _places(layer, places))  # Of unit scale already.
-
-    def keys_values(
-        self, layer: LayerParams, x: jax.Array, places: Places
-    ) -> tuple[jax.Array, jax.Array]:
-        normed = self._norm(self._predicted(layer, x)[..., 0, :], layer["attention_norm"])
-        keys = self._norm(self._heads(normed, layer["k_proj"]), layer["k_norm"])
-        values = self._norm(self._heads(normed, layer["v_proj"]))
-        return rotate(keys, _places(layer, places)), values
-
     def finish_layer(self, layer: LayerParams, x: jax.Array, attended: jax.Array) -> jax.Array:
         norm, lead = self._norm, x.shape[:-1]
         predicted = self._predicted(layer, x)
@@ -373,8 +392,8 @@ class Gemma3n(_Gemma):
         least = mean + deviation * layer["cutoff"].astype(gate.dtype)
         return jnp.where(layer["is_sparse"], jax.nn.relu(gate - least), gate)
 
-    def _heads(self, x: jax.Array, params: Params) -> Float[Array, "*lead head head_dim"]:
-        return linear(x, params).reshape(*x.shape[:-1], -1, self.config.head_dim)
+    def _attending(self, layer: LayerParams, x: jax.Array) -> Float[Array, "*lead hidden"]:
+        return self._predicted(layer, x)[..., 0, :]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -396,21 +415,11 @@ class Gemma4(_Gemma):
     def own_shape(self, path: str, layer: int, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Returns how much of a layer's slice of a parameter is its own: the first entries."""
         config, name = self.config, path.split(".")[-2]
-        if config.is_local(layer):
-            head = config.local_head_dim
-            if name in ("q_norm", "k_norm"):
-                return (head,)
-            if name in ("q_proj", "o_proj"):
-                wide = config.num_heads * head
-                return (shape[0], wide) if name == "q_proj" else (wide, shape[1])
-            if name in ("k_proj", "v_proj"):
-                return (shape[0], config.num_kv_heads * head)
-        if layer < config.kv_own:
-            if name in ("gate_proj", "up_proj"):
-                return (shape[0], config.own_mlp_dim)
-            if name == "down_proj":
-                return (config.own_mlp_dim, shape[1])
-        return shape
+        head_dim = config.local_head_dim if config.is_local(layer) else config.head_dim
+        mlp_dim = config.own_mlp_dim if layer < config.kv_own else config.mlp_dim
+        if name in ("q_norm", "k_norm"):
+            return (head_dim,)
+        return self._kernels(head_dim, mlp_dim).get(name, shape)
 
     def _narrowed(self, path: str, stack: jax.Array) -> jax.Array:
         """Returns a stack with zeros where layers have nothing of their own."""
@@ -433,18 +442,6 @@ class Gemma4(_Gemma):
     ) -> jax.Array:
         return jnp.concatenate(self._embedded(params, token_ids), axis=-1)
 
-    def queries(self, layer: LayerParams, x: jax.Array, places: Places) -> jax.Array:
-        flat = linear(self._norm(self._stream(x), layer["attention_norm"]), layer["q_proj"])
-        return self._heads(layer, flat, layer["q_norm"], places)  # Of unit scale already.
-
-    def keys_values(
-        self, layer: LayerParams, x: jax.Array, places: Places
-    ) -> tuple[jax.Array, jax.Array]:
-        normed = self._norm(self._stream(x), layer["attention_norm"])
-        keys, values = linear(normed, layer["k_proj"]), linear(normed, layer["v_proj"])
-        keys = self._heads(layer, keys, layer["k_norm"], places)
-        return keys, self._heads(layer, values, None, None)
-
     def finish_layer(self, layer: LayerParams, x: jax.Array, attended: jax.Array) -> jax.Array:
         norm, stream = self._norm, self._stream(x)
         out = linear(self._side_by_side(layer, attended), layer["o_proj"])
@@ -456,9 +453,6 @@ class Gemma4(_Gemma):
 
     def unembed(self, params: Params, x: Float[Array, "*lead dim"]) -> jax.Array:
         return self._logits(params, self._stream(x))
-
-    def _stream(self, x: jax.Array) -> Float[Array, "*lead hidden"]:
-        return x[..., : self.config.hidden_dim]
 
     def _heads(
         self, layer: LayerParams, flat: jax.Array, scale: Params | None, places: Places

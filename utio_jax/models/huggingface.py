@@ -16,8 +16,8 @@ from safetensors import SafetensorError, safe_open
 
 from utio_jax.core.decoder import Params
 from utio_jax.core.files import broken_file, check_floats, flatten, load_json, refuse_pickle
-from utio_jax.models.families import FAMILIES, read_config, text_part
-from utio_jax.models.stacking import own_shapes, place_tensors, source_names, used_rules
+from utio_jax.models.families import FAMILIES, Family, read_config, text_part
+from utio_jax.models.stacking import place_tensors, stored_tensors
 from utio_jax.models.transformer import TransformerConfig
 
 # Where the tensors of a text model are in one that reads images or sound, too.
@@ -73,8 +73,13 @@ def load_folder(
     exits: tuple[int, ...] = (),
     dtype: jax.typing.DTypeLike = jnp.float32,
     sharding: Mesh | None = None,
+    families: Mapping[str, Family] = FAMILIES,
+    unread: tuple[str, ...] = (),
 ) -> tuple[Any, Params]:
     """Returns the decoder and the parameters of a Hugging Face folder.
+
+    It is of one of the `families`, by `model_type`; tensors whose names begin with one of `unread`
+    are left out.
 
     Raises:
       ValueError: see `utio_jax.models.load`.
@@ -85,11 +90,13 @@ def load_folder(
     if (folder / "generation_config.json").is_file():  # What ends a text is said there, if at all.
         ends = read_json(folder / "generation_config.json", "a config").get("eos_token_id")
         config = config if ends is None else {**config, "eos_token_id": ends}
-    settings = read_config(config, source=str(folder / "config.json"), exits=exits)
-    family = FAMILIES[config["model_type"]]
+    source = str(folder / "config.json")
+    settings = read_config(config, source=source, exits=exits, families=families)
+    family = families[config["model_type"]]
     embedding = family.rules[0].source
     # A base model's own checkpoint leaves the first module out of its names.
     home = where_tensors_are(folder, prefix=embedding.split(".")[0] + ".", inner=inner)
+    home = {name: entry for name, entry in home.items() if not name.startswith(unread)}
     tied = getattr(settings, "tie_embeddings", True)
     if tied and _head_differs(home, embedding) and isinstance(settings, TransformerConfig):
         settings = dataclasses.replace(settings, tie_embeddings=False)
@@ -118,18 +125,14 @@ def stored_form(
     dtype, config = jnp.dtype(dtype), text_part(config)
     arrays = flatten(params)
     tensors: dict[str, np.ndarray] = {}
-    for rule in used_rules(FAMILIES[config["model_type"]].rules, arrays):
-        for index, name in enumerate(source_names(rule, arrays)):
-            leaves = [arrays[path] for path in rule.targets]
-            if "{layer}" in rule.source:
-                shapes = own_shapes(rule, arrays, decoder, index)
-                leaves = [
-                    leaf[index][tuple(map(slice, shape))]
-                    for leaf, shape in zip(leaves, shapes, strict=True)
-                ]
-            joined = np.concatenate([np.asarray(leaf) for leaf in leaves], axis=-1)
-            stored = np.swapaxes(joined, -1, -2) if rule.transpose else joined
-            tensors[name] = stored.astype(dtype)
+    for each in stored_tensors(FAMILIES[config["model_type"]].rules, arrays, decoder):
+        leaves = [arrays[path] for path in each.rule.targets]
+        if each.index is not None:
+            own = [tuple(map(slice, shape)) for shape in each.own]
+            leaves = [leaf[each.index][part] for leaf, part in zip(leaves, own, strict=True)]
+        joined = np.concatenate([np.asarray(leaf) for leaf in leaves], axis=-1)
+        stored = np.swapaxes(joined, -1, -2) if each.rule.transpose else joined
+        tensors[each.name] = stored.astype(dtype)
     written = {**config, "dtype": dtype.name, "utio_jax": {"exits": list(decoder.config.exits)}}
     written.pop("torch_dtype", None)
     return tensors, written

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -15,12 +16,12 @@ from jax.sharding import Mesh
 from utio_jax.core.decoder import Params
 from utio_jax.core.files import check_shapes, flatten, nest
 from utio_jax.models.families import Rule
-from utio_jax.models.tensor_parallel import place_of, put
+from utio_jax.models.tensor_parallel import put, tensor_parallel
 
 
 def place_tensors(
     decoder: Any,
-    rules: Sequence[Rule],
+    rules: Sequence[Rule] | None,
     found: Mapping[str, tuple[int, ...]],
     read: Callable[[str], np.ndarray],
     *,
@@ -32,7 +33,7 @@ def place_tensors(
 
     Args:
       decoder: the model, with `init` and `config`.
-      rules: which tensor is which parameter.
+      rules: which tensor is which parameter; None: each has its own, named by its path.
       found: the shapes of the checkpoint's tensors.
       read: returns one of them.
       dtype: of the parameters.
@@ -43,84 +44,86 @@ def place_tensors(
       ValueError: names every missing, unexpected and mis-shaped tensor at once.
     """
     shapes = flatten(jax.eval_shape(decoder.init, jax.random.key(0)))
-    used = list(used_rules(rules, shapes))
-    wanted = {
-        name: stored_shape(rule, shapes, decoder, index)
-        for rule in used
-        for index, name in enumerate(source_names(rule, shapes))
-    }
+    if rules is None:
+        rules = [Rule(path, (path,)) for path in shapes]
+    stored = {each.name: each for each in stored_tensors(rules, shapes, decoder)}
     # Layers that read others' keys and values may have projections of their own all the same.
     spare = {
-        rule.source.format(layer=index)
-        for rule in used
-        if rule.targets[0].startswith("layers.")
-        for index in range(len(source_names(rule, shapes)), decoder.config.num_layers)
-    }
+        rule.source.format(layer=layer)
+        for rule in {each.rule for each in stored.values()}
+        if "{layer}" in rule.source and rule.targets[0].startswith("layers.")
+        for layer in range(decoder.config.num_layers)
+    } - stored.keys()
     found = {name: shape for name, shape in found.items() if name not in spare}
-    check_shapes(found, wanted, source=source)
+    check_shapes(found, {name: each.shape for name, each in stored.items()}, source=source)
 
-    place_by = place_of(sharding, decoder.config)
-    places = {path: place_by(path, leaf.shape) for path, leaf in shapes.items()}
-    params: dict[str, jax.Array] = {}
+    place = None if sharding is None else tensor_parallel(decoder.config, sharding)
+    places = {path: place and place(path, leaf.shape) for path, leaf in shapes.items()}
+    # No tensor holds stacks of nothing.
+    params = {
+        path: jnp.zeros(leaf.shape, dtype, device=places[path])
+        for path, leaf in shapes.items()
+        if not leaf.size
+    }
     # Whole tensors first: the largest, embeddings, pass through while there is little else.
-    for rule in sorted(used, key=lambda rule: "{layer}" in rule.source):
-        if "{layer}" in rule.source:
-            for path in rule.targets:
+    for each in sorted(stored.values(), key=lambda each: each.index is not None):
+        rule = each.rule
+        for path, piece in zip(rule.targets, _pieces(rule, read(each.name)), strict=True):
+            piece = piece.astype(dtype, copy=False)
+            if each.index is None:
+                params[path] = put(piece, places[path])
+                continue
+            if path not in params:
                 params[path] = jnp.zeros(shapes[path].shape, dtype, device=places[path])
-        for index, name in enumerate(source_names(rule, shapes)):
-            for path, piece in zip(rule.targets, _pieces(rule, read(name)), strict=True):
-                piece = piece.astype(dtype, copy=False)
-                if "{layer}" not in rule.source:
-                    params[path] = put(piece, places[path])
-                    continue
-                stack = params[path]
-                beyond = [(0, n - m) for n, m in zip(stack.shape[1:], piece.shape, strict=True)]
-                piece = np.pad(piece, beyond) if any(map(any, beyond)) else piece
-                piece = put(piece, _of_slice(stack.sharding))
-                # Else the host reads ahead, and what it has read piles up.
-                params[path] = jax.block_until_ready(_put(stack, piece, index))
+            stack = params[path]
+            beyond = [(0, n - m) for n, m in zip(stack.shape[1:], piece.shape, strict=True)]
+            piece = np.pad(piece, beyond) if any(map(any, beyond)) else piece
+            piece = put(piece, _of_slice(stack.sharding))
+            # Else the host reads ahead, and what it has read piles up.
+            params[path] = jax.block_until_ready(_put(stack, piece, each.index))
     return decoder, nest({path: params[path] for path in shapes})
 
 
-def used_rules(rules: Sequence[Rule], shapes: Mapping[str, Any]) -> Iterator[Rule]:
-    """Yields the rules of which the model has the parameters."""
-    for rule in rules:
-        if all(path in shapes for path in rule.targets):
-            yield rule
+@dataclasses.dataclass(frozen=True)
+class StoredTensor:
+    """One tensor of a checkpoint.
 
-
-def source_names(rule: Rule, shapes: Mapping[str, Any]) -> list[str]:
-    """Returns the tensors that a rule is about: all slices of its parameters, or one."""
-    if "{layer}" not in rule.source:
-        return [rule.source]
-    count = shapes[rule.targets[0]].shape[0]
-    return [rule.source.format(layer=index) for index in range(count)]
-
-
-def stored_shape(
-    rule: Rule, shapes: Mapping[str, Any], decoder: Any, index: int
-) -> tuple[int, ...]:
-    """Returns the shape of a rule's tensor in a checkpoint, for a slice of parameters its index."""
-    if "{layer}" in rule.source:
-        each = own_shapes(rule, shapes, decoder, index)
-    else:
-        each = [shapes[path].shape for path in rule.targets]
-    shape = (*each[0][:-1], sum(one[-1] for one in each))
-    return (*shape[:-2], shape[-1], shape[-2]) if rule.transpose else shape
-
-
-def own_shapes(
-    rule: Rule, shapes: Mapping[str, Any], decoder: Any, index: int
-) -> list[tuple[int, ...]]:
-    """Returns how much of the slices of a rule's stacks is the layer's own, where widths differ.
-
-    A decoder says so itself (`utio_jax.models.gemma`): the first entries along each axis. What is
-    beyond them is zero, and not stored.
+    Attributes:
+      name: its name there.
+      rule: that it is of.
+      index: of the slice of the rule's parameters that it holds; None: it holds them whole.
+      own: shapes of what it holds of each. Where layers differ in width, a decoder says itself how
+        much of a slice is a layer's own (`utio_jax.models.gemma`): the first entries along each
+        axis. What is beyond them is zero, and not stored.
     """
-    whole = {path: shapes[path].shape[1:] for path in rule.targets}
-    if not hasattr(decoder, "own_shape"):
-        return list(whole.values())
-    return [decoder.own_shape(path, index, shape) for path, shape in whole.items()]
+
+    name: str
+    rule: Rule
+    index: int | None
+    own: list[tuple[int, ...]]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape there."""
+        shape = (*self.own[0][:-1], sum(each[-1] for each in self.own))
+        return (*shape[:-2], shape[-1], shape[-2]) if self.rule.transpose else shape
+
+
+def stored_tensors(
+    rules: Sequence[Rule], shapes: Mapping[str, Any], decoder: Any
+) -> Iterator[StoredTensor]:
+    """Yields the tensors of a model's checkpoint, by its parameters' `shapes` or themselves."""
+    own_shape = getattr(decoder, "own_shape", lambda path, index, shape: shape)
+    for rule in rules:
+        if not all(path in shapes for path in rule.targets):
+            continue  # The model has no such parameters.
+        whole = {path: shapes[path].shape for path in rule.targets}
+        if "{layer}" not in rule.source:
+            yield StoredTensor(rule.source, rule, None, [*whole.values()])
+            continue
+        for index in range(whole[rule.targets[0]][0]):
+            own = [own_shape(path, index, shape[1:]) for path, shape in whole.items()]
+            yield StoredTensor(rule.source.format(layer=index), rule, index, own)
 
 
 def _pieces(rule: Rule, tensor: np.ndarray) -> list[np.ndarray]:

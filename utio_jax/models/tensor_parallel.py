@@ -8,7 +8,6 @@ Heads and the MLP's hidden width are split over the mesh's axis "model", as in M
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import numpy as np
@@ -18,9 +17,6 @@ from utio_jax.models.transformer import TransformerConfig
 
 MODEL = "model"
 """The mesh axis that parameters are split over."""
-
-Place = Callable[[str, tuple[int, ...]], NamedSharding | None]
-"""Where a parameter goes, by its dotted path and shape; None means the default device."""
 
 # By what a projection's kernel is split along: its outputs, or its inputs.
 _BY_OUTPUT = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
@@ -70,11 +66,6 @@ def tensor_parallel(
         return NamedSharding(mesh, spec)
 
     return place
-
-
-def place_of(mesh: Mesh | None, config: Any) -> Place:
-    """Returns where each parameter goes; over a mesh, of a `TransformerConfig`."""
-    return (lambda path, shape: None) if mesh is None else tensor_parallel(config, mesh)
 
 
 def put(array: np.ndarray, sharding: jax.sharding.Sharding | None) -> jax.Array:

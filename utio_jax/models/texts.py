@@ -56,9 +56,6 @@ def read_files(paths: Sequence[str | Path]) -> tuple[Document, ...]:
             else:
                 wrong.append(f"{path}: empty")
     if wrong or not documents:
-        raise ValueError(
-            "Wanted readable, non-empty UTF-8 text files. Got "
-            + ("; ".join(wrong) or "no files")
-            + "."
-        )
+        got = "; ".join(wrong) or "no files"
+        raise ValueError(f"Wanted readable, non-empty UTF-8 text files. Got {got}.")
     return tuple(documents)

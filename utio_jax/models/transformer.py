@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import flax.linen as nn
 import jax
@@ -20,8 +20,8 @@ from utio_jax.core.decoder import DecoderConfig, LayerParams, Params, Places
 from utio_jax.core.platform import on_enough_rows, product_apart
 from utio_jax.models.rope import RopeScaling, frequencies, rotate, rotations
 
-Activation = Literal["squared_relu", "gelu", "swiglu", "geglu"]
-"""Of the MLP; the last two are gated and have three matrices. GELU is the tanh approximation."""
+Activation = Literal["squared_relu", "gelu", "exact_gelu", "relu", "swiglu", "geglu"]
+"""Of the MLP; the last two are gated and have three matrices. `gelu` is the tanh approximation."""
 
 Norm = Literal["rms", "rms_plus_one", "layer"]
 """RMSNorm; the same with scales stored as their difference to one (Gemma); LayerNorm with bias."""
@@ -68,18 +68,21 @@ class TransformerConfig(DecoderConfig):
     local_rope_theta: float | None = None
     query_scale: float | None = None
     logit_softcap: float | None = None
+    sum_norms: ClassVar[bool] = False
+    """Whether norms stand behind each block's sum with its input (BERT), not before the block."""
+    choices: ClassVar[dict[str, tuple[str, ...]]] = {
+        "activation": get_args(Activation),
+        "norm": get_args(Norm),
+        "positions": ("rope", "learned"),
+    }
+    """Values that fields may have."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        choices = {
-            "activation": get_args(Activation),
-            "norm": get_args(Norm),
-            "positions": ("rope", "learned"),
-        }
-        for name, allowed in choices.items():
+        for name, allowed in self.choices.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(
-                    f"TransformerConfig needs {name} to be one of {', '.join(allowed)}. "
+                    f"{type(self).__name__} needs {name} to be one of {', '.join(allowed)}. "
                     f"Got {name}={getattr(self, name)!r}."
                 )
         if self.positions == "rope" and self.head_dim % 2:
@@ -123,7 +126,7 @@ def norm_of(config: TransformerConfig, name: str | None = None, *, rms: bool = F
 
 
 class Layer(nn.Module):
-    """One pre-norm layer, in the pieces of the `Decoder` protocol."""
+    """One layer, in the pieces of the `Decoder` protocol."""
 
     config: TransformerConfig
 
@@ -157,7 +160,7 @@ class Layer(nn.Module):
 
     def queries(self, x: jax.Array, places: Places) -> jax.Array:
         config = self.config
-        queries = product_apart(self.q_proj(self.attention_norm(x)))
+        queries = product_apart(self.q_proj(self._read(self.attention_norm, x)))
         queries = queries.reshape(*x.shape[:-1], config.num_heads, config.head_dim)
         if config.qk_norm:
             queries = self.q_norm(queries)
@@ -168,7 +171,7 @@ class Layer(nn.Module):
 
     def keys_values(self, x: jax.Array, places: Places) -> tuple[jax.Array, jax.Array]:
         config = self.config
-        normed = self.attention_norm(x)
+        normed = self._read(self.attention_norm, x)
         shape = (*x.shape[:-1], config.num_kv_heads, config.head_dim)
         keys, values = (
             product_apart(project(normed)).reshape(shape) for project in (self.k_proj, self.v_proj)
@@ -178,11 +181,17 @@ class Layer(nn.Module):
         return (rotate(keys, places) if config.positions == "rope" else keys), values
 
     def finish(self, x: jax.Array, attended: jax.Array) -> jax.Array:
-        after = self.config.post_norms
+        after, sums = self.config.post_norms, self.config.sum_norms
         out = self.o_proj(attended.reshape(*x.shape[:-1], -1))
         x = x + (self.post_attention_norm(out) if after else out)
-        out = self.down_proj(self._hidden(self.mlp_norm(x)))
-        return x + (self.post_mlp_norm(out) if after else out)
+        x = self.attention_norm(x) if sums else x
+        out = self.down_proj(self._hidden(self._read(self.mlp_norm, x)))
+        x = x + (self.post_mlp_norm(out) if after else out)
+        return self.mlp_norm(x) if sums else x
+
+    def _read(self, norm: Any, x: jax.Array) -> jax.Array:
+        """Returns what a block reads of the residual stream."""
+        return x if self.config.sum_norms else norm(x)
 
     def _hidden(self, x: jax.Array) -> jax.Array:
         match self.config.activation:
@@ -190,8 +199,10 @@ class Layer(nn.Module):
                 return nn.silu(self.gate_proj(x)) * self.up_proj(x)
             case "geglu":
                 return nn.gelu(self.gate_proj(x), approximate=True) * self.up_proj(x)
-            case "gelu":
-                return nn.gelu(self.up_proj(x), approximate=True)
+            case "gelu" | "exact_gelu" as kind:
+                return nn.gelu(self.up_proj(x), approximate=kind == "gelu")
+            case "relu":
+                return nn.relu(self.up_proj(x))
         return jnp.square(nn.relu(self.up_proj(x)))
 
 
@@ -246,25 +257,19 @@ class Transformer:
         if self.config.local_rope_theta is None:
             return params["layers"]
         # Which of the two rotations a layer takes. Not a parameter: it comes with the config.
-        local = jnp.asarray([window > 0 for window in self._windows()])
+        windows = self.config.windows or (0,) * self.config.num_layers
+        local = jnp.asarray([window > 0 for window in windows])
         return {**params["layers"], "is_local": local}
 
-    def _windows(self) -> tuple[int, ...]:
-        return self.config.windows or (0,) * self.config.num_layers
-
-    def _frequencies(self, *, local: bool) -> Any:
-        config = self.config
-        if local and config.local_rope_theta is not None:
-            return frequencies(config.head_dim, config.local_rope_theta)
-        return frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
-
     def encode_positions(self, positions: Int[Array, "*lead"]) -> Places:
-        if self.config.positions == "learned":
+        config = self.config
+        if config.positions == "learned":
             return positions
-        places = rotations(positions, self._frequencies(local=False))
-        if self.config.local_rope_theta is None:
+        of_pair = frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
+        places = rotations(positions, of_pair)
+        if config.local_rope_theta is None:
             return places
-        return places, rotations(positions, self._frequencies(local=True))
+        return places, rotations(positions, frequencies(config.head_dim, config.local_rope_theta))
 
     def _places(self, layer: LayerParams, places: Places) -> Places:
         """Returns the rotations that a layer takes."""

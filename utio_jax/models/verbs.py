@@ -82,7 +82,13 @@ class Calibrated:
 
 
 class Compared(list[ComparisonRow]):
-    """What `Model.compare` found: a row per policy and control, and what they say."""
+    """What `Model.compare` found: a row per policy and control, and what they say.
+
+    Attributes:
+      documents: how many the windows that were read are of.
+    """
+
+    documents = 0
 
     @property
     def verdict(self) -> str:
@@ -253,9 +259,11 @@ class Verbs:
         confidence: float = 0.95,
         policies: Sequence[str] = ("learned",),
         exits: Sequence[int] = (),
+        context: int = _CONTEXT,
         seed: int = 0,
         out: str | Path | None = None,
         progress: Callable[[str], None] | None = None,
+        **options: Any,
     ) -> Calibrated:
         """Fits depth policies to this model on your text; the model has them from then on.
 
@@ -271,9 +279,11 @@ class Verbs:
           confidence: of that guarantee.
           policies: names from `utio_jax.calibration.SIGNALS`.
           exits: depths at which tokens may stop, for a model that names none, see `some_exits`.
+          context: tokens of the windows that documents are cut into, at most.
           seed: of gates and halves.
           out: folder or JSON file of the calibration, its lens beside it; None: none is written.
           progress: called with what happens next.
+          **options: of `utio_jax.calibrate`: `text`, `mesh` ...
 
         Raises:
           ValueError: more than one goal, too little text, a lens or policies at `out` that would
@@ -303,7 +313,16 @@ class Verbs:
         documents = self.documents(files)
         if len(self.decoder.config.exits) == 1:
             first, documents = split_documents(documents, seed=seed)
-            self._fit_lens(first, tuple(exits), seed, out, progress)
+            self.decoder = with_exits(self.decoder, tuple(exits))
+            lens = fit_lens(
+                self.decoder,
+                self.params,
+                self.windows(first, context),
+                LensConfig(seed=seed),
+                progress=progress,
+            )
+            self.read_through(lens, out=out, info={"seed": seed})
+        decoder, width = self.decoder, min(self.decoder.config.context_length, context)
         goal: Goal = Budgets() if budget is None else Budgets(budgets=_several(budget))
         if max_nll_increase_pct is not None:
             goal = MaxLoss(nll_increase_pct=max_nll_increase_pct)
@@ -316,15 +335,17 @@ class Verbs:
                 policies=len(policies),
                 seed=seed,
             )
+            decoder = with_config(decoder, context_length=width)  # Which cuts these documents.
         fitted = calibrate(
-            self.decoder,
+            decoder,
             self.params,
-            self.windows(documents),
+            self.windows(documents, width),
             model_sha256=self.sha256,
             policies=policies,
             goal=goal,
             seed=seed,
             progress=progress,
+            **options,
         )
         self.calibration = fitted
         if out is not None:
@@ -342,8 +363,9 @@ class Verbs:
         *,
         budget: float | Sequence[float] | None = None,
         batches: int | None = 6,
+        context: int = _CONTEXT,
         seed: int = 0,
-        progress: Callable[[str], None] | None = None,
+        **options: Any,
     ) -> Compared:
         """Returns how every calibrated policy does on unseen text, beside truncation and chance.
 
@@ -351,28 +373,32 @@ class Verbs:
           files: paths, or token ids, none of which was calibrated on.
           budget: one of the calibration's or several; None: all.
           batches: of 16 windows, drawn over all documents; None takes the whole text.
+          context: tokens of a window, at most.
           seed: of the windows and of the intervals.
-          progress: called with what happens next.
+          **options: of `utio_jax.compare`: `progress`, `draws`, `mesh` ...
         """
         drawn, document_of_window = sample_batches(
             self.documents(files),
             rows=16,
-            width=self._width,
+            width=min(self.decoder.config.context_length, context),
             batches=batches,
             vocab_size=self.decoder.config.vocab_size,
             seed=seed,
         )
-        rows = compare(
-            self.decoder,
-            self.params,
-            drawn,
-            document_of_window,
-            self.calibration,
-            budgets=None if budget is None else _several(budget),
-            seed=seed,
-            progress=progress,
+        found = Compared(
+            compare(
+                self.decoder,
+                self.params,
+                drawn,
+                document_of_window,
+                self.calibration,
+                budgets=None if budget is None else _several(budget),
+                seed=seed,
+                **options,
+            )
         )
-        return Compared(rows)
+        found.documents = len({*document_of_window})
+        return found
 
     def documents(self: Any, sources: Sequence[Source]) -> list[np.ndarray]:
         """Returns token ids `[token]` of text files and of what is token ids already.
@@ -389,33 +415,11 @@ class Verbs:
             for source in sources
         ]
 
-    def windows(self: Any, documents: Sequence[np.ndarray]) -> list[Batch]:
-        """Returns documents in windows of the model's context, 2,048 at most, 16 to a batch."""
-        size = self.decoder.config.vocab_size
-        return calibration_batches(documents, width=self._width, vocab_size=size)
-
-    @property
-    def _width(self: Any) -> int:
-        return min(self.decoder.config.context_length, _CONTEXT)
-
-    def _fit_lens(
-        self: Any,
-        documents: Sequence[np.ndarray],
-        exits: tuple[int, ...],
-        seed: int,
-        out: str | Path | None,
-        progress: Callable[[str], None] | None,
-    ) -> None:
-        """Reads this model's exits through a lens from now on."""
-        self.decoder = with_exits(self.decoder, exits)
-        lens = fit_lens(
-            self.decoder,
-            self.params,
-            self.windows(documents),
-            LensConfig(seed=seed),
-            progress=progress,
-        )
-        self.read_through(lens, out=out, info={"seed": seed})
+    def windows(self: Any, documents: Sequence[np.ndarray], context: int = _CONTEXT) -> list[Batch]:
+        """Returns documents in windows of `context` tokens, or the model's, 16 to a batch."""
+        config = self.decoder.config
+        width = min(config.context_length, context)
+        return calibration_batches(documents, width=width, vocab_size=config.vocab_size)
 
 
 def _asked(

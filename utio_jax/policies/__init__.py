@@ -2,12 +2,7 @@
 """Which tokens go deeper: policies, the signals that they decide by, fitted ones as files."""
 
 from utio_jax.policies.base import Boundary, Policy, Signal
-from utio_jax.policies.depth import (
-    Thresholded,
-    given_depths,
-    random_depths,
-    uniform,
-)
+from utio_jax.policies.depth import Thresholded, given_depths, random_depths, uniform
 from utio_jax.policies.importance import (
     attention_heat,
     embedding_outlier,

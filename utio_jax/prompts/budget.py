@@ -19,11 +19,7 @@ _NOMINAL = 448
 
 
 def prompt_prefill(
-    decoder: Decoder,
-    params: Params,
-    budget: float,
-    *,
-    choices: Sequence[PromptChoice] = (),
+    decoder: Decoder, params: Params, budget: float, *, choices: Sequence[PromptChoice] = ()
 ) -> Prefill | None:
     """Returns how to read prompts for a share of full depth's FLOPs; None: in full, budget 1.
 
@@ -49,11 +45,7 @@ def prompt_prefill(
 
 
 def prompt_choice(
-    decoder: Decoder,
-    params: Params,
-    budget: float,
-    *,
-    choices: Sequence[PromptChoice] = (),
+    decoder: Decoder, params: Params, budget: float, *, choices: Sequence[PromptChoice] = ()
 ) -> PromptChoice:
     """Returns the way of reading prompts that `prompt_prefill` takes, for a budget below 1.
 

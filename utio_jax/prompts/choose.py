@@ -119,16 +119,13 @@ class PromptStudy:
                 f"Nothing pays within +{self.limit:g} % on the calibrate part; the best was "
                 f"{measured}. Read prompts in full, stop deeper, or let more tokens go deep."
             )
-        inside = (first.choice.nll_increase_pct or 0.0) <= self.limit
-        kept = (
-            "" if inside else f" That is beyond the limit of +{self.limit:g} %: more rows needed."
-        )
-        random = next((each for each in self.test if each.choice.by == "random"), None)
-        if random is not None and (random.choice.nll_increase_pct or 0.0) <= (
-            first.choice.nll_increase_pct or 0.0
-        ):
-            kept += " As many tokens by chance do no worse."
-        return f"Chosen: {measured}.{kept}"
+        lost, beside = first.choice.nll_increase_pct or 0.0, ""
+        if lost > self.limit:
+            beside = f" That is beyond the limit of +{self.limit:g} %: more rows needed."
+        random = [each.choice for each in self.test if each.choice.by == "random"]
+        if any((choice.nll_increase_pct or 0.0) <= lost for choice in random):
+            beside += " As many tokens by chance do no worse."
+        return f"Chosen: {measured}.{beside}"
 
 
 def choose_prompt(

@@ -13,7 +13,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +23,7 @@ from utio_jax.core.arrays import flat, map_head, most_probable, next_token_nll
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.documents import check_tokens
 from utio_jax.core.flops import pass_flops, token_cost
+from utio_jax.core.work import Work
 from utio_jax.decoding.generate import Generated
 from utio_jax.decoding.loop import Prompts
 from utio_jax.decoding.prefill import Prefill
@@ -268,7 +268,7 @@ def prompt_flops_ratio(
     for ids, ends in rows.batches[:batches]:
         lengths = np.minimum(ends, width)
         read = jnp.asarray(ids[:, :width]), jnp.asarray(lengths)
-        work = _prompt_work(decoder, params, *read, policy, kv, executor)
+        work = _prompt_work(decoder, params, *read, policy, kv=kv, executor=executor)
         spent += pass_flops(cost, work, gates=gate_flops(decoder, params, policy, work))
         full += _full_flops(decoder, params, executor, lengths, width)
     return spent / full
@@ -333,10 +333,7 @@ def prompt_cost(
         flops_full += _full_flops(decoder, params, prefill.executor, ends, width)
     decided = np.concatenate(generated.prompt_depths)
     return PromptCost(
-        tokens=decided.size,
-        depth_mean=float(decided.mean()),
-        flops=flops,
-        flops_full=flops_full,
+        tokens=decided.size, depth_mean=float(decided.mean()), flops=flops, flops_full=flops_full
     )
 
 
@@ -386,14 +383,16 @@ def _continuation(
     )
 
 
-@partial(jax.jit, static_argnums=(0, 5, 6))
+@partial(jax.jit, static_argnums=0, static_argnames=("kv", "executor"))
 def _prompt_work(
     decoder: Decoder,
     params: Params,
     token_ids: Int[Array, "batch token"],
     lengths: Int[Array, " batch"],
     policy: Policy,
+    *,
     kv: FrozenKV,
     executor: Executor,
-) -> Any:
+) -> Work:
+    # Of the work alone: what only states need falls away.
     return staircase(decoder, params, token_ids, lengths, policy, kv=kv, executor=executor).work

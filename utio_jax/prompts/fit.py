@@ -62,11 +62,7 @@ def fit_kv_maps(
     seen = 0
     for batch in batches:
         found = _moments(
-            decoder,
-            params,
-            jnp.asarray(batch.token_ids),
-            jnp.asarray(batch.lengths),
-            stops=depths,
+            decoder, params, jnp.asarray(batch.token_ids), jnp.asarray(batch.lengths), stops=depths
         )
         # In float64 on the host: the sums of many batches outgrow float32's precision.
         wide = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), found)

@@ -81,11 +81,6 @@ class KVMapped(Wrapped):
         shown = shown.reshape(*x.shape[:-1], *bias.shape)
         return shown + jnp.broadcast_to(bias, shown.shape)
 
-    def rotate_keys(self, layer: Any, keys: jax.Array, places: Any) -> jax.Array:
-        """Returns one layer's keys with their positions in them, as `keys_values` returns them."""
-        inner: Any = self.decoder
-        return inner.rotate_keys(layer, keys, places)
-
 
 @dataclasses.dataclass(frozen=True)
 class KVMappedLens(KVMapped):

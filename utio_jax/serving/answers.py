@@ -178,44 +178,6 @@ def _chained(lists: Iterable[list[Any]]) -> list[Any]:
     return [*itertools.chain.from_iterable(lists)]
 
 
-def usage_of(
-    finished: Sequence[Finished], *, prompt_tokens: int, about: dict[str, Any]
-) -> dict[str, Any]:
-    """Returns what a request's finished choices used; `about` is what `utio` says besides."""
-    new = sum(each.token_ids.size for each in finished)
-
-    def mean(name: str) -> float | None:
-        return sum(int(getattr(each, name).sum()) for each in finished) / new if new else None
-
-    def longest(name: str) -> float | None:
-        known = [value for each in finished if (value := getattr(each, name)) is not None]
-        return round(max(known), 6) if known else None
-
-    details: dict[str, Any] = {}
-    thoughts = [each.thought for each in finished if each.thought is not None]
-    if thoughts:
-        spent = sum(thought.tokens for thought in thoughts)
-        details["completion_tokens_details"] = {"reasoning_tokens": spent}
-        shown = [
-            {"tokens": each.tokens, "forced": each.forced, "ended_by": each.ended_by}
-            for each in thoughts
-        ]
-        about = {**about, "thinking": shown}
-    return {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": new,
-        "total_tokens": prompt_tokens + new,
-        **details,
-        "utio": {
-            **about,
-            "mean_depth_decided": mean("decided"),
-            "mean_depth_executed": mean("executed"),
-            "seconds_in_queue": longest("seconds_in_queue"),
-            "seconds_to_first_token": longest("seconds_to_first_token"),
-        },
-    }
-
-
 class ClientLeftError(Exception):
     """The client does not read the answer any more."""
 
@@ -235,10 +197,10 @@ class Answer(Response):
         name = ("chatcmpl-" if reading.chat else "cmpl-") + record["id"]
         self._head = {"id": name, "object": kind, "created": int(time.time())}
         self._head["model"] = service.model.name
-        self._each = reading.choices // len(reading.prompts)
+        self._each = reading.body.n or 1
+        each_prompt = [prompt for prompt in reading.prompts for _ in range(self._each)]
         self.choices = [
-            Choice(service, index, reading.prompts[index // self._each], reading)
-            for index in range(reading.choices)
+            Choice(service, index, prompt, reading) for index, prompt in enumerate(each_prompt)
         ]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -270,7 +232,7 @@ class Answer(Response):
     async def _watch(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
-        self._ticket.news.put_nowait((-1, ClientLeftError()))
+        self._ticket.news.put_nowait((None, ClientLeftError()))
 
     async def _parts(self) -> AsyncIterator[dict[str, Any] | None]:
         """Yields parts of choices as they come; None where nothing has for a while.
@@ -290,7 +252,7 @@ class Answer(Response):
             left = self._end - time.monotonic()
             try:
                 async with asyncio.timeout(max(0.0, min(self._ping, left))):
-                    index, news = await self._ticket.news.get()
+                    task, news = await self._ticket.news.get()
             except TimeoutError:
                 if left <= self._ping:
                     raise _too_slow() from None
@@ -298,15 +260,15 @@ class Answer(Response):
                 continue
             if isinstance(news, Exception):
                 raise _as_error(news)
-            target = reading.choice_of[index]
+            assert task is not None
             if isinstance(news, PromptScores):
-                for part in self._echo(target, news):
+                for part in self._echo(task.target, news):
                     yield part
-                ready = unsaid.pop(target)
+                ready = unsaid.pop(task.target)
             else:
-                ready = [(target, news)]
-                if target // self._each in unsaid:
-                    unsaid[target // self._each] += ready
+                ready = [(task.target, news)]
+                if task.target // self._each in unsaid:
+                    unsaid[task.target // self._each] += ready
                     ready = []
             for choice, event in ready:
                 if event.finished is not None and event.finished.reason == "deadline":
@@ -379,9 +341,34 @@ class Answer(Response):
         return None
 
     def _usage(self) -> dict[str, Any]:
+        """Returns what the choices that have ended used, and what `utio` says besides."""
         finished = [each.finished for each in self.choices if each.finished is not None]
-        tokens = sum(prompt.size for prompt in self._reading.prompts)
-        return usage_of(finished, prompt_tokens=tokens, about=self._reading.about)
+        read = sum(prompt.size for prompt in self._reading.prompts)
+        new = sum(each.token_ids.size for each in finished)
+
+        def mean(name: str) -> float | None:
+            return sum(int(getattr(each, name).sum()) for each in finished) / new if new else None
+
+        def longest(name: str) -> float | None:
+            known = [value for each in finished if (value := getattr(each, name)) is not None]
+            return round(max(known), 6) if known else None
+
+        usage: dict[str, Any] = {"prompt_tokens": read, "completion_tokens": new}
+        usage["total_tokens"] = read + new
+        utio: dict[str, Any] = {
+            **self._reading.about,
+            "mean_depth_decided": mean("decided"),
+            "mean_depth_executed": mean("executed"),
+            "seconds_in_queue": longest("seconds_in_queue"),
+            "seconds_to_first_token": longest("seconds_to_first_token"),
+        }
+        thoughts = [each.thought for each in finished if each.thought is not None]
+        if thoughts:
+            spent = sum(thought.tokens for thought in thoughts)
+            usage["completion_tokens_details"] = {"reasoning_tokens": spent}
+            told = ("tokens", "forced", "ended_by")
+            utio["thinking"] = [{name: getattr(each, name) for name in told} for each in thoughts]
+        return {**usage, "utio": utio}
 
 
 _STREAM = [

@@ -152,10 +152,27 @@ class Application:
 
     def card(self) -> dict[str, Any]:
         """Returns the model as `/v1/models` lists it."""
-        reader = self.reader
-        return self.model.card(
-            context=reader.context, created=self._created, in_full=reader.in_full
-        )
+        model, context = self.model, self.reader.context
+        return {
+            "id": model.name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "utio-jax",
+            "max_model_len": context,
+            "utio": {
+                "mode": model.mode.name,
+                "default_mode": "plain" if self.reader.in_full else model.mode.name,
+                "layers": model.layers,
+                "exits": list(model.text.decoder.config.exits),
+                "policy": model.policy,
+                "budget": model.budget,
+                "budgets": sorted(model.budgets),
+                "prompt_budget": model.prompt_budget,
+                "chat": model.chat is not None,
+                "thinking": model.thinking is not None,
+                "context_length": context,
+            },
+        }
 
     @functools.cached_property
     def name_of(self) -> Callable[[int], str]:

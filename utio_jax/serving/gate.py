@@ -22,6 +22,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -134,14 +135,7 @@ class Gate:
       key: that requests bring; None: none.
     """
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        *,
-        body_bytes: int,
-        key: str | None,
-        log: Log,
-    ) -> None:
+    def __init__(self, app: ASGIApp, *, body_bytes: int, key: str | None, log: Log) -> None:
         """Stands before an application; requests have at most `body_bytes`."""
         self._app, self._body_bytes, self.key, self._log = app, body_bytes, key, log
         self.refusing: ApiError | None = None
@@ -152,9 +146,7 @@ class Gate:
             await self._app(scope, receive, send)
             return
         began = time.monotonic()
-        headers = {
-            name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]
-        }
+        headers = Headers(scope=scope)
         given = headers.get("x-request-id", "")
         record: dict[str, Any] = {
             "event": "request",
@@ -196,7 +188,7 @@ class Gate:
             if scope["path"] not in _PROBES or record["status"] not in (200, 503):
                 self._log(record)
 
-    def _check(self, scope: Scope, headers: dict[str, str]) -> None:
+    def _check(self, scope: Scope, headers: Headers) -> None:
         """Raises ApiError for a request that is not let in."""
         size = headers.get("content-length", "")
         if size and "transfer-encoding" in headers:

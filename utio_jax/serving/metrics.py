@@ -46,22 +46,15 @@ class Metrics:
 
     def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
         """Yields what the engine's thread has noted last; Prometheus' client asks for it."""
-        worker, stats = self._worker, self._worker.stats
-        gauges = {
-            "utio_open_tasks": ("Choices that were let in, not ended", len(worker.open_tasks)),
-            "utio_queued": ("Choices that wait for a slot", stats.queued),
-            "utio_running": ("Choices that have one", stats.running),
-            "utio_slots": ("Choices that can run at once", stats.slots),
-        }
-        for name, (about, value) in gauges.items():
-            yield GaugeMetricFamily(name, about, value=value)
-        counters = {
-            "utio_blocks": ("Blocks of steps that were run", stats.blocks),
-            "utio_prompt_tokens": ("Of prompts that were read", stats.prompt_tokens),
-            "utio_new_tokens": ("Handed out", stats.new_tokens),
-        }
-        for name, (about, value) in counters.items():
-            yield CounterMetricFamily(name, about, value=value)
+        stats, count, gauge = self._worker.stats, CounterMetricFamily, GaugeMetricFamily
+        open_tasks = len(self._worker.open_tasks)
+        yield gauge("utio_open_tasks", "Choices that were let in, not ended", value=open_tasks)
+        yield gauge("utio_queued", "Choices that wait for a slot", value=stats.queued)
+        yield gauge("utio_running", "Choices that have one", value=stats.running)
+        yield gauge("utio_slots", "Choices that can run at once", value=stats.slots)
+        yield count("utio_blocks", "Blocks of steps that were run", value=stats.blocks)
+        yield count("utio_prompt_tokens", "Of prompts that were read", value=stats.prompt_tokens)
+        yield count("utio_new_tokens", "Handed out", value=stats.new_tokens)
         ended = CounterMetricFamily("utio_ended", "Choices that ended, by why", labels=["reason"])
         for reason, value in stats.ended.items():
             ended.add_metric([reason], value)

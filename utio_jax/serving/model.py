@@ -101,32 +101,3 @@ class ServedModel:
         """Returns the tokens of a slot: by default the model's context, 2048 at most."""
         context = self.text.decoder.config.context_length
         return int(min(context + self.mode.block, 2048)) if capacity is None else capacity
-
-    def card(self, *, context: int, created: int, in_full: bool) -> dict[str, Any]:
-        """Returns the model as `/v1/models` lists it.
-
-        Args:
-          context: tokens that a request's prompt and answer have together.
-          created: seconds since 1970.
-          in_full: whether requests run in full that name neither a mode nor a budget.
-        """
-        return {
-            "id": self.name,
-            "object": "model",
-            "created": created,
-            "owned_by": "utio-jax",
-            "max_model_len": context,
-            "utio": {
-                "mode": self.mode.name,
-                "default_mode": "plain" if in_full else self.mode.name,
-                "layers": self.layers,
-                "exits": list(self.text.decoder.config.exits),
-                "policy": self.policy,
-                "budget": self.budget,
-                "budgets": sorted(self.budgets),
-                "prompt_budget": self.prompt_budget,
-                "chat": self.chat is not None,
-                "thinking": self.thinking is not None,
-                "context_length": context,
-            },
-        }

@@ -29,8 +29,6 @@ class Reading:
       body: as it came.
       prompts: token ids of each.
       tasks: for the engine.
-      choice_of: the choice that each task belongs to; of a prompt's scores, the prompt.
-      choices: prompts times `n`.
       echo: texts of the prompts where they belong to the answer; None: they do not.
       about: what `usage.utio` says of all this.
       logprobs: most probable tokens at each place; None: no log-probabilities at all.
@@ -39,8 +37,6 @@ class Reading:
     body: CompletionRequest | ChatRequest
     prompts: list[np.ndarray]
     tasks: list[Task]
-    choice_of: list[int]
-    choices: int
     echo: list[str] | None
     about: dict[str, Any]
     logprobs: int | None
@@ -68,11 +64,10 @@ class Reader:
         self.check_model(body.model)
         prompts, texts = await self._prompts(body), None
         if body.echo:
-            given = [body.prompt] if isinstance(body.prompt, str) else body.prompt
-            texts = [str(text) for text in given]
-            if not isinstance(given[0], str):
-                decode = self.model.text.tokenizer.decode
-                texts = [decode(prompt.tolist()) for prompt in prompts]
+            given: Any = [body.prompt] if isinstance(body.prompt, str) else body.prompt
+            decode = self.model.text.tokenizer.decode
+            of_text = isinstance(given[0], str)
+            texts = given if of_text else [decode(prompt.tolist()) for prompt in prompts]
         most = 16 if body.max_tokens is None else body.max_tokens
         eos = self.model.text.decoder.config.eos_ids
         return self._reading(body, prompts, most, texts, logprobs=body.logprobs, eos_ids=eos)
@@ -85,8 +80,7 @@ class Reader:
         left = max(1, self.context - prompt.size)
         most = next((each for each in given if each is not None), left)
         if body.top_logprobs and not body.logprobs:
-            said = "Wanted logprobs=true with top_logprobs. Set it."
-            raise ApiError(400, said, param="top_logprobs")
+            raise _refused("Wanted logprobs=true with top_logprobs. Set it.", "top_logprobs")
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         assert self.model.chat is not None
         eos = self.model.chat.eos_ids
@@ -123,8 +117,8 @@ class Reader:
                 text.encode()
             return await asyncio.to_thread(work) if sum(map(len, texts)) > _LONG else work()
         except UnicodeEncodeError:
-            message = "Wanted text of whole characters. Got half a surrogate pair."
-            raise ApiError(400, message, param="prompt") from None
+            said = "Wanted text of whole characters. Got half a surrogate pair."
+            raise _refused(said, "prompt") from None
         except ValueError as error:
             raise _refused(error, "prompt") from error
 
@@ -157,7 +151,7 @@ class Reader:
         rows = [given] if isinstance(given[0], int) else given
         vocab, highest = self.model.text.decoder.config.vocab_size, max(map(max, rows))
         if highest >= vocab:
-            raise ApiError(400, f"Wanted token ids below {vocab}. Got {highest}.", param="prompt")
+            raise _refused(f"Wanted token ids below {vocab}. Got {highest}.", "prompt")
         return [np.asarray(row, np.int32) for row in rows]
 
     def _reading(
@@ -170,14 +164,13 @@ class Reader:
         logprobs: int | None,
         eos_ids: tuple[int, ...],
     ) -> Reading:
-        count = 1 if body.n is None else body.n
+        count = body.n or 1
         if body.stream_options is not None and not body.stream:
-            message = "Wanted stream=true with stream_options. Set it, or leave them out."
-            raise ApiError(400, message, param="stream_options")
+            said = "Wanted stream=true with stream_options. Set it, or leave them out."
+            raise _refused(said, "stream_options")
         for prompt in prompts:
             if not prompt.size:
-                said = "Wanted a prompt of at least one token. Got none."
-                raise ApiError(400, said, param="prompt")
+                raise _refused("Wanted a prompt of at least one token. Got none.", "prompt")
             if prompt.size + most > self.context:
                 raise ApiError(
                     400,
@@ -187,8 +180,7 @@ class Reader:
                     code="context_length_exceeded",
                 )
         if not most and echo is None:
-            message = "Wanted max_tokens of at least 1, or echo=true. Got 0."
-            raise ApiError(400, message, param="max_tokens")
+            raise _refused("Wanted max_tokens of at least 1, or echo=true. Got 0.", "max_tokens")
         options, about = self._engine_options(body.utio)
         ends = (*(() if body.ignore_eos else eos_ids), *(body.stop_token_ids or ()))
         options |= {
@@ -203,21 +195,17 @@ class Reader:
             options["thinking"] = self._thinking(budget)
         seed = secrets.randbits(32) if body.seed is None else body.seed
         tasks: list[Task] = []
-        choice_of = []
         scored = echo is not None and logprobs is not None
         for row, prompt in enumerate(prompts):
             if scored:
-                tasks.append(Task(prompt))
-                choice_of.append(row)
+                tasks.append(Task(prompt, row))
             for each in range(count if most else 0):
-                tasks.append(Task(prompt, {**options, "seed": (seed + each) % 2**32}))
-                choice_of.append(row * count + each)
+                drawn = {**options, "seed": (seed + each) % 2**32}
+                tasks.append(Task(prompt, row * count + each, drawn))
         return Reading(
             body=body,
             prompts=prompts,
             tasks=tasks,
-            choice_of=choice_of,
-            choices=len(prompts) * count,
             echo=echo,
             about={**about, "prompt_logprobs_of": "full"} if scored else about,
             logprobs=logprobs,
@@ -227,11 +215,11 @@ class Reader:
         """Returns how long a request's choices may think: by its own budget, or the operator's."""
         rule = self.model.thinking
         if rule is None:
-            message = (
+            raise _refused(
                 "Wanted a server that knows what ends thinking. This one was started without "
-                "--think-end. Leave it out."
+                "--think-end. Leave it out.",
+                "thinking_token_budget",
             )
-            raise ApiError(400, message, param="thinking_token_budget")
         if budget is None:
             return rule
         return dataclasses.replace(rule, max_tokens=None if budget < 0 else budget)
@@ -243,16 +231,15 @@ class Reader:
         mode = asked.mode or ("plain" if self.in_full and asked.budget is None else own)
         if mode != own and (mode, own) != ("plain", "adaptive"):
             offered = "plain or adaptive" if own == "adaptive" else own
-            said = f"Wanted utio.mode of {offered} here. Got {mode}."
-            raise ApiError(400, said, param="utio.mode")
+            raise _refused(f"Wanted utio.mode of {offered} here. Got {mode}.", "utio.mode")
         if asked.budget is not None and (mode != "adaptive" or asked.budget not in model.budgets):
             offered = ", ".join(f"{each:g}" for each in sorted(model.budgets)) or "no budget"
             said = f"Wanted utio.budget among {offered}, and mode adaptive. Got "
-            raise ApiError(400, f"{said}{asked.budget:g} and mode {mode}.", param="utio.budget")
+            raise _refused(f"{said}{asked.budget:g} and mode {mode}.", "utio.budget")
         if asked.prompt_budget not in (None, 1, model.prompt_budget):
             offered = "1" if model.prompt_budget is None else f"1 or {model.prompt_budget:g}"
             said = f"Wanted utio.prompt_budget of {offered}. Got {asked.prompt_budget:g}."
-            raise ApiError(400, said, param="utio.prompt_budget")
+            raise _refused(said, "utio.prompt_budget")
         whole = asked.prompt_budget == 1 or model.prefill is None
         budget = model.budget if asked.budget is None else asked.budget
         options: dict[str, Any] = {}
@@ -288,6 +275,6 @@ def _sampling(body: CompletionRequest | ChatRequest) -> Any:
         raise _refused(error, "temperature") from error
 
 
-def _refused(error: Exception, param: str) -> ApiError:
-    """Returns the error of what the library refuses, cut where a client's own text is long."""
+def _refused(error: Exception | str, param: str) -> ApiError:
+    """Returns the error of what is refused, cut where a client's own text is long."""
     return ApiError(400, str(error)[:500], param=param)

@@ -31,16 +31,18 @@ class EngineStoppedError(Exception):
     """The engine has ended, by the error that is its argument."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Task:
     """New tokens are wanted, or a prompt's own log-probabilities at full depth.
 
     Attributes:
       prompt: token ids.
+      target: the choice that new tokens belong to; of log-probabilities, the prompt's number.
       options: keyword arguments of `Engine.submit`; None: the log-probabilities.
     """
 
     prompt: Int[np.ndarray, " token"]
+    target: int
     options: dict[str, Any] | None = None
 
 
@@ -48,48 +50,32 @@ News = Event | PromptScores | Exception
 
 
 class Ticket:
-    """What a request waits for: tasks that were handed in together, and what has come of each.
+    """What a request waits for: tasks that were handed in together.
 
     Attributes:
-      tasks: that were handed in.
-      news: of each, by its index.
+      news: what has come of each.
     """
 
     def __init__(self, tasks: Sequence[Task], worker: Worker) -> None:
-        self.tasks = tuple(tasks)
-        self.news: asyncio.Queue[tuple[int, News]] = asyncio.Queue()
-        self._open = set(range(len(self.tasks)))
-        self._worker = worker
+        self.news: asyncio.Queue[tuple[Task | None, News]] = asyncio.Queue()
+        self._tasks, self._worker = tasks, worker
 
     @property
     def done(self) -> bool:
         """Whether the last that will ever come has come."""
-        return not self._open
+        return self._worker.open_tasks.keys().isdisjoint(self._tasks)
 
     def cancel(self) -> None:
         """Ends what is still open: nothing more comes, and slots become free."""
-        for index in sorted(self._open):
-            self._worker.cancel(self, index)
-            self._close(index)
-
-    def take(self, index: int, news: News) -> None:
-        """Takes what has come of a task, on the loop."""
-        if index not in self._open:
-            return  # Cancelled since.
-        if not isinstance(news, Event) or news.finished is not None:
-            self._close(index)
-        self.news.put_nowait((index, news))
-
-    def _close(self, index: int) -> None:
-        self._open.discard(index)
-        self._worker.open_tasks.discard((self, index))
+        for task in self._tasks:
+            self._worker.cancel(task)
 
 
 class Worker:
     """An engine in a thread of its own, for one event loop.
 
     Attributes:
-      open_tasks: that were let in, and have not ended, each as its ticket and its index there.
+      open_tasks: that were let in, and have not ended, with the ticket that waits for each.
       stats: of the engine, behind its last block.
     """
 
@@ -111,13 +97,13 @@ class Worker:
         self._on_ready, self._on_death, self._on_progress = on_ready, on_death, on_progress
         self._engine, self._scorer, self._plan = engine, scorer, plan
         self._leads = isinstance(engine, LeaderEngine)  # Its workers wait for each call.
-        self.open_tasks: set[tuple[Ticket, int]] = set()
+        self.open_tasks: dict[Task, Ticket] = {}
         self.stats = engine.stats()
         self._dead: BaseException | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._inbox: queue.SimpleQueue[tuple[str, Any, int]] = queue.SimpleQueue()
-        self._of_number: dict[int, tuple[Ticket, int]] = {}
-        self._scores: list[tuple[Ticket, int]] = []
+        self._inbox: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
+        self._of_number: dict[int, Task] = {}
+        self._scores: list[Task] = []
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
@@ -127,7 +113,7 @@ class Worker:
 
     def stop(self, seconds: float = 5.0) -> None:
         """Ends the thread behind its current block."""
-        self._inbox.put(("stop", None, 0))
+        self._inbox.put(("stop", None))
         self._thread.join(seconds)
 
     @property
@@ -144,14 +130,15 @@ class Worker:
         if self._dead is not None:
             raise EngineStoppedError(self._dead)
         ticket = Ticket(tasks, self)
-        for index in range(len(ticket.tasks)):
-            self.open_tasks.add((ticket, index))
-            self._inbox.put(("begin", ticket, index))
+        for task in tasks:
+            self.open_tasks[task] = ticket
+            self._inbox.put(("begin", task))
         return ticket
 
-    def cancel(self, ticket: Ticket, index: int) -> None:
-        """Ends a task behind the current block."""
-        self._inbox.put(("cancel", ticket, index))
+    def cancel(self, task: Task) -> None:
+        """Ends a task behind the current block, where it has not ended."""
+        if self.open_tasks.pop(task, None) is not None:
+            self._inbox.put(("cancel", task))
 
     def _call(self, function: Callable[..., Any], *arguments: Any) -> None:
         """Calls a function on the loop, from the thread."""
@@ -159,9 +146,19 @@ class Worker:
         with contextlib.suppress(RuntimeError):  # The loop has ended before the thread.
             self._loop.call_soon_threadsafe(function, *arguments)
 
+    def _deliver(self, posts: list[tuple[Task, News]]) -> None:
+        """Hands out what has come of tasks, on the loop."""
+        for task, news in posts:
+            ticket = self.open_tasks.get(task)
+            if ticket is None:
+                continue  # Cancelled since.
+            if not isinstance(news, Event) or news.finished is not None:
+                del self.open_tasks[task]
+            ticket.news.put_nowait((task, news))
+
     def _end_all(self, error: BaseException) -> None:
         self._dead = error
-        _deliver([(*each, EngineStoppedError(error)) for each in self.open_tasks])
+        self._deliver([(task, EngineStoppedError(error)) for task in self.open_tasks])
         self._on_death(error)
 
     # What follows runs in the thread.
@@ -193,58 +190,51 @@ class Worker:
             idle = self._engine.idle and not self._scores
             if not self._take_up(wait=idle):
                 return
-            posts: list[tuple[Ticket, int, News]] = []
+            posts: list[tuple[Task, News]] = []
             if self._scores:
-                posts.append(self._score(*self._scores.pop(0)))
+                posts.append(self._score(self._scores.pop(0)))
             if self._leads or not self._engine.idle:
                 for event in self._engine.advance():
-                    posts += self._posts_of(event)
+                    task = self._of_number.get(event.request)
+                    if event.finished is not None:
+                        self._of_number.pop(event.request, None)
+                    if task is not None:
+                        posts.append((task, event))
                 self.stats = self._engine.stats()
             if posts:
-                self._call(_deliver, posts)
-
-    def _posts_of(self, event: Event) -> list[tuple[Ticket, int, News]]:
-        found = self._of_number.get(event.request)
-        if event.finished is not None:
-            self._of_number.pop(event.request, None)
-        return [] if found is None else [(*found, event)]
+                self._call(self._deliver, posts)
 
     def _take_up(self, *, wait: bool) -> bool:
         """Takes up what was asked for; returns False where the thread is to end."""
         seconds = _REST_SECONDS if self._leads else None
         while True:
             try:
-                what, ticket, index = self._inbox.get(block=wait, timeout=seconds)
+                what, task = self._inbox.get(block=wait, timeout=seconds)
             except queue.Empty:
                 return True
             wait = False
             if what == "stop":
                 return False
             if what == "cancel":
-                self._cancel(ticket, index)
-            elif (task := ticket.tasks[index]).options is None:
-                self._scores.append((ticket, index))
+                self._cancel(task)
+            elif task.options is None:
+                self._scores.append(task)
             else:
                 try:
                     number = self._engine.submit(task.prompt, **task.options)
-                    self._of_number[number] = (ticket, index)
+                    self._of_number[number] = task
                 except Exception as error:  # Of this request alone: nothing has run for it.
-                    self._call(_deliver, [(ticket, index, error)])
+                    self._call(self._deliver, [(task, error)])
 
-    def _cancel(self, ticket: Ticket, index: int) -> None:
+    def _cancel(self, task: Task) -> None:
         with contextlib.suppress(ValueError):
-            self._scores.remove((ticket, index))
+            self._scores.remove(task)
         for number, found in self._of_number.items():
-            if found == (ticket, index):
+            if found is task:
                 self._engine.cancel(number)
 
-    def _score(self, ticket: Ticket, index: int) -> tuple[Ticket, int, News]:
+    def _score(self, task: Task) -> tuple[Task, News]:
         try:
-            return ticket, index, self._scorer.score(ticket.tasks[index].prompt)
+            return task, self._scorer.score(task.prompt)
         except ValueError as error:
-            return ticket, index, error
-
-
-def _deliver(posts: list[tuple[Ticket, int, News]]) -> None:
-    for ticket, index, news in posts:
-        ticket.take(index, news)
+            return task, error

@@ -2,12 +2,7 @@
 """One pass over whole rows, a depth per token; buckets of independent items."""
 
 from utio_jax.staircase.base import Executor, Tokens
-from utio_jax.staircase.buckets import (
-    Buckets,
-    assign_buckets,
-    bucket_tokens,
-    run_buckets,
-)
+from utio_jax.staircase.buckets import Buckets, bucket_tokens, run_buckets
 from utio_jax.staircase.capacity import CapacityPrefix
 from utio_jax.staircase.exit_head import Readout
 from utio_jax.staircase.heat import AttentionHeat
@@ -15,15 +10,7 @@ from utio_jax.staircase.loop import StaircaseResult, staircase
 from utio_jax.staircase.microbatches import MicroBatches
 from utio_jax.staircase.prompts import PromptImportance, Recency
 from utio_jax.staircase.reference import dense_states, reference_states
-from utio_jax.staircase.score import (
-    Comparison,
-    Scores,
-    compare_states,
-    exit_nll,
-    full_depth,
-    score,
-    score_dense,
-)
+from utio_jax.staircase.score import Comparison, Scores, exit_nll, full_depth, score, score_dense
 from utio_jax.staircase.sparse import SparseAttention
 
 __all__ = [
@@ -40,9 +27,7 @@ __all__ = [
     "SparseAttention",
     "StaircaseResult",
     "Tokens",
-    "assign_buckets",
     "bucket_tokens",
-    "compare_states",
     "dense_states",
     "exit_nll",
     "full_depth",

@@ -17,14 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from utio_jax.attention.band import SparseQueries
 from utio_jax.core.arrays import flat
-from utio_jax.core.decoder import (
-    Decoder,
-    HasKVMaps,
-    Inputs,
-    LayerParams,
-    Params,
-    Places,
-)
+from utio_jax.core.decoder import Decoder, HasKVMaps, Inputs, LayerParams, Params, Places
 from utio_jax.core.pytrees import pytree, static
 from utio_jax.core.work import Work
 from utio_jax.staircase.reference import positions_of
@@ -56,11 +49,7 @@ class Tokens:
 
     @classmethod
     def embed(
-        cls,
-        decoder: Decoder,
-        params: Params,
-        token_ids: Inputs,
-        lengths: Int[Array, " batch"],
+        cls, decoder: Decoder, params: Params, token_ids: Inputs, lengths: Int[Array, " batch"]
     ) -> Tokens:
         """Returns the tokens at depth 0."""
         return cls.at(decoder, params, token_ids, *positions_of(token_ids, lengths))
@@ -178,10 +167,7 @@ class Executor(Protocol):
 
 
 def over_blocks(
-    total: jax.Array,
-    sizes: tuple[int, int],
-    step: Callable[[jax.Array, int, Any], Any],
-    carry: Any,
+    total: jax.Array, sizes: tuple[int, int], step: Callable[[jax.Array, int, Any], Any], carry: Any
 ) -> Any:
     """Returns what `step(first, size, carry)` makes of a carry: whole blocks, then the rest.
 

@@ -98,20 +98,12 @@ def stable_partition(
 
 def invert(permutation: Int[Array, "*lead token"]) -> Int[Array, "*lead token"]:
     """Returns the inverse of each row's permutation."""
-    width = permutation.shape[-1]
-    flat = permutation.reshape(
-        math.prod(permutation.shape[:-1]), width
-    )  # -1 fails where width is 0.
+    *lead, width = permutation.shape
+    flat = permutation.reshape(math.prod(lead), width)  # -1 fails where width is 0.
     rows = jnp.arange(flat.shape[0], dtype=jnp.int32)[:, None]
-    inverse = (
-        jnp.zeros_like(flat)
-        .at[rows, flat]
-        .set(
-            jnp.broadcast_to(jnp.arange(width, dtype=flat.dtype), flat.shape),
-            unique_indices=True,
-            mode="promise_in_bounds",
-        )
-    )
+    places = jnp.broadcast_to(jnp.arange(width, dtype=flat.dtype), flat.shape)
+    at = jnp.zeros_like(flat).at[rows, flat]
+    inverse = at.set(places, unique_indices=True, mode="promise_in_bounds")
     return inverse.reshape(permutation.shape)
 
 

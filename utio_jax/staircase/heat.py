@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from utio_jax.attention.cache import side_by_side
 from utio_jax.attention.mixing import mixer_at
-from utio_jax.attention.products import attention_received
+from utio_jax.attention.products import NOWHERE, attention_received
 from utio_jax.core.arrays import flat
 from utio_jax.core.decoder import Decoder, Params, check_softmax
 from utio_jax.core.flops import count_matmul_flops, token_cost
@@ -48,21 +48,16 @@ class AttentionHeat(SignalBase):
         valid = (asking >= 0) & (lengths[:, None] > 0)
         asking = jnp.maximum(asking, 0)
         rows = jnp.arange(batch, dtype=jnp.int32)[:, None]
-        keys_at = jnp.where(boundary.live, boundary.positions, jnp.iinfo(jnp.int32).max)
-        places, asking_places = (
-            decoder.encode_positions(each) for each in (boundary.positions, asking)
-        )
+        keys_at = jnp.where(boundary.live, boundary.positions, NOWHERE)
+        places = decoder.encode_positions(boundary.positions)
+        asking_places = decoder.encode_positions(asking)
         heat = jnp.zeros((batch, width), jnp.float32)
-        for number in range(boundary.depth, self._stop(boundary.depth, decoder)):
+        stop = min(boundary.depth + self.layers, decoder.config.num_layers)
+        for number in range(boundary.depth, stop):
             layer, mix = layer_at(decoder, params, number), mixer_at(decoder, number)
-            keys = side_by_side(
-                [
-                    keys_values_of(decoder, layer_at(decoder, params, row), flat(x), flat(places))[
-                        0
-                    ]
-                    for row in decoder.config.kv_read(number)
-                ]
-            )
+            below = [layer_at(decoder, params, row) for row in decoder.config.kv_read(number)]
+            made = [keys_values_of(decoder, each, flat(x), flat(places)) for each in below]
+            keys = side_by_side([mine for mine, _ in made])
             queries = decoder.queries(layer, flat(x[rows, asking]), flat(asking_places))
             visible = mix.visible(asking, keys_at) & valid[:, :, None]
             heat += attention_received(
@@ -72,9 +67,6 @@ class AttentionHeat(SignalBase):
                 softcap=decoder.config.attention_softcap,
             )
         return heat, None
-
-    def _stop(self, depth: int, decoder: Decoder) -> int:
-        return min(depth + self.layers, decoder.config.num_layers)
 
     def flops(self, index: int, decoder: Decoder, params: Params) -> float:
         # Keys of every token, scores of `queries` queries with it, and one query: at least

@@ -24,6 +24,7 @@ from utio_jax.core.decoder import (
     Params,
     Places,
     apply_exit_lens,
+    check_own_kv,
     has_exit_lens,
 )
 from utio_jax.core.layer import keys_values_of, layer_at, run_layer
@@ -134,8 +135,18 @@ def dense_states(
     lengths: Int[Array, " batch"],
     *,
     depths: tuple[int, ...],
+    start: tuple[int, Float[Array, "batch token dim"]] | None = None,
 ) -> tuple[Float[Array, "batch token dim"], ...]:
-    """Returns every token's state after each of `depths`, by the plain full-width program."""
+    """Returns every token's state after each of `depths`, by the plain full-width program.
+
+    It begins after `start`'s number of layers with these states; None: with the embeddings.
+
+    Raises:
+      ValueError: a `start` of a decoder with a `kv_source`, whose layers read what those below
+        have made.
+    """
+    if start is not None:
+        check_own_kv(decoder, what="a pass that begins at later states")
     positions, valid = positions_of(token_ids, lengths)
     places = decoder.encode_positions(positions)
     key_positions = jnp.where(valid, positions, NOWHERE)
@@ -145,8 +156,8 @@ def dense_states(
         visible = mix.visible(positions, key_positions)
         return apply_layer(decoder, layer_at(decoder, params, index), x, places, mix, visible)
 
-    x = decoder.embed(params, token_ids, positions)
-    states, done = [], 0
+    done, x = start or (0, decoder.embed(params, token_ids, positions))
+    states = []
     if decoder.config.kv_source:
         return _dense_shared(decoder, params, x, places, positions, key_positions, depths)
     for depth in depths:

@@ -14,23 +14,24 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from utio_jax.contrib.encoders import encode_rows, read_exits
 from utio_jax.contrib.encoders.bert import load_encoder, pack_encodings
-from utio_jax.contrib.encoders.rows import encode_rows, read_exits
 from utio_jax.core.files import load_tensors, save_tensors
 from utio_jax.policies.depth import given_depths
 
 # Made by transformers, where `make parity` runs this.
 PARITY = Path(os.environ.get("UTIO_PARITY", "none")) / "encoders"
+DIM, WIDE, LAYERS, HEADS, EPS = 24, 40, 3, 3, 1e-12
 SIZES = {
     "model_type": "bert",
     "vocab_size": 300,
-    "hidden_size": 24,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 3,
-    "intermediate_size": 40,
+    "hidden_size": DIM,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "intermediate_size": WIDE,
     "max_position_embeddings": 32,
     "type_vocab_size": 2,
-    "layer_norm_eps": 1e-12,
+    "layer_norm_eps": EPS,
     "hidden_act": "gelu",
 }
 LENGTHS = np.asarray([7, 12, 1, 5], np.int32)
@@ -39,36 +40,28 @@ run_exits = jax.jit(read_exits, static_argnums=0, static_argnames="depths")
 
 def tensors_of(seed: int, *, labels: int = 0, prefix: str = "") -> dict[str, np.ndarray]:
     """Returns a checkpoint's tensors, far from initialisation: every one matters."""
-    rng = np.random.default_rng(seed)
-    dim, wide = SIZES["hidden_size"], SIZES["intermediate_size"]
-    shapes: dict[str, tuple[int, ...]] = {
-        "embeddings.word_embeddings.weight": (300, dim),
-        "embeddings.position_embeddings.weight": (32, dim),
-        "embeddings.token_type_embeddings.weight": (2, dim),
-        "pooler.dense.weight": (dim, dim),
-        "pooler.dense.bias": (dim,),
-    }
-    norms = ["embeddings.LayerNorm"]
-    for layer in range(SIZES["num_hidden_layers"]):
-        block = f"encoder.layer.{layer}."
-        for name, shape in {
-            "attention.self.query": (dim, dim),
-            "attention.self.key": (dim, dim),
-            "attention.self.value": (dim, dim),
-            "attention.output.dense": (dim, dim),
-            "intermediate.dense": (wide, dim),
-            "output.dense": (dim, wide),
-        }.items():
-            shapes |= {f"{block}{name}.weight": shape, f"{block}{name}.bias": shape[:1]}
+    linear = {f"{prefix}pooler.dense": (DIM, DIM)}
+    norms = [f"{prefix}embeddings.LayerNorm"]
+    for layer in range(LAYERS):
+        block = f"{prefix}encoder.layer.{layer}."
+        linear |= {f"{block}attention.self.{name}": (DIM, DIM) for name in ("query", "key")}
+        linear |= {f"{block}attention.self.value": (DIM, DIM)}
+        linear |= {f"{block}attention.output.dense": (DIM, DIM)}
+        linear |= {f"{block}intermediate.dense": (WIDE, DIM), f"{block}output.dense": (DIM, WIDE)}
         norms += [f"{block}attention.output.LayerNorm", f"{block}output.LayerNorm"]
-    found = {prefix + k: 0.3 * rng.normal(size=v).astype(np.float32) for k, v in shapes.items()}
-    for name in norms:
-        found[f"{prefix}{name}.weight"] = 1 + 0.3 * rng.normal(size=dim).astype(np.float32)
-        found[f"{prefix}{name}.bias"] = 0.3 * rng.normal(size=dim).astype(np.float32)
     if labels:
-        found["classifier.weight"] = rng.normal(size=(labels, dim)).astype(np.float32)
-        found["classifier.bias"] = rng.normal(size=labels).astype(np.float32)
-    return found
+        linear["classifier"] = (labels, DIM)
+    shapes = {
+        f"{prefix}embeddings.{name}_embeddings.weight": (count, DIM)
+        for name, count in (("word", 300), ("position", 32), ("token_type", 2))
+    }
+    shapes |= {f"{name}.weight": shape for name, shape in linear.items()}
+    shapes |= {f"{name}.bias": shape[:1] for name, shape in linear.items()}
+    shapes |= {f"{name}.{part}": (DIM,) for name in norms for part in ("weight", "bias")}
+    rng = np.random.default_rng(seed)
+    found = {name: 0.3 * rng.normal(size=shape) for name, shape in shapes.items()}
+    found |= {f"{name}.weight": 1 + found[f"{name}.weight"] for name in norms}
+    return {name: array.astype(np.float32) for name, array in found.items()}
 
 
 def write(folder: Path, tensors: dict[str, Any], **settings: Any) -> Path:
@@ -83,11 +76,10 @@ def bert_by_hand(
 ) -> list[np.ndarray]:
     """Returns the states `[token, dim]` of one row before and after each layer, in float64."""
     t = {k.removeprefix("bert."): np.asarray(v, np.float64) for k, v in tensors.items()}
-    heads = SIZES["num_attention_heads"]
 
     def norm(x: np.ndarray, name: str) -> np.ndarray:
         x = x - x.mean(-1, keepdims=True)
-        x = x / np.sqrt((x**2).mean(-1, keepdims=True) + SIZES["layer_norm_eps"])
+        x = x / np.sqrt((x**2).mean(-1, keepdims=True) + EPS)
         return x * t[f"{name}.weight"] + t[f"{name}.bias"]
 
     def linear(x: np.ndarray, name: str) -> np.ndarray:
@@ -106,11 +98,11 @@ def bert_by_hand(
         + t["embeddings.token_type_embeddings.weight"][kinds]
     )
     states = [norm(x, "embeddings.LayerNorm")]
-    for layer in range(SIZES["num_hidden_layers"]):
+    for layer in range(LAYERS):
         block, x = f"encoder.layer.{layer}.", states[-1]
         q, k, v = (linear(x, f"{block}attention.self.{n}") for n in ("query", "key", "value"))
         out = np.zeros_like(x)
-        for part in np.split(np.arange(x.shape[1]), heads):
+        for part in np.split(np.arange(DIM), HEADS):
             scores = q[:, part] @ k[:, part].T / math.sqrt(len(part))
             weights = np.exp(scores - scores.max(-1, keepdims=True))
             out[:, part] = weights / weights.sum(-1, keepdims=True) @ v[:, part]
@@ -144,6 +136,7 @@ def test_embeddings_at_all_depths_are_those_of_bert(
     model, params = load_encoder(folder, exits=(1, 2, 3), pooling=pooling)
     inputs, each = rows()
     found = run_exits(model, params, inputs, LENGTHS, depths=(1, 2, 3))
+    assert found.logits is None
     for row, (ids, kinds) in enumerate(each):
         states = bert_by_hand(tensors, ids, kinds, activation=activation)
         wanted = [x.mean(0) if pooling == "mean" else x[0] for x in states]
@@ -193,9 +186,8 @@ def test_texts_and_pairs_are_packed_and_ids_of_another_model_refused(tmp_path: P
             read_exits(model, params, jnp.asarray(given), jnp.asarray(lengths), depths=(1,))
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
+def test_what_cannot_be_run_is_named(tmp_path: Path, unchecked_shapes: None) -> None:
+    settings: list[tuple[dict[str, Any], str]] = [
         ({"model_type": "roberta"}, "a model_type of bert.*Got 'roberta'"),
         (
             {"hidden_act": "silu", "position_embedding_type": "relative_key"},
@@ -206,21 +198,15 @@ def test_texts_and_pairs_are_packed_and_ids_of_another_model_refused(tmp_path: P
             "type_vocab_size=1.5, of which.*; layer_norm_eps=-1",
         ),
         ({"num_attention_heads": 5}, "hidden_size=24, no multiple of num_attention_heads=5"),
-    ],
-)
-def test_what_cannot_be_run_is_named(tmp_path: Path, settings: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        load_encoder(write(tmp_path, tensors_of(0), **settings))
-
-
-def test_pooling_and_tensors_that_are_missing_are_named(
-    tmp_path: Path, unchecked_shapes: None
-) -> None:
-    with pytest.raises(ValueError, match="Wanted pooling to be one of mean, cls"):
-        load_encoder(write(tmp_path, tensors_of(0)), pooling="max")  # type: ignore[arg-type]
+    ]
+    for wrong, message in settings:
+        with pytest.raises(ValueError, match=message):
+            load_encoder(write(tmp_path, tensors_of(0), **wrong))
     short = {k: v for k, v in tensors_of(0).items() if "layer.1.output.dense.bias" not in k}
     with pytest.raises(ValueError, match="layer.1.output.dense.bias"):
         load_encoder(write(tmp_path, short))
+    with pytest.raises(ValueError, match="BertConfig needs pooling to be one of mean, cls"):
+        load_encoder(write(tmp_path, tensors_of(0)), pooling="max")  # type: ignore[arg-type]
 
 
 @pytest.mark.skipif(not PARITY.is_dir(), reason="made by `make parity` alone")

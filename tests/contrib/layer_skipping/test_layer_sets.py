@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sets of layers per token: the pass equals its reference, and costs what it runs."""
+"""Sets of layers per token: passes and decoding equal the reference, and cost what they run."""
 
 from __future__ import annotations
 
@@ -14,19 +14,24 @@ import pytest
 from helpers import cases
 from helpers.counting import Counting, read_counts
 from helpers.layer_sets import reference_layer_sets
+from helpers.models import plain_nll, random_gates
 
 from utio_jax.contrib.layer_skipping import (
     LayerSets,
+    generate_layer_sets,
     given_sets,
     random_sets,
     score_layer_sets,
     skip_decode,
 )
 from utio_jax.contrib.layer_skipping.scoring import run_sets
-from utio_jax.policies import Entropy, given_depths
+from utio_jax.core.pytrees import pytree
+from utio_jax.policies import Entropy, PromptRouter, given_depths
 from utio_jax.staircase import MicroBatches
 
 DEPTHS = (1, 2, 3, 4)
+PROMPTS = [[5, 9, 2, 7, 1], [3, 4], [8, 8, 1, 6, 2, 11, 30]]
+NEW = 6
 SHAPES = tuple(
     dataclasses.replace(shape, depths=depths)
     for shape, depths in zip(cases.SHAPES, (DEPTHS, DEPTHS, (2, 3, 4), DEPTHS) * 2, strict=True)
@@ -46,20 +51,7 @@ def draw(shape: cases.Shape, vocab_size: int, seed: int) -> tuple[Any, Any, Any]
     return ids, lengths, runs
 
 
-def by_layer(runs: np.ndarray, depths: tuple[int, ...]) -> np.ndarray:
-    """Returns sets `[layer, batch, token]`."""
-    return np.repeat(runs, np.diff((0, *depths)), axis=0)
-
-
-def run(model: Any, ids: Any, lengths: Any, policy: Any) -> Any:
-    """Returns what the pass found, compiled once for policies of one kind."""
-    return run_sets(model.decoder, model.params, ids, lengths, policy, executor=cases.EXECUTOR)
-
-
-@partial(jax.jit, static_argnums=0, static_argnames="kv")
-def run_oracle(decoder, params, ids, lengths, runs, *, kv):
-    """The oracle, compiled."""
-    return reference_layer_sets(decoder, params, ids, lengths, runs, kv=kv)
+run_oracle = jax.jit(reference_layer_sets, static_argnums=0, static_argnames="kv")
 
 
 def compare(model: Any, shape: cases.Shape, seeds: range) -> float:
@@ -67,20 +59,16 @@ def compare(model: Any, shape: cases.Shape, seeds: range) -> float:
     worst = 0.0
     for seed in seeds:
         ids, lengths, runs = draw(shape, model.decoder.config.vocab_size, seed)
-        found = run_sets(
-            model.decoder,
-            model.params,
-            ids,
-            lengths,
-            given_sets(jnp.asarray(runs), depths=shape.depths),
-            kv=shape.kv,
-            executor=shape.executor,
-        )
-        layers = by_layer(runs, shape.depths)
-        wanted = run_oracle(model.decoder, model.params, ids, lengths, layers, kv=shape.kv)
+        rows, sets = (model.decoder, model.params, ids, lengths), jnp.asarray(runs)
+        policy = given_sets(sets, depths=shape.depths)
+        found = run_sets(*rows, policy, kv=shape.kv, executor=shape.executor)
+        layers = np.repeat(runs, np.diff((0, *shape.depths)), axis=0)
+        wanted = run_oracle(*rows, layers, kv=shape.kv)
         real = np.arange(shape.token) < lengths[:, None]
         np.testing.assert_array_equal(found.ran, runs & real)
         np.testing.assert_array_equal(found.depths, layers.sum(0) * real)
+        nll = np.where(real[:, 1:], plain_nll(model, ids, wanted), 0)
+        np.testing.assert_allclose(found.log_likelihood, -np.pad(nll, ((0, 0), (0, 1))), atol=1e-4)
         worst = max(worst, float(np.abs(np.asarray(found.x - wanted))[real].max(initial=0.0)))
     return worst
 
@@ -115,7 +103,7 @@ def test_a_set_of_the_first_segments_is_a_depth(tiny: Any, kv: str) -> None:
     )
     real = np.arange(shape.token) < lengths[:, None]
     np.testing.assert_allclose(sets.x[real], prefix.x[real], atol=1e-5)
-    np.testing.assert_array_equal(sets.depths, prefix.depths)
+    np.testing.assert_array_equal(sets.depths, depths * real)
     for name in ("queries", "keys_values", "key_slots"):
         wanted = np.asarray(getattr(prefix.work, name))
         np.testing.assert_array_equal(np.asarray(getattr(sets.work, name))[:-1], wanted)
@@ -141,10 +129,19 @@ def test_only_what_a_set_holds_is_run(tiny: Any) -> None:
     np.testing.assert_array_equal(found.depths[0], [2] * 5 + [1] * 11)
 
 
+@pytree
+class LiveEntropy(Entropy):
+    """The entropy of tokens that are live, -1 of others."""
+
+    def __call__(self, index: int, boundary: Any, memory: Any) -> tuple[jax.Array, Any]:
+        score, memory = Entropy.__call__(self, index, boundary, memory)
+        return jnp.where(boundary.live, score, -1.0), memory
+
+
 def test_all_are_asked_again_after_they_have_skipped(tiny: Any) -> None:
     """A signal sees every real token at every boundary, at the cost of a decision each."""
     ids, lengths = jnp.arange(12).reshape(1, 12), jnp.asarray([9])
-    policy = LayerSets(signal=Entropy(), thresholds=jnp.asarray([1e9, 0.0, 0.0]), depths=DEPTHS)
+    policy = LayerSets(signal=LiveEntropy(), thresholds=jnp.asarray([1e9, 0.0, 0.0]), depths=DEPTHS)
     executor = MicroBatches(min_bucket=1, block=4, query_block=4, key_step=16)
     found = run_sets(tiny.decoder, tiny.params, ids, lengths, policy, executor=executor)
     real = np.arange(12) < 9
@@ -153,48 +150,75 @@ def test_all_are_asked_again_after_they_have_skipped(tiny: Any) -> None:
     np.testing.assert_array_equal(np.asarray(found.work.heads), [9, 9, 9, 0, 9])
 
 
-def test_skip_decode_skips_lower_middle_segments_first(tiny: Any) -> None:
-    policy = skip_decode((1, 2, 3, 4), most=4, least=2, span=8)
-    ids, lengths = jnp.ones((1, 12), jnp.int32), jnp.asarray([12])
-    found = run(tiny, ids, lengths, policy)
-    falls = np.floor(4 - 2 * np.minimum(np.arange(12), 8) / 8)
-    np.testing.assert_array_equal(found.depths[0], falls)
-    ran = found.ran
-    # The first layer and the last are run by all; the second is the first to go.
-    np.testing.assert_array_equal(ran[0, 0], np.full(12, True))
-    np.testing.assert_array_equal(ran[3, 0], np.full(12, True))
-    np.testing.assert_array_equal(ran[1, 0], falls >= 4)
-    np.testing.assert_array_equal(ran[2, 0], falls >= 3)
-
-
 def test_random_sets_have_their_shares(tiny: Any) -> None:
     policy = random_sets((0.0, 0.25, 1.0), key=jax.random.key(0), depths=DEPTHS)
     ids = jnp.asarray(np.random.default_rng(0).integers(0, 64, (16, 64)), jnp.int32)
-    lengths = jnp.full(16, 64)
-    found = run(tiny, ids, lengths, policy)
+    found = run_sets(tiny.decoder, tiny.params, ids, jnp.full(16, 64), policy)
     shares = np.asarray(found.ran).mean(axis=(1, 2))
     np.testing.assert_array_equal(shares[[0, 1, 3]], [1, 0, 1])
     assert shares[2] == pytest.approx(0.25, abs=0.06)  # Six standard errors of 1,024 draws.
 
 
-def test_likelihoods_are_those_of_the_last_states(tiny: Any) -> None:
-    ids, lengths, runs = draw(SHAPES[1], tiny.decoder.config.vocab_size, 3)
-    found = run(tiny, ids, lengths, given_sets(jnp.asarray(runs), depths=DEPTHS))
-    layers = by_layer(runs, DEPTHS)
-    x = run_oracle(tiny.decoder, tiny.params, ids, lengths, layers, kv="propagate")
-    each = jax.nn.log_softmax(tiny.decoder.unembed(tiny.params, x).astype(jnp.float32))
-    for row, length in enumerate(lengths):
-        after = max(int(length) - 1, 0)
-        wanted = np.asarray(each)[row, np.arange(after), ids[row, 1 : after + 1]]
-        np.testing.assert_allclose(found.log_likelihood[row, :after], wanted, atol=1e-4)
-        assert not np.any(found.log_likelihood[row, after:])
+def assert_written(model: Any, policy: Any, sets: Any) -> None:
+    """Checks new tokens, and what is said of each, against one pass of the reference a row.
+
+    `sets(row, position)` are the segments of a token that is fed back.
+    """
+    found = generate_layer_sets(model.decoder, model.params, PROMPTS, policy, max_new_tokens=NEW)
+    for row, prompt in enumerate(PROMPTS):
+        ids = np.concatenate([prompt, found.token_ids[row]])
+        runs = np.ones((4, 1, len(ids)), bool)
+        for position in range(len(prompt), len(ids)):
+            runs[:, 0, position] = sets(row, position)
+        x = run_oracle(model.decoder, model.params, ids[None], np.asarray([len(ids)]), runs)
+        logits = model.decoder.unembed(model.params, x[0]).astype(jnp.float32)
+        each = jax.nn.log_softmax(logits)[np.arange(len(prompt) - 1, len(ids) - 1)]
+        wanted = np.asarray(each)[np.arange(NEW), ids[len(prompt) :]]
+        np.testing.assert_allclose(found.log_probabilities[row], wanted, atol=1e-4)
+        np.testing.assert_array_equal(np.argmax(each, axis=1), ids[len(prompt) :])
+        layers = runs[:, 0, len(prompt) - 1 : len(ids) - 1].sum(0)
+        np.testing.assert_array_equal(found.decided[row], layers)
 
 
-def test_what_sets_cannot_do_is_refused(tiny: Any) -> None:
+def test_rows_run_sets_of_their_own(tiny: Any) -> None:
+    """Where a row skips a segment, others see the K/V of the states that pass it by."""
+    sets = np.array([[1, 1, 1], [0, 0, 0], [1, 0, 1], [0, 1, 1]], bool)
+    policy = given_sets(jnp.asarray(sets)[:, :, None], depths=DEPTHS)
+    assert_written(tiny, policy, lambda row, _: sets[:, row])
+
+
+def test_later_tokens_skip_lower_layers(tiny: Any, count_compiles: Any) -> None:
+    def sets(_: int, position: int) -> list[bool]:
+        layers = 4 - -(-2 * min(position, 10) // 10)  # Rounded down.
+        return [True, layers >= 4, layers >= 3, True]
+
+    assert_written(tiny, skip_decode(DEPTHS, most=4, least=2, span=10), sets)
+    other = skip_decode(DEPTHS, most=4, least=3, span=7)
+    with count_compiles() as compiles:
+        generate_layer_sets(tiny.decoder, tiny.params, PROMPTS, other, max_new_tokens=NEW)
+    assert compiles.count == 0, "the schedule is an input of the program"
+
+
+def test_the_prompt_chooses_for_its_new_tokens(tiny: Any) -> None:
+    """FiRST: gates on the mean state of the prompt's first tokens."""
+    first, ends = 2, DEPTHS[:-1]
+    rows = jnp.asarray([prompt[:first] for prompt in PROMPTS])
+    gates = random_gates(tiny, ends)
+    states = cases.run_dense(tiny.decoder, tiny.params, rows, jnp.full(3, first), depths=ends)
+    scores = np.stack([np.asarray(gates.at(i)(x.mean(1))) for i, x in enumerate(states)])
+    cuts = np.sort(scores, axis=1)[:, :2].mean(axis=1)  # One row of three skips.
+    router = PromptRouter(gates=gates, exits=ends, prompt=first)
+    policy = LayerSets(signal=router, thresholds=jnp.asarray(cuts), depths=DEPTHS)
+    runs = np.concatenate([np.ones((1, 3), bool), scores > cuts[:, None]])
+    assert not runs.all()
+    assert_written(tiny, policy, lambda row, _: runs[:, row])
+
+
+def test_what_sets_cannot_do_is_refused(tiny: Any, unchecked_shapes: None) -> None:
     ids, lengths = jnp.ones((1, 4), jnp.int32), jnp.asarray([4])
     runs = jnp.ones((4, 1, 4), bool)
     refused = partial(score_layer_sets, tiny.decoder, tiny.params, ids, lengths)
-    with pytest.raises(ValueError, match="end at the model's last layer, 4"):
+    with pytest.raises(ValueError, match="end at num_layers=4. Got"):
         refused(given_sets(runs[:2], depths=(1, 2)))
     with pytest.raises(ValueError, match="Wanted sets of 3 segments"):
         given_sets(runs, depths=(1, 2, 4))
@@ -202,6 +226,11 @@ def test_what_sets_cannot_do_is_refused(tiny: Any) -> None:
         refused(given_sets(jnp.ones((4, 1, 3), bool), depths=DEPTHS))
     with pytest.raises(ValueError, match="Wanted kv to be one of 'propagate', 'drop'. Got"):
         refused(given_sets(runs, depths=DEPTHS), kv="mapped")
+    how = {"kv": "propagate", "executor": cases.EXECUTOR}
+    with pytest.raises(TypeError, match="a policy of depths.* Got sets of layers 'given_sets'"):
+        cases.run_staircase(*refused.args, given_sets(runs, depths=DEPTHS), **how)
+    with pytest.raises(ValueError, match="Wanted a causal policy"):
+        assert_written(tiny, given_sets(jnp.ones((4, 3, 2), bool), depths=DEPTHS), None)
     fits: dict[str, Any] = {"most": 4, "least": 2, "span": 8}
     changes: list[dict[str, Any]] = [{"most": 5}, {"least": 0}, {"most": 2}, {"span": 0}]
     for wrong in changes:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from typing import Any
 
 import jax
@@ -23,14 +24,10 @@ PROMPT = 4
 
 
 @pytest.fixture(scope="module")
-def batches(tiny: Any) -> list[Batch]:
-    rng = np.random.default_rng(0)
-    found = []
-    for _ in range(2):
-        ids = rng.integers(0, tiny.decoder.config.vocab_size, (3, 16)).astype(np.int32)
-        lengths = np.array([16, 11, 4], np.int32)
-        found.append(Batch(token_ids=ids, lengths=lengths, window=np.arange(3)))
-    return found
+def batches() -> list[Batch]:
+    shape, lengths = (2, 3, 16), np.array([16, 11, 4], np.int32)
+    ids = np.random.default_rng(0).integers(0, 64, shape).astype(np.int32)
+    return [Batch(token_ids=each, lengths=lengths, window=np.arange(3)) for each in ids]
 
 
 def test_harm_is_what_skipping_one_segment_alone_does(tiny: Any, batches: list[Batch]) -> None:
@@ -40,16 +37,14 @@ def test_harm_is_what_skipping_one_segment_alone_does(tiny: Any, batches: list[B
     # Rows of four tokens have nothing behind a prompt of four.
     np.testing.assert_array_equal(np.isnan(harm), [[False, False, True] * 2] * len(harm))
     oracle = jax.jit(reference_layer_sets, static_argnums=0)
-    batch = batches[1]
-    ids, lengths = jnp.asarray(batch.token_ids), jnp.asarray(batch.lengths)
-    layers = depths[-1]
+    ids, lengths = batches[1].token_ids, batches[1].lengths
 
     def distribution(runs: np.ndarray) -> np.ndarray:
-        x = oracle(tiny.decoder, tiny.params, ids, lengths, jnp.asarray(runs))
+        x = oracle(tiny.decoder, tiny.params, ids, lengths, runs)
         logits = tiny.decoder.unembed(tiny.params, x).astype(jnp.float32)
         return np.asarray(jax.nn.log_softmax(logits), np.float64)
 
-    everything = np.ones((layers, 3, 16), bool)
+    everything = np.ones((depths[-1], 3, 16), bool)
     full = distribution(everything)
     for index, (start, stop) in enumerate(itertools.pairwise(depths)):
         runs = everything.copy()
@@ -62,41 +57,26 @@ def test_harm_is_what_skipping_one_segment_alone_does(tiny: Any, batches: list[B
 
 def test_rows_choose_no_more_layers_than_wanted(tiny: Any, batches: list[Batch]) -> None:
     studies = study_exits(tiny.decoder, tiny.params, batches)
-    fit = lambda layers: fit_prompt_sets(  # noqa: E731
-        tiny.decoder,
-        tiny.params,
-        studies,
-        layers=layers,
-        prompt=PROMPT,
-        executor=cases.EXECUTOR,
-    )
-    policy, depths = fit(3), tiny.decoder.config.exits
+    rows, executor = (tiny.decoder, tiny.params), cases.EXECUTOR
+    fit = partial(fit_prompt_sets, *rows, studies, prompt=PROMPT, executor=executor)
+    policy, depths = fit(layers=3), tiny.decoder.config.exits
     assert policy.name == "first"
     assert policy.depths == depths
     ran = []
     for batch in batches:
-        found = run_sets(
-            tiny.decoder,
-            tiny.params,
-            batch.token_ids,
-            batch.lengths,
-            policy,
-            executor=cases.EXECUTOR,
-        )
+        found = run_sets(*rows, batch.token_ids, batch.lengths, policy, executor=executor)
         each = np.asarray(found.depths)
         np.testing.assert_array_equal(each[:2, :PROMPT], depths[-1])
         for row, length in enumerate((16, 11)):
             assert len({*each[row, PROMPT:length].tolist()}) == 1, "one set behind a prompt"
             ran.append(each[row, PROMPT])
     assert depths[0] <= np.mean(ran) <= 3
-    assert (np.asarray(fit(depths[-1]).thresholds) == -np.inf).all()
+    assert (np.asarray(fit(layers=depths[-1]).thresholds) == -np.inf).all()
     for wrong in (0, depths[-1] + 1):
         with pytest.raises(ValueError, match="Wanted a prompt of at least 1 token, and from"):
-            fit(wrong)
+            fit(layers=wrong)
     with pytest.raises(ValueError, match="Wanted rows of more than 17 tokens"):
-        fit_prompt_sets(
-            tiny.decoder, tiny.params, studies, layers=3, prompt=16, executor=cases.EXECUTOR
-        )
+        fit(layers=3, prompt=16)
 
 
 def test_the_threshold_is_the_lowest_that_fits() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import huggingface_hub.constants
 import pytest
-from helpers.serving import CONTEXT, Running, served_model, small_folder
+from helpers.serving import CONTEXT, Running, running, served_model, small_folder
 from helpers.tasks import write_tasks
 from lm_eval.evaluator import simple_evaluate
 from lm_eval.tasks import TaskManager
@@ -36,10 +36,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[Running]:
     options: dict[str, Any] = {"policy": None, "budget": None, "budgets": {}, "prefill": None}
-    running = Running(served_model(folder, mode=Plain(), prompt_budget=None, **options))
-    yield running
-    running.close()
-    assert not running.faults
+    with running(served_model(folder, mode=Plain(), prompt_budget=None, **options)) as server:
+        yield server
 
 
 @pytest.fixture(scope="module")

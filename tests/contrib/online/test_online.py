@@ -14,6 +14,7 @@ from helpers import cases
 from helpers.policies import DEPTHS, SIGNALS, scores_of
 
 from utio_jax import Thresholded, uniform
+from utio_jax.calibration.thresholds import leave_at
 from utio_jax.contrib.online import (
     OnlineThresholds,
     adapt,
@@ -27,52 +28,30 @@ from utio_jax.policies import SoftmaxGap
 from utio_jax.staircase import full_depth
 from utio_jax.staircase.score import compare_states, run_score
 
-RNG = np.random.default_rng
-Tokens = tuple[np.ndarray, np.ndarray, np.ndarray]
-
 
 def draw(
-    seed: int, *, boundaries: int = 3, rows: int = 4, width: int = 50, shift: float = 0.0
-) -> Tokens:
+    seed: int, *, rows: int = 4, width: int = 50, shift: float = 0.0
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Scores, agreement and which tokens count. P(agree) falls with the score; shift is drift."""
-    rng = RNG(seed)
-    scores = rng.normal(size=(boundaries, rows, width)).astype(np.float32)
-    hard = scores + shift + np.linspace(1, -1, boundaries)[:, None, None]
+    rng = np.random.default_rng(seed)
+    scores = rng.normal(size=(3, rows, width)).astype(np.float32)
+    hard = scores + shift + np.asarray([1, 0, -1])[:, None, None]
     agrees = rng.random(scores.shape) < 1 / (1 + np.exp(2 * hard - 4))
     return scores, agrees, rng.random((rows, width)) < 0.9
 
 
-def see(state: OnlineThresholds, *tokens: Any) -> OnlineThresholds:
-    scores, agrees, where = map(jnp.asarray, tokens)
-    return observe(state, scores, agrees, where)
-
-
-def stop_of(scores: np.ndarray, cuts: np.ndarray) -> int | None:
-    """Returns the boundary at which one token stops, by `Thresholded`'s documented rule."""
-    for boundary, (score, cut) in enumerate(zip(scores, cuts, strict=True)):
-        if cut == np.inf or (cut > -np.inf and score < np.inf and score <= cut):
-            return boundary
-    return None
-
-
 def wrong_stops(scores: np.ndarray, agrees: np.ndarray, where: np.ndarray, cuts: np.ndarray) -> int:
-    count = 0
-    for row, token in np.argwhere(where):
-        stop = stop_of(scores[:, row, token], cuts)
-        count += stop is not None and not agrees[stop, row, token]
-    return count
+    """Returns how many tokens stop at an exit that disagrees with full depth."""
+    agreed = np.concatenate([agrees, np.ones_like(agrees[:1])])
+    left = leave_at(scores, cuts)
+    return int((where & ~np.take_along_axis(agreed, left[None], axis=0)[0]).sum())
 
 
 def slow_thresholds(state: OnlineThresholds, wrong: list[float], seen: float) -> np.ndarray:
-    agreement = float(state.agreement)
     if seen < float(state.memory) / 2:
         return np.asarray(state.start)
-    chosen = 0
-    for row in range(1, len(wrong)):
-        if (wrong[row] + 1) / (seen + 1) > 1 - agreement:
-            break
-        chosen = row
-    return np.asarray(state.candidates)[chosen]
+    meets = [(each + 1) / (seen + 1) <= 1 - float(state.agreement) for each in wrong[1:]]
+    return np.asarray(state.candidates)[[*meets, False].index(False)]
 
 
 def started(agreement: float = 0.9, memory: int = 1000, **kwargs: Any) -> OnlineThresholds:
@@ -94,7 +73,7 @@ def test_the_state_is_that_of_plain_loops() -> None:
         for row, cuts in enumerate(candidates):
             wrong[row] = kept * wrong[row] + wrong_stops(scores, agrees, where, cuts)
         seen = kept * seen + where.sum()
-        state = see(state, scores, agrees, where)
+        state = observe(state, scores, agrees, where)
         np.testing.assert_allclose(state.wrong, wrong, rtol=1e-5)
         np.testing.assert_allclose(state.seen, seen, rtol=1e-5)
         wanted = slow_thresholds(state, wrong, seen)
@@ -121,17 +100,17 @@ def test_candidates_lead_from_none_over_the_policys_own_to_all() -> None:
 def test_forgetting_is_per_token_not_per_batch() -> None:
     """Observed in one batch or in ten: tokens observed before weigh the same after it."""
     scores, agrees, where = draw(1)
-    before = see(started(), scores, agrees, where)
+    before = observe(started(), scores, agrees, where)
     more = draw(2, rows=1, width=400)
-    at_once = see(before, *more)
+    at_once = observe(before, *more)
     in_parts = before
     for part in range(10):
-        in_parts = see(in_parts, *(each[..., 40 * part : 40 * part + 40] for each in more))
+        in_parts = observe(in_parts, *(each[..., 40 * part : 40 * part + 40] for each in more))
     new = float(more[2].sum())
     old = float(before.seen) * np.exp(-new / 1000)
     assert float(at_once.seen) == pytest.approx(old + new, rel=1e-5)
     assert old < float(in_parts.seen) < old + new
-    nothing = see(before, scores, agrees, np.zeros_like(where))
+    nothing = observe(before, scores, agrees, np.zeros_like(where))
     for found, wanted in zip(jax.tree.leaves(nothing), jax.tree.leaves(before), strict=True):
         np.testing.assert_array_equal(found, wanted)
 
@@ -150,18 +129,14 @@ def test_the_thresholds_follow_a_drifting_text_without_compiling(count_compiles:
         draw(0, rows=40)[0].reshape(3, -1), np.asarray([-0.5, 0, 0.5]), agreement=0.9, memory=5000
     )
     now, agreement, stopped = np.asarray(thresholds(state)), [], []
-    warm = see(state, *draw(0, rows=40))
-    thresholds(warm)
+    thresholds(observe(state, *draw(0, rows=40)))
     with count_compiles() as compiles:
         for step in range(60):
             scores, agrees, where = draw(step, rows=40, shift=1.5 if 20 <= step < 40 else 0.0)
-            cuts = now[:, None, None]  # What the tokens of this batch meet, before it is observed.
-            stops = scores <= cuts
-            first = stops & (np.cumsum(stops, axis=0) == 1)
-            wrong = (first & ~agrees & where[None]).sum()
-            agreement.append(1 - wrong / where.sum())
-            stopped.append((first & where[None]).sum() / where.sum())
-            state = see(state, scores, agrees, where)
+            # What the tokens of this batch meet, before it is observed.
+            agreement.append(1 - wrong_stops(scores, agrees, where, now) / where.sum())
+            stopped.append((leave_at(scores, now) < len(now))[where].mean())
+            state = observe(state, scores, agrees, where)
             now = np.asarray(thresholds(state))
     assert compiles.count == 0
     assert agreement[20] < 0.75  # The drift hurts, or the rest would show nothing.
@@ -200,17 +175,6 @@ def test_what_is_observed_is_a_full_pass_and_its_exits(tiny: Any, name: str) -> 
     np.testing.assert_array_equal(found.work.decisions, [51, 51, 0])
 
 
-def stream(model: Any, count: int, rows: int = 8, width: int = 33) -> list[Batch]:
-    return [
-        Batch(
-            token_ids=np.asarray(model.tokens(rows, width, seed=seed)),
-            lengths=np.full(rows, width, np.int32),
-            window=np.arange(rows),
-        )
-        for seed in range(count)
-    ]
-
-
 EXECUTOR = cases.SHAPES[1].executor
 
 
@@ -224,7 +188,9 @@ def test_adapting_end_to_end(tiny: Any, count_compiles: Any, depths: tuple[int, 
     """Every third batch is full depth, the others are `score` at the thresholds of the state."""
     own = jnp.full(len(depths) - 1, 0.9)
     policy = Thresholded(signal=SoftmaxGap(), thresholds=own, depths=depths)
-    batches = stream(tiny, 9)
+    rows = {"lengths": np.full(8, 33, np.int32), "window": np.arange(8)}
+    texts = [np.asarray(tiny.tokens(8, 33, seed=seed)) for seed in range(9)]
+    batches = [Batch(token_ids=each, **rows) for each in texts]
     adapted(tiny, policy, batches[:2])
     with count_compiles() as compiles:
         found = adapted(tiny, policy, batches)

@@ -1,67 +1,63 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Picking 1 of many: candidates that stay have full depth's scores, others leave by scores."""
+"""Picking 1 of many: who stays has full depth's score, others leave by margins that are tested."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 import pytest
 from helpers.counting import Counting, read_counts
-from helpers.models import Model, live_params
+from helpers.models import Model, live_params, with_random_lens
 from helpers.shared_kv import KINDS
 
+from utio_jax.calibration.guarantee import Fitted, half_of
+from utio_jax.contrib.select.fitting import fit_select, replay, see_all
 from utio_jax.contrib.select.selecting import Select, Selected, read_context, row_flops, select
-from utio_jax.core.lens import Lens, lensed
 from utio_jax.models.presets import TINY
-from utio_jax.policies.depth import uniform
-from utio_jax.staircase.score import run_score
+from utio_jax.models.transformer import Transformer
+from utio_jax.staircase.score import exit_nll
 
 ROWS, WIDTH, SLOTS = 6, 6, 12
 CONTEXT = np.asarray([5, 9, 33, 2, 17, 40, 8], np.int32)
 LENGTHS = np.asarray([3, 6, 1, 5, 2, 6], np.int32)
 CANDIDATES = np.random.default_rng(3).integers(0, TINY.vocab_size, (ROWS, WIDTH)).astype(np.int32)
 DEPTHS = (1, 2)
+TRIED = (0, 1, 2)
+OTHERS: dict[str, dict[str, Any]] = {
+    "swiglu": {"activation": "swiglu", "tie_embeddings": False, "num_kv_heads": 4},
+    "window": {"windows": (3, 0, 4, 0)},
+    "lens": {},
+    "heads of two layers": KINDS["heads of two layers"],
+}
+losses = jax.jit(exit_nll, static_argnums=0)
 
 
-def token_scores(model: Any, depths: Sequence[int] = (*DEPTHS, 4)) -> dict[int, np.ndarray]:
-    """Returns each candidate's tokens' log-likelihood at each depth, by `score` on whole rows.
+def token_scores(model: Any) -> dict[int, np.ndarray]:
+    """Returns each candidate's tokens' log-likelihood at each exit, from whole rows.
 
     `[row, token]`, 0 behind its end. The first token is the context's to predict: at full depth.
     """
     whole = np.concatenate([np.broadcast_to(CONTEXT, (ROWS, CONTEXT.size)), CANDIDATES], axis=1)
-    found = {}
-    for depth in (*depths, model.decoder.config.num_layers):
-        scores = run_score(
-            model.decoder,
-            model.params,
-            jnp.asarray(whole),
-            jnp.asarray(CONTEXT.size + LENGTHS),
-            uniform(depth),
-        )
-        found[depth] = np.array(scores.log_likelihood)[:, CONTEXT.size - 1 : -1]
-    for each in found.values():
-        each[:, 0] = found[model.decoder.config.num_layers][:, 0]
-    return found
+    nll = losses(model.decoder, model.params, whole, CONTEXT.size + LENGTHS)
+    found = -np.asarray(nll)[:, :, CONTEXT.size - 1 : -1]
+    found[:, :, 0] = found[-1, :, 0]
+    return dict(zip(model.decoder.config.exits, found, strict=True))
 
 
-def by_hand(
-    tokens: dict[int, np.ndarray], how: Select, lengths: np.ndarray = LENGTHS
-) -> tuple[int, list[int], dict[int, float]]:
-    """Returns the winner, depths and survivors' scores, one candidate after the other."""
+def assert_right(found: Selected, tokens: dict[int, np.ndarray], how: Select) -> None:
+    """Checks winner, depths and survivors' scores, one candidate after the other."""
     full = max(tokens)
 
     def value(row: int, depth: int) -> float:
         if depth == 0:
             return float(tokens[full][row, 0])
-        total = float(sum(tokens[depth][row, : lengths[row]].tolist()))
-        return total / lengths[row] if how.mean else total
+        total = float(sum(tokens[depth][row, : LENGTHS[row]].tolist()))
+        return total / LENGTHS[row] if how.mean else total
 
-    left = [row for row in range(len(lengths)) if lengths[row]]
-    depths = [0] * len(lengths)
+    left, depths = [*range(ROWS)], [0] * ROWS
     for depth, margin in zip(how.depths, np.asarray(how.margins).tolist(), strict=True):
         for row in left:
             depths[row] = depth
@@ -69,11 +65,9 @@ def by_hand(
         left = [row for row in left if bar - value(row, depth) <= margin]
     for row in left:
         depths[row] = full
-    return (
-        max(left, key=lambda row: value(row, full)),
-        depths,
-        {row: value(row, full) for row in left},
-    )
+    assert found.winner == max(left, key=lambda row: value(row, full))
+    assert found.depths.tolist() == depths
+    np.testing.assert_allclose(found.scores[left], [value(row, full) for row in left], atol=1e-4)
 
 
 def run(model: Any, how: Select, **changes: Any) -> Selected:
@@ -83,64 +77,27 @@ def run(model: Any, how: Select, **changes: Any) -> Selected:
     return select(model.decoder, model.params, context, *rows, how)
 
 
-def assert_right(found: Selected, tokens: dict[int, np.ndarray], how: Select) -> None:
-    winner, depths, scores = by_hand(tokens, how)
-    assert found.winner == winner
-    assert found.depths.tolist() == depths
-    stayed = sorted(scores)
-    np.testing.assert_allclose(found.scores[stayed], [scores[row] for row in stayed], atol=1e-4)
+def select_at(depths: Any, *margins: float, mean: bool = True) -> Select:
+    return Select(depths=depths, margins=np.asarray(margins, np.float32), mean=mean)
 
 
-@pytest.fixture(scope="module")
-def tokens(tiny: Model) -> dict[int, np.ndarray]:
-    return token_scores(tiny)
-
-
-def margins_of(*margins: float) -> np.ndarray:
-    return np.asarray(margins, np.float32)
-
-
-@pytest.mark.parametrize(
-    "margins", [(0.0, 0.0), (0.3, 0.1), (2.0, 0.05), (np.inf, np.inf)], ids=str
-)
-def test_survivors_have_full_depths_scores_and_the_rest_left_where_they_should(
-    tiny: Model, tokens: dict[int, np.ndarray], margins: tuple[float, ...]
-) -> None:
-    how = Select(depths=DEPTHS, margins=margins_of(*margins))
-    found = run(tiny, how)
-    assert_right(found, tokens, how)
-    if np.isinf(margins).all():  # None leaves: the full model, for all.
-        assert np.isfinite(found.seen).all()
-        priced = row_flops(tiny.decoder, tiny.params, (*DEPTHS, 4), tokens=WIDTH, slots=SLOTS)
-        assert found.flops(tiny.decoder, tiny.params) == pytest.approx(ROWS * priced.sum())
-
-
-@pytest.mark.parametrize("kind", ["swiglu", "window", "lens", "heads of two layers"])
-def test_random_margins_on_other_models(tiny: Model, tiny_swiglu: Model, kind: str) -> None:
-    model: Any = tiny_swiglu if kind == "swiglu" else tiny
-    if kind in ("window", *KINDS):  # Of layers that read others' keys and values, too.
-        changes = KINDS.get(kind, {"windows": (3, 0, 4, 0)})
-        decoder = type(tiny.decoder)(dataclasses.replace(TINY, **changes))
-        model = Model(decoder, live_params(decoder, seed=2))
+@pytest.mark.parametrize("kind", OTHERS)
+def test_survivors_have_full_depths_scores_and_the_rest_left_where_they_should(kind: str) -> None:
+    decoder = Transformer(dataclasses.replace(TINY, **OTHERS[kind]))
+    model = Model(decoder, live_params(decoder, seed=2))
     if kind == "lens":
-        rng = np.random.default_rng(0)
-        matrix = rng.normal(size=(2, TINY.embed_dim, TINY.embed_dim)).astype(np.float32) * 0.1
-        lens = Lens(matrix=jnp.asarray(matrix), bias=jnp.ones((2, TINY.embed_dim)), exits=(1, 2))
-        model = Model(*lensed(tiny.decoder, tiny.params, lens))
+        model = with_random_lens(model)
     tokens, rng = token_scores(model), np.random.default_rng(1)
     for _ in range(10):
         depths = [(0, 1, 2), (1, 2), ()][rng.integers(3)]
-        how = Select(
-            depths=depths,
-            margins=rng.choice([0.0, 0.1, 0.5, 2.0, np.inf], len(depths)).astype(np.float32),
-            mean=bool(rng.integers(2)),
-        )
+        margins = rng.choice([0.0, 0.1, 0.5, 2.0, np.inf], len(depths))
+        how = select_at(depths, *margins, mean=bool(rng.integers(2)))
         assert_right(run(model, how), tokens, how)
 
 
 def test_padding_and_absent_candidates_change_nothing(tiny: Model) -> None:
-    how = Select(depths=DEPTHS, margins=margins_of(2.0, 0.5))
-    bare = run(tiny, how)
+    how = select_at(DEPTHS, 2.0, 0.5)
+    bare = run(tiny, how, slots=CONTEXT.size)
     wide = np.full((ROWS + 2, WIDTH + 3), 7, np.int32)
     wide[1 : ROWS + 1, :WIDTH] = CANDIDATES
     lengths = np.asarray([0, *LENGTHS, 0], np.int32)
@@ -152,29 +109,27 @@ def test_padding_and_absent_candidates_change_nothing(tiny: Model) -> None:
 
 
 def test_only_those_left_run_in_the_narrowest_batch_that_holds_them(
-    tiny: Model, tokens: dict[int, np.ndarray], count_compiles: Any
+    tiny: Model, count_compiles: Any
 ) -> None:
-    decoder = Counting(TINY)
+    decoder, tokens = Counting(TINY), token_scores(tiny)
     model = Model(decoder, tiny.params)
     widths, runs, keys = (1, 2, 3, 6), WIDTH - 1, SLOTS + WIDTH - 1
     for margins in [(0.0, 0.0), (0.3, 0.1), (2.0, 0.05)]:
-        how = Select(depths=DEPTHS, margins=margins_of(*margins))
+        how = select_at(DEPTHS, *margins)
         context = read_context(decoder, model.params, CONTEXT, slots=SLOTS)
         read_counts()
         found = select(decoder, model.params, context, CANDIDATES, LENGTHS, how)
-        depths = np.asarray(by_hand(tokens, how)[1])
-        left = [int((depths >= stop).sum()) for stop in (1, 2, 4)]
+        assert_right(found, tokens, how)
+        left = [int((found.depths >= stop).sum()) for stop in (1, 2, 4)]
         slots = np.asarray([min(w for w in widths if w >= count) * runs for count in left])
-        layers = np.asarray([1, 1, 2])
-        assert found.work.queries.tolist() == (slots * layers).tolist()
+        ran, counts = slots * [1, 1, 2], read_counts()
+        assert found.work.queries.tolist() == ran.tolist()
         assert found.work.heads.tolist() == slots.tolist()
-        assert found.work.key_slots.tolist() == (slots * layers * keys).tolist()
-        counts = read_counts()
-        assert counts["queries"] == counts["keys_values"] == (slots * layers).sum()
-        assert counts["finish_layer"] == (slots * layers).sum()
+        assert found.work.key_slots.tolist() == (ran * keys).tolist()
+        assert counts["queries"] == counts["keys_values"] == counts["finish_layer"] == ran.sum()
         assert counts["unembed"] == slots.sum()
-    with count_compiles() as compiles:  # The same shapes again: other texts, other margins.
-        run(model, dataclasses.replace(how, margins=margins_of(2.0, 0.05)), ids=CONTEXT[::-1])
+    with count_compiles() as compiles:  # The same shapes again: another text.
+        run(model, how, ids=CONTEXT[::-1])
     assert compiles.count <= 2  # Another number may be left, so another width: one per segment.
     with count_compiles() as compiles:
         select(decoder, model.params, context, CANDIDATES, LENGTHS, how)
@@ -186,39 +141,97 @@ def test_keys_and_values_are_made_where_the_model_makes_some_and_kept(kind: str)
     decoder = Counting(dataclasses.replace(TINY, **KINDS[kind]))
     model = Model(decoder, live_params(decoder))
     context = read_context(decoder, model.params, CONTEXT, slots=SLOTS)
-    for depths in ((), DEPTHS):
-        read_counts()
-        none = Select(depths=depths, margins=np.full(len(depths), np.inf))
-        found = select(decoder, model.params, context, CANDIDATES, LENGTHS, none)
-        made = ROWS * (WIDTH - 1) * decoder.config.kv_layers
-        assert found.work.keys_values.sum() == read_counts()["keys_values"] == made
-        ends = (*depths, 4)
-        priced = row_flops(decoder, model.params, ends, tokens=WIDTH, slots=SLOTS)
-        assert found.flops(decoder, model.params) == pytest.approx(ROWS * priced.sum())
+    read_counts()
+    none = select_at(DEPTHS, np.inf, np.inf)
+    found = select(decoder, model.params, context, CANDIDATES, LENGTHS, none)
+    made = ROWS * (WIDTH - 1) * decoder.config.kv_layers
+    assert found.work.keys_values.sum() == read_counts()["keys_values"] == made
+    priced = row_flops(decoder, model.params, (*DEPTHS, 4), tokens=WIDTH, slots=SLOTS)
+    assert found.flops(decoder, model.params) == pytest.approx(ROWS * priced.sum())
 
 
-@pytest.mark.parametrize(
-    ("depths", "margins", "message"),
-    [
-        ((2, 1), (1, 1), "strictly increasing"),
-        ((1, 4), (1, 1), "strictly increasing"),
-        (DEPTHS, (1.0,), "a margin of at least 0 for each of depths"),
-        (DEPTHS, (1.0, -1.0), "at least 0"),
-        (DEPTHS, (1.0, np.nan), "at least 0"),
-    ],
-)
-def test_what_does_not_fit_is_named(
-    tiny: Model, depths: Any, margins: Any, message: str, unchecked_shapes: None
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        Select(depths=depths, margins=margins_of(*margins)).check(tiny.decoder, rows=ROWS)
+def scores_of(queries: int) -> np.ndarray:
+    """Returns scores `[query, boundary, row]`: full depth's, behind noise that fades with depth."""
+    rng = np.random.default_rng(0)
+    full = rng.normal(size=(queries, 1, 8))
+    early = full + np.asarray([[2.0], [0.6], [0.2]]) * rng.normal(size=(queries, 3, 8))
+    return np.concatenate([early, full], axis=1).astype(np.float32)
 
 
-def test_contexts_and_candidates_that_do_not_fit_are_named(
-    tiny: Model, unchecked_shapes: None
-) -> None:
-    decoder, params = tiny.decoder, tiny.params
-    how = Select(depths=DEPTHS, margins=margins_of(1, 1))
+def fit(tiny: Model, seen: np.ndarray, **options: object) -> Fitted:
+    given = {"depths": TRIED, "tokens": 8, "slots": 16, "max_disagreement": 0.05} | options
+    return fit_select(tiny.decoder, tiny.params, seen, **given)  # type: ignore[arg-type]
+
+
+def test_a_replay_is_the_loop_as_written() -> None:
+    seen = scores_of(40)
+    seen[3, :, 5:] = np.nan  # Three candidates that there are not.
+    margins = np.asarray([1.5, 0.7, 0.1], np.float32)
+    counts, lost = replay(seen, margins)
+    for query, table in enumerate(seen):
+        left = [row for row in range(8) if not np.isnan(table[-1, row])]
+        winner = max(left, key=lambda row: table[-1, row])
+        mine = [len(left)]
+        for scores, margin in zip(table, margins.tolist(), strict=False):
+            bar = max(scores[row] for row in left)
+            left = [row for row in left if bar - scores[row] <= np.float32(margin)]
+            mine.append(len(left))
+        assert counts[query].tolist() == mine
+        assert lost[query] == (winner not in left)
+    assert 0 < lost.sum() < 40
+
+
+def test_the_cheapest_that_passes_is_chosen_and_costs_what_it_says(tiny: Model) -> None:
+    seen = scores_of(400)
+    fitted = fit(tiny, seen)
+    ratios = [rung.cost for rung in fitted.ladder]
+    assert ratios == sorted(ratios, reverse=True)
+    last = [*(rung.p_value <= 0.05 for rung in fitted.ladder), False].index(False) - 1
+    assert fitted.chosen is fitted.ladder[last].setting
+    assert 0 < last < len(fitted.ladder) - 1
+    assert fitted.ladder[last].cost < fitted.ladder[0].cost < 1
+    assert fitted.tested == 200
+
+
+def test_queries_of_one_document_stay_on_one_side(tiny: Model) -> None:
+    groups = np.repeat(np.arange(4), 100)
+    assert len({*half_of(groups, 0)[::100].tolist()}) == 2
+    seen = scores_of(400)
+    tests = ~half_of(groups, 0)
+    seen[tests, :-1] = -seen[tests, -1:]  # Documents of which exits say the opposite: they test.
+    fitted = fit(tiny, seen, groups=groups)
+    assert fitted.tested == 200
+    assert fitted.ladder[-1].risk > 0.5
+
+
+def test_what_is_seen_is_what_selecting_would_see(tiny: Model) -> None:
+    rng = np.random.default_rng(0)
+    queries = [
+        (rng.integers(0, 64, 7), rng.integers(0, 64, (4, 3)), np.asarray([3, 2, 3, 1]))
+        for _ in range(3)
+    ]
+    seen = see_all(tiny.decoder, tiny.params, queries, depths=TRIED, slots=8)
+    assert seen.shape == (3, 4, 4)
+    how = select_at((1,), 0.2)
+    for (ids, candidates, lengths), table in zip(queries, seen, strict=True):
+        context = read_context(tiny.decoder, tiny.params, ids, slots=8)
+        found = select(tiny.decoder, tiny.params, context, candidates, lengths, how)
+        (counts,), (lost,) = replay(table[None, [1, 3]], how.margins)
+        assert counts.tolist() == [4, int((found.depths == 4).sum())]
+        assert (found.winner != table[-1].argmax()) == lost
+
+
+def test_what_does_not_fit_is_named(tiny: Model, unchecked_shapes: None) -> None:
+    decoder, params, how = tiny.decoder, tiny.params, select_at(DEPTHS, 1, 1)
+    for wrong, message in (
+        (select_at((2, 1), 1, 1), "strictly increasing"),
+        (select_at((1, 4), 1, 1), "strictly increasing"),
+        (select_at(DEPTHS, 1), "a margin of at least 0 for each of depths"),
+        (select_at(DEPTHS, 1, -1), "at least 0"),
+        (select_at(DEPTHS, 1, np.nan), "at least 0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            wrong.check(decoder, rows=ROWS)
     for ids, slots in (([], None), (CONTEXT, 4), (np.zeros(129, np.int32), None)):
         with pytest.raises(ValueError, match="Wanted a context of 1 to"):
             read_context(decoder, params, np.asarray(ids, np.int32), slots=slots)
@@ -231,3 +244,9 @@ def test_contexts_and_candidates_that_do_not_fit_are_named(
     both = type(decoder)(dataclasses.replace(TINY, causal=False))
     with pytest.raises(ValueError, match="Wanted a causal model"):
         read_context(both, params, CONTEXT)
+    with pytest.raises(ValueError, match="Make them with see_all"):
+        fit(tiny, scores_of(400)[:, 1:])
+    with pytest.raises(ValueError, match="Wanted at least 118 queries"):
+        fit(tiny, scores_of(117))
+    with pytest.raises(ValueError, match="a group for each of 400 queries"):
+        fit(tiny, scores_of(400), groups=np.zeros(3, np.int32))

@@ -10,14 +10,13 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
-from helpers.gguf_files import describe_pieces, write_gguf
+from helpers.gguf_files import PIECES, write_with_pieces
 
 from utio_jax.models.gguf.header import read_header
 from utio_jax.models.gguf.tokenizer import build_tokenizer
 from utio_jax.models.gguf.weights import config_of
 
 FOLDER = Path(__file__).parents[1] / "huggingface"
-PIECES = ["<|endoftext|>", "<|im_end|>", *(chr(ord("!") + i) for i in range(45)), "!$"]
 
 
 @pytest.fixture(scope="module")
@@ -25,14 +24,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small model with a tokenizer and a chat template."""
     file = tmp_path_factory.mktemp("whole") / "m.gguf"
     template = "{% for message in messages %}{{ message.content }}{% endfor %}"
-    write_gguf(
-        file,
-        FOLDER / "qwen2",
-        arch="qwen2",
-        describe=lambda writer: describe_pieces(
-            writer, PIECES, [3, 3] + [1] * 46, merges=["! $"], template=template, eos=1, bos=0
-        ),
-    )
+    write_with_pieces(file, FOLDER / "qwen2", arch="qwen2", template=template, eos=1, bos=0)
     return file
 
 

@@ -21,11 +21,7 @@ config = model.decoder.config
 peer = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32).eval()
 ids = np.random.default_rng(0).integers(0, config.vocab_size, (4, 24)).astype(np.int32)
 (x,) = dense_states(
-    model.decoder,
-    model.params,
-    jnp.asarray(ids),
-    jnp.full(4, 24),
-    depths=(config.num_layers,),
+    model.decoder, model.params, jnp.asarray(ids), jnp.full(4, 24), depths=(config.num_layers,)
 )
 with torch.inference_mode():
     wanted = peer(torch.from_numpy(ids.astype(np.int64))).logits.numpy()

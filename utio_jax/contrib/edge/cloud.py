@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from functools import partial
 from typing import Any
 
 import jax
@@ -19,7 +20,7 @@ import numpy as np
 import zmq
 
 from utio_jax.contrib.edge import wire
-from utio_jax.contrib.edge.parts import Row, identify
+from utio_jax.contrib.edge.parts import Row
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.decoding.sampling import SamplingParams, rows_of
 
@@ -46,24 +47,24 @@ class Cloud:
         Raises:
           ValueError: rows, a key, an address or an exit that cannot be.
         """
-        layers, dim = decoder.config.num_layers, decoder.config.embed_dim
+        config, layers = decoder.config, decoder.config.num_layers
+        dim, most = self._sizes = config.embed_dim, config.context_length
         if not 1 <= exit < layers or rows < 1:
             raise ValueError(
                 f"Wanted an exit from 1 to {layers - 1}: both sides run some of the model's "
                 f"{layers} layers; and at least one row. Got exit={exit}, rows={rows}. For "
                 f"example: exit={max(1, layers // 2)}."
             )
-        self._decoder, self._params, self._most_rows = decoder, params, rows
-        self._exit, self._layers = exit, layers
-        self._wanted = (wire.PROTOCOL, identify(decoder, params), exit)
-        self._rows: OrderedDict[bytes, tuple[int, Row]] = OrderedDict()  # Numbers of texts, rows.
+        self._wanted = wire.identify(decoder, params, exit)
+        self._new_row = partial(Row, decoder, params, start=exit, stop=layers)
         self._new_row().compile()
+        self._rows, self._most_rows = OrderedDict[bytes, Row](), rows
         self._ended, self._context = threading.Event(), zmq.Context()
         self._socket = socket = self._context.socket(zmq.ROUTER)
         try:
             socket.curve_server, socket.curve_secretkey = 1, wire.server_key(key)
             socket.linger, socket.ipv6, socket.backlog = 1000, "[" in address, 1024
-            socket.maxmsgsize = wire.MOST_SAID + 4 * dim * decoder.config.context_length
+            socket.maxmsgsize = wire.MOST_SAID + 4 * dim * most
             socket.bind(address)
             self.address = socket.getsockopt_string(zmq.LAST_ENDPOINT)
         except zmq.ZMQError as error:
@@ -108,49 +109,41 @@ class Cloud:
 
     def _answer(self, edge: bytes, frames: list[bytes]) -> bytes:
         """Returns the answer to an edge's message. Raises ValueError to refuse it."""
-        if len(frames) != 2 or len(frames[0]) != wire.ASK.size:
+        if frames[0] != self._wanted:
+            wanted, got = (each[:80].decode(errors="replace") for each in (self._wanted, frames[0]))
+            raise ValueError(
+                f"Wanted an edge of protocol, model and exit {wanted}. Got {got}. Start both with "
+                "the same version, weights, config and exit."
+            )
+        if len(frames) != 3 or len(frames[1]) != wire.ASK.size:
             raise ValueError(f"Wanted a header of {wire.ASK.size} bytes, and states.")
-        ask, config = wire.Ask(*wire.ASK.unpack(frames[0])), self._decoder.config
-        if ask[:3] != self._wanted:
-            wanted, got = (
-                f"protocol {protocol}, model {model.decode(errors='replace')}, exit {exit_}"
-                for protocol, model, exit_ in (self._wanted, ask[:3])
-            )
+        wide, first, seed, temperature, top_k, top_p, min_p = wire.ASK.unpack(frames[1])
+        sampling = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+        dim, most = self._sizes
+        size, data = wide * dim, frames[2]
+        if wide not in (2, 4) or not data or len(data) % size:
+            raise ValueError(f"Wanted states of whole tokens, {size} bytes each. Got {len(data)}.")
+        x = np.frombuffer(data, f"<f{wide}").reshape(-1, dim).astype(np.float32)
+        if first + len(x) > most:
             raise ValueError(
-                f"Wanted an edge with {wanted}. Got {got}. Start both with the same version, "
-                "weights, config and exit."
+                f"Wanted at most {most} tokens, the cloud's context. Got {first + len(x)}. Cut the "
+                "prompt or max_new_tokens."
             )
-        x = wire.unpack_states(frames[1], ask.wide, config.embed_dim)
-        if ask.first + len(x) > config.context_length or ask.top_k >= 2**31:
-            raise ValueError(
-                f"Wanted at most {config.context_length} tokens, the cloud's context, and a top-k "
-                f"of 31 bits. Got {ask.first + len(x)} and {ask.top_k}. Cut the prompt or "
-                "max_new_tokens."
-            )
-        row = self._row_of(edge, ask.text)
-        if ask.first != row.ran:
-            return wire.MISSING.pack(b"m", row.ran)
-        return self._next_token(row, x, ask)
-
-    def _new_row(self) -> Row:
-        return Row(self._decoder, self._params, start=self._exit, stop=self._layers)
-
-    def _row_of(self, edge: bytes, text: int) -> Row:
-        """Returns the row of an edge; it may be that of another one, which has been idle."""
-        known, row = self._rows.pop(edge, (-1, None))
-        if row is None and len(self._rows) >= self._most_rows:
-            _, (_, row) = self._rows.popitem(last=False)
-        row = row or self._new_row()
-        if known != text:
+        row = self._row_of(edge)
+        if not first:  # Another text, or this one once more.
             row.ran = 0
-        self._rows[edge] = text, row
-        return row
+        if first != row.ran:
+            return b"m"
+        slots = sum(len(block) for block, _ in row.run(x))
+        token, log_probability, _ = jax.device_get(row.read(None, rows_of([sampling]), 0, seed))
+        return wire.TOKEN.pack(b"t", token, log_probability, slots)
 
-    def _next_token(self, row: Row, x: np.ndarray, ask: wire.Ask) -> bytes:
-        """Runs states through the deep layers; returns the token behind the last one."""
-        before = row.slots
-        row.run(x)
-        options = {name: getattr(ask, name) for name in wire.Ask._fields[-4:]}
-        sampling = rows_of([SamplingParams(**options)])
-        token, log_probability, _ = jax.device_get(row.read(None, sampling, 0, ask.seed))
-        return wire.TOKEN.pack(b"t", token, log_probability, row.slots - before)
+    def _row_of(self, edge: bytes) -> Row:
+        """Returns an edge's row; a new one takes the place of that idle for the longest time."""
+        row = self._rows.pop(edge, None)
+        if row is None:
+            if len(self._rows) >= self._most_rows:
+                self._rows.popitem(last=False)
+            row = self._new_row()
+        self._rows[edge] = row
+        return row

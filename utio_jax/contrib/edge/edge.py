@@ -16,13 +16,15 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
+import jax
 import numpy as np
 import zmq
 
 from utio_jax.contrib.edge import wire
-from utio_jax.contrib.edge.parts import Row, first_layers, identify
+from utio_jax.contrib.edge.parts import Row
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.decoding.loop import canonical, check_prompts
 from utio_jax.decoding.sampling import SamplingParams, check_sampling, rows_of
@@ -42,7 +44,6 @@ class EdgeText:
       edge_layers: token slots that ran a layer on the edge, prompt and padding included.
       cloud_layers: the same in the cloud.
       states_sent: tokens whose states were sent.
-      sent: of the states so far, those that the cloud has.
       bytes_up: of messages to the cloud, without what ZeroMQ adds; `bytes_down` of its answers.
       seconds_waited: for the cloud's answers.
       lost: why the cloud was lost; None: it was not.
@@ -55,7 +56,6 @@ class EdgeText:
     edge_layers: int = 0
     cloud_layers: int = 0
     states_sent: int = 0
-    sent: int = 0
     bytes_up: int = 0
     bytes_down: int = 0
     seconds_waited: float = 0.0
@@ -83,14 +83,13 @@ class Edge:
                 "Thresholded(signal=SoftmaxGap(), thresholds=..., "
                 f"depths=({layers // 2}, {layers}))."
             )
-        self._exit, self._link = depths[0], link
+        self._config, self._exit, self._link = decoder.config, depths[0], link
         self._policy = None if link is None else canonical(policy)
-        self._decoder, self._params = decoder, first_layers(decoder, params, self._exit)
-        self._row, self._texts = self._new_row(), 0
-        self._model = b"" if link is None else identify(decoder, params)
-
-    def _new_row(self) -> Row:
-        return Row(self._decoder, self._params, start=0, stop=self._exit)
+        self._model = b"" if link is None else wire.identify(decoder, params, self._exit)
+        stacked = {id(leaf) for leaf in jax.tree.leaves(decoder.layers(params))}
+        mine = jax.tree.map(lambda y: y[: self._exit] if id(y) in stacked else y, params)
+        self._new_row = partial(Row, decoder, mine, start=0, stop=self._exit)
+        self._row = self._new_row()
 
     def __enter__(self) -> Any:
         return self
@@ -133,79 +132,83 @@ class Edge:
             context, a cloud with another model, exit or protocol, or states that the link's type
             cannot hold.
         """
-        config = self._decoder.config
-        (ids,) = check_prompts([prompt], config=config, max_new_tokens=max_new_tokens)
-        ends = config.eos_ids if eos_ids is None else tuple(eos_ids)
+        config, text, states = self._config, EdgeText(), list[np.ndarray]()
+        (new,) = check_prompts([prompt], config=config, max_new_tokens=max_new_tokens)
+        ends = config.eos_ids if eos_ids is None else eos_ids
         check_sampling(sampling, rows=1)
-        method = rows_of([sampling])
-        drawn = [np.asarray(getattr(method, name))[0].item() for name in wire.Ask._fields[-4:]]
-        wide = 2 if self._link is not None and self._link.states == "float16" else 4
-        self._texts, self._row.ran, self._row.slots = self._texts + 1, 0, 0
-        fields = (self._exit, wide, self._texts, 0, seed % 2**32)
-        ask = wire.Ask(wire.PROTOCOL, self._model, *fields, *drawn)
-        text, new, states = EdgeText(), np.asarray(ids, np.int32), list[np.ndarray]()
+        method, seed = rows_of([sampling]), seed % 2**32
+        drawn = seed, *(leaf.item() for leaf in jax.tree.leaves(method))
+        self._row.ran = self._sent = 0
         try:
-            while len(text.token_ids) < max_new_tokens and not {*text.token_ids[-1:]} & {*ends}:
+            for _ in range(max_new_tokens):
                 for x, real in self._row.run(new):
+                    text.edge_layers += len(x) * self._exit
                     if self._link is not None:
                         states.extend(np.asarray(x, np.float32)[:real])
-                token, log_probability, deeper = self._row.read(
-                    self._policy, method, int(new[-1]), ask.seed
-                )
-                found = self._by_cloud(ask, states, text) if deeper else None
-                text.decided.append(self._exit if found is None else config.num_layers)
-                token, log_probability = found or (int(token), float(log_probability))
+                read = self._row.read(self._policy, method, int(new[-1]), seed)
+                token, log_probability, deeper = read
+                depth = self._exit
+                if deeper and text.lost is None:
+                    try:
+                        token, log_probability = self._ask(drawn, states, text)
+                        depth = config.num_layers
+                    except ConnectionError as error:
+                        self.close()
+                        text.lost = str(error)
+                text.fallbacks += bool(deeper) and depth == self._exit
+                token = int(token)
+                text.decided.append(depth)
                 text.token_ids.append(token)
-                text.log_probabilities.append(log_probability)
+                text.log_probabilities.append(float(log_probability))
                 new = np.asarray([token], np.int32)
                 on_token(token)
+                if token in ends:
+                    break
         except BaseException:  # The cache may have been donated, an answer may be on its way.
             self._row = self._new_row()
             self.close()
             raise
-        text.edge_layers = self._row.slots * self._exit
         return text
 
-    def _by_cloud(
-        self, ask: wire.Ask, states: list[np.ndarray], text: EdgeText
-    ) -> tuple[int, float] | None:
-        """Returns the cloud's token and its log-probability; None where the cloud is lost."""
-        began = time.monotonic()
-        if text.lost is None:
-            try:
-                return self._ask(ask, states, text)
-            except ConnectionError as error:
-                self.close()
-                text.lost = str(error)
-            finally:
-                text.seconds_waited += time.monotonic() - began
-        text.fallbacks += 1
-        return None
+    def _ask(
+        self, drawn: tuple[float, ...], states: list[np.ndarray], text: EdgeText
+    ) -> tuple[int, float]:
+        """Returns the cloud's token and its log-probability, once it has all states.
 
-    def _ask(self, ask: wire.Ask, states: list[np.ndarray], text: EdgeText) -> tuple[int, float]:
-        """Returns the cloud's token and its log-probability, once it has all states."""
-        link, config, first = self._link, self._decoder.config, text.sent
+        Raises:
+          ConnectionError: the cloud is lost.
+          ValueError: it refuses.
+        """
+        link, config = self._link, self._config
         assert link is not None
         self._socket = self._socket or wire.connect(link)
-        for _ in range(3):  # It may have forgotten the text once, or been started again.
+        for first in (self._sent, 0):
             data = wire.pack_states(np.stack(states[first:]), link.states)
-            answer = wire.answer_to(self._socket, link, ask._replace(first=first), data)
-            text.bytes_up += wire.ASK.size + len(data)
+            header = wire.ASK.pack(np.dtype(link.states).itemsize, first, *drawn)
+            began = time.monotonic()
+            self._socket.send_multipart([self._model, header, data])
+            in_time = self._socket.poll(round(1000 * link.seconds))
+            text.seconds_waited += time.monotonic() - began
+            if not in_time:
+                raise ConnectionError(
+                    f"Wanted the cloud at {link.address}. Got no answer within {link.seconds:g} s. "
+                    "Is it running, and has it the same key?"
+                )
+            answer = b"".join(self._socket.recv_multipart())
+            text.bytes_up += len(self._model) + len(header) + len(data)
             text.bytes_down += len(answer)
             text.states_sent += len(states) - first
-            kind, said = answer[:1], answer[1:].decode(errors="replace")
-            if kind == b"r":
-                raise ValueError(f"Wanted an answer of the cloud at {link.address}. Got: {said}")
-            if kind == b"f":
-                raise ConnectionError(f"The cloud at {link.address} failed: {said}")
-            if kind == b"m" and len(answer) == wire.MISSING.size:
-                first = min(wire.MISSING.unpack(answer)[1], len(states) - 1)
-                continue
-            if kind == b"t" and len(answer) == wire.TOKEN.size:
-                _, token, log_probability, slots = wire.TOKEN.unpack(answer)
-                if token < config.vocab_size and not math.isnan(log_probability):
-                    text.sent = len(states)
-                    text.cloud_layers += slots * (config.num_layers - self._exit)
-                    return token, log_probability
-            raise ConnectionError(f"The cloud at {link.address} answers nonsense: {answer[:40]!r}.")
-        raise ConnectionError(f"The cloud at {link.address} forgets texts at once: too few rows.")
+            if answer != b"m":  # It has not forgotten the text, nor been started again.
+                break
+        kind, said = answer[:1], answer[1:].decode(errors="replace")
+        if kind == b"r":
+            raise ValueError(f"Wanted an answer of the cloud at {link.address}. Got: {said}")
+        if kind == b"f":
+            raise ConnectionError(f"The cloud at {link.address} failed: {said}")
+        if kind == b"t" and len(answer) == wire.TOKEN.size:
+            _, token, log_probability, slots = wire.TOKEN.unpack(answer)
+            if token < config.vocab_size and not math.isnan(log_probability):
+                self._sent = len(states)
+                text.cloud_layers += slots * (config.num_layers - self._exit)
+                return token, log_probability
+        raise ConnectionError(f"The cloud at {link.address} answers nonsense: {answer[:40]!r}.")

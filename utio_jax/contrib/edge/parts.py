@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import itertools
 from functools import partial
 from typing import Any
@@ -15,37 +14,16 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from utio_jax.attention.cache import KVCache, init_cache, key_widths
-from utio_jax.core.decoder import Decoder, Params, apply_exit_lens, check_own_kv
-from utio_jax.core.files import hash_params
+from utio_jax.core.decoder import Decoder, Params, check_own_kv
+from utio_jax.decoding.rows import CachedRows, RowSlots
 from utio_jax.decoding.sampling import DRAW, SamplingParams, draw, rows_of, token_keys
 from utio_jax.decoding.segments import block_at, run_segment
-from utio_jax.policies.base import Boundary, Policy
+from utio_jax.policies.base import Policy
+from utio_jax.staircase.base import Tokens
+from utio_jax.staircase.exit_head import Head, Model, Reading, Readout
 
 CHUNKS = (1, 4, 16, 64)
 """Tokens that run at once: whole ones of the widest, then the narrowest that holds the rest."""
-
-
-def first_layers(decoder: Decoder, params: Params, stop: int) -> Params:
-    """Returns a model's parameters without the layers from `stop` on."""
-    stacked = {id(leaf) for leaf in jax.tree.leaves(decoder.layers(params))}
-    return jax.tree.map(lambda leaf: leaf[:stop] if id(leaf) in stacked else leaf, params)
-
-
-def identify(decoder: Decoder, params: Params) -> bytes:
-    """Returns 16 letters: a digest of a model, its config, and its weights and their types."""
-    said = f"{decoder!r} {hash_params(params)}"
-    return hashlib.sha256(said.encode()).hexdigest()[:16].encode()
-
-
-def pieces(count: int) -> list[tuple[int, int]]:
-    """Returns blocks for so many tokens: how many of each are real, and how many run.
-
-    >>> pieces(70)
-    [(64, 64), (6, 16)]
-    """
-    whole, rest = divmod(count, CHUNKS[-1])
-    last = [(rest, min(w for w in CHUNKS if w >= rest))] if rest else []
-    return [(CHUNKS[-1], CHUNKS[-1])] * whole + last
 
 
 class Row:
@@ -54,43 +32,44 @@ class Row:
     Attributes:
       ran: tokens that have run.
       last: state of the last of them.
-      slots: that ran, padding included.
     """
 
     def __init__(self, decoder: Decoder, params: Params, *, start: int, stop: int) -> None:
         check_own_kv(decoder, what="layers in two processes")
         config = decoder.config
-        self.widths = key_widths(config.context_length, key_step=32)
+        self._widths = key_widths(config.context_length, key_step=32)
         self._model, self._layers = (decoder, params), {"start": start, "stop": stop}
         nothing = jnp.zeros((1,), jnp.int32)
         dtype = jax.eval_shape(decoder.embed, params, nothing, nothing).dtype
         layers = dataclasses.replace(config, num_layers=stop, exits=(), windows=())
         self.cache = init_cache(layers, batch=1, slots=config.context_length, dtype=dtype)
-        self.last, self.ran, self.slots = jnp.zeros(config.embed_dim, dtype), 0, 0
+        self.last, self.ran = jnp.zeros(config.embed_dim, dtype), 0
 
     def compile(self, policy: Policy | None = None) -> None:
         """Compiles every program that tokens of a row may need."""
-        dim, start = self.last.size, self._layers["start"]
-        for chunk, width in itertools.product(CHUNKS, self.widths):
-            real = min(chunk, width)
-            self.ran = width - real
-            self.run(np.zeros((real, dim), np.float32) if start else np.zeros(real, np.int32))
+        for chunk, width in itertools.product(CHUNKS, self._widths):
+            ids = np.zeros(min(chunk, width), np.int32)
+            states = np.zeros((ids.size, self.last.size), np.float32)
+            self.ran = width - ids.size
+            self.run(states if self._layers["start"] else ids)
         self.read(policy, rows_of([SamplingParams()]), 0, 0)
-        self.ran = self.slots = 0
+        self.ran = 0
 
     def run(self, inputs: np.ndarray) -> list[tuple[Array, int]]:
         """Runs the next tokens: ids, or states at `start`; returns blocks of states, sizes."""
-        found, done = [], 0
-        for real, wide in pieces(len(inputs)):
-            block = np.zeros((wide, *inputs.shape[1:]), inputs.dtype)
-            block[:real] = inputs[done : done + real]
-            width = min(each for each in self.widths if each >= self.ran + real)
+        found = []
+        for done in range(0, len(inputs), CHUNKS[-1]):
+            part = inputs[done : done + CHUNKS[-1]]
+            real = len(part)
+            wide = min(chunk for chunk in CHUNKS if chunk >= real)
+            width = min(each for each in self._widths if each >= self.ran + real)
+            block = np.resize(part, (wide, *part.shape[1:]))  # Repeated, where it is too short.
             where = np.int32(self.ran), np.int32(real)
             x, self.last, self.cache = run_block(
                 *self._model, self.cache, block, *where, width=width, **self._layers
             )
             found.append((x, real))
-            done, self.ran, self.slots = done + real, self.ran + real, self.slots + wide
+            self.ran += real
         return found
 
     def read(
@@ -148,28 +127,17 @@ def read_last(  # noqa: PLR0913 (arrays of one token)
 
     `x` is the last token's state at `depth`. Without a policy none goes deeper.
     """
-    with jax.named_scope("head"):
-        seen = apply_exit_lens(decoder, params, x[None], depth)
-        logits = decoder.unembed(params, seen).astype(jnp.float32)
-    ids, places, goes = token_id[None, None], position[None, None], jnp.bool_(False)
-
-    def per_token(function: Any, *arrays: jax.Array) -> jax.Array:
-        return function(*(array[:, 0] for array in arrays))[:, None]
-
+    ids, positions, live = token_id[None, None], position[None, None], jnp.ones((1, 1), jnp.bool_)
+    tokens = Tokens.at(decoder, params, ids, positions, live)
+    tokens = dataclasses.replace(tokens, x=x[None, None])
+    model = Model(decoder, params, CachedRows(width=1))
+    readout, goes = Readout(function=lambda logits: logits), ~live
+    head = Head(model, tokens, RowSlots(live=live), depth=depth, readout=readout)
     if policy is not None:
-        boundary = Boundary(
-            x=x[None, None],
-            positions=places,
-            live=jnp.ones_like(places, jnp.bool_),
-            params=params,
-            depth=depth,
-            decoder=decoder,
-            map_live=per_token,
-            map_logits=lambda function, *arrays: per_token(partial(function, logits), *arrays),
-        )
         with jax.named_scope("decide"):
-            goes = policy.go_deeper(0, boundary, policy.start(ids, places))[0][0, 0]
+            goes, _ = policy.go_deeper(0, head.boundary(), policy.start(ids, positions))
+    reading = Reading.start(model, tokens, (depth,)).add(head, live)
+    _, logits, _ = reading.finish(model, tokens, readout)
     # Draws are keyed by the length of the row, as everywhere.
-    new = draw(sampling, logits[:, None], token_keys(seed[None], position[None, None] + 1, DRAW))
-    total = jax.nn.logsumexp(logits[0])
-    return new[0, 0], logits[0, new[0, 0]] - total, goes
+    new = draw(sampling, logits, token_keys(seed[None], positions + 1, DRAW))[0, 0]
+    return new, logits[0, 0, new] - jax.nn.logsumexp(logits[0, 0]), goes[0, 0]

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Messages between an edge and its cloud: ZeroMQ with CURVE, headers and hidden states as bytes.
 
-    ask      header (`Ask`), states of the next tokens at the exit
-    answer   b"t" token, log-probability, slots      the token
-             b"m" position                           states from there on have to come first
-             b"r" text                               refused: another model, protocol or size
-             b"f" text                               a fault of the cloud
+    ask      what `identify` returns, a header (`ASK`), states of the next tokens at the exit
+    answer   `TOKEN`        the token behind the last of them
+             b"m"           the states before these have to come, too
+             b"r" text      refused: another model, protocol or size
+             b"f" text      a fault of the cloud
 
-A cloud may forget any row at any time: the edge keeps the states of its text.
+States from position 0 on begin a text. A cloud may forget any at any time: the edge keeps its own.
 """
 
 from __future__ import annotations
@@ -15,39 +15,27 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import struct
-from typing import NamedTuple
 
 import numpy as np
 import zmq
 from jaxtyping import Float
 from zmq.utils import z85
 
-PROTOCOL = 4
+from utio_jax.core.decoder import Decoder, Params
+from utio_jax.core.files import hash_params
+
+PROTOCOL = 5
 """Both sides have to have the same."""
 
-FORMATS = {"float32": "<f4", "float16": "<f2"}
-"""Types of states on the wire."""
+ASK = struct.Struct("<HIIfiff")
+"""Bytes of a number (4 or 2), position of the first state, seed, and the fields of a
+`SamplingParams` in their order."""
+
+TOKEN = struct.Struct("<cIfI")
+"""b"t", a token, its log-probability, token slots that ran in the cloud."""
 
 MOST_SAID = 2**16
 """Bytes of a message without its states."""
-
-ASK, TOKEN, MISSING = struct.Struct("<H16sHHIIIfIff"), struct.Struct("<cIfI"), struct.Struct("<cI")
-
-
-class Ask(NamedTuple):
-    """The header of an edge's message, in the layout `ASK`."""
-
-    protocol: int
-    model: bytes  # As `identify` returns it.
-    exit: int
-    wide: int  # Bytes of a number: 4 or 2.
-    text: int  # Its number among those of this edge.
-    first: int  # Position of the first of these states.
-    seed: int
-    temperature: float  # This and the next three as `SamplingParams` has them.
-    top_k: int
-    top_p: float
-    min_p: float
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,11 +56,20 @@ class Link:
 
     def __post_init__(self) -> None:
         server_key(self.key)
-        if self.states not in FORMATS or not self.seconds > 0:
+        if self.states not in ("float32", "float16") or not self.seconds > 0:
             raise ValueError(
-                f"Wanted states as {' or '.join(FORMATS)}, and more than 0 seconds. Got "
+                "Wanted states as float32 or float16, and more than 0 seconds. Got "
                 f"states={self.states!r:.40}, seconds={self.seconds}."
             )
+
+
+def identify(decoder: Decoder, params: Params, exit_: int) -> bytes:
+    """Returns what both sides have to have the same: protocol, model and exit.
+
+    The model's 16 letters are a digest of its config, and of its weights and their types.
+    """
+    said = f"{decoder!r} {hash_params(params)}"
+    return f"{PROTOCOL} {hashlib.sha256(said.encode()).hexdigest()[:16]} {exit_}".encode()
 
 
 def connect(link: Link) -> zmq.Socket[bytes]:
@@ -83,17 +80,6 @@ def connect(link: Link) -> zmq.Socket[bytes]:
     socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
     socket.connect(link.address)
     return socket
-
-
-def answer_to(socket: zmq.Socket[bytes], link: Link, ask: Ask, states: bytes) -> bytes:
-    """Returns the cloud's answer. Raises ConnectionError: there is none in time."""
-    socket.send_multipart([ASK.pack(*ask), states])
-    if not socket.poll(round(1000 * link.seconds)):
-        raise ConnectionError(
-            f"Wanted the cloud at {link.address}. Got no answer within {link.seconds:g} s. Is it "
-            "running, and has it the same key?"
-        )
-    return b"".join(socket.recv_multipart())
 
 
 def server_key(key: bytes) -> bytes:
@@ -116,19 +102,10 @@ def server_key(key: bytes) -> bytes:
 def pack_states(x: Float[np.ndarray, "token dim"], states: str) -> bytes:
     """Returns states as bytes. Raises ValueError where the type cannot hold one."""
     with np.errstate(over="ignore", invalid="ignore"):
-        packed = np.asarray(x).astype(FORMATS[states])
+        packed = x.astype(states)
     if not np.isfinite(packed).all():
         raise ValueError(
             f"Wanted finite states that {states} can hold. Got one of magnitude "
             f"{np.abs(x).max():.3g}. Send them as float32."
         )
     return packed.tobytes()
-
-
-def unpack_states(data: bytes, wide: int, dim: int) -> Float[np.ndarray, "token dim"]:
-    """Returns states of `wide` bytes a number, as float32. Raises ValueError for half tokens."""
-    if wide not in (2, 4) or not data or len(data) % (wide * dim):
-        raise ValueError(
-            f"Wanted states of whole tokens, {wide * dim} bytes each. Got {len(data)} bytes."
-        )
-    return np.frombuffer(data, f"<f{wide}").reshape(-1, dim).astype(np.float32)

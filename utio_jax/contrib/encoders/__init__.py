@@ -1,27 +1,389 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Row-level early exit of encoders (BERT, Vision Transformers): DeeBERT, PABEE, LGViT.
+"""Row-level early exit of encoders (BERT, Vision Transformers): DeeBERT, PABEE, LGViT's similarity.
 
-The models are in `utio_jax.contrib.encoders.bert` and `.vision`, which need the extra `cli`.
+    fitted = fit_row_exits(encoder, params, Entropy(), inputs, lengths, depths=(2, 4, 6, 8))
+    found = encode_rows(encoder, params, inputs, lengths, fitted.chosen)   # rows leave at exits
+    found.logits, found.pooled, found.depths                               # [row, ...]
+
+At an exit a row is one token to a policy: its pooled state, with the exit's classifier for a head.
+Rows see nothing of each other, so those that are left run in blocks under loops with traced trip
+counts: new inputs compile nothing. `read_exits` runs all rows to all exits: the definition. The
+models are in `utio_jax.contrib.encoders.bert` and `.vision`, which need the extra `cli`.
 """
 
-from utio_jax.contrib.encoders.row_exits import fit_row_exits
-from utio_jax.contrib.encoders.rows import (
-    Classifier,
-    Encoded,
-    Encoder,
-    Exits,
-    encode_rows,
-    read_exits,
-    score_exits,
-)
+from __future__ import annotations
 
-__all__ = [
-    "Classifier",
-    "Encoded",
-    "Encoder",
-    "Exits",
-    "encode_rows",
-    "fit_row_exits",
-    "read_exits",
-    "score_exits",
-]
+import dataclasses
+import itertools
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jaxtyping import Array, Bool, Float, Int
+
+from utio_jax.calibration.guarantee import Fitted, fit_ladder, halves
+from utio_jax.calibration.thresholds import leave_at
+from utio_jax.core.decoder import Decoder, Inputs, Params, check_depths, check_own_kv
+from utio_jax.core.documents import check_tokens
+from utio_jax.core.flops import pass_flops, token_cost
+from utio_jax.core.lens import Wrapped
+from utio_jax.core.pytrees import pytree
+from utio_jax.core.work import Work, stack_work
+from utio_jax.evaluation.flops import gate_flops
+from utio_jax.policies.base import Boundary, Policy, Signal
+from utio_jax.policies.depth import Thresholded
+from utio_jax.staircase.base import over_blocks
+from utio_jax.staircase.loop import check_policy
+from utio_jax.staircase.microbatches import MicroBatches
+from utio_jax.staircase.reference import dense_states, positions_of
+
+
+@runtime_checkable
+class Encoder(Decoder, Protocol):
+    """A `Decoder` with `causal=False` in its config, whose rows have a pooled state."""
+
+    def pool(
+        self, params: Params, x: Float[Array, "row token dim"], real: Bool[Array, "row token"]
+    ) -> Float[Array, "row dim"]:
+        """Returns each row's pooled state: of its real tokens alone, whatever the padding holds."""
+        ...
+
+
+@runtime_checkable
+class Classifier(Encoder, Protocol):
+    """An encoder with a classifier, or one for each exit. Its `unembed` is the deepest one."""
+
+    def classify(
+        self, params: Params, pooled: Float[Array, "row dim"], depth: int
+    ) -> Float[Array, "row label"]:
+        """Returns logits of rows that have run `depth` layers (static), or raises ValueError."""
+        ...
+
+
+def mean_of_tokens(
+    x: Float[Array, "row token dim"], real: Bool[Array, "row token"]
+) -> Float[Array, "row dim"]:
+    """Returns the mean of each row's real tokens; zeros for a row without any."""
+    total = jnp.sum(jnp.where(real[:, :, None], x, 0), axis=1)
+    return total / jnp.maximum(jnp.sum(real, axis=1), 1).astype(x.dtype)[:, None]
+
+
+def linear(params: Params, x: Float[Array, "*lead dim"]) -> Float[Array, "*lead out"]:
+    """Returns the linear map of a `kernel` and a `bias`."""
+    out = x @ params["kernel"]
+    return out + jnp.broadcast_to(params["bias"], out.shape)
+
+
+@pytree
+class Encoded:
+    """What an encoder made of rows.
+
+    Attributes:
+      pooled: each row's pooled state where it left; of rows of length 0, nothing to be used.
+      logits: the classifier's there; None of an encoder without one.
+      depths: layers that each row has run; 0 of rows of length 0.
+      work: what was executed, padding included, by segment; `heads` are rows that were classified.
+    """
+
+    pooled: Float[Array | np.ndarray, "row dim"]
+    logits: Float[Array | np.ndarray, "row label"] | None
+    depths: Int[Array | np.ndarray, " row"]
+    work: Work
+
+    def flops(self, encoder: Encoder, params: Params, policy: Policy | None = None) -> float:
+        """Returns the FLOPs of all matrix products, padding included, and of a policy's scores."""
+        gates = 0.0 if policy is None else gate_flops(encoder, params, policy, self.work)
+        return pass_flops(token_cost(encoder, params), self.work, gates=gates)
+
+
+def encode_rows(
+    encoder: Encoder,
+    params: Params,
+    inputs: Inputs,
+    lengths: Int[Array, " row"],
+    policy: Policy,
+    *,
+    blocks: tuple[int, int] = (32, 4),
+) -> Encoded:
+    """Returns each row's embedding and class, from as many layers as the policy gives the row.
+
+    Equals `read_exits` at the depth where each row left, which its own inputs alone decide. Pure;
+    jit it with `encoder` and `blocks` static: rows that run a segment together, whole blocks first,
+    then smaller ones for what is left, the unit of padding, of which whole ones are a multiple.
+
+    Inputs are right-padded rows of token ids, or `[row, token, *input_shape]`; one of length 0 is
+    none. A row's input is to a policy its pooled embedding: signals that look token ids up do not
+    fit.
+
+    Raises:
+      TypeError: no policy, but the name of one.
+      ValueError: blocks that do not divide; a model that is causal; rows of another shape than it
+        reads; depths that it does not have; a policy that asks for predictions it does not make;
+        or, outside jit, lengths beyond the rows, ids that the model does not have.
+    """
+    executor = MicroBatches(block=blocks[0], query_block=blocks[0], min_bucket=blocks[1])
+    check_inputs(encoder, inputs, lengths)
+    depths, width = check_policy(policy, encoder), inputs.shape[1]
+    inputs, lengths = jnp.asarray(inputs), jnp.asarray(lengths)
+    x, pooled, _ = _run(encoder, params, None, inputs, lengths, (0, 0))
+    first = partial(_run, encoder, layers=(0, depths[0]))
+    logits = jax.tree.map(jnp.zeros_like, jax.eval_shape(first, params, x, inputs, lengths)[2])
+    states = x, pooled, logits
+    # To packing and to policies, a row is one token.
+    live, depth = (lengths > 0)[:, None], jnp.zeros((len(x), 1), jnp.int32)
+    memory, work = policy.start(pooled[:, None], jnp.zeros_like(depth)), []
+    for index, (start, stop) in enumerate(itertools.pairwise((0, *depths))):
+        slots = executor.pack(index, live)
+        with jax.named_scope(f"rows_{start}_{stop}"):
+            rows, layers = (inputs, lengths), (start, stop)
+            run = partial(_run_slots, encoder, params, rows, slots.token_of_slot, layers)
+            states = over_blocks(slots.total, (executor.block, executor.unit), run, states)
+        ran = executor.slots_run(slots)
+        token_layers = ran * width * (stop - start)
+        spent = Work.of(
+            queries=token_layers,
+            keys_values=token_layers,
+            key_slots=token_layers.astype(jnp.float32) * width,
+            heads=ran * (states[2] is not None),
+        )
+        stops = live
+        if stop != depths[-1]:
+            seen = jax.tree.map(lambda leaf: leaf[:, None], states[1:])
+            seen = _boundary(encoder, params, *seen, live, stop)
+            goes, memory = policy.go_deeper(index, seen, memory)
+            stops = live & ~goes
+            asked = jnp.where(policy.asks(index), live.size, 0)
+            spent += Work.of(decisions=asked.astype(jnp.int32))
+        depth, live = jnp.where(stops, stop, depth), live & ~stops
+        work.append(spent)
+    _, pooled, logits = states
+    return Encoded(pooled=pooled, logits=logits, depths=depth[:, 0], work=stack_work(work))
+
+
+class Exits(NamedTuple):
+    """All rows at all depths: pooled embeddings (`start`) and states; logits, if it classifies."""
+
+    start: Float[Array, "row dim"]
+    pooled: Float[Array, "depth row dim"]
+    logits: Float[Array, "depth row label"] | None
+
+
+def read_exits(
+    encoder: Encoder,
+    params: Params,
+    inputs: Inputs,
+    lengths: Int[Array, " row"],
+    *,
+    depths: tuple[int, ...],
+) -> Exits:
+    """Returns all rows at all depths (static, ascending), by the plain program; differentiable.
+
+    Raises:
+      ValueError: as `encode_rows`.
+    """
+    check_inputs(encoder, inputs, lengths)
+    x, start, _ = _run(encoder, params, None, inputs, lengths, (0, 0))
+    found = []
+    for layers in itertools.pairwise((0, *check_depths(depths))):
+        x, *read = _run(encoder, params, x, inputs, lengths, layers)
+        found.append(read)
+    pooled, logits = jax.tree.map(lambda *leaves: jnp.stack(leaves), *found)
+    return Exits(start=start, pooled=pooled, logits=logits)
+
+
+def score_exits(
+    encoder: Encoder, params: Params, exits: Exits, signal: Signal, *, depths: tuple[int, ...]
+) -> Float[Array, "boundary row"]:
+    """Returns a signal's scores of all rows at all depths but the last, as if none had left.
+
+    A row's scores do not depend on others, nor on which have left: all thresholds follow from them.
+    `exits` are those of `read_exits` at these depths, of which the last is where all rows leave.
+    """
+    start, pooled, logits = jax.tree.map(lambda leaf: leaf[..., None, :], exits)
+    live = jnp.ones(start.shape[:2], jnp.bool_)
+    scores, memory = [], signal.start(start, jnp.zeros(live.shape, jnp.int32))
+    for index, depth in enumerate(depths[:-1]):
+        here = None if logits is None else logits[index]
+        seen = _boundary(encoder, params, pooled[index], here, live, depth)
+        score, memory = signal(index, seen, memory)
+        scores.append(score[:, 0])
+    return jnp.stack(scores)
+
+
+def fit_row_exits(  # noqa: PLR0913 (options, each named)
+    encoder: Classifier,
+    params: Params,
+    signal: Signal,
+    inputs: Inputs,
+    lengths: Int[Array, " row"],
+    *,
+    depths: tuple[int, ...],
+    max_disagreement: float = 0.02,
+    confidence: float = 0.95,
+    seed: int = 0,
+) -> Fitted:
+    """Returns the policy of the cheapest threshold at which rows have full depth's class.
+
+    At most `max_disagreement` of all rows come out in another class, at a `confidence`. Nothing
+    else may have been fitted on these rows, each drawn on its own; `seed` draws the halves: one
+    makes a ladder of thresholds, the other tests it. One threshold is for all exits, as in DeeBERT
+    and PABEE. A rung's cost is the mean of layers that rows of the testing half run.
+
+    Raises:
+      ValueError: fewer rows than the guarantee takes, empty ones, no classifier, or depths that do
+        not end at the model's.
+    """
+    depths = check_depths(depths, num_layers=encoder.config.num_layers)
+    shortest = int(np.asarray(lengths).min(initial=1))
+    if shortest < 1:
+        raise ValueError(
+            f"Wanted rows, none empty. Got the shortest of {shortest} tokens. Leave it out."
+        )
+    if not isinstance(encoder, Classifier):
+        raise ValueError(f"Wanted a Classifier, whose classes stay. Got {type(encoder).__name__}.")
+    fits = halves(
+        np.arange(len(lengths)),
+        units="rows, none empty,",
+        max_risk=max_disagreement,
+        confidence=confidence,
+        seed=seed,
+    )
+    read = jax.jit(read_exits, static_argnums=0, static_argnames="depths")
+    exits = read(encoder, params, jnp.asarray(inputs), jnp.asarray(lengths), depths=depths)
+    scores = np.asarray(score_exits(encoder, params, exits, signal, depths=depths))
+    classes = np.asarray(exits.logits).argmax(axis=-1)
+    ladder = [
+        Thresholded(signal=signal, thresholds=jnp.full(len(depths) - 1, each), depths=depths)
+        for each in thresholds_of(scores[:, fits])
+    ]
+    left = [leave_at(scores[:, ~fits], np.asarray(each.thresholds)) for each in ladder]
+    differs = (classes != classes[-1])[:, ~fits]
+    lost = np.stack([np.take_along_axis(differs, at[None], 0)[0] for at in left])
+    layers = [float(np.asarray(depths)[at].mean()) for at in left]
+    return fit_ladder(ladder, layers, lost, max_risk=max_disagreement, confidence=confidence)
+
+
+def thresholds_of(
+    scores: Float[np.ndarray, "boundary row"], *, rungs: int = 24
+) -> Float[np.ndarray, " rung"]:
+    """Returns thresholds at which more and more rows leave, by quantiles of their scores."""
+    finite = scores[np.isfinite(scores)]
+    if not finite.size:
+        return np.asarray([-np.inf], np.float32)
+    found = np.quantile(finite, np.linspace(0, 1, rungs + 1)[1:], method="lower")
+    return np.unique(found.astype(np.float32))
+
+
+def check_inputs(encoder: Encoder, inputs: Any, lengths: Any) -> None:
+    """Checks an encoder and its rows: their shape and, outside jit, lengths and ids.
+
+    Ids lie below `vocab_size`, or below each of `id_limits` where the config has these: one for
+    each number of a token's input.
+    """
+    config, shape = encoder.config, tuple(inputs.shape)
+    if config.causal or not isinstance(encoder, Encoder):
+        raise ValueError(
+            "Wanted an encoder: causal=False in its config, and a method pool. Got "
+            f"{type(encoder).__name__} with causal={config.causal}. Score text of a causal model: "
+            "utio_jax.score."
+        )
+    check_own_kv(encoder, what="rows that leave an encoder")
+    most, axes = config.context_length, ("row", "token", *config.input_shape)
+    if len(shape) < 2 or shape[2:] != config.input_shape or shape[1] > most:
+        raise ValueError(
+            f"Wanted inputs [{', '.join(map(str, axes))}] of at most {most} tokens, the model's "
+            f"context. Got {shape}."
+        )
+    if isinstance(inputs, Tracer) or isinstance(lengths, Tracer):
+        return
+    limits = getattr(config, "id_limits", () if shape[2:] else (config.vocab_size,))
+    ids = np.asarray(inputs) if limits else np.zeros(shape[:2], np.int32)
+    for column, limit in enumerate(limits or (1,)):
+        check_tokens(ids.reshape(*shape[:2], -1)[..., column], lengths, vocab_size=limit)
+
+
+def _run(
+    encoder: Encoder,
+    params: Params,
+    x: Float[Array, "row token dim"] | None,
+    inputs: Inputs,
+    lengths: Int[Array, " row"],
+    layers: tuple[int, int],
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """Returns rows' token states after layers [start, stop), their pooled states, and logits.
+
+    `x` are the token states before; None: embeddings, which no classifier reads.
+    """
+    start, stop = layers
+    before = None if x is None else (start, x)
+    (x,) = dense_states(encoder, params, inputs, lengths, depths=(stop,), start=before)
+    _, real = positions_of(inputs, lengths)
+    pooled = encoder.pool(params, x, real)
+    if not stop or not isinstance(encoder, Classifier):
+        return x, pooled, None
+    return x, pooled, encoder.classify(params, pooled, stop).astype(jnp.float32)
+
+
+def _run_slots(
+    encoder: Encoder,
+    params: Params,
+    rows: tuple[Inputs, Int[Array, " row"]],
+    row_of_slot: Int[Array, " slot"],
+    layers: tuple[int, int],
+    first: jax.Array,
+    size: int,
+    states: tuple[jax.Array, jax.Array, jax.Array | None],
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """Returns all rows' states, where those of `size` slots from `first` on have run the layers.
+
+    Slots behind the live rows name none: they run the last one again, and are not written.
+    """
+    mine = jax.lax.dynamic_slice_in_dim(row_of_slot, first, size)
+    x, inputs, lengths = (leaf.at[mine].get(mode="clip") for leaf in (states[0], *rows))
+    new = _run(encoder, params, x, inputs, lengths, layers)
+    return jax.tree.map(lambda all_, some: all_.at[mine].set(some, mode="drop"), states, new)
+
+
+@dataclasses.dataclass(frozen=True)
+class _RowsAsTokens(Wrapped):
+    """An encoder to policies: each row is one token, whose input is its pooled embedding."""
+
+    def embed(self, params: Params, token_ids: Inputs, positions: jax.Array) -> jax.Array:
+        return token_ids
+
+
+def _boundary(
+    encoder: Encoder,
+    params: Params,
+    pooled: Float[Array, "row 1 dim"],
+    logits: Float[Array, "row 1 label"] | None,
+    live: Bool[Array, "row 1"],
+    depth: int,
+) -> Boundary:
+    """Returns what a policy may look at when rows have come to an exit: each is one token."""
+
+    def each_row(function: Callable[..., Any], *arrays: jax.Array) -> Any:
+        return function(*(array[:, 0] for array in arrays))[:, None]
+
+    def map_logits(function: Callable[..., Any], *arrays: jax.Array) -> Any:
+        if logits is None:
+            raise ValueError(
+                "Wanted an encoder with a classifier, for a policy that looks at predictions. Got "
+                f"{type(encoder).__name__}, which has embeddings alone. Take StateSimilarity."
+            )
+        return each_row(function, logits, *arrays)
+
+    return Boundary(
+        x=pooled,
+        positions=jnp.zeros(live.shape, jnp.int32),
+        live=live,
+        params={"model": params},
+        depth=depth,
+        decoder=_RowsAsTokens(encoder),
+        map_live=each_row,
+        map_logits=map_logits,
+    )

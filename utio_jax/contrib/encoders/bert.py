@@ -5,15 +5,16 @@
     inputs, lengths = pack_encodings(tokenizer.encode_batch(["a text", ("one", "two")]))
     found = encode_rows(model, params, inputs, lengths, policy)
 
-A post-norm layer (Devlin et al. 2018) fits the seven functions of a `Decoder`: queries, keys and
-values read the state as it is, and `finish_layer` normalises after each residual. A token's input
-is its id and its kind (first or second text): `[row, token, 2]`.
+The layers are those of `utio_jax.models.transformer`, bidirectional and with norms behind each sum
+(Devlin et al. 2018). A token's input is its id and its kind (first or second text):
+`[row, token, 2]`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -22,47 +23,37 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from utio_jax.contrib.encoders.rows import mean_of_tokens
-from utio_jax.core.decoder import LayerParams, Params, Places
+from utio_jax.contrib.encoders import linear, mean_of_tokens
+from utio_jax.core.decoder import Params
 from utio_jax.models.config_reader import Reader
-from utio_jax.models.families import Rule, linear_rules
-from utio_jax.models.huggingface import read_json, read_tensor, where_tensors_are
-from utio_jax.models.stacking import place_tensors
-from utio_jax.models.transformer import LayerNorm, Transformer, TransformerConfig
+from utio_jax.models.families import Family, Rule, linear_rules
+from utio_jax.models.huggingface import load_folder, where_tensors_are
+from utio_jax.models.transformer import Transformer, TransformerConfig, norm_of
 
 Pooling = Literal["mean", "cls"]
 """A row's state: the mean of its tokens', or that of its first token."""
 
-_ACTIVATIONS = {"gelu": "exact", "gelu_new": "tanh", "gelu_pytorch_tanh": "tanh", "relu": "relu"}
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BertConfig(TransformerConfig):
-    """Sizes of a BERT encoder; what of `TransformerConfig` is not named here is BERT's own.
+    """Sizes of a BERT encoder.
 
     Attributes:
       num_kinds: kinds of tokens.
-      mlp: activation of the MLP: GELU `"exact"`, its `"tanh"` approximation, or `"relu"`.
       pooling: what a row's state is.
       labels: of the classifier; 0: there is none.
     """
 
     num_kinds: int
-    mlp: str = "exact"
     pooling: Pooling = "mean"
     labels: int = 0
+    sum_norms = True
+    choices = {**TransformerConfig.choices, "pooling": get_args(Pooling)}
 
     @property
     def id_limits(self) -> tuple[int, int]:
         """How many ids and how many kinds of tokens there are."""
         return self.vocab_size, self.num_kinds
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.pooling not in get_args(Pooling):
-            raise ValueError(
-                f"Wanted pooling to be one of {', '.join(get_args(Pooling))}. Got {self.pooling!r}."
-            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,25 +84,8 @@ class Bert(Transformer):
         self, params: Params, token_ids: Int[Array, "*lead 2"], positions: Int[Array, "*lead"]
     ) -> jax.Array:
         x = super().embed(params, token_ids[..., 0], positions)
-        return self._norm(params["norm"], x + params["kinds"]["embedding"][token_ids[..., 1]])
-
-    def queries(self, layer: LayerParams, x: jax.Array, places: Places) -> jax.Array:
-        return self._heads(layer["q_proj"], x) * self.config.head_dim**-0.5
-
-    def keys_values(
-        self, layer: LayerParams, x: jax.Array, places: Places
-    ) -> tuple[jax.Array, jax.Array]:
-        return self._heads(layer["k_proj"], x), self._heads(layer["v_proj"], x)
-
-    def finish_layer(self, layer: LayerParams, x: jax.Array, attended: jax.Array) -> jax.Array:
-        mixed = attended.reshape(*x.shape[:-1], -1)
-        x = self._norm(layer["attention_norm"], x + _linear(layer["o_proj"], mixed))
-        hidden = _linear(layer["up_proj"], x)
-        if self.config.mlp == "relu":
-            hidden = jax.nn.relu(hidden)
-        else:
-            hidden = jax.nn.gelu(hidden, approximate=self.config.mlp == "tanh")
-        return self._norm(layer["mlp_norm"], x + _linear(layer["down_proj"], hidden))
+        x += params["kinds"]["embedding"][token_ids[..., 1]]
+        return norm_of(self.config).apply({"params": params["norm"]}, x)
 
     def unembed(self, params: Params, x: Float[Array, "*lead dim"]) -> jax.Array:
         """Returns the products with all words' embeddings: a masked-LM head without its map."""
@@ -122,28 +96,15 @@ class Bert(Transformer):
     ) -> jax.Array:
         return x[:, 0] if self.config.pooling == "cls" else mean_of_tokens(x, real)
 
-    def _heads(self, linear: dict[str, jax.Array], x: jax.Array) -> jax.Array:
-        return _linear(linear, x).reshape(
-            *x.shape[:-1], self.config.num_heads, self.config.head_dim
-        )
-
-    def _norm(self, norm: dict[str, jax.Array], x: jax.Array) -> jax.Array:
-        return LayerNorm(self.config.norm_eps).apply({"params": norm}, x)  # type: ignore[return-value]
-
 
 class BertClassifier(Bert):
     """A BERT with `pooler` and `head`: a `Classifier`, whose one head reads all exits."""
 
     def classify(self, params: Params, pooled: Float[Array, "*lead dim"], depth: int) -> jax.Array:
-        return _linear(params["head"], jnp.tanh(_linear(params["pooler"], pooled)))
+        return linear(params["head"], jnp.tanh(linear(params["pooler"], pooled)))
 
     def unembed(self, params: Params, x: Float[Array, "*lead dim"]) -> jax.Array:
         return self.classify(params, x, self.config.num_layers)
-
-
-def _linear(params: dict[str, jax.Array], x: jax.Array) -> jax.Array:
-    out = x @ params["kernel"]
-    return out + jnp.broadcast_to(params["bias"], out.shape)
 
 
 def _norm_rules(source: str, target: str) -> list[Rule]:
@@ -168,6 +129,7 @@ _RULES = (
     *linear_rules("bert.pooler.dense", "pooler"),
     *linear_rules("classifier", "head"),
 )
+_MLPS = {"gelu": "exact_gelu", "gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "relu": "relu"}
 
 
 def load_encoder(
@@ -185,73 +147,48 @@ def load_encoder(
         tensors that are missing, unexpected or of another shape.
     """
     folder = Path(folder)
-    home = where_tensors_are(folder, prefix="bert.")
-    head = home.get("bert.classifier.weight", home.get("classifier.weight"))
+    head = where_tensors_are(folder, prefix="bert.").get("classifier.weight")
     labels = 0 if head is None else head[2][0]
-    home = {
-        name.removeprefix("bert.") if "classifier." in name else name: place
-        for name, place in home.items()
-        if (labels or ".pooler." not in name) and not name.startswith("cls.")
-    }
-    config = _read_config(
-        folder / "config.json", exits=exits, labels=labels, pooling="cls" if labels else pooling
+    pooling = "cls" if labels else pooling
+    family = Family(
+        architecture="BertModel",
+        settings=_settings,
+        rules=_RULES,
+        decoder=BertClassifier if labels else Bert,
+        config=partial(BertConfig, labels=labels, pooling=pooling),
     )
-    return place_tensors(
-        BertClassifier(config) if labels else Bert(config),
-        _RULES,
-        {name: shape for name, (*_, shape) in home.items()},
-        lambda name: read_tensor(*home[name][:2]),
-        dtype=jnp.float32,
-        sharding=None,
-        source=str(folder),
-    )
+    unread = ("cls.",) if labels else ("cls.", "bert.pooler.")
+    return load_folder(folder, exits=exits, families={"bert": family}, unread=unread)
 
 
-def _read_config(source: Path, **options: Any) -> BertConfig:
-    stored = read_json(source, "a config")
-    if stored.get("model_type") != "bert":
-        raise ValueError(
-            f"Wanted a model_type of bert in {source}. Got {stored.get('model_type')!r}. Decoders "
-            "are read by utio_jax.load; other encoders are a utio_jax.contrib.encoders.Encoder."
-        )
-    read = Reader(stored)
-    read.need("hidden_act", *_ACTIVATIONS)
+def _settings(read: Reader) -> dict[str, Any]:
+    read.need("hidden_act", *_MLPS)
     read.need("position_embedding_type", "absolute")
     read.need("is_decoder", False)
     read.need("add_cross_attention", False)
     heads, dim = read.take("num_attention_heads"), read.take("hidden_size")
-    sizes: dict[str, Any] = {
-        "vocab_size": read.take("vocab_size"),
-        "num_layers": read.layers(),
-        "context_length": read.take("max_position_embeddings"),
-        "mlp_dim": read.take("intermediate_size"),
-        "num_kinds": read.take("type_vocab_size", 2),
-        "norm_eps": read.take("layer_norm_eps", 1e-12),
-    }
     if dim % heads:
         read.problems.append(f"hidden_size={dim}, no multiple of num_attention_heads={heads}")
-    if read.problems:
-        raise ValueError(
-            f"Wanted a BERT that can be run, in {source}. "
-            f"Got {'; '.join(dict.fromkeys(read.problems))}."
-        )
-    return BertConfig(
-        embed_dim=dim,
-        num_heads=heads,
-        num_kv_heads=heads,
-        head_dim=dim // heads,
-        causal=False,
-        input_shape=(2,),
-        norm="layer",
-        positions="learned",
-        qkv_bias=True,
-        output_bias=True,
-        mlp_bias=True,
-        activation="gelu",
-        mlp=_ACTIVATIONS[read.take("hidden_act", "gelu")],
-        **sizes,
-        **options,
-    )
+    return {
+        "vocab_size": read.take("vocab_size"),
+        "num_layers": read.layers(),
+        "embed_dim": dim,
+        "num_heads": heads,
+        "num_kv_heads": heads,
+        "head_dim": dim // heads,
+        "context_length": read.take("max_position_embeddings"),
+        "causal": False,
+        "input_shape": (2,),
+        "num_kinds": read.take("type_vocab_size", 2),
+        "mlp_dim": read.take("intermediate_size"),
+        "activation": _MLPS.get(read.take("hidden_act", "gelu")),
+        "norm": "layer",
+        "norm_eps": read.take("layer_norm_eps", 1e-12),
+        "qkv_bias": True,
+        "output_bias": True,
+        "mlp_bias": True,
+        "positions": "learned",
+    }
 
 
 def pack_encodings(

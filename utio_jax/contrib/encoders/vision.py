@@ -16,9 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from utio_jax.contrib.encoders.rows import mean_of_tokens
+from utio_jax.contrib.encoders import linear, mean_of_tokens
 from utio_jax.core.decoder import Params
-from utio_jax.models.transformer import LayerNorm, Transformer, TransformerConfig
+from utio_jax.models.transformer import Transformer, TransformerConfig, norm_of
 
 
 def vision_config(
@@ -79,8 +79,7 @@ class VisionTransformer(Transformer):
         positions: Int[Array, "*lead"],
     ) -> jax.Array:
         patches = params["patches"]
-        x = token_ids.astype(patches["kernel"].dtype) @ patches["kernel"]
-        x += jnp.broadcast_to(patches["bias"], x.shape)
+        x = linear(patches, token_ids.astype(patches["kernel"].dtype))
         return x + params["positions"]["embedding"][positions]
 
     def pool(
@@ -95,9 +94,7 @@ class VisionTransformer(Transformer):
             )
         index = self.config.exits.index(depth)
         head: Any = jax.tree.map(lambda leaf: leaf[index], params["heads"])
-        normed = LayerNorm(self.config.norm_eps).apply({"params": head["norm"]}, pooled)
-        logits = normed @ head["kernel"]
-        return logits + jnp.broadcast_to(head["bias"], logits.shape)
+        return linear(head, norm_of(self.config).apply({"params": head["norm"]}, pooled))
 
     def unembed(self, params: Params, x: Float[Array, "*lead dim"]) -> jax.Array:
         return self.classify(params, x, self.config.num_layers)

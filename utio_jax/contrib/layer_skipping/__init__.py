@@ -5,12 +5,7 @@ What it is worth: hardly anything, see results/layer_sets.md. Models with shared
 """
 
 from utio_jax.contrib.layer_skipping.fitting import fit_prompt_sets
-from utio_jax.contrib.layer_skipping.policies import (
-    LayerSets,
-    given_sets,
-    random_sets,
-    skip_decode,
-)
+from utio_jax.contrib.layer_skipping.policies import LayerSets, given_sets, random_sets, skip_decode
 from utio_jax.contrib.layer_skipping.scoring import generate_layer_sets, score_layer_sets
 
 __all__ = [

@@ -18,7 +18,7 @@ from utio_jax.core.documents import Batch
 from utio_jax.policies.learned import PromptRouter
 from utio_jax.staircase.base import Executor
 from utio_jax.staircase.microbatches import MicroBatches
-from utio_jax.staircase.score import compare_states, full_depth, score
+from utio_jax.staircase.score import compare_states
 
 
 def fit_prompt_sets(
@@ -48,9 +48,8 @@ def fit_prompt_sets(
             f"Wanted a prompt of at least 1 token, and from {depths[0]} layers, which all tokens "
             f"run, to {depths[-1]}. Got prompt={prompt} and layers={layers}."
         )
-    harm = skipping_harm(
-        decoder, params, [study.batch for study in studies], prompt=prompt, executor=executor
-    )
+    batches = [study.batch for study in studies]
+    harm = skipping_harm(decoder, params, batches, prompt=prompt, executor=executor)
     means = np.concatenate(
         [study.states[:, :, :prompt].astype(np.float32).mean(axis=2) for study in studies], axis=1
     )
@@ -61,55 +60,38 @@ def fit_prompt_sets(
             "longer text."
         )
     gates = fit_linear_gates(means[:, long], np.sqrt(harm[:, long]))
-    scores = np.stack(
-        [
-            np.asarray(gates.at(index)(jnp.asarray(mean)))
-            for index, mean in enumerate(means[:, long])
-        ]
-    )
-    signal = PromptRouter(gates=gates, exits=depths[:-1], prompt=prompt, name="first")
+    scores = np.stack([gates.at(i)(jnp.asarray(mean)) for i, mean in enumerate(means[:, long])])
     threshold = _threshold(scores, np.diff(depths), wanted=layers - depths[0])
     return LayerSets(
-        signal=signal,
+        signal=PromptRouter(gates=gates, exits=depths[:-1], prompt=prompt, name="first"),
         thresholds=jnp.full(len(depths) - 1, threshold, jnp.float32),
         depths=depths,
     )
 
 
 def skipping_harm(
-    decoder: Decoder,
-    params: Params,
-    batches: Sequence[Batch],
-    *,
-    prompt: int,
-    executor: Executor = MicroBatches(),
+    decoder: Decoder, params: Params, batches: Sequence[Batch], *, prompt: int, executor: Executor
 ) -> np.ndarray:
     """Returns the mean KL to full depth, in nats, of skipping one segment alone behind a prompt.
 
     `[boundary, row]`, over the rows of all batches; NaN for rows that predict nothing behind their
     first `prompt` tokens. Segments end at the model's exits; the first is always run.
     """
-    depths = decoder.config.exits
-    full, compare = (
-        jax.jit(function, static_argnums=0, static_argnames="executor")
-        for function in (score, compare_states)
-    )
+    depths, compare = decoder.config.exits, jax.jit(compare_states, static_argnums=0)
     found: list[np.ndarray] = []
     for batch in batches:
-        ids, lengths = jnp.asarray(batch.token_ids), jnp.asarray(batch.lengths)
-        deep = full(decoder, params, ids, lengths, full_depth(decoder), executor=executor).x
-        behind = np.arange(ids.shape[1]) < batch.lengths[:, None] - 1
-        behind[:, :prompt] = False
-        count, rows = behind.sum(axis=1), []
-        for segment in range(1, len(depths)):
-            runs = np.ones((len(depths), *ids.shape), bool)
-            runs[segment, :, prompt:] = False
+        rows, states = (decoder, params, batch.token_ids, batch.lengths), []
+        for segment in range(len(depths)):
+            runs = np.ones((len(depths), *batch.token_ids.shape), bool)
+            runs[segment, :, prompt:] = False  # Of the first it is not read: that is full depth.
             sets = given_sets(jnp.asarray(runs), depths=depths)
-            x = run_sets(decoder, params, ids, lengths, sets, executor=executor).x
-            kl = np.asarray(compare(decoder, params, ids, lengths, x, deep).kl)
-            total = np.where(behind, np.maximum(kl, 0), 0).sum(axis=1)
-            rows.append(np.where(count > 0, total / np.maximum(count, 1), np.nan))
-        found.append(np.stack(rows))
+            states.append(run_sets(*rows, sets, executor=executor).x)
+        kl = np.stack([compare(*rows, x, states[0]).kl for x in states[1:]])
+        behind = np.arange(kl.shape[2]) < batch.lengths[:, None] - 1
+        behind[:, :prompt] = False
+        total = np.where(behind, np.maximum(kl, 0), 0).sum(axis=2)
+        count = behind.sum(axis=1)
+        found.append(np.where(count > 0, total / np.maximum(count, 1), np.nan))
     return np.concatenate(found, axis=1)
 
 

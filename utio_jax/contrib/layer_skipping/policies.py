@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from utio_jax.core.decoder import check_depths
+from utio_jax.core.decoder import Inputs, check_depths
 from utio_jax.core.pytrees import pytree, static
 from utio_jax.policies.base import Boundary, Signal
 from utio_jax.policies.depth import Thresholded
@@ -54,6 +54,13 @@ class LayerSets:
         """The policy of depths with the same answers, each of which here is for one segment."""
         return Thresholded(signal=self.signal, thresholds=self.thresholds, depths=self.depths)
 
+    def start(self, token_ids: Inputs, positions: Int[Array, "batch token"]) -> Any:
+        """Raises TypeError: a pass of depths, which begins so, would stop tokens that skip."""
+        raise TypeError(
+            "Wanted a policy of depths, under which tokens that stop never come back. Got sets of "
+            f"layers {self.name!r}. Run them by score_layer_sets or generate_layer_sets."
+        )
+
 
 @pytree
 class SetTable(SignalBase):
@@ -68,16 +75,12 @@ class SetTable(SignalBase):
     name: str = static(default="given_sets")
     causal: bool = static(default=False)
 
-    def start(
-        self, token_ids: Int[Array, "batch token"], positions: Int[Array, "batch token"]
-    ) -> None:
-        if self.runs.shape[1] != token_ids.shape[0] or self.runs.shape[2] not in (
-            1,
-            token_ids.shape[1],
-        ):
+    def start(self, token_ids: Inputs, positions: Int[Array, "batch token"]) -> None:
+        batch, width = positions.shape
+        if self.runs.shape[1:] not in ((batch, width), (batch, 1)):
             raise ValueError(
-                f"Wanted sets of {token_ids.shape[0]} rows, of {token_ids.shape[1]} tokens each "
-                f"or one for all. Got runs of shape {self.runs.shape}: boundary, batch, token."
+                f"Wanted sets of {batch} rows, of {width} tokens each or one for all. Got runs of "
+                f"shape {self.runs.shape}: boundary, batch, token."
             )
 
     def __call__(
@@ -98,9 +101,7 @@ class ChanceOfSegment(SignalBase):
     key: PRNGKeyArray
     name: str = static(default="random_sets")
 
-    def start(
-        self, token_ids: Int[Array, "batch token"], positions: Int[Array, "batch token"]
-    ) -> Any:
+    def start(self, token_ids: Inputs, positions: Int[Array, "batch token"]) -> Any:
         return token_ids, positions
 
     def __call__(
@@ -109,9 +110,7 @@ class ChanceOfSegment(SignalBase):
         return draw_per_token(jax.random.fold_in(self.key, index), *memory), memory
 
 
-def given_sets(
-    runs: Bool[Array, "segment batch token"], *, depths: Sequence[int], name: str = "given_sets"
-) -> LayerSets:
+def given_sets(runs: Bool[Array, "segment batch token"], *, depths: Sequence[int]) -> LayerSets:
     """Returns the policy of sets that the caller has decided beforehand.
 
     Those of the first segment are not read: all run it. With one column per row, all tokens of the
@@ -127,13 +126,11 @@ def given_sets(
             f"shape {runs.shape}: segment, batch, token."
         )
     # A set for a whole row was chosen by its prompt at most.
-    signal = SetTable(runs=runs[1:], name=name, causal=runs.shape[2] == 1)
+    signal = SetTable(runs=runs[1:], causal=runs.shape[2] == 1)
     return LayerSets(signal=signal, thresholds=jnp.full(len(depths) - 1, 0.5), depths=depths)
 
 
-def random_sets(
-    shares: Sequence[float], *, key: PRNGKeyArray, depths: Sequence[int], name: str = "random_sets"
-) -> LayerSets:
+def random_sets(shares: Sequence[float], *, key: PRNGKeyArray, depths: Sequence[int]) -> LayerSets:
     """Returns the control: each token runs each segment by chance, whatever it is.
 
     A draw depends on the key, the segment, the token's position and its id alone: causal. Shares
@@ -142,18 +139,11 @@ def random_sets(
     chance = jnp.asarray(shares, jnp.float32)
     # Draws lie in [0, 1), and run where they exceed: none may at 0, all must at 1.
     thresholds = jnp.where(chance > 0, jnp.where(chance < 1, 1 - chance, -jnp.inf), jnp.inf)
-    signal = ChanceOfSegment(key=key, name=name)
+    signal = ChanceOfSegment(key=key)
     return LayerSets(signal=signal, thresholds=thresholds, depths=check_depths(depths))
 
 
-def skip_decode(
-    depths: Sequence[int],
-    *,
-    most: int,
-    least: int,
-    span: int,
-    name: str = "skip_decode",
-) -> LayerSets:
+def skip_decode(depths: Sequence[int], *, most: int, least: int, span: int) -> LayerSets:
     """Returns SkipDecode's sets: later tokens run fewer layers, and skip lower and middle ones.
 
     SkipDecode (Del Corro et al. 2023, arXiv 2307.02628, section 3): the number of layers falls
@@ -184,5 +174,5 @@ def skip_decode(
         else:  # Up to and with this position, which minus the position has to exceed.
             last = (most - needed) * span // (most - least)
             thresholds.append(-last - 0.5)
-    signal = Position(name=name)
+    signal = Position(name="skip_decode")
     return LayerSets(signal=signal, thresholds=jnp.asarray(thresholds, jnp.float32), depths=depths)

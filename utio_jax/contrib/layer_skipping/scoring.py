@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +20,8 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from utio_jax.contrib.layer_skipping.policies import LayerSets
-from utio_jax.core.arrays import next_token_nll
-from utio_jax.core.decoder import Decoder, Params, check_own_kv
+from utio_jax.core.arrays import most_probable, next_token_nll
+from utio_jax.core.decoder import Decoder, Params, check_depths, check_own_kv
 from utio_jax.core.pytrees import pytree
 from utio_jax.core.work import Work, stack_work
 from utio_jax.decoding.loop import Prompts, check_prompts
@@ -29,26 +29,18 @@ from utio_jax.staircase.base import Executor, Tokens
 from utio_jax.staircase.exit_head import Head, Model
 from utio_jax.staircase.microbatches import MicroBatches
 from utio_jax.staircase.reference import FrozenKV, check_kv
-from utio_jax.staircase.score import check_rows, labels_of
+from utio_jax.staircase.score import Scores, check_rows, labels_of
 
 
 @pytree
-class SetScores:
-    """What `score_layer_sets` returns. Token `i` of these has read tokens 0..i, predicts i + 1.
+class SetScores(Scores):
+    """What `score_layer_sets` returns; `depths` count layers that ran, `x` is after the last.
 
     Attributes:
-      log_likelihood: log p(token i+1 | tokens 0..i) in nats; 0 where there is no token i+1.
       ran: which tokens ran which segment.
-      depths: how many layers each token ran; 0 for padding.
-      work: what was executed, padding included.
-      x: states after the last layer; padding holds undefined ones.
     """
 
-    log_likelihood: Float[Array, "batch token"]
     ran: Bool[Array, "segment batch token"]
-    depths: Int[Array, "batch token"]
-    work: Work
-    x: Float[Array, "batch token dim"]
 
 
 def score_layer_sets(
@@ -74,12 +66,8 @@ def score_layer_sets(
     check_kv(kv, ("propagate", "drop"))
     check_own_kv(decoder, what="layers that are skipped")
     check_rows(decoder, token_ids, lengths)
-    if policy.depths[-1] != decoder.config.num_layers:
-        raise ValueError(
-            "Wanted sets of layers whose depths end at the model's last layer, "
-            f"{decoder.config.num_layers}. Got policy {policy.name!r} with depths={policy.depths}."
-        )
-    depths, model, alone = policy.depths, Model(decoder, params, executor), kv == "drop"
+    depths = check_depths(policy.depths, num_layers=decoder.config.num_layers)
+    model, alone = Model(decoder, params, executor), kv == "drop"
     tokens = Tokens.embed(decoder, params, token_ids, lengths)
     real, all_slots = tokens.live, executor.pack(0, tokens.live)
     always = tokens.positions < jnp.broadcast_to(jnp.asarray(whole), lengths.shape)[:, None]
@@ -118,36 +106,30 @@ def score_layer_sets(
     work.append(Work.of(heads=executor.heads_run(all_slots)))
     return SetScores(
         log_likelihood=jnp.where(predicted, -nll, 0.0),
-        ran=jnp.stack(ran),
+        predicted=predicted,
         depths=tokens.depth,
         work=stack_work(work),
         x=tokens.x,
+        ran=jnp.stack(ran),
     )
 
 
 run_sets = jax.jit(score_layer_sets, static_argnums=0, static_argnames=("kv", "executor"))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Written:
+class Written(NamedTuple):
     """New tokens of each prompt, their log-probabilities in nats, and decided layers.
 
     Layers are those that the token before each has run, at first the prompt's last one.
     """
 
-    token_ids: Sequence[np.ndarray]
-    log_probabilities: Sequence[np.ndarray]
-    decided: Sequence[np.ndarray]
+    token_ids: Int[np.ndarray, "row new"]
+    log_probabilities: Float[np.ndarray, "row new"]
+    decided: Int[np.ndarray, "row new"]
 
 
 def generate_layer_sets(
-    decoder: Decoder,
-    params: Params,
-    prompts: Prompts,
-    policy: LayerSets,
-    *,
-    max_new_tokens: int,
-    executor: Executor = MicroBatches(),
+    decoder: Decoder, params: Params, prompts: Prompts, policy: LayerSets, *, max_new_tokens: int
 ) -> Written:
     """Returns the most probable continuations, each new token with a set of segments of its own.
 
@@ -167,30 +149,18 @@ def generate_layer_sets(
     starts = np.asarray([row.size for row in rows], np.int32)
     ids = np.stack([np.pad(row, (0, starts.max() + max_new_tokens - row.size)) for row in rows])
     each, found = np.arange(len(rows)), []
-    for number in range(max_new_tokens):
-        lengths = starts + number
-        scores = run_sets(
-            decoder,
-            params,
-            jnp.asarray(ids),
-            jnp.asarray(lengths),
-            policy,
-            executor=executor,
-            whole=jnp.asarray(starts),
-        )
+    for lengths in (starts + number for number in range(max_new_tokens)):
+        scores = run_sets(decoder, params, ids, lengths, policy, whole=starts)
         token, probability = _most_probable(decoder, params, scores.x[each, lengths - 1])
         ids[each, lengths] = token
         found.append((token, probability, scores.depths[each, lengths - 1]))
-    columns = [
-        np.stack([np.asarray(x) for x in column], axis=1) for column in zip(*found, strict=True)
-    ]
-    return Written(token_ids=[*columns[0]], log_probabilities=[*columns[1]], decided=[*columns[2]])
+    return Written(*(np.stack(column, axis=1) for column in zip(*found, strict=True)))
 
 
 @partial(jax.jit, static_argnums=0)
 def _most_probable(
     decoder: Decoder, params: Params, x: Float[Array, "batch dim"]
 ) -> tuple[Int[Array, " batch"], Float[Array, " batch"]]:
-    likely = jax.nn.log_softmax(decoder.unembed(params, x).astype(jnp.float32))
-    token = jnp.argmax(likely, axis=1)
-    return token, jnp.take_along_axis(likely, token[:, None], axis=1)[:, 0]
+    logits = decoder.unembed(params, x).astype(jnp.float32)
+    token = most_probable(logits)
+    return token, -next_token_nll(logits, token)

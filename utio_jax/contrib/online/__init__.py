@@ -26,8 +26,8 @@ from utio_jax.core.arrays import flat, map_head, next_token_nll
 from utio_jax.core.decoder import Decoder, Params, apply_exit_lens, has_exit_lens
 from utio_jax.core.documents import Batch
 from utio_jax.core.pytrees import pytree
-from utio_jax.core.work import Work
-from utio_jax.policies.base import Policy, Signal
+from utio_jax.core.work import Work, stack_work
+from utio_jax.policies.base import Policy, Signal, exceeds
 from utio_jax.policies.depth import Thresholded
 from utio_jax.staircase.base import Executor
 from utio_jax.staircase.loop import check_policy
@@ -142,8 +142,7 @@ def observe(
         )
 
     def disagreements(cuts: jax.Array) -> jax.Array:
-        cuts = cuts[:, None, None]
-        stops = (scores <= cuts) & (cuts > -jnp.inf) | (cuts == jnp.inf)
+        stops = ~exceeds(scores, cuts[:, None, None])
         first = stops & (jnp.cumsum(stops, axis=0) == 1)
         return jnp.sum(first & ~agrees & where[None], dtype=jnp.float32)
 
@@ -200,23 +199,20 @@ def observed(
     scores = collect(decoder, params, signal, token_ids, lengths, jnp.stack(exits), depths)
     layers = jnp.diff(jnp.asarray((0, *depths))) * token_ids.size
     reads = jnp.asarray([1 + signal.reads_logits(index) for index in range(len(exits))] + [1])
-    mapped = [has_exit_lens(decoder, depth) for depth in depths]
-    maps = jnp.asarray(mapped, jnp.int32) * reads
+    mapped = jnp.asarray([has_exit_lens(decoder, depth) for depth in depths], jnp.int32)
     _, valid = positions_of(token_ids, lengths)
     result = Scores(
         log_likelihood=jnp.where(predicted, -nll, 0.0),
         predicted=predicted,
         depths=jnp.where(valid, depths[-1], 0),
-        work=Work(
+        work=dataclasses.replace(
+            stack_work([Work.of()] * len(depths)),
             queries=layers,
             keys_values=layers,
             key_slots=layers * float(token_ids.shape[1]),
             decisions=jnp.full(len(depths), token_ids.size).at[-1].set(0),
-            choices=layers * 0,
             heads=reads * token_ids.size,
-            exit_maps=maps * token_ids.size,
-            kv_maps=layers * 0,
-            overflows=layers * 0,
+            exit_maps=mapped * reads * token_ids.size,
         ),
         x=full,
     )

@@ -4,12 +4,4 @@
 from utio_jax.contrib.select.fitting import fit_select, see_all
 from utio_jax.contrib.select.selecting import Context, Select, Selected, read_context, select
 
-__all__ = [
-    "Context",
-    "Select",
-    "Selected",
-    "fit_select",
-    "read_context",
-    "see_all",
-    "select",
-]
+__all__ = ["Context", "Select", "Selected", "fit_select", "read_context", "see_all", "select"]

@@ -11,8 +11,10 @@ and margins that cost least at 0, 1, 2, ... lost winners; the other half tests i
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -79,47 +81,34 @@ def fit_select(  # noqa: PLR0913 (options, each named)
       ValueError: scores of another shape than depths and queries say, or fewer queries than the
         guarantee takes.
     """
-    depths = tuple(depths)
+    depths, layers = tuple(depths), decoder.config.num_layers
     if seen.ndim != 3 or seen.shape[1] != len(depths) + 1:
         raise ValueError(
             f"Wanted scores [query, boundary, row] at each of depths={depths} and at full depth. "
             f"Got shape {seen.shape}. Make them with see_all."
         )
-    if groups is not None and groups.shape != seen.shape[:1]:
+    groups = np.arange(len(seen)) if groups is None else groups
+    if groups.shape != seen.shape[:1]:
         raise ValueError(f"Wanted a group for each of {len(seen)} queries. Got {groups.shape}.")
-    chance = Select(depths=depths, margins=np.zeros(len(depths)))
-    sizes = np.asarray(chance.check(decoder, rows=seen.shape[2]))
-    fits = halves(
-        np.arange(len(seen)) if groups is None else groups,
-        units="queries",
-        max_risk=max_disagreement,
-        confidence=confidence,
-        seed=seed,
-    )
+    none = Select(depths=depths, margins=np.full(len(depths), np.inf), mean=mean)
+    sizes = np.asarray(none.check(decoder, rows=seen.shape[2]))
+    bound: dict[str, Any] = {"max_risk": max_disagreement, "confidence": confidence}
+    fits = halves(groups, units="queries", seed=seed, **bound)
+    mine, others = seen[fits], seen[~fits]
+    price = partial(row_flops, decoder, params, tokens=tokens, slots=slots)
 
-    def price(counts: np.ndarray, mine: tuple[int, ...]) -> float:
-        layers = decoder.config.num_layers
-        each, whole = (
-            row_flops(decoder, params, ends, tokens=tokens, slots=slots)
-            for ends in ((*mine, layers), (layers,))
-        )
-        padded = sizes[np.searchsorted(sizes, counts)]
-        return float((padded @ each).sum() / (len(counts) * sizes[-1] * whole[0]))
+    def run(seen: np.ndarray, how: Select) -> tuple[float, np.ndarray]:
+        counts, lost = replay(seen[:, [*map(depths.index, how.depths), -1]], how.margins)
+        spent = sizes[np.searchsorted(sizes, counts)] @ price((*how.depths, layers))
+        return float(spent.sum() / (len(seen) * sizes[-1] * price((layers,))[0])), lost
 
-    limit = int(np.ceil(2 * max_disagreement * fits.sum())) + 1
-    ladder = _ladder(seen[fits], depths, price, limit=limit)
-    tried = seen[~fits]
-    lost = np.stack(
-        [replay(tried[:, _of(mine, depths)], margins)[1] for mine, margins, _ in ladder]
-    )
-    settings = [Select(depths=mine, margins=margins, mean=mean) for mine, margins, _ in ladder]
-    costs, bound = [ratio for *_, ratio in ladder], {"max_risk": max_disagreement}
-    return fit_ladder(settings, costs, lost, confidence=confidence, **bound)
+    limit = int(np.ceil(2 * max_disagreement * len(mine))) + 1
+    settings, costs = zip(*_ladder(mine, none, partial(run, mine), limit=limit), strict=True)
+    return fit_ladder(settings, costs, np.stack([run(others, how)[1] for how in settings]), **bound)
 
 
 def replay(
-    seen: Float[np.ndarray, "query boundary row"],
-    margins: Float[Array | np.ndarray, " margin"],
+    seen: Float[np.ndarray, "query boundary row"], margins: Float[Array | np.ndarray, " margin"]
 ) -> tuple[Int[np.ndarray, "query boundary"], Bool[np.ndarray, " query"]]:
     """Returns how many candidates run each segment under some margins, and which queries are lost.
 
@@ -128,79 +117,62 @@ def replay(
     """
     full = seen[:, -1]
     alive = ~np.isnan(full)
-    counts = []
+    counts = [alive.sum(axis=1)]
     for index, margin in enumerate(np.asarray(margins).tolist()):
-        counts.append(alive.sum(axis=1))
         alive = survivors(seen[:, index], alive, margin)
-    counts.append(alive.sum(axis=1))
+        counts.append(alive.sum(axis=1))
     kept = np.take_along_axis(alive, np.nanargmax(full, axis=1)[:, None], 1)[:, 0]
     return np.stack(counts, axis=1), np.logical_not(kept)
 
 
-_Price = Callable[[np.ndarray, tuple[int, ...]], float]
-"""Maps counts of candidates and depths to FLOPs over full depth's, padded to widths."""
+_Run = Callable[[Select], tuple[float, np.ndarray]]
+"""Maps margins to FLOPs over full depth's, padded to widths, and to which queries are lost."""
+
+_Try = tuple[Select, float, int]
+"""Margins, what they cost, and how many winners they lose."""
 
 
-_Try = tuple[tuple[int, ...], np.ndarray, float]
-
-
-def _ladder(seen: np.ndarray, depths: tuple[int, ...], price: _Price, *, limit: int) -> list[_Try]:
-    """Returns depths, margins and costs, safest first, each cheaper than those before."""
-    best: dict[int, _Try] = {}
-    for size in range(1, min(_MOST_DEPTHS, len(depths)) + 1):
-        for mine in itertools.combinations(depths, size):
-            some = seen[:, _of(mine, depths)]
-            for margins, ratio, lost in _path(some, mine, price, limit=limit):
-                if lost not in best or ratio < best[lost][2]:
-                    best[lost] = (mine, margins, ratio)
-    safe, widest, _ = best[0]
-    rungs: list[_Try] = []
-    for factor in _WIDER:
-        counts, _ = replay(seen[:, _of(safe, depths)], widest * factor)
-        rungs.append((safe, widest * factor, price(counts, safe)))
-    for lost in sorted(best):
-        if best[lost][2] < rungs[-1][2]:
-            rungs.append(best[lost])
+def _ladder(seen: np.ndarray, none: Select, run: _Run, *, limit: int) -> list[tuple[Select, float]]:
+    """Returns settings and their costs, safest first, each cheaper than those before."""
+    early, full = seen[:, :-1], seen[:, -1]
+    bars = np.where(np.isnan(full)[:, None], -np.inf, early).max(axis=2)
+    won = np.take_along_axis(early, np.nanargmax(full, axis=1)[:, None, None], 2)[..., 0]
+    behind = np.sort(np.maximum(bars - won, 0), axis=0)[::-1].T  # [depth, query], largest first.
+    tries: list[_Try] = []
+    for size in range(1, min(_MOST_DEPTHS, len(behind)) + 1):
+        for some in itertools.combinations(range(len(behind)), size):
+            mine = dataclasses.replace(none, depths=tuple(none.depths[place] for place in some))
+            tries += _path(behind[list(some)], mine, run, limit=limit)
+    tries.sort(key=lambda each: (each[2], each[1]))  # By lost winners, the cheapest first.
+    safe = tries[0][0]
+    wider = [dataclasses.replace(safe, margins=safe.margins * factor) for factor in _WIDER]
+    rungs = [(how, run(how)[0]) for how in wider]
+    for how, cost, _ in tries:
+        if cost < rungs[-1][1]:
+            rungs.append((how, cost))
     return rungs
 
 
-def _path(
-    seen: np.ndarray, depths: tuple[int, ...], price: _Price, *, limit: int
-) -> Iterator[tuple[np.ndarray, float, int]]:
-    """Yields margins, their cost and lost winners: from none lost on, greedily.
+def _path(behind: np.ndarray, mine: Select, run: _Run, *, limit: int) -> Iterator[_Try]:
+    """Yields margins at the depths of `mine`, their cost and lost winners: from none lost on.
 
-    Each step gives up the winners that are farthest behind at one depth: where a lost winner buys
-    most.
+    Greedily: each step gives up the winners that are farthest behind at one depth, where a lost
+    winner buys most. `behind`, `[depth, query]`, are how far each winner is, in descending order.
     """
-    full = seen[:, -1]
-    best = np.nanargmax(full, axis=1)
-    bars = np.where(np.isnan(full)[:, None], -np.inf, seen[:, :-1]).max(axis=2)
-    behind = bars - np.take_along_axis(seen[:, :-1], best[:, None, None], 2)[..., 0]
-    steps = np.sort(np.maximum(behind, 0), axis=0)[::-1].T  # [depth, given up]
+    places = np.arange(len(behind))
 
-    def tried(given: tuple[int, ...]) -> tuple[np.ndarray, float, int]:
-        margins = steps[np.arange(len(depths)), np.asarray(given)]
-        counts, lost = replay(seen, margins)
-        return margins, price(counts, depths), int(lost.sum())
+    def tried(given: np.ndarray) -> _Try:
+        how = dataclasses.replace(mine, margins=behind[places, given])
+        cost, lost = run(how)
+        return how, cost, int(lost.sum())
 
-    given = (0,) * len(depths)
-    now = tried(given)
-    yield now
-    while True:
-        ahead = []
-        for index, step in itertools.product(range(len(depths)), _STEPS):
-            more = tuple(n + step * (i == index) for i, n in enumerate(given))
-            if more[index] < len(seen):
-                found = tried(more)
-                if found[2] <= limit:
-                    gain = (now[1] - found[1]) / max(found[2] - now[2], 0.5)
-                    ahead.append((gain, more, found))
-        if not ahead:
-            return
+    ahead = [(0.0, 0 * places, tried(0 * places))]
+    while ahead:
         _, given, now = max(ahead, key=lambda each: each[0])
         yield now
-
-
-def _of(mine: tuple[int, ...], depths: tuple[int, ...]) -> list[int]:
-    """Returns where some depths, and full depth, are among all."""
-    return [*(depths.index(depth) for depth in mine), len(depths)]
+        ahead = []
+        for place, step in itertools.product(places, _STEPS):
+            more = given + step * (places == place)
+            if more[place] < behind.shape[1] and (found := tried(more))[2] <= limit:
+                gain = (now[1] - found[1]) / max(found[2] - now[2], 0.5)
+                ahead.append((gain, more, found))

@@ -32,9 +32,8 @@ from utio_jax.core.documents import check_ids, check_tokens
 from utio_jax.core.flops import pass_flops, token_cost
 from utio_jax.core.pytrees import pytree, static
 from utio_jax.core.work import Work, stack_work
+from utio_jax.decoding.loop import round_up
 from utio_jax.decoding.segments import Attend, Block, Sources, prefill, run_layers
-
-_SLOT_STEP = 64
 
 
 @pytree
@@ -138,25 +137,24 @@ def read_context(
             "causal=False. Score whole rows: utio_jax.score."
         )
     ids = check_ids(token_ids, vocab_size=config.vocab_size, what="the context")
-    most = config.context_length
-    slots = min(-(-max(ids.size, 1) // _SLOT_STEP) * _SLOT_STEP, most) if slots is None else slots
-    if not 1 <= ids.size <= min(slots, most):
+    most = config.context_length if slots is None else min(slots, config.context_length)
+    if not 1 <= ids.size <= most:
         raise ValueError(
-            f"Wanted a context of 1 to {min(slots, most)} tokens. Got {ids.size}. Cut it at its "
-            "beginning."
+            f"Wanted a context of 1 to {most} tokens. Got {ids.size}. Cut it at its beginning."
         )
-    return _read_context(decoder, params, np.pad(ids, (0, slots - ids.size)), np.int32(ids.size))
+    slots = min(round_up(ids.size, 64), most) if slots is None else slots
+    row, lengths = np.pad(ids, (0, slots - ids.size))[None], np.asarray([ids.size], np.int32)
+    return _read_context(decoder, params, row, lengths)
 
 
 @partial(jax.jit, static_argnames=("decoder",))
 def _read_context(
-    decoder: Decoder, params: Params, token_ids: Int[Array, " token"], length: Int[Array, ""]
+    decoder: Decoder, params: Params, ids: Int[Array, "1 token"], lengths: Int[Array, " 1"]
 ) -> Context:
-    ids, lengths = token_ids[None], length[None]
     dtype = jax.eval_shape(decoder.embed, params, ids, ids).dtype
-    cache = init_cache(decoder.config, batch=1, slots=token_ids.size, dtype=dtype)
+    cache = init_cache(decoder.config, batch=1, slots=ids.shape[1], dtype=dtype)
     logits, cache = prefill(decoder, params, ids, lengths, cache)
-    return Context(cache=cache, length=length, log_probs=jax.nn.log_softmax(logits[0]))
+    return Context(cache=cache, length=lengths[0], log_probs=jax.nn.log_softmax(logits[0]))
 
 
 def select(
@@ -190,37 +188,40 @@ def select(
         )
     # Every program knows the static width of the last token, which itself is never run.
     ids = np.pad(ids, ((0, 0), (0, max(0, 2 - width))))
-    tokens = ids.shape[1] - 1
-    x, cache, first = _embed(decoder, params, context, ids)
-    first = np.asarray(first)
-    alive = ends > 0
+    tokens, alive = ids.shape[1] - 1, ends > 0
+    first = np.asarray(context.log_probs)[np.where(alive, ids[:, 0], 0)]
     depths = np.zeros(rows, np.int32)
     scores = np.full(rows, np.nan, np.float32)
-    seen, work = [], []
+    x = cache = None
+    seen, work, start = [], [], 0
     boundaries = (*how.depths, config.num_layers)
     margins = (*np.asarray(how.margins).tolist(), np.inf)
-    start = 0
     for stop, margin in zip(boundaries, margins, strict=True):
         chosen = np.flatnonzero(alive)
-        if stop == 0:
-            scores[chosen] = first[chosen]
-        else:
+        scores[chosen], depths[chosen] = first[chosen], stop
+        if stop > 0:
             size = next(each for each in widths if each >= chosen.size)
             packed = np.pad(chosen, (0, size - chosen.size), constant_values=rows).astype(np.int32)
             x, cache, rest = _run(
                 decoder, params, context, x, cache, ids, ends, packed, start=start, stop=stop
             )
-            scores[chosen] = first[chosen] + np.asarray(rest)[: chosen.size]
+            scores[chosen] += np.asarray(rest)[: chosen.size]
             if how.mean:
                 scores[chosen] /= ends[chosen]
-            depths[chosen] = stop
-            slots = context.cache.num_slots
-            work.append(_work(decoder, size * tokens, slots + tokens, start=start, stop=stop))
+            runs, keys = size * tokens, context.cache.num_slots + tokens
+            entries = Work.of(
+                queries=jnp.int32(runs * (stop - start)),
+                keys_values=jnp.int32(runs * len(config.kv_made(start, stop))),
+                key_slots=jnp.float32(runs * (stop - start) * keys),
+                heads=jnp.int32(executed_heads(runs)),
+                exit_maps=jnp.int32(runs * has_exit_lens(decoder, stop)),
+            )
+            work.append(entries)
         seen.append(np.where(alive, scores, np.nan))
         alive = survivors(scores, alive, margin)
         start = stop
     return Selected(
-        winner=int(np.where(alive & ~np.isnan(scores), scores, -np.inf).argmax()),
+        winner=int(np.where(np.isnan(seen[-1]), -np.inf, seen[-1]).argmax()),
         scores=scores,
         depths=depths,
         seen=np.stack(seen),
@@ -229,9 +230,7 @@ def select(
 
 
 def survivors(
-    scores: Float[np.ndarray, "*lead row"],
-    alive: Bool[np.ndarray, "*lead row"],
-    margin: float,
+    scores: Float[np.ndarray, "*lead row"], alive: Bool[np.ndarray, "*lead row"], margin: float
 ) -> Bool[np.ndarray, "*lead row"]:
     """Returns which of the candidates `alive` go on: those at most `margin` behind the best.
 
@@ -254,26 +253,13 @@ def row_flops(
     return runs * (layers + np.where(ends[1:] > 0, cost.read(ends[1:]), 0.0))
 
 
-@partial(jax.jit, static_argnames=("decoder",))
-def _embed(
-    decoder: Decoder, params: Params, context: Context, ids: Int[Array, "row token"]
-) -> tuple[Float[Array, "row input dim"], KVCache, Float[Array, " row"]]:
-    """Returns the states at depth 0 of all tokens but the last, and the first ones' likelihood."""
-    ahead = jnp.arange(ids.shape[1] - 1, dtype=jnp.int32)[None, :]
-    positions = jnp.minimum(context.length + ahead, decoder.config.context_length - 1)
-    positions = jnp.broadcast_to(positions, ids[:, :-1].shape)
-    x = decoder.embed(params, ids[:, :-1], positions)
-    cache = init_cache(decoder.config, batch=ids.shape[0], slots=x.shape[1], dtype=x.dtype)
-    return x, cache, context.log_probs[ids[:, 0]]
-
-
 @partial(jax.jit, static_argnames=("decoder", "start", "stop"), donate_argnames=("x", "cache"))
 def _run(  # noqa: PLR0913 (arrays of one segment)
     decoder: Decoder,
     params: Params,
     context: Context,
-    x: Float[Array, "row input dim"],
-    cache: KVCache,
+    x: Float[Array, "row input dim"] | None,
+    cache: KVCache | None,
     ids: Int[Array, "row token"],
     lengths: Int[Array, " row"],
     rows: Int[Array, " packed"],
@@ -284,13 +270,19 @@ def _run(  # noqa: PLR0913 (arrays of one segment)
     """Returns the states after layers [start, stop) of some rows, and what the head makes of them.
 
     That is the log-likelihood of all tokens but the first, summed. A row past the end fills up.
-    Candidates' own K/V lie in a cache of theirs, a slot for each token.
+    Candidates' own K/V lie in a cache of theirs, a slot for each token. The first run makes it.
     """
-    mine, labels, ends = (a.at[rows].get(mode="fill", fill_value=0) for a in (x, ids, lengths))
-    slots, tokens = context.cache.num_slots, mine.shape[1]
-    own = jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.int32), mine.shape[:2])
+    labels, ends = (a.at[rows].get(mode="fill", fill_value=0) for a in (ids, lengths))
+    slots, tokens = context.cache.num_slots, ids.shape[1] - 1
+    own = jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.int32), (rows.size, tokens))
     real = own < ends[:, None] - 1
     positions = jnp.where(real, context.length + own, 0)
+    if x is None or cache is None:
+        mine = decoder.embed(params, labels[:, :-1], positions)
+        x = jnp.zeros((len(ids), *mine.shape[1:]), mine.dtype)
+        cache = init_cache(decoder.config, batch=len(ids), slots=tokens, dtype=mine.dtype)
+    else:
+        mine = x.at[rows].get(mode="fill", fill_value=0)
     before = jnp.arange(slots, dtype=jnp.int32)
     before = jnp.where(before < context.length, before, NOWHERE)
     before = jnp.broadcast_to(before, (rows.size, slots))
@@ -309,8 +301,7 @@ def _run(  # noqa: PLR0913 (arrays of one segment)
 
         return attend
 
-    places = decoder.encode_positions(positions)
-    block = Block(positions=own, valid=real, places=places, rows=rows)
+    block = Block(positions=own, valid=real, places=decoder.encode_positions(positions), rows=rows)
     with jax.named_scope("select"):
         mine, cache = run_layers(
             decoder, params, cache, mine, block, attention, start=start, stop=stop
@@ -320,14 +311,3 @@ def _run(  # noqa: PLR0913 (arrays of one segment)
         nll = map_head(decoder, params, next_token_nll, states, flat(labels[:, 1:]))
     nll = jnp.where(real, nll.reshape(real.shape), 0.0)
     return x.at[rows].set(mine, mode="drop"), cache, -jnp.sum(nll, axis=1)
-
-
-def _work(decoder: Decoder, slots: int, keys: int, *, start: int, stop: int) -> Work:
-    layers = stop - start
-    return Work.of(
-        queries=jnp.int32(slots * layers),
-        keys_values=jnp.int32(slots * len(decoder.config.kv_made(start, stop))),
-        key_slots=jnp.float32(slots * layers * keys),
-        heads=jnp.int32(executed_heads(slots)),
-        exit_maps=jnp.int32(slots * has_exit_lens(decoder, stop)),
-    )

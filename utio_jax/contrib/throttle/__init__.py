@@ -10,12 +10,13 @@
 
 The view holds sinks and recent tokens (`utio_jax.contrib.throttle.views`). One batched call lets
 every row attend to its view; then a loop with a traced trip count goes over the dense rows alone,
-and reads each one's slots.
+and reads each one's slots where they are: a gather would copy them, a mask read those of all rows.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import jax
@@ -25,23 +26,16 @@ from jaxtyping import Array, Bool, Float, Int
 
 from utio_jax.attention.band import SparseQueries
 from utio_jax.attention.cache import KVCache, side_by_side
-from utio_jax.attention.history import History
-from utio_jax.attention.mixing import mixer_at
+from utio_jax.attention.history import History, visible_history
+from utio_jax.attention.mixing import mix_apart, mixer_at
 from utio_jax.attention.products import NOWHERE
-from utio_jax.contrib.throttle.views import View, attend_rows, places_at, visible_places
+from utio_jax.contrib.throttle.views import View, places_at
 from utio_jax.core.decoder import Decoder, Params, check_softmax
 from utio_jax.core.pytrees import pytree, static
 from utio_jax.decoding.adaptive import Adaptive, Memory
 from utio_jax.decoding.base import Setting
 from utio_jax.decoding.rows import CachedRows, RowCache, RowSlots, block_of, chosen_first
-from utio_jax.decoding.segments import (
-    Attend,
-    Attention,
-    Block,
-    Sources,
-    depth_of_kv,
-    run_layers,
-)
+from utio_jax.decoding.segments import Attend, Attention, Block, Sources, depth_of_kv, run_layers
 from utio_jax.decoding.state import DecodeState
 from utio_jax.policies.base import Boundary, Signal, exceeds
 from utio_jax.staircase.base import Tokens
@@ -162,12 +156,7 @@ class ThrottledRows(CachedRows):
     """
 
     def pack(
-        self,
-        segment: int,
-        live: Bool[Array, "batch 1"],
-        sparse: Any = None,
-        *,
-        causal: bool = True,
+        self, segment: int, live: Bool[Array, "batch 1"], sparse: Any = None, *, causal: bool = True
     ) -> ThrottledSlots:
         del segment, causal
         return ThrottledSlots(live=live, throttled=None if sparse is None else sparse.sparse)
@@ -267,14 +256,16 @@ def view_attention(
     """Returns attention of which only dense rows see everything before them, for `run_layers`."""
     runs &= block.valid
     dense &= runs
-    order = chosen_first(dense[:, 0])
+    order, count = chosen_first(dense[:, 0])
     some = jnp.any(runs & ~dense).astype(jnp.int32)
+    rows, slots = (jnp.arange(size, dtype=jnp.int32) for size in (len(runs), width))
+    at = partial(jax.lax.dynamic_index_in_dim, keepdims=False)
 
     def attention(cache: KVCache, sources: Sources) -> Attend:
         view: View = cache.view
 
         def at_layers(leaf: jax.Array) -> list[jax.Array]:
-            return [jax.lax.dynamic_index_in_dim(leaf, i, keepdims=False) for i in sources]
+            return [at(leaf, layer) for layer in sources]
 
         def attend(index: jax.Array, queries: jax.Array) -> jax.Array:
             mix, seen_from = mixer_at(decoder, index), depth_of_kv(decoder, index)
@@ -283,37 +274,35 @@ def view_attention(
                 positions, *others = at_layers(view.positions)
                 for each in others:  # Under "drop" layers may have taken in different tokens.
                     positions = jnp.where(each == positions, positions, NOWHERE)
-                visible = visible_places(view.history, block.positions, positions, mix.window)
+                visible = visible_history(view.history, block.positions, positions, mix.window)
                 if shown is not None:
-                    visible &= _shown_at(shown, positions, seen_from)[:, None, :]
+                    depths = shown.at[rows[:, None], positions].get(mode="clip")
+                    visible &= (depths > seen_from)[:, None, :]
                 kept = (view.keys, view.values)
                 keys, values = (side_by_side(at_layers(leaf)) for leaf in kept)
                 return mix(queries, keys, values, visible)
+
+            def by_row(number: jax.Array, attended: jax.Array) -> jax.Array:
+                row = order[number]
+
+                def read(leaf: jax.Array, layer: int | jax.Array) -> jax.Array:
+                    start = tuple(map(jnp.int32, (layer, row, 0, 0, 0)))
+                    size = (1, 1, *cache.size(width))
+                    return cache.by_slot(jax.lax.dynamic_slice(leaf, start, size)[0, 0])
+
+                seen = [[read(leaf, layer) for leaf in cache.arrays] for layer in sources]
+                visible = mix.visible(at(block.positions, row), slots)
+                if shown is not None:
+                    visible &= (at(shown, row)[:width] > seen_from)[None, :]
+                new = mix_apart(mix, at(queries, row), seen, visible).astype(attended.dtype)
+                return jax.lax.dynamic_update_index_in_dim(attended, new, row, 0)
 
             # A loop of no or one turn: where all rows are dense no view is read. (A conditional
             # would copy what it passes on.)
             attended = jnp.zeros(queries.shape, view.values.dtype)
             attended = jax.lax.fori_loop(0, some, by_view, attended)
-            return attend_rows(
-                mix,
-                cache,
-                attended,
-                queries,
-                block.positions,
-                layers=sources,
-                seen_from=seen_from,
-                rows=order,
-                width=width,
-                shown=shown,
-            )
+            return jax.lax.fori_loop(0, count, by_row, attended)
 
         return attend
 
     return attention
-
-
-def _shown_at(
-    shown: Int[Array, "batch slot"], positions: Int[Array, "batch place"], layer: Int[Array, ""]
-) -> Bool[Array, "batch place"]:
-    rows = jnp.arange(positions.shape[0], dtype=jnp.int32)[:, None]
-    return shown.at[rows, positions].get(mode="clip") > layer

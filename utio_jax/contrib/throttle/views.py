@@ -4,9 +4,8 @@
     position   0 1 2 3 4 5 6 7 8 9        # a row of ten tokens, recent=4, sinks=2
     places     0 1 | 8 9 6 7              # sinks | ring: position p lies at p mod 4
 
-The cache keeps every token; a view holds copies. A new token takes the ring's oldest place. Rows
-that read more than their view are read where they are, one after the other (`attend_rows`): a
-gather would copy their keys and values, a mask read those of all rows.
+The cache keeps every token; a view holds copies. A new token takes the ring's oldest place; one
+that its layer skipped (kv="drop") leaves an older token there, which `visible_history` hides.
 """
 
 from __future__ import annotations
@@ -17,10 +16,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from utio_jax.attention.cache import KVCache
 from utio_jax.attention.history import History
-from utio_jax.attention.mixing import Mixer, mix_apart
-from utio_jax.attention.products import NOWHERE, visible_keys
+from utio_jax.attention.products import NOWHERE
 from utio_jax.core.pytrees import pytree, static
 
 
@@ -82,68 +79,3 @@ def places_at(history: History, lengths: Int[Array, " batch"]) -> Int[Array, "ba
     ring = jnp.where(ring >= history.sinks, ring, NOWHERE)
     sinks = jnp.where(places <= last, places, NOWHERE)
     return jnp.where(places < history.sinks, sinks, ring)
-
-
-def visible_places(
-    history: History,
-    query_positions: Int[Array, "batch query"],
-    positions: Int[Array, "batch place"],
-    window: Int[Array, ""] | None = None,
-) -> Bool[Array, "batch query place"]:
-    """Returns which places of one layer a query sees: `visible_history` in the view's own frame."""
-    # A place of the ring that its layer skipped (kv="drop") still holds an older token.
-    recent = query_positions[:, :, None] - positions[:, None, :] < history.recent
-    kept = jnp.arange(history.size) < history.sinks
-    return visible_keys(query_positions, positions, window) & (recent | kept[None, None, :])
-
-
-def attend_rows(  # noqa: PLR0913 (arrays of one product)
-    mix: Mixer,
-    cache: KVCache,
-    attended: Float[Array, "batch query head head_dim"],
-    queries: Float[Array, "batch query head head_dim"],
-    positions: Int[Array, "batch query"],
-    *,
-    layers: tuple[int | Int[Array, ""], ...],
-    seen_from: int | Int[Array, ""],
-    rows: tuple[Int[Array, " batch"], Int[Array, ""]],
-    width: int,
-    shown: Int[Array, "row slot"] | None = None,
-) -> Float[Array, "batch query head head_dim"]:
-    """Returns `attended` with the results of the chosen rows put in.
-
-    Args:
-      mix: of the layer.
-      cache: keys and values.
-      attended: what stays of the other rows.
-      queries: of all rows of the arrays, scaled.
-      positions: of the queries.
-      layers: of the cache, whose heads are read side by side.
-      seen_from: depth that a slot's `shown` must exceed.
-      rows: an order of rows, and how many of the first ones are meant, see `chosen_first`.
-      width: slots to attend over; more than every position. Static.
-      shown: layers at which each slot of each row may be seen; None: all.
-    """
-    slots = jnp.arange(width, dtype=jnp.int32)
-    order, count = rows
-
-    def one(number: jax.Array, attended: jax.Array) -> jax.Array:
-        row = order[number]
-
-        def of_row(leaf: jax.Array) -> jax.Array:
-            return jax.lax.dynamic_index_in_dim(leaf, row, keepdims=False)
-
-        size = (1, 1, *cache.size(width))
-
-        def of_layer(leaf: jax.Array, layer: int | jax.Array) -> jax.Array:
-            start = tuple(map(jnp.int32, (layer, row, 0, 0, 0)))
-            return cache.by_slot(jax.lax.dynamic_slice(leaf, start, size)[0, 0])
-
-        seen = [[of_layer(leaf, layer) for leaf in cache.arrays] for layer in layers]
-        visible = mix.visible(of_row(positions), slots)
-        if shown is not None:
-            visible &= (of_row(shown)[:width] > seen_from)[None, :]
-        new = mix_apart(mix, of_row(queries), seen, visible)
-        return jax.lax.dynamic_update_index_in_dim(attended, new.astype(attended.dtype), row, 0)
-
-    return jax.lax.fori_loop(0, count, one, attended)

@@ -16,11 +16,10 @@ from typing import Any
 
 import numpy as np
 
+from utio_jax.core.decoder import is_integer
+from utio_jax.models.config_reader import Reader, among, shown
 from utio_jax.models.families import FAMILIES, Rule
 from utio_jax.models.gguf.header import Tensor, library
-
-_LARGEST = 2**31 - 1
-_MOST_LAYERS = 10_000  # Settings are written out for each.
 
 # What changes no result here. `gguf.tokenizer` reads the keys of texts.
 _HARMLESS = ("general.", "tokenizer.", "quantize.", "{arch}.rope.scaling.finetuned")
@@ -30,70 +29,28 @@ _TURN_ENDS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<end_of_turn>")
 _CONTROL = 3
 
 
-class Keys:
-    """Reads a file's keys and collects all that is wrong with them."""
+class Keys(Reader):
+    """Reads a file's keys: those of its architecture without the `{arch}.` that they begin with."""
 
     def __init__(self, keys: Mapping[str, Any], tensors: Mapping[str, Tensor], arch: str):
-        self.keys, self.tensors, self.arch = keys, tensors, arch
-        self.problems: list[str] = []
-        self.used: set[str] = set()
+        super().__init__(keys, f"{arch}.")
+        self.tensors = tensors
 
-    def stored(self, name: str) -> Any:
-        """Returns the value of `{arch}.name`, None where there is none."""
-        self.used.add(f"{self.arch}.{name}")
-        return self.keys.get(f"{self.arch}.{name}")
-
-    def count(
-        self,
-        name: str,
-        default: int | None = None,
-        *,
-        layer: int | None = None,
-        most: int = _LARGEST,
-    ) -> int:
+    def count(self, name: str, default: int | None = None, *, layer: int | None = None) -> int:
         """Returns a whole number from 1: an array's for one layer, or its only one for all."""
         value = self.stored(name)
         several = isinstance(value, np.ndarray) and value.size
         if several and (layer is not None or np.all(value == value[0])):
             value = value[layer or 0].item()
-        if value is None and default is not None:
-            return default
-        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
-            self._refuse(name, value, f"one number from 1 to {most} is")
-            return 1  # Goes on, to find what else is wrong.
-        return value
-
-    def scale(self, name: str, default: float | None = None) -> float:
-        """Returns a finite number above 0."""
-        value = self.stored(name)
-        if value is None and default is not None:
-            return default
-        if isinstance(value, int | float) and math.isfinite(value) and value > 0:
-            return float(value)
-        self._refuse(name, value, "finite numbers above 0 are")
-        return 1.0
-
-    def need(self, name: str, *allowed: Any) -> None:
-        """Notes a key that is present and not one of the allowed."""
-        value = self.stored(name)
-        if not _among(value, None, *allowed):
-            self._refuse(name, value, f"{' or '.join(map(repr, allowed))} is")
-
-    def _refuse(self, name: str, value: Any, wanted: str) -> None:
-        got = f"={_short(value)}, of which only {wanted} supported"
-        self.problems.append(f"{self.arch}.{name}{' is missing' if value is None else got}")
+        return self.checked(name, value, default)
 
     def token_id(self, name: str, vocab: int) -> int | None:
         """Returns the id that `tokenizer.ggml.name` holds, None where there is none."""
-        value = self.keys.get(f"tokenizer.ggml.{name}")
-        if value is None:
-            return None
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < vocab:
-            self.problems.append(
-                f"tokenizer.ggml.{name}={_short(value)} in a vocabulary of {vocab}"
-            )
-            return None
-        return value
+        value = self.config.get(f"tokenizer.ggml.{name}")
+        if value is None or (is_integer(value) and value < vocab):
+            return value
+        self.problems.append(f"tokenizer.ggml.{name}={shown(value)} in a vocabulary of {vocab}")
+        return None
 
     def rows(self, name: str) -> int:
         """Returns how many rows a tensor has; one that is missing is found missing later."""
@@ -149,8 +106,8 @@ def _gemma2(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
         **_rope(keys),
         **_gemma(keys, common, period=2, largest=46),
         "sliding_window": keys.count("attention.sliding_window", 4096),
-        "attn_logit_softcapping": keys.scale("attn_logit_softcapping", 50.0),
-        "final_logit_softcapping": keys.scale("final_logit_softcapping", 30.0),
+        "attn_logit_softcapping": keys.take("attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": keys.take("final_logit_softcapping", 30.0),
     }
 
 
@@ -161,14 +118,14 @@ def _gemma3(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
 def _cap(keys: Keys) -> dict[str, Any]:
     """Returns the cap of logits, None where no key says one."""
     name = "final_logit_softcapping"
-    return {name: keys.scale(name) if f"{keys.arch}.{name}" in keys.keys else None}
+    return {name: None if keys.stored(name) is None else keys.take(name, float)}
 
 
 def _gemma_local(
     keys: Keys, common: dict[str, Any], *, period: int, largest: int = 0
 ) -> dict[str, Any]:
     """Returns what `_gemma` does, with windows, and rotations of their own for layers with one."""
-    local = {"rope_type": "default", "rope_theta": keys.scale("rope.freq_base_swa", 10_000.0)}
+    local = {"rope_type": "default", "rope_theta": keys.take("rope.freq_base_swa", 10_000.0)}
     full = _rope(keys)["rope_parameters"]
     return {
         **_gemma(keys, common, period=period, largest=largest),
@@ -197,12 +154,12 @@ def _gemma3n(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
     keys.need("altup.active_idx", 0)
     cut = keys.stored("activation_sparsity_scale")
     if cut is not None and np.shape(cut) != (common["num_hidden_layers"],):
-        keys.problems.append(f"{keys.arch}.activation_sparsity_scale={_short(cut)}")
+        keys.problems.append(f"{keys.prefix}activation_sparsity_scale={shown(cut)}")
         cut = None
     parts = cut if cut is None else [round(NormalDist().cdf(each), 6) for each in cut.tolist()]
     return {
         **_gemma_inputs(keys, common, period=5, own=20),  # Of both published sizes.
-        "final_logit_softcapping": keys.scale("final_logit_softcapping", 30.0),
+        "final_logit_softcapping": keys.take("final_logit_softcapping", 30.0),
         "altup_num_inputs": keys.count("altup.num_inputs", 4),
         "laurel_rank": keys.rows("blk.0.laurel_l.weight"),
         "activation_sparsity_pattern": parts,
@@ -221,7 +178,7 @@ def _gemma4(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
         own = layers - found["num_kv_shared_layers"]
         wanted = [narrow] * own + [narrow * (2 if double else 1)] * (layers - own)
         if widths.tolist() != wanted:
-            keys.problems.append(f"{keys.arch}.feed_forward_length={_short(widths)}")
+            keys.problems.append(f"{keys.prefix}feed_forward_length={shown(widths)}")
     return {**found, **_cap(keys), "global_head_dim": wide, "use_double_wide_mlp": double}
 
 
@@ -238,7 +195,7 @@ def _gemma(keys: Keys, common: dict[str, Any], *, period: int, largest: int) -> 
         every = pattern or period
         local = [layer % every < every - 1 for layer in range(layers)]
     else:
-        keys.problems.append(f"{keys.arch}.attention.sliding_window_pattern={_short(pattern)}")
+        keys.problems.append(f"{keys.prefix}attention.sliding_window_pattern={shown(pattern)}")
         local = []
     wide = layers == largest
     return {
@@ -252,15 +209,15 @@ def _rope(keys: Keys) -> dict[str, Any]:
     """Returns the rotations of the layers that see everything."""
     rope: dict[str, Any] = {
         "rope_type": "default",
-        "rope_theta": keys.scale("rope.freq_base", 10_000.0),
+        "rope_theta": keys.take("rope.freq_base", 10_000.0),
     }
     keys.need("rope.scaling.attn_factor", 1.0)
     keys.need("rope.scaling.type", "none", "linear")
     keys.stored("rope.scaling.original_context_length")  # Of kinds that are refused.
     names = ("rope.scaling.factor", "rope.scale_linear")
-    given = [name for name in names if not _among(keys.stored(name), None, 0.0)]
-    if given and not _among(keys.stored("rope.scaling.type"), "none"):
-        factor = keys.scale(given[0])
+    given = [name for name in names if not among(keys.stored(name), None, 0.0)]
+    if given and not among(keys.stored("rope.scaling.type"), "none"):
+        factor = keys.take(given[0], float)
         rope |= {} if factor == 1.0 else {"rope_type": "linear", "factor": factor}
     return {"rope_parameters": rope}
 
@@ -283,7 +240,7 @@ def architecture_of(keys: Mapping[str, Any], *, source: str) -> Architecture:
     if not isinstance(name, str) or name not in ARCHITECTURES:
         raise ValueError(
             f"Wanted a general.architecture of {', '.join(ARCHITECTURES)} in {source}. "
-            f"Got {_short(name)}. Other decoders take part through the `utio_jax.Decoder` protocol."
+            f"Got {shown(name)}. Other decoders take part through the `utio_jax.Decoder` protocol."
         )
     return ARCHITECTURES[name]
 
@@ -322,13 +279,13 @@ def read_keys(
         "model_type": architecture.family,
         "vocab_size": vocab,
         "hidden_size": dim,
-        "num_hidden_layers": read.count("block_count", most=_MOST_LAYERS),
+        "num_hidden_layers": read.layers("block_count"),
         "num_attention_heads": heads,
         "num_key_value_heads": read.count("attention.head_count_kv", heads),
         "head_dim": read.count(f"attention.key_length{local}", max(1, dim // heads)),
         "intermediate_size": read.count("feed_forward_length", layer=0 if local else None),
         "max_position_embeddings": read.count("context_length"),
-        "rms_norm_eps": read.scale("attention.layer_norm_rms_epsilon"),
+        "rms_norm_eps": read.take("attention.layer_norm_rms_epsilon", float),
         "tie_word_embeddings": "output.weight" not in tensors,
         "bos_token_id": read.token_id("bos_token_id", vocab),
         "pad_token_id": read.token_id("padding_token_id", vocab),
@@ -344,7 +301,7 @@ def read_keys(
     config |= architecture.settings(read, config)
     harmless = tuple(name.format(arch=arch) for name in _HARMLESS)
     read.problems += [
-        f"{name}={_short(value)}, which is not understood"
+        f"{name}={shown(value)}, which is not understood"
         for name, value in keys.items()
         if name not in read.used and not name.startswith(harmless)
     ]
@@ -352,19 +309,16 @@ def read_keys(
 
 
 def _check_general(read: Keys) -> None:
-    kind, version = (read.keys.get(f"general.{name}") for name in ("type", "quantization_version"))
-    if not _among(kind, None, "model"):
-        read.problems.append(f"general.type={_short(kind)}, of which only 'model' is supported")
-    if not _among(version, None, 2):
-        read.problems.append(
-            f"general.quantization_version={_short(version)}, of which only 2 is supported"
-        )
-    parts = read.keys.get("split.count")
+    general = Reader(read.config, "general.")
+    general.need("type", "model")
+    general.need("quantization_version", 2)
+    read.problems += general.problems
+    parts = read.config.get("split.count")
     if parts is not None:
         read.used |= {"split.no", "split.count", "split.tensors.count"}
-        if not _among(parts, 1):
+        if not among(parts, 1):
             read.problems.append(
-                f"split.count={_short(parts)}, of which only one file is supported: merge them, "
+                f"split.count={shown(parts)}, of which only one file is supported: merge them, "
                 "for example with llama-gguf-split --merge"
             )
 
@@ -373,7 +327,7 @@ def _ends(read: Keys, vocab: int) -> int | list[int] | None:
     """Returns the ids that end a text or a turn, as the keys name them or as pieces are spelled."""
     named = ("eos_token_id", "eot_token_id", "eom_token_id")
     found = {read.token_id(name, vocab) for name in named}
-    pieces, kinds = (read.keys.get(f"tokenizer.ggml.{name}") for name in ("tokens", "token_type"))
+    pieces, kinds = (read.config.get(f"tokenizer.ggml.{name}") for name in ("tokens", "token_type"))
     if isinstance(pieces, list) and isinstance(kinds, np.ndarray):
         special = np.flatnonzero(kinds == _CONTROL).tolist()
         found |= {i for i in special if i < min(vocab, len(pieces)) and pieces[i] in _TURN_ENDS}
@@ -423,13 +377,3 @@ def llama3_scaling(factors: np.ndarray, *, theta: float) -> dict[str, Any] | Non
     again = np.clip((context * turns - 1.0) / (rope["high_freq_factor"] - 1.0), 0.0, 1.0)
     same = np.allclose(1 / (again + (1 - again) / factor), divisors, rtol=1e-4)
     return rope if same else None
-
-
-def _among(value: Any, *allowed: Any) -> bool:
-    """Whether a value of a file is one of the allowed, which arrays are not."""
-    return not isinstance(value, np.ndarray | list) and value in allowed
-
-
-def _short(value: Any) -> str:
-    shown = repr(value.tolist() if isinstance(value, np.ndarray) and value.size < 9 else value)
-    return shown if len(shown) <= 60 else shown[:57] + "..."
