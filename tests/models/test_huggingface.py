@@ -543,7 +543,7 @@ from pathlib import Path
 from safetensors.numpy import save_file
 config = json.loads(Path({str(FOLDER / "llama" / "config.json")!r}).read_text())
 config |= dict(vocab_size=8192, hidden_size=1024, intermediate_size=2816, num_hidden_layers=24,
-               num_attention_heads=16, num_key_value_heads=4)
+               num_attention_heads=16, num_key_value_heads=4, head_dim=64)
 folder = Path({str(tmp_path)!r})
 (folder / "config.json").write_text(json.dumps(config))
 from utio_jax.models.families import FAMILIES, read_config
