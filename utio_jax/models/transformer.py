@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Flax transformer: one pre-norm decoder whose options cover the common open model families.
+"""The Flax transformer: one decoder whose options cover the common open model families.
 
 Linen defines the parameters and the arithmetic of *one* layer; the core loops over parameters
 stacked along a leading layer axis.
