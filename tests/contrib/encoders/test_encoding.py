@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from functools import partial
 from typing import Any
 
@@ -269,9 +270,20 @@ def test_what_does_not_fit_is_named(vision: Model, unchecked_shapes: None) -> No
         run("entropy")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="Wanted an encoder.*causal=True"):
         encode_rows(Transformer(TINY), {}, inputs, lengths, uniform(3))  # type: ignore[arg-type]
-    for blocks, message in (((6, 4), "multiple of min_bucket=4"), ((4, 0), "at least 1")):
-        with pytest.raises(ValueError, match=message):
+    for blocks in ((6, 4), (4, 0)):
+        with pytest.raises(ValueError, match="blocks of rows.*Got blocks="):
             run(uniform(3), blocks=blocks)
+
+
+@pytest.mark.usefixtures("unchecked_shapes")
+def test_one_row_runs_no_whole_block(vision: Model) -> None:
+    """A block's work stays inside its loop, which takes no turn; outside it would always run."""
+    policy = random_depths([0.5, 0.2, 0.3], key=jax.random.key(0), depths=EXITS)
+    lowered = run_rows.lower(vision.decoder, vision.params, draw(1), jnp.asarray([9]), policy)
+    text = str(lowered.compile().as_text())
+    of_a_block = re.compile(r"f32\[32,9,")
+    assert of_a_block.search(text)
+    assert not of_a_block.search(text[text.index("\nENTRY") :])
 
 
 def test_an_encoder_without_classifier_has_embeddings_alone() -> None:

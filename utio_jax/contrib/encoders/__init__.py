@@ -125,7 +125,13 @@ def encode_rows(
         reads; depths that it does not have; a policy that asks for predictions it does not make;
         or, outside jit, lengths beyond the rows, ids that the model does not have.
     """
-    executor = MicroBatches(block=blocks[0], query_block=blocks[0], min_bucket=blocks[1])
+    block, least = blocks
+    if least < 1 or block < 1 or block % least:
+        raise ValueError(
+            "Wanted blocks of rows, the first a multiple of the second, at least 1. Got "
+            f"blocks={blocks}. For example: (32, 4)."
+        )
+    executor = MicroBatches(block=block, query_block=block, min_bucket=least)
     check_inputs(encoder, inputs, lengths)
     depths, width = check_policy(policy, encoder), inputs.shape[1]
     inputs, lengths = jnp.asarray(inputs), jnp.asarray(lengths)
@@ -141,7 +147,9 @@ def encode_rows(
         with jax.named_scope(f"rows_{start}_{stop}"):
             rows, layers = (inputs, lengths), (start, stop)
             run = partial(_run_slots, encoder, params, rows, slots.token_of_slot, layers)
-            states = over_blocks(slots.total, (executor.block, executor.unit), run, states)
+            # The states are the carry: read from outside, of one row, they are the same in each
+            # turn, and XLA moves a whole block's work out of a loop that makes none.
+            states = over_blocks(slots.total, blocks, run, states)
         ran = executor.slots_run(slots)
         token_layers = ran * width * (stop - start)
         spent = Work.of(
