@@ -84,7 +84,8 @@ test-vllm: $(VLLM)/.installed
 	JAX_PLATFORMS=cpu $(VLLM)/bin/python -m pytest -o addopts="--strict-markers -q" -m vllm tests/contrib/vllm $(ARGS)
 
 # What `make test` leaves out: whole commands, calibrations, several devices and processes, notebooks.
-check-rest: lint types docs
+check-rest:
+	$(MAKE) --jobs 2 --output-sync=target lint types docs
 	$(QUICK) $(BIN)/python -m pytest -m "check and $(HERE)" $(SPREAD) notebooks tests
 
 test-slow: $(VENV)/.installed-all

@@ -3,21 +3,26 @@
 
     make bench-accelerator      # or: .venv/bin/python benchmarks/accelerator.py [--dry-run]
 
-Five pairs of programs that differ in one choice of `utio_jax.core.platform` or in the executor, in
-turns, on Llama-7B's widths with 8 layers and random weights; under ten minutes. Predictions are
-those of `benchmarks/compiled.py` for a TPU v5e. `--dry-run` shows on a CPU that it runs.
+Pairs of programs in turns, on Llama-7B's widths in bfloat16 with random weights and random depths.
+Six differ in one choice of `utio_jax.core.platform` or in the executor, at 8 layers, beside what
+`benchmarks/compiled.py` predicts for a TPU v5e; then all 32 layers against the fastest program at
+full depth: scoring, decoding, and prompts and decoding with keys and values shared above layer 16.
+Programs are compiled side by side first; under ten minutes. `--dry-run` shows that it runs, on any
+machine.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +33,18 @@ from ahead import Programs
 
 from utio_jax.bench.subjects import shares_for
 from utio_jax.bench.timing import time_programs
+from utio_jax.core.layer import split_layers
 from utio_jax.core.platform import compiling_for
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.base import Plain, Setting
 from utio_jax.decoding.loop import advance, begin
+from utio_jax.decoding.prefill import fastest_prefill
 from utio_jax.decoding.state import check_stops
+from utio_jax.models.transformer import Transformer
 from utio_jax.policies.depth import Thresholded, random_depths
 from utio_jax.staircase.capacity import fit_row_shares
 from utio_jax.staircase.microbatches import MicroBatches
-from utio_jax.staircase.score import score
+from utio_jax.staircase.score import full_depth, score, score_dense
 
 ROOT = Path(__file__).parents[1]
 PREDICTED = ROOT / "results" / "compiled.json"
@@ -49,8 +57,9 @@ class Experiment:
 
     Attributes:
       title: what is tried.
-      kind: `"decode"` or `"score"`.
+      kind: `"decode"`, `"score"` or `"prompt"`.
       rows: of the batch.
+      model: `"part"`, `"whole"`, or `"shared"`.
       first: choices of the first way, see `Platform`; `executor` apart.
       second: of the other.
     """
@@ -58,6 +67,7 @@ class Experiment:
     title: str
     kind: str
     rows: int
+    model: str = "part"
     first: dict[str, Any]
     second: dict[str, Any]
 
@@ -97,71 +107,169 @@ EXPERIMENTS = (
         second={"executor": "auto"},
     ),
 )
-"""In this order; the fifth, CUDA graphs of loops, is a flag of a process of its own."""
+"""In this order; predicted for a TPU."""
+
+OF_GPUS = (
+    Experiment(
+        title="decoding, 8 rows: layers in the stack, then a copy of each apart",
+        kind="decode",
+        rows=8,
+        first={"stack_in_place": True},
+        second={"stack_in_place": False},
+    ),
+    Experiment(
+        title="adaptive decoding, 8 rows: loops in CUDA graphs",
+        kind="decode",
+        rows=8,
+        first={"mode": "adaptive"},
+        second={},
+    ),
+)
+"""The last one's second way is a flag of a process of its own."""
+
+AGAINST_FULL_DEPTH = (
+    *(
+        Experiment(
+            title=f"scoring 16 x 512 tokens at {budget:g}: full depth, then by depth",
+            kind="score",
+            rows=16,
+            model="whole",
+            first={"executor": "dense"},
+            second={"budget": budget},
+        )
+        for budget in (0.75, 0.6, 0.5)
+    ),
+    *(
+        Experiment(
+            title=f"decoding {rows} rows, {model}: plain, then adaptive at {budget:g}",
+            kind="decode",
+            rows=rows,
+            model=model,
+            first={},
+            second={"mode": "adaptive", "budget": budget},
+        )
+        for model, budget in (("whole", 0.6), ("shared", 0.75))
+        for rows in (1, 8, 32)
+    ),
+    *(
+        Experiment(
+            title=f"{rows} prompts of 448 tokens, shared: in full, then to layer 16 alone",
+            kind="prompt",
+            rows=rows,
+            model="shared",
+            first={"mode": "full prompts"},
+            second={},
+        )
+        for rows in (1, 8)
+    ),
+)
+"""The same question as everywhere in this repository: what is gained over the whole model."""
 
 BUDGET = 0.6
+_OURS = ("executor", "budget", "mode")
 
 
 def split(way: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Returns a way's executor, and its other choices."""
-    choices = {key: value for key, value in way.items() if key != "executor"}
+    """Returns a way's executor, and its choices of the platform."""
+    choices = {key: value for key, value in way.items() if key not in _OURS}
     return (MicroBatches() if way.get("executor") == "micro" else "auto"), choices
 
 
 class Model:
-    """Random weights on this machine's accelerator, and depths that cost the budget."""
+    """Random weights on this machine's accelerator, and depths that cost a budget.
 
-    def __init__(self, name: str, layers: int, width: int) -> None:
+    `shared` is how many layers keep keys and values of their own.
+    """
+
+    def __init__(self, name: str, layers: int, width: int, *, shared: int | None = None) -> None:
         made = Programs(name=name, layers=layers, sharding=None, platform=None)
-        self.decoder, self.width = made.decoder, width
+        config = made.decoder.config
+        if shared is not None:
+            exits = tuple(depth for depth in config.exits if depth >= shared)
+            own = tuple((layer,) for layer in range(shared))
+            above = ((shared - 1,),) * (config.num_layers - shared)
+            config = dataclasses.replace(config, kv_source=(*own, *above), exits=exits)
+        self.decoder, self.width = Transformer(config), width
         self.params = jax.jit(lambda key: self.decoder.init(key, jnp.bfloat16))(jax.random.key(0))
+
+    @functools.cache  # noqa: B019
+    def policy(self, budget: float) -> Thresholded:
+        """Returns random depths that cost a share of full depth."""
         exits = self.decoder.config.exits
-        shares = np.asarray(shares_for(self.decoder, self.params, BUDGET, width=width))
-        drawn = np.random.default_rng(1).choice(exits, (128, width), p=shares / shares.sum())
+        shares = np.asarray(shares_for(self.decoder, self.params, budget, width=self.width))
+        drawn = np.random.default_rng(1).choice(exits, (128, self.width), p=shares / shares.sum())
         policy = random_depths(shares, key=jax.random.key(0), depths=exits)
         assert isinstance(policy, Thresholded)
         fitted = fit_row_shares(drawn, depths=exits)
-        self.policy = dataclasses.replace(policy, row_shares=fitted)
+        return dataclasses.replace(policy, row_shares=fitted)
 
     def ids(self, rows: int, width: int) -> np.ndarray:
         vocabulary = self.decoder.config.vocab_size
         return np.random.default_rng(0).integers(1, vocabulary, (rows, width)).astype(np.int32)
 
-    def scoring(self, rows: int, way: dict[str, Any]) -> Callable[[], Any]:
-        """Returns a pass over rows."""
-        executor, choices = split(way)
+    def lower(self, experiment: Experiment, way: dict[str, Any]) -> tuple[Any, tuple[Any, ...]]:
+        """Returns one way of an experiment, lowered, and what it is called with."""
+        make = {"score": self._scoring, "decode": self._decoding, "prompt": self._prompt}
+        with compiling_for(**split(way)[1]):
+            program, arguments = make[experiment.kind](experiment.rows, way)
+            return jax.jit(program).lower(*arguments), arguments
+
+    def _scoring(self, rows: int, way: dict[str, Any]) -> tuple[Callable[..., Any], Any]:
+        """A pass over rows."""
         ids, lengths = self.ids(rows, self.width), np.full(rows, self.width, np.int32)
+        if way.get("executor") == "dense":
+            dense = lambda params, *arrays: score_dense(self.decoder, params, *arrays)  # noqa: E731
+            return dense, (self.params, ids, lengths)
+        executor, _ = split(way)
 
         def program(params: Any, ids: Any, lengths: Any, policy: Any) -> Any:
-            return score(self.decoder, params, ids, lengths, policy, executor=executor)
+            found = score(self.decoder, params, ids, lengths, policy, executor=executor)
+            return found.log_likelihood
 
-        with compiling_for(**choices):
-            run = jax.jit(program).lower(self.params, ids, lengths, self.policy).compile()
-        return lambda: run(self.params, ids, lengths, self.policy).log_likelihood
+        return program, (self.params, ids, lengths, self.policy(way.get("budget", BUDGET)))
 
-    def decoding(self, rows: int, way: dict[str, Any], mode: Any = Plain()) -> Callable[[], Any]:
-        """Returns 32 steps behind prompts of 64 tokens, with a copy of the cache before."""
-        _, choices = split(way)
+    def _setting(self, rows: int, way: dict[str, Any]) -> Setting:
+        mode: Any = Plain()
+        if way.get("mode") == "adaptive":
+            mode = Adaptive(policy=self.policy(way.get("budget", BUDGET)))
+        if way.get("mode") == "full prompts":  # A token under "drop" is seen as deep as it ran.
+            mode = Adaptive(policy=full_depth(self.decoder), kv="drop")
         stops = check_stops((), (), rows=rows, vocab_size=self.decoder.config.vocab_size)
-        limits = np.full(rows, 200, np.int32)
-        ends = np.full(rows, 64, np.int32)
-        setting = Setting(
+        stops = jax.tree.map(jnp.asarray, stops)
+        return Setting(
             decoder=self.decoder,
             params=self.params,
             mode=mode,
             sampling=None,
-            stops=jax.tree.map(jnp.asarray, stops),
+            stops=stops,
+            layers=split_layers(self.decoder, self.params),
         )
-        arrays = self.ids(rows, 64), ends, limits, np.zeros(rows, np.uint32)
+
+    def _decoding(self, rows: int, way: dict[str, Any]) -> tuple[Callable[..., Any], Any]:
+        """32 steps behind prompts of 64 tokens, with a copy of the cache before."""
+        setting, limits = self._setting(rows, way), np.full(rows, 200, np.int32)
+        arrays = self.ids(rows, 64), np.full(rows, 64, np.int32), limits, np.zeros(rows, np.uint32)
         state = begin(setting, *arrays, slots=256)
 
         def program(setting: Setting, state: Any) -> Any:
             run = advance.__wrapped__  # Traced anew, with these choices.
             return run(setting, state, jnp.int32(33), widths=(256,)).token_ids
 
-        with compiling_for(**choices):
-            run = jax.jit(program).lower(setting, state).compile()
-        return lambda: run(setting, state)
+        return program, (setting, state)
+
+    def _prompt(self, rows: int, way: dict[str, Any]) -> tuple[Callable[..., Any], Any]:
+        """Reads prompts, to the first token behind them."""
+        width = min(448, self.width - 8)
+        ends, limits = np.full(rows, width, np.int32), np.full(rows, 8, np.int32)
+        arrays = self.ids(rows, width), ends, limits, np.zeros(rows, np.uint32)
+
+        kv = "drop" if "mode" in way else "propagate"
+        prefill = fastest_prefill(self.decoder, rows, width, kv=kv, filled=1.0)
+
+        def program(setting: Setting, prefill: Any, *arrays: Any) -> Any:
+            return begin.__wrapped__(setting, *arrays, slots=width + 64, prefill=prefill)
+
+        return program, (self._setting(rows, way), prefill, *arrays)
 
 
 def predicted() -> dict[str, Any]:
@@ -175,6 +283,25 @@ def report(title: str, first: float, second: float) -> dict[str, Any]:
     said = f"predicted for v5e {known[0] / known[1]:.2f}" if known else "not predicted"
     print(f"{title}: {first:.2f} -> {second:.2f} ms, {first / second:.2f} ({said})", flush=True)
     return {"title": title, "ms": [first, second], "predicted_ms": known}
+
+
+def run_pairs(
+    models: dict[str, Model], experiments: Sequence[Experiment], rounds: int
+) -> list[dict[str, Any]]:
+    """Compiles both ways of all experiments side by side, then times and reports each pair."""
+    lowered = [[models[e.model].lower(e, way) for way in e.ways] for e in experiments]
+    with ThreadPoolExecutor() as pool:
+        compiled = [[pool.submit(each.compile) for each, _ in pair] for pair in lowered]
+    lines = []
+    for each, programs, pair in zip(experiments, compiled, lowered, strict=True):
+        ways = {
+            str(n): functools.partial(program.result(), *arguments)
+            for n, (program, (_, arguments)) in enumerate(zip(programs, pair, strict=True))
+        }
+        timed, steps = time_programs(ways, rounds=rounds), 32 if each.kind == "decode" else 1
+        first, second = (1e3 * timed[n].median / steps for n in ways)
+        lines.append(report(each.title, first, second))
+    return lines
 
 
 def graphs(options: argparse.Namespace) -> float:
@@ -197,26 +324,30 @@ def main() -> None:
     if jax.default_backend() == "cpu" and not options.dry_run:
         sys.exit("Wanted a GPU or TPU. Got a CPU. --dry-run shows on tiny sizes that it runs.")
     tiny, rounds, begun = options.dry_run, 2 if options.dry_run else 7, time.perf_counter()
-    model = Model("tiny", 4, 64) if tiny else Model("llama-7b", 8, 512)
-    adaptive = Adaptive(policy=model.policy)
+    models = {"part": Model("tiny", 4, 64) if tiny else Model("llama-7b", 8, 512)}
+    apart, adaptive = OF_GPUS
     if options.only_adaptive:
-        timed = time_programs({"": model.decoding(8, {}, adaptive)}, rounds=rounds)
-        print(1e3 * timed[""].median)
+        lowered, arguments = models["part"].lower(adaptive, adaptive.first)
+        run = functools.partial(lowered.compile(), *arguments)
+        print(1e3 * time_programs({"": run}, rounds=rounds)[""].median)
         return
-    lines = []
-    for each in EXPERIMENTS:
-        make = model.decoding if each.kind == "decode" else model.scoring
-        pair = {str(n): make(each.rows, way) for n, way in enumerate(each.ways)}
-        timed = time_programs(pair, rounds=rounds)
-        steps = 32 if each.kind == "decode" else 1
-        first, second = (1e3 * timed[n].median / steps for n in pair)
-        lines.append(report(each.title, first, second))
+    lines = run_pairs(models, EXPERIMENTS, rounds)
     if jax.default_backend() == "gpu" or tiny:
-        without = time_programs({"": model.decoding(8, {}, adaptive)}, rounds=rounds)[""].median
-        title = "adaptive decoding, 8 rows: loops in CUDA graphs"
-        lines.append(report(title, 1e3 * without / 32, graphs(options) / 32))
+        lines += run_pairs(models, [apart], rounds)
+        lowered, arguments = models["part"].lower(adaptive, adaptive.first)
+        run = functools.partial(lowered.compile(), *arguments)
+        without = 1e3 * time_programs({"": run}, rounds=rounds)[""].median / 32
+        lines.append(report(adaptive.title, without, graphs(options) / 32))
     else:
-        print("adaptive decoding, 8 rows: loops in CUDA graphs: of GPUs alone")
+        print("layers apart, loops in CUDA graphs: of GPUs alone")
+    models.clear()
+    models["whole"] = Model("tiny", 4, 64) if tiny else Model("llama-7b", 32, 512)
+    lines += run_pairs(models, [e for e in AGAINST_FULL_DEPTH if e.model == "whole"], rounds)
+    models.clear()
+    models["shared"] = (
+        Model("tiny", 4, 64, shared=2) if tiny else Model("llama-7b", 32, 512, shared=16)
+    )
+    lines += run_pairs(models, [e for e in AGAINST_FULL_DEPTH if e.model == "shared"], rounds)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     found = {"device": jax.devices()[0].device_kind, "jax": jax.__version__, "lines": lines}
     options.out.write_text(json.dumps(found, indent=1))

@@ -56,7 +56,7 @@ LOOPS_OF_HOST = {
     "dense": (2, 2),
     "score": (10, 0),
     "prefix": (1, 1),
-    "plain": (2, 2),
+    "plain": (1, 0),
     "adaptive": (4, 0),
 }
 """Programs of a GPU by name: loops of whose turns the host decides, as XLA is, and with graphs."""
@@ -107,8 +107,12 @@ def shapes(tree: Any, sharding: Sharding | None) -> Any:
     )
 
 
-def _setting(decoder: Any, params: Any, mode: Any, sampling: Any, stops: Any) -> Setting:
-    return Setting(decoder=decoder, params=params, mode=mode, sampling=sampling, stops=stops)
+def _setting(
+    decoder: Any, params: Any, mode: Any, sampling: Any, stops: Any, layers: Any = None
+) -> Setting:
+    return Setting(
+        decoder=decoder, params=params, mode=mode, sampling=sampling, stops=stops, layers=layers
+    )
 
 
 def _begin(decoder: Any, params: Any, rules: Any, *arrays: Any, **options: Any) -> Any:
@@ -162,6 +166,15 @@ class Programs:
         dtype = jnp.float32 if self.name == "shipped" else jnp.bfloat16
         made = jax.eval_shape(lambda key: self.decoder.init(key, dtype), jax.random.key(0))
         return shapes(made, self.sharding)
+
+    @functools.cached_property
+    def apart(self) -> tuple[Any, ...] | None:
+        """Each layer's parameters apart, where decoding is given them."""
+        if self.platform != "cuda":
+            return None
+        stack = self.decoder.layers(self.params)
+        one = jax.tree.map(lambda leaf: self.array(*leaf.shape[1:], dtype=leaf.dtype), stack)
+        return (one,) * self.decoder.config.num_layers
 
     def array(self, *shape: int, dtype: Any = jnp.int32) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self.sharding)
@@ -248,7 +261,7 @@ class Programs:
         state = shapes(state, self.sharding)
         return self.lower(
             _advance,
-            (mode, None, stops),
+            (mode, None, stops, self.apart),
             state,
             self.array(),
             static=("widths",),
@@ -272,7 +285,7 @@ class Programs:
         rules = shapes(rules, self.sharding)
         return self.lower(
             _block,
-            (mode, rules.sampling, rules.stops),
+            (mode, rules.sampling, rules.stops, self.apart),
             rules.thresholds,
             shapes(state, self.sharding),
             self.array(),

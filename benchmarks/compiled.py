@@ -323,10 +323,11 @@ A product of float32 is one pass of bfloat16 on a TPU by default: laws at 1e-4 n
 `jax_default_matmul_precision="highest"`. On a tensor-parallel mesh, all-reduces stand inside loops
 of traced counts: devices whose states differ by a bit could disagree on a count, and hang.
 
-## When there is hardware
+## When there is a TPU
 
 `make bench-accelerator` runs these in this order, under ten minutes, each beside its prediction
-(Llama-7B's widths, 8 layers, v5e); then CUDA graphs of loops, of which nothing is predicted.
+(Llama-7B's widths, 8 layers, v5e); then CUDA graphs of loops, of which nothing is predicted, and
+the whole model. What an H200 said: [accelerator](accelerator.md).
 Without `XLA_FLAGS=--xla_gpu_enable_command_buffer=+WHILE` a GPU waits for the host at every turn of
 a loop of unknown length.
 

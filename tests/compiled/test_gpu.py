@@ -87,3 +87,18 @@ def test_waits_for_the_host_at_loops_that_are_in_no_graph(name: str) -> None:
     assert not _OTHERS & {*found.kinds}, "nothing but XLA runs"
     whole = GRAPHS and not with_graphs
     assert found.kinds["kCommandBuffer"] == 1 or not whole, "the program is one graph"
+
+
+@pytest.mark.skipif(GRAPHS, reason="memory is the same")
+def test_a_decoding_step_copies_no_layer() -> None:
+    """Out of the stack XLA copies one before each product, which triples the memory's traffic."""
+
+    def temporary(made: Programs) -> int:
+        return made.decode(Plain(), 8).compile().memory_analysis().temp_size_in_bytes
+
+    made = on_gpu("llama-7b", 2)
+    config = made.decoder.config
+    largest = 2 * config.embed_dim * config.mlp_dim  # Bytes of a layer's largest matrix.
+    assert temporary(made) < largest
+    made.apart = None
+    assert temporary(made) > largest

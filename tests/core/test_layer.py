@@ -96,7 +96,7 @@ def test_a_layer_that_was_replaced_is_split_anew(
         assert len(layers_module._split) <= kept + 1, number
 
 
-def test_small_layers_and_accelerators_keep_to_the_stack(
+def test_small_layers_tpus_and_full_devices_keep_to_the_stack(
     monkeypatch: pytest.MonkeyPatch, tiny: Model
 ) -> None:
     assert split_layers(tiny.decoder, tiny.params) is None, "a few kilobytes a layer"
@@ -105,4 +105,12 @@ def test_small_layers_and_accelerators_keep_to_the_stack(
     params = decoder.init(jax.random.key(0))
     assert split_layers(decoder, params) is not None
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert split_layers(decoder, params) is not None
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
     assert split_layers(decoder, params) is None
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(decoder.layers(params)))
+    for times, splits in ((1.9, False), (2.1, True)):
+        others = decoder.init(jax.random.key(1))
+        monkeypatch.setattr(layers_module, "_memory_left", lambda _, left=times * size: left)
+        assert (split_layers(decoder, others) is not None) == splits

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -40,9 +41,10 @@ def layer_at(decoder: Decoder, params: Params, index: int | jax.Array) -> LayerP
 def split_layers(decoder: Decoder, params: Params) -> tuple[LayerParams, ...] | None:
     """Returns each layer's parameters as arrays of their own, where decoding is faster with them.
 
-    On CPU a layer that is indexed out of the stack is copied before its matrix products read it:
-    more than half of a decoding step at batch 1. These are a second copy, kept as long as the stack
-    is. None where the stack is read in place (accelerators), is spread over devices, or is small.
+    On CPU and GPU a layer that is indexed out of the stack is copied before its matrix products
+    read it: more than half of a decoding step at batch 1. These are a second copy, kept as long as
+    the stack is. None where the stack is read in place (TPU), is spread over devices, is small, or
+    would take more than half of the memory that the device has left.
     """
     stack = decoder.layers(params)
     leaves = [leaf for leaf in jax.tree.leaves(stack) if isinstance(leaf, jax.Array)]
@@ -60,12 +62,20 @@ def split_layers(decoder: Decoder, params: Params) -> tuple[LayerParams, ...] | 
     # What is no parameter is made anew at every call, of the parameters and by the decoder.
     key = (*map(id, kept), *([] if len(kept) == len(leaves) else [decoder]))
     if key not in _split:
+        if sum(leaf.nbytes for leaf in leaves) > _memory_left(leaves[0]) / 2:
+            return None
         _split[key] = tuple(
             jax.tree.map(lambda leaf, i=index: leaf[i], stack) for index in range(count)
         )
         for leaf in kept:  # Of any leaf that is gone, another array may get the identity.
             weakref.finalize(leaf, _split.pop, key, None)
     return _split[key]
+
+
+def _memory_left(array: jax.Array) -> float:
+    """Returns how many bytes an array's device has left; infinity where it does not say (CPU)."""
+    stats = array.devices().pop().memory_stats() or {}
+    return stats.get("bytes_limit", math.inf) - stats.get("bytes_in_use", 0)
 
 
 def over_layers(

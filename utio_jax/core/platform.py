@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What programs differ in by platform: block sizes, and forms that a compiler likes.
 
-Sizes for CPU are measured, those for TPU predicted by its compiler (`results/compiled.md`), and
-those for GPU follow them.
+Sizes for CPU are measured, those for TPU predicted by its compiler (`results/compiled.md`); those
+for GPU follow them, and what an H200 said of them is in `results/accelerator.md`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ class Platform:
         layers.
       least_routed: width of a state from which passes are routed by default: narrower layers wait
         more than they multiply, and routing them is predicted to lose.
-      stack_in_place: whether a layer is read where it lies in the stack; on CPU it is copied first.
+      stack_in_place: whether a layer is read where it lies in the stack. CPUs and GPUs copy it
+        first, so decoding multiplies with a second copy of the weights, each layer's apart.
       folds_heads: whether many queries of heads that share keys are one axis in attention.
       search: method of `jnp.searchsorted`: accelerators run "scan" as a serial loop.
       least_rows: of a matrix product in decoding; fewer are padded. A product of one row goes to
@@ -78,7 +79,9 @@ _CPU = Platform(
     scores_turned=True,
     heads_first=True,
 )
-_PLATFORMS = {"cpu": _CPU, "tpu": Platform(least_rows=2, heads_apart=True)}
+_GPU = Platform(stack_in_place=False)
+_TPU = Platform(least_rows=2, heads_apart=True)
+_PLATFORMS = {"cpu": _CPU, "gpu": _GPU, "cuda": _GPU, "tpu": _TPU}
 _OTHER = Platform()
 _compiling: list[Platform] = []
 
