@@ -57,13 +57,13 @@ def tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 def test_the_tables_are_what_the_rows_say(tables: ModuleType) -> None:
     assert tables.main(["--check"]) == 0
-    assert sum(bool(row.get("readme")) for row in tables.rows()) == 5
+    assert sum(bool(row.get("readme")) for row in tables.rows()) == 6
 
 
 def test_a_table_changed_by_hand_is_noticed_and_mended(tables: ModuleType, capsys: Any) -> None:
     file = tables.ROOT / "README.md"
     kept = file.read_text()
-    file.write_text(kept.replace("0.9255 (0.9274", "0.1255 (0.9274"))
+    file.write_text(kept.replace("0.9255 / 0.9368", "0.1255 / 0.9368"))
     assert tables.main(["--check"]) == 1
     assert "make figures" in capsys.readouterr().err
     assert tables.main([]) == 0
