@@ -40,7 +40,6 @@ from utio_jax.decoding.base import Plain, Setting
 from utio_jax.decoding.loop import advance, begin
 from utio_jax.decoding.prefill import fastest_prefill
 from utio_jax.decoding.state import check_stops
-from utio_jax.models.transformer import Transformer
 from utio_jax.policies.depth import Thresholded, random_depths
 from utio_jax.staircase.capacity import fit_row_shares
 from utio_jax.staircase.microbatches import MicroBatches
@@ -182,14 +181,8 @@ class Model:
     """
 
     def __init__(self, name: str, layers: int, width: int, *, shared: int | None = None) -> None:
-        made = Programs(name=name, layers=layers, sharding=None, platform=None)
-        config = made.decoder.config
-        if shared is not None:
-            exits = tuple(depth for depth in config.exits if depth >= shared)
-            own = tuple((layer,) for layer in range(shared))
-            above = ((shared - 1,),) * (config.num_layers - shared)
-            config = dataclasses.replace(config, kv_source=(*own, *above), exits=exits)
-        self.decoder, self.width = Transformer(config), width
+        made = Programs(name=name, layers=layers, sharding=None, platform=None, shared=shared)
+        self.decoder, self.width = made.decoder, width
         self.params = jax.jit(lambda key: self.decoder.init(key, jnp.bfloat16))(jax.random.key(0))
 
     @functools.cache  # noqa: B019

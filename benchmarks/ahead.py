@@ -32,7 +32,7 @@ from utio_jax.core.rows import _spec, row_axes
 from utio_jax.decoding.admission import empty_state
 from utio_jax.decoding.base import Mode, Setting
 from utio_jax.decoding.loop import advance, begin
-from utio_jax.decoding.prefill import Prefill
+from utio_jax.decoding.prefill import Prefill, fastest_prefill
 from utio_jax.decoding.state import check_stops
 from utio_jax.engine.blocks import block_room, run_block
 from utio_jax.engine.requests import fresh_of
@@ -58,6 +58,7 @@ LOOPS_OF_HOST = {
     "prefix": (1, 1),
     "plain": (1, 0),
     "adaptive": (4, 0),
+    "exact prompts": (2, 1),
 }
 """Programs of a GPU by name: loops of whose turns the host decides, as XLA is, and with graphs."""
 
@@ -144,6 +145,8 @@ class Programs:
       platform: traced for; None: that of this machine.
       choices: other than the platform's.
       exits: other than those.
+      shared: layers that keep keys and values of their own, and below which nothing stops; those
+        above read the last one's. None: all.
     """
 
     name: str
@@ -152,6 +155,7 @@ class Programs:
     platform: str | None = "tpu"
     choices: dict[str, Any] = dataclasses.field(default_factory=dict)
     exits: tuple[int, ...] = ()
+    shared: int | None = None
 
     @functools.cached_property
     def decoder(self) -> Transformer:
@@ -159,7 +163,12 @@ class Programs:
             config = SHIPPED
         else:
             config = with_layers((SHAPES | NARROW)[self.name], self.layers)
-        return Transformer(dataclasses.replace(config, exits=self.exits or config.exits))
+        exits, source = self.exits or config.exits, config.kv_source
+        if self.shared is not None:
+            exits = tuple(depth for depth in exits if depth >= self.shared)
+            own = tuple((layer,) for layer in range(self.shared))
+            source = (*own, *((own[-1],) * (config.num_layers - self.shared)))
+        return Transformer(dataclasses.replace(config, exits=exits, kv_source=source))
 
     @functools.cached_property
     def params(self) -> Any:
@@ -241,6 +250,12 @@ class Programs:
         params, mode, made = bare or (self.params, mode, stops)
         with compiling_for(self.platform, **self.choices):  # The cache's axes are a choice, too.
             return jax.eval_shape(make, params, (mode, None, made), *arrays), stops
+
+    def prompts(self, rows: int, width: int) -> Any:
+        """Lowers the reading of full prompts by the fastest program that loses nothing."""
+        with compiling_for(self.platform, **self.choices):
+            fastest = fastest_prefill(self.decoder, rows, width, kv="propagate", filled=1.0)
+        return self.prefill(rows, width, fastest)
 
     def prefill(self, rows: int, width: int, prefill: Prefill | None = None) -> Any:
         """Lowers the reading of prompts, by the dense program unless said otherwise."""

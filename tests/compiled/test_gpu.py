@@ -73,6 +73,7 @@ PROGRAMS: dict[str, Callable[[Programs], Any]] = {
     "prefix": lambda made: made.score(16, 512, shares=(1.0, 0.5)),
     "plain": lambda made: made.decode(Plain(), 8),
     "adaptive": lambda made: made.decode(Adaptive(policy=made.policy()), 8),
+    "exact prompts": lambda made: dataclasses.replace(made, layers=4, shared=2).prompts(8, 448),
 }
 
 _OTHERS = {"kCustomCall", "kInfeed", "kOutfeed", "kSend", "kRecv", "kHostSend", "kHostRecv"}
