@@ -13,7 +13,6 @@ from helpers.serving import CONTEXT, alone, completion, running, served_model
 
 from utio_jax.cli.serve import Serve
 from utio_jax.decoding import SamplingParams, Thinking, Thought
-from utio_jax.decoding.base import Plain
 from utio_jax.serving import Limits, ServedModel
 from utio_jax.serving.gate import ApiError
 from utio_jax.serving.requests import Reader
@@ -24,8 +23,8 @@ RULE = Thinking(end_ids=(70, 71), max_tokens=20)
 
 
 def served(folder: Path, thinking: Thinking | None) -> ServedModel:
-    plain: dict[str, Any] = {"mode": Plain(), "prefill": None, "prompt_budget": None}
-    return served_model(folder, thinking=thinking, **plain, **NOTHING)
+    # A name and a model are enough, as docs/contrib/ray.md has it: plain decoding.
+    return ServedModel(name="small", text=served_model(folder).text, thinking=thinking)
 
 
 def read(model: ServedModel, **fields: Any) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from utio_jax.decoding.base import Mode
+from utio_jax.decoding.base import Mode, Plain
 from utio_jax.decoding.prefill import Prefill
 from utio_jax.decoding.text import TextModel
 from utio_jax.decoding.thinking import Thinking
@@ -81,7 +81,7 @@ class ServedModel:
 
     name: str
     text: TextModel
-    mode: Mode
+    mode: Mode = Plain()
     chat: Chat | None = None
     policy: str | None = None
     budget: float | None = None
