@@ -81,7 +81,7 @@ class ServedModel:
 
     name: str
     text: TextModel
-    mode: Mode = Plain()
+    mode: Mode = dataclasses.field(default_factory=Plain)
     chat: Chat | None = None
     policy: str | None = None
     budget: float | None = None
