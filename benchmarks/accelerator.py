@@ -185,7 +185,6 @@ class Model:
         self.decoder, self.width = made.decoder, width
         self.params = jax.jit(lambda key: self.decoder.init(key, jnp.bfloat16))(jax.random.key(0))
 
-    @functools.cache  # noqa: B019
     def policy(self, budget: float) -> Thresholded:
         """Returns random depths that cost a share of full depth."""
         exits = self.decoder.config.exits
