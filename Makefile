@@ -85,7 +85,7 @@ test-vllm: $(VLLM)/.installed
 
 # What `make test` leaves out: whole commands, calibrations, several devices and processes, notebooks.
 check-rest:
-	$(MAKE) --jobs 2 --output-sync=target lint types docs
+	$(MAKE) --jobs 2 lint types docs
 	$(QUICK) $(BIN)/python -m pytest -m "check and $(HERE)" $(SPREAD) notebooks tests
 
 test-slow: $(VENV)/.installed-all

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The first experiments on a GPU or TPU, each beside the number that was predicted for it.
+"""Times on a GPU or TPU: what each choice of the platform does, and speed-up over full depth.
 
     make bench-accelerator      # or: .venv/bin/python benchmarks/accelerator.py [--dry-run]
 
 Pairs of programs in turns, on Llama-7B's widths in bfloat16 with random weights and random depths.
-Six differ in one choice of `utio_jax.core.platform` or in the executor, at 8 layers, beside what
-`benchmarks/compiled.py` predicts for a TPU v5e; then all 32 layers against the fastest program at
-full depth: scoring, decoding, and prompts and decoding with keys and values shared above layer 16.
-Programs are compiled side by side first; under ten minutes. `--dry-run` shows that it runs, on any
-machine.
+Six differ in one choice of `utio_jax.core.platform` or in the executor, at 8 layers, four of them
+beside what `benchmarks/compiled.py` predicts for a TPU v5e; then all 32 layers against the fastest
+program at full depth: scoring, decoding, and both prompts and decoding with keys and values shared
+above layer 16. Programs are compiled side by side first; under ten minutes. `--dry-run` shows that
+it runs, on any machine.
 """
 
 from __future__ import annotations
