@@ -60,6 +60,9 @@ def test_fields_that_cannot_be_served_are_named(folder: Path) -> None:
     said, param = refused(off, thinking_token_budget=9)
     assert param == "thinking_token_budget"
     assert "started without --think-end" in said
+    said, param = refused(off, utio={"budget": 0.7})
+    assert param == "utio.budget"
+    assert "started without --mode adaptive. Got 0.7" in said
 
 
 def test_options_of_the_command_line_make_a_rule(folder: Path) -> None:

@@ -233,9 +233,12 @@ class Reader:
             offered = "plain or adaptive" if own == "adaptive" else own
             raise _refused(f"Wanted utio.mode of {offered} here. Got {mode}.", "utio.mode")
         if asked.budget is not None and (mode != "adaptive" or asked.budget not in model.budgets):
-            offered = ", ".join(f"{each:g}" for each in sorted(model.budgets)) or "no budget"
-            said = f"Wanted utio.budget among {offered}, and mode adaptive. Got "
-            raise _refused(f"{said}{asked.budget:g} and mode {mode}.", "utio.budget")
+            offered = ", ".join(f"{each:g}" for each in sorted(model.budgets))
+            wanted = f"utio.budget among {offered}, and mode adaptive"
+            if not offered:
+                wanted = "no utio.budget: this server was started without --mode adaptive"
+            said = f"Wanted {wanted}. Got {asked.budget:g} and mode {mode}."
+            raise _refused(said, "utio.budget")
         if asked.prompt_budget not in (None, 1, model.prompt_budget):
             offered = "1" if model.prompt_budget is None else f"1 or {model.prompt_budget:g}"
             said = f"Wanted utio.prompt_budget of {offered}. Got {asked.prompt_budget:g}."
