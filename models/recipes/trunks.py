@@ -32,24 +32,35 @@ from utio_jax.models.transformer import Transformer
 _RATE = 0.02  # Peak, of Muon and of Adam.
 
 
-def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
-    """Returns Muon (Jordan 2024) for the layers' matrices and Adam for embedding and norms."""
+def make_optimizer(
+    config: TrainConfig, *, rate: float = _RATE, weight_decay: float = 0.05
+) -> optax.GradientTransformation:
+    """Returns Muon (Jordan 2024) for the layers' matrices and Adam for embedding and norms.
+
+    Args:
+      config: its schedule, as a factor of `rate`.
+      rate: peak learning rate of both.
+      weight_decay: of the matrices.
+    """
 
     def matrices(params: Params) -> Any:
         spec = contrib.MuonDimensionNumbers(reduction_axis=1, output_axis=2)
         return jax.tree_util.tree_map_with_path(
-            lambda path, leaf: spec if leaf.ndim == 3 and path[0].key == "layers" else None, params
+            lambda path, leaf: (
+                spec if leaf.ndim == 3 and any(part.key == "layers" for part in path) else None
+            ),
+            params,
         )
 
-    def rate(step: Any) -> jax.Array:
-        return _RATE * config.rate_at(jnp.asarray(step))
+    def scheduled(step: Any) -> jax.Array:
+        return rate * config.rate_at(jnp.asarray(step))
 
     return contrib.muon(
-        rate,
-        weight_decay=0.05,
+        scheduled,
+        weight_decay=weight_decay,
         adam_b1=0.9,
         adam_b2=0.99,
-        adam_learning_rate=rate,
+        adam_learning_rate=scheduled,
         muon_weight_dimension_numbers=matrices,
     )
 

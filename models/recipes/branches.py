@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trains exit branches: own upper layers for each depth bucket of a model with shared K/V.
+
+    python models/recipes/branches.py --out out/branches
+
+The model stays as it is. After layer S, above which no layer makes keys and values, each branch
+has a few layers of its own, reads the model's K/V, and ends in the model's norm and head. Branches
+begin as copies of evenly spaced upper layers. They minimise half the cross-entropy with the next
+token and half the KL divergence from the full model's prediction (Hinton et al. 2015, arXiv
+1503.02531). All branches learn in one run over one lower pass. `--resume` continues after an
+interruption.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tyro
+from anytime import Objective, Start, TrainConfig, exit_states, train
+from recipe import tokenise
+from trunks import make_optimizer
+
+from utio_jax.attention.mixing import mixer_at
+from utio_jax.core.decoder import Params
+from utio_jax.core.files import dump_tensors, save_text
+from utio_jax.core.layer import layer_at
+from utio_jax.models.checkpoint import load
+from utio_jax.models.shipped import SHIPPED, shipped_folder
+from utio_jax.models.texts import Document
+from utio_jax.models.training.corpus import standard_library
+from utio_jax.models.transformer import Transformer
+from utio_jax.staircase.reference import apply_layer, dense_keys_values, read_side_by_side
+
+
+def initial_branches(decoder: Transformer, params: Params, sizes: tuple[int, ...]) -> Params:
+    """Returns branches of `sizes` layers, copied from evenly spaced upper layers up to the last.
+
+    Keys are the sizes, values `{"layers": ...}`, stacked along a leading layer axis.
+    """
+    config = decoder.config
+    upper = {k: v for k, v in params["layers"].items() if k not in ("k_proj", "v_proj", "k_norm")}
+
+    def branch(size: int) -> Params:
+        picked = np.linspace(config.kv_own, config.num_layers - 1, size).round().astype(int)
+        picked[-1] = config.num_layers - 1
+        return {"layers": jax.tree.map(lambda leaf: leaf[picked], upper)}
+
+    return {str(size): branch(size) for size in sizes}
+
+
+def branch_objective(decoder: Transformer, params: Params, kl_weight: float) -> Objective:
+    """Returns the mean loss of all branches; reports each one's cross-entropy, then full depth's.
+
+    Args:
+      decoder: the model, whose upper layers all read the same K/V.
+      params: its parameters, which do not learn.
+      kl_weight: share of the KL divergence from full depth; the rest is cross-entropy.
+    """
+    config, split = decoder.config, decoder.config.kv_own
+
+    def objective(
+        held: Params, learning: Params, tokens: jax.Array, key: jax.Array, step: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        del step
+        inputs, labels = tokens[:, :-1], tokens[:, 1:].reshape(-1)
+        states = exit_states(decoder, held, inputs, key, 0.0)
+        positions = jnp.broadcast_to(jnp.arange(inputs.shape[1]), inputs.shape)
+        places = decoder.encode_positions(positions)
+        keys_values = read_side_by_side(
+            dense_keys_values(
+                decoder, layer_at(decoder, held, row), states[config.kv_depth[row] - 1], places
+            )
+            for row in config.kv_source[-1]
+        )
+        mix = mixer_at(decoder, config.num_layers - 1)
+        visible = mix.visible(positions, positions)
+
+        @jax.checkpoint
+        def one(x: jax.Array, layer: Params) -> jax.Array:
+            return apply_layer(decoder, layer, x, places, mix, visible, keys_values)
+
+        def logits_of(x: jax.Array) -> jax.Array:
+            return decoder.unembed(held, x.reshape(labels.size, -1)).astype(jnp.float32)
+
+        # Against a soft target, cross-entropy and KL divergence have one gradient: softmax minus
+        # target. Written so, XLA needs no scatter, which is slow on CPUs.
+        full = jax.lax.stop_gradient(logits_of(states[-1]))
+        label = jax.nn.one_hot(labels, config.vocab_size)
+        target = (1 - kl_weight) * label + kl_weight * jax.nn.softmax(full)
+
+        def cross_entropy(target: jax.Array, logits: jax.Array) -> jax.Array:
+            picked = jnp.sum(target * logits, axis=-1)
+            return (jax.nn.logsumexp(logits, axis=-1) - picked).mean()
+
+        losses, entropies = [], []
+        for branch in learning.values():
+            x = states[split - 1]
+            for index in range(jax.tree.leaves(branch["layers"])[0].shape[0]):
+                x = one(x, jax.tree.map(lambda leaf, i=index: leaf[i], branch["layers"]))
+            logits = logits_of(x)
+            losses.append(cross_entropy(target, logits))
+            entropies.append(cross_entropy(label, jax.lax.stop_gradient(logits)))
+        entropies.append(cross_entropy(label, full))
+        return jnp.stack(losses).sum(), jnp.stack(entropies)
+
+    return jax.tree_util.Partial(objective, params)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Branches:
+    """Trains exit branches of a model with shared K/V on this Python's standard library.
+
+    Attributes:
+      out: folder for checkpoints, log, and the finished `branches.safetensors`.
+      model: the model's folder.
+      sizes: layers of each branch.
+      steps: optimizer steps of 6,144 tokens.
+      rate: peak learning rate of Muon, and of Adam for norms.
+      kl_weight: share of the KL divergence in the loss.
+      seed: of the order of the text.
+      resume: continue from the latest checkpoint.
+    """
+
+    out: Path = Path("out/branches")
+    model: str = SHIPPED
+    sizes: tuple[int, ...] = (1, 2, 4)
+    steps: int = 2200
+    rate: float = 0.015
+    kl_weight: float = 0.5
+    seed: int = 0
+    resume: bool = False
+
+    def run(self) -> dict[str, Any]:
+        """Trains and writes the branches; returns the run's settings."""
+        folder = self.out.resolve()
+        folder.mkdir(parents=True, exist_ok=True)
+        found = load(self.model)
+        plain = found.decoder
+        while not isinstance(plain, Transformer):
+            plain = plain.decoder  # Branches need no lens.
+        params = found.params["model"] if "model" in found.params else found.params
+        depths = tuple(plain.config.kv_own + size for size in self.sizes)
+        decoder = Transformer(
+            dataclasses.replace(plain.config, exits=(*depths, plain.config.num_layers))
+        )
+        if not (folder / "tokenizer.json").exists():
+            save_text(
+                folder / "tokenizer.json", (shipped_folder() / "tokenizer.json").read_text()
+            )
+        documents: tuple[Document, ...] = standard_library("train")
+        _, stream = tokenise(folder, documents, decoder.config)
+        recipe = TrainConfig(
+            steps=self.steps, seed=self.seed, warmup=20, decay_fraction=0.7, save_every=50
+        )
+        result = train(
+            decoder,
+            stream,
+            recipe,
+            out=folder,
+            resume=self.resume,
+            optimizer=make_optimizer(recipe, rate=self.rate, weight_decay=0.0),
+            start=Start(params=initial_branches(decoder, params, self.sizes)),
+            objective=branch_objective(decoder, params, self.kl_weight),
+        )
+        info = {
+            "model_sha256": found.sha256,
+            "sizes": list(self.sizes),
+            "steps": self.steps,
+            "tokens": self.steps * recipe.tokens_per_step,
+            "seed": self.seed,
+            "parameters": int(sum(leaf.size for leaf in jax.tree.leaves(result))),
+        }
+        tensors = {
+            jax.tree_util.keystr(path, simple=True, separator="."): np.asarray(
+                leaf.astype(jnp.bfloat16)
+            )
+            for path, leaf in jax.tree_util.tree_leaves_with_path(result)
+        }
+        dump_tensors(folder / "branches.safetensors", tensors)
+        save_text(folder / "branches.json", json.dumps(info, indent=1) + "\n")
+        return info
+
+
+if __name__ == "__main__":
+    print(json.dumps(tyro.cli(Branches).run()))
