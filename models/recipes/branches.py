@@ -150,9 +150,7 @@ class Branches:
             dataclasses.replace(plain.config, exits=(*depths, plain.config.num_layers))
         )
         if not (folder / "tokenizer.json").exists():
-            save_text(
-                folder / "tokenizer.json", (shipped_folder() / "tokenizer.json").read_text()
-            )
+            save_text(folder / "tokenizer.json", (shipped_folder() / "tokenizer.json").read_text())
         documents: tuple[Document, ...] = standard_library("train")
         _, stream = tokenise(folder, documents, decoder.config)
         recipe = TrainConfig(

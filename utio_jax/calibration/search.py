@@ -122,7 +122,12 @@ class ThresholdSearch:
         return Thresholded(signal=signal, thresholds=thresholds, depths=wide.depths)
 
     def with_row_shares(self, signal: Signal, fit: Thresholds) -> Thresholds:
-        """Returns the thresholds with what a static program needs to know of their rows."""
+        """Returns the thresholds with what a static program needs to know of their rows.
+
+        Unchanged for a model with branches, whose segments are not nested.
+        """
+        if self.decoder.config.branches:
+            return fit
         cuts, depths = np.asarray(fit.thresholds, np.float32), np.asarray(fit.depths)
         real = [np.arange(self._width) < each.batch.lengths[:, None] for each in self.studies]
         decided = [

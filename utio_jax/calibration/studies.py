@@ -33,8 +33,9 @@ class ExitStudy:
     Attributes:
       batch: the text.
       predicted: `[batch, token]`, where a next token exists; only these count.
-      states: `[exit, batch, token, dim]`; all exits but the last. In float16 to save memory, in
-        float32 where one is too large for it.
+      states: `[exit, batch, token, dim]`, which a policy sees when it is asked about an exit; all
+        exits but the last. Of a branch, the state before it. In float16 to save memory, in float32
+        where one is too large for it.
       kl: `[exit, batch, token]`, KL(full || exit) in nats; 0 at the last exit.
       harm: the same shape, how much more the true next token costs there than at full depth, nats.
       differs: the same shape, whether the most probable token is not full depth's.
@@ -64,7 +65,14 @@ def exit_statistics(
             return StackedRows(exit_statistics(decoder, params, *rows.tree))
 
         return over_rows(mesh, on_device, params, Rows((ids, lengths))).tree
-    *states, full = dense_states(decoder, params, ids, lengths, depths=decoder.config.exits)
+    config = decoder.config
+    before = (config.kv_own,) if config.branches else ()
+    *states, full = dense_states(decoder, params, ids, lengths, depths=(*before, *config.exits))
+    split, states = states[0], states[len(before) :]
+    asked = [
+        split if depth in config.branch_depths else x
+        for depth, x in zip(config.exits, states, strict=False)
+    ]
     labels, _ = labels_of(ids, lengths)
 
     def compare(logits: jax.Array, label: jax.Array, *exits: jax.Array) -> Any:
@@ -77,7 +85,7 @@ def exit_statistics(
     found = map_head(decoder, params, compare, *flat((full, labels, *states)))
     found = jax.tree.map(lambda y: jnp.moveaxis(y.reshape(*ids.shape, -1), -1, 0), found)
     return {
-        "states": jnp.stack(states).astype(jnp.float32),
+        "states": jnp.stack(asked).astype(jnp.float32),
         "kl": jnp.maximum(found["kl"], 0.0),
         "harm": found["nll"] - found["nll_full"],
         "differs": ~found["agree"],

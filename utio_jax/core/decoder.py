@@ -58,6 +58,11 @@ class DecoderConfig:
         2405.05254). Empty: each layer reads its own.
       kv_depth: for each layer with K/V of its own, the depth of the states that these are made
         from. Follows from `kv_source`.
+      branches: number of layers of each exit branch, ascending. A branch is a stack of upper layers
+        of its own on top of layer `kv_own`: tokens of depth `kv_own + branch` run it in place of
+        the layers above `kv_own`. The stack of `Decoder.layers` holds the branches' layers after
+        the `num_layers` of the full model. Needs a `kv_source` that is the same for all upper
+        layers, and whose K/V are made below `kv_own`.
     """
 
     vocab_size: int
@@ -76,6 +81,7 @@ class DecoderConfig:
     input_shape: tuple[int, ...] = ()
     kv_source: tuple[tuple[int, ...], ...] = ()
     kv_depth: tuple[int, ...] = ()
+    branches: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -90,14 +96,16 @@ class DecoderConfig:
                 f"{type(self).__name__} needs num_kv_heads that divides "
                 f"num_heads={self.num_heads}. Got num_kv_heads={self.num_kv_heads}."
             )
-        exits = check_depths(self.exits or (self.num_layers,), num_layers=self.num_layers)
+        self._check_kv_source()
+        self._check_branches()
+        own = (*self.branch_depths, self.num_layers)
+        exits = check_depths(self.exits or own, num_layers=self.num_layers)
         object.__setattr__(self, "exits", exits)
         if self.windows and len(self.windows) != self.num_layers:
             raise ValueError(
                 f"{type(self).__name__} needs windows for each of its {self.num_layers} layers, or "
                 f"none. Got windows={self.windows}."
             )
-        self._check_kv_source()
 
     def _check_kv_source(self) -> None:
         if not self.kv_source and not self.kv_depth:
@@ -131,6 +139,51 @@ class DecoderConfig:
             )
         object.__setattr__(self, "kv_depth", depth)
 
+    def _check_branches(self) -> None:
+        if not self.branches:
+            return
+        name, above = type(self).__name__, self.kv_source[self.kv_own :]
+        shared = bool(above) and len({*above}) == 1 and self.kv_complete < self.kv_own
+        if not shared or any(self.windows):
+            raise ValueError(
+                f"{name} needs a kv_source with upper layers that all read the same keys and "
+                "values, made by the layers below them, and no windows, for branches. Got "
+                f"kv_source={self.kv_source!r:.200}, windows={self.windows}."
+            )
+        most = self.num_layers - self.kv_own
+        ascending = all(a < b for a, b in itertools.pairwise((0, *self.branches, most)))
+        if not ascending:
+            raise ValueError(
+                f"{name} needs branches of strictly increasing numbers of layers, from 1 to below "
+                f"the {most} layers above layer {self.kv_own}. Got branches={self.branches}."
+            )
+
+    @property
+    def branch_depths(self) -> tuple[int, ...]:
+        """Layers that a token runs on the way through each branch."""
+        return tuple(self.kv_own + branch for branch in self.branches)
+
+    @property
+    def stack_layers(self) -> int:
+        """Layers in the stack of `Decoder.layers`: those of the full model, then the branches'."""
+        return self.num_layers + sum(self.branches)
+
+    def upper_layers(self, depth: int) -> tuple[int, int]:
+        """Returns the layers [start, stop) of the stack that tokens of a depth run above `kv_own`.
+
+        Those of the branch of that depth, or else of the full model.
+        """
+        if depth not in self.branch_depths:
+            return self.kv_own, depth
+        index = self.branch_depths.index(depth)
+        start = self.num_layers + sum(self.branches[:index])
+        return start, start + self.branches[index]
+
+    def depth_of_branch_layer(self, index: int) -> int:
+        """Returns the depth of tokens that run a branch's layer of the stack."""
+        spans = {depth: range(*self.upper_layers(depth)) for depth in self.branch_depths}
+        return next(depth for depth, span in spans.items() if index in span)
+
     @property
     def kv_layers(self) -> int:
         """How many layers have keys and values of their own: the first ones."""
@@ -155,7 +208,7 @@ class DecoderConfig:
 
     def kv_read(self, layer: int) -> tuple[int, ...]:
         """Returns the layers whose keys and values `layer` reads, their heads side by side."""
-        return self.kv_source[layer] if self.kv_source else (layer,)
+        return self.kv_source[min(layer, self.num_layers - 1)] if self.kv_source else (layer,)
 
     def window_at(self, layer: int | jax.Array) -> Int[Array, ""] | None:
         """Returns how many keys a token may attend to in a layer; None where none is limited."""
@@ -343,6 +396,16 @@ def check_own_kv(decoder: Decoder, *, what: str) -> None:
         )
 
 
+def check_no_branches(decoder: Decoder, *, what: str) -> None:
+    """Raises ValueError where a model has exit branches, for what runs nested segments only."""
+    branches = decoder.config.branches
+    if branches:
+        raise ValueError(
+            f"Wanted a model without exit branches, for {what}. Got branches={branches}. Take "
+            "another model."
+        )
+
+
 @runtime_checkable
 class HasKVMaps(Decoder, Protocol):
     """A decoder that predicts K/V of skipped layers, see `utio_jax.prompts.with_kv_maps`."""
@@ -386,7 +449,9 @@ class HasExitLens(Decoder, Protocol):
 
 def has_exit_lens(decoder: Decoder, depth: int) -> bool:
     """Returns whether states at `depth`, an early exit, go through a lens before the head."""
-    return depth in decoder.config.exits[:-1] and isinstance(decoder, HasExitLens)
+    config = decoder.config
+    early = depth in config.exits[:-1] and depth not in config.branch_depths
+    return early and isinstance(decoder, HasExitLens)
 
 
 def apply_exit_lens(

@@ -48,7 +48,7 @@ def split_layers(decoder: Decoder, params: Params) -> tuple[LayerParams, ...] | 
     """
     stack = decoder.layers(params)
     leaves = [leaf for leaf in jax.tree.leaves(stack) if isinstance(leaf, jax.Array)]
-    count = decoder.config.num_layers
+    count = decoder.config.stack_layers
     own = {id(leaf) for leaf in jax.tree.leaves(params)}
     kept = [leaf for leaf in leaves if id(leaf) in own]
     if (

@@ -235,7 +235,7 @@ class Transformer:
 
         params = {
             "embedding": table(embedding_key, config.vocab_size),
-            "layers": self.own_keys_values(stack(jax.random.split(layer_key, config.num_layers))),
+            "layers": self.own_keys_values(stack(jax.random.split(layer_key, config.stack_layers))),
             "norm": norm_of(config).init(key, x)["params"],
         }
         if config.positions == "learned":

@@ -23,7 +23,8 @@ class Boundary:
       positions: the tokens' positions in their sequences.
       live: tokens that run so far; only their decisions count.
       params: the decoder's parameters.
-      depth: layers run so far. Static.
+      depth: the depth in question: layers run so far, or those of a branch that begins here
+        (`DecoderConfig.branches`). Static.
       decoder: the model. Static.
       map_live: `map_live(function, *arrays)` applies a function of blocks `[slot, ...]` to the live
         tokens only, so that its cost follows their count; elsewhere the result is 0. Static.

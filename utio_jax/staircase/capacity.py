@@ -333,9 +333,10 @@ def choose_executor(executor: Executor | Literal["auto"], policy: Any, width: in
     if not isinstance(executor, str):
         return executor
     shares = getattr(policy, "row_shares", None)
-    shares = (1.0,) if len(policy.depths) == 1 else shares  # No token stops on the way.
+    alone = len(policy.depths) == 1  # No token stops on the way; a branch is a second segment.
+    shares = (1.0, 1.0) if alone else shares
     if shares is None or not here().static_shapes:
         return MicroBatches()
     unit = CapacityPrefix.min_bucket
     slots = tuple(math.ceil(share * width / unit) * unit for share in shares)
-    return CapacityPrefix(capacities=slots, certain=len(shares) == 1)
+    return CapacityPrefix(capacities=slots, certain=alone)

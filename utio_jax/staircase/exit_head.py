@@ -94,15 +94,18 @@ class Head:
         """How many slots a decision here evaluates, padding included."""
         return self._model.executor.slots_run(self._slots)
 
-    def boundary(self) -> Boundary:
-        """Returns what a policy or a signal may look at here."""
+    def boundary(self, *, depth: int | None = None) -> Boundary:
+        """Returns what a policy or a signal may look at here.
+
+        `depth` is the one in question, if it is not the layers run: a branch's, before it runs.
+        """
         tokens, model = self._tokens, self._model
         return Boundary(
             x=jax.lax.stop_gradient(tokens.x),  # Decisions are thresholds: nothing flows through.
             positions=tokens.positions,
             live=tokens.live,
             params=jax.lax.stop_gradient(model.params),
-            depth=self._depth,
+            depth=self._depth if depth is None else depth,
             decoder=model.decoder,
             map_live=partial(model.executor.map_slots, self._slots),
             map_logits=self._look,

@@ -15,6 +15,9 @@ visible to the others as the K/V strategy says:
     [4, 8)   . # # . # . # #
     [0, 4)   # # # # # # # #
 
+Where a model has branches (`DecoderConfig.branches`), the segments above their first layer are not
+nested: each token runs one of them, chosen before any of them runs (`segments_of`).
+
 States stay in token order, and a segment's slots are a list of indices into them. Packing and
 unpacking a block costs about 1 % of its arithmetic on CPU.
 """
@@ -23,14 +26,25 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from typing import Any
+import operator
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from utio_jax.attention.band import SparseQueries
 from utio_jax.attention.cache import KVCache, init_cache
-from utio_jax.core.decoder import Decoder, HasKVMaps, Inputs, Params, check_depths, check_stops
+from utio_jax.core.decoder import (
+    Decoder,
+    DecoderConfig,
+    HasKVMaps,
+    Inputs,
+    Params,
+    check_depths,
+    check_no_branches,
+    check_stops,
+)
 from utio_jax.core.pytrees import pytree
 from utio_jax.core.work import Work, stack_work
 from utio_jax.policies.base import Policy
@@ -108,6 +122,7 @@ def staircase(  # noqa: PLR0913 (options, each named)
     tokens = Tokens.embed(decoder, params, token_ids, lengths)  # All live, at depth 0.
     packing = Packing(model)
     if attention is not None:
+        check_no_branches(decoder, what="sparse attention")
         packing = SparsePacking(model, attention, depths, token_ids, tokens.positions)
     within = cache is None and bool(decoder.config.kv_source)
     if within:  # Upper layers read there what lower ones have made.
@@ -152,47 +167,58 @@ def run_pass(
     executor, depths = model.executor, policy.depths
     reading, work = Reading.start(model, tokens, depths), []
     memory = policy.start(token_ids, tokens.positions)
+    decisions = [Work.of() for _ in depths]
+    branch = jnp.zeros_like(tokens.depth)  # Index into `depths`, where a token takes a branch.
 
-    for index, (start, stop) in enumerate(itertools.pairwise((0, *depths))):
-        # 1. Pack the tokens that still run into slots; some of them may attend sparsely.
-        slots = packing.pack(index, tokens)
+    for index, segment in enumerate(segments_of(model.decoder.config, depths)):
+        # 1. Pack the tokens that run this segment into slots; some of them may attend sparsely.
+        running = tokens
+        if segment.branch is not None:
+            running = dataclasses.replace(tokens, live=tokens.live & (branch == segment.branch))
+        slots = packing.pack(index, running)
 
-        # 2. Run this segment's layers on these slots alone. Frozen tokens keep their states.
-        alone = frozen.only_live_keys(tokens)
+        # 2. Run this segment's layers on these slots alone. All others keep their states.
+        (start, stop), alone = segment.layers, frozen.only_live_keys(running)
         with jax.named_scope(f"segment_{start}_{stop}"):
             x, cache = executor.run_layers(
                 model.decoder,
                 model.params,
-                tokens,
+                running,
                 slots,
                 (start, stop),
                 cache,
                 only_live_keys=alone,
             )
-            tokens = dataclasses.replace(tokens, x=x)
+            tokens, running = (dataclasses.replace(each, x=x) for each in (tokens, running))
         made = len(model.decoder.config.kv_made(start, stop))
         spent = packing.work + executor.work(
             slots, stop - start, kv_layers=made, only_live_keys=alone
         )
 
-        # 3. Ask which tokens go deeper. At the last depth none do.
-        last = stop == depths[-1]
-        asks = False if last else policy.asks(index) | packing.asks(index)
-        head = Head(model, tokens, slots, depth=stop, asks=asks, readout=readout)
-        stops = tokens.live
-        if not last:
-            with jax.named_scope(f"dispatch_{stop}"):
-                boundary = head.boundary()
-                goes, memory = policy.go_deeper(index, boundary, memory)
-                packing.look(index, boundary)
-                stops = tokens.live & ~goes
-                spent += Work.of(decisions=head.slots_asked)
+        # 3. Ask which tokens go deeper: beyond this depth, or beyond a branch that begins here.
+        asks = False
+        for question in segment.asks:
+            asks |= policy.asks(question) | packing.asks(question)
+        head = Head(model, running, slots, depth=segment.depth, asks=asks, readout=readout)
+        going = running.live
+        stops = going if segment.depth in depths else jnp.zeros_like(going)
+        for question in segment.asks:
+            with jax.named_scope(f"dispatch_{depths[question]}"):
+                boundary = head.boundary(depth=depths[question])
+                goes, memory = policy.go_deeper(question, boundary, memory)
+                packing.look(question, boundary)
+                decisions[question] += Work.of(decisions=head.slots_asked)
+            if depths[question] == segment.depth:
+                stops = going & ~goes
+            going &= goes
+            branch += going.astype(branch.dtype)
 
         # 4. Freeze the others. The head reads each token once: where a policy looked, or below.
         reading = reading.add(head, stops)
-        tokens, froze = frozen.freeze(model, tokens, stops, depth=stop)
+        tokens, froze = frozen.freeze(model, tokens, stops, depth=segment.depth)
         work.append(spent + froze + head.work)
 
+    work[: len(depths)] = map(operator.add, work, decisions)
     out, read, rest = reading.finish(model, tokens, readout)
     return StaircaseResult(
         x=out,
@@ -203,6 +229,56 @@ def run_pass(
         sparse=packing.chosen(),
         cache=cache,
     )
+
+
+class Segment(NamedTuple):
+    """Consecutive layers that some tokens of a pass run.
+
+    Attributes:
+      layers: [start, stop) in the stack of `Decoder.layers`.
+      depth: layers that a token has run at the end.
+      asks: indices of the policy's depths that are decided at the end. Tokens stop there if
+        `depth` is one of the policy's: those that do not go deeper, or all where nothing is asked.
+      branch: index of the policy's depth whose tokens alone run it; None: all live tokens do.
+    """
+
+    layers: tuple[int, int]
+    depth: int
+    asks: tuple[int, ...] = ()
+    branch: int | None = None
+
+
+def segments_of(config: DecoderConfig, depths: tuple[int, ...]) -> list[Segment]:
+    """Returns the segments of a pass: nested ones, then one for each branch that is in use.
+
+    Branches are chosen where they begin, before any of them runs: every question about them is
+    asked there, in order.
+
+        depths (4, 10, 12, 16), branches of 2 and 4 layers on layer 8
+        [0, 4) asks 0    [4, 8) asks 1, 2    branch of 2    branch of 4    [8, 16)
+    """
+    split = config.kv_own
+    nested = [depth for depth in depths if depth not in config.branch_depths]
+    if len(nested) < len(depths):
+        nested = [depth for depth in nested if depth <= split]
+    segments = [
+        Segment(layers, layers[1], (index,) if index < len(depths) - 1 else ())
+        for index, layers in enumerate(itertools.pairwise((0, *nested)))
+    ]
+    above = range(len(nested), len(depths))
+    if not above:
+        return segments
+    asks = tuple(above[:-1])
+    if nested and nested[-1] == split:
+        segments[-1] = segments[-1]._replace(asks=(*segments[-1].asks, *asks))
+    else:
+        start = nested[-1] if nested else 0
+        segments.append(Segment((start, split), split, asks))
+    only = len(above) == 1
+    return segments + [
+        Segment(config.upper_layers(depths[index]), depths[index], branch=None if only else index)
+        for index in above
+    ]
 
 
 def check_policy(policy: Policy, decoder: Decoder, *, kv: str = "propagate") -> tuple[int, ...]:
@@ -221,6 +297,14 @@ def check_policy(policy: Policy, decoder: Decoder, *, kv: str = "propagate") -> 
     if depths[-1] > decoder.config.num_layers:
         raise ValueError(
             f"Wanted depths within the model's {decoder.config.num_layers} layers. "
+            f"Got policy {policy.name!r} with depths={depths}."
+        )
+    config = decoder.config
+    above = {depth for depth in depths if depth > config.kv_own}
+    ends = {*config.branch_depths, config.num_layers}
+    if above & {*config.branch_depths} and not above <= ends:
+        raise ValueError(
+            f"Wanted depths up to layer {config.kv_own}, or of its branches: {sorted(ends)}. "
             f"Got policy {policy.name!r} with depths={depths}."
         )
     if kv == "mapped" and isinstance(decoder, HasKVMaps):

@@ -178,17 +178,26 @@ def _dense_shared(
 ) -> tuple[Float[Array, "batch token dim"], ...]:
     """Returns what `dense_states` does where layers read others' keys and values."""
     made: dict[int, tuple[jax.Array, ...]] = {}
-    config, states = decoder.config, []
-    for index in range(depths[-1]):
+    config = decoder.config
+
+    def run_one(index: int, x: jax.Array) -> jax.Array:
         for row in config.kv_made(index, index + 1):
             made[row] = dense_keys_values(decoder, layer_at(decoder, params, row), x, places)
         read = read_side_by_side(made[row] for row in config.kv_read(index))
         mix, layer = mixer_at(decoder, index), layer_at(decoder, params, index)
         visible = mix.visible(positions, key_positions)
-        x = apply_layer(decoder, layer, x, places, mix, visible, read)
-        if index + 1 in depths:
-            states.append(x)
-    return tuple(states)
+        return apply_layer(decoder, layer, x, places, mix, visible, read)
+
+    branches = [depth for depth in depths if depth in config.branch_depths]
+    states = {0: x}
+    for index in range(max(config.kv_own if d in branches else d for d in depths)):
+        states[index + 1] = run_one(index, states[index])
+    for depth in branches:
+        x = states[config.kv_own]
+        for index in range(*config.upper_layers(depth)):
+            x = run_one(index, x)
+        states[depth] = x
+    return tuple(states[depth] for depth in depths)
 
 
 def reference_states(
@@ -206,7 +215,8 @@ def reference_states(
     That is each token's state at its own depth, mapped where the decoder `HasExitLens`. All layers
     run on all tokens under masks. Token `i` changes only while `layer < depths[i]`; at the layers
     beyond, the others see of it what `kv` says, whatever mixes a layer: under `"drop"` a recurrent
-    state (`utio_jax.core.decoder.Mixes`) passes the token by. Differentiable.
+    state (`utio_jax.core.decoder.Mixes`) passes the token by. A token of a branch's depth
+    (`DecoderConfig.branches`) runs that branch's layers above `kv_own`. Differentiable.
 
     Args:
       decoder: the model.
@@ -225,7 +235,8 @@ def reference_states(
     made: dict[int, tuple[jax.Array, ...]] = {}
     config = decoder.config
     source = x  # What K/V are projected from; differs from x only under "full".
-    for index in range(config.num_layers):
+    in_branch = jnp.isin(depths, jnp.asarray(config.branch_depths, jnp.int32))
+    for index in range(config.stack_layers):
         layer, mix = layer_at(decoder, params, index), mixer_at(decoder, index)
         for row in config.kv_made(index, index + 1):
             own = layer_at(decoder, params, row)
@@ -235,7 +246,10 @@ def reference_states(
                 pairs, there = zip(mapped, made[row], strict=True), frozen[..., None, None]
                 made[row] = tuple(jnp.where(there, *pair) for pair in pairs)
         read = read_side_by_side(made[row] for row in config.kv_read(index))
-        runs = valid & (index < depths)
+        if index < config.num_layers:
+            runs = valid & (index < depths) & ~(in_branch & (index >= config.kv_own))
+        else:
+            runs = valid & (depths == config.depth_of_branch_layer(index))
         # Of a token that stopped, there are only those that were made before.
         there = valid & (min(index, config.kv_complete) < depths)
         key_positions = jnp.where(there if kv == "drop" else valid, positions, NOWHERE)

@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Exit branches: tokens of a depth run upper layers of their own (`DecoderConfig.branches`)."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import cases
+from helpers.models import Model, assert_close, live_params
+
+from utio_jax import Thresholded, uniform
+from utio_jax.models import TINY, Transformer
+from utio_jax.policies import given_depths
+from utio_jax.staircase import CapacityPrefix, staircase
+from utio_jax.staircase.loop import check_policy, segments_of
+
+SPLIT, BRANCHES, LAYERS = 3, (1, 2), 6
+DEPTHS = (4, 5, 6)
+CONFIG = dataclasses.replace(
+    TINY,
+    num_layers=LAYERS,
+    num_kv_heads=1,
+    kv_source=((0,), (1,), (2,), *(((1, 2),) * 3)),
+    branches=BRANCHES,
+    exits=(),
+)
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    decoder = Transformer(CONFIG)
+    return Model(decoder, live_params(decoder))
+
+
+def plain_model(model: Model, depth: int) -> Model:
+    """Returns the model without branches that tokens of a depth see: lower layers, then theirs."""
+    start, stop = model.decoder.config.upper_layers(depth)
+    picked = np.asarray([*range(SPLIT), *range(start, stop)])
+    config = dataclasses.replace(
+        CONFIG, num_layers=depth, kv_source=CONFIG.kv_source[:depth], branches=(), exits=()
+    )
+    layers = {
+        name: jax.tree.map(lambda leaf: leaf if len(leaf) == SPLIT else leaf[picked], leaf)
+        for name, leaf in model.params["layers"].items()
+    }
+    return Model(Transformer(config), {**model.params, "layers": layers})
+
+
+def test_the_stack_holds_the_full_model_and_then_the_branches() -> None:
+    assert CONFIG.exits == DEPTHS
+    assert CONFIG.stack_layers == LAYERS + sum(BRANCHES)
+    assert [CONFIG.upper_layers(depth) for depth in DEPTHS] == [(6, 7), (7, 9), (3, 6)]
+
+
+def test_each_branch_is_a_plain_model_on_the_lower_layers(model: Model) -> None:
+    ids, lengths = model.tokens(2, 17), jnp.asarray([17, 11])
+    states = cases.run_dense(model.decoder, model.params, ids, lengths, depths=DEPTHS)
+    for depth, state in zip(DEPTHS, states, strict=True):
+        plain = plain_model(model, depth)
+        (expected,) = cases.run_dense(plain.decoder, plain.params, ids, lengths, depths=(depth,))
+        assert_close(state[0], expected[0])
+        assert_close(state[1, :11], expected[1, :11])
+
+
+def test_a_token_does_not_notice_which_branches_others_took(model: Model) -> None:
+    ids, lengths = model.tokens(2, 17), jnp.asarray([17, 17])
+    depths = np.random.default_rng(0).choice(DEPTHS, (2, 17)).astype(np.int32)
+    mixed = cases.run_oracle(model.decoder, model.params, ids, lengths, depths, kv="propagate")
+    for depth in DEPTHS:
+        plain = plain_model(model, depth)
+        (alone,) = cases.run_dense(plain.decoder, plain.params, ids, lengths, depths=(depth,))
+        assert_close(np.asarray(mixed)[depths == depth], np.asarray(alone)[depths == depth])
+
+
+SHAPES = [
+    dataclasses.replace(shape, depths=depths, executor=executor)
+    for shape in cases.SHAPES
+    if shape.token in (17, 33) and shape.kv == "propagate"
+    # Exits below the branches, all branches, some, and one alone.
+    for depths in (DEPTHS, (2, 4, 6), (2, 3, 5, 6), (5,))
+    for executor in (shape.executor, CapacityPrefix(capacities=(64, 16, 16, 16, 16), min_bucket=8))
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{shape.name}-{shape.depths}")
+def test_equals_the_reference(model: Model, shape: cases.Shape) -> None:
+    assert max(error for _, error in cases.compare_cases(model, shape, range(16))) < 1e-4
+
+
+def test_runs_each_branch_for_its_own_tokens_alone(model: Model) -> None:
+    ids, lengths = model.tokens(2, 17), jnp.asarray([17, 17])
+    depths = np.full((2, 17), 4, np.int32)
+    depths[0, :3], depths[1, 5] = 5, 6
+    executor = dataclasses.replace(cases.EXECUTOR, min_bucket=1, query_block=1, block=1)
+    result = cases.run_staircase(
+        model.decoder,
+        model.params,
+        ids,
+        lengths,
+        given_depths(jnp.asarray(depths), depths=DEPTHS),
+        kv="propagate",
+        executor=executor,
+    )
+    # Lower layers for all, then 30 tokens in the branch of 1, 3 in that of 2, one in full.
+    assert result.work.queries.tolist() == [34 * 3, 30 * 1, 3 * 2, 1 * 3]
+    assert result.work.keys_values.tolist() == [34 * 3, 0, 0, 0]
+    assert result.work.decisions.tolist() == [34, 34, 0, 0]
+
+
+@dataclasses.dataclass(frozen=True)
+class Recorder:
+    """A signal that records what it is asked about: depth in question, and states."""
+
+    seen: list[Any]
+    name: str = "recorder"
+    causal: bool = True
+    remembers: bool = False
+
+    def start(self, token_ids: Any, positions: Any) -> None:
+        return None
+
+    def __call__(self, index: int, boundary: Any, memory: Any) -> Any:
+        self.seen.append((index, boundary.depth, boundary.x))
+        return jnp.zeros(boundary.live.shape), memory
+
+    def flops(self, index: int, decoder: Any, params: Any) -> float:
+        return 0.0
+
+    def reads_logits(self, index: int) -> bool:
+        return False
+
+
+def test_all_questions_are_asked_before_any_branch_runs(model: Model) -> None:
+    recorder = Recorder(seen=[])
+    policy = Thresholded(
+        signal=recorder,  # type: ignore[arg-type]
+        thresholds=jnp.asarray([-1.0, 1.0]),
+        depths=DEPTHS,
+    )
+    ids, lengths = model.tokens(1, 9), jnp.asarray([9])
+    result = staircase(model.decoder, model.params, ids, lengths, policy)
+    (split,) = cases.run_dense(model.decoder, model.params, ids, lengths, depths=(SPLIT,))
+    assert [entry[:2] for entry in recorder.seen] == [(0, 4), (1, 5)]
+    for _, _, x in recorder.seen:
+        assert_close(x, split)
+    np.testing.assert_array_equal(result.depths, 5)  # Above -1, not above 1.
+
+
+def test_segments_are_nested_up_to_the_split() -> None:
+    layers = [segment.layers for segment in segments_of(CONFIG, (2, 3, 5, 6))]
+    assert layers == [(0, 2), (2, 3), (7, 9), (3, 6)]
+    assert [segment.asks for segment in segments_of(CONFIG, (2, 3, 5, 6))] == [(0,), (1, 2), (), ()]
+    # Without a branch among the depths, the full model's layers are cut as they are elsewhere.
+    assert [segment.layers for segment in segments_of(CONFIG, (2, 6))] == [(0, 2), (2, 6)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"branches": (2, 1)}, "strictly increasing"),
+        ({"branches": (1, 3)}, "below the 3 layers above layer 3"),
+        ({"kv_source": ()}, "upper layers that all read the same"),
+        ({"windows": (0, 0, 0, 0, 0, 4)}, "no windows"),
+        ({"kv_source": ((0,), (1,), (2,), *(((3, 4),) * 3))}, "made by the layers below"),
+    ],
+)
+def test_branches_that_no_model_has(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(CONFIG, **{"kv_depth": (), **changes})
+
+
+def test_depths_between_branches_are_refused() -> None:
+    longer = dataclasses.replace(
+        CONFIG, num_layers=7, kv_source=(*CONFIG.kv_source, (1, 2)), exits=()
+    )
+    with pytest.raises(ValueError, match=r"Wanted depths up to layer 3.*\[4, 5, 7\]"):
+        check_policy(uniform(4, exits=(4, 6, 7)), Transformer(longer))
