@@ -11,9 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import cases
+from helpers.generation import DepthAt, assert_greedy, depth_table, lively_model, run
 from helpers.models import Model, assert_close, live_params
 
-from utio_jax import Thresholded, uniform
+from utio_jax import Adaptive, Plain, Thresholded, uniform
 from utio_jax.models import TINY, Transformer
 from utio_jax.policies import given_depths
 from utio_jax.staircase import CapacityPrefix, staircase
@@ -180,3 +181,30 @@ def test_depths_between_branches_are_refused() -> None:
     )
     with pytest.raises(ValueError, match=r"Wanted depths up to layer 3.*\[4, 5, 7\]"):
         check_policy(uniform(4, exits=(4, 6, 7)), Transformer(longer))
+
+
+@pytest.fixture(scope="module")
+def lively() -> Model:
+    changes = {
+        field.name: getattr(CONFIG, field.name)
+        for field in dataclasses.fields(CONFIG)
+        if getattr(CONFIG, field.name) != getattr(TINY, field.name)
+    }
+    return lively_model(**changes)
+
+
+@pytest.mark.parametrize("kv", ["propagate", "drop"])
+def test_decoding_is_the_reference_at_the_decided_depths(lively: Model, kv: Any) -> None:
+    policy = DepthAt(table=depth_table(DEPTHS, shape=(3, 64)), depths=DEPTHS)
+    result = run(lively, mode=Adaptive(policy=policy, kv=kv))
+    assert_greedy(lively, result, kv=kv)
+    # Each row runs its own branch; no other row goes along above the split.
+    np.testing.assert_array_equal(np.stack(result.executed)[:, 1:], np.stack(result.decided)[:, 1:])
+
+
+def test_full_depth_is_the_model_without_branches(lively: Model) -> None:
+    config = dataclasses.replace(lively.decoder.config, branches=(), exits=(LAYERS,))
+    expected = run(Model(Transformer(config), lively.params))
+    for mode in (Plain(), Adaptive(policy=uniform(LAYERS))):
+        result = run(lively, mode=mode)
+        np.testing.assert_array_equal(np.stack(result.token_ids), np.stack(expected.token_ids))
