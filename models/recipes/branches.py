@@ -23,18 +23,18 @@ import jax.numpy as jnp
 import numpy as np
 import tyro
 from anytime import Objective, Start, TrainConfig, exit_states, train
-from recipe import tokenise
+from recipe import bits_of_test_split, tokenise
 from trunks import make_optimizer
 
 from utio_jax.attention.mixing import mixer_at
 from utio_jax.core.decoder import Params
-from utio_jax.core.files import dump_tensors, save_text
+from utio_jax.core.files import save_text
 from utio_jax.core.layer import layer_at
+from utio_jax.models.branches import Branches, save_branches
 from utio_jax.models.checkpoint import load
 from utio_jax.models.shipped import SHIPPED, shipped_folder
-from utio_jax.models.texts import Document
 from utio_jax.models.training.corpus import standard_library
-from utio_jax.models.transformer import Transformer
+from utio_jax.models.transformer import OF_KV, Transformer
 from utio_jax.staircase.reference import apply_layer, dense_keys_values, read_side_by_side
 
 
@@ -44,7 +44,7 @@ def initial_branches(decoder: Transformer, params: Params, sizes: tuple[int, ...
     Keys are the sizes, values `{"layers": ...}`, stacked along a leading layer axis.
     """
     config = decoder.config
-    upper = {k: v for k, v in params["layers"].items() if k not in ("k_proj", "v_proj", "k_norm")}
+    upper = {name: leaf for name, leaf in params["layers"].items() if name not in OF_KV}
 
     def branch(size: int) -> Params:
         picked = np.linspace(config.kv_own, config.num_layers - 1, size).round().astype(int)
@@ -112,12 +112,21 @@ def branch_objective(decoder: Transformer, params: Params, kl_weight: float) -> 
     return jax.tree_util.Partial(objective, params)
 
 
+def stacked(learned: Params) -> Branches:
+    """Returns trained branches as one stack, in ascending order."""
+    sizes = tuple(sorted(map(int, learned)))
+    layers = [learned[str(size)]["layers"] for size in sizes]
+    return Branches(
+        sizes=sizes, layers=jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *layers)
+    )
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Branches:
+class TrainBranches:
     """Trains exit branches of a model with shared K/V on this Python's standard library.
 
     Attributes:
-      out: folder for checkpoints, log, and the finished `branches.safetensors`.
+      out: folder for checkpoints, log, and the finished `branches.json` with its weights.
       model: the model's folder.
       sizes: layers of each branch.
       steps: optimizer steps of 6,144 tokens.
@@ -137,22 +146,17 @@ class Branches:
     resume: bool = False
 
     def run(self) -> dict[str, Any]:
-        """Trains and writes the branches; returns the run's settings."""
+        """Trains and writes the branches; returns what was measured."""
         folder = self.out.resolve()
         folder.mkdir(parents=True, exist_ok=True)
-        found = load(self.model)
-        plain = found.decoder
-        while not isinstance(plain, Transformer):
-            plain = plain.decoder  # Branches need no lens.
-        params = found.params["model"] if "model" in found.params else found.params
-        depths = tuple(plain.config.kv_own + size for size in self.sizes)
-        decoder = Transformer(
-            dataclasses.replace(plain.config, exits=(*depths, plain.config.num_layers))
-        )
+        model: Any = load(self.model, lens=False, branches=False)
+        config, params = model.decoder.config, model.params
+        # One exit for each loss that the objective reports.
+        depths = (*(config.kv_own + size for size in self.sizes), config.num_layers)
+        decoder = Transformer(dataclasses.replace(config, exits=depths))
         if not (folder / "tokenizer.json").exists():
             save_text(folder / "tokenizer.json", (shipped_folder() / "tokenizer.json").read_text())
-        documents: tuple[Document, ...] = standard_library("train")
-        _, stream = tokenise(folder, documents, decoder.config)
+        encode, stream = tokenise(folder, standard_library("train"), decoder.config)
         recipe = TrainConfig(
             steps=self.steps, seed=self.seed, warmup=20, decay_fraction=0.7, save_every=50
         )
@@ -166,24 +170,24 @@ class Branches:
             start=Start(params=initial_branches(decoder, params, self.sizes)),
             objective=branch_objective(decoder, params, self.kl_weight),
         )
+        branches = stacked(result)
         info = {
-            "model_sha256": found.sha256,
-            "sizes": list(self.sizes),
+            "model_sha256": model.sha256,
             "steps": self.steps,
             "tokens": self.steps * recipe.tokens_per_step,
             "seed": self.seed,
+            "kl_weight": self.kl_weight,
+        }
+        save_branches(folder, branches, info=info)
+        model = model.with_branches(folder)
+        return {
+            "out": str(self.out),
+            **info,
+            "sizes": list(branches.sizes),
             "parameters": int(sum(leaf.size for leaf in jax.tree.leaves(result))),
+            "bits_per_byte": bits_of_test_split(model.decoder, model.params, encode),
         }
-        tensors = {
-            jax.tree_util.keystr(path, simple=True, separator="."): np.asarray(
-                leaf.astype(jnp.bfloat16)
-            )
-            for path, leaf in jax.tree_util.tree_leaves_with_path(result)
-        }
-        dump_tensors(folder / "branches.safetensors", tensors)
-        save_text(folder / "branches.json", json.dumps(info, indent=1) + "\n")
-        return info
 
 
 if __name__ == "__main__":
-    print(json.dumps(tyro.cli(Branches).run()))
+    print(json.dumps(tyro.cli(TrainBranches).run()))

@@ -42,6 +42,7 @@ from utio_jax.decoding.base import Mode
 from utio_jax.decoding.text import GeneratedText, generate_text
 from utio_jax.evaluation.controls import load_controls
 from utio_jax.models import huggingface
+from utio_jax.models.branches import branches_file, load_branches, with_branches
 from utio_jax.models.chat import ChatTemplate, Messages, encode_chat, find_template, turn_ends
 from utio_jax.models.gemma import Gemma3n, Gemma4
 from utio_jax.models.gguf import files as gguf_files
@@ -75,6 +76,7 @@ class Model(Verbs):
       folder: where config, weights and tokenizer are: a folder, or a GGUF file.
       lens: the lens' file, if there is one.
       lens_sha256: of the lens' weights, if it is read through one.
+      branches_sha256: of its exit branches' weights, if it has any.
       policies: the file of its calibration; None: the folder's own.
       prompt_choices: ways of reading prompts that were measured with its KV maps.
     """
@@ -84,6 +86,7 @@ class Model(Verbs):
     folder: Path
     lens: Path | None = None
     lens_sha256: str | None = None
+    branches_sha256: str | None = None
     policies: Path | None = None
     prompt_choices: tuple[PromptChoice, ...] = ()
 
@@ -97,8 +100,8 @@ class Model(Verbs):
 
     @cached_property
     def sha256(self) -> str:
-        """Identifies the weights, those of the lens included."""
-        return self._hash(*([] if self.lens_sha256 is None else [self.lens_sha256]))
+        """Identifies the weights, those of the lens or the branches included."""
+        return self._hash(*filter(None, (self.lens_sha256, self.branches_sha256)))
 
     def _hash(self, *others: str) -> str:
         """Returns one digest of the weights' files, in their order, and of others."""
@@ -121,6 +124,27 @@ class Model(Verbs):
         decoder, params = with_kv_maps(self.decoder, self.params, maps)
         choices = choices_of(stored.get("choices", ()), source=str(path))
         return dataclasses.replace(self, decoder=decoder, params=params, prompt_choices=choices)
+
+    def with_branches(self, path: str | Path) -> Model:
+        """Returns the model with exit branches from a file or folder, and the policies beside it.
+
+        Raises:
+          ValueError: there are none, or they are another model's.
+        """
+        branches = load_branches(path, model_sha256=self.sha256)
+        if not isinstance(self.decoder, Transformer):
+            raise ValueError(
+                "Wanted a model without lens and KV maps to put branches on. Got a "
+                f"{type(self.decoder).__name__} one. Load it with lens=False."
+            )
+        decoder, params = with_branches(self.decoder, self.params, branches)
+        return dataclasses.replace(
+            self,
+            decoder=decoder,
+            params=params,
+            branches_sha256=branches.sha256,
+            policies=branches_file(path).with_suffix(".policies.json"),
+        )
 
     def with_lens(self, path: str | Path) -> Model:
         """Returns the model with its exits read through a lens.
@@ -248,6 +272,7 @@ def load(
     dtype: jax.typing.DTypeLike = jnp.float32,
     sharding: Mesh | None = None,
     lens: str | Path | bool = True,
+    branches: str | Path | bool = True,
 ) -> Model:
     """Loads a model folder, a GGUF file, a model of the Hugging Face hub, or the shipped model.
 
@@ -264,6 +289,9 @@ def load(
       sharding: a mesh, whose axis "model" parameters are split over. None: the default device.
       lens: a file that `utio-jax calibrate --fit-lens` wrote, or its folder; True takes the model
         folder's own where there is one, False none.
+      branches: a file of exit branches, or its folder; True takes the model folder's own where
+        there is one and neither `exits` nor a lens is named, False none. A model with branches has
+        no lens.
 
     Raises:
       ValueError: the folder, its config or its weights are missing or broken, or do not fit each
@@ -292,6 +320,10 @@ def load(
         read = _load_folder
     decoder, params = read(folder, exits=exits, dtype=dtype, sharding=sharding)
     model = Model(decoder=decoder, params=params, folder=folder)
+    if branches is True and lens is True and not exits and branches_file(folder).is_file():
+        branches = folder
+    if not isinstance(branches, bool):
+        return model.with_branches(branches)
     if lens is True:
         return model.with_lens(folder) if lens_file(folder).is_file() else model
     return model if lens is False else model.with_lens(lens)

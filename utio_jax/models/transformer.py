@@ -206,8 +206,8 @@ class Layer(nn.Module):
         return jnp.square(nn.relu(self.up_proj(x)))
 
 
-_OF_KV = ("k_proj", "v_proj", "k_norm")
-"""What a layer has for its keys and values alone."""
+OF_KV = ("k_proj", "v_proj", "k_norm")
+"""Parameters of a layer that only its keys and values need."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -249,7 +249,7 @@ class Transformer:
         """Returns the stack without K/V projections of layers that read others': shorter axes."""
         own = self.config.kv_layers
         return {
-            name: jax.tree.map(lambda leaf: leaf[:own], leaf) if name in _OF_KV else leaf
+            name: jax.tree.map(lambda leaf: leaf[:own], leaf) if name in OF_KV else leaf
             for name, leaf in layers.items()
         }
 

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Exit branches of a trained model: own upper layers for each depth, in files beside it.
+
+`branches.json` names the branches and the weights that they were trained on;
+`branches.safetensors` holds their layers, stacked branch after branch. `models/recipes/branches.py`
+trains them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from safetensors.numpy import save as serialize
+
+from utio_jax.core.decoder import LayerParams, Params
+from utio_jax.core.files import flatten, json_file, load_owned, nest, save_owned
+from utio_jax.models.transformer import OF_KV, Transformer
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Branches:
+    """Layers of exit branches.
+
+    Attributes:
+      sizes: number of layers of each branch, ascending.
+      layers: their parameters, stacked: leaves lead with `sum(sizes)`, branch after branch. Without
+        those of keys and values, which branches read and do not make.
+    """
+
+    sizes: tuple[int, ...]
+    layers: LayerParams
+
+    @property
+    def sha256(self) -> str:
+        """SHA-256 of the weights."""
+        tensors = {name: np.asarray(leaf) for name, leaf in flatten(self.layers).items()}
+        return hashlib.sha256(serialize(tensors, metadata={})).hexdigest()
+
+
+def with_branches(
+    decoder: Transformer, params: Params, branches: Branches
+) -> tuple[Transformer, Params]:
+    """Returns a model with exit branches on its last layer that makes keys and values.
+
+    Its exits are the branches' depths and full depth. Full depth is unchanged.
+
+    Raises:
+      ValueError: the model does not share K/V as branches need (`DecoderConfig.branches`), or the
+        layers are of other shapes.
+    """
+    config = dataclasses.replace(decoder.config, branches=branches.sizes, exits=())
+    own = {name: leaf for name, leaf in params["layers"].items() if name not in OF_KV}
+    shapes = jax.tree.map(lambda leaf: (sum(branches.sizes), *leaf.shape[1:]), own)
+    actual = jax.tree.map(jnp.shape, branches.layers)
+    if actual != shapes:
+        raise ValueError(
+            f"Wanted layers of branches {branches.sizes} of shapes {shapes}. Got {actual}. Train "
+            "branches of this model: models/recipes/branches.py."
+        )
+
+    def append(leaf: jax.Array, more: jax.Array) -> jax.Array:
+        return jnp.concatenate([leaf, more.astype(leaf.dtype)])
+
+    layers = {**params["layers"], **jax.tree.map(append, own, branches.layers)}
+    return Transformer(config), {**params, "layers": layers}
+
+
+def branches_file(path: str | Path) -> Path:
+    """Returns a path's JSON file: itself, or `branches.json` in a folder."""
+    return json_file(path, "branches")
+
+
+def save_branches(path: str | Path, branches: Branches, *, info: Mapping[str, Any]) -> None:
+    """Writes `branches.json` with the sizes and `info`, and the weights beside it in float16.
+
+    `info` must name the `model_sha256` of the model without branches.
+    """
+    layers = jax.tree.map(lambda leaf: leaf.astype(jnp.float16), branches.layers)
+    save_owned(branches_file(path), {"sizes": list(branches.sizes), **info}, layers)
+
+
+def load_branches(path: str | Path, *, model_sha256: str) -> Branches:
+    """Reads what `save_branches` wrote to this file or folder.
+
+    Raises:
+      ValueError: a file is missing or broken, the two do not belong together, or the branches
+        belong to another model.
+    """
+    file = branches_file(path)
+    stored, tensors = load_owned(
+        file,
+        what="exit branches",
+        command="models/recipes/branches.py",
+        model_sha256=model_sha256,
+        owner=lambda stored: stored["model_sha256"],
+    )
+    try:
+        sizes = tuple(int(size) for size in stored["sizes"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"Wanted exit branches at {file}. They cannot be read: {error!r}."
+        ) from error
+    layers = nest({name: jnp.asarray(tensor) for name, tensor in tensors.items()})
+    return Branches(sizes=sizes, layers=layers)
