@@ -15,6 +15,9 @@ from helpers.generation import DepthAt, assert_greedy, depth_table, lively_model
 from helpers.models import Model, assert_close, live_params
 
 from utio_jax import Adaptive, Plain, Thresholded, uniform
+from utio_jax.calibration.compare import compare
+from utio_jax.calibration.studies import study_exits
+from utio_jax.core.documents import batches_of, windows_of
 from utio_jax.models import TINY, Transformer
 from utio_jax.policies import given_depths
 from utio_jax.staircase import CapacityPrefix, staircase
@@ -208,3 +211,24 @@ def test_full_depth_is_the_model_without_branches(lively: Model) -> None:
     for mode in (Plain(), Adaptive(policy=uniform(LAYERS))):
         result = run(lively, mode=mode)
         np.testing.assert_array_equal(np.stack(result.token_ids), np.stack(expected.token_ids))
+
+
+def test_calibrates_and_compares_like_exits(model: Model) -> None:
+    rng = np.random.default_rng(0)
+    documents = [rng.integers(0, 64, 24).astype(np.int32) for _ in range(40)]
+    windows = windows_of(documents, width=24)
+    text = list(batches_of(windows, rows=8, widths=[24], vocab_size=64))
+    (study, *_) = study_exits(model.decoder, model.params, text)
+    ids, lengths = (jnp.asarray(each) for each in (study.batch.token_ids, study.batch.lengths))
+    (split,) = cases.run_dense(model.decoder, model.params, ids, lengths, depths=(SPLIT,))
+    for states in study.states:  # Gates see what they are asked about: the state before it.
+        np.testing.assert_allclose(states, split, rtol=2e-3, atol=2e-2)
+
+    calibration = cases.calibrated(model, text, policies=("learned",), budgets=(0.8,))
+    rows = compare(
+        model.decoder, model.params, text, np.arange(40), calibration, executor=cases.EXECUTOR
+    )
+    names = [(row.ledger.policy, row.ledger.budget) for row in rows]
+    assert names[:3] == [("uniform", None), ("uniform", None), ("full", None)]
+    assert ("learned", 0.8) in names
+    assert ("random", 0.8) in names
