@@ -167,7 +167,7 @@ class Calibrate(OfWindows, OfText):
             )
         else:
             try:
-                return check_writable(calibration_file(model.folder), "--out")
+                return check_writable(calibration_file(model.policies or model.folder), "--out")
             except ValueError as refused:
                 why = f"the model's folder cannot be written. {refused}"
         raise ValueError(

@@ -62,18 +62,27 @@ class OfModel:
         that its config names, or its lens.
       lens: a file that `calibrate --fit-lens` wrote; auto is the model folder's own where there is
         one, none is none.
+      branches: a file of exit branches, which replace exits and lens; auto is the model folder's
+        own where there is one and neither exits nor a lens is named, none is none.
     """
 
     model: str = "shared-16"
     exits: Rare[tuple[int, ...]] = ()
     lens: Rare[str] = "auto"
+    branches: Rare[str] = "auto"
 
     def load(self, sharding: Any = None) -> Any:
         """Returns the `utio_jax.models.Model`, its parameters on the default device or as asked."""
         from utio_jax.models import load
 
-        lens = {"auto": True, "none": False}.get(self.lens, self.lens)
-        return load(self.model, exits=self.exits, lens=lens, sharding=sharding)
+        named = {"auto": True, "none": False}
+        return load(
+            self.model,
+            exits=self.exits,
+            lens=named.get(self.lens, self.lens),
+            branches=named.get(self.branches, self.branches),
+            sharding=sharding,
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -88,7 +97,10 @@ class OfCalibration(OfModel):
 
     def load(self, sharding: Any = None) -> Any:
         """Returns the model, which has these policies."""
-        return dataclasses.replace(super().load(sharding), policies=self.calibration)
+        model = super().load(sharding)
+        if self.calibration is None:
+            return model
+        return dataclasses.replace(model, policies=self.calibration)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
