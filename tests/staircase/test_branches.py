@@ -142,7 +142,7 @@ class Recorder:
 def test_all_questions_are_asked_before_any_branch_runs(model: Model) -> None:
     recorder = Recorder(seen=[])
     policy = Thresholded(
-        signal=recorder,  # type: ignore[arg-type]
+        signal=recorder,
         thresholds=jnp.asarray([-1.0, 1.0]),
         depths=DEPTHS,
     )
