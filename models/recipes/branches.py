@@ -32,34 +32,23 @@ from utio_jax.core.files import save_text
 from utio_jax.core.layer import layer_at
 from utio_jax.models.branches import Branches, save_branches
 from utio_jax.models.checkpoint import load
-from utio_jax.models.shipped import SHIPPED, shipped_folder
+from utio_jax.models.shipped import SHIPPED
 from utio_jax.models.training.corpus import standard_library
-from utio_jax.models.transformer import OF_KV, Transformer
+from utio_jax.models.transformer import Transformer
 from utio_jax.staircase.reference import apply_layer, dense_keys_values, read_side_by_side
 
 
-def initial_branches(decoder: Transformer, params: Params, sizes: tuple[int, ...]) -> Params:
-    """Returns branches of `sizes` layers, copied from evenly spaced upper layers up to the last.
+def branch_objective(
+    decoder: Transformer, params: Params, sizes: tuple[int, ...], kl_weight: float
+) -> Objective:
+    """Returns the summed loss of all branches; reports each one's cross-entropy, then full depth's.
 
-    Keys are the sizes, values `{"layers": ...}`, stacked along a leading layer axis.
-    """
-    config = decoder.config
-    upper = {name: leaf for name, leaf in params["layers"].items() if name not in OF_KV}
-
-    def branch(size: int) -> Params:
-        picked = np.linspace(config.kv_own, config.num_layers - 1, size).round().astype(int)
-        picked[-1] = config.num_layers - 1
-        return {"layers": jax.tree.map(lambda leaf: leaf[picked], upper)}
-
-    return {str(size): branch(size) for size in sizes}
-
-
-def branch_objective(decoder: Transformer, params: Params, kl_weight: float) -> Objective:
-    """Returns the mean loss of all branches; reports each one's cross-entropy, then full depth's.
+    Parameters that learn are `Branches.layers`.
 
     Args:
       decoder: the model, whose upper layers all read the same K/V.
       params: its parameters, which do not learn.
+      sizes: layers of each branch.
       kl_weight: share of the KL divergence from full depth; the rest is cross-entropy.
     """
     config, split = decoder.config, decoder.config.kv_own
@@ -99,10 +88,10 @@ def branch_objective(decoder: Transformer, params: Params, kl_weight: float) -> 
             return (jax.nn.logsumexp(logits, axis=-1) - picked).mean()
 
         losses, entropies = [], []
-        for branch in learning.values():
+        for start, size in zip(np.cumsum((0, *sizes)), sizes, strict=False):
             x = states[split - 1]
-            for index in range(jax.tree.leaves(branch["layers"])[0].shape[0]):
-                x = one(x, jax.tree.map(lambda leaf, i=index: leaf[i], branch["layers"]))
+            for index in range(start, start + size):
+                x = one(x, jax.tree.map(lambda leaf, i=index: leaf[i], learning["layers"]))
             logits = logits_of(x)
             losses.append(cross_entropy(target, logits))
             entropies.append(cross_entropy(label, jax.lax.stop_gradient(logits)))
@@ -110,15 +99,6 @@ def branch_objective(decoder: Transformer, params: Params, kl_weight: float) -> 
         return jnp.stack(losses).sum(), jnp.stack(entropies)
 
     return jax.tree_util.Partial(objective, params)
-
-
-def stacked(learned: Params) -> Branches:
-    """Returns trained branches as one stack, in ascending order."""
-    sizes = tuple(sorted(map(int, learned)))
-    layers = [learned[str(size)]["layers"] for size in sizes]
-    return Branches(
-        sizes=sizes, layers=jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *layers)
-    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -154,8 +134,10 @@ class TrainBranches:
         # One exit for each loss that the objective reports.
         depths = (*(config.kv_own + size for size in self.sizes), config.num_layers)
         decoder = Transformer(dataclasses.replace(config, exits=depths))
+        first = Branches.copied(decoder, params, self.sizes)
         if not (folder / "tokenizer.json").exists():
-            save_text(folder / "tokenizer.json", (shipped_folder() / "tokenizer.json").read_text())
+            text = (model.folder / "tokenizer.json").read_text(encoding="utf-8")
+            save_text(folder / "tokenizer.json", text)
         encode, stream = tokenise(folder, standard_library("train"), decoder.config)
         recipe = TrainConfig(
             steps=self.steps, seed=self.seed, warmup=20, decay_fraction=0.7, save_every=50
@@ -167,10 +149,10 @@ class TrainBranches:
             out=folder,
             resume=self.resume,
             optimizer=make_optimizer(recipe, rate=self.rate, weight_decay=0.0),
-            start=Start(params=initial_branches(decoder, params, self.sizes)),
-            objective=branch_objective(decoder, params, self.kl_weight),
+            start=Start(params={"layers": first.layers}),
+            objective=branch_objective(decoder, params, self.sizes, self.kl_weight),
         )
-        branches = stacked(result)
+        branches = Branches(sizes=self.sizes, layers=result["layers"])
         info = {
             "model_sha256": model.sha256,
             "steps": self.steps,

@@ -9,6 +9,7 @@ try:
 except ModuleNotFoundError as error:  # A base install: the core needs none of this.
     raise missing_library(error, "utio_jax.models") from error
 
+from utio_jax.models.branches import Branches, load_branches, save_branches, with_branches
 from utio_jax.models.checkpoint import Model, load, load_config, save
 from utio_jax.models.presets import STDLIB_16, TINY
 from utio_jax.models.shipped import SHIPPED
@@ -18,10 +19,14 @@ __all__ = [
     "SHIPPED",
     "STDLIB_16",
     "TINY",
+    "Branches",
     "Model",
     "Transformer",
     "TransformerConfig",
     "load",
+    "load_branches",
     "load_config",
     "save",
+    "save_branches",
+    "with_branches",
 ]

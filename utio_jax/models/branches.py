@@ -37,6 +37,18 @@ class Branches:
     sizes: tuple[int, ...]
     layers: LayerParams
 
+    @classmethod
+    def copied(cls, decoder: Transformer, params: Params, sizes: tuple[int, ...]) -> Branches:
+        """Returns branches to begin training with: copies of evenly spaced upper layers.
+
+        Each ends with a copy of the last layer.
+        """
+        own, last = decoder.config.kv_own, decoder.config.num_layers - 1
+        spaced = [np.linspace(last, own, size, endpoint=size > 1)[::-1] for size in sizes]
+        picked = np.concatenate(spaced).round().astype(int)
+        upper = {name: leaf for name, leaf in params["layers"].items() if name not in OF_KV}
+        return cls(sizes=sizes, layers=jax.tree.map(lambda leaf: leaf[picked], upper))
+
     @property
     def sha256(self) -> str:
         """SHA-256 of the weights."""

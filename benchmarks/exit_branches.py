@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Speed of exit branches beside plain models of the same depths, in one run.
 
-    python benchmarks/branches.py [MODEL]
+    python benchmarks/exit_branches.py [MODEL]
 
 Times scoring of 16 x 512 tokens of the standard library's test split, and decoding of 120 tokens
 after 64 at batch 1, 8 and 32: full depth, each branch, the learned policy at each of its budgets,

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Exit branches as files beside a model, and the objective that trains them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from branches import branch_objective
+from helpers.cases import run_dense
+from helpers.models import assert_close, live_params
+
+from utio_jax import load
+from utio_jax.models import (
+    TINY,
+    Branches,
+    Transformer,
+    load_branches,
+    save,
+    save_branches,
+    with_branches,
+)
+from utio_jax.staircase.score import exit_nll
+
+CONFIG = dataclasses.replace(
+    TINY,
+    num_layers=6,
+    num_kv_heads=1,
+    kv_source=((0,), (1,), (2,), *(((1, 2),) * 3)),
+    exits=(6,),
+)
+DECODER = Transformer(CONFIG)
+
+
+@pytest.fixture(scope="module")
+def params() -> Any:
+    return live_params(DECODER)
+
+
+@pytest.fixture(scope="module")
+def branches(params: Any) -> Branches:
+    copied = Branches.copied(DECODER, params, (1, 2))
+    moved = jax.tree.map(lambda leaf: leaf + 0.1 * jnp.ones_like(leaf), copied.layers)
+    return dataclasses.replace(copied, layers=moved)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, params: Any, branches: Branches) -> Path:
+    save(tmp_path, DECODER, params, dtype=jnp.float32)
+    save_branches(tmp_path, branches, info={"model_sha256": load(tmp_path).sha256})
+    return tmp_path
+
+
+def test_branches_begin_as_copies_that_end_with_the_last_layer(params: Any) -> None:
+    copied = Branches.copied(DECODER, params, (1, 2)).layers
+    kernel = params["layers"]["q_proj"]["kernel"]
+    np.testing.assert_array_equal(copied["q_proj"]["kernel"], kernel[np.asarray([5, 3, 5])])
+    assert "k_proj" not in copied
+
+
+def test_a_folder_with_branches_is_loaded_with_them(
+    folder: Path, params: Any, branches: Branches
+) -> None:
+    model, plain = load(folder), load(folder, branches=False)
+    assert model.decoder.config.exits == (4, 5, 6)
+    assert model.decoder.config.branches == (1, 2)
+    assert plain.decoder.config.exits == (6,)
+    assert model.sha256 != plain.sha256
+    assert model.policies == folder / "branches.policies.json"
+    # Named exits are those of the full model's layers.
+    assert load(folder, exits=(2, 6)).decoder.config.branches == ()
+
+    ids, lengths = np.arange(12)[None], np.asarray([12])
+    expected_decoder, expected_params = with_branches(DECODER, params, branches)
+    states = run_dense(model.decoder, model.params, ids, lengths, depths=(4, 5, 6))
+    expected = run_dense(expected_decoder, expected_params, ids, lengths, depths=(4, 5, 6))
+    for state, other in zip(states, expected, strict=True):
+        np.testing.assert_allclose(state, other, rtol=2e-3, atol=2e-2)  # Stored in float16.
+    (full,) = run_dense(DECODER, params, ids, lengths, depths=(6,))
+    np.testing.assert_array_equal(states[-1], full)
+
+
+def test_branches_of_another_model_are_refused(folder: Path, branches: Branches) -> None:
+    file = folder / "branches.json"
+    stored = json.loads(file.read_text())
+    file.write_text(json.dumps({**stored, "model_sha256": "f" * 64}))
+    with pytest.raises(ValueError, match="exit branches of the model with SHA-256"):
+        load(folder)
+    file.write_text(json.dumps({**stored, "sizes": "two"}))
+    with pytest.raises(ValueError, match="cannot be read"):
+        load(folder)
+    assert load(folder, branches=False).decoder.config.branches == ()
+    file.write_text(json.dumps(stored))
+    read = load_branches(folder, model_sha256=stored["model_sha256"])
+    assert read.sizes == branches.sizes
+
+
+def test_layers_of_other_shapes_are_refused(params: Any, branches: Branches) -> None:
+    more = (*CONFIG.kv_source, (1, 2), (1, 2))
+    larger = Transformer(dataclasses.replace(CONFIG, num_layers=8, kv_source=more, exits=()))
+    other = dataclasses.replace(branches, sizes=(1, 3))
+    with pytest.raises(ValueError, match=r"Wanted layers of branches \(1, 3\)"):
+        with_branches(larger, params, other)
+
+
+def test_the_objective_is_each_branch_against_labels_and_full_depth(
+    params: Any, branches: Branches
+) -> None:
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 64, (2, 17)), jnp.int32)
+    decoder, whole = with_branches(DECODER, params, branches)
+    lengths = jnp.asarray([17, 17])
+    expected = exit_nll(decoder, whole, tokens, lengths)[:, :, :-1].mean(axis=(1, 2))
+    key, losses = jax.random.key(0), {}
+    for weight in (0.0, 1.0):
+        objective = branch_objective(DECODER, params, (1, 2), weight)
+        learning = {"layers": branches.layers}
+        losses[weight], reported = objective(learning, tokens, key, jnp.int32(0))
+        assert_close(reported, expected)
+    assert_close(losses[0.0], expected[:2].sum())
+    # With labels apart, what is left is cross-entropy with full depth: at least its entropy.
+    *_, full = run_dense(decoder, whole, tokens[:, :-1], lengths - 1, depths=(4, 5, 6))
+    p = jax.nn.softmax(decoder.unembed(whole, full).astype(jnp.float32))
+    states = run_dense(decoder, whole, tokens[:, :-1], lengths - 1, depths=(4, 5))
+    soft = [
+        -(p * jax.nn.log_softmax(decoder.unembed(whole, x).astype(jnp.float32))).sum(-1).mean()
+        for x in states
+    ]
+    assert_close(losses[1.0], sum(soft))
