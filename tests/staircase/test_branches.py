@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import cases
+from helpers.engine import alone, assert_as_alone, engine_of, pool
 from helpers.generation import DepthAt, assert_greedy, depth_table, lively_model, run
 from helpers.models import Model, assert_close, live_params
 
@@ -19,7 +20,7 @@ from utio_jax.calibration.compare import compare
 from utio_jax.calibration.studies import study_exits
 from utio_jax.core.documents import batches_of, windows_of
 from utio_jax.models import TINY, Transformer
-from utio_jax.policies import given_depths
+from utio_jax.policies import given_depths, random_depths
 from utio_jax.staircase import CapacityPrefix, staircase
 from utio_jax.staircase.loop import check_policy, segments_of
 
@@ -232,3 +233,15 @@ def test_calibrates_and_compares_like_exits(model: Model) -> None:
     assert names[:3] == [("uniform", None), ("uniform", None), ("full", None)]
     assert ("learned", 0.8) in names
     assert ("random", 0.8) in names
+
+
+@pytest.mark.check
+def test_an_engine_gives_each_request_what_it_gets_alone(lively: Model) -> None:
+    policy = random_depths(jnp.asarray([0.5, 0.2, 0.3]), key=jax.random.key(1), depths=DEPTHS)
+    mode = Adaptive(policy=policy)
+    engine = engine_of(lively, mode)
+    requests = pool(8)
+    numbers = [request.submit(engine) for request in requests]
+    results = engine.drain()
+    for number, request in zip(numbers, requests, strict=True):
+        assert_as_alone(results[number], alone(lively, mode, None, request))
