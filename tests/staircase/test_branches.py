@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import jax
@@ -16,12 +17,16 @@ from helpers.generation import DepthAt, assert_greedy, depth_table, lively_model
 from helpers.models import Model, assert_close, live_params
 
 from utio_jax import Adaptive, Plain, Thresholded, uniform
+from utio_jax.attention import History
 from utio_jax.calibration.compare import compare
 from utio_jax.calibration.studies import study_exits
+from utio_jax.contrib.drafts import DynamicExits
+from utio_jax.contrib.select import Select
+from utio_jax.contrib.throttle import Throttle, Throttled
 from utio_jax.core.documents import batches_of, windows_of
 from utio_jax.models import TINY, Transformer
-from utio_jax.policies import given_depths, random_depths
-from utio_jax.staircase import CapacityPrefix, staircase
+from utio_jax.policies import Position, given_depths, random_depths
+from utio_jax.staircase import CapacityPrefix, SparseAttention, staircase
 from utio_jax.staircase.loop import check_policy, segments_of
 
 SPLIT, BRANCHES, LAYERS = 3, (1, 2), 6
@@ -245,3 +250,21 @@ def test_an_engine_gives_each_request_what_it_gets_alone(lively: Model) -> None:
     results = engine.drain()
     for number, request in zip(numbers, requests, strict=True):
         assert_as_alone(results[number], alone(lively, mode, None, request))
+
+
+def test_techniques_of_nested_segments_refuse_branches(model: Model) -> None:
+    decoder, ids = model.decoder, model.tokens(1, 9)
+    signal, history = Position(), History(recent=4, sinks=1)
+    sparse = SparseAttention(signal=signal, thresholds=jnp.zeros(3), history=history)
+    throttle = Throttle(signal=signal, thresholds=jnp.zeros(3), history=history)
+    refused = (
+        partial(DynamicExits().check, decoder),
+        partial(Select(depths=(4,), margins=np.zeros(1)).check, decoder, rows=2),
+        partial(Throttled(policy=uniform(5), throttle=throttle).check, decoder),
+        partial(
+            staircase, decoder, model.params, ids, jnp.asarray([9]), uniform(5), attention=sparse
+        ),
+    )
+    for call in refused:
+        with pytest.raises(ValueError, match="Wanted a model without exit branches"):
+            call()

@@ -18,7 +18,13 @@ from jaxtyping import Array, Float, Int
 
 from utio_jax.attention.cache import KVCache
 from utio_jax.core.arrays import most_probable
-from utio_jax.core.decoder import Decoder, apply_exit_lens, has_exit_lens, name_exits
+from utio_jax.core.decoder import (
+    Decoder,
+    apply_exit_lens,
+    check_no_branches,
+    has_exit_lens,
+    name_exits,
+)
 from utio_jax.core.pytrees import pytree, static
 from utio_jax.decoding import Mode, Setting
 from utio_jax.decoding.drafting import round_keys
@@ -75,6 +81,7 @@ class DynamicExits(Mode):
         return "full"
 
     def check(self, decoder: Decoder) -> None:
+        check_no_branches(decoder, what="drafts at a choice of exits")
         exits = decoder.config.exits
         if len(exits) < 2 or self.max_draft < 1:
             raise ValueError(

@@ -27,7 +27,14 @@ from utio_jax.attention.cache import KVCache, init_cache, read
 from utio_jax.attention.mixing import mixer_at
 from utio_jax.attention.products import NOWHERE
 from utio_jax.core.arrays import executed_heads, flat, map_head, next_token_nll
-from utio_jax.core.decoder import Decoder, Params, apply_exit_lens, check_depths, has_exit_lens
+from utio_jax.core.decoder import (
+    Decoder,
+    Params,
+    apply_exit_lens,
+    check_depths,
+    check_no_branches,
+    has_exit_lens,
+)
 from utio_jax.core.documents import check_ids, check_tokens
 from utio_jax.core.flops import pass_flops, token_cost
 from utio_jax.core.pytrees import pytree, static
@@ -83,6 +90,7 @@ class Select:
         margins = np.asarray(self.margins)
         inner = self.depths[1:] if self.depths[:1] == (0,) else self.depths
         check_depths((*inner, layers), num_layers=layers)
+        check_no_branches(decoder, what="candidates that leave at exits")
         if margins.shape != (len(self.depths),) or not (margins >= 0).all():
             raise ValueError(
                 f"Wanted a margin of at least 0 for each of depths={self.depths}, in nats. Got "

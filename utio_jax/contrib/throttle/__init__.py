@@ -30,7 +30,7 @@ from utio_jax.attention.history import History, visible_history
 from utio_jax.attention.mixing import mix_apart, mixer_at
 from utio_jax.attention.products import NOWHERE
 from utio_jax.contrib.throttle.views import View, places_at
-from utio_jax.core.decoder import Decoder, Params, check_softmax
+from utio_jax.core.decoder import Decoder, Params, check_no_branches, check_softmax
 from utio_jax.core.pytrees import pytree, static
 from utio_jax.decoding.adaptive import Adaptive, Memory
 from utio_jax.decoding.base import Setting
@@ -95,6 +95,7 @@ class Throttled(Adaptive):
 
     def check(self, decoder: Decoder) -> None:
         super().check(decoder)
+        check_no_branches(decoder, what="throttled attention")
         policy, throttle = self.policy, self.throttle
         check_softmax(
             decoder,
