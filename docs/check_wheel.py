@@ -32,6 +32,8 @@ _SDIST = (
 _WHEEL = (
     "utio_jax/py.typed",
     "utio_jax/serving/page.html",
+    "utio_jax/models/shared_16/branches.policies.json",
+    "utio_jax/models/shared_16/branches.safetensors",
     "utio_jax/models/shared_16/config.json",
     "utio_jax/models/shared_16/controls.json",
     "utio_jax/models/shared_16/lens.safetensors",

@@ -29,13 +29,14 @@ from utio_jax.models import load
 
 plt.rcParams.update({"figure.dpi": 90, "font.size": 9, "axes.spines.top": False})
 plt.rcParams.update({"axes.spines.right": False, "legend.frameon": False})
-model = load()
+model = load(branches=False)
 config = model.decoder.config
 parameters = sum(leaf.size for leaf in jax.tree.leaves(model.params))
 print(f"{config.num_layers} layers, {parameters / 1e6:.1f}M parameters; exits after {config.exits}")
 
 # %% [markdown]
-# `load()` gives the model that comes with the package: a small decoder, trained on the source code
+# `load(branches=False)` gives the model that comes with the package, without its [exit
+# branches](../docs/branches.md): a small decoder, trained on the source code
 # of Python's standard library, which then learnt to predict at several depths, too, its *exits*: a
 # token may stop at any of them. Layers 9 to 16 read keys and values that layers 5 to 8 made, so a
 # token that stops has left all that later ones look at.

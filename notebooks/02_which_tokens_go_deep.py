@@ -36,7 +36,7 @@ from utio_jax.models.training.corpus import split_of_path
 # %matplotlib inline
 plt.rcParams.update({"figure.dpi": 90, "font.size": 9, "axes.spines.top": False})
 plt.rcParams.update({"axes.spines.right": False, "legend.frameon": False})
-model = load()
+model = load(branches=False)
 config, calibration = model.decoder.config, model.calibration
 run = jax.jit(score, static_argnums=0)
 

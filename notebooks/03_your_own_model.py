@@ -310,7 +310,7 @@ from utio_jax.calibration.studies import study_exits
 from utio_jax.core.documents import sample_batches
 from utio_jax.models.training.corpus import standard_library
 
-trained = load()
+trained = load(branches=False)
 documents = trained.encode([document.text for document in standard_library("calibrate")])
 text, _ = sample_batches(
     documents, rows=8, width=256, batches=1, vocab_size=trained.decoder.config.vocab_size

@@ -36,7 +36,7 @@ plt.rcParams.update({"figure.dpi": 90, "font.size": 9, "axes.spines.top": False}
 plt.rcParams.update({"axes.spines.right": False, "legend.frameon": False})
 DEVICES = jax.device_count()
 assert DEVICES == 8, "JAX had started before this cell: restart the kernel"
-model = load()
+model = load(branches=False)
 decoder, layers = model.decoder, model.decoder.config.num_layers
 print(f"{DEVICES} devices; a model of {layers} layers")
 
@@ -181,7 +181,7 @@ compare("pmap", *by_pmap)
 
 # %%
 grid = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-parted = load(sharding=grid)
+parted = load(sharding=grid, branches=False)
 
 kernel = decoder.layers(parted.params)["up_proj"]["kernel"]
 print(f"the MLP's first matrices: {kernel.shape}; on one device: ", end="")

@@ -36,9 +36,9 @@ plt.rcParams.update({"axes.spines.right": False, "legend.frameon": False})
 
 stock = sorted(Path.cwd().parent.glob("out/llm/*.gguf"))
 MODEL = str(stock[0]) if stock else "shared-16"
-layers = load(MODEL).decoder.config.num_layers
+layers = load(MODEL, branches=False).decoder.config.num_layers
 EXITS = sorted({max(1, round(layers * part)) for part in (1 / 3, 1 / 2, 2 / 3, 5 / 6, 1)})
-model = load(MODEL, exits=tuple(EXITS)) if stock else load(MODEL)
+model = load(MODEL, exits=tuple(EXITS)) if stock else load(MODEL, branches=False)
 model = model.with_context(512)
 config = model.decoder.config
 print(f"{Path(MODEL).name}: {config.num_layers} layers, exits {config.exits}")

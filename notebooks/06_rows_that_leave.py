@@ -29,7 +29,7 @@ from utio_jax.policies import Entropy
 plt.rcParams.update({"figure.dpi": 90, "font.size": 9, "axes.spines.top": False})
 plt.rcParams.update({"axes.spines.right": False, "legend.frameon": False})
 rng = np.random.default_rng(0)
-model = utio_jax.load("shared-16")
+model = utio_jax.load("shared-16", branches=False)
 decoder, params = model.decoder, model.params
 print(f"{decoder.config.num_layers} layers, exits {decoder.config.exits}")
 

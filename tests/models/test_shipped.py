@@ -31,9 +31,16 @@ def model() -> Any:
 def test_its_files_belong_together(model: Any) -> None:
     assert is_shipped(model.folder / "model.safetensors")
     assert load(SHIPPED).sha256 == model.sha256 == model.calibration.info["model_sha256"]
+    nested = load(branches=False)
+    assert nested.sha256 == nested.calibration.info["model_sha256"] != model.sha256
     card = (model.folder / "README.md").read_text()
     bits = dict(re.findall(r"^\| (\d+) \| ([\d.]+) \|$", card, flags=re.MULTILINE))
-    assert [*map(int, bits)] == [*model.decoder.config.exits]
+    assert [*map(int, bits)] == [*nested.decoder.config.exits]
+    branches = re.findall(r"^\| (\d+), of these (\d+) in a branch \|", card, flags=re.MULTILINE)
+    config = model.decoder.config
+    assert [*zip(config.branch_depths, config.branches, strict=True)] == [
+        (int(depth), int(size)) for depth, size in branches
+    ]
     controls = json.loads((model.folder / "controls.json").read_text())
     assert controls["bits_per_byte"] == float(bits["16"])
 
