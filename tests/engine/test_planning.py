@@ -16,6 +16,7 @@ from utio_jax.decoding.base import Plain
 from utio_jax.engine import planning
 from utio_jax.engine.planning import RowRates, plan_mode, predict_seconds
 from utio_jax.engine.slots import Served, Slots
+from utio_jax.models.presets import SHARED_16
 
 RATES = RowRates(
     seconds=0.5, seconds_per_layer={2: 0.3, 4: 0.5, 6: 0.6, 8: 1.0}, plain_seconds=15.0
@@ -40,6 +41,20 @@ def test_predictions_are_the_means_of_drawn_steps(
     rates = dataclasses.replace(RATES, seconds_per_layer={each: layer[each] for each in widths})
     found = predict_seconds(rates, histogram, rows=8)
     assert found == pytest.approx(seconds.mean(), rel=0.01)
+
+
+def test_predictions_of_branches_count_each_branch_alone() -> None:
+    rng, draws, histogram = np.random.default_rng(0), 4000, {10: 0.5, 12: 0.2, 16: 0.3}
+    drawn = rng.choice([*histogram], size=(draws, 8), p=[*histogram.values()])
+    layer = RATES.seconds_per_layer
+    seconds = np.full(draws, 0.5 + 8 * layer[8])
+    for depth in histogram:
+        for number, needed in enumerate(np.sum(drawn == depth, axis=1)):
+            width = next(each for each in layer if each >= needed)
+            seconds[number] += (depth - 8) * layer[width] * (needed > 0)
+    config = dataclasses.replace(SHARED_16, branches=(2, 4), exits=())
+    result = predict_seconds(RATES, histogram, rows=8, config=config)
+    assert result == pytest.approx(seconds.mean(), rel=0.01)
 
 
 def served(name: str, **changes: Any) -> Served:

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 from scipy.stats import binom
 
+from utio_jax.core.decoder import DecoderConfig
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.base import Plain
 from utio_jax.decoding.rows import quarters
@@ -28,6 +29,7 @@ from utio_jax.engine.depths import own_thresholds
 from utio_jax.engine.requests import Request
 from utio_jax.engine.slots import Served, Slots
 from utio_jax.policies.depth import Thresholded
+from utio_jax.staircase.loop import segments_of
 
 _BLOCKS, _TRIES = 5, 3
 """Timed blocks, of which the median counts; and measurements, until they make sense."""
@@ -87,13 +89,20 @@ class DepthPlan:
         return self.rates.plain_seconds / self.seconds
 
 
-def predict_seconds(rates: RowRates, histogram: Mapping[int, float], *, rows: int) -> float:
+def predict_seconds(
+    rates: RowRates,
+    histogram: Mapping[int, float],
+    *,
+    rows: int,
+    config: DecoderConfig | None = None,
+) -> float:
     """Returns the mean seconds of a step of rows whose tokens stop independently of each other.
 
     Args:
       rates: measured at `rows`, and at the widths below that rows are packed into, if they are.
       histogram: share of tokens that stop at each depth, in layers.
       rows: that run at once.
+      config: of a model with branches, whose segments are not nested. None: they are.
 
     Raises:
       ValueError: shares below 0 or that do not sum to 1.
@@ -112,8 +121,14 @@ def predict_seconds(rates: RowRates, histogram: Mapping[int, float], *, rows: in
     needed = [next(width for width in widths if width >= n) for n in range(1, rows + 1)]
     layer = np.asarray([0.0, *(rates.seconds_per_layer[width] for width in needed)])
     goes_on = np.clip(1.0 - np.cumsum([0.0, *shares[:-1]]) / shares.sum(), 0.0, 1.0)
-    seconds = rates.seconds
-    for (start, stop), share in zip(itertools.pairwise((0, *depths)), goes_on, strict=True):
+    seconds, runs = rates.seconds, zip(itertools.pairwise((0, *depths)), goes_on, strict=True)
+    if config is not None and config.branches:
+        segments, below = segments_of(config, tuple(depths)), np.searchsorted(depths, config.kv_own)
+        runs = (
+            (each.layers, goes_on[min(at, below)] if each.branch is None else shares[each.branch])
+            for at, each in enumerate(segments)
+        )
+    for (start, stop), share in runs:
         seconds += (stop - start) * float(binom.pmf(np.arange(rows + 1), rows, share) @ layer)
     return seconds
 
@@ -149,7 +164,9 @@ def plan_mode(served: Served, histogram: Mapping[int, float]) -> DepthPlan:
     while not rates.sane and tries < _TRIES:
         rates, tries = _rates(served, mode), tries + 1
     if rates.sane:
-        return DepthPlan(seconds=predict_seconds(rates, full, rows=served.slots), rates=rates)
+        config = served.decoder.config
+        seconds = predict_seconds(rates, full, rows=served.slots, config=config)
+        return DepthPlan(seconds=seconds, rates=rates)
     raise ValueError(
         f"Wanted seconds of layers that a plan can be made of. Got, in {_TRIES} tries, what no "
         f"machine left alone takes: {rates}. A plan made while other programs run is worth "
