@@ -132,3 +132,11 @@ def test_the_objective_is_each_branch_against_labels_and_full_depth(
         for x in states
     ]
     assert_close(losses[1.0], sum(soft))
+
+
+def test_a_saved_model_keeps_its_branches(tmp_path: Path, params: Any, branches: Branches) -> None:
+    decoder, whole = with_branches(DECODER, params, branches)
+    save(tmp_path, decoder, whole, dtype=jnp.float32)
+    model = load(tmp_path)
+    assert model.decoder.config == decoder.config
+    jax.tree.map(np.testing.assert_array_equal, model.params, whole)
