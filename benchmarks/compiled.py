@@ -27,7 +27,7 @@ from accelerator import BUDGET, EXPERIMENTS, split
 from ahead import LOOPS_OF_HOST, NARROW, Programs, on_tpu
 from hlo import Instruction, Program
 
-from utio_jax.bench.subjects import shares_for
+from utio_jax.bench.methods import shares_for
 from utio_jax.core.arrays import head_blocks
 from utio_jax.core.platform import compiling_for, here
 from utio_jax.decoding.adaptive import Adaptive
