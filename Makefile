@@ -156,13 +156,14 @@ parity: $(VENV)/.installed-all $(PEERS)/.installed $(LLM)
 	done
 	$(PEERS)/bin/python tests/models/huggingface/check_gguf.py $(LLM)
 
-# Speed and cost on this machine: make bench ARGS="--suite cpu"
+# Speed and cost on this machine: make bench ARGS="--batch-sizes 1 8 32"
 bench: $(VENV)/.installed-cli
 	$(BIN)/utio-jax bench $(ARGS)
 
-# Five experiments on a GPU or TPU beside their predictions, in under ten minutes; more sizes have
-# $(BIN)/utio-jax bench --suite accelerator. `ARGS=--dry-run` shows on a CPU that it runs. JAX comes
-# without CUDA here: on a GPU, first $(BIN)/python -m pip install -e '.[cuda]'.
+# Five experiments on a GPU or TPU beside their predictions, in under ten minutes; more sizes:
+# $(BIN)/utio-jax bench --models mistral-7b --policies random@0.6 --parts score decode.
+# `ARGS=--dry-run` shows on a CPU that it runs. JAX comes without CUDA here: on a GPU, first
+# $(BIN)/python -m pip install -e '.[cuda]'.
 bench-accelerator: $(VENV)/.installed-cli
 	$(BIN)/python benchmarks/accelerator.py $(ARGS)
 

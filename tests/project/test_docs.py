@@ -72,7 +72,7 @@ def test_the_benchmark_of_other_utios_is_bench(
     monkeypatch.setattr(sys, "argv", ["benchmark", "--help"])
     with pytest.raises(SystemExit):
         runpy.run_module("utio_jax.benchmark", run_name="__main__")
-    assert "--suite" in capsys.readouterr().out
+    assert "--batch-sizes" in capsys.readouterr().out
 
 
 def test_examples_are_python() -> None:

@@ -101,11 +101,12 @@ def read_rows(file: Path) -> dict[str, Any]:
     if named.get("command") != "bench" or missing:
         raise ValueError(f"Wanted {what} at {file}. Got none of {sorted(missing)}. {remedy}")
     for row in stored["rows"]:
-        missing = {*KEYS} - {*row}
+        held = row if isinstance(row, dict) else {}
+        missing = {*KEYS} - {*held}
         if missing or row["part"] not in PARTS:
             raise ValueError(
                 f"Wanted rows with {', '.join(KEYS)}, of parts {', '.join(PARTS)}, in {file}. "
-                f"Got one of part {row.get('part')!r} without {sorted(missing)}. {remedy}"
+                f"Got one of part {held.get('part')!r} without {sorted(missing)}. {remedy}"
             )
     return stored
 
