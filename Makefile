@@ -13,7 +13,7 @@
 #   make test-browser             # the server's page in a headless Chromium
 #   make test-clients             # the server under clients that have to be fetched
 #   make test-vllm                # the plugin in vLLM's build for CPUs
-#   make bench                    # speed and cost here, in two minutes
+#   make bench                    # speed and cost here, in minutes
 #   make tpu-compile gpu-compile  # programs for a TPU and a GPU, compiled without one
 #   make bench-accelerator        # what a GPU or TPU can tell, in under ten minutes
 #

@@ -24,7 +24,7 @@ from utio_jax.cli.options import Rare, check_out, progress_lines
 class Bench:
     """Measures speed and cost on this machine, next to full depth and to controls.
 
-    Writes results.json, which --report makes a page of. The defaults take two minutes on two cores.
+    Writes results.json, which --report makes a page of. The defaults take minutes on two cores.
 
     Attributes:
       parts: score reads rows; decode writes new tokens with a depth each; lossless by drafts.
@@ -42,15 +42,15 @@ class Bench:
 
     EXAMPLES: ClassVar = (
         "bench",
-        "bench --parts decode lossless --batch-sizes 1 8 32 --new-tokens 120",
+        "bench --parts decode lossless --batch-sizes 1 8 32 --prompt-lengths 64",
         "bench --models mistral-7b --policies random@0.6 --parts score decode",
         "bench --report out/bench/results.json",
     )
 
     parts: tuple[Literal["score", "decode", "lossless"], ...] = ("score", "decode", "lossless")
     models: tuple[str, ...] = ("shipped",)
-    batch_sizes: tuple[int, ...] = (1, 8)
-    prompt_lengths: tuple[int, ...] = (64, 448)
+    batch_sizes: tuple[int, ...] = (1,)
+    prompt_lengths: tuple[int, ...] = (448,)
     new_tokens: int = 56
     policies: tuple[str, ...] = ("learned@0.75",)
     rounds: Rare[int] = 5
