@@ -43,7 +43,6 @@ class Bench:
     EXAMPLES: ClassVar = (
         "bench",
         "bench --parts decode lossless --batch-sizes 1 8 32 --prompt-lengths 64",
-        "bench --models mistral-7b --policies random@0.6 --parts score decode",
         "bench --report out/bench/results.json",
     )
 
