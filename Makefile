@@ -13,7 +13,7 @@
 #   make test-browser             # the server's page in a headless Chromium
 #   make test-clients             # the server under clients that have to be fetched
 #   make test-vllm                # the plugin in vLLM's build for CPUs
-#   make bench                    # speed and cost here, in two minutes
+#   make bench                    # speed and cost here, in minutes
 #   make tpu-compile gpu-compile  # programs for a TPU and a GPU, compiled without one
 #   make bench-accelerator        # what a GPU or TPU can tell, in under ten minutes
 #
@@ -156,13 +156,14 @@ parity: $(VENV)/.installed-all $(PEERS)/.installed $(LLM)
 	done
 	$(PEERS)/bin/python tests/models/huggingface/check_gguf.py $(LLM)
 
-# Speed and cost on this machine: make bench ARGS="--suite cpu"
+# Speed and cost on this machine: make bench ARGS="--batch-sizes 1 8 32"
 bench: $(VENV)/.installed-cli
 	$(BIN)/utio-jax bench $(ARGS)
 
-# Five experiments on a GPU or TPU beside their predictions, in under ten minutes; more sizes have
-# $(BIN)/utio-jax bench --suite accelerator. `ARGS=--dry-run` shows on a CPU that it runs. JAX comes
-# without CUDA here: on a GPU, first $(BIN)/python -m pip install -e '.[cuda]'.
+# Five experiments on a GPU or TPU beside their predictions, in under ten minutes; more sizes:
+# $(BIN)/utio-jax bench --models mistral-7b --policies random@0.6 --parts score decode.
+# `ARGS=--dry-run` shows on a CPU that it runs. JAX comes without CUDA here: on a GPU, first
+# $(BIN)/python -m pip install -e '.[cuda]'.
 bench-accelerator: $(VENV)/.installed-cli
 	$(BIN)/python benchmarks/accelerator.py $(ARGS)
 

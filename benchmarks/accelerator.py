@@ -31,7 +31,7 @@ import jax.numpy as jnp
 import numpy as np
 from ahead import Programs
 
-from utio_jax.bench.subjects import shares_for
+from utio_jax.bench.methods import shares_for
 from utio_jax.bench.timing import time_programs
 from utio_jax.core.layer import split_layers
 from utio_jax.core.platform import compiling_for

@@ -330,15 +330,6 @@ class MeshPrograms(Programs):
 
         return jax.tree_util.tree_map_with_path(placed, made)
 
-    def score(self, rows: int, width: int, *, shares: Any = None, executor: Any = "auto") -> Any:
-        by_row = NamedSharding(self.mesh, PartitionSpec("data"))
-        arrays = [
-            jax.ShapeDtypeStruct(shape, jnp.int32, sharding=by_row)
-            for shape in ((rows, width), (rows,))
-        ]
-        options = {"executor": executor, "mesh": self.mesh}
-        return self.lower(score, *arrays, self.policy(shares), static=(*options,), **options)
-
     def decode(self, mode: Mode, rows: int, slots: int = 512) -> Any:
         state, stops = self._state(mode, rows, slots, self.mesh)
         leaves, treedef = jax.tree.flatten(state)

@@ -137,7 +137,6 @@ def main() -> None:
                     setting={"batch": batch, **setting},
                     tokens=batch * size,
                     found=known,
-                    speed_only=True,
                 )
                 keep(row)
 

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from utio_jax.bench.results import Row, describe, rounded, save_results
+from utio_jax.bench.rows import Row, describe, rounded, save_rows, timed_row
 from utio_jax.bench.timing import Timing
 
 
@@ -28,8 +27,7 @@ def peer_row(  # noqa: PLR0913 (options, each named)
     tokens: float,
     found: Mapping[str, Any],
     calls: int = 1,
-    speed_only: bool = False,
-    fallbacks: Mapping[str, int] | None = None,
+    fallback: str = "",
 ) -> Row:
     """Returns the row of one program beside another.
 
@@ -42,22 +40,21 @@ def peer_row(  # noqa: PLR0913 (options, each named)
       tokens: scored, or new, in one call.
       found: what else was counted.
       calls: in one timed turn.
-      speed_only: the weights are random.
-      fallbacks: how often it did something else than it says: then it has no speed-up.
+      fallback: what it did in place of what it says: then it has no speed-up.
     """
-    found = rounded(dict(found))
-    row = Row(
+    return timed_row(
+        times[method],
+        times[method].ratios_over(times[baseline]),
+        calls=calls,
+        fallback=fallback,
+        note="; ".join(f"{name} {value}" for name, value in rounded(dict(found)).items()),
         part="peer",
         model=model_name,
         method=method,
         baseline=baseline,
-        setting=dict(setting),
-        speed_only=speed_only,
-        note="; ".join(f"{name} {value}" for name, value in found.items()),
-        fallbacks=dict(fallbacks or {}),
+        tokens_per_second=tokens * calls / times[method].median,
+        **setting,
     )
-    ratios = times[method].ratios_over(times[baseline])
-    return row.timed(times[method], ratios=ratios, calls=calls, tokens=tokens)
 
 
 @contextmanager
@@ -72,24 +69,18 @@ def recording(
       settings: the options as given.
       versions: of the other libraries.
     """
-    started, file = time.perf_counter(), out / "results.json"
+    file, rows = out / "results.json", list[Row]()
     environment = describe(dtype="float32")
     environment["versions"] |= versions
     shown = {
         name: str(value) if isinstance(value, Path) else value for name, value in settings.items()
     }
-    head = {"suite": suite, "settings": shown, "environment": environment}
-    rows = list[Row]()
-
-    def save(*, complete: bool) -> dict[str, Any]:
-        seconds = time.perf_counter() - started
-        return save_results(file, head, rows, complete=complete, seconds=seconds)
+    head = {"settings": shown | {"suite": suite}, "environment": environment}
 
     def keep(row: Row) -> None:
         rows.append(row)
-        save(complete=False)
+        save_rows(file, head, rows, complete=False)
 
-    save(complete=False)
     yield keep
-    print(json.dumps(save(complete=True)))
+    print(json.dumps(save_rows(file, head, rows, complete=True)))
     print(f"Results: {file}", file=sys.stderr)

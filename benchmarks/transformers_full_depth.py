@@ -20,7 +20,7 @@ import transformers
 from side_by_side import peer_row, recording
 
 from utio_jax import models
-from utio_jax.bench.results import Row
+from utio_jax.bench.rows import Row
 from utio_jax.bench.timing import time_programs
 from utio_jax.decoding.generate import generate
 from utio_jax.staircase.microbatches import MicroBatches
@@ -142,7 +142,6 @@ def main() -> None:
     name = f"random Llama, {config.num_layers} x {config.embed_dim}"
     about = {
         "model_name": name if options.model is None else Path(options.model).name,
-        "speed_only": options.model is None,
     }
     with recording(
         options.out,

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from utio_jax.bench.results import read_results
+from utio_jax.bench.rows import name_of, read_rows
 from utio_jax.bench.timing import Timing
 
 
@@ -34,17 +34,16 @@ def test_rows_are_kept_as_they_come_and_read_by_the_report(
     options: dict[str, Any] = {"setting": {"batch": 1, "output": 8}, "tokens": 8}
     with recording(tmp_path, suite="s", settings={"out": tmp_path}, versions={"x": "1"}) as keep:
         keep(peer_row("m", "ours", "theirs", TIMES, **options, calls=2, found={"apart": 1 / 3}))
-        assert len(read_results(tmp_path / "results.json")[1]) == 1
-        options |= {"found": {}, "fallbacks": {"tokens that ran every layer": 8}}
+        assert len(read_rows(tmp_path / "results.json")["rows"]) == 1
+        options |= {"found": {}, "fallback": "8 tokens ran every layer"}
         keep(peer_row("m", "theirs", "ours", TIMES, **options))
-    found, (first, second) = read_results(tmp_path / "results.json")
+    found = read_rows(tmp_path / "results.json")
+    first, second = found["rows"]
     assert json.loads(capsys.readouterr().out) == found
     assert found["complete"]
     assert found["environment"]["versions"]["x"] == "1"
-    assert first.key == "peer/m/ours/batch1/output8"
-    assert first.seconds is not None
-    assert (first.seconds.median, first.gain, first.tokens_per_second) == (1.0, 2.0, 8)
-    assert first.note == "apart 0.333333"
-    assert second.speedup is None
-    assert second.seconds is not None
-    assert second.seconds.median == 4.0
+    assert name_of(first) == "peer/m/ours/batch1/output8"
+    assert (first["seconds"], first["speedup"], first["tokens_per_second"]) == (1.0, 2.0, 8)
+    assert first["note"] == "apart 0.333333"
+    assert (second["seconds"], second["speedup"]) == (4.0, None)
+    assert second["note"] == "8 tokens ran every layer"

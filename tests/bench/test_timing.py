@@ -12,8 +12,8 @@ import pytest
 from helpers.models import gated
 from helpers.texts import EXECUTOR, batches
 
+from utio_jax.bench.methods import Method, controls_of
 from utio_jax.bench.scoring import measure_policies
-from utio_jax.bench.subjects import Method, controls_of
 from utio_jax.bench.timing import Timing, count_compiles, time_programs
 from utio_jax.evaluation import Ledger
 from utio_jax.evaluation.ledger import uniform_hull

@@ -320,11 +320,9 @@ def test_a_model_without_exits_drafts_from_its_text_alone(
         ("generate x --mode lossless --prompt-budget 0.9", "keys and values are the full model's"),
         ("generate x --temperature -1", "Wanted a temperature of 0 for greedy, or from"),
         ("fit-prompt SOURCE --stop 2", "within the model's context of 64"),
-        ("bench --suite accelerator", "Wanted a GPU or TPU"),
-        ("bench --parts engine", "Wanted --parts of suite quick"),
         ("bench --batch-sizes 0", "sizes and rounds of at least 1"),
         ("bench --policies learned@7", "NAME or NAME@BUDGET"),
-        ("bench --models nowhere --dry-run", "nothing at nowhere"),
+        ("bench --models nowhere", "nothing at nowhere"),
     ],
 )
 @pytest.mark.usefixtures("unchecked_shapes")

@@ -6,7 +6,6 @@ from __future__ import annotations
 import datetime
 import json
 import shutil
-import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from helpers.gguf_files import write_gguf, write_with_pieces
 from helpers.texts import new_text
 
 from utio_jax.decoding.generate import generate
-from utio_jax.models import Model, load, template_budget
+from utio_jax.models import Model, chat, load
 from utio_jax.models.chat import encode_chat, find_template, render_chat, stream_answer, turn_ends
 
 FOLDER = Path(__file__).parent / "huggingface"
@@ -87,74 +86,24 @@ def test_templates_stay_in_their_sandbox(template: str) -> None:
         render_chat(template, HELLO)
 
 
-def grown(step: str, *, start: str = "'ab'", then: str = "") -> str:
-    """Returns a template that takes a step 99 times."""
-    return (
-        f"{{% set ns = namespace(x={start}) %}}{{% for a in range(99) %}}{step}{{% endfor %}}{then}"
-    )
-
-
 @pytest.mark.parametrize(
     "template",
     [
-        "{{ 'a' * 3000000000 }}",
-        "{{ 'a'|center(3000000000) }}",
-        "{{ 'a'.ljust(3000000000) }}",
-        "{{ '%3000000000d' % 1 }}",
-        "{{ '%*d' % (3000000000, 1) }}",
-        "{{ '{:>3000000000}'.format(1) }}",
-        "{{ '{:{w}}'.format(1, w=3000000000) }}",
-        "{{ '%3000000000d'|format(1) }}",
-        "{{ 10 ** (10 ** 10) }}",
-        "{{ [1]|tojson(indent=2000000000) }}",
-        "{{ ([('a'*9000000)] * 1000)|map('string')|join }}",
-        "{{ ''.join([('a'*9000000)] * 1000) }}",
-        "{{ ('a'*9999999).replace('a', 'b'*9999999) }}",
-        "{{ 'abc'|replace('', 'b'*9999999)|replace('b', 'b'*999999) }}",
-        "{{ [1]|batch(3000000000, 0)|list }}",
-        "{{ [1]|slice(3000000000)|list }}",
-        "{{ 'a\\nb'|indent(3000000000) }}",
-        "{{ 'a\\tb'.expandtabs(2000000000) }}",
-        grown("{% set ns.x = ns.x * ns.x %}", start="9"),
-        grown("{% set ns.x = [ns.x, ns.x] %}", then="{{ ns.x }}", start="9"),
-        grown("{% set ns.x = ns.x ~ ns.x %}"),
-        grown("{% set ns.x %}{{ ns.x }}{{ ns.x }}{% endset %}"),
-        grown("{% set ns.x = [ns.x, ns.x]|join('') %}"),
+        "{% for i in range(99999) %}{% for j in range(99999) %}ab{% endfor %}{% endfor %}",
+        "{{ messages[0].content * 300 }}",
     ],
 )
-def test_templates_cannot_take_the_machines_memory(template: str) -> None:
-    tracemalloc.start()
-    with pytest.raises(ValueError, match="more than 100000000 characters"):
-        render_chat(template, HELLO)
-    assert tracemalloc.get_traced_memory()[1] < 3 * 10**8
-    tracemalloc.stop()
-
-
-@pytest.mark.parametrize(
-    "template",
-    [
-        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
-        "{% macro f(n) %}{% if n %}{{ f(n-1) }}{{ f(n-1) }}{% endif %}{% endmacro %}{{ f(60) }}",
-    ],
-)
-def test_templates_cannot_run_on(template: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(template_budget, "MOST_SECONDS", 0.1)
-    with pytest.raises(ValueError, match="longer than 0.1 s"):
+def test_a_rendered_text_has_a_limit(template: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time and memory of its own are not limited: see SECURITY.md."""
+    monkeypatch.setattr(chat, "MOST_CHARACTERS", 1000)
+    with pytest.raises(ValueError, match="chat template takes.*more than 1000 characters"):
         render_chat(template, HELLO)
 
 
-def test_long_conversations_stay_within_a_templates_budget() -> None:
+def test_long_conversations_are_within_the_limit() -> None:
     said = [{"role": "user", "content": "5551234567 " * 10_000}] * 50
-    template = (
-        "{% for m in messages %}{{ bos ~ m.role + m.content.replace('5551234567', 'ab')|trim }}"
-        "{{ '-' * 3 }}{{ loop.last }}{{ '**%s** %d' % ('a', 1700000000) }}{{ m|tojson }}"
-        "{{ '{} {:>3}'.format('5551234567', 9999999999) }}{{ [m.content, 'b']|join(', ') }}"
-        "{% endfor %}"
-    )
-    found = render_chat(template, said)
-    one = "user" + ("ab " * 10_000).strip() + "---"
-    assert found.startswith(one + "False**a** 1700000000" + json.dumps(said[0]) + "5551234567 9999")
-    assert found.count(one) == 50
+    found = render_chat("{% for m in messages %}{{ m.content|trim }}{% endfor %}", said)
+    assert len(found) == 50 * (11 * 10_000 - 1)
 
 
 @pytest.mark.parametrize(

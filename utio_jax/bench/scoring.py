@@ -8,11 +8,12 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from utio_jax.bench.subjects import Method
+from utio_jax.bench.methods import Method
 from utio_jax.bench.timing import Timed, time_programs, timed_ledger
 from utio_jax.core.decoder import Decoder, Params
-from utio_jax.core.documents import Batch
+from utio_jax.core.documents import Batch, sample_batches
 from utio_jax.evaluation.evaluate import Quality, evaluate
 from utio_jax.staircase.base import Executor
 from utio_jax.staircase.microbatches import MicroBatches
@@ -75,3 +76,27 @@ def measure_policies(
             ideal=first[label].flops_full / first[label].flops_ideal,
         )
     return found
+
+
+def full_rows(
+    documents: Sequence[np.ndarray], *, rows: int, width: int, batches: int, vocab_size: int
+) -> list[Batch]:
+    """Returns batches of full rows, drawn over the joined documents: nothing timed is padding.
+
+    Raises:
+      ValueError: the documents hold less than one batch, or batches < 1.
+    """
+    ids = np.concatenate(documents)
+    windows = len(ids) // width
+    if windows < rows:
+        raise ValueError(
+            f"Wanted text of at least {rows * width} tokens. Got {len(ids)}. Add files."
+        )
+    read, _ = sample_batches(
+        [ids[: windows * (width - 1) + 1]],  # Windows overlap by a token: the last is full, too.
+        rows=rows,
+        width=width,
+        vocab_size=vocab_size,
+        batches=min(batches, windows // rows),
+    )
+    return read

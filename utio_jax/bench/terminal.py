@@ -9,35 +9,32 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from utio_jax.bench.results import Row
+from utio_jax.bench.rows import Row, name_of
 from utio_jax.calibration.compare import ComparisonRow
 from utio_jax.core.html import shade
 
 
-def bench_table(rows: Iterable[Row], *, title: str, notes: bool = False) -> Table:
-    """Returns a table of what `utio-jax bench` measured, with remarks where they are asked for."""
-    names = ("what", "seconds", "FLOPs", "speed-up", "quartiles", "ideal", "loss +%")
+def bench_table(rows: Iterable[Row], *, title: str) -> Table:
+    """Returns a table of `utio-jax bench`'s rows."""
     table = _table(
-        (*names, *(("note",) if notes else ())),
+        ("what", "seconds", "FLOPs", "speed-up", "quartiles", "ideal", "loss +%", "note"),
         title=title,
         caption="speed-up: median of the rounds' ratios over the fastest full-depth program, and "
-        "quartiles; none where the method fell back or did not run",
+        "quartiles; none where the method did not run as itself",
     )
     for row in rows:
-        speedup = row.speedup
+        quartiles = row["speedup_quartiles"]
         cells = [
-            row.key,
-            _show(row.seconds and row.seconds.median, ".3g") if row.ran else "did not run",
-            _show(row.flops_ratio, ".3f"),
-            _show(speedup and speedup.median, ".2f"),
-            f"{speedup.low:.2f}-{speedup.high:.2f}" if speedup else "",
-            _show(row.speedup_ideal, ".2f"),
-            _show(row.nll_increase_pct, "+.2f"),
+            name_of(row),
+            _show(row["seconds"], ".3g") or "did not run",
+            _show(row.get("flops_ratio"), ".3f"),
+            _show(row["speedup"], ".2f"),
+            "{:.2f}-{:.2f}".format(*quartiles) if quartiles else "",
+            _show(row.get("speedup_ideal"), ".2f"),
+            _show(row.get("nll_increase_pct"), "+.2f"),
+            row["note"],
         ]
-        if notes:
-            fell = [f"fell back: {why}, {count} times" for why, count in row.fallbacks.items()]
-            cells.append("; ".join([*([row.note] if row.note else []), *fell]))
-        table.add_row(*map(Text, cells), style=None if row.own else "dim")
+        table.add_row(*map(Text, cells), style=None if row["speedup"] else "dim")
     return table
 
 

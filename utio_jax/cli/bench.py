@@ -12,10 +12,11 @@ from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from utio_jax.bench.results import describe, read_results
-from utio_jax.bench.subjects import Subject, label_of
-from utio_jax.bench.suite import SUITES, Suite, conclude, groups_of, run_groups, tiny
+from utio_jax.bench.methods import label_of
+from utio_jax.bench.rows import Row, describe, failed_row, name_of, save_rows
+from utio_jax.bench.run import Subject
 from utio_jax.cli.options import Rare, check_out, progress_lines
 
 
@@ -23,39 +24,36 @@ from utio_jax.cli.options import Rare, check_out, progress_lines
 class Bench:
     """Measures speed and cost on this machine, next to full depth and to controls.
 
-    Writes results.json, a row at a time, which --report makes a page of.
+    Writes results.json, which --report makes a page of. The defaults take minutes on two cores.
 
     Attributes:
-      suite: quick takes under two minutes on two idle cores; cpu measures all parts; accelerator
-        scoring and decoding at sizes for a GPU or TPU.
-      parts: of the suite; all by default.
+      parts: score reads rows; decode writes new tokens with a depth each; lossless by drafts.
       models: shipped, a model folder, or llama-7b, llama-13b, mistral-7b, llama-70b: real widths
         with random weights, and as many layers as fit, for speed only.
       batch_sizes: rows.
       prompt_lengths: tokens per row, of scoring and of prompts.
-      policies: NAME@BUDGET each; controls at the same FLOPs join them by themselves.
-      rounds: timed turns of each program, instead of the suite's.
+      new_tokens: per row, of decoding.
+      policies: NAME@BUDGET each; truncation at every exit and chance join them by themselves.
+      rounds: timed turns of each program.
       out: folder of the results, which are replaced.
-      dry_run: the same code at tiny sizes: shows that it runs, not how fast.
       report: measure nothing: write report.html of this results.json, tables and pictures, to
         --out.
     """
 
     EXAMPLES: ClassVar = (
         "bench",
-        "bench --suite cpu --parts decode lossless --models shipped",
+        "bench --parts decode lossless --batch-sizes 1 8 32 --prompt-lengths 64",
         "bench --report out/bench/results.json",
     )
 
-    suite: Literal["quick", "cpu", "accelerator"] = "quick"
-    parts: tuple[str, ...] = ()
-    models: tuple[str, ...] = ()
-    batch_sizes: Rare[tuple[int, ...]] = ()
-    prompt_lengths: Rare[tuple[int, ...]] = ()
-    policies: Rare[tuple[str, ...]] = ()
-    rounds: Rare[int | None] = None
+    parts: tuple[Literal["score", "decode", "lossless"], ...] = ("score", "decode", "lossless")
+    models: tuple[str, ...] = ("shipped",)
+    batch_sizes: tuple[int, ...] = (1,)
+    prompt_lengths: tuple[int, ...] = (448,)
+    new_tokens: int = 56
+    policies: tuple[str, ...] = ("learned@0.75",)
+    rounds: Rare[int] = 5
     out: Path = Path("out/bench")
-    dry_run: bool = False
     report: Path | None = None
 
     def run(self) -> dict[str, Any]:
@@ -71,88 +69,48 @@ class Bench:
 
         from utio_jax.bench.terminal import bench_table
 
-        started = time.perf_counter()
-        platform = jax.default_backend()
-        if self.suite == "accelerator" and platform == "cpu" and not self.dry_run:
-            raise ValueError(
-                "Wanted a GPU or TPU for --suite accelerator. Got a CPU. --dry-run shows on tiny "
-                "sizes that it runs; --suite cpu measures this machine."
-            )
-        suite = self.sized()
+        policies = [label_of(name) for name in self.policies]
+        least = min(*self.batch_sizes, *self.prompt_lengths, self.new_tokens, self.rounds)
+        if least < 1:
+            raise ValueError(f"Wanted sizes and rounds of at least 1. Got {least}.")
         check_out(self.out)
-        dtype = "float32" if platform == "cpu" else "bfloat16"
-        file, asked = self.out / "results.json", dataclasses.asdict(self)
-        head = {
-            "suite": self.suite,
-            "settings": {name: asked[name] for name in asked if name not in ("out", "report")},
-            "environment": describe(dtype=dtype),
-        }
-        subjects = (
-            subject_named(name, dtype=dtype, cache_tokens=suite.cache_tokens)
-            for name in suite.models
-        )
-        results = run_groups(
-            file,
-            (group for subject in subjects for group in groups_of(suite, subject)),
-            head,
-            say=progress_lines(started),
-            note="dry run at tiny sizes: no figure of speed" if self.dry_run else "",
-        )
-        rows = read_results(file)[1]
-        title = f"{self.suite} suite, {results['environment']['device']}"
+        started, file = time.perf_counter(), self.out / "results.json"
+        dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+        settings = {n: value for n, value in vars(self).items() if n not in ("out", "report")}
+        head = {"settings": settings, "environment": describe(dtype=dtype)}
+        rows: list[Row] = []
+        save_rows(file, head, rows, complete=False)
+        report = progress_lines(started)
+        room = max(self.batch_sizes) * (max(self.prompt_lengths) + self.new_tokens)
+        for name in self.models:
+            subject = subject_named(name, dtype=dtype, cache_tokens=room)
+            for part, batch, prompt in itertools.product(
+                self.parts, self.batch_sizes, self.prompt_lengths
+            ):
+                output = 0 if part == "score" else self.new_tokens
+                sizes = {"batch": batch, "prompt": prompt, "output": output}
+                report(f"{part} {subject.name} {batch} x {prompt} + {output}")
+                try:
+                    rows += subject.measure(part, sizes, policies, self.rounds)
+                except (ValueError, jax.errors.JaxRuntimeError) as error:
+                    values = {"part": part, "model": subject.name, "method": "all", **sizes}
+                    rows.append(failed_row(str(error).strip().splitlines()[0], **values))
+                save_rows(file, head, rows, complete=False)  # An interruption keeps these.
+                # The programs of a long run use up a process' memory maps.
+                jax.clear_caches()
+        save_rows(file, head, rows, complete=True)
+        title = head["environment"]["device"]
         Console(stderr=True, width=118).print(bench_table(rows, title=title))
-        verdict = conclude(rows)
-        print(verdict, file=sys.stderr)
         print(f"Results: {file}. As a page: utio-jax bench --report {file}", file=sys.stderr)
         return {
             "command": "bench",
-            "suite": self.suite,
-            "complete": results["complete"],
-            "seconds": results["seconds"],
+            "seconds_total": round(time.perf_counter() - started, 1),
             "out": str(file),
-            "verdict": verdict,
-            "environment": results["environment"],
+            "environment": head["environment"],
             "row_count": len(rows),
-            "did_not_run": sum(not row.ran for row in rows),
-            "fell_back": sum(bool(row.fallbacks) for row in rows),
-            "speedups": {row.key: row.speedup.median for row in rows if row.speedup is not None},
+            "did_not_run": sum(row["seconds"] is None for row in rows),
+            "speedups": {name_of(row): row["speedup"] for row in rows if row["speedup"]},
         }
-
-    def sized(self) -> Suite:
-        """Returns the suite with the options that were given.
-
-        Raises:
-          ValueError: a part that the suite does not have, or a size below 1.
-        """
-        suite = SUITES[self.suite]
-        if self.dry_run:
-            suite = tiny(suite)
-        unknown = [part for part in self.parts if part not in suite.parts]
-        if unknown:
-            raise ValueError(
-                f"Wanted --parts of suite {self.suite}: {', '.join(suite.parts)}. "
-                f"Got {', '.join(unknown)}."
-            )
-        numbers = (*self.batch_sizes, *self.prompt_lengths)
-        least = min(*numbers, 1 if self.rounds is None else self.rounds, 1)
-        if least < 1:
-            raise ValueError(f"Wanted sizes and rounds of at least 1. Got {least}.")
-
-        def crossed(shapes: tuple[tuple[int, ...], ...]) -> Any:
-            columns = zip(*shapes, strict=True)
-            batches, lengths, *outputs = (tuple(dict.fromkeys(each)) for each in columns)
-            sizes = (self.batch_sizes or batches, self.prompt_lengths or lengths, *outputs)
-            return tuple(itertools.product(*sizes))
-
-        return dataclasses.replace(
-            suite,
-            parts=self.parts or suite.parts,
-            models=self.models or suite.models,
-            policies=tuple(label_of(name) for name in self.policies or suite.policies),
-            rounds=self.rounds or suite.rounds,
-            score=crossed(suite.score) if numbers else suite.score,
-            decode=crossed(suite.decode) if numbers else suite.decode,
-        )
 
 
 def subject_named(name: str, *, dtype: str, cache_tokens: int = 0) -> Subject:
@@ -174,29 +132,26 @@ def subject_named(name: str, *, dtype: str, cache_tokens: int = 0) -> Subject:
     if name in SHAPES:
         config = SHAPES[name]
         fitting = fit_layers(config, dtype=dtype, memory=free_memory(), cache_tokens=cache_tokens)
-        decoder = Transformer(with_layers(config, fitting))
+        decoder, rng = Transformer(with_layers(config, fitting)), np.random.default_rng(0)
         return Subject(
             name=name,
             decoder=decoder,
             params=random_params(decoder, dtype=dtype),
+            documents=[rng.integers(0, config.vocab_size, 2**20)],
+            speed_only=True,
             note=f"random weights, {fitting} of {config.num_layers} layers: speed only",
         )
     model = load(SHIPPED if name == "shipped" else name, dtype=jnp.dtype(dtype))
-    documents, notes = None, []
+    documents = model.encode([document.text for document in standard_library("test")])
     try:
-        documents = model.encode([document.text for document in standard_library("test")])
-    except ValueError as error:
-        notes.append(f"random ids: {error}")
-    try:
-        calibration = model.calibration
+        calibration, note = model.calibration, ""
     except ValueError:
-        calibration = None
-        notes.append("no calibration")
+        calibration, note = None, "no calibration"
     return Subject(
         name="shipped" if name == "shipped" else model.folder.name,
         decoder=model.decoder,
         params=model.params,
         documents=documents,
         calibration=calibration,
-        note="; ".join(notes),
+        note=note,
     )

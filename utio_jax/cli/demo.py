@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from utio_jax.bench.methods import Method, controls_of
 from utio_jax.bench.prompts import shallow_prompts
-from utio_jax.bench.results import describe
-from utio_jax.bench.subjects import Method, controls_of
+from utio_jax.bench.rows import describe
 from utio_jax.calibration.goals import Budgets
 from utio_jax.cli.options import Files, Rare, check_out, read_documents
 from utio_jax.cli.trial import FASTER, read_full_rows, write_middles

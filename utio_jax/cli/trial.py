@@ -13,13 +13,11 @@ from typing import Any, ClassVar
 import numpy as np
 
 from utio_jax.bench.decoding import measure_modes, middles
+from utio_jax.bench.methods import Method, controls_of
 from utio_jax.bench.prompts import BUDGET, shallow_prompts
-from utio_jax.bench.scoring import measure_policies
-from utio_jax.bench.subjects import Method, controls_of
-from utio_jax.bench.suite import BEARABLE_PCT
+from utio_jax.bench.scoring import full_rows, measure_policies
 from utio_jax.bench.timing import Timed
 from utio_jax.cli.options import Files, OfModel, progress_bar, read_documents, repeat_verdict
-from utio_jax.core.documents import sample_batches
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.base import Plain
 from utio_jax.decoding.generate import generate
@@ -33,6 +31,7 @@ _LONG = 512
 _MOST_EXITS = 3
 
 FASTER = 1.05  # Below, it might be noise.
+MAX_LOSS_INCREASE_PCT = 1.0  # Of a way that pays.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,7 +55,7 @@ class Tried:
     @property
     def pays(self) -> bool:
         """Whether it is faster, at a loss that most uses bear."""
-        return (self.times or 0.0) >= FASTER and (self.loss_pct or 0.0) <= BEARABLE_PCT
+        return (self.times or 0.0) >= FASTER and (self.loss_pct or 0.0) <= MAX_LOSS_INCREASE_PCT
 
     def cells(self) -> tuple[str, ...]:
         """Returns a line of the table."""
@@ -179,19 +178,10 @@ def read_full_rows(
     Raises:
       ValueError: the documents hold less than one batch, or batches < 1.
     """
-    ids, config = np.concatenate(documents), model.decoder.config
+    config = model.decoder.config
     width = min(width, config.context_length)
-    windows = len(ids) // width
-    if windows < rows:
-        raise ValueError(
-            f"Wanted text of at least {rows * width} tokens. Got {len(ids)}. Add files."
-        )
-    read, _ = sample_batches(
-        [ids[: windows * (width - 1) + 1]],  # Windows overlap by a token: the last is full, too.
-        rows=rows,
-        width=width,
-        vocab_size=config.vocab_size,
-        batches=min(batches, windows // rows),
+    read = full_rows(
+        documents, rows=rows, width=width, batches=batches, vocab_size=config.vocab_size
     )
     with progress_bar(None, f"Reading {len(read) * rows * width:,} tokens") as step:
         return measure_policies(

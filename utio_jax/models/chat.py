@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -19,13 +19,16 @@ import jinja2
 import jinja2.ext
 import jinja2.nodes
 import numpy as np
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from utio_jax.decoding.text import stream_pieces
 from utio_jax.models.huggingface import read_json
-from utio_jax.models.template_budget import BUDGET, Budget, BudgetedSandbox, limit, written
 
 Messages = Sequence[Mapping[str, Any]]
 """Each has a `role` (`system`, `user`, `assistant`) and a `content`."""
+
+MOST_CHARACTERS = 10**8
+"""Limit of a rendered text."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,14 +73,14 @@ def render_chat(
             )
     said = [{key: y for key, y in message.items() if y is not None} for message in messages]
     try:
-        return _compiled(template).render(
+        pieces = _compiled(template).generate(
             messages=_plain(said),
             tools=None,
             documents=None,
             add_generation_prompt=add_generation_prompt,
             **_plain(variables),
-            **{BUDGET: Budget()},
         )
+        return _joined(pieces)
     except jinja2.TemplateSyntaxError as error:
         raise ValueError(
             f"Wanted a chat template in Jinja. Line {error.lineno}: {error.message}."
@@ -171,19 +174,28 @@ def _from_keys(keys: Mapping[str, Any]) -> tuple[str | None, dict[str, str]]:
 
 @lru_cache(maxsize=8)
 def _compiled(template: str) -> jinja2.Template:
-    environment = BudgetedSandbox(
+    environment = ImmutableSandboxedEnvironment(
         trim_blocks=True,
         lstrip_blocks=True,
         extensions=[_Generation, jinja2.ext.loopcontrols],
-        finalize=written,
     )
     environment.filters["tojson"] = _to_json
-    limit(environment)
     environment.globals |= {
         "raise_exception": _raise,
         "strftime_now": lambda form: datetime.datetime.now().strftime(form),
     }
     return environment.from_string(template)
+
+
+def _joined(pieces: Iterable[str]) -> str:
+    """Returns one text; raises ValueError as soon as it is too long."""
+    kept, size = [], 0
+    for piece in pieces:
+        size += len(piece)
+        if size > MOST_CHARACTERS:
+            raise ValueError(f"it writes more than {MOST_CHARACTERS} characters")
+        kept.append(piece)
+    return "".join(kept)
 
 
 class _Generation(jinja2.ext.Extension):

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parts of a benchmark on one model: scoring, decoding by depth, lossless decoding."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from utio_jax.bench.decoding import measure_modes, middles
+from utio_jax.bench.methods import Method, controls_of, methods_of
+from utio_jax.bench.rows import Row, failed_row, timed_row
+from utio_jax.bench.scoring import full_rows, measure_policies
+from utio_jax.bench.timing import Timed
+from utio_jax.core.decoder import Decoder, Params
+from utio_jax.decoding.adaptive import Adaptive
+from utio_jax.decoding.base import Mode, Plain
+from utio_jax.decoding.generate import generate
+from utio_jax.decoding.lossless import Lossless
+from utio_jax.evaluation.flops import check_worthwhile
+from utio_jax.policies.store import Calibration
+
+_FIGURES = ("budget", "tokens_per_second", "flops_ratio", "speedup_ideal", "acceptance")
+_QUALITY = ("nll_full", "nll", "nll_increase_pct", "agreement")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Subject:
+    """A model to measure.
+
+    Attributes:
+      name: in rows.
+      decoder: the model.
+      params: its parameters.
+      documents: token ids of a text that it was not fitted to, or random ones.
+      speed_only: True if weights are random: quality has no meaning.
+      calibration: its policies; None where there are none.
+      note: of every row, e.g. how many of the model's layers there are.
+    """
+
+    name: str
+    decoder: Decoder
+    params: Params
+    documents: Sequence[np.ndarray]
+    speed_only: bool = False
+    calibration: Calibration | None = None
+    note: str = ""
+
+    def measure(
+        self, part: str, sizes: Mapping[str, int], policies: Sequence[str], rounds: int
+    ) -> list[Row]:
+        """Returns rows of one part: policies (or drafts) next to full depth and controls.
+
+        Args:
+          part: "score", "decode" or "lossless".
+          sizes: batch, prompt and output.
+          policies: see `methods_of`.
+          rounds: timed turns of each program.
+
+        Raises:
+          ValueError: the sizes exceed the model's context, or the text.
+        """
+        measure = self._score if part == "score" else self._decode
+        methods, measured = measure(part, sizes, policies, rounds)
+        names = _FIGURES if self.speed_only else (*_FIGURES, *_QUALITY)
+        rows = []
+        for method in methods:
+            values = {"part": part, "model": self.name, "method": method.label, **sizes}
+            timed = measured.get(method.label)
+            if timed is None or timed.timing is None or timed.ratios is None:
+                rows.append(failed_row(method.missing, **values))
+                continue
+            record = timed.to_dict()
+            values |= {"baseline": timed.baseline, "note": self.note}
+            values |= {name: record[name] for name in names}
+            rows.append(timed_row(timed.timing, timed.ratios, **values))
+        return rows
+
+    def _score(
+        self, part: str, sizes: Mapping[str, int], policies: Sequence[str], rounds: int
+    ) -> tuple[list[Method], dict[str, Timed]]:
+        """Scores rows. A policy is left out where `score_documents` would not use it."""
+        del part
+        decoder, params, batch, width = self.decoder, self.params, sizes["batch"], sizes["prompt"]
+        config, methods = decoder.config, controls_of(decoder)
+        if width > config.context_length:
+            raise ValueError(f"{width} tokens exceed the context of {config.context_length}")
+        for each in methods_of(decoder, params, self.calibration, policies, width=width):
+            reason, shape = None, {"batch": batch, "width": width, "fractions": each.fractions}
+            if each.policy is not None:
+                reason = check_worthwhile(decoder, params, each.policy, **shape)
+            refused = f"full depth runs instead: {reason}" if reason else each.missing
+            methods.append(dataclasses.replace(each, missing=refused))
+        read = full_rows(
+            self.documents, rows=batch, width=width, batches=1, vocab_size=config.vocab_size
+        )
+        active = [each for each in methods if not each.missing]
+        return methods, measure_policies(decoder, params, read, active, rounds=rounds)
+
+    def _decode(
+        self, part: str, sizes: Mapping[str, int], policies: Sequence[str], rounds: int
+    ) -> tuple[list[Method], dict[str, Timed]]:
+        """Decodes new tokens: with a depth each, or by drafts, at two exits and from the text."""
+        decoder, params, width = self.decoder, self.params, sizes["prompt"] + sizes["output"]
+        modes: dict[str, Mode] = {"plain": Plain()}
+        if part == "decode":
+            methods = controls_of(decoder)[1:]
+            methods += methods_of(decoder, params, self.calibration, policies, width=width)
+            modes |= {
+                each.label: Adaptive(policy=each.policy)
+                for each in methods
+                if each.policy is not None
+            }
+        else:
+            exits = decoder.config.exits[:-1]
+            drafts: dict[str, Any] = {
+                f"lossless:{depth}": Lossless(exit=depth) for depth in exits[1:3] or exits
+            }
+            drafts["lossless:ngram"] = Lossless(drafter="ngram")
+            missing = "random weights accept drafts at random" if self.speed_only else ""
+            methods = [Method(label=label, missing=missing) for label in drafts]
+            modes |= {} if missing else drafts
+        measured = measure_modes(
+            decoder,
+            params,
+            [middles(self.documents, tokens=sizes["prompt"], count=sizes["batch"])],
+            modes,
+            run=partial(generate, decoder, params, max_new_tokens=sizes["output"], eos_ids=()),
+            budgets={each.label: each.budget for each in methods if each.budget is not None},
+            rounds=rounds,
+        )
+        return [Method(label="plain"), *methods], measured
