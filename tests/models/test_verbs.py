@@ -250,6 +250,50 @@ def test_a_model_without_exits_is_read_through_a_lens(
         bare.calibrate(files, budget=0.9, out=tmp_path / "fitted.json")
 
 
+@pytest.mark.parametrize("at", ["lens: ", "exits of the full pass", "position: weights", "save"])
+def test_a_calibration_that_is_interrupted_leaves_the_model_as_it_was(
+    at: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few = functools.partial(LensConfig, steps=2)
+    monkeypatch.setattr("utio_jax.models.verbs.LensConfig", few)
+    stock = load(folder)
+    stock.decoder = with_exits(stock.decoder, (4,))
+    decoder, params, digest = stock.decoder, stock.params, stock.sha256
+    files = [source(name) for name in ("sched", "stat")]
+    options: dict[str, Any] = {"budget": 0.9, "policies": ("position",), "out": tmp_path}
+
+    def stop(what: str) -> None:
+        if what.startswith(at):
+            raise KeyboardInterrupt
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError("disk full")
+
+    with monkeypatch.context() as broken:
+        if at == "save":
+            broken.setattr("utio_jax.models.verbs.save_lens", fail)
+        with pytest.raises((KeyboardInterrupt, OSError)):
+            stock.calibrate(files, progress=stop, **options)
+    assert (stock.decoder, stock.sha256, stock.lens) == (decoder, digest, None)
+    assert stock.params is params
+    assert "calibration" not in vars(stock)
+    assert not [*tmp_path.iterdir()], "nothing is in the way of the second call"
+    if at == "lens: ":
+        stock.calibrate(files, **options)
+        assert isinstance(stock.decoder, Lensed)
+        assert stock.lens == tmp_path / "lens.json"
+
+
+def test_one_document_is_too_few_for_a_lens_and_policies(folder: Path) -> None:
+    stock, said = load(folder), list[str]()
+    stock.decoder = with_exits(stock.decoder, (4,))
+    with pytest.raises(ValueError, match="at least two documents.*half of them fit its lens.*1 in"):
+        stock.calibrate([source("sched")], progress=said.append)
+    with pytest.raises(ValueError, match="Wanted policies of learned.*Got 'lerned'"):
+        stock.calibrate([source("sched")], policies=("lerned",), progress=said.append)
+    assert not said, "before any work"
+
+
 def test_nothing_is_written_unless_asked_for(folder: Path) -> None:
     stock = load(folder)
     stock.decoder = with_exits(stock.decoder, ())

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from utio_jax.calibration.risk import split_documents
 from utio_jax.core.decoder import Decoder, Params, some_exits
 from utio_jax.core.documents import Batch
 from utio_jax.core.flops import token_cost
@@ -56,6 +57,30 @@ class LensConfig:
                 f"Got steps={self.steps}, tokens={self.tokens}, batch={self.batch}. With 0 steps "
                 "the lens is the regression that others start from."
             )
+
+
+LEAST_PREDICTED = 512
+"""Tokens below which a gate's weights outnumber what they are fitted to by far."""
+
+
+def split_for_lens(
+    documents: Sequence[np.ndarray], *, seed: int = 0
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Returns documents in two halves, to fit a lens and then policies to, see `split_documents`.
+
+    Raises:
+      ValueError: a half predicts fewer than `LEAST_PREDICTED` tokens.
+    """
+    halves = split_documents(documents, seed=seed)
+    tokens = [sum(max(len(ids) - 1, 0) for ids in half) for half in halves]
+    if min(tokens) < LEAST_PREDICTED:
+        raise ValueError(
+            "Wanted at least two documents to calibrate a model without exits: half of them fit "
+            f"its lens, the others its policies, {LEAST_PREDICTED} predicted tokens each. Got "
+            f"{len(documents)} in all, with {tokens[0]} and {tokens[1]} tokens; near-copies stay "
+            "together. Name another file."
+        )
+    return halves
 
 
 def fit_lens(

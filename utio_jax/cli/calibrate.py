@@ -16,8 +16,7 @@ import numpy as np
 
 from utio_jax.calibration.advice import may_pay
 from utio_jax.calibration.gates import SIGNALS
-from utio_jax.calibration.lens import LensConfig, fit_lens
-from utio_jax.calibration.risk import split_documents
+from utio_jax.calibration.lens import LensConfig, fit_lens, split_for_lens
 from utio_jax.cli.options import (
     OfText,
     OfWindows,
@@ -93,7 +92,7 @@ class Calibrate(OfWindows, OfText):
         out = self._place(model)
         documents, described = read_documents(model, self.files, self.token_ids, "calibrate")
         if self.fit_lens or bare:
-            first, documents = split_documents(documents, seed=0)
+            first, documents = split_for_lens(documents)
             model = model.with_lens(self._lens(model, first, described, say))
         check_same([model.sha256, documents], what="model and text")
         policies = tuple(SIGNALS) if self.policy == ("all",) else self.policy
