@@ -15,6 +15,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from utio_jax.calibration.risk import split_documents
+from utio_jax.calibration.studies import check_varied
 from utio_jax.core.decoder import Decoder, Params, some_exits
 from utio_jax.core.documents import Batch
 from utio_jax.core.flops import token_cost
@@ -104,7 +105,8 @@ def fit_lens(
       progress: called with what happens next.
 
     Raises:
-      ValueError: the model has no early exit, or the text is shorter than one batch of the fit.
+      ValueError: the model has no early exit, or the text is shorter than one batch of the fit or
+        one token over and over.
     """
     exits = decoder.config.exits[:-1]
     if not exits:
@@ -122,6 +124,7 @@ def fit_lens(
         raise ValueError(
             f"Wanted at least {config.batch} tokens to fit a lens to. Got {count}. Add text."
         )
+    check_varied(states[:-1])
     say(f"lens: {len(exits)} maps on {count:,} tokens")
     lens = _regression(states, exits, ridge=config.ridge)
     # Each exit's head once forwards and once backwards, full depth's forwards.
