@@ -138,6 +138,8 @@ def stored_form(
         tensors[each.name] = stored.astype(dtype)
     written = {**config, "dtype": dtype.name, "utio_jax": {"exits": list(decoder.config.exits)}}
     written.pop("torch_dtype", None)
+    if (tied := getattr(decoder.config, "tie_embeddings", None)) is not None:
+        written["tie_word_embeddings"] = tied  # Of the tensors here, whatever the other said.
     return tensors, written
 
 
