@@ -90,7 +90,8 @@ class DecoderConfig:
                 f"{type(self).__name__} needs num_kv_heads that divides "
                 f"num_heads={self.num_heads}. Got num_kv_heads={self.num_kv_heads}."
             )
-        exits = check_depths(self.exits or (self.num_layers,), num_layers=self.num_layers)
+        given = self.exits or (self.num_layers,)
+        exits = check_depths(given, num_layers=self.num_layers, name="exits")
         object.__setattr__(self, "exits", exits)
         if self.windows and len(self.windows) != self.num_layers:
             raise ValueError(
@@ -213,14 +214,18 @@ def name_exits(decoder: Decoder) -> str:
     )
 
 
-def check_depths(depths: Any, *, num_layers: int | None = None) -> tuple[int, ...]:
+def check_depths(
+    depths: Any, *, num_layers: int | None = None, name: str = "depths"
+) -> tuple[int, ...]:
     """Returns `depths`, e.g. `(4, 8, 16)`, as a tuple of ints, once known to be a staircase.
+
+    What they are called is for errors.
 
     Raises:
       ValueError: depths are empty, below 1, not strictly increasing, or end elsewhere than
         `num_layers`, where that is given.
     """
-    wanted = "strictly increasing depths of at least 1"
+    wanted = f"strictly increasing {name} of at least 1"
     if num_layers is not None:
         wanted += f" that end at num_layers={num_layers}"
     try:
@@ -233,7 +238,7 @@ def check_depths(depths: Any, *, num_layers: int | None = None) -> tuple[int, ..
     if not (found and exact and increasing and ends and found[0] >= 1):
         last = num_layers if num_layers is not None else 16
         example = tuple(sorted({max(1, last // 4), max(1, last // 2), last}))
-        raise ValueError(f"Wanted {wanted}. Got depths={depths!r}. For example: depths={example}.")
+        raise ValueError(f"Wanted {wanted}. Got {name}={depths!r}. For example: {name}={example}.")
     return found
 
 
