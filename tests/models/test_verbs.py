@@ -50,6 +50,8 @@ def calibrated(folder: Path) -> Model:
     found = model.calibrate([source("bisect")], budget=(0.75, 0.9))
     assert found.calibration is model.calibration
     assert "learned at 0.9 of the FLOPs" in found.summary()
+    assert found.verdict.startswith("Adaptive depth ")
+    assert found.replaced == ()
     return model
 
 
@@ -151,11 +153,28 @@ def test_streamed_texts_are_those_of_generate(calibrated: Model, mode: str, chun
         assert not last.running.any()
 
 
+def test_a_callers_stop_when_ends_a_text_and_so_do_stop_strings(folder: Path) -> None:
+    model, options = load(folder), {**OPTIONS, "mode": "plain", "chunk": 4}
+    whole = model.generate(PROMPTS, **options)
+    short: dict[str, Any] = {"stop_when": lambda row, new: row == 0 and len(new) >= 8}
+    result = model.generate(PROMPTS, **options, **short)
+    assert [ids.size for ids in result.generated.token_ids] == [8, 24]
+    assert result.generated.finish_reasons == ("stop", "length")
+    assert whole.texts[0].startswith(result.texts[0].rstrip("\ufffd"))
+    stop = [[], [whole.texts[1][4]]]
+    both = model.generate(PROMPTS, stop=stop, **options, **short)
+    assert both.texts == (result.texts[0], model.generate(PROMPTS, stop=stop, **options).texts[1])
+
+
 def test_score_and_evaluate_take_policies_by_name(calibrated: Model) -> None:
     model, texts = calibrated, ["import os\n" * 9, "class A: pass\n" * 7]
     policy = model.calibration.policy("learned", 0.75)
     found = model.score(texts, policy="learned", budget=0.75)
-    wanted = score_documents(model.decoder, model.params, model.encode(texts), policy)
+    wanted = score_documents(
+        model.decoder, model.params, model.encode(texts), policy, compare=False
+    )
+    assert found.quality.nll_full is None, "no full-depth pass beside it"
+    assert model.score(texts, budget=0.75, compare=True).quality.nll_full is not None
     for a, b in zip(found.documents, wanted.documents, strict=True):
         np.testing.assert_array_equal(a.log_likelihood, b.log_likelihood)
         np.testing.assert_array_equal(a.depths, b.depths)
@@ -214,6 +233,9 @@ def test_a_context_cuts_what_is_calibrated_on_and_what_a_guarantee_reads(
     for goal in goals:
         calibrated.calibrate(documents, **goal, context=16, text="mine")
     assert seen == [(16, 16, "mine"), (64, 16, "mine")]
+    result = calibrated.calibrate(documents, budget=0.75, text="mine")
+    assert result.replaced == ("learned at 0.75", "learned at 0.9")
+    assert "Replaced, of the policies it had: learned at 0.75, learned" in result.summary()
 
 
 def test_a_model_without_exits_is_read_through_a_lens(

@@ -14,7 +14,6 @@ from typing import Any, ClassVar
 import jax
 import numpy as np
 
-from utio_jax.calibration.advice import may_pay
 from utio_jax.calibration.gates import SIGNALS
 from utio_jax.calibration.lens import LensConfig, fit_lens, split_for_lens
 from utio_jax.cli.options import (
@@ -112,7 +111,7 @@ class Calibrate(OfWindows, OfText):
         fitted, advice = found.calibration, found.verdict
         if is_first():
             fitted.save(out)
-            print(advice or may_pay(fitted.info), file=sys.stderr)
+            print(advice, file=sys.stderr)
             print(f"Written: {', '.join(policies)}: {out}", file=sys.stderr)
             print(f"For example: {self._next(model, out)}", file=sys.stderr)
         return {

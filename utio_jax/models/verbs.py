@@ -7,6 +7,7 @@ examples of it.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -59,13 +60,15 @@ class Calibrated:
 
     Attributes:
       calibration: the fitted policies.
-      verdict: what to do, if adaptive depth will not pay for this model; None where it may.
+      verdict: a sentence: whether adaptive depth may pay for this model, and what to do next.
       exit_nll_increase_pct: loss of truncating the model at each exit, in %, by depth.
+      replaced: policies that the model had before, with their budgets, and has no longer.
     """
 
     calibration: Calibration
-    verdict: str | None
+    verdict: str
     exit_nll_increase_pct: dict[str, float]
+    replaced: tuple[str, ...] = ()
 
     def summary(self) -> str:
         """Returns a few lines of plain text."""
@@ -77,7 +80,9 @@ class Calibrated:
                 each = zip(entry.depths, entry.fractions, strict=True)
                 shares = ", ".join(f"{share:.0%} at {depth}" for depth, share in each)
                 lines.append(f"{name} at {budget:g} of the FLOPs: {shares}")
-        lines.append(self.verdict or may_pay(self.calibration.info))
+        lines.append(self.verdict)
+        if self.replaced:
+            lines.append(f"Replaced, of the policies it had: {', '.join(self.replaced)}.")
         return "\n".join(lines)
 
 
@@ -223,6 +228,9 @@ class Verbs:
     ) -> TextScore:
         """Returns every token's log-likelihood in some texts, with the depth that it was given.
 
+        It runs what the policy costs, and no full-depth pass beside it: `evaluate` compares, and
+        so does `compare=True`.
+
         Args:
           texts: a list; one of fewer than two tokens predicts nothing.
           policy: that decides depths, or its name, see `policy`; by default `"learned"` with a
@@ -231,7 +239,7 @@ class Verbs:
           **options: of `utio_jax.evaluation.score_documents`.
         """
         chosen = self.policy(_named(policy, budget), budget=budget)
-        documents = self.encode(listed(texts))
+        documents, options = self.encode(listed(texts)), {"compare": False, **options}
         return score_documents(self.decoder, self.params, documents, chosen, **options)
 
     def evaluate(
@@ -326,6 +334,10 @@ class Verbs:
                 policies=len(policies),
                 seed=seed,
             )
+        replaced = list[str]()
+        with contextlib.suppress(ValueError):  # It may have none.
+            had = self.calibration.entries.items()
+            replaced = [f"{name} at {each:g}" for name, fitted in had for each in fitted]
         # All is fitted to a copy: what fails or is interrupted leaves this model as it was.
         model, lens = dataclasses.replace(self), None
         if for_lens:
@@ -354,9 +366,11 @@ class Verbs:
         if out is not None:
             fitted.save(out)
         vars(self).update(vars(model))
+        advice = advise(self.decoder, fitted.info, lens=isinstance(self.decoder, Lensed))
         return Calibrated(
             calibration=fitted,
-            verdict=advise(self.decoder, fitted.info, lens=isinstance(self.decoder, Lensed)),
+            verdict=may_pay(fitted.info) if advice is None else advice,
+            replaced=tuple(replaced),
             exit_nll_increase_pct=dict(fitted.info["exit_nll_increase_pct"]),
         )
 
