@@ -144,7 +144,8 @@ def test_a_text_is_scored_at_the_cost_of_the_policy_alone(tiny: Any, kv: Any) ->
     assert counts["unembed"] == quality.query_layers / 2, "one head for each token"
     for policy in (uniform(2), gated(tiny)):
         run = partial(score_documents, tiny.decoder, tiny.params, documents, policy)
-        alone, compared = run(**options), run(**(options | {"compare": True}))
+        both: dict[str, Any] = {**options, "compare": True}
+        alone, compared = run(**options), run(**both)
         for a, b in zip(alone.documents, compared.documents, strict=True):
             np.testing.assert_allclose(a.log_likelihood, b.log_likelihood, atol=1e-5)
             np.testing.assert_array_equal(a.depths, b.depths)

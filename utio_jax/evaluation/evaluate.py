@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.documents import Batch, batches_of, row_widths, windows_of
-from utio_jax.core.flops import ideal_flops, pass_flops, token_cost
+from utio_jax.core.flops import TokenCost, ideal_flops, pass_flops, token_cost
 from utio_jax.core.processes import Arrays, Shards, digest, local_mesh, share
 from utio_jax.core.rows import Rows, check_mesh, place
 from utio_jax.core.work import Work
@@ -375,6 +375,12 @@ def score_documents(  # noqa: PLR0913 (options, each named)
     choices = [attention if reason is None else None for reason in reasons]
     used = {int(batch.window[0]): each for batch, each in zip(batches, chosen, strict=True)}
 
+    cost = token_cost(decoder, params)
+    of_policy = {
+        each.depths: [each.flops(at, decoder, params) for at in range(len(each.depths) - 1)]
+        for each in (full, policy)
+    }
+
     def note(
         batch: Batch, decided: np.ndarray, nll: np.ndarray, compared: Comparison | None
     ) -> None:
@@ -390,7 +396,7 @@ def score_documents(  # noqa: PLR0913 (options, each named)
                 sums = _sums_alone(nll[row], own, length)
             else:
                 sums = _sums(jax.tree.map(lambda leaf, row=row: leaf[row], compared), own, length)
-            costs = _decided_costs(decoder, params, by, own, executor=executor, kv=kv)
+            costs = _decided_costs(cost, by, of_policy[by.depths], own, executor=executor, kv=kv)
             qualities[window] = dataclasses.replace(sums, **costs)
 
     total, options = Quality(), {"kv": kv, "executor": executor, "mesh": mesh, "shards": shards}
@@ -461,24 +467,26 @@ def _sums_alone(nll: np.ndarray, depths: np.ndarray, lengths: np.ndarray) -> Qua
 
 
 def _decided_costs(
-    decoder: Decoder,
-    params: Params,
+    cost: TokenCost,
     policy: Policy,
+    decisions: Sequence[float],
     depths: np.ndarray,
     *,
     executor: Executor | Literal["auto"],
     kv: FrozenKV,
 ) -> dict[str, float]:
-    """Returns what decided depths `[row, token]` alone cost, by the fields of `Quality`."""
-    cost, width = token_cost(decoder, params), depths.shape[1]
+    """Returns what decided depths `[row, token]` alone cost, by the fields of `Quality`.
+
+    `decisions` are the FLOPs of one at each of the policy's boundaries.
+    """
+    width, layers = depths.shape[1], cost.full_depth
     key_widths = choose_executor(executor, policy, width).key_widths(width)
     ideal = partial(ideal_flops, cost, key_widths=key_widths, keep_frozen=kv == "propagate")
-    layers = decoder.config.num_layers
     own = ideal(depths, deepest=int(depths.max(initial=0)))
     gates = float(np.sum(cost.read(depths[depths > 0]) - cost.head))  # What maps states at exits.
-    for index, depth in enumerate(policy.depths[:-1]):
+    for index, (depth, flops) in enumerate(zip(policy.depths, decisions, strict=False)):
         asked, further = int((depths >= depth).sum()), int((depths > depth).sum())
-        gates += asked * policy.flops(index, decoder, params)
+        gates += asked * flops
         gates += further * float(cost.read(depth)) * bool(policy.reads_logits(index))
     return {
         "query_layers": float(depths.sum()),
