@@ -274,6 +274,7 @@ def train(  # noqa: PLR0913 (options, each named)
     Raises:
       ValueError: exit weights do not match the exits, the stream is shorter than one window, ids
         outside the vocabulary, or `out` holds checkpoints and `resume` is False.
+      FloatingPointError: the run diverges. What it diverged to is not saved.
     """
     exits = decoder.config.exits
     if objective is None and len(config.exit_weights) != len(exits) - 1:
@@ -341,10 +342,7 @@ def train(  # noqa: PLR0913 (options, each named)
                 state, losses = update(state, loss, tokens, jnp.int32(step))
                 losses = np.asarray(losses)
                 if not np.isfinite(losses).all():
-                    raise FloatingPointError(
-                        f"The loss is not finite at step {step}: {losses}. Lower the learning "
-                        "rates and resume."
-                    )
+                    raise _diverged(step, manager.latest_step())
                 bar.update()
                 bar.set_postfix_str(
                     " ".join(f"{n}:{v:.3f}" for n, v in zip(exits, losses, strict=True))
@@ -353,9 +351,27 @@ def train(  # noqa: PLR0913 (options, each named)
                 log.write("\t".join([str(step), *(f"{float(v):.4f}" for v in row)]) + "\n")
                 done = step + 1
                 if done % config.save_every == 0 or done == config.steps:
+                    # The losses above are of the parameters before this step. What is saved
+                    # replaces an earlier checkpoint: one more step, on a copy, shows that it may.
+                    ahead = update(jax.tree.map(jnp.copy, state), loss, tokens, jnp.int32(step))
+                    if not all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(ahead)):
+                        raise _diverged(step, manager.latest_step())
+                    del ahead
                     manager.save(done, args=ocp.args.StandardSave(state))
                     if validate is not None:
                         held_out = "\t".join(f"{v:.4f}" for v in validate(state["params"]))
                         log.write(f"# validate {done}\t{held_out}\n")
                     log.flush()
         return state["params"]
+
+
+def _diverged(step: int, saved: int | None) -> FloatingPointError:
+    """Returns the error of a run whose loss or parameters are no longer finite."""
+    remedy = (
+        "No checkpoint is saved yet: lower the learning rates, and begin again in another folder."
+        if saved is None
+        else f"The checkpoint of step {saved} is finite: lower the learning rates and resume there."
+    )
+    return FloatingPointError(
+        f"Wanted finite losses and parameters. Got others at step {step}. {remedy}"
+    )

@@ -62,7 +62,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Runs the command; its JSON is the last line."""
     try:
         found = tyro.cli(Finetune, args=arguments, config=(tyro.conf.FlagCreatePairsOff,)).run()
-    except ValueError as error:
+    except (ValueError, FloatingPointError) as error:
         print(f"finetune: {error}", file=sys.stderr)
         return 2
     except SystemExit as ended:  # By tyro: help, or options that exclude each other.

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -69,4 +70,7 @@ class Train:
 
 
 if __name__ == "__main__":
-    print(json.dumps(tyro.cli(Train).run()))
+    try:
+        print(json.dumps(tyro.cli(Train).run()))
+    except (ValueError, FloatingPointError) as error:
+        sys.exit(f"train: {error}")

@@ -159,7 +159,12 @@ def finetune(
         seed=config.seed,
         save_every=config.save_every,
     )
-    if sum(map(len, rest)) < 4 * context or not held_out:
+    if len(documents) < 2:
+        raise ValueError(
+            f"Wanted at least two documents: every {_HELD_OUT}th is held out, the first one too. "
+            f"Got {len(documents)} of two tokens or more. Name another file, or split this one."
+        )
+    if sum(map(len, rest)) < 4 * context:
         raise ValueError(
             f"Wanted at least {4 * context} tokens in documents beside every {_HELD_OUT}th, which "
             f"is held out. Got {sum(map(len, rest))} in {len(rest)}. Add text, or use a smaller "

@@ -18,9 +18,16 @@ import pytest
 from helpers.cases import EXECUTOR, calibrated, run_dense
 from helpers.models import plain_nll
 
+from utio_jax.calibration.calibrate import calibrate
 from utio_jax.calibration.compare import hindsight_policies
 from utio_jax.calibration.gates import SIGNALS, fit_gates, worth_going_deeper
-from utio_jax.calibration.studies import predicted_tokens, rank_correlation, study_exits
+from utio_jax.calibration.lens import fit_lens
+from utio_jax.calibration.studies import (
+    check_varied,
+    predicted_tokens,
+    rank_correlation,
+    study_exits,
+)
 from utio_jax.calibration.thresholds import _sweep, fit_thresholds, leave_at
 from utio_jax.core.documents import Batch
 from utio_jax.core.files import hash_file, load_tensors, save_tensors
@@ -252,6 +259,24 @@ def test_signals_of_no_known_type_are_refused(tmp_path: Path) -> None:
     (tmp_path / "policies.json").write_text(json.dumps(stored))
     with pytest.raises(ValueError, match="do not fit each other.*Calibrate again"):
         load_calibration(tmp_path, model_sha256="b")
+
+
+def test_a_text_of_one_token_is_refused_before_anything_is_fitted(tiny: Any) -> None:
+    """Its states are the same everywhere: gates and lenses would be fitted to rounding errors."""
+    rows = np.full((32, 32), 7, np.int32)
+    one = Batch(token_ids=rows, lengths=np.full(32, 32, np.int32), window=np.arange(32))
+    said: list[str] = []
+    with pytest.raises(ValueError, match="text whose tokens differ.*states do not vary"):
+        calibrate(tiny.decoder, tiny.params, [one], policies=("position",), progress=said.append)
+    assert not [each for each in said if "weights" in each]
+    with pytest.raises(ValueError, match="states do not vary"):
+        fit_lens(tiny.decoder, tiny.params, [one])
+    two = dataclasses.replace(one, token_ids=np.where(np.arange(32) % 2, rows, 8).astype(np.int32))
+    large = [
+        1e25 * study.states.astype(np.float32)
+        for study in study_exits(tiny.decoder, tiny.params, [two])
+    ]
+    check_varied(large[0].reshape(len(large[0]), -1, large[0].shape[-1]))
 
 
 @pytest.mark.check

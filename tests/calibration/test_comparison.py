@@ -154,6 +154,18 @@ def test_intervals_need_five_documents() -> None:
         HullBootstrap([sums(np.ones(4), np.ones(4))])
 
 
+def test_too_few_documents_are_refused_before_any_pass(tiny: Any) -> None:
+    rng, said = np.random.default_rng(6), list[str]()
+    batches, document_of = sample_batches(
+        [rng.integers(0, 60, 40) for _ in range(4)], rows=4, width=16, vocab_size=64
+    )
+    entry = Thresholds(depths=(1, 4), thresholds=(0.5,), fractions=(0.5, 0.5))
+    calibration = Calibration(entries={"position": {0.5: entry}}, signals={}, info={})
+    with pytest.raises(ValueError, match="at least 5 documents.*Got 4. Add files"):
+        compare(tiny.decoder, tiny.params, batches, document_of, calibration, progress=said.append)
+    assert not said
+
+
 def test_windows_are_drawn_over_all_documents() -> None:
     rng = np.random.default_rng(5)
     documents = [rng.integers(0, 60, n) for n in (100, 3, 1, 40, 200)]

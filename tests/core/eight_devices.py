@@ -16,7 +16,7 @@ import pytest
 from helpers.cases import EXECUTOR
 from helpers.engine import CAPACITY, alone, engine_of, modes, pool
 from helpers.generation import SMALL, DepthAt, depth_table, lively_model, run, true_logits
-from helpers.models import Model, gated
+from helpers.models import Model, assert_close, gated
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from utio_jax import score, uniform
@@ -464,6 +464,20 @@ def test_a_checkpoint_is_loaded_in_parts_onto_a_mesh(tiny: Any, tmp_path: Any) -
         assert {shard.data.shape for shard in norm.addressable_shards} == {norm.shape}
     for a, b in zip(jax.tree.leaves(own.params), jax.tree.leaves(tiny.params), strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+def test_parameters_are_split_over_a_mesh_of_jaxs_default_axes_as_well(tiny: Any) -> None:
+    """These are Explicit, and a program along them would have to name its shardings."""
+    params = split_params(tiny, jax.make_mesh((2,), ("model",), devices=jax.devices()[:2]))
+    kernel = params["layers"]["q_proj"]["kernel"]
+    assert kernel.addressable_shards[0].data.shape[-1] * 2 == kernel.shape[-1]
+    ids, lengths, depths = ragged(tiny, 16)
+    policy = given_depths(jnp.asarray(depths), depths=DEPTHS)
+    found, wanted = (
+        run_score(tiny.decoder, each, ids, lengths, policy=policy, executor=EXECUTOR)
+        for each in (params, tiny.params)
+    )
+    assert_close(found.log_likelihood, wanted.log_likelihood)
 
 
 def test_a_mesh_that_does_not_divide_the_model_is_refused(tiny: Any) -> None:

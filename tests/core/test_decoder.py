@@ -47,7 +47,7 @@ def test_a_config_has_one_exit_unless_it_names_more():
         ({"windows": (1, -1, 0, 0)}, "windows of at least 0"),
         ({"windows": (1, 2)}, "windows for each of its 4 layers"),
         ({"num_kv_heads": 2}, "num_kv_heads that divides num_heads=3. Got num_kv_heads=2"),
-        ({"exits": (2, 3)}, r"end at num_layers=4. Got depths=\(2, 3\).*depths=\(1, 2, 4\)"),
+        ({"exits": (2, 3)}, r"end at num_layers=4. Got exits=\(2, 3\).*exits=\(1, 2, 4\)"),
         ({"exits": (3, 2, 4)}, "strictly increasing"),
         ({"exits": (2, 5)}, "end at num_layers=4"),
     ],

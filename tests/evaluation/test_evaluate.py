@@ -130,6 +130,54 @@ def test_one_text_runs_no_empty_rows(tiny: Any) -> None:
     assert row.speedup_ideal < 1.15, "what is ideal is nearly what runs"
 
 
+@pytest.mark.parametrize("kv", quick_where(lambda kv: kv == "propagate", ["propagate", "drop"]))
+def test_a_text_is_scored_at_the_cost_of_the_policy_alone(tiny: Any, kv: Any) -> None:
+    rng = np.random.default_rng(4)
+    documents = [rng.integers(0, 64, count) for count in (60, 64, 9)]
+    options: dict[str, Any] = {"executor": EXECUTOR, "kv": kv, "compare": False}
+    read_counts()
+    counted = score_documents(
+        Counting(tiny.decoder.config), tiny.params, documents, uniform(2), **options
+    )
+    counts, quality = read_counts(), counted.quality
+    assert counts["queries"] == quality.query_layers == 2 * sum(map(len, documents)) + 2 * 3
+    assert counts["unembed"] == quality.query_layers / 2, "one head for each token"
+    for policy in (uniform(2), gated(tiny)):
+        run = partial(score_documents, tiny.decoder, tiny.params, documents, policy)
+        both: dict[str, Any] = {**options, "compare": True}
+        alone, compared = run(**options), run(**both)
+        for a, b in zip(alone.documents, compared.documents, strict=True):
+            np.testing.assert_allclose(a.log_likelihood, b.log_likelihood, atol=1e-5)
+            np.testing.assert_array_equal(a.depths, b.depths)
+            assert (a.quality.flops, a.flops_share) == (b.quality.flops, b.flops_share)
+        unknown = {"nll_full": None, "kl": None, "agree": None}
+        expected = dataclasses.replace(compared.quality, **unknown, nll=alone.quality.nll)
+        assert alone.quality == expected
+        assert alone.quality.nll == pytest.approx(compared.quality.nll)
+        row = ledger_of(alone.quality, "", budget=None)
+        assert (row.nll_increase_pct, row.agreement) == (None, None)
+        assert row.flops_ratio == ledger_of(compared.quality, "", budget=None).flops_ratio
+
+
+def test_a_documents_flops_are_those_of_its_own_depths(tiny: Any) -> None:
+    """Without padding they are what a pass executes; in others' company they stay the same."""
+    executor = MicroBatches(min_bucket=1, block=1, query_block=1, key_step=1)
+    rng = np.random.default_rng(5)
+    documents = [rng.integers(0, 64, 64) for _ in range(2)]
+    run = partial(score_documents, tiny.decoder, tiny.params, policy=gated(tiny))
+    alone = [run(documents=[ids], executor=executor, compare=False) for ids in documents]
+    both = run(documents=documents, executor=executor, compare=False)
+    for one, among in zip(alone, both.documents, strict=True):
+        (mine,) = one.documents
+        assert mine.quality.flops == pytest.approx(one.quality.flops)
+        assert mine.quality.flops_full == pytest.approx(one.quality.flops_full)
+        assert mine.flops_share == one.quality.flops
+        assert among.quality == dataclasses.replace(mine.quality, nll=among.quality.nll)
+        assert among.flops_share == both.quality.flops / 2
+    ratios = {each.quality.flops / each.quality.flops_full for each in both.documents}
+    assert len(ratios) == 2, "each has its own"
+
+
 def test_comparisons_run_a_head_per_predicted_token_and_pass(tiny: Any) -> None:
     decoder, ids = Counting(tiny.decoder.config), tiny.tokens(4, 32)
     lengths = jnp.asarray([32, 9, 1, 0])

@@ -54,6 +54,14 @@ def test_a_description_follows_every_byte(tmp_path):
     assert describe(read_files(files))["sha256"] != before["sha256"]
 
 
+def test_line_ends_stay_as_they_are(tmp_path):
+    text = "a\r\nb\rc\n"
+    (tmp_path / "dos.txt").write_bytes(text.encode())
+    (document,) = read_files([tmp_path / "dos.txt"])
+    assert document.text == text
+    assert document.num_bytes == (tmp_path / "dos.txt").stat().st_size
+
+
 def test_what_is_not_source_is_left_out(tmp_path):
     train = next(f"m{n}.py" for n in range(99) if split_of_path(f"m{n}.py") == "train")
     for name in ("site-packages", "__pycache__"):

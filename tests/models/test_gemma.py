@@ -25,7 +25,7 @@ from utio_jax.decoding import Prefill
 from utio_jax.decoding.generate import Generated, generate
 from utio_jax.engine import Engine, Shapes
 from utio_jax.models import Model, load, save
-from utio_jax.models.families import read_config
+from utio_jax.models.families import read_config, text_part
 
 pytestmark = pytest.mark.check
 
@@ -128,12 +128,12 @@ def test_what_a_narrow_layer_of_gemma_4_does_not_have_is_zero() -> None:
         assert np.asarray(layers["down_proj"]["kernel"])[4].all()
 
 
-def as_part(folder: Path, out: Path, **config: Any) -> Path:
+def as_part(
+    folder: Path, out: Path, *, prefix: str = "model.language_model.", **config: Any
+) -> Path:
     """Writes the model as the text part of one that reads images, with tensors of these."""
     tensors = load_tensors(folder / "model.safetensors")
-    inner = {
-        name.replace("model.", "model.language_model.", 1): leaf for name, leaf in tensors.items()
-    }
+    inner = {name.replace("model.", prefix, 1): leaf for name, leaf in tensors.items()}
     towers = ("model.vision_tower.conv", "model.audio_tower.conv", "model.embed_vision.embedding")
     out.mkdir()
     save_tensors(
@@ -158,6 +158,21 @@ def test_the_text_part_of_a_model_with_towers_is_taken(model: Any, tmp_path: Pat
     assert names == set(load_tensors(folder / "model.safetensors"))
     with pytest.raises(ValueError, match="quantization_config, of which only plain weights"):
         load(as_part(folder, tmp_path / "q", quantization_config={"bits": 4}))
+
+
+@pytest.mark.parametrize("prefix", ["model.language_model.", "language_model.model."])
+def test_gemma_3_with_a_vision_tower_is_its_text_part(prefix: str, tmp_path: Path) -> None:
+    """As transformers 5 writes it, and as its larger sizes are published."""
+    alone = load(FOLDER / "gemma3")
+    found = load(as_part(FOLDER / "gemma3", tmp_path / "whole", prefix=prefix))
+    assert found.decoder.config == dataclasses.replace(alone.decoder.config, eos_ids=(1, 46))
+    jax.tree.map(np.testing.assert_array_equal, found.params, alone.params)
+    # Of the 4B model's settings only these are written out.
+    part: dict[str, Any] = {"hidden_size": 2560, "intermediate_size": 10240, "sliding_window": 1024}
+    part |= {"num_hidden_layers": 34, "rope_scaling": {"factor": 8.0, "rope_type": "linear"}}
+    config = read_config(text_part({"model_type": "gemma3", "text_config": part}), source="here")
+    assert (config.num_heads, config.num_kv_heads, config.head_dim) == (8, 4, 256)
+    assert (config.vocab_size, config.context_length) == (262_208, 131_072)
 
 
 def test_projections_that_no_layer_reads_are_left_out(tmp_path: Path, model: Model) -> None:

@@ -152,8 +152,10 @@ def test_a_head_of_its_own_wins_over_a_config_that_ties_it(tmp_path: Path) -> No
     save_tensors(folder / "model.safetensors", {**stored, "lm_head.weight": embedding})
     assert "head" not in load(folder).params, "the embedding again"
     save_tensors(folder / "model.safetensors", {**stored, "lm_head.weight": 2 * embedding})
-    model = load(folder)
+    model: Any = load(folder)
     np.testing.assert_array_equal(model.params["head"]["kernel"], 2 * embedding.T)
+    save(tmp_path / "out", model.decoder, model.params, like=folder)
+    assert not json.loads((tmp_path / "out" / "config.json").read_text())["tie_word_embeddings"]
     del stored["model.embed_tokens.weight"]
     save_tensors(folder / "model.safetensors", {**stored, "lm_head.weight": embedding})
     np.testing.assert_array_equal(load(folder).params["embedding"]["embedding"], embedding)
@@ -428,6 +430,27 @@ def test_a_stock_model_learns_to_predict_at_its_exits(
     assert again["loss_after"] == after
     assert finetune(["--model", str(FOLDER / "gpt2"), *arguments[5:]]) == 2
     assert "Wanted exits before the last layer" in capsys.readouterr().err
+
+
+def test_finetune_refuses_one_document_and_a_run_that_diverged_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = tmp_path / "ids.json"
+    arguments = ["--model", str(FOLDER / "gpt2"), "--exits", "1", "3", "--token-ids", str(ids)]
+    arguments += ["--context", "32", "--out", str(tmp_path / "out")]
+    ids.write_text(json.dumps([[7, 8] * 2000]))
+    assert finetune(arguments) == 2
+    message = capsys.readouterr().err
+    assert "at least two documents" in message
+    assert "Got 1 of two tokens or more. Name another file" in message
+
+    def diverge(*_: Any, **__: Any) -> None:
+        raise FloatingPointError("Wanted finite losses.")
+
+    monkeypatch.setattr("tuning.train", diverge)
+    ids.write_text(json.dumps([[7, 8] * 200] * 2))
+    assert finetune(arguments) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == "finetune: Wanted finite losses."
 
 
 def test_late_exits_of_a_stock_model_leave_it_what_it_was(

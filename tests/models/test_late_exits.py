@@ -408,6 +408,27 @@ def test_given_parameters_stay_the_callers(
     jax.tree.map(np.testing.assert_array_equal, before, params)
 
 
+def test_a_run_that_diverges_keeps_the_checkpoints_from_which_it_can_go_on(
+    decoder: Transformer, stream: np.ndarray, tmp_path: Path
+) -> None:
+    config = dataclasses.replace(CONFIG, save_every=1)
+
+    def run(rate: float, steps: int, *, out: Path = tmp_path, resume: bool = True) -> Any:
+        recipe = dataclasses.replace(config, steps=steps)
+        options: dict[str, Any] = {"optimizer": optax.adam(rate), "resume": resume}
+        return train(plainly(decoder), stream, recipe, out=out, **options)
+
+    with pytest.raises(FloatingPointError, match="step 0. No checkpoint is saved yet: lower"):
+        run(1e38, 2, out=tmp_path / "at once", resume=False)
+    run(1e-3, 2, resume=False)
+    with pytest.raises(FloatingPointError, match="step 2. The checkpoint of step 2 is finite"):
+        run(1e38, 8)
+    kept = sorted(int(each.name) for each in (tmp_path / "checkpoints").iterdir())
+    assert kept == [1, 2]
+    params = run(1e-3, 3)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(params))
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ShortSteps(TrainConfig):
     tokens_per_step: int = 512

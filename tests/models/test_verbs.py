@@ -50,6 +50,8 @@ def calibrated(folder: Path) -> Model:
     found = model.calibrate([source("bisect")], budget=(0.75, 0.9))
     assert found.calibration is model.calibration
     assert "learned at 0.9 of the FLOPs" in found.summary()
+    assert found.verdict.startswith("Adaptive depth ")
+    assert found.replaced == ()
     return model
 
 
@@ -151,11 +153,28 @@ def test_streamed_texts_are_those_of_generate(calibrated: Model, mode: str, chun
         assert not last.running.any()
 
 
+def test_a_callers_stop_when_ends_a_text_and_so_do_stop_strings(folder: Path) -> None:
+    model, options = load(folder), {**OPTIONS, "mode": "plain", "chunk": 4}
+    whole = model.generate(PROMPTS, **options)
+    short: dict[str, Any] = {"stop_when": lambda row, new: row == 0 and len(new) >= 8}
+    result = model.generate(PROMPTS, **options, **short)
+    assert [ids.size for ids in result.generated.token_ids] == [8, 24]
+    assert result.generated.finish_reasons == ("stop", "length")
+    assert whole.texts[0].startswith(result.texts[0].rstrip("\ufffd"))
+    stop = [[], [whole.texts[1][4]]]
+    both = model.generate(PROMPTS, stop=stop, **options, **short)
+    assert both.texts == (result.texts[0], model.generate(PROMPTS, stop=stop, **options).texts[1])
+
+
 def test_score_and_evaluate_take_policies_by_name(calibrated: Model) -> None:
     model, texts = calibrated, ["import os\n" * 9, "class A: pass\n" * 7]
     policy = model.calibration.policy("learned", 0.75)
     found = model.score(texts, policy="learned", budget=0.75)
-    wanted = score_documents(model.decoder, model.params, model.encode(texts), policy)
+    wanted = score_documents(
+        model.decoder, model.params, model.encode(texts), policy, compare=False
+    )
+    assert found.quality.nll_full is None, "no full-depth pass beside it"
+    assert model.score(texts, budget=0.75, compare=True).quality.nll_full is not None
     for a, b in zip(found.documents, wanted.documents, strict=True):
         np.testing.assert_array_equal(a.log_likelihood, b.log_likelihood)
         np.testing.assert_array_equal(a.depths, b.depths)
@@ -214,6 +233,9 @@ def test_a_context_cuts_what_is_calibrated_on_and_what_a_guarantee_reads(
     for goal in goals:
         calibrated.calibrate(documents, **goal, context=16, text="mine")
     assert seen == [(16, 16, "mine"), (64, 16, "mine")]
+    result = calibrated.calibrate(documents, budget=0.75, text="mine")
+    assert result.replaced == ("learned at 0.75", "learned at 0.9")
+    assert "Replaced, of the policies it had: learned at 0.75, learned" in result.summary()
 
 
 def test_a_model_without_exits_is_read_through_a_lens(
@@ -248,6 +270,50 @@ def test_a_model_without_exits_is_read_through_a_lens(
     bare.decoder = with_exits(bare.decoder, (4,))
     with pytest.raises(ValueError, match="Wanted no calibration and no lens where"):
         bare.calibrate(files, budget=0.9, out=tmp_path / "fitted.json")
+
+
+@pytest.mark.parametrize("at", ["lens: ", "exits of the full pass", "position: weights", "save"])
+def test_a_calibration_that_is_interrupted_leaves_the_model_as_it_was(
+    at: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few = functools.partial(LensConfig, steps=2)
+    monkeypatch.setattr("utio_jax.models.verbs.LensConfig", few)
+    stock = load(folder)
+    stock.decoder = with_exits(stock.decoder, (4,))
+    decoder, params, digest = stock.decoder, stock.params, stock.sha256
+    files = [source(name) for name in ("sched", "stat")]
+    options: dict[str, Any] = {"budget": 0.9, "policies": ("position",), "out": tmp_path}
+
+    def stop(what: str) -> None:
+        if what.startswith(at):
+            raise KeyboardInterrupt
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError("disk full")
+
+    with monkeypatch.context() as broken:
+        if at == "save":
+            broken.setattr("utio_jax.models.verbs.save_lens", fail)
+        with pytest.raises((KeyboardInterrupt, OSError)):
+            stock.calibrate(files, progress=stop, **options)
+    assert (stock.decoder, stock.sha256, stock.lens) == (decoder, digest, None)
+    assert stock.params is params
+    assert "calibration" not in vars(stock)
+    assert not [*tmp_path.iterdir()], "nothing is in the way of the second call"
+    if at == "lens: ":
+        stock.calibrate(files, **options)
+        assert isinstance(stock.decoder, Lensed)
+        assert stock.lens == tmp_path / "lens.json"
+
+
+def test_one_document_is_too_few_for_a_lens_and_policies(folder: Path) -> None:
+    stock, said = load(folder), list[str]()
+    stock.decoder = with_exits(stock.decoder, (4,))
+    with pytest.raises(ValueError, match="at least two documents.*half of them fit its lens.*1 in"):
+        stock.calibrate([source("sched")], progress=said.append)
+    with pytest.raises(ValueError, match="Wanted policies of learned.*Got 'lerned'"):
+        stock.calibrate([source("sched")], policies=("lerned",), progress=said.append)
+    assert not said, "before any work"
 
 
 def test_nothing_is_written_unless_asked_for(folder: Path) -> None:

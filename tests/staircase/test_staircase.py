@@ -16,7 +16,7 @@ from helpers.models import assert_close, gated, random_gates
 
 from utio_jax.models import TINY, Transformer
 from utio_jax.policies import given_depths
-from utio_jax.staircase import CapacityPrefix, MicroBatches, staircase
+from utio_jax.staircase import CapacityPrefix, MicroBatches, score, staircase
 from utio_jax.staircase.reference import reference_states
 
 CASES_PER_SHAPE = 140  # 8 shapes: 1,120 cases, 280 of them with four segments; as many by prefix.
@@ -180,6 +180,17 @@ def test_never_copies_the_stacked_weights(unchecked_shapes: None) -> None:
 def test_impossible_executors_are_refused(make: Any, match: str) -> None:
     with pytest.raises(ValueError, match=match):
         make()
+
+
+def test_arguments_of_score_that_are_of_another_kind_are_named(
+    tiny: Any, unchecked_shapes: None
+) -> None:
+    policy = given_depths(jnp.full((1, 2), 4), depths=(4,))
+    with pytest.raises(TypeError, match="Got as the decoder: Model. Of a loaded model: model.deco"):
+        score(tiny, tiny.params, jnp.ones((1, 2), jnp.int32), jnp.asarray([2]), policy)
+    rows: Any = [[1, 2]]
+    with pytest.raises(TypeError, match="as arrays. Got list and list.*jnp.asarray"):
+        score(tiny.decoder, tiny.params, rows, [2], policy)  # type: ignore[arg-type]
 
 
 def test_impossible_passes_are_refused(tiny: Any, unchecked_shapes: None) -> None:

@@ -19,6 +19,7 @@ from jax.sharding import Mesh
 
 from utio_jax.calibration.gates import SIGNALS, SignalFitter
 from utio_jax.calibration.goals import Budgets, Goal
+from utio_jax.calibration.lens import LEAST_PREDICTED
 from utio_jax.calibration.search import ThresholdSearch
 from utio_jax.calibration.studies import study_exits
 from utio_jax.core.decoder import Decoder, Params
@@ -28,8 +29,6 @@ from utio_jax.policies.base import Signal
 from utio_jax.policies.store import Calibration, Thresholds
 from utio_jax.staircase.base import Executor
 from utio_jax.staircase.microbatches import MicroBatches
-
-_LEAST = 512  # Below, a gate's weights outnumber what they are fitted to by far.
 
 POLICIES = ("learned", "utio_surrogate")
 """The policies that are fitted by default; `utio_jax.calibration.gates.SIGNALS` lists all."""
@@ -71,14 +70,12 @@ def calibrate(  # noqa: PLR0913 (options, each named)
         policy reaches the goal.
     """
     say = progress if progress is not None else lambda _: None
-    unknown = [name for name in policies if name not in SIGNALS]
-    if unknown or not policies:
-        got = repr(unknown[0]) if unknown else "none"
-        raise ValueError(f"Wanted policies of {', '.join(SIGNALS)}. Got {got}.")
+    check_policies(policies)
     tokens = int(sum(np.maximum(batch.lengths - 1, 0).sum() for batch in batches))
-    if tokens < _LEAST:
+    if tokens < LEAST_PREDICTED:
         raise ValueError(
-            f"Wanted at least {_LEAST} predicted tokens to fit policies to. Got {tokens}. Add text."
+            f"Wanted at least {LEAST_PREDICTED} predicted tokens to fit policies to. Got {tokens}. "
+            "Add text."
         )
     say("exits of the full pass")
     done = itertools.count(1)
@@ -113,6 +110,14 @@ def calibrate(  # noqa: PLR0913 (options, each named)
         "exit_agreement": search.exit_agreement(),
     }
     return Calibration(entries=entries, signals=signals, info=info)
+
+
+def check_policies(names: Sequence[str]) -> None:
+    """Raises ValueError where there are none, or one is none of `SIGNALS`."""
+    unknown = [name for name in names if name not in SIGNALS]
+    if unknown or not names:
+        got = repr(unknown[0]) if unknown else "none"
+        raise ValueError(f"Wanted policies of {', '.join(SIGNALS)}. Got {got}.")
 
 
 def _describe(batches: Sequence[Batch]) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from utio_jax.core.flops import depth_flops, token_cost
 from utio_jax.core.processes import local_mesh
 from utio_jax.core.rows import place
 from utio_jax.evaluation.evaluate import Quality, evaluate
-from utio_jax.evaluation.intervals import DocumentSums, HullBootstrap
+from utio_jax.evaluation.intervals import DocumentSums, HullBootstrap, check_enough
 from utio_jax.evaluation.ledger import Ledger
 from utio_jax.policies.base import Policy, Signal
 from utio_jax.policies.depth import Thresholded, given_depths, shared_program
@@ -124,6 +124,7 @@ def compare(  # noqa: PLR0913 (options, each named)
     chosen = known if budgets is None else sorted(set(budgets))
     if not set(chosen) <= set(known) or not chosen:
         raise ValueError(f"Wanted some of the budgets {known}, as calibrated. Got {budgets}.")
+    check_enough(len(set(document_of_window.tolist())))  # Before the passes, not after them.
     params = place(params, local_mesh(mesh))
     done = itertools.count(1)
     counted = lambda: say(f"exits: batch {next(done)} of {len(batches)}")  # noqa: E731

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from utio_jax.calibration.studies import ExitStudy, predicted_tokens
+from utio_jax.calibration.studies import ExitStudy, check_varied, predicted_tokens
 from utio_jax.core.arrays import normalise
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.policies.base import Signal
@@ -41,9 +41,15 @@ class SignalFitter:
     def __init__(
         self, decoder: Decoder, params: Params, studies: Sequence[ExitStudy], *, seed: int = 0
     ):
+        """Keeps what signals are fitted to.
+
+        Raises:
+          ValueError: states do not vary from token to token.
+        """
         self.decoder, self.params, self.studies, self.seed = decoder, params, studies, seed
         self.exits = decoder.config.exits[:-1]
         self._gates: dict[str, StateGate] = {}
+        check_varied(self._of_tokens("states"))
 
     def fit(self, name: str) -> Signal:
         """Returns the signal, one of `SIGNALS`, with weights for every exit but the last."""

@@ -14,6 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from utio_jax.calibration.risk import split_documents
+from utio_jax.calibration.studies import check_varied
 from utio_jax.core.decoder import Decoder, Params, some_exits
 from utio_jax.core.documents import Batch
 from utio_jax.core.flops import token_cost
@@ -58,6 +60,30 @@ class LensConfig:
             )
 
 
+LEAST_PREDICTED = 512
+"""Tokens below which a gate's weights outnumber what they are fitted to by far."""
+
+
+def split_for_lens(
+    documents: Sequence[np.ndarray], *, seed: int = 0
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Returns documents in two halves, to fit a lens and then policies to, see `split_documents`.
+
+    Raises:
+      ValueError: a half predicts fewer than `LEAST_PREDICTED` tokens.
+    """
+    halves = split_documents(documents, seed=seed)
+    tokens = [sum(max(len(ids) - 1, 0) for ids in half) for half in halves]
+    if min(tokens) < LEAST_PREDICTED:
+        raise ValueError(
+            "Wanted at least two documents to calibrate a model without exits: half of them fit "
+            f"its lens, the others its policies, {LEAST_PREDICTED} predicted tokens each. Got "
+            f"{len(documents)} in all, with {tokens[0]} and {tokens[1]} tokens; near-copies stay "
+            "together. Name another file."
+        )
+    return halves
+
+
 def fit_lens(
     decoder: Decoder,
     params: Params,
@@ -79,7 +105,8 @@ def fit_lens(
       progress: called with what happens next.
 
     Raises:
-      ValueError: the model has no early exit, or the text is shorter than one batch of the fit.
+      ValueError: the model has no early exit, or the text is shorter than one batch of the fit or
+        one token over and over.
     """
     exits = decoder.config.exits[:-1]
     if not exits:
@@ -97,6 +124,7 @@ def fit_lens(
         raise ValueError(
             f"Wanted at least {config.batch} tokens to fit a lens to. Got {count}. Add text."
         )
+    check_varied(states[:-1])
     say(f"lens: {len(exits)} maps on {count:,} tokens")
     lens = _regression(states, exits, ridge=config.ridge)
     # Each exit's head once forwards and once backwards, full depth's forwards.

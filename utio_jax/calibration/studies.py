@@ -166,6 +166,24 @@ def _compact(states: np.ndarray, batch: Batch, number: int) -> np.ndarray:
     return states.astype(np.float16) if largest <= np.finfo(np.float16).max else states
 
 
+def check_varied(states: np.ndarray) -> None:
+    """Raises ValueError where states `[exit, token, dim]` are the same for all tokens of an exit.
+
+    Nothing can be fitted to these.
+    """
+    for x in states:
+        x = x.astype(np.float32) / np.float32(max(np.abs(x).max(initial=0), 1e-30))
+        # From the first token's state: a mean would bring rounding errors of its own.
+        if np.square(x - x[:1]).mean() <= _LEAST_VARIANCE * np.square(x).mean():
+            raise ValueError(
+                "Wanted a text whose tokens differ. Got one under which the model's states do not "
+                "vary, as of one token over and over. Give other text."
+            )
+
+
+_LEAST_VARIANCE = 1e-10  # Of states, over their mean square: less is rounding.
+
+
 def predicted_tokens(studies: Sequence[ExitStudy], arrays: Sequence[np.ndarray]) -> np.ndarray:
     """Returns `[lead, batch, token, ...]` arrays, one per study, as `[lead, predicted, ...]`."""
     parts = [a[:, study.predicted] for a, study in zip(arrays, studies, strict=True)]

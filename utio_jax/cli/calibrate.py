@@ -14,10 +14,8 @@ from typing import Any, ClassVar
 import jax
 import numpy as np
 
-from utio_jax.calibration.advice import may_pay
 from utio_jax.calibration.gates import SIGNALS
-from utio_jax.calibration.lens import LensConfig, fit_lens
-from utio_jax.calibration.risk import split_documents
+from utio_jax.calibration.lens import LensConfig, fit_lens, split_for_lens
 from utio_jax.cli.options import (
     OfText,
     OfWindows,
@@ -93,7 +91,7 @@ class Calibrate(OfWindows, OfText):
         out = self._place(model)
         documents, described = read_documents(model, self.files, self.token_ids, "calibrate")
         if self.fit_lens or bare:
-            first, documents = split_documents(documents, seed=0)
+            first, documents = split_for_lens(documents)
             model = model.with_lens(self._lens(model, first, described, say))
         check_same([model.sha256, documents], what="model and text")
         policies = tuple(SIGNALS) if self.policy == ("all",) else self.policy
@@ -113,7 +111,7 @@ class Calibrate(OfWindows, OfText):
         fitted, advice = found.calibration, found.verdict
         if is_first():
             fitted.save(out)
-            print(advice or may_pay(fitted.info), file=sys.stderr)
+            print(advice, file=sys.stderr)
             print(f"Written: {', '.join(policies)}: {out}", file=sys.stderr)
             print(f"For example: {self._next(model, out)}", file=sys.stderr)
         return {

@@ -57,6 +57,7 @@ class Demo:
 
         from utio_jax.bench.plots import plot_pareto
         from utio_jax.models import load
+        from utio_jax.models.texts import read_files
 
         started = time.perf_counter()
         check_out(self.out)
@@ -95,7 +96,7 @@ class Demo:
         title = f"{ledgers[0].tokens or 0:,} tokens, {config.num_layers} layers"
         plot_pareto(ledgers, pareto, title=title, hull=hull)
         # A function that Python programmers have read, of the test split, unless there is a file.
-        text = Path(self.files[0] if self.files else functools.__file__).read_text()
+        text = read_files([self.files[0] if self.files else functools.__file__])[0].text
         draw_depths(model, text[max(0, text.find("def lru_cache")) :], budget, depths)
         found: dict[str, Any] = {"rows": rows, "generation": generation, "prompt": prompt}
         found |= {"pictures": [str(pareto), str(depths)], "verdict": conclude(found, budget=budget)}

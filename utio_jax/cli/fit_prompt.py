@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from utio_jax.cli.options import OfModel, OfText, Rare, progress_lines, read_documents
 from utio_jax.prompts.choose import choose_prompt, split_text
-from utio_jax.prompts.evaluate import PromptSizes
+from utio_jax.prompts.evaluate import PromptSizes, cut_rows
 from utio_jax.prompts.fit import fit_kv_maps, fit_rows
 from utio_jax.prompts.maps import kv_maps_file, save_kv_maps, with_kv_maps
 from utio_jax.staircase.prompts import PromptChoice
@@ -81,6 +81,8 @@ class FitPrompt(OfModel, OfText):
         sizes = PromptSizes(
             prompt_tokens=self.prompt_tokens, continuation=continuation, batch=_BATCH
         )
+        for part in (text.calibrate, text.test):  # Too short a text is refused before the fit.
+            cut_rows(part, sizes, decoder=model.decoder)
         read = fit_rows(
             text.fit, decoder=model.decoder, width=width, tokens=_FIT_TOKENS, batch=_BATCH
         )

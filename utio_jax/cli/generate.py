@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import shlex
 import sys
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -58,6 +60,12 @@ class Generate(OfDecoding):
             raise ValueError(
                 f"Wanted --rounds of at least 0. Got {self.rounds}. 0 decodes once, and times "
                 "nothing."
+            )
+        for prompt in filter(os.path.isfile, self.prompts):
+            print(
+                f"utio-jax: {prompt} is continued as it is, not what the file of that name holds. "
+                f'For its text: utio-jax generate "$(cat {shlex.quote(prompt)})"',
+                file=sys.stderr,
             )
         model, sampling = self.load(), self.sampling()
         mode, prefill, budget = self.decoding_mode(model)

@@ -98,8 +98,8 @@ class DecoderConfig:
             )
         self._check_kv_source()
         self._check_branches()
-        own = (*self.branch_depths, self.num_layers)
-        exits = check_depths(self.exits or own, num_layers=self.num_layers)
+        given = self.exits or (*self.branch_depths, self.num_layers)
+        exits = check_depths(given, num_layers=self.num_layers, name="exits")
         object.__setattr__(self, "exits", exits)
         if self.windows and len(self.windows) != self.num_layers:
             raise ValueError(
@@ -266,14 +266,18 @@ def name_exits(decoder: Decoder) -> str:
     )
 
 
-def check_depths(depths: Any, *, num_layers: int | None = None) -> tuple[int, ...]:
+def check_depths(
+    depths: Any, *, num_layers: int | None = None, name: str = "depths"
+) -> tuple[int, ...]:
     """Returns `depths`, e.g. `(4, 8, 16)`, as a tuple of ints, once known to be a staircase.
+
+    What they are called is for errors.
 
     Raises:
       ValueError: depths are empty, below 1, not strictly increasing, or end elsewhere than
         `num_layers`, where that is given.
     """
-    wanted = "strictly increasing depths of at least 1"
+    wanted = f"strictly increasing {name} of at least 1"
     if num_layers is not None:
         wanted += f" that end at num_layers={num_layers}"
     try:
@@ -286,7 +290,7 @@ def check_depths(depths: Any, *, num_layers: int | None = None) -> tuple[int, ..
     if not (found and exact and increasing and ends and found[0] >= 1):
         last = num_layers if num_layers is not None else 16
         example = tuple(sorted({max(1, last // 4), max(1, last // 2), last}))
-        raise ValueError(f"Wanted {wanted}. Got depths={depths!r}. For example: depths={example}.")
+        raise ValueError(f"Wanted {wanted}. Got {name}={depths!r}. For example: {name}={example}.")
     return found
 
 

@@ -68,7 +68,9 @@ def check_prompts(
         if not ids.size:
             said = f"Wanted prompts of at least one token. Prompt {index} is empty."
             if config.bos_id is not None:
-                said += f" Open it with the model's bos_id={config.bos_id}."
+                said += (
+                    f" Token ids can open with the model's bos_id={config.bos_id}; a text cannot."
+                )
             raise ValueError(said)
         ids = check_ids(ids, vocab_size=config.vocab_size, what=f"prompt {index}")
         if ids.size + max_new_tokens > config.context_length:

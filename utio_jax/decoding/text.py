@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -143,7 +143,8 @@ def generate_text(
 ) -> GeneratedText:
     """Returns new text for each prompt; `utio_jax.models.Model.generate` takes modes by name.
 
-    Each row is cut after the token that completes a stop string. The host looks for them once per
+    Each row is cut after the token that completes a stop string, or at which the caller's
+    `stop_when` first returns True of all its new tokens. The host looks for these once per
     `chunk` tokens: up to so many that were decoded beyond one are dropped, but charged.
 
     Args:
@@ -157,15 +158,21 @@ def generate_text(
     """
     check_options(options)
     ids, rows = _begun(model, prompts, stop_strings)
+    also: Callable[[int, np.ndarray], bool] | None = options.pop("stop_when", None)
 
     def stop_when(row: int, new: np.ndarray) -> bool:
-        rows[row].add(new[rows[row].seen :], running=True)
-        return rows[row].stopped
+        text = rows[row]
+        for end in range(text.seen + 1, len(new) + 1):
+            text.add(new[text.seen : end], running=True)
+            if not text.stopped and also is not None and also(row, new[:end]):
+                text.add((), running=False)  # Ends it with what was held back.
+            if text.ended:
+                return True
+        return False
 
-    stops = any(row.stops for row in rows)
-    found = generate(
-        model.decoder, model.params, ids, stop_when=stop_when if stops else None, **options
-    )
+    stops = also is not None or any(row.stops for row in rows)
+    options["stop_when"] = stop_when if stops else None
+    found = generate(model.decoder, model.params, ids, **options)
     for row, new in zip(rows, found.token_ids, strict=True):
         row.add(new[row.seen :], running=False)
     reasons = zip(rows, found.finish_reasons, strict=True)

@@ -16,11 +16,12 @@ from jax.sharding import Mesh
 
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.documents import Batch, batches_of, row_widths, windows_of
-from utio_jax.core.flops import ideal_flops, pass_flops, token_cost
+from utio_jax.core.flops import TokenCost, ideal_flops, pass_flops, token_cost
 from utio_jax.core.processes import Arrays, Shards, digest, local_mesh, share
 from utio_jax.core.rows import Rows, check_mesh, place
+from utio_jax.core.work import Work
 from utio_jax.evaluation.flops import attention_flops, check_worthwhile, gate_flops
-from utio_jax.evaluation.quality import Quality, pack, unpack
+from utio_jax.evaluation.quality import Quality, pack, pack_quality, unpack, unpack_quality
 from utio_jax.policies.base import Policy
 from utio_jax.policies.depth import shared_program
 from utio_jax.staircase.base import Executor
@@ -32,6 +33,7 @@ from utio_jax.staircase.score import (
     Scores,
     compare_states,
     full_depth,
+    full_work,
     run_score,
 )
 from utio_jax.staircase.sparse import SparseAttention
@@ -84,7 +86,7 @@ def evaluate(  # noqa: PLR0913 (options, each named)
     for policy in policies.values():
         for each in policy if isinstance(policy, Sequence) else (policy,):
             check_policy(each, decoder, kv=kv)
-    cost, layers, here = token_cost(decoder, params), decoder.config.num_layers, local_mesh(mesh)
+    layers, here = decoder.config.num_layers, local_mesh(mesh)
     totals = dict.fromkeys(policies, Quality())
     params = place(params, here)
     choices: list[tuple[Any, Any]] = [
@@ -94,13 +96,12 @@ def evaluate(  # noqa: PLR0913 (options, each named)
 
     def read(number: int) -> Arrays:
         batch, results = batches[number], {}
-        rows, width = batch.token_ids.shape
+        rows = len(batch.lengths)
         ids, lengths = place(Rows((batch.token_ids, batch.lengths)), here).tree
         run = partial(run_score, decoder, params, ids, lengths, kv=kv, executor=executor, mesh=here)
         full = kept[number] if number in kept else run(policy=full_depth(decoder))
         if full_passes is not None:
             full_passes[number] = full
-        flops_full = pass_flops(cost, full.work)
         positions, _ = positions_of(jnp.asarray(batch.token_ids), jnp.asarray(batch.lengths))
         for index, pair in enumerate(choices):
             policy, choice = (x[number] if isinstance(x, Sequence) else x for x in pair)
@@ -114,32 +115,18 @@ def evaluate(  # noqa: PLR0913 (options, each named)
             comparison, depths = jax.tree.map(  # Without the rows that fill up a mesh.
                 lambda leaf: np.asarray(leaf)[:rows], (comparison, found.depths)
             )
-            work = found.work
-            gates = gate_flops(decoder, params, policy, work)
-            if choice is not None:
-                segments = len(policy.depths)
-                gates += attention_flops(choice, decoder, params, work, segments=segments)
-            # Gates, heads beyond one per token, and what maps an exit's states for the head.
-            extra_heads = float(np.sum(work.heads)) - float(np.sum(full.work.heads))
-            quality = dataclasses.replace(
-                _sums(comparison, depths, batch.lengths),
-                query_layers=float(np.sum(work.queries)),
-                overflows=int(np.sum(work.overflows)),
-                flops=pass_flops(cost, work, gates=gates),
-                flops_full=flops_full,
-                flops_ideal=ideal_flops(
-                    cost,
-                    depths,
-                    key_widths=choose_executor(executor, policy, width).key_widths(width),
-                    deepest=int(depths.max(initial=0)),
-                    keep_frozen=kv == "propagate",
-                    sparse_layers=_sparse_layers(found, policy, rows),
-                    history=0 if choice is None else choice.history.size,
-                ),
-                flops_gates=gates
-                + cost.head * extra_heads
-                + cost.exit_map * float(np.sum(work.exit_maps)),
+            costs = _costs(
+                decoder,
+                params,
+                policy,
+                found,
+                full.work,
+                depths,
+                executor=executor,
+                attention=choice,
+                kv=kv,
             )
+            quality = dataclasses.replace(_sums(comparison, depths, batch.lengths), **costs)
             results |= pack(index, quality, comparison, depths)
             if progress is not None:
                 progress()
@@ -159,6 +146,111 @@ def evaluate(  # noqa: PLR0913 (options, each named)
     return totals
 
 
+def _costs(  # noqa: PLR0913 (options, each named)
+    decoder: Decoder,
+    params: Params,
+    policy: Policy,
+    found: Scores,
+    full: Work,
+    depths: np.ndarray,
+    *,
+    executor: Executor | Literal["auto"],
+    attention: SparseAttention | None,
+    kv: FrozenKV,
+) -> dict[str, Any]:
+    """Returns what a pass cost, by the fields of `Quality`, from its work and full depth's.
+
+    `depths` are the decided ones, `[batch, token]`, without the rows that fill up a mesh.
+    """
+    cost, work, (rows, width) = token_cost(decoder, params), found.work, depths.shape
+    gates = gate_flops(decoder, params, policy, work)
+    if attention is not None:
+        segments = len(policy.depths)
+        gates += attention_flops(attention, decoder, params, work, segments=segments)
+    # Gates, heads beyond one per token, and what maps an exit's states for the head.
+    extra_heads = float(np.sum(work.heads)) - float(np.sum(full.heads))
+    return {
+        "query_layers": float(np.sum(work.queries)),
+        "overflows": int(np.sum(work.overflows)),
+        "flops": pass_flops(cost, work, gates=gates),
+        "flops_full": pass_flops(cost, full),
+        "flops_ideal": ideal_flops(
+            cost,
+            depths,
+            key_widths=choose_executor(executor, policy, width).key_widths(width),
+            deepest=int(depths.max(initial=0)),
+            keep_frozen=kv == "propagate",
+            sparse_layers=_sparse_layers(found, policy, rows),
+            history=0 if attention is None else attention.history.size,
+        ),
+        "flops_gates": gates
+        + cost.head * extra_heads
+        + cost.exit_map * float(np.sum(work.exit_maps)),
+    }
+
+
+def _run_alone(  # noqa: PLR0913 (options, each named)
+    decoder: Decoder,
+    params: Params,
+    batches: Sequence[Batch],
+    policies: Sequence[Policy],
+    *,
+    kv: FrozenKV,
+    executor: Executor | Literal["auto"],
+    attention: Sequence[SparseAttention | None],
+    mesh: Mesh | None,
+    shards: Shards | None,
+    observe: Callable[[Batch, np.ndarray, np.ndarray], None],
+    progress: Callable[[], None] | None,
+) -> Quality:
+    """Returns the sums of one pass over each batch, each by its policy, with no other beside it.
+
+    `observe` gets each batch with its tokens' losses and decided depths, `[batch, token]`.
+    """
+    here = local_mesh(mesh)
+    params = place(params, here)
+
+    def read(number: int) -> Arrays:
+        batch, policy = batches[number], policies[number]
+        rows, width = batch.token_ids.shape
+        ids, lengths = place(Rows((batch.token_ids, batch.lengths)), here).tree
+        choice = place(attention[number], here)
+        positions, _ = positions_of(jnp.asarray(batch.token_ids), jnp.asarray(batch.lengths))
+        program = place(shared_program(policy, jnp.asarray(batch.token_ids), positions), here)
+        options: Any = {"kv": kv, "executor": executor, "mesh": here}
+        found = run_score(
+            decoder, params, ids, lengths, policy=program, attention=choice, **options
+        )
+        full = full_work(decoder, lengths, width=width, **options)
+        nll, depths = -np.asarray(found.log_likelihood)[:rows], np.asarray(found.depths)[:rows]
+        costs = _costs(
+            decoder,
+            params,
+            policy,
+            found,
+            full,
+            depths,
+            executor=executor,
+            attention=choice,
+            kv=kv,
+        )
+        quality = dataclasses.replace(_sums_alone(nll, depths, batch.lengths), **costs)
+        if progress is not None:
+            progress()
+        return {"nll": nll, "depths": depths, "quality": pack_quality(quality)}
+
+    def same() -> str:
+        static = repr((decoder.config, kv, executor, "alone"))
+        return digest([vars(batch) for batch in batches], [policies, attention], static)
+
+    total = Quality()
+    results = share(mesh, len(batches), read, what="scores", same=same, shards=shards)
+    for batch, result in zip(batches, results, strict=True):
+        total += unpack_quality(result["quality"])
+        observe(batch, result["nll"], result["depths"])
+    return total
+
+
 def _sparse_layers(found: Scores, policy: Policy, rows: int) -> np.ndarray | int:
     """Returns in how many layers each token attended to its history alone."""
     if found.sparse is None:
@@ -174,12 +266,16 @@ class DocumentScore:
     Attributes:
       log_likelihood: `[token - 1]`, of every token but the first, in nats.
       depths: `[token - 1]`, layers that the token before it ran to predict it.
-      quality: its own sums, with a share by tokens of what all passes of the call cost.
+      quality: its own sums. Their FLOPs are those of its own decided depths: layers, frozen K/V,
+        heads and gates, without padding; `flops_full` the same at full depth.
+      flops_share: of the FLOPs that all passes of the call executed, padding included, its share
+        by tokens.
     """
 
     log_likelihood: np.ndarray
     depths: np.ndarray
     quality: Quality = dataclasses.field(default_factory=Quality)
+    flops_share: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -188,7 +284,7 @@ class TextScore:
 
     Attributes:
       documents: one result per document.
-      quality: the sums over all of them, compared with full depth.
+      quality: the sums over all of them; what compares with full depth is None unless asked for.
       fallbacks: why batches ran at full depth instead, and how many did.
     """
 
@@ -212,6 +308,7 @@ def score_documents(  # noqa: PLR0913 (options, each named)
     fractions: Sequence[float] | None = None,
     min_tokens: int = 0,
     same_rows: bool = False,
+    compare: bool = True,
     progress: Callable[[], None] | None = None,
 ) -> TextScore:
     """Scores documents of any length in batches of a few static shapes, with the guardrails on.
@@ -231,6 +328,8 @@ def score_documents(  # noqa: PLR0913 (options, each named)
       fractions: expected share of tokens at each of the policy's depths, see `check_worthwhile`.
       min_tokens: smallest pass that is routed.
       same_rows: every pass has `rows` rows, so that calls on other documents compile nothing new.
+      compare: run a full-depth pass besides, and compare with it. False: what the policy costs is
+        all that is run, and `nll_full`, `kl` and `agree` are None.
       progress: called after every batch.
 
     Raises:
@@ -248,15 +347,6 @@ def score_documents(  # noqa: PLR0913 (options, each named)
     likelihood: list[np.ndarray] = [np.zeros(0, np.float32)] * len(windows)
     depths: list[np.ndarray] = [np.zeros(0, np.int32)] * len(windows)
     qualities = [Quality()] * len(windows)
-
-    def observe(_: str, batch: Batch, comparison: Comparison, decided: np.ndarray) -> None:
-        for row, window in enumerate(batch.window):
-            if window >= 0:
-                predicted = int(batch.lengths[row]) - 1
-                likelihood[window] = -np.asarray(comparison.nll)[row, :predicted]
-                depths[window] = decided[row, :predicted]
-                mine = jax.tree.map(lambda leaf, row=row: leaf[row], comparison)
-                qualities[window] = _sums(mine, decided[row], batch.lengths[row : row + 1])
 
     batches = list(
         batches_of(
@@ -281,21 +371,59 @@ def score_documents(  # noqa: PLR0913 (options, each named)
         for batch in batches
     ]
     full = full_depth(decoder)
-    total = Quality()
-    if batches:
+    chosen = [policy if reason is None else full for reason in reasons]
+    choices = [attention if reason is None else None for reason in reasons]
+    used = {int(batch.window[0]): each for batch, each in zip(batches, chosen, strict=True)}
+
+    cost = token_cost(decoder, params)
+    of_policy = {
+        each.depths: [each.flops(at, decoder, params) for at in range(len(each.depths) - 1)]
+        for each in (full, policy)
+    }
+
+    def note(
+        batch: Batch, decided: np.ndarray, nll: np.ndarray, compared: Comparison | None
+    ) -> None:
+        by = used[int(batch.window[0])]
+        for row, window in enumerate(batch.window):
+            if window < 0:
+                continue
+            length, own = batch.lengths[row : row + 1], decided[row : row + 1]
+            predicted = int(length[0]) - 1
+            likelihood[window] = -nll[row, :predicted]
+            depths[window] = own[0, :predicted]
+            if compared is None:
+                sums = _sums_alone(nll[row], own, length)
+            else:
+                sums = _sums(jax.tree.map(lambda leaf, row=row: leaf[row], compared), own, length)
+            costs = _decided_costs(cost, by, of_policy[by.depths], own, executor=executor, kv=kv)
+            qualities[window] = dataclasses.replace(sums, **costs)
+
+    total, options = Quality(), {"kv": kv, "executor": executor, "mesh": mesh, "shards": shards}
+    if batches and compare:
         (total,) = evaluate(
             decoder,
             params,
             batches,
-            {"": [policy if reason is None else full for reason in reasons]},
-            kv=kv,
-            executor=executor,
-            attention={"": [attention if reason is None else None for reason in reasons]},
-            mesh=mesh,
-            shards=shards,
-            observe=observe,
+            {"": chosen},
+            attention={"": choices},
+            observe=lambda _, batch, each, decided: note(
+                batch, decided, np.asarray(each.nll), each
+            ),
             progress=progress,
+            **options,
         ).values()
+    elif batches:
+        total = _run_alone(
+            decoder,
+            params,
+            batches,
+            chosen,
+            attention=choices,
+            observe=lambda batch, nll, decided: note(batch, decided, nll, None),
+            progress=progress,
+            **options,
+        )
     ends = np.cumsum([len(of_one) for of_one in cut])
     spans = [slice(end - len(of_one), end) for end, of_one in zip(ends, cut, strict=True)]
     return TextScore(
@@ -303,7 +431,8 @@ def score_documents(  # noqa: PLR0913 (options, each named)
             DocumentScore(
                 log_likelihood=np.concatenate([np.zeros(0, np.float32), *likelihood[span]]),
                 depths=np.concatenate([np.zeros(0, np.int32), *depths[span]]),
-                quality=_charged(sum(qualities[span], start=Quality()), total),
+                quality=sum(qualities[span], start=Quality()),
+                flops_share=total.flops * sum(map(len, windows[span])) / max(1, total.tokens),
             )
             for span in spans
         ),
@@ -330,8 +459,39 @@ def _sums(comparison: Comparison, depths: np.ndarray, lengths: np.ndarray) -> Qu
     )
 
 
-def _charged(own: Quality, total: Quality) -> Quality:
-    """Returns a document's sums with its share, by tokens, of what all of them cost."""
-    share = own.tokens / max(1, total.tokens)
-    cost = ("query_layers", "flops", "flops_full", "flops_ideal", "flops_gates")
-    return dataclasses.replace(own, **{name: share * getattr(total, name) for name in cost})
+def _sums_alone(nll: np.ndarray, depths: np.ndarray, lengths: np.ndarray) -> Quality:
+    """Returns the same where nothing is compared with full depth."""
+    compared = Comparison(nll=nll, nll_full=nll, kl=nll, agree=nll > 0, greedy=nll > 0)
+    sums = _sums(compared, depths, lengths)
+    return dataclasses.replace(sums, nll_full=None, kl=None, agree=None)
+
+
+def _decided_costs(
+    cost: TokenCost,
+    policy: Policy,
+    decisions: Sequence[float],
+    depths: np.ndarray,
+    *,
+    executor: Executor | Literal["auto"],
+    kv: FrozenKV,
+) -> dict[str, float]:
+    """Returns what decided depths `[row, token]` alone cost, by the fields of `Quality`.
+
+    `decisions` are the FLOPs of one at each of the policy's boundaries.
+    """
+    width, layers = depths.shape[1], cost.full_depth
+    key_widths = choose_executor(executor, policy, width).key_widths(width)
+    ideal = partial(ideal_flops, cost, key_widths=key_widths, keep_frozen=kv == "propagate")
+    own = ideal(depths, deepest=int(depths.max(initial=0)))
+    gates = float(np.sum(cost.read(depths[depths > 0]) - cost.head))  # What maps states at exits.
+    for index, (depth, flops) in enumerate(zip(policy.depths, decisions, strict=False)):
+        asked, further = int((depths >= depth).sum()), int((depths > depth).sum())
+        gates += asked * flops
+        gates += further * float(cost.read(depth)) * bool(policy.reads_logits(index))
+    return {
+        "query_layers": float(depths.sum()),
+        "flops": own + gates,
+        "flops_full": ideal(np.where(depths > 0, layers, 0), deepest=layers),
+        "flops_ideal": own,
+        "flops_gates": gates,
+    }

@@ -111,6 +111,15 @@ class DocumentSums:
     flops: np.ndarray
 
 
+def check_enough(documents: int) -> None:
+    """Raises ValueError where a text has fewer than five documents."""
+    if documents < FEWEST:
+        raise ValueError(
+            f"Wanted at least {FEWEST} documents, over which intervals are taken. Got {documents}. "
+            "Add files."
+        )
+
+
 class HullBootstrap:
     """Draws documents again (Efron 1979), and reads policies against the hull in each draw.
 
@@ -125,11 +134,7 @@ class HullBootstrap:
           ValueError: fewer than five documents.
         """
         documents = len(uniform[-1].nll)
-        if documents < FEWEST:
-            raise ValueError(
-                f"Wanted at least {FEWEST} documents, over which intervals are taken. "
-                f"Got {documents}. Add files."
-            )
+        check_enough(documents)
         self._weights = drawn_again(documents, draws=draws, seed=seed)
         self._uniform = tuple(uniform)
 

@@ -19,6 +19,8 @@ from utio_jax.staircase.score import Comparison
 class Quality:
     """Sums over a text, from which a ledger's quality and cost follow.
 
+    What compares with full depth is None where no full-depth pass was run.
+
     Attributes:
       tokens: real tokens.
       predicted: tokens that were predicted.
@@ -30,7 +32,7 @@ class Quality:
       query_layers: query slots computed, times layers.
       overflows: segments, by batch, that ran whole rows since a static prefix was too short.
       flops: executed.
-      flops_full: executed by the full-depth pass.
+      flops_full: what the full-depth pass executes.
       flops_ideal: of decided layers, frozen K/V and one head per token.
       flops_gates: of all decisions, and of heads beyond one per token.
     """
@@ -38,9 +40,9 @@ class Quality:
     tokens: int = 0
     predicted: int = 0
     nll: float = 0.0
-    nll_full: float = 0.0
-    kl: float = 0.0
-    agree: int = 0
+    nll_full: float | None = 0.0
+    kl: float | None = 0.0
+    agree: int | None = 0
     histogram: Mapping[int, int] = dataclasses.field(default_factory=dict)
     query_layers: float = 0.0
     overflows: int = 0
@@ -51,8 +53,8 @@ class Quality:
 
     def __add__(self, other: Quality) -> Quality:
         added: dict[str, Any] = {
-            name: mine + getattr(other, name)
-            for name, mine in vars(self).items()
+            name: _add(value, getattr(other, name))
+            for name, value in vars(self).items()
             if name != "histogram"
         }
         depths = sorted({*self.histogram, *other.histogram})
@@ -70,6 +72,14 @@ class Quality:
                 "Wanted a text in which something is predicted: a document of at least two tokens. "
                 f"Got {self.tokens} tokens that predict nothing. Add text."
             )
+        compared: dict[str, Any] = {}
+        if self.nll_full is not None and self.kl is not None and self.agree is not None:
+            compared = {
+                "nll_full": self.nll_full / self.predicted,
+                "nll_increase_pct": 100 * (self.nll / self.nll_full - 1),
+                "kl_full": self.kl / self.predicted,
+                "agreement": self.agree / self.predicted,
+            }
         decided = sum(depth * count for depth, count in self.histogram.items())
         return Ledger(
             policy=policy,
@@ -83,32 +93,43 @@ class Quality:
             },
             involuntary_stays=0,
             involuntary_exits=0,
-            nll_full=self.nll_full / self.predicted,
             nll=self.nll / self.predicted,
-            nll_increase_pct=100 * (self.nll / self.nll_full - 1),
-            kl_full=self.kl / self.predicted,
-            agreement=self.agree / self.predicted,
             flops_ratio=self.flops / self.flops_full,
             gate_pct=100 * self.flops_gates / self.flops_full,
             padding_ratio=self.query_layers / decided,
             overflows=self.overflows,
             speedup_ideal=self.flops_full / self.flops_ideal,
+            **compared,
         )
+
+
+def _add(one: float | None, other: float | None) -> float | None:
+    return None if one is None or other is None else one + other
+
+
+def pack_quality(quality: Quality) -> np.ndarray:
+    """Returns sums as an array of text."""
+    fields = {**dataclasses.asdict(quality), "histogram": list(quality.histogram.items())}
+    return np.asarray(json.dumps(fields))
+
+
+def unpack_quality(stored: np.ndarray) -> Quality:
+    """Returns what `pack_quality` was given."""
+    fields = json.loads(str(stored))
+    return Quality(**{**fields, "histogram": dict(fields["histogram"])})
 
 
 def pack(index: int, quality: Quality, comparison: Comparison, depths: np.ndarray) -> Arrays:
     """Returns what is known of one batch under the `index`-th policy as arrays."""
-    fields = {**dataclasses.asdict(quality), "histogram": list(quality.histogram.items())}
-    arrays = {**vars(comparison), "depths": depths, "quality": np.asarray(json.dumps(fields))}
+    arrays = {**vars(comparison), "depths": depths, "quality": pack_quality(quality)}
     return {f"{index}/{name}": array for name, array in arrays.items()}
 
 
 def unpack(index: int, results: Arrays) -> tuple[Quality, Comparison, np.ndarray]:
     """Returns what `pack` was given."""
     compared = [field.name for field in dataclasses.fields(Comparison)]
-    fields = json.loads(str(results[f"{index}/quality"]))
     return (
-        Quality(**{**fields, "histogram": dict(fields["histogram"])}),
+        unpack_quality(results[f"{index}/quality"]),
         Comparison(**{name: results[f"{index}/{name}"] for name in compared}),
         results[f"{index}/depths"],
     )

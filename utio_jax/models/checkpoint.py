@@ -35,7 +35,6 @@ from utio_jax.core.lens import (
     lens_tensors,
     lensed,
     load_lens,
-    save_lens,
     with_config,
 )
 from utio_jax.decoding.base import Mode
@@ -156,16 +155,8 @@ class Model(Verbs):
         model.read_through(load_lens(path, model_sha256=self.sha256))
         return model
 
-    def read_through(
-        self, lens: Lens, *, out: str | Path | None = None, info: Mapping[str, Any] | None = None
-    ) -> None:
-        """Reads this model's exits through a lens from now on.
-
-        Args:
-          lens: the maps.
-          out: folder or JSON file of a calibration, beside which the lens is written; None: none.
-          info: what it was fitted to, for the file.
-        """
+    def read_through(self, lens: Lens) -> None:
+        """Reads this model's exits through a lens from now on."""
         decoder, exits = self.decoder, self.decoder.config.exits
         if isinstance(decoder, Wrapped):
             raise ValueError(
@@ -175,9 +166,6 @@ class Model(Verbs):
         if len(exits) == 1:  # The lens says where a stock model can be read.
             decoder = with_config(decoder, exits=(*lens.exits, *exits))
         decoder, params = lensed(decoder, self.params, lens)
-        if out is not None:
-            self.lens = lens_file(calibration_file(out).parent)
-            save_lens(self.lens, lens, info={"model_sha256": self.sha256, **(info or {})})
         tensors = {name: np.asarray(y) for name, y in lens_tensors(lens).items()}
         self.lens_sha256 = hashlib.sha256(serialize(tensors, metadata={})).hexdigest()
         self.decoder, self.params = decoder, params

@@ -188,6 +188,8 @@ def _qwen(read: Reader) -> dict[str, Any]:
 def _gemma(read: Reader) -> dict[str, Any]:
     """Gemma 2 and 3: scaled embeddings, norms around each block, local layers between global."""
     _need_gemma(read)
+    if read.config["model_type"] != "gemma2":
+        read.config = {**_GEMMA_3_DEFAULTS, **read.config}
     dim, scalar = read.take("hidden_size"), read.take("query_pre_attn_scalar", 256.0)
     options: dict[str, Any] = {
         "activation": "geglu",
@@ -214,6 +216,15 @@ def _gemma(read: Reader) -> dict[str, Any]:
         logit_softcap=read.config.get("final_logit_softcapping", caps[1]),
         **options,
     )
+
+
+_GEMMA_3_DEFAULTS = {
+    "vocab_size": 262_208,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 131_072,
+}
+"""Settings of Gemma 3 that published models with a vision tower leave out."""
 
 
 def _need_gemma(read: Reader) -> None:
@@ -406,7 +417,7 @@ FAMILIES = {
 }
 """By `model_type`."""
 
-_WITH_TEXT = {"gemma3n": "gemma3n_text", "gemma4": "gemma4_text"}
+_WITH_TEXT = {"gemma3": "gemma3_text", "gemma3n": "gemma3n_text", "gemma4": "gemma4_text"}
 """Models of text and other things, and their text parts."""
 
 

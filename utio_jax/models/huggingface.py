@@ -20,8 +20,10 @@ from utio_jax.models.families import FAMILIES, Family, read_config, text_part
 from utio_jax.models.stacking import place_tensors, stored_tensors
 from utio_jax.models.transformer import TransformerConfig
 
-# Where the tensors of a text model are in one that reads images or sound, too.
-_TEXT_PART = "model.language_model."
+# How the names of a text part's tensors begin, and of its head's, in a model that reads images
+# or sound, too: as transformers 5 writes them, and as some were published.
+_TEXT_PARTS = ("model.language_model.", "language_model.model.")
+_HEADS = ("lm_head.", "language_model.lm_head.")
 # What old checkpoints hold beside their parameters.
 _NOT_PARAMETERS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", ".position_ids")
 
@@ -86,7 +88,6 @@ def load_folder(
     """
     whole = read_json(folder / "config.json", "a config")
     config = text_part(whole)
-    inner = _TEXT_PART if config is not whole else ""
     if (folder / "generation_config.json").is_file():  # What ends a text is said there, if at all.
         ends = read_json(folder / "generation_config.json", "a config").get("eos_token_id")
         config = config if ends is None else {**config, "eos_token_id": ends}
@@ -95,7 +96,9 @@ def load_folder(
     family = families[config["model_type"]]
     embedding = family.rules[0].source
     # A base model's own checkpoint leaves the first module out of its names.
-    home = where_tensors_are(folder, prefix=embedding.split(".")[0] + ".", inner=inner)
+    home = where_tensors_are(
+        folder, prefix=embedding.split(".")[0] + ".", in_text_part=config is not whole
+    )
     home = {name: entry for name, entry in home.items() if not name.startswith(unread)}
     tied = getattr(settings, "tie_embeddings", True)
     if tied and _head_differs(home, embedding) and isinstance(settings, TransformerConfig):
@@ -135,6 +138,8 @@ def stored_form(
         tensors[each.name] = stored.astype(dtype)
     written = {**config, "dtype": dtype.name, "utio_jax": {"exits": list(decoder.config.exits)}}
     written.pop("torch_dtype", None)
+    if (tied := getattr(decoder.config, "tie_embeddings", None)) is not None:
+        written["tie_word_embeddings"] = tied  # Of the tensors here, whatever the other said.
     return tensors, written
 
 
@@ -142,13 +147,13 @@ Home = dict[str, tuple[Path, str, tuple[int, ...]]]
 """Each tensor's file, name there and shape, by the name that rules know."""
 
 
-def where_tensors_are(folder: Path, *, prefix: str, inner: str = "") -> Home:
+def where_tensors_are(folder: Path, *, prefix: str, in_text_part: bool = False) -> Home:
     """Returns where each tensor of a folder is.
 
     Args:
       folder: with the files.
       prefix: with which the names that rules know begin; a base model's own lack it.
-      inner: with which names begin instead, and a head's do not, where only these are meant.
+      in_text_part: whether they are those of the text part, of a model that has others.
 
     Raises:
       ValueError: files are missing or broken, or tensors are no floating-point numbers.
@@ -159,7 +164,7 @@ def where_tensors_are(folder: Path, *, prefix: str, inner: str = "") -> Home:
         try:
             with safe_open(str(file), framework="numpy") as opened:
                 for name in opened.keys():  # noqa: SIM118 (not a dict)
-                    meant = not inner or name.startswith((inner, "lm_head."))
+                    meant = not in_text_part or name.startswith((*_TEXT_PARTS, *_HEADS))
                     if meant and not name.endswith(_NOT_PARAMETERS):
                         part = opened.get_slice(name)
                         home[name] = file, name, tuple(part.get_shape())
@@ -167,11 +172,19 @@ def where_tensors_are(folder: Path, *, prefix: str, inner: str = "") -> Home:
         except (SafetensorError, OSError) as error:
             raise broken_file(file, error) from error
     check_floats(kinds, source=str(folder))
-    if inner:
-        return {name.replace(inner, prefix, 1): entry for name, entry in home.items()}
+    if in_text_part:
+        return {_in_text_part(name, prefix): entry for name, entry in home.items()}
     if any(name.startswith(prefix) for name in home):
         return home
     return {prefix + name: entry for name, entry in home.items()}
+
+
+def _in_text_part(name: str, prefix: str) -> str:
+    """Returns the name that rules know of a tensor of a text part, or of its head."""
+    for part in _TEXT_PARTS:
+        if name.startswith(part):
+            return prefix + name.removeprefix(part)
+    return name.removeprefix(_HEADS[1].removesuffix(_HEADS[0]))
 
 
 def _head_differs(home: Home, embedding: str) -> bool:

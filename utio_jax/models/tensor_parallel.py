@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from utio_jax.models.transformer import TransformerConfig
 
@@ -46,6 +46,8 @@ def tensor_parallel(
             f"Wanted an axis {MODEL!r} that divides num_heads={config.num_heads} and "
             f"mlp_dim={config.mlp_dim}. Got one of {parts} devices."
         )
+    # Programs name no shardings; XLA finds them, which Explicit axes, JAX's default, forbid.
+    mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * mesh.devices.ndim)
     whole = {"k_proj", "v_proj"} if config.num_kv_heads % parts else set[str]()
 
     def axis_of(path: str, shape: tuple[int, ...]) -> int | None:

@@ -45,7 +45,7 @@ def read_files(paths: Sequence[str | Path]) -> tuple[Document, ...]:
     documents, wrong = [], []
     for path in map(Path, paths):
         try:
-            text = path.read_text(encoding="utf-8")
+            text = path.read_bytes().decode()  # Line ends stay as they are.
         except OSError as error:
             wrong.append(f"{path}: {error.strerror}")
         except UnicodeDecodeError:

@@ -7,6 +7,7 @@ examples of it.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -15,16 +16,16 @@ from typing import Any
 import numpy as np
 
 from utio_jax.calibration.advice import advise, conclude, may_pay
-from utio_jax.calibration.calibrate import calibrate
+from utio_jax.calibration.calibrate import calibrate, check_policies
 from utio_jax.calibration.compare import ComparisonRow, compare
 from utio_jax.calibration.goals import Budgets, Goal, MaxDisagreement, MaxLoss
-from utio_jax.calibration.lens import LensConfig, fit_lens
+from utio_jax.calibration.lens import LensConfig, fit_lens, split_for_lens
 from utio_jax.calibration.risk import split_documents
 from utio_jax.core.decoder import some_exits
 from utio_jax.core.documents import Batch, calibration_batches, sample_batches
 from utio_jax.core.files import check_writable
 from utio_jax.core.html import table_html
-from utio_jax.core.lens import Lensed, lens_file, with_config
+from utio_jax.core.lens import Lensed, lens_file, save_lens, with_config
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.base import Mode, Plain
 from utio_jax.decoding.lossless import lossless_for
@@ -59,13 +60,15 @@ class Calibrated:
 
     Attributes:
       calibration: the fitted policies.
-      verdict: what to do, if adaptive depth will not pay for this model; None where it may.
+      verdict: a sentence: whether adaptive depth may pay for this model, and what to do next.
       exit_nll_increase_pct: loss of truncating the model at each exit, in %, by depth.
+      replaced: policies that the model had before, with their budgets, and has no longer.
     """
 
     calibration: Calibration
-    verdict: str | None
+    verdict: str
     exit_nll_increase_pct: dict[str, float]
+    replaced: tuple[str, ...] = ()
 
     def summary(self) -> str:
         """Returns a few lines of plain text."""
@@ -77,7 +80,9 @@ class Calibrated:
                 each = zip(entry.depths, entry.fractions, strict=True)
                 shares = ", ".join(f"{share:.0%} at {depth}" for depth, share in each)
                 lines.append(f"{name} at {budget:g} of the FLOPs: {shares}")
-        lines.append(self.verdict or may_pay(self.calibration.info))
+        lines.append(self.verdict)
+        if self.replaced:
+            lines.append(f"Replaced, of the policies it had: {', '.join(self.replaced)}.")
         return "\n".join(lines)
 
 
@@ -223,6 +228,9 @@ class Verbs:
     ) -> TextScore:
         """Returns every token's log-likelihood in some texts, with the depth that it was given.
 
+        It runs what the policy costs, and no full-depth pass beside it: `evaluate` compares, and
+        so does `compare=True`.
+
         Args:
           texts: a list; one of fewer than two tokens predicts nothing.
           policy: that decides depths, or its name, see `policy`; by default `"learned"` with a
@@ -231,7 +239,7 @@ class Verbs:
           **options: of `utio_jax.evaluation.score_documents`.
         """
         chosen = self.policy(_named(policy, budget), budget=budget)
-        documents = self.encode(listed(texts))
+        documents, options = self.encode(listed(texts)), {"compare": False, **options}
         return score_documents(self.decoder, self.params, documents, chosen, **options)
 
     def evaluate(
@@ -310,19 +318,10 @@ class Verbs:
                 )
         elif out is not None:
             check_nothing_is_lost(out, self.sha256, policies)
-        documents = self.documents(files)
+        documents, for_lens = self.documents(files), list[np.ndarray]()
+        check_policies(policies)
         if len(self.decoder.config.exits) == 1:
-            first, documents = split_documents(documents, seed=seed)
-            self.decoder = with_exits(self.decoder, tuple(exits))
-            lens = fit_lens(
-                self.decoder,
-                self.params,
-                self.windows(first, context),
-                LensConfig(seed=seed),
-                progress=progress,
-            )
-            self.read_through(lens, out=out, info={"seed": seed})
-        decoder, width = self.decoder, min(self.decoder.config.context_length, context)
+            for_lens, documents = split_for_lens(documents, seed=seed)
         goal: Goal = Budgets() if budget is None else Budgets(budgets=_several(budget))
         if max_nll_increase_pct is not None:
             goal = MaxLoss(nll_increase_pct=max_nll_increase_pct)
@@ -335,25 +334,43 @@ class Verbs:
                 policies=len(policies),
                 seed=seed,
             )
-            decoder = with_config(decoder, context_length=width)  # Which cuts these documents.
+        replaced = list[str]()
+        with contextlib.suppress(ValueError):  # It may have none.
+            had = self.calibration.entries.items()
+            replaced = [f"{name} at {each:g}" for name, fitted in had for each in fitted]
+        # All is fitted to a copy: what fails or is interrupted leaves this model as it was.
+        model, lens = dataclasses.replace(self), None
+        if for_lens:
+            model.decoder = with_exits(self.decoder, tuple(exits))
+            windows, config = model.windows(for_lens, context), LensConfig(seed=seed)
+            lens = fit_lens(model.decoder, self.params, windows, config, progress=progress)
+            model.read_through(lens)
+        decoder, width = model.decoder, min(self.decoder.config.context_length, context)
+        if max_disagreement is not None:
+            decoder = with_config(decoder, context_length=width)  # Which cuts its documents.
         fitted = calibrate(
             decoder,
-            self.params,
+            model.params,
             self.windows(documents, width),
-            model_sha256=self.sha256,
+            model_sha256=model.sha256,
             policies=policies,
             goal=goal,
             seed=seed,
             progress=progress,
             **options,
         )
-        self.calibration = fitted
+        model.calibration = fitted
+        if out is not None and lens is not None:
+            model.lens = lens_file(calibration_file(out).parent)
+            save_lens(model.lens, lens, info={"model_sha256": self.sha256, "seed": seed})
         if out is not None:
             fitted.save(out)
-        lens = isinstance(self.decoder, Lensed)
+        vars(self).update(vars(model))
+        advice = advise(self.decoder, fitted.info, lens=isinstance(self.decoder, Lensed))
         return Calibrated(
             calibration=fitted,
-            verdict=advise(self.decoder, fitted.info, lens=lens),
+            verdict=may_pay(fitted.info) if advice is None else advice,
+            replaced=tuple(replaced),
             exit_nll_increase_pct=dict(fitted.info["exit_nll_increase_pct"]),
         )
 

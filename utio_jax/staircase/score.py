@@ -159,6 +159,35 @@ def score_dense(
     )
 
 
+@partial(jax.jit, static_argnums=0, static_argnames=("width", "kv", "executor", "mesh"))
+def full_work(
+    decoder: Decoder,
+    lengths: Int[Array, " batch"],
+    *,
+    width: int,
+    kv: FrozenKV = "propagate",
+    executor: Executor | Literal["auto"] = "auto",
+    mesh: Mesh | None = None,
+) -> Work:
+    """Returns what `score` at full depth executes for rows of `width` tokens, without running it.
+
+    Padding is part of it; arguments are those of `score`.
+    """
+    if mesh is not None:
+
+        def on_device(rows: Rows) -> Rows:
+            work = full_work(decoder, rows.tree, width=width, kv=kv, executor=executor)
+            return Rows(jax.tree.map(lambda each: each[None], work))
+
+        return over_rows(mesh, on_device, Rows(lengths)).tree
+    config, executor = decoder.config, choose_executor(executor, full_depth(decoder), width)
+    live = jnp.arange(width)[None, :] < lengths[:, None]
+    slots = executor.pack(0, live, causal=config.causal)
+    made = len(config.kv_made(0, config.num_layers))
+    layers = executor.work(slots, config.num_layers, kv_layers=made, only_live_keys=kv == "drop")
+    return layers + Work.of(heads=executor.heads_run(slots))
+
+
 def check_rows(decoder: Decoder, token_ids: Any, lengths: Any) -> None:
     """Checks the rows of a pass, as far as that waits for no device.
 
@@ -166,6 +195,17 @@ def check_rows(decoder: Decoder, token_ids: Any, lengths: Any) -> None:
       ValueError: no rows, rows of no token or wider than the model's context, and of values that
         are not traced, ids outside the vocabulary or lengths beyond the rows.
     """
+    if not hasattr(decoder, "config"):
+        raise TypeError(
+            "Wanted a decoder, its parameters, token_ids and lengths. Got as the decoder: "
+            f"{type(decoder).__name__}. Of a loaded model: model.decoder, model.params."
+        )
+    if not hasattr(token_ids, "size") or not hasattr(lengths, "size"):
+        kinds = type(token_ids).__name__, type(lengths).__name__
+        raise TypeError(
+            "Wanted token_ids [batch, token] and lengths [batch] as arrays. Got "
+            f"{' and '.join(kinds)}. Pad the rows, and make arrays of both: jnp.asarray(rows)."
+        )
     if not token_ids.size:
         raise ValueError(f"Wanted rows of tokens, at least one of each. Got {token_ids.shape}.")
     context = decoder.config.context_length
