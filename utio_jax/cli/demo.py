@@ -95,7 +95,7 @@ class Demo:
         title = f"{ledgers[0].tokens or 0:,} tokens, {config.num_layers} layers"
         plot_pareto(ledgers, pareto, title=title, hull=hull)
         # A function that Python programmers have read, of the test split, unless there is a file.
-        text = Path(self.files[0] if self.files else functools.__file__).read_text()
+        text = Path(self.files[0] if self.files else functools.__file__).read_text("utf-8")
         draw_depths(model, text[max(0, text.find("def lru_cache")) :], budget, depths)
         found: dict[str, Any] = {"rows": rows, "generation": generation, "prompt": prompt}
         found |= {"pictures": [str(pareto), str(depths)], "verdict": conclude(found, budget=budget)}
