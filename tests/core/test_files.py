@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import stat
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import utio_jax
 from utio_jax.core import files
 from utio_jax.core.files import (
     load_json,
@@ -24,6 +26,31 @@ from utio_jax.core.files import (
     save_tensors,
     save_text,
 )
+
+
+def calls_by_locale(source: str) -> list[int]:
+    """Returns the lines on which text is read or written in the encoding of the locale."""
+    lines = []
+    for call in (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)):
+        name = getattr(call.func, "attr", getattr(call.func, "id", None))
+        owner = ast.unparse(getattr(call.func, "value", call.func))
+        encodings = {"read_text": 0, "write_text": 1, "open": None}
+        if name not in encodings or owner in ("os", "stack"):
+            continue
+        place, texts = encodings[name], [ast.unparse(argument) for argument in call.args]
+        is_binary = name == "open" and any("b" in text for text in texts if text[0] in "\"'")
+        is_named = any(keyword.arg == "encoding" for keyword in call.keywords)
+        if not is_binary and not is_named and (place is None or len(texts) <= place):
+            lines.append(call.lineno)
+    return lines
+
+
+def test_text_is_utf_8_whatever_the_locale() -> None:
+    assert calls_by_locale("open(x)\np.read_text()\np.write_text(y)\np.open('r')") == [1, 2, 3, 4]
+    assert not calls_by_locale("open(x, 'rb')\np.read_text('utf-8')\np.write_text(y, encoding=e)")
+    package = Path(utio_jax.__file__).parent
+    for file in package.rglob("*.py"):
+        assert not calls_by_locale(file.read_text("utf-8")), file
 
 
 def write_often(file: Path, value: int, times: int, faults: list[str]) -> None:

@@ -44,6 +44,20 @@ class Fallback:
             return "\ufffd" * len(row)
 
 
+class Marked(Bytes):
+    """The same bytes; 1 and 2 are special pieces, which no text shows."""
+
+    def decode(self, ids: Any) -> str:
+        return super().decode([i for i in ids if int(i) > 2])
+
+    def get_added_tokens_decoder(self) -> dict[int, Any]:
+        contents = {1: "<end>", 2: "<turn>", 9: "tab"}
+        return {
+            i: types.SimpleNamespace(content=content, special=i < 9)
+            for i, content in contents.items()
+        }
+
+
 TOKENIZER = Syllables()
 
 
@@ -186,6 +200,32 @@ def test_pieces_that_were_held_back_come_with_the_number_of_their_token(chunk: i
             found[number] += piece
         assert "".join(found) == row.text
     assert found == wanted == row.pieces
+
+
+@pytest.mark.parametrize("together", [True, False])
+@pytest.mark.parametrize(
+    ("stops", "text", "size"),
+    [
+        (["<end>"], "abcd", 6),
+        (["never", "<turn>"], "ab", 3),
+        (["c<end>"], "abcde", None),
+        (["d<end>e"], "abc", 7),
+        (["b<turn>c", "<end>"], "a", 4),
+        (["<end>x", "<turn><end>"], "abcde", None),
+        (["end", ">"], "abcde", None),
+    ],
+)
+def test_a_stop_string_may_spell_pieces_that_are_not_shown(
+    stops: list[str], text: str, size: int | None, together: bool
+) -> None:
+    new = [*b"ab", 2, *b"cd", 1, *b"e"]
+    row = StreamedRow(TextReader(Marked(), [*b"say "]), tuple(stops))
+    shown = []
+    for part in [new] if together else [[token] for token in new]:
+        shown += row.add(part, running=True)
+    shown += row.add([], running=False)
+    assert row.text == "".join(piece for piece, _ in shown) == "".join(row.pieces) == text
+    assert (row.seen, row.stopped) == (size or len(new), size is not None)
 
 
 def test_text_in_text_out() -> None:

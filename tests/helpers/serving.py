@@ -147,7 +147,8 @@ class Client:
         with self._asked(path, body, method, headers or {}) as response:
             data = response.read()
             named = {name.lower(): value for name, value in response.getheaders()}
-            found = json.loads(data) if "json" in named.get("content-type", "") else data
+            is_json = data and "json" in named.get("content-type", "")
+            found = json.loads(data) if is_json else data
             return Answered(status=response.status, headers=named, body=found)
 
     def stream(self, path: str, body: Any) -> Iterator[Any]:

@@ -15,8 +15,16 @@ from helpers.gguf_files import write_gguf, write_with_pieces
 from helpers.texts import new_text
 
 from utio_jax.decoding.generate import generate
+from utio_jax.decoding.sampling import SamplingParams
 from utio_jax.models import Model, chat, load
-from utio_jax.models.chat import encode_chat, find_template, render_chat, stream_answer, turn_ends
+from utio_jax.models.chat import (
+    ChatTemplate,
+    encode_chat,
+    find_template,
+    render_chat,
+    stream_answer,
+    turn_ends,
+)
 
 FOLDER = Path(__file__).parent / "huggingface"
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -168,6 +176,35 @@ def test_a_folder_has_its_template_in_one_of_three_places(folder: Path, tmp_path
     assert find_template(tmp_path).template == "file"
 
 
+def test_special_tokens_may_stand_in_a_file_of_their_own(folder: Path, tmp_path: Path) -> None:
+    out = Path(shutil.copytree(folder, tmp_path / "older"))
+    template = "{{ bos_token }}|{{ eos_token }}|{{ pad_token }}"
+    settings = {"bos_token": None, "pad_token": "own", "chat_template": template}
+    (out / "tokenizer_config.json").write_text(json.dumps(settings))
+    known = {"bos_token": "H", "eos_token": {"content": "<|im_end|>"}, "pad_token": "other"}
+    (out / "special_tokens_map.json").write_text(json.dumps({**known, "additional": ["x"]}))
+    model = load(out)
+    assert model.chat_template.render(HELLO) == "H|<|im_end|>|own"
+    assert turn_ends(model) == (model.tokenizer.token_to_id("<|im_end|>"),)
+
+
+def test_templates_read_tools_and_other_variables(model: Model) -> None:
+    template = "{{ tools|length }}{{ documents }}{{ template }}{{ model }}"
+    given = {"tools": [{"type": "function"}], "documents": "d", "template": "t", "model": "m"}
+    assert render_chat(template, HELLO, **given) == "1dtm"
+    assert ChatTemplate(template=template).render(HELLO, **given) == "1dtm"
+    assert encode_chat(model, HELLO, **given).size == encode_chat(model, HELLO).size
+    with pytest.raises(ValueError, match=r"names of their own\. Got 'messages'"):
+        model.chat(HELLO, variables={"messages": []})
+    with pytest.raises(ValueError, match=r"names of their own\. Got 'messages'"):
+        next(stream_answer(model, HELLO, variables={"messages": []}))
+
+
+def test_half_a_character_in_messages_is_named(model: Model) -> None:
+    with pytest.raises(ValueError, match="Wanted messages of whole characters"):
+        model.chat([{"role": "user", "content": "\ud83d"}])
+
+
 def test_a_model_without_a_template_says_so_and_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"Wanted a model with a chat template.*generate contin"):
         load(FOLDER / "llama").chat(HELLO)
@@ -216,6 +253,26 @@ def test_an_answer_ends_before_a_stop_string(model: Model) -> None:
     stop = text[5:7]
     reply = model.chat(HELLO, max_new_tokens=20, stop_strings=[stop])
     assert reply.text == text[: text.index(stop)]
+
+
+def test_an_answer_ends_before_a_special_piece_that_is_a_stop_string(model: Model) -> None:
+    mark, prompt = "<|im_start|>", encode_chat(model, HELLO)
+    drawn: Any = {"max_new_tokens": 40, "sampling": SamplingParams(temperature=5.0), "eos_ids": ()}
+    token = model.tokenizer.token_to_id(mark)
+    answers = (
+        (seed, model.chat(HELLO, seeds=seed, **drawn).generated.token_ids[0].tolist())
+        for seed in range(20)
+    )
+    seed, ids = next((seed, ids) for seed, ids in answers if token in ids[2:])
+    size = ids.index(token) + 1
+    stopped = model.chat(HELLO, seeds=seed, stop_strings=["never", mark], **drawn)
+    assert stopped.generated.token_ids[0].tolist() == ids[:size]
+    assert stopped.generated.finish_reasons == ("stop",)
+    assert stopped.text == new_text(model.tokenizer, prompt, ids[:size])
+    text = model.chat_template.render(HELLO)
+    assert model.generate(text, seed=seed, stop=[mark], **drawn).texts == stopped.texts
+    chunks = model.stream(text, seed=seed, stop=[mark], **drawn)
+    assert "".join(chunk.texts[0] for chunk in chunks) == stopped.text
 
 
 @pytest.mark.parametrize("chunk", [1, 4])

@@ -12,6 +12,7 @@ import pytest
 from bpe import BOS, train_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import processors
 
 from utio_jax.models.texts import describe, read_files
 from utio_jax.models.tokenizer import encode_documents, load_tokenizer
@@ -129,6 +130,33 @@ def test_an_empty_text_has_no_tokens():
     one, none = encode_documents(TOKENIZER, ["x", ""], bos_id=0)
     assert (one[0], none.shape, none.dtype) == (0, (0,), np.int32)
     assert encode_documents(TOKENIZER, [], bos_id=0) == []
+
+
+@pytest.mark.parametrize("template", [f"{BOS} $A", f"{BOS} $A {BOS}", f"{BOS} {BOS} $A"])
+def test_text_that_spells_what_opens_it_is_opened_once(template):
+    tokenizer = train_tokenizer(TEXTS, vocab_size=280)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=template, special_tokens=[(BOS, 0)]
+    )
+    opening = BOS * template.partition(" $A")[0].count(BOS)
+    plain, once, twice, inside = encode_documents(
+        tokenizer,
+        ["def add", f"{opening}def add", f"{opening * 2}def add", f"def {BOS}"],
+        bos_id=None,
+    )
+    assert once.tolist() == plain.tolist() == tokenizer.encode("def add").ids
+    assert twice.size == plain.size + opening.count(BOS), "one of them is the text's own"
+    assert inside.tolist() == tokenizer.encode(f"def {BOS}").ids
+    bare = train_tokenizer(TEXTS, vocab_size=280)
+    (ids,) = encode_documents(bare, [f"{BOS}{BOS}x"], bos_id=None)
+    assert ids.tolist()[:2] == [0, 0], "nothing opens texts"
+
+
+def test_half_a_character_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"text of whole characters.*'\\ud83d', at character 3"):
+        encode_documents(TOKENIZER, ["ok \ud83d"], bos_id=None)
+    with pytest.raises(ValueError, match="Wanted text 1 of whole characters"):
+        encode_documents(TOKENIZER, ["fine \U0001f642", "\udc00"], bos_id=0)
 
 
 def test_text_that_spells_the_special_piece_is_ordinary_text(tmp_path):

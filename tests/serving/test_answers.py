@@ -7,6 +7,7 @@ import concurrent.futures
 import dataclasses
 import functools
 import itertools
+import json
 from collections.abc import Iterator
 from itertools import chain
 from typing import Any
@@ -160,12 +161,12 @@ def test_log_probabilities_are_those_of_a_full_pass(server: Running, model: Mode
     assert [logs["token_logprobs"][0], logs["top_logprobs"][0]] == [None, None]
     chosen = [truth[place, token] for place, token in enumerate(ids[1:])]
     np.testing.assert_allclose(logs["token_logprobs"][1:], chosen, atol=2e-4)
-    names = [model.tokenizer.decode([token]) for token in ids]
-    assert logs["tokens"] == names
-    starts = np.cumsum([0, *map(len, names[:-1])]).tolist()
-    assert logs["text_offset"][: len(prompt)] == starts[: len(prompt)]
+    check_offsets(choice)
+    assert "".join(logs["tokens"][1 : len(prompt)]) == PROMPTS[0]
     for place, token in enumerate(ids[1:]):
         told = logs["top_logprobs"][place + 1]
+        assert len(told) >= 5
+        assert told[logs["tokens"][place + 1]] == logs["token_logprobs"][place + 1]
         # As lm-eval compares: whether the token was the most probable one.
         largest = max(told.values())
         best = truth[place].max()
@@ -178,6 +179,40 @@ def test_log_probabilities_are_those_of_a_full_pass(server: Running, model: Mode
             min(abs(value - each) for each in [*top, chosen[place]]) < 2e-4
             for value in told.values()
         )
+
+
+def check_offsets(choice: Any) -> None:
+    """Checks that tokens stand where they are said to: whole characters by their own text."""
+    logs, text = choice["logprobs"], choice["text"]
+    offsets = logs["text_offset"]
+    assert offsets == sorted(offsets)
+    assert len(offsets) == len(logs["tokens"])
+    assert 0 <= offsets[0] <= offsets[-1] <= len(text)
+    for name, offset in zip(logs["tokens"], offsets, strict=True):
+        whole = not name.startswith("bytes:") and name != "<|endoftext|>"
+        assert not whole or text.startswith(name, offset), (name, offset)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_offsets_are_places_in_the_text(server: Running, model: Model, seed: int) -> None:
+    drawn = {"max_tokens": 40, "temperature": 1, "seed": seed, "logprobs": 5}
+    for given in (PROMPTS[3], model.encode([PROMPTS[3]])[0].tolist()[:-10]):
+        (choice,) = server.completion(given, echo=True, **drawn).body["choices"]
+        check_offsets(choice)
+        assert any(name.startswith("bytes:") for name in choice["logprobs"]["tokens"])
+        for name, value, top in zip(
+            *(choice["logprobs"][key] for key in ("tokens", "token_logprobs", "top_logprobs")),
+            strict=True,
+        ):
+            assert value is None or (len(top) >= 5 and top[name] == value)
+    (free,) = server.completion("x", **drawn).body["choices"]
+    check_offsets(free)
+    stop = free["text"][12:16]
+    (cut,) = server.completion("x", stop=stop, **drawn).body["choices"]
+    assert stop not in cut["text"]
+    size, offsets = len(cut["text"]), cut["logprobs"]["text_offset"]
+    whole = free["logprobs"]["text_offset"]
+    assert offsets == [min(offset, size) for offset in whole[: len(offsets)]]
 
 
 def test_a_prompt_is_scored_without_a_new_token(server: Running, model: Model) -> None:
@@ -247,6 +282,7 @@ def test_a_stream_joined_is_the_whole_answer(server: Running, seed: int) -> None
             assert [*chain.from_iterable(parts_of)] == choice["logprobs"][name]
     usage = events[-2]
     assert usage["choices"] == []
+    assert {str(event["usage"]) for event in events[:-2]} == {"None"}
     timeless = [
         {key: value for key, value in each["usage"].items() if key != "utio"}
         for each in (usage, whole)
@@ -296,6 +332,11 @@ def test_tokens_end_a_text_where_they_are_told_to(server: Running, model: Model)
     assert (choice["token_ids"].count(end), choice["finish_reason"]) == (1, "stop")
     on = server.ask("/v1/completions", {**drawn, "seed": seed, "ignore_eos": True}).body["choices"]
     assert len(on[0]["token_ids"]) == 200
+    named = {**drawn, "seed": seed, "ignore_eos": True, "stop": ["<|endoftext|>"]}
+    (by_text,) = server.ask("/v1/completions", named).body["choices"]
+    assert by_text["token_ids"] == choice["token_ids"]
+    assert by_text["finish_reason"] == "stop"
+    assert choice["text"].startswith(by_text["text"])
     assert on[0]["token_ids"][: len(choice["token_ids"])] == choice["token_ids"]
 
 
@@ -340,8 +381,8 @@ def test_a_chat_is_answered_as_the_models_own_chat(server: Running, model: Model
     np.testing.assert_allclose(found, wanted.generated.log_probabilities[0], atol=2e-4)
     assert all(len(each["top_logprobs"]) == 2 for each in logs)
     assert all(each["top_logprobs"][0]["logprob"] == each["logprob"] for each in logs)
-    for each in logs:
-        assert each["bytes"] == (None if "\ufffd" in each["token"] else [*each["token"].encode()])
+    data = b"".join(bytes(each["bytes"]) for each in logs)
+    assert data.decode(errors="replace") == wanted.text
     events = list(server.stream("/v1/chat/completions", body))
     assert whole_of(events, chat=True) == {0: wanted.text}
     first = events[0]
@@ -377,6 +418,37 @@ def test_what_a_template_refuses_is_told(server: Running) -> None:
     found = server.ask("/v1/chat/completions", body)
     assert (found.status, found.error["param"]) == (400, "messages")
     assert "No tools" in found.error["message"]
+
+
+def test_all_fields_of_messages_reach_the_template(server: Running) -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "sky", "arguments": "{}"}}
+    messages = [
+        {"role": "developer", "content": None, "name": "me"},
+        {"role": "assistant", "tool_calls": [call], "reasoning_content": "So."},
+        {"role": "tool", "content": [{"type": "text", "text": "blue"}], "tool_call_id": "c1"},
+    ]
+    service, seen = server.server.app, list[Any]()
+    kept = service.model
+    assert kept.chat is not None
+
+    def encode(messages: Any) -> np.ndarray:
+        seen.extend(messages)
+        return np.asarray([1], np.int32)
+
+    chat = dataclasses.replace(kept.chat, encode=encode)
+    service.reader.model = dataclasses.replace(kept, chat=chat)
+    try:
+        assert server.ask("/tokenize", {"messages": messages}).body["tokens"] == [1]
+    finally:
+        service.reader.model = kept
+    assert seen == [
+        {"role": "system", "content": "", "name": "me"},
+        {**messages[1], "content": ""},
+        {**messages[2], "content": "blue"},
+    ]
+    deep = json.loads("[" * 600 + "]" * 600)
+    found = server.ask("/tokenize", {"messages": [{"role": "user", "content": "x", "more": deep}]})
+    assert found.status in (200, 400)
 
 
 def test_texts_become_tokens_and_tokens_texts(server: Running, model: Model) -> None:

@@ -121,6 +121,7 @@ REFUSED: dict[str, Any] = {
     "guided_json": {},
     "chat_template": "{{ x }}",
     "reasoning_effort": "low",
+    "documents": [{"text": "x"}],
     "allowed_token_ids": [],
 }
 
@@ -143,6 +144,18 @@ def test_fields_that_change_nothing_and_unknown_ones_are_let_pass(server: Runnin
     for name, values in _NOTHING.items():  # 0 is no answer to a question of text, nor False to 0.
         if values and values[0] is False:
             assert server.completion("x", **{name: True}).status == 400
+
+
+def test_of_several_prompts_the_one_at_fault_is_named(server: Running) -> None:
+    for prompts, message in (
+        ([[1], [2, 300]], "token ids below 300. Got 300 in prompt 1"),
+        ([[1], [2] * 300], "Got 300 tokens in prompt 1 and max_tokens of 8: 308"),
+        (["x", ""], "Got none in prompt 1"),
+        (["x", "a\ud800"], "Wanted prompt 1 of whole characters"),
+        ([[300]], "Got 300."),
+    ):
+        found = server.completion(prompts)
+        assert (found.status, message in found.error["message"]) == (400, True), found.error
 
 
 MESSAGES: dict[str, Any] = {
@@ -501,6 +514,10 @@ def test_life_and_the_page(server: Running) -> None:
     schema = server.ask("/openapi.json").body
     assert {"/v1/completions", "/v1/chat/completions", "/tokenize", "/health"} <= {*schema["paths"]}
     assert server.ask("/docs").headers["location"] == "openapi.json"
+    for path in ("/health", "/ready", "/v1/models", "/openapi.json", "/nothing", "/v1/completions"):
+        head, get = server.ask(path, method="HEAD"), server.ask(path)
+        assert (head.status, head.body) == (get.status, b"")
+        assert head.headers["content-length"] == get.headers["content-length"]
     page = server.ask("/")
     assert page.headers["content-security-policy"] == _page_policy(page.body.decode())
 

@@ -4,18 +4,28 @@
 from __future__ import annotations
 
 import concurrent.futures
+import threading
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from helpers.serving import alone, by_importance, completion, running, served_model
+from helpers.serving import (
+    SHAPES,
+    Client,
+    alone,
+    by_importance,
+    completion,
+    running,
+    served_model,
+)
 from helpers.texts import new_text
 
 from utio_jax.decoding.base import Plain
 from utio_jax.decoding.lossless import Lossless
 from utio_jax.decoding.sampling import SamplingParams
-from utio_jax.engine import RowRates, planning
+from utio_jax.engine import Engine, RowRates, planning
+from utio_jax.serving import Address, Server
 
 pytestmark = pytest.mark.check
 
@@ -87,6 +97,44 @@ def test_requests_run_in_full_where_a_depth_per_token_is_predicted_not_to_pay(
         assert shallow[0] == "adaptive"
         assert shallow[1] < 4
         assert used() == (shallow if pays else ("plain", 4))
+
+
+def test_ready_says_how_far_the_start_is(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    timed, warm, lines = threading.Event(), threading.Event(), list[dict[str, Any]]()
+    warmup = Engine.warmup
+
+    def rates(served: Any, mode: Any, progress: Any) -> RowRates:
+        progress(1, 3)
+        assert timed.wait(60)
+        return RowRates(seconds=0.0, seconds_per_layer={4: 0.002}, plain_seconds=0.012)
+
+    def later(engine: Engine, **options: Any) -> None:
+        assert warm.wait(60)
+        warmup(engine, **options)
+
+    monkeypatch.setattr(planning, "_rates", rates)
+    monkeypatch.setattr(Engine, "warmup", later)
+    model = served_model(folder, histogram={2: 0.9, 4: 0.1})
+    server = Server(model, address=Address(port=0), slots=4, shapes=SHAPES, log=lines.append)
+    thread, client = threading.Thread(target=server.run), Client(server.url)
+    thread.start()
+
+    def says(text: str) -> bool:
+        found = client.ask("/ready")
+        return found.status == 503 and text in found.error["message"]
+
+    try:
+        client.wait_for(lambda: says("timing blocks to plan depths, 1 of 3"))
+        timed.set()
+        client.wait_for(lambda: says("compiling, 0 of 3 programs"))
+        warm.set()
+        client.wait_for(lambda: client.ask("/ready").status == 200, seconds=300)
+    finally:
+        timed.set()
+        warm.set()
+        server.stop()
+        thread.join(60)
+    assert [line["done"] for line in lines if line["event"] == "timing"] == [1]
 
 
 def test_a_server_stays_as_asked_where_times_make_no_sense(

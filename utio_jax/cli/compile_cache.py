@@ -46,7 +46,7 @@ def machine() -> str:
     """Returns what compiled programs belong to: jaxlib's version, and the processor's features."""
     features = platform.processor() or platform.machine()
     with contextlib.suppress(OSError, StopIteration):
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
         features = next(line for line in lines if line.startswith(("flags", "Features")))
     named = " ".join(sorted(features.partition(":")[2].split() or [features]))
     return f"jaxlib-{version('jaxlib')}-{hashlib.sha256(named.encode()).hexdigest()[:12]}"

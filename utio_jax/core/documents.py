@@ -28,6 +28,23 @@ def check_ids(ids: Any, *, vocab_size: int, what: str) -> np.ndarray:
     return found.astype(np.int32)
 
 
+def check_text(text: str, what: str) -> str:
+    """Returns a text that tokenizers can read; `what` names it in errors.
+
+    Raises:
+      ValueError: it holds half a surrogate pair, which is no character.
+    """
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"Wanted {what} of whole characters. Got half a surrogate pair, "
+            f"{text[error.start]!a}, at character {error.start}. Read its source as UTF-8, or "
+            "replace it."
+        ) from None
+    return text
+
+
 def _check_range(ids: np.ndarray, *, vocab_size: int, what: str) -> None:
     if ids.size and (ids.min() < 0 or ids.max() >= vocab_size):
         raise ValueError(

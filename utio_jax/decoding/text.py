@@ -5,7 +5,7 @@
     found.texts[0], found.pieces[0], found.generated.decided[0]
 
 A stop string may begin and end inside tokens, and has many spellings in tokens: so text is
-searched, on the host.
+searched, on the host. Special pieces that it spells are searched with the text, and not shown.
 """
 
 from __future__ import annotations
@@ -247,7 +247,9 @@ class StreamedRow:
 
     def __init__(self, reader: TextReader, stops: tuple[str, ...]):
         self._reader, self.stops, self._held = reader, stops, ""
-        self._waiting = deque[tuple[str, int]]()  # Pieces of what is held back, and of whose token.
+        self._special = reader.special_in(stops)
+        # Pieces of what is held back, the number of their token, and whether they are text.
+        self._waiting = deque[tuple[str, int, bool]]()
         self.text, self.pieces, self.ended, self.stopped = "", list[str](), False, False
         self.used = self.seen = 0
 
@@ -261,6 +263,7 @@ class StreamedRow:
             return []
         for token_id in token_ids:
             self._hold(self._reader.add(int(token_id)), self.seen)
+            self._hold(self._special.get(int(token_id), ""), self.seen, is_text=False)
             self.pieces.append("")
             self.used, self.seen = self.used + 1, self.seen + 1
             if self._stopped():
@@ -272,9 +275,9 @@ class StreamedRow:
         self._stopped()
         return self._show(len(self._held))
 
-    def _hold(self, piece: str, number: int) -> None:
+    def _hold(self, piece: str, number: int, *, is_text: bool = True) -> None:
         self._held += piece
-        self._waiting.append((piece, number))
+        self._waiting.append((piece, number, is_text))
 
     def _stopped(self) -> bool:
         """Cuts what is held before a stop string; returns whether there was one."""
@@ -296,16 +299,18 @@ class StreamedRow:
 
     def _show(self, size: int) -> list[tuple[str, int]]:
         """Shows the first characters of what is held back, a piece of each of their tokens."""
-        self.text, self._held = self.text + self._held[:size], self._held[size:]
+        self._held = self._held[size:]
         shown = []
         while size:
-            piece, number = self._waiting.popleft()
+            piece, number, is_text = self._waiting.popleft()
             if len(piece) > size:  # The rest may belong to a stop string, or does.
-                self._waiting.appendleft((piece[size:], number))
+                self._waiting.appendleft((piece[size:], number, is_text))
                 piece = piece[:size]
             size -= len(piece)
-            self.pieces[number] += piece
-            shown.append((piece, number))
+            if is_text:
+                self.pieces[number] += piece
+                shown.append((piece, number))
+        self.text += "".join(piece for piece, _ in shown)
         return shown
 
 
@@ -365,7 +370,7 @@ class TextReader:
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] | np.ndarray):
-        self._decode = tokenizer.decode
+        self._tokenizer, self._decode = tokenizer, tokenizer.decode
         before, size = [int(token_id) for token_id in prompt], 8
         self._ids, self._since = before[-size:], 0
         while not self._begins(self._ids) and size < len(before):
@@ -374,6 +379,17 @@ class TextReader:
         # What goes before new text: all of it, or all but a character that it begins.
         ends = range(len(self._ids), max(-1, len(self._ids) - 4), -1)
         self._known = tuple(self._decode(self._ids[:end]) for end in ends)
+
+    def special_in(self, stops: Sequence[str]) -> dict[int, str]:
+        """Returns the special pieces that stop strings spell, by id: decoded text lacks them."""
+        if not stops:
+            return {}
+        added: Any = getattr(self._tokenizer, "get_added_tokens_decoder", dict)()
+        return {
+            token_id: piece.content
+            for token_id, piece in added.items()
+            if piece.special and any(piece.content in stop for stop in stops)
+        }
 
     def _begins(self, token_ids: list[int]) -> bool:
         """Returns whether tokens may be the first that are decoded."""

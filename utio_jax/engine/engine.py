@@ -215,6 +215,11 @@ class Engine:
         """Whether no request waits or runs."""
         return not self._known
 
+    @property
+    def programs(self) -> int:
+        """Programs that `warmup` compiles."""
+        return sum(len(self._rows.groups_of(each)) for each in self._rows.readings)
+
     def advance(self) -> list[Event]:
         """Runs one block: prompts are read into free slots, then all rows take their steps.
 

@@ -15,7 +15,7 @@ import dataclasses
 import itertools
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -133,7 +133,12 @@ def predict_seconds(
     return seconds
 
 
-def plan_mode(served: Served, histogram: Mapping[int, float]) -> DepthPlan:
+def plan_mode(
+    served: Served,
+    histogram: Mapping[int, float],
+    *,
+    progress: Callable[[int, int], None] = lambda done, blocks: None,
+) -> DepthPlan:
     """Returns whether a depth per token is faster than plain decoding where all slots run.
 
     Times blocks in which all rows stop early, and in which none does, up to three times until the
@@ -142,6 +147,7 @@ def plan_mode(served: Served, histogram: Mapping[int, float]) -> DepthPlan:
     Args:
       served: what runs, in an adaptive mode with a policy of thresholds at two depths or more.
       histogram: share of new tokens that stop at each of the policy's depths.
+      progress: called with how many kinds of blocks have been compiled and timed, of how many.
 
     Raises:
       ValueError: another mode or policy, shares of other depths, too small a capacity to time, or
@@ -160,9 +166,9 @@ def plan_mode(served: Served, histogram: Mapping[int, float]) -> DepthPlan:
             f"a histogram of {sorted(histogram)}."
         )
     full = {depth: histogram.get(depth, 0.0) for depth in depths}
-    rates, tries = _rates(served, mode), 1
+    rates, tries = _rates(served, mode, progress), 1
     while not rates.sane and tries < _TRIES:
-        rates, tries = _rates(served, mode), tries + 1
+        rates, tries = _rates(served, mode, progress), tries + 1
     if rates.sane:
         config = served.decoder.config
         seconds = predict_seconds(rates, full, rows=served.slots, config=config)
@@ -174,14 +180,17 @@ def plan_mode(served: Served, histogram: Mapping[int, float]) -> DepthPlan:
     )
 
 
-def _rates(served: Served, mode: Adaptive) -> RowRates:
+def _rates(served: Served, mode: Adaptive, progress: Callable[[int, int], None]) -> RowRates:
     """Returns what a step takes, boundaries included: where all rows stop at once, and nowhere."""
     depths, rows, slots = mode.depth_policy.depths, served.slots, Slots(served)
     plain, per_layer, shallow = dataclasses.replace(served, mode=Plain()), {}, 0.0
-    for width in (*(quarters(rows) if mode.packs(served.decoder) else ()), rows):
+    widths = (*(quarters(rows) if mode.packs(served.decoder) else ()), rows)
+    for done, width in enumerate(widths):
+        progress(done, len(widths) + 1)
         shallow = _seconds(slots, served, width, threshold=np.inf)
         deep = _seconds(slots, served, width, threshold=-np.inf)
         per_layer[width] = (deep - shallow) / (depths[-1] - depths[0])
+    progress(len(widths), len(widths) + 1)
     return RowRates(
         seconds=shallow - depths[0] * per_layer[rows],
         seconds_per_layer=per_layer,

@@ -21,6 +21,7 @@ import jinja2.nodes
 import numpy as np
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from utio_jax.core.documents import check_text
 from utio_jax.decoding.text import stream_pieces
 from utio_jax.models.huggingface import read_json
 
@@ -38,13 +39,13 @@ class ChatTemplate:
     template: str
     special_tokens: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
-    def render(self, messages: Messages, **variables: Any) -> str:
+    def render(self, messages: Messages, /, **variables: Any) -> str:
         """Returns the text of messages, see `render_chat`."""
         return render_chat(self.template, messages, **{**self.special_tokens, **variables})
 
 
 def render_chat(
-    template: str, messages: Messages, *, add_generation_prompt: bool = True, **variables: Any
+    template: str, messages: Messages, /, *, add_generation_prompt: bool = True, **variables: Any
 ) -> str:
     """Renders a chat template over messages, as transformers' `apply_chat_template` does.
 
@@ -54,12 +55,17 @@ def render_chat(
       template: a Jinja program.
       messages: at least one; keys whose value is None are left out.
       add_generation_prompt: whether to open the assistant's turn.
-      **variables: others that the template reads: special tokens, `enable_thinking`.
+      **variables: others that the template reads: special tokens, `tools`, `enable_thinking`.
 
     Raises:
-      ValueError: no messages, one that is no mapping with a role, or a template that is broken or
-        refuses them.
+      ValueError: no messages, one that is no mapping with a role, a variable named `messages`, or
+        a template that is broken or refuses them.
     """
+    if taken := [name for name in ("messages", BUDGET) if name in variables]:
+        raise ValueError(
+            f"Wanted variables of a chat template under names of their own. Got {taken[0]!r}, "
+            "which the template gets besides. Leave it out: messages are an argument of their own."
+        )
     if isinstance(messages, str) or not messages:
         raise ValueError(
             "Wanted a list of messages, at least one. Got "
@@ -74,11 +80,13 @@ def render_chat(
     said = [{key: y for key, y in message.items() if y is not None} for message in messages]
     try:
         pieces = _compiled(template).generate(
-            messages=_plain(said),
-            tools=None,
-            documents=None,
-            add_generation_prompt=add_generation_prompt,
-            **_plain(variables),
+            {
+                "tools": None,
+                "documents": None,
+                **_plain(variables),
+                "messages": _plain(said),
+                "add_generation_prompt": add_generation_prompt,
+            }
         )
         return _joined(pieces)
     except jinja2.TemplateSyntaxError as error:
@@ -95,7 +103,8 @@ def find_template(path: Path, keys: Mapping[str, Any] | None = None) -> ChatTemp
     """Returns the chat template of a model. Raises ValueError where it has none.
 
     It lies in a folder's `chat_template.jinja` or `tokenizer_config.json`, or in the metadata
-    `keys` of a GGUF file, beside which a `NAME.chat_template.jinja` wins.
+    `keys` of a GGUF file, beside which a `NAME.chat_template.jinja` wins. Special tokens are those
+    of `tokenizer_config.json`; what it lacks, `special_tokens_map.json` has in older folders.
     """
     if keys is None:
         beside = path / "chat_template.jinja"
@@ -104,7 +113,7 @@ def find_template(path: Path, keys: Mapping[str, Any] | None = None) -> ChatTemp
         beside = path.with_suffix(".chat_template.jinja")
         found, special = _from_keys(keys)
     if beside.is_file():
-        found = beside.read_text()
+        found = beside.read_text("utf-8")
     if not found:
         raise ValueError(
             f"Wanted a model with a chat template. {path} has none, so it was hardly trained to "
@@ -113,13 +122,14 @@ def find_template(path: Path, keys: Mapping[str, Any] | None = None) -> ChatTemp
     return ChatTemplate(template=found, special_tokens=special)
 
 
-def encode_chat(model: Any, messages: Messages, **variables: Any) -> np.ndarray:
+def encode_chat(model: Any, messages: Messages, /, **variables: Any) -> np.ndarray:
     """Returns the token ids of messages to a `Model`, `[token]`, the assistant's turn opened.
 
     Raises:
-      ValueError: the model has no chat template, or see `render_chat`.
+      ValueError: the model has no chat template, messages with half a surrogate pair, or see
+        `render_chat`.
     """
-    text = model.chat_template.render(messages, **variables)
+    text = check_text(model.chat_template.render(messages, **variables), "messages")
     return np.asarray(model.tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
 
 
@@ -140,18 +150,26 @@ def stream_answer(
 
 
 def _from_folder(folder: Path) -> tuple[str | None, dict[str, str]]:
-    file = folder / "tokenizer_config.json"
-    config = read_json(file, "a tokenizer's config") if file.is_file() else {}
-    special = {}
-    for name, value in config.items():
-        text = value.get("content") if isinstance(value, dict) else value
-        if name.endswith("_token") and isinstance(text, str):
-            special[name] = text
+    config, special = dict[str, Any](), dict[str, str]()
+    for name in ("special_tokens_map.json", "tokenizer_config.json"):  # The latter wins.
+        file = folder / name
+        config = read_json(file, "a tokenizer's config") if file.is_file() else {}
+        special |= _special_tokens(config)
     stored = config.get("chat_template")
     if isinstance(stored, list):  # Several, by name.
         named = [entry for entry in stored if isinstance(entry, dict)]
         stored = next((each.get("template") for each in named if each.get("name") == "default"), 0)
     return stored if isinstance(stored, str) else None, special
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the texts of the special tokens that a tokenizer's config names."""
+    texts = {
+        name: value.get("content") if isinstance(value, dict) else value
+        for name, value in config.items()
+        if name.endswith("_token")
+    }
+    return {name: text for name, text in texts.items() if isinstance(text, str)}
 
 
 _SPECIAL = {

@@ -5,9 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer
+
+from utio_jax.core.documents import check_text
 
 
 def load_tokenizer(file: str | Path, *, special_in_text: bool = False) -> Tokenizer:
@@ -46,11 +49,24 @@ def encode_documents(
 ) -> list[np.ndarray]:
     """Returns each text's token ids, `[token]` int32, opened by `bos_id` where there is one.
 
-    An empty text has no tokens; others also have what the tokenizer itself puts around a text.
+    An empty text has no tokens; others also have what the tokenizer itself puts around a text. A
+    text that spells what opens it, as a rendered chat does, is opened once.
+
+    Raises:
+      ValueError: a text with half a surrogate pair.
     """
-    encoded = tokenizer.encode_batch(list(texts))
+    names = [f"text {index}" if len(texts) > 1 else "text" for index in range(len(texts))]
+    checked = [check_text(text, name) for text, name in zip(texts, names, strict=True)]
     opening = [] if bos_id is None else [bos_id]
     return [
-        np.asarray(opening + item.ids if text else [], np.int32)
-        for text, item in zip(texts, encoded, strict=True)
+        np.asarray(opening + _opened_once(item) if text else [], np.int32)
+        for text, item in zip(texts, tokenizer.encode_batch(checked), strict=True)
     ]
+
+
+def _opened_once(encoded: Any) -> list[int]:
+    """Returns the ids of a text, without its own copy of what the tokenizer put before it."""
+    # The mask is 1 for what the tokenizer added, and 0 for a special piece that the text spells.
+    added, ids = [*encoded.special_tokens_mask, 0].index(0), encoded.ids
+    is_double = added > 0 and ids[added : 2 * added] == ids[:added]
+    return ids[added:] if is_double else ids

@@ -20,9 +20,11 @@ import numpy as np
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
+from utio_jax.decoding.text import TextReader
 from utio_jax.engine.requests import Event, Finished
 from utio_jax.serving.engine import PromptScores
 from utio_jax.serving.gate import ApiError, engine_ended, fault, note_fault
+from utio_jax.serving.pieces import token_name
 from utio_jax.serving.requests import Reading
 from utio_jax.serving.worker import EngineStoppedError, Ticket
 
@@ -41,7 +43,12 @@ class Choice:
     ) -> None:
         self.index, self.prompt, self.wanted = index, prompt, wanted
         self.finished: Finished | None = None
-        self._name_of, self._offset, self._role = service.name_of, 0, wanted.chat
+        self._pieces, self._role = service.pieces, wanted.chat
+        # Where the next token begins in the choice's text, and where its new text does.
+        self._offset = self._prompt_end = 0
+        self._echoed = ""
+        self._tokenizer = service.model.text.tokenizer
+        self._reader: TextReader | None = None  # Of its new text, where offsets are wanted.
         # Of its tokens so far, where they are wanted.
         utio = wanted.body.utio
         self._depths: list[int] | None = [] if utio is not None and utio.depths else None
@@ -49,8 +56,9 @@ class Choice:
     def echo(self, text: str, scores: PromptScores | None) -> dict[str, Any]:
         """Returns the choice's first part where the prompt belongs to it."""
         depths = [(text, 0)] if self._depths is not None else None
+        self._echoed = text
         part = self._part(text, scores, self.prompt, depths, reason=None)
-        self._offset = len(text)
+        self._offset = self._prompt_end = len(text)
         return part
 
     def add(self, event: Event) -> dict[str, Any] | None:
@@ -96,7 +104,7 @@ class Choice:
         return part
 
     def _list_logprobs(self, tokens: Event | PromptScores) -> dict[str, Any]:
-        names = [self._name_of(int(token)) for token in tokens.token_ids]
+        names = [self._pieces(int(token)).name for token in tokens.token_ids]
         numbers = [_number(each) for each in tokens.log_probabilities]
         tops, count = [], self.wanted.logprobs or 0
         for place, (name, number) in enumerate(zip(names, numbers, strict=True)):
@@ -105,18 +113,41 @@ class Choice:
                 continue
             top = {name: number} if count else {}
             for token, value in self._top(tokens, place, count):
-                # Two tokens may have the same text: the more probable one speaks for both.
-                said = self._name_of(token)
-                top[said] = max(top.get(said, -math.inf), value)
+                if token == int(tokens.token_ids[place]):
+                    continue
+                other = self._pieces(token).name
+                # Some vocabularies spell one text by two tokens.
+                top[token_name(token) if other in top else other] = value
             tops.append(top)
-        starts = self._offset + np.cumsum([0, *map(len, names)])
-        self._offset = int(starts[-1])
         return {
             "tokens": names,
             "token_logprobs": numbers,
             "top_logprobs": tops,
-            "text_offset": [int(start) for start in starts[:-1]],
+            "text_offset": self._starts(tokens),
         }
+
+    def _starts(self, tokens: Event | PromptScores) -> list[int]:
+        """Returns where in the choice's text each token begins, in characters.
+
+        Tokens of one character begin where it does. Behind a stop string, all are at the end.
+        """
+        size, echoed, starts = math.inf, "", list[int]()
+        if isinstance(tokens, PromptScores):
+            size, echoed, reader = len(self._echoed), self._echoed, TextReader(self._tokenizer, ())
+        else:
+            reader = self._reader = self._reader or TextReader(self._tokenizer, self.prompt)
+            if tokens.finished is not None:
+                size = self._prompt_end + len(tokens.finished.text)
+        for token in tokens.token_ids:
+            text, piece = reader.add(int(token)), self._pieces(int(token))
+            if not text and echoed.startswith(piece.name, self._offset):
+                text = piece.name  # A special piece that the prompt spells.
+            end = self._offset + len(text)
+            # What the token itself adds: its text may end characters that others have begun.
+            own = len(piece.name) if piece.is_text else len(text)
+            starts.append(int(min(max(self._offset, end - own), size)))
+            self._offset = end
+        return starts
 
     def _chat_logprobs(self, tokens: Event | PromptScores) -> dict[str, Any]:
         content = []
@@ -129,10 +160,8 @@ class Choice:
         return {"content": content, "refusal": None}
 
     def _named(self, token: int, number: float | None) -> dict[str, Any]:
-        name = self._name_of(token)
-        # Half a character has bytes that its text does not have.
-        known = None if "\ufffd" in name else [*name.encode()]
-        return {"token": name, "logprob": number, "bytes": known}
+        piece = self._pieces(token)
+        return {"token": piece.name, "logprob": number, "bytes": [*piece.data]}
 
     def _top(self, tokens: Event | PromptScores, place: int, count: int) -> list[tuple[int, float]]:
         if tokens.alternatives is None:
@@ -169,6 +198,9 @@ def joined(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
                 key: None if first is None else _chained(part[key] for part in found)
                 for key, first in found[0].items()
             }
+    if not chat and whole.get("logprobs") is not None:  # A stop string may span several parts.
+        starts, size = whole["logprobs"]["text_offset"], len(whole["text"])
+        whole["logprobs"]["text_offset"] = [min(start, size) for start in starts]
     if "token_ids" in whole:
         whole["token_ids"] = _chained(part["token_ids"] for part in parts)
     return whole
@@ -311,8 +343,12 @@ class Answer(Response):
     async def _stream(self, send: Send) -> JSONResponse | None:
         """Sends events as they come; returns the answer where it fails before the first."""
         head, begun = dict(self._head), False
+        options = self._reading.body.stream_options
+        counts = options is not None and bool(options.include_usage)
         if self._reading.chat:
             head["object"] += ".chunk"
+        if counts:  # Of all chunks but the last.
+            head["usage"] = None
 
         async def write(frame: Any, *, more: bool = True) -> None:
             nonlocal begun
@@ -334,8 +370,7 @@ class Answer(Response):
             self._record["error"] = error.body["error"]["code"]
             await write(error.body, more=False)
             return None
-        options = self._reading.body.stream_options
-        if options is not None and options.include_usage:
+        if counts:
             await write({**head, "choices": [], "usage": self._usage()})
         await write("data: [DONE]\n\n", more=False)
         return None

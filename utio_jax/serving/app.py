@@ -39,6 +39,7 @@ from utio_jax.serving.gate import (
 )
 from utio_jax.serving.metrics import Metrics
 from utio_jax.serving.model import Limits, ServedModel
+from utio_jax.serving.pieces import Piece, PieceReader
 from utio_jax.serving.requests import Reader, Reading
 from utio_jax.serving.schema import (
     ChatRequest,
@@ -175,10 +176,9 @@ class Application:
         }
 
     @functools.cached_property
-    def name_of(self) -> Callable[[int], str]:
-        """Returns a token's own text."""
-        decode = self.model.text.tokenizer.decode
-        return functools.lru_cache(maxsize=2**17)(lambda token: decode([token]))
+    def pieces(self) -> Callable[[int], Piece]:
+        """Returns a token's own name and bytes."""
+        return functools.lru_cache(maxsize=2**17)(PieceReader(self.model.text.tokenizer))
 
     def _planned(self, served: Served) -> None:
         """Times whether a depth per token pays; where it does not, requests run in full by default.
@@ -189,7 +189,7 @@ class Application:
             return
         record: dict[str, Any] = {"event": "planned"}
         try:
-            plan = plan_mode(served, self.model.histogram)
+            plan = plan_mode(served, self.model.histogram, progress=self._timed)
         except ValueError as error:  # A noisy machine: it stays as the operator asked for it.
             self._log({**record, "why": str(error)})
             return
@@ -204,9 +204,14 @@ class Application:
         rates = plan.rates.to_json()
         self._log({**record, "speedup": round(ratio, 3), "why": self.planned, **rates})
 
+    def _timed(self, done: int, blocks: int) -> None:
+        self.compiled = f"timing blocks to plan depths, {done} of {blocks}"
+        self._log({"event": "timing", "done": done, "blocks": blocks})
+
     def _compiled(self, done: int, programs: int) -> None:
         self.compiled = f"compiling, {done} of {programs} programs"
-        self._log({"event": "compiling", "done": done, "programs": programs})
+        if done:
+            self._log({"event": "compiling", "done": done, "programs": programs})
 
     def _ready(self) -> None:
         self.ready, self.gate.refusing = True, None

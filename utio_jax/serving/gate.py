@@ -157,11 +157,17 @@ class Gate:
         }
         scope.setdefault("state", {})["record"] = record
 
+        is_head = scope["method"] == "HEAD"
+        if is_head:  # Answered as GET, without the body.
+            scope = {**scope, "method": "GET"}
+
         async def give(message: Message) -> None:
             if message["type"] == "http.response.start":
                 record["status"] = message["status"]
                 own = (b"x-request-id", record["id"].encode()), _NO_SNIFFING
                 message = {**message, "headers": [*message.get("headers", ()), *own]}
+            elif is_head:
+                message = {**message, "body": b""}
             await send(message)
 
         async def answer(error: ApiError) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from utio_jax.core.documents import check_text
 from utio_jax.decoding.sampling import SamplingParams
 from utio_jax.decoding.thinking import Thinking
 from utio_jax.serving.gate import ApiError
@@ -113,12 +114,9 @@ class Reader:
             return [np.asarray(self._bare(text), np.int32) for text in texts]
 
         try:
-            for text in texts:
-                text.encode()
+            for row, text in enumerate(texts):
+                check_text(text, f"prompt {row}" if len(texts) > 1 else "text")
             return await asyncio.to_thread(work) if sum(map(len, texts)) > _LONG else work()
-        except UnicodeEncodeError:
-            said = "Wanted text of whole characters. Got half a surrogate pair."
-            raise _refused(said, "prompt") from None
         except ValueError as error:
             raise _refused(error, "prompt") from error
 
@@ -149,9 +147,6 @@ class Reader:
         if isinstance(given[0], str):
             return await self.encode(given)
         rows = [given] if isinstance(given[0], int) else given
-        vocab, highest = self.model.text.decoder.config.vocab_size, max(map(max, rows))
-        if highest >= vocab:
-            raise _refused(f"Wanted token ids below {vocab}. Got {highest}.", "prompt")
         return [np.asarray(row, np.int32) for row in rows]
 
     def _reading(
@@ -168,17 +163,8 @@ class Reader:
         if body.stream_options is not None and not body.stream:
             said = "Wanted stream=true with stream_options. Set it, or leave them out."
             raise _refused(said, "stream_options")
-        for prompt in prompts:
-            if not prompt.size:
-                raise _refused("Wanted a prompt of at least one token. Got none.", "prompt")
-            if prompt.size + most > self.context:
-                raise ApiError(
-                    400,
-                    f"Wanted a prompt and an answer within {self.context} tokens. Got a prompt of "
-                    f"{prompt.size} and max_tokens of {most}: {prompt.size + most}. Cut one of "
-                    "them.",
-                    code="context_length_exceeded",
-                )
+        for row, prompt in enumerate(prompts):
+            self._check_prompt(prompt, most, f" in prompt {row}" if len(prompts) > 1 else "")
         if not most and echo is None:
             raise _refused("Wanted max_tokens of at least 1, or echo=true. Got 0.", "max_tokens")
         options, about = self._engine_options(body.utio)
@@ -210,6 +196,21 @@ class Reader:
             about={**about, "prompt_logprobs_of": "full"} if scored else about,
             logprobs=logprobs,
         )
+
+    def _check_prompt(self, prompt: np.ndarray, most: int, where: str) -> None:
+        """Refuses a prompt that the engine cannot take; `where` is which of several it is."""
+        vocab = self.model.text.decoder.config.vocab_size
+        if not prompt.size:
+            raise _refused(f"Wanted a prompt of at least one token. Got none{where}.", "prompt")
+        if (highest := int(prompt.max())) >= vocab:
+            raise _refused(f"Wanted token ids below {vocab}. Got {highest}{where}.", "prompt")
+        if prompt.size + most > self.context:
+            raise ApiError(
+                400,
+                f"Wanted a prompt and an answer within {self.context} tokens. Got {prompt.size} "
+                f"tokens{where} and max_tokens of {most}: {prompt.size + most}. Cut one of them.",
+                code="context_length_exceeded",
+            )
 
     def _thinking(self, budget: int | None) -> Thinking:
         """Returns how long a request's choices may think: by its own budget, or the operator's."""

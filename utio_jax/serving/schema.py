@@ -32,7 +32,7 @@ _NOTHING: dict[str, tuple[Any, ...]] = {
     for names, values in (
         ("frequency_penalty presence_penalty min_tokens prompt_logprobs", (0,)),
         ("best_of repetition_penalty length_penalty", (1,)),
-        ("functions tools bad_words", ([],)),
+        ("functions tools documents bad_words", ([],)),
         ("logit_bias chat_template_kwargs", ({},)),
         ("echo_prompt use_beam_search continue_final_message", (False,)),
         ("add_generation_prompt", (True,)),
@@ -143,13 +143,14 @@ class Message(BaseModel):
     content: str | Annotated[list[TextPart], Field(fail_fast=True, max_length=2**12)] | None = None
 
     def plain(self) -> dict[str, Any]:
-        """Returns the message as templates take it: one text, and `system` for `developer`."""
+        """Returns the message as templates take it: one text, and `system` for `developer`.
+
+        Further fields, as `tool_calls` and `reasoning_content`, are the template's to read.
+        """
         content = self.content
         text = content if isinstance(content, str) else "".join(p.text for p in content or ())
         role = "system" if self.role == "developer" else self.role
-        name = (self.model_extra or {}).get("name")
-        named = {"name": name} if isinstance(name, str) else {}
-        return {"role": role, "content": text, **named}
+        return {**(self.model_extra or {}), "role": role, "content": text}
 
 
 Messages = Annotated[list[Message], Field(fail_fast=True, max_length=2**12)]

@@ -174,6 +174,7 @@ class Worker:
 
     def _warmup(self) -> None:
         done, rest = 0, self._scorer.programs
+        self._call(self._on_progress, 0, self._engine.programs + rest)
 
         def engine_progress(count: int, programs: int) -> None:
             nonlocal done

@@ -25,7 +25,7 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows
 
-from utio_jax.core.documents import Batch, batches_of, row_widths
+from utio_jax.core.documents import Batch, batches_of, check_text, row_widths
 from utio_jax.decoding.base import Mode, Plain
 from utio_jax.decoding.loop import Lengths
 from utio_jax.decoding.prefill import Prefill
@@ -134,7 +134,7 @@ class UtioLM(TemplateLM):
         self, string: str, add_special_tokens: bool | None = None, **_: Any
     ) -> list[int]:
         """Returns token ids, opened as the model's texts are, unless the string already is."""
-        ids = self.tokenizer.encode(string, add_special_tokens=False).ids
+        ids = self.tokenizer.encode(check_text(string, "text"), add_special_tokens=False).ids
         known = len(self.opening)
         if add_special_tokens is False or ids[:known] == self.opening:
             return ids
@@ -247,7 +247,8 @@ class UtioLM(TemplateLM):
     def _request(self, context: str, options: dict[str, Any]) -> _Request:
         """Reads what the harness asks of one prompt."""
         wanted: dict[str, Any] = dict(normalize_gen_kwargs(options))
-        stops, size = tuple(wanted.pop("until")), wanted.pop("max_gen_toks")
+        until, size = wanted.pop("until"), wanted.pop("max_gen_toks")
+        stops = tuple(stop for stop in until if stop is not None)  # `until: null` is [None] here.
         if size >= self.max_length:
             raise ValueError(
                 f"Wanted max_gen_toks below the model's context of {self.max_length} tokens, so "
@@ -278,10 +279,6 @@ class UtioLM(TemplateLM):
         requests = [asked[index] for index in chosen]
         prompts, stops = [each.prompt for each in requests], [each.stops for each in requests]
         sampling = [each.sampling for each in requests]
-        # Text is decoded without special pieces: one that is a stop string has to be an id.
-        pieces = self.tokenizer.get_added_tokens_decoder().items()
-        special = {piece.content: index for index, piece in pieces if piece.special}
-        ends = [{special[stop] for stop in mine if stop in special} for mine in stops]
         longest = max(prompt.size for prompt in prompts)
         widths = row_widths(self.max_length)
         found = generate_text(
@@ -291,7 +288,6 @@ class UtioLM(TemplateLM):
             mode=self.mode,
             sampling=sampling,
             max_new_tokens=requests[0].max_new_tokens,
-            eos_ids=[sorted({*decoder.config.eos_ids, *mine}) for mine in ends],
             seeds=chosen,
             prefill=self.prefill,
             lengths=Lengths(prompt_step=next(width for width in widths if width >= longest)),
