@@ -38,7 +38,8 @@ class RowRates:
     """What a step of decoding takes, measured on one device for one model and number of slots.
 
     Attributes:
-      seconds: of what runs whatever the depth: embedding, boundaries, head, sampling.
+      seconds: of what runs whatever the depth: embedding, boundaries, head, sampling. Extrapolated,
+        and so at times below 0, which a prediction takes as 0.
       seconds_per_layer: of a layer on so many rows, by number of rows: the widths that rows are
         packed into, and all rows.
       plain_seconds: of the plain model's step.
@@ -59,9 +60,9 @@ class RowRates:
         return bool(np.min([*each, plain]) > 0) and -plain / 4 < self.seconds < math.inf
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the rates in milliseconds, JSON-ready."""
+        """Returns the rates in milliseconds, JSON-ready; none is negative."""
         return {
-            "ms": round(1e3 * self.seconds, 4),
+            "ms": round(1e3 * max(0.0, self.seconds), 4),
             "ms_per_layer": {
                 str(width): round(1e3 * each, 4) for width, each in self.seconds_per_layer.items()
             },
@@ -112,7 +113,7 @@ def predict_seconds(rates: RowRates, histogram: Mapping[int, float], *, rows: in
     needed = [next(width for width in widths if width >= n) for n in range(1, rows + 1)]
     layer = np.asarray([0.0, *(rates.seconds_per_layer[width] for width in needed)])
     goes_on = np.clip(1.0 - np.cumsum([0.0, *shares[:-1]]) / shares.sum(), 0.0, 1.0)
-    seconds = rates.seconds
+    seconds = max(0.0, rates.seconds)
     for (start, stop), share in zip(itertools.pairwise((0, *depths)), goes_on, strict=True):
         seconds += (stop - start) * float(binom.pmf(np.arange(rows + 1), rows, share) @ layer)
     return seconds
