@@ -24,16 +24,17 @@ import jax
 import numpy as np
 
 from utio_jax.core.decoder import Decoder, Params
+from utio_jax.core.terminal import count_on_terminal
 from utio_jax.decoding.base import Mode, Plain
 from utio_jax.decoding.loop import check_prompts
 from utio_jax.decoding.prefill import Prefill
 from utio_jax.decoding.sampling import SamplingParams, check_sampling
-from utio_jax.decoding.state import Columns, Stops, stop_rules
+from utio_jax.decoding.state import STOPS_ROOM, Columns, Stops, stop_rules
 from utio_jax.decoding.text import StreamedRow, TextModel, TextReader, Tokenizer, checked_stops
 from utio_jax.decoding.thinking import Thinking
 from utio_jax.engine.blocks import read_report
 from utio_jax.engine.depths import RequestPolicy, thresholds_of
-from utio_jax.engine.requests import STOPS_ROOM, EngineStats, Event, Finished, Request
+from utio_jax.engine.requests import EngineStats, Event, Finished, Request
 from utio_jax.engine.slots import Served, Shapes, Slots
 
 
@@ -264,8 +265,10 @@ class Engine:
         now = {"queued": queued, "running": running, "ended": {**self._stats.ended}}
         return dataclasses.replace(self._stats, **now)
 
-    def warmup(self, *, progress: Callable[[int, int], None] = lambda done, programs: None) -> None:
+    def warmup(self, *, progress: Callable[[int, int], None] | None = None) -> None:
         """Compiles every program that requests may need; `progress` is called with counts of them.
+
+        Without `progress`, a line on a terminal counts them.
 
         Raises:
           ValueError: requests wait or run.
@@ -283,6 +286,9 @@ class Engine:
         # One of them is cancelled, so that a slot is released, too; another has to run a block.
         least = 2 if rows.groups == [1] else 1
         # Twice: what a program returns may be laid out otherwise than what it was first given.
+        if progress is None:
+            progress = count_on_terminal("Compiling programs of the engine")
+            progress(0, len(programs))
         try:
             for done, (reading, group) in enumerate(programs * 2, start=1):
                 # Of chunks, all widths of keys: as long a prompt as there can be.

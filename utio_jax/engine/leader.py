@@ -169,7 +169,7 @@ class LeaderEngine(Engine):
                 self._unsettled = False
             return super().advance()
 
-    def warmup(self, *, progress: Callable[[int, int], None] = lambda done, programs: None) -> None:
+    def warmup(self, *, progress: Callable[[int, int], None] | None = None) -> None:
         """Compiles every program on all processes, see `Engine.warmup`."""
         with lost_processes():
             super().warmup(progress=progress)

@@ -13,14 +13,10 @@ from jaxtyping import Float, Int, UInt32
 
 from utio_jax.core.pytrees import pytree
 from utio_jax.decoding.sampling import SamplingParams, rows_of
-from utio_jax.decoding.state import Columns, Stops, stop_rules
+from utio_jax.decoding.state import STOPS_ROOM, Columns, Stops, stop_rules
 from utio_jax.decoding.text import StreamedRow
 from utio_jax.decoding.thinking import Thinking, ThinkingRows, Thought, opening, thought_of
 from utio_jax.engine.blocks import TALLIED, RowReport, Rules
-
-STOPS_ROOM = (8, 4, 16)
-"""End tokens, stop sequences and tokens of one that a request may bring of its own: static shapes,
-so that none compiles anything."""
 
 END_REASONS = ("eos", "stop", "length", "cancelled", "deadline", "interrupted")
 """Why requests end. Interrupted: an `Engine.advance` that ran it did not return."""
