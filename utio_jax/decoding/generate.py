@@ -269,7 +269,7 @@ def _batches(
             else jax.tree.map(lambda x: x[part], drawn),
             "eos_ids": ends,
             "stop_sequences": sequences,
-            "seeds": seeds[part],
+            "seeds": seeds[part].tolist(),
             "stop_when": stop_when and (lambda row, new: stop_when(start + row, new)),
             "thinking": thinking[part],
         }
