@@ -56,6 +56,12 @@ def test_a_budget_alone_means_a_depth_per_token() -> None:
     assert Evaluate().policy_name == "full"
 
 
+def test_a_server_runs_the_model_in_full_unless_asked() -> None:
+    """Of a model that comes with fitted depths, too."""
+    assert isinstance(Serve().served().mode, Plain)
+    assert isinstance(Serve(budget=0.75).served().mode, Adaptive)
+
+
 def test_a_server_has_other_budgets_of_a_policy_and_full_depth() -> None:
     """Of one that remembers earlier exits, too; chance has no budgets of its own."""
     served = Serve(policy="utio_surrogate", budget=0.6).served()

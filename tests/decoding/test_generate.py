@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -26,9 +27,10 @@ from helpers.policies import SurePasses
 
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.base import Plain
-from utio_jax.decoding.generate import stream
+from utio_jax.decoding.generate import generate, stream
 from utio_jax.decoding.loop import Lengths, advance, run_chunks
 from utio_jax.decoding.lossless import Lossless
+from utio_jax.decoding.prefill import Prefill
 from utio_jax.decoding.sampling import SamplingParams, rows_of
 from utio_jax.policies.depth import Thresholded, given_depths, random_depths, uniform
 
@@ -133,6 +135,62 @@ def test_each_prompt_may_be_sampled_and_end_in_its_own_way(model, plain, count_c
         others = [methods[1], SamplingParams(temperature=1.0, min_p=0.2, top_k=30), methods[0]]
         run(model, sampling=others, stop_sequences=stops, **how)
     assert compiles.count == 0
+
+
+def test_other_stops_compile_nothing(model, plain, count_compiles):
+    """None, one, several, longer ones: rows have places for them."""
+    run(model)
+    pair = plain.token_ids[0][8:10].tolist()
+    with count_compiles() as compiles:
+        one = run(model, stop_sequences=[pair])
+        run(model, stop_sequences=[pair, [1, 2, 3]], eos_ids=[63, 62])
+        run(model, stop_sequences=[[[1] * 16], [[2]] * 4, []], eos_ids=range(50, 58))
+    assert compiles.count == 0
+    assert one.finish_reasons[0] == "stop"
+
+
+def test_many_prompts_run_in_batches_and_come_out_in_order(model, plain, monkeypatch):
+    """Each of five rows brings its own options, and no batch holds more than two."""
+    prompts = [*PROMPTS, [6, 6], [1]]
+    ids = [row.tolist() for row in plain.token_ids]
+    options = {
+        "sampling": [SamplingParams(), *[SamplingParams(temperature=0.8)] * 4],
+        "eos_ids": [[ids[0][6]], [], [], [], []],
+        "stop_sequences": [[], [], [], [[3], [9]], []],
+        "seeds": 5,
+        "max_new_tokens": 20,
+        "prefill": Prefill(),
+    }
+    sizes, asked = [], []
+
+    def noted(decoder, params, prompts, **options):
+        sizes.append(len(prompts))
+        return run_chunks(decoder, params, prompts, **options)
+
+    def stop_when(row, new):
+        asked.append(row)
+        return row == 4
+
+    whole = run(model, prompts, stop_when=stop_when, **options)
+    monkeypatch.setattr(sys.modules[generate.__module__], "run_chunks", noted)
+    result = run(model, prompts, stop_when=stop_when, max_batch=2, **options)
+    assert sizes == [2, 2, 1]
+    assert {*asked} == {1, 2, 3, 4}  # The first has ended by then.
+    assert result.finish_reasons == whole.finish_reasons
+    assert (result.group, result.prompt_width) == (2, whole.prompt_width)
+    for name in ("token_ids", "decided", "executed", "prompt_depths"):
+        for one, other in zip(getattr(result, name), getattr(whole, name), strict=True):
+            np.testing.assert_array_equal(one, other)
+    assert result.prompt_work is not None
+    assert whole.prompt_work is not None
+    assert result.prompt_work.queries.shape == whole.prompt_work.queries.shape
+    np.testing.assert_array_equal(result.steps, whole.steps)
+    with pytest.raises(ValueError, match="token ids from 0 to 63.*in prompt 4"):
+        run(model, [*prompts[:4], [64]], max_batch=2)
+    with pytest.raises(ValueError, match="max_batch of at least 1 prompt. Got max_batch=0"):
+        run(model, max_batch=0)
+    with pytest.raises(TypeError, match="all prompts step together. Got max_batch"):
+        next(stream(model.decoder, model.params, PROMPTS, max_batch=2))
 
 
 STREAMED = {"max_new_tokens": 40, "eos_ids": (), "lengths": SMALL}

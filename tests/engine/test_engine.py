@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import gc
@@ -31,7 +32,8 @@ from helpers.generation import lively_model
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from utio_jax.decoding.text import generate_text
-from utio_jax.engine import Engine, Shapes
+from utio_jax.engine import Engine, EngineStats, Shapes, slots
+from utio_jax.engine.requests import Request
 from utio_jax.models.presets import TINY
 
 POOL = pool(24, seed=3)
@@ -286,9 +288,90 @@ def test_the_row_of_a_cancelled_request_takes_no_further_step() -> None:
         engine.advance()
     engine.cancel(number)
     engine.advance()
-    assert engine.stats().ended == {"eos": 0, "stop": 1, "length": 0, "cancelled": 2, "deadline": 0}
+    ended = {reason: count for reason, count in engine.stats().ended.items() if count}
+    assert ended == {"stop": 1, "cancelled": 2}
     assert np.sum(engine._rows.state.active) == engine.stats().running == 1
     engine.drain()
+
+
+@functools.cache
+def interrupted_engine(*, late: bool) -> Engine:
+    shapes = dataclasses.replace(SHAPES, chunk=4)
+    options: dict[str, Any] = {"read_late": late, "shapes": shapes, "tokenizer": Letters()}
+    return engine_of(lively_model(), modes()["plain"][0], **options)
+
+
+def interrupt_after(patch: pytest.MonkeyPatch, owner: Any, name: str, *, calls: int) -> list[int]:
+    """Makes a function raise KeyboardInterrupt once, after it has done its work so many times."""
+    function, counts = getattr(owner, name), [0]
+
+    def interrupted(*arguments: Any, **options: Any) -> Any:
+        result = function(*arguments, **options)
+        counts[0] += 1
+        if counts[0] == calls:
+            raise KeyboardInterrupt
+        return result
+
+    patch.setattr(owner, name, interrupted)
+    return counts
+
+
+INTERRUPTED = [
+    *((slots, name) for name in ("run_block", "admit", "_put_rules", "read_chunk", "close_prompt")),
+    (slots, "open_prompt"),
+    (Engine, "_take"),
+    (Engine, "_read_prompts"),
+    (Engine, "_end_by_host"),
+    (Request, "take"),
+    (Request, "finish"),
+    (EngineStats, "add"),
+]
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize(("owner", "name"), INTERRUPTED, ids=[name for _, name in INTERRUPTED])
+def test_an_engine_goes_on_after_an_interrupt_anywhere(
+    owner: Any, name: str, late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it donated is gone: requests in slots end by name with a prefix, the others run."""
+    engine, prompts = interrupted_engine(late=late), [[1, 2], [3], [4, 5, 6, 7, 8], [2] * 6, [6]]
+    options: dict[str, Any] = {"max_new_tokens": 9, "eos_ids": ()}
+    numbers = [engine.submit(prompt, **options) for prompt in prompts]
+    expected = engine.drain()
+    for calls in (1, 2):
+        again = [engine.submit(prompt, **options) for prompt in prompts]
+        with monkeypatch.context() as patch:
+            counts = interrupt_after(patch, owner, name, calls=calls)
+            with contextlib.suppress(KeyboardInterrupt):
+                engine.drain()
+            assert counts[0] == calls, "not interrupted"
+        ended = engine.drain()
+        assert ended.keys() == {*again}
+        for number, other in zip(again, numbers, strict=True):
+            result, whole = ended[number], expected[other]
+            assert result.reason in ("length", "interrupted")
+            size = result.token_ids.size
+            assert size == 9 or result.reason == "interrupted"
+            np.testing.assert_array_equal(result.token_ids, whole.token_ids[:size])
+            assert whole.text.startswith(result.text)
+        assert engine.idle
+        last = engine.submit(prompts[0], **options)
+        np.testing.assert_array_equal(
+            engine.drain()[last].token_ids, expected[numbers[0]].token_ids
+        )
+
+
+def test_an_interrupted_warmup_leaves_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_of(lively_model(), modes()["plain"][0])
+    with monkeypatch.context() as patch:
+        interrupt_after(patch, slots, "run_block", calls=1)
+        with pytest.raises(KeyboardInterrupt):
+            engine.warmup()
+    assert engine.idle
+    assert engine.stats().new_tokens == 0
+    engine.warmup()
+    number = engine.submit([1, 2], max_new_tokens=3, eos_ids=())
+    assert engine.drain()[number].token_ids.size == 3
 
 
 @pytest.mark.parametrize("late", [False, True])

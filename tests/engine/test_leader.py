@@ -146,6 +146,22 @@ def test_an_error_of_the_runtime_means_that_a_process_is_lost(
             engine.advance()
 
 
+def test_a_leader_that_was_interrupted_says_that_all_have_to_start_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with spread(lively_model()) as (engine, _):
+        engine.submit([1, 2, 3], max_new_tokens=40, eos_ids=())
+
+        def interrupted(*_: Any) -> Any:
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(Slots, "run", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.advance()
+        with pytest.raises(RuntimeError, match="interrupted, or has failed.*start them again"):
+            engine.advance()
+
+
 def test_a_worker_asks_the_leader_to_end_and_rests_meanwhile() -> None:
     model, asked = lively_model(), list[bool]()
     with exchanges(2) as (first, second), ThreadPoolExecutor() as threads:
@@ -172,7 +188,7 @@ def test_arrays_of_requests_arrive_as_they_were_sent() -> None:
         max_new_tokens=8,
         sampling=SamplingParams(temperature=1.2, top_k=12, top_p=0.9, min_p=0.1),
     )
-    sent = engine._rows.fresh([*engine._queue], rows=3, width=4)
+    sent = engine._rows.fresh([*engine._known.values()], rows=3, width=4)
     like = engine._rows.fresh((), rows=1, width=1)
     found = decode(json.loads(json.dumps(encode(sent))), like)
     assert jax.tree.structure(found) == jax.tree.structure(sent)

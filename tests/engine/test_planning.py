@@ -102,7 +102,13 @@ def test_a_plan_is_made_of_timed_blocks(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_times_that_cannot_be_are_seen() -> None:
     assert RATES.sane
-    assert dataclasses.replace(RATES, seconds=-0.5).sane, "a line through noisy times"
+    below = dataclasses.replace(RATES, seconds=-0.5)
+    assert below.sane, "a line through noisy times"
+    # Nothing takes less than no time: neither in a log nor in a prediction.
+    assert below.to_json()["ms"] == 0.0
+    none = dataclasses.replace(RATES, seconds=0.0)
+    histogram = {1: 0.5, 4: 0.5}
+    assert predict_seconds(below, histogram, rows=8) == predict_seconds(none, histogram, rows=8)
     for changed in (
         {"seconds": -4.0},
         {"plain_seconds": -1e-3},

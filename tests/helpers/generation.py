@@ -210,7 +210,15 @@ def assert_drawn_law(mode: Any) -> None:
     model, rows = lively_model(vocab_size=6, eos_ids=()), 4000
     sampling = SamplingParams(temperature=0.9, top_k=4)
     # A short and a long loop in one batch; only the joint law of the first tokens is compared.
-    result = run(model, [[0, 3]] * rows, mode=mode, sampling=sampling, max_new_tokens=4, seeds=100)
+    result = run(
+        model,
+        [[0, 3]] * rows,
+        mode=mode,
+        sampling=sampling,
+        max_new_tokens=4,
+        seeds=100,
+        max_batch=rows,
+    )
     tokens, statistic, cells = np.stack(result.token_ids), 0.0, 0
     for first, second, third in itertools.product(np.unique(tokens[:, 0]), range(6), range(6)):
         mine, new = tokens[tokens[:, 0] == first], np.array([first, second, third, 0])

@@ -9,11 +9,10 @@ import os
 import sys
 import traceback
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 
-from utio_jax.calibration.advice import advise
 from utio_jax.cli.options import (
     OfMode,
     OfProcesses,
@@ -40,14 +39,12 @@ class Serve(OfMode, OfProcesses):
     With --distributed, in several processes with the same options, the model is split over the
     devices of all of them. Process 0 listens; if one is lost, all end.
 
-    A request may bring a budget that the policy was calibrated for, and with --think-end how long
-    it thinks; otherwise these options count. An adaptive server times at its start whether a depth
-    per token pays; where it does not, requests run in full that ask for nothing else.
+    By default the model runs in full. With --budget or --mode adaptive, requests run at a depth per
+    token, and may bring a budget that the policy was calibrated for. Such a server times at its
+    start whether that pays; where it does not, requests run in full that ask for nothing else. With
+    --think-end, requests say how long they think.
 
     Attributes:
-      mode: plain, the model as it is; lossless, its own tokens, drafted and checked; adaptive, a
-        depth per token. By default adaptive where the model comes with depths that may pay, else
-        plain.
       think_end: what the model writes where its thinking ends, as `</think>`, and what is forced
         where it has to end. Without it nothing is known of thinking.
       think_start: behind which it thinks, as `<think>`. By default from the first new token on.
@@ -67,7 +64,6 @@ class Serve(OfMode, OfProcesses):
         "serve --model DIR --host 0.0.0.0 --api-key-file key.txt",
     )
 
-    mode: Literal["plain", "lossless", "adaptive"] | None = None
     think_end: Rare[str | None] = None
     think_start: Rare[str | None] = None
     max_thinking_tokens: Rare[int | None] = None
@@ -129,8 +125,6 @@ class Serve(OfMode, OfProcesses):
 
         named = self.named_mode()  # Before the model is loaded.
         model = self.load()
-        if self.mode is None and _may_pay(model):
-            named = "adaptive"
         prefill, (mode, routing) = self.prefill(model), self._mode(model, named)
         return ServedModel(
             name=self.name or Path(self.model).stem,
@@ -191,16 +185,6 @@ class Serve(OfMode, OfProcesses):
             start_ids=() if self.think_start is None else ids(self.think_start),
             max_tokens=self.max_thinking_tokens,
         )
-
-
-def _may_pay(model: Any) -> bool:
-    """Returns whether a model comes with fitted depths, and its own calibration does not object."""
-    try:
-        calibration = model.calibration
-        calibration.budget_of("learned")
-        return advise(model.decoder, calibration.info, lens=bool(model.lens)) is None
-    except (KeyError, ValueError):
-        return False
 
 
 def _chat_of(model: Any) -> Any:

@@ -13,7 +13,7 @@ from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from utio_jax.attention.cache import KVCache
 from utio_jax.core.arrays import most_probable
@@ -33,9 +33,10 @@ class Proposal:
       cache: with the shallow K/V of all pending tokens.
       x: their states, behind the layers that the drafter ran.
       token_ids: the drafts.
-      log_q: the distributions that they were drawn from; None where nothing is drawn.
+      log_q: the distributions that they were drawn from; None where no draft was drawn.
       counts: drafts per row.
       rounds: tokens that the longest row ran one by one.
+      matched: rows that have a draft, those included that do not have it verified.
     """
 
     cache: KVCache
@@ -44,6 +45,7 @@ class Proposal:
     log_q: Float[Array, "batch draft vocab"] | None
     counts: Int[Array, " batch"]
     rounds: Int[Array, ""]
+    matched: Bool[Array, " batch"]
 
 
 def round_keys(state: DecodeState, positions: Int[Array, "batch token"], stream: int) -> jax.Array:
@@ -72,6 +74,7 @@ class ExitDrafter:
             log_q=None if greedy else jnp.zeros((batch, most, vocab), jnp.float32),
             counts=jnp.where(active, jnp.int32(most), 0),
             rounds=jnp.int32(most + 1),
+            matched=active,
         )
 
         def step(at: jax.Array, carry: tuple[Proposal, jax.Array]) -> tuple[Proposal, jax.Array]:
@@ -135,6 +138,11 @@ class NGram:
     `prompt_lookup_num_tokens`. The longest match wins, among these the latest. A match so close to
     the end that the text behind it is shorter than the draft repeats it, as a copy in LZ77 does.
 
+    A row drafts while its first drafts are right in at least `LEAST_HITS` of its recent rounds
+    (exponential mean, `RECENT`). Below that it rests: it is decoded one token a round, at plain
+    decoding's cost, while its drafts are still compared with its tokens. So it drafts again as soon
+    as the text repeats.
+
     Attributes:
       longest: tokens of the longest match that is looked for: `prompt_lookup_max`.
       shortest: of the shortest that counts: `prompt_lookup_min`.
@@ -144,6 +152,8 @@ class NGram:
     shortest: int = 1
     depth: ClassVar[int] = 0
     varies: ClassVar[bool] = True
+    LEAST_HITS: ClassVar[float] = 0.25
+    RECENT: ClassVar[float] = 0.25
 
     def __post_init__(self) -> None:
         if not 1 <= self.shortest <= self.longest:
@@ -158,18 +168,30 @@ class NGram:
         drafts, counts = self(state.token_ids, state.lengths, drafts=most)
         offsets = jnp.arange(most + 1, dtype=jnp.int32)[None, :]
         ids = jnp.concatenate([state.last_ids[:, None], drafts], axis=1)
-        log_q = None
-        if setting.sampling is not None:  # Of distributions that yield these always.
-            certain = jax.nn.one_hot(drafts, decoder.config.vocab_size, dtype=jnp.bool_)
-            log_q = jnp.where(certain, 0.0, -jnp.inf)
+        matched = state.active & (counts > 0)
         return Proposal(
             cache=state.cache,
             x=decoder.embed(setting.params, ids, state.positions[:, None] + offsets),
             token_ids=drafts,
-            log_q=log_q,
-            counts=jnp.where(state.active, counts, 0),
+            log_q=None,
+            counts=jnp.where(matched & (state.memory >= self.LEAST_HITS), counts, 0),
             rounds=jnp.int32(0),
+            matched=matched,
         )
+
+    def start(self, rows: int) -> Float[Array, " batch"]:
+        """Returns the share of right first drafts that rows begin with: some are verified."""
+        return jnp.full((rows,), 2 * self.LEAST_HITS, jnp.float32)
+
+    def follow(
+        self,
+        hits: Float[Array, " batch"],
+        *,
+        matched: Bool[Array, " batch"],
+        right: Bool[Array, " batch"],
+    ) -> Float[Array, " batch"]:
+        """Returns each row's share of right first drafts, after a round in which some matched."""
+        return jnp.where(matched, hits + self.RECENT * (right.astype(hits.dtype) - hits), hits)
 
     def __call__(
         self, token_ids: Int[Array, "batch slot"], lengths: Int[Array, " batch"], *, drafts: int

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -20,15 +21,23 @@ import numpy as np
 from jax.sharding import Mesh
 
 from utio_jax.attention.cache import bytes_per_slot, key_widths
-from utio_jax.core.decoder import Decoder, Params
+from utio_jax.core.decoder import Decoder, Params, is_integer
 from utio_jax.core.rows import check_mesh
+from utio_jax.core.terminal import count_on_terminal
 from utio_jax.core.work import Work
 from utio_jax.decoding.base import Mode, Plain
-from utio_jax.decoding.loop import Lengths, Prompts, round_up, run_chunks
+from utio_jax.decoding.loop import Lengths, Prompts, check_prompts, round_up, run_chunks
 from utio_jax.decoding.prefill import Prefill
-from utio_jax.decoding.sampling import SamplingParams
-from utio_jax.decoding.state import REASONS, Columns, DecodeState, Tally
-from utio_jax.decoding.thinking import Thinking, Thought, thought_of
+from utio_jax.decoding.sampling import SamplingParams, check_sampling, check_seeds
+from utio_jax.decoding.state import (
+    REASONS,
+    Columns,
+    DecodeState,
+    Tally,
+    stop_rules,
+    stops_of_rows,
+)
+from utio_jax.decoding.thinking import Thinking, Thought, rules_of_rows, thought_of
 
 _INSTEAD = {
     "temperature": "sampling=SamplingParams(temperature=0.7)",
@@ -161,6 +170,7 @@ def generate(  # noqa: PLR0913 (options, each named)
     chunk: int = 16,
     thinking: Thinking | Sequence[Thinking | None] | None = None,
     mesh: Mesh | None = None,
+    max_batch: int = 64,
 ) -> Generated:
     """Returns new tokens for each prompt.
 
@@ -188,6 +198,9 @@ def generate(  # noqa: PLR0913 (options, each named)
         each prompt; see `utio_jax.decoding.Thinking`.
       mesh: splits the rows over its axis "data"; those of one device step together, and wait for no
         others.
+      max_batch: prompts that are run at once; more are run in batches of about equal size, one
+        after the other, in order and padded to one width: memory is that of one batch, and at most
+        two numbers of rows are compiled. A terminal shows how many prompts are done.
 
     Raises:
       TypeError: no mode, but the name or the class of one.
@@ -195,33 +208,101 @@ def generate(  # noqa: PLR0913 (options, each named)
         context, a mode or prefill that do not fit the model or each other, or lists for more or
         fewer prompts.
     """
-    *_, state = run_chunks(
-        decoder,
-        params,
-        prompts,
-        mode=mode,
-        sampling=sampling,
-        max_new_tokens=max_new_tokens,
-        eos_ids=eos_ids,
-        stop_sequences=stop_sequences,
-        seeds=seeds,
-        lengths=lengths,
-        prefill=prefill,
-        chunk=max_new_tokens if stop_when is None else chunk,
-        stop_when=stop_when,
-        thinking=thinking,
-        mesh=mesh,
-    )
-    rows, devices = len(prompts), check_mesh(mesh)
-    layers = decoder.config.num_layers
-    return collect(state, mode, lengths, rows=rows, devices=devices, num_layers=layers)
+    if not is_integer(max_batch, 1):
+        raise ValueError(f"Wanted a max_batch of at least 1 prompt. Got max_batch={max_batch}.")
+    per_row: dict[str, Any] = {
+        "sampling": sampling,
+        "eos_ids": decoder.config.eos_ids if eos_ids is None else eos_ids,
+        "stop_sequences": stop_sequences,
+        "seeds": seeds,
+        "stop_when": stop_when,
+        "thinking": thinking,
+    }
+    size = len(prompts)
+    if size > max_batch:  # All are checked before the first batch runs.
+        prompts = check_prompts(prompts, config=decoder.config, max_new_tokens=max_new_tokens)
+        size = -(-size // -(-size // max_batch))
+        width = round_up(max(len(prompt) for prompt in prompts), lengths.prompt_step)
+        lengths = dataclasses.replace(lengths, prompt_step=width)
+        batches = _batches(len(prompts), size, per_row, vocab_size=decoder.config.vocab_size)
+        show = count_on_terminal("Prompts that are done")
+    else:
+        batches, show = iter([(slice(None), per_row)]), lambda done, total: None
+    parts = []
+    for rows, options in batches:
+        *_, state = run_chunks(
+            decoder,
+            params,
+            prompts[rows],
+            mode=mode,
+            max_new_tokens=max_new_tokens,
+            lengths=lengths,
+            prefill=prefill,
+            chunk=max_new_tokens if stop_when is None else chunk,
+            mesh=mesh,
+            **options,
+        )
+        devices, layers = check_mesh(mesh), decoder.config.num_layers
+        sizes = {"rows": len(prompts[rows]), "devices": devices, "num_layers": layers}
+        parts.append(collect(state, mode, lengths, **sizes))
+        show(min(len(parts) * size, len(prompts)), len(prompts))
+    return parts[0] if len(parts) == 1 else _joined(parts)
+
+
+def _batches(
+    rows: int, size: int, options: Mapping[str, Any], *, vocab_size: int
+) -> Iterator[tuple[slice, dict[str, Any]]]:
+    """Returns slices of so many rows, and the options of the rows in each."""
+    drawn = check_sampling(options["sampling"], rows=rows)
+    seeds = check_seeds(options["seeds"], rows=rows)
+    stops = stops_of_rows(options["eos_ids"], options["stop_sequences"], rows=rows)
+    stop_rules(stops, vocab_size=vocab_size)
+    stop_when = options["stop_when"]
+    thinking = rules_of_rows(options["thinking"], rows=rows)
+
+    def batch(start: int) -> tuple[slice, dict[str, Any]]:
+        part = slice(start, start + size)
+        ends, sequences = zip(*stops[part], strict=True)
+        return part, {
+            "sampling": SamplingParams()
+            if drawn is None
+            else jax.tree.map(lambda x: x[part], drawn),
+            "eos_ids": ends,
+            "stop_sequences": sequences,
+            "seeds": seeds[part].tolist(),
+            "stop_when": stop_when and (lambda row, new: stop_when(start + row, new)),
+            "thinking": thinking[part],
+        }
+
+    return map(batch, range(0, rows, size))
+
+
+def _joined(parts: Sequence[Generated]) -> Generated:
+    """Returns what came of batches as one, in order."""
+    first, joined = parts[0], dict[str, Any]()
+    for name, value in vars(first).items():
+        if name not in _OF_ALL_ROWS:
+            values = [getattr(part, name) for part in parts]
+            alike = isinstance(value, tuple)
+            joined[name] = tuple(itertools.chain(*values)) if alike else np.concatenate(values)
+    works = [part.prompt_work for part in parts]
+    if any(work is None for work in works):  # The dense program counts none.
+        joined["prompt_work"] = None
+    else:
+        joined["prompt_work"] = jax.tree.map(lambda *leaves: np.concatenate(leaves), *works)
+    return dataclasses.replace(first, **joined)
 
 
 def stream(decoder: Decoder, params: Params, prompts: Prompts, **options: Any) -> Iterator[Chunk]:
     """Yields the same tokens as `generate`, at least `chunk` per running row at a time.
 
-    Arguments and errors are those of `generate`.
+    Arguments and errors are those of `generate`, without `max_batch`: all prompts step together.
     """
+    if "max_batch" in options:
+        raise TypeError(
+            "Wanted options of utio_jax.stream, in which all prompts step together. "
+            "Got max_batch. Stream fewer prompts, or generate."
+        )
     seen: np.ndarray | None = None
     for state in run_chunks(decoder, params, prompts, **options):
         starts = np.asarray(state.prompt_lengths) if seen is None else seen

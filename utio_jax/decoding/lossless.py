@@ -9,7 +9,8 @@ Self-speculative decoding as in LayerSkip (Elhoushi et al. 2024), for any batch 
 
 `c` is the last token that is out; drafts `d0 d1 d2` come from the exit's own head. The deep pass
 yields the full model's distribution after each of them; what agrees is let out, plus one token of
-its own. Drafts that are copied from the row's own text (`drafter="ngram"`) run no layer before it.
+its own. Drafts that are copied from the row's own text (`drafter="ngram"`) run no layer before it,
+and are not drawn: all tokens, drawn ones included, are those of plain decoding with the same seed.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import ClassVar, Literal, get_args
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, UInt32
 
 from utio_jax.attention.cache import KVCache
 from utio_jax.core.arrays import flat
@@ -28,7 +29,15 @@ from utio_jax.core.decoder import Decoder, has_exit_lens, name_exits
 from utio_jax.core.pytrees import pytree, static
 from utio_jax.decoding.base import Mode, Setting
 from utio_jax.decoding.drafting import ExitDrafter, NGram, Proposal, round_keys
-from utio_jax.decoding.sampling import ACCEPT, REPLACE, verify_greedy, verify_sampling
+from utio_jax.decoding.sampling import (
+    ACCEPT,
+    DRAW,
+    REPLACE,
+    draw,
+    token_keys,
+    verify_sampling,
+    verify_tokens,
+)
 from utio_jax.decoding.segments import Block, block_at, run_segment
 from utio_jax.decoding.state import DecodeState, emit
 
@@ -67,7 +76,8 @@ class Lossless(Mode):
     """Drafts at an exit or by n-gram, verified by all layers; rows accept different lengths.
 
     Greedy: every token is the argmax of the full model on the tokens before it. Drawing: it is
-    distributed as the full model's. Both up to rounding, which depends on the shapes of a pass.
+    distributed as the full model's, and with `"ngram"` it is plain decoding's own token. All up to
+    rounding, which depends on the shapes of a pass.
 
     Attributes:
       exit: layers that draft: one of the model's exits; None with `drafter="ngram"`. Static.
@@ -127,6 +137,11 @@ class Lossless(Mode):
                 f"Wanted an exit among the model's early exits {early}. Got exit={self.exit}."
             )
 
+    def start(self, setting: Setting, state: DecodeState) -> DecodeState:
+        if self.exit is not None:
+            return state
+        return dataclasses.replace(state, memory=self.ngram.start(state.lengths.shape[0]))
+
     def step(self, setting: Setting, state: DecodeState) -> DecodeState:
         """Proposes drafts, verifies them by all layers, and emits what agrees and one token."""
         decoder, sampling, drafter = setting.decoder, setting.sampling, self._drafter
@@ -139,9 +154,11 @@ class Lossless(Mode):
             positions = state.positions[:, None] + offsets
             pending = (offsets <= drafted.counts[:, None]) & active[:, None]
             block = block_at(decoder, positions, pending)
-            logits, cache, tokens = self._run_deep(setting, drafted, block)
-            if sampling is None or drafted.log_q is None:  # Both only if greedy.
-                verified = verify_greedy(logits, drafted.token_ids, drafted.counts)
+            seeds = state.seeds if drafted.log_q is None else None
+            logits, own, cache, tokens = self._run_deep(setting, drafted, block, seeds)
+            if sampling is None or drafted.log_q is None:
+                # Drafts that were not drawn: the tokens are those of plain decoding.
+                verified = verify_tokens(own, drafted.token_ids, drafted.counts)
             else:
                 verified = verify_sampling(
                     jax.nn.log_softmax(sampling(logits), axis=-1),
@@ -151,6 +168,10 @@ class Lossless(Mode):
                     accept_keys=round_keys(state, positions[:, 1:], ACCEPT),
                     replace_keys=round_keys(state, positions + 1, REPLACE),
                 )
+        if self.exit is None:
+            right = drafted.token_ids[:, 0] == own[:, 0]
+            hits = self.ngram.follow(state.memory, matched=drafted.matched, right=right)
+            state = dataclasses.replace(state, memory=hits)
         # The row's last draft runs no head; its distribution was not needed.
         runs, guesses = drafted.rounds, jnp.minimum(drafted.rounds, self.max_draft)
         layers = runs * depth + tokens * (num_layers - depth)
@@ -182,9 +203,17 @@ class Lossless(Mode):
         return self.ngram if self.exit is None else ExitDrafter(depth=self.exit)
 
     def _run_deep(
-        self, setting: Setting, drafted: Proposal, block: Block
-    ) -> tuple[Float[Array, "batch pending vocab"], KVCache, Int[Array, ""]]:
-        """Returns logits of the pending tokens, the cache, and the tokens per row of the pass.
+        self,
+        setting: Setting,
+        drafted: Proposal,
+        block: Block,
+        seeds: UInt32[Array, " batch"] | None,
+    ) -> tuple[
+        Float[Array, "batch pending vocab"], Int[Array, "batch pending"], KVCache, Int[Array, ""]
+    ]:
+        """Returns logits of the pending tokens, the model's own token after each, and the cache.
+
+        The last result is the tokens per row of the pass. Own tokens are 0 without `seeds`.
 
         Where drafts may be shorter than `max_draft`, the pass comes in three sizes: the smallest
         that holds every row's pending tokens runs, the others skip all their layers.
@@ -212,13 +241,18 @@ class Lossless(Mode):
             )
             x = jnp.concatenate([deep, x[:, size:]], axis=1)
 
-        def head(size: int) -> Callable[[], jax.Array]:
-            def run() -> jax.Array:
+        def head(size: int) -> Callable[[], tuple[jax.Array, jax.Array]]:
+            def run() -> tuple[jax.Array, jax.Array]:
                 logits = decoder.unembed(params, flat(x[:, :size])).astype(jnp.float32)
                 logits = logits.reshape(x.shape[0], size, -1)
-                return jnp.pad(logits, ((0, 0), (0, self.block - size), (0, 0)))
+                own = jnp.zeros(logits.shape[:2], jnp.int32)
+                if seeds is not None:
+                    keys = token_keys(seeds, block.positions[:, :size] + 1, DRAW)
+                    own = draw(setting.sampling, logits, keys)
+                missing = ((0, 0), (0, self.block - size))
+                return jnp.pad(logits, (*missing, (0, 0))), jnp.pad(own, missing)
 
             return run
 
-        logits = jax.lax.switch(chosen, [head(size) for size in sizes])
-        return logits, cache, jnp.asarray(sizes, jnp.int32)[chosen]
+        logits, own = jax.lax.switch(chosen, [head(size) for size in sizes])
+        return logits, own, cache, jnp.asarray(sizes, jnp.int32)[chosen]

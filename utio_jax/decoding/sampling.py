@@ -257,9 +257,21 @@ def verify_greedy(
 
     Logits are of the token before each draft, and of the last draft.
     """
-    best = most_probable(logits)
-    same = (drafts == best[:, :-1]) & _before(num_drafts, drafts.shape[1])
-    return Verified(token_ids=best, accepted=_leading(same))
+    return verify_tokens(most_probable(logits), drafts, num_drafts)
+
+
+def verify_tokens(
+    token_ids: Int[Array, "batch pending"],
+    drafts: Int[Array, "batch draft"],
+    num_drafts: Int[Array, " batch"],
+) -> Verified:
+    """Returns the full model's tokens as far as the real drafts agree with them, plus one.
+
+    Tokens may be greedy or drawn: a draft that was not drawn itself is accepted with the
+    probability p of the token, and a rejected one is replaced by a draw from the others.
+    """
+    same = (drafts == token_ids[:, :-1]) & _before(num_drafts, drafts.shape[1])
+    return Verified(token_ids=token_ids, accepted=_leading(same))
 
 
 def verify_sampling(

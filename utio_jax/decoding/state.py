@@ -39,6 +39,10 @@ class StopRules:
 Stops = tuple[Sequence[int], Sequence[Sequence[int]]]
 """What ends a row: tokens, and token sequences."""
 
+STOPS_ROOM = (8, 4, 16)
+"""End tokens, stop sequences and tokens of one that rows have places for: static shapes, so that
+none compiles anything."""
+
 
 def stop_rules(
     rows: Sequence[Stops] = (((), ()),),
@@ -48,8 +52,8 @@ def stop_rules(
 ) -> StopRules:
     """Returns the rules of rows, one each, as arrays on the host; by default: nothing ends them.
 
-    There is `room` for end tokens, sequences, and tokens of a sequence; None: the least that holds
-    all, of end tokens a multiple of four: another number of them compiles no other program.
+    There is `room` for end tokens, sequences, and tokens of a sequence; None: the least multiples
+    of `STOPS_ROOM` that hold all, so that few numbers and lengths of them compile other programs.
 
     Raises:
       ValueError: more than there is room for, or a sequence is empty, or holds something else than
@@ -59,7 +63,10 @@ def stop_rules(
     most, count = (max(map(len, each)) for each in zip(*rows, strict=True))
     found = max(1, most), count, max(sizes, default=0)
     if room is None:
-        room = -(-found[0] // 4) * 4, *found[1:]
+        ends, several, longest = (
+            max(1, -(-n // m)) for n, m in zip(found, STOPS_ROOM, strict=True)
+        )
+        room = ends * STOPS_ROOM[0], several * STOPS_ROOM[1], longest * STOPS_ROOM[2]
     elif any(one > most for one, most in zip(found, room, strict=True)):
         raise ValueError(
             f"Wanted at most {room[0]} eos_ids and {room[1]} stop_sequences of at most {room[2]} "
@@ -91,6 +98,11 @@ def check_stops(
     vocab_size: int,
 ) -> StopRules:
     """Returns the rules of each row, where either argument is of all rows, or a list for each."""
+    return stop_rules(stops_of_rows(eos_ids, sequences, rows=rows), vocab_size=vocab_size)
+
+
+def stops_of_rows(eos_ids: Any, sequences: Any, *, rows: int) -> list[Stops]:
+    """Returns what ends each row, see `check_stops`. Raises ValueError for more or fewer lists."""
     each_ends = any(map(_is_list, eos_ids))
     each_stops = any(_is_list(item) for sequence in sequences for item in sequence)
     # A list for each row, all of them empty; as sequences they would end nothing.
@@ -103,8 +115,7 @@ def check_stops(
                 f"Wanted {what} for all prompts, or a list of them for each of the {rows}. Got "
                 f"{given!r:.80}."
             )
-    pairs = [([*mine], [*each]) for mine, each in zip(ends, stops, strict=True)]
-    return stop_rules(pairs, vocab_size=vocab_size)
+    return [([*mine], [*each]) for mine, each in zip(ends, stops, strict=True)]
 
 
 def _is_list(value: Any) -> bool:

@@ -115,7 +115,9 @@ class GeneratedText:
             run = float(found.token_layers.sum()) / steps
             blocks.append(f"Layers run per new token after the first, over full depth: {run:.2f}")
         if found.acceptance is not None:
-            blocks.append(f"Drafts that were right: {found.acceptance:.0%}")
+            drafts, rounds = int(found.drafts.sum()), int(found.steps.sum())
+            right = f"{found.acceptance:.0%} of {drafts}, in {rounds} rounds"
+            blocks.append(f"Drafts that were right: {right}")
         return "\n".join(blocks)
 
 

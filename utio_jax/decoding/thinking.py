@@ -219,18 +219,25 @@ def check_thinking(
     Raises:
       ValueError: rules of more or fewer rows, or ids outside the vocabulary.
     """
-    if thinking is None or isinstance(thinking, Thinking):
-        thinking = [thinking] * len(prompts)
-    rows = [*thinking]
-    if len(rows) != len(prompts):
-        raise ValueError(
-            f"Wanted one Thinking, or one (or None) for each of the {len(prompts)} prompts. Got "
-            f"{len(rows)}."
-        )
+    rows = rules_of_rows(thinking, rows=len(prompts))
     for rule in rows:
         if rule is not None:
             rule.check(vocab_size=vocab_size)
     return None if all(rule is None for rule in rows) else ThinkingRows.of(rows, prompts)
+
+
+def rules_of_rows(
+    thinking: Thinking | Sequence[Thinking | None] | None, *, rows: int
+) -> list[Thinking | None]:
+    """Returns the rule of each row. Raises ValueError for rules of more or fewer rows."""
+    if thinking is None or isinstance(thinking, Thinking):
+        return [thinking] * rows
+    if len(thinking) != rows:
+        raise ValueError(
+            f"Wanted one Thinking, or one (or None) for each of the {rows} prompts. Got "
+            f"{len(thinking)}."
+        )
+    return [*thinking]
 
 
 def opening(rule: Thinking | None, prompt: Sequence[int] | np.ndarray) -> tuple[int, int, int]:

@@ -12,11 +12,11 @@ Each request gets the tokens and depths that `generate` gives it alone, whatever
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import itertools
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,16 +24,17 @@ import jax
 import numpy as np
 
 from utio_jax.core.decoder import Decoder, Params
+from utio_jax.core.terminal import count_on_terminal
 from utio_jax.decoding.base import Mode, Plain
 from utio_jax.decoding.loop import check_prompts
 from utio_jax.decoding.prefill import Prefill
 from utio_jax.decoding.sampling import SamplingParams, check_sampling
-from utio_jax.decoding.state import Columns, Stops, stop_rules
+from utio_jax.decoding.state import STOPS_ROOM, Columns, Stops, stop_rules
 from utio_jax.decoding.text import StreamedRow, TextModel, TextReader, Tokenizer, checked_stops
 from utio_jax.decoding.thinking import Thinking
 from utio_jax.engine.blocks import read_report
 from utio_jax.engine.depths import RequestPolicy, thresholds_of
-from utio_jax.engine.requests import STOPS_ROOM, EngineStats, Event, Finished, Request
+from utio_jax.engine.requests import EngineStats, Event, Finished, Request
 from utio_jax.engine.slots import Served, Shapes, Slots
 
 
@@ -97,12 +98,15 @@ class Engine:
         self._tokenizer, self._clock = tokenizer, clock
         self._late = jax.default_backend() != "cpu" if read_late is None else read_late
         self._numbers = itertools.count()
-        self._queue: collections.deque[Request] = collections.deque()
+        # All that have not ended, in the order of submission: one without a slot waits.
         self._known: dict[int, Request] = {}
         self._owners: list[Request | None] = [None] * slots
         # A block that was dispatched, and not read yet: its report, and whose rows it ran.
         self._flying: tuple[jax.Array, tuple[Request | None, ...]] | None = None
         self._freed: list[int] = []
+        # Whether a call that changes rows has begun, and not returned: see `_recovered`.
+        self._unsettled = False
+        self._drained: dict[int, Finished] = {}
         self._stats = EngineStats(mode=self.mode.name, slots=slots)
 
     @classmethod
@@ -194,13 +198,12 @@ class Engine:
             expires=math.inf if deadline is None else now + deadline,
         )
         self._known[request.number] = request
-        self._queue.append(request)
         return request.number
 
     def cancel(self, number: int) -> bool:
         """Ends a request with the next `advance`; returns whether it had not ended yet."""
         request = self._known.get(number)
-        if request is None or request.ending is not None:
+        if request is None or request.finished is not None or request.ending is not None:
             return False
         request.ending = "cancelled"
         return True
@@ -225,8 +228,13 @@ class Engine:
 
         Returns what is new, at most one event for each request. While requests run, few prompts are
         read between two blocks, see `Shapes.chunk`.
+
+        After a call that did not return (`KeyboardInterrupt`, an error of the device), the next one
+        ends by `"interrupted"` each request that had a slot; those that waited go on.
         """
-        events = self._end_by_host()
+        events = self._recovered() if self._unsettled else []
+        self._unsettled = True
+        events += self._end_by_host()
         self._read_prompts()
         block = None
         if any(self._owners):
@@ -238,24 +246,34 @@ class Engine:
             events += self._take(*block)
         for event in events:
             self._stats.add(event)
+            if event.finished is not None:
+                del self._known[event.request]
+        self._unsettled = False
         return events
 
     def drain(self) -> dict[int, Finished]:
-        """Returns all requests that end from now on, by number, once none waits or runs."""
-        found: dict[int, Finished] = {}
+        """Returns all requests that end from now on, by number, once none waits or runs.
+
+        After a call that did not return, also the requests that had ended in it.
+        """
         while not self.idle:
-            found |= {each.request: each.finished for each in self.advance() if each.finished}
+            ended = {each.request: each.finished for each in self.advance() if each.finished}
+            self._drained |= ended
         self._flying = None  # Of rows that have all ended.
-        return found
+        ended, self._drained = self._drained, {}
+        return ended
 
     def stats(self) -> EngineStats:
         """Returns what was done since the engine was made, or warmed up."""
         running = sum(owner is not None for owner in self._owners)
-        now = {"queued": len(self._queue), "running": running, "ended": {**self._stats.ended}}
+        queued = len(self._known) - running
+        now = {"queued": queued, "running": running, "ended": {**self._stats.ended}}
         return dataclasses.replace(self._stats, **now)
 
-    def warmup(self, *, progress: Callable[[int, int], None] = lambda done, programs: None) -> None:
+    def warmup(self, *, progress: Callable[[int, int], None] | None = None) -> None:
         """Compiles every program that requests may need; `progress` is called with counts of them.
+
+        Without `progress`, a line on a terminal counts them.
 
         Raises:
           ValueError: requests wait or run.
@@ -265,35 +283,67 @@ class Engine:
                 "Wanted an engine without requests. Got one in which "
                 f"{len(self._known)} wait or run. Warm it up before the first one."
             )
+        if self._unsettled:
+            self._recovered()  # Of no request: rows alone.
         rows = self._rows
         room = min(rows.capacity - self.mode.block, self._served.decoder.config.context_length)
         programs = [(each, group) for each in rows.readings for group in rows.groups_of(each)]
         # One of them is cancelled, so that a slot is released, too; another has to run a block.
         least = 2 if rows.groups == [1] else 1
         # Twice: what a program returns may be laid out otherwise than what it was first given.
-        for done, (reading, group) in enumerate(programs * 2, start=1):
-            # Of chunks, all widths of keys: as long a prompt as there can be.
-            new = 1 if reading.chunked else 2
-            prompt = np.zeros(min(reading.longest, room - new), np.int32)
-            asked: dict[str, Any] = {"max_new_tokens": new, "eos_ids": ()}
-            asked["whole_prompt"] = reading.whole
-            numbers = [self.submit(prompt, **asked) for _ in range(max(group, least))]
-            self._read_prompts()
-            self.cancel(numbers[0])
-            self.drain()
-            if done <= len(programs):
-                progress(done, len(programs))
-        self._stats = EngineStats(mode=self.mode.name, slots=self._served.slots)
+        if progress is None:
+            progress = count_on_terminal("Compiling programs of the engine")
+            progress(0, len(programs))
+        try:
+            for done, (reading, group) in enumerate(programs * 2, start=1):
+                # Of chunks, all widths of keys: as long a prompt as there can be.
+                new = 1 if reading.chunked else 2
+                prompt = np.zeros(min(reading.longest, room - new), np.int32)
+                asked: dict[str, Any] = {"max_new_tokens": new, "eos_ids": ()}
+                asked["whole_prompt"] = reading.whole
+                numbers = [self.submit(prompt, **asked) for _ in range(max(group, least))]
+                self._unsettled = True
+                self._read_prompts()
+                self._unsettled = False
+                self.cancel(numbers[0])
+                self.drain()
+                if done <= len(programs):
+                    progress(done, len(programs))
+        except BaseException:  # No caller knows of these requests.
+            self._unsettled, self._known, self._drained = True, {}, {}
+            raise
+        finally:
+            self._stats = EngineStats(mode=self.mode.name, slots=self._served.slots)
 
     def _make_rows(self) -> Slots:
         return Slots(self._served)
 
+    def _recovered(self) -> list[Event]:
+        """Frees all rows after a call that did not return; returns what ends the requests in them.
+
+        The state may have been donated, and a block's report lost. What waited, waits on. May be
+        interrupted as well: it ends what it did not hand out when it is called again.
+        """
+        self._rows.reset()
+        self._flying, self._freed, self._owners = None, [], [None] * self._served.slots
+        now, events = self._clock(), []
+        for request in self._known.values():
+            if request.slot is not None or request.finished is not None:
+                events.append(request.interrupted(now, self._text_of(request)))
+        return events
+
+    def _text_of(self, request: Request) -> StreamedRow | None:
+        """Returns a fresh reader of a request's new tokens; None where it has none."""
+        if request.text is None or self._tokenizer is None:
+            return None
+        return StreamedRow(TextReader(self._tokenizer, request.prompt), request.text.stops)
+
     def _end_by_host(self) -> list[Event]:
         """Ends requests that were cancelled, or whose deadline has passed."""
         now, events = self._clock(), []
-        for request in [*self._known.values()]:
+        for request in self._known.values():
             reason = request.ending or ("deadline" if now >= request.expires else None)
-            if reason is not None:
+            if reason is not None and request.finished is None:
                 events.append(self._end(request, reason))
         if self._freed:
             self._rows.release(rows=self._freed)
@@ -302,19 +352,12 @@ class Engine:
 
     def _end(self, request: Request, reason: str) -> Event:
         event = request.end(reason, self._clock())
-        if request.slot is None:
-            self._queue.remove(request)
-            if request is self._rows.opened:
-                self._rows.forget()
-        else:
-            self._freed.append(request.slot)
-        self._forget(request)
-        return event
-
-    def _forget(self, request: Request) -> None:
-        del self._known[request.number]
         if request.slot is not None:
+            self._freed.append(request.slot)
             self._owners[request.slot] = None
+        elif request is self._rows.opened:
+            self._rows.forget()
+        return event
 
     def _read_prompts(self) -> None:
         """Reads prompts into free slots, in the order in which they were submitted."""
@@ -322,11 +365,15 @@ class Engine:
         served, chunk = self._served, self._served.shapes.chunk
         # What a running row waits for at most: a chunk, or else a slot or a block's own work.
         between = max(served.capacity, served.slots * served.steps) if chunk is None else chunk
-        while self._queue and None in self._owners:
-            reading = rows.reading_of(self._queue[0])
+        if None not in self._owners:
+            return
+        known = self._known.values()
+        queue = deque(each for each in known if each.slot is None and each.finished is None)
+        while queue and None in self._owners:
+            reading = rows.reading_of(queue[0])
             groups = rows.groups_of(reading, most=between if running else None)
             most, chosen = min(self._owners.count(None), groups[-1]), []
-            for request in itertools.islice(self._queue, most):
+            for request in itertools.islice(queue, most):
                 if rows.reading_of(request) != reading:
                     break
                 chosen.append(request)
@@ -347,7 +394,7 @@ class Engine:
             if not rows.read_next(chosen, [*taken], reading=reading, group=group):
                 continue
             for slot, request in taken.items():
-                self._queue.popleft()
+                queue.popleft()
                 request.slot, self._owners[slot] = slot, request
                 self._stats.prompt_tokens += request.prompt.size
 
@@ -356,7 +403,7 @@ class Engine:
         report, events, rows = np.asarray(block), [], self._rows
         now = self._clock()
         for slot, request in enumerate(owners):
-            if request is None or request.done:
+            if request is None or request.finished is not None:
                 continue
             row = read_report(report, slot, room=rows.room, columns=rows.state.columns)
             event = request.take(row, now)
@@ -364,5 +411,5 @@ class Engine:
             if event.finished is not None:
                 if row.reason == "running":  # A stop string ended it: the device does not know.
                     self._freed.append(slot)
-                self._forget(request)
+                self._owners[slot] = None
         return events

@@ -115,6 +115,13 @@ class LeaderSlots(Slots):
             self._channel.note(found, self.room)
         return found
 
+    def reset(self) -> None:
+        """Raises RuntimeError: what the workers have done of an interrupted call is not known."""
+        raise RuntimeError(
+            "Wanted an engine whose calls have all returned. One was interrupted, or has failed: "
+            "the processes may be at different calls. End all of them, and start them again."
+        )
+
 
 for _call in CALLS:
     setattr(LeaderSlots, _call, functools.partialmethod(LeaderSlots._lead, _call))
@@ -124,7 +131,7 @@ class LeaderEngine(Engine):
     """An engine spread over several processes: this is process 0, the others are in `run_worker`.
 
     All have the same model and options. Calls raise ProcessLostError where a process has ended, and
-    RuntimeError where they have come to different tokens.
+    RuntimeError where they have come to different tokens, or a call before did not return.
     """
 
     def __init__(
@@ -156,11 +163,13 @@ class LeaderEngine(Engine):
     def advance(self) -> list[Event]:
         """Runs one block on all processes, see `Engine.advance`. Without requests workers rest."""
         with lost_processes():
-            if self.idle:
+            if self.idle and not self._unsettled:
+                self._unsettled = True
                 self._channel.broadcast("rest")
+                self._unsettled = False
             return super().advance()
 
-    def warmup(self, *, progress: Callable[[int, int], None] = lambda done, programs: None) -> None:
+    def warmup(self, *, progress: Callable[[int, int], None] | None = None) -> None:
         """Compiles every program on all processes, see `Engine.warmup`."""
         with lost_processes():
             super().warmup(progress=progress)

@@ -40,7 +40,8 @@ class RowRates:
     """What a step of decoding takes, measured on one device for one model and number of slots.
 
     Attributes:
-      seconds: of what runs whatever the depth: embedding, boundaries, head, sampling.
+      seconds: of what runs whatever the depth: embedding, boundaries, head, sampling. Extrapolated,
+        and so at times below 0, which a prediction takes as 0.
       seconds_per_layer: of a layer on so many rows, by number of rows: the widths that rows are
         packed into, and all rows.
       plain_seconds: of the plain model's step.
@@ -61,9 +62,9 @@ class RowRates:
         return bool(np.min([*each, plain]) > 0) and -plain / 4 < self.seconds < math.inf
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the rates in milliseconds, JSON-ready."""
+        """Returns the rates in milliseconds, JSON-ready; none is negative."""
         return {
-            "ms": round(1e3 * self.seconds, 4),
+            "ms": round(1e3 * max(0.0, self.seconds), 4),
             "ms_per_layer": {
                 str(width): round(1e3 * each, 4) for width, each in self.seconds_per_layer.items()
             },
@@ -121,7 +122,8 @@ def predict_seconds(
     needed = [next(width for width in widths if width >= n) for n in range(1, rows + 1)]
     layer = np.asarray([0.0, *(rates.seconds_per_layer[width] for width in needed)])
     goes_on = np.clip(1.0 - np.cumsum([0.0, *shares[:-1]]) / shares.sum(), 0.0, 1.0)
-    seconds, runs = rates.seconds, zip(itertools.pairwise((0, *depths)), goes_on, strict=True)
+    seconds = max(0.0, rates.seconds)
+    runs: Any = zip(itertools.pairwise((0, *depths)), goes_on, strict=True)
     if config is not None and config.branches:
         segments, below = segments_of(config, tuple(depths)), np.searchsorted(depths, config.kv_own)
         runs = (

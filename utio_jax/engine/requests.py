@@ -13,17 +13,13 @@ from jaxtyping import Float, Int, UInt32
 
 from utio_jax.core.pytrees import pytree
 from utio_jax.decoding.sampling import SamplingParams, rows_of
-from utio_jax.decoding.state import Columns, Stops, stop_rules
+from utio_jax.decoding.state import STOPS_ROOM, Columns, Stops, stop_rules
 from utio_jax.decoding.text import StreamedRow
 from utio_jax.decoding.thinking import Thinking, ThinkingRows, Thought, opening, thought_of
 from utio_jax.engine.blocks import TALLIED, RowReport, Rules
 
-STOPS_ROOM = (8, 4, 16)
-"""End tokens, stop sequences and tokens of one that a request may bring of its own: static shapes,
-so that none compiles anything."""
-
-END_REASONS = ("eos", "stop", "length", "cancelled", "deadline")
-"""Why requests end."""
+END_REASONS = ("eos", "stop", "length", "cancelled", "deadline", "interrupted")
+"""Why requests end. Interrupted: an `Engine.advance` that ran it did not return."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,7 +27,7 @@ class Finished(Columns):
     """A request that has ended: its new tokens, and what they took.
 
     Attributes:
-      reason: one of `END_REASONS`. Cancelled or behind its deadline, it keeps what it had.
+      reason: one of `END_REASONS`. The last three keep the tokens that had been read by then.
       text: of the new tokens, before the stop string that ended it; empty without a tokenizer.
       steps: rounds of the loop that it took part in.
       token_layers: token slots that ran a layer for it after its prompt.
@@ -141,7 +137,7 @@ class Request:
       slot: where it runs; None while it waits.
       admitted: when its prompt was begun; None while it waits.
       ending: why the host wants it to end; None: it does not.
-      done: whether its last event has been made.
+      finished: what has come of it, once its last event has been made.
       parts: its new tokens, event by event, behind one part without any.
     """
 
@@ -160,7 +156,7 @@ class Request:
     slot: int | None = None
     admitted: float | None = None
     ending: str | None = None
-    done: bool = False
+    finished: Finished | None = None
     parts: list[Columns] = dataclasses.field(default_factory=lambda: [Columns.empty(0)])
     _last: RowReport | None = None
     _times: list[float] = dataclasses.field(default_factory=list)
@@ -186,13 +182,30 @@ class Request:
     def end(self, reason: str, now: float) -> Event:
         """Returns the event of a request that the host ends between two blocks."""
         pieces = [] if self.text is None else self.text.add((), running=False)
-        finished = self.finish(reason, now)
-        return Event(**vars(self.parts[0]), request=self.number, pieces=pieces, finished=finished)
+        return self.last_event(self.finish(reason, now), pieces)
+
+    def interrupted(self, now: float, text: StreamedRow | None) -> Event:
+        """Returns the last event of a request whose engine lost its row, with no further token.
+
+        `text` is a fresh reader of its tokens: an interrupt may have left its own half-updated. A
+        request that had already finished keeps its result.
+        """
+        if self.finished is None:
+            self.text = text
+            if text is not None:
+                text.add(Columns.joined(self.parts).token_ids, running=False)
+            self.finish("interrupted", now)
+        assert self.finished is not None
+        return self.last_event(self.finished, [])
+
+    def last_event(self, finished: Finished, pieces: list[tuple[str, int]]) -> Event:
+        """Returns an event that ends the request and brings no token."""
+        none = self.parts[0]
+        return Event(**vars(none), request=self.number, pieces=pieces, finished=finished)
 
     def finish(self, reason: str, now: float) -> Finished:
-        """Returns what has come of it. Once: the request is done."""
-        assert not self.done
-        self.done = True
+        """Returns what has come of it, once, and keeps it."""
+        assert self.finished is None
         times, last = self._times, self._last
         counts: dict[str, Any] = dict.fromkeys(TALLIED, 0) if last is None else last.counts
         new = Columns.joined(self.parts)
@@ -201,7 +214,7 @@ class Request:
             progress = opening(self.thinking, self.prompt) if last is None else last.progress
             prompt = self.prompt.size
             thought = thought_of(progress, prompt=prompt, length=prompt + size)
-        return Finished(
+        self.finished = Finished(
             **vars(new),
             reason=reason,
             text="" if self.text is None else self.text.text,
@@ -212,6 +225,7 @@ class Request:
             seconds_between_tokens=(times[-1] - times[0]) / (size - 1) if size > 1 else None,
             thought=thought,
         )
+        return self.finished
 
 
 @pytree

@@ -176,9 +176,23 @@ class Slots:
         self._key_widths = key_widths(capacity, key_step=served.shapes.key_step)
         self._own = own_thresholds(self.mode)
         self._sizes: dict[str, Any] = {"slots": capacity, "alternatives": served.alternatives}
+        self.state = self._free_rows()
+
+    def _free_rows(self) -> DecodeState:
+        """Returns the state of free rows, whose rules it notes."""
+        slots = self._served.slots
         empty = self.fresh((), rows=slots, width=1)
         self._rules, setting = empty.rules, self._setting(empty.rules)
-        self.state = empty_state(setting, empty.hook, batch=slots, **self._sizes)
+        return empty_state(setting, empty.hook, batch=slots, **self._sizes)
+
+    def reset(self) -> None:
+        """Frees all rows, with a state of its own: an interrupted call may have donated the old."""
+        # Deleted first, where it was not: the device may have no room for two caches.
+        for leaf in jax.tree.leaves((self.state, self._partial and self._partial.state)):
+            if isinstance(leaf, jax.Array):
+                leaf.delete()
+        self.forget()
+        self.state = self._free_rows()
 
     def _all_readings(
         self, widths: list[int], prefill: Prefill | None, chunk: int | None

@@ -168,7 +168,7 @@ class Verbs:
             return uniform(depth)
         return self.calibration.policy(name, self.calibration.budget_of(name, budget))
 
-    def generate(
+    def generate(  # noqa: PLR0913 (options, each named)
         self: Any,
         prompts: str | Sequence[str],
         *,
@@ -179,6 +179,7 @@ class Verbs:
         sampling: SamplingParams | Sequence[SamplingParams] = SamplingParams(),
         seed: int = 0,
         prompt_budget: float | None = None,
+        max_batch: int = 64,
         **options: Any,
     ) -> GeneratedText:
         """Returns new text for one prompt or several, with the layers that each token took.
@@ -194,12 +195,13 @@ class Verbs:
           seed: of the draws; prompt number `i` has `seed + i`.
           prompt_budget: FLOPs of reading prompts over full depth's; below 1 most of their tokens
             stop early, see `utio_jax.prompts.budget.prompt_prefill`. None or 1: exactly.
+          max_batch: prompts that are run at once, in order; memory is that of so many.
           **options: of `utio_jax.generate`: `prefill`, `mesh`, `eos_ids` ...
 
         Raises:
           ValueError: see `utio_jax.generate`, and `mode`.
         """
-        options |= {"max_new_tokens": max_new_tokens, "sampling": sampling}
+        options |= {"max_new_tokens": max_new_tokens, "sampling": sampling, "max_batch": max_batch}
         asked = _asked(self, prompts, mode, budget, prompt_budget, options)
         return generate_text(self, stop_strings=stop, seeds=seed, **asked)
 
