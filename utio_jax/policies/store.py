@@ -33,7 +33,11 @@ STORED: dict[str, Any] = {
 }
 """What a file may hold, by class name: the dataclasses of `signals.py` and `learned.py`.
 
-A signal from elsewhere is added by its module: `STORED["Mine"] = Mine`."""
+Classes derived from `SignalBase` elsewhere need no entry: files name them by module and class, and
+they are known once that module is imported. Any other is added: `STORED["Mine"] = Mine`."""
+
+CONTROLS = ("full", "uniform", "random", "oracle_kl")
+"""Names of policies that no calibration fits."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
@@ -200,7 +204,7 @@ def check_nothing_is_lost(path: str | Path, model_sha256: str, policies: Sequenc
 
 def _take_apart(part: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns a signal's type and configuration for JSON, and its weights by name, both nested."""
-    description: dict[str, Any] = {"type": type(part).__name__}
+    description: dict[str, Any] = {"type": _type_name(type(part))}
     tensors: dict[str, Any] = {}
     for field in dataclasses.fields(part):
         value = getattr(part, field.name)
@@ -222,12 +226,38 @@ def _put_together(description: Mapping[str, Any], tensors: Mapping[str, Any]) ->
         elif name != "type":
             fields[name] = tuple(value) if isinstance(value, list) else value
     weights = {name: jnp.asarray(v) for name, v in tensors.items() if name not in fields}
-    if description["type"] not in STORED:
+    return _type_of(description["type"])(**fields, **weights)
+
+
+def _type_name(kind: type) -> str:
+    """Returns what a file calls a class: those from elsewhere by their module, too."""
+    name = kind.__name__
+    return name if STORED.get(name) is kind else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _type_of(name: str) -> Any:
+    """Returns the class that a file names; nothing is imported for it.
+
+    One that a script has defined is found by its own name where an import defines it again.
+    """
+    if name in STORED:
+        return STORED[name]
+    derived = [*_derived(SignalBase)]
+    same = [kind for kind in derived if _type_name(kind) == name]
+    same = same or [kind for kind in derived if kind.__name__ == name.rpartition(".")[2]]
+    if not same:
         raise ValueError(
-            f"a signal of type {description['type']!r} is not known here: import its module first, "
-            "which adds it to utio_jax.policies.store.STORED"
+            f"a signal of type {name!r} is not known here: import its module first, where it is "
+            "derived from utio_jax.policies.SignalBase or added to utio_jax.policies.store.STORED"
         )
-    return STORED[description["type"]](**fields, **weights)
+    return same[-1]
+
+
+def _derived(kind: type) -> Iterator[type]:
+    """Yields the classes derived from one, the latest last."""
+    for each in kind.__subclasses__():
+        yield each
+        yield from _derived(each)
 
 
 def _misfits(part: Any, path: str) -> Iterator[str]:
