@@ -23,7 +23,7 @@ from utio_jax.attention.cache import bytes_per_slot, key_widths
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.rows import check_mesh
 from utio_jax.core.work import Work
-from utio_jax.decoding.base import Mode, Plain
+from utio_jax.decoding.base import LogitsProcessor, Mode, Plain
 from utio_jax.decoding.loop import Lengths, Prompts, round_up, run_chunks
 from utio_jax.decoding.prefill import Prefill
 from utio_jax.decoding.sampling import SamplingParams
@@ -160,6 +160,7 @@ def generate(  # noqa: PLR0913 (options, each named)
     stop_when: Callable[[int, np.ndarray], bool] | None = None,
     chunk: int = 16,
     thinking: Thinking | Sequence[Thinking | None] | None = None,
+    logits_processor: LogitsProcessor | None = None,
     mesh: Mesh | None = None,
 ) -> Generated:
     """Returns new tokens for each prompt.
@@ -186,11 +187,14 @@ def generate(  # noqa: PLR0913 (options, each named)
       chunk: new tokens per row between two such calls. None are made without `stop_when`.
       thinking: how long rows may think before their answer, or a list with a rule, or None, for
         each prompt; see `utio_jax.decoding.Thinking`.
+      logits_processor: changes logits before tokens are drawn: a traced function of the logits
+        `[batch, vocab]` and the state, see `utio_jax.decoding.LogitsProcessor`. Log-probabilities
+        stay the model's own.
       mesh: splits the rows over its axis "data"; those of one device step together, and wait for no
         others.
 
     Raises:
-      TypeError: no mode, but the name or the class of one.
+      TypeError: no mode, but the name or the class of one; a processor that is no function.
       ValueError: no prompts, an empty one, ids outside the vocabulary, more tokens than the model's
         context, a mode or prefill that do not fit the model or each other, or lists for more or
         fewer prompts.
@@ -210,6 +214,7 @@ def generate(  # noqa: PLR0913 (options, each named)
         chunk=max_new_tokens if stop_when is None else chunk,
         stop_when=stop_when,
         thinking=thinking,
+        logits_processor=logits_processor,
         mesh=mesh,
     )
     rows, devices = len(prompts), check_mesh(mesh)

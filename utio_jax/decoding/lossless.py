@@ -26,7 +26,7 @@ from utio_jax.attention.cache import KVCache
 from utio_jax.core.arrays import flat
 from utio_jax.core.decoder import Decoder, has_exit_lens, name_exits
 from utio_jax.core.pytrees import pytree, static
-from utio_jax.decoding.base import Mode, Setting
+from utio_jax.decoding.base import Mode, Setting, process
 from utio_jax.decoding.drafting import ExitDrafter, NGram, Proposal, round_keys
 from utio_jax.decoding.sampling import ACCEPT, REPLACE, verify_greedy, verify_sampling
 from utio_jax.decoding.segments import Block, block_at, run_segment
@@ -140,11 +140,12 @@ class Lossless(Mode):
             pending = (offsets <= drafted.counts[:, None]) & active[:, None]
             block = block_at(decoder, positions, pending)
             logits, cache, tokens = self._run_deep(setting, drafted, block)
+            allowed = process(setting, state, logits, positions + 1, drafted.token_ids)
             if sampling is None or drafted.log_q is None:  # Both only if greedy.
-                verified = verify_greedy(logits, drafted.token_ids, drafted.counts)
+                verified = verify_greedy(allowed, drafted.token_ids, drafted.counts)
             else:
                 verified = verify_sampling(
-                    jax.nn.log_softmax(sampling(logits), axis=-1),
+                    jax.nn.log_softmax(sampling(allowed), axis=-1),
                     drafted.log_q,
                     drafted.token_ids,
                     drafted.counts,
