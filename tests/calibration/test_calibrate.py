@@ -428,15 +428,25 @@ def test_unknown_policies_are_refused(tiny: Any, text: list[Batch]) -> None:
 
 
 @pytree
+class Part:
+    """Of a signal, and no signal itself."""
+
+    directions: jax.Array
+    scale: float = 2.0
+
+
+@pytree
 class Projected(SignalBase):
     """Scores states along a direction of each exit."""
 
-    directions: jax.Array
+    part: Part
+    anything: Any = None
     exits: tuple[int, ...] = static()
     name: str = static(default="projected")
 
     def __call__(self, index: int, boundary: Any, memory: Any) -> Any:
-        return boundary.x @ self.directions[self.exits.index(boundary.depth)], memory
+        along = self.part.directions[self.exits.index(boundary.depth)]
+        return boundary.x @ along * self.part.scale, memory
 
 
 @pytest.mark.check
@@ -449,7 +459,8 @@ def test_signals_of_ones_own_are_fitted_and_survive_their_files(
         kl = np.concatenate([study.kl[:-1, study.predicted] for study in fitter.studies], axis=1)
         pairs = zip(states, kl, strict=True)
         directions = [np.linalg.lstsq(x, target, rcond=None)[0] for x, target in pairs]
-        return Projected(directions=jnp.asarray(directions, jnp.float32), exits=fitter.exits)
+        part = Part(directions=jnp.asarray(directions, jnp.float32))
+        return Projected(part=part, exits=fitter.exits)
 
     fits: Any = {"mine": fit, "position": SIGNALS["position"]}
     fitted = calibrated(tiny, text, policies=fits, budgets=(0.85,))

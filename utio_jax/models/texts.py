@@ -96,7 +96,7 @@ def read_sources(texts: Texts, files: Files = (), *, names_are_texts: bool = Fal
             f"Wanted a list of texts. Got {got!r:.60}. For example: ['Once upon a'], "
             "files=['story.txt'], or the column of a data set: dataset['text']."
         )
-    if named := [source for source in sources if isinstance(source, str) and _is_file(source)]:
+    if named := [source for source in sources if isinstance(source, str) and names_file(source)]:
         message = (
             f"Wanted texts. Got {named[0]!r}, the name of a file. To read the file: "
             f"files=[{named[0]!r}], or a Path."
@@ -119,7 +119,7 @@ def _is_source(source: Any) -> bool:
     return is_list and all(isinstance(token, (int, np.integer)) for token in source)
 
 
-def _is_file(text: str) -> bool:
+def names_file(text: str) -> bool:
     """Returns whether a string names a file. Long ones, and those of several lines, do not."""
     if not text.strip() or len(text) > 255 or not text.isprintable():
         return False

@@ -217,16 +217,19 @@ def _take_apart(part: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     return description, tensors
 
 
-def _put_together(description: Mapping[str, Any], tensors: Mapping[str, Any]) -> Any:
-    """Returns the signal again: the inverse of `_take_apart`."""
-    fields: dict[str, Any] = {}
+def _put_together(
+    description: Mapping[str, Any], tensors: Mapping[str, Any], declared: Any = None
+) -> Any:
+    """Returns the signal again, or a part of the declared class: the inverse of `_take_apart`."""
+    kind = _type_of(description["type"], declared)
+    types, fields = get_type_hints(kind), dict[str, Any]()
     for name, value in description.items():
         if isinstance(value, dict):
-            fields[name] = _put_together(value, tensors.get(name, {}))
+            fields[name] = _put_together(value, tensors.get(name, {}), types.get(name))
         elif name != "type":
             fields[name] = tuple(value) if isinstance(value, list) else value
     weights = {name: jnp.asarray(v) for name, v in tensors.items() if name not in fields}
-    return _type_of(description["type"])(**fields, **weights)
+    return kind(**fields, **weights)
 
 
 def _type_name(kind: type) -> str:
@@ -235,13 +238,16 @@ def _type_name(kind: type) -> str:
     return name if STORED.get(name) is kind else f"{kind.__module__}.{kind.__qualname__}"
 
 
-def _type_of(name: str) -> Any:
+def _type_of(name: str, declared: Any = None) -> Any:
     """Returns the class that a file names; nothing is imported for it.
 
-    One that a script has defined is found by its own name where an import defines it again.
+    One that a script has defined is found by its own name where an import defines it again. A part
+    of a signal may be of the class that its field declares.
     """
     if name in STORED:
         return STORED[name]
+    if dataclasses.is_dataclass(declared) and _own_name(declared) == name.rpartition(".")[2]:
+        return declared
     derived = [*_derived(SignalBase)]
     same = [kind for kind in derived if _type_name(kind) == name]
     same = same or [kind for kind in derived if kind.__name__ == name.rpartition(".")[2]]
@@ -279,8 +285,19 @@ def _misfits(part: Any, path: str) -> Iterator[str]:
                 yield f"{name} has shapes {[jnp.shape(leaf) for leaf in leaves]} for exits {exits}"
             if dataclasses.is_dataclass(value):
                 yield from _misfits(value, name)
-            elif leaves and not isinstance(value, declared[field.name]):
-                yield f"{name} has shape {jnp.shape(value)}, wanted {declared[field.name].__name__}"
+            elif leaves and not _fits(value, wanted := declared[field.name]):
+                yield f"{name} has shape {jnp.shape(value)}, wanted {_own_name(wanted)}"
+
+
+def _fits(value: Any, declared: Any) -> bool:
+    """Returns whether a leaf is what its field declares; numbers come back as arrays of one."""
+    if declared in (int, float, bool):
+        return jnp.shape(value) == ()
+    return declared is Any or isinstance(value, declared)
+
+
+def _own_name(kind: Any) -> str:
+    return getattr(kind, "__name__", str(kind))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
