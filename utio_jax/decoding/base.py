@@ -189,9 +189,9 @@ def process(
     if setting.logits_processor is None:
         return logits
     if drafts is not None:
-        row, offsets = (jnp.arange(size, dtype=jnp.int32) for size in drafts.shape)
-        slots = state.lengths[:, None] + offsets
-        known = state.token_ids.at[row[:, None], slots].set(drafts, mode="drop")
+        row, offset = jnp.indices(drafts.shape, jnp.int32, sparse=True)
+        slots = state.lengths[:, None] + offset
+        known = state.token_ids.at[row, slots].set(drafts, mode="drop")
         state = dataclasses.replace(
             state, columns=dataclasses.replace(state.columns, token_ids=known)
         )
