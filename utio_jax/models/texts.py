@@ -123,7 +123,10 @@ def names_file(text: str) -> bool:
     """Returns whether a string names a file. Long ones, and those of several lines, do not."""
     if not text.strip() or len(text) > 255 or not text.isprintable():
         return False
-    return Path(text).is_file()
+    try:
+        return Path(text).is_file()
+    except OSError:  # In a folder that may not be read, for one.
+        return False
 
 
 def _listed_files(files: Files) -> list[str | Path]:

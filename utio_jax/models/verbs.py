@@ -121,13 +121,11 @@ class ScoredTexts(TextScore):
 
     Attributes:
       token_ids: `[token]` of each document.
-      tokenizer: that they are of.
-      num_layers: of the model.
+      model: that scored them, a `utio_jax.models.Model`.
     """
 
     token_ids: tuple[np.ndarray, ...]
-    tokenizer: Any
-    num_layers: int
+    model: Any
 
     def __repr__(self) -> str:
         return self.summary()
@@ -139,18 +137,18 @@ class ScoredTexts(TextScore):
         text += f"{all_of.nll / max(all_of.predicted, 1):.3f} nats each"
         depths = np.concatenate([document.depths for document in self.documents])
         if depths.size:
-            text += f", {depths.mean():.1f} of {self.num_layers} layers"
+            text += f", {depths.mean():.1f} of {self.model.decoder.config.num_layers} layers"
         for reason, batches in self.fallbacks.items():
             text += f"\n{batches} batches at full depth: {reason}"
         return text
 
     def _repr_html_(self) -> str:
-        shown = []
+        shown, layers = [], self.model.decoder.config.num_layers
         for ids, document in zip(self.token_ids[:_SHOWN], self.documents, strict=False):
-            reader = TextReader(self.tokenizer, ids[:1])
+            reader = TextReader(self.model.tokenizer, ids[:1])
             pieces = [reader.add(int(token)) for token in ids[1 : _SHOWN_TOKENS + 1]]
             depths = document.depths[:_SHOWN_TOKENS].tolist()
-            shown.append(depth_html(pieces, depths, num_layers=self.num_layers))
+            shown.append(depth_html(pieces, depths, num_layers=layers))
         if (rest := len(self.documents) - _SHOWN) > 0:
             shown.append(f"<p>and {rest} more</p>")
         return f"<p>{self.summary()}</p>" + "".join(shown)
@@ -293,8 +291,7 @@ class Verbs:
         return ScoredTexts(
             **vars(found),
             token_ids=tuple(documents),
-            tokenizer=self.tokenizer,
-            num_layers=self.decoder.config.num_layers,
+            model=self,
         )
 
     def evaluate(
