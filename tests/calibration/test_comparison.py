@@ -267,7 +267,7 @@ def test_policies_of_ones_own_are_judged_beside_their_controls(
     # As many tokens at each depth, but others.
     shares = [row.ledger.depth_histogram or {} for row in (even, chance)]
     tokens = sum(shares[0].values())
-    assert abs(shares[0][1] - shares[1][1]) < 5 * np.sqrt(tokens) / 2
+    assert abs(shares[0]["1"] - shares[1]["1"]) < 5 * np.sqrt(tokens) / 2
     assert chance.ledger.nll != even.ledger.nll
     assert conclude([chance]).startswith("No policy could be held")
     with pytest.raises(ValueError, match="a name each.*Got \\['even', 'even'\\]. Name them"):

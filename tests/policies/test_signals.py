@@ -220,7 +220,7 @@ class Undecided(PolicyBase):
 )
 def test_what_is_no_signal_is_named_with_the_remedy(signal: Any, message: str) -> None:
     with pytest.raises(TypeError, match=message):
-        Thresholded(signal=signal, thresholds=[0.5], depths=(1, 4))
+        Thresholded(signal=signal, thresholds=jnp.zeros(1), depths=(1, 4))
 
 
 def test_policies_of_ones_own_have_defaults(tiny: Any) -> None:

@@ -167,7 +167,7 @@ def fits_of(policies: Sequence[str] | Mapping[str, Fit]) -> dict[str, Fit]:
         )
     found = dict(policies) if isinstance(policies, Mapping) else {n: SIGNALS[n] for n in policies}
     for name, fit in found.items():
-        if name in CONTROLS or not callable(fit):
+        if name in CONTROLS or isinstance(fit, Signal) or not callable(fit):
             raise ValueError(
                 "Wanted policies as functions of the fitter, by names other than those of "
                 f"controls, {', '.join(CONTROLS)}. Got {name!r}: {fit!r:.60}."

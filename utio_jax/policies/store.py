@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -188,7 +188,7 @@ def load_calibration(path: str | Path, *, model_sha256: str) -> Calibration:
     return Calibration(entries=entries, signals=found, info=stored["info"])
 
 
-def check_nothing_is_lost(path: str | Path, model_sha256: str, policies: Sequence[str]) -> None:
+def check_nothing_is_lost(path: str | Path, model_sha256: str, policies: Collection[str]) -> None:
     """Raises ValueError where a file holds policies that are not fitted again."""
     out = calibration_file(path)
     if not out.is_file():
