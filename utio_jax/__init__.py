@@ -4,11 +4,11 @@
     import utio_jax
 
     model = utio_jax.load("shared-16")                # a model folder, a GGUF file, a hub name
-    model.calibrate(files, budget=0.6)                # fits depth policies to your text
+    model.calibrate(texts, budget=0.6)                # fits depth policies to your text
     print(model.generate("def mean(values):", mode="adaptive").summary())
 
 The functions below it take a decoder and its parameters, whatever made them, and compose with
-`jit`, `grad` and meshes:
+`jit`, `vmap`, meshes, and `grad` with `executor=CapacityPrefix(...)`:
 
     utio_jax.score(decoder, params, token_ids, lengths, policy)      # one pass, a depth per token
     utio_jax.generate(decoder, params, prompts, mode=Adaptive(policy=policy))

@@ -31,9 +31,10 @@ from utio_jax.calibration.studies import (
 from utio_jax.calibration.thresholds import _sweep, fit_thresholds, leave_at
 from utio_jax.core.documents import Batch
 from utio_jax.core.files import hash_file, load_tensors, save_tensors
+from utio_jax.core.pytrees import pytree, static
 from utio_jax.evaluation.evaluate import evaluate
 from utio_jax.policies import Learned, Position, StateGate
-from utio_jax.policies.signals import ScoreTable
+from utio_jax.policies.signals import ScoreTable, SignalBase
 from utio_jax.policies.store import Calibration, Thresholds, load_calibration
 
 
@@ -439,9 +440,70 @@ def test_the_oracle_knows_the_divergence_of_every_exit(tiny: Any, text: list[Bat
     assert np.mean(shares) == pytest.approx(0.8, abs=0.08)
 
 
-def test_unknown_policies_are_refused(tiny: Any) -> None:
+@pytest.mark.usefixtures("unchecked_shapes")
+def test_unknown_policies_are_refused(tiny: Any, text: list[Batch]) -> None:
     with pytest.raises(ValueError, match="policies of learned, utio_surrogate.*Got 'magic'"):
         calibrated(tiny, [], policies=("magic",))
+    with pytest.raises(ValueError, match="other than those of controls.*Got 'random'"):
+        calibrated(tiny, [], policies={"random": lambda fitter: Position()})
+    with pytest.raises(ValueError, match="functions of the fitter.*Got 'mine': Position"):
+        calibrated(tiny, [], policies={"mine": Position()})
+    with pytest.raises(TypeError, match="Wanted a signal"):
+        calibrated(tiny, text[:3], policies={"mine": lambda fitter: 3})
+
+
+@pytree
+class Part:
+    """Of a signal, and no signal itself."""
+
+    directions: jax.Array
+    scale: float = 2.0
+
+
+@pytree
+class Projected(SignalBase):
+    """Scores states along a direction of each exit."""
+
+    part: Part
+    anything: Any = None
+    exits: tuple[int, ...] = static()
+    name: str = static(default="projected")
+
+    def __call__(self, index: int, boundary: Any, memory: Any) -> Any:
+        along = self.part.directions[self.exits.index(boundary.depth)]
+        return boundary.x @ along * self.part.scale, memory
+
+
+@pytest.mark.check
+def test_signals_of_ones_own_are_fitted_and_survive_their_files(
+    tiny: Any, text: list[Batch], tmp_path: Path
+) -> None:
+    def fit(fitter: Any) -> Projected:
+        predicted = [study.states[:, study.predicted] for study in fitter.studies]
+        states = np.concatenate(predicted, axis=1)
+        kl = np.concatenate([study.kl[:-1, study.predicted] for study in fitter.studies], axis=1)
+        pairs = zip(states, kl, strict=True)
+        directions = [np.linalg.lstsq(x, target, rcond=None)[0] for x, target in pairs]
+        part = Part(directions=jnp.asarray(directions, jnp.float32))
+        return Projected(part=part, exits=fitter.exits)
+
+    fits: Any = {"mine": fit, "position": SIGNALS["position"]}
+    fitted = calibrated(tiny, text, policies=fits, budgets=(0.85,))
+    assert [*fitted.entries] == ["mine", "position"]
+    fitted.save(tmp_path)
+    stored = json.loads((tmp_path / "policies.json").read_text())["signals"]
+    assert stored["mine"]["type"] == f"{Projected.__module__}.Projected"
+    loaded = load_calibration(tmp_path, model_sha256="a" * 64)
+    ours, theirs = fitted.policy("mine", 0.85), loaded.policy("mine", 0.85)
+    assert jax.tree.structure(ours) == jax.tree.structure(theirs)
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        np.testing.assert_array_equal(a, b)
+    # A module of another name defines it again, as a script does whose class is now imported.
+    stored["mine"]["type"] = "__main__.Projected"
+    whole = json.loads((tmp_path / "policies.json").read_text()) | {"signals": stored}
+    (tmp_path / "policies.json").write_text(json.dumps(whole))
+    again = load_calibration(tmp_path, model_sha256="a" * 64)
+    assert isinstance(again.signals["mine"], Projected)
 
 
 def test_models_without_exits_cannot_be_calibrated(tiny: Any) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,12 +12,15 @@ from helpers.cases import EXECUTOR
 from helpers.models import gated
 from scipy import stats
 
+from utio_jax.calibration.advice import conclude
 from utio_jax.calibration.compare import compare
 from utio_jax.calibration.studies import collect_scores, predicted_tokens, study_exits
 from utio_jax.core.documents import Batch, sample_batches
+from utio_jax.core.pytrees import pytree, static
 from utio_jax.evaluation.evaluate import evaluate
 from utio_jax.evaluation.intervals import DocumentSums, HullBootstrap, hull_of
 from utio_jax.evaluation.ledger import convex_hull, uniform_hull
+from utio_jax.policies import PolicyBase
 from utio_jax.policies.store import Calibration, Thresholds
 
 
@@ -246,6 +250,42 @@ def test_rows_are_those_of_evaluate_with_margins_of_the_table(
         found = row.to_dict()
         assert {"policy", "nll", "hull_margin_pct", "rank_correlation_kl"} <= set(found)
         assert found["hull_margin_pct"] is None or len(found["hull_margin_pct"]) == 3
+
+
+@pytest.mark.check
+def test_policies_of_ones_own_are_judged_beside_their_controls(
+    tiny: Any, text: list[Batch]
+) -> None:
+    @pytree
+    class Even(PolicyBase):
+        name: str = static(default="even")
+
+        def go_deeper(self, index: int, boundary: Any, memory: Any) -> Any:
+            return boundary.positions % 2 == 0, memory
+
+    policy = Even(depths=(1, 4))
+    run = partial(
+        compare, tiny.decoder, tiny.params, text, np.arange(40) // 4, None, executor=EXECUTOR
+    )
+    by_name = {row.name: row for row in run(policies=[policy], draws=50)}
+    assert [*by_name] == ["uniform 1", "uniform 2", "full", "even", "random as even"]
+    wanted = evaluate(tiny.decoder, tiny.params, text, {"": policy}, executor=EXECUTOR)[""]
+    even, chance = by_name["even"], by_name["random as even"]
+    assert even.ledger.nll == pytest.approx(wanted.nll / wanted.predicted, rel=1e-5)
+    assert even.ledger.flops_ratio == pytest.approx(wanted.flops / wanted.flops_full, rel=1e-5)
+    for row in (even, chance):
+        assert row.hull_margin_pct is not None
+        assert row.hull_margin_pct[0] < row.hull_margin_pct[1] < row.hull_margin_pct[2]
+    # As many tokens at each depth, but others.
+    shares = [row.ledger.depth_histogram or {} for row in (even, chance)]
+    tokens = sum(shares[0].values())
+    assert abs(shares[0]["1"] - shares[1]["1"]) < 5 * np.sqrt(tokens) / 2
+    assert chance.ledger.nll != even.ledger.nll
+    assert conclude([chance]).startswith("No policy could be held")
+    with pytest.raises(ValueError, match="a name each.*Got \\['even', 'even'\\]. Name them"):
+        run(policies=[policy, policy])
+    with pytest.raises(ValueError, match="none of full, uniform, random.*Got \\['full'\\]"):
+        run(policies={"full": policy})
 
 
 def test_budgets_that_nobody_has_are_refused(tiny: Any) -> None:

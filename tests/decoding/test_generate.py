@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import itertools
 import sys
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,7 @@ from helpers.generation import (
     depth_table,
     run,
     setting_of,
+    true_logits,
 )
 from helpers.marks import quick_where
 from helpers.policies import SurePasses
@@ -351,3 +353,74 @@ def test_modes_that_do_not_fit_are_refused(model):
         Lengths(prompt_step=0)
     with pytest.raises(ValueError, match="at least one token"):
         next(stream(model.decoder, model.params, PROMPTS, chunk=0, max_new_tokens=9))
+
+
+def alternating(logits: jax.Array, state: Any) -> jax.Array:
+    """Allows tokens that differ from the last one by an odd number; below 32 at first."""
+    ids = jnp.arange(logits.shape[-1], dtype=jnp.int32)[None, :]
+    begins = (state.lengths - state.prompt_lengths < 5)[:, None]
+    allowed = ((ids + state.last_ids[:, None]) % 2 == 1) & ((ids < 32) | ~begins)
+    return jnp.where(allowed, logits, -jnp.inf)
+
+
+PROCESSED: dict[str, Any] = {
+    "plain": Plain(),
+    "adaptive": Adaptive(policy=uniform(2)),
+    "exit": Lossless(exit=2, max_draft=3),
+    "ngram": Lossless(drafter="ngram", max_draft=3),
+}
+
+
+@pytest.mark.parametrize("name", PROCESSED)
+def test_tokens_are_the_best_that_a_processor_allows(model, name):
+    """By induction over the row: the truth is recomputed from scratch behind each token."""
+    found = run(model, mode=PROCESSED[name], logits_processor=alternating, max_new_tokens=16)
+    free = run(model, mode=PROCESSED[name], max_new_tokens=16)
+    pairs = zip(found.token_ids, free.token_ids, strict=True)
+    assert any(not np.array_equal(*pair) for pair in pairs)
+    for row, prompt in enumerate(PROMPTS):
+        new, layers = found.token_ids[row], model.decoder.config.num_layers
+        depths = found.decided[row] if name == "adaptive" else np.full_like(new, layers)
+        logits = true_logits(model, prompt, new, depths, "propagate")
+        before = np.asarray([prompt[-1], *new[:-1]])
+        allowed = (np.arange(64)[None] + before[:, None]) % 2 == 1
+        allowed[:5, 32:] = False
+        best = np.max(np.where(allowed, logits, -np.inf), axis=-1)
+        np.testing.assert_allclose(logits[np.arange(new.size), new], best, atol=1e-4)
+        assert allowed[np.arange(new.size), new].all()
+        own = jax.nn.log_softmax(jnp.asarray(logits))[np.arange(new.size), new]
+        np.testing.assert_allclose(found.log_probabilities[row], own, atol=1e-4)
+    if name == "exit":
+        assert found.acceptance, "an exit drafts what is allowed"
+
+
+@pytest.mark.parametrize("name", ["plain", "exit"])
+def test_drawn_tokens_are_allowed_ones(model, name):
+    found = run(
+        model,
+        mode=PROCESSED[name],
+        logits_processor=alternating,
+        sampling=SamplingParams(temperature=2.0),
+    )
+    for prompt, new in zip(PROMPTS, found.token_ids, strict=True):
+        assert (np.diff([prompt[-1], *new]) % 2 == 1).all()
+        assert (new[:5] < 32).all()
+
+
+@pytest.mark.usefixtures("unchecked_shapes")
+def test_a_processor_is_a_function_that_keeps_the_shape(model):
+    with pytest.raises(TypeError, match="function \\(logits, state\\) -> logits. Got 'digits'"):
+        run(model, logits_processor="digits")
+    with pytest.raises(ValueError, match="of shape \\(3, 64\\), as it is given. Got shape"):
+        run(model, logits_processor=lambda logits, state: logits[:, :5])
+
+
+def test_the_same_processor_compiles_nothing_new(model, count_compiles):
+    def shifted(logits: jax.Array, state: Any) -> jax.Array:
+        return logits.at[:, 3].set(-jnp.inf)
+
+    options = {"logits_processor": shifted, "max_new_tokens": 6}
+    run(model, **options)
+    with count_compiles() as compiles:
+        run(model, [[1, 2, 3], [4, 5], [6]], **options)
+    assert compiles.count == 0

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.engine import Asked, alone, assert_as_alone, engine_of, model64, modes, pool
+from helpers.engine import SHORT, Asked, alone, assert_as_alone, engine_of, model64, modes, pool
 from helpers.models import with_random_maps
+
+from utio_jax.decoding import Plain, generate
 
 NAMES = ("plain", "propagate", "lossless", "drop", "mapped", "copies", "prompts")
 
@@ -74,3 +77,28 @@ def test_ten_thousand_schedules(name: str) -> None:
     checked = check_schedules(name, schedules=10_000 // len(NAMES) + 1, seed=1)
     print(f"{name}: {checked} requests")
     assert checked > 4 * (10_000 // len(NAMES))
+
+
+@pytest.mark.check
+def test_a_processor_is_all_requests() -> None:
+    """Rows of an engine get from it what `generate` gives them alone."""
+
+    def odd(logits: Any, state: Any) -> Any:
+        even = (jnp.arange(64)[None] + state.last_ids[:, None]) % 2 == 0
+        return jnp.where(even, -jnp.inf, logits)
+
+    engine, prompts = engine_of(model64(), Plain(), logits_processor=odd), [[5], [9, 8, 7], [3, 4]]
+    numbers = [engine.submit(prompt, max_new_tokens=9, eos_ids=()) for prompt in prompts]
+    found = engine.drain()
+    for number, prompt in zip(numbers, prompts, strict=True):
+        (wanted,) = generate(
+            model64().decoder,
+            model64().params,
+            [prompt],
+            max_new_tokens=9,
+            eos_ids=(),
+            lengths=SHORT,
+            logits_processor=odd,
+        ).token_ids
+        np.testing.assert_array_equal(found[number].token_ids, wanted)
+        assert (np.diff([prompt[-1], *wanted]) % 2 == 1).all()

@@ -43,7 +43,7 @@ EXECUTOR = MicroBatches(min_bucket=4, block=32, query_block=8, key_step=16)
 def calibrated(
     model: Any,
     text: Any,
-    policies: tuple[str, ...] = ("learned", "utio_surrogate"),
+    policies: Any = ("learned", "utio_surrogate"),
     budgets: tuple[float, ...] = (0.3, 0.8),
 ) -> Calibration:
     """Returns a calibration of a small model, of SHA-256 aaa…."""

@@ -26,6 +26,7 @@ from utio_jax.decoding.generate import Generated, generate
 from utio_jax.engine import Engine, Shapes
 from utio_jax.models import Model, load, save
 from utio_jax.models.families import read_config, text_part
+from utio_jax.staircase.score import full_depth, run_score
 
 pytestmark = pytest.mark.check
 
@@ -83,6 +84,37 @@ def test_an_engine_gives_the_same_tokens(model: Model, chunk: int | None) -> Non
     numbers = [engine.submit(prompt, max_new_tokens=16, eos_ids=()) for prompt in PROMPTS]
     done = engine.drain()
     wanted = run(model, prefill=Prefill())
+    for number, tokens in zip(numbers, wanted.token_ids, strict=True):
+        np.testing.assert_array_equal(done[number].token_ids, tokens)
+
+
+def test_scores_are_the_log_probabilities_of_generation(model: Model) -> None:
+    """A pass without a cache reads shared keys and values as decoding does."""
+    found = run(model)
+    pairs = zip(PROMPTS, found.token_ids, strict=True)
+    rows = [np.asarray([*prompt, *new]) for prompt, new in pairs]
+    ids = np.zeros((len(rows), 40), np.int32)
+    for row, tokens in zip(ids, rows, strict=True):
+        row[: len(tokens)] = tokens
+    lengths = jnp.asarray([len(row) for row in rows])
+    scores = run_score(
+        model.decoder, model.params, jnp.asarray(ids), lengths, policy=full_depth(model.decoder)
+    )
+    for row, prompt in enumerate(PROMPTS):
+        own = np.asarray(scores.log_likelihood)[row, len(prompt) - 1 : len(rows[row]) - 1]
+        np.testing.assert_allclose(own, found.log_probabilities[row], atol=1e-4)
+
+
+def test_a_slot_keeps_nothing_of_the_request_before() -> None:
+    """With windows of 5 tokens: the second request begins as the first, which was longer."""
+    model, prefix = load(FOLDER / "gemma3"), [*range(5, 20)]
+    prompts = [[*prefix, *range(24, 33)], [*prefix, 40], prefix]
+    engine = Engine(
+        model.decoder, model.params, slots=1, capacity=64, mode=Plain(),
+        shapes=Shapes(prompt_widths=(32,), groups=(1,), key_step=64),
+    )  # fmt: skip
+    numbers = [engine.submit(prompt, max_new_tokens=16, eos_ids=()) for prompt in prompts]
+    done, wanted = engine.drain(), run(model, prompts)
     for number, tokens in zip(numbers, wanted.token_ids, strict=True):
         np.testing.assert_array_equal(done[number].token_ids, tokens)
 

@@ -161,6 +161,23 @@ def test_a_head_of_its_own_wins_over_a_config_that_ties_it(tmp_path: Path) -> No
     np.testing.assert_array_equal(load(folder).params["embedding"]["embedding"], embedding)
 
 
+@pytest.mark.parametrize("case", ["qwen2", "mistral"])
+def test_a_head_that_is_missing_is_named(case: str, tmp_path: Path) -> None:
+    """In one file, and in shards with an index: never a head of random weights."""
+    folder = Path(shutil.copytree(FOLDER / case, tmp_path / "m"))
+    edit(folder / "config.json", tie_word_embeddings=False)
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        stored = json.loads(index.read_text())
+        file = folder / stored["weight_map"].pop("lm_head.weight")
+        index.write_text(json.dumps(stored))
+        tensors = load_tensors(file)
+        del tensors["lm_head.weight"]
+        save_tensors(file, tensors)
+    with pytest.raises(ValueError, match=r"missing lm_head.weight \(48, 32\)"):
+        load(folder)
+
+
 def test_text_is_encoded_whole_and_special_pieces_are_known(folder: Path) -> None:
     with pytest.raises(ValueError, match="Pass token ids instead of text"):
         load(folder).encode(["text"])

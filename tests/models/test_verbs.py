@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
+import re
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +22,17 @@ import utio_jax
 from utio_jax import Adaptive, Lossless, Plain, uniform
 from utio_jax.calibration.lens import LensConfig
 from utio_jax.core.lens import Lensed, load_lens
+from utio_jax.core.pytrees import pytree, static
 from utio_jax.decoding import Prefill
 from utio_jax.decoding.text import generate_text
 from utio_jax.evaluation.evaluate import score_documents
 from utio_jax.models import Model, load
 from utio_jax.models.shipped import shipped_folder
 from utio_jax.models.verbs import with_exits
+from utio_jax.policies import PolicyBase
 from utio_jax.policies.store import load_calibration
 from utio_jax.prompts.budget import prompt_prefill
+from utio_jax.staircase import dense_states
 
 pytestmark = pytest.mark.check
 
@@ -187,6 +192,40 @@ def test_score_and_evaluate_take_policies_by_name(calibrated: Model) -> None:
     assert model.evaluate(ids, policy=uniform(2)).depth_decided_mean == 2
 
 
+def test_strings_are_texts_and_paths_are_files(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, file = load(folder), tmp_path / "story.txt"
+    file.write_text(text := "import os\n" * 3)
+    (wanted,) = model.encode([text])
+    column = collections.UserList([text])  # As a data set's: no list, but an iterable.
+    sources: list[tuple[Any, Any]] = [
+        (text, ()),
+        ([text], ()),
+        (column, ()),
+        (iter([text]), ()),
+        (file, ()),
+        ([file], ()),
+        ([wanted], ()),
+        ([wanted.tolist()], ()),
+        ((), [file]),
+        ((), [str(file)]),
+        ((), str(file)),
+    ]
+    for texts, files in sources:
+        (ids,) = model.documents(texts, files=files)
+        np.testing.assert_array_equal(ids, wanted)
+    assert [len(ids) for ids in model.documents(["a", file], files=[file])][1:] == [wanted.size] * 2
+    expected = model.score(text).quality.nll
+    assert model.score(files=[file]).quality.nll == pytest.approx(expected)
+    assert model.evaluate(file).nll == pytest.approx(expected / (wanted.size - 1))
+    texts = model.generate([file, text], files=[file], **OPTIONS).texts
+    assert texts[0] == texts[1] == texts[2]
+    monkeypatch.chdir(tmp_path)
+    with pytest.warns(UserWarning, match="the name of a file. To read the file: files="):
+        model.generate("story.txt", **OPTIONS)
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -196,9 +235,12 @@ def test_score_and_evaluate_take_policies_by_name(calibrated: Model) -> None:
         (lambda model: model.generate("a", wings=2), "Got wings. Known: mode, sampling, max_new_"),
         (lambda model: model.generate(None), "Wanted a list of texts. Got None"),
         (lambda model: model.generate(b""), "Wanted a list of texts. Got b''"),
-        (lambda model: model.generate([[1, 2]]), r"Wanted a list of texts. Got \[\[1, 2\]\]"),
-        (lambda model: model.score("abc"), "Wanted a list of texts. Got 'abc'. Wrap it"),
-        (lambda model: model.evaluate(source("stat")), "list of files. Got one"),
+        (lambda model: model.generate([[1.5]]), r"Wanted a list of texts. Got \[\[1.5\]\]"),
+        (lambda model: model.score({"text": ["a"]}), "Got {'text'.*column of a data set"),
+        (lambda model: model.score([{"text": "a"}]), "Got .*{'text'.*column of a data set"),
+        (lambda model: model.score([1, 2, 3]), "Wanted a list of texts. Got 1"),
+        (lambda model: model.evaluate(str(source("stat"))), "name of a file.*files=.*or a Path"),
+        (lambda model: model.calibrate([str(source("stat"))]), "name of a file.*files="),
         (lambda model: load(model.decoder.config.num_layers), "Wanted a model folder, .*Got 4"),
         (lambda model: load(model.folder, dtype="bf16"), "dtype of floats.*'bfloat16'.*Got 'bf16'"),
         (lambda model: load(model.folder, dtype="int8"), "dtype of floats.*Got 'int8'"),
@@ -216,6 +258,57 @@ def test_compare_has_a_row_per_policy_and_controls(calibrated: Model) -> None:
     names = {row.ledger.policy for row in rows}
     assert {"full", "learned", "random", "uniform"} <= names
     assert rows.documents == len(SOURCES)
+
+
+def test_a_model_without_a_calibration_is_compared_under_given_policies(folder: Path) -> None:
+    @pytree
+    class Even(PolicyBase):
+        name: str = static(default="even")
+
+        def go_deeper(self, index: int, boundary: Any, memory: Any) -> Any:
+            return boundary.positions % 2 == 0, memory
+
+    model = load(folder)
+    texts = [source(name).read_text()[:800] for name in SOURCES]
+    rows = model.compare(texts, policies=[Even(depths=(2, 4))], batches=1, draws=50)
+    assert [row.name for row in rows][-2:] == ["even", "random as even"]
+    assert "policies are better" in rows.verdict or "no policy is better" in rows.verdict
+    with pytest.raises(ValueError, match="a calibration at"):
+        model.compare(texts, batches=1)
+
+
+def test_hidden_states_are_the_dense_programs(calibrated: Model) -> None:
+    model, texts = calibrated, ["import os\n" * 3, "x", "class A: pass\n"]
+    found = model.hidden_states(texts, depths=(4, 0, 2))
+    ids, _, last = map(jnp.asarray, model.encode(texts))
+    wide = dense_states(
+        model.decoder, model.params, ids[None], jnp.asarray([ids.size]), depths=(2, 4)
+    )
+    assert [len(each[0]) for each in found] == [len(each) for each in model.encode(texts)]
+    np.testing.assert_allclose(found[0][2], wide[0][0], atol=1e-5)
+    np.testing.assert_allclose(found[0][0], wide[1][0], atol=1e-5)
+    embedded = model.decoder.embed(model.params, last, jnp.arange(last.size))
+    np.testing.assert_allclose(found[2][1], embedded, atol=1e-6)
+    assert len(model.hidden_states("x")[0]) == len(model.decoder.config.exits)
+    with pytest.raises(ValueError, match="depths from 0 to the model's 4 layers. Got \\(5,\\)"):
+        model.hidden_states("x", depths=(5,))
+    with pytest.raises(ValueError, match="texts of 1 to 64 tokens.*Got \\[90"):
+        model.hidden_states("x" * 900)
+
+
+def test_scores_show_themselves(calibrated: Model) -> None:
+    found = calibrated.score(["import os\n" * 9, "a"], policy=uniform(2))
+    count = found.quality.predicted
+    summary = f"2 texts, {count} predicted tokens: {found.quality.nll / count:.3f} nats each"
+    assert repr(found) == found.summary()
+    assert found.summary().startswith(f"{summary}, 2.0 of 4 layers")
+    html = found._repr_html_()
+    shown = re.sub("<[^>]*>", "", html.split("<pre", 1)[1].split("</pre>")[0].split(">", 1)[1])
+    assert ("import os\n" * 9).endswith(shown)
+    assert len(shown) > 60
+    assert html.count('title="2 layers"') == count
+    generated = calibrated.generate("x", **OPTIONS)
+    assert repr(generated) == generated.summary()
 
 
 def test_a_context_cuts_what_is_calibrated_on_and_what_a_guarantee_reads(

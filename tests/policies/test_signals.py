@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -12,12 +14,16 @@ from helpers import cases
 from helpers.models import random_gates
 from helpers.policies import DEPTHS, EXITS, SIGNALS, mean_states, scores_of
 
-from utio_jax import Thresholded
+from utio_jax import Policy, Thresholded, score
+from utio_jax.core.pytrees import pytree, static
 from utio_jax.policies import (
+    Entropy,
     Hazard,
     Learned,
     Patience,
+    PolicyBase,
     PromptRouter,
+    SignalBase,
     StateGate,
     StateSimilarity,
     UtioSurrogate,
@@ -164,3 +170,81 @@ def test_depths_without_weights_are_refused(tiny: Any, name: str) -> None:
             kv="propagate",
             executor=cases.SHAPES[1].executor,
         )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Bare(SignalBase):
+    """No pytree."""
+
+    name: str = "bare"
+
+    def __call__(self, index: int, boundary: Any, memory: Any) -> Any:
+        return boundary.x[..., 0], memory
+
+
+@pytree
+class Renamed(SignalBase):
+    """With a name that is a leaf."""
+
+    name: str = "renamed"
+
+    def __call__(self, index: int, boundary: Any, memory: Any) -> Any:
+        return boundary.x[..., 0], memory
+
+
+@pytree
+class Half:
+    """No signal."""
+
+    name: str = static(default="half")
+
+    def __call__(self, index: int, boundary: Any, memory: Any) -> Any:
+        return boundary.x[..., 0], memory
+
+
+@pytree
+class Undecided(PolicyBase):
+    """A policy without a decision."""
+
+
+@pytest.mark.usefixtures("unchecked_shapes")
+@pytest.mark.parametrize(
+    ("signal", "message"),
+    [
+        (Bare(), "signal that is a pytree. Got Bare.*@utio_jax.core.pytree above class Bare"),
+        (Renamed(), r"Make it static: name: str = utio_jax.core.static\(default='renamed'\)"),
+        (Half(), "Got Half without causal, remembers, start, flops, reads_logits. Derive it"),
+        (Entropy, r"Got the class Entropy. Make one: Entropy\(...\)"),
+        (lambda *_: 0, "signal that is a pytree. Got <function"),
+    ],
+)
+def test_what_is_no_signal_is_named_with_the_remedy(signal: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        Thresholded(signal=signal, thresholds=jnp.zeros(1), depths=(1, 4))
+
+
+def test_policies_of_ones_own_have_defaults(tiny: Any) -> None:
+    """All that is left to write is the decision."""
+
+    @pytree
+    class Every(PolicyBase):
+        name: str = static(default="every")
+        other: int = static(default=2)
+
+        def go_deeper(self, index: int, boundary: Any, memory: Any) -> Any:
+            return boundary.positions % self.other == 0, memory
+
+    ids, lengths = tiny.tokens(2, 8), jnp.full(2, 8)
+    run = partial(score, tiny.decoder, tiny.params, ids, lengths)
+    found = run(Every(depths=(1, 4)))
+    np.testing.assert_array_equal(found.depths, [[4, 1] * 4] * 2)
+    assert isinstance(Every(depths=(1, 4)), Policy)
+    with pytest.raises(NotImplementedError):
+        run(Undecided(name="none", depths=(1, 4)))
+
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Plain(Every):
+        pass
+
+    with pytest.raises(TypeError, match="policy that is a pytree.*above class Plain"):
+        run(Plain(depths=(1, 4)))

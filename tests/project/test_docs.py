@@ -65,6 +65,35 @@ def test_a_guide_runs_from_top_to_bottom(
             exec(compile(block, f"{page}[{index}]", "exec"), scope)
 
 
+def programs_of(page: str) -> list[str]:
+    """Returns the programs of a page: a block that does not begin with imports goes on."""
+    programs = list[str]()
+    for block in blocks_of(page, "python"):
+        if block.startswith(("import ", "from ")):
+            programs.append(block)
+        else:
+            programs[-1] += block
+    return programs
+
+
+@pytest.mark.check
+@pytest.mark.parametrize("number", range(9))
+def test_each_program_runs_by_itself_anywhere(
+    number: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    programs = programs_of("docs/extending.md")
+    assert len(programs) == 9
+    with jax.numpy_rank_promotion("allow"):
+        exec(compile(programs[number], f"extending.md[{number}]", "exec"), {"__name__": "__main__"})
+
+
+def test_programs_to_begin_with_are_short() -> None:
+    for block in blocks_of("docs/extending.md", "python"):
+        lines = [line for line in block.splitlines() if line.strip()]
+        assert len(lines) <= 15 or "class LinenDecoder" in block, block
+
+
 @pytest.mark.check
 def test_the_benchmark_of_other_utios_is_bench(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -14,6 +14,7 @@ from helpers import cases
 from helpers.marks import quick_where
 from helpers.models import assert_close, gated, random_gates
 
+from utio_jax import score, uniform
 from utio_jax.models import TINY, Transformer
 from utio_jax.policies import given_depths
 from utio_jax.staircase import CapacityPrefix, MicroBatches, score, staircase
@@ -214,3 +215,16 @@ def test_impossible_passes_are_refused(tiny: Any, unchecked_shapes: None) -> Non
         run(given, executor=CapacityPrefix(capacities=(8,), min_bucket=8))
     with pytest.raises(ValueError, match="kv to be one of"):
         reference_states(tiny.decoder, tiny.params, ids, lengths, depths, kv="zero")  # type: ignore[arg-type]
+
+
+def test_gradients_through_loops_name_the_executor_that_has_them(tiny: Any) -> None:
+    ids, ends = tiny.tokens(1, 5), jnp.asarray([5])
+
+    def loss(params: Any) -> jax.Array:
+        found = score(tiny.decoder, params, ids, ends, uniform(2), executor=MicroBatches())
+        return found.log_likelihood.sum()
+
+    with pytest.raises(ValueError, match=r"Got MicroBatches.*executor=CapacityPrefix\(capacities"):
+        jax.grad(jax.jit(loss))(tiny.params)
+    _, slope = jax.jvp(jax.jit(loss), (tiny.params,), (tiny.params,))
+    assert np.isfinite(slope), "forward mode goes through"

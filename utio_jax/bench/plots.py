@@ -6,6 +6,7 @@ Figures are made without pyplot: the backend stays, and notebooks show what is r
 
 from __future__ import annotations
 
+import io
 import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,6 +20,16 @@ from matplotlib.patches import Patch
 from utio_jax.bench.rows import Row, name_of
 from utio_jax.calibration.compare import ComparisonRow
 from utio_jax.evaluation.ledger import Ledger
+
+
+class Picture(Figure):
+    """A figure that every notebook shows, with or without a backend for it."""
+
+    def _repr_png_(self) -> bytes:
+        file = io.BytesIO()
+        self.savefig(file, format="png")
+        return file.getvalue()
+
 
 COLOURS = {
     "uniform": "#777777",
@@ -54,7 +65,7 @@ def plot_pareto(
     hull: Callable[[float], float | None],
 ) -> Figure:
     """Draws loss increase (%) over `flops_ratio`: policies, single exits and their hull."""
-    figure = Figure(figsize=(7.2, 4.6), layout="constrained")
+    figure = Picture(figsize=(7.2, 4.6), layout="constrained")
     axes = figure.subplots()
     found = [
         (row, row.flops_ratio, row.nll_increase_pct)
@@ -118,7 +129,7 @@ def plot_margins(
     names = list(dict.fromkeys(row.ledger.policy for row in rows if row.hull_margin_pct))
     columns = min(4, len(names))
     lines = -(-len(names) // columns)
-    figure = Figure(figsize=(3.1 * columns, 2.3 * lines + 0.7), layout="constrained")
+    figure = Picture(figsize=(3.1 * columns, 2.3 * lines + 0.7), layout="constrained")
     grid = figure.subplots(lines, columns, sharex=True, sharey=True, squeeze=False)
     for name, axes in zip(names, grid.flat, strict=False):
         points = sorted(
@@ -175,7 +186,9 @@ def plot_depths(
         grid[number, : len(shown)] = np.where(shown < 0, np.nan, shown)
         begin += len(line) + 1
     colours = ListedColormap(colormaps["YlGnBu"](np.linspace(0.08, 0.85, len(levels))))
-    figure = Figure(figsize=(0.085 * columns + 0.4, 0.172 * len(lines) + 0.9), layout="constrained")
+    figure = Picture(
+        figsize=(0.085 * columns + 0.4, 0.172 * len(lines) + 0.9), layout="constrained"
+    )
     axes = figure.subplots()
     norm = BoundaryNorm(np.arange(len(levels) + 1) - 0.5, len(levels))
     axes.imshow(grid, cmap=colours, norm=norm, aspect="auto", interpolation="nearest")

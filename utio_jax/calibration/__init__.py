@@ -4,7 +4,7 @@
 from utio_jax.calibration.advice import advise
 from utio_jax.calibration.calibrate import calibrate
 from utio_jax.calibration.compare import ComparisonRow, compare
-from utio_jax.calibration.gates import SIGNALS
+from utio_jax.calibration.gates import SIGNALS, Fit, SignalFitter
 from utio_jax.calibration.goals import Budgets, Goal, MaxDisagreement, MaxLoss
 from utio_jax.calibration.guarantee import fit_with_guarantee
 from utio_jax.calibration.lens import LensConfig, fit_lens
@@ -16,10 +16,12 @@ __all__ = [
     "Budgets",
     "ComparisonRow",
     "ExitStudy",
+    "Fit",
     "Goal",
     "LensConfig",
     "MaxDisagreement",
     "MaxLoss",
+    "SignalFitter",
     "advise",
     "calibrate",
     "compare",

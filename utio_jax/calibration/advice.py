@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from utio_jax.calibration.compare import ComparisonRow
+from utio_jax.calibration.compare import CHANCE, ComparisonRow
 from utio_jax.core.decoder import Decoder
 
 # Loss in % over full depth up to which the saving may be wanted.
@@ -26,6 +26,7 @@ def conclude(rows: Sequence[ComparisonRow]) -> str:
         for row in rows
         if row.hull_margin_pct is not None
         and row.ledger.policy != "random"
+        and not row.ledger.policy.startswith(f"{CHANCE} ")
         and not row.ledger.policy.startswith("oracle_")
     ]
     if not tried:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh
 
-from utio_jax.calibration.gates import SIGNALS, SignalFitter
+from utio_jax.calibration.gates import Fit, SignalFitter, fits_of
 from utio_jax.calibration.goals import Budgets, Goal
 from utio_jax.calibration.lens import LEAST_PREDICTED
 from utio_jax.calibration.search import ThresholdSearch
@@ -41,7 +41,7 @@ def calibrate(  # noqa: PLR0913 (options, each named)
     *,
     model_sha256: str | None = None,
     text: Mapping[str, Any] | None = None,
-    policies: Sequence[str] = POLICIES,
+    policies: Sequence[str] | Mapping[str, Fit] = POLICIES,
     goal: Goal = Budgets(),
     executor: Executor = MicroBatches(),
     mesh: Mesh | None = None,
@@ -57,7 +57,8 @@ def calibrate(  # noqa: PLR0913 (options, each named)
       model_sha256: identifies the weights; a saved calibration refuses others. None takes
         `utio_jax.core.files.hash_params` of `params`.
       text: identifies the text, for the record; None: its size and hash.
-      policies: names from `utio_jax.calibration.gates.SIGNALS`.
+      policies: names from `utio_jax.calibration.SIGNALS`; or, by a name each, functions of the
+        `SignalFitter` that return a signal.
       goal: `Budgets`, `MaxLoss` or `MaxDisagreement`. A policy that cannot reach it has no entry,
         and `info["goals"]` says so.
       executor: how passes will run; padding is part of the budget.
@@ -70,7 +71,7 @@ def calibrate(  # noqa: PLR0913 (options, each named)
         policy reaches the goal.
     """
     say = progress if progress is not None else lambda _: None
-    check_policies(policies)
+    fits = fits_of(policies)
     tokens = int(sum(np.maximum(batch.lengths - 1, 0).sum() for batch in batches))
     if tokens < LEAST_PREDICTED:
         raise ValueError(
@@ -86,14 +87,14 @@ def calibrate(  # noqa: PLR0913 (options, each named)
     entries: dict[str, dict[float, Thresholds]] = {}
     signals: dict[str, Signal] = {}
     goals = dict[str, Any]()
-    for name in policies:
+    for name, fit in fits.items():
         say(f"{name}: weights")
-        signal = signals[name] = fitter.fit(name)
+        signal = signals[name] = fitter.fit(fit)
         found, goals[name] = goal.reach(search, signal, say)
-        entries[name] = {cost: search.with_row_shares(signal, fit) for cost, fit in found.items()}
+        entries[name] = {cost: search.with_row_shares(signal, one) for cost, one in found.items()}
         search.forget()
     if not any(entries.values()):
-        name = policies[0]
+        name = next(iter(fits))
         raise ValueError(
             f"Wanted a goal that some policy reaches; {name} gets as cheap as "
             f"{search.cheapest(signals[name]):.3f}. Got {goals}. Ask for less."
@@ -110,14 +111,6 @@ def calibrate(  # noqa: PLR0913 (options, each named)
         "exit_agreement": search.exit_agreement(),
     }
     return Calibration(entries=entries, signals=signals, info=info)
-
-
-def check_policies(names: Sequence[str]) -> None:
-    """Raises ValueError where there are none, or one is none of `SIGNALS`."""
-    unknown = [name for name in names if name not in SIGNALS]
-    if unknown or not names:
-        got = repr(unknown[0]) if unknown else "none"
-        raise ValueError(f"Wanted policies of {', '.join(SIGNALS)}. Got {got}.")
 
 
 def _describe(batches: Sequence[Batch]) -> dict[str, Any]:

@@ -33,9 +33,9 @@ from utio_jax.evaluation.evaluate import Quality, evaluate
 from utio_jax.evaluation.intervals import DocumentSums, HullBootstrap, check_enough
 from utio_jax.evaluation.ledger import Ledger
 from utio_jax.policies.base import Policy, Signal
-from utio_jax.policies.depth import Thresholded, given_depths, shared_program
+from utio_jax.policies.depth import Thresholded, given_depths, random_depths, shared_program
 from utio_jax.policies.signals import KnownBefore
-from utio_jax.policies.store import Calibration, Thresholds
+from utio_jax.policies.store import CONTROLS, Calibration, Thresholds
 from utio_jax.staircase.base import Executor
 from utio_jax.staircase.microbatches import MicroBatches
 from utio_jax.staircase.reference import positions_of
@@ -43,6 +43,12 @@ from utio_jax.staircase.score import Comparison, Scores
 
 Label = tuple[str, float]
 """A policy's name, and its budget or depth."""
+
+Policies = Sequence[Policy] | Mapping[str, Policy]
+"""Policies, by name or called by their own."""
+
+CHANCE = "random as"
+"""Before a policy's name: the control with its histogram of depths."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -89,9 +95,10 @@ def compare(  # noqa: PLR0913 (options, each named)
     params: Params,
     batches: Sequence[Batch],
     document_of_window: np.ndarray,
-    calibration: Calibration,
+    calibration: Calibration | None,
     *,
     budgets: Sequence[float] | None = None,
+    policies: Policies = (),
     executor: Executor = MicroBatches(),
     mesh: Mesh | None = None,
     draws: int = 2000,
@@ -108,8 +115,10 @@ def compare(  # noqa: PLR0913 (options, each named)
       params: its parameters.
       batches: the text, all of one shape; none of it may have been calibrated on.
       document_of_window: `[window]`, the document that each of `Batch.window` is cut from.
-      calibration: the policies.
+      calibration: the fitted policies; None: there are none.
       budgets: which of the calibration's; all by default.
+      policies: others to judge, each beside random depths of its own histogram; by name, or called
+        by their own.
       executor: how live slots are run.
       mesh: splits the rows of every pass over its axis "data".
       draws: of the documents.
@@ -117,12 +126,16 @@ def compare(  # noqa: PLR0913 (options, each named)
       progress: called with what happens next.
 
     Raises:
-      ValueError: fewer than five documents, a model without exits, or budgets that no policy has.
+      ValueError: fewer than five documents, a model without exits, budgets that no policy has, or
+        policies of one name.
     """
     say = progress if progress is not None else lambda _: None
+    if calibration is None:
+        calibration = Calibration(entries={}, signals={}, info={})
+    others = _named_policies(policies, taken=[*CONTROLS, *calibration.entries])
     known = sorted({budget for fitted in calibration.entries.values() for budget in fitted})
     chosen = known if budgets is None else sorted(set(budgets))
-    if not set(chosen) <= set(known) or not chosen:
+    if not set(chosen) <= set(known) or not (chosen or others):
         raise ValueError(f"Wanted some of the budgets {known}, as calibrated. Got {budgets}.")
     check_enough(len(set(document_of_window.tolist())))  # Before the passes, not after them.
     params = place(params, local_mesh(mesh))
@@ -164,16 +177,16 @@ def compare(  # noqa: PLR0913 (options, each named)
     ]
 
     names = [*calibration.entries, *(["random"] if "learned" in calibration.entries else [])]
-    policies: dict[str, dict[Label, Policy]] = {}
+    of_name: dict[str, dict[Label, Policy]] = {}
     for name in names:
         fitted = calibration.entries["learned" if name == "random" else name]
-        policies[name] = {
+        of_name[name] = {
             (name, budget): calibration.policy(name, budget, exits=exits)
             for budget in chosen
             if budget in fitted
         }
     of_policy: dict[str, list[ComparisonRow]] = {}
-    groups = _by_program(policies, batches[0])
+    groups = _by_program(of_name, batches[0])
     for number, group in enumerate(groups):
         for name in group:
             say(f"{name} (program {number + 1} of {len(groups)})")
@@ -186,10 +199,53 @@ def compare(  # noqa: PLR0913 (options, each named)
                     hull_margin_pct=bootstrap.interval(sums),
                     rank_correlation_kl=correlation(calibration.entry(name, budget).depths[0]),
                 )
-                for (_, budget), (quality, sums) in read(policies[name]).items()
+                for (_, budget), (quality, sums) in read(of_name[name]).items()
             ]
         forget_programs()
-    return rows + [row for name in names for row in of_policy.get(name, ())]
+    rows += [row for name in names for row in of_policy.get(name, ())]
+    for name, policy in others.items():
+        say(name)
+        rows += [
+            ComparisonRow(
+                ledger=quality.ledger(label, budget=None, num_layers=num_layers),
+                hull_margin_pct=bootstrap.interval(sums),
+            )
+            for label, quality, sums in _beside_chance(name, policy, exits, read)
+        ]
+        forget_programs()
+    return rows
+
+
+def _named_policies(policies: Policies, *, taken: Sequence[str]) -> dict[str, Policy]:
+    """Returns policies by name. Raises ValueError for a name that another row has."""
+    pairs = (
+        [*policies.items()]
+        if isinstance(policies, Mapping)
+        else [(policy.name, policy) for policy in policies]
+    )
+    names = [*taken, *(name for name, _ in pairs)]
+    if doubled := [name for name, _ in pairs if names.count(name) > 1]:
+        raise ValueError(
+            f"Wanted policies with a name each, none of {', '.join(taken)}. Got {doubled}. Name "
+            "them: policies={'mine': policy}."
+        )
+    return dict(pairs)
+
+
+def _beside_chance(
+    name: str,
+    policy: Policy,
+    exits: tuple[int, ...],
+    read: Callable[[Mapping[Label, Policy]], dict[Label, tuple[Quality, DocumentSums]]],
+) -> list[tuple[str, Quality, DocumentSums]]:
+    """Returns what a policy loses and costs, then the same of its depths dealt out blindly."""
+    (found,) = read({(name, 0.0): policy}).values()
+    depths = exits if {*policy.depths} <= {*exits} else policy.depths
+    shares = np.asarray([found[0].histogram.get(depth, 0) for depth in depths], np.float32)
+    label = f"{CHANCE} {name}"
+    chance = random_depths(shares / shares.sum(), key=jax.random.key(0), depths=depths, name=label)
+    (blind,) = read({(label, 0.0): chance}).values()
+    return [(name, *found), (label, *blind)]
 
 
 def hindsight_policies(

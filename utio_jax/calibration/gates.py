@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -14,7 +14,7 @@ import numpy as np
 from utio_jax.calibration.studies import ExitStudy, check_varied, predicted_tokens
 from utio_jax.core.arrays import normalise
 from utio_jax.core.decoder import Decoder, Params
-from utio_jax.policies.base import Signal
+from utio_jax.policies.base import Signal, check_signal
 from utio_jax.policies.learned import Hazard, Learned, PromptRouter, StateGate
 from utio_jax.policies.signals import (
     Entropy,
@@ -27,6 +27,7 @@ from utio_jax.policies.signals import (
     UtioSurrogate,
     surrogate_table,
 )
+from utio_jax.policies.store import CONTROLS
 
 Loss = Literal["squared", "logistic"]
 """What a gate's value is compared with: a number, or the logit of a probability."""
@@ -51,9 +52,15 @@ class SignalFitter:
         self._gates: dict[str, StateGate] = {}
         check_varied(self._of_tokens("states"))
 
-    def fit(self, name: str) -> Signal:
-        """Returns the signal, one of `SIGNALS`, with weights for every exit but the last."""
-        return SIGNALS[name](self)
+    def fit(self, fit: str | Fit) -> Signal:
+        """Returns a signal with weights for every exit but the last.
+
+        Raises:
+          TypeError: what a function made is no signal.
+        """
+        signal = (SIGNALS[fit] if isinstance(fit, str) else fit)(self)
+        check_signal(signal)
+        return signal
 
     def surrogate(self) -> UtioSurrogate:
         """Returns UTIO's surrogate with the mean state at every exit."""
@@ -129,7 +136,10 @@ class SignalFitter:
         return predicted_tokens(self.studies, [getattr(study, field) for study in self.studies])
 
 
-SIGNALS: dict[str, Callable[[SignalFitter], Signal]] = {
+Fit = Callable[[SignalFitter], Signal]
+"""Makes a signal of a text: takes the fitter, whose `studies` have states, KL and harm by exit."""
+
+SIGNALS: dict[str, Fit] = {
     "learned": lambda fit: Learned(gates=fit.regressor(), exits=fit.exits),
     "utio_surrogate": lambda fit: fit.surrogate(),
     "utio_before": lambda fit: fit.before(),
@@ -145,6 +155,30 @@ SIGNALS: dict[str, Callable[[SignalFitter], Signal]] = {
     "hazard": lambda fit: Hazard(gates=fit.classifier(), exits=fit.exits),
 }
 """How each signal gets its weights from a text."""
+
+
+def fits_of(policies: Sequence[str] | Mapping[str, Fit]) -> dict[str, Fit]:
+    """Returns how policies are fitted: those of `SIGNALS` by name, others as they are given.
+
+    Raises:
+      ValueError: none, an unknown name, that of a control, or something that is no function.
+    """
+    given = isinstance(policies, Mapping)
+    unknown = [name for name in policies if not given and name not in SIGNALS]
+    if unknown or not policies:
+        got = repr(unknown[0]) if unknown else "none"
+        raise ValueError(
+            f"Wanted policies of {', '.join(SIGNALS)}. Got {got}. A signal of your own has a "
+            "function that fits it: policies={'mine': fit}."
+        )
+    found = dict(policies) if isinstance(policies, Mapping) else {n: SIGNALS[n] for n in policies}
+    for name, fit in found.items():
+        if name in CONTROLS or isinstance(fit, Signal) or not callable(fit):
+            raise ValueError(
+                "Wanted policies as functions of the fitter, by names other than those of "
+                f"controls, {', '.join(CONTROLS)}. Got {name!r}: {fit!r:.60}."
+            )
+    return found
 
 
 def worth_going_deeper(kl: np.ndarray, cost_of_depth: np.ndarray, price: float) -> np.ndarray:

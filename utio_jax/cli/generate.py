@@ -150,7 +150,10 @@ class Generate(OfDecoding):
     def _encoded(self, model: Any) -> tuple[list[Any], tuple[int, ...]]:
         """Returns the prompts' token ids, and the tokens that end what follows."""
         from utio_jax.models.chat import encode_chat, turn_ends
+        from utio_jax.models.texts import names_file
 
+        for prompt in filter(names_file, self.prompts):
+            print(f'{prompt} is taken as text. Its contents: "$(cat {prompt})"', file=sys.stderr)
         if not self.chat:
             return model.encode(list(self.prompts)), model.decoder.config.eos_ids
         asked = [[{"role": "user", "content": prompt}] for prompt in self.prompts]

@@ -5,6 +5,8 @@ from utio_jax.core.decoder import Decoder, DecoderConfig, HasExitLens, Mixes
 from utio_jax.core.documents import Batch, batches_of, check_tokens, sample_batches, windows_of
 from utio_jax.core.flops import TokenCost, pass_flops, token_cost
 from utio_jax.core.lens import Lens, Lensed, lensed, load_lens, save_lens
+from utio_jax.core.pytrees import pytree, static
+from utio_jax.core.rows import Rows, over_rows, place
 from utio_jax.core.work import Work
 
 __all__ = [
@@ -15,15 +17,20 @@ __all__ = [
     "Lens",
     "Lensed",
     "Mixes",
+    "Rows",
     "TokenCost",
     "Work",
     "batches_of",
     "check_tokens",
     "lensed",
     "load_lens",
+    "over_rows",
     "pass_flops",
+    "place",
+    "pytree",
     "sample_batches",
     "save_lens",
+    "static",
     "token_cost",
     "windows_of",
 ]

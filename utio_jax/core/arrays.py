@@ -8,6 +8,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array, Float, Int
 
 from utio_jax.core.decoder import Decoder, Params
@@ -26,6 +28,28 @@ def most_probable(logits: Float[Array, "*lead vocab"]) -> Int[Array, "*lead"]:
     index = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
     below = logits < jnp.max(logits, axis=-1, keepdims=True)
     return jnp.min(jnp.where(below, logits.shape[-1], index), axis=-1)
+
+
+_FORWARD_ONLY = Primitive("forward_only")
+_FORWARD_ONLY.def_impl(lambda x, *, remedy: x)
+_FORWARD_ONLY.def_abstract_eval(lambda x, *, remedy: x)
+batching.defvectorized(_FORWARD_ONLY)
+mlir.register_lowering(_FORWARD_ONLY, lambda _, x, *, remedy: [x])
+
+
+def _refuse(_: Any, x: Any, *, remedy: str) -> Any:
+    raise ValueError(remedy)
+
+
+ad.deflinear2(_FORWARD_ONLY, _refuse)
+
+
+def forward_only(x: jax.Array, *, remedy: str) -> jax.Array:
+    """Returns `x` as it is; reverse-mode differentiation of it raises ValueError with the remedy.
+
+    For results of loops of unknown length, about which JAX's own error says nothing to do.
+    """
+    return _FORWARD_ONLY.bind(x, remedy=remedy)
 
 
 def next_token_nll(

@@ -27,6 +27,30 @@ def pytree(cls: type[T]) -> type[T]:
     return register(dataclasses.dataclass(frozen=True, kw_only=True)(cls))
 
 
+def check_pytree(value: Any, *, what: str) -> None:
+    """Checks that an object passes through jit as a pytree, its name being part of the program.
+
+    Raises:
+      TypeError: it is a class, no pytree, or one whose name is a leaf.
+    """
+    kind = type(value).__name__
+    if isinstance(value, type):
+        raise TypeError(
+            f"Wanted a {what}. Got the class {value.__name__}. Make one: {value.__name__}(...)."
+        )
+    if jax.tree_util.all_leaves([value]):
+        raise TypeError(
+            f"Wanted a {what} that is a pytree. Got {value!r:.60}, of a class that is not "
+            f"registered. Decorate it: @utio_jax.core.pytree above class {kind}."
+        )
+    name = getattr(value, "name", None)
+    if isinstance(name, str) and any(leaf is name for leaf in jax.tree.leaves(value)):
+        raise TypeError(
+            f"Wanted a {what} whose name is part of the program. Got {kind} with a field that is "
+            f"not. Make it static: name: str = utio_jax.core.static(default={name!r})."
+        )
+
+
 def _short(value: Any) -> str:
     """Returns a value as text, an array by type and shape: gates have thousands of numbers."""
     if type(value) in (list, tuple):

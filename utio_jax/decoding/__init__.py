@@ -2,7 +2,7 @@
 """New tokens: modes (plain, adaptive, lossless), sampling, prefill, the device loop, and text."""
 
 from utio_jax.decoding.adaptive import Adaptive
-from utio_jax.decoding.base import Mode, Plain, Setting
+from utio_jax.decoding.base import LogitsProcessor, Mode, Plain, Setting
 from utio_jax.decoding.generate import Chunk, Generated, generate, stream
 from utio_jax.decoding.loop import Lengths
 from utio_jax.decoding.lossless import Lossless, lossless_for
@@ -17,6 +17,7 @@ __all__ = [
     "Generated",
     "GeneratedText",
     "Lengths",
+    "LogitsProcessor",
     "Lossless",
     "Mode",
     "Plain",

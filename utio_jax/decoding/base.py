@@ -8,6 +8,7 @@ pytree: policies and thresholds are its leaves, so that new ones compile nothing
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import jax
@@ -21,6 +22,14 @@ from utio_jax.decoding.segments import Layers, decode_step
 from utio_jax.decoding.state import DecodeState, StopRules, emit
 from utio_jax.policies.base import Policy
 
+LogitsProcessor = Callable[[Float[Array, "batch vocab"], DecodeState], Float[Array, "batch vocab"]]
+"""Changes logits before tokens are drawn: `(logits, state) -> logits`, traced.
+
+`state.token_ids[row, :state.lengths[row]]` are the tokens before the one to be drawn, of which the
+first `state.prompt_lengths[row]` are the prompt. Logits of -inf rule tokens out. A function is part
+of the program: the same one compiles nothing new. Of a pytree with `__call__`, arrays are inputs.
+"""
+
 
 @pytree
 class Setting:
@@ -32,6 +41,7 @@ class Setting:
       mode: how the loop spends its layers.
       sampling: how the tokens of each row are drawn, see `rows_of`; None: all rows are greedy.
       stops: what ends a row.
+      logits_processor: see `LogitsProcessor`, as a pytree; None: there is none.
       layers: each layer's parameters apart, see `split_layers`; None: `params` alone has them.
       width: key slots that attention reads in a step, more than every position of the round.
         Static.
@@ -42,6 +52,7 @@ class Setting:
     mode: Any
     sampling: SamplingParams | None
     stops: StopRules
+    logits_processor: Any = None
     layers: Layers = None
     width: int = static(default=0)
 
@@ -144,6 +155,59 @@ def check_mode(mode: Mode, decoder: Decoder) -> None:
     mode.check(decoder)
 
 
+def as_processor(function: LogitsProcessor | None) -> Any:
+    """Returns a logits processor as a pytree. Raises TypeError for what cannot be called."""
+    if function is None:
+        return None
+    if not callable(function):
+        raise TypeError(
+            "Wanted a logits_processor as a function (logits, state) -> logits. Got "
+            f"{function!r:.60}."
+        )
+    return jax.tree_util.Partial(function) if jax.tree_util.all_leaves([function]) else function
+
+
+def process(
+    setting: Setting,
+    state: DecodeState,
+    logits: Float[Array, "batch new vocab"],
+    lengths: Int[Array, "batch new"],
+    drafts: Int[Array, "batch draft"] | None = None,
+) -> Float[Array, "batch new vocab"]:
+    """Returns logits behind several lengths of each row, as the logits processor changes them.
+
+    Args:
+      setting: has the processor, or none.
+      state: of the rows.
+      logits: of the next token behind each length.
+      lengths: tokens of the row before that.
+      drafts: what follows the row's last token there.
+
+    Raises:
+      ValueError: the processor returns another shape.
+    """
+    if setting.logits_processor is None:
+        return logits
+    if drafts is not None:
+        row, offset = jnp.indices(drafts.shape, jnp.int32, sparse=True)
+        slots = state.lengths[:, None] + offset
+        known = state.token_ids.at[row, slots].set(drafts, mode="drop")
+        state = dataclasses.replace(
+            state, columns=dataclasses.replace(state.columns, token_ids=known)
+        )
+
+    def change(logits: jax.Array, lengths: jax.Array) -> jax.Array:
+        changed = setting.logits_processor(logits, dataclasses.replace(state, lengths=lengths))
+        if jnp.shape(changed) != logits.shape:
+            raise ValueError(
+                f"Wanted a logits_processor that returns logits of shape {logits.shape}, as it is "
+                f"given. Got shape {jnp.shape(changed)}."
+            )
+        return changed.astype(logits.dtype)
+
+    return jax.vmap(change, in_axes=1, out_axes=1)(logits, lengths)
+
+
 def emit_drawn(
     setting: Setting,
     state: DecodeState,
@@ -155,7 +219,8 @@ def emit_drawn(
     """Returns the state with one token per active row, drawn from `logits`; see `emit`."""
     with jax.named_scope("sample"):
         keys = token_keys(state.seeds, state.lengths[:, None], DRAW)
-        new = draw(setting.sampling, logits[:, None, :], keys)
+        allowed = process(setting, state, logits[:, None, :], state.lengths[:, None])
+        new = draw(setting.sampling, allowed, keys)
     one = jnp.ones_like(state.lengths)
     return emit(
         state,

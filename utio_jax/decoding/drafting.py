@@ -19,7 +19,7 @@ from utio_jax.attention.cache import KVCache
 from utio_jax.core.arrays import most_probable
 from utio_jax.core.decoder import apply_exit_lens
 from utio_jax.core.pytrees import pytree
-from utio_jax.decoding.base import Setting
+from utio_jax.decoding.base import Setting, process
 from utio_jax.decoding.sampling import DRAW, token_keys
 from utio_jax.decoding.segments import block_at, run_segment
 from utio_jax.decoding.state import DecodeState
@@ -97,7 +97,7 @@ class ExitDrafter:
                 return last, None if greedy else jnp.zeros((batch, vocab), jnp.float32)
 
             # The last draft needs no successor. (No cache goes through the conditional.)
-            guess = partial(self._guess, setting, state, x[:, 0], positions)
+            guess = partial(self._guess, setting, state, x[:, 0], positions, now.token_ids)
             new, log_q = jax.lax.cond(at < most, guess, rest)
             slot = jnp.where(active, at, most)
             drawn = None if now.log_q is None else now.log_q.at[rows, slot].set(log_q, mode="drop")
@@ -118,11 +118,13 @@ class ExitDrafter:
         state: DecodeState,
         x: Float[Array, "batch dim"],
         positions: Int[Array, "batch 1"],
+        drafts: Int[Array, "batch draft"],
     ) -> tuple[jax.Array, jax.Array | None]:
         """Returns the exit's next tokens, and the log-probabilities if they are drawn."""
         decoder, params, sampling = setting.decoder, setting.params, setting.sampling
         seen = apply_exit_lens(decoder, params, x, self.depth)
         logits = decoder.unembed(params, seen).astype(jnp.float32)
+        logits = process(setting, state, logits[:, None], positions + 1, drafts)[:, 0]
         if sampling is None:
             return most_probable(logits), None
         log_q = jax.nn.log_softmax(sampling(logits), axis=-1)

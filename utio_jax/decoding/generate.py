@@ -25,7 +25,7 @@ from utio_jax.core.decoder import Decoder, Params, is_integer
 from utio_jax.core.rows import check_mesh
 from utio_jax.core.terminal import count_on_terminal
 from utio_jax.core.work import Work
-from utio_jax.decoding.base import Mode, Plain
+from utio_jax.decoding.base import LogitsProcessor, Mode, Plain
 from utio_jax.decoding.loop import Lengths, Prompts, check_prompts, round_up, run_chunks
 from utio_jax.decoding.prefill import Prefill
 from utio_jax.decoding.sampling import SamplingParams, check_sampling, check_seeds
@@ -169,6 +169,7 @@ def generate(  # noqa: PLR0913 (options, each named)
     stop_when: Callable[[int, np.ndarray], bool] | None = None,
     chunk: int = 16,
     thinking: Thinking | Sequence[Thinking | None] | None = None,
+    logits_processor: LogitsProcessor | None = None,
     mesh: Mesh | None = None,
     max_batch: int = 64,
 ) -> Generated:
@@ -196,6 +197,9 @@ def generate(  # noqa: PLR0913 (options, each named)
       chunk: new tokens per row between two such calls. None are made without `stop_when`.
       thinking: how long rows may think before their answer, or a list with a rule, or None, for
         each prompt; see `utio_jax.decoding.Thinking`.
+      logits_processor: changes logits before tokens are drawn: a traced function of the logits
+        `[batch, vocab]` and the state, see `utio_jax.decoding.LogitsProcessor`. Log-probabilities
+        stay the model's own.
       mesh: splits the rows over its axis "data"; those of one device step together, and wait for no
         others.
       max_batch: prompts that are run at once; more are run in batches of about equal size, one
@@ -203,7 +207,7 @@ def generate(  # noqa: PLR0913 (options, each named)
         two numbers of rows are compiled. A terminal shows how many prompts are done.
 
     Raises:
-      TypeError: no mode, but the name or the class of one.
+      TypeError: no mode, but the name or the class of one; a processor that is no function.
       ValueError: no prompts, an empty one, ids outside the vocabulary, more tokens than the model's
         context, a mode or prefill that do not fit the model or each other, or lists for more or
         fewer prompts.
@@ -239,6 +243,7 @@ def generate(  # noqa: PLR0913 (options, each named)
             lengths=lengths,
             prefill=prefill,
             chunk=max_new_tokens if stop_when is None else chunk,
+            logits_processor=logits_processor,
             mesh=mesh,
             **options,
         )

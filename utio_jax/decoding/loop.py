@@ -20,7 +20,15 @@ from utio_jax.core.decoder import Decoder, DecoderConfig, Params, is_integer
 from utio_jax.core.documents import check_ids
 from utio_jax.core.layer import split_layers
 from utio_jax.core.rows import Rows, check_mesh, over_rows, place
-from utio_jax.decoding.base import Mode, Plain, Setting, check_mode, emit_drawn
+from utio_jax.decoding.base import (
+    LogitsProcessor,
+    Mode,
+    Plain,
+    Setting,
+    as_processor,
+    check_mode,
+    emit_drawn,
+)
 from utio_jax.decoding.prefill import Prefill, fastest_prefill
 from utio_jax.decoding.sampling import SamplingParams, check_sampling, check_seeds
 from utio_jax.decoding.segments import prefill as read_prompts
@@ -99,6 +107,7 @@ def run_chunks(  # noqa: PLR0913 (options, each named)
     prefill: Prefill | None = None,
     stop_when: Callable[[int, np.ndarray], bool] | None = None,
     thinking: Thinking | Sequence[Thinking | None] | None = None,
+    logits_processor: LogitsProcessor | None = None,
     mesh: Mesh | None = None,
 ) -> Iterator[DecodeState]:
     """Yields the loop's state after every `chunk` new tokens, until all rows have ended.
@@ -141,7 +150,14 @@ def run_chunks(  # noqa: PLR0913 (options, each named)
         else prefill.for_shape(*shape, filled=float(ends.mean()) / width)
     )
     mode, prefill = canonical((mode, prefill))
-    setting = Setting(decoder=decoder, params=params, mode=mode, sampling=drawn, stops=stops)
+    setting = Setting(
+        decoder=decoder,
+        params=params,
+        mode=mode,
+        sampling=drawn,
+        stops=stops,
+        logits_processor=as_processor(logits_processor),
+    )
     arrays = padded, ends, ends + np.int32(max_new_tokens), row_seeds, hook
     setting, prefill, arrays = place((setting, prefill, Rows(arrays)), mesh)
     state = begin(setting, *arrays.tree, slots=slots, prefill=prefill, mesh=mesh)

@@ -21,13 +21,13 @@ from typing import ClassVar, Literal, get_args
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, UInt32
+from jaxtyping import Array, Float, Int
 
 from utio_jax.attention.cache import KVCache
 from utio_jax.core.arrays import flat
 from utio_jax.core.decoder import Decoder, has_exit_lens, name_exits
 from utio_jax.core.pytrees import pytree, static
-from utio_jax.decoding.base import Mode, Setting
+from utio_jax.decoding.base import Mode, Setting, process
 from utio_jax.decoding.drafting import ExitDrafter, NGram, Proposal, round_keys
 from utio_jax.decoding.sampling import (
     ACCEPT,
@@ -154,14 +154,14 @@ class Lossless(Mode):
             positions = state.positions[:, None] + offsets
             pending = (offsets <= drafted.counts[:, None]) & active[:, None]
             block = block_at(decoder, positions, pending)
-            seeds = state.seeds if drafted.log_q is None else None
-            logits, own, cache, tokens = self._run_deep(setting, drafted, block, seeds)
+            logits, own, cache, tokens = self._run_deep(setting, state, drafted, block)
             if sampling is None or drafted.log_q is None:
                 # Drafts that were not drawn: the tokens are those of plain decoding.
                 verified = verify_tokens(own, drafted.token_ids, drafted.counts)
             else:
+                allowed = process(setting, state, logits, positions + 1, drafted.token_ids)
                 verified = verify_sampling(
-                    jax.nn.log_softmax(sampling(logits), axis=-1),
+                    jax.nn.log_softmax(sampling(allowed), axis=-1),
                     drafted.log_q,
                     drafted.token_ids,
                     drafted.counts,
@@ -203,17 +203,13 @@ class Lossless(Mode):
         return self.ngram if self.exit is None else ExitDrafter(depth=self.exit)
 
     def _run_deep(
-        self,
-        setting: Setting,
-        drafted: Proposal,
-        block: Block,
-        seeds: UInt32[Array, " batch"] | None,
+        self, setting: Setting, state: DecodeState, drafted: Proposal, block: Block
     ) -> tuple[
         Float[Array, "batch pending vocab"], Int[Array, "batch pending"], KVCache, Int[Array, ""]
     ]:
         """Returns logits of the pending tokens, the model's own token after each, and the cache.
 
-        The last result is the tokens per row of the pass. Own tokens are 0 without `seeds`.
+        The last result is the tokens per row of the pass. Own tokens are 0 behind drawn drafts.
 
         Where drafts may be shorter than `max_draft`, the pass comes in three sizes: the smallest
         that holds every row's pending tokens runs, the others skip all their layers.
@@ -246,9 +242,11 @@ class Lossless(Mode):
                 logits = decoder.unembed(params, flat(x[:, :size])).astype(jnp.float32)
                 logits = logits.reshape(x.shape[0], size, -1)
                 own = jnp.zeros(logits.shape[:2], jnp.int32)
-                if seeds is not None:
-                    keys = token_keys(seeds, block.positions[:, :size] + 1, DRAW)
-                    own = draw(setting.sampling, logits, keys)
+                if drafted.log_q is None:
+                    lengths = block.positions[:, :size] + 1
+                    keys = token_keys(state.seeds, lengths, DRAW)
+                    allowed = process(setting, state, logits, lengths, drafted.token_ids)
+                    own = draw(setting.sampling, allowed, keys)
                 missing = ((0, 0), (0, self.block - size))
                 return jnp.pad(logits, (*missing, (0, 0))), jnp.pad(own, missing)
 

@@ -62,7 +62,7 @@ class TextModel(Protocol):
         ...
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class GeneratedText:
     """What `generate_text` returns; entry `i` of each belongs to prompt `i`.
 
@@ -87,6 +87,9 @@ class GeneratedText:
     def message(self) -> dict[str, str]:
         """That text as a message of the model's, for a chat to go on from; raises as `text`."""
         return {"role": "assistant", "content": self.text}
+
+    def __repr__(self) -> str:
+        return self.summary()
 
     def _repr_html_(self) -> str:
         rows = zip(self.pieces, self.generated.decided, strict=True)

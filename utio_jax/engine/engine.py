@@ -25,7 +25,7 @@ import numpy as np
 
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.terminal import count_on_terminal
-from utio_jax.decoding.base import Mode, Plain
+from utio_jax.decoding.base import LogitsProcessor, Mode, Plain
 from utio_jax.decoding.loop import check_prompts
 from utio_jax.decoding.prefill import Prefill
 from utio_jax.decoding.sampling import SamplingParams, check_sampling
@@ -56,6 +56,7 @@ class Engine:
         shapes: Shapes = Shapes(),
         alternatives: int = 0,
         thinking: bool = False,
+        logits_processor: LogitsProcessor | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Makes an engine without requests.
@@ -75,6 +76,7 @@ class Engine:
           alternatives: how many of the most probable tokens are noted beside each new one, for all
             requests, by a search of the vocabulary in each step.
           thinking: whether requests may bring a `Thinking`.
+          logits_processor: of all requests, see `utio_jax.decoding.LogitsProcessor`.
           clock: seconds; for deadlines and the times of `Finished`.
 
         Raises:
@@ -93,6 +95,7 @@ class Engine:
             shapes=shapes,
             alternatives=alternatives,
             thinking=thinking,
+            logits_processor=logits_processor,
         )
         self._rows = self._make_rows()
         self._tokenizer, self._clock = tokenizer, clock

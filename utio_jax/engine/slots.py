@@ -23,7 +23,14 @@ from utio_jax.decoding.admission import (
     read_chunk,
     release,
 )
-from utio_jax.decoding.base import Mode, Plain, Setting, check_mode
+from utio_jax.decoding.base import (
+    LogitsProcessor,
+    Mode,
+    Plain,
+    Setting,
+    as_processor,
+    check_mode,
+)
 from utio_jax.decoding.loop import begin, canonical
 from utio_jax.decoding.prefill import Prefill, fastest_prefill
 from utio_jax.decoding.segments import Layers
@@ -107,6 +114,7 @@ class Served:
     shapes: Shapes = Shapes()
     alternatives: int = 0
     thinking: bool = False
+    logits_processor: LogitsProcessor | None = None
 
 
 def prompt_widths(capacity: int) -> tuple[int, ...]:
@@ -323,5 +331,6 @@ class Slots:
             mode=self.mode,
             sampling=rules.sampling,
             stops=rules.stops,
+            logits_processor=as_processor(self._served.logits_processor),
             layers=layers,
         )

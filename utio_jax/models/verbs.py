@@ -9,22 +9,30 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from utio_jax.calibration.advice import advise, conclude, may_pay
-from utio_jax.calibration.calibrate import calibrate, check_policies
+from utio_jax.calibration.calibrate import calibrate
 from utio_jax.calibration.compare import ComparisonRow, compare
+from utio_jax.calibration.gates import Fit, fits_of
 from utio_jax.calibration.goals import Budgets, Goal, MaxDisagreement, MaxLoss
 from utio_jax.calibration.lens import LensConfig, fit_lens, split_for_lens
 from utio_jax.calibration.risk import split_documents
 from utio_jax.core.decoder import some_exits
-from utio_jax.core.documents import Batch, calibration_batches, sample_batches
+from utio_jax.core.documents import (
+    Batch,
+    batches_of,
+    calibration_batches,
+    row_widths,
+    sample_batches,
+)
 from utio_jax.core.files import check_writable
-from utio_jax.core.html import table_html
+from utio_jax.core.html import depth_html, table_html
 from utio_jax.core.lens import Lensed, lens_file, save_lens, with_config
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.base import Mode, Plain
@@ -34,24 +42,25 @@ from utio_jax.decoding.text import (
     GeneratedText,
     StopStrings,
     TextChunk,
+    TextReader,
     generate_text,
-    listed,
     stream_text,
 )
 from utio_jax.evaluation.evaluate import TextScore, score_documents
 from utio_jax.evaluation.ledger import Ledger
 from utio_jax.models.shipped import is_shipped
-from utio_jax.models.texts import read_files
+from utio_jax.models.texts import Files, Texts, read_sources
 from utio_jax.policies.base import Policy
 from utio_jax.policies.depth import uniform
 from utio_jax.policies.store import Calibration, calibration_file, check_nothing_is_lost
 from utio_jax.prompts.budget import prompt_prefill
+from utio_jax.staircase.reference import dense_states
 from utio_jax.staircase.score import full_depth
 
 _CONTEXT = 2048  # Of windows of text, at most.
+_SHOWN, _SHOWN_TOKENS = 8, 2000  # Documents, and tokens of each, that a notebook shows.
 
-Source = str | Path | Sequence[int] | np.ndarray
-"""A document: a text file's path, or its token ids."""
+_states = jax.jit(dense_states, static_argnums=0, static_argnames="depths")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -109,6 +118,45 @@ class Compared(list[ComparisonRow]):
                 shown[names[-1]] = f"{margin:+.2f} [{low:+.2f}, {high:+.2f}]"
         table = table_html(names, [[row.get(name) for name in names] for row in rows])
         return f"{table}<p>{self.verdict}</p>"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
+class ScoredTexts(TextScore):
+    """What `Model.score` returns: a `TextScore` that shows itself.
+
+    Attributes:
+      token_ids: `[token]` of each document.
+      model: that scored them, a `utio_jax.models.Model`.
+    """
+
+    token_ids: tuple[np.ndarray, ...]
+    model: Any
+
+    def __repr__(self) -> str:
+        return self.summary()
+
+    def summary(self) -> str:
+        """Returns how much was scored, its loss, and the depth that this took."""
+        all_of, count = self.quality, len(self.documents)
+        text = f"{count} text{'s' * (count != 1)}, {all_of.predicted:,} predicted tokens: "
+        text += f"{all_of.nll / max(all_of.predicted, 1):.3f} nats each"
+        depths = np.concatenate([document.depths for document in self.documents])
+        if depths.size:
+            text += f", {depths.mean():.1f} of {self.model.decoder.config.num_layers} layers"
+        for reason, batches in self.fallbacks.items():
+            text += f"\n{batches} batches at full depth: {reason}"
+        return text
+
+    def _repr_html_(self) -> str:
+        shown, layers = [], self.model.decoder.config.num_layers
+        for ids, document in zip(self.token_ids[:_SHOWN], self.documents, strict=False):
+            reader = TextReader(self.model.tokenizer, ids[:1])
+            pieces = [reader.add(int(token)) for token in ids[1 : _SHOWN_TOKENS + 1]]
+            depths = document.depths[:_SHOWN_TOKENS].tolist()
+            shown.append(depth_html(pieces, depths, num_layers=layers))
+        if (rest := len(self.documents) - _SHOWN) > 0:
+            shown.append(f"<p>and {rest} more</p>")
+        return f"<p>{self.summary()}</p>" + "".join(shown)
 
 
 class Verbs:
@@ -170,8 +218,9 @@ class Verbs:
 
     def generate(  # noqa: PLR0913 (options, each named)
         self: Any,
-        prompts: str | Sequence[str],
+        prompts: Texts = (),
         *,
+        files: Files = (),
         mode: str | Mode | None = None,
         budget: float | None = None,
         max_new_tokens: int = 128,
@@ -185,7 +234,8 @@ class Verbs:
         """Returns new text for one prompt or several, with the layers that each token took.
 
         Args:
-          prompts: none of them empty.
+          prompts: as `documents` takes them, none of them empty.
+          files: text files that are further prompts.
           mode: `"plain"`, `"adaptive"` (a depth per token), `"lossless"` (the plain model's own
             tokens, drafted), or a `Mode`; by default `"adaptive"` with a budget, else `"plain"`.
           budget: of the calibrated policy of `"adaptive"`.
@@ -202,13 +252,15 @@ class Verbs:
           ValueError: see `utio_jax.generate`, and `mode`.
         """
         options |= {"max_new_tokens": max_new_tokens, "sampling": sampling, "max_batch": max_batch}
+        prompts = _encoded(self, read_sources(prompts, files, names_are_texts=True))
         asked = _asked(self, prompts, mode, budget, prompt_budget, options)
         return generate_text(self, stop_strings=stop, seeds=seed, **asked)
 
     def stream(
         self: Any,
-        prompts: str | Sequence[str],
+        prompts: Texts = (),
         *,
+        files: Files = (),
         mode: str | Mode | None = None,
         budget: float | None = None,
         stop: StopStrings = (),
@@ -217,57 +269,69 @@ class Verbs:
         **options: Any,
     ) -> Iterator[TextChunk]:
         """Yields the text of `generate` piece by piece. Arguments and errors are those of it."""
+        prompts = _encoded(self, read_sources(prompts, files, names_are_texts=True))
         asked = _asked(self, prompts, mode, budget, prompt_budget, options)
         return stream_text(self, stop_strings=stop, seeds=seed, **asked)
 
     def score(
         self: Any,
-        texts: Sequence[str],
+        texts: Texts = (),
         *,
+        files: Files = (),
         policy: str | Policy | None = None,
         budget: float | None = None,
         **options: Any,
-    ) -> TextScore:
+    ) -> ScoredTexts:
         """Returns every token's log-likelihood in some texts, with the depth that it was given.
 
         It runs what the policy costs, and no full-depth pass beside it: `evaluate` compares, and
         so does `compare=True`.
 
         Args:
-          texts: a list; one of fewer than two tokens predicts nothing.
+          texts: see `documents`; one of fewer than two tokens predicts nothing.
+          files: see `documents`.
           policy: that decides depths, or its name, see `policy`; by default `"learned"` with a
             budget, else `"full"`.
           budget: of a calibrated one.
           **options: of `utio_jax.evaluation.score_documents`.
         """
         chosen = self.policy(_named(policy, budget), budget=budget)
-        documents, options = self.encode(listed(texts)), {"compare": False, **options}
-        return score_documents(self.decoder, self.params, documents, chosen, **options)
+        documents = self.documents(texts, files=files)
+        options = {"compare": False, **options}
+        found = score_documents(self.decoder, self.params, documents, chosen, **options)
+        return ScoredTexts(
+            **vars(found),
+            token_ids=tuple(documents),
+            model=self,
+        )
 
     def evaluate(
         self: Any,
-        files: Sequence[Source],
+        texts: Texts = (),
         *,
+        files: Files = (),
         policy: str | Policy | None = None,
         budget: float | None = None,
         **options: Any,
     ) -> Ledger:
-        """Returns loss and cost of text files (paths, or token ids) under a policy, see `score`."""
+        """Returns loss and cost of texts under a policy. Arguments are those of `score`."""
         policy = _named(policy, budget)
-        chosen, documents = self.policy(policy, budget=budget), self.documents(files)
+        chosen = self.policy(policy, budget=budget)
+        documents = self.documents(texts, files=files)
         found = score_documents(self.decoder, self.params, documents, chosen, **options)
         name = policy if isinstance(policy, str) else policy.name
         return found.quality.ledger(name, budget=budget, num_layers=self.decoder.config.num_layers)
 
     def calibrate(  # noqa: PLR0913 (options, each named)
         self: Any,
-        files: Sequence[Source],
+        texts: Texts = (),
         *,
+        files: Files = (),
         budget: float | Sequence[float] | None = None,
         max_nll_increase_pct: float | None = None,
         max_disagreement: float | None = None,
         confidence: float = 0.95,
-        policies: Sequence[str] = ("learned",),
+        policies: Sequence[str] | Mapping[str, Fit] = ("learned",),
         exits: Sequence[int] = (),
         context: int = _CONTEXT,
         seed: int = 0,
@@ -281,13 +345,15 @@ class Verbs:
         text first.
 
         Args:
-          files: paths, or token ids; none of it may be reported on later.
+          texts: see `documents`; none of it may be reported on later.
+          files: see `documents`.
           budget: target FLOPs over full depth's, one or several; by default 0.5, 0.6, 0.75, 0.9.
           max_nll_increase_pct: instead of budgets: least cost within this loss, in %.
           max_disagreement: instead of budgets: least cost with at most this share of most probable
             tokens other than full depth's, guaranteed by risk control.
           confidence: of that guarantee.
-          policies: names from `utio_jax.calibration.SIGNALS`.
+          policies: names from `utio_jax.calibration.SIGNALS`, or functions that fit signals of
+            your own: `{"mine": lambda fitter: Mine()}`.
           exits: depths at which tokens may stop, for a model that names none, see `some_exits`.
           context: tokens of the windows that documents are cut into, at most.
           seed: of gates and halves.
@@ -320,8 +386,8 @@ class Verbs:
                 )
         elif out is not None:
             check_nothing_is_lost(out, self.sha256, policies)
-        documents, for_lens = self.documents(files), list[np.ndarray]()
-        check_policies(policies)
+        documents, for_lens = self.documents(texts, files=files), list[np.ndarray]()
+        fits_of(policies)
         if len(self.decoder.config.exits) == 1:
             for_lens, documents = split_for_lens(documents, seed=seed)
         goal: Goal = Budgets() if budget is None else Budgets(budgets=_several(budget))
@@ -378,8 +444,10 @@ class Verbs:
 
     def compare(
         self: Any,
-        files: Sequence[Source],
+        texts: Texts = (),
         *,
+        files: Files = (),
+        policies: Sequence[Policy] | Mapping[str, Policy] = (),
         budget: float | Sequence[float] | None = None,
         batches: int | None = 6,
         context: int = _CONTEXT,
@@ -389,15 +457,20 @@ class Verbs:
         """Returns how every calibrated policy does on unseen text, beside truncation and chance.
 
         Args:
-          files: paths, or token ids, none of which was calibrated on.
+          texts: see `documents`; none of it may have been calibrated on.
+          files: see `documents`.
+          policies: further ones to judge, by name or called by their own; a model that has no
+            calibration is compared under these alone.
           budget: one of the calibration's or several; None: all.
           batches: of 16 windows, drawn over all documents; None takes the whole text.
           context: tokens of a window, at most.
           seed: of the windows and of the intervals.
           **options: of `utio_jax.compare`: `progress`, `draws`, `mesh` ...
         """
+        has_file = calibration_file(self.policies or self.folder).is_file()
+        alone = bool(policies) and not has_file and "calibration" not in vars(self)
         drawn, document_of_window = sample_batches(
-            self.documents(files),
+            self.documents(texts, files=files),
             rows=16,
             width=min(self.decoder.config.context_length, context),
             batches=batches,
@@ -410,8 +483,9 @@ class Verbs:
                 self.params,
                 drawn,
                 document_of_window,
-                self.calibration,
+                None if alone else self.calibration,
                 budgets=None if budget is None else _several(budget),
+                policies=policies,
                 seed=seed,
                 **options,
             )
@@ -419,20 +493,66 @@ class Verbs:
         found.documents = len({*document_of_window})
         return found
 
-    def documents(self: Any, sources: Sequence[Source]) -> list[np.ndarray]:
-        """Returns token ids `[token]` of text files and of what is token ids already.
+    def documents(self: Any, texts: Texts = (), *, files: Files = ()) -> list[np.ndarray]:
+        """Returns token ids `[token]` of texts, of text files, and of what is token ids already.
+
+        Args:
+          texts: a text, or several in any iterable; a `Path` is a text file, and arrays or lists
+            of integers are token ids.
+          files: paths of further text files.
 
         Raises:
-          ValueError: files that are missing, empty or not UTF-8.
+          ValueError: a string that names a file, files that are missing, empty or not UTF-8, or
+            something that is no text.
         """
-        if isinstance(sources, (str, Path)):
-            raise ValueError(f"Wanted a list of files. Got one, {str(sources)!r}. Wrap it: [...].")
-        paths = [source for source in sources if isinstance(source, (str, Path))]
-        texts = iter(self.encode([d.text for d in read_files(paths)]) if paths else [])
-        return [
-            next(texts) if isinstance(source, (str, Path)) else np.asarray(source)
-            for source in sources
-        ]
+        return _encoded(self, read_sources(texts, files))
+
+    def hidden_states(
+        self: Any,
+        texts: Texts = (),
+        *,
+        files: Files = (),
+        depths: Sequence[int] | None = None,
+    ) -> list[np.ndarray]:
+        """Returns the hidden states of each text, `[depth, token, dim]`, at full attention.
+
+        That is the residual stream after so many layers, before the final norm and before any lens.
+
+        Args:
+          texts: see `documents`; none longer than the model's context.
+          files: see `documents`.
+          depths: in layers, 0 for the embedding; None: the model's exits.
+
+        Raises:
+          ValueError: no texts, one without tokens or longer than the context, or depths that the
+            model does not have.
+        """
+        config = self.decoder.config
+        chosen = config.exits if depths is None else tuple(depths)
+        if not chosen or not {*chosen} <= {*range(config.num_layers + 1)}:
+            raise ValueError(
+                f"Wanted depths from 0 to the model's {config.num_layers} layers. Got {depths}."
+            )
+        documents = self.documents(texts, files=files)
+        context, sizes = config.context_length, [len(ids) for ids in documents]
+        if not sizes or min(sizes) < 1 or max(sizes) > context:
+            raise ValueError(
+                f"Wanted texts of 1 to {context} tokens, the model's context. Got {sizes}. Cut "
+                "longer ones."
+            )
+        ascending = tuple(sorted({*chosen}))
+        places = [ascending.index(depth) for depth in chosen]
+        states: list[Any] = [None] * len(documents)
+        vocab_size = config.vocab_size
+        for batch in batches_of(
+            documents, rows=16, widths=row_widths(context), vocab_size=vocab_size
+        ):
+            ids, lengths = batch.token_ids, batch.lengths
+            found = np.stack(_states(self.decoder, self.params, ids, lengths, depths=ascending))
+            for row, number in enumerate(batch.window):
+                if number >= 0:
+                    states[number] = found[places, row, : lengths[row]]
+        return states
 
     def windows(self: Any, documents: Sequence[np.ndarray], context: int = _CONTEXT) -> list[Batch]:
         """Returns documents in windows of `context` tokens, or the model's, 16 to a batch."""
@@ -441,9 +561,16 @@ class Verbs:
         return calibration_batches(documents, width=width, vocab_size=config.vocab_size)
 
 
+def _encoded(model: Any, sources: Sequence[Any]) -> list[np.ndarray]:
+    """Returns the token ids of texts, and what is token ids already."""
+    strings = [source for source in sources if isinstance(source, str)]
+    encoded = iter(model.encode(strings) if strings else ())
+    return [next(encoded) if isinstance(each, str) else np.asarray(each) for each in sources]
+
+
 def _asked(
     model: Any,
-    prompts: str | Sequence[str],
+    prompts: Sequence[np.ndarray],
     mode: str | Mode | None,
     budget: float | None,
     prompt_budget: float | None,
@@ -460,7 +587,7 @@ def _asked(
     return {
         "max_new_tokens": 128,
         **options,
-        "prompts": [prompts] if isinstance(prompts, str) else listed(prompts),
+        "prompts": prompts,
         "mode": model.mode(mode, budget=budget),
     }
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which tokens go deeper: policies, the signals that they decide by, fitted ones as files."""
 
-from utio_jax.policies.base import Boundary, Policy, Signal
+from utio_jax.policies.base import Boundary, Policy, PolicyBase, Signal
 from utio_jax.policies.depth import Thresholded, given_depths, random_depths, uniform
 from utio_jax.policies.importance import (
     attention_heat,
@@ -36,6 +36,7 @@ __all__ = [
     "MaxProbability",
     "Patience",
     "Policy",
+    "PolicyBase",
     "Position",
     "PromptRouter",
     "ScoreTable",

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from utio_jax.core.decoder import Decoder, Inputs, Params
-from utio_jax.core.pytrees import pytree, static
+from utio_jax.core.pytrees import check_pytree, pytree, static
 
 
 @pytree
@@ -99,6 +99,40 @@ class Policy(Asked, Protocol):
         ...
 
 
+@pytree
+class PolicyBase:
+    """What most policies share: causal, no memory, no cost, no look at logits, decisions always.
+
+    A policy of your own has `go_deeper`, and overrides what else it needs.
+
+    Attributes:
+      name: that ledgers carry. Static.
+      depths: at which tokens may stop. Static.
+      causal: whether a decision depends on that token and earlier ones alone. Static.
+    """
+
+    name: str = static()
+    depths: tuple[int, ...] = static()
+    causal: bool = static(default=True)
+
+    def start(self, token_ids: Inputs, positions: Int[Array, "batch token"]) -> Any:
+        return None
+
+    def go_deeper(
+        self, index: int, boundary: Boundary, memory: Any
+    ) -> tuple[Bool[Array, "batch token"], Any]:
+        raise NotImplementedError
+
+    def asks(self, index: int) -> bool | Bool[Array, ""]:
+        return True
+
+    def flops(self, index: int, decoder: Decoder, params: Params) -> float:
+        return 0.0
+
+    def reads_logits(self, index: int) -> bool:
+        return False
+
+
 @runtime_checkable
 class Signal(Asked, Protocol):
     """Scores tokens at each boundary: the higher, the harder, the deeper they should run.
@@ -118,6 +152,22 @@ class Signal(Asked, Protocol):
     ) -> tuple[Float[Array, "batch token"], Any]:
         """Returns every live token's score at the `index`-th boundary, and the memory after it."""
         ...
+
+
+def check_signal(signal: Any) -> None:
+    """Checks that an object can score tokens.
+
+    Raises:
+      TypeError: it is no pytree, or lacks a member of `Signal`.
+    """
+    check_pytree(signal, what="signal")
+    if not isinstance(signal, Signal):
+        members = ("name", "causal", "remembers", "start", "flops", "reads_logits", "__call__")
+        missing = [name for name in members if not hasattr(signal, name)]
+        raise TypeError(
+            f"Wanted a signal. Got {type(signal).__name__} without {', '.join(missing)}. Derive it "
+            "from utio_jax.policies.SignalBase, which has all but a __call__."
+        )
 
 
 def exceeds(

@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from utio_jax.core.decoder import Decoder, Inputs, Params, check_depths
 from utio_jax.core.processes import digest
 from utio_jax.core.pytrees import pytree, static
-from utio_jax.policies.base import Boundary, Policy, Signal, exceeds
+from utio_jax.policies.base import Boundary, Policy, Signal, check_signal, exceeds
 from utio_jax.policies.signals import Chance, KnownBefore, Position, ScoreTable, SignalBase
 
 
@@ -46,6 +46,9 @@ class Thresholded:
     def __post_init__(self) -> None:
         if type(self.thresholds) in (list, tuple):
             object.__setattr__(self, "thresholds", jnp.asarray(self.thresholds, jnp.float32))
+        # While pytrees are rebuilt, a field may hold anything; what is no signal is not called.
+        if callable(self.signal):
+            check_signal(self.signal)
 
     @property
     def name(self) -> str:

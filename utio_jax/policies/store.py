@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -33,7 +33,11 @@ STORED: dict[str, Any] = {
 }
 """What a file may hold, by class name: the dataclasses of `signals.py` and `learned.py`.
 
-A signal from elsewhere is added by its module: `STORED["Mine"] = Mine`."""
+Classes derived from `SignalBase` elsewhere need no entry: files name them by module and class, and
+they are known once that module is imported. Any other is added: `STORED["Mine"] = Mine`."""
+
+CONTROLS = ("full", "uniform", "random", "oracle_kl")
+"""Names of policies that no calibration fits."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
@@ -184,7 +188,7 @@ def load_calibration(path: str | Path, *, model_sha256: str) -> Calibration:
     return Calibration(entries=entries, signals=found, info=stored["info"])
 
 
-def check_nothing_is_lost(path: str | Path, model_sha256: str, policies: Sequence[str]) -> None:
+def check_nothing_is_lost(path: str | Path, model_sha256: str, policies: Collection[str]) -> None:
     """Raises ValueError where a file holds policies that are not fitted again."""
     out = calibration_file(path)
     if not out.is_file():
@@ -200,7 +204,7 @@ def check_nothing_is_lost(path: str | Path, model_sha256: str, policies: Sequenc
 
 def _take_apart(part: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns a signal's type and configuration for JSON, and its weights by name, both nested."""
-    description: dict[str, Any] = {"type": type(part).__name__}
+    description: dict[str, Any] = {"type": _type_name(type(part))}
     tensors: dict[str, Any] = {}
     for field in dataclasses.fields(part):
         value = getattr(part, field.name)
@@ -213,21 +217,53 @@ def _take_apart(part: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     return description, tensors
 
 
-def _put_together(description: Mapping[str, Any], tensors: Mapping[str, Any]) -> Any:
-    """Returns the signal again: the inverse of `_take_apart`."""
-    fields: dict[str, Any] = {}
+def _put_together(
+    description: Mapping[str, Any], tensors: Mapping[str, Any], declared: Any = None
+) -> Any:
+    """Returns the signal again, or a part of the declared class: the inverse of `_take_apart`."""
+    kind = _type_of(description["type"], declared)
+    types, fields = get_type_hints(kind), dict[str, Any]()
     for name, value in description.items():
         if isinstance(value, dict):
-            fields[name] = _put_together(value, tensors.get(name, {}))
+            fields[name] = _put_together(value, tensors.get(name, {}), types.get(name))
         elif name != "type":
             fields[name] = tuple(value) if isinstance(value, list) else value
     weights = {name: jnp.asarray(v) for name, v in tensors.items() if name not in fields}
-    if description["type"] not in STORED:
+    return kind(**fields, **weights)
+
+
+def _type_name(kind: type) -> str:
+    """Returns what a file calls a class: those from elsewhere by their module, too."""
+    name = kind.__name__
+    return name if STORED.get(name) is kind else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _type_of(name: str, declared: Any = None) -> Any:
+    """Returns the class that a file names; nothing is imported for it.
+
+    One that a script has defined is found by its own name where an import defines it again. A part
+    of a signal may be of the class that its field declares.
+    """
+    if name in STORED:
+        return STORED[name]
+    if dataclasses.is_dataclass(declared) and _own_name(declared) == name.rpartition(".")[2]:
+        return declared
+    derived = [*_derived(SignalBase)]
+    same = [kind for kind in derived if _type_name(kind) == name]
+    same = same or [kind for kind in derived if kind.__name__ == name.rpartition(".")[2]]
+    if not same:
         raise ValueError(
-            f"a signal of type {description['type']!r} is not known here: import its module first, "
-            "which adds it to utio_jax.policies.store.STORED"
+            f"a signal of type {name!r} is not known here: import its module first, where it is "
+            "derived from utio_jax.policies.SignalBase or added to utio_jax.policies.store.STORED"
         )
-    return STORED[description["type"]](**fields, **weights)
+    return same[-1]
+
+
+def _derived(kind: type) -> Iterator[type]:
+    """Yields the classes derived from one, the latest last."""
+    for each in kind.__subclasses__():
+        yield each
+        yield from _derived(each)
 
 
 def _misfits(part: Any, path: str) -> Iterator[str]:
@@ -249,8 +285,19 @@ def _misfits(part: Any, path: str) -> Iterator[str]:
                 yield f"{name} has shapes {[jnp.shape(leaf) for leaf in leaves]} for exits {exits}"
             if dataclasses.is_dataclass(value):
                 yield from _misfits(value, name)
-            elif leaves and not isinstance(value, declared[field.name]):
-                yield f"{name} has shape {jnp.shape(value)}, wanted {declared[field.name].__name__}"
+            elif leaves and not _fits(value, wanted := declared[field.name]):
+                yield f"{name} has shape {jnp.shape(value)}, wanted {_own_name(wanted)}"
+
+
+def _fits(value: Any, declared: Any) -> bool:
+    """Returns whether a leaf is what its field declares; numbers come back as arrays of one."""
+    if declared in (int, float, bool):
+        return jnp.shape(value) == ()
+    return declared is Any or isinstance(value, declared)
+
+
+def _own_name(kind: Any) -> str:
+    return getattr(kind, "__name__", str(kind))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

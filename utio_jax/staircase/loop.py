@@ -45,7 +45,7 @@ from utio_jax.core.decoder import (
     check_no_branches,
     check_stops,
 )
-from utio_jax.core.pytrees import pytree
+from utio_jax.core.pytrees import check_pytree, pytree
 from utio_jax.core.work import Work, stack_work
 from utio_jax.policies.base import Policy
 from utio_jax.staircase.base import Executor, Tokens
@@ -285,7 +285,7 @@ def check_policy(policy: Policy, decoder: Decoder, *, kv: str = "propagate") -> 
     """Returns the policy's depths.
 
     Raises:
-      TypeError: it is no policy, but the name of one, or a signal.
+      TypeError: it is no policy, but the name of one, or a signal, or it is no pytree.
       ValueError: the model does not have these depths, or, under `kv="mapped"`, no maps for them.
     """
     if not hasattr(policy, "depths"):
@@ -293,6 +293,7 @@ def check_policy(policy: Policy, decoder: Decoder, *, kv: str = "propagate") -> 
             "Wanted a policy, such as uniform(8), Thresholded(signal=...), or that of a name: "
             f'model.calibration.policy("learned", 0.6). Got {type(policy).__name__} {policy!r:.80}.'
         )
+    check_pytree(policy, what="policy")
     depths = check_depths(policy.depths)
     if depths[-1] > decoder.config.num_layers:
         raise ValueError(

@@ -16,7 +16,14 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 from utio_jax.attention.band import SparseQueries
-from utio_jax.core.arrays import executed_heads, flat, map_head, most_probable, next_token_nll
+from utio_jax.core.arrays import (
+    executed_heads,
+    flat,
+    forward_only,
+    map_head,
+    most_probable,
+    next_token_nll,
+)
 from utio_jax.core.decoder import Decoder, Params, apply_exit_lens
 from utio_jax.core.documents import check_tokens
 from utio_jax.core.pytrees import pytree
@@ -31,6 +38,12 @@ from utio_jax.staircase.loop import check_policy, staircase
 from utio_jax.staircase.microbatches import MicroBatches
 from utio_jax.staircase.reference import FrozenKV, dense_states, positions_of
 from utio_jax.staircase.sparse import SparseAttention
+
+_NO_GRADIENT = (
+    "Wanted an executor of static shapes for reverse-mode differentiation (grad, vjp). Got "
+    "MicroBatches, whose loops are as long as tokens are live. Pass "
+    "executor=CapacityPrefix(capacities=...), from utio_jax.staircase, to score."
+)
 
 
 @pytree
@@ -69,8 +82,10 @@ def score(  # noqa: PLR0913 (options, each named)
 ) -> Scores:
     """Returns every token's log-likelihood with the depth that the policy gives it.
 
-    Pure; jit it with `decoder`, `kv`, `executor` and `mesh` static. Padding past `lengths` changes
-    nothing. Under jit only shapes are checked; `check_tokens` looks at ids and lengths on the host.
+    Pure; jit it with `decoder`, `kv`, `executor` and `mesh` static. `grad` through it needs
+    `executor=CapacityPrefix(...)`, a `shard_map` around it `check_vma=False`. Padding past
+    `lengths` changes nothing. Under jit only shapes are checked; `check_tokens` looks at ids and
+    lengths on the host.
 
     Args:
       decoder: the model.
@@ -118,12 +133,15 @@ def score(  # noqa: PLR0913 (options, each named)
         readout=Readout(function=next_token_nll, arrays=(labels,)),
         attention=attention,
     )
+    read, x = result.read, result.x
+    if isinstance(executor, MicroBatches):
+        read, x = (forward_only(each, remedy=_NO_GRADIENT) for each in (read, x))
     return Scores(
-        log_likelihood=jnp.where(predicted, -result.read, 0.0),
+        log_likelihood=jnp.where(predicted, -read, 0.0),
         predicted=predicted,
         depths=result.depths,
         work=result.work,
-        x=result.x,
+        x=x,
         sparse=result.sparse,
     )
 

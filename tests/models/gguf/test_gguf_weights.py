@@ -246,12 +246,13 @@ def test_values_that_no_model_has_are_refused_before_they_are_used(tmp_path: Pat
 
 
 def test_other_architectures_and_other_files_are_refused(tmp_path: Path) -> None:
-    writer = gguf.GGUFWriter(str(tmp_path / "m.gguf"), "mamba")
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.close()
-    with pytest.raises(ValueError, match="architecture of llama, qwen2.*Got 'mamba'.*Decoder"):
-        load(tmp_path / "m.gguf")
+    for name in ("mamba", "gpt2"):
+        writer = gguf.GGUFWriter(str(tmp_path / f"{name}.gguf"), name)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.close()
+        with pytest.raises(ValueError, match=f"architecture of llama, qwen2.*Got '{name}'.*Decod"):
+            load(tmp_path / f"{name}.gguf")
     with pytest.raises(ValueError, match="Wanted a GGUF file at .*none.gguf. There is none"):
         load(tmp_path / "none.gguf")
     with pytest.raises(ValueError, match="begins with the bytes GGUF.*loaded by their folder"):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from functools import partial
 from typing import ClassVar
 
 import jax
@@ -27,6 +28,7 @@ from utio_jax.core.decoder import (
 )
 from utio_jax.core.pytrees import pytree, static
 from utio_jax.decoding import Mode, Setting
+from utio_jax.decoding.base import process
 from utio_jax.decoding.drafting import round_keys
 from utio_jax.decoding.sampling import ACCEPT, DRAW, REPLACE, verify_greedy, verify_sampling
 from utio_jax.decoding.segments import Block, block_at, run_segment
@@ -131,12 +133,14 @@ class DynamicExits(Mode):
             known = (exits <= deepest)[None, None, :, None]
             shallow = jnp.where(known, shallow, jnp.roll(deep, 1, axis=2))
             logits = _read(setting, jnp.concatenate([shallow, deep[:, :, -1:]], axis=2))
+            change = partial(process, setting, state, lengths=positions + 1, drafts=drafts)
+            allowed = jax.vmap(change, in_axes=2, out_axes=2)(logits)
             if sampling is None or log_q is None:  # Both only if greedy.
-                best = most_probable(logits)
-                verified = verify_greedy(logits[:, :, -1], drafts, counts)
+                best = most_probable(allowed)
+                verified = verify_greedy(allowed[:, :, -1], drafts, counts)
                 right = (best == best[:, :, -1:]).astype(jnp.float32)
             else:
-                log_p = jax.nn.log_softmax(sampling(logits), axis=-1)
+                log_p = jax.nn.log_softmax(sampling(allowed), axis=-1)
                 verified = verify_sampling(
                     log_p[:, :, -1],
                     log_q[:, :-1],
