@@ -16,7 +16,7 @@ from helpers.engine import alone, assert_as_alone, engine_of, pool
 from helpers.generation import DepthAt, assert_greedy, depth_table, lively_model, run
 from helpers.models import Model, assert_close, live_params
 
-from utio_jax import Adaptive, Plain, Thresholded, uniform
+from utio_jax import Adaptive, Lossless, Plain, Thresholded, uniform
 from utio_jax.attention import History
 from utio_jax.calibration.compare import compare
 from utio_jax.calibration.studies import study_exits
@@ -268,3 +268,13 @@ def test_techniques_of_nested_segments_refuse_branches(model: Model) -> None:
     for call in refused:
         with pytest.raises(ValueError, match="Wanted a model without exit branches"):
             call()
+
+
+def test_lossless_drafts_of_a_branch_keep_the_lower_layers(lively: Model) -> None:
+    most = 3
+    result = run(lively, mode=Lossless(exit=5, max_draft=most))
+    assert_greedy(lively, result, kv="full")
+    assert sum(result.accepted) > 0
+    # Each round: lower layers and branch for the drafts, the upper half alone to verify.
+    per_round = (most + 1) * SPLIT + most * 2 + (most + 1) * (LAYERS - SPLIT)
+    np.testing.assert_array_equal(result.token_layers, np.asarray(result.steps) * per_round)

@@ -14,7 +14,7 @@ from helpers import cases
 from helpers.marks import quick_where
 from helpers.models import assert_close, gated, random_gates
 
-from utio_jax import score, uniform
+from utio_jax import uniform
 from utio_jax.models import TINY, Transformer
 from utio_jax.policies import given_depths
 from utio_jax.staircase import CapacityPrefix, MicroBatches, score, staircase

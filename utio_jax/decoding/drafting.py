@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from utio_jax.attention.cache import KVCache
 from utio_jax.core.arrays import most_probable
-from utio_jax.core.decoder import apply_exit_lens
+from utio_jax.core.decoder import DecoderConfig, apply_exit_lens
 from utio_jax.core.pytrees import pytree
 from utio_jax.decoding.base import Setting, process
 from utio_jax.decoding.sampling import DRAW, token_keys
@@ -55,10 +55,30 @@ def round_keys(state: DecodeState, positions: Int[Array, "batch token"], stream:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExitDrafter:
-    """Drafts of an exit's own head, one token after the other; the K/V are the full model's."""
+    """Drafts of an exit's own head, one token after the other; the K/V are the full model's.
 
-    depth: int
+    A branch (`DecoderConfig.branches`) drafts from the lower layers' states, which are kept: the
+    verification runs the full model's upper layers alone.
+
+    Attributes:
+      exit: layers that a draft takes.
+      upper: layers [start, stop) of the stack that drafts run beyond those of pending tokens.
+    """
+
+    exit: int
+    upper: tuple[int, int]
     varies: ClassVar[bool] = False
+
+    @classmethod
+    def of(cls, config: DecoderConfig, depth: int) -> ExitDrafter:
+        """Returns what drafts at an exit or at a branch."""
+        in_branch = depth in config.branch_depths
+        return cls(exit=depth, upper=config.upper_layers(depth) if in_branch else (depth, depth))
+
+    @property
+    def depth(self) -> int:
+        """Layers of the full model that pending tokens have run."""
+        return self.exit - (self.upper[1] - self.upper[0])
 
     def propose(self, setting: Setting, state: DecodeState, *, most: int) -> Proposal:
         """Returns so many drafts of every active row."""
@@ -92,13 +112,27 @@ class ExitDrafter:
                 layers=setting.layers,
             )
             stored = jnp.where(active[:, None, None], x, now.x[:, at][:, None])
+            (start, stop), guessing = self.upper, at < most
+            if start < stop:
+                x, cache = run_segment(
+                    decoder,
+                    params,
+                    cache,
+                    x,
+                    block_at(decoder, positions, active[:, None]),
+                    start=start,
+                    stop=jnp.where(guessing, stop, start),
+                    width=setting.width,
+                    layers=setting.layers,
+                    bounds=(start, stop),
+                )
 
             def rest() -> tuple[jax.Array, jax.Array | None]:
                 return last, None if greedy else jnp.zeros((batch, vocab), jnp.float32)
 
             # The last draft needs no successor. (No cache goes through the conditional.)
             guess = partial(self._guess, setting, state, x[:, 0], positions, now.token_ids)
-            new, log_q = jax.lax.cond(at < most, guess, rest)
+            new, log_q = jax.lax.cond(guessing, guess, rest)
             slot = jnp.where(active, at, most)
             drawn = None if now.log_q is None else now.log_q.at[rows, slot].set(log_q, mode="drop")
             now = dataclasses.replace(
@@ -122,7 +156,7 @@ class ExitDrafter:
     ) -> tuple[jax.Array, jax.Array | None]:
         """Returns the exit's next tokens, and the log-probabilities if they are drawn."""
         decoder, params, sampling = setting.decoder, setting.params, setting.sampling
-        seen = apply_exit_lens(decoder, params, x, self.depth)
+        seen = apply_exit_lens(decoder, params, x, self.exit)
         logits = decoder.unembed(params, seen).astype(jnp.float32)
         logits = process(setting, state, logits[:, None], positions + 1, drafts)[:, 0]
         if sampling is None:

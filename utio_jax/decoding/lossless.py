@@ -59,7 +59,8 @@ def lossless_for(
     """
     early = decoder.config.exits[:-1]
     if drafter is None:
-        trained = bool(early) and not has_exit_lens(decoder, early[0])
+        nested = not decoder.config.branches  # Drafts of branches are slower than copied ones.
+        trained = bool(early) and nested and not has_exit_lens(decoder, early[0])
         drafter = "exit" if trained else "ngram"
     # Its own check names what is wrong with another drafter, or with no exit at all.
     exit_ = None
@@ -144,7 +145,8 @@ class Lossless(Mode):
 
     def step(self, setting: Setting, state: DecodeState) -> DecodeState:
         """Proposes drafts, verifies them by all layers, and emits what agrees and one token."""
-        decoder, sampling, drafter = setting.decoder, setting.sampling, self._drafter
+        decoder, sampling = setting.decoder, setting.sampling
+        drafter = self._drafter(decoder)
         active, num_layers, width = state.active, decoder.config.num_layers, setting.width
         depth = drafter.depth
         with jax.named_scope("draft"):
@@ -174,17 +176,20 @@ class Lossless(Mode):
             state = dataclasses.replace(state, memory=hits)
         # The row's last draft runs no head; its distribution was not needed.
         runs, guesses = drafted.rounds, jnp.minimum(drafted.rounds, self.max_draft)
-        layers = runs * depth + tokens * (num_layers - depth)
+        drafting = runs * depth
+        if self.exit is not None:
+            drafting += guesses * (self.exit - depth)
+        layers = drafting + tokens * (num_layers - depth)
         tally = state.tally.add(
             active,
             steps=1,
             drafts=drafted.counts,
             accepted=verified.accepted,
             token_layers=layers,
-            key_slots=(runs * depth + num_layers - depth) * float(width),
+            key_slots=(drafting + num_layers - depth) * float(width),
             attended=layers * float(width),
             heads=guesses + tokens,
-            exit_maps=guesses * has_exit_lens(decoder, depth),
+            exit_maps=guesses * has_exit_lens(decoder, self.exit or 0),
         )
         # Rejected drafts stay in the cache: their slots lie behind the row's last token and are
         # written again before any later query sees them.
@@ -194,13 +199,12 @@ class Lossless(Mode):
             verified.token_ids,
             verified.accepted + 1,
             logits=logits,
-            decided=jnp.where(offsets < verified.accepted[:, None], depth, num_layers),
+            decided=jnp.where(offsets < verified.accepted[:, None], self.exit or 0, num_layers),
             executed=jnp.full(positions.shape, num_layers, jnp.int32),
         )
 
-    @property
-    def _drafter(self) -> ExitDrafter | NGram:
-        return self.ngram if self.exit is None else ExitDrafter(depth=self.exit)
+    def _drafter(self, decoder: Decoder) -> ExitDrafter | NGram:
+        return self.ngram if self.exit is None else ExitDrafter.of(decoder.config, self.exit)
 
     def _run_deep(
         self, setting: Setting, state: DecodeState, drafted: Proposal, block: Block
@@ -215,7 +219,8 @@ class Lossless(Mode):
         that holds every row's pending tokens runs, the others skip all their layers.
         """
         decoder, params = setting.decoder, setting.params
-        depth, varies = self._drafter.depth, self._drafter.varies
+        drafter = self._drafter(decoder)
+        depth, varies = drafter.depth, drafter.varies
         sizes = sorted({1, (self.block + 1) // 2, self.block}) if varies else [self.block]
         needed = jnp.max(jnp.sum(block.valid, axis=1, dtype=jnp.int32))
         passed = [(needed > size).astype(jnp.int32) for size in sizes[:-1]]

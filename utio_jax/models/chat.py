@@ -61,10 +61,10 @@ def render_chat(
       ValueError: no messages, one that is no mapping with a role, a variable named `messages`, or
         a template that is broken or refuses them.
     """
-    if taken := [name for name in ("messages",) if name in variables]:
+    if "messages" in variables:
         raise ValueError(
-            f"Wanted variables of a chat template under names of their own. Got {taken[0]!r}, "
-            "which the template gets besides. Leave it out: messages are an argument of their own."
+            "Wanted variables of a chat template under names of their own. Got 'messages', which "
+            "the template gets besides. Leave it out: messages are an argument of their own."
         )
     if isinstance(messages, str) or not messages:
         raise ValueError(
