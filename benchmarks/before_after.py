@@ -6,8 +6,7 @@
 
 Each turn runs a process of either checkout, which times the same model's programs, and in the
 first turn its demo; a figure is the median over turns of the ratio of their times. The model is the
-one that came with the older checkout, whatever either of them comes with. `make tpu-predict` puts
-the table into `results/compiled.md`.
+one that came with the older checkout, whatever either of them comes with.
 """
 
 from __future__ import annotations

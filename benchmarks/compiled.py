@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Predicted time of programs compiled for TPUs, and the page `results/compiled.md` that says it.
+"""Predicted time of programs compiled for TPUs, and their part of `results/accelerators.md`.
 
     make tpu-predict            # or: JAX_PLATFORMS=cpu .venv-tpu/bin/python benchmarks/compiled.py
 
 Nothing runs on a device. Each program's numbers are kept in `results/compiled.json` as soon as they
-are known, and not made again: `--fresh` forgets them, `--known` writes the page of them alone.
+are known, and not made again: `--fresh` forgets them, `--known` writes their tables alone.
 """
 
 from __future__ import annotations
@@ -48,7 +48,6 @@ SCORED = {"v5e": MODELS | dict.fromkeys(NARROW, (0.75,)), "v6e": MODELS}
 LAYERS = 8
 DECODED = (1, 8)
 FITTED = {"llama-7b": 8, "mistral-7b": 32}
-MEASURED = Path("out/before_after.json")
 ROWS, WIDTH, SLOTS = 16, 512, 512
 
 Turns = Callable[[Instruction], float]
@@ -274,64 +273,9 @@ def fitting(known: Predictions) -> None:
         known.of(f"v5e {name} 32 layers", "v5e", partial(made.decode, Plain(), rows), ways)
 
 
-HEAD = """# Compiled for TPU and GPU
-
-**Nothing below ran on a device.** Programs were compiled ahead of time on a machine with two CPU
-cores, and every time is *predicted*. What tests pin, `make tpu-compile` and `make gpu-compile`, is
-structure: that programs compile and fit, their loops, branches, collectives and copies. The times
-are for the day when there is hardware, to be wrong about.
-
-Written whole by `make tpu-predict` (`benchmarks/compiled.py`, numbers in `compiled.json`); {when}.
-{unknown}
-
-## Method, and its limits
-
-The TPU's compiler writes `estimated_cycles` beside most instructions of a scheduled program. These
-are summed, at 1.5 GHz (v5e) and 1.75 GHz (v6e), a loop's body as often as it turns: turns are those
-that packing gives for 16 rows of 512 tokens, each of whose depths is drawn for itself so that the
-pass costs the budget. Gathers, scatters and updates in place have no cycles: their bytes over the
-memory's bandwidth stand in. Asynchronous copies are taken to overlap. A product of 4096 x 4096 x
-4096 comes out at 97 % of the peak; beyond that nothing is known of how good the estimates are.
-Waiting, launches and the host are not in them.
-
-Llama-7B and Mistral-7B have 8 layers here, with exits at their quarters, in bfloat16; the shipped
-model its 16 layers and exits, in float32 (of which a TPU multiplies bfloat16 parts by default).
-Capacities are fitted (`fit_row_shares`) to eight other batches. Depths of a text are not
-independent of each other as these are: its rows differ more, and capacities have to be wider.
-"""
-
-TAIL = """
-## What is chosen by platform, and why
-
-All of it stands in `utio_jax/core/platform.py`. `score(executor="auto")` takes micro-batches on a
-CPU, where a loop of traced length costs nothing, and a static prefix on accelerators where a
-policy's `row_shares` are known: `calibrate` fits them for each budget and keeps them with the
-policy; the shipped model's have them. A batch that outgrows them runs that segment at full width,
-with the same results, and the ledger counts it (`overflows`). Masks are made once for all layers,
-and a model of fewer than 1,024 features is written layer by layer, so that XLA fuses across layers
-(`narrow`): as loops the shipped model's prefix at .6 was predicted at .76 of full depth's speed.
-Even so it is no faster than full depth at any budget. Whole rows with depths by selection were no
-way out: 4.74 ms in loops, where full depth takes 3.12 and the prefix at .6 4.13. So
-`score_documents`, a model's verbs and the commands run models of fewer than 512 features
-(`least_routed`) at full depth there, count it in `fallbacks` with this reason, and route them where
-an executor is named; `score` itself always routes. Nor does such a model decode faster there:
-plain decoding is the default, and a server asks its own clock. Prompts at half depth
-(`exact_prefill`) have static shapes by nature: one token of each runs the upper
-layers, whatever the text says.
-
-A product of float32 is one pass of bfloat16 on a TPU by default: laws at 1e-4 need
-`jax_default_matmul_precision="highest"`. On a tensor-parallel mesh, all-reduces stand inside loops
-of traced counts: devices whose states differ by a bit could disagree on a count, and hang.
-
-## When there is a TPU
-
-`make bench-accelerator` runs these in this order, under ten minutes, each beside its prediction
-(Llama-7B's widths, 8 layers, v5e); then CUDA graphs of loops, of which nothing is predicted, and
-the whole model. What an H200 said: [accelerator](accelerator.md).
-Without `XLA_FLAGS=--xla_gpu_enable_command_buffer=+WHILE` a GPU waits for the host at every turn of
-a loop of unknown length.
-
-"""
+PAGE = Path("results/accelerators.md")
+BEGIN = "<!-- predicted: written by benchmarks/compiled.py -->"
+END = "<!-- end of predicted -->"
 
 
 def table(header: list[str], lines: list[list[str]]) -> str:
@@ -364,7 +308,7 @@ def of_scoring(known: Predictions) -> str:
                 lines.append([chip, name, figure(full), *cells])
     header = ["chip", "model", "full depth, ms", "budgets", "default", "static prefix"]
     return (
-        "\n## Scoring 16 x 512 tokens: predicted speed-up over full depth\n\n"
+        "\n### Scoring 16 x 512 tokens: predicted speed-up over full depth\n\n"
         + table([*header, "micro-batches"], lines)
         + "\nIdeal is 1 over the budget. The default is what `score_documents` and commands do: a\n"
         "static prefix, and full depth where a state is narrower than `Platform.least_routed`.\n"
@@ -397,7 +341,7 @@ def of_decoding(known: Predictions) -> str:
         return ""
     header = ["chip", "model", "rows", "plain step, ms", "budgets", "adaptive, speed-up"]
     return (
-        "\n## Decoding: predicted step at 512 slots, and speed-up\n\n"
+        "\n### Decoding: predicted step at 512 slots, and speed-up\n\n"
         + table(header, lines)
         + "\nRows stop independently of each other, and step together: the more there are, the "
         "likelier some row\nneeds every layer.\n"
@@ -412,7 +356,7 @@ def of_memory(known: Predictions) -> str:
         sizes = [made and made[key] for key in ("arguments_mb", "temporaries_mb")]
         lines.append([name, str(rows), *("-" if mb is None else f"{mb:.0f}" for mb in sizes)])
     return (
-        "\n## What fits: decoding with 32 layers and 512 slots, v5e\n\n"
+        "\n### What fits: decoding with 32 layers and 512 slots, v5e\n\n"
         + table(["model", "rows", "arguments, MB", "temporaries, MB"], lines)
         + "\nA v5e has 15.75 GiB, which are 16,911 MB. Before heads stood apart from products "
         "(`heads_apart`), the\ncompiler asked for 17.55 and 16.99 GiB, and refused both.\n"
@@ -423,22 +367,10 @@ def of_gpu() -> str:
     """Returns the table of loops at which an H100 would wait."""
     lines = [[name, *map(str, counts)] for name, counts in LOOPS_OF_HOST.items()]
     return (
-        "\n## What a GPU waits for\n\nLlama-7B's widths, compiled for an H100 and pinned by "
+        "\n### What a GPU waits for\n\nLlama-7B's widths, compiled for an H100 and pinned by "
         "`make gpu-compile`: loops at each of whose\nturns the host decides, as XLA is, and with "
         "`--xla_gpu_enable_command_buffer=+WHILE`. No program\nhas a custom call, a callback or a "
         "transfer.\n\n" + table(["program", "loops of the host", "with graphs of loops"], lines)
-    )
-
-
-def of_cpu(measured: dict[str, Any]) -> str:
-    """Returns the table of times on a CPU."""
-    lines = [
-        [name, f"{each['ms']:.2f}", "{:.2f} [{:.2f}, {:.2f}]".format(*each["before_over_after"])]
-        for name, each in measured.items()
-        if name != "how"
-    ]
-    return f"\n## On a CPU: measured, before and after\n\n{measured['how']}\n\n" + table(
-        ["program", "ms after", "time before / after [range]"], lines
     )
 
 
@@ -452,47 +384,52 @@ def of_experiments(tried: dict[str, list[float]]) -> str:
     lines.append(
         [f"{len(lines) + 1}. adaptive decoding, 8 rows: loops in CUDA graphs", "-", "-", "-"]
     )
-    return table(["experiment", "first, ms", "then, ms", "predicted ratio"], lines)
+    header = ["experiment", "first, ms", "then, ms", "predicted ratio"]
+    return "\n### Experiments\n\n" + table(header, lines)
 
 
-def page(known: Predictions) -> str:
-    """Returns the page."""
+def tables(known: Predictions) -> str:
+    """Returns the part of the page between its two comments."""
     every = known.programs.values()
     dates = sorted({made["date"] for made in every})
     versions = sorted({f"jax {made['jax']}, libtpu {made['libtpu']}" for made in every})
     body = [of_scoring(known), of_decoding(known), of_memory(known), of_gpu()]
-    if "cpu" in known.found:
-        body.append(of_cpu(known.found["cpu"]))
-    body += [TAIL, of_experiments(known.found.get("experiments", {}))]
+    body.append(of_experiments(known.found.get("experiments", {})))
     scored = [f"{chip} {name} dense" for chip in CHIPS for name in SCORED[chip]]
     steps = [f"{c} {name} {rows} plain" for c in CHIPS for name in MODELS for rows in DECODED]
     missing = [name for name in (*scored, *steps) if name not in known.programs]
-    unknown = "A dash: not compiled."
+    lines = [f"`make tpu-predict`, {', '.join(dates)}; {'; '.join(versions)}.", "A dash: not compiled."]
     if missing:
-        unknown += f" Nor were those of {', '.join(n.rsplit(' ', 1)[0] for n in missing)}."
+        lines.append(f"Not compiled either: {', '.join(n.rsplit(' ', 1)[0] for n in missing)}.")
     for note in sorted({made["note"] for made in every if "note" in made}):
         of = [name for name, made in known.programs.items() if made.get("note") == note]
-        unknown += f" {note}: {', '.join(of)}."
-    when = f"{', '.join(dates)}; {'; '.join(versions)}"
-    return "".join([HEAD.format(when=when, unknown=unknown), *body])
+        lines.append(f"{note}: {', '.join(of)}.")
+    return "\n".join(lines) + "\n" + "".join(body)
+
+
+def written(page: str, part: str) -> str:
+    """Returns the page with the part between its two comments replaced.
+
+    Raises:
+      ValueError: the page lacks the comments.
+    """
+    if page.count(BEGIN) != 1 or page.count(END) != 1:
+        raise ValueError(f"Wanted one pair of comments {BEGIN!r}, {END!r} in {PAGE}. Got none.")
+    before, rest = page.split(BEGIN)
+    return f"{before}{BEGIN}\n\n{part.strip()}\n\n{END}{rest.split(END)[1]}"
 
 
 def main() -> None:
-    """Predicts what is not known yet, what is asked first at first, and writes the page."""
+    """Predicts what is not known yet, what is asked first at first, and writes the tables."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--fresh", action="store_true", help="forget what is known")
     how.add_argument("--known", action="store_true", help="compile nothing")
-    parser.add_argument("--out", type=Path, default=Path("results/compiled.md"))
     options = parser.parse_args()
-    path = options.out.with_suffix(".json")
-    known = Predictions(path, fresh=options.fresh)
-    if MEASURED.exists():
-        known.found["cpu"] = json.loads(MEASURED.read_text())
-        known.save()
+    known = Predictions(PAGE.with_name("compiled.json"), fresh=options.fresh)
     if not options.known:
         predict(known)
-    options.out.write_text(page(known))
+    PAGE.write_text(written(PAGE.read_text(), tables(known)))
 
 
 def predict(known: Predictions) -> None:

@@ -34,7 +34,7 @@ class Assumed:
     link_gb_s: float = _of(1.0, "assumed: of a worker to the file system")
     store_gb_s: float = _of(10.0, "assumed: of the file system, all workers together")
     import_s: float = _of(15.0, "assumed: a process of Ray starts, imports JAX, finds its device")
-    compile_s: float = _of(30.0, "measured: 15 to 40 s, results/serving.md")
+    compile_s: float = _of(30.0, "measured: 15 to 40 s, results/engines.md")
     tokens_s: float = _of(
         19_000.0, "measured: 448 tokens in 23.4 ms, shipped model, results/scoring.md"
     )
@@ -46,7 +46,7 @@ class Assumed:
     id_bytes: float = _of(100.0, "assumed: of an id, in memory, when finished rows are left out")
     row_bytes: float = _of(2_500.0, "by the schema: 500 and 4 a token, before compression")
     mtbf_days: float = _of(30.0, "assumed: between two losses of one worker")
-    engine_tokens_s: float = _of(3_351.0, "measured: shipped model, 16 slots, results/serving.md")
+    engine_tokens_s: float = _of(3_351.0, "measured: shipped model, 16 slots, results/engines.md")
     streams_tokens_s: float = _of(3_161.0, "measured: the same behind HTTP as streams, ditto")
     slots: float = _of(16.0, "as measured there")
     answer_tokens: float = _of(200.0, "assumed")
@@ -54,7 +54,7 @@ class Assumed:
     occupied: float = _of(0.8, "assumed: share of the slots in use")
     block_s: float = _of(0.038, "measured: 16 slots x 8 tokens at 3,351 a second")
     tell_us: float = _of(
-        14.0, "measured: of process 0 for a message to one other, results/scaling.md"
+        14.0, "measured: of process 0 for a message to one other, results/engines.md"
     )
     silent_s: float = _of(20.0, "of the library: a silent process is given up")
     hard_share: float = _of(0.5, "assumed: losses in which a host goes silent")
