@@ -14,6 +14,7 @@ import collections
 import datetime
 import json
 import math
+import textwrap
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.metadata import version
@@ -398,13 +399,14 @@ def tables(known: Predictions) -> str:
     scored = [f"{chip} {name} dense" for chip in CHIPS for name in SCORED[chip]]
     steps = [f"{c} {name} {rows} plain" for c in CHIPS for name in MODELS for rows in DECODED]
     missing = [name for name in (*scored, *steps) if name not in known.programs]
-    lines = [f"`make tpu-predict`, {', '.join(dates)}; {'; '.join(versions)}.", "A dash: not compiled."]
+    how = f"`make tpu-predict`, {', '.join(dates)}; {'; '.join(versions)}."
+    lines = [how, "A dash: not compiled."]
     if missing:
         lines.append(f"Not compiled either: {', '.join(n.rsplit(' ', 1)[0] for n in missing)}.")
     for note in sorted({made["note"] for made in every if "note" in made}):
         of = [name for name, made in known.programs.items() if made.get("note") == note]
         lines.append(f"{note}: {', '.join(of)}.")
-    return "\n".join(lines) + "\n" + "".join(body)
+    return textwrap.fill(" ".join(lines), 120) + "\n" + "".join(body)
 
 
 def written(page: str, part: str) -> str:
