@@ -375,27 +375,12 @@ def of_gpu() -> str:
     )
 
 
-def of_experiments(tried: dict[str, list[float]]) -> str:
-    """Returns the table of experiments to come, in their order."""
-    lines = []
-    for number, each in enumerate(EXPERIMENTS, start=1):
-        first, then = tried.get(each.title, (None, None))
-        cells = map(figure, (first, then, ratio(first, then)))
-        lines.append([f"{number}. {each.title}", *cells])
-    lines.append(
-        [f"{len(lines) + 1}. adaptive decoding, 8 rows: loops in CUDA graphs", "-", "-", "-"]
-    )
-    header = ["experiment", "first, ms", "then, ms", "predicted ratio"]
-    return "\n### Experiments\n\n" + table(header, lines)
-
-
 def tables(known: Predictions) -> str:
     """Returns the part of the page between its two comments."""
     every = known.programs.values()
     dates = sorted({made["date"] for made in every})
     versions = sorted({f"jax {made['jax']}, libtpu {made['libtpu']}" for made in every})
     body = [of_scoring(known), of_decoding(known), of_memory(known), of_gpu()]
-    body.append(of_experiments(known.found.get("experiments", {})))
     scored = [f"{chip} {name} dense" for chip in CHIPS for name in SCORED[chip]]
     steps = [f"{c} {name} {rows} plain" for c in CHIPS for name in MODELS for rows in DECODED]
     missing = [name for name in (*scored, *steps) if name not in known.programs]
