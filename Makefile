@@ -172,7 +172,7 @@ bench-accelerator: $(VENV)/.installed-cli
 tpu-compile: $(TPU)/.installed
 	JAX_PLATFORMS=cpu $(TPU)/bin/python -m pytest -o addopts="--strict-markers -q" -m tpu tests/compiled $(ARGS)
 
-# Predicted times of such programs, and results/compiled.md; most of an hour where none are known.
+# Predicted times of such programs, and results/accelerators.md; most of an hour where none are known.
 tpu-predict: $(TPU)/.installed
 	JAX_PLATFORMS=cpu $(TPU)/bin/python benchmarks/compiled.py $(ARGS)
 

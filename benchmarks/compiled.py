@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Predicted time of programs compiled for TPUs, and the tables of `results/compiled.md`.
+"""Predicted time of programs compiled for TPUs, and their part of `results/accelerators.md`.
 
     make tpu-predict            # or: JAX_PLATFORMS=cpu .venv-tpu/bin/python benchmarks/compiled.py
 
 Nothing runs on a device. Each program's numbers are kept in `results/compiled.json` as soon as they
-are known, and not made again: `--fresh` forgets them, `--known` writes the page's tables alone.
+are known, and not made again: `--fresh` forgets them, `--known` writes their tables alone.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import collections
 import datetime
 import json
 import math
-import re
+import textwrap
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.metadata import version
@@ -274,6 +274,11 @@ def fitting(known: Predictions) -> None:
         known.of(f"v5e {name} 32 layers", "v5e", partial(made.decode, Plain(), rows), ways)
 
 
+PAGE = Path("results/accelerators.md")
+BEGIN = "<!-- predicted: written by benchmarks/compiled.py -->"
+END = "<!-- end of predicted -->"
+
+
 def table(header: list[str], lines: list[list[str]]) -> str:
     """Returns a table in Markdown."""
     rows = [header, ["---"] * len(header), *lines]
@@ -303,7 +308,12 @@ def of_scoring(known: Predictions) -> str:
             if full is not None:
                 lines.append([chip, name, figure(full), *cells])
     header = ["chip", "model", "full depth, ms", "budgets", "default", "static prefix"]
-    return table([*header, "micro-batches"], lines)
+    return (
+        "\n### Scoring 16 x 512 tokens: predicted speed-up over full depth\n\n"
+        + table([*header, "micro-batches"], lines)
+        + "\nIdeal is 1 over the budget. The default is what `score_documents` and commands do: a\n"
+        "static prefix, and full depth where a state is narrower than `Platform.least_routed`.\n"
+    )
 
 
 def routes(name: str) -> bool:
@@ -328,8 +338,15 @@ def of_decoding(known: Predictions) -> str:
                 if plain is None:
                     continue
                 lines.append([chip, name, str(rows), figure(plain), asked, found])
+    if not lines:
+        return ""
     header = ["chip", "model", "rows", "plain step, ms", "budgets", "adaptive, speed-up"]
-    return table(header, lines)
+    return (
+        "\n### Decoding: predicted step at 512 slots, and speed-up\n\n"
+        + table(header, lines)
+        + "\nRows stop independently of each other, and step together: the more there are, the "
+        "likelier some row\nneeds every layer.\n"
+    )
 
 
 def of_memory(known: Predictions) -> str:
@@ -339,61 +356,67 @@ def of_memory(known: Predictions) -> str:
         made = known.programs.get(f"v5e {name} 32 layers")
         sizes = [made and made[key] for key in ("arguments_mb", "temporaries_mb")]
         lines.append([name, str(rows), *("-" if mb is None else f"{mb:.0f}" for mb in sizes)])
-    return table(["model", "rows", "arguments, MB", "temporaries, MB"], lines)
+    return (
+        "\n### What fits: decoding with 32 layers and 512 slots, v5e\n\n"
+        + table(["model", "rows", "arguments, MB", "temporaries, MB"], lines)
+        + "\nA v5e has 15.75 GiB, which are 16,911 MB. Before heads stood apart from products "
+        "(`heads_apart`), the\ncompiler asked for 17.55 and 16.99 GiB, and refused both.\n"
+    )
 
 
 def of_gpu() -> str:
     """Returns the table of loops at which an H100 would wait."""
     lines = [[name, *map(str, counts)] for name, counts in LOOPS_OF_HOST.items()]
-    return table(["program", "loops of the host", "with graphs of loops"], lines)
-
-
-def of_experiments(tried: dict[str, list[float]]) -> str:
-    """Returns the table of experiments to come, in their order."""
-    lines = []
-    for number, each in enumerate(EXPERIMENTS, start=1):
-        first, then = tried.get(each.title, (None, None))
-        cells = map(figure, (first, then, ratio(first, then)))
-        lines.append([f"{number}. {each.title}", *cells])
-    lines.append(
-        [f"{len(lines) + 1}. adaptive decoding, 8 rows: loops in CUDA graphs", "-", "-", "-"]
+    return (
+        "\n### What a GPU waits for\n\nLlama-7B's widths, compiled for an H100 and pinned by "
+        "`make gpu-compile`: loops at each of whose\nturns the host decides, as XLA is, and with "
+        "`--xla_gpu_enable_command_buffer=+WHILE`. No program\nhas a custom call, a callback or a "
+        "transfer.\n\n" + table(["program", "loops of the host", "with graphs of loops"], lines)
     )
-    return table(["experiment", "first, ms", "then, ms", "predicted ratio"], lines)
 
 
-def page(known: Predictions, text: str) -> str:
-    """Returns the page with its tables made again, and what they were made of; prose stays."""
-    made = [of_scoring(known), of_decoding(known), of_memory(known), of_gpu()]
-    for each in (*made, of_experiments(known.found.get("experiments", {}))):
-        header = each.splitlines()[0]
-        before, after = text.split(f"{header}\n")
-        rows = re.match(r"(\|.*\n)*", after)
-        text = before + each + after[rows.end() if rows else 0 :]
+def tables(known: Predictions) -> str:
+    """Returns the part of the page between its two comments."""
     every = known.programs.values()
     dates = sorted({made["date"] for made in every})
     versions = sorted({f"jax {made['jax']}, libtpu {made['libtpu']}" for made in every})
+    body = [of_scoring(known), of_decoding(known), of_memory(known), of_gpu()]
     scored = [f"{chip} {name} dense" for chip in CHIPS for name in SCORED[chip]]
     steps = [f"{c} {name} {rows} plain" for c in CHIPS for name in MODELS for rows in DECODED]
     missing = [name for name in (*scored, *steps) if name not in known.programs]
-    unknown = "A dash: not compiled."
+    how = f"`make tpu-predict`, {', '.join(dates)}; {'; '.join(versions)}."
+    lines = [how, "A dash: not compiled."]
     if missing:
-        unknown += f" Nor were those of {', '.join(n.rsplit(' ', 1)[0] for n in missing)}."
-    made_of = f"{', '.join(dates)}; {'; '.join(versions)}.\n{unknown}\n"
-    return re.sub(r"(?<=numbers in `compiled.json`\); ).*\n.*\n", lambda _: made_of, text)
+        lines.append(f"Not compiled either: {', '.join(n.rsplit(' ', 1)[0] for n in missing)}.")
+    for note in sorted({made["note"] for made in every if "note" in made}):
+        of = [name for name, made in known.programs.items() if made.get("note") == note]
+        lines.append(f"{note}: {', '.join(of)}.")
+    return textwrap.fill(" ".join(lines), 120) + "\n" + "".join(body)
+
+
+def written(page: str, part: str) -> str:
+    """Returns the page with the part between its two comments replaced.
+
+    Raises:
+      ValueError: the page lacks the comments.
+    """
+    if page.count(BEGIN) != 1 or page.count(END) != 1:
+        raise ValueError(f"Wanted one pair of comments {BEGIN!r}, {END!r} in {PAGE}. Got none.")
+    before, rest = page.split(BEGIN)
+    return f"{before}{BEGIN}\n\n{part.strip()}\n\n{END}{rest.split(END)[1]}"
 
 
 def main() -> None:
-    """Predicts what is not known yet, and writes the page's tables."""
+    """Predicts what is not known yet, what is asked first at first, and writes the tables."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--fresh", action="store_true", help="forget what is known")
     how.add_argument("--known", action="store_true", help="compile nothing")
-    parser.add_argument("--page", type=Path, default=Path("results/compiled.md"))
     options = parser.parse_args()
-    known = Predictions(options.page.with_suffix(".json"), fresh=options.fresh)
+    known = Predictions(PAGE.with_name("compiled.json"), fresh=options.fresh)
     if not options.known:
         predict(known)
-    options.page.write_text(page(known, options.page.read_text()))
+    PAGE.write_text(written(PAGE.read_text(), tables(known)))
 
 
 def predict(known: Predictions) -> None:

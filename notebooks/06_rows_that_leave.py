@@ -38,7 +38,7 @@ print(f"{decoder.config.num_layers} layers, exits {decoder.config.exits}")
 #
 # The model has never seen these files. A query is 96 tokens of one, the line that follows, and 63
 # other lines. Margins can be found with a guarantee, the same winner as at full depth in 99 % of
-# queries ([study](../results/select.md)); these are as wide as there.
+# queries ([study](../results/contrib.md)); these are as wide as there.
 
 # %%
 texts = [document.text for document in standard_library("test")]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Early exits that a trained model gets late, and that learn from its own last layer.
 
-The anytime loss from the first step costs the last layer (`results/shallower_model.md`). Here each
+The anytime loss from the first step costs the last layer (`results/demo_model.md`). Here each
 exit gets an affine map of its own in front of the shared norm and head, a tuned lens (Belrose et
 al. 2023, arXiv 2303.08112), and a small share of the loss: the KL divergence from the last layer's
 own prediction, whose gradient reaches neither norm, embedding nor the last layer's logits. Adding

@@ -126,9 +126,7 @@ def test_files_that_are_named_exist() -> None:
             r"`((?:utio_jax|tests|docs|benchmarks|models)/[\w/.-]+\.\w+)`", text
         ):
             there = (ROOT / name).exists() or (ROOT / "utio_jax" / name).exists()
-            left = "removed since" in text or "left afterwards" in text
-            gone = left and name.startswith("benchmarks/")
-            assert there or gone, f"{page}: {name}"
+            assert there, f"{page}: {name}"
 
 
 def test_the_packages_are_those_of_the_contract() -> None:
@@ -143,12 +141,11 @@ def test_the_packages_are_those_of_the_contract() -> None:
 
 
 def test_the_reading_path_is_short() -> None:
-    rows = re.findall(r"^\| \d \| `([\w/.]+)` \| (\d+) \| `(\w+)", ARCHITECTURE, flags=re.MULTILINE)
+    rows = re.findall(r"^\| \d \| `([\w/.]+)` \| `(\w+)", ARCHITECTURE, flags=re.MULTILINE)
     assert len(rows) == 6
     assert rows[0][0] == "utio_jax/staircase/score.py"
-    for name, lines, symbol in rows:
+    for name, symbol in rows:
         text = (ROOT / name).read_text()
-        assert abs(len(text.splitlines()) - int(lines)) <= 20, f"{name}: say how long it is now"
         assert len(text.splitlines()) <= 350, name
         assert re.search(rf"(def|class) {symbol}\b", text), (name, symbol)
 

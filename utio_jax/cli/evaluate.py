@@ -27,7 +27,7 @@ from utio_jax.evaluation.evaluate import score_documents
 from utio_jax.staircase.reference import check_kv
 
 _LEAST = 256
-"""Tokens from which on routing paid where most of them stop early (results/benchmark_suites.md)."""
+"""Tokens from which on routing paid where most of them stop early (results/scoring.md)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

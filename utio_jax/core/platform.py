@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What programs differ in by platform: block sizes, and forms that a compiler likes.
 
-Sizes for CPU are measured, those for TPU predicted by its compiler (`results/compiled.md`); those
-for GPU follow them, and what an H200 said of them is in `results/accelerator.md`.
+Sizes for CPU are measured, those for TPU predicted by its compiler, those for GPU follow them and
+were measured on one H200 (`results/accelerators.md`).
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ def lossless_for(
 
     A model trained at its exits drafts at the one next to 3/8 of its layers; all others copy from
     the text: exits read through a lens that was fitted afterwards slowed decoding down
-    (results/decoding.md, results/stock_model.md).
+    (results/decoding.md, results/stock_models.md).
 
     Raises:
       ValueError: another drafter, or `"exit"` for a model without early exits.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layer skipping (SkipDecode, FiRST, FlexiDepth): each token runs a set of segments.
 
-What it is worth: hardly anything, see results/layer_sets.md. Models with shared K/V are refused.
+What it is worth: hardly anything, see results/contrib.md. Models with shared K/V are refused.
 """
 
 from utio_jax.contrib.layer_skipping.fitting import fit_prompt_sets
