@@ -79,10 +79,10 @@ def test_alternatives_are_those_of_a_full_sort(name: str, count_compiles: Any) -
 
 def test_none_cost_nothing() -> None:
     engine = engine_of(lively_model(), modes()["plain"][0], read_late=False)
-    number = engine.submit([1, 2], max_new_tokens=3, eos_ids=())
+    number = engine.submit([1, 2], max_new_tokens=2, eos_ids=())
     (event,) = engine.advance()
     assert event.alternatives is getattr(event.finished, "alternatives", 0) is None
-    assert event.log_probabilities.shape == (3,)
+    assert event.log_probabilities.shape == (2,)
     assert event.request == number
     state, report = engine._rows.state, engine._rows.run()
     assert state.columns.alternatives is None

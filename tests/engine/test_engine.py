@@ -230,7 +230,7 @@ def test_nothing_leaks(count: int) -> None:
 
 @pytest.mark.parametrize("late", [False, True])
 def test_work_is_that_of_slots_and_steps(late: bool) -> None:
-    """Two requests of 9 tokens: one group of three prompts, and two blocks of four steps."""
+    """Two requests of 9 tokens: a group of three prompts, blocks of one, four and three steps."""
     model, shapes = lively_model(), dataclasses.replace(SHAPES, key_step=CAPACITY)
     decoder = Counting(model.decoder.config)
     engine = Engine(
@@ -253,7 +253,7 @@ def test_work_is_that_of_slots_and_steps(late: bool) -> None:
         assert (each.token_ids.size, each.steps, each.token_layers) == (9, steps, layers * steps)
         np.testing.assert_array_equal(each.executed, layers)
     stats = engine.stats()
-    assert (stats.blocks, stats.prompt_groups) == (3 if late else 2, 1)
+    assert (stats.blocks, stats.prompt_groups) == (4 if late else 3, 1)
     assert (stats.prompt_tokens, stats.padded_prompt_tokens) == (4, 3 * width)
 
 
@@ -409,9 +409,12 @@ def test_times_are_those_of_the_clock() -> None:
     engine = engine_of(lively_model(), modes()["plain"][0], clock=clock, read_late=False)
     number = engine.submit([3, 1], max_new_tokens=9, eos_ids=())
     clock.now = 2.0
-    engine.advance()
+    (event,) = engine.advance()
+    assert event.token_ids.size == 2  # Those of its prompt and of a single step.
+    (event,) = engine.advance()
+    assert event.token_ids.size == 4
     clock.now = 5.0
-    (event,) = engine.advance()  # It has ended: 1 + 4 + 4 tokens.
+    (event,) = engine.advance()  # It has ended: 1 + 1 + 4 + 3 tokens.
     found = event.finished
     assert found is not None
     assert found.seconds_in_queue == found.seconds_to_first_token == 2.0

@@ -69,7 +69,8 @@ class Engine:
           mode: `Plain()`, `Adaptive(policy=...)` or `Lossless(...)`.
           prefill: how deep and how densely prompts are read; None: as the full model reads them.
           tokenizer: makes text of tokens, and finds stop strings; None: neither.
-          steps: new tokens of each running request in a block, between which requests come and go.
+          steps: new tokens of each running request in a block, between which requests come and go;
+            one in the first block of a request, so that its first tokens come at once.
           read_late: whether a block is read while the next one runs: the device does not wait for
             the host, and a slot that ended idles for one block. None: on accelerators.
           shapes: which programs there are.
@@ -242,7 +243,12 @@ class Engine:
         block = None
         if any(self._owners):
             self._stats.blocks += 1
-            block = self._rows.run(), tuple(self._owners)
+            # A first token does not wait for a whole block.
+            new = [each for each in self._owners if each is not None and not each.stepped]
+            report = self._rows.run(steps=1 if new else self._served.steps)
+            block = report, tuple(self._owners)
+            for request in new:
+                request.stepped = True
         if self._late:
             block, self._flying = self._flying, block
         if block is not None:

@@ -136,6 +136,7 @@ class Request:
       text: reads its tokens; None without a tokenizer.
       slot: where it runs; None while it waits.
       admitted: when its prompt was begun; None while it waits.
+      stepped: whether a block has run with it.
       ending: why the host wants it to end; None: it does not.
       finished: what has come of it, once its last event has been made.
       parts: its new tokens, event by event, behind one part without any.
@@ -155,6 +156,7 @@ class Request:
     thinking: Thinking | None = None
     slot: int | None = None
     admitted: float | None = None
+    stepped: bool = False
     ending: str | None = None
     finished: Finished | None = None
     parts: list[Columns] = dataclasses.field(default_factory=lambda: [Columns.empty(0)])

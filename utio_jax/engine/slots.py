@@ -179,7 +179,7 @@ class Slots:
             raise ValueError(
                 f"Wanted from 0 to {most} alternatives to each token. Got {served.alternatives}."
             )
-        self._served, self._steps = served, np.int32(served.steps)
+        self._served = served
         self._layers = split_layers(served.decoder, served.params)
         self._key_widths = key_widths(capacity, key_step=served.shapes.key_step)
         self._own = own_thresholds(self.mode)
@@ -307,13 +307,17 @@ class Slots:
         self.state = admit(self.state, fresh, where)
         self._rules = _put_rules(self._rules, rules, where)
 
-    def run(self) -> jax.Array:
-        """Runs a block; returns its report, which is on its way to the host."""
+    def run(self, *, steps: int | None = None) -> jax.Array:
+        """Runs a block of so many steps; returns its report, which is on its way to the host.
+
+        None: as many as a block has at most.
+        """
+        steps = self._served.steps if steps is None else steps
         self.state, report = run_block(
             self._setting(self._rules, self._layers),
             self._rules.thresholds,
             self.state,
-            self._steps,
+            np.int32(steps),
             widths=self._key_widths,
             room=self.room,
         )
