@@ -38,6 +38,7 @@ def blocks_of(page: str, language: str) -> list[str]:
 @pytest.mark.parametrize(
     ("page", "number"),
     [
+        ("docs/branches.md", 2),
         ("docs/bring_your_own.md", 6),
         ("docs/coming_from.md", 4),
         ("docs/decode.md", 2),
