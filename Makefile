@@ -263,7 +263,7 @@ docs: $(VENV)/.installed-docs
 	$(BIN)/python -m sphinx -b html -c docs -W --keep-going --quiet . out/docs
 	@echo "out/docs/index.html"
 
-# Tables of README.md and results/README.md, from the rows of results/figures.json.
+# Table of results/README.md, from the rows of results/figures.json.
 figures: $(VENV)/.python
 	$(BIN)/python docs/readme_table.py
 

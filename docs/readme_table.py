@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the tables of README.md and results/README.md from the rows of results/figures.json.
+"""Writes the table of results/README.md from the rows of results/figures.json.
 
-    python docs/readme_table.py            # writes them
-    python docs/readme_table.py --check    # fails where they are not what the rows say
+    python docs/readme_table.py            # writes it
+    python docs/readme_table.py --check    # fails where it is not what the rows say
 
 A row is one claim: `figure` stands in the study `results/<study>.md` (with `parts`, each of the
-numbers between slashes does), `command` printed it on `date`, `at` says on what. Rows with
-`readme` stand in README.md, too.
+numbers between slashes does), `command` printed it on `date`, `at` says on what.
 """
 
 from __future__ import annotations
@@ -67,13 +66,9 @@ def written(file: Path, chosen: Sequence[Row], *, studies: str) -> str:
 
 
 def files() -> dict[Path, str]:
-    """Returns both files with the text that they ought to have."""
-    every = rows()
-    front, all_claims = ROOT / "README.md", ROOT / "results" / "README.md"
-    return {
-        front: written(front, [row for row in every if row.get("readme")], studies="results/"),
-        all_claims: written(all_claims, every, studies=""),
-    }
+    """Returns the file with the text that it should have."""
+    index = ROOT / "results" / "README.md"
+    return {index: written(index, rows(), studies="")}
 
 
 def main(arguments: Sequence[str]) -> int:
