@@ -480,7 +480,7 @@ def test_signals_of_ones_own_are_fitted_and_survive_their_files(
 ) -> None:
     def fit(fitter: Any) -> Projected:
         predicted = [study.states[:, study.predicted] for study in fitter.studies]
-        states = np.concatenate(predicted, axis=1)
+        states = np.concatenate(predicted, axis=1).astype(np.float32)
         kl = np.concatenate([study.kl[:-1, study.predicted] for study in fitter.studies], axis=1)
         pairs = zip(states, kl, strict=True)
         directions = [np.linalg.lstsq(x, target, rcond=None)[0] for x, target in pairs]

@@ -241,9 +241,10 @@ def _beside_chance(
     """Returns what a policy loses and costs, then the same of its depths dealt out blindly."""
     (found,) = read({(name, 0.0): policy}).values()
     depths = exits if {*policy.depths} <= {*exits} else policy.depths
-    shares = np.asarray([found[0].histogram.get(depth, 0) for depth in depths], np.float32)
+    counts = jnp.asarray([found[0].histogram.get(depth, 0) for depth in depths], jnp.float32)
     label = f"{CHANCE} {name}"
-    chance = random_depths(shares / shares.sum(), key=jax.random.key(0), depths=depths, name=label)
+    shares = counts / jnp.sum(counts)
+    chance = random_depths(shares, key=jax.random.key(0), depths=depths, name=label)
     (blind,) = read({(label, 0.0): chance}).values()
     return [(name, *found), (label, *blind)]
 
