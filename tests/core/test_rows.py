@@ -10,10 +10,14 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 from utio_jax.core import processes
+from utio_jax.core.rows import Rows, place
 
 ROOT = Path(__file__).parents[2]
 
@@ -117,3 +121,12 @@ def test_messages_of_any_length_are_exchanged(monkeypatch: pytest.MonkeyPatch) -
     for thread in threads:
         thread.join()
     assert found[0] == found[1] == [[b"\x01" * one, b"\x02" * two] for one, two in sizes]
+
+
+def test_arrays_of_the_only_device_are_split_by_name() -> None:
+    """Programs for a mesh want the axis named, be it of one device."""
+    mesh = jax.make_mesh((1,), ("data",))
+    rows, rest = place((Rows(jnp.ones((4, 2))), jnp.ones(3)), mesh)
+    assert rows.tree.sharding == NamedSharding(mesh, PartitionSpec("data"))
+    assert rest.sharding == NamedSharding(mesh, PartitionSpec())
+    assert place(rest, mesh) is rest

@@ -87,7 +87,9 @@ def place(tree: Any, mesh: Mesh | None) -> Any:
         if axis is not None and (missing := -leaf.shape[axis] % parts):
             widths = [(0, missing if at == axis else 0) for at in range(leaf.ndim)]
             leaf = np.pad(np.asarray(leaf), widths)
-        if isinstance(leaf, jax.Array) and leaf.sharding.device_set == devices:
+        # On a mesh of one device, any array there has its devices; what is split has a name, too.
+        named = isinstance(leaf, jax.Array) and isinstance(leaf.sharding, NamedSharding)
+        if named and leaf.sharding.device_set == devices:
             return leaf
         return jax.device_put(leaf, NamedSharding(mesh, _spec(axis)))
 

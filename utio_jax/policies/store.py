@@ -278,7 +278,7 @@ def _misfits(part: Any, path: str) -> Iterator[str]:
             value, name = getattr(part, field.name), f"{path}.{field.name}"
             leaves = [] if field.metadata.get("static") else jax.tree.leaves(value)
             first, *_ = f"{getattr(declared[field.name], 'dim_str', '')} ".split(" ")
-            each = dataclasses.is_dataclass(value) or "exit" in first
+            each = STORED.get(type(value).__name__) is type(value) or "exit" in first
             if (exits is not None and each) and any(
                 jnp.shape(leaf)[:1] != (len(exits),) for leaf in leaves
             ):
