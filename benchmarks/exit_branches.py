@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Speed of exit branches beside plain models of the same depths, in one run.
+"""Loss and speed of exit branches, next to truncation, chance, hindsight and plain models.
 
-    python benchmarks/exit_branches.py [MODEL]
+    python benchmarks/exit_branches.py losses [MODEL]
+    python benchmarks/exit_branches.py times [MODEL]
 
-Times scoring of 16 x 512 tokens of the standard library's test split, and decoding of 120 tokens
-after 64 at batch 1, 8 and 32: full depth, each branch, the learned policy at each of its budgets,
-and plain models (random weights: their speed is that of trained ones). Programs take turns. A
-speed-up is the median over rounds of the paired ratio to the fastest full-depth program of the
-model, dense or staircase. `utio-jax compare --batches 0` has the losses.
+`losses` reads the test split of the standard library once, by the dense program, and derives every
+policy's loss from each token's loss at each exit. That is exact where upper layers make no K/V: no
+token changes another. FLOPs are counted for the decided depths, gates included, padding not.
+
+`times` times scoring of 16 x 512 tokens of the same text, and decoding of 120 tokens after 64 at
+batch 1, 8 and 32: full depth, each branch, the learned policy at each of its budgets, and plain
+models (random weights: their speed is that of trained ones). Programs take turns. A speed-up is the median over rounds of the paired ratio to the fastest full-depth program of the
+model, dense or staircase.
 """
 
 from __future__ import annotations
@@ -24,12 +28,97 @@ from recipe import PRESETS
 
 from utio_jax import Adaptive, Plain, generate, uniform
 from utio_jax.bench.timing import time_programs
+from utio_jax.calibration.compare import hindsight_policies
+from utio_jax.calibration.studies import collect_scores, study_exits
+from utio_jax.calibration.thresholds import leave_at
+from utio_jax.core.documents import sample_batches
+from utio_jax.core.flops import depth_flops, token_cost
+from utio_jax.evaluation.intervals import DocumentSums, HullBootstrap
 from utio_jax.models.checkpoint import load
 from utio_jax.models.training.corpus import standard_library
 from utio_jax.models.transformer import Transformer
+from utio_jax.staircase.microbatches import MicroBatches
 from utio_jax.staircase.score import full_depth, run_score, score_dense
 
 PLAIN = (8, 10, 12)
+
+
+def losses(model: Any) -> list[dict[str, Any]]:
+    """Returns a row for each exit, and for each policy and control at each budget."""
+    decoder, params, calibration = model.decoder, model.params, model.calibration
+    config = decoder.config
+    width, exits = config.context_length, config.exits
+    batches, document_of_window = sample_batches(
+        model.encode([text.text for text in standard_library("test")]),
+        rows=16,
+        width=width,
+        vocab_size=config.vocab_size,
+    )
+    progress = lambda: print(".", end="", file=sys.stderr, flush=True)  # noqa: E731
+    studies = study_exits(decoder, params, batches, progress=progress)
+    dense, nll_full = jax.jit(score_dense, static_argnums=0), []
+    for batch in batches:
+        scores = dense(decoder, params, jnp.asarray(batch.token_ids), jnp.asarray(batch.lengths))
+        nll_full.append(-np.asarray(scores.log_likelihood, np.float64))
+    cost = token_cost(decoder, params)
+    of_depth = depth_flops(cost, exits, width=width, key_widths=MicroBatches().key_widths(width))
+    documents = int(document_of_window.max()) + 1
+
+    def sums(shares: list[np.ndarray], gate: float = 0.0) -> DocumentSums:
+        """Returns sums by document; `shares[batch]` `[exit, batch, token]` sum to 1 over exits."""
+        nll, flops = np.zeros(documents), np.zeros(documents)
+        for study, full, share in zip(studies, nll_full, shares, strict=True):
+            rows = np.flatnonzero(study.batch.window >= 0)
+            document = document_of_window[study.batch.window[rows]]
+            real = study.predicted[rows]
+            lost = (full + (share * study.harm).sum(axis=0))[rows]
+            paid = (np.einsum("e,ert->rt", of_depth, share) + gate)[rows]
+            np.add.at(nll, document, np.where(real, lost, 0).sum(axis=1))
+            np.add.at(flops, document, np.where(real, paid, 0).sum(axis=1))
+        return DocumentSums(nll=nll, flops=flops)
+
+    def chosen(index: list[np.ndarray]) -> list[np.ndarray]:
+        """Returns shares of tokens whose exit is known, by its index `[batch, token]`."""
+        every = np.arange(len(exits))[:, None, None]
+        return [(every == each).astype(np.float64) for each in index]
+
+    shapes = [study.predicted.shape for study in studies]
+    uniform = [sums(chosen([np.full(shape, i) for shape in shapes])) for i in range(len(exits))]
+    full, bootstrap = uniform[-1], HullBootstrap(uniform, draws=500)
+
+    def row(name: str, budget: float | None, of: DocumentSums) -> dict[str, Any]:
+        ratio, lost = of.flops.sum() / full.flops.sum(), of.nll.sum() / full.nll.sum()
+        return {
+            "policy": name,
+            "budget": budget,
+            "flops_ratio": round(float(ratio), 4),
+            "nll_increase_pct": round(100 * float(lost - 1), 3),
+            "below_own_exits_pct": bootstrap.interval(of) if budget else None,
+            "plain_models_pct": model.plain_controls(float(ratio)),
+        }
+
+    rows = [row(f"uniform {depth}", None, each) for depth, each in zip(exits, uniform, strict=True)]
+    for name, fitted in calibration.entries.items():
+        signal = calibration.signals[name]
+        scores = collect_scores(decoder, params, signal, studies, depths=exits)
+        for budget in fitted:
+            policy = calibration.policy(name, budget, exits=exits)
+            cuts = np.asarray(policy.thresholds, np.float32)
+            asked = np.flatnonzero(np.isfinite(cuts))
+            gate = sum(signal.flops(int(index), decoder, params) for index in asked)
+            gate += cost.head * sum(signal.reads_logits(int(index)) for index in asked)
+            shares = chosen([leave_at(each, cuts) for each in scores])
+            rows.append(row(name, budget, sums(shares, gate)))
+            if name == "learned":
+                real = [s[:, t.predicted] for s, t in zip(shares, studies, strict=True)]
+                real = np.concatenate(real, axis=1)
+                chance = real.mean(axis=1)[:, None, None]
+                blind = [np.broadcast_to(chance, (len(exits), *shape)) for shape in shapes]
+                rows.append(row("random", budget, sums(blind)))
+                hindsight = hindsight_policies(decoder, params, studies, budget)
+                known = [np.searchsorted(exits, np.asarray(p.signal.scores)) for p in hindsight]
+                rows.append(row("oracle_kl", budget, sums(chosen(known))))
+    return rows
 
 
 def policies_of(model: Any) -> dict[str, Any]:
@@ -93,8 +182,13 @@ def decoding(model: Any, rows: np.ndarray, rounds: int) -> dict[str, float]:
 
 
 def main(arguments: list[str]) -> int:
-    """Prints one line of JSON."""
-    model = load(*arguments)
+    """Prints lines of JSON."""
+    what, *named = arguments or ["losses"]
+    model = load(*named)
+    if what == "losses":
+        for each in losses(model):
+            print(json.dumps(each))
+        return 0
     stream = np.concatenate(model.encode([text.text for text in standard_library("test")]))
     rows = stream[: 32 * 512].reshape(32, 512)
     result = {"scoring 16 x 512": scoring(model, rows[:16], rounds=11)}
