@@ -10,8 +10,8 @@ token changes another. FLOPs are counted for the decided depths, gates included,
 
 `times` times scoring of 16 x 512 tokens of the same text, and decoding of 120 tokens after 64 at
 batch 1, 8 and 32: full depth, each branch, the learned policy at each of its budgets, and plain
-models (random weights: their speed is that of trained ones). Programs take turns. A speed-up is the median over rounds of the paired ratio to the fastest full-depth program of the
-model, dense or staircase.
+models (random weights: their speed is that of trained ones). Programs take turns. A speed-up is the
+median over rounds of the paired ratio to the model's fastest full-depth program.
 """
 
 from __future__ import annotations
