@@ -63,8 +63,12 @@ def plot_pareto(
     *,
     title: str,
     hull: Callable[[float], float | None],
+    plain: Callable[[float], float | None] = lambda _: None,
 ) -> Figure:
-    """Draws loss increase (%) over `flops_ratio`: policies, single exits and their hull."""
+    """Draws loss increase (%) over `flops_ratio`: policies, single exits and their frontier.
+
+    `plain` is the loss of plain models of other depths at a `flops_ratio`; None where not known.
+    """
     figure = Picture(figsize=(7.2, 4.6), layout="constrained")
     axes = figure.subplots()
     found = [
@@ -90,6 +94,9 @@ def plot_pareto(
     mixed = np.asarray([hull(float(x)) for x in xs], np.float64)
     grey = COLOURS["uniform"]
     axes.plot(xs, mixed, color=grey, linewidth=1, linestyle="--", label="exits mixed at random")
+    controls = np.asarray([plain(float(x)) for x in xs], np.float64)
+    if np.isfinite(controls).any():
+        axes.plot(xs, controls, color="black", linewidth=1.2, label="plain models of fewer layers")
     label = "uniform (one exit for all)"
     axes.scatter(costs, [y for _, y, _ in exits], color=grey, s=22, zorder=3, label=label)
     for x, y, name in exits:

@@ -79,7 +79,8 @@ class Compare(OfWindows, OfCalibration, OfText):
         if is_first():
             Console(stderr=True, width=118).print(comparison_table(rows, title=title))
             ledgers = [row.ledger for row in rows]
-            plot_pareto(ledgers, pictures[0], title=title, hull=uniform_hull(ledgers))
+            hull = uniform_hull(ledgers)
+            plot_pareto(ledgers, pictures[0], title=title, hull=hull, plain=plain)
             plot_margins(rows, pictures[1], title=title)
             print(rows.verdict, file=sys.stderr)
         return {

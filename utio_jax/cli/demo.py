@@ -94,7 +94,7 @@ class Demo:
             )
         pareto, depths = self.out / "pareto.png", self.out / "depths.png"
         title = f"{ledgers[0].tokens or 0:,} tokens, {config.num_layers} layers"
-        plot_pareto(ledgers, pareto, title=title, hull=hull)
+        plot_pareto(ledgers, pareto, title=title, hull=hull, plain=plain)
         # A function that Python programmers have read, of the test split, unless there is a file.
         text = read_files([self.files[0] if self.files else functools.__file__])[0].text
         draw_depths(model, text[max(0, text.find("def lru_cache")) :], budget, depths)
