@@ -64,7 +64,7 @@ def test_auto_takes_a_prefix_where_shapes_are_better_static_and_shares_are_known
     with compiling_for("tpu"):
         assert choose_executor("auto", policy, 512) == CapacityPrefix(capacities=(512, 192))
         assert choose_executor("auto", policy, 100) == CapacityPrefix(capacities=(128, 64))
-        full = CapacityPrefix(capacities=(512,), certain=True)
+        full = CapacityPrefix(capacities=(512, 512), certain=True)  # Two segments at most.
         assert choose_executor("auto", uniform(4), 512) == full
         given = MicroBatches(min_bucket=4, block=8, query_block=4)
         assert choose_executor(given, policy, 512) is given

@@ -137,7 +137,7 @@ def test_an_error_of_the_runtime_means_that_a_process_is_lost(
     with spread(model) as (engine, _):
         engine.submit([1, 2, 3], max_new_tokens=40, eos_ids=())
 
-        def broken(*_: Any) -> Any:
+        def broken(*_: Any, **__: Any) -> Any:
             raise jax.errors.JaxRuntimeError("Gloo all-reduce failed")
 
         monkeypatch.setattr(Slots, "run", broken)
@@ -152,7 +152,7 @@ def test_a_leader_that_was_interrupted_says_that_all_have_to_start_again(
     with spread(lively_model()) as (engine, _):
         engine.submit([1, 2, 3], max_new_tokens=40, eos_ids=())
 
-        def interrupted(*_: Any) -> Any:
+        def interrupted(*_: Any, **__: Any) -> Any:
             raise KeyboardInterrupt
 
         monkeypatch.setattr(Slots, "run", interrupted)

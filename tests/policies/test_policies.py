@@ -186,8 +186,8 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> None:
     """Counts the slots that functions of live tokens are applied to."""
     plain = Head.boundary
 
-    def boundary(head: Head) -> Boundary:
-        found = plain(head)
+    def boundary(head: Head, **options: Any) -> Boundary:
+        found = plain(head, **options)
 
         def map_live(function: Any, *arrays: jax.Array) -> jax.Array:
             def counted(*blocks: jax.Array) -> jax.Array:

@@ -120,7 +120,7 @@ def test_every_link_leads_somewhere() -> None:
 
 def test_files_that_are_named_exist() -> None:
     for page in PAGES:
-        if page == "CHANGELOG.md":  # What was renamed or removed is named there, too.
+        if page in ("CHANGELOG.md", "docs/migration.md"):  # They name what is gone, too.
             continue
         text = (ROOT / page).read_text()
         for name in re.findall(
@@ -147,7 +147,7 @@ def test_the_reading_path_is_short() -> None:
     assert rows[0][0] == "utio_jax/staircase/score.py"
     for name, symbol in rows:
         text = (ROOT / name).read_text()
-        assert len(text.splitlines()) <= 350, name
+        assert len(text.splitlines()) <= 360, name
         assert re.search(rf"(def|class) {symbol}\b", text), (name, symbol)
 
 

@@ -24,8 +24,9 @@ from utio_jax.contrib.drafts import DynamicExits
 from utio_jax.contrib.select import Select
 from utio_jax.contrib.throttle import Throttle, Throttled
 from utio_jax.core.documents import batches_of, windows_of
+from utio_jax.core.pytrees import pytree, static
 from utio_jax.models import TINY, Transformer
-from utio_jax.policies import Position, given_depths, random_depths
+from utio_jax.policies import Position, SignalBase, given_depths, random_depths
 from utio_jax.staircase import CapacityPrefix, SparseAttention, staircase
 from utio_jax.staircase.loop import check_policy, segments_of
 
@@ -122,41 +123,32 @@ def test_runs_each_branch_for_its_own_tokens_alone(model: Model) -> None:
     assert result.work.decisions.tolist() == [34, 34, 0, 0]
 
 
-@dataclasses.dataclass(frozen=True)
-class Recorder:
+ASKED: list[Any] = []
+
+
+@pytree
+class Recorder(SignalBase):
     """A signal that records what it is asked about: depth in question, and states."""
 
-    seen: list[Any]
-    name: str = "recorder"
-    causal: bool = True
-    remembers: bool = False
-
-    def start(self, token_ids: Any, positions: Any) -> None:
-        return None
+    name: str = static(default="recorder")
 
     def __call__(self, index: int, boundary: Any, memory: Any) -> Any:
-        self.seen.append((index, boundary.depth, boundary.x))
+        ASKED.append((index, boundary.depth, boundary.x))
         return jnp.zeros(boundary.live.shape), memory
-
-    def flops(self, index: int, decoder: Any, params: Any) -> float:
-        return 0.0
-
-    def reads_logits(self, index: int) -> bool:
-        return False
 
 
 def test_all_questions_are_asked_before_any_branch_runs(model: Model) -> None:
-    recorder = Recorder(seen=[])
+    ASKED.clear()
     policy = Thresholded(
-        signal=recorder,
+        signal=Recorder(),
         thresholds=jnp.asarray([-1.0, 1.0]),
         depths=DEPTHS,
     )
     ids, lengths = model.tokens(1, 9), jnp.asarray([9])
     result = staircase(model.decoder, model.params, ids, lengths, policy)
     (split,) = cases.run_dense(model.decoder, model.params, ids, lengths, depths=(SPLIT,))
-    assert [entry[:2] for entry in recorder.seen] == [(0, 4), (1, 5)]
-    for _, _, x in recorder.seen:
+    assert [entry[:2] for entry in ASKED] == [(0, 4), (1, 5)]
+    for _, _, x in ASKED:
         assert_close(x, split)
     np.testing.assert_array_equal(result.depths, 5)  # Above -1, not above 1.
 

@@ -88,6 +88,7 @@ def load_folder(
     """
     whole = read_json(folder / "config.json", "a config")
     config = text_part(whole)
+    in_text_part = config is not whole
     if (folder / "generation_config.json").is_file():  # What ends a text is said there, if at all.
         ends = read_json(folder / "generation_config.json", "a config").get("eos_token_id")
         config = config if ends is None else {**config, "eos_token_id": ends}
@@ -96,9 +97,8 @@ def load_folder(
     family = families[config["model_type"]]
     embedding = family.rules[0].source
     # A base model's own checkpoint leaves the first module out of its names.
-    home = where_tensors_are(
-        folder, prefix=embedding.split(".")[0] + ".", in_text_part=config is not whole
-    )
+    prefix = embedding.split(".")[0] + "."
+    home = where_tensors_are(folder, prefix=prefix, in_text_part=in_text_part)
     home = {name: entry for name, entry in home.items() if not name.startswith(unread)}
     tied = getattr(settings, "tie_embeddings", True)
     if tied and _head_differs(home, embedding) and isinstance(settings, TransformerConfig):
