@@ -22,7 +22,7 @@ from utio_jax.calibration.compare import ComparisonRow
 from utio_jax.evaluation.ledger import Ledger
 
 
-class Picture(Figure):
+class _Picture(Figure):
     """A figure that every notebook shows, with or without a backend for it."""
 
     def _repr_png_(self) -> bytes:
@@ -69,7 +69,7 @@ def plot_pareto(
 
     `plain` is the loss of plain models of other depths at a `flops_ratio`; None where not known.
     """
-    figure = Picture(figsize=(7.2, 4.6), layout="constrained")
+    figure = _Picture(figsize=(7.2, 4.6), layout="constrained")
     axes = figure.subplots()
     found = [
         (row, row.flops_ratio, row.nll_increase_pct)
@@ -136,7 +136,7 @@ def plot_margins(
     names = list(dict.fromkeys(row.ledger.policy for row in rows if row.hull_margin_pct))
     columns = min(4, len(names))
     lines = -(-len(names) // columns)
-    figure = Picture(figsize=(3.1 * columns, 2.3 * lines + 0.7), layout="constrained")
+    figure = _Picture(figsize=(3.1 * columns, 2.3 * lines + 0.7), layout="constrained")
     grid = figure.subplots(lines, columns, sharex=True, sharey=True, squeeze=False)
     for name, axes in zip(names, grid.flat, strict=False):
         points = sorted(
@@ -193,7 +193,7 @@ def plot_depths(
         grid[number, : len(shown)] = np.where(shown < 0, np.nan, shown)
         begin += len(line) + 1
     colours = ListedColormap(colormaps["YlGnBu"](np.linspace(0.08, 0.85, len(levels))))
-    figure = Picture(
+    figure = _Picture(
         figsize=(0.085 * columns + 0.4, 0.172 * len(lines) + 0.9), layout="constrained"
     )
     axes = figure.subplots()
