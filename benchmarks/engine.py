@@ -43,7 +43,7 @@ def main() -> None:
     parser.add_argument("--output", type=int, default=120, help="new tokens, at most")
     parser.add_argument("--rounds", type=int, default=7)
     args = parser.parse_args()
-    model = utio_jax.load()
+    model = utio_jax.load(branches=False)
     documents = model.encode([each.text for each in standard_library("test")])
     for slots in args.slots:
         for row in measure(model, documents, slots, args):

@@ -84,7 +84,7 @@ def ways(asked: Any, model: Any, rows: RecallRows) -> Iterator[tuple[dict[str, A
 
 def measure_recall(asked: Any) -> dict[str, Any]:
     """Returns what is lost of facts, by task, by what stops where, and by distance."""
-    model = utio_jax.load(asked.model)
+    model = utio_jax.load(asked.model, branches=False)
     filler = ids_of(model, "test")
     found = []
     for task in asked.tasks:

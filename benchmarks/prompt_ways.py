@@ -87,7 +87,7 @@ def subject(args: argparse.Namespace) -> tuple[Any, Any, list[np.ndarray] | None
         plain = Transformer(with_layers(SHAPES[args.shape], args.layers))
         maps = {stop: random_map(plain, stop) for stop in args.stop}
         return *with_kv_maps(plain, random_params(plain, dtype="float32"), maps), None
-    model = load(args.model) if args.model else load()
+    model = load(args.model) if args.model else load(branches=False)
     if args.maps:
         model = model.with_kv_maps(args.maps)
     texts = [each.text for each in standard_library("test")] if args.text is None else []

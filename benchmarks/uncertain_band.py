@@ -114,7 +114,7 @@ def main() -> None:
     parser.add_argument("--each", type=int, default=16, help="windows of a document, at most")
     parser.add_argument("--out", type=Path)
     asked, started = parser.parse_args(), time.process_time()
-    model = utio_jax.load("shared-16")
+    model = utio_jax.load("shared-16", branches=False)
     decoder, params = model.decoder, model.params
     batches, documents = windows_of(model, "calibrate", asked.each)
     losses = row_losses(decoder, params, batches)

@@ -28,7 +28,7 @@ LOSSLESS = Lossless(exit=8)
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    return models.load()
+    return models.load(branches=False)
 
 
 @pytest.fixture(scope="module")
