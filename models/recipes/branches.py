@@ -9,6 +9,10 @@ begin as copies of evenly spaced upper layers. They minimise half the cross-entr
 token and half the KL divergence from the full model's prediction (Hinton et al. 2015, arXiv
 1503.02531). All branches learn in one run over one lower pass. `--resume` continues after an
 interruption.
+
+The control of the same training for full depth, whose upper layers themselves learn (8 of 16):
+
+    python models/recipes/branches.py --out out/upper --sizes 8
 """
 
 from __future__ import annotations
@@ -31,7 +35,7 @@ from utio_jax.core.decoder import Params
 from utio_jax.core.files import save_text
 from utio_jax.core.layer import layer_at
 from utio_jax.models.branches import Branches, save_branches
-from utio_jax.models.checkpoint import load
+from utio_jax.models.checkpoint import load, save
 from utio_jax.models.shipped import SHIPPED
 from utio_jax.models.training.corpus import standard_library
 from utio_jax.models.transformer import Transformer
@@ -101,6 +105,17 @@ def branch_objective(
     return jax.tree_util.Partial(objective, params)
 
 
+def with_upper(params: Params, branches: Branches) -> Params:
+    """Returns parameters whose last layers are a branch's; their K/V weights, unused, stay."""
+
+    def replace(leaf: jax.Array, upper: jax.Array) -> jax.Array:
+        return leaf.at[-len(upper) :].set(upper)
+
+    layers = params["layers"]
+    own = {name: layers[name] for name in branches.layers}
+    return {**params, "layers": {**layers, **jax.tree.map(replace, own, branches.layers)}}
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainBranches:
     """Trains exit branches of a model with shared K/V on this Python's standard library.
@@ -108,7 +123,8 @@ class TrainBranches:
     Attributes:
       out: folder for checkpoints, log, and the finished `branches.json` with its weights.
       model: the model's folder.
-      sizes: layers of each branch.
+      sizes: layers of each branch. One size of all upper layers trains these themselves, as a
+        control; the model is then `out/model`.
       steps: optimizer steps of 6,144 tokens.
       rate: peak learning rate of Muon, and of Adam for norms.
       kl_weight: share of the KL divergence in the loss.
@@ -132,7 +148,8 @@ class TrainBranches:
         model: Any = load(self.model, lens=False, branches=False)
         config, params = model.decoder.config, model.params
         # One exit for each loss that the objective reports.
-        depths = (*(config.kv_own + size for size in self.sizes), config.num_layers)
+        deepest = config.num_layers - 1  # What the control is called in the log.
+        depths = (*(min(config.kv_own + n, deepest) for n in self.sizes), config.num_layers)
         decoder = Transformer(dataclasses.replace(config, exits=depths))
         first = Branches.copied(decoder, params, self.sizes)
         if not (folder / "tokenizer.json").exists():
@@ -160,8 +177,12 @@ class TrainBranches:
             "seed": self.seed,
             "kl_weight": self.kl_weight,
         }
-        save_branches(folder, branches, info=info)
-        model = model.with_branches(folder)
+        if self.sizes == (config.num_layers - config.kv_own,):
+            save(folder / "model", model.decoder, with_upper(params, branches), like=model.folder)
+            model = load(folder / "model")
+        else:
+            save_branches(folder, branches, info=info)
+            model = model.with_branches(folder)
         return {
             "out": str(self.out),
             **info,

@@ -26,7 +26,6 @@ from utio_jax.core.lens import Lens, lensed
 from utio_jax.models.presets import TINY
 from utio_jax.models.transformer import Transformer
 from utio_jax.policies import Calibration, StateGate, Thresholds, load_calibration
-from utio_jax.policies.store import STORED
 
 IDS = np.random.default_rng(3).integers(0, 64, (3, 17)).astype(np.int32)
 
@@ -162,6 +161,3 @@ def test_they_are_fitted_and_kept_as_any_other(
     loaded = load_calibration(tmp_path, model_sha256="a" * 64).signals["candidates"]
     for found, wanted in zip(jax.tree.leaves(loaded), jax.tree.leaves(signal), strict=True):
         np.testing.assert_array_equal(found, wanted)
-    monkeypatch.delitem(STORED, "CandidateGates")
-    with pytest.raises(ValueError, match="'CandidateGates' is not known here: import its module"):
-        load_calibration(tmp_path, model_sha256="a" * 64)

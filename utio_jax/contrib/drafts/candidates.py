@@ -30,7 +30,6 @@ from utio_jax.core.pytrees import pytree, static
 from utio_jax.policies import StateGate
 from utio_jax.policies.base import Boundary
 from utio_jax.policies.signals import SignalBase, exit_index
-from utio_jax.policies.store import STORED
 
 
 @pytree
@@ -81,9 +80,6 @@ class CandidateGates(SignalBase):
     def _value(self, decoder: Decoder, index: int) -> Callable[..., jax.Array]:
         inputs = partial(gate_inputs, decoder, likely=self.likely, depth=self.exits[index])
         return lambda *arrays: self.gates.at(index)(inputs(*arrays))
-
-
-STORED[CandidateGates.__name__] = CandidateGates
 
 
 def gate_inputs(
