@@ -78,7 +78,7 @@ def _memory_left(array: jax.Array) -> float:
     return stats.get("bytes_limit", math.inf) - stats.get("bytes_in_use", 0)
 
 
-def over_layers(
+def over_layers(  # noqa: PLR0913 (options, each named)
     decoder: Decoder,
     params: Params,
     body: Callable[[jax.Array, LayerParams, Carry], Carry],
@@ -88,6 +88,7 @@ def over_layers(
     stop: Depth,
     layers: tuple[LayerParams, ...] | None = None,
     bounds: tuple[int, int] | None = None,
+    unroll: bool = False,
 ) -> Carry:
     """Returns what layers [start, stop) make of a carry, one after the other.
 
@@ -103,7 +104,12 @@ def over_layers(
       stop: layer to stop before.
       layers: see `split_layers`.
       bounds: between which traced `start` and `stop` lie; by default anywhere. Static.
+      unroll: where `start` and `stop` are static, no loop over the stack.
     """
+    if layers is None and unroll:
+        for index in range(int(start), int(stop)):
+            carry = body(jnp.int32(index), layer_at(decoder, params, index), carry)
+        return carry
     if layers is None:
         return jax.lax.fori_loop(
             start, stop, lambda i, carry: body(i, layer_at(decoder, params, i), carry), carry

@@ -39,7 +39,7 @@ from utio_jax.decoding.base import Setting
 from utio_jax.decoding.loop import first_tokens, unread
 from utio_jax.decoding.segments import block_at, run_segment
 from utio_jax.decoding.state import RELEASED, DecodeState
-from utio_jax.staircase.keys_values import project_layers
+from utio_jax.staircase.forward import project_states
 
 
 @partial(jax.jit, static_argnames=("batch", "slots", "alternatives"))
@@ -129,7 +129,7 @@ def read_chunk(
             decoder, params, state.cache, x, block, start=0, stop=stop, width=width
         )
         if stop < decoder.config.num_layers:
-            cache, _ = project_layers(
+            cache, _ = project_states(
                 decoder,
                 params,
                 cache,

@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NotRequired, TypedDict, Unpack
 
 import jax
@@ -15,15 +15,12 @@ from utio_jax.attention.cache import KVCache, read
 from utio_jax.attention.mixing import mix_apart, mixer_at
 from utio_jax.core.arrays import flat
 from utio_jax.core.decoder import Decoder, LayerParams, Params, Places
-from utio_jax.core.layer import Depth, over_layers, run_layer
+from utio_jax.core.layer import Depth
 from utio_jax.core.pytrees import pytree
-from utio_jax.staircase.keys_values import at_least, at_most, project, project_once
+from utio_jax.staircase.forward import InPlace, Sources, forward, shows_from, write_at
 
 Layers = tuple[LayerParams, ...] | None
 """Each layer's parameters apart, see `utio_jax.core.layer.split_layers`; None: the stack's."""
-
-Sources = tuple[int | jax.Array, ...]
-"""Layers whose keys and values are read, their heads side by side."""
 
 Attend = Callable[[jax.Array, jax.Array], jax.Array]
 """Maps a layer's index and its queries, by row, to what they attended to."""
@@ -120,17 +117,12 @@ def run_segment(
             mix = mixer_at(decoder, index)
             visible = mix.visible(block.positions, slots)
             if shown is not None:
-                visible &= (shown[:, :width] > depth_of_kv(decoder, index))[:, None, :]
+                visible &= (shown[:, :width] > shows_from(decoder.config, index))[:, None, :]
             return mix_apart(mix, queries, seen, visible)
 
         return attend
 
     return run_layers(decoder, params, cache, x, block, attention, runs=runs, **span)
-
-
-def depth_of_kv(decoder: Decoder, index: jax.Array) -> jax.Array:
-    """Returns the depth that a token must exceed to be seen in a layer, under `kv="drop"`."""
-    return jnp.minimum(index, decoder.config.kv_complete)
 
 
 def run_layers(
@@ -145,45 +137,35 @@ def run_layers(
     **span: Unpack[Span],
 ) -> tuple[Float[Array, "batch token dim"], KVCache]:
     """Returns the states after some layers, and the cache with the K/V made there."""
-    start, stop = span["start"], span["stop"]
     runs = block.valid if runs is None else runs & block.valid
-
-    def rows(y: jax.Array) -> jax.Array:
-        return y.reshape(*x.shape[:2], *y.shape[1:])
-
-    def run_one(
-        index: jax.Array, layer: LayerParams, x: jax.Array, attend: Attend
-    ) -> Float[Array, "batch token dim"]:
-        mix = lambda queries: flat(attend(index, rows(queries)))  # noqa: E731
-        new = rows(run_layer(decoder, layer, flat(x), flat(block.places), mix))
-        return jnp.where(runs[:, :, None], new, x)
-
-    def own(
-        index: jax.Array, layer: LayerParams, carry: tuple[jax.Array, KVCache]
-    ) -> tuple[jax.Array, KVCache]:
-        x, cache = carry
-        cache = project(decoder, layer, cache, index, x, block.places, block.at)
-        return run_one(index, layer, x, attention(cache, (index,))), cache
-
-    over = partial(
-        over_layers, decoder, params, layers=span.get("layers"), bounds=span.get("bounds")
+    return forward(
+        decoder,
+        params,
+        x,
+        block.places,
+        cache,
+        slots=InPlace(flat(runs)),
+        attention=_Cached(block, attention),
+        **span,
     )
-    config, first = decoder.config, decoder.config.kv_own
-    x, cache = over(own, (x, cache), start=at_most(start, first), stop=at_most(stop, first))
-    if first == config.num_layers:
-        return x, cache
-    cache = project_once(decoder, params, cache, x, block.places, block.at, start=start, stop=stop)
-    sources = config.kv_source[first:]
-    # Read once where all layers read the same: nothing is written to the cache from here on.
-    same = attention(cache, sources[0]) if len({*sources}) == 1 else None
 
-    def above(index: jax.Array, layer: LayerParams, x: jax.Array) -> jax.Array:
-        if same is not None:
-            return run_one(index, layer, x, same)
-        mine = jnp.asarray(sources, jnp.int32)[index - first]
-        return run_one(index, layer, x, attention(cache, tuple(mine)))
 
-    return over(above, x, start=at_least(start, first), stop=at_least(stop, first)), cache
+@dataclasses.dataclass(frozen=True)
+class _Cached:
+    """Keys and values in a cache, which new tokens' join before they are read, for `forward`."""
+
+    block: Block
+    attention: Attention
+
+    def write(self, *made: Any) -> tuple[KVCache, None]:
+        return write_at(self.block.at)(*made)
+
+    def read(self, cache: KVCache, sources: Sources) -> Attend:
+        return self.attention(cache, sources)
+
+    def attend(self, index: Any, queries: jax.Array, seen: Attend) -> jax.Array:
+        rows = queries.reshape(*self.block.positions.shape, *queries.shape[1:])
+        return flat(seen(index, rows))
 
 
 def prefill(

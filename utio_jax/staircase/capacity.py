@@ -15,17 +15,16 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from utio_jax.attention.band import SparseQueries
-from utio_jax.attention.cache import KVCache, write_prompt
+from utio_jax.attention.cache import KVCache
 from utio_jax.attention.mixing import causal_blocks, mix_whole_rows, mixer_at
 from utio_jax.core.arrays import executed_heads, flat
 from utio_jax.core.decoder import Decoder, Params
-from utio_jax.core.layer import keys_values_of, layer_at, run_layer
 from utio_jax.core.platform import here
 from utio_jax.core.pytrees import pytree, static
 from utio_jax.core.work import Work
 from utio_jax.staircase.base import Executor, Tokens, check_min_bucket
 from utio_jax.staircase.buckets import stable_partition
-from utio_jax.staircase.keys_values import make_shared, shared_at, spans
+from utio_jax.staircase.forward import WholeRows, forward
 from utio_jax.staircase.microbatches import MicroBatches
 
 
@@ -155,65 +154,23 @@ class CapacityPrefix:
                 "CapacityPrefix, through whose choices a cache would be copied whole. Use "
                 "executor=MicroBatches(), or capacities that are certain to hold all tokens."
             )
-        batch, width, _ = tokens.x.shape
-        rows = lambda y, n: y.reshape(batch, n, *y.shape[1:])  # noqa: E731
+        start, stop = layers
+        others = partial(tokens.shown_at, decoder) if only_live_keys else None
 
         def run(size: int) -> Callable[[], tuple[jax.Array, KVCache | None]]:
-            every = jnp.broadcast_to(jnp.arange(width), (batch, width))
-            chosen = slots.take(every, size)
-            keep = slots.take(slots.live, size)[..., None]
-            places = jax.tree.map(lambda leaf: slots.take(leaf, size), tokens.places)
-
-            visible_at = _visible_at(decoder, chosen, every, tokens.shown)
-
-            def put(others: jax.Array, own: jax.Array) -> jax.Array:
-                mine = jnp.where(keep[..., None], rows(own, size), slots.take(others, size))
-                return slots.put(others, mine)
-
-            def run_one(
-                index: int | jax.Array,
-                carry: tuple[jax.Array, KVCache | None],
-                shared: Callable[..., tuple[jax.Array, jax.Array]] | None = None,
-            ) -> tuple[jax.Array, KVCache | None]:
-                x, cache = carry
-                layer, mix = layer_at(decoder, params, index), mixer_at(decoder, index)
-                block = slots.take(x, size)
-                if shared is not None:
-                    keys, values = shared(index)
-                elif only_live_keys:
-                    shown = tokens.shown_at(decoder, layer, index)
-                    keys, values = (rows(y, width) for y in shown)
-                    own = keys_values_of(decoder, layer, flat(block), flat(places))
-                    keys, values = map(put, (keys, values), own)
-                else:
-                    keys, values = (
-                        rows(y, width)
-                        for y in keys_values_of(decoder, layer, flat(x), flat(tokens.places))
-                    )
-                if cache is not None and shared is None:
-                    cache = write_prompt(cache, index, keys, values)
-                visible = visible_at(index)
-
-                def attend(queries: jax.Array) -> jax.Array:
-                    whole = partial(mix_whole_rows, mix) if size == width else mix
-                    return flat(whole(rows(queries, size), keys, values, visible))
-
-                new = rows(run_layer(decoder, layer, flat(block), flat(places), attend), size)
-                return slots.put(x, jnp.where(keep, new, block)), cache
-
-            def run_all() -> tuple[jax.Array, KVCache | None]:
-                x, kept = tokens.x, cache
-                for start, stop, reads_others in spans(config, *layers):
-                    one = run_one
-                    if reads_others:
-                        assert kept is not None
-                        if start == config.kv_own:
-                            kept = make_shared(decoder, params, kept, x, tokens.places)
-                        one = partial(run_one, shared=shared_at(config, kept, width))
-                    x, kept = _repeat(decoder, start, stop, one, (x, kept))
-                return x, kept
-
-            return run_all
+            return lambda: forward(
+                decoder,
+                params,
+                tokens.x,
+                tokens.places,
+                cache,
+                slots=_Prefix(slots, size),
+                attention=_PrefixAttention.of(decoder, tokens.shown, slots, size),
+                start=start,
+                stop=stop,
+                others=others,
+                unroll=config.embed_dim < here().narrow,
+            )
 
         return self._choose(slots, run, (tokens.x, cache))
 
@@ -272,32 +229,72 @@ class CapacityPrefix:
         )
 
 
-def _visible_at(
-    decoder: Decoder, queries: jax.Array, keys: jax.Array, shown: jax.Array
-) -> Callable[[int | jax.Array], jax.Array]:
-    """Returns what maps a layer's index to which keys `[batch, query, key]` each query sees.
+@dataclasses.dataclass(frozen=True)
+class _Prefix:
+    """The first `size` slots of all rows at once, for `forward`."""
 
-    Made once where it is the same in all layers: XLA leaves in a loop what takes memory.
+    slots: PrefixSlots
+    size: int
+    blocked: ClassVar[bool] = False
+
+    def _rows(self, leaf: jax.Array, size: int) -> jax.Array:
+        return leaf.reshape(-1, size, *leaf.shape[1:])
+
+    def pack(self, leaf: jax.Array) -> jax.Array:
+        return flat(self.slots.take(self._rows(leaf, self.slots.live.shape[1]), self.size))
+
+    def put(self, leaf: jax.Array, new: jax.Array, start: Any, size: Any) -> jax.Array:
+        del start, size
+        rows = self._rows(leaf, self.slots.live.shape[1])
+        keep = self.slots.take(self.slots.live, self.size)
+        keep = keep.reshape(*keep.shape, *(1,) * (leaf.ndim - 1))
+        new = jnp.where(keep, self._rows(new, self.size), self.slots.take(rows, self.size))
+        return flat(self.slots.put(rows, new))
+
+    def by_blocks(self, step: Callable[[Any, Any, Any], Any], carry: Any) -> Any:
+        return step(None, None, carry)
+
+    def empty(self, *shape: int, dtype: Any) -> None:
+        del shape, dtype
+
+
+@dataclasses.dataclass(frozen=True)
+class _PrefixAttention(WholeRows):
+    """Attention of the first slots of all rows.
+
+    Attributes:
+      size: slots of each row.
+      visible_at: maps a layer's index to which keys `[batch, query, key]` each query sees.
     """
 
-    def visible_at(index: int | jax.Array) -> jax.Array:
-        return mixer_at(decoder, index).visible(queries, keys) & shown[:, None, :]
+    size: int
+    visible_at: Callable[[Any], jax.Array]
 
-    if any(decoder.config.windows):
-        return visible_at
-    same = visible_at(0)
-    return lambda index: same
+    @classmethod
+    def of(
+        cls, decoder: Decoder, shown: Bool[Array, "batch token"], slots: PrefixSlots, size: int
+    ) -> _PrefixAttention:
+        """Returns the attention of the first `size` slots.
 
+        Visible keys are computed once where they are the same in all layers: XLA leaves in a loop
+        what takes memory.
+        """
+        keys = jnp.broadcast_to(jnp.arange(shown.shape[1]), shown.shape)
+        queries = slots.take(keys, size)
 
-def _repeat(
-    decoder: Decoder, start: int, stop: int, body: Callable[[Any, Any], Any], carry: Any
-) -> Any:
-    """Returns what layers [start, stop) make of a carry; no loop where the model is `narrow`."""
-    if decoder.config.embed_dim >= here().narrow:
-        return jax.lax.fori_loop(start, stop, body, carry)
-    for index in range(start, stop):
-        carry = body(index, carry)
-    return carry
+        def visible_at(index: Any) -> jax.Array:
+            return mixer_at(decoder, index).visible(queries, keys) & shown[:, None, :]
+
+        if any(decoder.config.windows):
+            return cls(decoder, shown, size, visible_at)
+        same = visible_at(0)
+        return cls(decoder, shown, size, lambda index: same)
+
+    def attend(self, index: Any, queries: jax.Array, seen: Any) -> jax.Array:
+        mix = mixer_at(self.decoder, index)
+        whole = partial(mix_whole_rows, mix) if self.size == self.shown.shape[1] else mix
+        queries = queries.reshape(-1, self.size, *queries.shape[1:])
+        return flat(whole(queries, *seen, self.visible_at(index)))
 
 
 def fit_row_shares(

@@ -25,7 +25,7 @@ from utio_jax.core.layer import Depth, layer_at
 from utio_jax.core.work import Work
 from utio_jax.staircase.base import Tokens
 from utio_jax.staircase.exit_head import Model
-from utio_jax.staircase.keys_values import project_layers
+from utio_jax.staircase.forward import project_states
 from utio_jax.staircase.reference import check_kv
 
 
@@ -73,7 +73,7 @@ class Propagate:
         were projected. `layers`: each layer's parameters apart, where they are.
         """
         with jax.named_scope("frozen"):
-            return project_layers(
+            return project_states(
                 decoder,
                 params,
                 cache,

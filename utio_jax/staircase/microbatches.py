@@ -14,16 +14,15 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from utio_jax.attention.band import SparseQueries
-from utio_jax.attention.cache import KVCache, write_prompt
+from utio_jax.attention.cache import KVCache
 from utio_jax.attention.mixing import mixer_at
 from utio_jax.core.arrays import executed_heads, flat
 from utio_jax.core.decoder import Decoder, Params
-from utio_jax.core.layer import keys_values_of, layer_at
 from utio_jax.core.platform import here
 from utio_jax.core.pytrees import pytree, static
 from utio_jax.core.work import Work
 from utio_jax.staircase.base import Tokens, check_min_bucket, over_blocks
-from utio_jax.staircase.keys_values import make_shared, shared_at, spans
+from utio_jax.staircase.forward import WholeRows, forward
 from utio_jax.staircase.query_blocks import Cover, QueryBlocks, attend_blocks
 
 
@@ -158,88 +157,20 @@ class MicroBatches:
         *,
         only_live_keys: bool = False,
     ) -> tuple[Float[Array, "batch token dim"], KVCache | None]:
-        batch, width, _ = tokens.x.shape
-        config, dtype = decoder.config, tokens.x.dtype
-        margin = slots.token_of_slot.shape[0]
-        places = flat(tokens.places)
-        slot = jax.lax.dynamic_slice_in_dim
-        put = jax.lax.dynamic_update_slice_in_dim
-        by_blocks = partial(over_blocks, slots.total, (self.block, self.unit))
-        pack = lambda leaf: leaf.at[slots.token_of_slot].get(mode="clip")  # noqa: E731
-        slot_places = jax.tree.map(pack, places)
-        rows = lambda y: y.reshape(batch, width, *y.shape[1:])  # noqa: E731
-
-        # `run_layer` of `utio_jax.core.layer` in three loops, since each has blocks of its own:
-        # queries of packed slots, attention row by row, outputs of packed slots. Live states are
-        # carried twice: packed, for blocks to read, and in token order, for K/V.
-        def run_layer(
-            index: jax.Array,
-            carry: tuple[jax.Array, jax.Array, jax.Array, KVCache | None],
-            shared: Callable[..., tuple[jax.Array, jax.Array]] | None = None,
-        ) -> tuple[jax.Array, jax.Array, jax.Array, KVCache | None]:
-            states, packed, queries, cache = carry
-            layer = layer_at(decoder, params, index)
-            project_live = only_live_keys and shared is None
-
-            def project(start: jax.Array, size: int, carry: Any) -> Any:
-                queries, keys, values = carry
-                block = slot(packed, start, size)
-                block_places = jax.tree.map(lambda leaf: slot(leaf, start, size), slot_places)
-                queries = put(queries, decoder.queries(layer, block, block_places), start, 0)
-                if project_live:
-                    chosen = slot(slots.token_of_slot, start, size)
-                    new_keys, new_values = keys_values_of(decoder, layer, block, block_places)
-                    keys = keys.at[chosen].set(new_keys, mode="drop")
-                    values = values.at[chosen].set(new_values, mode="drop")
-                return queries, keys, values
-
-            if shared is not None:
-                keys, values = map(flat, shared(index))
-            elif only_live_keys:
-                keys, values = tokens.shown_at(decoder, layer, index)
-            else:
-                keys, values = keys_values_of(decoder, layer, states, places)
-            queries, keys, values = by_blocks(project, (queries, keys, values))
-            if cache is not None and shared is None:
-                cache = write_prompt(cache, index, rows(keys), rows(values))
-            attended = attend_blocks(
-                mixer_at(decoder, index),
-                queries,
-                rows(keys),
-                rows(values),
-                slots.token_of_slot,
-                slots.query_blocks,
-                tokens.shown,
-            )
-
-            def finish(start: jax.Array, size: int, carry: tuple[jax.Array, jax.Array]) -> Any:
-                states, packed = carry
-                new = decoder.finish_layer(
-                    layer, slot(packed, start, size), slot(attended, start, size)
-                )
-                # Slots behind the live ones name no token: what they computed is dropped.
-                states = states.at[slot(slots.token_of_slot, start, size)].set(new, mode="drop")
-                return states, put(packed, new, start, 0)
-
-            return *by_blocks(finish, (states, packed)), attended, cache
-
-        states, packed = flat(tokens.x), pack(flat(tokens.x))
-        # Of all layers: what each writes there and attends to in its place, the next overwrites.
-        queries = jnp.zeros((margin, config.num_heads, config.head_dim), dtype)
-        for start, stop, reads_others in spans(config, *layers):
+        start, stop = layers
+        return forward(
+            decoder,
+            params,
+            tokens.x,
+            tokens.places,
+            cache,
+            slots=_Blocks(slots.token_of_slot, slots.total, (self.block, self.unit)),
+            attention=_BlockAttention(decoder, tokens.shown, slots),
+            start=start,
             # Where no token has come this far, none needs the K/V of those that stopped.
-            stop = jnp.where(slots.total > 0, stop, start)
-            run = run_layer
-            if reads_others:
-                assert cache is not None
-                if start == config.kv_own:
-                    at_rest = states.reshape(tokens.x.shape)
-                    cache = make_shared(decoder, params, cache, at_rest, tokens.places)
-                run = partial(run_layer, shared=shared_at(config, cache, width))
-            carry = (states, packed, queries, cache)
-            with jax.named_scope("layers"):
-                states, packed, queries, cache = jax.lax.fori_loop(start, stop, run, carry)
-        return states.reshape(tokens.x.shape), cache
+            stop=jnp.where(slots.total > 0, stop, start),
+            others=partial(tokens.shown_at, decoder) if only_live_keys else None,
+        )
 
     def map_slots(
         self, slots: PackedSlots, function: Callable[..., Any], *arrays: jax.Array
@@ -283,4 +214,40 @@ class MicroBatches:
             queries=run * layers,
             keys_values=(run if only_live_keys else every) * kv_layers,
             key_slots=key_slots * layers,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Blocks:
+    """Packed slots in blocks of two sizes, for `forward`. Slots behind the live ones drop out."""
+
+    token_of_slot: Int[Array, " slot"]
+    total: Int[Array, ""]
+    sizes: tuple[int, int]
+    blocked: ClassVar[bool] = True
+
+    def pack(self, leaf: jax.Array) -> jax.Array:
+        return leaf.at[self.token_of_slot].get(mode="clip")
+
+    def put(self, leaf: jax.Array, new: jax.Array, start: Any, size: Any) -> jax.Array:
+        chosen = jax.lax.dynamic_slice_in_dim(self.token_of_slot, start, size)
+        return leaf.at[chosen].set(new, mode="drop")
+
+    def by_blocks(self, step: Callable[[Any, Any, Any], Any], carry: Any) -> Any:
+        return over_blocks(self.total, self.sizes, step, carry)
+
+    def empty(self, *shape: int, dtype: Any) -> jax.Array:
+        return jnp.zeros((self.token_of_slot.shape[0], *shape), dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class _BlockAttention(WholeRows):
+    """Attention of packed slots, in blocks of one row each."""
+
+    slots: PackedSlots
+
+    def attend(self, index: Any, queries: jax.Array, seen: Any) -> jax.Array:
+        mix, slots = mixer_at(self.decoder, index), self.slots
+        return attend_blocks(
+            mix, queries, *seen, slots.token_of_slot, slots.query_blocks, self.shown
         )

@@ -40,7 +40,8 @@ from utio_jax.core.flops import pass_flops, token_cost
 from utio_jax.core.pytrees import pytree, static
 from utio_jax.core.work import Work, stack_work
 from utio_jax.decoding.loop import round_up
-from utio_jax.decoding.segments import Attend, Block, Sources, prefill, run_layers
+from utio_jax.decoding.segments import Attend, Block, prefill, run_layers
+from utio_jax.staircase.forward import Sources
 
 
 @pytree

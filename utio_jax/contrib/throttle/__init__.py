@@ -35,11 +35,12 @@ from utio_jax.core.pytrees import pytree, static
 from utio_jax.decoding.adaptive import Adaptive, Memory
 from utio_jax.decoding.base import Setting
 from utio_jax.decoding.rows import CachedRows, RowCache, RowSlots, block_of, chosen_first
-from utio_jax.decoding.segments import Attend, Attention, Block, Sources, depth_of_kv, run_layers
+from utio_jax.decoding.segments import Attend, Attention, Block, run_layers
 from utio_jax.decoding.state import DecodeState
 from utio_jax.policies.base import Boundary, Signal, exceeds
 from utio_jax.staircase.base import Tokens
 from utio_jax.staircase.exit_head import Model
+from utio_jax.staircase.forward import Sources, shows_from
 from utio_jax.staircase.sparse import Packing
 
 
@@ -269,7 +270,7 @@ def view_attention(
             return [at(leaf, layer) for layer in sources]
 
         def attend(index: jax.Array, queries: jax.Array) -> jax.Array:
-            mix, seen_from = mixer_at(decoder, index), depth_of_kv(decoder, index)
+            mix, seen_from = mixer_at(decoder, index), shows_from(decoder.config, index)
 
             def by_view(_: jax.Array, attended: jax.Array) -> jax.Array:
                 positions, *others = at_layers(view.positions)
