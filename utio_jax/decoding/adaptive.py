@@ -68,6 +68,11 @@ class Adaptive(Mode):
     def depth_policy(self) -> Policy:
         return self.policy
 
+    def leaves_exact_kv(self, decoder: Decoder) -> bool:
+        config = decoder.config
+        complete = bool(config.kv_source) and config.kv_complete <= self.policy.depths[0]
+        return complete and self.kv == "propagate"
+
     @property
     def frozen(self) -> Propagate:
         """The K/V strategy for stopped tokens."""

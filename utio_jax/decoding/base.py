@@ -86,6 +86,11 @@ class Mode:
         """What decides how deep tokens run, where text is scored, too; None: full depth."""
         return None
 
+    def leaves_exact_kv(self, decoder: Decoder) -> bool:
+        """Returns True if new tokens leave the K/V that reading them in full would."""
+        del decoder
+        return self.exact
+
     @property
     def projected_depth(self) -> int:
         """Layers up to which K/V of stopped tokens are projected; 0: of none."""

@@ -34,6 +34,7 @@ from utio_jax.decoding.text import StreamedRow, TextModel, TextReader, Tokenizer
 from utio_jax.decoding.thinking import Thinking
 from utio_jax.engine.blocks import read_report
 from utio_jax.engine.depths import RequestPolicy, thresholds_of
+from utio_jax.engine.prefix import bytes_of
 from utio_jax.engine.requests import EngineStats, Event, Finished, Request
 from utio_jax.engine.slots import Served, Shapes, Slots
 
@@ -57,6 +58,7 @@ class Engine:
         alternatives: int = 0,
         thinking: bool = False,
         logits_processor: LogitsProcessor | None = None,
+        prefix_cache: int | str = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Makes an engine without requests.
@@ -78,6 +80,8 @@ class Engine:
             requests, by a search of the vocabulary in each step.
           thinking: whether requests may bring a `Thinking`.
           logits_processor: of all requests, see `utio_jax.decoding.LogitsProcessor`.
+          prefix_cache: bytes, as `"256MiB"`, for K/V of beginnings that requests share; 0: none are
+            kept. A prompt that begins as an earlier text reads only what follows it.
           clock: seconds; for deadlines and the times of `Finished`.
 
         Raises:
@@ -97,6 +101,7 @@ class Engine:
             alternatives=alternatives,
             thinking=thinking,
             logits_processor=logits_processor,
+            prefix_cache=bytes_of(prefix_cache),
         )
         self._rows = self._make_rows()
         self._tokenizer, self._clock = tokenizer, clock
@@ -132,6 +137,7 @@ class Engine:
         policy: RequestPolicy = None,
         whole_prompt: bool = False,
         thinking: Thinking | None = None,
+        cache_salt: str = "",
     ) -> int:
         """Returns the number of a request that waits for a slot from now on.
 
@@ -148,6 +154,8 @@ class Engine:
             signal, with depths among the mode's. `"full"`: all layers; None: the mode's policy.
           whole_prompt: whether its prompt is read in full, in an engine with a `prefill`.
           thinking: how long it may think before its answer, in an engine made with `thinking=True`.
+          cache_salt: requests of different salts share no K/V in the prefix cache, so that no one
+            can tell from the time what others have asked.
 
         Raises:
           ValueError: it can never fit, more stops than there is room for, stop strings without a
@@ -197,10 +205,12 @@ class Engine:
             text=None if reader is None else StreamedRow(reader, strings),
             whole_prompt=whole_prompt,
             thinking=thinking,
+            salt=cache_salt,
             parts=[Columns.empty(0, alternatives=self._served.alternatives)],
             submitted=now,
             expires=math.inf if deadline is None else now + deadline,
         )
+        self._rows.note_blocks(request)
         self._known[request.number] = request
         return request.number
 
@@ -225,7 +235,8 @@ class Engine:
     @property
     def programs(self) -> int:
         """Programs that `warmup` compiles."""
-        return sum(len(self._rows.groups_of(each)) for each in self._rows.readings)
+        rows = self._rows
+        return sum(len(rows.groups_of(each)) for each in (*rows.readings, *rows.tails))
 
     def advance(self) -> list[Event]:
         """Runs one block: prompts are read into free slots, then all rows take their steps.
@@ -276,7 +287,13 @@ class Engine:
         """Returns what was done since the engine was made, or warmed up."""
         running = sum(owner is not None for owner in self._owners)
         queued = len(self._known) - running
-        now = {"queued": queued, "running": running, "ended": {**self._stats.ended}}
+        now: dict[str, Any] = {
+            "queued": queued,
+            "running": running,
+            "ended": {**self._stats.ended},
+        }
+        if (prefix := self._rows.prefix) is not None:
+            now |= {"prefix_blocks": prefix.num_blocks, "prefix_evictions": prefix.evictions}
         return dataclasses.replace(self._stats, **now)
 
     def warmup(self, *, progress: Callable[[int, int], None] | None = None) -> None:
@@ -310,7 +327,10 @@ class Engine:
                 prompt = np.zeros(min(reading.longest, room - new), np.int32)
                 asked: dict[str, Any] = {"max_new_tokens": new, "eos_ids": ()}
                 asked["whole_prompt"] = reading.whole
-                numbers = [self.submit(prompt, **asked) for _ in range(max(group, least))]
+                numbers = [
+                    self.submit(prompt, cache_salt=f"{done} {number}", **asked)
+                    for number in range(max(group, least))
+                ]
                 self._unsettled = True
                 self._read_prompts()
                 self._unsettled = False
@@ -318,10 +338,13 @@ class Engine:
                 self.drain()
                 if done <= len(programs):
                     progress(done, len(programs))
+            rows.warm_tails()
         except BaseException:  # No caller knows of these requests.
             self._unsettled, self._known, self._drained = True, {}, {}
             raise
         finally:
+            if rows.prefix is not None:
+                rows.prefix.clear()
             self._stats = EngineStats(mode=self.mode.name, slots=self._served.slots)
 
     def _make_rows(self) -> Slots:
@@ -385,6 +408,8 @@ class Engine:
             for request in itertools.islice(queue, most):
                 if rows.reading_of(request) != reading:
                     break
+                if any(rows.waits_for(request, each) for each in chosen):
+                    break
                 chosen.append(request)
             # Rows that only fill a group up cost as much as any: at most a third of them.
             full = [size for size in groups if 2 * size <= 3 * len(chosen)]
@@ -406,6 +431,8 @@ class Engine:
                 queue.popleft()
                 request.slot, self._owners[slot] = slot, request
                 self._stats.prompt_tokens += request.prompt.size
+                self._stats.cached_tokens += request.cached
+                rows.keep_blocks(request, slot)
 
     def _take(self, block: jax.Array, owners: tuple[Request | None, ...]) -> list[Event]:
         """Returns what a block has brought to the requests that it ran, but those ended since."""
@@ -418,6 +445,7 @@ class Engine:
             event = request.take(row, now)
             events.append(event)
             if event.finished is not None:
+                rows.keep_blocks(request, slot, ended=True)
                 if row.reason == "running":  # A stop string ended it: the device does not know.
                     self._freed.append(slot)
                 self._owners[slot] = None

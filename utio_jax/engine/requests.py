@@ -33,6 +33,7 @@ class Finished(Columns):
       token_layers: token slots that ran a layer for it after its prompt.
       drafts: that were verified.
       accepted: those that were right.
+      cached_tokens: tokens of its prompt that came from the prefix cache.
       seconds: from `submit` to its end, as the host saw it.
       seconds_in_queue: until its prompt was begun to be read; None where it never was.
       seconds_to_first_token: None where it ended without one.
@@ -51,6 +52,7 @@ class Finished(Columns):
     seconds_to_first_token: float | None
     seconds_between_tokens: float | None
     thought: Thought | None = None
+    cached_tokens: int = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -87,6 +89,9 @@ class EngineStats:
       blocks: that were run.
       prompt_groups: passes that read prompts.
       prompt_tokens: of admitted prompts.
+      cached_tokens: prompt tokens that came from the prefix cache, and were not read.
+      prefix_blocks: blocks that it holds now.
+      prefix_evictions: blocks that made room for others.
       padded_prompt_tokens: token slots that these passes ran, padding included.
       new_tokens: handed out.
       decided: layers behind these, summed.
@@ -101,6 +106,9 @@ class EngineStats:
     blocks: int = 0
     prompt_groups: int = 0
     prompt_tokens: int = 0
+    cached_tokens: int = 0
+    prefix_blocks: int = 0
+    prefix_evictions: int = 0
     padded_prompt_tokens: int = 0
     new_tokens: int = 0
     decided: int = 0
@@ -134,6 +142,9 @@ class Request:
     Attributes:
       thresholds: of its depth policy, at the mode's boundaries; None where the mode has none.
       text: reads its tokens; None without a tokenizer.
+      block_keys: of the prompt's whole blocks; None: the prefix cache takes no part in it.
+      salt: requests of other salts do not share its blocks.
+      cached: tokens of its prompt that came from the prefix cache.
       slot: where it runs; None while it waits.
       admitted: when its prompt was begun; None while it waits.
       stepped: whether a block has run with it.
@@ -154,6 +165,9 @@ class Request:
     submitted: float = 0.0
     expires: float = math.inf
     thinking: Thinking | None = None
+    block_keys: list[bytes] | None = None
+    salt: str = ""
+    cached: int = 0
     slot: int | None = None
     admitted: float | None = None
     stepped: bool = False
@@ -221,6 +235,7 @@ class Request:
             reason=reason,
             text="" if self.text is None else self.text.text,
             **counts,
+            cached_tokens=self.cached,
             seconds=now - self.submitted,
             seconds_in_queue=None if self.admitted is None else self.admitted - self.submitted,
             seconds_to_first_token=times[0] - self.submitted if times else None,

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,12 +32,13 @@ from utio_jax.decoding.base import (
     as_processor,
     check_mode,
 )
-from utio_jax.decoding.loop import begin, canonical
+from utio_jax.decoding.loop import begin, canonical, round_up
 from utio_jax.decoding.prefill import Prefill, fastest_prefill
 from utio_jax.decoding.segments import Layers
-from utio_jax.decoding.state import DecodeState
+from utio_jax.decoding.state import Columns, DecodeState
 from utio_jax.engine.blocks import Rules, block_room, run_block
 from utio_jax.engine.depths import own_thresholds
+from utio_jax.engine.prefix import PrefixCache
 from utio_jax.engine.requests import Fresh, Request, fresh_of
 
 _put_rules = jax.jit(put_rows, donate_argnums=0)
@@ -82,12 +84,14 @@ class Reading:
       width: in tokens.
       longest: tokens that a prompt may have.
       chunked: whether it is read in chunks.
+      cached: whether it begins with blocks of the prefix cache.
     """
 
     whole: bool
     width: int
     longest: int
     chunked: bool = False
+    cached: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,6 +119,7 @@ class Served:
     alternatives: int = 0
     thinking: bool = False
     logits_processor: LogitsProcessor | None = None
+    prefix_cache: int = 0
 
 
 def prompt_widths(capacity: int) -> tuple[int, ...]:
@@ -133,8 +138,10 @@ class Slots:
     Attributes:
       state: of the token loop.
       readings: all ways to read prompts, each a program or several.
+      tails: ways to read what follows known blocks.
       room: new tokens that a row can report of a block.
       opened: whose prompt is being read in chunks, as `read_next` was asked to; None: none is.
+      prefix: blocks of K/V that prompts may begin with; None: there are none.
     """
 
     def __init__(self, served: Served) -> None:
@@ -173,6 +180,7 @@ class Slots:
             if not reading.chunked
         }
         self._partial: _Partial | None = None
+        self._opened_by = self.readings[0]
         self.opened: Request | None = None
         most = served.decoder.config.vocab_size
         if not 0 <= served.alternatives <= most:
@@ -185,6 +193,15 @@ class Slots:
         self._own = own_thresholds(self.mode)
         self._sizes: dict[str, Any] = {"slots": capacity, "alternatives": served.alternatives}
         self.state = self._free_rows()
+        self.prefix: PrefixCache | None = None
+        if served.prefix_cache:
+            self.prefix = PrefixCache(self.state.cache, num_bytes=served.prefix_cache)
+        most = capacity if served.shapes.chunk is None else served.shapes.chunk
+        steps = [width for width in (wanted[0], 4 * wanted[0]) if width <= most] or [most]
+        self.tails = tuple(
+            Reading(whole=True, width=width, longest=capacity, chunked=True, cached=True)
+            for width in (steps if served.prefix_cache else ())
+        )
 
     def _free_rows(self) -> DecodeState:
         """Returns the state of free rows, whose rules it notes."""
@@ -201,6 +218,8 @@ class Slots:
                 leaf.delete()
         self.forget()
         self.state = self._free_rows()
+        if self.prefix is not None:
+            self.prefix.clear()
 
     def _all_readings(
         self, widths: list[int], prefill: Prefill | None, chunk: int | None
@@ -223,8 +242,44 @@ class Slots:
 
     def reading_of(self, request: Request) -> Reading:
         """Returns how a request's prompt is read."""
+        if request is self.opened:
+            return self._opened_by
+        known = 0
+        if self.prefix is not None and request.block_keys is not None:
+            known = len(self.prefix.find(request.block_keys))
+        return self._reading_behind(request, known)
+
+    def waits_for(self, request: Request, other: Request) -> bool:
+        """Returns True if a request would begin with blocks of another one that is read now."""
+        pairs = zip(request.block_keys or (), other.block_keys or (), strict=False)
+        shared = sum(1 for one, same in pairs if one == same)
+        return self._reading_behind(request, shared).cached
+
+    def _reading_behind(self, request: Request, blocks: int) -> Reading:
+        """Returns how a prompt is read of which so many blocks are known: as few slots as can be.
+
+        At least its last token is read: its logits are not kept.
+        """
+        size = request.prompt.size
         ways = self._of_kind(request.whole_prompt)
-        return next(each for each in ways if each.longest >= request.prompt.size)
+        reading = next(each for each in ways if each.longest >= size)
+        blocks = min(blocks, (size - 1) // PrefixCache.block)
+        if not blocks:
+            return reading
+        rest = size - blocks * PrefixCache.block
+        tail = min(self.tails, key=lambda each: (round_up(rest, each.width), -each.width))
+        fewer = round_up(rest, tail.width) < round_up(size, reading.width)
+        return tail if fewer else reading
+
+    def note_blocks(self, request: Request) -> None:
+        """Notes the keys of a request's blocks, if its prompt may begin with known ones.
+
+        K/V of a `Prefill` that approximates them take no part in the prefix cache.
+        """
+        prefill = self._served.prefill
+        exact = request.whole_prompt or prefill is None or prefill.exact(self._served.decoder)
+        if self.prefix is not None and exact:
+            request.block_keys = self.prefix.keys_of(request.prompt, request.salt)
 
     def _of_kind(self, whole: bool) -> list[Reading]:
         """Returns the ways to read prompts in full, or by a `Prefill`, where there is one."""
@@ -253,9 +308,15 @@ class Slots:
             self.read(fresh=fresh, rows=rows, reading=reading)
             return True
         (request,) = requests
-        goes_on = request is self.opened
-        fresh = None if goes_on else self.fresh(requests, rows=1, width=self.capacity)
-        done = self.read_chunk(fresh=fresh, row=rows[0], chunk=reading.width)
+        goes_on, fresh = request is self.opened, None
+        if not goes_on:
+            fresh, self._opened_by = self.fresh(requests, rows=1, width=self.capacity), reading
+        done = self.read_chunk(
+            fresh=fresh,
+            row=rows[0],
+            chunk=reading.width,
+            blocks=() if goes_on else self._known_blocks(request, reading),
+        )
         self.opened = None if done else request
         return done
 
@@ -270,14 +331,48 @@ class Slots:
         )
         self._put(state, fresh.rules, [*rows, *[self._served.slots] * (group - len(rows))])
 
-    def read_chunk(self, *, fresh: Fresh | None, row: int, chunk: int) -> bool:
+    def _known_blocks(self, request: Request, reading: Reading) -> list[int]:
+        """Returns the places of the blocks that a prompt begins with, and notes their tokens."""
+        if self.prefix is None or request.block_keys is None or not reading.cached:
+            return []
+        most = (request.prompt.size - 1) // PrefixCache.block
+        blocks = self.prefix.find(request.block_keys[:most])
+        request.cached = len(blocks) * PrefixCache.block
+        return blocks
+
+    def keep_blocks(self, request: Request, row: int, *, ended: bool = False) -> None:
+        """Keeps a request's blocks in the prefix cache: its prompt's, and once it ended, all.
+
+        Of new tokens, these are kept whose K/V are those of reading them in full.
+        """
+        if self.prefix is None or request.block_keys is None:
+            return
+        keys = request.block_keys
+        if ended:
+            if not self.mode.leaves_exact_kv(self._served.decoder):
+                return
+            new = Columns.joined(request.parts).token_ids
+            # The last token has run no layer.
+            keys = self.prefix.keys_of(np.concatenate([request.prompt, new])[:-1], request.salt)
+        self.prefix.store(self.state.cache, row, keys)
+
+    def read_chunk(
+        self, *, fresh: Fresh | None, row: int, chunk: int, blocks: Sequence[int] = ()
+    ) -> bool:
         """Reads the next chunk of a prompt; returns whether it was the last, and all is in its row.
 
-        `fresh`: a prompt, padded to the capacity, that is begun; None: the one before goes on.
+        Args:
+          fresh: a prompt, padded to the capacity, that is begun; None: the one before goes on.
+          row: where it goes.
+          chunk: tokens.
+          blocks: of the prefix cache, that it begins with.
         """
         if fresh is not None:
             state, last = open_prompt(self._setting(fresh.rules), *fresh.prompts, **self._sizes)
-            self._partial = _Partial(fresh, state, last)
+            if blocks and self.prefix is not None:
+                cache = self.prefix.load(state.cache, blocks)
+                state = dataclasses.replace(state, cache=cache)
+            self._partial = _Partial(fresh, state, last, start=len(blocks) * PrefixCache.block)
         part, served = self._partial, self._served
         assert part is not None
         end = part.start + chunk
@@ -297,6 +392,19 @@ class Slots:
         self._partial, rules = None, part.fresh.rules
         self._put(close_prompt(self._setting(rules), state, last), rules, [row])
         return True
+
+    def warm_tails(self) -> None:
+        """Compiles the programs that read what follows known blocks."""
+        for tail, width in itertools.product(self.tails, self._key_widths):
+            if self.prefix is None or width < min(tail.width, self.capacity):
+                continue
+            served, fresh = self._served, self.fresh((), rows=1, width=self.capacity)
+            setting = self._setting(fresh.rules)
+            state, last = open_prompt(setting, *fresh.prompts, **self._sizes)
+            state = dataclasses.replace(state, cache=self.prefix.load(state.cache, ()))
+            at, shape = np.int32(0), {"chunk": tail.width, "width": width}
+            state, last = read_chunk(served.decoder, served.params, state, last, at, **shape)
+            self._put(close_prompt(setting, state, last), fresh.rules, [served.slots])
 
     def forget(self) -> None:
         """Drops the chunks of the prompt that is being read."""

@@ -85,6 +85,10 @@ class Throttled(Adaptive):
 
     throttle: Throttle
 
+    def leaves_exact_kv(self, decoder: Decoder) -> bool:
+        del decoder
+        return False
+
     def gate_flops(self, decoder: Decoder, params: Params) -> float:
         boundaries, signal = range(len(self.policy.depths) - 1), self.throttle.signal
         looks = sum(signal.flops(index, decoder, params) for index in boundaries)

@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The prefix cache: requests that begin alike get what they get alone, and read less."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers.engine import Asked, alone, assert_as_alone, engine_of, model64, modes, pool
+from helpers.generation import lively_model
+from helpers.models import Model
+from helpers.shared_kv import KINDS
+
+from utio_jax.decoding.adaptive import Adaptive
+from utio_jax.decoding.base import Plain
+from utio_jax.decoding.loop import Lengths
+from utio_jax.engine import Engine, Shapes
+from utio_jax.engine.prefix import PrefixCache, bytes_of
+from utio_jax.policies.depth import random_depths
+
+BLOCK, CAPACITY = 4, 64
+SHAPES = Shapes(prompt_widths=(8, 16, 32, 48), groups=(1, 3), key_step=32)
+LONG = Lengths(prompt_step=64, key_step=128)
+
+
+@pytest.fixture(autouse=True)
+def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PrefixCache, "block", BLOCK)
+
+
+def block_bytes(model: Model) -> int:
+    config = model.decoder.config
+    item = jax.tree.leaves(model.params)[0].dtype.itemsize
+    return 2 * config.kv_layers * BLOCK * config.num_kv_heads * config.head_dim * item
+
+
+def cached_engine(model: Model, mode: Any = Plain(), *, blocks: int = 64, **options: Any) -> Engine:
+    sizes: dict[str, Any] = {"shapes": SHAPES, "prefix_cache": blocks * block_bytes(model)}
+    return engine_of(model, mode, **sizes | options)
+
+
+def shared64(kind: str) -> Model:
+    small = lively_model(**KINDS[kind])
+    return Model(small.decoder, jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), small.params))
+
+
+def family(count: int, *, seed: int) -> list[Asked]:
+    """Returns requests that begin as one of two texts, and part at, before and behind blocks."""
+    rng = np.random.default_rng(seed)
+    texts = [rng.integers(0, 64, 40).tolist() for _ in range(2)]
+    asked = []
+    for number, each in enumerate(pool(count, seed=seed)):
+        shared = (3, 4, 5, 8, 31, 12, 33, 16, 40)[number % 9]
+        own = rng.integers(0, 64, number % 4).tolist()
+        prompt = [*texts[number % 2][:shared], *own]
+        new = min(each.new, 12, CAPACITY - 4 - len(prompt))
+        asked.append(dataclasses.replace(each, prompt=prompt, new=new))
+    return asked
+
+
+def check_schedules(engine: Engine, model: Model, mode: Any, *, schedules: int) -> Any:
+    """Holds requests of random schedules against what each gets alone; returns the counts."""
+    requests = family(36, seed=3)
+    wanted = [alone(model, mode, None, each, lengths=LONG) for each in requests]
+    rng = np.random.default_rng(5)
+    for _ in range(schedules):
+        waiting = [int(i) for i in rng.permutation(len(requests))[: rng.integers(2, 9)]]
+        numbers, found = {}, {}
+        while waiting or not engine.idle:
+            for _ in range(min(len(waiting), int(rng.integers(0, 4)))):
+                index, salt = waiting.pop(0), "ab"[int(rng.random() < 0.2)]
+                numbers[requests[index].submit(engine, cache_salt=salt)] = index
+            if rng.random() < 0.05 and numbers:
+                engine.cancel(max(numbers))
+            for event in engine.advance():
+                if event.finished is not None:
+                    found[event.request] = event.finished
+        for number, index in numbers.items():
+            if found[number].reason != "cancelled":
+                assert_as_alone(found[number], wanted[index])
+    return engine.stats()
+
+
+def _when(name: str) -> Any:
+    return () if name == "plain" else pytest.mark.check
+
+
+@pytest.mark.usefixtures("double")
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=_when(n)) for n in ("plain", "propagate", "lossless", "copies")]
+)
+@pytest.mark.parametrize("late", [False, True])
+def test_requests_that_begin_alike_get_what_they_get_alone(name: str, late: bool) -> None:
+    """With a pool so small that blocks make room for others all the time."""
+    model, mode = model64(), modes()[name][0]
+    engine = cached_engine(model, mode, blocks=11, read_late=late)
+    stats = check_schedules(engine, model, mode, schedules=40)
+    assert stats.cached_tokens > 0
+    assert stats.prefix_evictions > 0
+    assert stats.prefix_blocks <= 11
+
+
+@pytest.mark.check
+@pytest.mark.usefixtures("double")
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_so_do_they_where_layers_share_keys_and_values(kind: str) -> None:
+    model = shared64(kind)
+    policy = random_depths(jnp.asarray([0.6, 0.4]), key=jax.random.key(1), depths=(3, 4))
+    mode = Adaptive(policy=policy)
+    assert mode.leaves_exact_kv(model.decoder)
+    stats = check_schedules(cached_engine(model, mode, blocks=24), model, mode, schedules=30)
+    assert stats.cached_tokens > 0
+
+
+def ask(engine: Engine, prompt: list[int], *, new: int = 3, salt: str = "") -> Any:
+    number = engine.submit(prompt, max_new_tokens=new, eos_ids=(), cache_salt=salt)
+    return engine.drain()[number]
+
+
+def test_a_second_request_reads_what_follows_the_common_blocks(count_compiles: Any) -> None:
+    engine = cached_engine(lively_model())
+    engine.warmup()
+    text = np.random.default_rng(0).integers(0, 64, 40).tolist()
+    with count_compiles() as compiles:
+        assert ask(engine, text[:34]).cached_tokens == 0
+        cold = engine.stats()
+        again = ask(engine, [*text[:34], 1, 2])
+    assert compiles.count == 0
+    assert (cold.padded_prompt_tokens, cold.prefix_blocks) == (48, 9)  # 34 and 2 new: 36 ran.
+    warm = engine.stats()
+    assert again.cached_tokens == warm.cached_tokens == 32  # Whole blocks of 34.
+    assert warm.padded_prompt_tokens - cold.padded_prompt_tokens == 8
+    assert warm.prompt_tokens == 34 + 36
+
+
+@pytest.mark.parametrize(("size", "cached"), [(3, 0), (4, 0), (5, 4), (8, 4), (9, 8), (32, 28)])
+def test_the_last_token_is_always_read(size: int, cached: int) -> None:
+    """Its logits are not kept. A beginning that saves no slots is not used."""
+    engine = cached_engine(lively_model(), shapes=Shapes(prompt_widths=(4, 48), groups=(1,)))
+    text = np.random.default_rng(1).integers(0, 64, size).tolist()
+    first, second = ask(engine, text), ask(engine, text)
+    np.testing.assert_array_equal(first.token_ids, second.token_ids)
+    assert second.cached_tokens == cached
+
+
+def test_a_key_depends_on_salt_and_all_tokens_before() -> None:
+    engine = cached_engine(lively_model())
+    text = np.random.default_rng(2).integers(0, 64, 20).tolist()
+    ask(engine, text, salt="one")
+    assert ask(engine, text, salt="two").cached_tokens == 0
+    assert ask(engine, text).cached_tokens == 0
+    assert ask(engine, [text[0] ^ 1, *text[1:]], salt="one").cached_tokens == 0
+    assert ask(engine, [*text[:12], text[12] ^ 1, *text[13:]], salt="one").cached_tokens == 12
+    assert ask(engine, text, salt="one").cached_tokens == 16
+
+
+def test_a_conversation_at_a_depth_budget_goes_on_with_shared_keys_and_values() -> None:
+    """Of new tokens that stopped early all that others read is exact there, and elsewhere not."""
+    policy = random_depths(jnp.asarray([0.6, 0.4]), key=jax.random.key(1), depths=(3, 4))
+    cached = {}
+    for kind, model in {
+        "shared": lively_model(**KINDS["heads of two layers"]),
+        "own": lively_model(),
+    }.items():
+        for mode in (Plain(), Adaptive(policy=policy)):
+            engine = cached_engine(model, mode)
+            turn = ask(engine, [*range(1, 11)], new=15)  # 24 tokens have run.
+            after = ask(engine, [*range(1, 11), *turn.token_ids.tolist(), 5, 6, 7])
+            cached[kind, mode.name] = after.cached_tokens
+    assert cached == {
+        ("shared", "plain"): 24,
+        ("shared", "adaptive"): 24,
+        ("own", "plain"): 24,
+        ("own", "adaptive"): 8,
+    }
+
+
+def test_requests_that_come_together_read_a_common_beginning_once() -> None:
+    engine = cached_engine(lively_model())
+    text = np.random.default_rng(3).integers(0, 64, 40).tolist()
+    for end in range(3):
+        engine.submit([*text, end], max_new_tokens=2, eos_ids=())
+    engine.drain()
+    stats = engine.stats()
+    assert stats.cached_tokens == 2 * 40
+    assert stats.padded_prompt_tokens == 48 + 2 * 8
+
+
+def test_an_approximate_prefill_takes_no_part() -> None:
+    mode, prefill = modes()["prompts"]
+    engine = cached_engine(lively_model(), mode, prefill=prefill)
+    text = [*range(30)]
+    ask(engine, text)
+    assert ask(engine, text).cached_tokens == 0
+    assert engine.stats().prefix_blocks == 0
+
+
+def test_an_interrupted_call_forgets_all_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pool may have been donated to a call that did not return."""
+    engine = cached_engine(lively_model())
+    text = [*range(20)]
+    ask(engine, text)
+    with monkeypatch.context() as broken:
+        broken.setattr(engine._rows, "run", lambda **_: (_ for _ in ()).throw(KeyboardInterrupt))
+        engine.submit(text, max_new_tokens=2, eos_ids=())
+        with pytest.raises(KeyboardInterrupt):
+            engine.advance()
+    engine.drain()
+    assert engine.stats().prefix_blocks == 0
+    assert ask(engine, text).cached_tokens == 0
+    assert ask(engine, text).cached_tokens == 16
+
+
+def test_without_a_pool_nothing_is_different() -> None:
+    off, on = (cached_engine(lively_model(), blocks=blocks) for blocks in (0, 8))
+    assert off.programs == on.programs - 2  # Two sizes of what follows.
+    text = [*range(20)]
+    assert [ask(off, text).cached_tokens for _ in range(2)] == [0, 0]
+    assert off.stats().prefix_blocks == 0
+
+
+def test_bytes_are_numbers_or_texts_with_a_unit() -> None:
+    assert [bytes_of(size) for size in (0, 7, "12", "2KiB", "3 MiB", "1GiB")] == [
+        *(0, 7, 12, 2048, 3 * 2**20, 2**30)
+    ]
+    for size in (-1, "x", "1.5GiB", True, "MiB"):
+        with pytest.raises(ValueError, match="must be bytes"):
+            bytes_of(size)
+    with pytest.raises(ValueError, match="at least one block"):
+        cached_engine(lively_model(), prefix_cache=1)

@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prefix cache: K/V blocks that requests with a common beginning share.
+
+    engine = Engine(decoder, params, slots=16, capacity=2048, prefix_cache="256MiB")
+
+A pool on the device holds keys and values in blocks of `PrefixCache.block` tokens. A request whose
+prompt begins as a known one gets these blocks copied into its row, and reads only the rest. A
+block's key is the SHA-256 of its tokens and of all tokens before it (as in vLLM's automatic prefix
+caching), and of the request's salt: requests of different salts share nothing. The least recently
+used blocks make room for new ones.
+
+A pool belongs to one engine, and so to one model. Only exact keys and values enter it: those that
+reading the same text in full would give.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int
+
+from utio_jax.attention.cache import KVCache
+from utio_jax.core.pytrees import pytree
+
+_UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+
+
+@pytree
+class Pool:
+    """Blocks on the device: `[block, layer, ...]`, each as a row of the K/V cache holds it."""
+
+    keys: jax.Array
+    values: jax.Array
+
+
+class PrefixCache:
+    """Which blocks of K/V are in a pool, by the text that they stand for.
+
+    Attributes:
+      block: tokens of a block.
+      pool: on the device.
+      evictions: blocks that made room for others.
+    """
+
+    block: ClassVar[int] = 32
+
+    def __init__(self, cache: KVCache, *, num_bytes: int) -> None:
+        """Makes an empty pool of at most `num_bytes` for blocks of a cache's rows.
+
+        Raises:
+          ValueError: the bytes do not hold one block.
+        """
+        layers, _, *sizes = cache.keys.shape
+        self._axis = 2 if cache.heads_first else 1  # Of slots, in a block.
+        sizes[self._axis - 1] = self.block
+        shape = (layers, *sizes)
+        each = 2 * int(np.prod(shape)) * cache.keys.dtype.itemsize
+        self._count = num_bytes // each
+        if not self._count:
+            raise ValueError(
+                f"prefix_cache must hold at least one block of {each} bytes ({self.block} tokens "
+                f"in {layers} layers). Got {num_bytes} bytes; 0 switches the prefix cache off."
+            )
+        self._shape, self._dtype = shape, cache.keys.dtype
+        self.clear()
+
+    def clear(self) -> None:
+        """Forgets all blocks, in a new pool: the old one may be gone."""
+        self._places: OrderedDict[bytes, int] = OrderedDict()  # The least recently used first.
+        self._free, self.evictions = [*range(self._count)], 0
+        empty = jnp.zeros((self._count, *self._shape), self._dtype)
+        self.pool = Pool(keys=empty, values=jnp.zeros_like(empty))
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks in use."""
+        return len(self._places)
+
+    def keys_of(self, token_ids: Int[np.ndarray, " token"], salt: str) -> list[bytes]:
+        """Returns the keys of a text's whole blocks: each depends on all tokens up to its end."""
+        key, keys = hashlib.sha256(salt.encode()).digest(), []
+        ids = np.ascontiguousarray(token_ids, np.int32)
+        for start in range(0, len(ids) - self.block + 1, self.block):
+            key = hashlib.sha256(key + ids[start : start + self.block].tobytes()).digest()
+            keys.append(key)
+        return keys
+
+    def find(self, keys: Sequence[bytes]) -> list[int]:
+        """Returns the places of the longest known beginning of a chain of blocks."""
+        places = []
+        for key in keys:
+            if key not in self._places:
+                break
+            places.append(self._places[key])
+        self._touch(keys[: len(places)])
+        return places
+
+    def load(self, cache: KVCache, places: Sequence[int]) -> KVCache:
+        """Returns a cache of one row, donated, that begins with these blocks."""
+        return _load(cache, self.pool, self._padded(places, cache), np.int32(len(places)))
+
+    def store(self, cache: KVCache, row: int, keys: Sequence[bytes]) -> None:
+        """Keeps the blocks that a row of a cache begins with; those that are known stay."""
+        keys = keys[: self._count]
+        places = self.find(keys)
+        known, fresh = len(places), keys[len(places) :]
+        if not fresh:
+            return
+        for _ in fresh[len(self._free) :]:  # Those just found are the last to go.
+            self._free.append(self._places.popitem(last=False)[1])
+            self.evictions += 1
+        places += [self._free.pop() for _ in fresh]
+        where = self._padded(places, cache)
+        at = np.int32(row), where, np.int32(known), np.int32(len(keys))
+        self.pool = _store(self.pool, cache, *at)
+        self._places |= zip(fresh, places[known:], strict=True)
+        self._touch(keys)
+
+    def _touch(self, keys: Sequence[bytes]) -> None:
+        """Notes a use: a block is evicted before those that it continues."""
+        for key in reversed(keys):
+            self._places.move_to_end(key)
+
+    def _padded(self, places: Sequence[int], cache: KVCache) -> Int[np.ndarray, " block"]:
+        padded = np.zeros(cache.num_slots // self.block, np.int32)
+        padded[: len(places)] = places
+        return padded
+
+
+def bytes_of(size: int | str) -> int:
+    """Returns a number of bytes, also of a text such as `"256MiB"`.
+
+    Raises:
+      ValueError: neither a number of at least 0, nor such a text.
+    """
+    text = str(size).strip()
+    unit = next((unit for unit in _UNITS if text.endswith(unit)), "")
+    number = text.removesuffix(unit).strip()
+    if isinstance(size, bool) or not number.isdecimal():
+        raise ValueError(
+            f"prefix_cache must be bytes, as 0 or '256MiB' ({', '.join(_UNITS)}). Got {size!r}."
+        )
+    return int(number) * _UNITS.get(unit, 1)
+
+
+@partial(jax.jit, donate_argnames="cache")
+def _load(
+    cache: KVCache, pool: Pool, places: Int[Array | np.ndarray, " block"], count: Int[Any, ""]
+) -> KVCache:
+    axis = 3 if cache.heads_first else 2
+    block = pool.keys.shape[axis]  # Blocks lie where a cache has rows.
+    places = jnp.asarray(places)
+
+    def one(index: jax.Array, leaves: Any) -> Any:
+        return tuple(
+            jax.lax.dynamic_update_slice_in_dim(
+                leaf, blocks[places[index]][:, None], index * block, axis
+            )
+            for leaf, blocks in zip(leaves, (pool.keys, pool.values), strict=True)
+        )
+
+    keys, values = jax.lax.fori_loop(0, count, one, cache.arrays)
+    return KVCache(keys=keys, values=values, view=cache.view, heads_first=cache.heads_first)
+
+
+@partial(jax.jit, donate_argnames="pool")
+def _store(
+    pool: Pool,
+    cache: KVCache,
+    row: Int[Any, ""],
+    places: Int[Array | np.ndarray, " block"],
+    start: Int[Any, ""],
+    stop: Int[Any, ""],
+) -> Pool:
+    axis = 3 if cache.heads_first else 2
+    block, places = pool.keys.shape[axis], jnp.asarray(places)
+
+    def one(index: jax.Array, leaves: Any) -> Any:
+        stored = []
+        for blocks, leaf in zip(leaves, cache.arrays, strict=True):
+            start, size = [jnp.int32(0)] * leaf.ndim, [*leaf.shape]
+            start[1], start[axis] = jnp.asarray(row), jnp.int32(index * block)
+            size[1], size[axis] = 1, block
+            new = jax.lax.dynamic_slice(leaf, start, size)[:, 0]
+            stored.append(jax.lax.dynamic_update_index_in_dim(blocks, new, places[index], 0))
+        return tuple(stored)
+
+    keys, values = jax.lax.fori_loop(start, stop, one, (pool.keys, pool.values))
+    return Pool(keys=keys, values=values)
