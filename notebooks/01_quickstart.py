@@ -155,8 +155,8 @@ print(f"slot-layers executed: {np.sum(found.work.queries)}")
 
 # %%
 from utio_jax import bucket_tokens, run_buckets, surrogate_importance
-from utio_jax.core.decoder import apply_exit_lens
-from utio_jax.models.training.corpus import standard_library
+from utio_jax.core import apply_exit_lens
+from utio_jax.models.training import standard_library
 from utio_jax.staircase import dense_states
 
 unseen = model.encode([document.text for document in standard_library("test")])
@@ -233,11 +233,10 @@ plt.show()
 from functools import partial
 
 from utio_jax import uniform
-from utio_jax.bench.timing import time_programs
-from utio_jax.core.documents import sample_batches
-from utio_jax.evaluation.evaluate import evaluate
-from utio_jax.staircase import full_depth
-from utio_jax.staircase.score import run_score, score_dense
+from utio_jax.bench import time_programs
+from utio_jax.core import sample_batches
+from utio_jax.evaluation import evaluate
+from utio_jax.staircase import full_depth, score_dense
 
 (batch,), _ = sample_batches(
     unseen, rows=8, width=256, batches=1, vocab_size=config.vocab_size, seed=0
@@ -252,7 +251,7 @@ policies = {
 }
 ids, ends = jnp.asarray(batch.token_ids), jnp.asarray(batch.lengths)
 programs = {
-    name: partial(run_score, model.decoder, model.params, ids, ends, policy=policy)
+    name: partial(run, model.decoder, model.params, ids, ends, policy)
     for name, policy in policies.items()
 }
 dense = jax.jit(score_dense, static_argnums=0)

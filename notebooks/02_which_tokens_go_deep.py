@@ -29,9 +29,9 @@ from tqdm.auto import tqdm
 
 import utio_jax
 from utio_jax import score
-from utio_jax.bench.plots import plot_depths, plot_margins, plot_pareto
+from utio_jax.bench import plot_depths, plot_margins, plot_pareto
 from utio_jax.models import load
-from utio_jax.models.training.corpus import split_of_path
+from utio_jax.models.training import split_of_path
 
 # %matplotlib inline
 plt.rcParams.update({"figure.dpi": 90, "font.size": 9, "axes.spines.top": False})
@@ -189,14 +189,14 @@ for least, most in zip(order[:10], order[:-11:-1], strict=True):
 # that is steep on the right.
 
 # %%
-from utio_jax.calibration.studies import (
+from utio_jax.calibration import (
     collect_scores,
     predicted_tokens,
     rank_correlation,
     study_exits,
 )
-from utio_jax.core.documents import sample_batches
-from utio_jax.models.training.corpus import standard_library
+from utio_jax.core import sample_batches
+from utio_jax.models.training import standard_library
 from utio_jax.policies import Chance
 
 documents = standard_library("test")
@@ -262,8 +262,8 @@ plt.show()
 # Intervals come from drawing the documents again (bootstrap): few documents, wide intervals.
 
 # %%
-from utio_jax.calibration.compare import compare
-from utio_jax.evaluation.ledger import uniform_hull
+from utio_jax.calibration import compare
+from utio_jax.evaluation import uniform_hull
 
 few = dataclasses.replace(
     calibration,

@@ -29,8 +29,7 @@ from tqdm.auto import tqdm
 
 from utio_jax import score
 from utio_jax.models import load
-from utio_jax.models.training.corpus import standard_library
-from utio_jax.staircase.score import run_score
+from utio_jax.models.training import standard_library
 
 plt.rcParams.update({"figure.dpi": 90, "font.size": 9, "axes.spines.top": False})
 plt.rcParams.update({"axes.spines.right": False, "legend.frameon": False})
@@ -51,7 +50,7 @@ print(f"{DEVICES} devices; a model of {layers} layers")
 # rows, and `mesh=` makes `score` run on each device for itself.
 
 # %%
-from utio_jax.core.rows import Rows, place
+from utio_jax.core import Rows, place
 
 documents = model.encode([document.text for document in standard_library("test")])
 documents = sorted((each for each in documents if len(each) > 600), key=len)
@@ -64,7 +63,7 @@ for row, length in enumerate(lengths):
     token_ids[row, :length] = file[300 : 300 + length]
 policy = model.calibration.policy("learned", 0.6)
 
-one = run_score(decoder, model.params, token_ids, lengths, policy=policy)
+one = jax.jit(score, static_argnums=0)(decoder, model.params, token_ids, lengths, policy)
 
 mesh = jax.make_mesh((DEVICES,), ("data",), axis_types=(AxisType.Auto,))
 params = place(model.params, mesh)

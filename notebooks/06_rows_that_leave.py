@@ -18,12 +18,18 @@ import optax
 from tqdm.auto import tqdm
 
 import utio_jax
-from utio_jax.contrib.encoders import encode_rows, fit_row_exits, read_exits
-from utio_jax.contrib.encoders.vision import VisionTransformer, patches_of, vision_config
+from utio_jax.contrib.encoders import (
+    VisionTransformer,
+    encode_rows,
+    fit_row_exits,
+    patches_of,
+    read_exits,
+    vision_config,
+)
 from utio_jax.contrib.filter import UncertainBand, fit_band, row_losses
 from utio_jax.contrib.select import Select, read_context, select
-from utio_jax.core.documents import Batch
-from utio_jax.models.training.corpus import standard_library
+from utio_jax.core import Batch
+from utio_jax.models.training import standard_library
 from utio_jax.policies import Entropy
 
 plt.rcParams.update({"figure.dpi": 90, "font.size": 9, "axes.spines.top": False})

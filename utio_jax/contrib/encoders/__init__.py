@@ -8,7 +8,7 @@
 At an exit a row is one token to a policy: its pooled state, with the exit's classifier for a head.
 Rows see nothing of each other, so those that are left run in blocks under loops with traced trip
 counts: new inputs compile nothing. `read_exits` runs all rows to all exits: the definition. The
-models are in `utio_jax.contrib.encoders.bert` and `.vision`, which need the extra `cli`.
+models, `load_encoder` and `VisionTransformer`, need the extra `cli`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import dataclasses
 import itertools
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +41,34 @@ from utio_jax.staircase.base import over_blocks
 from utio_jax.staircase.loop import check_policy
 from utio_jax.staircase.microbatches import MicroBatches
 from utio_jax.staircase.reference import dense_states, positions_of
+
+if TYPE_CHECKING:
+    from utio_jax.contrib.encoders.bert import load_encoder, pack_encodings
+    from utio_jax.contrib.encoders.vision import VisionTransformer, patches_of, vision_config
+
+__all__ = [
+    "Classifier",
+    "Encoded",
+    "Encoder",
+    "Exits",
+    "VisionTransformer",
+    "encode_rows",
+    "fit_row_exits",
+    "load_encoder",
+    "pack_encodings",
+    "patches_of",
+    "read_exits",
+    "score_exits",
+    "vision_config",
+]
+
+
+def __getattr__(name: str) -> Any:
+    # Models need Flax and a tokenizer: the extra `cli`.
+    modules = {"load_encoder": "bert", "pack_encodings": "bert"}
+    if name in __all__:
+        return getattr(import_module(f"{__name__}.{modules.get(name, 'vision')}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 @runtime_checkable

@@ -36,6 +36,13 @@ from utio_jax.policies.depth import Thresholded
 from utio_jax.policies.signals import SignalBase, exit_index
 from utio_jax.staircase.score import exit_nll, labels_of
 
+__all__ = [
+    "Judged",
+    "UncertainBand",
+    "fit_band",
+    "row_losses",
+]
+
 
 @pytree
 class UncertainBand(SignalBase):

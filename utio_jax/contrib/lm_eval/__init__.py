@@ -38,6 +38,10 @@ from utio_jax.staircase.prompts import PromptImportance
 from utio_jax.staircase.reference import check_kv
 from utio_jax.staircase.score import Comparison, full_depth
 
+__all__ = [
+    "UtioLM",
+]
+
 _METHODS = ("temperature", "top_k", "top_p", "min_p")
 
 

@@ -35,6 +35,15 @@ from utio_jax.staircase.microbatches import MicroBatches
 from utio_jax.staircase.reference import FrozenKV, dense_states, positions_of
 from utio_jax.staircase.score import Scores, labels_of, run_score
 
+__all__ = [
+    "OnlineThresholds",
+    "adapt",
+    "observe",
+    "observed",
+    "start_online",
+    "thresholds",
+]
+
 _EVIDENCE = 40  # Disagreements that the memory must hold at the target, or thresholds would jitter.
 
 

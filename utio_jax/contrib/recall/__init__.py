@@ -29,6 +29,18 @@ from utio_jax.policies.depth import Thresholded, given_depths
 from utio_jax.prompts.evaluate import PromptRows, continuations, prompt_rows
 from utio_jax.staircase.reference import FrozenKV
 
+__all__ = [
+    "Recall",
+    "RecallCase",
+    "RecallRows",
+    "recall",
+    "recall_cases",
+    "recall_lost",
+    "recall_rows",
+    "stopped_part",
+    "table_policies",
+]
+
 RECALL_TASKS = ("constant", "name", "line")
 """A number of five digits by its name; the second half of a class's name; a line of other text."""
 

@@ -32,6 +32,11 @@ from jaxtyping import Array, Bool, Float, Int
 from utio_jax.core.decoder import DecoderConfig, LayerParams, Params, Places
 from utio_jax.models.transformer import RMSNorm
 
+__all__ = [
+    "Mamba2",
+    "Mamba2Config",
+]
+
 _STEPS = (1e-3, 1e-1)  # Between which dt starts; A starts between 1 and 16: both the paper's.
 _RATES = (1.0, 16.0)
 

@@ -21,6 +21,15 @@ from utio_jax.calibration.guarantee import Fitted, fit_ladder, halves
 from utio_jax.core import Decoder
 from utio_jax.decoding import Thinking, generate
 
+__all__ = [
+    "Answered",
+    "Confidence",
+    "Trace",
+    "fit_confidence",
+    "generate_until_sure",
+    "trace_answers",
+]
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Confidence:

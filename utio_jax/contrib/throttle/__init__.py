@@ -42,6 +42,11 @@ from utio_jax.staircase.base import Tokens
 from utio_jax.staircase.exit_head import Model
 from utio_jax.staircase.sparse import Packing
 
+__all__ = [
+    "Throttle",
+    "Throttled",
+]
+
 
 @pytree
 class Throttle:
