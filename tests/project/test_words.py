@@ -21,7 +21,7 @@ CODE = [
 ]
 # Not rewritten yet: this tuple may only become shorter.
 UNCHECKED = ("attention", "bench", "calibration", "cli", "contrib", "core", "decoding", "engine")
-UNCHECKED += ("evaluation", "models", "policies", "prompts", "serving", "staircase")
+UNCHECKED += ("evaluation", "prompts", "serving", "staircase")
 MODULES = [
     file
     for file in sorted((ROOT / "utio_jax").rglob("*.py"))

@@ -93,7 +93,7 @@ class TransformerConfig(DecoderConfig):
 
     @property
     def gated(self) -> bool:
-        """Whether the MLP has a gate."""
+        """True if the MLP has a gate."""
         return self.activation in ("swiglu", "geglu")
 
 
@@ -153,7 +153,7 @@ class Layer(nn.Module):
         self.down_proj = dense(config.embed_dim, config.mlp_bias, into_residual)
 
     def __call__(self, x: jax.Array, places: Places) -> jax.Array:
-        """Touches every parameter, for `init`; the attention here is of each token to itself."""
+        """Uses every parameter once, for `init`; each token attends to itself."""
         _, values = self.keys_values(x, places)
         group = self.config.num_heads // self.config.num_kv_heads
         return self.finish(x, self.queries(x, places) * 0 + jnp.repeat(values, group, axis=-2))
@@ -190,7 +190,7 @@ class Layer(nn.Module):
         return self.mlp_norm(x) if sums else x
 
     def _read(self, norm: Any, x: jax.Array) -> jax.Array:
-        """Returns what a block reads of the residual stream."""
+        """Returns the normalised residual stream, the input of a block."""
         return x if self.config.sum_norms else norm(x)
 
     def _hidden(self, x: jax.Array) -> jax.Array:
@@ -272,7 +272,7 @@ class Transformer:
         return places, rotations(positions, frequencies(config.head_dim, config.local_rope_theta))
 
     def _places(self, layer: LayerParams, places: Places) -> Places:
-        """Returns the rotations that a layer takes."""
+        """Returns the rotations of a layer."""
         if self.config.local_rope_theta is None:
             return places
         return jax.tree.map(partial(jnp.where, layer["is_local"]), places[1], places[0])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a GGUF file holds beside weights, and how it becomes a folder."""
+"""Metadata of a GGUF file (config, tokenizer, chat template) as files of a model folder."""
 
 from __future__ import annotations
 
