@@ -150,8 +150,9 @@ def test_demo_measures_every_policy_and_draws(
     said = " ".join(captured.err.split())
     for words in ("full depth 1.00 1.00x 0", "against truncation", "Writing 1 text: lossless"):
         assert words in said
-    assert f"Verdict: {found['verdict']}" in said
-    assert "A prompt of 56 tokens" in said
+    assert captured.err.endswith(f"{found['verdict']}\n")
+    assert found["verdict"].count("`utio-jax ") == 2
+    assert "Prompt of 56 tokens" in said
     assert captured.err.count("\n") < 24, "less than a screen"
     assert json.loads((out / "demo.json").read_text()) == found
     for picture in found["pictures"]:

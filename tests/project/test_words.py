@@ -20,8 +20,8 @@ CODE = [
     for file in (ROOT / folder).rglob("*.py")
 ]
 # Not rewritten yet: this tuple may only become shorter.
-UNCHECKED = ("attention", "bench", "calibration", "cli", "contrib", "core", "decoding", "engine")
-UNCHECKED += ("evaluation", "prompts", "serving", "staircase")
+UNCHECKED = ("attention", "calibration", "core", "decoding", "engine")
+UNCHECKED += ("prompts", "serving/worker.py", "staircase")
 MODULES = [
     file
     for file in sorted((ROOT / "utio_jax").rglob("*.py"))

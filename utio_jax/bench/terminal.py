@@ -97,7 +97,7 @@ def depth_legend(depths: Sequence[int], *, levels: Sequence[int] | None = None) 
 
 
 def _table(names: Sequence[str], **options: Any) -> Table:
-    """Returns an empty table, its first column left of the others' numbers; nothing is cut off."""
+    """Returns an empty table: labels left, numbers right, no cell cut off."""
     table = Table(padding=(0, 0), **options)
     for number, name in enumerate(names):
         table.add_column(name, justify="right" if number else "left", overflow="fold")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is served: a model that reads and writes text, how it decodes, what requests may ask."""
+"""The served model: text in and out, decoding mode, limits of requests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from utio_jax.policies.depth import Thresholded
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What a request, and all requests together, may ask for. All above 0, counts at least 1.
+    """Limits of one request and of all open requests. Above 0; counts at least 1.
 
     Attributes:
       body_bytes: of a request.
@@ -44,7 +44,7 @@ class Limits:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Chat:
-    """How a model's conversations become tokens.
+    """Encoder of a model's conversations.
 
     Attributes:
       template: the Jinja program, for clients that ask.
@@ -60,7 +60,7 @@ class Chat:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServedModel:
-    """A model under a name, and what the operator lets requests choose.
+    """A model under a name, and the options that requests may choose.
 
     Attributes:
       name: what requests call it.

@@ -25,12 +25,12 @@ class Piece:
 
 
 def token_name(token: int) -> str:
-    """Returns the name of a token that has no other, as vLLM writes it."""
+    """Returns the name of a token without text, as vLLM writes it."""
     return f"token_id:{token}"
 
 
 class PieceReader:
-    """Reads tokens one by one, whatever a tokenizer's decoder makes of them alone."""
+    """Reads tokens one by one, independent of a tokenizer's decoder."""
 
     def __init__(self, tokenizer: Any) -> None:
         """Takes a tokenizer of the `tokenizers` library."""
