@@ -20,8 +20,8 @@ CODE = [
     for file in (ROOT / folder).rglob("*.py")
 ]
 # Not rewritten yet: this tuple may only become shorter.
-UNCHECKED = ("attention", "calibration", "core", "decoding", "engine")
-UNCHECKED += ("prompts", "serving/worker.py", "staircase")
+UNCHECKED = ("core/platform.py", "core/processes.py", "decoding", "engine", "serving/worker.py")
+UNCHECKED += ("staircase",)
 MODULES = [
     file
     for file in sorted((ROOT / "utio_jax").rglob("*.py"))

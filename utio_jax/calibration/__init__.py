@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fits signals and thresholds to a model and a text, and proves them against controls."""
+"""Fits signals and thresholds to a model and a text, and compares them with controls."""
 
 from utio_jax.calibration.advice import advise
 from utio_jax.calibration.calibrate import calibrate

@@ -67,6 +67,7 @@ class Demo:
         console = Console(stderr=True, width=118, highlight=False)
         budgets = _budgets(model)
         budget = min(budgets, key=lambda value: abs(value - DEFAULT_BUDGET))
+        ledgers = self._read(model, documents, budgets)
         config = model.decoder.config
         width = min(_WIDTH, config.context_length)
         prompt: dict[str, Any] | None = None
@@ -86,7 +87,6 @@ class Demo:
         ]
         for line in sentences(generation, prompt):
             console.print(line)
-        ledgers = self._read(model, documents, budgets)
         hull, plain = uniform_hull(ledgers), model.plain_controls
         rows = [
             row.to_dict()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all packages share: the decoder, documents in static shapes, files, FLOPs, executed work."""
+"""Base of all packages: decoder, documents in static shapes, files, FLOPs, executed work."""
 
 from utio_jax.core.decoder import Decoder, DecoderConfig, HasExitLens, Mixes, apply_exit_lens
 from utio_jax.core.documents import Batch, batches_of, check_tokens, sample_batches, windows_of
