@@ -190,7 +190,7 @@ def test_generate_is_the_plain_model_unless_told_otherwise(
         assert PROMPT in captured.err
         assert set(Ledger(policy="").to_dict()) <= set(found)
         assert found["involuntary_exits"] == found["compiles"] == 0
-        assert ("layers behind each token" in captured.err) == (mode != "plain")
+        assert ("layers of each token" in captured.err) == (mode != "plain")
         assert captured.err.endswith(".\n"), "a sentence to act on"
     assert rows["plain"]["policy"] == rows["lossless"]["policy"] == "full"
     assert rows["plain"]["flops_ratio"] == rows["plain"]["speedup"] == 1
@@ -267,7 +267,7 @@ def test_generate_streams_one_prompt_to_a_terminal(
     assert all(shown[1:]), "text comes while there is more to come"
     assert "".join(shown).startswith(PROMPT)
     assert record["texts"][0] in "".join(shown) + captured.out
-    assert "layers behind each token:" in captured.out
+    assert "layers of each token:" in captured.out
     assert re.search(r"[\d.]+ times as fast as plain decoding[:,.]", captured.err)
 
 

@@ -2,7 +2,7 @@
 """Sliding-window attention with sinks, for blocks of queries: one product over gathered keys.
 
     key      0 1 2 3 4 5 6 7 8 9     # queries at positions 7 to 9, recent=3, one sink
-    query 7  |         # # #         # "|" the sinks: gathered, behind the band
+    query 7  |         # # #         # "|" the sinks: gathered, after the band
     query 8  |           # # #       # "#" the band: one slice for the whole block of queries
     query 9  |             # # #
 

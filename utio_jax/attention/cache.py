@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The K/V cache: one array per kind for all layers, carried whole and written before it is read.
 
-A token's slot is its position. What lies behind a row's last token does not count: padding of a
+A token's slot is its position. What lies after a row's last token does not count: padding of a
 ragged batch, rejected drafts, zeros. It is never cleared, since a slot is always written before a
 query that could see it.
 """
@@ -138,7 +138,7 @@ def write_prompt(
 ) -> KVCache:
     """Returns the cache with one layer's K/V of each row's first tokens.
 
-    One contiguous copy. Those of padding land behind the rows' last tokens, and do not count.
+    One contiguous copy. Those of padding land after the rows' last tokens, and do not count.
     """
 
     def put(old: jax.Array, new: jax.Array) -> jax.Array:

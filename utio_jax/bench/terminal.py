@@ -69,7 +69,7 @@ def depth_text(pieces: Sequence[str], depths: Sequence[int], *, levels: Sequence
 
     Args:
       pieces: of the text, one per token.
-      depths: layers behind each.
+      depths: layers of each.
       levels: all depths that can occur, ascending.
     """
     text = Text()
@@ -88,7 +88,7 @@ def depth_legend(depths: Sequence[int], *, levels: Sequence[int] | None = None) 
       depths: to name.
       levels: all depths that can occur, ascending, as `depth_text` had them; None means `depths`.
     """
-    text = Text("layers behind each token: ")
+    text = Text("layers of each token: ")
     among = list(depths if levels is None else levels)
     for depth in depths:
         copied = ": copied" if depth == 0 else ""

@@ -117,7 +117,7 @@ def compare(  # noqa: PLR0913 (options, each named)
       document_of_window: `[window]`, the document that each of `Batch.window` is cut from.
       calibration: the fitted policies; None: there are none.
       budgets: which of the calibration's; all by default.
-      policies: others to judge, each beside random depths of its own histogram; by name, or called
+      policies: others to judge, each next to random depths of its own histogram; by name, or called
         by their own.
       executor: how live slots are run.
       mesh: splits the rows of every pass over its axis "data".

@@ -48,10 +48,10 @@ class Calibrate(OfWindows, OfText):
         near-copies kept together.
       confidence: of that guarantee, for all policies at once: pick the cheapest. By default 0.95.
       fit_lens: first fit a tuned lens, through which the frozen model's head reads its exits, to
-        half of the documents; the policies get the other half. Written beside --out, and kept where
+        half of the documents; the policies get the other half. Written next to --out; kept where
         the same one is there already. Always, where a model names no exits.
-      out: JSON file to write, its weights beside it; by default policies.json in the model's
-        folder, or NAME.policies.json beside its NAME.gguf. What is there is replaced, unless that
+      out: JSON file to write, its weights next to it; by default policies.json in the model's
+        folder, or NAME.policies.json next to its NAME.gguf. What is there is replaced, unless that
         would lose a policy. The shipped model's own is never written.
     """
 

@@ -26,7 +26,7 @@ class FitPrompt(OfModel, OfText):
     """Fits K/V maps for prompts whose tokens mostly exit early, and chooses the prefill.
 
     Maps are fitted to one part of the text, the cheapest way of reading within the limit is chosen
-    on another, and reported on a third, beside controls; without files, of the calibrate split of
+    on another, and reported on a third, with controls; without files, of the calibrate split of
     the standard library. What is written is for --prompt-maps; the model stays as it is.
 
     Attributes:
@@ -36,7 +36,7 @@ class FitPrompt(OfModel, OfText):
       max_nll_increase_pct: limit of the loss increase of what follows a prompt.
       prompt_tokens: of the rows that ways of reading are chosen and reported on; a seventh as many
         follow, whose loss counts.
-      out: the file, NAME.json; the maps lie beside it. By default prompt.json in the model's
+      out: the file, NAME.json; the maps lie next to it. By default prompt.json in the model's
         folder.
     """
 
@@ -64,7 +64,7 @@ class FitPrompt(OfModel, OfText):
         width = self.prompt_tokens + continuation
         if width > config.context_length:
             raise ValueError(
-                f"Wanted --prompt-tokens and a seventh as many behind them within the model's "
+                f"Wanted --prompt-tokens and a seventh as many after them within the model's "
                 f"context of {config.context_length}. Got {self.prompt_tokens}."
             )
         candidates = [

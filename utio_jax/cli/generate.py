@@ -33,7 +33,7 @@ class Generate(OfDecoding):
       chat: each prompt is a user's message, to be answered by the model's own chat template.
       max_new_tokens: new tokens per prompt at most.
       stop: a string that ends the text before itself. May be given several times.
-      rounds: timed turns after the text is there, beside plain decoding's; 0 decodes once, and
+      rounds: timed rounds after the text, in turns with plain decoding; 0 decodes once, and
         times nothing.
     """
 
@@ -71,7 +71,7 @@ class Generate(OfDecoding):
         mode, prefill, budget = self.decoding_mode(model)
         prompts, eos_ids = self._encoded(model)
         plain = Plain()
-        # Plain decoding behind a prompt that was read otherwise is not the baseline.
+        # Plain decoding after a prompt that was read otherwise is not the baseline.
         label = "prompt" if prefill is not None and isinstance(mode, Plain) else mode.name
         options: dict[str, Any] = {
             "sampling": sampling,

@@ -393,7 +393,7 @@ def repeat_reading(file: Path) -> None:
     lost, limit = tested[0]["nll_increase_pct"], stored.get("max_nll_increase_pct", 1.0)
     if stored.get("chosen") is None or lost > limit:
         print(
-            f"utio-jax: these maps did not pay when they were fitted: {lost:+.2f} % loss behind "
+            f"utio-jax: these maps did not pay when they were fitted: {lost:+.2f} % loss after "
             f"prompts, beyond the limit of +{limit:g} %. Read prompts in full, or fit others.",
             file=sys.stderr,
         )

@@ -47,7 +47,7 @@ class Serve(OfMode, OfProcesses):
     Attributes:
       think_end: what the model writes where its thinking ends, as `</think>`, and what is forced
         where it has to end. Without it nothing is known of thinking.
-      think_start: behind which it thinks, as `<think>`. By default from the first new token on.
+      think_start: after which it thinks, as `<think>`. By default from the first new token on.
       max_thinking_tokens: thought tokens before the end is forced.
       name: what requests call the model; by default the name of its folder or file.
       host: where to listen. Another address than this machine's own wants --api-key-file.

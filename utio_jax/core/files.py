@@ -341,13 +341,13 @@ def load_owned(
     beside = file.with_suffix(".safetensors")
     if not beside.is_file():
         raise ValueError(
-            f"Wanted the weights of {file} beside it, at {beside}. There are none. Copy both "
+            f"Wanted the weights of {file} next to it, at {beside}. There are none. Copy both "
             f"files, or create them again: {command}."
         )
     data = beside.read_bytes()  # Once: what is hashed is what is read.
     if hashlib.sha256(data).hexdigest() != digest:
         raise ValueError(
-            f"Wanted the weights that {file} was written with, beside it. {beside} holds others, "
+            f"Wanted the weights that {file} was written with, next to it. {beside} holds others, "
             "or an earlier version wrote the two. Copy both files, or create them again: "
             f"{command}."
         )

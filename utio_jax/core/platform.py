@@ -30,7 +30,7 @@ class Platform:
         On accelerators all of a row, in one product.
       static_shapes: whether loops of unknown length are slower than static prefixes.
       narrow: width of a state below which a static prefix is written layer by layer, not as a loop:
-        what such a layer does beside its products weighs more than they do, and is fused across
+        what such a layer does besides its products weighs more than they do, and is fused across
         layers.
       least_routed: width of a state from which passes are routed by default: narrower layers wait
         more than they multiply, and routing them is predicted to lose.
@@ -121,6 +121,6 @@ def on_enough_rows(function: Callable[..., Any], *arrays: Any) -> Any:
     if math.prod(leaf.shape[:-1]) >= least:
         return function(*arrays)
     pad = lambda y: jnp.concatenate([y] * least)[:least]  # noqa: E731
-    # Behind a barrier: what is one row repeated would be multiplied as one row.
+    # After a barrier: what is one row repeated would be multiplied as one row.
     out = function(*jax.lax.optimization_barrier(jax.tree.map(pad, arrays)))
     return jax.tree.map(lambda y: y[:rows], out)

@@ -97,7 +97,7 @@ class Spent:
 
     Attributes:
       tokens: emitted.
-      decided: token-layers behind the distributions that they were taken from.
+      decided: token-layers of the distribution that they were taken from.
       executed: token-layers computed, rejected drafts and rows that have ended included.
       flops: executed: layers, frozen K/V, heads, gates.
       flops_plain: executed by plain decoding of as many tokens of each row, in the same batch.

@@ -189,7 +189,7 @@ def hull_of(points: Sequence[tuple[np.ndarray, np.ndarray]], ratio: np.ndarray) 
 def _margin(totals: np.ndarray) -> np.ndarray:
     """Returns margins `[draw]` of sums `[draw, 2 * (exits + 1)]`, see `HullBootstrap._values`."""
     nll, flops = totals[:, 0::2], totals[:, 1::2]
-    # Full depth is the last exit, the policy is behind it.
+    # Full depth is the last exit, the policy is after it.
     loss, ratio = 100 * (nll / nll[:, -2:-1] - 1), flops / flops[:, -2:-1]
     points = [(ratio[:, index], loss[:, index]) for index in range(nll.shape[1] - 1)]
     return hull_of(points, ratio[:, -1]) - loss[:, -1]

@@ -105,7 +105,7 @@ def find_template(path: Path, keys: Mapping[str, Any] | None = None) -> ChatTemp
     """Returns the chat template of a model. Raises ValueError where it has none.
 
     It lies in a folder's `chat_template.jinja` or `tokenizer_config.json`, or in the metadata
-    `keys` of a GGUF file, beside which a `NAME.chat_template.jinja` wins. Special tokens are those
+    `keys` of a GGUF file, next to which a `NAME.chat_template.jinja` wins. Special tokens are those
     of `tokenizer_config.json`; what it lacks, `special_tokens_map.json` has in older folders.
     """
     if keys is None:

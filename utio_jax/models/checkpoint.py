@@ -129,7 +129,7 @@ class Model(Verbs):
         return dataclasses.replace(self, decoder=decoder, params=params, prompt_choices=choices)
 
     def with_branches(self, path: str | Path) -> Model:
-        """Returns the model with exit branches from a file or folder, and the policies beside it.
+        """Returns the model with exit branches from a file or folder, and the policies next to it.
 
         Raises:
           ValueError: there are none, or they are another model's.
@@ -458,4 +458,4 @@ _CARRIED = (
     *("vocab.json", "merges.txt", "generation_config.json"),
     *("chat_template.json", "chat_template.jinja", "additional_chat_templates/*.jinja"),
 )
-"""What a model is read and written with, beside its weights, as transformers names the files."""
+"""Files of a model folder apart from its weights, with the names of transformers."""

@@ -90,7 +90,7 @@ class Gemma3nConfig(GemmaConfig):
     Attributes:
       sparsity: for each layer the share of the MLP's gates that is cut off, were they normally
         distributed; 0: none. Empty: none in any layer.
-      laurel_rank: of the low-rank map beside attention (Laurel).
+      laurel_rank: of the low-rank map next to attention (Laurel).
       rope_scaling: how rotations of layers without a window are stretched.
     """
 
@@ -163,7 +163,7 @@ class _Gemma:
         kernels: dict[str, tuple[int, int]],
         scales: dict[str, int],
     ) -> Params:
-        """Returns fresh parameters; a layer has `kernels` and `scales` beside those of both."""
+        """Returns fresh parameters; layers have `kernels` and `scales` besides the shared ones."""
         config = self.config
         dim, inputs, every = config.hidden_dim, config.input_dim, config.num_layers
         kernels = {**self._kernels(config.head_dim, config.mlp_dim), **kernels}

@@ -24,7 +24,7 @@ from utio_jax.models.transformer import TransformerConfig
 # or sound, too: as transformers 5 writes them, and as some were published.
 _TEXT_PARTS = ("model.language_model.", "language_model.model.")
 _HEADS = ("lm_head.", "language_model.lm_head.")
-# What old checkpoints hold beside their parameters.
+# Entries of old checkpoints that are not parameters.
 _NOT_PARAMETERS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", ".position_ids")
 
 
@@ -59,7 +59,7 @@ def weight_files(folder: Path) -> list[Path]:
     names = {*map(str, where.values())} if isinstance(where, dict) else set[str]()
     if not names or any(Path(name).name != name or len(name) > 250 for name in names):
         raise ValueError(
-            f"Wanted a weight_map from tensors to files beside {index}. Got {str(names)[:200]}."
+            f"Wanted a weight_map from tensors to files next to {index}. Got {str(names)[:200]}."
         )
     files = [folder / name for name in sorted(names)]
     for file in files:

@@ -18,7 +18,7 @@ _MEMORY_SHARE = 0.6
 
 
 def fit_layers(config: Any, *, dtype: str, memory: float, cache_tokens: int) -> int:
-    """Returns how many layers fit in free bytes beside embeddings and cache, at most the model's.
+    """Returns the number of layers that fit in free bytes with embeddings and cache.
 
     Raises:
       ValueError: not even two do, the least that can be split.

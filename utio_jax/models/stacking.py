@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A checkpoint's tensors become stacked parameters, one at a time: little memory beside them."""
+"""Stacks a checkpoint's tensors into parameters, one at a time, with little extra memory."""
 
 from __future__ import annotations
 

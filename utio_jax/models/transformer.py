@@ -69,7 +69,7 @@ class TransformerConfig(DecoderConfig):
     query_scale: float | None = None
     logit_softcap: float | None = None
     sum_norms: ClassVar[bool] = False
-    """Whether norms stand behind each block's sum with its input (BERT), not before the block."""
+    """True if norms follow each block's sum with its input (BERT), instead of opening the block."""
     choices: ClassVar[dict[str, tuple[str, ...]]] = {
         "activation": get_args(Activation),
         "norm": get_args(Norm),

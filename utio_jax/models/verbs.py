@@ -284,7 +284,7 @@ class Verbs:
     ) -> ScoredTexts:
         """Returns the log-likelihood and the depth of every token of some texts.
 
-        It runs what the policy costs, and no full-depth pass beside it: `evaluate` compares, and
+        It runs the policy's pass alone, without a full-depth pass: `evaluate` compares, and
         so does `compare=True`.
 
         Args:
@@ -357,7 +357,7 @@ class Verbs:
           exits: depths at which tokens may stop, for a model that names none, see `some_exits`.
           context: tokens of the windows that documents are cut into, at most.
           seed: of gates and halves.
-          out: folder or JSON file of the calibration, its lens beside it; None: none is written.
+          out: folder or JSON file of the calibration, its lens next to it; None: none is written.
           progress: called with what happens next.
           **options: of `utio_jax.calibrate`: `text`, `mesh` ...
 

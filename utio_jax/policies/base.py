@@ -19,18 +19,18 @@ class Boundary:
     """State of the forward pass at an early exit, as seen by policies and signals.
 
     Attributes:
-      x: states at this depth; those of tokens that are not live are frozen, or padding.
-      positions: the tokens' positions in their sequences.
-      live: tokens that run so far; only their decisions count.
+      x: hidden states `[batch, token, dim]`. Entries where `live` is False are frozen or padding.
+      positions: token positions within each row.
+      live: tokens that have not exited yet; only their decisions count.
       params: the decoder's parameters.
-      depth: the depth in question: layers run so far, or those of a branch that begins here
+      depth: layers run so far, or those of a branch that begins here
         (`DecoderConfig.branches`). Static.
       decoder: the model. Static.
-      map_live: `map_live(function, *arrays)` applies a function of blocks `[slot, ...]` to the live
-        tokens only, so that its cost follows their count; elsewhere the result is 0. Static.
-      map_logits: the same, but the function's first argument is the tokens' own prediction at this
-        depth, `[slot, vocab]` in float32. Of tokens that stop here the pass' result comes from the
-        same head: looking costs a head only for those that go on. Static.
+      map_live: `map_live(function, *arrays)` evaluates a function of blocks `[slot, ...]` on live
+        tokens only, so that its cost follows their count, and returns 0 elsewhere. Static.
+      map_logits: like `map_live`, but passes the logits at this exit as the first argument,
+        `[slot, vocab]` in float32. Tokens that exit here reuse these logits, so the extra cost is
+        one LM head per token that continues. Static.
     """
 
     x: Float[Array, "batch token dim"]
@@ -43,7 +43,7 @@ class Boundary:
     map_logits: Callable[..., jax.Array] = static()
 
 
-class Asked(Protocol):
+class ExitFunction(Protocol):
     """Base protocol of `Policy` and `Signal`: frozen dataclasses, registered as pytrees.
 
     Thresholds and weights are leaves (a new threshold compiles nothing), configuration is static.
@@ -76,7 +76,7 @@ class Asked(Protocol):
 
 
 @runtime_checkable
-class Policy(Asked, Protocol):
+class Policy(ExitFunction, Protocol):
     """Decides, at each boundary, which live tokens run deeper."""
 
     @property
@@ -134,7 +134,7 @@ class PolicyBase:
 
 
 @runtime_checkable
-class Signal(Asked, Protocol):
+class Signal(ExitFunction, Protocol):
     """Scores tokens at each boundary. Tokens with higher scores should run deeper.
 
     `utio_jax.policies.depth.Thresholded` makes a policy of a signal. Weights that belong to a depth

@@ -26,7 +26,7 @@ from utio_jax.policies.signals import Chance, KnownBefore, Position, ScoreTable,
 class Thresholded:
     """Tokens go deeper while a signal's score exceeds the boundary's threshold.
 
-    A score of NaN or +inf goes on whatever the finite threshold: a broken score saves no work.
+    NaN and +inf exceed every finite threshold: tokens with such scores never exit early.
 
     Attributes:
       signal: scores tokens at each boundary.

@@ -122,7 +122,7 @@ class Calibration:
         return budget
 
     def save(self, path: str | Path) -> None:
-        """Writes a JSON file, and its weights beside it; in a folder, these are `policies.*`."""
+        """Writes a JSON file, and its weights next to it; in a folder, these are `policies.*`."""
         out = calibration_file(path)
         stored = {name: _take_apart(signal) for name, signal in self.signals.items()}
         weights = {name: tensors for name, (_, tensors) in stored.items() if tensors}

@@ -2,7 +2,7 @@
 """Chooses the prefill (stop, share and signal) within a limit on the loss after the prompt.
 
 Three parts of a text, no document in two of them: KV maps are fitted to the first, the cheapest way
-of reading within the limit is chosen on the second, and figures come from the third, beside
+of reading within the limit is chosen on the second, and figures come from the third, with
 controls that a choice by importance has to beat: as many tokens by chance, none, and the same
 tokens with the others hidden or their last states copied.
 """

@@ -162,7 +162,7 @@ class Continuations:
     """Losses and hits after prompts, under full depth or less.
 
     Attributes:
-      losses: of each row's tokens behind its prompt, in nats, summed.
+      losses: of each row's tokens after its prompt, in nats, summed.
       right: how many of these were the most probable one.
       depths: decided ones of all of a row's tokens, in layers; 0 for padding.
     """

@@ -2,8 +2,8 @@
 """Fits K/V maps in closed form: ridge regression of deeper K/V on the state at a stop.
 
 Inputs are the normalised states of the full model where prompt tokens are to stop; targets are the
-keys, at position 0 and behind a norm of keys where the model has one, and values of every layer
-behind. Sums of squares are streamed over the text, and solved once at the end.
+keys, at position 0 and after a norm of keys where the model has one, and values of every layer
+after. Sums of squares are streamed over the text, and solved once at the end.
 """
 
 from __future__ import annotations

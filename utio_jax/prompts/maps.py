@@ -38,7 +38,7 @@ class KVMap:
 
     They start from the state over its root mean square, as layers themselves do: the first tokens'
     states are many times as long as others, and no affine map of both fits both. Keys are those
-    before the rotation by position, and behind a norm of keys where a model has one.
+    before the rotation by position, and after a norm of keys where a model has one.
 
     Attributes:
       kernel: from a normalised state to keys (index 0) and values (1).
@@ -107,7 +107,7 @@ def with_kv_maps(
     outside = [stop for stop in stops if not 0 < stop < config.num_layers]
     if outside:
         raise ValueError(
-            f"Wanted maps from depths between 1 and {config.num_layers - 1}, behind which this "
+            f"Wanted maps from depths between 1 and {config.num_layers - 1}, after which this "
             f"model has layers to skip. Got {outside}. Fit them for this model: utio-jax "
             "fit-prompt."
         )
@@ -145,7 +145,7 @@ def kv_maps_file(path: str | Path) -> Path:
 
 
 def save_kv_maps(path: str | Path, maps: Mapping[int, KVMap], *, info: Mapping[str, Any]) -> None:
-    """Writes a JSON file with the stops and `info`, and the maps beside it as safetensors.
+    """Writes a JSON file with the stops and `info`, and the maps next to it as safetensors.
 
     Both appear whole or not at all, and belong together by a hash.
 
@@ -191,7 +191,7 @@ def load_kv_maps(
     ):
         raise ValueError(
             f"Wanted for each of the stops {stops} a kernel [dim, layer, 2, kv_head, head_dim] and "
-            f"its bias beside {file}. Got {shapes}. Fit again: utio-jax fit-prompt."
+            f"its bias next to {file}. Got {shapes}. Fit again: utio-jax fit-prompt."
         )
     maps = {
         stop: KVMap(**{field: jnp.asarray(tensors[f"{stop}.{field}"]) for field in fields})

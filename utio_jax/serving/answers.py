@@ -129,7 +129,7 @@ class Choice:
     def _starts(self, tokens: Event | PromptScores) -> list[int]:
         """Returns where in the choice's text each token begins, in characters.
 
-        Tokens of one character begin where it does. Behind a stop string, all are at the end.
+        Tokens of one character begin where it does. After a stop string, all are at the end.
         """
         size, echoed, starts = math.inf, "", list[int]()
         if isinstance(tokens, PromptScores):
@@ -272,7 +272,7 @@ class Answer(Response):
         Raises `ApiError` where it ended otherwise than by its own tokens.
         """
         reading, prompts = self._reading, range(len(self._reading.prompts))
-        # Prompts that are still to be echoed, and new tokens that come behind them.
+        # Prompts that are still to be echoed, and new tokens that come after them.
         unsaid: dict[int, list[tuple[int, Event]]] = {}
         if reading.echo is not None and reading.logprobs is not None:
             unsaid = {row: [] for row in prompts}

@@ -27,7 +27,7 @@ class Metrics:
         about = "From a request to its first token, the queue included"
         self._first = histogram("utio_time_to_first_token_seconds", about)
         self._between = histogram("utio_time_between_tokens_seconds", "Mean of each request")
-        about = "Layers behind a request's new tokens, on average"
+        about = "Layers of a request's new tokens, on average"
         self._depth = histogram("utio_mean_depth_layers", about, tuple(range(1, layers + 1)))
         self._registry.register(self)
 

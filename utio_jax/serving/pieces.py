@@ -35,7 +35,7 @@ class PieceReader:
     def __init__(self, tokenizer: Any) -> None:
         """Takes a tokenizer of the `tokenizers` library."""
         self._tokenizer = tokenizer
-        # Behind nothing, some decoders drop a space.
+        # After nothing, some decoders drop a space.
         self._before = tokenizer.encode("a", add_special_tokens=False).ids
         self._known = len(tokenizer.decode(self._before))
 

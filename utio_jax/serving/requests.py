@@ -19,7 +19,7 @@ from utio_jax.serving.schema import ChatRequest, CompletionRequest, Message, Uti
 from utio_jax.serving.worker import Task
 
 _LONG = 16384
-"""Characters of a text that is encoded beside the event loop."""
+"""Length in characters from which a text is encoded in a thread."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

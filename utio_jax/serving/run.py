@@ -167,7 +167,7 @@ class Server:
 
     def _changed(self) -> None:
         if self.app.dead is not None:
-            self.stop()  # Behind the errors that open requests get.
+            self.stop()  # After the errors that open requests get.
             return
         seconds = round(time.monotonic() - self._began, 3)
         self._log({"event": "ready", "url": self.url, "seconds": seconds})

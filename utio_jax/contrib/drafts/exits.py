@@ -101,7 +101,7 @@ class DynamicExits(Mode):
         """Returns each row's exit and draft length with most expected tokens per layer.
 
         With agreement `a`, `n` drafts let out `1 + a + ... + a^n` tokens, and run `n` times the
-        exit's layers beside all layers once.
+        exit's layers, plus all layers once.
         """
         right, exits = state.memory.right, decoder.config.exits
         drafts = jnp.arange(self.block, dtype=jnp.float32)
@@ -151,7 +151,7 @@ class DynamicExits(Mode):
                 )
                 # A draft of q is accepted under p in this share of the cases.
                 right = jnp.sum(jnp.exp(jnp.minimum(log_p, log_p[:, :, -1:])), axis=-1)
-        # Behind a wrong draft the text is another one.
+        # After a wrong draft the text is another one.
         judged = active[:, None] & (offsets <= verified.accepted[:, None])
         right = jnp.sum(jnp.where(judged[:, :, None], right, 0.0), axis=1)
         right += state.memory.right * jnp.where(active, self.decay, 1.0)[:, None]

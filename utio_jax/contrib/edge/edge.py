@@ -38,7 +38,7 @@ class EdgeText:
 
     Attributes:
       token_ids: new ones, the one that ended the text included.
-      decided: layers behind the distribution that each was taken from: the exit's, or all.
+      decided: layers of the distribution that each was taken from: the exit's, or all.
       log_probabilities: of each in nats, before any sampling method.
       fallbacks: tokens of the exit that a lost cloud would have been asked for.
       edge_layers: token slots that ran a layer on the edge, prompt and padding included.

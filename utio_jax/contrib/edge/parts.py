@@ -100,7 +100,7 @@ def run_block(  # noqa: PLR0913 (arrays of one block)
     """
     ahead = jnp.arange(inputs.shape[0], dtype=jnp.int32)[None, :]
     valid = ahead < count
-    positions = jnp.where(valid, first + ahead, 0)  # Some decoders have none behind the last.
+    positions = jnp.where(valid, first + ahead, 0)  # Some decoders have none after the last.
     block = block_at(decoder, positions, valid)
     x = inputs[None].astype(cache.keys.dtype)
     if not start:

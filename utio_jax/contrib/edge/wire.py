@@ -2,7 +2,7 @@
 """Messages between an edge and its cloud: ZeroMQ with CURVE, headers and hidden states as bytes.
 
     ask      what `identify` returns, a header (`ASK`), states of the next tokens at the exit
-    answer   `TOKEN`        the token behind the last of them
+    answer   `TOKEN`        the token after the last of them
              b"m"           the states before these have to come, too
              b"r" text      refused: another model, protocol or size
              b"f" text      a fault of the cloud

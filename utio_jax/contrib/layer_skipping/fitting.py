@@ -34,13 +34,13 @@ def fit_prompt_sets(
 
     After Jain et al. 2024 (arXiv 2410.12513), without training the model: a linear gate at the
     beginning of every segment but the first learns, from the mean state of a row's first `prompt`
-    tokens, how much it harms the tokens behind them to skip this segment alone (the root of their
+    tokens, how much it harms the tokens after them to skip this segment alone (the root of their
     mean KL to full depth, in nats ** 0.5). One threshold for all gates lets those tokens run
     `layers` on average. Segments end at the model's exits; studies are of a text, by `study_exits`.
 
     Raises:
       ValueError: fewer layers than the first segment has, or more than there are, or no row with
-        tokens behind its prompt.
+        tokens after its prompt.
     """
     depths = decoder.config.exits
     if not depths[0] <= layers <= depths[-1] or prompt < 1:
@@ -74,7 +74,7 @@ def skipping_harm(
 ) -> np.ndarray:
     """Returns the mean KL to full depth, in nats, of skipping one segment after a prompt.
 
-    `[boundary, row]`, over the rows of all batches; NaN for rows that predict nothing behind their
+    `[boundary, row]`, over the rows of all batches; NaN for rows that predict nothing after their
     first `prompt` tokens. Segments end at the model's exits; the first is always run.
     """
     depths, compare = decoder.config.exits, jax.jit(compare_states, static_argnums=0)
@@ -99,7 +99,7 @@ def _threshold(scores: np.ndarray, layers: np.ndarray, *, target: float) -> floa
     """Returns the threshold at which rows run most layers on average, at most `target`.
 
     It lies midway between two scores `[boundary, row]`, so that rounding moves no row over it.
-    Layers are those of each segment behind the first, which is not counted.
+    Layers are those of each segment after the first, which is not counted.
     """
     if target >= layers.sum():
         return -np.inf

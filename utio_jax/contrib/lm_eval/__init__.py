@@ -160,7 +160,7 @@ class UtioLM(TemplateLM):
             if len(continuation) >= self.max_length:
                 raise ValueError(
                     f"Wanted continuations that fit the model's context of {self.max_length} "
-                    f"tokens behind one token at least. {texts[1][:40]!r} has "
+                    f"tokens after one token at least. {texts[1][:40]!r} has "
                     f"{len(continuation)}. Shorten it, or use a model with more context."
                 )
             truncated = len(context) + len(continuation) > self.max_length
@@ -337,7 +337,7 @@ def _opening(model: Any) -> list[int]:
     """Returns the ids that the model's texts start with.
 
     Raises:
-      ValueError: its tokenizer puts something behind a text as well.
+      ValueError: its tokenizer puts something after a text as well.
     """
     opened = model.encode(["a"])[0].tolist()
     bare = model.tokenizer.encode("a", add_special_tokens=False).ids

@@ -158,7 +158,7 @@ def _ladder(seen: np.ndarray, none: Select, run: _Run, *, limit: int) -> list[tu
 def _path(behind: np.ndarray, setting: Select, run: _Run, *, limit: int) -> Iterator[_Try]:
     """Yields margins at the depths of `setting`, their cost and lost winners, from none lost on.
 
-    Greedily: each step gives up the winners that are farthest behind at one depth, where a lost
+    Greedily: each step gives up the winners farthest from the best at one depth, where a lost
     winner buys most. `behind`, `[depth, query]`, are how far each winner is, in descending order.
     """
     places = np.arange(len(behind))

@@ -6,7 +6,7 @@
     found.winner, found.scores
 
 Early-exit reranking: at each depth of `Select.depths` the head reads every candidate that is left,
-those more than a margin behind the best leave, and the others are packed into a smaller static
+those more than a margin worse than the best leave, and the others are packed into a smaller static
 batch. One that stays to the end has full depth's score: what a margin risks is that the winner
 leaves, and `fit_select` finds margins that bound how often it does.
 """
@@ -50,7 +50,7 @@ class Context:
     Attributes:
       cache: keys and values of all layers that make some, one row.
       length: tokens.
-      log_probs: of the token behind it, in nats.
+      log_probs: of the token after it, in nats.
     """
 
     cache: KVCache
@@ -62,7 +62,7 @@ class Context:
 class Select:
     """Rule for the candidates that run deeper: at most a margin worse than the best.
 
-    A candidate's score is the log-likelihood of its tokens behind the context, in nats. Its first
+    A candidate's score is the log-likelihood of its tokens after the context, in nats. Its first
     token is predicted by the context alone, so that term is full depth's at every depth. At depth 0
     it is all that is known: there it is compared as it is, never divided by a number of tokens.
 
@@ -112,7 +112,7 @@ class Selected:
         for candidates of length 0.
       depths: layers that each has run.
       seen: scores at each of `Select.depths`, and at full depth; NaN of those that had left.
-      work: what was executed behind the context, padding included, by segment.
+      work: what was executed after the context, padding included, by segment.
     """
 
     winner: int
@@ -180,7 +180,7 @@ def select(
 
     Raises:
       ValueError: see `Select.check`; ids outside the vocabulary, no candidates, or ones that do not
-        fit behind the context.
+        fit after the context.
     """
     config = decoder.config
     ids, ends = check_tokens(candidates, lengths, vocab_size=config.vocab_size)
@@ -191,7 +191,7 @@ def select(
     known = int(context.length)
     if known + int(ends.max()) > config.context_length:
         raise ValueError(
-            f"Wanted candidates of at most {config.context_length - known} tokens behind a context "
+            f"Wanted candidates of at most {config.context_length - known} tokens after a context "
             f"of {known}. Got one of {int(ends.max())}. Cut the context at its beginning."
         )
     # Every program knows the static width of the last token, which itself is never run.

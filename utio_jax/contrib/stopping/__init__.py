@@ -36,7 +36,7 @@ class Confidence:
     """Rule for ending a thought: after tokens that the model was sure of.
 
     Minus the mean log-probability of the last `window` thought tokens has to lie below `threshold`,
-    in nats (-inf: nowhere). It is asked behind `min_tokens` at least, and `window`; only behind
+    in nats (-inf: nowhere). It is asked after `min_tokens` at least, and `window`; only after
     tokens of `cue_ids`, such as the ends of sentences, where there are any.
     """
 
@@ -60,7 +60,7 @@ class Confidence:
 class Answered:
     """A prompt, a thought and the answer after it, as token ids.
 
-    `surprise` has the nats of each thought token, `means` what was asked behind it. `ended_by` is
+    `surprise` has the nats of each thought token, `means` what was asked after it. `ended_by` is
     "confidence", "budget", "model" (which wrote the end), or "eos": the text ended, unanswered.
     """
 
@@ -139,7 +139,7 @@ class Trace(NamedTuple):
     """Results of ending a prompt's thought at every possible token.
 
     `ends` has, for each place asked, the tokens thought, the window's mean surprise in nats, and
-    whether the answer is another than behind all `whole` tokens.
+    whether the answer is another than after all `whole` tokens.
     """
 
     ends: list[tuple[int, float, bool]]
@@ -190,7 +190,7 @@ def fit_confidence(
     """Returns the largest threshold at which few answers change, at a confidence.
 
     With probability `confidence` over their draw, at most `max_changed` of such prompts get another
-    answer than behind the whole thought. A rung's cost is its share of the thought tokens.
+    answer than after the whole thought. A rung's cost is its share of the thought tokens.
 
     Raises:
       ValueError: fewer traces than that takes, or none in which a confidence is asked.

@@ -19,7 +19,7 @@ class Settings:
     """Settings from `--additional-config '{"utio": {...}}'`.
 
     Attributes:
-      maps: JSON file that `utio-jax fit-prompt` wrote; the tensors lie beside it.
+      maps: JSON file that `utio-jax fit-prompt` wrote; the tensors lie next to it.
       stop: layers that every prompt token runs. By default the deepest stop of the file.
       floor: fewest layers that `stop` may be. By default half of them.
       min_prompt: shorter prompts run in full.
@@ -160,7 +160,7 @@ class Rows:
         Positions and not places in a chunk: the last token of a prompt alone goes deep, however
         the prompt is cut into chunks. Whether a request stops is decided once, at its first chunk,
         when it is known how much is cached. `spans` are positions of each row's first scheduled
-        token and behind its last.
+        token and after its last.
         """
         starts = []
         for row, (start, end) in enumerate(spans):

@@ -2,7 +2,7 @@
 """GGUF architectures as data: from their keys to a Hugging Face config, and their tensors.
 
 An `Architecture` turns a file's keys into the `config.json` of its family, so that everything
-behind it is as for a Hugging Face folder; its rules are those of `utio_jax.models.families` under
+after it is as for a Hugging Face folder; its rules are those of `utio_jax.models.families` under
 GGUF's names. A key that is left out has llama.cpp's default; one that is not known is refused.
 """
 

@@ -3,7 +3,7 @@
 
 Byte-level BPE (`tokenizer.ggml.model` is `gpt2`) by its named pre-tokenizer, and SentencePiece's
 BPE (`llama`), whose scores are the order of merges. What the library cannot do exactly is refused:
-then the model's own `tokenizer.json`, as `NAME.tokenizer.json` beside `NAME.gguf`, is used instead.
+use the model's own `tokenizer.json` instead, as `NAME.tokenizer.json` next to `NAME.gguf`.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def build_tokenizer(keys: Mapping[str, Any], *, source: str | Path) -> Tokenizer
         beside = Path(source).with_suffix(".tokenizer.json").name
         raise ValueError(
             f"Wanted a tokenizer in {source} that can be had exactly. Got {error}. Put the model's "
-            f"own tokenizer.json beside it, as {beside}."
+            f"own tokenizer.json next to it, as {beside}."
         ) from error
     return tokenizer
 
