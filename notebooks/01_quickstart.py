@@ -1,17 +1,18 @@
 # %% [markdown]
 # # 1. Quickstart: score, bucket, run
 #
+# **How do I run each token through only as many layers as it needs, and does that save time?**
+#
 # A transformer gives every token the same number of layers. Most tokens do not need them all:
 # after `for line in open(`, the next token is clear long before the last layer. `utio_jax` gives
-# each token a depth of its own, and does so in dense blocks of static shapes, so that the work
-# which is skipped is also time that is saved.
+# each token a depth of its own, in dense blocks of static shapes, so that skipped work saves time.
 #
 # This notebook
 #
-# 1. reads a text with a depth per token, and draws which token ran which layers;
-# 2. checks the result against a slow definition of what it should be;
-# 3. shows the three functions underneath, which also serve items that are no tokens;
-# 4. measures the speed, next to the controls that any such claim needs.
+# 1. scores a text with a depth per token, and draws the layers that each token ran;
+# 2. checks the result against a slow reference implementation;
+# 3. shows the three functions underneath, which also serve items that are not tokens;
+# 4. measures the speed against the controls that such a claim needs.
 #
 # It needs `pip install -e '.[notebooks]'` in a clone of the repository, and no accelerator.
 

@@ -1,13 +1,15 @@
 # %% [markdown]
 # # 2. Which tokens go deep?
 #
-# With a depth per token, three questions follow. *Which* tokens go deep? *How well* do the signals
-# know which of them should? And is it *worth it*: does choosing tokens beat simply using fewer
-# layers for all of them, or choosing at random, at the same cost?
+# **Which tokens need more layers, and does choosing them beat using fewer layers for all tokens, at
+# the same cost?**
+#
+# Three measurements answer this: the kinds of tokens that go deep, how well signals predict which
+# tokens should, and the loss against truncation and random choice.
 #
 # The model is the one that comes with `utio_jax`: 16 layers, trained on the source of Python's
-# standard library, with exits after layers 8, 10, 12 and 16. What it reads here it has never been
-# trained on: the library's own source, and the standard library's files that were put aside.
+# standard library, with exits after layers 8, 10, 12 and 16. It reads text that it was not trained
+# on: the source of `utio_jax`, and held-out files of the standard library.
 #
 # Words used below: a *policy* decides each token's depth; a *signal* is the score that it compares
 # with a threshold at each exit; *FLOPs* are floating-point operations, all that were executed, as

@@ -1,15 +1,17 @@
 # %% [markdown]
 # # 3. Your own model
 #
-# `utio_jax` runs any decoder-only transformer that can be cut into seven pieces, whatever it is
-# written in. This notebook brings along
+# **How do I run a model of my own, and does adaptive depth pay for it?**
+#
+# `utio_jax` runs any decoder-only transformer that implements seven functions, in any JAX library.
+# This notebook runs
 #
 # 1. a model in Flax Linen,
-# 2. the same in Flax NNX,
-# 3. a checkpoint in Hugging Face's format,
+# 2. the same model in Flax NNX,
+# 3. a checkpoint in Hugging Face's format.
 #
-# and then asks of a model whether adaptive depth pays for it (*calibrate*), also where it does
-# not, and how to get the full model's own output faster (*lossless decoding*).
+# Then it measures whether adaptive depth pays for a model (*calibrate*; here it does not), and
+# decodes the full model's own output faster (*lossless decoding*).
 
 # %%
 import dataclasses

@@ -1,17 +1,17 @@
 # %% [markdown]
 # # 4. Many devices
 #
-# Tokens stop at different depths, so devices that read different rows have different amounts of
-# work. Three things have to hold for that to be useful on many devices: results are those of one
-# device, nothing has to be communicated while tokens are sorted into buckets, and a device that is
-# done early does not wait within the pass.
+# **Does a depth per token work on several devices, without communication between them?**
+#
+# Tokens exit at different depths, so devices that read different rows have different amounts of
+# work. Three conditions make this useful on many devices: results equal those of one device,
+# packing needs no communication, and a device that finishes early does not wait within the pass.
 #
 # This notebook shows it with `mesh=`, with `jax.shard_map` and with `jax.pmap`, and splits a model
-# over devices in two lines. It needs one CPU: JAX can present it as eight devices, if it is told
-# **before it starts**. (So restart the kernel, if another cell has used JAX already.) On a machine
-# with several GPUs or TPUs, leave out the two lines with `jax.config`. Virtual devices show that
-# the results are right, and who has how much work; they do not show speed, as they share the same
-# cores.
+# over devices in two lines. It needs one CPU: JAX can present it as eight devices, if configured
+# **before it starts**. (Restart the kernel if another cell has used JAX already.) On a machine with
+# several GPUs or TPUs, leave out the two lines with `jax.config`. Virtual devices show that the
+# results are right, and the work of each device. They do not show speed: they share the same cores.
 
 # %%
 import jax

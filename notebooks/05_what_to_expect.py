@@ -1,16 +1,19 @@
 # %% [markdown]
 # # 5. Your model: what to expect
 #
-# A stock model was never trained to predict from its middle. Three measurements, a few minutes
-# each at most, tell which mode to try first:
+# **Which mode should I try first with my model: early exits, drafts from the text, or prompts that
+# exit early?**
+#
+# A stock model was never trained to predict from its middle layers. Three measurements of a few
+# minutes each answer the question:
 #
 # 1. **exits**: how far is each depth from the last layer's prediction?
-# 2. **drafts**: how often is what the text itself suggests the model's own next token?
-# 3. **prompts**: what does it cost the tokens that *follow* if a prompt stops early?
+# 2. **drafts**: how often is a token copied from the text the model's own next token?
+# 3. **prompts**: how much does the loss *after* a prompt rise if the prompt exits early?
 #
-# Where `make llm` has put a stock model of 30 layers into `out/llm`, that is what is measured, and
-# the kept outputs are its; else the small model that comes with the package, which *was* trained
-# at its exits. For your own: `MODEL = "FOLDER or FILE.gguf"`.
+# If `make llm` has put a stock model of 30 layers into `out/llm`, the notebook measures that model;
+# the saved outputs are from it. Otherwise it measures the shipped model, which *was* trained at its
+# exits. For your own: `MODEL = "FOLDER or FILE.gguf"`.
 
 # %%
 from pathlib import Path
