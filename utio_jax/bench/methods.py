@@ -26,7 +26,7 @@ class Method:
     Attributes:
       budget: target flops_ratio.
       fractions: expected share of tokens at each of the policy's depths.
-      missing: why there is no policy.
+      missing: reason why there is no policy.
     """
 
     label: str

@@ -175,7 +175,7 @@ def plot_depths(
     """Draws a text; the background of each token shows its depth.
 
     Args:
-      text: what was tokenised.
+      text: the tokenised text.
       offsets: each token's first and last-plus-one character.
       depths: each token's decided depth.
       file: picture to write; None writes none.

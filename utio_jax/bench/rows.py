@@ -46,7 +46,7 @@ def timed_row(
       calls: per timed turn.
       fallback: what ran in the method's place, which then has no speed-up. A program that
         compiled after its warm-up did not run at its speed, and has none either.
-      note: what was assumed.
+      note: assumptions.
       values: the other values of the row.
     """
     if timing.compiles:

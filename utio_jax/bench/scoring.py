@@ -41,7 +41,7 @@ def measure_policies(
       params: its parameters.
       batches: the text; timing uses the first.
       methods: with policies; must contain full depth, labelled "full".
-      executor: how live slots are run.
+      executor: of live slots.
       rounds: timed turns of each program.
       progress: called once per method and batch, and after each timed or warming turn.
     """

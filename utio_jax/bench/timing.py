@@ -94,7 +94,7 @@ class Timed:
       ledger: quality, cost and times.
       timing: of the program.
       ratios: `[round]`, full depth's seconds over the program's, for as many tokens.
-      baseline: which full-depth program it was.
+      baseline: name of the full-depth program.
       results: the new tokens of each batch, if it made any.
     """
 
@@ -137,7 +137,7 @@ def timed_ledger(
       ledger: without times.
       timing: of the program.
       against: of the full-depth program, in the same rounds.
-      baseline: what that is called.
+      baseline: its name.
       ideal: the speed-up that FLOPs alone would give.
       share: the program's tokens over the full-depth one's: seconds per token are compared.
       results: the new tokens.

@@ -61,7 +61,7 @@ def calibrate(  # noqa: PLR0913 (options, each named)
         `SignalFitter` that return a signal.
       goal: `Budgets`, `MaxLoss` or `MaxDisagreement`. A policy that cannot reach it has no entry,
         and `info["goals"]` says so.
-      executor: how passes will run; padding is part of the budget.
+      executor: of later passes; padding is part of the budget.
       mesh: splits the rows of every pass over its axis "data".
       seed: of the gates.
       progress: called with what happens next.

@@ -116,10 +116,10 @@ def compare(  # noqa: PLR0913 (options, each named)
       batches: the text, all of one shape; none of it may have been calibrated on.
       document_of_window: `[window]`, the document that each of `Batch.window` is cut from.
       calibration: the fitted policies; None: there are none.
-      budgets: which of the calibration's; all by default.
+      budgets: of the calibration; all by default.
       policies: others to judge, each next to random depths of its own histogram; by name, or called
         by their own.
-      executor: how live slots are run.
+      executor: of live slots.
       mesh: splits the rows of every pass over its axis "data".
       draws: of the documents.
       seed: of the draws.
@@ -267,9 +267,9 @@ def hindsight_policies(
     Args:
       decoder: the model.
       params: its parameters.
-      studies: what a full pass over the text shows, from `study_exits`; batches of one width.
+      studies: statistics of a full pass over the text, from `study_exits`; batches of one width.
       budget: target `flops_ratio`, without padding. Below the first exit's there are no policies.
-      executor: how passes will run.
+      executor: of later passes.
     """
     harm = predicted_tokens(studies, [study.kl for study in studies])
     cost, exits = token_cost(decoder, params), decoder.config.exits

@@ -56,7 +56,7 @@ class SignalFitter:
         """Returns a signal with weights for every exit but the last.
 
         Raises:
-          TypeError: what a function made is no signal.
+          TypeError: a function returned something else than a signal.
         """
         signal = (SIGNALS[fit] if isinstance(fit, str) else fit)(self)
         check_signal(signal)

@@ -37,7 +37,7 @@ class Guarantee:
       p_values: `[candidate]`, of its mean risk being above the bound. Those beyond the first that
         was not rejected decide nothing.
       means: `[candidate]`, its mean risk over the units.
-      units: how many were tested.
+      units: number of tested units.
     """
 
     chosen: int | None
@@ -112,7 +112,7 @@ class Fitted(NamedTuple):
 
     Attributes:
       chosen: the cheapest setting that has the guarantee; None: nothing short of full depth has.
-      ladder: what was tested, safest first.
+      ladder: tested settings, safest first.
       tested: units that it was tested on.
     """
 
@@ -159,10 +159,10 @@ def halves(
 
     Args:
       groups: of units that stay in one half, as those of one document.
-      units: what they are, for the error.
+      units: their name, for the error.
       max_risk: the bound, in (0, 1), on a risk of 0 or 1.
       confidence: in (0, 1).
-      bound: what the caller calls it.
+      bound: its name in the caller.
       seed: of the draw.
 
     Raises:

@@ -46,7 +46,7 @@ class ThresholdSearch:
     Attributes:
       exits: of the model.
       studies: the part of the text that thresholds are fitted to.
-      full: what full depth costs and loses.
+      full: cost and loss of full depth.
     """
 
     def __init__(

@@ -204,7 +204,7 @@ def collect_scores(
     Args:
       decoder: the model.
       params: its parameters.
-      signal: what scores.
+      signal: the signal to evaluate.
       studies: the states that it reads.
       depths: exits in use; boundaries are all but the last.
       mesh: splits the rows over its axis "data", and studies over its processes.

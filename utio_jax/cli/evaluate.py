@@ -40,7 +40,7 @@ class Evaluate(OfWindows, OfCalibration, OfText):
       budget: FLOPs of a fitted policy over full depth's. By default 0.75, or the only one.
       depth: layers, for uniform.
       batch: rows per pass, at most.
-      kv: what others see of a token beyond its depth: propagate or drop. By default propagate.
+      kv: K/V of a token above its depth: propagate or drop. By default propagate.
       shards: folder in which each pass' results are kept; an interrupted run goes on from there,
         with any number of processes.
       per_token: a JSON file to write every token's log-likelihood and depth to.

@@ -32,7 +32,7 @@ class FitPrompt(OfModel, OfText):
     Attributes:
       stop: depths at which prompt tokens may stop. By default half and two thirds of the layers.
       deep: shares of a prompt's tokens that go deep, to choose from.
-      by: what may choose them: sinks_recent, heat, surrogate, random.
+      by: rules that may choose them: sinks_recent, heat, surrogate, random.
       max_nll_increase_pct: limit of the loss increase of what follows a prompt.
       prompt_tokens: of the rows that ways of reading are chosen and reported on; a seventh as many
         follow, whose loss counts.

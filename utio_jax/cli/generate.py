@@ -148,7 +148,7 @@ class Generate(OfDecoding):
         }
 
     def _encoded(self, model: Any) -> tuple[list[Any], tuple[int, ...]]:
-        """Returns the prompts' token ids, and the tokens that end what follows."""
+        """Returns the prompts' token ids, and the tokens that end an answer."""
         from utio_jax.models.chat import encode_chat, turn_ends
         from utio_jax.models.texts import names_file
 

@@ -49,8 +49,8 @@ class Serve(OfMode, OfProcesses):
         where it has to end. Without it nothing is known of thinking.
       think_start: after which it thinks, as `<think>`. By default from the first new token on.
       max_thinking_tokens: thought tokens before the end is forced.
-      name: what requests call the model; by default the name of its folder or file.
-      host: where to listen. Another address than this machine's own wants --api-key-file.
+      name: the model's name in requests; by default the name of its folder or file.
+      host: address to listen on. Any but this machine's own needs --api-key-file.
       port: 0 takes a free one, which is logged.
       api_key_file: of the key that requests bring.
       slots: answers that are written at once.

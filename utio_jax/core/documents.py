@@ -205,7 +205,7 @@ def sample_batches(
       width: tokens per window.
       vocab_size: of the model.
       batches: at most so many; None takes all windows.
-      seed: which windows.
+      seed: of the drawn windows.
 
     Raises:
       ValueError: no document of two tokens, ids outside the vocabulary, or batches < 1.

@@ -133,7 +133,7 @@ def load_json(file: str | Path, what: str, *, strict: bool = False, remedy: str 
       file: to read.
       what: it should be, for errors: `"a config"`.
       strict: whether NaN and infinities are refused.
-      remedy: what to do where it cannot be read, a sentence.
+      remedy: a sentence for the error if it cannot be read.
 
     Raises:
       ValueError: the file is missing, is not JSON, or is nested too deeply.
@@ -206,8 +206,8 @@ def check_floats(kinds: Mapping[str, str], *, source: str) -> None:
     """Checks that a checkpoint's tensors hold floating-point numbers, not quantised codes.
 
     Args:
-      kinds: what safetensors calls each tensor's type, by name.
-      source: where they are, for errors.
+      kinds: safetensors' type of each tensor, by name.
+      source: their location, for errors.
 
     Raises:
       ValueError: names every tensor that holds something else.

@@ -65,14 +65,14 @@ def evaluate(  # noqa: PLR0913 (options, each named)
       params: its parameters.
       batches: the text.
       policies: by a name of the caller's choice; one, or one for each batch.
-      kv: what others see of frozen tokens.
-      executor: how live slots are run; the full pass uses it too. `"auto"`: see `score`.
+      kv: K/V of frozen tokens, see `score`.
+      executor: of live slots, and of the full pass. `"auto"`: see `score`.
       attention: by the same names, which tokens attend sparsely, or which do in each batch; none
         under the others, nor in the full pass.
       mesh: splits the rows of a batch over its axis "data", and batches over its processes. Empty
         rows that fill up a batch count as cost; what the comparison with full depth takes, a head
         per predicted token and pass, is not the policy's, and does not.
-      shards: where each batch's results are kept, for a run that goes on after an interruption.
+      shards: folder of each batch's results, from which an interrupted run continues.
       observe: called with name, batch, per-token comparison and decided depths `[batch, token]`.
       full_passes: by the number of the batch, what an earlier call on the same batches has kept
         here; what is missing is run and added. None: nothing is kept.
@@ -285,7 +285,7 @@ class TextScore:
     Attributes:
       documents: one result per document.
       quality: the sums over all of them; what compares with full depth is None unless asked for.
-      fallbacks: why batches ran at full depth instead, and how many did.
+      fallbacks: number of batches that ran at full depth instead, by reason.
     """
 
     documents: tuple[DocumentScore, ...]
@@ -318,13 +318,13 @@ def score_documents(  # noqa: PLR0913 (options, each named)
       params: its parameters.
       documents: token ids `[token]` each; longer than the context: in windows. One of fewer than
         two tokens predicts nothing: its arrays are empty and its sums 0, tokens and cost apart.
-      policy: which tokens go how deep.
+      policy: decides each token's depth.
       rows: per pass at most, over all devices of a process.
-      kv: what others see of frozen tokens.
-      executor: how live slots are run; `"auto"`: see `check_worthwhile`.
-      attention: which tokens attend sparsely, in batches that do not fall back; None: none.
+      kv: K/V of frozen tokens, see `score`.
+      executor: of live slots; `"auto"`: see `check_worthwhile`.
+      attention: choice of sparse tokens, in batches that do not fall back; None: none.
       mesh: splits rows over its axis "data", and batches over its processes.
-      shards: where each batch's results are kept, for a run that goes on after an interruption.
+      shards: folder of each batch's results, from which an interrupted run continues.
       fractions: expected share of tokens at each of the policy's depths, see `check_worthwhile`.
       min_tokens: smallest pass that is routed.
       same_rows: every pass has `rows` rows, so that calls on other documents compile nothing new.

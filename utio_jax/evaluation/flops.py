@@ -52,7 +52,7 @@ def check_worthwhile(
     Args:
       decoder: the model.
       params: its parameters.
-      policy: what would route.
+      policy: the policy in question.
       batch: rows.
       width: tokens per row.
       executor: how it would run. `"auto"`: as `score` chooses, and not at all on accelerators where

@@ -36,7 +36,7 @@ class FullReading:
 
     Attributes:
       nll: its negative log-likelihood, in nats.
-      shortfall: by how many nats it is less probable than the most probable one; 0 if it is that.
+      shortfall: log-probability of the most probable token minus its own, in nats.
       agrees: whether it is that.
     """
 

@@ -81,7 +81,7 @@ def ratio_interval(
     Args:
       numerator: of each row.
       denominator: of each row.
-      documents: which document each row is of; any numbers.
+      documents: document of each row; any numbers.
       draws: of the documents.
       seed: of the draws.
     """
@@ -175,7 +175,7 @@ def hull_of(points: Sequence[tuple[np.ndarray, np.ndarray]], ratio: np.ndarray) 
 
     Args:
       points: `flops_ratio` and loss of each, `[draw]`; the dearest is last.
-      ratio: where the hull is read, `[draw]`.
+      ratio: `flops_ratio` at which the hull is read, `[draw]`.
     """
     best = np.full(ratio.shape, np.nan)
     for (x0, y0), (x1, y1) in itertools.combinations(points, 2):

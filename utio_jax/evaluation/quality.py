@@ -32,7 +32,7 @@ class Quality:
       query_layers: query slots computed, times layers.
       overflows: segments, by batch, that ran whole rows since a static prefix was too short.
       flops: executed.
-      flops_full: what the full-depth pass executes.
+      flops_full: executed FLOPs of the full-depth pass.
       flops_ideal: of decided layers, frozen K/V and one head per token.
       flops_gates: of all decisions, and of heads beyond one per token.
     """

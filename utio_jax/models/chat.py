@@ -240,7 +240,7 @@ def _raise(message: str) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Returns a copy of plain data: a template shall not reach what an object can do."""
+    """Returns a copy of plain data: a template must not reach methods of objects."""
     if value is None or type(value) in (str, int, float, bool):
         return value
     if isinstance(value, Mapping):

@@ -72,7 +72,7 @@ class Model(Verbs):
       decoder: the model; `Lensed` if its exits are read through a lens, `KVMapped` if it has KV
         maps.
       params: its parameters.
-      folder: where config, weights and tokenizer are: a folder, or a GGUF file.
+      folder: with config, weights and tokenizer: a folder, or a GGUF file.
       lens: the lens' file, if there is one.
       lens_sha256: of the lens' weights, if it is read through one.
       branches_sha256: of its exit branches' weights, if it has any.
@@ -399,7 +399,7 @@ def save(
     """Writes `model.safetensors`, then `config.json`; a folder with a config is complete.
 
     Args:
-      folder: what it held before is replaced at the end, all at once.
+      folder: its content is replaced at the end, all at once.
       decoder: the model.
       params: its parameters.
       like: what the model was loaded from: the new folder has its tokenizer and chat template. From

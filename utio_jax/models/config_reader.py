@@ -41,7 +41,7 @@ class Reader:
     Attributes:
       config: the settings.
       prefix: of the names by which settings are asked for.
-      problems: what is wrong.
+      problems: messages about unsupported settings.
       used: the whole names of what was asked for.
     """
 

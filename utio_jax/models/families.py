@@ -396,8 +396,8 @@ class Family:
     Attributes:
       architecture: its class name in transformers.
       settings: turns a config into the fields of `config`.
-      rules: where its tensors go.
-      decoder: what runs it, made of a `config`.
+      rules: destination of its tensors.
+      decoder: its class, made of a `config`.
       config: class of the decoder's configuration.
     """
 
@@ -448,7 +448,7 @@ def read_config(
 
     Args:
       config: the contents of a `config.json`.
-      source: where it is from, for errors.
+      source: its origin, for errors.
       exits: depths at which the model may be read; empty means those that the config names under
         `utio_jax`, or the last layer alone.
       families: by `model_type`, those that can be read.

@@ -91,7 +91,7 @@ class Gemma3nConfig(GemmaConfig):
       sparsity: for each layer the share of the MLP's gates that is cut off, were they normally
         distributed; 0: none. Empty: none in any layer.
       laurel_rank: of the low-rank map next to attention (Laurel).
-      rope_scaling: how rotations of layers without a window are stretched.
+      rope_scaling: of rotations in layers without a window.
     """
 
     laurel_rank: int

@@ -33,12 +33,12 @@ def place_tensors(
 
     Args:
       decoder: the model, with `init` and `config`.
-      rules: which tensor is which parameter; None: each has its own, named by its path.
+      rules: parameters of each tensor; None: each has its own, named by its path.
       found_shapes: shapes of the checkpoint's tensors.
       read: returns one of them.
       dtype: of the parameters.
       sharding: the mesh that they are split over, see `utio_jax.models.load`.
-      source: where the checkpoint is, for errors.
+      source: the checkpoint's location, for errors.
 
     Raises:
       ValueError: names every missing, unexpected and mis-shaped tensor at once.

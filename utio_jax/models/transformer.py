@@ -29,7 +29,7 @@ Norm = Literal["rms", "rms_plus_one", "layer"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TransformerConfig(DecoderConfig):
-    """Sizes and options of `Transformer`. What is not named here is as in Llama.
+    """Sizes and options of `Transformer`; defaults are Llama's.
 
     Attributes:
       mlp_dim: width of the MLP's hidden layer.
@@ -42,12 +42,12 @@ class TransformerConfig(DecoderConfig):
       output_bias: whether the attention's output projection has one.
       mlp_bias: whether the MLP's matrices have.
       tie_embeddings: whether the head is the transposed embedding.
-      embedding_scale: what embeddings are multiplied by as they enter.
+      embedding_scale: factor of input embeddings.
       positions: `"rope"`, or `"learned"` embeddings that are added (GPT-2).
       rope_theta: base of the rotary frequencies.
-      rope_scaling: how these are stretched.
+      rope_scaling: of these.
       local_rope_theta: the base in layers with a window, never stretched; None means as in others.
-      query_scale: what queries are multiplied by; None means `head_dim ** -0.5`.
+      query_scale: factor of queries; None means `head_dim ** -0.5`.
       logit_softcap: logits become `cap * tanh(logit / cap)`; None leaves them alone.
     """
 

@@ -241,7 +241,7 @@ class Verbs:
           budget: of the calibrated policy of `"adaptive"`.
           max_new_tokens: per prompt, at most.
           stop: a text ends before the first of these strings; or a list of them for each prompt.
-          sampling: how tokens are drawn, of all prompts or of each.
+          sampling: of all prompts, or of each.
           seed: of the draws; prompt number `i` has `seed + i`.
           prompt_budget: FLOPs of reading prompts over full depth's; below 1 most of their tokens
             stop early, see `utio_jax.prompts.budget.prompt_prefill`. None or 1: exactly.

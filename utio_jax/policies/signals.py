@@ -338,7 +338,7 @@ def draw_per_token(
 
 
 def _ids_of(inputs: Inputs) -> Int[Array, "batch token"]:
-    """Returns a number for each token: its id, or a hash of what it is instead of one."""
+    """Returns a number for each token: its id, or a hash of its input."""
     if inputs.ndim == 2:
         return inputs
     wide = jax.lax.bitcast_convert_type(inputs.astype(jnp.float32), jnp.int32)

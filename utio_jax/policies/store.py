@@ -47,7 +47,7 @@ class Calibration:
     Attributes:
       entries: `entries[policy][budget]`.
       signals: by the same names; with weights for every exit, whichever a budget uses.
-      info: what was calibrated on what: model and text hashes, versions, correlations.
+      info: hashes of model and text, versions, correlations.
     """
 
     entries: Mapping[str, Mapping[float, Thresholds]]
@@ -290,7 +290,7 @@ def _misfits(part: Any, path: str) -> Iterator[str]:
 
 
 def _fits(value: Any, declared: Any) -> bool:
-    """Returns whether a leaf is what its field declares; numbers come back as arrays of one."""
+    """Returns whether a leaf fits its field's type; numbers are read as arrays of one."""
     if declared in (int, float, bool):
         return jnp.shape(value) == ()
     return declared is Any or isinstance(value, declared)

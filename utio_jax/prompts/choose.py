@@ -143,7 +143,7 @@ def choose_prompt(
     Args:
       decoder: the model; with KV maps where a candidate asks for them.
       params: its parameters.
-      text: of which the calibrate and test parts are read.
+      text: its calibrate and test parts are read.
       candidates: at least one.
       limit: of the loss increase, %.
       sizes: of the rows of each of these two parts.

@@ -88,7 +88,7 @@ def prompt_rows(
       prompt_tokens: of each row; at least one more follows.
       batch: rows per pass, at most.
       decoder: whose vocabulary and context they must fit.
-      documents: which document each row is of; None: each of one of its own.
+      documents: document of each row; None: every row is a document.
 
     Raises:
       ValueError: they do not fit, or nothing follows a prompt.
@@ -163,7 +163,7 @@ class Continuations:
 
     Attributes:
       losses: of each row's tokens after its prompt, in nats, summed.
-      right: how many of these were the most probable one.
+      right: number of these that were the most probable token.
       depths: decided ones of all of a row's tokens, in layers; 0 for padding.
     """
 
@@ -194,8 +194,8 @@ def continuations(
       rows: to read.
       how: prompts are read, all that follows them in full; None: in full themselves. Or a depth
         policy of prompts and continuations alike, one for all batches or one for each.
-      kv: what others see of frozen tokens under a policy; a choice has its own.
-      executor: how live slots are run.
+      kv: K/V of frozen tokens under a policy; a choice has its own.
+      executor: of live slots.
 
     Raises:
       ValueError: not as many policies as batches, or what does not fit the model.
@@ -260,8 +260,8 @@ def prompt_flops_ratio(
       decoder: the model.
       params: its parameters.
       rows: whose prompts are read.
-      choice: how; None: in full, which is 1.
-      executor: how live slots are run.
+      choice: of the prefill; None: full depth, a ratio of 1.
+      executor: of live slots.
       batches: so many of the rows' batches; None: all.
     """
     cost, width = token_cost(decoder, params), rows.prompt_tokens
@@ -308,7 +308,7 @@ def prompt_cost(
       params: its parameters.
       prefill: that `generate` was given.
       prompts: that it was given.
-      generated: what came out.
+      generated: result of `generate`.
 
     Raises:
       ValueError: the prompts were read by the dense program.

@@ -152,7 +152,7 @@ def save_kv_maps(path: str | Path, maps: Mapping[int, KVMap], *, info: Mapping[s
     Args:
       path: see `kv_maps_file`.
       maps: by the depth that they start from; at least one.
-      info: what they were fitted to; must name the `model_sha256`.
+      info: record of the fit; must name the `model_sha256`.
 
     Raises:
       ValueError: a map is not finite.

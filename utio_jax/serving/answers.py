@@ -220,7 +220,7 @@ class Answer(Response):
     def __init__(
         self, service: Application, reading: Reading, ticket: Ticket, record: dict[str, Any]
     ) -> None:
-        """Answers a request whose tasks the engine has; `record` is what is logged of it."""
+        """Stores a request whose tasks the engine has, and its log `record`."""
         super().__init__(status_code=200)
         self._reading, self._ticket, self._record = reading, ticket, record
         self._service, self._ping = service, service.limits.ping_seconds

@@ -61,9 +61,9 @@ class Application:
       limits: of queues and times.
       slots: choices that run at once.
       planned: whether a depth per token pays here, in words; empty where that was not timed.
-      compiled: how much is, in words.
+      compiled: progress of compilation, in words.
       ready: whether everything is.
-      dead: what has ended the engine; None: it runs.
+      dead: the error that ended the engine; None while it runs.
       on_change: called on the loop where it has become `ready`, or `dead`.
     """
 
@@ -82,10 +82,10 @@ class Application:
         """Stores the options; compilation starts with the lifespan.
 
         Args:
-          model: what is served.
+          model: the served model.
           slots: choices that run at once.
           capacity: tokens of each, prompt included; None: the model's context, 2048 at most.
-          shapes: which programs there are.
+          shapes: of the compiled programs.
           limits: of requests.
           key: that requests bring; None: none.
           log: is given each event, as a record.

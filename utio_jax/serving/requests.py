@@ -31,7 +31,7 @@ class Reading:
       prompts: token ids of each.
       tasks: for the engine.
       echo: texts of the prompts where they belong to the answer; None: they do not.
-      about: what `usage.utio` says of all this.
+      about: the depth options, for `usage.utio`.
       logprobs: most probable tokens at each place; None: no log-probabilities at all.
     """
 

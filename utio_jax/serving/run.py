@@ -84,7 +84,7 @@ class Server:
 
     Attributes:
       app: the application.
-      url: where it is.
+      url: of the server.
     """
 
     def __init__(

@@ -230,7 +230,7 @@ def test_values_that_no_model_has_are_refused_before_they_are_used(tmp_path: Pat
     for name, value, part in (
         ("block_count", 2_000_000_000, "block_count=2000000000: only integers from 1"),
         ("attention.head_count_kv", np.asarray([1, 2, 2]), "[1, 2, 2]: only integers"),
-        ("attention.layer_norm_rms_epsilon", float("nan"), "of which only finite numbers above 0"),
+        ("attention.layer_norm_rms_epsilon", float("nan"), "only finite numbers above 0"),
         ("context_length", None, "llama.context_length is missing"),
         ("expert_count", np.asarray([0, 0]), "llama.expert_count=[0, 0]: only 0 is"),
         ("rope.scaling.type", np.asarray([1, 2]), "llama.rope.scaling.type=[1, 2]: only"),

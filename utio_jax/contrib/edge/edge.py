@@ -46,7 +46,7 @@ class EdgeText:
       states_sent: tokens whose states were sent.
       bytes_up: of messages to the cloud, without what ZeroMQ adds; `bytes_down` of its answers.
       seconds_waited: for the cloud's answers.
-      lost: why the cloud was lost; None: it was not.
+      lost: error that lost the cloud, or None.
     """
 
     token_ids: list[int] = dataclasses.field(default_factory=list)

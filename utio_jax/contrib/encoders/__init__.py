@@ -115,7 +115,7 @@ class Encoded:
       pooled: each row's pooled state where it left; of rows of length 0, nothing to be used.
       logits: the classifier's there; None of an encoder without one.
       depths: layers that each row has run; 0 of rows of length 0.
-      work: what was executed, padding included, by segment; `heads` are rows that were classified.
+      work: executed work, padding included, by segment; `heads` are classified rows.
     """
 
     pooled: Float[Array | np.ndarray, "row dim"]

@@ -40,7 +40,7 @@ class BertConfig(TransformerConfig):
 
     Attributes:
       num_kinds: kinds of tokens.
-      pooling: what a row's state is.
+      pooling: of token states into a row's state.
       labels: of the classifier; 0: there is none.
     """
 

@@ -37,7 +37,7 @@ class SetScores(Scores):
     """Result of `score_layer_sets`; `depths` count executed layers, `x` is after the last.
 
     Attributes:
-      ran: which tokens ran which segment.
+      ran: segments that each token ran.
     """
 
     ran: Bool[Array, "segment batch token"]

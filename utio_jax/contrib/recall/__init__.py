@@ -188,8 +188,8 @@ class RecallRows:
     Attributes:
       rows: in batches.
       distances: tokens between fact and question.
-      facts: where facts begin and end; both 0 where there is none.
-      questions: where questions begin.
+      facts: start and end of facts; both 0 where there is none.
+      questions: start of questions.
       answers: tokens of each case's answer.
     """
 

@@ -112,7 +112,7 @@ class Selected:
         for candidates of length 0.
       depths: layers that each has run.
       seen: scores at each of `Select.depths`, and at full depth; NaN of those that had left.
-      work: what was executed after the context, padding included, by segment.
+      work: executed work after the context, padding included, by segment.
     """
 
     winner: int

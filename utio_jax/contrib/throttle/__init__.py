@@ -57,7 +57,7 @@ class Throttle:
     the first score of the token before. The first token after a prompt reads everything.
 
     Attributes:
-      history: what they see, in tokens. Static.
+      history: visible to them, in tokens. Static.
       signal: scores tokens at the policy's boundaries: the one that steers depth, or another.
       thresholds: one per segment, in the score's unit. -inf throttles no token, +inf every one, the
         first included.
@@ -84,7 +84,7 @@ class Throttled(Adaptive):
     """Early-exit decoding in which some tokens read a compact view of the cache.
 
     Attributes:
-      throttle: which ones.
+      throttle: selects these tokens.
     """
 
     throttle: Throttle

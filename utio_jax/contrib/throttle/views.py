@@ -29,7 +29,7 @@ class View:
       keys: copies of the cache's.
       values: of the same shape.
       positions: of the tokens at each place; `NOWHERE` where there is none.
-      history: how many places are for what. Static.
+      history: number of sinks and recent places. Static.
     """
 
     keys: Float[Array, "layer batch place kv_head head_dim"]

@@ -51,7 +51,7 @@ class Header:
     """Metadata and tensor table of a GGUF file.
 
     Attributes:
-      file: where it is.
+      file: path of the file.
       keys: metadata: numbers, booleans and strings; arrays of numbers as NumPy arrays, of strings
         as lists.
       tensors: by name, in the file's order.
