@@ -70,7 +70,7 @@ ROOMS = {
     "calibration": "Fitting policies, and comparing them",
     "prompts": "Prefill with early exits",
     "models": "Model families and checkpoints",
-    "serving": "OpenAI-compatible server",
+    "serving": "A server with OpenAI's API",
     "bench": "Timings, tables and plots",
     "contrib": "Techniques outside the core",
 }
