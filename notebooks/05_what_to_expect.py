@@ -1,16 +1,19 @@
 # %% [markdown]
 # # 5. Your model: what to expect
 #
-# A stock model was never trained to predict from its middle. Three measurements, a few minutes
-# each at most, tell which mode to try first:
+# **Which mode should I try first with my model: early exits, drafts from the text, or prompts that
+# exit early?**
+#
+# A stock model was never trained to predict from its middle layers. Three measurements of a few
+# minutes each answer the question:
 #
 # 1. **exits**: how far is each depth from the last layer's prediction?
-# 2. **drafts**: how often is what the text itself suggests the model's own next token?
-# 3. **prompts**: what does it cost the tokens that *follow* if a prompt stops early?
+# 2. **drafts**: how often is a token copied from the text the model's own next token?
+# 3. **prompts**: how much does the loss *after* a prompt rise if the prompt exits early?
 #
-# Where `make llm` has put a stock model of 30 layers into `out/llm`, that is what is measured, and
-# the kept outputs are its; else the small model that comes with the package, which *was* trained
-# at its exits. For your own: `MODEL = "FOLDER or FILE.gguf"`.
+# If `make llm` has put a stock model of 30 layers into `out/llm`, the notebook measures that model;
+# the saved outputs are from it. Otherwise it measures the shipped model, which *was* trained at its
+# exits. For your own: `MODEL = "FOLDER or FILE.gguf"`.
 
 # %%
 from pathlib import Path
@@ -19,17 +22,13 @@ import matplotlib.pyplot as plt
 import numpy as np
 from tqdm.auto import tqdm
 
-from utio_jax.bench.timing import time_programs
-from utio_jax.calibration.studies import study_exits
-from utio_jax.core.documents import sample_batches
-from utio_jax.decoding.base import Plain
-from utio_jax.decoding.drafting import NGram
-from utio_jax.decoding.generate import generate
-from utio_jax.decoding.lossless import Lossless
+from utio_jax.bench import time_programs
+from utio_jax.calibration import study_exits
+from utio_jax.core import sample_batches
+from utio_jax.decoding import Lossless, Plain, generate
 from utio_jax.models import load
-from utio_jax.models.training.corpus import standard_library
-from utio_jax.prompts.evaluate import continuations, prompt_flops_ratio, prompt_rows
-from utio_jax.staircase.prompts import PromptChoice
+from utio_jax.models.training import standard_library
+from utio_jax.prompts import PromptChoice, continuations, prompt_flops_ratio, prompt_rows
 
 plt.rcParams.update({"figure.dpi": 90, "font.size": 9, "axes.spines.top": False})
 plt.rcParams.update({"axes.spines.right": False, "legend.frameon": False})
@@ -89,7 +88,7 @@ plt.show()
 CODE = standard_library("calibrate")[0].text[:2400]
 LIST = "alpha, beta, gamma, delta, epsilon\n" * 40
 prompts = {"Python source": CODE, "a list, repeated": LIST}
-mode = Lossless(drafter="ngram", max_draft=8, ngram=NGram(longest=3, shortest=1))
+mode = Lossless(drafter="ngram", max_draft=8)
 modes, NEW, ROUNDS = {"plain": Plain(), "n-gram": mode}, 48, 3
 # Both are cut to one length: the programs of the first serve the second.
 starts = {kind: model.encode([prompt])[0][:400] for kind, prompt in prompts.items()}

@@ -1,13 +1,15 @@
 # %% [markdown]
 # # 6. Rows that leave as a whole
 #
-# Not every question is about tokens. Which of these lines comes next? Is this text odd? What is on
-# this image? There a whole *row* may leave once its answer is clear, and what is left goes on in
-# smaller blocks. Three of them, each with what it risks:
+# **Can a whole row (a candidate, a text, an image) exit early once its answer is clear, and how
+# often is that answer wrong?**
 #
-# 1. **pick 1 of 64**: candidates that can no longer win leave;
-# 2. **filter**: texts whose loss is clearly above or below a limit are decided early;
-# 3. **encoders**: images whose class is certain leave a Vision Transformer.
+# Rows that exit leave the batch, and the other rows continue in smaller blocks. Three tasks, each
+# with its error rate:
+#
+# 1. **pick 1 of 64**: candidates that cannot win any more exit;
+# 2. **filter**: texts whose loss is clearly above or below a limit exit;
+# 3. **encoders**: images whose class is certain exit from a Vision Transformer.
 
 # %%
 import jax
@@ -18,12 +20,18 @@ import optax
 from tqdm.auto import tqdm
 
 import utio_jax
-from utio_jax.contrib.encoders import encode_rows, fit_row_exits, read_exits
-from utio_jax.contrib.encoders.vision import VisionTransformer, patches_of, vision_config
+from utio_jax.contrib.encoders import (
+    VisionTransformer,
+    encode_rows,
+    fit_row_exits,
+    patches_of,
+    read_exits,
+    vision_config,
+)
 from utio_jax.contrib.filter import UncertainBand, fit_band, row_losses
 from utio_jax.contrib.select import Select, read_context, select
-from utio_jax.core.documents import Batch
-from utio_jax.models.training.corpus import standard_library
+from utio_jax.core import Batch
+from utio_jax.models.training import standard_library
 from utio_jax.policies import Entropy
 
 plt.rcParams.update({"figure.dpi": 90, "font.size": 9, "axes.spines.top": False})

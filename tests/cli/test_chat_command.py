@@ -95,7 +95,7 @@ def test_depth_that_varies_is_named(
     shown = capsys.readouterr()
     (turn,) = json.loads(shown.out)["turns"]
     assert turn["depths"] == [3, 1, 1, 1, 1], "the first is prefill's, at full depth"
-    assert "layers behind each token:  1  3" in shown.err
+    assert "layers of each token:  1  3" in shown.err
 
 
 def test_ctrl_c_ends_the_answer_and_not_the_program(

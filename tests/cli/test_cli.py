@@ -150,8 +150,9 @@ def test_demo_measures_every_policy_and_draws(
     said = " ".join(captured.err.split())
     for words in ("full depth 1.00 1.00x 0", "against truncation", "Writing 1 text: lossless"):
         assert words in said
-    assert f"Verdict: {found['verdict']}" in said
-    assert "A prompt of 56 tokens" in said
+    assert captured.err.endswith(f"{found['verdict']}\n")
+    assert found["verdict"].count("`utio-jax ") == 2
+    assert "Prompt of 56 tokens" in said
     assert captured.err.count("\n") < 24, "less than a screen"
     assert json.loads((out / "demo.json").read_text()) == found
     for picture in found["pictures"]:
@@ -189,7 +190,7 @@ def test_generate_is_the_plain_model_unless_told_otherwise(
         assert PROMPT in captured.err
         assert set(Ledger(policy="").to_dict()) <= set(found)
         assert found["involuntary_exits"] == found["compiles"] == 0
-        assert ("layers behind each token" in captured.err) == (mode != "plain")
+        assert ("layers of each token" in captured.err) == (mode != "plain")
         assert captured.err.endswith(".\n"), "a sentence to act on"
     assert rows["plain"]["policy"] == rows["lossless"]["policy"] == "full"
     assert rows["plain"]["flops_ratio"] == rows["plain"]["speedup"] == 1
@@ -266,7 +267,7 @@ def test_generate_streams_one_prompt_to_a_terminal(
     assert all(shown[1:]), "text comes while there is more to come"
     assert "".join(shown).startswith(PROMPT)
     assert record["texts"][0] in "".join(shown) + captured.out
-    assert "layers behind each token:" in captured.out
+    assert "layers of each token:" in captured.out
     assert re.search(r"[\d.]+ times as fast as plain decoding[:,.]", captured.err)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the demonstration says of its figures: a table of budgets, and what to do."""
+"""Output of the demonstration: a table of budgets, and the commands to run next."""
 
 from __future__ import annotations
 
@@ -47,7 +47,6 @@ PROMPT = {
     "nll_increase_pct": 0.0,
     "exact": True,
 }
-FOUND = {"rows": ROWS, "generation": WRITTEN, "prompt": PROMPT}
 
 
 def test_budgets_stand_beside_truncation_and_a_shallower_model() -> None:
@@ -63,23 +62,35 @@ def test_budgets_stand_beside_truncation_and_a_shallower_model() -> None:
 
 
 def test_writing_and_prompts_are_a_line_each() -> None:
-    assert sentences(FOUND) == [
+    assert sentences(WRITTEN, PROMPT) == [
+        "Prompt of 448 tokens, most of them 8 layers deep: first token 1.73x as fast, loss after "
+        "it +0.00 %.",
         "Writing 1 text: lossless 1.44x, the same tokens; adaptive 2.50x, 98% the same.",
         "Writing 8 texts: lossless 1.07x, the same tokens; adaptive 1.60x, 97% the same.",
-        "A prompt of 448 tokens, most 8 layers deep: first token 1.73x as soon, loss behind it "
-        "+0.00 %.",
     ]
-    assert len(sentences({**FOUND, "prompt": None})) == 2
+    assert len(sentences(WRITTEN, None)) == 2
 
 
-def test_the_verdict_says_what_to_do() -> None:
-    assert conclude(FOUND, budget=0.6) == (
-        "For one fixed budget train a shallower model (2.6 % less loss at this work); for many "
-        "budgets from one set of weights, a depth per token is 0.29 % better than truncating; for "
-        "one text at a time --mode lossless costs nothing; long prompts pay as they are."
-    )
-    slow = [{**row, "speedup": 0.9} for row in WRITTEN]
-    said = conclude({**FOUND, "generation": slow, "prompt": None}, budget=0.9)
-    assert said == (
-        "For many budgets from one set of weights, a depth per token is no better than truncating."
-    )
+def test_the_verdict_names_the_fastest_command_that_pays() -> None:
+    yours = "Your own model and text: `utio-jax try FILES --model MODEL`."
+    verdicts = [
+        conclude(ROWS, generation, prompt, budget=budget, model="shared-16")
+        for generation, prompt, budget in (
+            (WRITTEN, PROMPT, 0.6),
+            (WRITTEN, {**PROMPT, "exact": False}, 0.6),
+            (WRITTEN, None, 0.6),  # 1.61x at a loss of 1.1 % does not pay.
+            (WRITTEN[4:], None, 0.9),
+            (WRITTEN[4:], None, 0.6),
+        )
+    ]
+    assert verdicts == [
+        f'Next: `utio-jax generate "PROMPT" --model shared-16` (prompts: 1.73x, no loss). {yours}',
+        'Next: `utio-jax generate "PROMPT" --model shared-16 --prompt-budget 0.5` '
+        f"(prompts: 1.73x, no loss). {yours}",
+        'Next: `utio-jax generate "PROMPT" --model shared-16 --mode lossless --drafter exit` '
+        f"(writing: 1.44x, no loss). {yours}",
+        "Next: `utio-jax evaluate FILES --model shared-16 --budget 0.9` (reading: 1.06x, -0.01 % "
+        f"loss). {yours}",
+        'Next: `utio-jax generate "PROMPT" --model shared-16` (full depth: nothing is faster). '
+        f"{yours}",
+    ]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`utio-jax try`: one table of what was tried, and one sentence that follows from it."""
+"""`utio-jax try`: a table of the modes that were tried, and the commands that pay."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def test_the_fastest_of_what_pays_is_recommended_for_each_purpose() -> None:
         Tried(what="prompts: no shallow way is known", how="fit one"),
     ]
     assert recommend(rows, "mine") == (
-        "What pays for mine on this text: writing: --drafts (1.50 times as fast, no loss); "
-        "reading: --depth 8 (1.90 times as fast, +0.80 % loss)."
+        "Next: `utio-jax evaluate FILES --model mine --depth 8` (reading: 1.90x, +0.80 % loss). "
+        'Also: `utio-jax generate "PROMPT" --model mine --drafts` (writing: 1.50x, no loss).'
     )
     assert [row.pays for row in rows] == [False, True, False, True, True, False]
 
@@ -41,7 +41,9 @@ def test_the_fastest_of_what_pays_is_recommended_for_each_purpose() -> None:
 def test_what_is_not_faster_or_loses_much_is_left_out() -> None:
     slow = Tried(what="writing: drafts", how="--drafts", times=0.9, loss_pct=0.0)
     costly = Tried(what="reading: all to layer 2", how="--depth 2", times=3.0, loss_pct=40.0)
-    assert recommend([FULL, slow, costly], "mine").startswith("Nothing pays for mine on this text")
+    assert recommend([FULL, slow, costly], "mine") == (
+        'Next: `utio-jax generate "PROMPT" --model mine` (full depth: nothing is faster).'
+    )
 
 
 def rows_of(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:

@@ -188,7 +188,7 @@ def test_the_text_part_of_a_model_with_towers_is_taken(model: Any, tmp_path: Pat
     assert load(tmp_path / "text").decoder == found.decoder
     names = set(load_tensors(tmp_path / "text" / "model.safetensors"))
     assert names == set(load_tensors(folder / "model.safetensors"))
-    with pytest.raises(ValueError, match="quantization_config, of which only plain weights"):
+    with pytest.raises(ValueError, match="quantization_config: only plain weights"):
         load(as_part(folder, tmp_path / "q", quantization_config={"bits": 4}))
 
 
@@ -237,7 +237,7 @@ BOTH: list[tuple[dict[str, Any], str]] = [
     ({"head_dim": 7}, "an even head_dim"),
 ]
 OF_GEMMA_3N: list[tuple[dict[str, Any], str]] = [
-    ({"altup_active_idx": 1}, "altup_active_idx=1, of which only 0"),
+    ({"altup_active_idx": 1}, "altup_active_idx=1: only 0"),
     ({"altup_correct_scale": False}, "altup_correct_scale=False"),
     ({"intermediate_size": [24, 24, 24, 24, 24, 48]}, "intermediate_size="),
     ({"activation_sparsity_pattern": [0.5]}, "a sparsity from 0 to below 1 for each of its 6"),

@@ -221,9 +221,9 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
         ),
         (
             "Wanted a LlamaForCausalLM that can be run",
-            "hidden_act='relu', of which only 'silu' or 'swish' is supported",
+            "hidden_act='relu': only 'silu' or 'swish' is supported",
             "quantization_config",
-            "rope_type='yarn', of which only default, linear and llama3",
+            "rope_type='yarn': only default, linear and llama3",
             "num_hidden_layers is missing",
         ),
     ),
@@ -292,11 +292,11 @@ def test_every_fault_of_a_folder_is_named(folder: Path, fault: str) -> None:
     ("case", "change", "message"),
     [
         *(
-            ("llama", {"vocab_size": wrong}, f"vocab_size={wrong!r}, of which only integers from 1")
+            ("llama", {"vocab_size": wrong}, f"vocab_size={wrong!r}: only integers from 1")
             for wrong in (-1, 1.5, 64.0, True, "8", math.nan, math.inf, 10**12)
         ),
         *(
-            ("llama", {name: 0}, f"{name}=0, of which only integers from 1")
+            ("llama", {name: 0}, f"{name}=0: only integers from 1")
             for name in (
                 *("vocab_size", "hidden_size", "num_attention_heads", "num_key_value_heads"),
                 *("head_dim", "intermediate_size", "max_position_embeddings"),
@@ -312,10 +312,10 @@ def test_every_fault_of_a_folder_is_named(folder: Path, fault: str) -> None:
         ),
         ("mistral", {"sliding_window": math.nan}, "in here. Got .*windows of at least 0"),
         ("mistral", {"sliding_window": 1.5}, "windows of at least 0"),
-        ("gemma2", {"query_pre_attn_scalar": -1}, "query_pre_attn_scalar=-1, of which only finite"),
+        ("gemma2", {"query_pre_attn_scalar": -1}, "query_pre_attn_scalar=-1: only finite"),
         ("gemma2", {"final_logit_softcapping": -1}, "logit_softcap above 0"),
         *(
-            (case, {"num_hidden_layers": n}, f"={n}, of which only integers from 1 to 10000 are")
+            (case, {"num_hidden_layers": n}, f"={n}: only integers from 1 to 10000 are")
             for case in ("llama", "mistral", "qwen2_window", "gemma2", "gemma3")
             for n in (10**7, 0)
         ),
@@ -323,7 +323,7 @@ def test_every_fault_of_a_folder_is_named(folder: Path, fault: str) -> None:
             ("llama", {"rope_parameters": rope}, message)
             for rope, message in (
                 ({"rope_theta": 0}, "rope_theta above 0"),
-                ({"partial_rotary_factor": 0}, "partial_rotary_factor, of which only 1.0"),
+                ({"partial_rotary_factor": 0}, "partial_rotary_factor: only 1.0"),
                 ({"rope_type": "linear", "factor": 0}, "factor above 0. Got 0.0"),
                 ({"rope_type": "linear", "factor": "2"}, "factor above 0. Got '2'"),
                 ({"rope_type": "linear", "factor": math.nan}, "factor above 0. Got nan"),

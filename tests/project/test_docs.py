@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import runpy
@@ -19,6 +20,7 @@ PAGES = sorted(
     for pattern in ("*.md", "docs/*.md", "docs/contrib/*.md", "results/*.md", "models/*/*.md")
     for file in ROOT.glob(pattern)
 )
+NOTEBOOKS = sorted(f"notebooks/{file.name}" for file in (ROOT / "notebooks").glob("*.py"))
 ARCHITECTURE = (ROOT / "ARCHITECTURE.md").read_text()
 LAYERS = next(
     contract["layers"]
@@ -109,6 +111,31 @@ def test_examples_are_python() -> None:
     for page in PAGES:
         for block in (*blocks_of(page, "python"), *blocks_of(page, "py")):
             compile(block, page, "exec")
+
+
+def public_names(package: str) -> set[str]:
+    """Returns what the `__init__` of a package lists; nothing for a module inside one."""
+    file = ROOT.joinpath(*package.split("."), "__init__.py")
+    for node in ast.parse(file.read_text()).body if file.exists() else ():
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            return set(ast.literal_eval(node.value))
+    return set()
+
+
+@pytest.mark.parametrize(
+    "page", ["README.md", *(page for page in PAGES if page.startswith("docs/")), *NOTEBOOKS]
+)
+def test_examples_import_public_names_alone(page: str) -> None:
+    is_notebook = page.endswith(".py")
+    blocks = [*blocks_of(page, "python"), *blocks_of(page, "py")]
+    for block in [(ROOT / page).read_text()] if is_notebook else blocks:
+        for node in ast.walk(ast.parse(block)):
+            if isinstance(node, ast.Import):
+                modules = {alias.name for alias in node.names} - {"utio_jax"}
+                assert not [name for name in modules if name.startswith("utio_jax")], page
+            elif isinstance(node, ast.ImportFrom) and str(node.module).startswith("utio_jax"):
+                names = {alias.name for alias in node.names}
+                assert not names - public_names(str(node.module)), (page, node.module, names)
 
 
 def test_every_link_leads_somewhere() -> None:

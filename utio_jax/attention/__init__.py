@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a query sees, and products over just that: masks, K/V caches, sparse patterns."""
+"""Masks, K/V caches, sparse patterns, and attention over the visible keys."""
 
 from utio_jax.attention.band import SparseQueries
 from utio_jax.attention.cache import KVCache, init_cache

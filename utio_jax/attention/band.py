@@ -2,7 +2,7 @@
 """Sliding-window attention with sinks, for blocks of queries: one product over gathered keys.
 
     key      0 1 2 3 4 5 6 7 8 9     # queries at positions 7 to 9, recent=3, one sink
-    query 7  |         # # #         # "|" the sinks: gathered, behind the band
+    query 7  |         # # #         # "|" the sinks: gathered, after the band
     query 8  |           # # #       # "#" the band: one slice for the whole block of queries
     query 9  |             # # #
 
@@ -23,14 +23,14 @@ from utio_jax.core.pytrees import pytree, static
 
 @pytree
 class SparseQueries:
-    """Which tokens see a history alone: the `sparse` ones."""
+    """Tokens that attend to a history alone: the `sparse` ones."""
 
     sparse: Bool[Array, "*lead batch token"]
     history: History = static()
 
 
 def slice_width(history: History, span: int, tokens: int) -> int:
-    """Returns the keys that a block of queries over `span` positions needs besides the sinks.
+    """Returns the number of keys, sinks apart, of a block of queries over `span` positions.
 
     >>> slice_width(History(recent=96), 128, 512)
     223
@@ -78,7 +78,7 @@ def _visible(
     start: Int[Array, ""],
     width: int,
 ) -> Bool[Array, "query key"]:
-    """Returns what queries see of the gathered keys: the band, and the sinks behind it."""
+    """Returns the mask of queries over the gathered keys: the band, and the sinks after it."""
     first = jnp.arange(sinks, dtype=jnp.int32)
     behind = visible_keys(positions - history.recent, first) & mix.visible(positions, first)
     band = start + jnp.arange(width, dtype=jnp.int32)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The K/V cache: one array per kind for all layers, carried whole and written before it is read.
 
-A token's slot is its position. What lies behind a row's last token does not count: padding of a
+A token's slot is its position. What lies after a row's last token does not count: padding of a
 ragged batch, rejected drafts, zeros. It is never cleared, since a slot is always written before a
 query that could see it.
 """
@@ -51,22 +51,22 @@ class KVCache:
 
     @property
     def num_slots(self) -> int:
-        """Tokens that a row can hold."""
+        """Number of tokens that a row can hold."""
         return self.keys.shape[3 if self.heads_first else 2]
 
     def at(self, slots: Any) -> tuple[Any, ...]:
-        """Returns the index of some slots, all heads, behind those of layers and rows."""
+        """Returns the index of some slots, all heads, after those of layers and rows."""
         return (slice(None), slots) if self.heads_first else (slots,)
 
     def size(self, width: int) -> tuple[int, ...]:
-        """Returns the shape of so many slots of a row of a layer."""
+        """Returns the shape of a number of slots of a row of a layer."""
         heads = self.keys.shape[2 if self.heads_first else 3]
         sizes = (heads, width) if self.heads_first else (width, heads)
         return (*sizes, self.keys.shape[-1])
 
-    def by_slot(self, found: jax.Array) -> Float[Array, "*lead slot kv_head head_dim"]:
-        """Returns keys or values as they are used; products turn them back, and nothing moves."""
-        return jnp.moveaxis(found, -3, -2) if self.heads_first else found
+    def by_slot(self, array: jax.Array) -> Float[Array, "*lead slot kv_head head_dim"]:
+        """Returns keys or values by slot; products transpose them back, so nothing is copied."""
+        return jnp.moveaxis(array, -3, -2) if self.heads_first else array
 
 
 def init_cache(
@@ -102,7 +102,7 @@ def write(
     valid: Bool[Array, "batch token"],
     rows: Int[Array, " batch"] | None = None,
 ) -> KVCache:
-    """Returns the cache with one layer's K/V at the tokens' positions; invalid ones leave no trace.
+    """Returns the cache with one layer's K/V at the tokens' positions; invalid ones are dropped.
 
     Nor do they in its view, if it has one.
 
@@ -138,7 +138,7 @@ def write_prompt(
 ) -> KVCache:
     """Returns the cache with one layer's K/V of each row's first tokens.
 
-    One contiguous copy. Those of padding land behind the rows' last tokens, and do not count.
+    One contiguous copy. Those of padding land after the rows' last tokens, and do not count.
     """
 
     def put(old: jax.Array, new: jax.Array) -> jax.Array:
@@ -150,7 +150,7 @@ def write_prompt(
 
 
 def packed_rows(rows: Int[Array, " packed"] | None, count: int) -> Int[Array, " packed"]:
-    """Returns which rows of a cache packed rows are; None: its first `count`, all there are.
+    """Returns the rows of a cache that packed rows belong to; None: its first `count`.
 
     A packed row that only fills up may name any row, if none of its tokens is valid.
     """
@@ -176,7 +176,7 @@ def read(
         size = (1, leaf.shape[1], *cache.size(width))
         return cache.by_slot(jax.lax.dynamic_slice(leaf, start, size)[0])
 
-    keys, values = (side_by_side([one(leaf, each) for each in layers]) for leaf in cache.arrays)
+    keys, values = (side_by_side([one(leaf, layer) for layer in layers]) for leaf in cache.arrays)
     return keys, values
 
 
@@ -186,7 +186,7 @@ def side_by_side(arrays: Sequence[jax.Array]) -> jax.Array:
 
 
 def key_widths(slots: int, *, key_step: int) -> tuple[int, ...]:
-    """Returns the numbers of slots that attention may read, ascending and ending at `slots`.
+    """Returns the key widths that attention may read, ascending and ending at `slots`.
 
     Multiples of `key_step`, which is itself doubled until there are no more than four of them:
     every width is a loop body to compile.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a low-importance token sees of the past: the first tokens (sinks) and the recent ones.
+"""History of a low-importance token: the first tokens (sinks) and the recent ones.
 
     key      0 1 2 3 4 5 6 7 8 9     # query at position 9
     sinks    # #                     # the first tokens take what attention has to spare
@@ -40,7 +40,7 @@ class History:
 
     @property
     def size(self) -> int:
-        """The most keys that a token sees."""
+        """Maximum number of keys that a token attends to."""
         return self.recent + self.sinks
 
 
@@ -50,7 +50,7 @@ def visible_history(
     key_positions: Int[Array, "*lead key"],
     window: Int[Array, ""] | None = None,
 ) -> Bool[Array, "*lead query key"]:
-    """Returns the mask of sinks and recent keys: what low-importance queries see, by definition.
+    """Returns the mask of sinks and recent keys, the definition for low-importance queries.
 
     Hidden keys lie above every query's position; `window` is the layer's own, which stays.
     """

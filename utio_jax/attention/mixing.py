@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the tokens of a layer see each other: causal or not, in a window, by softmax or otherwise.
+"""Mixing of a layer's tokens: causal or not, in a window, by softmax or otherwise.
 
 One object per layer, so that executors, caches and decoding need not know of windows, caps or
 other kinds of mixing. A `Decoder` mixes by softmax attention; one that has a method `mix` (see
@@ -22,7 +22,7 @@ from utio_jax.core.platform import here
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Mixer:
-    """What one layer's queries make of keys and values.
+    """Mixing of keys and values by one layer's queries.
 
     Attributes:
       window: keys that a token may attend to, its own included; None: all.
@@ -39,17 +39,17 @@ class Mixer:
     def visible(
         self, query_positions: Int[Array, "*lead query"], key_positions: Int[Array, "*lead key"]
     ) -> Bool[Array, "*lead query key"]:
-        """Returns which keys each query may see; one hidden from all lies at `NOWHERE`."""
+        """Returns the mask of keys for each query; a key at `NOWHERE` is hidden from all."""
         return visible_keys(query_positions, key_positions, self.window, causal=self.causal)
 
     def prepare(self, values: Float[Array, "*lead kv_head head_dim"]) -> jax.Array:
-        """Returns values made ready once for many calls of `mix_prepared`."""
+        """Returns values prepared once for many calls of `mix_prepared`."""
         return with_count(values) if self.own is None else values
 
     def mix_prepared(
         self, queries: jax.Array, keys: jax.Array, prepared: jax.Array, visible: jax.Array
     ) -> jax.Array:
-        """Returns what `__call__` does, of values that went through `prepare`."""
+        """Returns the result of `__call__` for values from `prepare`."""
         if self.own is not None:
             return self.own.mix(queries, keys, prepared, visible)
         return attend_counted(queries, keys, prepared, visible, softcap=self.softcap)
@@ -61,7 +61,7 @@ class Mixer:
         values: Float[Array, "*lead key kv_head head_dim"],
         visible: Bool[Array, "*#lead query key"],
     ) -> Float[Array, "*lead query head head_dim"]:
-        """Returns what the queries attend to, over the visible keys of each."""
+        """Returns the mixed values over the visible keys of each query."""
         if self.own is not None:
             return self.own.mix(queries, keys, values, visible)
         return attend(queries, keys, values, visible, softcap=self.softcap)
@@ -70,17 +70,17 @@ class Mixer:
 def mix_apart(
     mix: Mixer, queries: jax.Array, keys_values: Sequence[Sequence[jax.Array]], visible: jax.Array
 ) -> Float[Array, "*lead query head head_dim"]:
-    """Returns what queries attend to where their heads read keys and values of several layers.
+    """Returns mixed values for queries whose heads read K/V of several layers.
 
     The same as `mix` on these side by side, which would copy them: each layer's heads are a
     product. `queries` have as many heads for each of the layers that are read, in order.
     """
     heads = jnp.split(queries, len(keys_values), axis=-2)
-    found = [
-        mix(mine, keys, values, visible)
-        for mine, (keys, values) in zip(heads, keys_values, strict=True)
+    mixed = [
+        mix(queries_of_layer, keys, values, visible)
+        for queries_of_layer, (keys, values) in zip(heads, keys_values, strict=True)
     ]
-    return found[0] if len(found) == 1 else jnp.concatenate(found, axis=-2)
+    return mixed[0] if len(mixed) == 1 else jnp.concatenate(mixed, axis=-2)
 
 
 def causal_blocks(width: int) -> list[tuple[int, int]]:
@@ -98,7 +98,7 @@ def causal_blocks(width: int) -> list[tuple[int, int]]:
 def mix_whole_rows(
     mix: Mixer, queries: jax.Array, keys: jax.Array, values: jax.Array, visible: jax.Array
 ) -> Float[Array, "*lead token head head_dim"]:
-    """Returns what `mix` does where queries and keys are all tokens of rows, in order.
+    """Returns the result of `mix` when queries and keys are all tokens of rows, in order.
 
     A causal block of queries needs the keys up to its end alone: half of all products.
     """
@@ -106,7 +106,7 @@ def mix_whole_rows(
     if not mix.causal or len(blocks) == 1:
         return mix(queries, keys, values, visible)
     prepared = mix.prepare(values)
-    found = [
+    mixed = [
         mix.mix_prepared(
             queries[..., start:stop, :, :],
             keys[..., :stop, :, :],
@@ -115,11 +115,11 @@ def mix_whole_rows(
         )
         for start, stop in blocks
     ]
-    return jnp.concatenate(found, axis=-3)
+    return jnp.concatenate(mixed, axis=-3)
 
 
 def mixer_at(decoder: Decoder, index: int | jax.Array) -> Mixer:
-    """Returns how the tokens of a layer, static or traced, see each other."""
+    """Returns the mixer of a layer, whose index is static or traced."""
     config = decoder.config
     return Mixer(
         window=config.window_at(index),

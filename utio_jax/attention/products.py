@@ -77,7 +77,7 @@ def attend_counted(
     *,
     softcap: float | None = None,
 ) -> Float[Array, "*lead query head head_dim"]:
-    """Returns what `attend` does, of values that `with_count` has prepared once for many calls.
+    """Returns the result of `attend` for values that `with_count` prepared once for many calls.
 
     Scores and sums are float32. Heads that share a K/V head are folded into the query axis, so that
     one K/V head means one GEMM per leading index; the softmax's denominator is one more column of

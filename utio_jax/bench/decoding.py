@@ -42,7 +42,7 @@ def measure_modes(  # noqa: PLR0913 (options, each named)
       batches: prompts that are decoded together.
       modes: by a name of the caller's choice; "plain" is the baseline.
       run: generates: called with a batch's prompts, and the mode as `mode=`.
-      sampling: how `run` draws tokens.
+      sampling: of `run`.
       budgets: that adaptive modes' policies were calibrated for, by name.
       rounds: timed turns of each mode.
       progress: called `(len(modes) + 1) * (rounds + 1)` times.

@@ -21,12 +21,12 @@ from utio_jax.staircase.score import full_depth
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Method:
-    """A policy under a name that no other has: `"learned@0.6"`, `"uniform:8"`, `"full"`.
+    """A policy under a unique name: `"learned@0.6"`, `"uniform:8"`, `"full"`.
 
     Attributes:
       budget: target flops_ratio.
       fractions: expected share of tokens at each of the policy's depths.
-      missing: why there is no policy.
+      missing: reason why there is no policy.
     """
 
     label: str
@@ -37,7 +37,7 @@ class Method:
 
 
 def label_of(name: str) -> str:
-    """Returns a policy's name with its budget, 0.75 where it has none.
+    """Returns a policy's name with its budget, 0.75 by default.
 
     Raises:
       ValueError: something else than NAME or NAME@BUDGET.
@@ -59,7 +59,7 @@ def label_of(name: str) -> str:
 
 
 def controls_of(decoder: Decoder) -> list[Method]:
-    """Returns full depth and one `uniform` per earlier exit: what every policy is read against.
+    """Returns the controls of every policy: full depth, and one `uniform` per earlier exit.
 
     One program serves all of these: a boundary where no token is asked costs next to nothing.
     """
@@ -96,18 +96,18 @@ def methods_of(
     exits = decoder.config.exits
     for name, _, text in (label_of(name).partition("@") for name in names):
         budget = float(text)
-        for each in (name, "random"):
-            label, policy, fractions, missing = f"{each}@{budget:g}", None, None, ""
+        for policy_name in (name, "random"):
+            label, policy, fractions, missing = f"{policy_name}@{budget:g}", None, None, ""
             try:
                 if calibration is not None:
-                    policy = calibration.policy(each, budget)
-                    fractions = calibration.entry(each, budget).fractions
-                elif each == "random" and len(exits) > 1:
+                    policy = calibration.policy(policy_name, budget)
+                    fractions = calibration.entry(policy_name, budget).fractions
+                elif policy_name == "random" and len(exits) > 1:
                     fractions = shares_for(decoder, params, budget, width=width)
                     shares = jnp.asarray(fractions, jnp.float32)
                     policy = random_depths(shares, key=jax.random.key(0), depths=exits)
                 else:
-                    missing = f"no calibration for {each!r}"
+                    missing = f"no calibration for {policy_name!r}"
             except ValueError as error:
                 missing = str(error)
             methods[label] = Method(

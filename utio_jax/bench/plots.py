@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures of ledger rows and depths. Needs the extra `cli`.
+"""Plots of ledger rows and depths. Needs the extra `cli`.
 
 Figures are made without pyplot: the backend stays, and notebooks show what is returned.
 """
@@ -23,7 +23,7 @@ from utio_jax.evaluation.ledger import Ledger
 
 
 class _Picture(Figure):
-    """A figure that every notebook shows, with or without a backend for it."""
+    """A figure that displays itself in a notebook without a Matplotlib backend."""
 
     def _repr_png_(self) -> bytes:
         file = io.BytesIO()
@@ -71,18 +71,18 @@ def plot_pareto(
     """
     figure = _Picture(figsize=(7.2, 4.6), layout="constrained")
     axes = figure.subplots()
-    found = [
+    measured = [
         (row, row.flops_ratio, row.nll_increase_pct)
         for row in rows
         if row.flops_ratio is not None and row.nll_increase_pct is not None
     ]
     exits = sorted(
         (x, y, f"{row.depth_decided_mean:.0f} layers")
-        for row, x, y in found
+        for row, x, y in measured
         if row.policy in ("uniform", "full") and row.depth_decided_mean is not None
     )
     curves: dict[str, list[tuple[float, float]]] = {}
-    for row, x, y in found:
+    for row, x, y in measured:
         if row.policy not in ("uniform", "full") and row.budget is not None:
             curves.setdefault(row.policy, []).append((x, y))
     points = [point for curve in curves.values() for point in curve]
@@ -172,10 +172,10 @@ def plot_depths(
     title: str,
     columns: int = 100,
 ) -> Figure:
-    """Draws a text with every token on the colour of its depth.
+    """Draws a text; the background of each token shows its depth.
 
     Args:
-      text: what was tokenised.
+      text: the tokenised text.
       offsets: each token's first and last-plus-one character.
       depths: each token's decided depth.
       file: picture to write; None writes none.
@@ -253,7 +253,7 @@ def draw_speedups(rows: Sequence[Row]) -> Figure | None:
 
 
 def saved(figure: Figure, file: str | Path | None) -> Figure:
-    """Returns the figure; writes it, where a file is given."""
+    """Returns the figure, after writing it to `file` if given."""
     if file is not None:
         Path(file).parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(file, dpi=130)

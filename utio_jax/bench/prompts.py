@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts of which most tokens stop early: time to the first token, cost, and the loss behind."""
+"""Prompts whose tokens mostly exit early: time to the first token, cost, loss after the prompt."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from utio_jax.staircase.prompts import PromptChoice
 from utio_jax.staircase.score import full_depth
 
 BUDGET = 0.5
-"""FLOPs of reading prompts over full depth's, of which an inexact way is taken."""
+"""FLOPs of prefill over full depth's, for models without exact prefill."""
 
 
 def shallow_prompts(
     model: Any, documents: Sequence[np.ndarray], *, width: int, count: int, rounds: int
 ) -> dict[str, Any]:
-    """Returns time to the first token behind a shallow prompt, its cost, and the loss behind it.
+    """Returns time to the first token, cost and later loss of a prompt that mostly exits early.
 
     A model whose upper layers read keys and values made below stops there, which loses nothing; any
     other one as `utio_jax.prompts.prompt_choice` says for `BUDGET`.
@@ -66,7 +66,9 @@ def shallow_prompts(
     cost = prompt_cost(decoder, params, shallow, prompts, programs["shallow"]())
     # The same program with every token deep; where the way is exact, what all layers say.
     everything = None if exact is not None else dataclasses.replace(choice, deep=1.0)
-    lost, kept = (continuations(decoder, params, rows, each).loss for each in (choice, everything))
+    lost, kept = (
+        continuations(decoder, params, rows, policy).loss for policy in (choice, everything)
+    )
     return {
         "prompt_tokens": sizes.prompt_tokens,
         "continuation": sizes.continuation,

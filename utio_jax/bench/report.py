@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page of `utio-jax bench --report`: tables and pictures; it needs nothing else."""
+"""The page of `utio-jax bench --report`: tables and plots in one file."""
 
 from __future__ import annotations
 

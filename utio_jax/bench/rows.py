@@ -46,7 +46,7 @@ def timed_row(
       calls: per timed turn.
       fallback: what ran in the method's place, which then has no speed-up. A program that
         compiled after its warm-up did not run at its speed, and has none either.
-      note: what was assumed.
+      note: assumptions.
       values: the other values of the row.
     """
     if timing.compiles:
@@ -67,7 +67,7 @@ def failed_row(reason: str, **values: Any) -> Row:
 
 
 def name_of(row: Row) -> str:
-    """Returns the name of a row, which no other row of a run has."""
+    """Returns the name of a row, unique within a run."""
     sizes = [f"{name}{row[name]}" for name in ("batch", "prompt", "output") if row[name]]
     return "/".join([row["part"], row["model"], row["method"], *sizes])
 
@@ -75,7 +75,7 @@ def name_of(row: Row) -> str:
 def save_rows(
     file: Path, head: Mapping[str, Any], rows: Sequence[Row], *, complete: bool
 ) -> dict[str, Any]:
-    """Writes results in place of what is there, and returns them.
+    """Replaces a results file, and returns the results.
 
     Args:
       file: to write; its folder is made.
@@ -89,7 +89,7 @@ def save_rows(
 
 
 def read_rows(file: Path) -> dict[str, Any]:
-    """Returns what `save_rows` wrote.
+    """Returns the results that `save_rows` wrote.
 
     Raises:
       ValueError: there is no such file, it is not JSON, or not what this version writes.
@@ -112,18 +112,18 @@ def read_rows(file: Path) -> dict[str, Any]:
 
 
 def rounded(value: Any) -> Any:
-    """Returns JSON-ready values: six significant digits, null for what is no number."""
+    """Returns JSON-ready values: six significant digits, null for NaN and infinities."""
     if isinstance(value, dict):
-        return {key: rounded(each) for key, each in value.items()}
+        return {key: rounded(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [rounded(each) for each in value]
+        return [rounded(item) for item in value]
     if isinstance(value, float):
         return float(f"{value:.6g}") if math.isfinite(value) else None
     return value
 
 
 def describe(*, dtype: jax.typing.DTypeLike) -> dict[str, Any]:
-    """Returns what a benchmark ran on: device, versions, flags, the parameters' dtype."""
+    """Returns the environment of a benchmark: device, versions, flags, the parameters' dtype."""
     device = jax.devices()[0]
     # Containers and schedulers may give us fewer cores than there are.
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()

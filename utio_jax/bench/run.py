@@ -82,37 +82,37 @@ class Subject:
     def _score(
         self, part: str, sizes: Mapping[str, int], policies: Sequence[str], rounds: int
     ) -> tuple[list[Method], dict[str, Timed]]:
-        """Scores rows. A policy is left out where `score_documents` would not use it."""
+        """Scores rows, without policies that `score_documents` would replace by full depth."""
         del part
         decoder, params, batch, width = self.decoder, self.params, sizes["batch"], sizes["prompt"]
         config, methods = decoder.config, controls_of(decoder)
         if width > config.context_length:
             raise ValueError(f"{width} tokens exceed the context of {config.context_length}")
-        for each in methods_of(decoder, params, self.calibration, policies, width=width):
-            reason, shape = None, {"batch": batch, "width": width, "fractions": each.fractions}
-            if each.policy is not None:
-                reason = check_worthwhile(decoder, params, each.policy, **shape)
-            refused = f"full depth runs instead: {reason}" if reason else each.missing
-            methods.append(dataclasses.replace(each, missing=refused))
+        for method in methods_of(decoder, params, self.calibration, policies, width=width):
+            reason, shape = None, {"batch": batch, "width": width, "fractions": method.fractions}
+            if method.policy is not None:
+                reason = check_worthwhile(decoder, params, method.policy, **shape)
+            refused = f"full depth runs instead: {reason}" if reason else method.missing
+            methods.append(dataclasses.replace(method, missing=refused))
         read = full_rows(
             self.documents, rows=batch, width=width, batches=1, vocab_size=config.vocab_size
         )
-        active = [each for each in methods if not each.missing]
+        active = [method for method in methods if not method.missing]
         return methods, measure_policies(decoder, params, read, active, rounds=rounds)
 
     def _decode(
         self, part: str, sizes: Mapping[str, int], policies: Sequence[str], rounds: int
     ) -> tuple[list[Method], dict[str, Timed]]:
-        """Decodes new tokens: with a depth each, or by drafts, at two exits and from the text."""
+        """Decodes new tokens: at a depth per token, and with drafts from two exits and the text."""
         decoder, params, width = self.decoder, self.params, sizes["prompt"] + sizes["output"]
         modes: dict[str, Mode] = {"plain": Plain()}
         if part == "decode":
             methods = controls_of(decoder)[1:]
             methods += methods_of(decoder, params, self.calibration, policies, width=width)
             modes |= {
-                each.label: Adaptive(policy=each.policy)
-                for each in methods
-                if each.policy is not None
+                method.label: Adaptive(policy=method.policy)
+                for method in methods
+                if method.policy is not None
             }
         else:
             exits = decoder.config.exits[:-1]
@@ -129,7 +129,9 @@ class Subject:
             [middles(self.documents, tokens=sizes["prompt"], count=sizes["batch"])],
             modes,
             run=partial(generate, decoder, params, max_new_tokens=sizes["output"], eos_ids=()),
-            budgets={each.label: each.budget for each in methods if each.budget is not None},
+            budgets={
+                method.label: method.budget for method in methods if method.budget is not None
+            },
             rounds=rounds,
         )
         return [Method(label="plain"), *methods], measured

@@ -41,18 +41,18 @@ def measure_policies(
       params: its parameters.
       batches: the text; timing uses the first.
       methods: with policies; must contain full depth, labelled "full".
-      executor: how live slots are run.
+      executor: of live slots.
       rounds: timed turns of each program.
       progress: called once per method and batch, and after each timed or warming turn.
     """
-    policies = {each.label: each.policy for each in methods if each.policy is not None}
+    policies = {method.label: method.policy for method in methods if method.policy is not None}
     if "full" not in policies:
         raise ValueError("Wanted methods that contain full depth, the baseline. Got none.")
     look = partial(
         evaluate, decoder, params, policies=policies, executor=executor, progress=progress
     )
     first = look(batches[:1])
-    rest = look(batches[1:]) if len(batches) > 1 else dict.fromkeys(policies, Quality())
+    others = look(batches[1:]) if len(batches) > 1 else dict.fromkeys(policies, Quality())
 
     ids, lengths = jnp.asarray(batches[0].token_ids), jnp.asarray(batches[0].lengths)
     dense = jax.jit(score_dense, static_argnums=0)
@@ -63,25 +63,27 @@ def measure_policies(
     programs["full dense"] = partial(dense, decoder, params, ids, lengths)
     times = time_programs(programs, rounds=rounds, progress=progress)
     baseline = min(("full", "full dense"), key=lambda name: times[name].median)
-    found = {}
-    for label, budget in ((each.label, each.budget) for each in methods if each.label in policies):
-        row = (first[label] + rest[label]).ledger(
+    timed = {}
+    for label, budget in (
+        (method.label, method.budget) for method in methods if method.label in policies
+    ):
+        row = (first[label] + others[label]).ledger(
             policies[label].name, budget=budget, num_layers=decoder.config.num_layers
         )
-        found[label] = timed_ledger(
+        timed[label] = timed_ledger(
             row,
             times[label],
             against=times[baseline],
             baseline=baseline,
             ideal=first[label].flops_full / first[label].flops_ideal,
         )
-    return found
+    return timed
 
 
 def full_rows(
     documents: Sequence[np.ndarray], *, rows: int, width: int, batches: int, vocab_size: int
 ) -> list[Batch]:
-    """Returns batches of full rows, drawn over the joined documents: nothing timed is padding.
+    """Returns batches of full rows (no padding), drawn over the joined documents.
 
     Raises:
       ValueError: the documents hold less than one batch, or batches < 1.

@@ -69,7 +69,7 @@ def depth_text(pieces: Sequence[str], depths: Sequence[int], *, levels: Sequence
 
     Args:
       pieces: of the text, one per token.
-      depths: layers behind each.
+      depths: layers of each.
       levels: all depths that can occur, ascending.
     """
     text = Text()
@@ -88,7 +88,7 @@ def depth_legend(depths: Sequence[int], *, levels: Sequence[int] | None = None) 
       depths: to name.
       levels: all depths that can occur, ascending, as `depth_text` had them; None means `depths`.
     """
-    text = Text("layers behind each token: ")
+    text = Text("layers of each token: ")
     among = list(depths if levels is None else levels)
     for depth in depths:
         copied = ": copied" if depth == 0 else ""
@@ -97,7 +97,7 @@ def depth_legend(depths: Sequence[int], *, levels: Sequence[int] | None = None) 
 
 
 def _table(names: Sequence[str], **options: Any) -> Table:
-    """Returns an empty table, its first column left of the others' numbers; nothing is cut off."""
+    """Returns an empty table: labels left, numbers right, no cell cut off."""
     table = Table(padding=(0, 0), **options)
     for number, name in enumerate(names):
         table.add_column(name, justify="right" if number else "left", overflow="fold")

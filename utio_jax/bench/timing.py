@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Timing that can be trusted: programs take turns in one run; speed is a ratio round by round."""
+"""Timing of programs that take turns in one run; speed-ups are ratios of the same round."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ jax.monitoring.register_event_duration_secs_listener(_listen)
 
 @dataclasses.dataclass
 class CompileCount:
-    """Backend compilations inside a `count_compiles` block, known once it has ended."""
+    """Backend compilations inside a `count_compiles` block, set at its end."""
 
     count: int = 0
 
 
 @contextmanager
 def count_compiles() -> Iterator[CompileCount]:
-    """Counts XLA's backend compilations in a `with` block; `count` of its target, once it ended."""
-    found, before = CompileCount(), _compilations
+    """Counts XLA's backend compilations in a `with` block; its target has `count` at the end."""
+    counted, before = CompileCount(), _compilations
     try:
-        yield found
+        yield counted
     finally:
-        found.count = _compilations - before
+        counted.count = _compilations - before
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,23 +78,23 @@ class Timing:
         return float(np.median(self.seconds))
 
     def ratios_over(self, other: Timing) -> np.ndarray:
-        """Returns `[round]` ratios: how many times faster this is than `other`, round by round."""
+        """Returns the speed-up over `other` of each round, `[round]`."""
         return other.seconds / self.seconds
 
     def speedup_over(self, other: Timing) -> float:
-        """Returns the median of the rounds' ratios: how many times faster this is than `other`."""
+        """Returns the median speed-up over `other`."""
         return float(np.median(self.ratios_over(other)))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Timed:
-    """What one program came to, with its times beside full depth's; None where none were taken.
+    """Results of one program, with its times and full depth's; None if it was not timed.
 
     Attributes:
       ledger: quality, cost and times.
       timing: of the program.
       ratios: `[round]`, full depth's seconds over the program's, for as many tokens.
-      baseline: which full-depth program it was.
+      baseline: name of the full-depth program.
       results: the new tokens of each batch, if it made any.
     """
 
@@ -137,7 +137,7 @@ def timed_ledger(
       ledger: without times.
       timing: of the program.
       against: of the full-depth program, in the same rounds.
-      baseline: what that is called.
+      baseline: its name.
       ideal: the speed-up that FLOPs alone would give.
       share: the program's tokens over the full-depth one's: seconds per token are compared.
       results: the new tokens.
@@ -162,7 +162,7 @@ def time_programs(
     rounds: int = 7,
     progress: Callable[[], None] | None = None,
 ) -> dict[str, Timing]:
-    """Times programs that take turns, so that a drift of the machine meets all of them.
+    """Times programs in turns, so that a drift of the machine affects all of them.
 
     Args:
       programs: name to a function without arguments; its result is waited for.

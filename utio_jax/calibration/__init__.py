@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fits signals and thresholds to a model and a text, and proves them against controls."""
+"""Fits signals and thresholds to a model and a text, and compares them with controls."""
 
 from utio_jax.calibration.advice import advise
 from utio_jax.calibration.calibrate import calibrate
@@ -9,7 +9,13 @@ from utio_jax.calibration.goals import Budgets, Goal, MaxDisagreement, MaxLoss
 from utio_jax.calibration.guarantee import fit_with_guarantee
 from utio_jax.calibration.lens import LensConfig, fit_lens
 from utio_jax.calibration.risk import split_documents
-from utio_jax.calibration.studies import ExitStudy, rank_correlation, study_exits
+from utio_jax.calibration.studies import (
+    ExitStudy,
+    collect_scores,
+    predicted_tokens,
+    rank_correlation,
+    study_exits,
+)
 
 __all__ = [
     "SIGNALS",
@@ -24,9 +30,11 @@ __all__ = [
     "SignalFitter",
     "advise",
     "calibrate",
+    "collect_scores",
     "compare",
     "fit_lens",
     "fit_with_guarantee",
+    "predicted_tokens",
     "rank_correlation",
     "split_documents",
     "study_exits",

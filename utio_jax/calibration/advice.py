@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether adaptive depth pays for a model, said plainly from what a calibration has measured."""
+"""Advice from a calibration's figures: does adaptive depth pay for a model?"""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def conclude(rows: Sequence[ComparisonRow]) -> str:
 
 
 def may_pay(info: Mapping[str, Any]) -> str:
-    """Returns what to do with a model for which `advise` has nothing to say against."""
+    """Returns the advice for a model that may gain from adaptive depth."""
     deepest, lost = max(info["exit_nll_increase_pct"].items(), key=lambda item: int(item[0]))
     agreed = info["exit_agreement"][deepest]
     return (
@@ -66,7 +66,7 @@ def may_pay(info: Mapping[str, Any]) -> str:
 
 
 def advise(decoder: Decoder, info: Mapping[str, Any], *, lens: bool) -> str | None:
-    """Returns what to do with a model for which adaptive depth will not pay; None where it may.
+    """Returns the advice for a model that adaptive depth will not help, or None if it may.
 
     Args:
       decoder: the model.
@@ -88,14 +88,14 @@ def advise(decoder: Decoder, info: Mapping[str, Any], *, lens: bool) -> str | No
             f"than {agreed:.0%} of its most probable tokens are full depth's. Is this model, or "
             "what reads its exits, trained?"
         )
-    said = [
+    sentences = [
         f"Adaptive depth will not pay here: the loss at depth {deepest} is {lost:.0f} % above full "
         "depth's" + (f", and no policy stays within {_ACCEPTABLE_PCT:.0f} %." if measured else "."),
     ]
     if not lens:
-        said.append("These exits may never have been trained to predict: utio-jax calibrate")
-        said.append("--fit-lens lets the head read them better without touching the model.")
-    said.append("Drafts copied from the text may pay, and lose nothing: --mode lossless.")
+        sentences.append("These exits may never have been trained to predict: utio-jax calibrate")
+        sentences.append("--fit-lens maps them for the head without changing the model.")
+    sentences.append("Drafts copied from the text may pay, and lose nothing: --mode lossless.")
     exits = " ".join(map(str, decoder.config.exits))
-    said.append(f"Or teach its exits to predict: models/recipes/finetune.py --exits {exits}.")
-    return " ".join(said)
+    sentences.append(f"Or teach its exits to predict: models/recipes/finetune.py --exits {exits}.")
+    return " ".join(sentences)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fits policies to a model and a text: signals, thresholds, and which exits to use at which budget.
+"""Fits policies to a model and a text: signals, thresholds, and the exits in use by budget.
 
 One way for every signal. Its scores are collected where every token runs to the end; thresholds of
 least harm at a budget follow from scores, harm and the cost model. What that cannot show, real
@@ -61,7 +61,7 @@ def calibrate(  # noqa: PLR0913 (options, each named)
         `SignalFitter` that return a signal.
       goal: `Budgets`, `MaxLoss` or `MaxDisagreement`. A policy that cannot reach it has no entry,
         and `info["goals"]` says so.
-      executor: how passes will run; padding is part of the budget.
+      executor: of later passes; padding is part of the budget.
       mesh: splits the rows of every pass over its axis "data".
       seed: of the gates.
       progress: called with what happens next.
@@ -90,8 +90,8 @@ def calibrate(  # noqa: PLR0913 (options, each named)
     for name, fit in fits.items():
         say(f"{name}: weights")
         signal = signals[name] = fitter.fit(fit)
-        found, goals[name] = goal.reach(search, signal, say)
-        entries[name] = {cost: search.with_row_shares(signal, one) for cost, one in found.items()}
+        fitted, goals[name] = goal.reach(search, signal, say)
+        entries[name] = {cost: search.with_row_shares(signal, one) for cost, one in fitted.items()}
         search.forget()
     if not any(entries.values()):
         name = next(iter(fits))
@@ -114,7 +114,7 @@ def calibrate(  # noqa: PLR0913 (options, each named)
 
 
 def _describe(batches: Sequence[Batch]) -> dict[str, Any]:
-    """Returns what identifies a text of which only batches are known."""
+    """Returns a description of a text that is given as batches."""
     digest = hashlib.sha256()
     for batch in batches:
         digest.update(np.ascontiguousarray(batch.token_ids).tobytes())

@@ -53,7 +53,7 @@ CHANCE = "random as"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ComparisonRow:
-    """A ledger row, read against its controls.
+    """A ledger row, compared with its controls.
 
     Attributes:
       ledger: quality and cost; times are None.
@@ -71,7 +71,7 @@ class ComparisonRow:
 
     @property
     def name(self) -> str:
-        """What no other row is called: the policy, with its budget or depth."""
+        """The unique name of the row: the policy, with its budget or depth."""
         ledger = self.ledger
         if ledger.budget is not None:
             return f"{ledger.policy} at {ledger.budget:g}"
@@ -107,7 +107,7 @@ def compare(  # noqa: PLR0913 (options, each named)
 ) -> list[ComparisonRow]:
     """Returns a row per exit for `uniform`, and per budget for `oracle_kl` and calibrated policies.
 
-    Policies run over all exits, of which they pay for those in use: one program for all budgets,
+    Policies run over all exits and pay for those in use: one program for all budgets,
     and for all policies that differ in numbers alone. Full depth runs once.
 
     Args:
@@ -116,10 +116,10 @@ def compare(  # noqa: PLR0913 (options, each named)
       batches: the text, all of one shape; none of it may have been calibrated on.
       document_of_window: `[window]`, the document that each of `Batch.window` is cut from.
       calibration: the fitted policies; None: there are none.
-      budgets: which of the calibration's; all by default.
-      policies: others to judge, each beside random depths of its own histogram; by name, or called
+      budgets: of the calibration; all by default.
+      policies: others to judge, each next to random depths of its own histogram; by name, or called
         by their own.
-      executor: how live slots are run.
+      executor: of live slots.
       mesh: splits the rows of every pass over its axis "data".
       draws: of the documents.
       seed: of the draws.
@@ -217,7 +217,7 @@ def compare(  # noqa: PLR0913 (options, each named)
 
 
 def _named_policies(policies: Policies, *, taken: Sequence[str]) -> dict[str, Policy]:
-    """Returns policies by name. Raises ValueError for a name that another row has."""
+    """Returns policies by name. Raises ValueError for a duplicate name."""
     pairs = (
         [*policies.items()]
         if isinstance(policies, Mapping)
@@ -238,15 +238,15 @@ def _beside_chance(
     exits: tuple[int, ...],
     read: Callable[[Mapping[Label, Policy]], dict[Label, tuple[Quality, DocumentSums]]],
 ) -> list[tuple[str, Quality, DocumentSums]]:
-    """Returns what a policy loses and costs, then the same of its depths dealt out blindly."""
-    (found,) = read({(name, 0.0): policy}).values()
+    """Returns loss and cost of a policy, then of its depths assigned at random."""
+    (result,) = read({(name, 0.0): policy}).values()
     depths = exits if {*policy.depths} <= {*exits} else policy.depths
-    counts = jnp.asarray([found[0].histogram.get(depth, 0) for depth in depths], jnp.float32)
+    counts = jnp.asarray([result[0].histogram.get(depth, 0) for depth in depths], jnp.float32)
     label = f"{CHANCE} {name}"
     shares = counts / jnp.sum(counts)
     chance = random_depths(shares, key=jax.random.key(0), depths=depths, name=label)
     (blind,) = read({(label, 0.0): chance}).values()
-    return [(name, *found), (label, *blind)]
+    return [(name, *result), (label, *blind)]
 
 
 def hindsight_policies(
@@ -257,7 +257,7 @@ def hindsight_policies(
     *,
     executor: Executor = MicroBatches(),
 ) -> list[Thresholded]:
-    """Returns `oracle_kl`, one policy per batch of the very text to be read.
+    """Returns `oracle_kl`, one policy per batch, fitted on the text that it reads.
 
     A control: depths from what stopping at each exit really does to each token. They look at full
     depth, so they are no policies to use: `causal` is False. Thresholds are fitted as for any
@@ -267,9 +267,9 @@ def hindsight_policies(
     Args:
       decoder: the model.
       params: its parameters.
-      studies: what a full pass over the text shows, from `study_exits`; batches of one width.
+      studies: statistics of a full pass over the text, from `study_exits`; batches of one width.
       budget: target `flops_ratio`, without padding. Below the first exit's there are no policies.
-      executor: how passes will run.
+      executor: of later passes.
     """
     harm = predicted_tokens(studies, [study.kl for study in studies])
     cost, exits = token_cost(decoder, params), decoder.config.exits
@@ -295,11 +295,11 @@ def hindsight_policies(
     best = min(fits, key=lambda pair: pair[0])[1]
     layers, cuts = np.asarray(best.depths, np.int32), np.asarray(best.thresholds, np.float32)
     decided = [layers[leave_at(study.kl[: len(cuts)], cuts)] for study in studies]
-    return [given_depths(jnp.asarray(each), depths=exits, name="oracle_kl") for each in decided]
+    return [given_depths(jnp.asarray(depths), depths=exits, name="oracle_kl") for depths in decided]
 
 
 def _by_program(policies: Mapping[str, Mapping[Label, Policy]], batch: Batch) -> list[list[str]]:
-    """Returns the names of policies, those that share a program together.
+    """Returns the names of policies, grouped by shared programs.
 
     First those whose scores are known before the pass: the uniform exits have compiled theirs.
     """
@@ -340,10 +340,10 @@ def _read(
     cost, key_widths = token_cost(decoder, params), executor.key_widths(width)
     of_depth = depth_flops(cost, every, width=width, key_widths=key_widths)
 
-    def observe(name: str, batch: Batch, found: Comparison, depths: np.ndarray) -> None:
+    def observe(name: str, batch: Batch, comparison: Comparison, depths: np.ndarray) -> None:
         rows = np.flatnonzero(batch.window >= 0)
         document = document_of_window[batch.window[rows]]
-        lost = np.asarray(found.nll, np.float64)[rows]
+        lost = np.asarray(comparison.nll, np.float64)[rows]
         paid = np.where(depths > 0, of_depth[depths], 0.0)[rows]
         np.add.at(nll[name], document, lost.sum(axis=1))
         np.add.at(parts[name], document, paid.sum(axis=1))

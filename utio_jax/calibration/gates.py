@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fits what signals learn: gates on states, mean states, tables."""
+"""Fits the weights of signals: gates on states, mean states, tables."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Loss = Literal["squared", "logistic"]
 
 
 class SignalFitter:
-    """Fits signals to one text by name, each part once: `hazard` has the gates of `classifier`.
+    """Fits signals to one text by name; shared parts are fitted once.
 
     `SIGNALS` lists the names.
     """
@@ -42,7 +42,7 @@ class SignalFitter:
     def __init__(
         self, decoder: Decoder, params: Params, studies: Sequence[ExitStudy], *, seed: int = 0
     ):
-        """Keeps what signals are fitted to.
+        """Stores the model and the text to fit to.
 
         Raises:
           ValueError: states do not vary from token to token.
@@ -56,7 +56,7 @@ class SignalFitter:
         """Returns a signal with weights for every exit but the last.
 
         Raises:
-          TypeError: what a function made is no signal.
+          TypeError: a function returned something else than a signal.
         """
         signal = (SIGNALS[fit] if isinstance(fit, str) else fit)(self)
         check_signal(signal)
@@ -84,7 +84,7 @@ class SignalFitter:
         return self._fitted("learned", kl, loss="squared")
 
     def classifier(self) -> StateGate:
-        """Returns gates with the logit of "the prediction here is not full depth's"."""
+        """Returns gates with the logit of a prediction that differs from full depth's."""
         return self._fitted("classifier", lambda: self._of_tokens("differs")[:-1])
 
     def cost_aware(self) -> StateGate:
@@ -158,7 +158,7 @@ SIGNALS: dict[str, Fit] = {
 
 
 def fits_of(policies: Sequence[str] | Mapping[str, Fit]) -> dict[str, Fit]:
-    """Returns how policies are fitted: those of `SIGNALS` by name, others as they are given.
+    """Returns the fitters of policies: those of `SIGNALS` by name, others as given.
 
     Raises:
       ValueError: none, an unknown name, that of a control, or something that is no function.
@@ -171,18 +171,18 @@ def fits_of(policies: Sequence[str] | Mapping[str, Fit]) -> dict[str, Fit]:
             f"Wanted policies of {', '.join(SIGNALS)}. Got {got}. A signal of your own has a "
             "function that fits it: policies={'mine': fit}."
         )
-    found = dict(policies) if isinstance(policies, Mapping) else {n: SIGNALS[n] for n in policies}
-    for name, fit in found.items():
+    fits = dict(policies) if isinstance(policies, Mapping) else {n: SIGNALS[n] for n in policies}
+    for name, fit in fits.items():
         if name in CONTROLS or isinstance(fit, Signal) or not callable(fit):
             raise ValueError(
                 "Wanted policies as functions of the fitter, by names other than those of "
                 f"controls, {', '.join(CONTROLS)}. Got {name!r}: {fit!r:.60}."
             )
-    return found
+    return fits
 
 
 def worth_going_deeper(kl: np.ndarray, cost_of_depth: np.ndarray, price: float) -> np.ndarray:
-    """Returns, per exit but the last and token, whether some deeper exit is cheaper in all.
+    """Returns, per token and exit but the last, whether a deeper exit costs less in total.
 
     JEI-DNN's cost-aware target (Regol et al. 2023, arXiv 2310.09163): a gate learns, with the
     logistic loss, to go on where the best of the later exits, its computation included, beats this
@@ -227,8 +227,8 @@ def fit_gates(
     exits, tokens, _ = states.shape
     rng = np.random.default_rng(seed)
     some = rng.permutation(tokens)[:_WHITENED]
-    found = [_whitening(np.asarray(normalise(jnp.asarray(x[some])))) for x in states]
-    mean, matrix = (jnp.asarray(np.stack(parts)) for parts in zip(*found, strict=True))
+    whitenings = [_whitening(np.asarray(normalise(jnp.asarray(x[some])))) for x in states]
+    mean, matrix = (jnp.asarray(np.stack(parts)) for parts in zip(*whitenings, strict=True))
     dim = matrix.shape[-1]
 
     # Optax's types know no dataclasses: to it, gates are Any.
@@ -240,29 +240,29 @@ def fit_gates(
             output_bias=jnp.zeros(()),
         )
 
-    def error(gates: StateGate, x: jax.Array, wanted: jax.Array) -> jax.Array:
+    def error(gates: StateGate, x: jax.Array, target: jax.Array) -> jax.Array:
         x = (x - jnp.broadcast_to(mean[:, None], x.shape)) @ matrix
-        found = jax.vmap(StateGate.read)(gates, x)
+        predicted = jax.vmap(StateGate.read)(gates, x)
         if loss == "squared":
-            each = (found - wanted) ** 2
+            errors = (predicted - target) ** 2
         else:
-            each = optax.sigmoid_binary_cross_entropy(found, wanted)
-        return jnp.sum(jnp.mean(each, axis=1))
+            errors = optax.sigmoid_binary_cross_entropy(predicted, target)
+        return jnp.sum(jnp.mean(errors, axis=1))
 
     rate = optax.linear_schedule(3e-3, 0.0, steps)
     optimizer = optax.adamw(rate, weight_decay=0.5)
 
     @jax.jit
-    def update(gates: Any, state: Any, seen: Any, wanted: jax.Array) -> tuple[Any, Any]:
-        slope = jax.grad(error)(gates, normalise(seen), wanted)
+    def update(gates: Any, state: Any, seen: Any, target: jax.Array) -> tuple[Any, Any]:
+        slope = jax.grad(error)(gates, normalise(seen), target)
         updates, state = optimizer.update(slope, state, gates)
         return optax.apply_updates(gates, updates), state
 
     gates: Any = jax.vmap(start)(jax.random.split(jax.random.key(seed), exits))
-    state, wanted = optimizer.init(gates), target.astype(np.float32)
+    state, target = optimizer.init(gates), target.astype(np.float32)
     for _ in range(steps):
         chosen = rng.integers(tokens, size=batch)
-        gates, state = update(gates, state, states[:, chosen], wanted[:, chosen])
+        gates, state = update(gates, state, states[:, chosen], target[:, chosen])
     folded = matrix @ gates.hidden
     bias = gates.hidden_bias - jnp.einsum("ed,edh->eh", mean, folded)
     return dataclasses.replace(gates, hidden=folded, hidden_bias=bias)
@@ -279,16 +279,16 @@ def fit_linear_gates(states: np.ndarray, target: np.ndarray) -> StateGate:
       target: `[exit, row]`.
     """
     weights, biases = [], []
-    for one, wanted in zip(states, target, strict=True):
+    for one, exit_target in zip(states, target, strict=True):
         x = np.asarray(normalise(jnp.asarray(one)), np.float64)
-        centre, level, rows = x.mean(axis=0), wanted.mean(), len(x)
+        centre, level, rows = x.mean(axis=0), exit_target.mean(), len(x)
         left, sizes, right = np.linalg.svd(x - centre, full_matrices=False)
-        along = left.T @ (wanted - level)
+        along = left.T @ (exit_target - level)
         best, chosen = np.inf, np.zeros_like(sizes)
         for penalty in np.geomspace(1e-6, 1e6, 25) * max(float(sizes[0]) ** 2, 1e-12):
             shrunk = sizes**2 / (sizes**2 + penalty)
             leverage = 1 / rows + (left**2 * shrunk).sum(axis=1)
-            error = wanted - level - left @ (shrunk * along)
+            error = exit_target - level - left @ (shrunk * along)
             left_out = float(np.square(error / np.maximum(1 - leverage, 1e-6)).sum())
             if left_out <= best:
                 best, chosen = left_out, sizes / (sizes**2 + penalty) * along

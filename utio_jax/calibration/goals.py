@@ -45,7 +45,7 @@ class Goal(Protocol):
     def reach(
         self, search: ThresholdSearch, signal: Signal, say: Say
     ) -> tuple[dict[float, Thresholds], dict[str, Any]]:
-        """Returns thresholds by `flops_ratio`, and a record of how they came about.
+        """Returns thresholds by `flops_ratio`, and a record of the search.
 
         There are none if nothing short of full depth reaches the goal.
         """
@@ -67,20 +67,20 @@ class Budgets:
     def reach(
         self, search: ThresholdSearch, signal: Signal, say: Say
     ) -> tuple[dict[float, Thresholds], dict[str, Any]]:
-        found: dict[float, Thresholds] = {}
+        thresholds: dict[float, Thresholds] = {}
         increases: dict[str, float] = {}
         for budget in self.budgets:
             if (tried := _try(search, signal, budget, say)) is not None:
-                _, increase, found[budget] = tried
+                _, increase, thresholds[budget] = tried
                 increases[f"{budget:g}"] = round(increase, 4)
-        unreachable = [budget for budget in self.budgets if budget not in found]
+        unreachable = [budget for budget in self.budgets if budget not in thresholds]
         record = {"unreachable": unreachable} if unreachable else {}
-        return found, {"nll_increase_pct_by_budget": increases, **record}
+        return thresholds, {"nll_increase_pct_by_budget": increases, **record}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MaxLoss:
-    """Least cost at which the loss on the calibration text exceeds full depth's by a bound.
+    """Least cost at which the loss on the calibration text rises by at most a bound.
 
     Attributes:
       nll_increase_pct: the bound, in %. What it is on other text is for `compare` to say.
@@ -129,7 +129,7 @@ class MaxDisagreement:
       confidence: in (0, 1).
       documents: token ids of documents on which nothing was fitted, nor on copies of them, see
         `utio_jax.calibration.risk.split_documents`.
-      policies: how many are fitted to this goal, of which one may be picked by its result.
+      policies: number of policies fitted to this goal; one may be picked by its result.
       seed: of the order of the documents.
     """
 
@@ -191,7 +191,7 @@ class MaxDisagreement:
     def _disagreement(
         self, search: ThresholdSearch, signal: Signal, candidates: Sequence[Thresholds]
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Returns `[candidate, document]`, and how many tokens each document predicts."""
+        """Returns `[candidate, document]`, and the number of predicted tokens per document."""
         config = search.decoder.config
         cut = [windows_of([ids], width=config.context_length) for ids in self.documents]
         document_of = np.repeat(np.arange(len(cut)), [len(windows) for windows in cut])
@@ -204,9 +204,9 @@ class MaxDisagreement:
         tokens = np.asarray([len(ids) - 1 for ids in self.documents])
         agree = np.zeros((len(candidates), len(cut)))
 
-        def observe(name: str, batch: Batch, found: Comparison, _: np.ndarray) -> None:
+        def observe(name: str, batch: Batch, comparison: Comparison, _: np.ndarray) -> None:
             rows = np.flatnonzero(batch.window >= 0)
-            agreed = np.asarray(found.agree)[rows].sum(axis=1)
+            agreed = np.asarray(comparison.agree)[rows].sum(axis=1)
             np.add.at(agree[int(name)], document_of[batch.window[rows]], agreed)
 
         evaluate(

@@ -30,14 +30,14 @@ _AIM = 2 * math.log(20)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Guarantee:
-    """What `fit_with_guarantee` found.
+    """Result of `fit_with_guarantee`.
 
     Attributes:
       chosen: index of the cheapest candidate that may be used; None leaves only full depth.
       p_values: `[candidate]`, of its mean risk being above the bound. Those beyond the first that
         was not rejected decide nothing.
       means: `[candidate]`, its mean risk over the units.
-      units: how many were tested.
+      units: number of tested units.
     """
 
     chosen: int | None
@@ -66,8 +66,8 @@ def fit_with_guarantee(
         the candidates. Booleans are tested by the exact binomial test, which no order enters.
       max_risk: the bound, in (0, 1).
       confidence: in (0, 1).
-      looks: how many times these units are asked, each for candidates of its own, of which one may
-        be picked by what comes out: each is tested at the level (1 - confidence) / looks
+      looks: number of tests on these units, each for candidates of its own; one may be picked by
+        its result. Each is tested at the level (1 - confidence) / looks
         (Bonferroni), so that all guarantees hold at once with that confidence.
       seed: of the order in which units are bet on. Trying several voids the guarantee.
 
@@ -99,7 +99,7 @@ def fit_with_guarantee(
 
 
 class Rung(NamedTuple):
-    """A setting that was tested, its cost by the caller's count, its mean risk, and its p-value."""
+    """A tested setting with its cost, mean risk and p-value."""
 
     setting: Any
     cost: float
@@ -108,11 +108,11 @@ class Rung(NamedTuple):
 
 
 class Fitted(NamedTuple):
-    """What `fit_ladder` found.
+    """Result of `fit_ladder`.
 
     Attributes:
       chosen: the cheapest setting that has the guarantee; None: nothing short of full depth has.
-      ladder: what was tested, safest first.
+      ladder: tested settings, safest first.
       tested: units that it was tested on.
     """
 
@@ -129,7 +129,7 @@ def fit_ladder(
     max_risk: float,
     confidence: float,
 ) -> Fitted:
-    """Returns the cheapest of some settings by `fit_with_guarantee`, and all of them beside it.
+    """Returns the cheapest setting by `fit_with_guarantee`, with all tested settings.
 
     Args:
       settings: safest first.
@@ -138,11 +138,11 @@ def fit_ladder(
       max_risk: the bound, in (0, 1).
       confidence: in (0, 1).
     """
-    found = fit_with_guarantee(risks, max_risk=max_risk, confidence=confidence)
+    guarantee = fit_with_guarantee(risks, max_risk=max_risk, confidence=confidence)
     return Fitted(
-        chosen=None if found.chosen is None else settings[found.chosen],
-        ladder=tuple(map(Rung, settings, costs, found.means, found.p_values)),
-        tested=found.units,
+        chosen=None if guarantee.chosen is None else settings[guarantee.chosen],
+        ladder=tuple(map(Rung, settings, costs, guarantee.means, guarantee.p_values)),
+        tested=guarantee.units,
     )
 
 
@@ -155,14 +155,14 @@ def halves(
     bound: str = "max_disagreement",
     seed: int = 0,
 ) -> Bool[np.ndarray, " unit"]:
-    """Returns which units a ladder of candidates is made of; the others test it.
+    """Returns the units that a ladder of candidates is fitted to; the others test it.
 
     Args:
       groups: of units that stay in one half, as those of one document.
-      units: what they are, for the error.
+      units: their name, for the error.
       max_risk: the bound, in (0, 1), on a risk of 0 or 1.
       confidence: in (0, 1).
-      bound: what the caller calls it.
+      bound: its name in the caller.
       seed: of the draw.
 
     Raises:
@@ -178,7 +178,7 @@ def halves(
 
 
 def half_of(groups: np.ndarray, seed: int) -> np.ndarray:
-    """Returns which units a ladder is made of: about half, whole groups, drawn at random."""
+    """Returns the units that a ladder is fitted to: about half, whole groups, at random."""
     names, member = np.unique(groups, return_inverse=True)
     sizes = np.bincount(member)
     order = np.random.default_rng(seed).permutation(len(names))
@@ -194,7 +194,7 @@ def half_of(groups: np.ndarray, seed: int) -> np.ndarray:
 def check_units(
     units: int, *, max_risk: float, confidence: float, looks: int = 1, binary: bool = False
 ) -> None:
-    """Raises ValueError where there are fewer than `units_needed`."""
+    """Raises ValueError for fewer units than `units_needed`."""
     needed = units_needed(max_risk, confidence, looks, binary=binary)
     if units < needed:
         several = f" for each of {looks} policies" if looks > 1 else ""
@@ -253,5 +253,5 @@ def _p_values(risks: np.ndarray, max_risk: float) -> np.ndarray:
 
 
 def _binomial(risks: np.ndarray, max_risk: float) -> np.ndarray:
-    """Returns `[candidate]`: the chance of as few errors, if each unit had `max_risk` of one."""
+    """Returns `[candidate]`: the probability of as few errors at an error rate of `max_risk`."""
     return np.asarray(stats.binom.cdf(risks.sum(axis=1), risks.shape[1], max_risk))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fits a tuned lens to a frozen model: what its head should read of each early exit."""
+"""Fits a tuned lens to a frozen model: an affine map before the head per early exit."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _SECONDS_BETWEEN = 10.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LensConfig:
-    """The numbers of a fit.
+    """Hyperparameters of a fit.
 
     Attributes:
       tokens: states to learn from, at most; drawn evenly from the text. Each takes `4 * dim` bytes
@@ -92,7 +92,7 @@ def fit_lens(
     *,
     progress: Callable[[str], None] | None = None,
 ) -> Lens:
-    """Returns the maps under which each exit's prediction comes closest to full depth's.
+    """Returns the maps that minimise the divergence of each exit from full depth.
 
     First a ridge regression of the last layer's states on the exit's, then Adam on KL(full || exit)
     in nats, the loss of Belrose et al. 2023 (arXiv 2303.08112). The head is the model's own.
@@ -145,13 +145,13 @@ def _states(
     predicted = sum(int(np.maximum(batch.lengths - 1, 0).sum()) for batch in batches)
     share = min(1.0, config.tokens / max(predicted, 1))
     rng = np.random.default_rng(config.seed)
-    found = []
+    states = []
     for batch in batches:
         chosen = np.arange(batch.token_ids.shape[1]) < batch.lengths[:, None] - 1
         chosen &= rng.random(chosen.shape) < share
         seen = run(params, jnp.asarray(batch.token_ids), jnp.asarray(batch.lengths))
-        found.append(np.stack([np.asarray(x)[chosen] for x in seen]))
-    return np.concatenate(found, axis=1)
+        states.append(np.stack([np.asarray(x)[chosen] for x in seen]))
+    return np.concatenate(states, axis=1)
 
 
 def _regression(states: np.ndarray, exits: tuple[int, ...], *, ridge: float) -> Lens:
@@ -159,12 +159,12 @@ def _regression(states: np.ndarray, exits: tuple[int, ...], *, ridge: float) -> 
     *early, last = states
     matrices, biases = [], []
     for x in early:
-        mean, wanted = x.mean(axis=0, dtype=np.float64), (last - x).astype(np.float64)
-        shift = wanted.mean(axis=0)
+        mean, target = x.mean(axis=0, dtype=np.float64), (last - x).astype(np.float64)
+        shift = target.mean(axis=0)
         centred = x - mean
         square = centred.T @ centred / len(x)
         square += ridge * np.trace(square) / len(square) * np.eye(len(square))
-        matrix = np.linalg.solve(square, centred.T @ (wanted - shift) / len(x))
+        matrix = np.linalg.solve(square, centred.T @ (target - shift) / len(x))
         matrices.append(matrix)
         biases.append(shift - mean @ matrix)
     return Lens(
@@ -197,8 +197,10 @@ def _descend(
         pairs = zip(early, lens.exits, strict=True)
         read = [read_through(maps, lens.exits, *pair) for pair in pairs]
         logp = [jax.nn.log_softmax(decoder.unembed(params, x).astype(jnp.float32)) for x in read]
-        each = [jnp.sum(jnp.exp(full) * (full - mine), axis=-1).sum() for mine in logp]
-        return sum(each, start=jnp.float32(0)) / config.batch
+        divergences = [
+            jnp.sum(jnp.exp(full) * (full - exit_logp), axis=-1).sum() for exit_logp in logp
+        ]
+        return sum(divergences, start=jnp.float32(0)) / config.batch
 
     optimizer = optax.adam(optax.linear_schedule(config.learning_rate, 0.0, config.steps))
     size = max(n for n in range(1, _HEAD_BLOCK + 1) if config.batch % n == 0)
@@ -207,27 +209,27 @@ def _descend(
     def update(
         maps: Any, state: Any, params: Params, chosen: Float[Array, "exit token dim"]
     ) -> tuple[Any, Any, Float[Array, ""]]:
-        def add(found: Any, block: Float[Array, "exit block dim"]) -> tuple[Any, None]:
+        def add(loss: Any, block: Float[Array, "exit block dim"]) -> tuple[Any, None]:
             *early, last = block.astype(jnp.float32)
             full = jax.nn.log_softmax(decoder.unembed(params, last).astype(jnp.float32))
             more = jax.value_and_grad(divergence)(maps, params, full, jnp.stack(early))
-            return jax.tree.map(jnp.add, found, more), None
+            return jax.tree.map(jnp.add, loss, more), None
 
         blocks = chosen.reshape(len(chosen), -1, size, chosen.shape[-1])
         none = jnp.float32(0), jax.tree.map(jnp.zeros_like, maps)
-        (found, slopes), _ = jax.lax.scan(add, none, jnp.moveaxis(blocks, 1, 0))
+        (loss, slopes), _ = jax.lax.scan(add, none, jnp.moveaxis(blocks, 1, 0))
         updates, state = optimizer.update(slopes, state, maps)
-        return optax.apply_updates(maps, updates), state, found
+        return optax.apply_updates(maps, updates), state, loss
 
     maps: Any = {"matrix": lens.matrix, "bias": lens.bias}
     state, rng = optimizer.init(maps), np.random.default_rng(config.seed)
     shown = 0.0
     for step in range(config.steps):
         chosen = rng.integers(states.shape[1], size=config.batch)
-        maps, state, found = update(maps, state, params, jnp.asarray(states[:, chosen]))
+        maps, state, loss = update(maps, state, params, jnp.asarray(states[:, chosen]))
         # Seldom: to know the divergence, the host waits for the device.
         if time.perf_counter() - shown >= _SECONDS_BETWEEN or step + 1 == config.steps:
-            nats = float(found) / len(lens.exits)
+            nats = float(loss) / len(lens.exits)
             say(f"lens: step {step + 1} of {config.steps}, {nats:.4f} nats from full depth")
             shown = time.perf_counter()
     return Lens(matrix=maps["matrix"], bias=maps["bias"], exits=lens.exits)

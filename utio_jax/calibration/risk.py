@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Near-duplicate documents: found by shared 8-grams, kept on one side of a split, tested as one.
+"""Near-duplicate documents by shared 8-grams: one group in splits and in tests.
 
 What `utio_jax.calibration.guarantee` needs where a unit is a document.
 """
@@ -23,7 +23,7 @@ _BLOCK = 256  # Documents that are compared with all others at once.
 
 
 def group_near_duplicates(documents: Sequence[np.ndarray]) -> np.ndarray:
-    """Returns `[document]`: which group each belongs to, numbered by first appearance.
+    """Returns `[document]`: the group of each, numbered by first appearance.
 
     Documents are joined, also through others, where the Jaccard similarity of their sets of
     8-grams (all of a shorter document) reaches a third. That is what two documents of one length
@@ -41,7 +41,7 @@ def group_near_duplicates(documents: Sequence[np.ndarray]) -> np.ndarray:
         return np.zeros(0, np.int64)
     sets = [_shingles(document) for document in documents]
     owners, weight = owners_of(sets)
-    sizes, pairs = np.asarray([len(each) for each in sets]), []
+    sizes, pairs = np.asarray([len(shingles) for shingles in sets]), []
     for start in range(0, len(sets), _BLOCK):
         shared = ((owners[start : start + _BLOCK] * weight) @ owners.T).tocoo()
         one, other = shared.row + start, shared.col
@@ -53,13 +53,13 @@ def group_near_duplicates(documents: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def owners_of(sets: Sequence[np.ndarray]) -> tuple[sparse.csr_array, np.ndarray]:
-    """Returns `[document, column]`, which shingles each document has, and each column's weight.
+    """Returns `[document, column]`, the shingles of each document, and each column's weight.
 
     Shingles that the same documents have are one column, weighted by their number: so a header
     that many documents share costs one product of each pair, however long it is.
     """
     names, column = np.unique(np.concatenate(sets), return_inverse=True)
-    row = np.repeat(np.arange(len(sets)), [len(each) for each in sets])
+    row = np.repeat(np.arange(len(sets)), [len(shingles) for shingles in sets])
     marks = np.random.default_rng(0).integers(0, 2**64, len(sets), dtype=np.uint64)
     owned = np.zeros(len(names), np.uint64)
     np.add.at(owned, column, marks[row])  # A hash of the documents that have it.
@@ -85,8 +85,8 @@ def split_documents(
     fits = half_of(groups, seed)
     place = np.argsort(drawn)[groups].tolist()
     first = sorted(np.flatnonzero(fits).tolist(), key=place.__getitem__)
-    rest = np.flatnonzero(~fits).tolist()
-    return [documents[index] for index in first], [documents[index] for index in rest]
+    second = np.flatnonzero(~fits).tolist()
+    return [documents[index] for index in first], [documents[index] for index in second]
 
 
 def _shingles(document: np.ndarray) -> np.ndarray:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which exits a signal should use at a budget, and up to which scores tokens leave there."""
+"""Search for a signal's exits and thresholds at a budget."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _FLOORS = 3  # Depth floors that real passes try.
 
 
 class Spent(NamedTuple):
-    """What real passes over the sample cost in executed FLOPs, and lose in nats, summed."""
+    """Executed FLOPs and loss in nats of real passes over the sample, summed."""
 
     flops: float
     loss: float
@@ -46,7 +46,7 @@ class ThresholdSearch:
     Attributes:
       exits: of the model.
       studies: the part of the text that thresholds are fitted to.
-      full: what full depth costs and loses.
+      full: cost and loss of full depth.
     """
 
     def __init__(
@@ -66,8 +66,8 @@ class ThresholdSearch:
         self._cost = token_cost(decoder, params)
         self._width = studies[0].predicted.shape[1]
         self._full = float(self._flops(self.exits)[-1])
-        each = self._full * studies[0].predicted.size
-        passes = int(np.clip(_PASS_FLOPS // each, 1, _PASS_BATCHES))
+        batch_flops = self._full * studies[0].predicted.size
+        passes = int(np.clip(_PASS_FLOPS // batch_flops, 1, _PASS_BATCHES))
         self._tried = range(0, len(self.studies), -(-len(self.studies) // passes))
         self._harm = predicted_tokens(self.studies, [study.harm for study in self.studies])
         self.full = self._run(full_depth(decoder))
@@ -75,7 +75,7 @@ class ThresholdSearch:
         self._cache: dict[tuple[str, tuple[int, ...]], list[np.ndarray]] = {}
 
     def scores(self, signal: Signal, depths: tuple[int, ...]) -> np.ndarray:
-        """Returns `[boundary, token]`, of predicted tokens, where every token runs on."""
+        """Returns scores `[boundary, token]` of predicted tokens when no token exits."""
         return predicted_tokens(self.studies, self._collected(signal, depths))
 
     def cheapest(self, signal: Signal) -> float:
@@ -91,11 +91,11 @@ class ThresholdSearch:
         return spent.flops / self.full.flops
 
     def nll_increase_pct(self, spent: Spent) -> float:
-        """Returns by how much the loss exceeds full depth's, in %."""
+        """Returns the increase of the loss over full depth's, in %."""
         return 100 * (spent.loss / self.full.loss - 1)
 
     def exit_nll_increase_pct(self) -> dict[str, float]:
-        """Returns by how much each exit's loss exceeds full depth's, in %, by depth."""
+        """Returns the increase of each exit's loss over full depth's, in %, by depth."""
         tried = [self.studies[number] for number in self._tried]
         harm = predicted_tokens(tried, [study.harm for study in tried]).sum(axis=1)
         return {
@@ -104,7 +104,7 @@ class ThresholdSearch:
         }
 
     def exit_agreement(self) -> dict[str, float]:
-        """Returns how often each exit's most probable token is full depth's, by depth."""
+        """Returns each exit's top-1 agreement with full depth, by depth."""
         differs = predicted_tokens(self.studies, [study.differs for study in self.studies])
         return {
             str(depth): round(1 - float(share), 4)
@@ -122,14 +122,14 @@ class ThresholdSearch:
         return Thresholded(signal=signal, thresholds=thresholds, depths=wide.depths)
 
     def with_row_shares(self, signal: Signal, fit: Thresholds) -> Thresholds:
-        """Returns the thresholds with what a static program needs to know of their rows.
+        """Returns the thresholds with the shares of rows that a static program needs.
 
         Unchanged for a model with branches, whose segments are not nested.
         """
         if self.decoder.config.branches:
             return fit
         cuts, depths = np.asarray(fit.thresholds, np.float32), np.asarray(fit.depths)
-        real = [np.arange(self._width) < each.batch.lengths[:, None] for each in self.studies]
+        real = [np.arange(self._width) < study.batch.lengths[:, None] for study in self.studies]
         decided = [
             np.where(mask, depths[leave_at(scores, cuts)], 0)
             for mask, scores in zip(real, self._collected(signal, fit.depths), strict=True)
@@ -138,7 +138,7 @@ class ThresholdSearch:
         return dataclasses.replace(fit, row_shares=shares)
 
     def forget(self) -> None:
-        """Drops the programs and scores of the signals so far."""
+        """Drops compiled programs and cached scores."""
         forget_programs()
         self._cache.clear()
 
@@ -169,7 +169,7 @@ class ThresholdSearch:
         return best if signal.remembers else best.used()
 
     def run(self, signal: Signal, fit: Thresholds) -> Spent:
-        """Returns what real passes at these thresholds cost and lose."""
+        """Returns cost and loss of real passes at these thresholds."""
         return self._run(self.policy(signal, fit))
 
     def _propose(self, signal: Signal, first: int, budget: float) -> Thresholds | None:
@@ -209,7 +209,7 @@ class ThresholdSearch:
             return None
 
     def _costs(self, signal: Signal, depths: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-        """Returns what each depth and each decision costs, as shares of the full pass.
+        """Returns the cost of each depth and of each decision, as shares of the full pass.
 
         A look at logits is a head, which tokens that stop there have need of anyway.
         """
@@ -236,13 +236,13 @@ class ThresholdSearch:
         return float(self._harm[rows[left], np.arange(left.size)].mean())
 
     def _margin(self, spent: Spent) -> float:
-        """Returns by how much a policy lies below the hull of uniform exits; more is better."""
+        """Returns the margin of a policy below the uniform-exit frontier; more is better."""
         if self._hull is None:
             shape, depths = self.studies[0].batch.token_ids.shape, self.exits
             uniform = [
                 self._run(given_depths(jnp.full(shape, depth), depths=depths)) for depth in depths
             ]
-            self._hull = convex_hull([(self.ratio(each), each.loss) for each in uniform])
+            self._hull = convex_hull([(self.ratio(point), point.loss) for point in uniform])
         at_hull = self._hull(self.ratio(spent))
         return (np.inf if at_hull is None else at_hull) - spent.loss
 
@@ -253,7 +253,7 @@ class ThresholdSearch:
         def read(number: int) -> Arrays:
             batch = self.studies[self._tried[number]].batch
             ids, lengths = place(Rows((batch.token_ids, batch.lengths)), here).tree
-            found = run_score(
+            scores = run_score(
                 self.decoder,
                 self.params,
                 ids,
@@ -263,13 +263,13 @@ class ThresholdSearch:
                 executor=self.executor,
                 mesh=here,
             )
-            gates = gate_flops(self.decoder, self.params, policy, found.work)
-            flops = pass_flops(self._cost, found.work, gates=gates)
-            loss = -np.asarray(found.log_likelihood).sum(dtype=np.float64)
+            gates = gate_flops(self.decoder, self.params, policy, scores.work)
+            flops = pass_flops(self._cost, scores.work, gates=gates)
+            loss = -np.asarray(scores.log_likelihood).sum(dtype=np.float64)
             return {"spent": np.asarray([flops, loss])}
 
         spent = share(self.mesh, len(self._tried), read, what="passes", same=lambda: digest(policy))
-        flops, loss = np.sum([each["spent"] for each in spent], axis=0).tolist()
+        flops, loss = np.sum([part["spent"] for part in spent], axis=0).tolist()
         return Spent(flops=flops, loss=loss)
 
     def _collected(self, signal: Signal, depths: tuple[int, ...]) -> list[np.ndarray]:
@@ -285,7 +285,7 @@ class ThresholdSearch:
 
 
 def forget_programs() -> None:
-    """Drops compiled passes: Linux allows a process 65,530 memory maps, and programs need many."""
+    """Drops compiled passes: Linux limits a process to 65,530 memory maps."""
     programs: tuple[Any, ...] = (run_score, collect)
     for program in programs:
         program.clear_cache()

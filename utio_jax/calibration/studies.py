@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a full pass shows at every exit, and what a signal would say of it."""
+"""Statistics of a full pass at every exit, and the scores of signals there."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from utio_jax.staircase.score import compare_logits, labels_of
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExitStudy:
-    """What a full pass shows of the tokens of one text, `[batch, token]` in every array's middle.
+    """Statistics of one text's tokens in a full pass; arrays have `[batch, token]` in the middle.
 
     Attributes:
       batch: the text.
@@ -79,16 +79,16 @@ def exit_statistics(
         pairs = zip(exits, decoder.config.exits, strict=False)
         seen = [apply_exit_lens(decoder, params, *pair) for pair in pairs]
         here = [decoder.unembed(params, x).astype(jnp.float32) for x in seen]
-        found = [compare_logits(each, logits, label) for each in (*here, logits)]
-        return jax.tree.map(lambda *leaves: jnp.stack(leaves, axis=-1), *found)
+        compared = [compare_logits(exit_logits, logits, label) for exit_logits in (*here, logits)]
+        return jax.tree.map(lambda *leaves: jnp.stack(leaves, axis=-1), *compared)
 
-    found = map_head(decoder, params, compare, *flat((full, labels, *states)))
-    found = jax.tree.map(lambda y: jnp.moveaxis(y.reshape(*ids.shape, -1), -1, 0), found)
+    compared = map_head(decoder, params, compare, *flat((full, labels, *states)))
+    compared = jax.tree.map(lambda y: jnp.moveaxis(y.reshape(*ids.shape, -1), -1, 0), compared)
     return {
         "states": jnp.stack(asked).astype(jnp.float32),
-        "kl": jnp.maximum(found["kl"], 0.0),
-        "harm": found["nll"] - found["nll_full"],
-        "differs": ~found["agree"],
+        "kl": jnp.maximum(compared["kl"], 0.0),
+        "harm": compared["nll"] - compared["nll_full"],
+        "differs": ~compared["agree"],
     }
 
 
@@ -100,7 +100,7 @@ def study_exits(
     mesh: Mesh | None = None,
     progress: Callable[[], None] | None = None,
 ) -> list[ExitStudy]:
-    """Runs full depth over a text and returns what each exit makes of its tokens.
+    """Runs full depth over a text and returns the statistics of each exit.
 
     Args:
       decoder: the model.
@@ -128,13 +128,13 @@ def study_exits(
         seen = exit_statistics(decoder, params, ids, lengths, mesh=here)
         if progress is not None:
             progress()
-        found = {name: np.asarray(value)[:, : len(batch.lengths)] for name, value in seen.items()}
-        return found | {"states": _compact(found["states"], batch, number)}
+        arrays = {name: np.asarray(value)[:, : len(batch.lengths)] for name, value in seen.items()}
+        return arrays | {"states": _compact(arrays["states"], batch, number)}
 
     def same() -> str:
         return digest([vars(batch) for batch in batches], repr(decoder.config))
 
-    found = [
+    studies = [
         ExitStudy(
             batch=batch,
             predicted=np.arange(batch.token_ids.shape[1]) < batch.lengths[:, None] - 1,
@@ -144,13 +144,13 @@ def study_exits(
             batches, share(mesh, len(batches), read, what="batches", same=same), strict=True
         )
     ]
-    if not any(study.predicted.any() for study in found):
+    if not any(study.predicted.any() for study in studies):
         raise ValueError("Wanted a text with predicted tokens. Got none.")
-    return found
+    return studies
 
 
 def _compact(states: np.ndarray, batch: Batch, number: int) -> np.ndarray:
-    """Returns states in float16 if it holds those of all tokens, else as they are; 0 for padding.
+    """Returns states in float16 if it can hold them, else unchanged; 0 for padding.
 
     Raises:
       ValueError: a token's state is not finite.
@@ -167,7 +167,7 @@ def _compact(states: np.ndarray, batch: Batch, number: int) -> np.ndarray:
 
 
 def check_varied(states: np.ndarray) -> None:
-    """Raises ValueError where states `[exit, token, dim]` are the same for all tokens of an exit.
+    """Raises ValueError if states `[exit, token, dim]` are the same for all tokens of an exit.
 
     Nothing can be fitted to these.
     """
@@ -199,12 +199,12 @@ def collect_scores(
     depths: tuple[int, ...],
     mesh: Mesh | None = None,
 ) -> list[np.ndarray]:
-    """Returns a signal's scores `[boundary, batch, token]` of each study, where all tokens run on.
+    """Returns a signal's scores `[boundary, batch, token]` of each study when no token exits.
 
     Args:
       decoder: the model.
       params: its parameters.
-      signal: what scores.
+      signal: the signal to evaluate.
       studies: the states that it reads.
       depths: exits in use; boundaries are all but the last.
       mesh: splits the rows over its axis "data", and studies over its processes.
@@ -218,18 +218,18 @@ def collect_scores(
         batch, states = studies[number].batch, studies[number].states
         ids, lengths = place(Rows((batch.token_ids, batch.lengths)), here).tree
         states = place(StackedRows(states[[exits.index(d) for d in depths[:-1]]]), here).tree
-        found = collect(decoder, params, placed, ids, lengths, states, depths, mesh=here)
-        return {"scores": np.asarray(found)[:, : len(batch.lengths)]}
+        scores = collect(decoder, params, placed, ids, lengths, states, depths, mesh=here)
+        return {"scores": np.asarray(scores)[:, : len(batch.lengths)]}
 
     def same() -> str:
         return digest([vars(study.batch) for study in studies], signal, depths)
 
-    found = share(mesh, len(studies), read, what=f"scores of {signal.name}", same=same)
-    return [each["scores"] for each in found]
+    scores = share(mesh, len(studies), read, what=f"scores of {signal.name}", same=same)
+    return [part["scores"] for part in scores]
 
 
 def _known(signal: KnownBefore, batch: Batch, boundaries: int) -> np.ndarray:
-    """Returns the scores `[boundary, batch, token]` of a signal that no boundary changes."""
+    """Returns the scores `[boundary, batch, token]` of a signal that is known before the pass."""
     positions, _ = positions_of(jnp.asarray(batch.token_ids), jnp.asarray(batch.lengths))
     scores = np.asarray(signal.start(jnp.asarray(batch.token_ids), positions))
     return np.repeat(scores[None], boundaries, axis=0)
@@ -247,12 +247,12 @@ def collect(
     *,
     mesh: Mesh | None = None,
 ) -> Float[Array, "boundary batch token"]:
-    """Returns a signal's scores from the states at `depths[:-1]`, for tokens that all run on."""
+    """Returns a signal's scores from the states at `depths[:-1]` when no token exits."""
     if mesh is not None:
 
         def on_device(params: Params, signal: Signal, rows: Rows, states: StackedRows) -> Any:
-            found = collect(decoder, params, signal, *rows.tree, states.tree, depths)
-            return StackedRows(found)
+            scores = collect(decoder, params, signal, *rows.tree, states.tree, depths)
+            return StackedRows(scores)
 
         rows = Rows((token_ids, lengths))
         return over_rows(mesh, on_device, params, signal, rows, StackedRows(states)).tree
@@ -296,5 +296,5 @@ def rank_correlation(a: np.ndarray, b: np.ndarray) -> float | None:
 
     if len(a) < 2 or np.ptp(a) == 0 or np.ptp(b) == 0:
         return None
-    found: Any = spearmanr(a, b)
-    return float(found.statistic) if np.isfinite(found.statistic) else None
+    result: Any = spearmanr(a, b)
+    return float(result.statistic) if np.isfinite(result.statistic) else None

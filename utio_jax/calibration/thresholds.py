@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which exits to use, and up to which score tokens leave there: least harm at a given mean cost."""
+"""Exits and thresholds of least harm at a given mean cost."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def fit_thresholds(
     cost_of_gate: np.ndarray,
     budget: float,
 ) -> Thresholds:
-    """Returns the thresholds of least KL at a mean cost of `budget`; -inf where no token leaves.
+    """Returns the thresholds of least KL at a mean cost of `budget`; -inf where no token exits.
 
     For a price of computation, each boundary's best threshold is found exactly, by sorting: leaving
     is worth KL + price x cost of the exit, staying what the later thresholds make of the token. A
@@ -126,7 +126,7 @@ def _sweep(
 def _raised(
     scores: np.ndarray, cuts: np.ndarray, fits: Callable[[np.ndarray], bool]
 ) -> Iterator[np.ndarray]:
-    """Yields cuts raised as little as fits the budget: at each boundary alone, and at all."""
+    """Yields cuts raised by the least that meets the budget: at each boundary alone, and at all."""
     used = [b for b in range(len(cuts)) if np.isfinite(cuts[b])]
     above = {}
     for b in used:
@@ -150,7 +150,7 @@ def _raised(
 
 
 def leave_at(scores: np.ndarray, cuts: np.ndarray) -> np.ndarray:
-    """Returns the boundary at which each token leaves; the number of boundaries if at none.
+    """Returns the boundary at which each token exits; the number of boundaries if at none.
 
     As `Thresholded` does: scores of NaN and +inf leave only where all do, at a cut of +inf.
     """

@@ -48,10 +48,10 @@ class Calibrate(OfWindows, OfText):
         near-copies kept together.
       confidence: of that guarantee, for all policies at once: pick the cheapest. By default 0.95.
       fit_lens: first fit a tuned lens, through which the frozen model's head reads its exits, to
-        half of the documents; the policies get the other half. Written beside --out, and kept where
+        half of the documents; the policies get the other half. Written next to --out; kept where
         the same one is there already. Always, where a model names no exits.
-      out: JSON file to write, its weights beside it; by default policies.json in the model's
-        folder, or NAME.policies.json beside its NAME.gguf. What is there is replaced, unless that
+      out: JSON file to write, its weights next to it; by default policies.json in the model's
+        folder, or NAME.policies.json next to its NAME.gguf. What is there is replaced, unless that
         would lose a policy. The shipped model's own is never written.
     """
 
@@ -96,7 +96,7 @@ class Calibrate(OfWindows, OfText):
         check_same([model.sha256, documents], what="model and text")
         policies = tuple(SIGNALS) if self.policy == ("all",) else self.policy
         check_nothing_is_lost(out, model.sha256, policies)
-        found = model.calibrate(
+        result = model.calibrate(
             documents,
             budget=self.budget or None,
             max_nll_increase_pct=self.max_nll_increase_pct,
@@ -108,7 +108,7 @@ class Calibrate(OfWindows, OfText):
             mesh=mesh,
             progress=say,
         )
-        fitted, advice = found.calibration, found.verdict
+        fitted, advice = result.calibration, result.verdict
         if is_first():
             fitted.save(out)
             print(advice, file=sys.stderr)
@@ -128,7 +128,7 @@ class Calibrate(OfWindows, OfText):
         }
 
     def _check(self) -> None:
-        """Raises ValueError for options that exclude each other, or mean nothing alone."""
+        """Raises ValueError for options that exclude each other or need another one."""
         asked = (self.budget or None, self.max_nll_increase_pct, self.max_disagreement)
         if sum(value is not None for value in asked) > 1:
             raise ValueError(
@@ -149,7 +149,7 @@ class Calibrate(OfWindows, OfText):
             check_writable(calibration_file(self.out), "--out")
 
     def _place(self, model: Any) -> Path:
-        """Returns the file to write, once it is known that it can be.
+        """Returns the output file after checking that it can be written.
 
         Raises:
           ValueError: it cannot, or it is not the user's: the model is part of the package.
@@ -174,7 +174,7 @@ class Calibrate(OfWindows, OfText):
         )
 
     def _next(self, model: Any, out: Path) -> str:
-        """Returns the command that says whether what was written pays."""
+        """Returns the `compare` command to run next."""
         words = ["utio-jax", "compare"]
         if self.exits and model.lens is None:
             words += ["--exits", *map(str, self.exits)]
@@ -194,7 +194,7 @@ class Calibrate(OfWindows, OfText):
         described: dict[str, Any],
         say: Callable[[str], None],
     ) -> Path:
-        """Returns the file of a lens that is fitted to these documents, or was.
+        """Returns the file of a lens fitted to these documents; fits it if necessary.
 
         Raises ValueError where it is of something else.
         """
@@ -213,11 +213,11 @@ class Calibrate(OfWindows, OfText):
             save_lens(file, lens, info=info)
             return file
         stored = load_json(file, "a lens")
-        wanted = {"exits": [*model.decoder.config.exits[:-1]], **info}
-        other = {key: stored.get(key) for key in wanted if stored.get(key) != wanted[key]}
+        expected = {"exits": [*model.decoder.config.exits[:-1]], **info}
+        other = {key: stored.get(key) for key in expected if stored.get(key) != expected[key]}
         if other:
             raise ValueError(
-                f"Wanted a lens of { ({key: wanted[key] for key in other}) }. {file} was fitted to "
+                f"Wanted a lens of { ({k: expected[k] for k in other}) }. {file} was fitted to "
                 f"{other}, and what was calibrated through it needs it. Name another --out, remove "
                 f"{file}, or calibrate through it: --lens {file}."
             )

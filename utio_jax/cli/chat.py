@@ -14,19 +14,19 @@ from utio_jax.decoding.base import Plain
 CHUNK = 4
 """Tokens between two looks at the device: few, so that text appears and Ctrl-C works at once."""
 
-_HELP = "/new begins anew, /exit or Ctrl-D leaves, Ctrl-C stops an answer"
+_HELP = "/new starts a new conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Chat(OfDecoding):
     """Talks with a model by its own chat template; where depth varies, it colours the text.
 
-    Messages are lines of the terminal, or of standard input. `/new` begins a new conversation,
-    `/exit` or Ctrl-D leaves, Ctrl-C stops an answer, of which the model remembers what was said.
+    Messages are lines of the terminal, or of standard input. `/new` starts a new conversation,
+    `/exit` or Ctrl-D leaves. Ctrl-C stops an answer; the conversation keeps what was printed.
 
     Attributes:
-      system: what the system message says; by default what the template says by itself, if
-        anything.
+      system: the system message; by default that of the template, if
+        any.
       max_new_tokens: of an answer, at most.
     """
 
@@ -52,19 +52,21 @@ class Chat(OfDecoding):
         options = {"mode": mode, "prefill": prefill, "sampling": sampling}
         turns: list[dict[str, Any]] = []
         conversation = self._opened()
-        while (said := _next_message(console)) is not None:
-            if said == "/new":
+        while (line := _next_message(console)) is not None:
+            if line == "/new":
                 conversation = self._opened()
-            elif said:
-                asked = [*conversation, {"role": "user", "content": said}]
+            elif line:
+                asked = [*conversation, {"role": "user", "content": line}]
                 try:
                     turn = self._answer(model, console, asked, len(turns), options)
                 except ValueError as error:
-                    console.print(f"{error} Begin anew: /new.", style="red", markup=False)
+                    console.print(
+                        f"{error} Start a new conversation: /new.", style="red", markup=False
+                    )
                     continue
                 answer = {"role": "assistant", "content": turn["answer"]}
                 conversation = [*asked, answer] if turn["answer"] else conversation
-                turns.append({"message": said, **turn})
+                turns.append({"message": line, **turn})
         return {"command": "chat", "mode": mode.name, "turns": turns}
 
     def _opened(self) -> list[dict[str, str]]:
@@ -78,7 +80,7 @@ class Chat(OfDecoding):
         turn: int,
         options: dict[str, Any],
     ) -> dict[str, Any]:
-        """Shows an answer as it comes; returns it with its depths, and whether it was stopped."""
+        """Prints an answer as it arrives; returns it, its depths and whether it was stopped."""
         from utio_jax.models.chat import encode_chat, stream_answer
 
         config = model.decoder.config
@@ -104,7 +106,7 @@ class Chat(OfDecoding):
 def show_stream(
     console: Any, pieces: Iterator[tuple[str, int]], layers: int, *, coloured: bool
 ) -> tuple[str, list[int], bool]:
-    """Prints pieces of text, each with the layers behind its token, as they come.
+    """Prints pieces of text as they arrive, coloured by the layers of their tokens.
 
     Returns the text, the depths, and whether Ctrl-C stopped it.
     """

@@ -25,7 +25,7 @@ from utio_jax.evaluation.ledger import uniform_hull
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Compare(OfWindows, OfCalibration, OfText):
-    """Holds every calibrated policy against truncation, chance and hindsight on unseen text.
+    """Compares calibrated policies with truncation, chance and hindsight on unseen text.
 
     The text is to be one that nothing was fitted to; without files, the test split of this Python's
     standard library.

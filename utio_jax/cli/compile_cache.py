@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiled programs in the user's cache folder: the second start of a command compiles little."""
+"""Compilation cache in the user's cache folder, so that later runs compile little."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 VARIABLE = "UTIO_JAX_COMPILE_CACHE"
-"""`off` in this environment variable compiles everything anew."""
+"""`off` in this environment variable turns the cache off."""
 
 _MOST_BYTES = 2**30
 # Small programs are many, and reading one back takes a few milliseconds.
@@ -19,7 +19,7 @@ _LEAST_SECONDS = 0.1
 
 
 def keep_programs() -> Path | None:
-    """Makes JAX keep what it compiles, from now on; returns where, or None where it does not.
+    """Turns JAX's compilation cache on; returns its folder, or None if it stays off.
 
     JAX' own variable `JAX_COMPILATION_CACHE_DIR` goes before this. Programs for CPUs hold
     instructions that another machine may not have, so each kind of processor and each jaxlib has a
@@ -43,7 +43,7 @@ def keep_programs() -> Path | None:
 
 
 def machine() -> str:
-    """Returns what compiled programs belong to: jaxlib's version, and the processor's features."""
+    """Returns the cache key of this machine: jaxlib's version and the processor's features."""
     features = platform.processor() or platform.machine()
     with contextlib.suppress(OSError, StopIteration):
         lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`utio-jax demo`: a real model reads and writes under every policy; a table, two pictures."""
+"""`utio-jax demo`: a model scores and generates under every policy; a table and two plots."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from utio_jax.bench.prompts import shallow_prompts
 from utio_jax.bench.rows import describe
 from utio_jax.calibration.goals import Budgets
 from utio_jax.cli.options import Files, Rare, check_out, read_documents
-from utio_jax.cli.trial import FASTER, read_full_rows, write_middles
+from utio_jax.cli.trial import Tried, fastest_commands, read_full_rows, write_middles
 from utio_jax.core.files import save_json
 from utio_jax.evaluation.ledger import Ledger, uniform_hull
 from utio_jax.policies.store import DEFAULT_BUDGET
@@ -29,11 +29,12 @@ from utio_jax.staircase.score import run_score
 _ROWS, _WIDTH = 16, 512
 _DRAWN_LINES = 40
 _PROMPTS = 12  # Rows of a long prompt and what follows it.
+_DRAFTERS = {"lossless": "exit", "ngram": "ngram"}  # Of modes that keep the tokens.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Demo:
-    """Reads unseen text at several budgets, continues passages, and says what that is worth.
+    """Scores unseen text at several budgets, continues passages, and names the fastest command.
 
     Attributes:
       files: text files; by default the test split of this Python's standard library.
@@ -64,7 +65,28 @@ class Demo:
         model = load(self.model)
         documents, described = read_documents(model, self.files, None, "test")
         console = Console(stderr=True, width=118, highlight=False)
-        ledgers, budget = self._read(model, documents)
+        budgets = _budgets(model)
+        budget = min(budgets, key=lambda value: abs(value - DEFAULT_BUDGET))
+        ledgers = self._read(model, documents, budgets)
+        config = model.decoder.config
+        width = min(_WIDTH, config.context_length)
+        prompt: dict[str, Any] | None = None
+        with contextlib.suppress(ValueError):  # No way is known.
+            prompt = shallow_prompts(
+                model, documents, width=width, count=_PROMPTS, rounds=3 * self.rounds
+            )
+        adaptive = {"adaptive": model.calibration.policy("learned", budget)}
+        written = write_middles(
+            model, documents, adaptive, sizes=(1, 8), rounds=min(self.rounds, 3)
+        )
+        generation = [
+            {"mode": name, "batch": size, **timed.to_dict()}
+            | ({"budget": budget} if name == "adaptive" else {})
+            for size, measured in written.items()
+            for name, timed in measured.items()
+        ]
+        for line in sentences(generation, prompt):
+            console.print(line)
         hull, plain = uniform_hull(ledgers), model.plain_controls
         rows = [
             row.to_dict()
@@ -75,52 +97,35 @@ class Demo:
             for row in ledgers
         ]
         console.print(reading_table(rows, default=budget))
-        adaptive = {"adaptive": model.calibration.policy("learned", budget)}
-        written = write_middles(
-            model, documents, adaptive, sizes=(1, 8), rounds=min(self.rounds, 3)
-        )
-        generation = [
-            {"mode": name, "batch": size, **each.to_dict()}
-            | ({"budget": budget} if name == "adaptive" else {})
-            for size, measured in written.items()
-            for name, each in measured.items()
-        ]
-        config = model.decoder.config
-        width = min(_WIDTH, config.context_length)
-        prompt: dict[str, Any] | None = None
-        with contextlib.suppress(ValueError):  # No way is known.
-            prompt = shallow_prompts(
-                model, documents, width=width, count=_PROMPTS, rounds=3 * self.rounds
-            )
         pareto, depths = self.out / "pareto.png", self.out / "depths.png"
         title = f"{ledgers[0].tokens or 0:,} tokens, {config.num_layers} layers"
         plot_pareto(ledgers, pareto, title=title, hull=hull, plain=plain)
         # A function that Python programmers have read, of the test split, unless there is a file.
         text = read_files([self.files[0] if self.files else functools.__file__])[0].text
         draw_depths(model, text[max(0, text.find("def lru_cache")) :], budget, depths)
-        found: dict[str, Any] = {"rows": rows, "generation": generation, "prompt": prompt}
-        found |= {"pictures": [str(pareto), str(depths)], "verdict": conclude(found, budget=budget)}
-        for line in (*sentences(found), f"Verdict: {found['verdict']}"):
-            console.print(line)
-        record = self.out / "demo.json"
-        total = round(time.perf_counter() - started, 1)
-        found = {
+        verdict = conclude(rows, generation, prompt, budget=budget, model=self.model)
+        file = self.out / "demo.json"
+        result = {
             "command": "demo",
-            "seconds_total": total,
+            "seconds_total": round(time.perf_counter() - started, 1),
             "text": described,
             "environment": describe(dtype=jax.tree.leaves(model.params)[0].dtype),
-            **found,
+            "rows": rows,
+            "generation": generation,
+            "prompt": prompt,
+            "pictures": [str(pareto), str(depths)],
+            "verdict": verdict,
         }
-        save_json(record, found)
-        console.print(f"Pictures: {', '.join(found['pictures'])}. Record: {record}.")
-        console.print('Next: utio-jax generate "def f(x):" --budget 0.75 | serve | try | make llm')
-        return found
+        save_json(file, result)
+        console.print(f"Pictures: {pareto}, {depths}. Record: {file}.")
+        console.print(verdict, soft_wrap=True)  # A command is not cut by the width.
+        return result
 
-    def _read(self, model: Any, documents: Sequence[np.ndarray]) -> tuple[list[Ledger], float]:
-        """Returns what reading comes to at all budgets, and the budget that is spoken of."""
+    def _read(
+        self, model: Any, documents: Sequence[np.ndarray], budgets: Sequence[float]
+    ) -> list[Ledger]:
+        """Returns the ledgers of scoring at all budgets, with those of the controls."""
         config, calibration = model.decoder.config, model.calibration
-        known = calibration.entries["learned"]
-        budgets = [budget for budget in Budgets().budgets if budget in known] or sorted(known)
         methods = controls_of(model.decoder) + [
             Method(
                 label=f"{name}@{budget:g}",
@@ -134,12 +139,17 @@ class Demo:
         ]
         sizes = {"rows": _ROWS, "width": _WIDTH, "batches": self.batches, "rounds": self.rounds}
         measured = read_full_rows(model, documents, methods, **sizes)
-        default = min(budgets, key=lambda budget: abs(budget - DEFAULT_BUDGET))
-        return [each.ledger for each in measured.values()], default
+        return [timed.ledger for timed in measured.values()]
+
+
+def _budgets(model: Any) -> list[float]:
+    """Returns the usual budgets that the learned policy was fitted for, or all of its budgets."""
+    fitted = model.calibration.entries["learned"]
+    return [budget for budget in Budgets().budgets if budget in fitted] or sorted(fitted)
 
 
 def reading_table(rows: Sequence[dict[str, Any]], *, default: float) -> Any:
-    """Returns a table (Rich's) of full depth and the learned budgets, which points at `default`."""
+    """Returns a Rich table of full depth and the learned budgets; an arrow marks `default`."""
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, padding=(0, 2))
@@ -162,7 +172,7 @@ def reading_table(rows: Sequence[dict[str, Any]], *, default: float) -> Any:
 
 
 def _margin(row: dict[str, Any], control: str) -> float | None:
-    """Returns how much more loss a control has at the same work, in %."""
+    """Returns the loss of a control at the same FLOPs minus the row's, in %."""
     return None if row[control] is None else row[control] - row["nll_increase_pct"]
 
 
@@ -173,60 +183,62 @@ def _against(row: dict[str, Any], control: str) -> str:
     return f"{'better' if margin > 0 else 'worse'} by {abs(margin):.2f} %"
 
 
-def sentences(found: dict[str, Any]) -> list[str]:
-    """Returns what writing and a long prompt came to, a line each."""
+def sentences(generation: Sequence[dict[str, Any]], prompt: dict[str, Any] | None) -> list[str]:
+    """Returns the results of a long prompt and of generation, a line each."""
     lines = []
-    for size in dict.fromkeys(row["batch"] for row in found["generation"]):
-        modes = {row["mode"]: row for row in found["generation"] if row["batch"] == size}
-        drafts = [row for name, row in modes.items() if name in ("lossless", "ngram")]
-        lossless = max(row["speedup"] for row in drafts)
+    if prompt is not None:
+        lines.append(
+            f"Prompt of {prompt['prompt_tokens']} tokens, most of them {prompt['stop']} layers "
+            f"deep: first token {prompt['speedup']:.2f}x as fast, loss after it "
+            f"{prompt['nll_increase_pct']:+.2f} %."
+        )
+    for size in dict.fromkeys(row["batch"] for row in generation):
+        modes = {row["mode"]: row for row in generation if row["batch"] == size}
+        lossless = max(row["speedup"] for name, row in modes.items() if name in _DRAFTERS)
         lines.append(
             f"Writing {size} text{'s' * (size > 1)}: lossless {lossless:.2f}x, the same tokens; "
             f"adaptive {modes['adaptive']['speedup']:.2f}x, "
             f"{modes['adaptive']['agreement']:.0%} the same."
         )
-    prompt = found["prompt"]
-    if prompt is not None:
-        lines.append(
-            f"A prompt of {prompt['prompt_tokens']} tokens, most {prompt['stop']} layers deep: "
-            f"first token {prompt['speedup']:.2f}x as soon, loss behind it "
-            f"{prompt['nll_increase_pct']:+.2f} %."
-        )
     return lines
 
 
-def conclude(found: dict[str, Any], *, budget: float) -> str:
-    """Returns what to do with the model: what the learned policy at a budget and the rest say."""
-    read = next(
-        row for row in found["rows"] if row["policy"] == "learned" and row["budget"] == budget
-    )
-    cut = _margin(read, "hull_nll_increase_pct")
-    shallower = _margin(read, "plain_hull_nll_increase_pct")
-    said = []
-    if shallower is not None and shallower < 0:
-        said.append(
-            f"for one fixed budget train a shallower model ({-shallower:.1f} % less loss at this "
-            "work)"
+def conclude(
+    rows: Sequence[dict[str, Any]],
+    generation: Sequence[dict[str, Any]],
+    prompt: dict[str, Any] | None,
+    *,
+    budget: float,
+    model: str,
+) -> str:
+    """Returns two sentences: the command that gains most, and the one for a model of your own."""
+    tried = [
+        Tried(
+            what="writing",
+            how=f"--mode lossless --drafter {_DRAFTERS[row['mode']]}",
+            times=row["speedup"],
         )
-    if cut is not None:
-        said.append(
-            "for many budgets from one set of weights, a depth per token is "
-            + (f"{cut:.2f} % better than truncating" if cut > 0 else "no better than truncating")
+        for row in generation
+        if row["batch"] == 1 and row["mode"] in _DRAFTERS
+    ]
+    tried += [
+        Tried(
+            what="reading",
+            how=f"--budget {budget:g}",
+            times=row["speedup"],
+            loss_pct=row["nll_increase_pct"],
         )
-    drafts = [row for row in found["generation"] if row["batch"] == 1 and row["mode"] != "adaptive"]
-    fastest = max(drafts, key=lambda row: row["speedup"])
-    if fastest["speedup"] > FASTER:
-        said.append("for one text at a time --mode lossless costs nothing")
-    prompt = found["prompt"]
-    if prompt is not None and prompt["speedup"] > FASTER:
-        ask = "as they are" if prompt["exact"] else "with --prompt-budget"
-        said.append(f"long prompts pay {ask}")
-    said = said or ["run this model in full"]
-    return f"{said[0][0].upper()}{'; '.join(said)[1:]}."
+        for row in rows
+        if row["policy"] == "learned" and row["budget"] == budget
+    ]
+    if prompt is not None:
+        tried.append(Tried.of_prompt(prompt))
+    fastest, *_ = fastest_commands(tried, model)
+    return f"Next: {fastest}. Your own model and text: `utio-jax try FILES --model MODEL`."
 
 
 def draw_depths(model: Any, text: str, budget: float, file: Path) -> None:
-    """Draws the first lines of a text, each token on the colour of its depth at the budget."""
+    """Draws the first lines of a text; the colour of a token is its depth at the budget."""
     from utio_jax.bench.plots import plot_depths
 
     text = "\n".join(text.split("\n")[:_DRAWN_LINES])
@@ -236,9 +248,9 @@ def draw_depths(model: Any, text: str, budget: float, file: Path) -> None:
     ids = jnp.asarray([[*opening, *encoded.ids[:count]]], jnp.int32)
     policy = model.calibration.policy("learned", budget, exits=config.exits)
     ends = jnp.asarray([ids.shape[1]])
-    found = run_score(model.decoder, model.params, ids, ends, policy=policy)
+    scores = run_score(model.decoder, model.params, ids, ends, policy=policy)
     # What a token took to predict the next one; the token that was read is coloured.
-    depths = np.asarray(found.depths)[0, len(opening) :]
+    depths = np.asarray(scores.depths)[0, len(opening) :]
     offsets = encoded.offsets[: len(depths)]
     plot_depths(
         text[: offsets[-1][1]],
@@ -247,7 +259,7 @@ def draw_depths(model: Any, text: str, budget: float, file: Path) -> None:
         file,
         levels=config.exits,
         title=(
-            f"Layers behind each token at a budget of {budget:g} (mean {depths.mean():.1f} of "
+            f"Layers of each token at a budget of {budget:g} (mean {depths.mean():.1f} of "
             f"{config.num_layers})"
         ),
     )

@@ -32,7 +32,7 @@ _LEAST = 256
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Evaluate(OfWindows, OfCalibration, OfText):
-    """Prints loss and perplexity of a text, and what they cost, in full or by a policy.
+    """Prints loss, perplexity and cost of a text, in full or under a policy.
 
     Attributes:
       policy: full, uniform, random, or one that the calibration holds. By default full; learned
@@ -40,7 +40,7 @@ class Evaluate(OfWindows, OfCalibration, OfText):
       budget: FLOPs of a fitted policy over full depth's. By default 0.75, or the only one.
       depth: layers, for uniform.
       batch: rows per pass, at most.
-      kv: what others see of a token beyond its depth: propagate or drop. By default propagate.
+      kv: K/V of a token above its depth: propagate or drop. By default propagate.
       shards: folder in which each pass' results are kept; an interrupted run goes on from there,
         with any number of processes.
       per_token: a JSON file to write every token's log-likelihood and depth to.
@@ -62,7 +62,7 @@ class Evaluate(OfWindows, OfCalibration, OfText):
 
     @property
     def policy_name(self) -> str:
-        """The policy that was asked for; a budget alone means the learned one."""
+        """The name of the policy; a budget alone means the learned one."""
         return self.policy or ("full" if self.budget is None else "learned")
 
     def run(self) -> dict[str, Any]:
@@ -88,7 +88,7 @@ class Evaluate(OfWindows, OfCalibration, OfText):
         check_same([model.sha256, names, documents], what="model and text")
         shards = None if self.shards is None else Shards(folder=self.shards, identity=model.sha256)
         with progress_bar(None, "scoring") as step:
-            found = score_documents(
+            scored = score_documents(
                 model.decoder,
                 model.params,
                 documents,
@@ -102,10 +102,10 @@ class Evaluate(OfWindows, OfCalibration, OfText):
                 progress=step,
             )
         layers = model.decoder.config.num_layers
-        row = found.quality.ledger(self.policy_name, budget=budget, num_layers=layers)
-        nll = -math.fsum(float(each.log_likelihood.sum()) for each in found.documents)
+        row = scored.quality.ledger(self.policy_name, budget=budget, num_layers=layers)
+        nll = -math.fsum(float(document.log_likelihood.sum()) for document in scored.documents)
         size = described.get("bytes")  # Of text; ids have none.
-        predicted = sum(each.log_likelihood.size for each in found.documents)
+        predicted = sum(document.log_likelihood.size for document in scored.documents)
         perplexity, perplexity_full = _perplexity(nll / predicted), _perplexity(row.nll_full or 0.0)
         if is_first():
             print(
@@ -124,10 +124,10 @@ class Evaluate(OfWindows, OfCalibration, OfText):
                 tokens = {
                     name: {
                         "token_ids": ids.tolist(),
-                        "log_likelihood": each.log_likelihood.round(5).tolist(),
-                        "depths": each.depths.tolist(),
+                        "log_likelihood": document.log_likelihood.round(5).tolist(),
+                        "depths": document.depths.tolist(),
                     }
-                    for name, ids, each in zip(names, documents, found.documents, strict=True)
+                    for name, ids, document in zip(names, documents, scored.documents, strict=True)
                 }
                 save_text(self.per_token, json.dumps(tokens) + "\n")
         return {
@@ -138,10 +138,10 @@ class Evaluate(OfWindows, OfCalibration, OfText):
             "bits_per_byte": None if size is None else round(nll / math.log(2) / size, 5),
             "documents": len(documents),
             **row.to_dict(),
-            "fallbacks": dict(found.fallbacks),
+            "fallbacks": dict(scored.fallbacks),
         }
 
 
 def _perplexity(loss: float) -> float | None:
-    """Returns it; None where it is beyond a float."""
+    """Returns the perplexity, or None if it overflows."""
     return round(math.exp(loss), 4) if loss < 700 else None

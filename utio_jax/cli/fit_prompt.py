@@ -23,20 +23,20 @@ _FIT_TOKENS = 20_000  # That the closed form is fitted to, at most.
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FitPrompt(OfModel, OfText):
-    """Fits KV maps for prompts whose tokens mostly stop early, and chooses how prompts are read.
+    """Fits K/V maps for prompts whose tokens mostly exit early, and chooses the prefill.
 
     Maps are fitted to one part of the text, the cheapest way of reading within the limit is chosen
-    on another, and reported on a third, beside controls; without files, of the calibrate split of
+    on another, and reported on a third, with controls; without files, of the calibrate split of
     the standard library. What is written is for --prompt-maps; the model stays as it is.
 
     Attributes:
       stop: depths at which prompt tokens may stop. By default half and two thirds of the layers.
       deep: shares of a prompt's tokens that go deep, to choose from.
-      by: what may choose them: sinks_recent, heat, surrogate, random.
+      by: rules that may choose them: sinks_recent, heat, surrogate, random.
       max_nll_increase_pct: limit of the loss increase of what follows a prompt.
       prompt_tokens: of the rows that ways of reading are chosen and reported on; a seventh as many
         follow, whose loss counts.
-      out: the file, NAME.json; the maps lie beside it. By default prompt.json in the model's
+      out: the file, NAME.json; the maps lie next to it. By default prompt.json in the model's
         folder.
     """
 
@@ -64,7 +64,7 @@ class FitPrompt(OfModel, OfText):
         width = self.prompt_tokens + continuation
         if width > config.context_length:
             raise ValueError(
-                f"Wanted --prompt-tokens and a seventh as many behind them within the model's "
+                f"Wanted --prompt-tokens and a seventh as many after them within the model's "
                 f"context of {config.context_length}. Got {self.prompt_tokens}."
             )
         candidates = [
@@ -74,8 +74,8 @@ class FitPrompt(OfModel, OfText):
             for by in self.by
             for kv in self._shown(model, stop)
         ]
-        for each in candidates:
-            each.policy(model.decoder)
+        for choice in candidates:
+            choice.policy(model.decoder)
         documents, described = read_documents(model, self.files, self.token_ids, "calibrate")
         text = split_text(documents)
         sizes = PromptSizes(
@@ -99,26 +99,26 @@ class FitPrompt(OfModel, OfText):
             progress=say,
         )
         chosen = None if study.chosen is None else study.chosen.to_json()
-        found = {
+        summary = {
             "chosen": chosen,
-            "choices": [each.to_json() for each in study.candidates],
-            "test": [each.to_json() for each in study.test],
+            "choices": [choice.to_json() for choice in study.candidates],
+            "test": [choice.to_json() for choice in study.test],
             "nll_full": round(study.nll_full, 6),
             "max_nll_increase_pct": self.max_nll_increase_pct,
             "parts": text.parts,
         }
         info = {"model_sha256": model.sha256, "text": described, "seed": 0}
-        save_kv_maps(out, maps, info={**info, **found})
+        save_kv_maps(out, maps, info={**info, **summary})
         print(study.verdict, file=sys.stderr)
         return {
             "command": "fit-prompt",
             "seconds_total": round(time.perf_counter() - started, 1),
             "out": str(out),
             "verdict": study.verdict,
-            **found,
+            **summary,
         }
 
     def _shown(self, model: Any, stop: int) -> tuple[FrozenKV, ...]:
-        """Returns what tokens that stop there may show; copies only where the model was trained."""
+        """Returns the K/V sources to try for tokens that exit at a layer."""
         trained = model.lens_sha256 is None and stop in model.decoder.config.exits
         return ("mapped", "propagate") if trained else ("mapped",)

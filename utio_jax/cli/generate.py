@@ -33,7 +33,7 @@ class Generate(OfDecoding):
       chat: each prompt is a user's message, to be answered by the model's own chat template.
       max_new_tokens: new tokens per prompt at most.
       stop: a string that ends the text before itself. May be given several times.
-      rounds: timed turns after the text is there, beside plain decoding's; 0 decodes once, and
+      rounds: timed rounds after the text, in turns with plain decoding; 0 decodes once, and
         times nothing.
     """
 
@@ -71,7 +71,7 @@ class Generate(OfDecoding):
         mode, prefill, budget = self.decoding_mode(model)
         prompts, eos_ids = self._encoded(model)
         plain = Plain()
-        # Plain decoding behind a prompt that was read otherwise is not the baseline.
+        # Plain decoding after a prompt that was read otherwise is not the baseline.
         label = "prompt" if prefill is not None and isinstance(mode, Plain) else mode.name
         options: dict[str, Any] = {
             "sampling": sampling,
@@ -82,7 +82,7 @@ class Generate(OfDecoding):
         texts: list[Any] = []
 
         def decode(mode: Any) -> Any:
-            found = generate_text(
+            result = generate_text(
                 model,
                 prompts,
                 stop_strings=self.stop,
@@ -90,8 +90,8 @@ class Generate(OfDecoding):
                 prefill=None if mode is plain else prefill,
                 **options,
             )
-            texts.append(found)
-            return found.generated
+            texts.append(result)
+            return result.generated
 
         between, layers = "\n" if self.chat else "", model.decoder.config.num_layers
         streams = sys.stdout.isatty() and len(prompts) == 1 and not self.stop
@@ -128,18 +128,18 @@ class Generate(OfDecoding):
             )
             measured = Timed(results=tuple(warm), ledger=ledger)
         (generated,) = measured.results
-        found = next(each for each in texts if each.generated is generated)
+        result = next(text for text in texts if text.generated is generated)
         record = measured.to_dict()
         if self.rounds:
             rate = f"{record['tokens_per_second']:.0f} tokens a second. {_FASTER}"
-            said = verdict(record["speedup"], record["agreement"]) if coloured else rate
-            print(said, file=sys.stderr)
+            message = verdict(record["speedup"], record["agreement"]) if coloured else rate
+            print(message, file=sys.stderr)
         return {
             "command": "generate",
             "mode": mode.name,
             "prompts": list(self.prompts),
             "token_ids": [ids.tolist() for ids in generated.token_ids],
-            "texts": list(found.texts),
+            "texts": list(result.texts),
             "depths": [depths.tolist() for depths in generated.decided],
             "prompt": _prompt_record(*of_model, mode, prefill, prompts, generated),
             "kv_bytes_held": [int(held) for held in generated.kv_bytes_held],
@@ -148,7 +148,7 @@ class Generate(OfDecoding):
         }
 
     def _encoded(self, model: Any) -> tuple[list[Any], tuple[int, ...]]:
-        """Returns the prompts' token ids, and the tokens that end what follows."""
+        """Returns the prompts' token ids, and the tokens that end an answer."""
         from utio_jax.models.chat import encode_chat, turn_ends
         from utio_jax.models.texts import names_file
 
@@ -166,28 +166,28 @@ _FASTER = (
 
 
 def verdict(speedup: float, agreement: float | None) -> str:
-    """Returns what a timed run says about a mode, in a sentence that one can act on.
+    """Returns a sentence about a timed mode: its speed-up, and whether to use it.
 
     >>> verdict(1.47, 1.0)
     '1.47 times as fast as plain decoding, the same tokens.'
     >>> verdict(0.91, 0.94)
     '0.91 times as fast as plain decoding: slower. Leave it out.'
     """
-    said = f"{speedup:.2f} times as fast as plain decoding"
+    message = f"{speedup:.2f} times as fast as plain decoding"
     if speedup < 1.0:
-        return f"{said}: slower. Leave it out."
+        return f"{message}: slower. Leave it out."
     if agreement is None:
-        return f"{said}."
+        return f"{message}."
     same = (
         "the same tokens" if agreement == 1.0 else f"{100 * agreement:.0f} % of full depth's tokens"
     )
-    return f"{said}, {same}."
+    return f"{message}, {same}."
 
 
 def _prompt_record(
     decoder: Any, params: Any, mode: Any, prefill: Any, prompts: list[Any], generated: Any
 ) -> dict[str, Any]:
-    """Returns how prompts were read: whether exactly, their FLOPs, and the cache they fill.
+    """Returns a record of the prefill: exactness, FLOPs, and size of the cache.
 
     `flops_ratio` is over the same executor at full depth; `cache_ratio` over a cache of all layers.
     """
@@ -209,18 +209,18 @@ def _prompt_record(
 
 
 def _show(
-    prompts: Sequence[str], found: Any, num_layers: int, *, between: str, coloured: bool
+    prompts: Sequence[str], result: Any, num_layers: int, *, between: str, coloured: bool
 ) -> None:
-    """Prints prompts and texts, coloured by depth where they go to a terminal."""
+    """Prints prompts and texts, coloured by depth on a terminal."""
     from rich.console import Console
     from rich.text import Text
 
     from utio_jax.bench.terminal import depth_legend, depth_text
 
     console = Console(stderr=not sys.stdout.isatty(), highlight=False)
-    seen = {int(depth) for row in found.generated.decided for depth in row}
+    seen = {int(depth) for row in result.generated.decided for depth in row}
     levels = sorted(seen | {num_layers})
-    rows = zip(prompts, found.pieces, found.generated.decided, strict=True)
+    rows = zip(prompts, result.pieces, result.generated.decided, strict=True)
     for prompt, pieces, depths in rows:
         new = depth_text(pieces, depths.tolist(), levels=levels)
         console.print(Text.assemble((prompt + between, "dim"), new), soft_wrap=True)

@@ -64,7 +64,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Runs the command line; returns the exit status.
 
     It is 0, 2 for input that cannot be used, 1 where the machine refuses (a full disk), and what
-    shells use for Ctrl-C and for an output that is no longer read.
+    shells use for Ctrl-C and for a closed pipe.
     """
     if arguments is None:  # As a program, not from another one or a test.
         arguments = sys.argv[1:]
@@ -77,26 +77,26 @@ def main(arguments: list[str] | None = None) -> int:
             sys.stdout.flush()  # Here, where what is wrong with it can still be said.
     except BrokenPipeError:
         _forget_stdout()
-        status, said = _CLOSED_PIPE, ""
+        status, message = _CLOSED_PIPE, ""
     except KeyboardInterrupt:
-        status, said = _INTERRUPTED, "\nutio-jax: interrupted\n"
+        status, message = _INTERRUPTED, "\nutio-jax: interrupted\n"
     except ModuleNotFoundError as error:
         known = str(error).startswith("Wanted")
         status = 2
-        said = f"utio-jax: {error if known else missing_library(error, 'this command')}\n"
+        message = f"utio-jax: {error if known else missing_library(error, 'this command')}\n"
     except (ValueError, ProcessLostError) as error:
-        status, said = 2 if isinstance(error, ValueError) else 1, f"utio-jax: {error}\n"
+        status, message = 2 if isinstance(error, ValueError) else 1, f"utio-jax: {error}\n"
     except OSError as error:
         _forget_stdout()
         where = "" if error.filename is None else f" {error.filename}"
         # Errors without a number are not the system's but of libraries that read a file.
         remedy = "Is it damaged? Remove it" if error.errno is None else "Free space"
         status = 1
-        said = (
+        message = (
             f"utio-jax: Wanted files that can be read and written. Got{where}: "
             f"{error.strerror or error}. {remedy}, or name another place.\n"
         )
-    sys.stderr.write(said)
+    sys.stderr.write(message)
     if distributed:
         # Leaving in good order would wait for the others, and they wait for this one's results.
         sys.stderr.flush()
@@ -105,28 +105,28 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _run(arguments: list[str]) -> int:
-    """Runs a command and prints its JSON, unless a person would have to read it."""
+    """Runs a command and prints its JSON unless stdout is a terminal."""
     for argument in arguments:
         try:
             argument.encode()
         except UnicodeEncodeError:
             raise ValueError(f"Wanted arguments in UTF-8. Got {argument!r}.") from None
     if arguments == ["--version"]:
-        found = versions()
-        others = ", ".join(f"{name} {of}" for name, of in found.items() if name != "utio-jax")
-        print(f"utio-jax {found.get('utio-jax', 'from a checkout')} ({others})")
+        packages = versions()
+        others = ", ".join(f"{name} {of}" for name, of in packages.items() if name != "utio-jax")
+        print(f"utio-jax {packages.get('utio-jax', 'from a checkout')} ({others})")
         return 0
     if not arguments or arguments[0] in ("-h", "--help", "--help-all"):
         print(overview())
         return 0
     as_json = "--json" in arguments or not sys.stdout.isatty()
-    name, *rest = [each for each in arguments if each != "--json"]
+    name, *options = [argument for argument in arguments if argument != "--json"]
     if name not in COMMANDS:
         near = difflib.get_close_matches(name, COMMANDS, n=1)
         meant = f" Did you mean {near[0]}?" if near else ""
         meant = f" That is {_MOVED[name]} now." if name in _MOVED else meant
         raise ValueError(f"Wanted a command of {', '.join(COMMANDS)}. Got {name!r}.{meant}")
-    result = parsed(name, rest).run()
+    result = parsed(name, options).run()
     if isinstance(result, int):
         return result
     if is_first() and as_json:
@@ -135,7 +135,7 @@ def _run(arguments: list[str]) -> int:
 
 
 def overview() -> str:
-    """Returns all commands by what they are for."""
+    """Returns the overview of all commands, by purpose."""
     lines = [
         "usage: utio-jax COMMAND [OPTIONS]",
         "",
@@ -154,9 +154,9 @@ def overview() -> str:
 
 
 def parsed(name: str, arguments: list[str]) -> Any:
-    """Returns a command with its options, as they were typed behind its name."""
+    """Returns a command with the options that were typed after its name."""
     command, about = COMMANDS[name], None
-    arguments = [word for each in arguments for word in _SYNONYMS.get(each, (each,))]
+    arguments = [word for argument in arguments for word in _SYNONYMS.get(argument, (argument,))]
     every = "--help-all" in arguments
     if every or "--help" in arguments or "-h" in arguments:
         command, about = shown(command, every=every), _about(command, every=every)
@@ -166,7 +166,7 @@ def parsed(name: str, arguments: list[str]) -> Any:
 
 
 def shown(command: Any, *, every: bool) -> Any:
-    """Returns a command as its help shows it: without rare options, unless every one is wanted."""
+    """Returns a command with the options that its help shows: rare ones only with `every`."""
     hints, fields = get_type_hints(command, include_extras=True), []
     for field in dataclasses.fields(command):
         hint, default = hints[field.name], field.default
@@ -182,17 +182,17 @@ def shown(command: Any, *, every: bool) -> Any:
 
 
 def _about(command: Any, *, every: bool) -> str:
-    """Returns what stands on top of a command's help: examples, and what it does."""
-    said = inspect.cleandoc(command.__doc__).partition("\nAttributes:")[0].strip()
-    examples = "\n".join(f"  utio-jax {each}" for each in command.EXAMPLES)
+    """Returns the head of a command's help: examples and description."""
+    text = inspect.cleandoc(command.__doc__).partition("\nAttributes:")[0].strip()
+    examples = "\n".join(f"  utio-jax {example}" for example in command.EXAMPLES)
     hints = get_type_hints(command, include_extras=True).values()
-    hidden = not every and any("rare" in getattr(each, "__metadata__", ()) for each in hints)
+    hidden = not every and any("rare" in getattr(hint, "__metadata__", ()) for hint in hints)
     more = "\n\n--help-all shows the rare options, too." if hidden else ""
-    return f"{examples}\n\n{said}{more}"
+    return f"{examples}\n\n{text}{more}"
 
 
 def _metavar(hint: Any) -> str | None:
-    """Returns what stands for a value; None: what tyro makes of it."""
+    """Returns the placeholder of a value, or None for tyro's own."""
     text = str(hint)
     if "Literal" in text:
         (choices,) = re.findall(r"Literal\[(.*?)\]", text)
@@ -203,7 +203,7 @@ def _metavar(hint: Any) -> str | None:
 
 
 def _forget_stdout() -> None:
-    """Lets the interpreter flush into nothing what no reader and no disk takes."""
+    """Redirects stdout to the null device, so that the final flush cannot fail."""
     with contextlib.suppress(OSError, ValueError):  # Not a file, under another program.
         nothing = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nothing, sys.stdout.fileno())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What several commands share: models, modes, texts, policies by name, progress on stderr."""
+"""Options of several commands: models, modes, texts, policies by name, progress on stderr."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _HEARTBEAT_SECONDS = 30
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OfText:
-    """What a command reads.
+    """Options for the text that a command reads.
 
     Attributes:
       files: text files.
@@ -53,7 +53,7 @@ class OfText:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OfModel:
-    """Which model a command is about.
+    """Options for the model of a command.
 
     Attributes:
       model: a model folder of this package or of Hugging Face, a GGUF file, a name of the hub, or
@@ -87,7 +87,7 @@ class OfModel:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OfCalibration(OfModel):
-    """Which policies a model has.
+    """Options for the policies of a model.
 
     Attributes:
       calibration: a file that `utio-jax calibrate` wrote; by default the model's own.
@@ -96,7 +96,7 @@ class OfCalibration(OfModel):
     calibration: Rare[Path | None] = None
 
     def load(self, sharding: Any = None) -> Any:
-        """Returns the model, which has these policies."""
+        """Returns the model with these policies."""
         model = super().load(sharding)
         if self.calibration is None:
             return model
@@ -105,7 +105,7 @@ class OfCalibration(OfModel):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OfProcesses:
-    """Of how many processes a command is one.
+    """Options for commands that run in several processes.
 
     Attributes:
       distributed: be one of several processes, on one host or many, each with all of its devices.
@@ -122,7 +122,7 @@ class OfProcesses:
     process_id: Rare[int | None] = None
 
     def join(self) -> None:
-        """Joins the other processes by `jax.distributed`, and returns once all have come.
+        """Joins the other processes by `jax.distributed`; returns when all have joined.
 
         Before anything else asks JAX for a device.
 
@@ -153,7 +153,7 @@ class OfProcesses:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OfWindows(OfModel, OfProcesses):
-    """Which model reads a text, in windows of what length, and on which devices.
+    """Options for reading a text: model, window length and devices.
 
     Attributes:
       context: tokens of the windows that documents are cut into; at most the model's own.
@@ -185,20 +185,20 @@ def mesh_of_all(axis: str) -> Any:
 
 
 def check_out(folder: Path, *, option: str = "--out") -> None:
-    """Raises ValueError where a folder cannot be made or takes no files: before the work."""
+    """Raises ValueError if a folder cannot be created or written, before any work."""
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"Wanted a folder as {option}. Got the file {folder}. Name another.")
     check_writable(folder / "file", option)
 
 
 def is_first() -> bool:
-    """Returns whether this process prints and writes: it is alone, or number 0."""
+    """Returns whether this process prints and writes files: it is process 0."""
     return jax.process_index() == 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OfMode(OfCalibration):
-    """Which model decodes, in which mode.
+    """Options for decoding: model and mode.
 
     Attributes:
       mode: plain, the model as it is; lossless, its own tokens, drafted and checked; adaptive, a
@@ -224,7 +224,7 @@ class OfMode(OfCalibration):
     prompt_maps: Rare[Path | None] = None
 
     def load(self, sharding: Any = None) -> Any:
-        """Returns the model, with KV maps where they are named."""
+        """Returns the model, with K/V maps if named."""
         model = super().load(sharding)
         if self.prompt_maps is None:
             return model
@@ -233,11 +233,11 @@ class OfMode(OfCalibration):
 
     @property
     def policy_name(self) -> str:
-        """The policy that was asked for, or is taken by default."""
+        """The name of the policy, or the default."""
         return self.policy or "learned"
 
     def named_mode(self) -> str:
-        """Returns the mode that was asked for; a budget alone means adaptive.
+        """Returns the mode; a budget alone means adaptive.
 
         Raises:
           ValueError: an option that only another mode has a use for.
@@ -258,7 +258,7 @@ class OfMode(OfCalibration):
         return mode
 
     def prefill(self, model: Any) -> Prefill | None:
-        """Returns how prompts are read; None: as the model reads them by itself."""
+        """Returns the prefill, or None for the model's default."""
         if self.prompt_budget is None:
             return None if self.prompt is None else Prefill()
         if self.prompt is not None:
@@ -273,7 +273,7 @@ class OfMode(OfCalibration):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OfDecoding(OfMode):
-    """Which model decodes, in which mode, and how tokens are drawn.
+    """Options for decoding: model, mode and sampling.
 
     Attributes:
       depth: layers, of --policy uniform.
@@ -288,7 +288,7 @@ class OfDecoding(OfMode):
     seed: int = 0
 
     def decoding_mode(self, model: Any) -> tuple[Any, Any, float | None]:
-        """Returns the mode, how prompts are read, and the budget of the policy if it has one.
+        """Returns the mode, the prefill, and the budget of the policy if it has one.
 
         Raises:
           ValueError: the model cannot decode so.
@@ -311,7 +311,7 @@ class OfDecoding(OfMode):
         return mode, prefill, budget
 
     def sampling(self) -> SamplingParams:
-        """Returns how tokens are chosen. Raises ValueError for --top-p where none is drawn."""
+        """Returns the sampling. Raises ValueError for --top-p without a temperature."""
         if self.temperature == 0 and self.top_p is not None:
             raise ValueError(
                 "Wanted --temperature above 0 with --top-p: nothing is drawn at 0. "
@@ -324,7 +324,7 @@ class OfDecoding(OfMode):
 def read_documents(
     model: Any, files: tuple[Path, ...], token_ids: Path | None, split: Any
 ) -> tuple[list[np.ndarray], dict[str, Any]]:
-    """Returns documents' token ids, and what identifies the text.
+    """Returns documents' token ids, and a description of the text.
 
     Args:
       model: whose tokenizer reads text.
@@ -345,7 +345,7 @@ def read_documents(
 
 
 def read_token_ids(file: Path) -> list[np.ndarray]:
-    """Reads a JSON list of lists of ids. Raises ValueError where it is something else."""
+    """Reads a JSON list of lists of ids. Raises ValueError for anything else."""
 
     def are_ids(row: Any) -> bool:
         return isinstance(row, list) and bool(row) and all(type(i) is int for i in row)
@@ -376,7 +376,7 @@ def policy_named(
 
 
 def repeat_verdict(model: Any) -> None:
-    """Says again on stderr where a model's calibration has found that it will not pay."""
+    """Repeats on stderr a calibration's verdict that adaptive depth does not pay."""
     info = model.calibration.info
     if is_first() and {"exit_nll_increase_pct", "exit_agreement"} <= info.keys():
         advice = advise(model.decoder, info, lens=model.lens is not None)
@@ -385,7 +385,7 @@ def repeat_verdict(model: Any) -> None:
 
 
 def repeat_reading(file: Path) -> None:
-    """Says again on stderr where KV maps were found not to pay when they were fitted."""
+    """Repeats on stderr the fitted verdict that K/V maps do not pay."""
     stored = load_json(kv_maps_file(file), "KV maps")
     tested = stored.get("test") if isinstance(stored, dict) else None
     if not tested or not is_first():
@@ -393,7 +393,7 @@ def repeat_reading(file: Path) -> None:
     lost, limit = tested[0]["nll_increase_pct"], stored.get("max_nll_increase_pct", 1.0)
     if stored.get("chosen") is None or lost > limit:
         print(
-            f"utio-jax: these maps did not pay when they were fitted: {lost:+.2f} % loss behind "
+            f"utio-jax: these maps did not pay when they were fitted: {lost:+.2f} % loss after "
             f"prompts, beyond the limit of +{limit:g} %. Read prompts in full, or fit others.",
             file=sys.stderr,
         )
@@ -412,7 +412,7 @@ def progress_bar(total: int | None, what: str) -> Iterator[Any]:
 
 
 def progress_lines(started: float) -> Callable[[str], None]:
-    """Returns what prints each next thing on stderr, with the seconds since `started`."""
+    """Returns a function that prints a line on stderr, with the seconds since `started`."""
 
     def say(what: str) -> None:
         if is_first():

@@ -47,10 +47,10 @@ class Serve(OfMode, OfProcesses):
     Attributes:
       think_end: what the model writes where its thinking ends, as `</think>`, and what is forced
         where it has to end. Without it nothing is known of thinking.
-      think_start: behind which it thinks, as `<think>`. By default from the first new token on.
+      think_start: after which it thinks, as `<think>`. By default from the first new token on.
       max_thinking_tokens: thought tokens before the end is forced.
-      name: what requests call the model; by default the name of its folder or file.
-      host: where to listen. Another address than this machine's own wants --api-key-file.
+      name: the model's name in requests; by default the name of its folder or file.
+      host: address to listen on. Any but this machine's own needs --api-key-file.
       port: 0 takes a free one, which is logged.
       api_key_file: of the key that requests bring.
       slots: answers that are written at once.
@@ -83,7 +83,7 @@ class Serve(OfMode, OfProcesses):
         return dataclasses.replace(model, params=everywhere(model.params, model.params))
 
     def run(self) -> dict[str, Any] | int:
-        """Runs the command and returns its JSON, or the exit status where it went wrong."""
+        """Runs the command and returns its JSON, or an exit status after a failure."""
         self.join()
         if not self.distributed:
             return self._serve()
@@ -120,7 +120,7 @@ class Serve(OfMode, OfProcesses):
         return done["status"] or {"command": "serve", **done}
 
     def served(self) -> Any:
-        """Returns the `utio_jax.serving.ServedModel` that was asked for."""
+        """Returns the `utio_jax.serving.ServedModel` of these options."""
         from utio_jax.serving import ServedModel
 
         named = self.named_mode()  # Before the model is loaded.
@@ -139,7 +139,7 @@ class Serve(OfMode, OfProcesses):
         )
 
     def _mode(self, model: Any, named: str) -> tuple[Any, dict[str, Any]]:
-        """Returns the mode, and what a `ServedModel` says of its policy."""
+        """Returns the mode and the policy fields of a `ServedModel`."""
         if named == "plain":
             return Plain(), {}
         if named == "lossless":
@@ -154,7 +154,7 @@ class Serve(OfMode, OfProcesses):
                 "which deals depths out by chance: a control, for utio-jax evaluate."
             )
         fitted = calibration.entries[name]
-        budgets: dict[float, Any] = {each: calibration.policy(name, each) for each in fitted}
+        budgets: dict[float, Any] = {budget: calibration.policy(name, budget) for budget in fitted}
         # All in use at any budget: those of one are thresholds over them.
         depths = {depth for entry in fitted.values() for depth in entry.depths}
         exits = tuple(sorted(depths | {model.decoder.config.num_layers}))
@@ -168,7 +168,7 @@ class Serve(OfMode, OfProcesses):
         return Adaptive(policy=policy), about
 
     def thinking(self, tokenizer: Any) -> Thinking | None:
-        """Returns the limits on thinking that were asked for; None: none were."""
+        """Returns the limits on thinking, or None."""
         if self.think_end is None:
             if self.think_start is not None or self.max_thinking_tokens is not None:
                 raise ValueError(
@@ -204,10 +204,10 @@ def _chat_of(model: Any) -> Any:
 
 
 def _special_tokens(model: Any) -> dict[str, str]:
-    """Returns the texts of the tokens that open and end texts."""
-    ends, found = model.decoder.config.eos_ids, {}
+    """Returns the texts of the BOS and EOS tokens."""
+    ends, texts = model.decoder.config.eos_ids, {}
     if ends and (text := model.tokenizer.id_to_token(ends[0])) is not None:
-        found["eos_token"] = text
+        texts["eos_token"] = text
     with contextlib.suppress(ValueError):  # Without a template it names none.
-        found |= model.chat_template.special_tokens
-    return found
+        texts |= model.chat_template.special_tokens
+    return texts

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`utio-jax try`: what of this library pays for a model and a text, in minutes."""
+"""`utio-jax try`: finds in minutes which modes are faster for a model and a text."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ MAX_LOSS_INCREASE_PCT = 1.0  # Of a way that pays.
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tried:
-    """One way of running a model, next to running it in full.
+    """One way of running a model, compared with running it in full.
 
     Attributes:
-      what: runs: reading, writing or a prompt, and how.
-      how: it is asked for, or why it was not tried.
-      times: as fast; None where it was not tried.
+      what: "reading", "writing" or "prompts", and a description.
+      how: the options that select it, or the reason why it was not tried.
+      times: speed-up over full depth; None if it was not tried.
       loss_pct: increase of the loss.
-      same: share of tokens that are full depth's.
+      same: share of tokens that equal full depth's.
     """
 
     what: str
@@ -54,11 +54,22 @@ class Tried:
 
     @property
     def pays(self) -> bool:
-        """Whether it is faster, at a loss that most uses bear."""
+        """True if it is faster and its loss rises by at most `MAX_LOSS_INCREASE_PCT`."""
         return (self.times or 0.0) >= FASTER and (self.loss_pct or 0.0) <= MAX_LOSS_INCREASE_PCT
 
+    @classmethod
+    def of_prompt(cls, record: Mapping[str, Any]) -> Tried:
+        """Returns the row of a record of `shallow_prompts`."""
+        return cls(
+            what=f"prompts: {record['prompt_tokens']} tokens, most to layer {record['stop']}",
+            how="" if record["exact"] else f"--prompt-budget {BUDGET:g}",
+            times=record["speedup"],
+            loss_pct=record["nll_increase_pct"],
+            same=1.0 if record["exact"] else None,
+        )
+
     def cells(self) -> tuple[str, ...]:
-        """Returns a line of the table."""
+        """Returns a row of the table."""
         times = "" if self.times is None else f"{self.times:.2f}x"
         loss = "" if self.loss_pct is None else f"{self.loss_pct:+.2f} %"
         return self.what, times, loss, "" if self.same is None else f"{self.same:.0%}", self.how
@@ -66,10 +77,10 @@ class Tried:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Try(OfModel):
-    """Tries what this library has on a few thousand tokens, and says what pays for the model.
+    """Measures drafts, exits, policies and prefill on a few thousand tokens of your text.
 
-    Drafts copied from the text, exits and policies where the model has them, and prompts of which
-    most tokens stop early: time, loss and share of equal tokens of each. Nothing is written.
+    Reports time, loss and share of equal tokens of each, and the commands that pay for this model.
+    Writes no files.
 
     Attributes:
       files: text files like what the model will read; by default the test split of this Python's
@@ -111,18 +122,28 @@ class Try(OfModel):
         }
 
 
+def fastest_commands(rows: Sequence[Tried], model: str) -> list[str]:
+    """Returns the fastest command that pays for each purpose, fastest first; never none."""
+    commands = {"writing": 'generate "PROMPT"', "reading": "evaluate FILES"}
+    best = dict[str, Tried]()
+    for row in sorted(rows, key=lambda row: -(row.times or 0.0)):
+        if row.pays:
+            best.setdefault(row.what.partition(":")[0], row)
+    lines = []
+    for purpose, row in best.items():
+        loss = f"{row.loss_pct:+.2f} % loss" if row.loss_pct else "no loss"
+        options = f" --model {model}" + f" {row.how}" * bool(row.how)
+        command = commands.get(purpose, commands["writing"])
+        lines.append(f"`utio-jax {command}{options}` ({purpose}: {row.times:.2f}x, {loss})")
+    return lines or [
+        f'`utio-jax generate "PROMPT" --model {model}` (full depth: nothing is faster)'
+    ]
+
+
 def recommend(rows: Sequence[Tried], model: str) -> str:
-    """Returns what to do with a model, in a sentence: the fastest of what pays for each purpose."""
-    said = []
-    for kind in ("writing", "reading", "prompts"):
-        found = [row for row in rows if row.pays and row.what.startswith(kind)]
-        if found:
-            best = max(found, key=lambda row: row.times or 0.0)
-            loss = f"{best.loss_pct:+.2f} % loss" if best.loss_pct else "no loss"
-            said.append(f"{kind}: {best.how} ({best.times:.2f} times as fast, {loss})")
-    if not said:
-        return f"Nothing pays for {model} on this text: run it in full, as it is."
-    return f"What pays for {model} on this text: {'; '.join(said)}."
+    """Returns at most two sentences: the command that gains most, and those for other purposes."""
+    fastest, *others = fastest_commands(rows, model)
+    return f"Next: {fastest}." + f" Also: {'; '.join(others)}." * bool(others)
 
 
 def _fitted(model: Any) -> list[Method]:
@@ -132,19 +153,19 @@ def _fitted(model: Any) -> list[Method]:
     except (KeyError, ValueError):
         return []
     repeat_verdict(model)
-    budget = min(known, key=lambda each: abs(each - DEFAULT_BUDGET))
+    budget = min(known, key=lambda value: abs(value - DEFAULT_BUDGET))
     policy = model.calibration.policy("learned", budget)
     return [Method(label=f"{policy.name}@{budget:g}", policy=policy, budget=budget)]
 
 
 def _read(model: Any, documents: Any, fitted: Sequence[Method]) -> list[Tried]:
-    """Returns what reading comes to that stops at exits, or where a policy says."""
+    """Returns the rows of scoring: truncated at exits, and under the fitted policies."""
     full, *exits = controls_of(model.decoder)
     if not exits:
         remedy = "utio-jax calibrate fits a lens, in minutes to hours"
         return [Tried(what="reading: the model names no exits", how=remedy)]
     tried = [*exits[:: -(-len(exits) // _MOST_EXITS)], *fitted]
-    found = read_full_rows(
+    timed = read_full_rows(
         model, documents, [full, *tried], rows=_ROWS, width=_WIDTH, batches=_BATCHES, rounds=1
     )
     return [
@@ -157,7 +178,7 @@ def _read(model: Any, documents: Any, fitted: Sequence[Method]) -> list[Tried]:
             loss_pct=row.nll_increase_pct,
             same=row.agreement,
         )
-        for method, row in ((each, found[each.label].ledger) for each in tried)
+        for method, row in ((method, timed[method.label].ledger) for method in tried)
     ]
 
 
@@ -171,7 +192,7 @@ def read_full_rows(
     batches: int,
     rounds: int,
 ) -> dict[str, Timed]:
-    """Returns what methods come to on batches of full rows, by label: what is timed has no padding.
+    """Returns the timings of methods on batches of full rows (no padding), by label.
 
     Rows are drawn over the joined documents, `width` tokens each, or the model's context.
 
@@ -192,9 +213,9 @@ def read_full_rows(
 def _written(
     model: Any, documents: Any, fitted: Sequence[Method], read: Sequence[Tried]
 ) -> list[Tried]:
-    """Returns what new tokens come to: drafted by n-grams and exits, and by a policy."""
-    adaptive: dict[str, Any] = {f"--budget {each.budget:g}": each.policy for each in fitted}
-    found = write_middles(model, documents, adaptive, sizes=(1,), rounds=1)[1]
+    """Returns the rows of decoding: drafts from n-grams and exits, and fitted policies."""
+    adaptive: dict[str, Any] = {f"--budget {method.budget:g}": method.policy for method in fitted}
+    timed = write_middles(model, documents, adaptive, sizes=(1,), rounds=1)[1]
     options = {
         "ngram": "--mode lossless --drafter ngram",
         "lossless": "--mode lossless --drafter exit",
@@ -205,12 +226,12 @@ def _written(
         Tried(
             what=f"writing: {how.rpartition('--')[2]}",
             how=how,
-            times=found[name].ledger.speedup,
+            times=timed[name].ledger.speedup,
             loss_pct=lost.get(how, 0.0),
-            same=found[name].ledger.agreement,
+            same=timed[name].ledger.agreement,
         )
         for name, how in options.items()
-        if name in found
+        if name in timed
     ]
 
 
@@ -222,7 +243,7 @@ def write_middles(
     sizes: Sequence[int],
     rounds: int,
 ) -> dict[int, dict[str, Timed]]:
-    """Returns how the model continues passages of documents, by batch size and mode.
+    """Returns timings of continuing passages of documents, by batch size and mode.
 
     Modes are "plain"; "lossless", drafted at an exit where there is one before the last layer;
     "ngram", drafted from the text; and those of `adaptive` policies, by the names they have there.
@@ -233,7 +254,7 @@ def write_middles(
     modes: dict[str, Any] = {"plain": Plain()}
     if decoder.config.exits[:-1]:
         modes["lossless"] = lossless_for(decoder, "exit")
-    # The control of every draft at an exit: what the text itself suggests, at no layers' cost.
+    # The control of every draft at an exit: copies from the text, which run no layers.
     modes["ngram"] = lossless_for(decoder, "ngram")
     modes |= {name: Adaptive(policy=policy) for name, policy in adaptive.items()}
     # Prompt, new tokens and a draft within one key step: one loop to compile per mode and batch.
@@ -256,18 +277,10 @@ def write_middles(
 
 
 def _prompts(model: Any, documents: Any) -> list[Tried]:
-    """Returns what a long prompt comes to of which most tokens stop early."""
+    """Returns the row of a long prompt whose tokens mostly exit early."""
     width = min(_LONG, model.decoder.config.context_length, max(map(len, documents)))
     try:
-        found = shallow_prompts(model, documents, width=width, count=_ROWS, rounds=1)
+        record = shallow_prompts(model, documents, width=width, count=_ROWS, rounds=1)
     except ValueError:
         return [Tried(what="prompts: no shallow way is known", how="utio-jax fit-prompt finds one")]
-    return [
-        Tried(
-            what=f"prompts: {found['prompt_tokens']} tokens, most to layer {found['stop']}",
-            how="by themselves" if found["exact"] else f"--prompt-budget {BUDGET:g}",
-            times=found["speedup"],
-            loss_pct=found["nll_increase_pct"],
-            same=1.0 if found["exact"] else None,
-        )
-    ]
+    return [Tried.of_prompt(record)]

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all packages share: the decoder, documents in static shapes, files, FLOPs, executed work."""
+"""Base of all packages: decoder, documents in static shapes, files, FLOPs, executed work."""
 
-from utio_jax.core.decoder import Decoder, DecoderConfig, HasExitLens, Mixes
+from utio_jax.core.decoder import Decoder, DecoderConfig, HasExitLens, Mixes, apply_exit_lens
 from utio_jax.core.documents import Batch, batches_of, check_tokens, sample_batches, windows_of
+from utio_jax.core.files import load_tensors
 from utio_jax.core.flops import TokenCost, pass_flops, token_cost
 from utio_jax.core.lens import Lens, Lensed, lensed, load_lens, save_lens
 from utio_jax.core.pytrees import pytree, static
@@ -20,10 +21,12 @@ __all__ = [
     "Rows",
     "TokenCost",
     "Work",
+    "apply_exit_lens",
     "batches_of",
     "check_tokens",
     "lensed",
     "load_lens",
+    "load_tensors",
     "over_rows",
     "pass_flops",
     "place",

@@ -45,7 +45,7 @@ ad.deflinear2(_FORWARD_ONLY, _refuse)
 
 
 def forward_only(x: jax.Array, *, remedy: str) -> jax.Array:
-    """Returns `x` as it is; reverse-mode differentiation of it raises ValueError with the remedy.
+    """Returns `x` unchanged; reverse-mode differentiation raises ValueError with the remedy.
 
     For results of loops of unknown length, about which JAX's own error says nothing to do.
     """
@@ -61,7 +61,7 @@ def next_token_nll(
 
 
 def head_blocks(slots: int) -> tuple[int, int]:
-    """Returns in how many blocks, and of how many slots each, `map_head` reads `slots`.
+    """Returns the number and the size of the blocks in which `map_head` reads `slots`.
 
     >>> head_blocks(512), head_blocks(200), head_blocks(150)
     ((4, 128), (2, 100), (2, 75))
@@ -71,7 +71,7 @@ def head_blocks(slots: int) -> tuple[int, int]:
 
 
 def executed_heads(slots: int) -> int:
-    """Returns the slots that go through the head where `map_head` reads so many."""
+    """Returns the slots that `map_head` sends through the head, padding included."""
     blocks, size = head_blocks(slots)
     return blocks * size
 
@@ -83,7 +83,7 @@ def map_head(
     x: Float[Array, "slot dim"],
     *arrays: Array,
 ) -> Any:
-    """Returns `function(logits, *arrays)` of states, `[slot, ...]` each, a few logits at a time."""
+    """Returns `function(logits, *arrays)` of states, `[slot, ...]` each, in blocks of logits."""
 
     def block(x: jax.Array, *arrays: jax.Array) -> Any:
         return function(decoder.unembed(params, x).astype(jnp.float32), *arrays)
@@ -107,6 +107,6 @@ def flat(tree: Any) -> Any:
 
 
 def normalise(x: Float[Array, "*lead dim"]) -> Float[Array, "*lead dim"]:
-    """Returns states of root-mean-square 1: no scale, which a gate's first matrix can learn."""
+    """Returns states of root-mean-square 1, without a learned scale."""
     x = x.astype(jnp.float32)
     return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `Decoder` protocol: what a model must offer so that its tokens can stop at different depths.
+"""The `Decoder` protocol: seven functions of a model whose tokens exit at different depths.
 
 A decoder is split where the staircase needs to cut it: K/V are projected for *all* tokens of a
 layer, queries only for the tokens that are still running. Everything else about the architecture
@@ -26,15 +26,15 @@ LayerParams = Any
 """One layer's slice of `Decoder.layers(params)`, without the leading layer axis."""
 
 Inputs = Shaped[Array, "batch token *shape"]
-"""What rows consist of: token ids, or whatever else `Decoder.embed` reads of a token."""
+"""Content of rows: token ids, or another input of `Decoder.embed` per token."""
 
 Places = Any
-"""What a decoder makes of positions, once per pass: a pytree; leaves lead with `[batch, token]`."""
+"""Per-position data, e.g. RoPE's cos and sin: a pytree; leaves lead with `[batch, token]`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
-    """The sizes that routing, the cost model and the caches need to know of any decoder.
+    """Sizes of a decoder that routing, the cost model and the caches use.
 
     Attributes:
       vocab_size: entries of the head's output.
@@ -51,7 +51,7 @@ class DecoderConfig:
       windows: keys that a token may attend to in each layer (sliding window), its own included;
         0: all before it. Empty where every layer attends to all.
       attention_softcap: attention scores become `cap * tanh(score / cap)`; None leaves them alone.
-      causal: whether a token sees itself and earlier tokens alone; an encoder's see the whole row.
+      causal: whether tokens attend to themselves and earlier ones alone; an encoder's to the row.
       input_shape: of what `embed` reads of one token: `()` for an id; else an array, as of pixels.
       kv_source: for each layer, the layers whose keys and values it reads, their heads side by
         side. First come layers that read their own, then those that read others' (YOCO, arXiv
@@ -86,10 +86,10 @@ class DecoderConfig:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             name, value = field.name, getattr(self, field.name)
-            wanted = None if name == "exits" else _misfit(field, value)
-            if wanted is not None:
+            expected = None if name == "exits" else _misfit(field, value)
+            if expected is not None:
                 raise ValueError(
-                    f"{type(self).__name__} needs {name} {wanted}. Got {name}={value!r}."
+                    f"{type(self).__name__} needs {name} {expected}. Got {name}={value!r}."
                 )
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
@@ -160,12 +160,12 @@ class DecoderConfig:
 
     @property
     def branch_depths(self) -> tuple[int, ...]:
-        """Layers that a token runs on the way through each branch."""
+        """Number of layers that a token runs through each branch."""
         return tuple(self.kv_own + branch for branch in self.branches)
 
     @property
     def stack_layers(self) -> int:
-        """Layers in the stack of `Decoder.layers`: those of the full model, then the branches'."""
+        """Number of layers in `Decoder.layers`: the full model's, then the branches'."""
         return self.num_layers + sum(self.branches)
 
     def upper_layers(self, depth: int) -> tuple[int, int]:
@@ -186,19 +186,19 @@ class DecoderConfig:
 
     @property
     def kv_layers(self) -> int:
-        """How many layers have keys and values of their own: the first ones."""
+        """Number of layers with keys and values of their own: the first ones."""
         return len(self.kv_depth) or self.num_layers
 
     @property
     def kv_own(self) -> int:
-        """How many layers read their own keys and values alone: the first ones."""
+        """Number of layers that read their own keys and values alone: the first ones."""
         if not self.kv_source:
             return self.num_layers
         return next(i for i, rows in enumerate(self.kv_source) if rows != (i,))
 
     @property
     def kv_complete(self) -> int:
-        """Layers after which a token's state makes all keys and values that others still read."""
+        """Depth after which a token's K/V are complete for all layers above."""
         return max(self.kv_depth) if self.kv_depth else self.num_layers - 1
 
     def kv_made(self, start: int, stop: int) -> tuple[int, ...]:
@@ -211,7 +211,7 @@ class DecoderConfig:
         return self.kv_source[min(layer, self.num_layers - 1)] if self.kv_source else (layer,)
 
     def window_at(self, layer: int | jax.Array) -> Int[Array, ""] | None:
-        """Returns how many keys a token may attend to in a layer; None where none is limited."""
+        """Returns the number of keys that a token may attend to in a layer; None: no limit."""
         if not any(self.windows):
             return None
         everything = jnp.iinfo(jnp.int32).max
@@ -231,11 +231,11 @@ def is_positive(value: Any) -> bool:
 
 
 def _misfit(field: dataclasses.Field[Any], value: Any) -> str | None:
-    """Returns what a config's field should be, by its annotation; None where the value is that."""
+    """Returns the expected value of a config's field, by its annotation, or None if it fits."""
     kind, least = str(field.type), 0 if field.default in (0, None) else 1
     if value is None and kind.endswith(" | None"):
         return None
-    fits, wanted = {
+    fits, expected = {
         "int": (lambda: is_integer(value, least), f"of at least {least}"),
         "float": (lambda: is_positive(value), "above 0"),
         "bool": (lambda: isinstance(value, bool), "that is True or False"),
@@ -244,11 +244,11 @@ def _misfit(field: dataclasses.Field[Any], value: Any) -> str | None:
             "of at least 0, a tuple of integers",
         ),
     }.get(kind.removesuffix(" | None"), (lambda: True, ""))
-    return None if fits() else f"{wanted}{', an integer below 2**31' * (kind[:3] == 'int')}"
+    return None if fits() else f"{expected}{', an integer below 2**31' * (kind[:3] == 'int')}"
 
 
 def some_exits(num_layers: int) -> tuple[int, ...]:
-    """Returns exits where a model names none: a half, two thirds, five sixths of it, its end.
+    """Returns default exits: a half, two thirds and five sixths of the layers, and all of them.
 
     >>> some_exits(30)
     (15, 20, 25, 30)
@@ -257,7 +257,7 @@ def some_exits(num_layers: int) -> tuple[int, ...]:
 
 
 def name_exits(decoder: Decoder) -> str:
-    """Returns what to do with a model that has none, a sentence for messages."""
+    """Returns the remedy for a model without exits, a sentence for messages."""
     some = some_exits(decoder.config.num_layers)
     listed = " ".join(map(str, some))
     return (
@@ -269,7 +269,7 @@ def name_exits(decoder: Decoder) -> str:
 def check_depths(
     depths: Any, *, num_layers: int | None = None, name: str = "depths"
 ) -> tuple[int, ...]:
-    """Returns `depths`, e.g. `(4, 8, 16)`, as a tuple of ints, once known to be a staircase.
+    """Returns `depths`, e.g. `(4, 8, 16)`, as a tuple of ints, after checking that they increase.
 
     What they are called is for errors.
 
@@ -277,21 +277,23 @@ def check_depths(
       ValueError: depths are empty, below 1, not strictly increasing, or end elsewhere than
         `num_layers`, where that is given.
     """
-    wanted = f"strictly increasing {name} of at least 1"
+    expected = f"strictly increasing {name} of at least 1"
     if num_layers is not None:
-        wanted += f" that end at num_layers={num_layers}"
+        expected += f" that end at num_layers={num_layers}"
     try:
-        found = tuple(int(depth) for depth in depths)
+        checked = tuple(int(depth) for depth in depths)
         exact = all(int(depth) == depth for depth in depths)
     except (TypeError, ValueError, OverflowError):
-        found, exact = (), False
-    increasing = all(a < b for a, b in itertools.pairwise(found))
-    ends = num_layers is None or (found and found[-1] == num_layers)
-    if not (found and exact and increasing and ends and found[0] >= 1):
+        checked, exact = (), False
+    increasing = all(a < b for a, b in itertools.pairwise(checked))
+    ends = num_layers is None or (checked and checked[-1] == num_layers)
+    if not (checked and exact and increasing and ends and checked[0] >= 1):
         last = num_layers if num_layers is not None else 16
         example = tuple(sorted({max(1, last // 4), max(1, last // 2), last}))
-        raise ValueError(f"Wanted {wanted}. Got {name}={depths!r}. For example: {name}={example}.")
-    return found
+        raise ValueError(
+            f"Wanted {expected}. Got {name}={depths!r}. For example: {name}={example}."
+        )
+    return checked
 
 
 @runtime_checkable
@@ -303,7 +305,7 @@ class Decoder(Protocol):
 
     @property
     def config(self) -> DecoderConfig:
-        """The model's sizes."""
+        """Sizes of the model."""
         ...
 
     def layers(self, params: Params) -> LayerParams:
@@ -311,7 +313,7 @@ class Decoder(Protocol):
         ...
 
     def encode_positions(self, positions: Int[Array, "*lead"]) -> Places:
-        """Returns what `queries` and `keys_values` need of positions, e.g. RoPE's rotations.
+        """Returns per-position inputs of `queries` and `keys_values`, e.g. RoPE's cos and sin.
 
         Computed once per pass. Return `positions` itself where nothing is to be prepared.
         """
@@ -351,7 +353,7 @@ class Decoder(Protocol):
 
 @runtime_checkable
 class Mixes(Decoder, Protocol):
-    """A decoder whose tokens see each other by something else than softmax attention.
+    """A decoder whose layers mix tokens by other means than softmax attention.
 
     Linear attention and state-space layers, written as masked products. What a key holds is the
     decoder's own affair: its decay, for one (`utio_jax.contrib.recurrent`). A token that stopped
@@ -365,7 +367,7 @@ class Mixes(Decoder, Protocol):
         values: Float[Array, "*lead key kv_head head_dim"],
         visible: Bool[Array, "*#lead query key"],
     ) -> jax.Array:
-        """Returns what each query makes of its visible keys, `[*lead, query, head, head_dim]`.
+        """Returns the mixed values of each query, `[*lead, query, head, head_dim]`.
 
         Keys come in text order. Those hidden from all queries may be NaN, and are not there: no
         decay comes from them. Of the others a query sees those up to its own, in `windows` if there
@@ -375,14 +377,14 @@ class Mixes(Decoder, Protocol):
 
 
 def own_mixing(decoder: Any) -> Mixes | None:
-    """Returns the decoder, maybe wrapped, with a `mix` of its own; None: softmax attention."""
+    """Returns the (unwrapped) decoder with a `mix` of its own, or None for softmax attention."""
     while decoder is not None and not isinstance(decoder, Mixes):
         decoder = getattr(decoder, "decoder", None)
     return decoder
 
 
 def check_softmax(decoder: Decoder, *, why: str, remedy: str) -> None:
-    """Raises ValueError where tokens do not see each other by softmax attention."""
+    """Raises ValueError for a decoder without softmax attention."""
     mixing = own_mixing(decoder)
     if mixing is not None:
         raise ValueError(
@@ -392,7 +394,7 @@ def check_softmax(decoder: Decoder, *, why: str, remedy: str) -> None:
 
 
 def check_own_kv(decoder: Decoder, *, what: str) -> None:
-    """Raises ValueError where a model has a `kv_source`, for what knows own K/V alone."""
+    """Raises ValueError for a model with a `kv_source`, for features that need own K/V."""
     if decoder.config.kv_source:
         raise ValueError(
             f"Wanted a model whose layers all have keys and values of their own, for {what}. Got "
@@ -401,7 +403,7 @@ def check_own_kv(decoder: Decoder, *, what: str) -> None:
 
 
 def check_no_branches(decoder: Decoder, *, what: str) -> None:
-    """Raises ValueError where a model has exit branches, for what runs nested segments only."""
+    """Raises ValueError for a model with exit branches, for features that need nested segments."""
     branches = decoder.config.branches
     if branches:
         raise ValueError(
@@ -416,22 +418,22 @@ class HasKVMaps(Decoder, Protocol):
 
     @property
     def stops(self) -> tuple[int, ...]:
-        """Depths from which it can."""
+        """Depths with K/V maps."""
         ...
 
     def map_keys_values(
         self, params: Params, x: Float[Array, "*lead dim"], depth: int
     ) -> Float[Array, "*lead layer 2 kv_head head_dim"]:
-        """Returns keys before rotation, and values, of all layers behind a stop at `depth`."""
+        """Returns keys before rotation, and values, of all layers after a stop at `depth`."""
         ...
 
     def rotate_keys(self, layer: LayerParams, keys: jax.Array, places: Places) -> jax.Array:
-        """Returns one layer's keys with their positions in them, as `keys_values` has them."""
+        """Returns one layer's rotated keys, as `keys_values` returns them."""
         ...
 
 
 def check_stops(stops: tuple[int, ...], known: tuple[int, ...]) -> None:
-    """Raises ValueError where one of the stops has no KV maps."""
+    """Raises ValueError if one of the stops has no K/V maps."""
     missing = [stop for stop in stops if stop not in known]
     if missing:
         raise ValueError(
@@ -442,12 +444,12 @@ def check_stops(stops: tuple[int, ...], known: tuple[int, ...]) -> None:
 
 @runtime_checkable
 class HasExitLens(Decoder, Protocol):
-    """A decoder whose head reads a map of its exits' states, as `utio_jax.core.lens.Lensed`."""
+    """A decoder with an affine map before the head at exits, as `utio_jax.core.lens.Lensed`."""
 
     def translate(
         self, params: Params, x: Float[Array, "*lead dim"], depth: int | Int[Array, ""]
     ) -> jax.Array:
-        """Returns what `unembed` shall read of states at an early exit, `[*lead, dim]`."""
+        """Returns the input of `unembed` for states at an early exit, `[*lead, dim]`."""
         ...
 
 
@@ -461,7 +463,7 @@ def has_exit_lens(decoder: Decoder, depth: int) -> bool:
 def apply_exit_lens(
     decoder: Decoder, params: Params, x: Float[Array, "*lead dim"], depth: int | Int[Array, ""]
 ) -> jax.Array:
-    """Returns what the head reads of states at `depth`: as they are where it is no early exit."""
+    """Returns the head's input for states at `depth`: mapped at an early exit, else unchanged."""
     if not isinstance(decoder, HasExitLens):
         return x
     if isinstance(depth, int) and not has_exit_lens(decoder, depth):

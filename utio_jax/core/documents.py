@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Documents of any length into rows of a few static shapes, and token ids checked on the host."""
+"""Documents of any length as rows of a few static shapes; checks of token ids on the host."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ def check_ids(ids: Any, *, vocab_size: int, what: str) -> np.ndarray:
     Raises:
       ValueError: ids that are no integers (floats, booleans), or outside the vocabulary.
     """
-    found = np.asarray(ids)
-    if found.ndim != 1 or not np.issubdtype(found.dtype, np.integer):
+    array = np.asarray(ids)
+    if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
         # Integers beyond 64 bits are objects to NumPy, as a mixture with others is.
         raise ValueError(
             f"Wanted {what} as a list of integer token ids below {vocab_size}. Got shape "
-            f"{found.shape}, dtype {found.dtype}."
+            f"{array.shape}, dtype {array.dtype}."
         )
-    _check_range(found, vocab_size=vocab_size, what=what)
-    return found.astype(np.int32)
+    _check_range(array, vocab_size=vocab_size, what=what)
+    return array.astype(np.int32)
 
 
 def check_text(text: str, what: str) -> str:
-    """Returns a text that tokenizers can read; `what` names it in errors.
+    """Returns a text after checking that tokenizers can read it; `what` names it in errors.
 
     Raises:
       ValueError: it holds half a surrogate pair, which is no character.
@@ -120,7 +120,7 @@ def row_widths(context: int) -> list[int]:
 
 
 def row_counts(most: int) -> list[int]:
-    """Returns the numbers of rows that batches may have: 1, 2, 3, 4, 6, 8, 12, ... and `most`."""
+    """Returns the row counts that batches may have: 1, 2, 3, 4, 6, 8, 12, ... and `most`."""
     counts = {1, most}
     for power in range(most.bit_length()):
         counts |= {2**power, 3 * 2**power // 2}
@@ -205,7 +205,7 @@ def sample_batches(
       width: tokens per window.
       vocab_size: of the model.
       batches: at most so many; None takes all windows.
-      seed: which windows.
+      seed: of the drawn windows.
 
     Raises:
       ValueError: no document of two tokens, ids outside the vocabulary, or batches < 1.
@@ -227,7 +227,7 @@ def sample_batches(
         others = sorted((item for item in ranked if item[0] > 0), key=lambda item: item[1])
         ranked = firsts + others[: batches * rows - len(firsts)]
     chosen = [(document, cut[document][index]) for _, _, document, index in sorted(ranked)]
-    found = batches_of(
+    sampled = batches_of(
         [window for _, window in chosen], rows=rows, widths=[width], vocab_size=vocab_size
     )
-    return list(found), np.asarray([document for document, _ in chosen])
+    return list(sampled), np.asarray([document for document, _ in chosen])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What to install where an optional library is missing."""
+"""Installation commands for missing optional libraries."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def install_line(extra: str) -> str:
 
 
 def missing_library(error: ImportError, what: str) -> ImportError:
-    """Returns the error of `what` that needs a library which is not there, with the remedy."""
+    """Returns the error for `what` whose optional library is missing, with the remedy."""
     library = (error.name or str(error)).partition(".")[0]
     extra = _EXTRAS.get(library, "cli")
     return ModuleNotFoundError(

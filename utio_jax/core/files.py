@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files that appear whole or not at all: JSON, and pytrees in safetensors, never pickle."""
+"""Atomic writes of JSON and of pytrees in safetensors, never pickle."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from safetensors.numpy import load, load_file, save_file
 
 @contextmanager
 def replacing(*files: Path) -> Iterator[tuple[Path, ...]]:
-    """Yields temporary paths beside `files`, which take their places once the block has ended.
+    """Yields temporary paths that replace `files` at the end of the block.
 
     A file appears whole or not at all, also where others write it at the same time. If the block
     raises, nothing changes. Of several files the last one is removed before the first takes its
@@ -66,7 +66,7 @@ def replacing(*files: Path) -> Iterator[tuple[Path, ...]]:
 
 
 def _forget_partial(file: Path) -> None:
-    """Removes what writers of a file that were killed have left: untouched for a day."""
+    """Removes leftovers of killed writers of a file, untouched for a day."""
     for left in file.parent.glob(f"{glob.escape(file.name)}.{'[0-9a-f]' * 16}.partial"):
         with suppress(FileNotFoundError):
             if left.stat().st_mtime < time.time() - 86_400:
@@ -85,7 +85,7 @@ def _sync(path: Path) -> None:
 
 
 def check_writable(file: str | Path, option: str) -> Path:
-    """Returns a path, once a file can be written there: before hours of work, not after.
+    """Returns a path after checking that a file can be written there, before hours of work.
 
     Args:
       file: to write; missing folders are made when it is written.
@@ -127,18 +127,18 @@ def save_json(file: str | Path, value: Any) -> None:
 
 
 def load_json(file: str | Path, what: str, *, strict: bool = False, remedy: str = "") -> Any:
-    """Returns what a JSON file holds.
+    """Returns the content of a JSON file.
 
     Args:
       file: to read.
       what: it should be, for errors: `"a config"`.
       strict: whether NaN and infinities are refused.
-      remedy: what to do where it cannot be read, a sentence.
+      remedy: a sentence for the error if it cannot be read.
 
     Raises:
       ValueError: the file is missing, is not JSON, or is nested too deeply.
     """
-    path, wanted = Path(file), f"Wanted {what} at {file}."
+    path, expected = Path(file), f"Wanted {what} at {file}."
     after = f" {remedy}" if remedy else ""
 
     def refuse(number: str) -> None:
@@ -148,13 +148,13 @@ def load_json(file: str | Path, what: str, *, strict: bool = False, remedy: str 
         text = path.read_text(encoding="utf-8")
         return json.loads(text, parse_constant=refuse if strict else None)
     except FileNotFoundError:
-        raise ValueError(f"{wanted} There is none.{after}") from None
+        raise ValueError(f"{expected} There is none.{after}") from None
     except OSError as error:
-        raise ValueError(f"{wanted} It cannot be read: {error.strerror}.{after}") from error
+        raise ValueError(f"{expected} It cannot be read: {error.strerror}.{after}") from error
     except RecursionError:
-        raise ValueError(f"{wanted} It is nested too deeply to be read.{after}") from None
+        raise ValueError(f"{expected} It is nested too deeply to be read.{after}") from None
     except ValueError as error:  # Of syntax, of encoding, or a number of thousands of digits.
-        raise ValueError(f"{wanted} It is not JSON: {error}.{after}") from error
+        raise ValueError(f"{expected} It is not JSON: {error}.{after}") from error
 
 
 def flatten(tree: Any) -> dict[str, Any]:
@@ -168,7 +168,7 @@ def flatten(tree: Any) -> dict[str, Any]:
 
 
 def nest(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the nested dict of dotted paths. Raises ValueError where one is also a folder."""
+    """Returns the nested dict of dotted paths. Raises ValueError if one is a prefix of another."""
     folders = {path[:dot] for path in flat for dot, char in enumerate(path) if char == "."}
     clash = sorted(folders & flat.keys())
     if clash:
@@ -190,7 +190,7 @@ def save_tensors(file: str | Path, tree: Any) -> None:
 
 
 def dump_tensors(file: Path, tree: Any, *, metadata: Mapping[str, str] | None = None) -> None:
-    """Writes a pytree's arrays to a file that is not read yet."""
+    """Writes a pytree's arrays in place, to a file without readers."""
     # Not `ascontiguousarray`: it turns scalars into vectors of one.
     arrays = {name: np.asarray(leaf, order="C") for name, leaf in flatten(tree).items()}
     try:
@@ -203,11 +203,11 @@ _FLOATS = ("F64", "F32", "F16", "BF16")
 
 
 def check_floats(kinds: Mapping[str, str], *, source: str) -> None:
-    """Checks that a checkpoint's tensors hold floating-point numbers, not codes of some.
+    """Checks that a checkpoint's tensors hold floating-point numbers, not quantised codes.
 
     Args:
-      kinds: what safetensors calls each tensor's type, by name.
-      source: where they are, for errors.
+      kinds: safetensors' type of each tensor, by name.
+      source: their location, for errors.
 
     Raises:
       ValueError: names every tensor that holds something else.
@@ -239,7 +239,7 @@ def load_tensors(file: str | Path) -> dict[str, np.ndarray]:
 
 
 def refuse_pickle(file: Path) -> None:
-    """Raises ValueError, with the way to convert it, where a file's name is that of a pickle."""
+    """Raises ValueError, with the conversion to run, for the file name of a pickle."""
     if file.suffix in (".bin", ".pt", ".pth", ".pkl"):
         raise ValueError(
             f"Wanted safetensors. {file} is a pickle, which can run code when it is read. "
@@ -249,7 +249,7 @@ def refuse_pickle(file: Path) -> None:
 
 
 def broken_file(file: Path, error: Exception) -> ValueError:
-    """Returns the error of a file that is not, or no longer, safetensors."""
+    """Returns the error for a file that is not valid safetensors."""
     return ValueError(
         f"Wanted a whole safetensors file. {file} ({file.stat().st_size} bytes) is truncated "
         f"or corrupt: {error}. Fetch or write it again."
@@ -259,29 +259,29 @@ def broken_file(file: Path, error: Exception) -> ValueError:
 Shapes = Mapping[str, tuple[int, ...]]
 
 
-def check_shapes(found: Shapes, wanted: Shapes, *, source: str) -> None:
+def check_shapes(shapes: Shapes, expected: Shapes, *, source: str) -> None:
     """Compares the shapes of a checkpoint's tensors with those that a model needs.
 
     Raises:
       ValueError: names every missing, unexpected and mis-shaped tensor at once.
     """
-    wrong = [f"missing {name} {wanted[name]}" for name in wanted if name not in found]
-    wrong += [f"unexpected {name}" for name in found if name not in wanted]
+    wrong = [f"missing {name} {expected[name]}" for name in expected if name not in shapes]
+    wrong += [f"unexpected {name}" for name in shapes if name not in expected]
     wrong += [
-        f"{name} has shape {found[name]}, wanted {wanted[name]}"
-        for name in wanted
-        if name in found and found[name] != wanted[name]
+        f"{name} has shape {shapes[name]}, wanted {expected[name]}"
+        for name in expected
+        if name in shapes and shapes[name] != expected[name]
     ]
     if wrong:
         raise ValueError(
-            f"Wanted the {len(wanted)} tensors of the configured model in {source}. Got: "
+            f"Wanted the {len(expected)} tensors of the configured model in {source}. Got: "
             + "; ".join(wrong)
             + ". Do weights and config.json belong together?"
         )
 
 
 def save_owned(file: Path, stored: Mapping[str, Any], tensors: Any) -> None:
-    """Writes a JSON file and, beside it as `.safetensors`, its tensors, tied to it by their hash.
+    """Writes a JSON file and its tensors (`.safetensors`), tied together by their hash.
 
     Raises:
       ValueError: a tensor is not finite.
@@ -312,7 +312,7 @@ def load_owned(
     owner: Callable[[Any], Any],
     integers: bool = False,
 ) -> tuple[Any, dict[str, np.ndarray]]:
-    """Returns what `save_owned` wrote, once it is known to belong to a model: JSON and tensors.
+    """Returns JSON and tensors that `save_owned` wrote, after checking the model's hash.
 
     Args:
       file: to read.
@@ -328,27 +328,27 @@ def load_owned(
     """
     stored = load_json(file, what, remedy=f"`{command}` makes one.")
     try:
-        found, digest = owner(stored), stored.get(_TIE, "")
+        owned_by, digest = owner(stored), stored.get(_TIE, "")
     except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"Wanted {what} at {file}. It cannot be read: {error!r}.") from error
-    if found != model_sha256:
+    if owned_by != model_sha256:
         raise ValueError(
             f"Wanted {what} of the model with SHA-256 {model_sha256[:12]}. {file} belongs to "
-            f"{str(found)[:12]}. Make one for this model: {command}."
+            f"{str(owned_by)[:12]}. Make one for this model: {command}."
         )
     if digest is None:
         return stored, {}
     beside = file.with_suffix(".safetensors")
     if not beside.is_file():
         raise ValueError(
-            f"Wanted the weights of {file} beside it, at {beside}. There are none. Copy both "
-            f"files, or make them anew: {command}."
+            f"Wanted the weights of {file} next to it, at {beside}. There are none. Copy both "
+            f"files, or create them again: {command}."
         )
     data = beside.read_bytes()  # Once: what is hashed is what is read.
     if hashlib.sha256(data).hexdigest() != digest:
         raise ValueError(
-            f"Wanted the weights that {file} was written with, beside it. {beside} holds others, "
-            "or an earlier version wrote the two. Copy both files, or make them anew: "
+            f"Wanted the weights that {file} was written with, next to it. {beside} holds others, "
+            "or an earlier version wrote the two. Copy both files, or create them again: "
             f"{command}."
         )
     try:
@@ -361,13 +361,13 @@ def load_owned(
         if not whole and not jnp.issubdtype(leaf.dtype, jnp.floating):
             raise ValueError(
                 f"Wanted floating-point weights in {beside}. Got {name} of {leaf.dtype}. Make them "
-                f"anew: {command}."
+                f"again: {command}."
             )
     return stored, tensors
 
 
 def _check_finite(tensors: Mapping[str, np.ndarray], file: Path) -> None:
-    """Raises ValueError where a tensor holds NaN or infinities."""
+    """Raises ValueError if a tensor holds NaN or infinities."""
     wrong = [
         name
         for name, leaf in tensors.items()
@@ -382,10 +382,10 @@ def _check_finite(tensors: Mapping[str, np.ndarray], file: Path) -> None:
 
 def json_file(path: str | Path, name: str) -> Path:
     """Returns a path's JSON file: itself, `name.json` in a folder, `MODEL.name.json` of a file."""
-    found = Path(path)
-    if found.suffix == ".json":
-        return found
-    return found.with_suffix(f".{name}.json") if found.is_file() else found / f"{name}.json"
+    file = Path(path)
+    if file.suffix == ".json":
+        return file
+    return file.with_suffix(f".{name}.json") if file.is_file() else file / f"{name}.json"
 
 
 def hash_file(file: str | Path) -> str:
@@ -395,7 +395,7 @@ def hash_file(file: str | Path) -> str:
 
 
 def hash_params(params: Any) -> str:
-    """Returns the SHA-256 of a model's parameters, for those that come from no file."""
+    """Returns the SHA-256 of a model's parameters, for models without a file."""
     digest = hashlib.sha256()
     for name, leaf in sorted(flatten(params).items()):
         array = np.asarray(leaf)
@@ -405,11 +405,11 @@ def hash_params(params: Any) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions that a measurement depends on."""
-    found = {"python": platform.python_version()}
+    """Returns the versions of Python and the libraries, for records of measurements."""
+    result = {"python": platform.python_version()}
     for name in ("jax", "jaxlib", "numpy", "flax", "utio-jax"):
         try:
-            found[name] = metadata.version(name)
+            result[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return result

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FLOPs, counted from the decoder's own matrix products, not from a formula per architecture."""
+"""FLOPs, counted from the decoder's matrix products instead of a formula per architecture."""
 
 from __future__ import annotations
 
@@ -55,18 +55,18 @@ def _flops_of_jaxpr(jaxpr: Any) -> float:
 
 
 def _sub_jaxprs(equation: Any) -> list[Any]:
-    found = []
+    jaxprs = []
     for value in equation.params.values():
         for item in value if isinstance(value, (tuple, list)) else (value,):
             inner = getattr(item, "jaxpr", item)
             if hasattr(inner, "eqns"):
-                found.append(inner)
-    return found
+                jaxprs.append(inner)
+    return jaxprs
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TokenCost:
-    """What one token costs, in FLOPs of matrix products.
+    """Cost of one token, in FLOPs of matrix products.
 
     Attributes:
       query: queries, output projection and MLP of one layer.
@@ -74,8 +74,8 @@ class TokenCost:
       attention_per_key: scores and mixing with one key, all heads, one layer; of a decoder that
         `Mixes`, the products of its `mix` for one query and key.
       head: final norm and vocabulary head, once.
-      exit_map: what maps a state for the head, at depths below `full_depth`.
-      full_depth: the model's layers; of use only where there is an `exit_map`.
+      exit_map: map of a state before the head, at depths below `full_depth`.
+      full_depth: number of layers; used only with an `exit_map`.
       kv_map: keys and values of one skipped layer, by a map.
       kv_depth: see `DecoderConfig.kv_depth`; empty where every layer has keys and values.
     """
@@ -90,7 +90,7 @@ class TokenCost:
     kv_depth: tuple[int, ...] = ()
 
     def made(self, depth: int | np.ndarray) -> np.ndarray | np.integer | int:
-        """Returns of how many layers K/V are made of a token that runs, or is kept, to a depth."""
+        """Returns the number of layers with K/V of a token that runs, or is kept, to a depth."""
         return np.searchsorted(np.asarray(self.kv_depth), depth) if self.kv_depth else depth
 
     def read(self, depth: int | np.ndarray) -> np.ndarray | float:
@@ -175,7 +175,7 @@ def ideal_flops(
     sparse_layers: np.ndarray | int = 0,
     history: int = 0,
 ) -> float:
-    """Returns the FLOPs of the decided layers, frozen K/V and one head per token: nothing padded.
+    """Returns the FLOPs of the decided layers, frozen K/V and one head per token, unpadded.
 
     Args:
       cost: of one token.
@@ -213,7 +213,7 @@ def expected_flops(
     gates: Sequence[float] = (),
     reads: Sequence[bool] = (),
 ) -> float:
-    """Returns the FLOPs to expect of a staircase pass, padding included, before it has run.
+    """Returns the expected FLOPs of a staircase pass, padding included.
 
     Args:
       cost: of one token.

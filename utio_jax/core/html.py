@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What notebooks show of results: text coloured by depth, and small tables."""
+"""HTML of results for notebooks: text coloured by depth, and small tables."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SHADES = ("#2f9e8f", "#7fb83d", "#d8b02a", "#e07b2e", "#d1495b", "#a44ac2")
 
 
 def shade(index: int, levels: int) -> str:
-    """Returns the colour of a depth, by its place among all that can occur.
+    """Returns the colour of a depth, by its rank among all possible depths.
 
     >>> shade(0, 3), shade(2, 3)
     ('#2f9e8f', '#a44ac2')
@@ -20,7 +20,7 @@ def shade(index: int, levels: int) -> str:
 
 
 def depth_html(pieces: Sequence[str], depths: Sequence[int], *, num_layers: int) -> str:
-    """Returns a text as HTML, each token's piece in the colour of the layers behind it."""
+    """Returns a text as HTML; the colour of each token's piece shows its layers."""
     levels = sorted({*depths, num_layers})
     colours = {depth: shade(index, len(levels)) for index, depth in enumerate(levels)}
     text = "".join(

@@ -39,7 +39,7 @@ def layer_at(decoder: Decoder, params: Params, index: int | jax.Array) -> LayerP
 
 
 def split_layers(decoder: Decoder, params: Params) -> tuple[LayerParams, ...] | None:
-    """Returns each layer's parameters as arrays of their own, where decoding is faster with them.
+    """Returns each layer's parameters as separate arrays, on platforms that decode faster so.
 
     On CPU and GPU a layer that is indexed out of the stack is copied before its matrix products
     read it: more than half of a decoding step at batch 1. These are a second copy, kept as long as
@@ -59,7 +59,7 @@ def split_layers(decoder: Decoder, params: Params) -> tuple[LayerParams, ...] | 
         or sum(leaf.nbytes for leaf in leaves) < count * _SMALL
     ):
         return None
-    # What is no parameter is made anew at every call, of the parameters and by the decoder.
+    # The decoder computes everything that is not a parameter at every call.
     key = (*map(id, kept), *([] if len(kept) == len(leaves) else [decoder]))
     if key not in _split:
         if sum(leaf.nbytes for leaf in leaves) > _memory_left(leaves[0]) / 2:
@@ -73,7 +73,7 @@ def split_layers(decoder: Decoder, params: Params) -> tuple[LayerParams, ...] | 
 
 
 def _memory_left(array: jax.Array) -> float:
-    """Returns how many bytes an array's device has left; infinity where it does not say (CPU)."""
+    """Returns the free bytes of an array's device; infinity if unknown (CPU)."""
     stats = array.devices().pop().memory_stats() or {}
     return stats.get("bytes_limit", math.inf) - stats.get("bytes_in_use", 0)
 
@@ -90,7 +90,7 @@ def over_layers(  # noqa: PLR0913 (options, each named)
     bounds: tuple[int, int] | None = None,
     unroll: bool = False,
 ) -> Carry:
-    """Returns what layers [start, stop) make of a carry, one after the other.
+    """Returns a carry after layers [start, stop), in order.
 
     A loop over the stack; over `layers` (see `split_layers`) one piece of program for each, in a
     loop of no or one turn where `start` or `stop` are traced (a conditional would copy the carry).
@@ -134,7 +134,7 @@ def over_layers(  # noqa: PLR0913 (options, each named)
 def keys_values_of(
     decoder: Decoder, layer: LayerParams, x: Float[Array, "*lead dim"], places: Places
 ) -> tuple[Float[Array, "*lead kv_head head_dim"], Float[Array, "*lead kv_head head_dim"]]:
-    """Returns a layer's keys and values; states that overflowed reach only tokens that see them.
+    """Returns a layer's keys and values; overflowed states affect only tokens that attend to them.
 
     A weight of zero times an infinite value is NaN: padding or a later token, whose states overflow
     in float16, would reach the tokens before it through a mask that hides it. So values that are
@@ -152,7 +152,7 @@ def run_layer(
     places: Places,
     mix: Callable[[jax.Array], jax.Array],
 ) -> Float[Array, "slot dim"]:
-    """Returns one layer's output for some tokens, which need not be those that they look at.
+    """Returns one layer's output for some tokens; keys may come from others.
 
     What a layer is, everywhere in this library: queries, attention (`mix`), output projection and
     MLP.
@@ -161,7 +161,7 @@ def run_layer(
       decoder: the model.
       layer: one layer's parameters.
       x: the tokens' states, packed: one 2D product beats a batched 3D one 1.4 times on CPU.
-      places: what the decoder made of their positions.
+      places: the decoder's encoding of their positions.
       mix: maps their queries `[slot, head, head_dim]` to what they attended to, of that shape.
     """
     return decoder.finish_layer(layer, x, mix(decoder.queries(layer, x, places)))

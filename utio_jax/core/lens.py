@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tuned lens (Belrose et al. 2023, arXiv 2303.08112): a map `x -> x + x A + b` per early exit.
 
-Through it the head of a model that stays as it is reads states of that exit. `Lensed` makes a
+Through it the head of an unchanged model reads the states of an exit. `Lensed` makes a
 decoder of model and maps; `utio_jax.calibration.lens` finds the maps.
 """
 
@@ -53,7 +53,7 @@ def read_through(
     x: Float[Array, "*lead dim"],
     depth: int | Int[Array, ""],
 ) -> jax.Array:
-    """Returns what the head reads of states `x` at an exit, by the `matrix` and `bias` of each.
+    """Returns the head's input for states `x` at an exit, by the exits' `matrix` and `bias`.
 
     A traced `depth` must be among the exits.
 
@@ -76,7 +76,7 @@ def read_through(
 
 @dataclasses.dataclass(frozen=True)
 class Wrapped:
-    """A decoder around another, whose parameters are `params["model"]`: all is passed on to it."""
+    """A wrapper that passes all calls to another decoder with parameters `params["model"]`."""
 
     decoder: Decoder
 
@@ -136,7 +136,7 @@ class Lensed(Wrapped):
 
 
 def with_config(decoder: Any, **changes: Any) -> Any:
-    """Returns a decoder, or what is around one, with changes to its config."""
+    """Returns a decoder, maybe wrapped, with changes to its config."""
     if isinstance(decoder, Wrapped):
         return dataclasses.replace(decoder, decoder=with_config(decoder.decoder, **changes))
     return dataclasses.replace(decoder, config=dataclasses.replace(decoder.config, **changes))
@@ -159,7 +159,7 @@ def lensed(decoder: Decoder, params: Params, lens: Lens) -> tuple[Lensed, Params
 
 
 def save_lens(path: str | Path, lens: Lens, *, info: Mapping[str, Any]) -> None:
-    """Writes a JSON file (a folder's `lens.json`) with exits and `info`, and the maps beside it.
+    """Writes a JSON file (a folder's `lens.json`) with exits and `info`, and the maps' weights.
 
     `info` must name the `model_sha256`.
     """
@@ -167,7 +167,7 @@ def save_lens(path: str | Path, lens: Lens, *, info: Mapping[str, Any]) -> None:
 
 
 def lens_tensors(lens: Lens) -> dict[str, jax.Array]:
-    """Returns what a lens' weights file holds."""
+    """Returns the tensors of a lens' weights file."""
     return {"matrix": lens.matrix, "bias": lens.bias}
 
 
@@ -197,10 +197,10 @@ def load_lens(path: str | Path, *, model_sha256: str) -> Lens:
         raise ValueError(f"Wanted a lens at {file}. It cannot be read: {error!r}.") from error
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     dim = shapes.get("bias", (0,))[-1]
-    wanted = {"matrix": (len(exits), dim, dim), "bias": (len(exits), dim)}
-    if shapes != wanted:
+    expected = {"matrix": (len(exits), dim, dim), "bias": (len(exits), dim)}
+    if shapes != expected:
         raise ValueError(
-            f"Wanted the maps of exits {exits}, {wanted}, beside {file}. Got {shapes}. Fit again: "
+            f"Wanted the maps of exits {exits}, {expected}, for {file}. Got {shapes}. Fit again: "
             "utio-jax calibrate --fit-lens."
         )
     return Lens(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What programs differ in by platform: block sizes, and forms that a compiler likes.
+"""Platform-dependent choices of programs: block sizes, and forms that compilers optimise.
 
 Sizes for CPU are measured, those for TPU predicted by its compiler, those for GPU follow them and
 were measured on one H200 (`results/accelerators.md`).
@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Platform:
-    """How programs are written for one kind of device.
+    """Choices of programs for one kind of device.
 
     Attributes:
       head_block: tokens whose logits are alive at once. On CPU [128, vocab] stays in cache; on
@@ -30,7 +30,7 @@ class Platform:
         On accelerators all of a row, in one product.
       static_shapes: whether loops of unknown length are slower than static prefixes.
       narrow: width of a state below which a static prefix is written layer by layer, not as a loop:
-        what such a layer does beside its products weighs more than they do, and is fused across
+        what such a layer does besides its products weighs more than they do, and is fused across
         layers.
       least_routed: width of a state from which passes are routed by default: narrower layers wait
         more than they multiply, and routing them is predicted to lose.
@@ -90,13 +90,13 @@ _FEW = 512
 
 
 def here() -> Platform:
-    """Returns the platform that programs are traced for: JAX's default one."""
+    """Returns the platform that programs are traced for: JAX's default."""
     return _compiling[-1] if _compiling else _PLATFORMS.get(jax.default_backend(), _OTHER)
 
 
 @contextlib.contextmanager
 def compiling_for(name: str | None = None, **choices: Any) -> Iterator[None]:
-    """Traces for `"cpu"`, `"cuda"` or `"tpu"`, whatever this machine has; or with other choices.
+    """Traces for `"cpu"`, `"cuda"` or `"tpu"` on any machine, optionally with other choices.
 
     What jit has traced before, it does not trace again.
     """
@@ -109,18 +109,18 @@ def compiling_for(name: str | None = None, **choices: Any) -> Iterator[None]:
 
 
 def product_apart(product: jax.Array) -> jax.Array:
-    """Returns a product `[..., features]` that XLA does not reshape to heads before it is made."""
+    """Returns a product `[..., features]` that XLA computes before the reshape to heads."""
     few = math.prod(product.shape[:-1]) <= _FEW
     return jax.lax.optimization_barrier(product) if few and here().heads_apart else product
 
 
 def on_enough_rows(function: Callable[..., Any], *arrays: Any) -> Any:
-    """Returns `function(*arrays)` of arrays that lead with rows, padded to `least_rows` of them."""
+    """Returns `function(*arrays)` of arrays that lead with rows, padded to `least_rows`."""
     leaf = jax.tree.leaves(arrays)[0]
     rows, least = leaf.shape[0], here().least_rows
     if math.prod(leaf.shape[:-1]) >= least:
         return function(*arrays)
     pad = lambda y: jnp.concatenate([y] * least)[:least]  # noqa: E731
-    # Behind a barrier: what is one row repeated would be multiplied as one row.
-    found = function(*jax.lax.optimization_barrier(jax.tree.map(pad, arrays)))
-    return jax.tree.map(lambda y: y[:rows], found)
+    # After a barrier: what is one row repeated would be multiplied as one row.
+    out = function(*jax.lax.optimization_barrier(jax.tree.map(pad, arrays)))
+    return jax.tree.map(lambda y: y[:rows], out)

@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 def static(**options: Any) -> Any:
-    """Returns a dataclass field that is part of the program, not of its inputs.
+    """Returns a dataclass field that is static: part of the program, not of its inputs.
 
     Two values of it compile two programs. Options are those of `dataclasses.field`.
     """
@@ -28,7 +28,7 @@ def pytree(cls: type[T]) -> type[T]:
 
 
 def check_pytree(value: Any, *, what: str) -> None:
-    """Checks that an object passes through jit as a pytree, its name being part of the program.
+    """Checks that an object is a pytree with a static name.
 
     Raises:
       TypeError: it is a class, no pytree, or one whose name is a leaf.

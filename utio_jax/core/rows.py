@@ -4,7 +4,7 @@
     mesh = jax.make_mesh((8,), ("data",))
     params = place(params, mesh)                     # once: a copy on each device
     rows = place(Rows((token_ids, lengths)), mesh)   # split, filled up with empty rows
-    found = run_score(decoder, params, *rows.tree, policy=policy, mesh=mesh)
+    scores = run_score(decoder, params, *rows.tree, policy=policy, mesh=mesh)
 
 Functions that take a `mesh` use its axis "data", of Auto or Explicit type, by `jax.shard_map`:
 nothing is sorted or sent across devices. Further axes are left to the compiler, which follows the
@@ -49,7 +49,7 @@ class StackedRows:
 
 
 def check_mesh(mesh: Mesh | None) -> int:
-    """Returns how many parts rows are split into; 1 without a mesh.
+    """Returns the number of parts that rows are split into; 1 without a mesh.
 
     Raises:
       ValueError: the mesh has no axis "data", or another one that is Explicit.
@@ -73,7 +73,7 @@ def check_mesh(mesh: Mesh | None) -> int:
 
 
 def place(tree: Any, mesh: Mesh | None) -> Any:
-    """Returns the pytree on a mesh's devices: rows (see `Rows`) split, all else copied to each.
+    """Places a pytree on a mesh's devices: rows (see `Rows`) are split, other leaves copied.
 
     Rows are filled up with zeros to a multiple of the devices: with their length of 0, empty rows.
     Leaves that lie on the mesh already stay as they are. A mesh of None leaves everything.
@@ -98,7 +98,7 @@ def place(tree: Any, mesh: Mesh | None) -> Any:
 
 
 def over_rows(mesh: Mesh, function: Callable[..., Any], *args: Any) -> Any:
-    """Returns `function(*args)`, of which every device computes its own rows.
+    """Returns `function(*args)`; every device computes its own rows.
 
     Args:
       mesh: with an axis "data".
@@ -121,9 +121,9 @@ def over_rows(mesh: Mesh, function: Callable[..., Any], *args: Any) -> Any:
     made: dict[str, Any] = {}
 
     def on_one_device(*leaves: jax.Array) -> tuple[list[jax.Array], list[jax.Array]]:
-        found = function(*jax.tree.unflatten(treedef, leaves))
-        out, made["treedef"] = jax.tree.flatten(found)
-        made["axes"] = row_axes(found)
+        out_tree = function(*jax.tree.unflatten(treedef, leaves))
+        out, made["treedef"] = jax.tree.flatten(out_tree)
+        made["axes"] = row_axes(out_tree)
         by_axis = list(zip(out, made["axes"], strict=True))
         return [y for y, axis in by_axis if axis == 0], [y for y, axis in by_axis if axis == 1]
 
@@ -137,12 +137,12 @@ def over_rows(mesh: Mesh, function: Callable[..., Any], *args: Any) -> Any:
         axis_names={DATA},
         check_vma=False,
     )
-    found = [iter(group) for group in mapped(*leaves)]
-    return jax.tree.unflatten(made["treedef"], [next(found[axis]) for axis in made["axes"]])
+    groups = [iter(group) for group in mapped(*leaves)]
+    return jax.tree.unflatten(made["treedef"], [next(groups[axis]) for axis in made["axes"]])
 
 
 def put_rows(tree: Any, fresh: Any, rows: Int[Array | np.ndarray, " row"]) -> Any:
-    """Returns the pytree with `fresh` rows in some of its places; what is not marked as rows stays.
+    """Returns the pytree with some rows replaced by `fresh`; leaves without rows stay.
 
     `rows` says where they go, each once; those beyond the last row go nowhere.
 
@@ -158,10 +158,10 @@ def put_rows(tree: Any, fresh: Any, rows: Int[Array | np.ndarray, " row"]) -> An
         if axis is None:
             return old
         old = jnp.asarray(old)
-        wanted = (*old.shape[:axis], rows.shape[0], *old.shape[axis + 1 :])
-        if new.shape != wanted or new.dtype != old.dtype:
+        expected = (*old.shape[:axis], rows.shape[0], *old.shape[axis + 1 :])
+        if new.shape != expected or new.dtype != old.dtype:
             raise ValueError(
-                f"Wanted {rows.shape[0]} rows of shape {wanted}, rows along axis {axis}, and dtype "
+                f"Wanted {rows.shape[0]} rows of shape {expected}, rows along axis {axis}, dtype "
                 f"{old.dtype}. Got shape {new.shape}, dtype {new.dtype}."
             )
         return old.at[(slice(None),) * axis + (rows,)].set(new, mode="drop")
@@ -171,14 +171,14 @@ def put_rows(tree: Any, fresh: Any, rows: Int[Array | np.ndarray, " row"]) -> An
 
 
 def row_axes(tree: Any) -> list[int | None]:
-    """Returns, for each leaf, which axis its rows lie along; None for what is no rows."""
+    """Returns the row axis of each leaf; None for leaves without rows."""
 
     def axis_of(path: tuple[Any, ...]) -> int | None:
         node, axis = tree, None
         for key in path:
             if isinstance(key, jax.tree_util.GetAttrKey):
                 if dataclasses.is_dataclass(node):
-                    metadata = {each.name: each.metadata for each in dataclasses.fields(node)}
+                    metadata = {field.name: field.metadata for field in dataclasses.fields(node)}
                     axis = metadata[key.name].get("row_axis", axis)
                 node = getattr(node, key.name)
             elif isinstance(key, jax.tree_util.SequenceKey):

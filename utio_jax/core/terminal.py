@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One line on a terminal that counts what is done of long work."""
+"""A progress counter on one terminal line."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 
 def count_on_terminal(what: str) -> Callable[[int, int], None]:
-    """Returns what rewrites a line on stderr, `what: 3 of 12`; nothing where no terminal is.
+    """Returns a function that rewrites a line on stderr, `what: 3 of 12`; silent off a terminal.
 
     The line ends once all is done.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a pass executed: slots, keys, heads and decisions, padding included."""
+"""Executed work of a pass: slots, keys, heads and decisions, padding included."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from utio_jax.core.pytrees import pytree
 
 @pytree
 class Work:
-    """What was executed, padding included, one entry per segment; of one segment: scalars.
+    """Executed work, padding included: one entry per segment, or scalars for one segment.
 
     Attributes:
       queries: slots that went through queries, output projection and MLP, times layers.
@@ -46,7 +46,7 @@ class Work:
 
     @classmethod
     def of(cls, **entries: Any) -> Work:
-        """Returns the work of one segment; what is not named is 0."""
+        """Returns the work of one segment; omitted fields are 0."""
         nothing: dict[str, Any] = {
             field.name: jnp.int32(0) for field in dataclasses.fields(cls)
         } | {"key_slots": jnp.float32(0)}

@@ -20,7 +20,7 @@ FILE = "controls.json"
 def load_controls(
     folder: str | Path, *, model_sha256: str
 ) -> Callable[[float | None], float | None]:
-    """Reads a model folder's `controls.json`; returns what their hull loses at a `flops_ratio`.
+    """Reads a model folder's `controls.json`; returns the loss of their hull by `flops_ratio`.
 
     In % over the model's own full depth. None where the ratio is, or is less than the cheapest
     control's; everywhere, if there is no such file.
@@ -46,7 +46,7 @@ def load_controls(
     if owner != model_sha256:
         raise ValueError(
             f"Wanted controls of the model with SHA-256 {model_sha256[:16]}. {file} holds those of "
-            f"{owner[:16]}. Make them anew, or remove the file."
+            f"{owner[:16]}. Create them again, or remove the file."
         )
     hull = convex_hull(points)
 

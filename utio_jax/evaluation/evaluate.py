@@ -65,14 +65,14 @@ def evaluate(  # noqa: PLR0913 (options, each named)
       params: its parameters.
       batches: the text.
       policies: by a name of the caller's choice; one, or one for each batch.
-      kv: what others see of frozen tokens.
-      executor: how live slots are run; the full pass uses it too. `"auto"`: see `score`.
+      kv: K/V of frozen tokens, see `score`.
+      executor: of live slots, and of the full pass. `"auto"`: see `score`.
       attention: by the same names, which tokens attend sparsely, or which do in each batch; none
         under the others, nor in the full pass.
       mesh: splits the rows of a batch over its axis "data", and batches over its processes. Empty
         rows that fill up a batch count as cost; what the comparison with full depth takes, a head
         per predicted token and pass, is not the policy's, and does not.
-      shards: where each batch's results are kept, for a run that goes on after an interruption.
+      shards: folder of each batch's results, from which an interrupted run continues.
       observe: called with name, batch, per-token comparison and decided depths `[batch, token]`.
       full_passes: by the number of the batch, what an earlier call on the same batches has kept
         here; what is missing is run and added. None: nothing is kept.
@@ -84,8 +84,8 @@ def evaluate(  # noqa: PLR0913 (options, each named)
     if not batches:
         raise ValueError("Wanted at least one batch of text. Got none.")
     for policy in policies.values():
-        for each in policy if isinstance(policy, Sequence) else (policy,):
-            check_policy(each, decoder, kv=kv)
+        for single_policy in policy if isinstance(policy, Sequence) else (policy,):
+            check_policy(single_policy, decoder, kv=kv)
     layers, here = decoder.config.num_layers, local_mesh(mesh)
     totals = dict.fromkeys(policies, Quality())
     params = place(params, here)
@@ -109,17 +109,17 @@ def evaluate(  # noqa: PLR0913 (options, each named)
             program = place(shared_program(policy, jnp.asarray(batch.token_ids), positions), here)
             # Full depth in question is the pass that was just made.
             same = policy.depths == (layers,) and choice is None
-            found = full if same else run(policy=program, attention=choice)
+            scores = full if same else run(policy=program, attention=choice)
             other = None if same else full.x
-            comparison = _compare(decoder, params, ids, lengths, found.x, other, mesh=here)
+            comparison = _compare(decoder, params, ids, lengths, scores.x, other, mesh=here)
             comparison, depths = jax.tree.map(  # Without the rows that fill up a mesh.
-                lambda leaf: np.asarray(leaf)[:rows], (comparison, found.depths)
+                lambda leaf: np.asarray(leaf)[:rows], (comparison, scores.depths)
             )
             costs = _costs(
                 decoder,
                 params,
                 policy,
-                found,
+                scores,
                 full.work,
                 depths,
                 executor=executor,
@@ -136,8 +136,8 @@ def evaluate(  # noqa: PLR0913 (options, each named)
         static = repr((decoder.config, kv, executor))
         return digest([vars(batch) for batch in batches], choices, static)
 
-    found = share(mesh, len(batches), read, what="batches", same=same, shards=shards)
-    for batch, results in zip(batches, found, strict=True):
+    results_of_batch = share(mesh, len(batches), read, what="batches", same=same, shards=shards)
+    for batch, results in zip(batches, results_of_batch, strict=True):
         for index, name in enumerate(policies):
             quality, comparison, depths = unpack(index, results)
             totals[name] += quality
@@ -150,7 +150,7 @@ def _costs(  # noqa: PLR0913 (options, each named)
     decoder: Decoder,
     params: Params,
     policy: Policy,
-    found: Scores,
+    scores: Scores,
     full: Work,
     depths: np.ndarray,
     *,
@@ -158,11 +158,11 @@ def _costs(  # noqa: PLR0913 (options, each named)
     attention: SparseAttention | None,
     kv: FrozenKV,
 ) -> dict[str, Any]:
-    """Returns what a pass cost, by the fields of `Quality`, from its work and full depth's.
+    """Returns the costs of a pass, by the fields of `Quality`, from its work and full depth's.
 
     `depths` are the decided ones, `[batch, token]`, without the rows that fill up a mesh.
     """
-    cost, work, (rows, width) = token_cost(decoder, params), found.work, depths.shape
+    cost, work, (rows, width) = token_cost(decoder, params), scores.work, depths.shape
     gates = gate_flops(decoder, params, policy, work)
     if attention is not None:
         segments = len(policy.depths)
@@ -180,7 +180,7 @@ def _costs(  # noqa: PLR0913 (options, each named)
             key_widths=choose_executor(executor, policy, width).key_widths(width),
             deepest=int(depths.max(initial=0)),
             keep_frozen=kv == "propagate",
-            sparse_layers=_sparse_layers(found, policy, rows),
+            sparse_layers=_sparse_layers(scores, policy, rows),
             history=0 if attention is None else attention.history.size,
         ),
         "flops_gates": gates
@@ -203,7 +203,7 @@ def _run_alone(  # noqa: PLR0913 (options, each named)
     observe: Callable[[Batch, np.ndarray, np.ndarray], None],
     progress: Callable[[], None] | None,
 ) -> Quality:
-    """Returns the sums of one pass over each batch, each by its policy, with no other beside it.
+    """Returns the sums of one pass over each batch under its policy, without a full-depth pass.
 
     `observe` gets each batch with its tokens' losses and decided depths, `[batch, token]`.
     """
@@ -218,16 +218,16 @@ def _run_alone(  # noqa: PLR0913 (options, each named)
         positions, _ = positions_of(jnp.asarray(batch.token_ids), jnp.asarray(batch.lengths))
         program = place(shared_program(policy, jnp.asarray(batch.token_ids), positions), here)
         options: Any = {"kv": kv, "executor": executor, "mesh": here}
-        found = run_score(
+        scores = run_score(
             decoder, params, ids, lengths, policy=program, attention=choice, **options
         )
         full = full_work(decoder, lengths, width=width, **options)
-        nll, depths = -np.asarray(found.log_likelihood)[:rows], np.asarray(found.depths)[:rows]
+        nll, depths = -np.asarray(scores.log_likelihood)[:rows], np.asarray(scores.depths)[:rows]
         costs = _costs(
             decoder,
             params,
             policy,
-            found,
+            scores,
             full,
             depths,
             executor=executor,
@@ -251,12 +251,12 @@ def _run_alone(  # noqa: PLR0913 (options, each named)
     return total
 
 
-def _sparse_layers(found: Scores, policy: Policy, rows: int) -> np.ndarray | int:
-    """Returns in how many layers each token attended to its history alone."""
-    if found.sparse is None:
+def _sparse_layers(scores: Scores, policy: Policy, rows: int) -> np.ndarray | int:
+    """Returns the number of layers in which each token attended to its history alone."""
+    if scores.sparse is None:
         return 0
     layers = np.diff(policy.depths, prepend=0)
-    return np.tensordot(layers, np.asarray(found.sparse.sparse), axes=1)[:rows]
+    return np.tensordot(layers, np.asarray(scores.sparse.sparse), axes=1)[:rows]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -280,12 +280,12 @@ class DocumentScore:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TextScore:
-    """What `score_documents` returns.
+    """Result of `score_documents`.
 
     Attributes:
       documents: one result per document.
       quality: the sums over all of them; what compares with full depth is None unless asked for.
-      fallbacks: why batches ran at full depth instead, and how many did.
+      fallbacks: number of batches that ran at full depth instead, by reason.
     """
 
     documents: tuple[DocumentScore, ...]
@@ -311,20 +311,20 @@ def score_documents(  # noqa: PLR0913 (options, each named)
     compare: bool = True,
     progress: Callable[[], None] | None = None,
 ) -> TextScore:
-    """Scores documents of any length in batches of a few static shapes, with the guardrails on.
+    """Scores documents of any length in batches of few static shapes, under the guardrail.
 
     Args:
       decoder: the model.
       params: its parameters.
       documents: token ids `[token]` each; longer than the context: in windows. One of fewer than
         two tokens predicts nothing: its arrays are empty and its sums 0, tokens and cost apart.
-      policy: which tokens go how deep.
+      policy: decides each token's depth.
       rows: per pass at most, over all devices of a process.
-      kv: what others see of frozen tokens.
-      executor: how live slots are run; `"auto"`: see `check_worthwhile`.
-      attention: which tokens attend sparsely, in batches that do not fall back; None: none.
+      kv: K/V of frozen tokens, see `score`.
+      executor: of live slots; `"auto"`: see `check_worthwhile`.
+      attention: choice of sparse tokens, in batches that do not fall back; None: none.
       mesh: splits rows over its axis "data", and batches over its processes.
-      shards: where each batch's results are kept, for a run that goes on after an interruption.
+      shards: folder of each batch's results, from which an interrupted run continues.
       fractions: expected share of tokens at each of the policy's depths, see `check_worthwhile`.
       min_tokens: smallest pass that is routed.
       same_rows: every pass has `rows` rows, so that calls on other documents compile nothing new.
@@ -373,12 +373,17 @@ def score_documents(  # noqa: PLR0913 (options, each named)
     full = full_depth(decoder)
     chosen = [policy if reason is None else full for reason in reasons]
     choices = [attention if reason is None else None for reason in reasons]
-    used = {int(batch.window[0]): each for batch, each in zip(batches, chosen, strict=True)}
+    used = {
+        int(batch.window[0]): chosen_policy
+        for batch, chosen_policy in zip(batches, chosen, strict=True)
+    }
 
     cost = token_cost(decoder, params)
     of_policy = {
-        each.depths: [each.flops(at, decoder, params) for at in range(len(each.depths) - 1)]
-        for each in (full, policy)
+        chosen_policy.depths: [
+            chosen_policy.flops(at, decoder, params) for at in range(len(chosen_policy.depths) - 1)
+        ]
+        for chosen_policy in (full, policy)
     }
 
     def note(
@@ -407,8 +412,8 @@ def score_documents(  # noqa: PLR0913 (options, each named)
             batches,
             {"": chosen},
             attention={"": choices},
-            observe=lambda _, batch, each, decided: note(
-                batch, decided, np.asarray(each.nll), each
+            observe=lambda _, batch, comparison, decided: note(
+                batch, decided, np.asarray(comparison.nll), comparison
             ),
             progress=progress,
             **options,
@@ -442,11 +447,11 @@ def score_documents(  # noqa: PLR0913 (options, each named)
 
 
 def _sums(comparison: Comparison, depths: np.ndarray, lengths: np.ndarray) -> Quality:
-    """Returns the sums of a batch or of one row, without what they cost."""
+    """Returns the sums of a batch or of one row, without costs."""
     values, counts = np.unique(depths[depths > 0], return_counts=True)
     nll, nll_full, kl = (
-        float(np.sum(each, dtype=np.float64))
-        for each in (comparison.nll, comparison.nll_full, comparison.kl)
+        float(np.sum(losses, dtype=np.float64))
+        for losses in (comparison.nll, comparison.nll_full, comparison.kl)
     )
     return Quality(
         tokens=int(np.sum(lengths)),
@@ -460,7 +465,7 @@ def _sums(comparison: Comparison, depths: np.ndarray, lengths: np.ndarray) -> Qu
 
 
 def _sums_alone(nll: np.ndarray, depths: np.ndarray, lengths: np.ndarray) -> Quality:
-    """Returns the same where nothing is compared with full depth."""
+    """Returns the same sums without a comparison with full depth."""
     compared = Comparison(nll=nll, nll_full=nll, kl=nll, agree=nll > 0, greedy=nll > 0)
     sums = _sums(compared, depths, lengths)
     return dataclasses.replace(sums, nll_full=None, kl=None, agree=None)
@@ -475,7 +480,7 @@ def _decided_costs(
     executor: Executor | Literal["auto"],
     kv: FrozenKV,
 ) -> dict[str, float]:
-    """Returns what decided depths `[row, token]` alone cost, by the fields of `Quality`.
+    """Returns the costs of decided depths `[row, token]`, by the fields of `Quality`.
 
     `decisions` are the FLOPs of one at each of the policy's boundaries.
     """

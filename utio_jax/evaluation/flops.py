@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FLOPs of decisions, and the guardrail: whether routing can pay at a shape at all."""
+"""FLOPs of decisions, and the guardrail: can a depth per token save FLOPs at a shape?"""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from utio_jax.staircase.sparse import SparseAttention
 
 
 def gate_flops(decoder: Decoder, params: Params, policy: Policy, work: Work) -> float:
-    """Returns the FLOPs of a pass's decisions, without the heads that they looked at."""
+    """Returns the FLOPs of a pass's decisions, without the LM heads that they read."""
     per_slot = [policy.flops(index, decoder, params) for index in range(len(policy.depths) - 1)]
     decisions = np.atleast_2d(work.decisions).sum(axis=0)  # Of all devices.
     return float(sum(f * float(n) for f, n in zip(per_slot, decisions, strict=False)))
@@ -29,7 +29,7 @@ def gate_flops(decoder: Decoder, params: Params, policy: Policy, work: Work) -> 
 def attention_flops(
     attention: SparseAttention, decoder: Decoder, params: Params, work: Work, *, segments: int
 ) -> float:
-    """Returns the FLOPs of choosing a pass's attention, without the heads that it looked at."""
+    """Returns the FLOPs of choosing a pass's attention, without the LM heads that it reads."""
     choices = np.atleast_2d(work.choices).sum(axis=0)  # Of all devices.
     asked = choices[segments - attention.thresholds.shape[0] : segments]
     per_slot = [attention.signal.flops(index, decoder, params) for index in range(len(asked))]
@@ -47,12 +47,12 @@ def check_worthwhile(
     fractions: Sequence[float] | None = None,
     min_tokens: int = 0,
 ) -> str | None:
-    """Returns why routing cannot pay at a shape, or None where it can.
+    """Returns the reason why a policy cannot save FLOPs at a shape, or None if it can.
 
     Args:
       decoder: the model.
       params: its parameters.
-      policy: what would route.
+      policy: the policy in question.
       batch: rows.
       width: tokens per row.
       executor: how it would run. `"auto"`: as `score` chooses, and not at all on accelerators where

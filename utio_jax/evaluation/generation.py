@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The record of generated text: what emitted tokens cost, and what full depth thinks of them.
+"""The record of generated text: cost of emitted tokens, and their loss under full depth.
 
     result = generate(decoder, params, prompts, mode=mode)
     generation_ledger(decoder, params, mode, [prompts], [result]).flops_ratio
@@ -32,11 +32,11 @@ from utio_jax.staircase.score import labels_of
 
 @pytree
 class FullReading:
-    """What full depth, teacher-forced, thinks of each token's successor.
+    """Teacher-forced predictions of the full model for each token's successor.
 
     Attributes:
       nll: its negative log-likelihood, in nats.
-      shortfall: by how many nats it is less probable than the most probable one; 0 if it is that.
+      shortfall: log-probability of the most probable token minus its own, in nats.
       agrees: whether it is that.
     """
 
@@ -52,16 +52,16 @@ def read_full(
     token_ids: Int[Array, "batch token"],
     lengths: Int[Array, " batch"],
 ) -> FullReading:
-    """Reads whole texts at full depth; from a row's last token on, it means nothing."""
+    """Reads whole texts at full depth; entries from a row's last token on are undefined."""
     (x,) = dense_states(decoder, params, token_ids, lengths, depths=(decoder.config.num_layers,))
     labels, _ = labels_of(token_ids, lengths)
 
     def row(x: jax.Array, label: jax.Array) -> FullReading:  # One row's logits at a time.
         logp = jax.nn.log_softmax(decoder.unembed(params, x).astype(jnp.float32))
-        mine = jnp.take_along_axis(logp, label[:, None], axis=-1)[:, 0]
+        label_logp = jnp.take_along_axis(logp, label[:, None], axis=-1)[:, 0]
         return FullReading(
-            nll=-mine,
-            shortfall=jnp.max(logp, axis=-1) - mine,
+            nll=-label_logp,
+            shortfall=jnp.max(logp, axis=-1) - label_logp,
             agrees=jnp.argmax(logp, axis=-1) == label,
         )
 
@@ -82,22 +82,22 @@ def read_emitted(
     ids = np.zeros((len(ends), -(-int(ends.max()) // step) * step), np.int32)
     for row, prompt, new in zip(ids, prompts, generated.token_ids, strict=True):
         row[: len(prompt)], row[len(prompt) : len(prompt) + new.size] = prompt, new
-    found = jax.tree.map(np.asarray, read_full(decoder, params, ids, ends))
+    reading = jax.tree.map(np.asarray, read_full(decoder, params, ids, ends))
     places = np.arange(ids.shape[1])
     emitted = (places >= starts[:, None] - 1) & (places < ends[:, None] - 1)
-    return jax.tree.map(lambda leaf: leaf[emitted], found)
+    return jax.tree.map(lambda leaf: leaf[emitted], reading)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Spent:
-    """Sums over batches of generated text. Rows that have ended go on costing: the batch runs on.
+    """Sums over batches of generated text. Ended rows still cost: the batch runs on.
 
     A row's first token is prefill's. It is charged as one token at full depth, in `executed`,
     `flops` and `flops_plain` alike; the rest of prefill is the same in every mode and left out.
 
     Attributes:
       tokens: emitted.
-      decided: token-layers behind the distributions that they were taken from.
+      decided: token-layers of the distribution that they were taken from.
       executed: token-layers computed, rejected drafts and rows that have ended included.
       flops: executed: layers, frozen K/V, heads, gates.
       flops_plain: executed by plain decoding of as many tokens of each row, in the same batch.
@@ -119,13 +119,13 @@ class Spent:
 
     def __add__(self, other: Spent) -> Spent:
         pairs = zip(vars(self).items(), vars(other).values(), strict=True)
-        return Spent(**{name: mine + theirs for (name, mine), theirs in pairs})
+        return Spent(**{name: ours + theirs for (name, ours), theirs in pairs})
 
 
 def spent_on(
     decoder: Decoder, params: Params, mode: Mode, prompts: Prompts, generated: Generated
 ) -> Spent:
-    """Returns what one batch cost, beside plain decoding of the same tokens.
+    """Returns the cost of one batch, and of plain decoding of the same tokens.
 
     On a mesh, device by device; rows that only fill it up are charged.
     """

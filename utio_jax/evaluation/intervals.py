@@ -19,7 +19,7 @@ FEWEST = 5
 
 
 def drawn_again(documents: int, *, draws: int, seed: int) -> Float[np.ndarray, "draw document"]:
-    """Returns how often each document is in each bootstrap draw (Efron 1979).
+    """Returns the count of each document in each bootstrap draw (Efron 1979).
 
     The first draw is the text as it is; `draws` follow.
     """
@@ -81,14 +81,14 @@ def ratio_interval(
     Args:
       numerator: of each row.
       denominator: of each row.
-      documents: which document each row is of; any numbers.
+      documents: document of each row; any numbers.
       draws: of the documents.
       seed: of the draws.
     """
     names, member = np.unique(documents, return_inverse=True)
     if len(names) < FEWEST:
         return None
-    over, under = (np.bincount(member, weights=each) for each in (numerator, denominator))
+    over, under = (np.bincount(member, weights=values) for values in (numerator, denominator))
     weights = drawn_again(len(names), draws=draws, seed=seed)
     totals = weights @ under
     if not (totals > 0).all():
@@ -100,7 +100,7 @@ def ratio_interval(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DocumentSums:
-    """What a policy lost and executed on each document.
+    """Loss and executed FLOPs of a policy on each document.
 
     Attributes:
       nll: `[document]`, summed over its predicted tokens, nats.
@@ -112,7 +112,7 @@ class DocumentSums:
 
 
 def check_enough(documents: int) -> None:
-    """Raises ValueError where a text has fewer than five documents."""
+    """Raises ValueError if a text has fewer than five documents."""
     if documents < FEWEST:
         raise ValueError(
             f"Wanted at least {FEWEST} documents, over which intervals are taken. Got {documents}. "
@@ -121,7 +121,7 @@ def check_enough(documents: int) -> None:
 
 
 class HullBootstrap:
-    """Draws documents again (Efron 1979), and reads policies against the hull in each draw.
+    """Bootstrap over documents (Efron 1979) of the margin between policies and the hull.
 
     A draw moves the policy, full depth and the hull together, so that what is hard for all of them
     cancels.
@@ -140,7 +140,9 @@ class HullBootstrap:
 
     def _values(self, sums: DocumentSums) -> np.ndarray:
         """Returns `[document, 2 * (exits + 1)]`: nll and flops of every exit, and of a policy."""
-        return np.stack([x for each in (*self._uniform, sums) for x in (each.nll, each.flops)], 1)
+        return np.stack(
+            [x for exit_sums in (*self._uniform, sums) for x in (exit_sums.nll, exit_sums.flops)], 1
+        )
 
     def interval(self, sums: DocumentSums) -> tuple[float, float, float] | None:
         """Returns the margin's interval at 95 %: its lower end, the margin, its upper end.
@@ -173,7 +175,7 @@ def hull_of(points: Sequence[tuple[np.ndarray, np.ndarray]], ratio: np.ndarray) 
 
     Args:
       points: `flops_ratio` and loss of each, `[draw]`; the dearest is last.
-      ratio: where the hull is read, `[draw]`.
+      ratio: `flops_ratio` at which the hull is read, `[draw]`.
     """
     best = np.full(ratio.shape, np.nan)
     for (x0, y0), (x1, y1) in itertools.combinations(points, 2):
@@ -187,7 +189,7 @@ def hull_of(points: Sequence[tuple[np.ndarray, np.ndarray]], ratio: np.ndarray) 
 def _margin(totals: np.ndarray) -> np.ndarray:
     """Returns margins `[draw]` of sums `[draw, 2 * (exits + 1)]`, see `HullBootstrap._values`."""
     nll, flops = totals[:, 0::2], totals[:, 1::2]
-    # Full depth is the last exit, the policy is behind it.
+    # Full depth is the last exit, the policy is after it.
     loss, ratio = 100 * (nll / nll[:, -2:-1] - 1), flops / flops[:, -2:-1]
     points = [(ratio[:, index], loss[:, index]) for index in range(nll.shape[1] - 1)]
     return hull_of(points, ratio[:, -1]) - loss[:, -1]

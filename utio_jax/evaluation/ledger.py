@@ -14,7 +14,7 @@ from utio_jax.core.html import table_html
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ledger:
-    """One policy at one budget, measured in one run. What was not measured is None.
+    """One policy at one budget, measured in one run. Unmeasured fields are None.
 
     Attributes:
       policy: stable name, the same for all budgets.
@@ -72,7 +72,7 @@ class Ledger:
     compiles: int | None = None
 
     def figures(self) -> dict[str, str]:
-        """Returns what was measured of cost, time and quality, as text, by what it is called."""
+        """Returns the measured cost, time and quality as text, by label."""
         shown = {
             "policy": (self.policy, ""),
             "budget": (self.budget, "g"),

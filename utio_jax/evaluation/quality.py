@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a policy does to a text, summed over its tokens, and how such sums travel."""
+"""Loss and cost of a policy, summed over a text, and their exchange between processes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Quality:
       query_layers: query slots computed, times layers.
       overflows: segments, by batch, that ran whole rows since a static prefix was too short.
       flops: executed.
-      flops_full: what the full-depth pass executes.
+      flops_full: executed FLOPs of the full-depth pass.
       flops_ideal: of decided layers, frozen K/V and one head per token.
       flops_gates: of all decisions, and of heads beyond one per token.
     """
@@ -108,25 +108,25 @@ def _add(one: float | None, other: float | None) -> float | None:
 
 
 def pack_quality(quality: Quality) -> np.ndarray:
-    """Returns sums as an array of text."""
+    """Returns sums as an array of bytes."""
     fields = {**dataclasses.asdict(quality), "histogram": list(quality.histogram.items())}
     return np.asarray(json.dumps(fields))
 
 
 def unpack_quality(stored: np.ndarray) -> Quality:
-    """Returns what `pack_quality` was given."""
+    """Returns the sums that `pack_quality` packed."""
     fields = json.loads(str(stored))
     return Quality(**{**fields, "histogram": dict(fields["histogram"])})
 
 
 def pack(index: int, quality: Quality, comparison: Comparison, depths: np.ndarray) -> Arrays:
-    """Returns what is known of one batch under the `index`-th policy as arrays."""
+    """Returns the results of one batch under the `index`-th policy as arrays."""
     arrays = {**vars(comparison), "depths": depths, "quality": pack_quality(quality)}
     return {f"{index}/{name}": array for name, array in arrays.items()}
 
 
 def unpack(index: int, results: Arrays) -> tuple[Quality, Comparison, np.ndarray]:
-    """Returns what `pack` was given."""
+    """Returns the results that `pack` packed."""
     compared = [field.name for field in dataclasses.fields(Comparison)]
     return (
         unpack_quality(results[f"{index}/quality"]),

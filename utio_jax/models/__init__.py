@@ -10,8 +10,10 @@ except ModuleNotFoundError as error:  # A base install: the core needs none of t
     raise missing_library(error, "utio_jax.models") from error
 
 from utio_jax.models.branches import Branches, load_branches, save_branches, with_branches
+from utio_jax.models.chat import render_chat
 from utio_jax.models.checkpoint import Model, load, load_config, save
 from utio_jax.models.presets import STDLIB_16, TINY
+from utio_jax.models.rope import frequencies, rotate, rotations
 from utio_jax.models.shipped import SHIPPED
 from utio_jax.models.transformer import Transformer, TransformerConfig
 
@@ -23,9 +25,13 @@ __all__ = [
     "Model",
     "Transformer",
     "TransformerConfig",
+    "frequencies",
     "load",
     "load_branches",
     "load_config",
+    "render_chat",
+    "rotate",
+    "rotations",
     "save",
     "save_branches",
     "with_branches",

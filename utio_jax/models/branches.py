@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Exit branches of a trained model: own upper layers for each depth, in files beside it.
+"""Exit branches of a trained model: own upper layers for each depth, in files next to it.
 
 `branches.json` names the branches and the weights that they were trained on;
 `branches.safetensors` holds their layers, stacked branch after branch. `models/recipes/branches.py`
@@ -90,7 +90,7 @@ def branches_file(path: str | Path) -> Path:
 
 
 def save_branches(path: str | Path, branches: Branches, *, info: Mapping[str, Any]) -> None:
-    """Writes `branches.json` with the sizes and `info`, and the weights beside it in float16.
+    """Writes `branches.json` with the sizes and `info`, and the weights next to it in float16.
 
     `info` must name the `model_sha256` of the model without branches.
     """

@@ -77,14 +77,16 @@ def render_chat(
                 f"Wanted messages with a role and a content. Got message {index}: {message!r}. "
                 'For example: {"role": "user", "content": "Hello"}.'
             )
-    said = [{key: y for key, y in message.items() if y is not None} for message in messages]
+    plain_messages = [
+        {key: y for key, y in message.items() if y is not None} for message in messages
+    ]
     try:
         pieces = _compiled(template).generate(
             {
                 "tools": None,
                 "documents": None,
                 **_plain(variables),
-                "messages": _plain(said),
+                "messages": _plain(plain_messages),
                 "add_generation_prompt": add_generation_prompt,
             }
         )
@@ -103,23 +105,23 @@ def find_template(path: Path, keys: Mapping[str, Any] | None = None) -> ChatTemp
     """Returns the chat template of a model. Raises ValueError where it has none.
 
     It lies in a folder's `chat_template.jinja` or `tokenizer_config.json`, or in the metadata
-    `keys` of a GGUF file, beside which a `NAME.chat_template.jinja` wins. Special tokens are those
+    `keys` of a GGUF file, next to which a `NAME.chat_template.jinja` wins. Special tokens are those
     of `tokenizer_config.json`; what it lacks, `special_tokens_map.json` has in older folders.
     """
     if keys is None:
         beside = path / "chat_template.jinja"
-        found, special = _from_folder(path)
+        template, special = _from_folder(path)
     else:
         beside = path.with_suffix(".chat_template.jinja")
-        found, special = _from_keys(keys)
+        template, special = _from_keys(keys)
     if beside.is_file():
-        found = beside.read_text("utf-8")
-    if not found:
+        template = beside.read_text("utf-8")
+    if not template:
         raise ValueError(
             f"Wanted a model with a chat template. {path} has none, so it was hardly trained to "
             f"chat: generate continues texts instead. If it was, put its template at {beside}."
         )
-    return ChatTemplate(template=found, special_tokens=special)
+    return ChatTemplate(template=template, special_tokens=special)
 
 
 def encode_chat(model: Any, messages: Messages, /, **variables: Any) -> np.ndarray:
@@ -158,7 +160,9 @@ def _from_folder(folder: Path) -> tuple[str | None, dict[str, str]]:
     stored = config.get("chat_template")
     if isinstance(stored, list):  # Several, by name.
         named = [entry for entry in stored if isinstance(entry, dict)]
-        stored = next((each.get("template") for each in named if each.get("name") == "default"), 0)
+        stored = next(
+            (entry.get("template") for entry in named if entry.get("name") == "default"), 0
+        )
     return stored if isinstance(stored, str) else None, special
 
 
@@ -236,7 +240,7 @@ def _raise(message: str) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Returns a copy of plain data: a template shall not reach what an object can do."""
+    """Returns a copy of plain data: a template must not reach methods of objects."""
     if value is None or type(value) in (str, int, float, bool):
         return value
     if isinstance(value, Mapping):

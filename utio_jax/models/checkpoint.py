@@ -61,7 +61,7 @@ from utio_jax.staircase.prompts import PromptChoice, choices_of
 
 @dataclasses.dataclass(kw_only=True, eq=False, repr=False)
 class Model(Verbs):
-    """A decoder with its parameters, tokenizer and calibration, and what one does with them.
+    """A decoder with its parameters, tokenizer and calibration, and methods over them.
 
         model = utio_jax.load("shared-16")
         print(model.generate("def mean(values):", mode="adaptive").summary())
@@ -72,7 +72,7 @@ class Model(Verbs):
       decoder: the model; `Lensed` if its exits are read through a lens, `KVMapped` if it has KV
         maps.
       params: its parameters.
-      folder: where config, weights and tokenizer are: a folder, or a GGUF file.
+      folder: with config, weights and tokenizer: a folder, or a GGUF file.
       lens: the lens' file, if there is one.
       lens_sha256: of the lens' weights, if it is read through one.
       branches_sha256: of its exit branches' weights, if it has any.
@@ -103,10 +103,14 @@ class Model(Verbs):
         return self._hash(*filter(None, (self.lens_sha256, self.branches_sha256)))
 
     def _hash(self, *others: str) -> str:
-        """Returns one digest of the weights' files, in their order, and of others."""
+        """Returns one digest of the weight files, in order, followed by other digests."""
         files = [self.folder] if self.folder.is_file() else weight_files(self.folder)
-        each = [*map(hash_file, files), *others]
-        return each[0] if len(each) == 1 else hashlib.sha256("".join(each).encode()).hexdigest()
+        digests = [*map(hash_file, files), *others]
+        return (
+            digests[0]
+            if len(digests) == 1
+            else hashlib.sha256("".join(digests).encode()).hexdigest()
+        )
 
     def with_context(self, context_length: int) -> Model:
         """Returns the model for windows of at most so many tokens."""
@@ -114,7 +118,7 @@ class Model(Verbs):
         return dataclasses.replace(self, decoder=with_config(self.decoder, context_length=length))
 
     def with_kv_maps(self, path: str | Path) -> Model:
-        """Returns the model with KV maps, for prompts whose tokens stop early (`kv="mapped"`).
+        """Returns the model with K/V maps, for prompt tokens that exit early (`kv="mapped"`).
 
         Raises:
           ValueError: there are no such maps, or they are another model's.
@@ -125,7 +129,7 @@ class Model(Verbs):
         return dataclasses.replace(self, decoder=decoder, params=params, prompt_choices=choices)
 
     def with_branches(self, path: str | Path) -> Model:
-        """Returns the model with exit branches from a file or folder, and the policies beside it.
+        """Returns the model with exit branches from a file or folder, and the policies next to it.
 
         Raises:
           ValueError: there are none, or they are another model's.
@@ -156,7 +160,7 @@ class Model(Verbs):
         return model
 
     def read_through(self, lens: Lens) -> None:
-        """Reads this model's exits through a lens from now on."""
+        """Applies a lens to this model's exits."""
         decoder, exits = self.decoder, self.decoder.config.exits
         if isinstance(decoder, Wrapped):
             raise ValueError(
@@ -174,7 +178,7 @@ class Model(Verbs):
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer. Raises ValueError where there is none.
+        """The model's tokenizer. Raises ValueError if there is none.
 
         For a stock model, text that spells a special piece becomes that piece.
         """
@@ -186,7 +190,7 @@ class Model(Verbs):
 
     @cached_property
     def calibration(self) -> Calibration:
-        """Its fitted policies. Raises ValueError if there are none, or another model's.
+        """The fitted policies. Raises ValueError if there are none, or another model's.
 
         Another is also the same one through a lens, or without.
         """
@@ -205,15 +209,15 @@ class Model(Verbs):
 
     @cached_property
     def plain_controls(self) -> Callable[[float | None], float | None]:
-        """What plain models trained on the same tokens lose at a `flops_ratio`: `load_controls`.
+        """The loss of plain models trained on the same tokens, by `flops_ratio`.
 
-        They are controls of the weights: a lens changes nothing at full depth.
+        See `load_controls`. A lens does not change them: they are controls of the weights.
         """
         return load_controls(self.folder, model_sha256=self._hash())
 
     @cached_property
     def chat_template(self) -> ChatTemplate:
-        """What makes a text of messages. Raises ValueError where the model has none."""
+        """The template that renders messages as text. Raises ValueError if there is none."""
         keys = read_header(self.folder).keys if self.folder.is_file() else None
         return find_template(self.folder, keys)
 
@@ -336,27 +340,27 @@ def _load_folder(
 
 
 def from_hub(name: str) -> Path:
-    """Returns the folder of a hub model in the local cache, downloaded where it is not there yet.
+    """Returns the cached folder of a hub model, after downloading it if necessary.
 
     Raises:
       ValueError: it is no name of a model, or it is neither cached nor to be had.
     """
-    wanted = f"Wanted a model folder, {SHIPPED!r}, or the hub's name of a model."
+    expected = f"Wanted a model folder, {SHIPPED!r}, or the hub's name of a model."
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or name.startswith("."):
-        raise ValueError(f"{wanted} There is nothing at {name}.")
+        raise ValueError(f"{expected} There is nothing at {name}.")
     try:
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HFValidationError
     except ImportError as error:
         raise ValueError(
-            f"{wanted} There is no folder {name}, and hub models need huggingface-hub: "
+            f"{expected} There is no folder {name}, and hub models need huggingface-hub: "
             f"{install_line('cli')}."
         ) from error
     try:
         return Path(snapshot_download(name, allow_patterns=["*.json", "*.jinja", "*.safetensors"]))
     except (HFValidationError, OSError) as error:  # All others of the hub are an OSError, too.
         raise ValueError(
-            f"{wanted} There is no folder {name}; as a hub model it is neither cached nor to be "
+            f"{expected} There is no folder {name}; as a hub model it is neither cached nor to be "
             f"had: {error}"
         ) from error
 
@@ -392,10 +396,10 @@ def save(
     like: str | Path | None = None,
     dtype: jax.typing.DTypeLike = jnp.bfloat16,
 ) -> None:
-    """Writes `config.json` and `model.safetensors`; a folder with a config is whole.
+    """Writes `model.safetensors`, then `config.json`; a folder with a config is complete.
 
     Args:
-      folder: what it held before is replaced at the end, all at once.
+      folder: its content is replaced at the end, all at once.
       decoder: the model.
       params: its parameters.
       like: what the model was loaded from: the new folder has its tokenizer and chat template. From
@@ -428,8 +432,8 @@ def save(
     elif like is not None:
         theirs = read_json(Path(like) / "config.json", "a config")
         if out.resolve() != Path(like).resolve():
-            found = [file for pattern in _CARRIED for file in sorted(Path(like).glob(pattern))]
-            copied = {file.relative_to(like).as_posix(): file for file in found}
+            carried = [file for pattern in _CARRIED for file in sorted(Path(like).glob(pattern))]
+            copied = {file.relative_to(like).as_posix(): file for file in carried}
     # No stock config has a word for keys and values that a converted model's layers share.
     converted = isinstance(decoder, Transformer) and decoder.config.kv_source
     if is_huggingface(theirs) and not converted:
@@ -454,4 +458,4 @@ _CARRIED = (
     *("vocab.json", "merges.txt", "generation_config.json"),
     *("chat_template.json", "chat_template.jinja", "additional_chat_templates/*.jinja"),
 )
-"""What a model is read and written with, beside its weights, as transformers names the files."""
+"""Files of a model folder apart from its weights, with the names of transformers."""

@@ -20,18 +20,18 @@ _MOST_LAYERS = 10_000
 
 def _first(*values: Any) -> Any:
     """Returns the first value that is not null, an integer as a float; 0 is a value."""
-    found = next((value for value in values if value is not None), None)
-    return float(found) if isinstance(found, int) and not isinstance(found, bool) else found
+    first = next((value for value in values if value is not None), None)
+    return float(first) if isinstance(first, int) and not isinstance(first, bool) else first
 
 
 def shown(value: Any) -> str:
-    """Returns a value as errors show it, cut where it is long."""
+    """Returns a value for an error message, cut after 57 characters."""
     text = repr(value.tolist() if isinstance(value, np.ndarray) and value.size < 9 else value)
     return text if len(text) <= 60 else text[:57] + "..."
 
 
 def among(value: Any, *allowed: Any) -> bool:
-    """Whether a value is one of the allowed, which arrays and lists are not."""
+    """Returns whether a value is one of the allowed; arrays and lists never are."""
     return not isinstance(value, np.ndarray | list) and value in allowed
 
 
@@ -41,7 +41,7 @@ class Reader:
     Attributes:
       config: the settings.
       prefix: of the names by which settings are asked for.
-      problems: what is wrong.
+      problems: messages about unsupported settings.
       used: the whole names of what was asked for.
     """
 
@@ -66,20 +66,20 @@ class Reader:
     def checked(
         self, name: str, value: Any, default: Any, *, least: int = 1, most: int = 2**31 - 1
     ) -> Any:
-        """Returns the value of a setting, see `take`; where it is none that can be, 1."""
+        """Returns the value of a setting, see `take`, or 1 after noting an invalid value."""
         missing = value is None
         if missing and default not in (None, float):
             return default
         if isinstance(default, str):
             return value
         if default is float or isinstance(default, float):
-            fits, wanted = is_positive(value), "finite numbers above 0 are"
+            fits, supported = is_positive(value), "finite numbers above 0 are"
             value = float(value) if fits else value
         else:
             fits = is_integer(value, least) and value <= most
-            wanted = f"integers from {least} to {most} are"
+            supported = f"integers from {least} to {most} are"
         if not fits:
-            self.refuse(name, value, wanted)
+            self.refuse(name, value, supported)
         return value if fits else 1  # Goes on, to find what else is wrong.
 
     def need(self, name: str, *allowed: Any) -> None:
@@ -88,9 +88,9 @@ class Reader:
         if not among(value, None, *allowed):
             self.refuse(name, value, f"{' or '.join(map(repr, allowed))} is")
 
-    def refuse(self, name: str, value: Any, wanted: str) -> None:
-        """Notes a setting that is missing, or not what is `wanted`: words with their verb."""
-        got = f"={shown(value)}, of which only {wanted} supported"
+    def refuse(self, name: str, value: Any, supported: str) -> None:
+        """Notes a setting that is missing or not `supported` (words with their verb)."""
+        got = f"={shown(value)}: only {supported} supported"
         self.problems.append(f"{self.prefix}{name}{' is missing' if value is None else got}")
 
     def layers(self, name: str = "num_hidden_layers") -> int:
@@ -114,7 +114,7 @@ class Reader:
             base = _first(self.config.get("rope_theta"), base)
         theta = _first(stored.get("rope_theta"), base)
         if _first(stored.get("partial_rotary_factor"), 1.0) != 1.0:
-            self.problems.append("partial_rotary_factor, of which only 1.0 is supported")
+            self.problems.append("partial_rotary_factor: only 1.0 is supported")
         match stored.get("rope_type") or stored.get("type") or "default":
             case "default":
                 return theta, None
@@ -133,7 +133,7 @@ class Reader:
                 )
             case other:
                 self.problems.append(
-                    f"rope_type={other!r}, of which only default, linear and llama3 are supported"
+                    f"rope_type={other!r}: only default, linear and llama3 are supported"
                 )
         return theta, None
 
@@ -142,8 +142,8 @@ class Reader:
         window = self.config.get("sliding_window", 4096)
         if window is None:
             return ()
-        found = tuple(window if is_local(layer) else 0 for layer in range(layers))
-        return found if any(found) else ()
+        widths = tuple(window if is_local(layer) else 0 for layer in range(layers))
+        return widths if any(widths) else ()
 
     def local_layers(self, layers: int, default: Callable[[int], bool]) -> Callable[[int], bool]:
         """Returns which layers have a window: as `layer_types` say, or by default."""

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Open model families as data: what their configs mean, and where each of their tensors goes.
+"""Open model families as data: meaning of their configs, and destination of each tensor.
 
 A `Family` turns a Hugging Face `config.json` into the config of a decoder, or says all that it
 cannot run; its rules say which tensor of the checkpoint is which parameter. `{layer}` stands for
-the index along the leading axis of a stacked array, of which each tensor is a slice.
+the index along the leading axis of a stacked array; each tensor is one slice of it.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def _llama_like(
     rope_base: float = 10_000.0,
     **options: Any,
 ) -> dict[str, Any]:
-    """Returns what Llama's descendants share; `options` are theirs and win."""
+    """Returns the settings that Llama's descendants share; `options` override them."""
     read.need("partial_rotary_factor", 1.0)
     heads, dim = read.take("num_attention_heads"), read.take("hidden_size")
     layers = read.layers()
@@ -228,12 +228,12 @@ _GEMMA_3_DEFAULTS = {
 
 
 def _need_gemma(read: Reader) -> None:
-    """Notes what no Gemma may have."""
+    """Notes settings that no Gemma supports."""
     read.need("hidden_activation", "gelu_pytorch_tanh")
     read.need("attention_bias", False)
     read.need("use_bidirectional_attention", False)
     if read.config.get("sliding_window", 0) is None:
-        read.problems.append("sliding_window=None, of which only numbers are supported")
+        read.problems.append("sliding_window=None: only numbers are supported")
 
 
 def _local_theta(read: Reader) -> float:
@@ -241,14 +241,14 @@ def _local_theta(read: Reader) -> float:
     base = float(read.take("rope_local_base_freq", 10_000.0))
     theta, scaling = read.rope("sliding_attention", base=base)
     if scaling is not None:
-        read.problems.append("scaled rotations of local layers, of which only plain are supported")
+        read.problems.append("scaled rotations of local layers: only plain are supported")
     return theta
 
 
 def _gemma_inputs(
     read: Reader, *, every: int, shared: int, streams: int
 ) -> tuple[dict[str, Any], Callable[[int], bool]]:
-    """Returns what Gemma 3n and 4 share, and which layers have a window.
+    """Returns the settings that Gemma 3n and 4 share, and which layers have a window.
 
     By default each `every`-th layer has none, and `shared` layers read the K/V of others.
     """
@@ -309,11 +309,15 @@ def _gemma4(read: Reader) -> dict[str, Any]:
     layers, narrow = common["num_layers"], common["mlp_dim"]
     # Written out per layer by transformers; one number as published.
     wide = read.take("global_head_dim", 512)
-    each = read.config.get("per_layer_config")
-    if isinstance(each, Mapping) and each:
-        full = {str(layer): each.get(str(layer)) for layer in range(layers) if not is_local(layer)}
-        wide = next(iter(each.values())).get("head_dim", wide)
-        if each != full or any(settings != {"head_dim": wide} for settings in each.values()):
+    per_layer = read.config.get("per_layer_config")
+    if isinstance(per_layer, Mapping) and per_layer:
+        full = {
+            str(layer): per_layer.get(str(layer)) for layer in range(layers) if not is_local(layer)
+        }
+        wide = next(iter(per_layer.values())).get("head_dim", wide)
+        if per_layer != full or any(
+            settings != {"head_dim": wide} for settings in per_layer.values()
+        ):
             read.problems.append(
                 "a per_layer_config of more than one head_dim in all layers without a window"
             )
@@ -387,13 +391,13 @@ def _gpt2(read: Reader) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """How one architecture's checkpoints are read and written.
+    """Rules for reading and writing the checkpoints of one architecture.
 
     Attributes:
       architecture: its class name in transformers.
       settings: turns a config into the fields of `config`.
-      rules: where its tensors go.
-      decoder: what runs it, made of a `config`.
+      rules: destination of its tensors.
+      decoder: its class, made of a `config`.
       config: class of the decoder's configuration.
     """
 
@@ -444,7 +448,7 @@ def read_config(
 
     Args:
       config: the contents of a `config.json`.
-      source: where it is from, for errors.
+      source: its origin, for errors.
       exits: depths at which the model may be read; empty means those that the config names under
         `utio_jax`, or the last layer alone.
       families: by `model_type`, those that can be read.
@@ -460,7 +464,7 @@ def read_config(
         )
     read, family = Reader(config), families[kind]
     if config.get("quantization_config"):
-        read.problems.append("quantization_config, of which only plain weights are supported")
+        read.problems.append("quantization_config: only plain weights are supported")
     try:
         settings = family.settings(read)
         ends = config.get("eos_token_id")

@@ -90,8 +90,8 @@ class Gemma3nConfig(GemmaConfig):
     Attributes:
       sparsity: for each layer the share of the MLP's gates that is cut off, were they normally
         distributed; 0: none. Empty: none in any layer.
-      laurel_rank: of the low-rank map beside attention (Laurel).
-      rope_scaling: how rotations of layers without a window are stretched.
+      laurel_rank: of the low-rank map next to attention (Laurel).
+      rope_scaling: of rotations in layers without a window.
     """
 
     laurel_rank: int
@@ -147,7 +147,7 @@ def state_width(hidden: int, streams: int, layers: int, inputs: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class _Gemma:
-    """What the decoders of Gemma 3n and 4 share.
+    """Base of the decoders of Gemma 3n and 4.
 
     Parameters are a nested dict: `embedding` `[vocab, hidden]`, which is the head, too; of inputs
     `input_embedding` `[input_vocab, layer * input]`, `input_proj` and `input_norm`; `norm`; and
@@ -163,7 +163,7 @@ class _Gemma:
         kernels: dict[str, tuple[int, int]],
         scales: dict[str, int],
     ) -> Params:
-        """Returns fresh parameters; a layer has `kernels` and `scales` beside those of both."""
+        """Returns fresh parameters; layers have `kernels` and `scales` besides the shared ones."""
         config = self.config
         dim, inputs, every = config.hidden_dim, config.input_dim, config.num_layers
         kernels = {**self._kernels(config.head_dim, config.mlp_dim), **kernels}
@@ -222,7 +222,7 @@ class _Gemma:
     def _embedded(
         self, params: Params, token_ids: Int[Array, "*lead"]
     ) -> tuple[Float[Array, "*lead hidden"], Float[Array, "*lead inputs"]]:
-        """Returns tokens' embeddings, and what all layers read of the tokens themselves."""
+        """Returns token embeddings, and the per-layer inputs of all layers."""
         config = self.config
         x = params["embedding"]["embedding"][token_ids]
         x *= jnp.asarray(math.sqrt(config.hidden_dim), x.dtype)
@@ -237,7 +237,7 @@ class _Gemma:
     def _from_input(
         self, layer: LayerParams, x: Float[Array, "*lead hidden"], state: jax.Array
     ) -> Float[Array, "*lead hidden"]:
-        """Returns what a layer makes of its input, gated by `x`; inputs end the state."""
+        """Returns a layer's output for its per-layer input, gated by `x`."""
         width = self.config.input_dim
         start = state.shape[-1] + (layer["index"] - self.config.num_layers) * width
         gate = jax.nn.gelu(linear(x, layer["input_gate"]), approximate=True)
@@ -261,7 +261,7 @@ class _Gemma:
         return x[..., : self.config.hidden_dim]
 
     def _attending(self, layer: LayerParams, x: jax.Array) -> Float[Array, "*lead hidden"]:
-        """Returns what a layer attends from."""
+        """Returns the state that a layer computes queries from."""
         return self._stream(x)
 
     def _heads(
@@ -422,7 +422,7 @@ class Gemma4(_Gemma):
         return self._kernels(head_dim, mlp_dim).get(name, shape)
 
     def _narrowed(self, path: str, stack: jax.Array) -> jax.Array:
-        """Returns a stack with zeros where layers have nothing of their own."""
+        """Returns a stack with zeros outside each layer's own entries."""
         for layer in range(stack.shape[0]):
             own = self.own_shape(path, layer, stack.shape[1:])
             for axis, size in enumerate(own):
@@ -470,7 +470,7 @@ class Gemma4(_Gemma):
         return jnp.where(layer["is_local"], of_width(narrow, 1), of_width(wide, 0))
 
     def _side_by_side(self, layer: LayerParams, heads: jax.Array) -> Float[Array, "*lead heads"]:
-        """Returns what `o_proj` reads: heads of the layer's own width, and zeros."""
+        """Returns the input of `o_proj`: heads of the layer's own width, padded with zeros."""
         lead, narrow = heads.shape[:-2], self.config.local_head_dim
         flat = heads.reshape(*lead, -1)
         near = heads[..., :narrow].reshape(*lead, -1)
@@ -489,7 +489,7 @@ def scaled(x: jax.Array, params: Params) -> jax.Array:
 
 
 def _places(layer: LayerParams, places: Places) -> Any:
-    """Returns the rotations that a layer takes."""
+    """Returns the rotations of a layer."""
     return jax.tree.map(partial(jnp.where, layer["is_local"]), places[1], places[0])
 
 
@@ -498,5 +498,5 @@ def _scaled_as(
 ) -> jax.Array:
     """Returns the other streams with the magnitude of the first."""
     square = lambda x: jnp.mean(x * x, axis=-1, keepdims=True)  # noqa: E731
-    wanted = jnp.sqrt(square(first))[..., None, :]
-    return others * wanted / jnp.sqrt(jnp.maximum(square(others), _LEAST_SQUARE))
+    magnitude = jnp.sqrt(square(first))[..., None, :]
+    return others * magnitude / jnp.sqrt(jnp.maximum(square(others), _LEAST_SQUARE))

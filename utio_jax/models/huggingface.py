@@ -24,20 +24,20 @@ from utio_jax.models.transformer import TransformerConfig
 # or sound, too: as transformers 5 writes them, and as some were published.
 _TEXT_PARTS = ("model.language_model.", "language_model.model.")
 _HEADS = ("lm_head.", "language_model.lm_head.")
-# What old checkpoints hold beside their parameters.
+# Entries of old checkpoints that are not parameters.
 _NOT_PARAMETERS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", ".position_ids")
 
 
 def read_json(file: Path, what: str) -> dict[str, Any]:
-    """Reads a JSON object. Raises ValueError where the file is missing or something else."""
-    found = load_json(file, what)
-    if not isinstance(found, dict):
-        raise ValueError(f"Wanted {what} at {file}. Got a JSON {type(found).__name__}.")
-    return found
+    """Reads a JSON object. Raises ValueError if the file is missing or holds something else."""
+    content = load_json(file, what)
+    if not isinstance(content, dict):
+        raise ValueError(f"Wanted {what} at {file}. Got a JSON {type(content).__name__}.")
+    return content
 
 
 def is_huggingface(config: Mapping[str, Any]) -> bool:
-    """Whether a `config.json` is one of transformers'."""
+    """Returns whether a `config.json` is one of transformers'."""
     return "model_type" in config or "architectures" in config
 
 
@@ -59,7 +59,7 @@ def weight_files(folder: Path) -> list[Path]:
     names = {*map(str, where.values())} if isinstance(where, dict) else set[str]()
     if not names or any(Path(name).name != name or len(name) > 250 for name in names):
         raise ValueError(
-            f"Wanted a weight_map from tensors to files beside {index}. Got {str(names)[:200]}."
+            f"Wanted a weight_map from tensors to files next to {index}. Got {str(names)[:200]}."
         )
     files = [folder / name for name in sorted(names)]
     for file in files:
@@ -128,14 +128,14 @@ def stored_form(
     dtype, config = jnp.dtype(dtype), text_part(config)
     arrays = flatten(params)
     tensors: dict[str, np.ndarray] = {}
-    for each in stored_tensors(FAMILIES[config["model_type"]].rules, arrays, decoder):
-        leaves = [arrays[path] for path in each.rule.targets]
-        if each.index is not None:
-            own = [tuple(map(slice, shape)) for shape in each.own]
-            leaves = [leaf[each.index][part] for leaf, part in zip(leaves, own, strict=True)]
+    for tensor in stored_tensors(FAMILIES[config["model_type"]].rules, arrays, decoder):
+        leaves = [arrays[path] for path in tensor.rule.targets]
+        if tensor.index is not None:
+            own = [tuple(map(slice, shape)) for shape in tensor.own]
+            leaves = [leaf[tensor.index][part] for leaf, part in zip(leaves, own, strict=True)]
         joined = np.concatenate([np.asarray(leaf) for leaf in leaves], axis=-1)
-        stored = np.swapaxes(joined, -1, -2) if each.rule.transpose else joined
-        tensors[each.name] = stored.astype(dtype)
+        stored = np.swapaxes(joined, -1, -2) if tensor.rule.transpose else joined
+        tensors[tensor.name] = stored.astype(dtype)
     written = {**config, "dtype": dtype.name, "utio_jax": {"exits": list(decoder.config.exits)}}
     written.pop("torch_dtype", None)
     if (tied := getattr(decoder.config, "tie_embeddings", None)) is not None:
@@ -148,7 +148,7 @@ Home = dict[str, tuple[Path, str, tuple[int, ...]]]
 
 
 def where_tensors_are(folder: Path, *, prefix: str, in_text_part: bool = False) -> Home:
-    """Returns where each tensor of a folder is.
+    """Returns the file and the name of each tensor of a folder.
 
     Args:
       folder: with the files.
@@ -180,7 +180,7 @@ def where_tensors_are(folder: Path, *, prefix: str, in_text_part: bool = False) 
 
 
 def _in_text_part(name: str, prefix: str) -> str:
-    """Returns the name that rules know of a tensor of a text part, or of its head."""
+    """Returns the name that rules use for a tensor of a text part, or for its head."""
     for part in _TEXT_PARTS:
         if name.startswith(part):
             return prefix + name.removeprefix(part)
@@ -188,9 +188,9 @@ def _in_text_part(name: str, prefix: str) -> str:
 
 
 def _head_differs(home: Home, embedding: str) -> bool:
-    """Whether a head is stored that is not the embedding, whatever the config says of the two.
+    """Returns whether the stored head differs from the embedding.
 
-    One that is the embedding again is taken from `home`, or put where the embedding is missing.
+    A head equal to the embedding is removed from `home`, or replaces a missing embedding.
     """
     head = home.pop("lm_head.weight", None)
     if head is None:
@@ -206,6 +206,6 @@ def _head_differs(home: Home, embedding: str) -> bool:
 
 def read_tensor(file: Path, name: str) -> np.ndarray:
     """Returns one tensor of a file."""
-    # Opened anew for each tensor: what is mapped into memory would stay there.
+    # Opened for each tensor: what is mapped into memory would stay there.
     with safe_open(str(file), framework="numpy") as opened:
         return opened.get_tensor(name)

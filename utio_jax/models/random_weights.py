@@ -18,7 +18,7 @@ _MEMORY_SHARE = 0.6
 
 
 def fit_layers(config: Any, *, dtype: str, memory: float, cache_tokens: int) -> int:
-    """Returns how many layers fit in free bytes beside embeddings and cache, at most the model's.
+    """Returns the number of layers that fit in free bytes with embeddings and cache.
 
     Raises:
       ValueError: not even two do, the least that can be split.
@@ -29,13 +29,13 @@ def fit_layers(config: Any, *, dtype: str, memory: float, cache_tokens: int) -> 
     count = lambda tree: sum(leaf.size for leaf in jax.tree.leaves(tree))  # noqa: E731
     per_layer = size * count(shapes["layers"])
     per_layer += 2 * size * config.num_kv_heads * config.head_dim * cache_tokens
-    rest = size * (count(shapes) - count(shapes["layers"]))
-    fitting = int((_MEMORY_SHARE * memory - rest) // per_layer)
+    other_bytes = size * (count(shapes) - count(shapes["layers"]))
+    fitting = int((_MEMORY_SHARE * memory - other_bytes) // per_layer)
     if fitting < 2:
         raise ValueError(
             f"Wanted memory for at least two layers of {per_layer / 1e9:.2g} GB each, cache "
-            f"included, and {rest / 1e9:.2g} GB beside them. Got {memory / 1e9:.2g} GB free, of "
-            f"which {_MEMORY_SHARE:.0%} may be used. Name a smaller model, or fewer --parts."
+            f"included, and {other_bytes / 1e9:.2g} GB for others. Got {memory / 1e9:.2g} GB free; "
+            f"{_MEMORY_SHARE:.0%} of it may be used. Name a smaller model, or fewer --parts."
         )
     return min(fitting, config.num_layers)
 
@@ -58,11 +58,11 @@ def random_params(decoder: Any, *, dtype: str) -> Any:
         if name.endswith("bias"):
             return jnp.zeros(leaf.shape, dtype)
         nonlocal key
-        key, mine = jax.random.split(key)
+        key, subkey = jax.random.split(key)
         scale = 0.02 if name.endswith("embedding") else leaf.shape[-2] ** -0.5
         # Jitted, the float32 draws never exist as an array.
         draw = jax.jit(lambda key: (scale * jax.random.normal(key, leaf.shape)).astype(dtype))
-        return draw(mine)
+        return draw(subkey)
 
     key = jax.random.key(0)
     return jax.tree_util.tree_map_with_path(make, jax.eval_shape(decoder.init, key))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rotary positions (RoPE, Su et al. 2021) and how they are stretched to longer contexts."""
+"""Rotary positions (RoPE, Su et al. 2021) and their scaling to longer contexts."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _Kind = Literal["linear", "llama3"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """How frequencies change for contexts beyond those first trained on.
+    """Scaling of frequencies for contexts longer than the original one.
 
     Attributes:
       kind: `"linear"` divides all by `factor` (position interpolation, arXiv 2306.15595);
         `"llama3"` only those whose wavelength is long against the original context (Llama 3.1).
-      factor: by how much.
+      factor: the divisor.
       low_freq_factor: wavelengths above `original_context_length` over this are divided.
       high_freq_factor: those below `original_context_length` over this are kept; between the two
         they are blended.

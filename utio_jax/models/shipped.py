@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the model is that comes with the package; nothing is ever written there."""
+"""Location of the model that comes with the package; nothing is ever written there."""
 
 from __future__ import annotations
 

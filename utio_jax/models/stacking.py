@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A checkpoint's tensors become stacked parameters, one at a time: little memory beside them."""
+"""Stacks a checkpoint's tensors into parameters, one at a time, with little extra memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from utio_jax.models.tensor_parallel import put, tensor_parallel
 def place_tensors(
     decoder: Any,
     rules: Sequence[Rule] | None,
-    found: Mapping[str, tuple[int, ...]],
+    found_shapes: Mapping[str, tuple[int, ...]],
     read: Callable[[str], np.ndarray],
     *,
     dtype: jax.typing.DTypeLike,
@@ -33,12 +33,12 @@ def place_tensors(
 
     Args:
       decoder: the model, with `init` and `config`.
-      rules: which tensor is which parameter; None: each has its own, named by its path.
-      found: the shapes of the checkpoint's tensors.
+      rules: parameters of each tensor; None: each has its own, named by its path.
+      found_shapes: shapes of the checkpoint's tensors.
       read: returns one of them.
       dtype: of the parameters.
       sharding: the mesh that they are split over, see `utio_jax.models.load`.
-      source: where the checkpoint is, for errors.
+      source: the checkpoint's location, for errors.
 
     Raises:
       ValueError: names every missing, unexpected and mis-shaped tensor at once.
@@ -46,16 +46,18 @@ def place_tensors(
     shapes = flatten(jax.eval_shape(decoder.init, jax.random.key(0)))
     if rules is None:
         rules = [Rule(path, (path,)) for path in shapes]
-    stored = {each.name: each for each in stored_tensors(rules, shapes, decoder)}
+    stored = {tensor.name: tensor for tensor in stored_tensors(rules, shapes, decoder)}
     # Layers that read others' keys and values may have projections of their own all the same.
     spare = {
         rule.source.format(layer=layer)
-        for rule in {each.rule for each in stored.values()}
+        for rule in {tensor.rule for tensor in stored.values()}
         if "{layer}" in rule.source and rule.targets[0].startswith("layers.")
         for layer in range(decoder.config.num_layers)
     } - stored.keys()
-    found = {name: shape for name, shape in found.items() if name not in spare}
-    check_shapes(found, {name: each.shape for name, each in stored.items()}, source=source)
+    found_shapes = {name: shape for name, shape in found_shapes.items() if name not in spare}
+    check_shapes(
+        found_shapes, {name: tensor.shape for name, tensor in stored.items()}, source=source
+    )
 
     place = None if sharding is None else tensor_parallel(decoder.config, sharding)
     places = {path: place and place(path, leaf.shape) for path, leaf in shapes.items()}
@@ -66,11 +68,11 @@ def place_tensors(
         if not leaf.size
     }
     # Whole tensors first: the largest, embeddings, pass through while there is little else.
-    for each in sorted(stored.values(), key=lambda each: each.index is not None):
-        rule = each.rule
-        for path, piece in zip(rule.targets, _pieces(rule, read(each.name)), strict=True):
+    for tensor in sorted(stored.values(), key=lambda tensor: tensor.index is not None):
+        rule = tensor.rule
+        for path, piece in zip(rule.targets, _pieces(rule, read(tensor.name)), strict=True):
             piece = piece.astype(dtype, copy=False)
-            if each.index is None:
+            if tensor.index is None:
                 params[path] = put(piece, places[path])
                 continue
             if path not in params:
@@ -80,7 +82,7 @@ def place_tensors(
             piece = np.pad(piece, beyond) if any(map(any, beyond)) else piece
             piece = put(piece, _of_slice(stack.sharding))
             # Else the host reads ahead, and what it has read piles up.
-            params[path] = jax.block_until_ready(_put(stack, piece, each.index))
+            params[path] = jax.block_until_ready(_put(stack, piece, tensor.index))
     return decoder, nest({path: params[path] for path in shapes})
 
 
@@ -105,7 +107,7 @@ class StoredTensor:
     @property
     def shape(self) -> tuple[int, ...]:
         """Its shape there."""
-        shape = (*self.own[0][:-1], sum(each[-1] for each in self.own))
+        shape = (*self.own[0][:-1], sum(part_shape[-1] for part_shape in self.own))
         return (*shape[:-2], shape[-1], shape[-2]) if self.rule.transpose else shape
 
 

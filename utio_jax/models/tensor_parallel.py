@@ -71,7 +71,7 @@ def tensor_parallel(
 
 
 def put(array: np.ndarray, sharding: jax.sharding.Sharding | None) -> jax.Array:
-    """Returns an array at its place, of which each process brings its own part.
+    """Places an array on devices; each process provides its own part.
 
     `jax.device_put` would compare the whole of it over all processes first.
     """

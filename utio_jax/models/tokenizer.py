@@ -17,7 +17,7 @@ def load_tokenizer(file: str | Path, *, special_in_text: bool = False) -> Tokeni
     """Reads a `tokenizer.json`. Truncation and padding that it may have stored are turned off.
 
     Args:
-      file: where it is.
+      file: path of the file.
       special_in_text: whether text that spells a special piece becomes that piece, as chat
         templates want; else it encodes as any other text, and no text can open a document.
 
@@ -65,7 +65,7 @@ def encode_documents(
 
 
 def _opened_once(encoded: Any) -> list[int]:
-    """Returns the ids of a text, without its own copy of what the tokenizer put before it."""
+    """Returns the ids of a text, without a second copy of the tokenizer's opening tokens."""
     # The mask is 1 for what the tokenizer added, and 0 for a special piece that the text spells.
     added, ids = [*encoded.special_tokens_mask, 0].index(0), encoded.ids
     is_double = added > 0 and ids[added : 2 * added] == ids[:added]

@@ -29,7 +29,7 @@ Norm = Literal["rms", "rms_plus_one", "layer"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TransformerConfig(DecoderConfig):
-    """Sizes and options of `Transformer`. What is not named here is as in Llama.
+    """Sizes and options of `Transformer`; defaults are Llama's.
 
     Attributes:
       mlp_dim: width of the MLP's hidden layer.
@@ -42,12 +42,12 @@ class TransformerConfig(DecoderConfig):
       output_bias: whether the attention's output projection has one.
       mlp_bias: whether the MLP's matrices have.
       tie_embeddings: whether the head is the transposed embedding.
-      embedding_scale: what embeddings are multiplied by as they enter.
+      embedding_scale: factor of input embeddings.
       positions: `"rope"`, or `"learned"` embeddings that are added (GPT-2).
       rope_theta: base of the rotary frequencies.
-      rope_scaling: how these are stretched.
+      rope_scaling: of these.
       local_rope_theta: the base in layers with a window, never stretched; None means as in others.
-      query_scale: what queries are multiplied by; None means `head_dim ** -0.5`.
+      query_scale: factor of queries; None means `head_dim ** -0.5`.
       logit_softcap: logits become `cap * tanh(logit / cap)`; None leaves them alone.
     """
 
@@ -69,7 +69,7 @@ class TransformerConfig(DecoderConfig):
     query_scale: float | None = None
     logit_softcap: float | None = None
     sum_norms: ClassVar[bool] = False
-    """Whether norms stand behind each block's sum with its input (BERT), not before the block."""
+    """True if norms follow each block's sum with its input (BERT), instead of opening the block."""
     choices: ClassVar[dict[str, tuple[str, ...]]] = {
         "activation": get_args(Activation),
         "norm": get_args(Norm),
@@ -93,7 +93,7 @@ class TransformerConfig(DecoderConfig):
 
     @property
     def gated(self) -> bool:
-        """Whether the MLP has a gate."""
+        """True if the MLP has a gate."""
         return self.activation in ("swiglu", "geglu")
 
 
@@ -153,7 +153,7 @@ class Layer(nn.Module):
         self.down_proj = dense(config.embed_dim, config.mlp_bias, into_residual)
 
     def __call__(self, x: jax.Array, places: Places) -> jax.Array:
-        """Touches every parameter, for `init`; the attention here is of each token to itself."""
+        """Uses every parameter once, for `init`; each token attends to itself."""
         _, values = self.keys_values(x, places)
         group = self.config.num_heads // self.config.num_kv_heads
         return self.finish(x, self.queries(x, places) * 0 + jnp.repeat(values, group, axis=-2))
@@ -190,7 +190,7 @@ class Layer(nn.Module):
         return self.mlp_norm(x) if sums else x
 
     def _read(self, norm: Any, x: jax.Array) -> jax.Array:
-        """Returns what a block reads of the residual stream."""
+        """Returns the normalised residual stream, the input of a block."""
         return x if self.config.sum_norms else norm(x)
 
     def _hidden(self, x: jax.Array) -> jax.Array:
@@ -272,7 +272,7 @@ class Transformer:
         return places, rotations(positions, frequencies(config.head_dim, config.local_rope_theta))
 
     def _places(self, layer: LayerParams, places: Places) -> Places:
-        """Returns the rotations that a layer takes."""
+        """Returns the rotations of a layer."""
         if self.config.local_rope_theta is None:
             return places
         return jax.tree.map(partial(jnp.where, layer["is_local"]), places[1], places[0])

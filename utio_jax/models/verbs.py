@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one does with a loaded model: generate, stream, score, evaluate, calibrate, compare.
+"""Methods of a loaded model: generate, stream, score, evaluate, calibrate, compare.
 
 Each is a few lines over the functional API, which takes `decoder` and `params`: read them as
 examples of it.
@@ -65,13 +65,13 @@ _states = jax.jit(dense_states, static_argnums=0, static_argnames="depths")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Calibrated:
-    """What `Model.calibrate` found.
+    """Result of `Model.calibrate`.
 
     Attributes:
       calibration: the fitted policies.
       verdict: a sentence: whether adaptive depth may pay for this model, and what to do next.
       exit_nll_increase_pct: loss of truncating the model at each exit, in %, by depth.
-      replaced: policies that the model had before, with their budgets, and has no longer.
+      replaced: earlier policies of the model, with their budgets, that are gone.
     """
 
     calibration: Calibration
@@ -86,8 +86,8 @@ class Calibrated:
         lines += [f"  {depth:>4} layers  {pct:+.2f} %" for depth, pct in losses]
         for name, fitted in self.calibration.entries.items():
             for budget, entry in fitted.items():
-                each = zip(entry.depths, entry.fractions, strict=True)
-                shares = ", ".join(f"{share:.0%} at {depth}" for depth, share in each)
+                pairs = zip(entry.depths, entry.fractions, strict=True)
+                shares = ", ".join(f"{share:.0%} at {depth}" for depth, share in pairs)
                 lines.append(f"{name} at {budget:g} of the FLOPs: {shares}")
         lines.append(self.verdict)
         if self.replaced:
@@ -96,17 +96,17 @@ class Calibrated:
 
 
 class Compared(list[ComparisonRow]):
-    """What `Model.compare` found: a row per policy and control, and what they say.
+    """Result of `Model.compare`: a row per policy and control, and a verdict.
 
     Attributes:
-      documents: how many the windows that were read are of.
+      documents: number of documents that the windows come from.
     """
 
     documents = 0
 
     @property
     def verdict(self) -> str:
-        """Whether some policy is better than truncating the model, in a sentence."""
+        """A sentence: does any policy beat truncating the model?"""
         return conclude(self)
 
     def _repr_html_(self) -> str:
@@ -122,11 +122,11 @@ class Compared(list[ComparisonRow]):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class ScoredTexts(TextScore):
-    """What `Model.score` returns: a `TextScore` that shows itself.
+    """Result of `Model.score`: a `TextScore` with a notebook display.
 
     Attributes:
       token_ids: `[token]` of each document.
-      model: that scored them, a `utio_jax.models.Model`.
+      model: the `utio_jax.models.Model` that scored them.
     """
 
     token_ids: tuple[np.ndarray, ...]
@@ -136,7 +136,7 @@ class ScoredTexts(TextScore):
         return self.summary()
 
     def summary(self) -> str:
-        """Returns how much was scored, its loss, and the depth that this took."""
+        """Returns the number of scored tokens, their loss and their mean depth."""
         all_of, count = self.quality, len(self.documents)
         text = f"{count} text{'s' * (count != 1)}, {all_of.predicted:,} predicted tokens: "
         text += f"{all_of.nll / max(all_of.predicted, 1):.3f} nats each"
@@ -154,8 +154,8 @@ class ScoredTexts(TextScore):
             pieces = [reader.add(int(token)) for token in ids[1 : _SHOWN_TOKENS + 1]]
             depths = document.depths[:_SHOWN_TOKENS].tolist()
             shown.append(depth_html(pieces, depths, num_layers=layers))
-        if (rest := len(self.documents) - _SHOWN) > 0:
-            shown.append(f"<p>and {rest} more</p>")
+        if (num_hidden := len(self.documents) - _SHOWN) > 0:
+            shown.append(f"<p>and {num_hidden} more</p>")
         return f"<p>{self.summary()}</p>" + "".join(shown)
 
 
@@ -173,10 +173,10 @@ class Verbs:
         if name is None:
             name = "plain" if budget is None else "adaptive"
         if budget is not None and name != "adaptive":
-            wanted = name if isinstance(name, str) else "a mode with a policy of its own"
+            conflict = name if isinstance(name, str) else "a mode with a policy of its own"
             raise ValueError(
                 f"Wanted mode 'adaptive' with a budget, which is of its calibrated policy. Got "
-                f"budget={budget:g} and {wanted}. Leave out one or the other."
+                f"budget={budget:g} and {conflict}. Leave out one or the other."
             )
         if not isinstance(name, str):
             return name
@@ -241,7 +241,7 @@ class Verbs:
           budget: of the calibrated policy of `"adaptive"`.
           max_new_tokens: per prompt, at most.
           stop: a text ends before the first of these strings; or a list of them for each prompt.
-          sampling: how tokens are drawn, of all prompts or of each.
+          sampling: of all prompts, or of each.
           seed: of the draws; prompt number `i` has `seed + i`.
           prompt_budget: FLOPs of reading prompts over full depth's; below 1 most of their tokens
             stop early, see `utio_jax.prompts.budget.prompt_prefill`. None or 1: exactly.
@@ -282,9 +282,9 @@ class Verbs:
         budget: float | None = None,
         **options: Any,
     ) -> ScoredTexts:
-        """Returns every token's log-likelihood in some texts, with the depth that it was given.
+        """Returns the log-likelihood and the depth of every token of some texts.
 
-        It runs what the policy costs, and no full-depth pass beside it: `evaluate` compares, and
+        It runs the policy's pass alone, without a full-depth pass: `evaluate` compares, and
         so does `compare=True`.
 
         Args:
@@ -298,9 +298,9 @@ class Verbs:
         chosen = self.policy(_named(policy, budget), budget=budget)
         documents = self.documents(texts, files=files)
         options = {"compare": False, **options}
-        found = score_documents(self.decoder, self.params, documents, chosen, **options)
+        scored = score_documents(self.decoder, self.params, documents, chosen, **options)
         return ScoredTexts(
-            **vars(found),
+            **vars(scored),
             token_ids=tuple(documents),
             model=self,
         )
@@ -318,9 +318,9 @@ class Verbs:
         policy = _named(policy, budget)
         chosen = self.policy(policy, budget=budget)
         documents = self.documents(texts, files=files)
-        found = score_documents(self.decoder, self.params, documents, chosen, **options)
+        scored = score_documents(self.decoder, self.params, documents, chosen, **options)
         name = policy if isinstance(policy, str) else policy.name
-        return found.quality.ledger(name, budget=budget, num_layers=self.decoder.config.num_layers)
+        return scored.quality.ledger(name, budget=budget, num_layers=self.decoder.config.num_layers)
 
     def calibrate(  # noqa: PLR0913 (options, each named)
         self: Any,
@@ -339,7 +339,7 @@ class Verbs:
         progress: Callable[[str], None] | None = None,
         **options: Any,
     ) -> Calibrated:
-        """Fits depth policies to this model on your text; the model has them from then on.
+        """Fits depth policies to this model on your text, and keeps them in the model.
 
         A model without exits gets some, read through a tuned lens that is fitted to half of the
         text first.
@@ -357,7 +357,7 @@ class Verbs:
           exits: depths at which tokens may stop, for a model that names none, see `some_exits`.
           context: tokens of the windows that documents are cut into, at most.
           seed: of gates and halves.
-          out: folder or JSON file of the calibration, its lens beside it; None: none is written.
+          out: folder or JSON file of the calibration, its lens next to it; None: none is written.
           progress: called with what happens next.
           **options: of `utio_jax.calibrate`: `text`, `mesh` ...
 
@@ -394,18 +394,20 @@ class Verbs:
         if max_nll_increase_pct is not None:
             goal = MaxLoss(nll_increase_pct=max_nll_increase_pct)
         elif max_disagreement is not None:
-            documents, rest = split_documents(documents, seed=seed)
+            documents, held_out = split_documents(documents, seed=seed)
             goal = MaxDisagreement(
                 max_disagreement=max_disagreement,
                 confidence=confidence,
-                documents=rest,
+                documents=held_out,
                 policies=len(policies),
                 seed=seed,
             )
         replaced = list[str]()
         with contextlib.suppress(ValueError):  # It may have none.
             had = self.calibration.entries.items()
-            replaced = [f"{name} at {each:g}" for name, fitted in had for each in fitted]
+            replaced = [
+                f"{name} at {fitted_budget:g}" for name, fitted in had for fitted_budget in fitted
+            ]
         # All is fitted to a copy: what fails or is interrupted leaves this model as it was.
         model, lens = dataclasses.replace(self), None
         if for_lens:
@@ -454,7 +456,7 @@ class Verbs:
         seed: int = 0,
         **options: Any,
     ) -> Compared:
-        """Returns how every calibrated policy does on unseen text, beside truncation and chance.
+        """Returns loss and cost of every calibrated policy and of the controls on unseen text.
 
         Args:
           texts: see `documents`; none of it may have been calibrated on.
@@ -477,7 +479,7 @@ class Verbs:
             vocab_size=self.decoder.config.vocab_size,
             seed=seed,
         )
-        found = Compared(
+        compared = Compared(
             compare(
                 self.decoder,
                 self.params,
@@ -490,11 +492,11 @@ class Verbs:
                 **options,
             )
         )
-        found.documents = len({*document_of_window})
-        return found
+        compared.documents = len({*document_of_window})
+        return compared
 
     def documents(self: Any, texts: Texts = (), *, files: Files = ()) -> list[np.ndarray]:
-        """Returns token ids `[token]` of texts, of text files, and of what is token ids already.
+        """Returns token ids `[token]` of texts and text files; token ids pass through.
 
         Args:
           texts: a text, or several in any iterable; a `Path` is a text file, and arrays or lists
@@ -548,24 +550,26 @@ class Verbs:
             documents, rows=16, widths=row_widths(context), vocab_size=vocab_size
         ):
             ids, lengths = batch.token_ids, batch.lengths
-            found = np.stack(_states(self.decoder, self.params, ids, lengths, depths=ascending))
+            states_of_depth = np.stack(
+                _states(self.decoder, self.params, ids, lengths, depths=ascending)
+            )
             for row, number in enumerate(batch.window):
                 if number >= 0:
-                    states[number] = found[places, row, : lengths[row]]
+                    states[number] = states_of_depth[places, row, : lengths[row]]
         return states
 
     def windows(self: Any, documents: Sequence[np.ndarray], context: int = _CONTEXT) -> list[Batch]:
-        """Returns documents in windows of `context` tokens, or the model's, 16 to a batch."""
+        """Returns documents as windows of `context` tokens, or the model's, 16 to a batch."""
         config = self.decoder.config
         width = min(config.context_length, context)
         return calibration_batches(documents, width=width, vocab_size=config.vocab_size)
 
 
 def _encoded(model: Any, sources: Sequence[Any]) -> list[np.ndarray]:
-    """Returns the token ids of texts, and what is token ids already."""
+    """Returns the token ids of texts; token ids pass through."""
     strings = [source for source in sources if isinstance(source, str)]
     encoded = iter(model.encode(strings) if strings else ())
-    return [next(encoded) if isinstance(each, str) else np.asarray(each) for each in sources]
+    return [next(encoded) if isinstance(source, str) else np.asarray(source) for source in sources]
 
 
 def _asked(
@@ -593,14 +597,14 @@ def _asked(
 
 
 def _named(policy: str | Policy | None, budget: float | None) -> str | Policy:
-    """Returns the policy of a reading: a budget without one means the learned, neither none."""
+    """Returns the policy to score with: `learned` for a budget alone, None for neither."""
     if policy is not None:
         return policy
     return "full" if budget is None else "learned"
 
 
 def check_policy(name: str, **given: Any) -> None:
-    """Checks that a policy has a use for what is given with it, None apart.
+    """Checks that a policy uses every option given with it; None counts as not given.
 
     Args:
       name: full, which has a use for nothing; uniform, which needs a depth; random, or one of a
@@ -612,10 +616,10 @@ def check_policy(name: str, **given: Any) -> None:
       ValueError: names all that would have been ignored.
     """
     useless = {"full": tuple(given), "uniform": ("budget", "calibration")}.get(name, ("depth",))
-    if left_over := [each for each in useless if given.get(each) is not None]:
-        wanted = "uniform" if left_over == ["depth"] else "learned, or another fitted one,"
+    if left_over := [option for option in useless if given.get(option) is not None]:
+        expected = "uniform" if left_over == ["depth"] else "learned, or another fitted one,"
         raise ValueError(
-            f"Wanted policy {wanted} with {', '.join(left_over)}. Got policy {name}. Name the "
+            f"Wanted policy {expected} with {', '.join(left_over)}. Got policy {name}. Name the "
             f"policy, or leave out {' and '.join(left_over)}."
         )
     if name == "uniform" and given.get("depth") is None:

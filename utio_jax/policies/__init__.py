@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tokens go deeper: policies, the signals that they decide by, fitted ones as files."""
+"""Exit policies, their signals, and files of fitted policies."""
 
 from utio_jax.policies.base import Boundary, Policy, PolicyBase, Signal
 from utio_jax.policies.depth import Thresholded, given_depths, random_depths, uniform

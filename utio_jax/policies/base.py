@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The contracts of policies and of signals, and what they may look at at an exit."""
+"""Protocols of policies and signals, and their view of the forward pass at an exit."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from utio_jax.core.pytrees import check_pytree, pytree, static
 
 @pytree
 class Boundary:
-    """What a policy may look at when the staircase has reached an exit, all in token frame.
+    """State of the forward pass at an early exit, as seen by policies and signals.
 
     Attributes:
-      x: states at this depth; those of tokens that are not live are frozen, or padding.
-      positions: the tokens' positions in their sequences.
-      live: tokens that run so far; only their decisions count.
+      x: hidden states `[batch, token, dim]`. Entries where `live` is False are frozen or padding.
+      positions: token positions within each row.
+      live: tokens that have not exited yet; only their decisions count.
       params: the decoder's parameters.
-      depth: the depth in question: layers run so far, or those of a branch that begins here
+      depth: layers run so far, or those of a branch that begins here
         (`DecoderConfig.branches`). Static.
       decoder: the model. Static.
-      map_live: `map_live(function, *arrays)` applies a function of blocks `[slot, ...]` to the live
-        tokens only, so that its cost follows their count; elsewhere the result is 0. Static.
-      map_logits: the same, but the function's first argument is the tokens' own prediction at this
-        depth, `[slot, vocab]` in float32. Of tokens that stop here the pass' result comes from the
-        same head: looking costs a head only for those that go on. Static.
+      map_live: `map_live(function, *arrays)` evaluates a function of blocks `[slot, ...]` on live
+        tokens only, so that its cost follows their count, and returns 0 elsewhere. Static.
+      map_logits: like `map_live`, but passes the logits at this exit as the first argument,
+        `[slot, vocab]` in float32. Tokens that exit here reuse these logits, so the extra cost is
+        one LM head per token that continues. Static.
     """
 
     x: Float[Array, "batch token dim"]
@@ -43,40 +43,40 @@ class Boundary:
     map_logits: Callable[..., jax.Array] = static()
 
 
-class Asked(Protocol):
-    """What policies and signals have in common: frozen dataclasses, registered as pytrees.
+class ExitFunction(Protocol):
+    """Base protocol of `Policy` and `Signal`: frozen dataclasses, registered as pytrees.
 
     Thresholds and weights are leaves (a new threshold compiles nothing), configuration is static.
     """
 
     @property
     def name(self) -> str:
-        """The stable string that ledgers carry."""
+        """The name that ledgers record."""
         ...
 
     @property
     def causal(self) -> bool:
-        """Whether what it says of a token depends on that and earlier tokens alone."""
+        """True if the result for a token depends on this and earlier tokens alone."""
         ...
 
     def start(self, token_ids: Inputs, positions: Int[Array, "batch token"]) -> Any:
-        """Returns the memory: any pytree, handed on from boundary to boundary."""
+        """Returns the initial memory: any pytree, passed from boundary to boundary."""
         ...
 
     def flops(self, index: int, decoder: Decoder, params: Params) -> float:
-        """Returns what the `index`-th boundary costs per live token, in FLOPs.
+        """Returns the FLOPs per live token of the `index`-th boundary.
 
         Without the vocabulary head of `Boundary.map_logits`: passes count the heads that they run.
         """
         ...
 
     def reads_logits(self, index: int) -> bool:
-        """Returns whether it looks at the exit's own prediction at the `index`-th boundary."""
+        """Returns whether the `index`-th boundary reads the exit's own prediction."""
         ...
 
 
 @runtime_checkable
-class Policy(Asked, Protocol):
+class Policy(ExitFunction, Protocol):
     """Decides, at each boundary, which live tokens run deeper."""
 
     @property
@@ -101,7 +101,7 @@ class Policy(Asked, Protocol):
 
 @pytree
 class PolicyBase:
-    """What most policies share: causal, no memory, no cost, no look at logits, decisions always.
+    """Base of most policies: causal, no memory, no cost, no logits, decides at every exit.
 
     A policy of your own has `go_deeper`, and overrides what else it needs.
 
@@ -134,8 +134,8 @@ class PolicyBase:
 
 
 @runtime_checkable
-class Signal(Asked, Protocol):
-    """Scores tokens at each boundary: the higher, the harder, the deeper they should run.
+class Signal(ExitFunction, Protocol):
+    """Scores tokens at each boundary. Tokens with higher scores should run deeper.
 
     `utio_jax.policies.depth.Thresholded` makes a policy of a signal. Weights that belong to a depth
     are found by `Boundary.depth`, so one signal serves any choice among the depths that it was
@@ -144,7 +144,7 @@ class Signal(Asked, Protocol):
 
     @property
     def remembers(self) -> bool:
-        """Whether a score depends on which boundaries came before, as a count of exits does."""
+        """True if a score depends on earlier boundaries, as a count of exits does."""
         ...
 
     def __call__(

@@ -26,7 +26,7 @@ from utio_jax.policies.signals import Chance, KnownBefore, Position, ScoreTable,
 class Thresholded:
     """Tokens go deeper while a signal's score exceeds the boundary's threshold.
 
-    A score of NaN or +inf goes on whatever the finite threshold: a broken score saves no work.
+    NaN and +inf exceed every finite threshold: tokens with such scores never exit early.
 
     Attributes:
       signal: scores tokens at each boundary.
@@ -114,15 +114,17 @@ def spread_thresholds(
             "Keep its own depths."
         )
     thresholds = dict(zip(own, (*np.asarray(policy.thresholds), np.inf), strict=True))
-    spread = [thresholds.get(each, np.inf if each > own[-1] else -np.inf) for each in depths[:-1]]
+    spread = [
+        thresholds.get(depth, np.inf if depth > own[-1] else -np.inf) for depth in depths[:-1]
+    ]
     return np.asarray(spread, np.float32)
 
 
 def same_signal(one: Signal, other: Signal) -> bool:
     """Returns whether two signals give the same scores: of one class, with the same contents."""
-    mine, theirs = jax.tree.flatten(one), jax.tree.flatten(other)
-    leaves = zip(mine[0], theirs[0], strict=False)  # As many, if the structures are the same.
-    return mine[1] == theirs[1] and all(a is b or digest(a) == digest(b) for a, b in leaves)
+    ours, theirs = jax.tree.flatten(one), jax.tree.flatten(other)
+    leaves = zip(ours[0], theirs[0], strict=False)  # As many, if the structures are the same.
+    return ours[1] == theirs[1] and all(a is b or digest(a) == digest(b) for a, b in leaves)
 
 
 def shared_program(
@@ -170,7 +172,7 @@ def uniform(
     depths = (depth,) if exits is None else check_depths(exits)
     if depth not in depths:
         raise ValueError(f"Wanted a depth among the exits {depths}. Got depth={depth}.")
-    thresholds = [-jnp.inf if each < depth else jnp.inf for each in depths[:-1]]
+    thresholds = [-jnp.inf if exit_depth < depth else jnp.inf for exit_depth in depths[:-1]]
     return Thresholded(
         signal=Position(name=name), thresholds=jnp.asarray(thresholds, jnp.float32), depths=depths
     )

@@ -53,7 +53,7 @@ def embedding_outlier(
     Args:
       embeddings: states or embeddings of any layer.
       batch_mean: the mean `[dim]` to compare with: a constant, calibrated beforehand. None takes
-        the mean over all leading axes, which lets later tokens and other rows into the score; fine
+        the mean over all leading axes, so that later tokens and other rows enter the score; fine
         for analysis, not for causal routing.
 
     A state or mean of norm zero has no direction; its outlier is 1. NaN stays NaN.
@@ -111,13 +111,13 @@ def surrogate_importance(
         )
     entropy_weight, heat_weight, outlier_weight = weights
     if attn_heat is None:
-        rest = entropy_weight + outlier_weight
-        if rest <= 0:
+        known_weight = entropy_weight + outlier_weight
+        if known_weight <= 0:
             raise ValueError(
                 f"Wanted attention heat, the only signal with a weight in weights={weights}. Got "
                 "attn_heat=None. Pass heat, or weigh entropy or outlier."
             )
-        scale = sum(weights) / rest
+        scale = sum(weights) / known_weight
         entropy_weight, outlier_weight = entropy_weight * scale, outlier_weight * scale
     score = entropy_weight * predictive_entropy(logits)
     score += outlier_weight * embedding_outlier(embeddings, batch_mean=batch_mean)

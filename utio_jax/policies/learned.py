@@ -49,7 +49,7 @@ class StateGate:
 
 @pytree
 class _Gated(SignalBase):
-    """What signals of a gate per exit share.
+    """Base of signals with a gate per exit.
 
     Attributes:
       gates: one per exit.
@@ -109,7 +109,7 @@ class Hazard(_Gated):
 
 @pytree
 class PromptRouter(_Gated):
-    """The mean state of a row's first tokens decides for all later ones; the first run to the end.
+    """Scores a row by the mean state of its first tokens, which run in full themselves.
 
     FiRST (Jain et al. 2024, arXiv 2410.12513) routes a whole sequence by its prompt, per layer;
     this is its form as a depth. The first `prompt` tokens must be in the block: while decoding,

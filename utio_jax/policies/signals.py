@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Signals without learned weights: how hard a token is, after `utio_jax.policies.base.Signal`.
+"""Signals without learned weights, as `utio_jax.policies.base.Signal` defines them.
 
 Each returns one score per token and boundary, the higher the harder. Known before the pass:
 `Position`, `TokenSurrogate`. From an exit's own prediction, at the price of a vocabulary head for
@@ -25,7 +25,7 @@ from utio_jax.policies.importance import embedding_outlier, predictive_entropy
 
 @pytree
 class SignalBase:
-    """What most signals share: causal, no memory, no cost, no look at logits."""
+    """Base of most signals: causal, no memory, no cost, no logits."""
 
     name: str = static()
     causal: bool = static(default=True)
@@ -51,7 +51,7 @@ class SignalBase:
 
 @pytree
 class KnownBefore(SignalBase):
-    """Scores that `start` knows before the pass, one per token and for all boundaries. Free."""
+    """Base of scores that `start` knows before the pass: one per token, for all boundaries."""
 
     def __call__(
         self, index: int, boundary: Boundary, memory: jax.Array
@@ -61,7 +61,7 @@ class KnownBefore(SignalBase):
 
 @pytree
 class Position(KnownBefore):
-    """Minus the position: later tokens stop earlier, whatever they are.
+    """Minus the position: later tokens exit earlier, whatever they are.
 
     SkipDecode (Del Corro et al. 2023), whose exit points fall linearly with the position; here each
     exit begins where its threshold says.
@@ -75,7 +75,7 @@ class Position(KnownBefore):
 
 @pytree
 class TokenSurrogate(KnownBefore):
-    """UTIO's surrogate before the pass, from what really exists then: the token itself.
+    """UTIO's surrogate before the pass, from the token alone.
 
     Entropy of the head applied to the bare embedding and the embedding's outlier are functions of
     the token id alone, so they are a table (`surrogate_table`), read at no cost.
@@ -93,7 +93,7 @@ class TokenSurrogate(KnownBefore):
 
 @pytree
 class UtioSurrogate(SignalBase):
-    """UTIO's surrogate, computed once at the depth floor from signals that really exist there.
+    """UTIO's surrogate, computed once at the first exit from the signals available there.
 
     Entropy (nats) of the exit's own prediction and the state's outlier against a calibrated mean;
     heat has no causal estimate for a token that none has attended to, so its weight goes to the
@@ -136,7 +136,7 @@ class UtioSurrogate(SignalBase):
 
 @pytree
 class _Confidence(SignalBase):
-    """A function of the exit's own prediction, looked at anew at every boundary."""
+    """A function of the exit's own prediction, computed at every boundary."""
 
     def score(self, logits: Float[Array, "slot vocab"]) -> Float[Array, " slot"]:
         raise NotImplementedError
@@ -293,7 +293,7 @@ def exit_index(exits: tuple[int, ...], depth: int, name: str) -> int:
 
 @pytree
 class ScoreTable(KnownBefore):
-    """Scores that the caller has computed beforehand: what every `KnownBefore` is to a program.
+    """Scores that the caller has computed beforehand.
 
     Attributes:
       scores: of each token; depths in layers, for `utio_jax.policies.depth.given_depths`.
@@ -338,7 +338,7 @@ def draw_per_token(
 
 
 def _ids_of(inputs: Inputs) -> Int[Array, "batch token"]:
-    """Returns a number for each token: its id, or a hash of what it is instead of one."""
+    """Returns a number for each token: its id, or a hash of its input."""
     if inputs.ndim == 2:
         return inputs
     wide = jax.lax.bitcast_convert_type(inputs.astype(jnp.float32), jnp.int32)

@@ -26,10 +26,10 @@ DEFAULT_BUDGET = 0.75
 """FLOPs over full depth's where several budgets were fitted and none is named."""
 
 STORED: dict[str, Any] = {
-    name: found
+    name: value
     for module in (SignalBase.__module__, StateGate.__module__)
-    for name, found in vars(sys.modules[module]).items()
-    if dataclasses.is_dataclass(found) and found.__module__ == module
+    for name, value in vars(sys.modules[module]).items()
+    if dataclasses.is_dataclass(value) and value.__module__ == module
 }
 """What a file may hold, by class name: the dataclasses of `signals.py` and `learned.py`.
 
@@ -47,7 +47,7 @@ class Calibration:
     Attributes:
       entries: `entries[policy][budget]`.
       signals: by the same names; with weights for every exit, whichever a budget uses.
-      info: what was calibrated on what: model and text hashes, versions, correlations.
+      info: hashes of model and text, versions, correlations.
     """
 
     entries: Mapping[str, Mapping[float, Thresholds]]
@@ -55,7 +55,7 @@ class Calibration:
     info: Mapping[str, Any]
 
     def __repr__(self) -> str:
-        """Says in three lines whose policies there are, at which budgets."""
+        """Returns three lines: the model, its policies and their budgets."""
         budgets = sorted({budget for fitted in self.entries.values() for budget in fitted})
         model, tokens = str(self.info.get("model_sha256"))[:12], self.info.get("tokens")
         return (
@@ -91,7 +91,7 @@ class Calibration:
         )
 
     def entry(self, name: str, budget: float) -> Thresholds:
-        """Returns what was fitted for a policy; `random` has the histogram of `learned`.
+        """Returns the fitted thresholds of a policy; `random` has the histogram of `learned`.
 
         Raises:
           ValueError: this calibration has no such policy, or not at that budget.
@@ -122,7 +122,7 @@ class Calibration:
         return budget
 
     def save(self, path: str | Path) -> None:
-        """Writes a JSON file, and its weights beside it; in a folder, these are `policies.*`."""
+        """Writes a JSON file, and its weights next to it; in a folder, these are `policies.*`."""
         out = calibration_file(path)
         stored = {name: _take_apart(signal) for name, signal in self.signals.items()}
         weights = {name: tensors for name, (_, tensors) in stored.items() if tensors}
@@ -169,27 +169,27 @@ def load_calibration(path: str | Path, *, model_sha256: str) -> Calibration:
         ) from error
     try:
         weights = nest(tensors)
-        found = {name: _put_together(described[name], weights.get(name, {})) for name in entries}
-        misfits = [each for name in found for each in _misfits(found[name], name)]
-        for name, signal in found.items():
+        signals = {name: _put_together(described[name], weights.get(name, {})) for name in entries}
+        misfits = [misfit for name in signals for misfit in _misfits(signals[name], name)]
+        for name, signal in signals.items():
             used = {depth for entry in entries[name].values() for depth in entry.depths[:-1]}
             exits = getattr(signal, "exits", None)
             if exits is not None and not used <= {*check_depths(exits)}:
                 misfits.append(f"{name} has weights for exits {exits}, its entries use {used}")
     except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
         misfits = [repr(error)]
-        found = {}
+        signals = {}
     if misfits:
         raise ValueError(
             f"Wanted in {path.with_suffix('.safetensors')} the weights of the signals that {path} "
             f"describes. They do not fit each other: {'; '.join(misfits[:8])}. Calibrate again: "
             "utio-jax calibrate."
         )
-    return Calibration(entries=entries, signals=found, info=stored["info"])
+    return Calibration(entries=entries, signals=signals, info=stored["info"])
 
 
 def check_nothing_is_lost(path: str | Path, model_sha256: str, policies: Collection[str]) -> None:
-    """Raises ValueError where a file holds policies that are not fitted again."""
+    """Raises ValueError if a file holds policies that are not fitted again."""
     out = calibration_file(path)
     if not out.is_file():
         return
@@ -233,7 +233,7 @@ def _put_together(
 
 
 def _type_name(kind: type) -> str:
-    """Returns what a file calls a class: those from elsewhere by their module, too."""
+    """Returns the name of a class in files: with its module if it is from elsewhere."""
     name = kind.__name__
     return name if STORED.get(name) is kind else f"{kind.__module__}.{kind.__qualname__}"
 
@@ -261,13 +261,13 @@ def _type_of(name: str, declared: Any = None) -> Any:
 
 def _derived(kind: type) -> Iterator[type]:
     """Yields the classes derived from one, the latest last."""
-    for each in kind.__subclasses__():
-        yield each
-        yield from _derived(each)
+    for subclass in kind.__subclasses__():
+        yield subclass
+        yield from _derived(subclass)
 
 
 def _misfits(part: Any, path: str) -> Iterator[str]:
-    """Yields where a signal's weights are not of the shapes and types that its fields declare.
+    """Yields weights whose shape or type differs from the declaration of their field.
 
     Sizes of one name are equal within a part, and what belongs to `exits` has an entry for each.
     """
@@ -278,19 +278,19 @@ def _misfits(part: Any, path: str) -> Iterator[str]:
             value, name = getattr(part, field.name), f"{path}.{field.name}"
             leaves = [] if field.metadata.get("static") else jax.tree.leaves(value)
             first, *_ = f"{getattr(declared[field.name], 'dim_str', '')} ".split(" ")
-            each = STORED.get(type(value).__name__) is type(value) or "exit" in first
-            if (exits is not None and each) and any(
+            is_per_exit = STORED.get(type(value).__name__) is type(value) or "exit" in first
+            if (exits is not None and is_per_exit) and any(
                 jnp.shape(leaf)[:1] != (len(exits),) for leaf in leaves
             ):
                 yield f"{name} has shapes {[jnp.shape(leaf) for leaf in leaves]} for exits {exits}"
             if dataclasses.is_dataclass(value):
                 yield from _misfits(value, name)
-            elif leaves and not _fits(value, wanted := declared[field.name]):
-                yield f"{name} has shape {jnp.shape(value)}, wanted {_own_name(wanted)}"
+            elif leaves and not _fits(value, field_type := declared[field.name]):
+                yield f"{name} has shape {jnp.shape(value)}, wanted {_own_name(field_type)}"
 
 
 def _fits(value: Any, declared: Any) -> bool:
-    """Returns whether a leaf is what its field declares; numbers come back as arrays of one."""
+    """Returns whether a leaf fits its field's type; numbers are read as arrays of one."""
     if declared in (int, float, bool):
         return jnp.shape(value) == ()
     return declared is Any or isinstance(value, declared)
@@ -302,7 +302,7 @@ def _own_name(kind: Any) -> str:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Thresholds:
-    """Which exits a policy uses, and up to which score tokens leave there.
+    """The exits that a policy uses, and the highest score at which tokens leave there.
 
     Attributes:
       depths: exits in use, the last layer included.
@@ -317,7 +317,7 @@ class Thresholds:
     row_shares: tuple[float, ...] | None = None
 
     def to_json(self) -> dict[str, list[Any]]:
-        """Returns what JSON can hold: a threshold of -inf, at which no token stops, is null."""
+        """Returns a JSON value: a threshold of -inf, at which no token exits, is null."""
         thresholds = [None if t == -np.inf else t for t in self.thresholds]
         shares = {} if self.row_shares is None else {"row_shares": list(self.row_shares)}
         return {
@@ -329,7 +329,7 @@ class Thresholds:
 
     @classmethod
     def from_json(cls, stored: Mapping[str, Sequence[Any]]) -> Thresholds:
-        """Returns what `to_json` was given.
+        """Returns the thresholds that `to_json` wrote.
 
         Raises:
           ValueError: depths, thresholds and shares that no policy can have.

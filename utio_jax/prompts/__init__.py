@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts whose tokens mostly stop early: the policy, K/V maps, their fit, what it loses and costs.
+"""Prompts whose tokens mostly exit early: policy, K/V maps and their fit, loss and cost.
 
 The policy itself is `utio_jax.staircase.prompts`, which `Prefill` runs.
 """

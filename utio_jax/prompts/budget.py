@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How prompts are read at a budget of FLOPs: a `Prefill` in which most tokens stop early.
+"""Prefill at a budget of FLOPs, in which most tokens exit early.
 
 how = prompt_prefill(model.decoder, model.params, 0.5, choices=model.prompt_choices)
 new = generate(model.decoder, model.params, prompts, prefill=how)
@@ -21,7 +21,7 @@ _NOMINAL = 448
 def prompt_prefill(
     decoder: Decoder, params: Params, budget: float, *, choices: Sequence[PromptChoice] = ()
 ) -> Prefill | None:
-    """Returns how to read prompts for a share of full depth's FLOPs; None: in full, budget 1.
+    """Returns the prefill for a share of full depth's FLOPs; None for a full prefill (budget 1).
 
     Of the ways that were measured (`utio-jax fit-prompt`) the one of least loss within the budget.
     Where none was, a model whose upper layers read keys and values made below stops where all of
@@ -47,7 +47,7 @@ def prompt_prefill(
 def prompt_choice(
     decoder: Decoder, params: Params, budget: float, *, choices: Sequence[PromptChoice] = ()
 ) -> PromptChoice:
-    """Returns the way of reading prompts that `prompt_prefill` takes, for a budget below 1.
+    """Returns the choice that `prompt_prefill` makes, for a budget below 1.
 
     Raises:
       ValueError: see there.
@@ -59,7 +59,9 @@ def prompt_choice(
         )
     maps = isinstance(decoder, HasKVMaps)
     usable = [
-        each for each in choices if each.flops_ratio is not None and (each.kv != "mapped" or maps)
+        choice
+        for choice in choices
+        if choice.flops_ratio is not None and (choice.kv != "mapped" or maps)
     ]
     known = usable or _at_exits(decoder, params)
     if not known:
@@ -68,23 +70,25 @@ def prompt_choice(
             "measured, for a prompt budget. Got neither. Fit KV maps: utio-jax fit-prompt --model "
             "M FILES; then --prompt-maps FILE, or model.with_kv_maps(FILE)."
         )
-    fitting = [each for each in known if (each.flops_ratio or 1.0) <= budget]
+    fitting = [choice for choice in known if (choice.flops_ratio or 1.0) <= budget]
     if not fitting:
-        least = min(each.flops_ratio or 1.0 for each in known)
+        least = min(choice.flops_ratio or 1.0 for choice in known)
         raise ValueError(
             f"Wanted a prompt budget of at least {least:.3f}, the cheapest way of reading prompts "
             f"that is known of this model. Got {budget}."
         )
-    return min(fitting, key=lambda each: (each.nll_increase_pct or 0.0, -each.stop))
+    return min(fitting, key=lambda choice: (choice.nll_increase_pct or 0.0, -choice.stop))
 
 
 def _at_exits(decoder: Decoder, params: Params) -> list[PromptChoice]:
-    """Returns stops at a model's exits, or the exact one, with what they cost nothing padded."""
+    """Returns stops at a model's exits, or the exact one, with their FLOPs without padding."""
     cost, config = token_cost(decoder, params), decoder.config
     layers, width = config.num_layers, _NOMINAL // 2
     made = cost.made(layers) * cost.keys_values
     run = lambda depth: depth * (cost.query + cost.attention_per_key * width)  # noqa: E731
-    stops = [each for each in config.exits[:-1] if not has_exit_lens(decoder, each)]
+    stops = [
+        exit_depth for exit_depth in config.exits[:-1] if not has_exit_lens(decoder, exit_depth)
+    ]
     by, deep = "sinks_recent", 16
     if config.kv_source:  # See `utio_jax.decoding.prefill.exact_prefill`.
         stops, by, deep = [config.kv_complete], "none", 1

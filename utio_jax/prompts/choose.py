@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chooses how prompts are read: stop, share and signal, for a limit on the loss of what follows.
+"""Chooses the prefill (stop, share and signal) within a limit on the loss after the prompt.
 
 Three parts of a text, no document in two of them: KV maps are fitted to the first, the cheapest way
-of reading within the limit is chosen on the second, and figures come from the third, beside
+of reading within the limit is chosen on the second, and figures come from the third, with
 controls that a choice by importance has to beat: as many tokens by chance, none, and the same
 tokens with the others hidden or their last states copied.
 """
@@ -31,7 +31,7 @@ from utio_jax.staircase.prompts import PromptChoice
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PromptText:
-    """A text in three parts: to fit maps to, to choose ways of reading on, and to report on.
+    """A text in three parts: to fit maps, to choose a prefill, and to report.
 
     `parts` is "documents", or "parts of documents" where there are too few of them.
     """
@@ -49,7 +49,7 @@ _TENTHS = 10
 def split_text(documents: Sequence[np.ndarray], *, seed: int = 0) -> PromptText:
     """Returns documents in three parts: of five, three, one and one.
 
-    Whole documents, in an order drawn from the seed. Fewer than five are cut into tenths, of which
+    Whole documents, in an order drawn from the seed. Fewer than five are cut into tenths:
     the first six, the next two and the last two make the parts: neighbours meet at two borders.
     """
     if len(documents) < _FEWEST:
@@ -69,7 +69,7 @@ def split_text(documents: Sequence[np.ndarray], *, seed: int = 0) -> PromptText:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Reading:
-    """One way of reading prompts, measured on the test part.
+    """One prefill choice, measured on the test part.
 
     Attributes:
       choice: with its figures.
@@ -82,14 +82,14 @@ class Reading:
     role: str
 
     def to_json(self) -> dict[str, Any]:
-        """Returns what JSON can hold."""
+        """Returns JSON-ready values."""
         interval = None if self.interval is None else [round(x, 4) for x in self.interval]
         return {"role": self.role, **self.choice.to_json(), "interval": interval}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PromptStudy:
-    """What `choose_prompt` found.
+    """Result of `choose_prompt`.
 
     Attributes:
       candidates: as measured on the calibrate part.
@@ -107,7 +107,7 @@ class PromptStudy:
 
     @property
     def verdict(self) -> str:
-        """What was found, in a sentence or two."""
+        """The result, in one or two sentences."""
         first = self.test[0]
         measured = (
             f"{first.choice.label}: {first.choice.nll_increase_pct:+.2f} % loss "
@@ -122,7 +122,7 @@ class PromptStudy:
         lost, beside = first.choice.nll_increase_pct or 0.0, ""
         if lost > self.limit:
             beside = f" That is beyond the limit of +{self.limit:g} %: more rows needed."
-        random = [each.choice for each in self.test if each.choice.by == "random"]
+        random = [reading.choice for reading in self.test if reading.choice.by == "random"]
         if any((choice.nll_increase_pct or 0.0) <= lost for choice in random):
             beside += " As many tokens by chance do no worse."
         return f"Chosen: {measured}.{beside}"
@@ -138,12 +138,12 @@ def choose_prompt(
     sizes: PromptSizes = PromptSizes(),
     progress: Callable[[str], None] | None = None,
 ) -> PromptStudy:
-    """Returns the cheapest way of reading prompts within a limit, and figures on other text.
+    """Returns the cheapest prefill within a loss limit, with figures on other text.
 
     Args:
       decoder: the model; with KV maps where a candidate asks for them.
       params: its parameters.
-      text: of which the calibrate and test parts are read.
+      text: its calibrate and test parts are read.
       candidates: at least one.
       limit: of the loss increase, %.
       sizes: of the rows of each of these two parts.
@@ -154,17 +154,17 @@ def choose_prompt(
     """
     say = progress if progress is not None else lambda _: None
     if not candidates:
-        raise ValueError("Wanted at least one way of reading prompts to choose from. Got none.")
+        raise ValueError("Wanted at least one prefill choice. Got none.")
 
     def measure(
         rows: PromptRows, choice: PromptChoice, full: Continuations, *, batches: int | None
     ) -> tuple[PromptChoice, Continuations]:
-        mine = continuations(decoder, params, rows, choice)
+        shallow = continuations(decoder, params, rows, choice)
         ratio = prompt_flops_ratio(decoder, params, rows, choice, batches=batches)
-        increase = 100 * (mine.loss / full.loss - 1)
-        found = dataclasses.replace(choice, flops_ratio=ratio, nll_increase_pct=increase)
-        say(f"{found.label}: {increase:+.2f} %, {ratio:.3f} of the FLOPs")
-        return found, mine
+        increase = 100 * (shallow.loss / full.loss - 1)
+        measured = dataclasses.replace(choice, flops_ratio=ratio, nll_increase_pct=increase)
+        say(f"{measured.label}: {increase:+.2f} %, {ratio:.3f} of the FLOPs")
+        return measured, shallow
 
     calibrate, test = (
         cut_rows(part, sizes, decoder=decoder) for part in (text.calibrate, text.test)
@@ -186,11 +186,11 @@ def choose_prompt(
     readings = []
     for role, choice in [
         ("best" if chosen is None else "chosen", first),
-        *(("control", each) for each in controls_of(first)),
+        *(("control", control) for control in controls_of(first)),
     ]:
-        found, mine = measure(test, choice, full, batches=None)
-        interval = increase_interval(mine, full, documents)
-        readings.append(Reading(choice=found, interval=interval, role=role))
+        tested, shallow = measure(test, choice, full, batches=None)
+        interval = increase_interval(shallow, full, documents)
+        readings.append(Reading(choice=tested, interval=interval, role=role))
     return PromptStudy(
         candidates=tuple(measured),
         chosen=chosen,
@@ -206,13 +206,13 @@ def _cost_then_loss(choice: PromptChoice) -> tuple[float, float]:
 
 
 def controls_of(choice: PromptChoice) -> tuple[PromptChoice, ...]:
-    """Returns what a choice has to beat, each but the first differing from it in one thing.
+    """Returns the controls of a choice; each but the first differs from it in one option.
 
     As many tokens by chance; no token deep but the last; the others hidden; and their last states
     copied, or mapped where the choice copies them.
     """
     bare = dataclasses.replace(choice, flops_ratio=None, nll_increase_pct=None)
     other = [kv for kv in ("drop", "propagate") if kv != choice.kv]
-    found = [dataclasses.replace(bare, kv=kv) for kv in other]
+    frozen = [dataclasses.replace(bare, kv=kv) for kv in other]
     by = [dataclasses.replace(bare, by=by) for by in ("random", "none") if by != choice.by]
-    return (*by, *found)
+    return (*by, *frozen)

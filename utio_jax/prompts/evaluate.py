@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loss of what follows a prompt whose tokens mostly stop early, and what reading it costs.
+"""Loss after a prompt whose tokens mostly exit early, and the cost of its prefill.
 
     token   0 ........ P-1 | P ........ end     # a row
             the prompt       the continuation: runs in full, and is what is scored
@@ -50,7 +50,7 @@ class PromptSizes:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PromptRows:
-    """Rows of which the first tokens are a prompt, in batches of one shape.
+    """Rows whose first tokens are a prompt, in batches of one shape.
 
     Attributes:
       prompt_tokens: of each row.
@@ -64,12 +64,12 @@ class PromptRows:
 
     @property
     def rows(self) -> int:
-        """Rows that do not only fill a batch."""
+        """Number of rows without padding."""
         return len(self.documents)
 
     @property
     def tokens(self) -> int:
-        """Tokens that are scored."""
+        """Number of scored tokens."""
         return sum(int(np.maximum(ends - self.prompt_tokens, 0).sum()) for _, ends in self.batches)
 
 
@@ -88,7 +88,7 @@ def prompt_rows(
       prompt_tokens: of each row; at least one more follows.
       batch: rows per pass, at most.
       decoder: whose vocabulary and context they must fit.
-      documents: which document each row is of; None: each of one of its own.
+      documents: document of each row; None: every row is a document.
 
     Raises:
       ValueError: they do not fit, or nothing follows a prompt.
@@ -127,41 +127,43 @@ def prompt_rows(
 def cut_rows(
     documents: Sequence[np.ndarray], sizes: PromptSizes, *, decoder: Decoder
 ) -> PromptRows:
-    """Returns rows of a prompt and what follows it, evenly from all documents; none overlap.
+    """Returns rows of a prompt and its continuation, evenly from all documents; none overlap.
 
     Raises:
       ValueError: no document is as long as one row, or see `prompt_rows`.
     """
     width = sizes.prompt_tokens + sizes.continuation
-    found = [
+    candidates = [
         (np.asarray(document[start : start + width]), index)
         for index, document in enumerate(documents)
         for start in range(0, len(document) - width + 1, width)
     ]
-    if not found:
+    if not candidates:
         longest = max((len(document) for document in documents), default=0)
         raise ValueError(
             f"Wanted documents of at least {width} tokens: {sizes.prompt_tokens} of prompt, "
             f"{sizes.continuation} that follow. Got at most {longest} in a part of the text. Add "
             "longer text, or ask for a shorter --prompt-tokens."
         )
-    chosen = np.linspace(0, len(found) - 1, min(sizes.rows, len(found))).round().astype(int)
+    chosen = (
+        np.linspace(0, len(candidates) - 1, min(sizes.rows, len(candidates))).round().astype(int)
+    )
     return prompt_rows(
-        [found[index][0] for index in chosen],
+        [candidates[index][0] for index in chosen],
         prompt_tokens=sizes.prompt_tokens,
         batch=sizes.batch,
         decoder=decoder,
-        documents=np.asarray([found[index][1] for index in chosen]),
+        documents=np.asarray([candidates[index][1] for index in chosen]),
     )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Continuations:
-    """What follows prompts, under full depth or less.
+    """Losses and hits after prompts, under full depth or less.
 
     Attributes:
-      losses: of each row's tokens behind its prompt, in nats, summed.
-      right: how many of these were the most probable one.
+      losses: of each row's tokens after its prompt, in nats, summed.
+      right: number of these that were the most probable token.
       depths: decided ones of all of a row's tokens, in layers; 0 for padding.
     """
 
@@ -171,7 +173,7 @@ class Continuations:
 
     @property
     def loss(self) -> float:
-        """Of all rows, in nats."""
+        """Summed loss of all rows, in nats."""
         return float(self.losses.sum())
 
 
@@ -184,7 +186,7 @@ def continuations(
     kv: FrozenKV = "propagate",
     executor: Executor = MicroBatches(),
 ) -> Continuations:
-    """Returns losses and hits behind prompts; the head reads the scored tokens alone.
+    """Returns losses and hits after prompts; the head reads the scored tokens alone.
 
     Args:
       decoder: the model.
@@ -192,8 +194,8 @@ def continuations(
       rows: to read.
       how: prompts are read, all that follows them in full; None: in full themselves. Or a depth
         policy of prompts and continuations alike, one for all batches or one for each.
-      kv: what others see of frozen tokens under a policy; a choice has its own.
-      executor: how live slots are run.
+      kv: K/V of frozen tokens under a policy; a choice has its own.
+      executor: of live slots.
 
     Raises:
       ValueError: not as many policies as batches, or what does not fit the model.
@@ -206,9 +208,9 @@ def continuations(
             f"Wanted one policy, or one for each of {len(rows.batches)} batches. "
             f"Got {len(policies)}."
         )
-    found = []
+    parts = []
     for (ids, ends), policy in zip(rows.batches, policies, strict=True):
-        each = _continuation(
+        part = _continuation(
             decoder,
             params,
             jnp.asarray(ids),
@@ -218,24 +220,24 @@ def continuations(
             executor=executor,
             prompt_tokens=rows.prompt_tokens,
         )
-        found.append([np.asarray(leaf) for leaf in each])
-    losses, right, depths = (np.concatenate(each)[: rows.rows] for each in zip(*found, strict=True))
+        parts.append([np.asarray(leaf) for leaf in part])
+    losses, right, depths = (np.concatenate(part)[: rows.rows] for part in zip(*parts, strict=True))
     return Continuations(losses=losses.astype(np.float64), right=right, depths=depths)
 
 
 def increase_interval(
-    found: Continuations, full: Continuations, documents: Int[np.ndarray, " row"]
+    result: Continuations, full: Continuations, documents: Int[np.ndarray, " row"]
 ) -> tuple[float, float] | None:
     """Returns the 95 % interval of the increase of a summed loss over full depth's, in %.
 
     Documents are drawn again, the same for both, see `ratio_interval`. None: fewer than five.
     """
-    interval = ratio_interval(100 * (found.losses - full.losses), full.losses, documents)
+    interval = ratio_interval(100 * (result.losses - full.losses), full.losses, documents)
     return None if interval is None else (interval[0], interval[2])
 
 
 def describe_interval(interval: tuple[float, float] | None) -> str:
-    """Returns what is printed of an interval: its ends, or why there is none."""
+    """Returns an interval as text: its ends, or the reason why there is none."""
     if interval is None:
         return f"no interval: fewer than {FEWEST} documents"
     return ", ".join(f"{end:+.2f}" for end in interval)
@@ -258,8 +260,8 @@ def prompt_flops_ratio(
       decoder: the model.
       params: its parameters.
       rows: whose prompts are read.
-      choice: how; None: in full, which is 1.
-      executor: how live slots are run.
+      choice: of the prefill; None: full depth, a ratio of 1.
+      executor: of live slots.
       batches: so many of the rows' batches; None: all.
     """
     cost, width = token_cost(decoder, params), rows.prompt_tokens
@@ -299,14 +301,14 @@ class PromptCost:
 def prompt_cost(
     decoder: Decoder, params: Params, prefill: Prefill, prompts: Prompts, generated: Generated
 ) -> PromptCost:
-    """Returns what prefill cost; generation's own ledger leaves it out.
+    """Returns the cost of prefill, which the ledger of generation leaves out.
 
     Args:
       decoder: the model.
       params: its parameters.
       prefill: that `generate` was given.
       prompts: that it was given.
-      generated: what came out.
+      generated: result of `generate`.
 
     Raises:
       ValueError: the prompts were read by the dense program.
@@ -340,7 +342,7 @@ def prompt_cost(
 def _full_flops(
     decoder: Decoder, params: Params, executor: Executor, lengths: np.ndarray, width: int
 ) -> float:
-    """Returns what rows cost at full depth with dense attention, without a vocabulary head."""
+    """Returns the FLOPs of rows at full depth with dense attention, without the LM head."""
     config = decoder.config
     slots = executor.pack(0, jnp.asarray(np.arange(width)[None, :] < lengths[:, None]))
     work = executor.work(slots, config.num_layers, kv_layers=config.kv_layers)
@@ -367,8 +369,8 @@ def _continuation(
     executor: Executor,
     prompt_tokens: int,
 ) -> tuple[Float[Array, " batch"], Int[Array, " batch"], Int[Array, "batch token"]]:
-    found = staircase(decoder, params, token_ids, lengths, policy, kv=kv, executor=executor)
-    x, labels = found.x[:, prompt_tokens - 1 : -1], token_ids[:, prompt_tokens:]
+    result = staircase(decoder, params, token_ids, lengths, policy, kv=kv, executor=executor)
+    x, labels = result.x[:, prompt_tokens - 1 : -1], token_ids[:, prompt_tokens:]
 
     def judge(logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
         return next_token_nll(logits, labels), most_probable(logits) == labels
@@ -379,7 +381,7 @@ def _continuation(
     return (
         jnp.sum(jnp.where(real, nll.reshape(labels.shape), 0.0), axis=1),
         jnp.sum(real & right.reshape(labels.shape), axis=1, dtype=jnp.int32),
-        found.depths,
+        result.depths,
     )
 
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fits KV maps in closed form: ridge regression of deeper keys and values on the state at a stop.
+"""Fits K/V maps in closed form: ridge regression of deeper K/V on the state at a stop.
 
 Inputs are the normalised states of the full model where prompt tokens are to stop; targets are the
-keys, at position 0 and behind a norm of keys where the model has one, and values of every layer
-behind. Sums of squares are streamed over the text, and solved once at the end.
+keys, at position 0 and after a norm of keys where the model has one, and values of every layer
+after. Sums of squares are streamed over the text, and solved once at the end.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def fit_kv_maps(
     ridge: float = 1e-3,
     progress: Callable[[str], None] | None = None,
 ) -> dict[int, KVMap]:
-    """Returns, for each stop, the affine maps of least squared error to all layers behind it.
+    """Returns, for each stop, the affine maps of least squared error to all layers after it.
 
     Args:
       decoder: the model.
@@ -61,11 +61,11 @@ def fit_kv_maps(
     sums: dict[int, Any] = {}
     seen = 0
     for batch in batches:
-        found = _moments(
+        moments = _moments(
             decoder, params, jnp.asarray(batch.token_ids), jnp.asarray(batch.lengths), stops=depths
         )
         # In float64 on the host: the sums of many batches outgrow float32's precision.
-        wide = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), found)
+        wide = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), moments)
         sums = jax.tree.map(np.add, sums, wide) if sums else wide
         seen += batch.token_ids.size
         say(f"maps: {seen:,} tokens read")
@@ -77,8 +77,8 @@ def fit_kv_maps(
         )
     heads = (decoder.config.num_kv_heads, decoder.config.head_dim)
     return {
-        stop: _solve(each["square"], each["cross"], heads=heads, ridge=ridge)
-        for stop, each in sums.items()
+        stop: _solve(sums_of_stop["square"], sums_of_stop["cross"], heads=heads, ridge=ridge)
+        for stop, sums_of_stop in sums.items()
     }
 
 
@@ -94,8 +94,8 @@ def fit_rows(
       batch: rows of a batch.
       decoder: whose vocabulary they must fit.
     """
-    windows = windows_of([each for each in documents if len(each) > 1], width=width)
-    windows = [each for each in windows if len(each) == width] or windows
+    windows = windows_of([document for document in documents if len(document) > 1], width=width)
+    windows = [window for window in windows if len(window) == width] or windows
     count = min(len(windows), max(1, tokens // width))
     chosen = np.linspace(0, len(windows) - 1, count).round().astype(int) if windows else []
     return list(
@@ -122,7 +122,7 @@ def _moments(
     These are `[layer, dim + 1, 2 * kv_head * head_dim]`; the last input is 1.
     """
     positions, valid = positions_of(token_ids, lengths)
-    places, origin = (decoder.encode_positions(each) for each in (positions, positions * 0))
+    places, origin = (decoder.encode_positions(leaf) for leaf in (positions, positions * 0))
     key_positions = jnp.where(valid, positions, NOWHERE)
     counted = flat(valid).astype(jnp.float32)[:, None]
     config, layers = decoder.config, decoder.config.num_layers
@@ -137,8 +137,8 @@ def _moments(
                 target = jnp.concatenate([y.reshape(y.shape[0], -1) for y in shown], axis=1)
                 target = target.astype(jnp.float32)
                 sums = {
-                    depth: sums[depth].at[index - depth].add(each.T @ target)
-                    for depth, each in inputs.items()
+                    depth: sums[depth].at[index - depth].add(inputs_of_stop.T @ target)
+                    for depth, inputs_of_stop in inputs.items()
                 }
             visible = mix.visible(positions, key_positions)
             return apply_layer(decoder, layer, x, places, mix, visible), sums
@@ -155,7 +155,8 @@ def _moments(
             inputs[stop] = jnp.concatenate([state, counted], axis=1)
             crosses[stop] = jnp.zeros((layers - stop, state.shape[1] + 1, size), jnp.float32)
     return {
-        stop: {"square": each.T @ each, "cross": crosses[stop]} for stop, each in inputs.items()
+        stop: {"square": inputs_of_stop.T @ inputs_of_stop, "cross": crosses[stop]}
+        for stop, inputs_of_stop in inputs.items()
     }
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KV maps: keys and values of skipped layers, predicted from the state at which a token stopped.
+"""K/V maps: keys and values of skipped layers, predicted from the state at a token's exit.
 
 Projecting them from a frozen state (`kv="propagate"`) is exact only for a model trained so. Here an
 affine map for each skipped layer takes the normalised state at the stop to what the full model
@@ -34,11 +34,11 @@ from utio_jax.core.lens import Wrapped
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KVMap:
-    """The maps of one stop depth, to each of the layers behind it.
+    """The maps of one stop depth, to each of the layers after it.
 
     They start from the state over its root mean square, as layers themselves do: the first tokens'
     states are many times as long as others, and no affine map of both fits both. Keys are those
-    before the rotation by position, and behind a norm of keys where a model has one.
+    before the rotation by position, and after a norm of keys where a model has one.
 
     Attributes:
       kernel: from a normalised state to keys (index 0) and values (1).
@@ -49,13 +49,13 @@ class KVMap:
     bias: Float[Array, "layer 2 kv_head head_dim"]
 
     def tensors(self) -> dict[str, jax.Array]:
-        """Returns its arrays by name."""
+        """Returns the arrays by name."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
 
 @dataclasses.dataclass(frozen=True)
 class KVMapped(Wrapped):
-    """A decoder with KV maps: what `kv="mapped"` needs. See `with_kv_maps`.
+    """A decoder with K/V maps, as `kv="mapped"` needs. See `with_kv_maps`.
 
     Its parameters are `{"model": ..., "kv_maps": {depth: {"kernel", "bias"}}}`.
 
@@ -69,7 +69,7 @@ class KVMapped(Wrapped):
     def map_keys_values(
         self, params: Params, x: Float[Array, "*lead dim"], depth: int
     ) -> Float[Array, "*lead layer 2 kv_head head_dim"]:
-        """Returns keys before rotation, and values, of all layers behind `depth`.
+        """Returns keys before rotation, and values, of all layers after `depth`.
 
         Raises:
           ValueError: there are no maps for that depth.
@@ -84,7 +84,7 @@ class KVMapped(Wrapped):
 
 @dataclasses.dataclass(frozen=True)
 class KVMappedLens(KVMapped):
-    """The same around a decoder whose exits are read through a lens."""
+    """A decoder with K/V maps whose exits are read through a lens."""
 
     def translate(
         self, params: Params, x: Float[Array, "*lead dim"], depth: int | Int[Array, ""]
@@ -107,16 +107,16 @@ def with_kv_maps(
     outside = [stop for stop in stops if not 0 < stop < config.num_layers]
     if outside:
         raise ValueError(
-            f"Wanted maps from depths between 1 and {config.num_layers - 1}, behind which this "
+            f"Wanted maps from depths between 1 and {config.num_layers - 1}, after which this "
             f"model has layers to skip. Got {outside}. Fit them for this model: utio-jax "
             "fit-prompt."
         )
     for stop in stops:
         layers = config.num_layers - stop
-        wanted = (config.embed_dim, layers, 2, config.num_kv_heads, config.head_dim)
-        if maps[stop].kernel.shape != wanted or maps[stop].bias.shape != wanted[1:]:
+        expected = (config.embed_dim, layers, 2, config.num_kv_heads, config.head_dim)
+        if maps[stop].kernel.shape != expected or maps[stop].bias.shape != expected[1:]:
             raise ValueError(
-                f"Wanted maps from depth {stop} of shape {wanted}, of this model's sizes. Got "
+                f"Wanted maps from depth {stop} of shape {expected}, of this model's sizes. Got "
                 f"{maps[stop].kernel.shape} and {maps[stop].bias.shape}. Fit them for this model: "
                 "utio-jax fit-prompt."
             )
@@ -129,42 +129,42 @@ def with_kv_maps(
             f"before rotation into those of keys_values. Got a {type(inner).__name__}."
         )
     kind = KVMappedLens if isinstance(decoder, HasExitLens) else KVMapped
-    stored = {str(stop): each.tensors() for stop, each in maps.items()}
+    stored = {str(stop): kv_map.tensors() for stop, kv_map in maps.items()}
     return kind(decoder, stops), {"model": params, "kv_maps": stored}
 
 
 def kv_maps_file(path: str | Path) -> Path:
-    """Returns the JSON file that a path means: itself, one beside tensors, or that of a folder.
+    """Returns the JSON file of a path: itself, the one next to tensors, or that of a folder.
 
     These are `NAME.json` for `NAME.safetensors`, and `prompt.json` in a folder.
     """
-    found = Path(path)
-    if found.suffix == ".safetensors":
-        return found.with_suffix(".json")
-    return json_file(found, "prompt")
+    file = Path(path)
+    if file.suffix == ".safetensors":
+        return file.with_suffix(".json")
+    return json_file(file, "prompt")
 
 
 def save_kv_maps(path: str | Path, maps: Mapping[int, KVMap], *, info: Mapping[str, Any]) -> None:
-    """Writes a JSON file with the stops and `info`, and the maps beside it as safetensors.
+    """Writes a JSON file with the stops and `info`, and the maps next to it as safetensors.
 
     Both appear whole or not at all, and belong together by a hash.
 
     Args:
       path: see `kv_maps_file`.
       maps: by the depth that they start from; at least one.
-      info: what they were fitted to; must name the `model_sha256`.
+      info: record of the fit; must name the `model_sha256`.
 
     Raises:
       ValueError: a map is not finite.
     """
-    tensors = {str(stop): each.tensors() for stop, each in maps.items()}
+    tensors = {str(stop): kv_map.tensors() for stop, kv_map in maps.items()}
     save_owned(kv_maps_file(path), {"stops": sorted(maps), **info}, tensors)
 
 
 def load_kv_maps(
     path: str | Path, *, model_sha256: str
 ) -> tuple[dict[int, KVMap], Mapping[str, Any]]:
-    """Returns what `save_kv_maps` wrote: the maps, and the JSON with what else is known of them.
+    """Returns the maps that `save_kv_maps` wrote, and their JSON.
 
     Raises:
       ValueError: a file is missing or broken, the two do not belong together, the maps belong to
@@ -191,7 +191,7 @@ def load_kv_maps(
     ):
         raise ValueError(
             f"Wanted for each of the stops {stops} a kernel [dim, layer, 2, kv_head, head_dim] and "
-            f"its bias beside {file}. Got {shapes}. Fit again: utio-jax fit-prompt."
+            f"its bias next to {file}. Got {shapes}. Fit again: utio-jax fit-prompt."
         )
     maps = {
         stop: KVMap(**{field: jnp.asarray(tensors[f"{stop}.{field}"]) for field in fields})

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers as OpenAI's clients read them, sent whole or as an engine's blocks bring them.
+"""Answers in OpenAI's format, sent whole or as a stream.
 
-Starlette ends a stream whose client has left, but lets a handler that answers at once run on. Here
-both wait for news of the engine and of the client at the same time.
+Starlette cancels a stream whose client has left, but not a handler that answers at once. Here
+both wait for the engine and the client at the same time.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length"}
 
 
 class Choice:
-    """One answer while it grows."""
+    """One choice of an answer, while tokens arrive."""
 
     def __init__(
-        self, service: Application, index: int, prompt: np.ndarray, wanted: Reading
+        self, service: Application, index: int, prompt: np.ndarray, reading: Reading
     ) -> None:
-        self.index, self.prompt, self.wanted = index, prompt, wanted
+        self.index, self.prompt, self.reading = index, prompt, reading
         self.finished: Finished | None = None
-        self._pieces, self._role = service.pieces, wanted.chat
+        self._pieces, self._role = service.pieces, reading.chat
         # Where the next token begins in the choice's text, and where its new text does.
         self._offset = self._prompt_end = 0
         self._echoed = ""
         self._tokenizer = service.model.text.tokenizer
         self._reader: TextReader | None = None  # Of its new text, where offsets are wanted.
         # Of its tokens so far, where they are wanted.
-        utio = wanted.body.utio
+        utio = reading.body.utio
         self._depths: list[int] | None = [] if utio is not None and utio.depths else None
 
     def echo(self, text: str, scores: PromptScores | None) -> dict[str, Any]:
@@ -62,7 +62,7 @@ class Choice:
         return part
 
     def add(self, event: Event) -> dict[str, Any] | None:
-        """Returns what an event adds, as a choice of a streamed chunk; None: nothing."""
+        """Returns the new part of a choice for a streamed chunk, or None."""
         reason = None
         if event.finished is not None:
             self.finished = event.finished
@@ -73,7 +73,7 @@ class Choice:
         if known is not None:
             known += event.decided.tolist()
             depths = [(piece, known[number]) for piece, number in event.pieces]
-        tokens = event if self.wanted.logprobs is not None else None
+        tokens = event if self.reading.logprobs is not None else None
         return self._part(event.text, tokens, event.token_ids, depths, reason=reason)
 
     def _part(
@@ -86,9 +86,9 @@ class Choice:
         reason: str | None,
     ) -> dict[str, Any]:
         part: dict[str, Any] = {"index": self.index}
-        logprobs = self._chat_logprobs if self.wanted.chat else self._list_logprobs
+        logprobs = self._chat_logprobs if self.reading.chat else self._list_logprobs
         logs = None if tokens is None else logprobs(tokens)
-        if self.wanted.chat:
+        if self.reading.chat:
             part["delta"] = {"role": "assistant"} if self._role else {}
             if text or self._role:
                 part["delta"]["content"] = text
@@ -99,14 +99,14 @@ class Choice:
         if depths is not None:
             pieces, numbers = [piece for piece, _ in depths], [depth for _, depth in depths]
             part["utio"] = {"pieces": pieces, "depths": numbers}
-        if self.wanted.body.return_token_ids:
+        if self.reading.body.return_token_ids:
             part["token_ids"] = ids.tolist()
         return part
 
     def _list_logprobs(self, tokens: Event | PromptScores) -> dict[str, Any]:
         names = [self._pieces(int(token)).name for token in tokens.token_ids]
-        numbers = [_number(each) for each in tokens.log_probabilities]
-        tops, count = [], self.wanted.logprobs or 0
+        numbers = [_number(log_probability) for log_probability in tokens.log_probabilities]
+        tops, count = [], self.reading.logprobs or 0
         for place, (name, number) in enumerate(zip(names, numbers, strict=True)):
             if number is None:
                 tops.append(None)
@@ -129,7 +129,7 @@ class Choice:
     def _starts(self, tokens: Event | PromptScores) -> list[int]:
         """Returns where in the choice's text each token begins, in characters.
 
-        Tokens of one character begin where it does. Behind a stop string, all are at the end.
+        Tokens of one character begin where it does. After a stop string, all are at the end.
         """
         size, echoed, starts = math.inf, "", list[int]()
         if isinstance(tokens, PromptScores):
@@ -154,8 +154,8 @@ class Choice:
         for place, (token, number) in enumerate(
             zip(tokens.token_ids, tokens.log_probabilities, strict=True)
         ):
-            count = self.wanted.logprobs or 0
-            tops = [self._named(*each) for each in self._top(tokens, place, count)]
+            count = self.reading.logprobs or 0
+            tops = [self._named(*top) for top in self._top(tokens, place, count)]
             content.append({**self._named(int(token), _number(number)), "top_logprobs": tops})
         return {"content": content, "refusal": None}
 
@@ -192,11 +192,11 @@ def joined(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
     else:
         whole["text"] = "".join(texts)
     for name in ("logprobs", "utio"):
-        found = [part[name] for part in parts if part.get(name) is not None]
-        if found:
+        values = [part[name] for part in parts if part.get(name) is not None]
+        if values:
             whole[name] = {
-                key: None if first is None else _chained(part[key] for part in found)
-                for key, first in found[0].items()
+                key: None if first is None else _chained(part[key] for part in values)
+                for key, first in values[0].items()
             }
     if not chat and whole.get("logprobs") is not None:  # A stop string may span several parts.
         starts, size = whole["logprobs"]["text_offset"], len(whole["text"])
@@ -211,16 +211,16 @@ def _chained(lists: Iterable[list[Any]]) -> list[Any]:
 
 
 class ClientLeftError(Exception):
-    """The client does not read the answer any more."""
+    """Raised when the client has closed the connection."""
 
 
 class Answer(Response):
-    """The answer to a generation: sent while, or after, the engine works on it."""
+    """The answer to a generation request, streamed or sent whole."""
 
     def __init__(
         self, service: Application, reading: Reading, ticket: Ticket, record: dict[str, Any]
     ) -> None:
-        """Answers a request whose tasks the engine has; `record` is what is logged of it."""
+        """Stores a request whose tasks the engine has, and its log `record`."""
         super().__init__(status_code=200)
         self._reading, self._ticket, self._record = reading, ticket, record
         self._service, self._ping = service, service.limits.ping_seconds
@@ -236,7 +236,7 @@ class Answer(Response):
         ]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Sends it; whatever ends this, slots become free."""
+        """Sends the answer, and frees its slots on every exit."""
         watcher = asyncio.create_task(self._watch(receive))
         try:
             whole = await (self._stream(send) if self._reading.body.stream else self._whole())
@@ -267,12 +267,12 @@ class Answer(Response):
         self._ticket.news.put_nowait((None, ClientLeftError()))
 
     async def _parts(self) -> AsyncIterator[dict[str, Any] | None]:
-        """Yields parts of choices as they come; None where nothing has for a while.
+        """Yields parts of choices as they arrive; None after a pause.
 
         Raises `ApiError` where it ended otherwise than by its own tokens.
         """
         reading, prompts = self._reading, range(len(self._reading.prompts))
-        # Prompts that are still to be echoed, and new tokens that come behind them.
+        # Prompts that are still to be echoed, and new tokens that come after them.
         unsaid: dict[int, list[tuple[int, Event]]] = {}
         if reading.echo is not None and reading.logprobs is not None:
             unsaid = {row: [] for row in prompts}
@@ -310,7 +310,7 @@ class Answer(Response):
                     yield part
 
     async def _guarded(self) -> AsyncIterator[dict[str, Any] | None]:
-        """Yields the same; a fault here is an error to the client, too, and logged."""
+        """Yields the same parts; an exception becomes an error for the client and is logged."""
         try:
             async for part in self._parts():
                 yield part
@@ -337,11 +337,11 @@ class Answer(Response):
                     parts[part["index"]].append(part)
         except ApiError as error:
             return error.response()
-        choices = [joined(each) for each in parts]
+        choices = [joined(choice_parts) for choice_parts in parts]
         return JSONResponse({**self._head, "choices": choices, "usage": self._usage()})
 
     async def _stream(self, send: Send) -> JSONResponse | None:
-        """Sends events as they come; returns the answer where it fails before the first."""
+        """Sends events as they arrive; returns an error answer if it fails before the first."""
         head, begun = dict(self._head), False
         options = self._reading.body.stream_options
         counts = options is not None and bool(options.include_usage)
@@ -376,16 +376,16 @@ class Answer(Response):
         return None
 
     def _usage(self) -> dict[str, Any]:
-        """Returns what the choices that have ended used, and what `utio` says besides."""
-        finished = [each.finished for each in self.choices if each.finished is not None]
+        """Returns the token counts of finished choices, with depths and times under `utio`."""
+        finished = [item.finished for item in self.choices if item.finished is not None]
         read = sum(prompt.size for prompt in self._reading.prompts)
-        new = sum(each.token_ids.size for each in finished)
+        new = sum(item.token_ids.size for item in finished)
 
         def mean(name: str) -> float | None:
-            return sum(int(getattr(each, name).sum()) for each in finished) / new if new else None
+            return sum(int(getattr(item, name).sum()) for item in finished) / new if new else None
 
         def longest(name: str) -> float | None:
-            known = [value for each in finished if (value := getattr(each, name)) is not None]
+            known = [value for item in finished if (value := getattr(item, name)) is not None]
             return round(max(known), 6) if known else None
 
         usage: dict[str, Any] = {"prompt_tokens": read, "completion_tokens": new}
@@ -397,12 +397,12 @@ class Answer(Response):
             "seconds_in_queue": longest("seconds_in_queue"),
             "seconds_to_first_token": longest("seconds_to_first_token"),
         }
-        thoughts = [each.thought for each in finished if each.thought is not None]
+        thoughts = [item.thought for item in finished if item.thought is not None]
         if thoughts:
             spent = sum(thought.tokens for thought in thoughts)
             usage["completion_tokens_details"] = {"reasoning_tokens": spent}
-            told = ("tokens", "forced", "ended_by")
-            utio["thinking"] = [{name: getattr(each, name) for name in told} for each in thoughts]
+            fields = ("tokens", "forced", "ended_by")
+            utio["thinking"] = [{name: getattr(item, name) for name in fields} for item in thoughts]
         return {**usage, "utio": utio}
 
 
@@ -414,8 +414,8 @@ _STREAM = [
 
 
 def _too_slow() -> ApiError:
-    said = "The answer took longer than this server gives to one. Ask for less."
-    return ApiError(504, said, headers={"x-should-retry": "false"})
+    message = "The answer took longer than this server's time limit. Ask for fewer tokens."
+    return ApiError(504, message, headers={"x-should-retry": "false"})
 
 
 def _as_error(news: Exception) -> Exception:

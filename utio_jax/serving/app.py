@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The addresses of the server as an ASGI application, with the engine that answers behind them.
+"""The server's routes as an ASGI application over one engine.
 
 app = Application(model, slots=8)
 uvicorn.run(app)                     # or any other ASGI server that speaks "lifespan"
@@ -61,9 +61,9 @@ class Application:
       limits: of queues and times.
       slots: choices that run at once.
       planned: whether a depth per token pays here, in words; empty where that was not timed.
-      compiled: how much is, in words.
+      compiled: progress of compilation, in words.
       ready: whether everything is.
-      dead: what has ended the engine; None: it runs.
+      dead: the error that ended the engine; None while it runs.
       on_change: called on the loop where it has become `ready`, or `dead`.
     """
 
@@ -79,13 +79,13 @@ class Application:
         log: Log = log_line,
         channel: Channel | None = None,
     ) -> None:
-        """Compiles nothing yet.
+        """Stores the options; compilation starts with the lifespan.
 
         Args:
-          model: what is served.
+          model: the served model.
           slots: choices that run at once.
           capacity: tokens of each, prompt included; None: the model's context, 2048 at most.
-          shapes: which programs there are.
+          shapes: of the compiled programs.
           limits: of requests.
           key: that requests bring; None: none.
           log: is given each event, as a record.
@@ -112,8 +112,8 @@ class Application:
         self._channel, self._log = channel, log
         self.metrics = Metrics(self.worker, layers=model.layers)
         self.gate = Gate(_routes(self), body_bytes=limits.body_bytes, key=key, log=log)
-        said, headers = "This server is warming up. Come again soon.", {"retry-after": "1"}
-        self.gate.refusing = ApiError(503, said, code="not_ready", headers=headers)
+        message, headers = "Server is warming up; retry in 1 s.", {"retry-after": "1"}
+        self.gate.refusing = ApiError(503, message, code="not_ready", headers=headers)
         self._created = int(time.time())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -122,7 +122,7 @@ class Application:
 
     @contextlib.asynccontextmanager
     async def lifespan(self, _: Any = None) -> AsyncIterator[None]:
-        """Runs the engine, which begins to compile, and ends it behind its current block."""
+        """Runs the engine, which starts to compile, and ends it after its current block."""
         self.worker.start()
         yield
         self.worker.stop()
@@ -132,7 +132,7 @@ class Application:
                 self._channel.broadcast("stop")
 
     def begin(self, reading: Reading, request: Request) -> Answer:
-        """Hands a request to the engine; returns its answer, which is yet to be sent.
+        """Queues a request for the engine; returns the answer to send.
 
         Raises:
           ApiError: the queue is full, or the request is larger than it.
@@ -140,11 +140,11 @@ class Application:
         worker, limits, count = self.worker, self.limits, len(reading.tasks)
         most = self.slots + limits.queue_requests
         if count > most:
-            said = f"Wanted at most {most} choices and prompts at once. Got {count}."
-            raise ApiError(400, said)
+            message = f"Wanted at most {most} choices and prompts at once. Got {count}."
+            raise ApiError(400, message)
         if (opened := len(worker.open_tasks)) + count > most:
-            said = f"The queue is full: {opened} choices are open. Come again soon."
-            raise ApiError(429, said, headers={"retry-after": "1"})
+            message = f"The queue is full: {opened} choices are open. Retry in 1 s."
+            raise ApiError(429, message, headers={"retry-after": "1"})
         try:
             ticket = worker.hand_in(reading.tasks)
         except EngineStoppedError as error:
@@ -181,7 +181,7 @@ class Application:
         return functools.lru_cache(maxsize=2**17)(PieceReader(self.model.text.tokenizer))
 
     def _planned(self, served: Served) -> None:
-        """Times whether a depth per token pays; where it does not, requests run in full by default.
+        """Times a depth per token; if it is not faster, requests run in full by default.
 
         In the engine's thread, before requests are taken; nothing without the model's histogram.
         """
@@ -195,11 +195,11 @@ class Application:
             return
         ratio = plan.speedup
         self.reader.in_full = ratio <= 1
-        rest = "in full" if self.reader.in_full else f"at {self.model.budget:g}"
+        share = "in full" if self.reader.in_full else f"at {self.model.budget:g}"
         self.planned = (
             f"With all {self.slots} slots busy, a budget of {self.model.budget:g} is predicted to "
             f"be {ratio:.2f} times as fast as full depth: requests that name neither a mode nor a "
-            f"budget run {rest}."
+            f"budget run {share}."
         )
         rates = plan.rates.to_json()
         self._log({**record, "speedup": round(ratio, 3), "why": self.planned, **rates})
@@ -228,7 +228,7 @@ class Application:
 
 
 def _routes(service: Application) -> FastAPI:
-    """Returns the addresses."""
+    """Returns the routes."""
     app = FastAPI(
         title="utio-jax serve",
         version=versions().get("utio-jax", "0"),
@@ -298,12 +298,12 @@ def _add_models(app: FastAPI, service: Application) -> None:
         if body.tokens and max(body.tokens) >= vocab:
             raise ApiError(400, f"Wanted token ids below {vocab}.", param="tokens")
         tokenizer: Any = service.model.text.tokenizer
-        found = await asyncio.to_thread(tokenizer.decode, body.tokens, skip_special_tokens=False)
-        return {"prompt": found}
+        text = await asyncio.to_thread(tokenizer.decode, body.tokens, skip_special_tokens=False)
+        return {"prompt": text}
 
     @app.get("/tokenizer_info")
     async def tokenizer_info() -> dict[str, Any]:
-        """Returns what clients need that make prompts themselves."""
+        """Returns the tokenizer's settings, for clients that render prompts themselves."""
         model, names = service.model, ("eos_token", "bos_token", "pad_token")
         return {
             "tokenizer_class": "utio-jax",
@@ -316,14 +316,14 @@ def _add_models(app: FastAPI, service: Application) -> None:
 def _add_life(app: FastAPI, service: Application) -> None:
     @app.get("/health")
     async def health() -> dict[str, str]:
-        """200 while the process can work."""
+        """Returns 200 while the engine's thread is alive."""
         if service.dead is not None:
             raise engine_ended(service.dead)
         return {"status": "ok"}
 
     @app.get("/ready")
     async def ready() -> dict[str, str | None]:
-        """200 while requests are taken: everything is compiled, and the engine has not ended."""
+        """Returns 200 while requests are accepted: warmed up, and the engine has not ended."""
         if service.dead or not service.ready:
             state = "ended" if service.dead else service.compiled
             raise ApiError(503, f"Not ready: {state}.", code="not_ready")
@@ -332,7 +332,7 @@ def _add_life(app: FastAPI, service: Application) -> None:
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
-        """Counters for Prometheus."""
+        """Returns counters for Prometheus."""
         return Response(service.metrics.text(), media_type="text/plain; version=0.0.4")
 
     @app.get("/docs", include_in_schema=False)
@@ -344,7 +344,7 @@ def _add_life(app: FastAPI, service: Application) -> None:
 
     @app.get("/", response_class=HTMLResponse)
     async def root() -> Response:
-        """A page to try it."""
+        """Returns a page to try the model."""
         return HTMLResponse(page, headers=policy)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a server runs on devices: an engine, and scores of prompts; in one process or in several."""
+"""The device side of a server: an engine and a prompt scorer, in one or several processes."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class PromptScorer:
     """Scores prompts one at a time, padded to a few widths: each is a program."""
 
     def __init__(self, served: Served, channel: Channel | None = None) -> None:
-        """Compiles nothing yet; widths are those of the engine, in the model's context.
+        """Stores the options; widths are the engine's, up to the model's context.
 
         `channel` is the leader's, where other processes have to do the same.
         """
@@ -63,7 +63,7 @@ class PromptScorer:
         return len(self._widths)
 
     def warmup(self, *, progress: Callable[[int], None]) -> None:
-        """Compiles the program of every width; calls `progress` with how many are."""
+        """Compiles the program of every width; calls `progress` with the count so far."""
         for done, width in enumerate(self._widths, start=1):
             self.score(np.zeros(width, np.int32))
             progress(done)
@@ -86,9 +86,9 @@ class PromptScorer:
             if self._channel is not None:
                 self._channel.broadcast("score", prompt=prompt.tolist())
             lengths = np.asarray([size], np.int32)
-            found = _scored(*self._model, ids, lengths, count=self._count)
+            scores = _scored(*self._model, ids, lengths, count=self._count)
             # What token i says of token i + 1 stands at i there, and at i + 1 here.
-            chosen, best, likely = (np.asarray(leaf)[0, : size - 1] for leaf in found)
+            chosen, best, likely = (np.asarray(leaf)[0, : size - 1] for leaf in scores)
         return PromptScores(
             token_ids=prompt,
             log_probabilities=np.pad(chosen, (1, 0), constant_values=np.nan),
@@ -122,7 +122,7 @@ def _scored(
 
 
 def served_of(model: ServedModel, *, slots: int, capacity: int | None, shapes: Shapes) -> Served:
-    """Returns what the engine of a server is made of; arguments are `Application`'s."""
+    """Returns the arguments of a server's engine; arguments are `Application`'s."""
     return Served(
         decoder=model.text.decoder,
         params=model.text.params,
@@ -138,7 +138,7 @@ def served_of(model: ServedModel, *, slots: int, capacity: int | None, shapes: S
 
 
 def make_engine(model: ServedModel, served: Served, channel: Channel | None) -> Engine:
-    """Returns the engine of a server, which leads workers where there is a channel to them."""
+    """Returns a server's engine; with a channel, it leads the workers of other processes."""
     options = {**vars(served), "tokenizer": model.text.tokenizer}
     if channel is None:
         return Engine(**options)
@@ -153,7 +153,7 @@ def run_server_worker(
     shapes: Shapes = Shapes(),
     log: Log = log_line,
 ) -> None:
-    """Does a worker's part of process 0's `Server`, on the devices, until that ends.
+    """Runs the device programs of process 0's `Server` in a worker process until it ends.
 
     A signal to end is passed on: process 0 drains, and ends all. Arguments are as process 0's.
 

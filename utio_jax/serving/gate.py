@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ASGI middleware before every address (key, size of bodies, request ids, log), and all errors.
+"""ASGI middleware for all routes: API key, body size, request ids, log, and errors.
 
 Errors are as OpenAI's clients read them: `{"error": {message, type, param, code}}`, always. What
 waits for slow clients, limits rates or knows several keys stands in a reverse proxy.
@@ -53,7 +53,7 @@ Log = Callable[[dict[str, Any]], None]
 
 
 class ApiError(HTTPException):
-    """An answer other than 200: `body` is the error object, `param` in it the field at fault."""
+    """An error response: `body` is the error object, `param` names the field at fault."""
 
     def __init__(
         self,
@@ -75,20 +75,20 @@ class ApiError(HTTPException):
 
 
 def fault() -> ApiError:
-    """Returns the error of a fault of the server. What stands before it logs which one."""
+    """Returns the 500 for an internal error; the middleware logs it."""
     return ApiError(500, "A fault of this server. It was logged under the request's id.")
 
 
 def engine_ended(cause: BaseException | None) -> ApiError:
-    """Returns the error of requests whose engine is gone: 503 where it is for another process."""
+    """Returns the error for requests whose engine has ended: 503 if another process caused it."""
     if isinstance(cause, ProcessLostError):
-        said = "Another process of this engine is gone; this one ends, too."
-        return ApiError(503, said, code="process_lost", headers={"retry-after": "5"})
+        message = "Another process of this engine has ended; this server ends, too. Retry in 5 s."
+        return ApiError(503, message, code="process_lost", headers={"retry-after": "5"})
     return ApiError(500, "The engine has ended by an error.", code="engine_dead")
 
 
 def add_handlers(app: FastAPI) -> None:
-    """Lets an application answer errors, those of the framework included, as all others."""
+    """Gives an application one format for all errors, those of the framework included."""
 
     async def http(_: Request, error: Any) -> JSONResponse:
         if isinstance(error, ApiError):
@@ -108,27 +108,27 @@ def add_handlers(app: FastAPI) -> None:
 
 
 def _invalid(errors: Any) -> ApiError:
-    """Returns the error of a body of the wrong shape: 400, and which field it is."""
+    """Returns the 400 for an invalid body, with the name of the field."""
     # Of a list that may be of several kinds, not that it is no text, but that it is too long.
-    sizes = [each for each in errors if each.get("type") in ("too_long", "too_short")]
+    sizes = [error for error in errors if error.get("type") in ("too_long", "too_short")]
     first = (sizes or errors)[0]
     # Names may be the client's own, and as long as its body; kinds that were tried are no names.
     kinds = re.compile(r"str$|constrained-|list\[")
     place = [str(part)[:80] for part in first.get("loc", ())[:8] if part != "body"]
     place = [part for part in place if not kinds.match(part)]
-    kind, said = first.get("type"), str(first.get("msg", "it is wrong"))[:500]
+    kind, message = first.get("type"), str(first.get("msg", "it is wrong"))[:500]
     if kind == "json_invalid":
         return ApiError(400, f"Wanted a body in JSON. {first['ctx']['error']}.")
     if not place and kind in ("missing", "model_attributes_type", "dict_type"):
         return ApiError(400, "Wanted a JSON object as body, and Content-Type: application/json.")
     if not place and kind == "value_error":  # A field that is refused by name.
-        said = str(first["ctx"]["error"])
-        return ApiError(400, said, param=said.partition(" ")[0], code="unsupported")
-    return ApiError(400, f"{'.'.join(place)}: {said}.", param=place[0] if place else None)
+        message = str(first["ctx"]["error"])
+        return ApiError(400, message, param=message.partition(" ")[0], code="unsupported")
+    return ApiError(400, f"{'.'.join(place)}: {message}.", param=place[0] if place else None)
 
 
 class Gate:
-    """Checks requests before an application, and logs them behind it.
+    """Checks requests before an application, and logs them after it.
 
     Attributes:
       refusing: the error that requests for work get; None: they are let in.
@@ -136,7 +136,7 @@ class Gate:
     """
 
     def __init__(self, app: ASGIApp, *, body_bytes: int, key: str | None, log: Log) -> None:
-        """Stands before an application; requests have at most `body_bytes`."""
+        """Wraps an application; request bodies have at most `body_bytes`."""
         self._app, self._body_bytes, self.key, self._log = app, body_bytes, key, log
         self.refusing: ApiError | None = None
 
@@ -181,8 +181,8 @@ class Gate:
         except ApiError as error:
             await answer(error)
         except asyncio.CancelledError:  # It has had its time to drain.
-            said = "This server is ending, and could not wait for the answer."
-            await answer(ApiError(503, said, code="shutting_down"))
+            message = "Server is shutting down before this answer was complete."
+            await answer(ApiError(503, message, code="shutting_down"))
             raise
         except OSError as error:  # The client has left.
             record["left"] = type(error).__name__
@@ -195,16 +195,16 @@ class Gate:
                 self._log(record)
 
     def _check(self, scope: Scope, headers: Headers) -> None:
-        """Raises ApiError for a request that is not let in."""
+        """Raises ApiError for a rejected request."""
         size = headers.get("content-length", "")
         if size and "transfer-encoding" in headers:
             # Two answers to where the body ends: what stands in front may take the other one.
-            said = "Wanted Content-Length or Transfer-Encoding. Got both."
-            raise ApiError(400, said, headers={"connection": "close"})
+            message = "Wanted Content-Length or Transfer-Encoding. Got both."
+            raise ApiError(400, message, headers={"connection": "close"})
         if scope["path"] not in OPEN:
             if self.key is not None and not _is_key(headers.get("authorization", ""), self.key):
-                said = "Wanted the key of this server: Authorization: Bearer KEY."
-                raise ApiError(401, said, headers={"www-authenticate": "Bearer"})
+                message = "Wanted the key of this server: Authorization: Bearer KEY."
+                raise ApiError(401, message, headers={"www-authenticate": "Bearer"})
             if self.refusing is not None and scope["method"] == "POST":
                 raise self.refusing
         if size.isdigit() and int(size[:20]) > self._body_bytes:
@@ -225,22 +225,22 @@ class Gate:
         return take
 
     def _too_large(self, **options: Any) -> ApiError:
-        said = f"Wanted a body of at most {self._body_bytes} bytes. Got more."
-        return ApiError(413, said, **options)
+        message = f"Wanted a body of at most {self._body_bytes} bytes. Got more."
+        return ApiError(413, message, **options)
 
 
 _NO_SNIFFING = (b"x-content-type-options", b"nosniff")
 
 
 def _is_key(authorization: str, key: str) -> bool:
-    """Returns whether a header is `Bearer KEY`; in a time that does not depend on the key."""
+    """Returns whether a header is `Bearer KEY`, compared in constant time."""
     scheme, _, given = authorization.partition(" ")
     same = hmac.compare_digest(given.strip().encode("latin-1"), key.encode())
     return same and scheme.lower() == "bearer"
 
 
 def note_fault(record: dict[str, Any], error: BaseException) -> None:
-    """Adds to a record what failed and where; not its message, which may quote a prompt."""
+    """Adds an exception's type and location to a record, without its message (may quote text)."""
     record["fault"] = type(error).__name__
     record["trace"] = traceback.format_tb(error.__traceback__)[-6:]
 

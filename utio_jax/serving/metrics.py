@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine has done, for Prometheus. Names begin with `utio_`; times are in seconds."""
+"""Metrics of an engine for Prometheus. Names begin with `utio_`; times are in seconds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Metrics:
     """Counters of one server. Requests by address and status are a proxy's to count."""
 
     def __init__(self, worker: Worker, *, layers: int) -> None:
-        """Counts from nothing; `layers` are the model's."""
+        """Starts at zero; `layers` are the model's."""
         self._worker, self._registry = worker, CollectorRegistry()
 
         def histogram(name: str, about: str, buckets: tuple[float, ...] = _SECONDS) -> Histogram:
@@ -27,25 +27,25 @@ class Metrics:
         about = "From a request to its first token, the queue included"
         self._first = histogram("utio_time_to_first_token_seconds", about)
         self._between = histogram("utio_time_between_tokens_seconds", "Mean of each request")
-        about = "Layers behind a request's new tokens, on average"
+        about = "Layers of a request's new tokens, on average"
         self._depth = histogram("utio_mean_depth_layers", about, tuple(range(1, layers + 1)))
         self._registry.register(self)
 
-    def finished(self, found: Finished) -> None:
-        """Notes a choice that ended."""
-        if found.seconds_to_first_token is not None:
-            self._first.observe(found.seconds_to_first_token)
-        if found.seconds_between_tokens is not None:
-            self._between.observe(found.seconds_between_tokens)
-        if found.token_ids.size:
-            self._depth.observe(float(found.decided.mean()))
+    def finished(self, result: Finished) -> None:
+        """Records a finished choice."""
+        if result.seconds_to_first_token is not None:
+            self._first.observe(result.seconds_to_first_token)
+        if result.seconds_between_tokens is not None:
+            self._between.observe(result.seconds_between_tokens)
+        if result.token_ids.size:
+            self._depth.observe(float(result.decided.mean()))
 
     def text(self) -> bytes:
-        """Returns it all in Prometheus' format."""
+        """Returns all metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
-        """Yields what the engine's thread has noted last; Prometheus' client asks for it."""
+        """Yields the engine's latest statistics, for Prometheus' client."""
         stats, count, gauge = self._worker.stats, CounterMetricFamily, GaugeMetricFamily
         open_tasks = len(self._worker.open_tasks)
         yield gauge("utio_open_tasks", "Choices that were let in, not ended", value=open_tasks)

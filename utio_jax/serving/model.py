@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is served: a model that reads and writes text, how it decodes, what requests may ask."""
+"""The served model: text in and out, decoding mode, limits of requests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from utio_jax.policies.depth import Thresholded
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What a request, and all requests together, may ask for. All above 0, counts at least 1.
+    """Limits of one request and of all open requests. Above 0; counts at least 1.
 
     Attributes:
       body_bytes: of a request.
@@ -44,13 +44,13 @@ class Limits:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Chat:
-    """How a model's conversations become tokens.
+    """Encoder of a model's conversations.
 
     Attributes:
       template: the Jinja program, for clients that ask.
       encode: returns the token ids `[token]` of messages, with the assistant's turn opened. Raises
         ValueError for messages that the template does not take.
-      eos_ids: what ends an answer.
+      eos_ids: tokens that end an answer.
     """
 
     template: str
@@ -60,20 +60,20 @@ class Chat:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServedModel:
-    """A model under a name, and what the operator lets requests choose.
+    """A model under a name, and the options that requests may choose.
 
     Attributes:
-      name: what requests call it.
+      name: the model's name in requests.
       text: the model.
-      mode: how its engine decodes.
+      mode: of decoding.
       chat: None where it has no chat template.
       policy: name of the depth policy; None without one.
       budget: of a request that names none; None without a policy.
       budgets: policies that a request may choose by their budget.
       histogram: share of tokens that stop at each depth of `mode`'s policy, by which the server
         plans whether that pays; None: it plans nothing.
-      prefill: how prompts are read; None: as the full model reads them.
-      prompt_budget: what that costs over reading them in full.
+      prefill: of prompts; None: the full model's.
+      prompt_budget: FLOPs of `prefill` over a full prefill's.
       thinking: how long a request's choices may think that says nothing of it; None: requests may
         say nothing of it.
       special_tokens: texts of `eos_token`, `bos_token` and others, by name.

@@ -25,17 +25,17 @@ class Piece:
 
 
 def token_name(token: int) -> str:
-    """Returns the name of a token that has no other, as vLLM writes it."""
+    """Returns the name of a token without text, as vLLM writes it."""
     return f"token_id:{token}"
 
 
 class PieceReader:
-    """Reads tokens one by one, whatever a tokenizer's decoder makes of them alone."""
+    """Reads tokens one by one, independent of a tokenizer's decoder."""
 
     def __init__(self, tokenizer: Any) -> None:
         """Takes a tokenizer of the `tokenizers` library."""
         self._tokenizer = tokenizer
-        # Behind nothing, some decoders drop a space.
+        # After nothing, some decoders drop a space.
         self._before = tokenizer.encode("a", add_special_tokens=False).ids
         self._known = len(tokenizer.decode(self._before))
 

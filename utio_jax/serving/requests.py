@@ -19,19 +19,19 @@ from utio_jax.serving.schema import ChatRequest, CompletionRequest, Message, Uti
 from utio_jax.serving.worker import Task
 
 _LONG = 16384
-"""Characters of a text that is encoded beside the event loop."""
+"""Length in characters from which a text is encoded in a thread."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Reading:
-    """A request, understood.
+    """A validated request.
 
     Attributes:
       body: as it came.
       prompts: token ids of each.
       tasks: for the engine.
       echo: texts of the prompts where they belong to the answer; None: they do not.
-      about: what `usage.utio` says of all this.
+      about: the depth options, for `usage.utio`.
       logprobs: most probable tokens at each place; None: no log-probabilities at all.
     """
 
@@ -44,12 +44,12 @@ class Reading:
 
     @property
     def chat(self) -> bool:
-        """Whether choices are messages."""
+        """True if choices are chat messages."""
         return isinstance(self.body, ChatRequest)
 
 
 class Reader:
-    """Understands requests to one model. What cannot be served raises `ApiError`.
+    """Validates requests to one model. Raises `ApiError` for those it cannot serve.
 
     Attributes:
       in_full: whether requests run in full that name neither a mode nor a budget.
@@ -61,7 +61,7 @@ class Reader:
         self.in_full = False
 
     async def completion(self, body: CompletionRequest) -> Reading:
-        """Returns what a completion asks for."""
+        """Returns the reading of a completion request."""
         self.check_model(body.model)
         prompts, texts = await self._prompts(body), None
         if body.echo:
@@ -74,12 +74,12 @@ class Reader:
         return self._reading(body, prompts, most, texts, logprobs=body.logprobs, eos_ids=eos)
 
     async def chat(self, body: ChatRequest) -> Reading:
-        """Returns what a chat asks for."""
+        """Returns the reading of a chat request."""
         self.check_model(body.model)
         prompt = await self.conversation(body.messages)
         given = (body.max_completion_tokens, body.max_tokens)
         left = max(1, self.context - prompt.size)
-        most = next((each for each in given if each is not None), left)
+        most = next((limit for limit in given if limit is not None), left)
         if body.top_logprobs and not body.logprobs:
             raise _refused("Wanted logprobs=true with top_logprobs. Set it.", "top_logprobs")
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
@@ -97,8 +97,8 @@ class Reader:
                 code="no_chat_template",
             )
         try:
-            said = [message.plain() for message in messages]
-            return await asyncio.to_thread(self.model.chat.encode, said)
+            plain_messages = [message.plain() for message in messages]
+            return await asyncio.to_thread(self.model.chat.encode, plain_messages)
         except (ValueError, TypeError) as error:
             raise _refused(error, "messages") from error
 
@@ -123,22 +123,22 @@ class Reader:
     def _bare(self, text: str) -> list[int]:
         tokenizer = self.model.text.tokenizer
         if text in self.model.special_tokens.values():
-            found = tokenizer.token_to_id(text)
-            if found is not None:
-                return [found]
+            token_id = tokenizer.token_to_id(text)
+            if token_id is not None:
+                return [token_id]
         return tokenizer.encode(text, add_special_tokens=False).ids
 
     @property
     def context(self) -> int:
-        """Tokens that a prompt and its answer have together: the mode may run ahead of them."""
+        """Maximum tokens of prompt and answer together, less those that drafts may run ahead."""
         context = self.model.text.decoder.config.context_length
         return min(self.capacity - self.model.mode.block, context)
 
     def check_model(self, name: str | None) -> None:
-        """Refuses another model's name."""
+        """Raises ApiError for another model's name."""
         if name is not None and name != self.model.name:
-            said = f"There is no model {name[:80]!r} here. There is {self.model.name!r}."
-            raise ApiError(404, said, param="model", code="model_not_found")
+            message = f"There is no model {name[:80]!r} here. There is {self.model.name!r}."
+            raise ApiError(404, message, param="model", code="model_not_found")
 
     async def _prompts(self, body: CompletionRequest) -> list[np.ndarray]:
         given: Any = body.prompt
@@ -161,8 +161,8 @@ class Reader:
     ) -> Reading:
         count = body.n or 1
         if body.stream_options is not None and not body.stream:
-            said = "Wanted stream=true with stream_options. Set it, or leave them out."
-            raise _refused(said, "stream_options")
+            message = "Wanted stream=true with stream_options. Set it, or leave them out."
+            raise _refused(message, "stream_options")
         for row, prompt in enumerate(prompts):
             self._check_prompt(prompt, most, f" in prompt {row}" if len(prompts) > 1 else "")
         if not most and echo is None:
@@ -185,9 +185,9 @@ class Reader:
         for row, prompt in enumerate(prompts):
             if scored:
                 tasks.append(Task(prompt, row))
-            for each in range(count if most else 0):
-                drawn = {**options, "seed": (seed + each) % 2**32}
-                tasks.append(Task(prompt, row * count + each, drawn))
+            for choice in range(count if most else 0):
+                drawn = {**options, "seed": (seed + choice) % 2**32}
+                tasks.append(Task(prompt, row * count + choice, drawn))
         return Reading(
             body=body,
             prompts=prompts,
@@ -198,7 +198,7 @@ class Reader:
         )
 
     def _check_prompt(self, prompt: np.ndarray, most: int, where: str) -> None:
-        """Refuses a prompt that the engine cannot take; `where` is which of several it is."""
+        """Raises ApiError for a prompt that the engine cannot run; `where` names it."""
         vocab = self.model.text.decoder.config.vocab_size
         if not prompt.size:
             raise _refused(f"Wanted a prompt of at least one token. Got none{where}.", "prompt")
@@ -213,7 +213,7 @@ class Reader:
             )
 
     def _thinking(self, budget: int | None) -> Thinking:
-        """Returns how long a request's choices may think: by its own budget, or the operator's."""
+        """Returns the thinking budget of a request's choices: its own, or the operator's."""
         rule = self.model.thinking
         if rule is None:
             raise _refused(
@@ -226,7 +226,7 @@ class Reader:
         return dataclasses.replace(rule, max_tokens=None if budget < 0 else budget)
 
     def _engine_options(self, utio: UtioOptions | None) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Returns the engine's options of depth for a request, and what its answer says of them."""
+        """Returns the engine's depth options for a request, and their report in the answer."""
         model, asked = self.model, utio or UtioOptions()  # type: ignore[call-arg]
         own = model.mode.name
         mode = asked.mode or ("plain" if self.in_full and asked.budget is None else own)
@@ -234,16 +234,16 @@ class Reader:
             offered = "plain or adaptive" if own == "adaptive" else own
             raise _refused(f"Wanted utio.mode of {offered} here. Got {mode}.", "utio.mode")
         if asked.budget is not None and (mode != "adaptive" or asked.budget not in model.budgets):
-            offered = ", ".join(f"{each:g}" for each in sorted(model.budgets))
-            wanted = f"utio.budget among {offered}, and mode adaptive"
+            offered = ", ".join(f"{value:g}" for value in sorted(model.budgets))
+            expected = f"utio.budget among {offered}, and mode adaptive"
             if not offered:
-                wanted = "no utio.budget: this server was started without --mode adaptive"
-            said = f"Wanted {wanted}. Got {asked.budget:g} and mode {mode}."
-            raise _refused(said, "utio.budget")
+                expected = "no utio.budget: this server was started without --mode adaptive"
+            message = f"Wanted {expected}. Got {asked.budget:g} and mode {mode}."
+            raise _refused(message, "utio.budget")
         if asked.prompt_budget not in (None, 1, model.prompt_budget):
             offered = "1" if model.prompt_budget is None else f"1 or {model.prompt_budget:g}"
-            said = f"Wanted utio.prompt_budget of {offered}. Got {asked.prompt_budget:g}."
-            raise _refused(said, "utio.prompt_budget")
+            message = f"Wanted utio.prompt_budget of {offered}. Got {asked.prompt_budget:g}."
+            raise _refused(message, "utio.prompt_budget")
         whole = asked.prompt_budget == 1 or model.prefill is None
         budget = model.budget if asked.budget is None else asked.budget
         options: dict[str, Any] = {}
@@ -280,5 +280,5 @@ def _sampling(body: CompletionRequest | ChatRequest) -> Any:
 
 
 def _refused(error: Exception | str, param: str) -> ApiError:
-    """Returns the error of what is refused, cut where a client's own text is long."""
+    """Returns a 400 whose message is cut, since it may quote the client's text."""
     return ApiError(400, str(error)[:500], param=param)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a server in this process until a signal ends it: sockets, signals, and the way out."""
+"""Runs a server in this process until a signal: sockets, signals, shutdown."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _is_loopback(host: str) -> bool:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Address:
-    """Where a server listens, and which clients it takes.
+    """Listening address of a server, its key and its TLS files.
 
     Attributes:
       host: an address of this machine.
@@ -80,11 +80,11 @@ class Address:
 
 
 class Server:
-    """A server that listens, and serves while `run` runs.
+    """An HTTP server: bound on creation, serving during `run`.
 
     Attributes:
       app: the application.
-      url: where it is.
+      url: of the server.
     """
 
     def __init__(
@@ -97,19 +97,19 @@ class Server:
         distributed: bool = False,
         **options: Any,
     ) -> None:
-        """Listens. Nothing is compiled yet.
+        """Binds the socket; compilation starts with `run`.
 
         Args:
-          model: what is served.
-          address: where.
+          model: the served model.
+          address: of the socket.
           limits: of requests.
-          log: takes each thing worth telling, as a record.
-          distributed: whether the model is spread over the devices of several processes, of which
-            this is number 0. Each of the others is in `run_server_worker`.
+          log: is called with each log record.
+          distributed: whether the model is spread over the devices of several processes;
+            this is process 0. The others run `run_server_worker`.
           **options: `slots`, `capacity` and `shapes`, see `Application`.
 
         Raises:
-          ValueError: the address cannot be had, or see `Engine` and `Address.key`.
+          ValueError: the address is not available, or see `Engine` and `Address.key`.
         """
         self._log, self._began = log, time.monotonic()
         channel = Channel() if distributed else None
@@ -134,7 +134,7 @@ class Server:
         self._server = _Uvicorn(config)
 
     def run(self) -> dict[str, Any]:
-        """Serves until SIGTERM, SIGINT or `stop`; returns what was done.
+        """Serves until SIGTERM, SIGINT or `stop`; returns statistics.
 
         At the first nothing new is taken, and open requests have `limits.drain_seconds`. The second
         ends at once. It listens before everything is compiled; `/ready` says when.
@@ -152,7 +152,7 @@ class Server:
         return done
 
     def leave(self, status: int) -> None:
-        """Ends the process where the engine is in a compilation, which nothing can stop.
+        """Ends the process if the engine is compiling, which cannot be interrupted.
 
         The interpreter would be taken down under it otherwise. Else nothing happens.
         """
@@ -162,19 +162,19 @@ class Server:
             os._exit(status)
 
     def stop(self) -> None:
-        """Ends it as the first signal does. From any thread."""
+        """Stops the server as a first signal does. Thread-safe."""
         self._server.should_exit = True
 
     def _changed(self) -> None:
         if self.app.dead is not None:
-            self.stop()  # Behind the errors that open requests get.
+            self.stop()  # After the errors that open requests get.
             return
         seconds = round(time.monotonic() - self._began, 3)
         self._log({"event": "ready", "url": self.url, "seconds": seconds})
 
 
 class _Uvicorn(uvicorn.Server):
-    """Uvicorn that leaves by returning, not by the signal that has ended it."""
+    """Uvicorn that returns after a signal instead of raising it again."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

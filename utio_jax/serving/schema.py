@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What requests may say, as pydantic models; and what is refused by name, since it would be missed.
+"""Request bodies as pydantic models. Unsupported OpenAI fields are rejected by name.
 
 Unknown fields are let pass, as OpenAI's own server does it. Fields that other servers know, and
 that would change the text, get an error: a client that sends them counts on them.
@@ -51,7 +51,7 @@ _NOTHING: dict[str, tuple[Any, ...]] = {
 
 
 class Strict(BaseModel):
-    """A body: types are what they say, numbers are finite, further fields are kept."""
+    """A body with strict types and finite numbers; unknown fields are kept."""
 
     model_config = ConfigDict(
         strict=True, extra="allow", allow_inf_nan=False, protected_namespaces=()
@@ -68,7 +68,7 @@ class Strict(BaseModel):
 
 
 class UtioOptions(BaseModel):
-    """How deep a request's tokens run, within what the operator allows."""
+    """Depth options of a request, within the operator's limits."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
@@ -88,7 +88,7 @@ class UtioOptions(BaseModel):
 
 
 class StreamOptions(BaseModel):
-    """What comes with a stream."""
+    """Options of a stream."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
@@ -96,7 +96,7 @@ class StreamOptions(BaseModel):
 
 
 class _Generation(Strict):
-    """What completions and chats have in common."""
+    """Fields that completions and chats share."""
 
     model: str
     max_tokens: int | None = Field(None, ge=0)
@@ -135,7 +135,7 @@ class TextPart(BaseModel):
 
 
 class Message(BaseModel):
-    """What one side of a conversation said."""
+    """One message of a conversation."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 

@@ -78,4 +78,4 @@ def test_maps_of_other_weights_are_refused(tmp_path: Path) -> None:
     file.write_text('{"stops": [20], "model_sha256": "abc"}', encoding="utf-8")
     settings, stored = read_settings({"maps": str(file)}, num_layers=30)
     with pytest.raises(ValueError, match="Wanted maps of the 1 safetensors in"):
-        read_maps(settings, stored, model=tmp_path, wanted=(576, 10, 2, 3, 64))
+        read_maps(settings, stored, model=tmp_path, shape=(576, 10, 2, 3, 64))

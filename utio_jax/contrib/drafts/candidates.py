@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gates on what an exit predicts of a few likely next tokens, after SpecEE.
+"""Gates on an exit's logits for a few likely next tokens, after SpecEE.
 
 SpecEE (Xu et al. 2025, arXiv 2504.08850): how sure an exit is shows in the logits of a few
 candidates, which are so many columns of the head instead of the whole vocabulary. There a draft
@@ -34,7 +34,7 @@ from utio_jax.policies.signals import SignalBase, exit_index
 
 @pytree
 class CandidateGates(SignalBase):
-    """A gate's value from the state, and from what it predicts of a few likely next tokens.
+    """A gate on the state and on its logits for a few likely next tokens.
 
     Attributes:
       gates: one per exit, on `gate_inputs`; fitted to sqrt(KL to full depth).
@@ -50,7 +50,7 @@ class CandidateGates(SignalBase):
     def start(
         self, token_ids: Inputs, positions: Int[Array, "batch token"]
     ) -> Int[Array, "batch token"]:
-        """Returns the token ids, which say the candidates. Raises ValueError for other inputs."""
+        """Returns the token ids, which select candidates. Raises ValueError for other inputs."""
         ids = jnp.asarray(token_ids)
         if not jnp.issubdtype(ids.dtype, jnp.integer):
             raise ValueError(
@@ -92,7 +92,7 @@ def gate_inputs(
     likely: Int[Array, "vocab candidate"],
     depth: int,
 ) -> Float[Array, "slot input"]:
-    """Returns the normalised states at `depth`, and an eighth of six numbers beside them.
+    """Returns the normalised states at `depth`, with six features of the candidates' logits.
 
     Of the candidates' logits, read through the exit's lens where there is one: entropy (nats), the
     largest, its distance to the second, logarithm of the sum of exponentials. Then the logarithms
@@ -151,7 +151,7 @@ def fit_candidates(fit: SignalFitter, count: int = 16) -> CandidateGates:
         return jnp.stack([jax.lax.map(lambda row, one=one: one(*row), (x, ids)) for one, x in rows])
 
     seen = [read(fit.params, study.states, study.batch.token_ids) for study in fit.studies]
-    inputs = predicted_tokens(fit.studies, [np.asarray(each) for each in seen])
+    inputs = predicted_tokens(fit.studies, [np.asarray(values) for values in seen])
     kl = predicted_tokens(fit.studies, [study.kl for study in fit.studies])[:-1]
     gates = fit_gates(inputs, np.sqrt(kl), seed=fit.seed)
     return CandidateGates(gates=gates, likely=likely, exits=fit.exits)

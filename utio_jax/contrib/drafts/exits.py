@@ -37,7 +37,7 @@ from utio_jax.decoding.state import DecodeState, emit
 
 @pytree
 class Agreement:
-    """How often each exit would have been right in a row, later rounds counting more.
+    """Acceptance rate of each exit in a row, an exponential mean over rounds.
 
     Attributes:
       right: tokens whose draft there would have been accepted: expected ones, where they are drawn.
@@ -59,7 +59,7 @@ class _Drafted:
 
 @pytree
 class DynamicExits(Mode):
-    """Drafts at the exit, and as far, as each row's own text makes cheapest; all layers verify.
+    """Lossless decoding whose exit and draft length minimise the cost of each row.
 
     Greedy tokens are the full model's, drawn ones distributed as its. What a row draws depends on
     its seed and prompt alone, up to rounding: its exit and length follow from its own tokens. What
@@ -98,10 +98,10 @@ class DynamicExits(Mode):
         return dataclasses.replace(state, memory=Agreement(right=right))
 
     def choose(self, decoder: Decoder, state: DecodeState) -> tuple[Array, Array]:
-        """Returns the number of each row's exit, and its drafts: most expected tokens per layer.
+        """Returns each row's exit and draft length with most expected tokens per layer.
 
         With agreement `a`, `n` drafts let out `1 + a + ... + a^n` tokens, and run `n` times the
-        exit's layers beside all layers once.
+        exit's layers, plus all layers once.
         """
         right, exits = state.memory.right, decoder.config.exits
         drafts = jnp.arange(self.block, dtype=jnp.float32)
@@ -113,7 +113,7 @@ class DynamicExits(Mode):
         return best // self.block, best % self.block
 
     def step(self, setting: Setting, state: DecodeState) -> DecodeState:
-        """Drafts, verifies by all layers, emits what agrees and one token, and learns from it."""
+        """Drafts, verifies, emits accepted drafts and one token, and updates the rates."""
         decoder, sampling, active = setting.decoder, setting.sampling, state.active
         *early, num_layers = decoder.config.exits
         exits = jnp.asarray(early, jnp.int32)
@@ -151,7 +151,7 @@ class DynamicExits(Mode):
                 )
                 # A draft of q is accepted under p in this share of the cases.
                 right = jnp.sum(jnp.exp(jnp.minimum(log_p, log_p[:, :, -1:])), axis=-1)
-        # Behind a wrong draft the text is another one.
+        # After a wrong draft the text is another one.
         judged = active[:, None] & (offsets <= verified.accepted[:, None])
         right = jnp.sum(jnp.where(judged[:, :, None], right, 0.0), axis=1)
         right += state.memory.right * jnp.where(active, self.decay, 1.0)[:, None]
@@ -180,7 +180,7 @@ class DynamicExits(Mode):
     def _draft(
         self, setting: Setting, state: DecodeState, chosen: Array, counts: Array, deepest: Array
     ) -> _Drafted:
-        """Returns drafts of each row's exit; all rows' states go on to the deepest one."""
+        """Returns drafts of each row's exit; all rows run to the deepest exit in use."""
         decoder, params, sampling = setting.decoder, setting.params, setting.sampling
         exits, (rows, block) = decoder.config.exits[:-1], (len(chosen), self.block)
         like = jax.eval_shape(decoder.embed, params, chosen, chosen)

@@ -26,7 +26,7 @@ from utio_jax.decoding.sampling import SamplingParams, rows_of
 
 
 class Cloud:
-    """Serves deep layers to edges at its `address`, from the moment that it is made."""
+    """Server of deep layers at its `address`, running from its creation."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class Cloud:
         address: str = "tcp://127.0.0.1:0",
         rows: int = 8,
     ) -> None:
-        """Compiles every program, and begins to serve, in a thread.
+        """Compiles every program, and starts to serve in a thread.
 
         Edges run `exit` layers, and have the same key of at least 16 bytes; texts may be as long as
         the model's context. Port 0 of the address takes a free one. K/V of `rows` texts are kept:
@@ -88,7 +88,7 @@ class Cloud:
         self._ended.wait()
 
     def close(self) -> None:
-        """Listens no more, once the block that runs has ended."""
+        """Closes the socket after the running block."""
         self._ended.set()
         # A thread inside of XLA when the interpreter ends would abort the process.
         self._thread.join()
@@ -98,22 +98,24 @@ class Cloud:
             if self._socket.poll(50):
                 edge, *frames = self._socket.recv_multipart()
                 try:
-                    said = self._answer(edge, frames)
+                    reply = self._answer(edge, frames)
                 except ValueError as error:
-                    said = b"r" + str(error)[:2000].encode()
+                    reply = b"r" + str(error)[:2000].encode()
                 except Exception as error:  # Of the device, say: others go on.
                     self._rows.pop(edge, None)  # Its cache was donated.
-                    said = b"f" + str(error)[:2000].encode()
-                self._socket.send_multipart([edge, said])
+                    reply = b"f" + str(error)[:2000].encode()
+                self._socket.send_multipart([edge, reply])
         self._context.destroy(linger=1000)  # Once it returns, the address is free again.
 
     def _answer(self, edge: bytes, frames: list[bytes]) -> bytes:
-        """Returns the answer to an edge's message. Raises ValueError to refuse it."""
+        """Returns the answer to an edge's message. Raises ValueError to reject it."""
         if frames[0] != self._wanted:
-            wanted, got = (each[:80].decode(errors="replace") for each in (self._wanted, frames[0]))
+            expected, got = (
+                header[:80].decode(errors="replace") for header in (self._wanted, frames[0])
+            )
             raise ValueError(
-                f"Wanted an edge of protocol, model and exit {wanted}. Got {got}. Start both with "
-                "the same version, weights, config and exit."
+                f"Wanted an edge of protocol, model and exit {expected}. Got {got}. Start both "
+                "with the same version, weights, config and exit."
             )
         if len(frames) != 3 or len(frames[1]) != wire.ASK.size:
             raise ValueError(f"Wanted a header of {wire.ASK.size} bytes, and states.")
@@ -139,7 +141,7 @@ class Cloud:
         return wire.TOKEN.pack(b"t", token, log_probability, slots)
 
     def _row_of(self, edge: bytes) -> Row:
-        """Returns an edge's row; a new one takes the place of that idle for the longest time."""
+        """Returns an edge's row; a new edge replaces the one idle longest."""
         row = self._rows.pop(edge, None)
         if row is None:
             if len(self._rows) >= self._most_rows:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decoding on an edge: shallow layers here, deep ones of a cloud for tokens that need them.
+"""Decoding on an edge device: shallow layers locally, deep ones in a cloud for hard tokens.
 
     policy = Thresholded(signal=SoftmaxGap(), thresholds=jnp.asarray([0.5]), depths=(8, 16))
     link = Link(address="tcp://10.0.0.7:9000", key=key)
@@ -34,11 +34,11 @@ from utio_jax.staircase.loop import check_policy
 
 @dataclasses.dataclass
 class EdgeText:
-    """One text of an edge, and what it took.
+    """One text of an edge, and its cost.
 
     Attributes:
       token_ids: new ones, the one that ended the text included.
-      decided: layers behind the distribution that each was taken from: the exit's, or all.
+      decided: layers of the distribution that each was taken from: the exit's, or all.
       log_probabilities: of each in nats, before any sampling method.
       fallbacks: tokens of the exit that a lost cloud would have been asked for.
       edge_layers: token slots that ran a layer on the edge, prompt and padding included.
@@ -46,7 +46,7 @@ class EdgeText:
       states_sent: tokens whose states were sent.
       bytes_up: of messages to the cloud, without what ZeroMQ adds; `bytes_down` of its answers.
       seconds_waited: for the cloud's answers.
-      lost: why the cloud was lost; None: it was not.
+      lost: error that lost the cloud, or None.
     """
 
     token_ids: list[int] = dataclasses.field(default_factory=list)
@@ -70,7 +70,7 @@ class Edge:
     def __init__(
         self, decoder: Decoder, params: Params, *, policy: Policy, link: wire.Link | None = None
     ) -> None:
-        """Takes the shallow layers of all. Nothing is connected before there is a text.
+        """Keeps the shallow layers; connects with the first text.
 
         The policy says which tokens go deeper: causal, of depths `(exit, num_layers)`, or else a
         ValueError. Without a link no cloud is ever asked.
@@ -87,8 +87,8 @@ class Edge:
         self._policy = None if link is None else canonical(policy)
         self._model = b"" if link is None else wire.identify(decoder, params, self._exit)
         stacked = {id(leaf) for leaf in jax.tree.leaves(decoder.layers(params))}
-        mine = jax.tree.map(lambda y: y[: self._exit] if id(y) in stacked else y, params)
-        self._new_row = partial(Row, decoder, mine, start=0, stop=self._exit)
+        own_params = jax.tree.map(lambda y: y[: self._exit] if id(y) in stacked else y, params)
+        self._new_row = partial(Row, decoder, own_params, start=0, stop=self._exit)
         self._row = self._new_row()
 
     def __enter__(self) -> Any:
@@ -98,7 +98,7 @@ class Edge:
         self.close()
 
     def close(self) -> None:
-        """Leaves the cloud. Another text would connect again."""
+        """Closes the connection; the next text connects again."""
         if self._socket is not None:
             self._socket.close(linger=0)
         self._socket = None
@@ -120,7 +120,7 @@ class Edge:
         eos_ids: Sequence[int] | None = None,
         on_token: Callable[[int], object] = lambda token: None,
     ) -> EdgeText:
-        """Returns the text behind a prompt.
+        """Returns the continuation of a prompt.
 
         The prompt, too, runs here up to the exit; the policy is asked first about its last token.
         Where the cloud is lost, the rest comes from the exit, and `fallbacks` counts it. Draws, by
@@ -200,11 +200,11 @@ class Edge:
             text.states_sent += len(states) - first
             if answer != b"m":  # It has not forgotten the text, nor been started again.
                 break
-        kind, said = answer[:1], answer[1:].decode(errors="replace")
+        kind, detail = answer[:1], answer[1:].decode(errors="replace")
         if kind == b"r":
-            raise ValueError(f"Wanted an answer of the cloud at {link.address}. Got: {said}")
+            raise ValueError(f"Wanted an answer of the cloud at {link.address}. Got: {detail}")
         if kind == b"f":
-            raise ConnectionError(f"The cloud at {link.address} failed: {said}")
+            raise ConnectionError(f"The cloud at {link.address} failed: {detail}")
         if kind == b"t" and len(answer) == wire.TOKEN.size:
             _, token, log_probability, slots = wire.TOKEN.unpack(answer)
             if token < config.vocab_size and not math.isnan(log_probability):

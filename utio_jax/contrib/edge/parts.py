@@ -57,25 +57,25 @@ class Row:
 
     def run(self, inputs: np.ndarray) -> list[tuple[Array, int]]:
         """Runs the next tokens: ids, or states at `start`; returns blocks of states, sizes."""
-        found = []
+        blocks = []
         for done in range(0, len(inputs), CHUNKS[-1]):
             part = inputs[done : done + CHUNKS[-1]]
             real = len(part)
             wide = min(chunk for chunk in CHUNKS if chunk >= real)
-            width = min(each for each in self._widths if each >= self.ran + real)
+            width = min(size for size in self._widths if size >= self.ran + real)
             block = np.resize(part, (wide, *part.shape[1:]))  # Repeated, where it is too short.
             where = np.int32(self.ran), np.int32(real)
             x, self.last, self.cache = run_block(
                 *self._model, self.cache, block, *where, width=width, **self._layers
             )
-            found.append((x, real))
+            blocks.append((x, real))
             self.ran += real
-        return found
+        return blocks
 
     def read(
         self, policy: Policy | None, sampling: SamplingParams, token_id: int, seed: int
     ) -> Any:
-        """Returns what `read_last` does, of the last token."""
+        """Returns the result of `read_last` for the last token."""
         where = np.int32(token_id), np.int32(self.ran - 1), np.uint32(seed)
         depth = self._layers["stop"]
         return read_last(*self._model, policy, sampling, self.last, *where, depth=depth)
@@ -94,13 +94,13 @@ def run_block(  # noqa: PLR0913 (arrays of one block)
     stop: int,
     width: int,
 ) -> tuple[Float[Array, "chunk dim"], Float[Array, " dim"], KVCache]:
-    """Returns states behind layers [start, stop) of the next tokens, the last one's, the cache.
+    """Returns states after layers [start, stop) of the next tokens, the last one's, the cache.
 
     `count` inputs are real, from position `first` on; `width` slots are read. Donates the cache.
     """
     ahead = jnp.arange(inputs.shape[0], dtype=jnp.int32)[None, :]
     valid = ahead < count
-    positions = jnp.where(valid, first + ahead, 0)  # Some decoders have none behind the last.
+    positions = jnp.where(valid, first + ahead, 0)  # Some decoders have none after the last.
     block = block_at(decoder, positions, valid)
     x = inputs[None].astype(cache.keys.dtype)
     if not start:
@@ -123,7 +123,7 @@ def read_last(  # noqa: PLR0913 (arrays of one token)
     *,
     depth: int,
 ) -> tuple[Int[Array, ""], Float[Array, ""], Bool[Array, ""]]:
-    """Returns the token behind a row's last one, its log-probability, whether to go deeper first.
+    """Returns a row's next token, its log-probability, and whether it should run deeper.
 
     `x` is the last token's state at `depth`. Without a policy none goes deeper.
     """

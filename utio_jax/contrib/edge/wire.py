@@ -2,7 +2,7 @@
 """Messages between an edge and its cloud: ZeroMQ with CURVE, headers and hidden states as bytes.
 
     ask      what `identify` returns, a header (`ASK`), states of the next tokens at the exit
-    answer   `TOKEN`        the token behind the last of them
+    answer   `TOKEN`        the token after the last of them
              b"m"           the states before these have to come, too
              b"r" text      refused: another model, protocol or size
              b"f" text      a fault of the cloud
@@ -40,7 +40,7 @@ MOST_SAID = 2**16
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Link:
-    """How an edge reaches its cloud.
+    """Connection of an edge to its cloud.
 
     Attributes:
       address: `tcp://HOST:PORT`, as `Cloud.address`.
@@ -64,12 +64,12 @@ class Link:
 
 
 def identify(decoder: Decoder, params: Params, exit_: int) -> bytes:
-    """Returns what both sides have to have the same: protocol, model and exit.
+    """Returns the identity that both sides must share: protocol, model and exit.
 
     The model's 16 letters are a digest of its config, and of its weights and their types.
     """
-    said = f"{decoder!r} {hash_params(params)}"
-    return f"{PROTOCOL} {hashlib.sha256(said.encode()).hexdigest()[:16]} {exit_}".encode()
+    text = f"{decoder!r} {hash_params(params)}"
+    return f"{PROTOCOL} {hashlib.sha256(text.encode()).hexdigest()[:16]} {exit_}".encode()
 
 
 def connect(link: Link) -> zmq.Socket[bytes]:
@@ -83,7 +83,7 @@ def connect(link: Link) -> zmq.Socket[bytes]:
 
 
 def server_key(key: bytes) -> bytes:
-    """Returns the cloud's CURVE secret, made of the key that both sides have.
+    """Returns the cloud's CURVE secret, derived from the shared key.
 
     Its public half never crosses the wire: a handshake proves that both sides have the key.
 
@@ -100,7 +100,7 @@ def server_key(key: bytes) -> bytes:
 
 
 def pack_states(x: Float[np.ndarray, "token dim"], states: str) -> bytes:
-    """Returns states as bytes. Raises ValueError where the type cannot hold one."""
+    """Returns states as bytes. Raises ValueError if the type cannot hold one."""
     with np.errstate(over="ignore", invalid="ignore"):
         packed = x.astype(states)
     if not np.isfinite(packed).all():

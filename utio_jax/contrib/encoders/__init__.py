@@ -8,7 +8,7 @@
 At an exit a row is one token to a policy: its pooled state, with the exit's classifier for a head.
 Rows see nothing of each other, so those that are left run in blocks under loops with traced trip
 counts: new inputs compile nothing. `read_exits` runs all rows to all exits: the definition. The
-models are in `utio_jax.contrib.encoders.bert` and `.vision`, which need the extra `cli`.
+models, `load_encoder` and `VisionTransformer`, need the extra `cli`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import dataclasses
 import itertools
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +42,34 @@ from utio_jax.staircase.loop import check_policy
 from utio_jax.staircase.microbatches import MicroBatches
 from utio_jax.staircase.reference import dense_states, positions_of
 
+if TYPE_CHECKING:
+    from utio_jax.contrib.encoders.bert import load_encoder, pack_encodings
+    from utio_jax.contrib.encoders.vision import VisionTransformer, patches_of, vision_config
+
+__all__ = [
+    "Classifier",
+    "Encoded",
+    "Encoder",
+    "Exits",
+    "VisionTransformer",
+    "encode_rows",
+    "fit_row_exits",
+    "load_encoder",
+    "pack_encodings",
+    "patches_of",
+    "read_exits",
+    "score_exits",
+    "vision_config",
+]
+
+
+def __getattr__(name: str) -> Any:
+    # Models need Flax and a tokenizer: the extra `cli`.
+    modules = {"load_encoder": "bert", "pack_encodings": "bert"}
+    if name in __all__:
+        return getattr(import_module(f"{__name__}.{modules.get(name, 'vision')}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 @runtime_checkable
 class Encoder(Decoder, Protocol):
@@ -49,7 +78,7 @@ class Encoder(Decoder, Protocol):
     def pool(
         self, params: Params, x: Float[Array, "row token dim"], real: Bool[Array, "row token"]
     ) -> Float[Array, "row dim"]:
-        """Returns each row's pooled state: of its real tokens alone, whatever the padding holds."""
+        """Returns each row's pooled state, independent of the content of padding."""
         ...
 
 
@@ -80,13 +109,13 @@ def linear(params: Params, x: Float[Array, "*lead dim"]) -> Float[Array, "*lead 
 
 @pytree
 class Encoded:
-    """What an encoder made of rows.
+    """Result of an encoder pass.
 
     Attributes:
       pooled: each row's pooled state where it left; of rows of length 0, nothing to be used.
       logits: the classifier's there; None of an encoder without one.
       depths: layers that each row has run; 0 of rows of length 0.
-      work: what was executed, padding included, by segment; `heads` are rows that were classified.
+      work: executed work, padding included, by segment; `heads` are classified rows.
     """
 
     pooled: Float[Array | np.ndarray, "row dim"]
@@ -109,11 +138,11 @@ def encode_rows(
     *,
     blocks: tuple[int, int] = (32, 4),
 ) -> Encoded:
-    """Returns each row's embedding and class, from as many layers as the policy gives the row.
+    """Returns each row's embedding and class at the depth that the policy decides.
 
     Equals `read_exits` at the depth where each row left, which its own inputs alone decide. Pure;
     jit it with `encoder` and `blocks` static: rows that run a segment together, whole blocks first,
-    then smaller ones for what is left, the unit of padding, of which whole ones are a multiple.
+    then smaller ones for the remainder. The smaller size divides the larger one.
 
     Inputs are right-padded rows of token ids, or `[row, token, *input_shape]`; one of length 0 is
     none. A row's input is to a policy its pooled embedding: signals that look token ids up do not
@@ -195,11 +224,11 @@ def read_exits(
     """
     check_inputs(encoder, inputs, lengths)
     x, start, _ = _run(encoder, params, None, inputs, lengths, (0, 0))
-    found = []
+    readings = []
     for layers in itertools.pairwise((0, *check_depths(depths))):
         x, *read = _run(encoder, params, x, inputs, lengths, layers)
-        found.append(read)
-    pooled, logits = jax.tree.map(lambda *leaves: jnp.stack(leaves), *found)
+        readings.append(read)
+    pooled, logits = jax.tree.map(lambda *leaves: jnp.stack(leaves), *readings)
     return Exits(start=start, pooled=pooled, logits=logits)
 
 
@@ -209,7 +238,7 @@ def score_exits(
     """Returns a signal's scores of all rows at all depths but the last, as if none had left.
 
     A row's scores do not depend on others, nor on which have left: all thresholds follow from them.
-    `exits` are those of `read_exits` at these depths, of which the last is where all rows leave.
+    `exits` are those of `read_exits` at these depths; all rows exit at the last one.
     """
     start, pooled, logits = jax.tree.map(lambda leaf: leaf[..., None, :], exits)
     live = jnp.ones(start.shape[:2], jnp.bool_)
@@ -265,10 +294,10 @@ def fit_row_exits(  # noqa: PLR0913 (options, each named)
     scores = np.asarray(score_exits(encoder, params, exits, signal, depths=depths))
     classes = np.asarray(exits.logits).argmax(axis=-1)
     ladder = [
-        Thresholded(signal=signal, thresholds=jnp.full(len(depths) - 1, each), depths=depths)
-        for each in thresholds_of(scores[:, fits])
+        Thresholded(signal=signal, thresholds=jnp.full(len(depths) - 1, threshold), depths=depths)
+        for threshold in thresholds_of(scores[:, fits])
     ]
-    left = [leave_at(scores[:, ~fits], np.asarray(each.thresholds)) for each in ladder]
+    left = [leave_at(scores[:, ~fits], np.asarray(rung.thresholds)) for rung in ladder]
     differs = (classes != classes[-1])[:, ~fits]
     lost = np.stack([np.take_along_axis(differs, at[None], 0)[0] for at in left])
     layers = [float(np.asarray(depths)[at].mean()) for at in left]
@@ -278,12 +307,12 @@ def fit_row_exits(  # noqa: PLR0913 (options, each named)
 def thresholds_of(
     scores: Float[np.ndarray, "boundary row"], *, rungs: int = 24
 ) -> Float[np.ndarray, " rung"]:
-    """Returns thresholds at which more and more rows leave, by quantiles of their scores."""
+    """Returns increasing thresholds: quantiles of the rows' scores."""
     finite = scores[np.isfinite(scores)]
     if not finite.size:
         return np.asarray([-np.inf], np.float32)
-    found = np.quantile(finite, np.linspace(0, 1, rungs + 1)[1:], method="lower")
-    return np.unique(found.astype(np.float32))
+    quantiles = np.quantile(finite, np.linspace(0, 1, rungs + 1)[1:], method="lower")
+    return np.unique(quantiles.astype(np.float32))
 
 
 def check_inputs(encoder: Encoder, inputs: Any, lengths: Any) -> None:
@@ -346,19 +375,19 @@ def _run_slots(
     size: int,
     states: tuple[jax.Array, jax.Array, jax.Array | None],
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """Returns all rows' states, where those of `size` slots from `first` on have run the layers.
+    """Runs the layers on `size` slots from `first` on, and returns all rows' states.
 
-    Slots behind the live rows name none: they run the last one again, and are not written.
+    Slots after the live rows hold no row: they run the last row again, and are not written.
     """
-    mine = jax.lax.dynamic_slice_in_dim(row_of_slot, first, size)
-    x, inputs, lengths = (leaf.at[mine].get(mode="clip") for leaf in (states[0], *rows))
+    row_ids = jax.lax.dynamic_slice_in_dim(row_of_slot, first, size)
+    x, inputs, lengths = (leaf.at[row_ids].get(mode="clip") for leaf in (states[0], *rows))
     new = _run(encoder, params, x, inputs, lengths, layers)
-    return jax.tree.map(lambda all_, some: all_.at[mine].set(some, mode="drop"), states, new)
+    return jax.tree.map(lambda all_, some: all_.at[row_ids].set(some, mode="drop"), states, new)
 
 
 @dataclasses.dataclass(frozen=True)
 class _RowsAsTokens(Wrapped):
-    """An encoder to policies: each row is one token, whose input is its pooled embedding."""
+    """View of an encoder for policies: each row is one token, its input the pooled embedding."""
 
     def embed(self, params: Params, token_ids: Inputs, positions: jax.Array) -> jax.Array:
         return token_ids
@@ -372,7 +401,7 @@ def _boundary(
     live: Bool[Array, "row 1"],
     depth: int,
 ) -> Boundary:
-    """Returns what a policy may look at when rows have come to an exit: each is one token."""
+    """Returns the `Boundary` of rows at an exit: each row is one token."""
 
     def each_row(function: Callable[..., Any], *arrays: jax.Array) -> Any:
         return function(*(array[:, 0] for array in arrays))[:, None]

@@ -5,7 +5,7 @@
     inputs, lengths = pack_encodings(tokenizer.encode_batch(["a text", ("one", "two")]))
     found = encode_rows(model, params, inputs, lengths, policy)
 
-The layers are those of `utio_jax.models.transformer`, bidirectional and with norms behind each sum
+The layers are those of `utio_jax.models.transformer`, bidirectional and with norms after each sum
 (Devlin et al. 2018). A token's input is its id and its kind (first or second text):
 `[row, token, 2]`.
 """
@@ -40,7 +40,7 @@ class BertConfig(TransformerConfig):
 
     Attributes:
       num_kinds: kinds of tokens.
-      pooling: what a row's state is.
+      pooling: of token states into a row's state.
       labels: of the classifier; 0: there is none.
     """
 
@@ -52,7 +52,7 @@ class BertConfig(TransformerConfig):
 
     @property
     def id_limits(self) -> tuple[int, int]:
-        """How many ids and how many kinds of tokens there are."""
+        """The number of token ids and of token types."""
         return self.vocab_size, self.num_kinds
 
 
@@ -199,12 +199,12 @@ def pack_encodings(
     Rows and tokens are padded to powers of two, up to the `longest` row that the model reads, with
     rows of length 0: few shapes compile. Cut texts by `tokenizer.enable_truncation(longest)`.
     """
-    sizes = [len(each.ids) for each in encodings]
+    sizes = [len(encoding.ids) for encoding in encodings]
     rows, width = (
         max(least, 1 << (count - 1).bit_length())
         for count, least in ((len(sizes), 4), (max(sizes), 16))
     )
     inputs = np.zeros((rows, max(min(width, longest), max(sizes)), 2), np.int32)
-    for row, each in enumerate(encodings):
-        inputs[row, : len(each.ids)] = np.stack([each.ids, each.type_ids], axis=-1)
+    for row, encoding in enumerate(encodings):
+        inputs[row, : len(encoding.ids)] = np.stack([encoding.ids, encoding.type_ids], axis=-1)
     return inputs, np.asarray(sizes + [0] * (rows - len(sizes)), np.int32)

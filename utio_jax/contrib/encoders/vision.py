@@ -103,7 +103,7 @@ class VisionTransformer(Transformer):
 def patches_of(images: np.ndarray, patch: int) -> np.ndarray:
     """Returns images cut into patches `[image, patch, pixel]`, left to right and top to bottom.
 
-    Images are `[image, height, width]`, or with channels behind. Raises ValueError where edges are
+    Images are `[image, height, width]`, or with channels after. Raises ValueError where edges are
     no multiples of a patch's.
 
     >>> patches_of(np.arange(16).reshape(1, 4, 4), 2)[0, 1].tolist()

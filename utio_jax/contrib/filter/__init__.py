@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Filtering by loss with a cascade: rows stop once it is clear on which side of a limit they lie.
+"""Filtering by loss with a cascade: rows exit once their side of a limit is clear.
 
     losses = row_losses(decoder, params, batches)             # [exit, row], from one full pass
     fitted = fit_band(decoder, params, losses, limit=1.2, tokens=128)
@@ -35,6 +35,13 @@ from utio_jax.policies.base import Boundary
 from utio_jax.policies.depth import Thresholded
 from utio_jax.policies.signals import SignalBase, exit_index
 from utio_jax.staircase.score import exit_nll, labels_of
+
+__all__ = [
+    "Judged",
+    "UncertainBand",
+    "fit_band",
+    "row_losses",
+]
 
 
 @pytree
@@ -89,12 +96,12 @@ class UncertainBand(SignalBase):
           ValueError: another number of margins, or one below 0; a line too many or too few, or
             another one than the identity for full depth.
         """
-        lines = [np.asarray(each) for each in (self.slopes, self.offsets)]
-        shapes = [each.shape for each in lines]
-        if shapes != [(len(self.exits),)] * 2 or [float(each[-1]) for each in lines] != [1, 0]:
+        lines = [np.asarray(values) for values in (self.slopes, self.offsets)]
+        shapes = [values.shape for values in lines]
+        if shapes != [(len(self.exits),)] * 2 or [float(values[-1]) for values in lines] != [1, 0]:
             raise ValueError(
                 f"Wanted a slope and an offset for each of the exits {self.exits}, of full depth 1 "
-                f"and 0: its loss is what others estimate. Got {[each.tolist() for each in lines]}."
+                f"and 0: its loss is what others estimate. Got {[x.tolist() for x in lines]}."
             )
         nats = np.asarray(margins, np.float32)
         if nats.shape != (len(self.exits) - 1,) or not (nats >= 0).all():
@@ -105,7 +112,7 @@ class UncertainBand(SignalBase):
         return Thresholded(signal=self, thresholds=jnp.asarray(-nats), depths=self.exits)
 
     def judge(self, scores: Any) -> Judged:
-        """Returns on which side of the limit each row lies, from what `score` has found.
+        """Returns the side of the limit of each row, from the result of `score`.
 
         Raises ValueError for depths that this signal has no line for.
         """
@@ -120,14 +127,14 @@ class UncertainBand(SignalBase):
                 f"{sorted({*depths[counts > 0][~known].tolist()})}. Score them under its policy."
             )
         place = np.searchsorted(self.exits, depths).clip(max=len(self.exits) - 1)
-        lines = [np.asarray(each, np.float64)[place] for each in (self.offsets, self.slopes)]
+        lines = [np.asarray(values, np.float64)[place] for values in (self.offsets, self.slopes)]
         estimate = np.where(counts > 0, lines[0] + lines[1] * means, np.nan)
         return Judged(estimate=estimate, above=estimate > float(self.limit), depths=depths)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Judged:
-    """Rows beside a limit: estimates of full depth's mean loss in nats, and layers that ran.
+    """Rows compared with a limit: estimates of full depth's mean loss in nats, and layers run.
 
     NaN for rows that predict nothing, which are above no limit.
     """
@@ -159,12 +166,12 @@ def row_losses(
     """
     if not batches:
         raise ValueError("Wanted at least one batch of rows. Got none.")
-    found = []
+    batches_losses = []
     for batch in batches:
         vocab_size = decoder.config.vocab_size
         ids, lengths = check_tokens(batch.token_ids, batch.lengths, vocab_size=vocab_size)
-        found.append(np.asarray(_means(decoder, params, ids, lengths)))
-    return np.concatenate(found, axis=1)
+        batches_losses.append(np.asarray(_means(decoder, params, ids, lengths)))
+    return np.concatenate(batches_losses, axis=1)
 
 
 @partial(jax.jit, static_argnums=0)
@@ -225,8 +232,8 @@ def fit_band(  # noqa: PLR0913 (options, each named)
         confidence=confidence,
         seed=seed,
     )
-    mine, others = losses[:, fits], losses[:, ~fits]
-    lines = [np.polyfit(each, mine[-1], 1) for each in mine[:-1]]
+    fit_losses, others = losses[:, fits], losses[:, ~fits]
+    lines = [np.polyfit(exit_losses, fit_losses[-1], 1) for exit_losses in fit_losses[:-1]]
     slopes, offsets = np.transpose([*lines, (1.0, 0.0)])
     signal = UncertainBand(
         limit=np.asarray(limit, np.float32),
@@ -235,11 +242,11 @@ def fit_band(  # noqa: PLR0913 (options, each named)
         exits=exits,
     )
     estimates = offsets[:, None] + slopes[:, None] * losses
-    open_ = (estimates[:-1, fits] - mine[-1]).std(axis=1)
+    open_ = (estimates[:-1, fits] - fit_losses[-1]).std(axis=1)
     cost = token_cost(decoder, params)
 
     def price(stops: np.ndarray, asked: np.ndarray) -> float:
-        """Returns the mean over rows, of full depth's; an exit that is asked costs a head."""
+        """Returns the mean cost over full depth's; each exit that a row reaches costs a head."""
         heads = np.cumsum(np.asarray(cost.read(np.asarray(exits))) * np.append(asked, True))
         whole = cost.layers(np.asarray(exits), tokens) + heads
         return float(whole[stops].mean() / (cost.layers(exits[-1], tokens) + cost.read(exits[-1])))
@@ -255,9 +262,9 @@ def fit_band(  # noqa: PLR0913 (options, each named)
     )
     settings = [signal.policy(margins.tolist()) for margins, _ in ladder]
     ratios, bound = [ratio for _, ratio in ladder], {"max_risk": max_disagreement}
-    found = fit_ladder(settings, ratios, wrong, confidence=confidence, **bound)
-    idle = found.chosen is not None and np.isinf(found.chosen.thresholds).all()
-    return found._replace(chosen=None) if idle else found  # That is full depth.
+    fitted = fit_ladder(settings, ratios, wrong, confidence=confidence, **bound)
+    idle = fitted.chosen is not None and np.isinf(fitted.chosen.thresholds).all()
+    return fitted._replace(chosen=None) if idle else fitted  # That is full depth.
 
 
 def stops_of(
@@ -274,7 +281,7 @@ def stops_of(
 def _cheapest(
     distances: np.ndarray, margins: np.ndarray, price: Callable[..., float]
 ) -> tuple[np.ndarray, float]:
-    """Returns margins, infinite at exits not in use, and what they cost."""
+    """Returns margins, infinite at unused exits, and their cost."""
     best, cheapest = np.full(len(margins), np.inf), 1.0
     for size in range(1, min(_MOST_EXITS, len(margins)) + 1):
         for some in itertools.combinations(range(len(margins)), size):
@@ -289,7 +296,7 @@ def _cheapest(
 def _wrong(
     estimates: np.ndarray, full: np.ndarray, limit: float, margins: np.ndarray
 ) -> Bool[np.ndarray, " row"]:
-    """Returns which rows end on the other side than at full depth."""
+    """Returns which rows end on the wrong side, judged by full depth."""
     stops = stops_of(np.abs(estimates[:-1] - limit), margins)
     last = np.take_along_axis(estimates, stops[None], 0)[0]
     return (last > limit) != (full > limit)

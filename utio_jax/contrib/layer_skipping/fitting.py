@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fits which layers a row skips to its prompt: FiRST's routers, without training the model."""
+"""Fits the layers that a row skips to its prompt: FiRST's routers, without training the model."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ def fit_prompt_sets(
     prompt: int = 32,
     executor: Executor = MicroBatches(),
 ) -> LayerSets:
-    """Returns sets of layers that a row's first tokens choose for all later ones (FiRST).
+    """Returns the policy in which a row's first tokens choose the layers of later ones (FiRST).
 
     After Jain et al. 2024 (arXiv 2410.12513), without training the model: a linear gate at the
     beginning of every segment but the first learns, from the mean state of a row's first `prompt`
-    tokens, how much it harms the tokens behind them to skip this segment alone (the root of their
+    tokens, how much it harms the tokens after them to skip this segment alone (the root of their
     mean KL to full depth, in nats ** 0.5). One threshold for all gates lets those tokens run
     `layers` on average. Segments end at the model's exits; studies are of a text, by `study_exits`.
 
     Raises:
       ValueError: fewer layers than the first segment has, or more than there are, or no row with
-        tokens behind its prompt.
+        tokens after its prompt.
     """
     depths = decoder.config.exits
     if not depths[0] <= layers <= depths[-1] or prompt < 1:
@@ -61,7 +61,7 @@ def fit_prompt_sets(
         )
     gates = fit_linear_gates(means[:, long], np.sqrt(harm[:, long]))
     scores = np.stack([gates.at(i)(jnp.asarray(mean)) for i, mean in enumerate(means[:, long])])
-    threshold = _threshold(scores, np.diff(depths), wanted=layers - depths[0])
+    threshold = _threshold(scores, np.diff(depths), target=layers - depths[0])
     return LayerSets(
         signal=PromptRouter(gates=gates, exits=depths[:-1], prompt=prompt, name="first"),
         thresholds=jnp.full(len(depths) - 1, threshold, jnp.float32),
@@ -72,13 +72,13 @@ def fit_prompt_sets(
 def skipping_harm(
     decoder: Decoder, params: Params, batches: Sequence[Batch], *, prompt: int, executor: Executor
 ) -> np.ndarray:
-    """Returns the mean KL to full depth, in nats, of skipping one segment alone behind a prompt.
+    """Returns the mean KL to full depth, in nats, of skipping one segment after a prompt.
 
-    `[boundary, row]`, over the rows of all batches; NaN for rows that predict nothing behind their
+    `[boundary, row]`, over the rows of all batches; NaN for rows that predict nothing after their
     first `prompt` tokens. Segments end at the model's exits; the first is always run.
     """
     depths, compare = decoder.config.exits, jax.jit(compare_states, static_argnums=0)
-    found: list[np.ndarray] = []
+    harms: list[np.ndarray] = []
     for batch in batches:
         rows, states = (decoder, params, batch.token_ids, batch.lengths), []
         for segment in range(len(depths)):
@@ -91,19 +91,21 @@ def skipping_harm(
         behind[:, :prompt] = False
         total = np.where(behind, np.maximum(kl, 0), 0).sum(axis=2)
         count = behind.sum(axis=1)
-        found.append(np.where(count > 0, total / np.maximum(count, 1), np.nan))
-    return np.concatenate(found, axis=1)
+        harms.append(np.where(count > 0, total / np.maximum(count, 1), np.nan))
+    return np.concatenate(harms, axis=1)
 
 
-def _threshold(scores: np.ndarray, layers: np.ndarray, *, wanted: float) -> float:
-    """Returns a threshold at which rows run as many layers on average as may be, up to `wanted`.
+def _threshold(scores: np.ndarray, layers: np.ndarray, *, target: float) -> float:
+    """Returns the threshold at which rows run most layers on average, at most `target`.
 
     It lies midway between two scores `[boundary, row]`, so that rounding moves no row over it.
-    Layers are those of each segment behind the first, which is not counted.
+    Layers are those of each segment after the first, which is not counted.
     """
-    if wanted >= layers.sum():
+    if target >= layers.sum():
         return -np.inf
     candidates = np.unique(scores)
-    means = [(layers[:, None] * (scores > each)).sum(axis=0).mean() for each in candidates]
-    first = int(np.argmax(np.asarray(means) <= wanted))
+    means = [
+        (layers[:, None] * (scores > candidate)).sum(axis=0).mean() for candidate in candidates
+    ]
+    first = int(np.argmax(np.asarray(means) <= target))
     return float(np.mean(candidates[first : first + 2])) + (first + 1 == candidates.size)

@@ -51,11 +51,11 @@ class LayerSets:
 
     @property
     def rule(self) -> Thresholded:
-        """The policy of depths with the same answers, each of which here is for one segment."""
+        """The depth policy with the same decisions; here each is for one segment."""
         return Thresholded(signal=self.signal, thresholds=self.thresholds, depths=self.depths)
 
     def start(self, token_ids: Inputs, positions: Int[Array, "batch token"]) -> Any:
-        """Raises TypeError: a pass of depths, which begins so, would stop tokens that skip."""
+        """Raises TypeError: depth policies call this, and would stop tokens that skip."""
         raise TypeError(
             "Wanted a policy of depths, under which tokens that stop never come back. Got sets of "
             f"layers {self.name!r}. Run them by score_layer_sets or generate_layer_sets."
@@ -64,7 +64,7 @@ class LayerSets:
 
 @pytree
 class SetTable(SignalBase):
-    """Which segments each token runs, decided by the caller: a score of 1 for yes, 0 for no. Free.
+    """Table of the segments that each token runs: a score of 1 for yes, 0 for no. Free.
 
     Attributes:
       runs: of every segment but the first; one column per token, or one for all tokens of a row,
@@ -111,7 +111,7 @@ class ChanceOfSegment(SignalBase):
 
 
 def given_sets(runs: Bool[Array, "segment batch token"], *, depths: Sequence[int]) -> LayerSets:
-    """Returns the policy of sets that the caller has decided beforehand.
+    """Returns the policy of layer sets that the caller has decided beforehand.
 
     Those of the first segment are not read: all run it. With one column per row, all tokens of the
     row run the same, new ones too. Segments end at `depths`.

@@ -34,10 +34,10 @@ from utio_jax.staircase.score import Scores, check_rows, labels_of
 
 @pytree
 class SetScores(Scores):
-    """What `score_layer_sets` returns; `depths` count layers that ran, `x` is after the last.
+    """Result of `score_layer_sets`; `depths` count executed layers, `x` is after the last.
 
     Attributes:
-      ran: which tokens ran which segment.
+      ran: segments that each token ran.
     """
 
     ran: Bool[Array, "segment batch token"]
@@ -54,7 +54,7 @@ def score_layer_sets(
     executor: Executor = MicroBatches(),
     whole: Int[Array, " batch"] | int = 0,
 ) -> SetScores:
-    """Returns every token's log-likelihood with the set of segments that the policy gives it.
+    """Returns every token's log-likelihood under the layer set that the policy gives it.
 
     Pure; jit it with `decoder`, `kv` and `executor` static. Of a token that passes a layer by,
     others see there the K/V of its state (`kv="propagate"`), or nothing (`"drop"`). The first
@@ -131,7 +131,7 @@ class Written(NamedTuple):
 def generate_layer_sets(
     decoder: Decoder, params: Params, prompts: Prompts, policy: LayerSets, *, max_new_tokens: int
 ) -> Written:
-    """Returns the most probable continuations, each new token with a set of segments of its own.
+    """Returns greedy continuations; each new token has a layer set of its own.
 
     Slow and obvious: no cache, every round is a pass over all that is there. Prompts run in full;
     a `PromptRouter` has them before it, and chooses by them for the new tokens. Nothing ends a
@@ -148,13 +148,13 @@ def generate_layer_sets(
     rows = check_prompts(prompts, config=decoder.config, max_new_tokens=max_new_tokens)
     starts = np.asarray([row.size for row in rows], np.int32)
     ids = np.stack([np.pad(row, (0, starts.max() + max_new_tokens - row.size)) for row in rows])
-    each, found = np.arange(len(rows)), []
+    row_index, written = np.arange(len(rows)), []
     for lengths in (starts + number for number in range(max_new_tokens)):
         scores = run_sets(decoder, params, ids, lengths, policy, whole=starts)
-        token, probability = _most_probable(decoder, params, scores.x[each, lengths - 1])
-        ids[each, lengths] = token
-        found.append((token, probability, scores.depths[each, lengths - 1]))
-    return Written(*(np.stack(column, axis=1) for column in zip(*found, strict=True)))
+        token, probability = _most_probable(decoder, params, scores.x[row_index, lengths - 1])
+        ids[row_index, lengths] = token
+        written.append((token, probability, scores.depths[row_index, lengths - 1]))
+    return Written(*(np.stack(column, axis=1) for column in zip(*written, strict=True)))
 
 
 @partial(jax.jit, static_argnums=0)

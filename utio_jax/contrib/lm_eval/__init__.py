@@ -38,12 +38,16 @@ from utio_jax.staircase.prompts import PromptImportance
 from utio_jax.staircase.reference import check_kv
 from utio_jax.staircase.score import Comparison, full_depth
 
+__all__ = [
+    "UtioLM",
+]
+
 _METHODS = ("temperature", "top_k", "top_p", "min_p")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Request:
-    """How one prompt is to be continued."""
+    """Options for continuing one prompt."""
 
     prompt: np.ndarray
     stops: tuple[str, ...]
@@ -111,29 +115,29 @@ class UtioLM(TemplateLM):
 
     @property
     def eot_token_id(self) -> int | None:  # type: ignore[override]
-        """The model's end of text; None where it has none."""
+        """The model's end-of-text token, or None."""
         return next(iter(self.model.decoder.config.eos_ids), None)
 
     @property
     def prefix_token_id(self) -> int:
-        """What the first token of a text is predicted from: what opens texts, or ends them.
+        """The context of a text's first token: the BOS token, or the end of text.
 
         Raises:
           ValueError: the model has neither.
         """
-        found = next(iter(self.opening), self.eot_token_id)
-        if found is None:
+        token_id = next(iter(self.opening), self.eot_token_id)
+        if token_id is None:
             raise ValueError(
                 "Wanted a token that a text's first token is predicted from. The model's tokenizer "
                 "opens texts with none, and its config names no eos_token_id. Give every request a "
                 "context, or name one."
             )
-        return int(found)
+        return int(token_id)
 
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **_: Any
     ) -> list[int]:
-        """Returns token ids, opened as the model's texts are, unless the string already is."""
+        """Returns token ids, with the model's opening ids unless the string has them."""
         ids = self.tokenizer.encode(check_text(string, "text"), add_special_tokens=False).ids
         known = len(self.opening)
         if add_special_tokens is False or ids[:known] == self.opening:
@@ -156,7 +160,7 @@ class UtioLM(TemplateLM):
             if len(continuation) >= self.max_length:
                 raise ValueError(
                     f"Wanted continuations that fit the model's context of {self.max_length} "
-                    f"tokens behind one token at least. {texts[1][:40]!r} has "
+                    f"tokens after one token at least. {texts[1][:40]!r} has "
                     f"{len(continuation)}. Shorten it, or use a model with more context."
                 )
             truncated = len(context) + len(continuation) > self.max_length
@@ -204,15 +208,15 @@ class UtioLM(TemplateLM):
             ends = jnp.asarray(batch.lengths - np.asarray(new), jnp.int32)
             return dataclasses.replace(self.prefill.policy, prompt_tokens=ends)  # type: ignore[type-var]
 
-        found: list[tuple[float, bool]] = [(0.0, True)] * len(items)
+        results: list[tuple[float, bool]] = [(0.0, True)] * len(items)
 
         def observe(_: str, batch: Batch, comparison: Comparison, __: np.ndarray) -> None:
             for row, item in enumerate(batch.window):
                 if item >= 0:
                     last = int(batch.lengths[row]) - 1  # It predicts nothing.
-                    mine = slice(last - items[item][1], last)
-                    nll = np.asarray(comparison.nll)[row, mine].sum(dtype=np.float64)
-                    found[item] = -float(nll), bool(np.all(comparison.greedy[row, mine]))
+                    target = slice(last - items[item][1], last)
+                    nll = np.asarray(comparison.nll)[row, target].sum(dtype=np.float64)
+                    results[item] = -float(nll), bool(np.all(comparison.greedy[row, target]))
 
         batches = list(
             batches_of(
@@ -222,11 +226,11 @@ class UtioLM(TemplateLM):
                 vocab_size=decoder.config.vocab_size,
             )
         )
-        parts = [([each], policy_of(each)) for each in batches] if shallow else []
+        parts = [([batch], policy_of(batch)) for batch in batches] if shallow else []
         for part, chosen in parts or [(batches, policy)] * bool(batches):
             options: dict[str, Any] = {"kv": kv, "observe": observe}
             self.scored += evaluate(decoder, params, part, {"": chosen}, **options)[""]
-        return found
+        return results
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         """Returns the new text of each prompt, cut before its stop strings."""
@@ -245,9 +249,9 @@ class UtioLM(TemplateLM):
         return texts
 
     def _request(self, context: str, options: dict[str, Any]) -> _Request:
-        """Reads what the harness asks of one prompt."""
-        wanted: dict[str, Any] = dict(normalize_gen_kwargs(options))
-        until, size = wanted.pop("until"), wanted.pop("max_gen_toks")
+        """Returns the options of one request of the harness."""
+        unread: dict[str, Any] = dict(normalize_gen_kwargs(options))
+        until, size = unread.pop("until"), unread.pop("max_gen_toks")
         stops = tuple(stop for stop in until if stop is not None)  # `until: null` is [None] here.
         if size >= self.max_length:
             raise ValueError(
@@ -255,12 +259,12 @@ class UtioLM(TemplateLM):
                 f"that a prompt fits. Got {size}; the harness' default is 256. Set max_gen_toks in "
                 "the task's generation_kwargs."
             )
-        draws = wanted.pop("do_sample")
-        methods = {name: wanted.pop(name) for name in _METHODS if name in wanted}
-        if wanted:
+        draws = unread.pop("do_sample")
+        methods = {name: unread.pop(name) for name in _METHODS if name in unread}
+        if unread:
             raise ValueError(
                 f"Wanted generation_kwargs among until, max_gen_toks, do_sample, "
-                f"{', '.join(_METHODS)}. Got {', '.join(map(str, wanted))}."
+                f"{', '.join(_METHODS)}. Got {', '.join(map(str, unread))}."
             )
         sampling = SamplingParams(**{"temperature": 1.0, **methods}) if draws else SamplingParams()
         prompt = self.tok_encode(context) or [self.prefix_token_id]
@@ -277,11 +281,14 @@ class UtioLM(TemplateLM):
         """Returns new text for one batch of requests, all of one `max_new_tokens`."""
         decoder, params = self.model.decoder, self.model.params
         requests = [asked[index] for index in chosen]
-        prompts, stops = [each.prompt for each in requests], [each.stops for each in requests]
-        sampling = [each.sampling for each in requests]
+        prompts, stops = (
+            [request.prompt for request in requests],
+            [request.stops for request in requests],
+        )
+        sampling = [request.sampling for request in requests]
         longest = max(prompt.size for prompt in prompts)
         widths = row_widths(self.max_length)
-        found = generate_text(
+        result = generate_text(
             self.model,
             prompts,
             stop_strings=stops,
@@ -292,8 +299,8 @@ class UtioLM(TemplateLM):
             prefill=self.prefill,
             lengths=Lengths(prompt_step=next(width for width in widths if width >= longest)),
         )
-        self.spent += spent_on(decoder, params, self.mode, prompts, found.generated)
-        return found.texts
+        self.spent += spent_on(decoder, params, self.mode, prompts, result.generated)
+        return result.texts
 
     def _count(self, kind: str, *, truncated: bool = False) -> None:
         counts = self._counts.setdefault(kind, [0, 0])
@@ -301,7 +308,7 @@ class UtioLM(TemplateLM):
         counts[1] += truncated
 
     def report(self) -> dict[str, Any]:
-        """Returns tokens, FLOPs over full depth's, and of each kind of request how it was run.
+        """Returns tokens, FLOPs over full depth's, and the mode of each kind of request.
 
         `executed` is `full`, `adaptive`, `lossless`, or `prompt`, where contexts were read
         shallowly; `truncated` requests had tokens cut from their left to fit the context.
@@ -327,16 +334,16 @@ class UtioLM(TemplateLM):
 
 
 def _opening(model: Any) -> list[int]:
-    """Returns the ids that the model's texts are opened with.
+    """Returns the ids that the model's texts start with.
 
     Raises:
-      ValueError: its tokenizer puts something behind a text as well.
+      ValueError: its tokenizer puts something after a text as well.
     """
     opened = model.encode(["a"])[0].tolist()
     bare = model.tokenizer.encode("a", add_special_tokens=False).ids
     if opened[len(opened) - len(bare) :] != bare:
         raise ValueError(
             "Wanted a tokenizer that closes no text: continuations would come after its end. Got "
-            f"'a' as {opened}, of which {bare} is the text. Change its post_processor."
+            f"'a' as {opened}; the text is {bare}. Change its post_processor."
         )
     return opened[: len(opened) - len(bare)]

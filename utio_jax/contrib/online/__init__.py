@@ -35,12 +35,21 @@ from utio_jax.staircase.microbatches import MicroBatches
 from utio_jax.staircase.reference import FrozenKV, dense_states, positions_of
 from utio_jax.staircase.score import Scores, labels_of, run_score
 
+__all__ = [
+    "OnlineThresholds",
+    "adapt",
+    "observe",
+    "observed",
+    "start_online",
+    "thresholds",
+]
+
 _EVIDENCE = 40  # Disagreements that the memory must hold at the target, or thresholds would jitter.
 
 
 @pytree
 class OnlineThresholds:
-    """What has been observed. All leaves are arrays: nothing compiles when they change.
+    """Running statistics. All leaves are arrays, so updates do not recompile.
 
     Attributes:
       candidates: thresholds in the score's unit, safest first; at row 0 none stops.
@@ -67,7 +76,7 @@ def start_online(
     memory: int = 10_000,
     candidates: int = 129,
 ) -> OnlineThresholds:
-    """Returns the state before anything is observed.
+    """Returns the initial state.
 
     Halfway to "none" the policy's share of tokens at or below each threshold is halved, halfway
     to "all" the share above it. A threshold of -inf, an exit that is not in use, stays so.
@@ -126,7 +135,7 @@ def observe(
     agrees: Bool[Array, "boundary batch token"],
     where: Bool[Array, "batch token"],
 ) -> OnlineThresholds:
-    """Returns the state after more tokens, older ones weighing less for each of these.
+    """Returns the state after more tokens; the weight of older ones decays per token.
 
     All tokens ran to full depth, whatever their scores; `agrees` says whether an exit's most
     probable token is full depth's, `where` which count: choosing these by scores would bias.
@@ -177,7 +186,7 @@ def observed(
     *,
     depths: tuple[int, ...],
 ) -> tuple[Scores, Float[Array, "boundary batch token"], Bool[Array, "boundary batch token"]]:
-    """Returns a full-depth pass, and what `observe` wants of it: scores and agreement.
+    """Returns a full-depth pass with the inputs of `observe`: scores and agreement.
 
     Its work holds what observing costs beyond full depth: decisions, a head at every exit, and one
     more where the signal looks at logits. The last of `depths` (static) is full depth.
@@ -193,9 +202,9 @@ def observed(
         agrees = jnp.stack(here, axis=-1) == jnp.argmax(logits, axis=-1)[:, None]
         return {"nll": next_token_nll(logits, label), "agrees": agrees}
 
-    found = map_head(decoder, params, read, *flat((full, labels, *exits)))
-    nll = found["nll"].reshape(token_ids.shape)
-    agrees = jnp.moveaxis(found["agrees"].reshape(*token_ids.shape, -1), -1, 0)
+    reading = map_head(decoder, params, read, *flat((full, labels, *exits)))
+    nll = reading["nll"].reshape(token_ids.shape)
+    agrees = jnp.moveaxis(reading["agrees"].reshape(*token_ids.shape, -1), -1, 0)
     scores = collect(decoder, params, signal, token_ids, lengths, jnp.stack(exits), depths)
     layers = jnp.diff(jnp.asarray((0, *depths))) * token_ids.size
     reads = jnp.asarray([1 + signal.reads_logits(index) for index in range(len(exits))] + [1])
@@ -231,7 +240,7 @@ def adapt(  # noqa: PLR0913 (options, each named)
     kv: FrozenKV = "propagate",
     executor: Executor = MicroBatches(),
 ) -> Iterator[tuple[Batch, Scores, Thresholded]]:
-    """Yields every batch with its scores and the policy used, whose thresholds follow the text.
+    """Yields every batch with its scores and its policy, whose thresholds follow the text.
 
     The first batch, and every `every`-th from there, runs at full depth and is observed: its policy
     has thresholds of -inf. A policy whose deepest exit is not full depth gets full depth as one
@@ -267,20 +276,20 @@ def adapt(  # noqa: PLR0913 (options, each named)
         for number, batch in enumerate(batches):
             ids, lengths = jnp.asarray(batch.token_ids), jnp.asarray(batch.lengths)
             if number % every:
-                found = run_score(
+                result = run_score(
                     decoder, params, ids, lengths, policy=now, kv=kv, executor=executor
                 )
-                yield batch, found, now
+                yield batch, result, now
                 continue
-            found, scores, agrees = observed(
+            result, scores, agrees = observed(
                 decoder, params, ids, lengths, policy.signal, depths=depths
             )
             if state is None:
-                first = np.asarray(scores)[:, np.asarray(found.predicted)]
+                first = np.asarray(scores)[:, np.asarray(result.predicted)]
                 state = start_online(first, start, agreement=agreement, memory=memory)
-            state = observe(state, scores, agrees, found.predicted)
+            state = observe(state, scores, agrees, result.predicted)
             now = dataclasses.replace(used, thresholds=thresholds(state))
-            yield batch, found, none
+            yield batch, result, none
 
     return run()
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Classes for `Dataset.map_batches` of Ray Data: an actor each, with a device and the model.
+"""Classes for `Dataset.map_batches` of Ray Data: one actor each, with a device and the model.
 
     documents = ray.data.read_json(files)                      # columns id and text
     scored = documents.map_batches(
@@ -34,7 +34,7 @@ class Scorer:
     """Scores documents as `score_documents` does, in passes of one shape per width."""
 
     def __init__(self, model: str, policy: Policy, *, rows: int = 16, **options: Any) -> None:
-        """Loads the model: a name, or a folder that every machine sees.
+        """Loads the model: a name, or a folder that every machine can read.
 
         Every pass has so many `rows`; options are those of `score_documents`.
         """
@@ -52,24 +52,24 @@ class Scorer:
         import pyarrow
 
         names, ids = _documents(self._model, batch)
-        found = score_documents(
+        result = score_documents(
             self._model.decoder, self._model.params, ids, self._policy, **self._options
         )
-        columns: dict[str, Any] = {"id": names, "tokens": [each.size for each in ids]}
-        depths = [each.depths for each in found.documents]
+        columns: dict[str, Any] = {"id": names, "tokens": [document.size for document in ids]}
+        depths = [document.depths for document in result.documents]
         columns["depths"] = pyarrow.array(depths, pyarrow.list_(pyarrow.int32()))
         for name in _SUMS:
-            columns[name] = [getattr(each.quality, name) for each in found.documents]
+            columns[name] = [getattr(document.quality, name) for document in result.documents]
         return pyarrow.table(columns)
 
 
 class Continuer:
-    """Continues prompts by continuous batching; each gets what it gets alone."""
+    """Continues prompts by continuous batching; results do not depend on the batch."""
 
     def __init__(
         self, model: str, *, mode: Mode = Plain(), slots: int = 8, seed: int = 0, **options: Any
     ) -> None:
-        """Loads the model, a name or a folder that every machine sees, and compiles.
+        """Loads the model (a name, or a folder that every machine can read) and compiles.
 
         So many `slots` run at once. A prompt's own seed is made of `seed` and its id. Options are
         those of `Engine.submit`: `max_new_tokens`, `sampling`, and others.
@@ -94,24 +94,26 @@ class Continuer:
 
         names, ids = _documents(self._model, batch)
         numbers = [
-            self._engine.submit(each, seed=seed_of(name, self._seed), **self._options)
-            if 0 < each.size <= self._longest
+            self._engine.submit(prompt, seed=seed_of(name, self._seed), **self._options)
+            if 0 < prompt.size <= self._longest
             else None
-            for name, each in zip(names, ids, strict=True)
+            for name, prompt in zip(names, ids, strict=True)
         ]
         finished, rows = self._engine.drain(), []
-        for name, each, number in zip(names, ids, numbers, strict=True):
-            found = None if number is None else finished[number]
-            reason = "too_long" if each.size else "empty"
+        for name, prompt, number in zip(names, ids, numbers, strict=True):
+            result = None if number is None else finished[number]
+            reason = "too_long" if prompt.size else "empty"
             rows.append(
                 {
                     "id": name,
-                    "prompt_tokens": each.size,
-                    "reason": reason if found is None else found.reason,
-                    "text": "" if found is None else found.text,
-                    "token_ids": [] if found is None else found.token_ids.tolist(),
-                    "depths": [] if found is None else found.decided.tolist(),
-                    "log_probabilities": [] if found is None else found.log_probabilities.tolist(),
+                    "prompt_tokens": prompt.size,
+                    "reason": reason if result is None else result.reason,
+                    "text": "" if result is None else result.text,
+                    "token_ids": [] if result is None else result.token_ids.tolist(),
+                    "depths": [] if result is None else result.decided.tolist(),
+                    "log_probabilities": []
+                    if result is None
+                    else result.log_probabilities.tolist(),
                 }
             )
         whole, texts = pyarrow.list_(pyarrow.int32()), pyarrow.string()
@@ -129,7 +131,7 @@ class Continuer:
 
 
 def seed_of(name: str, seed: int) -> int:
-    """Returns the seed of a prompt's draws, made of its id: wherever it stands.
+    """Returns the seed of a prompt's draws, derived from its id.
 
     >>> seed_of("a", 0), seed_of("a", 1), seed_of("b", 0)
     (3398926610, 3398926611, 1042540566)
@@ -144,8 +146,8 @@ def _documents(model: Any, batch: Any) -> tuple[list[str], list[np.ndarray]]:
     texts = batch["text"].to_pylist()
     strings = [text for text in texts if isinstance(text, str)]
     encoded = iter(model.encode(strings) if strings else ())  # Token ids need no tokenizer.
-    vocab_size, found = model.decoder.config.vocab_size, []
+    vocab_size, token_ids = model.decoder.config.vocab_size, []
     for name, text in zip(names, texts, strict=True):
         ids = next(encoded) if isinstance(text, str) else np.asarray(text, np.int64)
-        found.append(check_ids(ids, vocab_size=vocab_size, what=f"document {name!r}"))
-    return names, found
+        token_ids.append(check_ids(ids, vocab_size=vocab_size, what=f"document {name!r}"))
+    return names, token_ids

@@ -22,7 +22,7 @@ from utio_jax.serving import Application
 
 
 class Replica:
-    """A device's process: the server's application, and its engine in a thread."""
+    """Process of one device: the server's application, and its engine in a thread."""
 
     async def __init__(self, make: Callable[[], Application]) -> None:
         """Returns once everything is compiled."""
@@ -35,7 +35,7 @@ class Replica:
             raise self._app.dead
 
     def __serve_build_asgi_app__(self) -> Any:
-        """Returns the application; Ray Serve asks for it once the constructor has ended."""
+        """Returns the application; Ray Serve calls this after the constructor."""
 
         async def app(scope: Any, receive: Any, send: Any) -> None:
             if scope["type"] != "lifespan":
@@ -50,7 +50,7 @@ class Replica:
         return app
 
     def check_health(self) -> None:
-        """Raises where Ray Serve shall start another one instead."""
+        """Raises if Ray Serve should replace this replica."""
         if self._app.dead is not None:
             raise RuntimeError("The engine has ended.")
 

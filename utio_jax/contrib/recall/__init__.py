@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recall over distance: one fact, one question, and the fact moved further and further back.
+"""Recall over distance: a fact at several distances before a question.
 
     passage ... FACT ... passage ... | question | answer
                     |<- distance ->|            what is scored
@@ -29,6 +29,18 @@ from utio_jax.policies.depth import Thresholded, given_depths
 from utio_jax.prompts.evaluate import PromptRows, continuations, prompt_rows
 from utio_jax.staircase.reference import FrozenKV
 
+__all__ = [
+    "Recall",
+    "RecallCase",
+    "RecallRows",
+    "recall",
+    "recall_cases",
+    "recall_lost",
+    "recall_rows",
+    "stopped_part",
+    "table_policies",
+]
+
 RECALL_TASKS = ("constant", "name", "line")
 """A number of five digits by its name; the second half of a class's name; a line of other text."""
 
@@ -51,7 +63,7 @@ _SECOND = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RecallCase:
-    """One fact and what is asked about it, as token ids.
+    """One fact, a question about it and the answer, as token ids.
 
     The passage is running text, as long as fact and all other text before the question; the fact
     states the answer's own tokens once; the question comes right before the answer.
@@ -159,8 +171,8 @@ def _tokens(
 
     if task == "line":
         line = running_text(filler, _SHORTEST_TEXT, rng)[: _KNOWN_TOKENS + _COPIED_TOKENS]
-        known, rest = line[:_KNOWN_TOKENS], line[_KNOWN_TOKENS:]
-        return joined("\n", line, "\n"), joined("\n", known), rest
+        known, answer = line[:_KNOWN_TOKENS], line[_KNOWN_TOKENS:]
+        return joined("\n", line, "\n"), joined("\n", known), answer
     first, second = str(rng.choice(_FIRST)), str(rng.choice(_SECOND))
     if task == "constant":
         key, answer = f"_{first}_{second}".upper(), joined(f" {rng.integers(10_000, 100_000)}")
@@ -176,8 +188,8 @@ class RecallRows:
     Attributes:
       rows: in batches.
       distances: tokens between fact and question.
-      facts: where facts begin and end; both 0 where there is none.
-      questions: where questions begin.
+      facts: start and end of facts; both 0 where there is none.
+      questions: start of questions.
       answers: tokens of each case's answer.
     """
 
@@ -211,7 +223,7 @@ def recall_rows(
         batch=batch,
         decoder=decoder,
     )
-    # Answers of a few tokens more or less are no reason to compile anew.
+    # Answers of a few tokens more or less shall not recompile.
     width = rows.batches[0][0].shape[1]
     wide = min(-(-width // _UNIT) * _UNIT, decoder.config.context_length) - width
     batches = tuple((np.pad(ids, ((0, 0), (0, wide))), ends) for ids, ends in rows.batches)
@@ -227,7 +239,7 @@ def recall_rows(
 def stopped_part(
     rows: RecallRows, part: Part, depth: int | Int[np.ndarray, "row token"], *, layers: int
 ) -> Int[np.ndarray, "row token"]:
-    """Returns depths of all tokens, in layers, where those of one part of each row stop early.
+    """Returns depths of all tokens, in layers; those of one part of each row exit early.
 
     Without a fact, no tokens are its own. Raises ValueError for an unknown part.
     """
@@ -260,7 +272,7 @@ def table_policies(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recall:
-    """What a policy makes of the answers.
+    """Results of a policy on the answers.
 
     Attributes:
       bits: per token of the answer; the last column is without the fact.
@@ -281,22 +293,22 @@ def recall(
     *,
     kv: FrozenKV = "propagate",
 ) -> Recall:
-    """Returns what answers cost, and whether they are given, under a policy, or one per batch.
+    """Returns the loss of answers, and which are exact, under a policy, or one per batch.
 
     Raises:
       ValueError: a policy that does not fit the model, or another number of them than batches.
     """
-    found = continuations(decoder, params, rows.rows, policy, kv=kv)
+    result = continuations(decoder, params, rows.rows, policy, kv=kv)
     shape, sizes = (len(rows.answers), -1), rows.answers[:, None]
     return Recall(
-        bits=found.losses.reshape(shape) / (sizes * math.log(2)),
-        exact=found.right.reshape(shape) == sizes,
-        depths=found.depths,
+        bits=result.losses.reshape(shape) / (sizes * math.log(2)),
+        exact=result.right.reshape(shape) == sizes,
+        depths=result.depths,
     )
 
 
-def recall_lost(distances: Sequence[int], found: Recall, full: Recall) -> list[dict[str, Any]]:
-    """Returns, for each distance, what is lost over full depth, as JSON can hold it.
+def recall_lost(distances: Sequence[int], result: Recall, full: Recall) -> list[dict[str, Any]]:
+    """Returns the loss over full depth at each distance, as JSON-ready rows.
 
     Bits are per token of the answer, means over cases, between the ends of their 95 % interval: the
     studentised bootstrap over cases, all of a case's rows together
@@ -312,9 +324,9 @@ def recall_lost(distances: Sequence[int], found: Recall, full: Recall) -> list[d
     cases = np.arange(len(full.bits))
     ones, table = np.ones(len(cases)), []
     for which, distance in enumerate(distances):
-        lost = found.bits[:, which] - full.bits[:, which]
-        saved, saved_full = (x.bits[:, -1] - x.bits[:, which] for x in (found, full))
-        exact = rate_interval(found.exact[:, which])
+        lost = result.bits[:, which] - full.bits[:, which]
+        saved, saved_full = (x.bits[:, -1] - x.bits[:, which] for x in (result, full))
+        exact = rate_interval(result.exact[:, which])
         table.append(
             {
                 "distance": distance,
@@ -323,7 +335,7 @@ def recall_lost(distances: Sequence[int], found: Recall, full: Recall) -> list[d
                 "recall_lost_pct": _rounded(
                     ratio_interval(100 * (saved_full - saved), saved_full, cases)
                 ),
-                "exact": round(float(found.exact[:, which].mean()), 4),
+                "exact": round(float(result.exact[:, which].mean()), 4),
                 "exact_interval": _rounded(exact),
                 "exact_full": round(float(full.exact[:, which].mean()), 4),
             }
@@ -335,9 +347,9 @@ def rate_interval(right: Bool[np.ndarray, " row"]) -> tuple[float, float] | None
     """Returns the exact 95 % interval of a rate (Clopper & Pearson 1934); None: below five rows."""
     if len(right) < 5:
         return None
-    found = binomtest(int(right.sum()), len(right)).proportion_ci(0.95, method="exact")
-    return float(found.low), float(found.high)
+    interval = binomtest(int(right.sum()), len(right)).proportion_ci(0.95, method="exact")
+    return float(interval.low), float(interval.high)
 
 
 def _rounded(interval: Sequence[float] | None) -> list[float] | None:
-    return None if interval is None else [round(each, 4) for each in interval]
+    return None if interval is None else [round(bound, 4) for bound in interval]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Mamba-2-style decoder: state-space layers whose recurrent state may lose tokens on the way.
+"""A Mamba-2-style decoder: state-space layers whose tokens may exit early.
 
 Each layer is the SSD mixer of Mamba-2 (Dao and Gu 2024, arXiv 2405.21060) between a norm and a
 residual, without MLPs in between. Per head, over the tokens `t` that the layer sees,
@@ -13,9 +13,9 @@ decoders: `C` is a query, `(B, dt, -dt A)` a key, `x` a value. Depth per token t
 that is frozen enters deeper states by what its frozen state makes of `B`, `dt` and `x`
 (`kv="propagate"`), or the states pass it by, neither faded nor fed (`kv="drop"`).
 
-Not here: Mamba-2's short convolution over `x`, `B` and `C`. It reads neighbours' inputs, so that
-what a token shows would no longer follow from its own state alone, on which caches, packing and
-frozen tokens rest. Nor groups: all heads share one `B` and one `C`, the paper's default.
+Not here: Mamba-2's short convolution over `x`, `B` and `C`. It reads neighbours' inputs, but
+caches, packing and frozen tokens need K/V that follow from a token's own state alone. Nor
+groups: all heads share one `B` and one `C`, the paper's default.
 """
 
 from __future__ import annotations
@@ -31,6 +31,11 @@ from jaxtyping import Array, Bool, Float, Int
 
 from utio_jax.core.decoder import DecoderConfig, LayerParams, Params, Places
 from utio_jax.models.transformer import RMSNorm
+
+__all__ = [
+    "Mamba2",
+    "Mamba2Config",
+]
 
 _STEPS = (1e-3, 1e-1)  # Between which dt starts; A starts between 1 and 16: both the paper's.
 _RATES = (1.0, 16.0)
@@ -65,7 +70,7 @@ class Mamba2Config(DecoderConfig):
 
     @property
     def state_dim(self) -> int:
-        """Width of `B` and `C`: what of a key is neither its step nor its decay."""
+        """Width of `B` and `C`: a key without its step and its decay."""
         return self.head_dim - 2
 
     @property
@@ -109,7 +114,7 @@ class Mamba2Layer(nn.Module):
         self.out_proj = dense(config.embed_dim, nn.initializers.zeros)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Touches every parameter, for `init`."""
+        """Uses every parameter once, for `init`."""
         _, values = self.keys_values(x)
         return self.finish(x, values + 0 * self.queries(x))
 
@@ -138,10 +143,10 @@ class Mamba2Layer(nn.Module):
 
 
 def _columns(shared: jax.Array, *of_heads: jax.Array) -> jax.Array:
-    """Returns `[..., head, column]`: what all heads share, then one number of each head."""
+    """Returns `[..., head, column]`: shared columns, then one column per head."""
     heads = of_heads[0].shape[-1]
     shared = jnp.broadcast_to(shared[..., None, :], (*shared.shape[:-1], heads, shared.shape[-1]))
-    return jnp.concatenate([shared, *(each[..., None] for each in of_heads)], axis=-1)
+    return jnp.concatenate([shared, *(column[..., None] for column in of_heads)], axis=-1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,7 +202,7 @@ class Mamba2:
         values: Float[Array, "*lead key head head_dim"],
         visible: Bool[Array, "*#lead query key"],
     ) -> jax.Array:
-        """Returns what the state says to each query: the recurrence over the keys that are seen.
+        """Returns the state's output for each query: the recurrence over the visible keys.
 
         There is one state for all: a query sees every key up to its own that any query sees. Decays
         are differences of float32 sums over the row, exact to about 1e-7 of the row's whole sum.
@@ -215,13 +220,13 @@ class Mamba2:
         number = jax.lax.broadcasted_iota(jnp.int32, seen.shape, seen.ndim - 2)
         last = jnp.max(jnp.where(seen, number, -1), axis=-2, keepdims=True)
         until = jnp.take_along_axis(faded, jnp.maximum(jnp.moveaxis(last, -1, -2), 0), axis=-2)
-        each = seen[..., :, None, :]
+        seen_by_heads = seen[..., :, None, :]
         behind = jnp.moveaxis(until, -1, -2)[..., None, :, :] - faded[..., None]
-        fade = jnp.exp(jnp.where(each, behind, 0.0))
+        fade = jnp.exp(jnp.where(seen_by_heads, behind, 0.0))
         weights = scores[..., :, None, :] * step[..., None].astype(jnp.float32) * fade
         own = (number == last)[..., :, None, :]
         weights += jnp.where(own, skip[..., None, :, :].astype(jnp.float32), 0.0)
-        weights = jnp.where(each, weights, 0.0).astype(values.dtype)
+        weights = jnp.where(seen_by_heads, weights, 0.0).astype(values.dtype)
         mixed = jnp.einsum(
             "...khq,...khp->...qhp", weights, values, preferred_element_type=jnp.float32
         )

@@ -41,7 +41,7 @@ def see_all(
     mean: bool = True,
     slots: int | None = None,
 ) -> Float[np.ndarray, "query boundary row"]:
-    """Returns all candidates' scores at some depths and at full depth; NaN where there is none.
+    """Returns all candidates' scores at some depths and at full depth; NaN for padding.
 
     Queries have one shape, contexts padded to `slots`; `depths` and `mean` are those of `Select`.
     """
@@ -94,7 +94,7 @@ def fit_select(  # noqa: PLR0913 (options, each named)
     sizes = np.asarray(none.check(decoder, rows=seen.shape[2]))
     bound: dict[str, Any] = {"max_risk": max_disagreement, "confidence": confidence}
     fits = halves(groups, units="queries", seed=seed, **bound)
-    mine, others = seen[fits], seen[~fits]
+    fit_seen, others = seen[fits], seen[~fits]
     price = partial(row_flops, decoder, params, tokens=tokens, slots=slots)
 
     def run(seen: np.ndarray, how: Select) -> tuple[float, np.ndarray]:
@@ -102,15 +102,17 @@ def fit_select(  # noqa: PLR0913 (options, each named)
         spent = sizes[np.searchsorted(sizes, counts)] @ price((*how.depths, layers))
         return float(spent.sum() / (len(seen) * sizes[-1] * price((layers,))[0])), lost
 
-    limit = int(np.ceil(2 * max_disagreement * len(mine))) + 1
-    settings, costs = zip(*_ladder(mine, none, partial(run, mine), limit=limit), strict=True)
+    limit = int(np.ceil(2 * max_disagreement * len(fit_seen))) + 1
+    settings, costs = zip(
+        *_ladder(fit_seen, none, partial(run, fit_seen), limit=limit), strict=True
+    )
     return fit_ladder(settings, costs, np.stack([run(others, how)[1] for how in settings]), **bound)
 
 
 def replay(
     seen: Float[np.ndarray, "query boundary row"], margins: Float[Array | np.ndarray, " margin"]
 ) -> tuple[Int[np.ndarray, "query boundary"], Bool[np.ndarray, " query"]]:
-    """Returns how many candidates run each segment under some margins, and which queries are lost.
+    """Returns the number of candidates in each segment under margins, and the lost queries.
 
     Lost is one whose winner at full depth leaves. `seen` are scores at the margins' depths, and at
     full depth; NaN where there is no candidate.
@@ -141,9 +143,9 @@ def _ladder(seen: np.ndarray, none: Select, run: _Run, *, limit: int) -> list[tu
     tries: list[_Try] = []
     for size in range(1, min(_MOST_DEPTHS, len(behind)) + 1):
         for some in itertools.combinations(range(len(behind)), size):
-            mine = dataclasses.replace(none, depths=tuple(none.depths[place] for place in some))
-            tries += _path(behind[list(some)], mine, run, limit=limit)
-    tries.sort(key=lambda each: (each[2], each[1]))  # By lost winners, the cheapest first.
+            shallow = dataclasses.replace(none, depths=tuple(none.depths[place] for place in some))
+            tries += _path(behind[list(some)], shallow, run, limit=limit)
+    tries.sort(key=lambda attempt: (attempt[2], attempt[1]))  # By lost winners, the cheapest first.
     safe = tries[0][0]
     wider = [dataclasses.replace(safe, margins=safe.margins * factor) for factor in _WIDER]
     rungs = [(how, run(how)[0]) for how in wider]
@@ -153,26 +155,26 @@ def _ladder(seen: np.ndarray, none: Select, run: _Run, *, limit: int) -> list[tu
     return rungs
 
 
-def _path(behind: np.ndarray, mine: Select, run: _Run, *, limit: int) -> Iterator[_Try]:
-    """Yields margins at the depths of `mine`, their cost and lost winners: from none lost on.
+def _path(behind: np.ndarray, setting: Select, run: _Run, *, limit: int) -> Iterator[_Try]:
+    """Yields margins at the depths of `setting`, their cost and lost winners, from none lost on.
 
-    Greedily: each step gives up the winners that are farthest behind at one depth, where a lost
+    Greedily: each step gives up the winners farthest from the best at one depth, where a lost
     winner buys most. `behind`, `[depth, query]`, are how far each winner is, in descending order.
     """
     places = np.arange(len(behind))
 
     def tried(given: np.ndarray) -> _Try:
-        how = dataclasses.replace(mine, margins=behind[places, given])
+        how = dataclasses.replace(setting, margins=behind[places, given])
         cost, lost = run(how)
         return how, cost, int(lost.sum())
 
     ahead = [(0.0, 0 * places, tried(0 * places))]
     while ahead:
-        _, given, now = max(ahead, key=lambda each: each[0])
+        _, given, now = max(ahead, key=lambda step: step[0])
         yield now
         ahead = []
         for place, step in itertools.product(places, _STEPS):
             more = given + step * (places == place)
-            if more[place] < behind.shape[1] and (found := tried(more))[2] <= limit:
-                gain = (now[1] - found[1]) / max(found[2] - now[2], 0.5)
-                ahead.append((gain, more, found))
+            if more[place] < behind.shape[1] and (attempt := tried(more))[2] <= limit:
+                gain = (now[1] - attempt[1]) / max(attempt[2] - now[2], 0.5)
+                ahead.append((gain, more, attempt))

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Picks 1 of many candidates behind a shared context; those that cannot win leave early.
+"""Picks 1 of many candidates after a shared context; those that cannot win exit early.
 
     context = read_context(decoder, params, prompt)                  # full depth, cached once
     found = select(decoder, params, context, candidates, lengths, how)
     found.winner, found.scores
 
 Early-exit reranking: at each depth of `Select.depths` the head reads every candidate that is left,
-those more than a margin behind the best leave, and the others are packed into a smaller static
+those more than a margin worse than the best leave, and the others are packed into a smaller static
 batch. One that stays to the end has full depth's score: what a margin risks is that the winner
 leaves, and `fit_select` finds margins that bound how often it does.
 """
@@ -46,12 +46,12 @@ from utio_jax.staircase.forward import Sources
 
 @pytree
 class Context:
-    """What candidates share, read once at full depth; serves any number of `select`s.
+    """The shared context of candidates, read once at full depth for any number of `select`s.
 
     Attributes:
       cache: keys and values of all layers that make some, one row.
       length: tokens.
-      log_probs: of the token behind it, in nats.
+      log_probs: of the token after it, in nats.
     """
 
     cache: KVCache
@@ -61,9 +61,9 @@ class Context:
 
 @pytree
 class Select:
-    """Which candidates go on: those no more than a margin behind the best.
+    """Rule for the candidates that run deeper: at most a margin worse than the best.
 
-    A candidate's score is the log-likelihood of its tokens behind the context, in nats. Its first
+    A candidate's score is the log-likelihood of its tokens after the context, in nats. Its first
     token is predicted by the context alone, so that term is full depth's at every depth. At depth 0
     it is all that is known: there it is compared as it is, never divided by a number of tokens.
 
@@ -79,7 +79,7 @@ class Select:
     mean: bool = static(default=True)
 
     def check(self, decoder: Decoder, *, rows: int) -> tuple[int, ...]:
-        """Returns the widths of batches for so many candidates: that, and its halves down to 1.
+        """Returns the batch widths for a number of candidates: that, and its halves down to 1.
 
         One program serves each depth and width.
 
@@ -97,15 +97,15 @@ class Select:
                 f"Wanted a margin of at least 0 for each of depths={self.depths}, in nats. Got "
                 f"{margins.tolist()}. Use infinity where none shall leave."
             )
-        found = {rows}
-        while (least := min(found)) > 1:
-            found.add(-(-least // 2))
-        return tuple(sorted(found))
+        widths = {rows}
+        while (least := min(widths)) > 1:
+            widths.add(-(-least // 2))
+        return tuple(sorted(widths))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Selected:
-    """What `select` found, on the host.
+    """Result of `select`, on the host.
 
     Attributes:
       winner: the best candidate; of equals the earlier.
@@ -113,7 +113,7 @@ class Selected:
         for candidates of length 0.
       depths: layers that each has run.
       seen: scores at each of `Select.depths`, and at full depth; NaN of those that had left.
-      work: what was executed behind the context, padding included, by segment.
+      work: executed work after the context, padding included, by segment.
     """
 
     winner: int
@@ -123,14 +123,14 @@ class Selected:
     work: Work
 
     def flops(self, decoder: Decoder, params: Params) -> float:
-        """Returns the FLOPs of all matrix products behind the context, padding included."""
+        """Returns the FLOPs of all matrix products after the context, padding included."""
         return pass_flops(token_cost(decoder, params), self.work)
 
 
 def read_context(
     decoder: Decoder, params: Params, token_ids: Any, *, slots: int | None = None
 ) -> Context:
-    """Returns a context at full depth, for any number of candidates behind it.
+    """Returns a context at full depth, for any number of candidates after it.
 
     `slots` is the static width that it is padded to, for one program over contexts of many
     lengths; by default the next multiple of 64.
@@ -174,14 +174,14 @@ def select(
     lengths: Int[Array | np.ndarray, " row"],
     how: Select,
 ) -> Selected:
-    """Returns the best candidate behind a context, most of them read by few layers.
+    """Returns the best candidate after a context; most candidates run few layers.
 
     Waits for the device at each depth, to learn how many are left. Compiles a program for each
     segment and width at most, per shape of the candidates. One of length 0 is none.
 
     Raises:
       ValueError: see `Select.check`; ids outside the vocabulary, no candidates, or ones that do not
-        fit behind the context.
+        fit after the context.
     """
     config = decoder.config
     ids, ends = check_tokens(candidates, lengths, vocab_size=config.vocab_size)
@@ -192,7 +192,7 @@ def select(
     known = int(context.length)
     if known + int(ends.max()) > config.context_length:
         raise ValueError(
-            f"Wanted candidates of at most {config.context_length - known} tokens behind a context "
+            f"Wanted candidates of at most {config.context_length - known} tokens after a context "
             f"of {known}. Got one of {int(ends.max())}. Cut the context at its beginning."
         )
     # Every program knows the static width of the last token, which itself is never run.
@@ -209,12 +209,12 @@ def select(
         chosen = np.flatnonzero(alive)
         scores[chosen], depths[chosen] = first[chosen], stop
         if stop > 0:
-            size = next(each for each in widths if each >= chosen.size)
+            size = next(width for width in widths if width >= chosen.size)
             packed = np.pad(chosen, (0, size - chosen.size), constant_values=rows).astype(np.int32)
-            x, cache, rest = _run(
+            x, cache, nll = _run(
                 decoder, params, context, x, cache, ids, ends, packed, start=start, stop=stop
             )
-            scores[chosen] += np.asarray(rest)[: chosen.size]
+            scores[chosen] += np.asarray(nll)[: chosen.size]
             if how.mean:
                 scores[chosen] /= ends[chosen]
             runs, keys = size * tokens, context.cache.num_slots + tokens
@@ -241,7 +241,7 @@ def select(
 def survivors(
     scores: Float[np.ndarray, "*lead row"], alive: Bool[np.ndarray, "*lead row"], margin: float
 ) -> Bool[np.ndarray, "*lead row"]:
-    """Returns which of the candidates `alive` go on: those at most `margin` behind the best.
+    """Returns which of the candidates `alive` run deeper: at most `margin` worse than the best.
 
     A score of NaN decides nothing: that one goes on.
     """
@@ -276,7 +276,7 @@ def _run(  # noqa: PLR0913 (arrays of one segment)
     start: int,
     stop: int,
 ) -> tuple[Float[Array, "row input dim"], KVCache, Float[Array, " packed"]]:
-    """Returns the states after layers [start, stop) of some rows, and what the head makes of them.
+    """Returns states after layers [start, stop) of some rows, the cache, and their scores.
 
     That is the log-likelihood of all tokens but the first, summed. A row past the end fills up.
     Candidates' own K/V lie in a cache of theirs, a slot for each token. The first run makes it.
@@ -287,11 +287,11 @@ def _run(  # noqa: PLR0913 (arrays of one segment)
     real = own < ends[:, None] - 1
     positions = jnp.where(real, context.length + own, 0)
     if x is None or cache is None:
-        mine = decoder.embed(params, labels[:, :-1], positions)
-        x = jnp.zeros((len(ids), *mine.shape[1:]), mine.dtype)
-        cache = init_cache(decoder.config, batch=len(ids), slots=tokens, dtype=mine.dtype)
+        states_in = decoder.embed(params, labels[:, :-1], positions)
+        x = jnp.zeros((len(ids), *states_in.shape[1:]), states_in.dtype)
+        cache = init_cache(decoder.config, batch=len(ids), slots=tokens, dtype=states_in.dtype)
     else:
-        mine = x.at[rows].get(mode="fill", fill_value=0)
+        states_in = x.at[rows].get(mode="fill", fill_value=0)
     before = jnp.arange(slots, dtype=jnp.int32)
     before = jnp.where(before < context.length, before, NOWHERE)
     before = jnp.broadcast_to(before, (rows.size, slots))
@@ -312,11 +312,11 @@ def _run(  # noqa: PLR0913 (arrays of one segment)
 
     block = Block(positions=own, valid=real, places=decoder.encode_positions(positions), rows=rows)
     with jax.named_scope("select"):
-        mine, cache = run_layers(
-            decoder, params, cache, mine, block, attention, start=start, stop=stop
+        states_in, cache = run_layers(
+            decoder, params, cache, states_in, block, attention, start=start, stop=stop
         )
     with jax.named_scope("head"):
-        states = apply_exit_lens(decoder, params, flat(mine), stop)
+        states = apply_exit_lens(decoder, params, flat(states_in), stop)
         nll = map_head(decoder, params, next_token_nll, states, flat(labels[:, 1:]))
     nll = jnp.where(real, nll.reshape(real.shape), 0.0)
-    return x.at[rows].set(mine, mode="drop"), cache, -jnp.sum(nll, axis=1)
+    return x.at[rows].set(states_in, mode="drop"), cache, -jnp.sum(nll, axis=1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ends a thought where the model is sure of its words, with a guarantee on changed answers.
+"""Ends a thought when the model is sure, with a guarantee on changed answers.
 
     sure = Confidence(threshold=0.3, window=8, cue_ids=[full_stop])
     generate_until_sure(..., end_ids=[7], confidence=sure, max_thought=512, max_answer=64)
@@ -21,13 +21,22 @@ from utio_jax.calibration.guarantee import Fitted, fit_ladder, halves
 from utio_jax.core import Decoder
 from utio_jax.decoding import Thinking, generate
 
+__all__ = [
+    "Answered",
+    "Confidence",
+    "Trace",
+    "fit_confidence",
+    "generate_until_sure",
+    "trace_answers",
+]
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Confidence:
-    """Where a thought may end: behind tokens that the model was sure of.
+    """Rule for ending a thought: after tokens that the model was sure of.
 
     Minus the mean log-probability of the last `window` thought tokens has to lie below `threshold`,
-    in nats (-inf: nowhere). It is asked behind `min_tokens` at least, and `window`; only behind
+    in nats (-inf: nowhere). It is asked after `min_tokens` at least, and `window`; only after
     tokens of `cue_ids`, such as the ends of sentences, where there are any.
     """
 
@@ -41,7 +50,7 @@ class Confidence:
             raise ValueError(f"Wanted nats, window from 1 on, min_tokens from 0 on. Got {self}.")
 
     def ask(self, token_ids: Sequence[int], surprise: Sequence[float]) -> float:
-        """Returns the mean surprise of a thought's last tokens; inf where it is not asked."""
+        """Returns the mean surprise of a thought's last tokens; inf where it may not end."""
         asks = not len(self.cue_ids) or token_ids[-1] in self.cue_ids
         asks &= len(token_ids) >= max(self.window, self.min_tokens)
         return float(np.mean(surprise[-self.window :])) if asks else math.inf
@@ -49,9 +58,9 @@ class Confidence:
 
 @dataclasses.dataclass(kw_only=True)
 class Answered:
-    """A prompt, a thought and the answer behind it, as token ids.
+    """A prompt, a thought and the answer after it, as token ids.
 
-    `surprise` has the nats of each thought token, `means` what was asked behind it. `ended_by` is
+    `surprise` has the nats of each thought token, `means` what was asked after it. `ended_by` is
     "confidence", "budget", "model" (which wrote the end), or "eos": the text ended, unanswered.
     """
 
@@ -63,7 +72,7 @@ class Answered:
     answer: list[int] = dataclasses.field(default_factory=list)
 
     def add(self, token: int, nats: float, end: list[int], confidence: Confidence) -> None:
-        """Adds a token to the thought, which may end behind it."""
+        """Adds a token to the thought, which may end after it."""
         self.thought.append(token)
         self.surprise.append(nats)
         self.means.append(confidence.ask(self.thought, self.surprise))
@@ -85,7 +94,7 @@ def generate_until_sure(
     chunk: int = 32,
     **options: Any,
 ) -> list[Answered]:
-    """Returns a thought for each prompt, cut where the model is sure, and the answer behind it.
+    """Returns a thought for each prompt, cut when the model is sure, and the answer after it.
 
     `end_ids` close the thought, unless the model has written them. Every `chunk` tokens the host
     looks, and all texts are read again. Options are `utio_jax.generate`'s, such as `mode`.
@@ -108,8 +117,8 @@ def generate_until_sure(
         # Rows that have ended stay: the batch keeps its shape, and rows their seeds.
         texts = [row.prompt + row.thought for row in rows]
         room = min(chunk, max_thought - done)
-        found = generate(decoder, params, texts, max_new_tokens=room, **options)
-        columns = found.token_ids, found.log_probabilities, found.finish_reasons
+        result = generate(decoder, params, texts, max_new_tokens=room, **options)
+        columns = result.token_ids, result.log_probabilities, result.finish_reasons
         for row, new, logs, reason in zip(rows, *columns, strict=True):
             for token, log in zip(new.tolist(), logs.tolist(), strict=True):
                 if row.ended_by == "budget":
@@ -120,17 +129,17 @@ def generate_until_sure(
             break
     closing = {"confidence": end, "budget": end}
     texts = [row.prompt + row.thought + closing.get(row.ended_by, []) for row in rows]
-    found = generate(decoder, params, texts, max_new_tokens=max_answer, **options)
-    for row, new in zip(rows, found.token_ids, strict=True):
+    result = generate(decoder, params, texts, max_new_tokens=max_answer, **options)
+    for row, new in zip(rows, result.token_ids, strict=True):
         row.answer = [] if row.ended_by == "eos" else new.tolist()
     return rows
 
 
 class Trace(NamedTuple):
-    """What ending a prompt's thought early would have given.
+    """Results of ending a prompt's thought at every possible token.
 
     `ends` has, for each place asked, the tokens thought, the window's mean surprise in nats, and
-    whether the answer is another than behind all `whole` tokens.
+    whether the answer is another than after all `whole` tokens.
     """
 
     ends: list[tuple[int, float, bool]]
@@ -153,7 +162,7 @@ def trace_answers(
     same: Callable[[list[int], list[int]], bool] = list.__eq__,
     **how: Any,
 ) -> list[Trace]:
-    """Returns a trace of each prompt, for any threshold: each place asked costs an answer.
+    """Returns a trace of each prompt, valid for any threshold; each place costs an answer.
 
     `same` compares answers; the rest is as in `generate_until_sure`.
     """
@@ -181,20 +190,24 @@ def fit_confidence(
     """Returns the largest threshold at which few answers change, at a confidence.
 
     With probability `confidence` over their draw, at most `max_changed` of such prompts get another
-    answer than behind the whole thought. A rung's cost is its share of the thought tokens.
+    answer than after the whole thought. A rung's cost is its share of the thought tokens.
 
     Raises:
       ValueError: fewer traces than that takes, or none in which a confidence is asked.
     """
     bound: dict[str, float] = {"max_risk": max_changed, "confidence": confidence}
     fits = halves(np.arange(len(traces)), units="traces", bound="max_changed", seed=seed, **bound)
-    mine, others = ([traces[i] for i in np.flatnonzero(half).tolist()] for half in (fits, ~fits))
-    seen = [nats for trace in mine for _, nats, _ in trace.ends]
+    fit_traces, others = (
+        [traces[i] for i in np.flatnonzero(half).tolist()] for half in (fits, ~fits)
+    )
+    seen = [nats for trace in fit_traces for _, nats, _ in trace.ends]
     if not seen:
         raise ValueError("Wanted traces that are asked. Got none. Name other cues or windows.")
     # Quantiles, from the lowest on: a lower threshold ends fewer thoughts, and later.
     ladder = np.unique(np.quantile(seen, np.linspace(0, 1, 25)[1:])).tolist()
-    whole = sum(trace.whole for trace in mine)
-    costs = [sum(trace.replay(each)[0] for trace in mine) / whole for each in ladder]
-    risks = np.asarray([[trace.replay(each)[1] for trace in others] for each in ladder])
+    whole = sum(trace.whole for trace in fit_traces)
+    costs = [
+        sum(trace.replay(threshold)[0] for trace in fit_traces) / whole for threshold in ladder
+    ]
+    risks = np.asarray([[trace.replay(threshold)[1] for trace in others] for threshold in ladder])
     return fit_ladder(ladder, costs, risks, **bound)

@@ -8,8 +8,8 @@
     decided    at d1, by the    at d1             at d2
     by         token before
 
-The view holds sinks and recent tokens (`utio_jax.contrib.throttle.views`). One batched call lets
-every row attend to its view; then a loop with a traced trip count goes over the dense rows alone,
+The view holds sinks and recent tokens (`utio_jax.contrib.throttle.views`). In one batched call
+every row attends to its view; then a loop with a traced trip count goes over the dense rows alone,
 and reads each one's slots where they are: a gather would copy them, a mask read those of all rows.
 """
 
@@ -43,17 +43,22 @@ from utio_jax.staircase.exit_head import Model
 from utio_jax.staircase.forward import Sources, shows_from
 from utio_jax.staircase.sparse import Packing
 
+__all__ = [
+    "Throttle",
+    "Throttled",
+]
+
 
 @pytree
 class Throttle:
     """Low-importance tokens read sinks and recent tokens; the others everything.
 
-    Decided anew for each segment of the depth policy: a token whose score at a boundary is at most
+    Decided for each segment of the depth policy: a token whose score at a boundary is at most
     the threshold runs the layers up to the next one throttled. In the first layers, what counts is
     the first score of the token before. The first token after a prompt reads everything.
 
     Attributes:
-      history: what they see, in tokens. Static.
+      history: visible to them, in tokens. Static.
       signal: scores tokens at the policy's boundaries: the one that steers depth, or another.
       thresholds: one per segment, in the score's unit. -inf throttles no token, +inf every one, the
         first included.
@@ -66,7 +71,7 @@ class Throttle:
 
 @pytree
 class ThrottledMemory(Memory):
-    """What the mode carries from round to round.
+    """State of the mode from round to round.
 
     Attributes:
       scores: of each row's last token at the first boundary.
@@ -80,7 +85,7 @@ class Throttled(Adaptive):
     """Early-exit decoding in which some tokens read a compact view of the cache.
 
     Attributes:
-      throttle: which ones.
+      throttle: selects these tokens.
     """
 
     throttle: Throttle
@@ -148,14 +153,14 @@ class Throttled(Adaptive):
 
 @pytree
 class ThrottledSlots(RowSlots):
-    """The rows that run a segment, of which the `throttled` ones see their view alone."""
+    """The rows that run a segment; the `throttled` ones read their view alone."""
 
     throttled: Bool[Array, "batch 1"] | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ThrottledRows(CachedRows):
-    """All rows together, of which the throttled ones read a compact view of their history.
+    """All rows together; the throttled ones read a compact view of their history.
 
     Where any row needs its view, one call reads those of all rows; unthrottled rows read all their
     slots besides.
@@ -195,7 +200,7 @@ class ThrottledRows(CachedRows):
 
 
 class ThrottlePacking(Packing):
-    """Which tokens of a decoding step read a view, while it is traced.
+    """Packing of a decoding step whose throttled tokens read a view.
 
     `scores` are of each row's token at the first boundary; at first, of the token before it.
     """
@@ -259,7 +264,7 @@ def view_attention(
     dense: Bool[Array, "batch 1"],
     shown: Int[Array, "batch slot"] | None = None,
 ) -> Attention:
-    """Returns attention of which only dense rows see everything before them, for `run_layers`."""
+    """Returns attention for `run_layers` in which only dense rows read their whole history."""
     runs &= block.valid
     dense &= runs
     order, count = chosen_first(dense[:, 0])
@@ -278,8 +283,8 @@ def view_attention(
 
             def by_view(_: jax.Array, attended: jax.Array) -> jax.Array:
                 positions, *others = at_layers(view.positions)
-                for each in others:  # Under "drop" layers may have taken in different tokens.
-                    positions = jnp.where(each == positions, positions, NOWHERE)
+                for other in others:  # Under "drop" layers may have taken in different tokens.
+                    positions = jnp.where(other == positions, positions, NOWHERE)
                 visible = visible_history(view.history, block.positions, positions, mix.window)
                 if shown is not None:
                     depths = shown.at[rows[:, None], positions].get(mode="clip")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A compact view of the K/V cache: what low-importance tokens see of the past, side by side.
+"""A compact view of the K/V cache, which low-importance tokens read.
 
     position   0 1 2 3 4 5 6 7 8 9        # a row of ten tokens, recent=4, sinks=2
     places     0 1 | 8 9 6 7              # sinks | ring: position p lies at p mod 4
@@ -29,7 +29,7 @@ class View:
       keys: copies of the cache's.
       values: of the same shape.
       positions: of the tokens at each place; `NOWHERE` where there is none.
-      history: how many places are for what. Static.
+      history: number of sinks and recent places. Static.
     """
 
     keys: Float[Array, "layer batch place kv_head head_dim"]
@@ -47,7 +47,7 @@ class View:
         valid: Bool[Array, "batch token"],
         rows: Int[Array, " batch"],
     ) -> View:
-        """Returns the view with one layer's K/V of new tokens; layers beyond it leave no trace.
+        """Returns the view with one layer's K/V of new tokens; layers beyond it are ignored.
 
         No more tokens at a time than the ring has places. `rows` are the view's that they belong
         to.
@@ -66,7 +66,7 @@ class View:
 
 
 def place_of(history: History, positions: Int[Array, "*lead"]) -> Int[Array, "*lead"]:
-    """Returns where new tokens go: each sink to a place of its own, all others into the ring."""
+    """Returns the places of new tokens: sinks have places of their own, others share the ring."""
     ring = history.sinks + positions % history.recent
     return jnp.where(positions < history.sinks, positions, ring)
 

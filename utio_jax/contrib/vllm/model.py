@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model class and the logits processor that vLLM loads; only public seams of vLLM 0.32.
+"""The model class and the logits processor that vLLM loads; uses public APIs of vLLM 0.32.
 
 Which rows of a batch read a prompt, and how long it is, a model class is not given; a logits
 processor is, before each forward pass. So one that changes no logits keeps the account.
@@ -27,7 +27,7 @@ from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDi
 
 
 class PromptRows(LogitsProcessor):
-    """Keeps which request stands in which row; leaves logits as they are."""
+    """Logits processor that tracks the request of each row; logits stay unchanged."""
 
     current: ClassVar[Rows | None] = None
 
@@ -60,7 +60,7 @@ class PromptRows(LogitsProcessor):
 
 @dataclasses.dataclass(frozen=True)
 class _Split:
-    """A batch of which some tokens stop.
+    """A batch in which some tokens exit early.
 
     Attributes:
       deep: places of tokens that run all layers, in order.
@@ -76,7 +76,7 @@ class _Split:
 
 
 class UtioLlamaForCausalLM(LlamaForCausalLM):
-    """A Llama whose prompt tokens stop at a layer, but for the last one of each prompt.
+    """A Llama whose prompt tokens exit at a layer, except the last one of each prompt.
 
     Batches without such tokens (decoding, short prompts, prompt log-probabilities) go through
     vLLM's own forward pass, compiled where vLLM compiles it. The others call the same layers,
@@ -115,7 +115,7 @@ class UtioLlamaForCausalLM(LlamaForCausalLM):
             self.settings,
             stored,
             model=Path(vllm_config.model_config.model),
-            wanted=(config.hidden_size, *behind),
+            shape=(config.hidden_size, *behind),
         )
         self.kernel = torch.nn.Buffer(_like(kernel.reshape(len(kernel), -1)), persistent=False)
         self.bias = torch.nn.Buffer(_like(bias), persistent=False)
@@ -151,7 +151,7 @@ class UtioLlamaForCausalLM(LlamaForCausalLM):
         return out
 
     def _split(self, context: ForwardContext | None) -> _Split | None:
-        """Returns which tokens stop; None: none does, or this is a run without requests."""
+        """Returns which tokens exit, or None if none does or no request is scheduled."""
         if context is None or not isinstance(context.attn_metadata, dict):
             return None
         batch: Any = context.attn_metadata[self.names[0]]
@@ -181,7 +181,7 @@ class UtioLlamaForCausalLM(LlamaForCausalLM):
         positions: torch.Tensor,
         states: torch.Tensor,
     ) -> None:
-        """Writes mapped keys and values of tokens that stop into the caches behind the stop."""
+        """Writes mapped K/V of tokens that exit into the caches of the layers after the stop."""
         x = states[stopped].float()
         x = (x * torch.rsqrt((x * x).mean(-1, keepdim=True) + 1e-6)).to(states.dtype)
         shown = (x @ self.kernel).view(-1, *self.bias.shape) + self.bias
@@ -199,7 +199,7 @@ class UtioLlamaForCausalLM(LlamaForCausalLM):
                 )
 
     def _behind(self, context: ForwardContext, split: _Split) -> ForwardContext:
-        """Returns the forward context of the tokens that go on: as if no others were scheduled."""
+        """Returns the forward context of the deeper tokens, as if no others were scheduled."""
         whole: Any = context.attn_metadata
         batch, slots = whole[self.names[0]], self._part(context, split.deep)
         attention = self.model.layers[-1].self_attn.attn
@@ -227,12 +227,12 @@ class UtioLlamaForCausalLM(LlamaForCausalLM):
         return dataclasses.replace(context, attn_metadata=metadata, slot_mapping=slots)
 
     def _part(self, context: ForwardContext, places: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Returns slots of a part of the tokens, by layer behind the stop."""
+        """Returns slots of a part of the tokens, by layer after the stop."""
         slots: Any = context.slot_mapping
         return dict.fromkeys(self.names, slots[self.names[0]][places])
 
 
 def _like(array: Any) -> torch.Tensor:
     """Returns a tensor of vLLM's default dtype and device at this time: those of the weights."""
-    found = torch.from_numpy(array)
-    return found.to(dtype=torch.get_default_dtype(), device=torch.empty(0).device)
+    tensor = torch.from_numpy(array)
+    return tensor.to(dtype=torch.get_default_dtype(), device=torch.empty(0).device)

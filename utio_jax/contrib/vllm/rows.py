@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tokens of a batch run all layers, and whether stopping pays. Needs neither vLLM nor JAX."""
+"""Choice of the tokens that run all layers, and its cost. Needs neither vLLM nor JAX."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from safetensors.numpy import load
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What `--additional-config '{"utio": {...}}'` says.
+    """Settings from `--additional-config '{"utio": {...}}'`.
 
     Attributes:
-      maps: JSON file that `utio-jax fit-prompt` wrote; the tensors lie beside it.
+      maps: JSON file that `utio-jax fit-prompt` wrote; the tensors lie next to it.
       stop: layers that every prompt token runs. By default the deepest stop of the file.
       floor: fewest layers that `stop` may be. By default half of them.
       min_prompt: shorter prompts run in full.
@@ -34,7 +34,7 @@ class Settings:
 
 
 def read_settings(given: Any, *, num_layers: int) -> tuple[Settings, Mapping[str, Any]]:
-    """Returns checked settings, from the value of "utio", and what the maps' JSON says.
+    """Returns checked settings, from the value of "utio", and the maps' JSON.
 
     Raises:
       ValueError: something is missing, unknown, or out of bounds.
@@ -54,24 +54,24 @@ def read_settings(given: Any, *, num_layers: int) -> tuple[Settings, Mapping[str
             f"Wanted KV maps at {file}, as `utio-jax fit-prompt` makes them. They cannot be read: "
             f"{error!r}."
         ) from error
-    found = Settings(**{"floor": num_layers // 2, "stop": max(stops), **given, "maps": file})
-    if found.stop not in stops or not found.floor <= found.stop < num_layers:
+    settings = Settings(**{"floor": num_layers // 2, "stop": max(stops), **given, "maps": file})
+    if settings.stop not in stops or not settings.floor <= settings.stop < num_layers:
         raise ValueError(
-            f"Wanted a stop that {file} has maps for ({stops}), from the floor of {found.floor} "
-            f"layers to below {num_layers}. Got {found.stop}. Name another stop, lower the floor, "
-            "or fit maps: utio-jax fit-prompt --stop."
+            f"Wanted a stop that {file} has maps for ({stops}), from the floor of {settings.floor} "
+            f"layers to below {num_layers}. Got {settings.stop}. Name another stop, lower the "
+            "floor, or fit maps: utio-jax fit-prompt --stop."
         )
-    return found, stored
+    return settings, stored
 
 
 def read_maps(
-    settings: Settings, stored: Mapping[str, Any], *, model: Path, wanted: tuple[int, ...]
+    settings: Settings, stored: Mapping[str, Any], *, model: Path, shape: tuple[int, ...]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns kernel and bias of the map at the stop, known to belong to the weights in a folder.
+    """Returns kernel and bias of the map at the stop, checked against the weights in a folder.
 
     Raises:
       ValueError: the tensors are others than the JSON says, belong to other weights, or are not of
-        the wanted shape: [dim, layer, 2, kv_head, head_dim].
+        `shape`: [dim, layer, 2, kv_head, head_dim].
     """
     hashes = [
         hashlib.sha256(file.read_bytes()).hexdigest()
@@ -90,8 +90,8 @@ def read_maps(
         raise ValueError(f"Wanted the tensors of {settings.maps} at {file}. Copy both files.")
     tensors = load(data)
     kernel, bias = (tensors[f"{settings.stop}.{name}"] for name in ("kernel", "bias"))
-    if kernel.shape != wanted or bias.shape != wanted[1:]:
-        raise ValueError(f"Wanted maps of shape {wanted}, the model's. Got {kernel.shape}.")
+    if kernel.shape != shape or bias.shape != shape[1:]:
+        raise ValueError(f"Wanted maps of shape {shape}, the model's. Got {kernel.shape}.")
     return kernel, bias
 
 
@@ -123,14 +123,14 @@ class Work:
 
 @dataclasses.dataclass(kw_only=True)
 class Prompt:
-    """One request: tokens of its prompt, and whether that runs in full; None: not decided yet."""
+    """One request: tokens of its prompt; `full` is None until decided."""
 
     length: int
     full: bool | None = None
 
 
 class Rows:
-    """The requests of a persistent batch, by row: what vLLM reports to its logits processors."""
+    """The requests of a persistent batch, by row, as vLLM reports them."""
 
     def __init__(self) -> None:
         self._of: dict[int, Prompt] = {}
@@ -160,16 +160,16 @@ class Rows:
         Positions and not places in a chunk: the last token of a prompt alone goes deep, however
         the prompt is cut into chunks. Whether a request stops is decided once, at its first chunk,
         when it is known how much is cached. `spans` are positions of each row's first scheduled
-        token and behind its last.
+        token and after its last.
         """
-        found = []
+        starts = []
         for row, (start, end) in enumerate(spans):
             prompt = self._of.get(row)
             if prompt is None or start >= prompt.length - 1:
-                found.append(start)
+                starts.append(start)
                 continue
             if prompt.full is None:
                 saving = 1 - work.ratio(prompt.length, start)
                 prompt.full = prompt.length < settings.min_prompt or saving < settings.min_saving
-            found.append(start if prompt.full else min(end, prompt.length - 1))
-        return found
+            starts.append(start if prompt.full else min(end, prompt.length - 1))
+        return starts

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GGUF architectures as data: which Hugging Face config their keys describe, and which tensors.
+"""GGUF architectures as data: from their keys to a Hugging Face config, and their tensors.
 
 An `Architecture` turns a file's keys into the `config.json` of its family, so that everything
-behind it is as for a Hugging Face folder; its rules are those of `utio_jax.models.families` under
+after it is as for a Hugging Face folder; its rules are those of `utio_jax.models.families` under
 GGUF's names. A key that is left out has llama.cpp's default; one that is not known is refused.
 """
 
@@ -57,13 +57,13 @@ class Keys(Reader):
         return self.tensors[name].shape[0] if name in self.tensors else 1
 
     def has(self, *names: str) -> bool:
-        """Whether the first layer has one of these tensors."""
+        """Returns whether the first layer has one of these tensors."""
         return any(f"blk.0.{name}" in self.tensors for name in names)
 
 
 @dataclasses.dataclass(frozen=True)
 class Architecture:
-    """How the files of one architecture are read.
+    """Rules for reading the GGUF files of one architecture.
 
     Attributes:
       family: its `model_type` among `utio_jax.models.families.FAMILIES`.
@@ -124,7 +124,7 @@ def _cap(keys: Keys) -> dict[str, Any]:
 def _gemma_local(
     keys: Keys, common: dict[str, Any], *, period: int, largest: int = 0
 ) -> dict[str, Any]:
-    """Returns what `_gemma` does, with windows, and rotations of their own for layers with one."""
+    """Returns the settings of `_gemma` with windows; layers with a window have other rotations."""
     local = {"rope_type": "default", "rope_theta": keys.take("rope.freq_base_swa", 10_000.0)}
     full = _rope(keys)["rope_parameters"]
     return {
@@ -135,7 +135,7 @@ def _gemma_local(
 
 
 def _gemma_inputs(keys: Keys, common: dict[str, Any], *, period: int, own: int) -> dict[str, Any]:
-    """Returns what Gemma 3n and 4 share; `own` layers have K/V where no key says how many."""
+    """Returns settings that Gemma 3n and 4 share; `own`: layers with K/V if no key says it."""
     shared = keys.stored("attention.shared_kv_layers")
     if isinstance(shared, float) and shared.is_integer():
         shared = int(shared)  # As published files have it.
@@ -156,7 +156,7 @@ def _gemma3n(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
     if cut is not None and np.shape(cut) != (common["num_hidden_layers"],):
         keys.problems.append(f"{keys.prefix}activation_sparsity_scale={shown(cut)}")
         cut = None
-    parts = cut if cut is None else [round(NormalDist().cdf(each), 6) for each in cut.tolist()]
+    parts = cut if cut is None else [round(NormalDist().cdf(share), 6) for share in cut.tolist()]
     return {
         **_gemma_inputs(keys, common, period=5, own=20),  # Of both published sizes.
         "final_logit_softcapping": keys.take("final_logit_softcapping", 30.0),
@@ -171,19 +171,19 @@ def _gemma4(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
     keys.need("attention.value_length", wide)
     keys.need("rope.dimension_count", wide)
     layers, narrow = common["num_hidden_layers"], common["intermediate_size"]
-    found = _gemma_inputs(keys, common, period=6, own=layers)
+    inputs = _gemma_inputs(keys, common, period=6, own=layers)
     widths = keys.stored("feed_forward_length")
     double = isinstance(widths, np.ndarray) and widths[-1] == 2 * narrow
     if isinstance(widths, np.ndarray):
-        own = layers - found["num_kv_shared_layers"]
-        wanted = [narrow] * own + [narrow * (2 if double else 1)] * (layers - own)
-        if widths.tolist() != wanted:
+        own = layers - inputs["num_kv_shared_layers"]
+        expected = [narrow] * own + [narrow * (2 if double else 1)] * (layers - own)
+        if widths.tolist() != expected:
             keys.problems.append(f"{keys.prefix}feed_forward_length={shown(widths)}")
-    return {**found, **_cap(keys), "global_head_dim": wide, "use_double_wide_mlp": double}
+    return {**inputs, **_cap(keys), "global_head_dim": wide, "use_double_wide_mlp": double}
 
 
 def _gemma(keys: Keys, common: dict[str, Any], *, period: int, largest: int) -> dict[str, Any]:
-    """Returns what all Gemmas share; of `period` layers the last one attends to everything.
+    """Returns settings that all Gemmas share; every `period`-th layer attends to everything.
 
     The model of `largest` layers scales its queries by the width of the states.
     """
@@ -206,7 +206,7 @@ def _gemma(keys: Keys, common: dict[str, Any], *, period: int, largest: int) -> 
 
 
 def _rope(keys: Keys) -> dict[str, Any]:
-    """Returns the rotations of the layers that see everything."""
+    """Returns the rotations of layers without a window."""
     rope: dict[str, Any] = {
         "rope_type": "default",
         "rope_theta": keys.take("rope.freq_base", 10_000.0),
@@ -254,9 +254,9 @@ def tensor_rules(arch: str) -> list[Rule]:
         leaf = "bias" if rule.source.endswith(".bias") else "weight"
         module = rule.source.removesuffix(f".{leaf}").replace("{layer}", "0")
         # All of Gemma 3n's projections of streams are one tensor.
-        found = names.get_name(module) or names.get_name(module.removesuffix(".0"))
-        if found is not None:
-            source = f"{found.replace('blk.0.', 'blk.{layer}.')}.{leaf}"
+        gguf_name = names.get_name(module) or names.get_name(module.removesuffix(".0"))
+        if gguf_name is not None:
+            source = f"{gguf_name.replace('blk.0.', 'blk.{layer}.')}.{leaf}"
             rules.append(dataclasses.replace(rule, source=source))
     return rules
 
@@ -318,7 +318,7 @@ def _check_general(read: Keys) -> None:
         read.used |= {"split.no", "split.count", "split.tensors.count"}
         if not among(parts, 1):
             read.problems.append(
-                f"split.count={shown(parts)}, of which only one file is supported: merge them, "
+                f"split.count={shown(parts)}: only one file is supported: merge them, "
                 "for example with llama-gguf-split --merge"
             )
 
@@ -326,12 +326,12 @@ def _check_general(read: Keys) -> None:
 def _ends(read: Keys, vocab: int) -> int | list[int] | None:
     """Returns the ids that end a text or a turn, as the keys name them or as pieces are spelled."""
     named = ("eos_token_id", "eot_token_id", "eom_token_id")
-    found = {read.token_id(name, vocab) for name in named}
+    ids = {read.token_id(name, vocab) for name in named}
     pieces, kinds = (read.config.get(f"tokenizer.ggml.{name}") for name in ("tokens", "token_type"))
     if isinstance(pieces, list) and isinstance(kinds, np.ndarray):
         special = np.flatnonzero(kinds == _CONTROL).tolist()
-        found |= {i for i in special if i < min(vocab, len(pieces)) and pieces[i] in _TURN_ENDS}
-    ends = sorted(index for index in found if index is not None)
+        ids |= {i for i in special if i < min(vocab, len(pieces)) and pieces[i] in _TURN_ENDS}
+    ends = sorted(index for index in ids if index is not None)
     return ends[0] if len(ends) == 1 else ends or None
 
 

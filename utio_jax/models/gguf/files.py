@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a GGUF file holds beside weights, and how it becomes a folder."""
+"""Metadata of a GGUF file (config, tokenizer, chat template) as files of a model folder."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from utio_jax.models.tokenizer import load_tokenizer
 
 
 def tokenizer_of(file: Path) -> Tokenizer:
-    """Returns `NAME.tokenizer.json` beside a file, or the tokenizer that its metadata describe.
+    """Returns `NAME.tokenizer.json` next to a file, or the tokenizer that its metadata describe.
 
     Raises:
       ValueError: see `build_tokenizer`.
@@ -30,7 +30,7 @@ def tokenizer_of(file: Path) -> Tokenizer:
 
 
 def files_beside_weights(file: Path) -> tuple[dict[str, Any], dict[str, str]]:
-    """Returns the `config.json` of a file's model, and the text files that go beside it, by name.
+    """Returns the `config.json` of a file's model, and the text files that go next to it, by name.
 
     These are tokenizer, chat template and settings as transformers has them. What the file lacks,
     or what cannot be had exactly, is not among them.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The header of a GGUF file: metadata, and where each tensor lies, checked against the file's size.
+"""Header of a GGUF file: metadata and tensor positions, checked against the file's size.
 
 Every length and offset is compared with the bytes that are there before anything is read or
 allocated by it. The reader of the `gguf` library trusts them, and takes an array per string (20 s
@@ -31,7 +31,7 @@ _MAX_DIMS = 4
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tensor:
-    """Where a tensor lies.
+    """Type, shape and position of a tensor in a file.
 
     Attributes:
       kind: its type, one of `KINDS`.
@@ -48,10 +48,10 @@ class Tensor:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Header:
-    """What a GGUF file says of itself.
+    """Metadata and tensor table of a GGUF file.
 
     Attributes:
-      file: where it is.
+      file: path of the file.
       keys: metadata: numbers, booleans and strings; arrays of numbers as NumPy arrays, of strings
         as lists.
       tensors: by name, in the file's order.
@@ -126,7 +126,7 @@ def read_header(file: str | Path) -> Header:
 
 
 class _Cursor:
-    """Reads forward, and never beyond the end of the file."""
+    """Reads forward and checks every read against the end of the file."""
 
     def __init__(self, opened: BinaryIO, path: Path):
         self.opened, self.path = opened, path

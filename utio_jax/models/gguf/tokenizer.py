@@ -3,7 +3,7 @@
 
 Byte-level BPE (`tokenizer.ggml.model` is `gpt2`) by its named pre-tokenizer, and SentencePiece's
 BPE (`llama`), whose scores are the order of merges. What the library cannot do exactly is refused:
-then the model's own `tokenizer.json`, as `NAME.tokenizer.json` beside `NAME.gguf`, is used instead.
+use the model's own `tokenizer.json` instead, as `NAME.tokenizer.json` next to `NAME.gguf`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Split:
-    """How text is cut before bytes are merged."""
+    """Rules for splitting text before bytes are merged."""
 
     patterns: tuple[str, ...]  # Each cuts what the one before left, at its matches.
     composed: bool = False  # Text is normalised to NFC first.
@@ -105,17 +105,17 @@ def build_tokenizer(keys: Mapping[str, Any], *, source: str | Path) -> Tokenizer
         beside = Path(source).with_suffix(".tokenizer.json").name
         raise ValueError(
             f"Wanted a tokenizer in {source} that can be had exactly. Got {error}. Put the model's "
-            f"own tokenizer.json beside it, as {beside}."
+            f"own tokenizer.json next to it, as {beside}."
         ) from error
     return tokenizer
 
 
 class _UnsupportedError(Exception):
-    """What keeps a tokenizer from being built."""
+    """Raised for metadata that no tokenizer can be built from."""
 
 
 def _check_known(keys: Mapping[str, Any]) -> None:
-    """Refuses keys that could change how text becomes ids, and are not understood."""
+    """Rejects unknown keys that could change how text becomes ids."""
     ours = [name.removeprefix(_PREFIX) for name in keys if name.startswith(_PREFIX)]
     strange = [name for name in ours if name not in _KNOWN and not name.endswith("_token_id")]
     if strange:
@@ -216,7 +216,7 @@ def _bpe(pieces: list[str], merges: list[tuple[str, str]], **options: Any) -> To
 def _put_around(
     tokenizer: Tokenizer, keys: Mapping[str, Any], pieces: list[str], *, opens: bool
 ) -> None:
-    """Has `encode` open and end texts as the file says."""
+    """Adds the BOS and EOS tokens that the file asks for to `encode`."""
     template, used = ["$A"], []
     for name, default in (("bos", opens), ("eos", False)):
         if not keys.get(f"tokenizer.ggml.add_{name}_token", default):

@@ -53,9 +53,9 @@ def load_file(
     def read(name: str) -> np.ndarray:
         part = name.split(".")[-2]
         shifted = architecture.norms_plus_one and part.endswith("_norm")
-        found = read_tensor(header, name, dtype=dtype, minus_one=shifted)
+        array = read_tensor(header, name, dtype=dtype, minus_one=shifted)
         interleaved = architecture.rotates_pairs and part in heads
-        return _halves(found, heads[part]) if interleaved else found
+        return _halves(array, heads[part]) if interleaved else array
 
     return place_tensors(
         FAMILIES[architecture.family].decoder(settings),
@@ -86,15 +86,15 @@ def _understood(header: Header, exits: tuple[int, ...]) -> tuple[Architecture, d
     elif not problems and _ROPE_FREQS in header.tensors:
         rope = config["rope_parameters"]
         factors = read_tensor(header, _ROPE_FREQS, dtype=np.float32)
-        found = None
+        rope_parameters = None
         if rope.get("rope_type") == "default" and factors.shape == (config["head_dim"] // 2,):
-            found = llama3_scaling(factors, theta=rope["rope_theta"])
-        if found is None:
+            rope_parameters = llama3_scaling(factors, theta=rope["rope_theta"])
+        if rope_parameters is None:
             problems.append(
-                f"{_ROPE_FREQS} of shape {factors.shape}, of which only the divisors of Llama 3's "
+                f"{_ROPE_FREQS} of shape {factors.shape}: only the divisors of Llama 3's "
                 "scaling are supported"
             )
-        config["rope_parameters"] = found
+        config["rope_parameters"] = rope_parameters
     if problems:
         raise ValueError(
             f"Wanted a {header.keys['general.architecture']} that can be run, in {source}. Got "
@@ -104,13 +104,13 @@ def _understood(header: Header, exits: tuple[int, ...]) -> tuple[Architecture, d
 
 
 def _rotate_in_part(header: Header, config: dict[str, Any]) -> list[str]:
-    """Sets how much of a head rotates in layers without a window. Returns what is wrong with it."""
+    """Sets the rotated share of heads in layers without a window. Returns a list of problems."""
     share: float | None = 1.0
     if _ROPE_FREQS in header.tensors:
         factors = read_tensor(header, _ROPE_FREQS, dtype=np.float32)
         share = rotated_share(factors) if 2 * factors.size == config["global_head_dim"] else None
     if share is None:
-        return [f"{_ROPE_FREQS}, of which only divisors that stop pairs are supported"]
+        return [f"{_ROPE_FREQS}: only divisors that stop pairs are supported"]
     rope = {"rope_type": "proportional", "partial_rotary_factor": share}
     config["rope_parameters"]["full_attention"] |= rope
     return []
@@ -146,7 +146,7 @@ def read_tensor(
 
 
 def _aligned(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
-    """Returns an array that begins on a cache line: JAX uses it on CPU as it is, without a copy."""
+    """Returns an array aligned to a cache line, which JAX uses on a CPU without a copy."""
     size = math.prod(shape) * dtype.itemsize
     memory = np.empty(size + 64, np.uint8)
     start = -memory.ctypes.data % 64
@@ -154,6 +154,6 @@ def _aligned(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
 
 
 def _halves(tensor: np.ndarray, heads: int) -> np.ndarray:
-    """Returns rows of which neighbours rotate with each other so that halves of a head do."""
+    """Returns rows reordered from interleaved rotary pairs to rotated halves of a head."""
     pairs = tensor.reshape(heads, -1, 2, *tensor.shape[1:])
     return pairs.swapaxes(1, 2).reshape(tensor.shape)
