@@ -98,7 +98,7 @@ class Engine:
             thinking=thinking,
             logits_processor=logits_processor,
         )
-        self._rows = self._make_rows()
+        self._rows = Slots(self._served)
         self._tokenizer, self._clock = tokenizer, clock
         self._late = jax.default_backend() != "cpu" if read_late is None else read_late
         self._numbers = itertools.count()
@@ -323,9 +323,6 @@ class Engine:
             raise
         finally:
             self._stats = EngineStats(mode=self.mode.name, slots=self._served.slots)
-
-    def _make_rows(self) -> Slots:
-        return Slots(self._served)
 
     def _recovered(self) -> list[Event]:
         """Frees all rows after a call that did not return; returns what ends the requests in them.
