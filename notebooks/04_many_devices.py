@@ -205,5 +205,5 @@ print("collectives:", dict(Counter(COLLECTIVE.findall(compiled.as_text()))) or "
 # decisions and leave their loops together.
 #
 # `generate`, `evaluate`, `calibrate` and `compare` take `mesh=` in the same way, and the command
-# line's `--data-parallel` and `--distributed` go over the devices of one machine or of a cluster.
-# `docs/scaling.md` says how, and what breaks first on a thousand devices.
+# line's `--data-parallel` goes over the devices of one machine. `docs/scaling.md` says how, and
+# what breaks first on a thousand devices.

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from utio_jax.core.pytrees import pytree, static
+from utio_jax.core.pytrees import digest, pytree, static
 from utio_jax.policies.signals import Entropy, MaxProbability, SoftmaxGap
 
 
@@ -54,3 +54,16 @@ def test_static_fields_are_part_of_the_structure_and_others_are_leaves() -> None
     assert jax.tree_util.keystr(path) == ".value['a']"
     with pytest.raises(AttributeError):
         tree.value = 1  # type: ignore[misc]
+
+
+def test_a_digest_depends_on_values_types_and_structure() -> None:
+    tree = {"ids": np.arange(3), "key": jax.random.key(0)}
+    assert digest(tree) == digest(dict(tree))
+    others: list[Any] = [
+        tree | {"ids": np.arange(3) + 1},
+        tree | {"ids": np.arange(3.0)},
+        tree | {"ids": np.arange(3)[None]},
+        tree | {"key": jax.random.key(1)},
+        {"id": tree["ids"], "key": tree["key"]},
+    ]
+    assert len({digest(each) for each in (tree, *others)}) == 6

@@ -5,39 +5,25 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
-import sys
-import traceback
 from pathlib import Path
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
 
-from utio_jax.cli.options import (
-    OfMode,
-    OfProcesses,
-    Rare,
-    is_first,
-    mesh_of_all,
-    repeat_verdict,
-)
+from utio_jax.cli.options import OfMode, Rare, repeat_verdict
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.base import Plain
 from utio_jax.decoding.lossless import lossless_for
 from utio_jax.decoding.thinking import Thinking
-from utio_jax.engine.leader import everywhere
 from utio_jax.policies.depth import Thresholded, spread_thresholds
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Serve(OfMode, OfProcesses):
+class Serve(OfMode):
     """Serves a model over HTTP as OpenAI's API: completions, chat, streams.
 
     Logs are lines of JSON on stderr. It ends by SIGTERM or Ctrl-C, once open requests are answered;
     a second one ends it at once.
-
-    With --distributed, in several processes with the same options, the model is split over the
-    devices of all of them. Process 0 listens; if one is lost, all end.
 
     By default the model runs in full. With --budget or --mode adaptive, requests run at a depth per
     token, and may bring a budget that the policy was calibrated for. Such a server times at its
@@ -75,45 +61,16 @@ class Serve(OfMode, OfProcesses):
     capacity: int | None = None
     drain_seconds: Rare[float] = 30.0
 
-    def load(self, sharding: Any = None) -> Any:
-        """Returns the `utio_jax.models.Model`, on the devices of all processes."""
-        if not self.distributed:
-            return super().load(sharding)
-        model = super().load(mesh_of_all("model"))
-        return dataclasses.replace(model, params=everywhere(model.params, model.params))
-
     def run(self) -> dict[str, Any] | int:
         """Runs the command and returns its JSON, or an exit status after a failure."""
-        self.join()
-        if not self.distributed:
-            return self._serve()
-        try:
-            done = self._serve()
-        except ValueError:
-            raise
-        except BaseException:
-            traceback.print_exc()
-            done = 1
-        if isinstance(done, int):
-            # Nothing in good order: the interpreter would wait for processes that are gone.
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(done)
-        return done
+        from utio_jax.serving import Address, Limits, Server
 
-    def _serve(self) -> dict[str, Any] | int:
-        from utio_jax.serving import Address, Limits, Server, run_server_worker
-
-        sizes: dict[str, Any] = {"slots": self.slots, "capacity": self.capacity}
-        if not is_first():
-            run_server_worker(self.served(), **sizes)
-            return {"command": "serve"}
         server = Server(
             self.served(),
             address=Address(host=self.host, port=self.port, key_file=self.api_key_file),
             limits=Limits(drain_seconds=self.drain_seconds),
-            distributed=self.distributed,
-            **sizes,
+            slots=self.slots,
+            capacity=self.capacity,
         )
         done = server.run()
         server.leave(done["status"])
@@ -158,10 +115,9 @@ class Serve(OfMode, OfProcesses):
         # All in use at any budget: those of one are thresholds over them.
         depths = {depth for entry in fitted.values() for depth in entry.depths}
         exits = tuple(sorted(depths | {model.decoder.config.num_layers}))
-        about: dict[str, Any] = {"policy": name, "budget": budget, "budgets": budgets}
-        if not self.distributed:  # Blocks are timed on devices of one process.
-            own = fitted[budget]
-            about["histogram"] = dict(zip(own.depths, own.fractions, strict=True))
+        own = fitted[budget]
+        histogram = dict(zip(own.depths, own.fractions, strict=True))
+        about = {"policy": name, "budget": budget, "budgets": budgets, "histogram": histogram}
         thresholds = jnp.asarray(spread_thresholds(budgets[budget], exits))
         signal = budgets[budget].signal
         policy = Thresholded(signal=signal, thresholds=thresholds, depths=exits)

@@ -3,4 +3,5 @@
 
 Each folder is one of them, written over public names of the library alone; nothing in the library
 imports it. Its docs begin with what it is worth. What it needs beyond a base install is an extra.
+`hosts` is a single file: one engine over several processes.
 """

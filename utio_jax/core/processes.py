@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
 from utio_jax.core.files import replacing
+from utio_jax.core.pytrees import digest
 from utio_jax.core.rows import DATA, check_mesh
 
 _FIRST = 4096
@@ -195,23 +195,6 @@ def check_same(
             f"Wanted the same {what} on all {len(found)} processes. Got others than process "
             f"0's on processes {others}. Do all see the same files, and get one command?"
         )
-
-
-def digest(*parts: Any) -> str:
-    """Returns a hash of pytrees: the leaves' values, and the trees' structures."""
-    found = hashlib.sha256()
-    for part in parts:
-        leaves, treedef = jax.tree.flatten(part)
-        found.update(str(treedef).encode())
-        for leaf in leaves:
-            if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-                leaf = jax.random.key_data(leaf)
-            array = np.asarray(leaf)  # Text, too.
-            if array.dtype == object:
-                raise TypeError(f"Wanted leaves of numbers or text. Got {type(leaf).__name__}.")
-            found.update(f"{array.dtype} {array.shape}".encode())
-            found.update(np.ascontiguousarray(array).tobytes())
-    return found.hexdigest()
 
 
 def _encode(results: Mapping[int, Arrays]) -> bytes:

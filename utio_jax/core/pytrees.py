@@ -4,9 +4,12 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from typing import Any, TypeVar, dataclass_transform
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 T = TypeVar("T")
 
@@ -49,6 +52,23 @@ def check_pytree(value: Any, *, what: str) -> None:
             f"Wanted a {what} whose name is part of the program. Got {kind} with a field that is "
             f"not. Make it static: name: str = utio_jax.core.static(default={name!r})."
         )
+
+
+def digest(*parts: Any) -> str:
+    """Returns a SHA-256 of pytrees: the leaves' values and the trees' structures."""
+    hasher = hashlib.sha256()
+    for part in parts:
+        leaves, treedef = jax.tree.flatten(part)
+        hasher.update(str(treedef).encode())
+        for leaf in leaves:
+            if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+                leaf = jax.random.key_data(leaf)
+            array = np.asarray(leaf)  # Text, too.
+            if array.dtype == object:
+                raise TypeError(f"Wanted leaves of numbers or text. Got {type(leaf).__name__}.")
+            hasher.update(f"{array.dtype} {array.shape}".encode())
+            hasher.update(np.ascontiguousarray(array).tobytes())
+    return hasher.hexdigest()
 
 
 def _short(value: Any) -> str:

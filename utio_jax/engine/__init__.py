@@ -3,22 +3,18 @@
 
 from utio_jax.decoding.state import Alternatives
 from utio_jax.engine.engine import Engine
-from utio_jax.engine.leader import Channel, LeaderEngine, run_worker
 from utio_jax.engine.planning import DepthPlan, RowRates, plan_mode
 from utio_jax.engine.requests import EngineStats, Event, Finished
 from utio_jax.engine.slots import Shapes
 
 __all__ = [
     "Alternatives",
-    "Channel",
     "DepthPlan",
     "Engine",
     "EngineStats",
     "Event",
     "Finished",
-    "LeaderEngine",
     "RowRates",
     "Shapes",
     "plan_mode",
-    "run_worker",
 ]

@@ -103,7 +103,7 @@ class Engine:
             logits_processor=logits_processor,
             prefix_cache=bytes_of(prefix_cache),
         )
-        self._rows = self._make_rows()
+        self._rows = Slots(self._served)
         self._tokenizer, self._clock = tokenizer, clock
         self._late = jax.default_backend() != "cpu" if read_late is None else read_late
         self._numbers = itertools.count()
@@ -346,9 +346,6 @@ class Engine:
             if rows.prefix is not None:
                 rows.prefix.clear()
             self._stats = EngineStats(mode=self.mode.name, slots=self._served.slots)
-
-    def _make_rows(self) -> Slots:
-        return Slots(self._served)
 
     def _recovered(self) -> list[Event]:
         """Frees all rows after a call that did not return; returns what ends the requests in them.

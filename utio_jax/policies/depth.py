@@ -16,8 +16,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from utio_jax.core.decoder import Decoder, Inputs, Params, check_depths
-from utio_jax.core.processes import digest
-from utio_jax.core.pytrees import pytree, static
+from utio_jax.core.pytrees import digest, pytree, static
 from utio_jax.policies.base import Boundary, Policy, Signal, check_signal, exceeds
 from utio_jax.policies.signals import Chance, KnownBefore, Position, ScoreTable, SignalBase
 

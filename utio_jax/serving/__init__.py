@@ -11,7 +11,6 @@ except ModuleNotFoundError as error:
     raise missing_library(error, "utio_jax.serving") from error
 
 from utio_jax.serving.app import Application
-from utio_jax.serving.engine import run_server_worker
 from utio_jax.serving.model import Chat, Limits, ServedModel
 from utio_jax.serving.run import Address, Server
 
@@ -22,5 +21,4 @@ __all__ = [
     "Limits",
     "ServedModel",
     "Server",
-    "run_server_worker",
 ]

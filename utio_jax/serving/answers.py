@@ -420,5 +420,5 @@ def _too_slow() -> ApiError:
 
 def _as_error(news: Exception) -> Exception:
     if isinstance(news, EngineStoppedError):
-        return engine_ended(news.args[0])
+        return engine_ended()
     return ApiError(400, str(news)[:500]) if isinstance(news, ValueError) else news

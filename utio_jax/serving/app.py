@@ -23,11 +23,10 @@ from fastapi.responses import HTMLResponse, PlainTextResponse, RedirectResponse,
 from starlette.types import Receive, Scope, Send
 
 from utio_jax.core.files import versions
-from utio_jax.core.processes import ProcessLostError
-from utio_jax.engine import Channel, Shapes, plan_mode
+from utio_jax.engine import Engine, Shapes, plan_mode
 from utio_jax.engine.slots import Served
 from utio_jax.serving.answers import Answer
-from utio_jax.serving.engine import PromptScorer, make_engine, served_of
+from utio_jax.serving.engine import PromptScorer, served_of
 from utio_jax.serving.gate import (
     ApiError,
     Gate,
@@ -77,7 +76,6 @@ class Application:
         limits: Limits = Limits(),
         key: str | None = None,
         log: Log = log_line,
-        channel: Channel | None = None,
     ) -> None:
         """Stores the options; compilation starts with the lifespan.
 
@@ -89,8 +87,6 @@ class Application:
           limits: of requests.
           key: that requests bring; None: none.
           log: is given each event, as a record.
-          channel: to the other processes over whose devices the model is spread, each of them in
-            `run_server_worker`; None: there are none.
 
         Raises:
           ValueError: see `Engine`.
@@ -99,8 +95,8 @@ class Application:
         self.model, self.limits, self.slots = model, limits, slots
         self.reader = Reader(model, capacity=served.capacity, limits=limits)
         self.worker = Worker(
-            make_engine(model, served, channel),
-            PromptScorer(served, channel),
+            Engine(**vars(served), tokenizer=model.text.tokenizer),
+            PromptScorer(served),
             on_ready=self._ready,
             on_death=self._died,
             on_progress=self._compiled,
@@ -109,7 +105,7 @@ class Application:
         self.compiled, self.ready, self.planned = "warming up", False, ""
         self.dead: BaseException | None = None
         self.on_change: Callable[[], None] = lambda: None
-        self._channel, self._log = channel, log
+        self._log = log
         self.metrics = Metrics(self.worker, layers=model.layers)
         self.gate = Gate(_routes(self), body_bytes=limits.body_bytes, key=key, log=log)
         message, headers = "Server is warming up; retry in 1 s.", {"retry-after": "1"}
@@ -126,10 +122,6 @@ class Application:
         self.worker.start()
         yield
         self.worker.stop()
-        # Where the engine died, workers on other processes end by themselves, with an error.
-        if self._channel is not None and self.dead is None and not self.worker.alive:
-            with contextlib.suppress(ProcessLostError):
-                self._channel.broadcast("stop")
 
     def begin(self, reading: Reading, request: Request) -> Answer:
         """Queues a request for the engine; returns the answer to send.
@@ -147,8 +139,8 @@ class Application:
             raise ApiError(429, message, headers={"retry-after": "1"})
         try:
             ticket = worker.hand_in(reading.tasks)
-        except EngineStoppedError as error:
-            raise engine_ended(error.args[0]) from None
+        except EngineStoppedError:
+            raise engine_ended() from None
         return Answer(self, reading, ticket, request.scope["state"]["record"])
 
     def card(self) -> dict[str, Any]:
@@ -218,10 +210,10 @@ class Application:
         self.on_change()
 
     def _died(self, error: BaseException) -> None:
-        self.dead, self.gate.refusing = error, engine_ended(error)
+        self.dead, self.gate.refusing = error, engine_ended()
         record: dict[str, Any] = {"event": "engine_died"}
         note_fault(record, error)
-        if isinstance(error, ProcessLostError) or not self.ready:
+        if not self.ready:
             record["why"] = str(error)  # No prompt is quoted there.
         self._log(record)
         self.on_change()
@@ -318,7 +310,7 @@ def _add_life(app: FastAPI, service: Application) -> None:
     async def health() -> dict[str, str]:
         """Returns 200 while the engine's thread is alive."""
         if service.dead is not None:
-            raise engine_ended(service.dead)
+            raise engine_ended()
         return {"status": "ok"}
 
     @app.get("/ready")

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The device side of a server: an engine and a prompt scorer, in one or several processes."""
+"""The device side of a server: an engine and a prompt scorer."""
 
 from __future__ import annotations
 
 import dataclasses
-import os
-import signal
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -16,11 +14,8 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from utio_jax.core.decoder import Decoder, Params
-from utio_jax.core.processes import lost_processes
-from utio_jax.engine import Alternatives, Channel, Engine, LeaderEngine, Shapes, run_worker
-from utio_jax.engine.leader import everywhere
+from utio_jax.engine import Alternatives, Shapes
 from utio_jax.engine.slots import Served, prompt_widths
-from utio_jax.serving.gate import Log, log_line
 from utio_jax.serving.model import ServedModel
 from utio_jax.serving.schema import MOST_LOGPROBS
 from utio_jax.staircase.exit_head import Readout
@@ -46,15 +41,12 @@ class PromptScores:
 class PromptScorer:
     """Scores prompts one at a time, padded to a few widths: each is a program."""
 
-    def __init__(self, served: Served, channel: Channel | None = None) -> None:
-        """Stores the options; widths are the engine's, up to the model's context.
-
-        `channel` is the leader's, where other processes have to do the same.
-        """
+    def __init__(self, served: Served) -> None:
+        """Stores the options; widths are the engine's, up to the model's context."""
         config = served.decoder.config
         widths = served.shapes.prompt_widths or prompt_widths(served.capacity)
         self._widths = sorted({min(width, config.context_length) for width in widths})
-        self._model, self._channel = (served.decoder, served.params), channel
+        self._model = served.decoder, served.params
         self._count = min(MOST_LOGPROBS, config.vocab_size)
 
     @property
@@ -73,7 +65,6 @@ class PromptScorer:
 
         Raises:
           ValueError: it is longer than the largest width.
-          ProcessLostError: another process has ended.
         """
         size = prompt.size
         if size > self._widths[-1]:
@@ -82,13 +73,10 @@ class PromptScorer:
             )
         ids = np.zeros((1, next(width for width in self._widths if width >= size)), np.int32)
         ids[0, :size] = prompt
-        with lost_processes():
-            if self._channel is not None:
-                self._channel.broadcast("score", prompt=prompt.tolist())
-            lengths = np.asarray([size], np.int32)
-            scores = _scored(*self._model, ids, lengths, count=self._count)
-            # What token i says of token i + 1 stands at i there, and at i + 1 here.
-            chosen, best, likely = (np.asarray(leaf)[0, : size - 1] for leaf in scores)
+        lengths = np.asarray([size], np.int32)
+        scores = _scored(*self._model, ids, lengths, count=self._count)
+        # What token i says of token i + 1 stands at i there, and at i + 1 here.
+        chosen, best, likely = (np.asarray(leaf)[0, : size - 1] for leaf in scores)
         return PromptScores(
             token_ids=prompt,
             log_probabilities=np.pad(chosen, (1, 0), constant_values=np.nan),
@@ -129,55 +117,9 @@ def served_of(model: ServedModel, *, slots: int, capacity: int | None, shapes: S
         slots=slots,
         capacity=model.slot_tokens(capacity),
         mode=model.mode,
-        prefill=everywhere(model.prefill, model.text.params),
+        prefill=model.prefill,
         steps=_STEPS,
         shapes=shapes,
         alternatives=MOST_LOGPROBS,
         thinking=model.thinking is not None,
     )
-
-
-def make_engine(model: ServedModel, served: Served, channel: Channel | None) -> Engine:
-    """Returns a server's engine; with a channel, it leads the workers of other processes."""
-    options = {**vars(served), "tokenizer": model.text.tokenizer}
-    if channel is None:
-        return Engine(**options)
-    return LeaderEngine(channel, identity=_identity(model), **options)
-
-
-def run_server_worker(
-    model: ServedModel,
-    *,
-    slots: int = 8,
-    capacity: int | None = None,
-    shapes: Shapes = Shapes(),
-    log: Log = log_line,
-) -> None:
-    """Runs the device programs of process 0's `Server` in a worker process until it ends.
-
-    A signal to end is passed on: process 0 drains, and ends all. Arguments are as process 0's.
-
-    Raises:
-      ValueError: process 0 serves something else.
-      ProcessLostError: another process has ended.
-    """
-    channel, served = Channel(), served_of(model, slots=slots, capacity=capacity, shapes=shapes)
-
-    def ask(*_: Any) -> None:
-        channel.ending = True
-
-    before = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGINT)}
-    log({"event": "working", "process": jax.process_index(), "pid": os.getpid()})
-    scorer = PromptScorer(served)
-    calls = {"score": lambda prompt: scorer.score(np.asarray(prompt, np.int32))}
-    try:
-        run_worker(channel, identity=_identity(model), calls=calls, **vars(served))
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-    log({"event": "ended", "process": jax.process_index(), "status": 0})
-
-
-def _identity(model: ServedModel) -> str:
-    """Returns the hash of a model's weights, empty where it has none."""
-    return str(getattr(model.text, "sha256", ""))

@@ -26,8 +26,6 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from utio_jax.core.processes import ProcessLostError
-
 OPEN = frozenset({"/", "/docs", "/health", "/ready", "/metrics", "/openapi.json"})
 """Addresses without a key: they show nothing of requests, and run nothing."""
 
@@ -79,11 +77,8 @@ def fault() -> ApiError:
     return ApiError(500, "A fault of this server. It was logged under the request's id.")
 
 
-def engine_ended(cause: BaseException | None) -> ApiError:
-    """Returns the error for requests whose engine has ended: 503 if another process caused it."""
-    if isinstance(cause, ProcessLostError):
-        message = "Another process of this engine has ended; this server ends, too. Retry in 5 s."
-        return ApiError(503, message, code="process_lost", headers={"retry-after": "5"})
+def engine_ended() -> ApiError:
+    """Returns the error of requests whose engine is gone."""
     return ApiError(500, "The engine has ended by an error.", code="engine_dead")
 
 

@@ -20,7 +20,6 @@ from typing import Any
 
 import uvicorn
 
-from utio_jax.engine import Channel
 from utio_jax.serving.app import Application
 from utio_jax.serving.gate import Log, log_line
 from utio_jax.serving.model import Limits, ServedModel
@@ -94,7 +93,6 @@ class Server:
         address: Address = Address(),
         limits: Limits = Limits(),
         log: Log = log_line,
-        distributed: bool = False,
         **options: Any,
     ) -> None:
         """Binds the socket; compilation starts with `run`.
@@ -104,20 +102,15 @@ class Server:
           address: of the socket.
           limits: of requests.
           log: is called with each log record.
-          distributed: whether the model is spread over the devices of several processes;
-            this is process 0. The others run `run_server_worker`.
           **options: `slots`, `capacity` and `shapes`, see `Application`.
 
         Raises:
           ValueError: the address is not available, or see `Engine` and `Address.key`.
         """
         self._log, self._began = log, time.monotonic()
-        channel = Channel() if distributed else None
-        options |= {"limits": limits, "key": address.key(), "log": log, "channel": channel}
+        options |= {"limits": limits, "key": address.key(), "log": log}
         self.app = Application(model, **options)
         self.app.on_change = self._changed
-        if channel is not None:
-            channel.on_ask = self.stop
         self._listener = _listen(address)
         host, port = self._listener.getsockname()[:2]
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}"

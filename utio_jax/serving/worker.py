@@ -19,12 +19,9 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
-from utio_jax.engine import Engine, LeaderEngine
+from utio_jax.engine import Engine
 from utio_jax.engine.requests import Event
 from utio_jax.serving.engine import PromptScorer, PromptScores
-
-_REST_SECONDS = 2.0
-"""Between two calls of an engine that has nothing to do, where other processes wait for them."""
 
 
 class EngineStoppedError(Exception):
@@ -96,7 +93,6 @@ class Worker:
         """
         self._on_ready, self._on_death, self._on_progress = on_ready, on_death, on_progress
         self._engine, self._scorer, self._plan = engine, scorer, plan
-        self._leads = isinstance(engine, LeaderEngine)  # Its workers wait for each call.
         self.open_tasks: dict[Task, Ticket] = {}
         self.stats = engine.stats()
         self._dead: BaseException | None = None
@@ -194,7 +190,7 @@ class Worker:
             posts: list[tuple[Task, News]] = []
             if self._scores:
                 posts.append(self._score(self._scores.pop(0)))
-            if self._leads or not self._engine.idle:
+            if not self._engine.idle:
                 for event in self._engine.advance():
                     task = self._of_number.get(event.request)
                     if event.finished is not None:
@@ -207,10 +203,9 @@ class Worker:
 
     def _take_up(self, *, wait: bool) -> bool:
         """Takes up what was asked for; returns False where the thread is to end."""
-        seconds = _REST_SECONDS if self._leads else None
         while True:
             try:
-                what, task = self._inbox.get(block=wait, timeout=seconds)
+                what, task = self._inbox.get(block=wait)
             except queue.Empty:
                 return True
             wait = False
