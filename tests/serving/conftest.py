@@ -19,5 +19,5 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[Running]:
     """A server with a depth per token, two budgets, and prompts by importance."""
-    with running(served_model(folder)) as server:
+    with running(served_model(folder), prefix_cache="64KiB") as server:
         yield server

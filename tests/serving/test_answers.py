@@ -291,6 +291,27 @@ def test_a_stream_joined_is_the_whole_answer(server: Running, seed: int) -> None
     assert len({event["id"] for event in events[:-1]}) == 1
 
 
+def test_a_prompt_that_begins_as_an_earlier_one_comes_from_the_prefix_cache(
+    server: Running,
+) -> None:
+    """Unless it has another salt, or its K/V are approximate: this server's prompts by default."""
+
+    def cached(salt: str | None, *, whole: bool = True) -> int:
+        fields = {"utio": {"mode": "plain", "prompt_budget": 1 if whole else None}}
+        prompt = [5, *range(1, 46)]
+        answer = server.completion(prompt, max_tokens=4, seed=1, cache_salt=salt, **fields)
+        texts.add(answer.body["choices"][0]["text"] if whole else "")
+        return answer.body["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    texts = {""}
+    assert [cached("a"), cached("a"), cached("b"), cached(None), cached("a")] == [0, 32, 0, 0, 32]
+    assert [cached("c", whole=False), cached("c", whole=False)] == [0, 0]
+    assert len(texts) == 2
+    counters = server.counters()
+    assert counters["utio_prefix_cache_hits_total"] >= 64
+    assert counters["utio_prefix_cache_blocks"] > 0
+
+
 def test_a_stop_string_ends_a_text_and_is_not_shown(server: Running) -> None:
     plain = server.completion("x", max_tokens=40).body["choices"][0]["text"]
     stop = plain[11:14]

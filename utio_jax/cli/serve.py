@@ -41,6 +41,7 @@ class Serve(OfMode):
       api_key_file: of the key that requests bring.
       slots: answers that are written at once.
       capacity: tokens of each, prompt included; by default the model's context, 2048 at most.
+      prefix_cache: bytes for K/V of beginnings that requests share, as 64MiB; 0 keeps none.
       drain_seconds: that open requests have after SIGTERM.
     """
 
@@ -59,6 +60,7 @@ class Serve(OfMode):
     api_key_file: Path | None = None
     slots: int = 8
     capacity: int | None = None
+    prefix_cache: str = "256MiB"
     drain_seconds: Rare[float] = 30.0
 
     def run(self) -> dict[str, Any] | int:
@@ -71,6 +73,7 @@ class Serve(OfMode):
             limits=Limits(drain_seconds=self.drain_seconds),
             slots=self.slots,
             capacity=self.capacity,
+            prefix_cache=self.prefix_cache,
         )
         done = server.run()
         server.leave(done["status"])

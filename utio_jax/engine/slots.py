@@ -197,7 +197,8 @@ class Slots:
         if served.prefix_cache:
             self.prefix = PrefixCache(self.state.cache, num_bytes=served.prefix_cache)
         most = capacity if served.shapes.chunk is None else served.shapes.chunk
-        steps = [width for width in (wanted[0], 4 * wanted[0]) if width <= most] or [most]
+        block = PrefixCache.block
+        steps = [width for width in (block, 4 * block) if width <= most] or [most]
         self.tails = tuple(
             Reading(whole=True, width=width, longest=capacity, chunked=True, cached=True)
             for width in (steps if served.prefix_cache else ())

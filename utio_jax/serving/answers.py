@@ -390,6 +390,9 @@ class Answer(Response):
 
         usage: dict[str, Any] = {"prompt_tokens": read, "completion_tokens": new}
         usage["total_tokens"] = read + new
+        first = [item.finished for item in self.choices[:: self._reading.body.n or 1]]
+        cached = sum(item.cached_tokens for item in first if item is not None)
+        usage["prompt_tokens_details"] = {"cached_tokens": cached}
         utio: dict[str, Any] = {
             **self._reading.about,
             "mean_depth_decided": mean("decided"),

@@ -76,6 +76,7 @@ class Application:
         limits: Limits = Limits(),
         key: str | None = None,
         log: Log = log_line,
+        prefix_cache: int | str = 0,
     ) -> None:
         """Stores the options; compilation starts with the lifespan.
 
@@ -87,11 +88,13 @@ class Application:
           limits: of requests.
           key: that requests bring; None: none.
           log: is given each event, as a record.
+          prefix_cache: bytes for K/V that requests share, see `Engine`.
 
         Raises:
           ValueError: see `Engine`.
         """
-        served = served_of(model, slots=slots, capacity=capacity, shapes=shapes)
+        sizes: dict[str, Any] = {"slots": slots, "capacity": capacity}
+        served = served_of(model, shapes=shapes, prefix_cache=prefix_cache, **sizes)
         self.model, self.limits, self.slots = model, limits, slots
         self.reader = Reader(model, capacity=served.capacity, limits=limits)
         self.worker = Worker(

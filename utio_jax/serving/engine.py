@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.engine import Alternatives, Shapes
+from utio_jax.engine.prefix import bytes_of
 from utio_jax.engine.slots import Served, prompt_widths
 from utio_jax.serving.model import ServedModel
 from utio_jax.serving.schema import MOST_LOGPROBS
@@ -109,7 +110,14 @@ def _scored(
     return staircase(decoder, params, token_ids, lengths, full_depth(decoder), readout=readout).read
 
 
-def served_of(model: ServedModel, *, slots: int, capacity: int | None, shapes: Shapes) -> Served:
+def served_of(
+    model: ServedModel,
+    *,
+    slots: int,
+    capacity: int | None,
+    shapes: Shapes,
+    prefix_cache: int | str = 0,
+) -> Served:
     """Returns the arguments of a server's engine; arguments are `Application`'s."""
     return Served(
         decoder=model.text.decoder,
@@ -122,4 +130,5 @@ def served_of(model: ServedModel, *, slots: int, capacity: int | None, shapes: S
         shapes=shapes,
         alternatives=MOST_LOGPROBS,
         thinking=model.thinking is not None,
+        prefix_cache=bytes_of(prefix_cache),
     )

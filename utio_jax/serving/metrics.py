@@ -54,6 +54,12 @@ class Metrics:
         yield gauge("utio_slots", "Choices that can run at once", value=stats.slots)
         yield count("utio_blocks", "Blocks of steps that were run", value=stats.blocks)
         yield count("utio_prompt_tokens", "Of prompts that were read", value=stats.prompt_tokens)
+        about = "Prompt tokens that came from the prefix cache"
+        yield count("utio_prefix_cache_hits", about, value=stats.cached_tokens)
+        about = "Blocks of K/V in the prefix cache"
+        yield gauge("utio_prefix_cache_blocks", about, value=stats.prefix_blocks)
+        about = "Blocks that made room for others"
+        yield count("utio_prefix_cache_evictions", about, value=stats.prefix_evictions)
         yield count("utio_new_tokens", "Handed out", value=stats.new_tokens)
         ended = CounterMetricFamily("utio_ended", "Choices that ended, by why", labels=["reason"])
         for reason, value in stats.ended.items():

@@ -175,6 +175,7 @@ class Reader:
             "stop_strings": (body.stop,) if isinstance(body.stop, str) else (*(body.stop or ()),),
             "eos_ids": tuple(dict.fromkeys(ends)),
             "deadline": self.limits.request_seconds,
+            "cache_salt": body.cache_salt or "",
         }
         budget = body.thinking_token_budget
         if self.model.thinking is not None or budget not in (None, -1):

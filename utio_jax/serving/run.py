@@ -102,7 +102,7 @@ class Server:
           address: of the socket.
           limits: of requests.
           log: is called with each log record.
-          **options: `slots`, `capacity` and `shapes`, see `Application`.
+          **options: `slots`, `capacity`, `shapes` and `prefix_cache`, see `Application`.
 
         Raises:
           ValueError: the address is not available, or see `Engine` and `Address.key`.

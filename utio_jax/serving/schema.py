@@ -112,6 +112,12 @@ class _Generation(Strict):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
+    cache_salt: str | None = Field(
+        None,
+        min_length=1,
+        max_length=256,
+        description="Requests of different salts share nothing in the prefix cache.",
+    )
     return_token_ids: bool | None = None
     thinking_token_budget: int | None = Field(None, ge=-1, lt=2**30)
     utio: UtioOptions | None = None

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a prefix cache saves: time to the first token, and chats of four turns.
+
+    python benchmarks/prefix_cache.py [MODEL] [PREFIX_TOKENS]
+
+`first`: a request behind a common beginning, cold (a beginning that nobody asked for before) and
+warm, in turns; medians. `chats`: 24 conversations of four turns (a common system prompt of a
+quarter of the beginning, 24 new tokens each), all at once over 8 slots, with a prefix cache and
+without, in turns. Texts are the test split of the standard library. Nothing compiles while it is
+timed.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from typing import Any
+
+import numpy as np
+
+from utio_jax import load
+from utio_jax.engine import Engine, Shapes
+from utio_jax.models.training.corpus import standard_library
+
+ROUNDS, SLOTS, CHATS, TURNS, NEW, SAID = 7, 8, 24, 4, 24, 16
+
+
+def engine_of(model: Any, capacity: int, prefix_cache: str | int) -> Engine:
+    """Returns a compiled engine."""
+    shapes = Shapes(groups=(1, 4))
+    sizes = {"slots": SLOTS, "capacity": capacity, "shapes": shapes}
+    engine = Engine.of(model, prefix_cache=prefix_cache, **sizes)
+    engine.warmup()
+    return engine
+
+
+def first_token(engine: Engine, prompt: np.ndarray) -> tuple[float, list[int]]:
+    """Returns the seconds to a request's first token, and its new tokens."""
+    number = engine.submit(prompt, max_new_tokens=4, eos_ids=())
+    done = engine.drain()[number]
+    return done.seconds_to_first_token, done.token_ids.tolist()
+
+
+def chats(engine: Engine, system: np.ndarray, said: np.ndarray) -> tuple[float, list[Any]]:
+    """Returns the requests per second of conversations, and the texts."""
+    history = [np.concatenate([system, said[chat, 0]]) for chat in range(CHATS)]
+    turn_of, started, ended = {}, time.perf_counter(), 0
+    for chat in range(CHATS):
+        turn_of[engine.submit(history[chat], max_new_tokens=NEW, eos_ids=())] = (chat, 1)
+    while not engine.idle:
+        for event in engine.advance():
+            if event.finished is None:
+                continue
+            ended += 1
+            chat, turn = turn_of.pop(event.request)
+            history[chat] = np.concatenate([history[chat], event.finished.token_ids])
+            if turn < TURNS:
+                history[chat] = np.concatenate([history[chat], said[chat, turn]])
+                number = engine.submit(history[chat], max_new_tokens=NEW, eos_ids=())
+                turn_of[number] = (chat, turn + 1)
+    return ended / (time.perf_counter() - started), [each.tolist() for each in history]
+
+
+def main(name: str = "shared-16", prefix: int = 440) -> dict[str, Any]:
+    """Prints and returns what was measured."""
+    model = load(name)
+    ids = np.concatenate(model.encode([text.text for text in standard_library("test")]))
+    capacity = -(-(prefix + TURNS * (NEW + SAID) + 16) // 64) * 64
+    on, off = (engine_of(model, capacity, size) for size in ("256MiB", 0))
+    rng, times = np.random.default_rng(0), {"cold": [], "warm": [], "off": []}
+    for _ in range(ROUNDS):
+        start = int(rng.integers(0, ids.size - prefix - 64))
+        common, ends = ids[start : start + prefix], rng.integers(1, 99, (2, 8))
+        cold, _ = first_token(on, np.concatenate([common, ends[0]]))
+        warm, new = first_token(on, np.concatenate([common, ends[1]]))
+        without, same = first_token(off, np.concatenate([common, ends[1]]))
+        assert new == same, "a prefix cache must not change tokens"
+        for kind, seconds in (("cold", cold), ("warm", warm), ("off", without)):
+            times[kind].append(seconds)
+    median = {kind: statistics.median(values) for kind, values in times.items()}
+    rates: dict[str, list[float]] = {"on": [], "off": []}
+    differ = 0
+    for number in range(3):
+        at = int(rng.integers(0, ids.size - CHATS * TURNS * SAID - prefix))
+        system = ids[at : at + prefix // 4]
+        said = ids[at + prefix // 4 :][: CHATS * TURNS * SAID].reshape(CHATS, TURNS, SAID)
+        texts = {}
+        for kind, engine in [("on", on), ("off", off)][:: 1 if number % 2 else -1]:
+            rate, texts[kind] = chats(engine, system, said)
+            rates[kind].append(rate)
+        differ += sum(a != b for a, b in zip(texts["on"], texts["off"], strict=True))
+    stats = on.stats()
+    result = {
+        "model": name,
+        "prefix_tokens": prefix,
+        "first_token_ms": {kind: round(1e3 * value, 2) for kind, value in median.items()},
+        "cold_over_warm": round(median["cold"] / median["warm"], 2),
+        "chats_per_second": {k: round(statistics.median(v), 2) for k, v in rates.items()},
+        "chats_on_over_off": round(
+            statistics.median(a / b for a, b in zip(rates["on"], rates["off"], strict=True)), 2
+        ),
+        "chats_whose_tokens_differ": f"{differ} of {3 * CHATS}",
+        "cached_share_of_prompts": round(stats.cached_tokens / stats.prompt_tokens, 3),
+    }
+    print(json.dumps(result))
+    return result
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:2], *map(int, sys.argv[2:3]))
