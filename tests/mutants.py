@@ -73,10 +73,10 @@ class Mutant:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What became of a mutant.
+    """Result of a mutant.
 
     Attributes:
-      mutant: of which.
+      mutant: the mutant.
       word: "killed", "survived", or what went wrong.
       by: the test that failed.
       seconds: of the tests.

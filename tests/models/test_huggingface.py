@@ -271,7 +271,7 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
     **{
         f"an index out of the folder: {name[:9]!r}": (
             lambda folder, name=name: with_index(folder, {"model.norm.weight": name}),
-            ("weight_map from tensors to files beside",),
+            ("weight_map from tensors to files next to",),
         )
         for name in ("../llama/model.safetensors", "/etc/hosts", "a" * 5000)
     },

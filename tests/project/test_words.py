@@ -88,8 +88,8 @@ def test_docstrings_and_names_are_plain(file: Path) -> None:
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             docstring = ast.get_docstring(node) or ""
             faults += [docstring.split("\n")[0]] * bool(QUESTION.match(docstring))
-        is_stored = isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
-        name = getattr(node, "id", "") if is_stored else getattr(node, "arg", "")
-        if is_stored or isinstance(node, ast.arg):
-            faults += [f"line {node.lineno}: {name}"] * (name in VAGUE_NAMES)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            faults += [f"line {node.lineno}: {node.id}"] * (node.id in VAGUE_NAMES)
+        elif isinstance(node, ast.arg):
+            faults += [f"line {node.lineno}: {node.arg}"] * (node.arg in VAGUE_NAMES)
     assert not faults, "\n".join(faults)

@@ -195,7 +195,7 @@ def test_where_nothing_pays_it_says_so(tiny: Model, study_text: PromptText) -> N
     assert found.chosen is None
     assert found.test[0].role == "best"
     assert found.verdict.startswith("Nothing pays within +-1e+06 %")
-    with pytest.raises(ValueError, match="at least one way of reading prompts"):
+    with pytest.raises(ValueError, match="at least one prefill choice"):
         choose_prompt(tiny.decoder, tiny.params, study_text, [], limit=1)
 
 

@@ -61,7 +61,8 @@ class Tried:
     def of_prompt(cls, record: Mapping[str, Any]) -> Tried:
         """Returns the row of a record of `shallow_prompts`."""
         return cls(
-            what=f"prompts: {record['prompt_tokens']} tokens, most to layer {record['stop']}",
+            what=f"prompts: {record['prompt_tokens']} tokens, most to layer {record['stop']}"
+            + ", the default" * record["exact"],
             how="" if record["exact"] else f"--prompt-budget {BUDGET:g}",
             times=record["speedup"],
             loss_pct=record["nll_increase_pct"],

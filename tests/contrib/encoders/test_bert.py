@@ -195,7 +195,7 @@ def test_what_cannot_be_run_is_named(tmp_path: Path, unchecked_shapes: None) -> 
         ),
         (
             {"layer_norm_eps": -1, "type_vocab_size": 1.5},
-            "type_vocab_size=1.5, of which.*; layer_norm_eps=-1",
+            "type_vocab_size=1.5: only.*; layer_norm_eps=-1",
         ),
         ({"num_attention_heads": 5}, "hidden_size=24, no multiple of num_attention_heads=5"),
     ]
