@@ -95,13 +95,32 @@ def _when(name: str) -> Any:
 )
 @pytest.mark.parametrize("late", [False, True])
 def test_requests_that_begin_alike_get_what_they_get_alone(name: str, late: bool) -> None:
-    """With a pool so small that blocks make room for others all the time."""
+    """With a pool so small that blocks make room for others all the time; late: and in chunks."""
     model, mode = model64(), modes()[name][0]
-    engine = cached_engine(model, mode, blocks=11, read_late=late)
+    shapes = dataclasses.replace(SHAPES, chunk=8) if late else SHAPES
+    engine = cached_engine(model, mode, blocks=11, read_late=late, shapes=shapes)
     stats = check_schedules(engine, model, mode, schedules=40)
     assert stats.cached_tokens > 0
     assert stats.prefix_evictions > 0
     assert stats.prefix_blocks <= 11
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("double")
+@pytest.mark.parametrize("name", ["plain", "lossless"])
+def test_ten_thousand_schedules(name: str) -> None:
+    model, mode = model64(), modes()[name][0]
+    check_schedules(cached_engine(model, mode, blocks=11), model, mode, schedules=5000)
+
+
+@pytest.mark.check
+@pytest.mark.usefixtures("double")
+def test_so_do_they_where_layers_see_a_window() -> None:
+    small = lively_model(windows=(0, 5, 0, 5))
+    params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), small.params)
+    model = Model(small.decoder, params)
+    stats = check_schedules(cached_engine(model, blocks=24), model, Plain(), schedules=20)
+    assert stats.cached_tokens > 0
 
 
 @pytest.mark.check
@@ -199,6 +218,28 @@ def test_an_approximate_prefill_takes_no_part() -> None:
     ask(engine, text)
     assert ask(engine, text).cached_tokens == 0
     assert engine.stats().prefix_blocks == 0
+
+
+@pytest.mark.parametrize("how", ["cancelled", "deadline"])
+def test_a_prompt_that_is_given_up_leaves_nothing_half_written(how: str) -> None:
+    now = [0.0]
+    shapes = dataclasses.replace(SHAPES, chunk=4)
+    engine = cached_engine(lively_model(), shapes=shapes, clock=lambda: now[0], read_late=False)
+    text = np.random.default_rng(4).integers(0, 64, 40).tolist()
+    wanted = ask(cached_engine(lively_model()), text).token_ids
+    engine.submit([1], max_new_tokens=30, eos_ids=())
+    engine.advance()
+    number = engine.submit(text, max_new_tokens=3, eos_ids=(), deadline=1.0)
+    engine.advance()  # A chunk of it.
+    now[0] += 2.0 * (how == "deadline")
+    if how == "cancelled":
+        engine.cancel(number)
+    assert engine.drain()[number].reason == how
+    assert engine.stats().cached_tokens == 0
+    np.testing.assert_array_equal(ask(engine, text).token_ids, wanted)
+    again = ask(engine, text)
+    np.testing.assert_array_equal(again.token_ids, wanted)
+    assert again.cached_tokens == 36
 
 
 def test_an_interrupted_call_forgets_all_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
