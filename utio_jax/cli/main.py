@@ -27,7 +27,6 @@ from utio_jax.cli.bench import Bench
 from utio_jax.cli.calibrate import Calibrate
 from utio_jax.cli.chat import Chat
 from utio_jax.cli.compare import Compare
-from utio_jax.cli.compile_cache import keep_programs
 from utio_jax.cli.demo import Demo
 from utio_jax.cli.evaluate import Evaluate
 from utio_jax.cli.fit_prompt import FitPrompt
@@ -35,6 +34,7 @@ from utio_jax.cli.generate import Generate
 from utio_jax.cli.options import is_first
 from utio_jax.cli.serve import Serve
 from utio_jax.cli.trial import Try
+from utio_jax.core.compile_cache import enable_compilation_cache
 
 GROUPS: dict[str, dict[str, Any]] = {
     "Use a model": {"demo": Demo, "chat": Chat, "generate": Generate, "serve": Serve},
@@ -68,7 +68,7 @@ def main(arguments: list[str] | None = None) -> int:
     """
     if arguments is None:  # As a program, not from another one or a test.
         arguments = sys.argv[1:]
-        keep_programs()
+        enable_compilation_cache()
     distributed = "--distributed" in arguments
     try:
         try:

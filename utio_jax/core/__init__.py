@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Base of all packages: decoder, documents in static shapes, files, FLOPs, executed work."""
 
+from utio_jax.core.compile_cache import enable_compilation_cache
 from utio_jax.core.decoder import Decoder, DecoderConfig, HasExitLens, Mixes, apply_exit_lens
 from utio_jax.core.documents import Batch, batches_of, check_tokens, sample_batches, windows_of
 from utio_jax.core.files import load_tensors
@@ -24,6 +25,7 @@ __all__ = [
     "apply_exit_lens",
     "batches_of",
     "check_tokens",
+    "enable_compilation_cache",
     "lensed",
     "load_lens",
     "load_tensors",

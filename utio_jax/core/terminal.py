@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A progress counter on one terminal line."""
+"""Lines on a terminal: a progress counter, and a note that compilation takes time."""
 
 from __future__ import annotations
 
@@ -20,3 +20,23 @@ def count_on_terminal(what: str) -> Callable[[int, int], None]:
         sys.stderr.flush()
 
     return show
+
+
+_noted: list[str] = []
+
+
+def note_compilation() -> None:
+    """Writes to stderr, once a session and on a terminal alone, that first calls compile."""
+    if _noted or not sys.stderr.isatty():
+        return
+    import jax
+
+    kept = jax.config.jax_compilation_cache_dir
+    where = (
+        f"Programs of earlier sessions are in {kept}."
+        if kept
+        else "To keep programs for the next session: utio_jax.core.enable_compilation_cache()."
+    )
+    _noted.append(where)
+    sys.stderr.write(f"Compiling; later calls of the same shapes start at once. {where}\n")
+    sys.stderr.flush()

@@ -34,6 +34,7 @@ from utio_jax.core.documents import (
 from utio_jax.core.files import check_writable
 from utio_jax.core.html import depth_html, table_html
 from utio_jax.core.lens import Lensed, lens_file, save_lens, with_config
+from utio_jax.core.terminal import note_compilation
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.base import Mode, Plain
 from utio_jax.decoding.lossless import lossless_for
@@ -297,6 +298,7 @@ class Verbs:
         """
         chosen = self.policy(_named(policy, budget), budget=budget)
         documents = self.documents(texts, files=files)
+        note_compilation()
         options = {"compare": False, **options}
         scored = score_documents(self.decoder, self.params, documents, chosen, **options)
         return ScoredTexts(
@@ -318,6 +320,7 @@ class Verbs:
         policy = _named(policy, budget)
         chosen = self.policy(policy, budget=budget)
         documents = self.documents(texts, files=files)
+        note_compilation()
         scored = score_documents(self.decoder, self.params, documents, chosen, **options)
         name = policy if isinstance(policy, str) else policy.name
         return scored.quality.ledger(name, budget=budget, num_layers=self.decoder.config.num_layers)
@@ -581,6 +584,7 @@ def _asked(
     options: dict[str, Any],
 ) -> dict[str, Any]:
     """Returns prompts, mode, prefill and options of `generate` and `stream`."""
+    note_compilation()
     if prompt_budget is not None:
         if options.get("prefill") is not None:
             raise ValueError("Wanted prompt_budget or prefill, one of the two. Got both.")

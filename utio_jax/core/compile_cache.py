@@ -18,8 +18,10 @@ _MOST_BYTES = 2**30
 _LEAST_SECONDS = 0.1
 
 
-def keep_programs() -> Path | None:
+def enable_compilation_cache() -> Path | None:
     """Turns JAX's compilation cache on; returns its folder, or None if it stays off.
+
+    Call it before anything is compiled. Commands call it; in Python it is the program's choice.
 
     JAX' own variable `JAX_COMPILATION_CACHE_DIR` goes before this. Programs for CPUs hold
     instructions that another machine may not have, so each kind of processor and each jaxlib has a

@@ -11,9 +11,9 @@ from typing import Any
 import jax
 import pytest
 
-from utio_jax.cli import compile_cache
-from utio_jax.cli.compile_cache import VARIABLE, keep_programs, machine
 from utio_jax.cli.main import main
+from utio_jax.core import compile_cache, enable_compilation_cache
+from utio_jax.core.compile_cache import VARIABLE, machine
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
 def test_programs_are_kept_in_the_users_cache_folder(
     settings: dict[str, Any], tmp_path: Path
 ) -> None:
-    folder = keep_programs()
+    folder = enable_compilation_cache()
     assert folder == tmp_path / "utio-jax" / "programs" / machine()
     assert folder is not None
     assert folder.is_dir()
@@ -45,7 +45,7 @@ def test_the_users_own_choice_stays(
     settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch, name: str, value: str
 ) -> None:
     monkeypatch.setenv(name, value)
-    assert keep_programs() is None
+    assert enable_compilation_cache() is None
     assert not settings
 
 
@@ -54,13 +54,13 @@ def test_a_home_that_cannot_be_written_is_no_error(
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert keep_programs() is None
+    assert enable_compilation_cache() is None
     assert not settings
 
 
 def test_only_a_program_keeps_what_it_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
     kept: list[None] = []
-    monkeypatch.setattr("utio_jax.cli.main.keep_programs", lambda: kept.append(None))
+    monkeypatch.setattr("utio_jax.cli.main.enable_compilation_cache", lambda: kept.append(None))
     assert main(["--version"]) == 0
     assert not kept, "called from another program, as by a test"
     monkeypatch.setattr("sys.argv", ["utio-jax", "--version"])
@@ -71,9 +71,9 @@ def test_only_a_program_keeps_what_it_compiles(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.check
 def test_the_second_start_compiles_less(tmp_path: Path) -> None:
     code = (
-        f"from {compile_cache.__name__} import keep_programs\n"
+        "from utio_jax.core import enable_compilation_cache\n"
         "import jax, jax.numpy as jnp\n"
-        "keep_programs(), (hits := [])\n"
+        "enable_compilation_cache(), (hits := [])\n"
         "jax.monitoring.register_event_listener(lambda event, **_: hits.append(event))\n"
         "jax.jit(lambda x: jnp.linalg.svd(jnp.sin(x) @ x)[1])(jnp.ones((64, 64)))\n"
         "print(hits.count('/jax/compilation_cache/cache_hits'))"
