@@ -29,11 +29,12 @@ def test_the_fastest_of_what_pays_is_recommended_for_each_purpose() -> None:
         Tried(what="writing: learned", how="--budget", times=2.0, loss_pct=1.5, same=0.97),
         Tried(what="reading: all to layer 8", how="--depth 8", times=1.9, loss_pct=0.8, same=0.9),
         Tried(what="reading: learned", how="--budget", times=1.6, loss_pct=0.2, same=0.9),
-        Tried(what="prompts: no shallow way is known", how="fit one"),
+        Tried(what="prompts: no shallow way is known", how="in minutes: utio-jax fit-prompt FILES"),
     ]
     assert recommend(rows, "mine") == (
         "Next: `utio-jax evaluate FILES --model mine --depth 8` (reading: 1.90x, +0.80 % loss). "
-        'Also: `utio-jax generate "PROMPT" --model mine --drafts` (writing: 1.50x, no loss).'
+        'Also: `utio-jax generate "PROMPT" --model mine --drafts` (writing: 1.50x, no loss). '
+        "Not tried: prompts, in minutes: utio-jax fit-prompt FILES --model mine."
     )
     assert [row.pays for row in rows] == [False, True, False, True, True, False]
 
@@ -42,7 +43,7 @@ def test_what_is_not_faster_or_loses_much_is_left_out() -> None:
     slow = Tried(what="writing: drafts", how="--drafts", times=0.9, loss_pct=0.0)
     costly = Tried(what="reading: all to layer 2", how="--depth 2", times=3.0, loss_pct=40.0)
     assert recommend([FULL, slow, costly], "mine") == (
-        'Next: `utio-jax generate "PROMPT" --model mine` (full depth: nothing is faster).'
+        'Next: `utio-jax generate "PROMPT" --model mine` (full depth: nothing tried is faster).'
     )
 
 

@@ -137,14 +137,21 @@ def fastest_commands(rows: Sequence[Tried], model: str) -> list[str]:
         command = commands.get(purpose, commands["writing"])
         lines.append(f"`utio-jax {command}{options}` ({purpose}: {row.times:.2f}x, {loss})")
     return lines or [
-        f'`utio-jax generate "PROMPT" --model {model}` (full depth: nothing is faster)'
+        f'`utio-jax generate "PROMPT" --model {model}` (full depth: nothing tried is faster)'
     ]
 
 
 def recommend(rows: Sequence[Tried], model: str) -> str:
-    """Returns at most two sentences: the command that gains most, and those for other purposes."""
+    """Returns the command that gains most, those for other purposes, and what was not tried."""
     fastest, *others = fastest_commands(rows, model)
-    return f"Next: {fastest}." + f" Also: {'; '.join(others)}." * bool(others)
+    open_ = [
+        f"{row.what.partition(':')[0]}, {row.how} --model {model}" for row in rows if not row.times
+    ]
+    return (
+        f"Next: {fastest}."
+        + f" Also: {'; '.join(others)}." * bool(others)
+        + f" Not tried: {'; '.join(open_)}." * bool(open_)
+    )
 
 
 def _fitted(model: Any) -> list[Method]:
@@ -163,7 +170,9 @@ def _read(model: Any, documents: Any, fitted: Sequence[Method]) -> list[Tried]:
     """Returns the rows of scoring: truncated at exits, and under the fitted policies."""
     full, *exits = controls_of(model.decoder)
     if not exits:
-        remedy = "utio-jax calibrate fits a lens, in minutes to hours"
+        layers = model.decoder.config.num_layers
+        exits = f"{layers // 2} {3 * layers // 4} {layers}"
+        remedy = f"in minutes to hours: utio-jax calibrate FILES --exits {exits} --fit-lens"
         return [Tried(what="reading: the model names no exits", how=remedy)]
     tried = [*exits[:: -(-len(exits) // _MOST_EXITS)], *fitted]
     timed = read_full_rows(
@@ -283,5 +292,10 @@ def _prompts(model: Any, documents: Any) -> list[Tried]:
     try:
         record = shallow_prompts(model, documents, width=width, count=_ROWS, rounds=1)
     except ValueError:
-        return [Tried(what="prompts: no shallow way is known", how="utio-jax fit-prompt finds one")]
+        return [
+            Tried(
+                what="prompts: no shallow way is known",
+                how="in minutes: utio-jax fit-prompt FILES",
+            )
+        ]
     return [Tried.of_prompt(record)]
