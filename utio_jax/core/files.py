@@ -341,15 +341,14 @@ def load_owned(
     weights_file = file.with_suffix(".safetensors")
     if not weights_file.is_file():
         raise ValueError(
-            f"Wanted the weights of {file} next to it, at {weights_file}. There are none. Copy both "
-            f"files, or create them again: {command}."
+            f"Wanted the weights of {file} in {weights_file}. There are none. Copy both files, or "
+            f"create them again: {command}."
         )
     data = weights_file.read_bytes()  # Once: what is hashed is what is read.
     if hashlib.sha256(data).hexdigest() != digest:
         raise ValueError(
-            f"Wanted the weights that {file} was written with, next to it. {weights_file} holds others, "
-            "or an earlier version wrote the two. Copy both files, or create them again: "
-            f"{command}."
+            f"Wanted the weights that {file} was written with. {weights_file} holds others, or an "
+            f"earlier version wrote the two. Copy both files, or create them again: {command}."
         )
     try:
         tensors = load(data)
@@ -360,8 +359,8 @@ def load_owned(
         whole = integers and leaf.dtype.kind in "biu"
         if not whole and not jnp.issubdtype(leaf.dtype, jnp.floating):
             raise ValueError(
-                f"Wanted floating-point weights in {weights_file}. Got {name} of {leaf.dtype}. Make them "
-                f"again: {command}."
+                f"Wanted floating-point weights in {weights_file}. Got {name} of {leaf.dtype}. "
+                f"Create them again: {command}."
             )
     return stored, tensors
 
