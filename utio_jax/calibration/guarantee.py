@@ -3,8 +3,8 @@
 
     fits = halves(np.arange(queries), units="queries", max_risk=0.01, confidence=0.95)
     ladder = ...                                   # candidates from the fitting half, safest first
-    found = fit_with_guarantee(lost[:, ~fits], max_risk=0.01, confidence=0.95)
-    found.chosen                                   # index of the cheapest that may be used, or None
+    result = fit_with_guarantee(lost[:, ~fits], max_risk=0.01, confidence=0.95)
+    result.chosen                                  # index of the cheapest that may be used, or None
 
 A unit is what is drawn on its own: a document, a query, a row, a prompt. Its risk lies in [0, 1],
 such as the share of its predicted tokens that differ from full depth's. The guarantee is about the

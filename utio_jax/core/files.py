@@ -286,10 +286,10 @@ def save_owned(file: Path, stored: Mapping[str, Any], tensors: Any) -> None:
     Raises:
       ValueError: a tensor is not finite.
     """
-    beside = file.with_suffix(".safetensors")
+    weights_file = file.with_suffix(".safetensors")
     flat = {name: np.asarray(leaf) for name, leaf in flatten(tensors).items()}
-    _check_finite(flat, beside)
-    with replacing(*([beside] if flat else []), file) as partial:
+    _check_finite(flat, weights_file)
+    with replacing(*([weights_file] if flat else []), file) as partial:
         digest = None
         if flat:
             dump_tensors(partial[0], tensors)
@@ -297,7 +297,7 @@ def save_owned(file: Path, stored: Mapping[str, Any], tensors: Any) -> None:
         text = json.dumps({**stored, _TIE: digest}, indent=1) + "\n"
         partial[-1].write_text(text, encoding="utf-8")
     if not flat:
-        beside.unlink(missing_ok=True)
+        weights_file.unlink(missing_ok=True)
 
 
 _TIE = "weights_sha256"
@@ -338,30 +338,29 @@ def load_owned(
         )
     if digest is None:
         return stored, {}
-    beside = file.with_suffix(".safetensors")
-    if not beside.is_file():
+    weights_file = file.with_suffix(".safetensors")
+    if not weights_file.is_file():
         raise ValueError(
-            f"Wanted the weights of {file} next to it, at {beside}. There are none. Copy both "
-            f"files, or create them again: {command}."
+            f"Wanted the weights of {file} in {weights_file}. There are none. Copy both files, or "
+            f"create them again: {command}."
         )
-    data = beside.read_bytes()  # Once: what is hashed is what is read.
+    data = weights_file.read_bytes()  # Once: what is hashed is what is read.
     if hashlib.sha256(data).hexdigest() != digest:
         raise ValueError(
-            f"Wanted the weights that {file} was written with, next to it. {beside} holds others, "
-            "or an earlier version wrote the two. Copy both files, or create them again: "
-            f"{command}."
+            f"Wanted the weights that {file} was written with. {weights_file} holds others, or an "
+            f"earlier version wrote the two. Copy both files, or create them again: {command}."
         )
     try:
         tensors = load(data)
     except (SafetensorError, KeyError, ValueError) as error:
-        raise broken_file(beside, error) from error
-    _check_finite(tensors, beside)
+        raise broken_file(weights_file, error) from error
+    _check_finite(tensors, weights_file)
     for name, leaf in tensors.items():
         whole = integers and leaf.dtype.kind in "biu"
         if not whole and not jnp.issubdtype(leaf.dtype, jnp.floating):
             raise ValueError(
-                f"Wanted floating-point weights in {beside}. Got {name} of {leaf.dtype}. Make them "
-                f"again: {command}."
+                f"Wanted floating-point weights in {weights_file}. Got {name} of {leaf.dtype}. "
+                f"Create them again: {command}."
             )
     return stored, tensors
 

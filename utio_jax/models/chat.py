@@ -109,17 +109,17 @@ def find_template(path: Path, keys: Mapping[str, Any] | None = None) -> ChatTemp
     of `tokenizer_config.json`; what it lacks, `special_tokens_map.json` has in older folders.
     """
     if keys is None:
-        beside = path / "chat_template.jinja"
+        file = path / "chat_template.jinja"
         template, special = _from_folder(path)
     else:
-        beside = path.with_suffix(".chat_template.jinja")
+        file = path.with_suffix(".chat_template.jinja")
         template, special = _from_keys(keys)
-    if beside.is_file():
-        template = beside.read_text("utf-8")
+    if file.is_file():
+        template = file.read_text("utf-8")
     if not template:
         raise ValueError(
             f"Wanted a model with a chat template. {path} has none, so it was hardly trained to "
-            f"chat: generate continues texts instead. If it was, put its template at {beside}."
+            f"chat: generate continues texts instead. If it was, put its template at {file}."
         )
     return ChatTemplate(template=template, special_tokens=special)
 

@@ -119,13 +119,13 @@ class PromptStudy:
                 f"Nothing pays within +{self.limit:g} % on the calibrate part; the best was "
                 f"{measured}. Read prompts in full, stop deeper, or let more tokens go deep."
             )
-        lost, beside = first.choice.nll_increase_pct or 0.0, ""
+        lost, caveat = first.choice.nll_increase_pct or 0.0, ""
         if lost > self.limit:
-            beside = f" That is beyond the limit of +{self.limit:g} %: more rows needed."
+            caveat = f" That is beyond the limit of +{self.limit:g} %: more rows needed."
         random = [reading.choice for reading in self.test if reading.choice.by == "random"]
         if any((choice.nll_increase_pct or 0.0) <= lost for choice in random):
-            beside += " As many tokens by chance do no worse."
-        return f"Chosen: {measured}.{beside}"
+            caveat += " As many tokens by chance do no worse."
+        return f"Chosen: {measured}.{caveat}"
 
 
 def choose_prompt(

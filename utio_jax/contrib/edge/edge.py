@@ -3,8 +3,8 @@
 
     policy = Thresholded(signal=SoftmaxGap(), thresholds=jnp.asarray([0.5]), depths=(8, 16))
     link = Link(address="tcp://10.0.0.7:9000", key=key)
-    found = Edge(decoder, params, policy=policy, link=link).generate(prompt, max_new_tokens=64)
-    found.token_ids, found.decided, found.bytes_up
+    result = Edge(decoder, params, policy=policy, link=link).generate(prompt, max_new_tokens=64)
+    result.token_ids, result.decided, result.bytes_up
 
 After CE-CoLLM (Jin and Wu, arXiv 2411.02829). Without a link the edge stands alone: every token
 comes from the exit, as from the model truncated there.

@@ -3,7 +3,7 @@
 
     model, params = load_encoder("folder of a MiniLM, bge or classifier", exits=(2, 4, 6))
     inputs, lengths = pack_encodings(tokenizer.encode_batch(["a text", ("one", "two")]))
-    found = encode_rows(model, params, inputs, lengths, policy)
+    result = encode_rows(model, params, inputs, lengths, policy)
 
 The layers are those of `utio_jax.models.transformer`, bidirectional and with norms after each sum
 (Devlin et al. 2018). A token's input is its id and its kind (first or second text):

@@ -3,8 +3,8 @@
 
     losses = row_losses(decoder, params, batches)             # [exit, row], from one full pass
     fitted = fit_band(decoder, params, losses, limit=1.2, tokens=128)
-    found = score(decoder, params, token_ids, lengths, fitted.chosen, kv="drop")
-    fitted.chosen.signal.judge(found).above    # [row]: is the row's mean loss above the limit?
+    scores = score(decoder, params, token_ids, lengths, fitted.chosen, kv="drop")
+    fitted.chosen.signal.judge(scores).above   # [row]: is the row's mean loss above the limit?
 
 At each exit a line, fitted there, estimates full depth's mean loss from a row's loss so far; rows
 whose estimate is farther from the limit than a margin are decided, and only the band around the

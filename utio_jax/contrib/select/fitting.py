@@ -139,12 +139,12 @@ def _ladder(seen: np.ndarray, none: Select, run: _Run, *, limit: int) -> list[tu
     early, full = seen[:, :-1], seen[:, -1]
     bars = np.where(np.isnan(full)[:, None], -np.inf, early).max(axis=2)
     won = np.take_along_axis(early, np.nanargmax(full, axis=1)[:, None, None], 2)[..., 0]
-    behind = np.sort(np.maximum(bars - won, 0), axis=0)[::-1].T  # [depth, query], largest first.
+    gaps = np.sort(np.maximum(bars - won, 0), axis=0)[::-1].T  # [depth, query], largest first.
     tries: list[_Try] = []
-    for size in range(1, min(_MOST_DEPTHS, len(behind)) + 1):
-        for some in itertools.combinations(range(len(behind)), size):
+    for size in range(1, min(_MOST_DEPTHS, len(gaps)) + 1):
+        for some in itertools.combinations(range(len(gaps)), size):
             shallow = dataclasses.replace(none, depths=tuple(none.depths[place] for place in some))
-            tries += _path(behind[list(some)], shallow, run, limit=limit)
+            tries += _path(gaps[list(some)], shallow, run, limit=limit)
     tries.sort(key=lambda attempt: (attempt[2], attempt[1]))  # By lost winners, the cheapest first.
     safe = tries[0][0]
     wider = [dataclasses.replace(safe, margins=safe.margins * factor) for factor in _WIDER]
@@ -155,16 +155,16 @@ def _ladder(seen: np.ndarray, none: Select, run: _Run, *, limit: int) -> list[tu
     return rungs
 
 
-def _path(behind: np.ndarray, setting: Select, run: _Run, *, limit: int) -> Iterator[_Try]:
+def _path(gaps: np.ndarray, setting: Select, run: _Run, *, limit: int) -> Iterator[_Try]:
     """Yields margins at the depths of `setting`, their cost and lost winners, from none lost on.
 
     Greedily: each step gives up the winners farthest from the best at one depth, where a lost
-    winner buys most. `behind`, `[depth, query]`, are how far each winner is, in descending order.
+    winner saves most. `gaps` `[depth, query]`: distance of each winner, in descending order.
     """
-    places = np.arange(len(behind))
+    places = np.arange(len(gaps))
 
     def tried(given: np.ndarray) -> _Try:
-        how = dataclasses.replace(setting, margins=behind[places, given])
+        how = dataclasses.replace(setting, margins=gaps[places, given])
         cost, lost = run(how)
         return how, cost, int(lost.sum())
 
@@ -175,6 +175,6 @@ def _path(behind: np.ndarray, setting: Select, run: _Run, *, limit: int) -> Iter
         ahead = []
         for place, step in itertools.product(places, _STEPS):
             more = given + step * (places == place)
-            if more[place] < behind.shape[1] and (attempt := tried(more))[2] <= limit:
+            if more[place] < gaps.shape[1] and (attempt := tried(more))[2] <= limit:
                 gain = (now[1] - attempt[1]) / max(attempt[2] - now[2], 0.5)
                 ahead.append((gain, more, attempt))

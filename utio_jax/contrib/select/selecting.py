@@ -2,8 +2,8 @@
 """Picks 1 of many candidates after a shared context; those that cannot win exit early.
 
     context = read_context(decoder, params, prompt)                  # full depth, cached once
-    found = select(decoder, params, context, candidates, lengths, how)
-    found.winner, found.scores
+    result = select(decoder, params, context, candidates, lengths, how)
+    result.winner, result.scores
 
 Early-exit reranking: at each depth of `Select.depths` the head reads every candidate that is left,
 those more than a margin worse than the best leave, and the others are packed into a smaller static

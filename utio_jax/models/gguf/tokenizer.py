@@ -102,10 +102,10 @@ def build_tokenizer(keys: Mapping[str, Any], *, source: str | Path) -> Tokenizer
             )
         _put_around(tokenizer, keys, pieces, opens=opens)
     except _UnsupportedError as error:
-        beside = Path(source).with_suffix(".tokenizer.json").name
+        name = Path(source).with_suffix(".tokenizer.json").name
         raise ValueError(
             f"Wanted a tokenizer in {source} that can be had exactly. Got {error}. Put the model's "
-            f"own tokenizer.json next to it, as {beside}."
+            f"own tokenizer.json next to it, as {name}."
         ) from error
     return tokenizer
 
