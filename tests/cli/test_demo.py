@@ -91,6 +91,6 @@ def test_the_verdict_names_the_fastest_command_that_pays() -> None:
         f"(writing: 1.44x, no loss). {yours}",
         "Next: `utio-jax evaluate FILES --model shared-16 --budget 0.9` (reading: 1.06x, -0.01 % "
         f"loss). {yours}",
-        'Next: `utio-jax generate "PROMPT" --model shared-16` (full depth: nothing tried is faster). '
-        f"{yours}",
+        'Next: `utio-jax generate "PROMPT" --model shared-16` (full depth: nothing tried is '
+        f"faster). {yours}",
     ]

@@ -368,8 +368,10 @@ def test_a_mesh_that_cannot_be_used_is_refused(tiny: Any, monkeypatch: Any) -> N
     with pytest.raises(ValueError, match="8 devices share evenly. Got \\[7\\] rows.*place"):
         score(tiny.decoder, tiny.params, ids[:7], lengths[:7], uniform(4), mesh=mesh_of("auto"))
     monkeypatch.setattr(Mesh, "is_multi_process", True)
-    with pytest.raises(ValueError, match="this process' devices.*over several.*local_mesh"):
-        run(tiny, PROMPTS, mesh=jax.make_mesh((3,), ("data",), devices=jax.devices()[5:]))
+    mesh = jax.make_mesh((3,), ("data",), devices=jax.devices()[5:])
+    for call in (partial(run, tiny, PROMPTS), run_on):
+        with pytest.raises(ValueError, match="this process' devices.*over several.*local_devices"):
+            call(mesh=mesh)
 
 
 def split_mesh(data: int, model: int) -> Mesh:

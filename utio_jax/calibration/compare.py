@@ -27,7 +27,6 @@ from utio_jax.calibration.thresholds import fit_thresholds, leave_at
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.documents import Batch
 from utio_jax.core.flops import depth_flops, token_cost
-from utio_jax.core.processes import local_mesh
 from utio_jax.core.rows import place
 from utio_jax.evaluation.evaluate import Quality, evaluate
 from utio_jax.evaluation.intervals import DocumentSums, HullBootstrap, check_enough
@@ -138,7 +137,7 @@ def compare(  # noqa: PLR0913 (options, each named)
     if not set(chosen) <= set(known) or not (chosen or others):
         raise ValueError(f"Wanted some of the budgets {known}, as calibrated. Got {budgets}.")
     check_enough(len(set(document_of_window.tolist())))  # Before the passes, not after them.
-    params = place(params, local_mesh(mesh))
+    params = place(params, mesh)
     done = itertools.count(1)
     counted = lambda: say(f"exits: batch {next(done)} of {len(batches)}")  # noqa: E731
     studies = study_exits(decoder, params, batches, mesh=mesh, progress=counted)

@@ -15,7 +15,6 @@ from utio_jax.calibration.studies import ExitStudy, collect, collect_scores, pre
 from utio_jax.calibration.thresholds import fit_thresholds, leave_at
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.flops import depth_flops, pass_flops, token_cost
-from utio_jax.core.processes import Arrays, digest, local_mesh, share
 from utio_jax.core.rows import Rows, place
 from utio_jax.evaluation.flops import gate_flops
 from utio_jax.evaluation.ledger import convex_hull
@@ -59,7 +58,7 @@ class ThresholdSearch:
         mesh: Mesh | None = None,
     ):
         self.decoder, self.executor, self.mesh = decoder, executor, mesh
-        self.params = place(params, local_mesh(mesh))
+        self.params = place(params, mesh)
         self.exits = decoder.config.exits
         # Longest first: a stride meets every length.
         self.studies = list(studies[:: -(-len(studies) // _FIT_BATCHES)])
@@ -247,12 +246,11 @@ class ThresholdSearch:
         return (np.inf if at_hull is None else at_hull) - spent.loss
 
     def _run(self, policy: Policy) -> Spent:
-        here = local_mesh(self.mesh)
-        placed = place(policy, here)
+        placed = place(policy, self.mesh)
 
-        def read(number: int) -> Arrays:
-            batch = self.studies[self._tried[number]].batch
-            ids, lengths = place(Rows((batch.token_ids, batch.lengths)), here).tree
+        def spent_on(study: ExitStudy) -> list[float]:
+            batch = study.batch
+            ids, lengths = place(Rows((batch.token_ids, batch.lengths)), self.mesh).tree
             scores = run_score(
                 self.decoder,
                 self.params,
@@ -261,15 +259,14 @@ class ThresholdSearch:
                 policy=placed,
                 kv="propagate",
                 executor=self.executor,
-                mesh=here,
+                mesh=self.mesh,
             )
             gates = gate_flops(self.decoder, self.params, policy, scores.work)
             flops = pass_flops(self._cost, scores.work, gates=gates)
-            loss = -np.asarray(scores.log_likelihood).sum(dtype=np.float64)
-            return {"spent": np.asarray([flops, loss])}
+            return [flops, -np.asarray(scores.log_likelihood).sum(dtype=np.float64)]
 
-        spent = share(self.mesh, len(self._tried), read, what="passes", same=lambda: digest(policy))
-        flops, loss = np.sum([part["spent"] for part in spent], axis=0).tolist()
+        spent = [spent_on(self.studies[number]) for number in self._tried]
+        flops, loss = np.sum(spent, axis=0).tolist()
         return Spent(flops=flops, loss=loss)
 
     def _collected(self, signal: Signal, depths: tuple[int, ...]) -> list[np.ndarray]:

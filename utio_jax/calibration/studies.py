@@ -17,7 +17,6 @@ from jaxtyping import Array, Float, Int
 from utio_jax.core.arrays import flat, map_head
 from utio_jax.core.decoder import Decoder, Params, apply_exit_lens, name_exits
 from utio_jax.core.documents import Batch
-from utio_jax.core.processes import Arrays, digest, local_mesh, share
 from utio_jax.core.rows import Rows, StackedRows, over_rows, place
 from utio_jax.policies.base import Boundary, Signal
 from utio_jax.policies.depth import nameless
@@ -106,7 +105,7 @@ def study_exits(
       decoder: the model.
       params: its parameters.
       batches: the text.
-      mesh: splits the rows of a batch over its axis "data", and batches over its processes.
+      mesh: splits the rows of a batch over its axis "data".
       progress: called after every batch.
 
     Raises:
@@ -119,31 +118,19 @@ def study_exits(
             "Wanted a model with an exit before its last layer "
             f"{decoder.config.num_layers}. Got exits={exits}. {name_exits(decoder)}"
         )
-    here = local_mesh(mesh)
-    params = place(params, here)
+    params = place(params, mesh)
 
-    def read(number: int) -> Arrays:
-        batch = batches[number]
-        ids, lengths = place(Rows((batch.token_ids, batch.lengths)), here).tree
-        seen = exit_statistics(decoder, params, ids, lengths, mesh=here)
+    def study_of(number: int, batch: Batch) -> ExitStudy:
+        ids, lengths = place(Rows((batch.token_ids, batch.lengths)), mesh).tree
+        seen = exit_statistics(decoder, params, ids, lengths, mesh=mesh)
         if progress is not None:
             progress()
         arrays = {name: np.asarray(value)[:, : len(batch.lengths)] for name, value in seen.items()}
-        return arrays | {"states": _compact(arrays["states"], batch, number)}
+        arrays["states"] = _compact(arrays["states"], batch, number)
+        predicted = np.arange(batch.token_ids.shape[1]) < batch.lengths[:, None] - 1
+        return ExitStudy(batch=batch, predicted=predicted, **arrays)
 
-    def same() -> str:
-        return digest([vars(batch) for batch in batches], repr(decoder.config))
-
-    studies = [
-        ExitStudy(
-            batch=batch,
-            predicted=np.arange(batch.token_ids.shape[1]) < batch.lengths[:, None] - 1,
-            **arrays,
-        )
-        for batch, arrays in zip(
-            batches, share(mesh, len(batches), read, what="batches", same=same), strict=True
-        )
-    ]
+    studies = [study_of(number, batch) for number, batch in enumerate(batches)]
     if not any(study.predicted.any() for study in studies):
         raise ValueError("Wanted a text with predicted tokens. Got none.")
     return studies
@@ -207,25 +194,21 @@ def collect_scores(
       signal: the signal to evaluate.
       studies: the states that it reads.
       depths: exits in use; boundaries are all but the last.
-      mesh: splits the rows over its axis "data", and studies over its processes.
+      mesh: splits the rows over its axis "data".
     """
-    exits, here = decoder.config.exits, local_mesh(mesh)
+    exits = decoder.config.exits
     if isinstance(signal, KnownBefore):
         return [_known(signal, study.batch, len(depths) - 1) for study in studies]
-    params, placed = place((params, nameless(signal)), here)
+    params, placed = place((params, nameless(signal)), mesh)
 
-    def read(number: int) -> Arrays:
-        batch, states = studies[number].batch, studies[number].states
-        ids, lengths = place(Rows((batch.token_ids, batch.lengths)), here).tree
-        states = place(StackedRows(states[[exits.index(d) for d in depths[:-1]]]), here).tree
-        scores = collect(decoder, params, placed, ids, lengths, states, depths, mesh=here)
-        return {"scores": np.asarray(scores)[:, : len(batch.lengths)]}
+    def scores_of(study: ExitStudy) -> np.ndarray:
+        batch, states = study.batch, study.states
+        ids, lengths = place(Rows((batch.token_ids, batch.lengths)), mesh).tree
+        states = place(StackedRows(states[[exits.index(d) for d in depths[:-1]]]), mesh).tree
+        scores = collect(decoder, params, placed, ids, lengths, states, depths, mesh=mesh)
+        return np.asarray(scores)[:, : len(batch.lengths)]
 
-    def same() -> str:
-        return digest([vars(study.batch) for study in studies], signal, depths)
-
-    scores = share(mesh, len(studies), read, what=f"scores of {signal.name}", same=same)
-    return [part["scores"] for part in scores]
+    return [scores_of(study) for study in studies]
 
 
 def _known(signal: KnownBefore, batch: Batch, boundaries: int) -> np.ndarray:

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
-import jax
 import numpy as np
 
 from utio_jax.calibration.gates import SIGNALS
@@ -20,13 +19,11 @@ from utio_jax.cli.options import (
     OfText,
     OfWindows,
     Rare,
-    is_first,
     progress_lines,
     read_documents,
 )
 from utio_jax.core.files import check_writable, load_json
 from utio_jax.core.lens import lens_file, save_lens
-from utio_jax.core.processes import check_same
 from utio_jax.policies.store import calibration_file, check_nothing_is_lost
 
 
@@ -80,11 +77,6 @@ class Calibrate(OfWindows, OfText):
         mesh = self.mesh()
         model = (dataclasses.replace(self, lens="none") if self.fit_lens else self).load()
         bare = len(model.decoder.config.exits) == 1
-        if (self.fit_lens or bare) and jax.process_count() > 1:
-            raise ValueError(
-                f"Wanted --fit-lens in one process. Got {jax.process_count()}. Fit the lens first, "
-                "then calibrate with --lens FILE."
-            )
         if bare:
             model = dataclasses.replace(model, decoder=with_exits(model.decoder, ()))
             say(f"no exits are named: {model.decoder.config.exits}, through a lens to be fitted")
@@ -93,7 +85,6 @@ class Calibrate(OfWindows, OfText):
         if self.fit_lens or bare:
             first, documents = split_for_lens(documents)
             model = model.with_lens(self._lens(model, first, described, say))
-        check_same([model.sha256, documents], what="model and text")
         policies = tuple(SIGNALS) if self.policy == ("all",) else self.policy
         check_nothing_is_lost(out, model.sha256, policies)
         result = model.calibrate(
@@ -109,11 +100,10 @@ class Calibrate(OfWindows, OfText):
             progress=say,
         )
         fitted, advice = result.calibration, result.verdict
-        if is_first():
-            fitted.save(out)
-            print(advice, file=sys.stderr)
-            print(f"Written: {', '.join(policies)}: {out}", file=sys.stderr)
-            print(f"For example: {self._next(model, out)}", file=sys.stderr)
+        fitted.save(out)
+        print(advice, file=sys.stderr)
+        print(f"Written: {', '.join(policies)}: {out}", file=sys.stderr)
+        print(f"For example: {self._next(model, out)}", file=sys.stderr)
         return {
             "command": "calibrate",
             "advice": advice,

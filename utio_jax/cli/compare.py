@@ -15,11 +15,9 @@ from utio_jax.cli.options import (
     OfWindows,
     Rare,
     check_out,
-    is_first,
     progress_lines,
     read_documents,
 )
-from utio_jax.core.processes import check_same
 from utio_jax.evaluation.ledger import uniform_hull
 
 
@@ -64,7 +62,6 @@ class Compare(OfWindows, OfCalibration, OfText):
         # Before the work: files that are not this model's are refused.
         _, plain = model.calibration, model.plain_controls
         documents, described = read_documents(model, self.files, self.token_ids, "test")
-        check_same([model.sha256, documents], what="model and text")
         rows = model.compare(
             documents,
             budget=self.budget or None,
@@ -76,13 +73,12 @@ class Compare(OfWindows, OfCalibration, OfText):
         )
         title = f"{rows[0].ledger.tokens or 0:,} tokens of {rows.documents} documents"
         pictures = [self.out / "pareto.png", self.out / "margins.png"]
-        if is_first():
-            Console(stderr=True, width=118).print(comparison_table(rows, title=title))
-            ledgers = [row.ledger for row in rows]
-            hull = uniform_hull(ledgers)
-            plot_pareto(ledgers, pictures[0], title=title, hull=hull, plain=plain)
-            plot_margins(rows, pictures[1], title=title)
-            print(rows.verdict, file=sys.stderr)
+        Console(stderr=True, width=118).print(comparison_table(rows, title=title))
+        ledgers = [row.ledger for row in rows]
+        hull = uniform_hull(ledgers)
+        plot_pareto(ledgers, pictures[0], title=title, hull=hull, plain=plain)
+        plot_margins(rows, pictures[1], title=title)
+        print(rows.verdict, file=sys.stderr)
         return {
             "command": "compare",
             "seconds_total": round(time.perf_counter() - started, 1),

@@ -16,13 +16,12 @@ from utio_jax.cli.options import (
     OfWindows,
     Rare,
     check_out,
-    is_first,
     policy_named,
     progress_bar,
     read_documents,
 )
 from utio_jax.core.files import check_writable, save_text
-from utio_jax.core.processes import Shards, check_same
+from utio_jax.core.shards import Shards
 from utio_jax.evaluation.evaluate import score_documents
 from utio_jax.staircase.reference import check_kv
 
@@ -41,8 +40,7 @@ class Evaluate(OfWindows, OfCalibration, OfText):
       depth: layers, for uniform.
       batch: rows per pass, at most.
       kv: K/V of a token above its depth: propagate or drop. By default propagate.
-      shards: folder in which each pass' results are kept; an interrupted run goes on from there,
-        with any number of processes.
+      shards: folder in which each pass' results are kept; an interrupted run goes on from there.
       per_token: a JSON file to write every token's log-likelihood and depth to.
     """
 
@@ -85,7 +83,6 @@ class Evaluate(OfWindows, OfCalibration, OfText):
         if self.token_ids is not None:
             names = [f"{self.token_ids.name}[{i}]" for i in range(len(documents))]
         policy, budget, fractions = policy_named(model, self.policy_name, **given)
-        check_same([model.sha256, names, documents], what="model and text")
         shards = None if self.shards is None else Shards(folder=self.shards, identity=model.sha256)
         with progress_bar(None, "scoring") as step:
             scored = score_documents(
@@ -107,29 +104,28 @@ class Evaluate(OfWindows, OfCalibration, OfText):
         size = described.get("bytes")  # Of text; ids have none.
         predicted = sum(document.log_likelihood.size for document in scored.documents)
         perplexity, perplexity_full = _perplexity(nll / predicted), _perplexity(row.nll_full or 0.0)
-        if is_first():
+        print(
+            f"{nll / predicted:.4f} nats per token over {predicted:,} tokens of "
+            f"{len(documents)} documents, perplexity {perplexity}",
+            file=sys.stderr,
+        )
+        if self.policy_name != "full":
             print(
-                f"{nll / predicted:.4f} nats per token over {predicted:,} tokens of "
-                f"{len(documents)} documents, perplexity {perplexity}",
+                f"at full depth {row.nll_full:.4f}, perplexity {perplexity_full}: "
+                f"{row.nll_increase_pct:+.2f} % loss at {row.flops_ratio:.3f} of the FLOPs, "
+                f"{row.agreement:.1%} the same most probable token",
                 file=sys.stderr,
             )
-            if self.policy_name != "full":
-                print(
-                    f"at full depth {row.nll_full:.4f}, perplexity {perplexity_full}: "
-                    f"{row.nll_increase_pct:+.2f} % loss at {row.flops_ratio:.3f} of the FLOPs, "
-                    f"{row.agreement:.1%} the same most probable token",
-                    file=sys.stderr,
-                )
-            if self.per_token is not None:
-                tokens = {
-                    name: {
-                        "token_ids": ids.tolist(),
-                        "log_likelihood": document.log_likelihood.round(5).tolist(),
-                        "depths": document.depths.tolist(),
-                    }
-                    for name, ids, document in zip(names, documents, scored.documents, strict=True)
+        if self.per_token is not None:
+            tokens = {
+                name: {
+                    "token_ids": ids.tolist(),
+                    "log_likelihood": document.log_likelihood.round(5).tolist(),
+                    "depths": document.depths.tolist(),
                 }
-                save_text(self.per_token, json.dumps(tokens) + "\n")
+                for name, ids, document in zip(names, documents, scored.documents, strict=True)
+            }
+            save_text(self.per_token, json.dumps(tokens) + "\n")
         return {
             "command": "evaluate",
             "loss": round(nll / predicted, 6),

@@ -16,7 +16,6 @@ from typing import Annotated, Any, get_type_hints
 
 from utio_jax.core.extras import install_line, missing_library
 from utio_jax.core.files import versions
-from utio_jax.core.processes import ProcessLostError
 
 try:
     import tyro
@@ -31,7 +30,6 @@ from utio_jax.cli.demo import Demo
 from utio_jax.cli.evaluate import Evaluate
 from utio_jax.cli.fit_prompt import FitPrompt
 from utio_jax.cli.generate import Generate
-from utio_jax.cli.options import is_first
 from utio_jax.cli.serve import Serve
 from utio_jax.cli.trial import Try
 from utio_jax.core.compile_cache import enable_compilation_cache
@@ -52,7 +50,6 @@ _MOVED = {
     "score": "`evaluate --per-token FILE`",
     "report": "`bench --report FILE`",
     "finetune": "models/recipes/finetune.py of a checkout",
-    "launch": "a process each, with --distributed",
 }
 _STYLE = (tyro.conf.FlagCreatePairsOff, tyro.conf.PositionalMetavarFromFieldName)
 
@@ -69,7 +66,6 @@ def main(arguments: list[str] | None = None) -> int:
     if arguments is None:  # As a program, not from another one or a test.
         arguments = sys.argv[1:]
         enable_compilation_cache()
-    distributed = "--distributed" in arguments
     try:
         try:
             return _run(arguments)
@@ -84,8 +80,8 @@ def main(arguments: list[str] | None = None) -> int:
         known = str(error).startswith("Wanted")
         status = 2
         message = f"utio-jax: {error if known else missing_library(error, 'this command')}\n"
-    except (ValueError, ProcessLostError) as error:
-        status, message = 2 if isinstance(error, ValueError) else 1, f"utio-jax: {error}\n"
+    except ValueError as error:
+        status, message = 2, f"utio-jax: {error}\n"
     except OSError as error:
         _forget_stdout()
         where = "" if error.filename is None else f" {error.filename}"
@@ -97,10 +93,6 @@ def main(arguments: list[str] | None = None) -> int:
             f"{error.strerror or error}. {remedy}, or name another place.\n"
         )
     sys.stderr.write(message)
-    if distributed:
-        # Leaving in good order would wait for the others, and they wait for this one's results.
-        sys.stderr.flush()
-        os._exit(status)
     return status
 
 
@@ -129,7 +121,7 @@ def _run(arguments: list[str]) -> int:
     result = parsed(name, options).run()
     if isinstance(result, int):
         return result
-    if is_first() and as_json:
+    if as_json:
         print(json.dumps(result))
     return 0
 

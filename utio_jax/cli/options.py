@@ -17,7 +17,6 @@ import tyro
 
 from utio_jax.calibration.advice import advise
 from utio_jax.core.files import check_writable, hash_file, load_json
-from utio_jax.core.processes import exchange
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.base import Plain
 from utio_jax.decoding.lossless import lossless_for
@@ -34,8 +33,6 @@ Rare = Annotated[T, "rare"]
 
 Files = tyro.conf.Positional[tuple[Path, ...]]
 """Text files, named without an option."""
-
-_HEARTBEAT_SECONDS = 30
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -104,55 +101,7 @@ class OfCalibration(OfModel):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class OfProcesses:
-    """Options for commands that run in several processes.
-
-    Attributes:
-      distributed: be one of several processes, on one host or many, each with all of its devices.
-        Slurm, Kubernetes and TPU pods say which; elsewhere the next three do. Process 0 prints and
-        writes.
-      coordinator: HOST:PORT at which process 0 listens.
-      num_processes: of them all.
-      process_id: of this one, from 0.
-    """
-
-    distributed: Rare[bool] = False
-    coordinator: Rare[str | None] = None
-    num_processes: Rare[int | None] = None
-    process_id: Rare[int | None] = None
-
-    def join(self) -> None:
-        """Joins the other processes by `jax.distributed`; returns when all have joined.
-
-        Before anything else asks JAX for a device.
-
-        Raises:
-          ValueError: the processes do not find each other.
-        """
-        given = (self.coordinator, self.num_processes, self.process_id)
-        if not self.distributed:
-            if any(value is not None for value in given):
-                raise ValueError(
-                    "Wanted --distributed with --coordinator, --num-processes and --process-id."
-                )
-            return
-        # Else JAX keeps SIGTERM for itself: processes that save before they are moved.
-        jax.config.update("jax_enable_preemption_service", False)
-        try:
-            # A process that dies is missed after so long, and the runtime ends the others.
-            jax.distributed.initialize(*given, heartbeat_timeout_seconds=_HEARTBEAT_SECONDS)
-        except (ValueError, RuntimeError) as error:
-            raise ValueError(
-                "Wanted --distributed on a cluster that JAX knows (Slurm, Kubernetes, TPU pod, "
-                "MPI), or --coordinator HOST:PORT, --num-processes and --process-id. Got: "
-                f"{error}"
-            ) from error
-        # Together, for where processes are connected by gloo those that come 30 s late are not.
-        exchange(b"")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class OfWindows(OfModel, OfProcesses):
+class OfWindows(OfModel):
     """Options for reading a text: model, window length and devices.
 
     Attributes:
@@ -170,18 +119,12 @@ class OfWindows(OfModel, OfProcesses):
             raise ValueError(f"Wanted a --context of at least 2 tokens. Got {self.context}.")
         return model.with_context(self.context)
 
-    def mesh(self) -> Any:
-        """Joins the other processes; returns the `jax.sharding.Mesh` of all devices, or None.
-
-        Before anything else asks JAX for a device.
-        """
-        self.join()
-        return mesh_of_all("data") if self.distributed or self.data_parallel else None
-
-
-def mesh_of_all(axis: str) -> Any:
-    """Returns a `jax.sharding.Mesh` of all devices of all processes, along one axis."""
-    return jax.make_mesh((jax.device_count(),), (axis,), axis_types=(jax.sharding.AxisType.Auto,))
+    def mesh(self) -> jax.sharding.Mesh | None:
+        """Returns a mesh of all devices along the axis "data", or None without --data-parallel."""
+        if not self.data_parallel:
+            return None
+        types = (jax.sharding.AxisType.Auto,)
+        return jax.make_mesh((jax.device_count(),), ("data",), axis_types=types)
 
 
 def check_out(folder: Path, *, option: str = "--out") -> None:
@@ -189,11 +132,6 @@ def check_out(folder: Path, *, option: str = "--out") -> None:
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"Wanted a folder as {option}. Got the file {folder}. Name another.")
     check_writable(folder / "file", option)
-
-
-def is_first() -> bool:
-    """Returns whether this process prints and writes files: it is process 0."""
-    return jax.process_index() == 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -378,7 +316,7 @@ def policy_named(
 def repeat_verdict(model: Any) -> None:
     """Repeats on stderr a calibration's verdict that adaptive depth does not pay."""
     info = model.calibration.info
-    if is_first() and {"exit_nll_increase_pct", "exit_agreement"} <= info.keys():
+    if {"exit_nll_increase_pct", "exit_agreement"} <= info.keys():
         advice = advise(model.decoder, info, lens=model.lens is not None)
         if advice is not None:
             print(f"utio-jax: {advice}", file=sys.stderr)
@@ -388,7 +326,7 @@ def repeat_reading(file: Path) -> None:
     """Repeats on stderr the fitted verdict that K/V maps do not pay."""
     stored = load_json(kv_maps_file(file), "KV maps")
     tested = stored.get("test") if isinstance(stored, dict) else None
-    if not tested or not is_first():
+    if not tested:
         return
     lost, limit = tested[0]["nll_increase_pct"], stored.get("max_nll_increase_pct", 1.0)
     if stored.get("chosen") is None or lost > limit:
@@ -404,10 +342,7 @@ def progress_bar(total: int | None, what: str) -> Iterator[Any]:
     """Shows a progress bar on stderr; the context's value advances it by one."""
     from tqdm.auto import tqdm
 
-    quiet = not is_first()
-    with tqdm(
-        total=total, desc=what, file=sys.stderr, mininterval=1.0, leave=False, disable=quiet
-    ) as bar:
+    with tqdm(total=total, desc=what, file=sys.stderr, mininterval=1.0, leave=False) as bar:
         yield bar.update
 
 
@@ -415,7 +350,6 @@ def progress_lines(started: float) -> Callable[[str], None]:
     """Returns a function that prints a line on stderr, with the seconds since `started`."""
 
     def say(what: str) -> None:
-        if is_first():
-            print(f"{time.perf_counter() - started:6.1f} s  {what}", file=sys.stderr)
+        print(f"{time.perf_counter() - started:6.1f} s  {what}", file=sys.stderr)
 
     return say

@@ -12,9 +12,9 @@
     else:
         engine.follow()
 
-All processes must start the same programs in the same order. Each has an `Engine` of its own, which
-decides by its requests, the clock and the tokens so far. A step broadcasts the first two from
-process 0; tokens are equal because states are whole on every device.
+All processes must start the same programs in the same order. Each has an `Engine`, which decides by
+its requests, its clock and its tokens. A step broadcasts requests and time from process 0. Tokens
+are equal because states are whole on every device.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class MultiHostEngine:
 
     Process 0 calls `submit`, `cancel`, `step` or `drain`, and `close`; the others call `follow`.
     If a process ends, the next step of the others fails: restart all of them. Broadcasts are
-    pickled, unauthenticated and not encrypted: use a private network.
+    pickles, neither authenticated nor encrypted: use a private network.
     """
 
     def __init__(
@@ -163,14 +163,16 @@ class MultiHostEngine:
 
 def _copied(tree: Any, params: Params) -> Any:
     """Returns a pytree with a copy of its arrays on each of the parameters' devices."""
-    shardings = [leaf.sharding for leaf in jax.tree.leaves(params)]
-    meshes = [each.mesh for each in shardings if isinstance(each, jax.sharding.NamedSharding)]
+    sharding = jax.tree.leaves(params)[0].sharding
+    if not isinstance(sharding, jax.sharding.NamedSharding):
+        return tree
+    place = jax.sharding.NamedSharding(sharding.mesh, jax.P())
 
     def copied(leaf: Any) -> Any:
         # Programs take keys, and what is no array, from each process.
         if not isinstance(leaf, jax.Array) or jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             return leaf
-        place, value = jax.sharding.NamedSharding(meshes[0], jax.P()), np.asarray(leaf)
+        value = np.asarray(leaf)
         return jax.make_array_from_callback(value.shape, place, lambda index: value[index])
 
-    return jax.tree.map(copied, tree) if meshes else tree
+    return jax.tree.map(copied, tree)

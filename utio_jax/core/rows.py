@@ -52,7 +52,8 @@ def check_mesh(mesh: Mesh | None) -> int:
     """Returns the number of parts that rows are split into; 1 without a mesh.
 
     Raises:
-      ValueError: the mesh has no axis "data", or another one that is Explicit.
+      ValueError: the mesh has no axis "data", another one that is Explicit, or devices of other
+        processes.
     """
     if mesh is None:
         return 1
@@ -60,6 +61,11 @@ def check_mesh(mesh: Mesh | None) -> int:
         raise ValueError(
             f"Wanted a mesh with an axis {DATA!r}, over which rows are split. Got axes "
             f"{mesh.axis_names}. For example: jax.make_mesh((jax.device_count(),), ({DATA!r},))."
+        )
+    if mesh.is_multi_process:
+        raise ValueError(
+            "Wanted a mesh of this process' devices. Got one over several processes. Give each "
+            "process its own rows, and a mesh over jax.local_devices()."
         )
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     explicit = [name for name, type_ in types.items() if type_ == AxisType.Explicit]

@@ -121,12 +121,6 @@ def run_chunks(  # noqa: PLR0913 (options, each named)
     check_mode(mode, decoder)
     if prefill is not None:
         prefill.check(decoder, kv=mode.prompt_kv)
-    if mesh is not None and mesh.is_multi_process:
-        raise ValueError(
-            "Wanted a mesh of this process' devices, since its host reads tokens. Got "
-            "one over several processes. Give each its own prompts, and the mesh that "
-            "utio_jax.core.processes.local_mesh returns."
-        )
     row_seeds = check_seeds(seeds, rows=len(rows))
     drawn = check_sampling(sampling, rows=len(rows))
     stops = check_stops(

@@ -17,8 +17,9 @@ from jax.sharding import Mesh
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.documents import Batch, batches_of, row_widths, windows_of
 from utio_jax.core.flops import TokenCost, ideal_flops, pass_flops, token_cost
-from utio_jax.core.processes import Arrays, Shards, digest, local_mesh, share
+from utio_jax.core.pytrees import digest
 from utio_jax.core.rows import Rows, check_mesh, place
+from utio_jax.core.shards import Arrays, Shards, run_all
 from utio_jax.core.work import Work
 from utio_jax.evaluation.flops import attention_flops, check_worthwhile, gate_flops
 from utio_jax.evaluation.quality import Quality, pack, pack_quality, unpack, unpack_quality
@@ -69,9 +70,9 @@ def evaluate(  # noqa: PLR0913 (options, each named)
       executor: of live slots, and of the full pass. `"auto"`: see `score`.
       attention: by the same names, which tokens attend sparsely, or which do in each batch; none
         under the others, nor in the full pass.
-      mesh: splits the rows of a batch over its axis "data", and batches over its processes. Empty
-        rows that fill up a batch count as cost; what the comparison with full depth takes, a head
-        per predicted token and pass, is not the policy's, and does not.
+      mesh: splits the rows of a batch over its axis "data". Empty rows that fill up a batch count
+        as cost; what the comparison with full depth takes, a head per predicted token and pass, is
+        not the policy's, and does not.
       shards: folder of each batch's results, from which an interrupted run continues.
       observe: called with name, batch, per-token comparison and decided depths `[batch, token]`.
       full_passes: by the number of the batch, what an earlier call on the same batches has kept
@@ -79,16 +80,16 @@ def evaluate(  # noqa: PLR0913 (options, each named)
       progress: called after every policy and batch.
 
     Raises:
-      ValueError: no batches, a policy does not fit the model, or processes disagree on these.
+      ValueError: no batches, or a policy does not fit the model.
     """
     if not batches:
         raise ValueError("Wanted at least one batch of text. Got none.")
     for policy in policies.values():
         for single_policy in policy if isinstance(policy, Sequence) else (policy,):
             check_policy(single_policy, decoder, kv=kv)
-    layers, here = decoder.config.num_layers, local_mesh(mesh)
+    layers = decoder.config.num_layers
     totals = dict.fromkeys(policies, Quality())
-    params = place(params, here)
+    params = place(params, mesh)
     choices: list[tuple[Any, Any]] = [
         (policies[name], (attention or {}).get(name)) for name in policies
     ]
@@ -97,21 +98,21 @@ def evaluate(  # noqa: PLR0913 (options, each named)
     def read(number: int) -> Arrays:
         batch, results = batches[number], {}
         rows = len(batch.lengths)
-        ids, lengths = place(Rows((batch.token_ids, batch.lengths)), here).tree
-        run = partial(run_score, decoder, params, ids, lengths, kv=kv, executor=executor, mesh=here)
+        ids, lengths = place(Rows((batch.token_ids, batch.lengths)), mesh).tree
+        run = partial(run_score, decoder, params, ids, lengths, kv=kv, executor=executor, mesh=mesh)
         full = kept[number] if number in kept else run(policy=full_depth(decoder))
         if full_passes is not None:
             full_passes[number] = full
         positions, _ = positions_of(jnp.asarray(batch.token_ids), jnp.asarray(batch.lengths))
         for index, pair in enumerate(choices):
             policy, choice = (x[number] if isinstance(x, Sequence) else x for x in pair)
-            choice = place(choice, here)
-            program = place(shared_program(policy, jnp.asarray(batch.token_ids), positions), here)
+            choice = place(choice, mesh)
+            program = place(shared_program(policy, jnp.asarray(batch.token_ids), positions), mesh)
             # Full depth in question is the pass that was just made.
             same = policy.depths == (layers,) and choice is None
             scores = full if same else run(policy=program, attention=choice)
             other = None if same else full.x
-            comparison = _compare(decoder, params, ids, lengths, scores.x, other, mesh=here)
+            comparison = _compare(decoder, params, ids, lengths, scores.x, other, mesh=mesh)
             comparison, depths = jax.tree.map(  # Without the rows that fill up a mesh.
                 lambda leaf: np.asarray(leaf)[:rows], (comparison, scores.depths)
             )
@@ -136,7 +137,7 @@ def evaluate(  # noqa: PLR0913 (options, each named)
         static = repr((decoder.config, kv, executor))
         return digest([vars(batch) for batch in batches], choices, static)
 
-    results_of_batch = share(mesh, len(batches), read, what="batches", same=same, shards=shards)
+    results_of_batch = run_all(len(batches), read, what="batches", same=same, shards=shards)
     for batch, results in zip(batches, results_of_batch, strict=True):
         for index, name in enumerate(policies):
             quality, comparison, depths = unpack(index, results)
@@ -207,17 +208,16 @@ def _run_alone(  # noqa: PLR0913 (options, each named)
 
     `observe` gets each batch with its tokens' losses and decided depths, `[batch, token]`.
     """
-    here = local_mesh(mesh)
-    params = place(params, here)
+    params = place(params, mesh)
 
     def read(number: int) -> Arrays:
         batch, policy = batches[number], policies[number]
         rows, width = batch.token_ids.shape
-        ids, lengths = place(Rows((batch.token_ids, batch.lengths)), here).tree
-        choice = place(attention[number], here)
+        ids, lengths = place(Rows((batch.token_ids, batch.lengths)), mesh).tree
+        choice = place(attention[number], mesh)
         positions, _ = positions_of(jnp.asarray(batch.token_ids), jnp.asarray(batch.lengths))
-        program = place(shared_program(policy, jnp.asarray(batch.token_ids), positions), here)
-        options: Any = {"kv": kv, "executor": executor, "mesh": here}
+        program = place(shared_program(policy, jnp.asarray(batch.token_ids), positions), mesh)
+        options: Any = {"kv": kv, "executor": executor, "mesh": mesh}
         scores = run_score(
             decoder, params, ids, lengths, policy=program, attention=choice, **options
         )
@@ -244,7 +244,7 @@ def _run_alone(  # noqa: PLR0913 (options, each named)
         return digest([vars(batch) for batch in batches], [policies, attention], static)
 
     total = Quality()
-    results = share(mesh, len(batches), read, what="scores", same=same, shards=shards)
+    results = run_all(len(batches), read, what="scores", same=same, shards=shards)
     for batch, result in zip(batches, results, strict=True):
         total += unpack_quality(result["quality"])
         observe(batch, result["nll"], result["depths"])
@@ -319,11 +319,11 @@ def score_documents(  # noqa: PLR0913 (options, each named)
       documents: token ids `[token]` each; longer than the context: in windows. One of fewer than
         two tokens predicts nothing: its arrays are empty and its sums 0, tokens and cost apart.
       policy: decides each token's depth.
-      rows: per pass at most, over all devices of a process.
+      rows: per pass at most, over all devices.
       kv: K/V of frozen tokens, see `score`.
       executor: of live slots; `"auto"`: see `check_worthwhile`.
       attention: choice of sparse tokens, in batches that do not fall back; None: none.
-      mesh: splits rows over its axis "data", and batches over its processes.
+      mesh: splits rows over its axis "data".
       shards: folder of each batch's results, from which an interrupted run continues.
       fractions: expected share of tokens at each of the policy's depths, see `check_worthwhile`.
       min_tokens: smallest pass that is routed.
@@ -340,7 +340,7 @@ def score_documents(  # noqa: PLR0913 (options, each named)
     if not len(documents):
         raise ValueError("Wanted documents to score, at least one. Got none.")
     check_policy(policy, decoder)
-    parts = check_mesh(local_mesh(mesh))
+    parts = check_mesh(mesh)
     context = decoder.config.context_length
     cut = [windows_of([ids], width=context) if len(ids) else [] for ids in documents]
     windows = [window for of_one in cut for window in of_one]

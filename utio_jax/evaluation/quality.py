@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from utio_jax.core.processes import Arrays
+from utio_jax.core.shards import Arrays
 from utio_jax.evaluation.ledger import Ledger
 from utio_jax.staircase.score import Comparison
 
