@@ -293,57 +293,15 @@ def test_every_fault_of_a_folder_is_named(folder: Path, fault: str) -> None:
     [
         *(
             ("llama", {"vocab_size": wrong}, f"vocab_size={wrong!r}, of which only integers from 1")
-            for wrong in (-1, 1.5, 64.0, True, "8", math.nan, math.inf, 10**12)
+            for wrong in (-1, 1.5, True, "8", math.nan, 10**12)
         ),
-        *(
-            ("llama", {name: 0}, f"{name}=0, of which only integers from 1")
-            for name in (
-                *("vocab_size", "hidden_size", "num_attention_heads", "num_key_value_heads"),
-                *("head_dim", "intermediate_size", "max_position_embeddings"),
-            )
-        ),
-        *(
-            ("llama", {"rms_norm_eps": wrong}, "rms_norm_eps=.*only finite numbers above 0")
-            for wrong in (0, -1, math.nan, math.inf, "1e-6")
-        ),
-        *(
-            ("llama", {"eos_token_id": wrong}, "in here. Got .*eos_ids of at least 0")
-            for wrong in (1.7, math.inf, -1, "2", [2, 1.5])
-        ),
-        ("mistral", {"sliding_window": math.nan}, "in here. Got .*windows of at least 0"),
+        ("llama", {"rms_norm_eps": math.inf}, "rms_norm_eps=.*only finite numbers above 0"),
+        ("llama", {"eos_token_id": [2, 1.5]}, "in here. Got .*eos_ids of at least 0"),
         ("mistral", {"sliding_window": 1.5}, "windows of at least 0"),
-        ("gemma2", {"query_pre_attn_scalar": -1}, "query_pre_attn_scalar=-1, of which only finite"),
         ("gemma2", {"final_logit_softcapping": -1}, "logit_softcap above 0"),
-        *(
-            (case, {"num_hidden_layers": n}, f"={n}, of which only integers from 1 to 10000 are")
-            for case in ("llama", "mistral", "qwen2_window", "gemma2", "gemma3")
-            for n in (10**7, 0)
-        ),
-        *(
-            ("llama", {"rope_parameters": rope}, message)
-            for rope, message in (
-                ({"rope_theta": 0}, "rope_theta above 0"),
-                ({"partial_rotary_factor": 0}, "partial_rotary_factor, of which only 1.0"),
-                ({"rope_type": "linear", "factor": 0}, "factor above 0. Got 0.0"),
-                ({"rope_type": "linear", "factor": "2"}, "factor above 0. Got '2'"),
-                ({"rope_type": "linear", "factor": math.nan}, "factor above 0. Got nan"),
-                (
-                    dict.fromkeys(("factor", "low_freq_factor", "high_freq_factor"), 4)
-                    | {"rope_type": "llama3", "original_max_position_embeddings": 0},
-                    "original_context_length above 0",
-                ),
-            )
-        ),
-        *(
-            ("llama", change, "Wanted")
-            for change in (
-                {"model_type": ["llama"]},
-                {"num_attention_heads": 0},
-                {"vocab_size": "48"},
-                {"utio_jax": {"exits": 3}},
-                {"rope_scaling": {"rope_type": "linear"}},
-            )
-        ),
+        ("gemma3", {"num_hidden_layers": 10**7}, "=10000000, of which only integers from 1 to 100"),
+        ("llama", {"rope_parameters": {"rope_type": "linear", "factor": "2"}}, "above 0. Got '2'"),
+        ("llama", {"model_type": ["llama"]}, "Wanted"),
     ],
 )
 def test_values_that_no_model_has_are_named(

@@ -369,16 +369,8 @@ def test_what_is_no_trunk_is_said(decoder: Transformer, stream: np.ndarray, tmp_
     train(plainly(decoder), stream, short, out=tmp_path / "short", optimizer=make_optimizer(short))
     with pytest.raises(ValueError, match=r"step 5, the last.* Got \[2, 3, 4\]"):
         trunk_of(tmp_path / "short", decoder, CONFIG)
-    with pytest.raises(ValueError, match="one weight for each exit before the last"):
-        late_objective(decoder, LateExits(weights=(0.1,)), begin=0)
-    with pytest.raises(ValueError, match="Wanted a preset of"):
-        run_recipe(tmp_path / "out", preset="huge")
     with pytest.raises(ValueError, match="Wanted a trunk for late exits"):
         run_recipe(tmp_path / "out", preset="late-16")
-    with pytest.raises(ValueError, match=r"nothing else. Got preset 'plain-8' and trunk"):
-        run_recipe(tmp_path / "out", preset="plain-8", trunk=tmp_path)
-    with pytest.raises(ValueError, match="for late exits alone"):
-        run_recipe(tmp_path / "out", preset="plain-8", exit_weight=0.1)
 
 
 def test_a_run_keeps_its_last_checkpoints_and_the_one_to_branch_off(

@@ -104,16 +104,6 @@ def test_padding_is_not_fitted_to(tiny: Model) -> None:
     np.testing.assert_allclose(one.kernel, other.kernel, atol=1e-3)
 
 
-def test_too_little_text_and_wrong_stops_are_refused(tiny: Model) -> None:
-    few = batches(tiny, documents=1)
-    with pytest.raises(ValueError, match="at least 64 tokens to fit maps of 32 inputs to. Got 32"):
-        fit_kv_maps(tiny.decoder, tiny.params, few, stops=(2,))
-    with pytest.raises(ValueError, match="stops between 1 and 3 of this model's 4 layers"):
-        fit_kv_maps(tiny.decoder, tiny.params, few, stops=(2, 4))
-    with pytest.raises(ValueError, match="strictly increasing depths"):
-        fit_kv_maps(tiny.decoder, tiny.params, few, stops=(0,))
-
-
 def test_no_document_is_in_two_parts() -> None:
     documents = [np.full(10 + index, index) for index in range(23)]
     text = split_text(documents, seed=3)

@@ -409,18 +409,12 @@ def test_what_does_not_fit_is_refused(unchecked_shapes: None) -> None:
     link: Any = functools.partial(Link, address="tcp://127.0.0.1:1", key=KEY)
     cloud: Any = functools.partial(clouded, lively_model())
     edge: Any = functools.partial(edge_of, lively_model())
-    large, text = np.full((1, 4), 1e5, np.float32), "a text of more than 16 letters"
+    large = np.full((1, 4), 1e5, np.float32)
     for call, said in (
         (lambda: link(key=b"short"), "a key of at least 16 bytes.* Got 5 bytes. For"),
-        (lambda: link(key=text), "a key of at least 16 bytes.* Got str"),
         (lambda: link(states="int4"), "float32 or float16.* Got states='int4'"),
-        (lambda: link(seconds=0.0), "more than 0 seconds. Got .* seconds=0.0"),
         (lambda: cloud(exit=0), "an exit from 1 to 3: .* Got exit=0.*For example"),
-        (lambda: cloud(exit=LAYERS), "an exit from 1 to 3: .* Got exit=4"),
-        (lambda: cloud(rows=0), "at least one row. Got .*rows=0"),
         (lambda: edge(uniform(EXIT)), "a causal policy of two depths, the edge's exit"),
-        (lambda: edge(uniform(1, exits=(1, EXIT))), "a causal policy of two depths"),
-        (lambda: edge(sure(0.5)).generate([]), "Prompt 0 is empty"),
         (lambda: pack_states(large, "float16"), "float16 can hold. Got one of magnitude 1e.05"),
     ):
         with pytest.raises(ValueError, match=said):
