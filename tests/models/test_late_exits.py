@@ -362,26 +362,6 @@ def test_the_model_below_stays_what_it_was(
         grow_from(live(decoder), deep, jax.random.key(0))
 
 
-def test_what_is_no_trunk_is_said(decoder: Transformer, stream: np.ndarray, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"checkpoint of step 5.* Got none\. Train the trunk"):
-        trunk_of(tmp_path / "nothing", decoder, CONFIG)
-    short = dataclasses.replace(CONFIG, steps=4)
-    train(plainly(decoder), stream, short, out=tmp_path / "short", optimizer=make_optimizer(short))
-    with pytest.raises(ValueError, match=r"step 5, the last.* Got \[2, 3, 4\]"):
-        trunk_of(tmp_path / "short", decoder, CONFIG)
-    with pytest.raises(ValueError, match="Wanted a trunk for late exits"):
-        run_recipe(tmp_path / "out", preset="late-16")
-
-
-def test_a_run_keeps_its_last_checkpoints_and_the_one_to_branch_off(
-    decoder: Transformer, trunk: Path, stream: np.ndarray
-) -> None:
-    kept = sorted(int(found.name) for found in (trunk / "checkpoints").glob("[0-9]*"))
-    assert kept == [5, 9, 10]
-    with pytest.raises(ValueError, match="holds checkpoints up to step 10"):
-        run_plainly(decoder, stream, trunk)
-
-
 def test_given_parameters_stay_the_callers(
     decoder: Transformer, stream: np.ndarray, tmp_path: Path
 ) -> None:
