@@ -407,27 +407,6 @@ def test_a_stock_model_learns_to_predict_at_its_exits(
     assert "Wanted exits before the last layer" in capsys.readouterr().err
 
 
-def test_finetune_refuses_one_document_and_a_run_that_diverged_in_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ids = tmp_path / "ids.json"
-    arguments = ["--model", str(FOLDER / "gpt2"), "--exits", "1", "3", "--token-ids", str(ids)]
-    arguments += ["--context", "32", "--out", str(tmp_path / "out")]
-    ids.write_text(json.dumps([[7, 8] * 2000]))
-    assert finetune(arguments) == 2
-    message = capsys.readouterr().err
-    assert "at least two documents" in message
-    assert "Got 1 of two tokens or more. Name another file" in message
-
-    def diverge(*_: Any, **__: Any) -> None:
-        raise FloatingPointError("Wanted finite losses.")
-
-    monkeypatch.setattr("tuning.train", diverge)
-    ids.write_text(json.dumps([[7, 8] * 200] * 2))
-    assert finetune(arguments) == 2
-    assert capsys.readouterr().err.splitlines()[-1] == "finetune: Wanted finite losses."
-
-
 def test_late_exits_of_a_stock_model_leave_it_what_it_was(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -470,9 +449,6 @@ def test_late_exits_of_a_stock_model_leave_it_what_it_was(
     assert layered, sorted(written)
     assert same >= set(written) - layered, "embedding, last norm and head"
     assert not same & {name for name in layered if "mlp" in name and "weight" in name}
-
-    # Nothing is left to do, and no maps are fitted for it.
-    assert run(tmp_path / "out", *of_stock, "--resume")["loss_after"] == found["loss_after"]
     # Interrupted before a checkpoint: the lens is not taken for other text unless asked.
     shutil.rmtree(tmp_path / "out" / "checkpoints")
     other = ["--late", *of_stock, "--token-ids", str(ids), "--out"]

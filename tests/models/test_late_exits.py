@@ -14,7 +14,7 @@ import numpy as np
 import optax
 import pytest
 import recipe
-from anytime import Start, TrainConfig, anytime_loss, exit_losses, exit_states, train
+from anytime import TrainConfig, anytime_loss, exit_losses, exit_states, train
 from helpers.cases import run_dense
 from helpers.models import assert_close, live_params
 from helpers.shared_kv import KINDS
@@ -360,24 +360,6 @@ def test_the_model_below_stays_what_it_was(
     assert np.abs(np.diff(after)).min() > 1e-4, "what was added reads otherwise"
     with pytest.raises(ValueError, match=r"trained model of 2 layers .* up to 4. Got one of other"):
         grow_from(live(decoder), deep, jax.random.key(0))
-
-
-def test_given_parameters_stay_the_callers(
-    decoder: Transformer, stream: np.ndarray, tmp_path: Path
-) -> None:
-    params = live_params(decoder)
-    before = jax.tree.map(np.array, params)
-    optimizer = optax.sgd(0.1)
-    short = dataclasses.replace(CONFIG, steps=1)
-    train(
-        plainly(decoder),
-        stream,
-        short,
-        out=tmp_path / "out",
-        start=Start(params=params),
-        optimizer=optimizer,
-    )
-    jax.tree.map(np.testing.assert_array_equal, before, params)
 
 
 def test_a_run_that_diverges_keeps_the_checkpoints_from_which_it_can_go_on(
