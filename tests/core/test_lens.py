@@ -257,8 +257,6 @@ def test_a_fit_takes_no_more_steps_than_its_flops_allow(bare: Model, text: list[
     found = fit_lens(bare.decoder, bare.params, text[:1], config, progress=said.append)
     assert re.fullmatch(r"lens: step 1 of 3, [\d.]+ nats from full depth", said[-2])
     assert said[-1].startswith("lens: step 3 of 3, ")
-    with pytest.raises(ValueError, match="Wanted at least 0 steps"):
-        LensConfig(steps=-1)
     three = fit_lens(
         bare.decoder, bare.params, text[:1], dataclasses.replace(config, steps=3, flops=1e15)
     )

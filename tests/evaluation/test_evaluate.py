@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from anytime import exit_losses
 from helpers.cases import run_dense, run_oracle, run_staircase
 from helpers.counting import Counting, read_counts
 from helpers.marks import quick_where
@@ -50,8 +49,6 @@ def test_a_text_that_predicts_nothing_has_no_ledger(tiny: Any) -> None:
     assert (found.tokens, found.predicted) == (1, 0)
     with pytest.raises(ValueError, match="something is predicted.*Got 1 tokens that predict noth"):
         found.ledger("full", budget=None, num_layers=4)
-    with pytest.raises(ValueError, match="something is predicted. Got 2 without"):
-        exit_losses(tiny.decoder, tiny.params, [np.asarray([3]), np.asarray([4])], width=8)
 
 
 def test_a_ledger_row_is_what_the_oracle_says_it_is(tiny: Any) -> None:

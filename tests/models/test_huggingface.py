@@ -134,8 +134,6 @@ def test_defaults_and_precedence_are_those_of_transformers() -> None:
     local = {"sliding_attention": stretched, "full_attention": {"rope_theta": 1e6}}
     with pytest.raises(ValueError, match="scaled rotations of local layers"):
         settings("gemma3", rope_parameters=local)
-    with pytest.raises(ValueError, match="sliding_window=None"):
-        settings("gemma2", sliding_window=None)
 
 
 def test_what_ends_a_text_is_taken_from_the_generation_config(folder: Path) -> None:

@@ -136,8 +136,6 @@ def test_rows_come_from_all_documents_and_do_not_overlap(tiny: Model) -> None:
     for row, index in zip(rows, found.documents, strict=True):
         starts = [s for s in range(0, 50, 10) if np.array_equal(row, documents[index][s : s + 10])]
         assert len(starts) == 1
-    with pytest.raises(ValueError, match="at least 60 tokens.*Got at most 50.*--prompt-tokens"):
-        cut(50, 10, 3)
 
 
 @pytest.fixture(scope="module")
@@ -185,8 +183,6 @@ def test_where_nothing_pays_it_says_so(tiny: Model, study_text: PromptText) -> N
     assert found.chosen is None
     assert found.test[0].role == "best"
     assert found.verdict.startswith("Nothing pays within +-1e+06 %")
-    with pytest.raises(ValueError, match="at least one way of reading prompts"):
-        choose_prompt(tiny.decoder, tiny.params, study_text, [], limit=1)
 
 
 def test_controls_differ_in_one_thing() -> None:
