@@ -425,8 +425,6 @@ def test_a_plain_run_and_its_branch_as_the_command_line_makes_them(
     assert list(deeper["bits_per_byte"]) == ["2", "3", "4"]
     assert list(below["bits_per_byte"]) == ["2"]
     assert isinstance(load(tmp_path / "grown" / "model").decoder, Lensed)
-    again = run_recipe(tmp_path / "grown", resume=True, **added)  # Done: it is read and saved.
-    assert again["bits_per_byte"] == deeper["bits_per_byte"]
     note = tmp_path / "grown" / "below.sha256"
     assert note.read_text().split() == [load(tmp_path / "below" / "model").sha256]
     note.write_text("0" * 64 + "\n")  # As if another trunk's run had left it.
