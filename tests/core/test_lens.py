@@ -77,23 +77,22 @@ def drawn(model: Model, seed: int = 0) -> tuple[jax.Array, jax.Array, np.ndarray
     return ids, jnp.asarray([17, 9, 2], jnp.int32), rng.choice(EXITS, (3, 17)).astype(np.int32)
 
 
-def passed(model: Model, policy: Any, kv: str = "propagate") -> Any:
+def passed(model: Model, policy: Any) -> Any:
     """Returns the pass over these rows."""
     ids, lengths, _ = drawn(model)
     return run_staircase(
-        model.decoder, model.params, ids, lengths, policy, kv=kv, executor=EXECUTOR
+        model.decoder, model.params, ids, lengths, policy, kv="propagate", executor=EXECUTOR
     )
 
 
-@pytest.mark.parametrize("kv", quick_where(lambda kv: kv == "propagate", ["propagate", "drop"]))
 def test_the_head_reads_the_map_and_others_see_the_state(
-    bare: Model, model: Model, lens: Lens, kv: str
+    bare: Model, model: Model, lens: Lens
 ) -> None:
     ids, lengths, depths = drawn(model)
     policy = given_depths(jnp.asarray(depths), depths=EXITS)
-    plain = run_oracle(bare.decoder, bare.params, ids, lengths, depths, kv=kv)
-    wanted = run_oracle(model.decoder, model.params, ids, lengths, depths, kv=kv)
-    found = passed(model, policy, kv)
+    plain = run_oracle(bare.decoder, bare.params, ids, lengths, depths, kv="propagate")
+    wanted = run_oracle(model.decoder, model.params, ids, lengths, depths, kv="propagate")
+    found = passed(model, policy)
     for row, length in enumerate(np.asarray(lengths)):
         for token in range(length):
             by_hand = mapped(lens, np.asarray(plain[row, token]), int(depths[row, token]))
@@ -179,14 +178,17 @@ def test_gradients_through_the_maps_are_the_oracles(model: Model) -> None:
         np.testing.assert_allclose(found, wanted, atol=1e-3 * scale)
 
 
-@pytest.mark.parametrize("kv", quick_where(lambda kv: kv == "drop", ["propagate", "drop"]))
-def test_decoding_at_an_exit_says_what_scoring_says(model: Model, kv: Any) -> None:
+def test_decoding_at_an_exit_says_what_scoring_says(model: Model) -> None:
     prompts = [np.asarray(model.tokens(5)), np.asarray(model.tokens(3, seed=1))]
     policy = Thresholded(
         signal=Entropy(), thresholds=jnp.asarray([3.8, 3.9], jnp.float32), depths=EXITS
     )
     found = generate(
-        model.decoder, model.params, prompts, mode=Adaptive(policy=policy, kv=kv), max_new_tokens=12
+        model.decoder,
+        model.params,
+        prompts,
+        mode=Adaptive(policy=policy, kv="drop"),
+        max_new_tokens=12,
     )
     used = set(np.concatenate(found.decided).tolist())
     assert used & set(EXITS[:-1]), "some tokens stop early"
@@ -196,7 +198,7 @@ def test_decoding_at_an_exit_says_what_scoring_says(model: Model, kv: Any) -> No
         first = len(prompt)
         depths[0, first : ids.size - 1] = found.decided[row][1:]
         wanted = run_oracle(
-            model.decoder, model.params, ids[None], jnp.asarray([ids.size]), depths, kv=kv
+            model.decoder, model.params, ids[None], jnp.asarray([ids.size]), depths, kv="drop"
         )
         logp = jax.nn.log_softmax(model.decoder.unembed(model.params, wanted))[0]
         own = np.asarray(logp)[np.arange(first - 1, ids.size - 1), found.token_ids[row]]

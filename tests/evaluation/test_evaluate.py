@@ -127,11 +127,10 @@ def test_one_text_runs_no_empty_rows(tiny: Any) -> None:
     assert row.speedup_ideal < 1.15, "what is ideal is nearly what runs"
 
 
-@pytest.mark.parametrize("kv", quick_where(lambda kv: kv == "propagate", ["propagate", "drop"]))
-def test_a_text_is_scored_at_the_cost_of_the_policy_alone(tiny: Any, kv: Any) -> None:
+def test_a_text_is_scored_at_the_cost_of_the_policy_alone(tiny: Any) -> None:
     rng = np.random.default_rng(4)
     documents = [rng.integers(0, 64, count) for count in (60, 64, 9)]
-    options: dict[str, Any] = {"executor": EXECUTOR, "kv": kv, "compare": False}
+    options: dict[str, Any] = {"executor": EXECUTOR, "compare": False}
     read_counts()
     counted = score_documents(
         Counting(tiny.decoder.config), tiny.params, documents, uniform(2), **options

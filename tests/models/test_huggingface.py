@@ -59,8 +59,13 @@ def test_logits_and_greedy_continuations_are_those_of_transformers(case: str) ->
     np.testing.assert_array_equal(found.token_ids[0], wanted["greedy"][0])
 
 
-@pytest.mark.parametrize("case", ["gemma2", "gemma3", "gemma3n", "gemma4", "gpt2", "qwen2_window"])
-@pytest.mark.parametrize("kv", ["propagate", "drop"])
+@pytest.mark.parametrize(
+    ("case", "kv"),
+    [
+        *((case, "propagate") for case in ("gemma2", "gemma3", "gemma4", "gpt2", "qwen2_window")),
+        *(("gemma3n", kv) for kv in ("propagate", "drop")),
+    ],
+)
 def test_adaptive_depth_of_their_options_equals_the_oracle(case: str, kv: Any) -> None:
     """Windows, caps, local rotations and learned positions, at depths of every token's own."""
     layers = load(FOLDER / case).decoder.config.num_layers
