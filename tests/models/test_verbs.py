@@ -380,9 +380,9 @@ def test_nothing_is_written_unless_asked_for(folder: Path) -> None:
     stock.decoder = with_exits(stock.decoder, ())
     assert stock.decoder.config.exits == (2, 3, 4)
     before = {*folder.iterdir()}
-    stock.calibrate([source("bisect")], max_nll_increase_pct=50.0, policies=("entropy",))
+    stock.calibrate([source("bisect")], budget=0.9, policies=("position",))
     assert {*folder.iterdir()} == before
-    assert [*stock.calibration.entries] == ["entropy"]
+    assert [*stock.calibration.entries] == ["position"]
     with pytest.raises(ValueError, match="Wanted one of budget, max_nll_increase_pct and max_dis"):
         stock.calibrate([source("bisect")], budget=0.5, max_disagreement=0.1)
     with pytest.raises(ValueError, match="outside of the installed package. Got"):

@@ -289,8 +289,10 @@ def test_calibration_and_lens_lie_beside_the_file(tmp_path: Path) -> None:
 
 @pytest.mark.check
 def test_calibrate_writes_beside_the_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    lens = Lens(matrix=jnp.zeros((1, 32, 32)), bias=jnp.zeros((1, 32)), exits=(1,))
+    monkeypatch.setattr("utio_jax.cli.calibrate.fit_lens", lambda *_, **__: lens)
     file = tmp_path / "m.gguf"
     write_gguf(file, FOLDER / "llama", arch="llama")
     rng = np.random.default_rng(0)
