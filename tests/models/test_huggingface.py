@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
@@ -25,6 +26,7 @@ from helpers.memory import peak_of_loading
 from helpers.models import Model, logits_of
 from sharing import shared_above
 
+from utio_jax.calibration.lens import LensConfig
 from utio_jax.core.files import load_tensors, save_tensors
 from utio_jax.core.lens import Lensed
 from utio_jax.decoding.generate import generate
@@ -411,8 +413,9 @@ def test_a_stock_model_learns_to_predict_at_its_exits(
 
 
 def test_late_exits_of_a_stock_model_leave_it_what_it_was(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("tuning.LensConfig", functools.partial(LensConfig, steps=200))
     rng = np.random.default_rng(0)
     ids = tmp_path / "ids.json"
     ids.write_text(json.dumps(rng.integers(0, 48, (60, 40)).tolist()))
