@@ -122,6 +122,20 @@ def short_fits() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True, scope="session")
+def short_programs() -> Iterator[None]:
+    """Keeps layers in loops: a program with a piece for each of 16 compiles 2.6 times as long.
+
+    What is split is pinned in tests/core/test_layer.py and tests/decoding/test_split_layers.py, of
+    the shipped model in tests/decoding/test_shipped_generation.py.
+    """
+    from utio_jax.core import layer
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layer, "_SMALL", 2**60)
+        yield
+
+
 @pytest.fixture(scope="session")
 def tiny() -> Model:
     """The TINY preset, with parameters under which every layer does something."""

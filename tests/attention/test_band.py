@@ -112,9 +112,3 @@ def test_costs_sinks_and_a_slice_per_query_whatever_the_row() -> None:
         case = (tokens, *CASES[0][1:])
         found = count_matmul_flops(lambda t, case=case: by_blocks(case, t), draw(case, 0))
         assert found == 2 * tokens * (16 + 8 - 1 + 2) * per_key
-
-
-@pytest.mark.parametrize("sizes", [{"recent": 0}, {"recent": 4, "sinks": -1}])
-def test_impossible_histories_are_refused(sizes: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match="at least 1 recent token, and no negative number"):
-        History(**sizes)

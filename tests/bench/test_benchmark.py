@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import pytest
 
-from utio_jax.bench.methods import label_of, methods_of, shares_for
+from utio_jax.bench.methods import label_of, methods_of
 from utio_jax.bench.rows import describe, name_of, read_rows, timed_row
 from utio_jax.bench.run import Subject
 from utio_jax.bench.timing import Timed, Timing
@@ -85,12 +85,7 @@ def test_policies_stand_next_to_chance_at_their_flops(subject: Subject) -> None:
         for depths, fractions in (((1, 2, 4), dealt.fractions), ((4,), (1.0,)))
     ]
     assert flops[0] / flops[1] == pytest.approx(0.6, abs=1e-6)
-    with pytest.raises(ValueError, match="Wanted a budget of at least"):
-        shares_for(*of_model, 0.1, width=64)
     assert label_of("learned") == "learned@0.75"
-    for name in ("@0.6", "learned@2", "learned@x"):
-        with pytest.raises(ValueError, match="NAME or NAME@BUDGET"):
-            label_of(name)
 
 
 @pytest.mark.check
@@ -143,8 +138,6 @@ def test_shapes_have_real_widths_and_as_many_layers_as_fit() -> None:
     assert fit(SHAPES["mistral-7b"], 80e9, cache_tokens=256 * 128) >= 30
     assert fit(seven, 20e9, dtype="float32") < fit(seven, 20e9)
     assert fit(seven, 40e9, cache_tokens=256 * 512) < fit(seven, 40e9), "the cache needs room"
-    with pytest.raises(ValueError, match="memory for at least two layers"):
-        fit(seven, 1e9)
 
 
 @pytest.mark.check

@@ -50,8 +50,6 @@ def test_speedups_are_paired_ratios() -> None:
     )
     assert a.speedup_over(b) == 2
     assert b.median == 4
-    with pytest.raises(ValueError, match="at least one round"):
-        time_programs({"a": lambda: None}, rounds=0)
 
 
 @pytest.mark.check
@@ -85,8 +83,6 @@ def test_a_benchmark_has_every_control_and_every_row_is_whole(tiny: Any) -> None
         assert row.speedup is not None
         assert row.speedup_ideal is not None
         assert row.efficiency == pytest.approx(row.speedup / row.speedup_ideal)
-    with pytest.raises(ValueError, match="methods that contain full depth"):
-        measure_policies(tiny.decoder, tiny.params, read, methods[1:], executor=EXECUTOR)
 
 
 def test_the_hull_is_the_lower_envelope_of_the_exits() -> None:

@@ -3,16 +3,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from utio_jax.calibration.gates import SignalFitter, fit_linear_gates
-from utio_jax.calibration.studies import study_exits
+from utio_jax.calibration.gates import fit_linear_gates
 from utio_jax.core.arrays import normalise
-from utio_jax.core.documents import Batch
 
 
 def test_gates_follow_what_the_state_says_and_nothing_else() -> None:
@@ -58,12 +54,3 @@ def test_the_penalty_is_that_of_rows_left_out() -> None:
     best = min(np.geomspace(1e-6, 1e6, 25) * top, key=left_out)
     weight = fitted(unit, best, wanted)
     np.testing.assert_allclose(np.asarray(found.hidden)[0, :, 0], weight, atol=1e-4)
-
-
-def test_rows_without_a_rest_are_refused(tiny: Any) -> None:
-    """A prompt is an eighth of the width; none of these rows predicts anything behind it."""
-    ids = np.asarray(tiny.tokens(2, 32))
-    short = Batch(token_ids=ids, lengths=np.array([4, 3], np.int32), window=np.arange(2))
-    studies = study_exits(tiny.decoder, tiny.params, [short])
-    with pytest.raises(ValueError, match="Wanted rows of more than 5 tokens.* Got none"):
-        SignalFitter(tiny.decoder, tiny.params, studies).fit("prompt_router")

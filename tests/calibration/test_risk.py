@@ -283,34 +283,6 @@ def test_a_group_counts_as_its_documents_laid_end_to_end() -> None:
     assert risks_of_groups(np.ones((1, 5)), tokens, groups).max() <= 1
 
 
-@pytest.mark.usefixtures("unchecked_shapes")
-def test_wrong_risks_are_refused() -> None:
-    def ask(risks: np.ndarray, max_risk: float = 0.05, confidence: float = 0.95) -> None:
-        fit_with_guarantee(risks, max_risk=max_risk, confidence=confidence)
-
-    with pytest.raises(ValueError, match="at least 63 documents for max_disagreement=0.05 at con"):
-        ask(np.zeros((1, 62)))
-    with pytest.raises(ValueError, match="Got 62. Give more text, or ask for less"):
-        ask(np.zeros((1, 62)))
-    ask(np.zeros((1, 63)))
-    for shape in [(80,), (0, 80), (1, 80, 1)]:
-        with pytest.raises(ValueError, match=r"\[candidate, unit\] of at least one candidate"):
-            ask(np.zeros(shape))
-    for wrong in (-0.1, 1.1, math.nan):
-        with pytest.raises(ValueError, match=f"risks from 0 to 1. Got .*{wrong}"):
-            ask(np.where(np.arange(80) == 3, wrong, 0.5)[None])
-    for wrong in (0.0, 1.0, -0.1, math.nan):
-        with pytest.raises(ValueError, match=f"max_disagreement between 0 and 1.*Got {wrong}"):
-            ask(np.zeros((1, 80)), max_risk=wrong)
-        with pytest.raises(ValueError, match=f"confidence between 0 and 1.*Got {wrong}"):
-            ask(np.zeros((1, 80)), confidence=wrong)
-
-
-def test_wrong_documents_are_refused() -> None:
-    with pytest.raises(ValueError, match="Document 1 is empty. Leave it out"):
-        group_near_duplicates([np.arange(9), np.arange(0)])
-
-
 def test_errors_are_counted_by_the_binomial_itself() -> None:
     assert units_needed(0.01, 0.95, binary=True) == 299
     assert 0.99**299 <= 0.05 < 0.99**298

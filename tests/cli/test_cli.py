@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import re
 import shutil
@@ -15,9 +14,7 @@ import pytest
 from helpers.cli import last_line, refused
 from helpers.folders import save_small_model
 from helpers.texts import SOURCES, source
-from rich.console import Console
 
-from utio_jax.cli.chat import show_stream
 from utio_jax.cli.main import main
 from utio_jax.decoding import text as streaming
 from utio_jax.evaluation.ledger import Ledger
@@ -213,36 +210,6 @@ def test_generate_is_the_plain_model_unless_told_otherwise(
     assert len(found["token_ids"][0]) < 20
 
 
-def test_generate_draws_by_its_seed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["generate", "import", "--model", str(folder), "--max-new-tokens", "20"]
-    arguments += ["--rounds", "1", "--temperature", "1.5", "--top-p", "0.9"]
-    drawn = []
-    for seed in ("1", "1", "2"):
-        assert main([*arguments, "--seed", seed]) == 0
-        found = last_line(capsys)
-        assert found["agreement"] is None
-        drawn.append(found["token_ids"])
-    assert drawn[0] == drawn[1] != drawn[2]
-
-
-def test_generate_colours_a_terminal(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
-    monkeypatch.setenv("TERM", "xterm-256color")
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    arguments = ["generate", PROMPT, "import", "--model", str(folder), "--max-new-tokens", "20"]
-    assert main([*arguments, "--rounds", "1", "--mode", "lossless"]) == 0
-    captured = capsys.readouterr()
-    assert "command" not in captured.out, "no JSON for people"
-    assert re.search(r"[\d.]+ times as fast as plain decoding[:,] ", captured.err)
-    assert main([*arguments, "--rounds", "0", "--mode", "lossless", "--json"]) == 0
-    *shown, record = capsys.readouterr().out.splitlines()
-    assert json.loads(record)["command"] == "generate"
-    assert "\x1b[" in "".join(shown)
-    assert "mean" in "".join(shown)
-
-
 def test_generate_streams_one_prompt_to_a_terminal(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -269,29 +236,6 @@ def test_generate_streams_one_prompt_to_a_terminal(
     assert record["texts"][0] in "".join(shown) + captured.out
     assert "layers of each token:" in captured.out
     assert re.search(r"[\d.]+ times as fast as plain decoding[:,.]", captured.err)
-
-
-def test_copied_tokens_have_a_colour_in_a_stream() -> None:
-    console = Console(file=io.StringIO())
-    text, depths, stopped = show_stream(console, iter([("a", 0), ("b", 3)]), 3, coloured=True)
-    assert (text, depths, stopped) == ("ab", [0, 3], False)
-    assert "0: copied" in console.file.getvalue()  # type: ignore[attr-defined]
-
-
-def test_a_model_without_exits_drafts_from_its_text_alone(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    stock = tmp_path / "stock"
-    shutil.copytree(folder, stock)
-    config = json.loads((stock / "config.json").read_text())
-    (stock / "config.json").write_text(json.dumps(config | {"exits": [4]}))
-    arguments = ["generate", "import", "--model", str(stock), "--mode", "lossless"]
-    assert main([*arguments, "--drafter", "exit"]) == 2
-    assert "Wanted a model that can draft" in capsys.readouterr().err
-    assert main([*arguments, "--rounds", "1", "--max-new-tokens", "20"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["mode"] == "lossless"
-    assert set(found["depths"][0]) <= {0, 4}  # Copied, or the full model's own.
 
 
 @pytest.mark.parametrize(

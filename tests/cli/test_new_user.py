@@ -10,7 +10,6 @@ import importlib.util
 import json
 import os
 import re
-import resource
 import shlex
 import subprocess
 import sys
@@ -18,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from helpers.cli import refused
 from helpers.folders import save_small_model
@@ -31,7 +29,7 @@ from utio_jax.calibration.lens import LensConfig
 from utio_jax.cli.evaluate import Evaluate
 from utio_jax.cli.generate import Generate
 from utio_jax.cli.main import COMMANDS, GROUPS, main, parsed
-from utio_jax.core.files import check_writable, dump_tensors
+from utio_jax.core.files import check_writable
 from utio_jax.core.lens import Lens
 from utio_jax.decoding.base import Plain
 from utio_jax.decoding.generate import generate
@@ -248,18 +246,6 @@ def test_what_ends_a_command_is_told_in_a_line(
     monkeypatch.setattr("utio_jax.cli.evaluate.Evaluate.run", run)
     assert main(["evaluate", "x"]) == status
     assert capsys.readouterr() == ("", said)
-
-
-def test_a_full_disk_under_weights_is_an_error_of_the_system(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))  # As full as a disk can be.
-    try:
-        with pytest.raises(OSError, match="File too large"):
-            dump_tensors(tmp_path / "x.safetensors", {"a": np.zeros(10_000)})
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def process(*arguments: Any, **options: Any) -> subprocess.Popen[str]:

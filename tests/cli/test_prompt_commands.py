@@ -62,16 +62,6 @@ def test_fit_prompt_writes_maps_and_what_they_cost(maps: Path, folder: Path) -> 
     assert maps.with_suffix(".safetensors").is_file()
 
 
-def test_too_short_a_text_is_refused_before_maps_are_fitted(
-    folder: Path, ids: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    capsys.readouterr()
-    arguments = ["fit-prompt", "--model", folder, "--token-ids", ids, "--prompt-tokens", "56"]
-    message = refused(capsys, *arguments, "--out", tmp_path / "maps.json")
-    assert "documents of at least 64 tokens" in message
-    assert "maps: " not in message
-
-
 def test_a_prompt_that_is_a_files_name_is_said_to_be_no_file(
     folder: Path,
     tmp_path: Path,

@@ -32,24 +32,14 @@ def test_a_config_has_one_exit_unless_it_names_more():
     ("change", "message"),
     [
         *(
-            ({name: wrong}, f"Config needs {name} of at least 1, an int.* Got {name}={wrong}")
-            for name, wrong in [*((name, 0) for name in SIZES), *(("head_dim", x) for x in WRONG)]
+            ({"head_dim": wrong}, f"Config needs head_dim of at least 1, an int.* Got .*={wrong}")
+            for wrong in WRONG
         ),
         ({"eos_ids": (1.7,)}, r"eos_ids of at least 0, a tuple.*Got eos_ids=\(1.7,\)"),
-        ({"eos_ids": (-1,)}, "eos_ids of at least 0"),
-        ({"eos_ids": [3]}, "eos_ids of at least 0"),
-        ({"bos_id": -1}, "bos_id of at least 0"),
-        ({"causal": "no"}, "causal that is True or False. Got causal='no'"),
-        *(
-            ({"attention_softcap": wrong}, "attention_softcap above 0")
-            for wrong in (0.0, -1.0, math.nan, math.inf, "30", True)
-        ),
-        ({"windows": (1, -1, 0, 0)}, "windows of at least 0"),
+        ({"attention_softcap": math.nan}, "attention_softcap above 0"),
         ({"windows": (1, 2)}, "windows for each of its 4 layers"),
         ({"num_kv_heads": 2}, "num_kv_heads that divides num_heads=3. Got num_kv_heads=2"),
         ({"exits": (2, 3)}, r"end at num_layers=4. Got exits=\(2, 3\).*exits=\(1, 2, 4\)"),
-        ({"exits": (3, 2, 4)}, "strictly increasing"),
-        ({"exits": (2, 5)}, "end at num_layers=4"),
     ],
 )
 @pytest.mark.usefixtures("unchecked_shapes")
@@ -71,10 +61,3 @@ def test_depths_come_back_as_ints():
 def test_depths_that_are_no_staircase_are_named(depths):
     with pytest.raises(ValueError, match=r"Wanted strictly increasing depths of at least 1\. Got"):
         check_depths(depths)
-
-
-def test_depths_that_end_elsewhere_are_named():
-    with pytest.raises(
-        ValueError, match=r"end at num_layers=16. Got .*example: depths=\(4, 8, 16\)"
-    ):
-        check_depths((2, 4), num_layers=16)

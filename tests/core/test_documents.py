@@ -63,24 +63,12 @@ def test_windows_share_a_batch_with_those_of_their_width() -> None:
     assert list(batches_of([], rows=4, widths=[4], vocab_size=2)) == []
 
 
-def test_wrong_documents_are_refused() -> None:
-    with pytest.raises(ValueError, match="at least 2 tokens. Got width=1"):
-        windows_of([np.arange(3)], width=1)
-    with pytest.raises(ValueError, match="Document 1 is empty"):
-        windows_of([np.arange(3), np.arange(0)], width=4)
-    with pytest.raises(ValueError, match="at most 4 tokens. Got one of 6"):
-        list(batches_of([np.arange(6)], rows=1, widths=[2, 4], vocab_size=9))
-
-
 @pytest.mark.parametrize(
     ("ids", "match"),
     [
         ([1, 2**32 + 1], "from 0 to 8, the model's vocabulary. Got 1 to 4294967297 in window 1"),
         ([1, 2**64], "window 1 as a list of integer token ids below 9. Got shape .*dtype"),
-        ([1, 2**63], "window 1 as a list of integer token ids below 9. Got shape .*dtype"),
-        ([1, -1], "from 0 to 8.*Got -1 to 1 in window 1"),
         ([1.0, 2.0], "integer token ids below 9. Got shape \\(2,\\), dtype float64"),
-        ([True, False], "integer token ids below 9. Got shape \\(2,\\), dtype bool"),
     ],
 )
 def test_what_is_no_id_is_refused_before_it_is_cast(ids: list[Any], match: str) -> None:
@@ -88,22 +76,6 @@ def test_what_is_no_id_is_refused_before_it_is_cast(ids: list[Any], match: str) 
         list(batches_of([np.arange(3), np.asarray(ids)], rows=2, widths=[4], vocab_size=9))
     with pytest.raises(ValueError, match="Wanted"):
         sample_batches([np.arange(3), np.asarray(ids)], rows=2, width=4, vocab_size=9)
-
-
-@pytest.mark.parametrize(
-    ("ids", "lengths", "match"),
-    [
-        (np.zeros(3, int), [3], "integer token_ids \\[batch, token\\]. Got shape \\(3,\\)"),
-        (np.zeros((1, 3)), [3], "integer token_ids"),
-        (np.zeros((2, 3), int), [3], "one integer length per row, shape \\(2,\\)"),
-        (np.zeros((1, 3), int), [4], "lengths between 0 and 3. Got 4 to 4"),
-        (np.full((1, 3), 9), [3], "from 0 to 8, the model's vocabulary. Got 9 to 9"),
-        (np.full((1, 3), -1), [3], "from 0 to 8"),
-    ],
-)
-def test_wrong_tokens_are_refused(ids: np.ndarray, lengths: list[int], match: str) -> None:
-    with pytest.raises(ValueError, match=match):
-        check_tokens(ids, np.asarray(lengths), vocab_size=9)
 
 
 def test_padding_may_hold_anything() -> None:

@@ -77,23 +77,22 @@ def drawn(model: Model, seed: int = 0) -> tuple[jax.Array, jax.Array, np.ndarray
     return ids, jnp.asarray([17, 9, 2], jnp.int32), rng.choice(EXITS, (3, 17)).astype(np.int32)
 
 
-def passed(model: Model, policy: Any, kv: str = "propagate") -> Any:
+def passed(model: Model, policy: Any) -> Any:
     """Returns the pass over these rows."""
     ids, lengths, _ = drawn(model)
     return run_staircase(
-        model.decoder, model.params, ids, lengths, policy, kv=kv, executor=EXECUTOR
+        model.decoder, model.params, ids, lengths, policy, kv="propagate", executor=EXECUTOR
     )
 
 
-@pytest.mark.parametrize("kv", quick_where(lambda kv: kv == "propagate", ["propagate", "drop"]))
 def test_the_head_reads_the_map_and_others_see_the_state(
-    bare: Model, model: Model, lens: Lens, kv: str
+    bare: Model, model: Model, lens: Lens
 ) -> None:
     ids, lengths, depths = drawn(model)
     policy = given_depths(jnp.asarray(depths), depths=EXITS)
-    plain = run_oracle(bare.decoder, bare.params, ids, lengths, depths, kv=kv)
-    wanted = run_oracle(model.decoder, model.params, ids, lengths, depths, kv=kv)
-    found = passed(model, policy, kv)
+    plain = run_oracle(bare.decoder, bare.params, ids, lengths, depths, kv="propagate")
+    wanted = run_oracle(model.decoder, model.params, ids, lengths, depths, kv="propagate")
+    found = passed(model, policy)
     for row, length in enumerate(np.asarray(lengths)):
         for token in range(length):
             by_hand = mapped(lens, np.asarray(plain[row, token]), int(depths[row, token]))
@@ -179,14 +178,17 @@ def test_gradients_through_the_maps_are_the_oracles(model: Model) -> None:
         np.testing.assert_allclose(found, wanted, atol=1e-3 * scale)
 
 
-@pytest.mark.parametrize("kv", quick_where(lambda kv: kv == "drop", ["propagate", "drop"]))
-def test_decoding_at_an_exit_says_what_scoring_says(model: Model, kv: Any) -> None:
+def test_decoding_at_an_exit_says_what_scoring_says(model: Model) -> None:
     prompts = [np.asarray(model.tokens(5)), np.asarray(model.tokens(3, seed=1))]
     policy = Thresholded(
         signal=Entropy(), thresholds=jnp.asarray([3.8, 3.9], jnp.float32), depths=EXITS
     )
     found = generate(
-        model.decoder, model.params, prompts, mode=Adaptive(policy=policy, kv=kv), max_new_tokens=12
+        model.decoder,
+        model.params,
+        prompts,
+        mode=Adaptive(policy=policy, kv="drop"),
+        max_new_tokens=12,
     )
     used = set(np.concatenate(found.decided).tolist())
     assert used & set(EXITS[:-1]), "some tokens stop early"
@@ -196,7 +198,7 @@ def test_decoding_at_an_exit_says_what_scoring_says(model: Model, kv: Any) -> No
         first = len(prompt)
         depths[0, first : ids.size - 1] = found.decided[row][1:]
         wanted = run_oracle(
-            model.decoder, model.params, ids[None], jnp.asarray([ids.size]), depths, kv=kv
+            model.decoder, model.params, ids[None], jnp.asarray([ids.size]), depths, kv="drop"
         )
         logp = jax.nn.log_softmax(model.decoder.unembed(model.params, wanted))[0]
         own = np.asarray(logp)[np.arange(first - 1, ids.size - 1), found.token_ids[row]]
@@ -257,8 +259,6 @@ def test_a_fit_takes_no_more_steps_than_its_flops_allow(bare: Model, text: list[
     found = fit_lens(bare.decoder, bare.params, text[:1], config, progress=said.append)
     assert re.fullmatch(r"lens: step 1 of 3, [\d.]+ nats from full depth", said[-2])
     assert said[-1].startswith("lens: step 3 of 3, ")
-    with pytest.raises(ValueError, match="Wanted at least 0 steps"):
-        LensConfig(steps=-1)
     three = fit_lens(
         bare.decoder, bare.params, text[:1], dataclasses.replace(config, steps=3, flops=1e15)
     )
@@ -301,18 +301,10 @@ def test_faults_are_named(bare: Model, lens: Lens, text: list[Batch]) -> None:
     with pytest.raises(ValueError, match=r"not for \[3\]"):
         lens.at((1, 3))
     assert lens.at((2,)).exits == (2,)
-    narrow = dataclasses.replace(lens, matrix=lens.matrix[:, :4, :4], bias=lens.bias[:, :4])
-    with pytest.raises(ValueError, match="Got one of width 4"):
-        lensed(bare.decoder, bare.params, narrow)
     decoder, params = lensed(bare.decoder, bare.params, lens)
     x = jnp.ones((2, bare.decoder.config.embed_dim))
     np.testing.assert_array_equal(apply_exit_lens(decoder, params, x, 3), x, "no exit: as it is")
     assert not np.array_equal(apply_exit_lens(decoder, params, x, 2), x)
-    stock = type(bare.decoder)(dataclasses.replace(bare.decoder.config, exits=(4,)))
-    with pytest.raises(ValueError, match="exit before its last layer"):
-        fit_lens(stock, bare.params, text)
-    with pytest.raises(ValueError, match="Got 248. Add text"):
-        fit_lens(bare.decoder, bare.params, text[:1])
 
 
 @pytest.mark.check

@@ -232,18 +232,11 @@ numbers: Any = np  # The types of arguments say Python's numbers; others come al
     ("make", "message"),
     [
         (lambda: P(temperature=1e-39), r"0 for greedy, or from 1.17549e-38 on. Got .*1e-39"),
-        (lambda: P(temperature=-1.0), "Got temperature=-1"),
         (lambda: P(temperature=numbers.float16(np.nan)), "Got temperature=nan"),
-        (lambda: P(temperature=numbers.asarray(-1.0)), "Got temperature=-1"),
         (lambda: P(top_p=numbers.float32(0)), "above 0 and at most 1. Got top_p=0"),
-        (lambda: P(top_p=1.5), "Got top_p=1.5"),
         (lambda: P(top_k=numbers.int64(-1)), "an integer; 0: all. Got top_k=-1"),
-        (lambda: P(top_k=numbers.float64(1.5)), "an integer; 0: all. Got top_k=1.5"),
         (lambda: P(min_p=-0.1), "from 0 to 1. Got min_p=-0.1"),
         (lambda: check_sampling(numbers.float64(0.7), rows=2), r"Got .*0.7.*temperature=0.7"),
-        (lambda: check_sampling([P(), numbers.float64(0.7)], rows=2), "SamplingParams. Got"),
-        (lambda: check_sampling(numbers.ndarray, rows=2), "SamplingParams. Got <class"),
-        (lambda: check_sampling([P(), P(top_k=2)], rows=3), r"one per prompt \(3\). Got 2"),
         (lambda: check_sampling(rows_of([P(), P()]), rows=3), r"one per prompt \(3\). Got 2"),
     ],
 )

@@ -437,14 +437,9 @@ def test_what_can_never_run_is_refused_at_once() -> None:
     refused("slot of 64 tokens.*prompt of 2 tokens, max_new_tokens=60 and 4.*: 66",
             max_new_tokens=60)  # fmt: skip
     refused("prompt into 8. Got a prompt of 9", [1] * 9, max_new_tokens=1)
-    refused("Prompt 0 is empty", [])
-    refused("at least 1, an integer. Got max_new_tokens=0", max_new_tokens=0)
     refused("token ids from 0 to 63", [64], max_new_tokens=1)
     refused("at most 8 eos_ids.*Got 9 eos_ids and 0 sequences", eos_ids=range(9), max_new_tokens=1)
-    refused("of up to 17 tokens. Name", stop_sequences=[[1] * 17], max_new_tokens=1)
-    refused("Got an empty one", stop_sequences=[[]], max_new_tokens=1)
     refused("an engine with a tokenizer for stop_strings=.'x'.", stop_strings="x", max_new_tokens=1)
-    refused("more than 0 seconds. Got 0", deadline=0, max_new_tokens=1)
     assert engine.idle
     assert not engine.cancel(0)
     for message, options in {

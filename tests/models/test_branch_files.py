@@ -101,14 +101,6 @@ def test_branches_of_another_model_are_refused(folder: Path, branches: Branches)
     assert read.sizes == branches.sizes
 
 
-def test_layers_of_other_shapes_are_refused(params: Any, branches: Branches) -> None:
-    more = (*CONFIG.kv_source, (1, 2), (1, 2))
-    larger = Transformer(dataclasses.replace(CONFIG, num_layers=8, kv_source=more, exits=()))
-    other = dataclasses.replace(branches, sizes=(1, 3))
-    with pytest.raises(ValueError, match=r"Wanted layers of branches \(1, 3\)"):
-        with_branches(larger, params, other)
-
-
 def test_the_objective_is_each_branch_against_labels_and_full_depth(
     params: Any, branches: Branches
 ) -> None:

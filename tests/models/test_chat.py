@@ -114,32 +114,6 @@ def test_long_conversations_are_within_the_limit() -> None:
     assert len(found) == 50 * (11 * 10_000 - 1)
 
 
-@pytest.mark.parametrize(
-    "stored", [None, 3, [None, 3, ["default"], "default"], [{"name": "other"}]]
-)
-def test_templates_of_other_types_are_none(tmp_path: Path, stored: Any) -> None:
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": stored}))
-    with pytest.raises(ValueError, match="Wanted a model with a chat template"):
-        find_template(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("messages", "message"),
-    [
-        ([], "a list of messages, at least one"),
-        ("Hello", "a list of messages"),
-        (["Hello"], "message 0: 'Hello'"),
-        ([{"content": "x"}], "messages with a role"),
-        ([{"role": "user", "content": object()}], "text, numbers, lists and dicts.*Got object"),
-    ],
-)
-def test_what_is_no_conversation_is_refused(
-    messages: Any, message: str, unchecked_shapes: None
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        render_chat(TURNS, messages)
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model whose tokenizer knows the marks of turns."""
@@ -198,11 +172,6 @@ def test_templates_read_tools_and_other_variables(model: Model) -> None:
         model.chat(HELLO, variables={"messages": []})
     with pytest.raises(ValueError, match=r"names of their own\. Got 'messages'"):
         next(stream_answer(model, HELLO, variables={"messages": []}))
-
-
-def test_half_a_character_in_messages_is_named(model: Model) -> None:
-    with pytest.raises(ValueError, match="Wanted messages of whole characters"):
-        model.chat([{"role": "user", "content": "\ud83d"}])
 
 
 def test_a_model_without_a_template_says_so_and_what_to_do(tmp_path: Path) -> None:

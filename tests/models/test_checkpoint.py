@@ -105,27 +105,11 @@ def test_a_save_that_is_killed_leaves_no_mixture(
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        ({"rope_theta": 0}, "rope_theta above 0. Got rope_theta=0"),
         ({"rope_theta": "10000"}, "rope_theta above 0. Got rope_theta='10000'"),
-        ({"local_rope_theta": 0.0}, "local_rope_theta above 0"),
         ({"rope_scaling": {"kind": "yarn", "factor": 2.0}}, "one of linear, llama3.*kind='yarn'"),
-        ({"rope_scaling": {"kind": "linear", "factor": 0.0}}, "factor above 0. Got 0.0"),
-        (
-            {"rope_scaling": {"kind": "llama3", "factor": 2.0, "low_freq_factor": 4.0}},
-            "high_freq_factor is above their low_freq_factor. Got 4.0 and 4.0",
-        ),
-        (
-            {"rope_scaling": {"kind": "llama3", "factor": 2.0, "original_context_length": 0}},
-            "original_context_length above 0",
-        ),
         ({"num_layers": 10**7, "exits": []}, "Wanted the 10 tensors of the configured model"),
-        ({"norm_eps": -1}, "norm_eps above 0. Got norm_eps=-1"),
-        ({"logit_softcap": "30"}, "logit_softcap above 0. Got logit_softcap='30'"),
-        ({"head_dim": 2 * 10**8}, "head_dim|has shape"),
         ({"wings": 2}, "fields of TransformerConfig.*wings"),
-        ({"num_layers": None}, "fields of TransformerConfig|num_layers"),
         ({"activation": "tanh"}, "activation"),
-        ({"norm": "batch"}, "norm"),
     ],
 )
 def test_impossible_configs_are_refused(

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
@@ -25,6 +26,7 @@ from helpers.memory import peak_of_loading
 from helpers.models import Model, logits_of
 from sharing import shared_above
 
+from utio_jax.calibration.lens import LensConfig
 from utio_jax.core.files import load_tensors, save_tensors
 from utio_jax.core.lens import Lensed
 from utio_jax.decoding.generate import generate
@@ -59,8 +61,13 @@ def test_logits_and_greedy_continuations_are_those_of_transformers(case: str) ->
     np.testing.assert_array_equal(found.token_ids[0], wanted["greedy"][0])
 
 
-@pytest.mark.parametrize("case", ["gemma2", "gemma3", "gemma3n", "gemma4", "gpt2", "qwen2_window"])
-@pytest.mark.parametrize("kv", ["propagate", "drop"])
+@pytest.mark.parametrize(
+    ("case", "kv"),
+    [
+        *((case, "propagate") for case in ("gemma2", "gemma3", "gemma4", "gpt2", "qwen2_window")),
+        *(("gemma3n", kv) for kv in ("propagate", "drop")),
+    ],
+)
 def test_adaptive_depth_of_their_options_equals_the_oracle(case: str, kv: Any) -> None:
     """Windows, caps, local rotations and learned positions, at depths of every token's own."""
     layers = load(FOLDER / case).decoder.config.num_layers
@@ -134,8 +141,6 @@ def test_defaults_and_precedence_are_those_of_transformers() -> None:
     local = {"sliding_attention": stretched, "full_attention": {"rope_theta": 1e6}}
     with pytest.raises(ValueError, match="scaled rotations of local layers"):
         settings("gemma3", rope_parameters=local)
-    with pytest.raises(ValueError, match="sliding_window=None"):
-        settings("gemma2", sliding_window=None)
 
 
 def test_what_ends_a_text_is_taken_from_the_generation_config(folder: Path) -> None:
@@ -293,57 +298,15 @@ def test_every_fault_of_a_folder_is_named(folder: Path, fault: str) -> None:
     [
         *(
             ("llama", {"vocab_size": wrong}, f"vocab_size={wrong!r}: only integers from 1")
-            for wrong in (-1, 1.5, 64.0, True, "8", math.nan, math.inf, 10**12)
+            for wrong in (-1, 1.5, True, "8", math.nan, 10**12)
         ),
-        *(
-            ("llama", {name: 0}, f"{name}=0: only integers from 1")
-            for name in (
-                *("vocab_size", "hidden_size", "num_attention_heads", "num_key_value_heads"),
-                *("head_dim", "intermediate_size", "max_position_embeddings"),
-            )
-        ),
-        *(
-            ("llama", {"rms_norm_eps": wrong}, "rms_norm_eps=.*only finite numbers above 0")
-            for wrong in (0, -1, math.nan, math.inf, "1e-6")
-        ),
-        *(
-            ("llama", {"eos_token_id": wrong}, "in here. Got .*eos_ids of at least 0")
-            for wrong in (1.7, math.inf, -1, "2", [2, 1.5])
-        ),
-        ("mistral", {"sliding_window": math.nan}, "in here. Got .*windows of at least 0"),
+        ("llama", {"rms_norm_eps": math.inf}, "rms_norm_eps=.*only finite numbers above 0"),
+        ("llama", {"eos_token_id": [2, 1.5]}, "in here. Got .*eos_ids of at least 0"),
         ("mistral", {"sliding_window": 1.5}, "windows of at least 0"),
-        ("gemma2", {"query_pre_attn_scalar": -1}, "query_pre_attn_scalar=-1: only finite"),
         ("gemma2", {"final_logit_softcapping": -1}, "logit_softcap above 0"),
-        *(
-            (case, {"num_hidden_layers": n}, f"={n}: only integers from 1 to 10000 are")
-            for case in ("llama", "mistral", "qwen2_window", "gemma2", "gemma3")
-            for n in (10**7, 0)
-        ),
-        *(
-            ("llama", {"rope_parameters": rope}, message)
-            for rope, message in (
-                ({"rope_theta": 0}, "rope_theta above 0"),
-                ({"partial_rotary_factor": 0}, "partial_rotary_factor: only 1.0"),
-                ({"rope_type": "linear", "factor": 0}, "factor above 0. Got 0.0"),
-                ({"rope_type": "linear", "factor": "2"}, "factor above 0. Got '2'"),
-                ({"rope_type": "linear", "factor": math.nan}, "factor above 0. Got nan"),
-                (
-                    dict.fromkeys(("factor", "low_freq_factor", "high_freq_factor"), 4)
-                    | {"rope_type": "llama3", "original_max_position_embeddings": 0},
-                    "original_context_length above 0",
-                ),
-            )
-        ),
-        *(
-            ("llama", change, "Wanted")
-            for change in (
-                {"model_type": ["llama"]},
-                {"num_attention_heads": 0},
-                {"vocab_size": "48"},
-                {"utio_jax": {"exits": 3}},
-                {"rope_scaling": {"rope_type": "linear"}},
-            )
-        ),
+        ("gemma3", {"num_hidden_layers": 10**7}, "=10000000: only integers from 1 to 100"),
+        ("llama", {"rope_parameters": {"rope_type": "linear", "factor": "2"}}, "above 0. Got '2'"),
+        ("llama", {"model_type": ["llama"]}, "Wanted"),
     ],
 )
 def test_values_that_no_model_has_are_named(
@@ -449,30 +412,10 @@ def test_a_stock_model_learns_to_predict_at_its_exits(
     assert "Wanted exits before the last layer" in capsys.readouterr().err
 
 
-def test_finetune_refuses_one_document_and_a_run_that_diverged_in_one_line(
+def test_late_exits_of_a_stock_model_leave_it_what_it_was(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ids = tmp_path / "ids.json"
-    arguments = ["--model", str(FOLDER / "gpt2"), "--exits", "1", "3", "--token-ids", str(ids)]
-    arguments += ["--context", "32", "--out", str(tmp_path / "out")]
-    ids.write_text(json.dumps([[7, 8] * 2000]))
-    assert finetune(arguments) == 2
-    message = capsys.readouterr().err
-    assert "at least two documents" in message
-    assert "Got 1 of two tokens or more. Name another file" in message
-
-    def diverge(*_: Any, **__: Any) -> None:
-        raise FloatingPointError("Wanted finite losses.")
-
-    monkeypatch.setattr("tuning.train", diverge)
-    ids.write_text(json.dumps([[7, 8] * 200] * 2))
-    assert finetune(arguments) == 2
-    assert capsys.readouterr().err.splitlines()[-1] == "finetune: Wanted finite losses."
-
-
-def test_late_exits_of_a_stock_model_leave_it_what_it_was(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+    monkeypatch.setattr("tuning.LensConfig", functools.partial(LensConfig, steps=200))
     rng = np.random.default_rng(0)
     ids = tmp_path / "ids.json"
     ids.write_text(json.dumps(rng.integers(0, 48, (60, 40)).tolist()))
@@ -512,9 +455,6 @@ def test_late_exits_of_a_stock_model_leave_it_what_it_was(
     assert layered, sorted(written)
     assert same >= set(written) - layered, "embedding, last norm and head"
     assert not same & {name for name in layered if "mlp" in name and "weight" in name}
-
-    # Nothing is left to do, and no maps are fitted for it.
-    assert run(tmp_path / "out", *of_stock, "--resume")["loss_after"] == found["loss_after"]
     # Interrupted before a checkpoint: the lens is not taken for other text unless asked.
     shutil.rmtree(tmp_path / "out" / "checkpoints")
     other = ["--late", *of_stock, "--token-ids", str(ids), "--out"]

@@ -14,7 +14,7 @@ import numpy as np
 import optax
 import pytest
 import recipe
-from anytime import Start, TrainConfig, anytime_loss, exit_losses, exit_states, train
+from anytime import TrainConfig, anytime_loss, exit_losses, exit_states, train
 from helpers.cases import run_dense
 from helpers.models import assert_close, live_params
 from helpers.shared_kv import KINDS
@@ -362,52 +362,6 @@ def test_the_model_below_stays_what_it_was(
         grow_from(live(decoder), deep, jax.random.key(0))
 
 
-def test_what_is_no_trunk_is_said(decoder: Transformer, stream: np.ndarray, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"checkpoint of step 5.* Got none\. Train the trunk"):
-        trunk_of(tmp_path / "nothing", decoder, CONFIG)
-    short = dataclasses.replace(CONFIG, steps=4)
-    train(plainly(decoder), stream, short, out=tmp_path / "short", optimizer=make_optimizer(short))
-    with pytest.raises(ValueError, match=r"step 5, the last.* Got \[2, 3, 4\]"):
-        trunk_of(tmp_path / "short", decoder, CONFIG)
-    with pytest.raises(ValueError, match="one weight for each exit before the last"):
-        late_objective(decoder, LateExits(weights=(0.1,)), begin=0)
-    with pytest.raises(ValueError, match="Wanted a preset of"):
-        run_recipe(tmp_path / "out", preset="huge")
-    with pytest.raises(ValueError, match="Wanted a trunk for late exits"):
-        run_recipe(tmp_path / "out", preset="late-16")
-    with pytest.raises(ValueError, match=r"nothing else. Got preset 'plain-8' and trunk"):
-        run_recipe(tmp_path / "out", preset="plain-8", trunk=tmp_path)
-    with pytest.raises(ValueError, match="for late exits alone"):
-        run_recipe(tmp_path / "out", preset="plain-8", exit_weight=0.1)
-
-
-def test_a_run_keeps_its_last_checkpoints_and_the_one_to_branch_off(
-    decoder: Transformer, trunk: Path, stream: np.ndarray
-) -> None:
-    kept = sorted(int(found.name) for found in (trunk / "checkpoints").glob("[0-9]*"))
-    assert kept == [5, 9, 10]
-    with pytest.raises(ValueError, match="holds checkpoints up to step 10"):
-        run_plainly(decoder, stream, trunk)
-
-
-def test_given_parameters_stay_the_callers(
-    decoder: Transformer, stream: np.ndarray, tmp_path: Path
-) -> None:
-    params = live_params(decoder)
-    before = jax.tree.map(np.array, params)
-    optimizer = optax.sgd(0.1)
-    short = dataclasses.replace(CONFIG, steps=1)
-    train(
-        plainly(decoder),
-        stream,
-        short,
-        out=tmp_path / "out",
-        start=Start(params=params),
-        optimizer=optimizer,
-    )
-    jax.tree.map(np.testing.assert_array_equal, before, params)
-
-
 def test_a_run_that_diverges_keeps_the_checkpoints_from_which_it_can_go_on(
     decoder: Transformer, stream: np.ndarray, tmp_path: Path
 ) -> None:
@@ -471,8 +425,6 @@ def test_a_plain_run_and_its_branch_as_the_command_line_makes_them(
     assert list(deeper["bits_per_byte"]) == ["2", "3", "4"]
     assert list(below["bits_per_byte"]) == ["2"]
     assert isinstance(load(tmp_path / "grown" / "model").decoder, Lensed)
-    again = run_recipe(tmp_path / "grown", resume=True, **added)  # Done: it is read and saved.
-    assert again["bits_per_byte"] == deeper["bits_per_byte"]
     note = tmp_path / "grown" / "below.sha256"
     assert note.read_text().split() == [load(tmp_path / "below" / "model").sha256]
     note.write_text("0" * 64 + "\n")  # As if another trunk's run had left it.

@@ -16,20 +16,17 @@ import numpy as np
 import pytest
 from helpers.folders import save_small_model
 from helpers.generation import SMALL, lively_model
-from helpers.texts import SOURCES, source
+from helpers.texts import source
 
 import utio_jax
 from utio_jax import Adaptive, Lossless, Plain, uniform
 from utio_jax.calibration.lens import LensConfig
 from utio_jax.core.lens import Lensed, load_lens
-from utio_jax.core.pytrees import pytree, static
-from utio_jax.decoding import Prefill
 from utio_jax.decoding.text import generate_text
 from utio_jax.evaluation.evaluate import score_documents
 from utio_jax.models import Model, load
 from utio_jax.models.shipped import shipped_folder
 from utio_jax.models.verbs import with_exits
-from utio_jax.policies import PolicyBase
 from utio_jax.policies.store import load_calibration
 from utio_jax.prompts.budget import prompt_prefill
 from utio_jax.staircase import dense_states
@@ -77,10 +74,6 @@ def test_modes_have_names(calibrated: Model) -> None:
     mine = Adaptive(policy=uniform(2))
     assert model.mode(mine) is mine
     assert model.policy(mine.policy) is mine.policy
-    with pytest.raises(ValueError, match="mode of 'plain', 'adaptive', 'lossless', or a Mode. Got"):
-        model.generate(PROMPTS, mode="fast")
-    with pytest.raises(ValueError, match=r"Wanted a budget of \[0.75, 0.9\].*Got 0.5"):
-        model.generate(PROMPTS, mode="adaptive", budget=0.5)
 
 
 def test_a_budget_means_adaptive_and_no_other_mode(calibrated: Model) -> None:
@@ -136,11 +129,9 @@ def test_prompts_are_read_at_a_budget(calibrated: Model) -> None:
         **options,
     )
     assert short.texts == wanted.texts
-    with pytest.raises(ValueError, match="prompt_budget or prefill, one of the two"):
-        calibrated.generate(prompts, prompt_budget=0.8, prefill=Prefill(), **options)
 
 
-@pytest.mark.parametrize(("mode", "chunk"), [("adaptive", 1), ("plain", 5), ("adaptive", 100)])
+@pytest.mark.parametrize(("mode", "chunk"), [("adaptive", 1), ("plain", 5)])
 def test_streamed_texts_are_those_of_generate(calibrated: Model, mode: str, chunk: int) -> None:
     whole = calibrated.generate(PROMPTS, mode=mode, **OPTIONS)
     stops = [[], [whole.texts[0][3:6], whole.texts[1][7:9]], ["\n", " = "]]
@@ -241,6 +232,9 @@ def test_strings_are_texts_and_paths_are_files(
         (lambda model: model.score([1, 2, 3]), "Wanted a list of texts. Got 1"),
         (lambda model: model.evaluate(str(source("stat"))), "name of a file.*files=.*or a Path"),
         (lambda model: model.calibrate([str(source("stat"))]), "name of a file.*files="),
+        (lambda model: model.generate("a", mode="fast"), "mode of 'plain', 'adaptive', 'lossless'"),
+        (lambda model: model.generate("a", budget=0.5), r"a budget of \[0.75, 0.9\].*Got 0.5"),
+        (lambda model: model.hidden_states("x", depths=(5,)), "depths from 0 to the model's 4"),
         (lambda model: load(model.decoder.config.num_layers), "Wanted a model folder, .*Got 4"),
         (lambda model: load(model.folder, dtype="bf16"), "dtype of floats.*'bfloat16'.*Got 'bf16'"),
         (lambda model: load(model.folder, dtype="int8"), "dtype of floats.*Got 'int8'"),
@@ -251,30 +245,6 @@ def test_first_calls_that_go_wrong_say_what_to_do(
 ) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
         call(calibrated)
-
-
-def test_compare_has_a_row_per_policy_and_controls(calibrated: Model) -> None:
-    rows = calibrated.compare([source(name) for name in SOURCES], budget=0.75, batches=1)
-    names = {row.ledger.policy for row in rows}
-    assert {"full", "learned", "random", "uniform"} <= names
-    assert rows.documents == len(SOURCES)
-
-
-def test_a_model_without_a_calibration_is_compared_under_given_policies(folder: Path) -> None:
-    @pytree
-    class Even(PolicyBase):
-        name: str = static(default="even")
-
-        def go_deeper(self, index: int, boundary: Any, memory: Any) -> Any:
-            return boundary.positions % 2 == 0, memory
-
-    model = load(folder)
-    texts = [source(name).read_text()[:800] for name in SOURCES]
-    rows = model.compare(texts, policies=[Even(depths=(2, 4))], batches=1, draws=50)
-    assert [row.name for row in rows][-2:] == ["even", "random as even"]
-    assert "policies are better" in rows.verdict or "no policy is better" in rows.verdict
-    with pytest.raises(ValueError, match="a calibration at"):
-        model.compare(texts, batches=1)
 
 
 def test_hidden_states_are_the_dense_programs(calibrated: Model) -> None:
@@ -290,10 +260,6 @@ def test_hidden_states_are_the_dense_programs(calibrated: Model) -> None:
     embedded = model.decoder.embed(model.params, last, jnp.arange(last.size))
     np.testing.assert_allclose(found[2][1], embedded, atol=1e-6)
     assert len(model.hidden_states("x")[0]) == len(model.decoder.config.exits)
-    with pytest.raises(ValueError, match="depths from 0 to the model's 4 layers. Got \\(5,\\)"):
-        model.hidden_states("x", depths=(5,))
-    with pytest.raises(ValueError, match="texts of 1 to 64 tokens.*Got \\[90"):
-        model.hidden_states("x" * 900)
 
 
 def test_scores_show_themselves(calibrated: Model) -> None:
@@ -365,7 +331,7 @@ def test_a_model_without_exits_is_read_through_a_lens(
         bare.calibrate(files, budget=0.9, out=tmp_path / "fitted.json")
 
 
-@pytest.mark.parametrize("at", ["lens: ", "exits of the full pass", "position: weights", "save"])
+@pytest.mark.parametrize("at", ["lens: ", "save"])
 def test_a_calibration_that_is_interrupted_leaves_the_model_as_it_was(
     at: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -414,9 +380,9 @@ def test_nothing_is_written_unless_asked_for(folder: Path) -> None:
     stock.decoder = with_exits(stock.decoder, ())
     assert stock.decoder.config.exits == (2, 3, 4)
     before = {*folder.iterdir()}
-    stock.calibrate([source("bisect")], max_nll_increase_pct=50.0, policies=("entropy",))
+    stock.calibrate([source("bisect")], budget=0.9, policies=("position",))
     assert {*folder.iterdir()} == before
-    assert [*stock.calibration.entries] == ["entropy"]
+    assert [*stock.calibration.entries] == ["position"]
     with pytest.raises(ValueError, match="Wanted one of budget, max_nll_increase_pct and max_dis"):
         stock.calibrate([source("bisect")], budget=0.5, max_disagreement=0.1)
     with pytest.raises(ValueError, match="outside of the installed package. Got"):

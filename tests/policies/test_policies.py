@@ -351,10 +351,3 @@ def test_random_deals_out_its_fractions_by_token_and_position_alone(tiny: Any) -
     drawn = np.asarray(policy.start(few, positions[: SHAPE.batch, : SHAPE.token]))
     wanted = np.select([drawn < 0.5, drawn < 0.75], [1, 2], 4)
     np.testing.assert_array_equal(run(tiny, policy, few).depths, wanted)
-
-
-def test_thresholds_that_do_not_fit_the_depths_are_refused(tiny: Any) -> None:
-    policy = Thresholded(signal=Entropy(), thresholds=jnp.zeros(3), depths=DEPTHS)
-    wanted = "a threshold for each of depths=\\(1, 2, 4\\) but the last. Got .*\\(3,\\)"
-    with pytest.raises(ValueError, match=wanted):
-        policy.start(jnp.zeros((1, 1), jnp.int32), jnp.zeros((1, 1), jnp.int32))

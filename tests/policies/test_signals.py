@@ -158,20 +158,6 @@ def test_the_prompt_decides_for_the_rest_of_its_row(tiny: Any, states: list[np.n
         np.testing.assert_allclose(found[index][:, 5:], wanted[:, None] + np.zeros(12), atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["learned", "hazard", "prompt_router", "utio_surrogate"])
-def test_depths_without_weights_are_refused(tiny: Any, name: str) -> None:
-    with pytest.raises(ValueError, match="boundaries at depths \\(1, 2\\).*Got depth=3"):
-        cases.run_staircase(
-            tiny.decoder,
-            tiny.params,
-            jnp.asarray(IDS),
-            jnp.full(3, 17),
-            Thresholded(signal=SIGNALS[name](tiny), thresholds=jnp.zeros(1), depths=(3, 4)),
-            kv="propagate",
-            executor=cases.SHAPES[1].executor,
-        )
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Bare(SignalBase):
     """No pytree."""

@@ -3,16 +3,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
 
-from utio_jax.core.files import hash_file
 from utio_jax.prompts.maps import KVMap, kv_maps_file, load_kv_maps, save_kv_maps, with_kv_maps
 
 SHA = "a" * 64
@@ -34,16 +31,6 @@ def saved(tmp_path: Path) -> Path:
     file = tmp_path / "maps.json"
     save_kv_maps(file, maps_of((1, 3)), info={"model_sha256": SHA, "seed": 7})
     return file
-
-
-def rewrite(file: Path, tensors: dict[str, Any] | None = None, **changes: Any) -> None:
-    """Writes other contents with a hash that fits, as an editor who knows the format would."""
-    beside = file.with_suffix(".safetensors")
-    if tensors is not None:
-        save_file(tensors, str(beside))
-    stored = json.loads(file.read_text())
-    stored.update(weights_sha256=hash_file(beside), **changes)
-    file.write_text(json.dumps(stored))
 
 
 def test_what_is_saved_comes_back(saved: Path, tiny: Any) -> None:
@@ -75,29 +62,6 @@ def test_another_models_maps_are_refused(saved: Path) -> None:
         load_kv_maps(saved.with_name("none.json"), model_sha256=SHA)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda tensors: tensors | {"1.bias": tensors["1.bias"][..., :-1]},
-        lambda tensors: tensors | {"1.kernel": tensors["1.kernel"][:, :-1]},
-        lambda tensors: {name: leaf for name, leaf in tensors.items() if name != "3.bias"},
-        lambda tensors: tensors | {"2.bias": tensors["1.bias"]},
-    ],
-    ids=["bias", "kernel", "missing", "unexpected"],
-)
-def test_misshaped_maps_are_refused(saved: Path, change: Any) -> None:
-    rewrite(saved, change(load_file(str(saved.with_suffix(".safetensors")))))
-    with pytest.raises(ValueError, match=r"a kernel \[dim, layer, 2, kv_head, head_dim\]"):
-        load_kv_maps(saved, model_sha256=SHA)
-
-
-def test_stops_that_cannot_be_are_refused(saved: Path) -> None:
-    for stops in ([3, 1], [], "13", [1.5, 3]):
-        rewrite(saved, stops=stops)
-        with pytest.raises(ValueError, match="They cannot be read"):
-            load_kv_maps(saved, model_sha256=SHA)
-
-
 @pytest.mark.usefixtures("unchecked_shapes")
 def test_maps_that_do_not_fit_a_model_are_refused(tiny: Any) -> None:
     with pytest.raises(ValueError, match=r"from depth 1 of shape \(32, 3, 2, 2, 8\)"):
@@ -107,11 +71,3 @@ def test_maps_that_do_not_fit_a_model_are_refused(tiny: Any) -> None:
     for stop in (0, 4, 5):
         with pytest.raises(ValueError, match=rf"from depths between 1 and 3.*Got \[{stop}\]"):
             with_kv_maps(tiny.decoder, tiny.params, maps_of((stop,), layers=6))
-
-
-@pytest.mark.parametrize("dtype", [np.int8, np.bool_, np.complex64])
-def test_maps_of_other_numbers_are_refused(saved: Path, dtype: Any) -> None:
-    tensors = load_file(str(saved.with_suffix(".safetensors")))
-    rewrite(saved, tensors | {"1.bias": tensors["1.bias"].astype(dtype)})
-    with pytest.raises(ValueError, match="floating-point weights in .*Got 1.bias of"):
-        load_kv_maps(saved, model_sha256=SHA)

@@ -78,20 +78,3 @@ def test_what_a_prompt_costs(model: Model, documents: list[np.ndarray]) -> None:
         choice = PromptChoice(stop=2, deep=0.5, kv=kv)  # type: ignore[arg-type]
         assert ratio(choice) == pytest.approx(wanted / full, rel=1e-6)
     assert ratio(PromptChoice(stop=2, deep=1.0)) == 1
-
-
-def test_what_cannot_be_read_is_refused(model: Model, documents: list[np.ndarray]) -> None:
-    def rows_of(rows: Any, **options: Any) -> Any:
-        options = {"prompt_tokens": PROMPT, "batch": 2} | options
-        return prompt_rows(rows, decoder=model.decoder, **options)
-
-    with pytest.raises(ValueError, match=r"more than 40 tokens.* fewer in rows \[1\]"):
-        rows_of([documents[0], documents[0][:40]])
-    with pytest.raises(ValueError, match="more than 40 tokens.*Got none"):
-        rows_of([])
-    with pytest.raises(ValueError, match="prompts of at least 1 token"):
-        rows_of(documents, prompt_tokens=0)
-    with pytest.raises(ValueError, match="at most 128 tokens, the model's context. Got one of 144"):
-        rows_of([np.tile(documents[0], 3)])
-    with pytest.raises(ValueError, match="Wanted token ids from 0 to 63"):
-        rows_of([documents[0] + 64])

@@ -104,16 +104,6 @@ def test_padding_is_not_fitted_to(tiny: Model) -> None:
     np.testing.assert_allclose(one.kernel, other.kernel, atol=1e-3)
 
 
-def test_too_little_text_and_wrong_stops_are_refused(tiny: Model) -> None:
-    few = batches(tiny, documents=1)
-    with pytest.raises(ValueError, match="at least 64 tokens to fit maps of 32 inputs to. Got 32"):
-        fit_kv_maps(tiny.decoder, tiny.params, few, stops=(2,))
-    with pytest.raises(ValueError, match="stops between 1 and 3 of this model's 4 layers"):
-        fit_kv_maps(tiny.decoder, tiny.params, few, stops=(2, 4))
-    with pytest.raises(ValueError, match="strictly increasing depths"):
-        fit_kv_maps(tiny.decoder, tiny.params, few, stops=(0,))
-
-
 def test_no_document_is_in_two_parts() -> None:
     documents = [np.full(10 + index, index) for index in range(23)]
     text = split_text(documents, seed=3)
@@ -146,8 +136,6 @@ def test_rows_come_from_all_documents_and_do_not_overlap(tiny: Model) -> None:
     for row, index in zip(rows, found.documents, strict=True):
         starts = [s for s in range(0, 50, 10) if np.array_equal(row, documents[index][s : s + 10])]
         assert len(starts) == 1
-    with pytest.raises(ValueError, match="at least 60 tokens.*Got at most 50.*--prompt-tokens"):
-        cut(50, 10, 3)
 
 
 @pytest.fixture(scope="module")
@@ -158,9 +146,9 @@ def study_text(tiny: Model) -> PromptText:
     )
 
 
-def study(tiny: Model, text: PromptText, limit: float) -> Any:
+def study(tiny: Model, text: PromptText, limit: float, *, stops: tuple[int, ...] = (1,)) -> Any:
     candidates = [
-        PromptChoice(stop=stop, deep=deep, kv="propagate") for stop in (1, 2) for deep in (0.4, 1.0)
+        PromptChoice(stop=stop, deep=deep, kv="propagate") for stop in stops for deep in (0.4, 1.0)
     ]
     return choose_prompt(
         tiny.decoder,
@@ -173,7 +161,7 @@ def study(tiny: Model, text: PromptText, limit: float) -> Any:
 
 
 def test_the_cheapest_within_the_limit_is_chosen(tiny: Model, study_text: PromptText) -> None:
-    found = study(tiny, study_text, 1e6)
+    found = study(tiny, study_text, 1e6, stops=(1, 2))
     assert found.chosen == min(found.candidates, key=lambda each: each.flops_ratio)
     assert (found.chosen.stop, found.chosen.deep) == (1, 0.4)
     first, *controls = found.test
@@ -195,8 +183,6 @@ def test_where_nothing_pays_it_says_so(tiny: Model, study_text: PromptText) -> N
     assert found.chosen is None
     assert found.test[0].role == "best"
     assert found.verdict.startswith("Nothing pays within +-1e+06 %")
-    with pytest.raises(ValueError, match="at least one prefill choice"):
-        choose_prompt(tiny.decoder, tiny.params, study_text, [], limit=1)
 
 
 def test_controls_differ_in_one_thing() -> None:
@@ -213,7 +199,6 @@ def test_controls_differ_in_one_thing() -> None:
 def test_rows_of_few_documents_have_no_interval(tiny: Model) -> None:
     ids = np.asarray(tiny.tokens(8, 64, seed=2))
     whole = PromptText(fit=(), calibrate=(ids[0],), test=tuple(ids[1:7]), parts="documents")
-    assert study(tiny, whole, 1e6).test[0].interval is not None
     for few in (
         dataclasses.replace(whole, test=tuple(ids[1:5])),
         dataclasses.replace(whole, parts="parts of documents"),

@@ -22,7 +22,6 @@ from utio_jax.serving.schema import (
     _NOTHING,
     ChatRequest,
     CompletionRequest,
-    DetokenizeRequest,
     TokenizeRequest,
 )
 
@@ -37,61 +36,23 @@ GOOD = '"model": "small", "prompt": "x"'
 BODIES: dict[str, tuple[Any, str | None]] = {
     "nothing": (b"", None),
     "no JSON": (b"{", None),
-    "no text": (b"\xff\xfe{}", None),
-    "a list": (b"[1]", None),
-    "null": (b"null", None),
     "no model": (b'{"prompt": "x"}', "model"),
-    "no prompt": (b'{"model": "small"}', "prompt"),
     "deep": (b'{"model": "small", "prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", None),
-    "deep and ignored": ("{" + GOOD + ', "a": ' + "[" * 900 + "]" * 900 + "}", None),
     "a long number": ("{" + GOOD + ', "seed": ' + "9" * 5000 + "}", None),
     "a large number": ("{" + GOOD + ', "seed": ' + "9" * 400 + "}", "seed"),
-    "a large float": ("{" + GOOD + ', "top_p": ' + "9" * 400 + "}", "top_p"),
     "NaN": ("{" + GOOD + ', "temperature": NaN}', "temperature"),
-    "infinity": ("{" + GOOD + ', "temperature": 1e999}', "temperature"),
-    "NaN among penalties": ("{" + GOOD + ', "presence_penalty": NaN}', "presence_penalty"),
     "a text as number": (with_(max_tokens="8"), "max_tokens"),
-    "a truth as number": (with_(max_tokens=True), "max_tokens"),
     "below zero": (with_(max_tokens=-1), "max_tokens"),
-    "no new token": (with_(max_tokens=0), "max_tokens"),
-    "too hot": (with_(temperature=101), "temperature"),
-    "too cold": (with_(temperature=1e-40), "temperature"),
-    "top_p of nothing": (with_(top_p=0), "top_p"),
-    "top_k of -2": (with_(top_k=-2), "top_k"),
-    "min_p of 2": (with_(min_p=2), "min_p"),
-    "n of 0": (with_(n=0), "n"),
-    "n of 9": (with_(n=9), "n"),
-    "a huge seed": (with_(seed=2**63), "seed"),
-    "many alternatives": (with_(logprobs=6), "logprobs"),
-    "stream as a word": (with_(stream="yes"), "stream"),
     "options without a stream": (with_(stream_options={"include_usage": True}), "stream_options"),
-    "an empty stop": (with_(stop=""), "stop"),
     "an empty stop among others": (with_(stop=["a", ""]), "stop"),
-    "a stop that is a number": (with_(stop=[1]), "stop"),
-    "five stops": (with_(stop=[*"abcde"]), "stop"),
-    "a long stop": (with_(stop="a" * 257), "stop"),
-    "an empty prompt": (with_(prompt=""), "prompt"),
-    "no prompts": (with_(prompt=[]), "prompt"),
     "an empty prompt of tokens": (with_(prompt=[[]]), "prompt"),
-    "65 prompts": (with_(prompt=["x"] * 65), "prompt"),
-    "a mixed prompt": (with_(prompt=["x", 1]), "prompt"),
     "an id out of range": (with_(prompt=[1, 300]), "prompt"),
-    "an id below zero": (with_(prompt=[-1]), "prompt"),
-    "an id of 2**31": (with_(prompt=[2**31]), "prompt"),
-    "an id that is a truth": (with_(prompt=[True]), "prompt"),
-    "ids out of range in the second": (with_(prompt=[[1], [2, 2**31 - 1]]), "prompt"),
     "half a character": ('{"model": "small", "prompt": "a\\ud800"}', "prompt"),
-    "half a character as stop": ("{" + GOOD + ', "stop": "\\ud800"}', "stop"),
-    "a stop token below zero": (with_(stop_token_ids=[-1]), "stop_token_ids"),
     "too many stop tokens": (with_(stop_token_ids=[*range(9)]), None),
     "too long": (with_(max_tokens=10**6), None),
     "a prompt that is too long": (with_(prompt="x" * 4000), None),
     "another mode": (with_(utio={"mode": "lossless"}), "utio.mode"),
-    "an unknown mode": (with_(utio={"mode": "fast"}), "utio"),
-    "an unknown depth option": (with_(utio={"depth": 3}), "utio"),
     "another budget": (with_(utio={"budget": 0.7}), "utio.budget"),
-    "a budget of plain": (with_(utio={"mode": "plain", "budget": 0.5}), "utio.budget"),
-    "another prompt budget": (with_(utio={"prompt_budget": 0.5}), "utio.prompt_budget"),
 }
 
 
@@ -99,9 +60,6 @@ BODIES: dict[str, tuple[Any, str | None]] = {
 def test_bodies_that_are_wrong_are_refused_with_the_field(server: Running, name: str) -> None:
     body, param = BODIES[name]
     data = body if isinstance(body, bytes) else body.encode()
-    if name == "deep and ignored":
-        assert server.ask("/v1/completions", data).status in (200, 400)
-        return
     found = server.ask("/v1/completions", data)
     assert found.status == 400, found.body
     assert found.error["type"] == "invalid_request_error"
@@ -112,17 +70,10 @@ def test_bodies_that_are_wrong_are_refused_with_the_field(server: Running, name:
 
 REFUSED: dict[str, Any] = {
     "best_of": 2,
-    "frequency_penalty": 0.5,
-    "logit_bias": {"5": 1},
     "suffix": "end",
     "tools": [{"type": "function"}],
-    "response_format": {"type": "json_object"},
     "min_tokens": 3,
-    "guided_json": {},
-    "chat_template": "{{ x }}",
     "reasoning_effort": "low",
-    "documents": [{"text": "x"}],
-    "allowed_token_ids": [],
 }
 
 
@@ -160,13 +111,9 @@ def test_of_several_prompts_the_one_at_fault_is_named(server: Running) -> None:
 
 MESSAGES: dict[str, Any] = {
     "none": [],
-    "texts": ["Hello"],
-    "no role": [{"content": "x"}],
     "an unknown role": [{"role": "judge", "content": "x"}],
     "an image": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
-    "a number": [{"role": "user", "content": 3}],
     "half a character": [{"role": "user", "content": "HALF"}],
-    "half a name": [{"role": "user", "content": "x", "name": "HALF"}],
 }
 
 
@@ -174,8 +121,6 @@ MESSAGES: dict[str, Any] = {
 def test_conversations_that_are_none_are_refused(server: Running, name: str) -> None:
     body = json.dumps(chat("x") | {"messages": MESSAGES[name]}).replace("HALF", "\\ud800")
     found = server.ask("/v1/chat/completions", body.encode())
-    if name == "half a name" and found.status == 200:
-        return  # The template does not say it.
     assert (found.status, found.error["param"]) == (400, "messages")
     wanted = chat("x", top_logprobs=2)
     assert server.ask("/v1/chat/completions", wanted).error["param"] == "top_logprobs"
@@ -183,19 +128,11 @@ def test_conversations_that_are_none_are_refused(server: Running, name: str) -> 
 
 NULLS = [None] * 150_000
 NAMES = {f"name {number}": 0 for number in range(50_000)}
-PART = [{"role": "user", "content": NULLS}]
 FLOODS: dict[str, tuple[Any, str, dict[str, Any]]] = {
     "prompt": (CompletionRequest, "/v1/completions", completion(NULLS)),
-    "prompts": (CompletionRequest, "/v1/completions", completion([NULLS])),
-    "stop": (CompletionRequest, "/v1/completions", completion("x", stop=NULLS)),
-    "ids": (CompletionRequest, "/v1/completions", completion("x", stop_token_ids=NULLS)),
     "options": (CompletionRequest, "/v1/completions", completion("x", utio=NAMES)),
-    "nested": (CompletionRequest, "/v1/completions", completion("x", utio={"stop": NAMES})),
-    "long": (CompletionRequest, "/v1/completions", completion("x", utio={"a" * 900_000: 0})),
     "messages": (ChatRequest, "/v1/chat/completions", chat("x") | {"messages": NULLS}),
-    "parts": (ChatRequest, "/v1/chat/completions", chat("x") | {"messages": PART}),
     "tokenize": (TokenizeRequest, "/tokenize", {"messages": NULLS}),
-    "detokenize": (DetokenizeRequest, "/detokenize", {"tokens": NULLS}),
 }
 
 
@@ -585,17 +522,3 @@ def test_openais_client_is_told_what_is_wrong(
     with pytest.raises(openai.BadRequestError) as long:
         client.completions.create(model="small", prompt="x", max_tokens=10_000)
     assert long.value.code == "context_length_exceeded"
-    with server.limited(request_seconds=1.0), server.slowed(0.2):
-        with pytest.raises(openai.InternalServerError) as late:  # Not tried again: once in the log.
-            client.with_options(max_retries=3).completions.create(
-                model="small", prompt="x", max_tokens=200, temperature=0
-            )
-        assert late.value.status_code == 504
-        server.wait_for(lambda: server.lines[-1].get("status") == 504)
-        assert server.lines[-2]["status"] != 504
-        with pytest.raises(openai.APIError, match="longer than this server"):
-            list(
-                client.completions.create(
-                    model="small", prompt="x", max_tokens=200, stream=True, temperature=0
-                )
-            )

@@ -133,18 +133,6 @@ def test_a_second_signal_ends_at_once(start: Start) -> None:
     assert {*outcomes} <= {"error", "answer", "cut"}
 
 
-def test_what_cannot_wait_any_longer_gets_an_error(start: Start) -> None:
-    server = start(limits={"drain_seconds": 1})
-    found = ask_many(server, 200)
-    server.wait_for(lambda: server.counters()["utio_open_tasks"] >= 100)
-    server.signal()
-    status, _ = server.ended(seconds=20)
-    outcomes = collections.Counter(outcome_of(each) for each in found)
-    assert status == 0
-    assert outcomes["nothing"] == 0
-    assert outcomes["error"] > 0
-
-
 def outcome_of(future: concurrent.futures.Future[Any]) -> str:
     """Returns how a request ended: `answer`, `error` with its object, `cut` or `nothing`."""
     try:
@@ -220,10 +208,10 @@ def ended_of(counters: dict[str, float], *reasons: str) -> float:
     return sum(counters.get(f'utio_ended_total{{reason="{why}"}}', 0) for why in reasons)
 
 
-def test_a_thousand_at_once_are_answered_or_told_to_come_again(shared: Process) -> None:
+def test_hundreds_at_once_are_answered_or_told_to_come_again(shared: Process) -> None:
     server, done = shared, ("length", "eos")
     before = ended_of(server.counters(), *done)
-    statuses = collections.Counter(asyncio.run(burst(server, 1000)))
+    statuses = collections.Counter(asyncio.run(burst(server, 400)))
     assert {*statuses} == {200, 429}
     assert statuses[200] >= 256
     server.wait_for(server.settled)
@@ -242,10 +230,10 @@ def test_hundreds_that_leave_cost_nothing_that_stays(shared: Process) -> None:
         server.wait_for(server.settled, seconds=60)
 
     counters, lines = server.counters(), len(server.lines)
-    leave_all(100)
+    leave_all(60)
     before = server.resident
     for _ in range(2):
-        leave_all(200)
+        leave_all(120)
     after = server.counters()
 
     def grown(reason: str) -> float:
@@ -253,8 +241,8 @@ def test_hundreds_that_leave_cost_nothing_that_stays(shared: Process) -> None:
 
     # One that left before its request was read may never begin, or begin only when all seems
     # settled; a few were faster than we.
-    assert grown("cancelled") + grown("length") <= 500
-    assert grown("cancelled") >= 375
-    assert sum("left" in line for line in server.lines[lines:]) >= 375
+    assert grown("cancelled") + grown("length") <= 300
+    assert grown("cancelled") >= 225
+    assert sum("left" in line for line in server.lines[lines:]) >= 225
     assert server.resident - before < 16 * 2**20
     assert server.completion("x").status == 200

@@ -53,16 +53,6 @@ def test_rows_that_are_no_text_are_refused_where_they_are_known(
                 plain(tiny.decoder, tiny.params, *rows)
 
 
-def test_rows_wider_than_the_context_are_refused_when_traced(tiny: Any) -> None:
-    wide = jax.ShapeDtypeStruct((1, 129), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
-    policy = (full_depth(tiny.decoder),)
-    programs: Any = ((score_dense, ()), (exit_nll, ()), (score, policy))
-    for program, rest in programs:
-        run = partial(program, tiny.decoder, tiny.params)
-        with pytest.raises(ValueError, match="rows of at most 128 tokens"):
-            jax.eval_shape(run, *wide, *rest)
-
-
 def test_both_full_depth_programs_agree(tiny: Any) -> None:
     ids, lengths = tiny.tokens(2, 33), jnp.asarray([33, 12])
     blocks = run_score(tiny.decoder, tiny.params, ids, lengths, full_depth(tiny.decoder))

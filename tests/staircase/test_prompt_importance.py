@@ -17,7 +17,6 @@ from helpers.models import Model, live_params, with_random_maps
 from helpers.shared_kv import KINDS
 
 from utio_jax import score, uniform
-from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.models import TINY, Transformer
 from utio_jax.policies.signals import ScoreTable
 from utio_jax.staircase import MicroBatches, staircase
@@ -131,21 +130,6 @@ def test_every_choice_spends_its_share(tiny: Model, by: str) -> None:
     assert depths[0, 63] == depths[1, 39] == 4
     if by != "none":
         assert (depths[:, :4] == 4).all()
-
-
-def test_what_cannot_be_is_refused(tiny: Model) -> None:
-    with pytest.raises(ValueError, match=r"chosen by one of sinks_recent, .* Got 'luck'"):
-        PromptChoice(stop=2, deep=0.5, by="luck")
-    with pytest.raises(ValueError, match=r"from 0 to 1. Got 1.5"):
-        PromptChoice(stop=2, deep=1.5)
-    with pytest.raises(ValueError, match="Wanted kv to be one of 'mapped'"):
-        PromptChoice(stop=2, deep=0.5, kv="full")
-    for stop in (0, 4):
-        with pytest.raises(ValueError, match=f"between 1 and 3 of this model. Got {stop}"):
-            PromptChoice(stop=stop, deep=0.5).policy(tiny.decoder)
-    policy = PromptChoice(stop=2, deep=0.5).policy(tiny.decoder)
-    with pytest.raises(ValueError, match="Wanted a causal policy"):
-        Adaptive(policy=policy).check(tiny.decoder)
 
 
 VARIANTS: dict[str, dict[str, Any]] = {

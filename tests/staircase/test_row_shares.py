@@ -50,14 +50,6 @@ def test_more_exits_change_no_decision_and_leave_the_shares_of_the_segments_they
     assert dataclasses.replace(entry, row_shares=None).over((1, 2, 4)).row_shares is None
 
 
-@pytest.mark.parametrize("shares", [[1.0], [1.0, 1.5], [1.0, None]])
-def test_shares_that_no_row_has_are_refused(shares: list[Any]) -> None:
-    stored = {"depths": [2, 4], "thresholds": [1.0], "fractions": [0.5, 0.5]}
-    assert Thresholds.from_json(stored).row_shares is None
-    with pytest.raises(ValueError, match="row_shares"):
-        Thresholds.from_json({**stored, "row_shares": shares})
-
-
 @pytest.mark.check
 def test_the_ledger_counts_the_segments_that_ran_whole_rows(
     tiny: Model, text: list[Any], fitted: Calibration

@@ -21,7 +21,7 @@ from utio_jax.attention import History
 from utio_jax.core.flops import token_cost
 from utio_jax.evaluation.evaluate import evaluate, score_documents
 from utio_jax.policies import Learned, Position, given_depths
-from utio_jax.staircase import CapacityPrefix, MicroBatches, SparseAttention, staircase
+from utio_jax.staircase import MicroBatches, SparseAttention, staircase
 
 HISTORY = History(recent=5, sinks=1)
 SHAPES = tuple(
@@ -191,13 +191,6 @@ def test_impossible_choices_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=match):
         staircase(*whole_pass(tiny), attention=make(tiny, np.zeros((1, 3, 40))))
-
-
-def test_a_static_prefix_refuses_sparse_attention(tiny: Any) -> None:
-    executor = CapacityPrefix(capacities=(40, 40), min_bucket=8)
-    attention = choice(np.zeros((1, 3, 40)), [0.5])
-    with pytest.raises(ValueError, match="dense attention.*executor=MicroBatches"):
-        staircase(*whole_pass(tiny), attention=attention, executor=executor)
 
 
 def test_all_and_half_of_a_uniform_pass(tiny: Any) -> None:

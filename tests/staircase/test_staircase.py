@@ -172,10 +172,7 @@ def test_never_copies_the_stacked_weights(unchecked_shapes: None) -> None:
     ("make", "match"),
     [
         (lambda: MicroBatches(min_bucket=0), "min_bucket of at least 1.*min_bucket=0"),
-        (lambda: MicroBatches(min_bucket=8, block=12), "block that is a multiple of min_bucket=8"),
         (lambda: MicroBatches(min_bucket=8, query_block=4), "query_block that is a multiple"),
-        (lambda: MicroBatches(key_step=0), "key_step of at least 1"),
-        (lambda: CapacityPrefix(capacities=(5,), min_bucket=4), "multiples of min_bucket=4"),
     ],
 )
 def test_impossible_executors_are_refused(make: Any, match: str) -> None:
@@ -203,16 +200,10 @@ def test_impossible_passes_are_refused(tiny: Any, unchecked_shapes: None) -> Non
     given = given_depths(depths, depths=shape.depths)
     with pytest.raises(ValueError, match="within the model's 4 layers.*depths=\\(2, 9\\)"):
         run(given_depths(depths, depths=(2, 9)))
-    with pytest.raises(ValueError, match="strictly increasing depths.*\\(2, 1\\)"):
-        run(given_depths(depths, depths=(2, 1)))
     with pytest.raises(
         ValueError, match="kv to be one of 'propagate', 'drop', 'mapped'. Got kv='full'"
     ):
         run(given, kv="full")
-    with pytest.raises(ValueError, match="one depth per token of \\(3, 17\\). Got \\(3, 5\\)"):
-        run(given_depths(depths[:, :5], depths=shape.depths))
-    with pytest.raises(ValueError, match="a capacity for each of the policy's depths"):
-        run(given, executor=CapacityPrefix(capacities=(8,), min_bucket=8))
     with pytest.raises(ValueError, match="kv to be one of"):
         reference_states(tiny.decoder, tiny.params, ids, lengths, depths, kv="zero")  # type: ignore[arg-type]
 

@@ -22,8 +22,6 @@ from utio_jax.contrib.drafts import Agreement, DynamicExits
 from utio_jax.core.pytrees import pytree, static
 from utio_jax.decoding import Lossless, SamplingParams
 from utio_jax.decoding.loop import run_chunks
-from utio_jax.models.presets import TINY
-from utio_jax.models.transformer import Transformer
 
 DRAWN = SamplingParams(temperature=0.9, top_k=8)
 
@@ -126,11 +124,3 @@ def test_the_choice_has_the_most_tokens_per_layer(model):
         }
         assert rates[tuple(found[row])] == pytest.approx(max(rates.values()))
     assert len(np.unique(found, axis=0)) > 4
-
-
-def test_a_model_needs_an_exit(model):
-    stock = Transformer(dataclasses.replace(TINY, exits=(4,)))
-    with pytest.raises(ValueError, match=r"an exit before its last.*exits=\(4,\).*Plain\(\)"):
-        DynamicExits().check(stock)
-    with pytest.raises(ValueError, match="at least 1 token.*max_draft=0"):
-        DynamicExits(max_draft=0).check(model.decoder)

@@ -229,35 +229,14 @@ def test_adapting_end_to_end(tiny: Any, count_compiles: Any, depths: tuple[int, 
 def test_bad_arguments_are_refused(tiny: Any, unchecked_shapes: None) -> None:
     scores, start = np.zeros((2, 5)), np.zeros(2)
     for changed, message in (
-        ({"scores": np.zeros(5)}, "Wanted scores \\[boundary, token\\].*Got \\(5,\\).*Coll"),
         ({"start": np.zeros(3)}, "a threshold per boundary.*\\(2, 5\\) and \\(3,\\).*own depths"),
-        ({"agreement": 1.0}, "Wanted agreement between 0 and 1.*Got 1.0. Use for example"),
         ({"agreement": 0.99}, "memory of at least 4000.*Got memory=1000. Remember more, or ask"),
         ({"candidates": 4}, "Wanted an odd number of candidates.*Got 4. The middle"),
-        ({"candidates": 1}, "Wanted an odd number of candidates.*Got 1. The middle"),
-        ({"scores": np.stack([np.zeros(5), np.full(5, np.inf)])}, "none at boundary 1. Give more"),
         ({"scores": np.zeros((2, 0))}, "Wanted finite scores.*none at boundary 0"),
     ):
         given = {"scores": scores, "start": start, "agreement": 0.9, "memory": 1000, **changed}
         with pytest.raises(ValueError, match=message):
             start_online(given.pop("scores"), given.pop("start"), **given)
-    state = start_online(scores, start, agreement=0.9, memory=1000)
-    for shape, agrees in (((1, 1, 5), (1, 1, 5)), ((2, 1, 5), (2, 1, 4))):
-        with pytest.raises(ValueError, match="Wanted scores and agrees \\(2, 1, 5\\).*Observe at"):
-            observe(state, jnp.zeros(shape), jnp.ones(agrees, bool), jnp.ones((1, 5), bool))
-    policy = Thresholded(signal=SoftmaxGap(), thresholds=jnp.zeros(2), depths=DEPTHS)
-    for used, changed, message in (
-        (uniform(2), {}, "with thresholds. Got 'uniform'. Only thresholds adapt"),
-        (policy, {"every": 1}, "Wanted one observed batch in 2 or more. Got every=1.*every=16"),
-        (policy, {"agreement": 0.0}, "Wanted agreement between 0 and 1"),
-        (policy, {"memory": 199}, "Wanted a memory of at least 200 tokens.*Got memory=199"),
-        (dataclasses.replace(policy, depths=(1, 2, 9)), {}, "within the model's 4 layers"),
-    ):
-        with pytest.raises(ValueError, match=message):  # At once, not at the first batch.
-            adapt(
-                tiny.decoder,
-                tiny.params,
-                [],
-                used,
-                **{"agreement": 0.8, "memory": 500, "every": 3, **changed},
-            )
+    for_all = {"agreement": 0.8, "memory": 500, "every": 3}
+    with pytest.raises(ValueError, match="with thresholds. Got 'uniform'. Only thresholds adapt"):
+        adapt(tiny.decoder, tiny.params, [], uniform(2), **for_all)  # At once, before any batch.

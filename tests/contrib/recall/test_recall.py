@@ -28,7 +28,6 @@ from utio_jax.contrib.recall import (
 )
 from utio_jax.models.transformer import Transformer
 from utio_jax.policies.depth import uniform
-from utio_jax.prompts.evaluate import continuations
 from utio_jax.staircase.reference import reference_states
 
 PROMPT, DISTANCES = 160, (0, 7, 40)
@@ -210,24 +209,3 @@ def test_intervals_are_over_cases_and_nothing_recalled_has_no_share() -> None:
     few = [made([[1.0, 3.0]] * 4)] * 2
     (row,) = recall_lost((16,), *few)
     assert row["lost"] is row["recalled"] is row["recall_lost_pct"] is row["exact_interval"] is None
-
-
-def test_impossible_cases_are_refused(
-    long: Model, rows: RecallRows, filler: list[np.ndarray], unchecked_shapes: None
-) -> None:
-    with pytest.raises(ValueError, match="constant, name, line"):
-        cases_of("poem", filler)
-    with pytest.raises(ValueError, match="at least one case"):
-        cases_of("line", filler, count=0)
-    with pytest.raises(ValueError, match="at least 96 tokens of running text"):
-        recall_cases("name", filler, encode, prompt_tokens=90, count=1)
-    with pytest.raises(ValueError, match="documents of at least .* Got at most 400"):
-        recall_cases("name", filler, encode, prompt_tokens=900, count=1)
-    (case,) = cases_of("name", filler, count=1)
-    for distance in (-1, case.farthest + 1):
-        with pytest.raises(ValueError, match=f"from 0 to {case.farthest}"):
-            case.row(distance)
-    with pytest.raises(ValueError, match="fact, context, others, row"):
-        stopped_part(rows, "answer", 2, layers=4)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="one for each of 2 batches. Got 3"):
-        continuations(long.decoder, long.params, rows.rows, [uniform(4)] * 3)

@@ -183,26 +183,3 @@ def test_the_other_half_of_the_traces_decides() -> None:
         assert fitted.chosen == (None if changed else fitted.ladder[-1].setting)
     with pytest.raises(ValueError, match=r"Wanted at least 58 traces for max_changed=0\.1"):
         fit_confidence(traces[:40])
-    with pytest.raises(ValueError, match="Wanted traces that are asked"):
-        fit_confidence([Trace([], 30)] * 60)
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"end_ids": ()}, "Wanted end_ids of 1 to 32 tokens"),
-        ({"end_ids": (64,)}, "thinking's end_ids"),
-        ({"max_thought": 10_000}, "the model's context, .* Got 10012, .* Lower max_thought"),
-        ({"chunk": 0}, "chunks from 1 on, .* chunk=0"),
-        ({"stop_sequences": [[1]]}, r"no other rules\. .* \['stop_sequences'\]"),
-    ],
-)
-def test_what_does_not_fit_is_named(changes: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        until_sure(NEVER, **changes)
-
-
-@pytest.mark.parametrize("fields", [{"threshold": math.nan}, {"window": 0}, {"min_tokens": -1}])
-def test_a_confidence_without_meaning_is_named(fields: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="window from 1 on"):
-        dataclasses.replace(NEVER, **fields)

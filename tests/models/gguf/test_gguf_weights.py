@@ -229,13 +229,9 @@ def test_values_that_no_model_has_are_refused_before_they_are_used(tmp_path: Pat
     header = read_header(tmp_path / "m.gguf")
     for name, value, part in (
         ("block_count", 2_000_000_000, "block_count=2000000000: only integers from 1"),
-        ("attention.head_count_kv", np.asarray([1, 2, 2]), "[1, 2, 2]: only integers"),
         ("attention.layer_norm_rms_epsilon", float("nan"), "only finite numbers above 0"),
         ("context_length", None, "llama.context_length is missing"),
         ("expert_count", np.asarray([0, 0]), "llama.expert_count=[0, 0]: only 0 is"),
-        ("rope.scaling.type", np.asarray([1, 2]), "llama.rope.scaling.type=[1, 2]: only"),
-        ("rope.scaling.factor", np.asarray([1.0, 2.0]), "llama.rope.scaling.factor=[1.0, 2.0], of"),
-        ("rope.freq_base", "ten", "llama.rope.freq_base='ten': only finite numbers"),
     ):
         keys = {**header.keys, f"llama.{name}": value}
         _, problems = read_keys({k: v for k, v in keys.items() if v is not None}, header.tensors)
@@ -293,8 +289,10 @@ def test_calibration_and_lens_lie_beside_the_file(tmp_path: Path) -> None:
 
 @pytest.mark.check
 def test_calibrate_writes_beside_the_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    lens = Lens(matrix=jnp.zeros((1, 32, 32)), bias=jnp.zeros((1, 32)), exits=(1,))
+    monkeypatch.setattr("utio_jax.cli.calibrate.fit_lens", lambda *_, **__: lens)
     file = tmp_path / "m.gguf"
     write_gguf(file, FOLDER / "llama", arch="llama")
     rng = np.random.default_rng(0)
