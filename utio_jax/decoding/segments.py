@@ -157,8 +157,10 @@ class _Cached:
     block: Block
     attention: Attention
 
-    def write(self, *made: Any) -> tuple[KVCache, None]:
-        return write_at(self.block.at)(*made)
+    def write(
+        self, cache: KVCache, index: Any, keys: jax.Array, values: jax.Array
+    ) -> tuple[KVCache, None]:
+        return write_at(self.block.at)(cache, index, keys, values)
 
     def read(self, cache: KVCache, sources: Sources) -> Attend:
         return self.attention(cache, sources)

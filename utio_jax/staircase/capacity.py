@@ -294,7 +294,8 @@ class _PrefixAttention(WholeRows):
         mix = mixer_at(self.decoder, index)
         whole = partial(mix_whole_rows, mix) if self.size == self.shown.shape[1] else mix
         queries = queries.reshape(-1, self.size, *queries.shape[1:])
-        return flat(whole(queries, *seen, self.visible_at(index)))
+        keys, values = seen
+        return flat(whole(queries, keys, values, self.visible_at(index)))
 
 
 def fit_row_shares(

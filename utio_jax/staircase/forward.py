@@ -238,7 +238,7 @@ def _run_layer(  # noqa: PLR0913 (arrays of one layer)
     source = slots.pack(states) if packed is None else packed
     alone = others is not None and seen is None
     keys_values: Any = ()
-    if alone:
+    if others is not None and alone:
         keys_values = others(layer, index)
     elif seen is None:
         keys_values = keys_values_of(decoder, layer, states, places)

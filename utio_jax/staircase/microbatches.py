@@ -248,6 +248,7 @@ class _BlockAttention(WholeRows):
 
     def attend(self, index: Any, queries: jax.Array, seen: Any) -> jax.Array:
         mix, slots = mixer_at(self.decoder, index), self.slots
+        keys, values = seen
         return attend_blocks(
-            mix, queries, *seen, slots.token_of_slot, slots.query_blocks, self.shown
+            mix, queries, keys, values, slots.token_of_slot, slots.query_blocks, self.shown
         )
