@@ -31,7 +31,7 @@ def note_compilation() -> None:
         return
     import jax
 
-    kept = jax.config.jax_compilation_cache_dir
+    kept = getattr(jax.config, "jax_compilation_cache_dir", None)
     where = (
         f"Programs of earlier sessions are in {kept}."
         if kept
