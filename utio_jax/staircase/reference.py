@@ -27,7 +27,7 @@ from utio_jax.core.decoder import (
     check_own_kv,
     has_exit_lens,
 )
-from utio_jax.core.layer import keys_values_of, layer_at, run_layer
+from utio_jax.core.layer import keys_values_of, layer_at
 
 FrozenKV = Literal["propagate", "drop", "full", "mapped"]
 """What other tokens see of one at layers beyond its depth: K/V projected from its frozen state,
@@ -115,11 +115,9 @@ def apply_layer(
     """
     rows = lambda y: y.reshape(*x.shape[:2], *y.shape[1:])  # noqa: E731
     keys, values = keys_values or dense_keys_values(decoder, layer, x, places)
-
-    def attend(queries: jax.Array) -> jax.Array:
-        return flat(mix(rows(queries), keys, values, visible))
-
-    return rows(run_layer(decoder, layer, flat(x), flat(places), attend))
+    queries = rows(decoder.queries(layer, flat(x), flat(places)))
+    attended = flat(mix(queries, keys, values, visible))
+    return rows(decoder.finish_layer(layer, flat(x), attended))
 
 
 def read_side_by_side(rows: Iterable[tuple[jax.Array, ...]]) -> tuple[jax.Array, jax.Array]:
