@@ -35,6 +35,8 @@ from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.pytrees import digest
 from utio_jax.engine import Engine, Event, Finished
 
+__all__ = ["MultiHostEngine"]
+
 
 class MultiHostEngine:
     """An `Engine` in each process of a job, on parameters that are split over all their devices.
