@@ -122,12 +122,12 @@ def short_fits() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(autouse=True, scope="session")
+@pytest.fixture(scope="module")
 def short_programs() -> Iterator[None]:
     """Keeps layers in loops: a program with a piece for each of 16 compiles 2.6 times as long.
 
-    What is split is pinned in tests/core/test_layer.py and tests/decoding/test_split_layers.py, of
-    the shipped model in tests/decoding/test_shipped_generation.py.
+    That both give the same is pinned in tests/decoding/test_split_layers.py; the shipped model with
+    its layers apart runs in tests/decoding/test_shipped_generation.py.
     """
     from utio_jax.core import layer
 

@@ -4,14 +4,12 @@
 from __future__ import annotations
 
 import html
-import json
 import re
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 from matplotlib.patches import Rectangle
 
 from utio_jax.bench.plots import draw_speedups
@@ -92,27 +90,6 @@ def test_any_text_is_shown_as_it_is(tmp_path: Path) -> None:
     assert not {"script", "link", "iframe"} & {*page.tags}
     assert all(source.startswith("data:") for source in page.sources)
     assert "[b](javascript:c)" in page.text
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"command": "demo"}, "Wanted results of `utio-jax bench`.*Measure again"),
-        ({"environment": None}, "Got none of .'environment'.*Measure again"),
-    ],
-)
-@pytest.mark.usefixtures("unchecked_shapes")  # As in a user's process.
-def test_files_that_cannot_be_read_are_refused(
-    tmp_path: Path, changes: dict[str, Any], message: str
-) -> None:
-    file = saved(tmp_path)
-    stored = json.loads(file.read_text()) | changes
-    file.write_text(
-        json.dumps({name: value for name, value in stored.items() if value is not None})
-    )
-    with pytest.raises(ValueError, match=message):
-        write_report(file, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
 
 
 def test_bars_are_as_long_as_the_measured_speedups() -> None:

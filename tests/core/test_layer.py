@@ -99,7 +99,6 @@ def test_a_layer_that_was_replaced_is_split_anew(
 def test_small_layers_tpus_and_full_devices_keep_to_the_stack(
     monkeypatch: pytest.MonkeyPatch, tiny: Model
 ) -> None:
-    monkeypatch.setattr(layers_module, "_SMALL", 2**16)
     assert split_layers(tiny.decoder, tiny.params) is None, "a few kilobytes a layer"
     config = dataclasses.replace(tiny.decoder.config, embed_dim=128, num_layers=2, exits=(1, 2))
     decoder = Transformer(config)

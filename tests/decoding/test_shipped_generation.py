@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -28,11 +27,8 @@ LOSSLESS = Lossless(exit=8)
 
 
 @pytest.fixture(scope="module")
-def model() -> Iterator[Any]:
-    """The model with its layers apart, as users run it."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("utio_jax.core.layer._SMALL", 2**16)
-        yield models.load(branches=False)
+def model() -> Any:
+    return models.load(branches=False)
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from utio_jax.models.training.corpus import standard_library
 from utio_jax.policies import given_depths
 from utio_jax.staircase import staircase
 
-pytestmark = pytest.mark.check
+pytestmark = [pytest.mark.check, pytest.mark.usefixtures("short_programs")]
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,8 @@ from pathlib import Path
 import jax
 import pytest
 
+pytestmark = pytest.mark.usefixtures("short_programs")
+
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
     file.relative_to(ROOT).as_posix()

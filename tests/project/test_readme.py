@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.check
+pytestmark = [pytest.mark.check, pytest.mark.usefixtures("short_programs")]
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()

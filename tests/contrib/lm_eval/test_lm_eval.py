@@ -276,9 +276,9 @@ def alone(model: Model, text: str, size: int, mode: Any = Plain()) -> str:
     return new_text(model.tokenizer, ids, new)
 
 
-@pytest.mark.parametrize("mode", ["full", "lossless", "adaptive"])
+@pytest.mark.parametrize("mode", ["lossless", "adaptive"])
 def test_generation_is_that_of_generate(model: Model, mode: str) -> None:
-    modes: dict[str, Any] = {"full": Plain(), "lossless": DRAFTS, "adaptive": routed(model)}
+    modes: dict[str, Any] = {"lossless": DRAFTS, "adaptive": routed(model)}
     lm = adapter(model, modes[mode])
     found = ask(lm.generate_until, *((text, OPTIONS) for text in TEXTS))
     one_by_one = modes[mode] if mode == "adaptive" else Plain()

@@ -103,12 +103,8 @@ def test_texts_that_end_by_themselves() -> None:
     assert {"model", "eos"} <= {row.ended_by for row in rows}
 
 
-@pytest.mark.parametrize("temperature", [0, 1.1])
-def test_never_sure_is_a_budget(temperature: float) -> None:
-    how: dict[str, Any] = {
-        "sampling": SamplingParams(temperature=temperature),
-        "seeds": [3, 1, 4, 1],
-    }
+def test_never_sure_is_a_budget() -> None:
+    how: dict[str, Any] = {"sampling": SamplingParams(temperature=1.1), "seeds": [3, 1, 4, 1]}
     rule = Thinking(end_ids=END, max_tokens=THOUGHT, max_answer_tokens=ANSWER)
     budget = run(lively_model(), PROMPTS, thinking=rule, lengths=ONE_SHAPE, **how)
     for row, new, told in zip(
