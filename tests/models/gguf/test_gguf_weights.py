@@ -234,7 +234,11 @@ def test_values_that_no_model_has_are_refused_before_they_are_used(tmp_path: Pat
         ("context_length", None, "llama.context_length is missing"),
         ("expert_count", np.asarray([0, 0]), "llama.expert_count=[0, 0]: only 0 is"),
         ("rope.scaling.type", np.asarray([1, 2]), "llama.rope.scaling.type=[1, 2]: only"),
-        ("rope.scaling.factor", np.asarray([1.0, 2.0]), "llama.rope.scaling.factor=[1.0, 2.0], of"),
+        (
+            "rope.scaling.factor",
+            np.asarray([1.0, 2.0]),
+            "llama.rope.scaling.factor=[1.0, 2.0]: only",
+        ),
         ("rope.freq_base", "ten", "llama.rope.freq_base='ten': only finite numbers"),
     ):
         keys = {**header.keys, f"llama.{name}": value}
