@@ -237,7 +237,7 @@ def test_values_that_no_model_has_are_refused_before_they_are_used(tmp_path: Pat
         (
             "rope.scaling.factor",
             np.asarray([1.0, 2.0]),
-            "llama.rope.scaling.factor=[1.0, 2.0]: only",
+            "scaling.factor=[1.0, 2.0]: only",
         ),
         ("rope.freq_base", "ten", "llama.rope.freq_base='ten': only finite numbers"),
     ):
