@@ -3,7 +3,7 @@
 
     python benchmarks/prefix_cache.py [MODEL] [PREFIX_TOKENS]
 
-`first`: a request behind a common beginning, cold (a beginning that nobody asked for before) and
+`first`: a request behind a common beginning, cold (a beginning that is new) and
 warm, in turns; medians. `chats`: 24 conversations of four turns (a common system prompt of a
 quarter of the beginning, 24 new tokens each), all at once over 8 slots, with a prefix cache and
 without, in turns. Texts are the test split of the standard library. Nothing compiles while it is

@@ -154,8 +154,8 @@ class Engine:
             signal, with depths among the mode's. `"full"`: all layers; None: the mode's policy.
           whole_prompt: whether its prompt is read in full, in an engine with a `prefill`.
           thinking: how long it may think before its answer, in an engine made with `thinking=True`.
-          cache_salt: requests of different salts share no K/V in the prefix cache, so that no one
-            can tell from the time what others have asked.
+          cache_salt: requests of different salts share no K/V in the prefix cache, so that
+            response times do not show what others have asked.
 
         Raises:
           ValueError: it can never fit, more stops than there is room for, stop strings without a

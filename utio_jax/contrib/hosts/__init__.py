@@ -134,7 +134,7 @@ class MultiHostEngine:
         ended: dict[int, Finished] = {}
         while not self.idle:
             events = self.step() or ()
-            ended |= {each.request: each.finished for each in events if each.finished}
+            ended |= {event.request: event.finished for event in events if event.finished}
         return ended
 
     def close(self) -> None:
