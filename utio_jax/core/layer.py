@@ -81,7 +81,7 @@ def _memory_left(array: jax.Array) -> float:
 def over_layers(  # noqa: PLR0913 (options, each named)
     decoder: Decoder,
     params: Params,
-    body: Callable[[jax.Array, LayerParams, Carry], Carry],
+    body: Callable[[Any, LayerParams, Carry], Carry],
     carry: Carry,
     *,
     start: Depth,
@@ -108,7 +108,7 @@ def over_layers(  # noqa: PLR0913 (options, each named)
     """
     if layers is None and unroll:
         for index in range(int(start), int(stop)):
-            carry = body(jnp.int32(index), layer_at(decoder, params, index), carry)
+            carry = body(index, layer_at(decoder, params, index), carry)
         return carry
     if layers is None:
         return jax.lax.fori_loop(
