@@ -29,7 +29,7 @@ def test_compilation_is_noted_once_on_a_terminal(
     kept: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(terminal, "_noted", [])
-    before = jax.config.jax_compilation_cache_dir
+    before = getattr(jax.config, "jax_compilation_cache_dir", None)
     jax.config.update("jax_compilation_cache_dir", kept)
     try:
         note_compilation()

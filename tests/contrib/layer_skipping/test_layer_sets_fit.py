@@ -82,10 +82,10 @@ def test_rows_choose_no_more_layers_than_wanted(tiny: Any, batches: list[Batch])
 def test_the_threshold_is_the_lowest_that_fits() -> None:
     scores = np.array([[0.1, 0.5, 0.9], [0.2, 0.3, 0.4]])
     layers = np.array([2, 4])
-    found = _threshold(scores, layers, wanted=3.0)
+    found = _threshold(scores, layers, target=3.0)
     mean = lambda each: (layers[:, None] * (scores > each)).sum(0).mean()  # noqa: E731
     assert mean(found) <= 3.0
     assert all(mean(each) > 3.0 for each in scores.ravel() if each < found - 0.11)
     assert np.abs(scores - found).min() == pytest.approx(0.05)
-    assert mean(_threshold(scores, layers, wanted=0.0)) == 0
-    assert _threshold(scores, layers, wanted=6.0) == -np.inf
+    assert mean(_threshold(scores, layers, target=0.0)) == 0
+    assert _threshold(scores, layers, target=6.0) == -np.inf
