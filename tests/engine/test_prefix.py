@@ -85,15 +85,17 @@ def check_schedules(engine: Engine, model: Model, mode: Any, *, schedules: int) 
     return engine.stats()
 
 
-def _when(name: str) -> Any:
-    return () if name == "plain" else pytest.mark.check
-
-
 @pytest.mark.usefixtures("double")
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=_when(n)) for n in ("plain", "propagate", "lossless", "copies")]
+    ("name", "late"),
+    [
+        ("plain", False),
+        pytest.param("lossless", True, marks=pytest.mark.check),
+        pytest.param("propagate", True, marks=pytest.mark.check),
+        pytest.param("plain", True, marks=pytest.mark.slow),
+        pytest.param("copies", False, marks=pytest.mark.slow),
+    ],
 )
-@pytest.mark.parametrize("late", [False, True])
 def test_requests_that_begin_alike_get_what_they_get_alone(name: str, late: bool) -> None:
     """With a pool so small that blocks make room for others all the time; late: and in chunks."""
     model, mode = model64(), modes()[name][0]
@@ -125,7 +127,7 @@ def test_so_do_they_where_layers_see_a_window() -> None:
 
 @pytest.mark.check
 @pytest.mark.usefixtures("double")
-@pytest.mark.parametrize("kind", sorted(KINDS))
+@pytest.mark.parametrize("kind", ["made once", "of the last of a kind"])
 def test_so_do_they_where_layers_share_keys_and_values(kind: str) -> None:
     model = shared64(kind)
     policy = random_depths(jnp.asarray([0.6, 0.4]), key=jax.random.key(1), depths=(3, 4))
