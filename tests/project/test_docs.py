@@ -172,11 +172,11 @@ def test_the_packages_are_those_of_the_contract() -> None:
 
 def test_the_reading_path_is_short() -> None:
     rows = re.findall(r"^\| \d \| `([\w/.]+)` \| `(\w+)", ARCHITECTURE, flags=re.MULTILINE)
-    assert len(rows) == 6
+    assert len(rows) == 7
     assert rows[0][0] == "utio_jax/staircase/score.py"
     for name, symbol in rows:
         text = (ROOT / name).read_text()
-        assert len(text.splitlines()) <= 360, name
+        assert len(text.splitlines()) <= 400, name
         assert re.search(rf"(def|class) {symbol}\b", text), (name, symbol)
 
 
