@@ -268,6 +268,13 @@ def test_without_a_pool_nothing_is_different() -> None:
     assert off.stats().prefix_blocks == 0
 
 
+def test_slots_below_a_block_have_no_prefix_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PrefixCache, "block", CAPACITY)
+    engine = cached_engine(lively_model())
+    assert ask(engine, [*range(20)]).cached_tokens == 0
+    assert engine.programs == cached_engine(lively_model(), blocks=0).programs
+
+
 def test_bytes_are_numbers_or_texts_with_a_unit() -> None:
     assert [bytes_of(size) for size in (0, 7, "12", "2KiB", "3 MiB", "1GiB")] == [
         *(0, 7, 12, 2048, 3 * 2**20, 2**30)

@@ -194,14 +194,14 @@ class Slots:
         self._sizes: dict[str, Any] = {"slots": capacity, "alternatives": served.alternatives}
         self.state = self._free_rows()
         self.prefix: PrefixCache | None = None
-        if served.prefix_cache:
+        if served.prefix_cache and capacity > PrefixCache.block:  # Else no row has a whole block.
             self.prefix = PrefixCache(self.state.cache, num_bytes=served.prefix_cache)
         most = capacity if served.shapes.chunk is None else served.shapes.chunk
         block = PrefixCache.block
         steps = [width for width in (block, 4 * block) if width <= most] or [most]
         self.tails = tuple(
             Reading(whole=True, width=width, longest=capacity, chunked=True, cached=True)
-            for width in (steps if served.prefix_cache else ())
+            for width in (steps if self.prefix is not None else ())
         )
 
     def _free_rows(self) -> DecodeState:

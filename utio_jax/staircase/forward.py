@@ -196,8 +196,8 @@ def forward(  # noqa: PLR0913 (arrays of one pass, then its options)
     def above(index: Any, layer: LayerParams, carry: Any) -> Any:
         if len({*sources}) == 1:
             return run(index, layer, carry, seen=same)[:-1]
-        mine = jnp.asarray(sources, jnp.int32)[index - first]
-        return run(index, layer, carry, seen=attention.read(cache, tuple(mine)))[:-1]
+        layers_read = jnp.asarray(sources, jnp.int32)[index - first]
+        return run(index, layer, carry, seen=attention.read(cache, tuple(layers_read)))[:-1]
 
     over = partial(over_layers, decoder, params, layers=layers, bounds=bounds, unroll=unroll)
     carry: Any = (states, packed, queries, cache)
