@@ -111,7 +111,7 @@ def test_a_budget_of_prompts_is_kept_exactly(model: Model) -> None:
     indirect=["model"],
 )
 def test_an_engine_reads_them_so_too(model: Model, chunk: int | None) -> None:
-    shapes = SHAPES.__class__(prompt_widths=(8, 32), groups=(1, 2), key_step=32, chunk=chunk)
+    shapes = SHAPES.__class__(key_step=32, chunk=chunk)
     engine = Engine(
         model.decoder, model.params, slots=2, capacity=CAPACITY, mode=Plain(), shapes=shapes
     )

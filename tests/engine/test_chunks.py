@@ -26,7 +26,7 @@ from utio_jax.decoding.loop import Lengths
 from utio_jax.models.presets import TINY
 
 CHUNK = 8
-CHUNKED = dataclasses.replace(SHAPES, chunk=CHUNK)
+CHUNKED = dataclasses.replace(SHAPES, prompt_tokens=(), chunk=CHUNK)
 LONG = Lengths(prompt_step=64, key_step=128)
 SIZES = (16, 17, 41, 5, 33, 8, 1, 59, 7, 9, 31, 32)
 """Tokens of prompts, most of them several chunks, up to the longest that drafts leave room for."""
@@ -80,28 +80,15 @@ def test_rows_go_on_between_chunks() -> None:
         seen += [number for number in (late, short) if number in events]
         read.append(engine.stats().padded_prompt_tokens - before)
     # One chunk each; then the short one, in the order of submission.
-    assert read == [CHUNK] * 5 + [SHAPES.prompt_widths[0]]
+    assert read == [CHUNK] * 6
     assert seen == [late, short]
-    assert engine.stats().prompt_groups == 1 + 5 + 1
+    assert engine.stats().prompt_groups == 2 + 5 + 1
     for number in running:
         engine.cancel(number)
     engine.drain()
     # Alone, it is read at once.
     engine.submit([2] * 40, max_new_tokens=2, eos_ids=())
     assert [event.finished is not None for event in engine.advance()] == [True]
-
-
-def test_small_groups_stay_within_a_chunk_while_rows_run() -> None:
-    engine = engine_of(lively_model(), modes()["plain"][0], shapes=CHUNKED, slots=6)
-    for _ in range(3):
-        engine.submit([1], max_new_tokens=30, eos_ids=())
-    engine.advance()  # No row runs yet: a group of three.
-    assert engine.stats().padded_prompt_tokens == 3 * 4
-    for _ in range(3):
-        engine.submit([1], max_new_tokens=30, eos_ids=())
-    engine.advance()  # A group of three would be more than a chunk: two groups of one.
-    assert engine.stats().padded_prompt_tokens == 3 * 4 + 2 * 4
-    engine.drain()
 
 
 def test_a_prompt_that_ends_while_it_is_read_leaves_nothing() -> None:
@@ -114,10 +101,10 @@ def test_a_prompt_that_ends_while_it_is_read_leaves_nothing() -> None:
     engine.advance()
     stats = engine.stats()
     assert (stats.queued, stats.running) == (1, 1)
-    assert engine._rows._partial is not None
+    assert [*engine._reading]
     engine.cancel(cancelled)
     engine.advance()
-    assert engine._rows._partial is None
+    assert not engine._reading
     asked = long_pool()[2]
     number = asked.submit(engine)
     engine.advance()
@@ -125,7 +112,7 @@ def test_a_prompt_that_ends_while_it_is_read_leaves_nothing() -> None:
     assert found[beside].reason == "length"
     assert_as_alone(found[number], alone(model, mode, None, asked, lengths=LONG))
     assert engine.stats().ended["cancelled"] == 1
-    assert engine._rows._partial is None
+    assert not engine._reading
 
 
 def test_only_prompts_that_are_read_in_full_are_cut() -> None:
@@ -149,6 +136,6 @@ def test_chunks_cost_their_tokens() -> None:
     engine.drain()
     counts = read_counts()
     assert counts["queries"] == layers * 3 * CHUNK
-    assert counts["unembed"] == 1
+    assert counts["unembed"] == 3  # One for each block, whether the prompt ends there or not.
     assert engine.stats().padded_prompt_tokens == 3 * CHUNK
     assert engine.stats().prompt_tokens == 20

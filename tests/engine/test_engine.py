@@ -33,6 +33,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from utio_jax.decoding.text import generate_text
 from utio_jax.engine import Engine, EngineStats, Shapes, slots
+from utio_jax.engine.prefix import PrefixCache
 from utio_jax.engine.requests import Request
 from utio_jax.models.presets import TINY
 
@@ -178,14 +179,14 @@ def test_an_engine_of_few_slots_is_compiled_by_its_warmup(
     slots: int, chunk: int | None, count_compiles: Any
 ) -> None:
     # Where prompts are read one at a time, the request that is cancelled is not the only one.
-    shapes = Shapes(prompt_widths=(8,), groups=(1, 4), key_step=32, chunk=chunk)
+    shapes = Shapes(key_step=32, chunk=chunk)
     model = lively_model()
     options: dict[str, Any] = {"slots": slots, "capacity": CAPACITY, "shapes": shapes}
     engine, seen = Engine(model.decoder, model.params, **options), []
     with count_compiles() as compiles:
         engine.warmup(progress=lambda *counts: seen.append(counts))
     assert compiles.count
-    assert seen == ([(1, 1)] if chunk is None else [(1, 2), (2, 2)])
+    assert seen == [(done, engine.programs) for done in range(1, engine.programs + 1)]
     with count_compiles() as compiles:
         found = serve(engine, count=20, seed=5, texts=False)
     assert compiles.count == 0
@@ -230,7 +231,7 @@ def test_nothing_leaks(count: int) -> None:
 
 @pytest.mark.parametrize("late", [False, True])
 def test_work_is_that_of_slots_and_steps(late: bool) -> None:
-    """Two requests of 9 tokens: a group of three prompts, blocks of one, four and three steps."""
+    """Two requests of 9 tokens: a pass of three blocks, then one, four and three steps."""
     model, shapes = lively_model(), dataclasses.replace(SHAPES, key_step=CAPACITY)
     decoder = Counting(model.decoder.config)
     engine = Engine(
@@ -245,7 +246,7 @@ def test_work_is_that_of_slots_and_steps(late: bool) -> None:
         engine.submit([5, 7 + number], max_new_tokens=9, eos_ids=())
     read_counts()
     found = engine.drain()
-    counts, layers, width = read_counts(), TINY.num_layers, SHAPES.prompt_widths[0]
+    counts, layers, width = read_counts(), TINY.num_layers, PrefixCache.block
     steps = 8
     assert counts["queries"] == layers * (3 * width + steps * SLOTS)
     assert counts["unembed"] == 3 + steps * SLOTS
@@ -259,12 +260,12 @@ def test_work_is_that_of_slots_and_steps(late: bool) -> None:
 
 def test_running_rows_pause_for_a_bounded_number_of_prompt_tokens() -> None:
     """Three at once where no row runs; beside running rows that would be more than a slot holds."""
-    shapes = Shapes(prompt_widths=(32,), groups=(1, 3), key_step=CAPACITY)
+    shapes = Shapes(prompt_tokens=(32,), key_step=CAPACITY)
     engine = engine_of(lively_model(), modes()["plain"][0], slots=9, shapes=shapes)
     running = [engine.submit([1], max_new_tokens=30, eos_ids=()) for _ in range(3)]
     engine.advance()
     stats = engine.stats()
-    assert (stats.prompt_groups, stats.padded_prompt_tokens) == (1, 3 * 32)
+    assert (stats.prompt_groups, stats.padded_prompt_tokens) == (3, 3 * 32)
     for _ in range(6):
         engine.submit([2] * 20, max_new_tokens=2, eos_ids=())
     read = []
@@ -296,7 +297,7 @@ def test_the_row_of_a_cancelled_request_takes_no_further_step() -> None:
 
 @functools.cache
 def interrupted_engine(*, late: bool) -> Engine:
-    shapes = dataclasses.replace(SHAPES, chunk=4)
+    shapes = dataclasses.replace(SHAPES, prompt_tokens=(), chunk=4)
     options: dict[str, Any] = {"read_late": late, "shapes": shapes, "tokenizer": Letters()}
     return engine_of(lively_model(), modes()["plain"][0], **options)
 
@@ -317,9 +318,10 @@ def interrupt_after(patch: pytest.MonkeyPatch, owner: Any, name: str, *, calls: 
 
 
 INTERRUPTED = [
-    *((slots, name) for name in ("run_block", "admit", "_put_rules", "read_chunk", "close_prompt")),
-    (slots, "open_prompt"),
+    (slots, "run_block"),
+    (slots, "read_blocks"),
     (Engine, "_take"),
+    (Engine, "_give_slots"),
     (Engine, "_read_prompts"),
     (Engine, "_end_by_host"),
     (Request, "take"),
@@ -436,21 +438,23 @@ def test_what_can_never_run_is_refused_at_once() -> None:
 
     refused("slot of 64 tokens.*prompt of 2 tokens, max_new_tokens=60 and 4.*: 66",
             max_new_tokens=60)  # fmt: skip
-    refused("prompt into 8. Got a prompt of 9", [1] * 9, max_new_tokens=1)
     refused("token ids from 0 to 63", [64], max_new_tokens=1)
     refused("at most 8 eos_ids.*Got 9 eos_ids and 0 sequences", eos_ids=range(9), max_new_tokens=1)
     refused("an engine with a tokenizer for stop_strings=.'x'.", stop_strings="x", max_new_tokens=1)
     assert engine.idle
     assert not engine.cancel(0)
+    engine = engine_of(lively_model(), *modes()["prompts"])
+    refused("prompt into 8. Got a prompt of 9", [1] * 9, max_new_tokens=1)
     for message, options in {
         "Got slots=0": {"slots": 0},
-        "capacity=5": {"capacity": 5},
+        "capacity=2": {"capacity": 2},
         "prompt_widths within the capacity": {"shapes": Shapes(prompt_widths=(65,))},
+        "multiples of it. Got .40.": {"shapes": Shapes(prompt_tokens=(32, 40))},
     }.items():
         with pytest.raises(ValueError, match=message):
-            engine_of(lively_model(), modes()["lossless"][0], **options)
+            engine_of(lively_model(), *modes()["prompts"], **options)
     wrong: list[dict[str, Any]] = [{"prompt_widths": (8, 4)}, {"groups": (0,)}]
-    for shapes in [*wrong, {"groups": ()}, {"key_step": 0}, {"chunk": 0}]:
+    for shapes in [*wrong, {"groups": ()}, {"prompt_tokens": (0,)}, {"key_step": 0}, {"chunk": 0}]:
         with pytest.raises(ValueError, match="Wanted"):
             Shapes(**shapes)
     engine.submit([1], max_new_tokens=3)
@@ -462,7 +466,7 @@ def test_what_can_never_run_is_refused_at_once() -> None:
 def test_at_most_a_third_of_a_group_only_fills_it_up(prompts: int, groups: int, rows: int) -> None:
     """Rows without a prompt cost as much as any: two prompts are read alone, three as four."""
     shapes = Shapes(prompt_widths=(8,), groups=(1, 4), key_step=CAPACITY)
-    engine = engine_of(lively_model(), modes()["plain"][0], slots=5, shapes=shapes)
+    engine = engine_of(lively_model(), *modes()["prompts"], slots=5, shapes=shapes)
     numbers = [engine.submit([1, 2 + n], max_new_tokens=2, eos_ids=()) for n in range(prompts)]
     assert sorted(engine.drain()) == numbers
     stats = engine.stats()

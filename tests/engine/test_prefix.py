@@ -23,7 +23,7 @@ from utio_jax.engine.prefix import PrefixCache, bytes_of
 from utio_jax.policies.depth import random_depths
 
 BLOCK, CAPACITY = 4, 64
-SHAPES = Shapes(prompt_widths=(8, 16, 32, 48), groups=(1, 3), key_step=32)
+SHAPES = Shapes(prompt_tokens=(4, 48), key_step=32)
 LONG = Lengths(prompt_step=64, key_step=128)
 
 
@@ -99,7 +99,7 @@ def check_schedules(engine: Engine, model: Model, mode: Any, *, schedules: int) 
 def test_requests_that_begin_alike_get_what_they_get_alone(name: str, late: bool) -> None:
     """With a pool so small that blocks make room for others all the time; late: and in chunks."""
     model, mode = model64(), modes()[name][0]
-    shapes = dataclasses.replace(SHAPES, chunk=8) if late else SHAPES
+    shapes = dataclasses.replace(SHAPES, prompt_tokens=(), chunk=8) if late else SHAPES
     engine = cached_engine(model, mode, blocks=11, read_late=late, shapes=shapes)
     stats = check_schedules(engine, model, mode, schedules=40)
     assert stats.cached_tokens > 0
@@ -162,7 +162,7 @@ def test_a_second_request_reads_what_follows_the_common_blocks(count_compiles: A
     ("size", "cached"), [(3, 0), (4, 0), (5, 4), (8, 4), (9, 8), (32, 28), (48, 44)]
 )
 def test_the_last_token_is_always_read(size: int, cached: int) -> None:
-    """Its logits are not kept. A beginning that saves no slots is not used."""
+    """Its logits are not kept."""
     engine = cached_engine(lively_model())
     text = np.random.default_rng(1).integers(0, 64, size).tolist()
     first, second = ask(engine, text), ask(engine, text)
@@ -225,7 +225,7 @@ def test_an_approximate_prefill_takes_no_part() -> None:
 @pytest.mark.parametrize("how", ["cancelled", "deadline"])
 def test_a_prompt_that_is_given_up_leaves_nothing_half_written(how: str) -> None:
     now = [0.0]
-    shapes = dataclasses.replace(SHAPES, chunk=4)
+    shapes = dataclasses.replace(SHAPES, prompt_tokens=(), chunk=4)
     engine = cached_engine(lively_model(), shapes=shapes, clock=lambda: now[0], read_late=False)
     text = np.random.default_rng(4).integers(0, 64, 40).tolist()
     wanted = ask(cached_engine(lively_model()), text).token_ids
@@ -262,7 +262,7 @@ def test_an_interrupted_call_forgets_all_blocks(monkeypatch: pytest.MonkeyPatch)
 
 def test_without_a_pool_nothing_is_different() -> None:
     off, on = (cached_engine(lively_model(), blocks=blocks) for blocks in (0, 8))
-    assert off.programs == on.programs - 2  # Two sizes of what follows.
+    assert off.programs == on.programs
     text = [*range(20)]
     assert [ask(off, text).cached_tokens for _ in range(2)] == [0, 0]
     assert off.stats().prefix_blocks == 0

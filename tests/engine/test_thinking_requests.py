@@ -13,7 +13,7 @@ from helpers.generation import lively_model
 
 from utio_jax.decoding import SamplingParams, Thinking, Thought
 
-ONE = dataclasses.replace(SHAPES, prompt_widths=(8,), groups=(3,))
+ONE = dataclasses.replace(SHAPES, prompt_tokens=(96,))
 """One program that reads prompts."""
 
 RULES = (

@@ -36,7 +36,7 @@ from utio_jax.serving import Address, Chat, Limits, ServedModel, Server
 from utio_jax.staircase.prompts import PromptImportance
 
 CONTEXT = 256
-SHAPES = Shapes(prompt_widths=(CONTEXT,), groups=(2,), key_step=CONTEXT)
+SHAPES = Shapes(prompt_tokens=(64,), prompt_widths=(CONTEXT,), groups=(2,), key_step=CONTEXT)
 LENGTHS = Lengths(prompt_step=64, key_step=CONTEXT)
 TEMPLATE = (
     "{% for message in messages %}{% if message.role == 'tool' %}{{ raise_exception('No tools') }}"

@@ -79,7 +79,7 @@ def test_all_but_the_last_token_stop_before_the_last_layer_with_keys_and_values(
 def test_an_engine_gives_the_same_tokens(model: Model, chunk: int | None) -> None:
     engine = Engine(
         model.decoder, model.params, slots=2, capacity=64, mode=Plain(),
-        shapes=Shapes(prompt_widths=(8, 32), groups=(1, 2), key_step=32, chunk=chunk),
+        shapes=Shapes(key_step=32, chunk=chunk),
     )  # fmt: skip
     numbers = [engine.submit(prompt, max_new_tokens=16, eos_ids=()) for prompt in PROMPTS]
     done = engine.drain()
@@ -111,7 +111,7 @@ def test_a_slot_keeps_nothing_of_the_request_before() -> None:
     prompts = [[*prefix, *range(24, 33)], [*prefix, 40], prefix]
     engine = Engine(
         model.decoder, model.params, slots=1, capacity=64, mode=Plain(),
-        shapes=Shapes(prompt_widths=(32,), groups=(1,), key_step=64),
+        shapes=Shapes(key_step=64),
     )  # fmt: skip
     numbers = [engine.submit(prompt, max_new_tokens=16, eos_ids=()) for prompt in prompts]
     done, wanted = engine.drain(), run(model, prompts)

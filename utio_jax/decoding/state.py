@@ -20,7 +20,7 @@ from utio_jax.core.work import Work
 
 REASONS = ("running", "eos", "stop", "length", "released")
 """Why a row ended, indexed by `DecodeState.reason`; a released one is free for another prompt."""
-_RUNNING, _EOS, _STOP, _LENGTH, RELEASED = range(5)
+RUNNING, _EOS, _STOP, _LENGTH, RELEASED = range(5)
 
 
 @pytree
@@ -291,7 +291,7 @@ class DecodeState:
     @property
     def active(self) -> Bool[Array, " batch"]:
         """Rows that have not ended."""
-        return self.reason == _RUNNING
+        return self.reason == RUNNING
 
     @property
     def token_ids(self) -> Int[Array, "batch slot"]:
@@ -388,7 +388,7 @@ def end_rows(state: DecodeState, stop_when: Callable[[int, np.ndarray], bool]) -
         for leaf in (state.token_ids, state.prompt_lengths, state.lengths, state.reason)
     )
     ended = [
-        int(reason[row]) == _RUNNING and stop_when(row, known[row, starts[row] : ends[row]].copy())
+        int(reason[row]) == RUNNING and stop_when(row, known[row, starts[row] : ends[row]].copy())
         for row in range(len(reason))
     ]
     if not any(ended):

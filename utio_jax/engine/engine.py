@@ -16,7 +16,6 @@ import dataclasses
 import itertools
 import math
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -110,6 +109,8 @@ class Engine:
         # All that have not ended, in the order of submission: one without a slot waits.
         self._known: dict[int, Request] = {}
         self._owners: list[Request | None] = [None] * slots
+        # Requests whose prompts are being read, by the row that they go to.
+        self._reading: dict[int, Request] = {}
         # A block that was dispatched, and not read yet: its report, and whose rows it ran.
         self._flying: tuple[jax.Array, tuple[Request | None, ...]] | None = None
         self._freed: list[int] = []
@@ -236,7 +237,7 @@ class Engine:
     def programs(self) -> int:
         """Programs that `warmup` compiles."""
         rows = self._rows
-        return sum(len(rows.groups_of(each)) for each in (*rows.readings, *rows.tails))
+        return len(rows.passes) + len(rows.widths) * len(rows.groups)
 
     def advance(self) -> list[Event]:
         """Runs one block: prompts are read into free slots, then all rows take their steps.
@@ -313,32 +314,29 @@ class Engine:
             self._recovered()  # Of no request: rows alone.
         rows = self._rows
         room = min(rows.capacity - self.mode.block, self._served.decoder.config.context_length)
-        programs = [(each, group) for each in rows.readings for group in rows.groups_of(each)]
-        # One of them is cancelled, so that a slot is released, too; another has to run a block.
-        least = 2 if rows.groups == [1] else 1
-        # Twice: what a program returns may be laid out otherwise than what it was first given.
+        passes: list[tuple[int, int]] = [(size, 0) for size in rows.passes]
+        passes += [(width, group) for width in rows.widths for group in rows.groups]
         if progress is None:
             progress = count_on_terminal("Compiling programs of the engine")
-            progress(0, len(programs))
+            progress(0, len(passes))
         try:
-            for done, (reading, group) in enumerate(programs * 2, start=1):
-                # Of chunks, all widths of keys: as long a prompt as there can be.
-                new = 1 if reading.chunked else 2
-                prompt = np.zeros(min(reading.longest, room - new), np.int32)
-                asked: dict[str, Any] = {"max_new_tokens": new, "eos_ids": ()}
-                asked["whole_prompt"] = reading.whole
-                numbers = [
-                    self.submit(prompt, cache_salt=f"{done} {number}", **asked)
-                    for number in range(max(group, least))
-                ]
+            # Twice: what a program returns may be laid out otherwise than what it was first given.
+            for done, (size, group) in enumerate(passes * 2, start=1):
+                if not group:
+                    rows.warm(size)
+                # One of them is cancelled, so that a slot is released; another runs a block.
+                prompt = np.zeros(min(size, room - 2) if group else 1, np.int32)
+                asked: dict[str, Any] = {"max_new_tokens": 2, "eos_ids": ()}
+                asked |= {"whole_prompt": not group, "cache_salt": str(done)}
+                count = max(group, 2 if rows.groups in ([], [1]) else 1)
+                numbers = [self.submit(prompt, **asked) for _ in range(count)]
                 self._unsettled = True
                 self._read_prompts()
                 self._unsettled = False
                 self.cancel(numbers[0])
                 self.drain()
-                if done <= len(programs):
-                    progress(done, len(programs))
-            rows.warm_tails()
+                if done <= len(passes):
+                    progress(done, len(passes))
         except BaseException:  # No caller knows of these requests.
             self._unsettled, self._known, self._drained = True, {}, {}
             raise
@@ -354,6 +352,7 @@ class Engine:
         interrupted as well: it ends what it did not hand out when it is called again.
         """
         self._rows.reset()
+        self._reading.clear()
         self._flying, self._freed, self._owners = None, [], [None] * self._served.slots
         now, events = self._clock(), []
         for request in self._known.values():
@@ -384,52 +383,56 @@ class Engine:
         if request.slot is not None:
             self._freed.append(request.slot)
             self._owners[request.slot] = None
-        elif request is self._rows.opened:
-            self._rows.forget()
+        self._reading = {row: each for row, each in self._reading.items() if each is not request}
         return event
 
     def _read_prompts(self) -> None:
         """Reads prompts into free slots, in the order in which they were submitted."""
-        running, padded, rows = any(self._owners), 0, self._rows
-        served, chunk = self._served, self._served.shapes.chunk
-        # What a running row waits for at most: a chunk, or else a slot or a block's own work.
-        between = max(served.capacity, served.slots * served.steps) if chunk is None else chunk
-        if None not in self._owners:
-            return
-        known = self._known.values()
-        queue = deque(each for each in known if each.slot is None and each.finished is None)
-        while queue and None in self._owners:
-            reading = rows.reading_of(queue[0])
-            groups = rows.groups_of(reading, most=between if running else None)
-            most, chosen = min(self._owners.count(None), groups[-1]), []
-            for request in itertools.islice(queue, most):
-                if rows.reading_of(request) != reading:
-                    break
-                if any(rows.waits_for(request, each) for each in chosen):
-                    break
-                chosen.append(request)
-            # Rows that only fill a group up cost as much as any: at most a third of them.
-            full = [size for size in groups if 2 * size <= 3 * len(chosen)]
-            group = max(full, default=groups[0])
-            chosen = chosen[:group]
-            padded += reading.width * group
-            if running and padded > max(between, reading.width * group):
+        rows, spent = self._rows, 0
+        # What a running row waits for at most, or a pass of the smallest size.
+        most = rows.between if any(self._owners) else None
+        while True:
+            self._give_slots()
+            left = None if most is None else max(most - spent, 0 if spent else rows.passes[0])
+            prompts = rows.next_pass(self._reading, most=left) if self._reading else None
+            if prompts is None:
                 return
+            spent += prompts.tokens
             self._stats.prompt_groups += 1
-            self._stats.padded_prompt_tokens += reading.width * group
+            self._stats.padded_prompt_tokens += prompts.tokens
             now = self._clock()
-            for request in chosen:
+            for _, request, *_ in prompts.parts:
                 request.admitted = now if request.admitted is None else request.admitted
-            free = [slot for slot, owner in enumerate(self._owners) if owner is None]
-            taken = dict(zip(free, chosen, strict=False))
-            if not rows.read_next(chosen, [*taken], reading=reading, group=group):
-                continue
-            for slot, request in taken.items():
-                queue.popleft()
-                request.slot, self._owners[slot] = slot, request
+            for row in rows.read(prompts):
+                request = self._reading.pop(row)
+                request.slot, self._owners[row] = row, request
                 self._stats.prompt_tokens += request.prompt.size
                 self._stats.cached_tokens += request.cached
-                rows.keep_blocks(request, slot)
+                rows.keep_blocks(request, row)
+
+    def _give_slots(self) -> None:
+        """Gives free slots to requests that wait, the oldest first.
+
+        One that begins as another whose prompt is being read waits for it, and lets others pass.
+        """
+        free = [
+            row
+            for row, owner in enumerate(self._owners)
+            if owner is None and row not in self._reading
+        ]
+        if not free:
+            return
+        taken = {each.number for each in self._reading.values()}
+        for request in self._known.values():
+            if request.slot is not None or request.finished is not None or request.number in taken:
+                continue
+            if any(self._rows.waits_for(request, each) for each in self._reading.values()):
+                continue
+            row = free.pop(0)
+            self._rows.begin(request, row)
+            self._reading[row] = request
+            if not free:
+                return
 
     def _take(self, block: jax.Array, owners: tuple[Request | None, ...]) -> list[Event]:
         """Returns what a block has brought to the requests that it ran, but those ended since."""

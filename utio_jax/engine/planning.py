@@ -216,18 +216,16 @@ def _seconds(slots: Slots, served: Served, rows: int, threshold: float = 0.0) ->
             f"capacity of {served.capacity}. Take fewer steps."
         )
     vocab, own = served.decoder.config.vocab_size, own_thresholds(mode)
-    for slot in range(rows):
-        request = Request(
+    slots.read_all(
+        Request(
             number=slot,
             prompt=np.full(size, slot % vocab, np.int32),
             max_new_tokens=new,
             seed=slot,
             thresholds=None if own is None else np.full_like(own, threshold),
         )
-        reading = slots.reading_of(request)
-        group = slots.groups_of(reading)[0]
-        while not slots.read_next([request], [slot], reading=reading, group=group):
-            pass
+        for slot in range(rows)
+    )
     seconds = []
     for _ in range(blocks):
         began = time.perf_counter()

@@ -15,6 +15,7 @@ reading the same text in full would give.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -102,9 +103,10 @@ class PrefixCache:
         self._touch(keys[: len(places)])
         return places
 
-    def load(self, cache: KVCache, places: Sequence[int]) -> KVCache:
-        """Returns a cache of one row, donated, that begins with these blocks."""
-        return _load(cache, self.pool, self._padded(places, cache), np.int32(len(places)))
+    def load(self, cache: KVCache, row: int, places: Sequence[int]) -> KVCache:
+        """Returns a cache, donated, of which a row begins with these blocks."""
+        where = self._padded(places, cache), np.int32(len(places))
+        return _load(cache, self.pool, np.int32(row), *where)
 
     def store(self, cache: KVCache, row: int, keys: Sequence[bytes]) -> None:
         """Keeps the blocks that a row of a cache begins with; those that are known stay."""
@@ -152,22 +154,26 @@ def bytes_of(size: int | str) -> int:
 
 @partial(jax.jit, donate_argnames="cache")
 def _load(
-    cache: KVCache, pool: Pool, places: Int[Array | np.ndarray, " block"], count: Int[Any, ""]
+    cache: KVCache,
+    pool: Pool,
+    row: Int[Any, ""],
+    places: Int[Array | np.ndarray, " block"],
+    count: Int[Any, ""],
 ) -> KVCache:
     axis = 3 if cache.heads_first else 2
     block = pool.keys.shape[axis]  # Blocks lie where a cache has rows.
     places = jnp.asarray(places)
 
     def one(index: jax.Array, leaves: Any) -> Any:
+        start = [jnp.int32(0)] * cache.keys.ndim
+        start[1], start[axis] = jnp.asarray(row), jnp.int32(index * block)
         return tuple(
-            jax.lax.dynamic_update_slice_in_dim(
-                leaf, blocks[places[index]][:, None], index * block, axis
-            )
+            jax.lax.dynamic_update_slice(leaf, blocks[places[index]][:, None], start)
             for leaf, blocks in zip(leaves, (pool.keys, pool.values), strict=True)
         )
 
     keys, values = jax.lax.fori_loop(0, count, one, cache.arrays)
-    return KVCache(keys=keys, values=values, view=cache.view, heads_first=cache.heads_first)
+    return dataclasses.replace(cache, keys=keys, values=values)
 
 
 @partial(jax.jit, donate_argnames="pool")

@@ -145,7 +145,8 @@ class Request:
       block_keys: of the prompt's whole blocks; None: the prefix cache takes no part in it.
       salt: requests of other salts do not share its blocks.
       cached: tokens of its prompt that came from the prefix cache.
-      slot: where it runs; None while it waits.
+      read: tokens of its prompt whose K/V are in its row, these included.
+      slot: where it runs; None until its prompt has been read.
       admitted: when its prompt was begun; None while it waits.
       stepped: whether a block has run with it.
       ending: why the host wants it to end; None: it does not.
@@ -168,6 +169,7 @@ class Request:
     block_keys: list[bytes] | None = None
     salt: str = ""
     cached: int = 0
+    read: int = 0
     slot: int | None = None
     admitted: float | None = None
     stepped: bool = False
@@ -247,12 +249,12 @@ class Request:
 
 @pytree
 class Fresh:
-    """Prompts, padded on the right, and rules of requests on their way into rows: host arrays."""
+    """Prompts, padded on the right, and rules of requests on their way into rows."""
 
-    token_ids: Int[np.ndarray, "row token"]
-    lengths: Int[np.ndarray, " row"]
-    limits: Int[np.ndarray, " row"]
-    seeds: UInt32[np.ndarray, " row"]
+    token_ids: Int[Any, "row token"]
+    lengths: Int[Any, " row"]
+    limits: Int[Any, " row"]
+    seeds: UInt32[Any, " row"]
     hook: ThinkingRows | None
     rules: Rules
 

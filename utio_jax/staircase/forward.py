@@ -325,7 +325,7 @@ def project_states(  # noqa: PLR0913 (arrays of one segment)
     cache: KVCache,
     x: Float[Array, "batch token dim"],
     places: Places,
-    at: dict[str, Any],
+    put: Callable[..., tuple[KVCache, Any]],
     *,
     start: Depth,
     stop: int,
@@ -340,13 +340,13 @@ def project_states(  # noqa: PLR0913 (arrays of one segment)
       cache: of all rows.
       x: states that no longer change.
       places: what the decoder made of their positions.
-      at: `positions`, `valid` and `rows` of `utio_jax.attention.cache.write`.
+      put: writes a layer's K/V: `Attention.write`, for instance of `write_at`.
       start: first layer.
       stop: layer to stop before.
       layers: each layer's parameters apart, where they are.
       bounds: static, between which a traced `start` lies.
     """
-    config, put = decoder.config, write_at(at)
+    config = decoder.config
 
     def body(index: jax.Array, layer: LayerParams, cache: KVCache) -> KVCache:
         return put(cache, index, *keys_values_of(decoder, layer, flat(x), flat(places)))[0]

@@ -25,7 +25,7 @@ from utio_jax.core.layer import Depth, layer_at
 from utio_jax.core.work import Work
 from utio_jax.staircase.base import Tokens
 from utio_jax.staircase.exit_head import Model
-from utio_jax.staircase.forward import project_states
+from utio_jax.staircase.forward import project_states, write_at
 from utio_jax.staircase.reference import check_kv
 
 
@@ -79,7 +79,7 @@ class Propagate:
                 cache,
                 tokens.x,
                 tokens.places,
-                {"positions": tokens.positions, "valid": tokens.shown},
+                write_at({"positions": tokens.positions, "valid": tokens.shown}),
                 start=start,
                 stop=bounds[1],
                 layers=layers,

@@ -1,0 +1,294 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads prompts into the rows of a running batch: blocks of tokens of several prompts in one pass.
+
+Prompts are cut into blocks of a few tokens. A pass runs a fixed number of blocks, of any rows, at
+any place: short prompts together, a part of a long one, or what follows the known beginning of
+several. Projections and MLP run over the tokens of all blocks, attention block by block over the
+row's K/V in the cache. So there is one program for each number of tokens, whatever the lengths.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from utio_jax.attention.cache import KVCache
+from utio_jax.attention.mixing import mix_apart, mixer_at
+from utio_jax.core.arrays import flat
+from utio_jax.core.decoder import Decoder
+from utio_jax.core.platform import here
+from utio_jax.core.pytrees import pytree, static
+from utio_jax.core.rows import put_rows
+from utio_jax.decoding.base import Setting, emit_drawn
+from utio_jax.decoding.segments import block_at, run_segment
+from utio_jax.decoding.state import RELEASED, RUNNING, Columns, DecodeState, Tally
+from utio_jax.engine.blocks import Rules
+from utio_jax.engine.requests import Fresh
+from utio_jax.staircase.forward import InPlace, Sources, forward, project_states, write_at
+
+
+@pytree
+class PromptBlocks:
+    """Blocks of consecutive prompt tokens, each of one row of the cache.
+
+    Attributes:
+      rows: of the cache.
+      starts: position of each block's first token.
+      stops: position behind its last token; a block that only fills up has none.
+      ends: True where the last token is the prompt's last, which a new token follows.
+      count: blocks in use, which come first.
+      size: tokens that a block holds. Static.
+    """
+
+    rows: Int[Any, " block"]
+    starts: Int[Any, " block"]
+    stops: Int[Any, " block"]
+    ends: Bool[Any, " block"]
+    count: Int[Any, ""]
+    size: int = static()
+
+    @classmethod
+    def of(cls, spans: list[tuple[int, int, int, bool]], *, blocks: int, size: int) -> PromptBlocks:
+        """Returns blocks of `(row, start, stop, is_end)`, filled up; host arrays."""
+        table = np.zeros((4, blocks), np.int32)
+        table[:, : len(spans)] = np.asarray(spans, np.int32).reshape(-1, 4).T
+        rows, starts, stops, ends = table
+        return cls(
+            rows=rows,
+            starts=starts,
+            stops=stops,
+            ends=ends.astype(bool),
+            count=np.int32(len(spans)),
+            size=size,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class _BlockAttention:
+    """K/V of blocks in the rows of a cache, and attention a block at a time, for `forward`.
+
+    A block attends over the fewest of a few widths that hold its last token. Slots behind a row's
+    last token are written, too: each is written again before it is read.
+    """
+
+    decoder: Decoder
+    blocks: PromptBlocks
+    positions: Int[Array, "block token"]
+    widths: tuple[int, ...]
+
+    def write(
+        self, cache: KVCache, index: Any, keys: jax.Array, values: jax.Array
+    ) -> tuple[KVCache, None]:
+        """Returns the cache with a layer's K/V, one contiguous copy for each block."""
+        size = self.blocks.size
+
+        def one(block: jax.Array, leaves: Any) -> Any:
+            start = self._start(cache, index, block)
+            new = (jax.lax.dynamic_slice_in_dim(y, block * size, size) for y in (keys, values))
+            return tuple(
+                jax.lax.dynamic_update_slice(
+                    leaf, cache.by_slot(y)[None, None].astype(leaf.dtype), start
+                )
+                for leaf, y in zip(leaves, new, strict=True)
+            )
+
+        keys, values = jax.lax.fori_loop(0, self.blocks.count, one, cache.arrays)
+        return dataclasses.replace(cache, keys=keys, values=values), None
+
+    def read(self, cache: KVCache, sources: Sources) -> tuple[KVCache, Sources]:
+        """Returns the cache itself, which blocks read in place."""
+        return cache, sources
+
+    def attend(self, index: Any, queries: jax.Array, seen: tuple[KVCache, Sources]) -> jax.Array:
+        """Returns what the queries of all blocks in use attend to."""
+        (cache, sources), mix, size = seen, mixer_at(self.decoder, index), self.blocks.size
+
+        def one(block: jax.Array, mixed: jax.Array) -> jax.Array:
+            own = jax.lax.dynamic_slice_in_dim(queries, block * size, size)
+            positions = jax.lax.dynamic_index_in_dim(self.positions, block, keepdims=False)
+
+            def over(width: int) -> jax.Array:
+                keys_values = [
+                    [
+                        cache.by_slot(
+                            jax.lax.dynamic_slice(
+                                leaf,
+                                (*self._start(cache, each, block)[:2], *[jnp.int32(0)] * 3),
+                                (1, 1, *cache.size(width)),
+                            )[0, 0]
+                        )
+                        for leaf in cache.arrays
+                    ]
+                    for each in sources
+                ]
+                visible = mix.visible(positions, jnp.arange(width, dtype=jnp.int32))
+                return mix_apart(mix, own, keys_values, visible)
+
+            end = self.blocks.starts[block] + size
+            reach = jnp.sum(end > jnp.asarray(self.widths[:-1], jnp.int32), dtype=jnp.int32)
+            new = jax.lax.switch(reach, [partial(over, width) for width in self.widths])
+            return jax.lax.dynamic_update_slice_in_dim(mixed, new, block * size, 0)
+
+        return jax.lax.fori_loop(0, self.blocks.count, one, queries)
+
+    def _start(self, cache: KVCache, index: Any, block: jax.Array) -> tuple[jax.Array, ...]:
+        """Returns where a block's K/V of a layer begin in the cache."""
+        zero, slot = jnp.int32(0), self.blocks.starts[block]
+        place = (zero, slot) if cache.heads_first else (slot, zero)
+        return (jnp.asarray(index, jnp.int32), self.blocks.rows[block], *place, zero)
+
+
+@partial(jax.jit, static_argnames="widths", donate_argnames="state")
+def read_blocks(
+    setting: Setting,
+    state: DecodeState,
+    rules: Rules,
+    fresh: Fresh,
+    rows: Int[Any, " fresh"],
+    blocks: PromptBlocks,
+    *,
+    widths: tuple[int, ...],
+) -> tuple[DecodeState, Rules]:
+    """Returns the state, donated, once blocks of prompts have been read, and the rules of its rows.
+
+    A row whose prompt ends gets its first new token and runs from then on; all others stay as they
+    are. K/V are those of reading the prompts in full. Tokens run as many layers as their K/V need,
+    and the last one of a prompt all layers.
+
+    Args:
+      setting: of the running batch.
+      state: of the running batch.
+      rules: of its rows.
+      fresh: prompts that begin in this pass.
+      rows: where they go; one that only fills up goes nowhere: name the number of rows.
+      blocks: of prompts that begin or have begun.
+      widths: numbers of key slots to attend over, ascending. Static.
+    """
+    state, rules = _open(state, rules, fresh, rows)
+    setting = dataclasses.replace(setting, sampling=rules.sampling, stops=rules.stops)
+    with jax.named_scope("prefill_blocks"):
+        last, cache = _run(setting, state, blocks, widths=widths)
+    logits = setting.decoder.unembed(setting.params, last).astype(jnp.float32)
+    return _first_tokens(setting, state, cache, blocks, logits), rules
+
+
+def _open(
+    state: DecodeState, rules: Rules, fresh: Fresh, rows: Int[Any, " fresh"]
+) -> tuple[DecodeState, Rules]:
+    """Returns the state with prompts in some rows, which do not run yet, and the rules of rows."""
+    best = state.columns.alternatives
+    columns = Columns.empty(
+        *fresh.token_ids.shape, alternatives=0 if best is None else best.token_ids.shape[-1]
+    )
+
+    def put(old: Any, new: Any) -> jax.Array:
+        return jnp.asarray(old).at[rows].set(new, mode="drop")
+
+    opened = {
+        "columns": dataclasses.replace(columns, token_ids=fresh.token_ids),
+        "lengths": fresh.lengths,
+        "prompt_lengths": fresh.lengths,
+        "limits": fresh.limits,
+        "reason": np.full(fresh.lengths.shape, RELEASED, np.int32),
+        "seeds": fresh.seeds,
+        "tally": Tally.empty(*fresh.lengths.shape),
+        "hook": fresh.hook,
+    }
+    opened = {name: jax.tree.map(put, getattr(state, name), new) for name, new in opened.items()}
+    return dataclasses.replace(state, **opened), put_rows(rules, fresh.rules, rows)
+
+
+def _run(
+    setting: Setting, state: DecodeState, blocks: PromptBlocks, *, widths: tuple[int, ...]
+) -> tuple[Float[Array, "block dim"], KVCache]:
+    """Returns the state of each block's last token, after all layers at prompts' ends."""
+    decoder, params = setting.decoder, setting.params
+    config = decoder.config
+    ahead = jnp.asarray(blocks.starts)[:, None] + jnp.arange(blocks.size, dtype=jnp.int32)[None, :]
+    valid = ahead < jnp.asarray(blocks.stops)[:, None]
+    positions = jnp.where(valid, ahead, 0)  # Some decoders have no position behind the last.
+    token_ids = state.token_ids[jnp.asarray(blocks.rows)[:, None], positions]
+    x = decoder.embed(params, token_ids, positions)
+    block = block_at(decoder, positions, valid, rows=jnp.asarray(blocks.rows))
+    stop = config.kv_complete if config.kv_source else config.num_layers
+    cache = dataclasses.replace(state.cache, view=None)
+    if here().static_shapes:
+        x, cache = run_segment(
+            decoder, params, cache, x, block, start=0, stop=stop, width=widths[-1]
+        )
+        put: Any = write_at(block.at)
+    else:
+        device = jax.tree.map(jnp.asarray, blocks)
+        attention = _BlockAttention(decoder, device, positions, widths)
+        x, cache = forward(
+            decoder,
+            params,
+            x,
+            block.places,
+            cache,
+            slots=InPlace(flat(valid)),
+            attention=attention,
+            start=0,
+            stop=stop,
+        )
+        put = attention.write
+    at = jnp.maximum(jnp.asarray(blocks.stops) - jnp.asarray(blocks.starts) - 1, 0)
+    last = jnp.take_along_axis(x, at[:, None, None], axis=1)
+    if stop < config.num_layers:
+        cache, _ = project_states(
+            decoder, params, cache, x, block.places, put, start=stop, stop=config.num_layers
+        )
+        ends = jnp.asarray(blocks.ends)[:, None]
+        where = jnp.where(ends, jnp.asarray(blocks.stops)[:, None] - 1, 0)
+        last, cache = run_segment(
+            decoder,
+            params,
+            cache,
+            last,
+            block_at(decoder, where, ends, rows=block.rows),
+            start=stop,
+            stop=config.num_layers,
+            width=widths[-1],
+        )
+    return last[:, 0], cache
+
+
+def _first_tokens(
+    setting: Setting,
+    state: DecodeState,
+    cache: KVCache,
+    blocks: PromptBlocks,
+    logits: Float[Array, "block vocab"],
+) -> DecodeState:
+    """Returns the state with the first new token of the rows whose prompts end."""
+    num_rows, num_layers = state.lengths.shape[0], setting.decoder.config.num_layers
+    rows = jnp.where(jnp.asarray(blocks.ends), jnp.asarray(blocks.rows), num_rows)
+    begins = jnp.zeros((num_rows,), jnp.bool_).at[rows].set(True, mode="drop")
+    by_row = jnp.zeros((num_rows, logits.shape[-1]), logits.dtype)
+    by_row = by_row.at[rows].set(logits, mode="drop")
+
+    def chosen(axis: int, new: Any, old: Any) -> Any:
+        def pick(new: jax.Array, old: jax.Array) -> jax.Array:
+            mask = begins.reshape(*(1,) * axis, -1, *(1,) * (new.ndim - axis - 1))
+            return jnp.where(mask, new, old)
+
+        return jax.tree.map(pick, new, old)
+
+    reason = jnp.where(begins, RUNNING, RELEASED)
+    alone = dataclasses.replace(state, cache=cache, reason=reason)
+    alone = setting.mode.start(setting, alone)
+    depth = jnp.full_like(state.lengths, num_layers)
+    new = emit_drawn(setting, alone, by_row, decided=depth, executed=depth)
+    view = chosen(1, new.cache.view, state.cache.view)
+    return dataclasses.replace(
+        new,
+        cache=dataclasses.replace(new.cache, view=view),
+        memory=chosen(0, new.memory, state.memory),
+        reason=chosen(0, new.reason, state.reason),
+    )
