@@ -27,10 +27,10 @@ from utio_jax.bench.timing import Spread, time_programs
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.base import Mode, Plain
 from utio_jax.decoding.generate import generate
-from utio_jax.engine import Engine, Shapes
+from utio_jax.engine import Engine
 from utio_jax.models.training.corpus import standard_library
 
-TURNS, GROUPS = 12, (1, 4, 16)
+TURNS = 12
 """Requests for each slot; prompts that are read together."""
 
 
@@ -82,7 +82,6 @@ def measure(model: Any, documents: Any, slots: int, args: Any) -> list[dict[str,
             slots=slots,
             capacity=args.prompt + output + mode.block,
             mode=mode,
-            shapes=Shapes(prompt_widths=(args.prompt,), groups=GROUPS),
         )
         engine.warmup()
         programs[label] = partial(serve, engine)

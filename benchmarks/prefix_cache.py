@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from utio_jax import load
-from utio_jax.engine import Engine, Shapes
+from utio_jax.engine import Engine
 from utio_jax.models.training.corpus import standard_library
 
 ROUNDS, SLOTS, CHATS, TURNS, NEW, SAID = 7, 8, 24, 4, 24, 16
@@ -29,8 +29,7 @@ ROUNDS, SLOTS, CHATS, TURNS, NEW, SAID = 7, 8, 24, 4, 24, 16
 
 def engine_of(model: Any, capacity: int, prefix_cache: str | int) -> Engine:
     """Returns a compiled engine."""
-    shapes = Shapes(groups=(1, 4))
-    sizes = {"slots": SLOTS, "capacity": capacity, "shapes": shapes}
+    sizes = {"slots": SLOTS, "capacity": capacity}
     engine = Engine.of(model, prefix_cache=prefix_cache, **sizes)
     engine.warmup()
     return engine

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Long prompts read in chunks: what comes of them, and how long rows beside them pause."""
+"""Prompts read in blocks and chunks: their tokens, cost, and how long running rows pause."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ from helpers.engine import (
 )
 from helpers.generation import lively_model
 
+from utio_jax.core.platform import compiling_for
+from utio_jax.decoding.generate import generate
 from utio_jax.decoding.loop import Lengths
+from utio_jax.engine import Shapes
 from utio_jax.models.presets import TINY
 
 CHUNK = 8
@@ -139,3 +142,26 @@ def test_chunks_cost_their_tokens() -> None:
     assert counts["unembed"] == 3  # One for each block, whether the prompt ends there or not.
     assert engine.stats().padded_prompt_tokens == 3 * CHUNK
     assert engine.stats().prompt_tokens == 20
+
+
+@pytest.mark.parametrize(("platform", "capacity"), [("cpu", 72), ("tpu", 80)])
+def test_parts_of_several_prompts_share_a_pass(platform: str, capacity: int) -> None:
+    """Blocks of a prompt of 40 tokens and of two short ones; the fourth has no place in it."""
+    model = lively_model()
+    counting = type(model)(Counting(model.decoder.config), model.params)
+    shapes = Shapes(prompt_tokens=(32, 128), key_step=32)
+    prompts = [[2] * 40, [3], [4] * 20, [5] * 9]
+    read_counts()
+    with compiling_for(platform):  # A capacity of its own: what is traced is not traced again.
+        engine = engine_of(counting, modes()["plain"][0], slots=4, capacity=capacity, shapes=shapes)
+        numbers = [engine.submit(each, max_new_tokens=1, eos_ids=()) for each in prompts]
+        found = engine.drain()
+    stats = engine.stats()
+    assert (stats.prompt_groups, stats.padded_prompt_tokens) == (2, 128 + 32)
+    assert read_counts()["queries"] == TINY.num_layers * (128 + 32)
+    for number, prompt in zip(numbers, prompts, strict=True):
+        expected = generate(model.decoder, model.params, [prompt], max_new_tokens=1, eos_ids=())
+        np.testing.assert_array_equal(found[number].token_ids, expected.token_ids[0])
+        np.testing.assert_allclose(
+            found[number].log_probabilities, expected.log_probabilities[0], atol=1e-4
+        )
