@@ -14,8 +14,11 @@ import pytest
 from helpers.cli import refused
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from utio_jax.cli import chat
+from utio_jax.cli.chat import Chat
 from utio_jax.cli.main import main
-from utio_jax.models import chat, load
+from utio_jax.engine import Engine
+from utio_jax.models import load
 
 FOLDER = Path(__file__).parents[1] / "models" / "huggingface" / "llama"
 TURNS = (
@@ -47,13 +50,13 @@ def say(monkeypatch: pytest.MonkeyPatch, *lines: str) -> None:
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[dict[str, str]], int]]:
     """The messages and the seed of each answer."""
     seen: list[tuple[list[dict[str, str]], int]] = []
-    answer = chat.stream_answer
+    answer = Chat._answer
 
-    def remembered(model: Any, messages: Any, **options: Any) -> Iterator[tuple[str, int]]:
-        seen.append(([dict(message) for message in messages], options["seeds"]))
-        return answer(model, messages, **options)
+    def remembered(self: Chat, *given: Any) -> Any:
+        seen.append(([dict(message) for message in given[2]], self.seed + given[3]))
+        return answer(self, *given)
 
-    monkeypatch.setattr(chat, "stream_answer", remembered)
+    monkeypatch.setattr(Chat, "_answer", remembered)
     return seen
 
 
@@ -86,6 +89,29 @@ def test_a_conversation_goes_on_until_it_is_left(
     assert load(folder).chat([system, user], max_new_tokens=5).text == first
 
 
+def test_a_turn_reads_what_is_new(
+    folder: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ended, stream = [], Engine.stream
+
+    def kept(self: Engine, *given: Any, **options: Any) -> Iterator[Any]:
+        for event in stream(self, *given, **options):
+            ended.extend([event.finished] * (event.finished is not None))
+            yield event
+
+    monkeypatch.setattr(Engine, "stream", kept)
+    say(monkeypatch, "a" * 25, "b")
+    assert main(["chat", "--model", folder, "--max-new-tokens", "5"]) == 0
+    assert [each.cached_tokens for each in ended] == [0, 32]
+    first, second = json.loads(capsys.readouterr().out)["turns"]
+    messages = [
+        {"role": "user", "content": "a" * 25},
+        {"role": "assistant", "content": first["answer"]},
+        {"role": "user", "content": "b"},
+    ]
+    assert load(folder).chat(messages, max_new_tokens=5).text == second["answer"]
+
+
 def test_depth_that_varies_is_named(
     folder: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -101,15 +127,15 @@ def test_depth_that_varies_is_named(
 def test_ctrl_c_ends_the_answer_and_not_the_program(
     folder: str, asked: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    answer = chat.stream_answer
+    pieces_of = chat.pieces_of
 
-    def interrupted(*given: Any, **options: Any) -> Iterator[tuple[str, int]]:
-        for index, piece in enumerate(answer(*given, **options)):
+    def interrupted(events: Any) -> Iterator[tuple[str, int]]:
+        for index, piece in enumerate(pieces_of(events)):
             if len(asked) == 1 and index == 2:
                 raise KeyboardInterrupt
             yield piece
 
-    monkeypatch.setattr(chat, "stream_answer", interrupted)
+    monkeypatch.setattr(chat, "pieces_of", interrupted)
     say(monkeypatch, "hello", "and?")
     assert main(["chat", "--model", folder, "--max-new-tokens", "5"]) == 0
     shown = capsys.readouterr()

@@ -471,3 +471,23 @@ def test_at_most_a_third_of_a_group_only_fills_it_up(prompts: int, groups: int, 
     assert sorted(engine.drain()) == numbers
     stats = engine.stats()
     assert (stats.prompt_groups, stats.padded_prompt_tokens) == (groups, rows * 8)
+
+
+def test_a_stream_is_one_request_among_others() -> None:
+    engine = engine_of(lively_model(), modes()["plain"][0], read_late=False)
+    options: dict[str, Any] = {"max_new_tokens": 9, "eos_ids": ()}
+    other, number = engine.submit([1, 2], **options), engine.submit([3, 4], **options)
+    expected = engine.drain()
+    other_again = engine.submit([1, 2], **options)
+    events = [*engine.stream([3, 4], **options)]
+    tokens = np.concatenate([each.token_ids for each in events])
+    np.testing.assert_array_equal(tokens, expected[number].token_ids)
+    assert events[-1].finished is not None
+    (ended,) = engine.drain().items()  # It ended during the stream.
+    assert ended[0] == other_again
+    np.testing.assert_array_equal(ended[1].token_ids, expected[other].token_ids)
+    stream = engine.stream([3, 4], max_new_tokens=40, eos_ids=())
+    next(stream)
+    stream.close()
+    assert engine.idle
+    assert engine.stats().ended["cancelled"] == 1

@@ -14,6 +14,12 @@ from utio_jax.decoding.base import Plain
 CHUNK = 4
 """Tokens between two looks at the device: few, so that text appears and Ctrl-C works at once."""
 
+PREFIX_CACHE = "256MiB"
+"""K/V of earlier turns, so that a turn reads only what is new."""
+
+_LEAST = 1024
+"""Tokens that an engine holds at first; a longer conversation gets one of twice as many."""
+
 _HELP = "/new starts a new conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer"
 
 
@@ -49,7 +55,7 @@ class Chat(OfDecoding):
         console = Console(stderr=not sys.stdout.isatty(), highlight=False)
         if sys.stdin.isatty():
             console.print(_HELP, style="dim")
-        options = {"mode": mode, "prefill": prefill, "sampling": sampling}
+        engines = _Engines(model, mode, prefill)
         turns: list[dict[str, Any]] = []
         conversation = self._opened()
         while (line := _next_message(console)) is not None:
@@ -58,7 +64,7 @@ class Chat(OfDecoding):
             elif line:
                 asked = [*conversation, {"role": "user", "content": line}]
                 try:
-                    turn = self._answer(model, console, asked, len(turns), options)
+                    turn = self._answer(engines, console, asked, len(turns), sampling)
                 except ValueError as error:
                     console.print(
                         f"{error} Start a new conversation: /new.", style="red", markup=False
@@ -74,33 +80,73 @@ class Chat(OfDecoding):
 
     def _answer(
         self,
-        model: Any,
+        engines: _Engines,
         console: Any,
         messages: list[dict[str, str]],
         turn: int,
-        options: dict[str, Any],
+        sampling: Any,
     ) -> dict[str, Any]:
         """Prints an answer as it arrives; returns it, its depths and whether it was stopped."""
-        from utio_jax.models.chat import encode_chat, stream_answer
+        from utio_jax.models.chat import encode_chat, turn_ends
 
-        config = model.decoder.config
-        left = config.context_length - encode_chat(model, messages).size
+        model = engines.model
+        config, prompt = model.decoder.config, encode_chat(model, messages)
+        left = config.context_length - prompt.size
         if left < 1:
             raise ValueError(
                 f"Wanted a conversation within the model's context of {config.context_length} "
                 f"tokens. It has {config.context_length - left}."
             )
-        pieces = stream_answer(
-            model,
-            messages,
-            chunk=CHUNK,
-            max_new_tokens=min(self.max_new_tokens, left),
-            seeds=self.seed + turn,
-            **options,
+        new = min(self.max_new_tokens, left)
+        events = engines.of(prompt.size + new).stream(
+            prompt,
+            max_new_tokens=new,
+            sampling=sampling,
+            seed=self.seed + turn,
+            eos_ids=turn_ends(model),
         )
-        coloured = not isinstance(options["mode"], Plain)
-        text, depths, stopped = show_stream(console, pieces, config.num_layers, coloured=coloured)
+        coloured = not isinstance(engines.mode, Plain)
+        text, depths, stopped = show_stream(
+            console, pieces_of(events), config.num_layers, coloured=coloured
+        )
         return {"answer": text, "depths": depths, "stopped": stopped}
+
+
+class _Engines:
+    """An engine for one conversation after the other: of one slot, and large enough."""
+
+    def __init__(self, model: Any, mode: Any, prefill: Any):
+        self.model, self.mode, self._prefill, self._engine = model, mode, prefill, None
+        self._capacity = 0
+
+    def of(self, tokens: int) -> Any:
+        """Returns an engine whose slot holds so many tokens; it may know their beginning."""
+        from utio_jax.engine import Engine
+
+        needed = tokens + self.mode.block
+        if needed > self._capacity:
+            most = self.model.decoder.config.context_length + self.mode.block
+            self._capacity = max(needed, min(most, max(_LEAST, 2 * self._capacity)))
+            options = {"mode": self.mode, "prefill": self._prefill, "prefix_cache": PREFIX_CACHE}
+            self._engine = Engine.of(
+                self.model, slots=1, capacity=self._capacity, steps=CHUNK, **options
+            )
+        return self._engine
+
+
+def pieces_of(events: Iterator[Any]) -> Iterator[tuple[str, int]]:
+    """Yields the text and the depth of each new token of a request, from its events."""
+    first = depth = 0
+    for event in events:
+        texts: dict[int, str] = {}
+        for text, number in event.pieces:  # Of earlier tokens, too: what was held back.
+            place = max(number, first)
+            texts[place] = texts.get(place, "") + text
+        for number, depth in enumerate(event.decided.tolist(), start=first):
+            yield texts.pop(number, ""), depth
+        first += event.decided.size
+        if late := "".join(texts.values()):
+            yield late, depth
 
 
 def show_stream(

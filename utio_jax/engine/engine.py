@@ -16,7 +16,7 @@ import dataclasses
 import itertools
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -283,6 +283,30 @@ class Engine:
         self._flying = None  # Of rows that have all ended.
         ended, self._drained = self._drained, {}
         return ended
+
+    def stream(self, prompt_ids: Sequence[int] | np.ndarray, **options: Any) -> Iterator[Event]:
+        """Yields the events of one request as they come; closing the iterator cancels it.
+
+        Other requests go on: `drain` returns those that end meanwhile. Options and errors are those
+        of `submit`.
+        """
+        number = self.submit(prompt_ids, **options)
+        try:
+            while number in self._known:
+                yield from self._events_of(number)
+        finally:
+            if self.cancel(number):
+                self._events_of(number)
+
+    def _events_of(self, number: int) -> list[Event]:
+        """Runs one block; returns what it brought to one request, and keeps what ended else."""
+        events = self.advance()
+        self._drained |= {
+            each.request: each.finished
+            for each in events
+            if each.finished is not None and each.request != number
+        }
+        return [each for each in events if each.request == number]
 
     def stats(self) -> EngineStats:
         """Returns what was done since the engine was made, or warmed up."""
