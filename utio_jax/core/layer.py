@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from utio_jax.core.decoder import Decoder, LayerParams, Params, Places
+from utio_jax.core.decoder import Decoder, LayerParams, Params, PositionEncoding
 from utio_jax.core.platform import here
 
 Depth = int | Int[Array, ""]
@@ -132,7 +132,7 @@ def over_layers(  # noqa: PLR0913 (options, each named)
 
 
 def keys_values_of(
-    decoder: Decoder, layer: LayerParams, x: Float[Array, "*lead dim"], places: Places
+    decoder: Decoder, layer: LayerParams, x: Float[Array, "*lead dim"], places: PositionEncoding
 ) -> tuple[Float[Array, "*lead kv_head head_dim"], Float[Array, "*lead kv_head head_dim"]]:
     """Returns a layer's keys and values; overflowed states affect only tokens that attend to them.
 

@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from utio_jax.attention.band import SparseQueries
 from utio_jax.core.arrays import flat
-from utio_jax.core.decoder import Decoder, HasKVMaps, Inputs, LayerParams, Params, Places
+from utio_jax.core.decoder import Decoder, HasKVMaps, Inputs, LayerParams, Params, PositionEncoding
 from utio_jax.core.pytrees import pytree, static
 from utio_jax.core.work import Work
 from utio_jax.staircase.reference import positions_of
@@ -41,7 +41,7 @@ class Tokens:
 
     x: Float[Array, "batch token dim"]
     positions: Int[Array, "batch token"]
-    places: Places
+    places: PositionEncoding
     live: Bool[Array, "batch token"]
     shown: Bool[Array, "batch token"]
     depth: Int[Array, "batch token"]

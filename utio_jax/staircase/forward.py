@@ -35,7 +35,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from utio_jax.attention.cache import KVCache, read, write, write_prompt
 from utio_jax.core.arrays import flat
-from utio_jax.core.decoder import Decoder, DecoderConfig, LayerParams, Params, Places
+from utio_jax.core.decoder import Decoder, DecoderConfig, LayerParams, Params, PositionEncoding
 from utio_jax.core.layer import Depth, keys_values_of, layer_at, over_layers
 
 Sources = tuple[int | Int[Array, ""], ...]
@@ -148,7 +148,7 @@ def forward(  # noqa: PLR0913 (arrays of one pass, then its options)
     decoder: Decoder,
     params: Params,
     x: Float[Array, "batch token dim"],
-    places: Places,
+    places: PositionEncoding,
     cache: Any,
     *,
     slots: Slots,
@@ -291,7 +291,7 @@ def _make_once(
     params: Params,
     cache: Any,
     states: Float[Array, "token dim"],
-    places: Places,
+    places: PositionEncoding,
     put: Callable[..., tuple[Any, Any]],
     *,
     start: Depth,
@@ -323,7 +323,7 @@ def project_states(  # noqa: PLR0913 (arrays of one segment)
     params: Params,
     cache: KVCache,
     x: Float[Array, "batch token dim"],
-    places: Places,
+    places: PositionEncoding,
     at: dict[str, Any],
     *,
     start: Depth,

@@ -22,7 +22,7 @@ from utio_jax.core.decoder import (
     Inputs,
     LayerParams,
     Params,
-    Places,
+    PositionEncoding,
     apply_exit_lens,
     check_own_kv,
     has_exit_lens,
@@ -61,7 +61,7 @@ def mapped_keys_values(
     params: Params,
     layer: LayerParams,
     x: Float[Array, "batch token dim"],
-    places: Places,
+    places: PositionEncoding,
     depths: Int[Array, "batch token"],
     index: int,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -93,7 +93,10 @@ def positions_of(
 
 
 def dense_keys_values(
-    decoder: Decoder, layer: LayerParams, x: Float[Array, "batch token dim"], places: Places
+    decoder: Decoder,
+    layer: LayerParams,
+    x: Float[Array, "batch token dim"],
+    places: PositionEncoding,
 ) -> tuple[jax.Array, jax.Array]:
     """Projects one layer's keys and values of every token, `[batch, token, kv_head, head_dim]`."""
     made = keys_values_of(decoder, layer, flat(x), flat(places))
@@ -105,7 +108,7 @@ def apply_layer(
     decoder: Decoder,
     layer: LayerParams,
     x: Float[Array, "batch token dim"],
-    places: Places,
+    places: PositionEncoding,
     mix: Mixer,
     visible: Bool[Array, "#batch token token"],
     keys_values: tuple[jax.Array, jax.Array] | None = None,
@@ -169,7 +172,7 @@ def _dense_shared(
     decoder: Decoder,
     params: Params,
     x: Float[Array, "batch token dim"],
-    places: Places,
+    places: PositionEncoding,
     positions: Int[Array, "batch token"],
     key_positions: Int[Array, "batch token"],
     depths: tuple[int, ...],

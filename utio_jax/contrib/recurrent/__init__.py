@@ -29,7 +29,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from utio_jax.core.decoder import DecoderConfig, LayerParams, Params, Places
+from utio_jax.core.decoder import DecoderConfig, LayerParams, Params, PositionEncoding
 from utio_jax.models.transformer import RMSNorm
 
 __all__ = [
@@ -176,7 +176,7 @@ class Mamba2:
     def layers(self, params: Params) -> LayerParams:
         return params["layers"]
 
-    def encode_positions(self, positions: Int[Array, "*lead"]) -> Places:
+    def encode_positions(self, positions: Int[Array, "*lead"]) -> PositionEncoding:
         return positions  # Not read: the decays say how far away a token is.
 
     def embed(
@@ -187,11 +187,11 @@ class Mamba2:
     def _apply(self, layer: LayerParams, *args: Any, method: str) -> Any:
         return Mamba2Layer(self.config).apply({"params": layer}, *args, method=method)
 
-    def queries(self, layer: LayerParams, x: jax.Array, places: Places) -> jax.Array:
+    def queries(self, layer: LayerParams, x: jax.Array, places: PositionEncoding) -> jax.Array:
         return self._apply(layer, x, method="queries")
 
     def keys_values(
-        self, layer: LayerParams, x: jax.Array, places: Places
+        self, layer: LayerParams, x: jax.Array, places: PositionEncoding
     ) -> tuple[jax.Array, jax.Array]:
         return self._apply(layer, x, method="keys_values")
 
