@@ -20,12 +20,9 @@ CODE = [
     for file in (ROOT / folder).rglob("*.py")
 ]
 # Not rewritten yet: this tuple may only become shorter.
-UNCHECKED = ("decoding", "engine")
-MODULES = [
-    file
-    for file in sorted((ROOT / "utio_jax").rglob("*.py"))
-    if not file.relative_to(ROOT / "utio_jax").as_posix().startswith(UNCHECKED)
-]
+UNCHECKED = ("utio_jax/decoding", "utio_jax/engine")
+CHECKED = [file for file in CODE if not file.relative_to(ROOT).as_posix().startswith(UNCHECKED)]
+MODULES = sorted(file for file in CHECKED if ROOT / "utio_jax" in file.parents)
 
 # Words that make people of tensors: prose says tokens, rows and slots.
 WORDS = re.compile(
@@ -80,15 +77,27 @@ def test_guides_have_short_lines_and_sentences(file: Path) -> None:
 
 
 @pytest.mark.parametrize("file", MODULES, ids=lambda file: str(file.relative_to(ROOT)))
-def test_docstrings_and_names_are_plain(file: Path) -> None:
-    source, faults = file.read_text(encoding="utf-8"), []
-    faults += [x for x in prose_of(source) if HISTORY.search(x) or PHRASES.search(x)]
+def test_docstrings_are_plain(file: Path) -> None:
+    source = file.read_text(encoding="utf-8")
+    faults = [x for x in prose_of(source) if HISTORY.search(x) or PHRASES.search(x)]
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             docstring = ast.get_docstring(node) or ""
             faults += [docstring.split("\n")[0]] * bool(QUESTION.match(docstring))
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            faults += [f"line {node.lineno}: {node.id}"] * (node.id in VAGUE_NAMES)
-        elif isinstance(node, ast.arg):
-            faults += [f"line {node.lineno}: {node.arg}"] * (node.arg in VAGUE_NAMES)
+    assert not faults, "\n".join(faults)
+
+
+def test_names_say_the_type() -> None:
+    faults = []
+    for file in CHECKED:
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            name = None
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                name = node.id
+            elif isinstance(node, ast.arg):
+                name = node.arg
+            elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                name = node.name
+            if name in VAGUE_NAMES:
+                faults.append(f"{file.relative_to(ROOT)}:{node.lineno}: {name}")
     assert not faults, "\n".join(faults)
