@@ -54,6 +54,20 @@ def sentences_of(text: str) -> list[str]:
     return [part for paragraph in parts for part in re.split(r"(?<=[.!?:;])\W*\s+", paragraph)]
 
 
+def without_examples(docstring: str) -> str:
+    """Returns the paragraphs and arguments of a docstring, one paragraph each."""
+    parts = re.split(r"\n\s*\n", re.sub(r"^ *[*\w]+: ", "\n\n", docstring, flags=re.MULTILINE))
+    return "\n\n".join(part for part in parts if not part.startswith(("    ", ">>>")))
+
+
+def long_sentences(text: str) -> list[str]:
+    counted = [
+        (sum(bool(re.search("[A-Za-z]", word)) for word in sentence.split()), sentence)
+        for sentence in sentences_of(text)
+    ]
+    return [f"{count} words: {sentence}" for count, sentence in counted if count > SENTENCE]
+
+
 def test_prose_has_the_fields_words() -> None:
     faults = []
     for file in (*PROSE, *CODE):
@@ -73,9 +87,7 @@ def test_guides_have_short_lines_and_sentences(file: Path) -> None:
     text = re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
     banned = [PHRASES] if file.name == "migration.md" else [PHRASES, HISTORY, PAST]
     faults += [line for line in text.splitlines() for phrase in banned if phrase.search(line)]
-    for sentence in sentences_of(text):
-        words = [word for word in sentence.split() if re.search("[A-Za-z]", word)]
-        faults += [f"{len(words)} words: {sentence}"] * (len(words) > SENTENCE)
+    faults += long_sentences(text)
     assert not faults, "\n".join(faults)
 
 
@@ -87,6 +99,7 @@ def test_docstrings_are_plain(file: Path) -> None:
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             docstring = ast.get_docstring(node) or ""
             faults += [docstring.split("\n")[0]] * bool(QUESTION.match(docstring))
+            faults += long_sentences(without_examples(docstring))
     assert not faults, "\n".join(faults)
 
 

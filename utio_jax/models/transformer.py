@@ -214,9 +214,9 @@ OF_KV = ("k_proj", "v_proj", "k_norm")
 class Transformer:
     """`TransformerConfig` made into a `Decoder`. Hashes by its configuration.
 
-    Parameters are a nested dict: `embedding/embedding` `[vocab, dim]`, `positions/embedding`
-    `[context, dim]` where these are learned, `layers/...` stacked along a leading layer axis,
-    `norm/scale` `[dim]` (and `bias`), and `head/kernel` `[dim, vocab]` where it is untied.
+    Parameters are a nested dict: `embedding/embedding` `[vocab, dim]`; `positions/embedding`
+    `[context, dim]` if positions are learned; `layers/...` stacked along a leading layer axis;
+    `norm/scale` `[dim]` (and `bias`); and `head/kernel` `[dim, vocab]` if it is untied.
     """
 
     config: TransformerConfig
