@@ -35,7 +35,7 @@ def test_rows_are_kept_as_they_come_and_read_by_the_report(
     with recording(tmp_path, suite="s", settings={"out": tmp_path}, versions={"x": "1"}) as keep:
         keep(peer_row("m", "ours", "theirs", TIMES, **options, calls=2, figures={"apart": 1 / 3}))
         assert len(read_rows(tmp_path / "results.json")["rows"]) == 1
-        options |= {"found": {}, "fallback": "8 tokens ran every layer"}
+        options |= {"figures": {}, "fallback": "8 tokens ran every layer"}
         keep(peer_row("m", "theirs", "ours", TIMES, **options))
     result = read_rows(tmp_path / "results.json")
     first, second = result["rows"]
