@@ -215,8 +215,8 @@ class Model:
         executor, _ = split(way)
 
         def program(params: Any, ids: Any, lengths: Any, policy: Any) -> Any:
-            found = score(self.decoder, params, ids, lengths, policy, executor=executor)
-            return found.log_likelihood
+            result = score(self.decoder, params, ids, lengths, policy, executor=executor)
+            return result.log_likelihood
 
         return program, (self.params, ids, lengths, self.policy(way.get("budget", BUDGET)))
 
@@ -272,8 +272,8 @@ def predicted() -> dict[str, Any]:
 def report(title: str, first: float, second: float) -> dict[str, Any]:
     """Prints an experiment's line, and returns it."""
     known = predicted().get(title)
-    said = f"predicted for v5e {known[0] / known[1]:.2f}" if known else "not predicted"
-    print(f"{title}: {first:.2f} -> {second:.2f} ms, {first / second:.2f} ({said})", flush=True)
+    note = f"predicted for v5e {known[0] / known[1]:.2f}" if known else "not predicted"
+    print(f"{title}: {first:.2f} -> {second:.2f} ms, {first / second:.2f} ({note})", flush=True)
     return {"title": title, "ms": [first, second], "predicted_ms": known}
 
 
@@ -283,16 +283,16 @@ def run_pairs(
     """Compiles both ways of all experiments side by side, then times and reports each pair."""
     lowered = [[models[e.model].lower(e, way) for way in e.ways] for e in experiments]
     with ThreadPoolExecutor() as pool:
-        compiled = [[pool.submit(each.compile) for each, _ in pair] for pair in lowered]
+        compiled = [[pool.submit(program.compile) for program, _ in pair] for pair in lowered]
     lines = []
-    for each, programs, pair in zip(experiments, compiled, lowered, strict=True):
+    for experiment, programs, pair in zip(experiments, compiled, lowered, strict=True):
         ways = {
             str(n): functools.partial(program.result(), *arguments)
             for n, (program, (_, arguments)) in enumerate(zip(programs, pair, strict=True))
         }
-        timed, steps = time_programs(ways, rounds=rounds), 32 if each.kind == "decode" else 1
+        timed, steps = time_programs(ways, rounds=rounds), 32 if experiment.kind == "decode" else 1
         first, second = (1e3 * timed[n].median / steps for n in ways)
-        lines.append(report(each.title, first, second))
+        lines.append(report(experiment.title, first, second))
     return lines
 
 
@@ -341,8 +341,8 @@ def main() -> None:
     )
     lines += run_pairs(models, [e for e in AGAINST_FULL_DEPTH if e.model == "shared"], rounds)
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    found = {"device": jax.devices()[0].device_kind, "jax": jax.__version__, "lines": lines}
-    options.out.write_text(json.dumps(found, indent=1))
+    result = {"device": jax.devices()[0].device_kind, "jax": jax.__version__, "lines": lines}
+    options.out.write_text(json.dumps(result, indent=1))
     print(f"{options.out}, after {time.perf_counter() - begun:.0f} s")
 
 

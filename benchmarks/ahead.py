@@ -97,8 +97,8 @@ def _keep_no_programs() -> None:
 def gpu_device() -> Any:
     """Returns an H100 that is not here."""
     _keep_no_programs()
-    found = topologies.get_topology_desc(platform="cuda", target_config=H100, topology="1x1x1")
-    return found.devices[0]
+    result = topologies.get_topology_desc(platform="cuda", target_config=H100, topology="1x1x1")
+    return result.devices[0]
 
 
 def shapes(tree: Any, sharding: Sharding | None) -> Any:

@@ -55,9 +55,9 @@ Turns = Callable[[Instruction], float]
 Shares = Callable[[Instruction], list[float]]
 
 
-def scope(each: Instruction) -> str:
+def scope(instruction: Instruction) -> str:
     """Returns the innermost scope that a loop or a conditional was traced in."""
-    parts = [part for part in each.path.split("/") if part != "eval_jaxpr"]
+    parts = [part for part in instruction.path.split("/") if part != "eval_jaxpr"]
     return parts[-2] if len(parts) > 1 else ""
 
 
@@ -82,16 +82,16 @@ def of_pass(made: Programs, executor: Any, depths: np.ndarray) -> tuple[Turns, S
     if isinstance(executor, MicroBatches):
         with compiling_for("tpu", **made.choices):
             packed = [executor.pack(k, jnp.asarray(live[stop])) for k, stop in enumerate(exits)]
-        blocks = {stop: each.query_blocks for stop, each in zip(exits, packed, strict=True)}
+        blocks = {stop: slots.query_blocks for stop, slots in zip(exits, packed, strict=True)}
     begins = dict(zip(exits, (0, *exits), strict=False))
 
     def stop_of(path: str) -> int | None:
-        found = [p for p in path.split("/") if p.startswith(("segment_", "dispatch_"))]
-        return int(found[-1].rsplit("_", 1)[1]) if found else None
+        scopes = [p for p in path.split("/") if p.startswith(("segment_", "dispatch_"))]
+        return int(scopes[-1].rsplit("_", 1)[1]) if scopes else None
 
-    def turns(each: Instruction) -> float:
-        kind, *sizes = scope(each).split("_")
-        stop = stop_of(each.path)
+    def turns(instruction: Instruction) -> float:
+        kind, *sizes = scope(instruction).split("_")
+        stop = stop_of(instruction.path)
         total = depths.size if stop is None else int(live[stop].sum())
         numbers = [int(size) for size in sizes if size.isdigit()]
         match kind:
@@ -105,20 +105,20 @@ def of_pass(made: Programs, executor: Any, depths: np.ndarray) -> tuple[Turns, S
                 return total // numbers[0]
             case "rest":
                 return math.ceil(total % numbers[0] / numbers[1])
-        if "/head/" in each.path:  # The head of all tokens, in blocks.
+        if "/head/" in instruction.path:  # The head of all tokens, in blocks.
             with compiling_for("tpu"):
                 return head_blocks(depths.size)[0]
-        raise ValueError(f"Wanted loops in known scopes. Got one in {each.path!r}.")
+        raise ValueError(f"Wanted loops in known scopes. Got one in {instruction.path!r}.")
 
-    def shares(each: Instruction) -> list[float]:
-        stop = stop_of(each.path)
-        parts = [part for part in each.path.split("/") if part.startswith("attend_")]
+    def shares(instruction: Instruction) -> list[float]:
+        stop = stop_of(instruction.path)
+        parts = [part for part in instruction.path.split("/") if part.startswith("attend_")]
         if parts and stop is not None:
             block = blocks[stop][int(parts[-1].split("_")[1])]
             reach = np.bincount(np.asarray(block.reach)[: int(block.count)], minlength=99)
-            return [float(n) / max(1, reach.sum()) for n in reach[: len(each.branches)]]
+            return [float(n) / max(1, reach.sum()) for n in reach[: len(instruction.branches)]]
         if stop is None or not isinstance(executor, CapacityPrefix):
-            return [1.0] + [0.0] * (len(each.branches) - 1)
+            return [1.0] + [0.0] * (len(instruction.branches) - 1)
         slots = executor.capacities[exits.index(stop)]
         fits = bool(live[stop].sum(axis=1).max() <= slots)
         return [float(fits), float(not fits)]
@@ -140,13 +140,13 @@ def of_step(made: Programs, budget: float, rows: int) -> tuple[Turns, Shares]:
 
     made_kv = len(config.kv_made(0, config.num_layers))
 
-    def turns(each: Instruction) -> float:
-        name = scope(each)
+    def turns(instruction: Instruction) -> float:
+        name = scope(instruction)
         if name.startswith("segment_"):
             return runs[int(name.rsplit("_", 1)[1])]
         return made_kv - min(made_kv, sum(runs.values())) if name == "frozen" else 1
 
-    return turns, lambda each: [1 / len(each.branches)] * len(each.branches)
+    return turns, lambda instruction: [1 / len(instruction.branches)] * len(instruction.branches)
 
 
 class Predictions:
@@ -219,7 +219,7 @@ def scoring(known: Predictions, made: Programs, chip: str, kinds: Sequence[str])
     if "dense" in kinds:
         ways = {"1": of_pass(made, None, full)}
         known.of(f"{key} dense", chip, lambda: made.dense(ROWS, WIDTH), ways)
-    for budget in (each for each in budgets if f"auto {each}" in kinds):
+    for budget in (budget for budget in budgets if f"auto {budget}" in kinds):
         shares = capacities(made, budget)
         with compiling_for("tpu"):
             chosen = choose_executor("auto", made.policy(shares), WIDTH)
@@ -243,26 +243,28 @@ def decoding(known: Predictions, made: Programs, chip: str, rows: int) -> None:
 
 def experiments(known: Predictions) -> None:
     """Predicts both ways of the experiments that a v5e would run first."""
-    found = known.found.setdefault("experiments", {})
-    for number, each in enumerate(EXPERIMENTS, start=1):
+    result = known.found.setdefault("experiments", {})
+    for number, experiment in enumerate(EXPERIMENTS, start=1):
         spent = []
-        for way, name in zip(each.ways, ("first", "then"), strict=True):
+        for way, name in zip(experiment.ways, ("first", "then"), strict=True):
             executor, choices = split(way)
             made = on_tpu("llama-7b", LAYERS)
             made.choices = choices
-            if each.kind == "decode":
-                lower = partial(made.decode, Plain(), each.rows, 256)
-                turns = of_step(made, 1.0, each.rows)
+            if experiment.kind == "decode":
+                lower = partial(made.decode, Plain(), experiment.rows, 256)
+                turns = of_step(made, 1.0, experiment.rows)
             else:
                 shares = capacities(made, BUDGET)
-                lower = partial(made.score, each.rows, WIDTH, shares=shares, executor=executor)
+                lower = partial(
+                    made.score, experiment.rows, WIDTH, shares=shares, executor=executor
+                )
                 with compiling_for("tpu", **choices):
                     chosen = choose_executor(executor, made.policy(shares), WIDTH)
                 turns = of_pass(made, chosen, deal(made, BUDGET, 0))
             known.of(f"experiment {number} {name}", "v5e", lower, {"": turns})
             spent.append(known.ms(f"experiment {number} {name}", ""))
         if None not in spent:
-            found[each.title] = spent
+            result[experiment.title] = spent
     known.save()
 
 
@@ -304,7 +306,9 @@ def of_scoring(known: Predictions) -> str:
             auto = [ratio(full, known.ms(f"{chip} {name} auto {b}", "")) for b in budgets]
             micro = [ratio(full, known.ms(f"{chip} {name} micro", str(b))) for b in budgets]
             chosen = auto if routes(name) else [1.0] * len(budgets)
-            cells = [" / ".join(map(figure, each)) for each in (budgets, chosen, auto, micro)]
+            cells = [
+                " / ".join(map(figure, cells_of)) for cells_of in (budgets, chosen, auto, micro)
+            ]
             if full is not None:
                 lines.append([chip, name, figure(full), *cells])
     header = ["chip", "model", "full depth, ms", "budgets", "default", "static prefix"]
@@ -333,11 +337,11 @@ def of_decoding(known: Predictions) -> str:
             for rows in DECODED:
                 plain = known.ms(f"{chip} {name} {rows} plain", "1")
                 steps = [known.ms(f"{chip} {name} {rows} adaptive", str(b)) for b in budgets]
-                found = " / ".join(figure(ratio(plain, ms)) for ms in steps)
+                ratios = " / ".join(figure(ratio(plain, ms)) for ms in steps)
                 asked = " / ".join(map(figure, budgets))
                 if plain is None:
                     continue
-                lines.append([chip, name, str(rows), figure(plain), asked, found])
+                lines.append([chip, name, str(rows), figure(plain), asked, ratios])
     if not lines:
         return ""
     header = ["chip", "model", "rows", "plain step, ms", "budgets", "adaptive, speed-up"]
@@ -402,8 +406,8 @@ def written(page: str, part: str) -> str:
     """
     if page.count(BEGIN) != 1 or page.count(END) != 1:
         raise ValueError(f"Wanted one pair of comments {BEGIN!r}, {END!r} in {PAGE}. Got none.")
-    before, rest = page.split(BEGIN)
-    return f"{before}{BEGIN}\n\n{part.strip()}\n\n{END}{rest.split(END)[1]}"
+    before, after = page.split(BEGIN)
+    return f"{before}{BEGIN}\n\n{part.strip()}\n\n{END}{after.split(END)[1]}"
 
 
 def main() -> None:
@@ -425,8 +429,8 @@ def predict(known: Predictions) -> None:
         for kinds in (("dense", f"auto {BUDGET}"), None):
             for name, budgets in SCORED[chip].items():
                 every = ("dense", *(f"auto {b}" for b in budgets), "micro")
-                wanted = every[:2] if name in NARROW else kinds or every
-                scoring(known, on_tpu(name, LAYERS, chip), chip, wanted)
+                expected = every[:2] if name in NARROW else kinds or every
+                scoring(known, on_tpu(name, LAYERS, chip), chip, expected)
         if chip == "v5e":
             experiments(known)
             fitting(known)

@@ -117,21 +117,21 @@ def measure(model: Any, params: Any, data: Any) -> list[dict[str, Any]]:
     full = run_rows(model, params, held, ends, FULL)
     whole, classes = full.flops(model, params), np.asarray(full.logits).argmax(-1)
 
-    def row(way: str, found: Any, policy: Any, **more: Any) -> dict[str, Any]:
+    def row(way: str, result: Any, policy: Any, **more: Any) -> dict[str, Any]:
         return {
             "way": way,
-            "flops_ratio": round(found.flops(model, params, policy) / whole, 4),
-            "accuracy": accuracy(found.logits, labels),
-            "as_full_depth": accuracy(found.logits, classes),
-            "layers": round(float(np.asarray(found.depths).mean()), 3),
+            "flops_ratio": round(result.flops(model, params, policy) / whole, 4),
+            "accuracy": accuracy(result.logits, labels),
+            "as_full_depth": accuracy(result.logits, classes),
+            "layers": round(float(np.asarray(result.depths).mean()), 3),
             **more,
         }
 
     rows = []
     for depth in EXITS:  # The control: one exit for all.
         policy = utio_jax.uniform(depth, exits=EXITS)
-        found = run_rows(model, params, held, ends, policy)
-        rows.append(row("one exit", found, policy, threshold=depth))
+        result = run_rows(model, params, held, ends, policy)
+        rows.append(row("one exit", result, policy, threshold=depth))
     exits: Exits = run_exits(model, params, x, lengths, depths=EXITS)
     for name, signal in SIGNALS.items():
         fitted = fit_row_exits(model, params, signal, x, lengths, depths=EXITS)
@@ -140,11 +140,11 @@ def measure(model: Any, params: Any, data: Any) -> list[dict[str, Any]]:
         for threshold in [*guaranteed, *thresholds_of(scores, rungs=8)[:-1]]:
             thresholds = jnp.full(len(EXITS) - 1, threshold, jnp.float32)
             policy = utio_jax.Thresholded(signal=signal, thresholds=thresholds, depths=EXITS)
-            found = run_rows(model, params, held, ends, policy)
+            result = run_rows(model, params, held, ends, policy)
             kept = {"threshold": float(threshold), "guaranteed": [threshold] == guaranteed}
             guaranteed = []
-            rows.append(row(name, found, policy, **kept))
-            shares = [float((np.asarray(found.depths) == depth).mean()) for depth in EXITS]
+            rows.append(row(name, result, policy, **kept))
+            shares = [float((np.asarray(result.depths) == depth).mean()) for depth in EXITS]
             chance = utio_jax.policies.random_depths(shares, key=jax.random.key(0), depths=EXITS)
             alike = run_rows(model, params, held, ends, chance)
             rows.append(row(f"random as {name}", alike, chance, threshold=float(threshold)))

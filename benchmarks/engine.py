@@ -44,7 +44,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     args = parser.parse_args()
     model = utio_jax.load(branches=False)
-    documents = model.encode([each.text for each in standard_library("test")])
+    documents = model.encode([document.text for document in standard_library("test")])
     for slots in args.slots:
         for row in measure(model, documents, slots, args):
             print(json.dumps(row), flush=True)
@@ -54,9 +54,9 @@ def measure(model: Any, documents: Any, slots: int, args: Any) -> list[dict[str,
     """Returns a row per program."""
     run = partial(generate, model.decoder, model.params, eos_ids=())
     output, rng = args.output, np.random.default_rng(0)
-    wanted = rng.integers(max(1, output // 8), output + 1, TURNS * slots).tolist()
-    longest = [max(wanted[i : i + slots]) for i in range(0, len(wanted), slots)]
-    prompts = middles(documents, tokens=args.prompt, count=len(wanted))
+    expected = rng.integers(max(1, output // 8), output + 1, TURNS * slots).tolist()
+    longest = [max(expected[i : i + slots]) for i in range(0, len(expected), slots)]
+    prompts = middles(documents, tokens=args.prompt, count=len(expected))
     modes: dict[str, Mode] = {"engine": Plain()}
     for budget in args.budgets:
         policy = model.calibration.policy("learned", budget)
@@ -67,7 +67,7 @@ def measure(model: Any, documents: Any, slots: int, args: Any) -> list[dict[str,
             run(prompts[number * slots : (number + 1) * slots], max_new_tokens=new)
 
     def serve(engine: Engine) -> None:
-        for prompt, new in zip(prompts, wanted, strict=True):
+        for prompt, new in zip(prompts, expected, strict=True):
             engine.submit(prompt, max_new_tokens=new, eos_ids=())
         engine.drain()
 
@@ -87,7 +87,7 @@ def measure(model: Any, documents: Any, slots: int, args: Any) -> list[dict[str,
         programs[label] = partial(serve, engine)
     times = time_programs(programs, rounds=args.rounds)
     reading = min(1.0, times["prompts"].median / times["batches"].median)
-    allowed = 1.0 / (reading + (1.0 - reading) * sum(wanted) / (slots * sum(longest)))
+    allowed = 1.0 / (reading + (1.0 - reading) * sum(expected) / (slots * sum(longest)))
     rows = []
     for label in ("batches", *modes):
         baseline = "batches" if label in ("batches", "engine") else "engine"
@@ -97,7 +97,7 @@ def measure(model: Any, documents: Any, slots: int, args: Any) -> list[dict[str,
                 "slots": slots,
                 "program": label,
                 "seconds": round(times[label].median, 4),
-                "tokens_per_second": round(sum(wanted) / times[label].median, 1),
+                "tokens_per_second": round(sum(expected) / times[label].median, 1),
                 "baseline": baseline,
                 "speed_up": [round(x, 3) for x in (speedup.low, speedup.median, speedup.high)],
                 "allowed": round(allowed, 3) if label == "engine" else None,

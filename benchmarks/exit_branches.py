@@ -80,7 +80,7 @@ def losses(model: Any) -> list[dict[str, Any]]:
     def chosen(index: list[np.ndarray]) -> list[np.ndarray]:
         """Returns shares of tokens whose exit is known, by its index `[batch, token]`."""
         every = np.arange(len(exits))[:, None, None]
-        return [(every == each).astype(np.float64) for each in index]
+        return [(every == depth).astype(np.float64) for depth in index]
 
     shapes = [study.predicted.shape for study in studies]
     uniform = [sums(chosen([np.full(shape, i) for shape in shapes])) for i in range(len(exits))]
@@ -97,7 +97,7 @@ def losses(model: Any) -> list[dict[str, Any]]:
             "plain_models_pct": model.plain_controls(float(ratio)),
         }
 
-    rows = [row(f"uniform {depth}", None, each) for depth, each in zip(exits, uniform, strict=True)]
+    rows = [row(f"uniform {depth}", None, nll) for depth, nll in zip(exits, uniform, strict=True)]
     for name, fitted in calibration.entries.items():
         signal = calibration.signals[name]
         scores = collect_scores(decoder, params, signal, studies, depths=exits)
@@ -107,7 +107,7 @@ def losses(model: Any) -> list[dict[str, Any]]:
             asked = np.flatnonzero(np.isfinite(cuts))
             gate = sum(signal.flops(int(index), decoder, params) for index in asked)
             gate += cost.head * sum(signal.reads_logits(int(index)) for index in asked)
-            shares = chosen([leave_at(each, cuts) for each in scores])
+            shares = chosen([leave_at(score, cuts) for score in scores])
             rows.append(row(name, budget, sums(shares, gate)))
             if name == "learned":
                 real = [s[:, t.predicted] for s, t in zip(shares, studies, strict=True)]
@@ -135,7 +135,7 @@ def policies_of(model: Any) -> dict[str, Any]:
 def plain_models() -> dict[str, tuple[Transformer, Any]]:
     """Returns plain models of some depths with random weights."""
     decoders = {f"plain {depth}": Transformer(PRESETS[f"plain-{depth}"]) for depth in PLAIN}
-    return {name: (each, each.init(jax.random.key(0))) for name, each in decoders.items()}
+    return {name: (decoder, decoder.init(jax.random.key(0))) for name, decoder in decoders.items()}
 
 
 def speedups(programs: dict[str, Any], baselines: list[str], rounds: int) -> dict[str, float]:
@@ -143,8 +143,8 @@ def speedups(programs: dict[str, Any], baselines: list[str], rounds: int) -> dic
     times = time_programs(programs, rounds=rounds)
     base = min(baselines, key=lambda name: times[name].median)
     result = {
-        name: round(float(np.median(times[base].seconds / each.seconds)), 3)
-        for name, each in times.items()
+        name: round(float(np.median(times[base].seconds / seconds.seconds)), 3)
+        for name, seconds in times.items()
     }
     print(base, json.dumps(result), file=sys.stderr)
     return result
@@ -186,8 +186,8 @@ def main(arguments: list[str]) -> int:
     what, *named = arguments or ["losses"]
     model = load(*named)
     if what == "losses":
-        for each in losses(model):
-            print(json.dumps(each))
+        for nll in losses(model):
+            print(json.dumps(nll))
         return 0
     stream = np.concatenate(model.encode([text.text for text in standard_library("test")]))
     rows = stream[: 32 * 512].reshape(32, 512)

@@ -76,7 +76,7 @@ def main() -> None:
 
     @jax.jit  # Left alone, their generate compiles its loop on every call.
     def theirs_generated(params: Any, prompts: jax.Array) -> jax.Array:
-        found = peer.generate(
+        result = peer.generate(
             prompts,
             params=params,
             max_new_tokens=options.new,
@@ -84,7 +84,7 @@ def main() -> None:
             pad_token_id=0,
             eos_token_id=options.vocab,  # They want an end; this one no token is.
         )
-        return found.sequences
+        return result.sequences
 
     rng = np.random.default_rng(0)
     with recording(
@@ -98,21 +98,21 @@ def main() -> None:
             tokens, lengths, prompts = jnp.asarray(ids), jnp.full(batch, options.width), ids[:, :16]
 
             def ours(tokens: Any = tokens, lengths: Any = lengths) -> np.ndarray:
-                found = run_score(decoder, params, tokens, lengths, policy=policy)
-                return np.asarray(found.log_likelihood)[:, :-1]
+                result = run_score(decoder, params, tokens, lengths, policy=policy)
+                return np.asarray(result.log_likelihood)[:, :-1]
 
             def theirs(tokens: Any = tokens) -> np.ndarray:
                 return np.asarray(theirs_scored(peer.params, tokens))
 
             def ours_new(prompts: np.ndarray = prompts) -> np.ndarray:
-                found = generate(
+                result = generate(
                     decoder, params, list(prompts), max_new_tokens=options.new, eos_ids=()
                 )
-                return np.stack(found.token_ids)
+                return np.stack(result.token_ids)
 
             def theirs_new(prompts: np.ndarray = prompts) -> np.ndarray:
-                found = theirs_generated(peer.params, prompts)
-                return np.asarray(found)[:, 16:]
+                result = theirs_generated(peer.params, prompts)
+                return np.asarray(result)[:, 16:]
 
             apart = float(np.abs(ours() - theirs()).max())
             same = float((ours_new() == theirs_new()).mean())
@@ -136,7 +136,7 @@ def main() -> None:
                     times,
                     setting={"batch": batch, **setting},
                     tokens=batch * size,
-                    found=known,
+                    figures=known,
                 )
                 keep(row)
 

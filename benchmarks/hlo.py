@@ -56,18 +56,18 @@ class Instruction:
       shape: of that.
       op: opcode.
       operands: names.
-      rest: attributes and metadata, as text; of a constant with what it is.
+      attributes: attributes and metadata, as text; of a constant with what it is.
     """
 
     name: str
     shape: str
     op: str
     operands: tuple[str, ...]
-    rest: str
+    attributes: str
 
     def _found(self, pattern: str) -> str | None:
-        found = re.search(pattern, self.rest)
-        return found[1] if found else None
+        match = re.search(pattern, self.attributes)
+        return match[1] if match else None
 
     @property
     def path(self) -> str:
@@ -81,8 +81,8 @@ class Instruction:
     @property
     def value(self) -> int | None:
         """Of an integer constant."""
-        found = self._found(r"^constant\((-?\d+)\)")
-        return None if found is None else int(found)
+        result = self._found(r"^constant\((-?\d+)\)")
+        return None if result is None else int(result)
 
     def called(self, key: str) -> str | None:
         """Returns the computation that an attribute names."""
@@ -91,17 +91,19 @@ class Instruction:
     @property
     def branches(self) -> tuple[str, ...]:
         """Computations that a conditional chooses from, that of False or 0 first."""
-        found = self._found(r"branch_computations=\{([^}]*)\}")
-        if found:
-            return tuple(_NAME.findall(found))
+        result = self._found(r"branch_computations=\{([^}]*)\}")
+        if result:
+            return tuple(_NAME.findall(result))
         both = self.called("false_computation"), self.called("true_computation")
-        return tuple(each for each in both if each)
+        return tuple(called for called in both if called)
 
     @property
     def parts(self) -> tuple[str, ...]:
         """Computations that are scheduled under it; not those of fusions."""
         named = {"while": ("body", "condition"), "call": ("to_apply",)}.get(self.op, ())
-        return self.branches + tuple(each for each in map(self.called, named) if each)
+        return self.branches + tuple(
+            computation for computation in map(self.called, named) if computation
+        )
 
     @property
     def collective(self) -> bool:
@@ -128,9 +130,9 @@ class Program:
             elif line.startswith("}"):
                 current = None
             else:
-                found = re.match(r"\s+(?:ROOT )?%([\w.\-]+) = (.*)$", line)
-                if found:
-                    current.append(_instruction(found[1], found[2]))
+                match = re.match(r"\s+(?:ROOT )?%([\w.\-]+) = (.*)$", line)
+                if match:
+                    current.append(_instruction(match[1], match[2]))
 
     @cached_property
     def scheduled(self) -> list[str]:
@@ -139,8 +141,8 @@ class Program:
 
         def visit(name: str) -> None:
             if name not in order:
-                for each in self.computations[name]:
-                    for part in each.parts:
+                for instruction in self.computations[name]:
+                    for part in instruction.parts:
                         visit(part)
                 order[name] = None
 
@@ -149,23 +151,23 @@ class Program:
 
     def instructions(self, op: str | None = None) -> list[Instruction]:
         """Returns scheduled instructions, of one opcode or all."""
-        every = [each for name in self.scheduled for each in self.computations[name]]
-        return [each for each in every if op in (None, each.op)]
+        every = [instruction for name in self.scheduled for instruction in self.computations[name]]
+        return [instruction for instruction in every if op in (None, instruction.op)]
 
     @property
     def structure(self) -> dict[str, int]:
         """What a program consists of, as far as a test should pin it."""
         every = self.instructions()
-        ops = collections.Counter(each.op for each in every)
+        ops = collections.Counter(instruction.op for instruction in every)
         return {
             "loops": ops["while"],
             "unknown": len(self.unknown_loops),
             "branches": ops["conditional"],
-            "collectives": sum(each.collective for each in every),
+            "collectives": sum(instruction.collective for instruction in every),
             "host": sum(
-                each.op in ("infeed", "outfeed", "send", "recv")
-                or f"S({_HOST_SPACE})" in each.shape
-                for each in every
+                instruction.op in ("infeed", "outfeed", "send", "recv")
+                or f"S({_HOST_SPACE})" in instruction.shape
+                for instruction in every
             ),
             "large_copies": len(self.large_copies()),
         }
@@ -173,21 +175,23 @@ class Program:
     def large_copies(self) -> list[Instruction]:
         """Returns copies of 16 MB and more outside of loops: made anew on every call."""
         return [
-            each
-            for each in self.computations[self.entry]
-            if self.kind(each) == "copy" and bytes_of(each.shape) >= _LARGE
+            instruction
+            for instruction in self.computations[self.entry]
+            if self.kind(instruction) == "copy" and bytes_of(instruction.shape) >= _LARGE
         ]
 
     def turns(self, loop: Instruction, around: str) -> int | None:
         """Returns how often a loop in a computation turns; None: not known before it runs."""
         condition = self._named(loop.called("condition") or "")
-        compares = [each for each in condition.values() if each.op == "compare"]
-        if len(compares) != 1 or "direction=LT" not in compares[0].rest:
+        compares = [
+            instruction for instruction in condition.values() if instruction.op == "compare"
+        ]
+        if len(compares) != 1 or "direction=LT" not in compares[0].attributes:
             return None
         count, limit = (condition.get(name) for name in compares[0].operands)
         if count is None or limit is None or limit.value is None:
             return None
-        index = re.search(r"index=(\d+)", count.rest)
+        index = re.search(r"index=(\d+)", count.attributes)
         if count.op != "get-tuple-element" or index is None:
             return None
         outside = self._named(around)
@@ -199,24 +203,26 @@ class Program:
         return max(0, limit.value - start.value)
 
     def _named(self, computation: str) -> dict[str, Instruction]:
-        return {each.name: each for each in self.computations.get(computation, [])}
+        return {
+            instruction.name: instruction for instruction in self.computations.get(computation, [])
+        }
 
     @property
     def unknown_loops(self) -> list[Instruction]:
         """Loops whose turns are not known before they run."""
         return [
-            each
+            instruction
             for name in self.scheduled
-            for each in self.computations[name]
-            if each.op == "while" and self.turns(each, name) is None
+            for instruction in self.computations[name]
+            if instruction.op == "while" and self.turns(instruction, name) is None
         ]
 
-    def kind(self, each: Instruction) -> str:
+    def kind(self, instruction: Instruction) -> str:
         """Returns what an instruction mostly does: `"matmul"`, `"copy"`, `"gather"`, ..."""
-        if each.op != "fusion":
+        if instruction.op != "fusion":
             own = ("copy", "scatter", "gather", "sort")
-            return _KINDS.get(each.op, each.op if each.op in own else "other")
-        ops = self._inside(each)
+            return _KINDS.get(instruction.op, instruction.op if instruction.op in own else "other")
+        ops = self._inside(instruction)
         for op in ("convolution", "dot", "scatter", "gather", "sort"):
             if op in ops:
                 return _KINDS.get(op, op)
@@ -226,17 +232,17 @@ class Program:
         moves = {"parameter", "copy", "bitcast", "tuple", "transpose", "reshape", "fusion"}
         return "copy" if ops <= moves else "fused"
 
-    def _inside(self, each: Instruction) -> set[str]:
-        found: set[str] = set()
-        queue, seen = [each.called("calls")], set()
+    def _inside(self, instruction: Instruction) -> set[str]:
+        inside: set[str] = set()
+        queue, seen = [instruction.called("calls")], set()
         while queue:
             name = queue.pop()
             if name and name not in seen:
                 seen.add(name)
                 for inner in self.computations.get(name, []):
-                    found.add(inner.op)
+                    inside.add(inner.op)
                     queue.append(inner.called("calls"))
-        return found
+        return inside
 
     def seconds(
         self,
@@ -257,41 +263,49 @@ class Program:
         times: collections.Counter[str] = collections.Counter({self.entry: 1.0})
         spent: collections.Counter[tuple[str, str, str]] = collections.Counter()
         for name in reversed(self.scheduled):
-            shapes = {each.name: each.shape for each in self.computations[name]}
-            for each in self.computations[name]:
-                if each.op == "while":
-                    known = self.turns(each, name)
-                    count = turns(each) if known is None else known
-                    times[each.called("body") or ""] += times[name] * count
-                    times[each.called("condition") or ""] += times[name] * (count + 1)
-                elif each.op == "conditional":
-                    for branch, share in zip(each.branches, shares(each), strict=True):
+            shapes = {
+                instruction.name: instruction.shape for instruction in self.computations[name]
+            }
+            for instruction in self.computations[name]:
+                if instruction.op == "while":
+                    known = self.turns(instruction, name)
+                    count = turns(instruction) if known is None else known
+                    times[instruction.called("body") or ""] += times[name] * count
+                    times[instruction.called("condition") or ""] += times[name] * (count + 1)
+                elif instruction.op == "conditional":
+                    for branch, share in zip(
+                        instruction.branches, shares(instruction), strict=True
+                    ):
                         times[branch] += times[name] * share
-                elif each.op == "call":
-                    times[each.parts[0]] += times[name]
-                elif (kind := self.kind(each)) != "dma":
-                    moved = self._moved(each, kind, [shapes.get(o, "") for o in each.operands])
-                    once = each.cycles / hertz if each.cycles else moved / bandwidth
-                    key = kind, each.shape.split("{")[0], each.path
+                elif instruction.op == "call":
+                    times[instruction.parts[0]] += times[name]
+                elif (kind := self.kind(instruction)) != "dma":
+                    moved = self._moved(
+                        instruction, kind, [shapes.get(o, "") for o in instruction.operands]
+                    )
+                    once = instruction.cycles / hertz if instruction.cycles else moved / bandwidth
+                    key = kind, instruction.shape.split("{")[0], instruction.path
                     spent[key] += once * times[name]
         return spent
 
-    def _moved(self, each: Instruction, kind: str, operands: list[str]) -> float:
+    def _moved(self, instruction: Instruction, kind: str, operands: list[str]) -> float:
         """Returns the bytes that an instruction without cycles moves, about."""
         if kind in ("scatter", "update"):  # In place: what is put, not what it is put into.
             sizes = [bytes_of(shape) for shape in operands]
             return 2 * max((b for b in sizes if b < max(sizes)), default=max(sizes, default=0))
-        return 2 * bytes_of(each.shape) if kind in ("gather", "slice", "copy", "sort") else 0.0
+        return (
+            2 * bytes_of(instruction.shape) if kind in ("gather", "slice", "copy", "sort") else 0.0
+        )
 
 
-def _instruction(name: str, rest: str) -> Instruction:
-    cut = _end(rest, 0) + 1 if rest[0] == "(" else rest.index(" ")
-    shape, rest = rest[:cut], rest[cut:].lstrip()
-    left = rest.index("(")
-    right = _end(rest, left)
-    operands = tuple(_NAME.findall(rest[left:right]))
-    after = rest if rest.startswith("constant(") else rest[right + 1 :]
-    return Instruction(name, shape, rest[:left], operands, after)
+def _instruction(name: str, text: str) -> Instruction:
+    cut = _end(text, 0) + 1 if text[0] == "(" else text.index(" ")
+    shape, text = text[:cut], text[cut:].lstrip()
+    left = text.index("(")
+    right = _end(text, left)
+    operands = tuple(_NAME.findall(text[left:right]))
+    after = text if text.startswith("constant(") else text[right + 1 :]
+    return Instruction(name, shape, text[:left], operands, after)
 
 
 def _end(text: str, start: int) -> int:

@@ -56,9 +56,9 @@ class Compared:
         late = load(self.late)
         exits = late.decoder.config.exits
         stock = load(self.model, exits=exits, lens=False)
-        read = stock.encode([each.text for each in read_files(self.text)])
-        fit = stock.encode([each.text for each in read_files(self.fit)])
-        found = {
+        read = stock.encode([document.text for document in read_files(self.text)])
+        fit = stock.encode([document.text for document in read_files(self.fit)])
+        result = {
             "as it is": self._losses(stock.decoder, stock.params, read),
             "late exits": self._losses(late.decoder, late.params, read),
         }
@@ -72,8 +72,8 @@ class Compared:
         config = LensConfig(tokens=self.tokens)
         say = partial(print, file=sys.stderr, flush=True)
         lens = fit_lens(stock.decoder, stock.params, batches, config, progress=say)
-        found["lens alone"] = self._losses(*lensed(stock.decoder, stock.params, lens), read)
-        return found
+        result["lens alone"] = self._losses(*lensed(stock.decoder, stock.params, lens), read)
+        return result
 
     def _losses(
         self, decoder: Decoder, params: Params, documents: Sequence[np.ndarray]

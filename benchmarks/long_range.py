@@ -47,8 +47,10 @@ PARTS = ("context", "fact", "others")
 
 def ids_of(model: Any, split: Split) -> list[np.ndarray]:
     """Returns a split of the standard library as token ids."""
-    found = model.tokenizer.encode_batch([each.text for each in standard_library(split)])
-    return [np.asarray(each.ids, np.int32) for each in found]
+    encodings = model.tokenizer.encode_batch(
+        [document.text for document in standard_library(split)]
+    )
+    return [np.asarray(encoding.ids, np.int32) for encoding in encodings]
 
 
 def encode(model: Any, text: str) -> list[int]:
@@ -76,17 +78,17 @@ def ways(asked: Any, model: Any, rows: RecallRows) -> Iterator[tuple[dict[str, A
     gates = [("learned", budget) for budget in asked.budgets]
     for name, budget in [*gates, *(("random", budget) for budget in asked.random)]:
         policy = model.calibration.policy(name, budget, exits=depths)
-        found = recall(decoder, params, rows, policy)
+        result = recall(decoder, params, rows, policy)
         way = {"stop": f"{name} {budget}", "kv": "propagate"}
-        yield {"part": "row", **way}, found
-        yield {"part": "context", **way}, stopped("context", found.depths, "propagate")
+        yield {"part": "row", **way}, result
+        yield {"part": "context", **way}, stopped("context", result.depths, "propagate")
 
 
 def measure_recall(asked: Any) -> dict[str, Any]:
     """Returns what is lost of facts, by task, by what stops where, and by distance."""
     model = utio_jax.load(asked.model, branches=False)
     filler = ids_of(model, "test")
-    found = []
+    results = []
     for task in asked.tasks:
         cases = recall_cases(
             task,
@@ -97,16 +99,16 @@ def measure_recall(asked: Any) -> dict[str, Any]:
         )
         rows = recall_rows(cases, asked.distances, decoder=model.decoder, batch=asked.batch)
         full = recall(model.decoder, model.params, rows, uniform(model.decoder.config.num_layers))
-        for way, each in ways(asked, model, rows):
+        for way, policy in ways(asked, model, rows):
             row = {
                 "task": task,
                 **way,
-                "mean_depth": round(float(each.depths[each.depths > 0].mean()), 2),
-                "by_distance": recall_lost(rows.distances, each, full),
+                "mean_depth": round(float(policy.depths[policy.depths > 0].mean()), 2),
+                "by_distance": recall_lost(rows.distances, policy, full),
             }
-            found.append(row)
+            results.append(row)
             print(json.dumps(row), flush=True)
-    return {"cases": asked.cases, "prompt_tokens": asked.prompt, "rows": found}
+    return {"cases": asked.cases, "prompt_tokens": asked.prompt, "rows": results}
 
 
 def main() -> None:
@@ -127,16 +129,16 @@ def main() -> None:
     parser.add_argument("--cases", type=int, default=16)
     parser.add_argument("--batch", type=int, default=16)
     asked, started = parser.parse_args(), time.process_time()
-    found = measure_recall(asked)
-    found |= {"processor_seconds": round(time.process_time() - started), "versions": versions()}
+    result = measure_recall(asked)
+    result |= {"processor_seconds": round(time.process_time() - started), "versions": versions()}
     if asked.out is not None:
         name = asked.name
         known = json.loads(asked.out.read_text()) if asked.out.exists() else {}
-        if "rows" in found:  # Of several runs, task by task.
+        if "rows" in result:  # Of several runs, task by task.
             before = known.get(name, {"rows": [], "processor_seconds": 0})
-            found["rows"] = before["rows"] + found["rows"]
-            found["processor_seconds"] += before["processor_seconds"]
-        known[name] = found
+            result["rows"] = before["rows"] + result["rows"]
+            result["processor_seconds"] += before["processor_seconds"]
+        known[name] = result
         asked.out.write_text(json.dumps(known, indent=1) + "\n")
 
 

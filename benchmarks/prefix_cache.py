@@ -42,9 +42,9 @@ def first_token(engine: Engine, prompt: np.ndarray) -> tuple[float, list[int]]:
     return done.seconds_to_first_token, done.token_ids.tolist()
 
 
-def chats(engine: Engine, system: np.ndarray, said: np.ndarray) -> tuple[float, list[Any]]:
+def chats(engine: Engine, system: np.ndarray, turns: np.ndarray) -> tuple[float, list[Any]]:
     """Returns the requests per second of conversations, and the texts."""
-    history = [np.concatenate([system, said[chat, 0]]) for chat in range(CHATS)]
+    history = [np.concatenate([system, turns[chat, 0]]) for chat in range(CHATS)]
     turn_of, started, ended = {}, time.perf_counter(), 0
     for chat in range(CHATS):
         turn_of[engine.submit(history[chat], max_new_tokens=NEW, eos_ids=())] = (chat, 1)
@@ -56,10 +56,10 @@ def chats(engine: Engine, system: np.ndarray, said: np.ndarray) -> tuple[float, 
             chat, turn = turn_of.pop(event.request)
             history[chat] = np.concatenate([history[chat], event.finished.token_ids])
             if turn < TURNS:
-                history[chat] = np.concatenate([history[chat], said[chat, turn]])
+                history[chat] = np.concatenate([history[chat], turns[chat, turn]])
                 number = engine.submit(history[chat], max_new_tokens=NEW, eos_ids=())
                 turn_of[number] = (chat, turn + 1)
-    return ended / (time.perf_counter() - started), [each.tolist() for each in history]
+    return ended / (time.perf_counter() - started), [ids.tolist() for ids in history]
 
 
 def main(name: str = "shared-16", prefix: int = 440) -> dict[str, Any]:
@@ -84,10 +84,10 @@ def main(name: str = "shared-16", prefix: int = 440) -> dict[str, Any]:
     for number in range(3):
         at = int(rng.integers(0, ids.size - CHATS * TURNS * SAID - prefix))
         system = ids[at : at + prefix // 4]
-        said = ids[at + prefix // 4 :][: CHATS * TURNS * SAID].reshape(CHATS, TURNS, SAID)
+        turns = ids[at + prefix // 4 :][: CHATS * TURNS * SAID].reshape(CHATS, TURNS, SAID)
         texts = {}
         for kind, engine in [("on", on), ("off", off)][:: 1 if number % 2 else -1]:
-            rate, texts[kind] = chats(engine, system, said)
+            rate, texts[kind] = chats(engine, system, turns)
             rates[kind].append(rate)
         differ += sum(a != b for a, b in zip(texts["on"], texts["off"], strict=True))
     stats = on.stats()

@@ -68,16 +68,16 @@ def main() -> None:
         for stop, by, kv in itertools.product(args.stop, args.by, args.kv):
             if kv == args.kv[0] or by == args.by[0]:  # Other kv are controls of the first choice.
                 choices.append(PromptChoice(stop=stop, deep=args.deep, by=by, kv=kv))
-        found: list[dict[str, Any]] = [
+        results: list[dict[str, Any]] = [
             {"prompt": prompt, "way": "full" if choice is None else choice.label}
             for choice in choices
         ]
         if ids is not None and args.rows:
-            add_losses(found, decoder, params, ids, choices, prompt=prompt, rows=args.rows)
+            add_losses(results, decoder, params, ids, choices, prompt=prompt, rows=args.rows)
         if args.rounds:
             size = {"prompt": prompt, "batch": args.batch, "rounds": args.rounds}
-            add_times(found, decoder, params, choices, **size)
-        for row in found:
+            add_times(results, decoder, params, choices, **size)
+        for row in results:
             print(json.dumps(row), flush=True)
 
 
@@ -90,7 +90,7 @@ def subject(args: argparse.Namespace) -> tuple[Any, Any, list[np.ndarray] | None
     model = load(args.model) if args.model else load(branches=False)
     if args.maps:
         model = model.with_kv_maps(args.maps)
-    texts = [each.text for each in standard_library("test")] if args.text is None else []
+    texts = [document.text for document in standard_library("test")] if args.text is None else []
     if args.text is not None:
         texts = [args.text.read_text(encoding="utf-8", errors="replace")]
     return model.decoder, model.params, model.encode(texts)
@@ -105,7 +105,7 @@ def random_map(decoder: Any, stop: int) -> KVMap:
 
 
 def add_losses(
-    found: list[dict[str, Any]],
+    result: list[dict[str, Any]],
     decoder: Any,
     params: Any,
     documents: list[np.ndarray],
@@ -119,23 +119,23 @@ def add_losses(
     sizes = PromptSizes(prompt_tokens=prompt, continuation=_FOLLOWING, rows=rows, batch=batch)
     read = cut_rows(documents, sizes, decoder=decoder)
     full = continuations(decoder, params, read, None)
-    for row, choice in zip(found, choices, strict=True):
+    for row, choice in zip(result, choices, strict=True):
         row |= {"rows": read.rows, "nll_full": round(full.loss / read.tokens, 4)}
         row |= {"nll_increase_pct": 0.0, "prompt_flops_ratio": 1.0}
         if choice is None:
             continue
-        mine = continuations(decoder, params, read, choice)
-        interval = increase_interval(mine, full, read.documents)
+        text = continuations(decoder, params, read, choice)
+        interval = increase_interval(text, full, read.documents)
         ratio = prompt_flops_ratio(decoder, params, read, choice, batches=1)
         row |= {
-            "nll_increase_pct": round(100 * (mine.loss / full.loss - 1), 3),
-            "interval": None if interval is None else [round(each, 3) for each in interval],
+            "nll_increase_pct": round(100 * (text.loss / full.loss - 1), 3),
+            "interval": None if interval is None else [round(bound, 3) for bound in interval],
             "prompt_flops_ratio": round(ratio, 3),
         }
 
 
 def add_times(
-    found: list[dict[str, Any]],
+    result: list[dict[str, Any]],
     decoder: Any,
     params: Any,
     choices: list[PromptChoice | None],
@@ -159,7 +159,7 @@ def add_times(
     programs["staircase"] = partial(run, prefill=Prefill())
     times = time_programs(programs, rounds=rounds)
     full = min((times["0"], times["staircase"]), key=lambda timing: timing.median)
-    for row, timing in zip(found, times.values(), strict=False):
+    for row, timing in zip(result, times.values(), strict=False):
         ratio = Spread.of(timing.ratios_over(full))
         row |= {"seconds": round(timing.median, 5), "speed_up": round(ratio.median, 3)}
         row |= {"quartiles": [round(ratio.low, 3), round(ratio.high, 3)]}

@@ -43,8 +43,8 @@ def queries_of(
     texts = [document.text.rstrip().split("\n") for document in standard_library(split)]
 
     def ids_of(parts: list[str]) -> list[list[int]]:
-        found = model.tokenizer.encode_batch(parts, add_special_tokens=False)
-        return [each.ids for each in found]
+        encodings = model.tokenizer.encode_batch(parts, add_special_tokens=False)
+        return [encoding.ids for encoding in encodings]
 
     lines = [ids_of(["\n" + line for line in text]) for text in texts]
     fits = [
@@ -53,11 +53,11 @@ def queries_of(
     ]
     places = [
         (file, line)
-        for file, mine in enumerate(fits)
-        for line in mine
+        for file, lines_of in enumerate(fits)
+        for line in lines_of
         if sum(map(len, lines[file][:line])) >= CONTEXT
     ]
-    everywhere = [(file, line) for file, mine in enumerate(fits) for line in mine]
+    everywhere = [(file, line) for file, lines_of in enumerate(fits) for line in lines_of]
     queries, truths, files = [], [], []
     for index in rng.permutation(len(places))[:count]:
         file, line = places[index]
@@ -67,10 +67,10 @@ def queries_of(
         true = tuple(lines[file][line])
         near = [tuple(lines[file][i]) for i in rng.permutation(fits[file])]
         far = [everywhere[i] for i in rng.permutation(len(everywhere))[: 4 * rows]]
-        others = [each for each in dict.fromkeys(near) if each != true][: rows // 2]
-        for each in dict.fromkeys(tuple(lines[f][i]) for f, i in far):
-            if len(others) < rows - 1 and each != true and each not in others:
-                others.append(each)
+        others = [candidate for candidate in dict.fromkeys(near) if candidate != true][: rows // 2]
+        for other in dict.fromkeys(tuple(lines[f][i]) for f, i in far):
+            if len(others) < rows - 1 and other != true and other not in others:
+                others.append(other)
         candidates = [true, *others]
         order = rng.permutation(rows)
         ids = np.zeros((rows, TOKENS), np.int32)
@@ -98,11 +98,11 @@ def best(scores: np.ndarray) -> np.ndarray:
 def ratio_of(model: Any, depths: tuple[int, ...], counts: np.ndarray, rows: int) -> float:
     """Returns the FLOPs of so many candidates `[query, segment]` over all at full depth."""
     layers = model.decoder.config.num_layers
-    each, whole = (
+    segments, whole = (
         row_flops(model.decoder, model.params, ends, tokens=TOKENS, slots=CONTEXT)
         for ends in ((*depths, layers), (layers,))
     )
-    return float((counts @ each).mean() / (rows * whole[0]))
+    return float((counts @ segments).mean() / (rows * whole[0]))
 
 
 def controls(
@@ -149,7 +149,7 @@ def controls(
     )
     # Full depth for the first tokens of each candidate, as many as the FLOPs allow.
     tokens = 1 + max(1, int(budget * (TOKENS - 1)))
-    cut = [(ids, each[:, :tokens], np.minimum(ends, tokens)) for ids, each, ends in queries]
+    cut = [(ids, ids_of[:, :tokens], np.minimum(ends, tokens)) for ids, ids_of, ends in queries]
     scores = see_all(model.decoder, model.params, cut, depths=(), slots=CONTEXT)[:, -1]
     first = row_flops(model.decoder, model.params, (layers,), tokens=tokens, slots=CONTEXT)[0]
     yield row(f"first {tokens} tokens of all, full depth", first / whole, best(scores))
@@ -171,8 +171,8 @@ def times(model: Any, queries: list[Query], how: Select, turns: int) -> dict[str
             select(model.decoder, model.params, context, rows, ends, ways[name])
             spent[name] = time.perf_counter() - began
         if turn >= turns:  # The first half compiles all widths, or most.
-            for name, each in spent.items():
-                seconds[name].append(each)
+            for name, seconds_of in spent.items():
+                seconds[name].append(seconds_of)
     full, ours, context = (np.asarray(seconds[n]) for n in ("full", "select", "context"))
     quartiles = lambda v: [round(float(q), 3) for q in np.quantile(v, (0.25, 0.5, 0.75))]  # noqa: E731
     return {
@@ -262,10 +262,10 @@ def main() -> None:
         ends_of = [depth for depth in (*how.depths, layers) if depth]
         for ids, rows, ends in queries:
             context = read_context(decoder, params, ids, slots=CONTEXT)
-            found = select(decoder, params, context, rows, ends, how)
-            flops.append(found.flops(decoder, params))
-            won.append(found.winner)
-            ran.append([(found.depths >= depth).sum() for depth in ends_of])
+            output = select(decoder, params, context, rows, ends, how)
+            flops.append(output.flops(decoder, params))
+            won.append(output.winner)
+            ran.append([(output.depths >= depth).sum() for depth in ends_of])
         ids, rows, ends = queries[0]
         context = read_context(decoder, params, ids, slots=CONTEXT)
         whole = select(decoder, params, context, rows, ends, plain).flops(decoder, params)

@@ -138,10 +138,10 @@ def server(arguments: list[str], folder: Path) -> Iterator[int]:
         )
         try:
             while True:
-                found = [
+                results = [
                     json.loads(line) for line in log.read_text().splitlines() if line[:1] == "{"
                 ]
-                ready = [each for each in found if each.get("event") == "ready"]
+                ready = [event for event in results if event.get("event") == "ready"]
                 if ready:
                     break
                 if process.poll() is not None:
@@ -181,7 +181,7 @@ def measure(mode: Any, options: argparse.Namespace) -> dict[str, Any]:
     seen: dict[str, list[float]] = {"first": [], "between": [], "whole": []}
     with server(arguments, options.out) as port:
         for round_number in range(options.rounds + 1):
-            found = {"engine": run_engine(engine, asked, options.clients)}
+            output = {"engine": run_engine(engine, asked, options.clients)}
             for name in ("whole", "stream"):
                 result = asyncio.run(
                     run_clients(
@@ -192,23 +192,23 @@ def measure(mode: Any, options: argparse.Namespace) -> dict[str, Any]:
                         budget=budget,
                     )
                 )
-                found[name] = result["rate"]
+                output[name] = result["rate"]
                 if round_number:
                     for what in ("first", "between"):
                         seen[what] += result[what]
                     seen["whole"] += result["whole"] if name == "whole" else []
             if not round_number:
                 continue  # The first warms up.
-            for name, rate in found.items():
+            for name, rate in output.items():
                 rates[name].append(rate)
             for name in ratios:
-                ratios[name].append(found[name] / found["engine"])
+                ratios[name].append(output[name] / output["engine"])
     return {
         "mode": mode,
         "budget": budget,
         "tokens_per_second": {name: round(float(np.median(v)), 1) for name, v in rates.items()},
         "over_engine": {
-            name: [round(float(each), 3) for each in np.percentile(v, (50, 25, 75))]
+            name: [round(float(value), 3) for value in np.percentile(v, (50, 25, 75))]
             for name, v in ratios.items()
         },
         "time_to_first_token": percentiles(seen["first"]),

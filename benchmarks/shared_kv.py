@@ -74,19 +74,19 @@ def differing_in_engine(model: Any, prompts: list[np.ndarray], sampling: Samplin
         for seed, prompt in enumerate(prompts)
     }
     rows = 0
-    for number, found in engine.drain().items():
+    for number, result in engine.drain().items():
         prompt, seed = asked[number]
         (whole,) = generate(
             model.decoder, model.params, [prompt], max_new_tokens=12, eos_ids=(), seeds=seed,
             sampling=sampling, prefill=Prefill(),
         ).token_ids  # fmt: skip
-        rows += not np.array_equal(whole[: 4 + seed % 9], found.token_ids)
+        rows += not np.array_equal(whole[: 4 + seed % 9], result.token_ids)
     return rows
 
 
 def first_tokens(model: Any, batch: int, rounds: int) -> dict[str, float]:
     """Returns how much sooner the first token comes than by each full-depth program."""
-    prompts = [each[:448] for each in stretches(model, batch, 448, 500)]
+    prompts = [stretch[:448] for stretch in stretches(model, batch, 448, 500)]
     run = partial(generate, model.decoder, model.params, prompts, max_new_tokens=1, eos_ids=())
 
     # Under "drop" a token is seen as deep as it ran, so no prompt stops early.
@@ -100,20 +100,23 @@ def main(arguments: list[str]) -> int:
     """Prints one line of JSON."""
     model = load(arguments[0])
     prompts = stretches(model, 200, 64, 500)
-    found: dict[str, Any] = {"model": arguments[0], "exact": {}, "first_token": {}}
+    result: dict[str, Any] = {"model": arguments[0], "exact": {}, "first_token": {}}
     for name, options in (("greedy", {}), ("drawn", {"sampling": SamplingParams(temperature=1.0)})):
         for batch in (1, 4, 16):
             rows, worst = differing(model, prompts, batch, options)
             jax.clear_caches()  # A process has room for so many programs only.
-            found["exact"][f"{name} {batch}"] = {"rows_that_differ": rows, "log_probability": worst}
+            result["exact"][f"{name} {batch}"] = {
+                "rows_that_differ": rows,
+                "log_probability": worst,
+            }
             print(name, batch, rows, worst, file=sys.stderr)
         rows = differing_in_engine(model, prompts, options.get("sampling", SamplingParams()))
-        found["exact"][f"{name}, engine"] = {"rows_that_differ": rows}
+        result["exact"][f"{name}, engine"] = {"rows_that_differ": rows}
         print(name, "engine", rows, file=sys.stderr)
         jax.clear_caches()
     for batch in (1, 8):
-        found["first_token"][str(batch)] = first_tokens(model, batch, rounds=21)
-    print(json.dumps(found))
+        result["first_token"][str(batch)] = first_tokens(model, batch, rounds=21)
+    print(json.dumps(result))
     return 0
 
 

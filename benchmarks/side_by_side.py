@@ -25,7 +25,7 @@ def peer_row(  # noqa: PLR0913 (options, each named)
     *,
     setting: Mapping[str, Any],
     tokens: float,
-    found: Mapping[str, Any],
+    figures: Mapping[str, Any],
     calls: int = 1,
     fallback: str = "",
 ) -> Row:
@@ -38,7 +38,7 @@ def peer_row(  # noqa: PLR0913 (options, each named)
       times: of both and perhaps others, which took turns.
       setting: batch, prompt and output.
       tokens: scored, or new, in one call.
-      found: what else was counted.
+      figures: what else was counted.
       calls: in one timed turn.
       fallback: what it did in place of what it says: then it has no speed-up.
     """
@@ -47,7 +47,7 @@ def peer_row(  # noqa: PLR0913 (options, each named)
         times[method].ratios_over(times[baseline]),
         calls=calls,
         fallback=fallback,
-        note="; ".join(f"{name} {value}" for name, value in rounded(dict(found)).items()),
+        note="; ".join(f"{name} {value}" for name, value in rounded(dict(figures)).items()),
         part="peer",
         model=model_name,
         method=method,

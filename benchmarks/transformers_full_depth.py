@@ -54,7 +54,7 @@ def scoring(model: models.Model, peer: Any, ids: np.ndarray, rounds: int, **abou
     words = torch.from_numpy(ids.astype(np.int64))
 
     def ours() -> np.ndarray:
-        found = run_score(
+        result = run_score(
             model.decoder,
             model.params,
             jnp.asarray(ids),
@@ -63,7 +63,7 @@ def scoring(model: models.Model, peer: Any, ids: np.ndarray, rounds: int, **abou
             kv="propagate",
             executor=MicroBatches(),
         )
-        return np.asarray(found.log_likelihood)
+        return np.asarray(result.log_likelihood)
 
     def theirs() -> np.ndarray:
         with torch.inference_mode():
@@ -81,7 +81,7 @@ def scoring(model: models.Model, peer: Any, ids: np.ndarray, rounds: int, **abou
         times=times,
         setting={"batch": batch, "prompt": width},
         tokens=batch * width,
-        found={"max_log_likelihood_difference": apart},
+        figures={"max_log_likelihood_difference": apart},
         **about,
     )
 
@@ -94,15 +94,17 @@ def decoding(
     words = torch.from_numpy(prompts.astype(np.int64))
 
     def ours() -> np.ndarray:
-        found = generate(model.decoder, model.params, list(prompts), max_new_tokens=new, eos_ids=())
-        return np.stack(found.token_ids)
+        result = generate(
+            model.decoder, model.params, list(prompts), max_new_tokens=new, eos_ids=()
+        )
+        return np.stack(result.token_ids)
 
     def theirs() -> np.ndarray:
         with torch.inference_mode():
-            found = peer.generate(
+            result = peer.generate(
                 words, max_new_tokens=new, min_new_tokens=new, do_sample=False, pad_token_id=0
             )
-        return found[:, width:].numpy()
+        return result[:, width:].numpy()
 
     same = float((ours() == theirs()).mean())
     times = time_programs({OURS: ours, PEER: theirs}, rounds=rounds)
@@ -112,7 +114,7 @@ def decoding(
         times=times,
         setting={"batch": batch, "prompt": width, "output": new},
         tokens=batch * new,
-        found={"same_tokens": same},
+        figures={"same_tokens": same},
         **about,
     )
 

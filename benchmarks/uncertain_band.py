@@ -36,15 +36,15 @@ from utio_jax.models.training.corpus import Split, standard_library
 ROWS, WIDTH = 32, 128
 
 
-def windows_of(model: Any, split: Split, each: int) -> tuple[list[Batch], np.ndarray]:
+def windows_of(model: Any, split: Split, per_document: int) -> tuple[list[Batch], np.ndarray]:
     """Returns batches of whole windows, and the document of each window."""
     rng = np.random.default_rng(0)
-    found = model.tokenizer.encode_batch([each.text for each in standard_library(split)])
+    result = model.tokenizer.encode_batch([document.text for document in standard_library(split)])
     rows, documents = [], []
-    for number, encoded in enumerate(found):
+    for number, encoded in enumerate(result):
         ids = np.asarray(encoded.ids, np.int32)
         whole = ids[: ids.size // WIDTH * WIDTH].reshape(-1, WIDTH)
-        drawn = rng.permutation(len(whole))[:each]
+        drawn = rng.permutation(len(whole))[:per_document]
         rows.append(whole[drawn])
         documents += [number] * len(drawn)
     table = np.concatenate(rows)
@@ -60,9 +60,9 @@ def windows_of(model: Any, split: Split, each: int) -> tuple[list[Batch], np.nda
     return batches, np.asarray(documents[:count])
 
 
-def same(found: np.ndarray, full: np.ndarray) -> dict[str, Any]:
+def same(result: np.ndarray, full: np.ndarray) -> dict[str, Any]:
     """Returns the share of windows on full depth's side, with its exact interval of 95 %."""
-    hits = found == full
+    hits = result == full
     low, high = stats.binomtest(int(hits.sum()), hits.size).proportion_ci(0.95, "exact")
     return {"same_side": round(float(hits.mean()), 4), "interval": [round(low, 4), round(high, 4)]}
 
@@ -81,11 +81,11 @@ def rows_of(
         run = jax.jit(utio_jax.score, static_argnums=0, static_argnames="kv")
         for batch in batches:
             ids, ends = jnp.asarray(batch.token_ids), jnp.asarray(batch.lengths)
-            found = run(model.decoder, model.params, ids, ends, fitted.chosen, kv="drop")
-            judged = signal.judge(found)
+            result = run(model.decoder, model.params, ids, ends, fitted.chosen, kv="drop")
+            judged = signal.judge(result)
             above.append(judged.above)
             depths.append(judged.depths)
-            paid += pass_flops(cost, found.work)
+            paid += pass_flops(cost, result.work)
         ran = np.concatenate(depths)
         counts = {int(exit_): int((ran == exit_).sum()) for exit_ in exits}
         yield {
@@ -138,7 +138,7 @@ def main() -> None:
                 max_disagreement=bound,
                 groups=documents,
             )
-            found = list(rows_of(model, fitted, tests, test_losses, limit))
+            results = list(rows_of(model, fitted, tests, test_losses, limit))
             result["limits"].append(
                 {
                     "quantile": quantile,
@@ -149,7 +149,7 @@ def main() -> None:
                         [round(rung.cost, 4), round(rung.risk, 4), rung.p_value]
                         for rung in fitted.ladder
                     ],
-                    "rows": found,
+                    "rows": results,
                 }
             )
     result["cpu_seconds"] = round(time.process_time() - started)

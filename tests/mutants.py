@@ -98,7 +98,7 @@ def read_list(file: Path = LIST) -> list[Mutant]:
     Raises:
       WrongListError: names every one that does not.
     """
-    mutants = [Mutant(**each) for each in tomllib.loads(file.read_text())["mutant"]]
+    mutants = [Mutant(**fields) for fields in tomllib.loads(file.read_text())["mutant"]]
     wrong = []
     for mutant in mutants:
         source = ROOT / mutant.path
@@ -127,14 +127,14 @@ class Copy:
         self.folder = folder
         ignore = shutil.ignore_patterns("__pycache__")
         folder.mkdir()
-        for each in ROOT.iterdir():
-            if each.name not in COPIED:
-                if not each.name.startswith("."):
-                    (folder / each.name).symlink_to(each)
-            elif each.is_dir():
-                shutil.copytree(each, folder / each.name, ignore=ignore)
+        for path in ROOT.iterdir():
+            if path.name not in COPIED:
+                if not path.name.startswith("."):
+                    (folder / path.name).symlink_to(path)
+            elif path.is_dir():
+                shutil.copytree(path, folder / path.name, ignore=ignore)
             else:
-                shutil.copyfile(each, folder / each.name)
+                shutil.copyfile(path, folder / path.name)
 
     @contextlib.contextmanager
     def broken_by(self, mutant: Mutant) -> Iterator[None]:
@@ -179,11 +179,11 @@ def try_out(mutant: Mutant, copies: queue.SimpleQueue[Copy]) -> Outcome:
     started = time.perf_counter()
     try:
         with copy.broken_by(mutant):
-            status, said = copy.test([mutant.test])
+            status, output = copy.test([mutant.test])
     finally:
         copies.put(copy)
     words = {0: "survived", 1: "killed", None: "did not end"}
-    failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", said, flags=re.MULTILINE)
+    failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", output, flags=re.MULTILINE)
     return Outcome(
         mutant=mutant,
         word=words.get(status, f"pytest ended with status {status}"),
@@ -196,25 +196,25 @@ def check_tests(mutants: Sequence[Mutant], copy: Copy) -> None:
     """Raises WrongListError where a test is none of `make check`, or fails with nothing broken."""
     tests = list(dict.fromkeys(mutant.test for mutant in mutants))
     # Of several tests, one that is left out by its mark would not be missed.
-    _, said = copy.test(["--collect-only", *tests])
-    cases = said.splitlines()
+    _, output = copy.test(["--collect-only", *tests])
+    cases = output.splitlines()
     known = {*cases, *(case.partition("[")[0] for case in cases)}
     known |= {case.partition("::")[0] for case in cases}
     if missing := [test for test in tests if test not in known]:
         raise WrongListError(f"Wanted tests that `make check` runs. It leaves out {missing}.")
-    status, said = copy.test(tests)
+    status, output = copy.test(tests)
     if status != 0:
-        raise WrongListError(f"Wanted tests that pass as the code is. Got\n{said[-3000:]}")
+        raise WrongListError(f"Wanted tests that pass as the code is. Got\n{output[-3000:]}")
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
     """Returns the outcomes as a table in Markdown, in the order of the list."""
     lines = ["| mutant | room | killed by | seconds |", "|---|---|---|---|"]
-    for each in outcomes:
-        by = f"`{each.by or each.mutant.test}`" if each.word == "killed" else each.word
+    for outcome in outcomes:
+        by = f"`{outcome.by or outcome.mutant.test}`" if outcome.word == "killed" else outcome.word
         lines.append(
-            f"| {each.mutant.name.replace('_', ' ')} | {each.mutant.room} | {by} "
-            f"| {each.seconds:.1f} |"
+            f"| {outcome.mutant.name.replace('_', ' ')} | {outcome.mutant.room} | {by} "
+            f"| {outcome.seconds:.1f} |"
         )
     return "\n".join(lines)
 
@@ -243,20 +243,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
             with ThreadPoolExecutor(len(ready)) as pool:
                 running = [pool.submit(try_out, mutant, copies) for mutant in mutants]
                 for number, done in enumerate(as_completed(running), start=1):
-                    found = done.result()
-                    outcomes.append(found)
+                    result = done.result()
+                    outcomes.append(result)
                     print(
-                        f"{number:3}/{len(mutants)}  {found.seconds:5.1f} s  {found.word:8}  "
-                        f"{found.mutant.room}: {found.mutant.name}",
+                        f"{number:3}/{len(mutants)}  {result.seconds:5.1f} s  {result.word:8}  "
+                        f"{result.mutant.room}: {result.mutant.name}",
                         file=sys.stderr,
                     )
     except WrongListError as error:
         print(error, file=sys.stderr)
         return 2
     order = {mutant.name: index for index, mutant in enumerate(mutants)}
-    outcomes.sort(key=lambda each: order[each.mutant.name])
+    outcomes.sort(key=lambda outcome: order[outcome.mutant.name])
     print(table(outcomes))
-    killed = sum(each.word == "killed" for each in outcomes)
+    killed = sum(outcome.word == "killed" for outcome in outcomes)
     total = time.perf_counter() - started
     print(f"{killed} of {len(outcomes)} killed in {total:.0f} s", file=sys.stderr)
     return 0 if killed == len(outcomes) else 1

@@ -112,7 +112,7 @@ def workers(options: argparse.Namespace) -> Iterator[dict[str, Worker]]:
     }
     running: dict[str, Worker] = {}
     try:
-        for name in options.engines or [each for each in columns if each != "vllm, maps"]:
+        for name in options.engines or [name for name in columns if name != "vllm, maps"]:
             print(f"starting {name}", file=sys.stderr)
             try:
                 running[name] = Worker(options, *columns[name])
@@ -127,7 +127,7 @@ def workers(options: argparse.Namespace) -> Iterator[dict[str, Worker]]:
 def same(tokenizer: Any, ours: list[list[int]], theirs: list[Any]) -> float:
     """Returns the share of rows that agree, in tokens or in the text of an engine that has it."""
     if isinstance(theirs[0], str):
-        ours = [tokenizer.decode(each) for each in ours]
+        ours = [tokenizer.decode(ids) for ids in ours]
     return float(np.mean([a == b for a, b in zip(ours, theirs, strict=True)]))
 
 
@@ -135,7 +135,7 @@ def measure(
     running: dict[str, Worker], tokenizer: Any, rounds: int
 ) -> dict[str, dict[str, dict[str, Any]]]:
     """Returns, by case and engine, seconds of each round, and the rows as the first engine's."""
-    found: dict[str, dict[str, Any]] = {}
+    result: dict[str, dict[str, Any]] = {}
     for turn in range(rounds + 1):  # The first one compiles.
         for case, request in requests(turn).items():
             order = [*running][turn % len(running) :] + [*running][: turn % len(running)]
@@ -148,22 +148,22 @@ def measure(
                     running.pop(name).close()
             reference = answers[next(iter(running))]["tokens"]
             for name, answer in answers.items():
-                kept = found.setdefault(case, {}).setdefault(name, {"seconds": [], "same": []})
+                kept = result.setdefault(case, {}).setdefault(name, {"seconds": [], "same": []})
                 kept["peak"] = answer["peak"]
                 kept["tokens"] = sum(request["new"])
                 if turn:
                     kept["seconds"].append(answer["seconds"])
                     kept["same"].append(same(tokenizer, reference, answer["tokens"]))
             print(case, {k: round(v["seconds"], 3) for k, v in answers.items()}, file=sys.stderr)
-    return {case: {name: columns[name] for name in running} for case, columns in found.items()}
+    return {case: {name: columns[name] for name in running} for case, columns in result.items()}
 
 
-def table(found: dict[str, dict[str, Any]]) -> Iterator[str]:
+def table(result: dict[str, dict[str, Any]]) -> Iterator[str]:
     """Yields the lines of a table in Markdown: a row per case, a column per engine."""
-    names = [*next(iter(found.values()))]
+    names = [*next(iter(result.values()))]
     yield "| | " + " | ".join(names) + " |"
     yield "|---" * (len(names) + 1) + "|"
-    for case, columns in found.items():
+    for case, columns in result.items():
         cells = []
         for name in names:
             seconds = np.asarray(columns[name]["seconds"])
@@ -173,9 +173,11 @@ def table(found: dict[str, dict[str, Any]]) -> Iterator[str]:
             shown = f"{1e3 * np.median(seconds):,.0f} ms" if first else f"{value:,.0f} /s"
             cells.append(f"{shown} ({ratio:.2f})")
         yield f"| {case} | " + " | ".join(cells) + " |"
-    last = next(reversed(found.values()))
+    last = next(reversed(result.values()))
     yield "| peak memory, MiB | " + " | ".join(f"{last[n]['peak']:,.0f}" for n in names) + " |"
-    agree = [np.mean([np.mean(each[name]["same"]) for each in found.values()]) for name in names]
+    agree = [
+        np.mean([np.mean(result[name]["same"]) for result in result.values()]) for name in names
+    ]
     yield f"| rows equal to {names[0]}'s | " + " | ".join(f"{s:.0%}" for s in agree) + " |"
 
 
@@ -196,11 +198,11 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: options.threads])
     with workers(options) as running:
-        versions = {name: each.versions for name, each in running.items()}
-        found = measure(running, tokenizer_of(options.model), options.rounds)
-    kept = {"versions": versions, "rounds": options.rounds, "cases": found}
+        versions = {name: engine.versions for name, engine in running.items()}
+        result = measure(running, tokenizer_of(options.model), options.rounds)
+    kept = {"versions": versions, "rounds": options.rounds, "cases": result}
     (options.out / "results.json").write_text(json.dumps(kept, indent=1))
-    print("\n".join(table(found)))
+    print("\n".join(table(result)))
     print(json.dumps(versions))
 
 

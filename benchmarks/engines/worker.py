@@ -40,10 +40,10 @@ def utio_jax(model: str, threads: int, slots: int) -> Run:
 
     def run(prompts: list[list[int]], new: list[int]) -> list[list[int]]:
         if len(set(new)) == 1:
-            found = generate(
+            result = generate(
                 loaded.decoder, loaded.params, prompts, max_new_tokens=new[0], eos_ids=()
             )
-            return [each.tolist() for each in found.token_ids]
+            return [ids.tolist() for ids in result.token_ids]
         numbers = [
             engine.submit(prompt, max_new_tokens=count, eos_ids=())
             for prompt, count in zip(prompts, new, strict=True)
@@ -64,10 +64,10 @@ def transformers(model: str, threads: int, slots: int) -> Run:
 
     def batch(prompts: list[list[int]], new: list[int]) -> list[list[int]]:
         width = max(map(len, prompts))
-        ids = torch.tensor([[0] * (width - len(each)) + each for each in prompts])
-        seen = torch.tensor([[0] * (width - len(each)) + [1] * len(each) for each in prompts])
+        ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
+        seen = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
         with torch.inference_mode():
-            found = peer.generate(
+            result = peer.generate(
                 ids,
                 attention_mask=seen,
                 max_new_tokens=max(new),
@@ -75,7 +75,7 @@ def transformers(model: str, threads: int, slots: int) -> Run:
                 do_sample=False,
                 pad_token_id=0,
             )
-        return [row[:n] for row, n in zip(found[:, width:].tolist(), new, strict=True)]
+        return [row[:n] for row, n in zip(result[:, width:].tolist(), new, strict=True)]
 
     def run(prompts: list[list[int]], new: list[int]) -> list[list[int]]:
         starts = range(0, len(prompts), slots)
@@ -121,9 +121,9 @@ def vllm(model: str, threads: int, slots: int, maps: str | None = None) -> Run:
             SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, detokenize=False)
             for n in new
         ]
-        words = [{"prompt_token_ids": each} for each in prompts]
-        found = engine.generate(words, asked, use_tqdm=False)
-        return [[*each.outputs[0].token_ids] for each in found]
+        words = [{"prompt_token_ids": prompt} for prompt in prompts]
+        result = engine.generate(words, asked, use_tqdm=False)
+        return [[*result.outputs[0].token_ids] for result in result]
 
     return run
 
@@ -140,7 +140,7 @@ def llama_cpp(model: str, threads: int, slots: int) -> Run:
     server = xllamacpp.Server(params)
 
     def one(prompt: list[int], count: int) -> str:
-        found = server.handle_completions(
+        result = server.handle_completions(
             {
                 "prompt": prompt,
                 "max_tokens": count,
@@ -149,7 +149,7 @@ def llama_cpp(model: str, threads: int, slots: int) -> Run:
                 "cache_prompt": False,
             }
         )
-        return found["choices"][0]["text"]
+        return result["choices"][0]["text"]
 
     pool = ThreadPoolExecutor(64)
     return lambda prompts, new: [*pool.map(one, prompts, new)]
@@ -181,8 +181,8 @@ def convert(file: str, folder: str) -> None:
         inner = field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
         writer.add_key_value(name, field.contents(), field.types[0], sub_type=inner)
     writer.add_file_type(gguf.LlamaFileType.ALL_F32)
-    for each in reader.tensors:
-        writer.add_tensor(each.name, gguf.quants.dequantize(each.data, each.tensor_type))
+    for tensor in reader.tensors:
+        writer.add_tensor(tensor.name, gguf.quants.dequantize(tensor.data, tensor.tensor_type))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

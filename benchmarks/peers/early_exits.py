@@ -115,7 +115,7 @@ def main() -> None:
 
     def by_torch(**how: Any) -> Callable[[], list[list[int]]]:
         def run() -> list[list[int]]:
-            found = []
+            results = []
             for ids in prompts:
                 with torch.inference_mode():
                     out = peer.generate(
@@ -126,31 +126,31 @@ def main() -> None:
                         pad_token_id=0,
                         **how,
                     )
-                found.append(out[0, PROMPT:].tolist())
-            return found
+                results.append(out[0, PROMPT:].tolist())
+            return results
 
         return run
 
     def by_tide(name: str) -> Callable[[], list[list[int]]]:
         def run() -> list[list[int]]:
-            found = []
+            results = []
             reported[name] = []
             for ids in prompts:
                 out = tides[name].generate(
                     torch.tensor([ids]), max_new_tokens=options.new, temperature=0.0
                 )
-                found.append(out[0, PROMPT:].tolist())
+                results.append(out[0, PROMPT:].tolist())
                 stats = tides[name].last_stats
                 for layer, count in stats.exits_per_layer.items():
                     reported[name] += [layer + 1] * count
                 reported[name] += [len(peer.model.layers)] * stats.remaining_tokens
-            return found
+            return results
 
         return run
 
     def by_us(name: str, mode: Any) -> Callable[[], list[list[int]]]:
         def run() -> list[list[int]]:
-            found = [
+            results = [
                 generate(
                     ours.decoder,
                     ours.params,
@@ -161,8 +161,8 @@ def main() -> None:
                 )
                 for ids in prompts
             ]
-            ran[name] = sum(int(each.token_layers.sum()) for each in found)
-            return [each.token_ids[0].tolist() for each in found]
+            ran[name] = sum(int(result.token_layers.sum()) for result in results)
+            return [result.token_ids[0].tolist() for result in results]
 
         return run
 
@@ -196,8 +196,8 @@ def main() -> None:
             base = "utio_jax, full depth" if name in modes else "transformers, full depth"
             same = [
                 a == b
-                for mine, full in zip(texts[name], texts["transformers, full depth"], strict=True)
-                for a, b in zip(mine, full, strict=False)
+                for ids, full in zip(texts[name], texts["transformers, full depth"], strict=True)
+                for a, b in zip(ids, full, strict=False)
             ]
             known = {
                 "layers run per token": round(layers / tokens, 3),
@@ -215,7 +215,7 @@ def main() -> None:
                 setting={"batch": 1, "prompt": PROMPT, "output": options.new},
                 tokens=tokens / len(prompts),
                 calls=len(prompts),
-                found=known,
+                figures=known,
                 fallback=f"{tokens} tokens ran every layer" if pretends else "",
             )
             keep(row)

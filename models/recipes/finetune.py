@@ -43,31 +43,32 @@ class Finetune(OfModel, OfText):
         drop = self.lens == "auto" and not self.config.late
         model = (dataclasses.replace(self, lens="none") if drop else self).load()
         documents, _ = read_documents(model, self.files, self.token_ids, None)
-        found = finetune(model, documents, self.config, out=self.out, resume=self.resume)
-        losses = zip(found["exits"], found["loss_before"], found["loss_after"], strict=True)
+        result = finetune(model, documents, self.config, out=self.out, resume=self.resume)
+        losses = zip(result["exits"], result["loss_before"], result["loss_after"], strict=True)
         for depth, before, after in losses:
             print(f"exit {depth:3d}: {before:.4f} -> {after:.4f} nats per token", file=sys.stderr)
-        increase = 100 * (found["loss_after"][-1] / found["loss_before"][-1] - 1)
+        increase = 100 * (result["loss_after"][-1] / result["loss_before"][-1] - 1)
         if increase > 1.0:  # What the few held-out documents leave in doubt anyway.
             print(
                 f"The model itself got worse, by {increase:.1f} %, and every loss in % that is "
-                f"measured on {found['out']} from now on is over this one. Train longer (--steps), "
-                "at a smaller --rate, or on more text that is like what the model knows.",
+                f"measured on {result['out']} from now on is over this one. Train longer "
+                "(--steps), at a smaller --rate, or on more text that is like what the model "
+                "knows.",
                 file=sys.stderr,
             )
-        return {"full_depth_loss_increase_pct": round(increase, 3), **found}
+        return {"full_depth_loss_increase_pct": round(increase, 3), **result}
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command; its JSON is the last line."""
     try:
-        found = tyro.cli(Finetune, args=arguments, config=(tyro.conf.FlagCreatePairsOff,)).run()
+        result = tyro.cli(Finetune, args=arguments, config=(tyro.conf.FlagCreatePairsOff,)).run()
     except (ValueError, FloatingPointError) as error:
         print(f"finetune: {error}", file=sys.stderr)
         return 2
     except SystemExit as ended:  # By tyro: help, or options that exclude each other.
         return 2 if ended.code else 0
-    print(json.dumps(found))
+    print(json.dumps(result))
     return 0
 
 

@@ -115,15 +115,15 @@ def late_objective(
         states = exit_states(decoder, model, inputs, dropout_key, 0.0, fixed_layers=fixed_layers)
         labels = tokens[:, 1:].reshape(-1)
         flat = states.reshape(states.shape[0], labels.size, -1)
-        mine = jax.nn.log_softmax(decoder.unembed(model, flat[-1]).astype(jnp.float32))
+        student = jax.nn.log_softmax(decoder.unembed(model, flat[-1]).astype(jnp.float32))
         if teacher is None:
-            wanted = jax.lax.stop_gradient(mine)
-            own = -jnp.take_along_axis(mine, labels[:, None], axis=-1).mean()
+            target = jax.lax.stop_gradient(student)
+            own = -jnp.take_along_axis(student, labels[:, None], axis=-1).mean()
         else:
             before = exit_states(decoder, {**fixed, "layers": teacher}, inputs, dropout_key, 0.0)
             last = before[-1].reshape(labels.size, -1)
-            wanted = jax.nn.log_softmax(decoder.unembed(fixed, last).astype(jnp.float32))
-            own = divergence(wanted, mine)
+            target = jax.nn.log_softmax(decoder.unembed(fixed, last).astype(jnp.float32))
+            own = divergence(target, student)
         share = labels.size // max(1, len(exits) - 1)
         order = jax.random.permutation(split_key, labels.size)
 
@@ -134,7 +134,7 @@ def late_objective(
                 x = jax.lax.stop_gradient(x)
             read = read_through(params["lens"], exits[:-1], x, depth)
             student = jax.nn.log_softmax(decoder.unembed(fixed, read).astype(jnp.float32))
-            return divergence(wanted[chosen], student)
+            return divergence(target[chosen], student)
 
         learnt = jnp.stack([missed(i, depth) for i, depth in enumerate(exits[:-1])])
         ramp = jnp.clip((step - begin + 1) / late.ramp, 0.0, 1.0)
@@ -146,9 +146,9 @@ def late_objective(
     return jax.tree_util.Partial(objective, teacher, whole)
 
 
-def divergence(wanted: jax.Array, found: jax.Array) -> jax.Array:
+def divergence(expected: jax.Array, result: jax.Array) -> jax.Array:
     """Returns KL(wanted || found), `[token, vocab]` log probabilities each, mean over tokens."""
-    return jnp.sum(jnp.exp(wanted) * (wanted - found), axis=-1).mean()
+    return jnp.sum(jnp.exp(expected) * (expected - result), axis=-1).mean()
 
 
 def lens_of(params: Params, exits: tuple[int, ...]) -> Lens:

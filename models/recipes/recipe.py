@@ -150,8 +150,8 @@ def run_recipe(
             whole = jax.tree_util.Partial(grown, below)
             start = grow_from(below, decoder, jax.random.key(seed))
         else:
-            found = trunk_of(trunk, Transformer(PRESETS[plain]), recipe)
-            start = branch_off(found, decoder, optimizer)
+            result = trunk_of(trunk, Transformer(PRESETS[plain]), recipe)
+            start = branch_off(result, decoder, optimizer)
         objective = late_objective(decoder, late, begin=begin, whole=whole, fixed_layers=fixed)
         branch = {"optimizer": optimizer, "start": start, "objective": objective}
     learnt = train(
@@ -197,17 +197,17 @@ def _below(trunk: Path, folder: Path, decoder: Transformer) -> Params:
       ValueError: `folder` holds a run that added layers to another model, or `decoder` is no deeper
         one of its shapes.
     """
-    found, note = load(trunk / "model"), folder / "below.sha256"
+    model, note = load(trunk / "model"), folder / "below.sha256"
     # Before it is written down: a wrong trunk must not bind the folder.
-    jax.eval_shape(lambda: grow_from(found.params, decoder, jax.random.key(0)).params)
-    before = note.read_text().strip() if note.exists() else found.sha256
-    if before != found.sha256:
+    jax.eval_shape(lambda: grow_from(model.params, decoder, jax.random.key(0)).params)
+    before = note.read_text().strip() if note.exists() else model.sha256
+    if before != model.sha256:
         raise ValueError(
-            f"{folder} holds layers added to the model {before[:16]}. Got {found.sha256[:16]} in "
+            f"{folder} holds layers added to the model {before[:16]}. Got {model.sha256[:16]} in "
             f"{trunk / 'model'}. Name that run's --trunk again, or another --out."
         )
-    save_text(note, found.sha256 + "\n")
-    return found.params
+    save_text(note, model.sha256 + "\n")
+    return model.params
 
 
 def _take_over_text(trunk: Path, folder: Path) -> None:

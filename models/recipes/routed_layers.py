@@ -89,11 +89,13 @@ def run(
         best, at = jax.lax.top_k(read, room)
         at = jnp.sort(jnp.where(best >= least, at, width), axis=1)
         of_row = jax.vmap(lambda leaf, at: leaf.at[at].get(mode="clip"))
-        mine = of_row(x, at)
+        routed = of_row(x, at)
         keys, values = decoder.keys_values(layer, x, places)
-        queries = decoder.queries(layer, mine, jax.tree.map(lambda leaf: of_row(leaf, at), places))
+        queries = decoder.queries(
+            layer, routed, jax.tree.map(lambda leaf: of_row(leaf, at), places)
+        )
         attended = mix(queries, keys, values, mix.visible(at, positions))
-        change = decoder.finish_layer(layer, mine, attended) - mine
+        change = decoder.finish_layer(layer, routed, attended) - routed
         change *= 2 * jax.nn.sigmoid(of_row(scores, at))[..., None]
         put = jax.vmap(lambda row, at, new: row.at[at].add(new, mode="drop"))
         return put(x, at, change), put(jnp.zeros_like(scores), at, jnp.ones_like(at, x.dtype)) > 0
@@ -174,8 +176,8 @@ def fit_thresholds(decoder: Transformer, params: Any, batches: list[Any], share:
             ]
             for b in batches
         ]
-        found = np.quantile(np.concatenate(scores, axis=1), 1 - share, axis=1)
-        thresholds = jnp.asarray(found, jnp.float32)
+        cuts = np.quantile(np.concatenate(scores, axis=1), 1 - share, axis=1)
+        thresholds = jnp.asarray(cuts, jnp.float32)
     return thresholds
 
 
@@ -187,14 +189,14 @@ def measure(
     With `draw` tokens run by chance, each at that probability.
     """
     nats, ran, tokens = 0.0, 0.0, 0
-    for number, each in enumerate(batches):
+    for number, batch in enumerate(batches):
         drawn = None
         if draw is not None:
-            shape = (len(thresholds), *each.token_ids.shape)
+            shape = (len(thresholds), *batch.token_ids.shape)
             drawn = jax.random.uniform(jax.random.key(number), shape)
             thresholds = jnp.full_like(thresholds, 1 - draw)
-        one, did = losses(decoder, params, each.token_ids, each.lengths, thresholds, drawn)
-        real = np.arange(each.token_ids.shape[1]) < each.lengths[:, None]
+        one, did = losses(decoder, params, batch.token_ids, batch.lengths, thresholds, drawn)
+        real = np.arange(batch.token_ids.shape[1]) < batch.lengths[:, None]
         nats += float(np.asarray(one, np.float64).sum())
         ran += float(np.asarray(did.ran)[:, real].mean(axis=0).sum())
         tokens += int(real.sum())

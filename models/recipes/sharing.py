@@ -60,8 +60,8 @@ def distillation(decoder: Transformer, teacher: Transformer, params: Params) -> 
             last = exit_states(model, weights, inputs, key, 0.0)[-1]
             return jax.nn.log_softmax(model.unembed(weights, last).astype(jnp.float32))
 
-        wanted = jax.lax.stop_gradient(predicted(teacher, held))
-        loss = divergence(wanted, predicted(decoder, learning))
+        target = jax.lax.stop_gradient(predicted(teacher, held))
+        loss = divergence(target, predicted(decoder, learning))
         return loss, loss[None]
 
     return jax.tree_util.Partial(objective, params)

@@ -80,7 +80,9 @@ def trunk_of(folder: str | Path, decoder: Transformer, config: TrainConfig) -> S
     state = {"params": params, "optimizer": jax.eval_shape(make_optimizer(config).init, params)}
     place = Path(folder).resolve() / "checkpoints"
     if not (place / str(config.branch_step)).is_dir():
-        steps = sorted(int(found.name) for found in place.glob("[0-9]*")) if place.is_dir() else []
+        steps = (
+            sorted(int(folder.name) for folder in place.glob("[0-9]*")) if place.is_dir() else []
+        )
         raise ValueError(
             f"Wanted a checkpoint of step {config.branch_step}, the last at the constant rate of "
             f"{config.steps} steps, in {place}. Got {steps or 'none'}. Train the trunk first: "
@@ -98,8 +100,8 @@ def trunk_of(folder: str | Path, decoder: Transformer, config: TrainConfig) -> S
                 f"Wanted a trunk of {decoder.config.num_layers} layers of width "
                 f"{decoder.config.embed_dim} in {folder}. Got one of other shapes: {shapes}."
             )
-        found = kept.restore(config.branch_step, args=ocp.args.StandardRestore(state))
-    return Start(params=found["params"], optimizer=found["optimizer"], step=config.branch_step)
+        result = kept.restore(config.branch_step, args=ocp.args.StandardRestore(state))
+    return Start(params=result["params"], optimizer=result["optimizer"], step=config.branch_step)
 
 
 def branch_off(trunk: Start, decoder: Transformer, optimizer: Any) -> Start:
@@ -123,13 +125,13 @@ def grow_from(below: Params, decoder: Transformer, key: jax.Array) -> Start:
       ValueError: `below` is no such model.
     """
     first, fresh = decoder.config.exits[0], jax.eval_shape(decoder.init, key)
-    wanted = {
+    expected = {
         **fresh,
         "layers": jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct((first, *leaf.shape[1:]), leaf.dtype), fresh["layers"]
         ),
     }
-    if jax.tree.map(jnp.shape, wanted) != jax.tree.map(jnp.shape, below):
+    if jax.tree.map(jnp.shape, expected) != jax.tree.map(jnp.shape, below):
         raise ValueError(
             f"Wanted a trained model of {first} layers of width {decoder.config.embed_dim}, to add "
             f"layers up to {decoder.config.num_layers}. Got one of other shapes: "

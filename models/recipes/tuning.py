@@ -145,7 +145,7 @@ def finetune(
         )
     documents, size = [ids for ids in documents if len(ids) > 1], decoder.config.vocab_size
     held_out = [ids for index, ids in enumerate(documents) if index % _HELD_OUT == 0]
-    rest = [ids for index, ids in enumerate(documents) if index % _HELD_OUT]
+    kept = [ids for index, ids in enumerate(documents) if index % _HELD_OUT]
     context = min(config.context, decoder.config.context_length)
     recipe = TrainConfig(
         steps=config.steps,
@@ -164,13 +164,13 @@ def finetune(
             f"Wanted at least two documents: every {_HELD_OUT}th is held out, the first one too. "
             f"Got {len(documents)} of two tokens or more. Name another file, or split this one."
         )
-    if sum(map(len, rest)) < 4 * context:
+    if sum(map(len, kept)) < 4 * context:
         raise ValueError(
             f"Wanted at least {4 * context} tokens in documents beside every {_HELD_OUT}th, which "
-            f"is held out. Got {sum(map(len, rest))} in {len(rest)}. Add text, or use a smaller "
+            f"is held out. Got {sum(map(len, kept))} in {len(kept)}. Add text, or use a smaller "
             "context."
         )
-    stream = np.concatenate([check_ids(ids, vocab_size=size, what="documents") for ids in rest])
+    stream = np.concatenate([check_ids(ids, vocab_size=size, what="documents") for ids in kept])
     adamw = optax.adamw(
         lambda step: config.peak * recipe.rate_at(jnp.asarray(step)),
         b2=0.99,
@@ -186,7 +186,7 @@ def finetune(
         options |= {"start": Start(params=shared), "objective": distillation(read, bare, params)}
         bare, params = read, shared
     if config.late:
-        read, params = _read_late(model, bare, rest, context, Path(out), resume=resume)
+        read, params = _read_late(model, bare, kept, context, Path(out), resume=resume)
         late = LateExits(
             weights=recipe.exit_weights, ramp=recipe.warmup, map_rate=_MAP_RATE * config.peak
         )

@@ -55,18 +55,18 @@ def example(heads: int, kv_heads: int, *, queries: int = 5, keys: int = 7, scale
 def test_equals_softmax_also_where_heads_share_keys(heads, kv_heads, queries, platform):
     inputs = example(heads, kv_heads, queries=queries)
     with compiling_for(platform):
-        found = attend(*inputs)
-    np.testing.assert_allclose(found, slow_attend(*inputs), rtol=1e-5, atol=1e-6)
+        result = attend(*inputs)
+    np.testing.assert_allclose(result, slow_attend(*inputs), rtol=1e-5, atol=1e-6)
 
 
 def test_heads_of_several_layers_are_those_side_by_side():
     """Two layers of two K/V heads, which eight heads read in this order."""
     queries, _, _, visible = example(8, 4)
     layers = [example(8, 2)[1:3], example(4, 2)[1:3]]
-    keys, values = (jnp.concatenate(each, axis=-2) for each in zip(*layers, strict=True))
-    found = mix_apart(Mixer(window=None, causal=True), queries, layers, visible)
-    wanted = slow_attend(queries, keys, values, visible)
-    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
+    keys, values = (jnp.concatenate(parts, axis=-2) for parts in zip(*layers, strict=True))
+    result = mix_apart(Mixer(window=None, causal=True), queries, layers, visible)
+    expected = slow_attend(queries, keys, values, visible)
+    np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="what XLA:CPU makes of a product")
@@ -92,23 +92,23 @@ def test_a_step_copies_no_keys():
 @pytest.mark.parametrize("queries", [5, 70])
 def test_capped_scores_are_the_cap_times_a_tanh(queries):
     inputs = example(4, 2, queries=queries)
-    found, capped = attend(*inputs, softcap=3.0), slow_attend(*inputs, softcap=3.0)
-    np.testing.assert_allclose(found, capped, rtol=1e-5, atol=1e-6)
-    assert np.abs(found - slow_attend(*inputs)).max() > 0.1, "a cap that matters"
+    result, capped = attend(*inputs, softcap=3.0), slow_attend(*inputs, softcap=3.0)
+    np.testing.assert_allclose(result, capped, rtol=1e-5, atol=1e-6)
+    assert np.abs(result - slow_attend(*inputs)).max() > 0.1, "a cap that matters"
 
 
 @pytest.mark.parametrize("window", [None, 1, 3])
 @pytest.mark.parametrize("causal", [True, False])
 def test_a_query_sees_a_window_that_ends_with_itself_or_lies_around_it(causal, window):
     queries, keys = np.array([0, 2, 5, 6]), np.array([0, 1, 2, 3, 4, 5, 6, 7, NOWHERE])
-    wanted = np.zeros((4, 9), bool)
+    expected = np.zeros((4, 9), bool)
     for i, j in np.ndindex(4, 9):
         back = queries[i] - keys[j]
         near = window is None or (back if causal else abs(back)) < window
-        wanted[i, j] = keys[j] != NOWHERE and near and (not causal or back >= 0)
+        expected[i, j] = keys[j] != NOWHERE and near and (not causal or back >= 0)
     at = jnp.asarray(queries, jnp.int32), jnp.asarray(keys, jnp.int32)
     limit = None if window is None else jnp.int32(window)
-    np.testing.assert_array_equal(visible_keys(*at, limit, causal=causal), wanted)
+    np.testing.assert_array_equal(visible_keys(*at, limit, causal=causal), expected)
 
 
 def test_large_scores_do_not_overflow():
@@ -169,12 +169,12 @@ def test_gradients_equal_those_of_a_plain_softmax():
     def ours(queries, keys, values):
         return jnp.sum(jnp.sin(attend(queries, keys, values, visible)))
 
-    for found, wanted in zip(
+    for result, expected in zip(
         jax.grad(ours, argnums=(0, 1, 2))(queries, keys, values),
         jax.grad(plain, argnums=(0, 1, 2))(queries, keys, values),
         strict=True,
     ):
-        np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(result, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("window", [None, 3])
@@ -185,8 +185,8 @@ def test_whole_rows_in_blocks_of_queries_attend_to_what_they_see(
     queries, keys, values, _ = example(4, 2, queries=width, keys=width)
     mix = Mixer(window=None if window is None else jnp.int32(window), causal=True, softcap=9.0)
     visible = mix.visible(jnp.arange(width), jnp.arange(width))
-    wanted = slow_attend(queries, keys, values, np.asarray(visible), softcap=9.0)
+    expected = slow_attend(queries, keys, values, np.asarray(visible), softcap=9.0)
     for block in (3, 2**30):
         with compiling_for("cpu", query_block=block):
-            found = mix_whole_rows(mix, queries, keys, values, visible)
-        np.testing.assert_allclose(found, wanted, atol=2e-6)
+            result = mix_whole_rows(mix, queries, keys, values, visible)
+        np.testing.assert_allclose(result, expected, atol=2e-6)

@@ -61,10 +61,10 @@ def by_blocks(case: tuple[Any, ...], tensors: dict[str, jax.Array]) -> jax.Array
     prepared = mix.prepare(tensors["values"])
     rows = []
     for row in range(2):
-        found = []
+        results = []
         for begin in range(0, tokens, block):
             end = min(begin + block, tokens)
-            found.append(
+            results.append(
                 attend_band(
                     mix,
                     tensors["queries"][row, begin:end],
@@ -77,7 +77,7 @@ def by_blocks(case: tuple[Any, ...], tensors: dict[str, jax.Array]) -> jax.Array
                     history=history,
                 )
             )
-        rows.append(jnp.concatenate(found))
+        rows.append(jnp.concatenate(results))
     return jnp.stack(rows)
 
 
@@ -96,8 +96,8 @@ def masked(case: tuple[Any, ...], tensors: dict[str, jax.Array]) -> jax.Array:
 def test_equals_attention_under_the_mask_that_defines_it(case: tuple[Any, ...]) -> None:
     run = jax.jit(lambda tensors: (by_blocks(case, tensors), masked(case, tensors)))
     for seed in range(12):
-        found, wanted = run(draw(case, seed))
-        np.testing.assert_allclose(found, wanted, atol=1e-5)
+        result, expected = run(draw(case, seed))
+        np.testing.assert_allclose(result, expected, atol=1e-5)
 
 
 def test_queries_that_see_nothing_get_zeros() -> None:
@@ -110,5 +110,5 @@ def test_costs_sinks_and_a_slice_per_query_whatever_the_row() -> None:
     per_key = 2 * 4 * 8 + 2 * 4 * 9  # Scores, and the mix of values with their count.
     for tokens in (64, 256):
         case = (tokens, *CASES[0][1:])
-        found = count_matmul_flops(lambda t, case=case: by_blocks(case, t), draw(case, 0))
-        assert found == 2 * tokens * (16 + 8 - 1 + 2) * per_key
+        result = count_matmul_flops(lambda t, case=case: by_blocks(case, t), draw(case, 0))
+        assert result == 2 * tokens * (16 + 8 - 1 + 2) * per_key

@@ -143,10 +143,12 @@ def test_packed_rows_run_as_they_do_among_all(tiny, filled, shown):
     packed, packed_after, packed_counts = run(rows)
     np.testing.assert_allclose(packed[:2], states[rows[:2]], atol=1e-5)
     for name in ("keys", "values"):
-        found, wanted, before = (getattr(each, name) for each in (packed_after, after, cache))
-        np.testing.assert_allclose(found[:, rows[:2]], wanted[:, rows[:2]], atol=1e-5)
-        np.testing.assert_array_equal(found[:, 1], before[:, 1])
-        assert np.any(wanted[:, 1] != before[:, 1])
+        result, expected, before = (
+            getattr(source, name) for source in (packed_after, after, cache)
+        )
+        np.testing.assert_allclose(result[:, rows[:2]], expected[:, rows[:2]], atol=1e-5)
+        np.testing.assert_array_equal(result[:, 1], before[:, 1])
+        assert np.any(expected[:, 1] != before[:, 1])
     assert counts == packed_counts == {"queries": 2 * 6, "finish_layer": 2 * 6, "keys_values": 12}
     two, _, counts = run(rows[:2])
     np.testing.assert_allclose(two, packed[:2], atol=1e-6)
@@ -176,23 +178,23 @@ def test_both_orders_of_slots_and_heads_hold_the_same(tiny):
         def all_of_it(params):
             cache = init_cache(decoder.config, batch=3, slots=16)
             logits, cache = prefill(decoder, params, token_ids, jnp.asarray(LENGTHS), cache)
-            found = [logits]
+            results = [logits]
             for token in range(2):
                 ids, ends = jnp.full(3, token, jnp.int32), jnp.asarray(LENGTHS + token)
                 logits, cache = decode_step(decoder, params, ids, cache, ends, width=12)
-                found.append(logits)
+                results.append(logits)
             ends = jnp.asarray(LENGTHS[:2, None] + 2)
             block = block_at(decoder, ends, jnp.ones((2, 1), bool), rows=jnp.array([2, 0]))
             x = jnp.ones((2, 1, decoder.config.embed_dim))
             x, cache = run_segment(decoder, params, cache, x, block, start=0, stop=4, width=16)
-            return jnp.stack(found), x, cache
+            return jnp.stack(results), x, cache
 
         with compiling_for("cpu", heads_first=heads_first):
             return all_of_it(tiny.params)
 
-    *found, one = run(heads_first=True)
-    *wanted, other = run(heads_first=False)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), found, wanted)
+    *result, one = run(heads_first=True)
+    *expected, other = run(heads_first=False)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), result, expected)
     assert (one.heads_first, other.heads_first) == (True, False)
     assert (one.num_slots, bytes_per_slot(one)) == (other.num_slots, bytes_per_slot(other))
     np.testing.assert_allclose(one.keys, jnp.moveaxis(other.keys, 2, 3), atol=1e-5)

@@ -63,9 +63,9 @@ def test_what_did_not_run_as_itself_has_no_speedup(compiles: int, fallback: str,
 
 
 def test_the_environment_says_on_what_it_ran() -> None:
-    found = describe(dtype="float32")
-    assert found["device"] == f"{jax.devices()[0].platform}:{jax.devices()[0].device_kind}"
-    assert {"cores", "versions", "xla_flags", "dtype"} <= set(found)
+    result = describe(dtype="float32")
+    assert result["device"] == f"{jax.devices()[0].platform}:{jax.devices()[0].device_kind}"
+    assert {"cores", "versions", "xla_flags", "dtype"} <= set(result)
 
 
 # --- Methods and models.
@@ -171,13 +171,13 @@ def test_the_command_measures_and_says_what_did_not_run(
     assert main(arguments) == 0
     out = capsys.readouterr().out
     assert out.count("\n") == 1
-    found = json.loads(out)
-    kept = read_rows(Path(found["out"]))
+    result = json.loads(out)
+    kept = read_rows(Path(result["out"]))
     assert kept["complete"]
     rows = {name_of(row): row for row in kept["rows"]}
-    assert (found["row_count"], found["did_not_run"]) == (
+    assert (result["row_count"], result["did_not_run"]) == (
         len(rows),
-        len(rows) - len(found["speedups"]),
+        len(rows) - len(result["speedups"]),
     )
     full, cut = (rows[f"score/tiny/{name}/batch1/prompt16"] for name in ("full", "uniform:1"))
     assert full["baseline"] == cut["baseline"]

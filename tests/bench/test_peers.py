@@ -33,15 +33,15 @@ def test_rows_are_kept_as_they_come_and_read_by_the_report(
     peer_row, recording = side_by_side.peer_row, side_by_side.recording
     options: dict[str, Any] = {"setting": {"batch": 1, "output": 8}, "tokens": 8}
     with recording(tmp_path, suite="s", settings={"out": tmp_path}, versions={"x": "1"}) as keep:
-        keep(peer_row("m", "ours", "theirs", TIMES, **options, calls=2, found={"apart": 1 / 3}))
+        keep(peer_row("m", "ours", "theirs", TIMES, **options, calls=2, figures={"apart": 1 / 3}))
         assert len(read_rows(tmp_path / "results.json")["rows"]) == 1
-        options |= {"found": {}, "fallback": "8 tokens ran every layer"}
+        options |= {"figures": {}, "fallback": "8 tokens ran every layer"}
         keep(peer_row("m", "theirs", "ours", TIMES, **options))
-    found = read_rows(tmp_path / "results.json")
-    first, second = found["rows"]
-    assert json.loads(capsys.readouterr().out) == found
-    assert found["complete"]
-    assert found["environment"]["versions"]["x"] == "1"
+    result = read_rows(tmp_path / "results.json")
+    first, second = result["rows"]
+    assert json.loads(capsys.readouterr().out) == result
+    assert result["complete"]
+    assert result["environment"]["versions"]["x"] == "1"
     assert name_of(first) == "peer/m/ours/batch1/output8"
     assert (first["seconds"], first["speedup"], first["tokens_per_second"]) == (1.0, 2.0, 8)
     assert first["note"] == "apart 0.333333"

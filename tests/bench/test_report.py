@@ -71,11 +71,11 @@ class Page(HTMLParser):
 
 
 def test_every_row_is_on_a_page_that_needs_nothing_else(tmp_path: Path) -> None:
-    found = Bench(report=saved(tmp_path), out=tmp_path / "page").run()
-    text = Path(found["report"]).read_text()
+    result = Bench(report=saved(tmp_path), out=tmp_path / "page").run()
+    text = Path(result["report"]).read_text()
     page = Page(text)
-    assert {each["part"] for each in ROWS} == {*PARTS}
-    assert all(name_of(each) in page.text for each in ROWS)
+    assert {row["part"] for row in ROWS} == {*PARTS}
+    assert all(name_of(row) in page.text for row in ROWS)
     assert "interrupted, rows are missing" in page.text
     assert not {"script", "link", "iframe", "object"} & {*page.tags}
     assert len(page.sources) == page.tags.count("img") == 3
@@ -85,7 +85,7 @@ def test_every_row_is_on_a_page_that_needs_nothing_else(tmp_path: Path) -> None:
 
 
 def test_any_text_is_shown_as_it_is(tmp_path: Path) -> None:
-    bad = [{**each, "model": HOSTILE, "note": HOSTILE, "method": "_a"} for each in ROWS]
+    bad = [{**row, "model": HOSTILE, "note": HOSTILE, "method": "_a"} for row in ROWS]
     page = Page(write_report(saved(tmp_path, bad), tmp_path).read_text())
     assert not {"script", "link", "iframe"} & {*page.tags}
     assert all(source.startswith("data:") for source in page.sources)

@@ -63,7 +63,7 @@ def test_a_benchmark_has_every_control_and_every_row_is_whole(tiny: Any) -> None
     ]
     steps = []
     read = batches(tiny)[:2]
-    found = measure_policies(
+    result = measure_policies(
         tiny.decoder,
         tiny.params,
         read,
@@ -74,9 +74,9 @@ def test_a_benchmark_has_every_control_and_every_row_is_whole(tiny: Any) -> None
     )
     # Five methods on two batches; these and the plain program in a warm-up and two rounds.
     assert len(steps) == 5 * 2 + (5 + 1) * (2 + 1)
-    assert [*found] == ["full", "uniform:1", "uniform:2", "learned@0.7", "random@0.7"]
-    for each in found.values():
-        row = each.ledger
+    assert [*result] == ["full", "uniform:1", "uniform:2", "learned@0.7", "random@0.7"]
+    for timing in result.values():
+        row = timing.ledger
         missing = {key for key, value in row.to_dict().items() if value is None}
         assert missing <= {"budget", "kv_bytes_ratio"}, missing
         assert row.compiles == 0

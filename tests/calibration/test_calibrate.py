@@ -72,8 +72,8 @@ def test_thresholds_are_as_good_as_exhaustive_search(
             cost_of_gate=np.asarray(gate),
             budget=budget,
         )
-        found = dict(zip(fit.depths[:-1], fit.thresholds, strict=True))
-        cuts = found.get(1, -np.inf), found.get(2, -np.inf)
+        result = dict(zip(fit.depths[:-1], fit.thresholds, strict=True))
+        cuts = result.get(1, -np.inf), result.get(2, -np.inf)
         harm, mean = outcome(cuts)
         assert mean <= budget
         # Exact at the corners of the convex hull of all outcomes; between them within a token's
@@ -96,12 +96,12 @@ def test_at_a_price_no_threshold_alone_could_be_better(seed: int) -> None:
         gates = [gate_price[b] * (left >= b).sum() for b in range(3) if np.isfinite(cuts[b])]
         return float((kl[left, np.arange(50)] + depth_price[left]).sum() + sum(gates))
 
-    found = _sweep(scores, kl, np.argsort(scores, axis=1), depth_price, gate_price)
+    result = _sweep(scores, kl, np.argsort(scores, axis=1), depth_price, gate_price)
     for boundary in range(3):
         for cut in (-np.inf, *scores[boundary]):
-            other = found.copy()
+            other = result.copy()
             other[boundary] = cut
-            assert total(found) <= total(other) + 1e-9
+            assert total(result) <= total(other) + 1e-9
 
 
 @pytest.mark.check
@@ -112,9 +112,9 @@ def test_gates_learn_what_the_state_says_about_kl() -> None:
     root = np.abs(unit @ rng.normal(size=16) * 0.2) + 0.1
     gates = fit_gates(states, root)
     for index, (x, target) in enumerate(zip(states, root, strict=True)):
-        found = rank_correlation(np.asarray(gates.at(index)(jnp.asarray(x))), target)
-        assert found is not None
-        assert found > 0.9
+        result = rank_correlation(np.asarray(gates.at(index)(jnp.asarray(x))), target)
+        assert result is not None
+        assert result > 0.9
     classifier = fit_gates(states, root > 0.3, loss="logistic", hidden=16, steps=800)
     for index, (x, target) in enumerate(zip(states, root, strict=True)):
         logit = np.asarray(classifier.at(index)(jnp.asarray(x)))
@@ -124,8 +124,8 @@ def test_gates_learn_what_the_state_says_about_kl() -> None:
 def test_the_cost_aware_target_is_whether_a_later_exit_is_cheaper_in_all() -> None:
     kl = np.asarray([[1.0, 0.1], [0.9, 0.05], [0.0, 0.0]])
     # In all, at a price of 0.5 per unit: [1.25, .35], [1.4, .55], [1, 1].
-    found = worth_going_deeper(kl, np.asarray([0.5, 1.0, 2.0]), 0.5)
-    np.testing.assert_array_equal(found, [[True, False], [True, False]])
+    result = worth_going_deeper(kl, np.asarray([0.5, 1.0, 2.0]), 0.5)
+    np.testing.assert_array_equal(result, [[True, False], [True, False]])
     free = worth_going_deeper(kl, np.asarray([0.5, 1.0, 2.0]), 0.0)
     assert free.all(), "what costs nothing is worth going for"
 
@@ -153,8 +153,8 @@ def test_tokens_of_one_score_leave_together() -> None:
 
 def test_rank_correlation_is_spearmans_or_none() -> None:
     # By hand: tied values have the mean of the ranks that they take together.
-    found = rank_correlation(np.asarray([1, 1, 2]), np.asarray([1, 2, 3]))
-    assert found == pytest.approx(0.75**0.5)
+    result = rank_correlation(np.asarray([1, 1, 2]), np.asarray([1, 2, 3]))
+    assert result == pytest.approx(0.75**0.5)
     assert rank_correlation(np.asarray([5, 5, 5]), np.arange(3)) is None, "not defined"
     assert rank_correlation(np.arange(3), np.full(3, 2.0)) is None
     assert rank_correlation(np.asarray([0.0, np.nan, 2.0]), np.arange(3)) is None
@@ -177,8 +177,8 @@ def test_a_calibration_survives_its_files_and_refuses_other_models(
     assert list(goal["nll_increase_pct_by_budget"]) == ["0.8"]
     # Real passes, padding and all, come out at the budget; below it where no threshold is near.
     policies = {name: fitted.policy(name, 0.8) for name in fitted.entries}
-    found = evaluate(tiny.decoder, tiny.params, text[::4], policies, executor=EXECUTOR)
-    ratios = {name: quality.flops / quality.flops_full for name, quality in found.items()}
+    result = evaluate(tiny.decoder, tiny.params, text[::4], policies, executor=EXECUTOR)
+    ratios = {name: quality.flops / quality.flops_full for name, quality in result.items()}
     assert abs(ratios["utio_surrogate"] - 0.8) < 0.03
     assert ratios["learned"] < 0.83
     fitted.save(tmp_path)
@@ -225,9 +225,9 @@ def test_signals_are_calibrated_and_survive_their_files(
     assert set(fitted.signals) == set(names)
     fitted.save(tmp_path)
     loaded = load_calibration(tmp_path, model_sha256="a" * 64)
-    found = {name for name in names if 0.85 in fitted.entries[name]}
-    assert found >= reached
-    for name in found:
+    result = {name for name in names if 0.85 in fitted.entries[name]}
+    assert result >= reached
+    for name in result:
         ours, theirs = fitted.policy(name, 0.85), loaded.policy(name, 0.85)
         assert jax.tree.structure(ours) == jax.tree.structure(theirs)
         for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
@@ -250,10 +250,12 @@ def test_a_text_of_one_token_is_refused_before_anything_is_fitted(tiny: Any) -> 
     """Its states are the same everywhere: gates and lenses would be fitted to rounding errors."""
     rows = np.full((32, 32), 7, np.int32)
     one = Batch(token_ids=rows, lengths=np.full(32, 32, np.int32), window=np.arange(32))
-    said: list[str] = []
+    messages: list[str] = []
     with pytest.raises(ValueError, match="text whose tokens differ.*states do not vary"):
-        calibrate(tiny.decoder, tiny.params, [one], policies=("position",), progress=said.append)
-    assert not [each for each in said if "weights" in each]
+        calibrate(
+            tiny.decoder, tiny.params, [one], policies=("position",), progress=messages.append
+        )
+    assert not [message for message in messages if "weights" in message]
     with pytest.raises(ValueError, match="states do not vary"):
         fit_lens(tiny.decoder, tiny.params, [one])
     two = dataclasses.replace(one, token_ids=np.where(np.arange(32) % 2, rows, 8).astype(np.int32))
@@ -276,17 +278,17 @@ def test_states_beyond_float16_are_kept_as_they_are(tiny: Any, text: list[Batch]
     cold = dataclasses.replace(
         text[0], token_ids=np.where(text[0].token_ids == hot, hot ^ 1, text[0].token_ids)
     )
-    found = study_exits(tiny.decoder, params, [cold, text[1]])
-    assert [study.states.dtype for study in found] == [np.float16, np.float32]
-    for study, batch in zip(found, (cold, text[1]), strict=True):
+    result = study_exits(tiny.decoder, params, [cold, text[1]])
+    assert [study.states.dtype for study in result] == [np.float16, np.float32]
+    for study, batch in zip(result, (cold, text[1]), strict=True):
         real = np.arange(32) < batch.lengths[:, None]
         states = run_dense(
             tiny.decoder, params, batch.token_ids, batch.lengths, depths=tiny.decoder.config.exits
         )
-        for mine, theirs in zip(study.states, states, strict=False):
-            np.testing.assert_allclose(mine[real], np.asarray(theirs)[real], rtol=2e-3, atol=1e-2)
-    assert np.abs(found[1].states).max() > 65504
-    merged = predicted_tokens(found, [study.states for study in found])
+        for actual, theirs in zip(study.states, states, strict=False):
+            np.testing.assert_allclose(actual[real], np.asarray(theirs)[real], rtol=2e-3, atol=1e-2)
+    assert np.abs(result[1].states).max() > 65504
+    merged = predicted_tokens(result, [study.states for study in result])
     assert np.isfinite(merged).all()
     assert merged.dtype == np.float32
     params["embedding"] = {"embedding": jnp.asarray(embedding).at[hot].set(jnp.inf)}

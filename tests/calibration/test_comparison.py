@@ -46,18 +46,18 @@ def test_every_draw_has_the_convex_hull_of_its_own_documents() -> None:
         nll, flops = weights @ full.nll, weights @ full.flops
         drawn = [(weights @ x.flops / flops, 100 * (weights @ x.nll / nll - 1)) for x in uniform]
         for ratio in (0.29, 0.301, 0.41, 0.5, 0.66, 0.93, 0.999, 1.02):
-            found = hull_of(drawn, np.full(16, ratio))
+            result = hull_of(drawn, np.full(16, ratio))
             for draw, weight in enumerate(weights):
                 lost, spent = weight @ full.nll, weight @ full.flops
                 points = [
-                    (weight @ each.flops / spent, 100 * (weight @ each.nll / lost - 1))
-                    for each in uniform
+                    (weight @ entry.flops / spent, 100 * (weight @ entry.nll / lost - 1))
+                    for entry in uniform
                 ]
-                wanted = convex_hull(points)(ratio)
-                if wanted is None:
-                    assert np.isnan(found[draw])
+                expected = convex_hull(points)(ratio)
+                if expected is None:
+                    assert np.isnan(result[draw])
                 else:
-                    assert found[draw] == pytest.approx(wanted, abs=1e-9)
+                    assert result[draw] == pytest.approx(expected, abs=1e-9)
 
 
 def text_of(
@@ -83,9 +83,9 @@ def coverage(documents: int, kind: str, *, repeats: int, draws: int) -> float:
     rng, held = np.random.default_rng(documents), 0
     for trial in range(repeats):
         shallow, full, policy = text_of(rng, documents, kind)
-        found = HullBootstrap([shallow, full], draws=draws, seed=trial).interval(policy)
-        assert found is not None
-        held += found[0] <= 1.0 <= found[2]
+        result = HullBootstrap([shallow, full], draws=draws, seed=trial).interval(policy)
+        assert result is not None
+        held += result[0] <= 1.0 <= result[2]
     return held / repeats
 
 
@@ -137,8 +137,8 @@ def test_errors_of_a_margin_are_those_of_a_ratio_of_sums() -> None:
 def test_documents_that_all_say_the_same_leave_no_doubt() -> None:
     same = [sums(np.full(6, nll), np.full(6, flops)) for nll, flops in ((11.0, 0.5), (10.0, 1.0))]
     policy = sums(np.full(6, 10.4), np.full(6, 0.75))
-    found = HullBootstrap(same, draws=50).interval(policy)
-    assert found == pytest.approx((1.0, 1.0, 1.0))
+    result = HullBootstrap(same, draws=50).interval(policy)
+    assert result == pytest.approx((1.0, 1.0, 1.0))
 
 
 def test_intervals_hold_the_margin_and_cover_its_true_value_about_as_often_as_they_say() -> None:
@@ -153,15 +153,17 @@ def test_a_policy_cheaper_than_the_cheapest_exit_has_no_margin() -> None:
 
 
 def test_too_few_documents_are_refused_before_any_pass(tiny: Any) -> None:
-    rng, said = np.random.default_rng(6), list[str]()
+    rng, messages = np.random.default_rng(6), list[str]()
     batches, document_of = sample_batches(
         [rng.integers(0, 60, 40) for _ in range(4)], rows=4, width=16, vocab_size=64
     )
     entry = Thresholds(depths=(1, 4), thresholds=(0.5,), fractions=(0.5, 0.5))
     calibration = Calibration(entries={"position": {0.5: entry}}, signals={}, info={})
     with pytest.raises(ValueError, match="at least 5 documents.*Got 4. Add files"):
-        compare(tiny.decoder, tiny.params, batches, document_of, calibration, progress=said.append)
-    assert not said
+        compare(
+            tiny.decoder, tiny.params, batches, document_of, calibration, progress=messages.append
+        )
+    assert not messages
 
 
 def test_windows_are_drawn_over_all_documents() -> None:
@@ -204,29 +206,29 @@ def test_rows_are_those_of_evaluate_with_margins_of_the_table(
     names = [(row.ledger.policy, row.ledger.budget) for row in rows]
     assert len(set(names)) == len(names) - 1, "uniform has a row per exit"
     policies = {str(b): fitted.policy("learned", b) for b in fitted.entries["learned"]}
-    found = evaluate(tiny.decoder, tiny.params, text, policies, executor=EXECUTOR)
+    result = evaluate(tiny.decoder, tiny.params, text, policies, executor=EXECUTOR)
     hull = uniform_hull([row.ledger for row in rows])
     studies, signal = study_exits(tiny.decoder, tiny.params, text), fitted.signals["learned"]
     collected = collect_scores(tiny.decoder, tiny.params, signal, studies, depths=(1, 2, 4))
     values = (collected, [study.kl for study in studies])
-    scores, kl = (predicted_tokens(studies, each) for each in values)
+    scores, kl = (predicted_tokens(studies, value) for value in values)
     ranked: dict[int, Any] = {
         depth: stats.spearmanr(scores[i], kl[i])[0] for i, depth in enumerate((1, 2))
     }
     assert min(ranked.values()) > 0.85, "each exit's gate must have learned that exit's KL"
-    for budget, quality in zip(fitted.entries["learned"], found.values(), strict=True):
+    for budget, quality in zip(fitted.entries["learned"], result.values(), strict=True):
         row = rows[names.index(("learned", budget))]
-        wanted = quality.ledger("learned", budget=budget, num_layers=4)
+        expected = quality.ledger("learned", budget=budget, num_layers=4)
         # Over all exits, yet at the cost of those in use.
-        assert row.ledger.nll == pytest.approx(wanted.nll, rel=1e-5)
-        assert row.ledger.flops_ratio == pytest.approx(wanted.flops_ratio, rel=1e-6)
-        assert row.ledger.depth_histogram == wanted.depth_histogram
-        assert row.ledger.gate_pct == pytest.approx(wanted.gate_pct)
+        assert row.ledger.nll == pytest.approx(expected.nll, rel=1e-5)
+        assert row.ledger.flops_ratio == pytest.approx(expected.flops_ratio, rel=1e-6)
+        assert row.ledger.depth_histogram == expected.depth_histogram
+        assert row.ledger.gate_pct == pytest.approx(expected.gate_pct)
         assert row.hull_margin_pct is not None
-        at_hull = hull(wanted.flops_ratio or 0)
+        at_hull = hull(expected.flops_ratio or 0)
         assert at_hull is not None
         assert row.hull_margin_pct[1] == pytest.approx(
-            at_hull - (wanted.nll_increase_pct or 0), abs=1e-3
+            at_hull - (expected.nll_increase_pct or 0), abs=1e-3
         )
         depth = fitted.entries["learned"][budget].depths[0]
         assert row.rank_correlation_kl == pytest.approx(ranked[depth], abs=1e-3)
@@ -237,9 +239,9 @@ def test_rows_are_those_of_evaluate_with_margins_of_the_table(
     learned, oracle = (by_name[name].hull_margin_pct[1] for name in ("learned", "oracle_kl"))
     assert learned < oracle, "hindsight is better"
     for row in rows:
-        found = row.to_dict()
-        assert {"policy", "nll", "hull_margin_pct", "rank_correlation_kl"} <= set(found)
-        assert found["hull_margin_pct"] is None or len(found["hull_margin_pct"]) == 3
+        result = row.to_dict()
+        assert {"policy", "nll", "hull_margin_pct", "rank_correlation_kl"} <= set(result)
+        assert result["hull_margin_pct"] is None or len(result["hull_margin_pct"]) == 3
 
 
 @pytest.mark.check
@@ -259,10 +261,10 @@ def test_policies_of_ones_own_are_judged_beside_their_controls(
     )
     by_name = {row.name: row for row in run(policies=[policy], draws=50)}
     assert [*by_name] == ["uniform 1", "uniform 2", "full", "even", "random as even"]
-    wanted = evaluate(tiny.decoder, tiny.params, text, {"": policy}, executor=EXECUTOR)[""]
+    expected = evaluate(tiny.decoder, tiny.params, text, {"": policy}, executor=EXECUTOR)[""]
     even, chance = by_name["even"], by_name["random as even"]
-    assert even.ledger.nll == pytest.approx(wanted.nll / wanted.predicted, rel=1e-5)
-    assert even.ledger.flops_ratio == pytest.approx(wanted.flops / wanted.flops_full, rel=1e-5)
+    assert even.ledger.nll == pytest.approx(expected.nll / expected.predicted, rel=1e-5)
+    assert even.ledger.flops_ratio == pytest.approx(expected.flops / expected.flops_full, rel=1e-5)
     for row in (even, chance):
         assert row.hull_margin_pct is not None
         assert row.hull_margin_pct[0] < row.hull_margin_pct[1] < row.hull_margin_pct[2]

@@ -28,8 +28,8 @@ pytestmark = pytest.mark.check
 def searched(model: Any, text: list[Batch]) -> Any:
     """Returns what fits thresholds to a text, and the learned signal."""
     studies = study_exits(model.decoder, model.params, text)
-    found = ThresholdSearch(model.decoder, model.params, studies, executor=EXECUTOR)
-    return found, SignalFitter(model.decoder, model.params, studies).fit("learned")
+    result = ThresholdSearch(model.decoder, model.params, studies, executor=EXECUTOR)
+    return result, SignalFitter(model.decoder, model.params, studies).fit("learned")
 
 
 @pytest.fixture(scope="module")
@@ -61,10 +61,10 @@ def test_a_second_fit_to_a_text_is_the_first(tiny: Any, text: list[Batch], searc
 
 
 def test_what_exits_lose_is_what_uniform_loses(tiny: Any, search: Any) -> None:
-    found = search[0].exit_nll_increase_pct()
-    assert list(found) == ["1", "2"]
+    result = search[0].exit_nll_increase_pct()
+    assert list(result) == ["1", "2"]
     tried = [search[0].studies[number].batch for number in search[0]._tried]
-    for depth, lost in found.items():
+    for depth, lost in result.items():
         row = evaluate(
             tiny.decoder, tiny.params, tried, {"": uniform(int(depth))}, executor=EXECUTOR
         )[""].ledger("uniform", budget=None, num_layers=4)
@@ -78,8 +78,8 @@ def test_the_loss_stays_within_its_bound(tiny: Any, search: Any) -> None:
         ((ratio, entry),) = entries.items()
         policy = search[0].policy(search[1], entry)
         tried = [search[0].studies[number].batch for number in search[0]._tried]
-        found = evaluate(tiny.decoder, tiny.params, tried, {"": policy}, executor=EXECUTOR)[""]
-        row = found.ledger("learned", budget=None, num_layers=4)
+        result = evaluate(tiny.decoder, tiny.params, tried, {"": policy}, executor=EXECUTOR)[""]
+        row = result.ledger("learned", budget=None, num_layers=4)
         assert (row.nll_increase_pct or 0) <= bound
         assert row.nll_increase_pct == pytest.approx(record["nll_increase_pct"], abs=0.01)
         assert row.flops_ratio == pytest.approx(ratio, abs=1e-3)
@@ -111,8 +111,8 @@ def test_disagreement_is_that_of_the_pass_document_by_document(
         text,
         {"": search[0].policy(search[1], entry)},
         executor=EXECUTOR,
-        observe=lambda _, batch, found, depths: agreed.extend(
-            np.asarray(found.agree).sum(axis=1)[batch.lengths > 0].tolist()
+        observe=lambda _, batch, result, depths: agreed.extend(
+            np.asarray(result.agree).sum(axis=1)[batch.lengths > 0].tolist()
         ),
     )
     np.testing.assert_allclose(risks[0], 1 - np.asarray(agreed) / tokens, atol=1e-6)
@@ -130,8 +130,8 @@ def test_a_promise_chooses_the_cheapest_candidate_that_is_sure_enough(
         ratios = [float(ratio) for ratio in record["candidates"]]
         assert ratios == sorted(ratios, reverse=True), "safest first"
         sure = [c["p_value"] <= 0.2 for c in record["candidates"].values()]
-        wanted = ratios[: [*sure, False].index(False)]
-        assert list(entries) == wanted[-1:]
+        expected = ratios[: [*sure, False].index(False)]
+        assert list(entries) == expected[-1:]
         chosen.append(min([*entries, 1.0]))
     assert chosen[1] < chosen[0]
 

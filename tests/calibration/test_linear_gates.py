@@ -33,8 +33,8 @@ def test_the_penalty_is_that_of_rows_left_out() -> None:
     rng = np.random.default_rng(1)
     means = rng.normal(size=(1, 12, 5))
     unit = np.asarray(normalise(jnp.asarray(means)), np.float64)[0]
-    wanted = unit @ rng.normal(size=5) + 0.7 * rng.normal(size=12)
-    found = fit_linear_gates(means, wanted[None])
+    expected = unit @ rng.normal(size=5) + 0.7 * rng.normal(size=12)
+    result = fit_linear_gates(means, expected[None])
     top = np.linalg.svd(unit - unit.mean(0), compute_uv=False)[0] ** 2
 
     def fitted(rows: np.ndarray, penalty: float, keep: np.ndarray) -> np.ndarray:
@@ -45,12 +45,12 @@ def test_the_penalty_is_that_of_rows_left_out() -> None:
     def left_out(penalty: float) -> float:
         total = 0.0
         for row in range(12):
-            rest = np.arange(12) != row
-            weight = fitted(unit[rest], penalty, wanted[rest])
-            guess = wanted[rest].mean() + (unit[row] - unit[rest].mean(0)) @ weight
-            total += (wanted[row] - guess) ** 2
+            kept = np.arange(12) != row
+            weight = fitted(unit[kept], penalty, expected[kept])
+            guess = expected[kept].mean() + (unit[row] - unit[kept].mean(0)) @ weight
+            total += (expected[row] - guess) ** 2
         return total
 
     best = min(np.geomspace(1e-6, 1e6, 25) * top, key=left_out)
-    weight = fitted(unit, best, wanted)
-    np.testing.assert_allclose(np.asarray(found.hidden)[0, :, 0], weight, atol=1e-4)
+    weight = fitted(unit, best, expected)
+    np.testing.assert_allclose(np.asarray(result.hidden)[0, :, 0], weight, atol=1e-4)

@@ -56,8 +56,8 @@ def most_violations(confidence: float) -> float:
 def test_p_values_are_those_of_a_plain_loop(draw: Draw) -> None:
     risks = draw(np.random.default_rng(0), np.linspace(0.001, 0.9, 12), 40)
     for max_risk in (0.02, 0.3, 0.8):
-        wanted = [slow_p_value(row, max_risk) for row in risks]
-        np.testing.assert_allclose(_p_values(risks, max_risk), wanted, rtol=1e-10)
+        expected = [slow_p_value(row, max_risk) for row in risks]
+        np.testing.assert_allclose(_p_values(risks, max_risk), expected, rtol=1e-10)
 
 
 @pytest.mark.parametrize("draw", [bernoulli, even_beta, rare_ones])
@@ -89,19 +89,19 @@ def test_the_order_of_bets_comes_from_the_seed() -> None:
     risks = bernoulli(np.random.default_rng(5), np.full(3, 0.3), 80)
     for seed in (0, 7):
         order = np.random.default_rng(seed).permutation(80)
-        found = fit_with_guarantee(risks, max_risk=0.4, confidence=0.9, seed=seed)
-        wanted = [slow_p_value(row[order], 0.4) for row in risks]
-        np.testing.assert_allclose(found.p_values, wanted, rtol=1e-10)
-    assert found.p_values != fit_with_guarantee(risks, max_risk=0.4, confidence=0.9).p_values
+        result = fit_with_guarantee(risks, max_risk=0.4, confidence=0.9, seed=seed)
+        expected = [slow_p_value(row[order], 0.4) for row in risks]
+        np.testing.assert_allclose(result.p_values, expected, rtol=1e-10)
+    assert result.p_values != fit_with_guarantee(risks, max_risk=0.4, confidence=0.9).p_values
 
 
 def test_testing_stops_at_the_first_candidate_not_rejected() -> None:
     low, high = np.full(100, 0.01), np.full(100, 0.2)
-    found = fit_with_guarantee(np.stack([low, low, high, low]), max_risk=0.05, confidence=0.95)
-    assert found.chosen == 1
-    assert found.units == 100
-    np.testing.assert_allclose(found.means, [0.01, 0.01, 0.2, 0.01])
-    assert found.p_values[3] == found.p_values[1] < 0.05 < found.p_values[2] == 1
+    result = fit_with_guarantee(np.stack([low, low, high, low]), max_risk=0.05, confidence=0.95)
+    assert result.chosen == 1
+    assert result.units == 100
+    np.testing.assert_allclose(result.means, [0.01, 0.01, 0.2, 0.01])
+    assert result.p_values[3] == result.p_values[1] < 0.05 < result.p_values[2] == 1
     assert fit_with_guarantee(np.stack([high, low]), max_risk=0.05, confidence=0.95).chosen is None
     assert fit_with_guarantee(np.stack([low, low]), max_risk=0.05, confidence=0.95).chosen == 1
 
@@ -112,11 +112,11 @@ def test_what_asks_for_less_chooses_no_less() -> None:
     moved = 0
     for _ in range(20):
         risks = np.sort(bernoulli(rng, np.linspace(0.01, 0.3, 10), 150), axis=0)
-        found = [
+        results = [
             fit_with_guarantee(risks, max_risk=r, confidence=0.9) for r in (0.05, 0.1, 0.2, 0.3)
         ]
-        assert np.all(np.diff([result.p_values for result in found], axis=0) <= 0)
-        by_risk = [depth_of[result.chosen] for result in found]
+        assert np.all(np.diff([result.p_values for result in results], axis=0) <= 0)
+        by_risk = [depth_of[result.chosen] for result in results]
         assert by_risk == sorted(by_risk)
         levels = (0.99, 0.95, 0.9, 0.5)
         by_level = [
@@ -207,17 +207,17 @@ def test_a_header_that_all_share_is_compared_once_a_pair() -> None:
 def test_halves_keep_copies_on_one_side() -> None:
     rng = np.random.default_rng(3)
     originals = [rng.integers(0, 16384, 200) for _ in range(40)]
-    copies = [changed(rng, each, 0.03) for each in originals]
+    copies = [changed(rng, original, 0.03) for original in originals]
     documents = [*originals, *copies, *originals[:5]]
     documents = [documents[index] for index in rng.permutation(len(documents))]
-    first, rest = split_documents(documents, seed=1)
-    assert abs(len(first) - len(rest)) <= 3
-    told = lambda part: [tuple(document.tolist()) for document in part]  # noqa: E731
-    assert sorted(told([*first, *rest])) == sorted(told(documents))
-    both = group_near_duplicates([*first, *rest])
+    first, second = split_documents(documents, seed=1)
+    assert abs(len(first) - len(second)) <= 3
+    contents = lambda part: [tuple(document.tolist()) for document in part]  # noqa: E731
+    assert sorted(contents([*first, *second])) == sorted(contents(documents))
+    both = group_near_duplicates([*first, *second])
     assert not {*both[: len(first)].tolist()} & {*both[len(first) :].tolist()}
     again, other = split_documents(documents, seed=1), split_documents(documents, seed=2)
-    assert told(again[0]) == told(first) != told(other[0])
+    assert contents(again[0]) == contents(first) != contents(other[0])
     single, none = split_documents([originals[0], originals[0]])
     assert {len(single), len(none)} == {0, 2}, "nothing is left to test on"
 
@@ -232,10 +232,10 @@ def test_the_best_of_several_policies_is_promised_only_where_all_are_at_once(
         risks = rare_ones(rng, np.full(13, 0.0501), 150)
         passed = [
             fit_with_guarantee(
-                each[None], max_risk=0.05, confidence=0.9, looks=looks, seed=seed
+                risk[None], max_risk=0.05, confidence=0.9, looks=looks, seed=seed
             ).chosen
             == 0
-            for each in risks
+            for risk in risks
         ]
         broken += any(passed)
     assert (broken <= stats.binom.ppf(0.999, repeats, 0.1)) == holds
@@ -260,9 +260,9 @@ def test_groups_are_those_of_plain_sets(seed: int) -> None:
     loop = np.tile(rng.integers(0, 16384, 12), 9)  # Its 8-grams recur.
     documents += [loop, np.concatenate([loop, rng.integers(0, 16384, 30)])]
     documents = [documents[index] for index in rng.permutation(len(documents))]
-    found = group_near_duplicates(documents)
+    result = group_near_duplicates(documents)
     slow = slow_groups(documents)
-    assert found.tolist() == slow
+    assert result.tolist() == slow
     assert 6 < len(set(slow)) < len(documents)
 
 
@@ -270,15 +270,15 @@ def test_a_group_counts_as_its_documents_laid_end_to_end() -> None:
     rng = np.random.default_rng(9)
     differs = [rng.random((2, length)) < 0.3 for length in (5, 40, 1, 17, 9)]
     groups = np.asarray([0, 1, 0, 2, 1])
-    found = risks_of_groups(
+    result = risks_of_groups(
         np.stack([tokens.mean(axis=1) for tokens in differs], axis=1),
         np.asarray([tokens.shape[1] for tokens in differs]),
         groups,
     )
     for group in range(3):
         members = [tokens for tokens, name in zip(differs, groups, strict=True) if name == group]
-        wanted = np.concatenate(members, axis=1).mean(axis=1)
-        np.testing.assert_allclose(found[:, group], wanted, rtol=1e-12)
+        expected = np.concatenate(members, axis=1).mean(axis=1)
+        np.testing.assert_allclose(result[:, group], expected, rtol=1e-12)
     tokens = np.asarray([3, 7, 49, 1, 1])
     assert risks_of_groups(np.ones((1, 5)), tokens, groups).max() <= 1
 
@@ -287,8 +287,8 @@ def test_errors_are_counted_by_the_binomial_itself() -> None:
     assert units_needed(0.01, 0.95, binary=True) == 299
     assert 0.99**299 <= 0.05 < 0.99**298
     lost_of = np.arange(600) < np.asarray([[0], [2], [9]])
-    found = fit_with_guarantee(lost_of, max_risk=0.02, confidence=0.95)
-    for lost, p_value in zip((0, 2, 9), found.p_values, strict=True):
-        wanted = sum(math.comb(600, k) * 0.02**k * 0.98 ** (600 - k) for k in range(lost + 1))
-        assert p_value == pytest.approx(wanted)
-    assert found.chosen == 1
+    result = fit_with_guarantee(lost_of, max_risk=0.02, confidence=0.95)
+    for lost, p_value in zip((0, 2, 9), result.p_values, strict=True):
+        expected = sum(math.comb(600, k) * 0.02**k * 0.98 ** (600 - k) for k in range(lost + 1))
+        assert p_value == pytest.approx(expected)
+    assert result.chosen == 1

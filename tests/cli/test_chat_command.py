@@ -69,10 +69,10 @@ def test_a_conversation_goes_on_until_it_is_left(
     seen, seeds = zip(*asked, strict=True)
     assert seeds == (7, 8, 9), "no turn draws as another"
     shown = capsys.readouterr()
-    found = json.loads(shown.out)
-    assert (found["command"], found["mode"]) == ("chat", "plain")
-    assert [turn["message"] for turn in found["turns"]] == ["hello", "and?", "again"]
-    first = found["turns"][0]["answer"]
+    result = json.loads(shown.out)
+    assert (result["command"], result["mode"]) == ("chat", "plain")
+    assert [turn["message"] for turn in result["turns"]] == ["hello", "and?", "again"]
+    first = result["turns"][0]["answer"]
     system = {"role": "system", "content": "be brief"}
     user = {"role": "user", "content": "hello"}
     assert seen[0] == [system, user]
@@ -83,8 +83,8 @@ def test_a_conversation_goes_on_until_it_is_left(
         {"role": "user", "content": "and?"},
     ]
     assert seen[2] == [system, {"role": "user", "content": "again"}], "/new forgets"
-    assert all(turn["depths"] == [3] * 5 and not turn["stopped"] for turn in found["turns"])
-    for turn in found["turns"]:
+    assert all(turn["depths"] == [3] * 5 and not turn["stopped"] for turn in result["turns"])
+    for turn in result["turns"]:
         assert turn["answer"] in shown.err, "shown where the JSON is not"
     assert load(folder).chat([system, user], max_new_tokens=5).text == first
 
@@ -102,7 +102,7 @@ def test_a_turn_reads_what_is_new(
     monkeypatch.setattr(Engine, "stream", kept)
     say(monkeypatch, "a" * 25, "b")
     assert main(["chat", "--model", folder, "--max-new-tokens", "5"]) == 0
-    assert [each.cached_tokens for each in ended] == [0, 32]
+    assert [finished.cached_tokens for finished in ended] == [0, 32]
     first, second = json.loads(capsys.readouterr().out)["turns"]
     messages = [
         {"role": "user", "content": "a" * 25},
@@ -142,8 +142,8 @@ def test_ctrl_c_ends_the_answer_and_not_the_program(
     first, second = json.loads(shown.out)["turns"]
     assert (first["stopped"], len(first["depths"])) == (True, 2)
     assert (second["stopped"], len(second["depths"])) == (False, 5)
-    (_, said, _), _ = asked[1]
-    assert said == {"role": "assistant", "content": first["answer"]}, "what was said counts"
+    (_, turn, _), _ = asked[1]
+    assert turn == {"role": "assistant", "content": first["answer"]}, "what was said counts"
     assert "(stopped)" in shown.err
 
 
@@ -176,11 +176,11 @@ def test_generate_answers_each_prompt_as_a_message(
 ) -> None:
     arguments = ["--model", folder, "--max-new-tokens", "5", "--rounds", "1"]
     assert main(["generate", "hello", "who?", "--chat", *arguments]) == 0
-    found = json.loads(capsys.readouterr().out)
+    result = json.loads(capsys.readouterr().out)
     model = load(folder)
-    for prompt, text in zip(("hello", "who?"), found["texts"], strict=True):
-        wanted = model.chat([{"role": "user", "content": prompt}], max_new_tokens=5)
-        assert text == wanted.text
+    for prompt, text in zip(("hello", "who?"), result["texts"], strict=True):
+        expected = model.chat([{"role": "user", "content": prompt}], max_new_tokens=5)
+        assert text == expected.text
     assert main(["generate", "hello", *arguments]) == 0
     plain = json.loads(capsys.readouterr().out)
-    assert plain["texts"][0] != found["texts"][0], "the same text, continued"
+    assert plain["texts"][0] != result["texts"][0], "the same text, continued"

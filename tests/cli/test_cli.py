@@ -50,13 +50,13 @@ def test_a_calibration_of_its_own_is_made_compared_and_used(
     assert entry["depths"][-1] <= 4
     arguments = ["compare", *read, "--calibration", str(out), "--draws", "20"]
     assert main([*arguments, *model, "--batches", "1", "--out", str(tmp_path)]) == 0
-    found = last_line(capsys)
-    policies = {row["policy"] for row in found["rows"]}
+    result = last_line(capsys)
+    policies = {row["policy"] for row in result["rows"]}
     assert policies >= {"uniform", "full", "position"}
-    (row,) = [row for row in found["rows"] if row["policy"] == "position"]
+    (row,) = [row for row in result["rows"] if row["policy"] == "position"]
     assert row["budget"] == float(budget)
     assert {"hull_margin_pct", "rank_correlation_kl"} <= set(row)
-    assert all(Path(picture).stat().st_size > 1000 for picture in found["pictures"])
+    assert all(Path(picture).stat().st_size > 1000 for picture in result["pictures"])
     assert main(["evaluate", *read, *model, "--policy", "position", "--calibration", str(out)]) == 0
     assert last_line(capsys)["budget"] == float(budget), "the only one"
 
@@ -66,15 +66,15 @@ def test_evaluate_text(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
     per_token = tmp_path / "tokens.json"
     arguments = ["evaluate", *files, "--model", str(folder), "--budget", "0.8", "--batch", "4"]
     assert main([*arguments, "--per-token", str(per_token)]) == 0
-    found = last_line(capsys)
-    assert (found["policy"], found["budget"], found["documents"]) == ("learned", 0.8, 2)
+    result = last_line(capsys)
+    assert (result["policy"], result["budget"], result["documents"]) == ("learned", 0.8, 2)
     tokens = json.loads(per_token.read_text())
     assert [*tokens] == files
     predicted = [value for entry in tokens.values() for value in entry["log_likelihood"]]
-    assert found["loss"] == pytest.approx(-np.mean(predicted), abs=1e-4)
+    assert result["loss"] == pytest.approx(-np.mean(predicted), abs=1e-4)
     size = sum(Path(file).stat().st_size for file in files)
-    assert found["bits_per_byte"] == pytest.approx(-np.sum(predicted) / np.log(2) / size, abs=1e-4)
-    assert found["perplexity"] == pytest.approx(np.exp(found["loss"]), rel=1e-3)
+    assert result["bits_per_byte"] == pytest.approx(-np.sum(predicted) / np.log(2) / size, abs=1e-4)
+    assert result["perplexity"] == pytest.approx(np.exp(result["loss"]), rel=1e-3)
     for entry in tokens.values():
         assert len(entry["token_ids"]) == len(entry["depths"]) + 1
 
@@ -97,13 +97,13 @@ def test_evaluated_token_ids_are_taken_as_they_are(
     }.items():
         arguments = ["evaluate", "--token-ids", str(file), "--model", str(bare)]
         assert main([*arguments, "--policy", policy, *more]) == 0
-        found = last_line(capsys)
-        assert (found["documents"], found["bits_per_byte"]) == (2, None)
-        losses[policy] = found["nll"]
+        result = last_line(capsys)
+        assert (result["documents"], result["bits_per_byte"]) == (2, None)
+        losses[policy] = result["nll"]
         if policy == "full":
-            assert found["nll"] == pytest.approx(found["nll_full"])
+            assert result["nll"] == pytest.approx(result["nll_full"])
         # By themselves, short passes are not routed; what is truncated is no pass that routes.
-        assert any(fewer in reason for reason in found["fallbacks"]) == (
+        assert any(fewer in reason for reason in result["fallbacks"]) == (
             policy in ("learned", "random")
         )
     assert losses["random"] == losses["learned"] == pytest.approx(losses["full"])
@@ -118,8 +118,8 @@ def test_demo_measures_every_policy_and_draws(
     arguments = ["demo", *text, "--model", str(folder), "--batches", "1", "--rounds", "1"]
     assert main([*arguments, "--out", str(out)]) == 0
     captured = capsys.readouterr()
-    found = json.loads(captured.out)
-    rows = found["rows"]
+    result = json.loads(captured.out)
+    rows = result["rows"]
     names = [row["policy"] for row in rows]
     assert names[0] == "full"
     assert names.count("uniform") == 2
@@ -128,31 +128,31 @@ def test_demo_measures_every_policy_and_draws(
         assert row["involuntary_exits"] == 0
         assert row["tokens"] == 16 * 64
         assert row["speedup"] > 0
-    written = [(row["mode"], row["batch"]) for row in found["generation"]]
+    written = [(row["mode"], row["batch"]) for row in result["generation"]]
     modes = ("plain", "lossless", "ngram", "adaptive")
     assert written == [(mode, rows) for rows in (1, 8) for mode in modes]
-    for row in found["generation"]:
+    for row in result["generation"]:
         if row["mode"] in ("lossless", "ngram"):
             assert row["agreement"] > 0.99, "the same tokens, up to ties"
-    for row in found["generation"]:
+    for row in result["generation"]:
         assert row["tokens"] == 32 * (3 if row["batch"] == 1 else 8)
         assert set(Ledger(policy="").to_dict()) <= set(row)
         assert row["speedup"] > 0
         assert row["compiles"] == 0
-    prompt = found["prompt"]
+    prompt = result["prompt"]
     assert (prompt["prompt_tokens"], prompt["continuation"]) == (56, 8)
     assert prompt["flops_ratio"] < 1
     assert prompt["speedup"] > 0
     assert prompt["nll_increase_pct"] != 0
-    said = " ".join(captured.err.split())
+    message = " ".join(captured.err.split())
     for words in ("full depth 1.00 1.00x 0", "against truncation", "Writing 1 text: lossless"):
-        assert words in said
-    assert captured.err.endswith(f"{found['verdict']}\n")
-    assert found["verdict"].count("`utio-jax ") == 2
-    assert "Prompt of 56 tokens" in said
+        assert words in message
+    assert captured.err.endswith(f"{result['verdict']}\n")
+    assert result["verdict"].count("`utio-jax ") == 2
+    assert "Prompt of 56 tokens" in message
     assert captured.err.count("\n") < 24, "less than a screen"
-    assert json.loads((out / "demo.json").read_text()) == found
-    for picture in found["pictures"]:
+    assert json.loads((out / "demo.json").read_text()) == result
+    for picture in result["pictures"]:
         assert Path(picture).read_bytes().startswith(b"\x89PNG")
         assert Path(picture).stat().st_size > 10_000
 
@@ -175,18 +175,18 @@ def test_generate_is_the_plain_model_unless_told_otherwise(
         assert main([*arguments, *more]) == 0
         captured = capsys.readouterr()
         assert captured.out.count("\n") == 1
-        rows[mode] = found = json.loads(captured.out)
-        assert found["command"] == "generate"
-        assert found["mode"] == {"utio": "adaptive"}.get(mode, mode)
-        assert found["prompts"] == [PROMPT, "import"]
-        assert [len(ids) for ids in found["token_ids"]] == [len(d) for d in found["depths"]]
-        assert found["tokens"] == sum(len(ids) for ids in found["token_ids"])
-        assert found["tokens_per_second"] == pytest.approx(
-            found["tokens"] / found["seconds"], rel=1e-2
+        rows[mode] = result = json.loads(captured.out)
+        assert result["command"] == "generate"
+        assert result["mode"] == {"utio": "adaptive"}.get(mode, mode)
+        assert result["prompts"] == [PROMPT, "import"]
+        assert [len(ids) for ids in result["token_ids"]] == [len(d) for d in result["depths"]]
+        assert result["tokens"] == sum(len(ids) for ids in result["token_ids"])
+        assert result["tokens_per_second"] == pytest.approx(
+            result["tokens"] / result["seconds"], rel=1e-2
         )
         assert PROMPT in captured.err
-        assert set(Ledger(policy="").to_dict()) <= set(found)
-        assert found["involuntary_exits"] == found["compiles"] == 0
+        assert set(Ledger(policy="").to_dict()) <= set(result)
+        assert result["involuntary_exits"] == result["compiles"] == 0
         assert ("layers of each token" in captured.err) == (mode != "plain")
         assert captured.err.endswith(".\n"), "a sentence to act on"
     assert rows["plain"]["policy"] == rows["lossless"]["policy"] == "full"
@@ -204,10 +204,10 @@ def test_generate_is_the_plain_model_unless_told_otherwise(
     text = rows["plain"]["texts"][0]
     stop = text[len(text) // 2 :][:3]
     assert main([*arguments, "--stop", "nowhere", "--stop", stop]) == 0
-    found = last_line(capsys)
-    assert found["texts"][0] == text[: text.index(stop)]
-    assert found["finish_reasons"][0] == "stop"
-    assert len(found["token_ids"][0]) < 20
+    result = last_line(capsys)
+    assert result["texts"][0] == text[: text.index(stop)]
+    assert result["finish_reasons"][0] == "stop"
+    assert len(result["token_ids"][0]) < 20
 
 
 def test_generate_streams_one_prompt_to_a_terminal(

@@ -90,9 +90,9 @@ def test_the_shipped_calibration_is_never_written(
     before = own.read_bytes()
     monkeypatch.setattr("utio_jax.cli.calibrate.read_documents", None)  # No work before.
     for name in ("shared-16", load().folder):
-        said = refused(capsys, "calibrate", "--model", name, "--policy", "all")
-        assert "Wanted --out FILE" in said
-        assert "belongs to the installed package" in said
+        message = refused(capsys, "calibrate", "--model", name, "--policy", "all")
+        assert "Wanted --out FILE" in message
+        assert "belongs to the installed package" in message
     assert own.read_bytes() == before
 
 
@@ -122,9 +122,9 @@ def test_a_calibration_is_replaced_where_nothing_of_it_is_lost(
         assert f"Written: {', '.join(names)}: {own}" in captured.err
         assert {*json.loads(own.read_text())["entries"]} == {*names}
     before = own.read_bytes()
-    said = refused(capsys, *arguments, "4", "--policy", "position")
-    assert "also holds entropy" in said
-    assert "fit all of them: position entropy" in said
+    message = refused(capsys, *arguments, "4", "--policy", "position")
+    assert "also holds entropy" in message
+    assert "fit all of them: position entropy" in message
     assert own.read_bytes() == before
     # The command that is recommended works, up to its placeholder.
     (recommended,) = re.findall(r"For example: utio-jax (.*) OTHER_FILES", captured.err)
@@ -153,14 +153,16 @@ def test_a_lens_is_kept_and_never_replaced_by_another(
     assert main(arguments) == 0
     assert len(fitted) == 1, "the same one is there"
     # Without exits, some are named; what is written belongs to these.
-    asked = [each for each in arguments if each not in ("--exits", "2", "4", "--fit-lens")]
+    asked = [
+        argument for argument in arguments if argument not in ("--exits", "2", "4", "--fit-lens")
+    ]
     assert "Wanted a lens of {'exits': [2, 3]}" in refused(capsys, *asked)
-    fewer = [each for each in arguments if each != texts[0]]
+    fewer = [argument for argument in arguments if argument != texts[0]]
     assert "Wanted a lens of {'text':" in refused(capsys, *fewer)
     assert lens.read_bytes() == stored
     # Without it the calibration is another model's; the error says what may be missing.
-    said = refused(capsys, "compare", *texts, "--model", bare, "--calibration", out)
-    assert "This model is read without a lens. Was it fitted so? See --lens." in said
+    message = refused(capsys, "compare", *texts, "--model", bare, "--calibration", out)
+    assert "This model is read without a lens. Was it fitted so? See --lens." in message
 
 
 # Places that cannot be written are found before the work.
@@ -199,8 +201,8 @@ def test_a_place_that_takes_no_files_is_found_before_the_work(
 
 
 def test_what_can_be_written_leaves_nothing_behind(tmp_path: Path) -> None:
-    wanted = tmp_path / "new" / "deeper" / "out.json"
-    assert check_writable(wanted, "--out") == wanted
+    expected = tmp_path / "new" / "deeper" / "out.json"
+    assert check_writable(expected, "--out") == expected
     assert not [*tmp_path.iterdir()]
 
 
@@ -208,7 +210,7 @@ def test_what_can_be_written_leaves_nothing_behind(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("raised", "status", "said"),
+    ("raised", "status", "message"),
     [
         (KeyboardInterrupt(), 130, "\nutio-jax: interrupted\n"),
         (BrokenPipeError(), 141, ""),
@@ -238,14 +240,14 @@ def test_what_ends_a_command_is_told_in_a_line(
     capsys: pytest.CaptureFixture[str],
     raised: BaseException,
     status: int,
-    said: str,
+    message: str,
 ) -> None:
     def run(_: Any) -> None:
         raise raised
 
     monkeypatch.setattr("utio_jax.cli.evaluate.Evaluate.run", run)
     assert main(["evaluate", "x"]) == status
-    assert capsys.readouterr() == ("", said)
+    assert capsys.readouterr() == ("", message)
 
 
 def process(*arguments: Any, **options: Any) -> subprocess.Popen[str]:
@@ -269,9 +271,9 @@ def test_a_reader_that_leaves_and_a_full_disk_leave_no_traceback() -> None:
         disk = process("-m", "utio_jax", "--version", stdout=full)
     assert piped.communicate() == (None, "")
     assert piped.returncode == 141
-    _, said = disk.communicate()
-    assert said.startswith("utio-jax: Wanted files that can be read and written. Got: No space")
-    assert (disk.returncode, said.count("\n")) == (1, 1)
+    _, message = disk.communicate()
+    assert message.startswith("utio-jax: Wanted files that can be read and written. Got: No space")
+    assert (disk.returncode, message.count("\n")) == (1, 1)
 
 
 def test_a_base_install_says_what_to_install() -> None:
@@ -291,8 +293,8 @@ def test_a_base_install_says_what_to_install() -> None:
 
 
 def test_arguments_that_are_no_text_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    said = refused(capsys, "generate", os.fsdecode(b"caf\xe9"))
-    assert said == "utio-jax: Wanted arguments in UTF-8. Got 'caf\\udce9'.\n"
+    message = refused(capsys, "generate", os.fsdecode(b"caf\xe9"))
+    assert message == "utio-jax: Wanted arguments in UTF-8. Got 'caf\\udce9'.\n"
 
 
 def test_help_lists_every_command_and_the_version_is_told(
@@ -383,12 +385,12 @@ def test_no_message_recommends_an_option_that_does_not_exist() -> None:
         for text in texts_of(ast.parse(file.read_text())):
             wrong += [(file.name, o) for o in re.findall(r"--[a-z][a-z-]+", text) if o not in known]
             # Of a whole command: that command's own options.
-            for name, rest in re.findall(WHOLE_COMMAND, text):
+            for name, options in re.findall(WHOLE_COMMAND, text):
                 if name in COMMANDS:
-                    found = re.findall(r"--[a-z][a-z-]+", rest)
-                    commands += len(found) > 0
+                    result = re.findall(r"--[a-z][a-z-]+", options)
+                    commands += len(result) > 0
                     own = options_of(name)
-                    wrong += [(file.name, f"{name} {o}") for o in found if o not in own]
+                    wrong += [(file.name, f"{name} {o}") for o in result if o not in own]
     assert not wrong
     assert commands > 8
 
@@ -398,7 +400,7 @@ def texts_of(tree: ast.AST) -> list[str]:
     inside = [
         part for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values
     ]
-    found = [
+    hits = [
         node.value
         for node in ast.walk(tree)
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in inside
@@ -406,8 +408,8 @@ def texts_of(tree: ast.AST) -> list[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.JoinedStr):
             parts = [p.value if isinstance(p, ast.Constant) else "FILLED" for p in node.values]
-            found.append("".join(map(str, parts)))
-    return found
+            hits.append("".join(map(str, parts)))
+    return hits
 
 
 @pytest.mark.parametrize("arguments", ["generate x --mode lossless --drafter exit", "compare X"])
@@ -420,9 +422,9 @@ def test_a_stock_model_is_told_how_to_get_exits(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("X").write_text(source("colorsys").read_text())
-    said = refused(capsys, *arguments.split(), "--model", bare)
-    assert "--exits 2 3 4 (load(..., exits=(2, 3, 4)))" in said
-    assert "--lens FILE, which utio-jax calibrate --exits 2 3 4 --fit-lens writes" in said
+    message = refused(capsys, *arguments.split(), "--model", bare)
+    assert "--exits 2 3 4 (load(..., exits=(2, 3, 4)))" in message
+    assert "--lens FILE, which utio-jax calibrate --exits 2 3 4 --fit-lens writes" in message
 
 
 # Verdicts are repeated, and readable.
@@ -438,10 +440,12 @@ def test_a_verdict_is_repeated_where_the_policy_is_used(
         Generate(mode="adaptive", **options).decoding_mode(model)
     else:
         Evaluate(files=(source("keyword"),), context=32, **options).run()
-    said = capsys.readouterr().err
-    assert "utio-jax: Adaptive depth will not pay here: the loss at depth 2 is 60 % above" in said
+    message = capsys.readouterr().err
+    assert (
+        "utio-jax: Adaptive depth will not pay here: the loss at depth 2 is 60 % above" in message
+    )
     if command == "evaluate":
-        assert re.search(r"at full depth [\d.]+, perplexity [\d.]+: [+-][\d.]+ % loss at", said)
+        assert re.search(r"at full depth [\d.]+, perplexity [\d.]+: [+-][\d.]+ % loss at", message)
 
 
 def row(policy: str, budget: float | None, margin: Any, **fields: Any) -> ComparisonRow:
@@ -460,18 +464,18 @@ def test_a_comparison_ends_with_a_sentence_and_names_each_row_apart() -> None:
     doubtful = row("learned", 0.5, (-0.1, 0.2, 0.5), flops_ratio=0.5, nll_increase_pct=2.0)
     better = row("learned", 0.6, (0.1, 0.15, 0.3), flops_ratio=0.6, nll_increase_pct=1.0)
     rows = [*controls, doubtful, better]
-    names = [each.to_dict()["name"] for each in rows]
+    names = [row.to_dict()["name"] for row in rows]
     assert names[:3] == ["uniform 1", "uniform 2", "full"]
     assert len({*names}) == len(rows)
-    said = conclude(rows)
-    assert "1 of 2 policies are better than truncating the model" in said
-    assert "learned at 0.6, with 0.15 % [0.10, 0.30] less loss" in said
-    assert said.endswith("+1.00 % over full depth.")
+    message = conclude(rows)
+    assert "1 of 2 policies are better than truncating the model" in message
+    assert "learned at 0.6, with 0.15 % [0.10, 0.30] less loss" in message
+    assert message.endswith("+1.00 % over full depth.")
     costly = dataclasses.replace(better.ledger, nll_increase_pct=50.0)
-    said = conclude([*controls, dataclasses.replace(better, ledger=costly)])
-    assert said.endswith("but +50.00 % over full depth, which is more than most uses bear.")
-    said = conclude([*controls, doubtful])
-    assert "no policy is better than truncating the model, beyond doubt: the best of 1" in said
+    message = conclude([*controls, dataclasses.replace(better, ledger=costly)])
+    assert message.endswith("but +50.00 % over full depth, which is more than most uses bear.")
+    message = conclude([*controls, doubtful])
+    assert "no policy is better than truncating the model, beyond doubt: the best of 1" in message
     assert "all of them are cheaper" in conclude(controls)
 
 
@@ -496,8 +500,8 @@ def test_generate_decodes_once_for_the_text_and_once_a_round(
     assert (once["seconds"], once["speedup"], once["tokens_per_second"]) == (None, None, None)
     assert once["flops_ratio"] == 1
     model = load(folder)
-    wanted = model.generate(texts, max_new_tokens=4, mode="plain").generated
-    assert once["token_ids"] == [row.tolist() for row in wanted.token_ids]
+    expected = model.generate(texts, max_new_tokens=4, mode="plain").generated
+    assert once["token_ids"] == [row.tolist() for row in expected.token_ids]
     decoded.clear()
     assert main(arguments) == 0
     timed = json.loads(capsys.readouterr().out)

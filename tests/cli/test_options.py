@@ -75,8 +75,8 @@ def test_a_server_has_other_budgets_of_a_policy_and_full_depth() -> None:
 def test_tokens_are_drawn_as_asked() -> None:
     assert OfDecoding().sampling() == SamplingParams()
     assert OfDecoding(temperature=0.5).sampling() == SamplingParams(temperature=0.5)
-    wanted = SamplingParams(temperature=0.5, top_p=0.9)
-    assert OfDecoding(temperature=0.5, top_p=0.9).sampling() == wanted
+    expected = SamplingParams(temperature=0.5, top_p=0.9)
+    assert OfDecoding(temperature=0.5, top_p=0.9).sampling() == expected
 
 
 @pytest.mark.parametrize(
@@ -97,17 +97,17 @@ def test_an_option_without_a_use_is_named(name: str, options: dict[str, Any], ma
 
 
 @pytest.mark.parametrize(
-    ("chosen", "lost", "said"),
+    ("chosen", "lost", "warns"),
     [(None, 8.09, True), ({"stop": 8}, 1.5, True), ({"stop": 8}, 0.4, False)],
 )
 def test_maps_that_did_not_pay_say_so_where_they_are_used(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], chosen: Any, lost: float, said: bool
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], chosen: Any, lost: float, warns: bool
 ) -> None:
     stored = {"chosen": chosen, "max_nll_increase_pct": 1.0, "test": [{"nll_increase_pct": lost}]}
     (tmp_path / "prompt.json").write_text(json.dumps(stored))
     repeat_reading(tmp_path)
     shown = capsys.readouterr().err
-    assert (f"did not pay when they were fitted: {lost:+.2f} % loss" in shown) == said
+    assert (f"did not pay when they were fitted: {lost:+.2f} % loss" in shown) == warns
 
 
 def test_token_ids_are_lists_of_numbers(tmp_path: Path) -> None:

@@ -54,11 +54,11 @@ def test_fit_prompt_writes_maps_and_what_they_cost(maps: Path, folder: Path) -> 
     stored = json.loads(maps.read_text())
     assert stored["stops"] == [2]
     assert stored["parts"] == "documents"
-    assert [each["kv"] for each in stored["choices"]] == ["mapped", "propagate"]
+    assert [choice["kv"] for choice in stored["choices"]] == ["mapped", "propagate"]
     assert stored["chosen"]["flops_ratio"] < 1
-    roles = [each["role"] for each in stored["test"]]
+    roles = [row["role"] for row in stored["test"]]
     assert roles == ["chosen", *["control"] * 4][: len(roles)]
-    assert {each["by"] for each in stored["test"]} == {"sinks_recent", "random", "none"}
+    assert {row["by"] for row in stored["test"]} == {"sinks_recent", "random", "none"}
     assert maps.with_suffix(".safetensors").is_file()
 
 
@@ -90,18 +90,18 @@ def test_generate_reads_prompts_within_a_budget(
     plain = generate()
     assert (plain["prompt"]["exact"], plain["prompt"]["flops_ratio"]) == (True, 1.0)
     assert generate("--prompt-budget", "1")["token_ids"] == plain["token_ids"]
-    found = generate("--prompt-budget", "0.9")
-    assert found["mode"] == "plain"
+    result = generate("--prompt-budget", "0.9")
+    assert result["mode"] == "plain"
     # At the deepest exit that is cheap enough; of some fifty tokens sixteen run in full.
-    assert found["prompt"]["depth_mean"] < 4
-    assert found["prompt"]["flops_ratio"] < 1
+    assert result["prompt"]["depth_mean"] < 4
+    assert result["prompt"]["flops_ratio"] < 1
     mapped = generate("--prompt-budget", "0.99", "--prompt-maps", str(maps))
     assert mapped["prompt"]["depth_mean"] < 4
     # The same in Python.
     model = load(folder).with_kv_maps(maps)
-    for budget, wanted in ((0.99, mapped), (1, plain)):
+    for budget, expected in ((0.99, mapped), (1, plain)):
         text = model.generate(WORDS * 5, prompt_budget=budget, max_new_tokens=4)
-        assert text.generated.token_ids[0].tolist() == wanted["token_ids"][0]
+        assert text.generated.token_ids[0].tolist() == expected["token_ids"][0]
 
 
 def test_prompts_of_shared_keys_run_all_layers_where_asked(
@@ -124,5 +124,5 @@ def test_prompts_of_shared_keys_run_all_layers_where_asked(
     assert exact["prompt"]["cache_ratio"] == 0.5
     assert exact["prompt"]["flops_ratio"] < 0.7
     assert full["prompt"]["flops_ratio"] == 1.0
-    said = refused(capsys, *asked, "--prompt", "full", "--prompt-budget", "0.8")
-    assert "Leave out one of them" in said
+    message = refused(capsys, *asked, "--prompt", "full", "--prompt-budget", "0.8")
+    assert "Leave out one of them" in message

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.cli import said
+from helpers.cli import json_and_stderr
 from helpers.folders import save_small_model
 from helpers.texts import source
 
@@ -49,9 +49,9 @@ def test_what_is_not_faster_or_loses_much_is_left_out() -> None:
 
 def rows_of(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     """Returns what was tried, by what it is; the verdict stands on stderr."""
-    found, shown = said(capsys)
-    assert found["verdict"] in shown
-    return {row["what"]: row for row in found["rows"]}
+    result, shown = json_and_stderr(capsys)
+    assert result["verdict"] in shown
+    return {row["what"]: row for row in result["rows"]}
 
 
 @pytest.mark.check

@@ -83,11 +83,11 @@ _OTHERS = {"kCustomCall", "kInfeed", "kOutfeed", "kSend", "kRecv", "kHostSend", 
 def test_waits_for_the_host_at_loops_that_are_in_no_graph(name: str) -> None:
     """Copies of layers that overlap with what runs before them keep others out of graphs."""
     alone, with_graphs = LOOPS_OF_HOST[name]
-    found = launched(PROGRAMS[name](llama()))
-    assert found.loops_of_host == (with_graphs if GRAPHS else alone), found
-    assert not _OTHERS & {*found.kinds}, "nothing but XLA runs"
+    result = launched(PROGRAMS[name](llama()))
+    assert result.loops_of_host == (with_graphs if GRAPHS else alone), result
+    assert not _OTHERS & {*result.kinds}, "nothing but XLA runs"
     whole = GRAPHS and not with_graphs
-    assert found.kinds["kCommandBuffer"] == 1 or not whole, "the program is one graph"
+    assert result.kinds["kCommandBuffer"] == 1 or not whole, "the program is one graph"
 
 
 @pytest.mark.skipif(GRAPHS, reason="memory is the same")

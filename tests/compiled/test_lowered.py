@@ -90,12 +90,12 @@ def test_programs_for_accelerators_score_as_those_for_a_cpu(
         with compiling_for(platform):
             return jax.jit(program)(ids, lengths)
 
-    wanted, found = run("cpu"), run(platform)
-    np.testing.assert_array_equal(found.depths, wanted.depths)
-    np.testing.assert_allclose(found.log_likelihood, wanted.log_likelihood, atol=1e-4)
-    live = [np.asarray(wanted.depths > start).sum(axis=1).max() for start in (0, 1, 2)]
+    expected, result = run("cpu"), run(platform)
+    np.testing.assert_array_equal(result.depths, expected.depths)
+    np.testing.assert_allclose(result.log_likelihood, expected.log_likelihood, atol=1e-4)
+    live = [np.asarray(expected.depths > start).sum(axis=1).max() for start in (0, 1, 2)]
     over = [0, 0, 0] if shares is None else [0, live[1] > 64, live[2] > 0]
-    np.testing.assert_array_equal(np.asarray(found.work.overflows)[:3], over)
+    np.testing.assert_array_equal(np.asarray(result.work.overflows)[:3], over)
 
 
 def test_one_row_is_padded_where_products_want_two() -> None:

@@ -39,8 +39,8 @@ def llama() -> Programs:
 
 
 def compiled(lowered: Any) -> tuple[Program, Any]:
-    found = lowered.compile()
-    return Program(found.as_text()), found.memory_analysis()
+    result = lowered.compile()
+    return Program(result.as_text()), result.memory_analysis()
 
 
 PROGRAMS: dict[str, tuple[Callable[[Programs], Any], tuple[int, int, int, int]]] = {
@@ -59,12 +59,12 @@ PROGRAMS: dict[str, tuple[Callable[[Programs], Any], tuple[int, int, int, int]]]
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_stays_on_the_device_and_copies_no_stack_of_weights(name: str) -> None:
-    lower, wanted = PROGRAMS[name]
+    lower, expected = PROGRAMS[name]
     program, _ = compiled(lower(llama()))
-    found = program.structure
-    assert found["host"] == found["collectives"] == 0
+    result = program.structure
+    assert result["host"] == result["collectives"] == 0
     pinned = ("loops", "unknown", "branches", "large_copies")
-    assert tuple(found[name] for name in pinned) == wanted
+    assert tuple(result[name] for name in pinned) == expected
 
 
 @pytest.mark.parametrize(("name", "rows"), [("llama-7b", 8), ("mistral-7b", 32)])
@@ -95,35 +95,39 @@ def test_prompts_at_half_depth_are_static_and_choose_nothing() -> None:
     assert [loop.path.split("/")[-2] for loop in program.unknown_loops] == ["frozen"]
 
 
-def purpose(each: Instruction) -> str:
+def purpose(instruction: Instruction) -> str:
     """Returns what is summed: two products of a layer, a row of the embedding, the head's parts."""
-    named = re.findall(r"o_proj|down_proj|take_along_axis|reduce_\w+|gather", each.path)
+    named = re.findall(r"o_proj|down_proj|take_along_axis|reduce_\w+|gather", instruction.path)
     return named[0]
 
 
 @pytest.mark.parametrize(
-    ("data", "parts", "wanted"),
+    ("data", "parts", "expected"),
     [
         (8, 1, []),
         (2, 4, ["down_proj", "gather", "o_proj", "reduce_max", "reduce_min", "take_along_axis"]),
     ],
 )
 def test_on_eight_chips_nothing_but_the_sums_of_tensor_parallel_layers_is_exchanged(
-    data: int, parts: int, wanted: list[str]
+    data: int, parts: int, expected: list[str]
 ) -> None:
     made = on_mesh("mistral-7b", 2, data, parts)
     program, _ = compiled(made.decode(Plain(), 64))
-    found = [each for each in program.instructions() if each.collective]
-    assert all(each.op.startswith("all-reduce") for each in found)
-    assert sorted(map(purpose, found)) == wanted
+    instructions = [instruction for instruction in program.instructions() if instruction.collective]
+    assert all(instruction.op.startswith("all-reduce") for instruction in instructions)
+    assert sorted(map(purpose, instructions)) == expected
     assert program.structure["host"] == 0
 
 
 def test_the_parser_knows_products_and_cycles() -> None:
     """Structure is pinned by text: a compiler that writes it otherwise has to fail here."""
     program, _ = compiled(llama().dense(16, 512))
-    found = program.instructions()
-    assert sum(program.kind(each) == "matmul" for each in found) >= 9
-    assert sum(each.cycles > 0 for each in found) > 10
-    (layers,) = [each for each in program.instructions("while") if "head" not in each.path]
+    result = program.instructions()
+    assert sum(program.kind(instruction) == "matmul" for instruction in result) >= 9
+    assert sum(instruction.cycles > 0 for instruction in result) > 10
+    (layers,) = [
+        instruction
+        for instruction in program.instructions("while")
+        if "head" not in instruction.path
+    ]
     assert program.turns(layers, program.entry) == 4

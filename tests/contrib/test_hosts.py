@@ -36,7 +36,7 @@ def engine_of(params: Any, **options: Any) -> MultiHostEngine:
 
 def answers(engine: MultiHostEngine) -> list[Any]:
     """Returns the results of requests of all kinds that arrive before and between steps."""
-    numbers = [each.submit(engine) for each in pool(8)]  # type: ignore[arg-type]
+    numbers = [request.submit(engine) for request in pool(8)]  # type: ignore[arg-type]
     for refused in ({"max_new_tokens": CAPACITY}, {"policy": uniform(2)}):
         with pytest.raises(ValueError, match="Wanted"):
             engine.submit([1, 2, 3], **refused)
@@ -48,7 +48,9 @@ def answers(engine: MultiHostEngine) -> list[Any]:
     assert engine.cancel(numbers[9])
     ended |= engine.drain()
     results = [ended[number] for number in numbers]
-    return [[each.token_ids.tolist(), each.decided.tolist(), each.reason] for each in results]
+    return [
+        [result.token_ids.tolist(), result.decided.tolist(), result.reason] for result in results
+    ]
 
 
 def start(process: int, port: int) -> subprocess.Popen[str]:

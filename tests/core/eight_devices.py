@@ -68,12 +68,12 @@ def ragged(model: Any, rows: int, width: int = 16) -> tuple[np.ndarray, np.ndarr
     return ids, lengths, depths
 
 
-def assert_scores(found: Any, wanted: Any) -> None:
-    np.testing.assert_array_equal(found.depths, wanted.depths)
-    np.testing.assert_array_equal(found.predicted, wanted.predicted)
-    np.testing.assert_allclose(found.log_likelihood, wanted.log_likelihood, atol=1e-4)
-    real = np.asarray(wanted.depths) > 0
-    np.testing.assert_allclose(np.asarray(found.x)[real], np.asarray(wanted.x)[real], atol=1e-4)
+def assert_scores(result: Any, expected: Any) -> None:
+    np.testing.assert_array_equal(result.depths, expected.depths)
+    np.testing.assert_array_equal(result.predicted, expected.predicted)
+    np.testing.assert_allclose(result.log_likelihood, expected.log_likelihood, atol=1e-4)
+    real = np.asarray(expected.depths) > 0
+    np.testing.assert_allclose(np.asarray(result.x)[real], np.asarray(expected.x)[real], atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
@@ -87,14 +87,14 @@ def test_sharded_score_is_the_score_of_one_device(
     on = partial(run_score, tiny.decoder, params, executor=EXECUTOR, mesh=mesh)
     rows = place(Rows((ids, lengths)), mesh).tree
     for policy in (given, gated(tiny, DEPTHS)):
-        found = on(*rows, policy=place(policy, mesh))
-        wanted = run_score(
+        result = on(*rows, policy=place(policy, mesh))
+        expected = run_score(
             tiny.decoder, tiny.params, ids, lengths, policy=policy, executor=EXECUTOR
         )
-        assert_scores(found, wanted)
-        for device, work in enumerate(np.asarray(found.work.queries)):  # Each packs its own rows.
-            mine = np.asarray(found.depths)[device * 3 : device * 3 + 3]
-            live = [(mine > done).sum() for done in (0, *DEPTHS[:-1])]
+        assert_scores(result, expected)
+        for device, work in enumerate(np.asarray(result.work.queries)):  # Each packs its own rows.
+            depths_here = np.asarray(result.depths)[device * 3 : device * 3 + 3]
+            live = [(depths_here > done).sum() for done in (0, *DEPTHS[:-1])]
             layers = np.diff((0, *DEPTHS))
             up = EXECUTOR.unit
             np.testing.assert_array_equal(work, [*(-(-np.asarray(live) // up) * up * layers), 0])
@@ -140,8 +140,8 @@ def test_rows_that_fill_up_a_mesh_cost_and_change_nothing(tiny: Any) -> None:
     given = given_depths(jnp.asarray(depths), depths=DEPTHS)
     shapes = []
 
-    def observe(name: str, batch: Batch, found: Any, depths: np.ndarray) -> None:
-        shapes.append((found.nll.shape, depths.shape))
+    def observe(name: str, batch: Batch, result: Any, depths: np.ndarray) -> None:
+        shapes.append((result.nll.shape, depths.shape))
 
     read = partial(evaluate, tiny.decoder, tiny.params, [batch], {"": given}, executor=EXECUTOR)
     one, many = read()[""], read(mesh=mesh_of("auto"), observe=observe)[""]
@@ -198,21 +198,21 @@ def assert_tokens(mode: str, tokens: Any, likelihood: Any, decided: Any) -> None
     Tokens may differ where two of them are equally probable to 1e-4. Counted: on these prompts at
     most one in 400, in sums over two devices.
     """
-    model, wanted, ties = lively_model(), on_one_device(mode), 0
+    model, expected, ties = lively_model(), on_one_device(mode), 0
     for row, prompt in enumerate(PROMPTS):
-        theirs = wanted.token_ids[row]
+        theirs = expected.token_ids[row]
         same = int(np.cumprod(tokens[row] == theirs).sum())
         if same < theirs.size:
             ties += 1
             adaptive = isinstance(MODES[mode], Adaptive)
-            depths = wanted.decided[row] if adaptive else np.full_like(theirs, 4)
+            depths = expected.decided[row] if adaptive else np.full_like(theirs, 4)
             kv = mode if adaptive else "full"
             logits = np.sort(true_logits(model, prompt, theirs, depths, kv)[same])
             assert logits[-1] - logits[-2] < 1e-4, f"row {row} differs at new token {same}"
         np.testing.assert_allclose(
-            likelihood[row][:same], wanted.log_probabilities[row][:same], atol=1e-4
+            likelihood[row][:same], expected.log_probabilities[row][:same], atol=1e-4
         )
-        np.testing.assert_array_equal(decided[row][:same], wanted.decided[row][:same])
+        np.testing.assert_array_equal(decided[row][:same], expected.decided[row][:same])
     assert ties <= 1
 
 
@@ -224,9 +224,9 @@ def test_sharded_generation_yields_the_tokens_of_one_device(
 ) -> None:
     model, mesh = lively_model(), mesh_of(kind)
     model = dataclasses.replace(model, params=place(model.params, mesh))
-    found = run(model, PROMPTS, mode=MODES[mode], mesh=mesh)
-    assert_tokens(mode, found.token_ids, found.log_probabilities, found.decided)
-    assert (len(found.token_ids), found.group) == (len(PROMPTS), 2)
+    result = run(model, PROMPTS, mode=MODES[mode], mesh=mesh)
+    assert_tokens(mode, result.token_ids, result.log_probabilities, result.decided)
+    assert (len(result.token_ids), result.group) == (len(PROMPTS), 2)
     others = [[9, *prompt[1:]] for prompt in reversed(PROMPTS)]
     with count_compiles() as compiles:
         run(model, others, mode=MODES[mode], mesh=mesh)
@@ -258,7 +258,9 @@ def test_prompts_routed_on_a_mesh_are_those_of_one_device() -> None:
     for name in ("token_ids", "prompt_depths"):
         for a, b in zip(getattr(one, name), getattr(many, name), strict=True):
             np.testing.assert_array_equal(a, b)
-    costs = [prompt_cost(model.decoder, model.params, how, PROMPTS, found) for found in (one, many)]
+    costs = [
+        prompt_cost(model.decoder, model.params, how, PROMPTS, result) for result in (one, many)
+    ]
     assert costs[0].depth_mean == costs[1].depth_mean
     # Two rows a device, each with a padding of its own.
     assert costs[0].flops < costs[1].flops < 8 * costs[0].flops
@@ -285,8 +287,8 @@ def test_a_stream_on_a_mesh_ends_its_rows_where_one_device_does(count_compiles: 
     assert compiles.count == 0
     options = {"max_new_tokens": 40, "eos_ids": (), "lengths": SMALL, "mesh": mesh}
     chunks = list(stream(model.decoder, model.params, PROMPTS, **options))
-    wanted = on_one_device("plain").token_ids
-    for row, ids in enumerate(wanted):
+    expected = on_one_device("plain").token_ids
+    for row, ids in enumerate(expected):
         np.testing.assert_array_equal(np.concatenate([c.token_ids[row] for c in chunks]), ids)
     assert all(len(chunk.running) == len(PROMPTS) for chunk in chunks)
 
@@ -300,11 +302,11 @@ def test_rows_of_each_device_of_a_mesh_are_charged_until_its_last_one_ends() -> 
     one = run(model, PROMPTS[:4], **options)
     many = run(model, PROMPTS[:4], mesh=mesh, **options)
     spent = [
-        spent_on(model.decoder, model.params, Plain(), PROMPTS[:4], each) for each in (one, many)
+        spent_on(model.decoder, model.params, Plain(), PROMPTS[:4], texts) for texts in (one, many)
     ]
-    assert [each.tokens for each in spent] == [29, 29]
+    assert [spending.tokens for spending in spent] == [29, 29]
     # Rounds times rows times layers; the first token of each row counts as one at full depth.
-    assert [each.executed for each in spent] == [4 * 20 * 4, (2 * 3 + 2 * 20) * 4]
+    assert [spending.executed for spending in spent] == [4 * 20 * 4, (2 * 3 + 2 * 20) * 4]
     filled = run(model, PROMPTS[:3], mesh=mesh, stop_when=decide, chunk=1)
     charged = spent_on(model.decoder, model.params, Plain(), PROMPTS[:3], filled)
     assert charged.executed == (2 * 3 + 2 * 20) * 4  # The filler goes along to the end.
@@ -315,7 +317,9 @@ EXACT = dataclasses.replace(EXECUTOR, min_bucket=1)
 
 
 def test_sharded_calibration_is_that_of_one_device(tiny: Any, text: list[Batch]) -> None:
-    rows = [ids[:n] for each in text for ids, n in zip(each.token_ids, each.lengths, strict=True)]
+    rows = [
+        ids[:n] for batch in text for ids, n in zip(batch.token_ids, batch.lengths, strict=True)
+    ]
     batches = list(batches_of(rows, rows=40, widths=[32], vocab_size=64))
     signal, model, mesh = SoftmaxGap(), (tiny.decoder, tiny.params), mesh_of("auto")
     studies = study_exits(*model, batches)
@@ -325,13 +329,13 @@ def test_sharded_calibration_is_that_of_one_device(tiny: Any, text: list[Batch])
     np.testing.assert_allclose(many.scores(signal, exits), one.scores(signal, exits), atol=1e-4)
     fit = one.fit(signal, 0.7)
     assert fit is not None
-    spent = [each.run(signal, fit) for each in (one, many)]
+    spent = [how.run(signal, fit) for how in (one, many)]
     np.testing.assert_allclose(spent[1].loss, spent[0].loss, rtol=1e-5)
     # A device on which no token goes deeper projects no K/V there: no more than on one, often less.
     assert 0.9 * spent[0].flops < spent[1].flops <= spent[0].flops * (1 + 1e-9)
     names, goal = ("softmax_gap",), Budgets(budgets=(0.7,))
-    found = calibrate(*model, batches, policies=names, goal=goal, executor=EXACT, mesh=mesh)
-    (entry,) = found.entries["softmax_gap"].values()
+    result = calibrate(*model, batches, policies=names, goal=goal, executor=EXACT, mesh=mesh)
+    (entry,) = result.entries["softmax_gap"].values()
     assert entry.depths == fit.depths
     np.testing.assert_allclose(entry.fractions, fit.fractions, atol=0.02)  # Cheaper, so deeper.
 
@@ -387,13 +391,13 @@ def test_tensor_parallel_score_on_a_mesh_is_the_score_of_one_device(
     given = given_depths(jnp.asarray(depths), depths=DEPTHS)
     rows = place(Rows((ids, lengths)), mesh).tree
     for policy in (given, gated(which, DEPTHS)) if data > 1 else (given,):
-        wanted = run_score(
+        expected = run_score(
             which.decoder, which.params, ids, lengths, policy=policy, executor=EXECUTOR
         )
         on = partial(run_score, which.decoder, params, *rows, executor=EXECUTOR, mesh=mesh)
-        found = on(policy=place(policy, mesh))
-        assert_scores(found, wanted)
-        for array in (found.depths, found.x):  # Decisions, and what they come from.
+        result = on(policy=place(policy, mesh))
+        assert_scores(result, expected)
+        for array in (result.depths, result.x):  # Decisions, and what they come from.
             assert_uniform(array)
     text = compiled_score(which.decoder, params, rows, place(given, mesh), mesh)
     kinds = {kind for kind, _ in COLLECTIVE.findall(text)}
@@ -404,8 +408,8 @@ def test_tensor_parallel_score_on_a_mesh_is_the_score_of_one_device(
 def test_tensor_parallel_generation_on_a_mesh_yields_the_tokens_of_one_device(mode: str) -> None:
     model, mesh = lively_model(), split_mesh(4, 2)
     params = split_params(model, mesh)
-    found = run(dataclasses.replace(model, params=params), PROMPTS, mode=MODES[mode], mesh=mesh)
-    assert_tokens(mode, found.token_ids, found.log_probabilities, found.decided)
+    result = run(dataclasses.replace(model, params=params), PROMPTS, mode=MODES[mode], mesh=mesh)
+    assert_tokens(mode, result.token_ids, result.log_probabilities, result.decided)
 
 
 def test_an_engine_on_split_parameters_gives_what_one_device_gives(count_compiles: Any) -> None:
@@ -415,15 +419,15 @@ def test_an_engine_on_split_parameters_gives_what_one_device_gives(count_compile
     shapes, asked = Shapes(prompt_widths=(8,), groups=(3,), key_step=CAPACITY), pool(12)
     engine = engine_of(split, mode, prefill, shapes=shapes)
     engine.warmup()
-    numbers = [each.submit(engine) for each in asked]
+    numbers = [request.submit(engine) for request in asked]
     with count_compiles() as compiled:
         ended = engine.drain()
     assert compiled.count == 0
-    for number, each in zip(numbers, asked, strict=True):
-        found, wanted = ended[number], alone(model, mode, prefill, each)
-        np.testing.assert_array_equal(found.token_ids, wanted.token_ids[0])
-        np.testing.assert_array_equal(found.decided, wanted.decided[0])
-        assert found.reason == wanted.finish_reasons[0]
+    for number, request in zip(numbers, asked, strict=True):
+        result, expected = ended[number], alone(model, mode, prefill, request)
+        np.testing.assert_array_equal(result.token_ids, expected.token_ids[0])
+        np.testing.assert_array_equal(result.decided, expected.decided[0])
+        assert result.reason == expected.finish_reasons[0]
     # A part of the heads on each device, of keys as of parameters.
     keys = engine._rows.state.cache.keys
     assert keys.addressable_shards[0].data.shape[2] * 2 == keys.shape[2]
@@ -453,11 +457,11 @@ def test_parameters_are_split_over_a_mesh_of_jaxs_default_axes_as_well(tiny: Any
     assert kernel.addressable_shards[0].data.shape[-1] * 2 == kernel.shape[-1]
     ids, lengths, depths = ragged(tiny, 16)
     policy = given_depths(jnp.asarray(depths), depths=DEPTHS)
-    found, wanted = (
-        run_score(tiny.decoder, each, ids, lengths, policy=policy, executor=EXECUTOR)
-        for each in (params, tiny.params)
+    result, expected = (
+        run_score(tiny.decoder, weights, ids, lengths, policy=policy, executor=EXECUTOR)
+        for weights in (params, tiny.params)
     )
-    assert_close(found.log_likelihood, wanted.log_likelihood)
+    assert_close(result.log_likelihood, expected.log_likelihood)
 
 
 def test_a_mesh_that_does_not_divide_the_model_is_refused(tiny: Any) -> None:

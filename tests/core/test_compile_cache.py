@@ -81,10 +81,10 @@ def test_the_second_start_compiles_less(tmp_path: Path) -> None:
     env = {"PATH": "", "XDG_CACHE_HOME": str(tmp_path), "JAX_PLATFORMS": "cpu"}
     env |= {"PYTHONPATH": str(Path(compile_cache.__file__).parents[2])}
     env |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
-    found = [
+    results = [
         subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
         for _ in range(2)
     ]
-    assert [each.returncode for each in found] == [0, 0], found[1].stderr
-    assert int(found[0].stdout) == 0 < int(found[1].stdout)
-    assert not found[1].stderr
+    assert [result.returncode for result in results] == [0, 0], results[1].stderr
+    assert int(results[0].stdout) == 0 < int(results[1].stdout)
+    assert not results[1].stderr

@@ -107,8 +107,8 @@ def test_the_ideal_is_a_sum_over_tokens_and_their_own_layers(keep_frozen):
                 flops += COST.query + COST.attention_per_key * (4 if token < 4 else 6)
             if runs or keep_frozen:
                 flops += COST.keys_values
-    found = ideal_flops(COST, depths, key_widths=(4, 6), deepest=6, keep_frozen=keep_frozen)
-    assert found == flops
+    result = ideal_flops(COST, depths, key_widths=(4, 6), deepest=6, keep_frozen=keep_frozen)
+    assert result == flops
 
 
 def test_what_to_expect_of_full_depth_is_what_full_depth_costs():
@@ -129,18 +129,18 @@ def test_what_to_expect_of_a_staircase_is_a_sum_over_its_segments():
         reads=(True, True),
     )
     # One head per token, and at both boundaries a look at those that go on.
-    wanted = 300 * (5 * COST.keys_values + (1 + 0.5 + 0.25) * COST.head)
+    expected = 300 * (5 * COST.keys_values + (1 + 0.5 + 0.25) * COST.head)
     # All 300 tokens are live: they fill 19 blocks of 16 up, each row's 100 take 7.
-    wanted += 2 * (304 * COST.query + 3 * 112 * COST.attention_per_key * 50) + 304 * 7
+    expected += 2 * (304 * COST.query + 3 * 112 * COST.attention_per_key * 50) + 304 * 7
     # Then 150 and 75, and half a block of padding: one for projections, one per row for attention.
-    wanted += 1 * (158 * COST.query + 174 * COST.attention_per_key * 50) + 158 * 11
-    wanted += 2 * (83 * COST.query + 99 * COST.attention_per_key * 50)
-    assert flops == wanted
+    expected += 1 * (158 * COST.query + 174 * COST.attention_per_key * 50) + 158 * 11
+    expected += 2 * (83 * COST.query + 99 * COST.attention_per_key * 50)
+    assert flops == expected
 
 
 def test_a_token_costs_at_a_depth_what_the_ideal_pass_costs_per_token():
-    found = depth_flops(COST, (2, 3, 5), width=6, key_widths=(4, 6))
-    for flops, depth in zip(found, (2, 3, 5), strict=True):
+    result = depth_flops(COST, (2, 3, 5), width=6, key_widths=(4, 6))
+    for flops, depth in zip(result, (2, 3, 5), strict=True):
         row = ideal_flops(
             COST, np.full((1, 6), depth), key_widths=(4, 6), deepest=5, keep_frozen=True
         )

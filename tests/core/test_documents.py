@@ -42,23 +42,25 @@ def test_every_token_but_the_first_is_predicted_exactly_once(
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 9, 16, 17, 29, 33, 100])
 def test_batches_have_few_empty_rows_and_few_shapes(rows: int, count: int) -> None:
     windows = [np.zeros(12, np.int32)] * count
-    found = list(batches_of(windows, rows=rows, widths=[4, 16], vocab_size=2))
-    assert len(found) == -(-count // rows), "no pass more than full ones would take"
-    assert len({batch.token_ids.shape for batch in found}) == 1
-    held = len(found[0].lengths)
+    results = list(batches_of(windows, rows=rows, widths=[4, 16], vocab_size=2))
+    assert len(results) == -(-count // rows), "no pass more than full ones would take"
+    assert len({batch.token_ids.shape for batch in results}) == 1
+    held = len(results[0].lengths)
     assert held in row_counts(rows)
     assert held <= rows
-    empty = len(found) * held - count
-    assert empty <= len(found) * held / 3
+    empty = len(results) * held - count
+    assert empty <= len(results) * held / 3
     if count <= rows:
-        assert held == min(each for each in row_counts(rows) if each >= count)
+        assert held == min(
+            count_of_rows for count_of_rows in row_counts(rows) if count_of_rows >= count
+        )
 
 
 def test_windows_share_a_batch_with_those_of_their_width() -> None:
     windows = [np.zeros(n, np.int32) for n in (3, 16, 4, 9, 2, 16, 1)]
-    found = list(batches_of(windows, rows=4, widths=[16, 4, 8], vocab_size=2))
-    assert [batch.token_ids.shape for batch in found] == [(3, 16), (4, 4)]
-    assert [batch.window.tolist() for batch in found] == [[1, 5, 3], [2, 0, 4, 6]]
+    results = list(batches_of(windows, rows=4, widths=[16, 4, 8], vocab_size=2))
+    assert [batch.token_ids.shape for batch in results] == [(3, 16), (4, 4)]
+    assert [batch.window.tolist() for batch in results] == [[1, 5, 3], [2, 0, 4, 6]]
     assert row_counts(40) == [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 40]
     assert list(batches_of([], rows=4, widths=[4], vocab_size=2)) == []
 

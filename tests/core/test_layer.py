@@ -28,8 +28,8 @@ def split(monkeypatch: pytest.MonkeyPatch, tiny: Model) -> Any:
 def test_each_layer_is_a_slice_of_the_stack(tiny: Model, split: Any) -> None:
     assert len(split) == tiny.decoder.config.num_layers
     for index, layer in enumerate(split):
-        wanted = layer_at(tiny.decoder, tiny.params, index)
-        jax.tree.map(np.testing.assert_array_equal, layer, wanted)
+        expected = layer_at(tiny.decoder, tiny.params, index)
+        jax.tree.map(np.testing.assert_array_equal, layer, expected)
 
 
 @pytest.mark.parametrize(
@@ -57,10 +57,10 @@ def test_layers_run_in_order_as_the_loop_over_the_stack_runs_them(
             at = {"start": start, "stop": stop}
             static = {name: value for name, value in at.items() if name not in traced}
             given = {name: jnp.int32(at[name]) for name in traced}
-            found = jax.jit(partial(run, split, **static))(**given)
-            wanted = run(None, **at)
-            jax.tree.map(np.testing.assert_array_equal, found, wanted)
-            assert int(found[1]) == stop - start
+            result = jax.jit(partial(run, split, **static))(**given)
+            expected = run(None, **at)
+            jax.tree.map(np.testing.assert_array_equal, result, expected)
+            assert int(result[1]) == stop - start
 
 
 def test_a_second_copy_is_made_once_and_goes_with_the_first(

@@ -91,22 +91,22 @@ def test_the_head_reads_the_map_and_others_see_the_state(
     ids, lengths, depths = drawn(model)
     policy = given_depths(jnp.asarray(depths), depths=EXITS)
     plain = run_oracle(bare.decoder, bare.params, ids, lengths, depths, kv="propagate")
-    wanted = run_oracle(model.decoder, model.params, ids, lengths, depths, kv="propagate")
-    found = passed(model, policy)
+    expected = run_oracle(model.decoder, model.params, ids, lengths, depths, kv="propagate")
+    result = passed(model, policy)
     for row, length in enumerate(np.asarray(lengths)):
         for token in range(length):
             by_hand = mapped(lens, np.asarray(plain[row, token]), int(depths[row, token]))
-            np.testing.assert_allclose(wanted[row, token], by_hand, atol=1e-4)
-            np.testing.assert_allclose(found.x[row, token], by_hand, atol=1e-4)
+            np.testing.assert_allclose(expected[row, token], by_hand, atol=1e-4)
+            np.testing.assert_allclose(result.x[row, token], by_hand, atol=1e-4)
 
 
 def test_each_early_token_is_mapped_once(model: Model) -> None:
     _, lengths, depths = drawn(model)
-    found = passed(model, given_depths(jnp.asarray(depths), depths=EXITS))
+    result = passed(model, given_depths(jnp.asarray(depths), depths=EXITS))
     real = np.arange(17) < np.asarray(lengths)[:, None]
     stops = [int((real & (depths == depth)).sum()) for depth in EXITS[:-1]]
     padded = [-(-count // EXECUTOR.unit) * EXECUTOR.unit for count in stops]
-    np.testing.assert_array_equal(found.work.exit_maps, [*padded, 0])
+    np.testing.assert_array_equal(result.work.exit_maps, [*padded, 0])
     full = passed(model, full_depth(model.decoder))
     np.testing.assert_array_equal(full.work.exit_maps, [0])
 
@@ -119,25 +119,25 @@ def test_a_policy_that_looks_at_logits_sees_what_the_token_will_say(
     policy = Thresholded(
         signal=Entropy(), thresholds=jnp.full(2, threshold, jnp.float32), depths=EXITS
     )
-    found = run_score(model.decoder, model.params, ids, lengths, policy, executor=EXECUTOR)
+    result = run_score(model.decoder, model.params, ids, lengths, policy, executor=EXECUTOR)
     states = run_dense(model.decoder, model.params, ids, lengths, depths=EXITS)
     if threshold == -np.inf:  # None stops: nothing is mapped but for looking.
-        assert np.all(np.asarray(found.depths)[found.depths > 0] == 4)
+        assert np.all(np.asarray(result.depths)[result.depths > 0] == 4)
     seen = apply_exit_lens(model.decoder, model.params, states[0], 1)
     logp = jax.nn.log_softmax(model.decoder.unembed(model.params, seen))
     entropy = np.asarray(-jnp.sum(jnp.exp(logp) * logp, axis=-1))
     real = np.arange(17) < np.asarray(lengths)[:, None]
     clear = real & (np.abs(entropy - threshold) > 1e-3)
     np.testing.assert_array_equal(
-        (np.asarray(found.depths) == 1)[clear], entropy[clear] <= threshold
+        (np.asarray(result.depths) == 1)[clear], entropy[clear] <= threshold
     )
-    stays = real & (np.asarray(found.depths) == 1)
+    stays = real & (np.asarray(result.depths) == 1)
     stays[:, -1] = False
     label = np.asarray(jnp.roll(ids, -1, axis=1))
     own = np.take_along_axis(np.asarray(logp), label[..., None], axis=-1)[..., 0]
-    predicted = stays & np.asarray(found.predicted)
+    predicted = stays & np.asarray(result.predicted)
     np.testing.assert_allclose(
-        np.asarray(found.log_likelihood)[predicted], own[predicted], atol=1e-4
+        np.asarray(result.log_likelihood)[predicted], own[predicted], atol=1e-4
     )
 
 
@@ -150,9 +150,9 @@ def test_every_way_to_read_an_exit_agrees(model: Model, text: list[Batch]) -> No
     harm = by_exit - by_exit[-1:]
     np.testing.assert_allclose(study.harm[:, study.predicted], harm[:, study.predicted], atol=1e-3)
     policies = {str(depth): uniform(depth) for depth in EXITS}
-    found = evaluate(model.decoder, model.params, [batch], policies, executor=EXECUTOR)
+    result = evaluate(model.decoder, model.params, [batch], policies, executor=EXECUTOR)
     for row, depth in enumerate(EXITS):
-        assert found[str(depth)].nll == pytest.approx(float(by_exit[row].sum()), rel=1e-4)
+        assert result[str(depth)].nll == pytest.approx(float(by_exit[row].sum()), rel=1e-4)
 
 
 @pytest.mark.check
@@ -162,8 +162,8 @@ def test_gradients_through_the_maps_are_the_oracles(model: Model) -> None:
     executor = CapacityPrefix(capacities=(20, 16, 12), min_bucket=4)
 
     def through_pass(params: Any) -> jax.Array:
-        found = score(model.decoder, params, ids, lengths, policy, executor=executor)
-        return jnp.sum(found.log_likelihood)
+        result = score(model.decoder, params, ids, lengths, policy, executor=executor)
+        return jnp.sum(result.log_likelihood)
 
     def through_oracle(params: Any) -> jax.Array:
         x = reference_states(model.decoder, params, ids, lengths, jnp.asarray(depths))
@@ -172,10 +172,10 @@ def test_gradients_through_the_maps_are_the_oracles(model: Model) -> None:
         return jnp.sum(jnp.where(jnp.arange(1, 17)[None] < lengths[:, None], own, 0.0))
 
     both = [jax.jit(jax.grad(loss))(model.params) for loss in (through_pass, through_oracle)]
-    for found, wanted in zip(*map(jax.tree.leaves, both), strict=True):
-        scale = float(jnp.abs(wanted).max())
+    for actual, expected in zip(*map(jax.tree.leaves, both), strict=True):
+        scale = float(jnp.abs(expected).max())
         assert scale > 0
-        np.testing.assert_allclose(found, wanted, atol=1e-3 * scale)
+        np.testing.assert_allclose(actual, expected, atol=1e-3 * scale)
 
 
 def test_decoding_at_an_exit_says_what_scoring_says(model: Model) -> None:
@@ -183,37 +183,37 @@ def test_decoding_at_an_exit_says_what_scoring_says(model: Model) -> None:
     policy = Thresholded(
         signal=Entropy(), thresholds=jnp.asarray([3.8, 3.9], jnp.float32), depths=EXITS
     )
-    found = generate(
+    result = generate(
         model.decoder,
         model.params,
         prompts,
         mode=Adaptive(policy=policy, kv="drop"),
         max_new_tokens=12,
     )
-    used = set(np.concatenate(found.decided).tolist())
+    used = set(np.concatenate(result.decided).tolist())
     assert used & set(EXITS[:-1]), "some tokens stop early"
     for row, prompt in enumerate(prompts):
-        ids = np.concatenate([prompt, found.token_ids[row]])
+        ids = np.concatenate([prompt, result.token_ids[row]])
         depths = np.full((1, ids.size), EXITS[-1], np.int32)
         first = len(prompt)
-        depths[0, first : ids.size - 1] = found.decided[row][1:]
-        wanted = run_oracle(
+        depths[0, first : ids.size - 1] = result.decided[row][1:]
+        expected = run_oracle(
             model.decoder, model.params, ids[None], jnp.asarray([ids.size]), depths, kv="drop"
         )
-        logp = jax.nn.log_softmax(model.decoder.unembed(model.params, wanted))[0]
-        own = np.asarray(logp)[np.arange(first - 1, ids.size - 1), found.token_ids[row]]
-        np.testing.assert_allclose(found.log_probabilities[row], own, atol=1e-3)
-    steps = int(found.steps[0])
-    looks = steps + int(np.any([np.asarray(d[1:]) > 1 for d in found.decided], axis=0).sum())
-    assert found.exit_maps[0] == looks, "one map per look, none besides"
+        logp = jax.nn.log_softmax(model.decoder.unembed(model.params, expected))[0]
+        own = np.asarray(logp)[np.arange(first - 1, ids.size - 1), result.token_ids[row]]
+        np.testing.assert_allclose(result.log_probabilities[row], own, atol=1e-3)
+    steps = int(result.steps[0])
+    looks = steps + int(np.any([np.asarray(d[1:]) > 1 for d in result.decided], axis=0).sum())
+    assert result.exit_maps[0] == looks, "one map per look, none besides"
 
 
 def test_maps_of_a_silent_policy_run_where_a_row_stops(model: Model) -> None:
     prompts, mode = [np.asarray(model.tokens(5))], Adaptive(policy=uniform(2))
-    found = generate(model.decoder, model.params, prompts, mode=mode, max_new_tokens=6)
-    assert found.exit_maps.tolist() == [5], "the first token is prefill's"
+    result = generate(model.decoder, model.params, prompts, mode=mode, max_new_tokens=6)
+    assert result.exit_maps.tolist() == [5], "the first token is prefill's"
     cost = token_cost(model.decoder, model.params)
-    spent = spent_on(model.decoder, model.params, mode, prompts, found)
+    spent = spent_on(model.decoder, model.params, mode, prompts, result)
     assert spent.flops_extra == pytest.approx(5 * cost.exit_map)
 
 
@@ -221,11 +221,11 @@ def test_lossless_drafts_through_the_lens_and_stays_lossless(model: Model, bare:
     prompts = [np.asarray(model.tokens(5)), np.asarray(model.tokens(9, seed=1))]
     plain = generate(bare.decoder, bare.params, prompts, mode=Plain(), max_new_tokens=20)
     drafted, mode = {}, Lossless(exit=2, max_draft=3)
-    for name, each in (("with", model), ("without", bare)):
-        found = generate(each.decoder, each.params, prompts, mode=mode, max_new_tokens=20)
-        for mine, wanted in zip(found.token_ids, plain.token_ids, strict=True):
-            np.testing.assert_array_equal(mine, wanted)
-        drafted[name] = found
+    for name, version in (("with", model), ("without", bare)):
+        result = generate(version.decoder, version.params, prompts, mode=mode, max_new_tokens=20)
+        for actual, expected in zip(result.token_ids, plain.token_ids, strict=True):
+            np.testing.assert_array_equal(actual, expected)
+        drafted[name] = result
     assert drafted["with"].exit_maps.min() > 0
     assert drafted["without"].exit_maps.max() == 0
     assert drafted["with"].acceptance != drafted["without"].acceptance
@@ -235,17 +235,17 @@ def test_a_fit_brings_exits_closer_and_leaves_the_model_alone(
     bare: Model, text: list[Batch]
 ) -> None:
     config = LensConfig(steps=60, batch=128)
-    found = fit_lens(bare.decoder, bare.params, text[:-1], config)
+    result = fit_lens(bare.decoder, bare.params, text[:-1], config)
     again = fit_lens(bare.decoder, bare.params, text[:-1], config)
-    np.testing.assert_array_equal(found.matrix, again.matrix)
-    through = Model(*lensed(bare.decoder, bare.params, found))
+    np.testing.assert_array_equal(result.matrix, again.matrix)
+    through = Model(*lensed(bare.decoder, bare.params, result))
     unseen = text[-1]
     loss = jax.jit(exit_nll, static_argnums=0)
     both = [
-        loss(each.decoder, each.params, unseen.token_ids, unseen.lengths)
-        for each in (bare, through)
+        loss(version.decoder, version.params, unseen.token_ids, unseen.lengths)
+        for version in (bare, through)
     ]
-    before, after = (np.asarray(each).sum(axis=(1, 2)) for each in both)
+    before, after = (np.asarray(losses).sum(axis=(1, 2)) for losses in both)
     assert after[-1] == before[-1]
     assert np.all(after[:-1] < before[:-1])
 
@@ -253,26 +253,26 @@ def test_a_fit_brings_exits_closer_and_leaves_the_model_alone(
 def test_a_fit_takes_no_more_steps_than_its_flops_allow(bare: Model, text: list[Batch]) -> None:
     """With 8 tokens a step and half of them a block, the same maps as in one block of 8."""
     head = token_cost(bare.decoder, bare.params).head
-    early, said = len(bare.decoder.config.exits) - 1, list[str]()
+    early, messages = len(bare.decoder.config.exits) - 1, list[str]()
     step = 8 * head * (1 + 2 * early)
     config = LensConfig(steps=60, batch=8, flops=3.5 * step)
-    found = fit_lens(bare.decoder, bare.params, text[:1], config, progress=said.append)
-    assert re.fullmatch(r"lens: step 1 of 3, [\d.]+ nats from full depth", said[-2])
-    assert said[-1].startswith("lens: step 3 of 3, ")
+    result = fit_lens(bare.decoder, bare.params, text[:1], config, progress=messages.append)
+    assert re.fullmatch(r"lens: step 1 of 3, [\d.]+ nats from full depth", messages[-2])
+    assert messages[-1].startswith("lens: step 3 of 3, ")
     three = fit_lens(
         bare.decoder, bare.params, text[:1], dataclasses.replace(config, steps=3, flops=1e15)
     )
-    np.testing.assert_array_equal(found.matrix, three.matrix)
+    np.testing.assert_array_equal(result.matrix, three.matrix)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("utio_jax.calibration.lens._HEAD_BLOCK", 4)
         blocks = fit_lens(bare.decoder, bare.params, text[:1], config)
-    np.testing.assert_allclose(blocks.matrix, found.matrix, atol=1e-5)
-    np.testing.assert_allclose(blocks.bias, found.bias, atol=1e-5)
+    np.testing.assert_allclose(blocks.matrix, result.matrix, atol=1e-5)
+    np.testing.assert_allclose(blocks.bias, result.bias, atol=1e-5)
 
 
 def test_the_map_costs_what_its_matrix_costs(bare: Model, model: Model) -> None:
     dim = model.decoder.config.embed_dim
-    with_lens, without = (token_cost(each.decoder, each.params) for each in (model, bare))
+    with_lens, without = (token_cost(version.decoder, version.params) for version in (model, bare))
     assert with_lens.exit_map == 2 * dim * dim
     assert without.exit_map == 0
     assert with_lens.read(1) == with_lens.head + 2 * dim * dim
@@ -281,10 +281,10 @@ def test_the_map_costs_what_its_matrix_costs(bare: Model, model: Model) -> None:
 
 def test_files(lens: Lens, model: Model, tmp_path: Path) -> None:
     save_lens(tmp_path, lens, info={"model_sha256": "a" * 64})
-    found = load_lens(tmp_path, model_sha256="a" * 64)
-    np.testing.assert_array_equal(found.matrix, lens.matrix)
-    np.testing.assert_array_equal(found.bias, lens.bias)
-    assert found.exits == lens.exits
+    result = load_lens(tmp_path, model_sha256="a" * 64)
+    np.testing.assert_array_equal(result.matrix, lens.matrix)
+    np.testing.assert_array_equal(result.bias, lens.bias)
+    assert result.exits == lens.exits
     with pytest.raises(ValueError, match="Make one for this model"):
         load_lens(tmp_path, model_sha256="b" * 64)
     stored = json.loads((tmp_path / "lens.json").read_text())
@@ -309,11 +309,11 @@ def test_faults_are_named(bare: Model, lens: Lens, text: list[Batch]) -> None:
 
 @pytest.mark.check
 def test_calibration_works_through_a_lens(model: Model, text: list[Batch]) -> None:
-    found = calibrated(model, text[:3], policies=("entropy",), budgets=(0.8,))
+    result = calibrated(model, text[:3], policies=("entropy",), budgets=(0.8,))
     assert isinstance(model.decoder, Lensed)
-    assert set(found.info["exit_agreement"]) == {"1", "2"}
-    assert found.info["goals"]["entropy"]["nll_increase_pct_by_budget"]["0.8"] > 0
-    assert advise(model.decoder, found.info, lens=True), "random maps do not pay"
+    assert set(result.info["exit_agreement"]) == {"1", "2"}
+    assert result.info["goals"]["entropy"]["nll_increase_pct_by_budget"]["0.8"] > 0
+    assert advise(model.decoder, result.info, lens=True), "random maps do not pay"
 
 
 INFO = {
@@ -337,8 +337,8 @@ def test_advice_is_none_where_something_is_within_five_percent(model: Model) -> 
 
 def test_advice_names_what_else_there_is(model: Model) -> None:
     advice = advise(model.decoder, INFO, lens=False) or ""
-    for said in ("depth 2 is 56 % above", "--fit-lens", "--mode lossless", "--exits 1 2 4"):
-        assert said in advice
+    for part in ("depth 2 is 56 % above", "--fit-lens", "--mode lossless", "--exits 1 2 4"):
+        assert part in advice
     assert "--fit-lens" not in (advise(model.decoder, INFO, lens=True) or "")
 
 

@@ -42,15 +42,15 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
         cwd=HERE.parent,
     )
     assert report.exists(), done.stdout + done.stderr
-    found: dict[str, list[str]] = {}
+    result: dict[str, list[str]] = {}
     for case in ElementTree.parse(report).iter("testcase"):
-        failures = found.setdefault(case.attrib["name"].split("[")[0], [])
+        failures = result.setdefault(case.attrib["name"].split("[")[0], [])
         failures += [
             f"{case.attrib['name']}:\n{child.text}"
             for child in case
             if child.tag in ("failure", "error", "skipped")
         ]
-    return found
+    return result
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -66,4 +66,4 @@ def test_a_digest_depends_on_values_types_and_structure() -> None:
         tree | {"key": jax.random.key(1)},
         {"id": tree["ids"], "key": tree["key"]},
     ]
-    assert len({digest(each) for each in (tree, *others)}) == 6
+    assert len({digest(tree_) for tree_ in (tree, *others)}) == 6

@@ -57,7 +57,7 @@ def test_rows_of_each_device_are_its_own_and_empty_ones_fill_up() -> None:
 def test_arrays_of_the_only_device_are_split_by_name() -> None:
     """Programs for a mesh want the axis named, be it of one device."""
     mesh = jax.make_mesh((1,), ("data",))
-    rows, rest = place((Rows(jnp.ones((4, 2))), jnp.ones(3)), mesh)
+    rows, other = place((Rows(jnp.ones((4, 2))), jnp.ones(3)), mesh)
     assert rows.tree.sharding == NamedSharding(mesh, PartitionSpec("data"))
-    assert rest.sharding == NamedSharding(mesh, PartitionSpec())
-    assert place(rest, mesh) is rest
+    assert other.sharding == NamedSharding(mesh, PartitionSpec())
+    assert place(other, mesh) is other

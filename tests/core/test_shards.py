@@ -73,7 +73,7 @@ def test_kept_results_are_read_and_others_computed(kept: Shards) -> None:
 
     def all_of(shards: Shards | None) -> list[int]:
         results = run_all(3, run, what="items", same=lambda: "a", shards=shards)
-        return [int(each["value"][0]) for each in results]
+        return [int(result["value"][0]) for result in results]
 
     assert all_of(None) == [0, 1, 2]
     assert all_of(kept) == [0, 1, 2]

@@ -54,10 +54,10 @@ class Server:
     def advance(self, until: int) -> None:
         self.state = advance(self.setting, self.state, np.int32(until), widths=(32, SLOTS))
 
-    def found(self, row: int, name: str = "token_ids") -> np.ndarray:
+    def decoded(self, row: int, name: str = "token_ids") -> np.ndarray:
         """Returns what a row has decoded so far."""
-        found = collect(self.state, self.mode, SMALL, rows=BATCH, devices=1, num_layers=4)
-        return getattr(found, name)[row]
+        result = collect(self.state, self.mode, SMALL, rows=BATCH, devices=1, num_layers=4)
+        return getattr(result, name)[row]
 
 
 def leaves_of(tree: Any) -> list[np.ndarray]:
@@ -93,7 +93,7 @@ def test_released_rows_take_part_in_nothing():
     server.advance(6)
     for old, new, leaf in zip(before, leaves_of(server.state), range(99), strict=False):
         assert leaf == 3 or np.array_equal(old[[0, 1, 2]], new[[0, 1, 2]])  # 3: the reason.
-    assert server.found(3).size == 6
+    assert server.decoded(3).size == 6
     # Nothing runs where nothing is admitted.
     server = Server(Plain())
     server.advance(SLOTS)
@@ -106,8 +106,8 @@ def test_an_admission_copies_no_cache():
     server = Server(DROP, slots=4096)
     fresh = server.begin(REQUESTS[:2])
     held, come = (
-        sum(leaf.nbytes for leaf in jax.tree.leaves((each.cache, each.memory)))
-        for each in (server.state, fresh)
+        sum(leaf.nbytes for leaf in jax.tree.leaves((state.cache, state.memory)))
+        for state in (server.state, fresh)
     )
     program = _admit.lower(server.state, fresh, np.array([3, 1], np.int32)).compile()
     memory = program.memory_analysis()
@@ -125,6 +125,6 @@ def test_a_prompt_may_be_read_by_importance():
     assert server.state.prompt is None
     server.advance(SLOTS)
     for (prompt, new), row in zip(REQUESTS, (1, 2), strict=False):
-        wanted = run(lively_model(), [prompt], mode=DROP, max_new_tokens=new, prefill=how)
+        expected = run(lively_model(), [prompt], mode=DROP, max_new_tokens=new, prefill=how)
         for name in ("token_ids", "decided"):
-            np.testing.assert_array_equal(server.found(row, name), getattr(wanted, name)[0])
+            np.testing.assert_array_equal(server.decoded(row, name), getattr(expected, name)[0])

@@ -53,8 +53,8 @@ def test_copies_follow_the_latest_of_the_longest_matches(longest, shortest):
 
 
 def test_a_copy_goes_on_into_itself():
-    found, _ = NGram()(jnp.asarray([[4, 6, 1, 2, 1, 2, 0, 0]]), jnp.asarray([6]), drafts=5)
-    assert found.tolist() == [[1, 2, 1, 2, 1]]
+    result, _ = NGram()(jnp.asarray([[4, 6, 1, 2, 1, 2, 0, 0]]), jnp.asarray([6]), drafts=5)
+    assert result.tolist() == [[1, 2, 1, 2, 1]]
     with pytest.raises(ValueError, match=r"shortest <= longest.*shortest=2, longest=1"):
         NGram(longest=1, shortest=2)
 
@@ -75,30 +75,30 @@ def rounds_of(prompt, truth, *, block, longest=3):
         while accepted < len(drafts) and drafts[accepted] == right[accepted]:
             accepted += 1
         yield len(drafts), accepted
-        known += [int(each) for each in right[: accepted + 1]]
+        known += [int(token) for token in right[: accepted + 1]]
 
 
 @pytest.mark.parametrize("row", [0, 1, 2])
 def test_drafts_cost_what_a_slow_matcher_says(model, plain, row):
     mode = Lossless(drafter="ngram", max_draft=3)
-    found = run(model, REPEATING[row : row + 1], mode=mode)
+    result = run(model, REPEATING[row : row + 1], mode=mode)
     truth = plain.token_ids[row]
-    np.testing.assert_array_equal(found.token_ids[0], truth[:40])
+    np.testing.assert_array_equal(result.token_ids[0], truth[:40])
     rounds = [*rounds_of(REPEATING[row], truth, block=4)]
-    drafts, accepted = (np.asarray(each) for each in zip(*rounds, strict=True))
+    drafts, accepted = (np.asarray(column) for column in zip(*rounds, strict=True))
     slots = np.where(drafts > 0, 4, 1)  # Of the one pass.
-    assert found.steps[0] == len(rounds)
-    assert found.drafts[0] == drafts.sum()
-    assert found.accepted[0] == accepted.sum()
-    assert found.heads[0] == slots.sum()
-    assert found.token_layers[0] == (4 * slots).sum()
-    assert found.attended[0] == 64 * (4 * slots).sum()
-    assert found.exit_maps[0] == 0
+    assert result.steps[0] == len(rounds)
+    assert result.drafts[0] == drafts.sum()
+    assert result.accepted[0] == accepted.sum()
+    assert result.heads[0] == slots.sum()
+    assert result.token_layers[0] == (4 * slots).sum()
+    assert result.attended[0] == 64 * (4 * slots).sum()
+    assert result.exit_maps[0] == 0
     decided = [4]
     for right in accepted:
         decided += [0] * right + [4]
-    assert found.decided[0].tolist() == decided[:40]
-    np.testing.assert_array_equal(found.executed[0], 4)
+    assert result.decided[0].tolist() == decided[:40]
+    np.testing.assert_array_equal(result.executed[0], 4)
 
 
 MODE = Lossless(drafter="ngram", max_draft=5)
@@ -106,12 +106,12 @@ MODE = Lossless(drafter="ngram", max_draft=5)
 
 def test_greedy_is_the_full_model_in_ragged_batches_and_needs_no_exit(model, plain):
     stock = Transformer(dataclasses.replace(model.decoder.config, exits=(4,)))
-    found = run(dataclasses.replace(model, decoder=stock), REPEATING, mode=MODE)
-    assert_greedy(model, found, REPEATING, kv="full")
+    result = run(dataclasses.replace(model, decoder=stock), REPEATING, mode=MODE)
+    assert_greedy(model, result, REPEATING, kv="full")
     for row in range(3):
-        np.testing.assert_array_equal(found.token_ids[row], plain.token_ids[row][:40])
-    assert found.acceptance is not None
-    assert 0 < found.acceptance < 1
+        np.testing.assert_array_equal(result.token_ids[row], plain.token_ids[row][:40])
+    assert result.acceptance is not None
+    assert 0 < result.acceptance < 1
 
 
 def test_drawn_tokens_are_plain_decodings_and_rows_rest_where_nothing_repeats(model):
@@ -157,9 +157,9 @@ def test_copies_are_right_as_often_after_two_thousand_tokens():
 
 
 def test_the_lowest_temperature_draws_the_full_models_tokens(model, plain):
-    found = run(model, REPEATING, mode=MODE, sampling=SamplingParams(temperature=1e-9), seeds=3)
+    result = run(model, REPEATING, mode=MODE, sampling=SamplingParams(temperature=1e-9), seeds=3)
     for row in range(3):
-        np.testing.assert_array_equal(found.token_ids[row], plain.token_ids[row][:40])
+        np.testing.assert_array_equal(result.token_ids[row], plain.token_ids[row][:40])
 
 
 @pytest.mark.usefixtures("unchecked_shapes")

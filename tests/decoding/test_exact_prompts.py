@@ -59,8 +59,8 @@ def test_all_tokens_but_the_last_stop_where_keys_and_values_are_complete(model: 
     config = model.decoder.config
     exact = run(model, PROMPTS, max_new_tokens=2)
     for prompt, depths in zip(PROMPTS, exact.prompt_depths, strict=True):
-        wanted = [config.kv_complete] * (len(prompt) - 1) + [4]
-        np.testing.assert_array_equal(depths, wanted)
+        expected = [config.kv_complete] * (len(prompt) - 1) + [4]
+        np.testing.assert_array_equal(depths, expected)
     assert exact.num_layers == 4
     assert exact.prompt_work is not None
     # Eight slots of the last token's segment, in unit steps; four rows of 24 below.
@@ -78,10 +78,10 @@ def test_all_tokens_but_the_last_stop_where_keys_and_values_are_complete(model: 
 def test_a_model_without_shared_keys_and_values_has_no_exact_prefill(model: Model) -> None:
     plain = lively_model().decoder
     assert exact_prefill(plain) is None
-    found = fastest_prefill(model.decoder, 1, 24, kv="propagate")
-    assert found is not None
-    assert found.exact(model.decoder)
-    assert not found.exact(plain)
+    result = fastest_prefill(model.decoder, 1, 24, kv="propagate")
+    assert result is not None
+    assert result.exact(model.decoder)
+    assert not result.exact(plain)
     # Tokens are seen as deep as they ran there, so prompts run in full.
     assert fastest_prefill(model.decoder, 1, 24, kv="drop") is None
 
@@ -90,17 +90,17 @@ def test_exits_behind_a_lens_change_nothing(model: Model) -> None:
     exits = model.decoder.config.exits[-2:]  # Prompts may stop below the first, which has a map.
     config = dataclasses.replace(model.decoder.config, exits=exits)
     seen = with_random_lens(Model(type(model.decoder)(config), model.params))
-    found, wanted = (run(each, PROMPTS, max_new_tokens=8) for each in (seen, model))
-    for one, other in zip(found.token_ids, wanted.token_ids, strict=True):
+    result, expected = (run(version, PROMPTS, max_new_tokens=8) for version in (seen, model))
+    for one, other in zip(result.token_ids, expected.token_ids, strict=True):
         np.testing.assert_array_equal(one, other)
 
 
 def test_a_budget_of_prompts_is_kept_exactly(model: Model) -> None:
-    found = prompt_prefill(model.decoder, model.params, 0.8)
-    assert found is not None
-    assert found.policy is not None
-    assert found.exact(model.decoder)
-    assert found.policy.depths == (model.decoder.config.kv_complete, 4)
+    result = prompt_prefill(model.decoder, model.params, 0.8)
+    assert result is not None
+    assert result.policy is not None
+    assert result.exact(model.decoder)
+    assert result.policy.depths == (model.decoder.config.kv_complete, 4)
     with pytest.raises(ValueError, match="Wanted a prompt budget of at least 0"):
         prompt_prefill(model.decoder, model.params, 0.2)
 

@@ -93,18 +93,18 @@ def test_rows_emit_from_the_logits_that_their_policy_has_seen(model):
     np.testing.assert_array_equal(result.heads, [heads.sum()] * 3)
 
 
-@pytest.mark.parametrize(("seeds", "wanted"), [(5, [5, 6, 7]), ([9, 2, 9], [9, 2, 9])])
-def test_each_row_has_a_seed_of_its_own(model, seeds, wanted):
+@pytest.mark.parametrize(("seeds", "expected"), [(5, [5, 6, 7]), ([9, 2, 9], [9, 2, 9])])
+def test_each_row_has_a_seed_of_its_own(model, seeds, expected):
     options = {"chunk": 40, "max_new_tokens": 40, "eos_ids": (), "lengths": SMALL}
     (state,) = run_chunks(model.decoder, model.params, PROMPTS, seeds=seeds, **options)
-    np.testing.assert_array_equal(state.seeds, wanted)
+    np.testing.assert_array_equal(state.seeds, expected)
 
 
 def test_prompts_that_share_a_method_share_its_program(model, plain, count_compiles):
     with count_compiles() as compiles:
-        found = run(model, sampling=[SamplingParams()] * 3, eos_ids=())
+        result = run(model, sampling=[SamplingParams()] * 3, eos_ids=())
     assert compiles.count == 0
-    np.testing.assert_array_equal(np.stack(found.token_ids), np.stack(plain.token_ids))
+    np.testing.assert_array_equal(np.stack(result.token_ids), np.stack(plain.token_ids))
 
 
 def test_each_prompt_may_be_sampled_and_end_in_its_own_way(model, plain, count_compiles):
@@ -262,13 +262,13 @@ def test_steps_read_fewer_keys_once_the_longest_row_has_ended(model):
     np.testing.assert_array_equal(state.tally.key_slots, slots)
     np.testing.assert_array_equal(state.tally.attended, slots)
     np.testing.assert_array_equal(state.tally.steps, limits - lengths - 1)
-    wanted = run(model, prompts)
+    expected = run(model, prompts)
     for row, (start, end) in enumerate(zip(lengths, limits, strict=True)):
-        new = wanted.token_ids[row][: end - start]
+        new = expected.token_ids[row][: end - start]
         np.testing.assert_array_equal(state.token_ids[row, start:end], new)
-        likelihood = wanted.log_probabilities[row][: new.size]
-        found = state.columns.log_probabilities[row, start:end]
-        np.testing.assert_allclose(found, likelihood, atol=1e-5)
+        likelihood = expected.log_probabilities[row][: new.size]
+        result = state.columns.log_probabilities[row, start:end]
+        np.testing.assert_allclose(result, likelihood, atol=1e-5)
 
 
 COPIED = {
@@ -327,8 +327,8 @@ def test_seeds_wrap_around_and_no_stops_of_each_row_are_none(model):
     options = {"sampling": SamplingParams(temperature=1.5), "max_new_tokens": 4}
     plain = run(model, seeds=[5, 6, 7], **options)
     again = run(model, seeds=5 - 2**32, stop_sequences=[[]] * 3, **options)
-    for mine, theirs in zip(plain.token_ids, again.token_ids, strict=True):
-        np.testing.assert_array_equal(mine, theirs)
+    for ours, theirs in zip(plain.token_ids, again.token_ids, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
 
 
 @pytest.mark.usefixtures("unchecked_shapes")
@@ -374,13 +374,13 @@ PROCESSED: dict[str, Any] = {
 @pytest.mark.parametrize("name", PROCESSED)
 def test_tokens_are_the_best_that_a_processor_allows(model, name):
     """By induction over the row: the truth is recomputed from scratch behind each token."""
-    found = run(model, mode=PROCESSED[name], logits_processor=alternating, max_new_tokens=16)
+    result = run(model, mode=PROCESSED[name], logits_processor=alternating, max_new_tokens=16)
     free = run(model, mode=PROCESSED[name], max_new_tokens=16)
-    pairs = zip(found.token_ids, free.token_ids, strict=True)
+    pairs = zip(result.token_ids, free.token_ids, strict=True)
     assert any(not np.array_equal(*pair) for pair in pairs)
     for row, prompt in enumerate(PROMPTS):
-        new, layers = found.token_ids[row], model.decoder.config.num_layers
-        depths = found.decided[row] if name == "adaptive" else np.full_like(new, layers)
+        new, layers = result.token_ids[row], model.decoder.config.num_layers
+        depths = result.decided[row] if name == "adaptive" else np.full_like(new, layers)
         logits = true_logits(model, prompt, new, depths, "propagate")
         before = np.asarray([prompt[-1], *new[:-1]])
         allowed = (np.arange(64)[None] + before[:, None]) % 2 == 1
@@ -389,20 +389,20 @@ def test_tokens_are_the_best_that_a_processor_allows(model, name):
         np.testing.assert_allclose(logits[np.arange(new.size), new], best, atol=1e-4)
         assert allowed[np.arange(new.size), new].all()
         own = jax.nn.log_softmax(jnp.asarray(logits))[np.arange(new.size), new]
-        np.testing.assert_allclose(found.log_probabilities[row], own, atol=1e-4)
+        np.testing.assert_allclose(result.log_probabilities[row], own, atol=1e-4)
     if name == "exit":
-        assert found.acceptance, "an exit drafts what is allowed"
+        assert result.acceptance, "an exit drafts what is allowed"
 
 
 @pytest.mark.parametrize("name", ["plain", "exit"])
 def test_drawn_tokens_are_allowed_ones(model, name):
-    found = run(
+    result = run(
         model,
         mode=PROCESSED[name],
         logits_processor=alternating,
         sampling=SamplingParams(temperature=2.0),
     )
-    for prompt, new in zip(PROMPTS, found.token_ids, strict=True):
+    for prompt, new in zip(PROMPTS, result.token_ids, strict=True):
         assert (np.diff([prompt[-1], *new]) % 2 == 1).all()
         assert (new[:5] < 32).all()
 

@@ -96,11 +96,11 @@ def test_keys_are_the_full_models_whatever_was_rejected(model, plain):
     ids, ends = np.asarray(state.token_ids), np.asarray(state.lengths)
     whole = begun(setting, [ids[row, : ends[row]] for row in range(3)])
     layers = tuple(range(model.decoder.config.num_layers))
-    caches = (read(each.cache, layers, width=64) for each in (state, whole))
-    for mine, theirs in zip(*caches, strict=True):
+    caches = (read(state_.cache, layers, width=64) for state_ in (state, whole))
+    for ours, theirs in zip(*caches, strict=True):
         for row in range(3):
             before = slice(int(ends[row]) - 1)
-            np.testing.assert_allclose(mine[row, before], theirs[row, before], atol=1e-4)
+            np.testing.assert_allclose(ours[row, before], theirs[row, before], atol=1e-4)
 
 
 def test_the_default_drafts_at_a_trained_exit_and_copies_otherwise():

@@ -78,20 +78,20 @@ def test_new_tokens_see_the_prompts_that_the_oracle_shows(kv: Any, segments: int
         table = jnp.minimum(table, 2)
     reading = DepthAt(table=table, depths=DEPTHS)
     how = Prefill(policy=reading, attention=attention, executor=SMALL_BLOCKS)
-    found = run(model, LONG, mode=Adaptive(policy=policy, kv=kv), prefill=how)
+    result = run(model, LONG, mode=Adaptive(policy=policy, kv=kv), prefill=how)
     sparse = None if attention is None else partial(sparse_by_layer, attention)
-    assert_read_as(model, found, table, kv=kv, sparse=sparse)
+    assert_read_as(model, result, table, kv=kv, sparse=sparse)
 
 
 def test_without_a_policy_it_is_the_full_model_in_every_mode(count_compiles: Any) -> None:
     model, how = lively_model(), Prefill(executor=SMALL_BLOCKS)
-    found = run(model, prefill=how)
-    for ours, full in zip(found.token_ids, plain_run().token_ids, strict=True):
+    result = run(model, prefill=how)
+    for ours, full in zip(result.token_ids, plain_run().token_ids, strict=True):
         np.testing.assert_array_equal(ours, full)
-    assert all((depths == 4).all() for depths in found.prompt_depths)
+    assert all((depths == 4).all() for depths in result.prompt_depths)
     # 11 tokens in blocks of 2, one layer after the other.
-    assert found.prompt_work is not None
-    np.testing.assert_array_equal(found.prompt_work.queries, [[4 * 12]] * 3)
+    assert result.prompt_work is not None
+    np.testing.assert_array_equal(result.prompt_work.queries, [[4 * 12]] * 3)
     lossless = run(model, mode=Lossless(exit=2), prefill=how)
     for ours, full in zip(lossless.token_ids, plain_run().token_ids, strict=True):
         np.testing.assert_array_equal(ours, full)
@@ -137,9 +137,9 @@ def test_the_faster_full_depth_program_is_taken(monkeypatch: pytest.MonkeyPatch)
     assert all((depths == 4).all() for depths in plain_run().prompt_depths)
     monkeypatch.setattr(prefill, "_CPU_SCORES", 0)
     monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
-    found = run(lively_model())
-    assert found.prompt_work is not None
-    for ours, full in zip(found.token_ids, plain_run().token_ids, strict=True):
+    result = run(lively_model())
+    assert result.prompt_work is not None
+    for ours, full in zip(result.token_ids, plain_run().token_ids, strict=True):
         np.testing.assert_array_equal(ours, full)
 
 
@@ -149,8 +149,8 @@ def test_what_it_cost() -> None:
     cost = token_cost(model.decoder, model.params)
 
     def cost_of(how: Prefill, mode: Any = Plain()) -> Any:
-        found = run(model, LONG, prefill=how, mode=mode, max_new_tokens=1)
-        return prompt_cost(model.decoder, model.params, how, LONG, found), found.prompt_work
+        result = run(model, LONG, prefill=how, mode=mode, max_new_tokens=1)
+        return prompt_cost(model.decoder, model.params, how, LONG, result), result.prompt_work
 
     full, work = cost_of(Prefill(executor=SMALL_BLOCKS))
     assert full.tokens == 39

@@ -50,8 +50,8 @@ def test_new_tokens_see_what_the_reference_shows_of_a_prompt(
     table = jnp.minimum(depth_table(DEPTHS, shape=(3, 96)), deepest)
     reading = DepthAt(table=table, depths=DEPTHS)
     how = Prefill(policy=reading, kv=kv, executor=SMALL_BLOCKS)
-    found = run(model, LONG, mode=Plain(), prefill=how)
-    assert_read_as(model, found, table, kv=kv)
+    result = run(model, LONG, mode=Plain(), prefill=how)
+    assert_read_as(model, result, table, kv=kv)
 
 
 def test_prompts_and_new_tokens_alike_are_mapped() -> None:
@@ -59,11 +59,11 @@ def test_prompts_and_new_tokens_alike_are_mapped() -> None:
     table = depth_table(DEPTHS, shape=(3, 96))
     policy = DepthAt(table=table, depths=DEPTHS)
     how = Prefill(policy=policy, executor=SMALL_BLOCKS)
-    found = run(model, LONG, mode=Adaptive(policy=policy, kv="mapped"), prefill=how)
-    assert_read_as(model, found, table, kv="mapped")
+    result = run(model, LONG, mode=Adaptive(policy=policy, kv="mapped"), prefill=how)
+    assert_read_as(model, result, table, kv="mapped")
     # One map for each skipped layer of every row, in steps in which any row stops there.
-    assert (found.mapped_layers > 0).all()
-    assert not found.frozen_layers.any()
+    assert (result.mapped_layers > 0).all()
+    assert not result.frozen_layers.any()
 
 
 def test_maps_of_prompts_are_charged() -> None:
@@ -72,8 +72,8 @@ def test_maps_of_prompts_are_charged() -> None:
 
     def cost_of(kv: Any) -> Any:
         how = Prefill(policy=uniform(2), kv=kv, executor=SMALL_BLOCKS)
-        found = run(model, LONG, prefill=how, max_new_tokens=1)
-        return prompt_cost(model.decoder, model.params, how, LONG, found), found.prompt_work
+        result = run(model, LONG, prefill=how, max_new_tokens=1)
+        return prompt_cost(model.decoder, model.params, how, LONG, result), result.prompt_work
 
     copied, _ = cost_of("propagate")
     mapped, work = cost_of("mapped")
@@ -100,23 +100,23 @@ def test_static_shapes_read_small_batches_as_the_staircase_does(kv: Any, by: str
     shaped = how.for_shape(4, 64)
     deep = 1 if by == "none" else 26 + 5
     slots = -(-deep // 8) * 8
-    wanted = CapacityPrefix(capacities=(64, slots), min_bucket=8, certain=True)
-    assert shaped.executor == wanted
-    found = run(model, RAGGED, prefill=how, max_new_tokens=12)
+    expected = CapacityPrefix(capacities=(64, slots), min_bucket=8, certain=True)
+    assert shaped.executor == expected
+    result = run(model, RAGGED, prefill=how, max_new_tokens=12)
     other = dataclasses.replace(how, executor=SMALL_BLOCKS)
     assert other.for_shape(4, 64) is other
     staircase = run(model, RAGGED, prefill=other, max_new_tokens=12)
     for field in ("prompt_depths", "token_ids", "decided"):
-        for mine, theirs in zip(getattr(found, field), getattr(staircase, field), strict=True):
-            np.testing.assert_array_equal(mine, theirs, err_msg=field)
-    for mine, theirs in zip(found.log_probabilities, staircase.log_probabilities, strict=True):
-        np.testing.assert_allclose(mine, theirs, atol=1e-4)
-    assert found.prompt_work is not None
-    np.testing.assert_array_equal(found.prompt_work.queries[0], [2 * 4 * 64, 2 * 4 * slots])
+        for ours, theirs in zip(getattr(result, field), getattr(staircase, field), strict=True):
+            np.testing.assert_array_equal(ours, theirs, err_msg=field)
+    for ours, theirs in zip(result.log_probabilities, staircase.log_probabilities, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-4)
+    assert result.prompt_work is not None
+    np.testing.assert_array_equal(result.prompt_work.queries[0], [2 * 4 * 64, 2 * 4 * slots])
     # Behind the stop maps have made what the others show: only those that run project their own.
     own = slots if kv == "mapped" else 64
-    np.testing.assert_array_equal(found.prompt_work.keys_values[0], [2 * 4 * 64, 2 * 4 * own])
-    spent = prompt_cost(model.decoder, model.params, how, RAGGED, found)
+    np.testing.assert_array_equal(result.prompt_work.keys_values[0], [2 * 4 * 64, 2 * 4 * own])
+    spent = prompt_cost(model.decoder, model.params, how, RAGGED, result)
     assert spent.flops_ratio < 1
 
 
@@ -129,8 +129,8 @@ def test_no_prompt_sends_more_tokens_deep_than_foretold(deep: float) -> None:
     (most,) = foretold
     prompts = [[*range(size)] for size in (1, 4, 5, 15, 16, 17, 33, 63)]
     how = Prefill(policy=policy, executor=SMALL_BLOCKS)
-    found = run(model, prompts, prefill=how, max_new_tokens=1)
-    counts = [int((depths == 4).sum()) for depths in found.prompt_depths]
+    result = run(model, prompts, prefill=how, max_new_tokens=1)
+    counts = [int((depths == 4).sum()) for depths in result.prompt_depths]
     assert max(counts) <= most
     assert most <= max(counts) + 5, "and not many fewer"
 
@@ -191,8 +191,8 @@ def test_a_model_with_exits_needs_nothing_measured() -> None:
     assert shallow.kv == deep.kv == "propagate"
     how = prompt_prefill(model.decoder, model.params, 0.8)
     prompts = [[*range(1, 49)], [5, 6, 7], [8]]
-    found = run(model, prompts, prefill=how, max_new_tokens=2)
-    assert [int((depths == 4).sum()) for depths in found.prompt_depths] == [16, 3, 1]
+    result = run(model, prompts, prefill=how, max_new_tokens=2)
+    assert [int((depths == 4).sum()) for depths in result.prompt_depths] == [16, 3, 1]
     through_lens = with_random_lens(model)
     with pytest.raises(ValueError, match="trained to stop early.*fit-prompt"):
         prompt_prefill(through_lens.decoder, through_lens.params, 0.8)

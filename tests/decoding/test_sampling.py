@@ -56,8 +56,8 @@ def test_params_keep_the_right_tokens(params, kept):
     np.testing.assert_array_equal(np.flatnonzero(np.isfinite(logits)), kept)
     power = 1 / (params.temperature or 1.0)
     expected = np.where(np.isin(np.arange(5), kept), PROBABILITIES**power, 0)
-    found = np.asarray(jax.nn.softmax(jnp.asarray(logits)))
-    np.testing.assert_allclose(found, expected / expected.sum(), atol=1e-6)
+    result = np.asarray(jax.nn.softmax(jnp.asarray(logits)))
+    np.testing.assert_allclose(result, expected / expected.sum(), atol=1e-6)
 
 
 ROWS = [
@@ -83,9 +83,9 @@ def test_rows_draw_as_their_own_params_do_alone():
     both = jax.jit(lambda method, logits, keys: (draw(method, logits, keys), method(logits)))
     drawn, kept = both(rows_of(ROWS), logits, keys)
     for row, method in enumerate(ROWS):
-        mine = slice(row, row + 1)
-        wanted, _ = both(rows_of([method]), logits[mine], keys[mine])
-        np.testing.assert_array_equal(drawn[mine], wanted)
+        one = slice(row, row + 1)
+        expected, _ = both(rows_of([method]), logits[one], keys[one])
+        np.testing.assert_array_equal(drawn[one], expected)
         # Bit by bit, in sums of the same shape.
         alike = both(rows_of([method] * rows), logits, keys)
         np.testing.assert_array_equal(kept[row], alike[1][row])
@@ -120,9 +120,9 @@ def test_what_no_row_uses_is_not_computed(monkeypatch):
 def test_rows_of_any_params_are_arrays_unless_all_are_greedy():
     drawn = P(temperature=1, top_p=0.5)
     for given in (drawn, [drawn, P()], rows_of([drawn] * 2)):
-        found = check_sampling(given, rows=2)
-        assert isinstance(found, SamplingParams)
-        assert np.shape(found.temperature) == (2,)
+        result = check_sampling(given, rows=2)
+        assert isinstance(result, SamplingParams)
+        assert np.shape(result.temperature) == (2,)
     assert check_sampling(P(), rows=7) is None
     assert check_sampling([P(top_k=3)] * 7, rows=7) is None
 
@@ -160,10 +160,10 @@ def test_greedy_verification():
     best = np.array([[4, 2, 7, 1], [4, 2, 7, 1], [4, 2, 7, 1], [4, 2, 7, 1]])
     logits = jnp.asarray(np.eye(8)[best], jnp.float32)
     drafts = jnp.array([[4, 2, 7], [4, 3, 7], [0, 2, 7], [4, 2, 7]])
-    found = verify_greedy(logits, drafts, jnp.array([3, 3, 3, 1]))
+    result = verify_greedy(logits, drafts, jnp.array([3, 3, 3, 1]))
     # All, up to the first wrong one, none, and no more than were drawn.
-    np.testing.assert_array_equal(found.accepted, [3, 1, 0, 1])
-    np.testing.assert_array_equal(found.token_ids, best)
+    np.testing.assert_array_equal(result.accepted, [3, 1, 0, 1])
+    np.testing.assert_array_equal(result.token_ids, best)
 
 
 @pytest.mark.parametrize("stops", [False, True])
@@ -199,8 +199,8 @@ def test_speculative_sampling_has_the_distribution_of_p(stops):
             replace_keys=keys[REPLACE],
         )
 
-    found = speculate()
-    tokens, accepted = np.asarray(found.token_ids), np.asarray(found.accepted)
+    result = speculate()
+    tokens, accepted = np.asarray(result.token_ids), np.asarray(result.accepted)
     assert_follows(tokens[:, 0], p[0, 0])
     for first in range(vocab):  # The second token is out where the first draft was accepted.
         out = (accepted >= 1) & (tokens[:, 0] == first)
@@ -253,10 +253,10 @@ def test_at_the_lowest_temperatures_only_the_most_probable_token_is_left(value):
     logits[:, 7] = -np.inf
     logits[0, :2] = 40.0  # Ties share.
     method = rows_of([P(temperature=value)] * 64)
-    found = jax.jit(lambda method, x: jax.nn.log_softmax(method(x)))(method, logits)
-    wanted = logits == logits.max(axis=-1, keepdims=True)
+    result = jax.jit(lambda method, x: jax.nn.log_softmax(method(x)))(method, logits)
+    expected = logits == logits.max(axis=-1, keepdims=True)
     np.testing.assert_allclose(
-        np.exp(found), wanted / wanted.sum(axis=-1, keepdims=True), atol=1e-6
+        np.exp(result), expected / expected.sum(axis=-1, keepdims=True), atol=1e-6
     )
 
 
@@ -275,8 +275,8 @@ def test_numbers_that_float32_rounds_keep_the_right_tokens(method, kept):
     # Alone, as an argument of jit, and as one row of several.
     alone = rows_of([method])
     several = rows_of([method, P(temperature=1.0)])(jnp.repeat(LOGITS, 2, axis=0))
-    for found in (jax.jit(lambda method: method(LOGITS))(alone), alone(LOGITS), several):
-        probabilities = np.asarray(jax.nn.softmax(found[0]))
+    for result in (jax.jit(lambda method: method(LOGITS))(alone), alone(LOGITS), several):
+        probabilities = np.asarray(jax.nn.softmax(result[0]))
         np.testing.assert_array_equal(np.flatnonzero(probabilities), kept)
 
 

@@ -56,7 +56,7 @@ def test_lossless_tokens_are_full_depths_own(
         shortfalls: list[float] = []
         for start in range(0, count, batch):
             some = prompts[start : start + batch]
-            found = generate(
+            result = generate(
                 model.decoder,
                 model.params,
                 some,
@@ -64,10 +64,10 @@ def test_lossless_tokens_are_full_depths_own(
                 max_new_tokens=new_tokens,
                 eos_ids=(),
             )
-            reading = read_emitted(model.decoder, model.params, some, found)
+            reading = read_emitted(model.decoder, model.params, some, result)
             tokens += reading.agrees.size
             shortfalls += np.asarray(reading.shortfall)[~np.asarray(reading.agrees)].tolist()
-            drafts, accepted = drafts + found.drafts.sum(), accepted + found.accepted.sum()
+            drafts, accepted = drafts + result.drafts.sum(), accepted + result.accepted.sum()
         with capsys.disabled():
             print(
                 f"\nbatch {batch}: {tokens:,} tokens, {len(shortfalls)} not the argmax, by at most "

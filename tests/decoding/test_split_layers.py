@@ -45,8 +45,8 @@ def test_tokens_and_costs_are_the_stacks(name: str, monkeypatch: pytest.MonkeyPa
     assert split_layers(model.decoder, model.params) is not None
     apart = run(model, mode=mode, max_new_tokens=12, lengths=SMALL)
     for field in ("token_ids", "decided", "executed", "token_layers", "frozen_layers", "heads"):
-        for mine, theirs in zip(getattr(apart, field), getattr(stacked, field), strict=True):
-            np.testing.assert_array_equal(mine, theirs, err_msg=field)
+        for ours, theirs in zip(getattr(apart, field), getattr(stacked, field), strict=True):
+            np.testing.assert_array_equal(ours, theirs, err_msg=field)
 
 
 def test_two_rotations_are_split_once_and_let_go(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,7 +63,7 @@ def test_rows_end_where_a_loop_over_their_tokens_ends(seed: int) -> None:
         tally=Tally.empty(BATCH),
         memory=None,
     )
-    found = emit(
+    result = emit(
         jax.tree.map(jnp.asarray, state),
         stop_rules([([2], STOPS)]),
         jnp.asarray(new),
@@ -75,19 +75,21 @@ def test_rows_end_where_a_loop_over_their_tokens_ends(seed: int) -> None:
     log_p = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
     ends = set[str]()
     for row in range(BATCH):
-        wanted, why = known[row, : lengths[row]].tolist(), REASONS[reason[row]]
+        expected, why = known[row, : lengths[row]].tolist(), REASONS[reason[row]]
         if why == "running":
-            why = slow_emit(wanted, prompts[row], limits[row], new[row, : counts[row]].tolist(), 2)
+            why = slow_emit(
+                expected, prompts[row], limits[row], new[row, : counts[row]].tolist(), 2
+            )
             ends.add(why)
-        assert found.lengths[row] == len(wanted)
-        assert REASONS[int(found.reason[row])] == why
-        assert found.token_ids[row, : len(wanted)].tolist() == wanted
-        added = len(wanted) - lengths[row]
-        here = slice(lengths[row], len(wanted))
+        assert result.lengths[row] == len(expected)
+        assert REASONS[int(result.reason[row])] == why
+        assert result.token_ids[row, : len(expected)].tolist() == expected
+        added = len(expected) - lengths[row]
+        here = slice(lengths[row], len(expected))
         for name, values in (("decided", depths), ("executed", np.full_like(depths, 4))):
-            noted = np.asarray(getattr(found.columns, name)[row])
+            noted = np.asarray(getattr(result.columns, name)[row])
             np.testing.assert_array_equal(noted[here], values[row, :added])
             assert np.count_nonzero(noted) == added, "nothing is noted of what was cut"
         chosen = log_p[row, np.arange(added), new[row, :added]]
-        np.testing.assert_allclose(found.columns.log_probabilities[row, here], chosen, atol=1e-5)
+        np.testing.assert_allclose(result.columns.log_probabilities[row, here], chosen, atol=1e-5)
     assert ends == {"running", "eos", "stop", "length"}, "each of them occurs"

@@ -87,20 +87,20 @@ def test_a_text_ends_before_its_stop_string(mode: Any, chunk: int, row: int) -> 
     wide = next(j for j in range(8, 30) if len(pieces[j]) == 3)
     stop = full[row][ends[wide] - 1 :][:5]  # From the inside of one token to that of another.
     texts = until(["never", stop], mode=mode, chunk=chunk)
-    found = texts.generated
+    result = texts.generated
     for i in range(3):
         at = full[i].find(stop)
         assert texts.texts[i] == (full[i] if at < 0 else full[i][:at])
         assert "".join(texts.pieces[i]) == texts.texts[i]
-        assert found.finish_reasons[i] == ("length" if at < 0 else "stop")
+        assert result.finish_reasons[i] == ("length" if at < 0 else "stop")
         # The last token is the one that completes the stop string, whatever the chunk.
         size = next(
             (n for n in range(1, 41) if stop in new_text(TOKENIZER, PROMPTS[i], plain(i)[:n])), 40
         )
-        np.testing.assert_array_equal(found.token_ids[i], plain(i)[:size])
+        np.testing.assert_array_equal(result.token_ids[i], plain(i)[:size])
         for name in ("decided", "executed", "log_probabilities"):
-            assert getattr(found, name)[i].size == size
-    assert found.finish_reasons[row] == "stop"
+            assert getattr(result, name)[i].size == size
+    assert result.finish_reasons[row] == "stop"
 
 
 def plain(row: int) -> np.ndarray:
@@ -109,22 +109,22 @@ def plain(row: int) -> np.ndarray:
 
 def test_decoding_ends_soon_after_the_last_row_has() -> None:
     stops = [plain_text(row)[4:9] for row in range(3)]
-    found = until(stops, chunk=4).generated
-    emitted = max(row.size for row in found.token_ids)
+    result = until(stops, chunk=4).generated
+    emitted = max(row.size for row in result.token_ids)
     assert emitted < 12
     # The first token is prefill's; tokens beyond the stop string are dropped, but charged.
-    assert emitted - 1 <= found.steps.max() <= emitted - 1 + 4
-    np.testing.assert_array_equal(found.token_layers, 4 * found.steps)
+    assert emitted - 1 <= result.steps.max() <= emitted - 1 + 4
+    np.testing.assert_array_equal(result.token_layers, 4 * result.steps)
 
 
 def test_each_text_may_have_stop_strings_of_its_own() -> None:
     full = [plain_text(row) for row in range(3)]
     stops = [[full[0][9:13]], [], [full[0][9:13], full[2][14:18]]]
-    found = until(stops)
-    for row, mine in enumerate(stops):
-        ends = [full[row].index(stop) for stop in mine if stop in full[row]]
-        assert found.texts[row] == full[row][: min(ends, default=None)]
-    assert found.generated.finish_reasons == ("stop", "length", "stop")
+    result = until(stops)
+    for row, strings in enumerate(stops):
+        ends = [full[row].index(stop) for stop in strings if stop in full[row]]
+        assert result.texts[row] == full[row][: min(ends, default=None)]
+    assert result.generated.finish_reasons == ("stop", "length", "stop")
     with pytest.raises(ValueError, match="for each of the 3. Got 2 lists"):
         until(stops[:2])
 
@@ -190,16 +190,16 @@ def test_text_takes_time_by_its_length_and_not_by_its_square() -> None:
 @pytest.mark.parametrize("chunk", [1, 5, 40])
 def test_pieces_that_were_held_back_come_with_the_number_of_their_token(chunk: int) -> None:
     new = plain(1)
-    wanted, text = pieces_of(TOKENIZER, PROMPTS[1], new), plain_text(1)
+    expected, text = pieces_of(TOKENIZER, PROMPTS[1], new), plain_text(1)
     begun = tuple(text[at : at + 4] + "!" for at in (3, 11, 24))  # No stop string ends in it.
-    row, found = StreamedRow(TextReader(TOKENIZER, PROMPTS[1]), begun), [""] * new.size
+    row, result = StreamedRow(TextReader(TOKENIZER, PROMPTS[1]), begun), [""] * new.size
     for start in range(0, new.size, chunk):
         stop = start + chunk
         for piece, number in row.add(new[start:stop], running=stop < new.size):
             assert number < stop
-            found[number] += piece
-        assert "".join(found) == row.text
-    assert found == wanted == row.pieces
+            result[number] += piece
+        assert "".join(result) == row.text
+    assert result == expected == row.pieces
 
 
 @pytest.mark.parametrize("together", [True, False])
@@ -230,12 +230,12 @@ def test_a_stop_string_may_spell_pieces_that_are_not_shown(
 
 def test_text_in_text_out() -> None:
     model = text_model()
-    found = generate_text(model, ["0", "1", "2"], **OPTIONS)
-    assert found.texts == tuple(plain_text(row) for row in range(3))
+    result = generate_text(model, ["0", "1", "2"], **OPTIONS)
+    assert result.texts == tuple(plain_text(row) for row in range(3))
     for prompt in ("1", PROMPTS[1]):
         pieces = [*stream_pieces(model, prompt, **OPTIONS)]
-        assert [piece for piece, _ in pieces] == list(found.pieces[1])
-        assert [depth for _, depth in pieces] == found.generated.decided[1].tolist()
+        assert [piece for piece, _ in pieces] == list(result.pieces[1])
+        assert [depth for _, depth in pieces] == result.generated.decided[1].tolist()
 
 
 @pytest.mark.usefixtures("unchecked_shapes")

@@ -41,8 +41,8 @@ def look(rule: Thinking, prompt: Sequence[int], new: Sequence[int]) -> tuple[int
             return None, Thought(start=begin, tokens=size, forced=0, ended_by="model")
         if rule.max_tokens is not None and size >= rule.max_tokens:
             put = min(done, len(forced))
-            told = Thought(start=begin, tokens=size, forced=put, ended_by="budget")
-            return (forced[done] if done < len(forced) else None), told
+            thought = Thought(start=begin, tokens=size, forced=put, ended_by="budget")
+            return (forced[done] if done < len(forced) else None), thought
     return None, Thought(start=begin, tokens=len(new) - begin, forced=0, ended_by="open")
 
 
@@ -58,14 +58,14 @@ def by_hand(
     while len(new) < NEW:
         text = (*prompt, *new), kv
         if kv != "full" or text not in known:
-            told = np.asarray([*new, 0])
-            known[text] = true_logits(model, prompt, told, depths[: len(new) + 1], kv)[-1]
+            ids = np.asarray([*new, 0])
+            known[text] = true_logits(model, prompt, ids, depths[: len(new) + 1], kv)[-1]
         due = None if rule is None else look(rule, prompt, new)[0]
         new.append(int(np.argmax(known[text])) if due is None else int(due))
         if rule is not None and rule.max_answer_tokens is not None:
-            told = look(rule, prompt, new)[1]
-            behind = told.start is not None and told.tokens + told.forced + told.start
-            full = told.ended_by == "model" or told.forced == len(rule.forced)
+            ids = look(rule, prompt, new)[1]
+            behind = ids.start is not None and ids.tokens + ids.forced + ids.start
+            full = ids.ended_by == "model" or ids.forced == len(rule.forced)
             if full and len(new) - behind >= rule.max_answer_tokens:
                 break
     return new, None if rule is None else look(rule, prompt, new)[1]
@@ -75,7 +75,7 @@ def by_hand(
 def rules(model: Any) -> list[list[Thinking | None]]:
     """Rules for the prompts' rows, three sets; ends and starts occur in what the model writes."""
     free = run(model, PROMPTS, max_new_tokens=NEW).token_ids
-    found = []
+    rule_sets = []
     for turn in range(3):
         rng = np.random.default_rng(turn)
         rows: list[Thinking | None] = []
@@ -90,30 +90,32 @@ def rules(model: Any) -> list[list[Thinking | None]]:
                 Thinking(end_ids=[60, 1], max_tokens=15, max_answer_tokens=2),
             ]
             rows.append(kinds[(row + turn) % 6])
-        found.append(rows)
-    return found
+        rule_sets.append(rows)
+    return rule_sets
 
 
-def check(result: Any, wanted: list[Any]) -> None:
-    for row, (new, told) in enumerate(wanted):
+def check(result: Any, expected: list[Any]) -> None:
+    for row, (new, thought) in enumerate(expected):
         assert result.token_ids[row].tolist() == new
-        assert told is None or result.thought[row] == told
+        assert thought is None or result.thought[row] == thought
 
 
 @pytest.fixture(scope="module")
-def wanted(model: Any, rules: Any) -> list[Any]:
+def expected(model: Any, rules: Any) -> list[Any]:
     deep = np.full(NEW, 4)
-    rows = [zip(PROMPTS, each, strict=True) for each in rules]
-    return [[by_hand(model, *row, deep, "full") for row in each] for each in rows]
+    rows = [zip(PROMPTS, row_rules, strict=True) for row_rules in rules]
+    return [[by_hand(model, *row, deep, "full") for row in turn] for turn in rows]
 
 
-def test_rows_think_as_a_loop_over_single_tokens_does(model, rules, wanted, count_compiles) -> None:
+def test_rows_think_as_a_loop_over_single_tokens_does(
+    model, rules, expected, count_compiles
+) -> None:
     causes, warm = set(), None
-    for each, by_loop in zip(rules, wanted, strict=True):
+    for row_rules, by_loop in zip(rules, expected, strict=True):
         with count_compiles() as seen:
-            result = run(model, PROMPTS, max_new_tokens=NEW, thinking=each)
+            result = run(model, PROMPTS, max_new_tokens=NEW, thinking=row_rules)
         check(result, by_loop)
-        causes |= {told.ended_by for told in result.thought}
+        causes |= {thought.ended_by for thought in result.thought}
         # Each token but prefill's is one round of all layers, forced ones too.
         sizes = [new.size for new in result.token_ids]
         assert result.steps.tolist() == [size - 1 for size in sizes]
@@ -130,9 +132,9 @@ LOSSLESS = {
 
 
 @pytest.mark.parametrize("name", ["exit", pytest.param("ngram", marks=pytest.mark.check)])
-def test_several_tokens_a_round_end_where_single_ones_do(model, rules, wanted, name) -> None:
-    for each, by_loop in zip(rules[:2], wanted, strict=False):
-        result = run(model, PROMPTS, max_new_tokens=NEW, thinking=each, mode=LOSSLESS[name])
+def test_several_tokens_a_round_end_where_single_ones_do(model, rules, expected, name) -> None:
+    for row_rules, by_loop in zip(rules[:2], expected, strict=False):
+        result = run(model, PROMPTS, max_new_tokens=NEW, thinking=row_rules, mode=LOSSLESS[name])
         check(result, by_loop)
         assert (result.steps < [new.size for new in result.token_ids]).any() or name == "ngram"
 
@@ -158,20 +160,22 @@ def test_what_is_drawn_is_drawn_as_without_rules(model, rules, mode) -> None:
     free = run(model, PROMPTS, **how)
     result = run(model, PROMPTS, thinking=rules[1], **how)
     behind, answers = [*PROMPTS], [list[int]()] * len(PROMPTS)
-    for row, told in enumerate(result.thought):
-        mine = result.token_ids[row].tolist()
-        logits = true_logits(model, PROMPTS[row], np.asarray(mine), np.full(len(mine), 4), "full")
-        logs = np.asarray(jax.nn.log_softmax(logits))[np.arange(len(mine)), mine]
+    for row, thought in enumerate(result.thought):
+        new_tokens = result.token_ids[row].tolist()
+        logits = true_logits(
+            model, PROMPTS[row], np.asarray(new_tokens), np.full(len(new_tokens), 4), "full"
+        )
+        logs = np.asarray(jax.nn.log_softmax(logits))[np.arange(len(new_tokens)), new_tokens]
         np.testing.assert_allclose(result.log_probabilities[row], logs, atol=1e-4)
-        own = len(mine) if told.start is None else told.start + told.tokens
+        own = len(new_tokens) if thought.start is None else thought.start + thought.tokens
         if mode is None:  # Draws of drafted tokens depend on where rounds begin.
-            assert mine[:own] == free.token_ids[row][:own].tolist()
+            assert new_tokens[:own] == free.token_ids[row][:own].tolist()
         rule = rules[1][row]
-        if rule is not None and told.ended_by == "budget":
-            assert mine[own : own + told.forced] == [*rule.forced][: told.forced]
-        if mode is None and told.forced:
-            behind[row] = [*PROMPTS[row], *mine[: own + told.forced]]
-            answers[row] = mine[own + told.forced :]
+        if rule is not None and thought.ended_by == "budget":
+            assert new_tokens[own : own + thought.forced] == [*rule.forced][: thought.forced]
+        if mode is None and thought.forced:
+            behind[row] = [*PROMPTS[row], *new_tokens[: own + thought.forced]]
+            answers[row] = new_tokens[own + thought.forced :]
     # What follows is what follows these tokens in a prompt: positions and seed are alike.
     again = run(model, behind, **how)
     for new, answer in zip(again.token_ids, answers, strict=True):
@@ -194,24 +198,24 @@ def test_rows_without_a_rule_and_no_rules_at_all_are_the_plain_loop(model) -> No
     assert mixed.token_ids[2][0] == 1
     assert mixed.thought[2] == Thought(start=0, tokens=0, forced=1, ended_by="budget")
     assert mixed.thought[0].answer == slice(0, None)
-    told = look(some[3], PROMPTS[3], mixed.token_ids[3].tolist())[1]
-    assert mixed.thought[3] == told
-    assert told.tokens > 1
+    thought = look(some[3], PROMPTS[3], mixed.token_ids[3].tolist())[1]
+    assert mixed.thought[3] == thought
+    assert thought.tokens > 1
 
 
 @pytest.mark.check
-def test_rows_on_a_mesh_think_as_without_it(model, rules, wanted) -> None:
+def test_rows_on_a_mesh_think_as_without_it(model, rules, expected) -> None:
     mesh = jax.make_mesh((1,), ("data",))
-    check(run(model, PROMPTS, max_new_tokens=NEW, thinking=rules[0], mesh=mesh), wanted[0])
+    check(run(model, PROMPTS, max_new_tokens=NEW, thinking=rules[0], mesh=mesh), expected[0])
 
 
 def test_an_answer_counts_from_behind_the_end_and_the_text_ends_within_its_limit(model) -> None:
     rule = Thinking(end_ids=[1, 2], max_tokens=5, max_answer_tokens=3)
     result = run(model, PROMPTS, max_new_tokens=NEW, thinking=rule)
-    for new, told in zip(result.token_ids, result.thought, strict=True):
+    for new, thought in zip(result.token_ids, result.thought, strict=True):
         assert new.size == 10
         assert new[5:7].tolist() == [1, 2]
-        assert new[told.answer].size == 3
+        assert new[thought.answer].size == 3
     assert set(result.finish_reasons) == {"length"}
     short = run(model, PROMPTS, max_new_tokens=6, thinking=rule)
     assert [new.size for new in short.token_ids] == [6] * len(PROMPTS)
@@ -235,13 +239,13 @@ def test_an_end_is_of_thought_alone(model) -> None:
     tagged = Thinking(start_ids=free[:1], end_ids=free[:2], max_tokens=9)
     for rule, start in ((half, 0), (tagged, 1)):
         result = run(model, [[4]], max_new_tokens=NEW, thinking=rule)
-        told = result.thought[0]
-        assert told == look(rule, [4], result.token_ids[0].tolist())[1]
-        assert (told.start, told.ended_by, told.tokens) == (start, "budget", 9)
+        thought = result.thought[0]
+        assert thought == look(rule, [4], result.token_ids[0].tolist())[1]
+        assert (thought.start, thought.ended_by, thought.tokens) == (start, "budget", 9)
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("fields", "message"),
     [
         ({"end_ids": []}, "Wanted end_ids of 1 to 32 tokens. Got 0"),
         ({"forced_ids": [1] * 33}, "Wanted forced_ids of 1 to 32 tokens. Got 33"),
@@ -249,8 +253,8 @@ def test_an_end_is_of_thought_alone(model) -> None:
         ({"max_answer_tokens": 0}, "Wanted max_answer_tokens of at least 1. Got 0"),
     ],
 )
-def test_bad_rules_are_named(fields: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_bad_rules_are_named(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         Thinking(**{"end_ids": [1]} | fields)  # pyright: ignore[reportArgumentType]
 
 

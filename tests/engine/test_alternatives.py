@@ -24,12 +24,12 @@ def check_against_sorted(asked: Asked, finished: Any, name: str) -> None:
     truth = np.asarray(jax.nn.log_softmax(logits))
     order = np.argsort(-truth, axis=1, kind="stable")[:, :COUNT]
     best = np.take_along_axis(truth, order, axis=1)
-    found = finished.alternatives
-    np.testing.assert_allclose(found.log_probabilities, best, atol=1e-4)
+    result = finished.alternatives
+    np.testing.assert_allclose(result.log_probabilities, best, atol=1e-4)
     # Two that are as probable within rounding may come in any order: then the values decide.
     apart = np.min(np.diff(np.sort(-truth, axis=1)[:, : COUNT + 1], axis=1), axis=1) > 1e-4
     assert np.mean(apart) > 0.8
-    np.testing.assert_array_equal(found.token_ids[apart], order[apart])
+    np.testing.assert_array_equal(result.token_ids[apart], order[apart])
     np.testing.assert_allclose(
         finished.log_probabilities, truth[np.arange(new.size), new], atol=1e-4
     )
@@ -47,8 +47,8 @@ def test_alternatives_are_those_of_a_full_sort(name: str, count_compiles: Any) -
     asked = pool(12, seed=4)
     with count_compiles() as compiles:
         numbers = {
-            each.submit(engine, stop_strings=["a"] * (place % 2)): each
-            for place, each in enumerate(asked)
+            request.submit(engine, stop_strings=["a"] * (place % 2)): request
+            for place, request in enumerate(asked)
         }
         late = engine.submit([1, 2], max_new_tokens=40, eos_ids=())
         events: dict[int, list[Any]] = {}
@@ -58,9 +58,9 @@ def test_alternatives_are_those_of_a_full_sort(name: str, count_compiles: Any) -
                 if event.request == late:
                     engine.cancel(late)
     assert compiles.count == 0
-    for number, each in numbers.items():
+    for number, request in numbers.items():
         finished = events[number][-1].finished
-        check_against_sorted(each, finished, name)
+        check_against_sorted(request, finished, name)
         parts = events[number]
         for what in ("token_ids", "log_probabilities"):
             joined = np.concatenate([getattr(part.alternatives, what) for part in parts])

@@ -38,9 +38,9 @@ SIZES = (16, 17, 41, 5, 33, 8, 1, 59, 7, 9, 31, 32)
 def long_pool() -> list[Asked]:
     """Returns a request for each size."""
     rng, asked = np.random.default_rng(1), []
-    for size, each in zip(SIZES, pool(len(SIZES), seed=7), strict=True):
-        prompt, new = rng.integers(0, 64, size).tolist(), min(each.new, 17, 60 - size)
-        asked.append(dataclasses.replace(each, prompt=prompt, new=new))
+    for size, request in zip(SIZES, pool(len(SIZES), seed=7), strict=True):
+        prompt, new = rng.integers(0, 64, size).tolist(), min(request.new, 17, 60 - size)
+        asked.append(dataclasses.replace(request, prompt=prompt, new=new))
     return asked
 
 
@@ -58,14 +58,14 @@ def test_prompts_in_chunks_are_as_whole(name: str, count_compiles: Any) -> None:
     engine = engine_of(model, mode, shapes=CHUNKED)
     engine.warmup()
     with count_compiles() as compiles:
-        numbers, found = {}, {}
-        for each in asked:
-            numbers[each.submit(engine)] = each
-            found |= {e.request: e.finished for e in engine.advance() if e.finished}
-        found |= engine.drain()
+        numbers, result = {}, {}
+        for request in asked:
+            numbers[request.submit(engine)] = request
+            result |= {e.request: e.finished for e in engine.advance() if e.finished}
+        result |= engine.drain()
     assert compiles.count == 0
-    for number, each in numbers.items():
-        assert_as_alone(found[number], alone(model, mode, None, each, lengths=LONG))
+    for number, request in numbers.items():
+        assert_as_alone(result[number], alone(model, mode, None, request, lengths=LONG))
 
 
 def test_rows_go_on_between_chunks() -> None:
@@ -111,9 +111,9 @@ def test_a_prompt_that_ends_while_it_is_read_leaves_nothing() -> None:
     asked = long_pool()[2]
     number = asked.submit(engine)
     engine.advance()
-    found = engine.drain()
-    assert found[beside].reason == "length"
-    assert_as_alone(found[number], alone(model, mode, None, asked, lengths=LONG))
+    result = engine.drain()
+    assert result[beside].reason == "length"
+    assert_as_alone(result[number], alone(model, mode, None, asked, lengths=LONG))
     assert engine.stats().ended["cancelled"] == 1
     assert not engine._reading
 
@@ -154,14 +154,14 @@ def test_parts_of_several_prompts_share_a_pass(platform: str, capacity: int) -> 
     read_counts()
     with compiling_for(platform):  # A capacity of its own: what is traced is not traced again.
         engine = engine_of(counting, modes()["plain"][0], slots=4, capacity=capacity, shapes=shapes)
-        numbers = [engine.submit(each, max_new_tokens=1, eos_ids=()) for each in prompts]
-        found = engine.drain()
+        numbers = [engine.submit(prompt, max_new_tokens=1, eos_ids=()) for prompt in prompts]
+        done = engine.drain()
     stats = engine.stats()
     assert (stats.prompt_groups, stats.padded_prompt_tokens) == (2, 128 + 32)
     assert read_counts()["queries"] == TINY.num_layers * (128 + 32)
     for number, prompt in zip(numbers, prompts, strict=True):
         expected = generate(model.decoder, model.params, [prompt], max_new_tokens=1, eos_ids=())
-        np.testing.assert_array_equal(found[number].token_ids, expected.token_ids[0])
+        np.testing.assert_array_equal(done[number].token_ids, expected.token_ids[0])
         np.testing.assert_allclose(
-            found[number].log_probabilities, expected.log_probabilities[0], atol=1e-4
+            done[number].log_probabilities, expected.log_probabilities[0], atol=1e-4
         )

@@ -52,14 +52,16 @@ def of_budget(name: str, **options: Any) -> Any:
 
 def mixed(engine: Engine, asked: list[Asked]) -> dict[int, Any]:
     """Returns what comes of requests of all budgets in turn, which run side by side."""
-    numbers, found, names = {}, {}, list(BUDGETS)
-    for place, each in enumerate(asked):
+    numbers, result, names = {}, {}, list(BUDGETS)
+    for place, request in enumerate(asked):
         policy = BUDGETS[names[place % len(names)]]
-        numbers[each.submit(engine, policy=policy)] = place
+        numbers[request.submit(engine, policy=policy)] = place
         if place % 3 == 2:
-            found |= {each.request: each.finished for each in engine.advance() if each.finished}
-    found |= engine.drain()
-    return {numbers[number]: finished for number, finished in found.items()}
+            result |= {
+                event.request: event.finished for event in engine.advance() if event.finished
+            }
+    result |= engine.drain()
+    return {numbers[number]: finished for number, finished in result.items()}
 
 
 @pytest.mark.usefixtures("double")
@@ -76,16 +78,16 @@ def test_budgets_side_by_side_are_as_alone(options: Any, count_compiles: Any) ->
     engine = engine_of(model, mode)
     engine.warmup()
     with count_compiles() as compiles:
-        found = mixed(engine, asked)
+        result = mixed(engine, asked)
     assert compiles.count == 0
     seen = set[int]()
-    for place, each in enumerate(asked):
+    for place, request in enumerate(asked):
         budget = of_budget(names[place % len(names)], **options)
-        assert_as_alone(found[place], alone(model, budget, None, each))
-        seen |= {*found[place].decided[1:].tolist()}
+        assert_as_alone(result[place], alone(model, budget, None, request))
+        seen |= {*result[place].decided[1:].tolist()}
     assert seen == {1, 2, 4}
-    full = [found[place] for place in range(len(asked)) if names[place % len(names)] == "full"]
-    assert all(np.all(each.decided == 4) for each in full)
+    full = [result[place] for place in range(len(asked)) if names[place % len(names)] == "full"]
+    assert all(np.all(finished.decided == 4) for finished in full)
 
 
 def test_more_boundaries_change_no_decision() -> None:

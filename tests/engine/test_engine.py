@@ -61,7 +61,7 @@ def served(*, late: bool, chunk: int | None) -> Engine:
 
 
 @functools.cache
-def wanted(index: int) -> Any:
+def reference(index: int) -> Any:
     return alone(lively_model(), *modes()["plain"], POOL[index])
 
 
@@ -126,7 +126,7 @@ class Lives(RuleBasedStateMachine):
             self.ended[number] = finished
         assert self.ended.keys() == self.asked.keys()
         for number, finished in self.ended.items():
-            truth = wanted(self.asked[number])
+            truth = reference(self.asked[number])
             if finished.reason in ("cancelled", "deadline"):
                 assert (number in self.cancelled) or CLOCK.now >= self.expires[number]
                 size = finished.token_ids.size
@@ -159,18 +159,18 @@ TestChunkedLives.settings = LIFE
 
 def serve(engine: Engine, *, count: int, seed: int, texts: bool = False) -> dict[int, Any]:
     """Returns what comes of mixed requests, some of them cancelled, late, or ended by a string."""
-    rng, found = np.random.default_rng(seed), {}
-    for number, each in enumerate(pool(count, seed=seed)):
+    rng, result = np.random.default_rng(seed), {}
+    for number, pooled in enumerate(pool(count, seed=seed)):
         options: dict[str, Any] = {"deadline": 1e-9} if number % 11 == 5 else {}
         if texts:
             options["stop_strings"] = ["aa"] * (number % 2)
-        request = each.submit(engine, **options)
+        request = pooled.submit(engine, **options)
         if number % 7 == 3:
             engine.cancel(request)
         if rng.random() < 0.5:
             events = engine.advance()
-            found |= {event.request: event.finished for event in events if event.finished}
-    return found | engine.drain()
+            result |= {event.request: event.finished for event in events if event.finished}
+    return result | engine.drain()
 
 
 @pytest.mark.check
@@ -188,9 +188,9 @@ def test_an_engine_of_few_slots_is_compiled_by_its_warmup(
     assert compiles.count
     assert seen == [(done, engine.programs) for done in range(1, engine.programs + 1)]
     with count_compiles() as compiles:
-        found = serve(engine, count=20, seed=5, texts=False)
+        result = serve(engine, count=20, seed=5, texts=False)
     assert compiles.count == 0
-    assert len(found) == 20
+    assert len(result) == 20
 
 
 @pytest.mark.check
@@ -202,15 +202,15 @@ def test_nothing_compiles_after_the_warmup(name: str, count_compiles: Any) -> No
     assert compiles.count
     assert engine.stats().new_tokens == engine.stats().blocks == 0
     with count_compiles() as compiles:
-        found = serve(engine, count=1000, seed=5, texts=True)
+        result = serve(engine, count=1000, seed=5, texts=True)
     assert compiles.count == 0
-    assert len(found) == 1000
-    reasons = {each.reason for each in found.values()}
+    assert len(result) == 1000
+    reasons = {result.reason for result in result.values()}
     assert reasons == {"eos", "stop", "length", "cancelled", "deadline"}
     stats = engine.stats()
     assert sum(stats.ended.values()) == 1000
-    assert stats.new_tokens == sum(each.token_ids.size for each in found.values())
-    decided = np.concatenate([each.decided for each in found.values()])
+    assert stats.new_tokens == sum(result.token_ids.size for result in result.values())
+    decided = np.concatenate([result.decided for result in result.values()])
     assert stats.mean_depth_decided == pytest.approx(decided.mean())
 
 
@@ -219,9 +219,9 @@ def test_nothing_leaks(count: int) -> None:
     engine = engine_of(lively_model(), *modes()["plain"], read_late=True)
     held = []
     for seed in (1, 1, 2):
-        found = serve(engine, count=count, seed=seed)
-        assert len(found) == count
-        del found
+        result = serve(engine, count=count, seed=seed)
+        assert len(result) == count
+        del result
         gc.collect()
         held.append((len(jax.live_arrays()), sum(leaf.nbytes for leaf in jax.live_arrays())))
         assert engine.idle
@@ -245,14 +245,18 @@ def test_work_is_that_of_slots_and_steps(late: bool) -> None:
     for number in range(2):
         engine.submit([5, 7 + number], max_new_tokens=9, eos_ids=())
     read_counts()
-    found = engine.drain()
+    result = engine.drain()
     counts, layers, width = read_counts(), TINY.num_layers, PrefixCache.block
     steps = 8
     assert counts["queries"] == layers * (3 * width + steps * SLOTS)
     assert counts["unembed"] == 3 + steps * SLOTS
-    for each in found.values():
-        assert (each.token_ids.size, each.steps, each.token_layers) == (9, steps, layers * steps)
-        np.testing.assert_array_equal(each.executed, layers)
+    for finished in result.values():
+        assert (finished.token_ids.size, finished.steps, finished.token_layers) == (
+            9,
+            steps,
+            layers * steps,
+        )
+        np.testing.assert_array_equal(finished.executed, layers)
     stats = engine.stats()
     assert (stats.blocks, stats.prompt_groups) == (4 if late else 3, 1)
     assert (stats.prompt_tokens, stats.padded_prompt_tokens) == (4, 3 * width)
@@ -383,26 +387,26 @@ def test_stop_strings_cut_where_generate_cuts(late: bool) -> None:
     speaking: Any = types.SimpleNamespace(**vars(model), tokenizer=letters, encode=list)
     stops = [["bc", "ad"], ["zz"], ["e"], ["dca"], [], ["a\ufffd"]]
     numbers, texts = [], dict[int, str]()
-    for index, mine in enumerate(stops):
+    for index, strings in enumerate(stops):
         prompt = [index + 1, 9]
         options: dict[str, Any] = {"max_new_tokens": 30, "eos_ids": ()}
-        numbers.append(engine.submit(prompt, stop_strings=mine, **options))
-    found = {}
+        numbers.append(engine.submit(prompt, stop_strings=strings, **options))
+    result = {}
     while not engine.idle:
         for event in engine.advance():
             texts[event.request] = texts.get(event.request, "") + event.text
             if event.finished is not None:
-                found[event.request] = event.finished
+                result[event.request] = event.finished
     ended = set[str]()
-    for index, (number, mine) in enumerate(zip(numbers, stops, strict=True)):
+    for index, (number, strings) in enumerate(zip(numbers, stops, strict=True)):
         prompt, options = [index + 1, 9], {"max_new_tokens": 30, "eos_ids": ()}
-        until = generate_text(speaking, [prompt], stop_strings=mine, **options)
+        until = generate_text(speaking, [prompt], stop_strings=strings, **options)
         alone = until.generated
-        assert found[number].text == texts[number] == until.text
-        np.testing.assert_array_equal(found[number].token_ids, alone.token_ids[0])
-        np.testing.assert_array_equal(found[number].decided, alone.decided[0])
-        assert found[number].reason == alone.finish_reasons[0]
-        ended.add(found[number].reason)
+        assert result[number].text == texts[number] == until.text
+        np.testing.assert_array_equal(result[number].token_ids, alone.token_ids[0])
+        np.testing.assert_array_equal(result[number].decided, alone.decided[0])
+        assert result[number].reason == alone.finish_reasons[0]
+        ended.add(result[number].reason)
     assert ended == {"stop", "length"}
 
 
@@ -417,11 +421,11 @@ def test_times_are_those_of_the_clock() -> None:
     assert event.token_ids.size == 4
     clock.now = 5.0
     (event,) = engine.advance()  # It has ended: 1 + 1 + 4 + 3 tokens.
-    found = event.finished
-    assert found is not None
-    assert found.seconds_in_queue == found.seconds_to_first_token == 2.0
-    assert found.seconds_between_tokens == pytest.approx(3.0 / 8)
-    assert found.seconds == 5.0
+    result = event.finished
+    assert result is not None
+    assert result.seconds_in_queue == result.seconds_to_first_token == 2.0
+    assert result.seconds_between_tokens == pytest.approx(3.0 / 8)
+    assert result.seconds == 5.0
     assert engine.stats().ended["length"] == 1
     assert not engine.cancel(number)
     waits = engine.submit([4], max_new_tokens=9)
@@ -480,7 +484,7 @@ def test_a_stream_is_one_request_among_others() -> None:
     expected = engine.drain()
     other_again = engine.submit([1, 2], **options)
     events = [*engine.stream([3, 4], **options)]
-    tokens = np.concatenate([each.token_ids for each in events])
+    tokens = np.concatenate([event.token_ids for event in events])
     np.testing.assert_array_equal(tokens, expected[number].token_ids)
     assert events[-1].finished is not None
     (ended,) = engine.drain().items()  # It ended during the stream.

@@ -23,19 +23,19 @@ pytestmark = pytest.mark.usefixtures("double")
 
 def run_schedule(engine: Any, asked: list[Asked], rng: np.random.Generator) -> dict[int, Any]:
     """Returns what comes of requests that arrive at random times, by their place in `asked`."""
-    waiting, numbers, found = list(enumerate(asked)), {}, {}
+    waiting, numbers, result = list(enumerate(asked)), {}, {}
     handed: dict[int, list[int]] = {}
     while waiting or not engine.idle:
         for _ in range(min(len(waiting), int(rng.integers(0, 4)))):
-            index, each = waiting.pop(0)
-            numbers[each.submit(engine)] = index
+            index, request = waiting.pop(0)
+            numbers[request.submit(engine)] = index
         for event in engine.advance():
             handed.setdefault(event.request, []).extend(event.token_ids.tolist())
             if event.finished is not None:
-                assert numbers[event.request] not in found
+                assert numbers[event.request] not in result
                 assert handed.pop(event.request) == event.finished.token_ids.tolist()
-                found[numbers[event.request]] = event.finished
-    return found
+                result[numbers[event.request]] = event.finished
+    return result
 
 
 def check_schedules(name: str, *, schedules: int, seed: int = 0) -> int:
@@ -44,16 +44,16 @@ def check_schedules(name: str, *, schedules: int, seed: int = 0) -> int:
     model, requests = model64(), pool(66)
     if name == "mapped":
         model = with_random_maps(model, (1, 2))
-    wanted = [alone(model, mode, prefill, each) for each in requests]
-    assert {each.finish_reasons[0] for each in wanted} == {"eos", "stop", "length"}
+    expected = [alone(model, mode, prefill, request) for request in requests]
+    assert {result.finish_reasons[0] for result in expected} == {"eos", "stop", "length"}
     engines = [engine_of(model, mode, prefill, read_late=late) for late in (False, True)]
     rng, checked = np.random.default_rng(seed), 0
     for number in range(schedules):
         chosen = rng.choice(len(requests), int(rng.integers(1, 9)), replace=False)
-        found = run_schedule(engines[number % 2], [requests[i] for i in chosen], rng)
-        assert len(found) == len(chosen)
+        result = run_schedule(engines[number % 2], [requests[i] for i in chosen], rng)
+        assert len(result) == len(chosen)
         for place, index in enumerate(chosen):
-            assert_as_alone(found[place], wanted[index])
+            assert_as_alone(result[place], expected[index])
         checked += len(chosen)
     return checked
 
@@ -89,9 +89,9 @@ def test_a_processor_is_all_requests() -> None:
 
     engine, prompts = engine_of(model64(), Plain(), logits_processor=odd), [[5], [9, 8, 7], [3, 4]]
     numbers = [engine.submit(prompt, max_new_tokens=9, eos_ids=()) for prompt in prompts]
-    found = engine.drain()
+    result = engine.drain()
     for number, prompt in zip(numbers, prompts, strict=True):
-        (wanted,) = generate(
+        (expected,) = generate(
             model64().decoder,
             model64().params,
             [prompt],
@@ -100,5 +100,5 @@ def test_a_processor_is_all_requests() -> None:
             lengths=SHORT,
             logits_processor=odd,
         ).token_ids
-        np.testing.assert_array_equal(found[number].token_ids, wanted)
-        assert (np.diff([prompt[-1], *wanted]) % 2 == 1).all()
+        np.testing.assert_array_equal(result[number].token_ids, expected)
+        assert (np.diff([prompt[-1], *expected]) % 2 == 1).all()

@@ -36,11 +36,11 @@ def test_predictions_are_the_means_of_drawn_steps(
     seconds, layer = np.full(draws, 0.5), RATES.seconds_per_layer
     for start, stop in itertools.pairwise((0, *histogram)):
         for number, needed in enumerate(np.sum(drawn > start, axis=1)):
-            width = next(each for each in widths if each >= needed)
+            width = next(width for width in widths if width >= needed)
             seconds[number] += (stop - start) * layer[width] * (needed > 0)
-    rates = dataclasses.replace(RATES, seconds_per_layer={each: layer[each] for each in widths})
-    found = predict_seconds(rates, histogram, rows=8)
-    assert found == pytest.approx(seconds.mean(), rel=0.01)
+    rates = dataclasses.replace(RATES, seconds_per_layer={width: layer[width] for width in widths})
+    result = predict_seconds(rates, histogram, rows=8)
+    assert result == pytest.approx(seconds.mean(), rel=0.01)
 
 
 def test_predictions_of_branches_count_each_branch_alone() -> None:
@@ -50,7 +50,7 @@ def test_predictions_of_branches_count_each_branch_alone() -> None:
     seconds = np.full(draws, 0.5 + 8 * layer[8])
     for depth in histogram:
         for number, needed in enumerate(np.sum(drawn == depth, axis=1)):
-            width = next(each for each in layer if each >= needed)
+            width = next(width_ for width_ in layer if width_ >= needed)
             seconds[number] += (depth - 8) * layer[width] * (needed > 0)
     config = dataclasses.replace(SHARED_16, branches=(2, 4), exits=())
     result = predict_seconds(RATES, histogram, rows=8, config=config)
@@ -91,9 +91,9 @@ def test_a_plan_is_made_of_timed_blocks(monkeypatch: pytest.MonkeyPatch) -> None
     assert plan.rates.seconds == pytest.approx(0.1)
     assert plan.rates.plain_seconds == plain
     assert dict(plan.rates.seconds_per_layer) == pytest.approx({3: 2.0})
-    wanted = 0.1 + 2 * (1 + (1 - 0.5**3) + 2 * (1 - 0.7**3))
-    assert plan.seconds == pytest.approx(wanted)
-    assert plan.speedup == pytest.approx(plain / wanted)
+    expected = 0.1 + 2 * (1 + (1 - 0.5**3) + 2 * (1 - 0.7**3))
+    assert plan.seconds == pytest.approx(expected)
+    assert plan.speedup == pytest.approx(plain / expected)
     # Where layers above make no keys and values, rows are packed.
     model = lively_model(num_kv_heads=1, kv_source=((0,), (1,), (0, 1), (0, 1)))
     plan = plan_mode(served("propagate", decoder=model.decoder, params=model.params), {4: 1.0})

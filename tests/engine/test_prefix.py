@@ -53,23 +53,23 @@ def family(count: int, *, seed: int) -> list[Asked]:
     rng = np.random.default_rng(seed)
     texts = [rng.integers(0, 64, 40).tolist() for _ in range(2)]
     asked = []
-    for number, each in enumerate(pool(count, seed=seed)):
+    for number, request in enumerate(pool(count, seed=seed)):
         shared = (3, 4, 5, 8, 31, 12, 33, 16, 40)[number % 9]
         own = rng.integers(0, 64, number % 4).tolist()
         prompt = [*texts[number % 2][:shared], *own]
-        new = min(each.new, 12, CAPACITY - 4 - len(prompt))
-        asked.append(dataclasses.replace(each, prompt=prompt, new=new))
+        new = min(request.new, 12, CAPACITY - 4 - len(prompt))
+        asked.append(dataclasses.replace(request, prompt=prompt, new=new))
     return asked
 
 
 def check_schedules(engine: Engine, model: Model, mode: Any, *, schedules: int) -> Any:
     """Holds requests of random schedules against what each gets alone; returns the counts."""
     requests = family(36, seed=3)
-    wanted = [alone(model, mode, None, each, lengths=LONG) for each in requests]
+    expected = [alone(model, mode, None, request, lengths=LONG) for request in requests]
     rng = np.random.default_rng(5)
     for _ in range(schedules):
         waiting = [int(i) for i in rng.permutation(len(requests))[: rng.integers(2, 9)]]
-        numbers, found = {}, {}
+        numbers, result = {}, {}
         while waiting or not engine.idle:
             for _ in range(min(len(waiting), int(rng.integers(0, 4)))):
                 index, salt = waiting.pop(0), "ab"[int(rng.random() < 0.2)]
@@ -78,10 +78,10 @@ def check_schedules(engine: Engine, model: Model, mode: Any, *, schedules: int) 
                 engine.cancel(max(numbers))
             for event in engine.advance():
                 if event.finished is not None:
-                    found[event.request] = event.finished
+                    result[event.request] = event.finished
         for number, index in numbers.items():
-            if found[number].reason != "cancelled":
-                assert_as_alone(found[number], wanted[index])
+            if result[number].reason != "cancelled":
+                assert_as_alone(result[number], expected[index])
     return engine.stats()
 
 
@@ -228,7 +228,7 @@ def test_a_prompt_that_is_given_up_leaves_nothing_half_written(how: str) -> None
     shapes = dataclasses.replace(SHAPES, prompt_tokens=(), chunk=4)
     engine = cached_engine(lively_model(), shapes=shapes, clock=lambda: now[0], read_late=False)
     text = np.random.default_rng(4).integers(0, 64, 40).tolist()
-    wanted = ask(cached_engine(lively_model()), text).token_ids
+    expected = ask(cached_engine(lively_model()), text).token_ids
     engine.submit([1], max_new_tokens=30, eos_ids=())
     engine.advance()
     number = engine.submit(text, max_new_tokens=3, eos_ids=(), deadline=1.0)
@@ -238,9 +238,9 @@ def test_a_prompt_that_is_given_up_leaves_nothing_half_written(how: str) -> None
         engine.cancel(number)
     assert engine.drain()[number].reason == how
     assert engine.stats().cached_tokens == 0
-    np.testing.assert_array_equal(ask(engine, text).token_ids, wanted)
+    np.testing.assert_array_equal(ask(engine, text).token_ids, expected)
     again = ask(engine, text)
-    np.testing.assert_array_equal(again.token_ids, wanted)
+    np.testing.assert_array_equal(again.token_ids, expected)
     assert again.cached_tokens == 36
 
 

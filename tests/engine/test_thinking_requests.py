@@ -28,7 +28,7 @@ RULES = (
 def asked() -> list[Asked]:
     """Returns greedy requests, with all rules in turn."""
     turns, greedy = zip(pool(12), itertools.cycle(RULES), strict=False), SamplingParams()
-    return [dataclasses.replace(each, sampling=greedy, thinking=rule) for each, rule in turns]
+    return [dataclasses.replace(request, sampling=greedy, thinking=rule) for request, rule in turns]
 
 
 @pytest.mark.parametrize("name", ["plain", pytest.param("lossless", marks=pytest.mark.check)])
@@ -37,18 +37,18 @@ def test_requests_think_as_alone_and_compile_nothing(name: str, count_compiles: 
     engine = engine_of(model, mode, thinking=True, shapes=ONE)
     engine.warmup()
     with count_compiles() as seen:
-        numbers = [each.submit(engine) for each in asked()]
+        numbers = [request.submit(engine) for request in asked()]
         ended = engine.drain()
     assert not seen.count
     causes = set()
-    for number, each in zip(numbers, asked(), strict=True):
-        found, wanted = ended[number], alone(model, mode, None, each)
-        assert_as_alone(found, wanted)
-        if each.thinking is None:
-            assert found.thought is None
+    for number, request in zip(numbers, asked(), strict=True):
+        result, expected = ended[number], alone(model, mode, None, request)
+        assert_as_alone(result, expected)
+        if request.thinking is None:
+            assert result.thought is None
         else:
-            assert found.thought == wanted.thought[0]
-            causes.add(wanted.thought[0].ended_by)
+            assert result.thought == expected.thought[0]
+            causes.add(expected.thought[0].ended_by)
     assert causes >= {"budget", "open"}
 
 

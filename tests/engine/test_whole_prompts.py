@@ -21,15 +21,15 @@ def test_each_prompt_is_read_as_it_asks(count_compiles: Any) -> None:
     whole = rng.random(len(asked)) < 0.5
     with count_compiles() as compiles:
         numbers = [
-            each.submit(engine, whole_prompt=bool(mine))
-            for each, mine in zip(asked, whole, strict=True)
+            request.submit(engine, whole_prompt=bool(is_whole))
+            for request, is_whole in zip(asked, whole, strict=True)
         ]
-        found = engine.drain()
+        result = engine.drain()
     assert compiles.count == 0
     differ = 0
-    for number, each, mine in zip(numbers, asked, whole, strict=True):
-        both = [alone(model, mode, how, each) for how in (prefill, None)]
-        assert_as_alone(found[number], both[int(mine)])
+    for number, request, is_whole in zip(numbers, asked, whole, strict=True):
+        both = [alone(model, mode, how, request) for how in (prefill, None)]
+        assert_as_alone(result[number], both[int(is_whole)])
         first, second = (one.log_probabilities[0][0] for one in both)
         differ += abs(first - second) > 1e-4
     assert differ > 8  # Or nothing would be tested.

@@ -50,14 +50,14 @@ def test_what_cannot_be_read_or_is_of_other_weights_is_refused(tmp_path: Path) -
 
 def test_the_shipped_model_names_its_controls_also_through_a_lens() -> None:
     model = load(branches=False)
-    found = json.loads((model.folder / "controls.json").read_text())
-    rows = {row["layers"]: row for row in found["controls"]}
+    result = json.loads((model.folder / "controls.json").read_text())
+    rows = {row["layers"]: row for row in result["controls"]}
     assert {*rows} >= {12, 16}
     recipe = "python models/recipes/train.py --preset plain-"
     assert all(row["command"].startswith(recipe) for row in rows.values())
     ratio = rows[16]["flops_ratio"]
     assert 1 < ratio < 1.05  # It makes keys and values in all layers.
-    lost = 100 * (rows[16]["bits_per_byte"] / found["bits_per_byte"] - 1)
+    lost = 100 * (rows[16]["bits_per_byte"] / result["bits_per_byte"] - 1)
     assert model.lens_sha256 is not None
-    for each in (model, load(lens=False), load()):
-        assert each.plain_controls(ratio) == pytest.approx(lost, abs=1e-3)
+    for version in (model, load(lens=False), load()):
+        assert version.plain_controls(ratio) == pytest.approx(lost, abs=1e-3)

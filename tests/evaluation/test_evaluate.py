@@ -43,18 +43,18 @@ def test_a_text_that_predicts_nothing_has_no_ledger(tiny: Any) -> None:
         lengths=np.asarray([1, 0], np.int32),
         window=np.asarray([0, -1]),
     )
-    found = evaluate(
+    result = evaluate(
         tiny.decoder, tiny.params, [batch], {"": full_depth(tiny.decoder)}, executor=EXECUTOR
     )[""]
-    assert (found.tokens, found.predicted) == (1, 0)
+    assert (result.tokens, result.predicted) == (1, 0)
     with pytest.raises(ValueError, match="something is predicted.*Got 1 tokens that predict noth"):
-        found.ledger("full", budget=None, num_layers=4)
+        result.ledger("full", budget=None, num_layers=4)
 
 
 def test_a_ledger_row_is_what_the_oracle_says_it_is(tiny: Any) -> None:
     policy, read = gated(tiny), batches(tiny)
     seen: list[tuple[Batch, np.ndarray]] = []
-    found = evaluate(
+    result = evaluate(
         tiny.decoder,
         tiny.params,
         read,
@@ -64,7 +64,7 @@ def test_a_ledger_row_is_what_the_oracle_says_it_is(tiny: Any) -> None:
             seen.append((batch, depths)) if name == "learned" else None
         ),
     )
-    row = ledger_of(found["learned"], "learned", budget=0.6)
+    row = ledger_of(result["learned"], "learned", budget=0.6)
     nll = nll_full = tokens = predicted = decided = 0.0
     for batch, depths in seen:
         mask = np.arange(15) < batch.lengths[:, None] - 1
@@ -79,7 +79,7 @@ def test_a_ledger_row_is_what_the_oracle_says_it_is(tiny: Any) -> None:
             decided + depths.sum(),
         )
     assert row.tokens == tokens
-    assert found["learned"].predicted == predicted == 29 + 10 + 23 + 1
+    assert result["learned"].predicted == predicted == 29 + 10 + 23 + 1
     np.testing.assert_allclose(row.nll, nll / predicted, rtol=1e-4)
     np.testing.assert_allclose(row.nll_full, nll_full / predicted, rtol=1e-4)
     np.testing.assert_allclose(row.nll_increase_pct, 100 * (nll / nll_full - 1), atol=1e-2)
@@ -88,7 +88,7 @@ def test_a_ledger_row_is_what_the_oracle_says_it_is(tiny: Any) -> None:
     assert row.depth_executed_mean >= row.depth_decided_mean
     assert row.padding_ratio == pytest.approx(row.depth_executed_mean / row.depth_decided_mean)
     assert row.involuntary_exits == 0
-    full = ledger_of(found["full"], "full", budget=None)
+    full = ledger_of(result["full"], "full", budget=None)
     assert full.flops_ratio == 1
     assert full.nll_increase_pct == pytest.approx(0, abs=1e-4)
     assert full.kl_full == pytest.approx(0, abs=1e-5)
@@ -102,7 +102,7 @@ def test_one_text_runs_no_empty_rows(tiny: Any) -> None:
     """300 tokens in a context of 128: two rows of 128 and one of 64, of up to 16."""
     document, shapes = np.arange(300) % 64, list[tuple[int, ...]]()
     read_counts()  # What tests of another file left, if they ran in this process.
-    found = score_documents(
+    result = score_documents(
         Counting(tiny.decoder.config),
         tiny.params,
         [document],
@@ -115,15 +115,15 @@ def test_one_text_runs_no_empty_rows(tiny: Any) -> None:
     assert counts["keys_values"] == 4 * (2 * 128 + 1 * 64), "those of each row, padded to its width"
     real = 128 + 128 + 46
     cost = token_cost(tiny.decoder, tiny.params)
-    assert found.quality.tokens == real
+    assert result.quality.tokens == real
     # A head for the pass of each real token, in buckets of four, and one to compare each predicted
     # one, in the default buckets of 64.
     passed, compared = (128 + 128 + 48), (256 + 64)
     assert counts["unembed"] == passed + compared
-    row = ledger_of(found.quality, "full", budget=None)
+    row = ledger_of(result.quality, "full", budget=None)
     assert row.flops_ratio == 1
     padding = 4 * (2 * 128 + 64 - real) * cost.keys_values
-    assert found.quality.flops - found.quality.flops_ideal >= padding
+    assert result.quality.flops - result.quality.flops_ideal >= padding
     assert row.speedup_ideal < 1.15, "what is ideal is nearly what runs"
 
 
@@ -164,13 +164,13 @@ def test_a_documents_flops_are_those_of_its_own_depths(tiny: Any) -> None:
     alone = [run(documents=[ids], executor=executor, compare=False) for ids in documents]
     both = run(documents=documents, executor=executor, compare=False)
     for one, among in zip(alone, both.documents, strict=True):
-        (mine,) = one.documents
-        assert mine.quality.flops == pytest.approx(one.quality.flops)
-        assert mine.quality.flops_full == pytest.approx(one.quality.flops_full)
-        assert mine.flops_share == one.quality.flops
-        assert among.quality == dataclasses.replace(mine.quality, nll=among.quality.nll)
+        (document,) = one.documents
+        assert document.quality.flops == pytest.approx(one.quality.flops)
+        assert document.quality.flops_full == pytest.approx(one.quality.flops_full)
+        assert document.flops_share == one.quality.flops
+        assert among.quality == dataclasses.replace(document.quality, nll=among.quality.nll)
         assert among.flops_share == both.quality.flops / 2
-    ratios = {each.quality.flops / each.quality.flops_full for each in both.documents}
+    ratios = {document.quality.flops / document.quality.flops_full for document in both.documents}
     assert len(ratios) == 2, "each has its own"
 
 
@@ -223,17 +223,17 @@ def test_policies_that_differ_in_names_and_numbers_share_a_program(tiny: Any) ->
     }
     program: Any = run_score
     program.clear_cache()
-    found = evaluate(tiny.decoder, tiny.params, [batch], policies, executor=EXECUTOR)
+    result = evaluate(tiny.decoder, tiny.params, [batch], policies, executor=EXECUTOR)
     assert program._cache_size() == 3  # Full depth, gates, and scores known before the pass.
     run = partial(run_score, tiny.decoder, tiny.params, batch.token_ids, batch.lengths)
     for name, policy in policies.items():
         alone = run(policy=policy, kv="propagate", executor=EXECUTOR)
         values, counts = np.unique(np.asarray(alone.depths), return_counts=True)
-        wanted = dict(zip(values.tolist(), counts.tolist(), strict=True))
-        assert found[name].histogram == {d: n for d, n in wanted.items() if d > 0}
-        assert len(found[name].histogram) > 1, name
+        expected = dict(zip(values.tolist(), counts.tolist(), strict=True))
+        assert result[name].histogram == {d: n for d, n in expected.items() if d > 0}
+        assert len(result[name].histogram) > 1, name
         nll = -float(np.asarray(alone.log_likelihood).sum(dtype=np.float64))
-        np.testing.assert_allclose(found[name].nll, nll, rtol=1e-6)
+        np.testing.assert_allclose(result[name].nll, nll, rtol=1e-6)
 
 
 def test_a_full_pass_that_is_kept_runs_once(tiny: Any) -> None:
@@ -270,7 +270,7 @@ def test_gates_and_frozen_keys_are_charged_where_the_policy_meets_them(tiny: Any
     dear = _Dear(gates=signal.gates, exits=signal.exits)
     policy = dataclasses.replace(gated(tiny), signal=dear, depths=(1, 2, 3))
     seen: list[np.ndarray] = []
-    found = evaluate(
+    result = evaluate(
         tiny.decoder,
         tiny.params,
         [batch],
@@ -292,37 +292,37 @@ def test_gates_and_frozen_keys_are_charged_where_the_policy_meets_them(tiny: Any
         return layers + keys_values + depths.size * cost.head
 
     ideal = flops_of(depths, 3 if kv == "propagate" else 0)
-    assert found.flops_gates == gates
-    assert found.flops_ideal == pytest.approx(ideal)
-    assert found.flops == pytest.approx(ideal + gates)
+    assert result.flops_gates == gates
+    assert result.flops_ideal == pytest.approx(ideal)
+    assert result.flops == pytest.approx(ideal + gates)
     full = flops_of(np.full_like(depths, 4), 0)
-    assert found.flops_full == pytest.approx(full)
-    assert found.query_layers == depths.sum()
-    row = ledger_of(found, "learned", budget=None)
+    assert result.flops_full == pytest.approx(full)
+    assert result.query_layers == depths.sum()
+    row = ledger_of(result, "learned", budget=None)
     assert row.flops_ratio == pytest.approx((ideal + gates) / full)
     assert row.gate_pct == pytest.approx(100 * gates / full)
     assert row.speedup_ideal == pytest.approx(full / ideal)
     x = run_oracle(tiny.decoder, tiny.params, ids, batch.lengths, depths, kv=kv)
-    np.testing.assert_allclose(found.nll, plain_nll(tiny, ids, x).sum(), rtol=1e-4)
+    np.testing.assert_allclose(result.nll, plain_nll(tiny, ids, x).sum(), rtol=1e-4)
 
 
 @pytest.mark.check
 def test_documents_are_scored_whole_and_in_their_own_order(tiny: Any) -> None:
     rng = np.random.default_rng(2)
     documents = [rng.integers(0, 64, n) for n in (150, 5, 129, 60)]
-    found = score_documents(
+    output = score_documents(
         tiny.decoder, tiny.params, documents, uniform(2), rows=2, executor=EXECUTOR
     )
-    assert not found.fallbacks
-    for document, result in zip(documents, found.documents, strict=True):
+    assert not output.fallbacks
+    for document, result in zip(documents, output.documents, strict=True):
         assert len(result.log_likelihood) == len(document) - 1
         assert (result.depths == 2).all()
         start = np.asarray(document[:128], np.int32)[None]
         ends, depths = np.asarray([start.size], np.int32), np.full_like(start, 2)
         x = run_oracle(tiny.decoder, tiny.params, start, ends, depths, kv="propagate")
-        wanted = -plain_nll(tiny, start, x)[0]
-        np.testing.assert_allclose(result.log_likelihood[: len(wanted)], wanted, atol=1e-4)
-    assert found.quality.predicted == sum(len(d) - 1 for d in documents)
+        expected = -plain_nll(tiny, start, x)[0]
+        np.testing.assert_allclose(result.log_likelihood[: len(expected)], expected, atol=1e-4)
+    assert output.quality.predicted == sum(len(d) - 1 for d in documents)
 
 
 @pytest.mark.check
@@ -332,12 +332,12 @@ def test_routing_falls_back_to_full_depth_where_it_cannot_pay(tiny: Any) -> None
     pays = partial(check_worthwhile, tiny.decoder, tiny.params, gated(tiny), executor=coarse)
     assert "routing would cost" in str(pays(batch=1, width=8, fractions=(0.0, 0.0, 1.0)))
     assert pays(batch=64, width=128) is None
-    found = score_documents(
+    result = score_documents(
         tiny.decoder, tiny.params, document * 2, gated(tiny), rows=1, min_tokens=65
     )
-    assert list(found.fallbacks.values()) == [2]
-    assert "fewer than the minimum of 65" in next(iter(found.fallbacks))
-    assert (found.documents[0].depths == 4).all()
+    assert list(result.fallbacks.values()) == [2]
+    assert "fewer than the minimum of 65" in next(iter(result.fallbacks))
+    assert (result.documents[0].depths == 4).all()
     ask = partial(score_documents, tiny.decoder, tiny.params, document, gated(tiny), rows=1)
     deep = ask(executor=EXECUTOR, fractions=(0.0, 0.0, 1.0))
     assert "routing would cost" in next(iter(deep.fallbacks))
@@ -385,16 +385,16 @@ def test_documents_that_predict_nothing_are_counted_and_change_no_other(tiny: An
     text, empty = np.arange(9), np.zeros(0, np.int32)
     short = [empty, np.asarray([5])]
     run = partial(score_documents, tiny.decoder, tiny.params)
-    alone, found = run([text], uniform(2)), run([short[0], text, short[1]], uniform(2))
+    alone, result = run([text], uniform(2)), run([short[0], text, short[1]], uniform(2))
     np.testing.assert_allclose(
-        found.documents[1].log_likelihood, alone.documents[0].log_likelihood, atol=1e-5
+        result.documents[1].log_likelihood, alone.documents[0].log_likelihood, atol=1e-5
     )
-    assert [each.log_likelihood.size for each in found.documents] == [0, 8, 0]
-    assert [each.depths.size for each in found.documents] == [0, 8, 0]
-    assert [each.quality.tokens for each in found.documents] == [0, 9, 1]
-    assert (found.quality.tokens, found.quality.predicted) == (10, 8)
+    assert [document.log_likelihood.size for document in result.documents] == [0, 8, 0]
+    assert [document.depths.size for document in result.documents] == [0, 8, 0]
+    assert [document.quality.tokens for document in result.documents] == [0, 9, 1]
+    assert (result.quality.tokens, result.quality.predicted) == (10, 8)
     nothing = run(short, uniform(2))
-    assert [each.quality.nll for each in nothing.documents] == [0, 0]
+    assert [document.quality.nll for document in nothing.documents] == [0, 0]
     assert (run([empty], uniform(2)).quality, nothing.quality.predicted) == (Quality(), 0)
 
 

@@ -141,18 +141,18 @@ def test_emitted_tokens_are_read_at_full_depth(model: Any) -> None:
     table = depth_table(DEPTHS, shape=(3, 64))
     mode = Adaptive(policy=Charged(table=table, depths=DEPTHS))
     result = run(model, mode=mode)
-    found = read_emitted(model.decoder, model.params, PROMPTS, result)
+    output = read_emitted(model.decoder, model.params, PROMPTS, result)
     nll, shortfall, agrees = [], [], []
     for prompt, new in zip(PROMPTS, result.token_ids, strict=True):
         logits = true_logits(model, prompt, new, np.full(40, 4), "full")
         logp = np.asarray(jax.nn.log_softmax(jnp.asarray(logits)))
-        mine = logp[np.arange(40), new]
-        nll.append(-mine)
-        shortfall.append(logp.max(axis=-1) - mine)
+        log_probs = logp[np.arange(40), new]
+        nll.append(-log_probs)
+        shortfall.append(logp.max(axis=-1) - log_probs)
         agrees.append(logp.argmax(axis=-1) == new)
-    np.testing.assert_allclose(found.nll, np.concatenate(nll), atol=1e-4)
-    np.testing.assert_allclose(found.shortfall, np.concatenate(shortfall), atol=1e-4)
-    np.testing.assert_array_equal(found.agrees, np.concatenate(agrees))
+    np.testing.assert_allclose(output.nll, np.concatenate(nll), atol=1e-4)
+    np.testing.assert_allclose(output.shortfall, np.concatenate(shortfall), atol=1e-4)
+    np.testing.assert_array_equal(output.agrees, np.concatenate(agrees))
     row = ledger(model, mode, result)
     assert row.nll_full == pytest.approx(np.mean(np.concatenate(nll)), abs=1e-5)
     assert row.agreement == pytest.approx(np.mean(np.concatenate(agrees)))
@@ -181,7 +181,7 @@ def test_modes_take_turns_on_the_same_prompts(model: Any) -> None:
     modes = {"plain": Plain(), "drafts": Lossless(exit=2, max_draft=3)}
     steps = []
     eos = int(plain_run().token_ids[0][9])
-    found = measure_modes(
+    result = measure_modes(
         model.decoder,
         model.params,
         [PROMPTS],
@@ -191,7 +191,7 @@ def test_modes_take_turns_on_the_same_prompts(model: Any) -> None:
         progress=lambda: steps.append(1),
     )
     assert len(steps) == 3 * 3  # Two modes and prefill, a warm-up and two rounds.
-    plain, drafts = found["plain"], found["drafts"]
+    plain, drafts = result["plain"], result["drafts"]
     assert plain.ledger.speedup == 1
     # The ideal has no rows that have ended, and prefill at its own time.
     padding, ideal = plain.ledger.padding_ratio, plain.ledger.speedup_ideal
@@ -211,9 +211,9 @@ def test_modes_take_turns_on_the_same_prompts(model: Any) -> None:
 
 def test_prompts_come_from_the_middles_of_long_documents() -> None:
     documents = [np.arange(100), np.arange(10), np.arange(1000, 1040)]
-    found = middles(documents, tokens=8, count=5)
-    assert [prompt[0] for prompt in found] == [50, 1020, 58, 1028, 66]
-    assert all(prompt == list(range(prompt[0], prompt[0] + 8)) for prompt in found)
+    result = middles(documents, tokens=8, count=5)
+    assert [prompt[0] for prompt in result] == [50, 1020, 58, 1028, 66]
+    assert all(prompt == list(range(prompt[0], prompt[0] + 8)) for prompt in result)
 
 
 def test_once_the_longest_row_has_ended_plain_steps_read_fewer_keys(model: Any) -> None:

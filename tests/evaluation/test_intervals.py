@@ -57,12 +57,12 @@ def test_intervals_cover_as_often_as_their_docstring_says(
 def test_rows_of_one_document_count_as_one() -> None:
     """Copies of each row in its document leave the interval as it is; their names do not matter."""
     lost, full, documents = text_of(np.random.default_rng(0), 9, 1, skewed=False)
-    found = ratio_interval(lost, full, documents)
-    low, value, high = found or (0.0, 0.0, 0.0)
+    result = ratio_interval(lost, full, documents)
+    low, value, high = result or (0.0, 0.0, 0.0)
     assert value == pytest.approx(lost.sum() / full.sum())
     assert value - low == pytest.approx(high - value)
     again = ratio_interval(np.repeat(lost, 3), np.repeat(full, 3), np.repeat(7 * documents, 3))
-    assert again == pytest.approx(found)
+    assert again == pytest.approx(result)
 
 
 def test_no_interval_over_fewer_than_five_documents() -> None:

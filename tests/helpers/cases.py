@@ -139,13 +139,13 @@ def compare_cases(model: Any, shape: Shape, seeds: range) -> Iterator[tuple[int,
     for seed in seeds:
         ids, lengths, depths = draw(shape, model.decoder.config.vocab_size, seed)
         policy = given_depths(jnp.asarray(depths), depths=shape.depths)
-        found = run_staircase(
+        result = run_staircase(
             model.decoder, model.params, ids, lengths, policy, kv=shape.kv, executor=shape.executor
         )
-        wanted = run_oracle(model.decoder, model.params, ids, lengths, depths, kv=shape.kv)
+        expected = run_oracle(model.decoder, model.params, ids, lengths, depths, kv=shape.kv)
         real = np.arange(shape.token) < lengths[:, None]
-        np.testing.assert_array_equal(found.depths, np.where(real, depths, 0))
-        yield seed, float(np.abs(np.asarray(found.x - wanted))[real].max(initial=0.0))
+        np.testing.assert_array_equal(result.depths, np.where(real, depths, 0))
+        yield seed, float(np.abs(np.asarray(result.x - expected))[real].max(initial=0.0))
 
 
 def expected_work(depths: np.ndarray, shape: Shape) -> list[tuple[int, int, int]]:
@@ -155,7 +155,7 @@ def expected_work(depths: np.ndarray, shape: Shape) -> list[tuple[int, int, int]
         return _expected_of_prefix(depths, shape)
     step = max(executor.key_step, -(-width // 8))
     up = lambda n, unit: -(-n // unit) * unit  # noqa: E731
-    found = []
+    results = []
     for start, stop in zip((0, *shape.depths), shape.depths, strict=False):
         live = depths > start
         key_slots = 0
@@ -171,17 +171,17 @@ def expected_work(depths: np.ndarray, shape: Shape) -> list[tuple[int, int, int]
         layers = stop - start
         padded = up(int(live.sum()), executor.min_bucket)
         keys = padded if shape.kv == "drop" else live.size * bool(live.any())
-        found.append((padded * layers, keys * layers, key_slots * layers))
-    return found
+        results.append((padded * layers, keys * layers, key_slots * layers))
+    return results
 
 
 def _expected_of_prefix(depths: np.ndarray, shape: Shape) -> list[tuple[int, int, int]]:
     """Returns the same of a static prefix: its capacity, or whole rows where one outgrows it."""
-    found, batch, width = [], shape.batch, shape.token
+    results, batch, width = [], shape.batch, shape.token
     starts = zip((0, *shape.depths), shape.depths, shape.executor.capacities, strict=False)
     for start, stop, capacity in starts:
         fits = (depths > start).sum(axis=1).max() <= capacity
         used = batch * (min(capacity, width) if fits else width)
         keys = used if shape.kv == "drop" else batch * width
-        found.append(tuple(n * (stop - start) for n in (used, keys, used * width)))
-    return found
+        results.append(tuple(n * (stop - start) for n in (used, keys, used * width)))
+    return results

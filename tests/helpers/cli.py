@@ -12,7 +12,7 @@ import pytest
 from utio_jax.cli.main import main
 
 
-def said(capsys: pytest.CaptureFixture[str]) -> tuple[dict[str, Any], str]:
+def json_and_stderr(capsys: pytest.CaptureFixture[str]) -> tuple[dict[str, Any], str]:
     """Returns a command's JSON, which is all of stdout, and stderr."""
     captured = capsys.readouterr()
     assert captured.out.count("\n") == 1, "stdout is one line of JSON"
@@ -20,7 +20,7 @@ def said(capsys: pytest.CaptureFixture[str]) -> tuple[dict[str, Any], str]:
 
 
 def last_line(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
-    return said(capsys)[0]
+    return json_and_stderr(capsys)[0]
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:

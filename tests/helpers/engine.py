@@ -145,10 +145,10 @@ def model64() -> Model:
     return Model(small.decoder, jax.tree.map(jnp.asarray, params))
 
 
-def assert_as_alone(finished: Any, wanted: Generated) -> None:
-    np.testing.assert_array_equal(finished.token_ids, wanted.token_ids[0])
-    np.testing.assert_array_equal(finished.decided, wanted.decided[0])
-    assert finished.reason == wanted.finish_reasons[0]
-    np.testing.assert_allclose(finished.log_probabilities, wanted.log_probabilities[0], atol=1e-5)
+def assert_as_alone(finished: Any, expected: Generated) -> None:
+    np.testing.assert_array_equal(finished.token_ids, expected.token_ids[0])
+    np.testing.assert_array_equal(finished.decided, expected.decided[0])
+    assert finished.reason == expected.finish_reasons[0]
+    np.testing.assert_allclose(finished.log_probabilities, expected.log_probabilities[0], atol=1e-5)
     for name in ("steps", "drafts", "accepted"):
-        assert getattr(finished, name) == getattr(wanted, name)[0], name
+        assert getattr(finished, name) == getattr(expected, name)[0], name

@@ -180,28 +180,28 @@ def assert_greedy(
 
 
 def assert_read_as(
-    model: Any, found: Generated, table: jax.Array, *, kv: Any, sparse: Any = None
+    model: Any, result: Generated, table: jax.Array, *, kv: Any, sparse: Any = None
 ) -> None:
     """Checks that `LONG` was read as deep as a table says, and all new tokens against the oracle.
 
     `sparse(row, size)` says which tokens attend to which, see `true_logits`; `size`: the prompt's.
     """
     for row, prompt in enumerate(LONG):
-        wanted, new = np.asarray(table)[row, : len(prompt)], found.token_ids[row]
-        np.testing.assert_array_equal(found.prompt_depths[row], wanted)
+        reference, new = np.asarray(table)[row, : len(prompt)], result.token_ids[row]
+        np.testing.assert_array_equal(result.prompt_depths[row], reference)
         # The first new token is the prompt's last one's.
-        assert found.decided[row][0] == found.executed[row][0] == wanted[-1]
+        assert result.decided[row][0] == result.executed[row][0] == reference[-1]
         logits = true_logits(
             model,
             prompt,
             new,
-            found.decided[row],
+            result.decided[row],
             kv,
-            prompt_depths=wanted,
+            prompt_depths=reference,
             sparse=None if sparse is None else sparse(row, len(prompt)),
         )
         expected = jax.nn.log_softmax(jnp.asarray(logits))[np.arange(new.size), new]
-        np.testing.assert_allclose(found.log_probabilities[row], expected, atol=1e-4)
+        np.testing.assert_allclose(result.log_probabilities[row], expected, atol=1e-4)
 
 
 def assert_drawn_law(mode: Any) -> None:
@@ -221,12 +221,12 @@ def assert_drawn_law(mode: Any) -> None:
     )
     tokens, statistic, cells = np.stack(result.token_ids), 0.0, 0
     for first, second, third in itertools.product(np.unique(tokens[:, 0]), range(6), range(6)):
-        mine, new = tokens[tokens[:, 0] == first], np.array([first, second, third, 0])
+        known, new = tokens[tokens[:, 0] == first], np.array([first, second, third, 0])
         logits = true_logits(model, [0, 3], new, np.full(4, 4), "full")
         p = np.asarray(jax.nn.softmax(rows_of([sampling] * 4)(jnp.asarray(logits))))
         for fourth in range(6):
-            expected = mine.shape[0] * p[1, second] * p[2, third] * p[3, fourth]
-            seen = np.sum(np.all(mine[:, 1:] == [second, third, fourth], axis=1))
+            expected = known.shape[0] * p[1, second] * p[2, third] * p[3, fourth]
+            seen = np.sum(np.all(known[:, 1:] == [second, third, fourth], axis=1))
             if expected == 0:
                 assert seen == 0
             elif expected >= 3:

@@ -41,8 +41,8 @@ def dequantised(rows: np.ndarray, kind: str) -> np.ndarray:
 
 def permuted(rows: np.ndarray, heads: int) -> np.ndarray:
     """Returns rows as converters of Llama store those of queries and keys."""
-    each = rows.reshape(heads, 2, len(rows) // heads // 2, *rows.shape[1:])
-    return each.swapaxes(1, 2).reshape(rows.shape)
+    halves = rows.reshape(heads, 2, len(rows) // heads // 2, *rows.shape[1:])
+    return halves.swapaxes(1, 2).reshape(rows.shape)
 
 
 def write_gguf(
@@ -85,8 +85,8 @@ def write_gguf(
         if stack:  # One tensor of all.
             stacks.setdefault(stack[1], []).append(values)
             continue
-        found = names.get_name(module)
-        assert found is not None, name
+        result = names.get_name(module)
+        assert result is not None, name
         rows = tensors.get(name, values)
         part = module.rsplit(".", 1)[-1]
         if arch == "llama" and part in heads:
@@ -94,9 +94,9 @@ def write_gguf(
         if arch in ("gemma2", "gemma3") and module.endswith("norm"):
             rows = rows + np.float32(1)
         kind = gguf.GGMLQuantizationType[kinds[name]] if name in kinds else None
-        writer.add_tensor(f"{found}.{leaf}", np.ascontiguousarray(rows), raw_dtype=kind)
-    for module, each in stacks.items():
-        writer.add_tensor(f"{names.get_name(module)}.weight", np.stack(each))
+        writer.add_tensor(f"{result}.{leaf}", np.ascontiguousarray(rows), raw_dtype=kind)
+    for module, arrays in stacks.items():
+        writer.add_tensor(f"{names.get_name(module)}.weight", np.stack(arrays))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

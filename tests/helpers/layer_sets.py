@@ -32,8 +32,8 @@ def reference_layer_sets(
     x = decoder.embed(params, token_ids, positions)
     for index in range(decoder.config.num_layers):
         layer, mix = layer_at(decoder, params, index), mixer_at(decoder, index)
-        mine = valid & runs[index]
-        key_positions = jnp.where(mine if kv == "drop" else valid, positions, NOWHERE)
+        runs_here = valid & runs[index]
+        key_positions = jnp.where(runs_here if kv == "drop" else valid, positions, NOWHERE)
         new = apply_layer(decoder, layer, x, places, mix, mix.visible(positions, key_positions))
-        x = jnp.where(mine[..., None], new, x)
+        x = jnp.where(runs_here[..., None], new, x)
     return x

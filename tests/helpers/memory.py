@@ -31,7 +31,7 @@ def peak_of_loading(
     `prepare` is a program that has written the model before.
     """
     program = prepare + _LOAD.format(model=str(model), dtype=dtype, least=least)
-    found = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )
-    return float(found.stdout)
+    return float(result.stdout)

@@ -52,10 +52,10 @@ class Model:
         return jax.numpy.asarray(ids, jax.numpy.int32)
 
 
-def assert_close(found: Any, wanted: Any) -> None:
+def assert_close(result: Any, expected: Any) -> None:
     """Checks equality to 1e-5 of the largest entry: the same sums, taken in another order."""
-    scale = max(1.0, float(np.abs(wanted).max(initial=0.0)))
-    np.testing.assert_allclose(found, wanted, atol=1e-5 * scale)
+    scale = max(1.0, float(np.abs(expected).max(initial=0.0)))
+    np.testing.assert_allclose(result, expected, atol=1e-5 * scale)
 
 
 def random_gates(model: Any, exits: tuple[int, ...] = (1, 2)) -> StateGate:

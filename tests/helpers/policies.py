@@ -131,8 +131,8 @@ def study_of(model: Any, ids: Any, lengths: Any, exits: tuple[int, ...] = DEPTHS
 def scores_of(model: Any, signal: Signal, ids: Any, depths: tuple[int, ...] = DEPTHS) -> np.ndarray:
     lengths = np.full(len(ids), ids.shape[1], np.int32)
     study = study_of(model, ids, lengths)
-    (found,) = collect_scores(model.decoder, model.params, signal, [study], depths=depths)
-    return found
+    (result,) = collect_scores(model.decoder, model.params, signal, [study], depths=depths)
+    return result
 
 
 def thresholded(model: Any, signal: Signal) -> Thresholded:

@@ -148,8 +148,8 @@ class Client:
             data = response.read()
             named = {name.lower(): value for name, value in response.getheaders()}
             is_json = data and "json" in named.get("content-type", "")
-            found = json.loads(data) if is_json else data
-            return Answered(status=response.status, headers=named, body=found)
+            result = json.loads(data) if is_json else data
+            return Answered(status=response.status, headers=named, body=result)
 
     def stream(self, path: str, body: Any) -> Iterator[Any]:
         """Yields the events of a stream, parsed; comments and `[DONE]` as they are."""
@@ -203,9 +203,9 @@ class Client:
 
     def settled(self) -> bool:
         """Returns whether no request waits or runs."""
-        found = self.counters()
+        result = self.counters()
         names = ("utio_open_tasks", "utio_running", "utio_queued")
-        return all(found[name] == 0 for name in names)
+        return all(result[name] == 0 for name in names)
 
 
 def completion(prompt: Any, **fields: Any) -> dict[str, Any]:
@@ -229,11 +229,11 @@ def request_bytes(body: bytes | str, **headers: Any) -> bytes:
 
 
 def read_all(connection: socket.socket) -> bytes:
-    found = b""
+    result = b""
     with contextlib.suppress(ConnectionResetError):
         while part := connection.recv(2**16):
-            found += part
-    return found
+            result += part
+    return result
 
 
 def _events(response: Any) -> Iterator[Any]:

@@ -20,8 +20,8 @@ def batches(model: Any) -> list[Batch]:
     rng = np.random.default_rng(0)
     documents = [rng.integers(0, 64, n).astype(np.int32) for n in (30, 11, 24, 2)]
     windows = windows_of(documents, width=16)
-    found = batches_of(windows, rows=4, widths=[16], vocab_size=64)
-    return [with_filler(batch) for batch in found]
+    result = batches_of(windows, rows=4, widths=[16], vocab_size=64)
+    return [with_filler(batch) for batch in result]
 
 
 def with_filler(batch: Batch) -> Batch:

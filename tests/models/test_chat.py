@@ -36,8 +36,8 @@ TURNS = (
 
 
 def test_a_conversation_is_rendered_turn_by_turn() -> None:
-    said = [*HELLO, {"role": "assistant", "content": "Hi"}, {"role": "user", "content": "Bye"}]
-    assert render_chat(TURNS, said) == (
+    messages = [*HELLO, {"role": "assistant", "content": "Hi"}, {"role": "user", "content": "Bye"}]
+    assert render_chat(TURNS, messages) == (
         "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\nHi<|im_end|>\n"
         "<|im_start|>user\nBye<|im_end|>\n<|im_start|>assistant\n"
     )
@@ -45,7 +45,7 @@ def test_a_conversation_is_rendered_turn_by_turn() -> None:
 
 
 @pytest.mark.parametrize(
-    ("template", "wanted"),
+    ("template", "expected"),
     [
         # A block leaves neither its line's indentation nor its newline.
         ("a\n  {% if true %}\nb\n  {% endif %}\nc", "a\nb\nc"),
@@ -60,10 +60,12 @@ def test_a_conversation_is_rendered_turn_by_turn() -> None:
         ("{% set ns = namespace(n=1) %}{% set ns.n = 2 %}{{ ns.n }}", "2"),
     ],
 )
-def test_templates_have_what_transformers_gives_them(template: str, wanted: str) -> None:
-    said = [{**HELLO[0], "key": None}]
-    found = render_chat(template, said, bos_token="<s>", eos_token="</s>", enable_thinking=False)
-    assert found == wanted
+def test_templates_have_what_transformers_gives_them(template: str, expected: str) -> None:
+    messages = [{**HELLO[0], "key": None}]
+    result = render_chat(
+        template, messages, bos_token="<s>", eos_token="</s>", enable_thinking=False
+    )
+    assert result == expected
 
 
 def test_a_template_can_refuse_and_its_words_are_told() -> None:
@@ -109,9 +111,9 @@ def test_a_rendered_text_has_a_limit(template: str, monkeypatch: pytest.MonkeyPa
 
 
 def test_long_conversations_are_within_the_limit() -> None:
-    said = [{"role": "user", "content": "5551234567 " * 10_000}] * 50
-    found = render_chat("{% for m in messages %}{{ m.content|trim }}{% endfor %}", said)
-    assert len(found) == 50 * (11 * 10_000 - 1)
+    messages = [{"role": "user", "content": "5551234567 " * 10_000}] * 50
+    result = render_chat("{% for m in messages %}{{ m.content|trim }}{% endfor %}", messages)
+    assert len(result) == 50 * (11 * 10_000 - 1)
 
 
 @pytest.fixture(scope="module")
@@ -141,8 +143,8 @@ def model(folder: Path) -> Model:
 
 
 def test_a_folder_has_its_template_in_one_of_three_places(folder: Path, tmp_path: Path) -> None:
-    found = find_template(folder)
-    assert (found.template, dict(found.special_tokens)) == (TURNS, {"eos_token": "<|im_end|>"})
+    result = find_template(folder)
+    assert (result.template, dict(result.special_tokens)) == (TURNS, {"eos_token": "<|im_end|>"})
     several = [{"name": "tool_use", "template": "x"}, {"name": "default", "template": "several"}]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": several}))
     assert find_template(tmp_path).template == "several"
@@ -188,9 +190,9 @@ def test_a_model_without_a_template_says_so_and_what_to_do(tmp_path: Path) -> No
 def test_a_gguf_file_has_its_template_and_tokens_in_its_metadata(tmp_path: Path) -> None:
     file = tmp_path / "m.gguf"
     write_with_pieces(file, FOLDER / "llama", template="{{ eos_token }}!", bos=0, eos=1)
-    found = load(file).chat_template
-    assert found.special_tokens == {"bos_token": "<|endoftext|>", "eos_token": "<|im_end|>"}
-    assert found.render(HELLO) == "<|im_end|>!"
+    result = load(file).chat_template
+    assert result.special_tokens == {"bos_token": "<|endoftext|>", "eos_token": "<|im_end|>"}
+    assert result.render(HELLO) == "<|im_end|>!"
 
 
 def test_marks_of_turns_are_single_tokens_and_nothing_is_put_around(model: Model) -> None:

@@ -28,8 +28,8 @@ PATHS = st.lists(st.sampled_from(["json", "asyncio", *sorted(OPTIONAL)]), max_si
 def test_the_split_rule(path):
     bucket = int.from_bytes(hashlib.sha256(path.encode()).digest(), "big") % 20
     optional = OPTIONAL & {*path.split("/")[:-1]}
-    wanted = {0: "test", 1: "calibrate", 2: "calibrate"}.get(bucket, "train")
-    assert split_of_path(path) == (None if optional and wanted != "train" else wanted)
+    expected = {0: "test", 1: "calibrate", 2: "calibrate"}.get(bucket, "train")
+    assert split_of_path(path) == (None if optional and expected != "train" else expected)
 
 
 def test_documents_are_sorted_whole_files_with_relative_paths():

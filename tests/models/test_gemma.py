@@ -83,15 +83,15 @@ def test_an_engine_gives_the_same_tokens(model: Model, chunk: int | None) -> Non
     )  # fmt: skip
     numbers = [engine.submit(prompt, max_new_tokens=16, eos_ids=()) for prompt in PROMPTS]
     done = engine.drain()
-    wanted = run(model, prefill=Prefill())
-    for number, tokens in zip(numbers, wanted.token_ids, strict=True):
+    expected = run(model, prefill=Prefill())
+    for number, tokens in zip(numbers, expected.token_ids, strict=True):
         np.testing.assert_array_equal(done[number].token_ids, tokens)
 
 
 def test_scores_are_the_log_probabilities_of_generation(model: Model) -> None:
     """A pass without a cache reads shared keys and values as decoding does."""
-    found = run(model)
-    pairs = zip(PROMPTS, found.token_ids, strict=True)
+    result = run(model)
+    pairs = zip(PROMPTS, result.token_ids, strict=True)
     rows = [np.asarray([*prompt, *new]) for prompt, new in pairs]
     ids = np.zeros((len(rows), 40), np.int32)
     for row, tokens in zip(ids, rows, strict=True):
@@ -102,7 +102,7 @@ def test_scores_are_the_log_probabilities_of_generation(model: Model) -> None:
     )
     for row, prompt in enumerate(PROMPTS):
         own = np.asarray(scores.log_likelihood)[row, len(prompt) - 1 : len(rows[row]) - 1]
-        np.testing.assert_allclose(own, found.log_probabilities[row], atol=1e-4)
+        np.testing.assert_allclose(own, result.log_probabilities[row], atol=1e-4)
 
 
 def test_a_slot_keeps_nothing_of_the_request_before() -> None:
@@ -114,8 +114,8 @@ def test_a_slot_keeps_nothing_of_the_request_before() -> None:
         shapes=Shapes(key_step=64),
     )  # fmt: skip
     numbers = [engine.submit(prompt, max_new_tokens=16, eos_ids=()) for prompt in prompts]
-    done, wanted = engine.drain(), run(model, prompts)
-    for number, tokens in zip(numbers, wanted.token_ids, strict=True):
+    done, expected = engine.drain(), run(model, prompts)
+    for number, tokens in zip(numbers, expected.token_ids, strict=True):
         np.testing.assert_array_equal(done[number].token_ids, tokens)
 
 
@@ -181,11 +181,11 @@ def as_part(
 
 def test_the_text_part_of_a_model_with_towers_is_taken(model: Any, tmp_path: Path) -> None:
     folder = model.folder
-    found: Any = load(as_part(folder, tmp_path / "whole"), exits=(4, LAYERS))
-    assert found.decoder.config == dataclasses.replace(model.decoder.config, eos_ids=(1, 46))
-    jax.tree.map(np.testing.assert_array_equal, found.params, model.params)
-    save(tmp_path / "text", found.decoder, found.params, like=found.folder, dtype=jnp.float32)
-    assert load(tmp_path / "text").decoder == found.decoder
+    result: Any = load(as_part(folder, tmp_path / "whole"), exits=(4, LAYERS))
+    assert result.decoder.config == dataclasses.replace(model.decoder.config, eos_ids=(1, 46))
+    jax.tree.map(np.testing.assert_array_equal, result.params, model.params)
+    save(tmp_path / "text", result.decoder, result.params, like=result.folder, dtype=jnp.float32)
+    assert load(tmp_path / "text").decoder == result.decoder
     names = set(load_tensors(tmp_path / "text" / "model.safetensors"))
     assert names == set(load_tensors(folder / "model.safetensors"))
     with pytest.raises(ValueError, match="quantization_config: only plain weights"):
@@ -196,9 +196,9 @@ def test_the_text_part_of_a_model_with_towers_is_taken(model: Any, tmp_path: Pat
 def test_gemma_3_with_a_vision_tower_is_its_text_part(prefix: str, tmp_path: Path) -> None:
     """As transformers 5 writes it, and as its larger sizes are published."""
     alone = load(FOLDER / "gemma3")
-    found = load(as_part(FOLDER / "gemma3", tmp_path / "whole", prefix=prefix))
-    assert found.decoder.config == dataclasses.replace(alone.decoder.config, eos_ids=(1, 46))
-    jax.tree.map(np.testing.assert_array_equal, found.params, alone.params)
+    result = load(as_part(FOLDER / "gemma3", tmp_path / "whole", prefix=prefix))
+    assert result.decoder.config == dataclasses.replace(alone.decoder.config, eos_ids=(1, 46))
+    jax.tree.map(np.testing.assert_array_equal, result.params, alone.params)
     # Of the 4B model's settings only these are written out.
     part: dict[str, Any] = {"hidden_size": 2560, "intermediate_size": 10240, "sliding_window": 1024}
     part |= {"num_hidden_layers": 34, "rope_scaling": {"factor": 8.0, "rope_type": "linear"}}
@@ -248,13 +248,13 @@ OF_GEMMA_4: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(
-    ("case", "settings", "wanted"),
+    ("case", "settings", "expected"),
     [
-        *(("gemma3n", *each) for each in BOTH + OF_GEMMA_3N),
-        *(("gemma4", *each) for each in BOTH + OF_GEMMA_4),
+        *(("gemma3n", *case) for case in BOTH + OF_GEMMA_3N),
+        *(("gemma4", *case) for case in BOTH + OF_GEMMA_4),
     ],
 )
-def test_what_cannot_be_run_is_named(case: str, settings: Any, wanted: str) -> None:
+def test_what_cannot_be_run_is_named(case: str, settings: Any, expected: str) -> None:
     stored = json.loads((FOLDER / case / "config.json").read_text())
-    with pytest.raises(ValueError, match=wanted):
+    with pytest.raises(ValueError, match=expected):
         read_config({**stored, **settings}, source="here")

@@ -55,10 +55,12 @@ def test_every_family_has_a_case() -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_logits_and_greedy_continuations_are_those_of_transformers(case: str) -> None:
     model = load(FOLDER / case)
-    wanted = load_tensors(FOLDER / case / "reference.safetensors")
-    np.testing.assert_allclose(logits_of(model, wanted["token_ids"]), wanted["logits"], atol=1e-4)
-    found = generate(model.decoder, model.params, list(wanted["prompt"]), max_new_tokens=24)
-    np.testing.assert_array_equal(found.token_ids[0], wanted["greedy"][0])
+    expected = load_tensors(FOLDER / case / "reference.safetensors")
+    np.testing.assert_allclose(
+        logits_of(model, expected["token_ids"]), expected["logits"], atol=1e-4
+    )
+    result = generate(model.decoder, model.params, list(expected["prompt"]), max_new_tokens=24)
+    np.testing.assert_array_equal(result.token_ids[0], expected["greedy"][0])
 
 
 @pytest.mark.parametrize(
@@ -78,10 +80,10 @@ def test_adaptive_depth_of_their_options_equals_the_oracle(case: str, kv: Any) -
     given = given_depths(
         depth_of_token=jnp.asarray(rng.choice([1, layers], (3, 20))), depths=(1, layers)
     )
-    found = run_staircase(model.decoder, model.params, ids, lengths, given, kv=kv, executor=SMALL)
-    wanted = run_oracle(model.decoder, model.params, ids, lengths, found.depths, kv=kv)
+    result = run_staircase(model.decoder, model.params, ids, lengths, given, kv=kv, executor=SMALL)
+    expected = run_oracle(model.decoder, model.params, ids, lengths, result.depths, kv=kv)
     real = np.arange(20) < np.asarray(lengths)[:, None]
-    np.testing.assert_allclose(np.asarray(found.x)[real], np.asarray(wanted)[real], atol=2e-4)
+    np.testing.assert_allclose(np.asarray(result.x)[real], np.asarray(expected)[real], atol=2e-4)
 
 
 @pytest.mark.parametrize("case", ["mistral", "gpt2", "gemma3", "gemma3n", "gemma4", "llama_biases"])
@@ -285,11 +287,11 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_every_fault_of_a_folder_is_named(folder: Path, fault: str) -> None:
-    make, wanted = FAULTS[fault]
+    make, expected = FAULTS[fault]
     make(folder)
-    with pytest.raises(ValueError, match=wanted[0]) as error:
+    with pytest.raises(ValueError, match=expected[0]) as error:
         load(folder)
-    for part in wanted[1:]:
+    for part in expected[1:]:
         assert re.search(part, str(error.value)), part
 
 
@@ -392,8 +394,8 @@ def test_a_stock_model_learns_to_predict_at_its_exits(
     arguments += ["--token-ids", str(tmp_path / "ids.json"), "--out", str(out), "--rate", "0.01"]
     arguments += ["--tokens-per-step", "256", "--context", "32"]
     assert finetune([*arguments, "--steps", "20"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    before, after = found["loss_before"], found["loss_after"]
+    result = json.loads(capsys.readouterr().out)
+    before, after = result["loss_before"], result["loss_after"]
     assert all(b > a + 0.3 for b, a in zip(before, after, strict=True)), "both exits learned"
 
     tuned = load(out / "model")
@@ -428,7 +430,7 @@ def test_late_exits_of_a_stock_model_leave_it_what_it_was(
         return json.loads(capsys.readouterr().out)
 
     of_stock = ("--model", str(FOLDER / "gpt2"), "--exits", "1", "2", "3")
-    found = run(tmp_path / "out", *of_stock)
+    result = run(tmp_path / "out", *of_stock)
     # What is to be known is the model, not the text, which is noise: its exits are read better.
     tuned, model = load(tmp_path / "out" / "model"), load(FOLDER / "gpt2", exits=(1, 2, 3))
     assert isinstance(tuned.decoder, Lensed)
@@ -437,18 +439,18 @@ def test_late_exits_of_a_stock_model_leave_it_what_it_was(
     def divergences(decoder: Any, params: Any) -> list[float]:
         """KL(the stock model || each exit) on the whole text, in nats."""
         tokens = jnp.asarray(json.loads(ids.read_text()), jnp.int32)
-        wanted = jax.nn.log_softmax(logits_of(model, tokens))
+        expected = jax.nn.log_softmax(logits_of(model, tokens))
         states = run_dense(decoder, params, tokens, jnp.full(60, 40), depths=(1, 2, 3))
         if isinstance(decoder, Lensed):
             states = (*(decoder.translate(params, states[d - 1], d) for d in (1, 2)), states[2])
-        found = [jax.nn.log_softmax(decoder.unembed(params, x)) for x in states]
-        return [float((jnp.exp(wanted) * (wanted - x)).sum(-1).mean()) for x in found]
+        results = [jax.nn.log_softmax(decoder.unembed(params, x)) for x in states]
+        return [float((jnp.exp(expected) * (expected - x)).sum(-1).mean()) for x in results]
 
     bare, late = divergences(model.decoder, model.params), divergences(tuned.decoder, tuned.params)
     assert late[0] < 0.5 * bare[0]
     assert late[1] < 0.5 * bare[1]
     assert late[2] < 0.1 * late[1], "the model is what it was, nearly"
-    assert abs(found["full_depth_loss_increase_pct"]) < 1.0
+    assert abs(result["full_depth_loss_increase_pct"]) < 1.0
     written = load_tensors(tmp_path / "out" / "model" / "model.safetensors")
     same = {name for name in written if np.array_equal(written[name], stock[name])}
     layered = {name for name in written if ".h." in f".{name}"}
@@ -462,11 +464,11 @@ def test_late_exits_of_a_stock_model_leave_it_what_it_was(
     assert "holds the lens of another run" in capsys.readouterr().err
     # From the maps of a lens.
     again = run(tmp_path / "more", "--model", str(tmp_path / "out" / "model"), steps=1)
-    assert again["loss_before"] == found["loss_after"]
+    assert again["loss_before"] == result["loss_after"]
     assert again["exits"] == [1, 2, 3]
     assert finetune([__file__, "--late", *of_stock, "--exit-weight", "0"]) == 2
-    said = " ".join(capsys.readouterr().err.split())
-    assert "Wanted an exit weight above 0. Got 0.0. Exits that the model does" in said
+    message = " ".join(capsys.readouterr().err.split())
+    assert "Wanted an exit weight above 0. Got 0.0. Exits that the model does" in message
 
 
 def test_a_stock_model_learns_to_read_keys_and_values_of_lower_layers(
@@ -479,7 +481,7 @@ def test_a_stock_model_learns_to_read_keys_and_values_of_lower_layers(
     many = ("--rate", "0.005", "--tokens-per-step", "512", "--context", "32")
     shared = [*stock, str(tmp_path / "a"), *many, "--steps", "150", "--shared-kv", "2"]
     assert finetune(shared) == 0
-    found = json.loads(capsys.readouterr().out)
+    result = json.loads(capsys.readouterr().out)
     model, tuned = load(FOLDER / "llama"), load(tmp_path / "a" / "model")
     layers = model.decoder.config.num_layers
     assert tuned.decoder.config.kv_layers == 2 < layers
@@ -487,25 +489,26 @@ def test_a_stock_model_learns_to_read_keys_and_values_of_lower_layers(
     tokens = jnp.asarray(json.loads(ids.read_text()), jnp.int32)
 
     def apart(decoder: Any, params: Any) -> float:
-        wanted, mine = (
-            jax.nn.log_softmax(logits_of(each, tokens)) for each in (model, Model(decoder, params))
+        expected, ours = (
+            jax.nn.log_softmax(logits_of(version, tokens))
+            for version in (model, Model(decoder, params))
         )
-        return float((jnp.exp(wanted) * (wanted - mine)).sum(-1).mean())
+        return float((jnp.exp(expected) * (expected - ours)).sum(-1).mean())
 
     assert isinstance(model.decoder, Transformer)
     begun = shared_above(model.decoder, model.params, 2)
     assert begun[0] == tuned.decoder
     assert apart(tuned.decoder, tuned.params) < 0.6 * apart(*begun)
-    assert found["exits"] == [layers]
+    assert result["exits"] == [layers]
     (own,), _ = exit_losses(model.decoder, model.params, [*np.asarray(tokens)[::20]], width=32)
-    assert found["loss_before"] == [round(own, 4)], "the model's own, which it is to come back to"
+    assert result["loss_before"] == [round(own, 4)], "the model's own, which it is to come back to"
 
     prompts = [np.asarray(tokens[0]), np.asarray(tokens[1, :23])]
     asked = {"max_new_tokens": 5, "eos_ids": ()}
     exact = generate(tuned.decoder, tuned.params, prompts, **asked)
     whole = generate(tuned.decoder, tuned.params, prompts, prefill=Prefill(), **asked)
-    for got, wanted in zip(exact.token_ids, whole.token_ids, strict=True):
-        np.testing.assert_array_equal(got, wanted)
+    for got, expected in zip(exact.token_ids, whole.token_ids, strict=True):
+        np.testing.assert_array_equal(got, expected)
 
     again = ["--model", str(tmp_path / "a" / "model"), "--token-ids", str(ids)]
     assert finetune([*again, "--out", str(tmp_path / "b"), "--shared-kv", "1"]) == 2

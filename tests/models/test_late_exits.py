@@ -69,16 +69,16 @@ def log_probabilities(
     return jax.nn.log_softmax(decoder.unembed(model, x))
 
 
-def apart(wanted: jax.Array, found: jax.Array) -> jax.Array:
+def apart(expected: jax.Array, result: jax.Array) -> jax.Array:
     """Returns KL(wanted || found) of log probabilities `[token, vocab]`, mean over tokens."""
-    return (jnp.exp(wanted) * (wanted - found)).sum(-1).mean()
+    return (jnp.exp(expected) * (expected - result)).sum(-1).mean()
 
 
-def missed(wanted: jax.Array, found: list[jax.Array], split_key: jax.Array) -> list[jax.Array]:
+def missed(expected: jax.Array, result: list[jax.Array], split_key: jax.Array) -> list[jax.Array]:
     """Returns what each of two exits misses of what it is to say, on its half of the positions."""
     order = jax.random.permutation(split_key, 24)
     halves = order[:12], order[12:]
-    return [apart(wanted[half], each[half]) for half, each in zip(halves, found, strict=True)]
+    return [apart(expected[half], part[half]) for half, part in zip(halves, result, strict=True)]
 
 
 @pytest.fixture(scope="module")
@@ -150,8 +150,8 @@ def test_the_loss_is_the_last_layers_and_a_share_of_what_exits_miss_of_it(
     states = STATES(decoder, model, TOKENS[:, :-1], dropout_key, 0.0)
     full = log_probabilities(decoder, model, states[-1])
     own = -full[np.arange(24), TOKENS[:, 1:].reshape(-1)].mean()
-    found = [log_probabilities(decoder, model, states[i], maps, i) for i in (0, 1)]
-    first, second = missed(full, found, split_key)
+    results = [log_probabilities(decoder, model, states[i], maps, i) for i in (0, 1)]
+    first, second = missed(full, results, split_key)
     np.testing.assert_allclose(losses, [first, second, own], rtol=2e-5)
     np.testing.assert_allclose(total, own + first + 0.25 * 2 / 4 * second, rtol=2e-5)
 
@@ -199,10 +199,10 @@ def test_a_stock_models_exits_learn_from_the_model_as_it_was(decoder: Transforme
 
     dropout_key, split_key = jax.random.split(key)
     before, states = (STATES(decoder, m, TOKENS[:, :-1], dropout_key, 0.0) for m in (was, now))
-    wanted = log_probabilities(decoder, was, before[-1])
-    found = [log_probabilities(decoder, now, states[i], maps, i) for i in (0, 1)]
+    expected = log_probabilities(decoder, was, before[-1])
+    results = [log_probabilities(decoder, now, states[i], maps, i) for i in (0, 1)]
     last = log_probabilities(decoder, now, states[-1])
-    slow = [*missed(wanted, found, split_key), apart(wanted, last)]
+    slow = [*missed(expected, results, split_key), apart(expected, last)]
     assert min(slow) > 1e-3
     np.testing.assert_allclose(losses, slow, rtol=2e-4)
     np.testing.assert_allclose(total, slow[2] + 0.5 * (0.5 * slow[0] + 0.25 * slow[1]), rtol=2e-4)
@@ -268,23 +268,25 @@ def test_added_layers_learn_as_a_model_on_top_of_states_that_are_given(
     def slow(params: Any) -> tuple[jax.Array, jax.Array]:
         whole = grown(below, params)["model"]
         deeper = exit_states(deep, whole, tokens[:, :-1], dropout_key, 0.0)
-        mine = log_probabilities(shallow, below, deeper[3])
-        own = -mine[jnp.arange(24), tokens[:, 1:].reshape(-1)].mean()
+        actual = log_probabilities(shallow, below, deeper[3])
+        own = -actual[jnp.arange(24), tokens[:, 1:].reshape(-1)].mean()
         read = [
             log_probabilities(shallow, below, x, params["lens"], index)
             for index, x in enumerate((states[1], deeper[2]))
         ]
-        first, second = missed(jax.lax.stop_gradient(mine), read, split_key)
+        first, second = missed(jax.lax.stop_gradient(actual), read, split_key)
         return own + first + 0.5 * 0.5 * second, jnp.stack([first, second, own])
 
     both = jax.jit(
         jax.value_and_grad(lambda params, loss, *given: loss(params, *given), has_aux=True)
     )
-    found: Any = both(params, objective, tokens, key, jnp.int32(0))
+    result: Any = both(params, objective, tokens, key, jnp.int32(0))
     with jax.numpy_rank_promotion("allow"):
-        wanted: Any = both(params, slow)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=2e-6), wanted, found)
-    assert min(np.abs(leaf).max() for leaf in jax.tree.leaves(found[1])) > 1e-5
+        expected: Any = both(params, slow)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=2e-6), expected, result
+    )
+    assert min(np.abs(leaf).max() for leaf in jax.tree.leaves(result[1])) > 1e-5
 
 
 def test_layers_that_do_not_learn_have_no_backward_pass(decoder: Transformer) -> None:
@@ -377,7 +379,7 @@ def test_a_run_that_diverges_keeps_the_checkpoints_from_which_it_can_go_on(
     run(1e-3, 2, resume=False)
     with pytest.raises(FloatingPointError, match="step 2. The checkpoint of step 2 is finite"):
         run(1e38, 8)
-    kept = sorted(int(each.name) for each in (tmp_path / "checkpoints").iterdir())
+    kept = sorted(int(folder_.name) for folder_ in (tmp_path / "checkpoints").iterdir())
     assert kept == [1, 2]
     params = run(1e-3, 3)
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(params))
@@ -398,8 +400,8 @@ def test_a_plain_run_and_its_branch_as_the_command_line_makes_them(
     # The beginnings of a few files: a tokenizer, a stream and losses in seconds.
     texts = {
         split: tuple(
-            dataclasses.replace(each, text=each.text[:4000])
-            for each in standard_library(split)[::stride]
+            dataclasses.replace(document, text=document.text[:4000])
+            for document in standard_library(split)[::stride]
         )
         for split, stride in EVERY.items()
     }
@@ -413,7 +415,7 @@ def test_a_plain_run_and_its_branch_as_the_command_line_makes_them(
     assert len(late["bits_per_byte"]) == 3
     folder = tmp_path / "late" / "model"
     assert {"lens.json", "config.json", "tokenizer.json", "README.md"} <= {
-        found.name for found in folder.iterdir()
+        file.name for file in folder.iterdir()
     }
     loaded = load(folder)
     assert isinstance(loaded.decoder, Lensed)  # The maps are served with the model.
@@ -456,9 +458,9 @@ def test_training_runs_the_model_that_is_served(kind: str) -> None:
     ids = jnp.asarray(np.random.default_rng(0).integers(0, 64, (2, 16)), jnp.int32)
     states = STATES(decoder, params, ids, jax.random.key(0), 0.0)
     depths = (1, 2, 3, 4)
-    wanted = run_dense(decoder, params, ids, jnp.asarray([16, 16]), depths=depths)
-    for depth, each in zip(depths, wanted, strict=True):
-        assert_close(states[depth - 1], each)
+    expected = run_dense(decoder, params, ids, jnp.asarray([16, 16]), depths=depths)
+    for depth, reference in zip(depths, expected, strict=True):
+        assert_close(states[depth - 1], reference)
     # K/V projections of layers that make none are not there to be trained.
     assert params["layers"]["k_proj"]["kernel"].shape[0] == decoder.config.kv_layers < 5
     assert params["layers"]["q_proj"]["kernel"].shape[0] == 4

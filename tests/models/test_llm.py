@@ -58,16 +58,16 @@ def test_its_probabilities_are_those_of_llama_cpp(model: Model) -> None:
     (x,) = dense_states(
         model.decoder, model.params, jnp.asarray(ids[None]), jnp.asarray([len(ids)]), depths=(30,)
     )
-    found = jax.nn.log_softmax(model.decoder.unembed(model.params, x)[0, -1])
-    wanted = {" Paris": -0.259, " the": -2.765, " London": -4.295, " New": -4.593, " Le": -4.634}
-    for piece, logp in wanted.items():
+    result = jax.nn.log_softmax(model.decoder.unembed(model.params, x)[0, -1])
+    expected = {" Paris": -0.259, " the": -2.765, " London": -4.295, " New": -4.593, " Le": -4.634}
+    for piece, logp in expected.items():
         (token,) = model.tokenizer.encode(piece).ids
-        assert float(found[token]) == pytest.approx(logp, abs=0.12), piece
+        assert float(result[token]) == pytest.approx(logp, abs=0.12), piece
 
 
 def test_its_token_ids_are_those_of_llama_cpp(model: Model) -> None:
     """6,000 lines of mixed text, by a digest of what xllamacpp 2026.10.11549 answered."""
-    ids = [found.ids for found in model.tokenizer.encode_batch(mixed_lines(6000))]
+    ids = [encoding.ids for encoding in model.tokenizer.encode_batch(mixed_lines(6000))]
     digest = hashlib.sha256(json.dumps(ids).encode()).hexdigest()
     assert digest == "c44fd28a16ff8daf11ac795b1115ce21522e4086f7a8e062474f8970a6cdda96"
 
@@ -89,9 +89,9 @@ def test_its_chat_is_spelled_out(model: Model) -> None:
 
 def test_lossless_drafts_give_the_same_answer() -> None:
     early = load(FILES[0], exits=(10, 20, 30))
-    wanted = early.chat(FRANCE, max_new_tokens=16).generated
-    found = early.chat(FRANCE, max_new_tokens=16, mode=Lossless(exit=20)).generated
-    np.testing.assert_array_equal(found.token_ids[0], wanted.token_ids[0])
+    expected = early.chat(FRANCE, max_new_tokens=16).generated
+    result = early.chat(FRANCE, max_new_tokens=16, mode=Lossless(exit=20)).generated
+    np.testing.assert_array_equal(result.token_ids[0], expected.token_ids[0])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -43,17 +43,17 @@ def test_the_best_of_a_batch_are_those_above_a_threshold(params: Any) -> None:
 def test_scores_of_zero_and_all_tokens_are_the_model(params: Any) -> None:
     """The gate is 2 sigmoid(0) = 1 then."""
     plain = {**params, "router": jnp.zeros((2, 32))}
-    found, _ = routed_layers.run(DECODER, plain, IDS, count=IDS.size)
-    (wanted,) = dense_states(DECODER, params["model"], IDS, jnp.full(3, 17), depths=(4,))
-    np.testing.assert_allclose(found, wanted, atol=1e-4)
+    result, _ = routed_layers.run(DECODER, plain, IDS, count=IDS.size)
+    (expected,) = dense_states(DECODER, params["model"], IDS, jnp.full(3, 17), depths=(4,))
+    np.testing.assert_allclose(result, expected, atol=1e-4)
 
 
 def test_no_token_looks_ahead_in_evaluation(params: Any) -> None:
     thresholds = jnp.zeros(2)
-    found, _ = routed_layers.run(DECODER, params, IDS, thresholds=thresholds)
+    result, _ = routed_layers.run(DECODER, params, IDS, thresholds=thresholds)
     other, _ = routed_layers.run(DECODER, params, IDS.at[:, 9:].set(5), thresholds=thresholds)
-    np.testing.assert_allclose(found[:, :9], other[:, :9], atol=1e-6)
-    assert np.abs(found[:, 9:] - other[:, 9:]).max() > 0.1
+    np.testing.assert_allclose(result[:, :9], other[:, :9], atol=1e-6)
+    assert np.abs(result[:, 9:] - other[:, 9:]).max() > 0.1
 
 
 def test_what_it_saves(params: Any) -> None:

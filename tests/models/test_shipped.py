@@ -52,10 +52,10 @@ def test_an_unknown_model_is_refused() -> None:
 
 def test_it_reads_prompts_exactly(model: Any) -> None:
     text = min((d.text for d in standard_library("test")), key=len)[:400]
-    found = model.generate(text, max_new_tokens=12)
+    result = model.generate(text, max_new_tokens=12)
     whole = model.generate(text, max_new_tokens=12, prefill=Prefill())
-    assert found.texts == whole.texts
-    depths = found.generated.prompt_depths[0]
+    assert result.texts == whole.texts
+    depths = result.generated.prompt_depths[0]
     np.testing.assert_array_equal(depths[:-1], 7)
     assert depths[-1] == 16
     assert whole.generated.prompt_depths[0].min() == 16

@@ -49,11 +49,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def calibrated(folder: Path) -> Model:
     model = load(folder)
-    found = model.calibrate([source("bisect")], budget=(0.75, 0.9))
-    assert found.calibration is model.calibration
-    assert "learned at 0.9 of the FLOPs" in found.summary()
-    assert found.verdict.startswith("Adaptive depth ")
-    assert found.replaced == ()
+    result = model.calibrate([source("bisect")], budget=(0.75, 0.9))
+    assert result.calibration is model.calibration
+    assert "learned at 0.9 of the FLOPs" in result.summary()
+    assert result.verdict.startswith("Adaptive depth ")
+    assert result.replaced == ()
     return model
 
 
@@ -66,27 +66,27 @@ def test_modes_have_names(calibrated: Model) -> None:
     }
     assert isinstance(named["lossless"], Lossless)
     for name, mode in named.items():
-        found = model.generate(PROMPTS, mode=name, **OPTIONS)
-        wanted = generate_text(model, PROMPTS, mode=mode, **OPTIONS)
-        assert found.texts == wanted.texts
-        equal(found.generated.decided, wanted.generated.decided)
-        assert found.generated.mode == mode.name
-    mine = Adaptive(policy=uniform(2))
-    assert model.mode(mine) is mine
-    assert model.policy(mine.policy) is mine.policy
+        result = model.generate(PROMPTS, mode=name, **OPTIONS)
+        expected = generate_text(model, PROMPTS, mode=mode, **OPTIONS)
+        assert result.texts == expected.texts
+        equal(result.generated.decided, expected.generated.decided)
+        assert result.generated.mode == mode.name
+    mode_ = Adaptive(policy=uniform(2))
+    assert model.mode(mode_) is mode_
+    assert model.policy(mode_.policy) is mode_.policy
 
 
 def test_a_budget_means_adaptive_and_no_other_mode(calibrated: Model) -> None:
     model = calibrated
-    wanted = model.generate(PROMPTS, mode="adaptive", budget=0.75, **OPTIONS)
-    found = model.generate(PROMPTS, budget=0.75, **OPTIONS)
-    assert found.generated.mode == "adaptive"
-    assert found.texts == wanted.texts
-    equal(found.generated.decided, wanted.generated.decided)
+    expected = model.generate(PROMPTS, mode="adaptive", budget=0.75, **OPTIONS)
+    result = model.generate(PROMPTS, budget=0.75, **OPTIONS)
+    assert result.generated.mode == "adaptive"
+    assert result.texts == expected.texts
+    equal(result.generated.decided, expected.generated.decided)
     pieces = [""] * len(PROMPTS)
     for chunk in model.stream(PROMPTS, budget=0.75, **OPTIONS):
         pieces = [piece + new for piece, new in zip(pieces, chunk.texts, strict=True)]
-    assert tuple(pieces) == tuple(wanted.texts)
+    assert tuple(pieces) == tuple(expected.texts)
     for mode in ("plain", "lossless", Plain()):
         for verb in (model.generate, model.stream, model.chat):
             prompts: Any = PROMPTS if verb != model.chat else [{"role": "user", "content": "x"}]
@@ -98,14 +98,14 @@ def test_a_budget_means_adaptive_and_no_other_mode(calibrated: Model) -> None:
 
 
 def test_a_summary_says_text_depths_and_cost(calibrated: Model) -> None:
-    found = calibrated.generate(PROMPTS[0], mode=Adaptive(policy=uniform(2)), **OPTIONS)
-    said = found.summary()
-    assert said.startswith(found.texts[0])
-    count = found.generated.decided[0].size
+    result = calibrated.generate(PROMPTS[0], mode=Adaptive(policy=uniform(2)), **OPTIONS)
+    summary = result.summary()
+    assert summary.startswith(result.texts[0])
+    count = result.generated.decided[0].size
     # The first new token is prefill's: at full depth, of 4 layers.
-    assert f"{count} tokens (length), mode adaptive: 2.1 of 4 layers each" in said
-    assert "Layers run per new token after the first, over full depth: 0.50" in said
-    assert "Drafts" not in said
+    assert f"{count} tokens (length), mode adaptive: 2.1 of 4 layers each" in summary
+    assert "Layers run per new token after the first, over full depth: 0.50" in summary
+    assert "Drafts" not in summary
     assert (
         "Drafts that were right" in calibrated.generate("x", mode="lossless", **OPTIONS).summary()
     )
@@ -122,13 +122,13 @@ def test_prompts_are_read_at_a_budget(calibrated: Model) -> None:
     (depths,) = short.generated.prompt_depths
     assert depths[-1] == 4
     assert depths.mean() < 0.9 * 4
-    wanted = generate_text(
+    expected = generate_text(
         calibrated,
         prompts,
         prefill=prompt_prefill(calibrated.decoder, calibrated.params, 0.8),
         **options,
     )
-    assert short.texts == wanted.texts
+    assert short.texts == expected.texts
 
 
 @pytest.mark.parametrize(("mode", "chunk"), [("adaptive", 1), ("plain", 5)])
@@ -136,15 +136,15 @@ def test_streamed_texts_are_those_of_generate(calibrated: Model, mode: str, chun
     whole = calibrated.generate(PROMPTS, mode=mode, **OPTIONS)
     stops = [[], [whole.texts[0][3:6], whole.texts[1][7:9]], ["\n", " = "]]
     for stop in stops:
-        wanted = calibrated.generate(PROMPTS, mode=mode, stop=stop, **OPTIONS)
+        expected = calibrated.generate(PROMPTS, mode=mode, stop=stop, **OPTIONS)
         texts, depths, last = ["", ""], [[], []], None
         for part in calibrated.stream(PROMPTS, mode=mode, stop=stop, chunk=chunk, **OPTIONS):
             for row in range(2):
                 texts[row] += part.texts[row]
                 depths[row] += part.decided[row].tolist()
             last = part
-        assert tuple(texts) == wanted.texts
-        assert depths == [each.tolist() for each in wanted.generated.decided]
+        assert tuple(texts) == expected.texts
+        assert depths == [depths_of.tolist() for depths_of in expected.generated.decided]
         assert last is not None
         assert not last.running.any()
 
@@ -165,13 +165,13 @@ def test_a_callers_stop_when_ends_a_text_and_so_do_stop_strings(folder: Path) ->
 def test_score_and_evaluate_take_policies_by_name(calibrated: Model) -> None:
     model, texts = calibrated, ["import os\n" * 9, "class A: pass\n" * 7]
     policy = model.calibration.policy("learned", 0.75)
-    found = model.score(texts, policy="learned", budget=0.75)
-    wanted = score_documents(
+    result = model.score(texts, policy="learned", budget=0.75)
+    expected = score_documents(
         model.decoder, model.params, model.encode(texts), policy, compare=False
     )
-    assert found.quality.nll_full is None, "no full-depth pass beside it"
+    assert result.quality.nll_full is None, "no full-depth pass beside it"
     assert model.score(texts, budget=0.75, compare=True).quality.nll_full is not None
-    for a, b in zip(found.documents, wanted.documents, strict=True):
+    for a, b in zip(result.documents, expected.documents, strict=True):
         np.testing.assert_array_equal(a.log_likelihood, b.log_likelihood)
         np.testing.assert_array_equal(a.depths, b.depths)
     ledger = model.evaluate([source("stat")], policy="learned", budget=0.9)
@@ -188,7 +188,7 @@ def test_strings_are_texts_and_paths_are_files(
 ) -> None:
     model, file = load(folder), tmp_path / "story.txt"
     file.write_text(text := "import os\n" * 3)
-    (wanted,) = model.encode([text])
+    (prompt_ids,) = model.encode([text])
     column = collections.UserList([text])  # As a data set's: no list, but an iterable.
     sources: list[tuple[Any, Any]] = [
         (text, ()),
@@ -197,19 +197,21 @@ def test_strings_are_texts_and_paths_are_files(
         (iter([text]), ()),
         (file, ()),
         ([file], ()),
-        ([wanted], ()),
-        ([wanted.tolist()], ()),
+        ([prompt_ids], ()),
+        ([prompt_ids.tolist()], ()),
         ((), [file]),
         ((), [str(file)]),
         ((), str(file)),
     ]
     for texts, files in sources:
         (ids,) = model.documents(texts, files=files)
-        np.testing.assert_array_equal(ids, wanted)
-    assert [len(ids) for ids in model.documents(["a", file], files=[file])][1:] == [wanted.size] * 2
+        np.testing.assert_array_equal(ids, prompt_ids)
+    assert [len(ids) for ids in model.documents(["a", file], files=[file])][1:] == [
+        prompt_ids.size
+    ] * 2
     expected = model.score(text).quality.nll
     assert model.score(files=[file]).quality.nll == pytest.approx(expected)
-    assert model.evaluate(file).nll == pytest.approx(expected / (wanted.size - 1))
+    assert model.evaluate(file).nll == pytest.approx(expected / (prompt_ids.size - 1))
     texts = model.generate([file, text], files=[file], **OPTIONS).texts
     assert texts[0] == texts[1] == texts[2]
     monkeypatch.chdir(tmp_path)
@@ -249,26 +251,26 @@ def test_first_calls_that_go_wrong_say_what_to_do(
 
 def test_hidden_states_are_the_dense_programs(calibrated: Model) -> None:
     model, texts = calibrated, ["import os\n" * 3, "x", "class A: pass\n"]
-    found = model.hidden_states(texts, depths=(4, 0, 2))
+    result = model.hidden_states(texts, depths=(4, 0, 2))
     ids, _, last = map(jnp.asarray, model.encode(texts))
     wide = dense_states(
         model.decoder, model.params, ids[None], jnp.asarray([ids.size]), depths=(2, 4)
     )
-    assert [len(each[0]) for each in found] == [len(each) for each in model.encode(texts)]
-    np.testing.assert_allclose(found[0][2], wide[0][0], atol=1e-5)
-    np.testing.assert_allclose(found[0][0], wide[1][0], atol=1e-5)
+    assert [len(result[0]) for result in result] == [len(result) for result in model.encode(texts)]
+    np.testing.assert_allclose(result[0][2], wide[0][0], atol=1e-5)
+    np.testing.assert_allclose(result[0][0], wide[1][0], atol=1e-5)
     embedded = model.decoder.embed(model.params, last, jnp.arange(last.size))
-    np.testing.assert_allclose(found[2][1], embedded, atol=1e-6)
+    np.testing.assert_allclose(result[2][1], embedded, atol=1e-6)
     assert len(model.hidden_states("x")[0]) == len(model.decoder.config.exits)
 
 
 def test_scores_show_themselves(calibrated: Model) -> None:
-    found = calibrated.score(["import os\n" * 9, "a"], policy=uniform(2))
-    count = found.quality.predicted
-    summary = f"2 texts, {count} predicted tokens: {found.quality.nll / count:.3f} nats each"
-    assert repr(found) == found.summary()
-    assert found.summary().startswith(f"{summary}, 2.0 of 4 layers")
-    html = found._repr_html_()
+    result = calibrated.score(["import os\n" * 9, "a"], policy=uniform(2))
+    count = result.quality.predicted
+    summary = f"2 texts, {count} predicted tokens: {result.quality.nll / count:.3f} nats each"
+    assert repr(result) == result.summary()
+    assert result.summary().startswith(f"{summary}, 2.0 of 4 layers")
+    html = result._repr_html_()
     shown = re.sub("<[^>]*>", "", html.split("<pre", 1)[1].split("</pre>")[0].split(">", 1)[1])
     assert ("import os\n" * 9).endswith(shown)
     assert len(shown) > 60
@@ -309,14 +311,14 @@ def test_a_model_without_exits_is_read_through_a_lens(
         stock.decoder, config=dataclasses.replace(stock.decoder.config, exits=(4,))
     )
     before, weights = stock.sha256, {*folder.iterdir()}
-    found = stock.calibrate(files, budget=0.9, out=tmp_path / "fitted.json")
+    result = stock.calibrate(files, budget=0.9, out=tmp_path / "fitted.json")
     assert stock.decoder.config.exits == (2, 3, 4)
     assert isinstance(stock.decoder, Lensed)
     assert stock.sha256 != before
     assert {*folder.iterdir()} == weights, "only what is asked for is written"
     assert load_lens(tmp_path / "lens.json", model_sha256=before).exits == (2, 3)
     kept = load_calibration(tmp_path / "fitted.json", model_sha256=stock.sha256)
-    assert kept.entries.keys() == found.calibration.entries.keys()
+    assert kept.entries.keys() == result.calibration.entries.keys()
     again = load(folder, lens=False)
     again.decoder = with_exits(again.decoder, (2, 3))
     assert again.with_lens(tmp_path).sha256 == stock.sha256
@@ -366,13 +368,13 @@ def test_a_calibration_that_is_interrupted_leaves_the_model_as_it_was(
 
 
 def test_one_document_is_too_few_for_a_lens_and_policies(folder: Path) -> None:
-    stock, said = load(folder), list[str]()
+    stock, messages = load(folder), list[str]()
     stock.decoder = with_exits(stock.decoder, (4,))
     with pytest.raises(ValueError, match="at least two documents.*half of them fit its lens.*1 in"):
-        stock.calibrate([source("sched")], progress=said.append)
+        stock.calibrate([source("sched")], progress=messages.append)
     with pytest.raises(ValueError, match="Wanted policies of learned.*Got 'lerned'"):
-        stock.calibrate([source("sched")], policies=("lerned",), progress=said.append)
-    assert not said, "before any work"
+        stock.calibrate([source("sched")], policies=("lerned",), progress=messages.append)
+    assert not messages, "before any work"
 
 
 def test_nothing_is_written_unless_asked_for(folder: Path) -> None:

@@ -90,13 +90,15 @@ def test_runs_as_the_oracle_says_at_the_depths_it_decides(tiny: Any, policy: Any
     histogram: collections.Counter[int] = collections.Counter()
     for seed in range(16):
         ids, lengths, _ = cases.draw(SHAPE, tiny.decoder.config.vocab_size, seed)
-        found = run(tiny, policy, ids, lengths)
-        wanted = cases.run_oracle(
-            tiny.decoder, tiny.params, ids, lengths, found.depths, kv="propagate"
+        result = run(tiny, policy, ids, lengths)
+        expected = cases.run_oracle(
+            tiny.decoder, tiny.params, ids, lengths, result.depths, kv="propagate"
         )
         real = np.arange(SHAPE.token) < lengths[:, None]
-        np.testing.assert_allclose(np.asarray(found.x)[real], np.asarray(wanted)[real], atol=1e-4)
-        histogram.update(np.asarray(found.depths)[real].tolist())
+        np.testing.assert_allclose(
+            np.asarray(result.x)[real], np.asarray(expected)[real], atol=1e-4
+        )
+        histogram.update(np.asarray(result.depths)[real].tolist())
     unused = {"patience": {1}}.get(name, set())
     assert set(histogram) == ({2} if name == "uniform" else set(DEPTHS) - unused)
 
@@ -127,9 +129,9 @@ def test_batch_mates_padding_and_row_order_change_nothing(tiny: Any, policy: Any
         padding[row, length:] = 5
         padded = run(tiny, policy, padding, lengths)
         place = int(np.flatnonzero(order == row)[0])
-        for found, at in ((alone, row), (turned, place), (padded, row)):
-            np.testing.assert_array_equal(found.depths[at, :length], together.depths[row, :length])
-            assert_close(found.x[at, :length], together.x[row, :length])
+        for result, at in ((alone, row), (turned, place), (padded, row)):
+            np.testing.assert_array_equal(result.depths[at, :length], together.depths[row, :length])
+            assert_close(result.x[at, :length], together.x[row, :length])
 
 
 @pytest.mark.usefixtures("unchecked_shapes")
@@ -173,8 +175,8 @@ def test_what_is_not_a_number_goes_deeper(tiny: Any, policy: Any) -> None:
     ids[:, 1] = 63
     broken = jax.tree.map(lambda leaf: leaf.at[63].set(jnp.nan), tiny.params["embedding"])
     model = dataclasses.replace(tiny, params=tiny.params | {"embedding": broken})
-    found = run(model, everyone, ids)
-    depths = np.asarray(found.depths)
+    result = run(model, everyone, ids)
+    depths = np.asarray(result.depths)
     if name not in BEFORE:
         assert (depths[:, 1:] == 4).all(), "and all tokens that attend to it"
     else:
@@ -187,16 +189,16 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = Head.boundary
 
     def boundary(head: Head, **options: Any) -> Boundary:
-        found = plain(head, **options)
+        result = plain(head, **options)
 
         def map_live(function: Any, *arrays: jax.Array) -> jax.Array:
             def counted(*blocks: jax.Array) -> jax.Array:
                 count("map_live", blocks[0].shape[0])
                 return function(*blocks)
 
-            return found.map_live(counted, *arrays)
+            return result.map_live(counted, *arrays)
 
-        return dataclasses.replace(found, map_live=map_live)
+        return dataclasses.replace(result, map_live=map_live)
 
     monkeypatch.setattr(Head, "boundary", boundary)
 
@@ -207,12 +209,12 @@ def test_is_charged_for_what_it_executes(tiny: Any, policy: Any) -> None:
     name, ids = policy.name, tokens(tiny)
     decoder, lengths = Counting(tiny.decoder.config), jnp.asarray([17, 6, 11])
     read_counts()
-    found = jax.jit(score, static_argnums=0, static_argnames="executor")(
+    result = jax.jit(score, static_argnums=0, static_argnames="executor")(
         decoder, tiny.params, ids, lengths, policy, executor=SHAPE.executor
     )
-    jax.block_until_ready(found)
+    jax.block_until_ready(result)
     counts = read_counts()
-    work, depths = found.work, np.asarray(found.depths)
+    work, depths = result.work, np.asarray(result.depths)
     padded = lambda count: -(-int(count) // SHAPE.executor.unit) * SHAPE.executor.unit  # noqa: E731
     boundaries = range(len(policy.depths) - 1)
     arrived = [padded((depths >= policy.depths[index]).sum()) for index in boundaries]
@@ -230,8 +232,8 @@ def test_is_charged_for_what_it_executes(tiny: Any, policy: Any) -> None:
         if flops and not look and name != "prompt_router"
     )
     assert counts["map_live"] == gated_slots
-    wanted = sum(flops * n for flops, n in zip(gate, arrived, strict=True))
-    assert gate_flops(tiny.decoder, tiny.params, policy, work) == wanted
+    expected = sum(flops * n for flops, n in zip(gate, arrived, strict=True))
+    assert gate_flops(tiny.decoder, tiny.params, policy, work) == expected
 
 
 @pytest.mark.parametrize(
@@ -243,9 +245,9 @@ def test_exits_not_in_use_cost_nothing_and_change_nothing(tiny: Any, name: str) 
     first = policy.thresholds[0]
     cost = token_cost(tiny.decoder, tiny.params)
 
-    def spent(policy: Any, found: Any) -> float:
-        gates = gate_flops(tiny.decoder, tiny.params, policy, found.work)
-        return pass_flops(cost, found.work, gates=gates)
+    def spent(policy: Any, result: Any) -> float:
+        gates = gate_flops(tiny.decoder, tiny.params, policy, result.work)
+        return pass_flops(cost, result.work, gates=gates)
 
     for depths, thresholds in (((1, 4), (first, -np.inf)), ((2,), (-np.inf, np.inf))):
         kept = jnp.asarray([t for t in thresholds if np.isfinite(t)], jnp.float32)
@@ -349,5 +351,5 @@ def test_random_deals_out_its_fractions_by_token_and_position_alone(tiny: Any) -
         assert (np.asarray(elsewhere) != draws).mean() > 0.9
     few = jnp.asarray(tokens(tiny))
     drawn = np.asarray(policy.start(few, positions[: SHAPE.batch, : SHAPE.token]))
-    wanted = np.select([drawn < 0.5, drawn < 0.75], [1, 2], 4)
-    np.testing.assert_array_equal(run(tiny, policy, few).depths, wanted)
+    expected = np.select([drawn < 0.5, drawn < 0.75], [1, 2], 4)
+    np.testing.assert_array_equal(run(tiny, policy, few).depths, expected)

@@ -37,26 +37,26 @@ IDS = np.random.default_rng(3).integers(0, 64, (3, 17)).astype(np.int32)
 def states(tiny: Any) -> list[np.ndarray]:
     """The embedding, and the states at both exits."""
     lengths = np.full(3, 17, np.int32)
-    found = cases.run_dense(tiny.decoder, tiny.params, IDS, lengths, depths=EXITS)
+    result = cases.run_dense(tiny.decoder, tiny.params, IDS, lengths, depths=EXITS)
     embedded = tiny.decoder.embed(tiny.params, jnp.asarray(IDS), jnp.asarray(IDS) * 0)
-    return [np.asarray(x, np.float64) for x in (embedded, *found)]
+    return [np.asarray(x, np.float64) for x in (embedded, *result)]
 
 
 @pytest.fixture(scope="module")
 def probabilities(tiny: Any, states: list[np.ndarray]) -> list[np.ndarray]:
     """What both exits predict, `[batch, token, vocab]`."""
-    found = []
+    results = []
     for x in states[1:]:
         logits = np.asarray(
             tiny.decoder.unembed(tiny.params, jnp.asarray(x, jnp.float32)), np.float64
         )
         weights = np.exp(logits - logits.max(axis=-1, keepdims=True))
-        found.append(weights / weights.sum(axis=-1, keepdims=True))
-    return found
+        results.append(weights / weights.sum(axis=-1, keepdims=True))
+    return results
 
 
-def check(model: Any, signal: Any, wanted: Any, atol: float = 2e-5) -> None:
-    np.testing.assert_allclose(scores_of(model, signal, IDS), np.stack(wanted), atol=atol)
+def check(model: Any, signal: Any, expected: Any, atol: float = 2e-5) -> None:
+    np.testing.assert_allclose(scores_of(model, signal, IDS), np.stack(expected), atol=atol)
 
 
 def entropy(p: np.ndarray) -> np.ndarray:
@@ -87,8 +87,8 @@ def test_the_surrogate_before_the_pass_is_of_the_bare_embedding(
     x = states[0]
     logits = np.asarray(tiny.decoder.unembed(tiny.params, jnp.asarray(x, jnp.float32)), np.float64)
     p = np.exp(logits) / np.exp(logits).sum(axis=-1, keepdims=True)
-    wanted = 2 / 3 * entropy(p) + 1 / 3 * (1 - cosine(x, np.asarray(mean_states(tiny)[0])))
-    check(tiny, SIGNALS["utio_before"](tiny), [wanted, wanted])
+    expected = 2 / 3 * entropy(p) + 1 / 3 * (1 - cosine(x, np.asarray(mean_states(tiny)[0])))
+    check(tiny, SIGNALS["utio_before"](tiny), [expected, expected])
 
 
 def test_the_surrogate_is_entropy_and_outlier_at_the_floor(
@@ -98,9 +98,9 @@ def test_the_surrogate_is_entropy_and_outlier_at_the_floor(
     for floor in (0, 1):
         mean = np.asarray(mean_states(tiny)[floor])
         outlier = 1 - cosine(states[floor + 1], mean)
-        wanted = 2 / 3 * entropy(probabilities[floor]) + 1 / 3 * outlier
-        for found in scores_of(tiny, signal, IDS, depths=DEPTHS[floor:]):
-            np.testing.assert_allclose(found, wanted, atol=2e-5)
+        expected = 2 / 3 * entropy(probabilities[floor]) + 1 / 3 * outlier
+        for result in scores_of(tiny, signal, IDS, depths=DEPTHS[floor:]):
+            np.testing.assert_allclose(result, expected, atol=2e-5)
 
 
 def test_confidences(tiny: Any, probabilities: list[np.ndarray]) -> None:
@@ -115,8 +115,8 @@ def test_similarity_is_between_neighbouring_boundaries_of_one_token(
 ) -> None:
     embedded, first, second = states
     check(tiny, StateSimilarity(), [1 - cosine(embedded, first), 1 - cosine(first, second)])
-    found = scores_of(tiny, StateSimilarity(), IDS, depths=(2, 4))
-    np.testing.assert_allclose(found[0], 1 - cosine(embedded, second), atol=2e-5)
+    result = scores_of(tiny, StateSimilarity(), IDS, depths=(2, 4))
+    np.testing.assert_allclose(result[0], 1 - cosine(embedded, second), atol=2e-5)
 
 
 def test_gates(tiny: Any, states: list[np.ndarray]) -> None:
@@ -130,7 +130,7 @@ def test_gates(tiny: Any, states: list[np.ndarray]) -> None:
 def test_patience_counts_consecutive_agreement(tiny: Any) -> None:
     """Four exits that predict 5 5 7 7 for one token, 5 6 6 6 for another, then not a number."""
     best = np.asarray([[5, 5], [5, 6], [7, 6], [7, 6], [-1, -1]])
-    signal, memory, found = Patience(), None, []
+    signal, memory, results = Patience(), None, []
     for index, row in enumerate(best):
         logits = jnp.where(row[:, None] < 0, jnp.nan, jnp.eye(8)[row])
         boundary = Boundary(
@@ -144,18 +144,20 @@ def test_patience_counts_consecutive_agreement(tiny: Any) -> None:
             map_logits=lambda function, logits=logits: function(logits)[None],
         )
         score, memory = signal(index, boundary, memory)
-        found.append(np.asarray(score)[0])
-    wanted = [[0, 0], [-1, 0], [0, -1], [-1, -2], [np.nan, np.nan]]
-    np.testing.assert_array_equal(found, wanted)
+        results.append(np.asarray(score)[0])
+    expected = [[0, 0], [-1, 0], [0, -1], [-1, -2], [np.nan, np.nan]]
+    np.testing.assert_array_equal(results, expected)
 
 
 def test_the_prompt_decides_for_the_rest_of_its_row(tiny: Any, states: list[np.ndarray]) -> None:
     gates = random_gates(tiny)
-    found = scores_of(tiny, PromptRouter(gates=gates, exits=EXITS, prompt=5), IDS)
+    result = scores_of(tiny, PromptRouter(gates=gates, exits=EXITS, prompt=5), IDS)
     for index, x in enumerate(states[1:]):
-        assert np.isposinf(found[index][:, :5]).all()
-        wanted = gate_value(gates, index, x[:, :5].mean(axis=1))
-        np.testing.assert_allclose(found[index][:, 5:], wanted[:, None] + np.zeros(12), atol=1e-4)
+        assert np.isposinf(result[index][:, :5]).all()
+        expected = gate_value(gates, index, x[:, :5].mean(axis=1))
+        np.testing.assert_allclose(
+            result[index][:, 5:], expected[:, None] + np.zeros(12), atol=1e-4
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -222,8 +224,8 @@ def test_policies_of_ones_own_have_defaults(tiny: Any) -> None:
 
     ids, lengths = tiny.tokens(2, 8), jnp.full(2, 8)
     run = partial(score, tiny.decoder, tiny.params, ids, lengths)
-    found = run(Every(depths=(1, 4)))
-    np.testing.assert_array_equal(found.depths, [[4, 1] * 4] * 2)
+    result = run(Every(depths=(1, 4)))
+    np.testing.assert_array_equal(result.depths, [[4, 1] * 4] * 2)
     assert isinstance(Every(depths=(1, 4)), Policy)
     with pytest.raises(NotImplementedError):
         run(Undecided(name="none", depths=(1, 4)))

@@ -143,7 +143,9 @@ def test_examples_import_public_names_alone(page: str) -> None:
 def test_every_link_leads_somewhere() -> None:
     for page in PAGES:
         text = re.sub(r"```.*?```", "", (ROOT / page).read_text(), flags=re.DOTALL)
-        for target in re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", text):
+        targets = re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", text)
+        defined = re.findall(r"^\[([^\]]+)\]: ([^#:\s]*)(?:#\S*)?$", text, flags=re.MULTILINE)
+        for target in (*targets, *(target for _, target in defined)):
             assert (ROOT / page).parent.joinpath(target).exists(), f"{page}: {target}"
 
 

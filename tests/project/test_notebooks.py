@@ -20,7 +20,7 @@ FOLDER = Path(__file__).parents[2] / "notebooks"
 NAMES = sorted({file.stem for file in FOLDER.iterdir() if file.suffix in (".py", ".ipynb")})
 MACHINE_PATH = re.compile(r"(?<![\w.])/(?:tmp|home|root|work|usr|opt|var|mnt|Users)/")
 
-each = pytest.mark.parametrize("name", NAMES)
+for_each_notebook = pytest.mark.parametrize("name", NAMES)
 
 
 def cells_of(name: str) -> list[dict[str, Any]]:
@@ -44,14 +44,14 @@ def texts_of(output: dict[str, Any]) -> Iterator[str]:
             yield text_of(value)
 
 
-@each
+@for_each_notebook
 def test_both_files_hold_the_same_cells(name: str) -> None:
     source = jupytext.read(FOLDER / f"{name}.py", fmt="py:percent")
     kept = [(cell["cell_type"], text_of(cell["source"])) for cell in cells_of(name)]
     assert kept == [(cell.cell_type, cell.source) for cell in source.cells], "make notebooks"
 
 
-@each
+@for_each_notebook
 def test_every_cell_was_run_once_in_order_without_errors(name: str) -> None:
     code = [cell for cell in cells_of(name) if cell["cell_type"] == "code"]
     assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1))
@@ -63,7 +63,7 @@ def test_every_cell_was_run_once_in_order_without_errors(name: str) -> None:
     assert not [out["text"] for out in outputs_of(name) if out.get("name") == "stderr"]
 
 
-@each
+@for_each_notebook
 def test_no_machine_is_named(name: str) -> None:
     for cell in cells_of(name):
         assert not MACHINE_PATH.findall(text_of(cell["source"]))
@@ -72,7 +72,7 @@ def test_no_machine_is_named(name: str) -> None:
             assert not MACHINE_PATH.findall(text), text
 
 
-@each
+@for_each_notebook
 def test_only_what_is_public_is_used(name: str) -> None:
     tree = ast.parse((FOLDER / f"{name}.py").read_text())
     used: list[str] = []
@@ -83,5 +83,5 @@ def test_only_what_is_public_is_used(name: str) -> None:
             used += [part for alias in node.names for part in alias.name.split(".")]
         elif isinstance(node, ast.Attribute) and not node.attr.startswith("__"):
             used.append(node.attr)
-    assert not [each for each in used if each.startswith("_")]
+    assert not [name_ for name_ in used if name_.startswith("_")]
     assert "utio_jax" in used

@@ -16,14 +16,14 @@ SHA = "a" * 64
 
 
 def maps_of(stops: tuple[int, ...], *, dim: int = 32, layers: int = 4) -> dict[int, KVMap]:
-    found = {}
+    result = {}
     for stop in stops:
         keys = jax.random.split(jax.random.key(stop))
         shape = (layers - stop, 2, 2, 8)
-        found[stop] = KVMap(
+        result[stop] = KVMap(
             kernel=jax.random.normal(keys[0], (dim, *shape)), bias=jax.random.normal(keys[1], shape)
         )
-    return found
+    return result
 
 
 @pytest.fixture
@@ -34,13 +34,13 @@ def saved(tmp_path: Path) -> Path:
 
 
 def test_what_is_saved_comes_back(saved: Path, tiny: Any) -> None:
-    found, info = load_kv_maps(saved, model_sha256=SHA)
+    result, info = load_kv_maps(saved, model_sha256=SHA)
     assert info["seed"] == 7
-    assert sorted(found) == [1, 3]
-    for stop, wanted in maps_of((1, 3)).items():
-        np.testing.assert_array_equal(found[stop].kernel, wanted.kernel)
-        np.testing.assert_array_equal(found[stop].bias, wanted.bias)
-    decoder, _ = with_kv_maps(tiny.decoder, tiny.params, found)
+    assert sorted(result) == [1, 3]
+    for stop, expected in maps_of((1, 3)).items():
+        np.testing.assert_array_equal(result[stop].kernel, expected.kernel)
+        np.testing.assert_array_equal(result[stop].bias, expected.bias)
+    decoder, _ = with_kv_maps(tiny.decoder, tiny.params, result)
     assert decoder.stops == (1, 3)
     # By the name of the tensors, too.
     again, _ = load_kv_maps(saved.with_suffix(".safetensors"), model_sha256=SHA)

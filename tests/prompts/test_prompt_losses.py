@@ -40,18 +40,18 @@ def test_losses_are_the_references(model: Model, documents: list[np.ndarray], kv
     assert rows.rows == 3
     assert rows.tokens == 8 + 5 + 1
     choice = PromptChoice(stop=2, deep=0.5, kv=kv)
-    found = continuations(model.decoder, model.params, rows, choice, executor=EXECUTOR).losses
+    result = continuations(model.decoder, model.params, rows, choice, executor=EXECUTOR).losses
     depths = np.full((1, 48), 4, np.int32)
     depths[0, 4 : PROMPT - 16] = 2
-    for document, mine in zip(documents, found, strict=True):
+    for document, actual in zip(documents, result, strict=True):
         ids = np.zeros((1, 48), np.int32)
         ids[0, : document.size] = document
         ends = np.asarray([document.size])
         x = run_oracle(model.decoder, model.params, ids, ends, jnp.asarray(depths), kv=kv)
-        wanted = plain_nll(model, ids, x)[0, PROMPT - 1 : document.size - 1].sum()
-        assert mine == pytest.approx(wanted, abs=1e-3)
+        expected = plain_nll(model, ids, x)[0, PROMPT - 1 : document.size - 1].sum()
+        assert actual == pytest.approx(expected, abs=1e-3)
     full = continuations(model.decoder, model.params, rows, None, executor=EXECUTOR).losses
-    assert not np.allclose(full, found, atol=1e-2)
+    assert not np.allclose(full, result, atol=1e-2)
     everything = PromptChoice(stop=2, deep=1.0, kv=kv)
     same = continuations(model.decoder, model.params, rows, everything, executor=EXECUTOR).losses
     np.testing.assert_allclose(same, full, atol=1e-4)
@@ -74,7 +74,7 @@ def test_what_a_prompt_costs(model: Model, documents: list[np.ndarray]) -> None:
     mapped = shallow + (2 * 120 + 2 * 60) * cost.keys_values + 2 * 60 * cost.kv_map
     copied = shallow + 4 * 120 * cost.keys_values
     hidden = shallow + (2 * 120 + 2 * 60) * cost.keys_values
-    for kv, wanted in (("mapped", mapped), ("propagate", copied), ("drop", hidden)):
+    for kv, expected in (("mapped", mapped), ("propagate", copied), ("drop", hidden)):
         choice = PromptChoice(stop=2, deep=0.5, kv=kv)  # type: ignore[arg-type]
-        assert ratio(choice) == pytest.approx(wanted / full, rel=1e-6)
+        assert ratio(choice) == pytest.approx(expected / full, rel=1e-6)
     assert ratio(PromptChoice(stop=2, deep=1.0)) == 1

@@ -53,11 +53,11 @@ def test_maps_are_the_least_squares_of_deeper_keys_and_values(name: str) -> None
     states: dict[int, list[np.ndarray]] = {depth: [] for depth in depths}
     for batch in read:
         ids, ends = jnp.asarray(batch.token_ids), jnp.asarray(batch.lengths)
-        found = run_dense(decoder, model.params, ids, ends, depths=depths)
+        result = run_dense(decoder, model.params, ids, ends, depths=depths)
         real = np.arange(32) < batch.lengths[:, None]
-        for depth, x in zip(depths, found, strict=True):
+        for depth, x in zip(depths, result, strict=True):
             states[depth].append(np.asarray(x)[real])
-    rows = {depth: np.concatenate(each) for depth, each in states.items()}
+    rows = {depth: np.concatenate(states_of) for depth, states_of in states.items()}
     origin = decoder.encode_positions(jnp.zeros(len(rows[1]), jnp.int32))
     for stop, maps in fitted.items():
         x = rows[stop] / np.sqrt((rows[stop] ** 2).mean(-1, keepdims=True) + 1e-6)
@@ -65,11 +65,11 @@ def test_maps_are_the_least_squares_of_deeper_keys_and_values(name: str) -> None
         for index in range(stop, 4):
             layer = jax.tree.map(lambda leaf, n=index: leaf[n], decoder.layers(model.params))
             shown = decoder.keys_values(layer, jnp.asarray(rows[index]), origin)
-            target = np.stack([np.asarray(each) for each in shown], axis=1).reshape(len(x), -1)
-            wanted = np.linalg.lstsq(inputs, target, rcond=None)[0]
-            mine = np.asarray(maps.kernel)[:, index - stop].reshape(32, -1)
+            target = np.stack([np.asarray(part) for part in shown], axis=1).reshape(len(x), -1)
+            expected = np.linalg.lstsq(inputs, target, rcond=None)[0]
+            actual = np.asarray(maps.kernel)[:, index - stop].reshape(32, -1)
             bias = np.asarray(maps.bias)[index - stop].reshape(-1)
-            np.testing.assert_allclose(x @ mine + bias, inputs @ wanted, atol=2e-3)
+            np.testing.assert_allclose(x @ actual + bias, inputs @ expected, atol=2e-3)
 
 
 def test_where_layers_do_nothing_maps_are_exact(tiny: Model) -> None:
@@ -85,21 +85,21 @@ def test_where_layers_do_nothing_maps_are_exact(tiny: Model) -> None:
     for index in (2, 3):
         layer = jax.tree.map(lambda leaf, n=index: leaf[n], decoder.layers(params))
         keys, values = decoder.keys_values(layer, x, places)
-        mine = mapped.rotate_keys(layer, shown[:, index - 2, 0], places)
-        np.testing.assert_allclose(mine, keys, atol=2e-3)
+        rotated = mapped.rotate_keys(layer, shown[:, index - 2, 0], places)
+        np.testing.assert_allclose(rotated, keys, atol=2e-3)
         np.testing.assert_allclose(shown[:, index - 2, 1], values, atol=2e-3)
 
 
 def test_padding_is_not_fitted_to(tiny: Model) -> None:
     ids = np.asarray(tiny.tokens(6, 32))
-    short = [each[:20] for each in ids]
+    short = [document[:20] for document in ids]
     stops, decoder = (2,), tiny.decoder
     narrow, _ = sample_batches(short, rows=3, width=20, vocab_size=decoder.config.vocab_size)
     wide = [
         dataclasses.replace(b, token_ids=np.pad(b.token_ids, ((0, 0), (0, 12)))) for b in narrow
     ]
     one, other = (
-        fit_kv_maps(decoder, tiny.params, each, stops=stops)[2] for each in (narrow, wide)
+        fit_kv_maps(decoder, tiny.params, text_, stops=stops)[2] for text_ in (narrow, wide)
     )
     np.testing.assert_allclose(one.kernel, other.kernel, atol=1e-3)
 
@@ -107,11 +107,13 @@ def test_padding_is_not_fitted_to(tiny: Model) -> None:
 def test_no_document_is_in_two_parts() -> None:
     documents = [np.full(10 + index, index) for index in range(23)]
     text = split_text(documents, seed=3)
-    parts = [{int(each[0]) for each in part} for part in (text.fit, text.calibrate, text.test)]
+    parts = [
+        {int(document[0]) for document in part} for part in (text.fit, text.calibrate, text.test)
+    ]
     assert [len(part) for part in parts] == [15, 4, 4]
     assert set.union(*parts) == set(range(23))
     assert text.parts == "documents"
-    assert {int(each[0]) for each in split_text(documents, seed=4).test} != parts[2]
+    assert {int(document[0]) for document in split_text(documents, seed=4).test} != parts[2]
 
 
 def test_a_few_documents_are_cut() -> None:
@@ -129,11 +131,11 @@ def test_rows_come_from_all_documents_and_do_not_overlap(tiny: Model) -> None:
         sizes = PromptSizes(prompt_tokens=prompt, continuation=follow, rows=count, batch=3)
         return cut_rows(documents, sizes, decoder=tiny.decoder)
 
-    found = cut(8, 2, 7)
-    rows = np.concatenate([ids for ids, _ in found.batches])[: found.rows]
-    assert found.rows == 7
-    assert len({*found.documents.tolist()}) == 7
-    for row, index in zip(rows, found.documents, strict=True):
+    result = cut(8, 2, 7)
+    rows = np.concatenate([ids for ids, _ in result.batches])[: result.rows]
+    assert result.rows == 7
+    assert len({*result.documents.tolist()}) == 7
+    for row, index in zip(rows, result.documents, strict=True):
         starts = [s for s in range(0, 50, 10) if np.array_equal(row, documents[index][s : s + 10])]
         assert len(starts) == 1
 
@@ -161,39 +163,39 @@ def study(tiny: Model, text: PromptText, limit: float, *, stops: tuple[int, ...]
 
 
 def test_the_cheapest_within_the_limit_is_chosen(tiny: Model, study_text: PromptText) -> None:
-    found = study(tiny, study_text, 1e6, stops=(1, 2))
-    assert found.chosen == min(found.candidates, key=lambda each: each.flops_ratio)
-    assert (found.chosen.stop, found.chosen.deep) == (1, 0.4)
-    first, *controls = found.test
+    result = study(tiny, study_text, 1e6, stops=(1, 2))
+    assert result.chosen == min(result.candidates, key=lambda candidate: candidate.flops_ratio)
+    assert (result.chosen.stop, result.chosen.deep) == (1, 0.4)
+    first, *controls = result.test
     assert first.role == "chosen"
-    assert [each.choice.label for each in controls] == [
+    assert [control.choice.label for control in controls] == [
         "1 random 0.4 propagate",
         "1 none propagate",
         "1 sinks_recent 0.4 drop",
     ]
-    for each in found.test:
-        low, high = each.interval
-        assert low <= each.choice.nll_increase_pct <= high
-    assert found.verdict.startswith("Chosen: 1 sinks_recent 0.4 propagate")
+    for row in result.test:
+        low, high = row.interval
+        assert low <= row.choice.nll_increase_pct <= high
+    assert result.verdict.startswith("Chosen: 1 sinks_recent 0.4 propagate")
 
 
 def test_where_nothing_pays_it_says_so(tiny: Model, study_text: PromptText) -> None:
     """All tokens deep lose nothing and save nothing; the others are above the limit."""
-    found = study(tiny, study_text, -1e6)
-    assert found.chosen is None
-    assert found.test[0].role == "best"
-    assert found.verdict.startswith("Nothing pays within +-1e+06 %")
+    result = study(tiny, study_text, -1e6)
+    assert result.chosen is None
+    assert result.test[0].role == "best"
+    assert result.verdict.startswith("Nothing pays within +-1e+06 %")
 
 
 def test_controls_differ_in_one_thing() -> None:
     choice = PromptChoice(stop=2, deep=0.3, flops_ratio=0.5, nll_increase_pct=1.0)
-    assert [each.label for each in controls_of(choice)] == [
+    assert [control.label for control in controls_of(choice)] == [
         "2 random 0.3 mapped",
         "2 none mapped",
         "2 sinks_recent 0.3 drop",
         "2 sinks_recent 0.3 propagate",
     ]
-    assert all(each.flops_ratio is None for each in controls_of(choice))
+    assert all(control.flops_ratio is None for control in controls_of(choice))
 
 
 def test_rows_of_few_documents_have_no_interval(tiny: Model) -> None:
@@ -203,7 +205,7 @@ def test_rows_of_few_documents_have_no_interval(tiny: Model) -> None:
         dataclasses.replace(whole, test=tuple(ids[1:5])),
         dataclasses.replace(whole, parts="parts of documents"),
     ):
-        found = study(tiny, few, 1e6)
-        assert found.test[0].interval is None
-        assert found.test[0].to_json()["interval"] is None
-        assert "% loss [no interval: fewer than 5 documents] at" in found.verdict
+        result = study(tiny, few, 1e6)
+        assert result.test[0].interval is None
+        assert result.test[0].to_json()["interval"] is None
+        assert "% loss [no interval: fewer than 5 documents] at" in result.verdict

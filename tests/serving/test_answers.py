@@ -62,17 +62,17 @@ DRAWS: dict[str, tuple[dict[str, Any], Any]] = {
 
 @pytest.fixture(scope="module")
 def model(server: Running) -> Model:
-    found = server.server.app.model.text
-    assert isinstance(found, Model)
-    return found
+    result = server.server.app.model.text
+    assert isinstance(result, Model)
+    return result
 
 
 def together(server: Running, path: str, bodies: list[Any]) -> list[Any]:
     """Returns the answers to requests that are all sent at once."""
     with concurrent.futures.ThreadPoolExecutor(len(bodies)) as pool:
-        found = list(pool.map(functools.partial(server.ask, path), bodies))
-    assert {each.status for each in found} == {200}, [each.body for each in found]
-    return [each.body for each in found]
+        answers = list(pool.map(functools.partial(server.ask, path), bodies))
+    assert {answer.status for answer in answers} == {200}, [answer.body for answer in answers]
+    return [answer.body for answer in answers]
 
 
 @pytest.mark.check
@@ -93,32 +93,32 @@ def test_requests_of_all_kinds_get_what_generate_gives_each_alone(
         mode = Plain() if budget is None else Adaptive(policy=budgets_of(model)[budget])
         prefill = None if whole else by_importance()
         seeds = [fields.get("seed", 0) % 2**32]
-        wanted = alone(model, prompt, NEW, drawn, mode=mode, prefill=prefill, seeds=seeds)
+        expected = alone(model, prompt, NEW, drawn, mode=mode, prefill=prefill, seeds=seeds)
         (choice,) = answer["choices"]
         case = (depth, draw)
-        assert choice["token_ids"] == wanted.token_ids[0].tolist(), case
+        assert choice["token_ids"] == expected.token_ids[0].tolist(), case
         ids = model.encode([prompt])[0]
-        assert choice["text"] == new_text(model.tokenizer, ids, wanted.token_ids[0]), case
+        assert choice["text"] == new_text(model.tokenizer, ids, expected.token_ids[0]), case
         assert choice["finish_reason"] == {"eos": "stop"}.get(
-            wanted.finish_reasons[0], wanted.finish_reasons[0]
+            expected.finish_reasons[0], expected.finish_reasons[0]
         )
         pieces, depths = choice["utio"]["pieces"], choice["utio"]["depths"]
         assert "".join(pieces) == choice["text"], "pieces joined are the text"
         assert len(pieces) == len(depths)
-        assert {*depths} <= {*wanted.decided[0].tolist()}
+        assert {*depths} <= {*expected.decided[0].tolist()}
         usage = answer["usage"]
         assert usage["prompt_tokens"] == ids.size
-        assert usage["completion_tokens"] == wanted.token_ids[0].size
-        assert usage["total_tokens"] == ids.size + wanted.token_ids[0].size
-        said = usage["utio"]
-        assert said["mean_depth_decided"] == pytest.approx(wanted.decided[0].mean())
-        assert said["mean_depth_executed"] >= said["mean_depth_decided"]
-        assert said["seconds_to_first_token"] >= said["seconds_in_queue"] >= 0
+        assert usage["completion_tokens"] == expected.token_ids[0].size
+        assert usage["total_tokens"] == ids.size + expected.token_ids[0].size
+        utio_usage = usage["utio"]
+        assert utio_usage["mean_depth_decided"] == pytest.approx(expected.decided[0].mean())
+        assert utio_usage["mean_depth_executed"] >= utio_usage["mean_depth_decided"]
+        assert utio_usage["seconds_to_first_token"] >= utio_usage["seconds_in_queue"] >= 0
 
 
 def test_usage_says_how_deep_it_ran_and_whose_log_probabilities_these_are(server: Running) -> None:
-    told = ("mode", "policy", "budget", "prompt_budget", "layers", "logprobs_of")
-    wanted = {
+    names = ("mode", "policy", "budget", "prompt_budget", "layers", "logprobs_of")
+    expected = {
         "as it is": ("adaptive", "learned", 0.5, 0.6, 4, "routed"),
         "deeper": ("adaptive", "learned", 0.8, 0.6, 4, "routed"),
         "whole prompt": ("adaptive", "learned", 0.5, 1, 4, "routed"),
@@ -126,14 +126,14 @@ def test_usage_says_how_deep_it_ran_and_whose_log_probabilities_these_are(server
         "all in full": ("plain", None, None, 1, 4, "full"),
         "said out loud": ("adaptive", "learned", 0.5, 0.6, 4, "routed"),
     }
-    bodies = [completion("x", max_tokens=2, utio=DEPTHS[name][0]) for name in wanted]
-    for name, answer in zip(wanted, together(server, "/v1/completions", bodies), strict=True):
-        said = answer["usage"]["utio"]
-        assert tuple(said[each] for each in told) == wanted[name], name
-        assert "prompt_logprobs_of" not in said
+    bodies = [completion("x", max_tokens=2, utio=DEPTHS[name][0]) for name in expected]
+    for name, answer in zip(expected, together(server, "/v1/completions", bodies), strict=True):
+        fields = answer["usage"]["utio"]
+        assert tuple(fields[key] for key in names) == expected[name], name
+        assert "prompt_logprobs_of" not in fields
     echoed = completion("x y", max_tokens=1, echo=True, logprobs=1, utio={"mode": "plain"})
-    said = server.ask("/v1/completions", echoed).body["usage"]["utio"]
-    assert (said["prompt_logprobs_of"], said["logprobs_of"]) == ("full", "routed")
+    fields = server.ask("/v1/completions", echoed).body["usage"]["utio"]
+    assert (fields["prompt_logprobs_of"], fields["logprobs_of"]) == ("full", "routed")
 
 
 def full_log_softmax(model: Model, ids: list[int]) -> np.ndarray:
@@ -164,11 +164,11 @@ def test_log_probabilities_are_those_of_a_full_pass(server: Running, model: Mode
     check_offsets(choice)
     assert "".join(logs["tokens"][1 : len(prompt)]) == PROMPTS[0]
     for place, token in enumerate(ids[1:]):
-        told = logs["top_logprobs"][place + 1]
-        assert len(told) >= 5
-        assert told[logs["tokens"][place + 1]] == logs["token_logprobs"][place + 1]
+        top_here = logs["top_logprobs"][place + 1]
+        assert len(top_here) >= 5
+        assert top_here[logs["tokens"][place + 1]] == logs["token_logprobs"][place + 1]
         # As lm-eval compares: whether the token was the most probable one.
-        largest = max(told.values())
+        largest = max(top_here.values())
         best = truth[place].max()
         assert largest == pytest.approx(best, abs=2e-4)
         assert (logs["token_logprobs"][place + 1] == largest) == bool(
@@ -176,8 +176,8 @@ def test_log_probabilities_are_those_of_a_full_pass(server: Running, model: Mode
         )
         top = sorted(truth[place], reverse=True)[:5]
         assert all(
-            min(abs(value - each) for each in [*top, chosen[place]]) < 2e-4
-            for value in told.values()
+            min(abs(value - other) for other in [*top, chosen[place]]) < 2e-4
+            for value in top_here.values()
         )
 
 
@@ -218,27 +218,29 @@ def test_offsets_are_places_in_the_text(server: Running, model: Model, seed: int
 def test_a_prompt_is_scored_without_a_new_token(server: Running, model: Model) -> None:
     texts = [PROMPTS[0], PROMPTS[2]]
     answer = server.completion(texts, max_tokens=0, echo=True, logprobs=1, n=2).body
-    assert [each["index"] for each in answer["choices"]] == [0, 1, 2, 3]
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
     for choice in answer["choices"]:
         text = texts[choice["index"] // 2]
         ids = model.encode([text])[0].tolist()
         truth = full_log_softmax(model, ids)
-        wanted = [truth[place, token] for place, token in enumerate(ids[1:])]
-        np.testing.assert_allclose(choice["logprobs"]["token_logprobs"][1:], wanted, atol=2e-4)
+        expected = [truth[place, token] for place, token in enumerate(ids[1:])]
+        np.testing.assert_allclose(choice["logprobs"]["token_logprobs"][1:], expected, atol=2e-4)
         assert choice["text"] == text
         assert choice["finish_reason"] == "length"
     assert answer["usage"]["completion_tokens"] == 0
     silent = server.completion(texts, max_tokens=0, echo=True).body
-    assert [each["text"] for each in silent["choices"]] == texts
+    assert [choice["text"] for choice in silent["choices"]] == texts
     assert silent["choices"][0]["logprobs"] is None
 
 
 def test_token_ids_are_prompts_too(server: Running, model: Model) -> None:
     rows = [model.encode([text])[0].tolist() for text in PROMPTS[:2]]
-    said, ids = server.completion(list(PROMPTS[:2])).body, server.completion(rows).body
-    assert [each["text"] for each in said["choices"]] == [each["text"] for each in ids["choices"]]
+    from_text, ids = server.completion(list(PROMPTS[:2])).body, server.completion(rows).body
+    assert [choice["text"] for choice in from_text["choices"]] == [
+        choice["text"] for choice in ids["choices"]
+    ]
     (one,) = server.completion(rows[1]).body["choices"]
-    assert one["text"] == said["choices"][1]["text"]
+    assert one["text"] == from_text["choices"][1]["text"]
     echoed = server.completion(rows[0], echo=True, max_tokens=0).body
     assert echoed["choices"][0]["text"] == PROMPTS[0]
 
@@ -266,26 +268,30 @@ def test_a_stream_joined_is_the_whole_answer(server: Running, seed: int) -> None
         server.stream("/v1/completions", {**body, "stream_options": {"include_usage": True}})
     )
     texts = whole_of(events)
-    assert texts == {each["index"]: each["text"] for each in whole["choices"]}
+    assert texts == {choice["index"]: choice["text"] for choice in whole["choices"]}
     parts = [choice for event in events[:-1] for choice in event["choices"]]
     for index in range(2):
-        mine = [part for part in parts if part["index"] == index]
+        choice_parts = [part for part in parts if part["index"] == index]
         choice = whole["choices"][index]
-        assert len(mine) > 1, "it came in pieces"
-        assert [part["finish_reason"] for part in mine[:-1]] == [None] * (len(mine) - 1)
-        assert mine[-1]["finish_reason"] == choice["finish_reason"]
-        assert [*chain.from_iterable(part["token_ids"] for part in mine)] == choice["token_ids"]
-        for part in mine:
+        assert len(choice_parts) > 1, "it came in pieces"
+        assert [part["finish_reason"] for part in choice_parts[:-1]] == [None] * (
+            len(choice_parts) - 1
+        )
+        assert choice_parts[-1]["finish_reason"] == choice["finish_reason"]
+        assert [*chain.from_iterable(part["token_ids"] for part in choice_parts)] == choice[
+            "token_ids"
+        ]
+        for part in choice_parts:
             assert "".join(part["utio"]["pieces"]) == part["text"]
         for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
-            parts_of = [part["logprobs"][name] for part in mine]
+            parts_of = [part["logprobs"][name] for part in choice_parts]
             assert [*chain.from_iterable(parts_of)] == choice["logprobs"][name]
     usage = events[-2]
     assert usage["choices"] == []
     assert {str(event["usage"]) for event in events[:-2]} == {"None"}
     timeless = [
-        {key: value for key, value in each["usage"].items() if key != "utio"}
-        for each in (usage, whole)
+        {key: value for key, value in event["usage"].items() if key != "utio"}
+        for event in (usage, whole)
     ]
     assert timeless[0] == timeless[1]
     assert len({event["id"] for event in events[:-1]}) == 1
@@ -327,8 +333,8 @@ def test_a_stop_string_ends_a_text_and_is_not_shown(server: Running) -> None:
         pieces = [
             piece
             for event in events[:-1]
-            for each in event["choices"]
-            for piece in each["utio"]["pieces"]
+            for choice in event["choices"]
+            for piece in choice["utio"]["pieces"]
         ]
         assert "".join(pieces) == kept
     held = plain[-3:] + "!"  # Begins at the very end: it has to be let go.
@@ -367,13 +373,13 @@ def test_choices_are_drawn_with_seeds_in_a_row(server: Running) -> None:
         server.completion("x", seed=seed, **drawn).body["choices"][0]["text"] for seed in (5, 6, 7)
     ]
     many = server.completion(["y", "x"], seed=5, n=3, **drawn).body
-    assert [each["index"] for each in many["choices"]] == [*range(6)]
-    assert [each["text"] for each in many["choices"][3:]] == one
+    assert [choice["index"] for choice in many["choices"]] == [*range(6)]
+    assert [choice["text"] for choice in many["choices"][3:]] == one
     assert len({*one}) == 3
     assert many["usage"]["completion_tokens"] == 6 * 12
     sizes = [
-        each["usage"]["prompt_tokens"]
-        for each in (server.completion(text, max_tokens=1).body for text in ("x", "y"))
+        body["usage"]["prompt_tokens"]
+        for body in (server.completion(text, max_tokens=1).body for text in ("x", "y"))
     ]
     assert many["usage"]["prompt_tokens"] == sum(sizes)
     free = {server.completion("x", **drawn).body["choices"][0]["text"] for _ in range(4)}
@@ -390,22 +396,22 @@ CONVERSATION = [
 
 def test_a_chat_is_answered_as_the_models_own_chat(server: Running, model: Model) -> None:
     plain = [*CONVERSATION[:3], {"role": "user", "content": "How so"}]
-    wanted = model.chat(plain, max_new_tokens=16, lengths=LENGTHS)
+    expected = model.chat(plain, max_new_tokens=16, lengths=LENGTHS)
     body = {"model": "small", "messages": CONVERSATION, "temperature": 0, "utio": PLAIN}
     body |= {"max_completion_tokens": 16, "max_tokens": 3, "logprobs": True, "top_logprobs": 2}
     answer = server.ask("/v1/chat/completions", body).body
     (choice,) = answer["choices"]
-    assert choice["message"] == {"role": "assistant", "content": wanted.text, "refusal": None}
+    assert choice["message"] == {"role": "assistant", "content": expected.text, "refusal": None}
     assert answer["object"] == "chat.completion"
     logs = choice["logprobs"]["content"]
-    found = [each["logprob"] for each in logs]
-    np.testing.assert_allclose(found, wanted.generated.log_probabilities[0], atol=2e-4)
-    assert all(len(each["top_logprobs"]) == 2 for each in logs)
-    assert all(each["top_logprobs"][0]["logprob"] == each["logprob"] for each in logs)
-    data = b"".join(bytes(each["bytes"]) for each in logs)
-    assert data.decode(errors="replace") == wanted.text
+    log_probs = [entry["logprob"] for entry in logs]
+    np.testing.assert_allclose(log_probs, expected.generated.log_probabilities[0], atol=2e-4)
+    assert all(len(entry["top_logprobs"]) == 2 for entry in logs)
+    assert all(entry["top_logprobs"][0]["logprob"] == entry["logprob"] for entry in logs)
+    data = b"".join(bytes(entry["bytes"]) for entry in logs)
+    assert data.decode(errors="replace") == expected.text
     events = list(server.stream("/v1/chat/completions", body))
-    assert whole_of(events, chat=True) == {0: wanted.text}
+    assert whole_of(events, chat=True) == {0: expected.text}
     first = events[0]
     assert first["object"] == "chat.completion.chunk"
     assert first["choices"][0]["delta"]["role"] == "assistant"
@@ -429,16 +435,16 @@ def without_chat(server: Running) -> Iterator[None]:
 
 
 def test_a_model_without_a_template_says_so(server: Running, without_chat: None) -> None:
-    found = server.ask("/v1/chat/completions", chat("Hello"))
-    assert (found.status, found.error["code"]) == (400, "no_chat_template")
-    assert "/v1/completions" in found.error["message"]
+    result = server.ask("/v1/chat/completions", chat("Hello"))
+    assert (result.status, result.error["code"]) == (400, "no_chat_template")
+    assert "/v1/completions" in result.error["message"]
 
 
 def test_what_a_template_refuses_is_told(server: Running) -> None:
     body = chat("x") | {"messages": [{"role": "tool", "content": "42"}]}
-    found = server.ask("/v1/chat/completions", body)
-    assert (found.status, found.error["param"]) == (400, "messages")
-    assert "No tools" in found.error["message"]
+    result = server.ask("/v1/chat/completions", body)
+    assert (result.status, result.error["param"]) == (400, "messages")
+    assert "No tools" in result.error["message"]
 
 
 def test_all_fields_of_messages_reach_the_template(server: Running) -> None:
@@ -468,8 +474,8 @@ def test_all_fields_of_messages_reach_the_template(server: Running) -> None:
         {**messages[2], "content": "blue"},
     ]
     deep = json.loads("[" * 600 + "]" * 600)
-    found = server.ask("/tokenize", {"messages": [{"role": "user", "content": "x", "more": deep}]})
-    assert found.status in (200, 400)
+    result = server.ask("/tokenize", {"messages": [{"role": "user", "content": "x", "more": deep}]})
+    assert result.status in (200, 400)
 
 
 def test_texts_become_tokens_and_tokens_texts(server: Running, model: Model) -> None:
@@ -487,9 +493,11 @@ def test_texts_become_tokens_and_tokens_texts(server: Running, model: Model) -> 
     assert marked == "<|endoftext|>"
     spelled = {"prompt": marked, "add_special_tokens": False}
     assert server.ask("/tokenize", spelled).body["tokens"] == [0], "as lm-eval asks for its id"
-    said = server.ask("/tokenize", {"messages": CONVERSATION}).body
-    wanted = model.chat_template.render([*CONVERSATION[:3], {"role": "user", "content": "How so"}])
-    assert server.ask("/detokenize", {"tokens": said["tokens"]}).body["prompt"] == wanted
+    rendered = server.ask("/tokenize", {"messages": CONVERSATION}).body
+    expected = model.chat_template.render(
+        [*CONVERSATION[:3], {"role": "user", "content": "How so"}]
+    )
+    assert server.ask("/detokenize", {"tokens": rendered["tokens"]}).body["prompt"] == expected
     info = server.ask("/tokenizer_info").body
     assert info["eos_token"] == "<|endoftext|>"
     assert info["chat_template"] == model.chat_template.template

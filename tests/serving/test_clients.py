@@ -44,11 +44,11 @@ def node(script: str, *arguments: str, modules: Path) -> str:
     """Returns the last line of a script of ours, which finds its client beside a copy of it."""
     copy = modules / script
     shutil.copy(CLIENTS / script, copy)
-    found = subprocess.run(
+    result = subprocess.run(
         ["node", str(copy), *arguments], capture_output=True, text=True, timeout=300, check=False
     )
-    assert found.returncode == 0, found.stderr[-3000:]
-    return found.stdout.splitlines()[-1]
+    assert result.returncode == 0, result.stderr[-3000:]
+    return result.stdout.splitlines()[-1]
 
 
 @pytest.fixture
@@ -58,8 +58,8 @@ def modules() -> Path:
 
 
 def test_openais_client_for_javascript(server: Process, modules: Path) -> None:
-    found = json.loads(node("openai.mjs", server.url, modules=modules))
-    assert found["text"] == found["streamed"]
+    result = json.loads(node("openai.mjs", server.url, modules=modules))
+    assert result["text"] == result["streamed"]
     server.wait_for(server.settled)
     assert any(line.get("status") == 503 for line in server.lines)
     counters = server.counters()
@@ -77,14 +77,14 @@ def test_openais_client_for_javascript_and_a_key(
     words = ["-c", command, "serve", "--model", str(folder), "--port", "0", "--name", "small"]
     server = Process([*words, "--api-key-file", str(key)], log=tmp_path / "log")
     try:
-        found = json.loads(node("locked.mjs", server.url, "right", modules=modules))
-        assert found["models"] == ["small"]
+        result = json.loads(node("locked.mjs", server.url, "right", modules=modules))
+        assert result["models"] == ["small"]
     finally:
         server.close()
 
 
 def test_ten_thousand_generated_requests_find_no_fault(server: Process, tmp_path: Path) -> None:
-    found = subprocess.run(
+    result = subprocess.run(
         [
             *(sys.executable, "-m", "schemathesis.cli", "run", f"{server.url}/openapi.json"),
             *("--checks", ",".join(CHECKS), "--mode", "all", "--phases", "coverage,fuzzing"),
@@ -98,7 +98,7 @@ def test_ten_thousand_generated_requests_find_no_fault(server: Process, tmp_path
         cwd=tmp_path,
         env={**os.environ, "SCHEMATHESIS_HOOKS": "hooks", "PYTHONPATH": str(CLIENTS)},
     )
-    assert found.returncode == 0, found.stdout[-6000:] + found.stderr[-2000:]
+    assert result.returncode == 0, result.stdout[-6000:] + result.stderr[-2000:]
     asked = [line for line in server.lines if line["event"] == "request"]
     assert len(asked) >= CASES
     statuses = collections.Counter(line["status"] for line in asked)

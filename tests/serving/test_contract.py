@@ -60,12 +60,12 @@ BODIES: dict[str, tuple[Any, str | None]] = {
 def test_bodies_that_are_wrong_are_refused_with_the_field(server: Running, name: str) -> None:
     body, param = BODIES[name]
     data = body if isinstance(body, bytes) else body.encode()
-    found = server.ask("/v1/completions", data)
-    assert found.status == 400, found.body
-    assert found.error["type"] == "invalid_request_error"
-    assert found.error["param"] == param, found.body
-    assert len(found.error["message"]) < 1000
-    assert "pydantic" not in found.error["message"]
+    result = server.ask("/v1/completions", data)
+    assert result.status == 400, result.body
+    assert result.error["type"] == "invalid_request_error"
+    assert result.error["param"] == param, result.body
+    assert len(result.error["message"]) < 1000
+    assert "pydantic" not in result.error["message"]
 
 
 REFUSED: dict[str, Any] = {
@@ -80,10 +80,10 @@ REFUSED: dict[str, Any] = {
 def test_fields_that_would_be_missed_are_refused_by_name(server: Running) -> None:
     for name, value in REFUSED.items():
         for path, body in (("completions", completion("x")), ("chat/completions", chat("x"))):
-            found = server.ask(f"/v1/{path}", {**body, name: value})
-            assert found.status == 400, name
-            assert (found.error["param"], found.error["code"]) == (name, "unsupported")
-            assert name in found.error["message"]
+            result = server.ask(f"/v1/{path}", {**body, name: value})
+            assert result.status == 400, name
+            assert (result.error["param"], result.error["code"]) == (name, "unsupported")
+            assert name in result.error["message"]
 
 
 def test_fields_that_change_nothing_and_unknown_ones_are_let_pass(server: Running) -> None:
@@ -105,8 +105,8 @@ def test_of_several_prompts_the_one_at_fault_is_named(server: Running) -> None:
         (["x", "a\ud800"], "Wanted prompt 1 of whole characters"),
         ([[300]], "Got 300."),
     ):
-        found = server.completion(prompts)
-        assert (found.status, message in found.error["message"]) == (400, True), found.error
+        result = server.completion(prompts)
+        assert (result.status, message in result.error["message"]) == (400, True), result.error
 
 
 MESSAGES: dict[str, Any] = {
@@ -120,10 +120,10 @@ MESSAGES: dict[str, Any] = {
 @pytest.mark.parametrize("name", MESSAGES)
 def test_conversations_that_are_none_are_refused(server: Running, name: str) -> None:
     body = json.dumps(chat("x") | {"messages": MESSAGES[name]}).replace("HALF", "\\ud800")
-    found = server.ask("/v1/chat/completions", body.encode())
-    assert (found.status, found.error["param"]) == (400, "messages")
-    wanted = chat("x", top_logprobs=2)
-    assert server.ask("/v1/chat/completions", wanted).error["param"] == "top_logprobs"
+    result = server.ask("/v1/chat/completions", body.encode())
+    assert (result.status, result.error["param"]) == (400, "messages")
+    expected = chat("x", top_logprobs=2)
+    assert server.ask("/v1/chat/completions", expected).error["param"] == "top_logprobs"
 
 
 NULLS = [None] * 150_000
@@ -143,9 +143,9 @@ def test_a_body_that_is_wrong_everywhere_makes_few_errors(server: Running, name:
     with pytest.raises(pydantic.ValidationError) as wrong:
         schema.model_validate(body)
     assert wrong.value.error_count() <= 8
-    found = server.ask(path, body)
-    assert (found.status, found.error["type"]) == (400, "invalid_request_error")
-    assert len(json.dumps(found.body)) < 1000
+    result = server.ask(path, body)
+    assert (result.status, result.error["type"]) == (400, "invalid_request_error")
+    assert len(json.dumps(result.body)) < 1000
 
 
 def test_addresses_and_methods_that_are_not_there(server: Running) -> None:
@@ -159,13 +159,13 @@ def test_addresses_and_methods_that_are_not_there(server: Running) -> None:
         ("/v1/models/%ff%00", "GET", 404),
     )
     for path, method, status in cases:
-        found = server.ask(path, {} if method == "POST" else None, method=method)
-        assert (found.status, found.error["type"]) == (status, "invalid_request_error"), path
+        result = server.ask(path, {} if method == "POST" else None, method=method)
+        assert (result.status, result.error["type"]) == (status, "invalid_request_error"), path
     bare = server.ask("/ready", method="POST")
     assert (bare.status, bare.error["code"]) == (405, "method_not_allowed")
     other = server.ask("/v1/completions", completion("x") | {"model": "gpt"})
-    told = (other.status, other.error["code"], other.error["param"])
-    assert told == (404, "model_not_found", "model")
+    fields = (other.status, other.error["code"], other.error["param"])
+    assert fields == (404, "model_not_found", "model")
     assert "'small'" in other.error["message"]
     half = server.ask("/v1/completions", b'{"model": "\\ud800", "prompt": "x"}')
     assert (half.status, half.error["param"]) == (404, "model")
@@ -174,16 +174,16 @@ def test_addresses_and_methods_that_are_not_there(server: Running) -> None:
 def test_sizes_and_kinds_of_bodies(server: Running) -> None:
     # What a page of another host may send without asking first.
     for kind in ("text/plain", "application/x-www-form-urlencoded", ""):
-        found = server.ask("/v1/completions", with_(), headers={"Content-Type": kind})
-        assert (found.status, "application/json" in found.error["message"]) == (400, True)
+        result = server.ask("/v1/completions", with_(), headers={"Content-Type": kind})
+        assert (result.status, "application/json" in result.error["message"]) == (400, True)
     for _ in range(3):
         large = server.ask("/v1/completions", with_(user="x" * 10_000_000))
         assert (large.status, large.error["code"]) == (413, "request_too_large")
     both = request_bytes(b"0\r\n\r\n", Transfer_Encoding="chunked")
     with server.connect(both) as connection:
-        found = read_all(connection)
-    assert b" 400 " in found.split(b"\r\n")[0]
-    assert b"Got both" in found, "two ends of a body"
+        result = read_all(connection)
+    assert b" 400 " in result.split(b"\r\n")[0]
+    assert b"Got both" in result, "two ends of a body"
     # It says nothing of its size, and does not end.
     chunk = b"10000\r\n" + b" " * 2**16 + b"\r\n"
     head = request_bytes(b"", Transfer_Encoding="chunked").replace(b"Content-Length: 0\r\n", b"")
@@ -191,8 +191,8 @@ def test_sizes_and_kinds_of_bodies(server: Running) -> None:
         with contextlib.suppress(OSError):
             for _ in range(160):  # 10 MB.
                 connection.sendall(chunk)
-        found = read_all(connection)
-    assert found == b"" or b" 413 " in found.split(b"\r\n")[0]
+        result = read_all(connection)
+    assert result == b"" or b" 413 " in result.split(b"\r\n")[0]
     server.wait_for(lambda: server.lines[-1].get("status") == 413)
 
 
@@ -209,19 +209,19 @@ def key(server: Running, tmp_path: Path) -> Iterator[str]:
 def test_only_those_with_the_key_are_let_in(server: Running, key: str) -> None:
     def status(authorization: str | None, path: str = "/v1/models") -> int:
         headers = {} if authorization is None else {"Authorization": authorization}
-        found = server.ask(path, headers=headers)
-        if found.status == 401:
-            assert found.error["code"] == "invalid_api_key"
-            assert found.headers["www-authenticate"] == "Bearer"
-        return found.status
+        result = server.ask(path, headers=headers)
+        if result.status == 401:
+            assert result.error["code"] == "invalid_api_key"
+            assert result.headers["www-authenticate"] == "Bearer"
+        return result.status
 
     for good in ("Bearer kiwi", "bearer kiwi", "Bearer  kiwi "):
         assert status(good) == 200, good
     wrong = [None, "", "Bearer", "Bearer ", "Bearer third", "Basic kiwi", "kiwi"]
     wrong += ["Bearer k\xefwi", "Bearer kiw", "Bearer kiwi kiwi"]
-    for each in wrong:
-        assert status(each) == 401, each
-        headers = {"Authorization": each or ""}
+    for body in wrong:
+        assert status(body) == 401, body
+        headers = {"Authorization": body or ""}
         assert server.ask("/v1/completions", with_(), headers=headers).status == 401
     for path in ("/v1/models/small", "/tokenizer_info", "/nothing"):
         assert status(None, path) == 401
@@ -264,11 +264,11 @@ def asked(server: Running, *bodies: dict[str, Any], **headers: str) -> Iterator[
     """Sends completions side by side; their answers are in the list once it is left."""
     answers: list[Any] = []
     with concurrent.futures.ThreadPoolExecutor(len(bodies)) as pool:
-        found = [
+        futures = [
             pool.submit(server.ask, "/v1/completions", body, headers=headers) for body in bodies
         ]
         yield answers
-        answers += [each.result() for each in found]
+        answers += [future.result() for future in futures]
 
 
 def open_tasks(server: Running) -> int:
@@ -284,7 +284,7 @@ def test_a_full_queue_is_told_and_when_to_come_again(server: Running) -> None:
             full = server.completion("x")
             assert (full.status, full.error["code"]) == (429, "overloaded")
             assert 1 <= int(full.headers["retry-after"]) <= 60
-        assert [each.status for each in answers] == [200] * (slots + 1)
+        assert [answer.status for answer in answers] == [200] * (slots + 1)
         never = server.completion("x", n=slots + 2)
         assert (never.status, "at most" in never.error["message"]) == (400, True)
 
@@ -292,9 +292,9 @@ def test_a_full_queue_is_told_and_when_to_come_again(server: Running) -> None:
 def test_an_answer_that_takes_too_long_ends(server: Running) -> None:
     long = completion("x", max_tokens=200)
     with server.limited(request_seconds=1.0), server.slowed(0.2):
-        found = server.ask("/v1/completions", long)
-        assert (found.status, found.error["code"]) == (504, "request_timeout")
-        assert found.headers["x-should-retry"] == "false"
+        result = server.ask("/v1/completions", long)
+        assert (result.status, result.error["code"]) == (504, "request_timeout")
+        assert result.headers["x-should-retry"] == "false"
         events = list(server.stream("/v1/completions", long))
     assert len(events) > 1
     assert events[-1]["error"]["code"] == "request_timeout", "and no [DONE]"
@@ -308,7 +308,7 @@ def test_a_silent_stream_says_that_it_is_alive(server: Running) -> None:
     assert events[-1] == "[DONE]"
     with server.limited(ping_seconds=0.02), server.slowed(0.15):
         whole = server.completion("x", max_tokens=16)
-    texts = [each["choices"][0]["text"] for each in events if isinstance(each, dict)]
+    texts = [event["choices"][0]["text"] for event in events if isinstance(event, dict)]
     assert "".join(texts) == whole.body["choices"][0]["text"]
 
 
@@ -378,9 +378,9 @@ def test_a_fault_of_the_server_is_told_and_logged_without_the_prompt(
         raise KeyError(body.prompt)
 
     monkeypatch.setattr(server.server.app.reader, "completion", broken)
-    found = server.completion(SECRET)
-    assert (found.status, found.error["code"]) == (500, "internal_error")
-    assert found.headers["x-request-id"]
+    result = server.completion(SECRET)
+    assert (result.status, result.error["code"]) == (500, "internal_error")
+    assert result.headers["x-request-id"]
     server.wait_for(lambda: server.faults)
     (line,) = server.faults
     assert (line["status"], line["fault"]) == (500, "KeyError")
@@ -437,9 +437,9 @@ def test_warming_up_tells_how_many_programs_are_compiled(server: Running) -> Non
     service = server.server.app
     service.ready = False
     try:
-        found = server.ask("/ready")
-        assert found.status == 503
-        assert f"compiling, {programs} of {programs} programs" in found.error["message"]
+        result = server.ask("/ready")
+        assert result.status == 503
+        assert f"compiling, {programs} of {programs} programs" in result.error["message"]
     finally:
         service.ready = True
 
@@ -472,15 +472,15 @@ def official(server: Running) -> Iterator[openai.OpenAI]:
 def test_openais_client_completes(server: Running, official: openai.OpenAI) -> None:
     given: Any = {"model": "small", "prompt": "def f(x):", "max_tokens": 12, "temperature": 0}
     given["extra_body"] = WHOLE
-    found: Any = official.completions.create(**given, n=2, logprobs=3, echo=True)
-    wanted = server.completion("def f(x):", max_tokens=12, **WHOLE).body["choices"][0]["text"]
-    assert [each.text for each in found.choices] == ["def f(x):" + wanted] * 2
-    logs = found.choices[0].logprobs
-    told = (logs.tokens, logs.token_logprobs, logs.top_logprobs, logs.text_offset)
-    assert {len(each) for each in told} == {found.usage.prompt_tokens + 12}
+    result: Any = official.completions.create(**given, n=2, logprobs=3, echo=True)
+    expected = server.completion("def f(x):", max_tokens=12, **WHOLE).body["choices"][0]["text"]
+    assert [choice.text for choice in result.choices] == ["def f(x):" + expected] * 2
+    logs = result.choices[0].logprobs
+    columns = (logs.tokens, logs.token_logprobs, logs.top_logprobs, logs.text_offset)
+    assert {len(column) for column in columns} == {result.usage.prompt_tokens + 12}
     given |= {"stream": True, "stream_options": {"include_usage": True}, "seed": 3}
     chunks: Any = list(official.completions.create(**given))
-    assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == wanted
+    assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == expected
     assert chunks[-1].usage.completion_tokens == 12
     assert {model.id for model in official.models.list()} == {"small"}
     assert official.models.retrieve("small").owned_by == "utio-jax"
@@ -489,14 +489,14 @@ def test_openais_client_completes(server: Running, official: openai.OpenAI) -> N
 def test_openais_client_chats(server: Running, official: openai.OpenAI) -> None:
     given: Any = {"model": "small", "messages": [{"role": "user", "content": "Hello"}]}
     given |= {"max_completion_tokens": 12, "temperature": 0, "extra_body": WHOLE}
-    found: Any = official.chat.completions.create(**given, logprobs=True, top_logprobs=2, n=2)
-    wanted = server.ask("/v1/chat/completions", chat("Hello", max_tokens=12, **WHOLE)).body
-    text = wanted["choices"][0]["message"]["content"]
-    assert [each.message.content for each in found.choices] == [text] * 2
-    assert found.choices[0].finish_reason == "length"
-    assert len(found.choices[0].logprobs.content) == 12
-    assert found.usage.total_tokens == found.usage.prompt_tokens + 24
-    assert found.usage.model_extra["utio"]["mode"] == "adaptive"
+    result: Any = official.chat.completions.create(**given, logprobs=True, top_logprobs=2, n=2)
+    expected = server.ask("/v1/chat/completions", chat("Hello", max_tokens=12, **WHOLE)).body
+    text = expected["choices"][0]["message"]["content"]
+    assert [choice.message.content for choice in result.choices] == [text] * 2
+    assert result.choices[0].finish_reason == "length"
+    assert len(result.choices[0].logprobs.content) == 12
+    assert result.usage.total_tokens == result.usage.prompt_tokens + 24
+    assert result.usage.model_extra["utio"]["mode"] == "adaptive"
     chunks = list(official.chat.completions.create(**given, stream=True))
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == text
     assert chunks[0].choices[0].delta.role == "assistant"

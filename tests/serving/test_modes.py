@@ -39,7 +39,7 @@ PROMPTS = ("def mean(values):\n    return", "x", "aaaa bbbb aaaa", "naïve € �
 
 @pytest.mark.parametrize("name", MODES)
 def test_texts_are_those_of_generate_in_this_mode(folder: Path, name: str) -> None:
-    mode, prefill, told = MODES[name]
+    mode, prefill, logprobs_of = MODES[name]
     nothing: dict[str, Any] = {"policy": None, "budget": None, "budgets": {}}
     budget = None if prefill is None else 0.6
     served = served_model(folder, mode=mode, prefill=prefill, prompt_budget=budget, **nothing)
@@ -59,14 +59,14 @@ def test_texts_are_those_of_generate_in_this_mode(folder: Path, name: str) -> No
     for (prompt, heat), answer in zip(cases, answers, strict=True):
         assert answer.status == 200, answer.body
         drawn = SamplingParams(temperature=heat)
-        wanted = alone(model, prompt, 30, drawn, mode=mode, prefill=prefill, seeds=[5])
+        expected = alone(model, prompt, 30, drawn, mode=mode, prefill=prefill, seeds=[5])
         (choice,) = answer.body["choices"]
         (ids,) = model.encode([prompt])
-        assert choice["text"] == new_text(model.tokenizer, ids, wanted.token_ids[0])
-        found = choice["logprobs"]["token_logprobs"]
-        np.testing.assert_allclose(found, wanted.log_probabilities[0], atol=2e-4)
-        said = answer.body["usage"]["utio"]
-        assert (said["mode"], said["logprobs_of"]) == (mode.name, told)
+        assert choice["text"] == new_text(model.tokenizer, ids, expected.token_ids[0])
+        result = choice["logprobs"]["token_logprobs"]
+        np.testing.assert_allclose(result, expected.log_probabilities[0], atol=2e-4)
+        fields = answer.body["usage"]["utio"]
+        assert (fields["mode"], fields["logprobs_of"]) == (mode.name, logprobs_of)
 
 
 @pytest.mark.parametrize("pays", [True, False])
@@ -78,10 +78,10 @@ def test_requests_run_in_full_where_a_depth_per_token_is_predicted_not_to_pay(
     monkeypatch.setattr(planning, "_rates", lambda *_: rates)
     # At 4 slots: two layers for all, and two more where one of them goes on.
     with running(served_model(folder, histogram={2: 0.9, 4: 0.1}), slots=4) as server:
-        said = server.ask("/ready").body
+        ready = server.ask("/ready").body
         mode = "adaptive" if pays else "plain"
         (planned,) = (line for line in server.lines if line["event"] == "planned")
-        assert said == {"status": "ready", "mode": mode, "plan": planned["why"]}
+        assert ready == {"status": "ready", "mode": mode, "plan": planned["why"]}
         assert planned["speedup"] == pytest.approx(plain / (0.004 + 0.004 * (1 - 0.9**4)), abs=1e-3)
         assert planned["why"].endswith("run at 0.5." if pays else "run in full.")
         about = server.ask("/v1/models").body["data"][0]["utio"]
@@ -120,8 +120,8 @@ def test_ready_says_how_far_the_start_is(folder: Path, monkeypatch: pytest.Monke
     thread.start()
 
     def says(text: str) -> bool:
-        found = client.ask("/ready")
-        return found.status == 503 and text in found.error["message"]
+        result = client.ask("/ready")
+        return result.status == 503 and text in result.error["message"]
 
     try:
         client.wait_for(lambda: says("timing blocks to plan depths, 1 of 3"))

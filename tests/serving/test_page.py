@@ -296,7 +296,7 @@ def test_each_depth_has_one_colour_of_its_own(page: Page) -> None:
     colours: dict[int | None, set[str]] = {}
     for token in tokens:
         colours.setdefault(token.depth, set()).add(token.background)
-    assert all(len(each) == 1 for each in colours.values()), colours
+    assert all(len(shades) == 1 for shades in colours.values()), colours
     assert len(set.union(*colours.values())) == len(colours)
     layers = int(re.findall(r"(\d+) layers", page.text("facts"))[0])
     for token in tokens:
@@ -304,8 +304,8 @@ def test_each_depth_has_one_colour_of_its_own(page: Page) -> None:
         assert "log-probability" in token.title
     assert page.shows("legend")
     titles = page.run("return [...document.querySelectorAll('.column')].map(each => each.title)")
-    read = [re.fullmatch(rf"(\d+) tokens? at (\d+) of {layers} layers", each) for each in titles]
-    shown = {int(each[2]): int(each[1]) for each in read if each}
+    read = [re.fullmatch(rf"(\d+) tokens? at (\d+) of {layers} layers", title) for title in titles]
+    shown = {int(match[2]): int(match[1]) for match in read if match}
     assert len(shown) == len(titles)
     assert {d: n for d, n in shown.items() if n} == Counter(token.depth for token in tokens)
 

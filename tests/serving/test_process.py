@@ -91,15 +91,15 @@ def test_what_was_accepted_is_answered_after_sigterm(start: Start) -> None:
     alone = server.ask("/v1/completions", LONG).body["choices"][0]["text"]
     data = request_bytes(json.dumps(completion("x")))
     with server.connect(data[:-9]) as slow, server.connect() as idle:
-        found = ask_many(server, 48)
+        futures = ask_many(server, 48)
         server.wait_for(lambda: server.counters()["utio_open_tasks"] == 48)
         server.signal()
         time.sleep(0.3)
         with pytest.raises(ConnectionError):
             server.ask("/ready")
-        assert not all(each.done() for each in found), "it was under load"
-        for each in found:
-            result = each.result(timeout=120)
+        assert not all(future.done() for future in futures), "it was under load"
+        for future in futures:
+            result = future.result(timeout=120)
             if isinstance(result, Answered):
                 assert result.status == 200
                 text = result.body["choices"][0]["text"]
@@ -118,7 +118,7 @@ def test_what_was_accepted_is_answered_after_sigterm(start: Start) -> None:
 
 def test_a_second_signal_ends_at_once(start: Start) -> None:
     server = start()
-    found = ask_many(server, 80)
+    result = ask_many(server, 80)
     server.wait_for(lambda: server.counters()["utio_open_tasks"] >= 40)
     server.signal()
     time.sleep(0.3)
@@ -127,7 +127,7 @@ def test_a_second_signal_ends_at_once(start: Start) -> None:
     status, _ = server.ended(seconds=20)
     assert time.monotonic() - began < 10
     assert status == 1
-    outcomes = collections.Counter(outcome_of(each) for each in found)
+    outcomes = collections.Counter(outcome_of(result) for result in result)
     assert outcomes["nothing"] == 0
     assert outcomes["error"] > 0
     assert {*outcomes} <= {"error", "answer", "cut"}
@@ -170,9 +170,9 @@ def test_a_signal_while_it_warms_up_ends_it(start: Start) -> None:
 
 def test_an_engine_that_dies_takes_the_process_with_it(start: Start) -> None:
     server = start(die_after=12, saying="secret")
-    found = ask_many(server, 12)
+    result = ask_many(server, 12)
     status, out = server.ended(seconds=60)
-    outcomes = collections.Counter(outcome_of(each) for each in found)
+    outcomes = collections.Counter(outcome_of(result) for result in result)
     assert (status, json.loads(out)["status"]) == (1, 1)
     assert outcomes["error"] >= 8, outcomes
     assert outcomes["nothing"] == outcomes["cut"] == 0, outcomes

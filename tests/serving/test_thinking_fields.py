@@ -43,8 +43,8 @@ def test_fields_change_the_operators_rule(folder: Path) -> None:
     assert read(model, thinking_token_budget=0).max_tokens == 0
     assert read(model, thinking_token_budget=-1).max_tokens is None
     rule = Thinking(end_ids=(70,), start_ids=(10,))
-    found = read(served(folder, rule), thinking_token_budget=3)
-    assert found == dataclasses.replace(rule, max_tokens=3)
+    result = read(served(folder, rule), thinking_token_budget=3)
+    assert result == dataclasses.replace(rule, max_tokens=3)
 
 
 def test_fields_that_cannot_be_served_are_named(folder: Path) -> None:
@@ -57,12 +57,12 @@ def test_fields_that_cannot_be_served_are_named(folder: Path) -> None:
     off = served(folder, None)
     assert read(off) is None
     assert read(off, thinking_token_budget=-1) is None
-    said, param = refused(off, thinking_token_budget=9)
+    message, param = refused(off, thinking_token_budget=9)
     assert param == "thinking_token_budget"
-    assert "started without --think-end" in said
-    said, param = refused(off, utio={"budget": 0.7})
+    assert "started without --think-end" in message
+    message, param = refused(off, utio={"budget": 0.7})
     assert param == "utio.budget"
-    assert "started without --mode adaptive. Got 0.7" in said
+    assert "started without --mode adaptive. Got 0.7" in message
 
 
 def test_options_of_the_command_line_make_a_rule(folder: Path) -> None:
@@ -84,14 +84,14 @@ def test_a_server_forces_the_end_and_says_how_it_came(folder: Path) -> None:
         assert server.ask("/v1/models").body["data"][0]["utio"]["thinking"]
         for budget in (0, 3, 11):
             asked = {"max_tokens": 30, "thinking_token_budget": budget, **fields}
-            found = server.completion("x", **asked)
-            assert found.status == 200, found.body
+            result = server.completion("x", **asked)
+            assert result.status == 200, result.body
             rule = dataclasses.replace(RULE, max_tokens=budget)
-            wanted = alone(model.text, "x", 30, SamplingParams(), thinking=rule, eos_ids=())
-            (choice,) = found.body["choices"]
-            assert choice["token_ids"] == wanted.token_ids[0].tolist()
-            usage = found.body["usage"]
-            told: Any = {"tokens": budget, "forced": 2, "ended_by": "budget"}
-            assert wanted.thought[0] == Thought(start=0, **told)
+            expected = alone(model.text, "x", 30, SamplingParams(), thinking=rule, eos_ids=())
+            (choice,) = result.body["choices"]
+            assert choice["token_ids"] == expected.token_ids[0].tolist()
+            usage = result.body["usage"]
+            thinking: Any = {"tokens": budget, "forced": 2, "ended_by": "budget"}
+            assert expected.thought[0] == Thought(start=0, **thinking)
             assert usage["completion_tokens_details"] == {"reasoning_tokens": budget}
-            assert usage["utio"]["thinking"] == [told]
+            assert usage["utio"]["thinking"] == [thinking]

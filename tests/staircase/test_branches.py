@@ -217,7 +217,7 @@ def test_calibrates_and_compares_like_exits(model: Model) -> None:
     windows = windows_of(documents, width=24)
     text = list(batches_of(windows, rows=8, widths=[24], vocab_size=64))
     (study, *_) = study_exits(model.decoder, model.params, text)
-    ids, lengths = (jnp.asarray(each) for each in (study.batch.token_ids, study.batch.lengths))
+    ids, lengths = (jnp.asarray(array) for array in (study.batch.token_ids, study.batch.lengths))
     (split,) = cases.run_dense(model.decoder, model.params, ids, lengths, depths=(SPLIT,))
     for states in study.states:  # Gates see what they are asked about: the state before it.
         np.testing.assert_allclose(states, split, rtol=2e-3, atol=2e-2)

@@ -84,14 +84,14 @@ def test_fractions_rank_within_the_row_and_ties_are_stable(scores, fractions):
     buckets = bucket_tokens(jnp.asarray(scores), depths=DEPTHS, fractions=fractions)
     width = scores.shape[-1]
     edges = [round(sum(fractions[: stop + 1]) * width) for stop in range(3)]
-    for row, found in zip(scores, buckets.bucket_of_token, strict=True):
+    for row, buckets_of in zip(scores, buckets.bucket_of_token, strict=True):
         # NaN ranks above everything, infinity included; among equals the earlier token ranks lower.
         ranked = sorted(
             range(width), key=lambda token: (np.isnan(row[token]), np.nan_to_num(row[token]), token)
         )
         for rank, token in enumerate(ranked):
             bucket = 2 if np.isnan(row[token]) else sum(rank >= edge for edge in edges[:2])
-            assert found[token] == bucket, (row, token)
+            assert buckets_of[token] == bucket, (row, token)
     check_frames(buckets)
 
 
@@ -286,9 +286,9 @@ SOME = jnp.zeros((2, 4))
 )
 @pytest.mark.usefixtures("unchecked_shapes")
 def test_bad_input_is_named(arguments, message):
-    wanted = {"scores": SOME, "depths": DEPTHS, "thresholds": (0.5, 1.0)} | arguments
+    expected = {"scores": SOME, "depths": DEPTHS, "thresholds": (0.5, 1.0)} | arguments
     with pytest.raises(ValueError, match=message):
-        bucket_tokens(wanted.pop("scores"), **wanted)
+        bucket_tokens(expected.pop("scores"), **expected)
 
 
 def test_inputs_functions_and_arguments_that_do_not_fit_are_named():

@@ -105,29 +105,29 @@ def test_reads_each_token_at_its_depth_and_looks_at_stopped_ones_once(tiny: Any,
     policy, ids = POLICIES[name](tiny), tiny.tokens(3, 21)
     decoder = Counting(tiny.decoder.config)
     read_counts()
-    found = run_score(decoder, tiny.params, ids, jnp.asarray(RAGGED), policy, executor=SMALL)
-    jax.block_until_ready(found)
+    result = run_score(decoder, tiny.params, ids, jnp.asarray(RAGGED), policy, executor=SMALL)
+    jax.block_until_ready(result)
     heads_run = read_counts()["unembed"]
-    x = run_oracle(tiny.decoder, tiny.params, ids, RAGGED, found.depths, kv="propagate")
-    predicted = np.asarray(found.predicted)[:, :-1]
+    x = run_oracle(tiny.decoder, tiny.params, ids, RAGGED, result.depths, kv="propagate")
+    predicted = np.asarray(result.predicted)[:, :-1]
     np.testing.assert_allclose(
-        np.asarray(found.log_likelihood)[:, :-1][predicted],
+        np.asarray(result.log_likelihood)[:, :-1][predicted],
         -plain_nll(tiny, ids, x)[predicted],
         atol=1e-4,
     )
-    depths = np.asarray(found.depths)
+    depths = np.asarray(result.depths)
     looked = np.zeros(depths.shape, bool)
-    wanted = []
+    expected = []
     for index, depth in enumerate(policy.depths[:-1]):
         looks = policy.reads_logits(index)
-        wanted.append(padded(int((depths >= depth).sum())) if looks else 0)
+        expected.append(padded(int((depths >= depth).sum())) if looks else 0)
         looked |= (depths == depth) & looks
-    wanted += [0, padded(int(((depths > 0) & ~looked).sum()))]
-    np.testing.assert_array_equal(found.work.heads, wanted)
-    assert heads_run == sum(wanted)
+    expected += [0, padded(int(((depths > 0) & ~looked).sum()))]
+    np.testing.assert_array_equal(result.work.heads, expected)
+    assert heads_run == sum(expected)
     lengths = RAGGED[:, None]
-    np.testing.assert_array_equal(found.predicted, np.arange(21) < lengths - 1)
-    assert not np.asarray(found.log_likelihood)[~np.asarray(found.predicted)].any()
+    np.testing.assert_array_equal(result.predicted, np.arange(21) < lengths - 1)
+    assert not np.asarray(result.log_likelihood)[~np.asarray(result.predicted)].any()
     assert (depths[np.arange(21) >= lengths] == 0).all()
     if name in ("surrogate", "every boundary"):
         assert len(np.unique(depths[depths > 0])) > 1, "the case must mix depths"
@@ -156,8 +156,8 @@ def test_gradients_flow_through_logits_that_a_policy_looked_at(tiny: Any) -> Non
     real = run_score(tiny.decoder, tiny.params, ids, jnp.asarray(RAGGED), policy, executor=executor)
 
     def fast(params: Any) -> jax.Array:
-        found = score(tiny.decoder, params, ids, jnp.asarray(RAGGED), policy, executor=executor)
-        return found.log_likelihood.sum()
+        result = score(tiny.decoder, params, ids, jnp.asarray(RAGGED), policy, executor=executor)
+        return result.log_likelihood.sum()
 
     def slow(params: Any) -> jax.Array:
         x = run_oracle(tiny.decoder, params, ids, RAGGED, real.depths, kv="propagate")
@@ -166,10 +166,12 @@ def test_gradients_flow_through_logits_that_a_policy_looked_at(tiny: Any) -> Non
         return jnp.where(real.predicted[:, :-1], chosen, 0.0).sum()
 
     assert len(np.unique(real.depths)) == 4  # Padding, and every exit.
-    for found, wanted in zip(
+    for actual, expected in zip(
         *(jax.tree.leaves(jax.jit(jax.grad(f))(tiny.params)) for f in (fast, slow)), strict=True
     ):
-        np.testing.assert_allclose(found, wanted, atol=2e-4 * float(np.abs(wanted).max()) + 1e-5)
+        np.testing.assert_allclose(
+            actual, expected, atol=2e-4 * float(np.abs(expected).max()) + 1e-5
+        )
 
 
 @pytest.mark.parametrize("slots", [1, 127, 128, 129, 300])

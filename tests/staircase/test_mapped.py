@@ -134,8 +134,8 @@ def test_a_token_that_stops_runs_one_product_and_no_projection(tiny: Any) -> Non
     )
     jax.block_until_ready(run(policy))
     read_counts()
-    found = jax.block_until_ready(run(policy))
-    counts, work = read_counts(), found.work
+    result = jax.block_until_ready(run(policy))
+    counts, work = read_counts(), result.work
     up = lambda n: -(-int(n) // 4) * 4  # noqa: E731
     live = [up((real & (depths > start)).sum()) for start in (0, 1, 2)]
     # The first segment projects K/V of all; behind it of those that run alone.
@@ -158,9 +158,11 @@ def test_all_layers_of_a_token_are_one_product_of_maps(tiny: Any) -> None:
     x = jnp.zeros((5, tiny.decoder.config.embed_dim))
     for stop in STOPS:
         traced = jax.make_jaxpr(partial(model.decoder.map_keys_values, depth=stop))(model.params, x)
-        products = [each for each in traced.eqns if each.primitive.name == "dot_general"]
+        products = [
+            equation for equation in traced.eqns if equation.primitive.name == "dot_general"
+        ]
         layers = tiny.decoder.config.num_layers - stop
-        assert [each.outvars[0].aval.shape for each in products] == [(5, layers * 2 * 2 * 8)]
+        assert [product.outvars[0].aval.shape for product in products] == [(5, layers * 2 * 2 * 8)]
 
 
 @pytest.mark.check
@@ -169,10 +171,10 @@ def test_a_lens_and_maps_go_together(tiny: Any) -> None:
     shape = dataclasses.replace(SHAPES[1], depths=(1, 2, 4))
     assert max(error for _, error in cases.compare_cases(both, shape, range(8))) < 1e-4
     policy = gated(both)
-    found = jax.jit(score, static_argnums=0, static_argnames="kv")(
+    result = jax.jit(score, static_argnums=0, static_argnames="kv")(
         both.decoder, both.params, tiny.tokens(3, 17), jnp.full(3, 17), policy, kv="mapped"
     )
-    assert len(set(np.asarray(found.depths).ravel().tolist())) == 3
+    assert len(set(np.asarray(result.depths).ravel().tolist())) == 3
 
 
 @pytest.mark.usefixtures("unchecked_shapes")

@@ -36,19 +36,19 @@ def programs(ids: np.ndarray, lengths: np.ndarray, depths: np.ndarray) -> dict[s
     """Returns each way to run tokens to their depths, by name: of a model, the states."""
     policy = given_depths(jnp.asarray(depths), depths=(2, 4))
     whole = CapacityPrefix(capacities=(12, 12), min_bucket=4)
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "dense": lambda m: run_dense(m.decoder, m.params, ids, lengths, depths=(4,))[0]
     }
     for kv in ("propagate", "drop"):
         for name, executor in (("blocks", EXECUTOR), ("prefix", whole)):
-            found[f"{name} {kv}"] = lambda m, kv=kv, executor=executor: (
+            result[f"{name} {kv}"] = lambda m, kv=kv, executor=executor: (
                 run_staircase(m.decoder, m.params, ids, lengths, policy, kv=kv, executor=executor).x
             )
     for kv in ("propagate", "drop", "full"):
-        found[f"oracle {kv}"] = lambda m, kv=kv: run_oracle(
+        result[f"oracle {kv}"] = lambda m, kv=kv: run_oracle(
             m.decoder, m.params, ids, lengths, depths, kv=kv
         )
-    return found
+    return result
 
 
 NAMES = [*programs(np.zeros((1, 1)), np.zeros(1), np.zeros((1, 1), np.int32))]
@@ -62,15 +62,15 @@ def test_padding_and_later_tokens_that_overflow_leave_a_token_as_it_was(
     ids = rng.integers(0, HOT, (3, 12)).astype(np.int32)
     lengths = np.asarray([12, 7, 12], np.int32)
     depths = rng.choice([2, 4], (3, 12)).astype(np.int32)
-    wanted = np.asarray(programs(ids, lengths, depths)[name](hot))
+    expected = np.asarray(programs(ids, lengths, depths)[name](hot))
     ids[1, 7:] = HOT  # Padding.
     ids[2, 5] = HOT  # A token: those from it on see it.
-    found = np.asarray(programs(ids, lengths, depths)[name](hot))
+    result = np.asarray(programs(ids, lengths, depths)[name](hot))
     same = np.arange(12) < np.asarray([12, 7, 5])[:, None]
-    np.testing.assert_array_equal(found[same], wanted[same])
-    assert np.isfinite(found[same]).all()
+    np.testing.assert_array_equal(result[same], expected[same])
+    assert np.isfinite(result[same]).all()
     hidden = "drop" in name  # Beyond its depth, no token sees it.
-    assert hidden or np.isnan(found[2, 6:]).any(axis=-1).all(), "tokens that see it are NaN"
+    assert hidden or np.isnan(result[2, 6:]).any(axis=-1).all(), "tokens that see it are NaN"
 
 
 @pytest.mark.parametrize("how", ["plain", "prefill", "adaptive", "lossless"])
@@ -86,8 +86,10 @@ def test_padding_of_prompts_that_overflows_changes_no_text(how: str) -> None:
     options: dict[str, Any] = {"prompts": [[5, 7, 3], [9, 3, 2, 8, 8, 1, 4]], "mode": mode}
     options["max_new_tokens"] = 16
     options["prefill"] = Prefill() if how == "prefill" else None
-    wanted, found = (run(Model(model.decoder, each), **options) for each in ({**params}, {**pads}))
-    kept = [min([*np.flatnonzero(row == 0), row.size]) for row in wanted.token_ids]
+    expected, result = (
+        run(Model(model.decoder, params_), **options) for params_ in ({**params}, {**pads})
+    )
+    kept = [min([*np.flatnonzero(row == 0), row.size]) for row in expected.token_ids]
     assert min(kept) > 4, "token 0 itself is drawn too soon to show it"
-    for a, b, size in zip(wanted.token_ids, found.token_ids, kept, strict=True):
+    for a, b, size in zip(expected.token_ids, result.token_ids, kept, strict=True):
         np.testing.assert_array_equal(a[:size], b[:size])

@@ -45,9 +45,9 @@ def importance(signal: Any, deep: float, **options: Any) -> PromptImportance:
 def test_ranks_begin_with_the_highest_score_and_the_later_of_equals() -> None:
     scores = np.random.default_rng(0).integers(0, 5, (20, 33)).astype(np.float32)
     order = np.lexsort((-np.arange(33) * np.ones((20, 1)), -scores))
-    wanted = np.zeros_like(order)
-    np.put_along_axis(wanted, order, np.arange(33) * np.ones((20, 1), int), axis=1)
-    np.testing.assert_array_equal(rank_of(jnp.asarray(scores)), wanted)
+    expected = np.zeros_like(order)
+    np.put_along_axis(expected, order, np.arange(33) * np.ones((20, 1), int), axis=1)
+    np.testing.assert_array_equal(rank_of(jnp.asarray(scores)), expected)
 
 
 def test_a_share_of_each_prompt_goes_deep(tiny: Model) -> None:
@@ -58,9 +58,9 @@ def test_a_share_of_each_prompt_goes_deep(tiny: Model) -> None:
     for row, length in enumerate(lengths):
         count = int(np.ceil(0.5 * length))
         always = {0, 1, length - 1} & set(range(length))
-        rest = sorted(set(range(length)) - always, key=lambda i: -scores[row, i])
-        wanted = always | set(rest[: max(0, count - len(always))])
-        assert set(np.flatnonzero(depths[row] == 4)) == wanted
+        ranked = sorted(set(range(length)) - always, key=lambda i: -scores[row, i])
+        expected = always | set(ranked[: max(0, count - len(always))])
+        assert set(np.flatnonzero(depths[row] == 4)) == expected
         assert (depths[row, :length] >= 2).all()
         assert not depths[row, length:].any()
 
@@ -113,11 +113,11 @@ def test_all_of_a_prompt_is_the_plain_program_bit_by_bit(tiny: Model, count_comp
     assert work.queries == np.asarray(plain.work.queries).sum()
     with count_compiles() as compiles:  # Another share is another number.
         policy = PromptChoice(stop=2, deep=0.3).policy(model.decoder)
-        found = run(
+        result = run(
             model.decoder, model.params, ids, lengths, policy, kv="mapped", executor=EXECUTOR
         )
     assert compiles.count == 0
-    assert np.asarray(found.work.kv_maps).sum() > 0
+    assert np.asarray(result.work.kv_maps).sum() > 0
 
 
 @pytest.mark.parametrize("by", SIGNALS)
@@ -125,8 +125,8 @@ def test_every_choice_spends_its_share(tiny: Model, by: str) -> None:
     choice = PromptChoice(stop=2, deep=0.5, by=by, kv="propagate")
     model = with_random_maps(tiny, (2,))
     depths = depths_of(model, choice.policy(model.decoder), [64, 40], width=64)
-    wanted = [1, 1] if by == "none" else [32, 20]
-    assert [int((row == 4).sum()) for row in depths] == wanted
+    expected = [1, 1] if by == "none" else [32, 20]
+    assert [int((row == 4).sum()) for row in depths] == expected
     assert depths[0, 63] == depths[1, 39] == 4
     if by != "none":
         assert (depths[:, :4] == 4).all()
@@ -142,21 +142,21 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 def scores_of(model: Model, signal: Any, ids: Any, lengths: list[int]) -> np.ndarray:
     """Returns a signal's scores at a stop of 2, of a pass over whole rows."""
-    found: list[jax.Array] = []
+    results: list[jax.Array] = []
 
     @jax.tree_util.register_dataclass
     @dataclasses.dataclass(frozen=True, kw_only=True)
     class Noting(type(signal)):
         def __call__(self, index: int, boundary: Any, memory: None) -> tuple[jax.Array, None]:
             score, memory = super().__call__(index, boundary, memory)
-            jax.debug.callback(found.append, score)
+            jax.debug.callback(results.append, score)
             return score, memory
 
     policy = importance(Noting(queries=signal.queries), 0.3)
     run = jax.jit(partial(staircase, executor=EXECUTOR), static_argnums=0)
     run(model.decoder, model.params, ids, jnp.asarray(lengths), policy)
     jax.effects_barrier()
-    return np.asarray(found[0])
+    return np.asarray(results[0])
 
 
 @pytest.mark.parametrize("name", quick_where(lambda name: name.startswith("windows"), VARIANTS))
@@ -176,7 +176,7 @@ def test_heat_is_what_the_last_queries_look_at(name: str) -> None:
         )
         for row, length in enumerate(lengths):
             asked = np.asarray(decoder.queries(layer, x[row], places), np.float64)
-            made = [decoder.keys_values(each, x[row], places)[0] for each in below]
+            made = [decoder.keys_values(source, x[row], places)[0] for source in below]
             keys = np.concatenate(made, axis=-2).astype(np.float64)
             window = (config.windows or (0,) * 4)[number] or 24
             for q in range(max(0, length - queries), length):
@@ -188,16 +188,16 @@ def test_heat_is_what_the_last_queries_look_at(name: str) -> None:
                         logit = config.attention_softcap * np.tanh(logit / config.attention_softcap)
                     weight = np.exp(logit - logit.max())
                     heat[row, list(seen)] += weight / weight.sum()
-    found = scores_of(model, AttentionHeat(queries=queries), ids, lengths)
+    result = scores_of(model, AttentionHeat(queries=queries), ids, lengths)
     real = np.arange(24) < np.asarray(lengths)[:, None]
-    np.testing.assert_allclose(found[real], heat[real], atol=1e-4)
+    np.testing.assert_allclose(result[real], heat[real], atol=1e-4)
 
 
 def test_the_surrogate_adds_entropy_heat_and_outlier_of_a_prompt_alone(tiny: Model) -> None:
     """Against its three terms written out, per row; rows and padding beside it change nothing."""
     lengths, ids = [24, 10], tiny.tokens(2, 24)
     (x,) = run_dense(tiny.decoder, tiny.params, ids, jnp.asarray(lengths), depths=(2,))
-    heat, found = (
+    heat, result = (
         scores_of(tiny, signal(queries=4), ids, lengths)
         for signal in (AttentionHeat, PromptSurrogate)
     )
@@ -209,5 +209,5 @@ def test_the_surrogate_adds_entropy_heat_and_outlier_of_a_prompt_alone(tiny: Mod
         entropy = -(chance * np.log(chance)).sum(-1)
         mean = states.mean(0)
         cosine = states @ mean / np.linalg.norm(states, axis=-1) / np.linalg.norm(mean)
-        wanted = 0.5 * entropy + 0.25 * heat[row, :length] + 0.25 * (1 - cosine)
-        np.testing.assert_allclose(found[row, :length], wanted, atol=1e-4)
+        expected = 0.5 * entropy + 0.25 * heat[row, :length] + 0.25 * (1 - cosine)
+        np.testing.assert_allclose(result[row, :length], expected, atol=1e-4)

@@ -58,10 +58,11 @@ def test_the_ledger_counts_the_segments_that_ran_whole_rows(
     with compiling_for("tpu"):  # Run here: what differs are blocks and executors.
         policy: Any = fitted.policy("learned", 0.8)
         too_few = dataclasses.replace(policy, row_shares=(1.0,) + (0.0,) * (len(entry.depths) - 1))
-        found = evaluate(tiny.decoder, tiny.params, text, {"few": too_few})
-    wanted = evaluate(tiny.decoder, tiny.params, text, {"cpu": fitted.policy("learned", 0.8)})
+        result = evaluate(tiny.decoder, tiny.params, text, {"few": too_few})
+    expected = evaluate(tiny.decoder, tiny.params, text, {"cpu": fitted.policy("learned", 0.8)})
     ledgers = {
-        name: each.ledger(name, budget=0.8, num_layers=4) for name, each in (found | wanted).items()
+        name: comparison.ledger(name, budget=0.8, num_layers=4)
+        for name, comparison in (result | expected).items()
     }
     deep = len(entry.depths) - 1
     assert ledgers["few"].overflows == len(text) * deep, "some token of every batch goes on"

@@ -68,7 +68,7 @@ def _by_hand(decoder: Any, params: Any, ids: jax.Array) -> jax.Array:
         }
         queries = decoder.queries(layer, x, places)
         group = config.num_heads // keys.shape[-2]
-        keys, values = (jnp.repeat(each, group, axis=-2) for each in (keys, values))
+        keys, values = (jnp.repeat(array, group, axis=-2) for array in (keys, values))
         scores = jnp.einsum("bqhd,bkhd->bhqk", queries, keys)
         ahead = positions[0][:, None] - positions[0][None, :]
         window = config.windows[index] if config.windows else 0
@@ -80,13 +80,13 @@ def _by_hand(decoder: Any, params: Any, ids: jax.Array) -> jax.Array:
 
 def test_the_dense_program_and_the_reference_are_what_is_meant(model: Model) -> None:
     ids, lengths = model.tokens(2, 17), jnp.asarray([17, 17])
-    wanted = by_hand(model, ids)
+    expected = by_hand(model, ids)
     (dense,) = cases.run_dense(model.decoder, model.params, ids, lengths, depths=(4,))
-    assert_close(dense, wanted)
+    assert_close(dense, expected)
     for kv in ("propagate", "drop", "full"):
         full = jnp.full(ids.shape, 4)
-        found = cases.run_oracle(model.decoder, model.params, ids, lengths, full, kv=kv)
-        assert_close(found, wanted)
+        result = cases.run_oracle(model.decoder, model.params, ids, lengths, full, kv=kv)
+        assert_close(result, expected)
 
 
 # One-token rows have nothing to share. "made once" alone stops above where all K/V are made.
@@ -100,7 +100,7 @@ ORACLE_CASES = [
     ("model", "shape"),
     ORACLE_CASES,
     indirect=["model"],
-    ids=lambda each: each if isinstance(each, str) else each.name,
+    ids=lambda case: case if isinstance(case, str) else case.name,
 )
 def test_equals_the_oracle(model: Model, shape: cases.Shape) -> None:
     assert max(error for _, error in cases.compare_cases(model, shape, range(40))) < 1e-4
@@ -120,29 +120,29 @@ def test_a_token_that_has_made_all_its_keys_and_values_changes_no_other(model: M
     ids, lengths = model.tokens(2, 24, seed=3), jnp.asarray([24, 19])
     rng = np.random.default_rng(0)
     depths = jnp.asarray(rng.choice([complete, 4], (2, 24)))
-    found = cases.run_staircase(
+    result = cases.run_staircase(
         model.decoder, model.params, ids, lengths,
         given_depths(depths, depths=(complete, 4)), kv="propagate", executor=cases.EXECUTOR,
     )  # fmt: skip
     real = np.arange(24)[None, :] < np.asarray(lengths)[:, None]
-    deep, wanted = (np.asarray(depths) == 4) & real, by_hand(model, ids)
-    assert_close(np.asarray(found.x)[deep], wanted[deep])
+    deep, expected = (np.asarray(depths) == 4) & real, by_hand(model, ids)
+    assert_close(np.asarray(result.x)[deep], expected[deep])
     if complete > 1:  # One layer less, and it does change them: the law is not vacuous.
         early = jnp.where(depths == 4, 4, complete - 1)
         other = cases.run_oracle(model.decoder, model.params, ids, lengths, early, kv="propagate")
-        assert np.abs(np.asarray(other)[deep] - wanted[deep]).max() > 1e-2
+        assert np.abs(np.asarray(other)[deep] - expected[deep]).max() > 1e-2
 
 
 def test_keys_and_values_are_made_once_and_counted(model: Model) -> None:
     config, ids = model.decoder.config, model.tokens(2, 16)
-    found = cases.run_staircase(
+    result = cases.run_staircase(
         model.decoder, model.params, ids, jnp.asarray([16, 16]), uniform(4),
         kv="propagate", executor=cases.EXECUTOR,
     )  # fmt: skip
-    assert int(found.work.keys_values.sum()) == 32 * config.kv_layers
+    assert int(result.work.keys_values.sum()) == 32 * config.kv_layers
     cache = init_cache(config, batch=2, slots=16)
     assert cache.keys.shape[0] == config.kv_layers
-    assert found.cache is None
+    assert result.cache is None
 
 
 DEPTHS = (1, 2, 4)
@@ -177,12 +177,12 @@ def test_packed_rows_run_what_each_decided(lively: Model) -> None:
     # A batch packs what makes no keys and values, and that alone: of three rows
     # one, two or all, so that each runs what it decided. Prefill's tokens come first.
     decided, config = np.stack(free.decided)[:, 1:], lively.decoder.config
-    wanted = np.zeros_like(decided)
+    expected = np.zeros_like(decided)
     for start, stop in itertools.pairwise((0, *DEPTHS)):
         needs = decided > start
-        wanted += (stop - start) * (needs.any(axis=0) if config.kv_made(start, stop) else needs)
-    np.testing.assert_array_equal(np.stack(free.executed)[:, 1:], wanted)
-    np.testing.assert_array_equal(free.token_layers, wanted.sum(axis=1))
+        expected += (stop - start) * (needs.any(axis=0) if config.kv_made(start, stop) else needs)
+    np.testing.assert_array_equal(np.stack(free.executed)[:, 1:], expected)
+    np.testing.assert_array_equal(free.token_layers, expected.sum(axis=1))
 
 
 def test_a_config_is_made_again_of_its_own_fields() -> None:
@@ -193,7 +193,7 @@ def test_a_config_is_made_again_of_its_own_fields() -> None:
 
 @pytest.mark.usefixtures("unchecked_shapes")
 @pytest.mark.parametrize(
-    ("changes", "wanted"),
+    ("changes", "expected"),
     [
         ({"kv_source": ((0,), (1,), (0,))}, "a tuple for each of its 4 layers"),
         ({"kv_source": ((0,), (1,), (0,), (0,)), "kv_depth": (0, 0)}, "made of the states before"),
@@ -202,11 +202,11 @@ def test_a_config_is_made_again_of_its_own_fields() -> None:
         ({"kv_source": ((0,), (1,), (4,), (4,))}, "names layers below 4"),
     ],
 )
-def test_sources_that_cannot_be_are_refused(changes: Any, wanted: str) -> None:
-    if "2 x 2" in wanted:
+def test_sources_that_cannot_be_are_refused(changes: Any, expected: str) -> None:
+    if "2 x 2" in expected:
         changes = changes | {"num_kv_heads": 4}
-        wanted = wanted.replace("2 x 2", "2 x 4")
-    with pytest.raises(ValueError, match=wanted):
+        expected = expected.replace("2 x 2", "2 x 4")
+    with pytest.raises(ValueError, match=expected):
         dataclasses.replace(TINY, **changes)
 
 
@@ -218,15 +218,15 @@ def test_sources_that_cannot_be_are_refused(changes: Any, wanted: str) -> None:
 )
 def test_a_view_of_the_whole_history_is_the_history(lively: Model, kv: Any) -> None:
     policy = DepthAt(table=depth_table(DEPTHS, shape=(3, 64)), depths=DEPTHS)
-    wanted = run(lively, mode=Adaptive(policy=policy, kv=kv))
+    expected = run(lively, mode=Adaptive(policy=policy, kv=kv))
     for recent, same in ((64, True), (6, False)):
         easy = Throttle(
             signal=Position(),
             thresholds=jnp.full(3, jnp.inf),
             history=History(recent=recent, sinks=2),
         )
-        found = run(lively, mode=Throttled(policy=policy, kv=kv, throttle=easy))
-        rows = zip(wanted.token_ids, found.token_ids, strict=True)
+        result = run(lively, mode=Throttled(policy=policy, kv=kv, throttle=easy))
+        rows = zip(expected.token_ids, result.token_ids, strict=True)
         assert all(np.array_equal(*pair) for pair in rows) == same
 
 

@@ -71,13 +71,13 @@ def test_equals_the_oracle_at_the_choices_that_were_made(
         policy = given_depths(jnp.asarray(depths), depths=shape.depths)
         inputs = tiny.decoder, tiny.params, ids, lengths
         attention = choice(scores, thresholds)
-        found = run(*inputs, policy, attention, kv=shape.kv, executor=shape.executor)
+        result = run(*inputs, policy, attention, kv=shape.kv, executor=shape.executor)
         real = np.arange(shape.token) < lengths[:, None]
         runs = real & (depths > np.asarray((0, *shape.depths[:-1]))[:, None, None])
-        wanted = runs & np.pad(scores <= 0.5, ((len(runs) - len(scores), 0), (0, 0), (0, 0)))
-        np.testing.assert_array_equal(found.sparse.sparse, wanted)
-        x = run_oracle(*inputs, depths, found.sparse, kv=shape.kv, depths=shape.depths)
-        return float(np.abs(np.asarray(found.x - x))[real].max(initial=0.0))
+        expected = runs & np.pad(scores <= 0.5, ((len(runs) - len(scores), 0), (0, 0), (0, 0)))
+        np.testing.assert_array_equal(result.sparse.sparse, expected)
+        x = run_oracle(*inputs, depths, result.sparse, kv=shape.kv, depths=shape.depths)
+        return float(np.abs(np.asarray(result.x - x))[real].max(initial=0.0))
 
     compare(0)
     with count_compiles() as compiles:
@@ -112,23 +112,23 @@ def test_it_runs_in_float64(tiny: Any) -> None:
     with jax.enable_x64(True):
         params = jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf, np.float64)), tiny.params)
         inputs = whole_pass(dataclasses.replace(tiny, params=params))
-        found = run(*inputs, choice(np.ones((2, 3, 40)), [0.5] * 2), **OPTIONS)
-    assert found.x.dtype == np.float64
+        result = run(*inputs, choice(np.ones((2, 3, 40)), [0.5] * 2), **OPTIONS)
+    assert result.x.dtype == np.float64
     single = run(*whole_pass(tiny), choice(np.ones((2, 3, 40)), [0.5] * 2), **OPTIONS)
-    np.testing.assert_allclose(found.x, single.x, atol=1e-4)
+    np.testing.assert_allclose(result.x, single.x, atol=1e-4)
 
 
 def test_everybody_sparse_sees_what_a_history_holds(tiny: Any) -> None:
     inputs = whole_pass(tiny)
     everybody = choice(np.ones((2, 3, 40)), [np.inf] * 2)
-    found = run(*inputs, everybody, **OPTIONS)
+    result = run(*inputs, everybody, **OPTIONS)
     real = np.arange(40) < np.asarray(inputs[3])[:, None]
-    np.testing.assert_array_equal(found.sparse.sparse, np.stack([real, real]))
+    np.testing.assert_array_equal(result.sparse.sparse, np.stack([real, real]))
     # A history as long as the text is no restriction.
     wide = choice(np.ones((2, 3, 40)), [np.inf] * 2, History(recent=40, sinks=0))
     plain = run(*inputs, None, **OPTIONS)
-    found = run(*inputs, wide, **OPTIONS)
-    np.testing.assert_allclose(np.asarray(found.x)[real], np.asarray(plain.x)[real], atol=1e-4)
+    result = run(*inputs, wide, **OPTIONS)
+    np.testing.assert_allclose(np.asarray(result.x)[real], np.asarray(plain.x)[real], atol=1e-4)
 
 
 def steered(model: Any) -> SparseAttention:
@@ -161,20 +161,22 @@ def test_nothing_depends_on_later_tokens_or_on_other_rows(tiny: Any) -> None:
 
 def assert_same_choices(after: Any, before: Any, rows: slice, end: int) -> None:
     """Checks which tokens are sparse up to a position: `[segment, row, token]`."""
-    ours, theirs = (found.sparse.sparse[:, rows, :end] for found in (after, before))
+    ours, theirs = (result.sparse.sparse[:, rows, :end] for result in (after, before))
     np.testing.assert_array_equal(ours, theirs)
 
 
 def test_log_likelihoods_are_those_of_the_oracles_states(tiny: Any) -> None:
     inputs = whole_pass(tiny)
     attention = choice(np.random.default_rng(0).random((1, 3, 40)), [0.5])
-    found = jax.jit(partial(score, inputs[0]))(*inputs[1:], attention=attention)
-    x = run_oracle(*inputs[:4], found.depths, found.sparse, kv="propagate", depths=(2, 4))
-    predicted = np.asarray(found.predicted)
+    result = jax.jit(partial(score, inputs[0]))(*inputs[1:], attention=attention)
+    x = run_oracle(*inputs[:4], result.depths, result.sparse, kv="propagate", depths=(2, 4))
+    predicted = np.asarray(result.predicted)
     logits = jax.nn.log_softmax(inputs[0].unembed(inputs[1], x[:, :-1]))
-    wanted = np.take_along_axis(np.asarray(logits), np.asarray(inputs[2])[:, 1:, None], -1)[..., 0]
+    expected = np.take_along_axis(np.asarray(logits), np.asarray(inputs[2])[:, 1:, None], -1)[
+        ..., 0
+    ]
     np.testing.assert_allclose(
-        np.asarray(found.log_likelihood)[predicted], wanted[predicted[:, :-1]], atol=1e-4
+        np.asarray(result.log_likelihood)[predicted], expected[predicted[:, :-1]], atol=1e-4
     )
 
 
@@ -197,9 +199,9 @@ def test_all_and_half_of_a_uniform_pass(tiny: Any) -> None:
     """A policy without boundaries has one segment, which a signal before the pass may choose in."""
     decoder, params, ids, lengths, _ = whole_pass(tiny)
     halves = SparseAttention(signal=Position(), thresholds=jnp.asarray([-20.0]), history=HISTORY)
-    found = run(decoder, params, ids, lengths, uniform(4), halves, **OPTIONS)
+    result = run(decoder, params, ids, lengths, uniform(4), halves, **OPTIONS)
     real = np.arange(40) < np.asarray(lengths)[:, None]
-    np.testing.assert_array_equal(found.sparse.sparse[0], real & (np.arange(40) >= 20))
+    np.testing.assert_array_equal(result.sparse.sparse[0], real & (np.arange(40) >= 20))
 
 
 @pytest.mark.check
@@ -208,11 +210,11 @@ def test_evaluation_charges_decisions_and_knows_the_ideal(tiny: Any, text: Any) 
     policy = given_depths(jnp.full((8, 32), 4), depths=(2, 4))
     narrow = choice(np.full((2, 8, 32), 0.3), [0.5], History(recent=5, sinks=1))
     executor = MicroBatches(min_bucket=2, block=16, query_block=8, key_step=32)
-    found = evaluate(
+    result = evaluate(
         decoder, params, text[:1], dict.fromkeys(("dense", "narrow"), policy), executor=executor,
         attention={"narrow": narrow},
     )  # fmt: skip
-    dense, sparse = found["dense"], found["narrow"]
+    dense, sparse = result["dense"], result["narrow"]
     lengths, cost = text[0].lengths, token_cost(decoder, params)
     assert dense.flops_gates == 0.0
     # The signal asks for 1000 FLOPs per slot.
@@ -233,11 +235,13 @@ def test_documents_are_scored_with_sparse_attention(tiny: Any) -> None:
     everybody = SparseAttention(
         signal=Position(), thresholds=jnp.asarray([jnp.inf]), history=HISTORY
     )
-    found = score_documents(tiny.decoder, tiny.params, documents, policy, rows=2,
+    result = score_documents(tiny.decoder, tiny.params, documents, policy, rows=2,
                             attention=everybody)  # fmt: skip
-    (wanted,) = score_documents(
+    (expected,) = score_documents(
         tiny.decoder, tiny.params, documents[1:], policy, rows=1, attention=everybody
     ).documents
-    np.testing.assert_allclose(found.documents[1].log_likelihood, wanted.log_likelihood, atol=1e-4)
+    np.testing.assert_allclose(
+        result.documents[1].log_likelihood, expected.log_likelihood, atol=1e-4
+    )
     plain = score_documents(tiny.decoder, tiny.params, documents, policy, rows=2)
-    assert found.quality.nll != plain.quality.nll
+    assert result.quality.nll != plain.quality.nll

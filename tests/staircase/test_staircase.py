@@ -48,10 +48,10 @@ def test_equals_the_oracle_in_float64(tiny: Any, kv: str) -> None:
         model = dataclasses.replace(tiny, params=params)
         shape, ids, lengths, depths = small_case(model)
         policy = given_depths(depths, depths=shape.depths)
-        found = cases.run_staircase(
+        result = cases.run_staircase(
             model.decoder, params, ids, lengths, policy, kv=kv, executor=shape.executor
         )
-        assert found.x.dtype == np.float64
+        assert result.x.dtype == np.float64
         shape = dataclasses.replace(shape, kv=kv)
         assert max(error for _, error in cases.compare_cases(model, shape, range(16))) < 1e-4
 
@@ -106,10 +106,10 @@ def test_gradients_of_the_static_form_equal_the_oracles(tiny: Any) -> None:
         x = reference_states(tiny.decoder, params, ids, lengths, depths)
         return jnp.sum(jnp.where(real[..., None], x * weights, 0.0))
 
-    found = jax.jit(jax.grad(through_staircase))(tiny.params)
-    wanted = jax.jit(jax.grad(through_oracle))(tiny.params)
-    for path, leaf in jax.tree_util.tree_leaves_with_path(wanted):
-        other = found
+    result = jax.jit(jax.grad(through_staircase))(tiny.params)
+    expected = jax.jit(jax.grad(through_oracle))(tiny.params)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(expected):
+        other = result
         for key in path:
             other = other[key.key]
         scale = float(jnp.abs(leaf).max())
@@ -120,14 +120,14 @@ def test_gradients_of_the_static_form_equal_the_oracles(tiny: Any) -> None:
 def test_the_oracle_with_true_keys_reads_off_the_plain_models_states(tiny: Any) -> None:
     """No token sees that others have stopped: every state under `kv="full"` is the full pass's."""
     shape, ids, lengths, depths = small_case(tiny)
-    found = cases.run_oracle(tiny.decoder, tiny.params, ids, lengths, depths, kv="full")
+    result = cases.run_oracle(tiny.decoder, tiny.params, ids, lengths, depths, kv="full")
     states = cases.run_dense(tiny.decoder, tiny.params, ids, lengths, depths=shape.depths)
-    wanted = np.select(
+    expected = np.select(
         [np.asarray(depths)[..., None] == depth for depth in shape.depths], np.asarray(states)
     )
     real = np.arange(shape.token) < np.asarray(lengths)[:, None]
     assert set(np.asarray(depths)[real]) == set(shape.depths)
-    assert_close(np.asarray(found)[real], wanted[real])
+    assert_close(np.asarray(result)[real], expected[real])
 
 
 def test_decisions_are_those_of_the_states_that_the_oracle_has_at_each_boundary(tiny: Any) -> None:
@@ -135,17 +135,17 @@ def test_decisions_are_those_of_the_states_that_the_oracle_has_at_each_boundary(
     flips = 0
     for seed in range(16):
         ids, lengths, _ = cases.draw(shape, tiny.decoder.config.vocab_size, seed)
-        found = cases.run_staircase(
+        result = cases.run_staircase(
             tiny.decoder, tiny.params, ids, lengths, policy, kv="propagate", executor=shape.executor
         )
-        decided = np.asarray(found.depths)
+        decided = np.asarray(result.depths)
         for index, boundary in enumerate(policy.depths[:-1]):
             arrived = decided >= boundary
             at = np.minimum(decided, boundary)
             states = cases.run_oracle(tiny.decoder, tiny.params, ids, lengths, at, kv="propagate")
             score = np.asarray(gates.at(index)(states))
-            wanted = score > float(policy.thresholds[index])
-            wrong = arrived & (wanted != (decided > boundary))
+            expected = score > float(policy.thresholds[index])
+            wrong = arrived & (expected != (decided > boundary))
             assert (np.abs(score - float(policy.thresholds[index]))[wrong] < 1e-4).all()
             flips += int(wrong.sum())
     assert flips <= 1
@@ -212,8 +212,8 @@ def test_gradients_through_loops_name_the_executor_that_has_them(tiny: Any) -> N
     ids, ends = tiny.tokens(1, 5), jnp.asarray([5])
 
     def loss(params: Any) -> jax.Array:
-        found = score(tiny.decoder, params, ids, ends, uniform(2), executor=MicroBatches())
-        return found.log_likelihood.sum()
+        result = score(tiny.decoder, params, ids, ends, uniform(2), executor=MicroBatches())
+        return result.log_likelihood.sum()
 
     with pytest.raises(ValueError, match=r"Got MicroBatches.*executor=CapacityPrefix\(capacities"):
         jax.grad(jax.jit(loss))(tiny.params)

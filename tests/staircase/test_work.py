@@ -55,9 +55,9 @@ def test_all_heads_that_run_are_charged_whatever_the_blocks(
     else:
         run = jax.jit(lambda: score(decoder, tiny.params, ids, lengths, policy, executor=executor))
     read_counts()
-    found = jax.block_until_ready(run())
-    assert read_counts()["unembed"] == int(np.sum(found.work.heads))
-    assert len(np.unique(found.depths)) > 1
+    result = jax.block_until_ready(run())
+    assert read_counts()["unembed"] == int(np.sum(result.work.heads))
+    assert len(np.unique(result.depths)) > 1
 
 
 def numbers_of(work: Any) -> Any:
@@ -72,10 +72,14 @@ def counted_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("attend_counted", "attend"):
 
         def attend(
-            queries: Any, keys: Any, *rest: Any, plain: Any = getattr(mixing, name), **options: Any
+            queries: Any,
+            keys: Any,
+            *arguments: Any,
+            plain: Any = getattr(mixing, name),
+            **options: Any,
         ) -> jax.Array:
             count("key_slots", math.prod(queries.shape[:-2]) * keys.shape[-3])
-            return plain(queries, keys, *rest, **options)
+            return plain(queries, keys, *arguments, **options)
 
         monkeypatch.setattr(mixing, name, attend)
 
@@ -108,11 +112,11 @@ def test_executes_what_it_reports_and_reports_the_decided_tokens_rounded_up(
     for seed in range(12):
         ids, lengths, depths = cases.draw(shape, tiny.decoder.config.vocab_size, seed)
         read_counts()
-        found = jax.block_until_ready(run(ids, lengths, depths))
-        counts, work = read_counts(), numbers_of(found.work)
-        decided = np.asarray(found.depths)
-        wanted = cases.expected_work(decided, shape)
-        assert list(zip(work.queries, work.keys_values, work.key_slots, strict=True)) == wanted
+        result = jax.block_until_ready(run(ids, lengths, depths))
+        counts, work = read_counts(), numbers_of(result.work)
+        decided = np.asarray(result.depths)
+        expected = cases.expected_work(decided, shape)
+        assert list(zip(work.queries, work.keys_values, work.key_slots, strict=True)) == expected
         assert counts["queries"] == counts["finish_layer"] == work.queries.sum()
         assert counts["keys_values"] == work.keys_values.sum()
         assert counts["key_slots"] == work.key_slots.sum()
@@ -155,9 +159,9 @@ def sparse_key_slots(sparse: np.ndarray, executor: MicroBatches, history: Histor
             while len(positions):
                 whole = len(positions) >= executor.query_block
                 size = executor.query_block if whole else executor.unit
-                mine, positions = positions[:size], positions[size:]
+                block, positions = positions[:size], positions[size:]
                 span = size
-                while span < mine[-1] - mine[0] + 1:
+                while span < block[-1] - block[0] + 1:
                     span *= 2
                 slice_width = min(min(span, 4) + history.recent - 1, width)
                 total += size * (slice_width + history.sinks)
@@ -185,19 +189,19 @@ def test_sparse_queries_cost_sinks_and_a_slice_and_no_query_pays_twice(tiny: Any
         scores = jnp.asarray(np.random.default_rng(seed).random((3, 37)), jnp.float32)
         read_counts()
         edges = jnp.asarray(thresholds, jnp.float32)
-        found = jax.block_until_ready(run(ids, lengths, scores, edges, depths))
-        counts, work = read_counts(), numbers_of(found.work)
-        sparse = np.asarray(found.sparse.sparse)
+        result = jax.block_until_ready(run(ids, lengths, scores, edges, depths))
+        counts, work = read_counts(), numbers_of(result.work)
+        sparse = np.asarray(result.sparse.sparse)
         real = np.arange(37) < lengths[:, None]
-        wanted = []
+        expected = []
         for segment, live in enumerate((real, real & (depths > 2))):
             asked = np.isfinite(thresholds[segment])
             assert int(work.choices[segment]) == asked * -(-int(live.sum()) // 2) * 2
             dense = np.where(live & ~sparse[segment], 2, 0)
             shape = cases.Shape(3, 37, (2,), executor, "propagate")
             ((_, _, key_slots),) = cases.expected_work(dense, shape)
-            wanted.append(key_slots + 2 * sparse_key_slots(sparse[segment], executor, history))
-        np.testing.assert_array_equal(work.key_slots[:2], wanted)
+            expected.append(key_slots + 2 * sparse_key_slots(sparse[segment], executor, history))
+        np.testing.assert_array_equal(work.key_slots[:2], expected)
         assert counts["key_slots"] == work.key_slots.sum()
         assert counts["queries"] == counts["finish_layer"] == work.queries.sum()
         assert counts["keys_values"] == work.keys_values.sum()
@@ -228,12 +232,12 @@ def test_whole_rows_of_a_static_prefix_skip_the_keys_behind_each_block(tiny: Any
         run = compile_pass(tiny, depths, "propagate", executor)
         ids, lengths = tiny.tokens(batch, width), np.full(batch, width, np.int32)
         blocks = 8 * 8 + 8 * 16 + 17
-        for deep, wanted in ((8, 8 * 17), (9, blocks)):  # Nine do not fit: whole rows.
+        for deep, expected in ((8, 8 * 17), (9, blocks)):  # Nine do not fit: whole rows.
             read_counts()
             depth = deepest_of([(width, deep, deep)] * batch, width)
-            found = jax.block_until_ready(run(ids, lengths, depth))
-            counts, work = read_counts(), numbers_of(found.work)
-            np.testing.assert_array_equal(work.key_slots, [batch * blocks, batch * wanted * 3])
+            result = jax.block_until_ready(run(ids, lengths, depth))
+            counts, work = read_counts(), numbers_of(result.work)
+            np.testing.assert_array_equal(work.key_slots, [batch * blocks, batch * expected * 3])
             assert counts["key_slots"] == work.key_slots.sum()
 
 

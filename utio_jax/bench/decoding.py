@@ -31,10 +31,10 @@ def measure_modes(  # noqa: PLR0913 (options, each named)
 ) -> dict[str, Timed]:
     """Returns every mode's text, cost and time; modes take turns, after a warm-up.
 
-    Texts may end at different lengths, so `speedup` compares seconds per new token, and
-    `seconds_full` is plain decoding's time for as many tokens as the mode's own. Prefill, at full
-    depth, is part of all times: `speedup_ideal` is what would come out if prefill took its own
-    time, measured in turns with the rest, and decoding went with its FLOPs.
+    Texts may end at different lengths, so `speedup` compares seconds per new token. `seconds_full`
+    is plain decoding's time for the mode's number of tokens. All times include prefill at full
+    depth. `speedup_ideal` assumes the measured time of prefill, and decoding time in proportion to
+    its FLOPs.
 
     Args:
       decoder: the model.

@@ -2,9 +2,9 @@
 """Fits policies to a model and a text: signals, thresholds, and the exits in use by budget.
 
 One way for every signal. Its scores are collected where every token runs to the end; thresholds of
-least harm at a budget follow from scores, harm and the cost model. What that cannot show, real
-passes do: the damage that frozen K/V of shallow tokens does to others chooses the depth floor, and
-what padding adds corrects the budget, a target `flops_ratio` with everything executed included.
+least harm at a budget follow from scores, harm and the cost model. Real
+passes show the other costs. Damage by frozen K/V of shallow tokens sets the depth floor. The cost
+of padding corrects the budget, a target `flops_ratio` over everything executed.
 """
 
 from __future__ import annotations

@@ -56,10 +56,9 @@ class ComparisonRow:
 
     Attributes:
       ledger: quality and cost; times are None.
-      hull_margin_pct: how far the loss lies below the hull of uniform exits at equal FLOPs, in % of
-        the loss at full depth, between the ends of its 95 % interval over documents, see
-        `HullBootstrap.interval`; positive is better. None for uniform exits, and for what is
-        cheaper than the cheapest.
+      hull_margin_pct: margin below the uniform-exit frontier at equal FLOPs, in % of the loss at
+        full depth; positive is better. Given with its 95 % interval over documents, see
+        `HullBootstrap.interval`. None for uniform exits, and for costs below the cheapest one.
       rank_correlation_kl: Spearman's, of the score at the first boundary in use with sqrt(KL to
         full depth) there; None where nothing is scored, or all the same.
     """

@@ -271,8 +271,8 @@ def fit_gates(
 def fit_linear_gates(states: np.ndarray, target: np.ndarray) -> StateGate:
     """Returns gates that are linear in normalised states, by ridge regression.
 
-    The penalty is that of the least squared error of each row by the fit to all others, which the
-    singular values give in closed form (Allen 1974); at the largest, gates are constants.
+    The penalty minimises the squared leave-one-out error, which the singular values give in closed
+    form (Allen 1974). At the largest penalty, gates are constants.
 
     Args:
       states: `[exit, row, dim]`, one for each row: a text has few, each an example.

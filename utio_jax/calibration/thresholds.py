@@ -24,8 +24,8 @@ def fit_thresholds(
     For a price of computation, each boundary's best threshold is found exactly, by sorting: leaving
     is worth KL + price x cost of the exit, staying what the later thresholds make of the token. A
     few sweeps from the last boundary to the first settle all; the price is found by bisection.
-    Prices reach the convex hull of all outcomes. Where the budget lies in a gap between two of its
-    corners, the thresholds of the dearer one are also raised until they fit, and the better taken.
+    Prices reach the convex hull of all outcomes. If the budget lies in a gap between two of its
+    corners, the thresholds of the dearer one are also raised until they fit; the better one counts.
 
     Args:
       scores: `[boundary, token]`; a token leaves at the first boundary where its score is finite,
@@ -37,8 +37,8 @@ def fit_thresholds(
       budget: the mean cost to reach.
 
     Raises:
-      ValueError: the budget lies below what leaving everything at the first exit costs, or below
-        what tokens that may not leave (scores of NaN and +inf) leave of it.
+      ValueError: the budget is below the cost of the first exit. Tokens that may not exit (scores
+        of NaN and +inf) cost a full pass.
     """
     cheapest = cost_of_depth[0] + cost_of_gate[0]
     if budget < cheapest:

@@ -41,7 +41,7 @@ class Calibrate(OfWindows, OfText):
       budget: FLOPs over full depth's, one or several. By default 0.5, 0.6, 0.75 and 0.9.
       max_nll_increase_pct: instead of budgets, least cost within this loss over full depth, in %.
       max_disagreement: instead of budgets, least cost with at most this share of most probable
-        tokens that differ from full depth's, guaranteed by risk control on half of the documents,
+        tokens that differ from full depth's. Guaranteed by risk control on half of the documents,
         near-copies kept together.
       confidence: of that guarantee, for all policies at once: pick the cheapest. By default 0.95.
       fit_lens: first fit a tuned lens, through which the frozen model's head reads its exits, to

@@ -25,9 +25,9 @@ _FIT_TOKENS = 20_000  # That the closed form is fitted to, at most.
 class FitPrompt(OfModel, OfText):
     """Fits K/V maps for prompts whose tokens mostly exit early, and chooses the prefill.
 
-    Maps are fitted to one part of the text, the cheapest way of reading within the limit is chosen
-    on another, and reported on a third, with controls; without files, of the calibrate split of
-    the standard library. What is written is for --prompt-maps; the model stays as it is.
+    Maps are fitted to one part of the text. A second part chooses the cheapest prefill within the
+    limit, and a third reports it with controls. The default text is the calibrate split of the
+    standard library. The output is for --prompt-maps; the model is unchanged.
 
     Attributes:
       stop: depths at which prompt tokens may stop. By default half and two thirds of the layers.

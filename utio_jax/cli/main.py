@@ -60,8 +60,8 @@ _INTERRUPTED, _CLOSED_PIPE = 130, 141
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command line; returns the exit status.
 
-    It is 0, 2 for input that cannot be used, 1 where the machine refuses (a full disk), and what
-    shells use for Ctrl-C and for a closed pipe.
+    It is 0 for success, 2 for invalid input, and 1 for failures of the machine (a full disk). For
+    Ctrl-C and a closed pipe it is the status that shells use.
     """
     if arguments is None:  # As a program, not from another one or a test.
         arguments = sys.argv[1:]

@@ -23,9 +23,9 @@ def enable_compilation_cache() -> Path | None:
 
     Call it before anything is compiled. Commands call it; in Python it is the program's choice.
 
-    JAX' own variable `JAX_COMPILATION_CACHE_DIR` goes before this. Programs for CPUs hold
-    instructions that another machine may not have, so each kind of processor and each jaxlib has a
-    folder of its own, as where a home is shared by several machines.
+    JAX' own variable `JAX_COMPILATION_CACHE_DIR` takes precedence. Programs for CPUs contain
+    instructions that other machines may lack, and several machines may share a home. So each kind
+    of processor and each jaxlib has a folder of its own.
     """
     if os.environ.get(VARIABLE) == "off" or "JAX_COMPILATION_CACHE_DIR" in os.environ:
         return None

@@ -28,7 +28,7 @@ LayerParams = Any
 Inputs = Shaped[Array, "batch token *shape"]
 """Content of rows: token ids, or another input of `Decoder.embed` per token."""
 
-Places = Any
+PositionEncoding = Any
 """Per-position data, e.g. RoPE's cos and sin: a pytree; leaves lead with `[batch, token]`."""
 
 
@@ -312,7 +312,7 @@ class Decoder(Protocol):
         """Returns the stacked layers: a pytree whose leaves lead with the layer axis."""
         ...
 
-    def encode_positions(self, positions: Int[Array, "*lead"]) -> Places:
+    def encode_positions(self, positions: Int[Array, "*lead"]) -> PositionEncoding:
         """Returns per-position inputs of `queries` and `keys_values`, e.g. RoPE's cos and sin.
 
         Computed once per pass. Return `positions` itself where nothing is to be prepared.
@@ -326,13 +326,13 @@ class Decoder(Protocol):
         ...
 
     def queries(
-        self, layer: LayerParams, x: Float[Array, "*lead dim"], places: Places
+        self, layer: LayerParams, x: Float[Array, "*lead dim"], places: PositionEncoding
     ) -> jax.Array:
         """Returns one layer's queries, `[*lead, head, head_dim]`, scaled for the softmax."""
         ...
 
     def keys_values(
-        self, layer: LayerParams, x: Float[Array, "*lead dim"], places: Places
+        self, layer: LayerParams, x: Float[Array, "*lead dim"], places: PositionEncoding
     ) -> tuple[jax.Array, jax.Array]:
         """Returns one layer's keys and values, each `[*lead, kv_head, head_dim]`, keys rotated."""
         ...
@@ -427,7 +427,9 @@ class HasKVMaps(Decoder, Protocol):
         """Returns keys before rotation, and values, of all layers after a stop at `depth`."""
         ...
 
-    def rotate_keys(self, layer: LayerParams, keys: jax.Array, places: Places) -> jax.Array:
+    def rotate_keys(
+        self, layer: LayerParams, keys: jax.Array, places: PositionEncoding
+    ) -> jax.Array:
         """Returns one layer's rotated keys, as `keys_values` returns them."""
         ...
 

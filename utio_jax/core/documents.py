@@ -137,8 +137,9 @@ def batches_of(
 ) -> Iterator[Batch]:
     """Yields all windows in batches of at most `rows`, longest first, with little padding.
 
-    Windows are padded to the smallest of `widths` that holds them, and those of one width share
-    batches of one number of rows, rounded up to a few (`row_counts`), so that few shapes compile.
+    Windows are padded to the smallest of `widths` that holds them. Windows of one width share
+    batches with the same number of rows, rounded up to a few counts (`row_counts`). So few shapes
+    compile.
 
     Args:
       windows: token ids `[token]` each.

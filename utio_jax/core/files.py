@@ -323,8 +323,8 @@ def load_owned(
       integers: whether tensors may hold integers and booleans, too.
 
     Raises:
-      ValueError: a file is missing or broken, belongs to another model, or the tensors are not
-        those that the JSON was written with, of another type, or not finite.
+      ValueError: a file is missing or broken, or belongs to another model. The tensors do not
+        belong to the JSON, have another type, or are not finite.
     """
     stored = load_json(file, what, remedy=f"`{command}` makes one.")
     try:

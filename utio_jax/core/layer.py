@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from utio_jax.core.decoder import Decoder, LayerParams, Params, Places
+from utio_jax.core.decoder import Decoder, LayerParams, Params, PositionEncoding
 from utio_jax.core.platform import here
 
 Depth = int | Int[Array, ""]
@@ -43,8 +43,8 @@ def split_layers(decoder: Decoder, params: Params) -> tuple[LayerParams, ...] | 
 
     On CPU and GPU a layer that is indexed out of the stack is copied before its matrix products
     read it: more than half of a decoding step at batch 1. These are a second copy, kept as long as
-    the stack is. None where the stack is read in place (TPU), is spread over devices, is small, or
-    would take more than half of the memory that the device has left.
+    the stack is. None if the stack is read in place (TPU), is spread over devices, or is small.
+    Also None if the copy would take more than half of the device's free memory.
     """
     stack = decoder.layers(params)
     leaves = [leaf for leaf in jax.tree.leaves(stack) if isinstance(leaf, jax.Array)]
@@ -92,8 +92,8 @@ def over_layers(  # noqa: PLR0913 (options, each named)
 ) -> Carry:
     """Returns a carry after layers [start, stop), in order.
 
-    A loop over the stack; over `layers` (see `split_layers`) one piece of program for each, in a
-    loop of no or one turn where `start` or `stop` are traced (a conditional would copy the carry).
+    A loop over the stack. With `layers` (see `split_layers`) the program is unrolled. If `start` or
+    `stop` are traced, each layer is a loop of at most one turn: a conditional would copy the carry.
 
     Args:
       decoder: the model.
@@ -132,7 +132,7 @@ def over_layers(  # noqa: PLR0913 (options, each named)
 
 
 def keys_values_of(
-    decoder: Decoder, layer: LayerParams, x: Float[Array, "*lead dim"], places: Places
+    decoder: Decoder, layer: LayerParams, x: Float[Array, "*lead dim"], places: PositionEncoding
 ) -> tuple[Float[Array, "*lead kv_head head_dim"], Float[Array, "*lead kv_head head_dim"]]:
     """Returns a layer's keys and values; overflowed states affect only tokens that attend to them.
 

@@ -16,7 +16,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from utio_jax.core.decoder import Decoder, DecoderConfig, LayerParams, Params, Places, check_depths
+from utio_jax.core.decoder import (
+    Decoder,
+    DecoderConfig,
+    LayerParams,
+    Params,
+    PositionEncoding,
+    check_depths,
+)
 from utio_jax.core.files import json_file, load_owned, save_owned
 
 
@@ -87,7 +94,7 @@ class Wrapped:
     def layers(self, params: Params) -> LayerParams:
         return self.decoder.layers(params["model"])
 
-    def encode_positions(self, positions: Int[Array, "*lead"]) -> Places:
+    def encode_positions(self, positions: Int[Array, "*lead"]) -> PositionEncoding:
         return self.decoder.encode_positions(positions)
 
     def embed(
@@ -96,12 +103,12 @@ class Wrapped:
         return self.decoder.embed(params["model"], token_ids, positions)
 
     def queries(
-        self, layer: LayerParams, x: Float[Array, "*lead dim"], places: Places
+        self, layer: LayerParams, x: Float[Array, "*lead dim"], places: PositionEncoding
     ) -> jax.Array:
         return self.decoder.queries(layer, x, places)
 
     def keys_values(
-        self, layer: LayerParams, x: Float[Array, "*lead dim"], places: Places
+        self, layer: LayerParams, x: Float[Array, "*lead dim"], places: PositionEncoding
     ) -> tuple[jax.Array, jax.Array]:
         return self.decoder.keys_values(layer, x, places)
 
@@ -116,7 +123,9 @@ class Wrapped:
     def unembed(self, params: Params, x: Float[Array, "*lead dim"]) -> jax.Array:
         return self.decoder.unembed(params["model"], x)
 
-    def rotate_keys(self, layer: LayerParams, keys: jax.Array, places: Places) -> jax.Array:
+    def rotate_keys(
+        self, layer: LayerParams, keys: jax.Array, places: PositionEncoding
+    ) -> jax.Array:
         inner: Any = self.decoder
         return inner.rotate_keys(layer, keys, places)
 

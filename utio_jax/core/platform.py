@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Platform-dependent choices of programs: block sizes, and forms that compilers optimise.
+"""Platform-dependent program choices: block sizes, and forms that compilers optimise.
 
-Sizes for CPU are measured, those for TPU predicted by its compiler, those for GPU follow them and
-were measured on one H200 (`results/accelerators.md`).
+Sizes for CPU are measured. Sizes for TPU are predictions of its compiler. Sizes for GPU equal those
+for TPU and are measured on one H200 (`results/accelerators.md`).
 """
 
 from __future__ import annotations
@@ -19,39 +19,38 @@ import jax.numpy as jnp
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Platform:
-    """Choices of programs for one kind of device.
+    """Program choices for one kind of device.
 
     Attributes:
-      head_block: tokens whose logits are alive at once. On CPU [128, vocab] stays in cache; on
-        accelerators every block reads the whole head from memory again.
-      min_bucket: the unit of padding of attention in `MicroBatches`, in slots.
-      rest: the unit of padding of its projections and MLP, in slots.
-      query_block: queries of a whole row that attend together, over the keys up to the last one's.
-        On accelerators all of a row, in one product.
-      static_shapes: whether loops of unknown length are slower than static prefixes.
-      narrow: width of a state below which a static prefix is written layer by layer, not as a loop:
-        what such a layer does besides its products weighs more than they do, and is fused across
-        layers.
-      least_routed: width of a state from which passes are routed by default: narrower layers wait
-        more than they multiply, and routing them is predicted to lose.
-      stack_in_place: whether a layer is read where it lies in the stack. CPUs and GPUs copy it
-        first, so decoding multiplies with a second copy of the weights, each layer's apart.
-      folds_heads: whether many queries of heads that share keys are one axis in attention.
+      head_block: tokens per LM-head block. On CPU, logits [128, vocab] fit in the cache. On
+        accelerators every block reads the LM head's weights again.
+      min_bucket: padding unit of attention in `MicroBatches`, in slots.
+      projection_bucket: padding unit of projections and MLP in `MicroBatches`, in slots.
+      query_block: queries per block of a whole row, over the keys up to the last query's position.
+        On accelerators one block holds the row.
+      static_shapes: True if loops of unknown length are slower than static prefixes.
+      narrow: hidden size below which a static prefix is unrolled instead of looped. In such layers
+        element-wise operations dominate, and XLA fuses them across layers.
+      least_routed: hidden size from which passes are routed by default. Routing narrower layers is
+        predicted to be slower than running them densely.
+      stack_in_place: True if the compiler reads a layer in place in the stack of weights. CPUs and
+        GPUs copy it first, so decoding uses a second copy of the weights, one array per layer.
+      folds_heads: True to fold many queries of heads that share keys into one axis of attention.
       search: method of `jnp.searchsorted`: accelerators run "scan" as a serial loop.
-      least_rows: of a matrix product in decoding; fewer are padded. A product of one row goes to
-        the TPU's vector unit, at half the memory's rate.
-      heads_apart: whether the reshape to heads stays out of decoding's products. XLA:TPU folds it
-        into their weights, and copies whole stacks of layers for that on every call.
-      scores_turned: whether a few queries' scores are made key by key: XLA:CPU would transpose all
-        keys for the other product, in every layer of every step.
-      heads_first: whether the K/V cache keeps a head's slots side by side. XLA:CPU would turn all
-        of them for the products of each step; XLA:TPU turns them itself, once for each call, and
-        needs twice the memory, where they are not a slot's heads side by side.
+      least_rows: minimum rows of a matrix product in decoding; fewer are padded. A product of one
+        row runs on the TPU's vector unit, at half the memory bandwidth.
+      heads_apart: True to keep the reshape to heads out of decoding's products. XLA:TPU folds it
+        into their weights, which copies whole stacks of layers on every call.
+      scores_turned: True to compute a few queries' scores key by key. XLA:CPU transposes all keys
+        for the other product, in every layer of every step.
+      heads_first: True if the K/V cache is laid out by head, then slot. XLA:CPU would transpose the
+        other layout for the products of each step. XLA:TPU needs slot, then head: it transposes
+        the other layout once per call, which doubles the memory.
     """
 
     head_block: int = 512
     min_bucket: int = 128
-    rest: int = 512
+    projection_bucket: int = 512
     query_block: int = 2**30
     static_shapes: bool = True
     narrow: int = 1024
@@ -68,7 +67,7 @@ class Platform:
 _CPU = Platform(
     head_block=128,
     min_bucket=32,
-    rest=32,
+    projection_bucket=32,
     query_block=128,
     static_shapes=False,
     narrow=0,
@@ -86,11 +85,11 @@ _OTHER = Platform()
 _compiling: list[Platform] = []
 
 _FEW = 512
-"""Tokens of a block in which the reshape to heads is kept apart: with more, it costs 4 %."""
+"""Maximum tokens of a block for `heads_apart`: for larger blocks it costs 4 %."""
 
 
 def here() -> Platform:
-    """Returns the platform that programs are traced for: JAX's default."""
+    """Returns the platform that programs are traced for; by default JAX's default backend."""
     return _compiling[-1] if _compiling else _PLATFORMS.get(jax.default_backend(), _OTHER)
 
 
@@ -98,7 +97,7 @@ def here() -> Platform:
 def compiling_for(name: str | None = None, **choices: Any) -> Iterator[None]:
     """Traces for `"cpu"`, `"cuda"` or `"tpu"` on any machine, optionally with other choices.
 
-    What jit has traced before, it does not trace again.
+    Functions that jit has traced before keep their earlier choices.
     """
     base = here() if name is None else _PLATFORMS.get(name, _OTHER)
     _compiling.append(dataclasses.replace(base, **choices))
@@ -109,18 +108,18 @@ def compiling_for(name: str | None = None, **choices: Any) -> Iterator[None]:
 
 
 def product_apart(product: jax.Array) -> jax.Array:
-    """Returns a product `[..., features]` that XLA computes before the reshape to heads."""
+    """Marks a product `[..., features]`, so that XLA computes it before the reshape to heads."""
     few = math.prod(product.shape[:-1]) <= _FEW
     return jax.lax.optimization_barrier(product) if few and here().heads_apart else product
 
 
 def on_enough_rows(function: Callable[..., Any], *arrays: Any) -> Any:
-    """Returns `function(*arrays)` of arrays that lead with rows, padded to `least_rows`."""
+    """Returns `function(*arrays)`; pads arrays that lead with rows to `least_rows` for the call."""
     leaf = jax.tree.leaves(arrays)[0]
     rows, least = leaf.shape[0], here().least_rows
     if math.prod(leaf.shape[:-1]) >= least:
         return function(*arrays)
     pad = lambda y: jnp.concatenate([y] * least)[:least]  # noqa: E731
-    # After a barrier: what is one row repeated would be multiplied as one row.
+    # The barrier hides from XLA that the rows are equal: it would multiply one row only.
     out = function(*jax.lax.optimization_barrier(jax.tree.map(pad, arrays)))
     return jax.tree.map(lambda y: y[:rows], out)

@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 from utio_jax.attention.cache import KVCache, read
 from utio_jax.attention.mixing import mix_apart, mixer_at
 from utio_jax.core.arrays import flat
-from utio_jax.core.decoder import Decoder, LayerParams, Params, Places
+from utio_jax.core.decoder import Decoder, LayerParams, Params, PositionEncoding
 from utio_jax.core.layer import Depth
 from utio_jax.core.pytrees import pytree
 from utio_jax.staircase.forward import InPlace, Sources, forward, shows_from, write_at
@@ -56,7 +56,7 @@ class Block:
 
     positions: Int[Array, "batch token"]
     valid: Bool[Array, "batch token"]
-    places: Places
+    places: PositionEncoding
     rows: Int[Array, " batch"] | None = None
 
     @property

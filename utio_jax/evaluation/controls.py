@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The hardest control: plain models of other depths, trained on the same tokens.
 
-A model with exits competes with simply training a shallower one. Such controls stand in the model's
-folder as `controls.json`, and their lower hull says what they lose, over the model's own full
-depth, at any cost between them.
+A model with exits competes with simply training a shallower one. Such controls are stored in the
+model's folder as `controls.json`. Their lower hull gives the loss over the model's own full depth
+at any cost between them.
 """
 
 from __future__ import annotations

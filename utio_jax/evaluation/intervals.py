@@ -66,9 +66,9 @@ def ratio_interval(
 ) -> tuple[float, float, float] | None:
     """Returns the 95 % interval of a ratio of sums: lower end, ratio, upper end.
 
-    With a denominator of ones it is that of a mean. Simulated, as a loss increase over full depth,
-    of rows with normal and with strongly skewed (log-normal) noise, half of whose variance a
-    document's rows share, it holds the true ratio in so many of 100 texts:
+    With a denominator of ones it is that of a mean. The table gives its coverage of the true ratio,
+    in 100 simulated texts, for a loss increase over full depth. Noise is normal or strongly skewed
+    (log-normal); a document's rows share half of its variance.
 
         documents x rows of each      5 x 1   8 x 1   29 x 1   16 x 4   8 x 8
         normal, skewed                97 92   95 91   95 93    95 90    96 91
@@ -147,9 +147,9 @@ class HullBootstrap:
     def interval(self, sums: DocumentSums) -> tuple[float, float, float] | None:
         """Returns the margin's interval at 95 %: its lower end, the margin, its upper end.
 
-        The studentised bootstrap, see `studentised`. Simulated, it holds the true margin in so many
-        of 100 texts, of documents whose sizes vary by a factor of ten and whose losses are normal,
-        heavy-tailed (Student's t of 3 degrees) or strongly skewed (log-normal):
+        The studentised bootstrap, see `studentised`. The table gives its coverage of the true
+        margin in 100 simulated texts. Sizes of documents vary by a factor of ten. Losses are
+        normal, heavy-tailed (Student's t of 3 degrees) or strongly skewed (log-normal).
 
             documents                       5           10           29          100
             normal, heavy, skewed     95 97 87     94 96 83     96 96 88     95 96 93

@@ -274,7 +274,7 @@ def load(
 
     Args:
       path_or_name: a folder, a GGUF file, the shipped model's name, or a hub name such as
-        `"organisation/model"`, which is downloaded unless it is in the hub's cache.
+        `"organisation/model"`. A model that is not in the hub's cache is downloaded.
       exits: depths at which the model may be read, ending at its last layer. By default those that
         its config names; for a stock model those of its lens, or the last layer alone.
       dtype: of the parameters; float32 on CPU, where bfloat16 is slow.

@@ -29,7 +29,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from utio_jax.core.decoder import DecoderConfig, LayerParams, Params, Places
+from utio_jax.core.decoder import DecoderConfig, LayerParams, Params, PositionEncoding
 from utio_jax.models.rope import RopeScaling, frequencies, rotate, rotations
 
 _LEAST_SQUARE = 1e-5
@@ -244,13 +244,13 @@ class _Gemma:
         gate *= jax.lax.dynamic_slice_in_dim(state, start, width, axis=-1)
         return self._norm(linear(gate, layer["input_out"]), layer["input_out_norm"])
 
-    def queries(self, layer: LayerParams, x: jax.Array, places: Places) -> jax.Array:
+    def queries(self, layer: LayerParams, x: jax.Array, places: PositionEncoding) -> jax.Array:
         normed = self._norm(self._attending(layer, x), layer["attention_norm"])
         flat = linear(normed, layer["q_proj"])
         return self._heads(layer, flat, layer["q_norm"], places)  # Of unit scale already.
 
     def keys_values(
-        self, layer: LayerParams, x: jax.Array, places: Places
+        self, layer: LayerParams, x: jax.Array, places: PositionEncoding
     ) -> tuple[jax.Array, jax.Array]:
         normed = self._norm(self._attending(layer, x), layer["attention_norm"])
         keys, values = linear(normed, layer["k_proj"]), linear(normed, layer["v_proj"])
@@ -265,7 +265,7 @@ class _Gemma:
         return self._stream(x)
 
     def _heads(
-        self, layer: LayerParams, flat: jax.Array, scale: Params | None, places: Places
+        self, layer: LayerParams, flat: jax.Array, scale: Params | None, places: PositionEncoding
     ) -> Float[Array, "*lead head head_dim"]:
         """Returns normalised heads, rotated where there are `places`."""
         heads = flat.reshape(*flat.shape[:-1], -1, self.config.head_dim)
@@ -327,7 +327,7 @@ class Gemma3n(_Gemma):
             "cutoff": jnp.asarray(cutoffs, jnp.float32),
         }
 
-    def encode_positions(self, positions: Int[Array, "*lead"]) -> Places:
+    def encode_positions(self, positions: Int[Array, "*lead"]) -> PositionEncoding:
         config = self.config
         full = frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
         local = frequencies(config.head_dim, config.local_rope_theta)
@@ -430,7 +430,7 @@ class Gemma4(_Gemma):
                 stack = stack.at[beyond].set(0) if size < stack.shape[1 + axis] else stack
         return stack
 
-    def encode_positions(self, positions: Int[Array, "*lead"]) -> Places:
+    def encode_positions(self, positions: Int[Array, "*lead"]) -> PositionEncoding:
         config = self.config
         full = frequencies(config.head_dim, config.rope_theta)
         full[int(config.rotated * config.head_dim // 2) :] = 0
@@ -455,7 +455,7 @@ class Gemma4(_Gemma):
         return self._logits(params, self._stream(x))
 
     def _heads(
-        self, layer: LayerParams, flat: jax.Array, scale: Params | None, places: Places
+        self, layer: LayerParams, flat: jax.Array, scale: Params | None, places: PositionEncoding
     ) -> Float[Array, "*lead head head_dim"]:
         """Returns normalised, rotated heads, filled up with zeros where the layer's are narrow."""
         config, lead = self.config, flat.shape[:-1]
@@ -488,7 +488,7 @@ def scaled(x: jax.Array, params: Params) -> jax.Array:
     return x * jnp.broadcast_to(params["scale"], x.shape)
 
 
-def _places(layer: LayerParams, places: Places) -> Any:
+def _places(layer: LayerParams, places: PositionEncoding) -> Any:
     """Returns the rotations of a layer."""
     return jax.tree.map(partial(jnp.where, layer["is_local"]), places[1], places[0])
 

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from utio_jax.core.decoder import DecoderConfig, LayerParams, Params, Places
+from utio_jax.core.decoder import DecoderConfig, LayerParams, Params, PositionEncoding
 from utio_jax.core.platform import on_enough_rows, product_apart
 from utio_jax.models.rope import RopeScaling, frequencies, rotate, rotations
 
@@ -152,13 +152,13 @@ class Layer(nn.Module):
         self.up_proj = dense(config.mlp_dim, config.mlp_bias)
         self.down_proj = dense(config.embed_dim, config.mlp_bias, into_residual)
 
-    def __call__(self, x: jax.Array, places: Places) -> jax.Array:
+    def __call__(self, x: jax.Array, places: PositionEncoding) -> jax.Array:
         """Uses every parameter once, for `init`; each token attends to itself."""
         _, values = self.keys_values(x, places)
         group = self.config.num_heads // self.config.num_kv_heads
         return self.finish(x, self.queries(x, places) * 0 + jnp.repeat(values, group, axis=-2))
 
-    def queries(self, x: jax.Array, places: Places) -> jax.Array:
+    def queries(self, x: jax.Array, places: PositionEncoding) -> jax.Array:
         config = self.config
         queries = product_apart(self.q_proj(self._read(self.attention_norm, x)))
         queries = queries.reshape(*x.shape[:-1], config.num_heads, config.head_dim)
@@ -169,7 +169,7 @@ class Layer(nn.Module):
         scale = config.head_dim**-0.5 if config.query_scale is None else config.query_scale
         return queries * scale
 
-    def keys_values(self, x: jax.Array, places: Places) -> tuple[jax.Array, jax.Array]:
+    def keys_values(self, x: jax.Array, places: PositionEncoding) -> tuple[jax.Array, jax.Array]:
         config = self.config
         normed = self._read(self.attention_norm, x)
         shape = (*x.shape[:-1], config.num_kv_heads, config.head_dim)
@@ -214,9 +214,9 @@ OF_KV = ("k_proj", "v_proj", "k_norm")
 class Transformer:
     """`TransformerConfig` made into a `Decoder`. Hashes by its configuration.
 
-    Parameters are a nested dict: `embedding/embedding` `[vocab, dim]`, `positions/embedding`
-    `[context, dim]` where these are learned, `layers/...` stacked along a leading layer axis,
-    `norm/scale` `[dim]` (and `bias`), and `head/kernel` `[dim, vocab]` where it is untied.
+    Parameters are a nested dict: `embedding/embedding` `[vocab, dim]`; `positions/embedding`
+    `[context, dim]` if positions are learned; `layers/...` stacked along a leading layer axis;
+    `norm/scale` `[dim]` (and `bias`); and `head/kernel` `[dim, vocab]` if it is untied.
     """
 
     config: TransformerConfig
@@ -261,7 +261,7 @@ class Transformer:
         local = jnp.asarray([window > 0 for window in windows])
         return {**params["layers"], "is_local": local}
 
-    def encode_positions(self, positions: Int[Array, "*lead"]) -> Places:
+    def encode_positions(self, positions: Int[Array, "*lead"]) -> PositionEncoding:
         config = self.config
         if config.positions == "learned":
             return positions
@@ -271,7 +271,7 @@ class Transformer:
             return places
         return places, rotations(positions, frequencies(config.head_dim, config.local_rope_theta))
 
-    def _places(self, layer: LayerParams, places: Places) -> Places:
+    def _places(self, layer: LayerParams, places: PositionEncoding) -> PositionEncoding:
         """Returns the rotations of a layer."""
         if self.config.local_rope_theta is None:
             return places
@@ -292,15 +292,17 @@ class Transformer:
             x += params["positions"]["embedding"][positions]
         return x
 
-    def queries(self, layer: LayerParams, x: jax.Array, places: Places) -> jax.Array:
+    def queries(self, layer: LayerParams, x: jax.Array, places: PositionEncoding) -> jax.Array:
         return self._apply(layer, x, self._places(layer, places), method="queries")
 
     def keys_values(
-        self, layer: LayerParams, x: jax.Array, places: Places
+        self, layer: LayerParams, x: jax.Array, places: PositionEncoding
     ) -> tuple[jax.Array, jax.Array]:
         return self._apply(layer, x, self._places(layer, places), method="keys_values")
 
-    def rotate_keys(self, layer: LayerParams, keys: jax.Array, places: Places) -> jax.Array:
+    def rotate_keys(
+        self, layer: LayerParams, keys: jax.Array, places: PositionEncoding
+    ) -> jax.Array:
         """Returns keys with their positions in them, from keys before rotation."""
         if self.config.positions != "rope":
             return keys

@@ -77,8 +77,8 @@ class Position(KnownBefore):
 class TokenSurrogate(KnownBefore):
     """UTIO's surrogate before the pass, from the token alone.
 
-    Entropy of the head applied to the bare embedding and the embedding's outlier are functions of
-    the token id alone, so they are a table (`surrogate_table`), read at no cost.
+    It combines the entropy of the head applied to the bare embedding and the embedding's outlier.
+    Both depend on the token id only, so they are a table (`surrogate_table`), read at no cost.
 
     Attributes:
       table: each token's surrogate, mostly in nats.

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chooses the prefill (stop, share and signal) within a limit on the loss after the prompt.
 
-Three parts of a text, no document in two of them: KV maps are fitted to the first, the cheapest way
-of reading within the limit is chosen on the second, and figures come from the third, with
-controls that a choice by importance has to beat: as many tokens by chance, none, and the same
-tokens with the others hidden or their last states copied.
+A text is split by documents into three parts. K/V maps are fitted to the first. The second chooses
+the cheapest prefill within the limit. Figures come from the third, with controls that a choice by
+importance has to beat. Controls are: as many tokens by chance, none, and the same tokens with the
+others hidden or their last states copied.
 """
 
 from __future__ import annotations

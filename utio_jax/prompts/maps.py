@@ -2,10 +2,10 @@
 """K/V maps: keys and values of skipped layers, predicted from the state at a token's exit.
 
 Projecting them from a frozen state (`kv="propagate"`) is exact only for a model trained so. Here an
-affine map for each skipped layer takes the normalised state at the stop to what the full model
-would show there, as SwiftKV (arXiv 2410.03960) trains it; `utio_jax.prompts.fit` fits them. All
-skipped layers of a token are one product `[dim] x [dim, layer * 2 * kv]`. Tokens that run on keep
-the model's own weights, so full depth stays what it is, bit by bit.
+affine map per skipped layer predicts the full model's K/V from the normalised state at the exit.
+SwiftKV (arXiv 2410.03960) trains such maps; `utio_jax.prompts.fit` fits them. All skipped layers of
+a token are one product `[dim] x [dim, layer * 2 * kv]`. Tokens that continue use the model's own
+weights, so full depth is unchanged, bit by bit.
 """
 
 from __future__ import annotations
@@ -167,8 +167,8 @@ def load_kv_maps(
     """Returns the maps that `save_kv_maps` wrote, and their JSON.
 
     Raises:
-      ValueError: a file is missing or broken, the two do not belong together, the maps belong to
-        another model, are not finite, or are not what the JSON says.
+      ValueError: a file is missing or broken, or the two do not belong together. The maps belong to
+        another model, are not finite, or differ from the JSON.
     """
     file = kv_maps_file(path)
     stored, tensors = load_owned(

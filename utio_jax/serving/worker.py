@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The thread that owns an engine, and the tickets by which an event loop talks with it.
+"""Engine thread of the server, and the tickets with which the event loop submits work to it.
 
-An engine knows no threads, so one thread alone touches it: it takes what was asked for, runs a
-block, and hands what that brought to the loop in one call. JAX works outside the interpreter's
-lock, so the loop answers other clients meanwhile.
+An engine is not thread-safe, so one thread owns it. The thread takes tasks from a queue, runs one
+block of steps, and posts the results to the event loop in one call. JAX releases the GIL while it
+computes, so the event loop keeps answering clients.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from utio_jax.serving.engine import PromptScorer, PromptScores
 
 
 class EngineStoppedError(Exception):
-    """The engine has ended, by the error that is its argument."""
+    """The engine has stopped; the argument is the error that stopped it."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Task:
-    """New tokens are wanted, or a prompt's own log-probabilities at full depth.
+    """Request for new tokens, or for a prompt's own log-probabilities at full depth.
 
     Attributes:
       prompt: token ids.
-      target: the choice that new tokens belong to; of log-probabilities, the prompt's number.
-      options: keyword arguments of `Engine.submit`; None: the log-probabilities.
+      target: index of the choice that receives new tokens; of the prompt for log-probabilities.
+      options: keyword arguments of `Engine.submit`; None requests log-probabilities.
     """
 
     prompt: Int[np.ndarray, " token"]
@@ -47,10 +47,10 @@ News = Event | PromptScores | Exception
 
 
 class Ticket:
-    """What a request waits for: tasks that were handed in together.
+    """Tasks of one HTTP request, and the queue of their results.
 
     Attributes:
-      news: what has come of each.
+      news: queue of results and errors, with the task of each.
     """
 
     def __init__(self, tasks: Sequence[Task], worker: Worker) -> None:
@@ -59,21 +59,21 @@ class Ticket:
 
     @property
     def done(self) -> bool:
-        """Whether the last that will ever come has come."""
+        """True if no task of this ticket is open."""
         return self._worker.open_tasks.keys().isdisjoint(self._tasks)
 
     def cancel(self) -> None:
-        """Ends what is still open: nothing more comes, and slots become free."""
+        """Cancels the open tasks: they produce no further results, and their slots become free."""
         for task in self._tasks:
             self._worker.cancel(task)
 
 
 class Worker:
-    """An engine in a thread of its own, for one event loop.
+    """Runs an engine in a thread of its own, for one event loop.
 
     Attributes:
-      open_tasks: that were let in, and have not ended, with the ticket that waits for each.
-      stats: of the engine, behind its last block.
+      open_tasks: accepted tasks that have not finished, with their tickets.
+      stats: statistics of the engine after its last block.
     """
 
     def __init__(
@@ -86,10 +86,16 @@ class Worker:
         on_progress: Callable[[int, int], None] = lambda done, programs: None,
         plan: Callable[[], None] = lambda: None,
     ) -> None:
-        """Begins nothing. Calls `plan` in the thread first, all others on the loop.
+        """Prepares the thread without starting it.
 
-        `on_ready`: all is compiled; `on_progress`: how many programs are, of how many; `on_death`:
-        the engine has ended by an error, which all tickets have been given.
+        Args:
+          engine: the engine, which only the thread may use from then on.
+          scorer: computes the log-probabilities of prompts.
+          on_ready: called on the loop when all programs are compiled.
+          on_death: called on the loop with the error that stopped the engine, after all tickets
+            have received it.
+          on_progress: called on the loop with the number of compiled programs, and of all programs.
+          plan: called first, in the thread.
         """
         self._on_ready, self._on_death, self._on_progress = on_ready, on_death, on_progress
         self._engine, self._scorer, self._plan = engine, scorer, plan
@@ -103,25 +109,25 @@ class Worker:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
-        """Begins, on the loop that the news go to."""
+        """Starts the thread; results go to the running event loop."""
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
     def stop(self, seconds: float = 5.0) -> None:
-        """Ends the thread behind its current block."""
+        """Stops the thread after its current block; waits up to `seconds`."""
         self._inbox.put(("stop", None))
         self._thread.join(seconds)
 
     @property
     def alive(self) -> bool:
-        """Whether the thread has not ended: nothing can stop a compilation."""
+        """True while the thread runs; a compilation cannot be interrupted."""
         return self._thread.is_alive()
 
     def hand_in(self, tasks: Sequence[Task]) -> Ticket:
-        """Returns the ticket of tasks that are taken up behind the current block.
+        """Queues tasks, which start after the current block; returns their ticket.
 
         Raises:
-          EngineStoppedError: nothing is taken up any more.
+          EngineStoppedError: the engine has stopped and accepts no tasks.
         """
         if self._dead is not None:
             raise EngineStoppedError(self._dead)
@@ -132,22 +138,22 @@ class Worker:
         return ticket
 
     def cancel(self, task: Task) -> None:
-        """Ends a task behind the current block, where it has not ended."""
+        """Cancels a task after the current block, unless it has finished."""
         if self.open_tasks.pop(task, None) is not None:
             self._inbox.put(("cancel", task))
 
     def _call(self, function: Callable[..., Any], *arguments: Any) -> None:
-        """Calls a function on the loop, from the thread."""
+        """Schedules a function on the event loop, from the thread."""
         assert self._loop is not None
-        with contextlib.suppress(RuntimeError):  # The loop has ended before the thread.
+        with contextlib.suppress(RuntimeError):  # The loop was closed before the thread stopped.
             self._loop.call_soon_threadsafe(function, *arguments)
 
     def _deliver(self, posts: list[tuple[Task, News]]) -> None:
-        """Hands out what has come of tasks, on the loop."""
+        """Delivers results to their tickets, on the event loop."""
         for task, news in posts:
             ticket = self.open_tasks.get(task)
             if ticket is None:
-                continue  # Cancelled since.
+                continue  # Cancelled in the meantime.
             if not isinstance(news, Event) or news.finished is not None:
                 del self.open_tasks[task]
             ticket.news.put_nowait((task, news))
@@ -157,7 +163,7 @@ class Worker:
         self._deliver([(task, EngineStoppedError(error)) for task in self.open_tasks])
         self._on_death(error)
 
-    # What follows runs in the thread.
+    # The methods below run in the thread.
 
     def _run(self) -> None:
         try:
@@ -165,21 +171,23 @@ class Worker:
             self._warmup()
             self._call(self._on_ready)
             self._serve()
-        except BaseException as error:  # Whatever it was: no request may wait for ever.
+        except BaseException as error:  # Any error: no request may wait for ever.
             self._call(self._end_all, error)
 
     def _warmup(self) -> None:
-        done, rest = 0, self._scorer.programs
-        self._call(self._on_progress, 0, self._engine.programs + rest)
+        done, scorer_programs = 0, self._scorer.programs
+        self._call(self._on_progress, 0, self._engine.programs + scorer_programs)
 
         def engine_progress(count: int, programs: int) -> None:
             nonlocal done
             done = count
-            self._call(self._on_progress, count, programs + rest)
+            self._call(self._on_progress, count, programs + scorer_programs)
 
         self._engine.warmup(progress=engine_progress)
         self._scorer.warmup(
-            progress=lambda count: self._call(self._on_progress, done + count, done + rest)
+            progress=lambda count: self._call(
+                self._on_progress, done + count, done + scorer_programs
+            )
         )
 
     def _serve(self) -> None:
@@ -202,16 +210,16 @@ class Worker:
                 self._call(self._deliver, posts)
 
     def _take_up(self, *, wait: bool) -> bool:
-        """Takes up what was asked for; returns False where the thread is to end."""
+        """Processes queued commands; returns False if the thread is to stop."""
         while True:
             try:
-                what, task = self._inbox.get(block=wait)
+                command, task = self._inbox.get(block=wait)
             except queue.Empty:
                 return True
             wait = False
-            if what == "stop":
+            if command == "stop":
                 return False
-            if what == "cancel":
+            if command == "cancel":
                 self._cancel(task)
             elif task.options is None:
                 self._scores.append(task)
@@ -219,14 +227,14 @@ class Worker:
                 try:
                     number = self._engine.submit(task.prompt, **task.options)
                     self._of_number[number] = task
-                except Exception as error:  # Of this request alone: nothing has run for it.
+                except Exception as error:  # An invalid request: it affects no other.
                     self._call(self._deliver, [(task, error)])
 
     def _cancel(self, task: Task) -> None:
         with contextlib.suppress(ValueError):
             self._scores.remove(task)
-        for number, found in self._of_number.items():
-            if found is task:
+        for number, submitted in self._of_number.items():
+            if submitted is task:
                 self._engine.cancel(number)
 
     def _score(self, task: Task) -> tuple[Task, News]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One pass over whole rows, a depth per token; buckets of independent items."""
+"""Early-exit forward pass over whole rows; depth buckets for independent items."""
 
 from utio_jax.staircase.base import Executor, Tokens
 from utio_jax.staircase.buckets import Buckets, bucket_tokens, run_buckets

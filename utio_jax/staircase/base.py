@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs the live tokens of a segment: the executors' contract, and what they share.
+"""Executor protocol: runs the live tokens of a segment of layers.
 
-An executor changes cost, never results. `utio_jax.staircase.microbatches` runs blocks in traced
-loops; `utio_jax.staircase.capacity` a static prefix, through which gradients flow;
-`utio_jax.decoding.rows` one token of each row, whose keys and values lie in a cache.
+An executor changes cost, never results. `utio_jax.staircase.microbatches` runs blocks in loops
+with traced trip counts. `utio_jax.staircase.capacity` runs a static prefix, which is
+differentiable. `utio_jax.decoding.rows` runs one token per row, with K/V in a cache.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from utio_jax.attention.band import SparseQueries
 from utio_jax.core.arrays import flat
-from utio_jax.core.decoder import Decoder, HasKVMaps, Inputs, LayerParams, Params, Places
+from utio_jax.core.decoder import Decoder, HasKVMaps, Inputs, LayerParams, Params, PositionEncoding
 from utio_jax.core.pytrees import pytree, static
 from utio_jax.core.work import Work
 from utio_jax.staircase.reference import positions_of
@@ -25,22 +25,23 @@ from utio_jax.staircase.reference import positions_of
 
 @pytree
 class Tokens:
-    """All tokens of a pass, in text order; their states never move.
+    """Hidden states and status of all tokens of a pass, in text order.
 
     Attributes:
-      x: states; those of tokens that are not live are frozen, or padding.
-      positions: in their rows.
-      places: what the decoder made of the positions.
-      live: tokens that run on. At first all that are real.
-      shown: tokens whose keys and values others may see in the layers to come.
-      depth: layers that each token has run, once it is frozen; 0 for padding and live tokens.
-      mapped: under `kv="mapped"`, keys (before rotation) and values that frozen tokens show in all
-        layers from `mapped_from` on (static); None before the first stop, and otherwise.
+      x: hidden states; frozen or padding where a token is not live.
+      positions: token positions within each row.
+      places: position encoding, e.g. RoPE cos and sin.
+      live: tokens that have not exited yet; all real tokens at depth 0.
+      shown: tokens whose K/V are visible in deeper layers.
+      depth: layers that each frozen token has run; 0 for padding and live tokens.
+      mapped: under `kv="mapped"`, keys (before rotation) and values of frozen tokens in all layers
+        from `mapped_from` on. None before the first exit, and under other strategies.
+      mapped_from: first layer of `mapped`. Static.
     """
 
     x: Float[Array, "batch token dim"]
     positions: Int[Array, "batch token"]
-    places: Places
+    places: PositionEncoding
     live: Bool[Array, "batch token"]
     shown: Bool[Array, "batch token"]
     depth: Int[Array, "batch token"]
@@ -51,7 +52,7 @@ class Tokens:
     def embed(
         cls, decoder: Decoder, params: Params, token_ids: Inputs, lengths: Int[Array, " batch"]
     ) -> Tokens:
-        """Returns the tokens at depth 0."""
+        """Returns right-padded rows of tokens at depth 0."""
         return cls.at(decoder, params, token_ids, *positions_of(token_ids, lengths))
 
     @classmethod
@@ -63,7 +64,7 @@ class Tokens:
         positions: Int[Array, "batch token"],
         real: Bool[Array, "batch token"],
     ) -> Tokens:
-        """Returns tokens at given positions, at depth 0; those that are not real are padding."""
+        """Returns tokens at given positions, at depth 0; tokens that are not `real` are padding."""
         return cls(
             x=decoder.embed(params, token_ids, positions),
             positions=positions,
@@ -76,10 +77,7 @@ class Tokens:
     def shown_at(
         self, decoder: Decoder, layer: LayerParams, index: int | Int[Array, ""]
     ) -> tuple[Float[Array, "token kv_head head_dim"], Float[Array, "token kv_head head_dim"]]:
-        """Returns keys and values that frozen tokens show in a layer, flattened: maps', or zeros.
-
-        Zeros where nothing of theirs is seen.
-        """
+        """Returns the mapped K/V of frozen tokens in a layer, flattened; zeros without maps."""
         if self.mapped is None:
             config, (batch, width) = decoder.config, self.live.shape
             shape = (batch * width, config.num_kv_heads, config.head_dim)
@@ -92,22 +90,22 @@ class Tokens:
 
 @runtime_checkable
 class Executor(Protocol):
-    """What the staircase asks of an executor. `slots` is whatever `pack` returned.
+    """Runs the live tokens of a segment; `slots` is the value that `pack` returned.
 
     Attributes:
-      keeps_logits: whether logits of all tokens are few enough to keep: one head at an exit then
-        serves all that look at them.
+      keeps_logits: True if the logits of all tokens are few enough to keep. Then one LM head per
+        exit serves the policy and the readout.
     """
 
     keeps_logits: ClassVar[bool]
 
     @property
     def unit(self) -> int:
-        """The unit of padding of projections and MLP, in slots."""
+        """Padding unit of projections and MLP, in slots."""
         ...
 
     def key_widths(self, width: int) -> list[int]:
-        """Returns the numbers of keys that attention may run over in rows of `width` tokens."""
+        """Returns the static key counts of attention in rows of `width` tokens."""
         ...
 
     def pack(
@@ -118,7 +116,7 @@ class Executor(Protocol):
         *,
         causal: bool = True,
     ) -> Any:
-        """Returns a segment's slots, of its `live` tokens; `sparse` ones see a history alone."""
+        """Packs a segment's live tokens into slots; `sparse` tokens attend to a history only."""
         ...
 
     def run_layers(
@@ -134,45 +132,46 @@ class Executor(Protocol):
     ) -> tuple[Float[Array, "batch token dim"], Any]:
         """Returns the states after layers `[start, stop)`, and the cache.
 
-        Keys are seen where `tokens.shown`; with `only_live_keys` only the slots' own are projected.
-        A `KVCache` receives all K/V that are projected; an executor may have a cache of its own
-        kind. There has to be one where layers read others' K/V (`DecoderConfig.kv_source`).
+        Keys are visible where `tokens.shown`. With `only_live_keys`, K/V are projected for the
+        slots' tokens only. A `KVCache` receives all projected K/V; an executor may define its own
+        cache type. Models that share K/V between layers (`DecoderConfig.kv_source`) need a cache.
         """
         ...
 
     def map_slots(self, slots: Any, function: Callable[..., Any], *arrays: jax.Array) -> Any:
-        """Returns `function` of the live tokens' `[slot, ...]` blocks, in token order; else 0.
+        """Applies `function` to the live tokens' `[slot, ...]` blocks; 0 for all other tokens.
 
-        The function returns an array `[slot, ...]`, or a pytree of them.
+        The function returns an array `[slot, ...]`, or a pytree of them. Results are in token
+        order.
         """
         ...
 
     def only_if(self, slots: Any, asked: bool | Bool[Array, ""]) -> Any:
-        """Returns the slots if `asked`, and none of them if not."""
+        """Returns the slots if `asked` is True, otherwise no slots."""
         ...
 
     def slots_run(self, slots: Any) -> Int[Array, ""]:
-        """Returns the slots that one `map_slots` computes, padding included."""
+        """Returns the number of slots that one `map_slots` computes, padding included."""
         ...
 
     def heads_run(self, slots: Any) -> Int[Array, ""]:
-        """Returns the slots that go through the head where `map_slots` calls `map_head`."""
+        """Returns the number of slots through the LM head when `map_slots` calls `map_head`."""
         ...
 
     def work(
         self, slots: Any, layers: int, *, kv_layers: int, only_live_keys: bool = False
     ) -> Work:
-        """Returns what `layers` layers on the slots execute, `kv_layers` of which make K/V."""
+        """Returns the work of `layers` layers on the slots, if `kv_layers` of them project K/V."""
         ...
 
 
 def over_blocks(
     total: jax.Array, sizes: tuple[int, int], step: Callable[[jax.Array, int, Any], Any], carry: Any
 ) -> Any:
-    """Returns what `step(first, size, carry)` makes of a carry: whole blocks, then the rest.
+    """Loops `carry = step(first, size, carry)` over blocks of `total` slots.
 
-    `sizes` are that of whole blocks, and one that divides it, of blocks for what remains of the
-    `total`; the last of these may reach beyond it.
+    `sizes` are the size of whole blocks, and a divisor of it. Whole blocks come first; smaller
+    blocks cover the remaining slots. The last block may extend past `total`.
     """
     block, least = sizes
     if block == least:  # One loop, one body to compile.
@@ -183,13 +182,13 @@ def over_blocks(
     with jax.named_scope(f"whole_{block}"):
         carry = jax.lax.fori_loop(0, whole, lambda i, c: step(i * block, block, c), carry)
     done = whole * block
-    rest = -(-(total - done) // least)
+    remaining = -(-(total - done) // least)
     with jax.named_scope(f"rest_{block}_{least}"):
-        return jax.lax.fori_loop(0, rest, lambda i, c: step(done + i * least, least, c), carry)
+        return jax.lax.fori_loop(0, remaining, lambda i, c: step(done + i * least, least, c), carry)
 
 
 def check_min_bucket(min_bucket: int) -> int:
-    """Returns `min_bucket`; raises ValueError where it is no positive integer."""
+    """Returns `min_bucket`; raises ValueError unless it is a positive integer."""
     if isinstance(min_bucket, bool) or not isinstance(min_bucket, int) or min_bucket < 1:
         raise ValueError(
             f"Wanted a min_bucket of at least 1, in items. Got min_bucket={min_bucket!r}. "

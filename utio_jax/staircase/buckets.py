@@ -28,15 +28,17 @@ from utio_jax.staircase.base import check_min_bucket
 
 @pytree
 class Buckets:
-    """Where every token lies. Slots run deepest bucket first; within a bucket, in token order.
+    """Assignment of tokens to depth buckets and slots.
+
+    Slots run from the deepest bucket to the shallowest, in token order within a bucket.
 
     Attributes:
-      bucket_of_token: index into `depths`.
-      token_of_slot: the token in each slot; a permutation per row.
-      slot_of_token: its inverse.
+      bucket_of_token: each token's index into `depths`.
+      token_of_slot: token in each slot; a permutation per row.
+      slot_of_token: inverse of `token_of_slot`.
       counts: tokens per bucket, shallowest bucket first.
-      depths: one per bucket, strictly increasing, in layers. Static.
-      min_bucket: blocks hold this many items; a bucket's last one is padded up to it. Static.
+      depths: layers per bucket, strictly increasing. Static.
+      min_bucket: items per block; the last block of a bucket is padded. Static.
     """
 
     bucket_of_token: Int[Array, "*lead token"]
@@ -48,11 +50,11 @@ class Buckets:
 
     @property
     def depth_of_token(self) -> Int[Array, "*lead token"]:
-        """Layers that each token runs."""
+        """Number of layers that each token runs."""
         return jnp.asarray(self.depths, jnp.int32)[self.bucket_of_token]
 
     def __iter__(self) -> Iterator[Any]:
-        """Refuses what other UTIOs return: buckets, their order and its inverse."""
+        """Raises TypeError: `buckets, order, inverse = ...` of other UTIO code does not unpack."""
         raise TypeError(
             "Wanted one name: buckets = bucket_tokens(...), for run_buckets(function, x, buckets). "
             "Got several. The tokens' order and its inverse are its token_of_slot and "
@@ -63,7 +65,7 @@ class Buckets:
 def assign_buckets(
     scores: Float[Array, "*lead token"], thresholds: Float[Array, " edge"] | Sequence[float]
 ) -> Int[Array, "*lead token"]:
-    """Returns each token's bucket: how many thresholds its score exceeds; NaN goes deepest.
+    """Returns each token's bucket: the number of thresholds below its score; NaN goes deepest.
 
     Scores and thresholds share a unit (nats, if the score is an entropy). Neither is a number of
     layers; `Buckets.depths` turns a bucket into one.
@@ -81,9 +83,9 @@ def stable_partition(
 ) -> tuple[Int[Array, "*lead token"], Int[Array, "*lead token"]]:
     """Returns `(source, destination)` of a stable sort by a small integer key, by counting.
 
-    `source[new] = old` gathers into the new order; `destination[old] = new` is its inverse. A
-    cumsum per group instead of a comparison sort: 0.6 ms against 6 to 9 for argsort of [32, 2048]
-    on CPU.
+    `source[new] = old` gathers into the new order; `destination[old] = new` is its inverse. One
+    cumsum per group replaces a comparison sort: on CPU 0.6 ms for [32, 2048], while argsort takes
+    6 to 9 ms.
     """
     width = key.shape[-1]
     destination = jnp.zeros(key.shape, jnp.int32)
@@ -122,17 +124,18 @@ def bucket_tokens(
       scores: importance; a higher score goes deeper. NaN goes deepest.
       depths: one depth per bucket, strictly increasing. Static.
       thresholds: one fewer than depths, ascending, in the scores' unit; may be traced. A token's
-        bucket depends on its own score alone: causal, and independent of batch-mates.
-      fractions: instead of thresholds: each bucket's share of the row's tokens, shallowest first,
-        summing to 1. Ranks within the row (ties: the earlier token is the less important), so
-        it is *not* causal. Static.
-      min_bucket: block size of the runs to come. Static.
-      **others: refused, with what to say instead of the `bucket_cutoffs` of other UTIOs.
+        bucket depends on its own score only: causal, and independent of the batch.
+      fractions: alternative to thresholds: each bucket's share of the row's tokens, shallowest
+        first, summing to 1. Tokens are ranked within the row, so this is *not* causal. Of equal
+        scores the earlier token is the less important. Static.
+      min_bucket: block size of `run_buckets`. Static.
+      **others: rejected; the error names the argument that replaces `bucket_cutoffs` of other UTIO
+        code.
 
     Raises:
-      ValueError: an option that there is not; depths are no staircase; thresholds or fractions are
-        both or neither given, of the wrong length, out of order, or do not sum to 1; min_bucket is
-        below 1; scores are not floating-point `[..., token]`.
+      ValueError: an unknown option. Depths are not strictly increasing. Thresholds and fractions
+        are both given or both missing, or have the wrong length, order or sum.
+        `min_bucket` is below 1. Scores are not floating-point `[..., token]`.
     """
     if others:
         name, value = next(iter(others.items()))
@@ -170,12 +173,13 @@ def bucket_tokens(
     )
 
 
-def check_thresholds(thresholds: Any, wanted: int) -> jax.Array:
-    """Returns thresholds as float32 `[edge]`, checked for length, and for order where concrete."""
+def check_thresholds(thresholds: Any, num_edges: int) -> jax.Array:
+    """Checks the length of thresholds, and the order of concrete ones; returns float32 `[edge]`."""
     edges = thresholds if isinstance(thresholds, Tracer) else np.asarray(thresholds, np.float32)
-    if edges.shape != (wanted,):
+    if edges.shape != (num_edges,):
         raise ValueError(
-            f"Wanted {wanted} thresholds, one fewer than there are depths. Got shape {edges.shape}."
+            f"Wanted {num_edges} thresholds, one fewer than there are depths. "
+            f"Got shape {edges.shape}."
         )
     if isinstance(edges, np.ndarray) and not (
         np.all(edges[1:] >= edges[:-1]) and not np.isnan(edges).any()
@@ -207,13 +211,13 @@ def _buckets_by_rank(
 
 @pytree
 class BucketResults:
-    """What `run_buckets` returns.
+    """Results of `run_buckets`.
 
     Attributes:
-      outputs: the function's results, in the items' own order.
-      depth_of_token: depth at which each item really ran.
-      involuntary_stays: items that `merge_small` ran deeper than decided.
-      slots_used: slots that each bucket's blocks occupied, padding included.
+      outputs: results of the function, in item order.
+      depth_of_token: depth that each item ran.
+      involuntary_stays: number of items that `merge_small` ran deeper than decided.
+      slots_used: slots in each bucket's blocks, padding included.
     """
 
     outputs: Any
@@ -229,22 +233,22 @@ def run_buckets(
     *others: Any,
     merge_small: bool = False,
 ) -> BucketResults:
-    """Runs every item at its own depth, in blocks of `min_bucket`, one compiled body per depth.
+    """Runs every item at its own depth, in blocks of `min_bucket`; compiles one body per depth.
 
     Args:
       forward: `forward(block, depth)`; block leaves lead with `[slot]`, depth is a static int.
-        Items must be independent: what a block's other slots hold is not defined. All depths must
-        return the same shapes.
+        Items must be independent: the content of a block's other slots is undefined. All depths
+        must return the same shapes.
       inputs: pytree; leaves lead with the axes of `buckets.bucket_of_token`.
       buckets: from `bucket_tokens`. Items of all leading rows share blocks.
-      *others: refused: the order and its inverse are the buckets' own.
-      merge_small: UTIO's merging: a bucket of fewer than `min_bucket` items joins the next deeper
-        one, from the shallowest on. Saves padding, gives *deeper* results; counted as involuntary
-        stays.
+      *others: rejected: `buckets` holds the order and its inverse.
+      merge_small: merges a bucket of fewer than `min_bucket` items into the next deeper one,
+        starting with the shallowest (UTIO). Saves padding. Merged items run *deeper* than decided
+        and count as involuntary stays.
 
     Raises:
-      ValueError: leaves do not lead with the buckets' axes, or depths return different shapes; or
-        more than a function, inputs and buckets was given.
+      ValueError: leaves do not lead with the buckets' axes, depths return different shapes, or
+        there are further positional arguments.
     """
     if others:
         raise ValueError(
@@ -302,14 +306,14 @@ def _run_bucket(
     span: tuple[jax.Array, jax.Array],
     size: int,
 ) -> Any:
-    """Returns the outputs with those of one bucket's slots, in blocks of `size`."""
+    """Returns the outputs with one bucket's items replaced, computed in blocks of `size`."""
     num_items, (start, end) = item_of_slot.shape[0], span
 
     def body(index: jax.Array, outputs: Any) -> Any:
         slots = start + index * size + jnp.arange(size, dtype=jnp.int32)
         items = item_of_slot[jnp.minimum(slots, num_items - 1)]
         results = run(jax.tree.map(lambda leaf: leaf[items], inputs))
-        # Padding repeats a real item; its result goes nowhere.
+        # Padding repeats a real item; its result is dropped.
         where = jnp.where(slots < end, items, num_items)
         return jax.tree.map(
             lambda all_, new: all_.at[where].set(new, mode="drop"), outputs, results

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The static-shape executor: a prefix of slots, sized on the host; differentiable."""
+"""Static-shape executor: a prefix of slots, sized on the host; differentiable."""
 
 from __future__ import annotations
 
@@ -32,7 +32,11 @@ from utio_jax.staircase.microbatches import MicroBatches
 class PrefixSlots:
     """The first `capacity` slots of every row, live tokens first and in token order.
 
-    Where these are all, its queries read `whole_keys` keys.
+    Attributes:
+      token_of_slot: token in each slot of a row.
+      live: tokens that have not exited yet.
+      capacity: slots per row. Static.
+      whole_keys: query-key pairs per row if the prefix is the whole row. Static.
     """
 
     token_of_slot: Int[Array, "batch slot"]
@@ -41,13 +45,13 @@ class PrefixSlots:
     whole_keys: int = static()
 
     def take(self, leaf: Array, size: int) -> Array:
-        """Returns the entries `[batch, size, ...]` of the first slots; of all, in token order."""
+        """Gathers the first `size` slots `[batch, size, ...]`; a whole row stays in token order."""
         if size == self.live.shape[1]:
             return leaf
         return jax.vmap(lambda row, order: row[order])(leaf, self.token_of_slot[:, :size])
 
     def put(self, leaf: Array, new: Array) -> Array:
-        """Returns the entries `[batch, token, ...]` with those of the first slots replaced."""
+        """Scatters the first slots' entries `new` into `leaf` `[batch, token, ...]`."""
         size = new.shape[1]
         if size == leaf.shape[1]:
             return new
@@ -57,16 +61,17 @@ class PrefixSlots:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CapacityPrefix:
-    """The first `capacities[segment]` slots of all rows at once: static shapes, differentiable.
+    """Executor with static shapes: the first `capacities[segment]` slots of all rows at once.
 
-    A segment whose live tokens do not fit runs at full width instead: more cost, same result.
+    Differentiable. A segment whose live tokens do not fit runs at full width instead: more cost,
+    same result.
 
     Attributes:
       capacities: slots per row and segment, multiples of `min_bucket`.
-      min_bucket: the unit of padding.
-      certain: the capacities are known to hold all live tokens, as where a policy sends a fixed
-        share deep: no other program is compiled, and a cache can be filled. Where they do not after
-        all, the tokens that come last in a row stay where they are.
+      min_bucket: padding unit, in slots.
+      certain: True if the capacities are known to hold all live tokens, e.g. for a policy with a
+        fixed share of deep tokens. Then the full-width fallback is not compiled, and a cache can be
+        filled. If live tokens exceed the capacity, a row's last live tokens do not run.
     """
 
     capacities: tuple[int, ...]
@@ -115,15 +120,15 @@ class CapacityPrefix:
         )
 
     def key_widths(self, width: int) -> list[int]:
-        """Returns the ends of the blocks in which whole rows attend."""
+        """Returns the key counts of the blocks in which whole rows attend."""
         return [stop for _, stop in causal_blocks(width)]
 
     def _choose(
         self, slots: PrefixSlots, run: Callable[[int], Callable[[], Any]], nothing: Any
     ) -> Any:
-        """Returns `run(capacity)()`, or `run(width)()` where a row's live tokens do not fit.
+        """Returns `run(capacity)()`, or `run(width)()` if a row's live tokens do not fit.
 
-        `nothing` is the result of an empty prefix.
+        `nothing` is the result for an empty prefix.
         """
         width = slots.live.shape[1]
         if self.certain or slots.capacity == width:
@@ -193,8 +198,8 @@ class CapacityPrefix:
                     keep = live.reshape(batch, size, *(1,) * (new.ndim - 2))
                     return slots.put(empty, jnp.where(keep, new, jnp.zeros((), new.dtype)))
 
-                found = function(*(flat(slots.take(a, size)) for a in arrays))
-                return jax.tree.map(scatter, empty, found)
+                result = function(*(flat(slots.take(a, size)) for a in arrays))
+                return jax.tree.map(scatter, empty, result)
 
             return on_prefix
 
@@ -231,7 +236,7 @@ class CapacityPrefix:
 
 @dataclasses.dataclass(frozen=True)
 class _Prefix:
-    """The first `size` slots of all rows at once, for `forward`."""
+    """`Slots` of `forward`: the first `size` slots of all rows at once."""
 
     slots: PrefixSlots
     size: int
@@ -263,8 +268,8 @@ class _PrefixAttention(WholeRows):
     """Attention of the first slots of all rows.
 
     Attributes:
-      size: slots of each row.
-      visible_at: maps a layer's index to which keys `[batch, query, key]` each query sees.
+      size: slots per row.
+      visible_at: maps a layer's index to its attention mask `[batch, query, key]`.
     """
 
     size: int
@@ -276,8 +281,8 @@ class _PrefixAttention(WholeRows):
     ) -> _PrefixAttention:
         """Returns the attention of the first `size` slots.
 
-        Visible keys are computed once where they are the same in all layers: XLA leaves in a loop
-        what takes memory.
+        A mask that is the same in all layers is computed once here: XLA does not hoist large arrays
+        out of a loop.
         """
         keys = jnp.broadcast_to(jnp.arange(shown.shape[1]), shown.shape)
         queries = slots.take(keys, size)
@@ -301,11 +306,11 @@ class _PrefixAttention(WholeRows):
 def fit_row_shares(
     depth_of_token: np.ndarray, *, depths: Sequence[int], rows: int = 16
 ) -> tuple[float, ...]:
-    """Returns the shares of a row's slots that are cheapest as capacities, by segment. On the host.
+    """Returns the capacity of each segment with the least expected cost, as a share of a row.
 
-    A share that a row of a batch outgrows costs the whole width. So it is the one of the least
-    expected cost where `rows` of these, drawn at random, run together. Decided depths are
-    `[row, token]` in layers, 0 for padding.
+    Runs on the host. A batch in which one row exceeds the capacity costs the full width. The
+    expectation is over batches of `rows` rows drawn at random. Decided depths are `[row, token]`
+    in layers, 0 for padding.
 
     >>> fit_row_shares(np.array([[2, 2, 4, 4], [2, 2, 2, 4]]), depths=(2, 4), rows=1)
     (1.0, 0.5)
@@ -317,21 +322,21 @@ def fit_row_shares(
         fits = (np.arange(1, live.size + 1) / live.size) ** rows
         cost = fits * live + (1 - fits)
         best = int(np.argmin(cost))
-        worth = cost[best] < 0.95  # Less is not worth two programs.
+        worth = cost[best] < 0.95  # A smaller saving does not pay for two programs.
         shares.append(min(shares[-1], float(live[best])) if worth else shares[-1])
     return tuple(shares)
 
 
 def choose_executor(executor: Executor | Literal["auto"], policy: Any, width: int) -> Executor:
-    """Returns the executor that `"auto"` means for rows of `width` tokens, or the given one.
+    """Resolves `executor="auto"` for rows of `width` tokens; returns other executors unchanged.
 
-    A static prefix where loops of unknown length are slow (`Platform.static_shapes`) and the
-    policy's `row_shares` are known; otherwise micro-batches.
+    The result is a static prefix if loops of unknown length are slow (`Platform.static_shapes`) and
+    the policy's `row_shares` are known; otherwise micro-batches.
     """
     if not isinstance(executor, str):
         return executor
     shares = getattr(policy, "row_shares", None)
-    alone = len(policy.depths) == 1  # No token stops on the way; a branch is a second segment.
+    alone = len(policy.depths) == 1  # No token exits early; a branch is a second segment.
     shares = (1.0, 1.0) if alone else shares
     if shares is None or not here().static_shapes:
         return MicroBatches()

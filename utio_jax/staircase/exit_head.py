@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The vocabulary head at the exits of a pass: one for decisions and results, once per token."""
+"""LM head at the exits of a pass, shared by exit decisions and readouts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from utio_jax.staircase.base import Executor, Tokens
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Readout:
-    """What a pass wants to know of every token's prediction at its decided depth.
+    """Function of every token's logits at its exit, evaluated during the pass.
 
     Attributes:
       function: maps logits `[slot, vocab]` in float32, and blocks of `arrays`, to an array or a
@@ -35,7 +35,7 @@ class Readout:
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """A decoder with its parameters and what runs it: the fixed parts of a pass."""
+    """A decoder, its parameters and its executor: the fixed inputs of a pass."""
 
     decoder: Decoder
     params: Params
@@ -52,22 +52,22 @@ class Model:
         return self.executor.map_slots(slots, head, *arrays)
 
     def map_exit(self, slots: Any, x: jax.Array, *, depth: int) -> jax.Array:
-        """Returns the slots' states as the head reads them at a depth."""
+        """Applies the exit lens of a depth to the slots' states."""
         lens = partial(apply_exit_lens, self.decoder, self.params, depth=depth)
         return self.executor.map_slots(slots, lens, x)
 
 
 class Head:
-    """The vocabulary head at one depth, while a segment is traced; it runs nothing until asked.
+    """Lazy LM head at one depth, while a segment is traced.
 
-    A policy that looks at logits and the readout get the same ones, and a lens maps states for
-    both. Logits of whole rows are made in blocks and not kept: looking twice runs the head twice.
-    Where the executor `keeps_logits`, it runs once.
+    The policy and the readout share the logits and the lens. Logits of whole rows are computed in
+    blocks and not kept: each `map_logits` runs the head again. If the executor `keeps_logits`, the
+    head runs once.
 
     Attributes:
-      seen: tokens whose logits were looked at.
-      found: what the readout made of these; None where nothing was looked at.
-      work: what all of it executed.
+      seen: tokens whose logits a policy has read; None before.
+      result: the readout of these tokens; None before.
+      work: work executed by the head and the lens.
     """
 
     def __init__(
@@ -80,28 +80,29 @@ class Head:
         asks: bool | Bool[Array, ""] = True,
         readout: Readout | None = None,
     ) -> None:
-        """Prepares the head at `depth` for the tokens of `slots`; with `asks` False for none."""
+        """Prepares the head at `depth` for the tokens of `slots`; for none if `asks` is False."""
         self._model, self._tokens, self._depth, self._readout = model, tokens, depth, readout
         self._asks, self._slots = asks, model.executor.only_if(slots, asks)
         self._states: jax.Array | None = None  # Through a lens, once a policy has looked.
         self._logits: jax.Array | None = None  # Of all tokens, where they are kept.
         self.seen: Bool[Array, "batch token"] | None = None
-        self.found: Any = None
+        self.result: Any = None
         self.work = Work.of()
 
     @property
     def slots_asked(self) -> jax.Array:
-        """How many slots a decision here evaluates, padding included."""
+        """Number of slots that a decision evaluates here, padding included."""
         return self._model.executor.slots_run(self._slots)
 
     def boundary(self, *, depth: int | None = None) -> Boundary:
-        """Returns what a policy or a signal may look at here.
+        """Returns the inputs of policies and signals at this exit.
 
-        `depth` is the one in question, if it is not the layers run: a branch's, before it runs.
+        `depth` is the depth to decide on. By default it is the number of layers run; for a branch,
+        which is chosen before it runs, it is the branch's.
         """
         tokens, model = self._tokens, self._model
         return Boundary(
-            x=jax.lax.stop_gradient(tokens.x),  # Decisions are thresholds: nothing flows through.
+            x=jax.lax.stop_gradient(tokens.x),  # Decisions are thresholds: no gradient.
             positions=tokens.positions,
             live=tokens.live,
             params=jax.lax.stop_gradient(model.params),
@@ -112,7 +113,7 @@ class Head:
         )
 
     def _look(self, function: Callable[..., jax.Array], *arrays: jax.Array) -> jax.Array:
-        """Is `Boundary.map_logits`; the readout gets the same logits."""
+        """Implements `Boundary.map_logits`; evaluates the readout on the same logits."""
         model, readout = self._model, self._readout
         if self._states is None and has_exit_lens(model.decoder, self._depth):
             self._states = model.map_exit(self._slots, self._tokens.x, depth=self._depth)
@@ -129,7 +130,7 @@ class Head:
                 logits = model.map_head(self._slots, lambda logits: logits, states)
                 self._logits = logits
                 if readout is not None:
-                    self.found = _map_tokens(readout.function, logits, *readout.arrays)
+                    self.result = _map_tokens(readout.function, logits, *readout.arrays)
             decision = _map_tokens(function, logits, *arrays)
             return where_tokens(self.seen, decision, jnp.zeros_like(decision))
 
@@ -140,70 +141,70 @@ class Head:
             return decision, readout.function(logits, *blocks[: len(kept)])
 
         self.work += heads
-        decision, self.found = model.map_head(self._slots, look, states, *kept, *arrays)
+        decision, self.result = model.map_head(self._slots, look, states, *kept, *arrays)
         return decision
 
     def states_of(self, stops: Bool[Array, "batch token"]) -> Float[Array, "batch token dim"]:
-        """Returns states as the head reads them, of tokens that stop here; others' mean nothing."""
+        """Applies the exit lens to tokens that exit here; other tokens' states are undefined."""
         model, x = self._model, self._tokens.x
         if not has_exit_lens(model.decoder, self._depth):
             return x
-        rest = stops if self._states is None else stops & ~jnp.asarray(self._asks)
-        slots = model.executor.pack(0, rest)
+        unmapped = stops if self._states is None else stops & ~jnp.asarray(self._asks)
+        slots = model.executor.pack(0, unmapped)
         mapped = model.map_exit(slots, x, depth=self._depth)
         self.work += Work.of(exit_maps=model.executor.slots_run(slots))
-        return where_tokens(rest, mapped, x if self._states is None else self._states)
+        return where_tokens(unmapped, mapped, x if self._states is None else self._states)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Reading:
-    """What the head reads of every token at its depth, and what a readout made of it so far.
+    """Inputs of the LM head and results of the readout, accumulated over the exits of a pass.
 
     Attributes:
-      states: mapped by the lens of each token's exit; None where there is no lens: then they are
-        the tokens' own.
-      found: the readout's, of tokens that a policy looked at before they stopped; None: of none.
-      unread: tokens of which the readout knows nothing yet.
+      states: hidden states after the lens of each token's exit. None if the model has no lens: the
+        head then reads the tokens' own states.
+      result: readout of tokens whose logits a policy has read; None if there are none.
+      unread: tokens without a readout so far.
     """
 
     states: Float[Array, "batch token dim"] | None
-    found: Any
+    result: Any
     unread: Bool[Array, "batch token"]
 
     @classmethod
     def start(cls, model: Model, tokens: Tokens, depths: tuple[int, ...]) -> Reading:
-        """Returns the reading of nothing yet."""
+        """Returns an empty reading, in which all live tokens are unread."""
         through_lens = any(has_exit_lens(model.decoder, depth) for depth in depths)
-        return cls(states=tokens.x if through_lens else None, found=None, unread=tokens.live)
+        return cls(states=tokens.x if through_lens else None, result=None, unread=tokens.live)
 
     def add(self, head: Head, stops: Bool[Array, "batch token"]) -> Reading:
-        """Returns the reading with the tokens that stop at this head."""
-        states, found, unread = self.states, self.found, self.unread
-        if head.found is not None and head.seen is not None:
+        """Adds the tokens that exit at this head."""
+        states, result, unread = self.states, self.result, self.unread
+        if head.result is not None and head.seen is not None:
             known = stops & head.seen
-            found = where_tokens(known, head.found, head.found if found is None else found)
+            result = where_tokens(known, head.result, head.result if result is None else result)
             unread = unread & ~known
         if states is not None:
             states = where_tokens(stops, head.states_of(stops), states)
-        return Reading(states=states, found=found, unread=unread)
+        return Reading(states=states, result=result, unread=unread)
 
     def finish(
         self, model: Model, tokens: Tokens, readout: Readout | None
     ) -> tuple[jax.Array, Any, list[Work]]:
-        """Returns the states that the head reads, what was read of them, and the work of that."""
+        """Returns the head's input states, the readout of all tokens, and the work added."""
         states = tokens.x if self.states is None else self.states
         if readout is None:
             return states, None, []
         with jax.named_scope("head"):
             slots = model.executor.pack(0, self.unread)
-            found = model.map_head(slots, readout.function, states, *readout.arrays)
-            if self.found is not None:
-                found = where_tokens(self.unread, found, self.found)
-        return states, found, [Work.of(heads=model.executor.heads_run(slots))]
+            result = model.map_head(slots, readout.function, states, *readout.arrays)
+            if self.result is not None:
+                result = where_tokens(self.unread, result, self.result)
+        return states, result, [Work.of(heads=model.executor.heads_run(slots))]
 
 
 def where_tokens(chosen: Bool[Array, "batch token"], new: Any, old: Any) -> Any:
-    """Returns pytrees of `[batch, token, ...]` merged: the chosen tokens' entries from `new`."""
+    """Merges pytrees of `[batch, token, ...]`: chosen tokens from `new`, all others from `old`."""
 
     def pick(new: jax.Array, old: jax.Array) -> jax.Array:
         return jnp.where(chosen.reshape(chosen.shape + (1,) * (new.ndim - 2)), new, old)
@@ -212,6 +213,6 @@ def where_tokens(chosen: Bool[Array, "batch token"], new: Any, old: Any) -> Any:
 
 
 def _map_tokens(function: Callable[..., Any], *arrays: jax.Array) -> Any:
-    """Returns a function of arrays `[slot, ...]` for all tokens at once, `[batch, token, ...]`."""
-    found = function(*flat(arrays))
-    return jax.tree.map(lambda y: y.reshape(*arrays[0].shape[:2], *y.shape[1:]), found)
+    """Applies a function of `[slot, ...]` to all tokens at once; returns `[batch, token, ...]`."""
+    result = function(*flat(arrays))
+    return jax.tree.map(lambda y: y.reshape(*arrays[0].shape[:2], *y.shape[1:]), result)

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs layers on some tokens over keys and values: the one forward pass of this library.
+"""Forward pass: runs a range of layers on a subset of tokens.
 
     forward(decoder, params, x, places, cache, slots=slots, attention=attention, start=4, stop=8)
 
-Scoring, prefill, chunks of prompts, decoding steps, drafts and their verification call it. Only
-here, and in `utio_jax.staircase.reference`, which defines it, layers are run. Three objects say
-what differs:
+Scoring, prefill, chunked prefill, decode steps, drafting and verification all call it. Only
+`utio_jax.staircase.reference`, which defines the results, has layer loops of its own. Three
+arguments differ between callers:
 
-- `Slots`: how the tokens that run lie in memory: packed in blocks, a static prefix, or in place.
-- `Attention`: where keys and values go, and what queries see of them.
-- `others`: what tokens that do not run show; by default K/V projected from their states.
+- `Slots`: memory layout of the tokens that run: packed in blocks, a static prefix, or in place.
+- `Attention`: storage and visibility of keys and values.
+- `others`: K/V of tokens that do not run; by default projected from their states.
 
-Some models' layers read keys and values that others have made (`DecoderConfig.kv_source`):
+Some models share K/V between layers (`DecoderConfig.kv_source`):
 
     kv_source = ((0,), (1,), (2,), (3,), (2, 3), (2, 3))     # a model of six layers
 
@@ -19,7 +19,7 @@ Some models' layers read keys and values that others have made (`DecoderConfig.k
     makes      #  #  #  # | .  .      `kv_own` = 4: layers that read their own
     reads      0  1  2  3 | 2,3 2,3   heads of layers 2 and 3, side by side
 
-A token that has run `kv_complete` layers has left all keys and values that others ever read of it.
+After `kv_complete` layers a token has produced all K/V that other tokens ever read.
 """
 
 from __future__ import annotations
@@ -35,68 +35,68 @@ from jaxtyping import Array, Bool, Float, Int
 
 from utio_jax.attention.cache import KVCache, read, write, write_prompt
 from utio_jax.core.arrays import flat
-from utio_jax.core.decoder import Decoder, DecoderConfig, LayerParams, Params, Places
+from utio_jax.core.decoder import Decoder, DecoderConfig, LayerParams, Params, PositionEncoding
 from utio_jax.core.layer import Depth, keys_values_of, layer_at, over_layers
 
 Sources = tuple[int | Int[Array, ""], ...]
-"""Layers whose keys and values are read, their heads side by side."""
+"""Layers whose K/V are read, concatenated along the head axis."""
 
 Others = Callable[[LayerParams, Any], tuple[jax.Array, jax.Array]]
-"""Maps a layer and its index to the keys and values `[token, ...]` of tokens that do not run."""
+"""Maps a layer and its index to the K/V `[token, ...]` of tokens that do not run."""
 
 
 @runtime_checkable
 class Slots(Protocol):
-    """Memory layout of the tokens that run: `[token, ...]` in row order to `[slot, ...]`.
+    """Memory layout of the tokens that run: maps `[token, ...]` in row order to `[slot, ...]`.
 
     Attributes:
-      blocked: True if packed states are carried from layer to layer, and visited block by block.
+      blocked: True if packed states are carried from layer to layer and processed block by block.
     """
 
     blocked: ClassVar[bool]
 
     def pack(self, leaf: jax.Array) -> jax.Array:
-        """Returns the slots' entries `[slot, ...]` of an array `[token, ...]`."""
+        """Gathers an array `[token, ...]` into slots `[slot, ...]`."""
         ...
 
     def put(self, leaf: jax.Array, new: jax.Array, start: Any, size: Any) -> jax.Array:
-        """Returns `[token, ...]` with those entries replaced that run, by slots from `start` on."""
+        """Scatters slots `[start, start + size)` into the array `[token, ...]`."""
         ...
 
     def by_blocks(self, step: Callable[[Any, Any, Any], Any], carry: Any) -> Any:
-        """Returns what `step(start, size, carry)` makes of a carry, over all slots in use."""
+        """Loops `carry = step(start, size, carry)` over all slots in use."""
         ...
 
     def empty(self, *shape: int, dtype: Any) -> jax.Array | None:
-        """Returns an array of slots, for results of blocks; None where one block has them all."""
+        """Returns an array of slots for results of blocks; None if one block holds all slots."""
         ...
 
 
 @runtime_checkable
 class Attention(Protocol):
-    """Keys and values of a pass, and what its queries see of them."""
+    """Storage of the K/V of a pass, and attention over them."""
 
     def write(
         self, cache: Any, index: Any, keys: jax.Array, values: jax.Array
     ) -> tuple[Any, tuple[jax.Array, jax.Array] | None]:
-        """Returns the cache with a layer's K/V `[token, ...]`, and these, if they need no read."""
+        """Writes a layer's K/V `[token, ...]`; returns cache, and K/V that need no read."""
         ...
 
     def read(self, cache: Any, sources: Sources) -> Any:
-        """Returns keys and values of some layers from the cache."""
+        """Reads the K/V of some layers from the cache."""
         ...
 
     def attend(self, index: Any, queries: jax.Array, seen: Any) -> jax.Array:
-        """Returns what queries `[slot, head, head_dim]` attend to, in that shape."""
+        """Returns the attention output of queries `[slot, head, head_dim]`, in that shape."""
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class InPlace:
-    """All tokens, where they are; those that do not run keep their states.
+    """`Slots` in place: all tokens, masked; tokens that do not run keep their states.
 
     Attributes:
-      runs: tokens that run, flattened.
+      runs: mask of the tokens that run, flattened.
     """
 
     runs: Bool[Array, " token"]
@@ -118,13 +118,13 @@ class InPlace:
 
 @dataclasses.dataclass(frozen=True)
 class WholeRows:
-    """Keys and values of the pass itself: those of all tokens of its rows; a base class.
+    """Base class of `Attention` over the K/V of all tokens in the pass's rows.
 
-    A cache, where there is one, receives them as well. Layers that read others' K/V need one.
+    An optional cache receives these K/V as well. Models that share K/V between layers need a cache.
 
     Attributes:
       decoder: the model.
-      shown: tokens that are seen.
+      shown: tokens whose K/V are visible.
     """
 
     decoder: Decoder
@@ -133,14 +133,14 @@ class WholeRows:
     def write(
         self, cache: KVCache | None, index: Any, keys: jax.Array, values: jax.Array
     ) -> tuple[KVCache | None, tuple[jax.Array, jax.Array]]:
-        """Returns the cache with a layer's K/V, and these by row."""
+        """Writes a layer's K/V to the cache; returns the cache, and the K/V by row."""
         keys, values = (y.reshape(*self.shown.shape, *y.shape[1:]) for y in (keys, values))
         if cache is not None:
             cache = write_prompt(cache, index, keys, values)
         return cache, (keys, values)
 
     def read(self, cache: KVCache, sources: Sources) -> tuple[jax.Array, jax.Array]:
-        """Returns keys and values of some layers, heads side by side."""
+        """Reads the K/V of some layers, concatenated along the head axis."""
         return read(cache, sources, width=self.shown.shape[1])
 
 
@@ -148,7 +148,7 @@ def forward(  # noqa: PLR0913 (arrays of one pass, then its options)
     decoder: Decoder,
     params: Params,
     x: Float[Array, "batch token dim"],
-    places: Places,
+    places: PositionEncoding,
     cache: Any,
     *,
     slots: Slots,
@@ -160,32 +160,31 @@ def forward(  # noqa: PLR0913 (arrays of one pass, then its options)
     bounds: tuple[int, int] | None = None,
     unroll: bool = False,
 ) -> tuple[Float[Array, "batch token dim"], Any]:
-    """Returns the states after layers `[start, stop)`, and the cache with the K/V made there.
+    """Runs layers `[start, stop)`; returns the states, and the cache with the K/V of these layers.
 
     Each layer is queries, keys and values, attention, output projection and MLP. A traced `stop`
-    equal to `start` runs nothing and copies nothing. (A cache that goes through `lax.cond` is
-    copied whole.)
+    equal to `start` runs nothing and copies nothing. (`lax.cond` would copy the whole cache.)
 
     Args:
       decoder: the model.
       params: its parameters.
       x: states at depth `start`.
-      places: what the decoder made of their positions.
-      cache: carried whole; donate it. None where `attention` needs none.
-      slots: the tokens that run.
-      attention: where keys and values go, and what is seen of them.
+      places: position encoding of the tokens.
+      cache: carried as a whole; donate it. None if `attention` needs no cache.
+      slots: layout of the tokens that run.
+      attention: storage and visibility of K/V.
       start: first layer.
       stop: layer to stop before.
       others: K/V of tokens that do not run; None: projected from their states.
-      layers: each layer's parameters apart, see `split_layers`.
-      bounds: static depths between which traced ones lie, for `layers`.
-      unroll: runs static layers one after the other, without a loop.
+      layers: parameters per layer instead of a stack, see `split_layers`.
+      bounds: static bounds of traced depths, for `layers`.
+      unroll: True to unroll static layers instead of using a loop.
     """
     config, first = decoder.config, decoder.config.kv_own
     states, places = flat(x), flat(places)
     slot_places = jax.tree.map(slots.pack, places)
     packed = slots.pack(states) if slots.blocked else None
-    # Of all layers: what each writes there and attends to in its place, the next overwrites.
+    # One buffer for all layers: queries, then the attention output in place.
     queries = slots.empty(config.num_heads, config.head_dim, dtype=x.dtype)
     run = partial(_run_layer, decoder, slots, attention, places, slot_places)
 
@@ -209,7 +208,7 @@ def forward(  # noqa: PLR0913 (arrays of one pass, then its options)
                 decoder, params, cache, carry[0], places, attention.write, start=start, stop=stop
             )
             sources = config.kv_source[first:]
-            # Read once where all layers read the same: nothing is written from here on.
+            # Read once if all layers read the same K/V: there are no writes from here on.
             same = attention.read(cache, sources[0]) if len({*sources}) == 1 else None
             carry = over(above, (*carry,), start=at_least(start, first), stop=at_least(stop, first))
     return carry[0].reshape(x.shape), cache
@@ -231,8 +230,8 @@ def _run_layer(  # noqa: PLR0913 (arrays of one layer)
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None, Any]:
     """Returns states, packed states, attended queries and the cache after one layer.
 
-    Without `seen` the layer makes the keys and values that it reads. Three loops over blocks, since
-    attention has blocks of its own.
+    Without `seen` the layer projects the K/V that it reads. There are three loops over blocks, as
+    attention has its own block sizes.
     """
     states, packed, queries = carry
     source = slots.pack(states) if packed is None else packed
@@ -274,14 +273,14 @@ def _run_layer(  # noqa: PLR0913 (arrays of one layer)
 
 
 def _block(leaves: Any, start: Any, size: Any) -> Any:
-    """Returns `size` slots from `start` on; all of them where there is no start."""
+    """Returns `size` slots from `start` on; all slots if `start` is None."""
     if start is None:
         return leaves
     return jax.tree.map(lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, start, size), leaves)
 
 
 def _put_block(leaf: jax.Array | None, new: jax.Array, start: Any) -> jax.Array:
-    """Returns an array of slots with those from `start` on replaced; all of them without one."""
+    """Replaces the slots from `start` on; all slots if `start` is None."""
     if leaf is None or start is None:
         return new
     return jax.lax.dynamic_update_slice_in_dim(leaf, new, start, 0)
@@ -292,15 +291,15 @@ def _make_once(
     params: Params,
     cache: Any,
     states: Float[Array, "token dim"],
-    places: Places,
+    places: PositionEncoding,
     put: Callable[..., tuple[Any, Any]],
     *,
     start: Depth,
     stop: Depth,
 ) -> Any:
-    """Returns the cache with K/V that layers from `kv_own` on make of the states before them all.
+    """Writes the K/V that layers from `kv_own` on project from the states at depth `kv_own`.
 
-    Where layers [start, stop) lie across that depth; elsewhere the cache stays as it is.
+    Only if layers [start, stop) include that depth; otherwise the cache is unchanged.
     """
     first = decoder.config.kv_own
     made = decoder.config.kv_made(first, first + 1)
@@ -324,7 +323,7 @@ def project_states(  # noqa: PLR0913 (arrays of one segment)
     params: Params,
     cache: KVCache,
     x: Float[Array, "batch token dim"],
-    places: Places,
+    places: PositionEncoding,
     put: Callable[..., tuple[KVCache, Any]],
     *,
     start: Depth,
@@ -332,19 +331,21 @@ def project_states(  # noqa: PLR0913 (arrays of one segment)
     layers: tuple[LayerParams, ...] | None = None,
     bounds: tuple[int, int] | None = None,
 ) -> tuple[KVCache, int | Int[Array, ""]]:
-    """Returns the cache with K/V that layers [start, stop) make of frozen states, and how many did.
+    """Projects frozen states to the K/V of layers [start, stop) in a cache.
+
+    Returns the cache, and the number of layers whose K/V were projected.
 
     Args:
       decoder: the model.
       params: its parameters.
-      cache: of all rows.
-      x: states that no longer change.
-      places: what the decoder made of their positions.
+      cache: K/V cache of all rows.
+      x: frozen hidden states.
+      places: position encoding of the tokens.
       put: writes a layer's K/V: `Attention.write`, for instance of `write_at`.
       start: first layer.
       stop: layer to stop before.
-      layers: each layer's parameters apart, where they are.
-      bounds: static, between which a traced `start` lies.
+      layers: parameters per layer instead of a stack, see `split_layers`.
+      bounds: static bounds of a traced `start`.
     """
     config = decoder.config
 
@@ -361,7 +362,7 @@ def project_states(  # noqa: PLR0913 (arrays of one segment)
 
 
 def write_at(at: dict[str, Any]) -> Callable[..., tuple[KVCache, None]]:
-    """Returns `Attention.write` at some positions of some rows of a cache."""
+    """Returns an `Attention.write` for given positions and rows of a cache."""
     batch, width = at["positions"].shape
 
     def put(cache: KVCache, index: Any, keys: jax.Array, values: jax.Array) -> tuple[KVCache, None]:
@@ -372,15 +373,15 @@ def write_at(at: dict[str, Any]) -> Callable[..., tuple[KVCache, None]]:
 
 
 def shows_from(config: DecoderConfig, index: Any) -> jax.Array:
-    """Returns the depth that a token must exceed to be seen in a layer, under `kv="drop"`."""
+    """Returns the depth that a token must exceed to be visible in a layer, under `kv="drop"`."""
     return jnp.minimum(index, config.kv_complete)
 
 
 def at_most(depth: Depth, bound: int) -> Depth:
-    """Returns the smaller of a depth and a bound, static if both are."""
+    """Returns the minimum of a depth and a bound; static if the depth is."""
     return min(depth, bound) if isinstance(depth, int) else jnp.minimum(depth, bound)
 
 
 def at_least(depth: Depth, bound: int) -> Depth:
-    """Returns the larger of a depth and a bound, static if both are."""
+    """Returns the maximum of a depth and a bound; static if the depth is."""
     return max(depth, bound) if isinstance(depth, int) else jnp.maximum(depth, bound)

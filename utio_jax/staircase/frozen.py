@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""K/V strategies for early-exited tokens: what other tokens see of them in deeper layers.
+"""K/V strategies for early-exited tokens: the K/V that they show in deeper layers.
 
-    propagate   K/V projected from the last state
-    mapped      K/V mapped from the last state (`utio_jax.prompts.maps`)
-    drop        nothing
+    propagate   K/V projected from the last hidden state
+    mapped      K/V mapped from the last hidden state (`utio_jax.prompts.maps`)
+    drop        no K/V
 
-For whole rows and decoding steps alike. A strategy freezes tokens at an exit, and fills in a cache
-the layers that no token of the pass ran. `utio_jax.staircase.reference` defines what they mean.
+Whole rows and decode steps share them. A strategy freezes tokens at an exit. It also fills the
+cache in layers that no token of the pass ran. `utio_jax.staircase.reference` defines the results.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ from utio_jax.staircase.reference import check_kv
 
 @dataclasses.dataclass(frozen=True)
 class Propagate:
-    """K/V of deeper layers are projected from the last state (CALM, Schuster et al. 2022).
+    """Projects the K/V of deeper layers from the last hidden state (CALM, Schuster et al. 2022).
 
     Attributes:
-      projects: whether layers that run project K/V of frozen tokens as well.
-      hides: whether deeper layers show nothing of frozen tokens, later ones included.
+      projects: True if layers that run project the K/V of frozen tokens as well.
+      hides: True if frozen tokens are invisible in deeper layers, to later tokens too.
     """
 
     projects: ClassVar[bool] = True
     hides: ClassVar[bool] = False
 
     def only_live_keys(self, tokens: Tokens) -> bool:
-        """Returns whether K/V of live tokens alone are projected in the next segment."""
+        """Returns True if the next segment projects the K/V of live tokens only."""
         del tokens
         return False
 
     def freeze(
         self, model: Model, tokens: Tokens, stops: Bool[Array, "batch token"], *, depth: int
     ) -> tuple[Tokens, Work]:
-        """Returns the tokens with those frozen that stop at a depth, and what that took."""
+        """Freezes the tokens that exit at a depth; returns all tokens, and the work of freezing."""
         del model
         live = tokens.live & ~stops
         decided = jnp.where(stops, depth, tokens.depth)
@@ -66,11 +66,11 @@ class Propagate:
         bounds: tuple[int, int],
         layers: tuple[LayerParams, ...] | None = None,
     ) -> tuple[KVCache, int | Int[Array, ""]]:
-        """Returns the cache with K/V of frozen tokens in layers [start, bounds[1]), and how many.
+        """Writes the K/V of frozen tokens in layers [start, bounds[1]), which no token ran.
 
-        Those are the layers that the pass left empty; `start` is traced, within the static
-        `bounds`. Of tokens that are not `shown` nothing is written. Counted are layers of which K/V
-        were projected. `layers`: each layer's parameters apart, where they are.
+        `start` may be traced, within the static `bounds`. Tokens that are not `shown` are skipped.
+        `layers` are parameters per layer instead of a stack. Returns the cache, and the number of
+        layers whose K/V were projected.
         """
         with jax.named_scope("frozen"):
             return project_states(
@@ -89,7 +89,7 @@ class Propagate:
 
 @dataclasses.dataclass(frozen=True)
 class Drop(Propagate):
-    """Deeper layers show nothing of a frozen token, and skip its K/V."""
+    """Hides frozen tokens in deeper layers, and skips their K/V."""
 
     projects: ClassVar[bool] = False
     hides: ClassVar[bool] = True
@@ -101,7 +101,7 @@ class Drop(Propagate):
         self, model: Model, tokens: Tokens, stops: Bool[Array, "batch token"], *, depth: int
     ) -> tuple[Tokens, Work]:
         tokens, work = super().freeze(model, tokens, stops, depth=depth)
-        if depth > model.decoder.config.kv_complete:  # All that others will read is there.
+        if depth > model.decoder.config.kv_complete:  # All K/V that are ever read are cached.
             return tokens, work
         return dataclasses.replace(tokens, shown=tokens.shown & ~stops), work
 
@@ -113,7 +113,7 @@ class Drop(Propagate):
 
 @dataclasses.dataclass(frozen=True)
 class Mapped(Propagate):
-    """K/V of deeper layers come from affine maps of the last state (`utio_jax.prompts.maps`)."""
+    """Maps the last hidden state to the K/V of deeper layers (`utio_jax.prompts.maps`)."""
 
     projects: ClassVar[bool] = False
 
@@ -135,7 +135,7 @@ class Mapped(Propagate):
         work += Work.of(kv_maps=executor.slots_run(slots) * layers)
         if tokens.mapped is None:
             return dataclasses.replace(tokens, mapped=mapped, mapped_from=depth), work
-        ahead = depth - tokens.mapped_from  # Layers that tokens have run, which stop only now.
+        ahead = depth - tokens.mapped_from  # Layers run since the first exit.
         mapped = jnp.pad(mapped, ((0, 0), (0, 0), (ahead, 0), (0, 0), (0, 0), (0, 0)))
         mapped = jnp.where(stops[:, :, None, None, None, None], mapped, tokens.mapped)
         return dataclasses.replace(tokens, mapped=mapped), work
@@ -164,10 +164,10 @@ class Mapped(Propagate):
 
 
 def frozen_kv(kv: str, decoder: Decoder | None = None) -> Propagate:
-    """Returns the strategy of a name: `"propagate"`, `"drop"`, or `"mapped"`.
+    """Returns the K/V strategy named `"propagate"`, `"drop"` or `"mapped"`.
 
     Raises:
-      ValueError: another name, or `"mapped"` and a decoder without maps.
+      ValueError: another name, or `"mapped"` for a decoder without maps.
     """
     strategies = {"propagate": Propagate(), "drop": Drop(), "mapped": Mapped()}
     return strategies[check_kv(kv, tuple(strategies), decoder=decoder)]

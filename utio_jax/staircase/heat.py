@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompt tokens by attention heat (SnapKV), and by all three of UTIO's signals."""
+"""Prompt-token importance: attention heat (SnapKV), and UTIO's three signals combined."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from utio_jax.policies.signals import SignalBase
 class AttentionHeat(SignalBase):
     """Attention that a token receives from the prompt's last queries: SnapKV's observation window.
 
-    Queries and keys are projected from the states at the boundary by the layers right behind it
-    (SnapKV, arXiv 2404.14469, reads them off layers that ran). UTIO's second signal, here with a
-    causal use: what follows a prompt looks where its end looks.
+    The first layers after the boundary project queries and keys from the states at the boundary.
+    (SnapKV, arXiv 2404.14469, reads them from layers that ran.) This is UTIO's second signal. It
+    predicts which prompt tokens later tokens attend to: those that the prompt's end attends to.
 
     Attributes:
-      queries: of the prompt's last tokens that ask. Static.
-      layers: behind the boundary, whose attention is added up. Static.
+      queries: number of last prompt tokens whose queries count. Static.
+      layers: number of layers after the boundary whose attention is summed. Static.
     """
 
     queries: int = static(default=32)
@@ -43,8 +43,8 @@ class AttentionHeat(SignalBase):
         batch, width = boundary.live.shape
         lengths = jnp.sum(boundary.live, axis=1, dtype=jnp.int32)
         last = jnp.max(jnp.where(boundary.live, boundary.positions, -1), axis=1)
-        behind = jnp.arange(min(self.queries, width), dtype=jnp.int32)[None, :]
-        asking = last[:, None] - behind
+        offsets = jnp.arange(min(self.queries, width), dtype=jnp.int32)[None, :]
+        asking = last[:, None] - offsets
         valid = (asking >= 0) & (lengths[:, None] > 0)
         asking = jnp.maximum(asking, 0)
         rows = jnp.arange(batch, dtype=jnp.int32)[:, None]
@@ -56,8 +56,8 @@ class AttentionHeat(SignalBase):
         for number in range(boundary.depth, stop):
             layer, mix = layer_at(decoder, params, number), mixer_at(decoder, number)
             below = [layer_at(decoder, params, row) for row in decoder.config.kv_read(number)]
-            made = [keys_values_of(decoder, each, flat(x), flat(places)) for each in below]
-            keys = side_by_side([mine for mine, _ in made])
+            made = [keys_values_of(decoder, source, flat(x), flat(places)) for source in below]
+            keys = side_by_side([source_keys for source_keys, _ in made])
             queries = decoder.queries(layer, flat(x[rows, asking]), flat(asking_places))
             visible = mix.visible(asking, keys_at) & valid[:, :, None]
             heat += attention_received(
@@ -69,8 +69,8 @@ class AttentionHeat(SignalBase):
         return heat, None
 
     def flops(self, index: int, decoder: Decoder, params: Params) -> float:
-        # Keys of every token, scores of `queries` queries with it, and one query: at least
-        # `queries` tokens are live wherever it matters.
+        # Per token: its keys, scores of `queries` queries with it, and one query, as at least
+        # `queries` tokens are live in prompts of relevant length.
         cost = token_cost(decoder, params)
         read = max(len(decoder.config.kv_read(row)) for row in range(decoder.config.num_layers))
         x = jax.ShapeDtypeStruct((1, decoder.config.embed_dim), jnp.float32)
@@ -87,10 +87,10 @@ class AttentionHeat(SignalBase):
 
 @pytree
 class PromptSurrogate(AttentionHeat):
-    """All three signals of UTIO's surrogate: entropy of the prediction at the stop, heat, outlier.
+    """UTIO's surrogate of three signals: entropy of the exit's prediction, heat, outlier.
 
-    Heat is `AttentionHeat`'s, a sum over queries, heads and layers; the outlier is a state's
-    distance from the mean of its prompt. The prediction costs a vocabulary head for each token.
+    Heat is that of `AttentionHeat`, a sum over queries, heads and layers. The outlier signal is a
+    state's distance from the mean of its prompt. The prediction costs one LM head per token.
     """
 
     name: str = static(default="surrogate")

@@ -1,25 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The staircase: one pass, in which every token runs as deep as a policy decides.
+"""Early-exit forward pass (the staircase): each token runs to the depth that a policy decides.
 
-`run_pass` is the library's one loop over depths: of whole rows (`score`, `Prefill`), and of a
-decoding step (`utio_jax.decoding.adaptive`), one token of each row. What differs are the objects
-that it is given: an executor, a K/V strategy for frozen tokens, a packing, a policy.
+`run_pass` is the library's one loop over depths. It runs whole rows (`score`, `Prefill`), and
+decode steps with one token per row (`utio_jax.decoding.adaptive`). The callers differ in four
+arguments: executor, K/V strategy for frozen tokens, packing, and policy.
 
-It equals `utio_jax.staircase.reference.reference_states`. The depths cut the stack into nested
-segments [0, d1) [d1, d2) ... Each packs the tokens that still run into dense slots and works on
-these alone; at its end the policy decides which go on, and the rest is frozen. What is frozen stays
-visible to the others as the K/V strategy says:
+Results equal those of `utio_jax.staircase.reference.reference_states`. The depths cut the stack
+into nested segments [0, d1) [d1, d2) ... Each segment packs its live tokens into dense slots and
+runs its layers on these slots only. At its end the policy decides which tokens continue; all others
+are frozen. The K/V strategy decides how frozen tokens appear in deeper layers:
 
     token    0 1 2 3 4 5 6 7          # one row
     [8,16)   . . # . . . # .          # "#" computed, "." frozen: K/V only (or nothing)
     [4, 8)   . # # . # . # #
     [0, 4)   # # # # # # # #
 
-Where a model has branches (`DecoderConfig.branches`), the segments above their first layer are not
-nested: each token runs one of them, chosen before any of them runs (`segments_of`).
+If a model has branches (`DecoderConfig.branches`), the segments above their first layer are not
+nested. Each token runs one of them, chosen before any of them runs (`segments_of`).
 
-States stay in token order, and a segment's slots are a list of indices into them. Packing and
-unpacking a block costs about 1 % of its arithmetic on CPU.
+States stay in token order; a segment's slots are indices into them. Packing and unpacking a block
+costs about 1 % of its arithmetic on CPU.
 """
 
 from __future__ import annotations
@@ -58,18 +58,18 @@ from utio_jax.staircase.sparse import Packing, SparseAttention, SparsePacking
 
 @pytree
 class StaircaseResult:
-    """What a pass computed and what it cost.
+    """States, depths and executed work of a pass.
 
     Attributes:
-      x: what the head reads of each token: its state at its decided depth, mapped if the decoder
-        `HasExitLens`; padding holds undefined states.
-      tokens: the same without that map, with what frozen tokens show in deeper layers.
+      x: the LM head's input: each token's state at its decided depth, mapped if the decoder
+        `HasExitLens`. Undefined for padding.
+      tokens: states before that map, and the K/V that frozen tokens show in deeper layers.
       depths: decided depths in layers; 0 for padding.
-      work: what was executed, padding included.
-      read: what the readout found, `[batch, token, ...]`, 0 for padding; None without one.
-      sparse: which tokens attended sparsely; leaves lead with `[segment]`. None without
+      work: executed work, padding included.
+      read: results of the readout, `[batch, token, ...]`, 0 for padding; None without a readout.
+      sparse: tokens that attended sparsely; leaves lead with `[segment]`. None without
         `attention`.
-      cache: with the K/V of the layers that ran; None without one.
+      cache: K/V cache with the layers that ran; None without a cache.
     """
 
     x: Float[Array, "batch token dim"]
@@ -104,18 +104,18 @@ def staircase(  # noqa: PLR0913 (options, each named)
       params: its parameters.
       token_ids: right-padded rows; `[batch, token, ...]` where the decoder has an `input_shape`.
       lengths: real tokens per row.
-      policy: decides at each of `policy.depths` which tokens go on.
+      policy: decides at each of `policy.depths` which tokens continue.
       kv: `"propagate"`, `"drop"`, or `"mapped"` for a decoder that `HasKVMaps`; `"full"` needs
         deeper states than the pass computes.
       executor: `MicroBatches` (default), or `CapacityPrefix` for gradients. Static under jit.
-      readout: what to make of every token's logits at its depth. Each token runs one head for it;
-        where the policy looked at the logits of a token that stops, no further one.
-      attention: which tokens attend to their recent tokens and sinks alone; None: none do.
-      cache: receives the K/V that the pass projects; layers that no token reaches it leaves alone.
+      readout: function of every token's logits at its depth. It costs one LM head per token; if the
+        policy read the logits where a token exits, no further one.
+      attention: chooses the tokens that attend only to recent tokens and sinks; None: dense.
+      cache: receives the K/V that the pass projects. Layers that no token reaches are unchanged.
 
     Raises:
-      ValueError: unknown kv, a policy whose depths do not fit the model, or an attention whose
-        thresholds do not fit the depths.
+      ValueError: `kv` is unknown, the policy's depths do not fit the model, or the thresholds of
+        `attention` do not fit the depths.
     """
     frozen = frozen_kv(kv, decoder)
     depths, model = check_policy(policy, decoder, kv=kv), Model(decoder, params, executor)
@@ -125,7 +125,7 @@ def staircase(  # noqa: PLR0913 (options, each named)
         check_no_branches(decoder, what="sparse attention")
         packing = SparsePacking(model, attention, depths, token_ids, tokens.positions)
     within = cache is None and bool(decoder.config.kv_source)
-    if within:  # Upper layers read there what lower ones have made.
+    if within:  # Upper layers read the K/V of lower layers there.
         batch, width, _ = tokens.x.shape
         cache = init_cache(decoder.config, batch=batch, slots=width, dtype=tokens.x.dtype)
     done = run_pass(
@@ -152,32 +152,32 @@ def run_pass(
     readout: Readout | None = None,
     cache: Any = None,
 ) -> StaircaseResult:
-    """Runs tokens from depth 0 to the depths that the policy decides: the loop.
+    """Runs tokens from depth 0 to the depths that the policy decides, segment by segment.
 
     Args:
-      model: a decoder with its parameters, and what runs it.
-      tokens: all live, at depth 0.
-      policy: decides at each of its depths.
-      token_ids: of these tokens.
-      frozen: K/V strategy for tokens that stop.
-      packing: what tokens attend to, segment by segment.
-      readout: what to make of every token's logits at its depth.
-      cache: the executor's; the loop hands it on.
+      model: decoder, parameters and executor.
+      tokens: tokens at depth 0, all live.
+      policy: decides at each of its depths which tokens continue.
+      token_ids: ids of these tokens.
+      frozen: K/V strategy for tokens that exit.
+      packing: chooses the attention of each token, segment by segment.
+      readout: function of every token's logits at its depth.
+      cache: K/V cache of the executor.
     """
     executor, depths = model.executor, policy.depths
     reading, work = Reading.start(model, tokens, depths), []
     memory = policy.start(token_ids, tokens.positions)
     decisions = [Work.of() for _ in depths]
-    branch = jnp.zeros_like(tokens.depth)  # Index into `depths`, where a token takes a branch.
+    branch = jnp.zeros_like(tokens.depth)  # Index into `depths` of each token's branch.
 
     for index, segment in enumerate(segments_of(model.decoder.config, depths)):
-        # 1. Pack the tokens that run this segment into slots; some of them may attend sparsely.
+        # 1. Pack the tokens of this segment into slots; some may attend sparsely.
         running = tokens
         if segment.branch is not None:
             running = dataclasses.replace(tokens, live=tokens.live & (branch == segment.branch))
         slots = packing.pack(index, running)
 
-        # 2. Run this segment's layers on these slots alone. All others keep their states.
+        # 2. Run this segment's layers on these slots only. All other tokens keep their states.
         (start, stop), alone = segment.layers, frozen.only_live_keys(running)
         with jax.named_scope(f"segment_{start}_{stop}"):
             x, cache = executor.run_layers(
@@ -189,13 +189,13 @@ def run_pass(
                 cache,
                 only_live_keys=alone,
             )
-            tokens, running = (dataclasses.replace(each, x=x) for each in (tokens, running))
+            tokens, running = (dataclasses.replace(old, x=x) for old in (tokens, running))
         made = len(model.decoder.config.kv_made(start, stop))
         spent = packing.work + executor.work(
             slots, stop - start, kv_layers=made, only_live_keys=alone
         )
 
-        # 3. Ask which tokens go deeper: beyond this depth, or beyond a branch that begins here.
+        # 3. Decide which tokens continue: past this depth, or past a branch that starts here.
         asks = False
         for question in segment.asks:
             asks |= policy.asks(question) | packing.asks(question)
@@ -213,18 +213,18 @@ def run_pass(
             going &= goes
             branch += going.astype(branch.dtype)
 
-        # 4. Freeze the others. The head reads each token once: where a policy looked, or below.
+        # 4. Freeze all others. The head reads each token once: where a policy did, or at the end.
         reading = reading.add(head, stops)
         tokens, froze = frozen.freeze(model, tokens, stops, depth=segment.depth)
         work.append(spent + froze + head.work)
 
     work[: len(depths)] = map(operator.add, work, decisions)
-    out, read, rest = reading.finish(model, tokens, readout)
+    out, read, head_work = reading.finish(model, tokens, readout)
     return StaircaseResult(
         x=out,
         tokens=tokens,
         depths=tokens.depth,
-        work=stack_work([*work, *rest]),
+        work=stack_work([*work, *head_work]),
         read=read,
         sparse=packing.chosen(),
         cache=cache,
@@ -236,10 +236,10 @@ class Segment(NamedTuple):
 
     Attributes:
       layers: [start, stop) in the stack of `Decoder.layers`.
-      depth: layers that a token has run at the end.
-      asks: indices of the policy's depths that are decided at the end. Tokens stop there if
-        `depth` is one of the policy's: those that do not go deeper, or all where nothing is asked.
-      branch: index of the policy's depth whose tokens alone run it; None: all live tokens do.
+      depth: number of layers that a token has run at the end.
+      asks: indices of the policy's depths that are decided at the end. Tokens exit there if `depth`
+        is one of the policy's: those that do not continue, or all if nothing is decided.
+      branch: index of the policy's depth whose tokens run this branch; None: all live tokens do.
     """
 
     layers: tuple[int, int]
@@ -249,10 +249,10 @@ class Segment(NamedTuple):
 
 
 def segments_of(config: DecoderConfig, depths: tuple[int, ...]) -> list[Segment]:
-    """Returns the segments of a pass: nested ones, then one for each branch that is in use.
+    """Returns the segments of a pass: nested segments, then one per branch in use.
 
-    Branches are chosen where they begin, before any of them runs: every question about them is
-    asked there, in order.
+    Branches are chosen at their common start, before any of them runs. All decisions about branches
+    are made there, in order.
 
         depths (4, 10, 12, 16), branches of 2 and 4 layers on layer 8
         [0, 4) asks 0    [4, 8) asks 1, 2    branch of 2    branch of 4    [8, 16)
@@ -282,11 +282,11 @@ def segments_of(config: DecoderConfig, depths: tuple[int, ...]) -> list[Segment]
 
 
 def check_policy(policy: Policy, decoder: Decoder, *, kv: str = "propagate") -> tuple[int, ...]:
-    """Returns the policy's depths.
+    """Returns the policy's depths after checking them against the model.
 
     Raises:
-      TypeError: it is no policy, but the name of one, or a signal, or it is no pytree.
-      ValueError: the model does not have these depths, or, under `kv="mapped"`, no maps for them.
+      TypeError: `policy` is a name, a signal or not a pytree.
+      ValueError: the model lacks these depths, or under `kv="mapped"` the maps for them.
     """
     if not hasattr(policy, "depths"):
         raise TypeError(

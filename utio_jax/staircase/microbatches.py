@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The default executor: micro-batches of live slots in loops with traced trip counts."""
+"""Default executor: micro-batches of live slots in loops with traced trip counts."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from utio_jax.staircase.query_blocks import Cover, QueryBlocks, attend_blocks
 
 @pytree
 class PackedSlots:
-    """The live tokens of all rows, row after row, without gaps.
+    """The live tokens of all rows, packed row by row without gaps.
 
-    Within a row in token order; with sparse attention its dense tokens first, then its sparse ones.
+    A row's tokens are in token order; with sparse attention, dense tokens come before sparse.
 
     Attributes:
-      token_of_slot: index into the flattened `[batch * token]` axis; behind the live ones, and in a
-        margin that lets blocks overhang, one past its end.
-      total: live tokens.
-      query_blocks: which slots attend together, whole blocks first, then the rows' rests.
-      batch: rows. Static.
+      token_of_slot: index into the flattened `[batch * token]` axis. Unused slots, and a margin for
+        blocks that extend past the last slot, hold the index one past its end.
+      total: number of live tokens.
+      query_blocks: attention blocks: whole blocks first, then smaller blocks for the remainders.
+      batch: number of rows. Static.
       width: tokens per row. Static.
     """
 
@@ -50,18 +50,18 @@ class PackedSlots:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MicroBatches:
-    """Blocks of live slots in loops with traced trip counts: one executable for any counts.
+    """Executor with traced loops over blocks of live slots: one executable for all counts.
 
-    Projections and MLP run on blocks packed across rows; attention on blocks of one row, over the
-    keys up to the block's last position. Padding stays below `min_bucket` slots per row and
-    segment. Not reverse-differentiable: train through `CapacityPrefix`.
+    Projections and MLP run on blocks packed across rows. Attention runs on blocks of one row, over
+    the keys up to the block's last position. Padding is less than `min_bucket` slots per row and
+    segment. Not reverse-differentiable: use `CapacityPrefix` for training.
 
     Attributes:
-      min_bucket: the unit of padding, in slots. None: the platform's, one for attention and one
-        (`rest`) for projections, see `utio_jax.core.platform`.
+      min_bucket: padding unit, in slots. None: the platform's defaults for attention and for
+        projections, see `utio_jax.core.platform`.
       block: slots of a whole projection block, a multiple of `min_bucket`.
       query_block: slots of a whole attention block, a multiple of `min_bucket`.
-      key_step: keys come in multiples of this, but in at most 8 different counts.
+      key_step: key counts are multiples of this; there are at most 8 different counts.
     """
 
     min_bucket: int | None = None
@@ -85,7 +85,7 @@ class MicroBatches:
     @property
     def unit(self) -> int:
         own = self.min_bucket
-        return math.gcd(here().rest, self.block) if own is None else own
+        return math.gcd(here().projection_bucket, self.block) if own is None else own
 
     @property
     def _query_unit(self) -> int:
@@ -106,12 +106,12 @@ class MicroBatches:
         packed = live.reshape(-1)
         margin = max(self.block, self.query_block)
         dense = live if sparse is None else live & ~sparse.sparse
-        rest = live & ~dense
+        sparse_live = live & ~dense
         dense_counts = jnp.sum(dense, axis=1, dtype=jnp.int32)
         if sparse is None:
             slot_of_token = jnp.cumsum(packed, dtype=jnp.int32) - 1
         else:
-            ranks = [jnp.cumsum(kind, axis=1, dtype=jnp.int32) for kind in (dense, rest)]
+            ranks = [jnp.cumsum(kind, axis=1, dtype=jnp.int32) for kind in (dense, sparse_live)]
             slot_of_token = jnp.where(dense, ranks[0], dense_counts[:, None] + ranks[1]) - 1
             slot_of_token = (first_slot[:, None] + slot_of_token).reshape(-1)
         slot_of_token = jnp.where(packed, slot_of_token, packed.size + margin)
@@ -129,8 +129,9 @@ class MicroBatches:
         if sparse is not None:
             chunk = self.query_block
             chunks = -(-width // chunk)
-            rest = jnp.pad(rest, ((0, 0), (0, chunks * chunk - width)))
-            per_chunk = jnp.sum(rest.reshape(batch, chunks, -1), axis=2, dtype=jnp.int32)
+            by_chunk = jnp.pad(sparse_live, ((0, 0), (0, chunks * chunk - width)))
+            by_chunk = by_chunk.reshape(batch, chunks, -1)
+            per_chunk = jnp.sum(by_chunk, axis=2, dtype=jnp.int32)
             begin = jnp.cumsum(per_chunk, axis=1) - per_chunk + (first_slot + dense_counts)[:, None]
             cover = dataclasses.replace(cover, history=sparse.history, chunk=chunk)
             query_blocks += cover.blocks(token_of_slot, begin.reshape(-1), per_chunk.reshape(-1))
@@ -167,7 +168,7 @@ class MicroBatches:
             slots=_Blocks(slots.token_of_slot, slots.total, (self.block, self.unit)),
             attention=_BlockAttention(decoder, tokens.shown, slots),
             start=start,
-            # Where no token has come this far, none needs the K/V of those that stopped.
+            # If no live token is left, no token needs the K/V of frozen tokens.
             stop=jnp.where(slots.total > 0, stop, start),
             others=partial(tokens.shown_at, decoder) if only_live_keys else None,
         )
@@ -184,8 +185,8 @@ class MicroBatches:
 
         def step(start: jax.Array, size: int, results: Any) -> Any:
             chosen = jax.lax.dynamic_slice_in_dim(slots.token_of_slot, start, size)
-            found = function(*(a.at[chosen].get(mode="clip") for a in tokens))
-            return jax.tree.map(lambda y, new: y.at[chosen].set(new, mode="drop"), results, found)
+            values = function(*(a.at[chosen].get(mode="clip") for a in tokens))
+            return jax.tree.map(lambda y, new: y.at[chosen].set(new, mode="drop"), results, values)
 
         results = over_blocks(slots.total, (self.block, self.unit), step, results)
         return jax.tree.map(lambda y: y.reshape(*arrays[0].shape[:2], *y.shape[1:]), results)
@@ -197,10 +198,10 @@ class MicroBatches:
         return -(-slots.total // self.unit) * self.unit
 
     def heads_run(self, slots: PackedSlots) -> Int[Array, ""]:
-        # Each block's logits are made in smaller ones of one size, which may be padded again.
+        # The head splits a block into smaller blocks of one size, which may be padded again.
         whole = slots.total // self.block
-        rest = -(-slots.total // self.unit) - whole * (self.block // self.unit)
-        return whole * executed_heads(self.block) + rest * executed_heads(self.unit)
+        small = -(-slots.total // self.unit) - whole * (self.block // self.unit)
+        return whole * executed_heads(self.block) + small * executed_heads(self.unit)
 
     def work(
         self, slots: PackedSlots, layers: int, *, kv_layers: int, only_live_keys: bool = False
@@ -219,7 +220,7 @@ class MicroBatches:
 
 @dataclasses.dataclass(frozen=True)
 class _Blocks:
-    """Packed slots in blocks of two sizes, for `forward`. Slots behind the live ones drop out."""
+    """`Slots` of `forward`: packed slots in blocks of two sizes; drops writes of unused slots."""
 
     token_of_slot: Int[Array, " slot"]
     total: Int[Array, ""]

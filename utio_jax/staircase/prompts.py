@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompt compression in depth: only the important tokens of a prompt run all layers.
+"""Early-exit prefill: only the important tokens of a prompt run all layers.
 
-Of a prompt only what it shows to later tokens counts. So most of its tokens may stop early, if what
-they show in the layers that they skip is good (`kv="mapped"`), and if the right ones go deep: the
-first (sinks), the last one, from which the first new token is drawn, and those that matter.
+Prompt tokens matter only through their K/V. Most of them may exit early if two conditions hold.
+The K/V of skipped layers must be good (`kv="mapped"`). Important tokens must run all layers: the
+first tokens (sinks), the last token, which predicts the first new one, and the most important.
 
     token    0 1 2 3 4 5 6 7 8 9 | 10 11     # a prompt of ten tokens, two that continue it
     [20,30)  # # . . # . . . # # |  #  #     # "#" computed, "." shown by maps
     [0, 20)  # # # # # # # # # # |  #  #
 
-Tokens are chosen by rank within the prompt, which looks ahead: such a policy is not causal.
+Tokens are ranked within the whole prompt, so such a policy is not causal.
 """
 
 from __future__ import annotations
@@ -33,25 +33,24 @@ from utio_jax.staircase.reference import FrozenKV, check_kv
 _EVERYTHING = jnp.iinfo(jnp.int32).max
 
 SIGNALS = ("sinks_recent", "heat", "surrogate", "random", "none")
-"""What may choose the tokens that go deep, see `PromptChoice`."""
+"""Names of the signals that rank prompt tokens, see `PromptChoice`."""
 
 
 @pytree
 class PromptImportance:
-    """At each boundary a share of a prompt's tokens goes deeper: the most important, by rank.
+    """Exit policy for prompts: at each exit the most important share of tokens continues.
 
-    The first `sinks` tokens and the last one always do, and so does everything behind the prompt.
-    They count among the share. Scores of NaN go deeper first.
+    The first `sinks` tokens and the last prompt token always continue and count towards the share.
+    Tokens after the prompt always continue. NaN scores continue first.
 
     Attributes:
-      signal: scores tokens, the higher the more important; asked at each boundary.
-      deep: share of the prompt's tokens that goes deeper at each boundary; 1: all, and there is no
-        difference from full depth.
-      at_least: tokens that go deeper however small the share is: shorter prompts run in full.
-      prompt_tokens: of all rows, or of each, at most; what lies behind is no prompt. By default all
-        is.
-      depths: where tokens may stop, ending at the last layer. Static.
-      sinks: see above. Static.
+      signal: importance score of tokens, evaluated at each exit; higher is more important.
+      deep: share of the prompt's tokens that continues at each exit; 1 equals full depth.
+      at_least: minimum number of tokens that continue; shorter prompts run in full.
+      prompt_tokens: maximum prompt length, one for all rows or one per row. Later tokens do not
+        belong to the prompt. Unlimited by default.
+      depths: exits, ending at the last layer. Static.
+      sinks: number of first tokens that always continue. Static.
     """
 
     signal: Signal
@@ -77,9 +76,9 @@ class PromptImportance:
         return False
 
     def most_deep(self, width: int) -> tuple[int, ...] | None:
-        """Returns how many tokens of a prompt of `width` go deeper at each boundary, at most.
+        """Returns the maximum number of tokens that continue at each exit, for prompts of `width`.
 
-        On the host. None where more of a row than the prompt is read, which all goes deep.
+        Runs on the host. None if rows contain tokens after the prompt, which all continue.
         """
         if np.min(np.asarray(self.prompt_tokens)) < width:
             return None
@@ -99,7 +98,7 @@ class PromptImportance:
         self, index: int, boundary: Boundary, memory: Any
     ) -> tuple[Bool[Array, "batch token"], Any]:
         memory, lengths = memory
-        if lengths is None:  # At the first boundary all real tokens are live.
+        if lengths is None:  # All real tokens are live at the first exit.
             real = jnp.sum(boundary.live, axis=1, dtype=jnp.int32)
             lengths = jnp.minimum(real, self.prompt_tokens)
         prompt = boundary.live & (boundary.positions < lengths[:, None])
@@ -125,7 +124,7 @@ class PromptImportance:
 
 
 def rank_of(score: Float[Array, "batch token"]) -> Int[Array, "batch token"]:
-    """Returns each token's rank within its row, the highest score first; of equals the later first.
+    """Returns each token's rank within its row: highest score first; of equal scores, latest first.
 
     >>> rank_of(jnp.array([[0.5, 2.0, 0.5]]))
     Array([[2, 0, 1]], dtype=int32)
@@ -136,7 +135,7 @@ def rank_of(score: Float[Array, "batch token"]) -> Int[Array, "batch token"]:
 
 @pytree
 class Recency(KnownBefore):
-    """The position: later tokens of a prompt matter more. Before the pass, free."""
+    """Position as importance: later prompt tokens rank higher. Known before the pass; free."""
 
     name: str = static(default="sinks_recent")
     causal: bool = static(default=False)
@@ -147,20 +146,21 @@ class Recency(KnownBefore):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PromptChoice:
-    """How prompts are read: where tokens stop, which and how many go on, what the others show.
+    """Settings of early-exit prefill: exit, share of deep tokens, ranking, K/V strategy.
 
-    The last token always goes deep. So do the first four, and all of a prompt of at most 16 tokens,
-    but for `by="none"`.
+    The last token always runs all layers. Except with `by="none"`, so do the first four tokens, and
+    all tokens of prompts of up to 16.
 
     Attributes:
-      stop: depth at which the others stop.
-      deep: share of a prompt's tokens that goes deep; 1: all, full depth.
-      by: `"sinks_recent"`: the latest; `"heat"`: those that the prompt's last queries look at;
-        `"surrogate"`: by UTIO's three signals; `"random"`: any, the control; `"none"`: the last
-        token alone, whatever `deep` says.
-      kv: what the others show in the layers that they skip: `"mapped"`, `"propagate"` or `"drop"`.
-      flops_ratio: of a prompt, over full depth, as far as it was measured.
-      nll_increase_pct: loss of what follows, over full depth's, as far as it was measured.
+      stop: depth at which all other tokens exit.
+      deep: share of a prompt's tokens that runs all layers; 1 is full depth.
+      by: ranking of tokens. `"sinks_recent"`: latest first. `"heat"`: by attention of the prompt's
+        last queries. `"surrogate"`: by UTIO's three signals. `"random"`: the control. `"none"`:
+        only the last token runs all layers, for any `deep`.
+      kv: K/V in skipped layers: `"mapped"`, `"propagate"` or `"drop"`.
+      flops_ratio: FLOPs of a prompt over those at full depth; None if not measured.
+      nll_increase_pct: increase of the loss of the continuation over full depth, in percent; None
+        if not measured.
     """
 
     stop: int
@@ -184,26 +184,26 @@ class PromptChoice:
 
     @property
     def label(self) -> str:
-        """Stop, share, signal, kv."""
+        """Short text for tables: exit, ranking, share, K/V strategy."""
         share = "" if self.by == "none" else f" {self.deep:g}"
         return f"{self.stop} {self.by}{share} {self.kv}"
 
     def to_json(self) -> dict[str, Any]:
-        """Returns its fields as JSON can hold them; `choices_of` reads them back."""
-        found = dataclasses.asdict(self)
+        """Returns the fields as JSON values, which `choices_of` reads."""
+        fields = dataclasses.asdict(self)
         for name in ("flops_ratio", "nll_increase_pct"):
-            found[name] = None if found[name] is None else round(found[name], 4)
-        return found
+            fields[name] = None if fields[name] is None else round(fields[name], 4)
+        return fields
 
     def policy(self, decoder: Decoder, *, prompt_tokens: int = _EVERYTHING) -> PromptImportance:
-        """Returns the policy.
+        """Returns the exit policy of these settings.
 
         Args:
           decoder: the model.
-          prompt_tokens: of each row, at most; what lies behind runs in full.
+          prompt_tokens: maximum prompt length; later tokens of a row run all layers.
 
         Raises:
-          ValueError: a stop at which the model skips nothing.
+          ValueError: `stop` is not between 1 and the number of layers minus 1.
         """
         layers = decoder.config.num_layers
         if not 0 < self.stop < layers:
@@ -228,9 +228,9 @@ class PromptChoice:
 
 
 def choices_of(stored: Any, *, source: str) -> tuple[PromptChoice, ...]:
-    """Returns choices from what JSON held; raises ValueError where it is something else."""
+    """Parses settings stored as JSON; raises ValueError if they are malformed."""
     try:
-        return tuple(PromptChoice(**each) for each in stored)
+        return tuple(PromptChoice(**fields) for fields in stored)
     except (TypeError, ValueError) as error:
         raise ValueError(
             f"Wanted ways of reading prompts in {source}. They cannot be read: {error}. Fit again: "

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention of packed slots: blocks of one row's queries, over the keys that the block can see.
+"""Block attention of packed slots: blocks of one row's queries over that row's visible keys.
 
-Blocks are lists of traced length, whole ones first, then the rests in units of `min_bucket`. Dense
-queries of a row attend over its keys up to the block's last position, in one of a few static
-widths. Sparse ones (`SparseQueries`) attend over sinks and one slice of keys; so that the slice is
-short, their blocks stay within a chunk of positions.
+Blocks are lists of traced length: whole blocks, then remainders in units of `min_bucket`. Dense
+queries attend over the row's keys up to the block's last position, in one of a few static widths.
+Sparse queries (`SparseQueries`) attend over sinks and one slice of keys. Their blocks stay within a
+chunk of positions, which keeps the slice short.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from utio_jax.core.pytrees import pytree, static
 
 @pytree
 class QueryBlocks:
-    """The attention micro-batches of one size and kind, those in use first.
+    """Attention micro-batches of one size and kind; blocks in use come first.
 
     Attributes:
-      count: how many are in use.
-      row: the row that each lies in.
-      start: its first slot.
-      end: the slot behind its last one; what lies further belongs to other rows.
-      reach: index into `widths`: how many keys it attends over.
-      size: slots. Static.
-      widths: numbers of keys, sinks apart. Static.
-      history: what sparse queries see; None: these are dense. Static.
-      overhangs: whether blocks may reach beyond `end`. Static.
+      count: number of blocks in use.
+      row: row of each block.
+      start: first slot of each block.
+      end: end slot of each block, exclusive; later slots belong to other rows.
+      reach: index into `widths` of the number of keys.
+      size: slots per block. Static.
+      widths: numbers of keys, without sinks. Static.
+      history: visible history of sparse queries; None for dense queries. Static.
+      overhangs: True if blocks may extend past `end`. Static.
     """
 
     count: Int[Array, ""]
@@ -51,7 +51,7 @@ class QueryBlocks:
     overhangs: bool = static()
 
     def key_slots(self, tokens: int) -> Float[Array, ""]:
-        """Returns query slots times the key slots that each attends over, in rows of `tokens`."""
+        """Returns the number of query-key pairs of all blocks, in rows of `tokens`."""
         keys = jnp.asarray(self.widths, jnp.float32)[self.reach]
         keys += 0 if self.history is None else min(self.history.sinks, tokens)
         in_use = jnp.arange(self.row.shape[0]) < self.count
@@ -60,15 +60,15 @@ class QueryBlocks:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cover:
-    """How groups of consecutive slots are covered by blocks. All static.
+    """Partition of groups of consecutive slots into blocks. All fields are static.
 
     Attributes:
       width: tokens per row.
-      sizes: slots of a whole block, and of those that take a group's rest.
-      key_widths: numbers of keys that dense blocks may attend over, ascending.
-      causal: whether queries see earlier keys alone; if not, all of the row's.
-      history: what the groups' queries see; None: everything, and a group is a row.
-      chunk: positions that a group of sparse queries lies within.
+      sizes: slots of a whole block, and of a block for remainders.
+      key_widths: numbers of keys of dense blocks, ascending.
+      causal: True if queries attend to earlier keys only; False: to all keys of the row.
+      history: visible history of sparse queries; None for dense queries, whose groups are rows.
+      chunk: number of positions that a group of sparse queries spans.
     """
 
     width: int
@@ -84,17 +84,17 @@ class Cover:
         first_slot: Int[Array, " group"],
         counts: Int[Array, " group"],
     ) -> tuple[QueryBlocks, ...]:
-        """Returns the whole blocks and the rests of all groups; one where both are of one size.
+        """Returns blocks for all groups: whole blocks, then remainders if their size differs.
 
-        A group, of which `counts` has the slots, is a row, or a row and chunk.
+        A group is a row, or one chunk of a row; `counts` holds its number of slots.
         """
-        found, done = [], jnp.zeros_like(counts)
+        partition, done = [], jnp.zeros_like(counts)
         for size in dict.fromkeys(self.sizes):
             left = counts - done
             blocks = -(-left // size) if size == self.sizes[1] else left // size
-            found.append(self._blocks(size, token_of_slot, first_slot, counts, done, blocks))
+            partition.append(self._blocks(size, token_of_slot, first_slot, counts, done, blocks))
             done += blocks * size
-        return tuple(found)
+        return tuple(partition)
 
     def _blocks(
         self,
@@ -105,7 +105,7 @@ class Cover:
         done: jax.Array,
         blocks: jax.Array,
     ) -> QueryBlocks:
-        """Returns `blocks` blocks of one size per group, behind the slots that are `done`."""
+        """Returns `blocks` blocks of one size per group, starting after the first `done` slots."""
         longest = self.width if self.history is None else min(self.chunk, self.width)
         groups_per_row = 1 if self.history is None else -(-self.width // self.chunk)
         ends = jnp.cumsum(blocks)
@@ -116,7 +116,7 @@ class Cover:
         row, start = group // groups_per_row, first_slot[group] + offset
         end = first_slot[group] + jnp.minimum(offset + size, counts[group])
         last_token = token_of_slot[end - 1]
-        if self.history is not None:  # Few tokens span few positions, or few tokens of many.
+        if self.history is not None:  # A block's tokens may be adjacent or far apart.
             spans = [min(size, longest)]
             while spans[-1] < longest:
                 spans.append(min(2 * spans[-1], longest))
@@ -150,14 +150,14 @@ def attend_blocks(
     query_blocks: Sequence[QueryBlocks],
     keys_shown: Bool[Array, "batch token"],
 ) -> Float[Array, "slot head head_dim"]:
-    """Returns the attention of all blocks' queries, a block at a time, in the queries' place."""
+    """Returns the attention output of all blocks, written in place of the queries."""
     prepared = mix.prepare(values)
     tokens_per_row = keys.shape[1]
     for number, blocks in enumerate(query_blocks):
 
         def step(index: jax.Array, queries: jax.Array, blocks: QueryBlocks = blocks) -> jax.Array:
             row, start = blocks.row[index], blocks.start[index]
-            mine = jax.lax.dynamic_slice_in_dim(queries, start, blocks.size)
+            block = jax.lax.dynamic_slice_in_dim(queries, start, blocks.size)
             tokens = jax.lax.dynamic_slice_in_dim(token_of_slot, start, blocks.size)
             positions = tokens - row * tokens_per_row
 
@@ -168,13 +168,13 @@ def attend_blocks(
 
                 visible = mix.visible(positions, jnp.arange(width, dtype=jnp.int32))
                 visible &= first(keys_shown)[None, :]
-                return mix.mix_prepared(mine, first(keys), first(prepared), visible)
+                return mix.mix_prepared(block, first(keys), first(prepared), visible)
 
             def on_band(width: int) -> jax.Array:
                 assert blocks.history is not None
                 return attend_band(
                     mix,
-                    mine,
+                    block,
                     positions,
                     keys,
                     prepared,
@@ -189,7 +189,7 @@ def attend_blocks(
             new = jax.lax.switch(blocks.reach[index], branches)
             if blocks.overhangs:
                 slot = start + jnp.arange(blocks.size, dtype=jnp.int32)
-                new = jnp.where((slot < blocks.end[index])[:, None, None], new, mine)
+                new = jnp.where((slot < blocks.end[index])[:, None, None], new, block)
             return jax.lax.dynamic_update_slice_in_dim(queries, new, start, 0)
 
         with jax.named_scope(f"attend_{number}"):

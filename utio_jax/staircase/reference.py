@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Full-width programs: the plain model, and the reference that defines the staircase."""
+"""Full-width programs: the dense baseline, and the reference for the early-exit pass."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from utio_jax.core.decoder import (
     Inputs,
     LayerParams,
     Params,
-    Places,
+    PositionEncoding,
     apply_exit_lens,
     check_own_kv,
     has_exit_lens,
@@ -30,15 +30,15 @@ from utio_jax.core.decoder import (
 from utio_jax.core.layer import keys_values_of, layer_at
 
 FrozenKV = Literal["propagate", "drop", "full", "mapped"]
-"""What other tokens see of one at layers beyond its depth: K/V projected from its frozen state,
-nothing, the K/V of its own full-depth states, or K/V mapped from its frozen state by an affine map
-per layer (`utio_jax.prompts.maps`)."""
+"""K/V of a token in layers deeper than its exit: projected from its frozen state, none, K/V of its
+full-depth states, or mapped from its frozen state by an affine map per layer
+(`utio_jax.prompts.maps`)."""
 
 
 def check_kv(
     kv: str, allowed: tuple[str, ...] = get_args(FrozenKV), *, decoder: Decoder | None = None
 ) -> str:
-    """Returns `kv`; raises ValueError where it is none of `allowed`, or the decoder lacks it."""
+    """Returns `kv`; raises ValueError if it is not `allowed` or the decoder does not support it."""
     if kv not in allowed:
         raise ValueError(f"Wanted kv to be one of {', '.join(map(repr, allowed))}. Got kv={kv!r}.")
     if kv == "mapped" and decoder is not None and decoder.config.kv_source:
@@ -61,13 +61,13 @@ def mapped_keys_values(
     params: Params,
     layer: LayerParams,
     x: Float[Array, "batch token dim"],
-    places: Places,
+    places: PositionEncoding,
     depths: Int[Array, "batch token"],
     index: int,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns which tokens have stopped before a layer, and the keys and values that they show.
+    """Returns a mask of the tokens that exited before a layer, and their mapped keys and values.
 
-    By the maps from each token's own stop: the definition of `kv="mapped"`.
+    Each token uses the maps of its own exit. This defines `kv="mapped"`.
     """
     assert isinstance(decoder, HasKVMaps)
     frozen = depths <= index
@@ -76,25 +76,29 @@ def mapped_keys_values(
     for stop in decoder.stops:
         if stop <= index:
             shown = decoder.map_keys_values(params, x, stop)[:, :, index - stop]
-            mine = (depths == stop)[..., None, None]
+            stopped_here = (depths == stop)[..., None, None]
             rotated = decoder.rotate_keys(layer, shown[:, :, 0], places)
-            keys, values = jnp.where(mine, rotated, keys), jnp.where(mine, shown[:, :, 1], values)
+            keys = jnp.where(stopped_here, rotated, keys)
+            values = jnp.where(stopped_here, shown[:, :, 1], values)
     return frozen, keys, values
 
 
 def positions_of(
     token_ids: Inputs, lengths: Int[Array, " batch"]
 ) -> tuple[Int[Array, "batch token"], Bool[Array, "batch token"]]:
-    """Returns positions 0, 1, ... of right-padded rows, and which tokens are real."""
+    """Returns positions 0, 1, ... of right-padded rows, and a mask of the real tokens."""
     batch, width = token_ids.shape[:2]
     positions = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), (batch, width))
     return positions, positions < lengths[:, None]
 
 
 def dense_keys_values(
-    decoder: Decoder, layer: LayerParams, x: Float[Array, "batch token dim"], places: Places
+    decoder: Decoder,
+    layer: LayerParams,
+    x: Float[Array, "batch token dim"],
+    places: PositionEncoding,
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns one layer's keys and values for every token, `[batch, token, kv_head, head_dim]`."""
+    """Projects one layer's keys and values of every token, `[batch, token, kv_head, head_dim]`."""
     made = keys_values_of(decoder, layer, flat(x), flat(places))
     keys, values = (y.reshape(*x.shape[:2], *y.shape[1:]) for y in made)
     return keys, values
@@ -104,14 +108,14 @@ def apply_layer(
     decoder: Decoder,
     layer: LayerParams,
     x: Float[Array, "batch token dim"],
-    places: Places,
+    places: PositionEncoding,
     mix: Mixer,
     visible: Bool[Array, "#batch token token"],
     keys_values: tuple[jax.Array, jax.Array] | None = None,
 ) -> Float[Array, "batch token dim"]:
     """Returns one dense layer's output for every token.
 
-    `keys_values` are what tokens see of each other; None: what the layer makes of `x`.
+    `keys_values` are the K/V to attend to; None: the layer projects them from `x`.
     """
     rows = lambda y: y.reshape(*x.shape[:2], *y.shape[1:])  # noqa: E731
     keys, values = keys_values or dense_keys_values(decoder, layer, x, places)
@@ -121,8 +125,8 @@ def apply_layer(
 
 
 def read_side_by_side(rows: Iterable[tuple[jax.Array, ...]]) -> tuple[jax.Array, jax.Array]:
-    """Returns the keys and values of some layers as those of one, heads side by side."""
-    keys, values = (side_by_side(each) for each in zip(*rows, strict=True))
+    """Concatenates the keys and values of some layers along the head axis."""
+    keys, values = (side_by_side(arrays) for arrays in zip(*rows, strict=True))
     return keys, values
 
 
@@ -137,11 +141,10 @@ def dense_states(
 ) -> tuple[Float[Array, "batch token dim"], ...]:
     """Returns every token's state after each of `depths`, by the plain full-width program.
 
-    It begins after `start`'s number of layers with these states; None: with the embeddings.
+    `start` holds a number of layers and the states after them; None: the embeddings.
 
     Raises:
-      ValueError: a `start` of a decoder with a `kv_source`, whose layers read what those below
-        have made.
+      ValueError: `start` is given for a decoder that shares K/V between layers (`kv_source`).
     """
     if start is not None:
         check_own_kv(decoder, what="a pass that begins at later states")
@@ -169,12 +172,12 @@ def _dense_shared(
     decoder: Decoder,
     params: Params,
     x: Float[Array, "batch token dim"],
-    places: Places,
+    places: PositionEncoding,
     positions: Int[Array, "batch token"],
     key_positions: Int[Array, "batch token"],
     depths: tuple[int, ...],
 ) -> tuple[Float[Array, "batch token dim"], ...]:
-    """Returns what `dense_states` does where layers read others' keys and values."""
+    """Implements `dense_states` for models that share K/V between layers."""
     made: dict[int, tuple[jax.Array, ...]] = {}
     config = decoder.config
 
@@ -208,23 +211,23 @@ def reference_states(
     kv: FrozenKV = "propagate",
     sparse: SparseQueries | None = None,
 ) -> Float[Array, "batch token dim"]:
-    """Returns what the head reads of tokens of given depths. Slow and obvious: the definition.
+    """Returns the LM head's input of tokens with given depths; slow reference implementation.
 
-    That is each token's state at its own depth, mapped where the decoder `HasExitLens`. All layers
-    run on all tokens under masks. Token `i` changes only while `layer < depths[i]`; at the layers
-    beyond, the others see of it what `kv` says, whatever mixes a layer: under `"drop"` a recurrent
-    state (`utio_jax.core.decoder.Mixes`) passes the token by. A token of a branch's depth
+    The result is each token's state at its own depth, mapped if the decoder `HasExitLens`. All
+    layers run on all tokens under masks. Token `i` changes only while `layer < depths[i]`. `kv`
+    decides its K/V in deeper layers; under `"drop"` a recurrent state
+    (`utio_jax.core.decoder.Mixes`) skips the token. A token with a branch's depth
     (`DecoderConfig.branches`) runs that branch's layers above `kv_own`. Differentiable.
 
     Args:
       decoder: the model.
       params: its parameters.
       token_ids: right-padded rows.
-      lengths: real tokens per row; the rest is padding, which no token sees.
+      lengths: real tokens per row; all others are padding and masked.
       depths: each token's decided depth, in layers; 0 is the embedding.
       kv: `"propagate"`, `"drop"`, `"full"`, or `"mapped"` for a decoder that `HasKVMaps`.
-      sparse: which tokens see only a history in which layer: leaves lead with `[layer]`. None: none
-        do. K/V of full-depth states (`kv="full"`) are made densely all the same.
+      sparse: tokens that attend to a history only, per layer: leaves lead with `[layer]`. None:
+        all attention is dense. Full-depth states of `kv="full"` always use dense attention.
     """
     check_kv(kv, decoder=decoder)
     positions, valid = positions_of(token_ids, lengths)
@@ -232,7 +235,7 @@ def reference_states(
     x = decoder.embed(params, token_ids, positions)
     made: dict[int, tuple[jax.Array, ...]] = {}
     config = decoder.config
-    source = x  # What K/V are projected from; differs from x only under "full".
+    source = x  # Input of the K/V projections; differs from x only under "full".
     in_branch = jnp.isin(depths, jnp.asarray(config.branch_depths, jnp.int32))
     for index in range(config.stack_layers):
         layer, mix = layer_at(decoder, params, index), mixer_at(decoder, index)
@@ -248,7 +251,7 @@ def reference_states(
             runs = valid & (index < depths) & ~(in_branch & (index >= config.kv_own))
         else:
             runs = valid & (depths == config.depth_of_branch_layer(index))
-        # Of a token that stopped, there are only those that were made before.
+        # A token that has exited shows only the K/V made before.
         there = valid & (min(index, config.kv_complete) < depths)
         key_positions = jnp.where(there if kv == "drop" else valid, positions, NOWHERE)
         visible = seen = mix.visible(positions, key_positions)

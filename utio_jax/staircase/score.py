@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Passes over whole sequences: per-token log-likelihood, and the comparison with full depth."""
+"""Per-token log-likelihood of whole sequences, and comparison with full depth."""
 
 from __future__ import annotations
 
@@ -48,16 +48,16 @@ _NO_GRADIENT = (
 
 @pytree
 class Scores:
-    """What `score` returns. Token `i` of these arrays has read tokens 0..i and predicts token i+1.
+    """Results of `score`. Entry `i` of these arrays has read tokens 0..i and predicts token i+1.
 
     Attributes:
-      log_likelihood: log p(token i+1 | tokens 0..i) in nats; 0 where there is no token i+1.
-      predicted: where there is one.
+      log_likelihood: log p(token i+1 | tokens 0..i) in nats; 0 if there is no token i+1.
+      predicted: True if there is a token i+1.
       depths: decided depths in layers; 0 for padding.
-      work: what was executed, padding included; on a mesh, by each device.
-      x: what the head reads of each token: its state at its decided depth, mapped if the decoder
-        does that; padding holds undefined states.
-      sparse: which tokens attended sparsely; leaves lead with `[segment]`; None: none did.
+      work: executed work, padding included; on a mesh, per device.
+      x: the LM head's input: each token's state at its decided depth, mapped if the decoder
+        `HasExitLens`. Undefined for padding.
+      sparse: tokens that attended sparsely; leaves lead with `[segment]`. None without `attention`.
     """
 
     log_likelihood: Float[Array, "batch token"]
@@ -80,30 +80,30 @@ def score(  # noqa: PLR0913 (options, each named)
     attention: SparseAttention | None = None,
     mesh: Mesh | None = None,
 ) -> Scores:
-    """Returns every token's log-likelihood with the depth that the policy gives it.
+    """Returns every token's log-likelihood at the depth that the policy decides.
 
-    Pure; jit it with `decoder`, `kv`, `executor` and `mesh` static. `grad` through it needs
-    `executor=CapacityPrefix(...)`, a `shard_map` around it `check_vma=False`. Padding past
-    `lengths` changes nothing. Under jit only shapes are checked; `check_tokens` looks at ids and
-    lengths on the host.
+    Pure; under jit, `decoder`, `kv`, `executor` and `mesh` are static. `grad` needs
+    `executor=CapacityPrefix(...)`. An enclosing `shard_map` needs `check_vma=False`. Padding past
+    `lengths` does not change results. Under jit only shapes are checked; `check_tokens` checks ids
+    and lengths on the host.
 
     Args:
       decoder: the model.
       params: its parameters.
       token_ids: right-padded rows, no wider than the model's context.
       lengths: real tokens per row.
-      policy: decides how deep tokens run.
-      kv: what others see of a frozen token, see `utio_jax.staircase.loop.staircase`.
-      executor: how live slots are run. `"auto"`: on accelerators by static shapes where the
-        policy's `row_shares` are known, otherwise by `MicroBatches`.
-      attention: which tokens attend sparsely; None: none do.
-      mesh: splits the rows over its axis "data"; every device packs its own. Put parameters and
-        rows there by `utio_jax.core.rows.place`. `Scores.work` then leads with a device axis.
+      policy: decides each token's depth.
+      kv: K/V strategy for frozen tokens, see `utio_jax.staircase.loop.staircase`.
+      executor: runs the live slots. `"auto"`: `CapacityPrefix` on accelerators if the policy's
+        `row_shares` are known, otherwise `MicroBatches`.
+      attention: chooses the tokens that attend sparsely; None: dense.
+      mesh: splits the rows over its axis "data"; every device packs its own rows. Place parameters
+        and rows there with `utio_jax.core.rows.place`. `Scores.work` then leads with a device axis.
 
     Raises:
-      TypeError: no policy, but the name of one.
-      ValueError: rows wider than the context, or that the mesh's devices cannot share evenly;
-        outside jit also ids outside the vocabulary and lengths beyond the rows.
+      TypeError: `policy` is not a policy, e.g. the name of one.
+      ValueError: rows are wider than the context, or their number is not a multiple of the mesh's
+        devices. Outside jit also: ids outside the vocabulary, or lengths beyond the rows.
     """
     check_rows(decoder, token_ids, lengths)
     if mesh is not None:
@@ -111,9 +111,9 @@ def score(  # noqa: PLR0913 (options, each named)
         def on_device(params: Params, rows: Rows, policy: Policy, attention: Any) -> Rows:
             ids, ends = rows.tree
             run = partial(score, kv=kv, executor=executor, attention=attention)
-            found = run(decoder, params, ids, ends, policy)
-            work = jax.tree.map(lambda each: each[None], found.work)
-            return Rows(dataclasses.replace(found, work=work))
+            scores = run(decoder, params, ids, ends, policy)
+            work = jax.tree.map(lambda leaf: leaf[None], scores.work)
+            return Rows(dataclasses.replace(scores, work=work))
 
         rows = Rows((token_ids, lengths))
         return over_rows(mesh, on_device, params, rows, policy, attention).tree
@@ -135,7 +135,7 @@ def score(  # noqa: PLR0913 (options, each named)
     )
     read, x = result.read, result.x
     if isinstance(executor, MicroBatches):
-        read, x = (forward_only(each, remedy=_NO_GRADIENT) for each in (read, x))
+        read, x = (forward_only(leaf, remedy=_NO_GRADIENT) for leaf in (read, x))
     return Scores(
         log_likelihood=jnp.where(predicted, -read, 0.0),
         predicted=predicted,
@@ -152,7 +152,7 @@ def score_dense(
     token_ids: Int[Array, "batch token"],
     lengths: Int[Array, " batch"],
 ) -> Scores:
-    """Returns the same at full depth by the plain program: all rows at once, layer by layer."""
+    """Returns full-depth scores by the plain full-width program, the dense baseline of `score`."""
     check_rows(decoder, token_ids, lengths)
     depth = decoder.config.num_layers
     (x,) = dense_states(decoder, params, token_ids, lengths, depths=(depth,))
@@ -187,15 +187,15 @@ def full_work(
     executor: Executor | Literal["auto"] = "auto",
     mesh: Mesh | None = None,
 ) -> Work:
-    """Returns what `score` at full depth executes for rows of `width` tokens, without running it.
+    """Returns the work of `score` at full depth for rows of `width` tokens, without running it.
 
-    Padding is part of it; arguments are those of `score`.
+    Padding is included; the arguments are those of `score`.
     """
     if mesh is not None:
 
         def on_device(rows: Rows) -> Rows:
             work = full_work(decoder, rows.tree, width=width, kv=kv, executor=executor)
-            return Rows(jax.tree.map(lambda each: each[None], work))
+            return Rows(jax.tree.map(lambda leaf: leaf[None], work))
 
         return over_rows(mesh, on_device, Rows(lengths)).tree
     config, executor = decoder.config, choose_executor(executor, full_depth(decoder), width)
@@ -207,11 +207,12 @@ def full_work(
 
 
 def check_rows(decoder: Decoder, token_ids: Any, lengths: Any) -> None:
-    """Checks the rows of a pass, as far as that waits for no device.
+    """Checks the rows of a pass, as far as their values are available on this host.
 
     Raises:
-      ValueError: no rows, rows of no token or wider than the model's context, and of values that
-        are not traced, ids outside the vocabulary or lengths beyond the rows.
+      TypeError: `decoder` is not a decoder, or ids or lengths are not arrays.
+      ValueError: there are no tokens, or rows are wider than the model's context. For concrete
+        values also: ids outside the vocabulary, or lengths beyond the rows.
     """
     if not hasattr(decoder, "config"):
         raise TypeError(
@@ -243,7 +244,7 @@ def check_rows(decoder: Decoder, token_ids: Any, lengths: Any) -> None:
 def labels_of(
     token_ids: Int[Array, "batch token"], lengths: Int[Array, " batch"]
 ) -> tuple[Int[Array, "batch token"], Bool[Array, "batch token"]]:
-    """Returns the token after each token, and where there is one."""
+    """Returns each token's label, the next token, and a mask of the tokens that have one."""
     labels = jnp.pad(token_ids[:, 1:], ((0, 0), (0, 1)))
     return labels, jnp.arange(token_ids.shape[1])[None, :] < lengths[:, None] - 1
 
@@ -252,20 +253,20 @@ def _read_all(
     decoder: Decoder, params: Params, function: Callable[..., Any], x: jax.Array, *arrays: jax.Array
 ) -> Any:
     """Returns `function(logits, *arrays)` of every token, `[batch, token, ...]`."""
-    found = map_head(decoder, params, function, *flat((x, *arrays)))
-    return jax.tree.map(lambda y: y.reshape(*x.shape[:2], *y.shape[1:]), found)
+    result = map_head(decoder, params, function, *flat((x, *arrays)))
+    return jax.tree.map(lambda y: y.reshape(*x.shape[:2], *y.shape[1:]), result)
 
 
 @pytree
 class Comparison:
-    """Two sets of states compared token by token, in nats; 0 where nothing is predicted.
+    """Token-by-token comparison of early-exit states with full depth, in nats; 0 without a label.
 
     Attributes:
-      nll: negative log-likelihood from the states in question.
-      nll_full: the same from the full-depth states.
-      kl: KL(full || in question).
-      agree: whether both have the same most probable token.
-      greedy: whether the next token is the most probable one from the states in question.
+      nll: negative log-likelihood from the early-exit states.
+      nll_full: negative log-likelihood from the full-depth states.
+      kl: KL(full depth || early exit).
+      agree: True if both have the same most probable token.
+      greedy: True if the label is the most probable token of the early-exit states.
     """
 
     nll: Float[Array | np.ndarray, "*lead token"]
@@ -286,9 +287,9 @@ def compare_states(
     executor: MicroBatches = MicroBatches(),
     mesh: Mesh | None = None,
 ) -> Comparison:
-    """Returns what states `x` cost in quality against full-depth `x_full`, teacher-forced.
+    """Compares the predictions of states `x` with those of full-depth `x_full`, teacher-forced.
 
-    Heads run for predicted tokens alone. Without `x_full`, `x` is compared with itself, in one.
+    The LM head runs for predicted tokens only. Without `x_full`, one head compares `x` with itself.
     """
     if mesh is not None:
 
@@ -304,8 +305,8 @@ def compare_states(
         return compare_logits(logits, full[0] if full else logits, label)
 
     read = partial(map_head, decoder, params, compare)
-    found = executor.map_slots(executor.pack(0, predicted), read, x, labels, *others)
-    return Comparison(**found)
+    fields = executor.map_slots(executor.pack(0, predicted), read, x, labels, *others)
+    return Comparison(**fields)
 
 
 def compare_logits(
@@ -314,13 +315,13 @@ def compare_logits(
     label: Int[Array, " slot"],
 ) -> dict[str, jax.Array]:
     """Returns the fields of a `Comparison` from both predictions."""
-    # Few exponentials: those of one distribution, and one sum per prediction.
-    ours, full = (jax.nn.logsumexp(each, axis=-1) for each in (logits, full_logits))
+    # Fewer exponentials: one softmax, and one log-sum per prediction.
+    early, full = (jax.nn.logsumexp(scores, axis=-1) for scores in (logits, full_logits))
     best = most_probable(logits)
     return {
         "nll": next_token_nll(logits, label),
         "nll_full": next_token_nll(full_logits, label),
-        "kl": jnp.sum(jax.nn.softmax(full_logits) * (full_logits - logits), axis=-1) + ours - full,
+        "kl": jnp.sum(jax.nn.softmax(full_logits) * (full_logits - logits), axis=-1) + early - full,
         "agree": best == most_probable(full_logits),
         "greedy": best == label,
     }
@@ -332,9 +333,9 @@ def exit_nll(
     token_ids: Int[Array, "batch token"],
     lengths: Int[Array, " batch"],
 ) -> Float[Array, "exit batch token"]:
-    """Returns each exit's negative log-likelihood of the next token, nats; 0 where there is none.
+    """Returns each exit's negative log-likelihood of the next token in nats; 0 without a label.
 
-    The losses of truncating the model at each of its exits, from one pass.
+    These are the losses of the model truncated at each of its exits, from one pass.
     """
     check_rows(decoder, token_ids, lengths)
     exits = decoder.config.exits
@@ -350,5 +351,5 @@ def full_depth(decoder: Decoder) -> Thresholded:
     return uniform(decoder.config.num_layers, name="full")
 
 
-# Timing runs the same program, and must not compile it again.
+# Shared jitted function: benchmarks time the same program without compiling it again.
 run_score = jax.jit(score, static_argnums=0, static_argnames=("kv", "executor", "mesh"))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sparse attention for low-importance tokens: the scores that steer depth, with own thresholds."""
+"""Sparse attention for low-importance tokens, by a score and thresholds of its own."""
 
 from __future__ import annotations
 
@@ -21,17 +21,16 @@ from utio_jax.staircase.exit_head import Head, Model
 
 @pytree
 class SparseAttention:
-    """Tokens whose score does not exceed a segment's threshold attend to a window with sinks.
+    """Sparse attention (a window with sinks) for tokens at or below a segment's threshold.
 
-    The signal is asked at the start of each segment, of the tokens that run in it; at depth 0 one
-    that is known before the pass. As for depth, NaN is important; at a threshold of +inf all tokens
-    are sparse, at -inf none, and at neither is the signal asked.
+    The signal scores a segment's tokens at its start; at depth 0 it must be known before the pass.
+    NaN scores are important and attend densely. A threshold of +inf makes all tokens sparse, -inf
+    none; at both, the signal is not evaluated.
 
     Attributes:
-      signal: scores tokens, the higher the more important.
-      thresholds: one per segment, in the score's unit; or one fewer, for all segments but the
-        first, which is dense then.
-      history: what sparse tokens see. Static.
+      signal: importance score of tokens; higher is more important.
+      thresholds: one per segment, in the score's unit; or one fewer: the first segment is dense.
+      history: keys that sparse tokens attend to. Static.
     """
 
     signal: Signal
@@ -39,10 +38,10 @@ class SparseAttention:
     history: History = static()
 
     def index_of(self, segment: int, depths: tuple[int, ...]) -> int:
-        """Returns which threshold is a segment's; -1 for one that is simply dense.
+        """Returns the index of a segment's threshold; -1 for a dense segment.
 
         Raises:
-          ValueError: the thresholds fit no pass with these depths.
+          ValueError: the number of thresholds does not fit these depths.
         """
         missing = len(depths) - self.thresholds.shape[0]
         if missing not in (0, 1):
@@ -53,14 +52,14 @@ class SparseAttention:
         return segment - missing
 
     def asks(self, segment: int, depths: tuple[int, ...]) -> bool | Bool[Array, ""]:
-        """Returns whether the signal is asked at the start of a segment."""
+        """Returns True if the signal is evaluated at the start of a segment."""
         index = self.index_of(segment, depths)
         return index >= 0 and (self.signal.remembers or jnp.isfinite(self.thresholds[index]))
 
     def choose(
         self, segment: int, depths: tuple[int, ...], start: Boundary, memory: Any
     ) -> tuple[Bool[Array, "batch token"], Any]:
-        """Returns which tokens attend sparsely in a segment, and the signal's memory."""
+        """Returns a mask of the segment's sparse tokens, and the signal's memory."""
         index = self.index_of(segment, depths)
         if index < 0:
             return jnp.zeros_like(start.live), memory
@@ -69,13 +68,13 @@ class SparseAttention:
 
 
 class Packing:
-    """How the live tokens of each segment are packed into slots, while a pass is traced: all dense.
+    """Packs the live tokens of each segment into slots while a pass is traced; all attend densely.
 
-    The one place where a pass chooses what tokens attend to. `SparsePacking` asks a signal at the
-    start of a segment, `utio_jax.contrib.throttle.ThrottlePacking` at its end.
+    Subclasses choose sparse tokens: `SparsePacking` with a signal at the start of a segment,
+    `utio_jax.contrib.throttle.ThrottlePacking` at its end.
 
     Attributes:
-      work: what the last segment's choice executed.
+      work: work executed for the last segment's choice.
     """
 
     def __init__(self, model: Model) -> None:
@@ -83,20 +82,20 @@ class Packing:
         self._model, self.work = model, Work.of()
 
     def pack(self, segment: int, tokens: Tokens) -> Any:
-        """Returns the slots of a segment, once it is known which of its tokens attend sparsely."""
+        """Chooses a segment's sparse tokens and returns its slots."""
         causal = self._model.decoder.config.causal
         return self._model.executor.pack(segment, tokens.live, causal=causal)
 
     def asks(self, index: int) -> bool:
-        """Returns whether `look` needs the head at a boundary, even if the policy does not."""
+        """Returns True if `look` needs the LM head at an exit, even if the policy does not."""
         del index
         return False
 
     def look(self, index: int, boundary: Boundary) -> None:
-        """Looks at boundary number `index`, on behalf of the segments behind it."""
+        """Reads exit number `index`, to choose sparse tokens in the next segments."""
 
     def chosen(self) -> SparseQueries | None:
-        """Returns which tokens attended sparsely, by segment; None where none could."""
+        """Returns the sparse tokens by segment; None for dense packing."""
         return None
 
 

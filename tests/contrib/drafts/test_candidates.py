@@ -80,14 +80,14 @@ def slow_value(model: Any, signal: Any, index: int, x: np.ndarray, place: tuple)
 def test_gates_see_what_an_exit_predicts_of_candidates(model: Model) -> None:
     signal, lengths = signal_of(model), np.full(3, 17, np.int32)
     states = cases.run_dense(model.decoder, model.params, IDS, lengths, depths=EXITS)
-    wanted = [
+    expected = [
         [
             [slow_value(model, signal, index, x[row, at], (row, at)) for at in range(17)]
             for row in range(3)
         ]
         for index, x in enumerate(np.asarray(states, np.float64))
     ]
-    np.testing.assert_allclose(scores_of(model, signal, IDS), wanted, atol=2e-4)
+    np.testing.assert_allclose(scores_of(model, signal, IDS), expected, atol=2e-4)
     # Five columns of the head, the gate, and the lens where there is one; no whole head.
     dim, through = model.decoder.config.embed_dim, "lens" in model.params
     cost = 2 * (5 * dim + (dim + 6) * 8 + 8 + (dim * dim if through else 0))
@@ -100,10 +100,10 @@ def test_candidates_may_tie_or_be_one(tiny: Any, kept: list[int]) -> None:
     x = jax.random.normal(jax.random.key(0), (7, tiny.decoder.config.embed_dim))
     likely = jnp.broadcast_to(jnp.asarray(kept), (64, len(kept)))
     ids, options = jnp.arange(7), {"likely": likely, "depth": EXITS[0]}
-    found = gate_inputs(tiny.decoder, tiny.params, x, ids, ids, **options)
+    result = gate_inputs(tiny.decoder, tiny.params, x, ids, ids, **options)
     logits = np.sort(np.asarray(tiny.decoder.unembed(tiny.params, x))[:, kept], axis=-1)
-    wanted = logits[:, -1] - logits[:, -2] if len(kept) > 1 else np.zeros(7)
-    np.testing.assert_allclose(8 * np.asarray(found)[:, -4], wanted, atol=1e-5)
+    expected = logits[:, -1] - logits[:, -2] if len(kept) > 1 else np.zeros(7)
+    np.testing.assert_allclose(8 * np.asarray(result)[:, -4], expected, atol=1e-5)
 
 
 def test_what_does_not_fit_is_named(tiny: Any) -> None:
@@ -128,10 +128,10 @@ def test_what_does_not_fit_is_named(tiny: Any) -> None:
 def test_followers_by_frequency_then_the_commonest() -> None:
     ids = np.asarray([[1, 2, 1, 3, 1, 2, 0, 9], [4, 4, 4, 1, 2, 9, 9, 9]], np.int32)
     batch = Batch(token_ids=ids, lengths=np.asarray([7, 5], np.int32), window=np.arange(2))
-    found = likely_followers([batch], 10, count=3)
-    assert found[1].tolist() == [2, 3, 1]  # Twice, once; then the commonest, 1 or 4.
-    assert found[4].tolist() == [4, 1, 2]
-    assert found[9].tolist() == [1, 4, 2] or found[9].tolist() == [1, 2, 4]
+    result = likely_followers([batch], 10, count=3)
+    assert result[1].tolist() == [2, 3, 1]  # Twice, once; then the commonest, 1 or 4.
+    assert result[4].tolist() == [4, 1, 2]
+    assert result[9].tolist() == [1, 4, 2] or result[9].tolist() == [1, 2, 4]
     assert likely_followers([batch], 10, count=99).shape == (10, 10)
 
 
@@ -148,8 +148,8 @@ def test_they_are_fitted_and_kept_as_any_other(
     assert signal.likely.shape == (64, 16)
     # Passes show gates what they were fitted to.
     scores, kl = scores_of(tiny, signal, ids)[:, :, :-1], studies[0].kl[:-1, :, :-1]
-    for found, wanted in zip(scores, kl, strict=True):
-        assert np.corrcoef(found.ravel(), np.sqrt(wanted).ravel())[0, 1] > 0.7
+    for score, expected in zip(scores, kl, strict=True):
+        assert np.corrcoef(score.ravel(), np.sqrt(expected).ravel())[0, 1] > 0.7
 
     entry = Thresholds(depths=(1, 4), thresholds=(0.5,), fractions=(0.4, 0.6))
     made = Calibration(
@@ -159,5 +159,5 @@ def test_they_are_fitted_and_kept_as_any_other(
     )
     made.save(tmp_path)
     loaded = load_calibration(tmp_path, model_sha256="a" * 64).signals["candidates"]
-    for found, wanted in zip(jax.tree.leaves(loaded), jax.tree.leaves(signal), strict=True):
-        np.testing.assert_array_equal(found, wanted)
+    for score, expected in zip(jax.tree.leaves(loaded), jax.tree.leaves(signal), strict=True):
+        np.testing.assert_array_equal(score, expected)

@@ -50,8 +50,8 @@ class Fixed(DynamicExits):
 def test_greedy_is_the_full_model(model, mode):
     result = run(model, mode=mode)
     assert_greedy(model, result, kv="full")
-    for mine, plain in zip(result.token_ids, plain_run().token_ids, strict=True):
-        np.testing.assert_array_equal(mine, plain)
+    for actual, plain in zip(result.token_ids, plain_run().token_ids, strict=True):
+        np.testing.assert_array_equal(actual, plain)
     # Not vacuous: drafts of both exits are right, others wrong.
     assert {*np.concatenate(result.decided)} == {1, 2, 4}
     assert result.acceptance is not None
@@ -60,26 +60,26 @@ def test_greedy_is_the_full_model(model, mode):
 
 def test_a_fixed_exit_is_lossless_decoding_at_its_cost(model):
     mode = Fixed(max_draft=3)
-    mine = run(model, mode=mode, sampling=DRAWN)
+    actual = run(model, mode=mode, sampling=DRAWN)
     other = run(model, mode=Lossless(exit=2, max_draft=3), sampling=DRAWN)
     for row in range(3):
-        np.testing.assert_array_equal(mine.token_ids[row], other.token_ids[row])
-        np.testing.assert_array_equal(mine.decided[row], other.decided[row])
+        np.testing.assert_array_equal(actual.token_ids[row], other.token_ids[row])
+        np.testing.assert_array_equal(actual.decided[row], other.decided[row])
     for name in ("steps", "drafts", "accepted", "token_layers", "key_slots", "attended"):
-        np.testing.assert_array_equal(getattr(mine, name), getattr(other, name))
+        np.testing.assert_array_equal(getattr(actual, name), getattr(other, name))
     # A head behind each draft and behind the last, one for each exit and pending token.
-    np.testing.assert_array_equal(mine.heads, mine.steps * (4 + 4 * 3))
+    np.testing.assert_array_equal(actual.heads, actual.steps * (4 + 4 * 3))
 
 
 def test_layers_run_to_the_deepest_exit_and_the_longest_draft(model):
     result = run(model, PROMPTS[:1], mode=Anyhow(max_draft=3))
-    length, wanted, steps = len(PROMPTS[0]) + 1, 0, 0
+    length, expected, steps = len(PROMPTS[0]) + 1, 0, 0
     accepted = iter(np.flatnonzero(result.decided[0][1:] == 4))  # Where rounds end.
     while length < len(PROMPTS[0]) + 40:
         exit_, drafts = (1, 2)[(length * 7 + 3) % 2], (length * 7 + 3) // 2 % 4
-        wanted, steps = wanted + (drafts + 1) * exit_ + 4 * (4 - exit_), steps + 1
+        expected, steps = expected + (drafts + 1) * exit_ + 4 * (4 - exit_), steps + 1
         length = len(PROMPTS[0]) + next(accepted, 99) + 2
-    assert (result.steps[0], result.token_layers[0]) == (steps, wanted)
+    assert (result.steps[0], result.token_layers[0]) == (steps, expected)
 
 
 @pytest.mark.parametrize("mode", [Anyhow(max_draft=3), DynamicExits(max_draft=3)])
@@ -100,10 +100,12 @@ def test_what_is_remembered_is_what_every_exit_would_have_said(model):
     state = next(run_chunks(model.decoder, model.params, PROMPTS, chunk=20, **options))
     ids, ends = np.asarray(state.token_ids), np.asarray(state.lengths)
     states = cases.run_dense(model.decoder, model.params, ids, ends, depths=(1, 2, 4))
-    said = np.stack([np.argmax(model.decoder.unembed(model.params, x), axis=-1) for x in states])
+    predicted = np.stack(
+        [np.argmax(model.decoder.unembed(model.params, x), axis=-1) for x in states]
+    )
     for row, prompt in enumerate(PROMPTS):
         verified = slice(len(prompt), ends[row] - 1)  # Prefill's token, up to the one before last.
-        right = (said[:, row, verified] == said[2, row, verified]).sum(axis=1)
+        right = (predicted[:, row, verified] == predicted[2, row, verified]).sum(axis=1)
         np.testing.assert_allclose(state.memory.right[row], right + np.asarray([0.5, 0.5, 1.0]))
 
 
@@ -113,7 +115,7 @@ def test_the_choice_has_the_most_tokens_per_layer(model):
     right = np.concatenate([total[:, None] * rng.uniform(size=(50, 2)), total[:, None]], axis=1)
     state = next(run_chunks(model.decoder, model.params, PROMPTS, max_new_tokens=20, lengths=SMALL))
     state = dataclasses.replace(state, memory=Agreement(right=jnp.asarray(right, jnp.float32)))
-    found = np.stack(mode.choose(model.decoder, state), axis=1)
+    result = np.stack(mode.choose(model.decoder, state), axis=1)
     for row, share in enumerate(right[:, :2] / total[:, None]):
         rates = {
             (number, drafts): sum(share[number] ** n for n in range(drafts + 1))
@@ -121,5 +123,5 @@ def test_the_choice_has_the_most_tokens_per_layer(model):
             for number in range(2)
             for drafts in range(4)
         }
-        assert rates[tuple(found[row])] == pytest.approx(max(rates.values()))
-    assert len(np.unique(found, axis=0)) > 4
+        assert rates[tuple(result[row])] == pytest.approx(max(rates.values()))
+    assert len(np.unique(result, axis=0)) > 4

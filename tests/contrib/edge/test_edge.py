@@ -75,10 +75,10 @@ def plain() -> list[int]:
     return run(lively_model(), [PROMPT]).token_ids[0].tolist()
 
 
-def assert_true(model: Model, found: EdgeText) -> None:
+def assert_true(model: Model, output: EdgeText) -> None:
     """Checks every token and its log-probability against the reference at the decided depths."""
     names = ("token_ids", "decided", "log_probabilities")
-    rows = {name: [np.asarray(getattr(found, name))] for name in names}
+    rows = {name: [np.asarray(getattr(output, name))] for name in names}
     result: Any = SimpleNamespace(mode="adaptive", **rows)
     assert_greedy(model, result, [PROMPT], kv="full")
 
@@ -92,43 +92,43 @@ def test_tokens_and_depths_are_those_of_full_passes(kind: str, threshold: float)
     model = lively_model(windows=(0, 3, 5, 2)) if kind == "windows" else lively_model()
     model = with_random_lens(model) if kind == "lens" else model
     with clouded(model) as cloud, edge_of(model, sure(threshold), link=link_to(cloud)) as edge:
-        found = written(edge)
-    assert_true(model, found)
+        result = written(edge)
+    assert_true(model, result)
     at_exit = np.full(40, EXIT)
-    shallow = true_logits(model, PROMPT, np.asarray(found.token_ids), at_exit, "full")
+    shallow = true_logits(model, PROMPT, np.asarray(result.token_ids), at_exit, "full")
     second, first = np.sort(jax.nn.softmax(jnp.asarray(shallow)), axis=-1)[:, -2:].T
-    assert found.decided == np.where(1 - (first - second) > threshold, LAYERS, EXIT).tolist()
-    assert {*found.decided} == {EXIT, LAYERS}
-    assert (found.fallbacks, found.lost) == (0, None)
+    assert result.decided == np.where(1 - (first - second) > threshold, LAYERS, EXIT).tolist()
+    assert {*result.decided} == {EXIT, LAYERS}
+    assert (result.fallbacks, result.lost) == (0, None)
 
 
 def test_where_all_ask_tokens_and_draws_are_the_plain_models() -> None:
     model = lively_model()
     with clouded(model) as cloud, edge_of(model, sure(-np.inf), link=link_to(cloud)) as edge:
         edge.generate([4, 4, 4], max_new_tokens=20, eos_ids=())  # Leaves nothing behind.
-        found = written(edge)
+        result = written(edge)
         drawn = written(edge, sampling=SamplingParams(temperature=0.8), seed=5)
-    wanted = run(model, [PROMPT])
-    assert found.token_ids == wanted.token_ids[0].tolist()
-    np.testing.assert_allclose(found.log_probabilities, wanted.log_probabilities[0], atol=1e-4)
-    assert found.decided == [LAYERS] * 40
-    wanted = run(model, [PROMPT], sampling=[SamplingParams(temperature=0.8)], seeds=5)
-    assert drawn.token_ids == wanted.token_ids[0].tolist() != found.token_ids
+    expected = run(model, [PROMPT])
+    assert result.token_ids == expected.token_ids[0].tolist()
+    np.testing.assert_allclose(result.log_probabilities, expected.log_probabilities[0], atol=1e-4)
+    assert result.decided == [LAYERS] * 40
+    expected = run(model, [PROMPT], sampling=[SamplingParams(temperature=0.8)], seeds=5)
+    assert drawn.token_ids == expected.token_ids[0].tolist() != result.token_ids
 
 
 def test_alone_and_where_all_stop_tokens_are_the_truncated_models() -> None:
     model, truncated = lively_model(), uniform(EXIT)
     mode, prefill = Adaptive(policy=truncated), Prefill(policy=truncated)
-    wanted = run(model, [PROMPT], mode=mode, prefill=prefill).token_ids[0]
+    expected = run(model, [PROMPT], mode=mode, prefill=prefill).token_ids[0]
     with clouded(model) as cloud:
         for link, threshold in ((None, -np.inf), (link_to(cloud), np.inf)):
-            found = written(edge_of(model, sure(threshold), link=link))
-            assert found.token_ids == wanted.tolist()
-            assert found.decided == [EXIT] * 40
-            assert (found.bytes_up, found.bytes_down) == (0, 0)
-    end = int(wanted[9])
-    found = written(edge_of(model, sure(np.inf)), eos_ids=(end,))
-    assert found.token_ids == wanted[: wanted.tolist().index(end) + 1].tolist()
+            result = written(edge_of(model, sure(threshold), link=link))
+            assert result.token_ids == expected.tolist()
+            assert result.decided == [EXIT] * 40
+            assert (result.bytes_up, result.bytes_down) == (0, 0)
+    end = int(expected[9])
+    result = written(edge_of(model, sure(np.inf)), eos_ids=(end,))
+    assert result.token_ids == expected[: expected.tolist().index(end) + 1].tolist()
 
 
 # Catching up, and what it costs.
@@ -159,15 +159,15 @@ def test_a_long_stretch_without_the_cloud_is_caught_up(monkeypatch: pytest.Monke
     assert half.token_ids == again.token_ids
     np.testing.assert_allclose(half.log_probabilities, again.log_probabilities, atol=1e-6)
     assert np.abs(np.subtract(half.log_probabilities, whole.log_probabilities)).max() > 1e-5
-    for found, size in ((whole, 4), (half, 2)):
-        decided = np.asarray(found.decided)
+    for result, size in ((whole, 4), (half, 2)):
+        decided = np.asarray(result.decided)
         assert (len(PROMPT) - 1 + np.flatnonzero(decided == LAYERS)).tolist() == [*asks]
         # Layers: the prompt in a block of 16, others alone; catching up in blocks of 64, 16 and 4.
-        assert found.edge_layers == (16 + 39) * EXIT
-        assert found.cloud_layers == (16 + 4 + 64 + 16) * (LAYERS - EXIT)
-        assert found.states_sent == sent
-        assert found.bytes_up == sent * model.decoder.config.embed_dim * size + 4 * before
-        assert found.bytes_down == 4 * wires.TOKEN.size
+        assert result.edge_layers == (16 + 39) * EXIT
+        assert result.cloud_layers == (16 + 4 + 64 + 16) * (LAYERS - EXIT)
+        assert result.states_sent == sent
+        assert result.bytes_up == sent * model.decoder.config.embed_dim * size + 4 * before
+        assert result.bytes_down == 4 * wires.TOKEN.size
 
 
 def test_a_second_text_compiles_nothing(
@@ -200,12 +200,12 @@ def test_without_the_cloud_texts_go_on_from_the_exit_and_say_so() -> None:
             if len(seen) == 5:
                 cloud.close()
 
-        found = written(edge, on_token=after_five)
-    assert found.decided == [LAYERS] * 5 + [EXIT] * 35
-    assert seen == found.token_ids
-    assert_true(model, found)
-    assert found.fallbacks == 35
-    assert "no answer within 3 s. Is it running, and has it the same key" in str(found.lost)
+        result = written(edge, on_token=after_five)
+    assert result.decided == [LAYERS] * 5 + [EXIT] * 35
+    assert seen == result.token_ids
+    assert_true(model, result)
+    assert result.fallbacks == 35
+    assert "no answer within 3 s. Is it running, and has it the same key" in str(result.lost)
     with clouded(model, address=cloud.address):
         assert written(edge).token_ids == plain()
 
@@ -230,7 +230,7 @@ def rogue(*answers: bytes) -> Iterator[Link]:
 
 
 @pytest.mark.parametrize(
-    ("answers", "said"),
+    ("answers", "message"),
     [
         ([b""], "answers nonsense"),
         ([b"m"] * 2, "answers nonsense"),  # It was sent all states.
@@ -241,11 +241,11 @@ def rogue(*answers: bytes) -> Iterator[Link]:
         ([b"x" * 100_000], "no answer within 2 s"),
     ],
 )
-def test_a_cloud_that_answers_and_does_not_help_is_lost(answers: list[bytes], said: str) -> None:
+def test_a_cloud_that_answers_and_does_not_help_is_lost(answers: list[bytes], message: str) -> None:
     with rogue(*answers) as link:
-        found = written(edge_of(lively_model(), asking_at(8), link=link), max_new_tokens=4)
-    assert found.fallbacks == 1
-    assert said in str(found.lost)
+        result = written(edge_of(lively_model(), asking_at(8), link=link), max_new_tokens=4)
+    assert result.fallbacks == 1
+    assert message in str(result.lost)
 
 
 @pytest.mark.parametrize("why", ["another edge has its row", "it was started again"])
@@ -263,19 +263,19 @@ def test_what_a_cloud_has_forgotten_is_sent_again(why: str) -> None:
             clouds.append(clouded(model, rows=1, address=clouds[0].address))
             time.sleep(0.5)  # ZeroMQ connects again by itself.
 
-    found = written(edge, on_token=after_three)
+    result = written(edge, on_token=after_three)
     clouds.pop().close()
-    assert found.decided == [LAYERS] * 40
-    assert found.token_ids == plain()
-    assert found.states_sent == len(PROMPT) + 39 + (len(PROMPT) + 3)
+    assert result.decided == [LAYERS] * 40
+    assert result.token_ids == plain()
+    assert result.states_sent == len(PROMPT) + 39 + (len(PROMPT) + 3)
 
 
 def test_an_interrupt_leaves_nothing_to_the_next_text(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither an answer on its way, nor a cache that was donated for nothing."""
     model, left, whole, poll = lively_model(), [3], parts.run_block, zmq.Socket.poll
 
-    def late(*rest: Any, **more: Any) -> Any:
-        ran = whole(*rest, **more)
+    def late(*arguments: Any, **more: Any) -> Any:
+        ran = whole(*arguments, **more)
         left[0] -= 1
         if not left[0]:
             raise KeyboardInterrupt
@@ -293,9 +293,9 @@ def test_an_interrupt_leaves_nothing_to_the_next_text(monkeypatch: pytest.Monkey
                 patched.setattr(owner, name, stop)
                 with pytest.raises(KeyboardInterrupt):
                     written(edge)
-            found = written(edge)
-            assert found.lost is None
-            assert found.token_ids == plain()
+            result = written(edge)
+            assert result.lost is None
+            assert result.token_ids == plain()
 
 
 def test_a_cloud_ends_behind_the_block_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -306,10 +306,10 @@ def test_a_cloud_ends_behind_the_block_that_runs(monkeypatch: pytest.MonkeyPatch
         if start:
             begun.set()
             time.sleep(0.5)
-        found = true(*given, start=start, **more)
+        result = true(*given, start=start, **more)
         if start:
             ended.set()
-        return found
+        return result
 
     with clouded(lively_model()) as cloud:
         monkeypatch.setattr(parts, "run_block", slow)
@@ -335,7 +335,7 @@ def test_what_is_not_of_the_protocol_is_refused(monkeypatch: pytest.MonkeyPatch)
 
     short = Model(with_config(model.decoder, context_length=4), model.params)
     with clouded(short) as cloud, wires.connect(link_to(cloud)) as to:
-        for frames, said in (
+        for frames, message in (
             (
                 [b"5 sixteen letters. 1", header(), token],
                 b"rWanted an edge .* 2. Got 5 .* 1. Start",
@@ -349,7 +349,7 @@ def test_what_is_not_of_the_protocol_is_refused(monkeypatch: pytest.MonkeyPatch)
             ([who, header(top_k=-1), token], b"rWanted a top_k"),
             ([who, header(first=2), token], b"m$"),
         ):
-            for sent, answer in ((frames, said), ([who, header(), token], b"t")):
+            for sent, answer in ((frames, message), ([who, header(), token], b"t")):
                 to.send_multipart(sent)
                 assert to.poll(20_000)
                 assert re.match(answer, to.recv())
@@ -364,8 +364,8 @@ def test_another_model_or_key_is_refused() -> None:
             with pytest.raises(ValueError, match=r"exit 5 [0-9a-f]{16} 2. Got 5 .* Start both"):
                 written(edge_of(other, sure(0.5), link=link_to(cloud)))
         link = link_to(cloud, key=b"another secret of as many bytes", seconds=0.5)
-        found = written(edge_of(model, asking_at(8), link=link), max_new_tokens=4)
-        assert "no answer within 0.5 s. Is it running, and has it the same key" in str(found.lost)
+        result = written(edge_of(model, asking_at(8), link=link), max_new_tokens=4)
+        assert "no answer within 0.5 s. Is it running, and has it the same key" in str(result.lost)
         taken = f"an address to listen on. Got {cloud.address}: .*Name another port, or 0"
         with pytest.raises(ValueError, match=taken):
             clouded(model, address=cloud.address)

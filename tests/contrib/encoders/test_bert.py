@@ -59,9 +59,9 @@ def tensors_of(seed: int, *, labels: int = 0, prefix: str = "") -> dict[str, np.
     shapes |= {f"{name}.bias": shape[:1] for name, shape in linear.items()}
     shapes |= {f"{name}.{part}": (DIM,) for name in norms for part in ("weight", "bias")}
     rng = np.random.default_rng(seed)
-    found = {name: 0.3 * rng.normal(size=shape) for name, shape in shapes.items()}
-    found |= {f"{name}.weight": 1 + found[f"{name}.weight"] for name in norms}
-    return {name: array.astype(np.float32) for name, array in found.items()}
+    result = {name: 0.3 * rng.normal(size=shape) for name, shape in shapes.items()}
+    result |= {f"{name}.weight": 1 + result[f"{name}.weight"] for name in norms}
+    return {name: array.astype(np.float32) for name, array in result.items()}
 
 
 def write(folder: Path, tensors: dict[str, Any], **settings: Any) -> Path:
@@ -117,12 +117,12 @@ def rows() -> tuple[np.ndarray, list[tuple[list[int], list[int]]]]:
     """Returns padded inputs, and each row's ids and kinds."""
     rng = np.random.default_rng(5)
     inputs = np.full((len(LENGTHS), 16, 2), 1, np.int32)
-    each = []
+    contents = []
     for row, length in enumerate(LENGTHS):
         ids, kinds = rng.integers(0, 300, length), np.arange(length) > length // 2
         inputs[row, :length] = np.stack([ids, kinds], axis=-1)
-        each.append((ids.tolist(), kinds.astype(int).tolist()))
-    return inputs, each
+        contents.append((ids.tolist(), kinds.astype(int).tolist()))
+    return inputs, contents
 
 
 @pytest.mark.parametrize(
@@ -134,33 +134,33 @@ def test_embeddings_at_all_depths_are_those_of_bert(
     tensors = tensors_of(0)
     folder = write(tmp_path, tensors, hidden_act=activation)
     model, params = load_encoder(folder, exits=(1, 2, 3), pooling=pooling)
-    inputs, each = rows()
-    found = run_exits(model, params, inputs, LENGTHS, depths=(1, 2, 3))
-    assert found.logits is None
-    for row, (ids, kinds) in enumerate(each):
+    inputs, contents = rows()
+    result = run_exits(model, params, inputs, LENGTHS, depths=(1, 2, 3))
+    assert result.logits is None
+    for row, (ids, kinds) in enumerate(contents):
         states = bert_by_hand(tensors, ids, kinds, activation=activation)
-        wanted = [x.mean(0) if pooling == "mean" else x[0] for x in states]
-        np.testing.assert_allclose(found.start[row], wanted[0], atol=2e-5)
-        np.testing.assert_allclose(found.pooled[:, row], wanted[1:], atol=5e-5)
+        expected = [x.mean(0) if pooling == "mean" else x[0] for x in states]
+        np.testing.assert_allclose(result.start[row], expected[0], atol=2e-5)
+        np.testing.assert_allclose(result.pooled[:, row], expected[1:], atol=5e-5)
 
 
 def test_classes_are_those_of_bert_and_rows_leave(tmp_path: Path) -> None:
     tensors = tensors_of(1, labels=4, prefix="bert.")
     tensors["cls.predictions.bias"] = np.zeros(300, np.float32)  # A masked-LM head is left out.
     model, params = load_encoder(write(tmp_path, tensors), exits=(1, 2, 3))
-    inputs, each = rows()
+    inputs, contents = rows()
     depths = np.asarray([2, 1, 3, 3])
     policy = given_depths(jnp.asarray(depths[:, None]), depths=(1, 2, 3))
     run = jax.jit(encode_rows, static_argnums=0, static_argnames="blocks")
-    found = run(model, params, jnp.asarray(inputs), jnp.asarray(LENGTHS), policy, blocks=(2, 2))
-    assert found.logits is not None
-    for row, (ids, kinds) in enumerate(each):
+    result = run(model, params, jnp.asarray(inputs), jnp.asarray(LENGTHS), policy, blocks=(2, 2))
+    assert result.logits is not None
+    for row, (ids, kinds) in enumerate(contents):
         state = bert_by_hand(tensors, ids, kinds)[depths[row]][0]
         pooled = np.tanh(
             state @ tensors["bert.pooler.dense.weight"].T + tensors["bert.pooler.dense.bias"]
         )
-        wanted = pooled @ tensors["classifier.weight"].T + tensors["classifier.bias"]
-        np.testing.assert_allclose(found.logits[row], wanted, atol=1e-4)
+        expected = pooled @ tensors["classifier.weight"].T + tensors["classifier.bias"]
+        np.testing.assert_allclose(result.logits[row], expected, atol=1e-4)
 
 
 def test_texts_and_pairs_are_packed_and_ids_of_another_model_refused(tmp_path: Path) -> None:
@@ -211,9 +211,9 @@ def test_what_cannot_be_run_is_named(tmp_path: Path, unchecked_shapes: None) -> 
 @pytest.mark.parametrize("case", ["bert", "bert_classifier"])
 def test_outputs_are_those_of_transformers(case: str) -> None:
     model, params = load_encoder(PARITY / case)
-    wanted = load_tensors(PARITY / case / "reference.safetensors")
-    inputs = jnp.asarray(np.stack([wanted["token_ids"], wanted["kinds"]], axis=-1))
-    lengths, depth = jnp.asarray(wanted["lengths"]), model.config.num_layers
-    found = run_exits(model, params, inputs, lengths, depths=(depth,))
-    read = found.pooled if found.logits is None else found.logits
-    np.testing.assert_allclose(read[0], wanted["outputs"], atol=1e-4)
+    expected = load_tensors(PARITY / case / "reference.safetensors")
+    inputs = jnp.asarray(np.stack([expected["token_ids"], expected["kinds"]], axis=-1))
+    lengths, depth = jnp.asarray(expected["lengths"]), model.config.num_layers
+    result = run_exits(model, params, inputs, lengths, depths=(depth,))
+    read = result.pooled if result.logits is None else result.logits
+    np.testing.assert_allclose(read[0], expected["outputs"], atol=1e-4)

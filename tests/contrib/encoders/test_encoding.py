@@ -99,25 +99,25 @@ def one_by_one(model: Model, inputs: Any, lengths: np.ndarray) -> dict[str, np.n
 def scores_by_hand(name: str, known: dict[str, np.ndarray]) -> np.ndarray:
     """Returns a signal's scores `[boundary, row]`, written out row by row."""
     logits, pooled = known["logits"], known["pooled"]
-    found = np.zeros((len(EXITS) - 1, logits.shape[1]))
+    result = np.zeros((len(EXITS) - 1, logits.shape[1]))
     for row in range(logits.shape[1]):
         agreeing = 0
         for at in range(len(EXITS) - 1):
             p = np.exp(logits[at, row] - logits[at, row].max())
             p /= p.sum()
             if name == "entropy":
-                found[at, row] = -(p * np.log(p)).sum()
+                result[at, row] = -(p * np.log(p)).sum()
             elif name == "max_probability":
-                found[at, row] = 1 - p.max()
+                result[at, row] = 1 - p.max()
             elif name == "patience":
                 same = at and logits[at, row].argmax() == logits[at - 1, row].argmax()
                 agreeing = agreeing + 1 if same else 0
-                found[at, row] = -agreeing
+                result[at, row] = -agreeing
             else:
                 before, here = pooled[at, row], pooled[at + 1, row]
                 norms = np.linalg.norm(before) * np.linalg.norm(here)
-                found[at, row] = 1 - before @ here / norms if norms else np.nan
-    return found
+                result[at, row] = 1 - before @ here / norms if norms else np.nan
+    return result
 
 
 def leave_by_hand(scores: np.ndarray, thresholds: np.ndarray, lengths: np.ndarray) -> np.ndarray:
@@ -129,17 +129,19 @@ def leave_by_hand(scores: np.ndarray, thresholds: np.ndarray, lengths: np.ndarra
     return depths
 
 
-SIGNALS = {each.name: each for each in (Entropy(), MaxProbability(), Patience(), StateSimilarity())}
+SIGNALS = {
+    signal.name: signal for signal in (Entropy(), MaxProbability(), Patience(), StateSimilarity())
+}
 
 
 def between(scores: np.ndarray, share: float) -> np.ndarray:
     """Returns thresholds that a share of rows is below, and no score near any."""
-    found = []
-    for each in scores:
-        values = np.unique(each.round(6))
+    results = []
+    for score in scores:
+        values = np.unique(score.round(6))
         at = min(int(share * len(values)), len(values) - 2)
-        found.append((values[at] + values[at + 1]) / 2 if at >= 0 else values[0] - 0.5)
-    return np.asarray(found, np.float32)
+        results.append((values[at] + values[at + 1]) / 2 if at >= 0 else values[0] - 0.5)
+    return np.asarray(results, np.float32)
 
 
 @pytest.fixture(scope="module")
@@ -156,15 +158,15 @@ def test_rows_leave_where_they_should_and_come_out_as_alone(
     for share in (0.2, 0.5):
         thresholds = between(scores[:, real], share)
         policy = Thresholded(signal=SIGNALS[name], thresholds=jnp.asarray(thresholds), depths=EXITS)
-        found = run_rows(vision.decoder, vision.params, inputs, lengths, policy, blocks=PAIRS)
-        wanted = leave_by_hand(scores, thresholds, LENGTHS)
-        assert np.asarray(found.depths).tolist() == wanted.tolist()
-        assert len(set(wanted[real].tolist())) > 1, "some leave, some do not"
-        assert found.logits is not None
+        result = run_rows(vision.decoder, vision.params, inputs, lengths, policy, blocks=PAIRS)
+        expected = leave_by_hand(scores, thresholds, LENGTHS)
+        assert np.asarray(result.depths).tolist() == expected.tolist()
+        assert len(set(expected[real].tolist())) > 1, "some leave, some do not"
+        assert result.logits is not None
         for row in np.flatnonzero(LENGTHS):
-            at = EXITS.index(int(wanted[row]))
-            np.testing.assert_allclose(found.pooled[row], known["pooled"][at + 1, row], atol=1e-4)
-            np.testing.assert_allclose(found.logits[row], known["logits"][at, row], atol=1e-4)
+            at = EXITS.index(int(expected[row]))
+            np.testing.assert_allclose(result.pooled[row], known["pooled"][at + 1, row], atol=1e-4)
+            np.testing.assert_allclose(result.logits[row], known["logits"][at, row], atol=1e-4)
     exits = run_exits(vision.decoder, vision.params, inputs, lengths, depths=EXITS)
     seen = score_exits(vision.decoder, vision.params, exits, SIGNALS[name], depths=EXITS)
     np.testing.assert_allclose(np.asarray(seen)[:, real], scores[:, real], atol=1e-4)
@@ -188,14 +190,14 @@ def test_only_rows_that_are_left_run_and_new_ones_compile_nothing(
 
     first, second = rows_of(table, lengths, 0), rows_of(table[::-1].copy(), lengths[::-1], 3)
     read_counts()
-    found = run_rows(model, vision.params, *first, blocks=BLOCKS)
-    assert np.asarray(found.depths).tolist() == depths
+    result = run_rows(model, vision.params, *first, blocks=BLOCKS)
+    assert np.asarray(result.depths).tolist() == depths
     left = np.asarray([(given > start).sum() for start in (0, *EXITS[:-1])])
     rows, layers = -(-left // BLOCKS[1]) * BLOCKS[1], np.diff((0, *EXITS))
-    assert found.work.queries.tolist() == (rows * layers * 9).tolist()
-    assert found.work.keys_values.tolist() == (rows * layers * 9).tolist()
-    assert found.work.key_slots.tolist() == (rows * layers * 81).tolist()
-    assert found.work.heads.tolist() == rows.tolist()
+    assert result.work.queries.tolist() == (rows * layers * 9).tolist()
+    assert result.work.keys_values.tolist() == (rows * layers * 9).tolist()
+    assert result.work.key_slots.tolist() == (rows * layers * 81).tolist()
+    assert result.work.heads.tolist() == rows.tolist()
     counts = read_counts()
     for name in ("queries", "keys_values", "finish_layer"):
         assert counts[name] == (rows * layers).sum() * 9, name
@@ -244,9 +246,9 @@ def test_all_exits_of_all_rows_are_differentiable(vision: Model) -> None:
 
 def test_images_in_patches() -> None:
     images = np.arange(2 * 4 * 6 * 3).reshape(2, 4, 6, 3)
-    found = patches_of(images, 2)
-    assert found.shape == (2, 6, 12)
-    np.testing.assert_array_equal(found[1, 4].reshape(2, 2, 3), images[1, 2:4, 2:4])
+    result = patches_of(images, 2)
+    assert result.shape == (2, 6, 12)
+    np.testing.assert_array_equal(result[1, 4].reshape(2, 2, 3), images[1, 2:4, 2:4])
 
 
 def test_what_does_not_fit_is_named(vision: Model, unchecked_shapes: None) -> None:
@@ -281,10 +283,10 @@ def test_an_encoder_without_classifier_has_embeddings_alone() -> None:
     similar = Thresholded(
         signal=StateSimilarity(), thresholds=jnp.asarray([0.5, 0.5]), depths=EXITS
     )
-    found = encode_rows(model, params, ids, lengths, similar, blocks=PAIRS)
-    assert found.logits is None
-    assert int(found.work.heads.sum()) == 0
-    assert np.isfinite(np.asarray(found.pooled)).all()
+    result = encode_rows(model, params, ids, lengths, similar, blocks=PAIRS)
+    assert result.logits is None
+    assert int(result.work.heads.sum()) == 0
+    assert np.isfinite(np.asarray(result.pooled)).all()
     sure = dataclasses.replace(similar, signal=Entropy())
     with pytest.raises(ValueError, match="a classifier, for a policy that looks at predictions"):
         encode_rows(model, params, ids, lengths, sure)

@@ -54,9 +54,9 @@ def test_losses_are_those_of_uniform_exits(tiny: Any, batch: Batch, losses: np.n
     assert losses.shape == (len(EXITS), len(LENGTHS))
     np.testing.assert_array_equal(np.isnan(losses).all(axis=0), LENGTHS < 2)
     for row, depth in enumerate(EXITS):
-        found = run(tiny, batch, uniform(depth))
+        result = run(tiny, batch, uniform(depth))
         for index in np.flatnonzero(LENGTHS > 1):
-            nll = -np.asarray(found.log_likelihood)[index, : LENGTHS[index] - 1]
+            nll = -np.asarray(result.log_likelihood)[index, : LENGTHS[index] - 1]
             np.testing.assert_allclose(losses[row, index], nll.mean(), rtol=1e-5)
 
 
@@ -67,31 +67,31 @@ def test_rows_stop_where_a_loop_over_rows_says(
     estimates = OFFSETS[:, None] + SLOPES[:, None] * losses
     limit = float(np.nanmedian(estimates[1]))
     signal = band(limit)
-    found = run(tiny, batch, signal.policy(margins))
-    judged = signal.judge(found)
+    result = run(tiny, batch, signal.policy(margins))
+    judged = signal.judge(result)
     for row, length in enumerate(LENGTHS.tolist()):
         if length < 2:  # Nothing is known of it: as if it lay on the limit.
             known = [0.0, 0.0]
         else:
             known = np.abs(estimates[:2, row] - limit).tolist()
-        wanted = next((e for e, d, m in zip(EXITS, known, margins, strict=False) if d >= m), 4)
-        np.testing.assert_array_equal(found.depths[row, :length], wanted)
-        np.testing.assert_array_equal(found.depths[row, length:], 0)
+        expected = next((e for e, d, m in zip(EXITS, known, margins, strict=False) if d >= m), 4)
+        np.testing.assert_array_equal(result.depths[row, :length], expected)
+        np.testing.assert_array_equal(result.depths[row, length:], 0)
         if length < 2:
             assert np.isnan(judged.estimate[row])
             assert not judged.above[row]
             continue
-        estimate = estimates[EXITS.index(wanted), row]
+        estimate = estimates[EXITS.index(expected), row]
         np.testing.assert_allclose(judged.estimate[row], estimate, rtol=1e-4)
-        assert judged.depths[row] == wanted
+        assert judged.depths[row] == expected
         assert judged.above[row] == (estimate > limit)
-    stopped = [np.asarray(found.depths).max(axis=1) == depth for depth in EXITS]
+    stopped = [np.asarray(result.depths).max(axis=1) == depth for depth in EXITS]
     if margins == (0, 0):
         assert stopped[0][LENGTHS > 0].all()
-        assert int(np.asarray(found.work.queries)[1:].sum()) == 0
+        assert int(np.asarray(result.work.queries)[1:].sum()) == 0
     if margins == (np.inf, np.inf):
         assert stopped[2][LENGTHS > 0].all()
-        assert int(np.asarray(found.work.decisions).sum()) == 0
+        assert int(np.asarray(result.work.decisions).sum()) == 0
 
 
 def test_rows_that_have_stopped_are_not_read(tiny: Any, batch: Batch, losses: np.ndarray) -> None:
@@ -100,7 +100,7 @@ def test_rows_that_have_stopped_are_not_read(tiny: Any, batch: Batch, losses: np
     kept, dropped = (run(tiny, batch, policy, kv=kv) for kv in ("propagate", "drop"))
     np.testing.assert_allclose(dropped.log_likelihood, kept.log_likelihood, atol=1e-5)
     np.testing.assert_array_equal(dropped.depths, kept.depths)
-    projected = [int(np.asarray(found.work.keys_values).sum()) for found in (dropped, kept)]
+    projected = [int(np.asarray(result.work.keys_values).sum()) for result in (dropped, kept)]
     assert projected[0] < projected[1]
 
 
@@ -136,7 +136,7 @@ def test_every_rung_is_what_replaying_it_gives(tiny: Any) -> None:
     half = half_of(np.arange(table.shape[1]), 5)
     assert fitted.tested == (~half).sum()
     signal = fitted.ladder[0].setting.signal
-    lines = [np.polyfit(each[half], table[-1, half], 1) for each in table[:-1]]
+    lines = [np.polyfit(scores[half], table[-1, half], 1) for scores in table[:-1]]
     np.testing.assert_allclose(signal.slopes, [*(line[0] for line in lines), 1], rtol=1e-5)
     ratios = [rung.cost for rung in fitted.ladder]
     assert ratios == sorted(ratios, reverse=True)

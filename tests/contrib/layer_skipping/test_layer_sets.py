@@ -61,15 +61,15 @@ def compare(model: Any, shape: cases.Shape, seeds: range) -> float:
         ids, lengths, runs = draw(shape, model.decoder.config.vocab_size, seed)
         rows, sets = (model.decoder, model.params, ids, lengths), jnp.asarray(runs)
         policy = given_sets(sets, depths=shape.depths)
-        found = run_sets(*rows, policy, kv=shape.kv, executor=shape.executor)
+        result = run_sets(*rows, policy, kv=shape.kv, executor=shape.executor)
         layers = np.repeat(runs, np.diff((0, *shape.depths)), axis=0)
-        wanted = run_oracle(*rows, layers, kv=shape.kv)
+        expected = run_oracle(*rows, layers, kv=shape.kv)
         real = np.arange(shape.token) < lengths[:, None]
-        np.testing.assert_array_equal(found.ran, runs & real)
-        np.testing.assert_array_equal(found.depths, layers.sum(0) * real)
-        nll = np.where(real[:, 1:], plain_nll(model, ids, wanted), 0)
-        np.testing.assert_allclose(found.log_likelihood, -np.pad(nll, ((0, 0), (0, 1))), atol=1e-4)
-        worst = max(worst, float(np.abs(np.asarray(found.x - wanted))[real].max(initial=0.0)))
+        np.testing.assert_array_equal(result.ran, runs & real)
+        np.testing.assert_array_equal(result.depths, layers.sum(0) * real)
+        nll = np.where(real[:, 1:], plain_nll(model, ids, expected), 0)
+        np.testing.assert_allclose(result.log_likelihood, -np.pad(nll, ((0, 0), (0, 1))), atol=1e-4)
+        worst = max(worst, float(np.abs(np.asarray(result.x - expected))[real].max(initial=0.0)))
     return worst
 
 
@@ -107,8 +107,8 @@ def test_a_set_of_the_first_segments_is_a_depth(tiny: Any) -> None:
     np.testing.assert_allclose(sets.x[real], prefix.x[real], atol=1e-5)
     np.testing.assert_array_equal(sets.depths, depths * real)
     for name in ("queries", "keys_values", "key_slots"):
-        wanted = np.asarray(getattr(prefix.work, name))
-        np.testing.assert_array_equal(np.asarray(getattr(sets.work, name))[:-1], wanted)
+        expected = np.asarray(getattr(prefix.work, name))
+        np.testing.assert_array_equal(np.asarray(getattr(sets.work, name))[:-1], expected)
 
 
 def test_only_what_a_set_holds_is_run(tiny: Any) -> None:
@@ -120,15 +120,15 @@ def test_only_what_a_set_holds_is_run(tiny: Any) -> None:
     executor = MicroBatches(min_bucket=4, block=8, query_block=4, key_step=16)
     policy = given_sets(jnp.asarray(runs), depths=DEPTHS)
     read_counts()
-    found = run_sets(decoder, tiny.params, ids, lengths, policy, executor=executor)
-    jax.block_until_ready(found.x)
+    result = run_sets(decoder, tiny.params, ids, lengths, policy, executor=executor)
+    jax.block_until_ready(result.x)
     counts = read_counts()
     # 32 slots in layer 0, 5 in layer 2, padded to 8; nothing in layers 1 and 3.
-    np.testing.assert_array_equal(np.asarray(found.work.queries), [32, 0, 8, 0, 0])
-    np.testing.assert_array_equal(np.asarray(found.work.keys_values), [32, 0, 32, 0, 0])
+    np.testing.assert_array_equal(np.asarray(result.work.queries), [32, 0, 8, 0, 0])
+    np.testing.assert_array_equal(np.asarray(result.work.keys_values), [32, 0, 32, 0, 0])
     assert counts["queries"] == counts["finish_layer"] == 40
     assert counts["keys_values"] == 64
-    np.testing.assert_array_equal(found.depths[0], [2] * 5 + [1] * 11)
+    np.testing.assert_array_equal(result.depths[0], [2] * 5 + [1] * 11)
 
 
 @pytree
@@ -145,18 +145,18 @@ def test_all_are_asked_again_after_they_have_skipped(tiny: Any) -> None:
     ids, lengths = jnp.arange(12).reshape(1, 12), jnp.asarray([9])
     policy = LayerSets(signal=LiveEntropy(), thresholds=jnp.asarray([1e9, 0.0, 0.0]), depths=DEPTHS)
     executor = MicroBatches(min_bucket=1, block=4, query_block=4, key_step=16)
-    found = run_sets(tiny.decoder, tiny.params, ids, lengths, policy, executor=executor)
+    result = run_sets(tiny.decoder, tiny.params, ids, lengths, policy, executor=executor)
     real = np.arange(12) < 9
-    np.testing.assert_array_equal(found.ran[:, 0], [real, real & False, real, real])
-    np.testing.assert_array_equal(np.asarray(found.work.decisions), [9, 9, 9, 0, 0])
-    np.testing.assert_array_equal(np.asarray(found.work.heads), [9, 9, 9, 0, 9])
+    np.testing.assert_array_equal(result.ran[:, 0], [real, real & False, real, real])
+    np.testing.assert_array_equal(np.asarray(result.work.decisions), [9, 9, 9, 0, 0])
+    np.testing.assert_array_equal(np.asarray(result.work.heads), [9, 9, 9, 0, 9])
 
 
 def test_random_sets_have_their_shares(tiny: Any) -> None:
     policy = random_sets((0.0, 0.25, 1.0), key=jax.random.key(0), depths=DEPTHS)
     ids = jnp.asarray(np.random.default_rng(0).integers(0, 64, (16, 64)), jnp.int32)
-    found = run_sets(tiny.decoder, tiny.params, ids, jnp.full(16, 64), policy)
-    shares = np.asarray(found.ran).mean(axis=(1, 2))
+    result = run_sets(tiny.decoder, tiny.params, ids, jnp.full(16, 64), policy)
+    shares = np.asarray(result.ran).mean(axis=(1, 2))
     np.testing.assert_array_equal(shares[[0, 1, 3]], [1, 0, 1])
     assert shares[2] == pytest.approx(0.25, abs=0.06)  # Six standard errors of 1,024 draws.
 
@@ -166,20 +166,20 @@ def assert_written(model: Any, policy: Any, sets: Any) -> None:
 
     `sets(row, position)` are the segments of a token that is fed back.
     """
-    found = generate_layer_sets(model.decoder, model.params, PROMPTS, policy, max_new_tokens=NEW)
+    result = generate_layer_sets(model.decoder, model.params, PROMPTS, policy, max_new_tokens=NEW)
     for row, prompt in enumerate(PROMPTS):
-        ids = np.concatenate([prompt, found.token_ids[row]])
+        ids = np.concatenate([prompt, result.token_ids[row]])
         runs = np.ones((4, 1, len(ids)), bool)
         for position in range(len(prompt), len(ids)):
             runs[:, 0, position] = sets(row, position)
         x = run_oracle(model.decoder, model.params, ids[None], np.asarray([len(ids)]), runs)
         logits = model.decoder.unembed(model.params, x[0]).astype(jnp.float32)
-        each = jax.nn.log_softmax(logits)[np.arange(len(prompt) - 1, len(ids) - 1)]
-        wanted = np.asarray(each)[np.arange(NEW), ids[len(prompt) :]]
-        np.testing.assert_allclose(found.log_probabilities[row], wanted, atol=1e-4)
-        np.testing.assert_array_equal(np.argmax(each, axis=1), ids[len(prompt) :])
+        likely = jax.nn.log_softmax(logits)[np.arange(len(prompt) - 1, len(ids) - 1)]
+        expected = np.asarray(likely)[np.arange(NEW), ids[len(prompt) :]]
+        np.testing.assert_allclose(result.log_probabilities[row], expected, atol=1e-4)
+        np.testing.assert_array_equal(np.argmax(likely, axis=1), ids[len(prompt) :])
         layers = runs[:, 0, len(prompt) - 1 : len(ids) - 1].sum(0)
-        np.testing.assert_array_equal(found.decided[row], layers)
+        np.testing.assert_array_equal(result.decided[row], layers)
 
 
 def test_rows_run_sets_of_their_own(tiny: Any) -> None:

@@ -27,7 +27,7 @@ PROMPT = 4
 def batches() -> list[Batch]:
     shape, lengths = (2, 3, 16), np.array([16, 11, 4], np.int32)
     ids = np.random.default_rng(0).integers(0, 64, shape).astype(np.int32)
-    return [Batch(token_ids=each, lengths=lengths, window=np.arange(3)) for each in ids]
+    return [Batch(token_ids=token_ids, lengths=lengths, window=np.arange(3)) for token_ids in ids]
 
 
 def test_harm_is_what_skipping_one_segment_alone_does(tiny: Any, batches: list[Batch]) -> None:
@@ -51,8 +51,8 @@ def test_harm_is_what_skipping_one_segment_alone_does(tiny: Any, batches: list[B
         runs[start:stop, :, PROMPT:] = False
         kl = (np.exp(full) * (full - distribution(runs))).sum(-1)
         for row, length in enumerate(lengths[:2].tolist()):
-            wanted = kl[row, PROMPT : length - 1].mean()
-            assert harm[index, 3 + row] == pytest.approx(wanted, rel=1e-3, abs=1e-6)
+            expected = kl[row, PROMPT : length - 1].mean()
+            assert harm[index, 3 + row] == pytest.approx(expected, rel=1e-3, abs=1e-6)
 
 
 def test_rows_choose_no_more_layers_than_wanted(tiny: Any, batches: list[Batch]) -> None:
@@ -64,12 +64,12 @@ def test_rows_choose_no_more_layers_than_wanted(tiny: Any, batches: list[Batch])
     assert policy.depths == depths
     ran = []
     for batch in batches:
-        found = run_sets(*rows, batch.token_ids, batch.lengths, policy, executor=executor)
-        each = np.asarray(found.depths)
-        np.testing.assert_array_equal(each[:2, :PROMPT], depths[-1])
+        result = run_sets(*rows, batch.token_ids, batch.lengths, policy, executor=executor)
+        depths_run = np.asarray(result.depths)
+        np.testing.assert_array_equal(depths_run[:2, :PROMPT], depths[-1])
         for row, length in enumerate((16, 11)):
-            assert len({*each[row, PROMPT:length].tolist()}) == 1, "one set behind a prompt"
-            ran.append(each[row, PROMPT])
+            assert len({*depths_run[row, PROMPT:length].tolist()}) == 1, "one set behind a prompt"
+            ran.append(depths_run[row, PROMPT])
     assert depths[0] <= np.mean(ran) <= 3
     assert (np.asarray(fit(layers=depths[-1]).thresholds) == -np.inf).all()
     for wrong in (0, depths[-1] + 1):
@@ -82,10 +82,10 @@ def test_rows_choose_no_more_layers_than_wanted(tiny: Any, batches: list[Batch])
 def test_the_threshold_is_the_lowest_that_fits() -> None:
     scores = np.array([[0.1, 0.5, 0.9], [0.2, 0.3, 0.4]])
     layers = np.array([2, 4])
-    found = _threshold(scores, layers, target=3.0)
-    mean = lambda each: (layers[:, None] * (scores > each)).sum(0).mean()  # noqa: E731
-    assert mean(found) <= 3.0
-    assert all(mean(each) > 3.0 for each in scores.ravel() if each < found - 0.11)
-    assert np.abs(scores - found).min() == pytest.approx(0.05)
+    result = _threshold(scores, layers, target=3.0)
+    mean = lambda threshold: (layers[:, None] * (scores > threshold)).sum(0).mean()  # noqa: E731
+    assert mean(result) <= 3.0
+    assert all(mean(score) > 3.0 for score in scores.ravel() if score < result - 0.11)
+    assert np.abs(scores - result).min() == pytest.approx(0.05)
     assert mean(_threshold(scores, layers, target=0.0)) == 0
     assert _threshold(scores, layers, target=6.0) == -np.inf

@@ -60,7 +60,7 @@ def ask(what: Callable[..., Any], *requests: tuple[Any, ...]) -> list[Any]:
     """Returns what one of the adapter's methods says of requests, as the harness asks."""
     kind: Any = what.__name__
     return what(
-        [Instance(request_type=kind, doc={}, arguments=each, idx=0) for each in requests],
+        [Instance(request_type=kind, doc={}, arguments=request, idx=0) for request in requests],
         disable_tqdm=True,
     )
 
@@ -89,9 +89,9 @@ def log_softmax(logits: Any) -> np.ndarray:
 
 def expected(model: Any, context: Sequence[int], continuation: Sequence[int]) -> Any:
     whole = [*context, *continuation]
-    found = plain_log_probabilities(model, whole)[len(context) - 1 : -1]
-    total = sum(row[token] for row, token in zip(found, continuation, strict=True))
-    return total, (found.argmax(-1) == continuation).all()
+    result = plain_log_probabilities(model, whole)[len(context) - 1 : -1]
+    total = sum(row[token] for row, token in zip(result, continuation, strict=True))
+    return total, (result.argmax(-1) == continuation).all()
 
 
 def requests_of_all_kinds(model: Any) -> list[tuple[list[int], list[int]]]:
@@ -109,18 +109,18 @@ def requests_of_all_kinds(model: Any) -> list[tuple[list[int], list[int]]]:
 
 def test_loglikelihood_is_the_sum_of_a_full_pass(model: Model) -> None:
     lm, pairs = adapter(model), requests_of_all_kinds(model)
-    found = ask_tokens(lm, *pairs)
-    for (score, greedy), pair in zip(found, pairs, strict=True):
-        wanted, is_greedy = expected(model, *pair)
-        assert score == pytest.approx(wanted, abs=1e-4)
+    result = ask_tokens(lm, *pairs)
+    for (score, greedy), pair in zip(result, pairs, strict=True):
+        truth, is_greedy = expected(model, *pair)
+        assert score == pytest.approx(truth, abs=1e-4)
         assert greedy is bool(is_greedy)
-    assert [greedy for _, greedy in found[-2:]] == [True, False]
+    assert [greedy for _, greedy in result[-2:]] == [True, False]
     report = lm.report()
     assert report["requests"]["loglikelihood"]["executed"] == "full"
     assert report["flops_ratio"] == 1
     assert report["tokens"] == sum(len(a) + len(b) for a, b in pairs)
     drafting = adapter(model, DRAFTS)  # Nothing is drafted where nothing is written.
-    assert ask_tokens(drafting, *pairs) == found
+    assert ask_tokens(drafting, *pairs) == result
     assert drafting.report()["requests"] == report["requests"]
 
 
@@ -131,14 +131,14 @@ def test_text_is_tokenized_as_the_models_own(model: Model) -> None:
     (whole,) = model.encode([context + continuation])
     (bare,) = model.encode([continuation])
     assert known[0] == bare[0] == 0, "texts are opened"
-    found = ask(
+    result = ask(
         lm.loglikelihood, (context, continuation), (context + " ", "sum(values)"), ("", "sum")
     )
-    wanted, _ = expected(model, known.tolist(), whole[known.size :].tolist())
-    assert found[0][0] == pytest.approx(wanted, abs=1e-4)
-    assert found[1] == pytest.approx(found[0], abs=1e-5), "spaces belong to what follows"
+    truth, _ = expected(model, known.tolist(), whole[known.size :].tolist())
+    assert result[0][0] == pytest.approx(truth, abs=1e-4)
+    assert result[1] == pytest.approx(result[0], abs=1e-5), "spaces belong to what follows"
     opened = model.encode(["sum"])[0].tolist()
-    assert found[2][0] == pytest.approx(expected(model, opened[:1], opened[1:])[0], abs=1e-4)
+    assert result[2][0] == pytest.approx(expected(model, opened[:1], opened[1:])[0], abs=1e-4)
     assert lm.tok_encode("sum", add_special_tokens=False) == opened[1:]
 
 
@@ -146,12 +146,12 @@ def test_rolling_is_the_nll_of_the_whole_text(model: Model) -> None:
     lm = adapter(model)
     texts = ["x = 1\n", "def mean(values):\n    return sum(values)\n", ""]
     long = source("colorsys").read_text()[:700]
-    found = ask(lm.loglikelihood_rolling, *((text,) for text in [*texts, long]))
-    for score, text in zip(found, texts[:2], strict=False):
+    result = ask(lm.loglikelihood_rolling, *((text,) for text in [*texts, long]))
+    for score, text in zip(result, texts[:2], strict=False):
         ids = model.encode([text])[0].tolist()
         assert len(ids) <= CONTEXT
         assert score == pytest.approx(expected(model, ids[:1], ids[1:])[0], abs=1e-4)
-    assert found[2] == 0
+    assert result[2] == 0
     # Beyond the context: each token once, behind as many others as the last window has room for.
     ids = model.encode([long])[0].tolist()
     assert len(ids) > 3 * CONTEXT
@@ -162,15 +162,15 @@ def test_rolling_is_the_nll_of_the_whole_text(model: Model) -> None:
         total += expected(model, window[: done - start], window[done - start :])[0]
         done = start + CONTEXT
     assert done == len(ids)
-    assert found[3] == pytest.approx(total, rel=1e-5)
+    assert result[3] == pytest.approx(total, rel=1e-5)
     assert lm.report()["requests"]["loglikelihood_rolling"]["requests"] == 4
 
 
 def test_what_is_longer_than_the_context_loses_its_left(model: Model) -> None:
     lm, ids = adapter(model), np.random.default_rng(1).integers(0, 300, 103).tolist()
-    found = ask_tokens(lm, (ids[:100], ids[100:]), (ids[39:100], ids[100:]))
-    assert found[0] == found[1]
-    assert found[0][0] == pytest.approx(expected(model, ids[39:100], ids[100:])[0], abs=1e-4)
+    result = ask_tokens(lm, (ids[:100], ids[100:]), (ids[39:100], ids[100:]))
+    assert result[0] == result[1]
+    assert result[0][0] == pytest.approx(expected(model, ids[39:100], ids[100:])[0], abs=1e-4)
     assert lm.report()["requests"]["loglikelihood"]["truncated"] == 1
     with pytest.raises(ValueError, match="continuations that fit the model's context of 64"):
         ask_tokens(lm, (ids[:3], ids[:64]))
@@ -182,26 +182,26 @@ def padded(context: Sequence[int], continuation: Sequence[int]) -> tuple[np.ndar
     return ids, np.asarray([len(whole)], np.int32)
 
 
-def assert_at_depths(model: Model, pair: Any, depths: Any, found: tuple[float, bool]) -> None:
+def assert_at_depths(model: Model, pair: Any, depths: Any, result: tuple[float, bool]) -> None:
     """Checks a score against the oracle at given depths `[1, token]`."""
     (context, continuation), (ids, length) = pair, padded(*pair)
     x = run_oracle(model.decoder, model.params, ids, length, jnp.asarray(depths), kv="propagate")
     rows = log_softmax(model.decoder.unembed(model.params, x)[0])
     rows = rows[len(context) - 1 : int(length[0]) - 1]
-    wanted = sum(row[token] for row, token in zip(rows, continuation, strict=True))
-    assert found[0] == pytest.approx(wanted, abs=1e-3)
-    assert found[1] == (rows.argmax(-1) == continuation).all()
+    expected = sum(row[token] for row, token in zip(rows, continuation, strict=True))
+    assert result[0] == pytest.approx(expected, abs=1e-3)
+    assert result[1] == (rows.argmax(-1) == continuation).all()
 
 
 def test_adaptive_scores_are_those_of_the_oracle_at_the_decided_depths(model: Model) -> None:
     mode, pairs = routed(model), requests_of_all_kinds(model)
     lm = adapter(model, mode)
     decided = []
-    for found, pair in zip(ask_tokens(lm, *pairs), pairs, strict=True):
+    for result, pair in zip(ask_tokens(lm, *pairs), pairs, strict=True):
         given = (model.decoder, model.params, *padded(*pair), mode.policy)
         run = run_staircase(*given, kv="propagate", executor=EXECUTOR)
         decided += [int(depth) for depth in np.asarray(run.depths).ravel() if depth]
-        assert_at_depths(model, pair, np.where(run.depths > 0, run.depths, 4), found)
+        assert_at_depths(model, pair, np.where(run.depths > 0, run.depths, 4), result)
     assert set(decided) == {1, 2, 4}
     depths, counts = np.unique(decided, return_counts=True)
     assert lm.scored.histogram == dict(zip(depths.tolist(), counts.tolist(), strict=True))
@@ -214,10 +214,10 @@ def test_contexts_are_read_shallowly_and_what_follows_in_full(model: Model) -> N
     prefill = Prefill(policy=choice.policy(model.decoder), kv=choice.kv)
     pairs = requests_of_all_kinds(model)
     lm = adapter(model, prefill=prefill)
-    for found, pair in zip(ask_tokens(lm, *pairs), pairs, strict=True):
+    for result, pair in zip(ask_tokens(lm, *pairs), pairs, strict=True):
         depths, size = np.full((1, CONTEXT), 4, np.int32), len(pair[0])
         depths[0, 4 : max(4, size - max(16, -(-size // 2)) + 4)] = 2
-        assert_at_depths(model, pair, depths, found)
+        assert_at_depths(model, pair, depths, result)
     assert lm.report()["flops_ratio"] < 1
     assert lm.report()["requests"]["loglikelihood"]["executed"] == "prompt"
     # Texts without a context run in full; new tokens come after prompts that were read alike.
@@ -233,16 +233,16 @@ def test_contexts_are_read_shallowly_and_what_follows_in_full(model: Model) -> N
 
 def test_what_shares_a_batch_does_not_matter(model: Model) -> None:
     pairs = requests_of_all_kinds(model)
-    wanted = ask_tokens(adapter(model, routed(model)), *pairs)
+    expected = ask_tokens(adapter(model, routed(model)), *pairs)
     for order in ([8, 2, 5, 0, 1, 7, 3, 6, 4], [7, 1], [3]):
         lm = adapter(model, routed(model))
-        found = ask_tokens(lm, *(pairs[index] for index in order))
-        for (score, greedy), index in zip(found, order, strict=True):
-            assert score == pytest.approx(wanted[index][0], abs=1e-4)
-            assert greedy == wanted[index][1]
+        result = ask_tokens(lm, *(pairs[index] for index in order))
+        for (score, greedy), index in zip(result, order, strict=True):
+            assert score == pytest.approx(expected[index][0], abs=1e-4)
+            assert greedy == expected[index][1]
     # Nor does a pass so small that `score_documents` would give routing up.
     alone = UtioLM(model, mode=Adaptive(policy=gated(model)), rows=1)
-    assert ask_tokens(alone, pairs[1])[0] == pytest.approx(wanted[1], abs=1e-4)
+    assert ask_tokens(alone, pairs[1])[0] == pytest.approx(expected[1], abs=1e-4)
     assert min(alone.scored.histogram) < 4
 
 
@@ -280,9 +280,9 @@ def alone(model: Model, text: str, size: int, mode: Any = Plain()) -> str:
 def test_generation_is_that_of_generate(model: Model, mode: str) -> None:
     modes: dict[str, Any] = {"lossless": DRAFTS, "adaptive": routed(model)}
     lm = adapter(model, modes[mode])
-    found = ask(lm.generate_until, *((text, OPTIONS) for text in TEXTS))
+    result = ask(lm.generate_until, *((text, OPTIONS) for text in TEXTS))
     one_by_one = modes[mode] if mode == "adaptive" else Plain()
-    assert found == [alone(model, text, 12, one_by_one) for text in TEXTS]
+    assert result == [alone(model, text, 12, one_by_one) for text in TEXTS]
     report = lm.report()
     assert report["tokens"] == 36
     known = {"requests": 3, "truncated": 1, "executed": mode}
@@ -297,10 +297,10 @@ def test_texts_end_before_their_own_stop_strings(model: Model) -> None:
         (text, {"until": stop, "max_gen_toks": 12}) for text, stop in zip(TEXTS, stops, strict=True)
     ]
     lm = adapter(model)
-    none: list[Any] = [(TEXTS[0], {"until": each, "max_gen_toks": 5}) for each in ([], None)]
-    found = ask(lm.generate_until, *requests, *none)
-    assert found[:3] == [text[: text.index(stop)] for text, stop in zip(full, stops, strict=True)]
-    assert found[3:] == [alone(model, TEXTS[0], 5)] * 2
+    none: list[Any] = [(TEXTS[0], {"until": until, "max_gen_toks": 5}) for until in ([], None)]
+    result = ask(lm.generate_until, *requests, *none)
+    assert result[:3] == [text[: text.index(stop)] for text, stop in zip(full, stops, strict=True)]
+    assert result[3:] == [alone(model, TEXTS[0], 5)] * 2
 
 
 def test_a_special_piece_as_a_stop_string_is_an_id(model: Model) -> None:
@@ -323,12 +323,12 @@ def test_a_special_piece_as_a_stop_string_is_an_id(model: Model) -> None:
 def test_draws_depend_on_the_request_alone(model: Model) -> None:
     options = {"until": [], "max_gen_toks": 12, "do_sample": True, "temperature": 1.0, "top_k": 50}
     together = adapter(model)
-    found = ask(together.generate_until, *((text, options) for text in TEXTS))
+    result = ask(together.generate_until, *((text, options) for text in TEXTS))
     others = ["def", *TEXTS[1:2], "x = [\n" * 9]  # Other company, the same place and prompt.
     again = ask(adapter(model).generate_until, *((text, options) for text in others))
-    assert again[1] == found[1]
-    assert again[0] != found[0]
-    assert found != [alone(model, text, 12) for text in TEXTS]
+    assert again[1] == result[1]
+    assert again[0] != result[0]
+    assert result != [alone(model, text, 12) for text in TEXTS]
 
 
 def test_what_cannot_be_run_is_named(model: Model) -> None:
@@ -350,7 +350,9 @@ ANSWERS = (0, 1, 2, 1)
 
 
 def evaluate(lm: Any, folder: Path) -> Any:
-    rows = [{**each, "label": label} for each, label in zip(QUESTIONS, ANSWERS, strict=True)]
+    rows = [
+        {**question, "label": label} for question, label in zip(QUESTIONS, ANSWERS, strict=True)
+    ]
     write_tasks(folder, rows, generation={"until": ["\n"], "max_gen_toks": 12})
     manager = TaskManager(include_path=str(folder), include_defaults=False)
     tasks: list[Any] = ["choose", "read", "write"]
@@ -360,16 +362,16 @@ def evaluate(lm: Any, folder: Path) -> Any:
 @pytest.mark.parametrize("mode", [Plain(), Adaptive(policy=uniform(2))])
 def test_the_harness_takes_the_adapter(model: Model, tmp_path: Path, mode: Any) -> None:
     lm = adapter(model, mode)
-    found = evaluate(lm, tmp_path)
-    results = found["results"]
+    result = evaluate(lm, tmp_path)
+    results = result["results"]
     report = lm.report()["requests"]
-    assert {kind: each["requests"] for kind, each in report.items()} == {
+    assert {kind: counts["requests"] for kind, counts in report.items()} == {
         "loglikelihood": 12,
         "loglikelihood_rolling": 4,
         "generate_until": 4,
     }
     adaptive = isinstance(mode, Adaptive)
-    executed = {each["executed"] for each in report.values()}
+    executed = {counts["executed"] for counts in report.values()}
     assert executed == {"adaptive" if adaptive else "full"}
     if adaptive:
         assert lm.scored.histogram.keys() == {2}
@@ -386,7 +388,7 @@ def test_the_harness_takes_the_adapter(model: Model, tmp_path: Path, mode: Any) 
         right += int(np.argmax(scores)) == answer
     assert results["choose"]["acc,none"] == right / 4
     assert results["read"]["byte_perplexity,none"] == pytest.approx(np.exp(-read / size), rel=1e-4)
-    texts = [each["filtered_resps"][0] for each in found["samples"]["write"]]
+    texts = [sample["filtered_resps"][0] for sample in result["samples"]["write"]]
     assert texts == [alone(model, q["context"], 12).split("\n")[0] for q in QUESTIONS]
 
 

@@ -44,7 +44,7 @@ def server(folder: Path) -> Iterator[Running]:
 def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a task of each kind on one local file."""
     folder = tmp_path_factory.mktemp("tasks")
-    rows = [{**each, "label": place % 3} for place, each in enumerate(QUESTIONS)]
+    rows = [{**question, "label": place % 3} for place, question in enumerate(QUESTIONS)]
     generation = {"until": ["\n", "e"], "max_gen_toks": 24}
     return write_tasks(folder, rows, generation=generation)
 
@@ -63,7 +63,7 @@ def test_every_item_is_what_the_adapter_finds(
         return simple_evaluate(model=model, tasks=names, **options)
 
     ours = run(UtioLM(load(folder), rows=4))
-    found = run(
+    result = run(
         "local-completions",
         model_args={
             "base_url": f"{server.url}/v1/completions",
@@ -73,10 +73,10 @@ def test_every_item_is_what_the_adapter_finds(
         },
     )
     assert any(line.get("path") == "/tokenize" for line in server.lines)
-    for name, theirs in found["samples"].items():
-        mine = ours["samples"][name]
-        assert [each["doc_id"] for each in theirs] == [each["doc_id"] for each in mine]
-        for their, our in zip(theirs, mine, strict=True):
+    for name, theirs in result["samples"].items():
+        samples = ours["samples"][name]
+        assert [sample["doc_id"] for sample in theirs] == [sample["doc_id"] for sample in samples]
+        for their, our in zip(theirs, samples, strict=True):
             for one, other in zip(their["filtered_resps"], our["filtered_resps"], strict=True):
                 if name == "write":
                     assert one == other
@@ -86,5 +86,5 @@ def test_every_item_is_what_the_adapter_finds(
                     score, greedy = one
                     assert score == pytest.approx(other[0], rel=1e-4)
                     assert str(greedy) == str(other[1])
-    one, other = (each["results"]["choose"]["acc,none"] for each in (found, ours))
+    one, other = (report["results"]["choose"]["acc,none"] for report in (result, ours))
     assert one == other

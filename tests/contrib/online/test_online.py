@@ -50,7 +50,7 @@ def wrong_stops(scores: np.ndarray, agrees: np.ndarray, where: np.ndarray, cuts:
 def slow_thresholds(state: OnlineThresholds, wrong: list[float], seen: float) -> np.ndarray:
     if seen < float(state.memory) / 2:
         return np.asarray(state.start)
-    meets = [(each + 1) / (seen + 1) <= 1 - float(state.agreement) for each in wrong[1:]]
+    meets = [(count + 1) / (seen + 1) <= 1 - float(state.agreement) for count in wrong[1:]]
     return np.asarray(state.candidates)[[*meets, False].index(False)]
 
 
@@ -76,22 +76,22 @@ def test_the_state_is_that_of_plain_loops() -> None:
         state = observe(state, scores, agrees, where)
         np.testing.assert_allclose(state.wrong, wrong, rtol=1e-5)
         np.testing.assert_allclose(state.seen, seen, rtol=1e-5)
-        wanted = slow_thresholds(state, wrong, seen)
-        np.testing.assert_array_equal(thresholds(state), wanted)
-        differing.add(tuple(wanted.tolist()))
+        expected = slow_thresholds(state, wrong, seen)
+        np.testing.assert_array_equal(thresholds(state), expected)
+        differing.add(tuple(expected.tolist()))
     assert len(differing) > 4  # Else the comparison shows little.
 
 
 def test_candidates_lead_from_none_over_the_policys_own_to_all() -> None:
     scores = draw(0)[0].reshape(3, -1)
     start = np.asarray([-0.5, 0.0, 0.5], np.float32)
-    found = np.asarray(started(candidates=9).candidates)
-    assert found.shape == (9, 3)
-    assert (found[0] == -np.inf).all()
-    np.testing.assert_array_equal(found[4], start)
-    np.testing.assert_array_equal(found[-1], scores.max(axis=1))
-    assert (np.diff(found[1:], axis=0) >= 0).all()
-    shares = (scores[None] <= found[:, :, None]).mean(axis=2)
+    result = np.asarray(started(candidates=9).candidates)
+    assert result.shape == (9, 3)
+    assert (result[0] == -np.inf).all()
+    np.testing.assert_array_equal(result[4], start)
+    np.testing.assert_array_equal(result[-1], scores.max(axis=1))
+    assert (np.diff(result[1:], axis=0) >= 0).all()
+    shares = (scores[None] <= result[:, :, None]).mean(axis=2)
     own = shares[4]
     np.testing.assert_allclose(shares[2], own / 2, atol=0.01)
     np.testing.assert_allclose(shares[6], (own + 1) / 2, atol=0.01)
@@ -105,14 +105,14 @@ def test_forgetting_is_per_token_not_per_batch() -> None:
     at_once = observe(before, *more)
     in_parts = before
     for part in range(10):
-        in_parts = observe(in_parts, *(each[..., 40 * part : 40 * part + 40] for each in more))
+        in_parts = observe(in_parts, *(leaf[..., 40 * part : 40 * part + 40] for leaf in more))
     new = float(more[2].sum())
     old = float(before.seen) * np.exp(-new / 1000)
     assert float(at_once.seen) == pytest.approx(old + new, rel=1e-5)
     assert old < float(in_parts.seen) < old + new
     nothing = observe(before, scores, agrees, np.zeros_like(where))
-    for found, wanted in zip(jax.tree.leaves(nothing), jax.tree.leaves(before), strict=True):
-        np.testing.assert_array_equal(found, wanted)
+    for actual, expected in zip(jax.tree.leaves(nothing), jax.tree.leaves(before), strict=True):
+        np.testing.assert_array_equal(actual, expected)
 
 
 def test_a_choice_ends_before_the_first_candidate_that_misses() -> None:
@@ -151,28 +151,30 @@ LENGTHS = np.asarray([17, 9, 1], np.int32)
 @pytest.mark.parametrize("name", ["softmax_gap", "learned"])
 def test_what_is_observed_is_a_full_pass_and_its_exits(tiny: Any, name: str) -> None:
     ids, lengths, signal = tiny.tokens(3, 17, seed=4), jnp.asarray(LENGTHS), SIGNALS[name](tiny)
-    found, scores, agrees = observed(tiny.decoder, tiny.params, ids, lengths, signal, depths=DEPTHS)
+    result, scores, agrees = observed(
+        tiny.decoder, tiny.params, ids, lengths, signal, depths=DEPTHS
+    )
     full = run_score(tiny.decoder, tiny.params, ids, lengths, policy=full_depth(tiny.decoder))
-    np.testing.assert_allclose(found.log_likelihood, full.log_likelihood, atol=1e-5)
-    np.testing.assert_array_equal(found.predicted, full.predicted)
-    np.testing.assert_array_equal(found.depths, full.depths)
+    np.testing.assert_allclose(result.log_likelihood, full.log_likelihood, atol=1e-5)
+    np.testing.assert_array_equal(result.predicted, full.predicted)
+    np.testing.assert_array_equal(result.depths, full.depths)
     real = np.arange(17) < LENGTHS[:, None]
-    np.testing.assert_allclose(found.x[real], full.x[real], atol=1e-4)
-    wanted = scores_of(tiny, signal, ids)
-    np.testing.assert_allclose(np.asarray(scores)[:, real], wanted[:, real], atol=1e-5)
+    np.testing.assert_allclose(result.x[real], full.x[real], atol=1e-4)
+    expected = scores_of(tiny, signal, ids)
+    np.testing.assert_allclose(np.asarray(scores)[:, real], expected[:, real], atol=1e-5)
     states = cases.run_dense(tiny.decoder, tiny.params, ids, lengths, depths=DEPTHS)
     for index, x in enumerate(states[:-1]):
         comparison = compare_states(tiny.decoder, tiny.params, ids, lengths, x, states[-1])
-        predicted = np.asarray(found.predicted)
+        predicted = np.asarray(result.predicted)
         np.testing.assert_array_equal(
             np.asarray(agrees[index])[predicted], np.asarray(comparison.agree)[predicted]
         )
     assert 0 < np.asarray(agrees).mean() < 1
     heads = 2 if name == "softmax_gap" else 1
-    np.testing.assert_array_equal(found.work.heads, [51 * heads, 51 * heads, 51])
-    np.testing.assert_array_equal(found.work.queries, [51, 51, 102])
-    np.testing.assert_array_equal(found.work.key_slots, [51 * 17, 51 * 17, 102 * 17])
-    np.testing.assert_array_equal(found.work.decisions, [51, 51, 0])
+    np.testing.assert_array_equal(result.work.heads, [51 * heads, 51 * heads, 51])
+    np.testing.assert_array_equal(result.work.queries, [51, 51, 102])
+    np.testing.assert_array_equal(result.work.key_slots, [51 * 17, 51 * 17, 102 * 17])
+    np.testing.assert_array_equal(result.work.decisions, [51, 51, 0])
 
 
 EXECUTOR = cases.SHAPES[1].executor
@@ -190,15 +192,15 @@ def test_adapting_end_to_end(tiny: Any, count_compiles: Any, depths: tuple[int, 
     policy = Thresholded(signal=SoftmaxGap(), thresholds=own, depths=depths)
     rows = {"lengths": np.full(8, 33, np.int32), "window": np.arange(8)}
     texts = [np.asarray(tiny.tokens(8, 33, seed=seed)) for seed in range(9)]
-    batches = [Batch(token_ids=each, **rows) for each in texts]
+    batches = [Batch(token_ids=text, **rows) for text in texts]
     adapted(tiny, policy, batches[:2])
     with count_compiles() as compiles:
-        found = adapted(tiny, policy, batches)
+        output = adapted(tiny, policy, batches)
     assert compiles.count == 0
-    assert all(a is b for (a, _, _), b in zip(found, batches, strict=True))
+    assert all(a is b for (a, _, _), b in zip(output, batches, strict=True))
     start = np.append(own, np.inf)[:2].astype(np.float32)  # Full depth is added as an exit.
     state, now, wrong, total = None, start, 0, 0
-    for number, (batch, result, used) in enumerate(found):
+    for number, (batch, result, used) in enumerate(output):
         assert used.depths == DEPTHS
         ids, lengths = jnp.asarray(batch.token_ids), jnp.asarray(batch.lengths)
         full, scores, agrees = observed(

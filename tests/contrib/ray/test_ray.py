@@ -86,23 +86,23 @@ def started(script: str, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
 def wait_for(what: Callable[[], Any], process: subprocess.Popen[bytes]) -> Any:
     """Returns what something returns as soon as that is true."""
     until = time.monotonic() + SECONDS
-    while not (found := what()):
+    while not (result := what()):
         assert process.poll() is None
         assert time.monotonic() < until
         time.sleep(0.05)
-    return found
+    return result
 
 
 def processes(mark: str, name: str) -> list[int]:
     """Returns the processes of this test's actors of some name."""
-    found = []
+    results = []
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError):
             if entry.name.isdecimal() and mark.encode() in (entry / "environ").read_bytes():
-                said = (entry / "cmdline").read_bytes().decode()
-                if said.startswith("ray::") and name in said:
-                    found.append(int(entry.name))
-    return found
+                command_line = (entry / "cmdline").read_bytes().decode()
+                if command_line.startswith("ray::") and name in command_line:
+                    results.append(int(entry.name))
+    return results
 
 
 @contextlib.contextmanager
@@ -156,10 +156,10 @@ def test_every_document_is_there_whatever_is_killed(tiny: Model, tmp_path: Path,
         kept = {row["id"] for row in rows()}
         with started(SCORE, str(tmp_path), cluster.address) as driver:
             assert driver.wait(SECONDS) == 0
-    found = {row["id"]: row for row in rows()}
-    assert kept < {*found}
-    assert len(found) == COUNT
-    for name, row in found.items():
+    result = {row["id"]: row for row in rows()}
+    assert kept < {*result}
+    assert len(result) == COUNT
+    for name, row in result.items():
         assert row["tokens"] == int(name.partition("-")[2])
     # A block whose driver died between its rows and its entry in `done` may be there twice.
     assert COUNT <= len(rows()) <= COUNT + 80
@@ -181,9 +181,9 @@ def test_replicas_answer_and_one_that_was_killed_is_replaced(tmp_path: Path, mar
             return json.loads(answer.read())["choices"][0]["text"]
 
     with started(SERVE, str(tmp_path), str(port)) as process:
-        wanted = wait_for(ask, process)
+        expected = wait_for(ask, process)
         (pid, *_) = wait_for(lambda: processes(mark, "Replica"), process)
         os.kill(pid, signal.SIGKILL)
         wait_for(lambda: pid not in processes(mark, "Replica"), process)
         wait_for(lambda: len(processes(mark, "Replica")) == 2, process)
-        assert {wait_for(ask, process) for _ in range(4)} == {wanted}
+        assert {wait_for(ask, process) for _ in range(4)} == {expected}

@@ -47,8 +47,8 @@ def test_a_documents_row_is_its_own_whatever_else_is_in_the_batch(folder: str) -
         if len(ids) > 1:
             options: dict[str, Any] = {"rows": 1}
             given = np.asarray(ids, np.int32)
-            found = score_documents(model.decoder, model.params, [given], uniform(2), **options)
-            nll = -float(found.documents[0].log_likelihood.sum(dtype=np.float64))
+            result = score_documents(model.decoder, model.params, [given], uniform(2), **options)
+            nll = -float(result.documents[0].log_likelihood.sum(dtype=np.float64))
             assert row["nll"] == pytest.approx(nll, rel=1e-5)
 
 
@@ -56,10 +56,10 @@ def test_prompts_get_what_each_gets_alone(folder: str) -> None:
     model, method = load(folder), SamplingParams(temperature=0.8)
     prompts = documents(9, longest=40) | {"long": [3] * 125}
     continuer = Continuer(folder, slots=3, seed=1, max_new_tokens=8, sampling=method)
-    found = {row["id"]: row for row in continuer(table(prompts)).to_pylist()}
-    assert (found["d0"]["reason"], found["long"]["reason"]) == ("empty", "too_long")
+    result = {row["id"]: row for row in continuer(table(prompts)).to_pylist()}
+    assert (result["d0"]["reason"], result["long"]["reason"]) == ("empty", "too_long")
     for name, ids in prompts.items():
-        row = found[name]
+        row = result[name]
         if row["reason"] in ("empty", "too_long"):
             assert row["token_ids"] == []
             continue

@@ -113,14 +113,14 @@ def test_what_stops_is_what_is_said(rows: RecallRows) -> None:
         ),
         "row": lambda row, at: True,
     }
-    each = np.random.default_rng(0).integers(1, 4, (6, width))
+    depths = np.random.default_rng(0).integers(1, 4, (6, width))
     for part, stops in inside.items():
-        for depth in (2, each):
-            found = stopped_part(rows, part, depth, layers=4)  # type: ignore[arg-type]
+        for depth in (2, depths):
+            result = stopped_part(rows, part, depth, layers=4)  # type: ignore[arg-type]
             for row in range(6):
                 for at in range(width):
-                    wanted = depth if isinstance(depth, int) else depth[row, at]
-                    assert found[row, at] == (wanted if stops(row, at) else 4), (part, row, at)
+                    expected = depth if isinstance(depth, int) else depth[row, at]
+                    assert result[row, at] == (expected if stops(row, at) else 4), (part, row, at)
     assert (stopped_part(rows, "fact", 2, layers=4)[2] == 4).all(), "no fact, none of its tokens"
 
 
@@ -128,14 +128,14 @@ def test_bits_are_the_references(long: Model, rows: RecallRows) -> None:
     for part in ("context", "others"):
         table = stopped_part(rows, part, 2, layers=4)
         policies = table_policies(rows, table, depths=(1, 2, 4))
-        found = recall(long.decoder, long.params, rows, policies, kv="drop")
+        result = recall(long.decoder, long.params, rows, policies, kv="drop")
         ids = ids_of(rows)
         x = states(long, ids, table, "drop")
         nll = plain_nll(long, ids, x)[:, PROMPT - 1 :]
-        wanted = nll.mean(axis=1).reshape(2, 3) / math.log(2)
-        np.testing.assert_allclose(found.bits, wanted, atol=1e-4)
-        np.testing.assert_array_equal(found.depths[:, :END], table[:, :END])
-        assert not found.depths[:, END:].any()
+        expected = nll.mean(axis=1).reshape(2, 3) / math.log(2)
+        np.testing.assert_allclose(result.bits, expected, atol=1e-4)
+        np.testing.assert_array_equal(result.depths[:, :END], table[:, :END])
+        assert not result.depths[:, END:].any()
 
 
 def test_an_answer_is_exact_if_each_of_its_tokens_is_the_most_probable(
@@ -147,9 +147,9 @@ def test_an_answer_is_exact_if_each_of_its_tokens_is_the_most_probable(
         x = states(long, row, np.full((1, END), 4))
         row[0, at] = int(np.argmax(long.decoder.unembed(long.params, x[0, at - 1 : at])))
     greedy = dataclasses.replace(rows, rows=dataclasses.replace(rows.rows, batches=tuple(batches)))
-    found = recall(long.decoder, long.params, greedy, uniform(4))
-    assert found.exact[0, 0]
-    assert not found.exact.ravel()[1:].any()
+    result = recall(long.decoder, long.params, greedy, uniform(4))
+    assert result.exact[0, 0]
+    assert not result.exact.ravel()[1:].any()
 
 
 def test_one_program_has_all_parts_and_stops(
@@ -168,11 +168,11 @@ def test_one_program_has_all_parts_and_stops(
 
 
 def made(bits: list[list[float]], exact: list[list[bool]] | None = None) -> Recall:
-    found = np.asarray(bits)
+    result = np.asarray(bits)
     return Recall(
-        bits=found,
-        exact=np.zeros(found.shape, bool) if exact is None else np.asarray(exact),
-        depths=np.ones((found.size, 1), np.int32),
+        bits=result,
+        exact=np.zeros(result.shape, bool) if exact is None else np.asarray(exact),
+        depths=np.ones((result.size, 1), np.int32),
     )
 
 
@@ -180,8 +180,8 @@ def test_what_is_lost_is_paired_and_beside_rows_without_the_fact() -> None:
     yes, no = [True, True, False], [True, False, False]
     full = made([[1.0, 2.0, 5.0], [3.0, 4.0, 7.0]] * 3, [yes, no] * 3)
     never = [False] * 3
-    found = made([[1.5, 3.5, 5.0], [3.5, 5.5, 7.0]] * 3, [no, never] * 3)
-    near, far = recall_lost((16, 64), found, full)
+    result = made([[1.5, 3.5, 5.0], [3.5, 5.5, 7.0]] * 3, [no, never] * 3)
+    near, far = recall_lost((16, 64), result, full)
     assert near["distance"] == 16
     assert near["lost"] == [0.5, 0.5, 0.5], "each case loses as much: whatever is drawn"
     assert near["recalled"] == [4.0, 4.0, 4.0]
@@ -196,14 +196,14 @@ def test_what_is_lost_is_paired_and_beside_rows_without_the_fact() -> None:
 
 def test_intervals_are_over_cases_and_nothing_recalled_has_no_share() -> None:
     full = made([[1.0, 3.0]] * 8)
-    found = made([[1.0, 3.0], [2.0, 3.0], [3.0, 3.0], [4.0, 3.0]] * 2)
-    (row,) = recall_lost((16,), found, full)
+    result = made([[1.0, 3.0], [2.0, 3.0], [3.0, 3.0], [4.0, 3.0]] * 2)
+    (row,) = recall_lost((16,), result, full)
     low, mean, high = row["lost"]
     assert mean == 1.5
     assert 0 < low < 0.8 < 2.2 < high < 3
     assert row["recall_lost_pct"][1] == 75.0
     assert row["exact_interval"] == [0.0, 0.3694]  # 1 - 0.025 ** (1 / 8)
-    (nothing,) = recall_lost((16,), found, made([[1.0, 3.0]] * 7 + [[9.0, 3.0]]))
+    (nothing,) = recall_lost((16,), result, made([[1.0, 3.0]] * 7 + [[9.0, 3.0]]))
     assert nothing["recall_lost_pct"] is None
     few = [made([[1.0, 3.0]] * 4)] * 2
     (row,) = recall_lost((16,), *few)

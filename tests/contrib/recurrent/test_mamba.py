@@ -30,10 +30,10 @@ def test_the_reference_is_the_recurrence(kv: str) -> None:
         depths = rng.choice([0, 1, 2, 3, 4], ids.shape).astype(np.int32)
         if seed == 0:
             depths[:] = 4
-        found = cases.run_oracle(model.decoder, model.params, ids, lengths, depths, kv=kv)
+        result = cases.run_oracle(model.decoder, model.params, ids, lengths, depths, kv=kv)
         for row, length in enumerate(lengths):
-            wanted = recurrent_states(model, ids[row, :length], depths[row, :length], kv)
-            np.testing.assert_allclose(found[row, :length], wanted, atol=1e-4)
+            expected = recurrent_states(model, ids[row, :length], depths[row, :length], kv)
+            np.testing.assert_allclose(result[row, :length], expected, atol=1e-4)
 
 
 def test_hidden_keys_are_not_there() -> None:
@@ -49,22 +49,22 @@ def test_hidden_keys_are_not_there() -> None:
     keys[..., n + 1] = -np.abs(keys[..., n + 1])
     shown = np.array([0, 1, 1, 0, 0, 1, 0, 1, 1], bool)
     visible = np.tril(np.ones((9, 9), bool)) & shown  # Query 0 sees nothing, and gets zeros.
-    wanted = np.zeros((9, heads, width))
+    expected = np.zeros((9, heads, width))
     for query, head in np.ndindex(9, heads):
         state, seen = np.zeros((n, width)), np.flatnonzero(visible[query])
         for key in seen:
             row = keys[key, head].astype(np.float64)
             state = np.exp(row[n + 1]) * state + row[n] * np.outer(row[:n], values[key, head])
         for key in seen[-1:]:
-            wanted[query, head] = queries[query, head, :n] @ state
-            wanted[query, head] += queries[query, head, n] * values[key, head]
+            expected[query, head] = queries[query, head, :n] @ state
+            expected[query, head] += queries[query, head, n] * values[key, head]
     keys[~shown] = np.nan
-    np.testing.assert_allclose(mix(queries, keys, values, visible), wanted, atol=1e-5)
+    np.testing.assert_allclose(mix(queries, keys, values, visible), expected, atol=1e-5)
     some = np.array([2, 5, 8])  # A block of queries; keys behind its last one do not matter.
-    found = mix(queries[some], keys, values, visible[some])
-    np.testing.assert_allclose(found, wanted[some], atol=1e-5)
+    result = mix(queries[some], keys, values, visible[some])
+    np.testing.assert_allclose(result, expected[some], atol=1e-5)
     one = mix(queries[5:6], keys[:6], values[:6], visible[5:6, :6])
-    np.testing.assert_allclose(one, wanted[5:6], atol=1e-5)
+    np.testing.assert_allclose(one, expected[5:6], atol=1e-5)
 
 
 def test_products_are_charged_as_they_are_executed() -> None:
@@ -91,10 +91,10 @@ def test_a_lens_leaves_the_mixing_alone() -> None:
     assert not isinstance(through, Mixes)
     assert own_mixing(through) is model.decoder
     ids, lengths = model.tokens(2, 9), jnp.asarray([9, 5])
-    (wanted,) = cases.run_dense(model.decoder, model.params, ids, lengths, depths=(4,))
-    (found,) = cases.run_dense(through, params, ids, lengths, depths=(4,))
-    np.testing.assert_array_equal(found, wanted)
-    own, seen = (token_cost(*each) for each in ((model.decoder, model.params), (through, params)))
+    (expected,) = cases.run_dense(model.decoder, model.params, ids, lengths, depths=(4,))
+    (result,) = cases.run_dense(through, params, ids, lengths, depths=(4,))
+    np.testing.assert_array_equal(result, expected)
+    own, seen = (token_cost(*parts) for parts in ((model.decoder, model.params), (through, params)))
     assert own.attention_per_key == seen.attention_per_key
 
 
@@ -116,10 +116,10 @@ def test_it_is_trained_as_any_decoder(tmp_path: Any) -> None:
     model = recurrent_model()
     ids = model.tokens(2, 8)
     every = exit_states(model.decoder, model.params, ids, jax.random.key(0), 0.0)
-    wanted = cases.run_dense(
+    expected = cases.run_dense(
         model.decoder, model.params, ids, jnp.asarray([8, 8]), depths=(1, 2, 3, 4)
     )
-    np.testing.assert_allclose(every, np.stack(wanted), atol=1e-5)
+    np.testing.assert_allclose(every, np.stack(expected), atol=1e-5)
     stream = np.tile(np.arange(1, 9, dtype=np.uint16), 40)
     config = TrainConfig(
         steps=12, tokens_per_step=64, context=16, long_context=16, exit_weights=(0.5, 0.5), warmup=2
@@ -127,7 +127,7 @@ def test_it_is_trained_as_any_decoder(tmp_path: Any) -> None:
     decoder = Mamba2(CONFIG)
     train(decoder, stream, config, out=tmp_path, optimizer=make_optimizer(config))
     rows = [
-        [float(each) for each in line.split("\t")[2:]]
+        [float(cell) for cell in line.split("\t")[2:]]
         for line in (tmp_path / "log.tsv").read_text().splitlines()
     ]
     # Eight tokens that follow each other: from ln 64 down at every exit.

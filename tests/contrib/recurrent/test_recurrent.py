@@ -67,17 +67,17 @@ def test_stopped_tokens_cost_what_the_padding_rule_says(kv: str) -> None:
     ids, lengths, depths = cases.draw(shape, 64, 6)
     policy = given_depths(jnp.asarray(depths), depths=shape.depths)
     read_counts()
-    found = cases.run_staircase(
+    result = cases.run_staircase(
         model.decoder, model.params, ids, lengths, policy, kv=kv, executor=shape.executor
     )
     counts = read_counts()
     real = np.arange(shape.token) < lengths[:, None]
-    wanted = np.sum(cases.expected_work(np.where(real, depths, 0), shape), axis=0)
-    assert [counts[name] for name in ("queries", "keys_values", "pairs")] == wanted.tolist()
+    expected = np.sum(cases.expected_work(np.where(real, depths, 0), shape), axis=0)
+    assert [counts[name] for name in ("queries", "keys_values", "pairs")] == expected.tolist()
     assert counts["finish_layer"] == counts["queries"]
-    work = found.work
-    charged = [np.sum(each) for each in (work.queries, work.keys_values, work.key_slots)]
-    assert charged == wanted.tolist()
+    work = result.work
+    charged = [np.sum(count) for count in (work.queries, work.keys_values, work.key_slots)]
+    assert charged == expected.tolist()
     dense = 4 * shape.batch * shape.token
     assert counts["queries"] < dense, "the case must skip something"
 
@@ -88,12 +88,12 @@ def test_calibration_takes_it_as_any_decoder(text: list[Any]) -> None:
     assert 0.8 in fitted.entries["state_similarity"]
     policy, batch = fitted.policy("state_similarity", 0.8), text[0]
     rows = model.decoder, model.params, batch.token_ids, batch.lengths
-    found = run_score(*rows, policy, executor=EXECUTOR)
-    x = cases.run_oracle(*rows, found.depths, kv="propagate")
-    wanted = plain_nll(model, batch.token_ids, x)
-    predicted = np.asarray(found.predicted)[:, :-1]
+    result = run_score(*rows, policy, executor=EXECUTOR)
+    x = cases.run_oracle(*rows, result.depths, kv="propagate")
+    expected = plain_nll(model, batch.token_ids, x)
+    predicted = np.asarray(result.predicted)[:, :-1]
     np.testing.assert_allclose(
-        np.asarray(found.log_likelihood)[:, :-1][predicted], -wanted[predicted], atol=1e-4
+        np.asarray(result.log_likelihood)[:, :-1][predicted], -expected[predicted], atol=1e-4
     )
 
 

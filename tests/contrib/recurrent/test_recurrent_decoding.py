@@ -28,14 +28,14 @@ TABLE = depth_table(DEPTHS, shape=(3, 64))
 @functools.cache
 def model() -> Model:
     """Returns the model with a head that does not ask for the last token again and again."""
-    found = recurrent_model()
-    table = found.params["embedding"]["embedding"]
+    result = recurrent_model()
+    table = result.params["embedding"]["embedding"]
     turn = jax.random.orthogonal(jax.random.key(5), table.shape[1])
-    norm = found.params["norm"] | {"scale": found.params["norm"]["scale"] * 3}
-    layers = found.params["layers"]
+    norm = result.params["norm"] | {"scale": result.params["norm"]["scale"] * 3}
+    layers = result.params["layers"]
     out = layers["out_proj"]["kernel"] @ turn
     layers = layers | {"out_proj": {"kernel": 2 * out}}
-    return Model(found.decoder, found.params | {"layers": layers, "norm": norm})
+    return Model(result.decoder, result.params | {"layers": layers, "norm": norm})
 
 
 def test_plain_decoding_is_the_full_model() -> None:

@@ -42,12 +42,12 @@ def token_scores(model: Any) -> dict[int, np.ndarray]:
     """
     whole = np.concatenate([np.broadcast_to(CONTEXT, (ROWS, CONTEXT.size)), CANDIDATES], axis=1)
     nll = losses(model.decoder, model.params, whole, CONTEXT.size + LENGTHS)
-    found = -np.asarray(nll)[:, :, CONTEXT.size - 1 : -1]
-    found[:, :, 0] = found[-1, :, 0]
-    return dict(zip(model.decoder.config.exits, found, strict=True))
+    result = -np.asarray(nll)[:, :, CONTEXT.size - 1 : -1]
+    result[:, :, 0] = result[-1, :, 0]
+    return dict(zip(model.decoder.config.exits, result, strict=True))
 
 
-def assert_right(found: Selected, tokens: dict[int, np.ndarray], how: Select) -> None:
+def assert_right(result: Selected, tokens: dict[int, np.ndarray], how: Select) -> None:
     """Checks winner, depths and survivors' scores, one candidate after the other."""
     full = max(tokens)
 
@@ -65,9 +65,9 @@ def assert_right(found: Selected, tokens: dict[int, np.ndarray], how: Select) ->
         left = [row for row in left if bar - value(row, depth) <= margin]
     for row in left:
         depths[row] = full
-    assert found.winner == max(left, key=lambda row: value(row, full))
-    assert found.depths.tolist() == depths
-    np.testing.assert_allclose(found.scores[left], [value(row, full) for row in left], atol=1e-4)
+    assert result.winner == max(left, key=lambda row: value(row, full))
+    assert result.depths.tolist() == depths
+    np.testing.assert_allclose(result.scores[left], [value(row, full) for row in left], atol=1e-4)
 
 
 def run(model: Any, how: Select, **changes: Any) -> Selected:
@@ -118,14 +118,14 @@ def test_only_those_left_run_in_the_narrowest_batch_that_holds_them(
         how = select_at(DEPTHS, *margins)
         context = read_context(decoder, model.params, CONTEXT, slots=SLOTS)
         read_counts()
-        found = select(decoder, model.params, context, CANDIDATES, LENGTHS, how)
-        assert_right(found, tokens, how)
-        left = [int((found.depths >= stop).sum()) for stop in (1, 2, 4)]
+        result = select(decoder, model.params, context, CANDIDATES, LENGTHS, how)
+        assert_right(result, tokens, how)
+        left = [int((result.depths >= stop).sum()) for stop in (1, 2, 4)]
         slots = np.asarray([min(w for w in widths if w >= count) * runs for count in left])
         ran, counts = slots * [1, 1, 2], read_counts()
-        assert found.work.queries.tolist() == ran.tolist()
-        assert found.work.heads.tolist() == slots.tolist()
-        assert found.work.key_slots.tolist() == (ran * keys).tolist()
+        assert result.work.queries.tolist() == ran.tolist()
+        assert result.work.heads.tolist() == slots.tolist()
+        assert result.work.key_slots.tolist() == (ran * keys).tolist()
         assert counts["queries"] == counts["keys_values"] == counts["finish_layer"] == ran.sum()
         assert counts["unembed"] == slots.sum()
     with count_compiles() as compiles:  # The same shapes again: another text.
@@ -143,11 +143,11 @@ def test_keys_and_values_are_made_where_the_model_makes_some_and_kept(kind: str)
     context = read_context(decoder, model.params, CONTEXT, slots=SLOTS)
     read_counts()
     none = select_at(DEPTHS, np.inf, np.inf)
-    found = select(decoder, model.params, context, CANDIDATES, LENGTHS, none)
+    result = select(decoder, model.params, context, CANDIDATES, LENGTHS, none)
     made = ROWS * (WIDTH - 1) * decoder.config.kv_layers
-    assert found.work.keys_values.sum() == read_counts()["keys_values"] == made
+    assert result.work.keys_values.sum() == read_counts()["keys_values"] == made
     priced = row_flops(decoder, model.params, (*DEPTHS, 4), tokens=WIDTH, slots=SLOTS)
-    assert found.flops(decoder, model.params) == pytest.approx(ROWS * priced.sum())
+    assert result.flops(decoder, model.params) == pytest.approx(ROWS * priced.sum())
 
 
 def scores_of(queries: int) -> np.ndarray:
@@ -171,12 +171,12 @@ def test_a_replay_is_the_loop_as_written() -> None:
     for query, table in enumerate(seen):
         left = [row for row in range(8) if not np.isnan(table[-1, row])]
         winner = max(left, key=lambda row: table[-1, row])
-        mine = [len(left)]
+        expected = [len(left)]
         for scores, margin in zip(table, margins.tolist(), strict=False):
             bar = max(scores[row] for row in left)
             left = [row for row in left if bar - scores[row] <= np.float32(margin)]
-            mine.append(len(left))
-        assert counts[query].tolist() == mine
+            expected.append(len(left))
+        assert counts[query].tolist() == expected
         assert lost[query] == (winner not in left)
     assert 0 < lost.sum() < 40
 
@@ -215,10 +215,10 @@ def test_what_is_seen_is_what_selecting_would_see(tiny: Model) -> None:
     how = select_at((1,), 0.2)
     for (ids, candidates, lengths), table in zip(queries, seen, strict=True):
         context = read_context(tiny.decoder, tiny.params, ids, slots=8)
-        found = select(tiny.decoder, tiny.params, context, candidates, lengths, how)
+        result = select(tiny.decoder, tiny.params, context, candidates, lengths, how)
         (counts,), (lost,) = replay(table[None, [1, 3]], how.margins)
-        assert counts.tolist() == [4, int((found.depths == 4).sum())]
-        assert (found.winner != table[-1].argmax()) == lost
+        assert counts.tolist() == [4, int((result.depths == 4).sum())]
+        assert (result.winner != table[-1].argmax()) == lost
 
 
 def test_what_does_not_fit_is_named(tiny: Model, unchecked_shapes: None) -> None:

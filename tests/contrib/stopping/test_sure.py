@@ -90,7 +90,7 @@ def test_a_thought_is_cut_where_single_tokens_say(share: float, confidence: Conf
     for prompt, row in zip(PROMPTS, rows, strict=True):
         assert (row.thought, row.ended_by, row.answer) == by_hand(prompt, sure)
         texts = [(*prompt, *row.thought[:size]) for size in range(len(row.thought))]
-        np.testing.assert_allclose(row.surprise, [next_token(each)[1] for each in texts], atol=1e-4)
+        np.testing.assert_allclose(row.surprise, [next_token(text)[1] for text in texts], atol=1e-4)
     assert "confidence" in {row.ended_by for row in rows}
 
 
@@ -107,11 +107,11 @@ def test_never_sure_is_a_budget() -> None:
     how: dict[str, Any] = {"sampling": SamplingParams(temperature=1.1), "seeds": [3, 1, 4, 1]}
     rule = Thinking(end_ids=END, max_tokens=THOUGHT, max_answer_tokens=ANSWER)
     budget = run(lively_model(), PROMPTS, thinking=rule, lengths=ONE_SHAPE, **how)
-    for row, new, told in zip(
+    for row, new, thought in zip(
         until_sure(NEVER, **how), budget.token_ids, budget.thought, strict=True
     ):
         assert [*row.thought, *END, *row.answer] == new.tolist()
-        assert (row.ended_by, len(row.thought)) == (told.ended_by, THOUGHT)
+        assert (row.ended_by, len(row.thought)) == (thought.ended_by, THOUGHT)
 
 
 def test_no_chunk_is_written_behind_the_last_thought(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,20 +152,20 @@ def drawn(rng: np.random.Generator, count: int) -> list[Trace]:
 
 def test_a_fitted_threshold_changes_as_few_answers_as_it_should() -> None:
     rng = np.random.default_rng(0)
-    found = [
+    results = [
         fit_confidence(drawn(rng, 60), max_changed=0.2, confidence=0.9, seed=seed)
         for seed in range(40)
     ]
-    chosen = np.asarray([fitted.chosen for fitted in found if fitted.chosen is not None])
+    chosen = np.asarray([fitted.chosen for fitted in results if fitted.chosen is not None])
     # One of six places lies below, and there it changes by a uniform chance below the threshold.
     risks = (1 - (1 - chosen) ** 6) * chosen / 2
     assert chosen.size > 25
     assert (risks > 0.2).sum() <= stats.binom.ppf(0.999, 40, 0.1)
     assert risks.max() > 0.1, "nor is it idle"
-    settings, costs, *_ = zip(*found[0].ladder, strict=True)
+    settings, costs, *_ = zip(*results[0].ladder, strict=True)
     assert [*settings] == sorted(settings)
     assert [*costs] == sorted(costs, reverse=True)
-    assert found[0].tested == 30
+    assert results[0].tested == 30
 
 
 def test_the_other_half_of_the_traces_decides() -> None:

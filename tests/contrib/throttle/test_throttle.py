@@ -90,9 +90,9 @@ def test_generation_is_the_masked_oracle(case: str) -> None:
     for row, prompt in enumerate(PROMPTS):
         new, sparse = result.token_ids[row], masked(limit, prompt, row)
         logits = true_logits(model, prompt, new, result.decided[row], kv, sparse=sparse)
-        each = np.arange(new.size)
-        np.testing.assert_allclose(logits[each, new], logits.max(axis=-1), atol=1e-4)
-        likely = jax.nn.log_softmax(jnp.asarray(logits))[each, new]
+        steps = np.arange(new.size)
+        np.testing.assert_allclose(logits[steps, new], logits.max(axis=-1), atol=1e-4)
+        likely = jax.nn.log_softmax(jnp.asarray(logits))[steps, new]
         np.testing.assert_allclose(result.log_probabilities[row], likely, atol=1e-4)
         moved = max(moved, np.abs(free.log_probabilities[row] - likely).max())
     assert moved > 1e-3  # Not vacuous: without the throttle something else comes out.
@@ -233,10 +233,10 @@ def test_requests_get_what_they_get_alone(model: Any) -> None:
     policy = uniform(4, exits=DEPTHS)
     mode = Throttled(policy=policy, throttle=throttle(0.5, signal=signal))
     engine = engine_of(model, mode)
-    numbers = {each.submit(engine): each for each in pool(6)}
-    found = engine.drain()
-    for number, each in numbers.items():
-        assert_as_alone(found[number], alone(model, mode, None, each))
+    numbers = {request.submit(engine): request for request in pool(6)}
+    result = engine.drain()
+    for number, request in numbers.items():
+        assert_as_alone(result[number], alone(model, mode, None, request))
     fewer = Thresholded(signal=policy.signal, thresholds=jnp.zeros(1), depths=(1, 4))
     with pytest.raises(ValueError, match=r"depths=\(1, 2, 4\), at which the mode decides more"):
         engine.submit([1], policy=fewer, max_new_tokens=1)

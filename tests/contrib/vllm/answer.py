@@ -17,7 +17,7 @@ def answer(asked: dict[str, Any]) -> dict[str, Any]:
     rounds = []
     for requests in asked["rounds"]:
         outputs = engine.generate(
-            [{"prompt_token_ids": each["ids"]} for each in requests],
+            [{"prompt_token_ids": request["ids"]} for request in requests],
             [
                 SamplingParams(
                     max_tokens=asked["new"],
@@ -25,9 +25,9 @@ def answer(asked: dict[str, Any]) -> dict[str, Any]:
                     ignore_eos=True,
                     logprobs=1,
                     detokenize=False,
-                    prompt_logprobs=each.get("prompt_logprobs"),
+                    prompt_logprobs=request.get("prompt_logprobs"),
                 )
-                for each in requests
+                for request in requests
             ],
             use_tqdm=False,
         )
@@ -58,5 +58,5 @@ def answer(asked: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    found = answer(json.loads(sys.stdin.read()))
-    Path(sys.argv[1]).write_text(json.dumps(found), encoding="utf-8")
+    result = answer(json.loads(sys.stdin.read()))
+    Path(sys.argv[1]).write_text(json.dumps(result), encoding="utf-8")

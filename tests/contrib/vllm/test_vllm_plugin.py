@@ -193,16 +193,16 @@ def test_short_prompts_and_prompt_logprobs_run_in_full(stock: Any, stopped: Any)
 def test_chunks_and_cached_prefixes_change_no_token(made: Path, stopped: Any) -> None:
     # A prefix of 96 tokens is three blocks: the second round reads them from the cache.
     longer = prompts()[0][:96] + prompts()[1]
-    found = run(
+    result = run(
         made,
         [[{"ids": ids} for ids in prompts()], [{"ids": longer}]],
         max_num_batched_tokens=48,
         enable_prefix_caching=True,
         **flags(made),
     )
-    for chunked, whole in zip(found["rounds"][0], stopped["rounds"][0], strict=True):
+    for chunked, whole in zip(result["rounds"][0], stopped["rounds"][0], strict=True):
         assert chunked["tokens"] == whole["tokens"]
         np.testing.assert_allclose(chunked["logprobs"], whole["logprobs"], atol=1e-4)
-    assert found["rounds"][1][0]["cached"] == 96
+    assert result["rounds"][1][0]["cached"] == 96
     [[fresh]] = run(made, [[{"ids": longer}]], enable_prefix_caching=False, **flags(made))["rounds"]
-    assert found["rounds"][1][0]["tokens"] == fresh["tokens"]
+    assert result["rounds"][1][0]["tokens"] == fresh["tokens"]

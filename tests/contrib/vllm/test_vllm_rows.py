@@ -68,8 +68,8 @@ def test_settings_say_what_was_wanted(given: Any, match: str, tmp_path: Path) ->
 def test_settings_take_the_deepest_stop_and_half_of_the_layers_as_the_floor(tmp_path: Path) -> None:
     file = tmp_path / "m.json"
     file.write_text('{"stops": [15, 20]}', encoding="utf-8")
-    found, _ = read_settings({"maps": file}, num_layers=30)
-    assert (found.stop, found.floor) == (20, 15)
+    result, _ = read_settings({"maps": file}, num_layers=30)
+    assert (result.stop, result.floor) == (20, 15)
 
 
 def test_maps_of_other_weights_are_refused(tmp_path: Path) -> None:

@@ -36,10 +36,10 @@ def test_what_a_header_says_is_read(whole: Path) -> None:
     reader = gguf.GGUFReader(whole)
     assert [*header.tensors] == [tensor.name for tensor in reader.tensors]
     for theirs in reader.tensors:
-        mine = header.tensors[theirs.name]
-        assert (mine.kind, mine.offset) == (theirs.tensor_type.name, theirs.data_offset)
-        assert mine.shape == tuple(reversed(theirs.shape.tolist()))
-        assert mine.row_bytes * int(np.prod(mine.shape[:-1])) == theirs.n_bytes
+        actual = header.tensors[theirs.name]
+        assert (actual.kind, actual.offset) == (theirs.tensor_type.name, theirs.data_offset)
+        assert actual.shape == tuple(reversed(theirs.shape.tolist()))
+        assert actual.row_bytes * int(np.prod(actual.shape[:-1])) == theirs.n_bytes
 
 
 class Written:
@@ -59,10 +59,10 @@ class Written:
 
 
 def with_tensor(*dims: int, kind: int = 0, offset: int = 0, room: int = 64) -> Written:
-    found = Written(tensors=1).text("t").numbers("I", len(dims)).numbers("Q" * len(dims), *dims)
-    found.numbers("IQ", kind, offset)
-    found.raw += b"\0" * (-len(found.raw) % 32 + room)
-    return found
+    result = Written(tensors=1).text("t").numbers("I", len(dims)).numbers("Q" * len(dims), *dims)
+    result.numbers("IQ", kind, offset)
+    result.raw += b"\0" * (-len(result.raw) % 32 + room)
+    return result
 
 
 @pytest.mark.parametrize(
@@ -130,4 +130,4 @@ def test_200_damaged_files_are_refused_or_load(
         assert tracemalloc.get_traced_memory()[1] < 2**23, seed
         tracemalloc.stop()
     assert 100 < len(refused) < 200
-    assert not any("\n" in said for said in refused)
+    assert not any("\n" in message for message in refused)

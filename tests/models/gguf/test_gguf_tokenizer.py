@@ -45,8 +45,8 @@ def byte_level(**changes: Any) -> tuple[dict[str, Any], Tokenizer]:
         "bos_token_id": 0,
         "eos_token_id": 0,
     }
-    found = {f"tokenizer.ggml.{name}": value for name, value in {**keys, **changes}.items()}
-    return {name: value for name, value in found.items() if value is not None}, trained
+    result = {f"tokenizer.ggml.{name}": value for name, value in {**keys, **changes}.items()}
+    return {name: value for name, value in result.items() if value is not None}, trained
 
 
 WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
@@ -68,30 +68,30 @@ BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
 def test_text_is_cut_as_the_models_own_tokenizers_cut_it(
     name: str, recipe: tuple[Any, ...], composed: bool
 ) -> None:
-    keys, wanted = byte_level(pre=name, add_bos_token=False)
-    wanted.pre_tokenizer = pre_tokenizers.Sequence([*recipe])
-    wanted.encode_special_tokens = False
+    keys, expected = byte_level(pre=name, add_bos_token=False)
+    expected.pre_tokenizer = pre_tokenizers.Sequence([*recipe])
+    expected.encode_special_tokens = False
     if composed:
-        wanted.normalizer = normalizers.NFC()
-    found = build_tokenizer(keys, source="m.gguf")
+        expected.normalizer = normalizers.NFC()
+    result = build_tokenizer(keys, source="m.gguf")
 
     @given(st.lists(st.sampled_from(" \n\t'12aé漢🚀-sS"), max_size=12).map("".join))
     def check(text: str) -> None:
         for line in (text, *LINES):
             line = f"{line}<|endoftext|>{text}"
-            assert found.encode(line).ids == wanted.encode(line).ids
+            assert result.encode(line).ids == expected.encode(line).ids
 
     check()
     for line in LINES:
         plain = normalizers.NFC().normalize_str(line) if composed else line
-        assert found.decode(found.encode(line).ids) == plain
+        assert result.decode(result.encode(line).ids) == plain
 
 
 def test_the_default_cuts_punctuation_and_digits_by_threes() -> None:
     keys, _ = byte_level(pre="default")
-    found = build_tokenizer(keys, source="m.gguf")
-    assert found.pre_tokenizer is not None
-    pieces = [piece for piece, _ in found.pre_tokenizer.pre_tokenize_str("a+b, 12345 <x>")]
+    result = build_tokenizer(keys, source="m.gguf")
+    assert result.pre_tokenizer is not None
+    pieces = [piece for piece, _ in result.pre_tokenizer.pre_tokenize_str("a+b, 12345 <x>")]
     assert pieces == ["a", "+", "b", ",", "Ġ", "123", "45", "Ġ", "<", "x", ">"]
 
 
@@ -114,10 +114,10 @@ def test_special_pieces_are_whole_and_not_shown_and_users_are_shown() -> None:
     pieces[-1], kinds[-1] = "<think>", 4
     merges = keys["tokenizer.ggml.merges"][:-1]
     keys |= {"tokenizer.ggml.token_type": kinds, "tokenizer.ggml.merges": merges}
-    found = build_tokenizer(keys, source="m.gguf")
-    ids = found.encode("a<|endoftext|><think>").ids
+    result = build_tokenizer(keys, source="m.gguf")
+    ids = result.encode("a<|endoftext|><think>").ids
     assert ids[1:] == [0, len(pieces) - 1]
-    assert found.decode(ids) == "a<think>"
+    assert result.decode(ids) == "a<think>"
 
 
 @pytest.mark.parametrize(
@@ -135,9 +135,9 @@ def test_texts_are_opened_and_ended_as_the_file_says(
     changes: dict[str, Any], around: tuple[list[int], list[int]]
 ) -> None:
     keys, _ = byte_level(**changes)
-    found = build_tokenizer(keys, source="m.gguf")
-    bare = found.encode("values", add_special_tokens=False).ids
-    assert found.encode("values").ids == [*around[0], *bare, *around[1]]
+    result = build_tokenizer(keys, source="m.gguf")
+    bare = result.encode("values", add_special_tokens=False).ids
+    assert result.encode("values").ids == [*around[0], *bare, *around[1]]
 
 
 def spm_pieces() -> tuple[list[str], list[int], list[float]]:
@@ -184,25 +184,25 @@ def spm_keys(**changes: Any) -> dict[str, Any]:
         "bos_token_id": 1,
         "eos_token_id": 2,
     }
-    found = {f"tokenizer.ggml.{name}": value for name, value in {**keys, **changes}.items()}
-    return {name: value for name, value in found.items() if value is not None}
+    result = {f"tokenizer.ggml.{name}": value for name, value in {**keys, **changes}.items()}
+    return {name: value for name, value in result.items() if value is not None}
 
 
 @given(st.lists(st.sampled_from("thenaig r b é漢🚀"), min_size=1, max_size=24).map("".join))
 def test_sentencepiece_merges_what_scores_highest_and_falls_back_to_bytes(text: str) -> None:
     pieces, _, scores = spm_pieces()
-    found = build_tokenizer(spm_keys(), source="m.gguf")
-    ids = found.encode(text).ids
+    result = build_tokenizer(spm_keys(), source="m.gguf")
+    ids = result.encode(text).ids
     assert ids[0] == 1, "texts are opened by <s> unless the file says otherwise"
     assert ids[1:] == slow_spm(text, pieces, scores)
-    assert found.decode(ids) == text
+    assert result.decode(ids) == text
 
 
 def test_sentencepiece_without_a_space_in_front() -> None:
-    found = build_tokenizer(spm_keys(add_space_prefix=False, add_bos_token=False), source="m.gguf")
+    result = build_tokenizer(spm_keys(add_space_prefix=False, add_bos_token=False), source="m.gguf")
     pieces, *_ = spm_pieces()
-    assert [pieces[i] for i in found.encode("the in").ids] == ["t", "he", "▁in"]
-    assert found.decode(found.encode(" the").ids) == " the"
+    assert [pieces[i] for i in result.encode("the in").ids] == ["t", "he", "▁in"]
+    assert result.decode(result.encode(" the").ids) == " the"
 
 
 @pytest.mark.parametrize(

@@ -34,13 +34,13 @@ FOLDER = Path(__file__).parents[1] / "huggingface"
 
 def check_same(file: Path, folder: Path) -> None:
     """Parameters to rounding, the same settings, and the same logits."""
-    found, wanted = load(file), load(folder)
-    assert found.decoder == wanted.decoder
+    result, expected = load(file), load(folder)
+    assert result.decoder == expected.decoder
     jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, atol=2e-7), found.params, wanted.params
+        lambda a, b: np.testing.assert_allclose(a, b, atol=2e-7), result.params, expected.params
     )
     ids = np.random.default_rng(0).integers(0, 48, (2, 20))
-    np.testing.assert_allclose(logits_of(found, ids), logits_of(wanted, ids), atol=1e-5)
+    np.testing.assert_allclose(logits_of(result, ids), logits_of(expected, ids), atol=1e-5)
 
 
 def copied(case: str, to: Path, **settings: Any) -> Path:
@@ -73,10 +73,10 @@ def test_llama_with_biases_and_divisors_of_frequencies(tmp_path: Path) -> None:
 def test_the_scaling_of_llama_3_is_found_in_its_divisors(context: int, theta: float) -> None:
     true = RopeScaling(kind="llama3", factor=32.0, original_context_length=context)
     plain, scaled = frequencies(128, theta), frequencies(128, theta, true)
-    found = llama3_scaling((plain / scaled).astype(np.float32), theta=theta)
-    assert found is not None
-    assert found["original_max_position_embeddings"] == context
-    assert (found["factor"], found["high_freq_factor"]) == (32.0, 4.0)
+    result = llama3_scaling((plain / scaled).astype(np.float32), theta=theta)
+    assert result is not None
+    assert result["original_max_position_embeddings"] == context
+    assert (result["factor"], result["high_freq_factor"]) == (32.0, 4.0)
     noisy = plain / scaled * np.linspace(1, 1.01, 64)
     assert llama3_scaling(noisy, theta=theta) is None
     same = llama3_scaling(np.ones(64), theta=theta)
@@ -301,9 +301,9 @@ def test_calibrate_writes_beside_the_file(
     arguments = ["--model", str(file), "--token-ids", str(tmp_path / "ids.json"), "--context", "32"]
     options = ["--exits", "1", "3", "--policy", "position", "--budget", "0.8", "--fit-lens"]
     assert main(["calibrate", *arguments, *options]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["out"] == str(tmp_path / "m.policies.json")
-    assert found["lens"] == str(tmp_path / "m.lens.json")
+    result = json.loads(capsys.readouterr().out)
+    assert result["out"] == str(tmp_path / "m.policies.json")
+    assert result["lens"] == str(tmp_path / "m.lens.json")
     model = load(file)
     assert model.decoder.config.exits == (1, 3)
     assert set(model.calibration.entries) == {"position"}

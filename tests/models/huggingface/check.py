@@ -24,7 +24,7 @@ ids = np.random.default_rng(0).integers(0, config.vocab_size, (4, 24)).astype(np
     model.decoder, model.params, jnp.asarray(ids), jnp.full(4, 24), depths=(config.num_layers,)
 )
 with torch.inference_mode():
-    wanted = peer(torch.from_numpy(ids.astype(np.int64))).logits.numpy()
-worst = float(np.abs(model.decoder.unembed(model.params, x) - wanted).max())
+    expected = peer(torch.from_numpy(ids.astype(np.int64))).logits.numpy()
+worst = float(np.abs(model.decoder.unembed(model.params, x) - expected).max())
 print(f"{sys.argv[1]}: logits at most {worst:.1e} apart")
 sys.exit(worst > 1e-4)

@@ -40,8 +40,8 @@ def check_logits(what: str, **source: str) -> None:
     global faults
     peer = transformers.AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32).eval()
     with torch.inference_mode():
-        wanted = peer(torch.from_numpy(ids.astype(np.int64))).logits.numpy()
-    worst = float(np.abs(logits - wanted).max())
+        expected = peer(torch.from_numpy(ids.astype(np.int64))).logits.numpy()
+    worst = float(np.abs(logits - expected).max())
     print(f"{what}: logits of {ids.size} tokens at most {worst:.1e} apart")
     faults += worst > 1e-3
 
@@ -54,8 +54,8 @@ lines = [*mixed_lines(6000), *library_lines(4000)]
 
 
 def check_ids(what: str) -> int:
-    mine = [found.ids for found in model.tokenizer.encode_batch(lines)]
-    different = [a != b for a, b in zip(mine, peer(lines)["input_ids"], strict=True)]
+    ours = [encoding.ids for encoding in model.tokenizer.encode_batch(lines)]
+    different = [a != b for a, b in zip(ours, peer(lines)["input_ids"], strict=True)]
     print(f"{what}: {sum(different)} of {len(lines)} lines differ")
     return sum(different)
 
@@ -74,9 +74,9 @@ for messages in (
     [user, {**bot, "tool_calls": None}],
 ):
     for prompt in (True, False):
-        wanted = peer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
-        found = model.chat_template.render(messages, add_generation_prompt=prompt)
-        faults += found != wanted
+        expected = peer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
+        result = model.chat_template.render(messages, add_generation_prompt=prompt)
+        faults += result != expected
 print(f"chats: {faults} faults so far")
 
 with tempfile.TemporaryDirectory() as folder:

@@ -177,11 +177,11 @@ def make_encoder(kind: str, folder: Path) -> None:
         "token_type_ids": torch.randint(0, 2, (3, 24)),
     }
     with torch.no_grad():
-        found = model(**given, attention_mask=mask.to(torch.int64))
+        result = model(**given, attention_mask=mask.to(torch.int64))
     if kind == "BertModel":
-        outputs = (found.last_hidden_state * mask[..., None]).sum(1) / lengths[:, None]
+        outputs = (result.last_hidden_state * mask[..., None]).sum(1) / lengths[:, None]
     else:
-        outputs = found.logits
+        outputs = result.logits
     save_file(
         {
             "token_ids": given["input_ids"].to(torch.int32),

@@ -34,7 +34,7 @@ def map_body(context: Any, body: Any) -> Any:
 def _near(prompt: Any) -> Any:
     """Returns a prompt whose ids are of the vocabulary, and none of which is empty."""
     if isinstance(prompt, list):
-        return [_near(each) for each in prompt[:4]] or ["x"]
+        return [_near(token) for token in prompt[:4]] or ["x"]
     if isinstance(prompt, int) and not isinstance(prompt, bool):
         return prompt % 300
     return prompt or "x"

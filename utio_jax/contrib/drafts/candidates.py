@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gates on an exit's logits for a few likely next tokens, after SpecEE.
 
-SpecEE (Xu et al. 2025, arXiv 2504.08850): how sure an exit is shows in the logits of a few
-candidates, which are so many columns of the head instead of the whole vocabulary. There a draft
-model names them; here a table does, by what follows a token most often in a text, so that they are
-known before the first layer.
+SpecEE (Xu et al. 2025, arXiv 2504.08850) estimates an exit's confidence from the logits of a few
+candidates. They cost a few columns of the head instead of the whole vocabulary. In the paper a
+draft model proposes them. Here a table of the most frequent next tokens does, so they are known
+before the first layer.
 """
 
 from __future__ import annotations

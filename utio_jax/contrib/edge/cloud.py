@@ -4,8 +4,8 @@
     with Cloud(decoder, params, exit=8, key=key, address="tcp://0.0.0.0:9000") as cloud:
         cloud.wait()
 
-States that an edge sends run the deep layers and leave full-depth K/V there (`kv="full"`), so the
-answer is the full model's, whichever side the earlier tokens came from.
+States that an edge sends run the deep layers and leave full-depth K/V there (`kv="full"`). So the
+answer is the full model's, independent of the side that emitted the earlier tokens.
 """
 
 from __future__ import annotations

@@ -128,9 +128,9 @@ class Edge:
         the model's own; `on_token` is called with each token's id as it comes.
 
         Raises:
-          ValueError: an empty prompt, ids outside the vocabulary, more tokens than the model's
-            context, a cloud with another model, exit or protocol, or states that the link's type
-            cannot hold.
+          ValueError: the prompt is empty, contains ids outside the vocabulary, or exceeds the
+            context. The cloud has another model, exit or protocol, or the link's type cannot hold
+            the states.
         """
         config, text, states = self._config, EdgeText(), list[np.ndarray]()
         (new,) = check_prompts([prompt], config=config, max_new_tokens=max_new_tokens)

@@ -32,10 +32,10 @@ def fit_prompt_sets(
 ) -> LayerSets:
     """Returns the policy in which a row's first tokens choose the layers of later ones (FiRST).
 
-    After Jain et al. 2024 (arXiv 2410.12513), without training the model: a linear gate at the
-    beginning of every segment but the first learns, from the mean state of a row's first `prompt`
-    tokens, how much it harms the tokens after them to skip this segment alone (the root of their
-    mean KL to full depth, in nats ** 0.5). Under one threshold for all gates these tokens run
+    After Jain et al. 2024 (arXiv 2410.12513), without training the model. Every segment but the
+    first has a linear gate at its start, which reads the mean state of a row's first `prompt`
+    tokens. It predicts the harm to later tokens if they skip this segment only: the root of their
+    mean KL to full depth, in nats ** 0.5. Under one threshold for all gates these tokens run
     `layers` on average. Segments end at the model's exits; studies are of a text, by `study_exits`.
 
     Raises:

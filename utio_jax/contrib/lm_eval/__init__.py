@@ -81,9 +81,9 @@ class UtioLM(TemplateLM):
         runs in full. Batches have `rows`.
 
         Raises:
-          ValueError: rows < 1, the mode does not fit the model (policies that are not causal never
-            do), the model has no tokenizer, or one that cannot be used, or contexts are to be read
-            otherwise than by `PromptImportance`, or in another mode than `Plain`.
+          ValueError: `rows` is below 1. The mode does not fit the model; policies that are not
+            causal never do. The model has no usable tokenizer. Contexts have another policy than
+            `PromptImportance`, or another mode than `Plain`.
         """
         super().__init__()
         if rows < 1:

@@ -2,8 +2,9 @@
 """Thresholds that follow the text: adapted online to a target agreement with full depth.
 
 After FREE (Bae et al. 2023, arXiv 2310.05424, section 3.3). Every k-th batch runs at full depth and
-is observed. All thresholds of a policy move together, along a row of candidates from "none stops"
-over the policy's own to "all stop at the first exit", set in quantiles of scores. The choice is
+is observed. All thresholds of a policy move together, along a list of candidates in quantiles of
+scores. The list runs from "none stops" over the policy's own thresholds to "all stop at the first
+exit". The choice is
 that of conformal risk control (Angelopoulos et al. 2022, arXiv 2208.02814): the cheapest before the
 first whose disagreements, with one added, exceed the target. It holds on average over text like
 what was observed of late, without the harm that frozen K/V do to other tokens.
@@ -86,8 +87,8 @@ def start_online(
     alike, so remember many documents. There is an odd number of candidates.
 
     Raises:
-      ValueError: a number out of range, shapes that do not fit, no finite score at an exit in use,
-        or a memory too short for the target.
+      ValueError: a number is out of range, or shapes do not fit. An exit in use has no finite
+        score, or the memory is too short for the target.
     """
     scores, start = np.asarray(scores, np.float32), np.asarray(start, np.float32)
     if scores.ndim != 2 or start.shape != scores.shape[:1]:

@@ -8,8 +8,8 @@
     )
     scored.write_parquet(out)
 
-A text is a string, or a list of token ids. What a document gets depends on it alone, not on others
-of its batch, on the actor, or on a batch that runs again after a fault.
+A text is a string, or a list of token ids. A document's results depend on it alone, not on
+its batch, the actor, or a repeated run after a fault.
 """
 
 from __future__ import annotations

@@ -9,9 +9,9 @@ residual, without MLPs in between. Per head, over the tokens `t` that the layer 
 
 written as the masked product that the paper shows it to be (its section 4): a sum over earlier
 tokens, each faded by the decays of the tokens *between* it and the query. That fits the contract of
-decoders: `C` is a query, `(B, dt, -dt A)` a key, `x` a value. Depth per token then means: a token
-that is frozen enters deeper states by what its frozen state makes of `B`, `dt` and `x`
-(`kv="propagate"`), or the states pass it by, neither faded nor fed (`kv="drop"`).
+decoders: `C` is a query, `(B, dt, -dt A)` a key, `x` a value. Depth per token has two
+strategies for frozen tokens. Under `kv="propagate"` deeper states receive `B`, `dt` and `x`
+projected from the frozen state. Under `kv="drop"` they skip the token, without decay or input.
 
 Not here: Mamba-2's short convolution over `x`, `B` and `C`. It reads neighbours' inputs, but
 caches, packing and frozen tokens need K/V that follow from a token's own state alone. Nor
@@ -29,7 +29,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from utio_jax.core.decoder import DecoderConfig, LayerParams, Params, Places
+from utio_jax.core.decoder import DecoderConfig, LayerParams, Params, PositionEncoding
 from utio_jax.models.transformer import RMSNorm
 
 __all__ = [
@@ -176,7 +176,7 @@ class Mamba2:
     def layers(self, params: Params) -> LayerParams:
         return params["layers"]
 
-    def encode_positions(self, positions: Int[Array, "*lead"]) -> Places:
+    def encode_positions(self, positions: Int[Array, "*lead"]) -> PositionEncoding:
         return positions  # Not read: the decays say how far away a token is.
 
     def embed(
@@ -187,11 +187,11 @@ class Mamba2:
     def _apply(self, layer: LayerParams, *args: Any, method: str) -> Any:
         return Mamba2Layer(self.config).apply({"params": layer}, *args, method=method)
 
-    def queries(self, layer: LayerParams, x: jax.Array, places: Places) -> jax.Array:
+    def queries(self, layer: LayerParams, x: jax.Array, places: PositionEncoding) -> jax.Array:
         return self._apply(layer, x, method="queries")
 
     def keys_values(
-        self, layer: LayerParams, x: jax.Array, places: Places
+        self, layer: LayerParams, x: jax.Array, places: PositionEncoding
     ) -> tuple[jax.Array, jax.Array]:
         return self._apply(layer, x, method="keys_values")
 

@@ -5,10 +5,10 @@
     result = select(decoder, params, context, candidates, lengths, how)
     result.winner, result.scores
 
-Early-exit reranking: at each depth of `Select.depths` the head reads every candidate that is left,
-those more than a margin worse than the best leave, and the others are packed into a smaller static
-batch. One that stays to the end has full depth's score: what a margin risks is that the winner
-leaves, and `fit_select` finds margins that bound how often it does.
+Early-exit reranking: at each depth of `Select.depths` the head scores all remaining candidates.
+Candidates more than a margin worse than the best leave. The others are packed into a smaller static
+batch. Candidates that stay to the end have full depth's score. The risk of a margin is that the
+winner leaves; `fit_select` finds margins that bound its frequency.
 """
 
 from __future__ import annotations

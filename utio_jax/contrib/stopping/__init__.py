@@ -138,8 +138,8 @@ def generate_until_sure(
 class Trace(NamedTuple):
     """Results of ending a prompt's thought at every possible token.
 
-    `ends` has, for each place asked, the tokens thought, the window's mean surprise in nats, and
-    whether the answer is another than after all `whole` tokens.
+    `ends` has three values for each possible end: tokens thought, the window's mean surprise in
+    nats, and True if the answer differs from that after all `whole` tokens.
     """
 
     ends: list[tuple[int, float, bool]]

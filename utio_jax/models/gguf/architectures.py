@@ -349,9 +349,9 @@ def rotated_share(factors: np.ndarray) -> float | None:
 def llama3_scaling(factors: np.ndarray, *, theta: float) -> dict[str, Any] | None:
     """Returns the `rope_parameters` of Llama 3.1 whose `head_dim / 2` frequencies `factors` divide.
 
-    Between frequencies that are kept and those divided in full the inverse divisor is linear in the
-    frequency, which gives back `original_max_position_embeddings` and `high_freq_factor` where
-    `low_freq_factor` is 1. None where the divisors are not of that form.
+    Low frequencies are divided in full, high ones are kept. In between, the inverse divisor is
+    linear in the frequency. This determines `original_max_position_embeddings` and
+    `high_freq_factor` for a `low_freq_factor` of 1. None if the divisors are not of that form.
     """
     divisors = np.asarray(factors, np.float64).reshape(-1)
     if np.all(divisors == 1.0):
