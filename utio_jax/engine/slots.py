@@ -187,10 +187,10 @@ class Slots:
                 f"Wanted prompt_widths within the capacity of {self.capacity} tokens. Got "
                 f"{served.shapes.prompt_widths}."
             )
-        prefill = canonical(prefill)
+        shaped: Prefill = canonical(prefill)
         # On the host, once: how many tokens go deep may lie on the device.
         self._how = {
-            (width, group): prefill.for_shape(group, width)
+            (width, group): shaped.for_shape(group, width)
             for width in self.widths
             for group in self.groups
         }
