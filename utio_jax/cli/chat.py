@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any, ClassVar
 
 from utio_jax.cli.options import OfDecoding, Rare
+from utio_jax.core.terminal import note_compilation
 from utio_jax.decoding.base import Plain
 
 CHUNK = 4
@@ -90,6 +91,7 @@ class Chat(OfDecoding):
                 f"Wanted a conversation within the model's context of {config.context_length} "
                 f"tokens. It has {config.context_length - left}."
             )
+        note_compilation()
         pieces = stream_answer(
             model,
             messages,

@@ -37,6 +37,7 @@ from utio_jax.core.lens import (
     load_lens,
     with_config,
 )
+from utio_jax.core.terminal import note_compilation
 from utio_jax.decoding.base import Mode
 from utio_jax.decoding.text import GeneratedText, generate_text
 from utio_jax.evaluation.controls import load_controls
@@ -247,6 +248,7 @@ class Model(Verbs):
         Raises:
           ValueError: the model has no chat template, or see `render_chat` and `generate`.
         """
+        note_compilation()
         options["mode"] = self.mode(mode, budget=budget)
         prompt = encode_chat(self, messages, **(variables or {}))
         options = {"eos_ids": turn_ends(self), "stop_strings": stop_strings, **options}

@@ -411,6 +411,7 @@ class Verbs:
             replaced = [
                 f"{name} at {fitted_budget:g}" for name, fitted in had for fitted_budget in fitted
             ]
+        note_compilation()
         # All is fitted to a copy: what fails or is interrupted leaves this model as it was.
         model, lens = dataclasses.replace(self), None
         if for_lens:
@@ -474,6 +475,7 @@ class Verbs:
         """
         has_file = calibration_file(self.policies or self.folder).is_file()
         alone = bool(policies) and not has_file and "calibration" not in vars(self)
+        note_compilation()
         drawn, document_of_window = sample_batches(
             self.documents(texts, files=files),
             rows=16,
