@@ -259,6 +259,7 @@ def test_generate_streams_one_prompt_to_a_terminal(
         ("compare SOURCE --budget 0.8 0.123", "some of the budgets [0.8], as calibrated"),
         ("generate", "Wanted at least one prompt"),
         ("generate " + "x=1;" * 40, "within the model's context of 64. Got prompt 0 of"),
+        ("generate --prompt hello", "Texts to continue have no option: utio-jax generate TEXT"),
         ("generate x --rounds -1", "Wanted --rounds of at least 0. Got -1"),
         ("generate x --mode lossless --drafter magic", "a drafter of exit, ngram"),
         ("generate x --mode adaptive --policy full --budget 0.5", "with budget. Got policy full"),

@@ -442,6 +442,7 @@ def test_a_verdict_is_repeated_where_the_policy_is_used(
     assert "utio-jax: Adaptive depth will not pay here: the loss at depth 2 is 60 % above" in said
     if command == "evaluate":
         assert re.search(r"at full depth [\d.]+, perplexity [\d.]+: [+-][\d.]+ % loss at", said)
+        assert "That is more than the budget of 0.8" in said
 
 
 def row(policy: str, budget: float | None, margin: Any, **fields: Any) -> ComparisonRow:

@@ -81,7 +81,7 @@ class Chat(OfDecoding):
         turn: int,
         options: dict[str, Any],
     ) -> dict[str, Any]:
-        """Prints an answer as it arrives; returns it, its depths and whether it was stopped."""
+        """Prints an answer as it arrives; returns it, its depths and whether Ctrl-C ended it."""
         from utio_jax.models.chat import encode_chat, stream_answer
 
         config = model.decoder.config
@@ -102,7 +102,7 @@ class Chat(OfDecoding):
         )
         coloured = not isinstance(options["mode"], Plain)
         text, depths, stopped = show_stream(console, pieces, config.num_layers, coloured=coloured)
-        return {"answer": text, "depths": depths, "stopped": stopped}
+        return {"answer": text, "depths": depths, "interrupted": stopped}
 
 
 def show_stream(
