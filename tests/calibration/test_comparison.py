@@ -19,7 +19,7 @@ from utio_jax.core.pytrees import pytree, static
 from utio_jax.evaluation.evaluate import evaluate
 from utio_jax.evaluation.intervals import DocumentSums, HullBootstrap, hull_of
 from utio_jax.evaluation.ledger import convex_hull, uniform_hull
-from utio_jax.policies import PolicyBase
+from utio_jax.policies import PolicyBase, uniform
 from utio_jax.policies.store import Calibration, Thresholds
 
 
