@@ -57,7 +57,7 @@ class Generate(OfDecoding):
         from utio_jax.models.texts import names_file
 
         if not self.prompts:
-            raise ValueError("Wanted at least one prompt. Got none.")
+            raise ValueError("Wanted at least one prompt: utio-jax generate TEXT. Got none.")
         if self.rounds < 0:
             raise ValueError(
                 f"Wanted --rounds of at least 0. Got {self.rounds}. 0 decodes once, and times "

@@ -71,7 +71,10 @@ class OfModel:
     def load(self, sharding: Any = None) -> Any:
         """Returns the `utio_jax.models.Model`, its parameters on the default device or as asked."""
         from utio_jax.models import load
+        from utio_jax.models.texts import read_files
 
+        if files := getattr(self, "files", ()):
+            read_files(files)  # What cannot be read is named before a model is.
         named = {"auto": True, "none": False}
         return load(
             self.model,
