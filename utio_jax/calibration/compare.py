@@ -224,7 +224,7 @@ def _named_policies(policies: Policies, *, taken: Sequence[str]) -> dict[str, Po
     """
     single = isinstance(policies, str) or hasattr(policies, "depths")
     listed = policies.values() if isinstance(policies, Mapping) else policies
-    wrong = [policies] if single else [each for each in listed if not hasattr(each, "depths")]
+    wrong = [policies] if single else [one for one in listed if not hasattr(one, "depths")]
     if wrong:
         raise TypeError(
             "Wanted a list of policies, such as [uniform(8)], or a dictionary of them. Got "
