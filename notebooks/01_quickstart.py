@@ -122,8 +122,8 @@ plt.show()
 # %% [markdown]
 # ## Is that right, and is the work really skipped?
 #
-# `oracle` is the slow definition of what must come out: it runs all layers on all tokens, under
-# masks. `found.work` counts what was executed, in slots times layers. Blocks are padded to a
+# `reference_states` is the slow definition of what must come out: it runs all layers on all tokens,
+# under masks. `found.work` counts what was executed, in slots times layers. Blocks are padded to a
 # multiple of 32 slots, so that shapes are static: for one text of 39 tokens that is more than
 # routing saves. A batch of a few thousand tokens, further below, hardly notices.
 
@@ -133,7 +133,7 @@ from utio_jax import reference_states
 slow = jax.jit(reference_states, static_argnums=0)(
     model.decoder, model.params, token_ids, lengths, found.depths
 )
-print(f"largest difference to the oracle: {abs(found.x - slow).max():.1e}")
+print(f"largest difference to the reference: {abs(found.x - slow).max():.1e}")
 print(f"token-layers at full depth: {len(ids) * layers}")
 print(f"token-layers that the gate decided: {depths.sum()}")
 print(f"slot-layers executed: {np.sum(found.work.queries)}")
@@ -306,8 +306,8 @@ plt.show()
 # %% [markdown]
 # The red mark is what the FLOPs of the decided layers alone would give: the distance to it is
 # padding, the gate, packing, and blocks that are smaller than those of the dense baseline; more
-# tokens per pass close some of it. Truncating all tokens to one exit is about as fast at about as
-# much loss: at one fixed budget a depth per token is as good as truncating, and no better. What it
+# tokens per pass close some of it. Truncating all tokens to 10 layers is about as fast here, and
+# loses less: at one fixed budget a depth per token is no better than truncating. What it
 # adds is any budget from one set of weights. Two thousand tokens also say little about the *loss*;
 # the next notebook measures that on more text, against what uniform exits would lose at the same
 # cost.

@@ -371,6 +371,8 @@ def test_the_oracle_knows_the_divergence_of_every_exit(tiny: Any, text: list[Bat
 def test_unknown_policies_are_refused(tiny: Any, text: list[Batch]) -> None:
     with pytest.raises(ValueError, match="policies of learned, utio_surrogate.*Got 'magic'"):
         calibrated(tiny, [], policies=("magic",))
+    with pytest.raises(ValueError, match="a list of policies. Got 'entropy'"):
+        calibrated(tiny, [], policies="entropy")
     with pytest.raises(ValueError, match="other than those of controls.*Got 'random'"):
         calibrated(tiny, [], policies={"random": lambda fitter: Position()})
     with pytest.raises(ValueError, match="functions of the fitter.*Got 'mine': Position"):

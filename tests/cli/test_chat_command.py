@@ -83,7 +83,7 @@ def test_a_conversation_goes_on_until_it_is_left(
         {"role": "user", "content": "and?"},
     ]
     assert seen[2] == [system, {"role": "user", "content": "again"}], "/new forgets"
-    assert all(turn["depths"] == [3] * 5 and not turn["stopped"] for turn in result["turns"])
+    assert all(turn["depths"] == [3] * 5 and not turn["interrupted"] for turn in result["turns"])
     for turn in result["turns"]:
         assert turn["answer"] in shown.err, "shown where the JSON is not"
     assert load(folder).chat([system, user], max_new_tokens=5).text == first
@@ -140,8 +140,8 @@ def test_ctrl_c_ends_the_answer_and_not_the_program(
     assert main(["chat", "--model", folder, "--max-new-tokens", "5"]) == 0
     shown = capsys.readouterr()
     first, second = json.loads(shown.out)["turns"]
-    assert (first["stopped"], len(first["depths"])) == (True, 2)
-    assert (second["stopped"], len(second["depths"])) == (False, 5)
+    assert (first["interrupted"], len(first["depths"])) == (True, 2)
+    assert (second["interrupted"], len(second["depths"])) == (False, 5)
     (_, turn, _), _ = asked[1]
     assert turn == {"role": "assistant", "content": first["answer"]}, "what was said counts"
     assert "(stopped)" in shown.err

@@ -200,6 +200,16 @@ def test_a_place_that_takes_no_files_is_found_before_the_work(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["DIR.json", "FILE", "X"]
 
 
+@pytest.mark.parametrize("command", ["evaluate", "compare", "try", "calibrate", "fit-prompt"])
+def test_files_that_cannot_be_read_are_found_before_the_model_is_loaded(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("utio_jax.models.load", None)
+    message = refused(capsys, command, "nowhere.txt", Path(__file__).parent)
+    assert "Got nowhere.txt: No such file or directory; " in message
+    assert f"{Path(__file__).parent}: Is a directory." in message
+
+
 def test_what_can_be_written_leaves_nothing_behind(tmp_path: Path) -> None:
     expected = tmp_path / "new" / "deeper" / "out.json"
     assert check_writable(expected, "--out") == expected
@@ -446,6 +456,18 @@ def test_a_verdict_is_repeated_where_the_policy_is_used(
     )
     if command == "evaluate":
         assert re.search(r"at full depth [\d.]+, perplexity [\d.]+: [+-][\d.]+ % loss at", message)
+        assert "more than the budget" not in message
+
+
+def test_more_work_than_the_budget_is_pointed_out(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fitted = position_only(load(folder).sha256)
+    entries = {"position": {0.3: fitted.entries["position"][0.8]}}
+    dataclasses.replace(fitted, entries=entries).save(tmp_path / "low.json")
+    options: Any = {"model": str(folder), "calibration": tmp_path / "low.json", "context": 32}
+    Evaluate(files=(source("keyword"),), policy="position", **options).run()
+    assert "That is more than the budget of 0.3" in capsys.readouterr().err
 
 
 def row(policy: str, budget: float | None, margin: Any, **fields: Any) -> ComparisonRow:

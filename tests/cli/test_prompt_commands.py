@@ -72,7 +72,7 @@ def test_a_prompt_that_is_a_files_name_is_said_to_be_no_file(
     Path("one.txt").write_text(WORDS)
     options = ["--model", str(folder), "--rounds", "0", "--max-new-tokens", "1"]
     assert main(["generate", "one.txt", *options]) == 0
-    assert 'utio-jax generate "$(cat one.txt)"' in capsys.readouterr().err
+    assert capsys.readouterr().err.count('"$(cat one.txt)"') == 1
     assert main(["generate", "two.txt", *options]) == 0
     assert "$(cat" not in capsys.readouterr().err
 

@@ -87,6 +87,7 @@ def test_a_model_with_exits_and_one_without_are_tried(
             assert (row["loss_pct"], row["same"] > 0.99) == (0.0, True), (
                 "the same tokens, up to ties"
             )
+        assert (row["acceptance"] is not None) == ("drafter" in what)
     assert rows["writing: budget 0.8"]["loss_pct"] == rows["reading: position@0.8"]["loss_pct"]
     assert sorted(path.name for path in folder.iterdir()) == before, "nothing is written"
     config = json.loads((folder / "config.json").read_text())

@@ -40,6 +40,6 @@ def test_compilation_is_noted_once_on_a_terminal(
     finally:
         jax.config.update("jax_compilation_cache_dir", before)
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("Compiling; later calls of the same shapes start at once.")
+    assert line.startswith("Compiling (10 to 60 seconds); later calls of the same shapes")
     assert ("enable_compilation_cache()" in line) == (kept is None)
     assert ("/programs" in line) == (kept is not None)

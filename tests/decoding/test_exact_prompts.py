@@ -55,6 +55,18 @@ def test_tokens_after_exact_prompts_are_those_after_whole_ones(model: Model, way
         np.testing.assert_allclose(one, other, atol=1e-4)
 
 
+@pytest.mark.check
+@pytest.mark.parametrize("model", ["heads of two layers"], indirect=True)
+def test_what_shares_a_batch_changes_no_exact_prompt(model: Model) -> None:
+    whole = run(model, PROMPTS, max_new_tokens=4)
+    for size in (1, 2):
+        for start in range(0, 4, size):
+            part = run(model, PROMPTS[start : start + size], max_new_tokens=4)
+            for row, values in enumerate(part.log_probabilities, start):
+                np.testing.assert_array_equal(part.token_ids[row - start], whole.token_ids[row])
+                np.testing.assert_allclose(values, whole.log_probabilities[row], atol=1e-4)
+
+
 def test_all_tokens_but_the_last_stop_where_keys_and_values_are_complete(model: Model) -> None:
     config = model.decoder.config
     exact = run(model, PROMPTS, max_new_tokens=2)

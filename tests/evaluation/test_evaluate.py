@@ -323,6 +323,12 @@ def test_documents_are_scored_whole_and_in_their_own_order(tiny: Any) -> None:
         expected = -plain_nll(tiny, start, x)[0]
         np.testing.assert_allclose(result.log_likelihood[: len(expected)], expected, atol=1e-4)
     assert output.quality.predicted == sum(len(d) - 1 for d in documents)
+    for rows in (1, 4):
+        other = score_documents(
+            tiny.decoder, tiny.params, documents, uniform(2), rows=rows, executor=EXECUTOR
+        )
+        for one, result in zip(output.documents, other.documents, strict=True):
+            np.testing.assert_allclose(one.log_likelihood, result.log_likelihood, atol=1e-4)
 
 
 @pytest.mark.check

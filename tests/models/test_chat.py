@@ -222,7 +222,7 @@ def test_an_answer_ends_with_the_turn(model: Model) -> None:
 def test_an_answer_ends_before_a_stop_string(model: Model) -> None:
     text = model.chat(HELLO, max_new_tokens=20).text
     stop = text[5:7]
-    reply = model.chat(HELLO, max_new_tokens=20, stop_strings=[stop])
+    reply = model.chat(HELLO, max_new_tokens=20, stop=[stop])
     assert reply.text == text[: text.index(stop)]
 
 
@@ -231,12 +231,12 @@ def test_an_answer_ends_before_a_special_piece_that_is_a_stop_string(model: Mode
     drawn: Any = {"max_new_tokens": 40, "sampling": SamplingParams(temperature=5.0), "eos_ids": ()}
     token = model.tokenizer.token_to_id(mark)
     answers = (
-        (seed, model.chat(HELLO, seeds=seed, **drawn).generated.token_ids[0].tolist())
+        (seed, model.chat(HELLO, seed=seed, **drawn).generated.token_ids[0].tolist())
         for seed in range(20)
     )
     seed, ids = next((seed, ids) for seed, ids in answers if token in ids[2:])
     size = ids.index(token) + 1
-    stopped = model.chat(HELLO, seeds=seed, stop_strings=["never", mark], **drawn)
+    stopped = model.chat(HELLO, seed=seed, stop=["never", mark], **drawn)
     assert stopped.generated.token_ids[0].tolist() == ids[:size]
     assert stopped.generated.finish_reasons == ("stop",)
     assert stopped.text == new_text(model.tokenizer, prompt, ids[:size])

@@ -230,6 +230,7 @@ BOTH: list[tuple[dict[str, Any], str]] = [
     ({"hidden_activation": "relu"}, "hidden_activation='relu'"),
     ({"attention_bias": True}, "attention_bias=True"),
     ({"num_kv_shared_layers": 5}, "num_kv_shared_layers=5 of 6 layers, with none of the same"),
+    ({"num_kv_shared_layers": 6}, "num_kv_shared_layers=6 of 6 layers, with none of the same"),
     ({"head_dim": 7}, "an even head_dim"),
 ]
 OF_GEMMA_3N: list[tuple[dict[str, Any], str]] = [

@@ -57,6 +57,7 @@ def test_figures_are_a_table_of_what_was_measured() -> None:
     }
     assert "<th>loss %</th>" in ledger._repr_html_()
     assert "<td>+1.10</td>" in ledger._repr_html_()
+    assert repr(ledger) == "Ledger(policy learned, budget 0.6, work 0.60, loss % +1.10)"
     rows = Compared(
         [
             ComparisonRow(ledger=Ledger(policy="full", flops_ratio=1.0)),
@@ -67,4 +68,7 @@ def test_figures_are_a_table_of_what_was_measured() -> None:
     assert shown.count("<tr>") == 3
     assert "<td>+0.20 [+0.10, +0.30]</td>" in shown
     assert rows.verdict in shown
+    lines = repr(rows).splitlines()
+    assert lines[1].endswith("loss % +1.10, below truncation % +0.20 [+0.10, +0.30]")
+    assert lines[2:] == [rows.verdict]
     assert "1 of 1 policies are better than truncating" in rows.verdict

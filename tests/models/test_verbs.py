@@ -51,7 +51,7 @@ def calibrated(folder: Path) -> Model:
     model = load(folder)
     result = model.calibrate([source("bisect")], budget=(0.75, 0.9))
     assert result.calibration is model.calibration
-    assert "learned at 0.9 of the FLOPs" in result.summary()
+    assert "learned at 0.9 of the FLOPs" in repr(result) == result.summary()
     assert result.verdict.startswith("Adaptive depth ")
     assert result.replaced == ()
     return model
@@ -225,6 +225,12 @@ def test_strings_are_texts_and_paths_are_files(
         (lambda model: model.generate("a", temperature=0.7), r"Say sampling=SamplingParams\(temp"),
         (lambda model: model.generate("a", max_tokens=3), "Got max_tokens. Say max_new_tokens"),
         (lambda model: next(model.stream("a", top_p=0.9)), "Got top_p. Say sampling=Sampl"),
+        (lambda model: model.generate("a", stop_strings=["b"]), "Got stop_strings. Say stop"),
+        (lambda model: next(model.stream("a", seeds=1)), "Got seeds. Say seed"),
+        (lambda model: model.chat([], stop_strings=["b"]), "Got stop_strings. Say stop"),
+        (lambda model: model.score("a", policy="uniform"), "policy=utio_jax.uniform.8"),
+        (lambda model: model.generate("a", budget="0.75"), r"a budget of \[.*Got '0.75'"),
+        (lambda model: model.hidden_states("x", depths=5), "depths from 0 to the model's 4"),
         (lambda model: model.generate("a", wings=2), "Got wings. Known: mode, sampling, max_new_"),
         (lambda model: model.generate(None), "Wanted a list of texts. Got None"),
         (lambda model: model.generate(b""), "Wanted a list of texts. Got b''"),

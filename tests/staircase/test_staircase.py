@@ -16,7 +16,7 @@ from helpers.models import assert_close, gated, random_gates
 
 from utio_jax import uniform
 from utio_jax.models import TINY, Transformer
-from utio_jax.policies import given_depths
+from utio_jax.policies import Thresholded, given_depths
 from utio_jax.staircase import CapacityPrefix, MicroBatches, score, staircase
 from utio_jax.staircase.reference import reference_states
 
@@ -189,6 +189,10 @@ def test_arguments_of_score_that_are_of_another_kind_are_named(
     rows: Any = [[1, 2]]
     with pytest.raises(TypeError, match="as arrays. Got list and list.*jnp.asarray"):
         score(tiny.decoder, tiny.params, rows, [2], policy)  # type: ignore[arg-type]
+    named: Any = "entropy"
+    policy = Thresholded(signal=named, thresholds=jnp.zeros(1), depths=(2, 4))
+    with pytest.raises(TypeError, match="signal, such as.*Got the name 'entropy'"):
+        score(tiny.decoder, tiny.params, jnp.ones((1, 2), jnp.int32), jnp.asarray([2]), policy)
 
 
 def test_impossible_passes_are_refused(tiny: Any, unchecked_shapes: None) -> None:

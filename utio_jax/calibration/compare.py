@@ -215,7 +215,20 @@ def compare(  # noqa: PLR0913 (options, each named)
 
 
 def _named_policies(policies: Policies, *, taken: Sequence[str]) -> dict[str, Policy]:
-    """Returns policies by name. Raises ValueError for a duplicate name."""
+    """Returns policies by name.
+
+    Raises:
+      TypeError: one policy instead of several, or something that is no policy.
+      ValueError: a duplicate name.
+    """
+    single = isinstance(policies, str) or hasattr(policies, "depths")
+    listed = policies.values() if isinstance(policies, Mapping) else policies
+    wrong = [policies] if single else [one for one in listed if not hasattr(one, "depths")]
+    if wrong:
+        raise TypeError(
+            "Wanted a list of policies, such as [uniform(8)], or a dictionary of them. Got "
+            f"{wrong[0]!r:.80}. Those of the calibration are compared without being named."
+        )
     pairs = (
         [*policies.items()]
         if isinstance(policies, Mapping)

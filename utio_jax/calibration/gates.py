@@ -164,6 +164,8 @@ def fits_of(policies: Sequence[str] | Mapping[str, Fit]) -> dict[str, Fit]:
       ValueError: none, an unknown name, that of a control, or something that is no function.
     """
     given = isinstance(policies, Mapping)
+    if isinstance(policies, str):
+        raise ValueError(f"Wanted a list of policies. Got {policies!r}. For example: ('learned',).")
     unknown = [name for name in policies if not given and name not in SIGNALS]
     if unknown or not policies:
         got = repr(unknown[0]) if unknown else "none"

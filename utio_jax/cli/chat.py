@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any, ClassVar
 
 from utio_jax.cli.options import OfDecoding, Rare
+from utio_jax.core.terminal import note_compilation
 from utio_jax.decoding.base import Plain
 
 CHUNK = 4
@@ -86,7 +87,7 @@ class Chat(OfDecoding):
         turn: int,
         sampling: Any,
     ) -> dict[str, Any]:
-        """Prints an answer as it arrives; returns it, its depths and whether it was stopped."""
+        """Prints an answer as it arrives; returns it, its depths and whether Ctrl-C ended it."""
         from utio_jax.models.chat import encode_chat, turn_ends
 
         model = engines.model
@@ -97,6 +98,7 @@ class Chat(OfDecoding):
                 f"Wanted a conversation within the model's context of {config.context_length} "
                 f"tokens. It has {config.context_length - left}."
             )
+        note_compilation()
         new = min(self.max_new_tokens, left)
         events = engines.of(prompt.size + new).stream(
             prompt,
@@ -109,7 +111,7 @@ class Chat(OfDecoding):
         text, depths, stopped = show_stream(
             console, pieces_of(events), config.num_layers, coloured=coloured
         )
-        return {"answer": text, "depths": depths, "stopped": stopped}
+        return {"answer": text, "depths": depths, "interrupted": stopped}
 
 
 class _Engines:

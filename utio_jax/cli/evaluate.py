@@ -28,6 +28,9 @@ from utio_jax.staircase.reference import check_kv
 _LEAST = 256
 """Tokens from which on routing paid where most of them stop early (results/scoring.md)."""
 
+_FAR = 0.05
+"""FLOPs beyond a budget, over full depth's, that are pointed out."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Evaluate(OfWindows, OfCalibration, OfText):
@@ -116,6 +119,13 @@ class Evaluate(OfWindows, OfCalibration, OfText):
                 f"{row.agreement:.1%} the same most probable token",
                 file=sys.stderr,
             )
+            if budget is not None and (row.flops_ratio or 0.0) > budget + _FAR:
+                print(
+                    f"That is more than the budget of {budget:g}: this text is harder than that of "
+                    "the calibration, or its passes are short. utio-jax calibrate fits policies to "
+                    "text like it.",
+                    file=sys.stderr,
+                )
         if self.per_token is not None:
             tokens = {
                 name: {

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import shlex
 import sys
 from collections.abc import Sequence
@@ -17,6 +16,7 @@ from utio_jax.bench.decoding import measure_modes
 from utio_jax.bench.timing import Timed
 from utio_jax.cli.chat import CHUNK, show_stream
 from utio_jax.cli.options import OfDecoding, Rare, progress_bar
+from utio_jax.core.terminal import note_compilation
 from utio_jax.decoding.base import Plain
 from utio_jax.decoding.prefill import fastest_prefill
 from utio_jax.decoding.text import generate_text, stream_pieces
@@ -54,14 +54,16 @@ class Generate(OfDecoding):
         from rich.console import Console
         from rich.text import Text
 
+        from utio_jax.models.texts import names_file
+
         if not self.prompts:
-            raise ValueError("Wanted at least one prompt. Got none.")
+            raise ValueError("Wanted at least one prompt: utio-jax generate TEXT. Got none.")
         if self.rounds < 0:
             raise ValueError(
                 f"Wanted --rounds of at least 0. Got {self.rounds}. 0 decodes once, and times "
                 "nothing."
             )
-        for prompt in filter(os.path.isfile, self.prompts):
+        for prompt in filter(names_file, self.prompts):
             print(
                 f"utio-jax: {prompt} is continued as it is, not what the file of that name holds. "
                 f'For its text: utio-jax generate "$(cat {shlex.quote(prompt)})"',
@@ -70,6 +72,7 @@ class Generate(OfDecoding):
         model, sampling = self.load(), self.sampling()
         mode, prefill, budget = self.decoding_mode(model)
         prompts, eos_ids = self._encoded(model)
+        note_compilation()
         plain = Plain()
         # Plain decoding after a prompt that was read otherwise is not the baseline.
         label = "prompt" if prefill is not None and isinstance(mode, Plain) else mode.name
@@ -150,10 +153,7 @@ class Generate(OfDecoding):
     def _encoded(self, model: Any) -> tuple[list[Any], tuple[int, ...]]:
         """Returns the prompts' token ids, and the tokens that end an answer."""
         from utio_jax.models.chat import encode_chat, turn_ends
-        from utio_jax.models.texts import names_file
 
-        for prompt in filter(names_file, self.prompts):
-            print(f'{prompt} is taken as text. Its contents: "$(cat {prompt})"', file=sys.stderr)
         if not self.chat:
             return model.encode(list(self.prompts)), model.decoder.config.eos_ids
         asked = [[{"role": "user", "content": prompt}] for prompt in self.prompts]

@@ -71,7 +71,10 @@ class OfModel:
     def load(self, sharding: Any = None) -> Any:
         """Returns the `utio_jax.models.Model`, its parameters on the default device or as asked."""
         from utio_jax.models import load
+        from utio_jax.models.texts import read_files
 
+        if files := getattr(self, "files", ()):
+            read_files(files)  # What cannot be read is named before a model is.
         named = {"auto": True, "none": False}
         return load(
             self.model,
@@ -157,12 +160,17 @@ class OfMode(OfCalibration):
     budget: float | None = None
     policy: Rare[str | None] = None
     drafter: Rare[str | None] = None
-    prompt: Rare[Literal["full"] | None] = None
+    prompt: Rare[str | None] = None
     prompt_budget: float | None = None
     prompt_maps: Rare[Path | None] = None
 
     def load(self, sharding: Any = None) -> Any:
         """Returns the model, with K/V maps if named."""
+        if self.prompt not in (None, "full"):
+            raise ValueError(
+                f"Wanted --prompt full: every token of a prompt runs all layers. Got {self.prompt}."
+                " Texts to continue have no option: utio-jax generate TEXT."
+            )
         model = super().load(sharding)
         if self.prompt_maps is None:
             return model

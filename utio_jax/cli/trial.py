@@ -44,6 +44,7 @@ class Tried:
       times: speed-up over full depth; None if it was not tried.
       loss_pct: increase of the loss.
       same: share of tokens that equal full depth's.
+      acceptance: accepted drafts per verified draft; None where nothing was drafted.
     """
 
     what: str
@@ -51,6 +52,7 @@ class Tried:
     times: float | None = None
     loss_pct: float | None = None
     same: float | None = None
+    acceptance: float | None = None
 
     @property
     def pays(self) -> bool:
@@ -73,7 +75,9 @@ class Tried:
         """Returns a row of the table."""
         times = "" if self.times is None else f"{self.times:.2f}x"
         loss = "" if self.loss_pct is None else f"{self.loss_pct:+.2f} %"
-        return self.what, times, loss, "" if self.same is None else f"{self.same:.0%}", self.how
+        right = "" if self.acceptance is None else f" ({self.acceptance:.0%} of drafts right)"
+        same = "" if self.same is None else f"{self.same:.0%}"
+        return self.what + right, times, loss, same, self.how
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -239,6 +243,7 @@ def _written(
             times=timed[name].ledger.speedup,
             loss_pct=lost.get(how, 0.0),
             same=timed[name].ledger.agreement,
+            acceptance=timed[name].acceptance,
         )
         for name, how in options.items()
         if name in timed

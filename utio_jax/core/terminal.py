@@ -38,5 +38,7 @@ def note_compilation() -> None:
         else "To keep programs for the next session: utio_jax.core.enable_compilation_cache()."
     )
     _noted.append(where)
-    sys.stderr.write(f"Compiling; later calls of the same shapes start at once. {where}\n")
+    sys.stderr.write(
+        f"Compiling (10 to 60 seconds); later calls of the same shapes start at once. {where}\n"
+    )
     sys.stderr.flush()

@@ -12,7 +12,7 @@ import numpy as np
 from utio_jax.core.html import table_html
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class Ledger:
     """One policy at one budget, measured in one run. Unmeasured fields are None.
 
@@ -82,6 +82,13 @@ class Ledger:
             "same tokens": (self.agreement, ".1%"),
         }
         return {name: format(of, form) for name, (of, form) in shown.items() if of is not None}
+
+    def summary(self) -> str:
+        """Returns the figures as one line of text."""
+        return ", ".join(f"{name} {value}" for name, value in self.figures().items())
+
+    def __repr__(self) -> str:
+        return f"Ledger({self.summary()})"
 
     def _repr_html_(self) -> str:
         return table_html([*self.figures()], [[*self.figures().values()]])

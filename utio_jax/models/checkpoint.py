@@ -37,6 +37,7 @@ from utio_jax.core.lens import (
     load_lens,
     with_config,
 )
+from utio_jax.core.terminal import note_compilation
 from utio_jax.decoding.base import Mode
 from utio_jax.decoding.text import GeneratedText, generate_text
 from utio_jax.evaluation.controls import load_controls
@@ -53,7 +54,7 @@ from utio_jax.models.shipped import SHIPPED, shipped_folder
 from utio_jax.models.stacking import place_tensors
 from utio_jax.models.tokenizer import encode_documents, load_tokenizer
 from utio_jax.models.transformer import Transformer, TransformerConfig
-from utio_jax.models.verbs import Verbs
+from utio_jax.models.verbs import Verbs, check_names
 from utio_jax.policies.store import Calibration, calibration_file, load_calibration
 from utio_jax.prompts.maps import KVMapped, load_kv_maps, with_kv_maps
 from utio_jax.staircase.prompts import PromptChoice, choices_of
@@ -227,7 +228,8 @@ class Model(Verbs):
         *,
         mode: str | Mode | None = None,
         budget: float | None = None,
-        stop_strings: Sequence[str] = (),
+        stop: Sequence[str] = (),
+        seed: int = 0,
         variables: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> GeneratedText:
@@ -240,16 +242,19 @@ class Model(Verbs):
           messages: the last is the user's.
           mode: see `generate`.
           budget: see `generate`.
-          stop_strings: the answer ends before the first occurrence of any of these.
+          stop: the answer ends before the first occurrence of any of these.
+          seed: of the draws.
           variables: for the template.
           **options: of `utio_jax.generate`; `eos_ids` are by default the tokens that end a turn.
 
         Raises:
           ValueError: the model has no chat template, or see `render_chat` and `generate`.
         """
+        check_names(options)
+        note_compilation()
         options["mode"] = self.mode(mode, budget=budget)
         prompt = encode_chat(self, messages, **(variables or {}))
-        options = {"eos_ids": turn_ends(self), "stop_strings": stop_strings, **options}
+        options = {"eos_ids": turn_ends(self), "stop_strings": stop, "seeds": seed, **options}
         return generate_text(self, [prompt], **options)
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:

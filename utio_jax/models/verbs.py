@@ -64,7 +64,7 @@ _SHOWN, _SHOWN_TOKENS = 8, 2000  # Documents, and tokens of each, that a noteboo
 _states = jax.jit(dense_states, static_argnums=0, static_argnames="depths")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class Calibrated:
     """Result of `Model.calibrate`.
 
@@ -79,6 +79,9 @@ class Calibrated:
     verdict: str
     exit_nll_increase_pct: dict[str, float]
     replaced: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        return self.summary()
 
     def summary(self) -> str:
         """Returns a few lines of plain text."""
@@ -110,14 +113,26 @@ class Compared(list[ComparisonRow]):
         """A sentence: does any policy beat truncating the model?"""
         return conclude(self)
 
-    def _repr_html_(self) -> str:
-        names = ("policy", "budget", "work", "loss %", "same tokens", "below truncation %")
+    def summary(self) -> str:
+        """Returns a line of text for each row, and the verdict."""
+        rows = [", ".join(f"{name} {value}" for name, value in row.items()) for row in self._rows()]
+        return "\n".join([*rows, self.verdict])
+
+    def __repr__(self) -> str:
+        return self.summary()
+
+    def _rows(self) -> list[dict[str, str]]:
+        """Returns the figures of each row as text, by label."""
         rows = [{**row.ledger.figures(), "policy": row.name} for row in self]
         for shown, row in zip(rows, self, strict=True):
             if row.hull_margin_pct is not None:
                 low, margin, high = row.hull_margin_pct
-                shown[names[-1]] = f"{margin:+.2f} [{low:+.2f}, {high:+.2f}]"
-        table = table_html(names, [[row.get(name) for name in names] for row in rows])
+                shown["below truncation %"] = f"{margin:+.2f} [{low:+.2f}, {high:+.2f}]"
+        return rows
+
+    def _repr_html_(self) -> str:
+        names = ("policy", "budget", "work", "loss %", "same tokens", "below truncation %")
+        table = table_html(names, [[row.get(name) for name in names] for row in self._rows()])
         return f"{table}<p>{self.verdict}</p>"
 
 
@@ -411,6 +426,7 @@ class Verbs:
             replaced = [
                 f"{name} at {fitted_budget:g}" for name, fitted in had for fitted_budget in fitted
             ]
+        note_compilation()
         # All is fitted to a copy: what fails or is interrupted leaves this model as it was.
         model, lens = dataclasses.replace(self), None
         if for_lens:
@@ -474,6 +490,7 @@ class Verbs:
         """
         has_file = calibration_file(self.policies or self.folder).is_file()
         alone = bool(policies) and not has_file and "calibration" not in vars(self)
+        note_compilation()
         drawn, document_of_window = sample_batches(
             self.documents(texts, files=files),
             rows=16,
@@ -533,7 +550,7 @@ class Verbs:
             model does not have.
         """
         config = self.decoder.config
-        chosen = config.exits if depths is None else tuple(depths)
+        chosen = config.exits if depths is None else np.atleast_1d(depths).tolist()
         if not chosen or not {*chosen} <= {*range(config.num_layers + 1)}:
             raise ValueError(
                 f"Wanted depths from 0 to the model's {config.num_layers} layers. Got {depths}."
@@ -584,6 +601,7 @@ def _asked(
     options: dict[str, Any],
 ) -> dict[str, Any]:
     """Returns prompts, mode, prefill and options of `generate` and `stream`."""
+    check_names(options)
     note_compilation()
     if prompt_budget is not None:
         if options.get("prefill") is not None:
@@ -598,6 +616,13 @@ def _asked(
         "prompts": prompts,
         "mode": model.mode(mode, budget=budget),
     }
+
+
+def check_names(options: Mapping[str, Any]) -> None:
+    """Raises TypeError for options of `generate_text` that verbs have by shorter names."""
+    for name, here in {"stop_strings": "stop", "seeds": "seed"}.items():
+        if name in options:
+            raise TypeError(f"Wanted options of Model.generate. Got {name}. Say {here}.")
 
 
 def _named(policy: str | Policy | None, budget: float | None) -> str | Policy:
@@ -629,7 +654,8 @@ def check_policy(name: str, **given: Any) -> None:
     if name == "uniform" and given.get("depth") is None:
         raise ValueError(
             "Wanted a depth with policy uniform: the layers that every token runs. Got none. For "
-            "example 8; policy full runs all of them."
+            "example --depth 8, or in Python policy=utio_jax.uniform(8); policy full runs all of "
+            "them."
         )
 
 

@@ -160,6 +160,10 @@ def check_signal(signal: Any) -> None:
     Raises:
       TypeError: it is no pytree, or lacks a member of `Signal`.
     """
+    if isinstance(signal, str):
+        raise TypeError(
+            f"Wanted a signal, such as utio_jax.policies.Entropy(). Got the name {signal!r}."
+        )
     check_pytree(signal, what="signal")
     if not isinstance(signal, Signal):
         members = ("name", "causal", "remembers", "start", "flops", "reads_logits", "__call__")

@@ -105,7 +105,7 @@ class Calibration:
         if budget not in fitted:
             raise ValueError(
                 f"Wanted a budget of {sorted(fitted)}, for which {name!r} was calibrated. "
-                f"Got {budget}. `utio-jax calibrate --budget ...` fits others."
+                f"Got {budget!r}. `utio-jax calibrate --budget ...` fits others."
             )
         return fitted[budget]
 

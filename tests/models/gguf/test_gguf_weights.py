@@ -262,6 +262,9 @@ def test_a_missing_library_is_named_with_its_extra(
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(ValueError, match=re.escape("pip install 'utio-jax[gguf]'")):
         load(tmp_path / "m.gguf")
+    (tmp_path / "paper.pdf").write_bytes(b"%PDF-1.4" + bytes(32))  # It would not help here.
+    with pytest.raises(ValueError, match="begins with the bytes GGUF"):
+        load(tmp_path / "paper.pdf")
 
 
 def test_what_ends_a_text_or_a_turn_is_named_or_known_by_its_spelling(tmp_path: Path) -> None:

@@ -84,13 +84,13 @@ def read_header(file: str | Path) -> Header:
     path = Path(file)
     if not path.is_file():
         raise ValueError(f"Wanted a GGUF file at {path}. There is none.")
-    sizes = {
-        int(kind): (kind.name, *library().GGML_QUANT_SIZES[kind])
-        for kind in library().GGMLQuantizationType
-    }
     with path.open("rb") as opened:
         cursor = _Cursor(opened, path)
         tensor_count, key_count = _read_counts(cursor)
+        sizes = {
+            int(kind): (kind.name, *library().GGML_QUANT_SIZES[kind])
+            for kind in library().GGMLQuantizationType
+        }
         keys: dict[str, Any] = {}
         for _ in range(key_count):
             name = cursor.text("a key")
