@@ -13,7 +13,7 @@ from jaxtyping import Array, Int
 
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.pytrees import pytree, static
-from utio_jax.decoding.base import Mode, Setting, emit_drawn
+from utio_jax.decoding.base import DecodeContext, Mode, emit_drawn
 from utio_jax.decoding.rows import CachedRows, RowCache
 from utio_jax.decoding.state import DecodeState
 from utio_jax.policies.base import Policy
@@ -100,22 +100,22 @@ class Adaptive(Mode):
                 f"Got policy {self.policy.name!r}."
             )
 
-    def start(self, setting: Setting, state: DecodeState) -> DecodeState:
+    def start(self, context: DecodeContext, state: DecodeState) -> DecodeState:
         shown = None
         if self.frozen.hides:
-            shown = jnp.full(state.token_ids.shape, setting.decoder.config.num_layers, jnp.int32)
+            shown = jnp.full(state.token_ids.shape, context.decoder.config.num_layers, jnp.int32)
             if state.prompt is not None:
                 shown = shown.at[:, : state.prompt.depths.shape[1]].set(state.prompt.depths)
         return dataclasses.replace(state, memory=Memory(shown=shown))
 
-    def step(self, setting: Setting, state: DecodeState) -> DecodeState:
+    def step(self, context: DecodeContext, state: DecodeState) -> DecodeState:
         """Runs the last token of every row as deep as it has to, and draws the next one."""
-        decoder, params, frozen = setting.decoder, setting.params, self.frozen
+        decoder, params, frozen = context.decoder, context.params, self.frozen
         depths, active, ids = self.policy.depths, state.active[:, None], state.last_ids[:, None]
         tokens = Tokens.at(decoder, params, ids, state.positions[:, None], active)
         # While it runs, a token sees itself everywhere.
         shown = _show(state.memory.shown, tokens, jnp.full_like(tokens.depth, depths[-1]))
-        executor = self.rows(width=setting.width, layers=setting.layers, shown=shown)
+        executor = self.rows(width=context.width, layers=context.layers, shown=shown)
         model = Model(decoder, params, executor)
         packing = self.packing(model, tokens, ids, state.memory)
         done = run_pass(
@@ -140,7 +140,7 @@ class Adaptive(Mode):
             spent.kv,
             start=start,
             bounds=(depths[0], depths[-1]),
-            layers=setting.layers,
+            layers=context.layers,
         )
         work = jax.tree.map(lambda each: jnp.sum(each, axis=0) // active.size, done.work)
         tally = state.tally.add(
@@ -156,7 +156,7 @@ class Adaptive(Mode):
         )
         memory = self.remember(packing, shown=_show(shown, ended, depth))
         return emit_drawn(
-            setting,
+            context,
             dataclasses.replace(state, cache=cache, tally=tally, memory=memory),
             done.read[:, 0],
             decided=depth[:, 0],

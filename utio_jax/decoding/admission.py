@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Continuous batching: inserts and releases rows of a running batch.
 
-    state = empty_state(setting, batch=8, slots=512)
-    fresh = begin(setting, token_ids, lengths, limits, seeds, slots=512)     # two prompts
+    state = empty_state(context, batch=8, slots=512)
+    fresh = begin(context, token_ids, lengths, limits, seeds, slots=512)     # two prompts
     state = admit(state, fresh, np.array([5, 2]))
-    state = advance(setting, state, until, widths=widths)
+    state = advance(context, state, until, widths=widths)
     state = release(state, [5])                                             # or once it has ended
 
 Each row gets the tokens that `generate` gives its prompt alone. Shapes are those of the batch and
@@ -25,14 +25,14 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from utio_jax.core.rows import put_rows
-from utio_jax.decoding.base import Setting
+from utio_jax.decoding.base import DecodeContext
 from utio_jax.decoding.loop import unread
 from utio_jax.decoding.state import RELEASED, DecodeState
 
 
 @partial(jax.jit, static_argnames=("batch", "slots", "alternatives"))
 def empty_state(
-    setting: Setting,
+    context: DecodeContext,
     hook: Any = None,
     *,
     batch: int,
@@ -42,8 +42,8 @@ def empty_state(
     """Returns a state of released rows alone, into which prompts are admitted."""
     one = jnp.ones((batch,), jnp.int32)
     rows = one[:, None] * 0, one, one, one.astype(jnp.uint32), hook
-    state = unread(setting, *rows, slots=slots, alternatives=alternatives)
-    state = setting.mode.start(setting, state)
+    state = unread(context, *rows, slots=slots, alternatives=alternatives)
+    state = context.mode.start(context, state)
     return dataclasses.replace(state, reason=jnp.full_like(one, RELEASED))
 
 

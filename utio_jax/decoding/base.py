@@ -32,7 +32,7 @@ of the program: the same one compiles nothing new. Of a pytree with `__call__`, 
 
 
 @pytree
-class Setting:
+class DecodeContext:
     """What stays the same from round to round.
 
     Attributes:
@@ -107,11 +107,11 @@ class Mode:
     def check(self, decoder: Decoder) -> None:
         """Raises ValueError where the mode and the model do not fit."""
 
-    def start(self, setting: Setting, state: DecodeState) -> DecodeState:
+    def start(self, context: DecodeContext, state: DecodeState) -> DecodeState:
         """Returns the state with the mode's memory, once the prompts are in the cache."""
         return state
 
-    def step(self, setting: Setting, state: DecodeState) -> DecodeState:
+    def step(self, context: DecodeContext, state: DecodeState) -> DecodeState:
         """Returns the state after at least one more token in every active row."""
         raise NotImplementedError
 
@@ -122,27 +122,27 @@ class Plain(Mode):
 
     name: ClassVar[str] = "plain"
 
-    def step(self, setting: Setting, state: DecodeState) -> DecodeState:
+    def step(self, context: DecodeContext, state: DecodeState) -> DecodeState:
         """Runs the last token of every row through all layers, and draws the next one."""
-        active, width = state.active, setting.width
+        active, width = state.active, context.width
         logits, cache = decode_step(
-            setting.decoder,
-            setting.params,
+            context.decoder,
+            context.params,
             state.last_ids,
             state.cache,
             state.positions,
             active=active,
             width=width,
-            layers=setting.layers,
+            layers=context.layers,
         )
-        layers = jnp.int32(setting.decoder.config.num_layers)
+        layers = jnp.int32(context.decoder.config.num_layers)
         key_slots = layers * float(width)
         tally = state.tally.add(
             active, steps=1, token_layers=layers, key_slots=key_slots, attended=key_slots, heads=1
         )
         state = dataclasses.replace(state, cache=cache, tally=tally)
         depth = jnp.full_like(state.lengths, layers)
-        return emit_drawn(setting, state, logits, decided=depth, executed=depth)
+        return emit_drawn(context, state, logits, decided=depth, executed=depth)
 
 
 def check_mode(mode: Mode, decoder: Decoder) -> None:
@@ -173,7 +173,7 @@ def as_processor(function: LogitsProcessor | None) -> Any:
 
 
 def process(
-    setting: Setting,
+    context: DecodeContext,
     state: DecodeState,
     logits: Float[Array, "batch new vocab"],
     lengths: Int[Array, "batch new"],
@@ -182,7 +182,7 @@ def process(
     """Returns logits behind several lengths of each row, as the logits processor changes them.
 
     Args:
-      setting: has the processor, or none.
+      context: has the processor, or none.
       state: of the rows.
       logits: of the next token behind each length.
       lengths: tokens of the row before that.
@@ -191,7 +191,7 @@ def process(
     Raises:
       ValueError: the processor returns another shape.
     """
-    if setting.logits_processor is None:
+    if context.logits_processor is None:
         return logits
     if drafts is not None:
         row, offset = jnp.indices(drafts.shape, jnp.int32, sparse=True)
@@ -202,7 +202,7 @@ def process(
         )
 
     def change(logits: jax.Array, lengths: jax.Array) -> jax.Array:
-        changed = setting.logits_processor(logits, dataclasses.replace(state, lengths=lengths))
+        changed = context.logits_processor(logits, dataclasses.replace(state, lengths=lengths))
         if jnp.shape(changed) != logits.shape:
             raise ValueError(
                 f"Wanted a logits_processor that returns logits of shape {logits.shape}, as it is "
@@ -214,7 +214,7 @@ def process(
 
 
 def emit_drawn(
-    setting: Setting,
+    context: DecodeContext,
     state: DecodeState,
     logits: Float[Array, "batch vocab"],
     *,
@@ -224,12 +224,12 @@ def emit_drawn(
     """Returns the state with one token per active row, drawn from `logits`; see `emit`."""
     with jax.named_scope("sample"):
         keys = token_keys(state.seeds, state.lengths[:, None], DRAW)
-        allowed = process(setting, state, logits[:, None, :], state.lengths[:, None])
-        new = draw(setting.sampling, allowed, keys)
+        allowed = process(context, state, logits[:, None, :], state.lengths[:, None])
+        new = draw(context.sampling, allowed, keys)
     one = jnp.ones_like(state.lengths)
     return emit(
         state,
-        setting.stops,
+        context.stops,
         new,
         one,
         logits=logits[:, None, :],

@@ -19,7 +19,7 @@ from utio_jax.attention.cache import KVCache
 from utio_jax.core.arrays import most_probable
 from utio_jax.core.decoder import DecoderConfig, apply_exit_lens
 from utio_jax.core.pytrees import pytree
-from utio_jax.decoding.base import Setting, process
+from utio_jax.decoding.base import DecodeContext, process
 from utio_jax.decoding.sampling import DRAW, token_keys
 from utio_jax.decoding.segments import block_at, run_segment
 from utio_jax.decoding.state import DecodeState
@@ -80,13 +80,13 @@ class ExitDrafter:
         """Layers of the full model that pending tokens have run."""
         return self.exit - (self.upper[1] - self.upper[0])
 
-    def propose(self, setting: Setting, state: DecodeState, *, most: int) -> Proposal:
+    def propose(self, context: DecodeContext, state: DecodeState, *, most: int) -> Proposal:
         """Returns so many drafts of every active row."""
-        decoder, params = setting.decoder, setting.params
+        decoder, params = context.decoder, context.params
         batch, vocab = state.lengths.shape[0], decoder.config.vocab_size
         rows, active = jnp.arange(batch, dtype=jnp.int32), state.active
         states = jax.eval_shape(decoder.embed, params, state.last_ids, state.positions)
-        greedy = setting.sampling is None
+        greedy = context.sampling is None
         none = Proposal(
             cache=state.cache,
             x=jnp.zeros((batch, most + 1, states.shape[-1]), states.dtype),
@@ -108,8 +108,8 @@ class ExitDrafter:
                 block_at(decoder, positions, active[:, None]),
                 start=0,
                 stop=self.depth,
-                width=setting.width,
-                layers=setting.layers,
+                width=context.width,
+                layers=context.layers,
             )
             stored = jnp.where(active[:, None, None], x, now.x[:, at][:, None])
             (start, stop), guessing = self.upper, at < most
@@ -122,8 +122,8 @@ class ExitDrafter:
                     block_at(decoder, positions, active[:, None]),
                     start=start,
                     stop=jnp.where(guessing, stop, start),
-                    width=setting.width,
-                    layers=setting.layers,
+                    width=context.width,
+                    layers=context.layers,
                     bounds=(start, stop),
                 )
 
@@ -131,7 +131,7 @@ class ExitDrafter:
                 return last, None if greedy else jnp.zeros((batch, vocab), jnp.float32)
 
             # The last draft needs no successor. (No cache goes through the conditional.)
-            guess = partial(self._guess, setting, state, x[:, 0], positions, now.token_ids)
+            guess = partial(self._guess, context, state, x[:, 0], positions, now.token_ids)
             new, log_q = jax.lax.cond(guessing, guess, rest)
             slot = jnp.where(active, at, most)
             drawn = None if now.log_q is None else now.log_q.at[rows, slot].set(log_q, mode="drop")
@@ -148,17 +148,17 @@ class ExitDrafter:
 
     def _guess(
         self,
-        setting: Setting,
+        context: DecodeContext,
         state: DecodeState,
         x: Float[Array, "batch dim"],
         positions: Int[Array, "batch 1"],
         drafts: Int[Array, "batch draft"],
     ) -> tuple[jax.Array, jax.Array | None]:
         """Returns the exit's next tokens, and the log-probabilities if they are drawn."""
-        decoder, params, sampling = setting.decoder, setting.params, setting.sampling
+        decoder, params, sampling = context.decoder, context.params, context.sampling
         seen = apply_exit_lens(decoder, params, x, self.exit)
         logits = decoder.unembed(params, seen).astype(jnp.float32)
-        logits = process(setting, state, logits[:, None], positions + 1, drafts)[:, 0]
+        logits = process(context, state, logits[:, None], positions + 1, drafts)[:, 0]
         if sampling is None:
             return most_probable(logits), None
         log_q = jax.nn.log_softmax(sampling(logits), axis=-1)
@@ -198,16 +198,16 @@ class NGram:
                 f"shortest={self.shortest}, longest={self.longest}. For example: NGram(longest=3)."
             )
 
-    def propose(self, setting: Setting, state: DecodeState, *, most: int) -> Proposal:
+    def propose(self, context: DecodeContext, state: DecodeState, *, most: int) -> Proposal:
         """Returns drafts that follow the rows' own last tokens; no layer has run."""
-        decoder = setting.decoder
+        decoder = context.decoder
         drafts, counts = self(state.token_ids, state.lengths, drafts=most)
         offsets = jnp.arange(most + 1, dtype=jnp.int32)[None, :]
         ids = jnp.concatenate([state.last_ids[:, None], drafts], axis=1)
         matched = state.active & (counts > 0)
         return Proposal(
             cache=state.cache,
-            x=decoder.embed(setting.params, ids, state.positions[:, None] + offsets),
+            x=decoder.embed(context.params, ids, state.positions[:, None] + offsets),
             token_ids=drafts,
             log_q=None,
             counts=jnp.where(matched & (state.memory >= self.LEAST_HITS), counts, 0),

@@ -21,10 +21,10 @@ from utio_jax.core.documents import check_ids
 from utio_jax.core.layer import split_layers
 from utio_jax.core.rows import Rows, check_mesh, over_rows, place
 from utio_jax.decoding.base import (
+    DecodeContext,
     LogitsProcessor,
     Mode,
     Plain,
-    Setting,
     as_processor,
     check_mode,
     emit_drawn,
@@ -144,7 +144,7 @@ def run_chunks(  # noqa: PLR0913 (options, each named)
         else prefill.for_shape(*shape, filled=float(ends.mean()) / width)
     )
     mode, prefill = canonical((mode, prefill))
-    setting = Setting(
+    context = DecodeContext(
         decoder=decoder,
         params=params,
         mode=mode,
@@ -153,18 +153,18 @@ def run_chunks(  # noqa: PLR0913 (options, each named)
         logits_processor=as_processor(logits_processor),
     )
     arrays = padded, ends, ends + np.int32(max_new_tokens), row_seeds, hook
-    setting, prefill, arrays = place((setting, prefill, Rows(arrays)), mesh)
-    state = begin(setting, *arrays.tree, slots=slots, prefill=prefill, mesh=mesh)
+    context, prefill, arrays = place((context, prefill, Rows(arrays)), mesh)
+    state = begin(context, *arrays.tree, slots=slots, prefill=prefill, mesh=mesh)
     # No row will ever read fewer keys than the shortest prompt has.
     widths = tuple(w for w in key_widths(slots, key_step=lengths.key_step) if w >= ends.min())
     if mesh is None:
-        setting = dataclasses.replace(setting, layers=split_layers(decoder, params))
+        context = dataclasses.replace(context, layers=split_layers(decoder, params))
 
     until = 1
     while True:
         if until < max_new_tokens:  # The first new token is prefill's.
             until = min(until + chunk, max_new_tokens)
-            state = advance(setting, state, np.int32(until), widths=widths, mesh=mesh)
+            state = advance(context, state, np.int32(until), widths=widths, mesh=mesh)
         if stop_when is not None:
             state = end_rows(state, stop_when)
         yield state
@@ -174,7 +174,7 @@ def run_chunks(  # noqa: PLR0913 (options, each named)
 
 @partial(jax.jit, static_argnames=("slots", "mesh", "alternatives"))
 def begin(  # noqa: PLR0913 (static and traced apart, for jit)
-    setting: Setting,
+    context: DecodeContext,
     token_ids: Int[Array, "batch token"],
     lengths: Int[Array, " batch"],
     limits: Int[Array, " batch"],
@@ -190,38 +190,38 @@ def begin(  # noqa: PLR0913 (static and traced apart, for jit)
     rows, sizes = (token_ids, lengths, limits, seeds, hook), {"alternatives": alternatives}
     if mesh is not None:
 
-        def on_device(setting: Setting, prefill: Prefill | None, rows: Rows) -> DecodeState:
-            return begin(setting, *rows.tree, slots=slots, prefill=prefill, **sizes)
+        def on_device(context: DecodeContext, prefill: Prefill | None, rows: Rows) -> DecodeState:
+            return begin(context, *rows.tree, slots=slots, prefill=prefill, **sizes)
 
-        return over_rows(mesh, on_device, setting, prefill, Rows(rows))
-    decoder, params = setting.decoder, setting.params
-    state = unread(setting, *rows, slots=slots, **sizes)
+        return over_rows(mesh, on_device, context, prefill, Rows(rows))
+    decoder, params = context.decoder, context.params
+    state = unread(context, *rows, slots=slots, **sizes)
     depth, prompt = jnp.full_like(lengths, decoder.config.num_layers), None
     if prefill is None:
         logits, cache = read_prompts(decoder, params, token_ids, lengths, state.cache)
     else:
         logits, cache, prompt = prefill.read(
-            decoder, params, token_ids, lengths, state.cache, kv=setting.mode.prompt_kv
+            decoder, params, token_ids, lengths, state.cache, kv=context.mode.prompt_kv
         )
         depth = jnp.take_along_axis(prompt.depths, lengths[:, None] - 1, axis=1)[:, 0]
     state = dataclasses.replace(state, cache=cache, prompt=prompt)
-    return first_tokens(setting, state, logits, depth=depth)
+    return first_tokens(context, state, logits, depth=depth)
 
 
 def first_tokens(
-    setting: Setting,
+    context: DecodeContext,
     state: DecodeState,
     logits: Float[Array, "batch vocab"],
     *,
     depth: Int[Array, " batch"],
 ) -> DecodeState:
     """Returns the state after the first new token of each row, whose prompts are in its cache."""
-    state = setting.mode.start(setting, state)
-    return emit_drawn(setting, state, logits, decided=depth, executed=depth)
+    state = context.mode.start(context, state)
+    return emit_drawn(context, state, logits, decided=depth, executed=depth)
 
 
 def unread(
-    setting: Setting,
+    context: DecodeContext,
     token_ids: Int[Array, "batch token"],
     lengths: Int[Array, " batch"],
     limits: Int[Array, " batch"],
@@ -232,8 +232,8 @@ def unread(
     alternatives: int = 0,
 ) -> DecodeState:
     """Returns the state of prompts that no layer has read yet; the mode remembers nothing."""
-    (batch, width), decoder = token_ids.shape, setting.decoder
-    dtype = jax.eval_shape(decoder.embed, setting.params, token_ids, token_ids).dtype
+    (batch, width), decoder = token_ids.shape, context.decoder
+    dtype = jax.eval_shape(decoder.embed, context.params, token_ids, token_ids).dtype
     columns = jax.tree.map(jnp.asarray, Columns.empty(batch, slots, alternatives=alternatives))
     known = jnp.pad(token_ids, ((0, 0), (0, slots - width)))
     return DecodeState(
@@ -252,7 +252,7 @@ def unread(
 
 @partial(jax.jit, static_argnames=("widths", "mesh"), donate_argnames="state")
 def advance(
-    setting: Setting,
+    context: DecodeContext,
     state: DecodeState,
     until: Int[Array, "*row"],
     *,
@@ -267,8 +267,8 @@ def advance(
     every device's loops end with its own rows.
     """
     if mesh is not None:
-        return over_rows(mesh, partial(advance, widths=widths), setting, state, until)
-    mode = setting.mode
+        return over_rows(mesh, partial(advance, widths=widths), context, state, until)
+    mode = context.mode
 
     def goes_on(state: DecodeState, *, above: int = 0, width: int = widths[-1]) -> jax.Array:
         fresh = state.lengths - state.prompt_lengths
@@ -277,7 +277,7 @@ def advance(
 
     def walk(state: DecodeState) -> DecodeState:
         for above, width in itertools.pairwise((0, *widths)):
-            step = partial(mode.step, dataclasses.replace(setting, width=width))
+            step = partial(mode.step, dataclasses.replace(context, width=width))
             goes = partial(goes_on, above=above, width=width)
             state = jax.lax.while_loop(goes, step, state)
         return state

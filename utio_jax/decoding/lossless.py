@@ -27,7 +27,7 @@ from utio_jax.attention.cache import KVCache
 from utio_jax.core.arrays import flat
 from utio_jax.core.decoder import Decoder, has_exit_lens, name_exits
 from utio_jax.core.pytrees import pytree, static
-from utio_jax.decoding.base import Mode, Setting, process
+from utio_jax.decoding.base import DecodeContext, Mode, process
 from utio_jax.decoding.drafting import ExitDrafter, NGram, Proposal, round_keys
 from utio_jax.decoding.sampling import (
     ACCEPT,
@@ -138,30 +138,30 @@ class Lossless(Mode):
                 f"Wanted an exit among the model's early exits {early}. Got exit={self.exit}."
             )
 
-    def start(self, setting: Setting, state: DecodeState) -> DecodeState:
+    def start(self, context: DecodeContext, state: DecodeState) -> DecodeState:
         if self.exit is not None:
             return state
         return dataclasses.replace(state, memory=self.ngram.start(state.lengths.shape[0]))
 
-    def step(self, setting: Setting, state: DecodeState) -> DecodeState:
+    def step(self, context: DecodeContext, state: DecodeState) -> DecodeState:
         """Proposes drafts, verifies them by all layers, and emits what agrees and one token."""
-        decoder, sampling = setting.decoder, setting.sampling
+        decoder, sampling = context.decoder, context.sampling
         drafter = self._drafter(decoder)
-        active, num_layers, width = state.active, decoder.config.num_layers, setting.width
+        active, num_layers, width = state.active, decoder.config.num_layers, context.width
         depth = drafter.depth
         with jax.named_scope("draft"):
-            drafted = drafter.propose(setting, state, most=self.max_draft)
+            drafted = drafter.propose(context, state, most=self.max_draft)
         with jax.named_scope("verify"):
             offsets = jnp.arange(self.block, dtype=jnp.int32)[None, :]
             positions = state.positions[:, None] + offsets
             pending = (offsets <= drafted.counts[:, None]) & active[:, None]
             block = block_at(decoder, positions, pending)
-            logits, own, cache, tokens = self._run_deep(setting, state, drafted, block)
+            logits, own, cache, tokens = self._run_deep(context, state, drafted, block)
             if sampling is None or drafted.log_q is None:
                 # Drafts that were not drawn: the tokens are those of plain decoding.
                 verified = verify_tokens(own, drafted.token_ids, drafted.counts)
             else:
-                allowed = process(setting, state, logits, positions + 1, drafted.token_ids)
+                allowed = process(context, state, logits, positions + 1, drafted.token_ids)
                 verified = verify_sampling(
                     jax.nn.log_softmax(sampling(allowed), axis=-1),
                     drafted.log_q,
@@ -195,7 +195,7 @@ class Lossless(Mode):
         # written again before any later query sees them.
         return emit(
             dataclasses.replace(state, cache=cache, tally=tally),
-            setting.stops,
+            context.stops,
             verified.token_ids,
             verified.accepted + 1,
             logits=logits,
@@ -207,7 +207,7 @@ class Lossless(Mode):
         return self.ngram if self.exit is None else ExitDrafter.of(decoder.config, self.exit)
 
     def _run_deep(
-        self, setting: Setting, state: DecodeState, drafted: Proposal, block: Block
+        self, context: DecodeContext, state: DecodeState, drafted: Proposal, block: Block
     ) -> tuple[
         Float[Array, "batch pending vocab"], Int[Array, "batch pending"], KVCache, Int[Array, ""]
     ]:
@@ -218,7 +218,7 @@ class Lossless(Mode):
         Where drafts may be shorter than `max_draft`, the pass comes in three sizes: the smallest
         that holds every row's pending tokens runs, the others skip all their layers.
         """
-        decoder, params = setting.decoder, setting.params
+        decoder, params = context.decoder, context.params
         drafter = self._drafter(decoder)
         depth, varies = drafter.depth, drafter.varies
         sizes = sorted({1, (self.block + 1) // 2, self.block}) if varies else [self.block]
@@ -236,8 +236,8 @@ class Lossless(Mode):
                 jax.tree.map(lambda leaf: leaf[:, :size], block),  # noqa: B023
                 start=depth,
                 stop=jnp.where(chosen == number, layers, depth) if varies else layers,
-                width=setting.width,
-                layers=setting.layers,
+                width=context.width,
+                layers=context.layers,
                 bounds=(depth, layers),
             )
             x = jnp.concatenate([deep, x[:, size:]], axis=1)
@@ -250,8 +250,8 @@ class Lossless(Mode):
                 if drafted.log_q is None:
                     lengths = block.positions[:, :size] + 1
                     keys = token_keys(state.seeds, lengths, DRAW)
-                    allowed = process(setting, state, logits, lengths, drafted.token_ids)
-                    own = draw(setting.sampling, allowed, keys)
+                    allowed = process(context, state, logits, lengths, drafted.token_ids)
+                    own = draw(context.sampling, allowed, keys)
                 missing = ((0, 0), (0, self.block - size))
                 return jnp.pad(logits, (*missing, (0, 0))), jnp.pad(own, missing)
 

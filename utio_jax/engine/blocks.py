@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from utio_jax.core.pytrees import pytree
-from utio_jax.decoding.base import Mode, Setting
+from utio_jax.decoding.base import DecodeContext, Mode
 from utio_jax.decoding.loop import advance
 from utio_jax.decoding.sampling import SamplingParams
 from utio_jax.decoding.state import REASONS, Columns, DecodeState, StopRules
@@ -41,7 +41,7 @@ class Rules:
 
 @partial(jax.jit, static_argnames=("widths", "room"), donate_argnames="state")
 def run_block(
-    setting: Setting,
+    context: DecodeContext,
     thresholds: Float[Array | np.ndarray, "slot boundary"] | None,
     state: DecodeState,
     steps: Int[Array, ""],
@@ -58,10 +58,10 @@ def run_block(
     since = jnp.where(unseen, state.lengths - 1, state.lengths)
     fresh = state.lengths - state.prompt_lengths
     if thresholds is not None:
-        policy = setting.mode.policy.per_row(jnp.asarray(thresholds))
-        mode = dataclasses.replace(setting.mode, policy=policy)
-        setting = dataclasses.replace(setting, mode=mode)
-    state = advance(setting, state, fresh + steps, widths=widths)
+        policy = context.mode.policy.per_row(jnp.asarray(thresholds))
+        mode = dataclasses.replace(context.mode, policy=policy)
+        context = dataclasses.replace(context, mode=mode)
+    state = advance(context, state, fresh + steps, widths=widths)
     counts = [since, state.lengths, state.reason, *(getattr(state.tally, name) for name in TALLIED)]
     slots = since[:, None] + jnp.arange(room, dtype=jnp.int32)[None, :]
     rows = jnp.arange(slots.shape[0], dtype=jnp.int32)[:, None]

@@ -25,7 +25,7 @@ from utio_jax.core.decoder import Decoder
 from utio_jax.core.platform import here
 from utio_jax.core.pytrees import pytree, static
 from utio_jax.core.rows import put_rows
-from utio_jax.decoding.base import Setting, emit_drawn
+from utio_jax.decoding.base import DecodeContext, emit_drawn
 from utio_jax.decoding.segments import block_at, run_segment
 from utio_jax.decoding.state import RELEASED, RUNNING, Columns, DecodeState, Tally
 from utio_jax.engine.blocks import Rules
@@ -146,7 +146,7 @@ class _BlockAttention:
 
 @partial(jax.jit, static_argnames="widths", donate_argnames="state")
 def read_blocks(
-    setting: Setting,
+    context: DecodeContext,
     state: DecodeState,
     rules: Rules,
     fresh: Fresh,
@@ -162,7 +162,7 @@ def read_blocks(
     and the last one of a prompt all layers.
 
     Args:
-      setting: of the running batch.
+      context: of the running batch.
       state: of the running batch.
       rules: of its rows.
       fresh: prompts that begin in this pass.
@@ -171,11 +171,11 @@ def read_blocks(
       widths: numbers of key slots to attend over, ascending. Static.
     """
     state, rules = _open(state, rules, fresh, rows)
-    setting = dataclasses.replace(setting, sampling=rules.sampling, stops=rules.stops)
+    context = dataclasses.replace(context, sampling=rules.sampling, stops=rules.stops)
     with jax.named_scope("prefill_blocks"):
-        last, cache = _run(setting, state, blocks, widths=widths)
-    logits = setting.decoder.unembed(setting.params, last).astype(jnp.float32)
-    return _first_tokens(setting, state, cache, blocks, logits), rules
+        last, cache = _run(context, state, blocks, widths=widths)
+    logits = context.decoder.unembed(context.params, last).astype(jnp.float32)
+    return _first_tokens(context, state, cache, blocks, logits), rules
 
 
 def _open(
@@ -205,10 +205,10 @@ def _open(
 
 
 def _run(
-    setting: Setting, state: DecodeState, blocks: PromptBlocks, *, widths: tuple[int, ...]
+    context: DecodeContext, state: DecodeState, blocks: PromptBlocks, *, widths: tuple[int, ...]
 ) -> tuple[Float[Array, "block dim"], KVCache]:
     """Returns the state of each block's last token, after all layers at prompts' ends."""
-    decoder, params = setting.decoder, setting.params
+    decoder, params = context.decoder, context.params
     config = decoder.config
     ahead = jnp.asarray(blocks.starts)[:, None] + jnp.arange(blocks.size, dtype=jnp.int32)[None, :]
     valid = ahead < jnp.asarray(blocks.stops)[:, None]
@@ -260,14 +260,14 @@ def _run(
 
 
 def _first_tokens(
-    setting: Setting,
+    context: DecodeContext,
     state: DecodeState,
     cache: KVCache,
     blocks: PromptBlocks,
     logits: Float[Array, "block vocab"],
 ) -> DecodeState:
     """Returns the state with the first new token of the rows whose prompts end."""
-    num_rows, num_layers = state.lengths.shape[0], setting.decoder.config.num_layers
+    num_rows, num_layers = state.lengths.shape[0], context.decoder.config.num_layers
     rows = jnp.where(jnp.asarray(blocks.ends), jnp.asarray(blocks.rows), num_rows)
     begins = jnp.zeros((num_rows,), jnp.bool_).at[rows].set(True, mode="drop")
     by_row = jnp.zeros((num_rows, logits.shape[-1]), logits.dtype)
@@ -282,9 +282,9 @@ def _first_tokens(
 
     reason = jnp.where(begins, RUNNING, RELEASED)
     alone = dataclasses.replace(state, cache=cache, reason=reason)
-    alone = setting.mode.start(setting, alone)
+    alone = context.mode.start(context, alone)
     depth = jnp.full_like(state.lengths, num_layers)
-    new = emit_drawn(setting, alone, by_row, decided=depth, executed=depth)
+    new = emit_drawn(context, alone, by_row, decided=depth, executed=depth)
     view = chosen(1, new.cache.view, state.cache.view)
     return dataclasses.replace(
         new,

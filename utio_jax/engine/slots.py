@@ -17,10 +17,10 @@ from utio_jax.core.layer import split_layers
 from utio_jax.core.rows import put_rows
 from utio_jax.decoding.admission import admit, empty_state, release
 from utio_jax.decoding.base import (
+    DecodeContext,
     LogitsProcessor,
     Mode,
     Plain,
-    Setting,
     as_processor,
     check_mode,
 )
@@ -199,8 +199,8 @@ class Slots:
         """Returns the state of free rows, whose rules it notes."""
         slots = self._served.slots
         empty = self._fresh((), rows=slots, width=1)
-        self._rules, setting = empty.rules, self._setting(empty.rules)
-        return empty_state(setting, empty.hook, batch=slots, **self._sizes)
+        self._rules, context = empty.rules, self._context(empty.rules)
+        return empty_state(context, empty.hook, batch=slots, **self._sizes)
 
     def reset(self) -> None:
         """Frees all rows, with a state of its own: an interrupted call may have donated the old."""
@@ -342,7 +342,7 @@ class Slots:
         rows = [*(row for row, _ in fresh), *[self._served.slots] * (count - len(fresh))]
         width = self._sizes["slots"]
         self.state, self._rules = read_blocks(
-            self._setting(self._rules),
+            self._context(self._rules),
             self.state,
             self._rules,
             self._fresh([each for _, each in fresh], rows=count, width=width),
@@ -356,7 +356,7 @@ class Slots:
         requests = [request for _, request, *_ in prompts.parts]
         fresh = self._fresh(requests, rows=prompts.group, width=width)
         state = begin(
-            self._setting(fresh.rules),
+            self._context(fresh.rules),
             *fresh.prompts,
             prefill=self._how[width, prompts.group],
             **self._sizes,
@@ -410,7 +410,7 @@ class Slots:
         """
         steps = self._served.steps if steps is None else steps
         self.state, report = run_block(
-            self._setting(self._rules, self._layers),
+            self._context(self._rules, self._layers),
             self._rules.thresholds,
             self.state,
             np.int32(steps),
@@ -424,8 +424,8 @@ class Slots:
         """Keeps some rows from taking further steps."""
         self.state = release(self.state, rows)
 
-    def _setting(self, rules: Rules, layers: Layers = None) -> Setting:
-        return Setting(
+    def _context(self, rules: Rules, layers: Layers = None) -> DecodeContext:
+        return DecodeContext(
             decoder=self._served.decoder,
             params=self._served.params,
             mode=self.mode,
