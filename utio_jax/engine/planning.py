@@ -52,14 +52,14 @@ class RowRates:
     plain_seconds: float
 
     @property
-    def sane(self) -> bool:
-        """Whether a machine left alone may have measured this.
+    def is_plausible(self) -> bool:
+        """True if an idle machine may have measured these rates.
 
-        Not if layers or plain steps take nothing. What is beside layers is little, and
-        extrapolated: it may lie below zero by a quarter of a plain step.
+        Layers and plain steps take more than 0 seconds. All other parts are small and extrapolated:
+        their seconds may be negative, down to minus a quarter of a plain step.
         """
-        each, plain = [*self.seconds_per_layer.values()], self.plain_seconds
-        return bool(np.min([*each, plain]) > 0) and -plain / 4 < self.seconds < math.inf
+        per_layer, plain = [*self.seconds_per_layer.values()], self.plain_seconds
+        return bool(np.min([*per_layer, plain]) > 0) and -plain / 4 < self.seconds < math.inf
 
     def to_json(self) -> dict[str, Any]:
         """Returns the rates in milliseconds, JSON-ready; none is negative."""
@@ -169,9 +169,9 @@ def plan_mode(
         )
     full = {depth: histogram.get(depth, 0.0) for depth in depths}
     rates, tries = _rates(served, mode, progress), 1
-    while not rates.sane and tries < _TRIES:
+    while not rates.is_plausible and tries < _TRIES:
         rates, tries = _rates(served, mode, progress), tries + 1
-    if rates.sane:
+    if rates.is_plausible:
         config = served.decoder.config
         seconds = predict_seconds(rates, full, rows=served.slots, config=config)
         return DepthPlan(seconds=seconds, rates=rates)
