@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""New tokens: modes (plain, adaptive, lossless), sampling, prefill, the device loop, and text."""
+"""Token generation: decoding modes (plain, adaptive, lossless), sampling, prefill and text."""
 
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.base import DecodeContext, LogitsProcessor, Mode, Plain

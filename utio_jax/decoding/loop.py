@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The token loop on the device, and the shapes that it compiles for."""
+"""Token loop on the device, and the static shapes that it compiles for."""
 
 from __future__ import annotations
 
@@ -36,17 +36,16 @@ from utio_jax.decoding.state import Columns, DecodeState, Tally, check_stops, en
 from utio_jax.decoding.thinking import Thinking, check_thinking
 
 Prompts = Sequence[Sequence[int] | np.ndarray]
-"""Token ids, a list or an array for each row."""
+"""Token ids: a list or an array for each row."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Lengths:
-    """How lengths are rounded, so that few of them ever compile.
+    """Rounding of lengths, which keeps the number of compiled shapes small.
 
     Attributes:
-      prompt_step: prompts are padded to a multiple of this, in tokens.
-      key_step: caches hold a multiple of this, and attention reads at most four different
-        multiples.
+      prompt_step: prompts are padded to a multiple of this number of tokens.
+      key_step: cache sizes are multiples of this. Attention reads at most four different multiples.
     """
 
     prompt_step: int = 64
@@ -74,12 +73,12 @@ def check_prompts(
     for index, prompt in enumerate(prompts):
         ids = np.asarray(prompt)
         if not ids.size:
-            said = f"Wanted prompts of at least one token. Prompt {index} is empty."
+            message = f"Wanted prompts of at least one token. Prompt {index} is empty."
             if config.bos_id is not None:
-                said += (
+                message += (
                     f" Token ids can open with the model's bos_id={config.bos_id}; a text cannot."
                 )
-            raise ValueError(said)
+            raise ValueError(message)
         ids = check_ids(ids, vocab_size=config.vocab_size, what=f"prompt {index}")
         if ids.size + max_new_tokens > config.context_length:
             raise ValueError(
@@ -112,7 +111,7 @@ def run_chunks(  # noqa: PLR0913 (options, each named)
 ) -> Iterator[DecodeState]:
     """Yields the loop's state after every `chunk` new tokens, until all rows have ended.
 
-    On a mesh, further rows may follow those of the prompts: empty ones, which end at once.
+    On a mesh, padding rows may follow the rows of the prompts. They end at once.
     """
     config = decoder.config
     rows = check_prompts(prompts, config=config, max_new_tokens=max_new_tokens)
@@ -155,14 +154,14 @@ def run_chunks(  # noqa: PLR0913 (options, each named)
     arrays = padded, ends, ends + np.int32(max_new_tokens), row_seeds, hook
     context, prefill, arrays = place((context, prefill, Rows(arrays)), mesh)
     state = begin(context, *arrays.tree, slots=slots, prefill=prefill, mesh=mesh)
-    # No row will ever read fewer keys than the shortest prompt has.
+    # All rows read at least as many keys as the shortest prompt has.
     widths = tuple(w for w in key_widths(slots, key_step=lengths.key_step) if w >= ends.min())
     if mesh is None:
         context = dataclasses.replace(context, layers=split_layers(decoder, params))
 
     until = 1
     while True:
-        if until < max_new_tokens:  # The first new token is prefill's.
+        if until < max_new_tokens:  # Prefill draws the first new token.
             until = min(until + chunk, max_new_tokens)
             state = advance(context, state, np.int32(until), widths=widths, mesh=mesh)
         if stop_when is not None:
@@ -215,7 +214,7 @@ def first_tokens(
     *,
     depth: Int[Array, " batch"],
 ) -> DecodeState:
-    """Returns the state after the first new token of each row, whose prompts are in its cache."""
+    """Returns the state after the first new token of each row, with prompts in the cache."""
     state = context.mode.start(context, state)
     return emit_drawn(context, state, logits, decided=depth, executed=depth)
 
@@ -231,7 +230,7 @@ def unread(
     slots: int,
     alternatives: int = 0,
 ) -> DecodeState:
-    """Returns the state of prompts that no layer has read yet; the mode remembers nothing."""
+    """Returns the state before prefill, with an empty cache and no memory of the mode."""
     (batch, width), decoder = token_ids.shape, context.decoder
     dtype = jax.eval_shape(decoder.embed, context.params, token_ids, token_ids).dtype
     columns = jax.tree.map(jnp.asarray, Columns.empty(batch, slots, alternatives=alternatives))
@@ -259,12 +258,12 @@ def advance(
     widths: tuple[int, ...],
     mesh: Mesh | None = None,
 ) -> DecodeState:
-    """Returns the state once every running row has `until` new tokens: one number, or one by row.
+    """Runs steps until every running row has `until` new tokens: one number, or one per row.
 
-    A step reads the fewest of `widths` that all running rows fit in. One loop per width, one after
-    the other, as rows grow; a loop around them starts again from the narrowest that fits, once the
-    longest row has ended. (No cache passes through a conditional, which would copy it.) On a mesh,
-    every device's loops end with its own rows.
+    A step reads the smallest of `widths` that holds all running rows. There is one loop per width,
+    run in ascending order as rows grow. An outer loop starts again from the smallest width that
+    fits, once the longest row has ended. (The cache never passes through a conditional, which would
+    copy it.) On a mesh, the loops of each device end with its own rows.
     """
     if mesh is not None:
         return over_rows(mesh, partial(advance, widths=widths), context, state, until)
@@ -291,7 +290,7 @@ def round_up(length: int, step: int) -> int:
 
 
 def canonical(tree: Any) -> Any:
-    """Returns the pytree with numbers as arrays: weak types would compile a second program."""
+    """Converts numbers in a pytree to arrays: weak types would compile a second program."""
     return jax.tree.map(
         lambda leaf: jax.device_put(np.float32(leaf)) if isinstance(leaf, (int, float)) else leaf,
         tree,
