@@ -203,7 +203,7 @@ def stream_pieces(
     for chunk in stream(model.decoder, model.params, ids, **options):
         for token, depth in zip(chunk.token_ids[0], chunk.decided[0], strict=True):
             yield reader.add(int(token)), int(depth)
-    if tail := reader.rest():
+    if tail := reader.flush():
         yield tail, int(depth)
 
 
@@ -276,7 +276,7 @@ class StreamedRow:
         if running:
             return self._show(len(self._held) - self._doubtful())
         self.ended = True
-        self._hold(self._reader.rest(), self.seen - 1)
+        self._hold(self._reader.flush(), self.seen - 1)
         self._stopped()
         return self._show(len(self._held))
 
@@ -418,7 +418,7 @@ class TextReader:
             self._ids, self._known, self._since = recent, (self._decode(recent),), 0
         return done
 
-    def rest(self) -> str:
+    def flush(self) -> str:
         """Returns the replacement of a character that the last tokens leave unfinished."""
         text = self._decode(self._ids)
         return text[self._shared(text) :]
