@@ -36,7 +36,7 @@ from utio_jax.bench.timing import time_programs
 from utio_jax.core.layer import split_layers
 from utio_jax.core.platform import compiling_for
 from utio_jax.decoding.adaptive import Adaptive
-from utio_jax.decoding.base import Plain, Setting
+from utio_jax.decoding.base import DecodeContext, Plain
 from utio_jax.decoding.loop import advance, begin
 from utio_jax.decoding.prefill import fastest_prefill
 from utio_jax.decoding.state import check_stops
@@ -220,7 +220,7 @@ class Model:
 
         return program, (self.params, ids, lengths, self.policy(way.get("budget", BUDGET)))
 
-    def _setting(self, rows: int, way: dict[str, Any]) -> Setting:
+    def _context(self, rows: int, way: dict[str, Any]) -> DecodeContext:
         mode: Any = Plain()
         if way.get("mode") == "adaptive":
             mode = Adaptive(policy=self.policy(way.get("budget", BUDGET)))
@@ -228,7 +228,7 @@ class Model:
             mode = Adaptive(policy=full_depth(self.decoder), kv="drop")
         stops = check_stops((), (), rows=rows, vocab_size=self.decoder.config.vocab_size)
         stops = jax.tree.map(jnp.asarray, stops)
-        return Setting(
+        return DecodeContext(
             decoder=self.decoder,
             params=self.params,
             mode=mode,
@@ -239,15 +239,15 @@ class Model:
 
     def _decoding(self, rows: int, way: dict[str, Any]) -> tuple[Callable[..., Any], Any]:
         """32 steps behind prompts of 64 tokens, with a copy of the cache before."""
-        setting, limits = self._setting(rows, way), np.full(rows, 200, np.int32)
+        context, limits = self._context(rows, way), np.full(rows, 200, np.int32)
         arrays = self.ids(rows, 64), np.full(rows, 64, np.int32), limits, np.zeros(rows, np.uint32)
-        state = begin(setting, *arrays, slots=256)
+        state = begin(context, *arrays, slots=256)
 
-        def program(setting: Setting, state: Any) -> Any:
+        def program(context: DecodeContext, state: Any) -> Any:
             run = advance.__wrapped__  # Traced anew, with these choices.
-            return run(setting, state, jnp.int32(33), widths=(256,)).token_ids
+            return run(context, state, jnp.int32(33), widths=(256,)).token_ids
 
-        return program, (setting, state)
+        return program, (context, state)
 
     def _prompt(self, rows: int, way: dict[str, Any]) -> tuple[Callable[..., Any], Any]:
         """Reads prompts, to the first token behind them."""
@@ -258,10 +258,10 @@ class Model:
         kv = "drop" if "mode" in way else "propagate"
         prefill = fastest_prefill(self.decoder, rows, width, kv=kv, filled=1.0)
 
-        def program(setting: Setting, prefill: Any, *arrays: Any) -> Any:
-            return begin.__wrapped__(setting, *arrays, slots=width + 64, prefill=prefill)
+        def program(context: DecodeContext, prefill: Any, *arrays: Any) -> Any:
+            return begin.__wrapped__(context, *arrays, slots=width + 64, prefill=prefill)
 
-        return program, (self._setting(rows, way), prefill, *arrays)
+        return program, (self._context(rows, way), prefill, *arrays)
 
 
 def predicted() -> dict[str, Any]:

@@ -30,7 +30,7 @@ from utio_jax.attention.cache import key_widths
 from utio_jax.core.platform import compiling_for
 from utio_jax.core.rows import _spec, row_axes
 from utio_jax.decoding.admission import empty_state
-from utio_jax.decoding.base import Mode, Setting
+from utio_jax.decoding.base import DecodeContext, Mode
 from utio_jax.decoding.loop import advance, begin
 from utio_jax.decoding.prefill import Prefill, fastest_prefill
 from utio_jax.decoding.state import check_stops
@@ -108,30 +108,30 @@ def shapes(tree: Any, sharding: Sharding | None) -> Any:
     )
 
 
-def _setting(
+def _context(
     decoder: Any, params: Any, mode: Any, sampling: Any, stops: Any, layers: Any = None
-) -> Setting:
-    return Setting(
+) -> DecodeContext:
+    return DecodeContext(
         decoder=decoder, params=params, mode=mode, sampling=sampling, stops=stops, layers=layers
     )
 
 
 def _begin(decoder: Any, params: Any, rules: Any, *arrays: Any, **options: Any) -> Any:
     """Reads prompts; `rules` are mode, sampling and stops."""
-    return begin.__wrapped__(_setting(decoder, params, *rules), *arrays, **options)
+    return begin.__wrapped__(_context(decoder, params, *rules), *arrays, **options)
 
 
 def _advance(
     decoder: Any, params: Any, rules: Any, state: Any, until: Any, *, widths: Any, mesh: Any = None
 ) -> Any:
-    setting = _setting(decoder, params, *rules)
-    return advance.__wrapped__(setting, state, until, widths=widths, mesh=mesh)
+    context = _context(decoder, params, *rules)
+    return advance.__wrapped__(context, state, until, widths=widths, mesh=mesh)
 
 
 def _block(
     decoder: Any, params: Any, rules: Any, shares: Any, state: Any, steps: Any, **sizes: Any
 ) -> Any:
-    return run_block.__wrapped__(_setting(decoder, params, *rules), shares, state, steps, **sizes)
+    return run_block.__wrapped__(_context(decoder, params, *rules), shares, state, steps, **sizes)
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -292,8 +292,8 @@ class Programs:
         rules = jax.tree.map(jnp.asarray, fresh.rules)
 
         def make(params: Any, mode: Any, rules: Any) -> Any:
-            setting = _setting(self.decoder, params, mode, rules.sampling, rules.stops)
-            return empty_state.__wrapped__(setting, batch=rows, slots=slots)
+            context = _context(self.decoder, params, mode, rules.sampling, rules.stops)
+            return empty_state.__wrapped__(context, batch=rows, slots=slots)
 
         with compiling_for(self.platform, **self.choices):
             state = jax.eval_shape(make, *shapes((self.params, mode), None), rules)

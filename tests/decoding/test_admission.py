@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from helpers.generation import SMALL, lively_model, run, setting_of
+from helpers.generation import SMALL, context_of, lively_model, run
 
 from utio_jax.core.rows import row_axes
 from utio_jax.decoding.adaptive import Adaptive
@@ -32,8 +32,8 @@ class Server:
 
     def __init__(self, mode: Any, *, slots: int = SLOTS) -> None:
         self.mode, self.slots = mode, slots
-        self.setting = setting_of(lively_model(), mode)
-        self.state = empty_state(self.setting, batch=BATCH, slots=slots)
+        self.context = context_of(lively_model(), mode)
+        self.state = empty_state(self.context, batch=BATCH, slots=slots)
 
     def begin(self, requests: list[Any], prefill: Prefill | None = None) -> Any:
         """Returns two fresh rows."""
@@ -43,7 +43,7 @@ class Server:
             ids[row, : len(prompt)], lengths[row] = prompt, len(prompt)
             limits[row] = len(prompt) + new
         rows = ids, lengths, limits, seeds
-        return begin(self.setting, *rows, slots=self.slots, prefill=prefill)
+        return begin(self.context, *rows, slots=self.slots, prefill=prefill)
 
     def admit(self, requests: list[Any], rows: list[int], **how: Any) -> Any:
         """Returns the fresh rows."""
@@ -52,7 +52,7 @@ class Server:
         return fresh
 
     def advance(self, until: int) -> None:
-        self.state = advance(self.setting, self.state, np.int32(until), widths=(32, SLOTS))
+        self.state = advance(self.context, self.state, np.int32(until), widths=(32, SLOTS))
 
     def decoded(self, row: int, name: str = "token_ids") -> np.ndarray:
         """Returns what a row has decoded so far."""

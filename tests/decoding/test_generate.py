@@ -19,9 +19,9 @@ from helpers.generation import (
     DepthAt,
     assert_greedy,
     begun,
+    context_of,
     depth_table,
     run,
-    setting_of,
     true_logits,
 )
 from helpers.marks import quick_where
@@ -250,8 +250,8 @@ def test_steps_read_fewer_keys_once_the_longest_row_has_ended(model):
     """A row of 20 prompt tokens crosses slot 32, and ends at 40; another crosses it later."""
     prompts = [PROMPTS[0], [(7 * i) % 64 for i in range(20)], PROMPTS[2]]
     lengths, limits = np.array([3, 20, 1], np.int32), np.array([12, 40, 40], np.int32)
-    setting = setting_of(model, Plain())
-    state = advance(setting, begun(setting, prompts, limits), np.int32(64), widths=(32, 64))
+    context = context_of(model, Plain())
+    state = advance(context, begun(context, prompts, limits), np.int32(64), widths=(32, 64))
 
     widths, slots, ends = [], np.zeros(3), lengths + 1
     while np.any(runs := ends < limits):
@@ -283,10 +283,10 @@ COPIED = {
 @pytest.mark.parametrize("name", quick_where(lambda name: name == "propagate", COPIED))
 def test_the_cache_is_never_copied(model, name):
     # One large cache: a copy of it, or of half of it, would show in the temporaries.
-    setting = setting_of(model, *COPIED[name])
-    state = begun(setting, slots=4096)
+    context = context_of(model, *COPIED[name])
+    state = begun(context, slots=4096)
     held = state.cache.keys.nbytes + state.cache.values.nbytes
-    program = advance.lower(setting, state, np.int32(9), widths=(64, 128)).compile()
+    program = advance.lower(context, state, np.int32(9), widths=(64, 128)).compile()
     memory = program.memory_analysis()
     assert memory is not None
     assert memory.alias_size_in_bytes >= held

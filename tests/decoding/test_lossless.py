@@ -16,8 +16,8 @@ from helpers.generation import (
     assert_drawn_law,
     assert_greedy,
     begun,
+    context_of,
     run,
-    setting_of,
 )
 
 from utio_jax.attention.cache import read
@@ -90,11 +90,11 @@ def test_drawn_tokens_follow_the_full_model(mode):
 
 def test_keys_are_the_full_models_whatever_was_rejected(model, plain):
     mode = Lossless(exit=2, max_draft=3)
-    setting = setting_of(model, mode)
-    state = advance(setting, begun(setting), np.int32(20), widths=(64,))
+    context = context_of(model, mode)
+    state = advance(context, begun(context), np.int32(20), widths=(64,))
     # What lies before each row's last token is the cache that prefill makes of the same tokens.
     ids, ends = np.asarray(state.token_ids), np.asarray(state.lengths)
-    whole = begun(setting, [ids[row, : ends[row]] for row in range(3)])
+    whole = begun(context, [ids[row, : ends[row]] for row in range(3)])
     layers = tuple(range(model.decoder.config.num_layers))
     caches = (read(state_.cache, layers, width=64) for state_ in (state, whole))
     for ours, theirs in zip(*caches, strict=True):

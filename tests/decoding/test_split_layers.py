@@ -20,7 +20,7 @@ from helpers.models import gated
 from utio_jax.core import layer as layers_module
 from utio_jax.core.layer import split_layers
 from utio_jax.decoding.adaptive import Adaptive
-from utio_jax.decoding.base import Mode, Plain, Setting
+from utio_jax.decoding.base import DecodeContext, Mode, Plain
 from utio_jax.decoding.loop import advance, begin
 from utio_jax.decoding.lossless import Lossless
 from utio_jax.decoding.state import stop_rules
@@ -85,18 +85,18 @@ def test_a_step_copies_no_layer(name: str, unchecked_shapes: None) -> None:
     )
     one = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(apart[0]))
     mode = MODES[name](lively_model())
-    setting = partial(Setting, decoder=decoder, mode=mode, sampling=None, stops=stop_rules())
+    context = partial(DecodeContext, decoder=decoder, mode=mode, sampling=None, stops=stop_rules())
     length = jnp.full(1, 4, jnp.int32)
     state = jax.eval_shape(
         lambda params: begin(
-            setting(params=params), jnp.zeros((1, 8), jnp.int32), length, length,
+            context(params=params), jnp.zeros((1, 8), jnp.int32), length, length,
             length.astype(jnp.uint32), slots=64,
         ),
         params,
     )  # fmt: skip
 
     def room(layers: Any) -> int:
-        given = setting(params=params, layers=layers)
+        given = context(params=params, layers=layers)
         lowered = advance.lower(given, state, jnp.int32(2), widths=(64,))
         memory = lowered.compile().memory_analysis()
         assert memory is not None

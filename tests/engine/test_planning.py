@@ -101,9 +101,9 @@ def test_a_plan_is_made_of_timed_blocks(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_times_that_cannot_be_are_seen() -> None:
-    assert RATES.sane
+    assert RATES.is_plausible
     below = dataclasses.replace(RATES, seconds=-0.5)
-    assert below.sane, "a line through noisy times"
+    assert below.is_plausible, "a line through noisy times"
     # Nothing takes less than no time: neither in a log nor in a prediction.
     assert below.to_json()["ms"] == 0.0
     none = dataclasses.replace(RATES, seconds=0.0)
@@ -115,7 +115,7 @@ def test_times_that_cannot_be_are_seen() -> None:
         {"seconds_per_layer": {2: -2e-3, 8: 1.0}},
         {"seconds_per_layer": {2: 1.0, 4: float("nan")}},
     ):
-        assert not dataclasses.replace(RATES, **changed).sane
+        assert not dataclasses.replace(RATES, **changed).is_plausible
 
 
 def test_a_plan_is_not_made_of_nonsense(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,7 +143,7 @@ def test_blocks_are_timed_as_deep_as_asked(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(Slots, "run", noted)
     # Here other programs may run: whatever was measured counts.
-    monkeypatch.setattr(RowRates, "sane", True)
+    monkeypatch.setattr(RowRates, "is_plausible", True)
     rates = plan_mode(served("propagate", steps=2), {1: 0.5, 4: 0.5}).rates
     assert rates.plain_seconds > 0
     assert depths == [1] * 7 + [4] * 7 + [4] * 7

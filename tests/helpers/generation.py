@@ -16,7 +16,7 @@ from jaxtyping import Array, Int
 
 from helpers.models import Model, live_params
 from utio_jax.core.pytrees import pytree, static
-from utio_jax.decoding.base import Setting
+from utio_jax.decoding.base import DecodeContext
 from utio_jax.decoding.generate import Generated, generate
 from utio_jax.decoding.loop import Lengths, begin
 from utio_jax.decoding.sampling import SamplingParams, rows_of
@@ -62,9 +62,9 @@ def run(model: Model, prompts: Any = PROMPTS, **options: Any) -> Generated:
     return generate(model.decoder, model.params, prompts, **options)
 
 
-def setting_of(model: Model, mode: Any, sampling: Any = None, stops: Any = None) -> Setting:
+def context_of(model: Model, mode: Any, sampling: Any = None, stops: Any = None) -> DecodeContext:
     """Returns what stays the same from round to round; by default nothing ends a row."""
-    return Setting(
+    return DecodeContext(
         decoder=model.decoder,
         params=model.params,
         mode=mode,
@@ -74,7 +74,7 @@ def setting_of(model: Model, mode: Any, sampling: Any = None, stops: Any = None)
 
 
 def begun(
-    setting: Setting, prompts: Sequence[Any] = PROMPTS, limits: Any = None, *, slots: int = 64
+    context: DecodeContext, prompts: Sequence[Any] = PROMPTS, limits: Any = None, *, slots: int = 64
 ) -> DecodeState:
     """Returns the state once prompts are read; rows end at `limits`, or with 40 new tokens."""
     lengths = np.asarray([len(prompt) for prompt in prompts], np.int32)
@@ -83,7 +83,7 @@ def begun(
         row[: len(prompt)] = prompt
     limits = lengths + np.int32(40) if limits is None else limits
     seeds = np.arange(len(prompts), dtype=np.uint32)
-    return begin(setting, ids, lengths, limits, seeds, slots=slots)
+    return begin(context, ids, lengths, limits, seeds, slots=slots)
 
 
 @functools.cache

@@ -314,9 +314,9 @@ def test_decoding_can_use_it(model: Any, policy: Any, unchecked_shapes: None) ->
     prompts = jnp.zeros((3, 8), jnp.int32)
 
     def start_and_step() -> Any:
-        setting = dataclasses.replace(generation.setting_of(model, mode), width=64)
-        state = begin(setting, prompts, three, three, three.astype(jnp.uint32), slots=64)
-        return state, mode.step(setting, state)
+        context = dataclasses.replace(generation.context_of(model, mode), width=64)
+        state = begin(context, prompts, three, three, three.astype(jnp.uint32), slots=64)
+        return state, mode.step(context, state)
 
     state, after = jax.eval_shape(start_and_step)  # Traced only: the slow test below runs it.
     assert jax.tree.structure(after) == jax.tree.structure(state)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""New tokens: modes (plain, adaptive, lossless), sampling, prefill, the device loop, and text."""
+"""Token generation: decoding modes (plain, adaptive, lossless), sampling, prefill and text."""
 
 from utio_jax.decoding.adaptive import Adaptive
-from utio_jax.decoding.base import LogitsProcessor, Mode, Plain, Setting
+from utio_jax.decoding.base import DecodeContext, LogitsProcessor, Mode, Plain
 from utio_jax.decoding.generate import Chunk, Generated, generate, stream
 from utio_jax.decoding.loop import Lengths
 from utio_jax.decoding.lossless import Lossless, lossless_for
@@ -14,6 +14,7 @@ from utio_jax.decoding.thinking import Thinking, Thought
 __all__ = [
     "Adaptive",
     "Chunk",
+    "DecodeContext",
     "Generated",
     "GeneratedText",
     "Lengths",
@@ -23,7 +24,6 @@ __all__ = [
     "Plain",
     "Prefill",
     "SamplingParams",
-    "Setting",
     "TextChunk",
     "Thinking",
     "Thought",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decoding with a depth per token, and a choice of what later tokens see of the shallow ones."""
+"""Early-exit decoding: one depth per token, and K/V strategies for skipped layers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jaxtyping import Array, Int
 
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.pytrees import pytree, static
-from utio_jax.decoding.base import Mode, Setting, emit_drawn
+from utio_jax.decoding.base import DecodeContext, Mode, emit_drawn
 from utio_jax.decoding.rows import CachedRows, RowCache
 from utio_jax.decoding.state import DecodeState
 from utio_jax.policies.base import Policy
@@ -27,10 +27,10 @@ from utio_jax.staircase.sparse import Packing
 
 @pytree
 class Memory:
-    """What the mode carries from round to round.
+    """State of the mode between decode steps.
 
     Attributes:
-      shown: layers at which each slot may be seen, under `kv="drop"`; None: all.
+      shown: number of layers in which each slot is visible, for `kv="drop"`; None: all.
     """
 
     shown: Int[Array, "batch slot"] | None
@@ -38,18 +38,18 @@ class Memory:
 
 @pytree
 class Adaptive(Mode):
-    """Early-exit decoding: after each of the policy's depths a row's token stops or goes on.
+    """Early-exit decoding: at each of the policy's depths, a row's token exits or continues.
 
-    A segment that makes keys and values is skipped only where *no* row needs it; otherwise all rows
-    go through it, and those that had stopped keep their states (involuntary stays: cost, no change
-    of results). With a probability of .5 to go on and 8 rows, 0.4 % of the steps skip. Segments
-    that read keys and values made below are run by the rows that need them alone.
+    A segment that writes K/V is skipped only if *no* row needs it. Otherwise it runs for all rows,
+    and rows that have exited keep their hidden states: this costs time and changes no result. With
+    8 rows that continue with probability 0.5, 0.4 % of the steps skip a segment. Segments that only
+    read the K/V of lower layers run for the rows that need them.
 
     Attributes:
-      policy: decides at each of its depths; must be causal.
-      kv: what later tokens see of a stopped one at deeper layers: `"propagate"` projects K/V from
-        its last state, `"mapped"` takes them from KV maps of its last state
-        (`utio_jax.prompts.maps`), `"drop"` shows nothing. Static.
+      policy: exit policy, evaluated at each of its depths; must be causal.
+      kv: K/V of an exited token in deeper layers. `"propagate"` projects them from its last hidden
+        state, `"mapped"` maps them from it (`utio_jax.prompts.maps`), `"drop"` masks the token
+        there. Static.
     """
 
     name: ClassVar[str] = "adaptive"
@@ -75,7 +75,7 @@ class Adaptive(Mode):
 
     @property
     def frozen(self) -> Propagate:
-        """The K/V strategy for stopped tokens."""
+        """K/V strategy for exited tokens."""
         return frozen_kv(self.kv)
 
     @property
@@ -83,13 +83,13 @@ class Adaptive(Mode):
         return self.policy.depths[-1] if self.frozen.projects else 0
 
     def gate_flops(self, decoder: Decoder, params: Params) -> float:
-        # Every row asks at every boundary, in every round.
+        # Every row evaluates the gate at every boundary, in every step.
         boundaries = range(len(self.policy.depths) - 1)
         return sum(self.policy.flops(index, decoder, params) for index in boundaries)
 
     def packs(self, decoder: Decoder) -> bool:
         spans = itertools.pairwise(self.policy.depths)
-        return not all(decoder.config.kv_made(*each) for each in spans)
+        return not all(decoder.config.kv_made(*span) for span in spans)
 
     def check(self, decoder: Decoder) -> None:
         frozen_kv(self.kv, decoder)
@@ -100,22 +100,22 @@ class Adaptive(Mode):
                 f"Got policy {self.policy.name!r}."
             )
 
-    def start(self, setting: Setting, state: DecodeState) -> DecodeState:
+    def start(self, context: DecodeContext, state: DecodeState) -> DecodeState:
         shown = None
         if self.frozen.hides:
-            shown = jnp.full(state.token_ids.shape, setting.decoder.config.num_layers, jnp.int32)
+            shown = jnp.full(state.token_ids.shape, context.decoder.config.num_layers, jnp.int32)
             if state.prompt is not None:
                 shown = shown.at[:, : state.prompt.depths.shape[1]].set(state.prompt.depths)
         return dataclasses.replace(state, memory=Memory(shown=shown))
 
-    def step(self, setting: Setting, state: DecodeState) -> DecodeState:
-        """Runs the last token of every row as deep as it has to, and draws the next one."""
-        decoder, params, frozen = setting.decoder, setting.params, self.frozen
+    def step(self, context: DecodeContext, state: DecodeState) -> DecodeState:
+        """Runs the last token of every row until it exits, and draws the next one."""
+        decoder, params, frozen = context.decoder, context.params, self.frozen
         depths, active, ids = self.policy.depths, state.active[:, None], state.last_ids[:, None]
         tokens = Tokens.at(decoder, params, ids, state.positions[:, None], active)
-        # While it runs, a token sees itself everywhere.
+        # A running token is visible to itself in all layers.
         shown = _show(state.memory.shown, tokens, jnp.full_like(tokens.depth, depths[-1]))
-        executor = self.rows(width=setting.width, layers=setting.layers, shown=shown)
+        executor = self.rows(width=context.width, layers=context.layers, shown=shown)
         model = Model(decoder, params, executor)
         packing = self.packing(model, tokens, ids, state.memory)
         done = run_pass(
@@ -129,7 +129,7 @@ class Adaptive(Mode):
             cache=RowCache.of(state.cache),
         )
 
-        # Layers that ran have K/V of stopped rows as well, where these are projected.
+        # Layers that ran also have K/V of exited rows, if these are projected.
         ended, spent = dataclasses.replace(done.tokens, shown=active), done.cache
         depth = done.depths
         start = jnp.max(depth) if frozen.projects else jnp.min(jnp.where(active, depth, depths[-1]))
@@ -140,9 +140,9 @@ class Adaptive(Mode):
             spent.kv,
             start=start,
             bounds=(depths[0], depths[-1]),
-            layers=setting.layers,
+            layers=context.layers,
         )
-        work = jax.tree.map(lambda each: jnp.sum(each, axis=0) // active.size, done.work)
+        work = jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0) // active.size, done.work)
         tally = state.tally.add(
             state.active,
             steps=1,
@@ -156,7 +156,7 @@ class Adaptive(Mode):
         )
         memory = self.remember(packing, shown=_show(shown, ended, depth))
         return emit_drawn(
-            setting,
+            context,
             dataclasses.replace(state, cache=cache, tally=tally, memory=memory),
             done.read[:, 0],
             decided=depth[:, 0],
@@ -164,16 +164,16 @@ class Adaptive(Mode):
         )
 
     def rows(self, **options: Any) -> CachedRows:
-        """Returns the executor of a step."""
+        """Returns the executor of a decode step."""
         return CachedRows(**options)
 
     def packing(self, model: Model, tokens: Tokens, token_ids: jax.Array, memory: Any) -> Packing:
-        """Returns what a step's tokens attend to."""
+        """Returns the packing of a step, which selects the keys that its tokens attend to."""
         del tokens, token_ids, memory
         return Packing(model)
 
     def remember(self, packing: Any, *, shown: Int[Array, "batch slot"] | None) -> Memory:
-        """Returns the memory after a step."""
+        """Returns the mode's memory after a step."""
         del packing
         return Memory(shown=shown)
 
@@ -181,7 +181,7 @@ class Adaptive(Mode):
 def _show(
     shown: Int[Array, "batch slot"] | None, tokens: Tokens, depth: Int[Array, "batch 1"]
 ) -> Int[Array, "batch slot"] | None:
-    """Returns at which layers slots may be seen, with those of the current tokens."""
+    """Returns the visible layers of all slots, updated for the current tokens."""
     if shown is None:
         return None
     rows = jnp.arange(depth.shape[0], dtype=jnp.int32)[:, None]

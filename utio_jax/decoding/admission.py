@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Continuous batching: inserts and releases rows of a running batch.
+"""Continuous batching: insert and evict rows of a running batch.
 
-    state = empty_state(setting, batch=8, slots=512)
-    fresh = begin(setting, token_ids, lengths, limits, seeds, slots=512)     # two prompts
+    state = empty_state(context, batch=8, slots=512)
+    fresh = begin(context, token_ids, lengths, limits, seeds, slots=512)     # two prompts
     state = admit(state, fresh, np.array([5, 2]))
-    state = advance(setting, state, until, widths=widths)
-    state = release(state, [5])                                             # or once it has ended
+    state = advance(context, state, until, widths=widths)
+    state = release(state, [5])                                             # at any time
 
-Each row gets the tokens that `generate` gives its prompt alone. Shapes are those of the batch and
-of the fresh rows, so after the first admission of as many rows nothing compiles. An engine reads
+Each row gets the same tokens as from `generate` with its prompt alone. Shapes depend on the batch
+and on the number of new rows: only the first admission of each number compiles. An engine reads
 exact prompts into rows without `admit`, see `utio_jax.engine.prompts`.
 """
 
@@ -25,37 +25,37 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from utio_jax.core.rows import put_rows
-from utio_jax.decoding.base import Setting
+from utio_jax.decoding.base import DecodeContext
 from utio_jax.decoding.loop import unread
 from utio_jax.decoding.state import RELEASED, DecodeState
 
 
 @partial(jax.jit, static_argnames=("batch", "slots", "alternatives"))
 def empty_state(
-    setting: Setting,
+    context: DecodeContext,
     hook: Any = None,
     *,
     batch: int,
     slots: int,
     alternatives: int = 0,
 ) -> DecodeState:
-    """Returns a state of released rows alone, into which prompts are admitted."""
+    """Returns a state in which all rows are released and can take prompts."""
     one = jnp.ones((batch,), jnp.int32)
     rows = one[:, None] * 0, one, one, one.astype(jnp.uint32), hook
-    state = unread(setting, *rows, slots=slots, alternatives=alternatives)
-    state = setting.mode.start(setting, state)
+    state = unread(context, *rows, slots=slots, alternatives=alternatives)
+    state = context.mode.start(context, state)
     return dataclasses.replace(state, reason=jnp.full_like(one, RELEASED))
 
 
 def admit(state: DecodeState, fresh: DecodeState, rows: Int[np.ndarray, " row"]) -> DecodeState:
-    """Returns the running state, donated, with freshly begun rows put into some of its rows.
+    """Returns the running state, donated, with new rows inserted at the given indices.
 
-    All other rows stay as they are, bit by bit. A fresh row that only fills up goes nowhere: name
-    the number of rows of the state. How prompts were read (`fresh.prompt`) is not kept: widths of
-    prompts differ from one admission to the next.
+    All other rows stay bitwise the same. A padding row is dropped: its index is the number of rows
+    of the state. The record of the prompt pass (`fresh.prompt`) is not kept, because prompt widths
+    differ between admissions.
 
     Raises:
-      ValueError: states of other structures or sizes, see `put_rows`.
+      ValueError: the states differ in structure or size, see `put_rows`.
     """
     without = partial(dataclasses.replace, prompt=None)
     return _admit(without(state), without(fresh), rows)
@@ -65,9 +65,9 @@ _admit = jax.jit(put_rows, donate_argnums=0)
 
 
 def release(state: DecodeState, rows: Sequence[int]) -> DecodeState:
-    """Returns the state with some rows free for other prompts: they take part in no further step.
+    """Returns the state with some rows evicted: they run no further step and can take prompts.
 
-    What they have written stays readable until something is admitted there.
+    Their tokens and K/V stay readable until other rows are admitted there.
     """
     freed = np.zeros(state.reason.shape, np.bool_)
     freed[[*rows]] = True

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a decoding mode is, and the plainest one.
+"""Decoding modes: base class and plain decoding.
 
-A mode has `start` (its memory, after prefill) and `step` (one round of the token loop). It is a
-pytree: policies and thresholds are its leaves, so that new ones compile nothing.
+A mode has `start` (its memory, after prefill) and `step` (one step of the token loop). It is a
+pytree: policies and thresholds are leaves, so new values compile nothing.
 """
 
 from __future__ import annotations
@@ -25,26 +25,25 @@ from utio_jax.policies.base import Policy
 LogitsProcessor = Callable[[Float[Array, "batch vocab"], DecodeState], Float[Array, "batch vocab"]]
 """Changes logits before tokens are drawn: `(logits, state) -> logits`, traced.
 
-`state.token_ids[row, :state.lengths[row]]` are the tokens before the one to be drawn, of which the
-first `state.prompt_lengths[row]` are the prompt. Logits of -inf rule tokens out. A function is part
-of the program: the same one compiles nothing new. Of a pytree with `__call__`, arrays are inputs.
+`state.token_ids[row, :state.lengths[row]]` are the tokens before the one to be drawn. The first
+`state.prompt_lengths[row]` of them are the prompt. A logit of -inf excludes a token. A function is
+part of the program, so the same one compiles once. For a pytree with `__call__`, arrays are inputs.
 """
 
 
 @pytree
-class Setting:
-    """What stays the same from round to round.
+class DecodeContext:
+    """Loop-invariant inputs of a decode step.
 
     Attributes:
       decoder: the model. Static.
-      params: its parameters.
-      mode: how the loop spends its layers.
-      sampling: how the tokens of each row are drawn, see `rows_of`; None: all rows are greedy.
-      stops: what ends a row.
-      logits_processor: see `LogitsProcessor`, as a pytree; None: there is none.
-      layers: each layer's parameters apart, see `split_layers`; None: `params` alone has them.
-      width: key slots that attention reads in a step, more than every position of the round.
-        Static.
+      params: model parameters.
+      mode: decoding mode.
+      sampling: sampling parameters of each row, see `rows_of`; None: all rows are greedy.
+      stops: stop rules of the rows.
+      logits_processor: a `LogitsProcessor` as a pytree; None: logits are not changed.
+      layers: parameters of each layer, see `split_layers`; None: `params` has them stacked.
+      width: key slots that attention reads in a step, more than the largest position. Static.
     """
 
     decoder: Decoder = static()
@@ -58,99 +57,99 @@ class Setting:
 
 
 class Mode:
-    """How a token loop spends its layers: the base class of modes, which have a `step`.
+    """Base class of decoding modes. Subclasses define `step`.
 
-    What is not overridden is plain decoding's: one token a round, nothing to remember.
+    The defaults are those of plain decoding: one token a step, and no memory.
     """
 
     name: ClassVar[str]
-    """The stable string that ledgers carry."""
+    """Stable name, as ledgers record it."""
 
     @property
     def block(self) -> int:
-        """The most tokens that one row may run ahead of its last one, that one included."""
+        """Maximum number of tokens that a row runs in one step, its last token included."""
         return 1
 
     @property
     def prompt_kv(self) -> str:
-        """What new tokens see of a prompt token that stopped early; `"full"`: none may have."""
+        """K/V strategy for prompt tokens that exited early; `"full"`: none may exit early."""
         return "propagate"
 
     @property
     def exact(self) -> bool:
-        """Whether the tokens are the full model's: greedy ones up to ties, drawn ones as likely."""
+        """True if tokens are distributed as by the full model; greedy ones agree up to ties."""
         return self.depth_policy is None
 
     @property
     def depth_policy(self) -> Policy | None:
-        """What decides how deep tokens run, where text is scored, too; None: full depth."""
+        """Exit policy of new tokens, also used to score text; None: full depth."""
         return None
 
     def leaves_exact_kv(self, decoder: Decoder) -> bool:
-        """Returns True if new tokens leave the K/V that reading them in full would."""
+        """Returns True if the K/V of new tokens equal those of a full-depth prefill."""
         del decoder
         return self.exact
 
     @property
     def projected_depth(self) -> int:
-        """Layers up to which K/V of stopped tokens are projected; 0: of none."""
+        """Layer up to which K/V of exited tokens are projected; 0: none are."""
         return 0
 
     def gate_flops(self, decoder: Decoder, params: Params) -> float:
-        """Returns the FLOPs of a row's decisions in one round, heads apart."""
+        """Returns the FLOPs of a row's exit decisions in one step, without LM heads."""
         return 0.0
 
     def packs(self, decoder: Decoder) -> bool:
-        """Returns whether rows of a batch may run different layers in one round."""
+        """Returns True if rows of a batch may run different layers in one step."""
         return False
 
     def check(self, decoder: Decoder) -> None:
-        """Raises ValueError where the mode and the model do not fit."""
+        """Raises ValueError if the mode does not fit the model."""
 
-    def start(self, setting: Setting, state: DecodeState) -> DecodeState:
-        """Returns the state with the mode's memory, once the prompts are in the cache."""
+    def start(self, context: DecodeContext, state: DecodeState) -> DecodeState:
+        """Returns the state with the mode's memory. Called once, after prefill."""
         return state
 
-    def step(self, setting: Setting, state: DecodeState) -> DecodeState:
-        """Returns the state after at least one more token in every active row."""
+    def step(self, context: DecodeContext, state: DecodeState) -> DecodeState:
+        """Returns the state after one step: at least one new token in every active row."""
         raise NotImplementedError
 
 
 @pytree
 class Plain(Mode):
-    """Ordinary decoding: every token at full depth, one a round."""
+    """Plain autoregressive decoding: one token a step, at full depth."""
 
     name: ClassVar[str] = "plain"
 
-    def step(self, setting: Setting, state: DecodeState) -> DecodeState:
+    def step(self, context: DecodeContext, state: DecodeState) -> DecodeState:
         """Runs the last token of every row through all layers, and draws the next one."""
-        active, width = state.active, setting.width
+        active, width = state.active, context.width
         logits, cache = decode_step(
-            setting.decoder,
-            setting.params,
+            context.decoder,
+            context.params,
             state.last_ids,
             state.cache,
             state.positions,
             active=active,
             width=width,
-            layers=setting.layers,
+            layers=context.layers,
         )
-        layers = jnp.int32(setting.decoder.config.num_layers)
+        layers = jnp.int32(context.decoder.config.num_layers)
         key_slots = layers * float(width)
         tally = state.tally.add(
             active, steps=1, token_layers=layers, key_slots=key_slots, attended=key_slots, heads=1
         )
         state = dataclasses.replace(state, cache=cache, tally=tally)
         depth = jnp.full_like(state.lengths, layers)
-        return emit_drawn(setting, state, logits, decided=depth, executed=depth)
+        return emit_drawn(context, state, logits, decided=depth, executed=depth)
 
 
 def check_mode(mode: Mode, decoder: Decoder) -> None:
-    """Checks that something is a mode, and fits the model.
+    """Checks that an object is a mode and fits the model.
 
     Raises:
-      TypeError: it is none, but the name or the class of one.
-      ValueError: it does not fit the model.
+      TypeError: the object is no mode, e.g. the name or the class of one.
+      ValueError: the mode does not fit the model.
     """
     if not isinstance(mode, Mode):
         raise TypeError(
@@ -161,7 +160,7 @@ def check_mode(mode: Mode, decoder: Decoder) -> None:
 
 
 def as_processor(function: LogitsProcessor | None) -> Any:
-    """Returns a logits processor as a pytree. Raises TypeError for what cannot be called."""
+    """Returns a logits processor as a pytree. Raises TypeError if it is not callable."""
     if function is None:
         return None
     if not callable(function):
@@ -173,25 +172,25 @@ def as_processor(function: LogitsProcessor | None) -> Any:
 
 
 def process(
-    setting: Setting,
+    context: DecodeContext,
     state: DecodeState,
     logits: Float[Array, "batch new vocab"],
     lengths: Int[Array, "batch new"],
     drafts: Int[Array, "batch draft"] | None = None,
 ) -> Float[Array, "batch new vocab"]:
-    """Returns logits behind several lengths of each row, as the logits processor changes them.
+    """Applies the logits processor at one or several positions of each row.
 
     Args:
-      setting: has the processor, or none.
-      state: of the rows.
-      logits: of the next token behind each length.
-      lengths: tokens of the row before that.
-      drafts: what follows the row's last token there.
+      context: decode context with the processor.
+      state: state of the rows.
+      logits: logits of the next token at each position.
+      lengths: number of tokens before each of these next tokens.
+      drafts: draft tokens that follow the row's last token.
 
     Raises:
-      ValueError: the processor returns another shape.
+      ValueError: the processor returns logits of another shape.
     """
-    if setting.logits_processor is None:
+    if context.logits_processor is None:
         return logits
     if drafts is not None:
         row, offset = jnp.indices(drafts.shape, jnp.int32, sparse=True)
@@ -202,7 +201,7 @@ def process(
         )
 
     def change(logits: jax.Array, lengths: jax.Array) -> jax.Array:
-        changed = setting.logits_processor(logits, dataclasses.replace(state, lengths=lengths))
+        changed = context.logits_processor(logits, dataclasses.replace(state, lengths=lengths))
         if jnp.shape(changed) != logits.shape:
             raise ValueError(
                 f"Wanted a logits_processor that returns logits of shape {logits.shape}, as it is "
@@ -214,22 +213,22 @@ def process(
 
 
 def emit_drawn(
-    setting: Setting,
+    context: DecodeContext,
     state: DecodeState,
     logits: Float[Array, "batch vocab"],
     *,
     decided: Int[Array, " batch"],
     executed: Int[Array, " batch"],
 ) -> DecodeState:
-    """Returns the state with one token per active row, drawn from `logits`; see `emit`."""
+    """Draws one token per active row from `logits`, and returns the state with it; see `emit`."""
     with jax.named_scope("sample"):
         keys = token_keys(state.seeds, state.lengths[:, None], DRAW)
-        allowed = process(setting, state, logits[:, None, :], state.lengths[:, None])
-        new = draw(setting.sampling, allowed, keys)
+        allowed = process(context, state, logits[:, None, :], state.lengths[:, None])
+        new = draw(context.sampling, allowed, keys)
     one = jnp.ones_like(state.lengths)
     return emit(
         state,
-        setting.stops,
+        context.stops,
         new,
         one,
         logits=logits[:, None, :],

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What drafts for speculative decoding: an exit of the model, or n-grams of the text.
+"""Drafters for speculative decoding: an early exit of the model, or n-grams of the text.
 
-Both `propose` drafts of each row for `utio_jax.decoding.lossless` to verify. `depth` is the layers
-that pending tokens have run then; `varies`: a row may have fewer drafts than were asked for.
+Both `propose` drafts for each row, which `utio_jax.decoding.lossless` verifies. `depth` is the
+number of layers that pending tokens have run by then. `varies` is True if rows may have fewer
+drafts than requested.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from utio_jax.attention.cache import KVCache
 from utio_jax.core.arrays import most_probable
 from utio_jax.core.decoder import DecoderConfig, apply_exit_lens
 from utio_jax.core.pytrees import pytree
-from utio_jax.decoding.base import Setting, process
+from utio_jax.decoding.base import DecodeContext, process
 from utio_jax.decoding.sampling import DRAW, token_keys
 from utio_jax.decoding.segments import block_at, run_segment
 from utio_jax.decoding.state import DecodeState
@@ -27,16 +28,16 @@ from utio_jax.decoding.state import DecodeState
 
 @pytree
 class Proposal:
-    """Drafts of a round. Pending tokens are each row's last one, and its drafts.
+    """Drafts of one step. The pending tokens of a row are its last token and its drafts.
 
     Attributes:
-      cache: with the shallow K/V of all pending tokens.
-      x: their states, behind the layers that the drafter ran.
-      token_ids: the drafts.
-      log_q: the distributions that they were drawn from; None where no draft was drawn.
-      counts: drafts per row.
-      rounds: tokens that the longest row ran one by one.
-      matched: rows that have a draft, those included that do not have it verified.
+      cache: K/V cache, with the shallow K/V of all pending tokens.
+      x: hidden states of pending tokens after the layers that the drafter ran.
+      token_ids: draft tokens.
+      log_q: log-probabilities that drafts were drawn from; None: drafts were not drawn.
+      counts: number of drafts per row to verify.
+      rounds: number of sequential draft steps of the longest row.
+      matched: rows that have a draft, including drafts that are not verified.
     """
 
     cache: KVCache
@@ -49,20 +50,20 @@ class Proposal:
 
 
 def round_keys(state: DecodeState, positions: Int[Array, "batch token"], stream: int) -> jax.Array:
-    """Returns keys that no other round uses: bits seen in one must not decide the next."""
+    """Returns PRNG keys that no other step uses, so that draws of steps are independent."""
     return token_keys(state.seeds, positions, stream, rounds=state.positions)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExitDrafter:
-    """Drafts of an exit's own head, one token after the other; the K/V are the full model's.
+    """Drafter at an early exit: one token after the other, with K/V of the full model.
 
-    A branch (`DecoderConfig.branches`) drafts from the lower layers' states, which are kept: the
-    verification runs the full model's upper layers alone.
+    A branch (`DecoderConfig.branches`) drafts from the hidden states of the lower layers. These are
+    stored, so verification runs only the upper layers of the full model.
 
     Attributes:
-      exit: layers that a draft takes.
-      upper: layers [start, stop) of the stack that drafts run beyond those of pending tokens.
+      exit: number of layers that a draft runs.
+      upper: layers [start, stop) of the stack that only drafts run, not pending tokens.
     """
 
     exit: int
@@ -71,22 +72,22 @@ class ExitDrafter:
 
     @classmethod
     def of(cls, config: DecoderConfig, depth: int) -> ExitDrafter:
-        """Returns what drafts at an exit or at a branch."""
+        """Returns the drafter at an exit or a branch."""
         in_branch = depth in config.branch_depths
         return cls(exit=depth, upper=config.upper_layers(depth) if in_branch else (depth, depth))
 
     @property
     def depth(self) -> int:
-        """Layers of the full model that pending tokens have run."""
+        """Number of layers of the full model that pending tokens have run."""
         return self.exit - (self.upper[1] - self.upper[0])
 
-    def propose(self, setting: Setting, state: DecodeState, *, most: int) -> Proposal:
-        """Returns so many drafts of every active row."""
-        decoder, params = setting.decoder, setting.params
+    def propose(self, context: DecodeContext, state: DecodeState, *, most: int) -> Proposal:
+        """Returns `most` drafts for every active row."""
+        decoder, params = context.decoder, context.params
         batch, vocab = state.lengths.shape[0], decoder.config.vocab_size
         rows, active = jnp.arange(batch, dtype=jnp.int32), state.active
         states = jax.eval_shape(decoder.embed, params, state.last_ids, state.positions)
-        greedy = setting.sampling is None
+        greedy = context.sampling is None
         none = Proposal(
             cache=state.cache,
             x=jnp.zeros((batch, most + 1, states.shape[-1]), states.dtype),
@@ -108,8 +109,8 @@ class ExitDrafter:
                 block_at(decoder, positions, active[:, None]),
                 start=0,
                 stop=self.depth,
-                width=setting.width,
-                layers=setting.layers,
+                width=context.width,
+                layers=context.layers,
             )
             stored = jnp.where(active[:, None, None], x, now.x[:, at][:, None])
             (start, stop), guessing = self.upper, at < most
@@ -122,17 +123,17 @@ class ExitDrafter:
                     block_at(decoder, positions, active[:, None]),
                     start=start,
                     stop=jnp.where(guessing, stop, start),
-                    width=setting.width,
-                    layers=setting.layers,
+                    width=context.width,
+                    layers=context.layers,
                     bounds=(start, stop),
                 )
 
-            def rest() -> tuple[jax.Array, jax.Array | None]:
+            def skip() -> tuple[jax.Array, jax.Array | None]:
                 return last, None if greedy else jnp.zeros((batch, vocab), jnp.float32)
 
-            # The last draft needs no successor. (No cache goes through the conditional.)
-            guess = partial(self._guess, setting, state, x[:, 0], positions, now.token_ids)
-            new, log_q = jax.lax.cond(guessing, guess, rest)
+            # The last draft needs no successor. (The cache does not pass through the conditional.)
+            guess = partial(self._guess, context, state, x[:, 0], positions, now.token_ids)
+            new, log_q = jax.lax.cond(guessing, guess, skip)
             slot = jnp.where(active, at, most)
             drawn = None if now.log_q is None else now.log_q.at[rows, slot].set(log_q, mode="drop")
             now = dataclasses.replace(
@@ -148,17 +149,17 @@ class ExitDrafter:
 
     def _guess(
         self,
-        setting: Setting,
+        context: DecodeContext,
         state: DecodeState,
         x: Float[Array, "batch dim"],
         positions: Int[Array, "batch 1"],
         drafts: Int[Array, "batch draft"],
     ) -> tuple[jax.Array, jax.Array | None]:
-        """Returns the exit's next tokens, and the log-probabilities if they are drawn."""
-        decoder, params, sampling = setting.decoder, setting.params, setting.sampling
+        """Returns the next tokens of the exit's head, and their log-probabilities if drawn."""
+        decoder, params, sampling = context.decoder, context.params, context.sampling
         seen = apply_exit_lens(decoder, params, x, self.exit)
         logits = decoder.unembed(params, seen).astype(jnp.float32)
-        logits = process(setting, state, logits[:, None], positions + 1, drafts)[:, 0]
+        logits = process(context, state, logits[:, None], positions + 1, drafts)[:, 0]
         if sampling is None:
             return most_probable(logits), None
         log_q = jax.nn.log_softmax(sampling(logits), axis=-1)
@@ -168,20 +169,20 @@ class ExitDrafter:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NGram:
-    """Drafts without a model: what followed the last few tokens when the text had them before.
+    """Prompt-lookup drafter: copies the tokens that followed an earlier match of the last tokens.
 
-    Prompt lookup (Saxena 2023), as vLLM's `ngram` method and transformers'
-    `prompt_lookup_num_tokens`. The longest match wins, among these the latest. A match so close to
-    the end that the text behind it is shorter than the draft repeats it, as a copy in LZ77 does.
+    Prompt lookup (Saxena 2023), as in vLLM's `ngram` method and transformers'
+    `prompt_lookup_num_tokens`. The longest match wins; of several, the latest. If the text after
+    a match is shorter than the draft, it is repeated, as in an LZ77 copy.
 
-    A row drafts while its first drafts are right in at least `LEAST_HITS` of its recent rounds
-    (exponential mean, `RECENT`). Below that it rests: it is decoded one token a round, at plain
-    decoding's cost, while its drafts are still compared with its tokens. So it drafts again as soon
-    as the text repeats.
+    A row drafts while its first draft is accepted in at least `LEAST_HITS` of its recent steps
+    (exponential mean with weight `RECENT`). Below that, it decodes one token a step, at the cost of
+    plain decoding. Its unverified drafts are still compared with its tokens, so it drafts again as
+    soon as the text repeats.
 
     Attributes:
-      longest: tokens of the longest match that is looked for: `prompt_lookup_max`.
-      shortest: of the shortest that counts: `prompt_lookup_min`.
+      longest: maximum length of a match in tokens: `prompt_lookup_max`.
+      shortest: minimum length of a match in tokens: `prompt_lookup_min`.
     """
 
     longest: int = 3
@@ -198,16 +199,16 @@ class NGram:
                 f"shortest={self.shortest}, longest={self.longest}. For example: NGram(longest=3)."
             )
 
-    def propose(self, setting: Setting, state: DecodeState, *, most: int) -> Proposal:
-        """Returns drafts that follow the rows' own last tokens; no layer has run."""
-        decoder = setting.decoder
+    def propose(self, context: DecodeContext, state: DecodeState, *, most: int) -> Proposal:
+        """Returns drafts copied from the rows' own text; runs no layer."""
+        decoder = context.decoder
         drafts, counts = self(state.token_ids, state.lengths, drafts=most)
         offsets = jnp.arange(most + 1, dtype=jnp.int32)[None, :]
         ids = jnp.concatenate([state.last_ids[:, None], drafts], axis=1)
         matched = state.active & (counts > 0)
         return Proposal(
             cache=state.cache,
-            x=decoder.embed(setting.params, ids, state.positions[:, None] + offsets),
+            x=decoder.embed(context.params, ids, state.positions[:, None] + offsets),
             token_ids=drafts,
             log_q=None,
             counts=jnp.where(matched & (state.memory >= self.LEAST_HITS), counts, 0),
@@ -216,7 +217,7 @@ class NGram:
         )
 
     def start(self, rows: int) -> Float[Array, " batch"]:
-        """Returns the share of right first drafts that rows begin with: some are verified."""
+        """Returns the initial acceptance rate of first drafts, high enough to verify some."""
         return jnp.full((rows,), 2 * self.LEAST_HITS, jnp.float32)
 
     def follow(
@@ -226,13 +227,13 @@ class NGram:
         matched: Bool[Array, " batch"],
         right: Bool[Array, " batch"],
     ) -> Float[Array, " batch"]:
-        """Returns each row's share of right first drafts, after a round in which some matched."""
+        """Returns the acceptance rate of each row's first drafts, updated after a step."""
         return jnp.where(matched, hits + self.RECENT * (right.astype(hits.dtype) - hits), hits)
 
     def __call__(
         self, token_ids: Int[Array, "batch slot"], lengths: Int[Array, " batch"], *, drafts: int
     ) -> tuple[Int[Array, "batch draft"], Int[Array, " batch"]]:
-        """Returns what follows each row's tokens, and how many are real: all, or none."""
+        """Returns the drafts of each row and their number: all, or 0 without a match."""
         ends = jnp.arange(token_ids.shape[1], dtype=jnp.int32)  # A match ends before this position.
 
         def row(known: jax.Array, length: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -240,11 +241,11 @@ class NGram:
             for back in range(1, self.longest + 1):
                 goes_on &= (ends >= back) & (jnp.roll(known, back) == known[length - back])
                 matched += goes_on
-            # The longest, and of these the latest: of two equal ones `argmax` takes the first.
+            # The longest match, and the latest of these: `argmax` takes the first maximum.
             best = ends.size - 1 - jnp.argmax(matched[::-1]).astype(jnp.int32)
-            found = matched[best] >= self.shortest
+            has_match = matched[best] >= self.shortest
             period = jnp.maximum(length - best, 1)
             copied = known[best + jnp.arange(drafts, dtype=jnp.int32) % period]
-            return jnp.where(found, copied, 0), jnp.where(found, jnp.int32(drafts), 0)
+            return jnp.where(has_match, copied, 0), jnp.where(has_match, jnp.int32(drafts), 0)
 
         return jax.vmap(row)(token_ids, lengths)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`generate` and `stream`: ragged prompts in, tokens and what they cost out, in any mode.
+"""`generate` and `stream`: batched token generation in any decoding mode, with its cost.
 
     result = generate(decoder, params, [[0, 17, 4], [0, 8]], mode=Lossless(exit=4))
     result.token_ids[0], result.decided[0], result.finish_reasons[0]
 
-The loop over tokens runs on the device. Shapes depend on the batch and on two rounded lengths
-(`Lengths`) only, so another prompt of the same rounded length compiles nothing.
+The token loop runs on the device. Shapes depend only on the batch and on two rounded lengths
+(`Lengths`), so another prompt of the same rounded length compiles nothing.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _INSTEAD = {
 
 
 def check_options(options: Mapping[str, Any]) -> None:
-    """Raises TypeError for an option that `generate` has not; says what others' are called here."""
+    """Raises TypeError for an option that `generate` lacks, with its name in this library."""
     known = inspect.signature(generate).parameters
     for name in options:
         if name not in known:
@@ -61,27 +61,27 @@ def check_options(options: Mapping[str, Any]) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Generated(Tally):
-    """What `generate` returns: tokens, what is noted of each, and what they took after prefill.
+    """Result of `generate`: new tokens, records of each token, and the cost of decode steps.
 
-    Arrays are of the host; row `i` belongs to prompt `i`. The first new token is prefill's.
+    Arrays are on the host; row `i` belongs to prompt `i`. The first new token is part of prefill.
 
     Attributes:
-      token_ids: `[new]` of each prompt, the one that ended it included.
+      token_ids: new tokens of each prompt `[new]`, including an end token.
       finish_reasons: `"eos"`, `"stop"` or `"length"`.
-      decided: layers behind the distribution that each new token was taken from, see `Columns`.
-      executed: layers that ran for it.
-      log_probabilities: of each new token in nats, before any sampling method.
-      thought: how each row has thought; empty where none was given a `Thinking`.
-      kv_bytes_held: of keys and values of the row's tokens at the end, views included.
-      bytes_per_slot: that keys and values of one token take in one layer.
-      key_widths: numbers of key slots that attention could read, ascending.
-      prompt_depths: decided layers of each prompt token, `[prompt]`.
-      prompt_width: tokens that the prompts were padded to.
-      prompt_work: what reading the prompts executed, `[row, segment]`, of a group in each of its
-        rows; None where the dense program read them.
-      mode: the mode's name.
-      num_layers: of the model.
-      group: rows that step together, on one device; the last ones may be empty.
+      decided: depth in layers of the distribution each new token was taken from, see `Columns`.
+      executed: number of layers that ran for each new token.
+      log_probabilities: log-probability of each new token in nats, before any sampling method.
+      thought: thinking span of each row; empty if no row has a `Thinking`.
+      kv_bytes_held: bytes of K/V held for each row's tokens at the end, including views.
+      bytes_per_slot: bytes of K/V of one token in one layer.
+      key_widths: possible numbers of key slots that attention reads, ascending.
+      prompt_depths: decided depth in layers of each prompt token, `[prompt]`.
+      prompt_width: padded length of the prompts in tokens.
+      prompt_work: work of the prompt pass, `[row, segment]`: each row has that of its group. None
+        if prompts were read by the dense program.
+      mode: name of the decoding mode.
+      num_layers: number of layers of the model.
+      group: number of rows that step together on one device; the last ones may be padding.
     """
 
     token_ids: tuple[np.ndarray, ...]
@@ -112,7 +112,7 @@ class Generated(Tally):
         return float(self.accepted.sum() / drafts) if drafts else None
 
     def only(self, rows: slice) -> Generated:
-        """Returns the same of some rows."""
+        """Returns the result of some rows."""
         per_row = {
             name: value[rows] for name, value in vars(self).items() if name not in _OF_ALL_ROWS
         }
@@ -120,7 +120,7 @@ class Generated(Tally):
         return dataclasses.replace(self, **per_row)
 
     def first(self, counts: Sequence[int], *, finish_reasons: Sequence[str]) -> Generated:
-        """Returns the same with each row cut to its first tokens; others' cost stays charged."""
+        """Returns the result with each row cut to its first tokens. The cost is not reduced."""
         cut: dict[str, Any] = {
             name: tuple(row[:n] for row, n in zip(getattr(self, name), counts, strict=True))
             for name in _PER_TOKEN
@@ -140,12 +140,12 @@ _OF_ALL_ROWS = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Chunk:
-    """What `stream` yields: the tokens since the last chunk.
+    """Item of `stream`: the new tokens since the last chunk.
 
     Attributes:
       token_ids: new tokens of each prompt, `[new]`; empty for rows that have ended.
-      decided: layers behind each of them, see `Generated`.
-      running: which rows go on.
+      decided: decided depth of each of them in layers, see `Generated`.
+      running: mask of rows that have not ended.
     """
 
     token_ids: tuple[np.ndarray, ...]
@@ -173,44 +173,41 @@ def generate(  # noqa: PLR0913 (options, each named)
     mesh: Mesh | None = None,
     max_batch: int = 64,
 ) -> Generated:
-    """Returns new tokens for each prompt.
+    """Generates new tokens for each prompt.
 
     Args:
       decoder: the model.
-      params: its parameters.
-      prompts: token ids, any lengths from 1.
+      params: model parameters.
+      prompts: token ids; lengths from 1 may differ.
       mode: `Plain()`, `Adaptive(policy=..., kv=...)` or `Lossless(...)`.
-      sampling: how tokens are drawn, greedy by default; or a list, one per prompt.
-      max_new_tokens: new tokens per prompt at most.
-      eos_ids: tokens that end a row; None takes the model's own, `()` none. Or a list of such
-        lists, one per prompt: `[[2], [2, 7]]`.
+      sampling: sampling parameters, greedy by default; or a list, one per prompt.
+      max_new_tokens: maximum number of new tokens per prompt.
+      eos_ids: tokens that end a row; None: the model's own, `()`: none. Or a list of such lists,
+        one per prompt: `[[2], [2, 7]]`.
       stop_sequences: token sequences that end a row when its new tokens end with one. Or a list of
         such lists, one per prompt: `[[[5, 6]], []]`.
-      seeds: one per prompt, or one number for all, to which the prompt's index is added. A row's
-        draws depend on its seed and prompt alone.
-      lengths: how lengths are rounded.
-      prefill: how deep and how densely prompts are read. None: as the full model reads them, by
-        whichever program is fastest (`utio_jax.decoding.prefill.fastest_prefill`); `Prefill()`:
-        every token through all layers.
-      stop_when: ends a row when it returns True: called on the host with the row's number and its
-        new tokens so far, after every `chunk` of them. The row keeps what it has by then.
-      chunk: new tokens per row between two such calls. None are made without `stop_when`.
-      thinking: how long rows may think before their answer, or a list with a rule, or None, for
-        each prompt; see `utio_jax.decoding.Thinking`.
-      logits_processor: changes logits before tokens are drawn: a traced function of the logits
-        `[batch, vocab]` and the state, see `utio_jax.decoding.LogitsProcessor`. Log-probabilities
-        stay the model's own.
-      mesh: splits the rows over its axis "data"; those of one device step together, and wait for no
-        others.
-      max_batch: prompts that are run at once; more are run in batches of about equal size, one
-        after the other, in order and padded to one width: memory is that of one batch, and at most
-        two numbers of rows are compiled. A terminal shows how many prompts are done.
+      seeds: one seed per prompt, or one number, to which the prompt's index is added. A row's draws
+        depend only on its seed and its prompt.
+      lengths: rounding of lengths.
+      prefill: prefill strategy. None: exact, by the fastest program
+        (`utio_jax.decoding.prefill.fastest_prefill`). `Prefill()`: every token at full depth.
+      stop_when: ends a row when it returns True. Called on the host with the row's index and its
+        new tokens, after every `chunk` of them. The row keeps all tokens it has by then.
+      chunk: new tokens per row between two calls of `stop_when`; unused without it.
+      thinking: thinking budget of all rows, or a list with a rule or None for each prompt; see
+        `utio_jax.decoding.Thinking`.
+      logits_processor: traced function that changes logits `[batch, vocab]` before tokens are
+        drawn, see `utio_jax.decoding.LogitsProcessor`. Log-probabilities stay those of the model.
+      mesh: device mesh; rows are split over its axis "data". Only rows of one device step together.
+      max_batch: maximum number of prompts that run at once. More prompts run in batches of about
+        equal size, in order and padded to one width. Memory is that of one batch, and at most two
+        batch sizes compile. A terminal shows the number of finished prompts.
 
     Raises:
-      TypeError: no mode, but the name or the class of one; a processor that is no function.
-      ValueError: no prompts, an empty one, ids outside the vocabulary, more tokens than the model's
-        context, a mode or prefill that do not fit the model or each other, or lists for more or
-        fewer prompts.
+      TypeError: `mode` is the name or the class of a mode, or a processor is not callable.
+      ValueError: no prompts, an empty prompt, ids outside the vocabulary, or more tokens than the
+        model's context; a mode or prefill that does not fit the model or the other; or lists whose
+        length differs from the number of prompts.
     """
     if not is_integer(max_batch, 1):
         raise ValueError(f"Wanted a max_batch of at least 1 prompt. Got max_batch={max_batch}.")
@@ -223,7 +220,7 @@ def generate(  # noqa: PLR0913 (options, each named)
         "thinking": thinking,
     }
     size = len(prompts)
-    if size > max_batch:  # All are checked before the first batch runs.
+    if size > max_batch:  # Checks all prompts before the first batch runs.
         prompts = check_prompts(prompts, config=decoder.config, max_new_tokens=max_new_tokens)
         size = -(-size // -(-size // max_batch))
         width = round_up(max(len(prompt) for prompt in prompts), lengths.prompt_step)
@@ -257,7 +254,7 @@ def generate(  # noqa: PLR0913 (options, each named)
 def _batches(
     rows: int, size: int, options: Mapping[str, Any], *, vocab_size: int
 ) -> Iterator[tuple[slice, dict[str, Any]]]:
-    """Returns slices of so many rows, and the options of the rows in each."""
+    """Returns slices of `size` rows, and the options of the rows in each."""
     drawn = check_sampling(options["sampling"], rows=rows)
     seeds = check_seeds(options["seeds"], rows=rows)
     stops = stops_of_rows(options["eos_ids"], options["stop_sequences"], rows=rows)
@@ -283,7 +280,7 @@ def _batches(
 
 
 def _joined(parts: Sequence[Generated]) -> Generated:
-    """Returns what came of batches as one, in order."""
+    """Concatenates the results of batches, in order."""
     first, joined = parts[0], dict[str, Any]()
     for name, value in vars(first).items():
         if name not in _OF_ALL_ROWS:
@@ -291,7 +288,7 @@ def _joined(parts: Sequence[Generated]) -> Generated:
             alike = isinstance(value, tuple)
             joined[name] = tuple(itertools.chain(*values)) if alike else np.concatenate(values)
     works = [part.prompt_work for part in parts]
-    if any(work is None for work in works):  # The dense program counts none.
+    if any(work is None for work in works):  # The dense program counts no work.
         joined["prompt_work"] = None
     else:
         joined["prompt_work"] = jax.tree.map(lambda *leaves: np.concatenate(leaves), *works)
@@ -301,7 +298,7 @@ def _joined(parts: Sequence[Generated]) -> Generated:
 def stream(decoder: Decoder, params: Params, prompts: Prompts, **options: Any) -> Iterator[Chunk]:
     """Yields the same tokens as `generate`, at least `chunk` per running row at a time.
 
-    Arguments and errors are those of `generate`, without `max_batch`: all prompts step together.
+    Arguments and errors are those of `generate`, except `max_batch`: all prompts step together.
     """
     if "max_batch" in options:
         raise TypeError(
@@ -321,7 +318,7 @@ def stream(decoder: Decoder, params: Params, prompts: Prompts, **options: Any) -
 
 
 def new_tokens(state: DecodeState, starts: np.ndarray) -> list[Columns]:
-    """Returns what is noted of each row's tokens from a position on, on the host."""
+    """Returns the columns of each row from a position on, copied to the host."""
     columns = jax.tree.map(np.asarray, state.columns)
     spans = zip(starts, np.asarray(state.lengths), strict=True)
     return [columns.cut(row, slice(*span)) for row, span in enumerate(spans)]
@@ -336,7 +333,7 @@ def collect(
     devices: int,
     num_layers: int,
 ) -> Generated:
-    """Returns the first rows of a state whose rows have ended; further ones fill a mesh up."""
+    """Returns the result of a finished state's first rows. Further rows are padding of a mesh."""
     starts, ends = (np.asarray(leaf)[:rows] for leaf in (state.prompt_lengths, state.lengths))
     new = new_tokens(state, np.asarray(state.prompt_lengths))[:rows]
     tally = vars(jax.tree.map(lambda leaf: np.asarray(leaf)[:rows], state.tally))

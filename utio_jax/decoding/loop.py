@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The token loop on the device, and the shapes that it compiles for."""
+"""Token loop on the device, and the static shapes that it compiles for."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from utio_jax.core.documents import check_ids
 from utio_jax.core.layer import split_layers
 from utio_jax.core.rows import Rows, check_mesh, over_rows, place
 from utio_jax.decoding.base import (
+    DecodeContext,
     LogitsProcessor,
     Mode,
     Plain,
-    Setting,
     as_processor,
     check_mode,
     emit_drawn,
@@ -36,17 +36,16 @@ from utio_jax.decoding.state import Columns, DecodeState, Tally, check_stops, en
 from utio_jax.decoding.thinking import Thinking, check_thinking
 
 Prompts = Sequence[Sequence[int] | np.ndarray]
-"""Token ids, a list or an array for each row."""
+"""Token ids: a list or an array for each row."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Lengths:
-    """How lengths are rounded, so that few of them ever compile.
+    """Rounding of lengths, which keeps the number of compiled shapes small.
 
     Attributes:
-      prompt_step: prompts are padded to a multiple of this, in tokens.
-      key_step: caches hold a multiple of this, and attention reads at most four different
-        multiples.
+      prompt_step: prompts are padded to a multiple of this number of tokens.
+      key_step: cache sizes are multiples of this. Attention reads at most four different multiples.
     """
 
     prompt_step: int = 64
@@ -74,12 +73,12 @@ def check_prompts(
     for index, prompt in enumerate(prompts):
         ids = np.asarray(prompt)
         if not ids.size:
-            said = f"Wanted prompts of at least one token. Prompt {index} is empty."
+            message = f"Wanted prompts of at least one token. Prompt {index} is empty."
             if config.bos_id is not None:
-                said += (
+                message += (
                     f" Token ids can open with the model's bos_id={config.bos_id}; a text cannot."
                 )
-            raise ValueError(said)
+            raise ValueError(message)
         ids = check_ids(ids, vocab_size=config.vocab_size, what=f"prompt {index}")
         if ids.size + max_new_tokens > config.context_length:
             raise ValueError(
@@ -112,7 +111,7 @@ def run_chunks(  # noqa: PLR0913 (options, each named)
 ) -> Iterator[DecodeState]:
     """Yields the loop's state after every `chunk` new tokens, until all rows have ended.
 
-    On a mesh, further rows may follow those of the prompts: empty ones, which end at once.
+    On a mesh, padding rows may follow the rows of the prompts. They end at once.
     """
     config = decoder.config
     rows = check_prompts(prompts, config=config, max_new_tokens=max_new_tokens)
@@ -144,7 +143,7 @@ def run_chunks(  # noqa: PLR0913 (options, each named)
         else prefill.for_shape(*shape, filled=float(ends.mean()) / width)
     )
     mode, prefill = canonical((mode, prefill))
-    setting = Setting(
+    context = DecodeContext(
         decoder=decoder,
         params=params,
         mode=mode,
@@ -153,18 +152,18 @@ def run_chunks(  # noqa: PLR0913 (options, each named)
         logits_processor=as_processor(logits_processor),
     )
     arrays = padded, ends, ends + np.int32(max_new_tokens), row_seeds, hook
-    setting, prefill, arrays = place((setting, prefill, Rows(arrays)), mesh)
-    state = begin(setting, *arrays.tree, slots=slots, prefill=prefill, mesh=mesh)
-    # No row will ever read fewer keys than the shortest prompt has.
+    context, prefill, arrays = place((context, prefill, Rows(arrays)), mesh)
+    state = begin(context, *arrays.tree, slots=slots, prefill=prefill, mesh=mesh)
+    # All rows read at least as many keys as the shortest prompt has.
     widths = tuple(w for w in key_widths(slots, key_step=lengths.key_step) if w >= ends.min())
     if mesh is None:
-        setting = dataclasses.replace(setting, layers=split_layers(decoder, params))
+        context = dataclasses.replace(context, layers=split_layers(decoder, params))
 
     until = 1
     while True:
-        if until < max_new_tokens:  # The first new token is prefill's.
+        if until < max_new_tokens:  # Prefill draws the first new token.
             until = min(until + chunk, max_new_tokens)
-            state = advance(setting, state, np.int32(until), widths=widths, mesh=mesh)
+            state = advance(context, state, np.int32(until), widths=widths, mesh=mesh)
         if stop_when is not None:
             state = end_rows(state, stop_when)
         yield state
@@ -174,7 +173,7 @@ def run_chunks(  # noqa: PLR0913 (options, each named)
 
 @partial(jax.jit, static_argnames=("slots", "mesh", "alternatives"))
 def begin(  # noqa: PLR0913 (static and traced apart, for jit)
-    setting: Setting,
+    context: DecodeContext,
     token_ids: Int[Array, "batch token"],
     lengths: Int[Array, " batch"],
     limits: Int[Array, " batch"],
@@ -190,38 +189,38 @@ def begin(  # noqa: PLR0913 (static and traced apart, for jit)
     rows, sizes = (token_ids, lengths, limits, seeds, hook), {"alternatives": alternatives}
     if mesh is not None:
 
-        def on_device(setting: Setting, prefill: Prefill | None, rows: Rows) -> DecodeState:
-            return begin(setting, *rows.tree, slots=slots, prefill=prefill, **sizes)
+        def on_device(context: DecodeContext, prefill: Prefill | None, rows: Rows) -> DecodeState:
+            return begin(context, *rows.tree, slots=slots, prefill=prefill, **sizes)
 
-        return over_rows(mesh, on_device, setting, prefill, Rows(rows))
-    decoder, params = setting.decoder, setting.params
-    state = unread(setting, *rows, slots=slots, **sizes)
+        return over_rows(mesh, on_device, context, prefill, Rows(rows))
+    decoder, params = context.decoder, context.params
+    state = unread(context, *rows, slots=slots, **sizes)
     depth, prompt = jnp.full_like(lengths, decoder.config.num_layers), None
     if prefill is None:
         logits, cache = read_prompts(decoder, params, token_ids, lengths, state.cache)
     else:
         logits, cache, prompt = prefill.read(
-            decoder, params, token_ids, lengths, state.cache, kv=setting.mode.prompt_kv
+            decoder, params, token_ids, lengths, state.cache, kv=context.mode.prompt_kv
         )
         depth = jnp.take_along_axis(prompt.depths, lengths[:, None] - 1, axis=1)[:, 0]
     state = dataclasses.replace(state, cache=cache, prompt=prompt)
-    return first_tokens(setting, state, logits, depth=depth)
+    return first_tokens(context, state, logits, depth=depth)
 
 
 def first_tokens(
-    setting: Setting,
+    context: DecodeContext,
     state: DecodeState,
     logits: Float[Array, "batch vocab"],
     *,
     depth: Int[Array, " batch"],
 ) -> DecodeState:
-    """Returns the state after the first new token of each row, whose prompts are in its cache."""
-    state = setting.mode.start(setting, state)
-    return emit_drawn(setting, state, logits, decided=depth, executed=depth)
+    """Returns the state after the first new token of each row, with prompts in the cache."""
+    state = context.mode.start(context, state)
+    return emit_drawn(context, state, logits, decided=depth, executed=depth)
 
 
 def unread(
-    setting: Setting,
+    context: DecodeContext,
     token_ids: Int[Array, "batch token"],
     lengths: Int[Array, " batch"],
     limits: Int[Array, " batch"],
@@ -231,9 +230,9 @@ def unread(
     slots: int,
     alternatives: int = 0,
 ) -> DecodeState:
-    """Returns the state of prompts that no layer has read yet; the mode remembers nothing."""
-    (batch, width), decoder = token_ids.shape, setting.decoder
-    dtype = jax.eval_shape(decoder.embed, setting.params, token_ids, token_ids).dtype
+    """Returns the state before prefill, with an empty cache and no memory of the mode."""
+    (batch, width), decoder = token_ids.shape, context.decoder
+    dtype = jax.eval_shape(decoder.embed, context.params, token_ids, token_ids).dtype
     columns = jax.tree.map(jnp.asarray, Columns.empty(batch, slots, alternatives=alternatives))
     known = jnp.pad(token_ids, ((0, 0), (0, slots - width)))
     return DecodeState(
@@ -252,23 +251,23 @@ def unread(
 
 @partial(jax.jit, static_argnames=("widths", "mesh"), donate_argnames="state")
 def advance(
-    setting: Setting,
+    context: DecodeContext,
     state: DecodeState,
     until: Int[Array, "*row"],
     *,
     widths: tuple[int, ...],
     mesh: Mesh | None = None,
 ) -> DecodeState:
-    """Returns the state once every running row has `until` new tokens: one number, or one by row.
+    """Runs steps until every running row has `until` new tokens: one number, or one per row.
 
-    A step reads the fewest of `widths` that all running rows fit in. One loop per width, one after
-    the other, as rows grow; a loop around them starts again from the narrowest that fits, once the
-    longest row has ended. (No cache passes through a conditional, which would copy it.) On a mesh,
-    every device's loops end with its own rows.
+    A step reads the smallest of `widths` that holds all running rows. There is one loop per width,
+    run in ascending order as rows grow. An outer loop starts again from the smallest width that
+    fits, once the longest row has ended. (The cache never passes through a conditional, which would
+    copy it.) On a mesh, the loops of each device end with its own rows.
     """
     if mesh is not None:
-        return over_rows(mesh, partial(advance, widths=widths), setting, state, until)
-    mode = setting.mode
+        return over_rows(mesh, partial(advance, widths=widths), context, state, until)
+    mode = context.mode
 
     def goes_on(state: DecodeState, *, above: int = 0, width: int = widths[-1]) -> jax.Array:
         fresh = state.lengths - state.prompt_lengths
@@ -277,7 +276,7 @@ def advance(
 
     def walk(state: DecodeState) -> DecodeState:
         for above, width in itertools.pairwise((0, *widths)):
-            step = partial(mode.step, dataclasses.replace(setting, width=width))
+            step = partial(mode.step, dataclasses.replace(context, width=width))
             goes = partial(goes_on, above=above, width=width)
             state = jax.lax.while_loop(goes, step, state)
         return state
@@ -291,7 +290,7 @@ def round_up(length: int, step: int) -> int:
 
 
 def canonical(tree: Any) -> Any:
-    """Returns the pytree with numbers as arrays: weak types would compile a second program."""
+    """Converts numbers in a pytree to arrays: weak types would compile a second program."""
     return jax.tree.map(
         lambda leaf: jax.device_put(np.float32(leaf)) if isinstance(leaf, (int, float)) else leaf,
         tree,

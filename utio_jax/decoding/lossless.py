@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lossless decoding: the first layers draft, the full model verifies. Output as at full depth.
+"""Lossless decoding: the first layers draft, the full model verifies.
 
 Self-speculative decoding as in LayerSkip (Elhoushi et al. 2024), for any batch size:
 
@@ -7,10 +7,11 @@ Self-speculative decoding as in LayerSkip (Elhoushi et al. 2024), for any batch 
     [0, e)    #  #  #  #              drafts, one after the other; their K/V are the full model's
     token     c  d0 d1 d2
 
-`c` is the last token that is out; drafts `d0 d1 d2` come from the exit's own head. The deep pass
-yields the full model's distribution after each of them; what agrees is let out, plus one token of
-its own. Drafts that are copied from the row's own text (`drafter="ngram"`) run no layer before it,
-and are not drawn: all tokens, drawn ones included, are those of plain decoding with the same seed.
+`c` is the last emitted token; the exit's head proposes the drafts `d0 d1 d2`. The deep pass yields
+the full model's distribution after each of them. Accepted drafts are emitted, plus one token of the
+full model. Drafts of prompt lookup (`drafter="ngram"`) are copied from the row's own text: they run
+no layer before the deep pass, and are not drawn. All tokens are then those of plain decoding with
+the same seed, sampled ones included.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from utio_jax.attention.cache import KVCache
 from utio_jax.core.arrays import flat
 from utio_jax.core.decoder import Decoder, has_exit_lens, name_exits
 from utio_jax.core.pytrees import pytree, static
-from utio_jax.decoding.base import Mode, Setting, process
+from utio_jax.decoding.base import DecodeContext, Mode, process
 from utio_jax.decoding.drafting import ExitDrafter, NGram, Proposal, round_keys
 from utio_jax.decoding.sampling import (
     ACCEPT,
@@ -42,31 +43,31 @@ from utio_jax.decoding.segments import Block, block_at, run_segment
 from utio_jax.decoding.state import DecodeState, emit
 
 DrafterName = Literal["exit", "ngram"]
-"""What drafts: an exit of the model, or the row's own text."""
+"""Drafter: an exit of the model, or n-grams of the row's own text."""
 
 
 def lossless_for(
     decoder: Decoder, drafter: DrafterName | None = None, *, max_draft: int = 4
 ) -> Lossless:
-    """Returns the default `Lossless` of a model: the drafts that were fastest in measurements.
+    """Returns the default `Lossless` of a model, with the drafter that was fastest in measurements.
 
-    A model trained at its exits drafts at the one next to 3/8 of its layers; all others copy from
-    the text: exits read through a lens that was fitted afterwards slowed decoding down
+    A model trained at its exits drafts at the exit closest to 3/8 of its layers. All other models
+    draft by n-grams: exits with a lens that was fitted afterwards slow decoding down
     (results/decoding.md, results/stock_models.md).
 
     Raises:
-      ValueError: another drafter, or `"exit"` for a model without early exits.
+      ValueError: unknown drafter, or `"exit"` for a model without early exits.
     """
     early = decoder.config.exits[:-1]
     if drafter is None:
-        nested = not decoder.config.branches  # Drafts of branches are slower than copied ones.
+        nested = not decoder.config.branches  # Branches draft more slowly than n-grams.
         trained = bool(early) and nested and not has_exit_lens(decoder, early[0])
         drafter = "exit" if trained else "ngram"
-    # Its own check names what is wrong with another drafter, or with no exit at all.
+    # The mode's own check rejects an unknown drafter or a model without exits.
     exit_ = None
     if drafter == "exit":
-        wanted = 3 * decoder.config.num_layers / 8
-        exit_ = min(early, key=lambda depth: abs(depth - wanted), default=1)
+        target = 3 * decoder.config.num_layers / 8
+        exit_ = min(early, key=lambda depth: abs(depth - target), default=1)
     mode = Lossless(exit=exit_, drafter=drafter, max_draft=max_draft)
     mode.check(decoder)
     return mode
@@ -74,18 +75,17 @@ def lossless_for(
 
 @pytree
 class Lossless(Mode):
-    """Drafts at an exit or by n-gram, verified by all layers; rows accept different lengths.
+    """Speculative decoding: drafts of an early exit or of n-grams, verified by the full model.
 
-    Greedy: every token is the argmax of the full model on the tokens before it. Drawing: it is
-    distributed as the full model's, and with `"ngram"` it is plain decoding's own token. All up to
-    rounding, which depends on the shapes of a pass.
+    Rows accept different numbers of drafts. Greedy tokens are the argmax of the full model on the
+    tokens before them. Sampled tokens follow the full model's distribution; with `"ngram"` they are
+    the tokens of plain decoding. All hold up to rounding, which depends on the shapes of a pass.
 
     Attributes:
-      exit: layers that draft: one of the model's exits; None with `drafter="ngram"`. Static.
-      max_draft: most drafts of a row between two deep passes. Static.
-      drafter: `"exit"`; or `"ngram"`, which needs no exit: what followed the row's last tokens when
-        they stood in its text before. Static.
-      ngram: which matches count. Static.
+      exit: draft depth, one of the model's early exits; None with `drafter="ngram"`. Static.
+      max_draft: maximum number of drafts of a row per deep pass. Static.
+      drafter: `"exit"`, or `"ngram"`: prompt lookup in the row's own text, without an exit. Static.
+      ngram: n-gram drafter with its match lengths. Static.
     """
 
     name: ClassVar[str] = "lossless"
@@ -138,30 +138,30 @@ class Lossless(Mode):
                 f"Wanted an exit among the model's early exits {early}. Got exit={self.exit}."
             )
 
-    def start(self, setting: Setting, state: DecodeState) -> DecodeState:
+    def start(self, context: DecodeContext, state: DecodeState) -> DecodeState:
         if self.exit is not None:
             return state
         return dataclasses.replace(state, memory=self.ngram.start(state.lengths.shape[0]))
 
-    def step(self, setting: Setting, state: DecodeState) -> DecodeState:
-        """Proposes drafts, verifies them by all layers, and emits what agrees and one token."""
-        decoder, sampling = setting.decoder, setting.sampling
+    def step(self, context: DecodeContext, state: DecodeState) -> DecodeState:
+        """Proposes drafts, verifies them by all layers, and emits accepted drafts and one token."""
+        decoder, sampling = context.decoder, context.sampling
         drafter = self._drafter(decoder)
-        active, num_layers, width = state.active, decoder.config.num_layers, setting.width
+        active, num_layers, width = state.active, decoder.config.num_layers, context.width
         depth = drafter.depth
         with jax.named_scope("draft"):
-            drafted = drafter.propose(setting, state, most=self.max_draft)
+            drafted = drafter.propose(context, state, most=self.max_draft)
         with jax.named_scope("verify"):
             offsets = jnp.arange(self.block, dtype=jnp.int32)[None, :]
             positions = state.positions[:, None] + offsets
             pending = (offsets <= drafted.counts[:, None]) & active[:, None]
             block = block_at(decoder, positions, pending)
-            logits, own, cache, tokens = self._run_deep(setting, state, drafted, block)
+            logits, own, cache, tokens = self._run_deep(context, state, drafted, block)
             if sampling is None or drafted.log_q is None:
-                # Drafts that were not drawn: the tokens are those of plain decoding.
+                # For drafts that were not drawn, tokens are those of plain decoding.
                 verified = verify_tokens(own, drafted.token_ids, drafted.counts)
             else:
-                allowed = process(setting, state, logits, positions + 1, drafted.token_ids)
+                allowed = process(context, state, logits, positions + 1, drafted.token_ids)
                 verified = verify_sampling(
                     jax.nn.log_softmax(sampling(allowed), axis=-1),
                     drafted.log_q,
@@ -174,7 +174,7 @@ class Lossless(Mode):
             right = drafted.token_ids[:, 0] == own[:, 0]
             hits = self.ngram.follow(state.memory, matched=drafted.matched, right=right)
             state = dataclasses.replace(state, memory=hits)
-        # The row's last draft runs no head; its distribution was not needed.
+        # The last pending token of a row drafts nothing, so it runs no exit head.
         runs, guesses = drafted.rounds, jnp.minimum(drafted.rounds, self.max_draft)
         drafting = runs * depth
         if self.exit is not None:
@@ -191,11 +191,11 @@ class Lossless(Mode):
             heads=guesses + tokens,
             exit_maps=guesses * has_exit_lens(decoder, self.exit or 0),
         )
-        # Rejected drafts stay in the cache: their slots lie behind the row's last token and are
-        # written again before any later query sees them.
+        # Rejected drafts stay in the cache: their slots follow the row's last token and are
+        # overwritten before any later query reads them.
         return emit(
             dataclasses.replace(state, cache=cache, tally=tally),
-            setting.stops,
+            context.stops,
             verified.token_ids,
             verified.accepted + 1,
             logits=logits,
@@ -207,18 +207,19 @@ class Lossless(Mode):
         return self.ngram if self.exit is None else ExitDrafter.of(decoder.config, self.exit)
 
     def _run_deep(
-        self, setting: Setting, state: DecodeState, drafted: Proposal, block: Block
+        self, context: DecodeContext, state: DecodeState, drafted: Proposal, block: Block
     ) -> tuple[
         Float[Array, "batch pending vocab"], Int[Array, "batch pending"], KVCache, Int[Array, ""]
     ]:
-        """Returns logits of the pending tokens, the model's own token after each, and the cache.
+        """Returns logits of pending tokens, the full model's token after each, the cache, the size.
 
-        The last result is the tokens per row of the pass. Own tokens are 0 behind drawn drafts.
+        The size is the number of tokens per row of the pass. The full model's tokens are 0 if
+        drafts were drawn.
 
-        Where drafts may be shorter than `max_draft`, the pass comes in three sizes: the smallest
-        that holds every row's pending tokens runs, the others skip all their layers.
+        If rows may have fewer than `max_draft` drafts, the pass has three static sizes. Only the
+        smallest that holds every row's pending tokens runs its layers.
         """
-        decoder, params = setting.decoder, setting.params
+        decoder, params = context.decoder, context.params
         drafter = self._drafter(decoder)
         depth, varies = drafter.depth, drafter.varies
         sizes = sorted({1, (self.block + 1) // 2, self.block}) if varies else [self.block]
@@ -236,8 +237,8 @@ class Lossless(Mode):
                 jax.tree.map(lambda leaf: leaf[:, :size], block),  # noqa: B023
                 start=depth,
                 stop=jnp.where(chosen == number, layers, depth) if varies else layers,
-                width=setting.width,
-                layers=setting.layers,
+                width=context.width,
+                layers=context.layers,
                 bounds=(depth, layers),
             )
             x = jnp.concatenate([deep, x[:, size:]], axis=1)
@@ -250,8 +251,8 @@ class Lossless(Mode):
                 if drafted.log_q is None:
                     lengths = block.positions[:, :size] + 1
                     keys = token_keys(state.seeds, lengths, DRAW)
-                    allowed = process(setting, state, logits, lengths, drafted.token_ids)
-                    own = draw(setting.sampling, allowed, keys)
+                    allowed = process(context, state, logits, lengths, drafted.token_ids)
+                    own = draw(context.sampling, allowed, keys)
                 missing = ((0, 0), (0, self.block - size))
                 return jnp.pad(logits, (*missing, (0, 0))), jnp.pad(own, missing)
 

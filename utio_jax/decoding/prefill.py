@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How prompts are read: every token at full depth and over all of its past, or less than that.
+"""Prefill strategies: full depth, early exit, and sparse attention of prompt tokens.
 
     easy = SparseAttention(signal=gate, thresholds=thresholds, history=History(recent=98, sinks=4))
     how = Prefill(policy=uniform(16, exits=(4, 16)), attention=easy)
     new = generate(decoder, params, prompts, mode=mode, prefill=how)
 
-A staircase that keeps its keys and values. Even at full depth it reads long or ragged prompts
-faster on CPU than the dense program does, since it skips padding and the keys behind each block.
+Prefill is a staircase pass that keeps its K/V. On CPU it reads long or ragged prompts faster than
+the dense program, even at full depth: it skips padding and the keys after each block of queries.
 """
 
 from __future__ import annotations
@@ -33,33 +33,32 @@ from utio_jax.staircase.prompts import PromptChoice, PromptImportance
 from utio_jax.staircase.reference import FrozenKV, check_kv
 from utio_jax.staircase.sparse import SparseAttention
 
-# Measured on two cores, blocks of live tokens against the dense program: 0.67x at one prompt of 448
-# tokens, 0.84x at 32 of 64, 1.3x at 8 of 192 (ragged), 1.8x at 8 of 448 (3.2x ragged). Static
-# blocks of queries take 0.7 of the former's time where rows are full, and read all padding.
+# Speedup of blocks of live tokens over the dense program, on two cores: 0.67x for one prompt of 448
+# tokens, 0.84x for 32 of 64, 1.3x for 8 of 192 (ragged), 1.8x for 8 of 448 (3.2x ragged). Static
+# blocks of queries take 0.7 of the time of live blocks if rows are full, but read all padding.
 _CPU_SCORES = 2**18
-# The same where most tokens stop early (6 of 16 layers, 448 tokens): 0.73x at one prompt, 0.81x at
-# two, 0.90x at four, 1.03x at eight.
+# The same if most tokens exit early (6 of 16 layers, 448 tokens): 0.73x for one prompt, 0.81x for
+# two, 0.90x for four, 1.03x for eight.
 _CPU_SHALLOW_SCORES = 2**20
 
 _UNIT = 8
-"""Of static shapes, in tokens of each prompt."""
+"""Granularity of static shapes, in tokens of each prompt."""
 
 _FULL = 0.85
-"""Share of tokens that are no padding from which static shapes are faster; unknown, it is 0."""
+"""Minimum share of tokens that are not padding for static shapes to be faster."""
 
 
 @pytree
 class Prefill:
-    """Reads prompts in one staircase pass; by default every token at full depth, over all its past.
+    """Prefill strategy: one staircase pass; by default full depth and dense attention.
 
     Attributes:
-      policy: how deep each prompt token runs; None: full depth.
-      kv: what new tokens see of a stopped prompt token at deeper layers; None: the mode's `kv`.
-        Static.
-      attention: which prompt tokens attend to their history alone; None: none do. Its segments are
-        the policy's: `uniform(depths[-1], exits=depths)` has them and runs every layer.
-      executor: how live slots are run. Small batches of prompts by importance are read by static
-        shapes instead (`for_shape`): how many of their tokens go deep is known. Static.
+      policy: exit policy of prompt tokens; None: full depth.
+      kv: K/V strategy for prompt tokens that exited early; None: the mode's `kv`. Static.
+      attention: sparse attention, which restricts some prompt tokens to their history; None: dense.
+        It uses the policy's segments: `uniform(depths[-1], exits=depths)` has them at full depth.
+      executor: executor of live slots. For small batches with a policy by importance, `for_shape`
+        replaces it by static shapes: the number of tokens at each depth is known. Static.
     """
 
     policy: Policy | None = None
@@ -68,12 +67,12 @@ class Prefill:
     executor: Executor = static(default=MicroBatches())
 
     def for_shape(self, batch: int, width: int, *, filled: float = 0.0) -> Prefill:
-        """Returns how prompts of one shape are read fastest: with static shapes where that is.
+        """Returns the fastest equivalent for prompts of one shape, e.g. with static shapes.
 
         Args:
-          batch: rows.
-          width: of the padded prompts, in tokens.
-          filled: share of these that are no padding, if known.
+          batch: number of prompts.
+          width: padded length of the prompts, in tokens.
+          filled: share of tokens that are not padding; 0: unknown.
         """
         policy = self.policy
         if (
@@ -87,12 +86,12 @@ class Prefill:
         return self if deep is None else dataclasses.replace(self, executor=_static(width, *deep))
 
     def exact(self, decoder: Decoder) -> bool:
-        """Returns whether new tokens and their cache are those of prompts read in full."""
+        """Returns True if new tokens and their cache equal those of full-depth prefill."""
         if self.policy is None or self.attention is not None:
             return self.attention is None
         config, stops = decoder.config, self.policy.depths
         complete = bool(config.kv_source) and config.kv_complete <= stops[0]
-        # The last token, from which the first new one is drawn, runs all layers.
+        # The last prompt token runs all layers: the first new token is drawn from its logits.
         whole = isinstance(self.policy, PromptImportance) and stops[-1] == config.num_layers
         return complete and whole and self.kv == "propagate"
 
@@ -101,15 +100,15 @@ class Prefill:
         return self.policy or uniform(decoder.config.num_layers, name="full")
 
     def check(self, decoder: Decoder, *, kv: str) -> None:
-        """Raises ValueError where it does not fit the model, or a mode with that `kv`."""
-        policy, mine = self.depth_policy(decoder), self.kv or kv
+        """Raises ValueError if the strategy does not fit the model, or a mode with that `kv`."""
+        policy, own_kv = self.depth_policy(decoder), self.kv or kv
         if self.kv is not None and "drop" in (kv, self.kv) and self.kv != kv:
             raise ValueError(
                 f'Wanted the same kv for prompts and new tokens where either is "drop", which the '
                 f"mode has to keep up. Got Prefill(kv={self.kv!r}) and a mode with kv={kv!r}."
             )
-        check_kv(mine, ("propagate", "drop", "mapped", "full"), decoder=decoder)
-        depths = check_policy(policy, decoder, kv=mine)
+        check_kv(own_kv, ("propagate", "drop", "mapped", "full"), decoder=decoder)
+        depths = check_policy(policy, decoder, kv=own_kv)
         if self.attention is not None:
             self.attention.index_of(0, depths)
         if not self.exact(decoder) and kv == "full":
@@ -129,11 +128,11 @@ class Prefill:
         *,
         kv: str,
     ) -> tuple[Float[Array, "batch vocab"], KVCache, PromptPass]:
-        """Returns the logits after each prompt, the filled cache, and what the pass did."""
+        """Returns the logits after each prompt, the filled cache, and a record of the pass."""
         kv = self.kv or ("propagate" if kv == "full" else kv)
         policy, last_layer = self.depth_policy(decoder), decoder.config.num_layers
         with jax.named_scope("prefill"):
-            found = staircase(
+            result = staircase(
                 decoder,
                 params,
                 token_ids,
@@ -144,33 +143,33 @@ class Prefill:
                 attention=self.attention,
                 cache=cache,
             )
-            assert found.cache is not None
-            cache, work = found.cache, found.work
+            assert result.cache is not None
+            cache, work = result.cache, result.work
             if policy.depths != (last_layer,):
-                # The pass ends where its deepest token does; new tokens may go on from there.
-                cache, rest = frozen_kv(kv).end(
+                # The pass ends at its deepest token; new tokens may run more layers.
+                cache, projected = frozen_kv(kv).end(
                     decoder,
                     params,
-                    found.tokens,
+                    result.tokens,
                     cache,
-                    start=jnp.max(found.depths),
+                    start=jnp.max(result.depths),
                     bounds=(policy.depths[0], last_layer),
                 )
-                keys_values = jnp.asarray(work.keys_values).at[-1].add(rest * token_ids.size)
+                keys_values = jnp.asarray(work.keys_values).at[-1].add(projected * token_ids.size)
                 work = dataclasses.replace(work, keys_values=keys_values)
-        last = jax.vmap(lambda row, length: row[length - 1])(found.x, lengths)
+        last = jax.vmap(lambda row, length: row[length - 1])(result.x, lengths)
         logits = decoder.unembed(params, last).astype(jnp.float32)
         spread = lambda leaf: jnp.broadcast_to(leaf, (lengths.shape[0], *leaf.shape))  # noqa: E731
-        done = PromptPass(depths=found.depths, work=jax.tree.map(spread, work))
+        done = PromptPass(depths=result.depths, work=jax.tree.map(spread, work))
         return logits, cache, done
 
 
 def exact_prefill(decoder: Decoder) -> Prefill | None:
-    """Returns how prompts stop early and lose nothing; None where no layer reads others' K/V.
+    """Returns the exact early-exit prefill of a model with shared K/V; None for other models.
 
-    Where the upper layers read keys and values made below (`DecoderConfig.kv_source`), a token that
-    has run `kv_complete` layers has left all that others will ever read of it. So the last token
-    alone, from which the next one is drawn, runs the rest (YOCO, arXiv 2405.05254, section 2.3).
+    If upper layers read the K/V of lower layers (`DecoderConfig.kv_source`), other tokens only
+    need the first `kv_complete` layers of a token. Only the last prompt token runs all layers,
+    since the next token is drawn from it (YOCO, arXiv 2405.05254, section 2.3).
     """
     if not decoder.config.kv_source:
         return None
@@ -181,14 +180,14 @@ def exact_prefill(decoder: Decoder) -> Prefill | None:
 def fastest_prefill(
     decoder: Decoder, batch: int, width: int, *, kv: str, filled: float = 0.0
 ) -> Prefill | None:
-    """Returns the fastest way to read prompts without loss; None: the dense program.
+    """Returns the fastest exact prefill; None: the dense program.
 
     Args:
       decoder: the model.
-      batch: rows.
-      width: of the padded prompts, in tokens.
-      kv: of the mode; under `"drop"` a token is seen as deep as it ran.
-      filled: share of these that are no padding, if known.
+      batch: number of prompts.
+      width: padded length of the prompts, in tokens.
+      kv: K/V strategy of the mode; with `"drop"`, a token is visible only in the layers it ran.
+      filled: share of tokens that are not padding; 0: unknown.
     """
     exact = exact_prefill(decoder) if kv != "drop" else None
     if exact is not None:
@@ -199,11 +198,11 @@ def fastest_prefill(
 
 
 def _packing_is_faster(batch: int, width: int, filled: float, *, scores: int) -> bool:
-    """Returns whether blocks of live tokens are faster than static shapes, which read padding."""
+    """Returns True if blocks of live tokens are faster than static shapes, which read padding."""
     return not here().static_shapes and filled < _FULL and batch * width**2 >= scores
 
 
 def _static(*counts: int) -> CapacityPrefix:
-    """Returns the executor of so many tokens of each prompt, segment by segment."""
+    """Returns an executor with a fixed number of tokens per prompt in each segment."""
     capacities = tuple(-(-count // _UNIT) * _UNIT for count in counts)
     return CapacityPrefix(capacities=capacities, min_bucket=_UNIT, certain=True)

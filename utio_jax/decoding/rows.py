@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The executor of a decoding step: one token of each row, whose keys and values lie in a cache.
+"""Executor of a decode step: one token per row, with K/V in a cache.
 
-`CachedRows` runs segments for `utio_jax.staircase.loop.run_pass`: all rows together where a segment
-makes keys and values and any row needs it, else the rows that need it alone. What that executes is
-counted by row, in the cache that is handed on (`RowCache`).
+`CachedRows` runs segments for `utio_jax.staircase.loop.run_pass`. A segment that writes K/V runs
+for all rows if any row needs it. A segment that only reads K/V runs for the rows that need it. The
+executed work is counted per row, in the cache that segments pass on (`RowCache`).
 
     rows       0  1  2  3  4  5  6  7      eight rows, packed by quarters
-    [12, 16)   .  .  #  .  .  .  .  .      one goes on: a block of 2 rows
-    [8, 12)    .  #  #  .  .  #  .  .      three do: a block of 4 rows
-    [0, 8)     #  #  #  #  #  #  #  #      makes keys and values: the whole batch
+    [12, 16)   .  .  #  .  .  .  .  .      one row continues: a block of 2 rows
+    [8, 12)    .  #  #  .  .  #  .  .      three rows continue: a block of 4 rows
+    [0, 8)     #  #  #  #  #  #  #  #      writes K/V: the whole batch
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from utio_jax.staircase.base import Tokens
 
 @pytree
 class RowSlots:
-    """The rows that run a segment: their tokens are `live`."""
+    """Rows that run a segment: those whose token is `live`."""
 
     live: Bool[Array, "batch 1"]
 
 
 @pytree
 class RowCache:
-    """The K/V cache as a step's segments hand it on, and what they have executed so far.
+    """K/V cache that a step's segments pass on, with the work executed so far.
 
     Attributes:
       kv: keys and values.
-      layers: that ran in each row's slot.
-      key_slots: that each row has read, summed over layers.
+      layers: number of layers that ran in each row's slot.
+      key_slots: number of key slots that each row has read, summed over layers.
     """
 
     kv: KVCache
@@ -53,26 +53,26 @@ class RowCache:
 
     @classmethod
     def of(cls, kv: KVCache) -> RowCache:
-        """Returns a cache of which nothing has been read yet."""
+        """Returns a cache with all counts at 0."""
         none = jnp.zeros(kv.keys.shape[1:2], jnp.int32)
         return cls(kv=kv, layers=none, key_slots=none.astype(jnp.float32))
 
     def after(self, kv: KVCache, *, layers: jax.Array, key_slots: jax.Array) -> RowCache:
-        """Returns the cache after a segment, and what that took."""
+        """Returns the cache after a segment, with its work added."""
         layers, key_slots = self.layers + layers, self.key_slots + key_slots
         return RowCache(kv=kv, layers=layers, key_slots=key_slots)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CachedRows:
-    """All rows together: a segment runs if any row needs it, and so does a head.
+    """Executor of all rows together: a segment or LM head runs if any row needs it.
 
-    Rows that had stopped go along and keep their states.
+    Rows that have exited run along and keep their hidden states.
 
     Attributes:
       width: slots to attend over; more than every valid position. Static.
-      layers: each layer's parameters apart, where they are.
-      shown: layers at which each slot of each row may be seen, under `kv="drop"`; None: all.
+      layers: parameters of each layer; None: those of the stack.
+      shown: number of layers in which each slot is visible, for `kv="drop"`; None: all.
     """
 
     width: int
@@ -82,11 +82,11 @@ class CachedRows:
 
     @property
     def unit(self) -> int:
-        """One: rows are not padded."""
+        """Granularity of rows: 1, since rows are not padded."""
         return 1
 
     def key_widths(self, width: int) -> list[int]:
-        """Returns the one number of slots that a step attends over."""
+        """Returns the number of slots that a step attends over, as the only width."""
         del width
         return [self.width]
 
@@ -112,7 +112,7 @@ class CachedRows:
         *,
         only_live_keys: bool = False,
     ) -> tuple[Float[Array, "batch 1 dim"], RowCache]:
-        del only_live_keys  # Of the rows that go along, K/V are not worth a program of their own.
+        del only_live_keys  # K/V of rows that run along are not worth a separate program.
         if not decoder.config.kv_made(*layers):
             return self._read_alone(decoder, params, tokens, slots.live, layers, cache)
         span, block = self.span(slots, layers), block_of(tokens)
@@ -122,7 +122,7 @@ class CachedRows:
         return x, cache.after(kv, layers=ran, key_slots=ran * float(self.width))
 
     def span(self, slots: RowSlots, layers: tuple[int, int]) -> Span:
-        """Returns a segment's layers; one that no row needs takes no turn of a loop."""
+        """Returns a segment's layers; an empty span if no row needs it."""
         return Span(
             start=layers[0],
             stop=jnp.where(jnp.any(slots.live), layers[1], layers[0]),
@@ -139,12 +139,12 @@ class CachedRows:
         layers: tuple[int, int],
         cache: RowCache,
     ) -> tuple[Float[Array, "batch 1 dim"], RowCache]:
-        """Returns the states after a segment that writes no K/V, run by the rows that need it.
+        """Runs a segment that writes no K/V for the rows that need it; returns hidden states.
 
-        Later tokens read nothing of it, so no row has to go along for others. The live rows are
-        packed into the fewest quarters of the batch, and their K/V copied side by side, once for
-        all layers of the segment. Each width is a branch of a conditional, which passes on states
-        and no cache: what goes through one is copied.
+        Later tokens read nothing of such a segment, so rows need not run along. The live rows are
+        packed into the smallest number of quarters of the batch. Their K/V are copied once for all
+        layers of the segment. Each width is a branch of a conditional. The conditional returns
+        hidden states and no cache, since its operands and results are copied.
         """
         start, end = layers
         batch = live.shape[0]
@@ -156,10 +156,10 @@ class CachedRows:
             leaves = (x, tokens.positions, tokens.places, live)
             if rows is not None:
                 leaves = jax.tree.map(lambda leaf: leaf[rows], leaves)
-            mine, positions, places, valid = leaves
+            states, positions, places, valid = leaves
             block = Block(positions=positions, valid=valid, places=places, rows=rows)
             where: dict[str, Any] = {"width": self.width, "shown": self.shown}
-            new, _ = run_segment(decoder, params, cache.kv, mine, block, **span, **where)
+            new, _ = run_segment(decoder, params, cache.kv, states, block, **span, **where)
             return new if rows is None else x.at[rows].set(new)
 
         branches = [lambda x: x, *(partial(run, rows=order[:size]) for size in sizes[:-1]), run]
@@ -167,26 +167,27 @@ class CachedRows:
         x = jax.lax.switch(chosen, branches, tokens.x)
         size = jnp.asarray((0, *sizes), jnp.int32)[chosen]
         ran = jnp.zeros_like(live[:, 0]).at[order].set(jnp.arange(batch) < size)
-        each = (end - start) * ran.astype(jnp.int32)
-        return x, cache.after(cache.kv, layers=each, key_slots=each * float(self.width))
+        layers_run = (end - start) * ran.astype(jnp.int32)
+        key_slots = layers_run * float(self.width)
+        return x, cache.after(cache.kv, layers=layers_run, key_slots=key_slots)
 
     def map_slots(self, slots: RowSlots, function: Callable[..., Any], *arrays: jax.Array) -> Any:
         live = slots.live
 
         def run() -> Any:
             def put(y: jax.Array) -> jax.Array:
-                mine = live.reshape(live.shape + (1,) * (y.ndim - 1))
-                return jnp.where(mine, y[:, None], jnp.zeros((), y.dtype))
+                is_live = live.reshape(live.shape + (1,) * (y.ndim - 1))
+                return jnp.where(is_live, y[:, None], jnp.zeros((), y.dtype))
 
             return jax.tree.map(put, function(*(array[:, 0] for array in arrays)))
 
         def skip(shapes: Any = jax.eval_shape(run)) -> Any:
             return jax.tree.map(lambda y: jnp.zeros(y.shape, y.dtype), shapes)
 
-        return jax.lax.cond(jnp.any(live), run, skip)  # Small arrays may go through one.
+        return jax.lax.cond(jnp.any(live), run, skip)  # The conditional copies small arrays only.
 
     def attended(self, spent: RowCache) -> Float[Array, " batch"]:
-        """Returns the key slots that attention computed over for each row, summed over layers."""
+        """Returns the number of key slots that each row attended over, summed over layers."""
         return spent.key_slots
 
     def only_if(self, slots: RowSlots, asked: bool | Bool[Array, ""]) -> RowSlots:
@@ -201,19 +202,19 @@ class CachedRows:
     def work(
         self, slots: RowSlots, layers: int, *, kv_layers: int, only_live_keys: bool = False
     ) -> Work:
-        """Returns nothing: layers are counted by row, in the `RowCache`."""
+        """Returns zero work: layers are counted per row, in the `RowCache`."""
         del slots, layers, kv_layers, only_live_keys
         return Work.of()
 
 
 def chosen_first(chosen: Bool[Array, " batch"]) -> tuple[Int[Array, " batch"], Int[Array, ""]]:
-    """Returns rows in an order in which the chosen ones come first, and how many these are."""
+    """Returns row indices sorted with chosen rows first, and the number of chosen rows."""
     order = jnp.argsort(~chosen, stable=True).astype(jnp.int32)
     return order, jnp.sum(chosen, dtype=jnp.int32)
 
 
 def quarters(batch: int) -> tuple[int, ...]:
-    """Returns the numbers of rows, below all, that are packed where no row waits for others.
+    """Returns the sizes of packed blocks of rows below the whole batch.
 
     >>> quarters(8), quarters(1)
     ((2, 4, 6), ())
@@ -222,5 +223,5 @@ def quarters(batch: int) -> tuple[int, ...]:
 
 
 def block_of(tokens: Tokens) -> Block:
-    """Returns where the tokens of a step are."""
+    """Returns the positions of a step's tokens as a `Block`."""
     return Block(positions=tokens.positions, valid=tokens.shown, places=tokens.places)

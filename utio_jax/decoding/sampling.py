@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`SamplingParams`, how the tokens of rows are drawn, and speculative sampling's acceptance rule.
+"""Sampling of tokens (`SamplingParams`), and the acceptance rule of speculative sampling.
 
-The token loop takes None, where all rows are greedy, or the parameters of all rows as arrays, which
-turn logits into those whose softmax is drawn from. Other numbers compile nothing.
+The token loop takes None if all rows are greedy. Otherwise it takes the parameters of all rows as
+arrays, which transform logits before the softmax. New values compile nothing.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 from utio_jax.core.arrays import most_probable
 from utio_jax.core.pytrees import pytree
 
-# Streams of random numbers of one token: its draw, the acceptance of a draft, its replacement.
+# Random streams of a token: its draw, the acceptance of a draft, the replacement of a draft.
 DRAW, ACCEPT, REPLACE = 0, 1, 2
 
 _LEAST = float(np.finfo(np.float32).tiny)
-"""The smallest normal float32: what is below it may be 0 on a device."""
+"""Smallest normal float32: smaller numbers may be flushed to 0 on a device."""
 
 
 def _per_row(default: float) -> Any:
@@ -32,20 +32,20 @@ def _per_row(default: float) -> Any:
 
 @pytree
 class SamplingParams:
-    """How tokens are drawn: greedy by default, else by temperature, top-k, top-p, min-p, in turn.
+    """Sampling parameters: temperature, top-k, top-p and min-p, in this order; greedy by default.
 
-    Numbers, or for the rows of a batch arrays of them (`rows_of`). What no row uses costs nothing;
-    top-k and top-p sort the vocabulary of all rows if one uses it.
+    Fields are numbers, or arrays for the rows of a batch (`rows_of`). Methods that no row uses cost
+    nothing. Top-k and top-p sort the vocabulary of all rows if any row uses them.
 
     Attributes:
-      temperature: that logits are divided by; 0: the most probable token always, ties to the
-        lowest id, whatever else is set. From about 1e-6 down only ties with the best remain.
-      top_k: the most probable tokens that may be drawn, and ties with the last of them (Fan et al.
-        2018); 0: all.
-      top_p: the smallest set of tokens whose probability reaches it may be drawn, and ties
-        (Holtzman et al. 2020); 1: all.
-      min_p: tokens at least so many times as probable as the most probable one may be drawn (Nguyen
-        et al. 2024); 0: all.
+      temperature: divisor of the logits. 0: greedy, ties to the lowest id, and all other fields are
+        ignored. Below about 1e-6, only ties with the most probable token remain.
+      top_k: number of most probable tokens that may be drawn, plus ties with the last of them (Fan
+        et al. 2018); 0: all.
+      top_p: cumulative probability that the smallest set of most probable tokens must reach
+        (Holtzman et al. 2020). Ties are kept; 1: all.
+      min_p: minimum probability of a token relative to the most probable one (Nguyen et al. 2024);
+        0: all.
     """
 
     temperature: float | Float[Array | np.ndarray, "*batch"] = _per_row(0.0)
@@ -54,7 +54,7 @@ class SamplingParams:
     min_p: float | Float[Array | np.ndarray, "*batch"] = _per_row(0.0)
 
     def __post_init__(self) -> None:
-        for name, wanted, fits in (
+        for name, expected, is_valid in (
             (
                 "temperature",
                 "of 0 for greedy, or from 1.17549e-38 on",
@@ -65,21 +65,21 @@ class SamplingParams:
             ("min_p", "from 0 to 1", lambda p: 0 <= p <= 1),
         ):
             value = getattr(self, name)
-            # Numbers of Python and NumPy. Inside jit, fields hold tracers; while pytrees are
-            # rebuilt, anything at all; and to look at a device's array would wait for the device.
+            # Only numbers of Python and NumPy are checked. Fields hold tracers inside jit, and any
+            # object while pytrees are rebuilt. Reading a device's array would wait for the device.
             number = isinstance(value, (int, float, np.number)) or (
                 isinstance(value, np.ndarray) and value.ndim == 0
             )
-            if number and not fits(value):
-                raise ValueError(f"Wanted a {name} {wanted}. Got {name}={value}.")
+            if number and not is_valid(value):
+                raise ValueError(f"Wanted a {name} {expected}. Got {name}={value}.")
 
     @property
     def greedy(self) -> Bool[Array, "*batch"]:
-        """Rows whose tokens are not drawn."""
+        """Mask of greedy rows, whose tokens are not drawn."""
         return jnp.asarray(self.temperature) == 0
 
     def __call__(self, logits: Float[Array, "batch *lead vocab"]) -> Float[Array, ...]:
-        """Returns logits, of which the softmax is drawn from. Fields are arrays, see `rows_of`."""
+        """Returns logits whose softmax tokens are drawn from. Fields are arrays, see `rows_of`."""
         temperature, top_k, top_p, min_p = map(
             jnp.asarray, (self.temperature, self.top_k, self.top_p, self.min_p)
         )
@@ -96,10 +96,10 @@ def _is_count(value: Any) -> bool:
 
 
 def rows_of(params: Sequence[SamplingParams]) -> SamplingParams:
-    """Returns the parameters of rows, one each, as arrays on the host."""
+    """Stacks the parameters of rows into arrays on the host."""
 
     def column(name: str, dtype: Any = np.float32) -> np.ndarray:
-        return np.asarray([getattr(each, name) for each in params]).astype(dtype)
+        return np.asarray([getattr(row, name) for row in params]).astype(dtype)
 
     return SamplingParams(
         temperature=column("temperature"),
@@ -112,18 +112,18 @@ def rows_of(params: Sequence[SamplingParams]) -> SamplingParams:
 def check_sampling(
     sampling: SamplingParams | Sequence[SamplingParams], *, rows: int
 ) -> SamplingParams | None:
-    """Returns the parameters of each row as arrays; None, where all rows are greedy.
+    """Returns the parameters of each row as arrays; None if all rows are greedy.
 
-    Given are those of all rows, one for each, or what `rows_of` has made of these.
+    `sampling` applies to all rows, is a list with one entry per row, or the result of `rows_of`.
 
     Raises:
-      ValueError: those of more or fewer rows, or something else.
+      ValueError: the number of parameters differs from `rows`, or one is no `SamplingParams`.
     """
     given = [*sampling] if isinstance(sampling, Sequence) else [sampling] * rows
-    for each in given:
-        if not isinstance(each, SamplingParams):
+    for params in given:
+        if not isinstance(params, SamplingParams):
             raise ValueError(
-                f"Wanted SamplingParams. Got {each!r}. For example: "
+                f"Wanted SamplingParams. Got {params!r}. For example: "
                 "SamplingParams(temperature=0.7, top_p=0.95)."
             )
     of_rows = isinstance(sampling, SamplingParams) and np.ndim(sampling.temperature) > 0
@@ -134,38 +134,38 @@ def check_sampling(
         )
     if of_rows:
         return given[0]
-    found = rows_of(given)
-    return found if np.any(found.temperature != 0) else None
+    result = rows_of(given)
+    return result if np.any(result.temperature != 0) else None
 
 
 def check_seeds(seeds: int | Sequence[int], *, rows: int) -> UInt32[np.ndarray, " batch"]:
-    """Returns each row's seed: its own, or one number for all plus the row's index.
+    """Returns the seed of each row: as given, or one number plus the row's index.
 
     Raises:
-      ValueError: seeds of more or fewer rows, or no integers of up to 64 bits.
+      ValueError: the number of seeds differs from `rows`, or seeds are no 64-bit integers.
     """
     given = np.asarray(seeds)
-    if not np.issubdtype(given.dtype, np.integer):  # Longer ones are objects to NumPy.
+    if not np.issubdtype(given.dtype, np.integer):  # NumPy stores longer integers as objects.
         raise ValueError(f"Wanted seeds as integers of at most 64 bits. Got {seeds!r:.80}.")
     if given.shape not in ((), (rows,)):
         raise ValueError(f"Wanted one seed, or one per prompt ({rows}). Got shape {given.shape}.")
-    found = given.astype(np.uint32)
-    return found if given.ndim else np.arange(rows, dtype=np.uint32) + found
+    result = given.astype(np.uint32)
+    return result if given.ndim else np.arange(rows, dtype=np.uint32) + result
 
 
 def _on_rows(
     used: Bool[Array, " batch"],
     method: Callable[[jax.Array, jax.Array], jax.Array],
     logits: jax.Array,
-    setting: jax.Array,
+    values: jax.Array,
 ) -> jax.Array:
-    """Returns logits on which a method is applied in some rows; nothing runs if there are none."""
+    """Applies a method to the logits of the rows that use it; skips it if no row does."""
 
     def column(leaf: jax.Array) -> jax.Array:
         return jnp.reshape(leaf, (-1, *[1] * (logits.ndim - 1)))
 
     def apply(logits: jax.Array) -> jax.Array:
-        number = jnp.where(used, setting, jnp.ones_like(setting))  # Others divide by no 0.
+        number = jnp.where(used, values, jnp.ones_like(values))  # Avoids division by 0.
         return jnp.where(column(used), method(logits, column(number)), logits)
 
     return jax.lax.cond(jnp.any(used), apply, lambda logits: logits, logits)
@@ -177,10 +177,10 @@ def _best_alone(logits: jax.Array, _: Any) -> jax.Array:
 
 
 def _divided(logits: jax.Array, temperature: Any) -> jax.Array:
-    # The largest is 0 before it is divided, and whatever is rounded how, 0 after it. As large
-    # numbers, compilers divide it in two ways: below 1e-8 a softmax then summed up to 0. And they
-    # divide by one scalar as they multiply by its reciprocal: said so, rows round alike. One of 0
-    # would make NaN of what an earlier method has ruled out.
+    # The largest logit is 0 before and after the division, however it is rounded. Compilers divide
+    # large numbers in two ways: below 1e-8, a softmax over them summed to 0. Compilers replace
+    # division by a scalar by multiplication with its reciprocal; the explicit product makes all
+    # rows round alike. A factor of 0 would turn excluded logits of -inf into NaN.
     factor = jnp.maximum(1.0 / temperature, _LEAST)
     return (logits - jnp.max(logits, axis=-1, keepdims=True)) * factor
 
@@ -195,7 +195,7 @@ def _nucleus(logits: jax.Array, p: Any) -> jax.Array:
     probabilities = jax.nn.softmax(logits, axis=-1)
     descending = jnp.sort(probabilities, axis=-1, descending=True)
     before = jnp.cumsum(descending, axis=-1) - descending
-    reached = before < jnp.maximum(p, _LEAST)  # The most probable one always is among them.
+    reached = before < jnp.maximum(p, _LEAST)  # The most probable token is always included.
     least = jnp.min(jnp.where(reached, descending, jnp.inf), axis=-1, keepdims=True)
     return jnp.where(probabilities >= least, logits, -jnp.inf)
 
@@ -212,9 +212,9 @@ def token_keys(
     *,
     rounds: Int[Array, " batch"] | None = None,
 ) -> jax.Array:
-    """Returns PRNG keys `[batch, token]`: of seed, position, stream and round, and nothing else.
+    """Returns PRNG keys `[batch, token]` that depend only on seed, position, stream and round.
 
-    The round matters where a position may be drawn more than once, as drafts are.
+    The round distinguishes several draws at one position, as for drafts.
     """
     rounds = jnp.zeros(seeds.shape, jnp.int32) if rounds is None else rounds
 
@@ -228,7 +228,7 @@ def token_keys(
 def draw(
     sampling: SamplingParams | None, logits: Float[Array, "batch token vocab"], keys: jax.Array
 ) -> Int[Array, "batch token"]:
-    """Returns one token per distribution, drawn with the keys `[batch, token]`; None: greedy."""
+    """Draws one token per distribution with the keys `[batch, token]`; `sampling=None`: greedy."""
     if sampling is None:
         return most_probable(logits)
     greedy, best = sampling.greedy, most_probable(logits)
@@ -242,7 +242,7 @@ def draw(
 
 @pytree
 class Verified:
-    """Accepted drafts and one token of the full model's own; entries beyond mean nothing."""
+    """Accepted drafts followed by one token of the full model; further entries are undefined."""
 
     token_ids: Int[Array, "batch pending"]
     accepted: Int[Array, " batch"]
@@ -253,9 +253,9 @@ def verify_greedy(
     drafts: Int[Array, "batch draft"],
     num_drafts: Int[Array, " batch"],
 ) -> Verified:
-    """Returns the full model's greedy tokens as far as the real drafts agree with them, plus one.
+    """Accepts the longest prefix of drafts that equals the full model's greedy tokens.
 
-    Logits are of the token before each draft, and of the last draft.
+    Logits are those after the token before each draft, and after the last draft.
     """
     return verify_tokens(most_probable(logits), drafts, num_drafts)
 
@@ -265,10 +265,10 @@ def verify_tokens(
     drafts: Int[Array, "batch draft"],
     num_drafts: Int[Array, " batch"],
 ) -> Verified:
-    """Returns the full model's tokens as far as the real drafts agree with them, plus one.
+    """Accepts the longest prefix of drafts that equals the full model's tokens.
 
-    Tokens may be greedy or drawn: a draft that was not drawn itself is accepted with the
-    probability p of the token, and a rejected one is replaced by a draw from the others.
+    Tokens may be greedy or drawn. If drafts are not drawn, this is speculative sampling: a draft is
+    accepted with its probability p, and a rejected one is replaced by a draw from the other tokens.
     """
     same = (drafts == token_ids[:, :-1]) & _before(num_drafts, drafts.shape[1])
     return Verified(token_ids=token_ids, accepted=_leading(same))
@@ -283,19 +283,20 @@ def verify_sampling(
     accept_keys: jax.Array,
     replace_keys: jax.Array,
 ) -> Verified:
-    """Returns accepted drafts and one more token, such that each is distributed as p says.
+    """Returns accepted drafts and one more token, such that every token is distributed as p.
 
-    Speculative sampling (Leviathan et al. 2023; Chen et al. 2023): a draft is accepted with
-    probability min(1, p / q), the first rejected one is replaced by a draw from max(p - q, 0), and
-    if none is rejected the extra token is a draw from p.
+    Speculative sampling (Leviathan et al. 2023; Chen et al. 2023). A draft is accepted with
+    probability min(1, p / q). The first rejected draft is replaced by a draw from max(p - q, 0). If
+    none is rejected, the extra token is drawn from p.
 
     Args:
-      log_p: of the full model after `SamplingParams`, at the token before each draft, and the last.
-      log_q: those that the drafts were drawn from.
-      drafts: drawn tokens.
-      num_drafts: how many are real. May depend on the prefix and q, never on the drawn token.
-      accept_keys: `[batch, draft]`.
-      replace_keys: `[batch, pending]`.
+      log_p: log-probabilities of the full model after `SamplingParams`, at the token before each
+        draft, and at the last draft.
+      log_q: log-probabilities that the drafts were drawn from.
+      drafts: draft tokens.
+      num_drafts: number of valid drafts. May depend on the prefix and q, never on the drawn token.
+      accept_keys: PRNG keys `[batch, draft]`.
+      replace_keys: PRNG keys `[batch, pending]`.
     """
 
     def pick(logs: jax.Array) -> jax.Array:
@@ -310,10 +311,10 @@ def verify_sampling(
     q = jnp.where(
         rejected[:, None], jnp.exp(_at(log_q, jnp.minimum(accepted, drafts.shape[1] - 1))), 0.0
     )
-    rest = jnp.maximum(p - q, 0.0)
-    # p = q leaves nothing to draw from; only rounding can reject there, and p is what is wanted.
-    rest = jnp.where(jnp.sum(rest, axis=-1, keepdims=True) > 0, rest, p)
-    replacement = jax.vmap(jax.random.categorical)(_at(replace_keys, accepted), jnp.log(rest))
+    residual = jnp.maximum(p - q, 0.0)
+    # If p = q, the residual is 0: only rounding can reject then, and the draw is from p.
+    residual = jnp.where(jnp.sum(residual, axis=-1, keepdims=True) > 0, residual, p)
+    replacement = jax.vmap(jax.random.categorical)(_at(replace_keys, accepted), jnp.log(residual))
     padded = jnp.pad(drafts, ((0, 0), (0, 1)))
     places = jnp.arange(padded.shape[1], dtype=jnp.int32)[None, :]
     token_ids = jnp.where(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`run_segment`, of which all decoding is made: layers on given states, writing their K/V."""
+"""Segments of layers over hidden states, with K/V written to the cache: prefill, decode step."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from utio_jax.core.pytrees import pytree
 from utio_jax.staircase.forward import InPlace, Sources, forward, shows_from, write_at
 
 Layers = tuple[LayerParams, ...] | None
-"""Each layer's parameters apart, see `utio_jax.core.layer.split_layers`; None: the stack's."""
+"""Parameters of each layer, see `utio_jax.core.layer.split_layers`; None: those of the stack."""
 
 Attend = Callable[[jax.Array, jax.Array], jax.Array]
-"""Maps a layer's index and its queries, by row, to what they attended to."""
+"""Maps a layer's index and its queries, by row, to their attention output."""
 
 Attention = Callable[[KVCache, Sources], Attend]
-"""Maps the cache and the layers whose keys and values are read to an `Attend`."""
+"""Maps the cache, and the layers whose K/V are read, to an `Attend`."""
 
 
 class Span(TypedDict):
-    """The layers `[start, stop)` of a pass, as `utio_jax.core.layer.over_layers` takes them.
+    """Layers `[start, stop)` of a pass, as `utio_jax.core.layer.over_layers` takes them.
 
-    A traced `stop` equal to `start` runs nothing, and copies nothing; `bounds` are static depths
-    between which traced ones lie, for `layers`.
+    A traced `stop` equal to `start` runs nothing, and copies nothing. `bounds` are static limits of
+    traced depths, needed with `layers`.
     """
 
     start: Depth
@@ -44,14 +44,14 @@ class Span(TypedDict):
 
 @pytree
 class Block:
-    """Where the tokens of a pass are, computed once for all its layers.
+    """Positions of the tokens of a pass, computed once for all its layers.
 
     Attributes:
-      positions: in their rows; each is also the token's slot in the cache.
-      valid: tokens that exist. The others are padding: computed, never written or seen.
-      places: what the decoder made of the positions.
-      rows: of the cache that the block's rows are, each once; None: all, in order. One that only
-        fills the block up may be any, if none of its tokens is valid. The cache stays whole.
+      positions: token positions within each row, which are also slots in the cache.
+      valid: mask of real tokens. All others are padding: computed, never written or attended to.
+      places: the decoder's encoding of the positions.
+      rows: rows of the cache that the block's rows map to, each once; None: all, in order. A
+        padding row, without valid tokens, may map to any row. The cache is passed whole.
     """
 
     positions: Int[Array, "batch token"]
@@ -61,7 +61,7 @@ class Block:
 
     @property
     def at(self) -> dict[str, Any]:
-        """Where the cache takes their keys and values, see `utio_jax.attention.cache.write`."""
+        """Target of the block's K/V, as arguments of `utio_jax.attention.cache.write`."""
         return {"positions": self.positions, "valid": self.valid, "rows": self.rows}
 
 
@@ -72,7 +72,7 @@ def block_at(
     *,
     rows: Int[Array, " batch"] | None = None,
 ) -> Block:
-    """Returns the block of tokens at `positions`, of some `rows` of the cache or of all."""
+    """Returns the block of tokens at `positions`, in some `rows` of the cache or in all."""
     places = decoder.encode_positions(positions)
     return Block(positions=positions, valid=valid, places=places, rows=rows)
 
@@ -89,20 +89,21 @@ def run_segment(
     shown: Int[Array, "row slot"] | None = None,
     **span: Unpack[Span],
 ) -> tuple[Float[Array, "batch token dim"], KVCache]:
-    """Returns the states after some layers, and the cache with these layers' K/V.
+    """Runs some layers; returns hidden states, and the cache with the K/V of these layers.
 
-    All K/V of earlier positions must be valid in these layers. A segment is skipped on the device
-    by a traced `stop` equal to `start`. (A cache that goes through `lax.cond` is copied whole.)
+    K/V of all earlier positions must be valid in these layers. A traced `stop` equal to `start`
+    skips a segment on the device. (`lax.cond` would copy the whole cache.)
 
     Args:
       decoder: the model.
-      params: its parameters.
-      cache: carried whole; donate it.
-      x: states at depth `start`, of the block's rows.
-      block: the tokens' places.
+      params: model parameters.
+      cache: K/V cache, passed whole; donate it.
+      x: hidden states at depth `start`, of the block's rows.
+      block: positions of the tokens.
       width: slots to attend over; more than every valid position. Static.
-      runs: valid tokens whose state changes; K/V of the others are projected from it. None: all.
-      shown: layers at which each slot of each row of the cache may be seen, for `kv="drop"`, those
+      runs: valid tokens that run the layers; K/V of all others are projected from their hidden
+        states. None: all.
+      shown: number of layers in which each slot of the cache is visible, for `kv="drop"`, tokens
         of `x` included. None: all.
       **span: the layers.
     """
@@ -111,7 +112,7 @@ def run_segment(
         shown = shown.at[block.rows].get(mode="clip")
 
     def attention(cache: KVCache, sources: Sources) -> Attend:
-        seen = [read(cache, (each,), width=width, rows=block.rows) for each in sources]
+        seen = [read(cache, (source,), width=width, rows=block.rows) for source in sources]
 
         def attend(index: jax.Array, queries: jax.Array) -> jax.Array:
             mix = mixer_at(decoder, index)
@@ -136,7 +137,7 @@ def run_layers(
     runs: Bool[Array, "batch token"] | None = None,
     **span: Unpack[Span],
 ) -> tuple[Float[Array, "batch token dim"], KVCache]:
-    """Returns the states after some layers, and the cache with the K/V made there."""
+    """Runs some layers with given attention; returns hidden states and the cache."""
     runs = block.valid if runs is None else runs & block.valid
     return forward(
         decoder,
@@ -152,7 +153,7 @@ def run_layers(
 
 @dataclasses.dataclass(frozen=True)
 class _Cached:
-    """Keys and values in a cache, which new tokens' join before they are read, for `forward`."""
+    """K/V source for `forward`: new K/V are written to the cache before attention reads it."""
 
     block: Block
     attention: Attention
@@ -177,7 +178,7 @@ def prefill(
     lengths: Int[Array, " batch"],
     cache: KVCache,
 ) -> tuple[Float[Array, "batch vocab"], KVCache]:
-    """Returns the logits after right-padded prompts, and the cache filled with them, at full depth.
+    """Dense prefill at full depth: returns the logits after right-padded prompts, and the cache.
 
     Raises:
       ValueError: the prompts are wider than the cache.
@@ -210,7 +211,7 @@ def decode_step(
     width: int | None = None,
     layers: Layers = None,
 ) -> tuple[Float[Array, "batch vocab"], KVCache]:
-    """Returns the logits after one more token per active row, and the cache, at full depth.
+    """Runs one token per active row at full depth; returns logits and the cache.
 
     A step attends over `width` slots, static; None: all.
     """

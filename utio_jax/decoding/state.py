@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state of a token loop, what a step adds to it, and where a row ends."""
+"""State of the token loop: tokens and their records, stop rules, and `emit`."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from utio_jax.core.pytrees import pytree
 from utio_jax.core.work import Work
 
 REASONS = ("running", "eos", "stop", "length", "released")
-"""Why a row ended, indexed by `DecodeState.reason`; a released one is free for another prompt."""
+"""Finish reasons, indexed by `DecodeState.reason`. A released row can take another prompt."""
 RUNNING, _EOS, _STOP, _LENGTH, RELEASED = range(5)
 
 
 @pytree
 class StopRules:
-    """What ends rows besides their length, one row of rules each; a single one is all rows'.
+    """Stop rules of rows, besides their length. A single row of rules applies to all rows.
 
     Attributes:
-      eos_ids: each ends a row at once; padded with -1.
-      sequences: of tokens that end it, padded on the left with -1; missing ones are of -2.
+      eos_ids: end tokens; padded with -1.
+      sequences: stop sequences of tokens, padded on the left with -1; missing sequences are -2.
     """
 
     eos_ids: Int[Any, "#batch eos"] = dataclasses.field(metadata={"row_axis": 0})
@@ -37,11 +37,11 @@ class StopRules:
 
 
 Stops = tuple[Sequence[int], Sequence[Sequence[int]]]
-"""What ends a row: tokens, and token sequences."""
+"""Stop rules of one row: end tokens, and token sequences."""
 
 STOPS_ROOM = (8, 4, 16)
-"""End tokens, stop sequences and tokens of one that rows have places for: static shapes, so that
-none compiles anything."""
+"""Numbers of end tokens, of stop sequences, and of tokens per sequence that fit into static shapes,
+so that new rules compile nothing."""
 
 
 def stop_rules(
@@ -50,28 +50,28 @@ def stop_rules(
     vocab_size: int = 2**31,
     room: tuple[int, int, int] | None = None,
 ) -> StopRules:
-    """Returns the rules of rows, one each, as arrays on the host; by default: nothing ends them.
+    """Returns the stop rules of rows as arrays on the host; by default, one row without rules.
 
-    There is `room` for end tokens, sequences, and tokens of a sequence; None: the least multiples
-    of `STOPS_ROOM` that hold all, so that few numbers and lengths of them compile other programs.
+    `room` is the capacity for end tokens, sequences, and tokens of a sequence. None: the smallest
+    multiples of `STOPS_ROOM` that hold all rules, so that few combinations compile.
 
     Raises:
-      ValueError: more than there is room for, or a sequence is empty, or holds something else than
-        ids of the vocabulary, as -1, which stands for any token.
+      ValueError: rules exceed the capacity, a sequence is empty, or it holds ids outside the
+        vocabulary, such as the padding value -1.
     """
     sizes = [len(sequence) for _, sequences in rows for sequence in sequences]
-    most, count = (max(map(len, each)) for each in zip(*rows, strict=True))
-    found = max(1, most), count, max(sizes, default=0)
+    most, count = (max(map(len, column)) for column in zip(*rows, strict=True))
+    needed = max(1, most), count, max(sizes, default=0)
     if room is None:
         ends, several, longest = (
-            max(1, -(-n // m)) for n, m in zip(found, STOPS_ROOM, strict=True)
+            max(1, -(-n // m)) for n, m in zip(needed, STOPS_ROOM, strict=True)
         )
         room = ends * STOPS_ROOM[0], several * STOPS_ROOM[1], longest * STOPS_ROOM[2]
-    elif any(one > most for one, most in zip(found, room, strict=True)):
+    elif any(size > most for size, most in zip(needed, room, strict=True)):
         raise ValueError(
             f"Wanted at most {room[0]} eos_ids and {room[1]} stop_sequences of at most {room[2]} "
-            f"tokens, which every slot has room for. Got {found[0]} eos_ids and {found[1]} "
-            f"sequences of up to {found[2]} tokens. Name the rest as stop_strings."
+            f"tokens, which every slot has room for. Got {needed[0]} eos_ids and {needed[1]} "
+            f"sequences of up to {needed[2]} tokens. Name the rest as stop_strings."
         )
     most, count, longest = room
     eos_ids = np.full((len(rows), most), -1, np.int32)
@@ -97,15 +97,15 @@ def check_stops(
     rows: int,
     vocab_size: int,
 ) -> StopRules:
-    """Returns the rules of each row, where either argument is of all rows, or a list for each."""
+    """Returns the stop rules of rows. Arguments apply to all rows, or have a list per row."""
     return stop_rules(stops_of_rows(eos_ids, sequences, rows=rows), vocab_size=vocab_size)
 
 
 def stops_of_rows(eos_ids: Any, sequences: Any, *, rows: int) -> list[Stops]:
-    """Returns what ends each row, see `check_stops`. Raises ValueError for more or fewer lists."""
+    """Returns the stop rules of each row, see `check_stops`. Raises ValueError for other counts."""
     each_ends = any(map(_is_list, eos_ids))
     each_stops = any(_is_list(item) for sequence in sequences for item in sequence)
-    # A list for each row, all of them empty; as sequences they would end nothing.
+    # Empty lists, one per row: as sequences they would end nothing.
     each_stops |= len(sequences) == rows and all(_is_list(s) and not len(s) for s in sequences)
     ends: Any = eos_ids if each_ends else [eos_ids] * rows
     stops: Any = sequences if each_stops else [sequences] * rows
@@ -115,7 +115,7 @@ def stops_of_rows(eos_ids: Any, sequences: Any, *, rows: int) -> list[Stops]:
                 f"Wanted {what} for all prompts, or a list of them for each of the {rows}. Got "
                 f"{given!r:.80}."
             )
-    return [([*mine], [*each]) for mine, each in zip(ends, stops, strict=True)]
+    return [([*ids], [*sequences]) for ids, sequences in zip(ends, stops, strict=True)]
 
 
 def _is_list(value: Any) -> bool:
@@ -124,11 +124,11 @@ def _is_list(value: Any) -> bool:
 
 @pytree
 class Alternatives:
-    """The most probable tokens at the place of each new one, whichever was drawn.
+    """Most probable tokens at the position of each new token.
 
     Attributes:
-      token_ids: descending by probability.
-      log_probabilities: in nats, under the model's distribution before any sampling method.
+      token_ids: token ids, in descending order of probability.
+      log_probabilities: their log-probabilities in nats, before any sampling method.
     """
 
     token_ids: Int[Any, "*token alternative"]
@@ -137,17 +137,18 @@ class Alternatives:
 
 @pytree
 class Columns:
-    """What is noted of tokens, by their own positions: arrays that lead alike.
+    """Records of tokens by position: arrays with the same leading shape.
 
-    In the loop these are `[row, slot]`, on the host `[new]` of one row.
+    The shape is `[row, slot]` in the loop, and `[new]` of one row on the host.
 
     Attributes:
-      token_ids: in the loop those of prompts, too.
-      decided: layers behind the distribution that each token was taken from: the depth of the token
-        *before* it. Under `Lossless`: the exit that guessed it, 0 where it was copied, or all.
-      executed: layers that ran for it, those for the sake of other rows included.
-      log_probabilities: of each in nats, under the model's distribution before any sampling method.
-      alternatives: to each; None where they are not kept.
+      token_ids: token ids; in the loop, including prompts.
+      decided: depth in layers of the distribution that each token was taken from: the exit depth of
+        the token *before* it. With `Lossless`: the exit that drafted it, 0 if it was copied, or all
+        layers if the full model emitted it.
+      executed: number of layers that ran for each token, including those for other rows.
+      log_probabilities: log-probability of each token in nats, before any sampling method.
+      alternatives: most probable tokens at each position; None: not recorded.
     """
 
     token_ids: Int[Any, "*token"]
@@ -158,7 +159,7 @@ class Columns:
 
     @classmethod
     def empty(cls, *shape: int, alternatives: int = 0) -> Columns:
-        """Returns zeros that lead with a shape, on the host, with so many alternatives to each."""
+        """Returns zeros on the host with a leading shape, and `alternatives` per token."""
         ints, floats = np.zeros(shape, np.int32), np.zeros(shape, np.float32)
         best = None
         if alternatives:
@@ -176,38 +177,38 @@ class Columns:
 
     @classmethod
     def joined(cls, parts: Sequence[Columns]) -> Columns:
-        """Returns the tokens of parts that follow each other, at least one; on the host."""
+        """Concatenates consecutive parts, at least one, on the host."""
         return jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
 
     def cut(self, *kept: int | slice) -> Columns:
         """Returns some of the tokens, copied to the host.
 
-        A copy: on CPU, arrays on the host may be views of buffers that the next step reuses.
+        On CPU, arrays on the host may be views of buffers that the next step reuses.
         """
         return jax.tree.map(lambda leaf: np.array(leaf[kept]), self)
 
     def put(
         self, rows: Int[Array, "batch 1"], slots: Int[Array, "batch new"], fresh: Columns
     ) -> Columns:
-        """Returns the columns with those of new tokens at some slots of each row."""
+        """Returns the columns with new tokens written to some slots of each row."""
         return jax.tree.map(lambda old, new: old.at[rows, slots].set(new, mode="drop"), self, fresh)
 
 
 @pytree
 class Tally:
-    """What decoding cost. The first token of every row is prefill's and costs nothing here.
+    """Counts of executed work per row. The first new token belongs to prefill and is not counted.
 
     Attributes:
-      steps: rounds of the loop that the row took part in.
-      drafts: that were verified.
-      accepted: those that were right.
+      steps: number of steps that the row ran.
+      drafts: number of verified drafts.
+      accepted: number of accepted drafts.
       token_layers: token slots that ran a layer, padding and rejected drafts included.
-      frozen_layers: K/V-only projections of frozen states.
+      frozen_layers: layers whose K/V were projected from frozen states.
       mapped_layers: layers whose K/V were mapped from frozen states.
-      heads: token slots that went through the vocabulary head.
-      exit_maps: states of an exit that a lens mapped.
-      key_slots: read, summed over layers; times `bytes_per_slot` these are bytes. Outgrows int32.
-      attended: key slots attended over, summed over queries and layers: what attention computes.
+      heads: token slots that ran the LM head.
+      exit_maps: hidden states at an exit that a lens mapped.
+      key_slots: key slots read, summed over layers; times `bytes_per_slot`: bytes. Exceeds int32.
+      attended: key slots attended over, summed over queries and layers.
     """
 
     steps: Int[Any, " batch"]
@@ -223,17 +224,17 @@ class Tally:
 
     @classmethod
     def empty(cls, batch: int) -> Tally:
-        """Returns a tally of nothing."""
+        """Returns a tally with all counts at 0."""
         floats = ("key_slots", "attended")
         return cls(
             **{
-                each.name: jnp.zeros((batch,), jnp.float32 if each.name in floats else jnp.int32)
-                for each in dataclasses.fields(cls)
+                field.name: jnp.zeros((batch,), jnp.float32 if field.name in floats else jnp.int32)
+                for field in dataclasses.fields(cls)
             }
         )
 
     def add(self, active: Bool[Array, " batch"], **amounts: Any) -> Tally:
-        """Returns the tally with the amounts, scalar or per row, added for the active rows."""
+        """Adds amounts, scalar or per row, to the counts of the active rows."""
         grown = {}
         for name, amount in amounts.items():
             old = getattr(self, name)
@@ -243,11 +244,11 @@ class Tally:
 
 @pytree
 class PromptPass:
-    """How prompts were read by a `Prefill`.
+    """Record of a `Prefill` pass.
 
     Attributes:
-      depths: decided layers of each prompt token; 0 for padding.
-      work: what the pass executed, `[batch, segment]`: that of all rows, noted in each.
+      depths: decided depth of each prompt token in layers; 0 for padding.
+      work: executed work, `[batch, segment]`: each row has the total of all rows.
     """
 
     depths: Int[Array, "batch token"]
@@ -256,24 +257,24 @@ class PromptPass:
 
 @pytree
 class DecodeState:
-    """Everything that a token loop carries. Donated.
+    """Loop-carried state of the token loop. Donated.
 
-    Between steps the K/V of all tokens of a row but its last are in the cache; that one has been
-    emitted, but has run no layer yet.
+    Between steps, the cache holds the K/V of all tokens of a row except its last token. That token
+    has been emitted, but has run no layer yet.
 
     Attributes:
-      lengths: tokens of each row, prompt included.
-      prompt_lengths: those of the prompt.
+      lengths: number of tokens of each row, including the prompt.
+      prompt_lengths: number of prompt tokens of each row.
       limits: lengths at which rows end.
       reason: index into `REASONS`.
-      seeds: of the rows.
-      columns: prompt and emitted tokens by position; what lies beyond `lengths` means nothing.
+      seeds: random seeds of the rows.
+      columns: prompt and emitted tokens by position; entries beyond `lengths` are undefined.
       cache: keys and values.
-      tally: what it cost.
-      memory: what the mode remembers: any pytree of arrays that lead with rows.
-      prompt: how prompts were read, where not by the dense program, and all rows together.
-      hook: what may put other tokens into rows than were drawn, and end them, see
-        `utio_jax.decoding.thinking.ThinkingRows`; None where no row has one.
+      tally: counts of executed work.
+      memory: state of the mode: any pytree of arrays with rows as first axis.
+      prompt: record of the prompt pass; None if the dense program or several passes read prompts.
+      hook: thinking rules and progress, which force tokens and end rows, see
+        `utio_jax.decoding.thinking.ThinkingRows`; None if no row has any.
     """
 
     lengths: Int[Array, " batch"] = dataclasses.field(metadata={"row_axis": 0})
@@ -290,7 +291,7 @@ class DecodeState:
 
     @property
     def active(self) -> Bool[Array, " batch"]:
-        """Rows that have not ended."""
+        """Mask of rows that have not ended."""
         return self.reason == RUNNING
 
     @property
@@ -319,10 +320,10 @@ def emit(
     decided: Int[Array, "batch new"],
     executed: Int[Array, "batch new"],
 ) -> DecodeState:
-    """Returns the state with new tokens in the active rows, cut where a row ends.
+    """Appends new tokens to the active rows, up to the token that ends a row.
 
-    The first `counts` of its new tokens are real. The one that ends a row is kept. What a hook
-    forces stands instead of the first, and further ones are dropped.
+    The first `counts` tokens of a row are valid. The token that ends a row is kept. A token that a
+    hook forces replaces the first one, and all further tokens are dropped.
     """
     hook, limits, columns = state.hook, state.limits, state.columns
     if hook is not None:
@@ -375,14 +376,14 @@ def emit(
 
 def _most_probable(log_probabilities: Float[Array, "batch new vocab"], count: int) -> Alternatives:
     *lead, vocab = log_probabilities.shape
-    # By rows of one axis: what compilers have a program for that does not sort.
+    # On two axes, compilers have a program for `top_k` that does not sort.
     best, ids = jax.lax.top_k(log_probabilities.reshape(-1, vocab), count)
     best, ids = (leaf.reshape(*lead, count) for leaf in (best, ids))
     return Alternatives(token_ids=ids, log_probabilities=best)
 
 
 def end_rows(state: DecodeState, stop_when: Callable[[int, np.ndarray], bool]) -> DecodeState:
-    """Returns the state with the rows ended for which `stop_when(row, new_tokens)`, on the host."""
+    """Ends the rows for which `stop_when(row, new_tokens)` returns True, on the host."""
     known, starts, ends, reason = (
         np.asarray(leaf)
         for leaf in (state.token_ids, state.prompt_lengths, state.lengths, state.reason)
@@ -394,7 +395,7 @@ def end_rows(state: DecodeState, stop_when: Callable[[int, np.ndarray], bool]) -
     if not any(ended):
         return state
     reason = np.where(ended, np.int32(_STOP), reason)
-    # Where it was, or the next step would compile again.
+    # Keeps the sharding: otherwise the next step would compile again.
     home = state.reason.sharding if state.reason.committed else None
     return dataclasses.replace(state, reason=jax.device_put(reason, home))
 
@@ -405,7 +406,7 @@ def _ends_sequence(
     prompt_lengths: Int[Array, " batch"],
     sequences: Int[Array | np.ndarray, "#batch sequence longest"],
 ) -> Bool[Array, "batch new"]:
-    """Returns whether a stop sequence, wholly of new tokens, ends at each position."""
+    """Returns a mask of positions at which a stop sequence ends that has new tokens only."""
     _, count, longest = sequences.shape
     if not count:
         return jnp.zeros(positions.shape, jnp.bool_)
@@ -417,6 +418,6 @@ def _ends_sequence(
         known.at[row, jnp.maximum(places, 0)].get(mode="clip"),
         -3,
     )
-    wanted = jnp.asarray(sequences)[:, None, :, :]
-    same = (window[:, :, None, :] == wanted) | (wanted == -1)
+    expected = jnp.asarray(sequences)[:, None, :, :]
+    same = (window[:, :, None, :] == expected) | (expected == -1)
     return jnp.any(jnp.all(same, axis=-1), axis=-1)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Text in, text out: prompts as strings, stop strings, and each new token's piece of the text.
+"""Text generation: prompts as strings, stop strings, and the text of each new token.
 
-    found = generate_text(model, ["def mean(values):"], stop_strings=["class "])
-    found.texts[0], found.pieces[0], found.generated.decided[0]
+    result = generate_text(model, ["def mean(values):"], stop_strings=["class "])
+    result.texts[0], result.pieces[0], result.generated.decided[0]
 
-A stop string may begin and end inside tokens, and has many spellings in tokens: so text is
-searched, on the host. Special pieces that it spells are searched with the text, and not shown.
+A stop string may begin and end inside tokens, and has many tokenizations. Therefore, the host
+searches the decoded text. Special tokens that a stop string contains are searched, but not shown.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from utio_jax.decoding.generate import Generated, check_options, generate, strea
 from utio_jax.decoding.loop import Prompts
 
 StopStrings = Sequence[str] | Sequence[Sequence[str]]
-"""What ends texts, or a list of what ends each."""
+"""Stop strings of all texts, or a list of stop strings for each."""
 
 _UNFINISHED = "\ufffd"
-"""What byte-level tokenizers decode an unfinished character to."""
+"""Replacement character, to which byte-level tokenizers decode an unfinished character."""
 
 
 @runtime_checkable
 class Tokenizer(Protocol):
-    """What is asked of a tokenizer; those of the `tokenizers` library have it."""
+    """Interface of tokenizers; those of the `tokenizers` library implement it."""
 
     def decode(self, ids: Sequence[int]) -> str:
         """Returns the text of token ids, without special tokens."""
@@ -40,7 +40,7 @@ class Tokenizer(Protocol):
 
 @runtime_checkable
 class TextModel(Protocol):
-    """What reads and writes text with a decoder: `utio_jax.models.Model`, or your own."""
+    """Decoder with a tokenizer: `utio_jax.models.Model`, or your own class."""
 
     @property
     def decoder(self) -> Any:
@@ -49,12 +49,12 @@ class TextModel(Protocol):
 
     @property
     def params(self) -> Params:
-        """Its parameters."""
+        """Model parameters."""
         ...
 
     @property
     def tokenizer(self) -> Any:
-        """Decodes what was generated: a `Tokenizer`."""
+        """Tokenizer that decodes new tokens, a `Tokenizer`."""
         ...
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
@@ -64,12 +64,12 @@ class TextModel(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class GeneratedText:
-    """What `generate_text` returns; entry `i` of each belongs to prompt `i`.
+    """Result of `generate_text`; entry `i` of each field belongs to prompt `i`.
 
     Attributes:
       texts: new text, without the stop string that ended it.
-      pieces: what each new token adds to it; a character of several tokens belongs to the last.
-      generated: the tokens, up to the one that completed a stop string, and what they cost.
+      pieces: text that each new token adds; a character of several tokens belongs to the last one.
+      generated: new tokens, up to the one that completed a stop string, and their cost.
     """
 
     texts: tuple[str, ...]
@@ -78,14 +78,14 @@ class GeneratedText:
 
     @property
     def text(self) -> str:
-        """The new text of the only prompt. Raises ValueError where there were several."""
+        """New text of a single prompt. Raises ValueError if there were several."""
         if len(self.texts) != 1:
             raise ValueError(f"Wanted the text of one prompt. Got {len(self.texts)}: see texts.")
         return self.texts[0]
 
     @property
     def message(self) -> dict[str, str]:
-        """That text as a message of the model's, for a chat to go on from; raises as `text`."""
+        """New text as an assistant message, to continue a chat. Raises ValueError, see `text`."""
         return {"role": "assistant", "content": self.text}
 
     def __repr__(self) -> str:
@@ -97,41 +97,41 @@ class GeneratedText:
         return "".join(depth_html(p, d.tolist(), num_layers=layers) for p, d in rows)
 
     def summary(self) -> str:
-        """Returns the texts, and below each how deep its tokens ran and what that took."""
-        found, layers = self.generated, self.generated.num_layers
+        """Returns the texts, each followed by the depths of its tokens and their cost."""
+        result, layers = self.generated, self.generated.num_layers
         blocks = []
         for row, text in enumerate(self.texts):
-            depths = found.decided[row]
+            depths = result.decided[row]
             if not depths.size:
                 blocks.append(f"{text}\n[no new token]")
                 continue
-            said = f"{depths.size} tokens ({found.finish_reasons[row]}), mode {found.mode}: "
-            said += f"{depths.mean():.1f} of {layers} layers each"
+            line = f"{depths.size} tokens ({result.finish_reasons[row]}), mode {result.mode}: "
+            line += f"{depths.mean():.1f} of {layers} layers each"
             if depths.min() < layers:
                 counts = sorted(Counter(depths.tolist()).items())
                 shares = (f"{count / depths.size:.0%} at {depth}" for depth, count in counts)
-                said += f"; {', '.join(shares)}"
-            blocks.append(f"{text}\n[{said}]")
-        # Of all rows: those that step together run as deep as the deepest of them.
-        steps = sum(max(0, depths.size - 1) for depths in found.decided) * layers
+                line += f"; {', '.join(shares)}"
+            blocks.append(f"{text}\n[{line}]")
+        # Over all rows: rows that step together run as deep as the deepest of them.
+        steps = sum(max(0, depths.size - 1) for depths in result.decided) * layers
         if steps:
-            run = float(found.token_layers.sum()) / steps
+            run = float(result.token_layers.sum()) / steps
             blocks.append(f"Layers run per new token after the first, over full depth: {run:.2f}")
-        if found.acceptance is not None:
-            drafts, rounds = int(found.drafts.sum()), int(found.steps.sum())
-            right = f"{found.acceptance:.0%} of {drafts}, in {rounds} rounds"
+        if result.acceptance is not None:
+            drafts, rounds = int(result.drafts.sum()), int(result.steps.sum())
+            right = f"{result.acceptance:.0%} of {drafts}, in {rounds} rounds"
             blocks.append(f"Drafts that were right: {right}")
         return "\n".join(blocks)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TextChunk:
-    """What `stream_text` yields: the text since the last chunk; entry `i` belongs to prompt `i`.
+    """Item of `stream_text`: the text since the last chunk; entry `i` belongs to prompt `i`.
 
     Attributes:
-      texts: what is new; empty for rows that have ended.
-      decided: layers behind each token that it is made of, `[new]`.
-      running: which rows go on.
+      texts: new text; empty for rows that have ended.
+      decided: decided depth in layers of each token of the text, `[new]`.
+      running: mask of rows that have not ended.
     """
 
     texts: tuple[str, ...]
@@ -146,20 +146,20 @@ def generate_text(
     stop_strings: StopStrings = (),
     **options: Any,
 ) -> GeneratedText:
-    """Returns new text for each prompt; `utio_jax.models.Model.generate` takes modes by name.
+    """Generates new text for each prompt; `utio_jax.models.Model.generate` takes modes by name.
 
-    Each row is cut after the token that completes a stop string, or at which the caller's
-    `stop_when` first returns True of all its new tokens. The host looks for these once per
-    `chunk` tokens: up to so many that were decoded beyond one are dropped, but charged.
+    Each row is cut after the token that completes a stop string, or for which the caller's
+    `stop_when` first returns True. The host checks both once per `chunk` tokens: up to that many
+    tokens may be decoded beyond the end. They are dropped, but charged.
 
     Args:
-      model: a `utio_jax.models.Model`, or anything else with a decoder and a tokenizer.
+      model: a `utio_jax.models.Model`, or another object with a decoder and a tokenizer.
       prompts: texts, or the token ids of each; none of them empty.
-      stop_strings: a text ends before the first of these in new text; or a list for each prompt.
+      stop_strings: strings that end a text; the first in new text wins. Or a list for each prompt.
       **options: other keyword arguments of `generate`.
 
     Raises:
-      ValueError: an empty prompt or stop string, or see `generate`.
+      ValueError: an empty prompt or stop string; see also `generate`.
     """
     check_options(options)
     ids, rows = _begun(model, prompts, stop_strings)
@@ -170,18 +170,18 @@ def generate_text(
         for end in range(text.seen + 1, len(new) + 1):
             text.add(new[text.seen : end], running=True)
             if not text.stopped and also is not None and also(row, new[:end]):
-                text.add((), running=False)  # Ends it with what was held back.
+                text.add((), running=False)  # Ends the row with the text that was held back.
             if text.ended:
                 return True
         return False
 
     stops = also is not None or any(row.stops for row in rows)
     options["stop_when"] = stop_when if stops else None
-    found = generate(model.decoder, model.params, ids, **options)
-    for row, new in zip(rows, found.token_ids, strict=True):
+    result = generate(model.decoder, model.params, ids, **options)
+    for row, new in zip(rows, result.token_ids, strict=True):
         row.add(new[row.seen :], running=False)
-    reasons = zip(rows, found.finish_reasons, strict=True)
-    generated = found.first(
+    reasons = zip(rows, result.finish_reasons, strict=True)
+    generated = result.first(
         [row.seen for row in rows],
         finish_reasons=["stop" if row.stopped else reason for row, reason in reasons],
     )
@@ -192,10 +192,10 @@ def generate_text(
 def stream_pieces(
     model: TextModel, prompt: str | Sequence[int] | np.ndarray, **options: Any
 ) -> Iterator[tuple[str, int]]:
-    """Yields what each new token adds to the text of one prompt, and the layers behind that token.
+    """Yields the text that each new token of one prompt adds, and the decided depth of that token.
 
-    Arguments and errors are those of `generate_text`, without stop strings. What stands for a
-    character that the last tokens begin and do not end comes after them.
+    Arguments and errors are those of `generate_text`, without stop strings. If the last tokens end
+    within a character, its replacement character comes last.
     """
     check_options(options)
     ids = _encoded(model, [prompt])
@@ -203,8 +203,8 @@ def stream_pieces(
     for chunk in stream(model.decoder, model.params, ids, **options):
         for token, depth in zip(chunk.token_ids[0], chunk.decided[0], strict=True):
             yield reader.add(int(token)), int(depth)
-    if rest := reader.rest():
-        yield rest, int(depth)
+    if tail := reader.flush():
+        yield tail, int(depth)
 
 
 def stream_text(
@@ -214,9 +214,9 @@ def stream_text(
     stop_strings: StopStrings = (),
     **options: Any,
 ) -> Iterator[TextChunk]:
-    """Yields the texts of `generate_text` piece by piece; arguments and errors are those of it.
+    """Yields the texts of `generate_text` piece by piece, with the same arguments and errors.
 
-    What may be the beginning of a stop string, or of a character, is held back until it is known.
+    Text that may begin a stop string or a character is held back until this is decided.
     """
     check_options(options)
     ids, rows = _begun(model, prompts, stop_strings)
@@ -238,30 +238,30 @@ def stream_text(
 
 
 class StreamedRow:
-    """A text that grows by tokens up to a stop string: what it has shown, what it holds back.
+    """Streamed text of one row, which ends before a stop string.
 
     Attributes:
-      text: what it has shown.
-      pieces: what each token adds to that; joined, they are it.
-      ended: whether it has.
-      stopped: whether that was before a stop string.
-      used: tokens of the last chunk, up to the one that completed a stop string.
-      seen: the same of all chunks.
-      stops: what ends it.
+      text: text that has been shown.
+      pieces: text that each token adds; joined, they are `text`.
+      ended: True once the text has ended.
+      stopped: True if a stop string ended it.
+      used: number of tokens of the last chunk, up to the one that completed a stop string.
+      seen: number of such tokens of all chunks.
+      stops: stop strings.
     """
 
     def __init__(self, reader: TextReader, stops: tuple[str, ...]):
         self._reader, self.stops, self._held = reader, stops, ""
         self._special = reader.special_in(stops)
-        # Pieces of what is held back, the number of their token, and whether they are text.
+        # Pieces that are held back, the index of their token, and True if they are text.
         self._waiting = deque[tuple[str, int, bool]]()
         self.text, self.pieces, self.ended, self.stopped = "", list[str](), False, False
         self.used = self.seen = 0
 
     def add(self, token_ids: Sequence[int] | np.ndarray, *, running: bool) -> list[tuple[str, int]]:
-        """Returns what is known of the text with these tokens, and was not before.
+        """Adds tokens, and returns the new text that is now decided.
 
-        In pieces, each with the number of its token, from 0; joined, they are it.
+        The text comes in pieces, each with the index of its token, from 0.
         """
         self.used = 0
         if self.ended:
@@ -276,7 +276,7 @@ class StreamedRow:
         if running:
             return self._show(len(self._held) - self._doubtful())
         self.ended = True
-        self._hold(self._reader.rest(), self.seen - 1)
+        self._hold(self._reader.flush(), self.seen - 1)
         self._stopped()
         return self._show(len(self._held))
 
@@ -285,7 +285,7 @@ class StreamedRow:
         self._waiting.append((piece, number, is_text))
 
     def _stopped(self) -> bool:
-        """Cuts what is held before a stop string; returns whether there was one."""
+        """Cuts held text before a stop string; returns True if it contained one."""
         ends = [self._held.find(stop) for stop in self.stops if stop in self._held]
         if ends:
             self._held, self.ended = self._held[: min(ends)], True
@@ -293,7 +293,7 @@ class StreamedRow:
         return bool(ends)
 
     def _doubtful(self) -> int:
-        """Returns how many of the last characters may belong to a stop string."""
+        """Returns the number of last characters that may belong to a stop string."""
         sizes = [
             size
             for stop in self.stops
@@ -303,12 +303,12 @@ class StreamedRow:
         return max(sizes, default=0)
 
     def _show(self, size: int) -> list[tuple[str, int]]:
-        """Shows the first characters of what is held back, a piece of each of their tokens."""
+        """Shows the first characters of the held text, as one piece per token."""
         self._held = self._held[size:]
         shown = []
         while size:
             piece, number, is_text = self._waiting.popleft()
-            if len(piece) > size:  # The rest may belong to a stop string, or does.
+            if len(piece) > size:  # All further characters may belong to a stop string.
                 self._waiting.appendleft((piece[size:], number, is_text))
                 piece = piece[:size]
             size -= len(piece)
@@ -322,43 +322,43 @@ class StreamedRow:
 def _begun(
     model: TextModel, prompts: Any, stop_strings: StopStrings
 ) -> tuple[Prompts, list[StreamedRow]]:
-    """Returns the token ids of prompts, and the texts that go on behind them."""
+    """Returns the token ids of prompts, and the streamed text of each row."""
     ids = _encoded(model, prompts)
     pairs = zip(ids, _by_row(stop_strings, len(ids)), strict=True)
-    return ids, [StreamedRow(TextReader(model.tokenizer, prompt), mine) for prompt, mine in pairs]
+    return ids, [StreamedRow(TextReader(model.tokenizer, prompt), stops) for prompt, stops in pairs]
 
 
 def _encoded(model: TextModel, prompts: Any) -> Prompts:
-    """Returns the token ids of prompts; those that are texts are encoded."""
+    """Returns the token ids of prompts; texts are encoded."""
     kinds: Any = list | tuple | np.ndarray
     rows = isinstance(prompts, kinds) and len(prompts) > 0 and isinstance(prompts[0], kinds)
     return prompts if rows else model.encode(listed(prompts))
 
 
 def listed(texts: Sequence[str]) -> list[str]:
-    """Returns texts as a list. Raises ValueError for one text, or something else."""
+    """Returns texts as a list. Raises ValueError for a single text or another type."""
     several = isinstance(texts, Iterable) and not isinstance(texts, (str, bytes))
-    found = list(texts) if several else [None]
-    if not all(isinstance(text, str) for text in found):
+    result = list(texts) if several else [None]
+    if not all(isinstance(text, str) for text in result):
         remedy = "Wrap it: [...]." if isinstance(texts, str) else "For example: ['Once upon a']."
         raise ValueError(f"Wanted a list of texts. Got {texts!r:.60}. {remedy}")
-    return found  # type: ignore[return-value]
+    return result  # type: ignore[return-value]
 
 
 def _by_row(stop_strings: StopStrings, rows: int) -> list[tuple[str, ...]]:
     """Returns each row's stop strings."""
-    if isinstance(stop_strings, str) or all(isinstance(each, str) for each in stop_strings):
+    if isinstance(stop_strings, str) or all(isinstance(text, str) for text in stop_strings):
         return [checked_stops(stop_strings)] * rows  # type: ignore[arg-type]
     if len(stop_strings) != rows:
         raise ValueError(
             f"Wanted stop strings for all prompts, or a list of them for each of the {rows}. Got "
             f"{len(stop_strings)} lists."
         )
-    return [checked_stops(each) for each in stop_strings]
+    return [checked_stops(strings) for strings in stop_strings]
 
 
 def checked_stops(stop_strings: Sequence[str]) -> tuple[str, ...]:
-    """Returns what ends a text. Raises ValueError for an empty string, or one instead of a list."""
+    """Returns stop strings as a tuple. Raises ValueError for an empty one, or for a `str`."""
     stops = tuple(stop_strings)
     if isinstance(stop_strings, str) or not all(stops):
         raise ValueError(
@@ -368,10 +368,10 @@ def checked_stops(stop_strings: Sequence[str]) -> tuple[str, ...]:
 
 
 class TextReader:
-    """Decodes tokens one after the other, each behind a few of its predecessors.
+    """Incremental detokenizer: decodes each token with a few of its predecessors.
 
-    A character of several tokens is handed out with the last of them, also where the prompt ends
-    within it.
+    A character of several tokens is returned with the last of them, also if the prompt ends within
+    it.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] | np.ndarray):
@@ -381,12 +381,12 @@ class TextReader:
         while not self._begins(self._ids) and size < len(before):
             size *= 2
             self._ids = before[-size:]
-        # What goes before new text: all of it, or all but a character that it begins.
+        # Text before new tokens: with or without an unfinished character at its end.
         ends = range(len(self._ids), max(-1, len(self._ids) - 4), -1)
         self._known = tuple(self._decode(self._ids[:end]) for end in ends)
 
     def special_in(self, stops: Sequence[str]) -> dict[int, str]:
-        """Returns the special pieces that stop strings spell, by id: decoded text lacks them."""
+        """Returns special tokens that stop strings contain, by id: decoded text lacks them."""
         if not stops:
             return {}
         added: Any = getattr(self._tokenizer, "get_added_tokens_decoder", dict)()
@@ -397,20 +397,20 @@ class TextReader:
         }
 
     def _begins(self, token_ids: list[int]) -> bool:
-        """Returns whether tokens may be the first that are decoded."""
-        # Behind nothing, some tokenizers drop a space, and some read no byte of a row of which the
-        # first belongs to another character.
+        """Returns True if decoding may start with these tokens."""
+        # At the start of a text, some tokenizers drop a space. Some decode no byte of a sequence
+        # that starts within a character.
         text = self._decode(token_ids)
         return bool(text) and not text.startswith(_UNFINISHED)
 
     def add(self, token_id: int) -> str:
-        """Returns what is known of the text with one more token, and was not before."""
+        """Adds a token, and returns the text that it completes."""
         self._ids.append(token_id)
         self._since += 1
         text = self._decode(self._ids)
         fresh = text[self._shared(text) :]
         done = fresh.rstrip(_UNFINISHED)
-        if not done:  # Maybe the rest of a character is yet to come.
+        if not done:  # The character may be unfinished.
             return ""
         self._known = (text[: len(text) - len(fresh) + len(done)],)
         recent = self._ids[-self._since :]
@@ -418,12 +418,12 @@ class TextReader:
             self._ids, self._known, self._since = recent, (self._decode(recent),), 0
         return done
 
-    def rest(self) -> str:
-        """Returns what stands for a character that the last tokens begin and do not end."""
+    def flush(self) -> str:
+        """Returns the replacement of a character that the last tokens leave unfinished."""
         text = self._decode(self._ids)
         return text[self._shared(text) :]
 
     def _shared(self, text: str) -> int:
-        """Returns how much of a text was known before its last tokens."""
+        """Returns the length of the text that was known before its last tokens."""
         known = (known for known in self._known if text.startswith(known))
         return len(next(known, self._known[-1]))

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Thinking budgets: how long a row may think before its answer.
+"""Thinking budgets: limits on the thinking tokens of a row before its answer.
 
     rule = Thinking(end_ids=[7], max_tokens=512, max_answer_tokens=256)
     generate(decoder, params, prompts, thinking=rule)
 
-A row thinks from its first new token on, or from behind `start_ids`. Thinking ends where the row
-writes `end_ids` itself, or behind `max_tokens`, where the forced sequence follows. Forced tokens
-run through the model like any other, and their log-probability is the model's own. What comes then
-is the answer, with a limit of its own.
+Thinking begins with a row's first new token, or after `start_ids`. It ends when the row emits
+`end_ids` itself, or after `max_tokens` tokens, when the forced sequence is emitted. Forced tokens
+run through the model like all others, and their log-probability is that of the model. All further
+tokens are the answer, which has its own limit.
 
-`ThinkingRows` is what the token loop sees of it: rules and progress as arrays, a row each, so that
-other budgets compile nothing. Without rules the loop is the program that it was.
+The token loop takes rules and progress as arrays with one entry per row (`ThinkingRows`), so new
+budgets compile nothing. Without rules, they are not part of the program.
 """
 
 from __future__ import annotations
@@ -27,25 +27,26 @@ from utio_jax.core.documents import check_ids
 from utio_jax.core.pytrees import pytree
 
 LONGEST_SEQUENCE = 32
-"""Tokens of a rule's sequences: a static shape, so that no rule compiles anything."""
+"""Maximum length of a rule's sequences in tokens. It is a static shape of the program."""
 
 NEVER = 2**30
-"""A position that no row comes to."""
+"""Position that no row reaches."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Thinking:
-    """How long a row may think, once, before its answer.
+    """Thinking budget of a row, for one thinking span before its answer.
 
     Attributes:
-      end_ids: what ends thinking where the row writes it itself, e.g. the id of `</think>`.
-      forced_ids: what is put behind thinking that has to end; None: `end_ids`. For example a
-        sentence and `</think>`.
-      start_ids: behind which thinking begins, in the prompt or in the new tokens; empty: with the
-        first new token. A prompt in which they stand without `end_ids` behind them has it begun.
-      max_tokens: new tokens thought, before the end is forced; None: any number.
-      max_answer_tokens: new tokens behind the end; None: any number. Both within the request's
-        `max_new_tokens`, which counts forced tokens, too.
+      end_ids: token sequence with which the row itself ends thinking, e.g. the id of `</think>`.
+      forced_ids: token sequence that is forced when the budget is used up, e.g. a sentence and
+        `</think>`; None: `end_ids`.
+      start_ids: token sequence after which thinking begins, in the prompt or in new tokens. It has
+        begun if the prompt has this sequence without `end_ids` after it. Empty: thinking begins
+        with the first new token.
+      max_tokens: maximum number of thinking tokens before the end is forced; None: any number.
+      max_answer_tokens: maximum number of new tokens after thinking; None: any number. The
+        request's `max_new_tokens` limits both, forced tokens included.
     """
 
     end_ids: Sequence[int]
@@ -69,7 +70,7 @@ class Thinking:
 
     @property
     def forced(self) -> tuple[int, ...]:
-        """The tokens that are put behind thinking that has to end."""
+        """Tokens that are forced when the budget is used up."""
         return tuple(self.end_ids if self.forced_ids is None else self.forced_ids)
 
     def check(self, *, vocab_size: int) -> None:
@@ -82,13 +83,13 @@ class Thinking:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Thought:
-    """How a row has thought.
+    """Thinking span of a row.
 
     Attributes:
-      start: index of the first token that was thought, among its new ones; None: it never began.
-      tokens: that it thought, an end that it wrote itself included.
-      forced: tokens behind them that were put there.
-      ended_by: `"model"`, `"budget"`, or `"open"`: nothing did.
+      start: index of the first thinking token among the new tokens; None: thinking never began.
+      tokens: number of thinking tokens, including an end that the row emitted itself.
+      forced: number of forced tokens after them.
+      ended_by: `"model"`, `"budget"`, or `"open"` if thinking has not ended.
     """
 
     start: int | None
@@ -98,16 +99,16 @@ class Thought:
 
     @property
     def answer(self) -> slice:
-        """Which of the new tokens are the answer: those behind thinking, all where it never began.
+        """Slice of the new tokens that are the answer: all if thinking never began.
 
-        None of them, where it has not ended.
+        The slice is empty if thinking has not ended.
         """
         if self.start is None:
             return slice(0, None)
         return slice(self.start + self.tokens + self.forced, None)
 
     def first(self, count: int) -> Thought:
-        """Returns the same of the first new tokens alone."""
+        """Returns the thinking span within the first new tokens."""
         if self.start is None or self.start > count:
             return Thought(start=None, tokens=0, forced=0, ended_by="open")
         tokens = min(self.tokens, count - self.start)
@@ -116,7 +117,7 @@ class Thought:
 
 
 def thought_of(progress: Sequence[int] | np.ndarray, *, prompt: int, length: int) -> Thought:
-    """Returns what a row's progress comes to, see `ThinkingRows.progress`."""
+    """Returns the thinking span of a row's progress, see `ThinkingRows.progress`."""
     began, forced_at, ended = (int(value) for value in progress)
     if began > length:
         return Thought(start=None, tokens=0, forced=0, ended_by="open")
@@ -128,17 +129,17 @@ def thought_of(progress: Sequence[int] | np.ndarray, *, prompt: int, length: int
 
 @pytree
 class ThinkingRows:
-    """A `Thinking` for each row, and how far it has come: the `DecodeState.hook` of thinking.
+    """Thinking rules of rows and their progress, as `DecodeState.hook`.
 
     Attributes:
-      budget: thought tokens; `NEVER`: any number.
-      answer: tokens behind thinking; `NEVER`: any number.
-      start: padded on the left with -1; -2 throughout: none.
-      end: padded on the left with -1.
-      forced: padded on the right with -1.
-      began: position of the first token that was thought, or will be; `NEVER`: there is none yet.
-      forced_at: of the first forced token; `NEVER`: none.
-      ended: of the first token behind thinking; `NEVER`: none.
+      budget: maximum number of thinking tokens; `NEVER`: any number.
+      answer: maximum number of tokens after thinking; `NEVER`: any number.
+      start: start sequence, padded on the left with -1; all -2: none.
+      end: end sequence, padded on the left with -1.
+      forced: forced sequence, padded on the right with -1.
+      began: position of the first thinking token, which may be the next token; `NEVER`: none yet.
+      forced_at: position of the first forced token; `NEVER`: none.
+      ended: position of the first token after thinking; `NEVER`: none.
     """
 
     budget: Int[Array | np.ndarray, " batch"]
@@ -154,7 +155,7 @@ class ThinkingRows:
     def of(
         cls, rules: Sequence[Thinking | None], prompts: Sequence[Sequence[int] | np.ndarray]
     ) -> ThinkingRows:
-        """Returns rules of rows, one each, behind their prompts; None: the row has none."""
+        """Returns the rules of rows, with their progress after the prompts; None: no rule."""
         rows = [_row_of(rule, prompt) for rule, prompt in zip(rules, prompts, strict=True)]
         return cls(**{name: np.stack([row[name] for row in rows]) for name in rows[0]})
 
@@ -169,7 +170,7 @@ class ThinkingRows:
         token_ids: Int[Array, "batch new"],
         counts: Int[Array, " batch"],
     ) -> tuple[Int[Array, "batch new"], Int[Array, " batch"]]:
-        """Returns new tokens and how many are real: the forced one alone, where one is due."""
+        """Returns new tokens and their number; a due forced token replaces all of them."""
         forces = (lengths >= self.forced_at) & (self.ended == NEVER)
         index = jnp.clip(lengths - self.forced_at, 0, LONGEST_SEQUENCE - 1)
         due = jnp.take_along_axis(jnp.asarray(self.forced), index[:, None], axis=1)[:, 0]
@@ -182,28 +183,28 @@ class ThinkingRows:
         fresh: Bool[Array, "batch new"],
         ends_with: Callable[[Any], Bool[Array, "batch new"]],
     ) -> tuple[ThinkingRows, Bool[Array, "batch new"]]:
-        """Returns the progress behind new tokens, and which of them are kept: none behind a cut."""
-        behind = positions + 1
-        first = lambda found: jnp.min(jnp.where(found, behind, NEVER), axis=1)  # noqa: E731
+        """Returns the progress after new tokens, and a mask of kept tokens: those up to a cut."""
+        after = positions + 1
+        first = lambda mask: jnp.min(jnp.where(mask, after, NEVER), axis=1)  # noqa: E731
         size = lambda ids: jnp.sum(ids >= 0, axis=1)[:, None]  # noqa: E731
         starts, ends = (ends_with(jnp.asarray(ids)[:, None]) for ids in (self.start, self.end))
         began = jnp.where(self.began == NEVER, first(fresh & starts), self.began)
         since, forced_at = began[:, None], self.forced_at[:, None]
         thinks = fresh & (since <= positions) & (self.ended == NEVER)[:, None]
         forcing = thinks & (forced_at <= positions)
-        done = forcing & (behind - forced_at == size(self.forced))
-        own = thinks & ~forcing & ends & (behind - size(self.end) >= since)
-        ended, over = first(done | own), first(fresh & (behind - since >= self.budget[:, None]))
-        # The budget cuts before an end, not where the row has just written one.
+        done = forcing & (after - forced_at == size(self.forced))
+        own = thinks & ~forcing & ends & (after - size(self.end) >= since)
+        ended, over = first(done | own), first(fresh & (after - since >= self.budget[:, None]))
+        # The budget cuts before an end, but not if the row has just emitted one.
         cuts = (self.ended == NEVER) & (self.forced_at == NEVER) & (over < ended)
         cut = jnp.where(cuts, over, NEVER)
         ended = jnp.where(cuts, self.ended, jnp.minimum(self.ended, ended))
         forced_at = jnp.minimum(self.forced_at, cut)
         hook = dataclasses.replace(self, began=began, forced_at=forced_at, ended=ended)
-        return hook, fresh & (behind <= cut[:, None])
+        return hook, fresh & (after <= cut[:, None])
 
     def limited(self, limits: Int[Array, " batch"]) -> Int[Array, " batch"]:
-        """Returns the lengths at which rows end, once the answers' own limits count."""
+        """Returns the lengths at which rows end, with the limits of answers applied."""
         ended = jnp.asarray(self.ended)
         return jnp.where(ended == NEVER, limits, jnp.minimum(limits, ended + self.answer))
 
@@ -214,10 +215,10 @@ def check_thinking(
     *,
     vocab_size: int,
 ) -> ThinkingRows | None:
-    """Returns the rules of all prompts; None where none has one.
+    """Returns the rules of all prompts; None if no prompt has a rule.
 
     Raises:
-      ValueError: rules of more or fewer rows, or ids outside the vocabulary.
+      ValueError: the number of rules differs from that of prompts, or ids outside the vocabulary.
     """
     rows = rules_of_rows(thinking, rows=len(prompts))
     for rule in rows:
@@ -229,7 +230,7 @@ def check_thinking(
 def rules_of_rows(
     thinking: Thinking | Sequence[Thinking | None] | None, *, rows: int
 ) -> list[Thinking | None]:
-    """Returns the rule of each row. Raises ValueError for rules of more or fewer rows."""
+    """Returns the rule of each row. Raises ValueError if their number differs from `rows`."""
     if thinking is None or isinstance(thinking, Thinking):
         return [thinking] * rows
     if len(thinking) != rows:
@@ -241,7 +242,7 @@ def rules_of_rows(
 
 
 def opening(rule: Thinking | None, prompt: Sequence[int] | np.ndarray) -> tuple[int, int, int]:
-    """Returns a row's progress behind its prompt, see `ThinkingRows.progress`."""
+    """Returns a row's progress after its prompt, see `ThinkingRows.progress`."""
     ids = [int(i) for i in prompt]
     if rule is None or (
         rule.start_ids and not _last(rule.start_ids, ids) > _last(rule.end_ids, ids)
@@ -250,10 +251,10 @@ def opening(rule: Thinking | None, prompt: Sequence[int] | np.ndarray) -> tuple[
     return len(ids), len(ids) if rule.max_tokens == 0 else NEVER, NEVER
 
 
-def _last(wanted: Sequence[int], ids: list[int]) -> int:
-    """Returns where a sequence stands last; -1: nowhere."""
-    size = len(wanted)
-    places = [at for at in range(len(ids) - size + 1) if ids[at : at + size] == [*wanted]]
+def _last(sequence: Sequence[int], ids: list[int]) -> int:
+    """Returns the last index at which a sequence occurs; -1: none."""
+    size = len(sequence)
+    places = [at for at in range(len(ids) - size + 1) if ids[at : at + size] == [*sequence]]
     return max(places, default=-1)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Continuous batching: requests that join and leave a running batch of decoding rows."""
+"""Continuous batching: requests join and leave a running batch of rows."""
 
 from utio_jax.decoding.state import Alternatives
 from utio_jax.engine.engine import Engine

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A block of decoding steps on the device, and the one array in which it reports to the host."""
+"""Block of decode steps on the device, and its report to the host as one array."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from utio_jax.core.pytrees import pytree
-from utio_jax.decoding.base import Mode, Setting
+from utio_jax.decoding.base import DecodeContext, Mode
 from utio_jax.decoding.loop import advance
 from utio_jax.decoding.sampling import SamplingParams
 from utio_jax.decoding.state import REASONS, Columns, DecodeState, StopRules
@@ -24,12 +24,12 @@ TALLIED = ("steps", "token_layers", "drafts", "accepted")
 
 @pytree
 class Rules:
-    """What each slot's request brings of its own.
+    """Per-slot options of requests.
 
     Attributes:
-      sampling: how the tokens of each are drawn.
-      stops: what ends each.
-      thresholds: of each one's depth policy; None where the mode has none.
+      sampling: sampling parameters of each slot.
+      stops: stop rules of each slot.
+      thresholds: thresholds of each slot's depth policy; None if the mode has none.
     """
 
     sampling: SamplingParams
@@ -41,7 +41,7 @@ class Rules:
 
 @partial(jax.jit, static_argnames=("widths", "room"), donate_argnames="state")
 def run_block(
-    setting: Setting,
+    context: DecodeContext,
     thresholds: Float[Array | np.ndarray, "slot boundary"] | None,
     state: DecodeState,
     steps: Int[Array, ""],
@@ -49,19 +49,19 @@ def run_block(
     widths: tuple[int, ...],
     room: int,
 ) -> tuple[DecodeState, Int[Array, "slot column"]]:
-    """Returns the state, donated, after `steps` more tokens of every running row, and its report.
+    """Runs `steps` more tokens of every running row; returns the state, donated, and its report.
 
     A row reports at most `room` new tokens, static; `block_room` is always enough.
     """
-    # The first token of all is prefill's, or was emitted elsewhere: no block has reported it.
+    # Prefill emitted the first token of a row, so no block has reported it.
     unseen = state.tally.steps == 0
     since = jnp.where(unseen, state.lengths - 1, state.lengths)
     fresh = state.lengths - state.prompt_lengths
     if thresholds is not None:
-        policy = setting.mode.policy.per_row(jnp.asarray(thresholds))
-        mode = dataclasses.replace(setting.mode, policy=policy)
-        setting = dataclasses.replace(setting, mode=mode)
-    state = advance(setting, state, fresh + steps, widths=widths)
+        policy = context.mode.policy.per_row(jnp.asarray(thresholds))
+        mode = dataclasses.replace(context.mode, policy=policy)
+        context = dataclasses.replace(context, mode=mode)
+    state = advance(context, state, fresh + steps, widths=widths)
     counts = [since, state.lengths, state.reason, *(getattr(state.tally, name) for name in TALLIED)]
     slots = since[:, None] + jnp.arange(room, dtype=jnp.int32)[None, :]
     rows = jnp.arange(slots.shape[0], dtype=jnp.int32)[:, None]
@@ -81,18 +81,18 @@ def _as_integers(leaf: jax.Array) -> Int[Array, "slot column"]:
 
 
 def block_room(mode: Mode, steps: int) -> int:
-    """Returns the most tokens that a row can have to report after a block of so many steps."""
+    """Returns the maximum number of tokens that a row reports after a block of `steps` steps."""
     return steps * mode.block + 1
 
 
 def report_columns(room: int) -> int:
-    """Returns how many of a report's first columns are counts and tokens."""
+    """Returns the number of first columns of a report that hold counts and tokens."""
     return 3 + len(TALLIED) + room
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RowReport:
-    """A row's new tokens, why it ended, `TALLIED` since it came, its hook's progress if any."""
+    """Report of a row: new tokens, finish reason, `TALLIED` counts, and progress of its hook."""
 
     columns: Columns
     reason: str
@@ -103,21 +103,21 @@ class RowReport:
 def read_report(
     report: Int[np.ndarray, "slot column"], slot: int, *, room: int, columns: Columns
 ) -> RowReport:
-    """Returns what one slot's row reports."""
-    row = np.array(report[slot])  # A copy: on CPU the array is a view of the device's.
+    """Returns the report of one slot's row."""
+    row = np.array(report[slot])  # A copy: on CPU, the array is a view of a device buffer.
     head = 3 + len(TALLIED)
     since, length, reason = map(int, row[:3])
-    rest = row[head:]
+    remaining = row[head:]
 
     def take(leaf: Any) -> np.ndarray:
-        nonlocal rest
+        nonlocal remaining
         shape = (room, *leaf.shape[2:])
-        mine, rest = np.split(rest, [math.prod(shape)])
-        return mine.view(leaf.dtype).reshape(shape)[: length - since]
+        values, remaining = np.split(remaining, [math.prod(shape)])
+        return values.view(leaf.dtype).reshape(shape)[: length - since]
 
     return RowReport(
         columns=jax.tree.map(take, columns),
         reason=REASONS[reason],
         counts={name: int(n) for name, n in zip(TALLIED, row[3:head], strict=True)},
-        progress=tuple(map(int, rest)),
+        progress=tuple(map(int, remaining)),
     )

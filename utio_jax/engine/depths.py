@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Depth policies of single requests, as thresholds on the depths of the engine's mode.
+"""Depth policies of single requests, as thresholds at the depths of the engine's mode.
 
-They are arrays of the running batch, a row for each slot: a request's budget compiles nothing.
+Thresholds are arrays with a row for each slot, so a request's budget compiles nothing.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from utio_jax.decoding.base import Mode
 from utio_jax.policies.depth import Thresholded, same_signal, spread_thresholds
 
 RequestPolicy = Thresholded | Literal["full"] | None
-"""How deep one request's tokens run: as its policy says, all layers, or as the mode's own says."""
+"""Depth of a request's tokens: an own policy, `"full"`, or None for the mode's policy."""
 
 
 def own_thresholds(mode: Mode) -> Float[np.ndarray, " boundary"] | None:
-    """Returns the thresholds of a mode's own policy; None where it has none to change."""
+    """Returns the thresholds of a mode's own policy; None if it has none to change."""
     if not isinstance(mode, Adaptive) or not isinstance(mode.policy, Thresholded):
         return None
     return np.asarray(mode.policy.thresholds, np.float32)
@@ -30,11 +30,11 @@ def own_thresholds(mode: Mode) -> Float[np.ndarray, " boundary"] | None:
 def thresholds_of(
     policy: RequestPolicy, mode: Mode, decoder: Decoder
 ) -> Float[np.ndarray, " boundary"] | None:
-    """Returns a request's thresholds at the boundaries of the mode; None where there are none.
+    """Returns a request's thresholds at the boundaries of the mode; None if the mode has none.
 
     Raises:
-      ValueError: the mode has no such policy, another signal, or not all of the depths; or other
-        depths where the mode decides more at them than depth.
+      ValueError: the mode has no policy of thresholds, or another signal. Or it lacks depths of the
+        request's policy; a mode that decides more than depth needs equal depths.
     """
     own = own_thresholds(mode)
     if policy is None or (policy == "full" and mode.exact):

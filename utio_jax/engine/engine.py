@@ -6,8 +6,8 @@
     number = engine.submit(prompt_ids, max_new_tokens=64, sampling=SamplingParams(temperature=0.8))
     finished = engine.drain()[number]
 
-Synchronous and without threads: `advance` runs one block on the device and returns what it brought.
-Each request gets the tokens and depths that `generate` gives it alone, whatever runs beside it.
+The engine is synchronous and has no threads: `advance` runs one block and returns its events. Each
+request gets the same tokens and depths as from `generate` alone, whatever other requests run.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from utio_jax.engine.slots import Served, Shapes, Slots
 
 
 class Engine:
-    """Requests in, tokens out: slots of one cache, in which prompts come and go."""
+    """Continuous-batching engine: requests share the slots of one K/V cache."""
 
     def __init__(  # noqa: PLR0913 (options, each named)
         self,
@@ -64,29 +64,29 @@ class Engine:
 
         Args:
           decoder: the model.
-          params: on one device, or split by `utio_jax.models.tensor_parallel`.
-          slots: requests that run at once.
-          capacity: tokens that a slot can hold.
+          params: model parameters, on one device or split by `utio_jax.models.tensor_parallel`.
+          slots: number of requests that run at once.
+          capacity: number of tokens that a slot can hold.
           mode: `Plain()`, `Adaptive(policy=...)` or `Lossless(...)`.
-          prefill: how deep and how densely prompts are read; None: as the full model reads them.
-          tokenizer: makes text of tokens, and finds stop strings; None: neither.
-          steps: new tokens of each running request in a block, between which requests come and go;
-            one in the first block of a request, so that its first tokens come at once.
-          read_late: whether a block is read while the next one runs: the device does not wait for
-            the host, and a slot that ended idles for one block. None: on accelerators.
-          shapes: which programs there are.
-          alternatives: how many of the most probable tokens are noted beside each new one, for all
-            requests, by a search of the vocabulary in each step.
-          thinking: whether requests may bring a `Thinking`.
-          logits_processor: of all requests, see `utio_jax.decoding.LogitsProcessor`.
-          prefix_cache: bytes, as `"256MiB"`, for K/V of beginnings that requests share; 0: none are
-            kept. A prompt that begins as an earlier text reads only what follows it.
-          clock: seconds; for deadlines and the times of `Finished`.
+          prefill: prefill strategy; None: exact.
+          tokenizer: tokenizer for text and stop strings; None: tokens only.
+          steps: decode steps of a block; requests join and leave between blocks. The first block of
+            a request has one step, so that its first token arrives at once.
+          read_late: True to read a block while the next one runs: the device does not wait for the
+            host, but a slot that ended idles for one block. None: True on accelerators.
+          shapes: static shapes, which determine the compiled programs.
+          alternatives: number of most probable tokens that are recorded for each new token of all
+            requests. Each step then searches the vocabulary.
+          thinking: True if requests may have a `Thinking`.
+          logits_processor: processor for all requests, see `utio_jax.decoding.LogitsProcessor`.
+          prefix_cache: bytes for K/V of shared prefixes, e.g. `"256MiB"`; 0: no prefix cache. A
+            prompt that shares a prefix with an earlier text reads only the tokens after it.
+          clock: clock in seconds, for deadlines and the times of `Finished`.
 
         Raises:
-          TypeError: no mode, but the name or the class of one.
-          ValueError: sizes below 1, more alternatives than tokens, or a mode or prefill that do not
-            fit the model or each other.
+          TypeError: `mode` is the name or the class of a mode.
+          ValueError: sizes below 1, more alternatives than tokens of the vocabulary, or a mode or
+            prefill that does not fit the model or the other.
         """
         self._served = Served(
             decoder=decoder,
@@ -106,22 +106,22 @@ class Engine:
         self._tokenizer, self._clock = tokenizer, clock
         self._late = jax.default_backend() != "cpu" if read_late is None else read_late
         self._numbers = itertools.count()
-        # All that have not ended, in the order of submission: one without a slot waits.
+        # Requests that have not ended, in order of submission; those without a slot wait.
         self._known: dict[int, Request] = {}
         self._owners: list[Request | None] = [None] * slots
-        # Requests whose prompts are being read, by the row that they go to.
+        # Requests whose prompts are being read, by row.
         self._reading: dict[int, Request] = {}
-        # A block that was dispatched, and not read yet: its report, and whose rows it ran.
+        # Dispatched block that has not been read: its report, and the owners of its rows.
         self._flying: tuple[jax.Array, tuple[Request | None, ...]] | None = None
         self._freed: list[int] = []
-        # Whether a call that changes rows has begun, and not returned: see `_recovered`.
+        # True while a call that changes rows runs, or after it raised: see `_recovered`.
         self._unsettled = False
         self._drained: dict[int, Finished] = {}
         self._stats = EngineStats(mode=self.mode.name, slots=slots)
 
     @classmethod
     def of(cls, model: TextModel, **options: Any) -> Engine:
-        """Returns an engine of a loaded model, which reads and writes text. Options: `Engine`'s."""
+        """Returns an engine for a loaded model and its tokenizer. Takes options of `Engine`."""
         return cls(model.decoder, model.params, tokenizer=model.tokenizer, **options)
 
     def submit(  # noqa: PLR0913 (options, each named)
@@ -140,28 +140,29 @@ class Engine:
         thinking: Thinking | None = None,
         cache_salt: str = "",
     ) -> int:
-        """Returns the number of a request that waits for a slot from now on.
+        """Submits a request, which waits for a slot; returns its number.
 
         Args:
-          prompt_ids: of at least one token.
-          max_new_tokens: at most.
-          sampling: how its tokens are drawn.
-          seed: of the draws: they depend on it and the prompt alone.
-          eos_ids: tokens that end it; None takes the model's own, `()` none.
-          stop_sequences: of tokens, that end it.
-          stop_strings: that end its text; found between blocks, and what is behind is dropped.
-          deadline: seconds from now, after which it ends with what it has.
-          policy: how deep its tokens run, in an engine whose mode is `Adaptive`: of the mode's own
-            signal, with depths among the mode's. `"full"`: all layers; None: the mode's policy.
-          whole_prompt: whether its prompt is read in full, in an engine with a `prefill`.
-          thinking: how long it may think before its answer, in an engine made with `thinking=True`.
-          cache_salt: requests of different salts share no K/V in the prefix cache, so that
-            response times do not show what others have asked.
+          prompt_ids: prompt tokens, at least one.
+          max_new_tokens: maximum number of new tokens.
+          sampling: sampling parameters.
+          seed: random seed; draws depend only on the seed and the prompt.
+          eos_ids: end tokens; None: the model's own, `()`: none.
+          stop_sequences: token sequences that end the request.
+          stop_strings: strings that end the text. They are searched between blocks, and all tokens
+            after one are dropped.
+          deadline: seconds from submission, after which the request ends with its tokens so far.
+          policy: depth policy, if the engine's mode is `Adaptive`. It has the mode's signal, and
+            depths among those of the mode. `"full"`: all layers; None: the mode's policy.
+          whole_prompt: True to read the prompt exactly, in an engine with a `prefill`.
+          thinking: thinking budget, in an engine with `thinking=True`.
+          cache_salt: requests with different salts share no K/V in the prefix cache, so response
+            times do not reveal prompts of other requests.
 
         Raises:
-          ValueError: it can never fit, more stops than there is room for, stop strings without a
-            tokenizer, a deadline that has passed, a policy that the mode cannot serve, a `Thinking`
-            where the engine takes none, or see `utio_jax.generate`.
+          ValueError: a request that cannot fit into a slot, stop rules beyond the static shapes, or
+            stop strings without a tokenizer; a deadline in the past, a policy that the mode cannot
+            serve, or a `Thinking` in an engine without; see also `utio_jax.generate`.
         """
         config, prompt = self._served.decoder.config, np.asarray(prompt_ids)
         (prompt,) = check_prompts([prompt], config=config, max_new_tokens=max_new_tokens)
@@ -177,7 +178,7 @@ class Engine:
             )
         check_sampling([sampling], rows=1)
         ends = config.eos_ids if eos_ids is None else eos_ids
-        stops: Stops = ([*ends], [[*each] for each in stop_sequences])
+        stops: Stops = ([*ends], [[*sequence] for sequence in stop_sequences])
         stop_rules([stops], vocab_size=config.vocab_size, room=STOPS_ROOM)
         if stop_strings and self._tokenizer is None:
             raise ValueError(
@@ -216,7 +217,7 @@ class Engine:
         return request.number
 
     def cancel(self, number: int) -> bool:
-        """Ends a request with the next `advance`; returns whether it had not ended yet."""
+        """Ends a request with the next `advance`; returns False if it has ended already."""
         request = self._known.get(number)
         if request is None or request.finished is not None or request.ending is not None:
             return False
@@ -225,28 +226,28 @@ class Engine:
 
     @property
     def mode(self) -> Mode:
-        """How all requests decode."""
+        """Decoding mode of all requests."""
         return self._rows.mode
 
     @property
     def idle(self) -> bool:
-        """Whether no request waits or runs."""
+        """True if no request waits or runs."""
         return not self._known
 
     @property
     def programs(self) -> int:
-        """Programs that `warmup` compiles."""
+        """Number of programs that `warmup` compiles."""
         rows = self._rows
         return len(rows.passes) + len(rows.widths) * len(rows.groups)
 
     def advance(self) -> list[Event]:
-        """Runs one block: prompts are read into free slots, then all rows take their steps.
+        """Runs one block: reads prompts into free slots, then runs decode steps of all rows.
 
-        Returns what is new, at most one event for each request. While requests run, few prompts are
-        read between two blocks, see `Shapes.chunk`.
+        Returns at most one event for each request. While requests run, the number of prompt tokens
+        between two blocks is limited, see `Shapes.chunk`.
 
-        After a call that did not return (`KeyboardInterrupt`, an error of the device), the next one
-        ends by `"interrupted"` each request that had a slot; those that waited go on.
+        If a call did not return (`KeyboardInterrupt`, an error of the device), the next call ends
+        each request that had a slot, with reason `"interrupted"`. Waiting requests are kept.
         """
         events = self._recovered() if self._unsettled else []
         self._unsettled = True
@@ -256,7 +257,7 @@ class Engine:
         if any(self._owners):
             self._stats.blocks += 1
             # A first token does not wait for a whole block.
-            new = [each for each in self._owners if each is not None and not each.stepped]
+            new = [owner for owner in self._owners if owner is not None and not owner.stepped]
             report = self._rows.run(steps=1 if new else self._served.steps)
             block = report, tuple(self._owners)
             for request in new:
@@ -273,14 +274,15 @@ class Engine:
         return events
 
     def drain(self) -> dict[int, Finished]:
-        """Returns all requests that end from now on, by number, once none waits or runs.
+        """Advances until no request waits or runs; returns those that ended, by number.
 
-        After a call that did not return, also the requests that had ended in it.
+        After a call that did not return, the result includes the requests that ended in it.
         """
         while not self.idle:
-            ended = {each.request: each.finished for each in self.advance() if each.finished}
+            events = self.advance()
+            ended = {event.request: event.finished for event in events if event.finished}
             self._drained |= ended
-        self._flying = None  # Of rows that have all ended.
+        self._flying = None  # All of its rows have ended.
         ended, self._drained = self._drained, {}
         return ended
 
@@ -302,14 +304,14 @@ class Engine:
         """Runs one block; returns what it brought to one request, and keeps what ended else."""
         events = self.advance()
         self._drained |= {
-            each.request: each.finished
-            for each in events
-            if each.finished is not None and each.request != number
+            event.request: event.finished
+            for event in events
+            if event.finished is not None and event.request != number
         }
-        return [each for each in events if each.request == number]
+        return [event for event in events if event.request == number]
 
     def stats(self) -> EngineStats:
-        """Returns what was done since the engine was made, or warmed up."""
+        """Returns counts since the engine was made or warmed up."""
         running = sum(owner is not None for owner in self._owners)
         queued = len(self._known) - running
         now: dict[str, Any] = {
@@ -322,9 +324,10 @@ class Engine:
         return dataclasses.replace(self._stats, **now)
 
     def warmup(self, *, progress: Callable[[int, int], None] | None = None) -> None:
-        """Compiles every program that requests may need; `progress` is called with counts of them.
+        """Compiles every program that requests may need.
 
-        Without `progress`, a line on a terminal counts them.
+        `progress` is called with the number of compiled programs and their total. Without it, a
+        terminal shows the count.
 
         Raises:
           ValueError: requests wait or run.
@@ -335,7 +338,7 @@ class Engine:
                 f"{len(self._known)} wait or run. Warm it up before the first one."
             )
         if self._unsettled:
-            self._recovered()  # Of no request: rows alone.
+            self._recovered()  # There is no request, so this only frees rows.
         rows = self._rows
         room = min(rows.capacity - self.mode.block, self._served.decoder.config.context_length)
         passes: list[tuple[int, int]] = [(size, 0) for size in rows.passes]
@@ -344,16 +347,16 @@ class Engine:
             progress = count_on_terminal("Compiling programs of the engine")
             progress(0, len(passes))
         try:
-            # Twice: what a program returns may be laid out otherwise than what it was first given.
+            # Twice: the layout of a program's result may differ from that of its first input.
             for done, (size, group) in enumerate(passes * 2, start=1):
                 if not group:
                     rows.warm(size)
-                # One of them is cancelled, so that a slot is released; another runs a block.
+                # One request is cancelled, which releases a slot; another runs a block.
                 prompt = np.zeros(min(size, room - 2) if group else 1, np.int32)
-                asked: dict[str, Any] = {"max_new_tokens": 2, "eos_ids": ()}
-                asked |= {"whole_prompt": not group, "cache_salt": str(done)}
+                options: dict[str, Any] = {"max_new_tokens": 2, "eos_ids": ()}
+                options |= {"whole_prompt": not group, "cache_salt": str(done)}
                 count = max(group, 2 if rows.groups in ([], [1]) else 1)
-                numbers = [self.submit(prompt, **asked) for _ in range(count)]
+                numbers = [self.submit(prompt, **options) for _ in range(count)]
                 self._unsettled = True
                 self._read_prompts()
                 self._unsettled = False
@@ -361,7 +364,7 @@ class Engine:
                 self.drain()
                 if done <= len(passes):
                     progress(done, len(passes))
-        except BaseException:  # No caller knows of these requests.
+        except BaseException:  # Drops these requests: no caller has submitted them.
             self._unsettled, self._known, self._drained = True, {}, {}
             raise
         finally:
@@ -370,10 +373,10 @@ class Engine:
             self._stats = EngineStats(mode=self.mode.name, slots=self._served.slots)
 
     def _recovered(self) -> list[Event]:
-        """Frees all rows after a call that did not return; returns what ends the requests in them.
+        """Frees all rows after a call that did not return; returns the last events of requests.
 
-        The state may have been donated, and a block's report lost. What waited, waits on. May be
-        interrupted as well: it ends what it did not hand out when it is called again.
+        The state may have been donated, and a block's report lost. Waiting requests are kept. If
+        this method is interrupted itself, the next call returns the missing events.
         """
         self._rows.reset()
         self._reading.clear()
@@ -385,13 +388,13 @@ class Engine:
         return events
 
     def _text_of(self, request: Request) -> StreamedRow | None:
-        """Returns a fresh reader of a request's new tokens; None where it has none."""
+        """Returns a new text reader of a request's tokens; None without a tokenizer."""
         if request.text is None or self._tokenizer is None:
             return None
         return StreamedRow(TextReader(self._tokenizer, request.prompt), request.text.stops)
 
     def _end_by_host(self) -> list[Event]:
-        """Ends requests that were cancelled, or whose deadline has passed."""
+        """Ends requests that were cancelled or whose deadline has passed."""
         now, events = self._clock(), []
         for request in self._known.values():
             reason = request.ending or ("deadline" if now >= request.expires else None)
@@ -407,13 +410,13 @@ class Engine:
         if request.slot is not None:
             self._freed.append(request.slot)
             self._owners[request.slot] = None
-        self._reading = {row: each for row, each in self._reading.items() if each is not request}
+        self._reading = {row: other for row, other in self._reading.items() if other is not request}
         return event
 
     def _read_prompts(self) -> None:
         """Reads prompts into free slots, in the order in which they were submitted."""
         rows, spent = self._rows, 0
-        # What a running row waits for at most, or a pass of the smallest size.
+        # Limit of prompt tokens while rows run; a pass of the smallest size is always allowed.
         most = rows.between if any(self._owners) else None
         while True:
             self._give_slots()
@@ -435,9 +438,10 @@ class Engine:
                 rows.keep_blocks(request, row)
 
     def _give_slots(self) -> None:
-        """Gives free slots to requests that wait, the oldest first.
+        """Assigns free slots to waiting requests, the oldest first.
 
-        One that begins as another whose prompt is being read waits for it, and lets others pass.
+        A request waits while another one with the same prefix is being read; later requests may
+        overtake it.
         """
         free = [
             row
@@ -446,11 +450,11 @@ class Engine:
         ]
         if not free:
             return
-        taken = {each.number for each in self._reading.values()}
+        taken = {reading.number for reading in self._reading.values()}
         for request in self._known.values():
             if request.slot is not None or request.finished is not None or request.number in taken:
                 continue
-            if any(self._rows.waits_for(request, each) for each in self._reading.values()):
+            if any(self._rows.waits_for(request, other) for other in self._reading.values()):
                 continue
             row = free.pop(0)
             self._rows.begin(request, row)
@@ -459,7 +463,7 @@ class Engine:
                 return
 
     def _take(self, block: jax.Array, owners: tuple[Request | None, ...]) -> list[Event]:
-        """Returns what a block has brought to the requests that it ran, but those ended since."""
+        """Returns the events of a block, except for requests that have ended since."""
         report, events, rows = np.asarray(block), [], self._rows
         now = self._clock()
         for slot, request in enumerate(owners):
@@ -470,7 +474,9 @@ class Engine:
             events.append(event)
             if event.finished is not None:
                 rows.keep_blocks(request, slot, ended=True)
-                if row.reason == "running":  # A stop string ended it: the device does not know.
+                if (
+                    row.reason == "running"
+                ):  # Ended by a stop string, which the device does not see.
                     self._freed.append(slot)
                 self._owners[slot] = None
         return events

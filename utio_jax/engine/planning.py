@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a depth per token pays for an engine: blocks of its own programs, timed, and a plan.
+"""Speed-up prediction for early-exit decoding in an engine, from timed blocks of its programs.
 
-Rows that all stop at the first of a policy's depths, and rows of which none stops, differ by layers
-alone: their times give the seconds of a layer, on all rows and on as many as are packed. Of rows
-whose tokens stop independently of each other, with shares `p[i]` at depths `d[i]`, so many need the
-layers from `d[i - 1]` to `d[i]`, in the smallest width that holds them:
+Blocks in which all rows exit at the first of a policy's depths, and blocks without exits, differ
+only by their layers. The difference in time gives the seconds of a layer, for all rows and for each
+packed width. Let tokens exit independently of each other, with shares `p[i]` at depths `d[i]`. Then
+`n[i]` rows run the layers from `d[i - 1]` to `d[i]`, in the smallest width that holds them:
 
     n[i] ~ Binomial(rows, 1 - (p[0] + ... + p[i - 1]))
 """
@@ -32,19 +32,18 @@ from utio_jax.policies.depth import Thresholded
 from utio_jax.staircase.loop import segments_of
 
 _BLOCKS, _TRIES = 5, 3
-"""Timed blocks, of which the median counts; and measurements, until they make sense."""
+"""Number of timed blocks, whose median is used; and number of attempts at plausible rates."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RowRates:
-    """What a step of decoding takes, measured on one device for one model and number of slots.
+    """Measured times of a decode step, for one device, model and number of slots.
 
     Attributes:
-      seconds: of what runs whatever the depth: embedding, boundaries, head, sampling. Extrapolated,
-        and so at times below 0, which a prediction takes as 0.
-      seconds_per_layer: of a layer on so many rows, by number of rows: the widths that rows are
-        packed into, and all rows.
-      plain_seconds: of the plain model's step.
+      seconds: seconds of the parts that do not depend on depth: embedding, boundaries, head and
+        sampling. Extrapolated, so it may be negative; a prediction uses at least 0.
+      seconds_per_layer: seconds of a layer, by number of rows: packed widths, and all rows.
+      plain_seconds: seconds of a step of plain decoding.
     """
 
     seconds: float
@@ -52,21 +51,21 @@ class RowRates:
     plain_seconds: float
 
     @property
-    def sane(self) -> bool:
-        """Whether a machine left alone may have measured this.
+    def is_plausible(self) -> bool:
+        """True if an idle machine may have measured these rates.
 
-        Not if layers or plain steps take nothing. What is beside layers is little, and
-        extrapolated: it may lie below zero by a quarter of a plain step.
+        Layers and plain steps take more than 0 seconds. All other parts are small and extrapolated:
+        their seconds may be negative, down to minus a quarter of a plain step.
         """
-        each, plain = [*self.seconds_per_layer.values()], self.plain_seconds
-        return bool(np.min([*each, plain]) > 0) and -plain / 4 < self.seconds < math.inf
+        per_layer, plain = [*self.seconds_per_layer.values()], self.plain_seconds
+        return bool(np.min([*per_layer, plain]) > 0) and -plain / 4 < self.seconds < math.inf
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the rates in milliseconds, JSON-ready; none is negative."""
+        """Returns the rates in milliseconds, JSON-ready; negative values become 0."""
         return {
             "ms": round(1e3 * max(0.0, self.seconds), 4),
             "ms_per_layer": {
-                str(width): round(1e3 * each, 4) for width, each in self.seconds_per_layer.items()
+                str(width): round(1e3 * value, 4) for width, value in self.seconds_per_layer.items()
             },
             "plain_ms": round(1e3 * self.plain_seconds, 4),
         }
@@ -74,11 +73,11 @@ class RowRates:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DepthPlan:
-    """What is predicted to be faster where all slots run.
+    """Predicted time of an early-exit step if all slots run.
 
     Attributes:
-      seconds: of a step, predicted.
-      rates: that it was predicted from; a plain step was measured.
+      seconds: predicted seconds of a step.
+      rates: measured rates, which include the seconds of a plain step.
     """
 
     seconds: float
@@ -86,7 +85,7 @@ class DepthPlan:
 
     @property
     def speedup(self) -> float:
-        """Plain decoding's seconds over those of a depth per token; it pays above 1."""
+        """Ratio of plain decoding seconds to early-exit seconds; above 1, early exit is faster."""
         return self.rates.plain_seconds / self.seconds
 
 
@@ -97,16 +96,16 @@ def predict_seconds(
     rows: int,
     config: DecoderConfig | None = None,
 ) -> float:
-    """Returns the mean seconds of a step of rows whose tokens stop independently of each other.
+    """Returns the mean seconds of a step of rows whose tokens exit independently of each other.
 
     Args:
-      rates: measured at `rows`, and at the widths below that rows are packed into, if they are.
-      histogram: share of tokens that stop at each depth, in layers.
-      rows: that run at once.
-      config: of a model with branches, whose segments are not nested. None: they are.
+      rates: rates measured at `rows`, and at smaller packed widths if rows are packed.
+      histogram: share of tokens that exit at each depth, in layers.
+      rows: number of rows that run at once.
+      config: configuration of a model with branches, whose segments are not nested. None: nested.
 
     Raises:
-      ValueError: shares below 0 or that do not sum to 1.
+      ValueError: shares are negative or do not sum to 1.
 
     >>> rates = RowRates(seconds=0.001, seconds_per_layer={8: 0.002}, plain_seconds=0.04)
     >>> round(predict_seconds(rates, {6: 0.9, 16: 0.1}, rows=8), 4)
@@ -127,8 +126,8 @@ def predict_seconds(
     if config is not None and config.branches:
         segments, below = segments_of(config, tuple(depths)), np.searchsorted(depths, config.kv_own)
         runs = (
-            (each.layers, goes_on[min(at, below)] if each.branch is None else shares[each.branch])
-            for at, each in enumerate(segments)
+            (part.layers, goes_on[min(at, below)] if part.branch is None else shares[part.branch])
+            for at, part in enumerate(segments)
         )
     for (start, stop), share in runs:
         seconds += (stop - start) * float(binom.pmf(np.arange(rows + 1), rows, share) @ layer)
@@ -141,19 +140,19 @@ def plan_mode(
     *,
     progress: Callable[[int, int], None] = lambda done, blocks: None,
 ) -> DepthPlan:
-    """Returns whether a depth per token is faster than plain decoding where all slots run.
+    """Predicts the speed-up of early-exit over plain decoding if all slots run.
 
-    Times blocks in which all rows stop early, and in which none does, up to three times until the
-    times make sense. Compiles, and takes seconds.
+    Times blocks in which all rows exit early and blocks without exits, at most three times until
+    the rates are plausible. Compiles programs and takes seconds.
 
     Args:
-      served: what runs, in an adaptive mode with a policy of thresholds at two depths or more.
-      histogram: share of new tokens that stop at each of the policy's depths.
-      progress: called with how many kinds of blocks have been compiled and timed, of how many.
+      served: options of the engine, whose mode is `Adaptive` with thresholds at two or more depths.
+      histogram: share of new tokens that exit at each of the policy's depths.
+      progress: called with the number of kinds of blocks that are timed, and their total.
 
     Raises:
-      ValueError: another mode or policy, shares of other depths, too small a capacity to time, or
-        times that cannot be.
+      ValueError: another mode or policy, shares at other depths, a capacity too small to time, or
+        implausible times.
     """
     mode = served.mode
     if not isinstance(mode, Adaptive) or not isinstance(mode.policy, Thresholded):
@@ -169,9 +168,9 @@ def plan_mode(
         )
     full = {depth: histogram.get(depth, 0.0) for depth in depths}
     rates, tries = _rates(served, mode, progress), 1
-    while not rates.sane and tries < _TRIES:
+    while not rates.is_plausible and tries < _TRIES:
         rates, tries = _rates(served, mode, progress), tries + 1
-    if rates.sane:
+    if rates.is_plausible:
         config = served.decoder.config
         seconds = predict_seconds(rates, full, rows=served.slots, config=config)
         return DepthPlan(seconds=seconds, rates=rates)
@@ -183,7 +182,7 @@ def plan_mode(
 
 
 def _rates(served: Served, mode: Adaptive, progress: Callable[[int, int], None]) -> RowRates:
-    """Returns what a step takes, boundaries included: where all rows stop at once, and nowhere."""
+    """Measures rates from blocks in which all rows exit at the first depth, or none does."""
     depths, rows, slots = mode.depth_policy.depths, served.slots, Slots(served)
     plain, per_layer, shallow = dataclasses.replace(served, mode=Plain()), {}, 0.0
     widths = (*(quarters(rows) if mode.packs(served.decoder) else ()), rows)
@@ -201,10 +200,10 @@ def _rates(served: Served, mode: Adaptive, progress: Callable[[int, int], None])
 
 
 def _seconds(slots: Slots, served: Served, rows: int, threshold: float = 0.0) -> float:
-    """Returns the seconds of a step of so many running rows, half of each slot filled.
+    """Returns the seconds of a step with a number of running rows and half-filled slots.
 
-    Tokens stop by one threshold: at +inf all where they first may, at -inf none before the end. A
-    mode without thresholds has no use for it.
+    All tokens have one threshold: with +inf all exit at the first depth, with -inf none does.
+    A mode without thresholds ignores it.
     """
     blocks, steps, mode = _BLOCKS + 2, served.steps, served.mode
     new = blocks * steps * mode.block + 1

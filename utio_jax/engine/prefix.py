@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prefix cache: K/V blocks that requests with a common beginning share.
+"""Prefix cache: K/V blocks shared by requests with a common prefix.
 
     engine = Engine(decoder, params, slots=16, capacity=2048, prefix_cache="256MiB")
 
-A pool on the device holds keys and values in blocks of `PrefixCache.block` tokens. A request whose
-prompt begins as a known one gets these blocks copied into its row, and reads only the rest. A
-block's key is the SHA-256 of its tokens and of all tokens before it (as in vLLM's automatic prefix
-caching), and of the request's salt: requests of different salts share nothing. The least recently
-used blocks make room for new ones.
+A pool on the device holds K/V in blocks of `PrefixCache.block` tokens. If a prompt shares a prefix
+with an earlier text, its blocks are copied into the request's row, and only the remaining tokens
+are read. A block's key is the SHA-256 of the request's salt, all tokens before the block, and its
+tokens, as in vLLM's automatic prefix caching. Requests with different salts share nothing. The
+least recently used blocks are evicted first.
 
-A pool belongs to one engine, and so to one model. Only exact keys and values enter it: those that
-reading the same text in full would give.
+A pool belongs to one engine and therefore to one model. It holds only exact K/V: those of a
+full-depth prefill of the same text.
 """
 
 from __future__ import annotations
@@ -35,45 +35,46 @@ _UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 @pytree
 class Pool:
-    """Blocks on the device: `[block, layer, ...]`, each as a row of the K/V cache holds it."""
+    """K/V blocks on the device, `[block, layer, ...]`, in the layout of the K/V cache."""
 
     keys: jax.Array
     values: jax.Array
 
 
 class PrefixCache:
-    """Which blocks of K/V are in a pool, by the text that they stand for.
+    """Index of the K/V blocks in a pool, by hashed token prefix.
 
     Attributes:
-      block: tokens of a block.
-      pool: on the device.
-      evictions: blocks that made room for others.
+      block: number of tokens of a block.
+      pool: blocks on the device.
+      evictions: number of evicted blocks.
     """
 
     block: ClassVar[int] = 32
 
     def __init__(self, cache: KVCache, *, num_bytes: int) -> None:
-        """Makes an empty pool of at most `num_bytes` for blocks of a cache's rows.
+        """Makes an empty pool of at most `num_bytes`, for blocks of a cache's rows.
 
         Raises:
-          ValueError: the bytes do not hold one block.
+          ValueError: `num_bytes` is too small for one block.
         """
         layers, _, *sizes = cache.keys.shape
         self._axis = 2 if cache.heads_first else 1  # Of slots, in a block.
         sizes[self._axis - 1] = self.block
         shape = (layers, *sizes)
-        each = 2 * int(np.prod(shape)) * cache.keys.dtype.itemsize
-        self._count = num_bytes // each
+        block_bytes = 2 * int(np.prod(shape)) * cache.keys.dtype.itemsize
+        self._count = num_bytes // block_bytes
         if not self._count:
             raise ValueError(
-                f"prefix_cache must hold at least one block of {each} bytes ({self.block} tokens "
-                f"in {layers} layers). Got {num_bytes} bytes; 0 switches the prefix cache off."
+                f"prefix_cache must hold at least one block of {block_bytes} bytes "
+                f"({self.block} tokens in {layers} layers). Got {num_bytes} bytes; 0 switches the "
+                "prefix cache off."
             )
         self._shape, self._dtype = shape, cache.keys.dtype
         self.clear()
 
     def clear(self) -> None:
-        """Forgets all blocks, in a new pool: the old one may be gone."""
+        """Removes all blocks, and makes a new pool: the old one may have been deleted."""
         self._places: OrderedDict[bytes, int] = OrderedDict()  # The least recently used first.
         self._free, self.evictions = [*range(self._count)], 0
         empty = jnp.zeros((self._count, *self._shape), self._dtype)
@@ -81,11 +82,11 @@ class PrefixCache:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks in use."""
+        """Number of blocks in use."""
         return len(self._places)
 
     def keys_of(self, token_ids: Int[np.ndarray, " token"], salt: str) -> list[bytes]:
-        """Returns the keys of a text's whole blocks: each depends on all tokens up to its end."""
+        """Returns the keys of a text's whole blocks; a key depends on all tokens up to its end."""
         key, keys = hashlib.sha256(salt.encode()).digest(), []
         ids = np.ascontiguousarray(token_ids, np.int32)
         for start in range(0, len(ids) - self.block + 1, self.block):
@@ -94,7 +95,7 @@ class PrefixCache:
         return keys
 
     def find(self, keys: Sequence[bytes]) -> list[int]:
-        """Returns the places of the longest known beginning of a chain of blocks."""
+        """Returns the pool indices of the longest cached prefix of a chain of blocks."""
         places = []
         for key in keys:
             if key not in self._places:
@@ -104,18 +105,18 @@ class PrefixCache:
         return places
 
     def load(self, cache: KVCache, row: int, places: Sequence[int]) -> KVCache:
-        """Returns a cache, donated, of which a row begins with these blocks."""
+        """Copies blocks to the beginning of a row; returns the cache, donated."""
         where = self._padded(places, cache), np.int32(len(places))
         return _load(cache, self.pool, np.int32(row), *where)
 
     def store(self, cache: KVCache, row: int, keys: Sequence[bytes]) -> None:
-        """Keeps the blocks that a row of a cache begins with; those that are known stay."""
+        """Stores the first blocks of a row in the pool, except for those that it already holds."""
         keys = keys[: self._count]
         places = self.find(keys)
         known, fresh = len(places), keys[len(places) :]
         if not fresh:
             return
-        for _ in fresh[len(self._free) :]:  # Those just found are the last to go.
+        for _ in fresh[len(self._free) :]:  # Blocks found above are evicted last.
             self._free.append(self._places.popitem(last=False)[1])
             self.evictions += 1
         places += [self._free.pop() for _ in fresh]
@@ -126,7 +127,7 @@ class PrefixCache:
         self._touch(keys)
 
     def _touch(self, keys: Sequence[bytes]) -> None:
-        """Notes a use: a block is evicted before those that it continues."""
+        """Marks blocks as recently used: a block is evicted before its predecessors."""
         for key in reversed(keys):
             self._places.move_to_end(key)
 
@@ -137,10 +138,10 @@ class PrefixCache:
 
 
 def bytes_of(size: int | str) -> int:
-    """Returns a number of bytes, also of a text such as `"256MiB"`.
+    """Returns a number of bytes, also for a text such as `"256MiB"`.
 
     Raises:
-      ValueError: neither a number of at least 0, nor such a text.
+      ValueError: `size` is neither an integer of at least 0 nor such a text.
     """
     text = str(size).strip()
     unit = next((unit for unit in _UNITS if text.endswith(unit)), "")
@@ -161,7 +162,7 @@ def _load(
     count: Int[Any, ""],
 ) -> KVCache:
     axis = 3 if cache.heads_first else 2
-    block = pool.keys.shape[axis]  # Blocks lie where a cache has rows.
+    block = pool.keys.shape[axis]  # In a pool, blocks take the axis of rows.
     places = jnp.asarray(places)
 
     def one(index: jax.Array, leaves: Any) -> Any:

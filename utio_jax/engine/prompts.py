@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads prompts into the rows of a running batch: blocks of tokens of several prompts in one pass.
+"""Chunked prefill into the rows of a running batch: blocks of several prompts in one pass.
 
-Prompts are cut into blocks of a few tokens. A pass runs a fixed number of blocks, of any rows, at
-any place: short prompts together, a part of a long one, or what follows the known beginning of
-several. Projections and MLP run over the tokens of all blocks, attention block by block over the
-row's K/V in the cache. So there is one program for each number of tokens, whatever the lengths.
+Prompts are cut into blocks of a few tokens. A pass runs a fixed number of blocks, from any rows and
+positions: several short prompts, a part of a long one, or the tokens after cached prefixes.
+Projections and MLP run over the tokens of all blocks. Attention runs block by block over the row's
+K/V in the cache. There is one program for each number of tokens, whatever the prompt lengths.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from utio_jax.core.decoder import Decoder
 from utio_jax.core.platform import here
 from utio_jax.core.pytrees import pytree, static
 from utio_jax.core.rows import put_rows
-from utio_jax.decoding.base import Setting, emit_drawn
+from utio_jax.decoding.base import DecodeContext, emit_drawn
 from utio_jax.decoding.segments import block_at, run_segment
 from utio_jax.decoding.state import RELEASED, RUNNING, Columns, DecodeState, Tally
 from utio_jax.engine.blocks import Rules
@@ -38,12 +38,12 @@ class PromptBlocks:
     """Blocks of consecutive prompt tokens, each of one row of the cache.
 
     Attributes:
-      rows: of the cache.
+      rows: row of the cache of each block.
       starts: position of each block's first token.
-      stops: position behind its last token; a block that only fills up has none.
-      ends: True where the last token is the prompt's last, which a new token follows.
-      count: blocks in use, which come first.
-      size: tokens that a block holds. Static.
+      stops: position after its last token; padding blocks have no token.
+      ends: True for blocks with the last token of a prompt, which a new token follows.
+      count: number of blocks in use, which precede padding blocks.
+      size: capacity of a block in tokens. Static.
     """
 
     rows: Int[Any, " block"]
@@ -55,7 +55,7 @@ class PromptBlocks:
 
     @classmethod
     def of(cls, spans: list[tuple[int, int, int, bool]], *, blocks: int, size: int) -> PromptBlocks:
-        """Returns blocks of `(row, start, stop, is_end)`, filled up; host arrays."""
+        """Returns blocks from `(row, start, stop, is_end)`, with padding, as arrays on the host."""
         table = np.zeros((4, blocks), np.int32)
         table[:, : len(spans)] = np.asarray(spans, np.int32).reshape(-1, 4).T
         rows, starts, stops, ends = table
@@ -71,10 +71,10 @@ class PromptBlocks:
 
 @dataclasses.dataclass(frozen=True)
 class _BlockAttention:
-    """K/V of blocks in the rows of a cache, and attention a block at a time, for `forward`.
+    """K/V writes and attention of prompt blocks in a cache, one block at a time, for `forward`.
 
-    A block attends over the fewest of a few widths that hold its last token. Slots behind a row's
-    last token are written, too: each is written again before it is read.
+    A block attends over the smallest of a few widths that holds its last token. Slots after a row's
+    last token are written too; they are overwritten before they are read.
     """
 
     decoder: Decoder
@@ -102,11 +102,11 @@ class _BlockAttention:
         return dataclasses.replace(cache, keys=keys, values=values), None
 
     def read(self, cache: KVCache, sources: Sources) -> tuple[KVCache, Sources]:
-        """Returns the cache itself, which blocks read in place."""
+        """Returns the cache itself, from which blocks read in place."""
         return cache, sources
 
     def attend(self, index: Any, queries: jax.Array, seen: tuple[KVCache, Sources]) -> jax.Array:
-        """Returns what the queries of all blocks in use attend to."""
+        """Returns the attention output of the queries of all blocks in use."""
         (cache, sources), mix, size = seen, mixer_at(self.decoder, index), self.blocks.size
 
         def one(block: jax.Array, mixed: jax.Array) -> jax.Array:
@@ -119,13 +119,13 @@ class _BlockAttention:
                         cache.by_slot(
                             jax.lax.dynamic_slice(
                                 leaf,
-                                (*self._start(cache, each, block)[:2], *[jnp.int32(0)] * 3),
+                                (*self._start(cache, source, block)[:2], *[jnp.int32(0)] * 3),
                                 (1, 1, *cache.size(width)),
                             )[0, 0]
                         )
                         for leaf in cache.arrays
                     ]
-                    for each in sources
+                    for source in sources
                 ]
                 visible = mix.visible(positions, jnp.arange(width, dtype=jnp.int32))
                 return mix_apart(mix, own, keys_values, visible)
@@ -138,7 +138,7 @@ class _BlockAttention:
         return jax.lax.fori_loop(0, self.blocks.count, one, queries)
 
     def _start(self, cache: KVCache, index: Any, block: jax.Array) -> tuple[jax.Array, ...]:
-        """Returns where a block's K/V of a layer begin in the cache."""
+        """Returns the index in the cache at which a block's K/V of a layer begin."""
         zero, slot = jnp.int32(0), self.blocks.starts[block]
         place = (zero, slot) if cache.heads_first else (slot, zero)
         return (jnp.asarray(index, jnp.int32), self.blocks.rows[block], *place, zero)
@@ -146,7 +146,7 @@ class _BlockAttention:
 
 @partial(jax.jit, static_argnames="widths", donate_argnames="state")
 def read_blocks(
-    setting: Setting,
+    context: DecodeContext,
     state: DecodeState,
     rules: Rules,
     fresh: Fresh,
@@ -155,33 +155,33 @@ def read_blocks(
     *,
     widths: tuple[int, ...],
 ) -> tuple[DecodeState, Rules]:
-    """Returns the state, donated, once blocks of prompts have been read, and the rules of its rows.
+    """Reads blocks of prompts; returns the state, donated, and the rules of its rows.
 
-    A row whose prompt ends gets its first new token and runs from then on; all others stay as they
-    are. K/V are those of reading the prompts in full. Tokens run as many layers as their K/V need,
-    and the last one of a prompt all layers.
+    A row whose prompt ends gets its first new token and is running. All other rows are unchanged.
+    K/V equal those of a full-depth prefill. Tokens run only the layers that their K/V need; the
+    last token of a prompt runs all layers.
 
     Args:
-      setting: of the running batch.
-      state: of the running batch.
-      rules: of its rows.
+      context: decode context of the running batch.
+      state: state of the running batch.
+      rules: rules of its rows.
       fresh: prompts that begin in this pass.
-      rows: where they go; one that only fills up goes nowhere: name the number of rows.
-      blocks: of prompts that begin or have begun.
+      rows: target rows of these prompts; the number of rows for padding, which is dropped.
+      blocks: blocks of prompts that begin in this pass or began before.
       widths: numbers of key slots to attend over, ascending. Static.
     """
     state, rules = _open(state, rules, fresh, rows)
-    setting = dataclasses.replace(setting, sampling=rules.sampling, stops=rules.stops)
+    context = dataclasses.replace(context, sampling=rules.sampling, stops=rules.stops)
     with jax.named_scope("prefill_blocks"):
-        last, cache = _run(setting, state, blocks, widths=widths)
-    logits = setting.decoder.unembed(setting.params, last).astype(jnp.float32)
-    return _first_tokens(setting, state, cache, blocks, logits), rules
+        last, cache = _run(context, state, blocks, widths=widths)
+    logits = context.decoder.unembed(context.params, last).astype(jnp.float32)
+    return _first_tokens(context, state, cache, blocks, logits), rules
 
 
 def _open(
     state: DecodeState, rules: Rules, fresh: Fresh, rows: Int[Any, " fresh"]
 ) -> tuple[DecodeState, Rules]:
-    """Returns the state with prompts in some rows, which do not run yet, and the rules of rows."""
+    """Inserts prompts into rows, which do not run yet; returns the state and the rules of rows."""
     best = state.columns.alternatives
     columns = Columns.empty(
         *fresh.token_ids.shape, alternatives=0 if best is None else best.token_ids.shape[-1]
@@ -205,14 +205,14 @@ def _open(
 
 
 def _run(
-    setting: Setting, state: DecodeState, blocks: PromptBlocks, *, widths: tuple[int, ...]
+    context: DecodeContext, state: DecodeState, blocks: PromptBlocks, *, widths: tuple[int, ...]
 ) -> tuple[Float[Array, "block dim"], KVCache]:
-    """Returns the state of each block's last token, after all layers at prompts' ends."""
-    decoder, params = setting.decoder, setting.params
+    """Runs blocks; returns the hidden state of each block's last token, and the cache."""
+    decoder, params = context.decoder, context.params
     config = decoder.config
     ahead = jnp.asarray(blocks.starts)[:, None] + jnp.arange(blocks.size, dtype=jnp.int32)[None, :]
     valid = ahead < jnp.asarray(blocks.stops)[:, None]
-    positions = jnp.where(valid, ahead, 0)  # Some decoders have no position behind the last.
+    positions = jnp.where(valid, ahead, 0)  # Some decoders have no position after the context.
     token_ids = state.token_ids[jnp.asarray(blocks.rows)[:, None], positions]
     x = decoder.embed(params, token_ids, positions)
     block = block_at(decoder, positions, valid, rows=jnp.asarray(blocks.rows))
@@ -260,14 +260,14 @@ def _run(
 
 
 def _first_tokens(
-    setting: Setting,
+    context: DecodeContext,
     state: DecodeState,
     cache: KVCache,
     blocks: PromptBlocks,
     logits: Float[Array, "block vocab"],
 ) -> DecodeState:
-    """Returns the state with the first new token of the rows whose prompts end."""
-    num_rows, num_layers = state.lengths.shape[0], setting.decoder.config.num_layers
+    """Draws the first new token of the rows whose prompts end, and returns the state."""
+    num_rows, num_layers = state.lengths.shape[0], context.decoder.config.num_layers
     rows = jnp.where(jnp.asarray(blocks.ends), jnp.asarray(blocks.rows), num_rows)
     begins = jnp.zeros((num_rows,), jnp.bool_).at[rows].set(True, mode="drop")
     by_row = jnp.zeros((num_rows, logits.shape[-1]), logits.dtype)
@@ -282,9 +282,9 @@ def _first_tokens(
 
     reason = jnp.where(begins, RUNNING, RELEASED)
     alone = dataclasses.replace(state, cache=cache, reason=reason)
-    alone = setting.mode.start(setting, alone)
+    alone = context.mode.start(context, alone)
     depth = jnp.full_like(state.lengths, num_layers)
-    new = emit_drawn(setting, alone, by_row, decided=depth, executed=depth)
+    new = emit_drawn(context, alone, by_row, decided=depth, executed=depth)
     view = chosen(1, new.cache.view, state.cache.view)
     return dataclasses.replace(
         new,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests of an engine: what was asked for, what has come of it, what is handed out, counts."""
+"""Requests of an engine: their state, events and results, and engine statistics."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from utio_jax.decoding.thinking import Thinking, ThinkingRows, Thought, opening,
 from utio_jax.engine.blocks import TALLIED, RowReport, Rules
 
 END_REASONS = ("eos", "stop", "length", "cancelled", "deadline", "interrupted")
-"""Why requests end. Interrupted: an `Engine.advance` that ran it did not return."""
+"""Finish reasons of requests. Interrupted: a call of `Engine.advance` did not return."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Finished(Columns):
-    """A request that has ended: its new tokens, and what they took.
+    """Result of a request: its new tokens and their cost.
 
     Attributes:
-      reason: one of `END_REASONS`. The last three keep the tokens that had been read by then.
-      text: of the new tokens, before the stop string that ended it; empty without a tokenizer.
-      steps: rounds of the loop that it took part in.
-      token_layers: token slots that ran a layer for it after its prompt.
-      drafts: that were verified.
-      accepted: those that were right.
-      cached_tokens: tokens of its prompt that came from the prefix cache.
-      seconds: from `submit` to its end, as the host saw it.
-      seconds_in_queue: until its prompt was begun to be read; None where it never was.
-      seconds_to_first_token: None where it ended without one.
-      seconds_between_tokens: mean; None for fewer than two tokens.
-      thought: how it has thought; None without a `Thinking`.
+      reason: one of `END_REASONS`. With the last three, tokens read by the host so far are kept.
+      text: text of the new tokens before a stop string; empty without a tokenizer.
+      steps: number of decode steps.
+      token_layers: token slots that ran a layer after prefill.
+      drafts: number of verified drafts.
+      accepted: number of accepted drafts.
+      cached_tokens: number of prompt tokens from the prefix cache.
+      seconds: seconds from `submit` to the end, measured on the host.
+      seconds_in_queue: seconds until prefill began; None if it never did.
+      seconds_to_first_token: seconds until the first new token; None without one.
+      seconds_between_tokens: mean seconds between new tokens; None for fewer than two.
+      thought: thinking span; None without a `Thinking`.
     """
 
     reason: str
@@ -57,13 +57,13 @@ class Finished(Columns):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Event(Columns):
-    """What a block has brought for one request: its new tokens since the last event.
+    """Output of a block for one request: its new tokens since the last event.
 
     Attributes:
-      request: its number, as `submit` returned it.
-      pieces: what is new of its text, each with the number of the token that it is of, from 0; not
-        what may belong to a stop string or an unfinished character.
-      finished: the whole of it, once it has ended; None while it runs.
+      request: number of the request, as returned by `submit`.
+      pieces: pieces of new text, each with the index of its token, from 0. Text that may belong to
+        a stop string or an unfinished character is held back.
+      finished: result of the request, once it has ended; None while it runs.
     """
 
     request: int
@@ -72,30 +72,30 @@ class Event(Columns):
 
     @property
     def text(self) -> str:
-        """What is new of its text: the pieces, joined."""
+        """New text: the pieces, joined."""
         return "".join(piece for piece, _ in self.pieces)
 
 
 @dataclasses.dataclass(kw_only=True)
 class EngineStats:
-    """What an engine has done since it was made, or warmed up.
+    """Engine statistics: counts since the engine was made or warmed up.
 
     Attributes:
       mode: name of the decoding mode.
-      slots: requests that can run at once.
-      queued: requests that wait for a slot.
-      running: requests that have one.
-      ended: how many requests ended, by reason.
-      blocks: that were run.
-      prompt_groups: passes that read prompts.
-      prompt_tokens: of admitted prompts.
-      cached_tokens: prompt tokens that came from the prefix cache, and were not read.
-      prefix_blocks: blocks that it holds now.
-      prefix_evictions: blocks that made room for others.
-      padded_prompt_tokens: token slots that these passes ran, padding included.
-      new_tokens: handed out.
-      decided: layers behind these, summed.
-      executed: layers that ran for them, those for the sake of other rows included, summed.
+      slots: number of requests that can run at once.
+      queued: number of requests that wait for a slot.
+      running: number of requests that have a slot.
+      ended: number of finished requests by reason.
+      blocks: number of blocks of decode steps.
+      prompt_groups: number of prefill passes.
+      prompt_tokens: number of tokens of prompts that have been read.
+      cached_tokens: number of these tokens that came from the prefix cache.
+      prefix_blocks: number of blocks in the prefix cache.
+      prefix_evictions: number of blocks evicted from the prefix cache.
+      padded_prompt_tokens: token slots that prefill passes ran, padding included.
+      new_tokens: number of new tokens in events.
+      decided: sum of the decided depths of new tokens in layers.
+      executed: sum of the layers that ran for new tokens, including those for other rows.
     """
 
     mode: str
@@ -116,16 +116,16 @@ class EngineStats:
 
     @property
     def mean_depth_decided(self) -> float | None:
-        """Layers behind a new token; None where there is none."""
+        """Mean decided depth of new tokens in layers; None without new tokens."""
         return self.decided / self.new_tokens if self.new_tokens else None
 
     @property
     def mean_depth_executed(self) -> float | None:
-        """Layers that ran for a new token; None where there is none."""
+        """Mean number of layers that ran for a new token; None without new tokens."""
         return self.executed / self.new_tokens if self.new_tokens else None
 
     def add(self, event: Event) -> None:
-        """Counts what an event brings."""
+        """Adds the tokens and the end of an event to the counts."""
         self.new_tokens += event.token_ids.size
         self.decided += int(event.decided.sum())
         self.executed += int(event.executed.sum())
@@ -135,23 +135,23 @@ class EngineStats:
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class Request:
-    """A request on its way: the engine's own record, which changes with every block.
+    """State of a request in an engine, updated with every block.
 
-    See `Engine.submit` for what was asked. Times are seconds on the engine's clock.
+    For its options, see `Engine.submit`. Times are seconds on the engine's clock.
 
     Attributes:
-      thresholds: of its depth policy, at the mode's boundaries; None where the mode has none.
-      text: reads its tokens; None without a tokenizer.
-      block_keys: of the prompt's whole blocks; None: the prefix cache takes no part in it.
-      salt: requests of other salts do not share its blocks.
-      cached: tokens of its prompt that came from the prefix cache.
-      read: tokens of its prompt whose K/V are in its row, these included.
-      slot: where it runs; None until its prompt has been read.
-      admitted: when its prompt was begun; None while it waits.
-      stepped: whether a block has run with it.
-      ending: why the host wants it to end; None: it does not.
-      finished: what has come of it, once its last event has been made.
-      parts: its new tokens, event by event, behind one part without any.
+      thresholds: thresholds of its depth policy at the mode's boundaries; None: the mode's own.
+      text: streamed text of its new tokens; None without a tokenizer.
+      block_keys: keys of the prompt's whole blocks; None: it does not use the prefix cache.
+      salt: salt of these keys; requests with other salts do not share its blocks.
+      cached: number of prompt tokens from the prefix cache.
+      read: number of prompt tokens whose K/V are in its row, cached ones included.
+      slot: slot in which it runs; None until its prompt has been read.
+      admitted: time at which its prompt was first read; None while it waits.
+      stepped: True once it has run in a block.
+      ending: reason for which the host ends it; None: no reason.
+      finished: its result, once its last event has been made.
+      parts: new tokens of each event, after one empty part.
     """
 
     number: int
@@ -180,7 +180,7 @@ class Request:
     _times: list[float] = dataclasses.field(default_factory=list)
 
     def take(self, report: RowReport, now: float) -> Event:
-        """Returns the event of a block, cut behind the token that completed a stop string."""
+        """Returns the event of a block, cut after the token that completed a stop string."""
         new, reason, pieces = report.columns, report.reason, list[tuple[str, int]]()
         if self.text is not None:
             pieces = self.text.add(new.token_ids, running=reason == "running")
@@ -198,15 +198,15 @@ class Request:
         )
 
     def end(self, reason: str, now: float) -> Event:
-        """Returns the event of a request that the host ends between two blocks."""
+        """Ends the request from the host between two blocks; returns its last event."""
         pieces = [] if self.text is None else self.text.add((), running=False)
         return self.last_event(self.finish(reason, now), pieces)
 
     def interrupted(self, now: float, text: StreamedRow | None) -> Event:
         """Returns the last event of a request whose engine lost its row, with no further token.
 
-        `text` is a fresh reader of its tokens: an interrupt may have left its own half-updated. A
-        request that had already finished keeps its result.
+        `text` is a new reader of its tokens: the interrupt may have left its own in an undefined
+        state. A request that had already finished keeps its result.
         """
         if self.finished is None:
             self.text = text
@@ -217,12 +217,12 @@ class Request:
         return self.last_event(self.finished, [])
 
     def last_event(self, finished: Finished, pieces: list[tuple[str, int]]) -> Event:
-        """Returns an event that ends the request and brings no token."""
+        """Returns an event that ends the request, without new tokens."""
         none = self.parts[0]
         return Event(**vars(none), request=self.number, pieces=pieces, finished=finished)
 
     def finish(self, reason: str, now: float) -> Finished:
-        """Returns what has come of it, once, and keeps it."""
+        """Makes the result of the request and stores it; called once."""
         assert self.finished is None
         times, last = self._times, self._last
         counts: dict[str, Any] = dict.fromkeys(TALLIED, 0) if last is None else last.counts
@@ -249,7 +249,7 @@ class Request:
 
 @pytree
 class Fresh:
-    """Prompts, padded on the right, and rules of requests on their way into rows."""
+    """Right-padded prompts and rules of requests, to be inserted into rows."""
 
     token_ids: Int[Any, "row token"]
     lengths: Int[Any, " row"]
@@ -260,7 +260,7 @@ class Fresh:
 
     @property
     def prompts(self) -> tuple[Any, ...]:
-        """The rows as `utio_jax.decoding.loop.begin` takes them."""
+        """Rows as arguments of `utio_jax.decoding.loop.begin`."""
         return self.token_ids, self.lengths, self.limits, self.seeds, self.hook
 
 
@@ -272,29 +272,29 @@ def fresh_of(
     own: Float[np.ndarray, " boundary"] | None,
     thinking: bool,
 ) -> Fresh:
-    """Returns requests as arrays; rows behind the last request end at once."""
+    """Returns requests as arrays; padding rows after the last request end at once."""
     filler = Request(number=-1, prompt=np.zeros(1, np.int32), max_new_tokens=0)
-    asked = [*requests, *[filler] * (rows - len(requests))]
+    requests = [*requests, *[filler] * (rows - len(requests))]
     token_ids = np.zeros((rows, width), np.int32)
-    for row, each in zip(token_ids, asked, strict=True):
-        row[: each.prompt.size] = each.prompt
-    lengths = np.asarray([each.prompt.size for each in asked], np.int32)
+    for row, request in zip(token_ids, requests, strict=True):
+        row[: request.prompt.size] = request.prompt
+    lengths = np.asarray([request.prompt.size for request in requests], np.int32)
     thresholds = hook = None
     if own is not None:
         thresholds = np.stack(
-            [own if each.thresholds is None else each.thresholds for each in asked]
+            [own if request.thresholds is None else request.thresholds for request in requests]
         )
     if thinking:
-        hook = ThinkingRows.of([each.thinking for each in asked], [each.prompt for each in asked])
+        hook = ThinkingRows.of([x.thinking for x in requests], [x.prompt for x in requests])
     return Fresh(
         token_ids=token_ids,
         lengths=lengths,
-        limits=lengths + np.asarray([each.max_new_tokens for each in asked], np.int32),
-        seeds=np.asarray([each.seed for each in asked], np.uint32),
+        limits=lengths + np.asarray([request.max_new_tokens for request in requests], np.int32),
+        seeds=np.asarray([request.seed for request in requests], np.uint32),
         hook=hook,
         rules=Rules(
-            sampling=rows_of([each.sampling for each in asked]),
-            stops=stop_rules([each.stops for each in asked], room=STOPS_ROOM),
+            sampling=rows_of([request.sampling for request in requests]),
+            stops=stop_rules([request.stops for request in requests], room=STOPS_ROOM),
             thresholds=thresholds,
         ),
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rows of an engine on the device: a state that prompts are put into, and blocks of steps."""
+"""Rows of an engine on the device: prefill into free rows, and blocks of decode steps."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from utio_jax.core.layer import split_layers
 from utio_jax.core.rows import put_rows
 from utio_jax.decoding.admission import admit, empty_state, release
 from utio_jax.decoding.base import (
+    DecodeContext,
     LogitsProcessor,
     Mode,
     Plain,
-    Setting,
     as_processor,
     check_mode,
 )
@@ -39,16 +39,16 @@ _put_rules = jax.jit(put_rows, donate_argnums=0)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Shapes:
-    """The few static shapes of an engine: each is a program that `Engine.warmup` compiles.
+    """Static shapes of an engine: each is a program that `Engine.warmup` compiles.
 
     Attributes:
-      prompt_tokens: tokens of a pass that reads prompts, ascending; parts of several prompts fill
-        it. Empty: 32, 64, 128, 256, 512, as far as slots and `chunk` allow.
-      key_step: attention reads at most four different multiples of this many key slots.
-      chunk: the most prompt tokens that are read between two blocks of steps while requests run,
-        padding included. None: as many as a slot holds, or as a block has steps of all slots.
-      prompt_widths: tokens that prompts of a `Prefill` that is not exact are padded to, ascending:
-        it reads prompts whole. Empty: 64, 128, 256 ... up to the capacity, in steps of four from a
+      prompt_tokens: sizes of prefill passes in tokens, ascending; a pass reads parts of several
+        prompts. Empty: 32, 64, 128, 256, 512, as far as slots and `chunk` allow.
+      key_step: attention reads at most four different multiples of this number of key slots.
+      chunk: maximum number of prompt tokens between two blocks of steps while requests run, padding
+        included. None: the capacity of a slot or the steps of a block over all slots, if larger.
+      prompt_widths: padded lengths of prompts for a `Prefill` that is not exact, ascending: it
+        reads whole prompts. Empty: 64, 128, 256 ... up to the capacity, in factors of four from a
         capacity of 513 on.
       groups: numbers of prompts that such a `Prefill` reads together, ascending.
     """
@@ -73,7 +73,7 @@ class Shapes:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Served:
-    """What an engine's rows are made of: the options of `Engine` that devices know of."""
+    """Options of `Engine` that its rows on the device depend on."""
 
     decoder: Decoder
     params: Params
@@ -90,7 +90,7 @@ class Served:
 
 
 def prompt_widths(capacity: int) -> tuple[int, ...]:
-    """Returns what prompts are padded to where nothing else is asked for.
+    """Returns the default padded lengths of prompts.
 
     >>> prompt_widths(200), prompt_widths(512), prompt_widths(2048)
     ((64, 128, 200), (64, 128, 256, 512), (64, 256, 1024, 2048))
@@ -101,12 +101,13 @@ def prompt_widths(capacity: int) -> tuple[int, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class PromptPass:
-    """What one pass over prompts runs.
+    """Content of one prefill pass.
 
     Attributes:
-      parts: row, request, and the tokens [start, stop) of its prompt that are read.
+      parts: row, request, and the range [start, stop) of prompt tokens to read.
       tokens: token slots that the pass runs, padding included.
-      group: prompts of a `Prefill` that is not exact, whole, filled up to so many; 0: blocks.
+      group: number of whole prompts, padding included, for a `Prefill` that is not exact; 0: the
+        pass reads blocks.
     """
 
     parts: tuple[tuple[int, Request, int, int], ...]
@@ -115,20 +116,20 @@ class PromptPass:
 
 
 class Slots:
-    """Rows that run in one mode, free ones among them.
+    """Rows of an engine, running or free, that decode in one mode.
 
     Attributes:
-      state: of the token loop.
-      passes: token slots of the programs that read prompts in blocks, ascending.
-      widths: what prompts of a `Prefill` that is not exact are padded to; empty: there is none.
-      groups: numbers of prompts that it reads together.
-      between: the most prompt tokens that are read between two blocks of steps.
-      room: new tokens that a row can report of a block.
-      prefix: blocks of K/V that prompts may begin with; None: there are none.
+      state: state of the token loop.
+      passes: sizes of prefill passes over blocks in token slots, ascending.
+      widths: padded lengths of prompts for a `Prefill` that is not exact; empty: prefill is exact.
+      groups: numbers of prompts that such a `Prefill` reads together.
+      between: maximum number of prompt tokens between two blocks of steps.
+      room: maximum number of new tokens that a row reports for a block.
+      prefix: prefix cache; None: there is none.
     """
 
     def __init__(self, served: Served) -> None:
-        """Makes free rows alone; errors are those of `Engine`."""
+        """Makes free rows; raises the errors of `Engine`."""
         mode, slots, capacity = served.mode, served.slots, served.capacity
         prefill, shapes = served.prefill, served.shapes
         check_mode(mode, served.decoder)
@@ -162,7 +163,7 @@ class Slots:
         self._layers = split_layers(served.decoder, served.params)
         self._key_widths = key_widths(capacity, key_step=shapes.key_step)
         self._own = own_thresholds(self.mode)
-        # The last block of a row may reach behind its capacity.
+        # The last block of a row may exceed its capacity.
         longest = max(self._block_of(size) for size in self.passes)
         self._sizes: dict[str, Any] = {
             "slots": round_up(capacity, self._unit) + max(0, longest - self._unit),
@@ -170,41 +171,41 @@ class Slots:
         }
         self.state = self._free_rows()
         self.prefix: PrefixCache | None = None
-        if served.prefix_cache and capacity > unit:  # Else no row has a whole block.
+        if served.prefix_cache and capacity > unit:  # Smaller rows hold no whole block.
             self.prefix = PrefixCache(self.state.cache, num_bytes=served.prefix_cache)
 
     def _approximate(self, prefill: Prefill | None) -> None:
-        """Notes how prompts are read that a `Prefill` does not read exactly."""
+        """Stores the shapes and programs of a `Prefill` that is not exact."""
         served = self._served
         self.widths, self.groups = [], []
         if prefill is None or prefill.exact(served.decoder):
             return
-        asked = served.shapes.prompt_widths or prompt_widths(self.capacity)
-        self.widths = [width for width in asked if width <= self.capacity]
+        widths = served.shapes.prompt_widths or prompt_widths(self.capacity)
+        self.widths = [width for width in widths if width <= self.capacity]
         self.groups = [size for size in served.shapes.groups if size <= served.slots] or [1]
         if not self.widths:
             raise ValueError(
                 f"Wanted prompt_widths within the capacity of {self.capacity} tokens. Got "
                 f"{served.shapes.prompt_widths}."
             )
-        shaped: Prefill = canonical(prefill)
-        # On the host, once: how many tokens go deep may lie on the device.
+        strategy: Prefill = canonical(prefill)
+        # Once, on the host: numbers of deep tokens may be arrays on the device.
         self._how = {
-            (width, group): shaped.for_shape(group, width)
+            (width, group): strategy.for_shape(group, width)
             for width in self.widths
             for group in self.groups
         }
 
     def _free_rows(self) -> DecodeState:
-        """Returns the state of free rows, whose rules it notes."""
+        """Returns the state of free rows, and stores their rules."""
         slots = self._served.slots
         empty = self._fresh((), rows=slots, width=1)
-        self._rules, setting = empty.rules, self._setting(empty.rules)
-        return empty_state(setting, empty.hook, batch=slots, **self._sizes)
+        self._rules, context = empty.rules, self._context(empty.rules)
+        return empty_state(context, empty.hook, batch=slots, **self._sizes)
 
     def reset(self) -> None:
-        """Frees all rows, with a state of its own: an interrupted call may have donated the old."""
-        # Deleted first, where it was not: the device may have no room for two caches.
+        """Frees all rows in a new state: an interrupted call may have donated the old one."""
+        # The old state is deleted first: the device may have no room for two caches.
         for leaf in jax.tree.leaves(self.state):
             if isinstance(leaf, jax.Array):
                 leaf.delete()
@@ -213,13 +214,13 @@ class Slots:
             self.prefix.clear()
 
     def longest(self, *, whole: bool) -> int:
-        """Returns the most tokens that a prompt may have."""
+        """Returns the maximum length of a prompt in tokens."""
         return self.capacity if whole or not self.widths else self.widths[-1]
 
     def note_blocks(self, request: Request) -> None:
-        """Notes the keys of a request's blocks, if its prompt may begin with known ones.
+        """Stores the keys of a request's blocks if it can use the prefix cache.
 
-        K/V of a `Prefill` that approximates them take no part in the prefix cache.
+        The prefix cache holds no K/V of a `Prefill` that is not exact.
         """
         if self.prefix is not None and self._is_exact(request):
             request.block_keys = self.prefix.keys_of(request.prompt, request.salt)
@@ -228,7 +229,7 @@ class Slots:
         return request.whole_prompt or not self.widths
 
     def waits_for(self, request: Request, other: Request) -> bool:
-        """Returns True if a prompt begins with blocks of another one that is being read."""
+        """Returns True if a prompt shares blocks with another prompt that is being read."""
         if self.prefix is None or request.block_keys is None or other.block_keys is None:
             return False
         keys = self._usable(request)
@@ -236,15 +237,15 @@ class Slots:
         return shared > len(self.prefix.find(keys))
 
     def _usable(self, request: Request) -> list[bytes]:
-        """Returns the keys of a prompt's blocks but one that has its last token.
+        """Returns the keys of a prompt's blocks, except for a block with its last token.
 
-        That one is read in any case: its logits are not kept.
+        That block is always read, since its logits are not cached.
         """
         assert request.block_keys is not None
         return request.block_keys[: (request.prompt.size - 1) // PrefixCache.block]
 
     def begin(self, request: Request, row: int) -> None:
-        """Puts the known blocks that a prompt begins with into a free row."""
+        """Copies the cached prefix of a prompt into a free row."""
         request.read = request.cached = 0
         if self.prefix is None or request.block_keys is None:
             return
@@ -257,11 +258,12 @@ class Slots:
     def next_pass(
         self, reading: Mapping[int, Request], *, most: int | None = None
     ) -> PromptPass | None:
-        """Returns what to read next of prompts that have rows, in their order.
+        """Returns the next prefill pass over prompts that have rows, in their order.
 
         Args:
-          reading: by row.
-          most: token slots; None: as many as are fastest. Where no pass is so small: None.
+          reading: requests by row.
+          most: maximum number of token slots; None: no limit. If no pass is small enough, the
+            result is None.
         """
         pairs = [*reading.items()]
         exact = self._is_exact(pairs[0][1])
@@ -274,7 +276,7 @@ class Slots:
         sizes = [size for size in self.passes if most is None or size <= most]
         if not sizes:
             return None
-        left = sum(round_up(each.prompt.size - each.read, self._unit) for _, each in pairs)
+        left = sum(round_up(request.prompt.size - request.read, self._unit) for _, request in pairs)
         size, parts = self._cheapest(left, tuple(sizes))[1], []
         block = self._block_of(size)
         free = size // block
@@ -287,40 +289,42 @@ class Slots:
         return PromptPass(tuple(parts), tokens=size)
 
     def _cheapest(self, left: int, sizes: tuple[int, ...]) -> tuple[int, int]:
-        """Returns what it costs to read so many tokens, in token slots, and the first pass's size.
+        """Returns the minimum cost of reading `left` tokens, and the size of the first pass.
 
-        A pass costs its slots and a block: what it does besides its products.
+        Costs are in token slots. A pass costs its slots plus one block, for its fixed overhead.
         """
         below = [size for size in sizes if size <= left]
         ways = [(size + self._unit, size) for size in sizes if size >= left][:1]
         if below and below[-1] < left:
-            times, rest = divmod(left, below[-1])
+            times, remaining = divmod(left, below[-1])
             cost = times * (below[-1] + self._unit)
-            ways.append((cost + (self._cheapest(rest, sizes)[0] if rest else 0), below[-1]))
-        return min(ways, key=lambda way: (way[0], -way[1]))  # Of equals, fewer passes.
+            ways.append(
+                (cost + (self._cheapest(remaining, sizes)[0] if remaining else 0), below[-1])
+            )
+        return min(ways, key=lambda way: (way[0], -way[1]))  # Ties: fewer passes.
 
     def _block_of(self, size: int) -> int:
-        """Returns the tokens of a block in a pass: twice as many in a large one."""
+        """Returns the tokens of a block in a pass: doubled for large passes."""
         return min(size, self._unit * (2 if size >= 16 * self._unit else 1))
 
     def _next_group(
         self, pairs: Sequence[tuple[int, Request]], most: int | None
     ) -> PromptPass | None:
-        fitting = [next(w for w in self.widths if w >= each.prompt.size) for _, each in pairs]
+        fitting = [next(w for w in self.widths if w >= x.prompt.size) for _, x in pairs]
         width = fitting[0]
         alike = next((n for n, other in enumerate(fitting) if other != width), len(fitting))
         groups = [size for size in self.groups if most is None or size * width <= most]
         if not groups and most is not None and most < self.between:
-            return None  # Another pass has been run: later.
+            return None  # Some of the limit has been spent: wait for the next block.
         groups = groups or self.groups[:1]
-        # Rows that only fill a group up cost as much as any: at most a third of them.
+        # Padding rows of a group cost as much as all others: at most a third of its rows.
         full = [size for size in groups if 2 * size <= 3 * alike]
         group = max(full, default=groups[0])
-        parts = tuple((row, each, 0, each.prompt.size) for row, each in pairs[: min(group, alike)])
+        parts = tuple((row, x, 0, x.prompt.size) for row, x in pairs[: min(group, alike)])
         return PromptPass(parts, tokens=width * group, group=group)
 
     def read(self, prompts: PromptPass) -> list[int]:
-        """Reads prompts, and returns the rows of those that have been read to the end."""
+        """Runs a prefill pass; returns the rows whose prompts have been read to the end."""
         if prompts.group:
             self._read_group(prompts)
         else:
@@ -342,10 +346,10 @@ class Slots:
         rows = [*(row for row, _ in fresh), *[self._served.slots] * (count - len(fresh))]
         width = self._sizes["slots"]
         self.state, self._rules = read_blocks(
-            self._setting(self._rules),
+            self._context(self._rules),
             self.state,
             self._rules,
-            self._fresh([each for _, each in fresh], rows=count, width=width),
+            self._fresh([request for _, request in fresh], rows=count, width=width),
             np.asarray(rows, np.int32),
             PromptBlocks.of(spans, blocks=count, size=size),
             widths=self._key_widths,
@@ -356,7 +360,7 @@ class Slots:
         requests = [request for _, request, *_ in prompts.parts]
         fresh = self._fresh(requests, rows=prompts.group, width=width)
         state = begin(
-            self._setting(fresh.rules),
+            self._context(fresh.rules),
             *fresh.prompts,
             prefill=self._how[width, prompts.group],
             **self._sizes,
@@ -366,7 +370,7 @@ class Slots:
         self._rules = _put_rules(self._rules, fresh.rules, np.asarray(rows, np.int32))
 
     def read_all(self, requests: Iterable[Request]) -> None:
-        """Reads prompts into the first rows, to the end."""
+        """Reads whole prompts into the first rows."""
         reading = dict(enumerate(requests))
         for row, request in reading.items():
             self.begin(request, row)
@@ -375,7 +379,7 @@ class Slots:
                 del reading[row]
 
     def warm(self, tokens: int) -> None:
-        """Compiles the program of a pass over so many token slots, and those of known blocks."""
+        """Compiles the program of a pass over `tokens` token slots, and those of cached blocks."""
         self._read_blocks(PromptPass((), tokens=tokens))
         if self.prefix is not None:
             cache = self.prefix.load(self.state.cache, 0, ())
@@ -383,9 +387,9 @@ class Slots:
             self.prefix.store(cache, 0, [b"warm"])
 
     def keep_blocks(self, request: Request, row: int, *, ended: bool = False) -> None:
-        """Keeps a request's blocks in the prefix cache: its prompt's, and once it ended, all.
+        """Stores a request's blocks in the prefix cache: those of its prompt, or of all tokens.
 
-        Of new tokens, these are kept whose K/V are those of reading them in full.
+        Blocks of new tokens are stored once the request has ended, if their K/V are exact.
         """
         if self.prefix is None or request.block_keys is None:
             return
@@ -394,7 +398,7 @@ class Slots:
             if not self.mode.leaves_exact_kv(self._served.decoder):
                 return
             new = Columns.joined(request.parts).token_ids
-            # The last token has run no layer.
+            # The last token has run no layer yet.
             keys = self.prefix.keys_of(np.concatenate([request.prompt, new])[:-1], request.salt)
         self.prefix.store(self.state.cache, row, keys)
 
@@ -404,13 +408,13 @@ class Slots:
         return fresh_of(requests, rows=rows, width=width, own=self._own, thinking=thinking)
 
     def run(self, *, steps: int | None = None) -> jax.Array:
-        """Runs a block of so many steps; returns its report, which is on its way to the host.
+        """Runs a block of `steps` decode steps; starts to copy its report to the host, returns it.
 
-        None: as many as a block has at most.
+        None: the maximum number of steps of a block.
         """
         steps = self._served.steps if steps is None else steps
         self.state, report = run_block(
-            self._setting(self._rules, self._layers),
+            self._context(self._rules, self._layers),
             self._rules.thresholds,
             self.state,
             np.int32(steps),
@@ -421,11 +425,11 @@ class Slots:
         return report
 
     def release(self, *, rows: Sequence[int]) -> None:
-        """Keeps some rows from taking further steps."""
+        """Evicts some rows: they run no further step."""
         self.state = release(self.state, rows)
 
-    def _setting(self, rules: Rules, layers: Layers = None) -> Setting:
-        return Setting(
+    def _context(self, rules: Rules, layers: Layers = None) -> DecodeContext:
+        return DecodeContext(
             decoder=self._served.decoder,
             params=self._served.params,
             mode=self.mode,

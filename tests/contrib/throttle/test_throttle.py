@@ -14,11 +14,11 @@ from helpers.engine import alone, assert_as_alone, engine_of, pool
 from helpers.generation import (
     PROMPTS,
     DepthAt,
+    context_of,
     depth_table,
     lively_model,
     plain_run,
     run,
-    setting_of,
     true_logits,
 )
 from helpers.policies import SurePasses, TableSignal
@@ -247,13 +247,13 @@ def test_neither_cache_nor_view_is_copied(model: Any) -> None:
     easy = throttle(
         0.5, signal=Chance(key=jax.random.key(4)), history=History(recent=1400, sinks=8)
     )
-    setting = setting_of(model, Throttled(policy=uniform(4, exits=DEPTHS), throttle=easy))
+    context = context_of(model, Throttled(policy=uniform(4, exits=DEPTHS), throttle=easy))
     lengths = np.array([3, 7, 1], np.int32)
     rows = np.zeros((3, 8), np.int32), lengths, lengths + 40, np.arange(3, dtype=np.uint32)
-    state = begin(setting, *rows, slots=4096)
+    state = begin(context, *rows, slots=4096)
     held = state.cache.keys.nbytes + state.cache.values.nbytes
     view = sum(leaf.nbytes for leaf in jax.tree.leaves(state.cache.view))
-    memory = advance.lower(setting, state, np.int32(9), widths=(64,)).compile().memory_analysis()
+    memory = advance.lower(context, state, np.int32(9), widths=(64,)).compile().memory_analysis()
     assert memory is not None
     assert memory.alias_size_in_bytes >= held + view
     assert memory.temp_size_in_bytes < view / 2  # Of a view one layer, and little else.

@@ -27,7 +27,7 @@ from utio_jax.core.decoder import (
     name_exits,
 )
 from utio_jax.core.pytrees import pytree, static
-from utio_jax.decoding import Mode, Setting
+from utio_jax.decoding import DecodeContext, Mode
 from utio_jax.decoding.base import process
 from utio_jax.decoding.drafting import round_keys
 from utio_jax.decoding.sampling import ACCEPT, DRAW, REPLACE, verify_greedy, verify_sampling
@@ -92,8 +92,8 @@ class DynamicExits(Mode):
                 "decode with Plain()."
             )
 
-    def start(self, setting: Setting, state: DecodeState) -> DecodeState:
-        shape = len(state.lengths), len(setting.decoder.config.exits)
+    def start(self, context: DecodeContext, state: DecodeState) -> DecodeState:
+        shape = len(state.lengths), len(context.decoder.config.exits)
         right = jnp.full(shape, 0.5).at[:, -1].set(1.0)
         return dataclasses.replace(state, memory=Agreement(right=right))
 
@@ -112,16 +112,16 @@ class DynamicExits(Mode):
         best = jnp.argmax(rate.reshape(len(rate), -1), axis=1).astype(jnp.int32)
         return best // self.block, best % self.block
 
-    def step(self, setting: Setting, state: DecodeState) -> DecodeState:
+    def step(self, context: DecodeContext, state: DecodeState) -> DecodeState:
         """Drafts, verifies, emits accepted drafts and one token, and updates the rates."""
-        decoder, sampling, active = setting.decoder, setting.sampling, state.active
+        decoder, sampling, active = context.decoder, context.sampling, state.active
         *early, num_layers = decoder.config.exits
         exits = jnp.asarray(early, jnp.int32)
         chosen, counts = self.choose(decoder, state)
         counts, depths = jnp.where(active, counts, 0), exits[chosen]
         deepest, rounds = jnp.max(jnp.where(active, depths, exits[0])), jnp.max(counts) + 1
         with jax.named_scope("draft"):
-            drafted = self._draft(setting, state, chosen, counts, deepest)
+            drafted = self._draft(context, state, chosen, counts, deepest)
             drafts, log_q = drafted.token_ids[:, 1:-1], drafted.log_q
         with jax.named_scope("verify"):
             offsets = jnp.arange(self.block, dtype=jnp.int32)[None, :]
@@ -129,11 +129,11 @@ class DynamicExits(Mode):
             pending = (offsets <= counts[:, None]) & active[:, None]
             block, shallow = block_at(decoder, positions, pending), drafted.states
             x, cache = shallow[:, :, -1], drafted.cache
-            deep, cache = _run(setting, cache, x, block, deepest, deep=True)
+            deep, cache = _run(context, cache, x, block, deepest, deep=True)
             known = (exits <= deepest)[None, None, :, None]
             shallow = jnp.where(known, shallow, jnp.roll(deep, 1, axis=2))
-            logits = _read(setting, jnp.concatenate([shallow, deep[:, :, -1:]], axis=2))
-            change = partial(process, setting, state, lengths=positions + 1, drafts=drafts)
+            logits = _read(context, jnp.concatenate([shallow, deep[:, :, -1:]], axis=2))
+            change = partial(process, context, state, lengths=positions + 1, drafts=drafts)
             allowed = jax.vmap(change, in_axes=2, out_axes=2)(logits)
             if sampling is None or log_q is None:  # Both only if greedy.
                 best = most_probable(allowed)
@@ -162,14 +162,14 @@ class DynamicExits(Mode):
             drafts=counts,
             accepted=verified.accepted,
             token_layers=layers,
-            key_slots=(rounds * deepest + num_layers - deepest) * float(setting.width),
-            attended=layers * float(setting.width),
+            key_slots=(rounds * deepest + num_layers - deepest) * float(context.width),
+            attended=layers * float(context.width),
             heads=rounds + self.block * (len(early) + 1),
             exit_maps=(rounds + self.block) * sum(has_exit_lens(decoder, e) for e in early),
         )
         return emit(
             dataclasses.replace(state, cache=cache, tally=tally, memory=Agreement(right=right)),
-            setting.stops,
+            context.stops,
             verified.token_ids,
             verified.accepted + 1,
             logits=logits[:, :, -1],
@@ -178,10 +178,15 @@ class DynamicExits(Mode):
         )
 
     def _draft(
-        self, setting: Setting, state: DecodeState, chosen: Array, counts: Array, deepest: Array
+        self,
+        context: DecodeContext,
+        state: DecodeState,
+        chosen: Array,
+        counts: Array,
+        deepest: Array,
     ) -> _Drafted:
         """Returns drafts of each row's exit; all rows run to the deepest exit in use."""
-        decoder, params, sampling = setting.decoder, setting.params, setting.sampling
+        decoder, params, sampling = context.decoder, context.params, context.sampling
         exits, (rows, block) = decoder.config.exits[:-1], (len(chosen), self.block)
         like = jax.eval_shape(decoder.embed, params, chosen, chosen)
 
@@ -189,8 +194,8 @@ class DynamicExits(Mode):
             positions = (state.positions + at)[:, None]
             places = block_at(decoder, positions, (state.active & (at <= counts))[:, None])
             x = decoder.embed(params, now.token_ids[:, at][:, None], positions)
-            states, cache = _run(setting, now.cache, x, places, deepest, deep=False)
-            logits = _read(setting, states, chosen)[:, 0]
+            states, cache = _run(context, now.cache, x, places, deepest, deep=False)
+            logits = _read(context, states, chosen)[:, 0]
             new, log_q = most_probable(logits), now.log_q
             if sampling is not None and log_q is not None:
                 drawn = jax.nn.log_softmax(sampling(logits), axis=-1)
@@ -214,35 +219,35 @@ class DynamicExits(Mode):
 
 
 def _run(
-    setting: Setting, cache: KVCache, x: Array, block: Block, deepest: Array, *, deep: bool
+    context: DecodeContext, cache: KVCache, x: Array, block: Block, deepest: Array, *, deep: bool
 ) -> tuple[Array, KVCache]:
     """Returns the states at each exit in `[batch, token, exit, dim]`, and the cache.
 
     Layers run up to the deepest exit that drafts; or deep, from there, at all exits but the first.
     """
-    states, exits = [], setting.decoder.config.exits
+    states, exits = [], context.decoder.config.exits
     for below, depth in itertools.pairwise(exits if deep else (0, *exits[:-1])):
         runs = below >= deepest if deep else depth <= deepest
         x, cache = run_segment(
-            *(setting.decoder, setting.params, cache, x, block),
+            *(context.decoder, context.params, cache, x, block),
             start=below,
             stop=jnp.where(runs, depth, below),
             bounds=(below, depth),
-            width=setting.width,
-            layers=setting.layers,
+            width=context.width,
+            layers=context.layers,
         )
         states.append(x)
     return jnp.stack(states, axis=2), cache
 
 
-def _read(setting: Setting, states: Array, chosen: Array | None = None) -> Array:
+def _read(context: DecodeContext, states: Array, chosen: Array | None = None) -> Array:
     """Returns the logits `[batch, token, depth, vocab]` of the first exits; or of a chosen one."""
-    decoder, depths = setting.decoder, setting.decoder.config.exits
+    decoder, depths = context.decoder, context.decoder.config.exits
     seen = [*jnp.moveaxis(states, 2, 0)]
     for index, depth in enumerate(depths[:-1]):
-        seen[index] = apply_exit_lens(decoder, setting.params, seen[index], depth)
+        seen[index] = apply_exit_lens(decoder, context.params, seen[index], depth)
     read = jnp.stack(seen, axis=2)
     if chosen is not None:
         read = jnp.take_along_axis(read, chosen[:, None, None, None], axis=2)[:, :, 0]
-    logits = decoder.unembed(setting.params, read.reshape(-1, read.shape[-1]))
+    logits = decoder.unembed(context.params, read.reshape(-1, read.shape[-1]))
     return logits.astype(jnp.float32).reshape(*read.shape[:-1], -1)

@@ -33,7 +33,7 @@ from utio_jax.contrib.throttle.views import View, places_at
 from utio_jax.core.decoder import Decoder, Params, check_no_branches, check_softmax
 from utio_jax.core.pytrees import pytree, static
 from utio_jax.decoding.adaptive import Adaptive, Memory
-from utio_jax.decoding.base import Setting
+from utio_jax.decoding.base import DecodeContext
 from utio_jax.decoding.rows import CachedRows, RowCache, RowSlots, block_of, chosen_first
 from utio_jax.decoding.segments import Attend, Attention, Block, run_layers
 from utio_jax.decoding.state import DecodeState
@@ -131,8 +131,8 @@ class Throttled(Adaptive):
                 "(-inf)."
             )
 
-    def start(self, setting: Setting, state: DecodeState) -> DecodeState:
-        state = super().start(setting, state)
+    def start(self, context: DecodeContext, state: DecodeState) -> DecodeState:
+        state = super().start(context, state)
         layers, history = self.policy.depths[-1], self.throttle.history
         scores = jnp.full(state.lengths.shape, jnp.nan, jnp.float32)
         return dataclasses.replace(
