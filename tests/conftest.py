@@ -41,11 +41,15 @@ hypothesis.settings.register_profile("utio", deadline=None, derandomize=True, ma
 hypothesis.settings.load_profile("utio")
 
 
+# Of the notebooks, which take one to two minutes each.
+CHECKED_NOTEBOOKS = ("01_quickstart", "03_your_own_model")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks notebooks, which are no Python files that could do so themselves."""
     for item in items:
         if item.path.suffix == ".ipynb":
-            item.add_marker("check")
+            item.add_marker("check" if item.path.stem in CHECKED_NOTEBOOKS else "slow")
 
 
 # Programs for other environments: with torch, and with schemathesis.
