@@ -58,6 +58,7 @@ def test_greedy_is_the_full_model(model, mode):
     assert 0 < result.acceptance < 1
 
 
+@pytest.mark.slow
 def test_a_fixed_exit_is_lossless_decoding_at_its_cost(model):
     mode = Fixed(max_draft=3)
     mine = run(model, mode=mode, sampling=DRAWN)

@@ -208,6 +208,7 @@ def test_adaptive_scores_are_those_of_the_oracle_at_the_decided_depths(model: Mo
     assert lm.report()["requests"]["loglikelihood"]["executed"] == "adaptive"
 
 
+@pytest.mark.slow
 def test_contexts_are_read_shallowly_and_what_follows_in_full(model: Model) -> None:
     """Depths as a prompt choice of half of the tokens gives them: the first four, the latest."""
     choice = PromptChoice(stop=2, deep=0.5, kv="propagate")
@@ -231,6 +232,7 @@ def test_contexts_are_read_shallowly_and_what_follows_in_full(model: Model) -> N
     assert new_text(model.tokenizer, prompt, alone.token_ids[0]).startswith(text)
 
 
+@pytest.mark.slow
 def test_what_shares_a_batch_does_not_matter(model: Model) -> None:
     pairs = requests_of_all_kinds(model)
     wanted = ask_tokens(adapter(model, routed(model)), *pairs)
@@ -246,6 +248,7 @@ def test_what_shares_a_batch_does_not_matter(model: Model) -> None:
     assert min(alone.scored.histogram) < 4
 
 
+@pytest.mark.slow
 def test_new_requests_of_known_lengths_compile_nothing(model: Model, count_compiles: Any) -> None:
     lm, rng = adapter(model, routed(model)), np.random.default_rng(2)
 
@@ -276,7 +279,7 @@ def alone(model: Model, text: str, size: int, mode: Any = Plain()) -> str:
     return new_text(model.tokenizer, ids, new)
 
 
-@pytest.mark.parametrize("mode", ["lossless", "adaptive"])
+@pytest.mark.parametrize("mode", ["lossless", pytest.param("adaptive", marks=pytest.mark.slow)])
 def test_generation_is_that_of_generate(model: Model, mode: str) -> None:
     modes: dict[str, Any] = {"lossless": DRAFTS, "adaptive": routed(model)}
     lm = adapter(model, modes[mode])
@@ -290,6 +293,7 @@ def test_generation_is_that_of_generate(model: Model, mode: str) -> None:
     assert (report["flops_ratio"] < 1) == (mode == "adaptive")
 
 
+@pytest.mark.slow
 def test_texts_end_before_their_own_stop_strings(model: Model) -> None:
     full = [alone(model, text, 12) for text in TEXTS]
     stops = [text[3:5] for text in full]
@@ -303,6 +307,7 @@ def test_texts_end_before_their_own_stop_strings(model: Model) -> None:
     assert found[3:] == [alone(model, TEXTS[0], 5)] * 2
 
 
+@pytest.mark.slow
 def test_a_special_piece_as_a_stop_string_is_an_id(model: Model) -> None:
     """Its text never shows. Here it is always the most probable, and the config knows no end."""
     assert isinstance(model.decoder, Transformer)
@@ -320,6 +325,7 @@ def test_a_special_piece_as_a_stop_string_is_an_id(model: Model) -> None:
         assert lm.spent.tokens - before == size
 
 
+@pytest.mark.slow
 def test_draws_depend_on_the_request_alone(model: Model) -> None:
     options = {"until": [], "max_gen_toks": 12, "do_sample": True, "temperature": 1.0, "top_k": 50}
     together = adapter(model)
@@ -357,7 +363,9 @@ def evaluate(lm: Any, folder: Path) -> Any:
     return simple_evaluate(model=lm, tasks=tasks, task_manager=manager, bootstrap_iters=0)
 
 
-@pytest.mark.parametrize("mode", [Plain(), Adaptive(policy=uniform(2))])
+@pytest.mark.parametrize(
+    "mode", [Plain(), pytest.param(Adaptive(policy=uniform(2)), marks=pytest.mark.slow)]
+)
 def test_the_harness_takes_the_adapter(model: Model, tmp_path: Path, mode: Any) -> None:
     lm = adapter(model, mode)
     found = evaluate(lm, tmp_path)

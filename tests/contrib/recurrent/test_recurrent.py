@@ -29,7 +29,11 @@ run_score = jax.jit(score, static_argnums=0, static_argnames="executor")
 
 @pytest.mark.parametrize(
     "shape",
-    [s for s in cases.SHAPES if (s.token, s.kv) in ((17, "drop"), (64, "propagate"))],
+    [
+        pytest.param(each, marks=pytest.mark.slow if each.token == 64 else ())
+        for each in cases.SHAPES
+        if (each.token, each.kv) in ((17, "drop"), (64, "propagate"))
+    ],
     ids=lambda s: f"{s.batch}x{s.token}-{s.kv}",
 )
 def test_a_pass_equals_its_reference(shape: cases.Shape, count_compiles: Any) -> None:
@@ -60,6 +64,7 @@ class Counted(Mamba2):
         return super().finish_layer(layer, x, attended)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kv", ["propagate", "drop"])
 def test_stopped_tokens_cost_what_the_padding_rule_says(kv: str) -> None:
     model = recurrent_model(Counted)
@@ -82,6 +87,7 @@ def test_stopped_tokens_cost_what_the_padding_rule_says(kv: str) -> None:
     assert counts["queries"] < dense, "the case must skip something"
 
 
+@pytest.mark.slow
 def test_calibration_takes_it_as_any_decoder(text: list[Any]) -> None:
     model = recurrent_model()
     fitted = cases.calibrated(model, text, ("state_similarity",), (0.8,))

@@ -204,6 +204,7 @@ def test_queries_of_one_document_stay_on_one_side(tiny: Model) -> None:
     assert fitted.ladder[-1].risk > 0.5
 
 
+@pytest.mark.slow
 def test_what_is_seen_is_what_selecting_would_see(tiny: Model) -> None:
     rng = np.random.default_rng(0)
     queries = [
