@@ -91,7 +91,7 @@ def check_schedules(engine: Engine, model: Model, mode: Any, *, schedules: int) 
     [
         ("plain", False),
         pytest.param("lossless", True, marks=pytest.mark.check),
-        pytest.param("propagate", True, marks=pytest.mark.check),
+        pytest.param("propagate", True, marks=pytest.mark.slow),
         pytest.param("plain", True, marks=pytest.mark.slow),
         pytest.param("copies", False, marks=pytest.mark.slow),
     ],
@@ -125,9 +125,14 @@ def test_so_do_they_where_layers_see_a_window() -> None:
     assert stats.cached_tokens > 0
 
 
-@pytest.mark.check
 @pytest.mark.usefixtures("double")
-@pytest.mark.parametrize("kind", ["made once", "of the last of a kind"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param("of the last of a kind", marks=pytest.mark.check),
+        pytest.param("made once", marks=pytest.mark.slow),
+    ],
+)
 def test_so_do_they_where_layers_share_keys_and_values(kind: str) -> None:
     model = shared64(kind)
     policy = random_depths(jnp.asarray([0.6, 0.4]), key=jax.random.key(1), depths=(3, 4))

@@ -64,8 +64,12 @@ def test_logits_and_greedy_continuations_are_those_of_transformers(case: str) ->
 @pytest.mark.parametrize(
     ("case", "kv"),
     [
-        *((case, "propagate") for case in ("gemma2", "gemma3", "gemma4", "gpt2", "qwen2_window")),
-        *(("gemma3n", kv) for kv in ("propagate", "drop")),
+        *((case, "propagate") for case in ("gemma3", "gemma4", "gpt2")),
+        ("gemma3n", "drop"),
+        *(
+            pytest.param(case, "propagate", marks=pytest.mark.slow)
+            for case in ("gemma2", "qwen2_window", "gemma3n")
+        ),
     ],
 )
 def test_adaptive_depth_of_their_options_equals_the_oracle(case: str, kv: Any) -> None:
@@ -380,6 +384,7 @@ def test_cached_hub_models_load_without_a_network(
         load("not a name")
 
 
+@pytest.mark.slow
 def test_a_stock_model_learns_to_predict_at_its_exits(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -469,6 +474,7 @@ def test_late_exits_of_a_stock_model_leave_it_what_it_was(
     assert "Wanted an exit weight above 0. Got 0.0. Exits that the model does" in said
 
 
+@pytest.mark.slow
 def test_a_stock_model_learns_to_read_keys_and_values_of_lower_layers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -392,10 +392,9 @@ EVERY: dict[Any, int] = {"train": 160, "calibrate": 14, "test": 8}
 """Of each split's files one in so many is read."""
 
 
-def test_a_plain_run_and_its_branch_as_the_command_line_makes_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # The beginnings of a few files: a tokenizer, a stream and losses in seconds.
+@pytest.fixture
+def short_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has recipes read the beginnings of a few files: a tokenizer, a stream, losses in seconds."""
     texts = {
         split: tuple(
             dataclasses.replace(each, text=each.text[:4000])
@@ -405,6 +404,10 @@ def test_a_plain_run_and_its_branch_as_the_command_line_makes_them(
     }
     monkeypatch.setattr(recipe, "standard_library", texts.__getitem__)
     monkeypatch.setattr(recipe, "TrainConfig", ShortSteps)
+
+
+@pytest.mark.usefixtures("short_recipe")
+def test_a_plain_run_and_its_branch_as_the_command_line_makes_them(tmp_path: Path) -> None:
     plain = run_recipe(tmp_path / "plain", preset="plain-tiny", steps=6)
     assert len(plain["bits_per_byte"]) == 1
     late = run_recipe(
@@ -417,6 +420,14 @@ def test_a_plain_run_and_its_branch_as_the_command_line_makes_them(
     }
     loaded = load(folder)
     assert isinstance(loaded.decoder, Lensed)  # The maps are served with the model.
+    tokenizers = [(tmp_path / kind / "tokenizer.json").read_bytes() for kind in ("plain", "late")]
+    assert tokenizers[0] == tokenizers[1]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("short_recipe")
+def test_layers_added_to_a_run_as_the_command_line_makes_them(tmp_path: Path) -> None:
+    run_recipe(tmp_path / "plain", preset="plain-tiny", steps=6)
     below = run_recipe(tmp_path / "below", preset="plain-tiny-2", steps=6)
     added = {"preset": "grown-tiny", "steps": 6, "trunk": tmp_path / "below"}
     with pytest.raises(ValueError, match="Wanted a trained model of 2 layers"):
@@ -430,8 +441,6 @@ def test_a_plain_run_and_its_branch_as_the_command_line_makes_them(
     note.write_text("0" * 64 + "\n")  # As if another trunk's run had left it.
     with pytest.raises(ValueError, match=r"layers added to the model .* or another --out"):
         run_recipe(tmp_path / "grown", resume=True, **added)
-    tokenizers = [(tmp_path / kind / "tokenizer.json").read_bytes() for kind in ("plain", "late")]
-    assert tokenizers[0] == tokenizers[1]
 
 
 # What training runs: layer dropout, and layers that read keys and values made below.

@@ -331,7 +331,7 @@ def test_a_model_without_exits_is_read_through_a_lens(
         bare.calibrate(files, budget=0.9, out=tmp_path / "fitted.json")
 
 
-@pytest.mark.parametrize("at", ["lens: ", "save"])
+@pytest.mark.parametrize("at", ["lens: ", pytest.param("save", marks=pytest.mark.slow)])
 def test_a_calibration_that_is_interrupted_leaves_the_model_as_it_was(
     at: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

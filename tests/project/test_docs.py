@@ -33,6 +33,12 @@ LAYERS = next(
 )
 
 
+CONTRIB_GUIDES = (
+    *("drafts", "edge", "encoders", "layer_skipping", "recall", "recurrent", "select"),
+    *("stopping", "throttle"),
+)
+
+
 def blocks_of(page: str, language: str) -> list[str]:
     text = (ROOT / page).read_text()
     return re.findall(rf"```{language}\n(.*?)```", text, flags=re.DOTALL)
@@ -46,17 +52,12 @@ def blocks_of(page: str, language: str) -> list[str]:
         ("docs/bring_your_own.md", 6),
         ("docs/coming_from.md", 4),
         ("docs/decode.md", 2),
-        ("docs/contrib/drafts.md", 1),
-        ("docs/contrib/edge.md", 1),
-        ("docs/contrib/encoders.md", 1),
-        ("docs/contrib/layer_skipping.md", 1),
-        ("docs/contrib/recall.md", 1),
-        ("docs/contrib/recurrent.md", 1),
-        ("docs/contrib/select.md", 1),
-        ("docs/contrib/stopping.md", 1),
-        ("docs/contrib/throttle.md", 1),
         ("docs/engine.md", 2),
         ("docs/prompts.md", 1),
+        *(
+            pytest.param(f"docs/contrib/{name}.md", 1, marks=pytest.mark.slow)
+            for name in CONTRIB_GUIDES
+        ),
     ],
 )
 def test_a_guide_runs_from_top_to_bottom(
@@ -82,7 +83,11 @@ def programs_of(page: str) -> list[str]:
 
 
 @pytest.mark.check
-@pytest.mark.parametrize("number", range(9))
+@pytest.mark.parametrize(
+    "number",
+    # Calibrations, a comparison, a pass on all devices: each half a minute or more.
+    [pytest.param(n, marks=pytest.mark.slow if n in (0, 1, 3) else ()) for n in range(9)],
+)
 def test_each_program_runs_by_itself_anywhere(
     number: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

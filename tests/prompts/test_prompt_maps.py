@@ -196,12 +196,10 @@ def test_controls_differ_in_one_thing() -> None:
     assert all(each.flops_ratio is None for each in controls_of(choice))
 
 
-def test_rows_of_few_documents_have_no_interval(tiny: Model) -> None:
-    ids = np.asarray(tiny.tokens(8, 64, seed=2))
-    whole = PromptText(fit=(), calibrate=(ids[0],), test=tuple(ids[1:7]), parts="documents")
+def test_rows_of_few_documents_have_no_interval(tiny: Model, study_text: PromptText) -> None:
     for few in (
-        dataclasses.replace(whole, test=tuple(ids[1:5])),
-        dataclasses.replace(whole, parts="parts of documents"),
+        dataclasses.replace(study_text, test=study_text.test[:4]),
+        dataclasses.replace(study_text, parts="parts of documents"),
     ):
         found = study(tiny, few, 1e6)
         assert found.test[0].interval is None

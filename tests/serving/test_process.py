@@ -116,6 +116,7 @@ def test_what_was_accepted_is_answered_after_sigterm(start: Start) -> None:
     assert json.loads(out) == {"command": "serve", "status": 0, "new_tokens": 49 * 180 + 8}
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_at_once(start: Start) -> None:
     server = start()
     found = ask_many(server, 80)
@@ -218,6 +219,7 @@ def test_hundreds_at_once_are_answered_or_told_to_come_again(shared: Process) ->
     assert ended_of(server.counters(), *done) - before == statuses[200]
 
 
+@pytest.mark.slow
 def test_hundreds_that_leave_cost_nothing_that_stays(shared: Process) -> None:
     server = shared
 

@@ -26,8 +26,16 @@ CASES_PER_SHAPE = 140  # 8 shapes: 1,120 cases, 280 of them with four segments; 
 @pytest.mark.parametrize(
     "shape",
     [
-        *quick_where(lambda s: s.kv == "propagate" and s.token != 33, cases.SHAPES),
-        *quick_where(lambda s: s.kv == "propagate" and s.token == 17, cases.PREFIXES),
+        *quick_where(
+            lambda s: s.kv == "propagate" and s.token != 33,
+            cases.SHAPES,
+            lambda s: s.token in (17, 64) or s.kv == "propagate",
+        ),
+        *quick_where(
+            lambda s: s.kv == "propagate" and s.token == 17,
+            cases.PREFIXES,
+            lambda s: s.token in (17, 64),
+        ),
     ],
     ids=lambda s: s.name,
 )
