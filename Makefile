@@ -83,8 +83,8 @@ test-ray: $(RAY)/.installed
 test-vllm: $(VLLM)/.installed
 	JAX_PLATFORMS=cpu $(VLLM)/bin/python -m pytest -o addopts="--strict-markers -q" -m vllm tests/contrib/vllm $(ARGS)
 
-# What `make test` leaves out: whole commands, calibrations, several devices and processes, two
-# notebooks. Their long versions, and what costs much and breaks rarely, are left to `test-slow`.
+# What `make test` leaves out: whole commands, calibrations, several devices and processes, the first
+# notebook. Their long versions, and what costs much and breaks rarely, are left to `test-slow`.
 check-rest:
 	$(MAKE) --jobs 2 lint types docs
 	$(QUICK) $(BIN)/python -m pytest -m "check and $(HERE)" $(SPREAD) notebooks tests

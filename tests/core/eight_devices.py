@@ -76,11 +76,8 @@ def assert_scores(found: Any, wanted: Any) -> None:
     np.testing.assert_allclose(np.asarray(found.x)[real], np.asarray(wanted.x)[real], atol=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["auto", "explicit"])
-def test_sharded_score_is_the_score_of_one_device(
-    tiny: Any, kind: str, count_compiles: Any
-) -> None:
-    mesh = mesh_of(kind)
+def test_sharded_score_is_the_score_of_one_device(tiny: Any, count_compiles: Any) -> None:
+    mesh = mesh_of("explicit")
     ids, lengths, depths = ragged(tiny, 24)
     given = given_depths(jnp.asarray(depths), depths=DEPTHS)
     params = place(tiny.params, mesh)
@@ -165,6 +162,7 @@ def test_a_static_executor_is_charged_for_whole_devices_of_filler_on_a_mesh(tiny
     assert many.query_layers == 16 * 16 * 2
 
 
+@pytest.mark.slow
 def test_documents_scored_on_a_mesh_are_scored_as_by_one_device(tiny: Any) -> None:
     rng = np.random.default_rng(3)
     documents = [rng.integers(0, 64, size).astype(np.int32) for size in (5, 50, 33, 2, 17)]
@@ -232,6 +230,7 @@ def test_sharded_generation_yields_the_tokens_of_one_device(
     assert compiles.count == 0
 
 
+@pytest.mark.slow
 def test_rows_of_a_mesh_are_sampled_and_end_each_in_its_own_way() -> None:
     methods = [SamplingParams(), SamplingParams(temperature=0.9, top_p=0.9)] * 5
     plain = on_one_device("plain").token_ids
@@ -249,6 +248,7 @@ def test_rows_of_a_mesh_are_sampled_and_end_each_in_its_own_way() -> None:
     assert set(one.finish_reasons) == {"length", "eos", "stop"}
 
 
+@pytest.mark.slow
 def test_prompts_routed_on_a_mesh_are_those_of_one_device() -> None:
     model, mode = lively_model(), Adaptive(policy=TABLE)
     how = Prefill(policy=TABLE)

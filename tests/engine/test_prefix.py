@@ -125,14 +125,9 @@ def test_so_do_they_where_layers_see_a_window() -> None:
     assert stats.cached_tokens > 0
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("double")
-@pytest.mark.parametrize(
-    "kind",
-    [
-        pytest.param("of the last of a kind", marks=pytest.mark.check),
-        pytest.param("made once", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("kind", ["made once", "of the last of a kind"])
 def test_so_do_they_where_layers_share_keys_and_values(kind: str) -> None:
     model = shared64(kind)
     policy = random_depths(jnp.asarray([0.6, 0.4]), key=jax.random.key(1), depths=(3, 4))

@@ -220,6 +220,7 @@ def test_a_stock_models_exits_learn_from_the_model_as_it_was(decoder: Transforme
     assert all(np.abs(leaf[2:]).max() > 1e-6 for leaf in moved), "and held to it from then on"
 
 
+@pytest.mark.slow
 def test_a_trained_branch_is_served_through_its_lens(
     decoder: Transformer, trunk: Path, stream: np.ndarray, tmp_path: Path
 ) -> None:
@@ -244,6 +245,7 @@ def shallow_of(decoder: Transformer) -> tuple[Transformer, Any]:
 GROWN_EXITS = (2, 3, 4)
 
 
+@pytest.mark.slow
 def test_added_layers_learn_as_a_model_on_top_of_states_that_are_given(
     decoder: Transformer,
 ) -> None:
@@ -327,6 +329,7 @@ def test_layers_that_do_not_learn_have_no_backward_pass(decoder: Transformer) ->
     assert steps[0] - steps[1] > flops(0) - flops(2) - layer, "and so has the recipe's own loss"
 
 
+@pytest.mark.slow
 def test_the_model_below_stays_what_it_was(
     decoder: Transformer, stream: np.ndarray, tmp_path: Path
 ) -> None:

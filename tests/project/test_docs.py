@@ -48,12 +48,12 @@ def blocks_of(page: str, language: str) -> list[str]:
 @pytest.mark.parametrize(
     ("page", "number"),
     [
-        ("docs/branches.md", 2),
         ("docs/bring_your_own.md", 6),
-        ("docs/coming_from.md", 4),
         ("docs/decode.md", 2),
         ("docs/engine.md", 2),
         ("docs/prompts.md", 1),
+        pytest.param("docs/branches.md", 2, marks=pytest.mark.slow),
+        pytest.param("docs/coming_from.md", 4, marks=pytest.mark.slow),
         *(
             pytest.param(f"docs/contrib/{name}.md", 1, marks=pytest.mark.slow)
             for name in CONTRIB_GUIDES
@@ -85,8 +85,8 @@ def programs_of(page: str) -> list[str]:
 @pytest.mark.check
 @pytest.mark.parametrize(
     "number",
-    # Calibrations, a comparison, a pass on all devices: each half a minute or more.
-    [pytest.param(n, marks=pytest.mark.slow if n in (0, 1, 3) else ()) for n in range(9)],
+    # Slow: a calibration, a comparison, a pass on all devices, and texts of many lengths.
+    [pytest.param(n, marks=pytest.mark.slow if n in (0, 1, 3, 5, 8) else ()) for n in range(9)],
 )
 def test_each_program_runs_by_itself_anywhere(
     number: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

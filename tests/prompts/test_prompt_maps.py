@@ -41,7 +41,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if "," in name else pytest.mark.slow) for name in VARIANTS],
+)
 def test_maps_are_the_least_squares_of_deeper_keys_and_values(name: str) -> None:
     """Against a solver, on states and K/V that are written out layer by layer."""
     decoder = Transformer(dataclasses.replace(TINY, **VARIANTS[name]))
@@ -146,10 +149,8 @@ def study_text(tiny: Model) -> PromptText:
     )
 
 
-def study(tiny: Model, text: PromptText, limit: float, *, stops: tuple[int, ...] = (1,)) -> Any:
-    candidates = [
-        PromptChoice(stop=stop, deep=deep, kv="propagate") for stop in stops for deep in (0.4, 1.0)
-    ]
+def study(tiny: Model, text: PromptText, limit: float) -> Any:
+    candidates = [PromptChoice(stop=1, deep=deep, kv="propagate") for deep in (1.0, 0.4)]
     return choose_prompt(
         tiny.decoder,
         tiny.params,
@@ -161,9 +162,9 @@ def study(tiny: Model, text: PromptText, limit: float, *, stops: tuple[int, ...]
 
 
 def test_the_cheapest_within_the_limit_is_chosen(tiny: Model, study_text: PromptText) -> None:
-    found = study(tiny, study_text, 1e6, stops=(1, 2))
+    found = study(tiny, study_text, 1e6)
     assert found.chosen == min(found.candidates, key=lambda each: each.flops_ratio)
-    assert (found.chosen.stop, found.chosen.deep) == (1, 0.4)
+    assert found.chosen.deep == pytest.approx(0.4)
     first, *controls = found.test
     assert first.role == "chosen"
     assert [each.choice.label for each in controls] == [

@@ -37,7 +37,7 @@ MODES: dict[str, tuple[Any, Any, str]] = {
 PROMPTS = ("def mean(values):\n    return", "x", "aaaa bbbb aaaa", "naïve € 😀 text\n")
 
 
-@pytest.mark.parametrize("name", MODES)
+@pytest.mark.parametrize("name", ["lossless", pytest.param("prompts", marks=pytest.mark.slow)])
 def test_texts_are_those_of_generate_in_this_mode(folder: Path, name: str) -> None:
     mode, prefill, told = MODES[name]
     nothing: dict[str, Any] = {"policy": None, "budget": None, "budgets": {}}

@@ -209,6 +209,7 @@ def ended_of(counters: dict[str, float], *reasons: str) -> float:
     return sum(counters.get(f'utio_ended_total{{reason="{why}"}}', 0) for why in reasons)
 
 
+@pytest.mark.slow
 def test_hundreds_at_once_are_answered_or_told_to_come_again(shared: Process) -> None:
     server, done = shared, ("length", "eos")
     before = ended_of(server.counters(), *done)

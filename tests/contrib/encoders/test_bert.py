@@ -126,7 +126,8 @@ def rows() -> tuple[np.ndarray, list[tuple[list[int], list[int]]]]:
 
 
 @pytest.mark.parametrize(
-    ("activation", "pooling"), [("gelu", "mean"), ("gelu_new", "cls"), ("relu", "mean")]
+    ("activation", "pooling"),
+    [("gelu", "mean"), ("gelu_new", "cls"), pytest.param("relu", "mean", marks=pytest.mark.slow)],
 )
 def test_embeddings_at_all_depths_are_those_of_bert(
     tmp_path: Path, activation: str, pooling: Any
