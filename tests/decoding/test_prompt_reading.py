@@ -97,7 +97,7 @@ RAGGED = [[7, *range(59)], [*range(50, 10, -1), 3], [4], [9] * 18]
     ("kv", "by"),
     [
         ("mapped", "none"),
-        ("propagate", "random"),
+        pytest.param("propagate", "random", marks=pytest.mark.slow),
         pytest.param("mapped", "sinks_recent", marks=pytest.mark.slow),
         pytest.param("mapped", "random", marks=pytest.mark.slow),
     ],

@@ -152,7 +152,7 @@ TestLives = Lives.TestCase
 TestLives.settings = LIFE
 TestLateLives = LateLives.TestCase
 TestLateLives.settings = LIFE
-TestChunkedLives = pytest.mark.check(ChunkedLives.TestCase)
+TestChunkedLives = pytest.mark.slow(ChunkedLives.TestCase)
 TestChunkedLives.settings = LIFE
 
 

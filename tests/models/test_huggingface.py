@@ -64,11 +64,11 @@ def test_logits_and_greedy_continuations_are_those_of_transformers(case: str) ->
 @pytest.mark.parametrize(
     ("case", "kv"),
     [
-        *((case, "propagate") for case in ("gemma3", "gemma4", "gpt2")),
+        *((case, "propagate") for case in ("gemma4", "gpt2")),
         ("gemma3n", "drop"),
         *(
             pytest.param(case, "propagate", marks=pytest.mark.slow)
-            for case in ("gemma2", "qwen2_window", "gemma3n")
+            for case in ("gemma2", "gemma3", "qwen2_window", "gemma3n")
         ),
     ],
 )
@@ -417,6 +417,7 @@ def test_a_stock_model_learns_to_predict_at_its_exits(
     assert "Wanted exits before the last layer" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_late_exits_of_a_stock_model_leave_it_what_it_was(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -365,6 +365,7 @@ def test_the_model_below_stays_what_it_was(
         grow_from(live(decoder), deep, jax.random.key(0))
 
 
+@pytest.mark.slow
 def test_a_run_that_diverges_keeps_the_checkpoints_from_which_it_can_go_on(
     decoder: Transformer, stream: np.ndarray, tmp_path: Path
 ) -> None:

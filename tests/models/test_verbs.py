@@ -298,6 +298,7 @@ def test_a_context_cuts_what_is_calibrated_on_and_what_a_guarantee_reads(
     assert "Replaced, of the policies it had: learned at 0.75, learned" in result.summary()
 
 
+@pytest.mark.slow
 def test_a_model_without_exits_is_read_through_a_lens(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -158,6 +158,7 @@ def outcome_of(future: concurrent.futures.Future[Any]) -> str:
     return "error" if isinstance(last, dict) and "error" in last else "cut"
 
 
+@pytest.mark.slow
 def test_a_signal_while_it_warms_up_ends_it(start: Start) -> None:
     server = start(wait=False)
     assert server.ask("/ready").status == 503

@@ -81,7 +81,6 @@ def by_hand(
         (0.3, Confidence(threshold=0, window=3)),
         (0.4, Confidence(threshold=0, window=2, cue_ids=range(0, 64, 2))),
         (1.0, Confidence(threshold=0, window=1, min_tokens=6)),
-        (1.0, Confidence(threshold=0, window=5)),
     ],
 )
 def test_a_thought_is_cut_where_single_tokens_say(share: float, confidence: Confidence) -> None:
