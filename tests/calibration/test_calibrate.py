@@ -105,15 +105,15 @@ def test_at_a_price_no_threshold_alone_could_be_better(seed: int) -> None:
 @pytest.mark.check
 def test_gates_learn_what_the_state_says_about_kl() -> None:
     rng = np.random.default_rng(1)
-    states = rng.normal(size=(2, 2000, 16)).astype(np.float32)
+    states = rng.normal(size=(2, 4000, 16)).astype(np.float32)
     unit = states / np.sqrt((states**2).mean(-1, keepdims=True))
     root = np.abs(unit @ rng.normal(size=16) * 0.2) + 0.1
-    gates = fit_gates(states, root)
+    gates = fit_gates(states, root, steps=600, batch=512)
     for index, (x, target) in enumerate(zip(states, root, strict=True)):
         found = rank_correlation(np.asarray(gates.at(index)(jnp.asarray(x))), target)
         assert found is not None
         assert found > 0.9
-    classifier = fit_gates(states, root > 0.3, loss="logistic", hidden=16)
+    classifier = fit_gates(states, root > 0.3, loss="logistic", hidden=16, steps=600)
     for index, (x, target) in enumerate(zip(states, root, strict=True)):
         logit = np.asarray(classifier.at(index)(jnp.asarray(x)))
         assert ((logit > 0) == (target > 0.3)).mean() > 0.85

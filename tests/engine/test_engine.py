@@ -147,7 +147,7 @@ class ChunkedLives(Lives):
     late, chunk = True, 3
 
 
-LIFE = hypothesis.settings(max_examples=25, stateful_step_count=20)
+LIFE = hypothesis.settings(max_examples=15, stateful_step_count=20)
 TestLives = Lives.TestCase
 TestLives.settings = LIFE
 TestLateLives = LateLives.TestCase

@@ -67,7 +67,7 @@ def _when(name: str) -> Any:
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=_when(name)) for name in NAMES])
 def test_a_request_gets_what_it_gets_alone(name: str) -> None:
-    check_schedules(name, schedules=110)
+    check_schedules(name, schedules=60)
 
 
 @pytest.mark.slow

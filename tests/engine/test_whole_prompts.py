@@ -32,7 +32,7 @@ def test_each_prompt_is_read_as_it_asks(count_compiles: Any) -> None:
         assert_as_alone(found[number], both[int(mine)])
         first, second = (one.log_probabilities[0][0] for one in both)
         differ += abs(first - second) > 1e-4
-    assert differ > 4  # Or nothing would be tested.
+    assert differ > 3  # Or nothing would be tested.
 
 
 def test_prompts_of_both_kinds_are_read_apart() -> None:
