@@ -59,10 +59,8 @@ def check_schedules(name: str, *, schedules: int, seed: int = 0) -> int:
 
 
 def _when(name: str) -> Any:
-    """`make test` has the simplest, and drafts; one is left to `make check`, others are slow."""
-    if name in ("plain", "lossless"):
-        return ()
-    return pytest.mark.check if name == "propagate" else pytest.mark.slow
+    """`make test` has the simplest, and drafts; others are slow."""
+    return () if name in ("plain", "lossless") else pytest.mark.slow
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=_when(name)) for name in NAMES])

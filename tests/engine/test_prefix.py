@@ -115,7 +115,7 @@ def test_ten_thousand_schedules(name: str) -> None:
     check_schedules(cached_engine(model, mode, blocks=11), model, mode, schedules=5000)
 
 
-@pytest.mark.check
+@pytest.mark.slow
 @pytest.mark.usefixtures("double")
 def test_so_do_they_where_layers_see_a_window() -> None:
     small = lively_model(windows=(0, 5, 0, 5))

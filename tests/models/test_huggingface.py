@@ -88,7 +88,16 @@ def test_adaptive_depth_of_their_options_equals_the_oracle(case: str, kv: Any) -
     np.testing.assert_allclose(np.asarray(found.x)[real], np.asarray(wanted)[real], atol=2e-4)
 
 
-@pytest.mark.parametrize("case", ["mistral", "gpt2", "gemma3", "gemma3n", "gemma4", "llama_biases"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        *("gpt2", "gemma3n", "gemma4"),
+        *(
+            pytest.param(case, marks=pytest.mark.slow)
+            for case in ("mistral", "gemma3", "llama_biases")
+        ),
+    ],
+)
 def test_what_is_saved_is_what_was_loaded(case: str, tmp_path: Path) -> None:
     model = load(FOLDER / case)
     layers = model.decoder.config.num_layers

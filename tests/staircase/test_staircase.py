@@ -70,7 +70,7 @@ def test_equals_the_oracle_in_ten_thousand_cases(tiny: Any, shape: cases.Shape) 
     assert max(error for _, error in cases.compare_cases(tiny, shape, range(1250))) < 1e-4
 
 
-@pytest.mark.check
+@pytest.mark.slow
 def test_equals_the_oracle_with_swiglu_and_full_heads(tiny_swiglu: Any) -> None:
     for shape in cases.DEEP_SHAPES:
         assert max(error for _, error in cases.compare_cases(tiny_swiglu, shape, range(16))) < 1e-4

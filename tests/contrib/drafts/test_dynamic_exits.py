@@ -72,6 +72,7 @@ def test_a_fixed_exit_is_lossless_decoding_at_its_cost(model):
     np.testing.assert_array_equal(mine.heads, mine.steps * (4 + 4 * 3))
 
 
+@pytest.mark.slow
 def test_layers_run_to_the_deepest_exit_and_the_longest_draft(model):
     result = run(model, PROMPTS[:1], mode=Anyhow(max_draft=3))
     length, wanted, steps = len(PROMPTS[0]) + 1, 0, 0

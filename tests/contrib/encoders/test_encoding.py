@@ -352,6 +352,7 @@ def test_every_rung_is_what_running_it_gives(agreeing: tuple[Any, ...], signal: 
     assert costs == sorted(costs, reverse=True), "safest first"
 
 
+@pytest.mark.slow
 def test_there_is_a_guarantee_and_what_cannot_be_fitted_is_named(
     agreeing: tuple[Any, ...], unchecked_shapes: None
 ) -> None:

@@ -142,6 +142,7 @@ def test_text_is_tokenized_as_the_models_own(model: Model) -> None:
     assert lm.tok_encode("sum", add_special_tokens=False) == opened[1:]
 
 
+@pytest.mark.slow
 def test_rolling_is_the_nll_of_the_whole_text(model: Model) -> None:
     lm = adapter(model)
     texts = ["x = 1\n", "def mean(values):\n    return sum(values)\n", ""]
@@ -166,6 +167,7 @@ def test_rolling_is_the_nll_of_the_whole_text(model: Model) -> None:
     assert lm.report()["requests"]["loglikelihood_rolling"]["requests"] == 4
 
 
+@pytest.mark.slow
 def test_what_is_longer_than_the_context_loses_its_left(model: Model) -> None:
     lm, ids = adapter(model), np.random.default_rng(1).integers(0, 300, 103).tolist()
     found = ask_tokens(lm, (ids[:100], ids[100:]), (ids[39:100], ids[100:]))

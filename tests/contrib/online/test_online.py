@@ -185,7 +185,8 @@ def adapted(model: Any, policy: Any, batches: Any, **kwargs: Any) -> list[Any]:
     return list(adapt(model.decoder, model.params, batches, policy, **options))
 
 
-@pytest.mark.parametrize("depths", [(1, 2), pytest.param(DEPTHS, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("depths", [DEPTHS, (1, 2)])
 def test_adapting_end_to_end(tiny: Any, count_compiles: Any, depths: tuple[int, ...]) -> None:
     """Every third batch is full depth, the others are `score` at the thresholds of the state."""
     own = jnp.full(len(depths) - 1, 0.9)

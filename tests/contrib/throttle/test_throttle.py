@@ -148,6 +148,7 @@ def test_the_ring_forgets_the_oldest() -> None:
 # --- What it costs, and how it composes.
 
 
+@pytest.mark.slow
 def test_rows_read_what_they_need(model: Any) -> None:
     """Row 0 always reads everything, row 1 its view, row 2 ends early."""
     table = jnp.broadcast_to(jnp.array([9.0, 0.0, 0.0])[None, :, None], (2, 3, 64))
