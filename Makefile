@@ -83,13 +83,14 @@ test-ray: $(RAY)/.installed
 test-vllm: $(VLLM)/.installed
 	JAX_PLATFORMS=cpu $(VLLM)/bin/python -m pytest -o addopts="--strict-markers -q" -m vllm tests/contrib/vllm $(ARGS)
 
-# What `make test` leaves out: whole commands, calibrations, several devices and processes, notebooks.
+# What `make test` leaves out: whole commands, calibrations, several devices and processes, the first
+# notebook. Their long versions, and what costs much and breaks rarely, are left to `test-slow`.
 check-rest:
 	$(MAKE) --jobs 2 lint types docs
 	$(QUICK) $(BIN)/python -m pytest -m "check and $(HERE)" $(SPREAD) notebooks tests
 
 test-slow: $(VENV)/.installed-all
-	$(BIN)/python -m pytest -m slow $(SPREAD) $(TESTS)
+	$(BIN)/python -m pytest -m slow $(SPREAD) $(or $(TESTS),notebooks tests)
 
 # Breaks a copy of the library in one place after the other: a test of `make check` has to fail for
 # each. Of one package: make mutants ARGS="--only decoding"

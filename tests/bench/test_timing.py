@@ -52,7 +52,7 @@ def test_speedups_are_paired_ratios() -> None:
     assert b.median == 4
 
 
-@pytest.mark.check
+@pytest.mark.slow
 def test_a_benchmark_has_every_control_and_every_row_is_whole(tiny: Any) -> None:
     policy = gated(tiny)
     dealt = random_depths(jnp.asarray([0.4, 0.3, 0.3]), key=jax.random.key(0), depths=(1, 2, 4))

@@ -41,9 +41,7 @@ from utio_jax.policies.store import Calibration, Thresholds, load_calibration
     # Cheap gates; dear ones, which the budget must hold; and ones that are hardly worth their cost.
     [((0.01, 0.01), 40), ((0.05, 0.05), 40), ((0.01, 0.15), 60), ((0.01, 0.2), 60)],
 )
-@pytest.mark.parametrize(
-    "seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.check) for seed in (2, 3))]
-)
+@pytest.mark.parametrize("seed", [0, 1])
 def test_thresholds_are_as_good_as_exhaustive_search(
     gate: tuple[float, float], tokens: int, seed: int
 ) -> None:
@@ -110,12 +108,12 @@ def test_gates_learn_what_the_state_says_about_kl() -> None:
     states = rng.normal(size=(2, 4000, 16)).astype(np.float32)
     unit = states / np.sqrt((states**2).mean(-1, keepdims=True))
     root = np.abs(unit @ rng.normal(size=16) * 0.2) + 0.1
-    gates = fit_gates(states, root)
+    gates = fit_gates(states, root, steps=600, batch=512)
     for index, (x, target) in enumerate(zip(states, root, strict=True)):
         result = rank_correlation(np.asarray(gates.at(index)(jnp.asarray(x))), target)
         assert result is not None
         assert result > 0.9
-    classifier = fit_gates(states, root > 0.3, loss="logistic", hidden=16, steps=800)
+    classifier = fit_gates(states, root > 0.3, loss="logistic", hidden=16, steps=600)
     for index, (x, target) in enumerate(zip(states, root, strict=True)):
         logit = np.asarray(classifier.at(index)(jnp.asarray(x)))
         assert ((logit > 0) == (target > 0.3)).mean() > 0.85
@@ -205,28 +203,18 @@ def test_a_calibration_survives_its_files_and_refuses_other_models(
         load_calibration(tmp_path, model_sha256="a" * 64)
 
 
-@pytest.mark.check
-@pytest.mark.parametrize(
-    ("names", "reached"),
-    [
-        # Looks cost too much for the smallest of models, of 64 tokens' vocabulary and 4 layers.
-        (("hazard", "patience"), {"hazard"}),
-        pytest.param(
-            tuple(SIGNALS),
-            {"learned", "classifier", "hazard", "position", "utio_before"},
-            marks=pytest.mark.slow,
-        ),
-    ],
-)
+@pytest.mark.slow
 def test_signals_are_calibrated_and_survive_their_files(
-    tiny: Any, text: list[Batch], tmp_path: Path, names: tuple[str, ...], reached: set[str]
+    tiny: Any, text: list[Batch], tmp_path: Path
 ) -> None:
+    names = tuple(SIGNALS)
     fitted = calibrated(tiny, text, policies=names, budgets=(0.85,))
     assert set(fitted.signals) == set(names)
     fitted.save(tmp_path)
     loaded = load_calibration(tmp_path, model_sha256="a" * 64)
     result = {name for name in names if 0.85 in fitted.entries[name]}
-    assert result >= reached
+    # Looks cost too much for the smallest of models, of 64 tokens' vocabulary and 4 layers.
+    assert result >= {"learned", "classifier", "hazard", "position", "utio_before"}
     for name in result:
         ours, theirs = fitted.policy(name, 0.85), loaded.policy(name, 0.85)
         assert jax.tree.structure(ours) == jax.tree.structure(theirs)

@@ -50,6 +50,7 @@ def rows_of(text: list[Batch]) -> list[np.ndarray]:
     ]
 
 
+@pytest.mark.slow
 def test_a_second_fit_to_a_text_is_the_first(tiny: Any, text: list[Batch], search: Any) -> None:
     again = searched(tiny, text)
     signals = map(jax.tree.leaves, (search[1], again[1]))

@@ -104,6 +104,7 @@ def test_generate_reads_prompts_within_a_budget(
         assert text.generated.token_ids[0].tolist() == expected["token_ids"][0]
 
 
+@pytest.mark.slow
 def test_prompts_of_shared_keys_run_all_layers_where_asked(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

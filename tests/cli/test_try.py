@@ -55,9 +55,7 @@ def rows_of(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
 
 
 @pytest.mark.check
-def test_a_model_with_exits_and_one_without_are_tried(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_with_exits_is_tried(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
     save_small_model(folder)
@@ -90,10 +88,15 @@ def test_a_model_with_exits_and_one_without_are_tried(
         assert (row["acceptance"] is not None) == ("drafter" in what)
     assert rows["writing: budget 0.8"]["loss_pct"] == rows["reading: position@0.8"]["loss_pct"]
     assert sorted(path.name for path in folder.iterdir()) == before, "nothing is written"
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"exits": [4]}))
-    (folder / "policies.json").unlink()
-    assert main(["try", *texts, "--model", str(folder)]) == 0
+
+
+@pytest.mark.slow
+def test_a_model_without_exits_is_tried(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_small_model(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"exits": [4]}))
+    texts = [str(source(name)) for name in ("sched", "stat")]
+    assert main(["try", *texts, "--model", str(tmp_path)]) == 0
     assert [*rows_of(capsys)] == [
         "in full",
         "writing: drafter ngram",

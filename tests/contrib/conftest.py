@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Laws of `utio_jax.contrib` belong to `make check`: all tests below this folder are marked so."""
+"""Laws of `utio_jax.contrib` are no part of `make test`: all below are of `make check`, or slow."""
 
 from __future__ import annotations
 

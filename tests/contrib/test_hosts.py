@@ -15,16 +15,19 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from helpers.engine import CAPACITY, METHODS, SHAPES, SLOTS, STEPS, Letters, modes, pool
+from helpers.engine import CAPACITY, METHODS, SLOTS, STEPS, Letters, modes, pool
 from helpers.generation import lively_model
 
 from utio_jax import uniform
 from utio_jax.contrib import hosts
 from utio_jax.contrib.hosts import MultiHostEngine
 from utio_jax.core.files import flatten, nest
+from utio_jax.engine import Shapes
 from utio_jax.models.tensor_parallel import put, tensor_parallel
 
 TESTS = Path(__file__).parents[1]
+SHAPES = Shapes(prompt_widths=(8,), groups=(1, 3), key_step=CAPACITY)
+"""Few programs: each of three processes compiles them."""
 
 
 def engine_of(params: Any, **options: Any) -> MultiHostEngine:

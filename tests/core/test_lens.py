@@ -307,7 +307,7 @@ def test_faults_are_named(bare: Model, lens: Lens, text: list[Batch]) -> None:
     assert not np.array_equal(apply_exit_lens(decoder, params, x, 2), x)
 
 
-@pytest.mark.check
+@pytest.mark.slow
 def test_calibration_works_through_a_lens(model: Model, text: list[Batch]) -> None:
     result = calibrated(model, text[:3], policies=("entropy",), budgets=(0.8,))
     assert isinstance(model.decoder, Lensed)

@@ -6,11 +6,14 @@ How many devices a CPU has is fixed before JAX starts, and all other tests want 
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -18,17 +21,30 @@ import pytest
 pytestmark = pytest.mark.check
 
 HERE = Path(__file__).parent
-NAMES = re.findall(r"^def (test_\w+)", (HERE / "eight_devices.py").read_text(), re.MULTILINE)
+TESTS = [
+    (bool(slow), name)
+    for slow, name in re.findall(
+        r"^(@pytest.mark.slow\n)?(?:[@ )].*\n)*def (test_\w+)",
+        (HERE / "eight_devices.py").read_text(),
+        re.MULTILINE,
+    )
+]
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+def run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool], dict[str, list[str]]]:
+    """Returns a function that runs the tests that are slow, or all others, once."""
+    return functools.cache(lambda slow: outcomes(tmp_path_factory.mktemp("eight"), slow=slow))
+
+
+def outcomes(folder: Path, *, slow: bool) -> dict[str, list[str]]:
     """Returns what failed of each test, by its name; nothing where all its cases passed."""
-    report = tmp_path_factory.mktemp("eight") / "report.xml"
+    report = folder / "report.xml"
     flags = os.environ.get("XLA_FLAGS", "")
     done = subprocess.run(
         [
             *(sys.executable, "-m", "pytest", "-p", "no:cacheprovider"),
+            *("-m", "slow" if slow else "not slow"),
             *(f"--junitxml={report}", str(HERE / "eight_devices.py")),
         ],
         env=os.environ
@@ -53,7 +69,11 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     return result
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_on_eight_devices(name: str, outcomes: dict[str, list[str]]) -> None:
-    assert name in outcomes, f"{name} did not run: {list(outcomes)}"
-    assert not outcomes[name], "\n".join(outcomes[name])
+@pytest.mark.parametrize(
+    ("slow", "name"),
+    [pytest.param(*test, marks=pytest.mark.slow if test[0] else (), id=test[1]) for test in TESTS],
+)
+def test_on_eight_devices(slow: bool, name: str, run: Any) -> None:
+    output = run(slow)
+    assert name in output, f"{name} did not run: {list(output)}"
+    assert not output[name], "\n".join(output[name])

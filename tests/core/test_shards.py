@@ -22,7 +22,7 @@ from utio_jax.models import save
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.check
+@pytest.mark.slow
 def test_evaluate_on_two_devices_goes_on_from_shards_of_one(
     tiny: Model, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

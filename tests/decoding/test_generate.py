@@ -280,7 +280,9 @@ COPIED = {
 
 
 @pytest.mark.usefixtures("unchecked_shapes")  # Lowering rebuilds the mode around descriptions.
-@pytest.mark.parametrize("name", quick_where(lambda name: name == "propagate", COPIED))
+@pytest.mark.parametrize(
+    "name", quick_where(lambda name: name == "propagate", COPIED, lambda name: name == "lossless")
+)
 def test_the_cache_is_never_copied(model, name):
     # One large cache: a copy of it, or of half of it, would show in the temporaries.
     context = context_of(model, *COPIED[name])

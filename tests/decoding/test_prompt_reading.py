@@ -39,7 +39,12 @@ DEPTHS = (1, 2, 4)
 
 @pytest.mark.parametrize(
     ("kv", "through_lens", "deepest"),  # To the end, or not.
-    [("mapped", False, 4), ("mapped", True, 2), ("propagate", True, 4), ("propagate", False, 2)],
+    [
+        ("mapped", True, 2),
+        ("propagate", False, 2),
+        pytest.param("mapped", False, 4, marks=pytest.mark.slow),
+        pytest.param("propagate", True, 4, marks=pytest.mark.slow),
+    ],
 )
 def test_new_tokens_see_what_the_reference_shows_of_a_prompt(
     kv: Any, through_lens: bool, deepest: int
@@ -90,7 +95,12 @@ RAGGED = [[7, *range(59)], [*range(50, 10, -1), 3], [4], [9] * 18]
 
 @pytest.mark.parametrize(
     ("kv", "by"),
-    [("mapped", "sinks_recent"), ("mapped", "random"), ("propagate", "random"), ("mapped", "none")],
+    [
+        ("mapped", "none"),
+        pytest.param("propagate", "random", marks=pytest.mark.slow),
+        pytest.param("mapped", "sinks_recent", marks=pytest.mark.slow),
+        pytest.param("mapped", "random", marks=pytest.mark.slow),
+    ],
 )
 def test_static_shapes_read_small_batches_as_the_staircase_does(kv: Any, by: str) -> None:
     """The same depths, tokens and probabilities, with as many slots as tokens can go deep."""

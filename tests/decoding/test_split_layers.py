@@ -30,9 +30,7 @@ from utio_jax.models.transformer import Transformer
 MODES: dict[str, Any] = {
     "plain": lambda model: Plain(),
     "propagate": lambda model: Adaptive(policy=gated(model)),
-    "drop": lambda model: Adaptive(policy=gated(model), kv="drop"),
     "lossless": lambda model: Lossless(exit=2),
-    "copies": lambda model: Lossless(drafter="ngram", max_draft=3),
 }
 
 

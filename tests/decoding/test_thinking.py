@@ -131,7 +131,7 @@ LOSSLESS = {
 }
 
 
-@pytest.mark.parametrize("name", ["exit", pytest.param("ngram", marks=pytest.mark.check)])
+@pytest.mark.parametrize("name", ["exit", pytest.param("ngram", marks=pytest.mark.slow)])
 def test_several_tokens_a_round_end_where_single_ones_do(model, rules, expected, name) -> None:
     for row_rules, by_loop in zip(rules[:2], expected, strict=False):
         result = run(model, PROMPTS, max_new_tokens=NEW, thinking=row_rules, mode=LOSSLESS[name])
@@ -152,7 +152,12 @@ def test_tokens_that_stop_early_think_too(model, rules) -> None:
 
 
 @pytest.mark.parametrize(
-    "mode", [None, *(pytest.param(name, marks=pytest.mark.check) for name in LOSSLESS)]
+    "mode",
+    [
+        None,
+        pytest.param("exit", marks=pytest.mark.check),
+        pytest.param("ngram", marks=pytest.mark.slow),
+    ],
 )
 def test_what_is_drawn_is_drawn_as_without_rules(model, rules, mode) -> None:
     how: dict[str, Any] = {"sampling": SamplingParams(temperature=1.1), "seeds": [3, 1, 4, 1, 5, 9]}
@@ -203,7 +208,7 @@ def test_rows_without_a_rule_and_no_rules_at_all_are_the_plain_loop(model) -> No
     assert thought.tokens > 1
 
 
-@pytest.mark.check
+@pytest.mark.slow
 def test_rows_on_a_mesh_think_as_without_it(model, rules, expected) -> None:
     mesh = jax.make_mesh((1,), ("data",))
     check(run(model, PROMPTS, max_new_tokens=NEW, thinking=rules[0], mesh=mesh), expected[0])

@@ -49,8 +49,8 @@ def long_pool() -> list[Asked]:
     "name",
     [
         "plain",
-        *(pytest.param(name, marks=pytest.mark.check) for name in ("propagate", "lossless")),
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("drop", "copies")),
+        pytest.param("propagate", marks=pytest.mark.check),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("lossless", "drop", "copies")),
     ],
 )
 def test_prompts_in_chunks_are_as_whole(name: str, count_compiles: Any) -> None:

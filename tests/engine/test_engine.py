@@ -148,12 +148,12 @@ class ChunkedLives(Lives):
     late, chunk = True, 3
 
 
-LIFE = hypothesis.settings(max_examples=25, stateful_step_count=20)
+LIFE = hypothesis.settings(max_examples=15, stateful_step_count=20)
 TestLives = Lives.TestCase
 TestLives.settings = LIFE
 TestLateLives = LateLives.TestCase
 TestLateLives.settings = LIFE
-TestChunkedLives = pytest.mark.check(ChunkedLives.TestCase)
+TestChunkedLives = pytest.mark.slow(ChunkedLives.TestCase)
 TestChunkedLives.settings = LIFE
 
 
@@ -174,7 +174,9 @@ def serve(engine: Engine, *, count: int, seed: int, texts: bool = False) -> dict
 
 
 @pytest.mark.check
-@pytest.mark.parametrize(("slots", "chunk"), [(1, None), (1, 4), (3, None)])
+@pytest.mark.parametrize(
+    ("slots", "chunk"), [(1, None), (1, 4), pytest.param(3, None, marks=pytest.mark.slow)]
+)
 def test_an_engine_of_few_slots_is_compiled_by_its_warmup(
     slots: int, chunk: int | None, count_compiles: Any
 ) -> None:
@@ -202,13 +204,13 @@ def test_nothing_compiles_after_the_warmup(name: str, count_compiles: Any) -> No
     assert compiles.count
     assert engine.stats().new_tokens == engine.stats().blocks == 0
     with count_compiles() as compiles:
-        result = serve(engine, count=1000, seed=5, texts=True)
+        result = serve(engine, count=300, seed=5, texts=True)
     assert compiles.count == 0
-    assert len(result) == 1000
+    assert len(result) == 300
     reasons = {result.reason for result in result.values()}
     assert reasons == {"eos", "stop", "length", "cancelled", "deadline"}
     stats = engine.stats()
-    assert sum(stats.ended.values()) == 1000
+    assert sum(stats.ended.values()) == 300
     assert stats.new_tokens == sum(result.token_ids.size for result in result.values())
     decided = np.concatenate([result.decided for result in result.values()])
     assert stats.mean_depth_decided == pytest.approx(decided.mean())

@@ -91,7 +91,7 @@ def check_schedules(engine: Engine, model: Model, mode: Any, *, schedules: int) 
     [
         ("plain", False),
         pytest.param("lossless", True, marks=pytest.mark.check),
-        pytest.param("propagate", True, marks=pytest.mark.check),
+        pytest.param("propagate", True, marks=pytest.mark.slow),
         pytest.param("plain", True, marks=pytest.mark.slow),
         pytest.param("copies", False, marks=pytest.mark.slow),
     ],
@@ -115,7 +115,7 @@ def test_ten_thousand_schedules(name: str) -> None:
     check_schedules(cached_engine(model, mode, blocks=11), model, mode, schedules=5000)
 
 
-@pytest.mark.check
+@pytest.mark.slow
 @pytest.mark.usefixtures("double")
 def test_so_do_they_where_layers_see_a_window() -> None:
     small = lively_model(windows=(0, 5, 0, 5))
@@ -125,7 +125,7 @@ def test_so_do_they_where_layers_see_a_window() -> None:
     assert stats.cached_tokens > 0
 
 
-@pytest.mark.check
+@pytest.mark.slow
 @pytest.mark.usefixtures("double")
 @pytest.mark.parametrize("kind", ["made once", "of the last of a kind"])
 def test_so_do_they_where_layers_share_keys_and_values(kind: str) -> None:

@@ -31,7 +31,7 @@ def asked() -> list[Asked]:
     return [dataclasses.replace(request, sampling=greedy, thinking=rule) for request, rule in turns]
 
 
-@pytest.mark.parametrize("name", ["plain", pytest.param("lossless", marks=pytest.mark.check)])
+@pytest.mark.parametrize("name", ["plain", pytest.param("lossless", marks=pytest.mark.slow)])
 def test_requests_think_as_alone_and_compile_nothing(name: str, count_compiles: Any) -> None:
     model, mode = lively_model(), modes()[name][0]
     engine = engine_of(model, mode, thinking=True, shapes=ONE)

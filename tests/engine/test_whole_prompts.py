@@ -11,7 +11,7 @@ from helpers.engine import alone, assert_as_alone, engine_of, model64, modes, po
 from helpers.generation import lively_model
 
 
-@pytest.mark.check
+@pytest.mark.slow
 @pytest.mark.usefixtures("double")
 def test_each_prompt_is_read_as_it_asks(count_compiles: Any) -> None:
     model, (mode, prefill) = model64(), modes()["prompts"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which cases of a law `make test` runs, and which it leaves to `make check`."""
+"""Which cases of a law `make test` runs; others are left to `make check` or `make test-slow`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,17 @@ from typing import Any
 import pytest
 
 
-def quick_where(chosen: Callable[[Any], bool], cases: Iterable[Any]) -> list[Any]:
-    """Returns the cases for `parametrize`; those not chosen run in `make check` alone."""
-    return [pytest.param(case, marks=() if chosen(case) else pytest.mark.check) for case in cases]
+def quick_where(
+    chosen: Callable[[Any], bool],
+    cases: Iterable[Any],
+    checked: Callable[[Any], bool] = lambda _: True,
+) -> list[Any]:
+    """Returns the cases for `parametrize`; others than the chosen ones are marked.
+
+    `make check` runs those that are `checked`, `make test-slow` the rest.
+    """
+
+    def marks_of(case: Any) -> Any:
+        return () if chosen(case) else pytest.mark.check if checked(case) else pytest.mark.slow
+
+    return [pytest.param(case, marks=marks_of(case)) for case in cases]

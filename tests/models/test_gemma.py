@@ -36,7 +36,7 @@ COMPLETE, LAYERS = 3, 6
 MODES = {"plain": Plain(), "ngram": Lossless(drafter="ngram"), "exit": Lossless(exit=4)}
 
 
-@pytest.fixture(scope="module", params=["gemma3n", "gemma4"])
+@pytest.fixture(scope="module", params=["gemma3n", pytest.param("gemma4", marks=pytest.mark.slow)])
 def model(request: Any) -> Any:
     return load(FOLDER / request.param, exits=(4, LAYERS))
 
@@ -45,7 +45,9 @@ def run(model: Model, prompts: Any = PROMPTS, **options: Any) -> Generated:
     return generate(model.decoder, model.params, prompts, max_new_tokens=16, eos_ids=(), **options)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "mode", ["plain", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ngram", "exit"))]
+)
 def test_tokens_after_exact_prompts_are_those_after_whole_ones(model: Model, mode: str) -> None:
     whole = run(model, mode=MODES[mode], prefill=Prefill())
     exact = run(model, mode=MODES[mode])
@@ -75,7 +77,9 @@ def test_all_but_the_last_token_stop_before_the_last_layer_with_keys_and_values(
     )
 
 
-@pytest.mark.parametrize("chunk", [None, 8], ids=["whole", "chunks"])
+@pytest.mark.parametrize(
+    "chunk", [pytest.param(None, marks=pytest.mark.slow), 8], ids=["whole", "chunks"]
+)
 def test_an_engine_gives_the_same_tokens(model: Model, chunk: int | None) -> None:
     engine = Engine(
         model.decoder, model.params, slots=2, capacity=64, mode=Plain(),

@@ -66,8 +66,12 @@ def test_logits_and_greedy_continuations_are_those_of_transformers(case: str) ->
 @pytest.mark.parametrize(
     ("case", "kv"),
     [
-        *((case, "propagate") for case in ("gemma2", "gemma3", "gemma4", "gpt2", "qwen2_window")),
-        *(("gemma3n", kv) for kv in ("propagate", "drop")),
+        *((case, "propagate") for case in ("gemma4", "gpt2")),
+        ("gemma3n", "drop"),
+        *(
+            pytest.param(case, "propagate", marks=pytest.mark.slow)
+            for case in ("gemma2", "gemma3", "qwen2_window", "gemma3n")
+        ),
     ],
 )
 def test_adaptive_depth_of_their_options_equals_the_oracle(case: str, kv: Any) -> None:
@@ -86,7 +90,16 @@ def test_adaptive_depth_of_their_options_equals_the_oracle(case: str, kv: Any) -
     np.testing.assert_allclose(np.asarray(result.x)[real], np.asarray(expected)[real], atol=2e-4)
 
 
-@pytest.mark.parametrize("case", ["mistral", "gpt2", "gemma3", "gemma3n", "gemma4", "llama_biases"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        *("gpt2", "gemma3n", "gemma4"),
+        *(
+            pytest.param(case, marks=pytest.mark.slow)
+            for case in ("mistral", "gemma3", "llama_biases")
+        ),
+    ],
+)
 def test_what_is_saved_is_what_was_loaded(case: str, tmp_path: Path) -> None:
     model = load(FOLDER / case)
     layers = model.decoder.config.num_layers
@@ -382,6 +395,7 @@ def test_cached_hub_models_load_without_a_network(
         load("not a name")
 
 
+@pytest.mark.slow
 def test_a_stock_model_learns_to_predict_at_its_exits(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -414,6 +428,7 @@ def test_a_stock_model_learns_to_predict_at_its_exits(
     assert "Wanted exits before the last layer" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_late_exits_of_a_stock_model_leave_it_what_it_was(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -471,6 +486,7 @@ def test_late_exits_of_a_stock_model_leave_it_what_it_was(
     assert "Wanted an exit weight above 0. Got 0.0. Exits that the model does" in message
 
 
+@pytest.mark.slow
 def test_a_stock_model_learns_to_read_keys_and_values_of_lower_layers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -220,6 +220,7 @@ def test_a_stock_models_exits_learn_from_the_model_as_it_was(decoder: Transforme
     assert all(np.abs(leaf[2:]).max() > 1e-6 for leaf in moved), "and held to it from then on"
 
 
+@pytest.mark.slow
 def test_a_trained_branch_is_served_through_its_lens(
     decoder: Transformer, trunk: Path, stream: np.ndarray, tmp_path: Path
 ) -> None:
@@ -244,6 +245,7 @@ def shallow_of(decoder: Transformer) -> tuple[Transformer, Any]:
 GROWN_EXITS = (2, 3, 4)
 
 
+@pytest.mark.slow
 def test_added_layers_learn_as_a_model_on_top_of_states_that_are_given(
     decoder: Transformer,
 ) -> None:
@@ -329,6 +331,7 @@ def test_layers_that_do_not_learn_have_no_backward_pass(decoder: Transformer) ->
     assert steps[0] - steps[1] > flops(0) - flops(2) - layer, "and so has the recipe's own loss"
 
 
+@pytest.mark.slow
 def test_the_model_below_stays_what_it_was(
     decoder: Transformer, stream: np.ndarray, tmp_path: Path
 ) -> None:
@@ -364,6 +367,7 @@ def test_the_model_below_stays_what_it_was(
         grow_from(live(decoder), deep, jax.random.key(0))
 
 
+@pytest.mark.slow
 def test_a_run_that_diverges_keeps_the_checkpoints_from_which_it_can_go_on(
     decoder: Transformer, stream: np.ndarray, tmp_path: Path
 ) -> None:
@@ -394,10 +398,9 @@ EVERY: dict[Any, int] = {"train": 160, "calibrate": 14, "test": 8}
 """Of each split's files one in so many is read."""
 
 
-def test_a_plain_run_and_its_branch_as_the_command_line_makes_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # The beginnings of a few files: a tokenizer, a stream and losses in seconds.
+@pytest.fixture
+def short_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has recipes read the beginnings of a few files: a tokenizer, a stream, losses in seconds."""
     texts = {
         split: tuple(
             dataclasses.replace(document, text=document.text[:4000])
@@ -407,6 +410,10 @@ def test_a_plain_run_and_its_branch_as_the_command_line_makes_them(
     }
     monkeypatch.setattr(recipe, "standard_library", texts.__getitem__)
     monkeypatch.setattr(recipe, "TrainConfig", ShortSteps)
+
+
+@pytest.mark.usefixtures("short_recipe")
+def test_a_plain_run_and_its_branch_as_the_command_line_makes_them(tmp_path: Path) -> None:
     plain = run_recipe(tmp_path / "plain", preset="plain-tiny", steps=6)
     assert len(plain["bits_per_byte"]) == 1
     late = run_recipe(
@@ -419,6 +426,14 @@ def test_a_plain_run_and_its_branch_as_the_command_line_makes_them(
     }
     loaded = load(folder)
     assert isinstance(loaded.decoder, Lensed)  # The maps are served with the model.
+    tokenizers = [(tmp_path / kind / "tokenizer.json").read_bytes() for kind in ("plain", "late")]
+    assert tokenizers[0] == tokenizers[1]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("short_recipe")
+def test_layers_added_to_a_run_as_the_command_line_makes_them(tmp_path: Path) -> None:
+    run_recipe(tmp_path / "plain", preset="plain-tiny", steps=6)
     below = run_recipe(tmp_path / "below", preset="plain-tiny-2", steps=6)
     added = {"preset": "grown-tiny", "steps": 6, "trunk": tmp_path / "below"}
     with pytest.raises(ValueError, match="Wanted a trained model of 2 layers"):
@@ -432,8 +447,6 @@ def test_a_plain_run_and_its_branch_as_the_command_line_makes_them(
     note.write_text("0" * 64 + "\n")  # As if another trunk's run had left it.
     with pytest.raises(ValueError, match=r"layers added to the model .* or another --out"):
         run_recipe(tmp_path / "grown", resume=True, **added)
-    tokenizers = [(tmp_path / kind / "tokenizer.json").read_bytes() for kind in ("plain", "late")]
-    assert tokenizers[0] == tokenizers[1]
 
 
 # What training runs: layer dropout, and layers that read keys and values made below.

@@ -40,6 +40,7 @@ def test_the_best_of_a_batch_are_those_above_a_threshold(params: Any) -> None:
     assert np.abs(none - packed).max() > 0.1
 
 
+@pytest.mark.slow
 def test_scores_of_zero_and_all_tokens_are_the_model(params: Any) -> None:
     """The gate is 2 sigmoid(0) = 1 then."""
     plain = {**params, "router": jnp.zeros((2, 32))}
@@ -56,6 +57,7 @@ def test_no_token_looks_ahead_in_evaluation(params: Any) -> None:
     assert np.abs(result[:, 9:] - other[:, 9:]).max() > 0.1
 
 
+@pytest.mark.slow
 def test_what_it_saves(params: Any) -> None:
     """All tokens cost the model and its routers; none cost half of the layers, their K/V apart."""
     model = params["model"]

@@ -41,12 +41,20 @@ COUSINS = ("max_probability", "entropy", "classifier")
 """Of the same code as a neighbour above: `make test-slow` holds the laws against them as well."""
 
 
-def laws_of(names: Iterable[str], quick: Iterable[str] = POLICIES) -> pytest.MarkDecorator:
-    """Returns the law for all these policies; `make check` runs those that are not `quick`."""
-    marks = {name: () if name in quick else pytest.mark.check for name in names}
-    marks |= dict.fromkeys(set(COUSINS) & set(marks), pytest.mark.slow)
-    chosen = [pytest.param(name, marks=mark) for name, mark in marks.items()]
-    return pytest.mark.parametrize("policy", chosen, indirect=True)
+def laws_of(
+    names: Iterable[str], quick: Iterable[str] = POLICIES, checked: Iterable[str] = POLICIES
+) -> pytest.MarkDecorator:
+    """Returns the law for all these policies.
+
+    `make test` runs those that are `quick`, `make check` others that are `checked`, and
+    `make test-slow` the rest.
+    """
+    cases = quick_where(
+        lambda name: name in quick and name not in COUSINS,
+        names,
+        lambda name: name in checked and name not in COUSINS,
+    )
+    return pytest.mark.parametrize("policy", cases, indirect=True)
 
 
 BEFORE = ("position", "utio_before", *STATELESS)
@@ -204,7 +212,9 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("watched")
-@laws_of(POLICIES, quick=("learned", "patience", "position"))
+@laws_of(
+    POLICIES, quick=("learned", "patience", "position"), checked=("softmax_gap", "prompt_router")
+)
 def test_is_charged_for_what_it_executes(tiny: Any, policy: Any) -> None:
     name, ids = policy.name, tokens(tiny)
     decoder, lengths = Counting(tiny.decoder.config), jnp.asarray([17, 6, 11])
@@ -306,7 +316,9 @@ def test_a_signal_that_says_so_scores_each_boundary_by_itself(tiny: Any, policy:
     assert same == (not signal.remembers)
 
 
-@laws_of(POLICIES, quick=("learned", "softmax_gap", "patience", "prompt_router", "random"))
+@laws_of(
+    POLICIES, quick=("learned", "softmax_gap", "patience", "prompt_router", "random"), checked=()
+)
 def test_decoding_can_use_it(model: Any, policy: Any, unchecked_shapes: None) -> None:
     mode = Adaptive(policy=make(model, policy.name))
     mode.check(model.decoder)

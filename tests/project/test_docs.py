@@ -33,6 +33,12 @@ LAYERS = next(
 )
 
 
+CONTRIB_GUIDES = (
+    *("drafts", "edge", "encoders", "layer_skipping", "recall", "recurrent", "select"),
+    *("stopping", "throttle"),
+)
+
+
 def blocks_of(page: str, language: str) -> list[str]:
     text = (ROOT / page).read_text()
     return re.findall(rf"```{language}\n(.*?)```", text, flags=re.DOTALL)
@@ -42,21 +48,16 @@ def blocks_of(page: str, language: str) -> list[str]:
 @pytest.mark.parametrize(
     ("page", "number"),
     [
-        ("docs/branches.md", 2),
         ("docs/bring_your_own.md", 6),
-        ("docs/coming_from.md", 4),
         ("docs/decode.md", 2),
-        ("docs/contrib/drafts.md", 1),
-        ("docs/contrib/edge.md", 1),
-        ("docs/contrib/encoders.md", 1),
-        ("docs/contrib/layer_skipping.md", 1),
-        ("docs/contrib/recall.md", 1),
-        ("docs/contrib/recurrent.md", 1),
-        ("docs/contrib/select.md", 1),
-        ("docs/contrib/stopping.md", 1),
-        ("docs/contrib/throttle.md", 1),
-        ("docs/engine.md", 2),
         ("docs/prompts.md", 1),
+        pytest.param("docs/engine.md", 2, marks=pytest.mark.slow),
+        pytest.param("docs/branches.md", 2, marks=pytest.mark.slow),
+        pytest.param("docs/coming_from.md", 4, marks=pytest.mark.slow),
+        *(
+            pytest.param(f"docs/contrib/{name}.md", 1, marks=pytest.mark.slow)
+            for name in CONTRIB_GUIDES
+        ),
     ],
 )
 def test_a_guide_runs_from_top_to_bottom(
@@ -82,7 +83,11 @@ def programs_of(page: str) -> list[str]:
 
 
 @pytest.mark.check
-@pytest.mark.parametrize("number", range(10))
+@pytest.mark.parametrize(
+    "number",
+    # Slow: a calibration, a comparison, a pass on all devices, and texts of many lengths.
+    [pytest.param(n, marks=pytest.mark.slow if n in (0, 1, 3, 6, 9) else ()) for n in range(10)],
+)
 def test_each_program_runs_by_itself_anywhere(
     number: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -33,7 +33,9 @@ def documents(tiny: Model) -> list[np.ndarray]:
     return [ids[0], ids[1, :45], ids[2, :41]]
 
 
-@pytest.mark.parametrize("kv", ["mapped", "propagate", "drop"])
+@pytest.mark.parametrize(
+    "kv", ["mapped", *(pytest.param(kv, marks=pytest.mark.slow) for kv in ("propagate", "drop"))]
+)
 def test_losses_are_the_references(model: Model, documents: list[np.ndarray], kv: Any) -> None:
     """At the depths that a choice of the latest gives: ten of forty, the first four among them."""
     rows = prompt_rows(documents, prompt_tokens=PROMPT, batch=2, decoder=model.decoder)

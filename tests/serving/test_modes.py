@@ -37,7 +37,7 @@ MODES: dict[str, tuple[Any, Any, str]] = {
 PROMPTS = ("def mean(values):\n    return", "x", "aaaa bbbb aaaa", "naïve € 😀 text\n")
 
 
-@pytest.mark.parametrize("name", MODES)
+@pytest.mark.parametrize("name", ["lossless", pytest.param("prompts", marks=pytest.mark.slow)])
 def test_texts_are_those_of_generate_in_this_mode(folder: Path, name: str) -> None:
     mode, prefill, logprobs_of = MODES[name]
     nothing: dict[str, Any] = {"policy": None, "budget": None, "budgets": {}}
@@ -69,7 +69,7 @@ def test_texts_are_those_of_generate_in_this_mode(folder: Path, name: str) -> No
         assert (fields["mode"], fields["logprobs_of"]) == (mode.name, logprobs_of)
 
 
-@pytest.mark.parametrize("pays", [True, False])
+@pytest.mark.parametrize("pays", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_requests_run_in_full_where_a_depth_per_token_is_predicted_not_to_pay(
     folder: Path, monkeypatch: pytest.MonkeyPatch, pays: bool
 ) -> None:
@@ -137,6 +137,7 @@ def test_ready_says_how_far_the_start_is(folder: Path, monkeypatch: pytest.Monke
     assert [line["done"] for line in lines if line["event"] == "timing"] == [1]
 
 
+@pytest.mark.slow
 def test_a_server_stays_as_asked_where_times_make_no_sense(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

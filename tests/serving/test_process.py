@@ -116,6 +116,7 @@ def test_what_was_accepted_is_answered_after_sigterm(start: Start) -> None:
     assert json.loads(out) == {"command": "serve", "status": 0, "new_tokens": 49 * 180 + 8}
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_at_once(start: Start) -> None:
     server = start()
     result = ask_many(server, 80)
@@ -157,6 +158,7 @@ def outcome_of(future: concurrent.futures.Future[Any]) -> str:
     return "error" if isinstance(last, dict) and "error" in last else "cut"
 
 
+@pytest.mark.slow
 def test_a_signal_while_it_warms_up_ends_it(start: Start) -> None:
     server = start(wait=False)
     assert server.ask("/ready").status == 503
@@ -208,6 +210,7 @@ def ended_of(counters: dict[str, float], *reasons: str) -> float:
     return sum(counters.get(f'utio_ended_total{{reason="{why}"}}', 0) for why in reasons)
 
 
+@pytest.mark.slow
 def test_hundreds_at_once_are_answered_or_told_to_come_again(shared: Process) -> None:
     server, done = shared, ("length", "eos")
     before = ended_of(server.counters(), *done)
@@ -218,6 +221,7 @@ def test_hundreds_at_once_are_answered_or_told_to_come_again(shared: Process) ->
     assert ended_of(server.counters(), *done) - before == statuses[200]
 
 
+@pytest.mark.slow
 def test_hundreds_that_leave_cost_nothing_that_stays(shared: Process) -> None:
     server = shared
 

@@ -232,7 +232,7 @@ def test_calibrates_and_compares_like_exits(model: Model) -> None:
     assert ("random", 0.8) in names
 
 
-@pytest.mark.check
+@pytest.mark.slow
 def test_an_engine_gives_each_request_what_it_gets_alone(lively: Model) -> None:
     policy = random_depths(jnp.asarray([0.5, 0.2, 0.3]), key=jax.random.key(1), depths=DEPTHS)
     mode = Adaptive(policy=policy)

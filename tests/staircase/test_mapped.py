@@ -62,8 +62,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.check
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.check if "," in name else pytest.mark.slow)
+        for name in VARIANTS
+    ],
+)
 def test_equals_the_reference_whatever_turns_states_into_keys(name: str) -> None:
     decoder = Transformer(dataclasses.replace(TINY, **VARIANTS[name]))
     model = with_random_maps(Model(decoder, live_params(decoder, seed=4)), STOPS)

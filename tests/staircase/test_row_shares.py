@@ -50,7 +50,7 @@ def test_more_exits_change_no_decision_and_leave_the_shares_of_the_segments_they
     assert dataclasses.replace(entry, row_shares=None).over((1, 2, 4)).row_shares is None
 
 
-@pytest.mark.check
+@pytest.mark.slow
 def test_the_ledger_counts_the_segments_that_ran_whole_rows(
     tiny: Model, text: list[Any], fitted: Calibration
 ) -> None:

@@ -210,7 +210,7 @@ def test_sources_that_cannot_be_are_refused(changes: Any, expected: str) -> None
         dataclasses.replace(TINY, **changes)
 
 
-@pytest.mark.check
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("lively", "kv"),
     [(kind, ("propagate", "drop")[number % 2]) for number, kind in enumerate(KINDS)],

@@ -30,7 +30,7 @@ from utio_jax.policies import Calibration, StateGate, Thresholds, load_calibrati
 IDS = np.random.default_rng(3).integers(0, 64, (3, 17)).astype(np.int32)
 
 
-@pytest.fixture(scope="module", params=["tied", "untied, capped", "through a lens"])
+@pytest.fixture(scope="module", params=["untied, capped", "through a lens"])
 def model(request: Any) -> Model:
     changes = {"tie_embeddings": False, "logit_softcap": 3.0} if "untied" in request.param else {}
     decoder = Transformer(dataclasses.replace(TINY, **changes))
@@ -95,7 +95,7 @@ def test_gates_see_what_an_exit_predicts_of_candidates(model: Model) -> None:
     assert not signal.reads_logits(0)
 
 
-@pytest.mark.parametrize("kept", [[3, 9, 3], [9], [3, 9]])
+@pytest.mark.parametrize("kept", [[3, 9, 3], [9]])
 def test_candidates_may_tie_or_be_one(tiny: Any, kept: list[int]) -> None:
     x = jax.random.normal(jax.random.key(0), (7, tiny.decoder.config.embed_dim))
     likely = jnp.broadcast_to(jnp.asarray(kept), (64, len(kept)))
@@ -135,6 +135,7 @@ def test_followers_by_frequency_then_the_commonest() -> None:
     assert likely_followers([batch], 10, count=99).shape == (10, 10)
 
 
+@pytest.mark.slow
 def test_they_are_fitted_and_kept_as_any_other(
     tiny: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

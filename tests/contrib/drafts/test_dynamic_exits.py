@@ -58,6 +58,7 @@ def test_greedy_is_the_full_model(model, mode):
     assert 0 < result.acceptance < 1
 
 
+@pytest.mark.slow
 def test_a_fixed_exit_is_lossless_decoding_at_its_cost(model):
     mode = Fixed(max_draft=3)
     actual = run(model, mode=mode, sampling=DRAWN)
@@ -71,6 +72,7 @@ def test_a_fixed_exit_is_lossless_decoding_at_its_cost(model):
     np.testing.assert_array_equal(actual.heads, actual.steps * (4 + 4 * 3))
 
 
+@pytest.mark.slow
 def test_layers_run_to_the_deepest_exit_and_the_longest_draft(model):
     result = run(model, PROMPTS[:1], mode=Anyhow(max_draft=3))
     length, expected, steps = len(PROMPTS[0]) + 1, 0, 0

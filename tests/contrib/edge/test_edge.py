@@ -86,7 +86,13 @@ def assert_true(model: Model, output: EdgeText) -> None:
 # What comes out.
 
 
-@pytest.mark.parametrize(("kind", "threshold"), [("plain", 0.8), ("windows", 0.85), ("lens", 0.85)])
+@pytest.mark.parametrize(
+    ("kind", "threshold"),
+    [
+        ("windows", 0.85),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in [("plain", 0.8), ("lens", 0.85)]),
+    ],
+)
 def test_tokens_and_depths_are_those_of_full_passes(kind: str, threshold: float) -> None:
     """Windows of the deep layers are theirs; the head reads the exit through a lens."""
     model = lively_model(windows=(0, 3, 5, 2)) if kind == "windows" else lively_model()
@@ -116,6 +122,7 @@ def test_where_all_ask_tokens_and_draws_are_the_plain_models() -> None:
     assert drawn.token_ids == expected.token_ids[0].tolist() != result.token_ids
 
 
+@pytest.mark.slow
 def test_alone_and_where_all_stop_tokens_are_the_truncated_models() -> None:
     model, truncated = lively_model(), uniform(EXIT)
     mode, prefill = Adaptive(policy=truncated), Prefill(policy=truncated)
@@ -170,6 +177,7 @@ def test_a_long_stretch_without_the_cloud_is_caught_up(monkeypatch: pytest.Monke
         assert result.bytes_down == 4 * wires.TOKEN.size
 
 
+@pytest.mark.slow
 def test_a_second_text_compiles_nothing(
     count_compiles: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -248,6 +256,7 @@ def test_a_cloud_that_answers_and_does_not_help_is_lost(answers: list[bytes], me
     assert message in str(result.lost)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("why", ["another edge has its row", "it was started again"])
 def test_what_a_cloud_has_forgotten_is_sent_again(why: str) -> None:
     model, seen = lively_model(), list[int]()
@@ -270,6 +279,7 @@ def test_what_a_cloud_has_forgotten_is_sent_again(why: str) -> None:
     assert result.states_sent == len(PROMPT) + 39 + (len(PROMPT) + 3)
 
 
+@pytest.mark.slow
 def test_an_interrupt_leaves_nothing_to_the_next_text(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither an answer on its way, nor a cache that was donated for nothing."""
     model, left, whole, poll = lively_model(), [3], parts.run_block, zmq.Socket.poll

@@ -126,7 +126,8 @@ def rows() -> tuple[np.ndarray, list[tuple[list[int], list[int]]]]:
 
 
 @pytest.mark.parametrize(
-    ("activation", "pooling"), [("gelu", "mean"), ("gelu_new", "cls"), ("relu", "mean")]
+    ("activation", "pooling"),
+    [("gelu", "mean"), ("gelu_new", "cls"), pytest.param("relu", "mean", marks=pytest.mark.slow)],
 )
 def test_embeddings_at_all_depths_are_those_of_bert(
     tmp_path: Path, activation: str, pooling: Any
@@ -144,6 +145,7 @@ def test_embeddings_at_all_depths_are_those_of_bert(
         np.testing.assert_allclose(result.pooled[:, row], expected[1:], atol=5e-5)
 
 
+@pytest.mark.slow
 def test_classes_are_those_of_bert_and_rows_leave(tmp_path: Path) -> None:
     tensors = tensors_of(1, labels=4, prefix="bert.")
     tensors["cls.predictions.bias"] = np.zeros(300, np.float32)  # A masked-LM head is left out.
@@ -163,6 +165,7 @@ def test_classes_are_those_of_bert_and_rows_leave(tmp_path: Path) -> None:
         np.testing.assert_allclose(result.logits[row], expected, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_texts_and_pairs_are_packed_and_ids_of_another_model_refused(tmp_path: Path) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
 

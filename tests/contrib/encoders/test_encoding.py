@@ -149,7 +149,16 @@ def known(vision: Model) -> dict[str, np.ndarray]:
     return one_by_one(vision, draw(), LENGTHS)
 
 
-@pytest.mark.parametrize("name", SIGNALS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("entropy", "patience"),
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("max_probability", "state_similarity")
+        ),
+    ],
+)
 def test_rows_leave_where_they_should_and_come_out_as_alone(
     vision: Model, known: dict[str, np.ndarray], name: str
 ) -> None:
@@ -206,6 +215,7 @@ def test_only_rows_that_are_left_run_and_new_ones_compile_nothing(
     assert compiles.count == 0
 
 
+@pytest.mark.slow
 def test_a_rows_draw_is_its_own(vision: Model) -> None:
     """Wherever the row is, whatever runs beside it, and whatever pads it."""
     policy = random_depths((0.3, 0.3, 0.4), key=jax.random.key(3), depths=EXITS)
@@ -232,6 +242,7 @@ def test_flops_are_those_of_rows_that_run(vision: Model) -> None:
     assert asked == layer + head + 2 * 8 * 6 * 16, "a signal that remembers looks at every exit"
 
 
+@pytest.mark.slow
 def test_all_exits_of_all_rows_are_differentiable(vision: Model) -> None:
     model = VisionTransformer(CONFIG)
 
@@ -265,6 +276,7 @@ def test_what_does_not_fit_is_named(vision: Model, unchecked_shapes: None) -> No
         encode_rows(Transformer(TINY), {}, inputs, lengths, uniform(3))  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("unchecked_shapes")
 def test_one_row_runs_no_whole_block(vision: Model) -> None:
     """A block's work stays inside its loop, which takes no turn; outside it would always run."""
@@ -276,6 +288,7 @@ def test_one_row_runs_no_whole_block(vision: Model) -> None:
     assert not of_a_block.search(text[text.index("\nENTRY") :])
 
 
+@pytest.mark.slow
 def test_an_encoder_without_classifier_has_embeddings_alone() -> None:
     model = Pooled(dataclasses.replace(TINY, causal=False))
     params, ids = live_params(model), jnp.asarray([[5, 6, 7], [8, 9, -1]])  # Padding: anything.
@@ -314,7 +327,13 @@ def agreeing() -> tuple[Any, ...]:
     return model, params | {"heads": heads}, jnp.asarray(inputs), jnp.full(FITTED, 4)
 
 
-@pytest.mark.parametrize("signal", [Entropy(), Patience()], ids=lambda signal: signal.name)
+@pytest.mark.parametrize(
+    "signal",
+    [
+        pytest.param(Entropy(), id="entropy"),
+        pytest.param(Patience(), id="patience", marks=pytest.mark.slow),
+    ],
+)
 def test_every_rung_is_what_running_it_gives(agreeing: tuple[Any, ...], signal: Any) -> None:
     model, params, *rows = agreeing
     exits = model.config.exits
@@ -335,6 +354,7 @@ def test_every_rung_is_what_running_it_gives(agreeing: tuple[Any, ...], signal: 
     assert costs == sorted(costs, reverse=True), "safest first"
 
 
+@pytest.mark.slow
 def test_there_is_a_guarantee_and_what_cannot_be_fitted_is_named(
     agreeing: tuple[Any, ...], unchecked_shapes: None
 ) -> None:

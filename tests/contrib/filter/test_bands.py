@@ -94,6 +94,7 @@ def test_rows_stop_where_a_loop_over_rows_says(
         assert int(np.asarray(result.work.decisions).sum()) == 0
 
 
+@pytest.mark.slow
 def test_rows_that_have_stopped_are_not_read(tiny: Any, batch: Batch, losses: np.ndarray) -> None:
     limit = float(np.nanmedian((OFFSETS[:, None] + SLOPES[:, None] * losses)[1]))
     policy = band(limit).policy([0.3, 0.1])
@@ -104,6 +105,7 @@ def test_rows_that_have_stopped_are_not_read(tiny: Any, batch: Batch, losses: np
     assert projected[0] < projected[1]
 
 
+@pytest.mark.slow
 def test_bands_serve_models_that_share_keys_and_values(batch: Batch) -> None:
     decoder = Transformer(dataclasses.replace(TINY, **KINDS["heads of two layers"]))
     model = Model(decoder, live_params(decoder))
@@ -112,6 +114,7 @@ def test_bands_serve_models_that_share_keys_and_values(batch: Batch) -> None:
     test_rows_stop_where_a_loop_over_rows_says(model, batch, losses, (0.3, 0.1))
 
 
+@pytest.mark.slow
 def test_a_new_limit_and_new_margins_compile_nothing(
     tiny: Any, batch: Batch, count_compiles: Any
 ) -> None:

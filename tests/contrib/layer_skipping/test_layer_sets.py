@@ -91,6 +91,7 @@ def test_sets_equal_their_reference_in_a_thousand_cases(tiny: Any, shape: cases.
     assert compare(tiny, shape, range(125)) < 1e-4
 
 
+@pytest.mark.slow
 def test_a_set_of_the_first_segments_is_a_depth(tiny: Any) -> None:
     shape = dataclasses.replace(SHAPES[3], kv="propagate")
     ids, lengths, depths = cases.draw(shape, tiny.decoder.config.vocab_size, 7)
@@ -152,6 +153,7 @@ def test_all_are_asked_again_after_they_have_skipped(tiny: Any) -> None:
     np.testing.assert_array_equal(np.asarray(result.work.heads), [9, 9, 9, 0, 9])
 
 
+@pytest.mark.slow
 def test_random_sets_have_their_shares(tiny: Any) -> None:
     policy = random_sets((0.0, 0.25, 1.0), key=jax.random.key(0), depths=DEPTHS)
     ids = jnp.asarray(np.random.default_rng(0).integers(0, 64, (16, 64)), jnp.int32)
@@ -182,6 +184,7 @@ def assert_written(model: Any, policy: Any, sets: Any) -> None:
         np.testing.assert_array_equal(result.decided[row], layers)
 
 
+@pytest.mark.slow
 def test_rows_run_sets_of_their_own(tiny: Any) -> None:
     """Where a row skips a segment, others see the K/V of the states that pass it by."""
     sets = np.array([[1, 1, 1], [0, 0, 0], [1, 0, 1], [0, 1, 1]], bool)
@@ -201,6 +204,7 @@ def test_later_tokens_skip_lower_layers(tiny: Any, count_compiles: Any) -> None:
     assert compiles.count == 0, "the schedule is an input of the program"
 
 
+@pytest.mark.slow
 def test_the_prompt_chooses_for_its_new_tokens(tiny: Any) -> None:
     """FiRST: gates on the mean state of the prompt's first tokens."""
     first, ends = 2, DEPTHS[:-1]

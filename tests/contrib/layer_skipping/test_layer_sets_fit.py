@@ -55,6 +55,7 @@ def test_harm_is_what_skipping_one_segment_alone_does(tiny: Any, batches: list[B
             assert harm[index, 3 + row] == pytest.approx(expected, rel=1e-3, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_rows_choose_no_more_layers_than_wanted(tiny: Any, batches: list[Batch]) -> None:
     studies = study_exits(tiny.decoder, tiny.params, batches)
     rows, executor = (tiny.decoder, tiny.params), cases.EXECUTOR
@@ -79,6 +80,7 @@ def test_rows_choose_no_more_layers_than_wanted(tiny: Any, batches: list[Batch])
         fit(layers=3, prompt=16)
 
 
+@pytest.mark.slow
 def test_the_threshold_is_the_lowest_that_fits() -> None:
     scores = np.array([[0.1, 0.5, 0.9], [0.2, 0.3, 0.4]])
     layers = np.array([2, 4])

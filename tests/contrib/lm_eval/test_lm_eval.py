@@ -142,6 +142,7 @@ def test_text_is_tokenized_as_the_models_own(model: Model) -> None:
     assert lm.tok_encode("sum", add_special_tokens=False) == opened[1:]
 
 
+@pytest.mark.slow
 def test_rolling_is_the_nll_of_the_whole_text(model: Model) -> None:
     lm = adapter(model)
     texts = ["x = 1\n", "def mean(values):\n    return sum(values)\n", ""]
@@ -166,6 +167,7 @@ def test_rolling_is_the_nll_of_the_whole_text(model: Model) -> None:
     assert lm.report()["requests"]["loglikelihood_rolling"]["requests"] == 4
 
 
+@pytest.mark.slow
 def test_what_is_longer_than_the_context_loses_its_left(model: Model) -> None:
     lm, ids = adapter(model), np.random.default_rng(1).integers(0, 300, 103).tolist()
     result = ask_tokens(lm, (ids[:100], ids[100:]), (ids[39:100], ids[100:]))
@@ -208,6 +210,7 @@ def test_adaptive_scores_are_those_of_the_oracle_at_the_decided_depths(model: Mo
     assert lm.report()["requests"]["loglikelihood"]["executed"] == "adaptive"
 
 
+@pytest.mark.slow
 def test_contexts_are_read_shallowly_and_what_follows_in_full(model: Model) -> None:
     """Depths as a prompt choice of half of the tokens gives them: the first four, the latest."""
     choice = PromptChoice(stop=2, deep=0.5, kv="propagate")
@@ -231,6 +234,7 @@ def test_contexts_are_read_shallowly_and_what_follows_in_full(model: Model) -> N
     assert new_text(model.tokenizer, prompt, alone.token_ids[0]).startswith(text)
 
 
+@pytest.mark.slow
 def test_what_shares_a_batch_does_not_matter(model: Model) -> None:
     pairs = requests_of_all_kinds(model)
     expected = ask_tokens(adapter(model, routed(model)), *pairs)
@@ -246,6 +250,7 @@ def test_what_shares_a_batch_does_not_matter(model: Model) -> None:
     assert min(alone.scored.histogram) < 4
 
 
+@pytest.mark.slow
 def test_new_requests_of_known_lengths_compile_nothing(model: Model, count_compiles: Any) -> None:
     lm, rng = adapter(model, routed(model)), np.random.default_rng(2)
 
@@ -276,7 +281,7 @@ def alone(model: Model, text: str, size: int, mode: Any = Plain()) -> str:
     return new_text(model.tokenizer, ids, new)
 
 
-@pytest.mark.parametrize("mode", ["lossless", "adaptive"])
+@pytest.mark.parametrize("mode", ["lossless", pytest.param("adaptive", marks=pytest.mark.slow)])
 def test_generation_is_that_of_generate(model: Model, mode: str) -> None:
     modes: dict[str, Any] = {"lossless": DRAFTS, "adaptive": routed(model)}
     lm = adapter(model, modes[mode])
@@ -290,6 +295,7 @@ def test_generation_is_that_of_generate(model: Model, mode: str) -> None:
     assert (report["flops_ratio"] < 1) == (mode == "adaptive")
 
 
+@pytest.mark.slow
 def test_texts_end_before_their_own_stop_strings(model: Model) -> None:
     full = [alone(model, text, 12) for text in TEXTS]
     stops = [text[3:5] for text in full]
@@ -303,6 +309,7 @@ def test_texts_end_before_their_own_stop_strings(model: Model) -> None:
     assert result[3:] == [alone(model, TEXTS[0], 5)] * 2
 
 
+@pytest.mark.slow
 def test_a_special_piece_as_a_stop_string_is_an_id(model: Model) -> None:
     """Its text never shows. Here it is always the most probable, and the config knows no end."""
     assert isinstance(model.decoder, Transformer)
@@ -320,6 +327,7 @@ def test_a_special_piece_as_a_stop_string_is_an_id(model: Model) -> None:
         assert lm.spent.tokens - before == size
 
 
+@pytest.mark.slow
 def test_draws_depend_on_the_request_alone(model: Model) -> None:
     options = {"until": [], "max_gen_toks": 12, "do_sample": True, "temperature": 1.0, "top_k": 50}
     together = adapter(model)
@@ -359,7 +367,9 @@ def evaluate(lm: Any, folder: Path) -> Any:
     return simple_evaluate(model=lm, tasks=tasks, task_manager=manager, bootstrap_iters=0)
 
 
-@pytest.mark.parametrize("mode", [Plain(), Adaptive(policy=uniform(2))])
+@pytest.mark.parametrize(
+    "mode", [Plain(), pytest.param(Adaptive(policy=uniform(2)), marks=pytest.mark.slow)]
+)
 def test_the_harness_takes_the_adapter(model: Model, tmp_path: Path, mode: Any) -> None:
     lm = adapter(model, mode)
     result = evaluate(lm, tmp_path)

@@ -49,6 +49,7 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tasks(folder, rows, generation=generation)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*:DeprecationWarning", "ignore:.*:ResourceWarning")
 def test_every_item_is_what_the_adapter_finds(
     server: Running, folder: Path, tasks: Path, monkeypatch: pytest.MonkeyPatch

@@ -123,6 +123,7 @@ def test_a_choice_ends_before_the_first_candidate_that_misses() -> None:
     np.testing.assert_array_equal(thresholds(state), state.candidates[1])
 
 
+@pytest.mark.slow
 def test_the_thresholds_follow_a_drifting_text_without_compiling(count_compiles: Any) -> None:
     """Text gets harder at step 20, easier at step 40: agreement is back within five batches."""
     state = start_online(
@@ -148,6 +149,7 @@ def test_the_thresholds_follow_a_drifting_text_without_compiling(count_compiles:
 LENGTHS = np.asarray([17, 9, 1], np.int32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["softmax_gap", "learned"])
 def test_what_is_observed_is_a_full_pass_and_its_exits(tiny: Any, name: str) -> None:
     ids, lengths, signal = tiny.tokens(3, 17, seed=4), jnp.asarray(LENGTHS), SIGNALS[name](tiny)
@@ -185,6 +187,7 @@ def adapted(model: Any, policy: Any, batches: Any, **kwargs: Any) -> list[Any]:
     return list(adapt(model.decoder, model.params, batches, policy, **options))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("depths", [DEPTHS, (1, 2)])
 def test_adapting_end_to_end(tiny: Any, count_compiles: Any, depths: tuple[int, ...]) -> None:
     """Every third batch is full depth, the others are `score` at the thresholds of the state."""

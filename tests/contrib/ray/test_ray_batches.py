@@ -52,6 +52,7 @@ def test_a_documents_row_is_its_own_whatever_else_is_in_the_batch(folder: str) -
             assert row["nll"] == pytest.approx(nll, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_prompts_get_what_each_gets_alone(folder: str) -> None:
     model, method = load(folder), SamplingParams(temperature=0.8)
     prompts = documents(9, longest=40) | {"long": [3] * 125}

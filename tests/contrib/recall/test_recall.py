@@ -152,6 +152,7 @@ def test_an_answer_is_exact_if_each_of_its_tokens_is_the_most_probable(
     assert not result.exact.ravel()[1:].any()
 
 
+@pytest.mark.slow
 def test_one_program_has_all_parts_and_stops(
     long: Model, rows: RecallRows, count_compiles: Callable[[], Any]
 ) -> None:

@@ -98,6 +98,7 @@ def test_a_lens_leaves_the_mixing_alone() -> None:
     assert own.attention_per_key == seen.attention_per_key
 
 
+@pytest.mark.slow
 def test_fresh_layers_pass_states_by_and_forget_within_a_thousand_tokens() -> None:
     decoder = Mamba2(CONFIG)
     params = decoder.init(jax.random.key(0))
@@ -112,6 +113,7 @@ def test_fresh_layers_pass_states_by_and_forget_within_a_thousand_tokens() -> No
     assert -1.7 < log_decay.min() < log_decay.max() < -0.99e-3
 
 
+@pytest.mark.slow
 def test_it_is_trained_as_any_decoder(tmp_path: Any) -> None:
     model = recurrent_model()
     ids = model.tokens(2, 8)

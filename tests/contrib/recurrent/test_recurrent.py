@@ -27,6 +27,7 @@ DEPTHS, EXECUTOR = (1, 2, 4), cases.SHAPES[1].executor
 run_score = jax.jit(score, static_argnums=0, static_argnames="executor")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "shape",
     [s for s in cases.SHAPES if (s.token, s.kv) in ((17, "drop"), (64, "propagate"))],
@@ -60,6 +61,7 @@ class Counted(Mamba2):
         return super().finish_layer(layer, x, attended)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kv", ["propagate", "drop"])
 def test_stopped_tokens_cost_what_the_padding_rule_says(kv: str) -> None:
     model = recurrent_model(Counted)
@@ -82,6 +84,7 @@ def test_stopped_tokens_cost_what_the_padding_rule_says(kv: str) -> None:
     assert counts["queries"] < dense, "the case must skip something"
 
 
+@pytest.mark.slow
 def test_calibration_takes_it_as_any_decoder(text: list[Any]) -> None:
     model = recurrent_model()
     fitted = cases.calibrated(model, text, ("state_similarity",), (0.8,))

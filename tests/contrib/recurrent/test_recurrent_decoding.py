@@ -38,13 +38,14 @@ def model() -> Model:
     return Model(result.decoder, result.params | {"layers": layers, "norm": norm})
 
 
+@pytest.mark.slow
 def test_plain_decoding_is_the_full_model() -> None:
     result = run(model(), max_new_tokens=20)
     assert len(set(itertools.chain(*(row.tolist() for row in result.token_ids)))) > 8
     assert_greedy(model(), result, kv="full")
 
 
-@pytest.mark.parametrize("kv", ["propagate", "drop"])
+@pytest.mark.parametrize("kv", ["propagate", pytest.param("drop", marks=pytest.mark.slow)])
 def test_adaptive_decoding_is_the_oracle_at_the_decided_depths(kv: Any) -> None:
     mode = Adaptive(policy=DepthAt(table=TABLE, depths=DEPTHS), kv=kv)
     result = run(model(), mode=mode, max_new_tokens=20)
@@ -57,6 +58,7 @@ def test_adaptive_decoding_is_the_oracle_at_the_decided_depths(kv: Any) -> None:
             assert_greedy(model(), result, kv=other)
 
 
+@pytest.mark.slow
 def test_lossless_decoding_is_the_full_model() -> None:
     result = run(model(), mode=Lossless(exit=2, max_draft=3), max_new_tokens=20)
     assert_greedy(model(), result, kv="full")

@@ -81,7 +81,13 @@ def select_at(depths: Any, *margins: float, mean: bool = True) -> Select:
     return Select(depths=depths, margins=np.asarray(margins, np.float32), mean=mean)
 
 
-@pytest.mark.parametrize("kind", OTHERS)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("window", "heads of two layers"),
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("swiglu", "lens")),
+    ],
+)
 def test_survivors_have_full_depths_scores_and_the_rest_left_where_they_should(kind: str) -> None:
     decoder = Transformer(dataclasses.replace(TINY, **OTHERS[kind]))
     model = Model(decoder, live_params(decoder, seed=2))
@@ -136,7 +142,16 @@ def test_only_those_left_run_in_the_narrowest_batch_that_holds_them(
     assert compiles.count == 0
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "heads of two layers",
+        *(
+            pytest.param(kind, marks=pytest.mark.slow)
+            for kind in ("made once", "of the last of a kind")
+        ),
+    ],
+)
 def test_keys_and_values_are_made_where_the_model_makes_some_and_kept(kind: str) -> None:
     decoder = Counting(dataclasses.replace(TINY, **KINDS[kind]))
     model = Model(decoder, live_params(decoder))
@@ -204,6 +219,7 @@ def test_queries_of_one_document_stay_on_one_side(tiny: Model) -> None:
     assert fitted.ladder[-1].risk > 0.5
 
 
+@pytest.mark.slow
 def test_what_is_seen_is_what_selecting_would_see(tiny: Model) -> None:
     rng = np.random.default_rng(0)
     queries = [

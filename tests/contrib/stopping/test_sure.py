@@ -81,7 +81,6 @@ def by_hand(
         (0.3, Confidence(threshold=0, window=3)),
         (0.4, Confidence(threshold=0, window=2, cue_ids=range(0, 64, 2))),
         (1.0, Confidence(threshold=0, window=1, min_tokens=6)),
-        (1.0, Confidence(threshold=0, window=5)),
     ],
 )
 def test_a_thought_is_cut_where_single_tokens_say(share: float, confidence: Confidence) -> None:
@@ -94,6 +93,7 @@ def test_a_thought_is_cut_where_single_tokens_say(share: float, confidence: Conf
     assert "confidence" in {row.ended_by for row in rows}
 
 
+@pytest.mark.slow
 def test_texts_that_end_by_themselves() -> None:
     free = [row.thought for row in until_sure(NEVER)]
     end, eos = tuple(free[0][3:5]), (free[1][6], free[2][2])  # An end over two chunks.
@@ -103,6 +103,7 @@ def test_texts_that_end_by_themselves() -> None:
     assert {"model", "eos"} <= {row.ended_by for row in rows}
 
 
+@pytest.mark.slow
 def test_never_sure_is_a_budget() -> None:
     how: dict[str, Any] = {"sampling": SamplingParams(temperature=1.1), "seeds": [3, 1, 4, 1]}
     rule = Thinking(end_ids=END, max_tokens=THOUGHT, max_answer_tokens=ANSWER)
@@ -114,6 +115,7 @@ def test_never_sure_is_a_budget() -> None:
         assert (row.ended_by, len(row.thought)) == (thought.ended_by, THOUGHT)
 
 
+@pytest.mark.slow
 def test_no_chunk_is_written_behind_the_last_thought(monkeypatch: pytest.MonkeyPatch) -> None:
     written, generate = [], stopping.generate
 

@@ -290,7 +290,7 @@ def test_calibration_and_lens_lie_beside_the_file(tmp_path: Path) -> None:
     assert load(file, lens=False).sha256 == model.sha256
 
 
-@pytest.mark.check
+@pytest.mark.slow
 def test_calibrate_writes_beside_the_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
