@@ -90,14 +90,16 @@ class Oracle:
             if self.canvas.attention == "block":
                 visible &= (self.block_of[None] <= self.block_of[:, None])[None]
             read = read_side_by_side(self.kv[row] for row in sources)
-            new = apply_layer(decoder, layer_at(decoder, params, index), x, places, mix, visible, read)
+            new = apply_layer(
+                decoder, layer_at(decoder, params, index), x, places, mix, visible, read
+            )
             x = jnp.where(runs[None, :, None], new, x)
         if self.split == self.layers:
             x = self.x = jnp.where(low[None, :, None], x, self.x)
         logits = np.array(decoder.unembed(params, x)[0], np.float64)
         logits[:, MASK] = -np.inf
         self.logits = logits
-        return logits - np.log(np.exp(logits - logits.max(-1, keepdims=True)).sum(-1, keepdims=True)) - logits.max(-1, keepdims=True)
+        return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
 
     def moved(self, of_position: np.ndarray) -> np.ndarray:
         """Returns values of positions at the tokens that predict these."""
@@ -105,7 +107,7 @@ class Oracle:
             return of_position
         return np.append(of_position[1:], np.zeros(1, of_position.dtype))
 
-    def best(self, how: Best, part: int, allowed: np.ndarray, must: np.ndarray) -> np.ndarray:
+    def chosen(self, how: Best, part: int, allowed: np.ndarray, must: np.ndarray) -> np.ndarray:
         newly = [i for i in range(self.width) if self.decided[i] == self.step - 1 >= 0]
         score = {
             "age": lambda i: self.step - (self.ran[0][i] if part == 0 else self.at[i]),
@@ -121,9 +123,9 @@ class Oracle:
             np.flatnonzero(allowed),
             key=lambda i: (not must[i], -score(inside(i + move)), i),
         )
-        chosen = np.zeros(self.width, bool)
-        chosen[order[: how.count]] = True
-        return chosen
+        runs = np.zeros(self.width, bool)
+        runs[order[: how.count]] = True
+        return runs
 
     def advance(self, reveal: Reveal, stop: Any = None, forced: Any = None) -> None:
         refresh = self.refresh
@@ -146,8 +148,12 @@ class Oracle:
             low = allowed & (must | in_block | predicting)
         else:
             how = refresh.lower
-            picks = must if how.score == "decided" else must | (predicting if how.among == "masks" else True)
-            low = self.best(how, 0, allowed & picks, must)
+            picks = (
+                must
+                if how.score == "decided"
+                else must | (predicting if how.among == "masks" else True)
+            )
+            low = self.chosen(how, 0, allowed & picks, must)
         self.ran[0][low], self.must[0][low] = self.step, False
         could = allowed & ((self.ran[0] == self.step) if at_end else (self.ran[0] >= 0))
         must = self.must[1].copy()
@@ -156,7 +162,7 @@ class Oracle:
         elif refresh.upper == "predicting" or whole:
             up = could & (predicting | must)
         else:
-            up = self.best(refresh.upper, 1, could & (predicting | must), must)
+            up = self.chosen(refresh.upper, 1, could & (predicting | must), must)
         self.ran[1][up], self.must[1][up] = self.step, False
         self.runs += [low.sum(), up.sum()]
         log_probs = self.full_pass(low, up)
@@ -232,25 +238,182 @@ def assert_oracle(
     return result
 
 
+def best(score: Any, count: int, **options: Any) -> Best:
+    return Best(score=score, count=count, **options)
+
+
 REFRESH: dict[str, tuple[Canvas, Refresh]] = {
     "full": (FULL, Refresh(upper="all")),
     "predicting": (SHIFTED, Refresh()),
-    "decided, near": (SHIFTED, Refresh(lower=Best(score="decided", count=2), upper=Best(score="near", count=4))),
-    "age, left": (FULL, Refresh(lower=Best(score="age", count=6), upper=Best(score="left", count=3))),
-    "every": (SHIFTED, Refresh(lower=Best(score="near", count=5), upper=Best(score="entropy", count=4), every=3)),
-    "0 or all": (SHIFTED, Refresh(lower=Best(score="confidence", count=5, among="masks"), split=4)),
+    "decided, near": (SHIFTED, Refresh(lower=best("decided", 2), upper=best("near", 4))),
+    "age, left": (FULL, Refresh(lower=best("age", 6), upper=best("left", 3))),
+    "every": (SHIFTED, Refresh(lower=best("near", 5), upper=best("entropy", 4), every=3)),
+    "0 or all": (SHIFTED, Refresh(lower=best("confidence", 5, among="masks"), split=4)),
     "DualCache": (BLOCKS, Refresh(lower="block", at_blocks=True)),
     "blocks": (CAUSAL_BLOCKS, Refresh()),
-    "blocks, some": (CAUSAL_BLOCKS, Refresh(lower=Best(score="age", count=3), upper=Best(score="confidence", count=2))),
-    "split": (SHIFTED, Refresh(lower=Best(score="age", count=8), upper=Best(score="confidence", count=6), split=2)),
-    "split, all": (FULL, Refresh(lower=Best(score="left", count=6), upper="all", split=1)),
-}  # fmt: skip
+    "blocks, some": (CAUSAL_BLOCKS, Refresh(lower=best("age", 3), upper=best("confidence", 2))),
+    "split": (SHIFTED, Refresh(lower=best("age", 8), upper=best("confidence", 6), split=2)),
+    "split, all": (FULL, Refresh(lower=best("left", 6), upper="all", split=1)),
+}
+CASES = [
+    *((kind, case) for kind in ("plain", "heads of two layers") for case in REFRESH),
+    *((kind, case) for kind in OPTIONS for case in ("blocks, some", "split")),
+]
 
 
-@pytest.mark.parametrize("kind", OPTIONS)
-@pytest.mark.parametrize("case", REFRESH)
+@pytest.mark.parametrize(("kind", "case"), list(dict.fromkeys(CASES)))
 def test_a_row_is_the_oracles_whatever_its_batch(
     kind: str, case: str, models: dict[str, Model]
 ) -> None:
     canvas, refresh = REFRESH[case]
     assert_oracle(models[kind], canvas, refresh, Reveal(count=2))
+
+
+@pytest.mark.parametrize(
+    ("canvas", "reveal", "stop"),
+    [
+        (FULL, Reveal(threshold=0.3), None),
+        (SHIFTED, Reveal(growth=2.0), None),
+        (SHIFTED, Reveal(), Sched(high=1.2, low=0.3)),
+        (BLOCKS, Reveal(), Stable(steps=1)),
+    ],
+)
+def test_thresholds_growing_steps_and_stops_are_the_oracles(
+    canvas: Canvas, reveal: Reveal, stop: Any, models: dict[str, Model]
+) -> None:
+    model = models["heads of two layers"]
+    refresh = Refresh(lower=best("near", 6))
+    result = assert_oracle(model, canvas, refresh, reveal, stop=stop)
+    assert (result.steps < NEW).all()  # Each of them decides more than one token in some step.
+
+
+def test_forced_tokens_are_decided_in_the_order_of_predictions(models: dict[str, Model]) -> None:
+    forced = np.random.default_rng(1).integers(0, MASK, (len(PROMPTS), NEW))
+    refresh = Refresh(lower=Best(score="decided", count=2))
+    result = assert_oracle(
+        models["heads of two layers"], SHIFTED, refresh, Reveal(count=2), forced=forced
+    )
+    np.testing.assert_array_equal(result.token_ids, forced)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_upper_layers_of_tokens_that_predict_nothing_change_nothing(
+    kind: str, models: dict[str, Model]
+) -> None:
+    model = models[kind]
+    few = run(model, SHIFTED, Refresh(), Reveal())
+    full = run(model, SHIFTED, Refresh(upper="all"), Reveal())
+    np.testing.assert_array_equal(few.token_ids, full.token_ids)
+    np.testing.assert_array_equal(few.decided_at, full.decided_at)
+    np.testing.assert_allclose(few.log_probs, full.log_probs, atol=1e-5)
+    lengths = np.asarray([len(prompt) for prompt in PROMPTS])
+    np.testing.assert_array_equal(full.runs, np.stack([NEW * (lengths + NEW)] * 2))
+    # One mask fewer in each step.
+    np.testing.assert_array_equal(few.runs[1], [NEW * (NEW + 1) // 2] * len(PROMPTS))
+
+
+def test_work_is_the_static_counts_of_the_passes(models: dict[str, Model]) -> None:
+    model, width = models["heads of two layers"], 48
+    refresh = Refresh(lower=Best(score="decided", count=2), upper=Best(score="left", count=5))
+    result = run(model, SHIFTED, refresh, Reveal(count=2), width=width)
+    batch, steps = len(PROMPTS), NEW // 2
+    # The first pass is as wide as the canvas, and predicts all masks; layers 3 and 4 make no K/V.
+    lower, upper = width + 2 * (steps - 1), NEW + 5 * (steps - 1)
+    assert result.work.queries == batch * (2 * lower + 2 * upper)
+    assert result.work.keys_values == batch * 2 * lower
+    assert result.work.key_slots == result.work.queries * width
+    assert result.work.heads == batch * upper
+    assert result.flops(model.decoder, model.params) > 0
+
+
+def test_random_tokens_do_not_depend_on_batch_mates_or_padding(models: dict[str, Model]) -> None:
+    model = models["plain"]
+    refresh = Refresh(lower=Best(score="random", count=6, among="masks"), split=4)
+    options: dict[str, Any] = {"canvas": SHIFTED, "max_new_tokens": NEW, "refresh": refresh}
+    together = run(model, SHIFTED, refresh, Reveal(), seed=3)
+    alone = denoise(model.decoder, model.params, PROMPTS[1:2], width=50, seed=3, **options)
+    np.testing.assert_array_equal(alone.token_ids[0], together.token_ids[1])
+    other = denoise(model.decoder, model.params, PROMPTS[1:2], width=50, seed=4, **options)
+    assert (other.decided_at != alone.decided_at).any()
+
+
+def test_a_text_ends_once_all_before_its_end_is_decided(models: dict[str, Model]) -> None:
+    model = models["plain"]
+    whole = run(model, BLOCKS, Refresh(), Reveal())
+    end = int(whole.token_ids[0, 5])
+    cut = run(model, BLOCKS, Refresh(), Reveal(), eos_ids=(end,))
+    for row in range(len(PROMPTS)):
+        places = np.flatnonzero(whole.token_ids[row] == end)
+        length = places[0] if places.size else NEW
+        assert cut.lengths[row] == length
+        np.testing.assert_array_equal(cut.token_ids[row, :length], whole.token_ids[row, :length])
+    assert cut.steps[0] < whole.steps[0]
+
+
+def test_early_ends_are_rejected_at_first(models: dict[str, Model]) -> None:
+    model = models["plain"]
+    plain = run(model, FULL, Refresh(), Reveal(count=1))
+    first = plain.token_ids[plain.decided_at == 0]
+    ends = tuple({*first.tolist()})
+    rejected = run(model, FULL, Refresh(), Reveal(count=1, end_factor=0.0), eos_ids=ends)
+    assert not np.isin(rejected.token_ids[rejected.decided_at == 0], ends).any()
+
+
+def test_a_blocks_first_token_is_decided_alone(models: dict[str, Model]) -> None:
+    canvas = dataclasses.replace(CAUSAL_BLOCKS, shift=True, seed_first=True)
+    result = run(models["plain"], canvas, Refresh(), Reveal(count=3))
+    for row, prompt in enumerate(PROMPTS):
+        block = (len(prompt) + np.arange(NEW)) // 4
+        for index in np.unique(block):
+            steps = result.decided_at[row, block == index]
+            assert (steps[0] < steps[1:]).all()
+
+
+def test_other_prompts_compile_nothing(models: dict[str, Model], count_compiles: Any) -> None:
+    model = models["plain"]
+    run(model, FULL, Refresh(), Reveal())
+    with count_compiles() as compiles:
+        prompts = [[3], [1] * 20, [9, 8]]
+        denoise(model.decoder, model.params, prompts, canvas=FULL, max_new_tokens=NEW)
+    assert compiles.count == 0
+
+
+def denoise_badly(model: Model, **changes: Any) -> Any:
+    options = {"prompts": [[1, 2]], "canvas": FULL, "max_new_tokens": 4, **changes}
+    return denoise(model.decoder, model.params, **options)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"prompts": [[]]}, "prompts of at least one token"),
+        ({"prompts": [[64]]}, "ids from 0 to 63"),
+        ({"max_new_tokens": 0}, "max_new_tokens of at least 1"),
+        ({"max_new_tokens": 127}, "at most 128 tokens, prompt and new ones. Got 129"),
+        ({"canvas": Canvas(mask_id=64)}, "mask_id below the vocabulary's 64"),
+        ({"canvas": Canvas(mask_id=1, attention="block")}, "a block of at least 1"),
+        ({"refresh": Refresh(split=5)}, "split from 1 to the 4 layers. Got split=5"),
+        ({"forced": [[1, 2]]}, "4 forced ids for row 0"),
+    ],
+)
+def test_what_does_not_fit_is_refused(
+    changes: dict[str, Any], message: str, models: dict[str, Model]
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        denoise_badly(models["plain"], **changes)
+
+
+def test_impossible_settings_are_refused(tiny: Model) -> None:
+    with pytest.raises(ValueError, match="causal=False in its config"):
+        denoise_badly(tiny)
+    for make, message in (
+        (lambda: Best(score="noise", count=1), "a score of age, near"),  # type: ignore[arg-type]
+        (lambda: Best(score="age", count=0), "count of at least 1"),
+        (lambda: Refresh(lower="some"), "lower to be a Best or one of all, block"),  # type: ignore[arg-type]
+        (lambda: Refresh(every=-1), "every of at least 0"),
+        (lambda: Reveal(count=0), "count and growth of at least 1"),
+        (lambda: Sched(high=1.0, low=2.0), "high >= low"),
+        (lambda: Stable(steps=0), "steps of at least 1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make()

@@ -90,42 +90,26 @@ def denoise(  # noqa: PLR0913 (options, each named)
       ValueError: settings that do not fit the model or each other, ids outside the vocabulary, an
         empty prompt, or rows longer than the model's context or `width`.
     """
-    loop, rows = prepare(
-        decoder,
-        prompts,
+    canvas.check(decoder)
+    loop = Loop(
+        decoder=decoder,
         canvas=canvas,
-        max_new_tokens=max_new_tokens,
         reveal=reveal,
         stop=stop,
         refresh=refresh,
-        eos_ids=eos_ids,
-        forced=forced,
-        width=width,
-        seed=seed,
+        max_new_tokens=max_new_tokens,
+        eos_ids=decoder.config.eos_ids if eos_ids is None else tuple(eos_ids),
     )
+    rows = rows_of(loop, prompts, forced=forced, width=width, seed=seed)
     state = _run(loop, params, split_layers(decoder, params), rows)
     return result_of(loop, rows, state)
 
 
-def prepare(  # noqa: PLR0913 (options, each named)
-    decoder: Decoder,
-    prompts: Sequence[Any],
-    *,
-    canvas: Canvas,
-    max_new_tokens: int,
-    reveal: Reveal,
-    stop: Stop | None,
-    refresh: Refresh,
-    eos_ids: tuple[int, ...] | None,
-    forced: Any,
-    width: int | None,
-    seed: int,
-    keeps_log_probs: bool = False,
-) -> tuple[Loop, Rows]:
-    """Returns the program and the rows of `denoise`, after checking them."""
-    config = decoder.config
-    canvas.check(decoder)
-    refresh.split_of(config)
+def rows_of(
+    loop: Loop, prompts: Sequence[Any], *, forced: Any = None, width: int | None = None, seed: int
+) -> Rows:
+    """Returns the rows of `denoise`, after checking them."""
+    config, max_new_tokens = loop.decoder.config, loop.max_new_tokens
     vocab = config.vocab_size
     given = [check_ids(ids, vocab_size=vocab, what=f"prompt {i}") for i, ids in enumerate(prompts)]
     lengths = np.asarray([prompt.size for prompt in given], np.int32)
@@ -154,18 +138,8 @@ def prepare(  # noqa: PLR0913 (options, each named)
                     f"Got {truth.size}."
                 )
             placed[row, prompt.size : prompt.size + max_new_tokens] = truth
-    loop = Loop(
-        decoder=decoder,
-        canvas=canvas,
-        reveal=reveal,
-        stop=stop,
-        refresh=refresh,
-        max_new_tokens=max_new_tokens,
-        eos_ids=config.eos_ids if eos_ids is None else tuple(eos_ids),
-        keeps_log_probs=keeps_log_probs,
-    )
     ids, ends, true = jax.tree.map(jnp.asarray, (padded, lengths, placed))
-    return loop, Rows(ids=ids, lengths=ends, forced=true, key=jax.random.key(seed))
+    return Rows(ids=ids, lengths=ends, forced=true, key=jax.random.key(seed))
 
 
 @partial(jax.jit, static_argnums=0)

@@ -205,18 +205,12 @@ class Loop:
         else:
             upper = most if refresh.upper == "all" or self.makes_above else masks
         all_of_them = refresh.upper == "all" or self.makes_above
-        return (width, width if all_of_them else masks), (
-            lower,
-            min(upper, lower if at_end else width),
-        )
+        wide = (width, width if all_of_them else masks)
+        return wide, (lower, min(upper, lower if at_end else width))
 
     @property
     def _layers(self) -> int:
         return self.decoder.config.num_layers
-
-    def limit(self, width: int) -> int:
-        """Returns a number of steps that no row needs: each decides a mask, or runs new tokens."""
-        return 2 * width + 2 * self.max_new_tokens
 
     def init(self, params: Params, rows: Rows) -> State:
         """Returns the state before the first step."""
@@ -247,7 +241,7 @@ class Loop:
             ),
             block=jnp.full(batch, -2, jnp.int32),
             since=jnp.zeros(batch, jnp.int32),
-            done=jnp.zeros(batch, jnp.bool_) | (self.max_new_tokens == 0),
+            done=jnp.zeros(batch, jnp.bool_),
             steps=jnp.zeros(batch, jnp.int32),
             runs=jnp.zeros((2, batch), jnp.int32),
             passes=jnp.zeros(2, jnp.int32),
@@ -256,7 +250,8 @@ class Loop:
 
     def run(self, params: Params, layers: Layers, rows: Rows) -> State:
         """Returns the state after the last step of all rows."""
-        limit = self.limit(rows.ids.shape[1])
+        # No row takes so many: each step decides a mask, or runs tokens that must.
+        limit = 2 * rows.ids.shape[1] + 2 * self.max_new_tokens
         return jax.lax.while_loop(
             lambda state: jnp.any(~state.done) & (state.step < limit),
             lambda state: self.advance(params, layers, rows, state),
@@ -265,7 +260,6 @@ class Loop:
 
     def advance(self, params: Params, layers: Layers, rows: Rows, state: State) -> State:
         """Returns the state after one step: the passes, then what they decide."""
-        width = rows.ids.shape[1]
         block_of = self.canvas.blocks_of(_positions(rows), rows.lengths)
         block = jnp.min(jnp.where(state.is_mask, block_of, NOWHERE), axis=1)
         begins = block != state.block
@@ -274,15 +268,14 @@ class Loop:
         )
         masks = state.is_mask & (block_of == block[:, None])
         if self.canvas.seed_first:
-            position = _positions(rows)
-            first = jnp.min(jnp.where(block_of == block[:, None], position, NOWHERE), axis=1)
-            first = jnp.maximum(first, rows.lengths)[:, None]
-            seeds = jnp.any(masks & (position == first), axis=1, keepdims=True)
-            masks &= ~seeds | (position == first)
+            start = self.canvas.blocks_of(_positions(rows) - 1, rows.lengths) < block[:, None]
+            start |= _positions(rows) == rows.lengths[:, None]  # A block may begin in the prompt.
+            seeds = masks & start
+            masks = jnp.where(jnp.any(seeds, axis=1, keepdims=True), seeds, masks)
         every, live = self.refresh.every, ~state.done
         whole = state.step == 0 if not every else state.step % every == 0
         whole = live & (whole | (begins & self.refresh.at_blocks))
-        wide, narrow = self.counts(width)
+        wide, narrow = self.counts(rows.ids.shape[1])
         given = Inputs(params, layers, rows, block_of, masks, self._to_predictor(masks, False))
         one = partial(self._pass, given, whole=whole)
         if wide == narrow:
@@ -297,7 +290,8 @@ class Loop:
     def _kinds(self, rows: Rows) -> tuple[jax.Array, jax.Array]:
         """Returns new tokens, and those that exist."""
         after = _positions(rows) - rows.lengths[:, None]
-        return (after >= 0) & (after < self.max_new_tokens), after < self.max_new_tokens
+        valid = after < self.max_new_tokens
+        return (after >= 0) & valid, valid
 
     def _to_predictor(self, of_position: jax.Array, fill: Any) -> jax.Array:
         """Returns values of positions `[row, token]` at the tokens that predict these."""

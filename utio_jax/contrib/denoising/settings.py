@@ -243,10 +243,8 @@ class Refresh:
     at_blocks: bool = False
 
     def __post_init__(self) -> None:
-        for name, value, allowed in (
-            ("lower", self.lower, _LOWER),
-            ("upper", self.upper, _UPPER),
-        ):
+        checks = (("lower", self.lower, _LOWER), ("upper", self.upper, _UPPER))
+        for name, value, allowed in checks:
             if not isinstance(value, Best) and value not in allowed:
                 raise ValueError(
                     f"Wanted {name} to be a Best or one of {', '.join(allowed)}. Got {value!r}."
