@@ -121,7 +121,7 @@ class Oracle:
         inside = lambda i: i if i < self.width else 0  # noqa: E731
         order = sorted(
             np.flatnonzero(allowed),
-            key=lambda i: (not must[i], -score(inside(i + move)), i),
+            key=lambda i: (not must[i], 0 if must[i] else -score(inside(i + move)), i),
         )
         runs = np.zeros(self.width, bool)
         runs[order[: how.count]] = True

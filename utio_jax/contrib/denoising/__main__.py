@@ -11,6 +11,6 @@ if __name__ == "__main__":
     folder, prompt, *count = sys.argv[1:]
     try:
         model = load_denoiser(folder)
-        print(model.generate(prompt, max_new_tokens=int(*count) if count else 64).text)
+        print(model.generate(prompt, max_new_tokens=int(*count) if count else 64)[0])
     except ValueError as error:
         sys.exit(f"denoising: {error}")

@@ -34,14 +34,6 @@ CANVAS_FILE = "denoising.json"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DenoisedText:
-    """Result of `Denoiser.generate`: the text, and what `denoise` returns."""
-
-    text: str
-    result: Denoised
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Denoiser:
     """A mask model with its parameters, canvas and tokenizer.
 
@@ -63,14 +55,14 @@ class Denoiser:
         own = (self.folder / CANVAS_FILE).is_file()
         return load_tokenizer(self.folder / "tokenizer.json", special_in_text=not own)
 
-    def generate(self, prompt: str, *, max_new_tokens: int = 128, **options: Any) -> DenoisedText:
-        """Returns the text after a prompt; options are those of `denoise`."""
+    def generate(self, prompt: str, **options: Any) -> tuple[str, Denoised]:
+        """Returns the text after a prompt, and the result of `denoise`, whose options these are."""
         bos = self.decoder.config.bos_id
         prompts = encode_documents(self.tokenizer, [prompt], bos_id=bos)
-        options = {"canvas": self.canvas, "max_new_tokens": max_new_tokens, **options}
+        options = {"canvas": self.canvas, "max_new_tokens": 128, **options}
         result = denoise(self.decoder, self.params, prompts, **options)
         ids = result.token_ids[0, : result.lengths[0]].tolist()
-        return DenoisedText(text=self.tokenizer.decode(ids), result=result)
+        return self.tokenizer.decode(ids), result
 
 
 def _settings_of(kind: str) -> Callable[[Reader], dict[str, Any]]:

@@ -28,23 +28,14 @@ from utio_jax.contrib.denoising.settings import Best, Canvas, Refresh, Reveal, S
 from utio_jax.core.arrays import flat, map_head, most_probable
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.pytrees import pytree
-from utio_jax.decoding.segments import Attend, Block, Layers, run_layers
+from utio_jax.decoding.segments import Attend, Block, Layers, Span, run_layers
 from utio_jax.staircase.forward import Sources
 
 _FAR = 1e6  # Beyond any score.
 
 
 class Inputs(NamedTuple):
-    """What a step's passes read and do not change.
-
-    Attributes:
-      params: of the model.
-      layers: each layer's parameters apart, or None.
-      rows: see `Rows`.
-      block_of: index of each token's block.
-      masks: those that may be decided now.
-      predicting: tokens that predict one of these.
-    """
+    """Inputs of a step's passes: masks that may be decided now, and tokens that predict these."""
 
     params: Params
     layers: Layers
@@ -55,12 +46,7 @@ class Inputs(NamedTuple):
 
 
 class Slots(NamedTuple):
-    """Tokens that run, packed by row.
-
-    Attributes:
-      index: their positions.
-      used: slots that hold one.
-    """
+    """Positions of the tokens that run, packed by row, and the slots that hold one."""
 
     index: Int[Array, "row slot"]
     used: Bool[Array, "row slot"]
@@ -68,7 +54,7 @@ class Slots(NamedTuple):
 
 @pytree
 class Rows:
-    """What stays the same: prompts on the left, masks after them, then padding.
+    """Rows of the loop: prompts on the left, masks after them, then padding.
 
     Attributes:
       ids: prompts, and the mask's id.
@@ -110,22 +96,20 @@ class Predictions:
 
 @pytree
 class State:
-    """What changes from step to step.
+    """Carry of the loop.
 
     Attributes:
       ids: tokens and masks.
       is_mask: new tokens that are not decided.
-      decided_at: step at which a token was decided; -1: given, or not yet.
-      log_prob: of decided tokens, when they were decided, in nats.
+      decided_at: step of each decision; -1: given, or not yet.
+      log_prob: of decided tokens at that step, in nats.
       cache: keys and values of each token's last run.
       states: at the split, of each token's last run of the lower layers.
       ran: step of each token's last run of the lower and of the upper layers; -1: none.
       must: tokens whose content changed since they ran the lower and the upper layers.
       predicted: the last predictions.
-      block: index of each row's block; -2 before the first step.
-      since: step at which a row's block began.
-      done: rows that are finished.
-      steps: passes that each row has taken.
+      block: index of each row's block, and in `since` the step at which it began.
+      done: rows that are finished; `steps` counts each row's.
       runs: tokens that each row ran through the lower and through the upper layers.
       passes: executed passes, all tokens wide and as wide as the counts.
       step: of the loop.
@@ -231,13 +215,10 @@ class Loop:
             must=jnp.stack([valid, valid & self.makes_above]),
             predicted=Predictions(
                 token=jnp.zeros((batch, width), jnp.int32),
-                probability=zeros,
-                entropy=zeros,
-                margin=zeros,
-                log_prob=zeros,
                 same=jnp.zeros((batch, width), jnp.int32),
                 at=nothing,
                 log_probs=jnp.zeros((batch, width, vocab)) if self.keeps_log_probs else None,
+                **dict.fromkeys(("probability", "entropy", "margin", "log_prob"), zeros),
             ),
             block=jnp.full(batch, -2, jnp.int32),
             since=jnp.zeros(batch, jnp.int32),
@@ -461,17 +442,9 @@ class Loop:
             return attend
 
         places = self.decoder.encode_positions(index)
-        return run_layers(
-            self.decoder,
-            given.params,
-            cache,
-            x,
-            Block(positions=index, valid=slots.used, places=places),
-            attention,
-            start=span[0],
-            stop=span[1],
-            layers=given.layers,
-        )
+        block = Block(positions=index, valid=slots.used, places=places)
+        options: Span = {"start": span[0], "stop": span[1], "layers": given.layers}
+        return run_layers(self.decoder, given.params, cache, x, block, attention, **options)
 
     def _decide(self, given: Inputs, state: State) -> State:
         """Returns the state with the step's tokens: fresh predictions first, by probability."""
@@ -495,7 +468,7 @@ class Loop:
             takes |= fresh & (probability >= self.reveal.threshold)
         if self.stop is not None:
             known = jnp.all(~masks | ready, axis=1)
-            at_once = known & self.stop.sure(span, masks, predicted.margin, predicted.same)
+            at_once = known & self.stop.sure(span, masks, predicted)
             takes |= ready & at_once[:, None]
         token = predicted.token if rows.forced is None else rows.forced
         ids = jnp.where(takes, token, state.ids)

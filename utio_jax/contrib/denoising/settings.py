@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
@@ -25,7 +26,7 @@ Schedule = Literal["linear", "cosine", "exponential"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Canvas:
-    """How a masked diffusion model reads and fills a row: the prompt, then masks.
+    """The row of a masked diffusion model, and how it is filled: the prompt, then masks.
 
     Attributes:
       mask_id: token that stands for what is not decided.
@@ -77,7 +78,7 @@ class Canvas:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Reveal:
-    """Which masks a step decides: the most confident ones.
+    """The masks that a step decides: the most confident ones.
 
     Attributes:
       count: tokens of a row in each step, at least.
@@ -120,45 +121,35 @@ class Sched:
       high: threshold where nothing is decided, in logits.
       low: threshold where all is.
       schedule: between them, over the share of the block that is decided.
-      rate: of the exponential schedule.
     """
 
     high: float = 8.0
     low: float = 2.0
     schedule: Schedule = "linear"
-    rate: float = 4.0
 
     def __post_init__(self) -> None:
-        if self.schedule not in get_args(Schedule) or self.high < self.low or self.rate <= 0:
+        if self.schedule not in get_args(Schedule) or self.high < self.low:
             raise ValueError(
-                f"Wanted a schedule of {', '.join(get_args(Schedule))}, high >= low and a rate "
-                f"above 0. Got {self}."
+                f"Wanted high >= low and a schedule of {', '.join(get_args(Schedule))}. Got {self}."
             )
 
     def threshold(self, progress: Float[Array, " row"]) -> Float[Array, " row"]:
         """Returns the threshold at a share of decided tokens."""
-        match self.schedule:
-            case "linear":
-                left = 1 - progress
-            case "cosine":
-                left = (1 + jnp.cos(math.pi * progress)) / 2
-            case _:
-                end = math.exp(-self.rate)
-                left = (jnp.exp(-self.rate * progress) - end) / (1 - end)
+        left = {
+            "linear": 1 - progress,
+            "cosine": (1 + jnp.cos(math.pi * progress)) / 2,
+            "exponential": (jnp.exp(-4 * progress) - math.exp(-4)) / (1 - math.exp(-4)),
+        }[self.schedule]
         return self.low + (self.high - self.low) * left
 
-    def sure(
-        self,
-        span: Bool[Array, "row token"],
-        masks: Bool[Array, "row token"],
-        margin: Float[Array, "row token"],
-        same: Int[Array, "row token"],
-    ) -> Bool[Array, " row"]:
-        """Returns the rows whose block `span` is decided at once, of which `masks` are left."""
-        del same
+    def sure(self, span: jax.Array, masks: jax.Array, last: Any) -> Bool[Array, " row"]:
+        """Returns the rows whose block is decided at once.
+
+        `span` are its new tokens, `masks` those not decided, `last` the last `Predictions`.
+        """
         total = jnp.maximum(jnp.sum(span, axis=1), 1)
         progress = 1 - jnp.sum(masks, axis=1) / total
-        mean = jnp.sum(jnp.where(span, margin, 0), axis=1) / total
+        mean = jnp.sum(jnp.where(span, last.margin, 0), axis=1) / total
         return mean >= self.threshold(progress)
 
 
@@ -176,16 +167,10 @@ class Stable:
         if self.steps < 1:
             raise ValueError(f"Wanted steps of at least 1. Got steps={self.steps}.")
 
-    def sure(
-        self,
-        span: Bool[Array, "row token"],
-        masks: Bool[Array, "row token"],
-        margin: Float[Array, "row token"],
-        same: Int[Array, "row token"],
-    ) -> Bool[Array, " row"]:
+    def sure(self, span: jax.Array, masks: jax.Array, last: Any) -> Bool[Array, " row"]:
         """Returns the rows whose block is decided at once, see `Sched.sure`."""
-        del span, margin
-        return jnp.all(~masks | (same >= self.steps), axis=1)
+        del span
+        return jnp.all(~masks | (last.same >= self.steps), axis=1)
 
 
 Stop = Sched | Stable
@@ -219,7 +204,7 @@ _LOWER, _UPPER = ("all", "block"), ("all", "predicting")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Refresh:
-    """Which tokens run which layers in a step; the others keep K/V, states and predictions.
+    """The tokens that run layers in a step; the others keep K/V, states and predictions.
 
     A row's first step runs all tokens. A token whose content changed must run the lower layers, and
     comes first wherever there are slots.
