@@ -133,6 +133,7 @@ def advance(loop: Loop, params: Any, layers: Any, rows: Rows, state: State) -> A
     is_mask_id = jnp.arange(logits.shape[-1]) == loop.canvas.mask_id
     full = jax.nn.log_softmax(jnp.where(is_mask_id[None, None], -jnp.inf, logits))
     made = after.predicted.log_probs
+    assert made is not None  # `keeps_log_probs`.
     terms = jnp.where(is_mask_id[None, None], 0.0, jnp.exp(full) * (full - made))
     now = after.decided_at == state.step
     return after, jnp.sum(jnp.where(now, jnp.sum(terms, axis=-1), 0.0), axis=1)

@@ -56,7 +56,9 @@ class Oracle:
         self.split = refresh.split or min(config.kv_complete + 1, self.layers)
         self.made_above = bool(config.kv_made(self.split, self.layers))
         heads = (1, self.width, config.num_kv_heads, config.head_dim)
-        self.kv = {row: (jnp.zeros(heads), jnp.zeros(heads)) for row in range(config.kv_layers)}
+        self.kv: dict[int, Any] = {
+            row: (jnp.zeros(heads), jnp.zeros(heads)) for row in range(config.kv_layers)
+        }
         self.made = {row: np.zeros(self.width, bool) for row in self.kv}
         self.x = jnp.zeros((1, self.width, config.embed_dim))
         self.must = np.stack([np.ones(self.width, bool), np.full(self.width, self.made_above)])

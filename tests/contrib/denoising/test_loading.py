@@ -228,7 +228,7 @@ def test_a_model_of_this_library_comes_back(tmp_path: Path) -> None:
     states = [
         dense_states(decoder, p, ids, lengths, depths=(4,))[0] for p in (params, model.params)
     ]
-    np.testing.assert_array_equal(*states)
+    np.testing.assert_array_equal(states[0], states[1])
     (tmp_path / "denoising.json").write_text('{"mask": 3}')
     with pytest.raises(ValueError, match="the fields of Canvas"):
         load_denoiser(tmp_path)

@@ -7,7 +7,7 @@ from utio_jax.contrib.denoising.loading import load_denoiser
 
 if __name__ == "__main__":
     if len(sys.argv) not in (3, 4):
-        sys.exit(f"Wanted {__doc__.split('`')[1]}. Got {sys.argv[1:]}.")
+        sys.exit(f"Wanted FOLDER PROMPT [TOKENS]. Got {sys.argv[1:]}.")
     folder, prompt, *count = sys.argv[1:]
     try:
         model = load_denoiser(folder)

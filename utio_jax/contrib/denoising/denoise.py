@@ -127,10 +127,10 @@ def rows_of(
         )
     width = width or min(round_up(int(lengths.max()), 32) + max_new_tokens, most)
     padded = np.zeros((len(given), width), np.int32)
-    placed = None if forced is None else padded.copy()
+    placed = padded.copy()
     for row, prompt in enumerate(given):
         padded[row, : prompt.size] = prompt
-        if placed is not None:
+        if forced is not None:
             truth = check_ids(forced[row], vocab_size=vocab, what=f"forced row {row}")
             if truth.size != max_new_tokens:
                 raise ValueError(
@@ -138,8 +138,10 @@ def rows_of(
                     f"Got {truth.size}."
                 )
             placed[row, prompt.size : prompt.size + max_new_tokens] = truth
-    ids, ends, true = jax.tree.map(jnp.asarray, (padded, lengths, placed))
-    return Rows(ids=ids, lengths=ends, forced=true, key=jax.random.key(seed))
+    ids, ends, true = map(jnp.asarray, (padded, lengths, placed))
+    return Rows(
+        ids=ids, lengths=ends, forced=None if forced is None else true, key=jax.random.key(seed)
+    )
 
 
 @partial(jax.jit, static_argnums=0)

@@ -48,7 +48,7 @@ class Inputs(NamedTuple):
 class Slots(NamedTuple):
     """Positions of the tokens that run, packed by row, and the slots that hold one."""
 
-    index: Int[Array, "row slot"]
+    positions: Int[Array, "row slot"]
     used: Bool[Array, "row slot"]
 
 
@@ -355,7 +355,7 @@ class Loop:
 
     def _lower(self, given: Inputs, state: State, slots: Slots) -> State:
         """Returns the state after layers [0, split) of some tokens, on their present content."""
-        x = self.decoder.embed(given.params, _take(state.ids, slots.index), slots.index)
+        x = self.decoder.embed(given.params, _take(state.ids, slots.positions), slots.positions)
         state = _count(state, 0, slots)
         span = (0, self.split)
         x, cache = self._run(given, state.cache, x, slots, state.ran[0] >= 0, span)
@@ -364,7 +364,7 @@ class Loop:
 
     def _upper(self, given: Inputs, state: State, slots: Slots) -> State:
         """Returns the state after the other layers of some tokens, and what these predict."""
-        rows, index = given.rows, slots.index
+        rows, index = given.rows, slots.positions
         state = _count(state, 1, slots)
         x, cache = _take(state.states, index), state.cache
         if self.split < self._layers:
@@ -383,13 +383,9 @@ class Loop:
         values["same"] = same * (_take(old.same, moved) + 1)
         values["same"] *= _take(old.at, moved) >= 0
         values["at"] = jnp.broadcast_to(state.step, index.shape)
-        predicted = {
-            field.name: None
-            if getattr(old, field.name) is None
-            else _put(getattr(old, field.name), values[field.name], read_slots)
-            for field in dataclasses.fields(old)
-        }
-        return dataclasses.replace(state, cache=cache, predicted=Predictions(**predicted))
+        leaves = {name: _put(getattr(old, name), y, read_slots) for name, y in values.items()}
+        predicted = dataclasses.replace(old, **leaves)
+        return dataclasses.replace(state, cache=cache, predicted=predicted)
 
     def _read(
         self, logits: Float[Array, "slot vocab"], target: Int[Array, " slot"], *, has_target: bool
@@ -426,7 +422,7 @@ class Loop:
 
         Keys and values of all other tokens that are `shown` are those of their last run.
         """
-        index, width = slots.index, shown.shape[1]
+        index, width = slots.positions, shown.shape[1]
         keys = jnp.where(shown, jnp.arange(width, dtype=jnp.int32)[None], NOWHERE)
         in_blocks = self.canvas.attention == "block"
         earlier = given.block_of[:, None, :] <= _take(given.block_of, index)[:, :, None]
@@ -521,7 +517,7 @@ def _take(leaf: jax.Array, index: Int[Array, "row slot"]) -> jax.Array:
 
 def _put(leaf: jax.Array, new: jax.Array, slots: Slots) -> jax.Array:
     """Returns an array `[row, token, ...]` with the entries of used slots replaced."""
-    index = jnp.where(slots.used, slots.index, leaf.shape[1])  # One past the end: dropped.
+    index = jnp.where(slots.used, slots.positions, leaf.shape[1])  # One past the end: dropped.
     at = (jnp.arange(leaf.shape[0])[:, None], index)
     return leaf.at[at].set(new.astype(leaf.dtype), mode="drop")
 

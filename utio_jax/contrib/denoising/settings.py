@@ -198,8 +198,7 @@ class Best:
             )
 
 
-_AMONG = ("all", "masks")
-_LOWER, _UPPER = ("all", "block"), ("all", "predicting")
+_AMONG, _LOWER, _UPPER = ("all", "masks"), ("all", "block"), ("all", "predicting")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
