@@ -135,17 +135,10 @@ class State:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Loop:
-    """A denoising program: all that is static.
+    """A denoising program: its static settings, those of `denoise`.
 
-    Attributes:
-      decoder: the model.
-      canvas: see `Canvas`.
-      reveal: see `Reveal`.
-      stop: see `Sched` and `Stable`; None: steps decide all.
-      refresh: see `Refresh`.
-      max_new_tokens: masks of each row.
-      eos_ids: tokens that end a text: a row is finished once all before one is decided.
-      keeps_log_probs: whether predictions keep all tokens' log-probabilities, for measurements.
+    A row is finished once all before one of `eos_ids` is decided. For measurements, predictions
+    keep all tokens' log-probabilities (`keeps_log_probs`).
     """
 
     decoder: Decoder
@@ -175,21 +168,17 @@ class Loop:
         """
         refresh, at_end = self.refresh, self.split == self._layers
         block = min(self.canvas.block or self.max_new_tokens, width)
-        most = width
-        if self.canvas.attention == "block":
-            # A finished block runs once more, for its final keys and values, along with the next.
-            most = min(width, 2 * block + 1)
+        # A finished block runs once more, for its final keys and values, along with the next.
+        most = min(width, 2 * block + 1) if self.canvas.attention == "block" else width
         masks = min(block, self.max_new_tokens)
+        everywhere = refresh.upper == "all" or self.makes_above
+        lower = most if refresh.lower == "all" else min(block + 1, most)
+        upper = most if everywhere else masks
         if isinstance(refresh.lower, Best):
             lower = min(refresh.lower.count, most)
-        else:
-            lower = most if refresh.lower == "all" else min(block + 1, most)
         if isinstance(refresh.upper, Best):
             upper = min(refresh.upper.count, most)
-        else:
-            upper = most if refresh.upper == "all" or self.makes_above else masks
-        all_of_them = refresh.upper == "all" or self.makes_above
-        wide = (width, width if all_of_them else masks)
+        wide = (width, width if everywhere else masks)
         return wide, (lower, min(upper, lower if at_end else width))
 
     @property
@@ -330,28 +319,21 @@ class Loop:
         """Returns each position's score; those with the highest run."""
         width = rows.ids.shape[1]
         position = jnp.broadcast_to(jnp.arange(width, dtype=jnp.float32), rows.ids.shape)
-        match name:
-            case "age":
-                ran = state.ran[0] if part == 0 else state.predicted.at
-                return (state.step - ran).astype(jnp.float32)
-            case "near":
-                newly = (state.decided_at >= 0) & (state.decided_at == state.step - 1)
-                before = jax.lax.cummax(jnp.where(newly, position, -_FAR), axis=1)
-                after = jax.lax.cummin(jnp.where(newly, position, _FAR), axis=1, reverse=True)
-                return -jnp.minimum(position - before, after - position)
-            case "random":
-                key = jax.random.fold_in(rows.key, state.step)
-                # By position alone: neither padding nor batch-mates change it.
-                draw = jax.vmap(lambda i: jax.random.uniform(jax.random.fold_in(key, i)))
-                return jnp.broadcast_to(draw(jnp.arange(width)), position.shape)
-            case "confidence":
-                return state.predicted.probability
-            case "entropy":
-                return state.predicted.entropy
-            case "left":
-                return -position
-            case _:
-                return jnp.zeros(position.shape)
+        if name == "age":
+            ran = state.ran[0] if part == 0 else state.predicted.at
+            return (state.step - ran).astype(jnp.float32)
+        if name == "near":
+            newly = (state.decided_at >= 0) & (state.decided_at == state.step - 1)
+            before = jax.lax.cummax(jnp.where(newly, position, -_FAR), axis=1)
+            after = jax.lax.cummin(jnp.where(newly, position, _FAR), axis=1, reverse=True)
+            return -jnp.minimum(position - before, after - position)
+        if name == "random":  # By position alone: neither padding nor batch-mates change it.
+            key = jax.random.fold_in(rows.key, state.step)
+            draw = jax.vmap(lambda i: jax.random.uniform(jax.random.fold_in(key, i)))
+            return jnp.broadcast_to(draw(jnp.arange(width)), position.shape)
+        last = state.predicted
+        known = {"confidence": last.probability, "entropy": last.entropy, "left": -position}
+        return known.get(name, jnp.zeros(position.shape))
 
     def _lower(self, given: Inputs, state: State, slots: Slots) -> State:
         """Returns the state after layers [0, split) of some tokens, on their present content."""

@@ -112,10 +112,9 @@ class Reveal:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sched:
-    """Decides a whole block once its mean logit margin passes a falling threshold (SchED).
+    """Decides a whole block once its mean logit margin passes a falling threshold (2512.02892).
 
-    Arxiv 2512.02892. The margin is the difference of the two largest logits. A decided token's is
-    that of its decision.
+    The margin is the difference of the two largest logits; a decided token's is its decision's.
 
     Attributes:
       high: threshold where nothing is decided, in logits.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Denoising by which tokens run which layers, next to fewer steps, DualCache and chance.
 
-    python benchmarks/denoising.py table out/diffusion/model
-    python benchmarks/denoising.py times out/diffusion/model
+    python benchmarks/denoising_steps.py table out/diffusion/model
+    python benchmarks/denoising_steps.py times out/diffusion/model
 
 `table` decodes windows of the test split. After a prompt of 32 tokens, 96 masks are decided by
 confidence, two a step, and the true tokens are put in: nats per token along each setting's own
