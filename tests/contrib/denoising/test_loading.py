@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.models import logits_of
 from safetensors.numpy import save_file
 
 from utio_jax.contrib.denoising import Canvas, denoise, load_denoiser, save_denoiser
+from utio_jax.core.files import load_tensors
 from utio_jax.models.presets import TINY
 from utio_jax.models.transformer import Transformer
 from utio_jax.staircase.reference import dense_states
 
+PARITY = Path(os.environ.get("UTIO_PARITY", "none")) / "denoising"
 VOCAB, DIM, HEADS, KV_HEADS, MLP, LAYERS, MASK = 32, 16, 4, 2, 24, 2, 31
 QWEN = {
     "vocab_size": VOCAB,
@@ -196,6 +200,18 @@ def test_a_folders_first_step_is_plain_numpys(kind: str, tmp_path: Path) -> None
     assert log_probs[reader].max() == log_probs[others].max()  # The more confident one.
     assert result.token_ids[0, first] == log_probs[reader].argmax()
     np.testing.assert_allclose(result.log_probs[0, first], log_probs[reader].max(), atol=1e-4)
+
+
+@pytest.mark.skipif(not PARITY.is_dir(), reason="`make parity` makes these models")
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_logits_are_those_of_transformers_layers(kind: str) -> None:
+    model, made = (
+        load_denoiser(PARITY / kind),
+        load_tensors(PARITY / kind / "reference.safetensors"),
+    )
+    width = model.canvas.block or made["token_ids"].shape[1]  # A first block sees itself alone.
+    logits = logits_of(model, made["token_ids"][:, :width])
+    np.testing.assert_allclose(logits, made["logits"][:, :width], atol=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -305,12 +305,10 @@ class Loop:
         allowed &= (state.ran[0] == state.step) if at_end else (state.ran[0] >= 0)
         must, picks, upper = state.must[1], predicting, refresh.upper
         if isinstance(upper, Best):
-            score = self._score(upper.score, given.rows, state, part=1)
-        score = self._to_predictor(score, 0.0) if isinstance(upper, Best) else score
+            score = self._to_predictor(self._score(upper.score, given.rows, state, part=1), 0.0)
         if self.makes_above:
             picks = picks | must | whole[:, None]
-        if upper == "all":
-            picks = valid
+        picks = valid if upper == "all" else picks
         slots = _first(jnp.where(must, _FAR, score), allowed & picks, counts[1])
         state = self._upper(given, state, slots)
         return dataclasses.replace(state, passes=state.passes.at[kind].add(1))
@@ -326,7 +324,7 @@ class Loop:
             newly = (state.decided_at >= 0) & (state.decided_at == state.step - 1)
             before = jax.lax.cummax(jnp.where(newly, position, -_FAR), axis=1)
             after = jax.lax.cummin(jnp.where(newly, position, _FAR), axis=1, reverse=True)
-            return -jnp.minimum(position - before, after - position)
+            return -jnp.minimum(jnp.minimum(position - before, after - position), width)
         if name == "random":  # By position alone: neither padding nor batch-mates change it.
             key = jax.random.fold_in(rows.key, state.step)
             draw = jax.vmap(lambda i: jax.random.uniform(jax.random.fold_in(key, i)))
