@@ -110,14 +110,16 @@ def rows_of(
 ) -> Rows:
     """Returns the rows of `denoise`, after checking them."""
     config, max_new_tokens = loop.decoder.config, loop.max_new_tokens
-    vocab = config.vocab_size
-    given = [check_ids(ids, vocab_size=vocab, what=f"prompt {i}") for i, ids in enumerate(prompts)]
-    lengths = np.asarray([prompt.size for prompt in given], np.int32)
+    vocab, lengths = (
+        config.vocab_size,
+        np.asarray([np.size(prompt) for prompt in prompts], np.int32),
+    )
     if not lengths.size or lengths.min() < 1 or max_new_tokens < 1:
         raise ValueError(
             "Wanted prompts of at least one token, and max_new_tokens of at least 1. Got prompts "
             f"of {lengths.tolist()} tokens, max_new_tokens={max_new_tokens}."
         )
+    given = [check_ids(ids, vocab_size=vocab, what=f"prompt {i}") for i, ids in enumerate(prompts)]
     longest = int(lengths.max()) + max_new_tokens
     most = min(width or config.context_length, config.context_length)
     if longest > most:
