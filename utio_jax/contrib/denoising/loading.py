@@ -35,14 +35,7 @@ CANVAS_FILE = "denoising.json"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Denoiser:
-    """A mask model with its parameters, canvas and tokenizer.
-
-    Attributes:
-      decoder: the model, whose config says `causal=False`.
-      params: its parameters.
-      canvas: how it reads and fills a row.
-      folder: with its files.
-    """
+    """A mask model with its parameters, its canvas, and the folder of its files."""
 
     decoder: Any
     params: Params
