@@ -72,10 +72,10 @@ def settings_of(config: Any) -> list[Setting]:
                 for kind, low, up in (("prefix", best, few), ("suffix", decided(2), best)):
                     how = Refresh(lower=low, upper=up, split=half)
                     rows.append(Setting(name=f"{kind}: {count} {score}", refresh=how))
-    masks = Best(score="confidence", count=10, among="masks")
-    rows.append(
-        Setting(name="0 or all: 8 confident masks", refresh=Refresh(lower=masks, split=layers))
-    )
+    for score in ("near", "confidence", "random"):
+        masks = Best(score=score, count=10, among="masks")  # And the two just decided.
+        how = Refresh(lower=masks, split=layers)
+        rows.append(Setting(name=f"0 or all: 8 masks, {score}", refresh=how))
     if not shared:
         return rows
     rows.append(Setting(name="upper: masks alone", refresh=Refresh()))
