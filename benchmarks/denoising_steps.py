@@ -1,0 +1,284 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Denoising by which tokens run which layers, next to fewer steps, DualCache and chance.
+
+    python benchmarks/denoising_steps.py table out/diffusion/model
+    python benchmarks/denoising_steps.py times out/diffusion/model
+
+`table` decodes windows of the test split. After a prompt of 32 tokens, 96 masks are decided by
+confidence, two a step, and the true tokens are put in: nats per token along each setting's own
+order. FLOPs are executed ones, padding and heads included, over those of full steps. KL is that of
+the decided tokens' predictions from a full pass over the same canvas, in nats. `agreement` is the
+share of new tokens that are full steps' where predictions are put in. Differences have intervals
+of 95 % over windows, each of another document where there are as many.
+
+`times` times whole texts at batch 1 and 8, programs in turns: medians over rounds.
+
+Markdown rows go to stderr, JSON to stdout.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+import time
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from utio_jax.contrib.denoising import Best, Canvas, Refresh, Reveal, denoise, load_denoiser
+from utio_jax.contrib.denoising.denoise import result_of, rows_of
+from utio_jax.contrib.denoising.loop import Loop, Rows, State
+from utio_jax.core.documents import windows_of
+from utio_jax.core.files import versions
+from utio_jax.core.flops import token_cost
+from utio_jax.core.layer import split_layers
+from utio_jax.models.tokenizer import encode_documents
+from utio_jax.models.training.corpus import standard_library
+from utio_jax.staircase.reference import dense_states
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Setting:
+    """One row of the table."""
+
+    name: str
+    refresh: Refresh
+    count: int = 2
+    block: int = 0
+
+
+def settings_of(config: Any) -> list[Setting]:
+    """Returns the rows for a model: geometry x score x budget, and controls."""
+    layers, shared = config.num_layers, bool(config.kv_source)
+    full, half = Refresh(upper="all"), layers // 2
+    decided = lambda count: Best(score="decided", count=count)  # noqa: E731
+    rows = [Setting(name="full", refresh=full)]
+    rows += [Setting(name=f"full, {k} a step", refresh=full, count=k) for k in (1, 4, 8)]
+    dual = Refresh(lower="block", at_blocks=True, split=layers)
+    rows.append(Setting(name="DualCache, block 32", refresh=dual, block=32))
+    for score in ("near", "age", "random", "left", "confidence", "entropy"):
+        for count in (16, 32):
+            best = Best(score=score, count=count)
+            name = f"0 or all: {count} {score}"
+            rows.append(Setting(name=name, refresh=Refresh(lower=best, split=layers)))
+            if not shared:  # Layers above the split make K/V, of the tokens that run there.
+                few = Best(score=score, count=count // 2)
+                for kind, low, up in (("prefix", best, few), ("suffix", decided(2), best)):
+                    how = Refresh(lower=low, upper=up, split=half)
+                    rows.append(Setting(name=f"{kind}: {count} {score}", refresh=how))
+    for score in ("near", "confidence", "random"):
+        masks = Best(score=score, count=10, among="masks")  # And the two just decided.
+        how = Refresh(lower=masks, split=layers)
+        rows.append(Setting(name=f"0 or all: 8 masks, {score}", refresh=how))
+    if not shared:
+        return rows
+    rows.append(Setting(name="upper: masks alone", refresh=Refresh()))
+    rows.append(
+        Setting(
+            name="block 32, upper: masks", refresh=Refresh(lower="block", at_blocks=True), block=32
+        )
+    )
+    for score in ("near", "random", "confidence"):
+        best = Best(score=score, count=16)
+        rows.append(Setting(name=f"upper: 16 {score}", refresh=Refresh(upper=best)))
+    for score in ("near", "age", "random"):
+        best = Best(score=score, count=32)
+        rows.append(Setting(name=f"lower: 32 {score}", refresh=Refresh(lower=best)))
+    for count in (1, 2, 4):
+        how = Refresh(lower=decided(count))
+        name = "lower: decided" + (f", {count} a step" if count != 2 else "")
+        rows.append(Setting(name=name, refresh=how, count=count))
+    for score in ("near", "left", "age", "random", "confidence", "entropy"):
+        for count in (8, 16):
+            how = Refresh(lower=decided(2), upper=Best(score=score, count=count))
+            rows.append(Setting(name=f"lower: decided, upper: {count} {score}", refresh=how))
+    for every in (2, 4, 8):
+        how = Refresh(lower=decided(2), upper=Best(score="near", count=8), every=every)
+        name = f"lower: decided, upper: 8 near, all every {every}"
+        rows.append(Setting(name=name, refresh=how))
+    return rows
+
+
+def windows_of_test(model: Any, count: int, width: int) -> np.ndarray:
+    """Returns windows of the test split, of other documents as long as there are some."""
+    texts = [document.text for document in standard_library("test")]
+    documents = encode_documents(model.tokenizer, texts, bos_id=model.decoder.config.bos_id)
+    rng, cut = np.random.default_rng(1), []
+    for ids in documents:
+        whole = [w for w in windows_of([ids], width=width) if len(w) == width] if len(ids) else []
+        if whole:
+            cut.append([whole[i] for i in rng.permutation(len(whole))])
+    order = sorted(
+        (turn, place, w) for place, ws in enumerate(cut) for turn, w in enumerate(map(tuple, ws))
+    )
+    return np.asarray([w for *_, w in order[:count]], np.int32)
+
+
+@partial(jax.jit, static_argnums=0)
+def advance(loop: Loop, params: Any, layers: Any, rows: Rows, state: State) -> Any:
+    """Returns the state after a step, and the KL of what it decided from a full pass' `[row]`."""
+    after = loop.advance(params, layers, rows, state)
+    ends = rows.lengths + loop.max_new_tokens
+    depth = loop.decoder.config.num_layers
+    (x,) = dense_states(loop.decoder, params, state.ids, ends, depths=(depth,))
+    logits = loop.decoder.unembed(params, x).astype(jnp.float32)
+    if loop.canvas.shift:
+        logits = jnp.concatenate([logits[:, :1], logits[:, :-1]], axis=1)
+    is_mask_id = jnp.arange(logits.shape[-1]) == loop.canvas.mask_id
+    full = jax.nn.log_softmax(jnp.where(is_mask_id[None, None], -jnp.inf, logits))
+    made = after.predicted.log_probs
+    assert made is not None  # `keeps_log_probs`.
+    terms = jnp.where(is_mask_id[None, None], 0.0, jnp.exp(full) * (full - made))
+    now = after.decided_at == state.step
+    return after, jnp.sum(jnp.where(now, jnp.sum(terms, axis=-1), 0.0), axis=1)
+
+
+def options_of(model: Any, setting: Setting, new: int) -> dict[str, Any]:
+    """Returns the options of `denoise`."""
+    canvas: Canvas = dataclasses.replace(model.canvas, block=setting.block)
+    return {
+        "canvas": canvas,
+        "max_new_tokens": new,
+        "reveal": Reveal(count=setting.count),
+        "refresh": setting.refresh,
+        "eos_ids": (),
+    }
+
+
+def measure(model: Any, setting: Setting, windows: np.ndarray, prompt: int) -> dict[str, Any]:
+    """Returns each window's nats, KL per token, FLOPs and free-running tokens of a setting."""
+    decoder, params, new = model.decoder, model.params, windows.shape[1] - prompt
+    options = options_of(model, setting, new)
+    loop = Loop(decoder=decoder, stop=None, keeps_log_probs=True, **options)
+    prompts, truth = [*windows[:, :prompt]], windows[:, prompt:]
+    rows = rows_of(loop, prompts, forced=truth, width=windows.shape[1], seed=0)
+    layers = split_layers(decoder, params)
+    state, kl = jax.jit(loop.init)(params, rows), np.zeros(len(windows))
+    while not bool(state.done.all()):
+        state, added = advance(loop, params, layers, rows, state)
+        kl += np.asarray(added)
+    result = result_of(loop, rows, state)
+    free = denoise(decoder, params, prompts, width=windows.shape[1], **options)
+    cost, layer_count = token_cost(decoder, params), decoder.config.num_layers
+    split = loop.split
+    # Layers alone, as a share of token-layers: independent of the vocabulary.
+    token_layers = result.runs[0] * split + result.runs[1] * (layer_count - split)
+    return {
+        "nats": -result.log_probs.mean(axis=1),
+        "kl": kl / new,
+        "flops": result.flops(decoder, params),
+        "head_share": cost.head * float(result.work.heads) / result.flops(decoder, params),
+        "token_layers": float(token_layers.mean()),
+        "steps": float(result.steps.mean()),
+        "free": free.token_ids,
+    }
+
+
+def interval(values: np.ndarray) -> list[float]:
+    """Returns a mean and half the width of its interval of 95 %, over windows."""
+    error = 1.96 * values.std(ddof=1) / len(values) ** 0.5
+    return [round(float(values.mean()), 4), round(float(error), 4)]
+
+
+def table(model: Any, options: Any) -> list[dict[str, Any]]:
+    """Returns a row for each setting; prints them as Markdown."""
+    windows = windows_of_test(model, options.windows, options.prompt + options.new)
+    print(f"{len(windows)} windows", file=sys.stderr)
+    print(
+        "| setting | FLOPs | token-layers | nats | over full, % | KL | agreement |", file=sys.stderr
+    )
+    print("|---|---|---|---|---|---|---|", file=sys.stderr)
+    rows, base = list[dict[str, Any]](), dict[str, Any]()
+    for setting in settings_of(model.decoder.config):
+        if options.only and not any(part in setting.name for part in ("full", *options.only)):
+            continue
+        began = time.perf_counter()
+        got = measure(model, setting, windows, options.prompt)
+        base = base or got
+        lost = 100 * (got["nats"] - base["nats"]) / base["nats"].mean()
+        row = {
+            "setting": setting.name,
+            "flops_ratio": round(got["flops"] / base["flops"], 4),
+            "token_layer_ratio": round(got["token_layers"] / base["token_layers"], 4),
+            "head_share": round(got["head_share"], 3),
+            "nats": interval(got["nats"]),
+            "over_full_pct": interval(lost),
+            "kl": interval(got["kl"]),
+            "agreement": round(float((got["free"] == base["free"]).mean()), 4),
+            "steps": got["steps"],
+            "seconds": round(time.perf_counter() - began, 1),
+        }
+        rows.append(row)
+        cells = (
+            row["setting"],
+            f"{row['flops_ratio']:.3f}",
+            f"{row['token_layer_ratio']:.3f}",
+            f"{row['nats'][0]:.3f}",
+            "{:+.1f} ± {:.1f}".format(*row["over_full_pct"]),
+            f"{row['kl'][0]:.3f}",
+            f"{row['agreement']:.3f}",
+        )
+        print(f"| {' | '.join(cells)} |", file=sys.stderr, flush=True)
+    return rows
+
+
+TIMED = ("full", "full, 8 a step", "DualCache, block 32", "upper: masks alone", "lower: decided")
+TIMED += ("lower: decided, upper: 8 near", "0 or all: 16 near")
+
+
+def times(model: Any, options: Any) -> list[dict[str, Any]]:
+    """Returns seconds of whole texts at batch 1 and 8, by setting; prints them as Markdown."""
+    width, rows = options.prompt + options.new, list[dict[str, Any]]()
+    windows = windows_of_test(model, 8, width)
+    chosen = [s for s in settings_of(model.decoder.config) if s.name in TIMED]
+    print("| batch | setting | ms a text | times full |\n|---|---|---|---|", file=sys.stderr)
+    for batch in (1, 8):
+        prompts = [*windows[:batch, : options.prompt]]
+        seconds: dict[str, list[float]] = {setting.name: [] for setting in chosen}
+        for turn in range(options.rounds + 1):
+            for setting in chosen if turn % 2 else reversed(chosen):
+                began = time.perf_counter()
+                denoise(
+                    model.decoder,
+                    model.params,
+                    prompts,
+                    width=width,
+                    **options_of(model, setting, options.new),
+                )
+                if turn:  # The first compiles.
+                    seconds[setting.name].append(time.perf_counter() - began)
+        full = np.asarray(seconds["full"])
+        for name, taken in seconds.items():
+            ratio = float(np.median(full / np.asarray(taken)))
+            milliseconds = 1e3 * float(np.median(taken)) / batch
+            row = {"batch": batch, "setting": name, "ms": round(milliseconds, 2), "speed_up": ratio}
+            rows.append(row | {"speed_up": round(ratio, 3), "rounds": options.rounds})
+            print(f"| {batch} | {name} | {milliseconds:.1f} | {ratio:.2f} |", file=sys.stderr, flush=True)
+    return rows
+
+
+def main() -> None:
+    """Prints the rows."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("what", choices=("table", "times"))
+    parser.add_argument("model")
+    parser.add_argument("--windows", type=int, default=24)
+    parser.add_argument("--prompt", type=int, default=32)
+    parser.add_argument("--new", type=int, default=96)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--only", nargs="+", help="parts of names of settings, besides full")
+    options = parser.parse_args()
+    model = load_denoiser(options.model)
+    rows = {"table": table, "times": times}[options.what](model, options)
+    about = {"versions": versions(), "cores": os.cpu_count(), "options": vars(options)}
+    print(json.dumps({**about, "rows": rows}))
+
+
+if __name__ == "__main__":
+    main()

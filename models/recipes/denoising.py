@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trains a masked diffusion model from an autoregressive one, on the standard library.
+
+    python models/recipes/denoising.py --out out/diffusion
+
+The model reads whole rows (`causal=False`) and predicts each masked token from the token before it,
+as an autoregressive one does (Dream, arXiv 2508.15487). The mask gets a row of the embedding, the
+mean of all others. Each row of a step has its own share of masks, from 5 to 100 %; 70 % of the rows
+keep their first quarter as a prompt. The loss is the cross-entropy of masked tokens. `--resume`
+continues after an interruption.
+
+Two controls: fresh weights in the same shape, and K/V in every layer.
+
+    python models/recipes/denoising.py --out out/fresh --fresh
+    python models/recipes/denoising.py --out out/plain --fresh --own-kv
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import tyro
+from anytime import Objective, Start, TrainConfig, exit_states, train
+from recipe import tokenise
+from trunks import make_optimizer
+
+from utio_jax.contrib.denoising import Canvas, load_denoiser, save_denoiser
+from utio_jax.core.decoder import Params
+from utio_jax.core.documents import windows_of
+from utio_jax.core.files import save_text
+from utio_jax.models.checkpoint import load
+from utio_jax.models.shipped import SHIPPED
+from utio_jax.models.training.corpus import standard_library
+from utio_jax.models.transformer import Transformer
+
+
+def with_mask(params: Params) -> Params:
+    """Returns parameters with one more row of the embedding: the mean of all others."""
+    table = params["embedding"]["embedding"]
+    table = jnp.concatenate([table, jnp.mean(table, axis=0, keepdims=True)])
+    return {**params, "embedding": {"embedding": table}}
+
+
+def draw_masks(key: jax.Array, rows: int, width: int) -> jax.Array:
+    """Returns the masked tokens `[row, token]` of a step; the first token never is."""
+    share_key, mask_key, keep_key = jax.random.split(key, 3)
+    # Shares evenly spread over the rows: less noise from step to step.
+    share = (jnp.arange(rows) + jax.random.uniform(share_key, (rows,))) / rows * 0.95 + 0.05
+    drawn = jax.random.uniform(mask_key, (rows, width)) < share[:, None]
+    has_prompt = jax.random.uniform(keep_key, (rows, 1)) < 0.7
+    in_prompt = jnp.arange(width)[None] < jnp.where(has_prompt, width // 4, 1)
+    return drawn & ~in_prompt
+
+
+def masked_loss(decoder: Transformer, params: Params, ids: jax.Array, key: jax.Array) -> jax.Array:
+    """Returns the mean cross-entropy of masked tokens, in nats."""
+    mask_id = decoder.config.vocab_size - 1
+    masks = draw_masks(key, *ids.shape)
+    states = exit_states(decoder, params, jnp.where(masks, mask_id, ids), key, 0.0)[-1]
+    logits = decoder.unembed(params, states[:, :-1]).astype(jnp.float32)[..., :mask_id]
+    nats = optax.softmax_cross_entropy_with_integer_labels(logits, ids[:, 1:])
+    learns = masks[:, 1:]
+    return jnp.sum(nats * learns) / jnp.maximum(jnp.sum(learns), 1)
+
+
+def mask_objective(decoder: Transformer) -> Objective:
+    """Returns the loss of a step, for `train`."""
+
+    def objective(
+        params: Params, tokens: jax.Array, key: jax.Array, step: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        del step
+        loss = masked_loss(decoder, params, tokens[:, :-1], key)
+        return loss, loss[None]
+
+    return jax.tree_util.Partial(objective)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainDenoiser:
+    """Trains a masked diffusion model on this Python's standard library.
+
+    Attributes:
+      out: folder for checkpoints, log, and the finished model in `out/model`.
+      model: folder of the autoregressive model, whose shape, tokenizer and weights it begins with.
+      fresh: begin with fresh weights.
+      own_kv: make keys and values in every layer; needs fresh weights.
+      steps: optimizer steps.
+      tokens_per_step: tokens of a step.
+      context: tokens of a training window.
+      rate: peak learning rate of Muon, and of Adam for embedding and norms.
+      seed: of the order of the text, and of fresh weights.
+      resume: continue from the latest checkpoint.
+    """
+
+    out: Path = Path("out/diffusion")
+    model: str = SHIPPED
+    fresh: bool = False
+    own_kv: bool = False
+    steps: int = 2200
+    tokens_per_step: int = 4096
+    context: int = 256
+    rate: float = 0.01
+    seed: int = 0
+    resume: bool = False
+
+    def run(self) -> dict[str, Any]:
+        """Trains and writes the model; returns what was measured."""
+        if self.own_kv and not self.fresh:
+            raise ValueError("Wanted --fresh with --own-kv: a shared model has no such weights.")
+        folder = self.out.resolve()
+        folder.mkdir(parents=True, exist_ok=True)
+        model: Any = load(self.model, lens=False, branches=False)
+        config = model.decoder.config
+        changes = {"kv_source": (), "kv_depth": ()} if self.own_kv else {}
+        config = dataclasses.replace(
+            config,
+            vocab_size=config.vocab_size + 1,
+            causal=False,
+            exits=(config.num_layers,),
+            **changes,
+        )
+        decoder = Transformer(config)
+        start = None if self.fresh else Start(params=with_mask(model.params))
+        if not (folder / "tokenizer.json").exists():
+            text = (model.folder / "tokenizer.json").read_text(encoding="utf-8")
+            save_text(folder / "tokenizer.json", text)
+        encode, stream = tokenise(folder, standard_library("train"), config)
+        recipe = TrainConfig(
+            steps=self.steps,
+            tokens_per_step=self.tokens_per_step,
+            context=self.context,
+            long_context=self.context,
+            exit_weights=(),
+            seed=self.seed,
+            warmup=20,
+            decay_fraction=0.6,
+            save_every=50,
+        )
+        held_out = {
+            split: self._windows(encode([d.text for d in standard_library(split)[:24]]))
+            for split in ("calibrate", "test")
+        }
+        measure = jax.jit(masked_loss, static_argnums=0)
+
+        def nats(params: Params, split: str) -> float:
+            losses = [measure(decoder, params, held_out[split], jax.random.key(i)) for i in (0, 1)]
+            return float(np.mean(losses))
+
+        params = train(
+            decoder,
+            stream,
+            recipe,
+            out=folder,
+            resume=self.resume,
+            optimizer=make_optimizer(recipe, rate=self.rate, weight_decay=0.0),
+            start=start,
+            objective=mask_objective(decoder),
+            validate=lambda params: [nats(params, "calibrate")],
+        )
+        canvas = Canvas(mask_id=config.vocab_size - 1, shift=True)
+        save_denoiser(folder / "model", decoder, params, canvas, like=model.folder)
+        saved = load_denoiser(folder / "model")
+        return {
+            "out": str(self.out / "model"),
+            "steps": self.steps,
+            "tokens": self.steps * recipe.tokens_per_step,
+            "seed": self.seed,
+            "fresh": self.fresh,
+            "own_kv": self.own_kv,
+            "parameters": int(sum(leaf.size for leaf in jax.tree.leaves(saved.params))),
+            "masked_nats": round(nats(saved.params, "test"), 4),
+        }
+
+    def _windows(self, documents: list[np.ndarray]) -> jax.Array:
+        """Returns at most 32 whole windows of held-out text."""
+        windows = [w for w in windows_of(documents, width=self.context) if len(w) == self.context]
+        return jnp.asarray(np.stack(windows[:: max(1, len(windows) // 32)][:32]))
+
+
+if __name__ == "__main__":
+    print(json.dumps(tyro.cli(TrainDenoiser).run()))

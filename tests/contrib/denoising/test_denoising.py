@@ -1,0 +1,420 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Denoising equals an oracle: full passes under masks, with K/V kept per token and layer."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers.models import Model, live_params
+from helpers.shared_kv import KINDS
+
+from utio_jax.attention.mixing import mixer_at
+from utio_jax.contrib.denoising import Best, Canvas, Refresh, Reveal, Sched, Stable, denoise
+from utio_jax.core.layer import layer_at
+from utio_jax.models.presets import TINY
+from utio_jax.models.transformer import Transformer
+from utio_jax.staircase.reference import apply_layer, dense_keys_values, read_side_by_side
+
+MASK, NEW = 63, 12
+PROMPTS = [[5, 9, 33, 2, 17], [40, 8, 1], [7, 7, 21, 60, 3, 11, 50, 4]]
+FULL = Canvas(mask_id=MASK)
+SHIFTED = Canvas(mask_id=MASK, shift=True)
+BLOCKS = Canvas(mask_id=MASK, block=4)
+CAUSAL_BLOCKS = Canvas(mask_id=MASK, block=4, attention="block")
+OPTIONS: dict[str, dict[str, Any]] = {"plain": {}, **KINDS}
+
+
+def model_of(kind: str) -> Model:
+    config = dataclasses.replace(TINY, causal=False, eos_ids=(), **OPTIONS[kind])
+    decoder = Transformer(config)
+    return Model(decoder, live_params(decoder, seed=2))
+
+
+@pytest.fixture(scope="module")
+def models() -> dict[str, Model]:
+    return {kind: model_of(kind) for kind in OPTIONS}
+
+
+class Oracle:
+    """One row alone, without padding: every pass runs all layers on all tokens, under masks."""
+
+    def __init__(self, model: Model, prompt: list[int], canvas: Canvas, refresh: Refresh):
+        self.model, self.canvas, self.refresh = model, canvas, refresh
+        self.ids = np.asarray([*prompt, *[MASK] * NEW])
+        self.width, self.start = len(self.ids), len(prompt)
+        self.position = np.arange(self.width)
+        origin = self.start if canvas.attention == "full" else 0
+        size = canvas.block or NEW
+        self.block_of = (self.position - origin) // size
+        self.is_mask = self.position >= self.start
+        config = model.decoder.config
+        self.layers = config.num_layers
+        self.split = refresh.split or min(config.kv_complete + 1, self.layers)
+        self.made_above = bool(config.kv_made(self.split, self.layers))
+        heads = (1, self.width, config.num_kv_heads, config.head_dim)
+        self.kv: dict[int, Any] = {
+            row: (jnp.zeros(heads), jnp.zeros(heads)) for row in range(config.kv_layers)
+        }
+        self.made = {row: np.zeros(self.width, bool) for row in self.kv}
+        self.x = jnp.zeros((1, self.width, config.embed_dim))
+        self.must = np.stack([np.ones(self.width, bool), np.full(self.width, self.made_above)])
+        self.ran = np.full((2, self.width), -1)
+        self.probability, self.entropy, self.margin = (np.zeros(self.width) for _ in range(3))
+        self.token, self.same = np.zeros(self.width, int), np.zeros(self.width, int)
+        self.at, self.decided = np.full(self.width, -1), np.full(self.width, -1)
+        self.log_prob, self.written = np.zeros(self.width), np.zeros(self.width)
+        self.step, self.block, self.since, self.runs = 0, -2, 0, np.zeros(2, int)
+
+    def full_pass(self, low: np.ndarray, up: np.ndarray) -> np.ndarray:
+        """Returns all tokens' log-probabilities; K/V and states of others are kept ones."""
+        decoder, params, config = self.model.decoder, self.model.params, self.model.decoder.config
+        positions = jnp.asarray(self.position)[None]
+        places = decoder.encode_positions(positions)
+        x = decoder.embed(params, jnp.asarray(self.ids)[None], positions)
+        for index in range(self.layers):
+            runs = low if index < self.split else up
+            if index == self.split:
+                x = self.x = jnp.where(low[None, :, None], x, self.x)
+            for row in config.kv_made(index, index + 1):
+                new = dense_keys_values(decoder, layer_at(decoder, params, row), x, places)
+                keep = runs[None, :, None, None]
+                pairs = zip(new, self.kv[row], strict=True)
+                self.kv[row] = tuple(jnp.where(keep, a, b) for a, b in pairs)
+                self.made[row] |= runs
+            sources = config.kv_read(index)
+            mix = mixer_at(decoder, index)
+            visible = mix.visible(positions, positions)
+            visible &= np.all([self.made[row] for row in sources], axis=0)[None, None]
+            if self.canvas.attention == "block":
+                visible &= (self.block_of[None] <= self.block_of[:, None])[None]
+            read = read_side_by_side(self.kv[row] for row in sources)
+            new = apply_layer(
+                decoder, layer_at(decoder, params, index), x, places, mix, visible, read
+            )
+            x = jnp.where(runs[None, :, None], new, x)
+        if self.split == self.layers:
+            x = self.x = jnp.where(low[None, :, None], x, self.x)
+        logits = np.array(decoder.unembed(params, x)[0], np.float64)
+        logits[:, MASK] = -np.inf
+        self.logits = logits
+        return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+
+    def moved(self, of_position: np.ndarray) -> np.ndarray:
+        """Returns values of positions at the tokens that predict these."""
+        if not self.canvas.shift:
+            return of_position
+        return np.append(of_position[1:], np.zeros(1, of_position.dtype))
+
+    def chosen(self, how: Best, part: int, allowed: np.ndarray, must: np.ndarray) -> np.ndarray:
+        newly = [i for i in range(self.width) if self.decided[i] == self.step - 1 >= 0]
+        score = {
+            "age": lambda i: self.step - (self.ran[0][i] if part == 0 else self.at[i]),
+            "near": lambda i: -min((abs(i - j) for j in newly), default=1e6),
+            "decided": lambda i: 0,
+            "confidence": lambda i: self.probability[i],
+            "entropy": lambda i: self.entropy[i],
+            "left": lambda i: -i,
+        }[how.score]
+        move = int(self.canvas.shift) if part == 1 else 0
+        inside = lambda i: i if i < self.width else 0  # noqa: E731
+        order = sorted(
+            np.flatnonzero(allowed),
+            key=lambda i: (not must[i], 0 if must[i] else -score(inside(i + move)), i),
+        )
+        runs = np.zeros(self.width, bool)
+        runs[order[: how.count]] = True
+        return runs
+
+    def advance(self, reveal: Reveal, stop: Any = None, forced: Any = None) -> None:
+        refresh = self.refresh
+        block = self.block_of[self.is_mask].min()
+        began = block != self.block
+        if began:
+            self.block, self.since = block, self.step
+        in_block = self.block_of == block
+        masks = self.is_mask & in_block
+        whole = self.step == 0 or (refresh.every and self.step % refresh.every == 0)
+        whole = whole or (began and refresh.at_blocks)
+        predicting, at_end = self.moved(masks), self.split == self.layers
+        must = self.must[0] | (self.moved(masks & (self.at < 0)) if at_end else False)
+        allowed = np.ones(self.width, bool)
+        if self.canvas.attention == "block":
+            allowed = (must | self.must[1] | in_block | predicting) & (self.block_of <= block)
+        if whole or refresh.lower == "all":
+            low = allowed
+        elif refresh.lower == "block":
+            low = allowed & (must | in_block | predicting)
+        else:
+            how = refresh.lower
+            picks = (
+                must
+                if how.score == "decided"
+                else must | (predicting if how.among == "masks" else True)
+            )
+            low = self.chosen(how, 0, allowed & picks, must)
+        self.ran[0][low], self.must[0][low] = self.step, False
+        could = allowed & ((self.ran[0] == self.step) if at_end else (self.ran[0] >= 0))
+        must = self.must[1].copy()
+        if refresh.upper == "all" or (whole and self.made_above):
+            up = could
+        elif refresh.upper == "predicting" or whole:
+            up = could & (predicting | must)
+        else:
+            up = self.chosen(refresh.upper, 1, could & (predicting | must), must)
+        self.ran[1][up], self.must[1][up] = self.step, False
+        self.runs += [low.sum(), up.sum()]
+        log_probs = self.full_pass(low, up)
+        for token in np.flatnonzero(up & predicting):
+            p = token + int(self.canvas.shift)
+            guess = log_probs[token].argmax()
+            self.same[p] = self.same[p] + 1 if self.at[p] >= 0 and guess == self.token[p] else 0
+            self.token[p], self.at[p] = guess, self.step
+            q = np.exp(log_probs[token])
+            self.probability[p] = q.max()
+            self.entropy[p] = -np.sum(q[q > 0] * log_probs[token][q > 0])
+            two = np.sort(self.logits[token])[-2:]
+            self.margin[p] = two[1] - two[0]
+            self.log_prob[p] = log_probs[token][guess if forced is None else forced[p - self.start]]
+        ready = [p for p in np.flatnonzero(masks) if self.at[p] >= 0]
+        fresh = lambda p: self.at[p] == self.step  # noqa: E731
+        ready.sort(key=lambda p: (not fresh(p), -self.probability[p], p))
+        number = int(reveal.count * reveal.growth ** (self.step - self.since))
+        takes = {*ready[:number]}
+        if reveal.threshold is not None:
+            takes |= {p for p in ready if fresh(p) and self.probability[p] >= reveal.threshold}
+        if stop is not None and len(ready) == masks.sum() and self.is_sure(stop, in_block, masks):
+            takes = {*ready}
+        for p in takes:
+            self.ids[p] = self.token[p] if forced is None else forced[p - self.start]
+            self.is_mask[p], self.decided[p], self.written[p] = False, self.step, self.log_prob[p]
+            self.must[:, p] = True, self.made_above
+        if self.canvas.attention == "block" and takes and not (self.is_mask & in_block).any():
+            self.must[:, in_block] = np.asarray([[True], [self.made_above]])
+        self.step += 1
+
+    def is_sure(self, stop: Any, in_block: np.ndarray, masks: np.ndarray) -> bool:
+        if isinstance(stop, Stable):
+            return bool((self.same[masks] >= stop.steps).all())
+        span = in_block & (self.position >= self.start)
+        left = masks.sum() / span.sum()
+        return self.margin[span].mean() >= stop.low + (stop.high - stop.low) * left
+
+    def run(self, **options: Any) -> Oracle:
+        while self.is_mask.any():
+            self.advance(**options)
+        return self
+
+
+def run(model: Model, canvas: Canvas, refresh: Refresh, reveal: Reveal, **options: Any) -> Any:
+    return denoise(
+        model.decoder,
+        model.params,
+        PROMPTS,
+        canvas=canvas,
+        max_new_tokens=NEW,
+        reveal=reveal,
+        refresh=refresh,
+        **options,
+    )
+
+
+def assert_oracle(
+    model: Model, canvas: Canvas, refresh: Refresh, reveal: Reveal, **options: Any
+) -> Any:
+    result = run(model, canvas, refresh, reveal, **options)
+    forced = options.get("forced")
+    for row, prompt in enumerate(PROMPTS):
+        truth = None if forced is None else forced[row]
+        expected = Oracle(model, prompt, canvas, refresh)
+        expected.run(reveal=reveal, stop=options.get("stop"), forced=truth)
+        new = slice(expected.start, None)
+        np.testing.assert_array_equal(result.decided_at[row], expected.decided[new])
+        np.testing.assert_array_equal(result.token_ids[row], expected.ids[new])
+        np.testing.assert_allclose(result.log_probs[row], expected.written[new], atol=1e-4)
+        assert result.steps[row] == expected.step
+        np.testing.assert_array_equal(result.runs[:, row], expected.runs)
+    return result
+
+
+def best(score: Any, count: int, **options: Any) -> Best:
+    return Best(score=score, count=count, **options)
+
+
+REFRESH: dict[str, tuple[Canvas, Refresh]] = {
+    "full": (FULL, Refresh(upper="all")),
+    "predicting": (SHIFTED, Refresh()),
+    "decided, near": (SHIFTED, Refresh(lower=best("decided", 2), upper=best("near", 4))),
+    "age, left": (FULL, Refresh(lower=best("age", 6), upper=best("left", 3))),
+    "every": (SHIFTED, Refresh(lower=best("near", 5), upper=best("entropy", 4), every=3)),
+    "0 or all": (SHIFTED, Refresh(lower=best("confidence", 5, among="masks"), split=4)),
+    "DualCache": (BLOCKS, Refresh(lower="block", at_blocks=True)),
+    "blocks": (CAUSAL_BLOCKS, Refresh()),
+    "blocks, some": (CAUSAL_BLOCKS, Refresh(lower=best("age", 3), upper=best("confidence", 2))),
+    "split": (SHIFTED, Refresh(lower=best("age", 8), upper=best("confidence", 6), split=2)),
+    "split, all": (FULL, Refresh(lower=best("left", 6), upper="all", split=1)),
+}
+CASES = [
+    *((kind, case) for kind in ("plain", "heads of two layers") for case in REFRESH),
+    *((kind, case) for kind in OPTIONS for case in ("blocks, some", "split")),
+]
+
+
+@pytest.mark.parametrize(("kind", "case"), list(dict.fromkeys(CASES)))
+def test_a_row_is_the_oracles_whatever_its_batch(
+    kind: str, case: str, models: dict[str, Model]
+) -> None:
+    canvas, refresh = REFRESH[case]
+    assert_oracle(models[kind], canvas, refresh, Reveal(count=2))
+
+
+@pytest.mark.parametrize(
+    ("canvas", "reveal", "stop"),
+    [
+        (FULL, Reveal(threshold=0.08), None),
+        (SHIFTED, Reveal(growth=2.0), None),
+        (SHIFTED, Reveal(), Sched(high=0.6, low=0.1)),
+        (BLOCKS, Reveal(), Stable(steps=1)),
+    ],
+)
+def test_thresholds_growing_steps_and_stops_are_the_oracles(
+    canvas: Canvas, reveal: Reveal, stop: Any, models: dict[str, Model]
+) -> None:
+    model = models["heads of two layers"]
+    refresh = Refresh(lower=best("near", 6))
+    result = assert_oracle(model, canvas, refresh, reveal, stop=stop)
+    assert (result.steps < NEW).any()  # Some steps decide more than one token.
+
+
+def test_forced_tokens_are_decided_in_the_order_of_predictions(models: dict[str, Model]) -> None:
+    forced = np.random.default_rng(1).integers(0, MASK, (len(PROMPTS), NEW))
+    refresh = Refresh(lower=Best(score="decided", count=2))
+    result = assert_oracle(
+        models["heads of two layers"], SHIFTED, refresh, Reveal(count=2), forced=forced
+    )
+    np.testing.assert_array_equal(result.token_ids, forced)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_upper_layers_of_tokens_that_predict_nothing_change_nothing(
+    kind: str, models: dict[str, Model]
+) -> None:
+    model = models[kind]
+    few = run(model, SHIFTED, Refresh(), Reveal())
+    full = run(model, SHIFTED, Refresh(upper="all"), Reveal())
+    np.testing.assert_array_equal(few.token_ids, full.token_ids)
+    np.testing.assert_array_equal(few.decided_at, full.decided_at)
+    np.testing.assert_allclose(few.log_probs, full.log_probs, atol=1e-5)
+    lengths = np.asarray([len(prompt) for prompt in PROMPTS])
+    np.testing.assert_array_equal(full.runs, np.stack([NEW * (lengths + NEW)] * 2))
+    # One mask fewer in each step.
+    np.testing.assert_array_equal(few.runs[1], [NEW * (NEW + 1) // 2] * len(PROMPTS))
+
+
+def test_work_is_the_static_counts_of_the_passes(models: dict[str, Model]) -> None:
+    model, width = models["heads of two layers"], 48
+    refresh = Refresh(lower=Best(score="decided", count=2), upper=Best(score="left", count=5))
+    result = run(model, SHIFTED, refresh, Reveal(count=2), width=width)
+    batch, steps = len(PROMPTS), NEW // 2
+    # The first pass is as wide as the canvas, and predicts all masks; layers 3 and 4 make no K/V.
+    lower, upper = width + 2 * (steps - 1), NEW + 5 * (steps - 1)
+    assert result.work.queries == batch * (2 * lower + 2 * upper)
+    assert result.work.keys_values == batch * 2 * lower
+    assert result.work.key_slots == result.work.queries * width
+    assert result.work.heads == batch * upper
+    assert result.flops(model.decoder, model.params) > 0
+
+
+def test_random_tokens_do_not_depend_on_batch_mates_or_padding(models: dict[str, Model]) -> None:
+    model = models["plain"]
+    refresh = Refresh(lower=Best(score="random", count=6, among="masks"), split=4)
+    options: dict[str, Any] = {"canvas": SHIFTED, "max_new_tokens": NEW, "refresh": refresh}
+    together = run(model, SHIFTED, refresh, Reveal(), seed=3)
+    alone = denoise(model.decoder, model.params, PROMPTS[1:2], width=50, seed=3, **options)
+    np.testing.assert_array_equal(alone.token_ids[0], together.token_ids[1])
+    other = denoise(model.decoder, model.params, PROMPTS[1:2], width=50, seed=4, **options)
+    assert (other.decided_at != alone.decided_at).any()
+
+
+def test_a_text_ends_once_all_before_its_end_is_decided(models: dict[str, Model]) -> None:
+    model = models["plain"]
+    whole = run(model, BLOCKS, Refresh(), Reveal())
+    end = int(whole.token_ids[0, 5])
+    cut = run(model, BLOCKS, Refresh(), Reveal(), eos_ids=(end,))
+    for row in range(len(PROMPTS)):
+        places = np.flatnonzero(whole.token_ids[row] == end)
+        length = places[0] if places.size else NEW
+        assert cut.lengths[row] == length
+        np.testing.assert_array_equal(cut.token_ids[row, :length], whole.token_ids[row, :length])
+    assert cut.steps[0] < whole.steps[0]
+
+
+def test_early_ends_are_rejected_at_first(models: dict[str, Model]) -> None:
+    model = models["plain"]
+    plain = run(model, FULL, Refresh(), Reveal(count=1))
+    first = int(plain.token_ids[0, plain.decided_at[0] == 0][0])
+    rejected = run(model, FULL, Refresh(), Reveal(count=1, end_factor=0.0), eos_ids=(first,))
+    assert rejected.token_ids[0, rejected.decided_at[0] == 0] != first
+
+
+def test_a_blocks_first_token_is_decided_alone(models: dict[str, Model]) -> None:
+    canvas = dataclasses.replace(CAUSAL_BLOCKS, shift=True, seed_first=True)
+    result = run(models["plain"], canvas, Refresh(), Reveal(count=3))
+    for row, prompt in enumerate(PROMPTS):
+        block = (len(prompt) + np.arange(NEW)) // 4
+        for index in np.unique(block):
+            steps = result.decided_at[row, block == index]
+            assert (steps[0] < steps[1:]).all()
+
+
+def test_other_prompts_compile_nothing(models: dict[str, Model], count_compiles: Any) -> None:
+    model = models["plain"]
+    run(model, FULL, Refresh(), Reveal())
+    with count_compiles() as compiles:
+        prompts = [[3], [1] * 20, [9, 8]]
+        denoise(model.decoder, model.params, prompts, canvas=FULL, max_new_tokens=NEW)
+    assert compiles.count == 0
+
+
+def denoise_badly(model: Model, **changes: Any) -> Any:
+    options = {"prompts": [[1, 2]], "canvas": FULL, "max_new_tokens": 4, **changes}
+    return denoise(model.decoder, model.params, **options)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"prompts": [[]]}, "prompts of at least one token"),
+        ({"prompts": [[64]]}, "ids from 0 to 63"),
+        ({"max_new_tokens": 0}, "max_new_tokens of at least 1"),
+        ({"max_new_tokens": 127}, "at most 128 tokens, prompt and new ones. Got 129"),
+        ({"canvas": Canvas(mask_id=64)}, "mask_id below the vocabulary's 64"),
+        ({"canvas": Canvas(mask_id=1, attention="block")}, "a block of at least 1"),
+        ({"refresh": Refresh(split=5)}, "split from 1 to the 4 layers. Got split=5"),
+        ({"forced": [[1, 2]]}, "4 forced ids for row 0"),
+    ],
+)
+def test_what_does_not_fit_is_refused(
+    changes: dict[str, Any], message: str, models: dict[str, Model]
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        denoise_badly(models["plain"], **changes)
+
+
+def test_impossible_settings_are_refused(tiny: Model, unchecked_shapes: None) -> None:
+    with pytest.raises(ValueError, match="causal=False in its config"):
+        denoise_badly(tiny)
+    for make, message in (
+        (lambda: Best(score="noise", count=1), "a score of age, near"),  # type: ignore[arg-type]
+        (lambda: Best(score="age", count=0), "count of at least 1"),
+        (lambda: Refresh(lower="some"), "lower to be a Best or one of all, block"),  # type: ignore[arg-type]
+        (lambda: Refresh(every=-1), "every of at least 0"),
+        (lambda: Reveal(count=0), "count and growth of at least 1"),
+        (lambda: Sched(high=1.0, low=2.0), "high >= low"),
+        (lambda: Stable(steps=0), "steps of at least 1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make()

@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`denoise`: prompts in, tokens out, by a masked diffusion model."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import fields
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float, Int
+
+from utio_jax.contrib.denoising.loop import Loop, Rows, State
+from utio_jax.contrib.denoising.settings import Canvas, Refresh, Reveal, Stop
+from utio_jax.core.arrays import executed_heads
+from utio_jax.core.decoder import Decoder, Params
+from utio_jax.core.documents import check_ids
+from utio_jax.core.flops import pass_flops, token_cost
+from utio_jax.core.layer import split_layers
+from utio_jax.core.work import Work
+from utio_jax.decoding.loop import round_up
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Denoised:
+    """Result of `denoise`, on the host.
+
+    Attributes:
+      token_ids: new tokens; the mask's id where a row ended before.
+      lengths: of each text, without the token that ends it.
+      steps: of each row.
+      decided_at: step at which each token was decided; -1: not.
+      log_probs: of each token when it was decided, in nats; of forced tokens, theirs.
+      runs: tokens that each row ran through the lower layers, and through the upper ones.
+      work: executed work, padding included.
+    """
+
+    token_ids: Int[np.ndarray, "row token"]
+    lengths: Int[np.ndarray, " row"]
+    steps: Int[np.ndarray, " row"]
+    decided_at: Int[np.ndarray, "row token"]
+    log_probs: Float[np.ndarray, "row token"]
+    runs: Int[np.ndarray, "part row"]
+    work: Work
+
+    def flops(self, decoder: Decoder, params: Params) -> float:
+        """Returns the FLOPs of all matrix products, padding included."""
+        return pass_flops(token_cost(decoder, params), self.work)
+
+
+def denoise(  # noqa: PLR0913 (options, each named)
+    decoder: Decoder,
+    params: Params,
+    prompts: Sequence[Any],
+    *,
+    canvas: Canvas,
+    max_new_tokens: int,
+    reveal: Reveal = Reveal(),
+    stop: Stop | None = None,
+    refresh: Refresh = Refresh(),
+    eos_ids: tuple[int, ...] | None = None,
+    forced: Any = None,
+    width: int | None = None,
+    seed: int = 0,
+) -> Denoised:
+    """Returns the tokens that a masked diffusion model puts after prompts, greedily.
+
+    One program runs all steps; it compiles once for each shape and setting.
+
+    Args:
+      decoder: the model, with `causal=False` in its config.
+      params: its parameters.
+      prompts: token ids, each at least one.
+      canvas: see `Canvas`.
+      max_new_tokens: masks after each prompt.
+      reveal: which masks a step decides.
+      stop: when a block is decided at once; None: never.
+      refresh: which tokens run which layers in a step.
+      eos_ids: tokens that end a text; None: those of the model.
+      forced: ids `[row, max_new_tokens]` that are decided in place of predictions, in the order
+        that predictions give: measures nats along the order.
+      width: static width of the canvas; None: the longest prompt, rounded up to 32, and new tokens.
+      seed: of random scores.
+
+    Raises:
+      ValueError: settings that do not fit the model or each other, invalid ids, an empty
+        prompt, or rows longer than the model's context or `width`.
+    """
+    canvas.check(decoder)
+    loop = Loop(
+        decoder=decoder,
+        canvas=canvas,
+        reveal=reveal,
+        stop=stop,
+        refresh=refresh,
+        max_new_tokens=max_new_tokens,
+        eos_ids=decoder.config.eos_ids if eos_ids is None else tuple(eos_ids),
+    )
+    rows = rows_of(loop, prompts, forced=forced, width=width, seed=seed)
+    state = _run(loop, params, split_layers(decoder, params), rows)
+    return result_of(loop, rows, state)
+
+
+def rows_of(
+    loop: Loop, prompts: Sequence[Any], *, forced: Any = None, width: int | None = None, seed: int
+) -> Rows:
+    """Returns the rows of `denoise`, after checking them."""
+    config, max_new_tokens = loop.decoder.config, loop.max_new_tokens
+    vocab, lengths = (
+        config.vocab_size,
+        np.asarray([np.size(prompt) for prompt in prompts], np.int32),
+    )
+    if not lengths.size or lengths.min() < 1 or max_new_tokens < 1:
+        raise ValueError(
+            "Wanted prompts of at least one token, and max_new_tokens of at least 1. Got prompts "
+            f"of {lengths.tolist()} tokens, max_new_tokens={max_new_tokens}."
+        )
+    given = [check_ids(ids, vocab_size=vocab, what=f"prompt {i}") for i, ids in enumerate(prompts)]
+    longest = int(lengths.max()) + max_new_tokens
+    most = min(width or config.context_length, config.context_length)
+    if longest > most:
+        raise ValueError(
+            f"Wanted rows of at most {most} tokens, prompt and new ones. Got {longest}. Cut the "
+            "prompts, or take fewer new tokens."
+        )
+    width = width or min(round_up(int(lengths.max()), 32) + max_new_tokens, most)
+    padded = np.zeros((len(given), width), np.int32)
+    placed = padded.copy()
+    for row, prompt in enumerate(given):
+        padded[row, : prompt.size] = prompt
+        if forced is not None:
+            truth = check_ids(forced[row], vocab_size=vocab, what=f"forced row {row}")
+            if truth.size != max_new_tokens:
+                raise ValueError(
+                    f"Wanted {max_new_tokens} forced ids for row {row}, one for each new token. "
+                    f"Got {truth.size}."
+                )
+            placed[row, prompt.size : prompt.size + max_new_tokens] = truth
+    ids, ends, true = map(jnp.asarray, (padded, lengths, placed))
+    return Rows(
+        ids=ids, lengths=ends, forced=None if forced is None else true, key=jax.random.key(seed)
+    )
+
+
+@partial(jax.jit, static_argnums=0)
+def _run(loop: Loop, params: Params, layers: Any, rows: Rows) -> State:
+    return loop.run(params, layers, rows)
+
+
+def result_of(loop: Loop, rows: Rows, state: State) -> Denoised:
+    """Returns the result of a state, on the host."""
+    lengths = np.asarray(rows.lengths)
+    index = lengths[:, None] + np.arange(loop.max_new_tokens)
+    new = lambda leaf: np.take_along_axis(np.asarray(leaf), index, axis=1)  # noqa: E731
+    ids, is_mask = new(state.ids), new(state.is_mask)
+    ends = is_mask | np.isin(ids, loop.eos_ids)
+    return Denoised(
+        token_ids=ids,
+        lengths=np.where(ends.any(axis=1), ends.argmax(axis=1), loop.max_new_tokens),
+        steps=np.asarray(state.steps),
+        decided_at=new(state.decided_at),
+        log_probs=new(state.log_prob),
+        runs=np.asarray(state.runs),
+        work=work_of(loop, *rows.ids.shape, passes=np.asarray(state.passes).tolist()),
+    )
+
+
+def work_of(loop: Loop, batch: int, width: int, *, passes: Sequence[int]) -> Work:
+    """Returns the executed work of some passes, all tokens wide and as wide as the counts."""
+    config, split = loop.decoder.config, loop.split
+    queries = keys_values = heads = 0
+    for (lower, upper), number in zip(loop.counts(width), passes, strict=True):
+        parts = ((lower, 0, split), (upper, split, config.num_layers))
+        for slots, start, stop in parts:
+            queries += number * batch * slots * (stop - start)
+            keys_values += number * batch * slots * len(config.kv_made(start, stop))
+        heads += number * executed_heads(batch * upper)
+    counted = {"queries": queries, "keys_values": keys_values, "heads": heads}
+    integers = {field.name: np.asarray(counted.get(field.name, 0)) for field in fields(Work)}
+    return Work(**integers | {"key_slots": np.asarray(float(queries * width))})
