@@ -259,7 +259,8 @@ def times(model: Any, options: Any) -> list[dict[str, Any]]:
             milliseconds = 1e3 * float(np.median(taken)) / batch
             row = {"batch": batch, "setting": name, "ms": round(milliseconds, 2), "speed_up": ratio}
             rows.append(row | {"speed_up": round(ratio, 3), "rounds": options.rounds})
-            print(f"| {batch} | {name} | {milliseconds:.1f} | {ratio:.2f} |", file=sys.stderr, flush=True)
+            line = f"| {batch} | {name} | {milliseconds:.1f} | {ratio:.2f} |"
+            print(line, file=sys.stderr, flush=True)
     return rows
 
 
