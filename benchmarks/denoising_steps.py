@@ -32,7 +32,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from utio_jax.contrib.denoising import Best, Canvas, Refresh, Reveal, denoise, load_denoiser
-from utio_jax.contrib.denoising.denoise import result_of, rows_of
+from utio_jax.contrib.denoising.decode import result_of, rows_of
 from utio_jax.contrib.denoising.loop import Loop, Rows, State
 from utio_jax.core.documents import windows_of
 from utio_jax.core.files import versions

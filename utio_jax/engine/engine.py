@@ -16,7 +16,7 @@ import dataclasses
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import jax
@@ -286,7 +286,9 @@ class Engine:
         ended, self._drained = self._drained, {}
         return ended
 
-    def stream(self, prompt_ids: Sequence[int] | np.ndarray, **options: Any) -> Iterator[Event]:
+    def stream(
+        self, prompt_ids: Sequence[int] | np.ndarray, **options: Any
+    ) -> Generator[Event, None, None]:
         """Yields the events of one request as they come; closing the iterator cancels it.
 
         Other requests go on: `drain` returns those that end meanwhile. Options and errors are those

@@ -4,7 +4,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from utio_jax.contrib.denoising.denoise import Denoised, denoise
+from utio_jax.contrib.denoising.decode import Denoised, denoise
 from utio_jax.contrib.denoising.settings import Best, Canvas, Refresh, Reveal, Sched, Stable
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from tokenizers import Tokenizer
 
-from utio_jax.contrib.denoising.denoise import Denoised, denoise
+from utio_jax.contrib.denoising.decode import Denoised, denoise
 from utio_jax.contrib.denoising.settings import Canvas
 from utio_jax.core.decoder import Params
 from utio_jax.core.files import save_text
