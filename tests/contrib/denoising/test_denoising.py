@@ -263,7 +263,14 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "case"), list(dict.fromkeys(CASES)))
+@pytest.mark.parametrize(
+    ("kind", "case"),
+    # Every third case is part of `make check`; the others are slow tests.
+    [
+        pytest.param(*case, marks=() if number % 3 == 0 else pytest.mark.slow)
+        for number, case in enumerate(dict.fromkeys(CASES))
+    ],
+)
 def test_a_row_is_the_oracles_whatever_its_batch(
     kind: str, case: str, models: dict[str, Model]
 ) -> None:
