@@ -59,8 +59,10 @@ def check_schedules(name: str, *, schedules: int, seed: int = 0) -> int:
 
 
 def _when(name: str) -> Any:
-    """`make test` has the simplest, and drafts; others are slow."""
-    return () if name in ("plain", "lossless") else pytest.mark.slow
+    """`make test` has the simplest, and drafts; `make check` one mode that remembers per row."""
+    if name in ("plain", "lossless"):
+        return ()
+    return pytest.mark.check if name == "drop" else pytest.mark.slow
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=_when(name)) for name in NAMES])
