@@ -14,15 +14,16 @@ import pytest
 from helpers.gguf_files import write_gguf, write_with_pieces
 from helpers.texts import new_text
 
+from utio_jax.cli.chat import pieces_of
 from utio_jax.decoding.generate import generate
 from utio_jax.decoding.sampling import SamplingParams
+from utio_jax.engine import Engine
 from utio_jax.models import Model, chat, load
 from utio_jax.models.chat import (
     ChatTemplate,
     encode_chat,
     find_template,
     render_chat,
-    stream_answer,
     turn_ends,
 )
 
@@ -172,8 +173,6 @@ def test_templates_read_tools_and_other_variables(model: Model) -> None:
     assert encode_chat(model, HELLO, **given).size == encode_chat(model, HELLO).size
     with pytest.raises(ValueError, match=r"names of their own\. Got 'messages'"):
         model.chat(HELLO, variables={"messages": []})
-    with pytest.raises(ValueError, match=r"names of their own\. Got 'messages'"):
-        next(stream_answer(model, HELLO, variables={"messages": []}))
 
 
 def test_a_model_without_a_template_says_so_and_what_to_do(tmp_path: Path) -> None:
@@ -251,6 +250,9 @@ def test_a_streamed_answer_is_the_same_text_with_a_depth_per_token(
     model: Model, chunk: int
 ) -> None:
     reply = model.chat(HELLO, max_new_tokens=20)
-    streamed = list(stream_answer(model, HELLO, max_new_tokens=20, chunk=chunk))
+    prompt = encode_chat(model, HELLO)
+    engine = Engine.of(model, slots=1, capacity=prompt.size + 32, steps=chunk)
+    events = engine.stream(prompt, max_new_tokens=20, eos_ids=turn_ends(model))
+    streamed = list(pieces_of(events))
     assert "".join(piece for piece, _ in streamed) == reply.text
     assert [depth for _, depth in streamed][:20] == reply.generated.decided[0].tolist()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,6 @@ import numpy as np
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from utio_jax.core.documents import check_text
-from utio_jax.decoding.text import stream_pieces
 from utio_jax.models.huggingface import read_json
 
 Messages = Sequence[Mapping[str, Any]]
@@ -141,14 +140,6 @@ def turn_ends(model: Any) -> tuple[int, ...]:
     extra = None if named is None else model.tokenizer.token_to_id(named)
     ends = model.decoder.config.eos_ids
     return ends if extra is None or extra in ends else (*ends, extra)
-
-
-def stream_answer(
-    model: Any, messages: Messages, *, variables: Mapping[str, Any] | None = None, **options: Any
-) -> Iterator[tuple[str, int]]:
-    """Returns the pieces of `Model.chat`'s answer as they come, see `stream_pieces`."""
-    prompt = encode_chat(model, messages, **(variables or {}))
-    return stream_pieces(model, prompt, **{"eos_ids": turn_ends(model), **options})
 
 
 def _from_folder(folder: Path) -> tuple[str | None, dict[str, str]]:
