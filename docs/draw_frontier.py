@@ -46,6 +46,7 @@ def main() -> None:
         )
     for (name, points), (colour, style) in zip(lines.items(), STYLES, strict=False):
         axis.plot(*zip(*points, strict=True), style, color=colour, label=name, markersize=5)
+    axis.set_xlim(right=1.06)
     axis.set_xlabel("FLOPs over those of all 16 layers of the shipped model")
     axis.set_ylabel("bits per byte, test documents")
     axis.legend(frameon=False, fontsize=9)

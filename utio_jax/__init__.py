@@ -35,7 +35,7 @@ from utio_jax.calibration.compare import compare
 from utio_jax.core.decoder import Decoder, DecoderConfig
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.base import Plain
-from utio_jax.decoding.generate import generate, stream
+from utio_jax.decoding.generate import generate
 from utio_jax.decoding.lossless import Lossless
 from utio_jax.decoding.sampling import SamplingParams
 from utio_jax.engine.engine import Engine
@@ -72,7 +72,6 @@ __all__ = [
     "reference_states",
     "run_buckets",
     "score",
-    "stream",
     "surrogate_importance",
     "uniform",
 ]

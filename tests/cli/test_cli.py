@@ -215,22 +215,20 @@ def test_generate_streams_one_prompt_to_a_terminal(
 ) -> None:
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
     monkeypatch.setenv("TERM", "dumb")
-    begun, shown, stream = list[Any](), list[str](), streaming.stream
+    shown, run_chunks = list[str](), streaming.run_chunks
 
     def watched(*given: Any, **options: Any) -> Any:
-        for chunk in stream(*given, **options):
-            begun.append(chunk.token_ids[0].size)
-            yield chunk
+        for state in run_chunks(*given, **options):
+            yield state
             shown.append(capsys.readouterr().out)
 
-    monkeypatch.setattr(streaming, "stream", watched)
+    monkeypatch.setattr(streaming, "run_chunks", watched)
     options = ["--model", str(folder), "--max-new-tokens", "20", "--mode", "adaptive"]
     options += ["--policy", "uniform", "--depth", "2", "--json"]
     assert main(["generate", PROMPT, *options]) == 0
     captured = capsys.readouterr()
     record = json.loads(captured.out.splitlines()[-1])
-    assert len(begun) >= 4
-    assert all(begun)
+    assert len(shown) >= 4
     assert all(shown[1:]), "text comes while there is more to come"
     assert "".join(shown).startswith(PROMPT)
     assert record["texts"][0] in "".join(shown) + captured.out

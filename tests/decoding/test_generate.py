@@ -29,7 +29,7 @@ from helpers.policies import SurePasses
 
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.base import Plain
-from utio_jax.decoding.generate import generate, stream
+from utio_jax.decoding.generate import generate
 from utio_jax.decoding.loop import Lengths, advance, run_chunks
 from utio_jax.decoding.lossless import Lossless
 from utio_jax.decoding.prefill import Prefill
@@ -191,35 +191,6 @@ def test_many_prompts_run_in_batches_and_come_out_in_order(model, plain, monkeyp
         run(model, [*prompts[:4], [64]], max_batch=2)
     with pytest.raises(ValueError, match="max_batch of at least 1 prompt. Got max_batch=0"):
         run(model, max_batch=0)
-    with pytest.raises(TypeError, match="all prompts step together. Got max_batch"):
-        next(stream(model.decoder, model.params, PROMPTS, max_batch=2))
-
-
-STREAMED = {"max_new_tokens": 40, "eos_ids": (), "lengths": SMALL}
-
-
-@pytest.mark.parametrize(
-    ("chunk", "mode", "sampling"),
-    [
-        (1, Plain(), SamplingParams()),
-        (7, Plain(), SamplingParams()),
-        (100, Plain(), SamplingParams()),
-        (5, Lossless(exit=2, max_draft=3), SamplingParams()),
-        (5, Lossless(exit=2, max_draft=3), SamplingParams(temperature=0.8)),
-    ],
-)
-def test_a_stream_is_the_same_tokens(model, chunk, mode, sampling):
-    options = {"chunk": chunk, "mode": mode, "sampling": sampling, **STREAMED}
-    whole = run(model, mode=mode, sampling=sampling)
-    kept = next(stream(model.decoder, model.params, PROMPTS, **options))  # And abandoned.
-    chunks = list(stream(model.decoder, model.params, PROMPTS, **options))
-    np.testing.assert_array_equal(kept.token_ids[1], chunks[0].token_ids[1])
-    for row in range(3):
-        joined = np.concatenate([one.token_ids[row] for one in chunks])
-        np.testing.assert_array_equal(joined, whole.token_ids[row])
-    if mode == Plain():
-        assert all(one.token_ids[0].size >= min(chunk, 40) for one in chunks[:-1])
-    assert not chunks[-1].running.any()
 
 
 LOSSLESS = Lossless(exit=2, max_draft=3)
@@ -240,9 +211,7 @@ def test_the_second_prompt_compiles_nothing(model, count_compiles, name):
     with count_compiles() as compiles:
         run(model, [[1, 2], [3], [4, 5, 6, 7, 8, 9, 10]], mode=mode, max_new_tokens=30)
         run(model, mode=other, max_new_tokens=29, seeds=[7, 8, 9])
-        options = {**STREAMED, "max_new_tokens": 30}
-        for _ in stream(model.decoder, model.params, PROMPTS, chunk=3, mode=mode, **options):
-            pass
+        run(model, mode=mode, max_new_tokens=30, chunk=3, stop_when=lambda row, new: False)
     assert compiles.count == 0
 
 
@@ -354,7 +323,7 @@ def test_modes_that_do_not_fit_are_refused(model):
     with pytest.raises(ValueError, match="prompt_step=0"):
         Lengths(prompt_step=0)
     with pytest.raises(ValueError, match="at least one token"):
-        next(stream(model.decoder, model.params, PROMPTS, chunk=0, max_new_tokens=9))
+        run(model, chunk=0, max_new_tokens=9, stop_when=lambda row, new: False)
 
 
 def alternating(logits: jax.Array, state: Any) -> jax.Array:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import json
 import shutil
@@ -15,6 +16,7 @@ from helpers.gguf_files import write_gguf, write_with_pieces
 from helpers.texts import new_text
 
 from utio_jax.cli.chat import pieces_of
+from utio_jax.core.lens import with_config
 from utio_jax.decoding.generate import generate
 from utio_jax.decoding.sampling import SamplingParams
 from utio_jax.engine import Engine
@@ -212,10 +214,34 @@ def test_an_answer_ends_with_the_turn(model: Model) -> None:
     first = int(plain.token_ids[0][7])
     reply = model.chat(HELLO, max_new_tokens=20, eos_ids=(first,))
     stop = plain.token_ids[0].tolist().index(first)
-    assert reply.generated.finish_reasons == ("eos",)
-    np.testing.assert_array_equal(reply.generated.token_ids[0], plain.token_ids[0][: stop + 1])
+    assert reply.reason == "eos"
+    np.testing.assert_array_equal(reply.token_ids, plain.token_ids[0][: stop + 1])
     assert reply.text == new_text(model.tokenizer, prompt, plain.token_ids[0][: stop + 1])
     assert reply.message == {"role": "assistant", "content": reply.text}
+
+
+def test_the_next_turn_reads_only_what_is_new(model: Model) -> None:
+    longer_context = with_config(model.decoder, context_length=512)
+    model = dataclasses.replace(model, decoder=longer_context)
+    options: Any = {"max_new_tokens": 20, "eos_ids": ()}
+    talk = [{"role": "user", "content": "Hello " * 20}]
+    reply = model.chat(talk, **options)
+    assert reply.cached_tokens == 0
+    talk += [reply.message, {"role": "user", "content": "And then?"}]
+    longer = model.chat(talk, **options)
+    assert longer.cached_tokens >= 64
+    cold = dataclasses.replace(model).chat(talk, **options)
+    assert cold.cached_tokens == 0
+    np.testing.assert_array_equal(longer.token_ids, cold.token_ids)
+    # Another mode has K/V of its own; the same one is the same engine.
+    drafted = model.chat(talk, mode="lossless", **options)
+    assert drafted.cached_tokens == 0
+    np.testing.assert_array_equal(drafted.token_ids, cold.token_ids)
+    assert model.chat(talk, mode="lossless", **options).cached_tokens >= longer.cached_tokens
+    assert "tokens of the prompt were cached" in longer.summary()
+    assert longer._repr_html_().count("<span") > longer.token_ids.size
+    with pytest.raises(TypeError, match="options of Engine.submit. Got top_p. Say sampling="):
+        model.chat(talk, top_p=0.9)
 
 
 def test_an_answer_ends_before_a_stop_string(model: Model) -> None:
@@ -230,19 +256,18 @@ def test_an_answer_ends_before_a_special_piece_that_is_a_stop_string(model: Mode
     drawn: Any = {"max_new_tokens": 40, "sampling": SamplingParams(temperature=5.0), "eos_ids": ()}
     token = model.tokenizer.token_to_id(mark)
     answers = (
-        (seed, model.chat(HELLO, seed=seed, **drawn).generated.token_ids[0].tolist())
-        for seed in range(20)
+        (seed, model.chat(HELLO, seed=seed, **drawn).token_ids.tolist()) for seed in range(20)
     )
     seed, ids = next((seed, ids) for seed, ids in answers if token in ids[2:])
     size = ids.index(token) + 1
     stopped = model.chat(HELLO, seed=seed, stop=["never", mark], **drawn)
-    assert stopped.generated.token_ids[0].tolist() == ids[:size]
-    assert stopped.generated.finish_reasons == ("stop",)
+    assert stopped.token_ids.tolist() == ids[:size]
+    assert stopped.reason == "stop"
     assert stopped.text == new_text(model.tokenizer, prompt, ids[:size])
     text = model.chat_template.render(HELLO)
-    assert model.generate(text, seed=seed, stop=[mark], **drawn).texts == stopped.texts
-    chunks = model.stream(text, seed=seed, stop=[mark], **drawn)
-    assert "".join(chunk.texts[0] for chunk in chunks) == stopped.text
+    assert model.generate(text, seed=seed, stop=[mark], **drawn).text == stopped.text
+    events = model.stream(text, seed=seed, stop=[mark], **drawn)
+    assert "".join(event.text for event in events) == stopped.text
 
 
 @pytest.mark.parametrize("chunk", [1, 4])
@@ -255,4 +280,4 @@ def test_a_streamed_answer_is_the_same_text_with_a_depth_per_token(
     events = engine.stream(prompt, max_new_tokens=20, eos_ids=turn_ends(model))
     streamed = list(pieces_of(events))
     assert "".join(piece for piece, _ in streamed) == reply.text
-    assert [depth for _, depth in streamed][:20] == reply.generated.decided[0].tolist()
+    assert [depth for _, depth in streamed][:20] == reply.decided.tolist()

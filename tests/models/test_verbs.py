@@ -34,6 +34,7 @@ from utio_jax.staircase import dense_states
 pytestmark = pytest.mark.check
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 24, "lengths": SMALL}
+STREAMED: dict[str, Any] = {"max_new_tokens": 24}
 PROMPTS = ["import os", "def é漢"]
 equal = functools.partial(jax.tree.map, np.testing.assert_array_equal)
 
@@ -85,8 +86,8 @@ def test_a_budget_means_adaptive_and_no_other_mode(calibrated: Model) -> None:
     assert result.texts == expected.texts
     equal(result.generated.decided, expected.generated.decided)
     pieces = [""] * len(PROMPTS)
-    for chunk in model.stream(PROMPTS, budget=0.75, **OPTIONS):
-        pieces = [piece + new for piece, new in zip(pieces, chunk.texts, strict=True)]
+    for event in model.stream(PROMPTS, budget=0.75, **STREAMED):
+        pieces[event.request] += event.text
     assert tuple(pieces) == tuple(expected.texts)
     for mode in ("plain", "lossless", Plain()):
         for verb in (model.generate, model.stream, model.chat):
@@ -132,22 +133,25 @@ def test_prompts_are_read_at_a_budget(calibrated: Model) -> None:
     assert short.texts == expected.texts
 
 
-@pytest.mark.parametrize(("mode", "chunk"), [("adaptive", 1), ("plain", 5)])
-def test_streamed_texts_are_those_of_generate(calibrated: Model, mode: str, chunk: int) -> None:
+@pytest.mark.parametrize(
+    ("mode", "steps", "max_batch"), [("adaptive", 1, 64), ("plain", 5, 64), ("plain", 5, 1)]
+)
+def test_streamed_texts_are_those_of_generate(
+    calibrated: Model, mode: str, steps: int, max_batch: int
+) -> None:
     whole = calibrated.generate(PROMPTS, mode=mode, **OPTIONS)
     stops = [[], [whole.texts[0][3:6], whole.texts[1][7:9]], ["\n", " = "]]
     for stop in stops:
         expected = calibrated.generate(PROMPTS, mode=mode, stop=stop, **OPTIONS)
-        texts, depths, last = ["", ""], [[], []], None
-        for part in calibrated.stream(PROMPTS, mode=mode, stop=stop, chunk=chunk, **OPTIONS):
-            for row in range(2):
-                texts[row] += part.texts[row]
-                depths[row] += part.decided[row].tolist()
-            last = part
+        texts, depths, ended = ["", ""], [[], []], [0, 0]
+        how: Any = {"mode": mode, "stop": stop, "steps": steps, "max_batch": max_batch, **STREAMED}
+        for event in calibrated.stream(PROMPTS, **how):
+            texts[event.request] += event.text
+            depths[event.request] += event.decided.tolist()
+            ended[event.request] += event.finished is not None
         assert tuple(texts) == expected.texts
         assert depths == [depths_of.tolist() for depths_of in expected.generated.decided]
-        assert last is not None
-        assert not last.running.any()
+        assert ended == [1, 1]
 
 
 def test_a_callers_stop_when_ends_a_text_and_so_do_stop_strings(folder: Path) -> None:

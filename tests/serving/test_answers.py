@@ -17,7 +17,6 @@ import pytest
 from helpers.cases import run_dense
 from helpers.serving import (
     CONTEXT,
-    LENGTHS,
     Running,
     alone,
     budgets_of,
@@ -396,7 +395,7 @@ CONVERSATION = [
 
 def test_a_chat_is_answered_as_the_models_own_chat(server: Running, model: Model) -> None:
     plain = [*CONVERSATION[:3], {"role": "user", "content": "How so"}]
-    expected = model.chat(plain, max_new_tokens=16, lengths=LENGTHS)
+    expected = model.chat(plain, max_new_tokens=16)
     body = {"model": "small", "messages": CONVERSATION, "temperature": 0, "utio": PLAIN}
     body |= {"max_completion_tokens": 16, "max_tokens": 3, "logprobs": True, "top_logprobs": 2}
     answer = server.ask("/v1/chat/completions", body).body

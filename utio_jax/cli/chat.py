@@ -15,12 +15,6 @@ from utio_jax.decoding.base import Plain
 CHUNK = 4
 """Tokens between two looks at the device: few, so that text appears and Ctrl-C works at once."""
 
-PREFIX_CACHE = "256MiB"
-"""K/V of earlier turns, so that a turn reads only what is new."""
-
-_LEAST = 1024
-"""Tokens that an engine holds at first; a longer conversation gets one of twice as many."""
-
 _HELP = "/new starts a new conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer"
 
 
@@ -50,13 +44,15 @@ class Chat(OfDecoding):
         """Runs the command and returns its JSON."""
         from rich.console import Console
 
+        from utio_jax.models.chat import ChatEngine
+
         model, sampling = self.load(), self.sampling()
         mode, prefill, _ = self.decoding_mode(model)
         _ = model.chat_template  # Before anything is asked.
         console = Console(stderr=not sys.stdout.isatty(), highlight=False)
         if sys.stdin.isatty():
             console.print(_HELP, style="dim")
-        engines = _Engines(model, mode, prefill)
+        engine = ChatEngine(model, mode, prefill, steps=CHUNK)
         turns: list[dict[str, Any]] = []
         conversation = self._opened()
         while (line := _next_message(console)) is not None:
@@ -65,7 +61,7 @@ class Chat(OfDecoding):
             elif line:
                 asked = [*conversation, {"role": "user", "content": line}]
                 try:
-                    turn = self._answer(engines, console, asked, len(turns), sampling)
+                    turn = self._answer(engine, console, asked, len(turns), sampling)
                 except ValueError as error:
                     console.print(
                         f"{error} Start a new conversation: /new.", style="red", markup=False
@@ -81,7 +77,7 @@ class Chat(OfDecoding):
 
     def _answer(
         self,
-        engines: _Engines,
+        engine: Any,
         console: Any,
         messages: list[dict[str, str]],
         turn: int,
@@ -90,7 +86,7 @@ class Chat(OfDecoding):
         """Prints an answer as it arrives; returns it, its depths and whether Ctrl-C ended it."""
         from utio_jax.models.chat import encode_chat, turn_ends
 
-        model = engines.model
+        model = engine.model
         config, prompt = model.decoder.config, encode_chat(model, messages)
         left = config.context_length - prompt.size
         if left < 1:
@@ -100,40 +96,18 @@ class Chat(OfDecoding):
             )
         note_compilation()
         new = min(self.max_new_tokens, left)
-        events = engines.of(prompt.size + new).stream(
+        events = engine.stream(
             prompt,
             max_new_tokens=new,
             sampling=sampling,
             seed=self.seed + turn,
             eos_ids=turn_ends(model),
         )
-        coloured = not isinstance(engines.mode, Plain)
+        coloured = not isinstance(engine.mode, Plain)
         text, depths, stopped = show_stream(
             console, pieces_of(events), config.num_layers, coloured=coloured
         )
         return {"answer": text, "depths": depths, "interrupted": stopped}
-
-
-class _Engines:
-    """An engine for one conversation after the other: of one slot, and large enough."""
-
-    def __init__(self, model: Any, mode: Any, prefill: Any):
-        self.model, self.mode, self._prefill, self._engine = model, mode, prefill, None
-        self._capacity = 0
-
-    def of(self, tokens: int) -> Any:
-        """Returns an engine whose slot holds so many tokens; it may know their beginning."""
-        from utio_jax.engine import Engine
-
-        needed = tokens + self.mode.block
-        if needed > self._capacity:
-            most = self.model.decoder.config.context_length + self.mode.block
-            self._capacity = max(needed, min(most, max(_LEAST, 2 * self._capacity)))
-            options = {"mode": self.mode, "prefill": self._prefill, "prefix_cache": PREFIX_CACHE}
-            self._engine = Engine.of(
-                self.model, slots=1, capacity=self._capacity, steps=CHUNK, **options
-            )
-        return self._engine
 
 
 def pieces_of(events: Iterator[Any]) -> Iterator[tuple[str, int]]:

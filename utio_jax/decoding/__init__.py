@@ -3,17 +3,16 @@
 
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.base import DecodeContext, LogitsProcessor, Mode, Plain
-from utio_jax.decoding.generate import Chunk, Generated, generate, stream
+from utio_jax.decoding.generate import Generated, generate
 from utio_jax.decoding.loop import Lengths
 from utio_jax.decoding.lossless import Lossless, lossless_for
 from utio_jax.decoding.prefill import Prefill
 from utio_jax.decoding.sampling import SamplingParams
-from utio_jax.decoding.text import GeneratedText, TextChunk, generate_text, stream_text
+from utio_jax.decoding.text import GeneratedText, generate_text
 from utio_jax.decoding.thinking import Thinking, Thought
 
 __all__ = [
     "Adaptive",
-    "Chunk",
     "DecodeContext",
     "Generated",
     "GeneratedText",
@@ -24,12 +23,9 @@ __all__ = [
     "Plain",
     "Prefill",
     "SamplingParams",
-    "TextChunk",
     "Thinking",
     "Thought",
     "generate",
     "generate_text",
     "lossless_for",
-    "stream",
-    "stream_text",
 ]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`generate` and `stream`: batched token generation in any decoding mode, with its cost.
+"""`generate`: batched token generation in any decoding mode, with its cost.
 
     result = generate(decoder, params, [[0, 17, 4], [0, 8]], mode=Lossless(exit=4))
     result.token_ids[0], result.decided[0], result.finish_reasons[0]
@@ -49,14 +49,19 @@ _INSTEAD = {
 }
 
 
-def check_options(options: Mapping[str, Any]) -> None:
-    """Raises TypeError for an option that `generate` lacks, with its name in this library."""
-    known = inspect.signature(generate).parameters
+def check_options(options: Mapping[str, Any], *, of: Callable[..., Any] | None = None) -> None:
+    """Raises TypeError for an option that a function lacks, with its name in this library.
+
+    None: `generate`.
+    """
+    function = generate if of is None else of
+    known = inspect.signature(function).parameters
+    named = [name for name, of_name in known.items() if of_name.kind is of_name.KEYWORD_ONLY]
     for name in options:
-        if name not in known:
+        if name not in named:
             here = f"Say {_INSTEAD[name]}." if name in _INSTEAD else None
-            remedy = here or f"Known: {', '.join([*known][3:])}."
-            raise TypeError(f"Wanted options of utio_jax.generate. Got {name}. {remedy}")
+            remedy = here or f"Known: {', '.join(named)}."
+            raise TypeError(f"Wanted options of {function.__qualname__}. Got {name}. {remedy}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -136,21 +141,6 @@ _OF_ALL_ROWS = (
     *("key_widths", "mode", "num_layers", "group", "bytes_per_slot"),
     *("prompt_width", "prompt_work"),
 )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Chunk:
-    """Item of `stream`: the new tokens since the last chunk.
-
-    Attributes:
-      token_ids: new tokens of each prompt, `[new]`; empty for rows that have ended.
-      decided: decided depth of each of them in layers, see `Generated`.
-      running: mask of rows that have not ended.
-    """
-
-    token_ids: tuple[np.ndarray, ...]
-    decided: tuple[np.ndarray, ...]
-    running: np.ndarray
 
 
 def generate(  # noqa: PLR0913 (options, each named)
@@ -293,28 +283,6 @@ def _joined(parts: Sequence[Generated]) -> Generated:
     else:
         joined["prompt_work"] = jax.tree.map(lambda *leaves: np.concatenate(leaves), *works)
     return dataclasses.replace(first, **joined)
-
-
-def stream(decoder: Decoder, params: Params, prompts: Prompts, **options: Any) -> Iterator[Chunk]:
-    """Yields the same tokens as `generate`, at least `chunk` per running row at a time.
-
-    Arguments and errors are those of `generate`, except `max_batch`: all prompts step together.
-    """
-    if "max_batch" in options:
-        raise TypeError(
-            "Wanted options of utio_jax.stream, in which all prompts step together. "
-            "Got max_batch. Stream fewer prompts, or generate."
-        )
-    seen: np.ndarray | None = None
-    for state in run_chunks(decoder, params, prompts, **options):
-        starts = np.asarray(state.prompt_lengths) if seen is None else seen
-        seen = np.array(state.lengths)
-        rows = new_tokens(state, starts)[: len(prompts)]
-        yield Chunk(
-            token_ids=tuple(row.token_ids for row in rows),
-            decided=tuple(row.decided for row in rows),
-            running=np.asarray(state.reason)[: len(prompts)] == 0,
-        )
 
 
 def new_tokens(state: DecodeState, starts: np.ndarray) -> list[Columns]:

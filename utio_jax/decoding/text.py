@@ -16,11 +16,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
+from jaxtyping import Int
 
 from utio_jax.core.decoder import Params
 from utio_jax.core.html import depth_html
-from utio_jax.decoding.generate import Generated, check_options, generate, stream
-from utio_jax.decoding.loop import Prompts
+from utio_jax.decoding.generate import Generated, check_options, generate, new_tokens
+from utio_jax.decoding.loop import Prompts, run_chunks
 
 StopStrings = Sequence[str] | Sequence[Sequence[str]]
 """Stop strings of all texts, or a list of stop strings for each."""
@@ -105,13 +106,8 @@ class GeneratedText:
             if not depths.size:
                 blocks.append(f"{text}\n[no new token]")
                 continue
-            line = f"{depths.size} tokens ({result.finish_reasons[row]}), mode {result.mode}: "
-            line += f"{depths.mean():.1f} of {layers} layers each"
-            if depths.min() < layers:
-                counts = sorted(Counter(depths.tolist()).items())
-                shares = (f"{count / depths.size:.0%} at {depth}" for depth, count in counts)
-                line += f"; {', '.join(shares)}"
-            blocks.append(f"{text}\n[{line}]")
+            line = f"{depths.size} tokens ({result.finish_reasons[row]}), mode {result.mode}"
+            blocks.append(f"{text}\n[{line}: {depth_summary(depths, num_layers=layers)}]")
         # Over all rows: rows that step together run as deep as the deepest of them.
         steps = sum(max(0, depths.size - 1) for depths in result.decided) * layers
         if steps:
@@ -124,19 +120,18 @@ class GeneratedText:
         return "\n".join(blocks)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TextChunk:
-    """Item of `stream_text`: the text since the last chunk; entry `i` belongs to prompt `i`.
+def depth_summary(depths: Int[np.ndarray, " token"], *, num_layers: int) -> str:
+    """Returns the mean depth of tokens and, if one stopped early, the share of each depth.
 
-    Attributes:
-      texts: new text; empty for rows that have ended.
-      decided: decided depth in layers of each token of the text, `[new]`.
-      running: mask of rows that have not ended.
+    >>> depth_summary(np.asarray([8, 16]), num_layers=16)
+    '12.0 of 16 layers each; 50% at 8, 50% at 16'
     """
-
-    texts: tuple[str, ...]
-    decided: tuple[np.ndarray, ...]
-    running: np.ndarray
+    line = f"{depths.mean():.1f} of {num_layers} layers each"
+    if depths.min() == num_layers:
+        return line
+    counts = sorted(Counter(depths.tolist()).items())
+    shares = (f"{count / depths.size:.0%} at {depth}" for depth, count in counts)
+    return f"{line}; {', '.join(shares)}"
 
 
 def generate_text(
@@ -199,42 +194,14 @@ def stream_pieces(
     """
     check_options(options)
     ids = _encoded(model, [prompt])
-    reader, depth = TextReader(model.tokenizer, ids[0]), 0
-    for chunk in stream(model.decoder, model.params, ids, **options):
-        for token, depth in zip(chunk.token_ids[0], chunk.decided[0], strict=True):
+    reader, depth, length = TextReader(model.tokenizer, ids[0]), 0, len(ids[0])
+    for state in run_chunks(model.decoder, model.params, ids, **options):
+        (new,) = new_tokens(state, np.asarray([length]))
+        length += new.token_ids.size
+        for token, depth in zip(new.token_ids, new.decided, strict=True):
             yield reader.add(int(token)), int(depth)
     if tail := reader.flush():
         yield tail, int(depth)
-
-
-def stream_text(
-    model: TextModel,
-    prompts: Sequence[str] | Prompts,
-    *,
-    stop_strings: StopStrings = (),
-    **options: Any,
-) -> Iterator[TextChunk]:
-    """Yields the texts of `generate_text` piece by piece, with the same arguments and errors.
-
-    Text that may begin a stop string or a character is held back until this is decided.
-    """
-    check_options(options)
-    ids, rows = _begun(model, prompts, stop_strings)
-    for chunk in stream(model.decoder, model.params, ids, **options):
-        texts = tuple(
-            "".join(piece for piece, _ in row.add(new, running=bool(running)))
-            for row, new, running in zip(rows, chunk.token_ids, chunk.running, strict=True)
-        )
-        running = np.asarray([not row.ended for row in rows])
-        yield TextChunk(
-            texts=texts,
-            decided=tuple(
-                depths[: row.used] for row, depths in zip(rows, chunk.decided, strict=True)
-            ),
-            running=running,
-        )
-        if not running.any():
-            return
 
 
 class StreamedRow:
@@ -324,7 +291,7 @@ def _begun(
 ) -> tuple[Prompts, list[StreamedRow]]:
     """Returns the token ids of prompts, and the streamed text of each row."""
     ids = _encoded(model, prompts)
-    pairs = zip(ids, _by_row(stop_strings, len(ids)), strict=True)
+    pairs = zip(ids, stops_of_texts(stop_strings, len(ids)), strict=True)
     return ids, [StreamedRow(TextReader(model.tokenizer, prompt), stops) for prompt, stops in pairs]
 
 
@@ -345,8 +312,8 @@ def listed(texts: Sequence[str]) -> list[str]:
     return result  # type: ignore[return-value]
 
 
-def _by_row(stop_strings: StopStrings, rows: int) -> list[tuple[str, ...]]:
-    """Returns each row's stop strings."""
+def stops_of_texts(stop_strings: StopStrings, rows: int) -> list[tuple[str, ...]]:
+    """Returns each text's stop strings. Raises ValueError, see `generate_text`."""
     if isinstance(stop_strings, str) or all(isinstance(text, str) for text in stop_strings):
         return [checked_stops(stop_strings)] * rows  # type: ignore[arg-type]
     if len(stop_strings) != rows:

@@ -4,16 +4,16 @@
 from utio_jax.decoding.state import Alternatives
 from utio_jax.engine.engine import Engine
 from utio_jax.engine.planning import DepthPlan, RowRates, plan_mode
-from utio_jax.engine.requests import EngineStats, Event, Finished
+from utio_jax.engine.requests import Completion, EngineStats, Event
 from utio_jax.engine.slots import Shapes
 
 __all__ = [
     "Alternatives",
+    "Completion",
     "DepthPlan",
     "Engine",
     "EngineStats",
     "Event",
-    "Finished",
     "RowRates",
     "Shapes",
     "plan_mode",

@@ -34,7 +34,7 @@ from utio_jax.decoding.thinking import Thinking
 from utio_jax.engine.blocks import read_report
 from utio_jax.engine.depths import RequestPolicy, thresholds_of
 from utio_jax.engine.prefix import bytes_of
-from utio_jax.engine.requests import EngineStats, Event, Finished, Request
+from utio_jax.engine.requests import Completion, EngineStats, Event, Request
 from utio_jax.engine.slots import Served, Shapes, Slots
 
 
@@ -81,7 +81,7 @@ class Engine:
           logits_processor: processor for all requests, see `utio_jax.decoding.LogitsProcessor`.
           prefix_cache: bytes for K/V of shared prefixes, e.g. `"256MiB"`; 0: no prefix cache. A
             prompt that shares a prefix with an earlier text reads only the tokens after it.
-          clock: clock in seconds, for deadlines and the times of `Finished`.
+          clock: clock in seconds, for deadlines and the times of `Completion`.
 
         Raises:
           TypeError: `mode` is the name or the class of a mode.
@@ -116,7 +116,7 @@ class Engine:
         self._freed: list[int] = []
         # True while a call that changes rows runs, or after it raised: see `_recovered`.
         self._unsettled = False
-        self._drained: dict[int, Finished] = {}
+        self._drained: dict[int, Completion] = {}
         self._stats = EngineStats(mode=self.mode.name, slots=slots)
 
     @classmethod
@@ -200,6 +200,7 @@ class Engine:
             number=next(self._numbers),
             prompt=prompt,
             max_new_tokens=max_new_tokens,
+            num_layers=config.num_layers,
             sampling=sampling,
             seed=seed % 2**32,
             stops=stops,
@@ -273,7 +274,7 @@ class Engine:
         self._unsettled = False
         return events
 
-    def drain(self) -> dict[int, Finished]:
+    def drain(self) -> dict[int, Completion]:
         """Advances until no request waits or runs; returns those that ended, by number.
 
         After a call that did not return, the result includes the requests that ended in it.

@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Int, UInt32
 
+from utio_jax.core.html import depth_html
 from utio_jax.core.pytrees import pytree
 from utio_jax.decoding.sampling import SamplingParams, rows_of
 from utio_jax.decoding.state import STOPS_ROOM, Columns, Stops, stop_rules
-from utio_jax.decoding.text import StreamedRow
+from utio_jax.decoding.text import StreamedRow, depth_summary
 from utio_jax.decoding.thinking import Thinking, ThinkingRows, Thought, opening, thought_of
 from utio_jax.engine.blocks import TALLIED, RowReport, Rules
 
@@ -22,13 +23,15 @@ END_REASONS = ("eos", "stop", "length", "cancelled", "deadline", "interrupted")
 """Finish reasons of requests. Interrupted: a call of `Engine.advance` did not return."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Finished(Columns):
-    """Result of a request: its new tokens and their cost.
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
+class Completion(Columns):
+    """Result of a request: its new tokens, their text and their cost.
 
     Attributes:
       reason: one of `END_REASONS`. With the last three, tokens read by the host so far are kept.
       text: text of the new tokens before a stop string; empty without a tokenizer.
+      pieces: text that each new token adds; a character of several tokens belongs to the last one.
+      num_layers: number of layers of the model.
       steps: number of decode steps.
       token_layers: token slots that ran a layer after prefill.
       drafts: number of verified drafts.
@@ -43,6 +46,8 @@ class Finished(Columns):
 
     reason: str
     text: str
+    pieces: tuple[str, ...]
+    num_layers: int
     steps: int
     token_layers: int
     drafts: int
@@ -53,6 +58,27 @@ class Finished(Columns):
     seconds_between_tokens: float | None
     thought: Thought | None = None
     cached_tokens: int = 0
+
+    @property
+    def message(self) -> dict[str, str]:
+        """New text as an assistant message, to continue a chat."""
+        return {"role": "assistant", "content": self.text}
+
+    def __repr__(self) -> str:
+        return self.summary()
+
+    def _repr_html_(self) -> str:
+        return depth_html(self.pieces, self.decided.tolist(), num_layers=self.num_layers)
+
+    def summary(self) -> str:
+        """Returns the text, and the number and depths of its tokens."""
+        if not self.decided.size:
+            return f"{self.text}\n[no new token ({self.reason})]"
+        depths = depth_summary(self.decided, num_layers=self.num_layers)
+        line = f"{self.decided.size} tokens ({self.reason}): {depths}"
+        if self.cached_tokens:
+            line += f"; {self.cached_tokens} tokens of the prompt were cached"
+        return f"{self.text}\n[{line}]"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,7 +94,7 @@ class Event(Columns):
 
     request: int
     pieces: list[tuple[str, int]]
-    finished: Finished | None
+    finished: Completion | None
 
     @property
     def text(self) -> str:
@@ -140,6 +166,7 @@ class Request:
     For its options, see `Engine.submit`. Times are seconds on the engine's clock.
 
     Attributes:
+      num_layers: number of layers of the model.
       thresholds: thresholds of its depth policy at the mode's boundaries; None: the mode's own.
       text: streamed text of its new tokens; None without a tokenizer.
       block_keys: keys of the prompt's whole blocks; None: it does not use the prefix cache.
@@ -157,6 +184,7 @@ class Request:
     number: int
     prompt: Int[np.ndarray, " token"]
     max_new_tokens: int
+    num_layers: int = 0
     sampling: SamplingParams = dataclasses.field(default_factory=SamplingParams)
     seed: int = 0
     stops: Stops = ((), ())
@@ -174,7 +202,7 @@ class Request:
     admitted: float | None = None
     stepped: bool = False
     ending: str | None = None
-    finished: Finished | None = None
+    finished: Completion | None = None
     parts: list[Columns] = dataclasses.field(default_factory=lambda: [Columns.empty(0)])
     _last: RowReport | None = None
     _times: list[float] = dataclasses.field(default_factory=list)
@@ -216,12 +244,12 @@ class Request:
         assert self.finished is not None
         return self.last_event(self.finished, [])
 
-    def last_event(self, finished: Finished, pieces: list[tuple[str, int]]) -> Event:
+    def last_event(self, finished: Completion, pieces: list[tuple[str, int]]) -> Event:
         """Returns an event that ends the request, without new tokens."""
         none = self.parts[0]
         return Event(**vars(none), request=self.number, pieces=pieces, finished=finished)
 
-    def finish(self, reason: str, now: float) -> Finished:
+    def finish(self, reason: str, now: float) -> Completion:
         """Makes the result of the request and stores it; called once."""
         assert self.finished is None
         times, last = self._times, self._last
@@ -232,10 +260,12 @@ class Request:
             progress = opening(self.thinking, self.prompt) if last is None else last.progress
             prompt = self.prompt.size
             thought = thought_of(progress, prompt=prompt, length=prompt + size)
-        self.finished = Finished(
+        self.finished = Completion(
             **vars(new),
             reason=reason,
             text="" if self.text is None else self.text.text,
+            pieces=("",) * size if self.text is None else tuple(self.text.pieces),
+            num_layers=self.num_layers,
             **counts,
             cached_tokens=self.cached,
             seconds=now - self.submitted,

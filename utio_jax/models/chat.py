@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,9 @@ import numpy as np
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from utio_jax.core.documents import check_text
+from utio_jax.decoding.base import Mode
+from utio_jax.decoding.prefill import Prefill
+from utio_jax.engine import Engine, Event
 from utio_jax.models.huggingface import read_json
 
 Messages = Sequence[Mapping[str, Any]]
@@ -140,6 +143,41 @@ def turn_ends(model: Any) -> tuple[int, ...]:
     extra = None if named is None else model.tokenizer.token_to_id(named)
     ends = model.decoder.config.eos_ids
     return ends if extra is None or extra in ends else (*ends, extra)
+
+
+class ChatEngine:
+    """Engine of one slot with a prefix cache, for conversations: a turn reads only what is new.
+
+    It holds the K/V of one conversation and `prefix_cache` bytes of earlier ones.
+
+    Attributes:
+      model: the `utio_jax.models.Model` that answers.
+      mode: decoding mode.
+    """
+
+    def __init__(
+        self, model: Any, mode: Mode, prefill: Prefill | None = None, **options: Any
+    ) -> None:
+        """Takes options of `utio_jax.Engine`. Compiles nothing yet."""
+        self.model, self.mode = model, mode
+        shared = {"mode": mode, "prefill": prefill, "prefix_cache": "256MiB"}
+        self._options: dict[str, Any] = {**shared, **options}
+        self._engine: Engine | None = None
+        self._capacity = 0
+
+    def stream(
+        self, prompt_ids: np.ndarray, *, max_new_tokens: int, **options: Any
+    ) -> Generator[Event, None, None]:
+        """Yields the events of an answer, see `utio_jax.Engine.stream`.
+
+        A conversation beyond the engine's capacity is read again, by one of twice the capacity.
+        """
+        needed = prompt_ids.size + max_new_tokens + self.mode.block
+        if self._engine is None or needed > self._capacity:
+            most = self.model.decoder.config.context_length + self.mode.block
+            self._capacity = max(needed, min(most, max(1024, 2 * self._capacity)))
+            self._engine = Engine.of(self.model, slots=1, capacity=self._capacity, **self._options)
+        return self._engine.stream(prompt_ids, max_new_tokens=max_new_tokens, **options)
 
 
 def _from_folder(folder: Path) -> tuple[str | None, dict[str, str]]:

@@ -39,11 +39,20 @@ from utio_jax.core.lens import (
 )
 from utio_jax.core.terminal import note_compilation
 from utio_jax.decoding.base import Mode
-from utio_jax.decoding.text import GeneratedText, generate_text
+from utio_jax.decoding.generate import check_options
+from utio_jax.decoding.loop import check_prompts
+from utio_jax.engine import Completion, Engine
 from utio_jax.evaluation.controls import load_controls
 from utio_jax.models import huggingface
 from utio_jax.models.branches import branches_file, load_branches, with_branches
-from utio_jax.models.chat import ChatTemplate, Messages, encode_chat, find_template, turn_ends
+from utio_jax.models.chat import (
+    ChatEngine,
+    ChatTemplate,
+    Messages,
+    encode_chat,
+    find_template,
+    turn_ends,
+)
 from utio_jax.models.gemma import Gemma3n, Gemma4
 from utio_jax.models.gguf import files as gguf_files
 from utio_jax.models.gguf import weights as gguf_weights
@@ -89,6 +98,8 @@ class Model(Verbs):
     branches_sha256: str | None = None
     policies: Path | None = None
     prompt_choices: tuple[PromptChoice, ...] = ()
+    # Engine of `chat`, and what it was made for.
+    _chat: tuple[tuple[Any, ...], ChatEngine] | None = dataclasses.field(default=None, init=False)
 
     def __repr__(self) -> str:
         config, size = self.decoder.config, sum(leaf.size for leaf in jax.tree.leaves(self.params))
@@ -228,38 +239,63 @@ class Model(Verbs):
         *,
         mode: str | Mode | None = None,
         budget: float | None = None,
+        max_new_tokens: int = 128,
         stop: Sequence[str] = (),
         seed: int = 0,
         variables: Mapping[str, Any] | None = None,
         **options: Any,
-    ) -> GeneratedText:
+    ) -> Completion:
         """Returns the model's answer to messages, by its own chat template.
 
             reply = model.chat([{"role": "user", "content": "Hello"}], max_new_tokens=64)
             reply.text, reply.message
 
+        The model keeps an engine with a prefix cache (256 MiB): the next call with the same
+        options reads only what is new of the conversation. `reply.cached_tokens` counts the rest.
+
         Args:
           messages: the last is the user's.
           mode: see `generate`.
           budget: see `generate`.
+          max_new_tokens: maximum number of tokens of the answer.
           stop: the answer ends before the first occurrence of any of these.
           seed: of the draws.
           variables: for the template.
-          **options: of `utio_jax.generate`; `eos_ids` are by default the tokens that end a turn.
+          **options: of `utio_jax.Engine.submit`; `eos_ids` are by default the tokens that end a
+            turn. And `prefill` and `logits_processor` of `utio_jax.Engine`.
 
         Raises:
           ValueError: the model has no chat template, or see `render_chat` and `generate`.
         """
         check_names(options)
+        prefill, processor = (options.pop(name, None) for name in ("prefill", "logits_processor"))
+        check_options(options, of=Engine.submit)
         note_compilation()
-        options["mode"] = self.mode(mode, budget=budget)
+        resolved = self.mode(mode, budget=budget)
+        thinking = options.get("thinking") is not None
         prompt = encode_chat(self, messages, **(variables or {}))
-        options = {"eos_ids": turn_ends(self), "stop_strings": stop, "seeds": seed, **options}
-        return generate_text(self, [prompt], **options)
+        check_prompts([prompt], config=self.decoder.config, max_new_tokens=max_new_tokens)
+        fitted = vars(self).get("calibration")
+        weights = self.decoder, self.params, fitted
+        key = (*weights, mode, budget, prefill, processor, thinking)
+        if self._chat is None or not all(map(_is_same, self._chat[0], key)):
+            engine = ChatEngine(
+                self, resolved, prefill, logits_processor=processor, thinking=thinking
+            )
+            self._chat = key, engine
+        options = {"eos_ids": turn_ends(self), "stop_strings": stop, "seed": seed, **options}
+        *_, last = self._chat[1].stream(prompt, max_new_tokens=max_new_tokens, **options)
+        assert last.finished is not None
+        return last.finished
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
         """Returns each text's ids `[token]`, opened as the model's documents are."""
         return encode_documents(self.tokenizer, texts, bos_id=self.decoder.config.bos_id)
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Returns True for equal names and numbers, and for the same object."""
+    return one is other or (isinstance(one, str | float | int) and one == other)
 
 
 def load(

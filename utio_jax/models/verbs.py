@@ -37,16 +37,18 @@ from utio_jax.core.lens import Lensed, lens_file, save_lens, with_config
 from utio_jax.core.terminal import note_compilation
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.base import Mode, Plain
+from utio_jax.decoding.generate import check_options
+from utio_jax.decoding.loop import Lengths, check_prompts, round_up
 from utio_jax.decoding.lossless import lossless_for
 from utio_jax.decoding.sampling import SamplingParams
 from utio_jax.decoding.text import (
     GeneratedText,
     StopStrings,
-    TextChunk,
     TextReader,
     generate_text,
-    stream_text,
+    stops_of_texts,
 )
+from utio_jax.engine import Engine, Event
 from utio_jax.evaluation.evaluate import TextScore, score_documents
 from utio_jax.evaluation.ledger import Ledger
 from utio_jax.models.shipped import is_shipped
@@ -272,22 +274,70 @@ class Verbs:
         asked = _asked(self, prompts, mode, budget, prompt_budget, options)
         return generate_text(self, stop_strings=stop, seeds=seed, **asked)
 
-    def stream(
+    def stream(  # noqa: PLR0913 (options, each named)
         self: Any,
         prompts: Texts = (),
         *,
         files: Files = (),
         mode: str | Mode | None = None,
         budget: float | None = None,
+        max_new_tokens: int = 128,
         stop: StopStrings = (),
+        sampling: SamplingParams | Sequence[SamplingParams] = SamplingParams(),
         seed: int = 0,
         prompt_budget: float | None = None,
+        max_batch: int = 64,
+        steps: int = 4,
         **options: Any,
-    ) -> Iterator[TextChunk]:
-        """Yields the text of `generate` piece by piece. Arguments and errors are those of it."""
-        prompts = _encoded(self, read_sources(prompts, files, names_are_texts=True))
-        asked = _asked(self, prompts, mode, budget, prompt_budget, options)
-        return stream_text(self, stop_strings=stop, seeds=seed, **asked)
+    ) -> Iterator[Event]:
+        """Yields the tokens and the text of `generate` as they come, by an `utio_jax.Engine`.
+
+            for event in model.stream(["def f(", "class A:"], max_new_tokens=16):
+                print(event.request, event.text)
+
+        `event.request` is the index of a prompt, `event.finished` its result once it has ended.
+        More prompts than `max_batch` wait for a free slot.
+
+        Args:
+          prompts: see `generate`.
+          files: see `generate`.
+          mode: see `generate`.
+          budget: see `generate`.
+          max_new_tokens: see `generate`.
+          stop: see `generate`.
+          sampling: see `generate`.
+          seed: see `generate`.
+          prompt_budget: see `generate`.
+          max_batch: number of prompts that run at once.
+          steps: decode steps between two events of a prompt.
+          **options: of `utio_jax.Engine.submit`, for all prompts; `prefill` and `logits_processor`
+            of `utio_jax.Engine`.
+
+        Raises:
+          ValueError: see `generate`.
+        """
+        sources = read_sources(prompts, files, names_are_texts=True)
+        options["max_new_tokens"] = max_new_tokens
+        asked = _asked(self, _encoded(self, sources), mode, budget, prompt_budget, options)
+        rows, chosen = asked.pop("prompts"), asked.pop("mode")
+        own = {name: asked.pop(name, None) for name in ("prefill", "logits_processor")}
+        check_options(asked, of=Engine.submit)
+        check_prompts(rows, config=self.decoder.config, max_new_tokens=max_new_tokens)
+        drawn = [sampling] * len(rows) if isinstance(sampling, SamplingParams) else sampling
+        requests = [*zip(rows, stops_of_texts(stop, len(rows)), drawn, strict=True)]
+        engine = Engine.of(
+            self,
+            slots=min(len(rows), max_batch),
+            capacity=capacity_for(rows, max_new_tokens, chosen),
+            mode=chosen,
+            steps=steps,
+            thinking=asked.get("thinking") is not None,
+            **own,
+        )
+        for index, (ids, strings, how) in enumerate(requests):
+            of_prompt: Any = {"stop_strings": strings, "sampling": how, "seed": seed + index}
+            engine.submit(ids, **of_prompt, **asked)
+        return _events(engine)
 
     def score(
         self: Any,
@@ -583,6 +633,17 @@ class Verbs:
         config = self.decoder.config
         width = min(config.context_length, context)
         return calibration_batches(documents, width=width, vocab_size=config.vocab_size)
+
+
+def _events(engine: Engine) -> Iterator[Event]:
+    while not engine.idle:
+        yield from engine.advance()
+
+
+def capacity_for(prompts: Sequence[np.ndarray], max_new_tokens: int, mode: Mode) -> int:
+    """Returns the tokens of a slot for these prompts, rounded up: few sizes compile."""
+    longest = max(len(prompt) for prompt in prompts)
+    return round_up(longest + max_new_tokens + mode.block, Lengths().key_step)
 
 
 def _encoded(model: Any, sources: Sequence[Any]) -> list[np.ndarray]:

@@ -21,7 +21,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from utio_jax.decoding.text import TextReader
-from utio_jax.engine.requests import Event, Finished
+from utio_jax.engine.requests import Completion, Event
 from utio_jax.serving.engine import PromptScores
 from utio_jax.serving.gate import ApiError, engine_ended, fault, note_fault
 from utio_jax.serving.pieces import token_name
@@ -42,7 +42,7 @@ class Choice:
         self, service: Application, index: int, prompt: np.ndarray, reading: Reading
     ) -> None:
         self.index, self.prompt, self.reading = index, prompt, reading
-        self.finished: Finished | None = None
+        self.finished: Completion | None = None
         self._pieces, self._role = service.pieces, reading.chat
         # Where the next token begins in the choice's text, and where its new text does.
         self._offset = self._prompt_end = 0

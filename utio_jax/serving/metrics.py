@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-from utio_jax.engine.requests import Finished
+from utio_jax.engine.requests import Completion
 from utio_jax.serving.worker import Worker
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
@@ -31,7 +31,7 @@ class Metrics:
         self._depth = histogram("utio_mean_depth_layers", about, tuple(range(1, layers + 1)))
         self._registry.register(self)
 
-    def finished(self, result: Finished) -> None:
+    def finished(self, result: Completion) -> None:
         """Records a finished choice."""
         if result.seconds_to_first_token is not None:
             self._first.observe(result.seconds_to_first_token)

@@ -33,7 +33,7 @@ from jax.experimental import multihost_utils
 
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.pytrees import digest
-from utio_jax.engine import Engine, Event, Finished
+from utio_jax.engine import Completion, Engine, Event
 
 __all__ = ["MultiHostEngine"]
 
@@ -129,9 +129,9 @@ class MultiHostEngine:
         self._in_step = False
         return events
 
-    def drain(self) -> dict[int, Finished]:
+    def drain(self) -> dict[int, Completion]:
         """Returns all requests that end from now on, by number, once none waits or runs."""
-        ended: dict[int, Finished] = {}
+        ended: dict[int, Completion] = {}
         while not self.idle:
             events = self.step() or ()
             ended |= {event.request: event.finished for event in events if event.finished}
