@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""UTIO: one importance score per token for depth, attention and K/V."""
+
+from utio_jax.utio.buckets import Buckets, bucket_tokens, run_buckets
+from utio_jax.utio.surrogate import (
+    AttentionHeat,
+    TokenSurrogate,
+    UtioSurrogate,
+    attention_heat,
+    embedding_outlier,
+    surrogate_importance,
+    surrogate_table,
+)
+
+__all__ = [
+    "AttentionHeat",
+    "Buckets",
+    "TokenSurrogate",
+    "UtioSurrogate",
+    "attention_heat",
+    "bucket_tokens",
+    "embedding_outlier",
+    "run_buckets",
+    "surrogate_importance",
+    "surrogate_table",
+]
