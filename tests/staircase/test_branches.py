@@ -17,7 +17,6 @@ from helpers.generation import DepthAt, assert_greedy, depth_table, lively_model
 from helpers.models import Model, assert_close, live_params
 
 from utio_jax import Adaptive, Lossless, Plain, Thresholded, uniform
-from utio_jax.attention import History
 from utio_jax.calibration.compare import compare
 from utio_jax.calibration.studies import study_exits
 from utio_jax.contrib.drafts import DynamicExits
@@ -27,8 +26,9 @@ from utio_jax.core.documents import batches_of, windows_of
 from utio_jax.core.pytrees import pytree, static
 from utio_jax.models import TINY, Transformer
 from utio_jax.policies import Position, SignalBase, given_depths, random_depths
-from utio_jax.staircase import CapacityPrefix, SparseAttention, staircase
+from utio_jax.staircase import CapacityPrefix, staircase
 from utio_jax.staircase.loop import check_policy, segments_of
+from utio_jax.utio import History, VerticalSlash
 
 SPLIT, BRANCHES, LAYERS = 3, (1, 2), 6
 DEPTHS = (4, 5, 6)
@@ -247,7 +247,7 @@ def test_an_engine_gives_each_request_what_it_gets_alone(lively: Model) -> None:
 def test_techniques_of_nested_segments_refuse_branches(model: Model) -> None:
     decoder, ids = model.decoder, model.tokens(1, 9)
     signal, history = Position(), History(recent=4, sinks=1)
-    sparse = SparseAttention(signal=signal, thresholds=jnp.zeros(3), history=history)
+    sparse = VerticalSlash(signal=signal, thresholds=jnp.zeros(3), history=history)
     throttle = Throttle(signal=signal, thresholds=jnp.zeros(3), history=history)
     refused = (
         partial(DynamicExits().check, decoder),

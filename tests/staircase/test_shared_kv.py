@@ -18,7 +18,6 @@ from helpers.models import Model, assert_close, live_params
 from helpers.shared_kv import KINDS
 
 from utio_jax import Adaptive, Lossless, Plain, uniform
-from utio_jax.attention import History
 from utio_jax.attention.cache import init_cache
 from utio_jax.contrib.edge.parts import Row
 from utio_jax.contrib.layer_skipping import random_sets, score_layer_sets
@@ -27,6 +26,7 @@ from utio_jax.models import TINY, Transformer
 from utio_jax.policies import Position, given_depths
 from utio_jax.prompts.fit import fit_kv_maps
 from utio_jax.staircase import CapacityPrefix, dense_states
+from utio_jax.utio import History
 
 FIRST = next(iter(KINDS))
 """Heads of two layers: the kind that stands for all where they do not differ."""

@@ -11,12 +11,16 @@ from utio_jax.utio.surrogate import (
     surrogate_importance,
     surrogate_table,
 )
+from utio_jax.utio.vertical_slash import History, SparseQueries, VerticalSlash
 
 __all__ = [
     "AttentionHeat",
     "Buckets",
+    "History",
+    "SparseQueries",
     "TokenSurrogate",
     "UtioSurrogate",
+    "VerticalSlash",
     "attention_heat",
     "bucket_tokens",
     "embedding_outlier",

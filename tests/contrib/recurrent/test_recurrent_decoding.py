@@ -15,11 +15,11 @@ from helpers.generation import PROMPTS, DepthAt, assert_greedy, depth_table, run
 from helpers.models import Model
 from helpers.recurrent import recurrent_model
 
-from utio_jax.attention.history import History
 from utio_jax.contrib.throttle import Throttle, Throttled
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.lossless import Lossless
 from utio_jax.policies.signals import Position
+from utio_jax.utio import History
 
 DEPTHS = (1, 2, 4)
 TABLE = depth_table(DEPTHS, shape=(3, 64))

@@ -23,9 +23,7 @@ from helpers.generation import (
 )
 from helpers.policies import SurePasses, TableSignal
 
-from utio_jax.attention.band import SparseQueries
 from utio_jax.attention.cache import init_cache, write
-from utio_jax.attention.history import History
 from utio_jax.attention.products import NOWHERE
 from utio_jax.contrib.throttle import Throttle, Throttled, open_view
 from utio_jax.decoding.adaptive import Adaptive
@@ -35,6 +33,7 @@ from utio_jax.models.presets import TINY
 from utio_jax.policies.base import exceeds
 from utio_jax.policies.depth import Thresholded, uniform
 from utio_jax.policies.signals import Chance, MaxProbability, Position
+from utio_jax.utio import History, SparseQueries
 
 DEPTHS = (1, 2, 4)
 HISTORY = History(recent=9, sinks=2)

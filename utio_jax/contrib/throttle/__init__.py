@@ -24,9 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from utio_jax.attention.band import SparseQueries
 from utio_jax.attention.cache import KVCache, side_by_side
-from utio_jax.attention.history import History, visible_history
 from utio_jax.attention.mixing import mix_apart, mixer_at
 from utio_jax.attention.products import NOWHERE
 from utio_jax.contrib.throttle.views import View, places_at
@@ -41,7 +39,8 @@ from utio_jax.policies.base import Boundary, Signal, exceeds
 from utio_jax.staircase.base import Tokens
 from utio_jax.staircase.exit_head import Model
 from utio_jax.staircase.forward import Sources, shows_from
-from utio_jax.staircase.sparse import Packing
+from utio_jax.staircase.packing import Packing
+from utio_jax.utio.vertical_slash import History, visible_history
 
 __all__ = [
     "Throttle",
@@ -155,7 +154,7 @@ class Throttled(Adaptive):
 class ThrottledSlots(RowSlots):
     """The rows that run a segment; the `throttled` ones read their view alone."""
 
-    throttled: Bool[Array, "batch 1"] | None
+    throttled: Bool[Array, "batch 1"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -165,12 +164,6 @@ class ThrottledRows(CachedRows):
     Where any row needs its view, one call reads those of all rows; unthrottled rows read all their
     slots besides.
     """
-
-    def pack(
-        self, segment: int, live: Bool[Array, "batch 1"], sparse: Any = None, *, causal: bool = True
-    ) -> ThrottledSlots:
-        del segment, causal
-        return ThrottledSlots(live=live, throttled=None if sparse is None else sparse.sparse)
 
     def run_layers(
         self,
@@ -185,7 +178,6 @@ class ThrottledRows(CachedRows):
     ) -> tuple[Float[Array, "batch 1 dim"], RowCache]:
         del only_live_keys
         live, low, span = slots.live, slots.throttled, self.span(slots, layers)
-        assert low is not None
         block, where = block_of(tokens), {"width": self.width, "shown": self.shown}
         attend = view_attention(decoder, block, runs=live, dense=~low, **where)
         x, kv = run_layers(decoder, params, cache.kv, tokens.x, block, attend, runs=live, **span)
@@ -223,13 +215,13 @@ class ThrottlePacking(Packing):
         return ~exceeds(scores, self._throttle.thresholds[segment])
 
     def pack(self, segment: int, tokens: Tokens) -> Any:
-        sparse = SparseQueries(sparse=self._low, history=self._throttle.history)
-        return self._model.executor.pack(segment, tokens.live, sparse)
+        return ThrottledSlots(live=tokens.live, throttled=self._low)
 
     def asks(self, index: int) -> bool:
         return True
 
-    def look(self, index: int, boundary: Boundary) -> None:
+    def look(self, index: int, boundary: Boundary, memory: Any) -> None:
+        del memory
         scores, self._memory = self._throttle.signal(index, boundary, self._memory)
         self._low = self._throttled(scores, index + 1)
         if index == 0:

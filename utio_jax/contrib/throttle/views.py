@@ -16,9 +16,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from utio_jax.attention.history import History
 from utio_jax.attention.products import NOWHERE
 from utio_jax.core.pytrees import pytree, static
+from utio_jax.utio.vertical_slash import History
 
 
 @pytree
