@@ -2,6 +2,7 @@
 """UTIO: one importance score per token for depth, attention and K/V."""
 
 from utio_jax.utio.buckets import Buckets, bucket_tokens, run_buckets
+from utio_jax.utio.kv_throttle import Throttled
 from utio_jax.utio.surrogate import (
     AttentionHeat,
     TokenSurrogate,
@@ -18,6 +19,7 @@ __all__ = [
     "Buckets",
     "History",
     "SparseQueries",
+    "Throttled",
     "TokenSurrogate",
     "UtioSurrogate",
     "VerticalSlash",

@@ -35,7 +35,7 @@ from utio_jax.attention.products import visible_keys
 from utio_jax.core.decoder import Decoder, Params, check_no_branches, check_softmax
 from utio_jax.core.pytrees import pytree, static
 from utio_jax.core.work import Work
-from utio_jax.policies.base import Policy, Signal, exceeds
+from utio_jax.policies.base import Boundary, Policy, Signal, exceeds
 from utio_jax.staircase.base import Executor, Tokens
 from utio_jax.staircase.exit_head import Head, Model
 from utio_jax.staircase.microbatches import MicroBatches, PackedSlots
@@ -147,6 +147,16 @@ class VerticalSlash(AttentionPattern):
         """Returns a mask of the tokens whose score makes them sparse in a segment."""
         index = self.index_of(segment, depths)
         return ~exceeds(score, self.thresholds[index] if index >= 0 else jnp.float32(-jnp.inf))
+
+    def look(
+        self, index: int, boundary: Boundary, memory: Any, policy_memory: Any
+    ) -> tuple[Float[Array, "batch token"], Any]:
+        """Returns scores at a boundary of a policy, and the signal's memory.
+
+        `policy_memory` is what the policy remembers after its decision there.
+        """
+        del policy_memory
+        return self.signal(index, boundary, memory)
 
     def choose_executor(
         self, executor: Executor | Literal["auto"], policy: Policy, width: int
