@@ -2,6 +2,7 @@
 """UTIO: one importance score per token for depth, attention and K/V."""
 
 from utio_jax.utio.buckets import Buckets, bucket_tokens, run_buckets
+from utio_jax.utio.cascade import Cascade
 from utio_jax.utio.kv_throttle import Throttled
 from utio_jax.utio.surrogate import (
     AttentionHeat,
@@ -17,6 +18,7 @@ from utio_jax.utio.vertical_slash import History, SparseQueries, VerticalSlash
 __all__ = [
     "AttentionHeat",
     "Buckets",
+    "Cascade",
     "History",
     "SparseQueries",
     "Throttled",
