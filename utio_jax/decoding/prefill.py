@@ -108,7 +108,7 @@ class Prefill:
             )
         check_kv(own_kv, ("propagate", "drop", "mapped", "full"), decoder=decoder)
         depths = check_policy(policy, decoder, kv=own_kv)
-        self.attention.check(depths)
+        self.attention.check(decoder, depths)
         if not self.exact(decoder) and kv == "full":
             raise ValueError(
                 "Wanted prompts at full depth and with dense attention for a mode whose keys and "

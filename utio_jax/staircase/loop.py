@@ -112,7 +112,7 @@ def staircase(  # noqa: PLR0913 (options, each named)
       cache: receives the K/V that the pass projects. Layers that no token reaches are unchanged.
 
     Raises:
-      ValueError: `kv` is unknown, the policy's depths do not fit the model, or or `attention` does
+      ValueError: `kv` is unknown, the policy's depths do not fit the model, or `attention` does
         not fit the depths or the model.
     """
     frozen = frozen_kv(kv, decoder)

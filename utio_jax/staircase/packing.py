@@ -58,8 +58,8 @@ class AttentionPattern:
     `utio_jax.utio.VerticalSlash` is one.
     """
 
-    def check(self, depths: tuple[int, ...]) -> None:
-        """Raises ValueError if the pattern does not fit the depths of a policy."""
+    def check(self, decoder: Decoder, depths: tuple[int, ...]) -> None:
+        """Raises ValueError if the pattern does not fit a model, or the depths of a policy."""
 
     def choose_executor(
         self, executor: Executor | Literal["auto"], policy: Policy, width: int

@@ -33,7 +33,7 @@ from jaxtyping import Array, Bool, Float, Int
 from utio_jax.attention.cache import KVCache, side_by_side
 from utio_jax.attention.mixing import mix_apart, mixer_at
 from utio_jax.attention.products import NOWHERE
-from utio_jax.core.decoder import Decoder, Params, check_no_branches, check_softmax
+from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.pytrees import pytree, static
 from utio_jax.decoding.adaptive import Adaptive, Memory
 from utio_jax.decoding.base import DecodeContext
@@ -89,19 +89,13 @@ class Throttled(Adaptive):
 
     def check(self, decoder: Decoder) -> None:
         super().check(decoder)
-        check_no_branches(decoder, what="throttled attention")
         policy, attention = self.policy, self.attention
-        check_softmax(
-            decoder,
-            why="of which each query may see keys of its own, in any order",
-            remedy="Leave the throttle out.",
-        )
+        attention.check(decoder, policy.depths)
         if not attention.signal.causal:
             raise ValueError(
                 "Wanted a causal signal: decoding cannot look at later tokens. "
                 f"Got signal {attention.signal.name!r}."
             )
-        attention.check(policy.depths)
         values = np.asarray(attention.thresholds)
         if len(policy.depths) == 1 and not np.all(np.isinf(values)):
             raise ValueError(

@@ -182,11 +182,11 @@ class UtioSurrogate(SignalBase):
         self, index: int, boundary: Boundary, memory: jax.Array | None
     ) -> tuple[jax.Array, jax.Array]:
         if memory is None:  # The floor.
+            weights = self.weights[0], 0.0, self.weights[1]
             mean = self.mean_states[exit_index(self.exits, boundary.depth, self.name)]
 
             def surrogate(logits: jax.Array, x: jax.Array) -> jax.Array:
-                entropy, outlier = predictive_entropy(logits), embedding_outlier(x, batch_mean=mean)
-                return self.weights[0] * entropy + self.weights[1] * outlier
+                return surrogate_importance(logits, None, x, batch_mean=mean, weights=weights)
 
             memory = boundary.map_logits(surrogate, boundary.x)
         return memory, memory
@@ -216,9 +216,8 @@ def surrogate_table(
 
     def one(token_id: jax.Array) -> jax.Array:  # A token at a time: [vocab, vocab] can be large.
         x = decoder.embed(params, token_id[None], jnp.zeros(1, jnp.int32))
-        entropy = predictive_entropy(decoder.unembed(params, x).astype(jnp.float32))
-        outlier = embedding_outlier(x, batch_mean=mean_embedding)
-        return (weights[0] * entropy + weights[1] * outlier)[0]
+        logits, parts = decoder.unembed(params, x), (weights[0], 0.0, weights[1])
+        return surrogate_importance(logits, None, x, batch_mean=mean_embedding, weights=parts)[0]
 
     return jax.lax.map(one, jnp.arange(decoder.config.vocab_size), batch_size=128)
 

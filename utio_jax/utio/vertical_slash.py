@@ -138,7 +138,13 @@ class VerticalSlash(AttentionPattern):
             )
         return segment - missing
 
-    def check(self, depths: tuple[int, ...]) -> None:
+    def check(self, decoder: Decoder, depths: tuple[int, ...]) -> None:
+        check_no_branches(decoder, what="sparse attention")
+        check_softmax(
+            decoder,
+            why="of which each query may see keys of its own",
+            remedy="Leave the sparse attention out.",
+        )
         self.index_of(0, depths)
 
     def low(
@@ -161,11 +167,8 @@ class VerticalSlash(AttentionPattern):
     def choose_executor(
         self, executor: Executor | Literal["auto"], policy: Policy, width: int
     ) -> Executor:
-        return (
-            MicroBatches()
-            if executor == "auto"
-            else super().choose_executor(executor, policy, width)
-        )
+        executor = MicroBatches() if executor == "auto" else executor
+        return super().choose_executor(executor, policy, width)
 
     def packing(
         self, model: Model, tokens: Tokens, token_ids: jax.Array, depths: tuple[int, ...]
@@ -199,18 +202,12 @@ class SlashPacking(Packing):
         depths: tuple[int, ...],
     ) -> None:
         """Prepares a pass whose segments end at `depths`."""
-        check_no_branches(model.decoder, what="sparse attention")
-        check_softmax(
-            model.decoder,
-            why="of which each query may see keys of its own",
-            remedy="Leave the sparse attention out.",
-        )
+        attention.check(model.decoder, depths)
         if not isinstance(model.executor, MicroBatches):
             raise ValueError(
                 "Wanted executor=MicroBatches() for sparse attention: others attend densely. "
                 f"Got {type(model.executor).__name__}."
             )
-        attention.check(depths)
         super().__init__(model)
         self._executor, self._attention, self._depths = model.executor, attention, depths
         self._memory = attention.signal.start(token_ids, tokens.positions)

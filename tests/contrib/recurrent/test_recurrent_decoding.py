@@ -71,5 +71,5 @@ def test_a_throttle_is_refused_since_its_ring_has_no_order() -> None:
         signal=Position(), thresholds=jnp.full(3, jnp.inf), history=History(recent=4)
     )
     mode = Throttled(policy=DepthAt(table=TABLE, depths=DEPTHS), attention=throttle)
-    with pytest.raises(ValueError, match="in any order. Got Mamba2, .* Leave the throttle out"):
+    with pytest.raises(ValueError, match="Got Mamba2, .* Leave the sparse attention out"):
         run(model(), mode=mode, max_new_tokens=4)
