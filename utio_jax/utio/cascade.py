@@ -86,8 +86,8 @@ class Cascade:
     def _slash(self, *, first: int) -> VerticalSlash:
         limits = jnp.asarray(self.dense_above, jnp.float32)
         limits = jnp.broadcast_to(limits, (len(self.buckets.depths),))
-        shared = _PolicyScore(causal=self.buckets.signal.causal)
-        return _SharedSlash(signal=shared, thresholds=limits[first:], history=self.history)
+        free = SignalBase(name="cascade", causal=self.buckets.signal.causal)  # Never asked.
+        return _SharedSlash(signal=free, thresholds=limits[first:], history=self.history)
 
 
 class _Scored(NamedTuple):
@@ -121,13 +121,6 @@ class _SharedSignal(SignalBase):
 
     def reads_logits(self, index: int) -> bool:
         return self.signal.reads_logits(index)
-
-
-@pytree
-class _PolicyScore(SignalBase):
-    """The score that the depth policy has computed: it costs nothing."""
-
-    name: str = static(default="cascade")
 
 
 @pytree
