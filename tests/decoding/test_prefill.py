@@ -78,7 +78,9 @@ def test_new_tokens_see_the_prompts_that_the_oracle_shows(kv: Any, segments: int
     reading = DepthAt(table=table, depths=DEPTHS)
     how = Prefill(policy=reading, attention=attention, executor=SMALL_BLOCKS)
     result = run(model, LONG, mode=Adaptive(policy=policy, kv=kv), prefill=how)
-    sparse = partial(sparse_by_layer, attention) if segments else None
+    sparse = None
+    if isinstance(attention, VerticalSlash):
+        sparse = partial(sparse_by_layer, attention)
     assert_read_as(model, result, table, kv=kv, sparse=sparse)
 
 
