@@ -65,6 +65,7 @@ ROOMS = {
     "policies": "Exit policies and signals",
     "staircase": "One pass with a depth per token",
     "decoding": "Decoding modes and sampling",
+    "utio": "Surrogate importance, buckets, V-Slash, K/V throttling, the cascade",
     "engine": "Continuous batching",
     "evaluation": "Quality and cost on text",
     "calibration": "Fitting policies, and comparing them",

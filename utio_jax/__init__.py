@@ -15,7 +15,8 @@ The functions below it take a decoder and its parameters, whatever made them, an
     utio_jax.bucket_tokens, utio_jax.run_buckets                     # independent items
 
 The rest lies in its package: signals and depth policies in `utio_jax.policies`, passes and
-executors in `utio_jax.staircase`, quality and cost on text in `utio_jax.evaluation`.
+executors in `utio_jax.staircase`, UTIO's own system in `utio_jax.utio`, quality and cost on text in
+`utio_jax.evaluation`.
 
 Axes, everywhere: `batch` rows; `token` along a row, in text order; `slot` a place in a packed
 block; `layer` of the stack; `head` and `kv_head`; `head_dim`; `dim` of the residual stream;
@@ -41,10 +42,10 @@ from utio_jax.decoding.sampling import SamplingParams
 from utio_jax.engine.engine import Engine
 from utio_jax.policies.base import Policy, Signal
 from utio_jax.policies.depth import Thresholded, uniform
-from utio_jax.policies.importance import surrogate_importance
-from utio_jax.staircase.buckets import bucket_tokens, run_buckets
 from utio_jax.staircase.reference import reference_states
 from utio_jax.staircase.score import score
+from utio_jax.utio.buckets import bucket_tokens, run_buckets
+from utio_jax.utio.surrogate import surrogate_importance
 
 if TYPE_CHECKING:
     from utio_jax.models import Model, load
@@ -76,7 +77,10 @@ __all__ = [
     "uniform",
 ]
 
-_PACKAGES = ("policies", "staircase", "decoding", "evaluation", "attention", "calibration", "core")
+_PACKAGES = (
+    *("policies", "staircase", "decoding", "utio"),
+    *("evaluation", "attention", "calibration", "core"),
+)
 
 
 def __dir__() -> list[str]:

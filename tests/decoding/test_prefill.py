@@ -24,8 +24,6 @@ from helpers.generation import (
 )
 from helpers.policies import TableSignal
 
-from utio_jax.attention import History
-from utio_jax.attention.band import SparseQueries
 from utio_jax.attention.cache import init_cache
 from utio_jax.core.flops import token_cost
 from utio_jax.decoding import prefill
@@ -35,22 +33,23 @@ from utio_jax.decoding.lossless import Lossless
 from utio_jax.decoding.prefill import Prefill, fastest_prefill
 from utio_jax.policies.depth import uniform
 from utio_jax.prompts.evaluate import prompt_cost
-from utio_jax.staircase import CapacityPrefix, SparseAttention, staircase
+from utio_jax.staircase import DENSE, CapacityPrefix, staircase
+from utio_jax.utio import History, SparseQueries, VerticalSlash
 
 DEPTHS = (1, 2, 4)
 HISTORY = History(recent=3, sinks=1)
 
 
-def half_sparse(*, segments: int) -> SparseAttention:
+def half_sparse(*, segments: int) -> VerticalSlash:
     table = np.random.default_rng(3).random((3, 24)).astype(np.float32)
-    return SparseAttention(
+    return VerticalSlash(
         signal=TableSignal(table=jnp.broadcast_to(table, (segments, *table.shape))),
         thresholds=jnp.full(segments, 0.5, jnp.float32),
         history=HISTORY,
     )
 
 
-def sparse_by_layer(attention: SparseAttention, row: int, prompt: int) -> SparseQueries:
+def sparse_by_layer(attention: VerticalSlash, row: int, prompt: int) -> SparseQueries:
     """Returns one row's choice in each of the four layers, up to 72 tokens."""
     sparse = np.zeros((4, 1, 72), bool)
     assert isinstance(attention.signal, TableSignal)
@@ -73,13 +72,15 @@ def sparse_by_layer(attention: SparseAttention, row: int, prompt: int) -> Sparse
 def test_new_tokens_see_the_prompts_that_the_oracle_shows(kv: Any, segments: int) -> None:
     model, table = lively_model(), depth_table(DEPTHS, shape=(3, 96))
     policy = DepthAt(table=table, depths=DEPTHS)
-    attention = half_sparse(segments=segments) if segments else None
+    attention = half_sparse(segments=segments) if segments else DENSE
     if not segments:  # No prompt token gets as far as new ones do.
         table = jnp.minimum(table, 2)
     reading = DepthAt(table=table, depths=DEPTHS)
     how = Prefill(policy=reading, attention=attention, executor=SMALL_BLOCKS)
     result = run(model, LONG, mode=Adaptive(policy=policy, kv=kv), prefill=how)
-    sparse = None if attention is None else partial(sparse_by_layer, attention)
+    sparse = None
+    if isinstance(attention, VerticalSlash):
+        sparse = partial(sparse_by_layer, attention)
     assert_read_as(model, result, table, kv=kv, sparse=sparse)
 
 

@@ -27,9 +27,10 @@ from utio_jax.evaluation import Ledger
 from utio_jax.evaluation.evaluate import Quality, evaluate, score_documents
 from utio_jax.evaluation.flops import check_worthwhile
 from utio_jax.policies import Learned, given_depths, random_depths
-from utio_jax.policies.signals import Position, TokenSurrogate
+from utio_jax.policies.signals import Position
 from utio_jax.staircase import MicroBatches, full_depth
 from utio_jax.staircase.score import compare_states, run_score
+from utio_jax.utio import TokenSurrogate
 
 
 def ledger_of(quality: Quality, name: str, *, budget: float | None) -> Any:

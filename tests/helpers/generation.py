@@ -24,7 +24,7 @@ from utio_jax.decoding.state import DecodeState, stop_rules
 from utio_jax.models.presets import TINY
 from utio_jax.models.transformer import Transformer
 from utio_jax.staircase.microbatches import MicroBatches
-from utio_jax.staircase.reference import reference_states
+from utio_jax.staircase.reference import everything, reference_states
 
 SMALL = Lengths(prompt_step=8, key_step=64)
 """One width of attention, and so one loop to compile."""
@@ -157,7 +157,7 @@ def true_logits(
 
 _oracle = jax.jit(
     lambda decoder, params, ids, lengths, depths, sparse, kv: reference_states(
-        decoder, params, ids, lengths, depths, kv=kv, sparse=sparse
+        decoder, params, ids, lengths, depths, kv=kv, sees=everything if sparse is None else sparse
     ),
     static_argnums=(0, 6),
 )

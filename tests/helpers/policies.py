@@ -27,11 +27,9 @@ from utio_jax.policies import (
     PromptRouter,
     SoftmaxGap,
     StateSimilarity,
-    TokenSurrogate,
-    UtioSurrogate,
-    surrogate_table,
 )
 from utio_jax.policies.signals import SignalBase
+from utio_jax.utio import TokenSurrogate, UtioSurrogate, surrogate_table
 
 
 @pytree

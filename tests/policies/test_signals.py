@@ -26,9 +26,9 @@ from utio_jax.policies import (
     SignalBase,
     StateGate,
     StateSimilarity,
-    UtioSurrogate,
 )
 from utio_jax.policies.base import Boundary
+from utio_jax.utio import UtioSurrogate
 
 IDS = np.random.default_rng(3).integers(0, 64, (3, 17)).astype(np.int32)
 

@@ -17,18 +17,17 @@ from helpers.generation import DepthAt, assert_greedy, depth_table, lively_model
 from helpers.models import Model, assert_close, live_params
 
 from utio_jax import Adaptive, Lossless, Plain, Thresholded, uniform
-from utio_jax.attention import History
 from utio_jax.calibration.compare import compare
 from utio_jax.calibration.studies import study_exits
 from utio_jax.contrib.drafts import DynamicExits
 from utio_jax.contrib.select import Select
-from utio_jax.contrib.throttle import Throttle, Throttled
 from utio_jax.core.documents import batches_of, windows_of
 from utio_jax.core.pytrees import pytree, static
 from utio_jax.models import TINY, Transformer
 from utio_jax.policies import Position, SignalBase, given_depths, random_depths
-from utio_jax.staircase import CapacityPrefix, SparseAttention, staircase
+from utio_jax.staircase import CapacityPrefix, staircase
 from utio_jax.staircase.loop import check_policy, segments_of
+from utio_jax.utio import History, Throttled, VerticalSlash
 
 SPLIT, BRANCHES, LAYERS = 3, (1, 2), 6
 DEPTHS = (4, 5, 6)
@@ -247,12 +246,11 @@ def test_an_engine_gives_each_request_what_it_gets_alone(lively: Model) -> None:
 def test_techniques_of_nested_segments_refuse_branches(model: Model) -> None:
     decoder, ids = model.decoder, model.tokens(1, 9)
     signal, history = Position(), History(recent=4, sinks=1)
-    sparse = SparseAttention(signal=signal, thresholds=jnp.zeros(3), history=history)
-    throttle = Throttle(signal=signal, thresholds=jnp.zeros(3), history=history)
+    sparse = VerticalSlash(signal=signal, thresholds=jnp.zeros(3), history=history)
     refused = (
         partial(DynamicExits().check, decoder),
         partial(Select(depths=(4,), margins=np.zeros(1)).check, decoder, rows=2),
-        partial(Throttled(policy=uniform(5), throttle=throttle).check, decoder),
+        partial(Throttled(policy=uniform(5), attention=sparse).check, decoder),
         partial(
             staircase, decoder, model.params, ids, jnp.asarray([9]), uniform(5), attention=sparse
         ),

@@ -18,15 +18,14 @@ from helpers.models import Model, assert_close, live_params
 from helpers.shared_kv import KINDS
 
 from utio_jax import Adaptive, Lossless, Plain, uniform
-from utio_jax.attention import History
 from utio_jax.attention.cache import init_cache
 from utio_jax.contrib.edge.parts import Row
 from utio_jax.contrib.layer_skipping import random_sets, score_layer_sets
-from utio_jax.contrib.throttle import Throttle, Throttled
 from utio_jax.models import TINY, Transformer
 from utio_jax.policies import Position, given_depths
 from utio_jax.prompts.fit import fit_kv_maps
 from utio_jax.staircase import CapacityPrefix, dense_states
+from utio_jax.utio import History, Throttled, VerticalSlash
 
 FIRST = next(iter(KINDS))
 """Heads of two layers: the kind that stands for all where they do not differ."""
@@ -220,12 +219,12 @@ def test_a_view_of_the_whole_history_is_the_history(lively: Model, kv: Any) -> N
     policy = DepthAt(table=depth_table(DEPTHS, shape=(3, 64)), depths=DEPTHS)
     expected = run(lively, mode=Adaptive(policy=policy, kv=kv))
     for recent, same in ((64, True), (6, False)):
-        easy = Throttle(
+        easy = VerticalSlash(
             signal=Position(),
             thresholds=jnp.full(3, jnp.inf),
             history=History(recent=recent, sinks=2),
         )
-        result = run(lively, mode=Throttled(policy=policy, kv=kv, throttle=easy))
+        result = run(lively, mode=Throttled(policy=policy, kv=kv, attention=easy))
         rows = zip(expected.token_ids, result.token_ids, strict=True)
         assert all(np.array_equal(*pair) for pair in rows) == same
 

@@ -17,14 +17,15 @@ from helpers.counting import Counting, count, read_counts
 from helpers.marks import quick_where
 
 from utio_jax import Thresholded, score
-from utio_jax.attention import History, mixing
+from utio_jax.attention import mixing
 from utio_jax.core.platform import compiling_for
 from utio_jax.core.pytrees import pytree, static
 from utio_jax.policies import Entropy, given_depths
 from utio_jax.policies.signals import SignalBase
-from utio_jax.staircase import CapacityPrefix, MicroBatches, SparseAttention, staircase
+from utio_jax.staircase import CapacityPrefix, MicroBatches, staircase
 from utio_jax.staircase.capacity import fit_row_shares
 from utio_jax.staircase.score import score_dense
+from utio_jax.utio import History, VerticalSlash
 
 
 @pytest.mark.check
@@ -182,7 +183,7 @@ def test_sparse_queries_cost_sinks_and_a_slice_and_no_query_pays_twice(tiny: Any
     @jax.jit
     def run(ids: Any, lengths: Any, scores: Any, thresholds: Any, depths: Any) -> Any:
         policy = given_depths(depths, depths=(2, 4))
-        attention = SparseAttention(
+        attention = VerticalSlash(
             signal=Given(scores=scores), thresholds=thresholds, history=history
         )
         return staircase(
@@ -198,7 +199,7 @@ def test_sparse_queries_cost_sinks_and_a_slice_and_no_query_pays_twice(tiny: Any
         edges = jnp.asarray(thresholds, jnp.float32)
         result = jax.block_until_ready(run(ids, lengths, scores, edges, depths))
         counts, work = read_counts(), numbers_of(result.work)
-        sparse = np.asarray(result.sparse.sparse)
+        sparse = np.asarray(result.chosen.sparse)
         real = np.arange(37) < lengths[:, None]
         expected = []
         for segment, live in enumerate((real, real & (depths > 2))):

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Masks, K/V caches, sparse patterns, and attention over the visible keys."""
+"""Masks, K/V caches, and attention over the visible keys."""
 
-from utio_jax.attention.band import SparseQueries
 from utio_jax.attention.cache import KVCache, init_cache
-from utio_jax.attention.history import History
 from utio_jax.attention.mixing import Mixer
 from utio_jax.attention.products import attend, visible_keys
 
-__all__ = ["History", "KVCache", "Mixer", "SparseQueries", "attend", "init_cache", "visible_keys"]
+__all__ = ["KVCache", "Mixer", "attend", "init_cache", "visible_keys"]

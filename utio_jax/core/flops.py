@@ -172,8 +172,7 @@ def ideal_flops(
     key_widths: Sequence[int],
     deepest: int,
     keep_frozen: bool,
-    sparse_layers: np.ndarray | int = 0,
-    history: int = 0,
+    spared: Callable[[np.ndarray], float] = lambda keys: 0.0,
 ) -> float:
     """Returns the FLOPs of the decided layers, frozen K/V and one head per token, unpadded.
 
@@ -184,19 +183,16 @@ def ideal_flops(
         smallest that covers its position.
       deepest: to which frozen tokens pay for K/V.
       keep_frozen: whether they do (`kv="propagate"`).
-      sparse_layers: in how many of its layers each token attends to its history alone.
-      history: keys that it sees there at most.
+      spared: maps the number of keys at each position to the query-key pairs that are left out.
     """
     widths = np.asarray(key_widths, np.float64)
     keys = widths[np.searchsorted(widths, np.arange(depths.shape[1]), side="right")]
     real = depths > 0
     per_layer = cost.query + cost.attention_per_key * keys
     frozen = cost.made(deepest) * real.sum() if keep_frozen else np.sum(cost.made(depths))
-    # A history is gathered, not padded up to a width.
-    spared = np.maximum(keys - np.minimum(np.arange(depths.shape[1]) + 1, history), 0.0)
     return float(
         (depths * per_layer).sum()
-        - cost.attention_per_key * (sparse_layers * spared).sum()
+        - cost.attention_per_key * spared(keys)
         + frozen * cost.keys_values
         + real.sum() * cost.head
     )

@@ -21,8 +21,8 @@ from utio_jax.staircase.base import Tokens
 from utio_jax.staircase.exit_head import Model, Readout
 from utio_jax.staircase.frozen import Propagate, frozen_kv
 from utio_jax.staircase.loop import check_policy, run_pass
+from utio_jax.staircase.packing import Packing
 from utio_jax.staircase.reference import FrozenKV
-from utio_jax.staircase.sparse import Packing
 
 
 @pytree

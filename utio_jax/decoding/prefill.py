@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prefill strategies: full depth, early exit, and sparse attention of prompt tokens.
+"""Prefill strategies: full depth, early exit, and attention patterns of prompt tokens.
 
-    easy = SparseAttention(signal=gate, thresholds=thresholds, history=History(recent=98, sinks=4))
-    how = Prefill(policy=uniform(16, exits=(4, 16)), attention=easy)
+    how = Prefill(policy=uniform(16, exits=(4, 16)), attention=VerticalSlash(...))
     new = generate(decoder, params, prompts, mode=mode, prefill=how)
 
 Prefill is a staircase pass that keeps its K/V. On CPU it reads long or ragged prompts faster than
@@ -29,9 +28,9 @@ from utio_jax.staircase.capacity import CapacityPrefix
 from utio_jax.staircase.frozen import frozen_kv
 from utio_jax.staircase.loop import check_policy, staircase
 from utio_jax.staircase.microbatches import MicroBatches
+from utio_jax.staircase.packing import DENSE, AttentionPattern
 from utio_jax.staircase.prompts import PromptChoice, PromptImportance
 from utio_jax.staircase.reference import FrozenKV, check_kv
-from utio_jax.staircase.sparse import SparseAttention
 
 # Speedup of blocks of live tokens over the dense program, on two cores: 0.67x for one prompt of 448
 # tokens, 0.84x for 32 of 64, 1.3x for 8 of 192 (ragged), 1.8x for 8 of 448 (3.2x ragged). Static
@@ -55,15 +54,15 @@ class Prefill:
     Attributes:
       policy: exit policy of prompt tokens; None: full depth.
       kv: K/V strategy for prompt tokens that exited early; None: the mode's `kv`. Static.
-      attention: sparse attention, which restricts some prompt tokens to their history; None: dense.
-        It uses the policy's segments: `uniform(depths[-1], exits=depths)` has them at full depth.
+      attention: which keys prompt tokens see, such as `utio_jax.utio.VerticalSlash`. It uses the
+        policy's segments: `uniform(depths[-1], exits=depths)` has them at full depth.
       executor: executor of live slots. For small batches with a policy by importance, `for_shape`
         replaces it by static shapes: the number of tokens at each depth is known. Static.
     """
 
     policy: Policy | None = None
     kv: FrozenKV | None = static(default=None)
-    attention: SparseAttention | None = None
+    attention: AttentionPattern = DENSE
     executor: Executor = static(default=MicroBatches())
 
     def for_shape(self, batch: int, width: int, *, filled: float = 0.0) -> Prefill:
@@ -77,7 +76,7 @@ class Prefill:
         policy = self.policy
         if (
             self.executor != MicroBatches()
-            or self.attention is not None
+            or self.attention != DENSE
             or not isinstance(policy, PromptImportance)
             or _packing_is_faster(batch, width, filled, scores=_CPU_SHALLOW_SCORES)
         ):
@@ -87,8 +86,8 @@ class Prefill:
 
     def exact(self, decoder: Decoder) -> bool:
         """Returns True if new tokens and their cache equal those of full-depth prefill."""
-        if self.policy is None or self.attention is not None:
-            return self.attention is None
+        if self.policy is None or self.attention != DENSE:
+            return self.attention == DENSE
         config, stops = decoder.config, self.policy.depths
         complete = bool(config.kv_source) and config.kv_complete <= stops[0]
         # The last prompt token runs all layers: the first new token is drawn from its logits.
@@ -109,8 +108,7 @@ class Prefill:
             )
         check_kv(own_kv, ("propagate", "drop", "mapped", "full"), decoder=decoder)
         depths = check_policy(policy, decoder, kv=own_kv)
-        if self.attention is not None:
-            self.attention.index_of(0, depths)
+        self.attention.check(decoder, depths)
         if not self.exact(decoder) and kv == "full":
             raise ValueError(
                 "Wanted prompts at full depth and with dense attention for a mode whose keys and "

@@ -90,15 +90,8 @@ class CachedRows:
         del width
         return [self.width]
 
-    def pack(
-        self,
-        segment: int,
-        live: Bool[Array, "batch 1"],
-        sparse: Any = None,
-        *,
-        causal: bool = True,
-    ) -> RowSlots:
-        del segment, sparse, causal
+    def pack(self, segment: int, live: Bool[Array, "batch 1"], *, causal: bool = True) -> RowSlots:
+        del segment, causal
         return RowSlots(live=live)
 
     def run_layers(

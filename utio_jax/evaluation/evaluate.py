@@ -21,13 +21,14 @@ from utio_jax.core.pytrees import digest
 from utio_jax.core.rows import Rows, check_mesh, place
 from utio_jax.core.shards import Arrays, Shards, run_all
 from utio_jax.core.work import Work
-from utio_jax.evaluation.flops import attention_flops, check_worthwhile, gate_flops
+from utio_jax.evaluation.flops import check_worthwhile, gate_flops
 from utio_jax.evaluation.quality import Quality, pack, pack_quality, unpack, unpack_quality
 from utio_jax.policies.base import Policy
 from utio_jax.policies.depth import shared_program
 from utio_jax.staircase.base import Executor
 from utio_jax.staircase.capacity import choose_executor
 from utio_jax.staircase.loop import check_policy
+from utio_jax.staircase.packing import DENSE, AttentionPattern
 from utio_jax.staircase.reference import FrozenKV, positions_of
 from utio_jax.staircase.score import (
     Comparison,
@@ -37,7 +38,6 @@ from utio_jax.staircase.score import (
     full_work,
     run_score,
 )
-from utio_jax.staircase.sparse import SparseAttention
 
 _compare = jax.jit(compare_states, static_argnums=0, static_argnames="mesh")
 
@@ -50,7 +50,7 @@ def evaluate(  # noqa: PLR0913 (options, each named)
     *,
     kv: FrozenKV = "propagate",
     executor: Executor | Literal["auto"] = "auto",
-    attention: Mapping[str, SparseAttention | Sequence[SparseAttention | None]] | None = None,
+    attention: Mapping[str, AttentionPattern | Sequence[AttentionPattern]] | None = None,
     mesh: Mesh | None = None,
     shards: Shards | None = None,
     observe: Callable[[str, Batch, Comparison, np.ndarray], None] | None = None,
@@ -68,8 +68,8 @@ def evaluate(  # noqa: PLR0913 (options, each named)
       policies: by a name of the caller's choice; one, or one for each batch.
       kv: K/V of frozen tokens, see `score`.
       executor: of live slots, and of the full pass. `"auto"`: see `score`.
-      attention: by the same names, which tokens attend sparsely, or which do in each batch; none
-        under the others, nor in the full pass.
+      attention: by the same names, which keys each token sees, or which in each batch; the others
+        and the full pass attend densely.
       mesh: splits the rows of a batch over its axis "data". Empty rows that fill up a batch count
         as cost; what the comparison with full depth takes, a head per predicted token and pass, is
         not the policy's, and does not.
@@ -91,7 +91,7 @@ def evaluate(  # noqa: PLR0913 (options, each named)
     totals = dict.fromkeys(policies, Quality())
     params = place(params, mesh)
     choices: list[tuple[Any, Any]] = [
-        (policies[name], (attention or {}).get(name)) for name in policies
+        (policies[name], (attention or {}).get(name, DENSE)) for name in policies
     ]
     kept = {} if full_passes is None else full_passes
 
@@ -109,7 +109,7 @@ def evaluate(  # noqa: PLR0913 (options, each named)
             choice = place(choice, mesh)
             program = place(shared_program(policy, jnp.asarray(batch.token_ids), positions), mesh)
             # Full depth in question is the pass that was just made.
-            same = policy.depths == (layers,) and choice is None
+            same = policy.depths == (layers,) and choice == DENSE
             scores = full if same else run(policy=program, attention=choice)
             other = None if same else full.x
             comparison = _compare(decoder, params, ids, lengths, scores.x, other, mesh=mesh)
@@ -156,18 +156,15 @@ def _costs(  # noqa: PLR0913 (options, each named)
     depths: np.ndarray,
     *,
     executor: Executor | Literal["auto"],
-    attention: SparseAttention | None,
+    attention: AttentionPattern,
     kv: FrozenKV,
 ) -> dict[str, Any]:
     """Returns the costs of a pass, by the fields of `Quality`, from its work and full depth's.
 
     `depths` are the decided ones, `[batch, token]`, without the rows that fill up a mesh.
     """
-    cost, work, (rows, width) = token_cost(decoder, params), scores.work, depths.shape
-    gates = gate_flops(decoder, params, policy, work)
-    if attention is not None:
-        segments = len(policy.depths)
-        gates += attention_flops(attention, decoder, params, work, segments=segments)
+    cost, work, width = token_cost(decoder, params), scores.work, depths.shape[1]
+    gates = gate_flops(decoder, params, policy, work, attention=attention)
     # Gates, heads beyond one per token, and what maps an exit's states for the head.
     extra_heads = float(np.sum(work.heads)) - float(np.sum(full.heads))
     return {
@@ -178,11 +175,10 @@ def _costs(  # noqa: PLR0913 (options, each named)
         "flops_ideal": ideal_flops(
             cost,
             depths,
-            key_widths=choose_executor(executor, policy, width).key_widths(width),
+            key_widths=attention.choose_executor(executor, policy, width).key_widths(width),
             deepest=int(depths.max(initial=0)),
             keep_frozen=kv == "propagate",
-            sparse_layers=_sparse_layers(scores, policy, rows),
-            history=0 if attention is None else attention.history.size,
+            spared=partial(attention.spared_keys, scores.chosen, policy.depths),
         ),
         "flops_gates": gates
         + cost.head * extra_heads
@@ -198,7 +194,7 @@ def _run_alone(  # noqa: PLR0913 (options, each named)
     *,
     kv: FrozenKV,
     executor: Executor | Literal["auto"],
-    attention: Sequence[SparseAttention | None],
+    attention: Sequence[AttentionPattern],
     mesh: Mesh | None,
     shards: Shards | None,
     observe: Callable[[Batch, np.ndarray, np.ndarray], None],
@@ -251,14 +247,6 @@ def _run_alone(  # noqa: PLR0913 (options, each named)
     return total
 
 
-def _sparse_layers(scores: Scores, policy: Policy, rows: int) -> np.ndarray | int:
-    """Returns the number of layers in which each token attended to its history alone."""
-    if scores.sparse is None:
-        return 0
-    layers = np.diff(policy.depths, prepend=0)
-    return np.tensordot(layers, np.asarray(scores.sparse.sparse), axes=1)[:rows]
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DocumentScore:
     """One document's result, in token order.
@@ -302,7 +290,7 @@ def score_documents(  # noqa: PLR0913 (options, each named)
     rows: int = 16,
     kv: FrozenKV = "propagate",
     executor: Executor | Literal["auto"] = "auto",
-    attention: SparseAttention | None = None,
+    attention: AttentionPattern = DENSE,
     mesh: Mesh | None = None,
     shards: Shards | None = None,
     fractions: Sequence[float] | None = None,
@@ -322,7 +310,7 @@ def score_documents(  # noqa: PLR0913 (options, each named)
       rows: per pass at most, over all devices.
       kv: K/V of frozen tokens, see `score`.
       executor: of live slots; `"auto"`: see `check_worthwhile`.
-      attention: choice of sparse tokens, in batches that do not fall back; None: none.
+      attention: which keys each token sees, in batches that do not fall back; by default all.
       mesh: splits rows over its axis "data".
       shards: folder of each batch's results, from which an interrupted run continues.
       fractions: expected share of tokens at each of the policy's depths, see `check_worthwhile`.
@@ -372,7 +360,7 @@ def score_documents(  # noqa: PLR0913 (options, each named)
     ]
     full = full_depth(decoder)
     chosen = [policy if reason is None else full for reason in reasons]
-    choices = [attention if reason is None else None for reason in reasons]
+    choices = [attention if reason is None else DENSE for reason in reasons]
     used = {
         int(batch.window[0]): chosen_policy
         for batch, chosen_policy in zip(batches, chosen, strict=True)

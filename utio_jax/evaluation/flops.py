@@ -16,24 +16,22 @@ from utio_jax.core.work import Work
 from utio_jax.policies.base import Policy
 from utio_jax.staircase.base import Executor
 from utio_jax.staircase.capacity import choose_executor
-from utio_jax.staircase.sparse import SparseAttention
+from utio_jax.staircase.packing import DENSE, AttentionPattern
 
 
-def gate_flops(decoder: Decoder, params: Params, policy: Policy, work: Work) -> float:
-    """Returns the FLOPs of a pass's decisions, without the LM heads that they read."""
+def gate_flops(
+    decoder: Decoder,
+    params: Params,
+    policy: Policy,
+    work: Work,
+    *,
+    attention: AttentionPattern = DENSE,
+) -> float:
+    """Returns the FLOPs of a pass's decisions and choices, without the LM heads that they read."""
     per_slot = [policy.flops(index, decoder, params) for index in range(len(policy.depths) - 1)]
     decisions = np.atleast_2d(work.decisions).sum(axis=0)  # Of all devices.
-    return float(sum(f * float(n) for f, n in zip(per_slot, decisions, strict=False)))
-
-
-def attention_flops(
-    attention: SparseAttention, decoder: Decoder, params: Params, work: Work, *, segments: int
-) -> float:
-    """Returns the FLOPs of choosing a pass's attention, without the LM heads that it reads."""
-    choices = np.atleast_2d(work.choices).sum(axis=0)  # Of all devices.
-    asked = choices[segments - attention.thresholds.shape[0] : segments]
-    per_slot = [attention.signal.flops(index, decoder, params) for index in range(len(asked))]
-    return float(sum(f * float(n) for f, n in zip(per_slot, asked, strict=True)))
+    choices = attention.flops(decoder, params, work, segments=len(policy.depths))
+    return choices + float(sum(f * float(n) for f, n in zip(per_slot, decisions, strict=False)))
 
 
 def check_worthwhile(

@@ -3,12 +3,6 @@
 
 from utio_jax.policies.base import Boundary, Policy, PolicyBase, Signal
 from utio_jax.policies.depth import Thresholded, given_depths, random_depths, uniform
-from utio_jax.policies.importance import (
-    attention_heat,
-    embedding_outlier,
-    predictive_entropy,
-    surrogate_importance,
-)
 from utio_jax.policies.learned import Hazard, Learned, PromptRouter, StateGate
 from utio_jax.policies.signals import (
     Chance,
@@ -20,9 +14,7 @@ from utio_jax.policies.signals import (
     SignalBase,
     SoftmaxGap,
     StateSimilarity,
-    TokenSurrogate,
-    UtioSurrogate,
-    surrogate_table,
+    predictive_entropy,
 )
 from utio_jax.policies.store import Calibration, Thresholds, load_calibration
 
@@ -47,15 +39,9 @@ __all__ = [
     "StateSimilarity",
     "Thresholded",
     "Thresholds",
-    "TokenSurrogate",
-    "UtioSurrogate",
-    "attention_heat",
-    "embedding_outlier",
     "given_depths",
     "load_calibration",
     "predictive_entropy",
     "random_depths",
-    "surrogate_importance",
-    "surrogate_table",
     "uniform",
 ]

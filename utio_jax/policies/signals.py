@@ -2,9 +2,9 @@
 """Signals without learned weights, as `utio_jax.policies.base.Signal` defines them.
 
 Each returns one score per token and boundary, the higher the harder. Known before the pass:
-`Position`, `TokenSurrogate`. From an exit's own prediction, at the price of a vocabulary head for
-tokens that go on: `SoftmaxGap`, `MaxProbability`, `Entropy`, `Patience`, `UtioSurrogate`. From
-states alone: `StateSimilarity`.
+`Position`. From an exit's own prediction, at the price of a vocabulary head for tokens that go on:
+`SoftmaxGap`, `MaxProbability`, `Entropy`, `Patience`. From states alone: `StateSimilarity`. UTIO's
+own are in `utio_jax.utio.surrogate`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from utio_jax.core.arrays import most_probable
 from utio_jax.core.decoder import Decoder, Inputs, Params
 from utio_jax.core.pytrees import pytree, static
 from utio_jax.policies.base import Boundary
-from utio_jax.policies.importance import embedding_outlier, predictive_entropy
 
 
 @pytree
@@ -71,67 +70,6 @@ class Position(KnownBefore):
 
     def start(self, token_ids: Inputs, positions: Int[Array, "batch token"]) -> jax.Array:
         return -positions.astype(jnp.float32)
-
-
-@pytree
-class TokenSurrogate(KnownBefore):
-    """UTIO's surrogate before the pass, from the token alone.
-
-    It combines the entropy of the head applied to the bare embedding and the embedding's outlier.
-    Both depend on the token id only, so they are a table (`surrogate_table`), read at no cost.
-
-    Attributes:
-      table: each token's surrogate, mostly in nats.
-    """
-
-    table: Float[Array, " vocab"]
-    name: str = static(default="utio_before")
-
-    def start(self, token_ids: Inputs, positions: Int[Array, "batch token"]) -> jax.Array:
-        return self.table[token_ids]
-
-
-@pytree
-class UtioSurrogate(SignalBase):
-    """UTIO's surrogate, computed once at the first exit from the signals available there.
-
-    Entropy (nats) of the exit's own prediction and the state's outlier against a calibrated mean;
-    heat has no causal estimate for a token that none has attended to, so its weight goes to the
-    other two. The number of thresholds that the score exceeds is the bucket.
-
-    Attributes:
-      mean_states: `[exit, dim]`, the mean state at each exit over the calibration text.
-      exits: their depths; the floor is one of them. Static.
-      weights: of entropy and outlier. Static.
-    """
-
-    mean_states: Float[Array, "exit dim"]
-    exits: tuple[int, ...] = static()
-    weights: tuple[float, float] = static(default=(2 / 3, 1 / 3))
-    name: str = static(default="utio_surrogate")
-
-    @property
-    def remembers(self) -> bool:
-        return True
-
-    def __call__(
-        self, index: int, boundary: Boundary, memory: jax.Array | None
-    ) -> tuple[jax.Array, jax.Array]:
-        if memory is None:  # The floor.
-            mean = self.mean_states[exit_index(self.exits, boundary.depth, self.name)]
-
-            def surrogate(logits: jax.Array, x: jax.Array) -> jax.Array:
-                entropy, outlier = predictive_entropy(logits), embedding_outlier(x, batch_mean=mean)
-                return self.weights[0] * entropy + self.weights[1] * outlier
-
-            memory = boundary.map_logits(surrogate, boundary.x)
-        return memory, memory
-
-    def flops(self, index: int, decoder: Decoder, params: Params) -> float:
-        return 0.0 if index else 4.0 * decoder.config.embed_dim
-
-    def reads_logits(self, index: int) -> bool:
-        return index == 0
 
 
 @pytree
@@ -252,29 +190,33 @@ def _best_token(logits: Float[Array, "slot vocab"]) -> Int[Array, " slot"]:
     return jnp.where(jnp.isnan(logits).any(axis=-1), -1, most_probable(logits))
 
 
-def surrogate_table(
-    decoder: Decoder,
-    params: Params,
-    mean_embedding: Float[Array, " dim"],
-    *,
-    weights: tuple[float, float] = (2 / 3, 1 / 3),
-) -> Float[Array, " vocab"]:
-    """Returns each token's surrogate before the pass, for `TokenSurrogate`.
+def predictive_entropy(logits: Float[Array, "*lead vocab"]) -> Float[Array, "*lead"]:
+    """Returns the entropy of softmax(logits) in nats, between 0 and log(vocab).
 
-    Args:
-      decoder: the model; one that adds positions to its embeddings is asked at position 0.
-      params: its parameters.
-      mean_embedding: the mean over the calibration text.
-      weights: of entropy and outlier.
+    Exact where logits are -inf (probability zero) and for one-hot distributions (entropy zero).
+    NaN where no entry is finite: bucketing sends NaN deepest.
+
+    >>> predictive_entropy(jnp.array([0.0, 0.0, -jnp.inf])).round(4)
+    Array(0.6931, dtype=float32)
     """
+    check_floats(logits, "logits", "[..., vocab]", 1)
+    logits = logits.astype(jnp.float32)
+    peak = jnp.max(logits, axis=-1, keepdims=True)
+    shifted = logits - peak
+    weights = jnp.exp(shifted)
+    total = jnp.sum(weights, axis=-1)
+    # entropy = log(total) - E[shifted]; a weight of zero contributes nothing, not 0 * -inf.
+    expected = jnp.sum(jnp.where(weights > 0, shifted, 0.0) * weights, axis=-1) / total
+    return jnp.log(total) - expected
 
-    def one(token_id: jax.Array) -> jax.Array:  # A token at a time: [vocab, vocab] can be large.
-        x = decoder.embed(params, token_id[None], jnp.zeros(1, jnp.int32))
-        entropy = predictive_entropy(decoder.unembed(params, x).astype(jnp.float32))
-        outlier = embedding_outlier(x, batch_mean=mean_embedding)
-        return (weights[0] * entropy + weights[1] * outlier)[0]
 
-    return jax.lax.map(one, jnp.arange(decoder.config.vocab_size), batch_size=128)
+def check_floats(array: jax.Array, name: str, shape: str, rank: int) -> None:
+    """Raises ValueError unless an array holds floats and has at least `rank` axes."""
+    if jnp.ndim(array) < rank or not jnp.issubdtype(jnp.result_type(array), jnp.floating):
+        raise ValueError(
+            f"Wanted floating-point {name} of shape {shape}. "
+            f"Got shape {jnp.shape(array)} and dtype {jnp.result_type(array)}."
+        )
 
 
 def exit_index(exits: tuple[int, ...], depth: int, name: str) -> int:

@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from utio_jax.attention.band import SparseQueries
 from utio_jax.core.arrays import flat
 from utio_jax.core.decoder import Decoder, HasKVMaps, Inputs, LayerParams, Params, PositionEncoding
 from utio_jax.core.pytrees import pytree, static
@@ -108,15 +107,8 @@ class Executor(Protocol):
         """Returns the static key counts of attention in rows of `width` tokens."""
         ...
 
-    def pack(
-        self,
-        segment: int,
-        live: Bool[Array, "batch token"],
-        sparse: SparseQueries | None = None,
-        *,
-        causal: bool = True,
-    ) -> Any:
-        """Packs a segment's live tokens into slots; `sparse` tokens attend to a history only."""
+    def pack(self, segment: int, live: Bool[Array, "batch token"], *, causal: bool = True) -> Any:
+        """Packs a segment's live tokens into slots."""
         ...
 
     def run_layers(

@@ -14,16 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from utio_jax.attention.band import SparseQueries
 from utio_jax.attention.cache import KVCache
 from utio_jax.attention.mixing import causal_blocks, mix_whole_rows, mixer_at
-from utio_jax.core.arrays import executed_heads, flat
+from utio_jax.core.arrays import executed_heads, flat, stable_partition
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.platform import here
 from utio_jax.core.pytrees import pytree, static
 from utio_jax.core.work import Work
 from utio_jax.staircase.base import Executor, Tokens, check_min_bucket
-from utio_jax.staircase.buckets import stable_partition
 from utio_jax.staircase.forward import WholeRows, forward
 from utio_jax.staircase.microbatches import MicroBatches
 
@@ -92,18 +90,8 @@ class CapacityPrefix:
         return self.min_bucket
 
     def pack(
-        self,
-        segment: int,
-        live: Bool[Array, "batch token"],
-        sparse: SparseQueries | None = None,
-        *,
-        causal: bool = True,
+        self, segment: int, live: Bool[Array, "batch token"], *, causal: bool = True
     ) -> PrefixSlots:
-        if sparse is not None:
-            raise ValueError(
-                "Wanted dense attention, the only one that a static prefix has. Got a choice of "
-                "sparse attention. Use executor=MicroBatches()."
-            )
         if segment >= len(self.capacities):
             raise ValueError(
                 "Wanted a capacity for each of the policy's depths. "

@@ -33,7 +33,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from utio_jax.attention.band import SparseQueries
 from utio_jax.attention.cache import KVCache, init_cache
 from utio_jax.core.decoder import (
     Decoder,
@@ -42,7 +41,6 @@ from utio_jax.core.decoder import (
     Inputs,
     Params,
     check_depths,
-    check_no_branches,
     check_stops,
 )
 from utio_jax.core.pytrees import check_pytree, pytree
@@ -53,8 +51,8 @@ from utio_jax.staircase.base import Executor, Tokens
 from utio_jax.staircase.exit_head import Head, Model, Reading, Readout
 from utio_jax.staircase.frozen import Propagate, frozen_kv
 from utio_jax.staircase.microbatches import MicroBatches
+from utio_jax.staircase.packing import DENSE, AttentionPattern, Packing
 from utio_jax.staircase.reference import FrozenKV
-from utio_jax.staircase.sparse import Packing, SparseAttention, SparsePacking
 
 
 @pytree
@@ -68,8 +66,7 @@ class StaircaseResult:
       depths: decided depths in layers; 0 for padding.
       work: executed work, padding included.
       read: results of the readout, `[batch, token, ...]`, 0 for padding; None without a readout.
-      sparse: tokens that attended sparsely; leaves lead with `[segment]`. None without
-        `attention`.
+      chosen: what `attention` has chosen; leaves lead with `[segment]`. None for dense attention.
       cache: K/V cache with the layers that ran; None without a cache.
     """
 
@@ -78,7 +75,7 @@ class StaircaseResult:
     depths: Int[Array, "batch token"]
     work: Work
     read: Any = None
-    sparse: SparseQueries | None = None
+    chosen: Any = None
     cache: Any = None
 
 
@@ -92,13 +89,13 @@ def staircase(  # noqa: PLR0913 (options, each named)
     kv: FrozenKV = "propagate",
     executor: Executor = MicroBatches(),
     readout: Readout | None = None,
-    attention: SparseAttention | None = None,
+    attention: AttentionPattern = DENSE,
     cache: KVCache | None = None,
 ) -> StaircaseResult:
     """Runs every token to the depth that the policy decides, and only that deep.
 
     Equals `reference_states(decoder, params, token_ids, lengths, result.depths, kv=kv)` on real
-    tokens, with `result.sparse`, repeated for each segment's layers.
+    tokens, under `attention` with `sees=` of `result.chosen`, repeated for each segment's layers.
 
     Args:
       decoder: the model. Static under jit.
@@ -111,20 +108,17 @@ def staircase(  # noqa: PLR0913 (options, each named)
       executor: `MicroBatches` (default), or `CapacityPrefix` for gradients. Static under jit.
       readout: function of every token's logits at its depth. It costs one LM head per token; if the
         policy read the logits where a token exits, no further one.
-      attention: chooses the tokens that attend only to recent tokens and sinks; None: dense.
+      attention: which keys each token sees, such as `utio_jax.utio.VerticalSlash`; by default all.
       cache: receives the K/V that the pass projects. Layers that no token reaches are unchanged.
 
     Raises:
-      ValueError: `kv` is unknown, the policy's depths do not fit the model, or the thresholds of
-        `attention` do not fit the depths.
+      ValueError: `kv` is unknown, the policy's depths do not fit the model, or `attention` does
+        not fit the depths or the model.
     """
     frozen = frozen_kv(kv, decoder)
     depths, model = check_policy(policy, decoder, kv=kv), Model(decoder, params, executor)
     tokens = Tokens.embed(decoder, params, token_ids, lengths)  # All live, at depth 0.
-    packing = Packing(model)
-    if attention is not None:
-        check_no_branches(decoder, what="sparse attention")
-        packing = SparsePacking(model, attention, depths, token_ids, tokens.positions)
+    packing = attention.packing(model, tokens, token_ids, depths)
     within = cache is None and bool(decoder.config.kv_source)
     if within:  # Upper layers read the K/V of lower layers there.
         batch, width, _ = tokens.x.shape
@@ -172,7 +166,7 @@ def run_pass(
     branch = jnp.zeros_like(tokens.depth)  # Index into `depths` of each token's branch.
 
     for index, segment in enumerate(segments_of(model.decoder.config, depths)):
-        # 1. Pack the tokens of this segment into slots; some may attend sparsely.
+        # 1. Pack the tokens of this segment into slots; some may see fewer keys.
         running = tokens
         if segment.branch is not None:
             running = dataclasses.replace(tokens, live=tokens.live & (branch == segment.branch))
@@ -207,7 +201,7 @@ def run_pass(
             with jax.named_scope(f"dispatch_{depths[question]}"):
                 boundary = head.boundary(depth=depths[question])
                 goes, memory = policy.go_deeper(question, boundary, memory)
-                packing.look(question, boundary)
+                packing.look(question, boundary, memory)
                 decisions[question] += Work.of(decisions=head.slots_asked)
             if depths[question] == segment.depth:
                 stops = going & ~goes
@@ -227,7 +221,7 @@ def run_pass(
         depths=tokens.depth,
         work=stack_work([*work, *head_work]),
         read=read,
-        sparse=packing.chosen(),
+        chosen=packing.chosen(),
         cache=cache,
     )
 

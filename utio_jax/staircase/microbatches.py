@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from utio_jax.attention.band import SparseQueries
 from utio_jax.attention.cache import KVCache
 from utio_jax.attention.mixing import mixer_at
 from utio_jax.core.arrays import executed_heads, flat
@@ -30,7 +29,7 @@ from utio_jax.staircase.query_blocks import Cover, QueryBlocks, attend_blocks
 class PackedSlots:
     """The live tokens of all rows, packed row by row without gaps.
 
-    A row's tokens are in token order; with sparse attention, dense tokens come before sparse.
+    A row's tokens are in token order, unless `MicroBatches.packed` is given another.
 
     Attributes:
       token_of_slot: index into the flattened `[batch * token]` axis. Unused slots, and a margin for
@@ -93,54 +92,48 @@ class MicroBatches:
         return math.gcd(here().min_bucket, self.query_block) if own is None else own
 
     def pack(
-        self,
-        segment: int,
-        live: Bool[Array, "batch token"],
-        sparse: SparseQueries | None = None,
-        *,
-        causal: bool = True,
+        self, segment: int, live: Bool[Array, "batch token"], *, causal: bool = True
     ) -> PackedSlots:
-        batch, width = live.shape
+        del segment
         counts = jnp.sum(live, axis=1, dtype=jnp.int32)
-        first_slot = jnp.cumsum(counts) - counts
-        packed = live.reshape(-1)
+        in_order = jnp.cumsum(live.reshape(-1), dtype=jnp.int32) - 1
+        rows = self.cover(live.shape[1], causal=causal), jnp.cumsum(counts) - counts, counts
+        return self.packed(live, in_order, rows)
+
+    def packed(
+        self,
+        live: Bool[Array, "batch token"],
+        slot_of_token: Int[Array, " token"],
+        *groups: tuple[Cover, Int[Array, " group"], Int[Array, " group"]],
+    ) -> PackedSlots:
+        """Returns live tokens in given slots, `[batch * token]`, and their attention blocks.
+
+        The slots of each row are consecutive. `groups` are a partition of the slots, each with the
+        first slot and the number of slots of its groups.
+        """
+        batch, width = live.shape
         margin = max(self.block, self.query_block)
-        dense = live if sparse is None else live & ~sparse.sparse
-        sparse_live = live & ~dense
-        dense_counts = jnp.sum(dense, axis=1, dtype=jnp.int32)
-        if sparse is None:
-            slot_of_token = jnp.cumsum(packed, dtype=jnp.int32) - 1
-        else:
-            ranks = [jnp.cumsum(kind, axis=1, dtype=jnp.int32) for kind in (dense, sparse_live)]
-            slot_of_token = jnp.where(dense, ranks[0], dense_counts[:, None] + ranks[1]) - 1
-            slot_of_token = (first_slot[:, None] + slot_of_token).reshape(-1)
-        slot_of_token = jnp.where(packed, slot_of_token, packed.size + margin)
-        token_of_slot = jnp.full((packed.size + margin,), packed.size, jnp.int32)
-        token_of_slot = token_of_slot.at[slot_of_token].set(
-            jnp.arange(packed.size, dtype=jnp.int32), mode="drop", unique_indices=True
+        slots = jnp.where(live.reshape(-1), slot_of_token, live.size + margin)
+        token_of_slot = jnp.full((live.size + margin,), live.size, jnp.int32)
+        token_of_slot = token_of_slot.at[slots].set(
+            jnp.arange(live.size, dtype=jnp.int32), mode="drop", unique_indices=True
         )
-        cover = Cover(
+        blocks = [cover.blocks(token_of_slot, *slots_of) for cover, *slots_of in groups]
+        return PackedSlots(
+            token_of_slot=token_of_slot,
+            total=sum((jnp.sum(counts) for _, _, counts in groups), jnp.int32(0)),
+            query_blocks=sum(blocks, ()),
+            batch=batch,
+            width=width,
+        )
+
+    def cover(self, width: int, *, causal: bool = True) -> Cover:
+        """Returns the partition of rows of `width` tokens into attention blocks."""
+        return Cover(
             width=width,
             sizes=(self.query_block, self._query_unit),
             key_widths=tuple(self.key_widths(width)),
             causal=causal,
-        )
-        query_blocks = cover.blocks(token_of_slot, first_slot, dense_counts)
-        if sparse is not None:
-            chunk = self.query_block
-            chunks = -(-width // chunk)
-            by_chunk = jnp.pad(sparse_live, ((0, 0), (0, chunks * chunk - width)))
-            by_chunk = by_chunk.reshape(batch, chunks, -1)
-            per_chunk = jnp.sum(by_chunk, axis=2, dtype=jnp.int32)
-            begin = jnp.cumsum(per_chunk, axis=1) - per_chunk + (first_slot + dense_counts)[:, None]
-            cover = dataclasses.replace(cover, history=sparse.history, chunk=chunk)
-            query_blocks += cover.blocks(token_of_slot, begin.reshape(-1), per_chunk.reshape(-1))
-        return PackedSlots(
-            token_of_slot=token_of_slot,
-            total=jnp.sum(counts),
-            query_blocks=query_blocks,
-            batch=batch,
-            width=width,
         )
 
     def key_widths(self, width: int) -> list[int]:

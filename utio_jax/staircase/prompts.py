@@ -15,6 +15,7 @@ Tokens are ranked within the whole prompt, so such a policy is not causal.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -22,18 +23,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from utio_jax.core.arrays import invert
 from utio_jax.core.decoder import Decoder, Inputs, Params, check_depths
 from utio_jax.core.pytrees import pytree, static
 from utio_jax.policies.base import Boundary, Signal
 from utio_jax.policies.signals import Chance, KnownBefore
-from utio_jax.staircase.buckets import invert
-from utio_jax.staircase.heat import AttentionHeat, PromptSurrogate
 from utio_jax.staircase.reference import FrozenKV, check_kv
 
 _EVERYTHING = jnp.iinfo(jnp.int32).max
-
-SIGNALS = ("sinks_recent", "heat", "surrogate", "random", "none")
-"""Names of the signals that rank prompt tokens, see `PromptChoice`."""
 
 
 @pytree
@@ -144,6 +141,15 @@ class Recency(KnownBefore):
         return positions.astype(jnp.float32)
 
 
+SIGNALS: dict[str, Callable[[], Signal]] = {
+    "sinks_recent": Recency,
+    "random": lambda: Chance(key=jax.random.key(0), name="random", causal=False),
+    "none": Recency,
+}
+"""Signals that rank prompt tokens, by the names of `PromptChoice.by`; `utio_jax.utio` adds its own.
+"""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PromptChoice:
     """Settings of early-exit prefill: exit, share of deep tokens, ranking, K/V strategy.
@@ -211,14 +217,9 @@ class PromptChoice:
                 f"Wanted prompts to stop at a depth between 1 and {layers - 1} of this model. "
                 f"Got {self.stop}."
             )
-        signals: dict[str, Signal] = {
-            "heat": AttentionHeat(),
-            "surrogate": PromptSurrogate(),
-            "random": Chance(key=jax.random.key(0), name="random", causal=False),
-        }
         nothing = self.by == "none"
         return PromptImportance(
-            signal=signals.get(self.by, Recency()),
+            signal=SIGNALS[self.by](),
             deep=jnp.asarray([0.0 if nothing else self.deep], jnp.float32),
             at_least=0 if nothing else 16,
             prompt_tokens=prompt_tokens,

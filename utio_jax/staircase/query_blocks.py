@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Block attention of packed slots: blocks of one row's queries over that row's visible keys.
 
-Blocks are lists of traced length: whole blocks, then remainders in units of `min_bucket`. Dense
-queries attend over the row's keys up to the block's last position, in one of a few static widths.
-Sparse queries (`SparseQueries`) attend over sinks and one slice of keys. Their blocks stay within a
-chunk of positions, which keeps the slice short.
+Blocks are lists of traced length: whole blocks, then remainders in units of `min_bucket`. A block
+attends over the row's keys up to its last position, in one of a few static widths. Subclasses of
+`QueryBlocks` and `Cover` attend over others (`utio_jax.utio.vertical_slash`).
 """
 
 from __future__ import annotations
@@ -12,13 +11,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from utio_jax.attention.band import attend_band, slice_width
-from utio_jax.attention.history import History
 from utio_jax.attention.mixing import Mixer
 from utio_jax.core.platform import here
 from utio_jax.core.pytrees import pytree, static
@@ -35,8 +33,7 @@ class QueryBlocks:
       end: end slot of each block, exclusive; later slots belong to other rows.
       reach: index into `widths` of the number of keys.
       size: slots per block. Static.
-      widths: numbers of keys, without sinks. Static.
-      history: visible history of sparse queries; None for dense queries. Static.
+      widths: numbers of keys. Static.
       overhangs: True if blocks may extend past `end`. Static.
     """
 
@@ -47,15 +44,37 @@ class QueryBlocks:
     reach: Int[Array, " block"]
     size: int = static()
     widths: tuple[int, ...] = static()
-    history: History | None = static()
     overhangs: bool = static()
 
     def key_slots(self, tokens: int) -> Float[Array, ""]:
         """Returns the number of query-key pairs of all blocks, in rows of `tokens`."""
+        del tokens
         keys = jnp.asarray(self.widths, jnp.float32)[self.reach]
-        keys += 0 if self.history is None else min(self.history.sinks, tokens)
         in_use = jnp.arange(self.row.shape[0]) < self.count
         return self.size * jnp.sum(jnp.where(in_use, keys, 0.0))
+
+    def attend(
+        self,
+        mix: Mixer,
+        queries: Float[Array, "query head head_dim"],
+        positions: Int[Array, " query"],
+        keys: Float[Array, "batch token kv_head head_dim"],
+        prepared: Float[Array, "batch token kv_head prepared"],
+        shown: Bool[Array, "batch token"],
+        /,
+        *,
+        row: Int[Array, ""],
+        width: int,
+    ) -> Float[Array, "query head head_dim"]:
+        """Returns the attention of one block of one row's queries over the first `width` keys."""
+
+        def first(leaf: jax.Array) -> jax.Array:
+            origin = (row, *[jnp.zeros_like(row)] * (leaf.ndim - 1))
+            return jax.lax.dynamic_slice(leaf, origin, (1, width, *leaf.shape[2:]))[0]
+
+        visible = mix.visible(positions, jnp.arange(width, dtype=jnp.int32))
+        visible &= first(shown)[None, :]
+        return mix.mix_prepared(queries, first(keys), first(prepared), visible)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,18 +84,35 @@ class Cover:
     Attributes:
       width: tokens per row.
       sizes: slots of a whole block, and of a block for remainders.
-      key_widths: numbers of keys of dense blocks, ascending.
+      key_widths: numbers of keys, ascending.
       causal: True if queries attend to earlier keys only; False: to all keys of the row.
-      history: visible history of sparse queries; None for dense queries, whose groups are rows.
-      chunk: number of positions that a group of sparse queries spans.
     """
 
     width: int
     sizes: tuple[int, int]
-    key_widths: tuple[int, ...]
+    key_widths: tuple[int, ...] = ()
     causal: bool = True
-    history: History | None = None
-    chunk: int = 0
+
+    @property
+    def span(self) -> int:
+        """Number of positions that a group of slots spans: a row, or a part of it."""
+        return self.width
+
+    def keys(
+        self, size: int, ends: tuple[jax.Array, jax.Array], row: jax.Array
+    ) -> tuple[tuple[int, ...], Int[Array, " block"]]:
+        """Returns the static numbers of keys of blocks of one size, and the keys that each needs.
+
+        `ends` are the first and the last token of each block, `row` its row.
+        """
+        del size
+        if self.causal:
+            return self.key_widths, ends[1] - row * self.width + 1
+        return (self.width,), ends[1] * 0
+
+    def make(self, **fields: Any) -> QueryBlocks:
+        """Returns the blocks with these fields."""
+        return QueryBlocks(**fields)
 
     def blocks(
         self,
@@ -86,7 +122,7 @@ class Cover:
     ) -> tuple[QueryBlocks, ...]:
         """Returns blocks for all groups: whole blocks, then remainders if their size differs.
 
-        A group is a row, or one chunk of a row; `counts` holds its number of slots.
+        `counts` holds the number of slots of each group.
         """
         partition, done = [], jnp.zeros_like(counts)
         for size in dict.fromkeys(self.sizes):
@@ -106,8 +142,8 @@ class Cover:
         blocks: jax.Array,
     ) -> QueryBlocks:
         """Returns `blocks` blocks of one size per group, starting after the first `done` slots."""
-        longest = self.width if self.history is None else min(self.chunk, self.width)
-        groups_per_row = 1 if self.history is None else -(-self.width // self.chunk)
+        longest = min(self.span, self.width)
+        groups_per_row = max(1, -(-self.width // max(1, self.span)))
         ends = jnp.cumsum(blocks)
         index = jnp.arange(counts.shape[0] * -(-longest // size), dtype=jnp.int32)
         group = jnp.searchsorted(ends, index, side="right", method=here().search)
@@ -115,20 +151,9 @@ class Cover:
         offset = done[group] + (index - (ends[group] - blocks[group])) * size
         row, start = group // groups_per_row, first_slot[group] + offset
         end = first_slot[group] + jnp.minimum(offset + size, counts[group])
-        last_token = token_of_slot[end - 1]
-        if self.history is not None:  # A block's tokens may be adjacent or far apart.
-            spans = [min(size, longest)]
-            while spans[-1] < longest:
-                spans.append(min(2 * spans[-1], longest))
-            slices = [slice_width(self.history, span, self.width) for span in spans]
-            widths = tuple(dict.fromkeys(slices))
-            keys = last_token - token_of_slot[start] + self.history.recent
-        elif self.causal:
-            widths, keys = self.key_widths, last_token - row * self.width + 1
-        else:
-            widths, keys = (self.width,), last_token * 0
+        widths, keys = self.keys(size, (token_of_slot[start], token_of_slot[end - 1]), row)
         reach = jnp.sum(keys[:, None] > jnp.asarray(widths[:-1], jnp.int32)[None, :], axis=1)
-        return QueryBlocks(
+        return self.make(
             count=ends[-1],
             row=row,
             start=start,
@@ -136,7 +161,6 @@ class Cover:
             reach=reach.astype(jnp.int32),
             size=size,
             widths=widths,
-            history=self.history,
             overhangs=size == self.sizes[1],
         )
 
@@ -161,31 +185,9 @@ def attend_blocks(
             tokens = jax.lax.dynamic_slice_in_dim(token_of_slot, start, blocks.size)
             positions = tokens - row * tokens_per_row
 
-            def on_first(width: int) -> jax.Array:
-                def first(leaf: jax.Array) -> jax.Array:
-                    origin = (row, *[jnp.zeros_like(row)] * (leaf.ndim - 1))
-                    return jax.lax.dynamic_slice(leaf, origin, (1, width, *leaf.shape[2:]))[0]
-
-                visible = mix.visible(positions, jnp.arange(width, dtype=jnp.int32))
-                visible &= first(keys_shown)[None, :]
-                return mix.mix_prepared(block, first(keys), first(prepared), visible)
-
-            def on_band(width: int) -> jax.Array:
-                assert blocks.history is not None
-                return attend_band(
-                    mix,
-                    block,
-                    positions,
-                    keys,
-                    prepared,
-                    keys_shown,
-                    row=row,
-                    width=width,
-                    history=blocks.history,
-                )
-
-            attend = on_first if blocks.history is None else on_band
-            branches = [partial(attend, width) for width in blocks.widths]
+            arrays = block, positions, keys, prepared, keys_shown
+            attend = partial(blocks.attend, mix, *arrays, row=row)
+            branches = [partial(attend, width=width) for width in blocks.widths]
             new = jax.lax.switch(blocks.reach[index], branches)
             if blocks.overhangs:
                 slot = start + jnp.arange(blocks.size, dtype=jnp.int32)

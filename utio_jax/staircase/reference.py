@@ -3,16 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from utio_jax.attention.band import SparseQueries
 from utio_jax.attention.cache import side_by_side
-from utio_jax.attention.history import visible_history
 from utio_jax.attention.mixing import Mixer, mixer_at
 from utio_jax.attention.products import NOWHERE
 from utio_jax.core.arrays import flat
@@ -33,6 +31,20 @@ FrozenKV = Literal["propagate", "drop", "full", "mapped"]
 """K/V of a token in layers deeper than its exit: projected from its frozen state, none, K/V of its
 full-depth states, or mapped from its frozen state by an affine map per layer
 (`utio_jax.prompts.maps`)."""
+
+Sees = Callable[[int, Mixer, jax.Array, jax.Array], jax.Array]
+"""Maps a layer, its mixer, and the positions of queries and keys to the mask of visible keys."""
+
+
+def everything(
+    index: int,
+    mix: Mixer,
+    positions: Int[Array, "batch token"],
+    key_positions: Int[Array, "batch token"],
+) -> Bool[Array, "batch token token"]:
+    """Returns the mask of dense attention: all that a layer shows."""
+    del index
+    return mix.visible(positions, key_positions)
 
 
 def check_kv(
@@ -209,7 +221,7 @@ def reference_states(
     depths: Int[Array, "batch token"],
     *,
     kv: FrozenKV = "propagate",
-    sparse: SparseQueries | None = None,
+    sees: Sees = everything,
 ) -> Float[Array, "batch token dim"]:
     """Returns the LM head's input of tokens with given depths; slow reference implementation.
 
@@ -226,8 +238,9 @@ def reference_states(
       lengths: real tokens per row; all others are padding and masked.
       depths: each token's decided depth, in layers; 0 is the embedding.
       kv: `"propagate"`, `"drop"`, `"full"`, or `"mapped"` for a decoder that `HasKVMaps`.
-      sparse: tokens that attend to a history only, per layer: leaves lead with `[layer]`. None:
-        all attention is dense. Full-depth states of `kv="full"` always use dense attention.
+      sees: maps a layer, its mixer and the positions of queries and keys to the mask
+        `[batch, query, key]`; by default dense attention, which full-depth states of `kv="full"`
+        always use.
     """
     check_kv(kv, decoder=decoder)
     positions, valid = positions_of(token_ids, lengths)
@@ -254,12 +267,10 @@ def reference_states(
         # A token that has exited shows only the K/V made before.
         there = valid & (min(index, config.kv_complete) < depths)
         key_positions = jnp.where(there if kv == "drop" else valid, positions, NOWHERE)
-        visible = seen = mix.visible(positions, key_positions)
-        if sparse is not None:
-            history = visible_history(sparse.history, positions, key_positions, mix.window)
-            seen = jnp.where(sparse.sparse[index][..., None], history, visible)
+        seen = sees(index, mix, positions, key_positions)
         new = apply_layer(decoder, layer, x, places, mix, seen, read)
         if kv == "full":
+            visible = mix.visible(positions, key_positions)
             source = apply_layer(decoder, layer, source, places, mix, visible, read)
         x = jnp.where(runs[..., None], new, x)
         source = source if kv == "full" else x

@@ -15,7 +15,6 @@ from jax.core import Tracer
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
-from utio_jax.attention.band import SparseQueries
 from utio_jax.core.arrays import (
     executed_heads,
     flat,
@@ -36,8 +35,8 @@ from utio_jax.staircase.capacity import choose_executor
 from utio_jax.staircase.exit_head import Readout
 from utio_jax.staircase.loop import check_policy, staircase
 from utio_jax.staircase.microbatches import MicroBatches
+from utio_jax.staircase.packing import DENSE, AttentionPattern
 from utio_jax.staircase.reference import FrozenKV, dense_states, positions_of
-from utio_jax.staircase.sparse import SparseAttention
 
 _NO_GRADIENT = (
     "Wanted an executor of static shapes for reverse-mode differentiation (grad, vjp). Got "
@@ -57,7 +56,7 @@ class Scores:
       work: executed work, padding included; on a mesh, per device.
       x: the LM head's input: each token's state at its decided depth, mapped if the decoder
         `HasExitLens`. Undefined for padding.
-      sparse: tokens that attended sparsely; leaves lead with `[segment]`. None without `attention`.
+      chosen: what `attention` has chosen; leaves lead with `[segment]`. None for dense attention.
     """
 
     log_likelihood: Float[Array, "batch token"]
@@ -65,7 +64,7 @@ class Scores:
     depths: Int[Array, "batch token"]
     work: Work
     x: Float[Array, "batch token dim"]
-    sparse: SparseQueries | None = dataclasses.field(default=None, metadata={"row_axis": 1})
+    chosen: Any = dataclasses.field(default=None, metadata={"row_axis": 1})
 
 
 def score(  # noqa: PLR0913 (options, each named)
@@ -77,7 +76,7 @@ def score(  # noqa: PLR0913 (options, each named)
     *,
     kv: FrozenKV = "propagate",
     executor: Executor | Literal["auto"] = "auto",
-    attention: SparseAttention | None = None,
+    attention: AttentionPattern = DENSE,
     mesh: Mesh | None = None,
 ) -> Scores:
     """Returns every token's log-likelihood at the depth that the policy decides.
@@ -96,7 +95,7 @@ def score(  # noqa: PLR0913 (options, each named)
       kv: K/V strategy for frozen tokens, see `utio_jax.staircase.loop.staircase`.
       executor: runs the live slots. `"auto"`: `CapacityPrefix` on accelerators if the policy's
         `row_shares` are known, otherwise `MicroBatches`.
-      attention: chooses the tokens that attend sparsely; None: dense.
+      attention: which keys each token sees, such as `utio_jax.utio.VerticalSlash`; by default all.
       mesh: splits the rows over its axis "data"; every device packs its own rows. Place parameters
         and rows there with `utio_jax.core.rows.place`. `Scores.work` then leads with a device axis.
 
@@ -117,10 +116,8 @@ def score(  # noqa: PLR0913 (options, each named)
 
         rows = Rows((token_ids, lengths))
         return over_rows(mesh, on_device, params, rows, policy, attention).tree
-    if attention is not None and executor == "auto":
-        executor = MicroBatches()
     check_policy(policy, decoder, kv=kv)
-    executor = choose_executor(executor, policy, token_ids.shape[1])
+    executor = attention.choose_executor(executor, policy, token_ids.shape[1])
     labels, predicted = labels_of(token_ids, lengths)
     result = staircase(
         decoder,
@@ -142,7 +139,7 @@ def score(  # noqa: PLR0913 (options, each named)
         depths=result.depths,
         work=result.work,
         x=x,
-        sparse=result.sparse,
+        chosen=result.chosen,
     )
 
 

@@ -16,11 +16,10 @@ from helpers.models import plain_nll
 from helpers.recurrent import recurrent_model
 
 from utio_jax import score, uniform
-from utio_jax.attention.history import History
 from utio_jax.contrib.recurrent import Mamba2
 from utio_jax.policies import given_depths
 from utio_jax.policies.signals import Chance
-from utio_jax.staircase.sparse import SparseAttention
+from utio_jax.utio import History, VerticalSlash
 
 DEPTHS, EXECUTOR = (1, 2, 4), cases.SHAPES[1].executor
 
@@ -102,7 +101,7 @@ def test_calibration_takes_it_as_any_decoder(text: list[Any]) -> None:
 
 def test_sparse_attention_is_refused_since_there_is_one_state_for_all() -> None:
     model = recurrent_model()
-    attention = SparseAttention(
+    attention = VerticalSlash(
         signal=Chance(key=jax.random.key(0)),
         thresholds=jnp.asarray([0.5]),
         history=History(recent=6, sinks=2),

@@ -15,11 +15,10 @@ from helpers.generation import PROMPTS, DepthAt, assert_greedy, depth_table, run
 from helpers.models import Model
 from helpers.recurrent import recurrent_model
 
-from utio_jax.attention.history import History
-from utio_jax.contrib.throttle import Throttle, Throttled
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.lossless import Lossless
 from utio_jax.policies.signals import Position
+from utio_jax.utio import History, Throttled, VerticalSlash
 
 DEPTHS = (1, 2, 4)
 TABLE = depth_table(DEPTHS, shape=(3, 64))
@@ -68,9 +67,9 @@ def test_lossless_decoding_is_the_full_model() -> None:
 
 
 def test_a_throttle_is_refused_since_its_ring_has_no_order() -> None:
-    throttle = Throttle(
+    throttle = VerticalSlash(
         signal=Position(), thresholds=jnp.full(3, jnp.inf), history=History(recent=4)
     )
-    mode = Throttled(policy=DepthAt(table=TABLE, depths=DEPTHS), throttle=throttle)
-    with pytest.raises(ValueError, match="in any order. Got Mamba2, .* Leave the throttle out"):
+    mode = Throttled(policy=DepthAt(table=TABLE, depths=DEPTHS), attention=throttle)
+    with pytest.raises(ValueError, match="Got Mamba2, .* Leave the sparse attention out"):
         run(model(), mode=mode, max_new_tokens=4)

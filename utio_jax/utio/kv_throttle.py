@@ -1,16 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decoding in which tokens of low importance read a compact view of the cache.
+"""K/V throttling: decoding in which tokens of low importance load a compact view of the cache.
 
-    easy = Throttle(history=History(recent=98), signal=signal, thresholds=thresholds)
-    mode = Throttled(policy=policy, throttle=easy)
+    easy = VerticalSlash(signal=signal, thresholds=thresholds, history=History(recent=98))
+    mode = Throttled(policy=policy, attention=easy)
 
     layers     [0, d1)          [d1, d2)          [d2, L)
     decided    at d1, by the    at d1             at d2
     by         token before
 
-The view holds sinks and recent tokens (`utio_jax.contrib.throttle.views`). In one batched call
-every row attends to its view; then a loop with a traced trip count goes over the dense rows alone,
-and reads each one's slots where they are: a gather would copy them, a mask read those of all rows.
+The view holds copies of sinks and recent tokens. In one batched call every row attends to its view;
+then a loop with a traced trip count goes over the dense rows alone, and reads each one's slots
+where they are: a gather would copy them, a mask read those of all rows.
+
+    position   0 1 2 3 4 5 6 7 8 9        # a row of ten tokens, recent=4, sinks=2
+    places     0 1 | 8 9 6 7              # sinks | ring: position p lies at p mod 4
+
+The cache keeps every token. A new token takes the ring's oldest place; one that its layer skipped
+(kv="drop") leaves an older token there, which `visible_history` hides.
 """
 
 from __future__ import annotations
@@ -24,49 +30,22 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from utio_jax.attention.band import SparseQueries
 from utio_jax.attention.cache import KVCache, side_by_side
-from utio_jax.attention.history import History, visible_history
 from utio_jax.attention.mixing import mix_apart, mixer_at
 from utio_jax.attention.products import NOWHERE
-from utio_jax.contrib.throttle.views import View, places_at
-from utio_jax.core.decoder import Decoder, Params, check_no_branches, check_softmax
+from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.pytrees import pytree, static
 from utio_jax.decoding.adaptive import Adaptive, Memory
 from utio_jax.decoding.base import DecodeContext
 from utio_jax.decoding.rows import CachedRows, RowCache, RowSlots, block_of, chosen_first
 from utio_jax.decoding.segments import Attend, Attention, Block, run_layers
 from utio_jax.decoding.state import DecodeState
-from utio_jax.policies.base import Boundary, Signal, exceeds
+from utio_jax.policies.base import Boundary
 from utio_jax.staircase.base import Tokens
 from utio_jax.staircase.exit_head import Model
 from utio_jax.staircase.forward import Sources, shows_from
-from utio_jax.staircase.sparse import Packing
-
-__all__ = [
-    "Throttle",
-    "Throttled",
-]
-
-
-@pytree
-class Throttle:
-    """Low-importance tokens read sinks and recent tokens; the others everything.
-
-    Decided for each segment of the depth policy: a token whose score at a boundary is at most
-    the threshold runs the layers up to the next one throttled. In the first layers, what counts is
-    the first score of the token before. The first token after a prompt reads everything.
-
-    Attributes:
-      history: visible to them, in tokens. Static.
-      signal: scores tokens at the policy's boundaries: the one that steers depth, or another.
-      thresholds: one per segment, in the score's unit. -inf throttles no token, +inf every one, the
-        first included.
-    """
-
-    signal: Signal
-    thresholds: Float[Array, " segment"]
-    history: History = static()
+from utio_jax.staircase.packing import Packing
+from utio_jax.utio.vertical_slash import History, VerticalSlash, visible_history
 
 
 @pytree
@@ -84,18 +63,23 @@ class ThrottledMemory(Memory):
 class Throttled(Adaptive):
     """Early-exit decoding in which some tokens read a compact view of the cache.
 
+    A token whose score at a boundary of the policy makes it sparse sees its history alone in the
+    layers up to the next boundary. In the first layers, what counts is the first score of the token
+    before. The first token after a prompt reads everything.
+
     Attributes:
-      throttle: selects these tokens.
+      attention: selects these tokens. Its signal is asked at the policy's boundaries; a threshold
+        of +inf throttles every token, the first included.
     """
 
-    throttle: Throttle
+    attention: VerticalSlash
 
     def leaves_exact_kv(self, decoder: Decoder) -> bool:
         del decoder
         return False
 
     def gate_flops(self, decoder: Decoder, params: Params) -> float:
-        boundaries, signal = range(len(self.policy.depths) - 1), self.throttle.signal
+        boundaries, signal = range(len(self.policy.depths) - 1), self.attention.signal
         looks = sum(signal.flops(index, decoder, params) for index in boundaries)
         return super().gate_flops(decoder, params) + looks
 
@@ -105,24 +89,14 @@ class Throttled(Adaptive):
 
     def check(self, decoder: Decoder) -> None:
         super().check(decoder)
-        check_no_branches(decoder, what="throttled attention")
-        policy, throttle = self.policy, self.throttle
-        check_softmax(
-            decoder,
-            why="of which each query may see keys of its own, in any order",
-            remedy="Leave the throttle out.",
-        )
-        if not throttle.signal.causal:
+        policy, attention = self.policy, self.attention
+        attention.check(decoder, policy.depths)
+        if not attention.signal.causal:
             raise ValueError(
                 "Wanted a causal signal: decoding cannot look at later tokens. "
-                f"Got signal {throttle.signal.name!r}."
+                f"Got signal {attention.signal.name!r}."
             )
-        values = np.asarray(throttle.thresholds)
-        if values.shape != (len(policy.depths),):
-            raise ValueError(
-                f"Wanted a threshold for each of the policy's depths={policy.depths}: one per "
-                f"segment. Got thresholds of shape {values.shape}."
-            )
+        values = np.asarray(attention.thresholds)
         if len(policy.depths) == 1 and not np.all(np.isinf(values)):
             raise ValueError(
                 "Wanted a policy with a boundary, where tokens get their scores. Got depths="
@@ -133,7 +107,7 @@ class Throttled(Adaptive):
 
     def start(self, context: DecodeContext, state: DecodeState) -> DecodeState:
         state = super().start(context, state)
-        layers, history = self.policy.depths[-1], self.throttle.history
+        layers, history = self.policy.depths[-1], self.attention.history
         scores = jnp.full(state.lengths.shape, jnp.nan, jnp.float32)
         return dataclasses.replace(
             state,
@@ -145,7 +119,8 @@ class Throttled(Adaptive):
         return ThrottledRows(**options)
 
     def packing(self, model: Model, tokens: Tokens, token_ids: jax.Array, memory: Any) -> Packing:
-        return ThrottlePacking(model, self.throttle, tokens, token_ids, memory.scores)
+        depths = self.policy.depths
+        return ThrottlePacking(model, self.attention, tokens, token_ids, depths, memory.scores)
 
     def remember(self, packing: Any, *, shown: Int[Array, "batch slot"] | None) -> Memory:
         return ThrottledMemory(shown=shown, scores=packing.scores)
@@ -155,7 +130,7 @@ class Throttled(Adaptive):
 class ThrottledSlots(RowSlots):
     """The rows that run a segment; the `throttled` ones read their view alone."""
 
-    throttled: Bool[Array, "batch 1"] | None
+    throttled: Bool[Array, "batch 1"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -165,12 +140,6 @@ class ThrottledRows(CachedRows):
     Where any row needs its view, one call reads those of all rows; unthrottled rows read all their
     slots besides.
     """
-
-    def pack(
-        self, segment: int, live: Bool[Array, "batch 1"], sparse: Any = None, *, causal: bool = True
-    ) -> ThrottledSlots:
-        del segment, causal
-        return ThrottledSlots(live=live, throttled=None if sparse is None else sparse.sparse)
 
     def run_layers(
         self,
@@ -185,7 +154,6 @@ class ThrottledRows(CachedRows):
     ) -> tuple[Float[Array, "batch 1 dim"], RowCache]:
         del only_live_keys
         live, low, span = slots.live, slots.throttled, self.span(slots, layers)
-        assert low is not None
         block, where = block_of(tokens), {"width": self.width, "shown": self.shown}
         attend = view_attention(decoder, block, runs=live, dense=~low, **where)
         x, kv = run_layers(decoder, params, cache.kv, tokens.x, block, attend, runs=live, **span)
@@ -208,32 +176,89 @@ class ThrottlePacking(Packing):
     def __init__(
         self,
         model: Model,
-        throttle: Throttle,
+        attention: VerticalSlash,
         tokens: Tokens,
         token_ids: Int[Array, "batch 1"],
+        depths: tuple[int, ...],
         scores: Float[Array, " batch"],
     ) -> None:
-        """Prepares a step."""
+        """Prepares a step whose segments end at `depths`."""
         super().__init__(model)
-        self.scores, self._throttle = scores, throttle
-        self._memory = throttle.signal.start(token_ids, tokens.positions)
-        self._low = self._throttled(scores[:, None], 0)
-
-    def _throttled(self, scores: Float[Array, "batch 1"], segment: int) -> Bool[Array, "batch 1"]:
-        return ~exceeds(scores, self._throttle.thresholds[segment])
+        self.scores, self._attention, self._depths = scores, attention, depths
+        self._memory = attention.signal.start(token_ids, tokens.positions)
+        self._low = attention.low(scores[:, None], 0, depths)
 
     def pack(self, segment: int, tokens: Tokens) -> Any:
-        sparse = SparseQueries(sparse=self._low, history=self._throttle.history)
-        return self._model.executor.pack(segment, tokens.live, sparse)
+        return ThrottledSlots(live=tokens.live, throttled=self._low)
 
     def asks(self, index: int) -> bool:
         return True
 
-    def look(self, index: int, boundary: Boundary) -> None:
-        scores, self._memory = self._throttle.signal(index, boundary, self._memory)
-        self._low = self._throttled(scores, index + 1)
+    def look(self, index: int, boundary: Boundary, memory: Any) -> None:
+        scores, self._memory = self._attention.look(index, boundary, self._memory, memory)
+        self._low = self._attention.low(scores, index + 1, self._depths)
         if index == 0:
             self.scores = scores[:, 0]
+
+
+@pytree
+class View:
+    """Keys and values of sinks and recent tokens, in the first layers of a cache.
+
+    Attributes:
+      keys: copies of the cache's.
+      values: of the same shape.
+      positions: of the tokens at each place; `NOWHERE` where there is none.
+      history: number of sinks and recent places. Static.
+    """
+
+    keys: Float[Array, "layer batch place kv_head head_dim"]
+    values: Float[Array, "layer batch place kv_head head_dim"]
+    positions: Int[Array, "layer batch place"]
+    history: History = static()
+
+    def remember(
+        self,
+        layer: int | Int[Array, ""],
+        keys: Float[Array, "batch token kv_head head_dim"],
+        values: Float[Array, "batch token kv_head head_dim"],
+        *,
+        positions: Int[Array, "batch token"],
+        valid: Bool[Array, "batch token"],
+        rows: Int[Array, " batch"],
+    ) -> View:
+        """Returns the view with one layer's K/V of new tokens; layers beyond it are ignored.
+
+        No more tokens at a time than the ring has places. `rows` are the view's that they belong
+        to.
+        """
+        places = jnp.where(valid, place_of(self.history, positions), self.history.size)
+
+        def put(leaf: jax.Array, new: jax.Array) -> jax.Array:
+            return leaf.at[layer, rows[:, None], places].set(new.astype(leaf.dtype), mode="drop")
+
+        return dataclasses.replace(
+            self,
+            keys=put(self.keys, keys),
+            values=put(self.values, values),
+            positions=put(self.positions, positions),
+        )
+
+
+def place_of(history: History, positions: Int[Array, "*lead"]) -> Int[Array, "*lead"]:
+    """Returns the places of new tokens: sinks have places of their own, others share the ring."""
+    ring = history.sinks + positions % history.recent
+    return jnp.where(positions < history.sinks, positions, ring)
+
+
+def places_at(history: History, lengths: Int[Array, " batch"]) -> Int[Array, "batch place"]:
+    """Returns the positions at each place after `lengths` tokens."""
+    places = jnp.arange(history.size, dtype=jnp.int32)[None, :]
+    last = lengths[:, None] - 1
+    ring = last - (last - (places - history.sinks)) % history.recent
+    ring = jnp.where(ring >= history.sinks, ring, NOWHERE)
+    sinks = jnp.where(places <= last, places, NOWHERE)
+    return jnp.where(places < history.sinks, sinks, ring)
 
 
 def open_view(

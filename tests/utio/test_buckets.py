@@ -13,14 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from utio_jax.staircase.buckets import (
-    Buckets,
-    assign_buckets,
-    bucket_tokens,
-    invert,
-    run_buckets,
-    stable_partition,
-)
+from utio_jax.core.arrays import invert, stable_partition
+from utio_jax.utio.buckets import Buckets, assign_buckets, bucket_tokens, run_buckets
 
 pytestmark = pytest.mark.usefixtures("strict_dtypes")
 

@@ -14,11 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from utio_jax.policies.importance import (
-    embedding_outlier,
-    predictive_entropy,
-    surrogate_importance,
-)
+from utio_jax.policies import predictive_entropy
+from utio_jax.utio import embedding_outlier, surrogate_importance
 
 pytestmark = pytest.mark.usefixtures("strict_dtypes")
 

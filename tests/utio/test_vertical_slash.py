@@ -17,11 +17,11 @@ from helpers.models import gated, random_gates
 from helpers.policies import TableSignal
 
 from utio_jax import reference_states, score, uniform
-from utio_jax.attention import History
 from utio_jax.core.flops import token_cost
 from utio_jax.evaluation.evaluate import evaluate, score_documents
 from utio_jax.policies import Learned, Position, given_depths
-from utio_jax.staircase import MicroBatches, SparseAttention, staircase
+from utio_jax.staircase import DENSE, CapacityPrefix, MicroBatches, staircase
+from utio_jax.utio import History, VerticalSlash
 
 HISTORY = History(recent=5, sinks=1)
 SHAPES = tuple(
@@ -44,11 +44,11 @@ def run_oracle(decoder, params, ids, lengths, depth_of_token, sparse, *, kv, dep
     by_layer = jax.tree.map(lambda y: jnp.repeat(y, layers, axis=0), sparse)
     missing = decoder.config.num_layers - depths[-1]
     by_layer = jax.tree.map(lambda y: jnp.concatenate([y, *[y[-1:]] * missing]), by_layer)
-    return reference_states(decoder, params, ids, lengths, depth_of_token, kv=kv, sparse=by_layer)
+    return reference_states(decoder, params, ids, lengths, depth_of_token, kv=kv, sees=by_layer)
 
 
 def choice(scores: Any, thresholds: Any, history: History = HISTORY) -> Any:
-    return SparseAttention(
+    return VerticalSlash(
         signal=TableSignal(table=jnp.asarray(scores, jnp.float32)),
         thresholds=jnp.asarray(thresholds, jnp.float32),
         history=history,
@@ -75,8 +75,8 @@ def test_equals_the_oracle_at_the_choices_that_were_made(
         real = np.arange(shape.token) < lengths[:, None]
         runs = real & (depths > np.asarray((0, *shape.depths[:-1]))[:, None, None])
         expected = runs & np.pad(scores <= 0.5, ((len(runs) - len(scores), 0), (0, 0), (0, 0)))
-        np.testing.assert_array_equal(result.sparse.sparse, expected)
-        x = run_oracle(*inputs, depths, result.sparse, kv=shape.kv, depths=shape.depths)
+        np.testing.assert_array_equal(result.chosen.sparse, expected)
+        x = run_oracle(*inputs, depths, result.chosen, kv=shape.kv, depths=shape.depths)
         return float(np.abs(np.asarray(result.x - x))[real].max(initial=0.0))
 
     compare(0)
@@ -98,11 +98,11 @@ OPTIONS: dict[str, Any] = {"kv": "propagate", "executor": SHAPES[0].executor}
 
 def test_nobody_sparse_is_dense_and_costs_nothing(tiny: Any) -> None:
     inputs = whole_pass(tiny)
-    plain = run(*inputs, None, **OPTIONS)
+    plain = run(*inputs, DENSE, **OPTIONS)
     none = run(*inputs, choice(np.zeros((2, 3, 40)), [-np.inf] * 2), **OPTIONS)
-    assert plain.sparse is None
+    assert plain.chosen is None
     assert not np.asarray(plain.work.choices).any()
-    assert not np.asarray(none.sparse.sparse).any()
+    assert not np.asarray(none.chosen.sparse).any()
     assert not np.asarray(none.work.choices).any()
     np.testing.assert_array_equal(none.work.key_slots, plain.work.key_slots)
     np.testing.assert_allclose(none.x, plain.x, atol=1e-5)
@@ -123,17 +123,17 @@ def test_everybody_sparse_sees_what_a_history_holds(tiny: Any) -> None:
     everybody = choice(np.ones((2, 3, 40)), [np.inf] * 2)
     result = run(*inputs, everybody, **OPTIONS)
     real = np.arange(40) < np.asarray(inputs[3])[:, None]
-    np.testing.assert_array_equal(result.sparse.sparse, np.stack([real, real]))
+    np.testing.assert_array_equal(result.chosen.sparse, np.stack([real, real]))
     # A history as long as the text is no restriction.
     wide = choice(np.ones((2, 3, 40)), [np.inf] * 2, History(recent=40, sinks=0))
-    plain = run(*inputs, None, **OPTIONS)
+    plain = run(*inputs, DENSE, **OPTIONS)
     result = run(*inputs, wide, **OPTIONS)
     np.testing.assert_allclose(np.asarray(result.x)[real], np.asarray(plain.x)[real], atol=1e-4)
 
 
-def steered(model: Any) -> SparseAttention:
+def steered(model: Any) -> VerticalSlash:
     """Attention that the same gates steer as depth."""
-    return SparseAttention(
+    return VerticalSlash(
         signal=Learned(gates=random_gates(model), exits=(1, 2)),
         thresholds=jnp.asarray([0.2, 0.3]),
         history=HISTORY,
@@ -145,7 +145,7 @@ def test_nothing_depends_on_later_tokens_or_on_other_rows(tiny: Any) -> None:
     decoder, params, ids, _, _ = whole_pass(tiny)
     lengths = jnp.full(3, 40)
     before = run(decoder, params, ids, lengths, policy, attention, **OPTIONS)
-    sparse = np.asarray(before.sparse.sparse)
+    sparse = np.asarray(before.chosen.sparse)
     assert 0 < sparse[1:].sum() < (np.asarray(before.depths) > 1).sum() * 2
     for changed in (5, 16, 27, 39):
         other = jnp.where(jnp.arange(40)[None, :] >= changed, (ids + 7) % 64, ids)
@@ -161,7 +161,7 @@ def test_nothing_depends_on_later_tokens_or_on_other_rows(tiny: Any) -> None:
 
 def assert_same_choices(after: Any, before: Any, rows: slice, end: int) -> None:
     """Checks which tokens are sparse up to a position: `[segment, row, token]`."""
-    ours, theirs = (result.sparse.sparse[:, rows, :end] for result in (after, before))
+    ours, theirs = (result.chosen.sparse[:, rows, :end] for result in (after, before))
     np.testing.assert_array_equal(ours, theirs)
 
 
@@ -169,7 +169,7 @@ def test_log_likelihoods_are_those_of_the_oracles_states(tiny: Any) -> None:
     inputs = whole_pass(tiny)
     attention = choice(np.random.default_rng(0).random((1, 3, 40)), [0.5])
     result = jax.jit(partial(score, inputs[0]))(*inputs[1:], attention=attention)
-    x = run_oracle(*inputs[:4], result.depths, result.sparse, kv="propagate", depths=(2, 4))
+    x = run_oracle(*inputs[:4], result.depths, result.chosen, kv="propagate", depths=(2, 4))
     predicted = np.asarray(result.predicted)
     logits = jax.nn.log_softmax(inputs[0].unembed(inputs[1], x[:, :-1]))
     expected = np.take_along_axis(np.asarray(logits), np.asarray(inputs[2])[:, 1:, None], -1)[
@@ -193,15 +193,18 @@ def test_impossible_choices_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=match):
         staircase(*whole_pass(tiny), attention=make(tiny, np.zeros((1, 3, 40))))
+    prefix, attention = CapacityPrefix(capacities=(64, 64)), choice(np.zeros((1, 3, 40)), [0.5])
+    with pytest.raises(ValueError, match=r"executor=MicroBatches\(\).*Got CapacityPrefix"):
+        staircase(*whole_pass(tiny), executor=prefix, attention=attention)
 
 
 def test_all_and_half_of_a_uniform_pass(tiny: Any) -> None:
     """A policy without boundaries has one segment, which a signal before the pass may choose in."""
     decoder, params, ids, lengths, _ = whole_pass(tiny)
-    halves = SparseAttention(signal=Position(), thresholds=jnp.asarray([-20.0]), history=HISTORY)
+    halves = VerticalSlash(signal=Position(), thresholds=jnp.asarray([-20.0]), history=HISTORY)
     result = run(decoder, params, ids, lengths, uniform(4), halves, **OPTIONS)
     real = np.arange(40) < np.asarray(lengths)[:, None]
-    np.testing.assert_array_equal(result.sparse.sparse[0], real & (np.arange(40) >= 20))
+    np.testing.assert_array_equal(result.chosen.sparse[0], real & (np.arange(40) >= 20))
 
 
 @pytest.mark.check
@@ -232,9 +235,7 @@ def test_evaluation_charges_decisions_and_knows_the_ideal(tiny: Any, text: Any) 
 def test_documents_are_scored_with_sparse_attention(tiny: Any) -> None:
     documents = [np.asarray(tiny.tokens(1, 40, seed=seed)[0]) for seed in range(2)]
     policy = uniform(4)
-    everybody = SparseAttention(
-        signal=Position(), thresholds=jnp.asarray([jnp.inf]), history=HISTORY
-    )
+    everybody = VerticalSlash(signal=Position(), thresholds=jnp.asarray([jnp.inf]), history=HISTORY)
     result = score_documents(tiny.decoder, tiny.params, documents, policy, rows=2,
                             attention=everybody)  # fmt: skip
     (expected,) = score_documents(

@@ -23,11 +23,8 @@ from helpers.generation import (
 )
 from helpers.policies import SurePasses, TableSignal
 
-from utio_jax.attention.band import SparseQueries
 from utio_jax.attention.cache import init_cache, write
-from utio_jax.attention.history import History
 from utio_jax.attention.products import NOWHERE
-from utio_jax.contrib.throttle import Throttle, Throttled, open_view
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.loop import advance, begin
 from utio_jax.evaluation.generation import generation_ledger
@@ -35,17 +32,19 @@ from utio_jax.models.presets import TINY
 from utio_jax.policies.base import exceeds
 from utio_jax.policies.depth import Thresholded, uniform
 from utio_jax.policies.signals import Chance, MaxProbability, Position
+from utio_jax.utio import History, SparseQueries, Throttled, VerticalSlash
+from utio_jax.utio.kv_throttle import open_view
 
 DEPTHS = (1, 2, 4)
 HISTORY = History(recent=9, sinks=2)
 NEVER, ALWAYS = jnp.full(3, -jnp.inf), jnp.full(3, jnp.inf)
 
 
-def throttle(thresholds: Any = 0.6, **changes: Any) -> Throttle:
+def throttle(thresholds: Any = 0.6, **changes: Any) -> VerticalSlash:
     options: dict[str, Any] = {"history": HISTORY} | changes
     table = jnp.asarray(np.random.default_rng(5).random((2, 3, 72)), jnp.float32)
     options.setdefault("signal", TableSignal(table=table, price=0.0))
-    return Throttle(thresholds=jnp.broadcast_to(jnp.asarray(thresholds), (3,)), **options)
+    return VerticalSlash(thresholds=jnp.broadcast_to(jnp.asarray(thresholds), (3,)), **options)
 
 
 def deep() -> DepthAt:
@@ -84,7 +83,7 @@ def test_generation_is_the_masked_oracle(case: str) -> None:
     kv, thresholds, changes = CASES[case]
     model, limit = lively_model(**changes), throttle(thresholds)
     policy = DepthAt(table=depth_table(DEPTHS, shape=(3, 64), seed=2), depths=DEPTHS)
-    result = run(model, mode=Throttled(policy=policy, kv=kv, throttle=limit))
+    result = run(model, mode=Throttled(policy=policy, kv=kv, attention=limit))
     free = run(model, mode=Adaptive(policy=policy, kv=kv))
     moved = 0.0
     for row, prompt in enumerate(PROMPTS):
@@ -100,7 +99,7 @@ def test_generation_is_the_masked_oracle(case: str) -> None:
 
 @pytest.mark.slow
 def test_nobody_throttled_is_todays_result(model: Any) -> None:
-    result = run(model, mode=Throttled(policy=deep(), throttle=throttle(NEVER)))
+    result = run(model, mode=Throttled(policy=deep(), attention=throttle(NEVER)))
     for row in range(3):
         np.testing.assert_array_equal(result.token_ids[row], plain_run().token_ids[row])
         np.testing.assert_allclose(
@@ -153,7 +152,7 @@ def test_rows_read_what_they_need(model: Any) -> None:
     """Row 0 always reads everything, row 1 its view, row 2 ends early."""
     table = jnp.broadcast_to(jnp.array([9.0, 0.0, 0.0])[None, :, None], (2, 3, 64))
     limit = throttle(0.5, signal=TableSignal(table=table, price=0.0))
-    result = run(model, mode=Throttled(policy=deep(), throttle=limit))
+    result = run(model, mode=Throttled(policy=deep(), attention=limit))
     per_slot = 2 * 2 * 8 * 4
     # The first segment of the first of 39 steps has no score to go by: dense, no view is read.
     size, steps = HISTORY.size, 39
@@ -174,10 +173,10 @@ def test_rows_do_not_feel_their_batch_and_new_thresholds_compile_nothing(
     model: Any, count_compiles: Any
 ) -> None:
     signal = Chance(key=jax.random.key(4))
-    mode = Throttled(policy=uniform(4, exits=DEPTHS), throttle=throttle(0.5, signal=signal))
+    mode = Throttled(policy=uniform(4, exits=DEPTHS), attention=throttle(0.5, signal=signal))
     together = run(model, mode=mode)
     with count_compiles() as compiles:
-        run(model, mode=dataclasses.replace(mode, throttle=throttle(0.2, signal=signal)))
+        run(model, mode=dataclasses.replace(mode, attention=throttle(0.2, signal=signal)))
         reordered = run(model, [PROMPTS[2], PROMPTS[0], PROMPTS[1]], mode=mode)
     assert compiles.count == 0
     for row, other in enumerate((1, 2, 0)):
@@ -188,7 +187,7 @@ def test_a_boundary_runs_one_head_for_policy_and_throttle(model: Any) -> None:
     policy = SurePasses(threshold=0.2, depths=DEPTHS)
     alone = run(model, mode=Adaptive(policy=policy))
     limit = throttle(NEVER, signal=MaxProbability())
-    both = run(model, mode=Throttled(policy=policy, throttle=limit))
+    both = run(model, mode=Throttled(policy=policy, attention=limit))
     np.testing.assert_array_equal(both.heads, alone.heads)
     for row in range(3):
         np.testing.assert_array_equal(both.token_ids[row], alone.token_ids[row])
@@ -198,9 +197,9 @@ def test_a_boundary_runs_one_head_for_policy_and_throttle(model: Any) -> None:
 def test_the_ledger_charges_what_is_attended_to(model: Any) -> None:
     limit = throttle(ALWAYS)
     policy = deep()
-    result = run(model, mode=Throttled(policy=policy, throttle=limit))
+    result = run(model, mode=Throttled(policy=policy, attention=limit))
     row = generation_ledger(
-        model.decoder, model.params, Throttled(policy=policy, throttle=limit), [PROMPTS], [result]
+        model.decoder, model.params, Throttled(policy=policy, attention=limit), [PROMPTS], [result]
     )
     assert row.flops_ratio is not None
     assert row.gate_pct == 0
@@ -219,15 +218,15 @@ def test_the_ledger_charges_what_is_attended_to(model: Any) -> None:
 @pytest.mark.usefixtures("unchecked_shapes")
 def test_what_does_not_fit_is_refused(model: Any) -> None:
     shallow = Thresholded(signal=Position(), thresholds=jnp.zeros(1), depths=(1, 4))
-    mode = Throttled(policy=shallow, throttle=throttle())
+    mode = Throttled(policy=shallow, attention=throttle())
     with pytest.raises(ValueError, match=r"depths=\(1, 4\).*shape \(3,\)"):
         run(model, mode=mode)
-    one = Throttle(history=HISTORY, signal=Position(), thresholds=jnp.zeros(1))
-    mode = Throttled(policy=uniform(4), throttle=one)
+    one = VerticalSlash(history=HISTORY, signal=Position(), thresholds=jnp.zeros(1))
+    mode = Throttled(policy=uniform(4), attention=one)
     with pytest.raises(ValueError, match="a policy with a boundary"):
         run(model, mode=mode)
     ahead = dataclasses.replace(Position(), causal=False)
-    mode = Throttled(policy=deep(), throttle=throttle(signal=ahead))
+    mode = Throttled(policy=deep(), attention=throttle(signal=ahead))
     with pytest.raises(ValueError, match="causal signal"):
         run(model, mode=mode)
 
@@ -236,7 +235,7 @@ def test_what_does_not_fit_is_refused(model: Any) -> None:
 def test_requests_get_what_they_get_alone(model: Any) -> None:
     signal = Chance(key=jax.random.key(4))
     policy = uniform(4, exits=DEPTHS)
-    mode = Throttled(policy=policy, throttle=throttle(0.5, signal=signal))
+    mode = Throttled(policy=policy, attention=throttle(0.5, signal=signal))
     engine = engine_of(model, mode)
     numbers = {request.submit(engine): request for request in pool(6)}
     result = engine.drain()
@@ -253,7 +252,7 @@ def test_neither_cache_nor_view_is_copied(model: Any) -> None:
     easy = throttle(
         0.5, signal=Chance(key=jax.random.key(4)), history=History(recent=1400, sinks=8)
     )
-    context = context_of(model, Throttled(policy=uniform(4, exits=DEPTHS), throttle=easy))
+    context = context_of(model, Throttled(policy=uniform(4, exits=DEPTHS), attention=easy))
     lengths = np.array([3, 7, 1], np.int32)
     rows = np.zeros((3, 8), np.int32), lengths, lengths + 40, np.arange(3, dtype=np.uint32)
     state = begin(context, *rows, slots=4096)

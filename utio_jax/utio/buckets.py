@@ -11,7 +11,6 @@ Counts are traced, so new scores never recompile; only depths and `min_bucket` a
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -21,6 +20,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
+from utio_jax.core.arrays import invert, stable_partition
 from utio_jax.core.decoder import check_depths
 from utio_jax.core.pytrees import pytree, static
 from utio_jax.staircase.base import check_min_bucket
@@ -76,37 +76,6 @@ def assign_buckets(
     edges = jnp.asarray(thresholds, jnp.float32)
     over = scores.astype(jnp.float32)[..., None] > jnp.expand_dims(edges, range(scores.ndim))
     return jnp.where(jnp.isnan(scores), edges.shape[0], jnp.sum(over, axis=-1)).astype(jnp.int32)
-
-
-def stable_partition(
-    key: Int[Array, "*lead token"], num_groups: int
-) -> tuple[Int[Array, "*lead token"], Int[Array, "*lead token"]]:
-    """Returns `(source, destination)` of a stable sort by a small integer key, by counting.
-
-    `source[new] = old` gathers into the new order; `destination[old] = new` is its inverse. One
-    cumsum per group replaces a comparison sort: on CPU 0.6 ms for [32, 2048], while argsort takes
-    6 to 9 ms.
-    """
-    width = key.shape[-1]
-    destination = jnp.zeros(key.shape, jnp.int32)
-    start = jnp.zeros((*key.shape[:-1], 1), jnp.int32)
-    for group in range(num_groups):
-        member = key == group
-        rank = jnp.cumsum(member, axis=-1, dtype=jnp.int32)
-        destination = jnp.where(member, start + rank - 1, destination)
-        start = start + (rank[..., -1:] if width else 0)
-    return invert(destination), destination
-
-
-def invert(permutation: Int[Array, "*lead token"]) -> Int[Array, "*lead token"]:
-    """Returns the inverse of each row's permutation."""
-    *lead, width = permutation.shape
-    flat = permutation.reshape(math.prod(lead), width)  # -1 fails where width is 0.
-    rows = jnp.arange(flat.shape[0], dtype=jnp.int32)[:, None]
-    places = jnp.broadcast_to(jnp.arange(width, dtype=flat.dtype), flat.shape)
-    at = jnp.zeros_like(flat).at[rows, flat]
-    inverse = at.set(places, unique_indices=True, mode="promise_in_bounds")
-    return inverse.reshape(permutation.shape)
 
 
 def bucket_tokens(

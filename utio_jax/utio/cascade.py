@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""UTIO's cascade: one score per token steers its depth, its attention and the K/V that it loads.
+
+cascade = Cascade(buckets=policy, dense_above=1.2, history=History(recent=98, sinks=4))
+scores = score(decoder, params, ids, lengths, cascade.policy, attention=cascade.attention)
+new = generate(decoder, params, prompts, mode=cascade.mode())
+
+score            0 ------- t1 ------- t2 -------- t3 ------>
+depth            | d1       | d2       | d3        | d4        `bucket_tokens`
+attention        | V-Slash: sinks and recent | everything      `dense_above` between t2 and t3
+K/V of a cache   | a compact view            | everything
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from utio_jax.core.decoder import Decoder, Inputs, Params
+from utio_jax.core.pytrees import pytree, static
+from utio_jax.policies.base import Boundary, Signal
+from utio_jax.policies.depth import Thresholded
+from utio_jax.policies.signals import SignalBase
+from utio_jax.staircase.base import Tokens
+from utio_jax.staircase.exit_head import Model
+from utio_jax.staircase.packing import Packing
+from utio_jax.staircase.reference import FrozenKV
+from utio_jax.utio.kv_throttle import Throttled
+from utio_jax.utio.vertical_slash import History, SlashPacking, VerticalSlash
+
+
+@pytree
+class Cascade:
+    """One score per token for depth, attention and K/V.
+
+    The score is computed once per boundary, for all three. It is known at the first exit: whole
+    rows run the layers before it densely; in decoding, the first score of the token before counts
+    there.
+
+    Attributes:
+      buckets: a signal, thresholds between depth buckets, and the buckets' depths, such as
+        `model.calibration.policy("utio_surrogate", 0.75)`.
+      dense_above: the score above which a token attends to everything, in the signal's unit; one
+        for all segments, or one each. -inf: all tokens; +inf: no token.
+      history: keys that the others attend to. Static.
+    """
+
+    buckets: Thresholded
+    dense_above: Float[Array, "*segment"] | float
+    history: History = static()
+
+    @property
+    def policy(self) -> Thresholded:
+        """Depth policy of the same decisions as `buckets`, which hands its score on.
+
+        Raises:
+          TypeError: `buckets` has no signal with thresholds.
+        """
+        buckets = self.buckets
+        if not isinstance(buckets, Thresholded):
+            raise TypeError(
+                "Wanted buckets of one signal with thresholds: Thresholded(signal=...). Got "
+                f"{type(buckets).__name__}."
+            )
+        signal = buckets.signal
+        shared = _SharedSignal(signal=signal, name=signal.name, causal=signal.causal)
+        return Thresholded(
+            signal=shared,
+            thresholds=buckets.thresholds,
+            depths=buckets.depths,
+            row_shares=buckets.row_shares,
+        )
+
+    @property
+    def attention(self) -> VerticalSlash:
+        """V-Slash of whole rows by the score of `policy`: for `score`, `evaluate` and `Prefill`."""
+        return self._slash(first=1)
+
+    def mode(self, *, kv: FrozenKV = "propagate") -> Throttled:
+        """Returns the decoding mode: a depth and a share of the K/V per token."""
+        return Throttled(policy=self.policy, kv=kv, attention=self._slash(first=0))
+
+    def _slash(self, *, first: int) -> VerticalSlash:
+        limits = jnp.asarray(self.dense_above, jnp.float32)
+        limits = jnp.broadcast_to(limits, (len(self.buckets.depths),))
+        free = SignalBase(name="cascade", causal=self.buckets.signal.causal)  # Never asked.
+        return _SharedSlash(signal=free, thresholds=limits[first:], history=self.history)
+
+
+class _Scored(NamedTuple):
+    """Memory of `_SharedSignal`: its signal's, and the latest score."""
+
+    own: Any
+    score: Float[Array, "batch token"] | None
+
+
+@pytree
+class _SharedSignal(SignalBase):
+    """A signal that remembers its latest score."""
+
+    signal: Signal
+
+    @property
+    def remembers(self) -> bool:
+        return True
+
+    def start(self, token_ids: Inputs, positions: Int[Array, "batch token"]) -> _Scored:
+        return _Scored(self.signal.start(token_ids, positions), None)
+
+    def __call__(
+        self, index: int, boundary: Boundary, memory: _Scored
+    ) -> tuple[Float[Array, "batch token"], _Scored]:
+        score, own = self.signal(index, boundary, memory.own)
+        return score, _Scored(own, score)
+
+    def flops(self, index: int, decoder: Decoder, params: Params) -> float:
+        return self.signal.flops(index, decoder, params)
+
+    def reads_logits(self, index: int) -> bool:
+        return self.signal.reads_logits(index)
+
+
+@pytree
+class _SharedSlash(VerticalSlash):
+    """V-Slash by the score of the depth policy."""
+
+    def look(
+        self, index: int, boundary: Boundary, memory: Any, policy_memory: Any
+    ) -> tuple[Float[Array, "batch token"], Any]:
+        del index, boundary
+        if not isinstance(policy_memory, _Scored) or policy_memory.score is None:
+            raise ValueError(
+                "Wanted the depth policy of the same cascade. Got another. Pass cascade.policy "
+                "with attention=cascade.attention."
+            )
+        return policy_memory.score, memory
+
+    def packing(
+        self, model: Model, tokens: Tokens, token_ids: jax.Array, depths: tuple[int, ...]
+    ) -> Packing:
+        return _SharedPacking(model, self, tokens, token_ids, depths)
+
+
+class _SharedPacking(SlashPacking):
+    """Packs tokens by the score that the policy computed at the end of the segment before."""
+
+    _score: Float[Array, "batch token"] | float = 0.0  # The first segment is dense.
+
+    def look(self, index: int, boundary: Boundary, memory: Any) -> None:
+        self._score, self._memory = self._attention.look(index, boundary, self._memory, memory)
+
+    def sparse(self, segment: int, tokens: Tokens) -> Bool[Array, "batch token"]:
+        score = jnp.broadcast_to(self._score, tokens.live.shape)
+        return self._attention.low(score, segment, self._depths)

@@ -1,0 +1,323 @@
+# SPDX-License-Identifier: Apache-2.0
+"""UTIO's surrogate importance: predictive entropy, attention heat, embedding outlier, their sum.
+
+`surrogate_importance` combines given arrays; it is pure and accumulates in float32. Four signals
+compute them during a pass: `TokenSurrogate` before it, from the token alone; `UtioSurrogate` once,
+at the first exit; `AttentionHeat` and `PromptSurrogate` for prompts, whose later tokens are known.
+A score is *not* a number of layers: `bucket_tokens` turns scores into depths by thresholds in the
+score's own unit.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from utio_jax.attention.cache import side_by_side
+from utio_jax.attention.mixing import mixer_at
+from utio_jax.attention.products import NOWHERE, attention_received
+from utio_jax.core.arrays import flat
+from utio_jax.core.decoder import Decoder, Inputs, Params, check_softmax
+from utio_jax.core.flops import count_matmul_flops, token_cost
+from utio_jax.core.layer import keys_values_of, layer_at
+from utio_jax.core.pytrees import pytree, static
+from utio_jax.policies.base import Boundary
+from utio_jax.policies.signals import (
+    KnownBefore,
+    SignalBase,
+    check_floats,
+    exit_index,
+    predictive_entropy,
+)
+from utio_jax.policies.store import STORED
+from utio_jax.staircase import prompts
+
+
+def attention_heat(
+    attn_heat: Float[Array, "*lead_or_head token"], *, has_heads: bool = False
+) -> Float[Array, "*lead token"]:
+    """Returns the attention mass that each token receives, averaged over heads where there are any.
+
+    For a *causal* use count only the queries that existed when the decision was taken; a token that
+    was just produced has received nothing yet.
+    """
+    check_floats(
+        attn_heat, "attn_heat", "[..., token] or [..., head, token]", 2 if has_heads else 1
+    )
+    heat = attn_heat.astype(jnp.float32)
+    return jnp.mean(heat, axis=-2) if has_heads else heat
+
+
+def embedding_outlier(
+    embeddings: Float[Array, "*lead token dim"], *, batch_mean: Float[Array, " dim"] | None = None
+) -> Float[Array, "*lead token"]:
+    """Returns one minus the cosine similarity to the mean embedding, in [0, 2].
+
+    Args:
+      embeddings: states or embeddings of any layer.
+      batch_mean: the mean `[dim]` to compare with: a constant, calibrated beforehand. None takes
+        the mean over all leading axes, so that later tokens and other rows enter the score; fine
+        for analysis, not for causal routing.
+
+    A state or mean of norm zero has no direction; its outlier is 1. NaN stays NaN.
+    """
+    check_floats(embeddings, "embeddings", "[..., token, dim]", 2)
+    states = embeddings.astype(jnp.float32)
+    if batch_mean is None:
+        mean = jnp.mean(states, axis=tuple(range(states.ndim - 1)))
+    elif batch_mean.shape != states.shape[-1:]:
+        raise ValueError(
+            f"Wanted a batch_mean of shape {states.shape[-1:]}, the embeddings' last axis. "
+            f"Got {batch_mean.shape}."
+        )
+    else:
+        mean = batch_mean.astype(jnp.float32)
+    norms = jnp.linalg.norm(states, axis=-1) * jnp.linalg.norm(mean)
+    nowhere = norms == 0
+    return 1.0 - jnp.where(nowhere, 0.0, states @ mean / jnp.where(nowhere, 1.0, norms))
+
+
+def surrogate_importance(
+    logits: Float[Array, "*lead token vocab"],
+    attn_heat: Float[Array, "*lead token"] | Float[Array, "*lead head token"] | None,
+    embeddings: Float[Array, "*lead token dim"],
+    *,
+    batch_mean: Float[Array, " dim"] | None = None,
+    weights: tuple[float, float, float] = (0.5, 0.25, 0.25),
+) -> Float[Array, "*lead token"]:
+    """Returns UTIO's surrogate: weighted entropy (nats), attention heat and embedding outlier.
+
+    Args:
+      logits: predictions that exist at the time of the decision, e.g. of an exit at the floor.
+      attn_heat: attention received, with or without a head axis before `token`; None where no
+        causal estimate exists: its weight is then dropped and the other two are rescaled to the
+        same sum.
+      embeddings: states or embeddings.
+      batch_mean: see `embedding_outlier`.
+      weights: of entropy, heat and outlier.
+
+    Raises:
+      ValueError: ranks or token counts do not agree, or the weights cannot be used.
+    """
+    check_floats(logits, "logits", "[..., token, vocab]", 2)
+    check_floats(embeddings, "embeddings", "[..., token, dim]", 2)
+    lead = logits.shape[:-1]
+    if embeddings.shape[:-1] != lead:
+        raise ValueError(
+            f"Wanted logits and embeddings of the same tokens. Got leading axes {lead} in logits "
+            f"{logits.shape} and {embeddings.shape[:-1]} in embeddings {embeddings.shape}."
+        )
+    if len(weights) != 3 or any(weight < 0 for weight in weights) or sum(weights) <= 0:
+        raise ValueError(
+            "Wanted three weights of at least 0 (entropy, heat, outlier), one of them above 0. "
+            f"Got weights={weights}."
+        )
+    entropy_weight, heat_weight, outlier_weight = weights
+    if attn_heat is None:
+        known_weight = entropy_weight + outlier_weight
+        if known_weight <= 0:
+            raise ValueError(
+                f"Wanted attention heat, the only signal with a weight in weights={weights}. Got "
+                "attn_heat=None. Pass heat, or weigh entropy or outlier."
+            )
+        scale = sum(weights) / known_weight
+        entropy_weight, outlier_weight = entropy_weight * scale, outlier_weight * scale
+    score = entropy_weight * predictive_entropy(logits)
+    score += outlier_weight * embedding_outlier(embeddings, batch_mean=batch_mean)
+    if attn_heat is None:
+        return score
+    has_heads = attn_heat.ndim == len(lead) + 1
+    shape = (*attn_heat.shape[:-2], attn_heat.shape[-1]) if has_heads else attn_heat.shape
+    if shape != lead:
+        raise ValueError(
+            f"Wanted attn_heat of shape {lead}, or with a head axis before the last. "
+            f"Got {attn_heat.shape}."
+        )
+    return score + heat_weight * attention_heat(attn_heat, has_heads=has_heads)
+
+
+@pytree
+class TokenSurrogate(KnownBefore):
+    """UTIO's surrogate before the pass, from the token alone.
+
+    It combines the entropy of the head applied to the bare embedding and the embedding's outlier.
+    Both depend on the token id only, so they are a table (`surrogate_table`), read at no cost.
+
+    Attributes:
+      table: each token's surrogate, mostly in nats.
+    """
+
+    table: Float[Array, " vocab"]
+    name: str = static(default="utio_before")
+
+    def start(self, token_ids: Inputs, positions: Int[Array, "batch token"]) -> jax.Array:
+        return self.table[token_ids]
+
+
+@pytree
+class UtioSurrogate(SignalBase):
+    """UTIO's surrogate, computed once at the first exit from the signals available there.
+
+    Entropy (nats) of the exit's own prediction and the state's outlier against a calibrated mean;
+    heat has no causal estimate for a token that none has attended to, so its weight goes to the
+    other two. The number of thresholds that the score exceeds is the bucket.
+
+    Attributes:
+      mean_states: `[exit, dim]`, the mean state at each exit over the calibration text.
+      exits: their depths; the floor is one of them. Static.
+      weights: of entropy and outlier. Static.
+    """
+
+    mean_states: Float[Array, "exit dim"]
+    exits: tuple[int, ...] = static()
+    weights: tuple[float, float] = static(default=(2 / 3, 1 / 3))
+    name: str = static(default="utio_surrogate")
+
+    @property
+    def remembers(self) -> bool:
+        return True
+
+    def __call__(
+        self, index: int, boundary: Boundary, memory: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array]:
+        if memory is None:  # The floor.
+            weights = self.weights[0], 0.0, self.weights[1]
+            mean = self.mean_states[exit_index(self.exits, boundary.depth, self.name)]
+
+            def surrogate(logits: jax.Array, x: jax.Array) -> jax.Array:
+                return surrogate_importance(logits, None, x, batch_mean=mean, weights=weights)
+
+            memory = boundary.map_logits(surrogate, boundary.x)
+        return memory, memory
+
+    def flops(self, index: int, decoder: Decoder, params: Params) -> float:
+        return 0.0 if index else 4.0 * decoder.config.embed_dim
+
+    def reads_logits(self, index: int) -> bool:
+        return index == 0
+
+
+def surrogate_table(
+    decoder: Decoder,
+    params: Params,
+    mean_embedding: Float[Array, " dim"],
+    *,
+    weights: tuple[float, float] = (2 / 3, 1 / 3),
+) -> Float[Array, " vocab"]:
+    """Returns each token's surrogate before the pass, for `TokenSurrogate`.
+
+    Args:
+      decoder: the model; one that adds positions to its embeddings is asked at position 0.
+      params: its parameters.
+      mean_embedding: the mean over the calibration text.
+      weights: of entropy and outlier.
+    """
+
+    def one(token_id: jax.Array) -> jax.Array:  # A token at a time: [vocab, vocab] can be large.
+        x = decoder.embed(params, token_id[None], jnp.zeros(1, jnp.int32))
+        logits, parts = decoder.unembed(params, x), (weights[0], 0.0, weights[1])
+        return surrogate_importance(logits, None, x, batch_mean=mean_embedding, weights=parts)[0]
+
+    return jax.lax.map(one, jnp.arange(decoder.config.vocab_size), batch_size=128)
+
+
+@pytree
+class AttentionHeat(SignalBase):
+    """Attention that a token receives from the prompt's last queries: SnapKV's observation window.
+
+    The first layers after the boundary project queries and keys from the states at the boundary.
+    (SnapKV, arXiv 2404.14469, reads them from layers that ran.) This is UTIO's second signal. It
+    predicts which prompt tokens later tokens attend to: those that the prompt's end attends to.
+
+    Attributes:
+      queries: number of last prompt tokens whose queries count. Static.
+      layers: number of layers after the boundary whose attention is summed. Static.
+    """
+
+    queries: int = static(default=32)
+    layers: int = static(default=2)
+    name: str = static(default="heat")
+    causal: bool = static(default=False)
+
+    def __call__(self, index: int, boundary: Boundary, memory: None) -> tuple[jax.Array, None]:
+        decoder, params, x = boundary.decoder, boundary.params, boundary.x
+        check_softmax(decoder, why="whose heat is known", remedy="Choose by sinks_recent.")
+        batch, width = boundary.live.shape
+        lengths = jnp.sum(boundary.live, axis=1, dtype=jnp.int32)
+        last = jnp.max(jnp.where(boundary.live, boundary.positions, -1), axis=1)
+        offsets = jnp.arange(min(self.queries, width), dtype=jnp.int32)[None, :]
+        asking = last[:, None] - offsets
+        valid = (asking >= 0) & (lengths[:, None] > 0)
+        asking = jnp.maximum(asking, 0)
+        rows = jnp.arange(batch, dtype=jnp.int32)[:, None]
+        keys_at = jnp.where(boundary.live, boundary.positions, NOWHERE)
+        places = decoder.encode_positions(boundary.positions)
+        asking_places = decoder.encode_positions(asking)
+        heat = jnp.zeros((batch, width), jnp.float32)
+        stop = min(boundary.depth + self.layers, decoder.config.num_layers)
+        for number in range(boundary.depth, stop):
+            layer, mix = layer_at(decoder, params, number), mixer_at(decoder, number)
+            below = [layer_at(decoder, params, row) for row in decoder.config.kv_read(number)]
+            made = [keys_values_of(decoder, source, flat(x), flat(places)) for source in below]
+            keys = side_by_side([source_keys for source_keys, _ in made])
+            queries = decoder.queries(layer, flat(x[rows, asking]), flat(asking_places))
+            visible = mix.visible(asking, keys_at) & valid[:, :, None]
+            heat += attention_received(
+                queries.reshape(*asking.shape, *queries.shape[1:]),
+                keys.reshape(batch, width, *keys.shape[1:]),
+                visible,
+                softcap=decoder.config.attention_softcap,
+            )
+        return heat, None
+
+    def flops(self, index: int, decoder: Decoder, params: Params) -> float:
+        # Per token: its keys, scores of `queries` queries with it, and one query, as at least
+        # `queries` tokens are live in prompts of relevant length.
+        cost = token_cost(decoder, params)
+        read = max(len(decoder.config.kv_read(row)) for row in range(decoder.config.num_layers))
+        x = jax.ShapeDtypeStruct((1, decoder.config.embed_dim), jnp.float32)
+        query = count_matmul_flops(
+            lambda params, x: decoder.queries(
+                layer_at(decoder, params, 0), x, decoder.encode_positions(jnp.zeros(1, jnp.int32))
+            ),
+            params,
+            x,
+        )
+        score = self.queries * cost.attention_per_key / 2
+        return self.layers * (read * cost.keys_values + query + score)
+
+
+@pytree
+class PromptSurrogate(AttentionHeat):
+    """UTIO's surrogate of three signals: entropy of the exit's prediction, heat, outlier.
+
+    Heat is that of `AttentionHeat`, a sum over queries, heads and layers. The outlier signal is a
+    state's distance from the mean of its prompt. The prediction costs one LM head per token.
+    """
+
+    name: str = static(default="surrogate")
+
+    def __call__(self, index: int, boundary: Boundary, memory: None) -> tuple[jax.Array, None]:
+        heat, memory = super().__call__(index, boundary, memory)
+        live, x = boundary.live[:, :, None], boundary.x
+        count = jnp.maximum(jnp.sum(live, axis=1, keepdims=True), 1)
+        mean = jnp.sum(jnp.where(live, x, 0), axis=1, keepdims=True) / count
+
+        @jax.vmap
+        def surrogate(logits: jax.Array, heat: jax.Array, x: jax.Array, mean: jax.Array):
+            return surrogate_importance(logits[None], heat[None], x[None], batch_mean=mean)[0]
+
+        means = jnp.broadcast_to(mean, x.shape)
+        return boundary.map_logits(surrogate, heat, x, means), memory
+
+    def flops(self, index: int, decoder: Decoder, params: Params) -> float:
+        return super().flops(index, decoder, params) + 4.0 * decoder.config.embed_dim
+
+    def reads_logits(self, index: int) -> bool:
+        return True
+
+
+# Files of fitted policies and of prompt settings name these signals.
+STORED.update({kind.__name__: kind for kind in (TokenSurrogate, UtioSurrogate)})
+prompts.SIGNALS.update({"heat": AttentionHeat, "surrogate": PromptSurrogate})
