@@ -12,8 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from utio_jax.attention.mixing import Mixer, mix_apart, mix_whole_rows
-from utio_jax.attention.products import NOWHERE, attend, visible_keys
+from utio_jax.attention.mixing import (
+    NOWHERE,
+    Mixer,
+    attend,
+    mix_apart,
+    mix_whole_rows,
+    visible_keys,
+)
 from utio_jax.core.platform import compiling_for
 
 pytestmark = pytest.mark.usefixtures("strict_dtypes")

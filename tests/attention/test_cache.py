@@ -16,7 +16,8 @@ from helpers.counting import Counting, read_counts
 
 from utio_jax.attention.cache import bytes_per_slot, init_cache, key_widths, read, write
 from utio_jax.core.platform import compiling_for
-from utio_jax.decoding.segments import block_at, decode_step, prefill, run_segment
+from utio_jax.decoding.cached import block_at, decode_step, run_segment
+from utio_jax.decoding.loop import read_prompts
 
 LENGTHS = np.array([3, 7, 1], np.int32)
 
@@ -30,7 +31,7 @@ def cache(tiny):
 @pytest.fixture(scope="module")
 def filled(tiny, cache):
     """Three ragged prompts of up to 8 tokens, prefilled."""
-    return jax.jit(prefill, static_argnums=0)(
+    return jax.jit(read_prompts, static_argnums=0)(
         tiny.decoder, tiny.params, tiny.tokens(3, 8), LENGTHS, cache
     )
 
@@ -75,7 +76,7 @@ def test_prefill_is_the_full_model(tiny, filled):
 def test_padding_never_leaks(tiny, cache, filled):
     ids = tiny.tokens(3, 8)
     other = jnp.where(jnp.arange(8)[None] < LENGTHS[:, None], ids, 63 - ids)
-    logits, after = jax.jit(prefill, static_argnums=0)(
+    logits, after = jax.jit(read_prompts, static_argnums=0)(
         tiny.decoder, tiny.params, other, LENGTHS, cache
     )
     np.testing.assert_array_equal(logits, filled[0])
@@ -165,7 +166,7 @@ def test_errors(tiny, cache):
     with pytest.raises(ValueError, match="slots=0"):
         init_cache(tiny.decoder.config, batch=1, slots=0)
     with pytest.raises(ValueError, match=r"16 slots.*17 tokens.*longer cache"):
-        prefill(tiny.decoder, tiny.params, tiny.tokens(3, 17), jnp.asarray(LENGTHS), cache)
+        read_prompts(tiny.decoder, tiny.params, tiny.tokens(3, 17), jnp.asarray(LENGTHS), cache)
 
 
 def test_both_orders_of_slots_and_heads_hold_the_same(tiny):
@@ -177,7 +178,7 @@ def test_both_orders_of_slots_and_heads_hold_the_same(tiny):
         @jax.jit  # A function of its own for each order: jit traces one once.
         def all_of_it(params):
             cache = init_cache(decoder.config, batch=3, slots=16)
-            logits, cache = prefill(decoder, params, token_ids, jnp.asarray(LENGTHS), cache)
+            logits, cache = read_prompts(decoder, params, token_ids, jnp.asarray(LENGTHS), cache)
             results = [logits]
             for token in range(2):
                 ids, ends = jnp.full(3, token, jnp.int32), jnp.asarray(LENGTHS + token)

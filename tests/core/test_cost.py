@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from utio_jax.attention.products import attend
+from utio_jax.attention.mixing import attend
 from utio_jax.core.flops import (
     TokenCost,
     count_matmul_flops,

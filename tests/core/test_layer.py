@@ -15,8 +15,9 @@ import pytest
 from helpers.models import Model
 
 from utio_jax.core import layer as layers_module
-from utio_jax.core.layer import layer_at, over_layers, split_layers
+from utio_jax.core.layer import layer_at, split_layers
 from utio_jax.models.transformer import Transformer
+from utio_jax.staircase.forward import over_layers
 
 
 @pytest.fixture

@@ -6,8 +6,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from utio_jax.attention.mixing import mixer_at
-from utio_jax.attention.products import NOWHERE
+from utio_jax.attention.mixing import NOWHERE, mixer_at
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.layer import layer_at
 from utio_jax.staircase.reference import FrozenKV, apply_layer, positions_of

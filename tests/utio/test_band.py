@@ -10,8 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from utio_jax.attention.mixing import Mixer
-from utio_jax.attention.products import NOWHERE, attend
+from utio_jax.attention.mixing import NOWHERE, Mixer, attend
 from utio_jax.core.flops import count_matmul_flops
 from utio_jax.utio import History
 from utio_jax.utio.vertical_slash import attend_band, slice_width, visible_history

@@ -24,7 +24,7 @@ from helpers.generation import (
 from helpers.policies import SurePasses, TableSignal
 
 from utio_jax.attention.cache import init_cache, write
-from utio_jax.attention.products import NOWHERE
+from utio_jax.attention.mixing import NOWHERE
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.loop import advance, begin
 from utio_jax.evaluation.generation import generation_ledger

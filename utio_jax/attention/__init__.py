@@ -2,7 +2,6 @@
 """Masks, K/V caches, and attention over the visible keys."""
 
 from utio_jax.attention.cache import KVCache, init_cache
-from utio_jax.attention.mixing import Mixer
-from utio_jax.attention.products import attend, visible_keys
+from utio_jax.attention.mixing import Mixer, attend, visible_keys
 
 __all__ = ["KVCache", "Mixer", "attend", "init_cache", "visible_keys"]

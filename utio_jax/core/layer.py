@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers of the stack: their parameters, loops over them, safe keys and values."""
+"""Layers of the stack: their parameters, safe keys and values."""
 
 from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +16,6 @@ from utio_jax.core.platform import here
 
 Depth = int | Int[Array, ""]
 """A number of layers, static or traced."""
-
-Carry = TypeVar("Carry")
 
 _SMALL = 2**16
 """Bytes of a layer below which a copy of it costs less than a program that is longer."""
@@ -76,59 +73,6 @@ def _memory_left(array: jax.Array) -> float:
     """Returns the free bytes of an array's device; infinity if unknown (CPU)."""
     stats = array.devices().pop().memory_stats() or {}
     return stats.get("bytes_limit", math.inf) - stats.get("bytes_in_use", 0)
-
-
-def over_layers(  # noqa: PLR0913 (options, each named)
-    decoder: Decoder,
-    params: Params,
-    body: Callable[[Any, LayerParams, Carry], Carry],
-    carry: Carry,
-    *,
-    start: Depth,
-    stop: Depth,
-    layers: tuple[LayerParams, ...] | None = None,
-    bounds: tuple[int, int] | None = None,
-    unroll: bool = False,
-) -> Carry:
-    """Returns a carry after layers [start, stop), in order.
-
-    A loop over the stack. With `layers` (see `split_layers`) the program is unrolled. If `start` or
-    `stop` are traced, each layer is a loop of at most one turn: a conditional would copy the carry.
-
-    Args:
-      decoder: the model.
-      params: its parameters.
-      body: maps a layer's index, its parameters and the carry to the carry.
-      carry: any pytree.
-      start: first layer.
-      stop: layer to stop before.
-      layers: see `split_layers`.
-      bounds: between which traced `start` and `stop` lie; by default anywhere. Static.
-      unroll: where `start` and `stop` are static, no loop over the stack.
-    """
-    if layers is None and unroll:
-        for index in range(int(start), int(stop)):
-            carry = body(index, layer_at(decoder, params, index), carry)
-        return carry
-    if layers is None:
-        return jax.lax.fori_loop(
-            start, stop, lambda i, carry: body(i, layer_at(decoder, params, i), carry), carry
-        )
-    low, high = bounds or (0, len(layers))
-    low = start if isinstance(start, int) else low
-    high = stop if isinstance(stop, int) else high
-    static = isinstance(start, int) and isinstance(stop, int)
-
-    def one(index: int, carry: Carry) -> Carry:
-        return body(jnp.int32(index), layers[index], carry)
-
-    for index in range(low, high):
-        if static:
-            carry = one(index, carry)
-            continue
-        runs = jnp.asarray((start <= index) & (index < stop), jnp.int32)
-        carry = jax.lax.fori_loop(0, runs, lambda _, carry, i=index: one(i, carry), carry)
-    return carry
 
 
 def keys_values_of(

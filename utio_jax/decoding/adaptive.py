@@ -14,7 +14,7 @@ from jaxtyping import Array, Int
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.pytrees import pytree, static
 from utio_jax.decoding.base import DecodeContext, Mode, emit_drawn
-from utio_jax.decoding.rows import CachedRows, RowCache
+from utio_jax.decoding.cached import CachedRows, RowCache
 from utio_jax.decoding.state import DecodeState
 from utio_jax.policies.base import Policy
 from utio_jax.staircase.base import Tokens

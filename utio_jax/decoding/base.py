@@ -17,8 +17,8 @@ from jaxtyping import Array, Float, Int
 
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.pytrees import pytree, static
+from utio_jax.decoding.cached import Layers, decode_step
 from utio_jax.decoding.sampling import DRAW, SamplingParams, draw, token_keys
-from utio_jax.decoding.segments import Layers, decode_step
 from utio_jax.decoding.state import DecodeState, StopRules, emit
 from utio_jax.policies.base import Policy
 

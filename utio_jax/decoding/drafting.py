@@ -21,8 +21,8 @@ from utio_jax.core.arrays import most_probable
 from utio_jax.core.decoder import DecoderConfig, apply_exit_lens
 from utio_jax.core.pytrees import pytree
 from utio_jax.decoding.base import DecodeContext, process
+from utio_jax.decoding.cached import block_at, run_segment
 from utio_jax.decoding.sampling import DRAW, token_keys
-from utio_jax.decoding.segments import block_at, run_segment
 from utio_jax.decoding.state import DecodeState
 
 

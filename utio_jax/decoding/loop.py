@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int, UInt32
 
-from utio_jax.attention.cache import init_cache, key_widths
+from utio_jax.attention.cache import KVCache, init_cache, key_widths
 from utio_jax.core.decoder import Decoder, DecoderConfig, Params, is_integer
 from utio_jax.core.documents import check_ids
 from utio_jax.core.layer import split_layers
@@ -29,9 +29,9 @@ from utio_jax.decoding.base import (
     check_mode,
     emit_drawn,
 )
+from utio_jax.decoding.cached import block_at, run_segment
 from utio_jax.decoding.prefill import Prefill, fastest_prefill
 from utio_jax.decoding.sampling import SamplingParams, check_sampling, check_seeds
-from utio_jax.decoding.segments import prefill as read_prompts
 from utio_jax.decoding.state import Columns, DecodeState, Tally, check_stops, end_rows
 from utio_jax.decoding.thinking import Thinking, check_thinking
 
@@ -205,6 +205,35 @@ def begin(  # noqa: PLR0913 (static and traced apart, for jit)
         depth = jnp.take_along_axis(prompt.depths, lengths[:, None] - 1, axis=1)[:, 0]
     state = dataclasses.replace(state, cache=cache, prompt=prompt)
     return first_tokens(context, state, logits, depth=depth)
+
+
+def read_prompts(
+    decoder: Decoder,
+    params: Params,
+    token_ids: Int[Array, "batch token"],
+    lengths: Int[Array, " batch"],
+    cache: KVCache,
+) -> tuple[Float[Array, "batch vocab"], KVCache]:
+    """Dense prefill at full depth: returns the logits after right-padded prompts, and the cache.
+
+    Raises:
+      ValueError: the prompts are wider than the cache.
+    """
+    batch, width = token_ids.shape
+    if width > cache.num_slots:
+        raise ValueError(
+            f"Wanted prompts within the cache's {cache.num_slots} slots. Got prompts of {width} "
+            "tokens. Make a longer cache, or cut the prompts."
+        )
+    positions = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32)[None, :], (batch, width))
+    block = block_at(decoder, positions, positions < lengths[:, None])
+    x = decoder.embed(params, token_ids, positions)
+    with jax.named_scope("prefill"):
+        x, cache = run_segment(
+            decoder, params, cache, x, block, start=0, stop=decoder.config.num_layers, width=width
+        )
+    last = jax.vmap(lambda row, length: row[length - 1])(x, lengths)
+    return decoder.unembed(params, last).astype(jnp.float32), cache
 
 
 def first_tokens(

@@ -29,6 +29,7 @@ from utio_jax.core.arrays import flat
 from utio_jax.core.decoder import Decoder, has_exit_lens, name_exits
 from utio_jax.core.pytrees import pytree, static
 from utio_jax.decoding.base import DecodeContext, Mode, process
+from utio_jax.decoding.cached import Block, block_at, run_segment
 from utio_jax.decoding.drafting import ExitDrafter, NGram, Proposal, round_keys
 from utio_jax.decoding.sampling import (
     ACCEPT,
@@ -39,7 +40,6 @@ from utio_jax.decoding.sampling import (
     verify_sampling,
     verify_tokens,
 )
-from utio_jax.decoding.segments import Block, block_at, run_segment
 from utio_jax.decoding.state import DecodeState, emit
 
 DrafterName = Literal["exit", "ngram"]

@@ -24,7 +24,7 @@ from scipy.stats import binom
 from utio_jax.core.decoder import DecoderConfig
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.base import Plain
-from utio_jax.decoding.rows import quarters
+from utio_jax.decoding.cached import quarters
 from utio_jax.engine.depths import own_thresholds
 from utio_jax.engine.requests import Request
 from utio_jax.engine.slots import Served, Slots

@@ -26,11 +26,12 @@ from utio_jax.core.platform import here
 from utio_jax.core.pytrees import pytree, static
 from utio_jax.core.rows import put_rows
 from utio_jax.decoding.base import DecodeContext, emit_drawn
-from utio_jax.decoding.segments import block_at, run_segment
+from utio_jax.decoding.cached import block_at, run_segment
 from utio_jax.decoding.state import RELEASED, RUNNING, Columns, DecodeState, Tally
 from utio_jax.engine.blocks import Rules
 from utio_jax.engine.requests import Fresh
-from utio_jax.staircase.forward import InPlace, Sources, forward, project_states, write_at
+from utio_jax.staircase.base import Sources
+from utio_jax.staircase.forward import InPlace, forward, project_states, write_at
 
 
 @pytree

@@ -24,9 +24,9 @@ from utio_jax.decoding.base import (
     as_processor,
     check_mode,
 )
+from utio_jax.decoding.cached import Layers
 from utio_jax.decoding.loop import begin, canonical, round_up
 from utio_jax.decoding.prefill import Prefill
-from utio_jax.decoding.segments import Layers
 from utio_jax.decoding.state import Columns, DecodeState
 from utio_jax.engine.blocks import Rules, block_room, run_block
 from utio_jax.engine.depths import own_thresholds

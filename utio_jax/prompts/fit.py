@@ -17,8 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from utio_jax.attention.mixing import mixer_at
-from utio_jax.attention.products import NOWHERE
+from utio_jax.attention.mixing import NOWHERE, mixer_at
 from utio_jax.core.arrays import flat, normalise
 from utio_jax.core.decoder import Decoder, Params, check_depths, check_own_kv
 from utio_jax.core.documents import Batch, batches_of, windows_of

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Executor protocol: runs the live tokens of a segment of layers.
+"""Protocols of a pass: `Executor`, and the `Slots` and `Attention` that it gives to `forward`.
 
 An executor changes cost, never results. `utio_jax.staircase.microbatches` runs blocks in loops
 with traced trip counts. `utio_jax.staircase.capacity` runs a static prefix, which is
-differentiable. `utio_jax.decoding.rows` runs one token per row, with K/V in a cache.
+differentiable. `utio_jax.decoding.cached` runs one token per row, with K/V in a cache.
 """
 
 from __future__ import annotations
@@ -85,6 +85,56 @@ class Tokens:
         mapped = jax.lax.dynamic_index_in_dim(self.mapped, index - self.mapped_from, 2, False)
         mapped = flat(mapped)
         return decoder.rotate_keys(layer, mapped[:, 0], flat(self.places)), mapped[:, 1]
+
+
+Sources = tuple[int | Int[Array, ""], ...]
+"""Layers whose K/V are read, concatenated along the head axis."""
+
+
+@runtime_checkable
+class Slots(Protocol):
+    """Memory layout of the tokens that run: maps `[token, ...]` in row order to `[slot, ...]`.
+
+    Attributes:
+      blocked: True if packed states are carried from layer to layer and processed block by block.
+    """
+
+    blocked: ClassVar[bool]
+
+    def pack(self, leaf: jax.Array) -> jax.Array:
+        """Gathers an array `[token, ...]` into slots `[slot, ...]`."""
+        ...
+
+    def put(self, leaf: jax.Array, new: jax.Array, start: Any, size: Any) -> jax.Array:
+        """Scatters slots `[start, start + size)` into the array `[token, ...]`."""
+        ...
+
+    def by_blocks(self, step: Callable[[Any, Any, Any], Any], carry: Any) -> Any:
+        """Loops `carry = step(start, size, carry)` over all slots in use."""
+        ...
+
+    def empty(self, *shape: int, dtype: Any) -> jax.Array | None:
+        """Returns an array of slots for results of blocks; None if one block holds all slots."""
+        ...
+
+
+@runtime_checkable
+class Attention(Protocol):
+    """Storage of the K/V of a pass, and attention over them."""
+
+    def write(
+        self, cache: Any, index: Any, keys: jax.Array, values: jax.Array
+    ) -> tuple[Any, tuple[jax.Array, jax.Array] | None]:
+        """Writes a layer's K/V `[token, ...]`; returns cache, and K/V that need no read."""
+        ...
+
+    def read(self, cache: Any, sources: Sources) -> Any:
+        """Reads the K/V of some layers from the cache."""
+        ...
+
+    def attend(self, index: Any, queries: jax.Array, seen: Any) -> jax.Array:
+        """Returns the attention output of queries `[slot, head, head_dim]`, in that shape."""
+        ...
 
 
 @runtime_checkable

@@ -27,7 +27,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -36,59 +36,11 @@ from jaxtyping import Array, Bool, Float, Int
 from utio_jax.attention.cache import KVCache, read, write, write_prompt
 from utio_jax.core.arrays import flat
 from utio_jax.core.decoder import Decoder, DecoderConfig, LayerParams, Params, PositionEncoding
-from utio_jax.core.layer import Depth, keys_values_of, layer_at, over_layers
-
-Sources = tuple[int | Int[Array, ""], ...]
-"""Layers whose K/V are read, concatenated along the head axis."""
+from utio_jax.core.layer import Depth, keys_values_of, layer_at
+from utio_jax.staircase.base import Attention, Slots, Sources
 
 Others = Callable[[LayerParams, Any], tuple[jax.Array, jax.Array]]
 """Maps a layer and its index to the K/V `[token, ...]` of tokens that do not run."""
-
-
-@runtime_checkable
-class Slots(Protocol):
-    """Memory layout of the tokens that run: maps `[token, ...]` in row order to `[slot, ...]`.
-
-    Attributes:
-      blocked: True if packed states are carried from layer to layer and processed block by block.
-    """
-
-    blocked: ClassVar[bool]
-
-    def pack(self, leaf: jax.Array) -> jax.Array:
-        """Gathers an array `[token, ...]` into slots `[slot, ...]`."""
-        ...
-
-    def put(self, leaf: jax.Array, new: jax.Array, start: Any, size: Any) -> jax.Array:
-        """Scatters slots `[start, start + size)` into the array `[token, ...]`."""
-        ...
-
-    def by_blocks(self, step: Callable[[Any, Any, Any], Any], carry: Any) -> Any:
-        """Loops `carry = step(start, size, carry)` over all slots in use."""
-        ...
-
-    def empty(self, *shape: int, dtype: Any) -> jax.Array | None:
-        """Returns an array of slots for results of blocks; None if one block holds all slots."""
-        ...
-
-
-@runtime_checkable
-class Attention(Protocol):
-    """Storage of the K/V of a pass, and attention over them."""
-
-    def write(
-        self, cache: Any, index: Any, keys: jax.Array, values: jax.Array
-    ) -> tuple[Any, tuple[jax.Array, jax.Array] | None]:
-        """Writes a layer's K/V `[token, ...]`; returns cache, and K/V that need no read."""
-        ...
-
-    def read(self, cache: Any, sources: Sources) -> Any:
-        """Reads the K/V of some layers from the cache."""
-        ...
-
-    def attend(self, index: Any, queries: jax.Array, seen: Any) -> jax.Array:
-        """Returns the attention output of queries `[slot, head, head_dim]`, in that shape."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,6 +94,9 @@ class WholeRows:
     def read(self, cache: KVCache, sources: Sources) -> tuple[jax.Array, jax.Array]:
         """Reads the K/V of some layers, concatenated along the head axis."""
         return read(cache, sources, width=self.shown.shape[1])
+
+
+Carry = TypeVar("Carry")
 
 
 def forward(  # noqa: PLR0913 (arrays of one pass, then its options)
@@ -212,6 +167,59 @@ def forward(  # noqa: PLR0913 (arrays of one pass, then its options)
             same = attention.read(cache, sources[0]) if len({*sources}) == 1 else None
             carry = over(above, (*carry,), start=at_least(start, first), stop=at_least(stop, first))
     return carry[0].reshape(x.shape), cache
+
+
+def over_layers(  # noqa: PLR0913 (options, each named)
+    decoder: Decoder,
+    params: Params,
+    body: Callable[[Any, LayerParams, Carry], Carry],
+    carry: Carry,
+    *,
+    start: Depth,
+    stop: Depth,
+    layers: tuple[LayerParams, ...] | None = None,
+    bounds: tuple[int, int] | None = None,
+    unroll: bool = False,
+) -> Carry:
+    """Returns a carry after layers [start, stop), in order.
+
+    A loop over the stack. With `layers` (see `split_layers`) the program is unrolled. If `start` or
+    `stop` are traced, each layer is a loop of at most one turn: a conditional would copy the carry.
+
+    Args:
+      decoder: the model.
+      params: its parameters.
+      body: maps a layer's index, its parameters and the carry to the carry.
+      carry: any pytree.
+      start: first layer.
+      stop: layer to stop before.
+      layers: see `split_layers`.
+      bounds: between which traced `start` and `stop` lie; by default anywhere. Static.
+      unroll: where `start` and `stop` are static, no loop over the stack.
+    """
+    if layers is None and unroll:
+        for index in range(int(start), int(stop)):
+            carry = body(index, layer_at(decoder, params, index), carry)
+        return carry
+    if layers is None:
+        return jax.lax.fori_loop(
+            start, stop, lambda i, carry: body(i, layer_at(decoder, params, i), carry), carry
+        )
+    low, high = bounds or (0, len(layers))
+    low = start if isinstance(start, int) else low
+    high = stop if isinstance(stop, int) else high
+    static = isinstance(start, int) and isinstance(stop, int)
+
+    def one(index: int, carry: Carry) -> Carry:
+        return body(jnp.int32(index), layers[index], carry)
+
+    for index in range(low, high):
+        if static:
+            carry = one(index, carry)
+            continue
+        runs = jnp.asarray((start <= index) & (index < stop), jnp.int32)
+        carry = jax.lax.fori_loop(0, runs, lambda _, carry, i=index: one(i, carry), carry)
+    return carry
 
 
 def _run_layer(  # noqa: PLR0913 (arrays of one layer)

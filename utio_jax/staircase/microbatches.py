@@ -22,7 +22,7 @@ from utio_jax.core.pytrees import pytree, static
 from utio_jax.core.work import Work
 from utio_jax.staircase.base import Tokens, check_min_bucket, over_blocks
 from utio_jax.staircase.forward import WholeRows, forward
-from utio_jax.staircase.query_blocks import Cover, QueryBlocks, attend_blocks
+from utio_jax.staircase.query_blocks import Cover, QueryBlocks
 
 
 @pytree
@@ -103,7 +103,7 @@ class MicroBatches:
     def packed(
         self,
         live: Bool[Array, "batch token"],
-        slot_of_token: Int[Array, " token"],
+        slot_of_token: Int[Array, " place"],
         *groups: tuple[Cover, Int[Array, " group"], Int[Array, " group"]],
     ) -> PackedSlots:
         """Returns live tokens in given slots, `[batch * token]`, and their attention blocks.
@@ -241,8 +241,25 @@ class _BlockAttention(WholeRows):
     slots: PackedSlots
 
     def attend(self, index: Any, queries: jax.Array, seen: Any) -> jax.Array:
-        mix, slots = mixer_at(self.decoder, index), self.slots
-        keys, values = seen
-        return attend_blocks(
-            mix, queries, keys, values, slots.token_of_slot, slots.query_blocks, self.shown
-        )
+        """Returns the attention output of all blocks, written in place of the queries."""
+        mix, (keys, values), slots = mixer_at(self.decoder, index), seen, self.slots
+        prepared = mix.prepare(values)
+        for number, blocks in enumerate(slots.query_blocks):
+
+            def step(at: jax.Array, queries: jax.Array, blocks: QueryBlocks = blocks) -> jax.Array:
+                row, start = blocks.row[at], blocks.start[at]
+                block = jax.lax.dynamic_slice_in_dim(queries, start, blocks.size)
+                tokens = jax.lax.dynamic_slice_in_dim(slots.token_of_slot, start, blocks.size)
+                positions = tokens - row * slots.width
+                arrays = block, positions, keys, prepared, self.shown
+                attend = partial(blocks.attend, mix, *arrays, row=row)
+                branches = [partial(attend, width=width) for width in blocks.widths]
+                new = jax.lax.switch(blocks.reach[at], branches)
+                if blocks.overhangs:
+                    slot = start + jnp.arange(blocks.size, dtype=jnp.int32)
+                    new = jnp.where((slot < blocks.end[at])[:, None, None], new, block)
+                return jax.lax.dynamic_update_slice_in_dim(queries, new, start, 0)
+
+            with jax.named_scope(f"attend_{number}"):
+                queries = jax.lax.fori_loop(0, blocks.count, step, queries)
+        return queries

@@ -9,8 +9,6 @@ attends over the row's keys up to its last position, in one of a few static widt
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import jax
@@ -163,37 +161,3 @@ class Cover:
             widths=widths,
             overhangs=size == self.sizes[1],
         )
-
-
-def attend_blocks(
-    mix: Mixer,
-    queries: Float[Array, "slot head head_dim"],
-    keys: Float[Array, "batch token kv_head head_dim"],
-    values: Float[Array, "batch token kv_head head_dim"],
-    token_of_slot: Int[Array, " slot"],
-    query_blocks: Sequence[QueryBlocks],
-    keys_shown: Bool[Array, "batch token"],
-) -> Float[Array, "slot head head_dim"]:
-    """Returns the attention output of all blocks, written in place of the queries."""
-    prepared = mix.prepare(values)
-    tokens_per_row = keys.shape[1]
-    for number, blocks in enumerate(query_blocks):
-
-        def step(index: jax.Array, queries: jax.Array, blocks: QueryBlocks = blocks) -> jax.Array:
-            row, start = blocks.row[index], blocks.start[index]
-            block = jax.lax.dynamic_slice_in_dim(queries, start, blocks.size)
-            tokens = jax.lax.dynamic_slice_in_dim(token_of_slot, start, blocks.size)
-            positions = tokens - row * tokens_per_row
-
-            arrays = block, positions, keys, prepared, keys_shown
-            attend = partial(blocks.attend, mix, *arrays, row=row)
-            branches = [partial(attend, width=width) for width in blocks.widths]
-            new = jax.lax.switch(blocks.reach[index], branches)
-            if blocks.overhangs:
-                slot = start + jnp.arange(blocks.size, dtype=jnp.int32)
-                new = jnp.where((slot < blocks.end[index])[:, None, None], new, block)
-            return jax.lax.dynamic_update_slice_in_dim(queries, new, start, 0)
-
-        with jax.named_scope(f"attend_{number}"):
-            queries = jax.lax.fori_loop(0, blocks.count, step, queries)
-    return queries

@@ -11,8 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from utio_jax.attention.cache import side_by_side
-from utio_jax.attention.mixing import Mixer, mixer_at
-from utio_jax.attention.products import NOWHERE
+from utio_jax.attention.mixing import NOWHERE, Mixer, mixer_at
 from utio_jax.core.arrays import flat
 from utio_jax.core.decoder import (
     Decoder,

@@ -31,19 +31,27 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from utio_jax.attention.cache import KVCache, side_by_side
-from utio_jax.attention.mixing import mix_apart, mixer_at
-from utio_jax.attention.products import NOWHERE
+from utio_jax.attention.mixing import NOWHERE, mix_apart, mixer_at
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.pytrees import pytree, static
 from utio_jax.decoding.adaptive import Adaptive, Memory
 from utio_jax.decoding.base import DecodeContext
-from utio_jax.decoding.rows import CachedRows, RowCache, RowSlots, block_of, chosen_first
-from utio_jax.decoding.segments import Attend, Attention, Block, run_layers
+from utio_jax.decoding.cached import (
+    Attend,
+    Attention,
+    Block,
+    CachedRows,
+    RowCache,
+    RowSlots,
+    block_of,
+    chosen_first,
+    run_layers,
+)
 from utio_jax.decoding.state import DecodeState
 from utio_jax.policies.base import Boundary
-from utio_jax.staircase.base import Tokens
+from utio_jax.staircase.base import Sources, Tokens
 from utio_jax.staircase.exit_head import Model
-from utio_jax.staircase.forward import Sources, shows_from
+from utio_jax.staircase.forward import shows_from
 from utio_jax.staircase.packing import Packing
 from utio_jax.utio.vertical_slash import History, VerticalSlash, visible_history
 

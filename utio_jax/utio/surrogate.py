@@ -15,8 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from utio_jax.attention.cache import side_by_side
-from utio_jax.attention.mixing import mixer_at
-from utio_jax.attention.products import NOWHERE, attention_received
+from utio_jax.attention.mixing import NOWHERE, attention_received, mixer_at
 from utio_jax.core.arrays import flat
 from utio_jax.core.decoder import Decoder, Inputs, Params, check_softmax
 from utio_jax.core.flops import count_matmul_flops, token_cost

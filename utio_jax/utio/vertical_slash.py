@@ -30,8 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from utio_jax.attention.mixing import Mixer
-from utio_jax.attention.products import visible_keys
+from utio_jax.attention.mixing import Mixer, visible_keys
 from utio_jax.core.decoder import Decoder, Params, check_no_branches, check_softmax
 from utio_jax.core.pytrees import pytree, static
 from utio_jax.core.work import Work

@@ -22,14 +22,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from utio_jax.attention.cache import KVCache, init_cache, read
-from utio_jax.attention.mixing import mix_apart, mixer_at
-from utio_jax.attention.products import NOWHERE
+from utio_jax.attention.mixing import NOWHERE, mix_apart, mixer_at
 from utio_jax.contrib.denoising.settings import Best, Canvas, Refresh, Reveal, Score, Stop
 from utio_jax.core.arrays import flat, map_head, most_probable
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.pytrees import pytree
-from utio_jax.decoding.segments import Attend, Block, Layers, Span, run_layers
-from utio_jax.staircase.forward import Sources
+from utio_jax.decoding.cached import Attend, Block, Layers, Span, run_layers
+from utio_jax.staircase.base import Sources
 
 _FAR = 1e6  # Beyond any score.
 

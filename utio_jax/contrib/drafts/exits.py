@@ -29,9 +29,9 @@ from utio_jax.core.decoder import (
 from utio_jax.core.pytrees import pytree, static
 from utio_jax.decoding import DecodeContext, Mode
 from utio_jax.decoding.base import process
+from utio_jax.decoding.cached import Block, block_at, run_segment
 from utio_jax.decoding.drafting import round_keys
 from utio_jax.decoding.sampling import ACCEPT, DRAW, REPLACE, verify_greedy, verify_sampling
-from utio_jax.decoding.segments import Block, block_at, run_segment
 from utio_jax.decoding.state import DecodeState, emit
 
 

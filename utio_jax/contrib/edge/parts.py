@@ -15,9 +15,8 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from utio_jax.attention.cache import KVCache, init_cache, key_widths
 from utio_jax.core.decoder import Decoder, Params, check_own_kv
-from utio_jax.decoding.rows import CachedRows, RowSlots
+from utio_jax.decoding.cached import CachedRows, RowSlots, block_at, run_segment
 from utio_jax.decoding.sampling import DRAW, SamplingParams, draw, rows_of, token_keys
-from utio_jax.decoding.segments import block_at, run_segment
 from utio_jax.policies.base import Policy
 from utio_jax.staircase.base import Tokens
 from utio_jax.staircase.exit_head import Head, Model, Reading, Readout

@@ -24,8 +24,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from utio_jax.attention.cache import KVCache, init_cache, read
-from utio_jax.attention.mixing import mixer_at
-from utio_jax.attention.products import NOWHERE
+from utio_jax.attention.mixing import NOWHERE, mixer_at
 from utio_jax.core.arrays import executed_heads, flat, map_head, next_token_nll
 from utio_jax.core.decoder import (
     Decoder,
@@ -39,9 +38,9 @@ from utio_jax.core.documents import check_ids, check_tokens
 from utio_jax.core.flops import pass_flops, token_cost
 from utio_jax.core.pytrees import pytree, static
 from utio_jax.core.work import Work, stack_work
-from utio_jax.decoding.loop import round_up
-from utio_jax.decoding.segments import Attend, Block, prefill, run_layers
-from utio_jax.staircase.forward import Sources
+from utio_jax.decoding.cached import Attend, Block, run_layers
+from utio_jax.decoding.loop import read_prompts, round_up
+from utio_jax.staircase.base import Sources
 
 
 @pytree
@@ -162,7 +161,7 @@ def _read_context(
 ) -> Context:
     dtype = jax.eval_shape(decoder.embed, params, ids, ids).dtype
     cache = init_cache(decoder.config, batch=1, slots=ids.shape[1], dtype=dtype)
-    logits, cache = prefill(decoder, params, ids, lengths, cache)
+    logits, cache = read_prompts(decoder, params, ids, lengths, cache)
     return Context(cache=cache, length=lengths[0], log_probs=jax.nn.log_softmax(logits[0]))
 
 
