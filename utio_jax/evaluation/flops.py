@@ -19,21 +19,27 @@ from utio_jax.staircase.capacity import choose_executor
 from utio_jax.staircase.sparse import SparseAttention
 
 
-def gate_flops(decoder: Decoder, params: Params, policy: Policy, work: Work) -> float:
-    """Returns the FLOPs of a pass's decisions, without the LM heads that they read."""
+def gate_flops(
+    decoder: Decoder,
+    params: Params,
+    policy: Policy,
+    work: Work,
+    attention: SparseAttention | None = None,
+) -> float:
+    """Returns the FLOPs of a pass's decisions, without the LM heads that they read.
+
+    These are about depths, and with an `attention` also about which tokens attend sparsely.
+    """
     per_slot = [policy.flops(index, decoder, params) for index in range(len(policy.depths) - 1)]
     decisions = np.atleast_2d(work.decisions).sum(axis=0)  # Of all devices.
-    return float(sum(f * float(n) for f, n in zip(per_slot, decisions, strict=False)))
-
-
-def attention_flops(
-    attention: SparseAttention, decoder: Decoder, params: Params, work: Work, *, segments: int
-) -> float:
-    """Returns the FLOPs of choosing a pass's attention, without the LM heads that it reads."""
-    choices = np.atleast_2d(work.choices).sum(axis=0)  # Of all devices.
+    total = float(sum(f * float(n) for f, n in zip(per_slot, decisions, strict=False)))
+    if attention is None:
+        return total
+    segments = len(policy.depths)
+    choices = np.atleast_2d(work.choices).sum(axis=0)
     asked = choices[segments - attention.thresholds.shape[0] : segments]
     per_slot = [attention.signal.flops(index, decoder, params) for index in range(len(asked))]
-    return float(sum(f * float(n) for f, n in zip(per_slot, asked, strict=True)))
+    return total + float(sum(f * float(n) for f, n in zip(per_slot, asked, strict=True)))
 
 
 def check_worthwhile(

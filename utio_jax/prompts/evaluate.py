@@ -27,7 +27,7 @@ from utio_jax.core.work import Work
 from utio_jax.decoding.generate import Generated
 from utio_jax.decoding.loop import Prompts
 from utio_jax.decoding.prefill import Prefill
-from utio_jax.evaluation.flops import attention_flops, gate_flops
+from utio_jax.evaluation.flops import gate_flops
 from utio_jax.evaluation.intervals import FEWEST, ratio_interval
 from utio_jax.policies.base import Policy
 from utio_jax.staircase.base import Executor
@@ -325,11 +325,8 @@ def prompt_cost(
     flops = flops_full = 0.0
     for start in range(0, len(prompts), rows):
         work = jax.tree.map(lambda leaf, row=start: leaf[row], generated.prompt_work)
-        extra = gate_flops(decoder, params, policy, work)
-        if prefill.attention is not None:
-            segments = len(policy.depths)
-            extra += attention_flops(prefill.attention, decoder, params, work, segments=segments)
-        flops += pass_flops(cost, work, gates=extra)
+        gates = gate_flops(decoder, params, policy, work, prefill.attention)
+        flops += pass_flops(cost, work, gates=gates)
         ends = np.zeros(rows, np.int64)
         ends[: len(lengths[start : start + rows])] = lengths[start : start + rows]
         flops_full += _full_flops(decoder, params, prefill.executor, ends, width)
