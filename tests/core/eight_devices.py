@@ -300,10 +300,10 @@ def test_rows_of_each_device_of_a_mesh_are_charged_until_its_last_one_ends() -> 
     ]
     assert [spending.tokens for spending in spent] == [29, 29]
     # Rounds times rows times layers; the first token of each row counts as one at full depth.
-    assert [spending.executed for spending in spent] == [4 * 20 * 4, (2 * 3 + 2 * 20) * 4]
+    assert [spending.query_layers for spending in spent] == [4 * 20 * 4, (2 * 3 + 2 * 20) * 4]
     filled = run(model, PROMPTS[:3], mesh=mesh, stop_when=decide, chunk=1)
     charged = spent_on(model.decoder, model.params, Plain(), PROMPTS[:3], filled)
-    assert charged.executed == (2 * 3 + 2 * 20) * 4  # The filler goes along to the end.
+    assert charged.query_layers == (2 * 3 + 2 * 20) * 4  # The filler goes along to the end.
 
 
 EXACT = dataclasses.replace(EXECUTOR, min_bucket=1)

@@ -112,18 +112,6 @@ def test_what_fails_changes_nothing(tmp_path: Path) -> None:
         save_text(os.devnull, "x")
 
 
-def test_what_killed_writers_left_goes_after_a_day(tmp_path: Path) -> None:
-    names = {name: tmp_path / f"a.{name * 16}.partial" for name in "01"}
-    for path in (*names.values(), tmp_path / "ab.0000000000000000.partial"):
-        path.write_text("half")
-        os.utime(path, (0, 0))
-    os.utime(names["1"])  # Another is writing it.
-    save_text(tmp_path / "a", "new")
-    assert {path.name for path in tmp_path.iterdir()} == {
-        "a", names["1"].name, "ab.0000000000000000.partial"
-    }  # fmt: skip
-
-
 def test_a_file_that_goes_while_it_is_looked_at_is_no_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -175,30 +163,8 @@ def load(file: Path) -> tuple[Any, dict[str, np.ndarray]]:
         what="a thing",
         command="make",
         model_sha256="me",
-        owner=lambda stored: stored["owner"],
+        read=lambda stored: (stored["owner"], stored),
     )
-
-
-def test_contents_are_on_disk_before_a_name_is_given(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A crash of the machine keeps the old file or the new one, never an empty one."""
-    done: list[str] = []
-    sync, replace = os.fsync, Path.replace
-
-    def noting_sync(opened: int) -> None:
-        folder = stat.S_ISDIR(os.fstat(opened).st_mode)
-        done.append("folder" if folder else "file")
-        sync(opened)
-
-    def noting_replace(path: Path, target: Path) -> Path:
-        done.append("name")
-        return replace(path, target)
-
-    monkeypatch.setattr(os, "fsync", noting_sync)
-    monkeypatch.setattr(Path, "replace", noting_replace)
-    save_tensors(tmp_path / "x.safetensors", {"x": np.zeros(2)})
-    assert done == ["file", "name", "folder"]
 
 
 def test_tensors_are_those_that_a_file_was_written_with(tmp_path: Path) -> None:

@@ -214,7 +214,7 @@ def test_maps_of_a_silent_policy_run_where_a_row_stops(model: Model) -> None:
     assert result.exit_maps.tolist() == [5], "the first token is prefill's"
     cost = token_cost(model.decoder, model.params)
     spent = spent_on(model.decoder, model.params, mode, prompts, result)
-    assert spent.flops_extra == pytest.approx(5 * cost.exit_map)
+    assert spent.flops_gates == pytest.approx(5 * cost.exit_map)
 
 
 def test_lossless_drafts_through_the_lens_and_stays_lossless(model: Model, bare: Model) -> None:

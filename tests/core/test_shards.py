@@ -110,3 +110,15 @@ def test_whatever_byte_flips_is_noticed(kept: Shards) -> None:
             read()
     file.write_bytes(whole)
     np.testing.assert_array_equal(read()["value"], expected["value"])
+
+
+def test_a_result_is_on_disk_before_it_has_its_name(
+    kept: Shards, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A crash of the machine leaves a whole result or none."""
+    done: list[str] = []
+    sync, replace = os.fsync, Path.replace
+    monkeypatch.setattr(os, "fsync", lambda opened: (done.append("synced"), sync(opened)))
+    monkeypatch.setattr(Path, "replace", lambda *names: (done.append("named"), replace(*names)))
+    list(run_all(1, lambda _: {"x": np.zeros(2)}, what="items", same=lambda: "a", shards=kept))
+    assert done == ["synced", "named"]

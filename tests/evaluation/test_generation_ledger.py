@@ -172,7 +172,7 @@ def test_batches_add_up(model: Any) -> None:
     once = spent_on(model.decoder, model.params, Plain(), PROMPTS, result)
     twice = generation_ledger(model.decoder, model.params, Plain(), [PROMPTS] * 2, [result] * 2)
     assert twice.tokens == 2 * once.tokens
-    assert twice.depth_executed_mean == once.executed / once.tokens
+    assert twice.depth_executed_mean == once.query_layers / once.tokens
     one = run(model, max_new_tokens=1)
     assert ledger(model, Plain(), one).flops_ratio == 1  # Nothing ran but prefill.
 
@@ -225,7 +225,7 @@ def test_once_the_longest_row_has_ended_plain_steps_read_fewer_keys(model: Any) 
     spent = spent_on(model.decoder, model.params, Plain(), PROMPTS, result)
     cost = token_cost(model.decoder, model.params)
     narrow, wide = (cost.layers(4, width) + cost.head for width in (32, 64))
-    assert spent.flops_plain == pytest.approx(3 * ((1 + 25 + 5) * narrow + (1 + 8) * wide))
+    assert spent.flops_full == pytest.approx(3 * ((1 + 25 + 5) * narrow + (1 + 8) * wide))
 
 
 @pytest.mark.parametrize("lengths", [SMALL, CROSSING])

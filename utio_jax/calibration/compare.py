@@ -40,8 +40,8 @@ from utio_jax.staircase.microbatches import MicroBatches
 from utio_jax.staircase.reference import positions_of
 from utio_jax.staircase.score import Comparison, Scores
 
-Label = tuple[str, float]
-"""A policy's name, and its budget or depth."""
+Label = tuple[str, Any]
+"""A policy's name, and its budget or depth if it has one."""
 
 Policies = Sequence[Policy] | Mapping[str, Policy]
 """Policies, by name or called by their own."""
@@ -143,7 +143,6 @@ def compare(  # noqa: PLR0913 (options, each named)
     of_text = partial(_read, decoder, params, batches, document_of_window)
     read = partial(of_text, executor=executor, mesh=mesh, full_passes={})
     exits, shape = decoder.config.exits, batches[0].token_ids.shape
-    num_layers = exits[-1]
 
     say("uniform")
     given = {
@@ -154,11 +153,21 @@ def compare(  # noqa: PLR0913 (options, each named)
     }
     uniform = read(given)
     bootstrap = HullBootstrap([sums for _, sums in uniform.values()], draws=draws, seed=seed)
+
+    def row_of(
+        label: Label, result: tuple[Quality, DocumentSums], correlation: float | None = None
+    ) -> ComparisonRow:
+        (name, budget), (quality, sums) = label, result
+        return ComparisonRow(
+            ledger=quality.ledger(name, budget=budget, num_layers=exits[-1]),
+            hull_margin_pct=bootstrap.interval(sums),
+            rank_correlation_kl=correlation,
+        )
+
     rows = [
-        ComparisonRow(ledger=quality.ledger(name, budget=None, num_layers=num_layers))
+        ComparisonRow(ledger=quality.ledger(name, budget=None, num_layers=exits[-1]))
         for (name, _), (quality, _) in uniform.items()
     ]
-
     say("oracle_kl")
     oracles = {
         ("oracle_kl", budget): policies
@@ -166,23 +175,17 @@ def compare(  # noqa: PLR0913 (options, each named)
         for policies in [hindsight_policies(decoder, params, studies, budget, executor=executor)]
         if policies
     }
-    rows += [
-        ComparisonRow(
-            ledger=quality.ledger(name, budget=budget, num_layers=num_layers),
-            hull_margin_pct=bootstrap.interval(sums),
-        )
-        for (name, budget), (quality, sums) in read(oracles).items()
-    ]
+    rows += [row_of(*pair) for pair in read(oracles).items()]
 
     names = [*calibration.entries, *(["random"] if "learned" in calibration.entries else [])]
-    of_name: dict[str, dict[Label, Policy]] = {}
-    for name in names:
-        fitted = calibration.entries["learned" if name == "random" else name]
-        of_name[name] = {
+    of_name: dict[str, dict[Label, Policy]] = {
+        name: {
             (name, budget): calibration.policy(name, budget, exits=exits)
             for budget in chosen
-            if budget in fitted
+            if budget in calibration.entries["learned" if name == "random" else name]
         }
+        for name in names
+    }
     of_policy: dict[str, list[ComparisonRow]] = {}
     groups = _by_program(of_name, batches[0])
     for number, group in enumerate(groups):
@@ -192,24 +195,17 @@ def compare(  # noqa: PLR0913 (options, each named)
                 partial(_correlation, decoder, params, calibration.signals.get(name), studies, mesh)
             )
             of_policy[name] = [
-                ComparisonRow(
-                    ledger=quality.ledger(name, budget=budget, num_layers=num_layers),
-                    hull_margin_pct=bootstrap.interval(sums),
-                    rank_correlation_kl=correlation(calibration.entry(name, budget).depths[0]),
-                )
-                for (_, budget), (quality, sums) in read(of_name[name]).items()
+                row_of(label, result, correlation(calibration.entry(*label).depths[0]))
+                for label, result in read(of_name[name]).items()
             ]
         forget_programs()
     rows += [row for name in names for row in of_policy.get(name, ())]
     for name, policy in others.items():
         say(name)
-        rows += [
-            ComparisonRow(
-                ledger=quality.ledger(label, budget=None, num_layers=num_layers),
-                hull_margin_pct=bootstrap.interval(sums),
-            )
-            for label, quality, sums in _beside_chance(name, policy, exits, read)
-        ]
+        ((label, result),) = read({(name, None): policy}).items()
+        rows.append(row_of(label, result))
+        chance = _chance(policy, result[0].histogram, exits, name=f"{CHANCE} {name}")
+        rows += [row_of(*pair) for pair in read({(chance.name, None): chance}).items()]
         forget_programs()
     return rows
 
@@ -222,18 +218,14 @@ def _named_policies(policies: Policies, *, taken: Sequence[str]) -> dict[str, Po
       ValueError: a duplicate name.
     """
     single = isinstance(policies, str) or hasattr(policies, "depths")
-    listed = policies.values() if isinstance(policies, Mapping) else policies
-    wrong = [policies] if single else [one for one in listed if not hasattr(one, "depths")]
-    if wrong:
+    named = isinstance(policies, Mapping)
+    listed = [policies] if single else [*(policies.values() if named else policies)]
+    if wrong := [one for one in listed if single or not hasattr(one, "depths")]:
         raise TypeError(
             "Wanted a list of policies, such as [uniform(8)], or a dictionary of them. Got "
             f"{wrong[0]!r:.80}. Those of the calibration are compared without being named."
         )
-    pairs = (
-        [*policies.items()]
-        if isinstance(policies, Mapping)
-        else [(policy.name, policy) for policy in policies]
-    )
+    pairs = [*policies.items()] if named else [(policy.name, policy) for policy in policies]
     names = [*taken, *(name for name, _ in pairs)]
     if doubled := [name for name, _ in pairs if names.count(name) > 1]:
         raise ValueError(
@@ -243,21 +235,14 @@ def _named_policies(policies: Policies, *, taken: Sequence[str]) -> dict[str, Po
     return dict(pairs)
 
 
-def _beside_chance(
-    name: str,
-    policy: Policy,
-    exits: tuple[int, ...],
-    read: Callable[[Mapping[Label, Policy]], dict[Label, tuple[Quality, DocumentSums]]],
-) -> list[tuple[str, Quality, DocumentSums]]:
-    """Returns loss and cost of a policy, then of its depths assigned at random."""
-    (result,) = read({(name, 0.0): policy}).values()
+def _chance(
+    policy: Policy, histogram: Mapping[int, int], exits: tuple[int, ...], *, name: str
+) -> Policy:
+    """Returns the control that assigns a policy's depths at random, by their histogram."""
     depths = exits if {*policy.depths} <= {*exits} else policy.depths
-    counts = jnp.asarray([result[0].histogram.get(depth, 0) for depth in depths], jnp.float32)
-    label = f"{CHANCE} {name}"
+    counts = jnp.asarray([histogram.get(depth, 0) for depth in depths], jnp.float32)
     shares = counts / jnp.sum(counts)
-    chance = random_depths(shares, key=jax.random.key(0), depths=depths, name=label)
-    (blind,) = read({(label, 0.0): chance}).values()
-    return [(name, *result), (label, *blind)]
+    return random_depths(shares, key=jax.random.key(0), depths=depths, name=name)
 
 
 def hindsight_policies(

@@ -175,18 +175,6 @@ def batches_of(
             yield Batch(token_ids=ids, lengths=lengths, window=names)
 
 
-def calibration_batches(
-    documents: Sequence[np.ndarray], *, width: int, vocab_size: int
-) -> list[Batch]:
-    """Returns all windows of documents, each padded to `width`, 16 to a batch.
-
-    Raises:
-      ValueError: see `windows_of` and `batches_of`.
-    """
-    windows = windows_of(documents, width=width)
-    return list(batches_of(windows, rows=16, widths=[width], vocab_size=vocab_size))
-
-
 def sample_batches(
     documents: Sequence[np.ndarray],
     *,

@@ -4,26 +4,24 @@
 from __future__ import annotations
 
 import errno
-import glob
 import hashlib
 import json
-import os
 import platform
 import secrets
 import stat
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load, load_file, save_file
+
+T = TypeVar("T")
 
 
 @contextmanager
@@ -32,7 +30,8 @@ def replacing(*files: Path) -> Iterator[tuple[Path, ...]]:
 
     A file appears whole or not at all, also where others write it at the same time. If the block
     raises, nothing changes. Of several files the last one is removed before the first takes its
-    place: let it be the one without which the others mean nothing.
+    place: let it be the one without which the others mean nothing. For a power cut, sync in the
+    block what a later run goes on from (`utio_jax.core.shards`).
 
     Raises:
       ValueError: a folder or a device has the name.
@@ -43,7 +42,6 @@ def replacing(*files: Path) -> Iterator[tuple[Path, ...]]:
             with suppress(FileNotFoundError):
                 if not stat.S_ISREG(file.stat().st_mode):
                     raise ValueError(f"Wanted a file to write. {file} is a folder or a device.")
-            _forget_partial(file)
             file.parent.mkdir(parents=True, exist_ok=True)
             path = file.with_name(f"{file.name}.{secrets.token_hex(8)}.partial")
             # Made here, as some writers make files that only their owner can read.
@@ -53,35 +51,13 @@ def replacing(*files: Path) -> Iterator[tuple[Path, ...]]:
         yield tuple(partial)
         for path, mode in zip(partial, modes, strict=True):
             path.chmod(mode)
-            _sync(path)
         if len(files) > 1:
             files[-1].unlink(missing_ok=True)
         for path, file in zip(partial, files, strict=True):
             path.replace(file)
-        for folder in {file.parent for file in files}:
-            _sync(folder)
     finally:
         for path in partial:
             path.unlink(missing_ok=True)
-
-
-def _forget_partial(file: Path) -> None:
-    """Removes leftovers of killed writers of a file, untouched for a day."""
-    for left in file.parent.glob(f"{glob.escape(file.name)}.{'[0-9a-f]' * 16}.partial"):
-        with suppress(FileNotFoundError):
-            if left.stat().st_mtime < time.time() - 86_400:
-                left.unlink()
-
-
-def _sync(path: Path) -> None:
-    """Waits until a file, or the names in a folder, are on disk."""
-    if path.is_dir() and os.name == "nt":  # Folders cannot be opened there.
-        return
-    opened = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(opened)
-    finally:
-        os.close(opened)
 
 
 def check_writable(file: str | Path, option: str) -> Path:
@@ -309,27 +285,25 @@ def load_owned(
     what: str,
     command: str,
     model_sha256: str,
-    owner: Callable[[Any], Any],
-    integers: bool = False,
-) -> tuple[Any, dict[str, np.ndarray]]:
-    """Returns JSON and tensors that `save_owned` wrote, after checking the model's hash.
+    read: Callable[[Any], tuple[Any, T]],
+) -> tuple[T, dict[str, np.ndarray]]:
+    """Returns what `read` makes of the JSON that `save_owned` wrote, and the tensors.
 
     Args:
       file: to read.
       what: it is, for errors: `"a calibration"`.
       command: that writes one.
       model_sha256: of the model.
-      owner: finds the model's hash in what was read.
-      integers: whether tensors may hold integers and booleans, too.
+      read: returns the model's hash, and what the caller needs of the JSON.
 
     Raises:
       ValueError: a file is missing or broken, or belongs to another model. The tensors do not
-        belong to the JSON, have another type, or are not finite.
+        belong to the JSON, or are not finite.
     """
     stored = load_json(file, what, remedy=f"`{command}` makes one.")
     try:
-        owned_by, digest = owner(stored), stored.get(_TIE, "")
-    except (AttributeError, KeyError, TypeError) as error:
+        (owned_by, content), digest = read(stored), stored.get(_TIE, "")
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"Wanted {what} at {file}. It cannot be read: {error!r}.") from error
     if owned_by != model_sha256:
         raise ValueError(
@@ -337,7 +311,7 @@ def load_owned(
             f"{str(owned_by)[:12]}. Make one for this model: {command}."
         )
     if digest is None:
-        return stored, {}
+        return content, {}
     weights_file = file.with_suffix(".safetensors")
     if not weights_file.is_file():
         raise ValueError(
@@ -355,14 +329,7 @@ def load_owned(
     except (SafetensorError, KeyError, ValueError) as error:
         raise broken_file(weights_file, error) from error
     _check_finite(tensors, weights_file)
-    for name, leaf in tensors.items():
-        whole = integers and leaf.dtype.kind in "biu"
-        if not whole and not jnp.issubdtype(leaf.dtype, jnp.floating):
-            raise ValueError(
-                f"Wanted floating-point weights in {weights_file}. Got {name} of {leaf.dtype}. "
-                f"Create them again: {command}."
-            )
-    return stored, tensors
+    return content, tensors
 
 
 def _check_finite(tensors: Mapping[str, np.ndarray], file: Path) -> None:

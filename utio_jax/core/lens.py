@@ -16,14 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from utio_jax.core.decoder import (
-    Decoder,
-    DecoderConfig,
-    LayerParams,
-    Params,
-    PositionEncoding,
-    check_depths,
-)
+from utio_jax.core.decoder import Decoder, LayerParams, Params, check_depths
 from utio_jax.core.files import json_file, load_owned, save_owned
 
 
@@ -81,53 +74,34 @@ def read_through(
     return x + moved + jnp.broadcast_to(bias, moved.shape)
 
 
+def _forwarded(name: str) -> Any:
+    """Returns a property that reads the attribute or method of the wrapped decoder."""
+    return property(lambda self: getattr(self.decoder, name))
+
+
 @dataclasses.dataclass(frozen=True)
 class Wrapped:
     """A wrapper that passes all calls to another decoder with parameters `params["model"]`."""
 
     decoder: Decoder
 
-    @property
-    def config(self) -> DecoderConfig:
-        return self.decoder.config
+    config = _forwarded("config")
+    encode_positions = _forwarded("encode_positions")
+    queries = _forwarded("queries")
+    keys_values = _forwarded("keys_values")
+    rotate_keys = _forwarded("rotate_keys")
+    finish_layer = _forwarded("finish_layer")
 
     def layers(self, params: Params) -> LayerParams:
         return self.decoder.layers(params["model"])
-
-    def encode_positions(self, positions: Int[Array, "*lead"]) -> PositionEncoding:
-        return self.decoder.encode_positions(positions)
 
     def embed(
         self, params: Params, token_ids: Int[Array, "*lead"], positions: Int[Array, "*lead"]
     ) -> jax.Array:
         return self.decoder.embed(params["model"], token_ids, positions)
 
-    def queries(
-        self, layer: LayerParams, x: Float[Array, "*lead dim"], places: PositionEncoding
-    ) -> jax.Array:
-        return self.decoder.queries(layer, x, places)
-
-    def keys_values(
-        self, layer: LayerParams, x: Float[Array, "*lead dim"], places: PositionEncoding
-    ) -> tuple[jax.Array, jax.Array]:
-        return self.decoder.keys_values(layer, x, places)
-
-    def finish_layer(
-        self,
-        layer: LayerParams,
-        x: Float[Array, "*lead dim"],
-        attended: Float[Array, "*lead head head_dim"],
-    ) -> jax.Array:
-        return self.decoder.finish_layer(layer, x, attended)
-
     def unembed(self, params: Params, x: Float[Array, "*lead dim"]) -> jax.Array:
         return self.decoder.unembed(params["model"], x)
-
-    def rotate_keys(
-        self, layer: LayerParams, keys: jax.Array, places: PositionEncoding
-    ) -> jax.Array:
-        inner: Any = self.decoder
-        return inner.rotate_keys(layer, keys, places)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,17 +167,13 @@ def load_lens(path: str | Path, *, model_sha256: str) -> Lens:
         to another model.
     """
     file = lens_file(path)
-    stored, tensors = load_owned(
+    exits, tensors = load_owned(
         file,
         what="a lens",
         command="utio-jax calibrate --fit-lens",
         model_sha256=model_sha256,
-        owner=lambda stored: stored["model_sha256"],
+        read=lambda stored: (stored["model_sha256"], check_depths(stored["exits"])),
     )
-    try:
-        exits = check_depths(stored["exits"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"Wanted a lens at {file}. It cannot be read: {error!r}.") from error
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     dim = shapes.get("bias", (0,))[-1]
     expected = {"matrix": (len(exits), dim, dim), "bias": (len(exits), dim)}

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import io
+import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -72,8 +73,10 @@ def _save(file: Path, result: Arrays) -> None:
     arrays: Any = dict(result)
     np.savez(buffer, allow_pickle=False, **arrays)
     data = buffer.getvalue()
-    with replacing(file) as (unfinished,):
-        unfinished.write_bytes(hashlib.sha256(data).digest() + data)
+    with replacing(file) as (unfinished,), unfinished.open("wb") as opened:
+        opened.write(hashlib.sha256(data).digest() + data)
+        opened.flush()
+        os.fsync(opened.fileno())  # On disk before it has its name.
 
 
 def _load(file: Path, identity: str) -> Arrays:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -22,7 +22,7 @@ from utio_jax.core.rows import Rows, check_mesh, place
 from utio_jax.core.shards import Arrays, Shards, run_all
 from utio_jax.core.work import Work
 from utio_jax.evaluation.flops import check_worthwhile, gate_flops
-from utio_jax.evaluation.quality import Quality, pack, pack_quality, unpack, unpack_quality
+from utio_jax.evaluation.quality import Quality, pack_quality, unpack_quality
 from utio_jax.policies.base import Policy
 from utio_jax.policies.depth import shared_program
 from utio_jax.staircase.base import Executor
@@ -87,64 +87,108 @@ def evaluate(  # noqa: PLR0913 (options, each named)
     for policy in policies.values():
         for single_policy in policy if isinstance(policy, Sequence) else (policy,):
             check_policy(single_policy, decoder, kv=kv)
-    layers = decoder.config.num_layers
     totals = dict.fromkeys(policies, Quality())
-    params = place(params, mesh)
-    choices: list[tuple[Any, Any]] = [
-        (policies[name], (attention or {}).get(name, DENSE)) for name in policies
-    ]
+    for number, name, quality, tokens in _run_passes(
+        decoder,
+        params,
+        batches,
+        {name: (policy, (attention or {}).get(name, DENSE)) for name, policy in policies.items()},
+        compare=True,
+        full_passes=full_passes,
+        shards=shards,
+        progress=progress,
+        kv=kv,
+        executor=executor,
+        mesh=mesh,
+    ):
+        totals[name] += quality
+        if observe is not None:
+            depths = tokens.pop("depths")
+            observe(name, batches[number], Comparison(**tokens), depths)
+    return totals
+
+
+def _run_passes(  # noqa: PLR0913 (options, each named)
+    decoder: Decoder,
+    params: Params,
+    batches: Sequence[Batch],
+    choices: Mapping[str, tuple[Any, Any]],
+    *,
+    compare: bool,
+    full_passes: dict[int, Scores] | None = None,
+    shards: Shards | None,
+    progress: Callable[[], None] | None,
+    mesh: Mesh | None,
+    **options: Any,
+) -> Iterator[tuple[int, str, Quality, dict[str, np.ndarray]]]:
+    """Yields number of the batch, name of the choice, sums, and results `[batch, token]` by name.
+
+    These are the decided depths and the fields of `Comparison`, without a comparison `nll` alone.
+
+    Args:
+      decoder: the model.
+      params: its parameters.
+      batches: the text.
+      choices: policy and attention pattern by name, each one for all batches or one for each.
+      compare: run full depth, too, and compare with it; else its work is only counted.
+      full_passes: see `evaluate`.
+      shards: see `evaluate`.
+      progress: called after every choice and batch.
+      mesh: splits the rows of a batch over its axis "data".
+      **options: `kv` and `executor` of all passes.
+    """
+    params, layers = place(params, mesh), decoder.config.num_layers
     kept = {} if full_passes is None else full_passes
 
     def read(number: int) -> Arrays:
-        batch, results = batches[number], {}
-        rows = len(batch.lengths)
+        batch, results, full = batches[number], {}, None
+        rows, width = batch.token_ids.shape
         ids, lengths = place(Rows((batch.token_ids, batch.lengths)), mesh).tree
-        run = partial(run_score, decoder, params, ids, lengths, kv=kv, executor=executor, mesh=mesh)
-        full = kept[number] if number in kept else run(policy=full_depth(decoder))
-        if full_passes is not None:
-            full_passes[number] = full
+        run = partial(run_score, decoder, params, ids, lengths, mesh=mesh, **options)
+        if compare:
+            full = kept[number] if number in kept else run(policy=full_depth(decoder))
+            if full_passes is not None:
+                full_passes[number] = full
+        work = full.work if full else full_work(decoder, lengths, width=width, mesh=mesh, **options)
         positions, _ = positions_of(jnp.asarray(batch.token_ids), jnp.asarray(batch.lengths))
-        for index, pair in enumerate(choices):
+        for index, pair in enumerate(choices.values()):
             policy, choice = (x[number] if isinstance(x, Sequence) else x for x in pair)
             choice = place(choice, mesh)
-            program = place(shared_program(policy, jnp.asarray(batch.token_ids), positions), mesh)
-            # Full depth in question is the pass that was just made.
-            same = policy.depths == (layers,) and choice == DENSE
-            scores = full if same else run(policy=program, attention=choice)
-            other = None if same else full.x
-            comparison = _compare(decoder, params, ids, lengths, scores.x, other, mesh=mesh)
-            comparison, depths = jax.tree.map(  # Without the rows that fill up a mesh.
-                lambda leaf: np.asarray(leaf)[:rows], (comparison, scores.depths)
-            )
+            if full and policy.depths == (layers,) and choice == DENSE:
+                scores, other = full, None  # Full depth in question is the pass that was just made.
+            else:
+                program = shared_program(policy, jnp.asarray(batch.token_ids), positions)
+                scores = run(policy=place(program, mesh), attention=choice)
+                other = full and full.x
+            tokens = {"nll": -scores.log_likelihood}
+            if full:
+                tokens = vars(_compare(decoder, params, ids, lengths, scores.x, other, mesh=mesh))
+            tokens = {  # Without the rows that fill up a mesh.
+                name: np.asarray(leaf)[:rows]
+                for name, leaf in {**tokens, "depths": scores.depths}.items()
+            }
             costs = _costs(
-                decoder,
-                params,
-                policy,
-                scores,
-                full.work,
-                depths,
-                executor=executor,
-                attention=choice,
-                kv=kv,
+                decoder, params, policy, scores, work, tokens["depths"], attention=choice, **options
             )
-            quality = dataclasses.replace(_sums(comparison, depths, batch.lengths), **costs)
-            results |= pack(index, quality, comparison, depths)
+            tokens["quality"] = pack_quality(
+                dataclasses.replace(_sums(tokens, batch.lengths), **costs)
+            )
+            results |= {f"{index}/{name}": array for name, array in tokens.items()}
             if progress is not None:
                 progress()
         return results
 
     def same() -> str:
-        static = repr((decoder.config, kv, executor))
-        return digest([vars(batch) for batch in batches], choices, static)
+        static = repr((decoder.config, *options.values(), compare))
+        return digest([vars(batch) for batch in batches], [*choices.values()], static)
 
-    results_of_batch = run_all(len(batches), read, what="batches", same=same, shards=shards)
-    for batch, results in zip(batches, results_of_batch, strict=True):
-        for index, name in enumerate(policies):
-            quality, comparison, depths = unpack(index, results)
-            totals[name] += quality
-            if observe is not None:
-                observe(name, batch, comparison, depths)
-    return totals
+    passes = run_all(len(batches), read, what="batches", same=same, shards=shards)
+    for number, results in enumerate(passes):
+        for index, name in enumerate(choices):
+            start = f"{index}/"
+            keys = [key for key in results if key.startswith(start)]
+            tokens = {key.removeprefix(start): results[key] for key in keys}
+            yield number, name, unpack_quality(tokens.pop("quality")), tokens
 
 
 def _costs(  # noqa: PLR0913 (options, each named)
@@ -184,67 +228,6 @@ def _costs(  # noqa: PLR0913 (options, each named)
         + cost.head * extra_heads
         + cost.exit_map * float(np.sum(work.exit_maps)),
     }
-
-
-def _run_alone(  # noqa: PLR0913 (options, each named)
-    decoder: Decoder,
-    params: Params,
-    batches: Sequence[Batch],
-    policies: Sequence[Policy],
-    *,
-    kv: FrozenKV,
-    executor: Executor | Literal["auto"],
-    attention: Sequence[AttentionPattern],
-    mesh: Mesh | None,
-    shards: Shards | None,
-    observe: Callable[[Batch, np.ndarray, np.ndarray], None],
-    progress: Callable[[], None] | None,
-) -> Quality:
-    """Returns the sums of one pass over each batch under its policy, without a full-depth pass.
-
-    `observe` gets each batch with its tokens' losses and decided depths, `[batch, token]`.
-    """
-    params = place(params, mesh)
-
-    def read(number: int) -> Arrays:
-        batch, policy = batches[number], policies[number]
-        rows, width = batch.token_ids.shape
-        ids, lengths = place(Rows((batch.token_ids, batch.lengths)), mesh).tree
-        choice = place(attention[number], mesh)
-        positions, _ = positions_of(jnp.asarray(batch.token_ids), jnp.asarray(batch.lengths))
-        program = place(shared_program(policy, jnp.asarray(batch.token_ids), positions), mesh)
-        options: Any = {"kv": kv, "executor": executor, "mesh": mesh}
-        scores = run_score(
-            decoder, params, ids, lengths, policy=program, attention=choice, **options
-        )
-        full = full_work(decoder, lengths, width=width, **options)
-        nll, depths = -np.asarray(scores.log_likelihood)[:rows], np.asarray(scores.depths)[:rows]
-        costs = _costs(
-            decoder,
-            params,
-            policy,
-            scores,
-            full,
-            depths,
-            executor=executor,
-            attention=choice,
-            kv=kv,
-        )
-        quality = dataclasses.replace(_sums_alone(nll, depths, batch.lengths), **costs)
-        if progress is not None:
-            progress()
-        return {"nll": nll, "depths": depths, "quality": pack_quality(quality)}
-
-    def same() -> str:
-        static = repr((decoder.config, kv, executor, "alone"))
-        return digest([vars(batch) for batch in batches], [policies, attention], static)
-
-    total = Quality()
-    results = run_all(len(batches), read, what="scores", same=same, shards=shards)
-    for batch, result in zip(batches, results, strict=True):
-        total += unpack_quality(result["quality"])
-        observe(batch, result["nll"], result["depths"])
-    return total
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -327,7 +310,7 @@ def score_documents(  # noqa: PLR0913 (options, each named)
         raise ValueError(f"Wanted at least 1 row per pass. Got rows={rows}.")
     if not len(documents):
         raise ValueError("Wanted documents to score, at least one. Got none.")
-    check_policy(policy, decoder)
+    check_policy(policy, decoder, kv=kv)
     parts = check_mesh(mesh)
     context = decoder.config.context_length
     cut = [windows_of([ids], width=context) if len(ids) else [] for ids in documents]
@@ -361,10 +344,6 @@ def score_documents(  # noqa: PLR0913 (options, each named)
     full = full_depth(decoder)
     chosen = [policy if reason is None else full for reason in reasons]
     choices = [attention if reason is None else DENSE for reason in reasons]
-    used = {
-        int(batch.window[0]): chosen_policy
-        for batch, chosen_policy in zip(batches, chosen, strict=True)
-    }
 
     cost = token_cost(decoder, params)
     of_policy = {
@@ -374,49 +353,30 @@ def score_documents(  # noqa: PLR0913 (options, each named)
         for chosen_policy in (full, policy)
     }
 
-    def note(
-        batch: Batch, decided: np.ndarray, nll: np.ndarray, compared: Comparison | None
-    ) -> None:
-        by = used[int(batch.window[0])]
-        for row, window in enumerate(batch.window):
-            if window < 0:
-                continue
-            length, own = batch.lengths[row : row + 1], decided[row : row + 1]
+    total = Quality()
+    for number, _, sums, tokens in _run_passes(
+        decoder,
+        params,
+        batches,
+        {"": (chosen, choices)},
+        compare=compare,
+        shards=shards,
+        progress=progress,
+        kv=kv,
+        executor=executor,
+        mesh=mesh,
+    ):
+        total += sums
+        batch, by = batches[number], chosen[number]
+        for row in np.flatnonzero(batch.window >= 0):
+            window, length = batch.window[row], batch.lengths[row : row + 1]
+            own = {name: array[row : row + 1] for name, array in tokens.items()}
             predicted = int(length[0]) - 1
-            likelihood[window] = -nll[row, :predicted]
-            depths[window] = own[0, :predicted]
-            if compared is None:
-                sums = _sums_alone(nll[row], own, length)
-            else:
-                sums = _sums(jax.tree.map(lambda leaf, row=row: leaf[row], compared), own, length)
-            costs = _decided_costs(cost, by, of_policy[by.depths], own, executor=executor, kv=kv)
-            qualities[window] = dataclasses.replace(sums, **costs)
-
-    total, options = Quality(), {"kv": kv, "executor": executor, "mesh": mesh, "shards": shards}
-    if batches and compare:
-        (total,) = evaluate(
-            decoder,
-            params,
-            batches,
-            {"": chosen},
-            attention={"": choices},
-            observe=lambda _, batch, comparison, decided: note(
-                batch, decided, np.asarray(comparison.nll), comparison
-            ),
-            progress=progress,
-            **options,
-        ).values()
-    elif batches:
-        total = _run_alone(
-            decoder,
-            params,
-            batches,
-            chosen,
-            attention=choices,
-            observe=lambda batch, nll, decided: note(batch, decided, nll, None),
-            progress=progress,
-            **options,
-        )
+            likelihood[window] = -own["nll"][0, :predicted]
+            depths[window] = own["depths"][0, :predicted]
+            decisions = of_policy[by.depths]
+            costs = _decided_costs(cost, by, decisions, own["depths"], executor=executor, kv=kv)
+            qualities[window] = dataclasses.replace(_sums(own, length), **costs)
     ends = np.cumsum([len(of_one) for of_one in cut])
     spans = [slice(end - len(of_one), end) for end, of_one in zip(ends, cut, strict=True)]
     return TextScore(
@@ -434,29 +394,21 @@ def score_documents(  # noqa: PLR0913 (options, each named)
     )
 
 
-def _sums(comparison: Comparison, depths: np.ndarray, lengths: np.ndarray) -> Quality:
-    """Returns the sums of a batch or of one row, without costs."""
+def _sums(tokens: Mapping[str, np.ndarray], lengths: np.ndarray) -> Quality:
+    """Returns the sums of a batch's results or of one row's, see `_run_passes`, without costs."""
+    depths = tokens["depths"]
     values, counts = np.unique(depths[depths > 0], return_counts=True)
-    nll, nll_full, kl = (
-        float(np.sum(losses, dtype=np.float64))
-        for losses in (comparison.nll, comparison.nll_full, comparison.kl)
-    )
+    total = lambda name: float(np.sum(tokens[name], dtype=np.float64))  # noqa: E731
+    compared = "kl" in tokens
     return Quality(
         tokens=int(np.sum(lengths)),
         predicted=int(np.maximum(lengths - 1, 0).sum()),
-        nll=nll,
-        nll_full=nll_full,
-        kl=kl,
-        agree=int(np.sum(comparison.agree)),
+        nll=total("nll"),
+        nll_full=total("nll_full") if compared else None,
+        kl=total("kl") if compared else None,
+        agree=int(np.sum(tokens["agree"])) if compared else None,
         histogram=dict(zip(values.tolist(), counts.tolist(), strict=True)),
     )
-
-
-def _sums_alone(nll: np.ndarray, depths: np.ndarray, lengths: np.ndarray) -> Quality:
-    """Returns the same sums without a comparison with full depth."""
-    compared = Comparison(nll=nll, nll_full=nll, kl=nll, agree=nll > 0, greedy=nll > 0)
-    sums = _sums(compared, depths, lengths)
-    return dataclasses.replace(sums, nll_full=None, kl=None, agree=None)
 
 
 def _decided_costs(

@@ -26,6 +26,7 @@ from utio_jax.decoding.generate import Generated
 from utio_jax.decoding.loop import Prompts
 from utio_jax.decoding.sampling import SamplingParams
 from utio_jax.evaluation.ledger import Ledger
+from utio_jax.evaluation.quality import Quality
 from utio_jax.staircase.reference import dense_states
 from utio_jax.staircase.score import labels_of
 
@@ -88,48 +89,16 @@ def read_emitted(
     return jax.tree.map(lambda leaf: leaf[emitted], reading)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Spent:
-    """Sums over batches of generated text. Ended rows still cost: the batch runs on.
-
-    A row's first token is prefill's. It is charged as one token at full depth, in `executed`,
-    `flops` and `flops_plain` alike; the rest of prefill is the same in every mode and left out.
-
-    Attributes:
-      tokens: emitted.
-      decided: token-layers of the distribution that they were taken from.
-      executed: token-layers computed, rejected drafts and rows that have ended included.
-      flops: executed: layers, frozen K/V, heads, gates.
-      flops_plain: executed by plain decoding of as many tokens of each row, in the same batch.
-      flops_extra: of gates, and of heads beyond plain decoding's.
-      kv_bytes: of keys and values, read by rows that had not ended.
-      kv_bytes_plain: read by plain decoding of as many tokens.
-      flops_ideal: of decided layers, frozen K/V and one head per emitted token.
-    """
-
-    tokens: int = 0
-    decided: int = 0
-    executed: float = 0.0
-    flops: float = 0.0
-    flops_plain: float = 0.0
-    flops_extra: float = 0.0
-    kv_bytes: float = 0.0
-    kv_bytes_plain: float = 0.0
-    flops_ideal: float = 0.0
-
-    def __add__(self, other: Spent) -> Spent:
-        pairs = zip(vars(self).items(), vars(other).values(), strict=True)
-        return Spent(**{name: ours + theirs for (name, ours), theirs in pairs})
-
-
 def spent_on(
     decoder: Decoder, params: Params, mode: Mode, prompts: Prompts, generated: Generated
-) -> Spent:
-    """Returns the cost of one batch, and of plain decoding of the same tokens.
+) -> Quality:
+    """Returns the costs of one batch, full depth's being plain decoding of as many tokens.
 
-    On a mesh, device by device; rows that only fill it up are charged.
+    Ended rows still cost: the batch runs on. On a mesh so do rows that only fill it up. A row's
+    first token is prefill's. It is charged as one token at full depth, in `query_layers`, `flops`
+    and `flops_full` alike; the rest of prefill is the same in every mode and left out.
     """
-    total, rows = Spent(), generated.group
+    total, rows = Quality(), generated.group
     for start in range(0, len(prompts), rows):
         part = slice(start, start + rows)
         total += _spent_on_group(decoder, params, mode, prompts[part], generated.only(part))
@@ -138,7 +107,7 @@ def spent_on(
 
 def _spent_on_group(
     decoder: Decoder, params: Params, mode: Mode, prompts: Prompts, generated: Generated
-) -> Spent:
+) -> Quality:
     cost, layers = token_cost(decoder, params), decoder.config.num_layers
     rows = generated.group
     # All rows of a group run until the last one ends, and that one was charged in every round.
@@ -184,15 +153,20 @@ def _spent_on_group(
             + cost.head * heads
         )
 
-    return Spent(
+    values, counts = np.unique(emitted, return_counts=True)
+    return Quality(
         tokens=emitted.size,
-        decided=int(emitted.sum()),
-        executed=token_layers + rows * layers,
+        predicted=emitted.size,
+        nll_full=None,
+        kl=None,
+        agree=None,
+        histogram=dict(zip(values.tolist(), counts.tolist(), strict=True)),
+        query_layers=token_layers + rows * layers,
         flops=flops(token_layers, attended, plain_steps, made) + shown + extra,
-        flops_plain=flops(plain_steps * layers, plain_attended, plain_steps, all_made),
-        flops_extra=extra,
+        flops_full=flops(plain_steps * layers, plain_attended, plain_steps, all_made),
+        flops_gates=extra,
         kv_bytes=float(np.sum(generated.kv_bytes_read)),
-        kv_bytes_plain=layers * plain_read * generated.bytes_per_slot,
+        kv_bytes_full=layers * plain_read * generated.bytes_per_slot,
         flops_ideal=float(
             emitted.sum() * (cost.query + cost.attention_per_key * width)
             + np.sum(cost.made(deepest)) * cost.keys_values
@@ -245,34 +219,23 @@ def generation_ledger(
     `budget` is the one that the policy was calibrated for.
     """
     pairs = list(zip(batches, results, strict=True))
-    spent = sum((spent_on(decoder, params, mode, *pair) for pair in pairs), start=Spent())
+    spent = sum((spent_on(decoder, params, mode, *pair) for pair in pairs), start=Quality())
     readings = [read_emitted(decoder, params, *pair) for pair in pairs]
     decided, executed, likelihood = (
         np.concatenate([row for result in results for row in getattr(result, name)])
         for name in ("decided", "executed", "log_probabilities")
     )
-    depths, counts = np.unique(decided, return_counts=True)
     agrees = np.concatenate([reading.agrees for reading in readings])
-    return Ledger(
-        policy="full" if mode.depth_policy is None else mode.depth_policy.name,
-        budget=budget,
-        tokens=spent.tokens,
-        num_layers=decoder.config.num_layers,
-        depth_decided_mean=spent.decided / spent.tokens,
-        depth_executed_mean=spent.executed / spent.tokens,
-        depth_histogram={
-            str(depth): round(count / spent.tokens, 6)
-            for depth, count in zip(depths.tolist(), counts.tolist(), strict=True)
-        },
+    name = "full" if mode.depth_policy is None else mode.depth_policy.name
+    ledger = spent.ledger(name, budget=budget, num_layers=decoder.config.num_layers)
+    return dataclasses.replace(
+        ledger,
         # Drafts run all layers because they are verified: that is lossless decoding, not a stay.
         involuntary_stays=0 if mode.exact else int(np.sum(executed > decided)),
         involuntary_exits=int(np.sum(executed < decided)),
         nll_full=float(np.mean(np.concatenate([reading.nll for reading in readings]))),
         nll=-float(np.mean(likelihood)),
         agreement=float(np.mean(agrees)) if sampling.temperature == 0 else None,
-        kv_bytes_ratio=spent.kv_bytes / spent.kv_bytes_plain if spent.kv_bytes_plain else None,
-        flops_ratio=spent.flops / spent.flops_plain,
-        gate_pct=100 * spent.flops_extra / spent.flops_plain,
-        padding_ratio=spent.executed / spent.decided,
-        speedup_ideal=None if mode.block > 1 else spent.flops_plain / spent.flops_ideal,
+        overflows=None,
+        speedup_ideal=None if mode.block > 1 else ledger.speedup_ideal,
     )

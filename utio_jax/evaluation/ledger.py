@@ -114,13 +114,12 @@ def uniform_hull(rows: Sequence[Ledger]) -> Callable[[float], float | None]:
 def convex_hull(points: Sequence[tuple[float, float]]) -> Callable[[float], float | None]:
     """Returns the lower convex hull of points as a function; None left of the first."""
     hull: list[tuple[float, float]] = []
-    for point in sorted(points):
-        while len(hull) >= 2 and _turns_up(hull[-2], hull[-1], point) is False:
+    for x, y in sorted(points):
+        while len(hull) >= 2:
+            (x0, y0), (x1, y1) = hull[-2:]
+            if (x1 - x0) * (y - y0) - (y1 - y0) * (x - x0) > 0:  # It turns up.
+                break
             hull.pop()
-        hull.append(point)
+        hull.append((x, y))
     xs, ys = zip(*hull, strict=True)
     return lambda x: None if x < xs[0] else float(np.interp(x, xs, ys))
-
-
-def _turns_up(a: tuple[float, float], b: tuple[float, float], c: tuple[float, float]) -> bool:
-    return bool((b[0] - a[0]) * (c[1] - a[1]) - (b[1] - a[1]) * (c[0] - a[0]) > 0)

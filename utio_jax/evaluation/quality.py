@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loss and cost of a policy, summed over a text, and their exchange between processes."""
+"""Loss and cost of a policy or a decoding mode, summed over a text."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from utio_jax.core.shards import Arrays
 from utio_jax.evaluation.ledger import Ledger
-from utio_jax.staircase.score import Comparison
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,6 +33,8 @@ class Quality:
       flops_full: executed FLOPs of the full-depth pass.
       flops_ideal: of decided layers, frozen K/V and one head per token.
       flops_gates: of all decisions, and of heads beyond one per token.
+      kv_bytes: K/V that rows of generated text read until they ended.
+      kv_bytes_full: read by plain decoding of as many tokens.
     """
 
     tokens: int = 0
@@ -50,6 +50,8 @@ class Quality:
     flops_full: float = 0.0
     flops_ideal: float = 0.0
     flops_gates: float = 0.0
+    kv_bytes: float = 0.0
+    kv_bytes_full: float = 0.0
 
     def __add__(self, other: Quality) -> Quality:
         added: dict[str, Any] = {
@@ -94,6 +96,7 @@ class Quality:
             involuntary_stays=0,
             involuntary_exits=0,
             nll=self.nll / self.predicted,
+            kv_bytes_ratio=self.kv_bytes / self.kv_bytes_full if self.kv_bytes_full else None,
             flops_ratio=self.flops / self.flops_full,
             gate_pct=100 * self.flops_gates / self.flops_full,
             padding_ratio=self.query_layers / decided,
@@ -117,19 +120,3 @@ def unpack_quality(stored: np.ndarray) -> Quality:
     """Returns the sums that `pack_quality` packed."""
     fields = json.loads(str(stored))
     return Quality(**{**fields, "histogram": dict(fields["histogram"])})
-
-
-def pack(index: int, quality: Quality, comparison: Comparison, depths: np.ndarray) -> Arrays:
-    """Returns the results of one batch under the `index`-th policy as arrays."""
-    arrays = {**vars(comparison), "depths": depths, "quality": pack_quality(quality)}
-    return {f"{index}/{name}": array for name, array in arrays.items()}
-
-
-def unpack(index: int, results: Arrays) -> tuple[Quality, Comparison, np.ndarray]:
-    """Returns the results that `pack` packed."""
-    compared = [field.name for field in dataclasses.fields(Comparison)]
-    return (
-        unpack_quality(results[f"{index}/quality"]),
-        Comparison(**{name: results[f"{index}/{name}"] for name in compared}),
-        results[f"{index}/depths"],
-    )

@@ -105,19 +105,12 @@ def load_branches(path: str | Path, *, model_sha256: str) -> Branches:
       ValueError: a file is missing or broken, the two do not belong together, or the branches
         belong to another model.
     """
-    file = branches_file(path)
-    stored, tensors = load_owned(
-        file,
+    sizes, tensors = load_owned(
+        branches_file(path),
         what="exit branches",
         command="models/recipes/branches.py",
         model_sha256=model_sha256,
-        owner=lambda stored: stored["model_sha256"],
+        read=lambda stored: (stored["model_sha256"], tuple(map(int, stored["sizes"]))),
     )
-    try:
-        sizes = tuple(int(size) for size in stored["sizes"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(
-            f"Wanted exit branches at {file}. They cannot be read: {error!r}."
-        ) from error
     layers = nest({name: jnp.asarray(tensor) for name, tensor in tensors.items()})
     return Branches(sizes=sizes, layers=layers)

@@ -11,7 +11,6 @@ import dataclasses
 import hashlib
 import json
 import re
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -466,15 +465,16 @@ def save(
     config: dict[str, Any] = dataclasses.asdict(decoder.config)
     tensors: Any
     metadata = dict[str, str]()
-    copied, written = dict[str, Path](), dict[str, str]()
+    beside = dict[str, bytes]()
     theirs: dict[str, Any] = {}
     if like is not None and Path(like).is_file():
-        theirs, written = gguf_files.files_beside_weights(Path(like))
+        theirs, texts = gguf_files.files_beside_weights(Path(like))
+        beside = {name: text.encode() for name, text in texts.items()}
     elif like is not None:
         theirs = read_json(Path(like) / "config.json", "a config")
         if out.resolve() != Path(like).resolve():
             carried = [file for pattern in _CARRIED for file in sorted(Path(like).glob(pattern))]
-            copied = {file.relative_to(like).as_posix(): file for file in carried}
+            beside = {file.relative_to(like).as_posix(): file.read_bytes() for file in carried}
     # No stock config has a word for keys and values that a converted model's layers share.
     converted = isinstance(decoder, Transformer) and decoder.config.kv_source
     if is_huggingface(theirs) and not converted:
@@ -483,13 +483,11 @@ def save(
     else:
         tensors = jax.tree.map(lambda leaf: np.asarray(leaf.astype(dtype)), params)
     # The config is last: a folder that has one is whole.
-    names = [*copied, *written, "model.safetensors", "config.json"]
+    names = [*beside, "model.safetensors", "config.json"]
     with replacing(*(out / name for name in names)) as partial:
         place = dict(zip(names, partial, strict=True))
-        for name, source in copied.items():
-            shutil.copyfile(source, place[name])
-        for name, text in written.items():
-            place[name].write_text(text, encoding="utf-8")
+        for name, content in beside.items():
+            place[name].write_bytes(content)
         dump_tensors(place["model.safetensors"], tensors, metadata=metadata)
         place["config.json"].write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
 

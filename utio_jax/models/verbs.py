@@ -24,13 +24,7 @@ from utio_jax.calibration.goals import Budgets, Goal, MaxDisagreement, MaxLoss
 from utio_jax.calibration.lens import LensConfig, fit_lens, split_for_lens
 from utio_jax.calibration.risk import split_documents
 from utio_jax.core.decoder import some_exits
-from utio_jax.core.documents import (
-    Batch,
-    batches_of,
-    calibration_batches,
-    row_widths,
-    sample_batches,
-)
+from utio_jax.core.documents import Batch, batches_of, row_widths, sample_batches, windows_of
 from utio_jax.core.files import check_writable
 from utio_jax.core.html import depth_html, table_html
 from utio_jax.core.lens import Lensed, lens_file, save_lens, with_config
@@ -366,11 +360,7 @@ class Verbs:
         note_compilation()
         options = {"compare": False, **options}
         scored = score_documents(self.decoder, self.params, documents, chosen, **options)
-        return ScoredTexts(
-            **vars(scored),
-            token_ids=tuple(documents),
-            model=self,
-        )
+        return ScoredTexts(**vars(scored), token_ids=tuple(documents), model=self)
 
     def evaluate(
         self: Any,
@@ -382,11 +372,8 @@ class Verbs:
         **options: Any,
     ) -> Ledger:
         """Returns loss and cost of texts under a policy. Arguments are those of `score`."""
-        policy = _named(policy, budget)
-        chosen = self.policy(policy, budget=budget)
-        documents = self.documents(texts, files=files)
-        note_compilation()
-        scored = score_documents(self.decoder, self.params, documents, chosen, **options)
+        policy, options = _named(policy, budget), {"compare": True, **options}
+        scored = self.score(texts, files=files, policy=policy, budget=budget, **options)
         name = policy if isinstance(policy, str) else policy.name
         return scored.quality.ledger(name, budget=budget, num_layers=self.decoder.config.num_layers)
 
@@ -632,7 +619,8 @@ class Verbs:
         """Returns documents as windows of `context` tokens, or the model's, 16 to a batch."""
         config = self.decoder.config
         width = min(config.context_length, context)
-        return calibration_batches(documents, width=width, vocab_size=config.vocab_size)
+        cut = windows_of(documents, width=width)
+        return list(batches_of(cut, rows=16, widths=[width], vocab_size=config.vocab_size))
 
 
 def _events(engine: Engine) -> Iterator[Event]:

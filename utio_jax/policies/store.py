@@ -12,7 +12,6 @@ from typing import Any, get_type_hints
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import jaxtyped
 
 from utio_jax.core.decoder import check_depths
 from utio_jax.core.files import json_file, load_owned, nest, save_owned
@@ -123,17 +122,13 @@ class Calibration:
 
     def save(self, path: str | Path) -> None:
         """Writes a JSON file, and its weights next to it; in a folder, these are `policies.*`."""
-        out = calibration_file(path)
-        stored = {name: _take_apart(signal) for name, signal in self.signals.items()}
-        weights = {name: tensors for name, (_, tensors) in stored.items() if tensors}
         entries = {
             name: {str(budget): entry.to_json() for budget, entry in fitted.items()}
             for name, fitted in self.entries.items()
         }
-        described = {name: description for name, (description, _) in stored.items()}
-        save_owned(
-            out, {"info": dict(self.info), "signals": described, "entries": entries}, weights
-        )
+        described = {name: _describe(signal) for name, signal in self.signals.items()}
+        stored = {"info": dict(self.info), "signals": described, "entries": entries}
+        save_owned(calibration_file(path), stored, dict(self.signals))
 
 
 def calibration_file(path: str | Path) -> Path:
@@ -149,43 +144,36 @@ def load_calibration(path: str | Path, *, model_sha256: str) -> Calibration:
         belongs to another model.
     """
     path = calibration_file(path)
-    stored, tensors = load_owned(
-        path,
-        what="a calibration",
-        command="utio-jax calibrate",
-        model_sha256=model_sha256,
-        owner=lambda stored: stored["info"]["model_sha256"],
-        integers=True,
-    )
-    try:
+
+    def read(stored: Any) -> tuple[str, Any]:
         entries = {
             name: {float(budget): Thresholds.from_json(entry) for budget, entry in fitted.items()}
             for name, fitted in stored["entries"].items()
         }
-        described = stored["signals"]
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise ValueError(
-            f"Wanted a calibration at {path}. It cannot be read: {error!r}."
-        ) from error
+        return stored["info"]["model_sha256"], (entries, stored["signals"], stored["info"])
+
+    (entries, described, info), tensors = load_owned(
+        path,
+        what="a calibration",
+        command="utio-jax calibrate",
+        model_sha256=model_sha256,
+        read=read,
+    )
     try:
         weights = nest(tensors)
         signals = {name: _put_together(described[name], weights.get(name, {})) for name in entries}
-        misfits = [misfit for name in signals for misfit in _misfits(signals[name], name)]
         for name, signal in signals.items():
             used = {depth for entry in entries[name].values() for depth in entry.depths[:-1]}
             exits = getattr(signal, "exits", None)
             if exits is not None and not used <= {*check_depths(exits)}:
-                misfits.append(f"{name} has weights for exits {exits}, its entries use {used}")
+                raise ValueError(f"{name} has weights for exits {exits}, its entries use {used}")
     except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
-        misfits = [repr(error)]
-        signals = {}
-    if misfits:
         raise ValueError(
             f"Wanted in {path.with_suffix('.safetensors')} the weights of the signals that {path} "
-            f"describes. They do not fit each other: {'; '.join(misfits[:8])}. Calibrate again: "
-            "utio-jax calibrate."
-        )
-    return Calibration(entries=entries, signals=signals, info=stored["info"])
+            f"describes. They do not fit each other: {error!r}. Calibrate again: utio-jax "
+            "calibrate."
+        ) from error
+    return Calibration(entries=entries, signals=signals, info=info)
 
 
 def check_nothing_is_lost(path: str | Path, model_sha256: str, policies: Collection[str]) -> None:
@@ -202,25 +190,22 @@ def check_nothing_is_lost(path: str | Path, model_sha256: str, policies: Collect
         )
 
 
-def _take_apart(part: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns a signal's type and configuration for JSON, and its weights by name, both nested."""
+def _describe(part: Any) -> dict[str, Any]:
+    """Returns a signal's type and static fields for JSON, and those of its parts."""
     description: dict[str, Any] = {"type": _type_name(type(part))}
-    tensors: dict[str, Any] = {}
     for field in dataclasses.fields(part):
         value = getattr(part, field.name)
         if field.metadata.get("static"):
             description[field.name] = value
         elif dataclasses.is_dataclass(value):
-            description[field.name], tensors[field.name] = _take_apart(value)
-        else:
-            tensors[field.name] = value
-    return description, tensors
+            description[field.name] = _describe(value)
+    return description
 
 
 def _put_together(
     description: Mapping[str, Any], tensors: Mapping[str, Any], declared: Any = None
 ) -> Any:
-    """Returns the signal again, or a part of the declared class: the inverse of `_take_apart`."""
+    """Returns the signal of a description, or a part of the declared class, with its weights."""
     kind = _type_of(description["type"], declared)
     types, fields = get_type_hints(kind), dict[str, Any]()
     for name, value in description.items():
@@ -246,7 +231,7 @@ def _type_of(name: str, declared: Any = None) -> Any:
     """
     if name in STORED:
         return STORED[name]
-    if dataclasses.is_dataclass(declared) and _own_name(declared) == name.rpartition(".")[2]:
+    if getattr(declared, "__name__", None) == name.rpartition(".")[2]:
         return declared
     derived = [*_derived(SignalBase)]
     same = [kind for kind in derived if _type_name(kind) == name]
@@ -264,40 +249,6 @@ def _derived(kind: type) -> Iterator[type]:
     for subclass in kind.__subclasses__():
         yield subclass
         yield from _derived(subclass)
-
-
-def _misfits(part: Any, path: str) -> Iterator[str]:
-    """Yields weights whose shape or type differs from the declaration of their field.
-
-    Sizes of one name are equal within a part, and what belongs to `exits` has an entry for each.
-    """
-    declared = get_type_hints(type(part))
-    exits = getattr(part, "exits", None)
-    with jaxtyped("context"):
-        for field in dataclasses.fields(part):
-            value, name = getattr(part, field.name), f"{path}.{field.name}"
-            leaves = [] if field.metadata.get("static") else jax.tree.leaves(value)
-            first, *_ = f"{getattr(declared[field.name], 'dim_str', '')} ".split(" ")
-            is_per_exit = STORED.get(type(value).__name__) is type(value) or "exit" in first
-            if (exits is not None and is_per_exit) and any(
-                jnp.shape(leaf)[:1] != (len(exits),) for leaf in leaves
-            ):
-                yield f"{name} has shapes {[jnp.shape(leaf) for leaf in leaves]} for exits {exits}"
-            if dataclasses.is_dataclass(value):
-                yield from _misfits(value, name)
-            elif leaves and not _fits(value, field_type := declared[field.name]):
-                yield f"{name} has shape {jnp.shape(value)}, wanted {_own_name(field_type)}"
-
-
-def _fits(value: Any, declared: Any) -> bool:
-    """Returns whether a leaf fits its field's type; numbers are read as arrays of one."""
-    if declared in (int, float, bool):
-        return jnp.shape(value) == ()
-    return declared is Any or isinstance(value, declared)
-
-
-def _own_name(kind: Any) -> str:
-    return getattr(kind, "__name__", str(kind))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

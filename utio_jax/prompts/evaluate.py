@@ -325,8 +325,8 @@ def prompt_cost(
     flops = flops_full = 0.0
     for start in range(0, len(prompts), rows):
         work = jax.tree.map(lambda leaf, row=start: leaf[row], generated.prompt_work)
-        extra = gate_flops(decoder, params, policy, work, attention=prefill.attention)
-        flops += pass_flops(cost, work, gates=extra)
+        gates = gate_flops(decoder, params, policy, work, attention=prefill.attention)
+        flops += pass_flops(cost, work, gates=gates)
         ends = np.zeros(rows, np.int64)
         ends[: len(lengths[start : start + rows])] = lengths[start : start + rows]
         flops_full += _full_flops(decoder, params, prefill.executor, ends, width)

@@ -28,7 +28,7 @@ from utio_jax.core.decoder import (
     check_own_kv,
     check_stops,
 )
-from utio_jax.core.files import json_file, load_owned, save_owned
+from utio_jax.core.files import json_file, load_owned, nest, save_owned
 from utio_jax.core.lens import Wrapped
 
 
@@ -171,30 +171,17 @@ def load_kv_maps(
         another model, are not finite, or differ from the JSON.
     """
     file = kv_maps_file(path)
-    stored, tensors = load_owned(
+    (stops, stored), tensors = load_owned(
         file,
         what="KV maps",
         command="utio-jax fit-prompt",
         model_sha256=model_sha256,
-        owner=lambda stored: stored["model_sha256"],
+        read=lambda stored: (stored["model_sha256"], (check_depths(stored["stops"]), stored)),
     )
-    try:
-        stops = check_depths(stored["stops"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"Wanted KV maps at {file}. They cannot be read: {error!r}.") from error
-    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    fields = [field.name for field in dataclasses.fields(KVMap)]
-    if shapes.keys() != {f"{stop}.{field}" for stop in stops for field in fields} or not all(
-        len(shapes[f"{stop}.kernel"]) == 5
-        and shapes[f"{stop}.kernel"][1:] == shapes[f"{stop}.bias"]
-        for stop in stops
-    ):
+    of_stop = nest({name: jnp.asarray(tensor) for name, tensor in tensors.items()})
+    if of_stop.keys() != {str(stop) for stop in stops}:
         raise ValueError(
-            f"Wanted for each of the stops {stops} a kernel [dim, layer, 2, kv_head, head_dim] and "
-            f"its bias next to {file}. Got {shapes}. Fit again: utio-jax fit-prompt."
+            f"Wanted maps of each of the stops {stops} next to {file}. Got those of "
+            f"{[*of_stop]}. Fit again: utio-jax fit-prompt."
         )
-    maps = {
-        stop: KVMap(**{field: jnp.asarray(tensors[f"{stop}.{field}"]) for field in fields})
-        for stop in stops
-    }
-    return maps, stored
+    return {stop: KVMap(**of_stop[str(stop)]) for stop in stops}, stored

@@ -32,7 +32,7 @@ from utio_jax.decoding.prefill import Prefill
 from utio_jax.decoding.sampling import SamplingParams
 from utio_jax.decoding.text import generate_text
 from utio_jax.evaluation.evaluate import Quality, evaluate
-from utio_jax.evaluation.generation import Spent, spent_on
+from utio_jax.evaluation.generation import spent_on
 from utio_jax.policies.base import Policy
 from utio_jax.staircase.prompts import PromptImportance
 from utio_jax.staircase.reference import check_kv
@@ -105,7 +105,7 @@ class UtioLM(TemplateLM):
         self.model, self.mode, self.rows = model, mode, rows
         self.tokenizer = model.tokenizer
         self.opening = _opening(model)
-        self.scored, self.spent = Quality(), Spent()
+        self.scored, self.spent = Quality(), Quality()
         self._counts: dict[str, list[int]] = {}
 
     @property
@@ -325,7 +325,7 @@ class UtioLM(TemplateLM):
             shallow = self.prefill is not None and kind != "loglikelihood_rolling"
             executed = "prompt" if shallow else "full" if mode == "plain" else mode
             kinds[kind] = {"requests": count, "truncated": truncated, "executed": executed}
-        full = scored.flops_full + spent.flops_plain
+        full = scored.flops_full + spent.flops_full
         return {
             "requests": kinds,
             "tokens": scored.tokens + spent.tokens,
