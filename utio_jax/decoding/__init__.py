@@ -9,7 +9,6 @@ from utio_jax.decoding.lossless import Lossless, lossless_for
 from utio_jax.decoding.prefill import Prefill
 from utio_jax.decoding.sampling import SamplingParams
 from utio_jax.decoding.text import GeneratedText, TextChunk, generate_text, stream_text
-from utio_jax.decoding.thinking import Thinking, Thought
 
 __all__ = [
     "Adaptive",
@@ -25,8 +24,6 @@ __all__ = [
     "Prefill",
     "SamplingParams",
     "TextChunk",
-    "Thinking",
-    "Thought",
     "generate",
     "generate_text",
     "lossless_for",

@@ -393,20 +393,14 @@ class Answer(Response):
         first = [item.finished for item in self.choices[:: self._reading.body.n or 1]]
         cached = sum(item.cached_tokens for item in first if item is not None)
         usage["prompt_tokens_details"] = {"cached_tokens": cached}
-        utio: dict[str, Any] = {
+        usage["utio"] = {
             **self._reading.about,
             "mean_depth_decided": mean("decided"),
             "mean_depth_executed": mean("executed"),
             "seconds_in_queue": longest("seconds_in_queue"),
             "seconds_to_first_token": longest("seconds_to_first_token"),
         }
-        thoughts = [item.thought for item in finished if item.thought is not None]
-        if thoughts:
-            spent = sum(thought.tokens for thought in thoughts)
-            usage["completion_tokens_details"] = {"reasoning_tokens": spent}
-            fields = ("tokens", "forced", "ended_by")
-            utio["thinking"] = [{name: getattr(item, name) for name in fields} for item in thoughts]
-        return {**usage, "utio": utio}
+        return usage
 
 
 _STREAM = [

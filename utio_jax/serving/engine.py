@@ -129,6 +129,5 @@ def served_of(
         steps=_STEPS,
         shapes=shapes,
         alternatives=MOST_LOGPROBS,
-        thinking=model.thinking is not None,
         prefix_cache=bytes_of(prefix_cache),
     )

@@ -101,7 +101,6 @@ class Worker:
         self._engine, self._scorer, self._plan = engine, scorer, plan
         self.open_tasks: dict[Task, Ticket] = {}
         self.stats = engine.stats()
-        self._dead: BaseException | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._inbox: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
         self._of_number: dict[int, Task] = {}
@@ -124,13 +123,7 @@ class Worker:
         return self._thread.is_alive()
 
     def hand_in(self, tasks: Sequence[Task]) -> Ticket:
-        """Queues tasks, which start after the current block; returns their ticket.
-
-        Raises:
-          EngineStoppedError: the engine has stopped and accepts no tasks.
-        """
-        if self._dead is not None:
-            raise EngineStoppedError(self._dead)
+        """Queues tasks, which start after the current block; returns their ticket."""
         ticket = Ticket(tasks, self)
         for task in tasks:
             self.open_tasks[task] = ticket
@@ -159,7 +152,6 @@ class Worker:
             ticket.news.put_nowait((task, news))
 
     def _end_all(self, error: BaseException) -> None:
-        self._dead = error
         self._deliver([(task, EngineStoppedError(error)) for task in self.open_tasks])
         self._on_death(error)
 
