@@ -167,20 +167,14 @@ class Worker:
             self._call(self._end_all, error)
 
     def _warmup(self) -> None:
-        done, scorer_programs = 0, self._scorer.programs
-        self._call(self._on_progress, 0, self._engine.programs + scorer_programs)
+        engine, scorer = self._engine, self._scorer
 
-        def engine_progress(count: int, programs: int) -> None:
-            nonlocal done
-            done = count
-            self._call(self._on_progress, count, programs + scorer_programs)
+        def show(done: int) -> None:
+            self._call(self._on_progress, done, engine.programs + scorer.programs)
 
-        self._engine.warmup(progress=engine_progress)
-        self._scorer.warmup(
-            progress=lambda count: self._call(
-                self._on_progress, done + count, done + scorer_programs
-            )
-        )
+        show(0)
+        engine.warmup(progress=lambda done, _: show(done))
+        scorer.warmup(progress=lambda done: show(engine.programs + done))
 
     def _serve(self) -> None:
         while True:
