@@ -151,7 +151,7 @@ def test_demo_measures_every_policy_and_draws(
     assert result["verdict"].count("`utio-jax ") == 2
     assert "Prompt of 56 tokens" in message
     assert captured.err.count("\n") < 24, "less than a screen"
-    assert json.loads((out / "demo.json").read_text()) == result
+    assert json.loads((out / "demo.json").read_text()).items() <= result.items()
     for picture in result["pictures"]:
         assert Path(picture).read_bytes().startswith(b"\x89PNG")
         assert Path(picture).stat().st_size > 10_000

@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -66,7 +65,6 @@ class Demo:
         from utio_jax.models import load
         from utio_jax.models.texts import read_files
 
-        started = time.perf_counter()
         check_out(self.out)
         model = load(self.model)
         documents, described = read_documents(model, self.files, None, "test")
@@ -112,8 +110,6 @@ class Demo:
         verdict = conclude(rows, generation, prompt, budget=budget, model=self.model)
         file = self.out / "demo.json"
         result = {
-            "command": "demo",
-            "seconds_total": round(time.perf_counter() - started, 1),
             "text": described,
             "environment": describe(dtype=jax.tree.leaves(model.params)[0].dtype),
             "rows": rows,
@@ -179,15 +175,11 @@ def reading_table(rows: Sequence[dict[str, Any]], *, default: float) -> Any:
     return table
 
 
-def _margin(row: dict[str, Any], control: str) -> float | None:
-    """Returns the loss of a control at the same FLOPs minus the row's, in %."""
-    return None if row[control] is None else row[control] - row["nll_increase_pct"]
-
-
 def _against(row: dict[str, Any], control: str) -> str:
-    margin = _margin(row, control)
-    if margin is None:
+    """Returns the loss of a control at the same FLOPs minus the row's, in %, in words."""
+    if row[control] is None:
         return "not known"
+    margin = row[control] - row["nll_increase_pct"]
     return f"{'better' if margin > 0 else 'worse'} by {abs(margin):.2f} %"
 
 

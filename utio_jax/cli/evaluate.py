@@ -137,7 +137,6 @@ class Evaluate(OfWindows, OfCalibration, OfText):
             }
             save_text(self.per_token, json.dumps(tokens) + "\n")
         return {
-            "command": "evaluate",
             "loss": round(nll / predicted, 6),
             "perplexity": perplexity,
             "perplexity_full": perplexity_full,

@@ -68,7 +68,7 @@ class Serve(OfMode):
         )
         done = server.run()
         server.leave(done["status"])
-        return done["status"] or {"command": "serve", **done}
+        return done["status"] or done
 
     def served(self) -> Any:
         """Returns the `utio_jax.serving.ServedModel` of these options."""

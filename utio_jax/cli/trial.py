@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
@@ -101,7 +100,6 @@ class Try(OfModel):
         from rich.console import Console
         from rich.table import Table
 
-        started = time.perf_counter()
         model = self.load()
         documents, described = read_documents(model, self.files, None, "test")
         fitted = _fitted(model)
@@ -119,8 +117,6 @@ class Try(OfModel):
         verdict = recommend(rows, self.model)
         print(verdict, file=sys.stderr)
         return {
-            "command": "try",
-            "seconds_total": round(time.perf_counter() - started, 1),
             "text": described,
             "rows": [dataclasses.asdict(row) | {"pays": row.pays} for row in rows],
             "verdict": verdict,
