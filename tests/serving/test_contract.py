@@ -279,7 +279,7 @@ def test_a_full_queue_is_told_and_when_to_come_again(server: Running) -> None:
 
 def test_an_answer_that_takes_too_long_ends(server: Running) -> None:
     long = completion("x", max_tokens=200)
-    with server.limited(request_seconds=1.0), server.slowed(0.2):
+    with server.limited(request_seconds=3.0), server.slowed(0.2):
         result = server.ask("/v1/completions", long)
         assert (result.status, result.error["code"]) == (504, "request_timeout")
         assert result.headers["x-should-retry"] == "false"
