@@ -244,8 +244,6 @@ def test_generate_streams_one_prompt_to_a_terminal(
         ("evaluate", "Wanted text files or --token-ids FILE, one of the two"),
         ("evaluate SOURCE --policy magic", "Wanted a policy of full, uniform"),
         ("evaluate SOURCE --policy uniform --depth 9", "within the model's 4 layers"),
-        ("evaluate SOURCE --kv full", "kv to be one of 'propagate', 'drop'"),
-        ("evaluate SOURCE --kv drop", "with kv. Got policy full"),
         ("evaluate SOURCE --budget 0.8 --batch 0", "at least 1 row"),
         ("evaluate --token-ids FOREIGN", "ids from 0 to 299, the model's vocabulary. Got 1 to 300"),
         ("demo SHORT", "text of at least 1024 tokens"),
