@@ -175,3 +175,5 @@ def test_rules_that_do_not_fit_are_named(model: Any) -> None:
         ThinkingBudget(end_ids=(1,), max_tokens=-1)
     with pytest.raises(ValueError, match="ThinkingBudget from 0 to 63"):
         run(model, logits_processor=ThinkingBudget(end_ids=(64,), max_tokens=1))
+    with pytest.raises(ValueError, match=r"each of 3 rows that run together. Got shape \(6,\)"):
+        run(model, logits_processor=ThinkingBudget(end_ids=(6,), max_tokens=BUDGETS))

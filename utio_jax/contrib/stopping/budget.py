@@ -82,6 +82,11 @@ class ThinkingBudget:
         known = (*self.end_ids, *forced, *self.start_ids)
         if min(known) < 0 or max(known) >= vocab:
             raise ValueError(f"Wanted ids of a ThinkingBudget from 0 to {vocab - 1}. Got {known}.")
+        if jnp.shape(self.max_tokens) not in ((), logits.shape[:1]):
+            raise ValueError(
+                f"Wanted one max_tokens, or one for each of {logits.shape[0]} rows that run "
+                f"together. Got shape {jnp.shape(self.max_tokens)}."
+            )
         slot = jnp.arange(state.token_ids.shape[1], dtype=jnp.int32)[None, :]
         prompt, length = state.prompt_lengths[:, None], state.lengths[:, None]
 
