@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draws results/frontier.png: bits per byte over FLOPs, exits and depths beside plain models.
+"""Draws results/frontier.png: bits per byte over FLOPs, exits and branches next to plain models.
 
 `.venv/bin/python docs/draw_frontier.py` reads results/frontier.json, points of FLOPs over all
 layers of the shipped model and bits per byte by the name of a line, and the plain models of
@@ -18,12 +18,14 @@ import matplotlib.pyplot as plt
 
 ROOT = Path(__file__).parent.parent
 STYLES = (
-    ("#3b6fb6", "s-"),
-    ("#11806a", "o-"),
-    ("#b23a48", "D-"),
-    ("#b0762a", "v-"),
-    ("#7b4fa3", "^-"),
+    ("#9fb6d3", "s-"),
+    ("#9fb6d3", "o--"),
+    ("#11806a", "D-"),
+    ("#b23a48", "o-"),
     ("#8a8a8a", "x--"),
+    ("#b0762a", "^:"),
+    ("#7b4fa3", "P"),
+    ("#7b4fa3", "X"),
 )
 
 
@@ -39,10 +41,10 @@ def main() -> None:
             f"{row['layers']} layers",
             (row["flops_ratio"], row["bits_per_byte"]),
             textcoords="offset points",
-            xytext=(-46, -10),
+            xytext=(4, 6),
             fontsize=8,
         )
-    for (name, points), (colour, style) in zip(lines.items(), STYLES, strict=True):
+    for (name, points), (colour, style) in zip(lines.items(), STYLES, strict=False):
         axis.plot(*zip(*points, strict=True), style, color=colour, label=name, markersize=5)
     axis.set_xlabel("FLOPs over those of all 16 layers of the shipped model")
     axis.set_ylabel("bits per byte, test documents")

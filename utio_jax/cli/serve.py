@@ -78,7 +78,7 @@ class Serve(OfMode):
         model = self.load()
         prefill, (mode, routing) = self.prefill(model), self._mode(model, named)
         return ServedModel(
-            name=self.name or Path(self.model).stem,
+            name=self.name or served_name(self.model),
             text=model,
             mode=mode,
             chat=_chat_of(model),
@@ -115,6 +115,15 @@ class Serve(OfMode):
         signal = budgets[budget].signal
         policy = Thresholded(signal=signal, thresholds=thresholds, depths=exits)
         return Adaptive(policy=policy), about
+
+
+def served_name(model: str) -> str:
+    """Returns the name of a folder, a GGUF file without its suffix, or the name at a hub.
+
+    >>> served_name("Qwen/Qwen2.5-0.5B"), served_name("out/tiny.Q4_1.gguf"), served_name("m/v1.1/")
+    ('Qwen2.5-0.5B', 'tiny.Q4_1', 'v1.1')
+    """
+    return Path(model).resolve().name.removesuffix(".gguf")
 
 
 def _chat_of(model: Any) -> Any:
