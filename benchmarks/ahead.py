@@ -288,7 +288,7 @@ class Programs:
         """Lowers a block of the engine."""
         boundaries = len(self.decoder.config.exits) - 1
         own = np.zeros(boundaries, np.float32) if mode.depth_policy is not None else None
-        fresh = fresh_of((), rows=rows, width=64, own=own, thinking=False)
+        fresh = fresh_of((), rows=rows, width=64, own=own)
         rules = jax.tree.map(jnp.asarray, fresh.rules)
 
         def make(params: Any, mode: Any, rules: Any) -> Any:

@@ -151,7 +151,7 @@ def test_demo_measures_every_policy_and_draws(
     assert result["verdict"].count("`utio-jax ") == 2
     assert "Prompt of 56 tokens" in message
     assert captured.err.count("\n") < 24, "less than a screen"
-    assert json.loads((out / "demo.json").read_text()) == result
+    assert json.loads((out / "demo.json").read_text()).items() <= result.items()
     for picture in result["pictures"]:
         assert Path(picture).read_bytes().startswith(b"\x89PNG")
         assert Path(picture).stat().st_size > 10_000
@@ -242,8 +242,6 @@ def test_generate_streams_one_prompt_to_a_terminal(
         ("evaluate", "Wanted text files or --token-ids FILE, one of the two"),
         ("evaluate SOURCE --policy magic", "Wanted a policy of full, uniform"),
         ("evaluate SOURCE --policy uniform --depth 9", "within the model's 4 layers"),
-        ("evaluate SOURCE --kv full", "kv to be one of 'propagate', 'drop'"),
-        ("evaluate SOURCE --kv drop", "with kv. Got policy full"),
         ("evaluate SOURCE --budget 0.8 --batch 0", "at least 1 row"),
         ("evaluate --token-ids FOREIGN", "ids from 0 to 299, the model's vocabulary. Got 1 to 300"),
         ("demo SHORT", "text of at least 1024 tokens"),

@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
-from utio_jax.cli.demo import conclude, reading_table, sentences
+from utio_jax.cli.demo import reading_table, sentences
 
 ROWS: list[dict[str, Any]] = [
     {
@@ -69,28 +69,3 @@ def test_writing_and_prompts_are_a_line_each() -> None:
         "Writing 8 texts: lossless 1.07x, the same tokens; adaptive 1.60x, 97% the same.",
     ]
     assert len(sentences(WRITTEN, None)) == 2
-
-
-def test_the_verdict_names_the_fastest_command_that_pays() -> None:
-    yours = "Your own model and text: `utio-jax try FILES --model MODEL`."
-    verdicts = [
-        conclude(ROWS, generation, prompt, budget=budget, model="shared-16")
-        for generation, prompt, budget in (
-            (WRITTEN, PROMPT, 0.6),
-            (WRITTEN, {**PROMPT, "exact": False}, 0.6),
-            (WRITTEN, None, 0.6),  # 1.61x at a loss of 1.1 % does not pay.
-            (WRITTEN[4:], None, 0.9),
-            (WRITTEN[4:], None, 0.6),
-        )
-    ]
-    assert verdicts == [
-        f'Next: `utio-jax generate "PROMPT" --model shared-16` (prompts: 1.73x, no loss). {yours}',
-        'Next: `utio-jax generate "PROMPT" --model shared-16 --prompt-budget 0.5` '
-        f"(prompts: 1.73x, no loss). {yours}",
-        'Next: `utio-jax generate "PROMPT" --model shared-16 --mode lossless --drafter exit` '
-        f"(writing: 1.44x, no loss). {yours}",
-        "Next: `utio-jax evaluate FILES --model shared-16 --budget 0.9` (reading: 1.06x, -0.01 % "
-        f"loss). {yours}",
-        'Next: `utio-jax generate "PROMPT" --model shared-16` (full depth: nothing tried is '
-        f"faster). {yours}",
-    ]

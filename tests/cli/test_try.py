@@ -39,6 +39,18 @@ def test_the_fastest_of_what_pays_is_recommended_for_each_purpose() -> None:
     assert [row.pays for row in rows] == [False, True, False, True, True, False]
 
 
+def test_exact_prompts_are_the_default_and_others_an_option() -> None:
+    record = {"prompt_tokens": 448, "stop": 8, "speedup": 1.73, "nll_increase_pct": 0.0}
+    commands = [
+        recommend([FULL, Tried.of_prompt(record | {"exact": exact})], "mine")
+        for exact in (True, False)
+    ]
+    assert commands == [
+        f'Next: `utio-jax generate "PROMPT" --model mine{how}` (prompts: 1.73x, no loss).'
+        for how in ("", " --prompt-budget 0.5")
+    ]
+
+
 def test_what_is_not_faster_or_loses_much_is_left_out() -> None:
     slow = Tried(what="writing: drafts", how="--drafts", times=0.9, loss_pct=0.0)
     costly = Tried(what="reading: all to layer 2", how="--depth 2", times=3.0, loss_pct=40.0)
@@ -71,8 +83,8 @@ def test_a_model_with_exits_is_tried(tmp_path: Path, capsys: pytest.CaptureFixtu
     rows = rows_of(capsys)
     assert [*rows] == [
         "in full",
-        "writing: drafter ngram",
         "writing: drafter exit",
+        "writing: drafter ngram",
         "writing: budget 0.8",
         "reading: all to layer 1",
         "reading: all to layer 2",

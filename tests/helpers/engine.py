@@ -21,7 +21,6 @@ from utio_jax.decoding.loop import Lengths
 from utio_jax.decoding.lossless import Lossless
 from utio_jax.decoding.prefill import Prefill
 from utio_jax.decoding.sampling import SamplingParams, rows_of
-from utio_jax.decoding.thinking import Thinking
 from utio_jax.engine import Engine, Shapes
 from utio_jax.policies.depth import random_depths
 from utio_jax.policies.signals import Position
@@ -65,7 +64,6 @@ class Asked:
     seed: int
     eos_ids: tuple[int, ...]
     stop: list[list[int]]
-    thinking: Thinking | None = None
 
     def submit(self, engine: Engine, **options: Any) -> int:
         return engine.submit(
@@ -75,7 +73,6 @@ class Asked:
             seed=self.seed,
             eos_ids=self.eos_ids,
             stop_sequences=self.stop,
-            thinking=self.thinking,
             **options,
         )
 
@@ -120,7 +117,6 @@ def alone(
         seeds=[asked.seed],
         eos_ids=asked.eos_ids,
         stop_sequences=asked.stop,
-        thinking=asked.thinking,
         lengths=lengths,
     )
 

@@ -21,6 +21,7 @@ from helpers.serving import (
 )
 from helpers.texts import new_text
 
+from utio_jax.contrib.stopping import ThinkingBudget
 from utio_jax.decoding.base import Plain
 from utio_jax.decoding.lossless import Lossless
 from utio_jax.decoding.sampling import SamplingParams
@@ -41,8 +42,10 @@ PROMPTS = ("def mean(values):\n    return", "x", "aaaa bbbb aaaa", "naïve € �
 def test_texts_are_those_of_generate_in_this_mode(folder: Path, name: str) -> None:
     mode, prefill, logprobs_of = MODES[name]
     nothing: dict[str, Any] = {"policy": None, "budget": None, "budgets": {}}
-    budget = None if prefill is None else 0.6
-    served = served_model(folder, mode=mode, prefill=prefill, prompt_budget=budget, **nothing)
+    nothing["prompt_budget"] = None if prefill is None else 0.6
+    how = {"mode": mode, "prefill": prefill}
+    how["logits_processor"] = ThinkingBudget(end_ids=(70, 71), max_tokens=9)
+    served = served_model(folder, **how, **nothing)
     model: Any = served.text
     # Drawn tokens of drafts follow those of all rows: their distribution alone is the same.
     draws = [0.0] if name == "lossless" else [0.0, 0.9]
@@ -59,7 +62,8 @@ def test_texts_are_those_of_generate_in_this_mode(folder: Path, name: str) -> No
     for (prompt, heat), answer in zip(cases, answers, strict=True):
         assert answer.status == 200, answer.body
         drawn = SamplingParams(temperature=heat)
-        expected = alone(model, prompt, 30, drawn, mode=mode, prefill=prefill, seeds=[5])
+        expected = alone(model, prompt, 30, drawn, seeds=[5], **how)
+        assert expected.token_ids[0][9:11].tolist() == [70, 71]
         (choice,) = answer.body["choices"]
         (ids,) = model.encode([prompt])
         assert choice["text"] == new_text(model.tokenizer, ids, expected.token_ids[0])

@@ -6,7 +6,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import sys
-import time
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -64,7 +63,7 @@ class Bench:
             check_out(self.out)
             written = write_report(self.report, self.out)
             print(f"written: {written}", file=sys.stderr)
-            return {"command": "bench", "report": str(written)}
+            return {"report": str(written)}
         from rich.console import Console
 
         from utio_jax.bench.terminal import bench_table
@@ -74,13 +73,13 @@ class Bench:
         if least < 1:
             raise ValueError(f"Wanted sizes and rounds of at least 1. Got {least}.")
         check_out(self.out)
-        started, file = time.perf_counter(), self.out / "results.json"
+        file = self.out / "results.json"
         dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
         settings = {n: value for n, value in vars(self).items() if n not in ("out", "report")}
         head = {"settings": settings, "environment": describe(dtype=dtype)}
         rows: list[Row] = []
         save_rows(file, head, rows, complete=False)
-        report = progress_lines(started)
+        report = progress_lines()
         room = max(self.batch_sizes) * (max(self.prompt_lengths) + self.new_tokens)
         for name in self.models:
             subject = subject_named(name, dtype=dtype, cache_tokens=room)
@@ -103,8 +102,6 @@ class Bench:
         Console(stderr=True, width=118).print(bench_table(rows, title=title))
         print(f"Results: {file}. As a page: utio-jax bench --report {file}", file=sys.stderr)
         return {
-            "command": "bench",
-            "seconds_total": round(time.perf_counter() - started, 1),
             "out": str(file),
             "environment": head["environment"],
             "row_count": len(rows),

@@ -6,7 +6,6 @@ from __future__ import annotations
 import dataclasses
 import shlex
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
@@ -71,8 +70,7 @@ class Calibrate(OfWindows, OfText):
         """Runs the command and returns its JSON."""
         from utio_jax.models.verbs import with_exits
 
-        started = time.perf_counter()
-        say = progress_lines(started)
+        say = progress_lines()
         self._check()
         mesh = self.mesh()
         model = (dataclasses.replace(self, lens="none") if self.fit_lens else self).load()
@@ -105,9 +103,7 @@ class Calibrate(OfWindows, OfText):
         print(f"Written: {', '.join(policies)}: {out}", file=sys.stderr)
         print(f"For example: {self._next(model, out)}", file=sys.stderr)
         return {
-            "command": "calibrate",
             "advice": advice,
-            "seconds_total": round(time.perf_counter() - started, 1),
             "out": str(out),
             "lens": None if model.lens is None else str(model.lens),
             "info": dict(fitted.info),

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from typing import Any, ClassVar
 
 from utio_jax.cli.options import OfDecoding, Rare
-from utio_jax.core.terminal import note_compilation
 from utio_jax.decoding.base import Plain
 
 CHUNK = 4
@@ -70,7 +69,7 @@ class Chat(OfDecoding):
                 answer = {"role": "assistant", "content": turn["answer"]}
                 conversation = [*asked, answer] if turn["answer"] else conversation
                 turns.append({"message": line, **turn})
-        return {"command": "chat", "mode": mode.name, "turns": turns}
+        return {"mode": mode.name, "turns": turns}
 
     def _opened(self) -> list[dict[str, str]]:
         return [] if self.system is None else [{"role": "system", "content": self.system}]
@@ -94,7 +93,6 @@ class Chat(OfDecoding):
                 f"Wanted a conversation within the model's context of {config.context_length} "
                 f"tokens. It has {config.context_length - left}."
             )
-        note_compilation()
         new = min(self.max_new_tokens, left)
         events = engine.stream(
             prompt,

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-import time
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -55,7 +54,6 @@ class Compare(OfWindows, OfCalibration, OfText):
         from utio_jax.bench.plots import plot_margins, plot_pareto
         from utio_jax.bench.terminal import comparison_table
 
-        started = time.perf_counter()
         check_out(self.out)
         mesh = self.mesh()
         model = self.load()
@@ -69,7 +67,7 @@ class Compare(OfWindows, OfCalibration, OfText):
             context=self.context,
             draws=self.draws,
             mesh=mesh,
-            progress=progress_lines(started),
+            progress=progress_lines(),
         )
         title = f"{rows[0].ledger.tokens or 0:,} tokens of {rows.documents} documents"
         pictures = [self.out / "pareto.png", self.out / "margins.png"]
@@ -80,8 +78,6 @@ class Compare(OfWindows, OfCalibration, OfText):
         plot_margins(rows, pictures[1], title=title)
         print(rows.verdict, file=sys.stderr)
         return {
-            "command": "compare",
-            "seconds_total": round(time.perf_counter() - started, 1),
             "text": described,
             "verdict": rows.verdict,
             "pictures": [str(picture) for picture in pictures],

@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -20,7 +19,13 @@ from utio_jax.bench.prompts import shallow_prompts
 from utio_jax.bench.rows import describe
 from utio_jax.calibration.goals import Budgets
 from utio_jax.cli.options import Files, Rare, check_out, read_documents
-from utio_jax.cli.trial import Tried, fastest_commands, read_full_rows, write_middles
+from utio_jax.cli.trial import (
+    Tried,
+    fastest_commands,
+    read_full_rows,
+    tried_writing,
+    write_middles,
+)
 from utio_jax.core.files import save_json
 from utio_jax.evaluation.ledger import Ledger, uniform_hull
 from utio_jax.policies.store import DEFAULT_BUDGET
@@ -35,7 +40,7 @@ FURTHER_TRAINING = (
 _ROWS, _WIDTH = 16, 512
 _DRAWN_LINES = 40
 _PROMPTS = 12  # Rows of a long prompt and what follows it.
-_DRAFTERS = {"lossless": "exit", "ngram": "ngram"}  # Of modes that keep the tokens.
+_DRAFTERS = ("lossless", "ngram")  # Modes that keep the tokens.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,7 +71,6 @@ class Demo:
         from utio_jax.models import load
         from utio_jax.models.texts import read_files
 
-        started = time.perf_counter()
         check_out(self.out)
         model = load(self.model)
         documents, described = read_documents(model, self.files, None, "test")
@@ -109,11 +113,22 @@ class Demo:
         # A function that Python programmers have read, of the test split, unless there is a file.
         text = read_files([self.files[0] if self.files else functools.__file__])[0].text
         draw_depths(model, text[max(0, text.find("def lru_cache")) :], budget, depths)
-        verdict = conclude(rows, generation, prompt, budget=budget, model=self.model)
+        tried = tried_writing({mode: written[1][mode] for mode in _DRAFTERS if mode in written[1]})
+        tried += [
+            Tried(
+                what="reading",
+                how=f"--budget {budget:g}",
+                times=row.speedup,
+                loss_pct=row.nll_increase_pct,
+            )
+            for row in ledgers
+            if row.policy == "learned" and row.budget == budget
+        ]
+        tried += [] if prompt is None else [Tried.of_prompt(prompt)]
+        fastest, *_ = fastest_commands(tried, self.model)
+        verdict = f"Next: {fastest}. Your own model and text: `utio-jax try FILES --model MODEL`."
         file = self.out / "demo.json"
         result = {
-            "command": "demo",
-            "seconds_total": round(time.perf_counter() - started, 1),
             "text": described,
             "environment": describe(dtype=jax.tree.leaves(model.params)[0].dtype),
             "rows": rows,
@@ -179,15 +194,11 @@ def reading_table(rows: Sequence[dict[str, Any]], *, default: float) -> Any:
     return table
 
 
-def _margin(row: dict[str, Any], control: str) -> float | None:
-    """Returns the loss of a control at the same FLOPs minus the row's, in %."""
-    return None if row[control] is None else row[control] - row["nll_increase_pct"]
-
-
 def _against(row: dict[str, Any], control: str) -> str:
-    margin = _margin(row, control)
-    if margin is None:
+    """Returns the loss of a control at the same FLOPs minus the row's, in %, in words."""
+    if row[control] is None:
         return "not known"
+    margin = row[control] - row["nll_increase_pct"]
     return f"{'better' if margin > 0 else 'worse'} by {abs(margin):.2f} %"
 
 
@@ -209,40 +220,6 @@ def sentences(generation: Sequence[dict[str, Any]], prompt: dict[str, Any] | Non
             f"{modes['adaptive']['agreement']:.0%} the same."
         )
     return lines
-
-
-def conclude(
-    rows: Sequence[dict[str, Any]],
-    generation: Sequence[dict[str, Any]],
-    prompt: dict[str, Any] | None,
-    *,
-    budget: float,
-    model: str,
-) -> str:
-    """Returns two sentences: the command that gains most, and the one for a model of your own."""
-    tried = [
-        Tried(
-            what="writing",
-            how=f"--mode lossless --drafter {_DRAFTERS[row['mode']]}",
-            times=row["speedup"],
-        )
-        for row in generation
-        if row["batch"] == 1 and row["mode"] in _DRAFTERS
-    ]
-    tried += [
-        Tried(
-            what="reading",
-            how=f"--budget {budget:g}",
-            times=row["speedup"],
-            loss_pct=row["nll_increase_pct"],
-        )
-        for row in rows
-        if row["policy"] == "learned" and row["budget"] == budget
-    ]
-    if prompt is not None:
-        tried.append(Tried.of_prompt(prompt))
-    fastest, *_ = fastest_commands(tried, model)
-    return f"Next: {fastest}. Your own model and text: `utio-jax try FILES --model MODEL`."
 
 
 def draw_depths(model: Any, text: str, budget: float, file: Path) -> None:

@@ -23,7 +23,6 @@ from utio_jax.cli.options import (
 from utio_jax.core.files import check_writable, save_text
 from utio_jax.core.shards import Shards
 from utio_jax.evaluation.evaluate import score_documents
-from utio_jax.staircase.reference import check_kv
 
 _LEAST = 256
 """Tokens from which on routing paid where most of them stop early (results/scoring.md)."""
@@ -42,7 +41,6 @@ class Evaluate(OfWindows, OfCalibration, OfText):
       budget: FLOPs of a fitted policy over full depth's. By default 0.75, or the only one.
       depth: layers, for uniform.
       batch: rows per pass, at most.
-      kv: K/V of a token above its depth: propagate or drop. By default propagate.
       shards: folder in which each pass' results are kept; an interrupted run goes on from there.
       per_token: a JSON file to write every token's log-likelihood and depth to.
     """
@@ -57,7 +55,6 @@ class Evaluate(OfWindows, OfCalibration, OfText):
     budget: float | None = None
     depth: int | None = None
     batch: Rare[int] = 16
-    kv: Rare[str | None] = None
     shards: Rare[Path | None] = None
     per_token: Path | None = None
 
@@ -70,9 +67,8 @@ class Evaluate(OfWindows, OfCalibration, OfText):
         """Runs the command and returns its JSON."""
         from utio_jax.models.verbs import check_policy
 
-        kv: Any = check_kv("propagate" if self.kv is None else self.kv, ("propagate", "drop"))
         given: dict[str, Any] = {"budget": self.budget, "depth": self.depth}
-        check_policy(self.policy_name, **given, calibration=self.calibration, kv=self.kv)
+        check_policy(self.policy_name, **given, calibration=self.calibration)
         if self.per_token is not None:
             check_writable(self.per_token, "--per-token")
         if self.shards is not None:
@@ -94,7 +90,6 @@ class Evaluate(OfWindows, OfCalibration, OfText):
                 documents,
                 policy,
                 rows=self.batch,
-                kv=kv,
                 mesh=mesh,
                 shards=shards,
                 fractions=fractions,
@@ -137,7 +132,6 @@ class Evaluate(OfWindows, OfCalibration, OfText):
             }
             save_text(self.per_token, json.dumps(tokens) + "\n")
         return {
-            "command": "evaluate",
             "loss": round(nll / predicted, 6),
             "perplexity": perplexity,
             "perplexity_full": perplexity_full,

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-import time
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -55,8 +54,7 @@ class FitPrompt(OfModel, OfText):
 
     def run(self) -> dict[str, Any]:
         """Runs the command and returns its JSON."""
-        started = time.perf_counter()
-        say = progress_lines(started)
+        say = progress_lines()
         model = self.load()
         config = model.decoder.config
         stops = self.stop or (config.num_layers // 2, 2 * config.num_layers // 3)
@@ -111,8 +109,6 @@ class FitPrompt(OfModel, OfText):
         save_kv_maps(out, maps, info={**info, **summary})
         print(study.verdict, file=sys.stderr)
         return {
-            "command": "fit-prompt",
-            "seconds_total": round(time.perf_counter() - started, 1),
             "out": str(out),
             "verdict": study.verdict,
             **summary,

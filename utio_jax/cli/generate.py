@@ -16,7 +16,6 @@ from utio_jax.bench.decoding import measure_modes
 from utio_jax.bench.timing import Timed
 from utio_jax.cli.chat import CHUNK, show_stream
 from utio_jax.cli.options import OfDecoding, Rare, progress_bar
-from utio_jax.core.terminal import note_compilation
 from utio_jax.decoding.base import Plain
 from utio_jax.decoding.prefill import fastest_prefill
 from utio_jax.decoding.text import generate_text, stream_pieces
@@ -72,7 +71,6 @@ class Generate(OfDecoding):
         model, sampling = self.load(), self.sampling()
         mode, prefill, budget = self.decoding_mode(model)
         prompts, eos_ids = self._encoded(model)
-        note_compilation()
         plain = Plain()
         # Plain decoding after a prompt that was read otherwise is not the baseline.
         label = "prompt" if prefill is not None and isinstance(mode, Plain) else mode.name
@@ -138,7 +136,6 @@ class Generate(OfDecoding):
             message = verdict(record["speedup"], record["agreement"]) if coloured else rate
             print(message, file=sys.stderr)
         return {
-            "command": "generate",
             "mode": mode.name,
             "prompts": list(self.prompts),
             "token_ids": [ids.tolist() for ids in generated.token_ids],

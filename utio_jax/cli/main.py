@@ -11,6 +11,7 @@ import json
 import os
 import re
 import sys
+import time
 from dataclasses import MISSING
 from typing import Annotated, Any, get_type_hints
 
@@ -118,11 +119,13 @@ def _run(arguments: list[str]) -> int:
         meant = f" Did you mean {near[0]}?" if near else ""
         meant = f" That is {_MOVED[name]} now." if name in _MOVED else meant
         raise ValueError(f"Wanted a command of {', '.join(COMMANDS)}. Got {name!r}.{meant}")
+    started = time.perf_counter()
     result = parsed(name, options).run()
     if isinstance(result, int):
         return result
     if as_json:
-        print(json.dumps(result))
+        seconds = round(time.perf_counter() - started, 1)
+        print(json.dumps({"command": name, "seconds_total": seconds, **result}))
     return 0
 
 

@@ -17,6 +17,7 @@ import tyro
 
 from utio_jax.calibration.advice import advise
 from utio_jax.core.files import check_writable, hash_file, load_json
+from utio_jax.core.terminal import note_compilation
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.base import Plain
 from utio_jax.decoding.lossless import lossless_for
@@ -75,6 +76,7 @@ class OfModel:
 
         if files := getattr(self, "files", ()):
             read_files(files)  # What cannot be read is named before a model is.
+        note_compilation()
         named = {"auto": True, "none": False}
         return load(
             self.model,
@@ -354,8 +356,9 @@ def progress_bar(total: int | None, what: str) -> Iterator[Any]:
         yield bar.update
 
 
-def progress_lines(started: float) -> Callable[[str], None]:
-    """Returns a function that prints a line on stderr, with the seconds since `started`."""
+def progress_lines() -> Callable[[str], None]:
+    """Returns a function that prints a line on stderr, with the seconds since this call."""
+    started = time.perf_counter()
 
     def say(what: str) -> None:
         print(f"{time.perf_counter() - started:6.1f} s  {what}", file=sys.stderr)

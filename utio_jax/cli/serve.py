@@ -14,7 +14,6 @@ from utio_jax.cli.options import OfMode, Rare, repeat_verdict
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.base import Plain
 from utio_jax.decoding.lossless import lossless_for
-from utio_jax.decoding.thinking import Thinking
 from utio_jax.policies.depth import Thresholded, spread_thresholds
 
 
@@ -27,14 +26,9 @@ class Serve(OfMode):
 
     By default the model runs in full. With --budget or --mode adaptive, requests run at a depth per
     token, and may bring a budget that the policy was calibrated for. Such a server times at its
-    start whether that pays; where it does not, requests run in full that ask for nothing else. With
-    --think-end, requests say how long they think.
+    start whether that pays; where it does not, requests run in full that ask for nothing else.
 
     Attributes:
-      think_end: what the model writes where its thinking ends, as `</think>`, and what is forced
-        where it has to end. Without it nothing is known of thinking.
-      think_start: after which it thinks, as `<think>`. By default from the first new token on.
-      max_thinking_tokens: thought tokens before the end is forced.
       name: the model's name in requests; by default the name of its folder or file.
       host: address to listen on. Any but this machine's own needs --api-key-file.
       port: 0 takes a free one, which is logged.
@@ -51,9 +45,6 @@ class Serve(OfMode):
         "serve --model DIR --host 0.0.0.0 --api-key-file key.txt",
     )
 
-    think_end: Rare[str | None] = None
-    think_start: Rare[str | None] = None
-    max_thinking_tokens: Rare[int | None] = None
     name: Rare[str | None] = None
     host: str = "127.0.0.1"
     port: int = 8000
@@ -77,7 +68,7 @@ class Serve(OfMode):
         )
         done = server.run()
         server.leave(done["status"])
-        return done["status"] or {"command": "serve", **done}
+        return done["status"] or done
 
     def served(self) -> Any:
         """Returns the `utio_jax.serving.ServedModel` of these options."""
@@ -93,7 +84,6 @@ class Serve(OfMode):
             chat=_chat_of(model),
             prefill=prefill,
             prompt_budget=None if prefill is None else self.prompt_budget,
-            thinking=self.thinking(model.tokenizer),
             special_tokens=_special_tokens(model),
             **routing,
         )
@@ -125,25 +115,6 @@ class Serve(OfMode):
         signal = budgets[budget].signal
         policy = Thresholded(signal=signal, thresholds=thresholds, depths=exits)
         return Adaptive(policy=policy), about
-
-    def thinking(self, tokenizer: Any) -> Thinking | None:
-        """Returns the limits on thinking, or None."""
-        if self.think_end is None:
-            if self.think_start is not None or self.max_thinking_tokens is not None:
-                raise ValueError(
-                    "Wanted --think-end TEXT with --think-start and --max-thinking-tokens: what "
-                    "ends thinking, and is forced where it has to end. Got none."
-                )
-            return None
-
-        def ids(text: str) -> tuple[int, ...]:
-            return tuple(tokenizer.encode(text, add_special_tokens=False).ids)
-
-        return Thinking(
-            end_ids=ids(self.think_end),
-            start_ids=() if self.think_start is None else ids(self.think_start),
-            max_tokens=self.max_thinking_tokens,
-        )
 
 
 def served_name(model: str) -> str:

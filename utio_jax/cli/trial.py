@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import numpy as np
@@ -101,7 +101,6 @@ class Try(OfModel):
         from rich.console import Console
         from rich.table import Table
 
-        started = time.perf_counter()
         model = self.load()
         documents, described = read_documents(model, self.files, None, "test")
         fitted = _fitted(model)
@@ -119,8 +118,6 @@ class Try(OfModel):
         verdict = recommend(rows, self.model)
         print(verdict, file=sys.stderr)
         return {
-            "command": "try",
-            "seconds_total": round(time.perf_counter() - started, 1),
             "text": described,
             "rows": [dataclasses.asdict(row) | {"pays": row.pays} for row in rows],
             "verdict": verdict,
@@ -230,23 +227,28 @@ def _written(
     """Returns the rows of decoding: drafts from n-grams and exits, and fitted policies."""
     adaptive: dict[str, Any] = {f"--budget {method.budget:g}": method.policy for method in fitted}
     timed = write_middles(model, documents, adaptive, sizes=(1,), rounds=1)[1]
-    options = {
-        "ngram": "--mode lossless --drafter ngram",
+    return tried_writing(timed, {row.how: row.loss_pct for row in read})
+
+
+def tried_writing(
+    timed: Mapping[str, Timed], lost: Mapping[str, float | None] = MappingProxyType({})
+) -> list[Tried]:
+    """Returns the rows of `write_middles`; policies are named by their options, as in `lost`."""
+    drafters = {
         "lossless": "--mode lossless --drafter exit",
-        **{how: how for how in adaptive},
+        "ngram": "--mode lossless --drafter ngram",
     }
-    lost = {row.how: row.loss_pct for row in read}  # Drafts are checked, and lose nothing.
     return [
         Tried(
             what=f"writing: {how.rpartition('--')[2]}",
             how=how,
-            times=timed[name].ledger.speedup,
-            loss_pct=lost.get(how, 0.0),
-            same=timed[name].ledger.agreement,
-            acceptance=timed[name].acceptance,
+            times=mode.ledger.speedup,
+            loss_pct=lost.get(how, 0.0),  # Drafts are checked, and lose nothing.
+            same=mode.ledger.agreement,
+            acceptance=mode.acceptance,
         )
-        for name, how in options.items()
-        if name in timed
+        for how, mode in ((drafters.get(name, name), mode) for name, mode in timed.items())
+        if how != "plain"
     ]
 
 

@@ -9,7 +9,6 @@ from utio_jax.decoding.lossless import Lossless, lossless_for
 from utio_jax.decoding.prefill import Prefill
 from utio_jax.decoding.sampling import SamplingParams
 from utio_jax.decoding.text import GeneratedText, generate_text
-from utio_jax.decoding.thinking import Thinking, Thought
 
 __all__ = [
     "Adaptive",
@@ -23,8 +22,6 @@ __all__ = [
     "Plain",
     "Prefill",
     "SamplingParams",
-    "Thinking",
-    "Thought",
     "generate",
     "generate_text",
     "lossless_for",

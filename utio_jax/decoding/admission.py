@@ -17,7 +17,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +32,6 @@ from utio_jax.decoding.state import RELEASED, DecodeState
 @partial(jax.jit, static_argnames=("batch", "slots", "alternatives"))
 def empty_state(
     context: DecodeContext,
-    hook: Any = None,
     *,
     batch: int,
     slots: int,
@@ -41,7 +39,7 @@ def empty_state(
 ) -> DecodeState:
     """Returns a state in which all rows are released and can take prompts."""
     one = jnp.ones((batch,), jnp.int32)
-    rows = one[:, None] * 0, one, one, one.astype(jnp.uint32), hook
+    rows = one[:, None] * 0, one, one, one.astype(jnp.uint32)
     state = unread(context, *rows, slots=slots, alternatives=alternatives)
     state = context.mode.start(context, state)
     return dataclasses.replace(state, reason=jnp.full_like(one, RELEASED))

@@ -37,7 +37,6 @@ from utio_jax.decoding.state import (
     stop_rules,
     stops_of_rows,
 )
-from utio_jax.decoding.thinking import Thinking, Thought, rules_of_rows, thought_of
 
 _INSTEAD = {
     "temperature": "sampling=SamplingParams(temperature=0.7)",
@@ -76,7 +75,6 @@ class Generated(Tally):
       decided: depth in layers of the distribution each new token was taken from, see `Columns`.
       executed: number of layers that ran for each new token.
       log_probabilities: log-probability of each new token in nats, before any sampling method.
-      thought: thinking span of each row; empty if no row has a `Thinking`.
       kv_bytes_held: bytes of K/V held for each row's tokens at the end, including views.
       bytes_per_slot: bytes of K/V of one token in one layer.
       key_widths: possible numbers of key slots that attention reads, ascending.
@@ -94,7 +92,6 @@ class Generated(Tally):
     decided: tuple[np.ndarray, ...]
     executed: tuple[np.ndarray, ...]
     log_probabilities: tuple[np.ndarray, ...]
-    thought: tuple[Thought, ...]
     kv_bytes_held: np.ndarray
     prompt_depths: tuple[np.ndarray, ...]
     prompt_width: int
@@ -130,9 +127,6 @@ class Generated(Tally):
             name: tuple(row[:n] for row, n in zip(getattr(self, name), counts, strict=True))
             for name in _PER_TOKEN
         }
-        if self.thought:
-            pairs = zip(self.thought, counts, strict=True)
-            cut["thought"] = tuple(thought.first(count) for thought, count in pairs)
         return dataclasses.replace(self, finish_reasons=tuple(finish_reasons), **cut)
 
 
@@ -158,7 +152,6 @@ def generate(  # noqa: PLR0913 (options, each named)
     prefill: Prefill | None = None,
     stop_when: Callable[[int, np.ndarray], bool] | None = None,
     chunk: int = 16,
-    thinking: Thinking | Sequence[Thinking | None] | None = None,
     logits_processor: LogitsProcessor | None = None,
     mesh: Mesh | None = None,
     max_batch: int = 64,
@@ -184,8 +177,6 @@ def generate(  # noqa: PLR0913 (options, each named)
       stop_when: ends a row when it returns True. Called on the host with the row's index and its
         new tokens, after every `chunk` of them. The row keeps all tokens it has by then.
       chunk: new tokens per row between two calls of `stop_when`; unused without it.
-      thinking: thinking budget of all rows, or a list with a rule or None for each prompt; see
-        `utio_jax.decoding.Thinking`.
       logits_processor: traced function that changes logits `[batch, vocab]` before tokens are
         drawn, see `utio_jax.decoding.LogitsProcessor`. Log-probabilities stay those of the model.
       mesh: device mesh; rows are split over its axis "data". Only rows of one device step together.
@@ -207,7 +198,6 @@ def generate(  # noqa: PLR0913 (options, each named)
         "stop_sequences": stop_sequences,
         "seeds": seeds,
         "stop_when": stop_when,
-        "thinking": thinking,
     }
     size = len(prompts)
     if size > max_batch:  # Checks all prompts before the first batch runs.
@@ -250,7 +240,6 @@ def _batches(
     stops = stops_of_rows(options["eos_ids"], options["stop_sequences"], rows=rows)
     stop_rules(stops, vocab_size=vocab_size)
     stop_when = options["stop_when"]
-    thinking = rules_of_rows(options["thinking"], rows=rows)
 
     def batch(start: int) -> tuple[slice, dict[str, Any]]:
         part = slice(start, start + size)
@@ -263,7 +252,6 @@ def _batches(
             "stop_sequences": sequences,
             "seeds": seeds[part].tolist(),
             "stop_when": stop_when and (lambda row, new: stop_when(start + row, new)),
-            "thinking": thinking[part],
         }
 
     return map(batch, range(0, rows, size))
@@ -315,11 +303,6 @@ def collect(
         depths = np.asarray(state.prompt.depths)
         prompt_depths = [depths[row, :end].copy() for row, end in enumerate(starts)]
     noted: dict[str, Any] = {name: tuple(getattr(row, name) for row in new) for name in _PER_TOKEN}
-    thought = ()
-    if state.hook is not None:
-        progress = np.asarray(state.hook.progress)[:rows]
-        spans = zip(progress, starts, ends, strict=True)
-        thought = tuple(thought_of(at, prompt=int(a), length=int(b)) for at, a, b in spans)
     return Generated(
         **noted,
         **tally,
@@ -333,5 +316,4 @@ def collect(
         mode=mode.name,
         num_layers=num_layers,
         group=all_rows // devices,
-        thought=thought,
     )

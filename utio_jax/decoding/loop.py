@@ -33,7 +33,6 @@ from utio_jax.decoding.cached import block_at, run_segment
 from utio_jax.decoding.prefill import Prefill, fastest_prefill
 from utio_jax.decoding.sampling import SamplingParams, check_sampling, check_seeds
 from utio_jax.decoding.state import Columns, DecodeState, Tally, check_stops, end_rows
-from utio_jax.decoding.thinking import Thinking, check_thinking
 
 Prompts = Sequence[Sequence[int] | np.ndarray]
 """Token ids: a list or an array for each row."""
@@ -105,7 +104,6 @@ def run_chunks(  # noqa: PLR0913 (options, each named)
     lengths: Lengths = Lengths(),
     prefill: Prefill | None = None,
     stop_when: Callable[[int, np.ndarray], bool] | None = None,
-    thinking: Thinking | Sequence[Thinking | None] | None = None,
     logits_processor: LogitsProcessor | None = None,
     mesh: Mesh | None = None,
 ) -> Iterator[DecodeState]:
@@ -128,7 +126,6 @@ def run_chunks(  # noqa: PLR0913 (options, each named)
         rows=len(rows),
         vocab_size=config.vocab_size,
     )
-    hook = check_thinking(thinking, rows, vocab_size=config.vocab_size)
 
     ends = np.asarray([row.size for row in rows], np.int32)
     width = round_up(int(ends.max()), lengths.prompt_step)
@@ -151,7 +148,7 @@ def run_chunks(  # noqa: PLR0913 (options, each named)
         stops=stops,
         logits_processor=as_processor(logits_processor),
     )
-    arrays = padded, ends, ends + np.int32(max_new_tokens), row_seeds, hook
+    arrays = padded, ends, ends + np.int32(max_new_tokens), row_seeds
     context, prefill, arrays = place((context, prefill, Rows(arrays)), mesh)
     state = begin(context, *arrays.tree, slots=slots, prefill=prefill, mesh=mesh)
     # All rows read at least as many keys as the shortest prompt has.
@@ -178,7 +175,6 @@ def begin(  # noqa: PLR0913 (static and traced apart, for jit)
     lengths: Int[Array, " batch"],
     limits: Int[Array, " batch"],
     seeds: UInt32[Array, " batch"],
-    hook: Any = None,
     *,
     slots: int,
     prefill: Prefill | None = None,
@@ -186,7 +182,7 @@ def begin(  # noqa: PLR0913 (static and traced apart, for jit)
     alternatives: int = 0,
 ) -> DecodeState:
     """Returns the state after prefill and the first new token of each row."""
-    rows, sizes = (token_ids, lengths, limits, seeds, hook), {"alternatives": alternatives}
+    rows, sizes = (token_ids, lengths, limits, seeds), {"alternatives": alternatives}
     if mesh is not None:
 
         def on_device(context: DecodeContext, prefill: Prefill | None, rows: Rows) -> DecodeState:
@@ -254,7 +250,6 @@ def unread(
     lengths: Int[Array, " batch"],
     limits: Int[Array, " batch"],
     seeds: UInt32[Array, " batch"],
-    hook: Any = None,
     *,
     slots: int,
     alternatives: int = 0,
@@ -274,7 +269,6 @@ def unread(
         cache=init_cache(decoder.config, batch=batch, slots=slots, dtype=dtype),
         tally=Tally.empty(batch),
         memory=None,
-        hook=hook,
     )
 
 

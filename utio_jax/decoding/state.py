@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import jax
@@ -273,8 +272,6 @@ class DecodeState:
       tally: counts of executed work.
       memory: state of the mode: any pytree of arrays with rows as first axis.
       prompt: record of the prompt pass; None if the dense program or several passes read prompts.
-      hook: thinking rules and progress, which force tokens and end rows, see
-        `utio_jax.decoding.thinking.ThinkingRows`; None if no row has any.
     """
 
     lengths: Int[Array, " batch"] = dataclasses.field(metadata={"row_axis": 0})
@@ -287,7 +284,6 @@ class DecodeState:
     tally: Tally = dataclasses.field(metadata={"row_axis": 0})
     memory: Any = dataclasses.field(metadata={"row_axis": 0})
     prompt: PromptPass | None = dataclasses.field(default=None, metadata={"row_axis": 0})
-    hook: Any = dataclasses.field(default=None, metadata={"row_axis": 0})
 
     @property
     def active(self) -> Bool[Array, " batch"]:
@@ -322,12 +318,9 @@ def emit(
 ) -> DecodeState:
     """Appends new tokens to the active rows, up to the token that ends a row.
 
-    The first `counts` tokens of a row are valid. The token that ends a row is kept. A token that a
-    hook forces replaces the first one, and all further tokens are dropped.
+    The first `counts` tokens of a row are valid. The token that ends a row is kept.
     """
-    hook, limits, columns = state.hook, state.limits, state.columns
-    if hook is not None:
-        token_ids, counts = hook.force(state.lengths, token_ids, counts)
+    columns = state.columns
     batch, new = token_ids.shape
     row = jnp.arange(batch, dtype=jnp.int32)[:, None]
     offsets = jnp.arange(new, dtype=jnp.int32)[None, :]
@@ -336,13 +329,9 @@ def emit(
     slots = jnp.where(fresh, positions, state.token_ids.shape[1])
     known = state.token_ids.at[row, slots].set(token_ids, mode="drop")
 
-    ends_with = partial(_ends_sequence, known, positions, state.prompt_lengths)
     is_eos = jnp.any(token_ids[:, :, None] == jnp.asarray(stops.eos_ids)[:, None, :], axis=-1)
-    is_stop = ends_with(stops.sequences)
-    if hook is not None:
-        hook, fresh = hook.follow(positions, fresh, ends_with)
-        limits, counts = hook.limited(limits), jnp.sum(fresh, axis=1, dtype=jnp.int32)
-    is_last = positions + 1 >= limits[:, None]
+    is_stop = _ends_sequence(known, positions, state.prompt_lengths, stops.sequences)
+    is_last = positions + 1 >= state.limits[:, None]
     ends = (is_eos | is_stop | is_last) & fresh
     ended = jnp.any(ends, axis=1)
     first = jnp.argmax(ends, axis=1).astype(jnp.int32)
@@ -368,9 +357,7 @@ def emit(
         state,
         columns=dataclasses.replace(columns, token_ids=known).put(row, kept, noted),
         lengths=state.lengths + counts,
-        limits=limits,
         reason=jnp.where(ended, reason, state.reason),
-        hook=hook,
     )
 
 

@@ -69,8 +69,6 @@ def run_block(
         _as_integers(jnp.asarray(leaf).at[rows, slots].get(mode="clip"))
         for leaf in jax.tree.leaves(state.columns)
     ]
-    if state.hook is not None:
-        notes.append(state.hook.progress)
     return state, jnp.concatenate([jnp.stack(counts, axis=1), *notes], axis=1)
 
 
@@ -92,12 +90,11 @@ def report_columns(room: int) -> int:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RowReport:
-    """Report of a row: new tokens, finish reason, `TALLIED` counts, and progress of its hook."""
+    """Report of a row: new tokens, finish reason, and `TALLIED` counts."""
 
     columns: Columns
     reason: str
     counts: dict[str, int]
-    progress: tuple[int, ...]
 
 
 def read_report(
@@ -119,5 +116,4 @@ def read_report(
         columns=jax.tree.map(take, columns),
         reason=REASONS[reason],
         counts={name: int(n) for name, n in zip(TALLIED, row[3:head], strict=True)},
-        progress=tuple(map(int, remaining)),
     )

@@ -30,7 +30,6 @@ from utio_jax.decoding.prefill import Prefill
 from utio_jax.decoding.sampling import SamplingParams, check_sampling
 from utio_jax.decoding.state import STOPS_ROOM, Columns, Stops, stop_rules
 from utio_jax.decoding.text import StreamedRow, TextModel, TextReader, Tokenizer, checked_stops
-from utio_jax.decoding.thinking import Thinking
 from utio_jax.engine.blocks import read_report
 from utio_jax.engine.depths import RequestPolicy, thresholds_of
 from utio_jax.engine.prefix import bytes_of
@@ -55,7 +54,6 @@ class Engine:
         read_late: bool | None = None,
         shapes: Shapes = Shapes(),
         alternatives: int = 0,
-        thinking: bool = False,
         logits_processor: LogitsProcessor | None = None,
         prefix_cache: int | str = 0,
         clock: Callable[[], float] = time.monotonic,
@@ -77,7 +75,6 @@ class Engine:
           shapes: static shapes, which determine the compiled programs.
           alternatives: number of most probable tokens that are recorded for each new token of all
             requests. Each step then searches the vocabulary.
-          thinking: True if requests may have a `Thinking`.
           logits_processor: processor for all requests, see `utio_jax.decoding.LogitsProcessor`.
           prefix_cache: bytes for K/V of shared prefixes, e.g. `"256MiB"`; 0: no prefix cache. A
             prompt that shares a prefix with an earlier text reads only the tokens after it.
@@ -98,7 +95,6 @@ class Engine:
             steps=steps,
             shapes=shapes,
             alternatives=alternatives,
-            thinking=thinking,
             logits_processor=logits_processor,
             prefix_cache=bytes_of(prefix_cache),
         )
@@ -137,7 +133,6 @@ class Engine:
         deadline: float | None = None,
         policy: RequestPolicy = None,
         whole_prompt: bool = False,
-        thinking: Thinking | None = None,
         cache_salt: str = "",
     ) -> int:
         """Submits a request, which waits for a slot; returns its number.
@@ -155,14 +150,13 @@ class Engine:
           policy: depth policy, if the engine's mode is `Adaptive`. It has the mode's signal, and
             depths among those of the mode. `"full"`: all layers; None: the mode's policy.
           whole_prompt: True to read the prompt exactly, in an engine with a `prefill`.
-          thinking: thinking budget, in an engine with `thinking=True`.
           cache_salt: requests with different salts share no K/V in the prefix cache, so response
             times do not reveal prompts of other requests.
 
         Raises:
           ValueError: a request that cannot fit into a slot, stop rules beyond the static shapes, or
-            stop strings without a tokenizer; a deadline in the past, a policy that the mode cannot
-            serve, or a `Thinking` in an engine without; see also `utio_jax.generate`.
+            stop strings without a tokenizer; a deadline in the past, or a policy that the mode
+            cannot serve; see also `utio_jax.generate`.
         """
         config, prompt = self._served.decoder.config, np.asarray(prompt_ids)
         (prompt,) = check_prompts([prompt], config=config, max_new_tokens=max_new_tokens)
@@ -189,13 +183,6 @@ class Engine:
             raise ValueError(f"Wanted a deadline of more than 0 seconds. Got {deadline}.")
         strings, now = checked_stops(stop_strings), self._clock()
         reader = None if self._tokenizer is None else TextReader(self._tokenizer, prompt)
-        if thinking is not None:
-            if not self._served.thinking:
-                raise ValueError(
-                    "Wanted an engine that takes a Thinking. Got one without. Make it with "
-                    "Engine(..., thinking=True)."
-                )
-            thinking.check(vocab_size=config.vocab_size)
         request = Request(
             number=next(self._numbers),
             prompt=prompt,
@@ -207,7 +194,6 @@ class Engine:
             thresholds=thresholds_of(policy, self.mode, self._served.decoder),
             text=None if reader is None else StreamedRow(reader, strings),
             whole_prompt=whole_prompt,
-            thinking=thinking,
             salt=cache_salt,
             parts=[Columns.empty(0, alternatives=self._served.alternatives)],
             submitted=now,

@@ -199,7 +199,6 @@ def _open(
         "reason": np.full(fresh.lengths.shape, RELEASED, np.int32),
         "seeds": fresh.seeds,
         "tally": Tally.empty(*fresh.lengths.shape),
-        "hook": fresh.hook,
     }
     opened = {name: jax.tree.map(put, getattr(state, name), new) for name, new in opened.items()}
     return dataclasses.replace(state, **opened), put_rows(rules, fresh.rules, rows)

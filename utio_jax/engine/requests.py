@@ -16,7 +16,6 @@ from utio_jax.core.pytrees import pytree
 from utio_jax.decoding.sampling import SamplingParams, rows_of
 from utio_jax.decoding.state import STOPS_ROOM, Columns, Stops, stop_rules
 from utio_jax.decoding.text import StreamedRow, depth_summary
-from utio_jax.decoding.thinking import Thinking, ThinkingRows, Thought, opening, thought_of
 from utio_jax.engine.blocks import TALLIED, RowReport, Rules
 
 END_REASONS = ("eos", "stop", "length", "cancelled", "deadline", "interrupted")
@@ -41,7 +40,6 @@ class Completion(Columns):
       seconds_in_queue: seconds until prefill began; None if it never did.
       seconds_to_first_token: seconds until the first new token; None without one.
       seconds_between_tokens: mean seconds between new tokens; None for fewer than two.
-      thought: thinking span; None without a `Thinking`.
     """
 
     reason: str
@@ -56,7 +54,6 @@ class Completion(Columns):
     seconds_in_queue: float | None
     seconds_to_first_token: float | None
     seconds_between_tokens: float | None
-    thought: Thought | None = None
     cached_tokens: int = 0
 
     @property
@@ -193,7 +190,6 @@ class Request:
     whole_prompt: bool = False
     submitted: float = 0.0
     expires: float = math.inf
-    thinking: Thinking | None = None
     block_keys: list[bytes] | None = None
     salt: str = ""
     cached: int = 0
@@ -255,11 +251,7 @@ class Request:
         times, last = self._times, self._last
         counts: dict[str, Any] = dict.fromkeys(TALLIED, 0) if last is None else last.counts
         new = Columns.joined(self.parts)
-        size, thought = new.token_ids.size, None
-        if self.thinking is not None:
-            progress = opening(self.thinking, self.prompt) if last is None else last.progress
-            prompt = self.prompt.size
-            thought = thought_of(progress, prompt=prompt, length=prompt + size)
+        size = new.token_ids.size
         self.finished = Completion(
             **vars(new),
             reason=reason,
@@ -272,7 +264,6 @@ class Request:
             seconds_in_queue=None if self.admitted is None else self.admitted - self.submitted,
             seconds_to_first_token=times[0] - self.submitted if times else None,
             seconds_between_tokens=(times[-1] - times[0]) / (size - 1) if size > 1 else None,
-            thought=thought,
         )
         return self.finished
 
@@ -285,13 +276,12 @@ class Fresh:
     lengths: Int[Any, " row"]
     limits: Int[Any, " row"]
     seeds: UInt32[Any, " row"]
-    hook: ThinkingRows | None
     rules: Rules
 
     @property
     def prompts(self) -> tuple[Any, ...]:
         """Rows as arguments of `utio_jax.decoding.loop.begin`."""
-        return self.token_ids, self.lengths, self.limits, self.seeds, self.hook
+        return self.token_ids, self.lengths, self.limits, self.seeds
 
 
 def fresh_of(
@@ -300,7 +290,6 @@ def fresh_of(
     rows: int,
     width: int,
     own: Float[np.ndarray, " boundary"] | None,
-    thinking: bool,
 ) -> Fresh:
     """Returns requests as arrays; padding rows after the last request end at once."""
     filler = Request(number=-1, prompt=np.zeros(1, np.int32), max_new_tokens=0)
@@ -309,19 +298,16 @@ def fresh_of(
     for row, request in zip(token_ids, requests, strict=True):
         row[: request.prompt.size] = request.prompt
     lengths = np.asarray([request.prompt.size for request in requests], np.int32)
-    thresholds = hook = None
+    thresholds = None
     if own is not None:
         thresholds = np.stack(
             [own if request.thresholds is None else request.thresholds for request in requests]
         )
-    if thinking:
-        hook = ThinkingRows.of([x.thinking for x in requests], [x.prompt for x in requests])
     return Fresh(
         token_ids=token_ids,
         lengths=lengths,
         limits=lengths + np.asarray([request.max_new_tokens for request in requests], np.int32),
         seeds=np.asarray([request.seed for request in requests], np.uint32),
-        hook=hook,
         rules=Rules(
             sampling=rows_of([request.sampling for request in requests]),
             stops=stop_rules([request.stops for request in requests], room=STOPS_ROOM),

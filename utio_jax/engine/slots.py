@@ -84,7 +84,6 @@ class Served:
     steps: int = 8
     shapes: Shapes = Shapes()
     alternatives: int = 0
-    thinking: bool = False
     logits_processor: LogitsProcessor | None = None
     prefix_cache: int = 0
 
@@ -201,7 +200,7 @@ class Slots:
         slots = self._served.slots
         empty = self._fresh((), rows=slots, width=1)
         self._rules, context = empty.rules, self._context(empty.rules)
-        return empty_state(context, empty.hook, batch=slots, **self._sizes)
+        return empty_state(context, batch=slots, **self._sizes)
 
     def reset(self) -> None:
         """Frees all rows in a new state: an interrupted call may have donated the old one."""
@@ -404,8 +403,7 @@ class Slots:
 
     def _fresh(self, requests: Sequence[Request], *, rows: int, width: int) -> Fresh:
         """Returns requests as arrays of `rows` rows, their prompts padded to `width` tokens."""
-        thinking = self._served.thinking
-        return fresh_of(requests, rows=rows, width=width, own=self._own, thinking=thinking)
+        return fresh_of(requests, rows=rows, width=width, own=self._own)
 
     def run(self, *, steps: int | None = None) -> jax.Array:
         """Runs a block of `steps` decode steps; starts to copy its report to the host, returns it.

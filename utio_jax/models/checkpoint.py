@@ -271,16 +271,13 @@ class Model(Verbs):
         check_options(options, of=Engine.submit)
         note_compilation()
         resolved = self.mode(mode, budget=budget)
-        thinking = options.get("thinking") is not None
         prompt = encode_chat(self, messages, **(variables or {}))
         check_prompts([prompt], config=self.decoder.config, max_new_tokens=max_new_tokens)
         fitted = vars(self).get("calibration")
         weights = self.decoder, self.params, fitted
-        key = (*weights, mode, budget, prefill, processor, thinking)
+        key = (*weights, mode, budget, prefill, processor)
         if self._chat is None or not all(map(_is_same, self._chat[0], key)):
-            engine = ChatEngine(
-                self, resolved, prefill, logits_processor=processor, thinking=thinking
-            )
+            engine = ChatEngine(self, resolved, prefill, logits_processor=processor)
             self._chat = key, engine
         options = {"eos_ids": turn_ends(self), "stop_strings": stop, "seed": seed, **options}
         *_, last = self._chat[1].stream(prompt, max_new_tokens=max_new_tokens, **options)

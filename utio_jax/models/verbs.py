@@ -325,7 +325,6 @@ class Verbs:
             capacity=capacity_for(rows, max_new_tokens, chosen),
             mode=chosen,
             steps=steps,
-            thinking=asked.get("thinking") is not None,
             **own,
         )
         for index, (ids, strings, how) in enumerate(requests):

@@ -8,7 +8,6 @@ both wait for the engine and the client at the same time.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import json
 import math
@@ -239,10 +238,10 @@ class Answer(Response):
         """Sends the answer, and frees its slots on every exit."""
         watcher = asyncio.create_task(self._watch(receive))
         try:
-            whole = await (self._stream(send) if self._reading.body.stream else self._whole())
-            if whole is not None:
-                with contextlib.suppress(OSError):
-                    await whole(scope, receive, send)
+            if self._reading.body.stream:
+                await self._stream(send)
+            else:
+                await (await self._whole())(scope, receive, send)
         except (ClientLeftError, OSError) as error:
             self._record["left"] = type(error).__name__
         finally:
@@ -309,17 +308,6 @@ class Answer(Response):
                 if part is not None:
                     yield part
 
-    async def _guarded(self) -> AsyncIterator[dict[str, Any] | None]:
-        """Yields the same parts; an exception becomes an error for the client and is logged."""
-        try:
-            async for part in self._parts():
-                yield part
-        except (ApiError, ClientLeftError):
-            raise
-        except Exception as error:
-            note_fault(self._record, error)
-            raise fault() from error
-
     def _echo(self, row: int, scores: PromptScores | None) -> list[dict[str, Any]]:
         assert self._reading.echo is not None
         text, first = self._reading.echo[row], row * self._each
@@ -331,17 +319,14 @@ class Answer(Response):
 
     async def _whole(self) -> JSONResponse:
         parts: list[list[dict[str, Any]]] = [[] for _ in self.choices]
-        try:
-            async for part in self._guarded():
-                if part is not None:
-                    parts[part["index"]].append(part)
-        except ApiError as error:
-            return error.response()
+        async for part in self._parts():
+            if part is not None:
+                parts[part["index"]].append(part)
         choices = [joined(choice_parts) for choice_parts in parts]
         return JSONResponse({**self._head, "choices": choices, "usage": self._usage()})
 
-    async def _stream(self, send: Send) -> JSONResponse | None:
-        """Sends events as they arrive; returns an error answer if it fails before the first."""
+    async def _stream(self, send: Send) -> None:
+        """Sends events as they arrive; an error after the first is an event, too."""
         head, begun = dict(self._head), False
         options = self._reading.body.stream_options
         counts = options is not None and bool(options.include_usage)
@@ -362,18 +347,22 @@ class Answer(Response):
             await send(body)
 
         try:
-            async for part in self._guarded():
+            async for part in self._parts():
                 await write(": ping\n\n" if part is None else {**head, "choices": [part]})
-        except ApiError as error:
+        except (ClientLeftError, OSError):
+            raise
+        except Exception as error:
             if not begun:
-                return error.response()
+                raise
+            if not isinstance(error, ApiError):
+                note_fault(self._record, error)
+                error = fault()
             self._record["error"] = error.body["error"]["code"]
             await write(error.body, more=False)
-            return None
+            return
         if counts:
             await write({**head, "choices": [], "usage": self._usage()})
         await write("data: [DONE]\n\n", more=False)
-        return None
 
     def _usage(self) -> dict[str, Any]:
         """Returns the token counts of finished choices, with depths and times under `utio`."""
@@ -393,20 +382,14 @@ class Answer(Response):
         first = [item.finished for item in self.choices[:: self._reading.body.n or 1]]
         cached = sum(item.cached_tokens for item in first if item is not None)
         usage["prompt_tokens_details"] = {"cached_tokens": cached}
-        utio: dict[str, Any] = {
+        usage["utio"] = {
             **self._reading.about,
             "mean_depth_decided": mean("decided"),
             "mean_depth_executed": mean("executed"),
             "seconds_in_queue": longest("seconds_in_queue"),
             "seconds_to_first_token": longest("seconds_to_first_token"),
         }
-        thoughts = [item.thought for item in finished if item.thought is not None]
-        if thoughts:
-            spent = sum(thought.tokens for thought in thoughts)
-            usage["completion_tokens_details"] = {"reasoning_tokens": spent}
-            fields = ("tokens", "forced", "ended_by")
-            utio["thinking"] = [{name: getattr(item, name) for name in fields} for item in thoughts]
-        return {**usage, "utio": utio}
+        return usage
 
 
 _STREAM = [

@@ -18,7 +18,7 @@ from collections.abc import AsyncIterator, Callable
 from importlib import resources
 from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import HTMLResponse, PlainTextResponse, RedirectResponse, Response
 from starlette.types import Receive, Scope, Send
 
@@ -33,6 +33,7 @@ from utio_jax.serving.gate import (
     Log,
     add_handlers,
     engine_ended,
+    key_check,
     log_line,
     note_fault,
 )
@@ -46,7 +47,7 @@ from utio_jax.serving.schema import (
     DetokenizeRequest,
     TokenizeRequest,
 )
-from utio_jax.serving.worker import EngineStoppedError, Worker
+from utio_jax.serving.worker import Worker
 
 
 class Application:
@@ -56,8 +57,8 @@ class Application:
       model: that is served.
       reader: of requests.
       worker: the engine's thread.
-      gate: stands before all addresses.
       limits: of queues and times.
+      key: that requests bring; None: none.
       slots: choices that run at once.
       planned: whether a depth per token pays here, in words; empty where that was not timed.
       compiled: progress of compilation, in words.
@@ -108,16 +109,22 @@ class Application:
         self.compiled, self.ready, self.planned = "warming up", False, ""
         self.dead: BaseException | None = None
         self.on_change: Callable[[], None] = lambda: None
-        self._log = log
+        self._log, self.key = log, key
         self.metrics = Metrics(self.worker, layers=model.layers)
-        self.gate = Gate(_routes(self), body_bytes=limits.body_bytes, key=key, log=log)
-        message, headers = "Server is warming up; retry in 1 s.", {"retry-after": "1"}
-        self.gate.refusing = ApiError(503, message, code="not_ready", headers=headers)
+        self._gate = Gate(_routes(self), body_bytes=limits.body_bytes, log=log)
         self._created = int(time.time())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers one request."""
-        await self.gate(scope, receive, send)
+        await self._gate(scope, receive, send)
+
+    def check_ready(self) -> None:
+        """Raises ApiError until everything is compiled, and once the engine has ended."""
+        if self.dead is not None:
+            raise engine_ended()
+        if not self.ready:
+            message, headers = f"Not ready: {self.compiled}. Retry in 1 s.", {"retry-after": "1"}
+            raise ApiError(503, message, code="not_ready", headers=headers)
 
     @contextlib.asynccontextmanager
     async def lifespan(self, _: Any = None) -> AsyncIterator[None]:
@@ -130,8 +137,9 @@ class Application:
         """Queues a request for the engine; returns the answer to send.
 
         Raises:
-          ApiError: the queue is full, or the request is larger than it.
+          ApiError: it is not ready, the queue is full, or the request is larger than it.
         """
+        self.check_ready()
         worker, limits, count = self.worker, self.limits, len(reading.tasks)
         most = self.slots + limits.queue_requests
         if count > most:
@@ -140,10 +148,7 @@ class Application:
         if (opened := len(worker.open_tasks)) + count > most:
             message = f"The queue is full: {opened} choices are open. Retry in 1 s."
             raise ApiError(429, message, headers={"retry-after": "1"})
-        try:
-            ticket = worker.hand_in(reading.tasks)
-        except EngineStoppedError:
-            raise engine_ended() from None
+        ticket = worker.hand_in(reading.tasks)
         return Answer(self, reading, ticket, request.scope["state"]["record"])
 
     def card(self) -> dict[str, Any]:
@@ -165,7 +170,6 @@ class Application:
                 "budgets": sorted(model.budgets),
                 "prompt_budget": model.prompt_budget,
                 "chat": model.chat is not None,
-                "thinking": model.thinking is not None,
                 "context_length": context,
             },
         }
@@ -209,11 +213,11 @@ class Application:
             self._log({"event": "compiling", "done": done, "programs": programs})
 
     def _ready(self) -> None:
-        self.ready, self.gate.refusing = True, None
+        self.ready = True
         self.on_change()
 
     def _died(self, error: BaseException) -> None:
-        self.dead, self.gate.refusing = error, engine_ended()
+        self.dead = error
         record: dict[str, Any] = {"event": "engine_died"}
         note_fault(record, error)
         if not self.ready:
@@ -235,13 +239,15 @@ def _routes(service: Application) -> FastAPI:
         lifespan=service.lifespan,
     )
     add_handlers(app)
-    _add_generation(app, service)
-    _add_models(app, service)
+    closed = APIRouter(dependencies=[key_check(lambda: service.key)])
+    _add_generation(closed, service)
+    _add_models(closed, service)
+    app.include_router(closed)
     _add_life(app, service)
     return app
 
 
-def _add_generation(app: FastAPI, service: Application) -> None:
+def _add_generation(app: APIRouter, service: Application) -> None:
     content = {"application/json": {"schema": {"type": "object"}}, "text/event-stream": {}}
     about = "Whole, or events where stream=true."
     responses: Any = {200: {"description": about, "content": content}}
@@ -257,7 +263,7 @@ def _add_generation(app: FastAPI, service: Application) -> None:
         return service.begin(await service.reader.chat(body), request)
 
 
-def _add_models(app: FastAPI, service: Application) -> None:
+def _add_models(app: APIRouter, service: Application) -> None:
     reader = service.reader
 
     @app.get("/v1/models")
@@ -313,15 +319,13 @@ def _add_life(app: FastAPI, service: Application) -> None:
     async def health() -> dict[str, str]:
         """Returns 200 while the engine's thread is alive."""
         if service.dead is not None:
-            raise engine_ended()
+            service.check_ready()
         return {"status": "ok"}
 
     @app.get("/ready")
     async def ready() -> dict[str, str | None]:
         """Returns 200 while requests are accepted: warmed up, and the engine has not ended."""
-        if service.dead or not service.ready:
-            state = "ended" if service.dead else service.compiled
-            raise ApiError(503, f"Not ready: {state}.", code="not_ready")
+        service.check_ready()
         mode = service.card()["utio"]["default_mode"]
         return {"status": "ready", "mode": mode, "plan": service.planned or None}
 

@@ -129,6 +129,6 @@ def served_of(
         steps=_STEPS,
         shapes=shapes,
         alternatives=MOST_LOGPROBS,
-        thinking=model.thinking is not None,
+        logits_processor=model.logits_processor,
         prefix_cache=bytes_of(prefix_cache),
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ASGI middleware for all routes: API key, body size, request ids, log, and errors.
+"""Errors in OpenAI's form, the API key, and the ASGI middleware that bounds and logs requests.
 
 Errors are as OpenAI's clients read them: `{"error": {message, type, param, code}}`, always. What
 waits for slow clients, limits rates or knows several keys stands in a reverse proxy.
@@ -17,17 +17,15 @@ import time
 import traceback
 import uuid
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import FastAPI, Request
+from fastapi import Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from starlette.datastructures import Headers
+from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-
-OPEN = frozenset({"/", "/docs", "/health", "/ready", "/metrics", "/openapi.json"})
-"""Addresses without a key: they show nothing of requests, and run nothing."""
 
 _PROBES = frozenset({"/health", "/ready", "/metrics"})
 """Addresses that are asked all the time: answers are logged where something is wrong."""
@@ -85,63 +83,73 @@ def engine_ended() -> ApiError:
 def add_handlers(app: FastAPI) -> None:
     """Gives an application one format for all errors, those of the framework included."""
 
-    async def http(_: Request, error: Any) -> JSONResponse:
-        if isinstance(error, ApiError):
-            return error.response()
-        message = f"{error.detail}: see /openapi.json for the addresses and their methods."
-        return ApiError(error.status_code, message, headers=error.headers).response()
+    @app.exception_handler(HTTPException)
+    async def http(_: Request, error: HTTPException) -> JSONResponse:
+        if not isinstance(error, ApiError):
+            message = f"{error.detail}: see /openapi.json for the addresses and their methods."
+            error = ApiError(error.status_code, message, headers=dict(error.headers or {}))
+        return error.response()
 
-    async def invalid(_: Request, error: Any) -> JSONResponse:
+    @app.exception_handler(RequestValidationError)
+    async def invalid(_: Request, error: RequestValidationError) -> JSONResponse:
         return _invalid(error.errors()).response()
 
+    @app.exception_handler(Exception)
     async def broken(_: Request, __: Exception) -> JSONResponse:
         return fault().response()
 
-    app.add_exception_handler(HTTPException, http)
-    app.add_exception_handler(RequestValidationError, invalid)
-    app.add_exception_handler(Exception, broken)
+
+_KIND = re.compile(r"str$|constrained-|list\[")
+"""Kinds of a field that pydantic has tried: they stand in a place like names."""
 
 
 def _invalid(errors: Any) -> ApiError:
     """Returns the 400 for an invalid body, with the name of the field."""
     # Of a list that may be of several kinds, not that it is no text, but that it is too long.
-    sizes = [error for error in errors if error.get("type") in ("too_long", "too_short")]
-    first = (sizes or errors)[0]
-    # Names may be the client's own, and as long as its body; kinds that were tried are no names.
-    kinds = re.compile(r"str$|constrained-|list\[")
-    place = [str(part)[:80] for part in first.get("loc", ())[:8] if part != "body"]
-    place = [part for part in place if not kinds.match(part)]
-    kind, message = first.get("type"), str(first.get("msg", "it is wrong"))[:500]
-    if kind == "json_invalid":
+    first = next((error for error in errors if error["type"] in ("too_long", "too_short")), None)
+    first = first or errors[0]
+    if first["type"] == "json_invalid":
         return ApiError(400, f"Wanted a body in JSON. {first['ctx']['error']}.")
-    if not place and kind in ("missing", "model_attributes_type", "dict_type"):
+    if first["loc"] == ("body",):
         return ApiError(400, "Wanted a JSON object as body, and Content-Type: application/json.")
-    if not place and kind == "value_error":  # A field that is refused by name.
-        message = str(first["ctx"]["error"])
-        return ApiError(400, message, param=message.partition(" ")[0], code="unsupported")
-    return ApiError(400, f"{'.'.join(place)}: {message}.", param=place[0] if place else None)
+    # Names may be the client's own, and as long as its body.
+    place = [str(part)[:80] for part in first["loc"][1:9]]
+    place = [part for part in place if not _KIND.match(part)]
+    return ApiError(400, f"{'.'.join(place)}: {first['msg'][:500]}.", param=place[0])
+
+
+_BEARER = HTTPBearer(auto_error=False, description="The key of `--api-key-file`, if any.")
+
+
+def key_check(key_of: Callable[[], str | None]) -> Any:
+    """Returns the dependency of routes that want a key, as `Bearer KEY`; None: they want none."""
+
+    async def check(
+        given: Annotated[HTTPAuthorizationCredentials | None, Depends(_BEARER)],
+    ) -> None:
+        key = key_of()
+        # Compared in constant time.
+        sent = b"" if given is None else given.credentials.strip().encode()
+        if key is not None and not hmac.compare_digest(sent, key.encode()):
+            message = "Wanted the key of this server: Authorization: Bearer KEY."
+            raise ApiError(401, message, headers={"www-authenticate": "Bearer"})
+
+    return Depends(check)
 
 
 class Gate:
-    """Checks requests before an application, and logs them after it.
+    """Middleware that gives requests an id, bounds their bodies, and logs them."""
 
-    Attributes:
-      refusing: the error that requests for work get; None: they are let in.
-      key: that requests bring; None: none.
-    """
-
-    def __init__(self, app: ASGIApp, *, body_bytes: int, key: str | None, log: Log) -> None:
+    def __init__(self, app: ASGIApp, *, body_bytes: int, log: Log) -> None:
         """Wraps an application; request bodies have at most `body_bytes`."""
-        self._app, self._body_bytes, self.key, self._log = app, body_bytes, key, log
-        self.refusing: ApiError | None = None
+        self._app, self._body_bytes, self._log = app, body_bytes, log
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers one request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        began = time.monotonic()
-        headers = Headers(scope=scope)
+        began, headers = time.monotonic(), Headers(scope=scope)
         given = headers.get("x-request-id", "")
         record: dict[str, Any] = {
             "event": "request",
@@ -151,18 +159,14 @@ class Gate:
             "status": 0,
         }
         scope.setdefault("state", {})["record"] = record
-
-        is_head = scope["method"] == "HEAD"
-        if is_head:  # Answered as GET, without the body.
+        if scope["method"] == "HEAD":  # Answered as GET; the HTTP server sends no body.
             scope = {**scope, "method": "GET"}
 
         async def give(message: Message) -> None:
             if message["type"] == "http.response.start":
                 record["status"] = message["status"]
-                own = (b"x-request-id", record["id"].encode()), _NO_SNIFFING
-                message = {**message, "headers": [*message.get("headers", ()), *own]}
-            elif is_head:
-                message = {**message, "body": b""}
+                own = {"x-request-id": record["id"], "x-content-type-options": "nosniff"}
+                MutableHeaders(scope=message).update(own)
             await send(message)
 
         async def answer(error: ApiError) -> None:
@@ -171,7 +175,13 @@ class Gate:
                     await error.response()(scope, receive, give)
 
         try:
-            self._check(scope, headers)
+            if "content-length" in headers and "transfer-encoding" in headers:
+                # Two answers to where the body ends: what stands in front may take the other one.
+                message = "Wanted Content-Length or Transfer-Encoding. Got both."
+                raise ApiError(400, message, headers={"connection": "close"})
+            size = headers.get("content-length", "")
+            if size.isdigit() and int(size[:20]) > self._body_bytes:
+                raise self._too_large()
             await self._app(scope, self._bounded(receive), give)
         except ApiError as error:
             await answer(error)
@@ -188,22 +198,6 @@ class Gate:
             record["seconds"] = round(time.monotonic() - began, 6)
             if scope["path"] not in _PROBES or record["status"] not in (200, 503):
                 self._log(record)
-
-    def _check(self, scope: Scope, headers: Headers) -> None:
-        """Raises ApiError for a rejected request."""
-        size = headers.get("content-length", "")
-        if size and "transfer-encoding" in headers:
-            # Two answers to where the body ends: what stands in front may take the other one.
-            message = "Wanted Content-Length or Transfer-Encoding. Got both."
-            raise ApiError(400, message, headers={"connection": "close"})
-        if scope["path"] not in OPEN:
-            if self.key is not None and not _is_key(headers.get("authorization", ""), self.key):
-                message = "Wanted the key of this server: Authorization: Bearer KEY."
-                raise ApiError(401, message, headers={"www-authenticate": "Bearer"})
-            if self.refusing is not None and scope["method"] == "POST":
-                raise self.refusing
-        if size.isdigit() and int(size[:20]) > self._body_bytes:
-            raise self._too_large()
 
     def _bounded(self, receive: Receive) -> Receive:
         """Returns a `receive` that raises ApiError once a body is too large."""
@@ -222,16 +216,6 @@ class Gate:
     def _too_large(self, **options: Any) -> ApiError:
         message = f"Wanted a body of at most {self._body_bytes} bytes. Got more."
         return ApiError(413, message, **options)
-
-
-_NO_SNIFFING = (b"x-content-type-options", b"nosniff")
-
-
-def _is_key(authorization: str, key: str) -> bool:
-    """Returns whether a header is `Bearer KEY`, compared in constant time."""
-    scheme, _, given = authorization.partition(" ")
-    same = hmac.compare_digest(given.strip().encode("latin-1"), key.encode())
-    return same and scheme.lower() == "bearer"
 
 
 def note_fault(record: dict[str, Any], error: BaseException) -> None:

@@ -9,10 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from utio_jax.decoding.base import Mode, Plain
+from utio_jax.decoding.base import LogitsProcessor, Mode, Plain
 from utio_jax.decoding.prefill import Prefill
 from utio_jax.decoding.text import TextModel
-from utio_jax.decoding.thinking import Thinking
 from utio_jax.policies.depth import Thresholded
 
 
@@ -74,8 +73,7 @@ class ServedModel:
         plans whether that pays; None: it plans nothing.
       prefill: of prompts; None: the full model's.
       prompt_budget: FLOPs of `prefill` over a full prefill's.
-      thinking: how long a request's choices may think that says nothing of it; None: requests may
-        say nothing of it.
+      logits_processor: of all requests, as a budget for thinking; see `Engine`.
       special_tokens: texts of `eos_token`, `bos_token` and others, by name.
     """
 
@@ -89,7 +87,7 @@ class ServedModel:
     histogram: Mapping[int, float] | None = None
     prefill: Prefill | None = None
     prompt_budget: float | None = None
-    thinking: Thinking | None = None
+    logits_processor: LogitsProcessor | None = None
     special_tokens: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property

@@ -12,7 +12,6 @@ import numpy as np
 
 from utio_jax.core.documents import check_text
 from utio_jax.decoding.sampling import SamplingParams
-from utio_jax.decoding.thinking import Thinking
 from utio_jax.serving.gate import ApiError
 from utio_jax.serving.model import Limits, ServedModel
 from utio_jax.serving.schema import ChatRequest, CompletionRequest, Message, UtioOptions
@@ -177,9 +176,6 @@ class Reader:
             "deadline": self.limits.request_seconds,
             "cache_salt": body.cache_salt or "",
         }
-        budget = body.thinking_token_budget
-        if self.model.thinking is not None or budget not in (None, -1):
-            options["thinking"] = self._thinking(budget)
         seed = secrets.randbits(32) if body.seed is None else body.seed
         tasks: list[Task] = []
         scored = echo is not None and logprobs is not None
@@ -212,19 +208,6 @@ class Reader:
                 f"tokens{where} and max_tokens of {most}: {prompt.size + most}. Cut one of them.",
                 code="context_length_exceeded",
             )
-
-    def _thinking(self, budget: int | None) -> Thinking:
-        """Returns the thinking budget of a request's choices: its own, or the operator's."""
-        rule = self.model.thinking
-        if rule is None:
-            raise _refused(
-                "Wanted a server that knows what ends thinking. This one was started without "
-                "--think-end. Leave it out.",
-                "thinking_token_budget",
-            )
-        if budget is None:
-            return rule
-        return dataclasses.replace(rule, max_tokens=None if budget < 0 else budget)
 
     def _engine_options(self, utio: UtioOptions | None) -> tuple[dict[str, Any], dict[str, Any]]:
         """Returns the engine's depth options for a request, and their report in the answer."""

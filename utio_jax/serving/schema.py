@@ -2,7 +2,8 @@
 """Request bodies as pydantic models. Unsupported OpenAI fields are rejected by name.
 
 Unknown fields are let pass, as OpenAI's own server does it. Fields that other servers know, and
-that would change the text, get an error: a client that sends them counts on them.
+that would change the text, are fields whose only value changes nothing: a client that sends
+another one counts on it.
 
 A body of a megabyte may be wrong in half a million places. Lists stop at their first error, and
 have a greatest length, so that no body makes more than a few errors.
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
 
 Id = Annotated[int, Field(ge=0, lt=2**31)]
 Ids = Annotated[list[Id], Field(fail_fast=True, min_length=1, max_length=2**18)]
@@ -27,44 +28,43 @@ Stops = Annotated[list[Stop], Field(fail_fast=True, max_length=MOST_STOPS)]
 _MOST_NAMES = 32
 """Of an object in which each unknown name is an error of its own."""
 
-_NOTHING: dict[str, tuple[Any, ...]] = {
-    name: values
-    for names, values in (
-        ("frequency_penalty presence_penalty min_tokens prompt_logprobs", (0,)),
-        ("best_of repetition_penalty length_penalty", (1,)),
-        ("functions tools documents bad_words", ([],)),
-        ("logit_bias chat_template_kwargs", ({},)),
-        ("echo_prompt use_beam_search continue_final_message", (False,)),
-        ("add_generation_prompt", (True,)),
-        ("suffix", ("",)),
-        ("function_call", ("none",)),
-        ("tool_choice", ("none", "auto")),
-        ("response_format", ({"type": "text"},)),
-        ("modalities", (["text"],)),
-        ("audio prediction web_search_options reasoning_effort structured_outputs", ()),
-        ("guided_json guided_regex guided_choice guided_grammar allowed_token_ids", ()),
-        ("truncate_prompt_tokens chat_template prompt_embeds", ()),
-    )
-    for name in names.split()
-}
+
+class TextFormat(BaseModel):
+    """The only format of an answer."""
+
+    type: Literal["text"]
+
+
+_FOREIGN: Any = (
+    (
+        Annotated[float, Field(ge=0, le=0)],
+        "frequency_penalty presence_penalty min_tokens prompt_logprobs",
+    ),
+    (Annotated[float, Field(ge=1, le=1)], "best_of repetition_penalty length_penalty"),
+    (Annotated[list[Any], Field(max_length=0)], "functions tools documents bad_words"),
+    (Annotated[dict[str, Any], Field(max_length=0)], "logit_bias chat_template_kwargs"),
+    (Annotated[list[Literal["text"]], Field(fail_fast=True, max_length=1)], "modalities"),
+    (Literal[False], "echo_prompt use_beam_search continue_final_message"),
+    (Literal[True], "add_generation_prompt"),
+    (Literal[-1], "thinking_token_budget"),
+    (Literal[""], "suffix"),
+    (Literal["none", "auto"], "function_call tool_choice"),
+    (TextFormat, "response_format"),
+    (
+        None,
+        "audio prediction web_search_options reasoning_effort structured_outputs guided_json "
+        "guided_regex guided_choice guided_grammar allowed_token_ids truncate_prompt_tokens "
+        "chat_template prompt_embeds",
+    ),
+)
 """Fields of other servers that are not there, with the values that change nothing."""
 
-
-class Strict(BaseModel):
-    """A body with strict types and finite numbers; unknown fields are kept."""
-
-    model_config = ConfigDict(
-        strict=True, extra="allow", allow_inf_nan=False, protected_namespaces=()
-    )
-
-    @model_validator(mode="after")
-    def _refuses_by_name(self) -> Strict:
-        for name, value in (self.model_extra or {}).items():
-            if name in _NOTHING and value is not None and value not in _NOTHING[name]:
-                raise ValueError(
-                    f"{name} is not supported here, and would change the text. Leave it out."
-                )
-        return self
+_STRICT = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, protected_namespaces=())
+_fields: Any = {
+    name: (kind and kind | None, None) for kind, names in _FOREIGN for name in names.split()
+}
+Strict: Any = create_model("Strict", __config__=_STRICT, **_fields)
+"""A body with strict types and finite numbers; unknown fields are kept."""
 
 
 class UtioOptions(BaseModel):
@@ -119,7 +119,6 @@ class _Generation(Strict):
         description="Requests of different salts share nothing in the prefix cache.",
     )
     return_token_ids: bool | None = None
-    thinking_token_budget: int | None = Field(None, ge=-1, lt=2**30)
     utio: UtioOptions | None = None
 
 

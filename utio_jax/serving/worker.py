@@ -101,7 +101,6 @@ class Worker:
         self._engine, self._scorer, self._plan = engine, scorer, plan
         self.open_tasks: dict[Task, Ticket] = {}
         self.stats = engine.stats()
-        self._dead: BaseException | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._inbox: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
         self._of_number: dict[int, Task] = {}
@@ -124,13 +123,7 @@ class Worker:
         return self._thread.is_alive()
 
     def hand_in(self, tasks: Sequence[Task]) -> Ticket:
-        """Queues tasks, which start after the current block; returns their ticket.
-
-        Raises:
-          EngineStoppedError: the engine has stopped and accepts no tasks.
-        """
-        if self._dead is not None:
-            raise EngineStoppedError(self._dead)
+        """Queues tasks, which start after the current block; returns their ticket."""
         ticket = Ticket(tasks, self)
         for task in tasks:
             self.open_tasks[task] = ticket
@@ -159,7 +152,6 @@ class Worker:
             ticket.news.put_nowait((task, news))
 
     def _end_all(self, error: BaseException) -> None:
-        self._dead = error
         self._deliver([(task, EngineStoppedError(error)) for task in self.open_tasks])
         self._on_death(error)
 
@@ -175,20 +167,14 @@ class Worker:
             self._call(self._end_all, error)
 
     def _warmup(self) -> None:
-        done, scorer_programs = 0, self._scorer.programs
-        self._call(self._on_progress, 0, self._engine.programs + scorer_programs)
+        engine, scorer = self._engine, self._scorer
 
-        def engine_progress(count: int, programs: int) -> None:
-            nonlocal done
-            done = count
-            self._call(self._on_progress, count, programs + scorer_programs)
+        def show(done: int) -> None:
+            self._call(self._on_progress, done, engine.programs + scorer.programs)
 
-        self._engine.warmup(progress=engine_progress)
-        self._scorer.warmup(
-            progress=lambda count: self._call(
-                self._on_progress, done + count, done + scorer_programs
-            )
-        )
+        show(0)
+        engine.warmup(progress=lambda done, _: show(done))
+        scorer.warmup(progress=lambda done: show(engine.programs + done))
 
     def _serve(self) -> None:
         while True:

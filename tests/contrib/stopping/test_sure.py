@@ -16,8 +16,14 @@ from scipy import special, stats
 
 from utio_jax.calibration.guarantee import half_of
 from utio_jax.contrib import stopping
-from utio_jax.contrib.stopping import Answered, Confidence, Trace, fit_confidence
-from utio_jax.decoding import Lengths, SamplingParams, Thinking
+from utio_jax.contrib.stopping import (
+    Answered,
+    Confidence,
+    ThinkingBudget,
+    Trace,
+    fit_confidence,
+)
+from utio_jax.decoding import Lengths, SamplingParams
 
 PROMPTS = [[0, 5, 7], [0, 9, 3, 2, 8, 8, 1], [4], [6, 2, 2]]
 THOUGHT, ANSWER, END = 14, 3, (62, 63)
@@ -106,12 +112,14 @@ def test_texts_that_end_by_themselves() -> None:
 @pytest.mark.slow
 def test_never_sure_is_a_budget() -> None:
     how: dict[str, Any] = {"sampling": SamplingParams(temperature=1.1), "seeds": [3, 1, 4, 1]}
-    rule = Thinking(end_ids=END, max_tokens=THOUGHT, max_answer_tokens=ANSWER)
-    budget = run(lively_model(), PROMPTS, thinking=rule, lengths=ONE_SHAPE, **how)
-    for row, new, thought in zip(
-        until_sure(NEVER, **how), budget.token_ids, budget.thought, strict=True
-    ):
-        assert [*row.thought, *END, *row.answer] == new.tolist()
+    budget = ThinkingBudget(end_ids=END, max_tokens=THOUGHT)
+    new = THOUGHT + len(END) + ANSWER
+    how |= {"max_new_tokens": new, "logits_processor": budget, "lengths": ONE_SHAPE}
+    result = run(lively_model(), PROMPTS, **how)
+    del how["max_new_tokens"], how["logits_processor"]
+    for row, prompt, ids in zip(until_sure(NEVER, **how), PROMPTS, result.token_ids, strict=True):
+        assert [*row.thought, *END, *row.answer] == ids.tolist()
+        thought = budget.thought(prompt, ids)
         assert (row.ended_by, len(row.thought)) == (thought.ended_by, THOUGHT)
 
 

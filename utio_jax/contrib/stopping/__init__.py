@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ends a thought when the model is sure, with a guarantee on changed answers.
+"""Ends a thought after a number of tokens, or when the model is sure of its last words.
+
+    generate(..., logits_processor=ThinkingBudget(end_ids=(7,), max_tokens=512))
 
     sure = Confidence(threshold=0.3, window=8, cue_ids=[full_stop])
     generate_until_sure(..., end_ids=[7], confidence=sure, max_thought=512, max_answer=64)
 
-A loop on the host over `generate`. After LYNX, which asks at cues of the text and chooses its
-threshold by conformal prediction, and DEER; asked here is how likely the last words were.
+`generate_until_sure` is a loop on the host over `generate`. After LYNX, which asks at cues of the
+text and chooses its threshold by conformal prediction, and DEER; asked here is how likely the last
+words were.
 """
 
 from __future__ import annotations
@@ -18,12 +21,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from utio_jax.calibration.guarantee import Fitted, fit_ladder, halves
+from utio_jax.contrib.stopping.budget import ThinkingBudget, Thought
 from utio_jax.core import Decoder
-from utio_jax.decoding import Thinking, generate
+from utio_jax.core.documents import check_ids
+from utio_jax.decoding import generate
 
 __all__ = [
     "Answered",
     "Confidence",
+    "ThinkingBudget",
+    "Thought",
     "Trace",
     "fit_confidence",
     "generate_until_sure",
@@ -102,10 +109,9 @@ def generate_until_sure(
     Raises:
       ValueError: limits too small, or beyond the model's context; options that these replace.
     """
-    rule = Thinking(end_ids=end_ids, max_tokens=max_thought, max_answer_tokens=max_answer)
-    rule.check(vocab_size=decoder.config.vocab_size)
+    check_ids(end_ids, vocab_size=decoder.config.vocab_size, what="end_ids")
     most = max(map(len, prompts), default=0) + max_thought + len(end_ids) + max_answer
-    rules = [name for name in ("thinking", "stop_sequences", "stop_when") if name in options]
+    rules = [name for name in ("stop_sequences", "stop_when") if name in options]
     if most > decoder.config.context_length or chunk < 1 or rules:
         raise ValueError(
             f"Wanted at most {decoder.config.context_length} tokens, the model's context, chunks "
