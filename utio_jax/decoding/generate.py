@@ -11,7 +11,6 @@ The token loop runs on the device. Shapes depend only on the batch and on two ro
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -21,6 +20,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from utio_jax.attention.cache import bytes_per_slot, key_widths
+from utio_jax.core.calls import check_options, takes_decoder
 from utio_jax.core.decoder import Decoder, Params, is_integer
 from utio_jax.core.rows import check_mesh
 from utio_jax.core.terminal import count_on_terminal
@@ -39,7 +39,7 @@ from utio_jax.decoding.state import (
 )
 from utio_jax.decoding.thinking import Thinking, Thought, rules_of_rows, thought_of
 
-_INSTEAD = {
+INSTEAD = {
     "temperature": "sampling=SamplingParams(temperature=0.7)",
     "top_p": "sampling=SamplingParams(temperature=1, top_p=0.9)",
     "top_k": "sampling=SamplingParams(temperature=1, top_k=40)",
@@ -47,16 +47,12 @@ _INSTEAD = {
     "max_tokens": "max_new_tokens",
     "max_length": "max_new_tokens",
 }
+"""Options of other libraries, and those of `generate` in their place."""
 
 
-def check_options(options: Mapping[str, Any]) -> None:
+def check_generate_options(options: Mapping[str, Any]) -> None:
     """Raises TypeError for an option that `generate` lacks, with its name in this library."""
-    known = inspect.signature(generate).parameters
-    for name in options:
-        if name not in known:
-            here = f"Say {_INSTEAD[name]}." if name in _INSTEAD else None
-            remedy = here or f"Known: {', '.join([*known][3:])}."
-            raise TypeError(f"Wanted options of utio_jax.generate. Got {name}. {remedy}")
+    check_options("utio_jax.generate", options, generate, instead=INSTEAD)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -153,6 +149,7 @@ class Chunk:
     running: np.ndarray
 
 
+@takes_decoder("model.generate(prompts)")
 def generate(  # noqa: PLR0913 (options, each named)
     decoder: Decoder,
     params: Params,
@@ -295,6 +292,7 @@ def _joined(parts: Sequence[Generated]) -> Generated:
     return dataclasses.replace(first, **joined)
 
 
+@takes_decoder("model.stream(prompts)")
 def stream(decoder: Decoder, params: Params, prompts: Prompts, **options: Any) -> Iterator[Chunk]:
     """Yields the same tokens as `generate`, at least `chunk` per running row at a time.
 
@@ -305,6 +303,7 @@ def stream(decoder: Decoder, params: Params, prompts: Prompts, **options: Any) -
             "Wanted options of utio_jax.stream, in which all prompts step together. "
             "Got max_batch. Stream fewer prompts, or generate."
         )
+    check_generate_options(options)
     seen: np.ndarray | None = None
     for state in run_chunks(decoder, params, prompts, **options):
         starts = np.asarray(state.prompt_lengths) if seen is None else seen

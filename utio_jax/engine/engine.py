@@ -22,6 +22,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from utio_jax.core.calls import takes_decoder
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.terminal import count_on_terminal
 from utio_jax.decoding.base import LogitsProcessor, Mode, Plain
@@ -41,6 +42,7 @@ from utio_jax.engine.slots import Served, Shapes, Slots
 class Engine:
     """Continuous-batching engine: requests share the slots of one K/V cache."""
 
+    @takes_decoder("Engine.of(model, slots=8, capacity=512)")
     def __init__(  # noqa: PLR0913 (options, each named)
         self,
         decoder: Decoder,

@@ -24,6 +24,7 @@ from jax.sharding import Mesh
 from safetensors.numpy import save as serialize
 from tokenizers import Tokenizer
 
+from utio_jax.core.calls import check_options
 from utio_jax.core.decoder import Params, name_exits
 from utio_jax.core.extras import install_line
 from utio_jax.core.files import dump_tensors, hash_file, replacing
@@ -39,6 +40,7 @@ from utio_jax.core.lens import (
 )
 from utio_jax.core.terminal import note_compilation
 from utio_jax.decoding.base import Mode
+from utio_jax.decoding.generate import generate
 from utio_jax.decoding.text import GeneratedText, generate_text
 from utio_jax.evaluation.controls import load_controls
 from utio_jax.models import huggingface
@@ -54,7 +56,7 @@ from utio_jax.models.shipped import SHIPPED, shipped_folder
 from utio_jax.models.stacking import place_tensors
 from utio_jax.models.tokenizer import encode_documents, load_tokenizer
 from utio_jax.models.transformer import Transformer, TransformerConfig
-from utio_jax.models.verbs import Verbs, check_names
+from utio_jax.models.verbs import SHORTER, Verbs
 from utio_jax.policies.store import Calibration, calibration_file, load_calibration
 from utio_jax.prompts.maps import KVMapped, load_kv_maps, with_kv_maps
 from utio_jax.staircase.prompts import PromptChoice, choices_of
@@ -228,7 +230,7 @@ class Model(Verbs):
         *,
         mode: str | Mode | None = None,
         budget: float | None = None,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
         seed: int = 0,
         variables: Mapping[str, Any] | None = None,
         **options: Any,
@@ -250,7 +252,7 @@ class Model(Verbs):
         Raises:
           ValueError: the model has no chat template, or see `render_chat` and `generate`.
         """
-        check_names(options)
+        check_options("Model.chat", options, generate, Model.chat, instead=SHORTER)
         note_compilation()
         options["mode"] = self.mode(mode, budget=budget)
         prompt = encode_chat(self, messages, **(variables or {}))

@@ -23,6 +23,7 @@ from utio_jax.calibration.gates import Fit, fits_of
 from utio_jax.calibration.goals import Budgets, Goal, MaxDisagreement, MaxLoss
 from utio_jax.calibration.lens import LensConfig, fit_lens, split_for_lens
 from utio_jax.calibration.risk import split_documents
+from utio_jax.core.calls import check_options
 from utio_jax.core.decoder import some_exits
 from utio_jax.core.documents import (
     Batch,
@@ -37,6 +38,7 @@ from utio_jax.core.lens import Lensed, lens_file, save_lens, with_config
 from utio_jax.core.terminal import note_compilation
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.base import Mode, Plain
+from utio_jax.decoding.generate import INSTEAD, generate
 from utio_jax.decoding.lossless import lossless_for
 from utio_jax.decoding.sampling import SamplingParams
 from utio_jax.decoding.text import (
@@ -57,6 +59,9 @@ from utio_jax.policies.store import Calibration, calibration_file, check_nothing
 from utio_jax.prompts.budget import prompt_prefill
 from utio_jax.staircase.reference import dense_states
 from utio_jax.staircase.score import full_depth
+
+SHORTER = {**INSTEAD, "stop_strings": "stop", "seeds": "seed"}
+"""Options that verbs have by other names."""
 
 _CONTEXT = 2048  # Of windows of text, at most.
 _SHOWN, _SHOWN_TOKENS = 8, 2000  # Documents, and tokens of each, that a notebook shows.
@@ -267,6 +272,7 @@ class Verbs:
         Raises:
           ValueError: see `utio_jax.generate`, and `mode`.
         """
+        check_options("Model.generate", options, generate, Verbs.generate, instead=SHORTER)
         options |= {"max_new_tokens": max_new_tokens, "sampling": sampling, "max_batch": max_batch}
         prompts = _encoded(self, read_sources(prompts, files, names_are_texts=True))
         asked = _asked(self, prompts, mode, budget, prompt_budget, options)
@@ -285,6 +291,7 @@ class Verbs:
         **options: Any,
     ) -> Iterator[TextChunk]:
         """Yields the text of `generate` piece by piece. Arguments and errors are those of it."""
+        check_options("Model.stream", options, generate, Verbs.stream, instead=SHORTER)
         prompts = _encoded(self, read_sources(prompts, files, names_are_texts=True))
         asked = _asked(self, prompts, mode, budget, prompt_budget, options)
         return stream_text(self, stop_strings=stop, seeds=seed, **asked)
@@ -311,6 +318,7 @@ class Verbs:
           budget: of a calibrated one.
           **options: of `utio_jax.evaluation.score_documents`.
         """
+        check_options("Model.score", options, score_documents, Verbs.score)
         chosen = self.policy(_named(policy, budget), budget=budget)
         documents = self.documents(texts, files=files)
         note_compilation()
@@ -332,6 +340,7 @@ class Verbs:
         **options: Any,
     ) -> Ledger:
         """Returns loss and cost of texts under a policy. Arguments are those of `score`."""
+        check_options("Model.evaluate", options, score_documents, Verbs.evaluate)
         policy = _named(policy, budget)
         chosen = self.policy(policy, budget=budget)
         documents = self.documents(texts, files=files)
@@ -383,6 +392,7 @@ class Verbs:
           ValueError: more than one goal, too little text, a lens or policies at `out` that would
             be lost, or see `utio_jax.calibrate`.
         """
+        check_options("Model.calibrate", options, calibrate, Verbs.calibrate)
         goals = (budget, max_nll_increase_pct, max_disagreement)
         if sum(goal is not None for goal in goals) > 1:
             raise ValueError(
@@ -488,6 +498,7 @@ class Verbs:
           seed: of the windows and of the intervals.
           **options: of `utio_jax.compare`: `progress`, `draws`, `mesh` ...
         """
+        check_options("Model.compare", options, compare, Verbs.compare)
         has_file = calibration_file(self.policies or self.folder).is_file()
         alone = bool(policies) and not has_file and "calibration" not in vars(self)
         note_compilation()
@@ -601,7 +612,6 @@ def _asked(
     options: dict[str, Any],
 ) -> dict[str, Any]:
     """Returns prompts, mode, prefill and options of `generate` and `stream`."""
-    check_names(options)
     note_compilation()
     if prompt_budget is not None:
         if options.get("prefill") is not None:
@@ -616,13 +626,6 @@ def _asked(
         "prompts": prompts,
         "mode": model.mode(mode, budget=budget),
     }
-
-
-def check_names(options: Mapping[str, Any]) -> None:
-    """Raises TypeError for options of `generate_text` that verbs have by shorter names."""
-    for name, here in {"stop_strings": "stop", "seeds": "seed"}.items():
-        if name in options:
-            raise TypeError(f"Wanted options of Model.generate. Got {name}. Say {here}.")
 
 
 def _named(policy: str | Policy | None, budget: float | None) -> str | Policy:
