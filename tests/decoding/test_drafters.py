@@ -8,12 +8,13 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.generation import assert_greedy, run
+from helpers.generation import assert_greedy, begun, context_of, run
 from helpers.models import live_params
 
+from utio_jax.decoding.base import Plain
 from utio_jax.decoding.drafting import NGram
 from utio_jax.decoding.generate import generate
-from utio_jax.decoding.loop import Lengths
+from utio_jax.decoding.loop import Lengths, advance
 from utio_jax.decoding.lossless import Lossless
 from utio_jax.decoding.sampling import SamplingParams
 from utio_jax.models.presets import TINY
@@ -125,6 +126,17 @@ def test_drawn_tokens_are_plain_decodings_and_rows_rest_where_nothing_repeats(mo
         np.testing.assert_array_equal(result.token_ids[0], plain.token_ids[0])
         assert 0 < result.drafts[0] <= 8 * 3
         assert result.token_layers[0] <= 1.35 * plain.token_layers[0]
+
+
+def test_a_step_without_drafts_is_a_plain_one(model):
+    """The program has two steps: the verification of all drafts, and that of plain decoding."""
+
+    def products(mode):
+        context = context_of(model, mode)
+        lowered = advance.lower(context, begun(context), np.int32(20), widths=(64,))
+        return lowered.as_text().count("stablehlo.dot_general")
+
+    assert products(MODE) == 2 * products(Plain())
 
 
 def test_a_row_that_rests_drafts_again_once_its_drafts_would_be_right():
