@@ -240,7 +240,7 @@ class Engine:
     def programs(self) -> int:
         """Number of programs that `warmup` compiles."""
         rows = self._rows
-        return len(rows.passes) + len(rows.widths) * len(rows.groups)
+        return len(rows.passes) + len(rows.widths) * len(rows.groups) + len(rows.row_counts)
 
     def advance(self) -> list[Event]:
         """Runs one block: reads prompts into free slots, then runs decode steps of all rows.
@@ -260,7 +260,8 @@ class Engine:
             self._stats.blocks += 1
             # A first token does not wait for a whole block.
             new = [owner for owner in self._owners if owner is not None and not owner.stepped]
-            report = self._rows.run(steps=1 if new else self._served.steps)
+            count = 1 + max(row for row, owner in enumerate(self._owners) if owner is not None)
+            report = self._rows.run(steps=1 if new else self._served.steps, rows=count)
             block = report, tuple(self._owners)
             for request in new:
                 request.stepped = True
@@ -349,7 +350,7 @@ class Engine:
         passes += [(width, group) for width in rows.widths for group in rows.groups]
         if progress is None:
             progress = count_on_terminal("Compiling programs of the engine")
-            progress(0, len(passes))
+            progress(0, self.programs)
         try:
             # Twice: the layout of a program's result may differ from that of its first input.
             for done, (size, group) in enumerate(passes * 2, start=1):
@@ -367,7 +368,13 @@ class Engine:
                 self.cancel(numbers[0])
                 self.drain()
                 if done <= len(passes):
-                    progress(done, len(passes))
+                    progress(done, self.programs)
+            for done, count in enumerate(rows.row_counts, start=len(passes) + 1):
+                self._unsettled = True
+                for _ in range(2):
+                    rows.run(steps=0, rows=count)
+                self._unsettled = False
+                progress(done, self.programs)
         except BaseException:  # Drops these requests: no caller has submitted them.
             self._unsettled, self._known, self._drained = True, {}, {}
             raise
