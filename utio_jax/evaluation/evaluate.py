@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -309,7 +310,7 @@ def score_documents(  # noqa: PLR0913 (options, each named)
     min_tokens: int = 0,
     same_rows: bool = False,
     compare: bool = True,
-    progress: Callable[[], None] | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> TextScore:
     """Scores documents of any length in batches of few static shapes, under the guardrail.
 
@@ -330,7 +331,7 @@ def score_documents(  # noqa: PLR0913 (options, each named)
       same_rows: every pass has `rows` rows, so that calls on other documents compile nothing new.
       compare: run a full-depth pass besides, and compare with it. False: what the policy costs is
         all that is run, and `nll_full`, `kl` and `agree` are None.
-      progress: called after every batch.
+      progress: called after every batch that runs, with their number and that of all batches.
 
     Raises:
       ValueError: no documents, ids are outside the vocabulary, or rows < 1.
@@ -404,6 +405,8 @@ def score_documents(  # noqa: PLR0913 (options, each named)
             costs = _decided_costs(cost, by, of_policy[by.depths], own, executor=executor, kv=kv)
             qualities[window] = dataclasses.replace(sums, **costs)
 
+    done = itertools.count(1)
+    step = None if progress is None else lambda: progress(next(done), len(batches))
     total, options = Quality(), {"kv": kv, "executor": executor, "mesh": mesh, "shards": shards}
     if batches and compare:
         (total,) = evaluate(
@@ -415,7 +418,7 @@ def score_documents(  # noqa: PLR0913 (options, each named)
             observe=lambda _, batch, comparison, decided: note(
                 batch, decided, np.asarray(comparison.nll), comparison
             ),
-            progress=progress,
+            progress=step,
             **options,
         ).values()
     elif batches:
@@ -426,7 +429,7 @@ def score_documents(  # noqa: PLR0913 (options, each named)
             chosen,
             attention=choices,
             observe=lambda batch, nll, decided: note(batch, decided, nll, None),
-            progress=progress,
+            progress=step,
             **options,
         )
     ends = np.cumsum([len(of_one) for of_one in cut])
