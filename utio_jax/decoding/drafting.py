@@ -227,8 +227,8 @@ class NGram:
         )
 
     def start(self, rows: int) -> Float[Array, " batch"]:
-        """Returns the initial acceptance rate of first drafts, high enough to verify some."""
-        return jnp.full((rows,), 2 * self.LEAST_HITS, jnp.float32)
+        """Returns the initial acceptance rate of first drafts: one miss is enough to stop."""
+        return jnp.full((rows,), self.LEAST_HITS, jnp.float32)
 
     def follow(
         self,
