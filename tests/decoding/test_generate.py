@@ -287,6 +287,8 @@ ERRORS = {
     "samplings": ({"sampling": [SamplingParams()] * 2}, r"one per prompt \(3\). Got 2"),
     "ends of two": ({"eos_ids": [[1], [2]]}, "eos_ids for all.*each of the 3. Got .*2"),
     "stops of one": ({"stop_sequences": [[[1]]]}, "stop_sequences for all.*each of the 3. Got .*1"),
+    "texts": ({"prompts": ["ab"]}, "prompt 0 as a list of integer.*Encode texts first: model.enc"),
+    "one list": ({"prompts": [1, 2]}, r"prompt 0 as .*into a list of lists: \[\[0, 17, 4"),
     "fractional number": ({"max_new_tokens": 2.0}, "an integer. Got max_new_tokens=2.0"),
     "long seed": ({"seeds": 2**70}, "at most 64 bits. Got 1180591620717411303424"),
     "fractional seed": ({"seeds": 0.5}, "seeds as integers"),

@@ -125,6 +125,7 @@ def test_each_text_may_have_stop_strings_of_its_own() -> None:
         ends = [full[row].index(stop) for stop in strings if stop in full[row]]
         assert result.texts[row] == full[row][: min(ends, default=None)]
     assert result.generated.finish_reasons == ("stop", "length", "stop")
+    assert until(stops[0][0]).texts == until(stops[0]).texts == until([stops[0]] * 3).texts
     with pytest.raises(ValueError, match="for each of the 3. Got 2 lists"):
         until(stops[:2])
 
@@ -239,7 +240,7 @@ def test_text_in_text_out() -> None:
 
 
 @pytest.mark.usefixtures("unchecked_shapes")
-@pytest.mark.parametrize("stops", [["a", ""], "abc"])
+@pytest.mark.parametrize("stops", [["a", ""], "", 5, [5], [["a"], "", "b"]])
 def test_stop_strings_that_cannot_be_used(stops: Any) -> None:
     with pytest.raises(ValueError, match="list of stop strings of at least one character"):
         until(stops)

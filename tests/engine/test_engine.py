@@ -196,6 +196,32 @@ def test_an_engine_of_few_slots_is_compiled_by_its_warmup(
 
 
 @pytest.mark.check
+@pytest.mark.parametrize("name", ["plain", pytest.param("copies", marks=pytest.mark.slow)])
+def test_a_block_steps_the_rows_in_use(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One request steps one row of six, a second one four; their tokens stay as alone."""
+    mode, prefill = modes()[name]
+    engine, counts = engine_of(lively_model(), mode, prefill, slots=6), list[int]()
+    run_block = slots.run_block
+
+    def noted(*args: Any, **options: Any) -> Any:
+        counts.append(options["rows"])
+        return run_block(*args, **options)
+
+    monkeypatch.setattr(slots, "run_block", noted)
+    indices = [index for index, asked in enumerate(POOL) if asked.new > 12][:6]
+    numbers = [POOL[indices[0]].submit(engine)]
+    engine.advance()
+    numbers.append(POOL[indices[1]].submit(engine))
+    engine.advance()
+    numbers += [POOL[index].submit(engine) for index in indices[2:]]
+    finished = engine.drain()
+    assert counts[:2] == [1, 4]
+    assert {*counts} == {1, 4, 6}
+    for number, index in zip(numbers, indices, strict=True):
+        assert_as_alone(finished[number], alone(lively_model(), mode, prefill, POOL[index]))
+
+
+@pytest.mark.check
 @pytest.mark.parametrize("name", ["propagate", pytest.param("lossless", marks=pytest.mark.slow)])
 def test_nothing_compiles_after_the_warmup(name: str, count_compiles: Any) -> None:
     engine = engine_of(lively_model(), *modes()[name], tokenizer=Letters())

@@ -101,7 +101,7 @@ def test_a_ledger_row_is_what_the_oracle_says_it_is(tiny: Any) -> None:
 
 def test_one_text_runs_no_empty_rows(tiny: Any) -> None:
     """300 tokens in a context of 128: two rows of 128 and one of 64, of up to 16."""
-    document, shapes = np.arange(300) % 64, list[tuple[int, ...]]()
+    document, counts_of_batches = np.arange(300) % 64, list[tuple[int, int]]()
     read_counts()  # What tests of another file left, if they ran in this process.
     result = score_documents(
         Counting(tiny.decoder.config),
@@ -109,10 +109,10 @@ def test_one_text_runs_no_empty_rows(tiny: Any) -> None:
         [document],
         full_depth(tiny.decoder),
         executor=EXECUTOR,
-        progress=lambda: shapes.append(()),
+        progress=lambda done, total: counts_of_batches.append((done, total)),
     )
     counts = read_counts()
-    assert len(shapes) == 2, "passes"
+    assert counts_of_batches == [(1, 2), (2, 2)]
     assert counts["keys_values"] == 4 * (2 * 128 + 1 * 64), "those of each row, padded to its width"
     real = 128 + 128 + 46
     cost = token_cost(tiny.decoder, tiny.params)

@@ -33,6 +33,7 @@ from utio_jax.staircase import dense_states
 
 pytestmark = pytest.mark.check
 
+FRONT: Any = utio_jax
 OPTIONS: dict[str, Any] = {"max_new_tokens": 24, "lengths": SMALL}
 STREAMED: dict[str, Any] = {"max_new_tokens": 24}
 PROMPTS = ["import os", "def é漢"]
@@ -237,6 +238,25 @@ def test_strings_are_texts_and_paths_are_files(
         (lambda model: model.generate("a", budget="0.75"), r"a budget of \[.*Got '0.75'"),
         (lambda model: model.hidden_states("x", depths=5), "depths from 0 to the model's 4"),
         (lambda model: model.generate("a", wings=2), "Got wings. Known: mode, sampling, max_new_"),
+        (lambda model: model.generate("a", max_new_token=2), "Did you mean max_new_tokens?"),
+        (lambda model: model.generate("a", temprature=2), "Did you mean sampling=SamplingParams"),
+        (lambda model: model.stream("a", budgets=1), "of Model.stream. Got .*mean budget or"),
+        (lambda model: model.chat([], variable={}), "Model.chat. Got variable. Did you mean vari"),
+        (lambda model: model.calibrate("a", budgets=1), "Model.calibrate. Got .*mean budget?"),
+        (lambda model: model.compare("a", draw=1), "options of Model.compare.*Did you mean draws?"),
+        (lambda model: model.score("a", compares=1), "of Model.score. .*Did you mean compare?"),
+        (lambda model: model.evaluate("a", row=1), "options of Model.evaluate.*Did you mean rows?"),
+        (lambda model: model.generate(""), r"Prompt 0 is empty. To start .*token ids: \[\[256\]\]"),
+        (lambda model: FRONT.generate(model, "a"), r"decoder: Model.*call model.generate\("),
+        (lambda model: FRONT.stream(model, "a"), r"decoder: Model.*call model.stream\("),
+        (lambda model: FRONT.score(model, "a"), r"decoder: Model.*call model.score\("),
+        (lambda model: FRONT.calibrate(model, "a"), r"decoder: Model.*model.calibrate\("),
+        (lambda model: FRONT.compare(model, "a"), r"decoder: Model.*call model.compare\("),
+        (lambda model: FRONT.Engine(model), r"decoder: Model.*Engine.of\(model, slots="),
+        (
+            lambda model: FRONT.calibrate(model.decoder, model.params, ["a"]),
+            r"Wanted batches.*Got list of str. For texts: model.calibrate\(texts\)",
+        ),
         (lambda model: model.generate(None), "Wanted a list of texts. Got None"),
         (lambda model: model.generate(b""), "Wanted a list of texts. Got b''"),
         (lambda model: model.generate([[1.5]]), r"Wanted a list of texts. Got \[\[1.5\]\]"),

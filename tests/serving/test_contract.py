@@ -420,7 +420,8 @@ def test_warming_up_tells_how_many_programs_are_compiled(server: Running) -> Non
     counts = [(line["done"], line["programs"]) for line in server.lines[:9] if "done" in line]
     programs = counts[-1][1]
     assert counts == [(done, programs) for done in range(1, programs + 1)]
-    assert programs == 3, "prompts in full, by importance; prompts' own probabilities"
+    expected = "prompts in full, by importance; blocks of 1, 4 rows; prompts' own probabilities"
+    assert programs == 5, expected
     service = server.server.app
     service.ready = False
     try:

@@ -130,7 +130,7 @@ def test_ready_says_how_far_the_start_is(folder: Path, monkeypatch: pytest.Monke
     try:
         client.wait_for(lambda: says("timing blocks to plan depths, 1 of 3"))
         timed.set()
-        client.wait_for(lambda: says("compiling, 0 of 3 programs"))
+        client.wait_for(lambda: says("compiling, 0 of 5 programs"))
         warm.set()
         client.wait_for(lambda: client.ask("/ready").status == 200, seconds=300)
     finally:

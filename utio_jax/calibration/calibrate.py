@@ -22,8 +22,9 @@ from utio_jax.calibration.goals import Budgets, Goal
 from utio_jax.calibration.lens import LEAST_PREDICTED
 from utio_jax.calibration.search import ThresholdSearch
 from utio_jax.calibration.studies import study_exits
+from utio_jax.core.calls import takes_decoder
 from utio_jax.core.decoder import Decoder, Params
-from utio_jax.core.documents import Batch
+from utio_jax.core.documents import Batch, check_batches
 from utio_jax.core.files import hash_params, versions
 from utio_jax.policies.base import Signal
 from utio_jax.policies.store import Calibration, Thresholds
@@ -34,6 +35,7 @@ POLICIES = ("learned", "utio_surrogate")
 """The policies that are fitted by default; `utio_jax.calibration.gates.SIGNALS` lists all."""
 
 
+@takes_decoder("model.calibrate(texts)")
 def calibrate(  # noqa: PLR0913 (options, each named)
     decoder: Decoder,
     params: Params,
@@ -70,6 +72,7 @@ def calibrate(  # noqa: PLR0913 (options, each named)
       ValueError: the model has no early exit, a name is unknown, there is too little text, or no
         policy reaches the goal.
     """
+    check_batches(batches, instead="model.calibrate(texts)")
     say = progress if progress is not None else lambda _: None
     fits = fits_of(policies)
     tokens = int(sum(np.maximum(batch.lengths - 1, 0).sum() for batch in batches))

@@ -24,8 +24,9 @@ from utio_jax.calibration.studies import (
     study_exits,
 )
 from utio_jax.calibration.thresholds import fit_thresholds, leave_at
+from utio_jax.core.calls import takes_decoder
 from utio_jax.core.decoder import Decoder, Params
-from utio_jax.core.documents import Batch
+from utio_jax.core.documents import Batch, check_batches
 from utio_jax.core.flops import depth_flops, token_cost
 from utio_jax.core.rows import place
 from utio_jax.evaluation.evaluate import Quality, evaluate
@@ -88,6 +89,7 @@ class ComparisonRow:
         }
 
 
+@takes_decoder("model.compare(texts)")
 def compare(  # noqa: PLR0913 (options, each named)
     decoder: Decoder,
     params: Params,
@@ -127,6 +129,7 @@ def compare(  # noqa: PLR0913 (options, each named)
       ValueError: fewer than five documents, a model without exits, budgets that no policy has, or
         policies of one name.
     """
+    check_batches(batches, instead="model.compare(texts)")
     say = progress if progress is not None else lambda _: None
     if calibration is None:
         calibration = Calibration(entries={}, signals={}, info={})

@@ -16,8 +16,8 @@ from utio_jax.cli.options import (
     OfWindows,
     Rare,
     check_out,
+    counting_bar,
     policy_named,
-    progress_bar,
     read_documents,
 )
 from utio_jax.core.files import check_writable, save_text
@@ -83,7 +83,7 @@ class Evaluate(OfWindows, OfCalibration, OfText):
             names = [f"{self.token_ids.name}[{i}]" for i in range(len(documents))]
         policy, budget, fractions = policy_named(model, self.policy_name, **given)
         shards = None if self.shards is None else Shards(folder=self.shards, identity=model.sha256)
-        with progress_bar(None, "scoring") as step:
+        with counting_bar("scoring") as step:
             scored = score_documents(
                 model.decoder,
                 model.params,

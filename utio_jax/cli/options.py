@@ -356,6 +356,20 @@ def progress_bar(total: int | None, what: str) -> Iterator[Any]:
         yield bar.update
 
 
+@contextmanager
+def counting_bar(what: str) -> Iterator[Callable[[int, int], None]]:
+    """Shows a progress bar on stderr; the context's value sets it to a count of a total."""
+    from tqdm.auto import tqdm
+
+    with tqdm(desc=what, file=sys.stderr, mininterval=1.0, leave=False) as bar:
+
+        def show(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        yield show
+
+
 def progress_lines() -> Callable[[str], None]:
     """Returns a function that prints a line on stderr, with the seconds since this call."""
     started = time.perf_counter()

@@ -22,10 +22,21 @@ def check_ids(ids: Any, *, vocab_size: int, what: str) -> np.ndarray:
         # Integers beyond 64 bits are objects to NumPy, as a mixture with others is.
         raise ValueError(
             f"Wanted {what} as a list of integer token ids below {vocab_size}. Got shape "
-            f"{array.shape}, dtype {array.dtype}."
+            f"{array.shape}, dtype {array.dtype}. {_remedy(array)}"
         )
     _check_range(array, vocab_size=vocab_size, what=what)
     return array.astype(np.int32)
+
+
+def _remedy(array: np.ndarray) -> str:
+    """Returns what to do with an array that is no list of token ids."""
+    if array.dtype.kind in "US":
+        return "Encode texts first: model.encode(texts)."
+    if array.ndim == 0:
+        return "Put the ids into a list of lists: [[0, 17, 4]]."
+    if array.ndim == 1 and array.dtype.kind == "f":
+        return "Convert them: np.asarray(ids, np.int32)."
+    return "For example: [0, 17, 4]."
 
 
 def check_text(text: str, what: str) -> str:
@@ -88,6 +99,16 @@ class Batch:
     token_ids: np.ndarray
     lengths: np.ndarray
     window: np.ndarray
+
+
+def check_batches(batches: Any, *, instead: str) -> None:
+    """Raises TypeError if something is no sequence of batches; `instead` is the call for texts."""
+    kinds = {type(batch).__name__ for batch in batches} - {Batch.__name__}
+    if isinstance(batches, Batch | str) or kinds:
+        raise TypeError(
+            "Wanted batches of token ids, as utio_jax.core.sample_batches returns. Got "
+            f"{type(batches).__name__} of {', '.join(sorted(kinds))}. For texts: {instead}."
+        )
 
 
 def windows_of(documents: Sequence[np.ndarray], *, width: int) -> list[np.ndarray]:

@@ -176,6 +176,26 @@ def put_rows(tree: Any, fresh: Any, rows: Int[Array | np.ndarray, " row"]) -> An
     return jax.tree.unflatten(treedef, list(placed))
 
 
+def first_rows(tree: Any, count: int) -> Any:
+    """Returns the pytree with its first `count` rows alone; leaves without rows stay."""
+    leaves, treedef = jax.tree.flatten(tree)
+    cut = [
+        leaf if axis is None else jax.lax.slice_in_dim(jnp.asarray(leaf), 0, count, axis=axis)
+        for leaf, axis in zip(leaves, row_axes(tree), strict=True)
+    ]
+    return jax.tree.unflatten(treedef, cut)
+
+
+def put_first_rows(tree: Any, fresh: Any) -> Any:
+    """Returns the pytree with its first rows replaced by those of `fresh`; other leaves stay."""
+    leaves, treedef = jax.tree.flatten(tree)
+    placed = [
+        old if axis is None else jax.lax.dynamic_update_slice_in_dim(old, new, 0, axis=axis)
+        for old, new, axis in zip(leaves, jax.tree.leaves(fresh), row_axes(tree), strict=True)
+    ]
+    return jax.tree.unflatten(treedef, placed)
+
+
 def row_axes(tree: Any) -> list[int | None]:
     """Returns the row axis of each leaf; None for leaves without rows."""
 

@@ -2,8 +2,7 @@
 """Drafters for speculative decoding: an early exit of the model, or n-grams of the text.
 
 Both `propose` drafts for each row, which `utio_jax.decoding.lossless` verifies. `depth` is the
-number of layers that pending tokens have run by then. `varies` is True if rows may have fewer
-drafts than requested.
+number of layers that pending tokens have run by then. `varies` is True if rows may have no drafts.
 """
 
 from __future__ import annotations
@@ -27,12 +26,24 @@ from utio_jax.decoding.state import DecodeState
 
 
 @pytree
-class Proposal:
-    """Drafts of one step. The pending tokens of a row are its last token and its drafts.
+class Pending:
+    """Pending tokens of rows, each row's last token and its drafts, after a drafter's layers.
 
     Attributes:
-      cache: K/V cache, with the shallow K/V of all pending tokens.
-      x: hidden states of pending tokens after the layers that the drafter ran.
+      cache: K/V cache, with the K/V of pending tokens in these layers.
+      x: hidden states after these layers.
+    """
+
+    cache: KVCache
+    x: Float[Array, "batch pending dim"]
+
+
+@pytree
+class Proposal:
+    """Drafts of one step.
+
+    Attributes:
+      pending: pending tokens after the layers that the drafter ran; None: it ran none.
       token_ids: draft tokens.
       log_q: log-probabilities that drafts were drawn from; None: drafts were not drawn.
       counts: number of drafts per row to verify.
@@ -40,8 +51,7 @@ class Proposal:
       matched: rows that have a draft, including drafts that are not verified.
     """
 
-    cache: KVCache
-    x: Float[Array, "batch pending dim"]
+    pending: Pending | None
     token_ids: Int[Array, "batch draft"]
     log_q: Float[Array, "batch draft vocab"] | None
     counts: Int[Array, " batch"]
@@ -88,9 +98,9 @@ class ExitDrafter:
         rows, active = jnp.arange(batch, dtype=jnp.int32), state.active
         states = jax.eval_shape(decoder.embed, params, state.last_ids, state.positions)
         greedy = context.sampling is None
+        blank = jnp.zeros((batch, most + 1, states.shape[-1]), states.dtype)
         none = Proposal(
-            cache=state.cache,
-            x=jnp.zeros((batch, most + 1, states.shape[-1]), states.dtype),
+            pending=None,
             token_ids=jnp.zeros((batch, most), jnp.int32),
             log_q=None if greedy else jnp.zeros((batch, most, vocab), jnp.float32),
             counts=jnp.where(active, jnp.int32(most), 0),
@@ -98,13 +108,15 @@ class ExitDrafter:
             matched=active,
         )
 
-        def step(at: jax.Array, carry: tuple[Proposal, jax.Array]) -> tuple[Proposal, jax.Array]:
-            now, last = carry
+        def step(
+            at: jax.Array, carry: tuple[Pending, Proposal, jax.Array]
+        ) -> tuple[Pending, Proposal, jax.Array]:
+            pending, now, last = carry
             positions = (state.positions + at)[:, None]
             x, cache = run_segment(
                 decoder,
                 params,
-                now.cache,
+                pending.cache,
                 decoder.embed(params, last[:, None], positions),
                 block_at(decoder, positions, active[:, None]),
                 start=0,
@@ -112,7 +124,7 @@ class ExitDrafter:
                 width=context.width,
                 layers=context.layers,
             )
-            stored = jnp.where(active[:, None, None], x, now.x[:, at][:, None])
+            stored = jnp.where(active[:, None, None], x, pending.x[:, at][:, None])
             (start, stop), guessing = self.upper, at < most
             if start < stop:
                 x, cache = run_segment(
@@ -136,16 +148,17 @@ class ExitDrafter:
             new, log_q = jax.lax.cond(guessing, guess, skip)
             slot = jnp.where(active, at, most)
             drawn = None if now.log_q is None else now.log_q.at[rows, slot].set(log_q, mode="drop")
+            x = jax.lax.dynamic_update_slice_in_dim(pending.x, stored, at, axis=1)
             now = dataclasses.replace(
                 now,
-                cache=cache,
-                x=jax.lax.dynamic_update_slice_in_dim(now.x, stored, at, axis=1),
                 token_ids=now.token_ids.at[rows, slot].set(new, mode="drop"),
                 log_q=drawn,
             )
-            return now, jnp.where(active, new, last)
+            return Pending(cache=cache, x=x), now, jnp.where(active, new, last)
 
-        return jax.lax.fori_loop(jnp.int32(0), none.rounds, step, (none, state.last_ids))[0]
+        begun = Pending(cache=state.cache, x=blank), none, state.last_ids
+        pending, drafted, _ = jax.lax.fori_loop(jnp.int32(0), none.rounds, step, begun)
+        return dataclasses.replace(drafted, pending=pending)
 
     def _guess(
         self,
@@ -201,14 +214,11 @@ class NGram:
 
     def propose(self, context: DecodeContext, state: DecodeState, *, most: int) -> Proposal:
         """Returns drafts copied from the rows' own text; runs no layer."""
-        decoder = context.decoder
+        del context
         drafts, counts = self(state.token_ids, state.lengths, drafts=most)
-        offsets = jnp.arange(most + 1, dtype=jnp.int32)[None, :]
-        ids = jnp.concatenate([state.last_ids[:, None], drafts], axis=1)
         matched = state.active & (counts > 0)
         return Proposal(
-            cache=state.cache,
-            x=decoder.embed(context.params, ids, state.positions[:, None] + offsets),
+            pending=None,
             token_ids=drafts,
             log_q=None,
             counts=jnp.where(matched & (state.memory >= self.LEAST_HITS), counts, 0),
@@ -217,8 +227,8 @@ class NGram:
         )
 
     def start(self, rows: int) -> Float[Array, " batch"]:
-        """Returns the initial acceptance rate of first drafts, high enough to verify some."""
-        return jnp.full((rows,), 2 * self.LEAST_HITS, jnp.float32)
+        """Returns the initial acceptance rate of first drafts: one miss is enough to stop."""
+        return jnp.full((rows,), self.LEAST_HITS, jnp.float32)
 
     def follow(
         self,

@@ -11,7 +11,6 @@ The token loop runs on the device. Shapes depend only on the batch and on two ro
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -21,6 +20,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from utio_jax.attention.cache import bytes_per_slot, key_widths
+from utio_jax.core.calls import check_options, takes_decoder
 from utio_jax.core.decoder import Decoder, Params, is_integer
 from utio_jax.core.rows import check_mesh
 from utio_jax.core.terminal import count_on_terminal
@@ -38,7 +38,7 @@ from utio_jax.decoding.state import (
     stops_of_rows,
 )
 
-_INSTEAD = {
+INSTEAD = {
     "temperature": "sampling=SamplingParams(temperature=0.7)",
     "top_p": "sampling=SamplingParams(temperature=1, top_p=0.9)",
     "top_k": "sampling=SamplingParams(temperature=1, top_k=40)",
@@ -46,21 +46,12 @@ _INSTEAD = {
     "max_tokens": "max_new_tokens",
     "max_length": "max_new_tokens",
 }
+"""Options of other libraries, and those of `generate` in their place."""
 
 
-def check_options(options: Mapping[str, Any], *, of: Callable[..., Any] | None = None) -> None:
-    """Raises TypeError for an option that a function lacks, with its name in this library.
-
-    None: `generate`.
-    """
-    function = generate if of is None else of
-    known = inspect.signature(function).parameters
-    named = [name for name, of_name in known.items() if of_name.kind is of_name.KEYWORD_ONLY]
-    for name in options:
-        if name not in named:
-            here = f"Say {_INSTEAD[name]}." if name in _INSTEAD else None
-            remedy = here or f"Known: {', '.join(named)}."
-            raise TypeError(f"Wanted options of {function.__qualname__}. Got {name}. {remedy}")
+def check_generate_options(options: Mapping[str, Any]) -> None:
+    """Raises TypeError for an option that `generate` lacks, with its name in this library."""
+    check_options("utio_jax.generate", options, generate, instead=INSTEAD)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -137,6 +128,7 @@ _OF_ALL_ROWS = (
 )
 
 
+@takes_decoder("model.generate(prompts)")
 def generate(  # noqa: PLR0913 (options, each named)
     decoder: Decoder,
     params: Params,

@@ -64,7 +64,8 @@ def check_prompts(
     """Returns the prompts as int32 arrays. Raises ValueError, see `generate`."""
     if not is_integer(max_new_tokens, 1):
         raise ValueError(
-            f"Wanted max_new_tokens of at least 1, an integer. Got max_new_tokens={max_new_tokens}."
+            f"Wanted max_new_tokens of at least 1, an integer. Got max_new_tokens="
+            f"{max_new_tokens!r}."
         )
     if not len(prompts):
         raise ValueError("Wanted at least one prompt. Got none.")
@@ -75,7 +76,8 @@ def check_prompts(
             message = f"Wanted prompts of at least one token. Prompt {index} is empty."
             if config.bos_id is not None:
                 message += (
-                    f" Token ids can open with the model's bos_id={config.bos_id}; a text cannot."
+                    f" To start without text, pass the model's bos_id as token ids: "
+                    f"[[{config.bos_id}]]."
                 )
             raise ValueError(message)
         ids = check_ids(ids, vocab_size=config.vocab_size, what=f"prompt {index}")

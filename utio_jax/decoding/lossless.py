@@ -17,20 +17,18 @@ the same seed, sampled ones included.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from functools import partial
 from typing import ClassVar, Literal, get_args
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
 
-from utio_jax.attention.cache import KVCache
 from utio_jax.core.arrays import flat
 from utio_jax.core.decoder import Decoder, has_exit_lens, name_exits
 from utio_jax.core.pytrees import pytree, static
-from utio_jax.decoding.base import DecodeContext, Mode, process
-from utio_jax.decoding.cached import Block, block_at, run_segment
-from utio_jax.decoding.drafting import ExitDrafter, NGram, Proposal, round_keys
+from utio_jax.decoding.base import DecodeContext, Mode, Plain, process
+from utio_jax.decoding.cached import block_at, run_segment
+from utio_jax.decoding.drafting import ExitDrafter, NGram, Pending, Proposal, round_keys
 from utio_jax.decoding.sampling import (
     ACCEPT,
     DRAW,
@@ -144,21 +142,60 @@ class Lossless(Mode):
         return dataclasses.replace(state, memory=self.ngram.start(state.lengths.shape[0]))
 
     def step(self, context: DecodeContext, state: DecodeState) -> DecodeState:
-        """Proposes drafts, verifies them by all layers, and emits accepted drafts and one token."""
-        decoder, sampling = context.decoder, context.sampling
-        drafter = self._drafter(decoder)
-        active, num_layers, width = state.active, decoder.config.num_layers, context.width
-        depth = drafter.depth
+        """Proposes drafts, verifies them by all layers, and emits accepted drafts and one token.
+
+        A step in which no row has drafts is a step of plain decoding.
+        """
+        drafter = self._drafter(context.decoder)
         with jax.named_scope("draft"):
             drafted = drafter.propose(context, state, most=self.max_draft)
+        if not drafter.varies:
+            return self._verify(context, state, drafted)
+        drafts, lengths = jnp.any(drafted.counts > 0).astype(jnp.int32), state.lengths
+        # Loops of no or one turn: the cache does not pass through a conditional.
+        verify = partial(self._verify, context, drafted=drafted)
+        plain = partial(Plain().step, context)
+        state = jax.lax.fori_loop(0, drafts, lambda _, carry: verify(carry), state)
+        state = jax.lax.fori_loop(0, 1 - drafts, lambda _, carry: plain(carry), state)
+        emitted = jax.vmap(lambda row, length: row[length])(state.token_ids, lengths)
+        right = drafted.token_ids[:, 0] == emitted
+        hits = self.ngram.follow(state.memory, matched=drafted.matched, right=right)
+        return dataclasses.replace(state, memory=hits)
+
+    def _verify(self, context: DecodeContext, state: DecodeState, drafted: Proposal) -> DecodeState:
+        """Returns the state after one deep pass over every row's last token and its drafts."""
+        decoder, sampling, drafter = (
+            context.decoder,
+            context.sampling,
+            self._drafter(context.decoder),
+        )
+        active, num_layers, width = state.active, decoder.config.num_layers, context.width
+        depth, pending = drafter.depth, drafted.pending
+        offsets = jnp.arange(self.block, dtype=jnp.int32)[None, :]
+        positions = state.positions[:, None] + offsets
+        if pending is None:  # No layer has run.
+            ids = jnp.concatenate([state.last_ids[:, None], drafted.token_ids], axis=1)
+            pending = Pending(cache=state.cache, x=decoder.embed(context.params, ids, positions))
         with jax.named_scope("verify"):
-            offsets = jnp.arange(self.block, dtype=jnp.int32)[None, :]
-            positions = state.positions[:, None] + offsets
-            pending = (offsets <= drafted.counts[:, None]) & active[:, None]
-            block = block_at(decoder, positions, pending)
-            logits, own, cache, tokens = self._run_deep(context, state, drafted, block)
+            valid = (offsets <= drafted.counts[:, None]) & active[:, None]
+            x, cache = run_segment(
+                decoder,
+                context.params,
+                pending.cache,
+                pending.x,
+                block_at(decoder, positions, valid),
+                start=depth,
+                stop=num_layers,
+                width=width,
+                layers=context.layers,
+            )
+            logits = decoder.unembed(context.params, flat(x)).astype(jnp.float32)
+            logits = logits.reshape(*positions.shape, -1)
             if sampling is None or drafted.log_q is None:
                 # For drafts that were not drawn, tokens are those of plain decoding.
+                keys = token_keys(state.seeds, positions + 1, DRAW)
+                allowed = process(context, state, logits, positions + 1, drafted.token_ids)
+                own = draw(sampling, allowed, keys)
                 verified = verify_tokens(own, drafted.token_ids, drafted.counts)
             else:
                 allowed = process(context, state, logits, positions + 1, drafted.token_ids)
@@ -170,16 +207,12 @@ class Lossless(Mode):
                     accept_keys=round_keys(state, positions[:, 1:], ACCEPT),
                     replace_keys=round_keys(state, positions + 1, REPLACE),
                 )
-        if self.exit is None:
-            right = drafted.token_ids[:, 0] == own[:, 0]
-            hits = self.ngram.follow(state.memory, matched=drafted.matched, right=right)
-            state = dataclasses.replace(state, memory=hits)
         # The last pending token of a row drafts nothing, so it runs no exit head.
         runs, guesses = drafted.rounds, jnp.minimum(drafted.rounds, self.max_draft)
         drafting = runs * depth
         if self.exit is not None:
             drafting += guesses * (self.exit - depth)
-        layers = drafting + tokens * (num_layers - depth)
+        layers = drafting + self.block * (num_layers - depth)
         tally = state.tally.add(
             active,
             steps=1,
@@ -188,7 +221,7 @@ class Lossless(Mode):
             token_layers=layers,
             key_slots=(drafting + num_layers - depth) * float(width),
             attended=layers * float(width),
-            heads=guesses + tokens,
+            heads=guesses + self.block,
             exit_maps=guesses * has_exit_lens(decoder, self.exit or 0),
         )
         # Rejected drafts stay in the cache: their slots follow the row's last token and are
@@ -205,69 +238,3 @@ class Lossless(Mode):
 
     def _drafter(self, decoder: Decoder) -> ExitDrafter | NGram:
         return self.ngram if self.exit is None else ExitDrafter.of(decoder.config, self.exit)
-
-    def _run_deep(
-        self, context: DecodeContext, state: DecodeState, drafted: Proposal, block: Block
-    ) -> tuple[
-        Float[Array, "batch pending vocab"], Int[Array, "batch pending"], KVCache, Int[Array, ""]
-    ]:
-        """Returns logits of pending tokens, the full model's token after each, the cache, the size.
-
-        The size is the number of tokens per row of the pass. The full model's tokens are 0 if
-        drafts were drawn.
-
-        If rows may have fewer than `max_draft` drafts, the pass has three static sizes. Only the
-        smallest that holds every row's pending tokens runs its layers.
-        """
-        decoder, params = context.decoder, context.params
-        drafter = self._drafter(decoder)
-        depth, varies = drafter.depth, drafter.varies
-        sizes = sorted({1, (self.block + 1) // 2, self.block}) if varies else [self.block]
-        needed = jnp.max(jnp.sum(block.valid, axis=1, dtype=jnp.int32))
-        passed = [(needed > size).astype(jnp.int32) for size in sizes[:-1]]
-        chosen = sum(passed, start=jnp.int32(0))
-        layers = decoder.config.num_layers
-
-        def deep(size: int, carry: tuple[jax.Array, KVCache]) -> tuple[jax.Array, KVCache]:
-            x, cache = carry
-            tokens, cache = run_segment(
-                decoder,
-                params,
-                cache,
-                x[:, :size],
-                jax.tree.map(lambda leaf: leaf[:, :size], block),
-                start=depth,
-                stop=layers,
-                width=context.width,
-                layers=context.layers,
-            )
-            return jnp.concatenate([tokens, x[:, size:]], axis=1), cache
-
-        x, cache = drafted.x, drafted.cache
-        for number, size in enumerate(sizes):
-            if not varies:
-                x, cache = deep(size, (x, cache))
-                continue
-            # All layers in one loop of no or one turn: a loop for each layer takes a fifth longer.
-            turns = (chosen == number).astype(jnp.int32)
-            x, cache = jax.lax.fori_loop(
-                0, turns, lambda _, carry, size=size: deep(size, carry), (x, cache)
-            )
-
-        def head(size: int) -> Callable[[], tuple[jax.Array, jax.Array]]:
-            def run() -> tuple[jax.Array, jax.Array]:
-                logits = decoder.unembed(params, flat(x[:, :size])).astype(jnp.float32)
-                logits = logits.reshape(x.shape[0], size, -1)
-                own = jnp.zeros(logits.shape[:2], jnp.int32)
-                if drafted.log_q is None:
-                    lengths = block.positions[:, :size] + 1
-                    keys = token_keys(state.seeds, lengths, DRAW)
-                    allowed = process(context, state, logits, lengths, drafted.token_ids)
-                    own = draw(context.sampling, allowed, keys)
-                missing = ((0, 0), (0, self.block - size))
-                return jnp.pad(logits, (*missing, (0, 0))), jnp.pad(own, missing)
-
-            return run
-
-        logits, own = jax.lax.switch(chosen, [head(size) for size in sizes])
-        return logits, own, cache, jnp.asarray(sizes, jnp.int32)[chosen]

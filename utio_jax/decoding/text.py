@@ -20,11 +20,11 @@ from jaxtyping import Int
 
 from utio_jax.core.decoder import Params
 from utio_jax.core.html import depth_html
-from utio_jax.decoding.generate import Generated, check_options, generate, new_tokens
+from utio_jax.decoding.generate import Generated, check_generate_options, generate, new_tokens
 from utio_jax.decoding.loop import Prompts, run_chunks
 
-StopStrings = Sequence[str] | Sequence[Sequence[str]]
-"""Stop strings of all texts, or a list of stop strings for each."""
+StopStrings = str | Sequence[str] | Sequence[Sequence[str]]
+"""Stop string or strings of all texts, or a list of stop strings for each."""
 
 _UNFINISHED = "\ufffd"
 """Replacement character, to which byte-level tokenizers decode an unfinished character."""
@@ -156,7 +156,7 @@ def generate_text(
     Raises:
       ValueError: an empty prompt or stop string; see also `generate`.
     """
-    check_options(options)
+    check_generate_options(options)
     ids, rows = _begun(model, prompts, stop_strings)
     also: Callable[[int, np.ndarray], bool] | None = options.pop("stop_when", None)
 
@@ -192,7 +192,7 @@ def stream_pieces(
     Arguments and errors are those of `generate_text`, without stop strings. If the last tokens end
     within a character, its replacement character comes last.
     """
-    check_options(options)
+    check_generate_options(options)
     ids = _encoded(model, [prompt])
     reader, depth, length = TextReader(model.tokenizer, ids[0]), 0, len(ids[0])
     for state in run_chunks(model.decoder, model.params, ids, **options):
@@ -314,7 +314,8 @@ def listed(texts: Sequence[str]) -> list[str]:
 
 def stops_of_texts(stop_strings: StopStrings, rows: int) -> list[tuple[str, ...]]:
     """Returns each text's stop strings. Raises ValueError, see `generate_text`."""
-    if isinstance(stop_strings, str) or all(isinstance(text, str) for text in stop_strings):
+    lists = not isinstance(stop_strings, str) and isinstance(stop_strings, Sequence)
+    if not lists or not any(isinstance(stops, list | tuple) for stops in stop_strings):
         return [checked_stops(stop_strings)] * rows  # type: ignore[arg-type]
     if len(stop_strings) != rows:
         raise ValueError(
@@ -324,12 +325,18 @@ def stops_of_texts(stop_strings: StopStrings, rows: int) -> list[tuple[str, ...]
     return [checked_stops(strings) for strings in stop_strings]
 
 
-def checked_stops(stop_strings: Sequence[str]) -> tuple[str, ...]:
-    """Returns stop strings as a tuple. Raises ValueError for an empty one, or for a `str`."""
-    stops = tuple(stop_strings)
-    if isinstance(stop_strings, str) or not all(stops):
+def checked_stops(stop_strings: str | Sequence[str]) -> tuple[str, ...]:
+    """Returns stop strings as a tuple; a single string is one of them.
+
+    Raises:
+      ValueError: one of them is empty, or no string.
+    """
+    single = not isinstance(stop_strings, Iterable) or isinstance(stop_strings, str)
+    stops: tuple[Any, ...] = (stop_strings,) if single else tuple(stop_strings)
+    if not all(isinstance(stop, str) and stop for stop in stops):
         raise ValueError(
-            f"Wanted a list of stop strings of at least one character. Got {stop_strings!r}."
+            "Wanted a list of stop strings of at least one character. Got "
+            f"{stop_strings!r:.60}. For example: ['\\n\\n', 'class ']."
         )
     return stops
 

@@ -13,7 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from utio_jax.core.platform import here
 from utio_jax.core.pytrees import pytree
+from utio_jax.core.rows import first_rows, put_first_rows
 from utio_jax.decoding.base import DecodeContext, Mode
 from utio_jax.decoding.loop import advance
 from utio_jax.decoding.sampling import SamplingParams
@@ -39,7 +41,7 @@ class Rules:
     )
 
 
-@partial(jax.jit, static_argnames=("widths", "room"), donate_argnames="state")
+@partial(jax.jit, static_argnames=("widths", "room", "rows"), donate_argnames="state")
 def run_block(
     context: DecodeContext,
     thresholds: Float[Array | np.ndarray, "slot boundary"] | None,
@@ -48,11 +50,18 @@ def run_block(
     *,
     widths: tuple[int, ...],
     room: int,
-) -> tuple[DecodeState, Int[Array, "slot column"]]:
+    rows: int,
+) -> tuple[DecodeState, Int[Array, "row column"]]:
     """Runs `steps` more tokens of every running row; returns the state, donated, and its report.
 
+    Only the first `rows` rows of the state step and report, static: no other row may be running.
     A row reports at most `room` new tokens, static; `block_room` is always enough.
     """
+    whole = state
+    if rows < state.lengths.shape[0]:
+        state, sampling, stops = first_rows((state, context.sampling, context.stops), rows)
+        context = dataclasses.replace(context, sampling=sampling, stops=stops)
+        thresholds = None if thresholds is None else thresholds[:rows]
     # Prefill emitted the first token of a row, so no block has reported it.
     unseen = state.tally.steps == 0
     since = jnp.where(unseen, state.lengths - 1, state.lengths)
@@ -64,11 +73,13 @@ def run_block(
     state = advance(context, state, fresh + steps, widths=widths)
     counts = [since, state.lengths, state.reason, *(getattr(state.tally, name) for name in TALLIED)]
     slots = since[:, None] + jnp.arange(room, dtype=jnp.int32)[None, :]
-    rows = jnp.arange(slots.shape[0], dtype=jnp.int32)[:, None]
+    row = jnp.arange(rows, dtype=jnp.int32)[:, None]
     notes = [
-        _as_integers(jnp.asarray(leaf).at[rows, slots].get(mode="clip"))
+        _as_integers(jnp.asarray(leaf).at[row, slots].get(mode="clip"))
         for leaf in jax.tree.leaves(state.columns)
     ]
+    if rows < whole.lengths.shape[0]:
+        state = put_first_rows(whole, state)
     return state, jnp.concatenate([jnp.stack(counts, axis=1), *notes], axis=1)
 
 
@@ -76,6 +87,20 @@ def _as_integers(leaf: jax.Array) -> Int[Array, "slot column"]:
     if jnp.issubdtype(leaf.dtype, jnp.floating):
         leaf = jax.lax.bitcast_convert_type(leaf, jnp.int32)
     return leaf.reshape(leaf.shape[0], -1)
+
+
+def row_counts(slots: int) -> tuple[int, ...]:
+    """Returns the numbers of rows that a block may run: powers of 4 below all slots, and all.
+
+    Accelerators run all: their steps read the weights, whatever the number of rows, and the rows'
+    K/V would be copied.
+
+    >>> row_counts(8), row_counts(4), row_counts(1)
+    ((1, 4, 8), (1, 4), (1,))
+    """
+    if here().static_shapes:
+        return (slots,)
+    return (*(4**n for n in range(16) if 4**n < slots), slots)
 
 
 def block_room(mode: Mode, steps: int) -> int:

@@ -22,6 +22,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from utio_jax.core.calls import takes_decoder
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.terminal import count_on_terminal
 from utio_jax.decoding.base import LogitsProcessor, Mode, Plain
@@ -40,6 +41,7 @@ from utio_jax.engine.slots import Served, Shapes, Slots
 class Engine:
     """Continuous-batching engine: requests share the slots of one K/V cache."""
 
+    @takes_decoder("Engine.of(model, slots=8, capacity=512)")
     def __init__(  # noqa: PLR0913 (options, each named)
         self,
         decoder: Decoder,
@@ -225,7 +227,7 @@ class Engine:
     def programs(self) -> int:
         """Number of programs that `warmup` compiles."""
         rows = self._rows
-        return len(rows.passes) + len(rows.widths) * len(rows.groups)
+        return len(rows.passes) + len(rows.widths) * len(rows.groups) + len(rows.row_counts)
 
     def advance(self) -> list[Event]:
         """Runs one block: reads prompts into free slots, then runs decode steps of all rows.
@@ -245,7 +247,8 @@ class Engine:
             self._stats.blocks += 1
             # A first token does not wait for a whole block.
             new = [owner for owner in self._owners if owner is not None and not owner.stepped]
-            report = self._rows.run(steps=1 if new else self._served.steps)
+            count = 1 + max(row for row, owner in enumerate(self._owners) if owner is not None)
+            report = self._rows.run(steps=1 if new else self._served.steps, rows=count)
             block = report, tuple(self._owners)
             for request in new:
                 request.stepped = True
@@ -334,7 +337,7 @@ class Engine:
         passes += [(width, group) for width in rows.widths for group in rows.groups]
         if progress is None:
             progress = count_on_terminal("Compiling programs of the engine")
-            progress(0, len(passes))
+            progress(0, self.programs)
         try:
             # Twice: the layout of a program's result may differ from that of its first input.
             for done, (size, group) in enumerate(passes * 2, start=1):
@@ -352,7 +355,13 @@ class Engine:
                 self.cancel(numbers[0])
                 self.drain()
                 if done <= len(passes):
-                    progress(done, len(passes))
+                    progress(done, self.programs)
+            for done, count in enumerate(rows.row_counts, start=len(passes) + 1):
+                self._unsettled = True
+                for _ in range(2):
+                    rows.run(steps=0, rows=count)
+                self._unsettled = False
+                progress(done, self.programs)
         except BaseException:  # Drops these requests: no caller has submitted them.
             self._unsettled, self._known, self._drained = True, {}, {}
             raise

@@ -28,7 +28,7 @@ from utio_jax.decoding.cached import Layers
 from utio_jax.decoding.loop import begin, canonical, round_up
 from utio_jax.decoding.prefill import Prefill
 from utio_jax.decoding.state import Columns, DecodeState
-from utio_jax.engine.blocks import Rules, block_room, run_block
+from utio_jax.engine.blocks import Rules, block_room, row_counts, run_block
 from utio_jax.engine.depths import own_thresholds
 from utio_jax.engine.prefix import PrefixCache
 from utio_jax.engine.prompts import PromptBlocks, read_blocks
@@ -124,6 +124,7 @@ class Slots:
       groups: numbers of prompts that such a `Prefill` reads together.
       between: maximum number of prompt tokens between two blocks of steps.
       room: maximum number of new tokens that a row reports for a block.
+      row_counts: numbers of first rows that a block can run, ascending; the last is all.
       prefix: prefix cache; None: there is none.
     """
 
@@ -147,6 +148,7 @@ class Slots:
             )
         self._served, self.mode = served, canonical(mode)
         self.room, self.capacity = block_room(mode, served.steps), capacity
+        self.row_counts = row_counts(slots)
         chunk, unit = shapes.chunk, PrefixCache.block
         self.between = max(capacity, slots * served.steps) if chunk is None else chunk
         self._unit = min(unit, 2 ** (self.between.bit_length() - 1))
@@ -405,12 +407,17 @@ class Slots:
         """Returns requests as arrays of `rows` rows, their prompts padded to `width` tokens."""
         return fresh_of(requests, rows=rows, width=width, own=self._own)
 
-    def run(self, *, steps: int | None = None) -> jax.Array:
+    def run(self, *, steps: int | None = None, rows: int | None = None) -> jax.Array:
         """Runs a block of `steps` decode steps; starts to copy its report to the host, returns it.
 
-        None: the maximum number of steps of a block.
+        Args:
+          steps: number of steps; None: the maximum of a block.
+          rows: number of first rows that include all running ones; None: all rows.
         """
-        steps = self._served.steps if steps is None else steps
+        steps, rows = (
+            steps if steps is not None else self._served.steps,
+            rows or self.row_counts[-1],
+        )
         self.state, report = run_block(
             self._context(self._rules, self._layers),
             self._rules.thresholds,
@@ -418,6 +425,7 @@ class Slots:
             np.int32(steps),
             widths=self._key_widths,
             room=self.room,
+            rows=next(count for count in self.row_counts if count >= rows),
         )
         report.copy_to_host_async()
         return report

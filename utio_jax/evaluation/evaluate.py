@@ -280,7 +280,7 @@ def score_documents(  # noqa: PLR0913 (options, each named)
     min_tokens: int = 0,
     same_rows: bool = False,
     compare: bool = True,
-    progress: Callable[[], None] | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> TextScore:
     """Scores documents of any length in batches of few static shapes, under the guardrail.
 
@@ -301,7 +301,7 @@ def score_documents(  # noqa: PLR0913 (options, each named)
       same_rows: every pass has `rows` rows, so that calls on other documents compile nothing new.
       compare: run a full-depth pass besides, and compare with it. False: what the policy costs is
         all that is run, and `nll_full`, `kl` and `agree` are None.
-      progress: called after every batch.
+      progress: called after every batch that runs, with their number and that of all batches.
 
     Raises:
       ValueError: no documents, ids are outside the vocabulary, or rows < 1.
@@ -353,7 +353,8 @@ def score_documents(  # noqa: PLR0913 (options, each named)
         for chosen_policy in (full, policy)
     }
 
-    total = Quality()
+    done, total = itertools.count(1), Quality()
+    step = None if progress is None else lambda: progress(next(done), len(batches))
     for number, _, sums, tokens in _run_passes(
         decoder,
         params,
@@ -361,7 +362,7 @@ def score_documents(  # noqa: PLR0913 (options, each named)
         {"": (chosen, choices)},
         compare=compare,
         shards=shards,
-        progress=progress,
+        progress=step,
         kv=kv,
         executor=executor,
         mesh=mesh,

@@ -23,6 +23,7 @@ from jax.sharding import Mesh
 from safetensors.numpy import save as serialize
 from tokenizers import Tokenizer
 
+from utio_jax.core.calls import check_options
 from utio_jax.core.decoder import Params, name_exits
 from utio_jax.core.extras import install_line
 from utio_jax.core.files import dump_tensors, hash_file, replacing
@@ -38,7 +39,6 @@ from utio_jax.core.lens import (
 )
 from utio_jax.core.terminal import note_compilation
 from utio_jax.decoding.base import Mode
-from utio_jax.decoding.generate import check_options
 from utio_jax.decoding.loop import check_prompts
 from utio_jax.engine import Completion, Engine
 from utio_jax.evaluation.controls import load_controls
@@ -62,7 +62,7 @@ from utio_jax.models.shipped import SHIPPED, shipped_folder
 from utio_jax.models.stacking import place_tensors
 from utio_jax.models.tokenizer import encode_documents, load_tokenizer
 from utio_jax.models.transformer import Transformer, TransformerConfig
-from utio_jax.models.verbs import Verbs, check_names
+from utio_jax.models.verbs import SHORTER, Verbs
 from utio_jax.policies.store import Calibration, calibration_file, load_calibration
 from utio_jax.prompts.maps import KVMapped, load_kv_maps, with_kv_maps
 from utio_jax.staircase.prompts import PromptChoice, choices_of
@@ -239,7 +239,7 @@ class Model(Verbs):
         mode: str | Mode | None = None,
         budget: float | None = None,
         max_new_tokens: int = 128,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
         seed: int = 0,
         variables: Mapping[str, Any] | None = None,
         **options: Any,
@@ -266,9 +266,8 @@ class Model(Verbs):
         Raises:
           ValueError: the model has no chat template, or see `render_chat` and `generate`.
         """
-        check_names(options)
         prefill, processor = (options.pop(name, None) for name in ("prefill", "logits_processor"))
-        check_options(options, of=Engine.submit)
+        check_options("Model.chat", options, Engine.submit, Model.chat, instead=SHORTER)
         note_compilation()
         resolved = self.mode(mode, budget=budget)
         prompt = encode_chat(self, messages, **(variables or {}))

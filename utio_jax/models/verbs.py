@@ -23,6 +23,7 @@ from utio_jax.calibration.gates import Fit, fits_of
 from utio_jax.calibration.goals import Budgets, Goal, MaxDisagreement, MaxLoss
 from utio_jax.calibration.lens import LensConfig, fit_lens, split_for_lens
 from utio_jax.calibration.risk import split_documents
+from utio_jax.core.calls import check_options
 from utio_jax.core.decoder import some_exits
 from utio_jax.core.documents import Batch, batches_of, row_widths, sample_batches, windows_of
 from utio_jax.core.files import check_writable
@@ -31,7 +32,7 @@ from utio_jax.core.lens import Lensed, lens_file, save_lens, with_config
 from utio_jax.core.terminal import note_compilation
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.base import Mode, Plain
-from utio_jax.decoding.generate import check_options
+from utio_jax.decoding.generate import INSTEAD, generate
 from utio_jax.decoding.loop import Lengths, check_prompts, round_up
 from utio_jax.decoding.lossless import lossless_for
 from utio_jax.decoding.sampling import SamplingParams
@@ -53,6 +54,9 @@ from utio_jax.policies.store import Calibration, calibration_file, check_nothing
 from utio_jax.prompts.budget import prompt_prefill
 from utio_jax.staircase.reference import dense_states
 from utio_jax.staircase.score import full_depth
+
+SHORTER = {**INSTEAD, "stop_strings": "stop", "seeds": "seed"}
+"""Options that verbs have by other names."""
 
 _CONTEXT = 2048  # Of windows of text, at most.
 _SHOWN, _SHOWN_TOKENS = 8, 2000  # Documents, and tokens of each, that a notebook shows.
@@ -263,6 +267,7 @@ class Verbs:
         Raises:
           ValueError: see `utio_jax.generate`, and `mode`.
         """
+        check_options("Model.generate", options, generate, Verbs.generate, instead=SHORTER)
         options |= {"max_new_tokens": max_new_tokens, "sampling": sampling, "max_batch": max_batch}
         prompts = _encoded(self, read_sources(prompts, files, names_are_texts=True))
         asked = _asked(self, prompts, mode, budget, prompt_budget, options)
@@ -310,12 +315,13 @@ class Verbs:
         Raises:
           ValueError: see `generate`.
         """
+        own = {name: options.pop(name, None) for name in ("prefill", "logits_processor")}
+        check_options("Model.stream", options, Engine.submit, Verbs.stream, instead=SHORTER)
         sources = read_sources(prompts, files, names_are_texts=True)
-        options["max_new_tokens"] = max_new_tokens
+        options |= {"max_new_tokens": max_new_tokens, "prefill": own.pop("prefill")}
         asked = _asked(self, _encoded(self, sources), mode, budget, prompt_budget, options)
         rows, chosen = asked.pop("prompts"), asked.pop("mode")
-        own = {name: asked.pop(name, None) for name in ("prefill", "logits_processor")}
-        check_options(asked, of=Engine.submit)
+        own["prefill"] = asked.pop("prefill")
         check_prompts(rows, config=self.decoder.config, max_new_tokens=max_new_tokens)
         drawn = [sampling] * len(rows) if isinstance(sampling, SamplingParams) else sampling
         requests = [*zip(rows, stops_of_texts(stop, len(rows)), drawn, strict=True)]
@@ -354,6 +360,7 @@ class Verbs:
           budget: of a calibrated one.
           **options: of `utio_jax.evaluation.score_documents`.
         """
+        check_options("Model.score", options, score_documents, Verbs.score)
         chosen = self.policy(_named(policy, budget), budget=budget)
         documents = self.documents(texts, files=files)
         note_compilation()
@@ -371,6 +378,7 @@ class Verbs:
         **options: Any,
     ) -> Ledger:
         """Returns loss and cost of texts under a policy. Arguments are those of `score`."""
+        check_options("Model.evaluate", options, score_documents, Verbs.evaluate)
         policy, options = _named(policy, budget), {"compare": True, **options}
         scored = self.score(texts, files=files, policy=policy, budget=budget, **options)
         name = policy if isinstance(policy, str) else policy.name
@@ -419,6 +427,7 @@ class Verbs:
           ValueError: more than one goal, too little text, a lens or policies at `out` that would
             be lost, or see `utio_jax.calibrate`.
         """
+        check_options("Model.calibrate", options, calibrate, Verbs.calibrate)
         goals = (budget, max_nll_increase_pct, max_disagreement)
         if sum(goal is not None for goal in goals) > 1:
             raise ValueError(
@@ -524,6 +533,7 @@ class Verbs:
           seed: of the windows and of the intervals.
           **options: of `utio_jax.compare`: `progress`, `draws`, `mesh` ...
         """
+        check_options("Model.compare", options, compare, Verbs.compare)
         has_file = calibration_file(self.policies or self.folder).is_file()
         alone = bool(policies) and not has_file and "calibration" not in vars(self)
         note_compilation()
@@ -649,7 +659,6 @@ def _asked(
     options: dict[str, Any],
 ) -> dict[str, Any]:
     """Returns prompts, mode, prefill and options of `generate` and `stream`."""
-    check_names(options)
     note_compilation()
     if prompt_budget is not None:
         if options.get("prefill") is not None:
@@ -664,13 +673,6 @@ def _asked(
         "prompts": prompts,
         "mode": model.mode(mode, budget=budget),
     }
-
-
-def check_names(options: Mapping[str, Any]) -> None:
-    """Raises TypeError for options of `generate_text` that verbs have by shorter names."""
-    for name, here in {"stop_strings": "stop", "seeds": "seed"}.items():
-        if name in options:
-            raise TypeError(f"Wanted options of Model.generate. Got {name}. Say {here}.")
 
 
 def _named(policy: str | Policy | None, budget: float | None) -> str | Policy:

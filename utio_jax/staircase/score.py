@@ -23,6 +23,7 @@ from utio_jax.core.arrays import (
     most_probable,
     next_token_nll,
 )
+from utio_jax.core.calls import takes_decoder
 from utio_jax.core.decoder import Decoder, Params, apply_exit_lens
 from utio_jax.core.documents import check_tokens
 from utio_jax.core.pytrees import pytree
@@ -67,6 +68,7 @@ class Scores:
     chosen: Any = dataclasses.field(default=None, metadata={"row_axis": 1})
 
 
+@takes_decoder("model.score(texts)")
 def score(  # noqa: PLR0913 (options, each named)
     decoder: Decoder,
     params: Params,

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of calls: a loaded model in place of a decoder, and unknown options."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def takes_decoder(instead: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Returns a decorator for functions with a parameter `decoder`: it checks that argument.
+
+    The check comes before Python counts the arguments. The error of a call with a loaded model
+    names `instead`, the call that takes one.
+    """
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        place = [*inspect.signature(function).parameters].index("decoder")
+
+        @functools.wraps(function)
+        def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+            decoder: Any = args[place] if len(args) > place else kwargs.get("decoder")
+            if decoder is not None and not hasattr(decoder, "config"):
+                raise TypeError(
+                    "Wanted a decoder and its parameters. Got as the decoder: "
+                    f"{type(decoder).__name__}. Of a loaded model: model.decoder, model.params. "
+                    f"Or call {instead}."
+                )
+            return function(*args, **kwargs)
+
+        return checked
+
+    return decorate
+
+
+def check_options(
+    name: str,
+    options: Mapping[str, Any],
+    *functions: Callable[..., Any],
+    instead: Mapping[str, str] | None = None,
+) -> None:
+    """Checks that some function has a keyword-only parameter for each option.
+
+    Args:
+      name: name of the call, for errors.
+      options: options by name.
+      *functions: functions that take the options.
+      instead: what to write for options that have another name here.
+
+    Raises:
+      TypeError: an unknown option; the message names the closest known ones.
+    """
+    known = {
+        parameter.name: None
+        for function in functions
+        for parameter in inspect.signature(function).parameters.values()
+        if parameter.kind is parameter.KEYWORD_ONLY and parameter.name not in (instead or ())
+    }
+    for option in options:
+        if option in known:
+            continue
+        names = {**{option: option for option in known}, **(instead or {})}
+        near = difflib.get_close_matches(option, names, n=2)
+        remedy = f"Did you mean {' or '.join(names[name] for name in near)}?"
+        remedy = remedy if near else f"Known: {', '.join(known)}."
+        remedy = f"Say {names[option]}." if option in names else remedy
+        raise TypeError(f"Wanted options of {name}. Got {option}. {remedy}")
