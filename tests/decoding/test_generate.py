@@ -203,9 +203,7 @@ STREAMED = {"max_new_tokens": 40, "eos_ids": (), "lengths": SMALL}
     [
         (1, Plain(), SamplingParams()),
         (7, Plain(), SamplingParams()),
-        (100, Plain(), SamplingParams()),
         (5, Lossless(exit=2, max_draft=3), SamplingParams()),
-        (5, Lossless(exit=2, max_draft=3), SamplingParams(temperature=0.8)),
     ],
 )
 def test_a_stream_is_the_same_tokens(model, chunk, mode, sampling):
@@ -373,13 +371,14 @@ PROCESSED: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("name", PROCESSED)
-def test_tokens_are_the_best_that_a_processor_allows(model, name):
+@pytest.mark.parametrize("name", quick_where(lambda name: name in ("plain", "exit"), PROCESSED))
+def test_tokens_are_the_best_that_a_processor_allows(model, name, count_compiles):
     """By induction over the row: the truth is recomputed from scratch behind each token."""
-    result = run(model, mode=PROCESSED[name], logits_processor=alternating, max_new_tokens=16)
-    free = run(model, mode=PROCESSED[name], max_new_tokens=16)
-    pairs = zip(result.token_ids, free.token_ids, strict=True)
-    assert any(not np.array_equal(*pair) for pair in pairs)
+    options = {"mode": PROCESSED[name], "logits_processor": alternating, "max_new_tokens": 16}
+    result = run(model, **options)
+    with count_compiles() as compiles:
+        run(model, [[1, 2, 3], [4, 5], [6]], **options)
+    assert compiles.count == 0
     for row, prompt in enumerate(PROMPTS):
         new, layers = result.token_ids[row], model.decoder.config.num_layers
         depths = result.decided[row] if name == "adaptive" else np.full_like(new, layers)
@@ -396,11 +395,10 @@ def test_tokens_are_the_best_that_a_processor_allows(model, name):
         assert result.acceptance, "an exit drafts what is allowed"
 
 
-@pytest.mark.parametrize("name", ["plain", "exit"])
-def test_drawn_tokens_are_allowed_ones(model, name):
+def test_drawn_tokens_are_allowed_ones(model):
     result = run(
         model,
-        mode=PROCESSED[name],
+        mode=PROCESSED["exit"],
         logits_processor=alternating,
         sampling=SamplingParams(temperature=2.0),
     )
@@ -415,14 +413,3 @@ def test_a_processor_is_a_function_that_keeps_the_shape(model):
         run(model, logits_processor="digits")
     with pytest.raises(ValueError, match="of shape \\(3, 64\\), as it is given. Got shape"):
         run(model, logits_processor=lambda logits, state: logits[:, :5])
-
-
-def test_the_same_processor_compiles_nothing_new(model, count_compiles):
-    def shifted(logits: jax.Array, state: Any) -> jax.Array:
-        return logits.at[:, 3].set(-jnp.inf)
-
-    options = {"logits_processor": shifted, "max_new_tokens": 6}
-    run(model, **options)
-    with count_compiles() as compiles:
-        run(model, [[1, 2, 3], [4, 5], [6]], **options)
-    assert compiles.count == 0

@@ -331,7 +331,7 @@ def test_what_is_saved_is_a_folder_that_transformers_reads(tmp_path: Path) -> No
     assert ends == {"bos_token_id": 0, "eos_token_id": [0, 1]}
 
 
-@pytest.mark.check
+@pytest.mark.slow
 def test_loading_peaks_little_above_the_parameters(tmp_path: Path) -> None:
     """In a process of its own: 250 MB of float32 from 35 MB, a fifth of it the embedding."""
     file = tmp_path / "m.gguf"
