@@ -75,20 +75,6 @@ def test_all_but_the_last_token_stop_before_the_last_layer_with_keys_and_values(
     )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("chunk", [None, 8], ids=["whole", "chunks"])
-def test_an_engine_gives_the_same_tokens(model: Model, chunk: int | None) -> None:
-    engine = Engine(
-        model.decoder, model.params, slots=2, capacity=64, mode=Plain(),
-        shapes=Shapes(key_step=32, chunk=chunk),
-    )  # fmt: skip
-    numbers = [engine.submit(prompt, max_new_tokens=16, eos_ids=()) for prompt in PROMPTS]
-    done = engine.drain()
-    expected = run(model, prefill=Prefill())
-    for number, tokens in zip(numbers, expected.token_ids, strict=True):
-        np.testing.assert_array_equal(done[number].token_ids, tokens)
-
-
 def test_a_slot_keeps_nothing_of_the_request_before() -> None:
     """With windows of 5 tokens: the second request begins as the first, which was longer."""
     model, prefix = load(FOLDER / "gemma3"), [*range(5, 20)]

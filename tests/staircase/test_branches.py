@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import cases
-from helpers.engine import alone, assert_as_alone, engine_of, pool
 from helpers.generation import DepthAt, assert_greedy, depth_table, lively_model, run
 from helpers.marks import quick_where
 from helpers.models import Model, assert_close, live_params
@@ -27,7 +26,7 @@ from utio_jax.contrib.throttle import Throttle, Throttled
 from utio_jax.core.documents import batches_of, windows_of
 from utio_jax.core.pytrees import pytree, static
 from utio_jax.models import TINY, Transformer
-from utio_jax.policies import Position, SignalBase, given_depths, random_depths
+from utio_jax.policies import Position, SignalBase, given_depths
 from utio_jax.staircase import CapacityPrefix, SparseAttention, staircase
 from utio_jax.staircase.loop import check_policy, segments_of
 
@@ -235,18 +234,6 @@ def test_calibrates_and_compares_like_exits(model: Model) -> None:
     assert names[:3] == [("uniform", None), ("uniform", None), ("full", None)]
     assert ("learned", 0.8) in names
     assert ("random", 0.8) in names
-
-
-@pytest.mark.slow
-def test_an_engine_gives_each_request_what_it_gets_alone(lively: Model) -> None:
-    policy = random_depths(jnp.asarray([0.5, 0.2, 0.3]), key=jax.random.key(1), depths=DEPTHS)
-    mode = Adaptive(policy=policy)
-    engine = engine_of(lively, mode)
-    requests = pool(8)
-    numbers = [request.submit(engine) for request in requests]
-    results = engine.drain()
-    for number, request in zip(numbers, requests, strict=True):
-        assert_as_alone(results[number], alone(lively, mode, None, request))
 
 
 def test_techniques_of_nested_segments_refuse_branches(model: Model) -> None:

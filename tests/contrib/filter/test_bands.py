@@ -90,17 +90,6 @@ def test_rows_stop_where_a_loop_over_rows_says(
         assert int(np.asarray(result.work.decisions).sum()) == 0
 
 
-@pytest.mark.slow
-def test_rows_that_have_stopped_are_not_read(tiny: Any, batch: Batch, losses: np.ndarray) -> None:
-    limit = float(np.nanmedian((OFFSETS[:, None] + SLOPES[:, None] * losses)[1]))
-    policy = band(limit).policy([0.3, 0.1])
-    kept, dropped = (run(tiny, batch, policy, kv=kv) for kv in ("propagate", "drop"))
-    np.testing.assert_allclose(dropped.log_likelihood, kept.log_likelihood, atol=1e-5)
-    np.testing.assert_array_equal(dropped.depths, kept.depths)
-    projected = [int(np.asarray(result.work.keys_values).sum()) for result in (dropped, kept)]
-    assert projected[0] < projected[1]
-
-
 def drawn(rows: int = 800, seed: int = 0) -> np.ndarray:
     """Returns losses of made rows: shallower exits are worse, and noisier."""
     rng = np.random.default_rng(seed)

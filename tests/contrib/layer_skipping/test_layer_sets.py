@@ -29,7 +29,7 @@ from utio_jax.contrib.layer_skipping.fitting import _threshold, skipping_harm
 from utio_jax.contrib.layer_skipping.scoring import run_sets
 from utio_jax.core.documents import Batch
 from utio_jax.core.pytrees import pytree
-from utio_jax.policies import Entropy, PromptRouter, given_depths
+from utio_jax.policies import Entropy, PromptRouter
 from utio_jax.staircase import MicroBatches
 
 DEPTHS = (1, 2, 3, 4)
@@ -86,27 +86,6 @@ def test_sets_equal_their_reference(tiny: Any, shape: cases.Shape, count_compile
     with count_compiles() as compiles:
         assert compare(tiny, shape, range(24)) < 1e-4
     assert compiles.count == 0
-
-
-@pytest.mark.slow
-def test_a_set_of_the_first_segments_is_a_depth(tiny: Any) -> None:
-    shape = dataclasses.replace(SHAPES[3], kv="propagate")
-    ids, lengths, depths = cases.draw(shape, tiny.decoder.config.vocab_size, 7)
-    runs = depths[None] > np.array((0, *shape.depths[:-1]))[:, None, None]
-    rows, how = (
-        (tiny.decoder, tiny.params, ids, lengths),
-        {"kv": shape.kv, "executor": shape.executor},
-    )
-    sets = run_sets(*rows, given_sets(jnp.asarray(runs), depths=shape.depths), **how)
-    prefix = cases.run_staircase(
-        *rows, given_depths(jnp.asarray(depths), depths=shape.depths), **how
-    )
-    real = np.arange(shape.token) < lengths[:, None]
-    np.testing.assert_allclose(sets.x[real], prefix.x[real], atol=1e-5)
-    np.testing.assert_array_equal(sets.depths, depths * real)
-    for name in ("queries", "keys_values", "key_slots"):
-        expected = np.asarray(getattr(prefix.work, name))
-        np.testing.assert_array_equal(np.asarray(getattr(sets.work, name))[:-1], expected)
 
 
 def test_only_what_a_set_holds_is_run(tiny: Any) -> None:
@@ -169,14 +148,6 @@ def assert_written(model: Any, policy: Any, sets: Any) -> None:
         np.testing.assert_array_equal(np.argmax(likely, axis=1), ids[len(prompt) :])
         layers = runs[:, 0, len(prompt) - 1 : len(ids) - 1].sum(0)
         np.testing.assert_array_equal(result.decided[row], layers)
-
-
-@pytest.mark.slow
-def test_rows_run_sets_of_their_own(tiny: Any) -> None:
-    """Where a row skips a segment, others see the K/V of the states that pass it by."""
-    sets = np.array([[1, 1, 1], [0, 0, 0], [1, 0, 1], [0, 1, 1]], bool)
-    policy = given_sets(jnp.asarray(sets)[:, :, None], depths=DEPTHS)
-    assert_written(tiny, policy, lambda row, _: sets[:, row])
 
 
 def test_later_tokens_skip_lower_layers(tiny: Any, count_compiles: Any) -> None:

@@ -20,7 +20,6 @@ from helpers.gguf_files import dequantised, quantised, write_gguf, write_with_pi
 from helpers.memory import peak_of_loading
 from helpers.models import live_params, logits_of
 
-from utio_jax.cli.main import main
 from utio_jax.core.files import load_tensors, save_tensors
 from utio_jax.core.lens import Lens, save_lens
 from utio_jax.models import Transformer, load, save
@@ -288,28 +287,6 @@ def test_calibration_and_lens_lie_beside_the_file(tmp_path: Path) -> None:
     assert through.decoder.config.exits == (2, 3)
     assert through.sha256 != model.sha256
     assert load(file, lens=False).sha256 == model.sha256
-
-
-@pytest.mark.slow
-def test_calibrate_writes_beside_the_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lens = Lens(matrix=jnp.zeros((1, 32, 32)), bias=jnp.zeros((1, 32)), exits=(1,))
-    monkeypatch.setattr("utio_jax.cli.calibrate.fit_lens", lambda *_, **__: lens)
-    file = tmp_path / "m.gguf"
-    write_gguf(file, FOLDER / "llama", arch="llama")
-    rng = np.random.default_rng(0)
-    ids = [rng.integers(0, 48, 40).tolist() for _ in range(60)]
-    (tmp_path / "ids.json").write_text(json.dumps(ids))
-    arguments = ["--model", str(file), "--token-ids", str(tmp_path / "ids.json"), "--context", "32"]
-    options = ["--exits", "1", "3", "--policy", "position", "--budget", "0.8", "--fit-lens"]
-    assert main(["calibrate", *arguments, *options]) == 0
-    result = json.loads(capsys.readouterr().out)
-    assert result["out"] == str(tmp_path / "m.policies.json")
-    assert result["lens"] == str(tmp_path / "m.lens.json")
-    model = load(file)
-    assert model.decoder.config.exits == (1, 3)
-    assert set(model.calibration.entries) == {"position"}
 
 
 def test_what_is_saved_is_a_folder_that_transformers_reads(tmp_path: Path) -> None:
