@@ -82,7 +82,7 @@ def test_thresholds_are_as_good_as_exhaustive_search(
         assert sum(fit.fractions) == pytest.approx(1)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(4))
 def test_at_a_price_no_threshold_alone_could_be_better(seed: int) -> None:
     rng = np.random.default_rng(seed)
     kl = np.stack([rng.exponential(size, 50) for size in (1.0, 0.6, 0.3)] + [np.zeros(50)])
@@ -320,16 +320,14 @@ def test_a_study_holds_the_divergences_and_the_harm_of_the_exits(
     assert not differs[-1].any(), "the last exit is the outcome itself: no gate learns from it"
     assert 0 < differs[0].mean() < 1
 
-    rows = [(batch.token_ids, batch.lengths) for batch in text]
-    harm = []
-    for depth in exits:
-        losses = []
-        for ids, lengths in rows:
-            mask = np.arange(31) < lengths[:, None] - 1
-            states = run_dense(tiny.decoder, tiny.params, ids, lengths, depths=(depth,))
-            losses.append(plain_nll(tiny, ids, states[0])[mask])
-        harm.append(np.concatenate(losses))
-    np.testing.assert_allclose(merge("harm"), np.asarray(harm) - harm[-1], atol=1e-3)
+    losses = []
+    for batch in text:
+        ids, lengths = batch.token_ids, batch.lengths
+        mask = np.arange(31) < lengths[:, None] - 1
+        states = run_dense(tiny.decoder, tiny.params, ids, lengths, depths=exits)
+        losses.append([plain_nll(tiny, ids, x)[mask] for x in states])
+    harm = np.concatenate(losses, axis=1)
+    np.testing.assert_allclose(merge("harm"), harm - harm[-1], atol=1e-3)
 
 
 @pytest.mark.check
