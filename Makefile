@@ -64,8 +64,9 @@ demo: $(VENV)/.installed-cli
 
 install: $(VENV)/.installed-all
 
+# None of tests/contrib is part of it: what these import takes seconds.
 test: $(VENV)/.installed-all
-	$(QUICK) $(BIN)/python -m pytest $(if $(TESTS),-m "$(HERE)") $(SPREAD) $(TESTS)
+	$(QUICK) $(BIN)/python -m pytest $(if $(TESTS),-m "$(HERE)",--ignore=tests/contrib) $(SPREAD) $(TESTS)
 
 # In one session with the tests of `make test`: they share what is compiled. Left to `test-slow`: long
 # versions, the notebooks, and what costs much and breaks rarely.

@@ -370,7 +370,7 @@ def assert_uniform(array: jax.Array) -> None:
 def test_tensor_parallel_score_on_a_mesh_is_the_score_of_one_device(tiny_swiglu: Any) -> None:
     which, mesh = tiny_swiglu, split_mesh(4, 2)
     params = split_params(which, mesh)
-    ids, lengths, _ = ragged(which, 16)
+    ids, lengths, depths = ragged(which, 16)
     policy, rows = gated(which, DEPTHS), place(Rows((ids, lengths)), mesh).tree
     expected = run_score(
         which.decoder, which.params, ids, lengths, policy=policy, executor=EXECUTOR
@@ -380,7 +380,8 @@ def test_tensor_parallel_score_on_a_mesh_is_the_score_of_one_device(tiny_swiglu:
     assert_scores(result, expected)
     for array in (result.depths, result.x):  # Decisions, and what they come from.
         assert_uniform(array)
-    text = compiled_score(which.decoder, params, rows, place(policy, mesh), mesh)
+    given = given_depths(jnp.asarray(depths), depths=DEPTHS)
+    text = compiled_score(which.decoder, params, rows, place(given, mesh), mesh)
     kinds = {kind for kind, _ in COLLECTIVE.findall(text)}
     assert kinds == {"all-reduce"}  # Sums of partial products; no parameters travel.
 

@@ -114,6 +114,7 @@ def test_greedy_is_the_full_model_in_ragged_batches_and_needs_no_exit(model, pla
     assert 0 < result.acceptance < 1
 
 
+@pytest.mark.check
 def test_drawn_tokens_are_plain_decodings_and_rows_rest_where_nothing_repeats(model):
     """Drafts that fail cost no more than a few rounds, whatever the number of tokens."""
     options = {"max_new_tokens": 80, "sampling": SamplingParams(temperature=1.5), "seeds": 3}
@@ -139,6 +140,7 @@ def test_a_row_that_rests_drafts_again_once_its_drafts_would_be_right():
     assert all(row for _, row in drafting)
 
 
+@pytest.mark.check
 def test_copies_are_right_as_often_after_two_thousand_tokens():
     """Where a text repeats itself, the last quarter is copied as the first is."""
     decoder = Transformer(dataclasses.replace(TINY, context_length=2048))

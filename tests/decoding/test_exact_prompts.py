@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from helpers.engine import CAPACITY, SHAPES
 from helpers.generation import SMALL, lively_model, run
+from helpers.marks import quick_where
 from helpers.models import Model, with_random_lens
 from helpers.shared_kv import KINDS
 
@@ -31,7 +32,9 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(
+    scope="module", params=quick_where(lambda kind: kind == "heads of two layers", KINDS)
+)
 def model(request: Any) -> Model:
     return lively_model(**KINDS[request.param])
 

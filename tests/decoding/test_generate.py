@@ -151,6 +151,7 @@ def test_other_stops_compile_nothing(model, plain, count_compiles):
     assert one.finish_reasons[0] == "stop"
 
 
+@pytest.mark.check
 def test_many_prompts_run_in_batches_and_come_out_in_order(model, plain, monkeypatch):
     """Each of five rows brings its own options, and no batch holds more than two."""
     prompts = [*PROMPTS, [6, 6], [1]]

@@ -119,6 +119,7 @@ def test_a_prompt_that_ends_while_it_is_read_leaves_nothing() -> None:
     assert not engine._reading
 
 
+@pytest.mark.check
 def test_only_prompts_that_are_read_in_full_are_cut() -> None:
     engine = engine_of(lively_model(), *modes()["prompts"], shapes=CHUNKED)
     with pytest.raises(ValueError, match="its prompt into 8. Got a prompt of 40"):
@@ -145,7 +146,9 @@ def test_chunks_cost_their_tokens() -> None:
     assert engine.stats().prompt_tokens == 20
 
 
-@pytest.mark.parametrize(("platform", "capacity"), [("cpu", 72), ("tpu", 80)])
+@pytest.mark.parametrize(
+    ("platform", "capacity"), [("cpu", 72), pytest.param("tpu", 80, marks=pytest.mark.check)]
+)
 def test_parts_of_several_prompts_share_a_pass(platform: str, capacity: int) -> None:
     """Blocks of a prompt of 40 tokens and of two short ones; the fourth has no place in it."""
     model = lively_model()
@@ -195,6 +198,7 @@ def test_each_prompt_is_read_as_it_asks(count_compiles: Any) -> None:
     assert differ > 8  # Or nothing would be tested.
 
 
+@pytest.mark.check
 def test_prompts_of_both_kinds_are_read_apart() -> None:
     engine = engine_of(lively_model(), *modes()["prompts"])
     for whole in (True, False, False):

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from helpers import cases
 from helpers.generation import PROMPTS, DepthAt, assert_greedy, depth_table, lively_model, run
+from helpers.marks import quick_where
 from helpers.models import Model, assert_close, live_params
 from helpers.shared_kv import KINDS
 
@@ -31,8 +32,10 @@ from utio_jax.staircase import CapacityPrefix, dense_states
 FIRST = next(iter(KINDS))
 """Heads of two layers: the kind that stands for all where they do not differ."""
 
+KIND_CASES = quick_where(lambda kind: kind == FIRST, KINDS)
 
-@pytest.fixture(scope="module", params=KINDS)
+
+@pytest.fixture(scope="module", params=KIND_CASES)
 def model(request: Any) -> Model:
     decoder = Transformer(dataclasses.replace(TINY, **KINDS[request.param]))
     return Model(decoder, live_params(decoder))
@@ -89,7 +92,10 @@ def test_the_dense_program_and_the_reference_are_what_is_meant(model: Model) -> 
         assert_close(result, expected)
 
 
-IN_TURN = [(kind, ("propagate", "drop")[number % 2]) for number, kind in enumerate(KINDS)]
+IN_TURN = [
+    pytest.param(kind, ("propagate", "drop")[number % 2], marks=[pytest.mark.check] * (number > 0))
+    for number, kind in enumerate(KINDS)
+]
 """Each kind with one way of keys: neither knows of the other."""
 
 # One-token rows have nothing to share. "made once" alone stops above where all K/V are made.
@@ -152,7 +158,7 @@ def test_keys_and_values_are_made_once_and_counted(model: Model) -> None:
 DEPTHS = (1, 2, 4)
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=KIND_CASES)
 def lively(request: Any) -> Model:
     return lively_model(**KINDS[request.param])
 
