@@ -43,8 +43,9 @@ def model(request: Any) -> Model:
     ("model", "way"),
     [
         ("heads of two layers", "plain"),
+        # The oracle of tests/staircase/test_shared_kv.py holds these as well.
         *(
-            pytest.param(*case, marks=pytest.mark.check)
+            pytest.param(*case, marks=pytest.mark.slow)
             for case in (
                 ("made once", "plain"),
                 ("of the last of a kind", "plain"),
@@ -119,8 +120,8 @@ def test_a_budget_of_prompts_is_kept_exactly(model: Model) -> None:
 @pytest.mark.parametrize(
     ("model", "chunk"),
     [
-        ("heads of two layers", None),
-        pytest.param("of the last of a kind", 8, marks=pytest.mark.check),
+        pytest.param("heads of two layers", None, marks=pytest.mark.check),
+        pytest.param("of the last of a kind", 8, marks=pytest.mark.slow),
     ],
     indirect=["model"],
 )
