@@ -57,7 +57,7 @@ def test_a_prompt_may_be_read_by_importance() -> None:
     state = admit(state, fresh, np.asarray([1, 2], np.int32))
     assert fresh.prompt is not None
     assert state.prompt is None
-    state = advance(context, state, np.int32(64), widths=(32, 64))
+    state = advance(context, state, np.int32(64), widths=(64,))
     result = collect(state, DROP, SMALL, rows=4, devices=1, num_layers=4)
     for (prompt, new), row in zip(REQUESTS, (1, 2), strict=True):
         expected = run(lively_model(), [prompt], mode=DROP, max_new_tokens=new, prefill=how)

@@ -36,7 +36,7 @@ def table(texts: dict[str, Any]) -> Any:
 
 
 def test_a_documents_row_is_its_own_whatever_else_is_in_the_batch(folder: str) -> None:
-    texts, model = documents(6, longest=150), load(folder)
+    texts, model = documents(4, longest=180), load(folder)
     scorer = Scorer(folder, uniform(2), rows=4)
     whole = scorer(table(texts))
     parts = [scorer(table({name: texts[name]})).to_pylist()[0] for name in texts]
