@@ -52,7 +52,7 @@ QUICK = XLA_FLAGS="$(XLA_FLAGS) --xla_backend_optimization_level=0 \
     JAX_COMPILATION_CACHE_DIR=$(CURDIR)/.pytest_cache/jax \
     JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0
 
-.PHONY: help demo install test check check-rest test-slow test-generation test-ray mutants notebooks \
+.PHONY: help demo install test check test-slow test-generation test-ray mutants notebooks \
         parity llm test-llm test-browser test-clients test-vllm bench bench-accelerator tpu-compile tpu-predict gpu-compile benchmark-transformers benchmark-flax \
         benchmark-peers benchmark-engines lint types docs figures wheel clean FORCE
 
@@ -64,10 +64,15 @@ demo: $(VENV)/.installed-cli
 
 install: $(VENV)/.installed-all
 
+# None of tests/contrib is part of it: what these import takes seconds.
 test: $(VENV)/.installed-all
-	$(QUICK) $(BIN)/python -m pytest $(if $(TESTS),-m "$(HERE)") $(SPREAD) $(TESTS)
+	$(QUICK) $(BIN)/python -m pytest $(if $(TESTS),-m "$(HERE)",--ignore=tests/contrib) $(SPREAD) $(TESTS)
 
-check: test check-rest
+# In one session with the tests of `make test`: they share what is compiled. Left to `test-slow`: long
+# versions, the notebooks, and what costs much and breaks rarely.
+check: $(VENV)/.installed-all
+	$(MAKE) --jobs 2 lint types docs
+	$(QUICK) $(BIN)/python -m pytest -m "$(HERE)" $(SPREAD)
 
 # Corpora by Ray Data, and replicas by Ray Serve: three nodes on this machine, of which one is
 # removed, and processes that are killed. In an environment of its own (Ray unpacks to 200 MB). Under ten minutes on two cores.
@@ -82,12 +87,6 @@ test-ray: $(RAY)/.installed
 # PIP_EXTRA_INDEX_URL. Two to four minutes.
 test-vllm: $(VLLM)/.installed
 	JAX_PLATFORMS=cpu $(VLLM)/bin/python -m pytest -o addopts="--strict-markers -q" -m vllm tests/contrib/vllm $(ARGS)
-
-# What `make test` leaves out: whole commands, calibrations, several devices and processes, the first
-# notebook. Their long versions, and what costs much and breaks rarely, are left to `test-slow`.
-check-rest:
-	$(MAKE) --jobs 2 lint types docs
-	$(QUICK) $(BIN)/python -m pytest -m "check and $(HERE)" $(SPREAD) notebooks tests
 
 test-slow: $(VENV)/.installed-all
 	$(BIN)/python -m pytest -m slow $(SPREAD) $(or $(TESTS),notebooks tests)

@@ -41,15 +41,11 @@ hypothesis.settings.register_profile("utio", deadline=None, derandomize=True, ma
 hypothesis.settings.load_profile("utio")
 
 
-# The one notebook of `make check`: each takes one to two minutes.
-CHECKED_NOTEBOOK = "01_quickstart"
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks notebooks, which are no Python files that could do so themselves."""
+    """Marks notebooks, of one to two minutes each: they cannot do so themselves."""
     for item in items:
         if item.path.suffix == ".ipynb":
-            item.add_marker("check" if item.path.stem == CHECKED_NOTEBOOK else "slow")
+            item.add_marker("slow")
 
 
 # Programs for other environments: with torch, and with schemathesis.

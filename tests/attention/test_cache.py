@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.cases import run_dense
 from helpers.counting import Counting, read_counts
 
 from utio_jax.attention.cache import bytes_per_slot, init_cache, key_widths, read, write
@@ -62,17 +61,6 @@ def test_tokens_lie_at_their_positions(tiny, cache):
     assert bytes_per_slot(cache) == 2 * 2 * 8 * 4
 
 
-def test_prefill_is_the_full_model(tiny, filled):
-    logits, cache = filled
-    ids = tiny.tokens(3, 8)
-    (x,) = run_dense(tiny.decoder, tiny.params, ids, LENGTHS, depths=(4,))
-    last = x[jnp.arange(3), LENGTHS - 1]
-    np.testing.assert_allclose(logits, tiny.decoder.unembed(tiny.params, last), atol=1e-4)
-    for row, length in enumerate(LENGTHS):  # Padding was never written.
-        assert not np.any(cache.keys[:, row, :, length:])
-        assert np.all(np.any(cache.keys[:, row, :, :length] != 0, axis=(1, -1)))
-
-
 def test_padding_never_leaks(tiny, cache, filled):
     ids = tiny.tokens(3, 8)
     other = jnp.where(jnp.arange(8)[None] < LENGTHS[:, None], ids, 63 - ids)
@@ -92,27 +80,6 @@ def test_padding_never_leaks(tiny, cache, filled):
     new = jnp.array([1, 2, 3], jnp.int32)
     clean, _ = step(tiny.decoder, tiny.params, new, filled[1], LENGTHS)
     np.testing.assert_array_equal(step(tiny.decoder, tiny.params, new, dirty, LENGTHS)[0], clean)
-
-
-def test_steps_equal_a_pass_from_scratch(tiny, filled):
-    logits, cache = filled
-    ids = np.zeros((3, 16), np.int32)
-    ids[:, :8] = tiny.tokens(3, 8)
-    new = np.asarray(tiny.tokens(3, 6, seed=5))
-    step = jax.jit(decode_step, static_argnums=0)
-    active, lengths = np.array([True, True, True]), LENGTHS
-    for at in range(6):
-        if at == 4:
-            active = np.array([True, False, True])  # One row pauses, and stays as it is.
-        logits, cache = step(
-            tiny.decoder, tiny.params, new[:, at], cache, lengths, active=jnp.asarray(active)
-        )
-        for row in np.flatnonzero(active):
-            ids[row, lengths[row]] = new[row, at]
-        lengths = lengths + active.astype(np.int32)
-    (x,) = run_dense(tiny.decoder, tiny.params, ids, lengths, depths=(4,))
-    expected = tiny.decoder.unembed(tiny.params, x[jnp.arange(3), lengths - 1])
-    np.testing.assert_allclose(logits[::2], expected[::2], atol=1e-4)
 
 
 @pytest.mark.parametrize("shown", [False, True])
@@ -160,13 +127,6 @@ def test_widths_are_few_and_reach_the_end():
     assert key_widths(16, key_step=16) == (16,)
     assert key_widths(10, key_step=16) == (10,)
     assert key_widths(4096, key_step=128) == (1024, 2048, 3072, 4096)
-
-
-def test_errors(tiny, cache):
-    with pytest.raises(ValueError, match="slots=0"):
-        init_cache(tiny.decoder.config, batch=1, slots=0)
-    with pytest.raises(ValueError, match=r"16 slots.*17 tokens.*longer cache"):
-        read_prompts(tiny.decoder, tiny.params, tiny.tokens(3, 17), jnp.asarray(LENGTHS), cache)
 
 
 def test_both_orders_of_slots_and_heads_hold_the_same(tiny):

@@ -3,23 +3,25 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from utio_jax.bench.methods import label_of, methods_of
 from utio_jax.bench.rows import describe, name_of, read_rows, timed_row
 from utio_jax.bench.run import Subject
-from utio_jax.bench.timing import Timed, Timing
+from utio_jax.bench.timing import Timed, Timing, count_compiles, time_programs
 from utio_jax.cli.bench import subject_named
 from utio_jax.cli.main import main
 from utio_jax.core.flops import expected_flops, token_cost
-from utio_jax.evaluation.ledger import Ledger
+from utio_jax.evaluation.ledger import Ledger, uniform_hull
 from utio_jax.models.presets import SHAPES
 from utio_jax.models.random_weights import fit_layers
 
@@ -205,3 +207,89 @@ def test_an_interrupted_run_keeps_what_it_measured(
     main(["bench", "--out", str(tmp_path)])
     kept = read_rows(tmp_path / "results.json")
     assert ([row["method"] for row in kept["rows"]], kept["complete"]) == (["a"], False)
+
+
+# --- Timing takes turns.
+
+
+def test_programs_take_turns_and_the_order_rotates() -> None:
+    calls: list[str] = []
+    timed = time_programs({name: lambda name=name: calls.append(name) for name in "abc"}, rounds=3)
+    assert "".join(calls) == "abc" + "abc" + "bca" + "cab"
+    assert all(len(timing.seconds) == 3 and timing.compiles == 0 for timing in timed.values())
+
+
+def test_late_compilations_are_counted() -> None:
+    sizes = iter(range(1, 100))
+    timed = time_programs(
+        {
+            "grows": lambda: jax.jit(lambda x: x * 3 + 1)(jnp.zeros(next(sizes))),
+            "steady": lambda: None,
+        },
+        rounds=2,
+    )
+    assert timed["grows"].compiles >= 2
+    assert timed["steady"].compiles == 0
+    with count_compiles() as compiles:
+        jax.jit(lambda x: x * 5 + 2)(1.0)
+    assert compiles.count >= 1
+
+
+def test_speedups_are_paired_ratios() -> None:
+    a, b = (
+        Timing(seconds=np.asarray(seconds), compiles=0)
+        for seconds in ([1.0, 2.0, 4.0], [2.0, 4.0, 8.0])
+    )
+    assert a.speedup_over(b) == 2
+    assert b.median == 4
+
+
+def test_the_hull_is_the_lower_envelope_of_the_exits() -> None:
+    points = [(0.3, 30.0), (0.5, 6.0), (0.6, 5.9), (0.8, 1.0)]
+    rows = [Ledger(policy="full", flops_ratio=1.0, nll_increase_pct=0.0)] + [
+        Ledger(policy="uniform", flops_ratio=x, nll_increase_pct=y) for x, y in points
+    ]
+    hull = uniform_hull(rows)
+    assert hull(0.2) is None
+    assert hull(0.3) == 30.0
+    assert hull(0.4) == pytest.approx(18.0)
+    assert hull(0.6) == pytest.approx(6 - 5 / 3), "an exit above the hull does not bend it"
+    assert hull(0.9) == pytest.approx(0.5)
+    assert hull(1.0) == 0.0
+
+
+# --- Comparisons with other libraries.
+
+
+@pytest.fixture
+def side_by_side(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
+    return importlib.import_module("side_by_side")
+
+
+TIMES = {
+    "theirs": Timing(seconds=np.asarray([4.0, 4.0]), compiles=0),
+    "ours": Timing(seconds=np.asarray([2.0, 2.0]), compiles=0),
+}
+
+
+def test_rows_are_kept_as_they_come_and_read_by_the_report(
+    side_by_side: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    peer_row, recording = side_by_side.peer_row, side_by_side.recording
+    options: dict[str, Any] = {"setting": {"batch": 1, "output": 8}, "tokens": 8}
+    with recording(tmp_path, suite="s", settings={"out": tmp_path}, versions={"x": "1"}) as keep:
+        keep(peer_row("m", "ours", "theirs", TIMES, **options, calls=2, figures={"apart": 1 / 3}))
+        assert len(read_rows(tmp_path / "results.json")["rows"]) == 1
+        options |= {"figures": {}, "fallback": "8 tokens ran every layer"}
+        keep(peer_row("m", "theirs", "ours", TIMES, **options))
+    result = read_rows(tmp_path / "results.json")
+    first, second = result["rows"]
+    assert json.loads(capsys.readouterr().out) == result
+    assert result["complete"]
+    assert result["environment"]["versions"]["x"] == "1"
+    assert name_of(first) == "peer/m/ours/batch1/output8"
+    assert (first["seconds"], first["speedup"], first["tokens_per_second"]) == (1.0, 2.0, 8)
+    assert first["note"] == "apart 0.333333"
+    assert (second["seconds"], second["speedup"]) == (4.0, None)
+    assert second["note"] == "8 tokens ran every layer"

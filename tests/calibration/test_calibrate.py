@@ -19,7 +19,7 @@ from helpers.models import plain_nll
 
 from utio_jax.calibration.calibrate import calibrate
 from utio_jax.calibration.compare import hindsight_policies
-from utio_jax.calibration.gates import SIGNALS, fit_gates, worth_going_deeper
+from utio_jax.calibration.gates import SIGNALS, fit_gates, fit_linear_gates, worth_going_deeper
 from utio_jax.calibration.lens import fit_lens
 from utio_jax.calibration.studies import (
     check_varied,
@@ -28,6 +28,7 @@ from utio_jax.calibration.studies import (
     study_exits,
 )
 from utio_jax.calibration.thresholds import _sweep, fit_thresholds, leave_at
+from utio_jax.core.arrays import normalise
 from utio_jax.core.documents import Batch
 from utio_jax.core.pytrees import pytree, static
 from utio_jax.evaluation.evaluate import evaluate
@@ -41,11 +42,10 @@ from utio_jax.policies.store import Calibration, Thresholds, load_calibration
     # Cheap gates; dear ones, which the budget must hold; and ones that are hardly worth their cost.
     [((0.01, 0.01), 40), ((0.05, 0.05), 40), ((0.01, 0.15), 60), ((0.01, 0.2), 60)],
 )
-@pytest.mark.parametrize("seed", [0, 1])
 def test_thresholds_are_as_good_as_exhaustive_search(
-    gate: tuple[float, float], tokens: int, seed: int
+    gate: tuple[float, float], tokens: int
 ) -> None:
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     kl = np.stack([rng.exponential(1.0, tokens), rng.exponential(0.4, tokens), np.zeros(tokens)])
     scores = np.sqrt(kl[:2]) + rng.normal(0, 0.3, (2, tokens))
     cost = np.asarray([0.3, 0.6, 1.0])
@@ -82,7 +82,7 @@ def test_thresholds_are_as_good_as_exhaustive_search(
         assert sum(fit.fractions) == pytest.approx(1)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(4))
 def test_at_a_price_no_threshold_alone_could_be_better(seed: int) -> None:
     rng = np.random.default_rng(seed)
     kl = np.stack([rng.exponential(size, 50) for size in (1.0, 0.6, 0.3)] + [np.zeros(50)])
@@ -320,16 +320,14 @@ def test_a_study_holds_the_divergences_and_the_harm_of_the_exits(
     assert not differs[-1].any(), "the last exit is the outcome itself: no gate learns from it"
     assert 0 < differs[0].mean() < 1
 
-    rows = [(batch.token_ids, batch.lengths) for batch in text]
-    harm = []
-    for depth in exits:
-        losses = []
-        for ids, lengths in rows:
-            mask = np.arange(31) < lengths[:, None] - 1
-            states = run_dense(tiny.decoder, tiny.params, ids, lengths, depths=(depth,))
-            losses.append(plain_nll(tiny, ids, states[0])[mask])
-        harm.append(np.concatenate(losses))
-    np.testing.assert_allclose(merge("harm"), np.asarray(harm) - harm[-1], atol=1e-3)
+    losses = []
+    for batch in text:
+        ids, lengths = batch.token_ids, batch.lengths
+        mask = np.arange(31) < lengths[:, None] - 1
+        states = run_dense(tiny.decoder, tiny.params, ids, lengths, depths=exits)
+        losses.append([plain_nll(tiny, ids, x)[mask] for x in states])
+    harm = np.concatenate(losses, axis=1)
+    np.testing.assert_allclose(merge("harm"), harm - harm[-1], atol=1e-3)
 
 
 @pytest.mark.check
@@ -353,20 +351,6 @@ def test_the_oracle_knows_the_divergence_of_every_exit(tiny: Any, text: list[Bat
         shares.append(row[""].flops / row[""].flops_full)
     assert np.concatenate(harms).mean() < 0.8 * np.concatenate(blind).mean()
     assert np.mean(shares) == pytest.approx(0.8, abs=0.08)
-
-
-@pytest.mark.usefixtures("unchecked_shapes")
-def test_unknown_policies_are_refused(tiny: Any, text: list[Batch]) -> None:
-    with pytest.raises(ValueError, match="policies of learned, utio_surrogate.*Got 'magic'"):
-        calibrated(tiny, [], policies=("magic",))
-    with pytest.raises(ValueError, match="a list of policies. Got 'entropy'"):
-        calibrated(tiny, [], policies="entropy")
-    with pytest.raises(ValueError, match="other than those of controls.*Got 'random'"):
-        calibrated(tiny, [], policies={"random": lambda fitter: Position()})
-    with pytest.raises(ValueError, match="functions of the fitter.*Got 'mine': Position"):
-        calibrated(tiny, [], policies={"mine": Position()})
-    with pytest.raises(TypeError, match="Wanted a signal"):
-        calibrated(tiny, text[:3], policies={"mine": lambda fitter: 3})
 
 
 @pytree
@@ -421,3 +405,51 @@ def test_signals_of_ones_own_are_fitted_and_survive_their_files(
     (tmp_path / "policies.json").write_text(json.dumps(whole))
     again = load_calibration(tmp_path, model_sha256="a" * 64)
     assert isinstance(again.signals["mine"], Projected)
+
+
+# Gates on a row's mean state: linear, with the penalty that rows left out ask for.
+
+
+def test_gates_follow_what_the_state_says_and_nothing_else() -> None:
+    """Where harm is a function of the state it is found; where it is noise, all rows are alike."""
+    rng = np.random.default_rng(0)
+    means = rng.normal(size=(2, 60, 24))
+    unit = np.asarray(normalise(jnp.asarray(means)))
+    direction = rng.normal(size=24)
+    target = np.stack([3 + unit[0, :, :] @ direction, 3 + rng.normal(size=60)])
+    gates = fit_linear_gates(means[:, :40], target[:, :40])
+    follows, noise = (
+        np.asarray(gates.at(index)(jnp.asarray(means[index, 40:], jnp.float32)))
+        for index in range(2)
+    )
+    np.testing.assert_allclose(follows, target[0, 40:], atol=0.01)
+    assert noise.std() < 0.3, "on rows that it has not seen, where noise has 1"
+    assert noise.mean() == pytest.approx(target[1, :40].mean(), abs=0.3)
+
+
+def test_the_penalty_is_that_of_rows_left_out() -> None:
+    """The closed form is what fitting without each row in turn gives."""
+    rng = np.random.default_rng(1)
+    means = rng.normal(size=(1, 12, 5))
+    unit = np.asarray(normalise(jnp.asarray(means)), np.float64)[0]
+    expected = unit @ rng.normal(size=5) + 0.7 * rng.normal(size=12)
+    result = fit_linear_gates(means, expected[None])
+    top = np.linalg.svd(unit - unit.mean(0), compute_uv=False)[0] ** 2
+
+    def fitted(rows: np.ndarray, penalty: float, keep: np.ndarray) -> np.ndarray:
+        # The penalty of a fit to fewer rows, whose centre is its own.
+        x, y = rows - rows.mean(0), keep - keep.mean()
+        return np.linalg.solve(x.T @ x + penalty * np.eye(5), x.T @ y)
+
+    def left_out(penalty: float) -> float:
+        total = 0.0
+        for row in range(12):
+            kept = np.arange(12) != row
+            weight = fitted(unit[kept], penalty, expected[kept])
+            guess = expected[kept].mean() + (unit[row] - unit[kept].mean(0)) @ weight
+            total += (expected[row] - guess) ** 2
+        return total
+
+    best = min(np.geomspace(1e-6, 1e6, 25) * top, key=left_out)
+    weight = fitted(unit, best, expected)
+    np.testing.assert_allclose(np.asarray(result.hidden)[0, :, 0], weight, atol=1e-4)

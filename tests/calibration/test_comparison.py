@@ -19,7 +19,7 @@ from utio_jax.core.pytrees import pytree, static
 from utio_jax.evaluation.evaluate import evaluate
 from utio_jax.evaluation.intervals import DocumentSums, HullBootstrap, hull_of
 from utio_jax.evaluation.ledger import convex_hull, uniform_hull
-from utio_jax.policies import PolicyBase, uniform
+from utio_jax.policies import PolicyBase
 from utio_jax.policies.store import Calibration, Thresholds
 
 
@@ -276,12 +276,3 @@ def test_policies_of_ones_own_are_judged_beside_their_controls(
     assert conclude([chance]).startswith("No policy could be held")
     with pytest.raises(ValueError, match="a name each.*Got \\['even', 'even'\\]. Name them"):
         run(policies=[policy, policy])
-
-
-@pytest.mark.usefixtures("unchecked_shapes")
-@pytest.mark.parametrize("policies", [uniform(2), "uniform", ["uniform"]])
-def test_what_is_no_list_of_policies_is_refused(
-    tiny: Any, text: list[Batch], policies: Any
-) -> None:
-    with pytest.raises(TypeError, match="a list of policies, such as.*Got .*uniform"):
-        compare(tiny.decoder, tiny.params, text, np.arange(40) // 4, None, policies=policies)

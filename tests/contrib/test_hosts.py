@@ -26,7 +26,7 @@ from utio_jax.engine import Shapes
 from utio_jax.models.tensor_parallel import put, tensor_parallel
 
 TESTS = Path(__file__).parents[1]
-SHAPES = Shapes(prompt_widths=(8,), groups=(1, 3), key_step=CAPACITY)
+SHAPES = Shapes(prompt_widths=(8,), groups=(SLOTS,), key_step=CAPACITY)
 """Few programs: each of three processes compiles them."""
 
 

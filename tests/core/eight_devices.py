@@ -16,7 +16,7 @@ import pytest
 from helpers.cases import EXECUTOR
 from helpers.engine import CAPACITY, alone, engine_of, modes, pool
 from helpers.generation import DepthAt, depth_table, lively_model, run, true_logits
-from helpers.models import Model, assert_close, gated
+from helpers.models import Model, gated
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from utio_jax import score, uniform
@@ -42,7 +42,6 @@ from utio_jax.models.transformer import Transformer
 from utio_jax.policies import given_depths
 from utio_jax.policies.signals import SoftmaxGap
 from utio_jax.prompts.evaluate import prompt_cost
-from utio_jax.staircase import CapacityPrefix
 from utio_jax.staircase.score import run_score
 
 DEVICES = 8
@@ -152,17 +151,6 @@ def test_rows_that_fill_up_a_mesh_cost_and_change_nothing(tiny: Any) -> None:
 
 
 @pytest.mark.slow
-def test_a_static_executor_is_charged_for_whole_devices_of_filler_on_a_mesh(tiny: Any) -> None:
-    batch, _ = batch_of(tiny, 9)
-    executor = CapacityPrefix(capacities=(16,), min_bucket=4)
-    policy = {"": uniform(2)}
-    read = partial(evaluate, tiny.decoder, tiny.params, [batch], policy, executor=executor)
-    one, many = read()[""], read(mesh=mesh_of("auto"))[""]
-    assert one.query_layers == 9 * 16 * 2
-    assert many.query_layers == 16 * 16 * 2
-
-
-@pytest.mark.slow
 def test_documents_scored_on_a_mesh_are_scored_as_by_one_device(tiny: Any) -> None:
     rng = np.random.default_rng(3)
     documents = [rng.integers(0, 64, size).astype(np.int32) for size in (5, 50, 33, 2, 17)]
@@ -215,11 +203,8 @@ def assert_tokens(mode: str, tokens: Any, likelihood: Any, decided: Any) -> None
     assert ties <= 1
 
 
-@pytest.mark.parametrize(("mode", "kind"), [("lossless", "auto"), ("propagate", "explicit")])
-def test_sharded_generation_yields_the_tokens_of_one_device(
-    mode: str, kind: str, count_compiles: Any
-) -> None:
-    model, mesh = lively_model(), mesh_of(kind)
+def test_sharded_generation_yields_the_tokens_of_one_device(count_compiles: Any) -> None:
+    mode, model, mesh = "propagate", lively_model(), mesh_of("explicit")
     model = dataclasses.replace(model, params=place(model.params, mesh))
     result = run(model, PROMPTS, mode=MODES[mode], mesh=mesh)
     assert_tokens(mode, result.token_ids, result.log_probabilities, result.decided)
@@ -265,6 +250,7 @@ def test_prompts_routed_on_a_mesh_are_those_of_one_device() -> None:
     assert costs[0].flops < costs[1].flops < 8 * costs[0].flops
 
 
+@pytest.mark.slow
 def test_rows_on_a_mesh_end_where_they_do_on_one_device(count_compiles: Any) -> None:
     model, mesh = lively_model(), mesh_of("auto")
     model = dataclasses.replace(model, params=place(model.params, mesh))
@@ -375,25 +361,20 @@ def assert_uniform(array: jax.Array) -> None:
         np.testing.assert_array_equal(seen.setdefault(str(shard.index), shard.data), shard.data)
 
 
-@pytest.mark.parametrize(("data", "model"), [(4, 2), (1, 4)])
-def test_tensor_parallel_score_on_a_mesh_is_the_score_of_one_device(
-    tiny: Any, tiny_swiglu: Any, data: int, model: int
-) -> None:
-    which = tiny if model == 2 else tiny_swiglu  # The other has an untied head, and K/V per head.
-    mesh = split_mesh(data, model)
+def test_tensor_parallel_score_on_a_mesh_is_the_score_of_one_device(tiny_swiglu: Any) -> None:
+    which, mesh = tiny_swiglu, split_mesh(4, 2)
     params = split_params(which, mesh)
     ids, lengths, depths = ragged(which, 16)
+    policy, rows = gated(which, DEPTHS), place(Rows((ids, lengths)), mesh).tree
+    expected = run_score(
+        which.decoder, which.params, ids, lengths, policy=policy, executor=EXECUTOR
+    )
+    on = partial(run_score, which.decoder, params, *rows, executor=EXECUTOR, mesh=mesh)
+    result = on(policy=place(policy, mesh))
+    assert_scores(result, expected)
+    for array in (result.depths, result.x):  # Decisions, and what they come from.
+        assert_uniform(array)
     given = given_depths(jnp.asarray(depths), depths=DEPTHS)
-    rows = place(Rows((ids, lengths)), mesh).tree
-    for policy in (given, gated(which, DEPTHS)) if data > 1 else (given,):
-        expected = run_score(
-            which.decoder, which.params, ids, lengths, policy=policy, executor=EXECUTOR
-        )
-        on = partial(run_score, which.decoder, params, *rows, executor=EXECUTOR, mesh=mesh)
-        result = on(policy=place(policy, mesh))
-        assert_scores(result, expected)
-        for array in (result.depths, result.x):  # Decisions, and what they come from.
-            assert_uniform(array)
     text = compiled_score(which.decoder, params, rows, place(given, mesh), mesh)
     kinds = {kind for kind, _ in COLLECTIVE.findall(text)}
     assert kinds == {"all-reduce"}  # Sums of partial products; no parameters travel.
@@ -408,6 +389,7 @@ def test_tensor_parallel_generation_on_a_mesh_yields_the_tokens_of_one_device(mo
     assert_tokens(mode, result.token_ids, result.log_probabilities, result.decided)
 
 
+@pytest.mark.slow
 def test_an_engine_on_split_parameters_gives_what_one_device_gives(count_compiles: Any) -> None:
     """Each request alone, by `generate`: an engine on one device gives that, too."""
     model, (mode, prefill) = lively_model(), modes()["propagate"]
@@ -444,21 +426,6 @@ def test_a_checkpoint_is_loaded_in_parts_onto_a_mesh(tiny: Any, tmp_path: Any) -
         assert {shard.data.shape for shard in norm.addressable_shards} == {norm.shape}
     for a, b in zip(jax.tree.leaves(own.params), jax.tree.leaves(tiny.params), strict=True):
         np.testing.assert_array_equal(a, b)
-
-
-@pytest.mark.slow
-def test_parameters_are_split_over_a_mesh_of_jaxs_default_axes_as_well(tiny: Any) -> None:
-    """These are Explicit, and a program along them would have to name its shardings."""
-    params = split_params(tiny, jax.make_mesh((2,), ("model",), devices=jax.devices()[:2]))
-    kernel = params["layers"]["q_proj"]["kernel"]
-    assert kernel.addressable_shards[0].data.shape[-1] * 2 == kernel.shape[-1]
-    ids, lengths, depths = ragged(tiny, 16)
-    policy = given_depths(jnp.asarray(depths), depths=DEPTHS)
-    result, expected = (
-        run_score(tiny.decoder, weights, ids, lengths, policy=policy, executor=EXECUTOR)
-        for weights in (params, tiny.params)
-    )
-    assert_close(result.log_likelihood, expected.log_likelihood)
 
 
 def test_a_mesh_that_does_not_divide_the_model_is_refused(tiny: Any) -> None:

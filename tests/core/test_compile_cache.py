@@ -76,9 +76,9 @@ jax.monitoring.register_event_listener(lambda event, **_: events.append(event))
 from utio_jax import Adaptive, Lossless, Plain, Thresholded, generate, score
 from utio_jax.models import TINY, Transformer
 from utio_jax.policies import Entropy
-decoder = Transformer(dataclasses.replace(TINY, vocab_size=64))
+decoder = Transformer(dataclasses.replace(TINY, num_layers=2, exits=(1, 2)))
 params = decoder.init(jax.random.key(0))
-policy = Thresholded(signal=Entropy(), thresholds=[3.0], depths=(2, 4))
+policy = Thresholded(signal=Entropy(), thresholds=[3.0], depths=(1, 2))
 for mode in (Plain(), Adaptive(policy=policy), Lossless(drafter="ngram")):
     generate(decoder, params, [[1, 2, 3]], mode=mode, max_new_tokens=4)
 run = jax.jit(score, static_argnums=0)

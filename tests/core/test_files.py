@@ -112,14 +112,6 @@ def test_what_fails_changes_nothing(tmp_path: Path) -> None:
         save_text(os.devnull, "x")
 
 
-def test_a_file_that_goes_while_it_is_looked_at_is_no_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Path, "exists", lambda path: True)
-    save_text(tmp_path / "a", "new")
-    assert (tmp_path / "a").read_text() == "new"
-
-
 def test_broken_weights_under_the_right_hash_are_named(tmp_path: Path) -> None:
     file = tmp_path / "owned.json"
     save_owned(file, {"owner": "me"}, {"x": np.ones(2)})

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.cases import EXECUTOR, calibrated, run_dense, run_oracle, run_staircase
+from helpers.cases import EXECUTOR, run_dense, run_oracle, run_staircase
 from helpers.marks import quick_where
 from helpers.models import Model
 
@@ -305,15 +305,6 @@ def test_faults_are_named(bare: Model, lens: Lens, text: list[Batch]) -> None:
     x = jnp.ones((2, bare.decoder.config.embed_dim))
     np.testing.assert_array_equal(apply_exit_lens(decoder, params, x, 3), x, "no exit: as it is")
     assert not np.array_equal(apply_exit_lens(decoder, params, x, 2), x)
-
-
-@pytest.mark.slow
-def test_calibration_works_through_a_lens(model: Model, text: list[Batch]) -> None:
-    result = calibrated(model, text[:3], policies=("entropy",), budgets=(0.8,))
-    assert isinstance(model.decoder, Lensed)
-    assert set(result.info["exit_agreement"]) == {"1", "2"}
-    assert result.info["goals"]["entropy"]["nll_increase_pct_by_budget"]["0.8"] > 0
-    assert advise(model.decoder, result.info, lens=True), "random maps do not pay"
 
 
 INFO = {

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from helpers.engine import CAPACITY, SHAPES
 from helpers.generation import SMALL, lively_model, run
+from helpers.marks import quick_where
 from helpers.models import Model, with_random_lens
 from helpers.shared_kv import KINDS
 
@@ -31,7 +32,9 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(
+    scope="module", params=quick_where(lambda kind: kind == "heads of two layers", KINDS)
+)
 def model(request: Any) -> Model:
     return lively_model(**KINDS[request.param])
 
@@ -39,9 +42,17 @@ def model(request: Any) -> Model:
 @pytest.mark.parametrize(
     ("model", "way"),
     [
-        *((kind, "plain") for kind in KINDS),
-        ("heads of two layers", "adaptive"),
-        ("heads of two layers", "lossless"),
+        ("heads of two layers", "plain"),
+        # The oracle of tests/staircase/test_shared_kv.py holds these as well.
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("made once", "plain"),
+                ("of the last of a kind", "plain"),
+                ("heads of two layers", "adaptive"),
+                ("heads of two layers", "lossless"),
+            )
+        ),
     ],
     indirect=["model"],
 )
@@ -53,18 +64,6 @@ def test_tokens_after_exact_prompts_are_those_after_whole_ones(model: Model, way
         np.testing.assert_array_equal(one, other)
     for one, other in zip(whole.log_probabilities, exact.log_probabilities, strict=True):
         np.testing.assert_allclose(one, other, atol=1e-4)
-
-
-@pytest.mark.check
-@pytest.mark.parametrize("model", ["heads of two layers"], indirect=True)
-def test_what_shares_a_batch_changes_no_exact_prompt(model: Model) -> None:
-    whole = run(model, PROMPTS, max_new_tokens=4)
-    for size in (1, 2):
-        for start in range(0, 4, size):
-            part = run(model, PROMPTS[start : start + size], max_new_tokens=4)
-            for row, values in enumerate(part.log_probabilities, start):
-                np.testing.assert_array_equal(part.token_ids[row - start], whole.token_ids[row])
-                np.testing.assert_allclose(values, whole.log_probabilities[row], atol=1e-4)
 
 
 def test_all_tokens_but_the_last_stop_where_keys_and_values_are_complete(model: Model) -> None:
@@ -98,6 +97,7 @@ def test_a_model_without_shared_keys_and_values_has_no_exact_prefill(model: Mode
     assert fastest_prefill(model.decoder, 1, 24, kv="drop") is None
 
 
+@pytest.mark.parametrize("model", ["heads of two layers"], indirect=True)
 def test_exits_behind_a_lens_change_nothing(model: Model) -> None:
     exits = model.decoder.config.exits[-2:]  # Prompts may stop below the first, which has a map.
     config = dataclasses.replace(model.decoder.config, exits=exits)
@@ -119,7 +119,10 @@ def test_a_budget_of_prompts_is_kept_exactly(model: Model) -> None:
 
 @pytest.mark.parametrize(
     ("model", "chunk"),
-    [("heads of two layers", None), ("heads of two layers", 8), ("of the last of a kind", 8)],
+    [
+        pytest.param("heads of two layers", None, marks=pytest.mark.check),
+        pytest.param("of the last of a kind", 8, marks=pytest.mark.slow),
+    ],
     indirect=["model"],
 )
 def test_an_engine_reads_them_so_too(model: Model, chunk: int | None) -> None:

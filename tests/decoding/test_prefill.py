@@ -22,6 +22,7 @@ from helpers.generation import (
     plain_run,
     run,
 )
+from helpers.models import with_random_lens, with_random_maps
 from helpers.policies import TableSignal
 
 from utio_jax.attention.cache import init_cache
@@ -62,18 +63,21 @@ def sparse_by_layer(attention: VerticalSlash, row: int, prompt: int) -> SparseQu
 @pytest.mark.parametrize(
     ("kv", "segments"),
     [
-        pytest.param("propagate", 0, marks=pytest.mark.check),
         pytest.param("propagate", 3, marks=pytest.mark.check),
         ("drop", 0),
         pytest.param("drop", 2, marks=pytest.mark.check),
+        pytest.param("mapped", 0, marks=pytest.mark.check),
     ],
-    ids=["propagate, dense", "propagate, sparse", "drop, dense", "drop, dense floor"],
+    ids=["propagate, sparse", "drop, dense", "drop, dense floor", "mapped, through a lens"],
 )
 def test_new_tokens_see_the_prompts_that_the_oracle_shows(kv: Any, segments: int) -> None:
+    """States that maps start from are the tokens' own, not those of a lens."""
     model, table = lively_model(), depth_table(DEPTHS, shape=(3, 96))
+    if kv == "mapped":
+        model = with_random_maps(with_random_lens(model), (1, 2))
     policy = DepthAt(table=table, depths=DEPTHS)
     attention = half_sparse(segments=segments) if segments else DENSE
-    if not segments:  # No prompt token gets as far as new ones do.
+    if kv == "drop" and not segments:  # No prompt token gets as far as new ones do.
         table = jnp.minimum(table, 2)
     reading = DepthAt(table=table, depths=DEPTHS)
     how = Prefill(policy=reading, attention=attention, executor=SMALL_BLOCKS)
@@ -82,6 +86,9 @@ def test_new_tokens_see_the_prompts_that_the_oracle_shows(kv: Any, segments: int
     if isinstance(attention, VerticalSlash):
         sparse = partial(sparse_by_layer, attention)
     assert_read_as(model, result, table, kv=kv, sparse=sparse)
+    if kv == "mapped":  # One map for each skipped layer of every row, where any row stops there.
+        assert (result.mapped_layers > 0).all()
+        assert not result.frozen_layers.any()
 
 
 def test_without_a_policy_it_is_the_full_model_in_every_mode(count_compiles: Any) -> None:

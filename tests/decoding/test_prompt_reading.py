@@ -23,7 +23,6 @@ from helpers.generation import (
 from helpers.models import with_random_lens, with_random_maps
 
 from utio_jax.core.flops import token_cost
-from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.base import Plain
 from utio_jax.decoding.prefill import Prefill
 from utio_jax.policies.depth import uniform
@@ -37,38 +36,12 @@ pytestmark = pytest.mark.check
 DEPTHS = (1, 2, 4)
 
 
-@pytest.mark.parametrize(
-    ("kv", "through_lens", "deepest"),  # To the end, or not.
-    [
-        ("mapped", True, 2),
-        ("propagate", False, 2),
-        pytest.param("mapped", False, 4, marks=pytest.mark.slow),
-        pytest.param("propagate", True, 4, marks=pytest.mark.slow),
-    ],
-)
-def test_new_tokens_see_what_the_reference_shows_of_a_prompt(
-    kv: Any, through_lens: bool, deepest: int
-) -> None:
-    """States that maps and projections start from are the tokens' own, not those of a lens."""
-    model = with_random_lens(lively_model()) if through_lens else lively_model()
-    model = with_random_maps(model, (1, 2))
-    table = jnp.minimum(depth_table(DEPTHS, shape=(3, 96)), deepest)
-    reading = DepthAt(table=table, depths=DEPTHS)
-    how = Prefill(policy=reading, kv=kv, executor=SMALL_BLOCKS)
-    result = run(model, LONG, mode=Plain(), prefill=how)
-    assert_read_as(model, result, table, kv=kv)
-
-
-def test_prompts_and_new_tokens_alike_are_mapped() -> None:
-    model = with_random_maps(with_random_lens(lively_model()), (1, 2))
-    table = depth_table(DEPTHS, shape=(3, 96))
-    policy = DepthAt(table=table, depths=DEPTHS)
-    how = Prefill(policy=policy, executor=SMALL_BLOCKS)
-    result = run(model, LONG, mode=Adaptive(policy=policy, kv="mapped"), prefill=how)
-    assert_read_as(model, result, table, kv="mapped")
-    # One map for each skipped layer of every row, in steps in which any row stops there.
-    assert (result.mapped_layers > 0).all()
-    assert not result.frozen_layers.any()
+@pytest.mark.parametrize("kv", ["mapped", pytest.param("propagate", marks=pytest.mark.slow)])
+def test_full_depth_sees_what_the_reference_shows_of_a_prompt(kv: Any) -> None:
+    model = with_random_maps(lively_model(), (1, 2))
+    table = jnp.minimum(depth_table(DEPTHS, shape=(3, 96)), 2)
+    how = Prefill(policy=DepthAt(table=table, depths=DEPTHS), kv=kv, executor=SMALL_BLOCKS)
+    assert_read_as(model, run(model, LONG, mode=Plain(), prefill=how), table, kv=kv)
 
 
 def test_maps_of_prompts_are_charged() -> None:
@@ -99,7 +72,6 @@ RAGGED = [[7, *range(59)], [*range(50, 10, -1), 3], [4], [9] * 18]
         ("mapped", "none"),
         pytest.param("propagate", "random", marks=pytest.mark.slow),
         pytest.param("mapped", "sinks_recent", marks=pytest.mark.slow),
-        pytest.param("mapped", "random", marks=pytest.mark.slow),
     ],
 )
 def test_static_shapes_read_small_batches_as_the_staircase_does(kv: Any, by: str) -> None:
@@ -160,11 +132,6 @@ def test_what_has_no_fixed_share_is_read_by_the_staircase(monkeypatch: pytest.Mo
 
 def test_what_does_not_fit_together_is_refused() -> None:
     model = lively_model()
-    with pytest.raises(ValueError, match='KV maps for kv="mapped".*fit-prompt'):
-        run(model, prefill=Prefill(policy=uniform(2), kv="mapped"))
-    few = with_random_maps(model, (2,))
-    with pytest.raises(ValueError, match=r"stops at depths \(2,\).*Got \[1\]"):
-        run(few, prefill=Prefill(policy=uniform(1), kv="mapped"))
     with pytest.raises(ValueError, match='the same kv for prompts and new tokens.*"drop"'):
         run(model, prefill=Prefill(policy=uniform(2), kv="drop"))
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generation by the shipped model: lossless on real text, compiled once.
+"""Generation by the shipped model: lossless on real text.
 
-`make test-generation` runs the long versions and prints their counts.
+`make test-generation` runs the long version and prints its counts.
 """
 
 from __future__ import annotations
@@ -13,10 +13,7 @@ import pytest
 
 from utio_jax import models
 from utio_jax.bench.decoding import middles
-from utio_jax.decoding.adaptive import Adaptive
-from utio_jax.decoding.base import Plain
 from utio_jax.decoding.generate import generate
-from utio_jax.decoding.loop import Lengths
 from utio_jax.decoding.lossless import Lossless
 from utio_jax.evaluation.generation import read_emitted
 from utio_jax.models.training.corpus import standard_library
@@ -76,30 +73,3 @@ def test_lossless_tokens_are_full_depths_own(
         assert tokens == count * new_tokens
         assert max(shortfalls, default=0.0) < 1e-4
         assert 0.3 < accepted / drafts < 1  # Not vacuous: drafts were made, and some were wrong.
-
-
-@pytest.mark.slow
-def test_fifty_prompts_of_mixed_lengths_compile_nothing(model: Any, count_compiles: Any) -> None:
-    modes = [Plain(), LOSSLESS, Adaptive(policy=model.calibration.policy("learned", 0.6))]
-    lengths = Lengths(prompt_step=32, key_step=128)
-    rng = np.random.default_rng(0)
-
-    def decode(mode: Any, size: int, seed: int = 0) -> None:
-        prompt = rng.integers(0, 2048, size)
-        generate(
-            model.decoder,
-            model.params,
-            [prompt],
-            mode=mode,
-            max_new_tokens=24,
-            seeds=seed,
-            lengths=lengths,
-        )
-
-    for mode in modes:
-        for size in (32, 64):
-            decode(mode, size)
-    with count_compiles() as compiles:
-        for index in range(50):
-            decode(modes[index % len(modes)], int(rng.integers(1, 65)), seed=index)
-    assert compiles.count == 0

@@ -52,7 +52,7 @@ def test_two_rotations_are_split_once_and_let_go(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(layers_module, "_SMALL", 0)
     decoder = Transformer(dataclasses.replace(TINY, windows=(4, 0, 4, 0), local_rope_theta=100.0))
     other = Transformer(dataclasses.replace(TINY, windows=(0, 4, 4, 0), local_rope_theta=100.0))
-    params = decoder.init(jax.random.key(0))
+    params = jax.jit(decoder.init)(jax.random.key(0))
     known = len(layers_module._split)
     first = split_layers(decoder, params)
     registry: Any = vars(weakref.finalize)["_registry"]

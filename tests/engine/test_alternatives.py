@@ -40,7 +40,7 @@ def check_against_sorted(asked: Asked, finished: Any, name: str) -> None:
     quick_where(
         lambda name: name == "plain",
         ["plain", "propagate", "lossless"],
-        lambda name: name == "propagate",
+        lambda _: False,
     ),
 )
 def test_alternatives_are_those_of_a_full_sort(name: str, count_compiles: Any) -> None:
@@ -95,9 +95,3 @@ def test_none_cost_nothing() -> None:
     queued = engine.submit([1], max_new_tokens=3)
     engine.cancel(queued)
     assert engine.drain()[queued].alternatives is None
-
-
-@pytest.mark.parametrize("count", [-1, 65])
-def test_more_than_there_are_tokens_are_refused(count: int) -> None:
-    with pytest.raises(ValueError, match=f"from 0 to 64 alternatives.*Got {count}"):
-        engine_of(lively_model(), modes()["plain"][0], alternatives=count)

@@ -95,8 +95,10 @@ def test_rows_go_on_between_chunks() -> None:
 
 
 def test_a_prompt_that_ends_while_it_is_read_leaves_nothing() -> None:
-    model, (mode, _) = lively_model(), modes()["plain"]
-    engine = engine_of(model, mode, shapes=CHUNKED, slots=2)
+    engine = engine_of(lively_model(), modes()["plain"][0], shapes=CHUNKED)
+    asked = long_pool()[2]
+    number = asked.submit(engine)
+    expected = engine.drain()[number]
     beside = engine.submit([1], max_new_tokens=40, eos_ids=())
     engine.advance()
     cancelled = engine.submit([2] * 40, max_new_tokens=2, eos_ids=())
@@ -108,16 +110,16 @@ def test_a_prompt_that_ends_while_it_is_read_leaves_nothing() -> None:
     engine.cancel(cancelled)
     engine.advance()
     assert not engine._reading
-    asked = long_pool()[2]
     number = asked.submit(engine)
     engine.advance()
     result = engine.drain()
     assert result[beside].reason == "length"
-    assert_as_alone(result[number], alone(model, mode, None, asked, lengths=LONG))
+    np.testing.assert_array_equal(result[number].token_ids, expected.token_ids)
     assert engine.stats().ended["cancelled"] == 1
     assert not engine._reading
 
 
+@pytest.mark.check
 def test_only_prompts_that_are_read_in_full_are_cut() -> None:
     engine = engine_of(lively_model(), *modes()["prompts"], shapes=CHUNKED)
     with pytest.raises(ValueError, match="its prompt into 8. Got a prompt of 40"):
@@ -144,7 +146,9 @@ def test_chunks_cost_their_tokens() -> None:
     assert engine.stats().prompt_tokens == 20
 
 
-@pytest.mark.parametrize(("platform", "capacity"), [("cpu", 72), ("tpu", 80)])
+@pytest.mark.parametrize(
+    ("platform", "capacity"), [("cpu", 72), pytest.param("tpu", 80, marks=pytest.mark.check)]
+)
 def test_parts_of_several_prompts_share_a_pass(platform: str, capacity: int) -> None:
     """Blocks of a prompt of 40 tokens and of two short ones; the fourth has no place in it."""
     model = lively_model()
@@ -159,9 +163,50 @@ def test_parts_of_several_prompts_share_a_pass(platform: str, capacity: int) -> 
     stats = engine.stats()
     assert (stats.prompt_groups, stats.padded_prompt_tokens) == (2, 128 + 32)
     assert read_counts()["queries"] == TINY.num_layers * (128 + 32)
-    for number, prompt in zip(numbers, prompts, strict=True):
-        expected = generate(model.decoder, model.params, [prompt], max_new_tokens=1, eos_ids=())
-        np.testing.assert_array_equal(done[number].token_ids, expected.token_ids[0])
+    expected = generate(model.decoder, model.params, prompts, max_new_tokens=1, eos_ids=())
+    for row, number in enumerate(numbers):
+        np.testing.assert_array_equal(done[number].token_ids, expected.token_ids[row])
         np.testing.assert_allclose(
-            done[number].log_probabilities, expected.log_probabilities[0], atol=1e-4
+            done[number].log_probabilities, expected.log_probabilities[row], atol=1e-4
         )
+
+
+# Prompts that are read in full beside others.
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("double")
+def test_each_prompt_is_read_as_it_asks(count_compiles: Any) -> None:
+    model, (mode, prefill) = model64(), modes()["prompts"]
+    engine, asked = engine_of(model, mode, prefill), pool(14, seed=6)
+    engine.warmup()
+    rng = np.random.default_rng(0)
+    whole = rng.random(len(asked)) < 0.5
+    with count_compiles() as compiles:
+        numbers = [
+            request.submit(engine, whole_prompt=bool(is_whole))
+            for request, is_whole in zip(asked, whole, strict=True)
+        ]
+        result = engine.drain()
+    assert compiles.count == 0
+    differ = 0
+    for number, request, is_whole in zip(numbers, asked, whole, strict=True):
+        both = [alone(model, mode, how, request) for how in (prefill, None)]
+        assert_as_alone(result[number], both[int(is_whole)])
+        first, second = (one.log_probabilities[0][0] for one in both)
+        differ += abs(first - second) > 1e-4
+    assert differ > 8  # Or nothing would be tested.
+
+
+@pytest.mark.check
+def test_prompts_of_both_kinds_are_read_apart() -> None:
+    engine = engine_of(lively_model(), *modes()["prompts"])
+    for whole in (True, False, False):
+        engine.submit([1, 2], max_new_tokens=2, whole_prompt=whole)
+    engine.drain()
+    assert engine.stats().prompt_groups == 2
+    plain = engine_of(lively_model(), modes()["plain"][0])
+    for whole in (True, False, False):  # All are read in full: together.
+        plain.submit([1, 2], max_new_tokens=2, whole_prompt=whole)
+    plain.drain()
+    assert plain.stats().prompt_groups == 1

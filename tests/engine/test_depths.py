@@ -145,10 +145,10 @@ def test_signals_are_the_same_by_contents() -> None:
     policy = gated(model)
     engine = engine_of(model, Adaptive(policy=policy))
     copied = dataclasses.replace(policy, signal=jax.tree.map(jnp.array, policy.signal))
-    engine.submit([1], max_new_tokens=2, policy=copied)
+    number = engine.submit([1], max_new_tokens=2, policy=copied)
     changed = dataclasses.replace(
         policy, signal=jax.tree.map(lambda leaf: leaf + 1e-3, policy.signal)
     )
     with pytest.raises(ValueError, match="or of other weights"):
         engine.submit([1], max_new_tokens=2, policy=changed)
-    engine.drain()
+    engine.cancel(number)

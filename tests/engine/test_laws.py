@@ -59,10 +59,10 @@ def check_schedules(name: str, *, schedules: int, seed: int = 0) -> int:
 
 
 def _when(name: str) -> Any:
-    """`make test` has the simplest, and drafts; `make check` one mode that remembers per row."""
-    if name in ("plain", "lossless"):
+    """`make test` has the simplest; `make check` drafts, and one mode that remembers per row."""
+    if name == "plain":
         return ()
-    return pytest.mark.check if name == "drop" else pytest.mark.slow
+    return pytest.mark.check if name in ("lossless", "drop") else pytest.mark.slow
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=_when(name)) for name in NAMES])

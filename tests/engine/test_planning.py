@@ -64,20 +64,6 @@ def served(name: str, **changes: Any) -> Served:
     return Served(**options)
 
 
-def test_what_cannot_be_planned_is_refused() -> None:
-    for histogram in ({6: 0.7, 16: 0.2}, {6: -0.1, 16: 1.1}, {}):
-        with pytest.raises(ValueError, match="shares sum to 1"):
-            predict_seconds(RATES, histogram, rows=8)
-    for name, message in (
-        ("lossless", "Got Lossless"),
-        ("propagate", r"Got depths=\(1, 2, 4\) and a histogram of \[3, 4\]"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            plan_mode(served(name), {3: 0.5, 4: 0.5})
-    with pytest.raises(ValueError, match="7 blocks of 60 steps, which are timed"):
-        plan_mode(served("propagate", steps=60), {1: 0.5, 4: 0.5})
-
-
 def test_a_plan_is_made_of_timed_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     plain, width = 9.0, {1: 1.0, 2: 1.5, 3: 2.0}
 

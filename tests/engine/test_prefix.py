@@ -181,6 +181,7 @@ def test_a_key_depends_on_salt_and_all_tokens_before() -> None:
     assert ask(engine, text, salt="one").cached_tokens == 16
 
 
+@pytest.mark.check
 def test_a_conversation_at_a_depth_budget_goes_on_with_shared_keys_and_values() -> None:
     """Of new tokens that stopped early all that others read is exact there, and elsewhere not."""
     policy = random_depths(jnp.asarray([0.6, 0.4]), key=jax.random.key(1), depths=(3, 4))

@@ -106,6 +106,7 @@ def test_adaptive_work_by_hand(model: Any, kv: Any) -> None:
     assert row.gate_pct == pytest.approx(100 * 3 * 39 * 2 * GATE / full)
 
 
+@pytest.mark.check
 def test_packed_rows_are_charged_what_each_ran() -> None:
     model = lively_model(num_kv_heads=1, kv_source=((0,), (1,), (0, 1), (0, 1)))
     table = depth_table(DEPTHS, shape=(3, 64))

@@ -107,10 +107,11 @@ def test_the_objective_is_each_branch_against_labels_and_full_depth(
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 64, (2, 17)), jnp.int32)
     decoder, whole = with_branches(DECODER, params, branches)
     lengths = jnp.asarray([17, 17])
-    expected = exit_nll(decoder, whole, tokens, lengths)[:, :, :-1].mean(axis=(1, 2))
+    losses_of = jax.jit(exit_nll, static_argnums=0)
+    expected = losses_of(decoder, whole, tokens, lengths)[:, :, :-1].mean(axis=(1, 2))
     key, losses = jax.random.key(0), {}
     for weight in (0.0, 1.0):
-        objective = branch_objective(DECODER, params, (1, 2), weight)
+        objective = jax.jit(branch_objective(DECODER, params, (1, 2), weight))
         learning = {"layers": branches.layers}
         losses[weight], reported = objective(learning, tokens, key, jnp.int32(0))
         assert_close(reported, expected)

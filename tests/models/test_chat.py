@@ -113,12 +113,6 @@ def test_a_rendered_text_has_a_limit(template: str, monkeypatch: pytest.MonkeyPa
         render_chat(template, HELLO)
 
 
-def test_long_conversations_are_within_the_limit() -> None:
-    messages = [{"role": "user", "content": "5551234567 " * 10_000}] * 50
-    result = render_chat("{% for m in messages %}{{ m.content|trim }}{% endfor %}", messages)
-    assert len(result) == 50 * (11 * 10_000 - 1)
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model whose tokenizer knows the marks of turns."""
@@ -270,13 +264,10 @@ def test_an_answer_ends_before_a_special_piece_that_is_a_stop_string(model: Mode
     assert "".join(event.text for event in events) == stopped.text
 
 
-@pytest.mark.parametrize("chunk", [1, 4])
-def test_a_streamed_answer_is_the_same_text_with_a_depth_per_token(
-    model: Model, chunk: int
-) -> None:
+def test_a_streamed_answer_is_the_same_text_with_a_depth_per_token(model: Model) -> None:
     reply = model.chat(HELLO, max_new_tokens=20)
     prompt = encode_chat(model, HELLO)
-    engine = Engine.of(model, slots=1, capacity=prompt.size + 32, steps=chunk)
+    engine = Engine.of(model, slots=1, capacity=prompt.size + 32, steps=4)
     events = engine.stream(prompt, max_new_tokens=20, eos_ids=turn_ends(model))
     streamed = list(pieces_of(events))
     assert "".join(piece for piece, _ in streamed) == reply.text

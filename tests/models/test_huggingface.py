@@ -42,6 +42,9 @@ pytestmark = pytest.mark.check
 
 FOLDER = Path(os.environ.get("UTIO_PARITY", Path(__file__).parent / "huggingface"))
 CASES = sorted(file.parent.name for file in FOLDER.glob("*/config.json"))
+ALIKE = ("llama_biases", "llama_linear", "qwen2", "qwen2_window")
+"""Whose layers differ from a neighbour's in nothing that decoding has of its own."""
+
 SMALL = MicroBatches(min_bucket=4, block=16, query_block=8, key_step=8)
 
 
@@ -59,6 +62,8 @@ def test_logits_and_greedy_continuations_are_those_of_transformers(case: str) ->
     np.testing.assert_allclose(
         logits_of(model, expected["token_ids"]), expected["logits"], atol=1e-4
     )
+    if case in ALIKE and "UTIO_PARITY" not in os.environ:
+        return
     result = generate(model.decoder, model.params, list(expected["prompt"]), max_new_tokens=24)
     np.testing.assert_array_equal(result.token_ids[0], expected["greedy"][0])
 
@@ -66,11 +71,11 @@ def test_logits_and_greedy_continuations_are_those_of_transformers(case: str) ->
 @pytest.mark.parametrize(
     ("case", "kv"),
     [
-        *((case, "propagate") for case in ("gemma4", "gpt2")),
+        ("gemma4", "propagate"),
         ("gemma3n", "drop"),
         *(
             pytest.param(case, "propagate", marks=pytest.mark.slow)
-            for case in ("gemma2", "gemma3", "qwen2_window", "gemma3n")
+            for case in ("gemma2", "gemma3", "gpt2", "qwen2_window")
         ),
     ],
 )
@@ -226,10 +231,6 @@ def with_index(folder: Path, where: Any) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
 
 
-def cut(file: Path) -> None:
-    file.write_bytes(file.read_bytes()[:-100])
-
-
 FAULTS: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
     "options, all at once": (
         lambda folder: edit(
@@ -266,24 +267,7 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
             r"model.layers.2.mlp.up_proj.weight has shape \(40, 31\), wanted \(40, 32\)",
         ),
     ),
-    "tensors that are no floats": (
-        lambda folder: rewrite(
-            folder,
-            **{"model.norm.weight": np.ones(32, np.int8)},
-            **{"lm_head.weight": np.ones((48, 32), np.complex64)},
-        ),
-        (
-            "Wanted tensors of float32.*Quantised weights",
-            r"lm_head.weight \(C64\)",
-            r"model.norm.weight \(I8\)",
-        ),
-    ),
-    "a truncated file": (
-        lambda folder: cut(folder / "model.safetensors"),
-        ("truncated or corrupt.*Fetch or write it again",),
-    ),
     "a pickle": (as_pickle, ("is a pickle.*save_file",)),
-    "no weights": (lambda folder: (folder / "model.safetensors").unlink(), ("There is neither",)),
     "an index without names": (
         lambda folder: with_index(folder, [1]),
         ("Wanted a weight_map from tensors to files",),
@@ -313,7 +297,7 @@ def test_every_fault_of_a_folder_is_named(folder: Path, fault: str) -> None:
     [
         *(
             ("llama", {"vocab_size": wrong}, f"vocab_size={wrong!r}: only integers from 1")
-            for wrong in (-1, 1.5, True, "8", math.nan, 10**12)
+            for wrong in (-1, "8", 10**12)
         ),
         ("llama", {"rms_norm_eps": math.inf}, "rms_norm_eps=.*only finite numbers above 0"),
         ("llama", {"eos_token_id": [2, 1.5]}, "in here. Got .*eos_ids of at least 0"),

@@ -108,7 +108,7 @@ def test_methods_treat_leading_axes_alike(model):
 
 def test_fresh_layers_are_the_identity_so_every_exit_starts_alike():
     decoder = Transformer(TINY)
-    params = decoder.init(jax.random.key(0))
+    params = jax.jit(decoder.init)(jax.random.key(0))
     ids = jnp.zeros((1, 4), jnp.int32)
     first, last = run_dense(decoder, params, ids, jnp.asarray([4]), depths=(1, 4))
     np.testing.assert_array_equal(first, last)
@@ -132,15 +132,14 @@ def test_the_norm_is_taken_in_float32():
     np.testing.assert_allclose(np.asarray(y, np.float32), 1.0, rtol=1e-3)
 
 
-def test_equal_configs_are_one_static_argument(count_compiles):
+def test_equal_configs_are_one_static_argument(tiny, count_compiles):
     def logits(params, x, decoder):
         return decoder.unembed(params, x)
 
     run = jax.jit(logits, static_argnames="decoder")
-    params = Transformer(TINY).init(jax.random.key(0))
     x = jnp.zeros((1, 32))
-    run(params, x, decoder=Transformer(TINY))
+    run(tiny.params, x, decoder=Transformer(TINY))
     with count_compiles() as compiles:
-        run(params, x, decoder=Transformer(dataclasses.replace(TINY)))
+        run(tiny.params, x, decoder=Transformer(dataclasses.replace(TINY)))
     assert compiles.count == 0
     assert isinstance(Transformer(TINY), Decoder)

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.cases import run_dense
 from helpers.folders import save_small_model
 from helpers.generation import SMALL, lively_model
 from helpers.texts import source
@@ -29,7 +30,6 @@ from utio_jax.models.shipped import shipped_folder
 from utio_jax.models.verbs import with_exits
 from utio_jax.policies.store import load_calibration
 from utio_jax.prompts.budget import prompt_prefill
-from utio_jax.staircase import dense_states
 
 pytestmark = pytest.mark.check
 
@@ -284,9 +284,7 @@ def test_hidden_states_are_the_dense_programs(calibrated: Model) -> None:
     model, texts = calibrated, ["import os\n" * 3, "x", "class A: pass\n"]
     result = model.hidden_states(texts, depths=(4, 0, 2))
     ids, _, last = map(jnp.asarray, model.encode(texts))
-    wide = dense_states(
-        model.decoder, model.params, ids[None], jnp.asarray([ids.size]), depths=(2, 4)
-    )
+    wide = run_dense(model.decoder, model.params, ids[None], jnp.asarray([ids.size]), depths=(2, 4))
     assert [len(result[0]) for result in result] == [len(result) for result in model.encode(texts)]
     np.testing.assert_allclose(result[0][2], wide[0][0], atol=1e-5)
     np.testing.assert_allclose(result[0][0], wide[1][0], atol=1e-5)

@@ -57,6 +57,9 @@ def laws_of(
     return pytest.mark.parametrize("policy", cases, indirect=True)
 
 
+FEW = ("learned", "softmax_gap", "patience", "prompt_router", "random")
+"""Of each kind of memory and cost one."""
+
 BEFORE = ("position", "utio_before", *STATELESS)
 """Policies that decide before the pass."""
 
@@ -111,7 +114,7 @@ def test_runs_as_the_oracle_says_at_the_depths_it_decides(tiny: Any, policy: Any
     assert set(histogram) == ({2} if name == "uniform" else set(DEPTHS) - unused)
 
 
-@laws_of(POLICIES, quick=("learned", "softmax_gap", "patience", "prompt_router", "random"))
+@laws_of(POLICIES, quick=FEW)
 def test_later_tokens_change_nothing_before_them(tiny: Any, policy: Any) -> None:
     ids = tokens(tiny)
     assert policy.causal
@@ -124,7 +127,7 @@ def test_later_tokens_change_nothing_before_them(tiny: Any, policy: Any) -> None
         assert_close(after.x[:, :cut], before.x[:, :cut])
 
 
-@laws_of(POLICIES)
+@laws_of(POLICIES, quick=FEW)
 def test_batch_mates_padding_and_row_order_change_nothing(tiny: Any, policy: Any) -> None:
     ids = tokens(tiny)
     lengths = np.asarray([17, 6, 11], np.int32)
@@ -150,7 +153,7 @@ def test_thresholds_may_be_a_list():
     assert repr(policy).endswith("thresholds=float32[2], depths=(1, 2, 4))")
 
 
-@laws_of(SIGNALS)
+@laws_of(SIGNALS, quick=FEW)
 def test_higher_thresholds_stop_more_and_compile_nothing(
     tiny: Any, policy: Any, count_compiles: Any
 ) -> None:
@@ -175,7 +178,7 @@ def test_higher_thresholds_stop_more_and_compile_nothing(
     np.testing.assert_array_equal(stays[-2], np.isfinite(first))
 
 
-@laws_of(SIGNALS)
+@laws_of(SIGNALS, quick=FEW)
 def test_what_is_not_a_number_goes_deeper(tiny: Any, policy: Any) -> None:
     name, ids = policy.name, tokens(tiny).copy()
     everyone = dataclasses.replace(policy, thresholds=jnp.full(2, 1e30, jnp.float32))
@@ -247,7 +250,7 @@ def test_is_charged_for_what_it_executes(tiny: Any, policy: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", quick_where(lambda name: name == "learned", ["learned", "softmax_gap", "position"])
+    "name", quick_where(lambda name: name == "learned", ["learned", "softmax_gap"])
 )
 def test_exits_not_in_use_cost_nothing_and_change_nothing(tiny: Any, name: str) -> None:
     """Over all exits, a policy is the one over those that it uses, in values and in cost."""
@@ -308,7 +311,7 @@ def test_flops_are_those_of_the_arithmetic(tiny: Any, policy: Any) -> None:
         memory = call(x, memory)[1]
 
 
-@laws_of(SIGNALS)
+@laws_of(SIGNALS, quick=FEW)
 def test_a_signal_that_says_so_scores_each_boundary_by_itself(tiny: Any, policy: Any) -> None:
     signal, ids = policy.signal, tokens(tiny)
     both, second = scores_of(tiny, signal, ids), scores_of(tiny, signal, ids, depths=(2, 4))
@@ -316,9 +319,7 @@ def test_a_signal_that_says_so_scores_each_boundary_by_itself(tiny: Any, policy:
     assert same == (not signal.remembers)
 
 
-@laws_of(
-    POLICIES, quick=("learned", "softmax_gap", "patience", "prompt_router", "random"), checked=()
-)
+@laws_of(POLICIES, quick=FEW, checked=())
 def test_decoding_can_use_it(model: Any, policy: Any, unchecked_shapes: None) -> None:
     mode = Adaptive(policy=make(model, policy.name))
     mode.check(model.decoder)

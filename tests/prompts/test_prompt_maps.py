@@ -10,15 +10,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.cases import run_dense
-from helpers.models import Model, live_params
+from helpers.cases import run_dense, run_oracle
+from helpers.models import Model, live_params, plain_nll, with_random_maps
 
 from utio_jax.core.documents import sample_batches
+from utio_jax.core.flops import token_cost
 from utio_jax.models import TINY, Transformer
 from utio_jax.prompts.choose import PromptText, choose_prompt, controls_of, split_text
-from utio_jax.prompts.evaluate import PromptSizes, cut_rows
+from utio_jax.prompts.evaluate import (
+    PromptSizes,
+    continuations,
+    cut_rows,
+    prompt_flops_ratio,
+    prompt_rows,
+)
 from utio_jax.prompts.fit import fit_kv_maps
 from utio_jax.prompts.maps import with_kv_maps
+from utio_jax.staircase import MicroBatches
 from utio_jax.staircase.prompts import PromptChoice
 
 pytestmark = pytest.mark.check
@@ -78,7 +86,7 @@ def test_maps_are_the_least_squares_of_deeper_keys_and_values(name: str) -> None
 def test_where_layers_do_nothing_maps_are_exact(tiny: Model) -> None:
     """Fresh weights: all layers are the identity, so keys and values are linear in the state."""
     decoder = tiny.decoder
-    params = decoder.init(jax.random.key(3))
+    params = jax.jit(decoder.init)(jax.random.key(3))
     read = batches(tiny)
     maps = fit_kv_maps(decoder, params, read, stops=(2,), ridge=1e-9)
     mapped, both = with_kv_maps(decoder, params, maps)
@@ -181,11 +189,16 @@ def test_the_cheapest_within_the_limit_is_chosen(tiny: Model, study_text: Prompt
 
 
 def test_where_nothing_pays_it_says_so(tiny: Model, study_text: PromptText) -> None:
-    """All tokens deep lose nothing and save nothing; the others are above the limit."""
-    result = study(tiny, study_text, -1e6)
+    """All tokens deep lose nothing and save nothing; the others are above the limit.
+
+    Parts of few documents have no interval.
+    """
+    result = study(tiny, dataclasses.replace(study_text, parts="parts of documents"), -1e6)
     assert result.chosen is None
     assert result.test[0].role == "best"
     assert result.verdict.startswith("Nothing pays within +-1e+06 %")
+    assert result.test[0].interval is None
+    assert result.test[0].to_json()["interval"] is None
 
 
 def test_controls_differ_in_one_thing() -> None:
@@ -199,8 +212,68 @@ def test_controls_differ_in_one_thing() -> None:
     assert all(control.flops_ratio is None for control in controls_of(choice))
 
 
-def test_parts_of_few_documents_have_no_interval(tiny: Model, study_text: PromptText) -> None:
-    result = study(tiny, dataclasses.replace(study_text, parts="parts of documents"), 1e6)
-    assert result.test[0].interval is None
-    assert result.test[0].to_json()["interval"] is None
-    assert "% loss [no interval: fewer than 5 documents] at" in result.verdict
+# Loss of what follows a prompt, against the reference, and what reading the prompt costs.
+
+
+EXECUTOR = MicroBatches(min_bucket=4, block=16, query_block=8, key_step=64)
+PROMPT = 40
+
+
+@pytest.fixture(scope="module")
+def model(tiny: Model) -> Model:
+    return with_random_maps(tiny, (2,))
+
+
+@pytest.fixture(scope="module")
+def documents(tiny: Model) -> list[np.ndarray]:
+    ids = np.asarray(tiny.tokens(3, 48))
+    return [ids[0], ids[1, :45], ids[2, :41]]
+
+
+@pytest.mark.parametrize(
+    "kv", ["mapped", *(pytest.param(kv, marks=pytest.mark.slow) for kv in ("propagate", "drop"))]
+)
+def test_losses_are_the_references(model: Model, documents: list[np.ndarray], kv: Any) -> None:
+    """At the depths that a choice of the latest gives: ten of forty, the first four among them."""
+    rows = prompt_rows(documents, prompt_tokens=PROMPT, batch=2, decoder=model.decoder)
+    assert rows.rows == 3
+    assert rows.tokens == 8 + 5 + 1
+    choice = PromptChoice(stop=2, deep=0.5, kv=kv)
+    result = continuations(model.decoder, model.params, rows, choice, executor=EXECUTOR).losses
+    depths = np.full((1, 48), 4, np.int32)
+    depths[0, 4 : PROMPT - 16] = 2
+    for document, actual in zip(documents, result, strict=True):
+        ids = np.zeros((1, 48), np.int32)
+        ids[0, : document.size] = document
+        ends = np.asarray([document.size])
+        x = run_oracle(model.decoder, model.params, ids, ends, jnp.asarray(depths), kv=kv)
+        expected = plain_nll(model, ids, x)[0, PROMPT - 1 : document.size - 1].sum()
+        assert actual == pytest.approx(expected, abs=1e-3)
+    full = continuations(model.decoder, model.params, rows, None, executor=EXECUTOR).losses
+    assert not np.allclose(full, result, atol=1e-2)
+    everything = PromptChoice(stop=2, deep=1.0, kv=kv)
+    same = continuations(model.decoder, model.params, rows, everything, executor=EXECUTOR).losses
+    np.testing.assert_allclose(same, full, atol=1e-4)
+
+
+def test_what_a_prompt_costs(model: Model, documents: list[np.ndarray]) -> None:
+    """Layers, K/V or maps, and attention, as the padding rule says; no head in either."""
+    rows = prompt_rows(documents, prompt_tokens=PROMPT, batch=3, decoder=model.decoder)
+    cost = token_cost(model.decoder, model.params)
+
+    def ratio(choice: Any, **options: Any) -> float:
+        options["executor"] = EXECUTOR
+        return prompt_flops_ratio(model.decoder, model.params, rows, choice, **options)
+
+    assert ratio(None) == 1
+    # 3 x 40 tokens in two layers, 3 x 20 in two more; every query sees 40 slots.
+    query = cost.query + 40 * cost.attention_per_key
+    full = 4 * 120 * (query + cost.keys_values)
+    shallow = 2 * 120 * query + 2 * 60 * query
+    mapped = shallow + (2 * 120 + 2 * 60) * cost.keys_values + 2 * 60 * cost.kv_map
+    copied = shallow + 4 * 120 * cost.keys_values
+    hidden = shallow + (2 * 120 + 2 * 60) * cost.keys_values
+    for kv, expected in (("mapped", mapped), ("propagate", copied), ("drop", hidden)):
+        choice = PromptChoice(stop=2, deep=0.5, kv=kv)  # type: ignore[arg-type]
+        assert ratio(choice) == pytest.approx(expected / full, rel=1e-6)
+    assert ratio(PromptChoice(stop=2, deep=1.0)) == 1

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.cases import run_dense
 from helpers.models import logits_of
 from safetensors.numpy import save_file
 
@@ -20,7 +21,6 @@ from utio_jax.contrib.denoising import Canvas, denoise, load_denoiser, save_deno
 from utio_jax.core.files import load_tensors
 from utio_jax.models.presets import TINY
 from utio_jax.models.transformer import Transformer
-from utio_jax.staircase.reference import dense_states
 
 PARITY = Path(os.environ.get("UTIO_PARITY", "none")) / "denoising"
 VOCAB, DIM, HEADS, KV_HEADS, MLP, LAYERS, MASK = 32, 16, 4, 2, 24, 2, 31
@@ -236,14 +236,15 @@ def test_what_is_not_read_is_named(
 
 def test_a_model_of_this_library_comes_back(tmp_path: Path) -> None:
     decoder = Transformer(dataclasses.replace(TINY, causal=False))
-    params, canvas = decoder.init(jax.random.key(0)), Canvas(mask_id=63, block=8, shift=True)
+    params, canvas = (
+        jax.jit(decoder.init)(jax.random.key(0)),
+        Canvas(mask_id=63, block=8, shift=True),
+    )
     save_denoiser(tmp_path, decoder, params, canvas, dtype=jnp.float32)
     model = load_denoiser(tmp_path)
     assert (model.canvas, model.decoder) == (canvas, decoder)
     ids, lengths = jnp.asarray([[1, 2, 3, 4]]), jnp.asarray([4])
-    states = [
-        dense_states(decoder, p, ids, lengths, depths=(4,))[0] for p in (params, model.params)
-    ]
+    states = [run_dense(decoder, p, ids, lengths, depths=(4,))[0] for p in (params, model.params)]
     np.testing.assert_array_equal(states[0], states[1])
     (tmp_path / "denoising.json").write_text('{"mask": 3}')
     with pytest.raises(ValueError, match="the fields of Canvas"):

@@ -106,25 +106,6 @@ def test_candidates_may_tie_or_be_one(tiny: Any, kept: list[int]) -> None:
     np.testing.assert_allclose(8 * np.asarray(result)[:, -4], expected, atol=1e-5)
 
 
-def test_what_does_not_fit_is_named(tiny: Any) -> None:
-    signal = signal_of(tiny)
-    with pytest.raises(ValueError, match=r"Wanted token ids.*Got inputs of type float32\. Use"):
-        signal.start(jnp.zeros((1, 2, 8)), jnp.zeros((1, 2), jnp.int32))
-    shorter = dataclasses.replace(signal, likely=signal.likely[:9])
-    with pytest.raises(ValueError, match="candidates of 64 tokens.* These gates have them of 9"):
-        scores_of(tiny, shorter, IDS)
-
-    class Elsewhere(Transformer):
-        """A head that is not where Transformer's is."""
-
-        def unembed(self, params: Any, x: jax.Array) -> jax.Array:
-            return super().unembed(tiny.params, x)
-
-    other = Elsewhere(tiny.decoder.config)
-    with pytest.raises(ValueError, match=r"Wanted a decoder whose unembed.*Got Elsewhere with"):
-        signal.flops(0, other, tiny.params)
-
-
 def test_followers_by_frequency_then_the_commonest() -> None:
     ids = np.asarray([[1, 2, 1, 3, 1, 2, 0, 9], [4, 4, 4, 1, 2, 9, 9, 9]], np.int32)
     batch = Batch(token_ids=ids, lengths=np.asarray([7, 5], np.int32), window=np.arange(2))

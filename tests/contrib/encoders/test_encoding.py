@@ -352,16 +352,3 @@ def test_every_rung_is_what_running_it_gives(agreeing: tuple[Any, ...], signal: 
         assert rung.risk == pytest.approx(lost.mean())
     costs = [rung.cost for rung in fitted.ladder]
     assert costs == sorted(costs, reverse=True), "safest first"
-
-
-@pytest.mark.slow
-def test_there_is_a_guarantee_and_what_cannot_be_fitted_is_named(
-    agreeing: tuple[Any, ...], unchecked_shapes: None
-) -> None:
-    model, params, inputs, lengths = agreeing
-    fit = partial(fit_row_exits, model, params, Entropy(), inputs, depths=model.config.exits)
-    chosen = fit(lengths, max_disagreement=0.3).chosen
-    assert chosen is not None
-    assert chosen.depths == model.config.exits
-    with pytest.raises(ValueError, match="at least 298 rows, none empty.*Got 200"):
-        fit(lengths)

@@ -3,21 +3,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.models import Model, live_params
-from helpers.shared_kv import KINDS
 
 from utio_jax import score
 from utio_jax.calibration.guarantee import half_of
 from utio_jax.contrib.filter import UncertainBand, fit_band, row_losses
 from utio_jax.core.documents import Batch
-from utio_jax.models import TINY, Transformer
 from utio_jax.policies.depth import uniform
 from utio_jax.staircase import Scores
 
@@ -94,37 +90,6 @@ def test_rows_stop_where_a_loop_over_rows_says(
         assert int(np.asarray(result.work.decisions).sum()) == 0
 
 
-@pytest.mark.slow
-def test_rows_that_have_stopped_are_not_read(tiny: Any, batch: Batch, losses: np.ndarray) -> None:
-    limit = float(np.nanmedian((OFFSETS[:, None] + SLOPES[:, None] * losses)[1]))
-    policy = band(limit).policy([0.3, 0.1])
-    kept, dropped = (run(tiny, batch, policy, kv=kv) for kv in ("propagate", "drop"))
-    np.testing.assert_allclose(dropped.log_likelihood, kept.log_likelihood, atol=1e-5)
-    np.testing.assert_array_equal(dropped.depths, kept.depths)
-    projected = [int(np.asarray(result.work.keys_values).sum()) for result in (dropped, kept)]
-    assert projected[0] < projected[1]
-
-
-@pytest.mark.slow
-def test_bands_serve_models_that_share_keys_and_values(batch: Batch) -> None:
-    decoder = Transformer(dataclasses.replace(TINY, **KINDS["heads of two layers"]))
-    model = Model(decoder, live_params(decoder))
-    losses = row_losses(decoder, model.params, [batch])
-    test_losses_are_those_of_uniform_exits(model, batch, losses)
-    test_rows_stop_where_a_loop_over_rows_says(model, batch, losses, (0.3, 0.1))
-
-
-@pytest.mark.slow
-def test_a_new_limit_and_new_margins_compile_nothing(
-    tiny: Any, batch: Batch, count_compiles: Any
-) -> None:
-    policies = [band(1.0).policy([0.1, 0.2]), band(2.0).policy([np.inf, 0.4])]
-    run(tiny, batch, policies[0])
-    with count_compiles() as compiles:
-        run(tiny, batch, policies[1])
-    assert compiles.count == 0
-
-
 def drawn(rows: int = 800, seed: int = 0) -> np.ndarray:
     """Returns losses of made rows: shallower exits are worse, and noisier."""
     rng = np.random.default_rng(seed)
@@ -171,16 +136,3 @@ def test_where_exits_say_nothing_all_rows_run_full_depth(tiny: Any) -> None:
     assert np.asarray(fitted.ladder[0].setting.thresholds).tolist() == [-np.inf, -np.inf]
     assert fitted.ladder[0].cost == 1
     assert fitted.chosen is None
-
-
-def test_bad_input_says_what_was_wanted(tiny: Any, batch: Batch, unchecked_shapes: None) -> None:
-    scaled = UncertainBand(limit=1.0, slopes=SLOPES * 0.5, offsets=OFFSETS, exits=EXITS)
-    with pytest.raises(ValueError, match="of full depth 1 and 0.* Got .*0.5"):
-        scaled.policy([0.1, 0.1])
-    with pytest.raises(ValueError, match=r"Wanted rows that stopped at the exits .* Got .*3"):
-        band(1.0).judge(run(tiny, batch, uniform(3)))
-    fit = lambda table, **more: fit_band(  # noqa: E731
-        tiny.decoder, tiny.params, table, limit=2.0, tokens=16, **more
-    )
-    with pytest.raises(ValueError, match=r"Wanted at least 298 rows .* Got 100"):
-        fit(drawn(100))

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from functools import partial
 from typing import Any
 
@@ -16,17 +17,19 @@ from helpers.counting import Counting, read_counts
 from helpers.layer_sets import reference_layer_sets
 from helpers.models import plain_nll, random_gates
 
+from utio_jax.calibration.studies import study_exits
 from utio_jax.contrib.layer_skipping import (
     LayerSets,
+    fit_prompt_sets,
     generate_layer_sets,
     given_sets,
-    random_sets,
-    score_layer_sets,
     skip_decode,
 )
+from utio_jax.contrib.layer_skipping.fitting import _threshold, skipping_harm
 from utio_jax.contrib.layer_skipping.scoring import run_sets
+from utio_jax.core.documents import Batch
 from utio_jax.core.pytrees import pytree
-from utio_jax.policies import Entropy, PromptRouter, given_depths
+from utio_jax.policies import Entropy, PromptRouter
 from utio_jax.staircase import MicroBatches
 
 DEPTHS = (1, 2, 3, 4)
@@ -85,33 +88,6 @@ def test_sets_equal_their_reference(tiny: Any, shape: cases.Shape, count_compile
     assert compiles.count == 0
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"{s.batch}x{s.token}-{s.kv}")
-def test_sets_equal_their_reference_in_a_thousand_cases(tiny: Any, shape: cases.Shape) -> None:
-    assert compare(tiny, shape, range(125)) < 1e-4
-
-
-@pytest.mark.slow
-def test_a_set_of_the_first_segments_is_a_depth(tiny: Any) -> None:
-    shape = dataclasses.replace(SHAPES[3], kv="propagate")
-    ids, lengths, depths = cases.draw(shape, tiny.decoder.config.vocab_size, 7)
-    runs = depths[None] > np.array((0, *shape.depths[:-1]))[:, None, None]
-    rows, how = (
-        (tiny.decoder, tiny.params, ids, lengths),
-        {"kv": shape.kv, "executor": shape.executor},
-    )
-    sets = run_sets(*rows, given_sets(jnp.asarray(runs), depths=shape.depths), **how)
-    prefix = cases.run_staircase(
-        *rows, given_depths(jnp.asarray(depths), depths=shape.depths), **how
-    )
-    real = np.arange(shape.token) < lengths[:, None]
-    np.testing.assert_allclose(sets.x[real], prefix.x[real], atol=1e-5)
-    np.testing.assert_array_equal(sets.depths, depths * real)
-    for name in ("queries", "keys_values", "key_slots"):
-        expected = np.asarray(getattr(prefix.work, name))
-        np.testing.assert_array_equal(np.asarray(getattr(sets.work, name))[:-1], expected)
-
-
 def test_only_what_a_set_holds_is_run(tiny: Any) -> None:
     """Layers are run by their slots alone, and not at all where no token runs them."""
     decoder = Counting(tiny.decoder.config)
@@ -153,16 +129,6 @@ def test_all_are_asked_again_after_they_have_skipped(tiny: Any) -> None:
     np.testing.assert_array_equal(np.asarray(result.work.heads), [9, 9, 9, 0, 9])
 
 
-@pytest.mark.slow
-def test_random_sets_have_their_shares(tiny: Any) -> None:
-    policy = random_sets((0.0, 0.25, 1.0), key=jax.random.key(0), depths=DEPTHS)
-    ids = jnp.asarray(np.random.default_rng(0).integers(0, 64, (16, 64)), jnp.int32)
-    result = run_sets(tiny.decoder, tiny.params, ids, jnp.full(16, 64), policy)
-    shares = np.asarray(result.ran).mean(axis=(1, 2))
-    np.testing.assert_array_equal(shares[[0, 1, 3]], [1, 0, 1])
-    assert shares[2] == pytest.approx(0.25, abs=0.06)  # Six standard errors of 1,024 draws.
-
-
 def assert_written(model: Any, policy: Any, sets: Any) -> None:
     """Checks new tokens, and what is said of each, against one pass of the reference a row.
 
@@ -182,14 +148,6 @@ def assert_written(model: Any, policy: Any, sets: Any) -> None:
         np.testing.assert_array_equal(np.argmax(likely, axis=1), ids[len(prompt) :])
         layers = runs[:, 0, len(prompt) - 1 : len(ids) - 1].sum(0)
         np.testing.assert_array_equal(result.decided[row], layers)
-
-
-@pytest.mark.slow
-def test_rows_run_sets_of_their_own(tiny: Any) -> None:
-    """Where a row skips a segment, others see the K/V of the states that pass it by."""
-    sets = np.array([[1, 1, 1], [0, 0, 0], [1, 0, 1], [0, 1, 1]], bool)
-    policy = given_sets(jnp.asarray(sets)[:, :, None], depths=DEPTHS)
-    assert_written(tiny, policy, lambda row, _: sets[:, row])
 
 
 def test_later_tokens_skip_lower_layers(tiny: Any, count_compiles: Any) -> None:
@@ -220,17 +178,76 @@ def test_the_prompt_chooses_for_its_new_tokens(tiny: Any) -> None:
     assert_written(tiny, policy, lambda row, _: runs[:, row])
 
 
-def test_what_sets_cannot_do_is_refused(tiny: Any, unchecked_shapes: None) -> None:
-    ids, lengths = jnp.ones((1, 4), jnp.int32), jnp.asarray([4])
-    runs = jnp.ones((4, 1, 4), bool)
-    refused = partial(score_layer_sets, tiny.decoder, tiny.params, ids, lengths)
-    with pytest.raises(ValueError, match="end at num_layers=4. Got"):
-        refused(given_sets(runs[:2], depths=(1, 2)))
-    how = {"kv": "propagate", "executor": cases.EXECUTOR}
-    with pytest.raises(TypeError, match="a policy of depths.* Got sets of layers 'given_sets'"):
-        cases.run_staircase(*refused.args, given_sets(runs, depths=DEPTHS), **how)
-    fits: dict[str, Any] = {"most": 4, "least": 2, "span": 8}
-    changes: list[dict[str, Any]] = [{"most": 5}, {"least": 0}, {"most": 2}, {"span": 0}]
-    for wrong in changes:
-        with pytest.raises(ValueError, match="Wanted a span of at least 1 token"):
-            skip_decode(DEPTHS, **(fits | wrong))
+# Fitting sets.
+
+PROMPT = 4
+
+
+@pytest.fixture(scope="module")
+def batches() -> list[Batch]:
+    shape, lengths = (2, 3, 16), np.array([16, 11, 4], np.int32)
+    ids = np.random.default_rng(0).integers(0, 64, shape).astype(np.int32)
+    return [Batch(token_ids=token_ids, lengths=lengths, window=np.arange(3)) for token_ids in ids]
+
+
+def test_harm_is_what_skipping_one_segment_alone_does(tiny: Any, batches: list[Batch]) -> None:
+    harm = skipping_harm(tiny.decoder, tiny.params, batches, prompt=PROMPT, executor=cases.EXECUTOR)
+    depths = tiny.decoder.config.exits
+    assert harm.shape == (len(depths) - 1, 6)
+    # Rows of four tokens have nothing behind a prompt of four.
+    np.testing.assert_array_equal(np.isnan(harm), [[False, False, True] * 2] * len(harm))
+    oracle = jax.jit(reference_layer_sets, static_argnums=0)
+    ids, lengths = batches[1].token_ids, batches[1].lengths
+
+    def distribution(runs: np.ndarray) -> np.ndarray:
+        x = oracle(tiny.decoder, tiny.params, ids, lengths, runs)
+        logits = tiny.decoder.unembed(tiny.params, x).astype(jnp.float32)
+        return np.asarray(jax.nn.log_softmax(logits), np.float64)
+
+    everything = np.ones((depths[-1], 3, 16), bool)
+    full = distribution(everything)
+    for index, (start, stop) in enumerate(itertools.pairwise(depths)):
+        runs = everything.copy()
+        runs[start:stop, :, PROMPT:] = False
+        kl = (np.exp(full) * (full - distribution(runs))).sum(-1)
+        for row, length in enumerate(lengths[:2].tolist()):
+            expected = kl[row, PROMPT : length - 1].mean()
+            assert harm[index, 3 + row] == pytest.approx(expected, rel=1e-3, abs=1e-6)
+
+
+@pytest.mark.slow
+def test_rows_choose_no_more_layers_than_wanted(tiny: Any, batches: list[Batch]) -> None:
+    studies = study_exits(tiny.decoder, tiny.params, batches)
+    rows, executor = (tiny.decoder, tiny.params), cases.EXECUTOR
+    fit = partial(fit_prompt_sets, *rows, studies, prompt=PROMPT, executor=executor)
+    policy, depths = fit(layers=3), tiny.decoder.config.exits
+    assert policy.name == "first"
+    assert policy.depths == depths
+    ran = []
+    for batch in batches:
+        result = run_sets(*rows, batch.token_ids, batch.lengths, policy, executor=executor)
+        depths_run = np.asarray(result.depths)
+        np.testing.assert_array_equal(depths_run[:2, :PROMPT], depths[-1])
+        for row, length in enumerate((16, 11)):
+            assert len({*depths_run[row, PROMPT:length].tolist()}) == 1, "one set behind a prompt"
+            ran.append(depths_run[row, PROMPT])
+    assert depths[0] <= np.mean(ran) <= 3
+    assert (np.asarray(fit(layers=depths[-1]).thresholds) == -np.inf).all()
+    for wrong in (0, depths[-1] + 1):
+        with pytest.raises(ValueError, match="Wanted a prompt of at least 1 token, and from"):
+            fit(layers=wrong)
+    with pytest.raises(ValueError, match="Wanted rows of more than 17 tokens"):
+        fit(layers=3, prompt=16)
+
+
+@pytest.mark.slow
+def test_the_threshold_is_the_lowest_that_fits() -> None:
+    scores = np.array([[0.1, 0.5, 0.9], [0.2, 0.3, 0.4]])
+    layers = np.array([2, 4])
+    result = _threshold(scores, layers, target=3.0)
+    mean = lambda threshold: (layers[:, None] * (scores > threshold)).sum(0).mean()  # noqa: E731
+    assert mean(result) <= 3.0
+    assert all(mean(score) > 3.0 for score in scores.ravel() if score < result - 0.11)
+    assert np.abs(scores - result).min() == pytest.approx(0.05)
+    assert mean(_threshold(scores, layers, target=0.0)) == 0
+    assert _threshold(scores, layers, target=6.0) == -np.inf

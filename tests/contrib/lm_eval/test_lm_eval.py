@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from bpe import BOS
 from helpers.cases import EXECUTOR, run_dense, run_oracle, run_staircase
 from helpers.folders import save_small_model
 from helpers.generation import DepthAt, lively_model
@@ -29,7 +27,6 @@ from utio_jax.decoding.generate import generate
 from utio_jax.decoding.loop import Lengths
 from utio_jax.decoding.lossless import Lossless
 from utio_jax.decoding.prefill import Prefill
-from utio_jax.models import Transformer
 from utio_jax.models.checkpoint import Model
 from utio_jax.policies.depth import uniform
 from utio_jax.staircase.prompts import PromptChoice
@@ -234,36 +231,6 @@ def test_contexts_are_read_shallowly_and_what_follows_in_full(model: Model) -> N
     assert new_text(model.tokenizer, prompt, alone.token_ids[0]).startswith(text)
 
 
-@pytest.mark.slow
-def test_what_shares_a_batch_does_not_matter(model: Model) -> None:
-    pairs = requests_of_all_kinds(model)
-    expected = ask_tokens(adapter(model, routed(model)), *pairs)
-    for order in ([8, 2, 5, 0, 1, 7, 3, 6, 4], [7, 1], [3]):
-        lm = adapter(model, routed(model))
-        result = ask_tokens(lm, *(pairs[index] for index in order))
-        for (score, greedy), index in zip(result, order, strict=True):
-            assert score == pytest.approx(expected[index][0], abs=1e-4)
-            assert greedy == expected[index][1]
-    # Nor does a pass so small that `score_documents` would give routing up.
-    alone = UtioLM(model, mode=Adaptive(policy=gated(model)), rows=1)
-    assert ask_tokens(alone, pairs[1])[0] == pytest.approx(expected[1], abs=1e-4)
-    assert min(alone.scored.histogram) < 4
-
-
-@pytest.mark.slow
-def test_new_requests_of_known_lengths_compile_nothing(model: Model, count_compiles: Any) -> None:
-    lm, rng = adapter(model, routed(model)), np.random.default_rng(2)
-
-    def some(count: int, size: int) -> list[Any]:
-        return [(rng.integers(0, 300, size).tolist(), [1, 2]) for _ in range(count)]
-
-    for rows in (1, 2, 3, 4):  # Batches of few windows have as few rows.
-        ask_tokens(lm, *some(rows, 50))
-    with count_compiles() as compiles:
-        ask_tokens(lm, *some(9, 7), *some(2, 60))
-    assert compiles.count == 0
-
-
 TEXTS = ["def mean(values):", "import", "class Policy:\n    name = 1\n" * 3]
 OPTIONS = {"until": [], "max_gen_toks": 12, "do_sample": False}
 
@@ -307,36 +274,6 @@ def test_texts_end_before_their_own_stop_strings(model: Model) -> None:
     result = ask(lm.generate_until, *requests, *none)
     assert result[:3] == [text[: text.index(stop)] for text, stop in zip(full, stops, strict=True)]
     assert result[3:] == [alone(model, TEXTS[0], 5)] * 2
-
-
-@pytest.mark.slow
-def test_a_special_piece_as_a_stop_string_is_an_id(model: Model) -> None:
-    """Its text never shows. Here it is always the most probable, and the config knows no end."""
-    assert isinstance(model.decoder, Transformer)
-    config = dataclasses.replace(model.decoder.config, eos_ids=())
-    kernel = model.params["head"]["kernel"]
-    level = dataclasses.replace(
-        model,
-        decoder=Transformer(config),
-        params={**model.params, "head": {"kernel": jnp.zeros_like(kernel)}},  # Ties go to id 0.
-    )
-    lm = adapter(level)
-    for stops, size in ((["\n\n"], 6), ([BOS], 1)):
-        before = lm.spent.tokens
-        assert ask(lm.generate_until, ("x", {"until": stops, "max_gen_toks": 6})) == [""]
-        assert lm.spent.tokens - before == size
-
-
-@pytest.mark.slow
-def test_draws_depend_on_the_request_alone(model: Model) -> None:
-    options = {"until": [], "max_gen_toks": 12, "do_sample": True, "temperature": 1.0, "top_k": 50}
-    together = adapter(model)
-    result = ask(together.generate_until, *((text, options) for text in TEXTS))
-    others = ["def", *TEXTS[1:2], "x = [\n" * 9]  # Other company, the same place and prompt.
-    again = ask(adapter(model).generate_until, *((text, options) for text in others))
-    assert again[1] == result[1]
-    assert again[0] != result[0]
-    assert result != [alone(model, text, 12) for text in TEXTS]
 
 
 def test_what_cannot_be_run_is_named(model: Model) -> None:

@@ -13,7 +13,7 @@ import pytest
 from helpers import cases
 from helpers.policies import DEPTHS, SIGNALS, scores_of
 
-from utio_jax import Thresholded, uniform
+from utio_jax import Thresholded
 from utio_jax.calibration.thresholds import leave_at
 from utio_jax.contrib.online import (
     OnlineThresholds,
@@ -229,19 +229,3 @@ def test_adapting_end_to_end(tiny: Any, count_compiles: Any, depths: tuple[int, 
         total += int(full.predicted.sum())
     assert not np.array_equal(now, start)
     assert 0.1 < wrong / total < 0.3  # The target is 0.2, of exits that see full depth's K/V.
-
-
-def test_bad_arguments_are_refused(tiny: Any, unchecked_shapes: None) -> None:
-    scores, start = np.zeros((2, 5)), np.zeros(2)
-    for changed, message in (
-        ({"start": np.zeros(3)}, "a threshold per boundary.*\\(2, 5\\) and \\(3,\\).*own depths"),
-        ({"agreement": 0.99}, "memory of at least 4000.*Got memory=1000. Remember more, or ask"),
-        ({"candidates": 4}, "Wanted an odd number of candidates.*Got 4. The middle"),
-        ({"scores": np.zeros((2, 0))}, "Wanted finite scores.*none at boundary 0"),
-    ):
-        given = {"scores": scores, "start": start, "agreement": 0.9, "memory": 1000, **changed}
-        with pytest.raises(ValueError, match=message):
-            start_online(given.pop("scores"), given.pop("start"), **given)
-    for_all = {"agreement": 0.8, "memory": 500, "every": 3}
-    with pytest.raises(ValueError, match="with thresholds. Got 'uniform'. Only thresholds adapt"):
-        adapt(tiny.decoder, tiny.params, [], uniform(2), **for_all)  # At once, before any batch.

@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow
 import pytest
+from helpers.folders import save_small_model
 from helpers.models import Model
 
 from utio_jax.contrib.ray.batches import Continuer, Scorer, seed_of
@@ -34,7 +36,7 @@ def table(texts: dict[str, Any]) -> Any:
 
 
 def test_a_documents_row_is_its_own_whatever_else_is_in_the_batch(folder: str) -> None:
-    texts, model = documents(12, longest=150), load(folder)
+    texts, model = documents(4, longest=180), load(folder)
     scorer = Scorer(folder, uniform(2), rows=4)
     whole = scorer(table(texts))
     parts = [scorer(table({name: texts[name]})).to_pylist()[0] for name in texts]
@@ -76,8 +78,11 @@ def test_prompts_get_what_each_gets_alone(folder: str) -> None:
         assert len(row["depths"]) == len(row["log_probabilities"]) == len(row["token_ids"])
 
 
-def test_strings_are_encoded_and_ids_outside_the_vocabulary_named(folder: str) -> None:
-    scorer = Scorer("shared-16", uniform(2), rows=2)
+def test_strings_are_encoded_and_ids_outside_the_vocabulary_named(
+    folder: str, tmp_path: Path
+) -> None:
+    save_small_model(tmp_path)
+    scorer = Scorer(str(tmp_path), uniform(2), rows=2)
     empty, other = scorer(table({"a": "", "b": "def f(): pass"})).to_pylist()
     assert (empty["tokens"], empty["nll"]) == (0, 0.0)
     assert other["predicted"] > 1

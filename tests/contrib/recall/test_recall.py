@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -150,22 +149,6 @@ def test_an_answer_is_exact_if_each_of_its_tokens_is_the_most_probable(
     result = recall(long.decoder, long.params, greedy, uniform(4))
     assert result.exact[0, 0]
     assert not result.exact.ravel()[1:].any()
-
-
-@pytest.mark.slow
-def test_one_program_has_all_parts_and_stops(
-    long: Model, rows: RecallRows, count_compiles: Callable[[], Any]
-) -> None:
-    def read(part: Any, stop: int) -> Recall:
-        table = stopped_part(rows, part, stop, layers=4)
-        policies = table_policies(rows, table, depths=(1, 2, 4))
-        return recall(long.decoder, long.params, rows, policies)
-
-    read("context", 2)
-    with count_compiles() as compiles:
-        read("fact", 1)
-        read("row", 2)
-    assert compiles.count == 0
 
 
 def made(bits: list[list[float]], exact: list[list[bool]] | None = None) -> Recall:

@@ -235,26 +235,3 @@ def test_what_is_seen_is_what_selecting_would_see(tiny: Model) -> None:
         (counts,), (lost,) = replay(table[None, [1, 3]], how.margins)
         assert counts.tolist() == [4, int((result.depths == 4).sum())]
         assert (result.winner != table[-1].argmax()) == lost
-
-
-def test_what_does_not_fit_is_named(tiny: Model, unchecked_shapes: None) -> None:
-    decoder, params = tiny.decoder, tiny.params
-    for wrong, message in (
-        (select_at((2, 1), 1, 1), "strictly increasing"),
-        (select_at((1, 4), 1, 1), "strictly increasing"),
-        (select_at(DEPTHS, 1), "a margin of at least 0 for each of depths"),
-        (select_at(DEPTHS, 1, -1), "at least 0"),
-        (select_at(DEPTHS, 1, np.nan), "at least 0"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            wrong.check(decoder, rows=ROWS)
-    for ids, slots in (([], None), (CONTEXT, 4), (np.zeros(129, np.int32), None)):
-        with pytest.raises(ValueError, match="Wanted a context of 1 to"):
-            read_context(decoder, params, np.asarray(ids, np.int32), slots=slots)
-    both = type(decoder)(dataclasses.replace(TINY, causal=False))
-    with pytest.raises(ValueError, match="Wanted a causal model"):
-        read_context(both, params, CONTEXT)
-    with pytest.raises(ValueError, match="Make them with see_all"):
-        fit(tiny, scores_of(400)[:, 1:])
-    with pytest.raises(ValueError, match="Wanted at least 118 queries"):
-        fit(tiny, scores_of(117))

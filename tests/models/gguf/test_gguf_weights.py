@@ -20,7 +20,6 @@ from helpers.gguf_files import dequantised, quantised, write_gguf, write_with_pi
 from helpers.memory import peak_of_loading
 from helpers.models import live_params, logits_of
 
-from utio_jax.cli.main import main
 from utio_jax.core.files import load_tensors, save_tensors
 from utio_jax.core.lens import Lens, save_lens
 from utio_jax.models import Transformer, load, save
@@ -290,28 +289,6 @@ def test_calibration_and_lens_lie_beside_the_file(tmp_path: Path) -> None:
     assert load(file, lens=False).sha256 == model.sha256
 
 
-@pytest.mark.slow
-def test_calibrate_writes_beside_the_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lens = Lens(matrix=jnp.zeros((1, 32, 32)), bias=jnp.zeros((1, 32)), exits=(1,))
-    monkeypatch.setattr("utio_jax.cli.calibrate.fit_lens", lambda *_, **__: lens)
-    file = tmp_path / "m.gguf"
-    write_gguf(file, FOLDER / "llama", arch="llama")
-    rng = np.random.default_rng(0)
-    ids = [rng.integers(0, 48, 40).tolist() for _ in range(60)]
-    (tmp_path / "ids.json").write_text(json.dumps(ids))
-    arguments = ["--model", str(file), "--token-ids", str(tmp_path / "ids.json"), "--context", "32"]
-    options = ["--exits", "1", "3", "--policy", "position", "--budget", "0.8", "--fit-lens"]
-    assert main(["calibrate", *arguments, *options]) == 0
-    result = json.loads(capsys.readouterr().out)
-    assert result["out"] == str(tmp_path / "m.policies.json")
-    assert result["lens"] == str(tmp_path / "m.lens.json")
-    model = load(file)
-    assert model.decoder.config.exits == (1, 3)
-    assert set(model.calibration.entries) == {"position"}
-
-
 def test_what_is_saved_is_a_folder_that_transformers_reads(tmp_path: Path) -> None:
     template = "{{ messages[0].content }}"
     write_with_pieces(tmp_path / "m.gguf", FOLDER / "llama", template=template, eos=0, bos=0)
@@ -331,7 +308,7 @@ def test_what_is_saved_is_a_folder_that_transformers_reads(tmp_path: Path) -> No
     assert ends == {"bos_token_id": 0, "eos_token_id": [0, 1]}
 
 
-@pytest.mark.check
+@pytest.mark.slow
 def test_loading_peaks_little_above_the_parameters(tmp_path: Path) -> None:
     """In a process of its own: 250 MB of float32 from 35 MB, a fifth of it the embedding."""
     file = tmp_path / "m.gguf"
