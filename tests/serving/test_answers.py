@@ -404,7 +404,7 @@ def test_a_chat_is_answered_as_the_models_own_chat(server: Running, model: Model
     assert answer["object"] == "chat.completion"
     logs = choice["logprobs"]["content"]
     log_probs = [entry["logprob"] for entry in logs]
-    np.testing.assert_allclose(log_probs, expected.generated.log_probabilities[0], atol=2e-4)
+    np.testing.assert_allclose(log_probs, expected.log_probabilities, atol=2e-4)
     assert all(len(entry["top_logprobs"]) == 2 for entry in logs)
     assert all(entry["top_logprobs"][0]["logprob"] == entry["logprob"] for entry in logs)
     data = b"".join(bytes(entry["bytes"]) for entry in logs)
