@@ -104,7 +104,6 @@ class MicroBatches:
         self,
         live: Bool[Array, "batch token"],
         slot_of_token: Int[Array, " place"],
-        slot_of_token: Int[Array, " place"],
         *groups: tuple[Cover, Array, Array],
     ) -> PackedSlots:
         """Returns live tokens in given slots, `[batch * token]`, and their attention blocks.
