@@ -12,7 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from utio_jax.core import check_tokens
-from utio_jax.core.documents import batches_of, row_counts, sample_batches, windows_of
+from utio_jax.core.documents import (
+    batches_of,
+    check_ids,
+    row_counts,
+    sample_batches,
+    windows_of,
+)
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=6), st.integers(2, 16), st.integers(1, 5))
@@ -71,9 +77,6 @@ def test_windows_share_a_batch_with_those_of_their_width() -> None:
         ([1, 2**32 + 1], "from 0 to 8, the model's vocabulary. Got 1 to 4294967297 in window 1"),
         ([1, 2**64], "window 1 as a list of integer token ids below 9. Got shape .*dtype"),
         ([1.0, 2.0], "integer token ids below 9. Got shape \\(2,\\), dtype float64. Convert them"),
-        (["a"], "integer token ids below 9. Got .*dtype <U1. Encode texts first: model.encode"),
-        (1, "Got shape \\(\\), dtype int64. Put the ids into a list of lists: \\[\\[0, 17"),
-        ([[[1]]], "Got shape .*dtype int64. For example: \\[0, 17, 4\\]"),
     ],
 )
 def test_what_is_no_id_is_refused_before_it_is_cast(ids: list[Any], match: str) -> None:
@@ -81,6 +84,19 @@ def test_what_is_no_id_is_refused_before_it_is_cast(ids: list[Any], match: str) 
         list(batches_of([np.arange(3), np.asarray(ids)], rows=2, widths=[4], vocab_size=9))
     with pytest.raises(ValueError, match="Wanted"):
         sample_batches([np.arange(3), np.asarray(ids)], rows=2, width=4, vocab_size=9)
+
+
+@pytest.mark.parametrize(
+    ("ids", "match"),
+    [
+        (["a"], "Got .*dtype <U1. Encode texts first: model.encode"),
+        (1, "Got shape .*dtype int64. Put the ids into a list of lists: .*0, 17"),
+        ([[1]], "Got shape .*dtype int64. For example: .*0, 17, 4"),
+    ],
+)
+def test_what_to_do_with_other_than_a_list_of_ids(ids: Any, match: str) -> None:
+    with pytest.raises(ValueError, match=f"the prompt as a list of integer.*{match}"):
+        check_ids(ids, vocab_size=9, what="the prompt")
 
 
 def test_padding_may_hold_anything() -> None:

@@ -277,7 +277,7 @@ def test_memory_stays_flat(model):
 
 ERRORS = {
     "no prompt": ({"prompts": []}, "at least one prompt"),
-    "empty": ({"prompts": [[1], []]}, "Prompt 1 is empty.*bos_id=0"),
+    "empty": ({"prompts": [[1], []]}, "Prompt 1 is empty.*bos_id as token ids"),
     "outside": ({"prompts": [[1], [64]]}, "from 0 to 63.*prompt 1"),
     "too long": ({"prompts": [[1] * 120]}, "context of 128.*prompt 0 of 120 tokens"),
     "no tokens": ({"max_new_tokens": 0}, "max_new_tokens of at least 1"),

@@ -102,7 +102,7 @@ def test_each_program_runs_by_itself_anywhere(
 def test_programs_to_begin_with_are_short() -> None:
     for block in blocks_of("docs/extending.md", "python"):
         lines = [line for line in block.splitlines() if line.strip()]
-        assert len(lines) <= 15 or "class LinenDecoder" in block, block
+        assert len(lines) <= 15 or "class LinenDecoder" in block or "as_schema" in block, block
 
 
 @pytest.mark.check
@@ -180,7 +180,7 @@ def test_the_packages_are_those_of_the_contract() -> None:
 
 def test_the_reading_path_is_short() -> None:
     rows = re.findall(r"^\| \d \| `([\w/.]+)` \| `(\w+)", ARCHITECTURE, flags=re.MULTILINE)
-    assert len(rows) == 7
+    assert len(rows) == 5
     assert rows[0][0] == "utio_jax/staircase/score.py"
     for name, symbol in rows:
         text = (ROOT / name).read_text()
