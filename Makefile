@@ -52,7 +52,7 @@ QUICK = XLA_FLAGS="$(XLA_FLAGS) --xla_backend_optimization_level=0 \
     JAX_COMPILATION_CACHE_DIR=$(CURDIR)/.pytest_cache/jax \
     JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0
 
-.PHONY: help demo install test check test-slow test-generation test-ray mutants notebooks \
+.PHONY: help demo install test check check-rest test-slow test-generation test-ray mutants notebooks \
         parity llm test-llm test-browser test-clients test-vllm bench bench-accelerator tpu-compile tpu-predict gpu-compile benchmark-transformers benchmark-flax \
         benchmark-peers benchmark-engines lint types docs figures wheel clean FORCE
 
@@ -66,13 +66,15 @@ install: $(VENV)/.installed-all
 
 # None of tests/contrib is part of it: what these import takes seconds.
 test: $(VENV)/.installed-all
-	$(QUICK) $(BIN)/python -m pytest $(if $(TESTS),-m "$(HERE)",--ignore=tests/contrib) $(SPREAD) $(TESTS)
+	$(QUICK) $(BIN)/python -m pytest $(if $(TESTS),-m "$(HERE)") $(SPREAD) $(TESTS)
 
-# In one session with the tests of `make test`: they share what is compiled. Left to `test-slow`: long
-# versions, the notebooks, and what costs much and breaks rarely.
-check: $(VENV)/.installed-all
+check: test check-rest
+
+# What `make test` leaves out: whole commands, calibrations, several devices and processes, contrib.
+# Long versions, the notebooks, and what costs much and breaks rarely are left to `test-slow`.
+check-rest:
 	$(MAKE) --jobs 2 lint types docs
-	$(QUICK) $(BIN)/python -m pytest -m "$(HERE)" $(SPREAD)
+	$(QUICK) $(BIN)/python -m pytest -m "check and $(HERE)" $(SPREAD) tests
 
 # Corpora by Ray Data, and replicas by Ray Serve: three nodes on this machine, of which one is
 # removed, and processes that are killed. In an environment of its own (Ray unpacks to 200 MB). Under ten minutes on two cores.

@@ -234,7 +234,7 @@ def test_the_next_turn_reads_only_what_is_new(model: Model) -> None:
     assert model.chat(talk, mode="lossless", **options).cached_tokens >= longer.cached_tokens
     assert "tokens of the prompt were cached" in longer.summary()
     assert longer._repr_html_().count("<span") > longer.token_ids.size
-    with pytest.raises(TypeError, match="options of Engine.submit. Got top_p. Say sampling="):
+    with pytest.raises(TypeError, match="options of Model.chat. Got top_p. Say sampling="):
         model.chat(talk, top_p=0.9)
 
 
