@@ -304,10 +304,11 @@ class Programs:
             rules.thresholds,
             shapes(state, self.sharding),
             self.array(),
-            static=("widths", "room"),
+            static=("widths", "room", "rows"),
             donate="state",
             widths=key_widths(slots, key_step=128),
             room=block_room(mode, 16),
+            rows=rows,
         )
 
 

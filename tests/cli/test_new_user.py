@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import importlib
 import importlib.util
 import json
@@ -24,6 +25,7 @@ from helpers.texts import SOURCES, source
 
 import utio_jax
 from utio_jax.calibration.advice import conclude
+from utio_jax.calibration.calibrate import calibrate
 from utio_jax.calibration.compare import ComparisonRow
 from utio_jax.calibration.lens import LensConfig
 from utio_jax.cli.evaluate import Evaluate
@@ -99,6 +101,7 @@ def test_the_shipped_calibration_is_never_written(
 def fake_calibrate(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fits nothing: returns a policy of each name."""
 
+    @functools.wraps(calibrate)  # Which has its options.
     def fit(*_: Any, policies: Any, model_sha256: str, **__: Any) -> Any:
         new = position_only(model_sha256, **HARMED)
         return dataclasses.replace(

@@ -87,14 +87,14 @@ def programs_of(page: str) -> list[str]:
 @pytest.mark.parametrize(
     "number",
     # Slow: a calibration, a comparison, a pass on all devices, and texts of many lengths.
-    [pytest.param(n, marks=pytest.mark.slow if n in (0, 1, 3, 6, 9) else ()) for n in range(10)],
+    [pytest.param(n, marks=pytest.mark.slow if n in (0, 1, 3, 6, 10) else ()) for n in range(11)],
 )
 def test_each_program_runs_by_itself_anywhere(
     number: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
     programs = programs_of("docs/extending.md")
-    assert len(programs) == 10
+    assert len(programs) == 11
     with jax.numpy_rank_promotion("allow"):
         exec(compile(programs[number], f"extending.md[{number}]", "exec"), {"__name__": "__main__"})
 

@@ -70,19 +70,13 @@ def numbers_of(work: Any) -> Any:
 @pytest.fixture(autouse=True)
 def counted_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     """Counts query slots times key slots wherever an executor attends."""
-    for name in ("attend_counted", "attend"):
+    weights = mixing._weights
 
-        def attend(
-            queries: Any,
-            keys: Any,
-            *arguments: Any,
-            plain: Any = getattr(mixing, name),
-            **options: Any,
-        ) -> jax.Array:
-            count("key_slots", math.prod(queries.shape[:-2]) * keys.shape[-3])
-            return plain(queries, keys, *arguments, **options)
+    def counted(queries: Any, keys: Any, *arguments: Any) -> jax.Array:
+        count("key_slots", math.prod(queries.shape[:-2]) * keys.shape[-3])
+        return weights(queries, keys, *arguments)
 
-        monkeypatch.setattr(mixing, name, attend)
+    monkeypatch.setattr(mixing, "_weights", counted)
 
 
 def compile_pass(model: Any, depths: tuple[int, ...], kv: str, executor: Any) -> Callable[..., Any]:

@@ -66,7 +66,7 @@ class ThinkingBudget:
     end_ids: tuple[int, ...] = static()
     forced_ids: tuple[int, ...] = static(default=())
     start_ids: tuple[int, ...] = static(default=())
-    max_tokens: int | Int[Array | np.ndarray, " batch"]
+    max_tokens: int | Int[Array | np.ndarray, "*batch"]
 
     def __post_init__(self) -> None:
         if not self.end_ids:
@@ -115,7 +115,9 @@ class ThinkingBudget:
         ended = first(ends(self.end_ids, began, length))
         is_due = (length >= cut) & (length < cut + len(forced)) & (ended > cut)
         due = jnp.asarray(forced)[jnp.clip(length - cut, 0, len(forced) - 1)]
-        alone = jnp.where(jnp.arange(vocab) == due, 0.0, -jnp.inf).astype(logits.dtype)
+        alone = jnp.where(jnp.arange(vocab, dtype=jnp.int32)[None, :] == due, 0.0, -jnp.inf).astype(
+            logits.dtype
+        )
         return jnp.where(is_due, alone, logits)
 
     def thought(
