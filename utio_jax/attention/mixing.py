@@ -4,12 +4,10 @@
 Executors, caches and decoding need not know of windows, caps or other kinds of mixing. A `Decoder`
 mixes by softmax attention; one that has a method `mix` (see `utio_jax.core.decoder.Mixes`) by that.
 
-| queries and keys | call |
-|---|---|
-| few queries, or once | `mix(queries, keys, values, visible)` |
-| K/V of several layers side by side | `mix_apart` |
-| whole rows | `mix_whole_rows` |
-| many blocks over the same values | `mix.prepare` once, then `mix.mix_prepared` |
+- Few queries, or once: `mix(queries, keys, values, visible)`.
+- K/V of several layers side by side: `mix_apart`.
+- Whole rows: `mix_whole_rows`.
+- Many blocks over the same values: `mix.prepare` once, then `mix.mix_prepared`.
 
 Softmax attention is written so that XLA sees plain matrix products (`attend`, `attend_counted`).
 """

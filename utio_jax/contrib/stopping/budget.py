@@ -115,9 +115,8 @@ class ThinkingBudget:
         ended = first(ends(self.end_ids, began, length))
         is_due = (length >= cut) & (length < cut + len(forced)) & (ended > cut)
         due = jnp.asarray(forced)[jnp.clip(length - cut, 0, len(forced) - 1)]
-        alone = jnp.where(jnp.arange(vocab, dtype=jnp.int32)[None, :] == due, 0.0, -jnp.inf).astype(
-            logits.dtype
-        )
+        is_forced = jnp.arange(vocab, dtype=jnp.int32)[None, :] == due
+        alone = jnp.where(is_forced, 0.0, -jnp.inf).astype(logits.dtype)
         return jnp.where(is_due, alone, logits)
 
     def thought(
