@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("target", [("test", "TESTS=tests/core"), ("check",)])
+@pytest.mark.parametrize("target", [("test", "TESTS=tests/core"), ("check-rest",)])
 def test_slow_tests_and_other_environments_are_left_out(target: tuple[str, ...]) -> None:
     """A test may be one of `make check` and slow at once, as one case of many."""
     ran = subprocess.run(
