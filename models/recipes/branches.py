@@ -13,6 +13,11 @@ interruption.
 The control of the same training for full depth, whose upper layers themselves learn (8 of 16):
 
     python models/recipes/branches.py --out out/upper --sizes 8
+
+All weights learn together, the model's own and the branches', with `--joint`. The result is another
+model with its branches, in `out/model`:
+
+    python models/recipes/branches.py --out out/joint --joint
 """
 
 from __future__ import annotations
@@ -47,7 +52,8 @@ def branch_objective(
 ) -> Objective:
     """Returns the summed loss of all branches; reports each one's cross-entropy, then full depth's.
 
-    Parameters that learn are `Branches.layers`.
+    Parameters that learn are `Branches.layers`. If a whole `model` learns with them, full depth is
+    one more branch, and the parameters that do not learn are its teacher.
 
     Args:
       decoder: the model, whose upper layers all read the same K/V.
@@ -62,12 +68,13 @@ def branch_objective(
     ) -> tuple[jax.Array, jax.Array]:
         del step
         inputs, labels = tokens[:, :-1], tokens[:, 1:].reshape(-1)
-        states = exit_states(decoder, held, inputs, key, 0.0)
+        model = learning.get("model", held)
+        states = exit_states(decoder, model, inputs, key, 0.0)
         positions = jnp.broadcast_to(jnp.arange(inputs.shape[1]), inputs.shape)
         places = decoder.encode_positions(positions)
         keys_values = read_side_by_side(
             dense_keys_values(
-                decoder, layer_at(decoder, held, row), states[config.kv_depth[row] - 1], places
+                decoder, layer_at(decoder, model, row), states[config.kv_depth[row] - 1], places
             )
             for row in config.kv_source[-1]
         )
@@ -78,14 +85,15 @@ def branch_objective(
         def one(x: jax.Array, layer: Params) -> jax.Array:
             return apply_layer(decoder, layer, x, places, mix, visible, keys_values)
 
-        def logits_of(x: jax.Array) -> jax.Array:
-            return decoder.unembed(held, x.reshape(labels.size, -1)).astype(jnp.float32)
+        def logits_of(x: jax.Array, params: Params = model) -> jax.Array:
+            return decoder.unembed(params, x.reshape(labels.size, -1)).astype(jnp.float32)
 
         # Against a soft target, cross-entropy and KL divergence have one gradient: softmax minus
         # target. Written so, XLA needs no scatter, which is slow on CPUs.
-        full = jax.lax.stop_gradient(logits_of(states[-1]))
+        teacher = states if model is held else exit_states(decoder, held, inputs, key, 0.0)
+        soft = jax.lax.stop_gradient(logits_of(teacher[-1], held))
         label = jax.nn.one_hot(labels, config.vocab_size)
-        target = (1 - kl_weight) * label + kl_weight * jax.nn.softmax(full)
+        target = (1 - kl_weight) * label + kl_weight * jax.nn.softmax(soft)
 
         def cross_entropy(target: jax.Array, logits: jax.Array) -> jax.Array:
             picked = jnp.sum(target * logits, axis=-1)
@@ -99,7 +107,10 @@ def branch_objective(
             logits = logits_of(x)
             losses.append(cross_entropy(target, logits))
             entropies.append(cross_entropy(label, jax.lax.stop_gradient(logits)))
-        entropies.append(cross_entropy(label, full))
+        full = soft if model is held else logits_of(states[-1])
+        if model is not held:
+            losses.append(cross_entropy(target, full))
+        entropies.append(cross_entropy(label, jax.lax.stop_gradient(full)))
         return jnp.stack(losses).sum(), jnp.stack(entropies)
 
     return jax.tree_util.Partial(objective, params)
@@ -128,6 +139,7 @@ class TrainBranches:
       steps: optimizer steps of 6,144 tokens.
       rate: peak learning rate of Muon, and of Adam for norms.
       kl_weight: share of the KL divergence in the loss.
+      joint: let all weights of the model learn, too; the result is `out/model`.
       seed: of the order of the text.
       resume: continue from the latest checkpoint.
     """
@@ -138,6 +150,7 @@ class TrainBranches:
     steps: int = 2200
     rate: float = 0.015
     kl_weight: float = 0.5
+    joint: bool = False
     seed: int = 0
     resume: bool = False
 
@@ -165,8 +178,12 @@ class TrainBranches:
             recipe,
             out=folder,
             resume=self.resume,
-            optimizer=make_optimizer(recipe, rate=self.rate, weight_decay=0.0),
-            start=Start(params={"layers": first.layers}),
+            optimizer=make_optimizer(
+                recipe, rate=self.rate, weight_decay=0.05 if self.joint else 0.0
+            ),
+            start=Start(
+                params={"layers": first.layers, **({"model": model.params} if self.joint else {})}
+            ),
             objective=branch_objective(decoder, params, self.sizes, self.kl_weight),
         )
         branches = Branches(sizes=self.sizes, layers=result["layers"])
@@ -181,6 +198,11 @@ class TrainBranches:
             save(folder / "model", model.decoder, with_upper(params, branches), like=model.folder)
             model = load(folder / "model")
         else:
+            if self.joint:
+                folder = folder / "model"
+                save(folder, model.decoder, result["model"], like=model.folder)
+                model = load(folder)
+                info["model_sha256"] = model.sha256
             save_branches(folder, branches, info=info)
             model = model.with_branches(folder)
         return {

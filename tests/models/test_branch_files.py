@@ -127,6 +127,29 @@ def test_the_objective_is_each_branch_against_labels_and_full_depth(
     assert_close(losses[1.0], sum(soft))
 
 
+def test_a_model_that_learns_with_its_branches_has_one_loss_more_and_the_old_one_as_teacher(
+    params: Any, branches: Branches
+) -> None:
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 64, (2, 17)), jnp.int32)
+    inputs, lengths = tokens[:, :-1], jnp.asarray([16, 16])
+    student = jax.tree.map(lambda leaf: 0.9 * leaf, params)
+    decoder, whole = with_branches(DECODER, student, branches)
+
+    def log_probs(decoder: Transformer, params: Any, depths: tuple[int, ...]) -> list[jax.Array]:
+        states = run_dense(decoder, params, inputs, lengths, depths=depths)
+        logits = [decoder.unembed(params, x).astype(jnp.float32) for x in states]
+        return [jax.nn.log_softmax(values) for values in logits]
+
+    (teacher,) = log_probs(DECODER, params, (6,))
+    targets = {0.0: jax.nn.one_hot(tokens[:, 1:], 64), 1.0: jnp.exp(teacher)}
+    students = log_probs(decoder, whole, (4, 5, 6))
+    for weight, target in targets.items():
+        objective = jax.jit(branch_objective(DECODER, params, (1, 2), weight))
+        learning = {"layers": branches.layers, "model": student}
+        loss, _ = objective(learning, tokens, jax.random.key(0), jnp.int32(0))
+        assert_close(loss, sum(-(target * values).sum(-1).mean() for values in students))
+
+
 def test_a_saved_model_keeps_its_branches(tmp_path: Path, params: Any, branches: Branches) -> None:
     decoder, whole = with_branches(DECODER, params, branches)
     save(tmp_path, decoder, whole, dtype=jnp.float32)
