@@ -185,6 +185,11 @@ class DecoderConfig:
         return next(depth for depth, span in spans.items() if index in span)
 
     @property
+    def shares_kv(self) -> bool:
+        """True if upper layers read keys and values made below (`kv_source`)."""
+        return bool(self.kv_source)
+
+    @property
     def kv_layers(self) -> int:
         """Number of layers with keys and values of their own: the first ones."""
         return len(self.kv_depth) or self.num_layers
@@ -395,7 +400,7 @@ def check_softmax(decoder: Decoder, *, why: str, remedy: str) -> None:
 
 def check_own_kv(decoder: Decoder, *, what: str) -> None:
     """Raises ValueError for a model with a `kv_source`, for features that need own K/V."""
-    if decoder.config.kv_source:
+    if decoder.config.shares_kv:
         raise ValueError(
             f"Wanted a model whose layers all have keys and values of their own, for {what}. Got "
             "one whose upper layers read those made below (kv_source). Take another model."

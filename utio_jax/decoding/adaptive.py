@@ -70,7 +70,7 @@ class Adaptive(Mode):
 
     def leaves_exact_kv(self, decoder: Decoder) -> bool:
         config = decoder.config
-        complete = bool(config.kv_source) and config.kv_complete <= self.policy.depths[0]
+        complete = config.shares_kv and config.kv_complete <= self.policy.depths[0]
         return complete and self.kv == "propagate"
 
     @property

@@ -89,7 +89,7 @@ class Prefill:
         if self.policy is None or self.attention != DENSE:
             return self.attention == DENSE
         config, stops = decoder.config, self.policy.depths
-        complete = bool(config.kv_source) and config.kv_complete <= stops[0]
+        complete = config.shares_kv and config.kv_complete <= stops[0]
         # The last prompt token runs all layers: the first new token is drawn from its logits.
         whole = isinstance(self.policy, PromptImportance) and stops[-1] == config.num_layers
         return complete and whole and self.kv == "propagate"
@@ -169,7 +169,7 @@ def exact_prefill(decoder: Decoder) -> Prefill | None:
     need the first `kv_complete` layers of a token. Only the last prompt token runs all layers,
     since the next token is drawn from it (YOCO, arXiv 2405.05254, section 2.3).
     """
-    if not decoder.config.kv_source:
+    if not decoder.config.shares_kv:
         return None
     choice = PromptChoice(stop=decoder.config.kv_complete, deep=0.0, by="none", kv="propagate")
     return Prefill(policy=choice.policy(decoder), kv="propagate")

@@ -216,7 +216,7 @@ def _run(
     token_ids = state.token_ids[jnp.asarray(blocks.rows)[:, None], positions]
     x = decoder.embed(params, token_ids, positions)
     block = block_at(decoder, positions, valid, rows=jnp.asarray(blocks.rows))
-    stop = config.kv_complete if config.kv_source else config.num_layers
+    stop = config.kv_complete if config.shares_kv else config.num_layers
     cache = dataclasses.replace(state.cache, view=None)
     if here().static_shapes:
         x, cache = run_segment(

@@ -472,7 +472,7 @@ def save(
             carried = [file for pattern in _CARRIED for file in sorted(Path(like).glob(pattern))]
             beside = {file.relative_to(like).as_posix(): file.read_bytes() for file in carried}
     # No stock config has a word for keys and values that a converted model's layers share.
-    converted = isinstance(decoder, Transformer) and decoder.config.kv_source
+    converted = isinstance(decoder, Transformer) and decoder.config.shares_kv
     if is_huggingface(theirs) and not converted:
         metadata = {"format": "pt"}
         tensors, config = huggingface.stored_form(decoder, params, config=theirs, dtype=dtype)

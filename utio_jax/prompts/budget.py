@@ -90,7 +90,7 @@ def _at_exits(decoder: Decoder, params: Params) -> list[PromptChoice]:
         exit_depth for exit_depth in config.exits[:-1] if not has_exit_lens(decoder, exit_depth)
     ]
     by, deep = "sinks_recent", 16
-    if config.kv_source:  # See `utio_jax.decoding.prefill.exact_prefill`.
+    if config.shares_kv:  # See `utio_jax.decoding.prefill.exact_prefill`.
         stops, by, deep = [config.kv_complete], "none", 1
     return [
         PromptChoice(

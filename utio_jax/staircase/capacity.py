@@ -141,7 +141,7 @@ class CapacityPrefix:
         only_live_keys: bool = False,
     ) -> tuple[Float[Array, "batch token dim"], KVCache | None]:
         config = decoder.config
-        if cache is not None and not self.certain and not config.kv_source:
+        if cache is not None and not self.certain and not config.shares_kv:
             raise ValueError(
                 "Wanted an executor that keeps keys and values, to fill a cache. Got a "
                 "CapacityPrefix, through whose choices a cache would be copied whole. Use "

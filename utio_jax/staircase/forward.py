@@ -363,7 +363,7 @@ def project_states(  # noqa: PLR0913 (arrays of one segment)
     own = {"start": at_most(start, config.kv_own), "stop": min(stop, config.kv_own)}
     cache = over_layers(decoder, params, body, cache, layers=layers, bounds=bounds, **own)
     cache = _make_once(decoder, params, cache, flat(x), flat(places), put, start=start, stop=stop)
-    if not config.kv_source:
+    if not config.shares_kv:
         return cache, stop - start
     counts = [len(config.kv_made(depth, stop)) for depth in range(config.num_layers + 1)]
     return cache, jnp.asarray(counts, jnp.int32)[start]

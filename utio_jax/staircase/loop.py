@@ -119,7 +119,7 @@ def staircase(  # noqa: PLR0913 (options, each named)
     depths, model = check_policy(policy, decoder, kv=kv), Model(decoder, params, executor)
     tokens = Tokens.embed(decoder, params, token_ids, lengths)  # All live, at depth 0.
     packing = attention.packing(model, tokens, token_ids, depths)
-    within = cache is None and bool(decoder.config.kv_source)
+    within = cache is None and decoder.config.shares_kv
     if within:  # Upper layers read the K/V of lower layers there.
         batch, width, _ = tokens.x.shape
         cache = init_cache(decoder.config, batch=batch, slots=width, dtype=tokens.x.dtype)

@@ -52,7 +52,7 @@ def check_kv(
     """Returns `kv`; raises ValueError if it is not `allowed` or the decoder does not support it."""
     if kv not in allowed:
         raise ValueError(f"Wanted kv to be one of {', '.join(map(repr, allowed))}. Got kv={kv!r}.")
-    if kv == "mapped" and decoder is not None and decoder.config.kv_source:
+    if kv == "mapped" and decoder is not None and decoder.config.shares_kv:
         raise ValueError(
             'Wanted a decoder whose layers all have keys and values of their own for kv="mapped". '
             "Got one whose upper layers read those made below: of tokens that stop there nothing "
@@ -170,7 +170,7 @@ def dense_states(
 
     done, x = start or (0, decoder.embed(params, token_ids, positions))
     states = []
-    if decoder.config.kv_source:
+    if decoder.config.shares_kv:
         return _dense_shared(decoder, params, x, places, positions, key_positions, depths)
     for depth in depths:
         x = jax.lax.fori_loop(done, depth, run_one, x)
