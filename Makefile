@@ -5,7 +5,7 @@
 #   make test                     # unit and law tests, a few minutes
 #   make check                    # these, lint, types, docs, and the tests of whole commands
 #   make test PYTHON=python3.12   # with another Python; .venv is made anew for it
-#   make test TESTS=tests/staircase/test_buckets.py
+#   make test TESTS=tests/utio/test_buckets.py
 #   make lint types               # ruff, the order of imports, wording; pyright
 #   make docs                     # the site, into out/docs; fails on any warning
 #   make wheel                    # sdist and wheel, tried in clean environments

@@ -408,4 +408,5 @@ plot_depths(
 # %% [markdown]
 # So small a model repeats itself, which makes drafting easy: measure on your own text. `utio-jax
 # generate PROMPT --model DIR --mode lossless --drafter exit` does all of this on the command line.
-# Whole programs for Linen, NNX and plain JAX are in `docs/bring_your_own.md`.
+# Whole programs for NNX, Equinox and plain JAX are in `docs/bring_your_own.md`, for Linen in
+# `docs/extending.md`.
