@@ -10,7 +10,10 @@ import jax
 import numpy as np
 import pytest
 
+from utio_jax.models import load, save
+from utio_jax.prompts.budget import prompt_choice
 from utio_jax.prompts.maps import KVMap, kv_maps_file, load_kv_maps, save_kv_maps, with_kv_maps
+from utio_jax.staircase.prompts import PromptChoice
 
 SHA = "a" * 64
 
@@ -46,6 +49,25 @@ def test_what_is_saved_comes_back(saved: Path, tiny: Any) -> None:
     again, _ = load_kv_maps(saved.with_suffix(".safetensors"), model_sha256=SHA)
     assert sorted(again) == [1, 3]
     assert sorted(path.name for path in saved.parent.iterdir()) == ["maps.json", "maps.safetensors"]
+
+
+def test_a_model_takes_prefills_within_the_limit_of_their_fit(tiny: Any, tmp_path: Path) -> None:
+    save(tmp_path, tiny.decoder, tiny.params)
+    model = load(tmp_path)
+    ways = [
+        PromptChoice(stop=stop, deep=0.1, flops_ratio=ratio, nll_increase_pct=lost)
+        for stop, ratio, lost in ((1, 0.5, 5.0), (3, 0.75, 0.4))
+    ]
+    info = {"model_sha256": model.sha256, "choices": [way.to_json() for way in ways]}
+    for limit, stops in ((1.0, [3]), (6.0, [1, 3]), (0.1, [1, 3])):
+        info["max_nll_increase_pct"] = limit
+        save_kv_maps(tmp_path / "maps.json", maps_of((1, 3)), info=info)
+        mapped = model.with_kv_maps(tmp_path / "maps.json")
+        assert [way.stop for way in mapped.prompt_choices] == stops
+    save_kv_maps(tmp_path / "maps.json", maps_of((1, 3)), info=info | {"max_nll_increase_pct": 1.0})
+    mapped = model.with_kv_maps(tmp_path / "maps.json")
+    with pytest.raises(ValueError, match=r"at least 0.750.*larger --max-nll-increase-pct"):
+        prompt_choice(mapped.decoder, mapped.params, 0.6, choices=mapped.prompt_choices)
 
 
 def test_a_folder_means_its_prompt_json(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
@@ -131,12 +132,17 @@ class Model(Verbs):
     def with_kv_maps(self, path: str | Path) -> Model:
         """Returns the model with K/V maps, for prompt tokens that exit early (`kv="mapped"`).
 
+        Its `prompt_choices` are those within the loss limit of the fit, if any was.
+
         Raises:
           ValueError: there are no such maps, or they are another model's.
         """
         maps, stored = load_kv_maps(path, model_sha256=self.sha256)
         decoder, params = with_kv_maps(self.decoder, self.params, maps)
         choices = choices_of(stored.get("choices", ()), source=str(path))
+        limit = stored.get("max_nll_increase_pct", math.inf)
+        within = tuple(way for way in choices if (way.nll_increase_pct or 0.0) <= limit)
+        choices = within or choices
         return dataclasses.replace(self, decoder=decoder, params=params, prompt_choices=choices)
 
     def with_branches(self, path: str | Path) -> Model:

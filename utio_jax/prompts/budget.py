@@ -74,8 +74,9 @@ def prompt_choice(
     if not fitting:
         least = min(choice.flops_ratio or 1.0 for choice in known)
         raise ValueError(
-            f"Wanted a prompt budget of at least {least:.3f}, the cheapest way of reading prompts "
-            f"that is known of this model. Got {budget}."
+            f"Wanted a prompt budget of at least {least:.3f}, the cheapest known prefill of this "
+            f"model. Got {budget}. Prefills that lose more than the limit of fit-prompt do not "
+            "count: fit again with a larger --max-nll-increase-pct."
         )
     return min(fitting, key=lambda choice: (choice.nll_increase_pct or 0.0, -choice.stop))
 
