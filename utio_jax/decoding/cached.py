@@ -38,7 +38,7 @@ Layers = tuple[LayerParams, ...] | None
 Attend = Callable[[jax.Array, jax.Array], jax.Array]
 """Maps a layer's index and its queries, by row, to their attention output."""
 
-Attention = Callable[[KVCache, Sources], Attend]
+AttendOver = Callable[[KVCache, Sources], Attend]
 """Maps the cache, and the layers whose K/V are read, to an `Attend`."""
 
 
@@ -145,7 +145,7 @@ def run_layers(
     cache: KVCache,
     x: Float[Array, "batch token dim"],
     block: Block,
-    attention: Attention,
+    attention: AttendOver,
     *,
     runs: Bool[Array, "batch token"] | None = None,
     **span: Unpack[Span],
@@ -169,7 +169,7 @@ class _Cached:
     """K/V source for `forward`: new K/V are written to the cache before attention reads it."""
 
     block: Block
-    attention: Attention
+    attention: AttendOver
 
     def write(
         self, cache: KVCache, index: Any, keys: jax.Array, values: jax.Array

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Protocols of a pass: `Executor`, and the `Slots` and `Attention` that it gives to `forward`.
+"""Protocols of a pass: `Executor`, and the `TokenLayout` and `KVAccess` that it gives to `forward`.
 
 An executor changes cost, never results. `utio_jax.staircase.microbatches` runs blocks in loops
 with traced trip counts. `utio_jax.staircase.capacity` runs a static prefix, which is
@@ -92,7 +92,7 @@ Sources = tuple[int | Int[Array, ""], ...]
 
 
 @runtime_checkable
-class Slots(Protocol):
+class TokenLayout(Protocol):
     """Memory layout of the tokens that run: maps `[token, ...]` in row order to `[slot, ...]`.
 
     Attributes:
@@ -119,7 +119,7 @@ class Slots(Protocol):
 
 
 @runtime_checkable
-class Attention(Protocol):
+class KVAccess(Protocol):
     """Storage of the K/V of a pass, and attention over them."""
 
     def write(

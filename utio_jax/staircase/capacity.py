@@ -224,7 +224,7 @@ class CapacityPrefix:
 
 @dataclasses.dataclass(frozen=True)
 class _Prefix:
-    """`Slots` of `forward`: the first `size` slots of all rows at once."""
+    """`TokenLayout` of `forward`: the first `size` slots of all rows at once."""
 
     slots: PrefixSlots
     size: int

@@ -7,8 +7,8 @@ Scoring, prefill, chunked prefill, decode steps, drafting and verification all c
 `utio_jax.staircase.reference`, which defines the results, has layer loops of its own. Three
 arguments differ between callers:
 
-- `Slots`: memory layout of the tokens that run: packed in blocks, a static prefix, or in place.
-- `Attention`: storage and visibility of keys and values.
+- `TokenLayout`: where the tokens that run lie: packed in blocks, a static prefix, or in place.
+- `KVAccess`: storage and visibility of keys and values.
 - `others`: K/V of tokens that do not run; by default projected from their states.
 
 Some models share K/V between layers (`DecoderConfig.kv_source`):
@@ -37,7 +37,7 @@ from utio_jax.attention.cache import KVCache, read, write, write_prompt
 from utio_jax.core.arrays import flat
 from utio_jax.core.decoder import Decoder, DecoderConfig, LayerParams, Params, PositionEncoding
 from utio_jax.core.layer import Depth, keys_values_of, layer_at
-from utio_jax.staircase.base import Attention, Slots, Sources
+from utio_jax.staircase.base import KVAccess, Sources, TokenLayout
 
 Others = Callable[[LayerParams, Any], tuple[jax.Array, jax.Array]]
 """Maps a layer and its index to the K/V `[token, ...]` of tokens that do not run."""
@@ -45,7 +45,7 @@ Others = Callable[[LayerParams, Any], tuple[jax.Array, jax.Array]]
 
 @dataclasses.dataclass(frozen=True)
 class InPlace:
-    """`Slots` in place: all tokens, masked; tokens that do not run keep their states.
+    """`TokenLayout` in place: all tokens, masked; tokens that do not run keep their states.
 
     Attributes:
       runs: mask of the tokens that run, flattened.
@@ -70,7 +70,7 @@ class InPlace:
 
 @dataclasses.dataclass(frozen=True)
 class WholeRows:
-    """Base class of `Attention` over the K/V of all tokens in the pass's rows.
+    """Base class of `KVAccess` over the K/V of all tokens in the pass's rows.
 
     An optional cache receives these K/V as well. Models that share K/V between layers need a cache.
 
@@ -106,8 +106,8 @@ def forward(  # noqa: PLR0913 (arrays of one pass, then its options)
     places: PositionEncoding,
     cache: Any,
     *,
-    slots: Slots,
-    attention: Attention,
+    slots: TokenLayout,
+    attention: KVAccess,
     start: Depth,
     stop: Depth,
     others: Others | None = None,
@@ -224,8 +224,8 @@ def over_layers(  # noqa: PLR0913 (options, each named)
 
 def _run_layer(  # noqa: PLR0913 (arrays of one layer)
     decoder: Decoder,
-    slots: Slots,
-    attention: Attention,
+    slots: TokenLayout,
+    attention: KVAccess,
     places: Any,
     slot_places: Any,
     index: Any,
@@ -349,7 +349,7 @@ def project_states(  # noqa: PLR0913 (arrays of one segment)
       cache: K/V cache of all rows.
       x: frozen hidden states.
       places: position encoding of the tokens.
-      put: writes a layer's K/V: `Attention.write`, for instance of `write_at`.
+      put: writes a layer's K/V: `KVAccess.write`, for instance of `write_at`.
       start: first layer.
       stop: layer to stop before.
       layers: parameters per layer instead of a stack, see `split_layers`.
@@ -370,7 +370,7 @@ def project_states(  # noqa: PLR0913 (arrays of one segment)
 
 
 def write_at(at: dict[str, Any]) -> Callable[..., tuple[KVCache, None]]:
-    """Returns an `Attention.write` for given positions and rows of a cache."""
+    """Returns an `KVAccess.write` for given positions and rows of a cache."""
     batch, width = at["positions"].shape
 
     def put(cache: KVCache, index: Any, keys: jax.Array, values: jax.Array) -> tuple[KVCache, None]:

@@ -213,7 +213,7 @@ class MicroBatches:
 
 @dataclasses.dataclass(frozen=True)
 class _Blocks:
-    """`Slots` of `forward`: packed slots in blocks of two sizes; drops writes of unused slots."""
+    """`TokenLayout` of packed slots in blocks of two sizes; drops writes of unused slots."""
 
     token_of_slot: Int[Array, " slot"]
     total: Int[Array, ""]

@@ -38,7 +38,7 @@ from utio_jax.decoding.adaptive import Adaptive, Memory
 from utio_jax.decoding.base import DecodeContext
 from utio_jax.decoding.cached import (
     Attend,
-    Attention,
+    AttendOver,
     Block,
     CachedRows,
     RowCache,
@@ -296,7 +296,7 @@ def view_attention(
     runs: Bool[Array, "batch 1"],
     dense: Bool[Array, "batch 1"],
     shown: Int[Array, "batch slot"] | None = None,
-) -> Attention:
+) -> AttendOver:
     """Returns attention for `run_layers` in which only dense rows read their whole history."""
     runs &= block.valid
     dense &= runs
