@@ -74,7 +74,7 @@ def mixed(engine: Engine, asked: list[Asked]) -> dict[int, Any]:
 )
 def test_budgets_side_by_side_are_as_alone(options: Any, count_compiles: Any) -> None:
     model, mode = model64(), serving(**options)
-    asked, names = pool(18, seed=2), list(BUDGETS)
+    asked, names = pool(9, seed=2), list(BUDGETS)
     engine = engine_of(model, mode)
     engine.warmup()
     with count_compiles() as compiles:
