@@ -229,6 +229,21 @@ def test_strings_are_texts_and_paths_are_files(
     ("call", "message"),
     [
         (lambda model: model.generate("a", temperature=0.7), r"Say sampling=SamplingParams\(temp"),
+        (
+            lambda model: model.generate("a", policy=2),
+            r"Got policy. Say mode=Adaptive\(policy=...\)",
+        ),
+        (lambda model: model.stream("a", wings=1), "Known: .*prefill, logits_processor"),
+        (lambda model: model.chat([], wings=1), "Known: .*prefill, logits_processor"),
+        (
+            lambda model: FRONT.generate(model.decoder, model.params, [[1]], temperature=1),
+            r"of utio_jax.generate. Got temperature. Say sampling=SamplingParams\(temperature=1\)",
+        ),
+        (
+            lambda model: FRONT.generate(model.decoder, model.params, [[1]], budget=0.75),
+            r"Say mode=Adaptive\(policy=model.calibration.policy\('learned', 0.75\)\)",
+        ),
+        (lambda model: FRONT.Engine(model.decoder, slot=1), "utio_jax.Engine. .*mean slots?"),
         (lambda model: model.generate("a", max_tokens=3), "Got max_tokens. Say max_new_tokens"),
         (lambda model: next(model.stream("a", top_p=0.9)), "Got top_p. Say sampling=Sampl"),
         (lambda model: model.generate("a", stop_strings=["b"]), "Got stop_strings. Say stop"),

@@ -38,8 +38,9 @@ from utio_jax.core.lens import (
     with_config,
 )
 from utio_jax.core.terminal import note_compilation
-from utio_jax.decoding.base import Mode
+from utio_jax.decoding.base import LogitsProcessor, Mode
 from utio_jax.decoding.loop import check_prompts
+from utio_jax.decoding.prefill import Prefill
 from utio_jax.engine import Completion, Engine
 from utio_jax.evaluation.controls import load_controls
 from utio_jax.models import huggingface
@@ -232,7 +233,7 @@ class Model(Verbs):
         keys = read_header(self.folder).keys if self.folder.is_file() else None
         return find_template(self.folder, keys)
 
-    def chat(
+    def chat(  # noqa: PLR0913 (options, each named)
         self,
         messages: Messages,
         *,
@@ -242,6 +243,8 @@ class Model(Verbs):
         stop: str | Sequence[str] = (),
         seed: int = 0,
         variables: Mapping[str, Any] | None = None,
+        prefill: Prefill | None = None,
+        logits_processor: LogitsProcessor | None = None,
         **options: Any,
     ) -> Completion:
         """Returns the model's answer to messages, by its own chat template.
@@ -260,13 +263,14 @@ class Model(Verbs):
           stop: the answer ends before the first occurrence of any of these.
           seed: of the draws.
           variables: for the template.
+          prefill: see `utio_jax.Engine`.
+          logits_processor: see `utio_jax.Engine`.
           **options: of `utio_jax.Engine.submit`; `eos_ids` are by default the tokens that end a
-            turn. And `prefill` and `logits_processor` of `utio_jax.Engine`.
+            turn.
 
         Raises:
           ValueError: the model has no chat template, or see `render_chat` and `generate`.
         """
-        prefill, processor = (options.pop(name, None) for name in ("prefill", "logits_processor"))
         check_options("Model.chat", options, Engine.submit, Model.chat, instead=SHORTER)
         note_compilation()
         resolved = self.mode(mode, budget=budget)
@@ -274,9 +278,9 @@ class Model(Verbs):
         check_prompts([prompt], config=self.decoder.config, max_new_tokens=max_new_tokens)
         fitted = vars(self).get("calibration")
         weights = self.decoder, self.params, fitted
-        key = (*weights, mode, budget, prefill, processor)
+        key = (*weights, mode, budget, prefill, logits_processor)
         if self._chat is None or not all(map(_is_same, self._chat[0], key)):
-            engine = ChatEngine(self, resolved, prefill, logits_processor=processor)
+            engine = ChatEngine(self, resolved, prefill, logits_processor=logits_processor)
             self._chat = key, engine
         options = {"eos_ids": turn_ends(self), "stop_strings": stop, "seed": seed, **options}
         *_, last = self._chat[1].stream(prompt, max_new_tokens=max_new_tokens, **options)
