@@ -276,7 +276,11 @@ def test_strings_are_texts_and_paths_are_files(
         (lambda model: model.generate([[1.5]]), r"Wanted a list of texts. Got \[\[1.5\]\]"),
         (lambda model: model.score({"text": ["a"]}), "Got {'text'.*column of a data set"),
         (lambda model: model.score([{"text": "a"}]), "Got .*{'text'.*column of a data set"),
-        (lambda model: model.score([1, 2, 3]), "Wanted a list of texts. Got 1"),
+        (
+            lambda model: model.score([1, 2, 3]),
+            r"of texts. Got 1. .*for each text: \[\[0, 17, 4\]\]",
+        ),
+        (lambda model: load(""), "Wanted a model folder, .*Got ''"),
         (lambda model: model.evaluate(str(source("stat"))), "name of a file.*files=.*or a Path"),
         (lambda model: model.calibrate([str(source("stat"))]), "name of a file.*files="),
         (lambda model: model.generate("a", mode="fast"), "mode of 'plain', 'adaptive', 'lossless'"),
@@ -313,6 +317,9 @@ def test_scores_show_themselves(calibrated: Model) -> None:
     summary = f"2 texts, {count} predicted tokens: {result.quality.nll / count:.3f} nats each"
     assert repr(result) == result.summary()
     assert result.summary().startswith(f"{summary}, 2.0 of 4 layers")
+    assert (
+        calibrated.score(["a"]).summary() == "1 text, 0 predicted tokens: a text needs at least two"
+    )
     html = result._repr_html_()
     shown = re.sub("<[^>]*>", "", html.split("<pre", 1)[1].split("</pre>")[0].split(">", 1)[1])
     assert ("import os\n" * 9).endswith(shown)

@@ -330,7 +330,7 @@ def load(
         other: every missing, unexpected and mis-shaped tensor is named, and every option of the
         config that is not supported.
     """
-    if not isinstance(path_or_name, (str, Path)):
+    if not isinstance(path_or_name, (str, Path)) or not str(path_or_name):
         raise ValueError(
             f"Wanted a model folder, a GGUF file or a name, as {SHIPPED!r}. Got {path_or_name!r}."
         )
@@ -346,7 +346,7 @@ def load(
         folder = from_hub(str(path_or_name))
     if one_file:
         read = gguf_weights.load_file
-    elif is_huggingface(read_json(folder / "config.json", "a config")):
+    elif is_huggingface(_read_config(folder)):
         read = huggingface.load_folder
     else:
         read = _load_folder
@@ -359,6 +359,13 @@ def load(
     if lens is True:
         return model.with_lens(folder) if lens_file(folder).is_file() else model
     return model if lens is False else model.with_lens(lens)
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    """Returns a folder's `config.json`. Where there is none, the error names its GGUF files."""
+    files = ", ".join(map(str, sorted(folder.glob("*.gguf"))[:3]))
+    remedy = f"A GGUF file is loaded by its own path: {files}." if files else ""
+    return read_json(folder / "config.json", "a config", remedy=remedy)
 
 
 def _load_folder(

@@ -156,7 +156,8 @@ class ScoredTexts(TextScore):
         """Returns the number of scored tokens, their loss and their mean depth."""
         all_of, count = self.quality, len(self.documents)
         text = f"{count} text{'s' * (count != 1)}, {all_of.predicted:,} predicted tokens: "
-        text += f"{all_of.nll / max(all_of.predicted, 1):.3f} nats each"
+        mean = f"{all_of.nll / all_of.predicted:.3f} nats each" if all_of.predicted else ""
+        text += mean or "a text needs at least two"
         depths = np.concatenate([document.depths for document in self.documents])
         if depths.size:
             text += f", {depths.mean():.1f} of {self.model.decoder.config.num_layers} layers"
