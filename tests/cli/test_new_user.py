@@ -38,6 +38,7 @@ from utio_jax.decoding.generate import generate
 from utio_jax.decoding.text import generate_text
 from utio_jax.evaluation.ledger import Ledger
 from utio_jax.models import load
+from utio_jax.policies.depth import uniform
 from utio_jax.policies.signals import Position
 from utio_jax.policies.store import Calibration, Thresholds
 from utio_jax.staircase.score import score
@@ -546,6 +547,10 @@ def test_names_where_things_are_wanted_are_refused(tiny: Any, unchecked_shapes: 
     ids = tiny.tokens(2, 8)
     with pytest.raises(TypeError, match="Wanted a policy, such as uniform.*Got str 'learned'"):
         score(tiny.decoder, tiny.params, ids, jnp.asarray([8, 8]), "learned")  # type: ignore[arg-type]
-    for mode in ("lossless", Plain):
-        with pytest.raises(TypeError, match="Wanted a mode, such as Plain"):
+    for mode, message in (
+        ("lossless", "Got str 'lossless'"),
+        (Plain, r"Got the class Plain. Make one: Plain\("),
+        (uniform(2), r"Got a policy, .*Make a mode of it: Adaptive\("),
+    ):
+        with pytest.raises(TypeError, match=f"Wanted a mode, such as Plain.*{message}"):
             generate(tiny.decoder, tiny.params, [[1]], mode=mode, max_new_tokens=2)  # type: ignore[arg-type]

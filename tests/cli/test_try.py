@@ -4,7 +4,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +15,7 @@ from helpers.cli import json_and_stderr
 from helpers.folders import save_small_model
 from helpers.texts import source
 
+from utio_jax.cli import trial
 from utio_jax.cli.main import main
 from utio_jax.cli.trial import Tried, recommend
 from utio_jax.models import load
@@ -59,6 +63,30 @@ def test_what_is_not_faster_or_loses_much_is_left_out() -> None:
     )
 
 
+def test_rows_are_shown_as_soon_as_they_are_measured(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown = list[str]()
+
+    def measuring(what: str) -> Any:
+        def measure(*_: Any) -> list[Tried]:
+            shown.append(capsys.readouterr().err)
+            return [Tried(what=what, times=1.0)]
+
+        return measure
+
+    model = SimpleNamespace(folder=Path("small"))
+    monkeypatch.setattr(trial.Try, "load", lambda _: model)
+    monkeypatch.setattr(trial, "read_documents", lambda *_: ([], {"documents": 2}))
+    monkeypatch.setattr(trial, "_fitted", lambda _: [])
+    for name in ("_read", "_written", "_prompts"):
+        monkeypatch.setattr(trial, name, measuring(name))
+    trial.Try().run()
+    before = ("small, 2 documents", "in full"), ("_read",), ("_written",)
+    for text, expected in zip(shown, before, strict=True):
+        assert all(what in text for what in expected)
+
+
 def rows_of(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     """Returns what was tried, by what it is; the verdict stands on stderr."""
     result, shown = json_and_stderr(capsys)
@@ -67,7 +95,18 @@ def rows_of(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
 
 
 @pytest.mark.check
-def test_a_model_with_exits_is_tried(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_with_exits_is_tried(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bars = list[tuple[int, int]]()
+
+    @contextmanager
+    def counted(total: int, _: str) -> Iterator[Any]:
+        steps = list[int]()
+        yield lambda: steps.append(1)
+        bars.append((total, len(steps)))
+
+    monkeypatch.setattr(trial, "progress_bar", counted)
     folder = tmp_path / "model"
     folder.mkdir()
     save_small_model(folder)
@@ -80,15 +119,16 @@ def test_a_model_with_exits_is_tried(tmp_path: Path, capsys: pytest.CaptureFixtu
     ).save(folder)
     before = sorted(path.name for path in folder.iterdir())
     assert main(["try", *texts, "--model", str(folder)]) == 0
+    assert [total for total, _ in bars] == [steps for _, steps in bars]
     rows = rows_of(capsys)
     assert [*rows] == [
         "in full",
-        "writing: drafter exit",
-        "writing: drafter ngram",
-        "writing: budget 0.8",
         "reading: all to layer 1",
         "reading: all to layer 2",
         "reading: position@0.8",
+        "writing: drafter exit",
+        "writing: drafter ngram",
+        "writing: budget 0.8",
         "prompts: 56 tokens, most to layer 1",
     ]
     for what, row in rows.items():
@@ -111,7 +151,7 @@ def test_a_model_without_exits_is_tried(tmp_path: Path, capsys: pytest.CaptureFi
     assert main(["try", *texts, "--model", str(tmp_path)]) == 0
     assert [*rows_of(capsys)] == [
         "in full",
-        "writing: drafter ngram",
         "reading: the model names no exits",
+        "writing: drafter ngram",
         "prompts: no shallow way is known",
     ]

@@ -3,12 +3,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.models import Model
 
+from utio_jax import score, uniform
 from utio_jax.core.decoder import DecoderConfig, check_depths
 
 SIZES: dict[str, Any] = {
@@ -61,3 +67,41 @@ def test_depths_come_back_as_ints():
 def test_depths_that_are_no_staircase_are_named(depths):
     with pytest.raises(ValueError, match=r"Wanted strictly increasing depths of at least 1\. Got"):
         check_depths(depths)
+
+
+@dataclasses.dataclass(frozen=True)
+class Changed:
+    """A decoder, one function of which returns something else."""
+
+    decoder: Any
+    name: str
+    change: Callable[[Any], Any]
+
+    def __getattr__(self, name: str) -> Any:
+        function = getattr(self.decoder, name)
+        if name != self.name:
+            return function
+        return lambda *args: self.change(function(*args))
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        (
+            "layers",
+            lambda stack: jax.tree.map(lambda leaf: leaf[:3], stack),
+            "Wanted 4 layers of Changed.layers.*Got 3.",
+        ),
+        ("unembed", lambda x: x[..., :5], r"\[..., \d+\] of Changed.unembed.*Got shape \(\d+, 5\)"),
+        ("queries", lambda x: x.reshape(len(x), -1), "of Changed.queries, by the sizes"),
+        ("keys_values", lambda pair: [leaf[..., :1] for leaf in pair], "of Changed.keys_values"),
+        ("finish_layer", lambda x: (x, None), "of Changed.finish_layer.*Got tuple"),
+    ],
+)
+@pytest.mark.usefixtures("unchecked_shapes")
+def test_functions_that_do_not_fit_the_config_are_named(
+    tiny: Model, name: str, change: Callable[[Any], Any], message: str
+) -> None:
+    decoder: Any = Changed(tiny.decoder, name, change)
+    with pytest.raises(ValueError, match=message):
+        score(decoder, tiny.params, jnp.ones((1, 8), int), jnp.asarray([8]), uniform(4))

@@ -84,7 +84,10 @@ def test_a_save_that_is_killed_leaves_no_mixture(
         save(folder, changed, tiny.params)
     monkeypatch.undo()
     assert calls == ["model.safetensors", "config.json"]
-    with pytest.raises(ValueError, match="Wanted a config at .*There is none"):
+    with pytest.raises(ValueError, match="Wanted a config at .*There is none.$"):
+        load(folder)
+    (folder / "small.gguf").touch()
+    with pytest.raises(ValueError, match="There is none. A GGUF .* own path: .*small.gguf"):
         load(folder)
     save(folder, changed, tiny.params)
     assert load(folder).decoder == changed

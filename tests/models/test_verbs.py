@@ -229,6 +229,21 @@ def test_strings_are_texts_and_paths_are_files(
     ("call", "message"),
     [
         (lambda model: model.generate("a", temperature=0.7), r"Say sampling=SamplingParams\(temp"),
+        (
+            lambda model: model.generate("a", policy=2),
+            r"Got policy. Say mode=Adaptive\(policy=...\)",
+        ),
+        (lambda model: model.stream("a", wings=1), "Known: .*prefill, logits_processor"),
+        (lambda model: model.chat([], wings=1), "Known: .*prefill, logits_processor"),
+        (
+            lambda model: FRONT.generate(model.decoder, model.params, [[1]], temperature=1),
+            r"of utio_jax.generate. Got temperature. Say sampling=SamplingParams\(temperature=1\)",
+        ),
+        (
+            lambda model: FRONT.generate(model.decoder, model.params, [[1]], budget=0.75),
+            r"Say mode=Adaptive\(policy=model.calibration.policy\('learned', 0.75\)\)",
+        ),
+        (lambda model: FRONT.Engine(model.decoder, slot=1), "utio_jax.Engine. .*mean slots?"),
         (lambda model: model.generate("a", max_tokens=3), "Got max_tokens. Say max_new_tokens"),
         (lambda model: next(model.stream("a", top_p=0.9)), "Got top_p. Say sampling=Sampl"),
         (lambda model: model.generate("a", stop_strings=["b"]), "Got stop_strings. Say stop"),
@@ -261,7 +276,11 @@ def test_strings_are_texts_and_paths_are_files(
         (lambda model: model.generate([[1.5]]), r"Wanted a list of texts. Got \[\[1.5\]\]"),
         (lambda model: model.score({"text": ["a"]}), "Got {'text'.*column of a data set"),
         (lambda model: model.score([{"text": "a"}]), "Got .*{'text'.*column of a data set"),
-        (lambda model: model.score([1, 2, 3]), "Wanted a list of texts. Got 1"),
+        (
+            lambda model: model.score([1, 2, 3]),
+            r"of texts. Got 1. .*for each text: \[\[0, 17, 4\]\]",
+        ),
+        (lambda model: load(""), "Wanted a model folder, .*Got ''"),
         (lambda model: model.evaluate(str(source("stat"))), "name of a file.*files=.*or a Path"),
         (lambda model: model.calibrate([str(source("stat"))]), "name of a file.*files="),
         (lambda model: model.generate("a", mode="fast"), "mode of 'plain', 'adaptive', 'lossless'"),
@@ -298,6 +317,9 @@ def test_scores_show_themselves(calibrated: Model) -> None:
     summary = f"2 texts, {count} predicted tokens: {result.quality.nll / count:.3f} nats each"
     assert repr(result) == result.summary()
     assert result.summary().startswith(f"{summary}, 2.0 of 4 layers")
+    assert (
+        calibrated.score(["a"]).summary() == "1 text, 0 predicted tokens: a text needs at least two"
+    )
     html = result._repr_html_()
     shown = re.sub("<[^>]*>", "", html.split("<pre", 1)[1].split("</pre>")[0].split(">", 1)[1])
     assert ("import os\n" * 9).endswith(shown)

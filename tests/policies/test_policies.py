@@ -151,6 +151,10 @@ def test_thresholds_may_be_a_list():
     policy = Thresholded(signal=Entropy(), thresholds=some, depths=(1, 2, 4))
     assert policy.thresholds.shape == (2,)
     assert repr(policy).endswith("thresholds=float32[2], depths=(1, 2, 4))")
+    lone: Any = 0.7
+    policy = Thresholded(signal=Entropy(), thresholds=lone, depths=(1, 4))
+    with pytest.raises(ValueError, match=r"a threshold for each of depths=\(1, 4\).*shape \(\)"):
+        policy.start(jnp.ones((1, 2), int), jnp.zeros((1, 2), int))
 
 
 @laws_of(SIGNALS, quick=FEW)

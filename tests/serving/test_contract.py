@@ -165,6 +165,9 @@ def test_sizes_and_kinds_of_bodies(server: Running) -> None:
     for kind in ("text/plain", "application/x-www-form-urlencoded", ""):
         result = server.ask("/v1/completions", with_(), headers={"Content-Type": kind})
         assert (result.status, "application/json" in result.error["message"]) == (400, True)
+        assert "Got a body of another type." in result.error["message"]
+    for sent, got in ((b"[1]", "JSON's list"), (b"", "nothing")):
+        assert f"Got {got}." in server.ask("/v1/completions", sent).error["message"]
     for _ in range(3):
         large = server.ask("/v1/completions", with_(user="x" * 10_000_000))
         assert (large.status, large.error["code"]) == (413, "request_too_large")

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import Any, ClassVar
@@ -29,6 +29,7 @@ from utio_jax.policies.store import DEFAULT_BUDGET
 _ROWS, _WIDTH, _BATCHES = 4, 256, 2
 _LONG = 512
 _MOST_EXITS = 3
+_WIDEST = 50  # Of the table's first column.
 
 FASTER = 1.05  # Below, it might be noise.
 MAX_LOSS_INCREASE_PCT = 1.0  # Of a way that pays.
@@ -99,22 +100,17 @@ class Try(OfModel):
     def run(self) -> dict[str, Any]:
         """Runs the command and returns its JSON."""
         from rich.console import Console
-        from rich.table import Table
 
+        show = partial(Console(stderr=True, highlight=False).print, markup=False, soft_wrap=True)
         model = self.load()
         documents, described = read_documents(model, self.files, None, "test")
         fitted = _fitted(model)
-        read = _read(model, documents, fitted)
-        full = Tried(what="in full", times=1.0, loss_pct=0.0, same=1.0)
-        written = _written(model, documents, fitted, read)
-        rows = [full, *written, *read, *_prompts(model, documents)]
-        title = f"{model.folder.name}, {described['documents']} documents"
-        table = Table(title=title, title_justify="left", box=None, pad_edge=False)
-        for name in ("", "time", "loss", "same tokens", "how"):
-            table.add_column(name, justify="left" if name in ("", "how") else "right")
-        for row in rows:
-            table.add_row(*row.cells(), style="bold green" if row.pays else None)
-        Console(stderr=True, width=118).print(table)
+        show(f"{model.folder.name}, {described['documents']} documents", style="italic")
+        show(_line("", "time", "loss", "same tokens", "how"), style="bold")
+        rows = list[Tried]()
+        for row in _measured(model, documents, fitted):
+            show(_line(*row.cells()), style="bold green" if row.pays else None)
+            rows.append(row)
         verdict = recommend(rows, self.model)
         print(verdict, file=sys.stderr)
         return {
@@ -122,6 +118,11 @@ class Try(OfModel):
             "rows": [dataclasses.asdict(row) | {"pays": row.pays} for row in rows],
             "verdict": verdict,
         }
+
+
+def _line(what: str, times: str, loss: str, same: str, how: str) -> str:
+    """Returns a line of the table, whose columns are wide enough for every row."""
+    return f"{what:<{_WIDEST}}  {times:>6}  {loss:>9}  {same:>11}  {how}".rstrip()
 
 
 def fastest_commands(rows: Sequence[Tried], model: str) -> list[str]:
@@ -165,6 +166,15 @@ def _fitted(model: Any) -> list[Method]:
     budget = min(known, key=lambda value: abs(value - DEFAULT_BUDGET))
     policy = model.calibration.policy("learned", budget)
     return [Method(label=f"{policy.name}@{budget:g}", policy=policy, budget=budget)]
+
+
+def _measured(model: Any, documents: Any, fitted: Sequence[Method]) -> Iterator[Tried]:
+    """Yields the rows, those of a purpose as soon as they are measured: all take minutes."""
+    yield Tried(what="in full", times=1.0, loss_pct=0.0, same=1.0)
+    read = _read(model, documents, fitted)
+    yield from read
+    yield from _written(model, documents, fitted, read)
+    yield from _prompts(model, documents)
 
 
 def _read(model: Any, documents: Any, fitted: Sequence[Method]) -> list[Tried]:
@@ -215,7 +225,9 @@ def read_full_rows(
     read = full_rows(
         documents, rows=rows, width=width, batches=batches, vocab_size=config.vocab_size
     )
-    with progress_bar(None, f"Reading {len(read) * rows * width:,} tokens") as step:
+    measured = sum(method.policy is not None for method in methods)
+    steps = measured * len(read) + (measured + 1) * (rounds + 1)
+    with progress_bar(steps, f"Reading {len(read) * rows * width:,} tokens") as step:
         return measure_policies(
             model.decoder, model.params, read, methods, rounds=rounds, progress=step
         )

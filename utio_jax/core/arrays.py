@@ -13,7 +13,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array, Float, Int
 
-from utio_jax.core.decoder import Decoder, Params
+from utio_jax.core.decoder import Decoder, Params, logits_of
 from utio_jax.core.platform import here
 
 
@@ -87,7 +87,7 @@ def map_head(
     """Returns `function(logits, *arrays)` of states, `[slot, ...]` each, in blocks of logits."""
 
     def block(x: jax.Array, *arrays: jax.Array) -> Any:
-        return function(decoder.unembed(params, x).astype(jnp.float32), *arrays)
+        return function(logits_of(decoder, params, x), *arrays)
 
     total = x.shape[0]
     count, size = head_blocks(total)

@@ -13,15 +13,20 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def takes_decoder(instead: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Returns a decorator for functions with a parameter `decoder`: it checks that argument.
+def takes_decoder(
+    instead: str, *, options: Mapping[str, str] | None = None
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Returns a decorator for functions with a parameter `decoder`: it checks that and the options.
 
-    The check comes before Python counts the arguments. The error of a call with a loaded model
-    names `instead`, the call that takes one.
+    The checks come before Python counts the arguments. The error of a call with a loaded model
+    names `instead`, the call that takes one; that of an unknown option what `options` has for it,
+    see `check_options`.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
-        place = [*inspect.signature(function).parameters].index("decoder")
+        parameters = [*inspect.signature(function).parameters]
+        place = parameters.index("decoder")
+        name = f"utio_jax.{function.__qualname__.removesuffix('.__init__')}"
 
         @functools.wraps(function)
         def checked(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -32,6 +37,8 @@ def takes_decoder(instead: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
                     f"{type(decoder).__name__}. Of a loaded model: model.decoder, model.params. "
                     f"Or call {instead}."
                 )
+            unknown = {key: value for key, value in kwargs.items() if key not in parameters}
+            check_options(name, unknown, function, instead=options)
             return function(*args, **kwargs)
 
         return checked
@@ -51,7 +58,7 @@ def check_options(
       name: name of the call, for errors.
       options: options by name.
       *functions: functions that take the options.
-      instead: what to write for options that have another name here.
+      instead: what to write for options that have another name here; `{}` is the option's value.
 
     Raises:
       TypeError: an unknown option; the message names the closest known ones.
@@ -62,10 +69,11 @@ def check_options(
         for parameter in inspect.signature(function).parameters.values()
         if parameter.kind is parameter.KEYWORD_ONLY and parameter.name not in (instead or ())
     }
-    for option in options:
+    for option, value in options.items():
         if option in known:
             continue
         names = {**{option: option for option in known}, **(instead or {})}
+        names = {key: text.replace("{}", f"{value!r:.40}") for key, text in names.items()}
         near = difflib.get_close_matches(option, names, n=2)
         remedy = f"Did you mean {' or '.join(names[name] for name in near)}?"
         remedy = remedy if near else f"Known: {', '.join(known)}."

@@ -356,6 +356,31 @@ class Decoder(Protocol):
         ...
 
 
+def checked(decoder: Decoder, name: str, output: Any, *sizes: int) -> jax.Array:
+    """Returns what a function of the decoder returned, with its last axes checked.
+
+    Shapes are known while a program is traced: checks cost nothing when it runs.
+
+    Raises:
+      ValueError: it is no array, or its last axes differ from `sizes`, those of the config.
+    """
+    shape = getattr(output, "shape", None)
+    if shape is None or shape[-len(sizes) :] != sizes:
+        axes = ", ".join(map(str, sizes))
+        got = type(output).__name__ if shape is None else f"shape {tuple(shape)}"
+        raise ValueError(
+            f"Wanted an array [..., {axes}] of {type(decoder).__name__}.{name}, by the sizes of "
+            f"its config. Got {got}."
+        )
+    return output
+
+
+def logits_of(decoder: Decoder, params: Params, x: Float[Array, "*lead dim"]) -> jax.Array:
+    """Returns the float32 logits of states, see `checked`."""
+    logits = checked(decoder, "unembed", decoder.unembed(params, x), decoder.config.vocab_size)
+    return logits.astype(jnp.float32)
+
+
 @runtime_checkable
 class Mixes(Decoder, Protocol):
     """A decoder whose layers mix tokens by other means than softmax attention.

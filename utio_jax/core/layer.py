@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from utio_jax.core.decoder import Decoder, LayerParams, Params, PositionEncoding
+from utio_jax.core.decoder import Decoder, LayerParams, Params, PositionEncoding, checked
 from utio_jax.core.platform import here
 
 Depth = int | Int[Array, ""]
@@ -31,8 +31,21 @@ def layer_at(decoder: Decoder, params: Params, index: int | jax.Array) -> LayerP
     """
     return jax.tree.map(
         lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False),
-        decoder.layers(params),
+        _stack_of(decoder, params),
     )
+
+
+def _stack_of(decoder: Decoder, params: Params) -> LayerParams:
+    """Returns the stacked layers. Raises ValueError if there are fewer than the config's."""
+    stack, count = decoder.layers(params), decoder.config.stack_layers
+    # Layers that read the K/V of others have none to project; an index beyond a leaf reads its end.
+    stacked = max((jnp.shape(leaf)[:1] for leaf in jax.tree.leaves(stack)), default=(count,))
+    if stacked < (count,):
+        raise ValueError(
+            f"Wanted {count} layers of {type(decoder).__name__}.layers, stacked along the first "
+            f"axis of its leaves. Got {stacked[0] if stacked else 'leaves without axes'}."
+        )
+    return stack
 
 
 def split_layers(decoder: Decoder, params: Params) -> tuple[LayerParams, ...] | None:
@@ -43,7 +56,7 @@ def split_layers(decoder: Decoder, params: Params) -> tuple[LayerParams, ...] | 
     the stack is. None if the stack is read in place (TPU), is spread over devices, or is small.
     Also None if the copy would take more than half of the device's free memory.
     """
-    stack = decoder.layers(params)
+    stack = _stack_of(decoder, params)
     leaves = [leaf for leaf in jax.tree.leaves(stack) if isinstance(leaf, jax.Array)]
     count = decoder.config.stack_layers
     own = {id(leaf) for leaf in jax.tree.leaves(params)}
@@ -84,6 +97,10 @@ def keys_values_of(
     in float16, would reach the tokens before it through a mask that hides it. So values that are
     not finite become 0, and their keys NaN: what sees the token gets NaN, as it should be.
     """
-    keys, values = decoder.keys_values(layer, x, places)
+    heads = decoder.config.num_kv_heads, decoder.config.head_dim
+    keys, values = (
+        checked(decoder, "keys_values", part, *heads)
+        for part in decoder.keys_values(layer, x, places)
+    )
     finite = jnp.all(jnp.isfinite(values), axis=-1, keepdims=True)
     return jnp.where(finite, keys, jnp.nan), jnp.where(finite, values, 0)

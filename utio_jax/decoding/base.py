@@ -152,9 +152,13 @@ def check_mode(mode: Mode, decoder: Decoder) -> None:
       ValueError: the mode does not fit the model.
     """
     if not isinstance(mode, Mode):
+        got = f"{type(mode).__name__} {mode!r:.80}."
+        if isinstance(mode, type):
+            got = f"the class {mode.__name__}. Make one: {mode.__name__}(...)."
+        elif isinstance(mode, Policy):
+            got = f"a policy, {type(mode).__name__}. Make a mode of it: Adaptive(policy=...)."
         raise TypeError(
-            "Wanted a mode, such as Plain(), Adaptive(policy=...) or Lossless(exit=...). Got "
-            f"{type(mode).__name__} {mode!r:.80}."
+            f"Wanted a mode, such as Plain(), Adaptive(policy=...) or Lossless(exit=...). Got {got}"
         )
     mode.check(decoder)
 

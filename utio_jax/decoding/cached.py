@@ -25,7 +25,7 @@ from jaxtyping import Array, Bool, Float, Int
 from utio_jax.attention.cache import KVCache, read
 from utio_jax.attention.mixing import mix_apart, mixer_at
 from utio_jax.core.arrays import flat
-from utio_jax.core.decoder import Decoder, LayerParams, Params, PositionEncoding
+from utio_jax.core.decoder import Decoder, LayerParams, Params, PositionEncoding, logits_of
 from utio_jax.core.layer import Depth
 from utio_jax.core.pytrees import pytree
 from utio_jax.core.work import Work
@@ -213,7 +213,7 @@ def decode_step(
         width=width or cache.num_slots,
         layers=layers,
     )
-    return decoder.unembed(params, x[:, 0]).astype(jnp.float32), cache
+    return logits_of(decoder, params, x[:, 0]), cache
 
 
 @pytree

@@ -39,19 +39,26 @@ from utio_jax.decoding.state import (
 )
 
 INSTEAD = {
-    "temperature": "sampling=SamplingParams(temperature=0.7)",
-    "top_p": "sampling=SamplingParams(temperature=1, top_p=0.9)",
-    "top_k": "sampling=SamplingParams(temperature=1, top_k=40)",
-    "min_p": "sampling=SamplingParams(temperature=1, min_p=0.1)",
+    "temperature": "sampling=SamplingParams(temperature={})",
+    "top_p": "sampling=SamplingParams(temperature=1, top_p={})",
+    "top_k": "sampling=SamplingParams(temperature=1, top_k={})",
+    "min_p": "sampling=SamplingParams(temperature=1, min_p={})",
+    "do_sample": "sampling=SamplingParams(temperature=1)",
     "max_tokens": "max_new_tokens",
     "max_length": "max_new_tokens",
 }
 """Options of other libraries, and those of `generate` in their place."""
 
+_OF_GENERATE = {
+    **INSTEAD,
+    "policy": "mode=Adaptive(policy=...)",
+    "budget": "mode=Adaptive(policy=model.calibration.policy('learned', {}))",
+}
+
 
 def check_generate_options(options: Mapping[str, Any]) -> None:
     """Raises TypeError for an option that `generate` lacks, with its name in this library."""
-    check_options("utio_jax.generate", options, generate, instead=INSTEAD)
+    check_options("utio_jax.generate", options, generate, instead=_OF_GENERATE)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -128,7 +135,7 @@ _OF_ALL_ROWS = (
 )
 
 
-@takes_decoder("model.generate(prompts)")
+@takes_decoder("model.generate(prompts)", options=_OF_GENERATE)
 def generate(  # noqa: PLR0913 (options, each named)
     decoder: Decoder,
     params: Params,

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int, UInt32
 
 from utio_jax.attention.cache import KVCache, init_cache, key_widths
-from utio_jax.core.decoder import Decoder, DecoderConfig, Params, is_integer
+from utio_jax.core.decoder import Decoder, DecoderConfig, Params, is_integer, logits_of
 from utio_jax.core.documents import check_ids
 from utio_jax.core.layer import split_layers
 from utio_jax.core.rows import Rows, check_mesh, over_rows, place
@@ -231,7 +231,7 @@ def read_prompts(
             decoder, params, cache, x, block, start=0, stop=decoder.config.num_layers, width=width
         )
     last = jax.vmap(lambda row, length: row[length - 1])(x, lengths)
-    return decoder.unembed(params, last).astype(jnp.float32), cache
+    return logits_of(decoder, params, last), cache
 
 
 def first_tokens(

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from utio_jax.attention.cache import KVCache
-from utio_jax.core.decoder import Decoder, Params
+from utio_jax.core.decoder import Decoder, Params, logits_of
 from utio_jax.core.platform import here
 from utio_jax.core.pytrees import pytree, static
 from utio_jax.decoding.state import PromptPass
@@ -156,7 +156,7 @@ class Prefill:
                 keys_values = jnp.asarray(work.keys_values).at[-1].add(projected * token_ids.size)
                 work = dataclasses.replace(work, keys_values=keys_values)
         last = jax.vmap(lambda row, length: row[length - 1])(result.x, lengths)
-        logits = decoder.unembed(params, last).astype(jnp.float32)
+        logits = logits_of(decoder, params, last)
         spread = lambda leaf: jnp.broadcast_to(leaf, (lengths.shape[0], *leaf.shape))  # noqa: E731
         done = PromptPass(depths=result.depths, work=jax.tree.map(spread, work))
         return logits, cache, done

@@ -39,8 +39,9 @@ from utio_jax.core.lens import (
     with_config,
 )
 from utio_jax.core.terminal import note_compilation
-from utio_jax.decoding.base import Mode
+from utio_jax.decoding.base import LogitsProcessor, Mode
 from utio_jax.decoding.loop import check_prompts
+from utio_jax.decoding.prefill import Prefill
 from utio_jax.engine import Completion, Engine
 from utio_jax.evaluation.controls import load_controls
 from utio_jax.models import huggingface
@@ -238,7 +239,7 @@ class Model(Verbs):
         keys = read_header(self.folder).keys if self.folder.is_file() else None
         return find_template(self.folder, keys)
 
-    def chat(
+    def chat(  # noqa: PLR0913 (options, each named)
         self,
         messages: Messages,
         *,
@@ -248,6 +249,8 @@ class Model(Verbs):
         stop: str | Sequence[str] = (),
         seed: int = 0,
         variables: Mapping[str, Any] | None = None,
+        prefill: Prefill | None = None,
+        logits_processor: LogitsProcessor | None = None,
         **options: Any,
     ) -> Completion:
         """Returns the model's answer to messages, by its own chat template.
@@ -266,13 +269,14 @@ class Model(Verbs):
           stop: the answer ends before the first occurrence of any of these.
           seed: of the draws.
           variables: for the template.
+          prefill: see `utio_jax.Engine`.
+          logits_processor: see `utio_jax.Engine`.
           **options: of `utio_jax.Engine.submit`; `eos_ids` are by default the tokens that end a
-            turn. And `prefill` and `logits_processor` of `utio_jax.Engine`.
+            turn.
 
         Raises:
           ValueError: the model has no chat template, or see `render_chat` and `generate`.
         """
-        prefill, processor = (options.pop(name, None) for name in ("prefill", "logits_processor"))
         check_options("Model.chat", options, Engine.submit, Model.chat, instead=SHORTER)
         note_compilation()
         resolved = self.mode(mode, budget=budget)
@@ -280,9 +284,9 @@ class Model(Verbs):
         check_prompts([prompt], config=self.decoder.config, max_new_tokens=max_new_tokens)
         fitted = vars(self).get("calibration")
         weights = self.decoder, self.params, fitted
-        key = (*weights, mode, budget, prefill, processor)
+        key = (*weights, mode, budget, prefill, logits_processor)
         if self._chat is None or not all(map(_is_same, self._chat[0], key)):
-            engine = ChatEngine(self, resolved, prefill, logits_processor=processor)
+            engine = ChatEngine(self, resolved, prefill, logits_processor=logits_processor)
             self._chat = key, engine
         options = {"eos_ids": turn_ends(self), "stop_strings": stop, "seed": seed, **options}
         *_, last = self._chat[1].stream(prompt, max_new_tokens=max_new_tokens, **options)
@@ -332,7 +336,7 @@ def load(
         other: every missing, unexpected and mis-shaped tensor is named, and every option of the
         config that is not supported.
     """
-    if not isinstance(path_or_name, (str, Path)):
+    if not isinstance(path_or_name, (str, Path)) or not str(path_or_name):
         raise ValueError(
             f"Wanted a model folder, a GGUF file or a name, as {SHIPPED!r}. Got {path_or_name!r}."
         )
@@ -348,7 +352,7 @@ def load(
         folder = from_hub(str(path_or_name))
     if one_file:
         read = gguf_weights.load_file
-    elif is_huggingface(read_json(folder / "config.json", "a config")):
+    elif is_huggingface(_read_config(folder)):
         read = huggingface.load_folder
     else:
         read = _load_folder
@@ -361,6 +365,13 @@ def load(
     if lens is True:
         return model.with_lens(folder) if lens_file(folder).is_file() else model
     return model if lens is False else model.with_lens(lens)
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    """Returns a folder's `config.json`. Where there is none, the error names its GGUF files."""
+    files = ", ".join(map(str, sorted(folder.glob("*.gguf"))[:3]))
+    remedy = f"A GGUF file is loaded by its own path: {files}." if files else ""
+    return read_json(folder / "config.json", "a config", remedy=remedy)
 
 
 def _load_folder(

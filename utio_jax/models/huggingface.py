@@ -28,9 +28,9 @@ _HEADS = ("lm_head.", "language_model.lm_head.")
 _NOT_PARAMETERS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", ".position_ids")
 
 
-def read_json(file: Path, what: str) -> dict[str, Any]:
+def read_json(file: Path, what: str, *, remedy: str = "") -> dict[str, Any]:
     """Reads a JSON object. Raises ValueError if the file is missing or holds something else."""
-    content = load_json(file, what)
+    content = load_json(file, what, remedy=remedy)
     if not isinstance(content, dict):
         raise ValueError(f"Wanted {what} at {file}. Got a JSON {type(content).__name__}.")
     return content

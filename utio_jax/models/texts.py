@@ -94,7 +94,8 @@ def read_sources(texts: Texts, files: Files = (), *, names_are_texts: bool = Fal
         got = texts if len(sources) == 1 else wrong
         raise ValueError(
             f"Wanted a list of texts. Got {got!r:.60}. For example: ['Once upon a'], "
-            "files=['story.txt'], or the column of a data set: dataset['text']."
+            "files=['story.txt'], the column of a data set: dataset['text'], or token ids, a list "
+            "for each text: [[0, 17, 4]]."
         )
     if named := [source for source in sources if isinstance(source, str) and names_file(source)]:
         message = (

@@ -31,10 +31,11 @@ from utio_jax.core.html import depth_html, table_html
 from utio_jax.core.lens import Lensed, lens_file, save_lens, with_config
 from utio_jax.core.terminal import note_compilation
 from utio_jax.decoding.adaptive import Adaptive
-from utio_jax.decoding.base import Mode, Plain
+from utio_jax.decoding.base import LogitsProcessor, Mode, Plain
 from utio_jax.decoding.generate import INSTEAD, generate
 from utio_jax.decoding.loop import Lengths, check_prompts, round_up
 from utio_jax.decoding.lossless import lossless_for
+from utio_jax.decoding.prefill import Prefill
 from utio_jax.decoding.sampling import SamplingParams
 from utio_jax.decoding.text import (
     GeneratedText,
@@ -155,7 +156,8 @@ class ScoredTexts(TextScore):
         """Returns the number of scored tokens, their loss and their mean depth."""
         all_of, count = self.quality, len(self.documents)
         text = f"{count} text{'s' * (count != 1)}, {all_of.predicted:,} predicted tokens: "
-        text += f"{all_of.nll / max(all_of.predicted, 1):.3f} nats each"
+        mean = f"{all_of.nll / all_of.predicted:.3f} nats each" if all_of.predicted else ""
+        text += mean or "a text needs at least two"
         depths = np.concatenate([document.depths for document in self.documents])
         if depths.size:
             text += f", {depths.mean():.1f} of {self.model.decoder.config.num_layers} layers"
@@ -267,7 +269,8 @@ class Verbs:
         Raises:
           ValueError: see `utio_jax.generate`, and `mode`.
         """
-        check_options("Model.generate", options, generate, Verbs.generate, instead=SHORTER)
+        instead = {**SHORTER, "policy": "mode=Adaptive(policy=...)"}
+        check_options("Model.generate", options, generate, Verbs.generate, instead=instead)
         options |= {"max_new_tokens": max_new_tokens, "sampling": sampling, "max_batch": max_batch}
         prompts = _encoded(self, read_sources(prompts, files, names_are_texts=True))
         asked = _asked(self, prompts, mode, budget, prompt_budget, options)
@@ -287,6 +290,8 @@ class Verbs:
         prompt_budget: float | None = None,
         max_batch: int = 64,
         steps: int = 4,
+        prefill: Prefill | None = None,
+        logits_processor: LogitsProcessor | None = None,
         **options: Any,
     ) -> Iterator[Event]:
         """Yields the tokens and the text of `generate` as they come, by an `utio_jax.Engine`.
@@ -309,19 +314,18 @@ class Verbs:
           prompt_budget: see `generate`.
           max_batch: number of prompts that run at once.
           steps: decode steps between two events of a prompt.
-          **options: of `utio_jax.Engine.submit`, for all prompts; `prefill` and `logits_processor`
-            of `utio_jax.Engine`.
+          prefill: see `utio_jax.Engine`.
+          logits_processor: see `utio_jax.Engine`.
+          **options: of `utio_jax.Engine.submit`, for all prompts.
 
         Raises:
           ValueError: see `generate`.
         """
-        own = {name: options.pop(name, None) for name in ("prefill", "logits_processor")}
         check_options("Model.stream", options, Engine.submit, Verbs.stream, instead=SHORTER)
         sources = read_sources(prompts, files, names_are_texts=True)
-        options |= {"max_new_tokens": max_new_tokens, "prefill": own.pop("prefill")}
+        options |= {"max_new_tokens": max_new_tokens, "prefill": prefill}
         asked = _asked(self, _encoded(self, sources), mode, budget, prompt_budget, options)
         rows, chosen = asked.pop("prompts"), asked.pop("mode")
-        own["prefill"] = asked.pop("prefill")
         check_prompts(rows, config=self.decoder.config, max_new_tokens=max_new_tokens)
         drawn = [sampling] * len(rows) if isinstance(sampling, SamplingParams) else sampling
         requests = [*zip(rows, stops_of_texts(stop, len(rows)), drawn, strict=True)]
@@ -331,7 +335,8 @@ class Verbs:
             capacity=capacity_for(rows, max_new_tokens, chosen),
             mode=chosen,
             steps=steps,
-            **own,
+            prefill=asked.pop("prefill"),
+            logits_processor=logits_processor,
         )
         for index, (ids, strings, how) in enumerate(requests):
             of_prompt: Any = {"stop_strings": strings, "sampling": how, "seed": seed + index}

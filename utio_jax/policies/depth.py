@@ -58,10 +58,11 @@ class Thresholded:
         return self.signal.causal
 
     def start(self, token_ids: Inputs, positions: Int[Array, "batch token"]) -> Any:
-        if self.thresholds.shape[:1] != (len(self.depths) - 1,):
+        shape = jnp.shape(self.thresholds)
+        if shape[:1] != (len(self.depths) - 1,):
             raise ValueError(
                 f"Wanted a threshold for each of depths={self.depths} but the last. "
-                f"Got thresholds of shape {self.thresholds.shape}."
+                f"Got thresholds of shape {shape}."
             )
         return self.signal.start(token_ids, positions)
 

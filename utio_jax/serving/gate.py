@@ -111,7 +111,11 @@ def _invalid(errors: Any) -> ApiError:
     if first["type"] == "json_invalid":
         return ApiError(400, f"Wanted a body in JSON. {first['ctx']['error']}.")
     if first["loc"] == ("body",):
-        return ApiError(400, "Wanted a JSON object as body, and Content-Type: application/json.")
+        body = first.get("input")
+        got = "nothing" if body is None else f"JSON's {type(body).__name__}"
+        got = "a body of another type" if isinstance(body, (bytes, str)) else got
+        message = "Wanted a JSON object as body, and Content-Type: application/json."
+        return ApiError(400, f"{message} Got {got}.")
     # Names may be the client's own, and as long as its body.
     place = [str(part)[:80] for part in first["loc"][1:9]]
     place = [part for part in place if not _KIND.match(part)]

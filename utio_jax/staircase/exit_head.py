@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from utio_jax.core.arrays import flat, map_head
-from utio_jax.core.decoder import Decoder, Params, apply_exit_lens, has_exit_lens
+from utio_jax.core.decoder import Decoder, Params, apply_exit_lens, has_exit_lens, logits_of
 from utio_jax.core.work import Work
 from utio_jax.policies.base import Boundary
 from utio_jax.staircase.base import Executor, Tokens
@@ -46,7 +46,7 @@ class Model:
 
         def head(x: jax.Array, *arrays: jax.Array) -> Any:
             if self.executor.keeps_logits:
-                return function(self.decoder.unembed(self.params, x).astype(jnp.float32), *arrays)
+                return function(logits_of(self.decoder, self.params, x), *arrays)
             return map_head(self.decoder, self.params, function, x, *arrays)
 
         return self.executor.map_slots(slots, head, *arrays)

@@ -35,7 +35,14 @@ from jaxtyping import Array, Bool, Float, Int
 
 from utio_jax.attention.cache import KVCache, read, write, write_prompt
 from utio_jax.core.arrays import flat
-from utio_jax.core.decoder import Decoder, DecoderConfig, LayerParams, Params, PositionEncoding
+from utio_jax.core.decoder import (
+    Decoder,
+    DecoderConfig,
+    LayerParams,
+    Params,
+    PositionEncoding,
+    checked,
+)
 from utio_jax.core.layer import Depth, keys_values_of, layer_at
 from utio_jax.staircase.base import KVAccess, Sources, TokenLayout
 
@@ -244,6 +251,7 @@ def _run_layer(  # noqa: PLR0913 (arrays of one layer)
     states, packed, queries = carry
     source = slots.pack(states) if packed is None else packed
     alone = others is not None and seen is None
+    heads = decoder.config.num_heads, decoder.config.head_dim
     keys_values: Any = ()
     if others is not None and alone:
         keys_values = others(layer, index)
@@ -253,7 +261,8 @@ def _run_layer(  # noqa: PLR0913 (arrays of one layer)
     def project(start: Any, size: Any, carry: Any) -> Any:
         queries, *keys_values = carry
         block, at = _block(source, start, size), _block(slot_places, start, size)
-        queries = _put_block(queries, decoder.queries(layer, block, at), start)
+        asked = checked(decoder, "queries", decoder.queries(layer, block, at), *heads)
+        queries = _put_block(queries, asked, start)
         if alone:
             made = keys_values_of(decoder, layer, block, at)
             keys_values = [
@@ -273,6 +282,7 @@ def _run_layer(  # noqa: PLR0913 (arrays of one layer)
         block = source if packed is None else packed
         block, mixed = _block(block, start, size), _block(attended, start, size)
         new = decoder.finish_layer(layer, block, mixed)
+        new = checked(decoder, "finish_layer", new, decoder.config.embed_dim)
         states = slots.put(states, new, start, size)
         return states, None if packed is None else _put_block(packed, new, start)
 
