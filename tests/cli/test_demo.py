@@ -34,10 +34,6 @@ WRITTEN: list[dict[str, Any]] = [
         ("lossless", 1, 1.44, 1.0),
         ("ngram", 1, 1.2, 1.0),
         ("adaptive", 1, 2.5, 0.98),
-        ("plain", 8, 1.0, 1.0),
-        ("lossless", 8, 1.07, 1.0),
-        ("ngram", 8, 0.9, 1.0),
-        ("adaptive", 8, 1.6, 0.97),
     )
 ]
 PROMPT = {
@@ -65,7 +61,6 @@ def test_writing_and_prompts_are_a_line_each() -> None:
     assert sentences(WRITTEN, PROMPT) == [
         "Prompt of 448 tokens, most of them 8 layers deep: first token 1.73x as fast, loss after "
         "it +0.00 %.",
-        "Writing 1 text: lossless 1.44x, the same tokens; adaptive 2.50x, 98% the same.",
-        "Writing 8 texts: lossless 1.07x, the same tokens; adaptive 1.60x, 97% the same.",
+        "Writing: lossless 1.44x, the same tokens; adaptive 2.50x, 98% the same.",
     ]
-    assert len(sentences(WRITTEN, None)) == 2
+    assert len(sentences(WRITTEN, None)) == 1

@@ -86,14 +86,11 @@ class Demo:
                 model, documents, width=width, count=_PROMPTS, rounds=3 * self.rounds
             )
         adaptive = {"adaptive": model.calibration.policy("learned", budget)}
-        written = write_middles(
-            model, documents, adaptive, sizes=(1, 8), rounds=min(self.rounds, 3)
-        )
+        written = write_middles(model, documents, adaptive, rounds=min(self.rounds, 3))
         generation = [
-            {"mode": name, "batch": size, **timed.to_dict()}
+            {"mode": name, "batch": 1, **timed.to_dict()}
             | ({"budget": budget} if name == "adaptive" else {})
-            for size, measured in written.items()
-            for name, timed in measured.items()
+            for name, timed in written.items()
         ]
         for line in sentences(generation, prompt):
             console.print(line)
@@ -113,7 +110,7 @@ class Demo:
         # A function that Python programmers have read, of the test split, unless there is a file.
         text = read_files([self.files[0] if self.files else functools.__file__])[0].text
         draw_depths(model, text[max(0, text.find("def lru_cache")) :], budget, depths)
-        tried = tried_writing({mode: written[1][mode] for mode in _DRAFTERS if mode in written[1]})
+        tried = tried_writing({mode: written[mode] for mode in _DRAFTERS if mode in written})
         tried += [
             Tried(
                 what="reading",
@@ -211,14 +208,13 @@ def sentences(generation: Sequence[dict[str, Any]], prompt: dict[str, Any] | Non
             f"deep: first token {prompt['speedup']:.2f}x as fast, loss after it "
             f"{prompt['nll_increase_pct']:+.2f} %."
         )
-    for size in dict.fromkeys(row["batch"] for row in generation):
-        modes = {row["mode"]: row for row in generation if row["batch"] == size}
-        lossless = max(row["speedup"] for name, row in modes.items() if name in _DRAFTERS)
-        lines.append(
-            f"Writing {size} text{'s' * (size > 1)}: lossless {lossless:.2f}x, the same tokens; "
-            f"adaptive {modes['adaptive']['speedup']:.2f}x, "
-            f"{modes['adaptive']['agreement']:.0%} the same."
-        )
+    modes = {row["mode"]: row for row in generation}
+    lossless = max(row["speedup"] for name, row in modes.items() if name in _DRAFTERS)
+    lines.append(
+        f"Writing: lossless {lossless:.2f}x, the same tokens; "
+        f"adaptive {modes['adaptive']['speedup']:.2f}x, "
+        f"{modes['adaptive']['agreement']:.0%} the same."
+    )
     return lines
 
 

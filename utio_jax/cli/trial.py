@@ -238,7 +238,7 @@ def _written(
 ) -> list[Tried]:
     """Returns the rows of decoding: drafts from n-grams and exits, and fitted policies."""
     adaptive: dict[str, Any] = {f"--budget {method.budget:g}": method.policy for method in fitted}
-    timed = write_middles(model, documents, adaptive, sizes=(1,), rounds=1)[1]
+    timed = write_middles(model, documents, adaptive, rounds=1)
     return tried_writing(timed, {row.how: row.loss_pct for row in read})
 
 
@@ -269,15 +269,13 @@ def write_middles(
     documents: Sequence[np.ndarray],
     adaptive: Mapping[str, Policy],
     *,
-    sizes: Sequence[int],
     rounds: int,
-) -> dict[int, dict[str, Timed]]:
-    """Returns timings of continuing passages of documents, by batch size and mode.
+) -> dict[str, Timed]:
+    """Returns timings of continuing three passages of documents one by one, by mode.
 
     Modes are "plain"; "lossless", drafted at an exit where there is one before the last layer;
     "ngram", drafted from the text; and those of `adaptive` policies, by the names they have there.
-    A size of 1 is three prompts one after the other, others are one batch. Texts do not end early:
-    all modes decode the same number of tokens.
+    Texts do not end early: all modes decode the same number of tokens.
     """
     decoder, params = model.decoder, model.params
     modes: dict[str, Any] = {"plain": Plain()}
@@ -286,23 +284,20 @@ def write_middles(
     # The control of every draft at an exit: copies from the text, which run no layers.
     modes["ngram"] = lossless_for(decoder, "ngram")
     modes |= {name: Adaptive(policy=policy) for name, policy in adaptive.items()}
-    # Prompt, new tokens and a draft within one key step: one loop to compile per mode and batch.
+    # Prompt, new tokens and a draft within one key step: one loop to compile per mode.
     half = decoder.config.context_length // 2
-    prompts = middles(documents, tokens=min(64, half), count=max(3, *sizes))
+    prompts = middles(documents, tokens=min(64, half), count=3)
     run = partial(generate, decoder, params, max_new_tokens=min(56, half), eos_ids=())
-    with progress_bar(len(sizes) * (len(modes) + 1) * (rounds + 1), "Writing") as step:
-        return {
-            size: measure_modes(
-                decoder,
-                params,
-                [[prompt] for prompt in prompts[:3]] if size == 1 else [prompts[:size]],
-                modes,
-                run=run,
-                rounds=rounds,
-                progress=step,
-            )
-            for size in sizes
-        }
+    with progress_bar((len(modes) + 1) * (rounds + 1), "Writing") as step:
+        return measure_modes(
+            decoder,
+            params,
+            [[prompt] for prompt in prompts],
+            modes,
+            run=run,
+            rounds=rounds,
+            progress=step,
+        )
 
 
 def _prompts(model: Any, documents: Any) -> list[Tried]:
