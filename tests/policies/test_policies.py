@@ -98,7 +98,7 @@ def test_runs_as_the_oracle_says_at_the_depths_it_decides(tiny: Any, policy: Any
     name = policy.name
     assert isinstance(policy, Policy)
     histogram: collections.Counter[int] = collections.Counter()
-    for seed in range(8):
+    for seed in range(16):
         ids, lengths, _ = cases.draw(SHAPE, tiny.decoder.config.vocab_size, seed)
         result = run(tiny, policy, ids, lengths)
         expected = cases.run_oracle(
