@@ -28,6 +28,7 @@ from utio_jax.decoding.prefill import Prefill
 from utio_jax.policies.depth import uniform
 from utio_jax.prompts.budget import prompt_choice, prompt_prefill
 from utio_jax.prompts.evaluate import prompt_cost
+from utio_jax.staircase import staircase
 from utio_jax.staircase.capacity import CapacityPrefix
 from utio_jax.staircase.prompts import PromptChoice
 
@@ -36,7 +37,8 @@ pytestmark = pytest.mark.check
 DEPTHS = (1, 2, 4)
 
 
-@pytest.mark.parametrize("kv", ["mapped", pytest.param("propagate", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kv", ["mapped", "propagate"])
 def test_full_depth_sees_what_the_reference_shows_of_a_prompt(kv: Any) -> None:
     model = with_random_maps(lively_model(), (1, 2))
     table = jnp.minimum(depth_table(DEPTHS, shape=(3, 96)), 2)
@@ -44,6 +46,7 @@ def test_full_depth_sees_what_the_reference_shows_of_a_prompt(kv: Any) -> None:
     assert_read_as(model, run(model, LONG, mode=Plain(), prefill=how), table, kv=kv)
 
 
+@pytest.mark.slow
 def test_maps_of_prompts_are_charged() -> None:
     model = with_random_maps(lively_model(), (1, 2))
     cost = token_cost(model.decoder, model.params)
@@ -87,11 +90,11 @@ def test_static_shapes_read_small_batches_as_the_staircase_does(kv: Any, by: str
     result = run(model, RAGGED, prefill=how, max_new_tokens=12)
     other = dataclasses.replace(how, executor=SMALL_BLOCKS)
     assert other.for_shape(4, 64) is other
-    staircase = run(model, RAGGED, prefill=other, max_new_tokens=12)
+    blocks = run(model, RAGGED, prefill=other, max_new_tokens=12)
     for field in ("prompt_depths", "token_ids", "decided"):
-        for ours, theirs in zip(getattr(result, field), getattr(staircase, field), strict=True):
+        for ours, theirs in zip(getattr(result, field), getattr(blocks, field), strict=True):
             np.testing.assert_array_equal(ours, theirs, err_msg=field)
-    for ours, theirs in zip(result.log_probabilities, staircase.log_probabilities, strict=True):
+    for ours, theirs in zip(result.log_probabilities, blocks.log_probabilities, strict=True):
         np.testing.assert_allclose(ours, theirs, atol=1e-4)
     assert result.prompt_work is not None
     np.testing.assert_array_equal(result.prompt_work.queries[0], [2 * 4 * 64, 2 * 4 * slots])
@@ -102,6 +105,12 @@ def test_static_shapes_read_small_batches_as_the_staircase_does(kv: Any, by: str
     assert spent.flops_ratio < 1
 
 
+@partial(jax.jit, static_argnums=0)
+def read_depths(decoder: Any, params: Any, ids: Any, lengths: Any, policy: Any) -> jax.Array:
+    """Decisions alone: what only later layers compute falls away."""
+    return staircase(decoder, params, ids, lengths, policy, executor=SMALL_BLOCKS).depths
+
+
 @pytest.mark.parametrize("deep", [0.0, 0.13, 0.5, 1.0])
 def test_no_prompt_sends_more_tokens_deep_than_foretold(deep: float) -> None:
     model = lively_model(context_length=128)
@@ -109,12 +118,13 @@ def test_no_prompt_sends_more_tokens_deep_than_foretold(deep: float) -> None:
     foretold = policy.most_deep(64)
     assert foretold is not None
     (most,) = foretold
-    prompts = [[*range(size)] for size in (1, 4, 5, 15, 16, 17, 33, 63)]
-    how = Prefill(policy=policy, executor=SMALL_BLOCKS)
-    result = run(model, prompts, prefill=how, max_new_tokens=1)
-    counts = [int((depths == 4).sum()) for depths in result.prompt_depths]
-    assert max(counts) <= most
-    assert most <= max(counts) + 5, "and not many fewer"
+    lengths = np.asarray([1, 4, 5, 15, 16, 17, 33, 63], np.int32)
+    ids = np.broadcast_to(np.arange(64, dtype=np.int32), (8, 64))
+    counts = (np.asarray(read_depths(model.decoder, model.params, ids, lengths, policy)) == 4).sum(
+        axis=1
+    )
+    assert counts.max() <= most
+    assert most <= counts.max() + 5, "and not many fewer"
 
 
 def test_what_has_no_fixed_share_is_read_by_the_staircase(monkeypatch: pytest.MonkeyPatch) -> None:

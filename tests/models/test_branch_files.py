@@ -117,9 +117,8 @@ def test_the_objective_is_each_branch_against_labels_and_full_depth(
         assert_close(reported, expected)
     assert_close(losses[0.0], expected[:2].sum())
     # With labels apart, what is left is cross-entropy with full depth: at least its entropy.
-    *_, full = run_dense(decoder, whole, tokens[:, :-1], lengths - 1, depths=(4, 5, 6))
+    *states, full = run_dense(decoder, whole, tokens[:, :-1], lengths - 1, depths=(4, 5, 6))
     p = jax.nn.softmax(decoder.unembed(whole, full).astype(jnp.float32))
-    states = run_dense(decoder, whole, tokens[:, :-1], lengths - 1, depths=(4, 5))
     soft = [
         -(p * jax.nn.log_softmax(decoder.unembed(whole, x).astype(jnp.float32))).sum(-1).mean()
         for x in states

@@ -36,16 +36,16 @@ from utio_jax.models.families import read_config
 from utio_jax.models.gemma import Gemma3n, Gemma4
 from utio_jax.models.rope import RopeScaling
 from utio_jax.policies.depth import given_depths
-from utio_jax.staircase.microbatches import MicroBatches
+from utio_jax.staircase.capacity import CapacityPrefix
 
 pytestmark = pytest.mark.check
 
 FOLDER = Path(os.environ.get("UTIO_PARITY", Path(__file__).parent / "huggingface"))
 CASES = sorted(file.parent.name for file in FOLDER.glob("*/config.json"))
-ALIKE = ("llama_biases", "llama_linear", "qwen2", "qwen2_window")
+ALIKE = ("llama_biases", "llama_linear", "mistral", "qwen2", "qwen2_window", "qwen3")
 """Whose layers differ from a neighbour's in nothing that decoding has of its own."""
 
-SMALL = MicroBatches(min_bucket=4, block=16, query_block=8, key_step=8)
+PREFIX = CapacityPrefix(capacities=(20, 16), min_bucket=4)
 
 
 def test_every_family_has_a_case() -> None:
@@ -89,7 +89,7 @@ def test_adaptive_depth_of_their_options_equals_the_oracle(case: str, kv: Any) -
     given = given_depths(
         depth_of_token=jnp.asarray(rng.choice([1, layers], (3, 20))), depths=(1, layers)
     )
-    result = run_staircase(model.decoder, model.params, ids, lengths, given, kv=kv, executor=SMALL)
+    result = run_staircase(model.decoder, model.params, ids, lengths, given, kv=kv, executor=PREFIX)
     expected = run_oracle(model.decoder, model.params, ids, lengths, result.depths, kv=kv)
     real = np.arange(20) < np.asarray(lengths)[:, None]
     np.testing.assert_allclose(np.asarray(result.x)[real], np.asarray(expected)[real], atol=2e-4)

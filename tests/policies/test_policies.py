@@ -37,8 +37,8 @@ STATELESS: dict[str, Callable[[Any], Policy]] = {
     ),
 }
 POLICIES = (*SIGNALS, *STATELESS)
-COUSINS = ("max_probability", "entropy", "classifier")
-"""Of the same code as a neighbour above: `make test-slow` holds the laws against them as well."""
+COUSINS = ("max_probability", "entropy", "classifier", "hazard", "utio_before")
+"""Of the same code as a neighbour: `make test-slow` holds the laws against them as well."""
 
 
 def laws_of(
@@ -93,8 +93,7 @@ def policy(tiny: Any, request: pytest.FixtureRequest) -> Iterator[Any]:
     forget_programs()
 
 
-@pytest.mark.check
-@laws_of(POLICIES)
+@laws_of(POLICIES, quick=FEW)
 def test_runs_as_the_oracle_says_at_the_depths_it_decides(tiny: Any, policy: Any) -> None:
     name = policy.name
     assert isinstance(policy, Policy)
@@ -219,9 +218,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("watched")
-@laws_of(
-    POLICIES, quick=("learned", "patience", "position"), checked=("softmax_gap", "prompt_router")
-)
+@laws_of(POLICIES, quick=("learned", "softmax_gap"), checked=("prompt_router",))
 def test_is_charged_for_what_it_executes(tiny: Any, policy: Any) -> None:
     name, ids = policy.name, tokens(tiny)
     decoder, lengths = Counting(tiny.decoder.config), jnp.asarray([17, 6, 11])
@@ -253,9 +250,7 @@ def test_is_charged_for_what_it_executes(tiny: Any, policy: Any) -> None:
     assert gate_flops(tiny.decoder, tiny.params, policy, work) == expected
 
 
-@pytest.mark.parametrize(
-    "name", quick_where(lambda name: name == "learned", ["learned", "softmax_gap"])
-)
+@pytest.mark.parametrize("name", ["learned", pytest.param("softmax_gap", marks=pytest.mark.slow)])
 def test_exits_not_in_use_cost_nothing_and_change_nothing(tiny: Any, name: str) -> None:
     """Over all exits, a policy is the one over those that it uses, in values and in cost."""
     policy, ids, lengths = make(tiny, name), tokens(tiny), np.asarray([17, 6, 11], np.int32)

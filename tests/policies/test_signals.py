@@ -7,6 +7,7 @@ import dataclasses
 from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -224,7 +225,7 @@ def test_policies_of_ones_own_have_defaults(tiny: Any) -> None:
 
     ids, lengths = tiny.tokens(2, 8), jnp.full(2, 8)
     run = partial(score, tiny.decoder, tiny.params, ids, lengths)
-    result = run(Every(depths=(1, 4)))
+    result = jax.jit(run)(Every(depths=(1, 4)))
     np.testing.assert_array_equal(result.depths, [[4, 1] * 4] * 2)
     assert isinstance(Every(depths=(1, 4)), Policy)
     with pytest.raises(NotImplementedError):

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax
@@ -19,9 +18,6 @@ from helpers.policies import SurePasses, surrogate
 
 from utio_jax import score
 from utio_jax.core.arrays import map_head
-from utio_jax.core.documents import Batch
-from utio_jax.core.flops import token_cost
-from utio_jax.evaluation.evaluate import evaluate
 from utio_jax.staircase import exit_nll, full_depth
 from utio_jax.staircase.capacity import CapacityPrefix
 from utio_jax.staircase.microbatches import MicroBatches
@@ -99,7 +95,12 @@ def padded(count: int) -> int:
 
 
 @pytest.mark.parametrize(
-    "name", quick_where(lambda name: name in ("every boundary", "never looks"), POLICIES)
+    "name",
+    quick_where(
+        lambda name: name in ("every boundary", "never looks"),
+        POLICIES,
+        lambda name: name != "surrogate",
+    ),
 )
 def test_reads_each_token_at_its_depth_and_looks_at_stopped_ones_once(tiny: Any, name: str) -> None:
     policy, ids = POLICIES[name](tiny), tiny.tokens(3, 21)
@@ -134,26 +135,14 @@ def test_reads_each_token_at_its_depth_and_looks_at_stopped_ones_once(tiny: Any,
 
 
 @pytest.mark.check
-def test_evaluation_charges_the_heads_that_ran(tiny: Any) -> None:
-    policy, ids = SurePasses(threshold=0.06), tiny.tokens(3, 21)
-    batch = Batch(token_ids=np.asarray(ids), lengths=RAGGED, window=np.arange(3))
-    depths = {}
-    note = lambda name, batch, comparison, decided: depths.update({name: decided})  # noqa: E731
-    read = partial(evaluate, tiny.decoder, tiny.params, [batch], {"": policy}, executor=SMALL)
-    quality = read(observe=note)[""]
-    live = lambda depth: int((depths[""] >= depth).sum())  # noqa: E731
-    deepest = padded(live(4))  # The last layer's tokens were never looked at.
-    heads = padded(live(1)) + padded(live(2)) + deepest
-    head = token_cost(tiny.decoder, tiny.params).head
-    assert quality.flops_gates == head * (heads - padded(live(1)))
-    assert quality.flops_gates > 0
-
-
-@pytest.mark.check
 def test_gradients_flow_through_logits_that_a_policy_looked_at(tiny: Any) -> None:
     policy, ids = SurePasses(threshold=0.06), tiny.tokens(3, 21)
-    executor = CapacityPrefix(capacities=(24, 24, 24), min_bucket=8)
-    real = run_score(tiny.decoder, tiny.params, ids, jnp.asarray(RAGGED), policy, executor=executor)
+    whole = CapacityPrefix(capacities=(24, 24, 24), min_bucket=8)
+    real = run_score(tiny.decoder, tiny.params, ids, jnp.asarray(RAGGED), policy, executor=whole)
+    live = [int((real.depths > start).sum(axis=1).max()) for start in (0, *policy.depths[:-1])]
+    capacities = tuple(-(-count // 4) * 4 for count in live)
+    assert capacities[-1] < 21, "some of it is left out"
+    executor = CapacityPrefix(capacities=capacities, min_bucket=4)
 
     def fast(params: Any) -> jax.Array:
         result = score(tiny.decoder, params, ids, jnp.asarray(RAGGED), policy, executor=executor)
@@ -170,7 +159,7 @@ def test_gradients_flow_through_logits_that_a_policy_looked_at(tiny: Any) -> Non
         *(jax.tree.leaves(jax.jit(jax.grad(f))(tiny.params)) for f in (fast, slow)), strict=True
     ):
         np.testing.assert_allclose(
-            actual, expected, atol=2e-4 * float(np.abs(expected).max()) + 1e-5
+            actual, expected, atol=1e-4 * float(np.abs(expected).max()) + 1e-5
         )
 
 

@@ -14,7 +14,7 @@ import pytest
 from helpers import cases
 from helpers.counting import Counting, read_counts
 from helpers.marks import quick_where
-from helpers.models import Model, gated, live_params, with_random_lens, with_random_maps
+from helpers.models import Model, live_params, with_random_maps
 
 from utio_jax import score, uniform
 from utio_jax.core.arrays import normalise
@@ -29,6 +29,8 @@ SHAPES = tuple(
     dataclasses.replace(shape, kv="mapped") for shape in cases.SHAPES if shape.kv == "drop"
 )
 
+PREFIX = CapacityPrefix(capacities=(24, 16, 8), min_bucket=8)
+
 
 @pytest.fixture(scope="module")
 def mapped(tiny: Any) -> Model:
@@ -36,12 +38,12 @@ def mapped(tiny: Any) -> Model:
 
 
 @pytest.mark.parametrize(
-    "shape", quick_where(lambda s: s.token == 17, SHAPES), ids=lambda s: f"{s.batch}x{s.token}"
+    "shape", quick_where(lambda s: s.token == 17, SHAPES[:2]), ids=lambda s: f"{s.batch}x{s.token}"
 )
 def test_equals_the_reference(mapped: Model, shape: cases.Shape, count_compiles: Any) -> None:
     next(cases.compare_cases(mapped, shape, range(1)))
     with count_compiles() as compiles:
-        assert max(error for _, error in cases.compare_cases(mapped, shape, range(80))) < 1e-4
+        assert max(error for _, error in cases.compare_cases(mapped, shape, range(32))) < 1e-4
     assert compiles.count == 0
 
 
@@ -72,16 +74,16 @@ VARIANTS: dict[str, dict[str, Any]] = {
 def test_equals_the_reference_whatever_turns_states_into_keys(name: str) -> None:
     decoder = Transformer(dataclasses.replace(TINY, **VARIANTS[name]))
     model = with_random_maps(Model(decoder, live_params(decoder, seed=4)), STOPS)
-    assert max(error for _, error in cases.compare_cases(model, SHAPES[1], range(12))) < 1e-4
+    shape = dataclasses.replace(SHAPES[1], executor=PREFIX)
+    assert max(error for _, error in cases.compare_cases(model, shape, range(12))) < 1e-4
 
 
 def test_the_static_prefix_is_the_same(mapped: Model) -> None:
-    executor = CapacityPrefix(capacities=(24, 16, 8), min_bucket=8)
-    shape = dataclasses.replace(SHAPES[1], executor=executor)
+    shape = dataclasses.replace(SHAPES[1], executor=PREFIX)
     assert max(error for _, error in cases.compare_cases(mapped, shape, range(12))) < 1e-4
 
 
-@pytest.mark.check
+@pytest.mark.slow
 def test_maps_that_repeat_the_layers_own_projection_are_propagation(tiny: Any) -> None:
     """The model without scales of norms, so that K/V are linear in the normalised state."""
 
@@ -168,18 +170,6 @@ def test_all_layers_of_a_token_are_one_product_of_maps(tiny: Any) -> None:
         ]
         layers = tiny.decoder.config.num_layers - stop
         assert [product.outvars[0].aval.shape for product in products] == [(5, layers * 2 * 2 * 8)]
-
-
-@pytest.mark.check
-def test_a_lens_and_maps_go_together(tiny: Any) -> None:
-    both = with_random_maps(with_random_lens(tiny), (1, 2))
-    shape = dataclasses.replace(SHAPES[1], depths=(1, 2, 4))
-    assert max(error for _, error in cases.compare_cases(both, shape, range(8))) < 1e-4
-    policy = gated(both)
-    result = jax.jit(score, static_argnums=0, static_argnames="kv")(
-        both.decoder, both.params, tiny.tokens(3, 17), jnp.full(3, 17), policy, kv="mapped"
-    )
-    assert len(set(np.asarray(result.depths).ravel().tolist())) == 3
 
 
 @pytest.mark.usefixtures("unchecked_shapes")

@@ -20,21 +20,20 @@ from utio_jax.policies import Thresholded, given_depths
 from utio_jax.staircase import CapacityPrefix, MicroBatches, score, staircase
 from utio_jax.staircase.reference import reference_states
 
-CASES_PER_SHAPE = 64  # Eight of each kind that `cases.draw` knows.
+CASES_PER_SHAPE = 32  # Four of each kind that `cases.draw` knows.
 
 
 @pytest.mark.parametrize(
     "shape",
     [
+        # Either way of keys and executor; the slow test below has all.
         *quick_where(
-            lambda s: s.kv == "propagate" and s.token != 33,
-            cases.SHAPES,
-            lambda s: s.token in (17, 64) or s.kv == "propagate",
+            lambda s: s.token in (1, 17),
+            [s for s in cases.SHAPES if (s.kv == "drop") == (s.token == 64) and s.token != 33],
         ),
         *quick_where(
-            lambda s: s.kv == "propagate" and s.token == 17,
-            cases.PREFIXES,
-            lambda s: s.kv == "drop" and s.token in (17, 64),
+            lambda s: s.token == 17,
+            [s for s in cases.PREFIXES if (s.kv, s.token) in (("propagate", 17), ("drop", 64))],
         ),
     ],
     ids=lambda s: s.name,
@@ -94,37 +93,6 @@ def small_case(model: Any, seed: int = 6) -> tuple[cases.Shape, jax.Array, jax.A
     return shape, jnp.asarray(ids), jnp.asarray(lengths), jnp.asarray(depths)
 
 
-@pytest.mark.check
-def test_gradients_of_the_static_form_equal_the_oracles(tiny: Any) -> None:
-    shape, ids, lengths, depths = small_case(tiny)
-    real = jnp.arange(shape.token)[None, :] < lengths[:, None]
-    decided = np.where(real, depths, 0)
-    live = [int((decided > start).sum(axis=1).max()) for start in (0, *shape.depths[:-1])]
-    capacities = tuple(-(-count // 4) * 4 for count in live)
-    assert capacities[-1] < shape.token  # Some of it is really left out.
-    weights = jax.random.normal(jax.random.key(3), (*ids.shape, tiny.decoder.config.embed_dim))
-
-    def through_staircase(params: Any) -> jax.Array:
-        policy = given_depths(depths, depths=shape.depths)
-        executor = CapacityPrefix(capacities=capacities, min_bucket=4)
-        x = staircase(tiny.decoder, params, ids, lengths, policy, executor=executor).x
-        return jnp.sum(jnp.where(real[..., None], x * weights, 0.0))
-
-    def through_oracle(params: Any) -> jax.Array:
-        x = reference_states(tiny.decoder, params, ids, lengths, depths)
-        return jnp.sum(jnp.where(real[..., None], x * weights, 0.0))
-
-    result = jax.jit(jax.grad(through_staircase))(tiny.params)
-    expected = jax.jit(jax.grad(through_oracle))(tiny.params)
-    for path, leaf in jax.tree_util.tree_leaves_with_path(expected):
-        other = result
-        for key in path:
-            other = other[key.key]
-        scale = float(jnp.abs(leaf).max())
-        assert scale > 0 or path[0].key == "norm", path  # The final norm comes after these states.
-        np.testing.assert_allclose(other, leaf, atol=1e-4 * max(scale, 1e-6), err_msg=str(path))
-
-
 def test_the_oracle_with_true_keys_reads_off_the_plain_models_states(tiny: Any) -> None:
     """No token sees that others have stopped: every state under `kv="full"` is the full pass's."""
     shape, ids, lengths, depths = small_case(tiny)
@@ -141,7 +109,7 @@ def test_the_oracle_with_true_keys_reads_off_the_plain_models_states(tiny: Any) 
 def test_decisions_are_those_of_the_states_that_the_oracle_has_at_each_boundary(tiny: Any) -> None:
     policy, gates, shape = gated(tiny), random_gates(tiny), cases.SHAPES[1]
     flips = 0
-    for seed in range(16):
+    for seed in range(8):
         ids, lengths, _ = cases.draw(shape, tiny.decoder.config.vocab_size, seed)
         result = cases.run_staircase(
             tiny.decoder, tiny.params, ids, lengths, policy, kv="propagate", executor=shape.executor

@@ -95,11 +95,7 @@ def compile_pass(model: Any, depths: tuple[int, ...], kv: str, executor: Any) ->
     )
 
 
-# Of either executor and either way to treat K/V.
-CHECKED = [
-    *(s for s in cases.SHAPES if s.name == "2x64-propagate"),
-    *(s for s in cases.PREFIXES if s.name == "2x64-drop-prefix"),
-]
+CHECKED = [s for s in cases.PREFIXES if s.name == "2x64-drop-prefix"]
 
 
 @pytest.mark.parametrize(
@@ -111,7 +107,7 @@ def test_executes_what_it_reports_and_reports_the_decided_tokens_rounded_up(
     tiny: Any, shape: cases.Shape
 ) -> None:
     run = compile_pass(tiny, shape.depths, shape.kv, shape.executor)
-    for seed in range(12):
+    for seed in range(8):
         ids, lengths, depths = cases.draw(shape, tiny.decoder.config.vocab_size, seed)
         read_counts()
         result = jax.block_until_ready(run(ids, lengths, depths))

@@ -53,9 +53,8 @@ def test_one_surrogate_steers_depth_and_attention(tiny: Any) -> None:
     np.testing.assert_array_equal(result.chosen.sparse, sparse)
     assert sparse[1:].any()
     assert (runs & ~sparse)[1:].any()
-    states = reference_states(
-        decoder, params, ids, lengths, jnp.asarray(depths), sees=by_layer(sparse)
-    )
+    oracle = jax.jit(reference_states, static_argnums=0)
+    states = oracle(decoder, params, ids, lengths, jnp.asarray(depths), sees=by_layer(sparse))
     np.testing.assert_allclose(np.asarray(result.x)[real], np.asarray(states)[real], atol=1e-4)
     # One score: attention asks nothing beyond what depth alone does.
     alone = both(params, ids, lengths, buckets)

@@ -120,7 +120,7 @@ def test_the_ring_forgets_the_oldest() -> None:
     marks = jnp.broadcast_to(jnp.arange(32.0)[:, None, None], (32, 2, 8))
     known = jnp.arange(32)[None] < lengths[:, None]
     for layer in range(2):
-        cache = write(
+        cache = put(
             cache, layer, marks[None].repeat(2, 0), -marks[None].repeat(2, 0),
             positions=jnp.broadcast_to(jnp.arange(32), (2, 32)), valid=known,
         )  # fmt: skip

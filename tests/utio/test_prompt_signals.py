@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import dataclasses
-from functools import partial
 from typing import Any
 
 import jax
@@ -43,8 +42,13 @@ def scores_of(model: Model, signal: Any, ids: Any, lengths: list[int]) -> np.nda
 
     noting = Noting(queries=signal.queries)
     policy = PromptImportance(signal=noting, deep=jnp.asarray([0.3]), sinks=2, depths=(2, 4))
-    run = jax.jit(partial(staircase, executor=EXECUTOR), static_argnums=0)
-    run(model.decoder, model.params, ids, jnp.asarray(lengths), policy)
+    ends = jnp.asarray(lengths)
+
+    @jax.jit  # Decisions alone: what only later layers compute falls away.
+    def run(params: Any) -> jax.Array:
+        return staircase(model.decoder, params, ids, ends, policy, executor=EXECUTOR).depths
+
+    jax.block_until_ready(run(model.params))
     jax.effects_barrier()
     return np.asarray(results[0])
 

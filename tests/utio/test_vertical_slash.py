@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import cases
-from helpers.marks import quick_where
 from helpers.models import gated, random_gates
 from helpers.policies import TableSignal
 
@@ -56,9 +55,10 @@ def choice(scores: Any, thresholds: Any, history: History = HISTORY) -> Any:
 
 
 @pytest.mark.parametrize(
-    "shape", quick_where(lambda shape: shape.kv == "drop", SHAPES), ids=lambda shape: shape.kv
+    ("floor", "shape"),
+    [("dense floor", SHAPES[1]), pytest.param("all", SHAPES[0], marks=pytest.mark.check)],
+    ids=["dense floor-drop", "all-propagate"],
 )
-@pytest.mark.parametrize("floor", ["dense floor", pytest.param("all", marks=pytest.mark.check)])
 def test_equals_the_oracle_at_the_choices_that_were_made(
     tiny: Any, shape: cases.Shape, floor: str, count_compiles: Any
 ) -> None:
@@ -81,7 +81,7 @@ def test_equals_the_oracle_at_the_choices_that_were_made(
 
     compare(0)
     with count_compiles() as compiles:
-        assert max(compare(seed) for seed in range(30)) < 1e-4
+        assert max(compare(seed) for seed in range(16)) < 1e-4
     assert compiles.count == 0, "new scores must not compile anything"
 
 
@@ -239,10 +239,11 @@ def test_documents_are_scored_with_sparse_attention(tiny: Any) -> None:
     result = score_documents(tiny.decoder, tiny.params, documents, policy, rows=2,
                             attention=everybody)  # fmt: skip
     (expected,) = score_documents(
-        tiny.decoder, tiny.params, documents[1:], policy, rows=1, attention=everybody
+        tiny.decoder, tiny.params, documents[1:], policy, rows=2, attention=everybody
     ).documents
     np.testing.assert_allclose(
         result.documents[1].log_likelihood, expected.log_likelihood, atol=1e-4
     )
-    plain = score_documents(tiny.decoder, tiny.params, documents, policy, rows=2)
+    nobody = dataclasses.replace(everybody, thresholds=-everybody.thresholds)
+    plain = score_documents(tiny.decoder, tiny.params, documents, policy, rows=2, attention=nobody)
     assert result.quality.nll != plain.quality.nll

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from helpers.gguf_files import dequantised, quantised, write_gguf, write_with_pieces
 from helpers.memory import peak_of_loading
-from helpers.models import live_params, logits_of
+from helpers.models import live_params
 
 from utio_jax.core.files import load_tensors, save_tensors
 from utio_jax.core.lens import Lens, save_lens
@@ -32,14 +32,12 @@ FOLDER = Path(__file__).parents[1] / "huggingface"
 
 
 def check_same(file: Path, folder: Path) -> None:
-    """Parameters to rounding, the same settings, and the same logits."""
+    """Parameters to rounding, and the same settings."""
     result, expected = load(file), load(folder)
     assert result.decoder == expected.decoder
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, atol=2e-7), result.params, expected.params
     )
-    ids = np.random.default_rng(0).integers(0, 48, (2, 20))
-    np.testing.assert_allclose(logits_of(result, ids), logits_of(expected, ids), atol=1e-5)
 
 
 def copied(case: str, to: Path, **settings: Any) -> Path:
