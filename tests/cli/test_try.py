@@ -7,16 +7,15 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from helpers.cli import json_and_stderr
 from helpers.folders import save_small_model
 from helpers.texts import source
 
 from utio_jax.cli.main import main
-from utio_jax.cli.trial import Tried, recommend
-from utio_jax.models import load
-from utio_jax.policies.signals import Position
-from utio_jax.policies.store import Calibration, Thresholds
+from utio_jax.cli.trial import Tried, recommend, write_middles
+from utio_jax.policies import uniform
 
 FULL = Tried(what="in full", times=1.0, loss_pct=0.0, same=1.0)
 DRAFTS = Tried(what="writing: drafts", how="--drafts", times=1.5, loss_pct=0.0, same=1.0)
@@ -59,47 +58,21 @@ def test_what_is_not_faster_or_loses_much_is_left_out() -> None:
     )
 
 
-def rows_of(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
-    """Returns what was tried, by what it is; the verdict stands on stderr."""
-    result, shown = json_and_stderr(capsys)
-    assert result["verdict"] in shown
-    return {row["what"]: row for row in result["rows"]}
+def test_passages_are_continued_one_by_one_or_as_a_batch(
+    tiny: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[list[int], list[str]]] = []
 
+    def measure(_: Any, __: Any, batches: Any, modes: Any, **___: Any) -> dict[str, Any]:
+        seen.append(([len(batch) for batch in batches], [*modes]))
+        return {}
 
-@pytest.mark.check
-def test_a_model_with_exits_is_tried(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = tmp_path / "model"
-    folder.mkdir()
-    save_small_model(folder)
-    texts = [str(source(name)) for name in ("sched", "stat")]
-    entry = Thresholds(depths=(1, 4), thresholds=(-5.0,), fractions=(0.2, 0.8))
-    Calibration(
-        entries={"learned": {0.8: entry}},
-        signals={"learned": Position()},
-        info={"model_sha256": load(folder).sha256, "goals": {}},
-    ).save(folder)
-    before = sorted(path.name for path in folder.iterdir())
-    assert main(["try", *texts, "--model", str(folder)]) == 0
-    rows = rows_of(capsys)
-    assert [*rows] == [
-        "in full",
-        "writing: drafter exit",
-        "writing: drafter ngram",
-        "writing: budget 0.8",
-        "reading: all to layer 1",
-        "reading: all to layer 2",
-        "reading: position@0.8",
-        "prompts: 56 tokens, most to layer 1",
-    ]
-    for what, row in rows.items():
-        assert row["times"] > 0
-        if "drafter" in what:
-            assert (row["loss_pct"], row["same"] > 0.99) == (0.0, True), (
-                "the same tokens, up to ties"
-            )
-        assert (row["acceptance"] is not None) == ("drafter" in what)
-    assert rows["writing: budget 0.8"]["loss_pct"] == rows["reading: position@0.8"]["loss_pct"]
-    assert sorted(path.name for path in folder.iterdir()) == before, "nothing is written"
+    monkeypatch.setattr("utio_jax.cli.trial.measure_modes", measure)
+    modes = ["plain", "lossless", "ngram", "mine"]
+    documents, policies = [np.arange(2000) % 64], {"mine": uniform(2)}
+    result = write_middles(tiny, documents, policies, sizes=(1, 8), rounds=1)
+    assert seen == [([1, 1, 1], modes), ([8], modes)]
+    assert result == {1: {}, 8: {}}
 
 
 @pytest.mark.slow
@@ -109,7 +82,9 @@ def test_a_model_without_exits_is_tried(tmp_path: Path, capsys: pytest.CaptureFi
     (tmp_path / "config.json").write_text(json.dumps(config | {"exits": [4]}))
     texts = [str(source(name)) for name in ("sched", "stat")]
     assert main(["try", *texts, "--model", str(tmp_path)]) == 0
-    assert [*rows_of(capsys)] == [
+    result, shown = json_and_stderr(capsys)
+    assert result["verdict"] in shown
+    assert [row["what"] for row in result["rows"]] == [
         "in full",
         "writing: drafter ngram",
         "reading: the model names no exits",
