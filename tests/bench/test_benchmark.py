@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import json
 from collections.abc import Callable
@@ -164,9 +165,10 @@ def test_random_parameters_leave_no_layer_idle() -> None:
 
 @pytest.mark.check
 def test_the_command_measures_and_says_what_did_not_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second length exceeds the model's context."""
+    monkeypatch.setitem(SHAPES, "tiny", dataclasses.replace(SHAPES["tiny"], exits=(1, 4)))
     arguments = ["bench", "--models", "tiny", "--rounds", "1", "--out", str(tmp_path)]
     arguments += ["--parts", "score", "--policies", "learned@0.9"]
     arguments += ["--batch-sizes", "1", "--prompt-lengths", "16", "130"]

@@ -388,9 +388,9 @@ def test_signals_of_ones_own_are_fitted_and_survive_their_files(
         part = Part(directions=jnp.asarray(directions, jnp.float32))
         return Projected(part=part, exits=fitter.exits)
 
-    fits: Any = {"mine": fit, "position": SIGNALS["position"]}
+    fits: Any = {"mine": fit}
     fitted = calibrated(tiny, text, policies=fits, budgets=(0.85,))
-    assert [*fitted.entries] == ["mine", "position"]
+    assert [*fitted.entries] == ["mine"]
     fitted.save(tmp_path)
     stored = json.loads((tmp_path / "policies.json").read_text())["signals"]
     assert stored["mine"]["type"] == f"{Projected.__module__}.Projected"

@@ -13,6 +13,7 @@ from scipy import stats
 
 from utio_jax.calibration.advice import conclude
 from utio_jax.calibration.compare import compare
+from utio_jax.calibration.gates import SignalFitter
 from utio_jax.calibration.studies import collect_scores, predicted_tokens, study_exits
 from utio_jax.core.documents import Batch, sample_batches
 from utio_jax.core.pytrees import pytree, static
@@ -188,10 +189,14 @@ def test_windows_are_drawn_over_all_documents() -> None:
 
 
 @pytest.fixture(scope="module")
-def compared(tiny: Any, text: list[Batch], fitted: Calibration) -> Any:
-    learned = Calibration(
-        entries={"learned": fitted.entries["learned"]}, signals=fitted.signals, info=fitted.info
-    )
+def compared(tiny: Any, text: list[Batch]) -> Any:
+    """Returns gates at which half of all tokens stop at the first exit, and their comparison."""
+    studies = study_exits(tiny.decoder, tiny.params, text)
+    signal = SignalFitter(tiny.decoder, tiny.params, studies).fit("learned")
+    collected = collect_scores(tiny.decoder, tiny.params, signal, studies, depths=(1, 2, 4))
+    cut = float(np.median(predicted_tokens(studies, collected)[0]))
+    entry = Thresholds(depths=(1, 4), thresholds=(cut,), fractions=(0.5, 0.5))
+    learned = Calibration(entries={"learned": {0.7: entry}}, signals={"learned": signal}, info={})
     document_of = np.arange(40) // 4
     return learned, compare(
         tiny.decoder, tiny.params, text, document_of, learned, executor=EXECUTOR, draws=50

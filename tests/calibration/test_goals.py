@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -11,14 +12,17 @@ import jax
 import numpy as np
 import pytest
 from helpers.cases import EXECUTOR, calibrated
+from helpers.models import Model
 
 from utio_jax import uniform
+from utio_jax.calibration import goals
 from utio_jax.calibration.gates import SignalFitter
 from utio_jax.calibration.goals import Budgets, MaxDisagreement, MaxLoss
 from utio_jax.calibration.search import ThresholdSearch
 from utio_jax.calibration.studies import study_exits
 from utio_jax.core.documents import Batch
 from utio_jax.evaluation.evaluate import evaluate
+from utio_jax.models.transformer import Transformer
 from utio_jax.policies import Patience
 from utio_jax.policies.store import Calibration, Thresholds, load_calibration
 
@@ -33,8 +37,23 @@ def searched(model: Any, text: list[Batch]) -> Any:
 
 
 @pytest.fixture(scope="module")
-def search(tiny: Any, text: list[Batch]) -> Any:
-    return searched(tiny, text)
+def short(tiny: Any) -> Model:
+    """The tiny model with a context as wide as the text, so that all passes share programs."""
+    config = dataclasses.replace(tiny.decoder.config, context_length=32)
+    return Model(Transformer(config), tiny.params)
+
+
+@pytest.fixture(scope="module")
+def search(short: Model, text: list[Batch]) -> Any:
+    return searched(short, text)
+
+
+@pytest.fixture
+def small_documents(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counts documents of nine tokens and more, and reads them in batches like the text's."""
+    monkeypatch.setattr(goals, "_MIN_PREDICTED", 8)
+    monkeypatch.setattr(goals, "_ROWS", 8)
+    monkeypatch.setattr(goals, "_CANDIDATES", 6)
 
 
 def quiet(what: str) -> None:
@@ -51,8 +70,8 @@ def rows_of(text: list[Batch]) -> list[np.ndarray]:
 
 
 @pytest.mark.slow
-def test_a_second_fit_to_a_text_is_the_first(tiny: Any, text: list[Batch], search: Any) -> None:
-    again = searched(tiny, text)
+def test_a_second_fit_to_a_text_is_the_first(short: Model, text: list[Batch], search: Any) -> None:
+    again = searched(short, text)
     signals = map(jax.tree.leaves, (search[1], again[1]))
     for ours, theirs in zip(*signals, strict=True):
         np.testing.assert_array_equal(ours, theirs)
@@ -61,25 +80,25 @@ def test_a_second_fit_to_a_text_is_the_first(tiny: Any, text: list[Batch], searc
     assert entry == again[0].fit(again[1], 0.8)
 
 
-def test_what_exits_lose_is_what_uniform_loses(tiny: Any, search: Any) -> None:
+def test_what_exits_lose_is_what_uniform_loses(short: Model, search: Any) -> None:
     result = search[0].exit_nll_increase_pct()
     assert list(result) == ["1", "2"]
     tried = [search[0].studies[number].batch for number in search[0]._tried]
     for depth, lost in result.items():
         row = evaluate(
-            tiny.decoder, tiny.params, tried, {"": uniform(int(depth))}, executor=EXECUTOR
+            short.decoder, short.params, tried, {"": uniform(int(depth))}, executor=EXECUTOR
         )[""].ledger("uniform", budget=None, num_layers=4)
         assert lost == pytest.approx(row.nll_increase_pct, abs=0.05)
 
 
-def test_the_loss_stays_within_its_bound(tiny: Any, search: Any) -> None:
+def test_the_loss_stays_within_its_bound(short: Model, search: Any) -> None:
     seen = []
     for bound in (8.0, 30.0):
         entries, record = MaxLoss(nll_increase_pct=bound).reach(search[0], search[1], quiet)
         ((ratio, entry),) = entries.items()
         policy = search[0].policy(search[1], entry)
         tried = [search[0].studies[number].batch for number in search[0]._tried]
-        result = evaluate(tiny.decoder, tiny.params, tried, {"": policy}, executor=EXECUTOR)[""]
+        result = evaluate(short.decoder, short.params, tried, {"": policy}, executor=EXECUTOR)[""]
         row = result.ledger("learned", budget=None, num_layers=4)
         assert (row.nll_increase_pct or 0) <= bound
         assert row.nll_increase_pct == pytest.approx(record["nll_increase_pct"], abs=0.01)
@@ -94,11 +113,10 @@ def test_nothing_is_promised_that_nothing_reaches(search: Any) -> None:
     assert record == {"max_nll_increase_pct": 1e-9}
 
 
+@pytest.mark.usefixtures("small_documents")
 def test_disagreement_is_that_of_the_pass_document_by_document(
-    tiny: Any, text: list[Batch], search: Any, monkeypatch: pytest.MonkeyPatch
+    short: Model, text: list[Batch], search: Any
 ) -> None:
-    """Documents longer than the context, and one window each, come out as their own shares."""
-    monkeypatch.setattr("utio_jax.calibration.goals._MIN_PREDICTED", 8)
     rows = rows_of(text)
     goal = MaxDisagreement(max_disagreement=0.5, confidence=0.5, documents=rows)
     entry = Thresholds(depths=(1, 4), thresholds=(0.66,), fractions=(0.5, 0.5))
@@ -107,8 +125,8 @@ def test_disagreement_is_that_of_the_pass_document_by_document(
     np.testing.assert_array_equal(tokens, [len(row) - 1 for row in rows])
     agreed: list[int] = []
     evaluate(
-        tiny.decoder,
-        tiny.params,
+        short.decoder,
+        short.params,
         text,
         {"": search[0].policy(search[1], entry)},
         executor=EXECUTOR,
@@ -120,10 +138,10 @@ def test_disagreement_is_that_of_the_pass_document_by_document(
     assert 0 < risks.mean() < 1
 
 
+@pytest.mark.usefixtures("small_documents")
 def test_a_promise_chooses_the_cheapest_candidate_that_is_sure_enough(
-    text: list[Batch], search: Any, monkeypatch: pytest.MonkeyPatch
+    text: list[Batch], search: Any
 ) -> None:
-    monkeypatch.setattr("utio_jax.calibration.goals._MIN_PREDICTED", 8)
     rows, chosen = rows_of(text), []
     for bound in (0.6, 0.75):
         goal = MaxDisagreement(max_disagreement=bound, confidence=0.8, documents=rows)

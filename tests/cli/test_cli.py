@@ -6,12 +6,14 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from helpers.cli import last_line, refused
+from helpers.cli import json_and_stderr, last_line, refused
 from helpers.folders import save_small_model
 from helpers.texts import SOURCES, source
 
@@ -29,8 +31,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small model folder with tokenizer and calibration."""
     out = tmp_path_factory.mktemp("model")
     save_small_model(out)
+    config = json.loads((out / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps(config | {"exits": [1, 4]}))
     files = [str(source(name)) for name in ("bisect", "colorsys")]
-    assert main(["calibrate", *files, "--model", str(out), "--budget", "0.8"]) == 0
+    arguments = ["calibrate", *files, "--policy", "learned", "--budget", "0.8"]
+    assert main([*arguments, "--model", str(out)]) == 0
     return out
 
 
@@ -111,8 +116,14 @@ def test_evaluated_token_ids_are_taken_as_they_are(
 
 
 def test_demo_measures_every_policy_and_draws(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    # Those of `try`, whose test then finds its programs compiled.
+    monkeypatch.setattr("utio_jax.cli.demo._ROWS", 4)
+    monkeypatch.setattr("utio_jax.cli.demo._PROMPTS", 4)
     out = tmp_path / "demo"
     text = [str(source(name)) for name in TEXTS]
     arguments = ["demo", *text, "--model", str(folder), "--batches", "1", "--rounds", "1"]
@@ -122,11 +133,11 @@ def test_demo_measures_every_policy_and_draws(
     rows = result["rows"]
     names = [row["policy"] for row in rows]
     assert names[0] == "full"
-    assert names.count("uniform") == 2
+    assert names.count("uniform") == 1
     assert {"learned", "random"} <= set(names)
     for row in rows:
         assert row["involuntary_exits"] == 0
-        assert row["tokens"] == 16 * 64
+        assert row["tokens"] == 4 * 64
         assert row["speedup"] > 0
     written = [(row["mode"], row["batch"]) for row in result["generation"]]
     modes = ("plain", "lossless", "ngram", "adaptive")
@@ -155,6 +166,45 @@ def test_demo_measures_every_policy_and_draws(
     for picture in result["pictures"]:
         assert Path(picture).read_bytes().startswith(b"\x89PNG")
         assert Path(picture).stat().st_size > 10_000
+
+
+def test_a_model_with_exits_is_tried(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bars = list[tuple[int, int]]()
+
+    @contextmanager
+    def counted(total: int, _: str) -> Iterator[Any]:
+        steps = list[int]()
+        yield lambda: steps.append(1)
+        bars.append((total, len(steps)))
+
+    monkeypatch.setattr("utio_jax.cli.trial.progress_bar", counted)
+    before = sorted(path.name for path in folder.iterdir())
+    texts = [str(source(name)) for name in TEXTS]
+    assert main(["try", *texts, "--model", str(folder)]) == 0
+    assert [total for total, _ in bars] == [steps for _, steps in bars]
+    result, shown = json_and_stderr(capsys)
+    assert result["verdict"] in shown
+    rows = {row["what"]: row for row in result["rows"]}
+    assert [*rows] == [
+        "in full",
+        "reading: all to layer 1",
+        "reading: learned@0.8",
+        "writing: drafter exit",
+        "writing: drafter ngram",
+        "writing: budget 0.8",
+        "prompts: 56 tokens, most to layer 1",
+    ]
+    for what, row in rows.items():
+        assert row["times"] > 0
+        if "drafter" in what:
+            assert (row["loss_pct"], row["same"] > 0.99) == (0.0, True), (
+                "the same tokens, up to ties"
+            )
+        assert (row["acceptance"] is not None) == ("drafter" in what)
+    assert rows["writing: budget 0.8"]["loss_pct"] == rows["reading: learned@0.8"]["loss_pct"]
+    assert sorted(path.name for path in folder.iterdir()) == before, "nothing is written"
 
 
 PROMPT = "def mean(values):\n    return"

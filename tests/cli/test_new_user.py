@@ -291,13 +291,14 @@ def test_a_reader_that_leaves_and_a_full_disk_leave_no_traceback() -> None:
 
 
 def test_a_base_install_says_what_to_install() -> None:
-    lines = []
+    code = "import sys\n"
     for missing, statement in (
         ("tokenizers", "from utio_jax.models import load"),
         ("tyro", "import utio_jax.cli.main"),
     ):
-        code = f"import sys; sys.modules[{missing!r}] = None; {statement}"
-        lines.append(process("-c", code).communicate()[1].strip().splitlines()[-1])
+        code += f"sys.modules[{missing!r}] = None\ntry: {statement}\n"
+        code += "except (ImportError, SystemExit) as error: print(error, file=sys.stderr)\n"
+    lines = process("-c", code).communicate()[1].strip().splitlines()
     both = "pip install '.[cli]' in a checkout of utio_jax, or else pip install 'utio-jax[cli]'"
     assert lines[0].endswith(
         "Wanted tokenizers, which utio_jax.models needs. It is not installed. It comes with the "

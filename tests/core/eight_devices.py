@@ -82,18 +82,15 @@ def test_sharded_score_is_the_score_of_one_device(tiny: Any, count_compiles: Any
     params = place(tiny.params, mesh)
     on = partial(run_score, tiny.decoder, params, executor=EXECUTOR, mesh=mesh)
     rows = place(Rows((ids, lengths)), mesh).tree
-    for policy in (given, gated(tiny, DEPTHS)):
-        result = on(*rows, policy=place(policy, mesh))
-        expected = run_score(
-            tiny.decoder, tiny.params, ids, lengths, policy=policy, executor=EXECUTOR
-        )
-        assert_scores(result, expected)
-        for device, work in enumerate(np.asarray(result.work.queries)):  # Each packs its own rows.
-            depths_here = np.asarray(result.depths)[device * 3 : device * 3 + 3]
-            live = [(depths_here > done).sum() for done in (0, *DEPTHS[:-1])]
-            layers = np.diff((0, *DEPTHS))
-            up = EXECUTOR.unit
-            np.testing.assert_array_equal(work, [*(-(-np.asarray(live) // up) * up * layers), 0])
+    result = on(*rows, policy=place(given, mesh))
+    expected = run_score(tiny.decoder, tiny.params, ids, lengths, policy=given, executor=EXECUTOR)
+    assert_scores(result, expected)
+    for device, work in enumerate(np.asarray(result.work.queries)):  # Each packs its own rows.
+        depths_here = np.asarray(result.depths)[device * 3 : device * 3 + 3]
+        live = [(depths_here > done).sum() for done in (0, *DEPTHS[:-1])]
+        layers = np.diff((0, *DEPTHS))
+        up = EXECUTOR.unit
+        np.testing.assert_array_equal(work, [*(-(-np.asarray(live) // up) * up * layers), 0])
     others = place(Rows((ids[::-1].copy(), lengths[::-1].copy())), mesh).tree
     policy = place(given_depths(jnp.asarray(depths[::-1]), depths=DEPTHS), mesh)
     with count_compiles() as compiles:
@@ -102,7 +99,10 @@ def test_sharded_score_is_the_score_of_one_device(tiny: Any, count_compiles: Any
     assert jax.sharding.get_abstract_mesh().empty  # Nothing is left behind.
 
 
-def compiled_score(decoder: Any, params: Any, rows: Any, policy: Any, mesh: Mesh) -> str:
+def compiled_score(
+    decoder: Any, params: Any, rows: Any, policy: Any, mesh: Mesh
+) -> tuple[str, Any]:
+    """Returns the program, as text, and what it gives."""
     leaves, treedef = jax.tree.flatten(policy)  # Lowered, its fields would be no arrays.
 
     @jax.jit
@@ -111,15 +111,18 @@ def compiled_score(decoder: Any, params: Any, rows: Any, policy: Any, mesh: Mesh
         ids, lengths = rows
         return score(decoder, params, ids, lengths, policy, executor=EXECUTOR, mesh=mesh)
 
-    return str(run.lower(params, rows, leaves).compile().as_text())
+    compiled = run.lower(params, rows, leaves).compile()
+    return str(compiled.as_text()), compiled(params, rows, leaves)
 
 
 def test_the_sharded_score_has_no_collectives(tiny: Any) -> None:
-    mesh = mesh_of("auto")
+    mesh, policy = mesh_of("explicit"), gated(tiny, DEPTHS)
     ids, lengths, _ = ragged(tiny, 16)
-    params, policy = place((tiny.params, gated(tiny, DEPTHS)), mesh)
+    params, placed = place((tiny.params, policy), mesh)
     rows = place(Rows((ids, lengths)), mesh).tree
-    text = compiled_score(tiny.decoder, params, rows, policy, mesh)
+    text, result = compiled_score(tiny.decoder, params, rows, placed, mesh)
+    expected = run_score(tiny.decoder, tiny.params, ids, lengths, policy=policy, executor=EXECUTOR)
+    assert_scores(result, expected)
     assert "while" in text
     assert not COLLECTIVE.findall(text)
     total = jax.jit(lambda x: x.sum())  # What the search is able to find.
@@ -131,6 +134,7 @@ def batch_of(model: Any, rows: int) -> tuple[Batch, np.ndarray]:
     return Batch(token_ids=ids, lengths=lengths, window=np.arange(rows)), depths
 
 
+@pytest.mark.slow
 def test_rows_that_fill_up_a_mesh_cost_and_change_nothing(tiny: Any) -> None:
     batch, depths = batch_of(tiny, 11)  # 16 on the mesh: a filler beside row 10, and two devices.
     given = given_depths(jnp.asarray(depths), depths=DEPTHS)
@@ -364,18 +368,15 @@ def assert_uniform(array: jax.Array) -> None:
 def test_tensor_parallel_score_on_a_mesh_is_the_score_of_one_device(tiny_swiglu: Any) -> None:
     which, mesh = tiny_swiglu, split_mesh(4, 2)
     params = split_params(which, mesh)
-    ids, lengths, depths = ragged(which, 16)
+    ids, lengths, _ = ragged(which, 16)
     policy, rows = gated(which, DEPTHS), place(Rows((ids, lengths)), mesh).tree
     expected = run_score(
         which.decoder, which.params, ids, lengths, policy=policy, executor=EXECUTOR
     )
-    on = partial(run_score, which.decoder, params, *rows, executor=EXECUTOR, mesh=mesh)
-    result = on(policy=place(policy, mesh))
+    text, result = compiled_score(which.decoder, params, rows, place(policy, mesh), mesh)
     assert_scores(result, expected)
     for array in (result.depths, result.x):  # Decisions, and what they come from.
         assert_uniform(array)
-    given = given_depths(jnp.asarray(depths), depths=DEPTHS)
-    text = compiled_score(which.decoder, params, rows, place(given, mesh), mesh)
     kinds = {kind for kind, _ in COLLECTIVE.findall(text)}
     assert kinds == {"all-reduce"}  # Sums of partial products; no parameters travel.
 

@@ -80,23 +80,32 @@ from utio_jax.policies import Entropy
 decoder = Transformer(dataclasses.replace(TINY, num_layers=2, exits=(1, 2)))
 params = decoder.init(jax.random.key(0))
 policy = Thresholded(signal=Entropy(), thresholds=[3.0], depths=(1, 2))
-for mode in (Plain(), Adaptive(policy=policy), Lossless(drafter="ngram")):
-    generate(decoder, params, [[1, 2, 3]], mode=mode, max_new_tokens=4)
-run = jax.jit(score, static_argnums=0)
-run(decoder, params, jnp.ones((1, 8), jnp.int32), jnp.asarray([8]), policy)
+WORK
 print(*(events.count(f"/jax/compilation_cache/cache_{kind}") for kind in ("hits", "misses")))
 """
+WORK = {
+    "score": """
+run = jax.jit(score, static_argnums=0)
+run(decoder, params, jnp.ones((1, 8), jnp.int32), jnp.asarray([8]), policy)
+""",
+    "generate": """
+for mode in (Plain(), Adaptive(policy=policy), Lossless(drafter="ngram")):
+    generate(decoder, params, [[1, 2, 3]], mode=mode, max_new_tokens=4)
+""",
+}
 
 
 @pytest.mark.check
-def test_a_second_session_compiles_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["score", pytest.param("generate", marks=pytest.mark.slow)])
+def test_a_second_session_compiles_nothing(name: str, tmp_path: Path) -> None:
     """All programs of scoring and of each mode are read back: none depends on the session."""
     env = {"PATH": "", "XDG_CACHE_HOME": str(tmp_path), "JAX_PLATFORMS": "cpu"}
     env |= {"PYTHONPATH": str(Path(compile_cache.__file__).parents[2])}
     env |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
     env |= {"XLA_FLAGS": os.environ.get("XLA_FLAGS", "--xla_backend_optimization_level=0")}
+    session = SESSION.replace("WORK", WORK[name])
     results = [
-        subprocess.run([sys.executable, "-c", SESSION], env=env, capture_output=True, text=True)
+        subprocess.run([sys.executable, "-c", session], env=env, capture_output=True, text=True)
         for _ in range(2)
     ]
     assert [result.returncode for result in results] == [0, 0], results[0].stderr

@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers.cases import EXECUTOR, run_dense, run_oracle, run_staircase
-from helpers.marks import quick_where
 from helpers.models import Model
 
 from utio_jax import reference_states, score, uniform
@@ -90,14 +89,16 @@ def test_the_head_reads_the_map_and_others_see_the_state(
 ) -> None:
     ids, lengths, depths = drawn(model)
     policy = given_depths(jnp.asarray(depths), depths=EXITS)
-    plain = run_oracle(bare.decoder, bare.params, ids, lengths, depths, kv="propagate")
-    expected = run_oracle(model.decoder, model.params, ids, lengths, depths, kv="propagate")
-    result = passed(model, policy)
+    plain, expected = (
+        np.asarray(run_oracle(which.decoder, which.params, ids, lengths, depths, kv="propagate"))
+        for which in (bare, model)
+    )
+    result = np.asarray(passed(model, policy).x)
     for row, length in enumerate(np.asarray(lengths)):
         for token in range(length):
-            by_hand = mapped(lens, np.asarray(plain[row, token]), int(depths[row, token]))
+            by_hand = mapped(lens, plain[row, token], int(depths[row, token]))
             np.testing.assert_allclose(expected[row, token], by_hand, atol=1e-4)
-            np.testing.assert_allclose(result.x[row, token], by_hand, atol=1e-4)
+            np.testing.assert_allclose(result[row, token], by_hand, atol=1e-4)
 
 
 def test_each_early_token_is_mapped_once(model: Model) -> None:
@@ -111,7 +112,7 @@ def test_each_early_token_is_mapped_once(model: Model) -> None:
     np.testing.assert_array_equal(full.work.exit_maps, [0])
 
 
-@pytest.mark.parametrize("threshold", quick_where(np.isfinite, [-np.inf, 3.8, np.inf]))
+@pytest.mark.parametrize("threshold", [-np.inf, 3.8, np.inf])
 def test_a_policy_that_looks_at_logits_sees_what_the_token_will_say(
     model: Model, threshold: float
 ) -> None:
@@ -149,9 +150,9 @@ def test_every_way_to_read_an_exit_agrees(model: Model, text: list[Batch]) -> No
     study = study_exits(model.decoder, model.params, [batch])[0]
     harm = by_exit - by_exit[-1:]
     np.testing.assert_allclose(study.harm[:, study.predicted], harm[:, study.predicted], atol=1e-3)
-    policies = {str(depth): uniform(depth) for depth in EXITS}
+    policies = {str(depth): uniform(depth) for depth in EXITS[1:]}
     result = evaluate(model.decoder, model.params, [batch], policies, executor=EXECUTOR)
-    for row, depth in enumerate(EXITS):
+    for row, depth in enumerate(EXITS[1:], start=1):
         assert result[str(depth)].nll == pytest.approx(float(by_exit[row].sum()), rel=1e-4)
 
 

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 from helpers.cases import run_dense, run_oracle, run_staircase
 from helpers.counting import Counting, read_counts
-from helpers.marks import quick_where
 from helpers.models import gated, plain_nll
 from helpers.texts import EXECUTOR, batches
 
@@ -26,6 +25,7 @@ from utio_jax.core.pytrees import pytree
 from utio_jax.evaluation import Ledger
 from utio_jax.evaluation.evaluate import Quality, evaluate, score_documents
 from utio_jax.evaluation.flops import check_worthwhile
+from utio_jax.models.transformer import Transformer
 from utio_jax.policies import Learned, given_depths, random_depths
 from utio_jax.policies.signals import Position
 from utio_jax.staircase import MicroBatches, full_depth
@@ -200,7 +200,6 @@ def test_comparisons_run_a_head_per_predicted_token_and_pass(tiny: Any) -> None:
     )
 
 
-@pytest.mark.check
 def test_policies_that_differ_in_names_and_numbers_share_a_program(tiny: Any) -> None:
     batch = batches(tiny)[0]
     gate, signal = gated(tiny), gated(tiny).signal
@@ -222,12 +221,15 @@ def test_policies_that_differ_in_names_and_numbers_share_a_program(tiny: Any) ->
         "given": given_depths(jnp.asarray(rng.integers(1, 5, size=width)), depths=depths),
     }
     program: Any = run_score
-    program.clear_cache()
-    result = evaluate(tiny.decoder, tiny.params, [batch], policies, executor=EXECUTOR)
-    assert program._cache_size() == 3  # Full depth, gates, and scores known before the pass.
+    read = partial(evaluate, tiny.decoder, tiny.params, [batch], executor=EXECUTOR)
+    # Full depth, gates, and scores known before the pass.
+    read({name: policies[name] for name in ("learned", "position")})
+    count = program._cache_size()
+    result = read(policies)
+    assert program._cache_size() == count
     run = partial(run_score, tiny.decoder, tiny.params, batch.token_ids, batch.lengths)
-    for name, policy in policies.items():
-        alone = run(policy=policy, kv="propagate", executor=EXECUTOR)
+    for name in ("classifier", "before", "given"):  # Not the first of their program.
+        alone = run(policy=policies[name], kv="propagate", executor=EXECUTOR)
         values, counts = np.unique(np.asarray(alone.depths), return_counts=True)
         expected = dict(zip(values.tolist(), counts.tolist(), strict=True))
         assert result[name].histogram == {d: n for d, n in expected.items() if d > 0}
@@ -260,7 +262,7 @@ class _Dear(Learned):
         return (1 + 2 * index) * super().flops(index, decoder, params)
 
 
-@pytest.mark.parametrize("kv", quick_where(lambda kv: kv == "propagate", ["propagate", "drop"]))
+@pytest.mark.parametrize("kv", ["propagate", "drop"])
 def test_gates_and_frozen_keys_are_charged_where_the_policy_meets_them(tiny: Any, kv: str) -> None:
     """The policy ends at 3 of 4 layers: the last is not paid for, nor a decision there."""
     executor = MicroBatches(min_bucket=1, block=1, query_block=1, key_step=1)
@@ -309,25 +311,24 @@ def test_gates_and_frozen_keys_are_charged_where_the_policy_meets_them(tiny: Any
 @pytest.mark.check
 def test_documents_are_scored_whole_and_in_their_own_order(tiny: Any) -> None:
     rng = np.random.default_rng(2)
-    documents = [rng.integers(0, 64, n) for n in (150, 5, 129, 60)]
-    output = score_documents(
-        tiny.decoder, tiny.params, documents, uniform(2), rows=2, executor=EXECUTOR
+    documents = [rng.integers(0, 64, n) for n in (20, 5, 17, 9)]
+    short = Transformer(dataclasses.replace(tiny.decoder.config, context_length=16))
+    run = partial(
+        score_documents, short, tiny.params, documents, uniform(2), executor=EXECUTOR, compare=False
     )
+    output = run(rows=2)
     assert not output.fallbacks
     for document, result in zip(documents, output.documents, strict=True):
         assert len(result.log_likelihood) == len(document) - 1
         assert (result.depths == 2).all()
-        start, ends = np.zeros((1, 128), np.int32), np.asarray([len(document[:128])], np.int32)
-        start[0, : ends[0]] = document[:128]
+        start, ends = np.zeros((1, 16), np.int32), np.asarray([len(document[:16])], np.int32)
+        start[0, : ends[0]] = document[:16]
         depths = np.full_like(start, 2)
         x = run_oracle(tiny.decoder, tiny.params, start, ends, depths, kv="propagate")
         expected = -plain_nll(tiny, start, x)[0, : ends[0] - 1]
         np.testing.assert_allclose(result.log_likelihood[: len(expected)], expected, atol=1e-4)
     assert output.quality.predicted == sum(len(d) - 1 for d in documents)
-    other = score_documents(
-        tiny.decoder, tiny.params, documents, uniform(2), rows=1, executor=EXECUTOR
-    )
-    for one, result in zip(output.documents, other.documents, strict=True):
+    for one, result in zip(output.documents, run(rows=1).documents, strict=True):
         np.testing.assert_allclose(one.log_likelihood, result.log_likelihood, atol=1e-4)
 
 
@@ -338,13 +339,12 @@ def test_routing_falls_back_to_full_depth_where_it_cannot_pay(tiny: Any) -> None
     pays = partial(check_worthwhile, tiny.decoder, tiny.params, gated(tiny), executor=coarse)
     assert "routing would cost" in str(pays(batch=1, width=8, fractions=(0.0, 0.0, 1.0)))
     assert pays(batch=64, width=128) is None
-    result = score_documents(
-        tiny.decoder, tiny.params, document * 2, gated(tiny), rows=1, min_tokens=65
-    )
+    read = partial(score_documents, tiny.decoder, tiny.params, policy=gated(tiny), rows=1)
+    result = read(documents=document * 2, min_tokens=65, executor=EXECUTOR)
     assert list(result.fallbacks.values()) == [2]
     assert "fewer than the minimum of 65" in next(iter(result.fallbacks))
     assert (result.documents[0].depths == 4).all()
-    ask = partial(score_documents, tiny.decoder, tiny.params, document, gated(tiny), rows=1)
+    ask = partial(read, documents=document)
     deep = ask(executor=EXECUTOR, fractions=(0.0, 0.0, 1.0))
     assert "routing would cost" in next(iter(deep.fallbacks))
     routed = ask(executor=EXECUTOR)

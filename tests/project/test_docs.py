@@ -48,8 +48,8 @@ def blocks_of(page: str, language: str) -> list[str]:
 @pytest.mark.parametrize(
     ("page", "number"),
     [
-        ("docs/decode.md", 2),
         ("docs/prompts.md", 1),
+        pytest.param("docs/decode.md", 2, marks=pytest.mark.slow),
         pytest.param("docs/utio.md", 2, marks=pytest.mark.slow),
         pytest.param("docs/bring_your_own.md", 5, marks=pytest.mark.slow),
         pytest.param("docs/engine.md", 2, marks=pytest.mark.slow),
@@ -86,8 +86,8 @@ def programs_of(page: str) -> list[str]:
 @pytest.mark.check
 @pytest.mark.parametrize(
     "number",
-    # Slow: a calibration, a comparison, a pass on all devices, and texts of many lengths.
-    [pytest.param(n, marks=pytest.mark.slow if n in (0, 1, 3, 6, 10) else ()) for n in range(11)],
+    # Slow: a calibration, a comparison, training, a score, all devices, texts of many lengths.
+    [pytest.param(n, marks=() if n in (4, 8, 9) else pytest.mark.slow) for n in range(11)],
 )
 def test_each_program_runs_by_itself_anywhere(
     number: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

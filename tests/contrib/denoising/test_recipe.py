@@ -49,7 +49,9 @@ def test_the_loss_is_that_of_masked_tokens_from_the_token_before(unchecked_shape
     np.testing.assert_allclose(loss, np.mean(nats), atol=1e-4)
 
 
-@pytest.mark.parametrize("options", [{}, {"fresh": True, "own_kv": True}])
+@pytest.mark.parametrize(
+    "options", [{}, pytest.param({"fresh": True, "own_kv": True}, marks=pytest.mark.slow)]
+)
 def test_a_short_run_writes_a_model_that_denoises(
     options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -135,12 +135,14 @@ def assert_written(model: Any, policy: Any, sets: Any) -> None:
     `sets(row, position)` are the segments of a token that is fed back.
     """
     result = generate_layer_sets(model.decoder, model.params, PROMPTS, policy, max_new_tokens=NEW)
+    width = max(map(len, PROMPTS)) + NEW
     for row, prompt in enumerate(PROMPTS):
         ids = np.concatenate([prompt, result.token_ids[row]])
-        runs = np.ones((4, 1, len(ids)), bool)
+        padded = np.pad(ids, (0, width - len(ids)))[None]
+        runs = np.ones((4, 1, width), bool)
         for position in range(len(prompt), len(ids)):
             runs[:, 0, position] = sets(row, position)
-        x = run_oracle(model.decoder, model.params, ids[None], np.asarray([len(ids)]), runs)
+        x = run_oracle(model.decoder, model.params, padded, np.asarray([len(ids)]), runs)
         logits = model.decoder.unembed(model.params, x[0]).astype(jnp.float32)
         likely = jax.nn.log_softmax(logits)[np.arange(len(prompt) - 1, len(ids) - 1)]
         expected = np.asarray(likely)[np.arange(NEW), ids[len(prompt) :]]

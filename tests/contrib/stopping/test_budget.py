@@ -144,6 +144,7 @@ def test_what_is_drawn_is_drawn_as_without_a_budget(model: Any, rules: Any) -> N
     assert sum(map(len, answers)) > 15
 
 
+@pytest.mark.slow  # As a server's in tests/serving/test_modes.py.
 def test_requests_of_an_engine_think_as_alone(model: Any) -> None:
     rule = ThinkingBudget(end_ids=(62, 63), max_tokens=5)
     shapes = Shapes(prompt_tokens=(32,), key_step=64)
