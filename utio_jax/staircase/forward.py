@@ -250,8 +250,8 @@ def _run_layer(  # noqa: PLR0913 (arrays of one layer)
     """
     states, packed, queries = carry
     source = slots.pack(states) if packed is None else packed
-    alone = others is not None and seen is None
     heads = decoder.config.num_heads, decoder.config.head_dim
+    alone = others is not None and seen is None
     keys_values: Any = ()
     if others is not None and alone:
         keys_values = others(layer, index)
