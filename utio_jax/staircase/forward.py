@@ -3,23 +3,18 @@
 
     forward(decoder, params, x, places, cache, slots=slots, attention=attention, start=4, stop=8)
 
-Scoring, prefill, chunked prefill, decode steps, drafting and verification all call it. Only
-`utio_jax.staircase.reference`, which defines the results, has layer loops of its own. Three
-arguments differ between callers:
+Scoring, prefill, decode steps, drafting and verification all call it. Three arguments differ:
 
 - `TokenLayout`: where the tokens that run lie: packed in blocks, a static prefix, or in place.
 - `KVAccess`: storage and visibility of keys and values.
 - `others`: K/V of tokens that do not run; by default projected from their states.
 
-Some models share K/V between layers (`DecoderConfig.kv_source`):
-
-    kv_source = ((0,), (1,), (2,), (3,), (2, 3), (2, 3))     # a model of six layers
+K/V shared by layers, `kv_source=((0,), (1,), (2,), (3,), (2, 3), (2, 3))`. A token has produced all
+that others ever read after `kv_complete` layers:
 
     layer      0  1  2  3 | 4  5
     makes      #  #  #  # | .  .      `kv_own` = 4: layers that read their own
     reads      0  1  2  3 | 2,3 2,3   heads of layers 2 and 3, side by side
-
-After `kv_complete` layers a token has produced all K/V that other tokens ever read.
 """
 
 from __future__ import annotations
