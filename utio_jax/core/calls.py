@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of calls: a loaded model in place of a decoder, and unknown options."""
+"""Checks of calls: a loaded model in place of a decoder, its layers, and unknown options."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec, TypeVar
+
+from utio_jax.core.layer import check_layers
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -39,6 +41,9 @@ def takes_decoder(
                 )
             unknown = {key: value for key, value in kwargs.items() if key not in parameters}
             check_options(name, unknown, function, instead=options)
+            params: Any = args[place + 1] if len(args) > place + 1 else kwargs.get("params")
+            if decoder is not None and params is not None:
+                check_layers(decoder, params)
             return function(*args, **kwargs)
 
         return checked

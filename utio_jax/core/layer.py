@@ -31,21 +31,20 @@ def layer_at(decoder: Decoder, params: Params, index: int | jax.Array) -> LayerP
     """
     return jax.tree.map(
         lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False),
-        _stack_of(decoder, params),
+        decoder.layers(params),
     )
 
 
-def _stack_of(decoder: Decoder, params: Params) -> LayerParams:
-    """Returns the stacked layers. Raises ValueError if there are fewer than the config's."""
-    stack, count = decoder.layers(params), decoder.config.stack_layers
+def check_layers(decoder: Decoder, params: Params) -> None:
+    """Raises ValueError if `decoder.layers` returns fewer layers than its config names."""
+    stack, count = jax.eval_shape(decoder.layers, params), decoder.config.stack_layers
     # Layers that read the K/V of others have none to project; an index beyond a leaf reads its end.
-    stacked = max((jnp.shape(leaf)[:1] for leaf in jax.tree.leaves(stack)), default=(count,))
+    stacked = max((leaf.shape[:1] for leaf in jax.tree.leaves(stack)), default=(count,))
     if stacked < (count,):
         raise ValueError(
             f"Wanted {count} layers of {type(decoder).__name__}.layers, stacked along the first "
             f"axis of its leaves. Got {stacked[0] if stacked else 'leaves without axes'}."
         )
-    return stack
 
 
 def split_layers(decoder: Decoder, params: Params) -> tuple[LayerParams, ...] | None:
@@ -56,7 +55,7 @@ def split_layers(decoder: Decoder, params: Params) -> tuple[LayerParams, ...] | 
     the stack is. None if the stack is read in place (TPU), is spread over devices, or is small.
     Also None if the copy would take more than half of the device's free memory.
     """
-    stack = _stack_of(decoder, params)
+    stack = decoder.layers(params)
     leaves = [leaf for leaf in jax.tree.leaves(stack) if isinstance(leaf, jax.Array)]
     count = decoder.config.stack_layers
     own = {id(leaf) for leaf in jax.tree.leaves(params)}
