@@ -39,7 +39,7 @@ def test_what_it_is_comes_first_and_when_not_to_use_it_before_the_details() -> N
         "make demo",
         "## Quick start",
         "## What to expect",
-        "**Do not use it**",
+        "**Do not use early exits**",
         "## How it works",
     )
     places = [README.index(mark) for mark in marks]
