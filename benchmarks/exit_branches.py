@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loss and speed of exit branches, next to truncation, chance, hindsight and plain models.
 
-    python benchmarks/exit_branches.py losses [MODEL]
+    python benchmarks/exit_branches.py losses [MODEL] [PLAIN ...]
     python benchmarks/exit_branches.py times [MODEL]
 
 `losses` reads the test split of the standard library once, by the dense program, and derives every
 policy's loss from each token's loss at each exit. That is exact where upper layers make no K/V: no
 token changes another. FLOPs are counted for the decided depths, gates included, padding not.
+
+PLAIN are folders of models of one depth each, as `models/recipes/pruned.py` trains them, in
+ascending depth. Their hull is then a control of every row, with an interval over documents.
 
 `times` times scoring of 16 x 512 tokens of the same text, and decoding of 120 tokens after 64 at
 batch 1, 8 and 32: full depth, each branch, the learned policy at each of its budgets, and plain
@@ -18,6 +21,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -31,7 +35,7 @@ from utio_jax.bench.timing import time_programs
 from utio_jax.calibration.compare import hindsight_policies
 from utio_jax.calibration.studies import collect_scores, study_exits
 from utio_jax.calibration.thresholds import leave_at
-from utio_jax.core.documents import sample_batches
+from utio_jax.core.documents import Batch, sample_batches
 from utio_jax.core.flops import depth_flops, token_cost
 from utio_jax.evaluation.intervals import DocumentSums, HullBootstrap
 from utio_jax.models.checkpoint import load
@@ -43,8 +47,13 @@ from utio_jax.staircase.score import full_depth, run_score, score_dense
 PLAIN = (8, 10, 12)
 
 
-def losses(model: Any) -> list[dict[str, Any]]:
-    """Returns a row for each exit, and for each policy and control at each budget."""
+def losses(model: Any, plain: Sequence[Any] = ()) -> list[dict[str, Any]]:
+    """Returns a row for each exit, and for each policy and control at each budget.
+
+    Args:
+      model: model with branches and a calibration.
+      plain: models of one depth each with the same tokenizer, in ascending depth.
+    """
     decoder, params, calibration = model.decoder, model.params, model.calibration
     config = decoder.config
     width, exits = config.context_length, config.exits
@@ -56,26 +65,38 @@ def losses(model: Any) -> list[dict[str, Any]]:
     )
     progress = lambda: print(".", end="", file=sys.stderr, flush=True)  # noqa: E731
     studies = study_exits(decoder, params, batches, progress=progress)
-    dense, nll_full = jax.jit(score_dense, static_argnums=0), []
-    for batch in batches:
-        scores = dense(decoder, params, jnp.asarray(batch.token_ids), jnp.asarray(batch.lengths))
-        nll_full.append(-np.asarray(scores.log_likelihood, np.float64))
+    nll_full = full_depth_nll(model, batches)
     cost = token_cost(decoder, params)
-    of_depth = depth_flops(cost, exits, width=width, key_widths=MicroBatches().key_widths(width))
+    key_widths = MicroBatches().key_widths(width)
+    of_depth = depth_flops(cost, exits, width=width, key_widths=key_widths)
     documents = int(document_of_window.max()) + 1
+    num_bytes = sum(text.num_bytes for text in standard_library("test"))
+
+    def by_document(nll: list[np.ndarray], flops: list[np.ndarray]) -> DocumentSums:
+        """Returns sums by document of each batch's values by token `[batch, token]`."""
+        totals = np.zeros((2, documents))
+        for study, *values in zip(studies, nll, flops, strict=True):
+            rows = np.flatnonzero(study.batch.window >= 0)
+            document = document_of_window[study.batch.window[rows]]
+            for total, value in zip(totals, values, strict=True):
+                real = np.where(study.predicted[rows], value[rows], 0)
+                np.add.at(total, document, real.sum(axis=1))
+        return DocumentSums(nll=totals[0], flops=totals[1])
 
     def sums(shares: list[np.ndarray], gate: float = 0.0) -> DocumentSums:
         """Returns sums by document; `shares[batch]` `[exit, batch, token]` sum to 1 over exits."""
-        nll, flops = np.zeros(documents), np.zeros(documents)
-        for study, full, share in zip(studies, nll_full, shares, strict=True):
-            rows = np.flatnonzero(study.batch.window >= 0)
-            document = document_of_window[study.batch.window[rows]]
-            real = study.predicted[rows]
-            lost = (full + (share * study.harm).sum(axis=0))[rows]
-            paid = (np.einsum("e,ert->rt", of_depth, share) + gate)[rows]
-            np.add.at(nll, document, np.where(real, lost, 0).sum(axis=1))
-            np.add.at(flops, document, np.where(real, paid, 0).sum(axis=1))
-        return DocumentSums(nll=nll, flops=flops)
+        parts = zip(studies, nll_full, shares, strict=True)
+        nll = [full + (share * study.harm).sum(axis=0) for study, full, share in parts]
+        return by_document(
+            nll, [np.einsum("e,ert->rt", of_depth, share) + gate for share in shares]
+        )
+
+    def plain_sums(other: Any) -> DocumentSums:
+        """Returns the sums of another model at full depth."""
+        own, depths = token_cost(other.decoder, other.params), (other.decoder.config.num_layers,)
+        (flops,) = depth_flops(own, depths, width=width, key_widths=key_widths)
+        nll = full_depth_nll(other, batches)
+        return by_document(nll, [np.full(batch.shape, flops) for batch in nll])
 
     def chosen(index: list[np.ndarray]) -> list[np.ndarray]:
         """Returns shares of tokens whose exit is known, by its index `[batch, token]`."""
@@ -85,6 +106,8 @@ def losses(model: Any) -> list[dict[str, Any]]:
     shapes = [study.predicted.shape for study in studies]
     uniform = [sums(chosen([np.full(shape, i) for shape in shapes])) for i in range(len(exits))]
     full, bootstrap = uniform[-1], HullBootstrap(uniform, draws=500)
+    others = [plain_sums(other) for other in plain]
+    controls = HullBootstrap(others, draws=500) if others else None
 
     def row(name: str, budget: float | None, of: DocumentSums) -> dict[str, Any]:
         ratio, lost = of.flops.sum() / full.flops.sum(), of.nll.sum() / full.nll.sum()
@@ -93,11 +116,17 @@ def losses(model: Any) -> list[dict[str, Any]]:
             "budget": budget,
             "flops_ratio": round(float(ratio), 4),
             "nll_increase_pct": round(100 * float(lost - 1), 3),
+            "bits_per_byte": round(float(of.nll.sum()) / np.log(2) / num_bytes, 4),
             "below_own_exits_pct": bootstrap.interval(of) if budget else None,
             "plain_models_pct": model.plain_controls(float(ratio)),
+            "below_plain_models_pct": controls and controls.interval(of),
         }
 
-    rows = [row(f"uniform {depth}", None, nll) for depth, nll in zip(exits, uniform, strict=True)]
+    rows = [
+        row(f"plain {other.decoder.config.num_layers}", None, of)
+        for other, of in zip(plain, others, strict=True)
+    ]
+    rows += [row(f"uniform {depth}", None, nll) for depth, nll in zip(exits, uniform, strict=True)]
     for name, fitted in calibration.entries.items():
         signal = calibration.signals[name]
         scores = collect_scores(decoder, params, signal, studies, depths=exits)
@@ -119,6 +148,20 @@ def losses(model: Any) -> list[dict[str, Any]]:
                 known = [np.searchsorted(exits, np.asarray(p.signal.scores)) for p in hindsight]
                 rows.append(row("oracle_kl", budget, sums(chosen(known))))
     return rows
+
+
+def full_depth_nll(model: Any, batches: Sequence[Batch]) -> list[np.ndarray]:
+    """Returns each token's loss at full depth, `[row, token]` for each batch, nats."""
+    dense = jax.jit(partial(score_dense, model.decoder))
+    return [
+        -np.asarray(
+            dense(
+                model.params, jnp.asarray(batch.token_ids), jnp.asarray(batch.lengths)
+            ).log_likelihood,
+            np.float64,
+        )
+        for batch in batches
+    ]
 
 
 def policies_of(model: Any) -> dict[str, Any]:
@@ -184,9 +227,9 @@ def decoding(model: Any, rows: np.ndarray, rounds: int) -> dict[str, float]:
 def main(arguments: list[str]) -> int:
     """Prints lines of JSON."""
     what, *named = arguments or ["losses"]
-    model = load(*named)
+    model, *plain = [load(name) for name in named] or [load()]
     if what == "losses":
-        for nll in losses(model):
+        for nll in losses(model, plain):
             print(json.dumps(nll))
         return 0
     stream = np.concatenate(model.encode([text.text for text in standard_library("test")]))
