@@ -19,6 +19,7 @@ median over rounds of the paired ratio to the model's fastest full-depth program
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from collections.abc import Sequence
@@ -28,7 +29,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from recipe import PRESETS
 
 from utio_jax import Adaptive, Plain, generate, uniform
 from utio_jax.bench.timing import time_programs
@@ -39,6 +39,7 @@ from utio_jax.core.documents import Batch, sample_batches
 from utio_jax.core.flops import depth_flops, token_cost
 from utio_jax.evaluation.intervals import DocumentSums, HullBootstrap
 from utio_jax.models.checkpoint import load
+from utio_jax.models.presets import STDLIB_16
 from utio_jax.models.training.corpus import standard_library
 from utio_jax.models.transformer import Transformer
 from utio_jax.staircase.microbatches import MicroBatches
@@ -177,7 +178,10 @@ def policies_of(model: Any) -> dict[str, Any]:
 
 def plain_models() -> dict[str, tuple[Transformer, Any]]:
     """Returns plain models of some depths with random weights."""
-    decoders = {f"plain {depth}": Transformer(PRESETS[f"plain-{depth}"]) for depth in PLAIN}
+    config = partial(dataclasses.replace, STDLIB_16)
+    decoders = {
+        f"plain {depth}": Transformer(config(num_layers=depth, exits=(depth,))) for depth in PLAIN
+    }
     return {name: (decoder, decoder.init(jax.random.key(0))) for name, decoder in decoders.items()}
 
 
