@@ -44,20 +44,9 @@ def count_compiles() -> Iterator[CompileCount]:
         counted.count = _compilations - before
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Spread:
-    """Median and quartiles of one number per round."""
-
-    median: float
-    low: float
-    high: float
-    rounds: int
-
-    @classmethod
-    def of(cls, values: np.ndarray) -> Spread:
-        """Returns the spread of `[round]` values."""
-        low, median, high = np.quantile(np.asarray(values, np.float64), [0.25, 0.5, 0.75])
-        return cls(median=float(median), low=float(low), high=float(high), rounds=len(values))
+def quartiles(values: np.ndarray) -> list[float]:
+    """Returns the lower quartile, the median and the upper quartile of `[round]` values."""
+    return np.quantile(np.asarray(values, np.float64), [0.25, 0.5, 0.75]).tolist()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
