@@ -108,8 +108,7 @@ class Programs:
       sharding: of arguments: where it runs; None: not said, for lowering alone.
       mesh: splits rows over its axis "data", layers over its axis "model"; None: one device.
       platform: traced for; None: that of this machine.
-      choices: other than the platform's.
-      exits: other than those.
+      exits: other than those at quarters.
       shared: layers that keep keys and values of their own, and below which nothing stops; those
         above read the last one's. None: all.
     """
@@ -119,7 +118,6 @@ class Programs:
     sharding: Sharding | None
     mesh: Mesh | None = None
     platform: str | None = "tpu"
-    choices: dict[str, Any] = dataclasses.field(default_factory=dict)
     exits: tuple[int, ...] = ()
     shared: int | None = None
 
@@ -188,7 +186,7 @@ class Programs:
 
         made = jax.jit(program, donate_argnums=donate)
         with (
-            compiling_for(self.platform, **self.choices),
+            compiling_for(self.platform),
             jax.default_matmul_precision("default"),
         ):
             here = None if self.platform is None else (self.platform,)
@@ -219,7 +217,7 @@ class Programs:
 
     def prompts(self, rows: int, width: int) -> Any:
         """Lowers the reading of full prompts by the fastest program that loses nothing."""
-        with compiling_for(self.platform, **self.choices):
+        with compiling_for(self.platform):
             fastest = fastest_prefill(self.decoder, rows, width, kv="propagate", filled=1.0)
         return self.prefill(rows, width, fastest)
 
@@ -239,7 +237,7 @@ class Programs:
         make = functools.partial(begin.__wrapped__, slots=slots, mesh=self.mesh)
         arrays = [a(shape, jnp.int32) for shape in ((rows, 64), (rows,), (rows,))]
         bare = shapes(context, None) if self.mesh is None else context
-        with compiling_for(self.platform, **self.choices):  # The cache's axes are a choice, too.
+        with compiling_for(self.platform):  # The cache's axes are a choice, too.
             state = jax.eval_shape(make, bare, *arrays, a((rows,), jnp.uint32))
         context = dataclasses.replace(context, layers=self.apart)
         arguments = context, self._placed(state), self.array()
@@ -268,7 +266,7 @@ class Programs:
             self.context(mode, rows), sampling=rules.sampling, stops=rules.stops
         )
         make = functools.partial(empty_state.__wrapped__, batch=rows, slots=slots)
-        with compiling_for(self.platform, **self.choices):
+        with compiling_for(self.platform):
             state = jax.eval_shape(make, shapes(context, None))
         return self.lower(
             run_block.__wrapped__,

@@ -73,7 +73,7 @@ def of_pass(made: Programs, executor: Any, depths: np.ndarray) -> tuple[Turns, S
     live = {stop: depths > start for start, stop in zip((0, *exits), exits, strict=False)}
     blocks: dict[int, Any] = {}
     if isinstance(executor, MicroBatches):
-        with compiling_for("tpu", **made.choices):
+        with compiling_for("tpu"):
             packed = [executor.pack(k, jnp.asarray(live[stop])) for k, stop in enumerate(exits)]
         blocks = {stop: slots.query_blocks for stop, slots in zip(exits, packed, strict=True)}
     begins = dict(zip(exits, (0, *exits), strict=False))
