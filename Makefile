@@ -162,7 +162,7 @@ parity: $(VENV)/.installed-all $(PEERS)/.installed $(LLM)
 bench: $(VENV)/.installed-cli
 	$(BIN)/utio-jax bench $(ARGS)
 
-# Five experiments on a GPU or TPU beside their predictions, in under ten minutes; more sizes:
+# Choices by platform, and full depth, on a GPU or TPU, in under ten minutes; more sizes:
 # $(BIN)/utio-jax bench --models mistral-7b --policies random@0.6 --parts score decode.
 # `ARGS=--dry-run` shows on a CPU that it runs. JAX comes without CUDA here: on a GPU, first
 # $(BIN)/python -m pip install -e '.[cuda]'.
@@ -174,9 +174,9 @@ bench-accelerator: $(VENV)/.installed-cli
 tpu-compile: $(TPU)/.installed
 	JAX_PLATFORMS=cpu $(TPU)/bin/python -m pytest -o addopts="--strict-markers -q" -m tpu tests/compiled $(ARGS)
 
-# Predicted times of such programs, and results/accelerators.md; most of an hour where none are known.
+# Predicted times of such programs, kept in results/compiled.json; most of an hour if none are known.
 tpu-predict: $(TPU)/.installed
-	JAX_PLATFORMS=cpu $(TPU)/bin/python benchmarks/compiled.py $(ARGS)
+	JAX_PLATFORMS=cpu $(TPU)/bin/python benchmarks/compiled.py
 
 # The same for a GPU: what it launches, and which loops wait for the host, without and with graphs.
 gpu-compile: $(GPU)/.installed
@@ -189,18 +189,17 @@ gpu-compile: $(GPU)/.installed
 # Full depth against transformers' on the same weights and cores: make benchmark-transformers
 # ARGS="--model FOLDER"
 benchmark-transformers: $(PEERS)/.installed
-	$(PEERS)/bin/python benchmarks/transformers_full_depth.py $(ARGS)
+	$(PEERS)/bin/python benchmarks/full_depth.py torch $(ARGS)
 
 # Early exits of other libraries, their layers counted: make benchmark-peers ARGS="--model FOLDER
-# --token-ids IDS.json --exit 3"; then utio-jax bench --report out/peers/results.json. TIDE is installed
-# without what it needs for its own data sets.
+# --token-ids IDS.json --exit 3". TIDE is installed without what it needs for its own data sets.
 benchmark-peers: $(PEERS)/.installed
 	$(PEERS)/bin/python -m pip install --quiet --quiet --no-deps --no-build-isolation tide-inference==0.2.1
 	$(PEERS)/bin/python benchmarks/peers/early_exits.py $(ARGS)
 
 # The same beside transformers' Flax models: make benchmark-flax ARGS="--layers 4"
 benchmark-flax: $(FLAX)/.installed
-	$(FLAX)/bin/python benchmarks/flax_full_depth.py $(ARGS)
+	$(FLAX)/bin/python benchmarks/full_depth.py flax $(ARGS)
 
 # The engines that people use, on the model of `make llm`, each in a process of its own, in turns. Ten
 # minutes on an idle machine of two cores. One of them: ARGS="--engines utio_jax vllm".

@@ -4,11 +4,10 @@
     make bench-accelerator      # or: .venv/bin/python benchmarks/accelerator.py [--dry-run]
 
 Pairs of programs in turns, on Llama-7B's widths in bfloat16 with random weights and random depths.
-Six differ in one choice of `utio_jax.core.platform` or in the executor, at 8 layers, four of them
-beside what `benchmarks/compiled.py` predicts for a TPU v5e; then all 32 layers against the fastest
-program at full depth: scoring, decoding, and both prompts and decoding with keys and values shared
-above layer 16. Programs are compiled side by side first; under ten minutes. `--dry-run` shows that
-it runs, on any machine.
+Six differ in one choice of `utio_jax.core.platform` or in the executor, at 8 layers; then all 32
+layers against the fastest program at full depth: scoring, decoding, and both prompts and decoding
+with keys and values shared above layer 16. Programs are compiled side by side first; under ten
+minutes. `--dry-run` shows that it runs, on any machine.
 """
 
 from __future__ import annotations
@@ -46,7 +45,6 @@ from utio_jax.staircase.microbatches import MicroBatches
 from utio_jax.staircase.score import full_depth, score, score_dense
 
 ROOT = Path(__file__).parents[1]
-PREDICTED = ROOT / "results" / "compiled.json"
 GRAPHS = "--xla_gpu_enable_command_buffer=+WHILE"
 
 
@@ -106,8 +104,6 @@ EXPERIMENTS = (
         second={"executor": "auto"},
     ),
 )
-"""In this order; predicted for a TPU."""
-
 OF_GPUS = (
     Experiment(
         title="decoding, 8 rows: layers in the stack, then a copy of each apart",
@@ -264,17 +260,10 @@ class Model:
         return program, (self._context(rows, way), prefill, *arrays)
 
 
-def predicted() -> dict[str, Any]:
-    """Returns milliseconds by the title of an experiment, for a v5e."""
-    return json.loads(PREDICTED.read_text())["experiments"] if PREDICTED.exists() else {}
-
-
 def report(title: str, first: float, second: float) -> dict[str, Any]:
     """Prints an experiment's line, and returns it."""
-    known = predicted().get(title)
-    note = f"predicted for v5e {known[0] / known[1]:.2f}" if known else "not predicted"
-    print(f"{title}: {first:.2f} -> {second:.2f} ms, {first / second:.2f} ({note})", flush=True)
-    return {"title": title, "ms": [first, second], "predicted_ms": known}
+    print(f"{title}: {first:.2f} -> {second:.2f} ms, {first / second:.2f}", flush=True)
+    return {"title": title, "ms": [first, second]}
 
 
 def run_pairs(

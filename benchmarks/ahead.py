@@ -30,7 +30,7 @@ from utio_jax.attention.cache import key_widths
 from utio_jax.core.platform import compiling_for
 from utio_jax.core.rows import _spec, row_axes
 from utio_jax.decoding.admission import empty_state
-from utio_jax.decoding.base import DecodeContext, Mode
+from utio_jax.decoding.base import DecodeContext, Mode, Plain
 from utio_jax.decoding.loop import advance, begin
 from utio_jax.decoding.prefill import Prefill, fastest_prefill
 from utio_jax.decoding.state import check_stops
@@ -51,16 +51,6 @@ clock_rate_ghz: 1.98 device_memory_size: 84929347584 shared_memory_per_block_opt
 cuda_compute_capability { major: 9 } registers_per_core_limit: 65536
 registers_per_block_limit: 65536 } platform_name: "CUDA" dnn_version_info { major: 9 minor: 7 }
 runtime_version { major: 12 minor: 8 patch: 0 } device_description_str: "NVIDIA H100 80GB HBM3" """
-
-LOOPS_OF_HOST = {
-    "dense": (2, 2),
-    "score": (10, 0),
-    "prefix": (1, 1),
-    "plain": (1, 0),
-    "adaptive": (4, 0),
-    "exact prompts": (2, 1),
-}
-"""Programs of a GPU by name: loops of whose turns the host decides, as XLA is, and with graphs."""
 
 SHIPPED = dataclasses.replace(SHARED_16, exits=(8, 10, 12, 16))
 
@@ -108,43 +98,17 @@ def shapes(tree: Any, sharding: Sharding | None) -> Any:
     )
 
 
-def _context(
-    decoder: Any, params: Any, mode: Any, sampling: Any, stops: Any, layers: Any = None
-) -> DecodeContext:
-    return DecodeContext(
-        decoder=decoder, params=params, mode=mode, sampling=sampling, stops=stops, layers=layers
-    )
-
-
-def _begin(decoder: Any, params: Any, rules: Any, *arrays: Any, **options: Any) -> Any:
-    """Reads prompts; `rules` are mode, sampling and stops."""
-    return begin.__wrapped__(_context(decoder, params, *rules), *arrays, **options)
-
-
-def _advance(
-    decoder: Any, params: Any, rules: Any, state: Any, until: Any, *, widths: Any, mesh: Any = None
-) -> Any:
-    context = _context(decoder, params, *rules)
-    return advance.__wrapped__(context, state, until, widths=widths, mesh=mesh)
-
-
-def _block(
-    decoder: Any, params: Any, rules: Any, shares: Any, state: Any, steps: Any, **sizes: Any
-) -> Any:
-    return run_block.__wrapped__(_context(decoder, params, *rules), shares, state, steps, **sizes)
-
-
 @dataclasses.dataclass(kw_only=True, eq=False)
 class Programs:
-    """What one model runs on one device, as functions that lower it.
+    """What one model runs on one device, or on a mesh, as functions that lower it.
 
     Attributes:
       name: of `utio_jax.models.presets.SHAPES`, or `NARROW`, in bfloat16; `"shipped"`, in float32.
       layers: of the first; exits are at their quarters.
       sharding: of arguments: where it runs; None: not said, for lowering alone.
+      mesh: splits rows over its axis "data", layers over its axis "model"; None: one device.
       platform: traced for; None: that of this machine.
-      choices: other than the platform's.
-      exits: other than those.
+      exits: other than those at quarters.
       shared: layers that keep keys and values of their own, and below which nothing stops; those
         above read the last one's. None: all.
     """
@@ -152,8 +116,8 @@ class Programs:
     name: str
     layers: int
     sharding: Sharding | None
+    mesh: Mesh | None = None
     platform: str | None = "tpu"
-    choices: dict[str, Any] = dataclasses.field(default_factory=dict)
     exits: tuple[int, ...] = ()
     shared: int | None = None
 
@@ -174,7 +138,15 @@ class Programs:
     def params(self) -> Any:
         dtype = jnp.float32 if self.name == "shipped" else jnp.bfloat16
         made = jax.eval_shape(lambda key: self.decoder.init(key, dtype), jax.random.key(0))
-        return shapes(made, self.sharding)
+        if self.mesh is None or self.mesh.shape["model"] == 1:
+            return shapes(made, self.sharding)
+        place = tensor_parallel(self.decoder.config, self.mesh)
+
+        def placed(path: Any, leaf: Any) -> Any:
+            where = place(".".join(str(key.key) for key in path), leaf.shape)
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
+
+        return jax.tree_util.tree_map_with_path(placed, made)
 
     @functools.cached_property
     def apart(self) -> tuple[Any, ...] | None:
@@ -205,150 +177,107 @@ class Programs:
         )
 
     def lower(
-        self,
-        function: Callable[..., Any],
-        *args: Any,
-        static: tuple[str, ...] = (),
-        donate: str | None = None,
-        **options: Any,
+        self, function: Callable[..., Any], *args: Any, donate: int | None = None, **static: Any
     ) -> Any:
-        """Returns a function of the decoder and other arguments, lowered for the platform."""
+        """Returns a function of `args`, lowered for the platform; it donates one of them."""
 
-        @functools.wraps(function)  # New: nothing that was traced for another platform is found.
-        def program(*args: Any, **options: Any) -> Any:
-            return function(*args, **options)
+        def program(*args: Any) -> Any:  # New: nothing that was traced for others is found.
+            return function(*args, **static)
 
-        made = jax.jit(program, static_argnums=0, static_argnames=static, donate_argnames=donate)
+        made = jax.jit(program, donate_argnums=donate)
         with (
-            compiling_for(self.platform, **self.choices),
+            compiling_for(self.platform),
             jax.default_matmul_precision("default"),
         ):
-            traced = made.trace(self.decoder, self.params, *args, **options)
             here = None if self.platform is None else (self.platform,)
-            return traced.lower(lowering_platforms=here)
+            return made.trace(*args).lower(lowering_platforms=here)
 
     def dense(self, rows: int, width: int) -> Any:
         """Lowers scoring at full depth by the plain program."""
-        return self.lower(score_dense, self.array(rows, width), self.array(rows))
+        program = functools.partial(score_dense, self.decoder)
+        return self.lower(program, self.params, self.array(rows, width), self.array(rows))
 
     def score(self, rows: int, width: int, *, shares: Any = None, executor: Any = "auto") -> Any:
         """Lowers scoring by depth."""
+        program = functools.partial(score, self.decoder)
         arrays = self.array(rows, width), self.array(rows)
-        return self.lower(
-            score, *arrays, self.policy(shares), static=("executor",), executor=executor
-        )
+        return self.lower(program, self.params, *arrays, self.policy(shares), executor=executor)
 
-    def _state(self, mode: Mode, rows: int, slots: int, mesh: Mesh | None = None) -> Any:
+    def context(self, mode: Mode, rows: int) -> DecodeContext:
+        """Returns what stays the same while rows are decoded greedily."""
         config = self.decoder.config
         stops = check_stops(config.eos_ids, (), rows=rows, vocab_size=config.vocab_size)
-        stops = shapes(jax.tree.map(jnp.asarray, stops), self.sharding)
-        make = functools.partial(_begin, self.decoder, slots=slots, mesh=mesh)
-        a = jax.ShapeDtypeStruct
-        arrays = [a(shape, jnp.int32) for shape in ((rows, 64), (rows,), (rows,))]
-        arrays.append(a((rows,), jnp.uint32))
-        bare = shapes((self.params, mode, stops), None) if mesh is None else None
-        params, mode, made = bare or (self.params, mode, stops)
-        with compiling_for(self.platform, **self.choices):  # The cache's axes are a choice, too.
-            return jax.eval_shape(make, params, (mode, None, made), *arrays), stops
+        return DecodeContext(
+            decoder=self.decoder,
+            params=self.params,
+            mode=mode,
+            sampling=None,
+            stops=shapes(jax.tree.map(jnp.asarray, stops), self.sharding),
+        )
 
     def prompts(self, rows: int, width: int) -> Any:
         """Lowers the reading of full prompts by the fastest program that loses nothing."""
-        with compiling_for(self.platform, **self.choices):
+        with compiling_for(self.platform):
             fastest = fastest_prefill(self.decoder, rows, width, kv="propagate", filled=1.0)
         return self.prefill(rows, width, fastest)
 
     def prefill(self, rows: int, width: int, prefill: Prefill | None = None) -> Any:
         """Lowers the reading of prompts, by the dense program unless said otherwise."""
-        from utio_jax.decoding.base import Plain
 
-        config = self.decoder.config
-        stops = check_stops(config.eos_ids, (), rows=rows, vocab_size=config.vocab_size)
-        stops = shapes(jax.tree.map(jnp.asarray, stops), self.sharding)
+        def program(context: DecodeContext, prefill: Prefill | None, *arrays: Any) -> Any:
+            return begin.__wrapped__(context, *arrays, slots=width + 64, prefill=prefill)
+
         per_row = self.array(rows), self.array(rows), self.array(rows, dtype=jnp.uint32)
-        arrays = self.array(rows, width), *per_row
-        options = {"slots": width + 64, "prefill": prefill}
-        rules = Plain(), None, stops
-        return self.lower(_begin, rules, *arrays, static=("slots",), **options)
+        context = self.context(Plain(), rows)
+        return self.lower(program, context, prefill, self.array(rows, width), *per_row)
 
     def decode(self, mode: Mode, rows: int, slots: int = 512) -> Any:
         """Lowers the loop over new tokens."""
-        state, stops = self._state(mode, rows, slots)
-        state = shapes(state, self.sharding)
+        context, a = self.context(mode, rows), jax.ShapeDtypeStruct
+        make = functools.partial(begin.__wrapped__, slots=slots, mesh=self.mesh)
+        arrays = [a(shape, jnp.int32) for shape in ((rows, 64), (rows,), (rows,))]
+        bare = shapes(context, None) if self.mesh is None else context
+        with compiling_for(self.platform):  # The cache's axes are a choice, too.
+            state = jax.eval_shape(make, bare, *arrays, a((rows,), jnp.uint32))
+        context = dataclasses.replace(context, layers=self.apart)
+        arguments = context, self._placed(state), self.array()
         return self.lower(
-            _advance,
-            (mode, None, stops, self.apart),
-            state,
-            self.array(),
-            static=("widths",),
-            donate="state",
-            widths=(slots,),
+            advance.__wrapped__, *arguments, donate=1, widths=(slots,), mesh=self.mesh
         )
+
+    def _placed(self, state: Any) -> Any:
+        """Returns the shapes of a decoding state where its rows are."""
+        if self.mesh is None:
+            return shapes(state, self.sharding)
+        leaves, treedef = jax.tree.flatten(state)
+        leaves = [
+            shapes(leaf, NamedSharding(self.mesh, _spec(axis)))
+            for leaf, axis in zip(leaves, row_axes(state), strict=True)
+        ]
+        return jax.tree.unflatten(treedef, leaves)
 
     def engine(self, mode: Mode, rows: int, slots: int = 512) -> Any:
         """Lowers a block of the engine."""
         boundaries = len(self.decoder.config.exits) - 1
         own = np.zeros(boundaries, np.float32) if mode.depth_policy is not None else None
-        fresh = fresh_of((), rows=rows, width=64, own=own)
-        rules = jax.tree.map(jnp.asarray, fresh.rules)
-
-        def make(params: Any, mode: Any, rules: Any) -> Any:
-            context = _context(self.decoder, params, mode, rules.sampling, rules.stops)
-            return empty_state.__wrapped__(context, batch=rows, slots=slots)
-
-        with compiling_for(self.platform, **self.choices):
-            state = jax.eval_shape(make, *shapes((self.params, mode), None), rules)
-        rules = shapes(rules, self.sharding)
+        rules = fresh_of((), rows=rows, width=64, own=own).rules
+        rules = shapes(jax.tree.map(jnp.asarray, rules), self.sharding)
+        context = dataclasses.replace(
+            self.context(mode, rows), sampling=rules.sampling, stops=rules.stops
+        )
+        make = functools.partial(empty_state.__wrapped__, batch=rows, slots=slots)
+        with compiling_for(self.platform):
+            state = jax.eval_shape(make, shapes(context, None))
         return self.lower(
-            _block,
-            (mode, rules.sampling, rules.stops, self.apart),
+            run_block.__wrapped__,
+            dataclasses.replace(context, layers=self.apart),
             rules.thresholds,
             shapes(state, self.sharding),
             self.array(),
-            static=("widths", "room", "rows"),
-            donate="state",
+            donate=2,
             widths=key_widths(slots, key_step=128),
             room=block_room(mode, 16),
             rows=rows,
-        )
-
-
-@dataclasses.dataclass(kw_only=True, eq=False)
-class MeshPrograms(Programs):
-    """The same on a mesh: rows over its axis "data", layers over its axis "model"."""
-
-    mesh: Mesh
-
-    @functools.cached_property
-    def params(self) -> Any:
-        made = jax.eval_shape(lambda key: self.decoder.init(key, jnp.bfloat16), jax.random.key(0))
-        if self.mesh.shape["model"] == 1:
-            return shapes(made, self.sharding)
-        place = tensor_parallel(self.decoder.config, self.mesh)
-
-        def placed(path: Any, leaf: Any) -> Any:
-            where = place(".".join(str(key.key) for key in path), leaf.shape)
-            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
-
-        return jax.tree_util.tree_map_with_path(placed, made)
-
-    def decode(self, mode: Mode, rows: int, slots: int = 512) -> Any:
-        state, stops = self._state(mode, rows, slots, self.mesh)
-        leaves, treedef = jax.tree.flatten(state)
-        leaves = [
-            jax.ShapeDtypeStruct(
-                leaf.shape, leaf.dtype, sharding=NamedSharding(self.mesh, _spec(axis))
-            )
-            for leaf, axis in zip(leaves, row_axes(state), strict=True)
-        ]
-        return self.lower(
-            _advance,
-            (mode, None, stops),
-            jax.tree.unflatten(treedef, leaves),
-            self.array(),
-            static=("widths", "mesh"),
-            donate="state",
-            widths=(slots,),
-            mesh=self.mesh,
         )
 
 
@@ -365,9 +294,9 @@ def on_gpu(name: str, layers: int) -> Programs:
     )
 
 
-def on_mesh(name: str, layers: int, data: int, parts: int) -> MeshPrograms:
+def on_mesh(name: str, layers: int, data: int, parts: int) -> Programs:
     """Returns a model's programs for eight TPU chips."""
     devices = np.array(tpu_devices("v5e:2x4")).reshape(data, parts)
     mesh = Mesh(devices, ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     whole = NamedSharding(mesh, PartitionSpec())
-    return MeshPrograms(name=name, layers=layers, sharding=whole, mesh=mesh)
+    return Programs(name=name, layers=layers, sharding=whole, mesh=mesh)

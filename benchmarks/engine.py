@@ -23,7 +23,7 @@ import numpy as np
 
 import utio_jax
 from utio_jax.bench.decoding import middles
-from utio_jax.bench.timing import Spread, time_programs
+from utio_jax.bench.timing import quartiles, time_programs
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.base import Mode, Plain
 from utio_jax.decoding.generate import generate
@@ -91,7 +91,7 @@ def measure(model: Any, documents: Any, slots: int, args: Any) -> list[dict[str,
     rows = []
     for label in ("batches", *modes):
         baseline = "batches" if label in ("batches", "engine") else "engine"
-        speedup = Spread.of(times[label].ratios_over(times[baseline]))
+        speedup = quartiles(times[label].ratios_over(times[baseline]))
         rows.append(
             {
                 "slots": slots,
@@ -99,7 +99,7 @@ def measure(model: Any, documents: Any, slots: int, args: Any) -> list[dict[str,
                 "seconds": round(times[label].median, 4),
                 "tokens_per_second": round(sum(expected) / times[label].median, 1),
                 "baseline": baseline,
-                "speed_up": [round(x, 3) for x in (speedup.low, speedup.median, speedup.high)],
+                "speed_up": [round(value, 3) for value in speedup],
                 "allowed": round(allowed, 3) if label == "engine" else None,
             }
         )

@@ -251,8 +251,8 @@ class Program:
         *,
         hertz: float,
         bandwidth: float,
-    ) -> collections.Counter[tuple[str, str, str]]:
-        """Returns predicted seconds by kind, shape and path.
+    ) -> collections.Counter[str]:
+        """Returns predicted seconds by kind of instruction.
 
         Args:
           turns: of a loop that the compiler does not know them of.
@@ -261,7 +261,7 @@ class Program:
           bandwidth: of its memory, in bytes per second.
         """
         times: collections.Counter[str] = collections.Counter({self.entry: 1.0})
-        spent: collections.Counter[tuple[str, str, str]] = collections.Counter()
+        spent: collections.Counter[str] = collections.Counter()
         for name in reversed(self.scheduled):
             shapes = {
                 instruction.name: instruction.shape for instruction in self.computations[name]
@@ -284,8 +284,7 @@ class Program:
                         instruction, kind, [shapes.get(o, "") for o in instruction.operands]
                     )
                     once = instruction.cycles / hertz if instruction.cycles else moved / bandwidth
-                    key = kind, instruction.shape.split("{")[0], instruction.path
-                    spent[key] += once * times[name]
+                    spent[kind] += once * times[name]
         return spent
 
     def _moved(self, instruction: Instruction, kind: str, operands: list[str]) -> float:

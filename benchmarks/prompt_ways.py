@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from utio_jax.bench.timing import Spread, time_programs
+from utio_jax.bench.timing import quartiles, time_programs
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.generate import generate
 from utio_jax.decoding.prefill import Prefill
@@ -160,9 +160,9 @@ def add_times(
     times = time_programs(programs, rounds=rounds)
     full = min((times["0"], times["staircase"]), key=lambda timing: timing.median)
     for row, timing in zip(result, times.values(), strict=False):
-        ratio = Spread.of(timing.ratios_over(full))
-        row |= {"seconds": round(timing.median, 5), "speed_up": round(ratio.median, 3)}
-        row |= {"quartiles": [round(ratio.low, 3), round(ratio.high, 3)]}
+        low, median, high = quartiles(timing.ratios_over(full))
+        row |= {"seconds": round(timing.median, 5), "speed_up": round(median, 3)}
+        row |= {"quartiles": [round(low, 3), round(high, 3)]}
 
 
 if __name__ == "__main__":

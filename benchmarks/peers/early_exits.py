@@ -14,12 +14,12 @@ each library against its own full depth:
 
 What a library skips is not what it says but what it runs: layers are counted by hooks on the
 model's layers (ours by the ledger, which the test suite holds against such counts), per new token,
-prefill apart. A program that says it exits and runs every layer is a row without a speed-up.
+prefill apart. A line of JSON per program. One that says it exits and runs every layer has no
+speed-up.
 """
 
 import argparse
 import json
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -34,13 +34,10 @@ from TIDE.config import TIDEConfig
 from TIDE.router import RouterCheckpoint
 
 from utio_jax import models
-from utio_jax.bench.timing import time_programs
+from utio_jax.bench.timing import quartiles, time_programs
 from utio_jax.decoding.base import Plain
 from utio_jax.decoding.generate import generate
 from utio_jax.decoding.lossless import Lossless
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from side_by_side import peer_row, recording
 
 PROMPT = 32
 DRAFTS = 4
@@ -90,12 +87,11 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--new", type=int, default=64)
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--out", type=Path, default=Path("out/peers"))
     return parser.parse_args()
 
 
 def main() -> None:
-    """Writes results.json, and prints it."""
+    """Prints a line of JSON for each program."""
     options = _options()
     ours = models.load(Path(options.model))
     exits = ours.decoder.config.exits
@@ -179,46 +175,37 @@ def main() -> None:
         **{name: by_tide(name) for name in tides},
         **{name: by_us(name, mode) for name, mode in modes.items()},
     }
-    with recording(
-        options.out,
-        suite="early exits of others",
-        settings=vars(options) | {"max_draft": DRAFTS},
-        versions={"torch": torch.__version__, "transformers": transformers.__version__},
-    ) as keep:
-        times = time_programs(programs, rounds=options.rounds)
-        counter, texts = Counter(peer), {}
-        for name, run in programs.items():
-            counter.layers = 0
-            texts[name] = run()
-            layers = ran[name] if name in modes else counter.layers
-            # The first new token is prefill's.
-            tokens = sum(len(ids) - 1 for ids in texts[name])
-            base = "utio_jax, full depth" if name in modes else "transformers, full depth"
-            same = [
-                a == b
-                for ids, full in zip(texts[name], texts["transformers, full depth"], strict=True)
-                for a, b in zip(ids, full, strict=False)
-            ]
-            known = {
-                "layers run per token": round(layers / tokens, 3),
-                "same tokens": round(float(np.mean(same)), 4),
-            }
-            if name in tides:
-                known["layers it reports"] = round(float(np.mean(reported[name])), 3)
-            every = len(peer.model.layers)
-            pretends = known.get("layers it reports", every) < every <= layers / tokens
-            row = peer_row(
-                f"{Path(options.model).name}, {ours.decoder.config.num_layers} layers",
-                name,
-                base,
-                times,
-                setting={"batch": 1, "prompt": PROMPT, "output": options.new},
-                tokens=tokens / len(prompts),
-                calls=len(prompts),
-                figures=known,
-                fallback=f"{tokens} tokens ran every layer" if pretends else "",
-            )
-            keep(row)
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+    print(json.dumps({"model": Path(options.model).name, "versions": versions}))
+    times = time_programs(programs, rounds=options.rounds)
+    counter, texts = Counter(peer), {}
+    for name, run in programs.items():
+        counter.layers = 0
+        texts[name] = run()
+        layers = ran[name] if name in modes else counter.layers
+        # The first new token is prefill's.
+        tokens = sum(len(ids) - 1 for ids in texts[name])
+        base = "utio_jax, full depth" if name in modes else "transformers, full depth"
+        same = [
+            a == b
+            for ids, full in zip(texts[name], texts["transformers, full depth"], strict=True)
+            for a, b in zip(ids, full, strict=False)
+        ]
+        row: dict[str, Any] = {
+            "method": name,
+            "tokens_per_second": round(tokens / times[name].median, 1),
+            "layers_run_per_token": round(layers / tokens, 3),
+            "same_tokens": round(float(np.mean(same)), 4),
+        }
+        every = len(peer.model.layers)
+        if name in tides:
+            row["layers_it_reports"] = round(float(np.mean(reported[name])), 3)
+        if row.get("layers_it_reports", every) < every <= layers / tokens:
+            row["note"] = f"{tokens} tokens ran every layer"
+        else:
+            speedup = quartiles(times[name].ratios_over(times[base]))
+            row |= {"baseline": base, "speed_up": [round(value, 3) for value in speedup]}
+        print(json.dumps(row), flush=True)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ahead import LOOPS_OF_HOST, Programs, on_gpu
+from ahead import Programs, on_gpu
 
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.base import Plain
@@ -67,14 +67,18 @@ def launched(lowered: Any) -> Launches:
     return Launches.of(max(dumped, key=lambda path: path.stat().st_mtime).read_text())
 
 
-PROGRAMS: dict[str, Callable[[Programs], Any]] = {
-    "dense": lambda made: made.dense(16, 512),
-    "score": lambda made: made.score(16, 512),
-    "prefix": lambda made: made.score(16, 512, shares=(1.0, 0.5)),
-    "plain": lambda made: made.decode(Plain(), 8),
-    "adaptive": lambda made: made.decode(Adaptive(policy=made.policy()), 8),
-    "exact prompts": lambda made: dataclasses.replace(made, layers=4, shared=2).prompts(8, 448),
+PROGRAMS: dict[str, tuple[Callable[[Programs], Any], tuple[int, int]]] = {
+    "dense": (lambda made: made.dense(16, 512), (2, 2)),
+    "score": (lambda made: made.score(16, 512), (10, 0)),
+    "prefix": (lambda made: made.score(16, 512, shares=(1.0, 0.5)), (1, 1)),
+    "plain": (lambda made: made.decode(Plain(), 8), (1, 0)),
+    "adaptive": (lambda made: made.decode(Adaptive(policy=made.policy()), 8), (4, 0)),
+    "exact prompts": (
+        lambda made: dataclasses.replace(made, layers=4, shared=2).prompts(8, 448),
+        (2, 1),
+    ),
 }
+"""Loops of whose turns the host decides, as XLA is, and with graphs."""
 
 _OTHERS = {"kCustomCall", "kInfeed", "kOutfeed", "kSend", "kRecv", "kHostSend", "kHostRecv"}
 
@@ -82,8 +86,8 @@ _OTHERS = {"kCustomCall", "kInfeed", "kOutfeed", "kSend", "kRecv", "kHostSend", 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_waits_for_the_host_at_loops_that_are_in_no_graph(name: str) -> None:
     """Copies of layers that overlap with what runs before them keep others out of graphs."""
-    alone, with_graphs = LOOPS_OF_HOST[name]
-    result = launched(PROGRAMS[name](llama()))
+    lower, (alone, with_graphs) = PROGRAMS[name]
+    result = launched(lower(llama()))
     assert result.loops_of_host == (with_graphs if GRAPHS else alone), result
     assert not _OTHERS & {*result.kinds}, "nothing but XLA runs"
     whole = GRAPHS and not with_graphs

@@ -145,7 +145,7 @@ def test_a_text_is_scored_at_the_cost_of_the_policy_alone(tiny: Any) -> None:
     for a, b in zip(alone.documents, compared.documents, strict=True):
         np.testing.assert_allclose(a.log_likelihood, b.log_likelihood, atol=1e-5)
         np.testing.assert_array_equal(a.depths, b.depths)
-        assert (a.quality.flops, a.flops_share) == (b.quality.flops, b.flops_share)
+        assert a.quality.flops == b.quality.flops
     unknown = {"nll_full": None, "kl": None, "agree": None}
     expected = dataclasses.replace(compared.quality, **unknown, nll=alone.quality.nll)
     assert alone.quality == expected
@@ -167,9 +167,7 @@ def test_a_documents_flops_are_those_of_its_own_depths(tiny: Any) -> None:
         (document,) = one.documents
         assert document.quality.flops == pytest.approx(one.quality.flops)
         assert document.quality.flops_full == pytest.approx(one.quality.flops_full)
-        assert document.flops_share == one.quality.flops
         assert among.quality == dataclasses.replace(document.quality, nll=among.quality.nll)
-        assert among.flops_share == both.quality.flops / 2
     ratios = {document.quality.flops / document.quality.flops_full for document in both.documents}
     assert len(ratios) == 2, "each has its own"
 

@@ -17,10 +17,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from utio_jax.bench.timing import Spread, Timing
+from utio_jax.bench.timing import Timing, quartiles
 from utio_jax.core.files import load_json, save_json, versions
 
-PARTS = ("score", "decode", "lossless", "peer")
 KEYS = (
     *("part", "model", "method", "batch", "prompt", "output", "baseline"),
     *("seconds", "speedup", "speedup_quartiles", "note"),
@@ -29,36 +28,23 @@ KEYS = (
 Row = dict[str, Any]
 
 
-def timed_row(
-    timing: Timing,
-    ratios: np.ndarray,
-    *,
-    calls: int = 1,
-    fallback: str = "",
-    note: str = "",
-    **values: Any,
-) -> Row:
+def timed_row(timing: Timing, ratios: np.ndarray, *, note: str = "", **values: Any) -> Row:
     """Returns the row of a method that was timed.
+
+    A program that compiled after its warm-up did not run at its speed, and has no speed-up.
 
     Args:
       timing: of the method.
       ratios: `[round]`, how many times as fast as the baseline it was.
-      calls: per timed turn.
-      fallback: what ran in the method's place, which then has no speed-up. A program that
-        compiled after its warm-up did not run at its speed, and has none either.
       note: assumptions.
       values: the other values of the row.
     """
+    low, median, high = quartiles(ratios)
+    row = dict.fromkeys(KEYS) | {**values, "seconds": timing.median, "note": note}
     if timing.compiles:
-        fallback = f"compiled after the warm-up, {timing.compiles} times"
-    spread = None if fallback else Spread.of(ratios)
-    return dict.fromkeys(KEYS) | {
-        **values,
-        "seconds": timing.median / calls,
-        "speedup": spread and spread.median,
-        "speedup_quartiles": spread and [spread.low, spread.high],
-        "note": "; ".join(filter(None, (note, fallback))),
-    }
+        late = f"compiled after the warm-up, {timing.compiles} times"
+        return row | {"note": "; ".join(filter(None, (note, late)))}
+    return row | {"speedup": median, "speedup_quartiles": [low, high]}
 
 
 def failed_row(reason: str, **values: Any) -> Row:
@@ -72,10 +58,8 @@ def name_of(row: Row) -> str:
     return "/".join([row["part"], row["model"], row["method"], *sizes])
 
 
-def save_rows(
-    file: Path, head: Mapping[str, Any], rows: Sequence[Row], *, complete: bool
-) -> dict[str, Any]:
-    """Replaces a results file, and returns the results.
+def save_rows(file: Path, head: Mapping[str, Any], rows: Sequence[Row], *, complete: bool) -> None:
+    """Replaces a results file.
 
     Args:
       file: to write; its folder is made.
@@ -83,9 +67,7 @@ def save_rows(
       rows: known rows.
       complete: True if these are all.
     """
-    stored = {"command": "bench", "complete": complete, **head, "rows": rows}
-    save_json(file, rounded(stored))
-    return rounded(stored)
+    save_json(file, rounded({"command": "bench", "complete": complete, **head, "rows": rows}))
 
 
 def read_rows(file: Path) -> dict[str, Any]:
@@ -96,18 +78,10 @@ def read_rows(file: Path) -> dict[str, Any]:
     """
     what, remedy = "results of `utio-jax bench`", "Measure again: utio-jax bench."
     stored = load_json(file, what, strict=True, remedy=remedy)
-    named = stored if isinstance(stored, dict) else {}
-    missing = {"complete", "settings", "environment", "rows"} - {*named}
-    if named.get("command") != "bench" or missing:
-        raise ValueError(f"Wanted {what} at {file}. Got none of {sorted(missing)}. {remedy}")
-    for row in stored["rows"]:
-        held = row if isinstance(row, dict) else {}
-        missing = {*KEYS} - {*held}
-        if missing or row["part"] not in PARTS:
-            raise ValueError(
-                f"Wanted rows with {', '.join(KEYS)}, of parts {', '.join(PARTS)}, in {file}. "
-                f"Got one of part {held.get('part')!r} without {sorted(missing)}. {remedy}"
-            )
+    head = {"complete", "settings", "environment", "rows"}
+    whole = isinstance(stored, dict) and head <= stored.keys()
+    if not whole or not all({*KEYS} <= {*row} for row in stored["rows"]):
+        raise ValueError(f"Wanted {what} at {file}. Got other or incomplete ones. {remedy}")
     return stored
 
 

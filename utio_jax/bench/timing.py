@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -15,7 +14,7 @@ import numpy as np
 from utio_jax.decoding.generate import Generated
 from utio_jax.evaluation.ledger import Ledger
 
-_compilations = 0
+_compilations = 0  # By XLA, in this process.
 
 
 def _listen(event: str, duration_secs: float, **_: Any) -> None:
@@ -27,37 +26,9 @@ def _listen(event: str, duration_secs: float, **_: Any) -> None:
 jax.monitoring.register_event_duration_secs_listener(_listen)
 
 
-@dataclasses.dataclass
-class CompileCount:
-    """Backend compilations inside a `count_compiles` block, set at its end."""
-
-    count: int = 0
-
-
-@contextmanager
-def count_compiles() -> Iterator[CompileCount]:
-    """Counts XLA's backend compilations in a `with` block; its target has `count` at the end."""
-    counted, before = CompileCount(), _compilations
-    try:
-        yield counted
-    finally:
-        counted.count = _compilations - before
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Spread:
-    """Median and quartiles of one number per round."""
-
-    median: float
-    low: float
-    high: float
-    rounds: int
-
-    @classmethod
-    def of(cls, values: np.ndarray) -> Spread:
-        """Returns the spread of `[round]` values."""
-        low, median, high = np.quantile(np.asarray(values, np.float64), [0.25, 0.5, 0.75])
-        return cls(median=float(median), low=float(low), high=float(high), rounds=len(values))
+def quartiles(values: np.ndarray) -> list[float]:
+    """Returns the lower quartile, the median and the upper quartile of `[round]` values."""
+    return np.quantile(np.asarray(values, np.float64), [0.25, 0.5, 0.75]).tolist()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -187,11 +158,10 @@ def time_programs(
     compiles = dict.fromkeys(names, 0)
     for turn in range(rounds):
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            with count_compiles() as compiled:
-                start = time.perf_counter()
-                jax.block_until_ready(programs[name]())
-                seconds[name].append(time.perf_counter() - start)
-            compiles[name] += compiled.count
+            before, start = _compilations, time.perf_counter()
+            jax.block_until_ready(programs[name]())
+            seconds[name].append(time.perf_counter() - start)
+            compiles[name] += _compilations - before
             if progress is not None:
                 progress()
     return {

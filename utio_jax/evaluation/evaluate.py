@@ -240,14 +240,11 @@ class DocumentScore:
       depths: `[token - 1]`, layers that the token before it ran to predict it.
       quality: its own sums. Their FLOPs are those of its own decided depths: layers, frozen K/V,
         heads and gates, without padding; `flops_full` the same at full depth.
-      flops_share: of the FLOPs that all passes of the call executed, padding included, its share
-        by tokens.
     """
 
     log_likelihood: np.ndarray
     depths: np.ndarray
     quality: Quality = dataclasses.field(default_factory=Quality)
-    flops_share: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -387,7 +384,6 @@ def score_documents(  # noqa: PLR0913 (options, each named)
                 log_likelihood=np.concatenate([np.zeros(0, np.float32), *likelihood[span]]),
                 depths=np.concatenate([np.zeros(0, np.int32), *depths[span]]),
                 quality=sum(qualities[span], start=Quality()),
-                flops_share=total.flops * sum(map(len, windows[span])) / max(1, total.tokens),
             )
             for span in spans
         ),
