@@ -26,6 +26,8 @@ STYLES = (
     ("#b0762a", "^:"),
     ("#7b4fa3", "P"),
     ("#7b4fa3", "X"),
+    ("#2457a8", "D-"),
+    ("#e0602a", "o-"),
 )
 
 
@@ -33,7 +35,7 @@ def main() -> None:
     """Writes the picture."""
     lines = json.loads((ROOT / "results" / "frontier.json").read_text(encoding="utf-8"))
     controls = json.loads((ROOT / "models/shared_16/controls.json").read_text(encoding="utf-8"))
-    figure, axis = plt.subplots(figsize=(7.6, 4.2), layout="constrained")
+    figure, axis = plt.subplots(figsize=(7.6, 5.4), layout="constrained")
     plain = [(row["flops_ratio"], row["bits_per_byte"]) for row in controls["controls"]]
     axis.plot(*zip(*plain, strict=True), "*-", color="black", label="plain models, one a depth")
     for row in controls["controls"]:
@@ -49,7 +51,7 @@ def main() -> None:
     axis.set_xlim(right=1.06)
     axis.set_xlabel("FLOPs over those of all 16 layers of the shipped model")
     axis.set_ylabel("bits per byte, test documents")
-    axis.legend(frameon=False, fontsize=9)
+    axis.legend(frameon=False, fontsize=8)
     figure.savefig(ROOT / "results" / "frontier.png", dpi=110)
 
 
