@@ -10,13 +10,17 @@
 
 It follows arXiv 2407.20272 and CALM (2207.07061), which exit from T5's decoder.
 
-Keys and values of cross-attention live in the K/V cache of the core, as those of tokens: a row is `source_tokens` places for the source (`pad_id` fills them up), then the target.
-`T5.embed` runs the encoder over whole rows, so a source token's state at depth 0 is the encoder's
-output. No layer of the decoder changes it. So a source is a run of tokens that stopped at depth 0,
-and whose K/V are propagated: what the core does with every token that stops. Rows of an engine may
-come and go, since a row's slots hold all that it needs of its source. A decoder block is two layers
-of the core, since cross-attention asks with the state after self-attention: self-attention (even
-layers), then cross-attention and MLP. Depths count both: 12 blocks are 24 layers, exits are even. Nothing in the core knows of this. What it costs, next to a program made for T5:
+Keys and values of cross-attention live in the K/V cache of the core, as those of tokens: a row is
+`source_tokens` places for the source (`pad_id` fills them up), then the target. `T5.embed` runs the
+encoder over whole rows, so a source token's state at depth 0 is the encoder's output. No layer of
+the decoder changes it. So a source is a run of tokens that stopped at depth 0, and whose K/V are
+propagated: what the core does with every token that stops. Rows of an engine may come and go, since
+a row's slots hold all that it needs of its source. A decoder block is two layers of the core, since
+cross-attention asks with the state after self-attention: self-attention (even layers), then cross-
+attention and MLP. Depths count both: 12 blocks are 24 layers, exits are even. Nothing in the core
+knows of this.
+
+What it costs, next to a program made for T5:
 
 - Each layer has slots for both kinds of tokens and reads both: twice the K/V memory, twice the
   products of attention. Projections are T5's own: a decoding step makes no K/V of cross-attention.
