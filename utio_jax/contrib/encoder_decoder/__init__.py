@@ -16,14 +16,15 @@ encoder over whole rows, so a source token's state at depth 0 is the encoder's o
 the decoder changes it. So a source is a run of tokens that stopped at depth 0, and whose K/V are
 propagated: what the core does with every token that stops. Rows of an engine may come and go, since
 a row's slots hold all that it needs of its source. A decoder block is two layers of the core, since
-cross-attention asks with the state after self-attention: self-attention (even layers), then cross-
-attention and MLP. Depths count both: 12 blocks are 24 layers, exits are even. Nothing in the core
-knows of this.
+cross-attention asks with the state after self-attention: self-attention (even layers), then
+cross-attention and MLP. Depths count both: 12 blocks are 24 layers, exits are even. Nothing in the
+core knows of this.
 
 What it costs, next to a program made for T5:
 
 - Each layer has slots for both kinds of tokens and reads both: twice the K/V memory, twice the
   products of attention. Projections are T5's own: a decoding step makes no K/V of cross-attention.
+- Prefill projects K/V of all tokens in each layer, twice what is read. FLOPs count that once.
 - Even layers hold MLPs of zeros, which never run: the decoder's MLPs take twice their memory.
 - All rows have `source_tokens` places, however short their sources. Choose it for your texts.
 - Keys and values are four columns wider: the token's position and kind.

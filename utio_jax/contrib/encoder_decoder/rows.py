@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of a source and a target: prompts, a policy that tells them apart, and their prefill."""
+"""Rows of a source and a target: prompts, a policy for targets alone, and their prefill."""
 
 from __future__ import annotations
 
