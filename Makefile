@@ -147,7 +147,8 @@ parity: $(VENV)/.installed-all $(PEERS)/.installed $(LLM)
 	rm -rf $(PEERS)/made
 	$(PEERS)/bin/python tests/models/huggingface/make.py $(PEERS)/made
 	UTIO_PARITY=$(PEERS)/made $(BIN)/python -m pytest -m "" tests/models/test_huggingface.py \
-	    tests/contrib/encoders/test_bert.py tests/contrib/denoising/test_loading.py
+	    tests/contrib/encoders/test_bert.py tests/contrib/denoising/test_loading.py \
+	    tests/contrib/encoder_decoder/test_t5_files.py
 	$(BIN)/python -c "import json, random; random.seed(0); print(json.dumps( \
 	    [[random.randrange(48) for _ in range(40)] for _ in range(60)]))" > $(PEERS)/made/ids.json
 	for case in llama_biases qwen3 gpt2 mistral gemma2 gemma3; do \

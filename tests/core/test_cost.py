@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import types
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -54,6 +55,26 @@ def test_a_token_costs_two_flops_per_weight(config):
     decoder = Transformer(config)
     params = jax.eval_shape(decoder.init, jax.random.key(0))
     assert token_cost(decoder, params) == cost_by_hand(config)
+
+
+def test_layers_of_two_kinds_cost_their_mean():
+    """A conditional costs the mean of its branches, and stacks may be computed from parameters."""
+
+    class Turns(Transformer):
+        def layers(self, params):
+            kinds = jnp.arange(self.config.num_layers) % 2 > 0
+            whole = jax.tree.map(lambda leaf: leaf[:], params["layers"])
+            return {**whole, "kind": kinds}
+
+        def queries(self, layer, x, places):
+            shape = (*x.shape[:-1], TINY.num_heads, TINY.head_dim)
+            run = partial(super().queries, layer, x, places)
+            return jax.lax.cond(layer["kind"], run, lambda: jnp.zeros(shape, x.dtype))
+
+    params = jax.eval_shape(Transformer(TINY).init, jax.random.key(0))
+    turns, plain = token_cost(Turns(TINY), params), token_cost(Transformer(TINY), params)
+    queries = 2.0 * TINY.embed_dim * TINY.num_heads * TINY.head_dim
+    assert turns.query == plain.query - queries / 2
 
 
 def test_what_attention_per_key_says_is_what_attention_does(tiny):

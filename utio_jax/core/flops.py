@@ -20,7 +20,8 @@ def count_matmul_flops(function: Callable[..., Any], *args: Any) -> float:
     """Returns the FLOPs of all matrix products in `function(*args)`: two per multiply-add.
 
     Traces abstractly and runs nothing; arguments may be arrays or `jax.ShapeDtypeStruct`s. Loops
-    with static trip counts are multiplied out.
+    with static trip counts are multiplied out. A conditional costs the mean of its branches, as of
+    layers of two kinds in turns.
 
     Raises:
       ValueError: a product inside a loop with a traced trip count, which has no fixed cost.
@@ -44,7 +45,8 @@ def _flops_of_jaxpr(jaxpr: Any) -> float:
                 * math.prod(lhs[i] for i in contract)
             )
             continue
-        inner = sum(_flops_of_jaxpr(sub) for sub in _sub_jaxprs(equation))
+        parts = [_flops_of_jaxpr(sub) for sub in _sub_jaxprs(equation)]
+        inner = sum(parts) / (len(parts) if name == "cond" else 1)
         if inner and name == "while":
             raise ValueError(
                 "Wanted a function whose cost is static. Got a matrix product in a loop with a "
@@ -117,7 +119,8 @@ def _token_cost(decoder: Decoder, treedef: Any, leaves: tuple[Any, ...]) -> Toke
     )
     config = decoder.config
     layer = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), decoder.layers(params)
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype),
+        jax.eval_shape(decoder.layers, params),
     )
     positions = jax.ShapeDtypeStruct((1,), jnp.int32)
     places = jax.eval_shape(decoder.encode_positions, positions)

@@ -193,6 +193,40 @@ def make_encoder(kind: str, folder: Path) -> None:
     )
 
 
+T5S = {
+    "t5": {},
+    "t5_gated": {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
+    "t5_gated_tied": {"feed_forward_proj": "gated-gelu"},
+}
+
+
+def make_t5(kind: str, folder: Path) -> None:
+    """Writes a T5's folder with its logits; of the second row, half of the source is padding."""
+    sizes = {"vocab_size": 48, "d_model": 32, "d_kv": 32, "d_ff": 40, "num_heads": 3}
+    config = transformers.T5Config(num_layers=2, num_decoder_layers=3, **sizes, **T5S[kind])
+    torch.manual_seed(len(kind))
+    model_class = transformers.T5ForConditionalGeneration
+    model = model_class._from_config(config, attn_implementation="eager")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn_like(parameter)
+            parameter.copy_(0.2 * noise if parameter.ndim > 1 else parameter + 0.2 * noise)
+    model.eval()
+    model.save_pretrained(folder)
+    sources, targets = torch.randint(1, 48, (2, 150)), torch.randint(0, 48, (2, 40))
+    sources[1, 75:] = targets[:, 0] = 0
+    with torch.no_grad():
+        logits = model(sources, (sources > 0).long(), targets).logits
+    save_file(
+        {
+            "sources": sources.to(torch.int32),
+            "targets": targets.to(torch.int32),
+            "logits": logits.float().contiguous(),
+        },
+        folder / "reference.safetensors",
+    )
+
+
 DENOISERS = {
     "a2d-qwen3": ("Qwen3", {"head_dim": 16}, {"mask_token_id": 47}, 0),
     "sdar": ("Qwen3", {"head_dim": 16}, {"mask_token_id": 47, "block_size": 4}, 4),
@@ -265,6 +299,8 @@ if __name__ == "__main__":
         make(name, out / name)
     make_encoder("BertModel", out / "encoders" / "bert")
     make_encoder("BertForSequenceClassification", out / "encoders" / "bert_classifier")
+    for kind in T5S:
+        make_t5(kind, out / "encoder_decoder" / kind)
     for kind in DENOISERS:
         make_denoiser(kind, out / "denoising" / kind)
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}

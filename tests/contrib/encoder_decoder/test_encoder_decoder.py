@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""T5 with early exits, in every mode of the core, against the model in NumPy."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import cases
+from helpers.encoder_decoder import SOURCE, TARGET, ByHand, t5_model, tensors_of
+from helpers.generation import DepthAt, depth_table
+
+import utio_jax
+from utio_jax.contrib.encoder_decoder import OnTargets, read_sources, source_rows
+from utio_jax.core.flops import token_cost
+from utio_jax.decoding.loop import Lengths
+from utio_jax.policies import given_depths, random_depths
+
+DEPTHS, NEW = (2, 4, 6, 8), 20
+SOURCES = [[5, 9, 3, 1], [7, 7, 60, 2, 8, 30, 31, 32, 33, 1], [1]]
+LENGTHS = Lengths(prompt_step=8, key_step=64)
+HAND = {gated: ByHand(tensors_of(0, gated=gated), gated=gated) for gated in (True, False)}
+TABLE = depth_table(DEPTHS, shape=(len(SOURCES), SOURCE + TARGET))
+
+
+def run(mode: Any = utio_jax.Plain(), sources: Any = SOURCES, **options: Any) -> Any:
+    model = t5_model()
+    options = {"max_new_tokens": NEW, "eos_ids": (), "lengths": LENGTHS} | options
+    prefill = options.pop("prefill", read_sources(model.decoder, mode))
+    prompts = source_rows(model.decoder, sources)
+    return utio_jax.generate(
+        model.decoder, model.params, prompts, mode=mode, prefill=prefill, **options
+    )
+
+
+def expected_logits(row: int, new: np.ndarray, decided: np.ndarray, kv: str) -> np.ndarray:
+    """Returns the oracle's logits at the tokens before each new one."""
+    blocks = [depth // 2 for depth in decided.tolist()]
+    target = [0, *new[:-1]]
+    return HAND[True].logits(HAND[True].states(SOURCES[row], target, blocks, kv))
+
+
+def assert_greedy(result: Any, *, kv: str) -> None:
+    """Checks every token, and its log-probability, against the oracle at the decided depths."""
+    for row, new in enumerate(result.token_ids):
+        decided = result.decided[row] if kv != "full" else np.full_like(new, DEPTHS[-1])
+        logits = expected_logits(row, new, decided, kv)
+        at = np.arange(len(new))
+        np.testing.assert_allclose(logits[at, new], logits.max(-1), atol=1e-4)
+        own = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+        np.testing.assert_allclose(result.log_probabilities[row], own[at, new], atol=2e-4)
+
+
+@pytest.mark.parametrize("prefill", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_plain_decoding_is_the_model(prefill: bool) -> None:
+    result = run() if prefill else run(prefill=None)
+    assert len(set(np.concatenate(result.token_ids).tolist())) > 10
+    assert_greedy(result, kv="full")
+    assert np.all(result.token_layers == 8 * (NEW - 1))
+
+
+@pytest.mark.parametrize("kv", ["propagate", pytest.param("drop", marks=pytest.mark.slow)])
+def test_adaptive_decoding_is_the_oracle_at_the_decided_depths(kv: Any) -> None:
+    mode = utio_jax.Adaptive(policy=DepthAt(table=TABLE, depths=DEPTHS), kv=kv)
+    result = run(mode)
+    for row in range(len(SOURCES)):
+        used = np.asarray(TABLE)[row, SOURCE + 1 : SOURCE + NEW]
+        np.testing.assert_array_equal(result.decided[row], [8, *used])
+    assert_greedy(result, kv=kv)
+    # A layer runs if any row needs it.
+    deepest = np.asarray(TABLE)[:, SOURCE + 1 : SOURCE + NEW].max(axis=0)
+    assert result.token_layers[0] == deepest.sum() < 8 * (NEW - 1)
+    for other in {"propagate", "drop", "full"} - {kv}:
+        with pytest.raises(AssertionError):
+            assert_greedy(dataclasses.replace(result, mode="adaptive"), kv=other)
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [utio_jax.Lossless(exit=4, max_draft=3), utio_jax.Lossless(drafter="ngram", max_draft=3)],
+    ids=["exit", "ngram"],
+)
+def test_lossless_decoding_is_the_model(mode: Any) -> None:
+    result, plain = run(mode), run()
+    assert 0 < result.acceptance < 1
+    for ours, theirs in zip(result.token_ids, plain.token_ids, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("kv", ["propagate", pytest.param("drop", marks=pytest.mark.slow)])
+def test_scores_are_the_oracles(kv: Any) -> None:
+    model, rng = t5_model(), np.random.default_rng(3)
+    targets = [rng.integers(2, 64, size).tolist() for size in (9, 4, 15)]
+    rows = source_rows(model.decoder, SOURCES, targets)
+    lengths = np.asarray([len(row) for row in rows])
+    ids = np.zeros((3, SOURCE + 20), np.int32)
+    for row, tokens in zip(ids, rows, strict=True):
+        row[: len(tokens)] = tokens
+    depths = rng.choice(DEPTHS, ids.shape)
+    policy = OnTargets(
+        policy=given_depths(jnp.asarray(depths), depths=DEPTHS),
+        source_tokens=SOURCE,
+        deep=kv == "drop",
+    )
+    score = jax.jit(utio_jax.score, static_argnums=0, static_argnames="kv")
+    result = score(model.decoder, model.params, jnp.asarray(ids), lengths, policy, kv=kv)
+    left = 8 if kv == "drop" else 1
+    assert np.all(np.asarray(result.depths)[:, :SOURCE] == left)
+    for row, target in enumerate(targets):
+        at = slice(SOURCE, SOURCE + len(target))
+        np.testing.assert_array_equal(result.depths[row, at], depths[row, at])
+        logits = expected_logits(row, np.asarray(target), depths[row, at], kv)
+        own = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+        expected = own[np.arange(len(target)), target]
+        np.testing.assert_allclose(result.log_likelihood[row, at], expected, atol=2e-4)
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_states_are_those_of_every_block(gated: bool) -> None:
+    model, targets = t5_model(gated=gated), [[4, 9, 2, 40], [1, 1, 6, 50]]
+    rows = jnp.asarray(np.stack(source_rows(model.decoder, SOURCES[:2], targets)))
+    states = cases.run_dense(
+        model.decoder, model.params, rows, jnp.asarray([SOURCE + 5] * 2), depths=DEPTHS
+    )
+    for row, target in enumerate(targets):
+        for depth, state in zip(DEPTHS, states, strict=True):
+            x = HAND[gated].states(SOURCES[row], [0, *target], [depth // 2] * 5, "full")
+            np.testing.assert_allclose(state[row, SOURCE:], x, atol=1e-4)
+            logits = model.decoder.unembed(model.params, state[row, SOURCE:])
+            np.testing.assert_allclose(logits, HAND[gated].logits(x), atol=1e-4)
+
+
+CHANCE = random_depths(jnp.asarray([0.4, 0.2, 0.2, 0.2]), key=jax.random.key(1), depths=DEPTHS)
+MODES = {
+    "plain": utio_jax.Plain(),
+    "propagate": utio_jax.Adaptive(policy=CHANCE),
+    "drop": utio_jax.Adaptive(policy=CHANCE, kv="drop"),
+    "lossless": utio_jax.Lossless(exit=4, max_draft=3),
+}
+
+
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("plain", "drop", "lossless")]
+
+
+@pytest.mark.parametrize("name", ["propagate", *SLOW])
+def test_rows_of_an_engine_come_and_go_as_if_alone(name: str) -> None:
+    model, mode, rng = t5_model(), MODES[name], np.random.default_rng(1)
+    sources = [rng.integers(2, 64, rng.integers(1, SOURCE + 1)).tolist() for _ in range(7)]
+    prefill = read_sources(model.decoder, mode)
+    engine = utio_jax.Engine(
+        model.decoder, model.params, mode=mode, prefill=prefill, slots=3, capacity=64, steps=4
+    )
+    news = [int(count) for count in rng.integers(1, 24, len(sources))]
+    prompts = source_rows(model.decoder, sources)
+    numbers = [
+        engine.submit(prompt, max_new_tokens=new, eos_ids=())
+        for prompt, new in zip(prompts, news, strict=True)
+    ]
+    finished = engine.drain()
+    depths = set[int]()
+    for number, source, new in zip(numbers, sources, news, strict=True):
+        alone = run(mode, [source], max_new_tokens=new)
+        np.testing.assert_array_equal(finished[number].token_ids, alone.token_ids[0])
+        np.testing.assert_array_equal(finished[number].decided, alone.decided[0])
+        depths |= {*alone.decided[0].tolist()}
+    assert depths == ({*DEPTHS} if name in ("propagate", "drop") else depths)
+
+
+def test_a_source_read_in_parts_is_not_taken_for_whole() -> None:
+    model = t5_model()
+    engine = utio_jax.Engine(
+        model.decoder,
+        model.params,
+        slots=1,
+        capacity=64,
+        shapes=utio_jax.engine.Shapes(prompt_tokens=(8,)),
+    )
+    number = engine.submit(source_rows(model.decoder, SOURCES)[0], max_new_tokens=2, eos_ids=())
+    assert np.isnan(engine.drain()[number].log_probabilities).all()
+
+
+def test_sources_that_do_not_fit_are_refused() -> None:
+    for wrong in ([], [2] * 13, [4, 0, 1]):
+        with pytest.raises(ValueError, match="Wanted sources of 1 to 12 tokens without padding"):
+            source_rows(t5_model().decoder, [[1], wrong])
+
+
+def test_costs_are_those_of_t5_per_block() -> None:
+    model = t5_model()
+    cost = token_cost(model.decoder, model.params)
+    dim, inner, wide = 24, 24, 40
+    # Self-attention: query, keys, values, output; cross-attention: query, output; a gated MLP.
+    block = 2 * (4 * dim * inner + 2 * dim * inner + 3 * dim * wide)
+    assert 2 * (cost.query + cost.keys_values) == block
+    assert cost.attention_per_key == 4 * inner
