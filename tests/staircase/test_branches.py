@@ -140,11 +140,7 @@ class Recorder(SignalBase):
 
 def test_all_questions_are_asked_before_any_branch_runs(model: Model) -> None:
     ASKED.clear()
-    policy = Thresholded(
-        signal=Recorder(),
-        thresholds=jnp.asarray([-1.0, 1.0]),
-        depths=DEPTHS,
-    )
+    policy = Thresholded(signal=Recorder(), thresholds=jnp.asarray([-1.0, 1.0]), depths=DEPTHS)
     ids, lengths = model.tokens(1, 9), jnp.asarray([9])
     result = staircase(model.decoder, model.params, ids, lengths, policy)
     (split,) = cases.run_dense(model.decoder, model.params, ids, lengths, depths=(SPLIT,))
@@ -217,6 +213,19 @@ def text() -> list[Any]:
     documents = [rng.integers(0, 64, 24).astype(np.int32) for _ in range(40)]
     windows = windows_of(documents, width=24)
     return list(batches_of(windows, rows=8, widths=[24], vocab_size=64))
+
+
+@pytest.mark.check
+def test_a_budget_is_kept_by_tokens_that_take_branches(model: Model, text: list[Any]) -> None:
+    calibration = cases.calibrated(model, text, policies=("position",), budgets=(0.8,))
+    entry = calibration.entry("position", 0.8)
+    assert entry.row_shares is None, "segments of branches are not nested"
+    assert entry.depths[-1] == LAYERS
+    assert {*entry.depths[:-1]} & {*DEPTHS}
+    run = [share for share in entry.fractions if share > 0]
+    assert len(run) > 1
+    layers = sum(d * share for d, share in zip(entry.depths, entry.fractions, strict=True))
+    assert 0.65 < layers / LAYERS < 0.95
 
 
 def test_gates_are_fitted_to_what_they_are_asked_about(model: Model, text: list[Any]) -> None:
