@@ -121,6 +121,7 @@ def branch(
     )
 
 
+@pytest.mark.slow
 def test_exits_without_weight_leave_the_trunk_to_the_plain_run(
     decoder: Transformer, trunk: Path, stream: np.ndarray, tmp_path: Path
 ) -> None:
@@ -368,30 +369,19 @@ def test_a_plain_run_as_the_command_line_makes_it(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("short_recipe")
-def test_a_branch_of_a_plain_run_as_the_command_line_makes_it(tmp_path: Path) -> None:
-    run_recipe(tmp_path / "plain", preset="plain-tiny", steps=6)
-    late = run_recipe(
-        tmp_path / "late", preset="late-tiny", steps=6, trunk=tmp_path / "plain", exit_weight=0.3
-    )
+def test_branches_and_layers_added_as_the_command_line_makes_them(tmp_path: Path) -> None:
+    trunk = tmp_path / "plain"
+    run_recipe(trunk, preset="plain-tiny", steps=6)
+    late = run_recipe(tmp_path / "late", preset="late-tiny", steps=6, trunk=trunk, exit_weight=0.3)
     assert len(late["bits_per_byte"]) == 3
-    folder = tmp_path / "late" / "model"
-    assert {"lens.json", "config.json", "tokenizer.json", "README.md"} <= {
-        file.name for file in folder.iterdir()
-    }
-    loaded = load(folder)
-    assert isinstance(loaded.decoder, Lensed)  # The maps are served with the model.
-    tokenizers = [(tmp_path / kind / "tokenizer.json").read_bytes() for kind in ("plain", "late")]
+    # The maps are served with the model.
+    assert isinstance(load(tmp_path / "late" / "model").decoder, Lensed)
+    tokenizers = [(folder / "tokenizer.json").read_bytes() for folder in (trunk, tmp_path / "late")]
     assert tokenizers[0] == tokenizers[1]
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("short_recipe")
-def test_layers_added_to_a_run_as_the_command_line_makes_them(tmp_path: Path) -> None:
-    run_recipe(tmp_path / "plain", preset="plain-tiny", steps=6)
     below = run_recipe(tmp_path / "below", preset="plain-tiny-2", steps=6)
     added = {"preset": "grown-tiny", "steps": 6, "trunk": tmp_path / "below"}
     with pytest.raises(ValueError, match="Wanted a trained model of 2 layers"):
-        run_recipe(tmp_path / "grown", **{**added, "trunk": tmp_path / "plain"})
+        run_recipe(tmp_path / "grown", **{**added, "trunk": trunk})
     deeper = run_recipe(tmp_path / "grown", **added)  # A wrong trunk has not bound the folder.
     assert list(deeper["bits_per_byte"]) == ["2", "3", "4"]
     assert list(below["bits_per_byte"]) == ["2"]
