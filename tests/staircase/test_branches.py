@@ -220,12 +220,10 @@ def test_a_budget_is_kept_by_tokens_that_take_branches(model: Model, text: list[
     calibration = cases.calibrated(model, text, policies=("position",), budgets=(0.8,))
     entry = calibration.entry("position", 0.8)
     assert entry.row_shares is None, "segments of branches are not nested"
-    assert entry.depths[-1] == LAYERS
-    assert {*entry.depths[:-1]} & {*DEPTHS}
-    run = [share for share in entry.fractions if share > 0]
-    assert len(run) > 1
-    layers = sum(d * share for d, share in zip(entry.depths, entry.fractions, strict=True))
-    assert 0.65 < layers / LAYERS < 0.95
+    assert {*entry.depths} <= {*DEPTHS}
+    shares = np.asarray(entry.fractions)
+    assert (shares > 0).sum() > 1, "tokens take different branches"
+    assert 0.65 < np.dot(entry.depths, shares) / LAYERS < 0.85
 
 
 def test_gates_are_fitted_to_what_they_are_asked_about(model: Model, text: list[Any]) -> None:
