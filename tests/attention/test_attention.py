@@ -70,13 +70,11 @@ def attended(*inputs: jax.Array, **options: Any) -> jax.Array:
     ],
 )
 def test_equals_softmax_also_where_heads_share_keys(heads, kv_heads, queries, platform):
-    *three, visible = example(heads, kv_heads, queries=queries)
-    inputs = *three, visible.at[2].set(False)  # One query sees nothing: zeros.
+    q, k, v, visible = example(heads, kv_heads, queries=queries)
+    inputs = q, k, v, visible.at[2].set(False)  # One query sees nothing: zeros.
     with compiling_for(platform):
         result = attended(*inputs)
-    queries, keys, values, visible = inputs
-    expected = slow_attend(queries, keys, values, visible)
-    np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(result, slow_attend(*inputs), rtol=1e-5, atol=1e-6)
 
 
 def test_heads_of_several_layers_are_those_side_by_side():
