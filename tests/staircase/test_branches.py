@@ -215,17 +215,6 @@ def text() -> list[Any]:
     return list(batches_of(windows, rows=8, widths=[24], vocab_size=64))
 
 
-@pytest.mark.check
-def test_a_budget_is_kept_by_tokens_that_take_branches(model: Model, text: list[Any]) -> None:
-    calibration = cases.calibrated(model, text, policies=("position",), budgets=(0.8,))
-    entry = calibration.entry("position", 0.8)
-    assert entry.row_shares is None, "segments of branches are not nested"
-    assert {*entry.depths} <= {*DEPTHS}
-    shares = np.asarray(entry.fractions)
-    assert (shares > 0).sum() > 1, "tokens take different branches"
-    assert 0.65 < np.dot(entry.depths, shares) / LAYERS < 0.85
-
-
 def test_gates_are_fitted_to_what_they_are_asked_about(model: Model, text: list[Any]) -> None:
     """Of every branch that is the state before it."""
     (study,) = study_exits(model.decoder, model.params, text[:1])
