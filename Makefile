@@ -44,10 +44,10 @@ HERE := not slow and not llm and not browser and not clients and not ray and not
 # Programs that run once, for a moment, need neither LLVM's optimisation, two thirds of that time, nor
 # (where jaxlib still has the choice) its new code for fused loops, a third of the rest, nor code made
 # in 32 parts, a tenth of what is left. Programs seen before come from a cache: a second run takes
-# half as long.
+# half as long. Python keeps what it compiles of the files, which every process collects.
 OLD_LOOPS = $$($(BIN)/python -c 'import jaxlib; print("--xla_cpu_use_fusion_emitters=false" * \
     jaxlib.__version__.startswith("0.10."))')
-QUICK = XLA_FLAGS="$(XLA_FLAGS) --xla_backend_optimization_level=0 \
+QUICK = PYTHONDONTWRITEBYTECODE= XLA_FLAGS="$(XLA_FLAGS) --xla_backend_optimization_level=0 \
     --xla_cpu_parallel_codegen_split_count=1 $(OLD_LOOPS)" \
     JAX_COMPILATION_CACHE_DIR=$(CURDIR)/.pytest_cache/jax \
     JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0
@@ -66,7 +66,7 @@ install: $(VENV)/.installed-all
 
 # None of tests/contrib is part of it: what these import takes seconds.
 test: $(VENV)/.installed-all
-	$(QUICK) $(BIN)/python -m pytest $(if $(TESTS),-m "$(HERE)") $(SPREAD) $(TESTS)
+	$(QUICK) $(BIN)/python -m pytest $(if $(TESTS),-m "$(HERE)",--ignore=tests/contrib) $(SPREAD) $(TESTS)
 
 check: test check-rest
 

@@ -65,14 +65,13 @@ def attended(*inputs: jax.Array, **options: Any) -> jax.Array:
     [
         # Few and many are computed in two ways, products have another form on each platform.
         *((4, 2, queries, platform) for queries in (5, 70) for platform in ("cpu", "tpu")),
-        (1, 1, 5, "tpu"),
         (4, 4, 70, "cpu"),
         (4, 1, 5, "cpu"),
-        (6, 3, 70, "tpu"),
     ],
 )
 def test_equals_softmax_also_where_heads_share_keys(heads, kv_heads, queries, platform):
-    inputs = example(heads, kv_heads, queries=queries)
+    q, k, v, visible = example(heads, kv_heads, queries=queries)
+    inputs = q, k, v, visible.at[2].set(False)  # One query sees nothing: zeros.
     with compiling_for(platform):
         result = attended(*inputs)
     np.testing.assert_allclose(result, slow_attend(*inputs), rtol=1e-5, atol=1e-6)
@@ -88,7 +87,6 @@ def test_heads_of_several_layers_are_those_side_by_side():
     np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.skipif(jax.default_backend() != "cpu", reason="what XLA:CPU makes of a product")
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="reads what XLA:CPU made")
 def test_a_step_copies_no_keys():
     """Scores of one query are turned; XLA:CPU would transpose every key for the other product."""
@@ -136,14 +134,9 @@ def test_large_scores_do_not_overflow():
 
 
 @pytest.mark.parametrize("count", [5, 70])
-def test_a_query_that_sees_nothing_gets_zeros_and_finite_gradients(count):
+def test_a_query_that_sees_nothing_has_finite_gradients(count):
     queries, keys, values, visible = example(4, 2, queries=count)
     visible = visible.at[2].set(False)
-    out = attended(queries, keys, values, visible)
-    np.testing.assert_array_equal(out[2], np.zeros((4, 8)))
-    np.testing.assert_allclose(
-        out, slow_attend(queries, keys, values, visible), rtol=1e-5, atol=1e-6
-    )
     slopes = jax.jit(jax.grad(lambda q, k, v: attend(q, k, v, visible).sum(), argnums=(0, 1, 2)))
     gradients = [np.asarray(gradient) for gradient in slopes(queries, keys, values)]
     assert all(np.isfinite(gradient).all() for gradient in gradients)
@@ -197,7 +190,7 @@ def test_gradients_equal_those_of_a_plain_softmax():
         np.testing.assert_allclose(result, expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(("width", "window"), [(1, None), (7, None), (8, 3), (20, None), (20, 3)])
+@pytest.mark.parametrize(("width", "window"), [(1, None), (7, None), (20, 3)])
 def test_whole_rows_in_blocks_of_queries_attend_to_what_they_see(
     width: int, window: int | None
 ) -> None:

@@ -83,7 +83,7 @@ def test_padding_never_leaks(tiny, cache, filled):
     np.testing.assert_array_equal(step(tiny.decoder, tiny.params, new, dirty, LENGTHS)[0], clean)
 
 
-@pytest.mark.parametrize("shown", [False, True])
+@pytest.mark.parametrize("shown", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_packed_rows_run_as_they_do_among_all(tiny, filled, shown):
     """Rows 2 and 0 of three, and a place that only fills up: states, cache, and what they cost."""
     _, cache = filled

@@ -34,11 +34,10 @@ from utio_jax.decoding.lossless import Lossless
 from utio_jax.decoding.prefill import Prefill
 from utio_jax.decoding.sampling import SamplingParams
 from utio_jax.engine import Shapes
-from utio_jax.evaluation.evaluate import evaluate, score_documents
+from utio_jax.evaluation.evaluate import evaluate
 from utio_jax.evaluation.generation import spent_on
 from utio_jax.models import load, save
 from utio_jax.models.tensor_parallel import tensor_parallel
-from utio_jax.models.transformer import Transformer
 from utio_jax.policies import given_depths
 from utio_jax.policies.signals import SoftmaxGap
 from utio_jax.prompts.evaluate import prompt_cost
@@ -116,8 +115,9 @@ def compiled_score(
 
 
 def test_the_sharded_score_has_no_collectives(tiny: Any) -> None:
-    mesh, policy = mesh_of("explicit"), gated(tiny, DEPTHS)
-    ids, lengths, _ = ragged(tiny, 16)
+    mesh = mesh_of("explicit")
+    ids, lengths, depths = ragged(tiny, 24)
+    policy = given_depths(jnp.asarray(depths), depths=DEPTHS)
     params, placed = place((tiny.params, policy), mesh)
     rows = place(Rows((ids, lengths)), mesh).tree
     text, result = compiled_score(tiny.decoder, params, rows, placed, mesh)
@@ -152,21 +152,6 @@ def test_rows_that_fill_up_a_mesh_cost_and_change_nothing(tiny: Any) -> None:
         np.testing.assert_allclose(getattr(many, name), getattr(one, name), atol=1e-3)
     assert many.query_layers >= one.query_layers
     assert many.flops_full > one.flops_full  # The filler's K/V were projected.
-
-
-@pytest.mark.slow
-def test_documents_scored_on_a_mesh_are_scored_as_by_one_device(tiny: Any) -> None:
-    rng = np.random.default_rng(3)
-    documents = [rng.integers(0, 64, size).astype(np.int32) for size in (5, 50, 33, 2, 17)]
-    short = Transformer(dataclasses.replace(tiny.decoder.config, context_length=16))
-    read = partial(
-        score_documents, short, tiny.params, documents, gated(tiny, DEPTHS), executor=EXECUTOR
-    )
-    one, many = read(rows=4), read(rows=4, mesh=mesh_of("auto"))
-    for a, b in zip(one.documents, many.documents, strict=True):
-        np.testing.assert_array_equal(a.depths, b.depths)
-        np.testing.assert_allclose(a.log_likelihood, b.log_likelihood, atol=1e-4)
-    assert one.quality.tokens == many.quality.tokens
 
 
 PROMPTS = [[0, 5, 7], [0, 9, 3, 2, 8, 8, 1], [4], [7, 7, 2]] * 2 + [[0, 1], [6, 5, 4, 3]]
@@ -220,21 +205,34 @@ def test_sharded_generation_yields_the_tokens_of_one_device(count_compiles: Any)
 
 
 @pytest.mark.slow
-def test_rows_of_a_mesh_are_sampled_and_end_each_in_its_own_way() -> None:
+def test_rows_of_a_mesh_are_sampled_and_end_each_in_its_own_way(count_compiles: Any) -> None:
     methods = [SamplingParams(), SamplingParams(temperature=0.9, top_p=0.9)] * 5
-    plain = on_one_device("plain").token_ids
-    options = {
+    model, plain = lively_model(), on_one_device("plain").token_ids
+    asked: set[int] = set()
+
+    def stop_when(row: int, new: np.ndarray) -> bool:
+        asked.add(row)
+        return row == 9 and new.size >= 10
+
+    options: dict[str, Any] = {
         "sampling": methods,
         "eos_ids": [[int(row[5])] if i % 3 else [] for i, row in enumerate(plain)],
         "stop_sequences": [[row[7:9].tolist()] if i == 6 else [] for i, row in enumerate(plain)],
         "seeds": 5,
+        "stop_when": stop_when,
+        "chunk": 5,
     }
-    one = run(lively_model(), PROMPTS, **options)
-    many = run(lively_model(), PROMPTS, mesh=mesh_of("auto"), **options)
+    mesh = mesh_of("auto")
+    placed = dataclasses.replace(model, params=place(model.params, mesh))
+    one, many = run(model, PROMPTS, **options), run(placed, PROMPTS, mesh=mesh, **options)
     for a, b in zip(one.token_ids, many.token_ids, strict=True):
         np.testing.assert_array_equal(a, b)
     assert one.finish_reasons == many.finish_reasons
     assert set(one.finish_reasons) == {"length", "eos", "stop"}
+    assert max(asked) < len(PROMPTS)  # No device asks about rows that only fill up.
+    with count_compiles() as compiles:
+        run(placed, PROMPTS, mesh=mesh, **options)
+    assert compiles.count == 0
 
 
 @pytest.mark.slow
@@ -252,28 +250,6 @@ def test_prompts_routed_on_a_mesh_are_those_of_one_device() -> None:
     assert costs[0].depth_mean == costs[1].depth_mean
     # Two rows a device, each with a padding of its own.
     assert costs[0].flops < costs[1].flops < 8 * costs[0].flops
-
-
-@pytest.mark.slow
-def test_rows_on_a_mesh_end_where_they_do_on_one_device(count_compiles: Any) -> None:
-    model, mesh = lively_model(), mesh_of("auto")
-    model = dataclasses.replace(model, params=place(model.params, mesh))
-    asked: set[int] = set()
-
-    def stop_when(row: int, new: np.ndarray) -> bool:
-        asked.add(row)
-        return row % 2 == 0 and new.size >= 10
-
-    options: dict[str, Any] = {"stop_when": stop_when, "chunk": 5}
-    one = run(lively_model(), PROMPTS, **options)
-    many = run(model, PROMPTS, mesh=mesh, **options)
-    assert one.finish_reasons == many.finish_reasons
-    assert asked == set(range(len(PROMPTS)))  # No device asks about rows that only fill up.
-    for a, b in zip(one.token_ids, many.token_ids, strict=True):
-        np.testing.assert_array_equal(a, b)
-    with count_compiles() as compiles:
-        run(model, PROMPTS, mesh=mesh, **options)
-    assert compiles.count == 0
 
 
 @pytest.mark.slow

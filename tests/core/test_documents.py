@@ -12,13 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from utio_jax.core import check_tokens
-from utio_jax.core.documents import (
-    batches_of,
-    check_ids,
-    row_counts,
-    sample_batches,
-    windows_of,
-)
+from utio_jax.core.documents import batches_of, check_ids, row_counts, sample_batches, windows_of
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=6), st.integers(2, 16), st.integers(1, 5))

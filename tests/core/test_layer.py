@@ -63,19 +63,6 @@ def test_layers_run_in_order_as_the_loop_over_the_stack_runs_them(
         assert int(result[1]) == stop - start
 
 
-def test_a_second_copy_is_made_once_and_goes_with_the_first(
-    monkeypatch: pytest.MonkeyPatch, tiny: Model
-) -> None:
-    monkeypatch.setattr(layers_module, "_SMALL", 0)
-    params = jax.tree.map(jnp.array, tiny.params)
-    first = split_layers(tiny.decoder, params)
-    assert split_layers(tiny.decoder, params) is first
-    kept = len(layers_module._split)
-    del params, first
-    gc.collect()
-    assert len(layers_module._split) == kept - 1
-
-
 def test_a_layer_that_was_replaced_is_split_anew(
     monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, tiny: Model
 ) -> None:

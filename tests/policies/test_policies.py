@@ -38,7 +38,8 @@ STATELESS: dict[str, Callable[[Any], Policy]] = {
 }
 POLICIES = (*SIGNALS, *STATELESS)
 COUSINS = ("max_probability", "entropy", "classifier", "hazard", "utio_before")
-"""Of the same code as a neighbour: `make test-slow` holds the laws against them as well."""
+COUSINS += ("position", "uniform")
+"""Of no code that a neighbour has not: `make test-slow` holds the laws against them as well."""
 
 
 def laws_of(

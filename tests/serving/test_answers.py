@@ -14,15 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers.cases import run_dense
-from helpers.serving import (
-    CONTEXT,
-    Running,
-    alone,
-    budgets_of,
-    by_importance,
-    chat,
-    completion,
-)
+from helpers.serving import CONTEXT, Running, alone, budgets_of, by_importance, chat, completion
 from helpers.texts import new_text
 
 from utio_jax.decoding.adaptive import Adaptive

@@ -3,10 +3,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import collections
 import concurrent.futures
-import contextlib
 import functools
 import json
 import signal
@@ -25,18 +23,18 @@ COMMAND = ["-c", "from utio_jax.cli.main import main; raise SystemExit(main())",
 Start = Callable[..., Process]
 
 
-@contextlib.contextmanager
-def starter(folder: Path, logs: Path) -> Iterator[Start]:
+@pytest.fixture
+def start(folder: Path, tmp_path: Path) -> Iterator[Start]:
     """Starts servers: of the command line, or with options that it does not have."""
     running: list[Process] = []
 
-    def starting(*arguments: str, wait: bool = True, **options: Any) -> Process:
-        log = logs / f"{len(running)}.log"
+    def starting(*, wait: bool = True, **options: Any) -> Process:
+        log = tmp_path / f"{len(running)}.log"
         if options:
             words = [str(PROGRAM), str(folder), json.dumps(options)]
         else:
             given = ["--model", str(folder), "--port", "0", "--slots", "4", "--name", "small"]
-            words = [*COMMAND, *given, *arguments]
+            words = [*COMMAND, *given]
         running.append(Process(words, log=log, wait=wait))
         return running[-1]
 
@@ -44,19 +42,6 @@ def starter(folder: Path, logs: Path) -> Iterator[Start]:
     for process in running:
         process.close()
         assert not any("fault" in line for line in process.lines if line["event"] == "request")
-
-
-@pytest.fixture
-def start(folder: Path, tmp_path: Path) -> Iterator[Start]:
-    with starter(folder, tmp_path) as starting:
-        yield starting
-
-
-@pytest.fixture(scope="module")
-def shared(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
-    """One server for the tests that leave it as it was, but for its counters."""
-    with starter(folder, tmp_path_factory.mktemp("shared")) as starting:
-        yield starting()
 
 
 LONG = completion("x", max_tokens=180, ignore_eos=True)
@@ -188,44 +173,14 @@ def test_an_engine_that_dies_takes_the_process_with_it(start: Start) -> None:
     assert (seconds[1] - seconds[0]) % 60 < 5
 
 
-async def burst(server: Process, count: int) -> list[int]:
-    """Returns the statuses of requests that are all sent at once."""
-
-    async def one(number: int) -> int:
-        reader, writer = await asyncio.open_connection(*server.place)
-        writer.write(request_bytes(json.dumps(completion("x", max_tokens=4, seed=number))))
-        answer = await reader.read()
-        writer.close()
-        with contextlib.suppress(OSError):
-            await writer.wait_closed()
-        head, _, body = answer.partition(b"\r\n\r\n")
-        status = int(head.split()[1])
-        assert ("error" in json.loads(body)) == (status != 200)
-        assert status != 429 or b"retry-after: " in head
-        return status
-
-    return await asyncio.gather(*(one(number) for number in range(count)))
-
-
 def ended_of(counters: dict[str, float], *reasons: str) -> float:
     """Returns how many requests have ended for these reasons so far."""
     return sum(counters.get(f'utio_ended_total{{reason="{why}"}}', 0) for why in reasons)
 
 
 @pytest.mark.slow
-def test_hundreds_at_once_are_answered_or_told_to_come_again(shared: Process) -> None:
-    server, done = shared, ("length", "eos")
-    before = ended_of(server.counters(), *done)
-    statuses = collections.Counter(asyncio.run(burst(server, 400)))
-    assert {*statuses} == {200, 429}
-    assert statuses[200] >= 256
-    server.wait_for(server.settled)
-    assert ended_of(server.counters(), *done) - before == statuses[200]
-
-
-@pytest.mark.slow
-def test_hundreds_that_leave_cost_nothing_that_stays(shared: Process) -> None:
-    server = shared
+def test_hundreds_that_leave_cost_nothing_that_stays(start: Start) -> None:
+    server = start()
 
     def leave(number: int) -> None:
         server.leave({**LONG, "stream": bool(number % 2)}, chunks=3 * (number % 2))

@@ -140,11 +140,7 @@ class Recorder(SignalBase):
 
 def test_all_questions_are_asked_before_any_branch_runs(model: Model) -> None:
     ASKED.clear()
-    policy = Thresholded(
-        signal=Recorder(),
-        thresholds=jnp.asarray([-1.0, 1.0]),
-        depths=DEPTHS,
-    )
+    policy = Thresholded(signal=Recorder(), thresholds=jnp.asarray([-1.0, 1.0]), depths=DEPTHS)
     ids, lengths = model.tokens(1, 9), jnp.asarray([9])
     result = staircase(model.decoder, model.params, ids, lengths, policy)
     (split,) = cases.run_dense(model.decoder, model.params, ids, lengths, depths=(SPLIT,))

@@ -13,15 +13,13 @@ import numpy as np
 import pytest
 from helpers import cases
 from helpers.counting import Counting, read_counts
-from helpers.marks import quick_where
 from helpers.models import Model, live_params, with_random_maps
 
 from utio_jax import score, uniform
-from utio_jax.core.arrays import normalise
 from utio_jax.core.flops import pass_flops, token_cost
 from utio_jax.models import TINY, Transformer
 from utio_jax.policies import given_depths
-from utio_jax.prompts.maps import KVMap, with_kv_maps
+from utio_jax.prompts.maps import with_kv_maps
 from utio_jax.staircase import CapacityPrefix, MicroBatches, staircase
 
 STOPS = (1, 2, 3)
@@ -37,13 +35,10 @@ def mapped(tiny: Any) -> Model:
     return with_random_maps(tiny, STOPS)
 
 
-@pytest.mark.parametrize(
-    "shape", quick_where(lambda s: s.token == 17, SHAPES[:2]), ids=lambda s: f"{s.batch}x{s.token}"
-)
-def test_equals_the_reference(mapped: Model, shape: cases.Shape, count_compiles: Any) -> None:
-    next(cases.compare_cases(mapped, shape, range(1)))
+def test_equals_the_reference(mapped: Model, count_compiles: Any) -> None:
+    next(cases.compare_cases(mapped, SHAPES[1], range(1)))
     with count_compiles() as compiles:
-        assert max(error for _, error in cases.compare_cases(mapped, shape, range(32))) < 1e-4
+        assert max(error for _, error in cases.compare_cases(mapped, SHAPES[1], range(32))) < 1e-4
     assert compiles.count == 0
 
 
@@ -81,41 +76,6 @@ def test_equals_the_reference_whatever_turns_states_into_keys(name: str) -> None
 def test_the_static_prefix_is_the_same(mapped: Model) -> None:
     shape = dataclasses.replace(SHAPES[1], executor=PREFIX)
     assert max(error for _, error in cases.compare_cases(mapped, shape, range(12))) < 1e-4
-
-
-@pytest.mark.slow
-def test_maps_that_repeat_the_layers_own_projection_are_propagation(tiny: Any) -> None:
-    """The model without scales of norms, so that K/V are linear in the normalised state."""
-
-    class Plain(Transformer):
-        def keys_values(self, layer: Any, x: jax.Array, places: Any) -> tuple[jax.Array, jax.Array]:
-            shape, x = (*x.shape[:-1], self.config.num_kv_heads, self.config.head_dim), normalise(x)
-            keys = (x @ layer["k_proj"]["kernel"]).reshape(shape)
-            values = (x @ layer["v_proj"]["kernel"]).reshape(shape)
-            return self.rotate_keys(layer, keys, places), values
-
-    decoder, params = Plain(tiny.decoder.config), tiny.params
-    heads = (decoder.config.num_kv_heads, decoder.config.head_dim)
-
-    def kernel(name: str, stop: int) -> jax.Array:
-        return jnp.moveaxis(params["layers"][name]["kernel"][stop:], 0, 1)
-
-    maps = {}
-    for stop in (1, 2):
-        stacked = jnp.stack([kernel("k_proj", stop), kernel("v_proj", stop)], axis=2)
-        stacked = stacked.reshape(*stacked.shape[:3], *heads)
-        maps[stop] = KVMap(kernel=stacked, bias=jnp.zeros(stacked.shape[1:]))
-    model = Model(*with_kv_maps(decoder, params, maps))
-    ids, lengths = tiny.tokens(3, 17), jnp.asarray([17, 9, 4])
-    depths = jnp.asarray(np.random.default_rng(0).choice([1, 2, 4], (3, 17)))
-    policy, executor = given_depths(depths, depths=(1, 2, 4)), SHAPES[1].executor
-    run = partial(cases.run_staircase, ids=ids, lengths=lengths, policy=policy, executor=executor)
-    through_maps = run(model.decoder, model.params, kv="mapped").x
-    projected = run(decoder, params, kv="propagate").x
-    real = np.arange(17) < np.asarray(lengths)[:, None]
-    np.testing.assert_allclose(
-        np.asarray(through_maps)[real], np.asarray(projected)[real], atol=1e-4
-    )
 
 
 def test_full_depth_does_not_know_of_maps(mapped: Model, tiny: Any) -> None:

@@ -9,10 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers.models import Model
 
 from utio_jax.core.platform import compiling_for
-from utio_jax.evaluation import evaluate
 from utio_jax.policies.store import Calibration, Thresholds, load_calibration
 
 
@@ -48,23 +46,3 @@ def test_more_exits_change_no_decision_and_leave_the_shares_of_the_segments_they
     assert wide.fractions == (0.0, 0.5, 0.0, 0.5, 0.0)
     assert wide.row_shares == (1.0, 1.0, 0.6, 0.6, 0.0)
     assert dataclasses.replace(entry, row_shares=None).over((1, 2, 4)).row_shares is None
-
-
-@pytest.mark.slow
-def test_the_ledger_counts_the_segments_that_ran_whole_rows(
-    tiny: Model, text: list[Any], fitted: Calibration
-) -> None:
-    entry = fitted.entry("learned", 0.8)
-    with compiling_for("tpu"):  # Run here: what differs are blocks and executors.
-        policy: Any = fitted.policy("learned", 0.8)
-        too_few = dataclasses.replace(policy, row_shares=(1.0,) + (0.0,) * (len(entry.depths) - 1))
-        result = evaluate(tiny.decoder, tiny.params, text, {"few": too_few})
-    expected = evaluate(tiny.decoder, tiny.params, text, {"cpu": fitted.policy("learned", 0.8)})
-    ledgers = {
-        name: comparison.ledger(name, budget=0.8, num_layers=4)
-        for name, comparison in (result | expected).items()
-    }
-    deep = len(entry.depths) - 1
-    assert ledgers["few"].overflows == len(text) * deep, "some token of every batch goes on"
-    assert ledgers["cpu"].overflows == 0
-    assert ledgers["few"].nll == pytest.approx(ledgers["cpu"].nll, abs=1e-4)

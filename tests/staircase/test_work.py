@@ -24,7 +24,6 @@ from utio_jax.policies import Entropy, given_depths
 from utio_jax.policies.signals import SignalBase
 from utio_jax.staircase import CapacityPrefix, MicroBatches, staircase
 from utio_jax.staircase.capacity import fit_row_shares
-from utio_jax.staircase.score import score_dense
 from utio_jax.utio import History, VerticalSlash
 
 
@@ -33,14 +32,12 @@ from utio_jax.utio import History, VerticalSlash
     ("executor", "reads"),
     [
         (MicroBatches(min_bucket=40, block=200, query_block=40), True),
-        (MicroBatches(min_bucket=131, block=393, query_block=131), True),
         (MicroBatches(min_bucket=32, block=512), False),
         (CapacityPrefix(capacities=(75, 25), min_bucket=25), True),
         # Too small: whole rows run.
         (CapacityPrefix(capacities=(50, 25), min_bucket=25), False),
-        (None, False),
     ],
-    ids=["200", "393", "512", "prefix", "overflow", "dense"],
+    ids=["200", "512", "prefix", "overflow"],
 )
 def test_all_heads_that_run_are_charged_whatever_the_blocks(
     tiny: Any, executor: Any, reads: bool
@@ -51,10 +48,7 @@ def test_all_heads_that_run_are_charged_whatever_the_blocks(
     policy: Any = Thresholded(signal=Entropy(), thresholds=jnp.asarray([3.9]), depths=(2, 4))
     if not reads:
         policy = given_depths(jnp.full((5, 77), 2).at[:, :25].set(4), depths=(2, 4))
-    if executor is None:
-        run = jax.jit(lambda: score_dense(decoder, tiny.params, ids, lengths))
-    else:
-        run = jax.jit(lambda: score(decoder, tiny.params, ids, lengths, policy, executor=executor))
+    run = jax.jit(lambda: score(decoder, tiny.params, ids, lengths, policy, executor=executor))
     read_counts()
     result = jax.block_until_ready(run())
     assert read_counts()["unembed"] == int(np.sum(result.work.heads))

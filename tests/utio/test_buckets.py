@@ -220,27 +220,6 @@ def test_small_buckets_merge_into_the_next_deeper_one(scores, min_bucket):
     ]
 
 
-def test_new_scores_compile_nothing(count_compiles):
-    forward = jax.jit(add_layers, static_argnums=1)
-
-    @jax.jit
-    def run(scores, items):
-        buckets = bucket_tokens(scores, depths=DEPTHS, thresholds=(1.0, 2.0), min_bucket=4)
-        return run_buckets(forward, items, buckets, merge_small=True)
-
-    rng = np.random.default_rng(3)
-    patterns = [rng.uniform(0, 3, (2, 9)) for _ in range(20)]
-    patterns += [np.full((2, 9), value) for value in (0.0, 1.5, 9.0, NAN)]
-    patterns = [jnp.asarray(pattern, jnp.float32) for pattern in patterns]
-    items = jnp.zeros((2, 9, 3))
-    jax.block_until_ready(run(patterns[0], items))
-    with count_compiles() as compiles:
-        results = [run(pattern, items) for pattern in patterns]
-    assert compiles.count == 0
-    for result in results:
-        np.testing.assert_array_equal(result.outputs[..., 0], result.depth_of_token)
-
-
 def test_one_program_holds_one_body_per_depth(count_compiles):
     traced = []
 

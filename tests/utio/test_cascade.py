@@ -47,8 +47,8 @@ def test_one_surrogate_steers_depth_and_attention(tiny: Any) -> None:
     sparse[0] = False  # No score yet.
 
     cascade = Cascade(buckets=buckets, dense_above=limit, history=HISTORY)
-    both = jax.jit(partial(score, decoder, executor=EXECUTOR))
-    result = both(params, ids, lengths, cascade.policy, attention=cascade.attention)
+    run = jax.jit(partial(score, decoder, executor=EXECUTOR))
+    result = run(params, ids, lengths, cascade.policy, attention=cascade.attention)
     np.testing.assert_array_equal(result.depths, depths)
     np.testing.assert_array_equal(result.chosen.sparse, sparse)
     assert sparse[1:].any()
@@ -56,11 +56,10 @@ def test_one_surrogate_steers_depth_and_attention(tiny: Any) -> None:
     oracle = jax.jit(reference_states, static_argnums=0)
     states = oracle(decoder, params, ids, lengths, jnp.asarray(depths), sees=by_layer(sparse))
     np.testing.assert_allclose(np.asarray(result.x)[real], np.asarray(states)[real], atol=1e-4)
-    # One score: attention asks nothing beyond what depth alone does.
-    alone = both(params, ids, lengths, buckets)
+    # One score: attention asks nothing, and a head looks at the first exit alone.
     assert not np.asarray(result.work.choices).any()
-    np.testing.assert_array_equal(np.sum(result.work.heads), np.sum(alone.work.heads))
-    assert np.abs(np.asarray(result.x - alone.x))[real].max() > 1e-3
+    looked, later = (-(-int((depths >= depth).sum()) // 2) * 2 for depth in (1, 2))
+    np.testing.assert_array_equal(result.work.heads, [looked, 0, 0, later])
 
 
 def test_one_score_steers_depth_and_loaded_keys_of_new_tokens() -> None:

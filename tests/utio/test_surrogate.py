@@ -126,20 +126,6 @@ def test_without_heat_the_other_weights_keep_their_ratio_and_the_sum():
     np.testing.assert_allclose(score, 0.75 * entropy + 0.25 * outlier, rtol=1e-6)
 
 
-def test_surrogate_composes_with_jit_and_vmap():
-    logits, heat, states, mean = example(3, 5)
-
-    def score(logits, heat, states):
-        return surrogate_importance(logits, heat, states, batch_mean=mean)
-
-    expected = score(logits, heat, states)
-    np.testing.assert_allclose(jax.jit(score)(logits, heat, states), expected, rtol=1e-6)
-    # A row at a time: with a calibrated mean a token does not see its batch-mates.
-    np.testing.assert_allclose(jax.vmap(score)(logits, heat, states), expected, rtol=1e-6)
-    by_token = score(logits, heat.mean(axis=-2), states)
-    np.testing.assert_allclose(by_token, expected, rtol=1e-6)
-
-
 LOGITS, HEAT, STATES, MEAN = example(2, 5)
 
 

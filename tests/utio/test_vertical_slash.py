@@ -231,7 +231,7 @@ def test_evaluation_charges_decisions_and_knows_the_ideal(tiny: Any, text: Any) 
     assert sparse.nll != dense.nll
 
 
-@pytest.mark.check
+@pytest.mark.slow
 def test_documents_are_scored_with_sparse_attention(tiny: Any) -> None:
     documents = [np.asarray(tiny.tokens(1, 40, seed=seed)[0]) for seed in range(2)]
     policy = uniform(4)

@@ -306,7 +306,7 @@ def test_a_row_is_the_oracles_whatever_its_batch(
     ("canvas", "reveal", "stop"),
     [
         (FULL, Reveal(threshold=0.08), None),
-        (SHIFTED, Reveal(), Sched(high=0.6, low=0.1)),
+        pytest.param(SHIFTED, Reveal(), Sched(high=0.6, low=0.1), marks=pytest.mark.slow),
         (BLOCKS, Reveal(growth=2.0), Stable(steps=1)),
     ],
 )
