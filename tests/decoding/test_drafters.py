@@ -11,12 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers.generation import assert_greedy, begun, context_of, run
+from helpers.models import live_params
 
 from utio_jax.decoding.base import Plain
 from utio_jax.decoding.drafting import NGram
+from utio_jax.decoding.generate import generate
 from utio_jax.decoding.loop import Lengths, advance
 from utio_jax.decoding.lossless import Lossless
 from utio_jax.decoding.sampling import SamplingParams
+from utio_jax.models.presets import TINY
 from utio_jax.models.transformer import Transformer
 
 REPEATING = [[7, 1, 2, 3, 4, 7, 1, 2], [5, 5, 5], [9, 8, 7, 9, 8, 7, 9]]
@@ -149,3 +152,22 @@ def test_a_row_that_rests_drafts_again_once_its_drafts_would_be_right():
     # One miss is paid for; without a match nothing is learned.
     assert [row for row, _ in drafting] == [True] + [False] * 6 + [True] * 3
     assert all(row for _, row in drafting)
+
+
+@pytest.mark.slow
+def test_copies_are_right_as_often_after_two_thousand_tokens():
+    """Where a text repeats itself, the last quarter is copied as the first is."""
+    decoder = Transformer(dataclasses.replace(TINY, context_length=2048))
+    params = live_params(decoder, seed=1, scale=0.2)  # With a tied head, greedy texts loop.
+    result = generate(
+        decoder,
+        params,
+        [[5, 9, 2]],
+        mode=Lossless(drafter="ngram", max_draft=4),
+        max_new_tokens=2000,
+        eos_ids=(),
+        lengths=Lengths(prompt_step=8, key_step=2048),
+    )
+    first, *_, last = (result.decided[0] == 0).reshape(4, 500).mean(axis=1)
+    assert last > 0.75, "four of five tokens of a round"
+    assert last >= first - 0.02

@@ -8,15 +8,22 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers.generation import (
+    LONG,
     SMALL_BLOCKS,
+    DepthAt,
+    assert_read_as,
+    depth_table,
     lively_model,
     run,
 )
 from helpers.models import with_random_lens, with_random_maps
 
+from utio_jax.core.flops import token_cost
+from utio_jax.decoding.base import Plain
 from utio_jax.decoding.prefill import Prefill
 from utio_jax.policies.depth import uniform
 from utio_jax.prompts.budget import prompt_choice, prompt_prefill
@@ -28,6 +35,34 @@ from utio_jax.staircase.prompts import PromptChoice
 pytestmark = pytest.mark.check
 
 DEPTHS = (1, 2, 4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kv", ["mapped", "propagate"])
+def test_full_depth_sees_what_the_reference_shows_of_a_prompt(kv: Any) -> None:
+    model = with_random_maps(lively_model(), (1, 2))
+    table = jnp.minimum(depth_table(DEPTHS, shape=(3, 96)), 2)
+    how = Prefill(policy=DepthAt(table=table, depths=DEPTHS), kv=kv, executor=SMALL_BLOCKS)
+    assert_read_as(model, run(model, LONG, mode=Plain(), prefill=how), table, kv=kv)
+
+
+@pytest.mark.slow
+def test_maps_of_prompts_are_charged() -> None:
+    model = with_random_maps(lively_model(), (1, 2))
+    cost = token_cost(model.decoder, model.params)
+
+    def cost_of(kv: Any) -> Any:
+        how = Prefill(policy=uniform(2), kv=kv, executor=SMALL_BLOCKS)
+        result = run(model, LONG, prefill=how, max_new_tokens=1)
+        return prompt_cost(model.decoder, model.params, how, LONG, result), result.prompt_work
+
+    copied, _ = cost_of("propagate")
+    mapped, work = cost_of("mapped")
+    # 39 tokens in blocks of 2, two skipped layers each.
+    np.testing.assert_array_equal(work.kv_maps, [[2 * 40]] * 3)
+    # Instead of projections of all 3 x 24 slots.
+    spared = 2 * 72 * cost.keys_values
+    assert mapped.flops == copied.flops - spared + 2 * 40 * cost.kv_map
 
 
 RAGGED = [[7, *range(59)], [*range(50, 10, -1), 3], [4], [9] * 18]

@@ -218,7 +218,59 @@ def test_a_stock_models_exits_learn_from_the_model_as_it_was(decoder: Transforme
     assert all(np.abs(leaf[2:]).max() > 1e-6 for leaf in moved), "and held to it from then on"
 
 
+def shallow_of(decoder: Transformer) -> tuple[Transformer, Any]:
+    """A model of two layers, and its weights, under which both do something."""
+    config = dataclasses.replace(decoder.config, num_layers=2, exits=(2,))
+    return Transformer(config), live(Transformer(config))
+
+
 GROWN_EXITS = (2, 3, 4)
+
+
+@pytest.mark.slow
+def test_added_layers_learn_as_a_model_on_top_of_states_that_are_given(
+    decoder: Transformer,
+) -> None:
+    """Losses and gradients against plain arithmetic; what lies below is a constant."""
+    deep = Transformer(dataclasses.replace(decoder.config, exits=GROWN_EXITS))
+    shallow, below = shallow_of(decoder)
+    late = LateExits(weights=(0.0, 0.5), ramp=2)
+    params = {
+        "model": {"layers": jax.tree.map(lambda leaf: leaf[2:], live(deep)["layers"])},
+        "lens": random_maps(decoder.config.embed_dim),
+    }
+    tokens, key = TOKENS, jax.random.key(7)
+    objective = late_objective(
+        deep, late, begin=0, whole=jax.tree_util.Partial(grown, below), fixed_layers=2
+    )
+    held = sorted(map(id, jax.tree.leaves(objective)))
+    assert held == sorted(map(id, jax.tree.leaves(below))), "arguments of the program"
+    dropout_key, split_key = jax.random.split(key)
+    states = STATES(shallow, below, tokens[:, :-1], dropout_key, 0.0)
+
+    @jax.tree_util.Partial
+    def slow(params: Any) -> tuple[jax.Array, jax.Array]:
+        whole = grown(below, params)["model"]
+        deeper = exit_states(deep, whole, tokens[:, :-1], dropout_key, 0.0)
+        actual = log_probabilities(shallow, below, deeper[3])
+        own = -actual[jnp.arange(24), tokens[:, 1:].reshape(-1)].mean()
+        read = [
+            log_probabilities(shallow, below, x, params["lens"], index)
+            for index, x in enumerate((states[1], deeper[2]))
+        ]
+        first, second = missed(jax.lax.stop_gradient(actual), read, split_key)
+        return own + first + 0.5 * 0.5 * second, jnp.stack([first, second, own])
+
+    both = jax.jit(
+        jax.value_and_grad(lambda params, loss, *given: loss(params, *given), has_aux=True)
+    )
+    result: Any = both(params, objective, tokens, key, jnp.int32(0))
+    with jax.numpy_rank_promotion("allow"):
+        expected: Any = both(params, slow)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=2e-6), expected, result
+    )
+    assert min(np.abs(leaf).max() for leaf in jax.tree.leaves(result[1])) > 1e-5
 
 
 def test_layers_that_do_not_learn_have_no_backward_pass(decoder: Transformer) -> None:

@@ -17,6 +17,7 @@ from helpers.generation import (
     context_of,
     depth_table,
     lively_model,
+    plain_run,
     run,
     true_logits,
 )
@@ -26,6 +27,7 @@ from utio_jax.attention.cache import init_cache, write
 from utio_jax.attention.mixing import NOWHERE
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.loop import advance, begin
+from utio_jax.evaluation.generation import generation_ledger
 from utio_jax.models.presets import TINY
 from utio_jax.policies.base import exceeds
 from utio_jax.policies.depth import Thresholded, uniform
@@ -95,6 +97,17 @@ def test_generation_is_the_masked_oracle(case: str) -> None:
     assert moved > 1e-3  # Not vacuous: without the throttle something else comes out.
 
 
+@pytest.mark.slow
+def test_nobody_throttled_is_todays_result(model: Any) -> None:
+    result = run(model, mode=Throttled(policy=deep(), attention=throttle(NEVER)))
+    for row in range(3):
+        np.testing.assert_array_equal(result.token_ids[row], plain_run().token_ids[row])
+        np.testing.assert_allclose(
+            result.log_probabilities[row], plain_run().log_probabilities[row], atol=1e-4
+        )
+    np.testing.assert_array_equal(result.kv_bytes_read, plain_run().kv_bytes_read)
+
+
 # --- The view: what lies where.
 
 
@@ -155,6 +168,21 @@ def test_rows_read_what_they_need(model: Any) -> None:
     np.testing.assert_array_equal(result.kv_bytes_held, lengths * 4 * per_slot + view)
 
 
+@pytest.mark.slow
+def test_rows_do_not_feel_their_batch_and_new_thresholds_compile_nothing(
+    model: Any, count_compiles: Any
+) -> None:
+    signal = Chance(key=jax.random.key(4))
+    mode = Throttled(policy=uniform(4, exits=DEPTHS), attention=throttle(0.5, signal=signal))
+    together = run(model, mode=mode)
+    with count_compiles() as compiles:
+        run(model, mode=dataclasses.replace(mode, attention=throttle(0.2, signal=signal)))
+        reordered = run(model, [PROMPTS[2], PROMPTS[0], PROMPTS[1]], mode=mode)
+    assert compiles.count == 0
+    for row, other in enumerate((1, 2, 0)):
+        np.testing.assert_array_equal(together.token_ids[row], reordered.token_ids[other])
+
+
 def test_a_boundary_runs_one_head_for_policy_and_throttle(model: Any) -> None:
     policy = SurePasses(threshold=0.2, depths=DEPTHS)
     alone = run(model, mode=Adaptive(policy=policy))
@@ -163,6 +191,28 @@ def test_a_boundary_runs_one_head_for_policy_and_throttle(model: Any) -> None:
     np.testing.assert_array_equal(both.heads, alone.heads)
     for row in range(3):
         np.testing.assert_array_equal(both.token_ids[row], alone.token_ids[row])
+
+
+@pytest.mark.slow
+def test_the_ledger_charges_what_is_attended_to(model: Any) -> None:
+    limit = throttle(ALWAYS)
+    policy = deep()
+    result = run(model, mode=Throttled(policy=policy, attention=limit))
+    row = generation_ledger(
+        model.decoder, model.params, Throttled(policy=policy, attention=limit), [PROMPTS], [result]
+    )
+    assert row.flops_ratio is not None
+    assert row.gate_pct == 0
+    dense = run(model, mode=Adaptive(policy=policy))
+    plain = generation_ledger(
+        model.decoder, model.params, Adaptive(policy=policy), [PROMPTS], [dense]
+    )
+    assert plain.gate_pct == 0
+    # Fewer keys are attended to; the rest is the same.
+    assert plain.flops_ratio == plain.kv_bytes_ratio == 1
+    assert row.flops_ratio < 1
+    # 11 of 64 keys.
+    assert row.kv_bytes_ratio == pytest.approx(11 / 64)
 
 
 @pytest.mark.usefixtures("unchecked_shapes")
