@@ -199,11 +199,6 @@ async def burst(server: Process, count: int) -> list[int]:
     return await asyncio.gather(*(one(number) for number in range(count)))
 
 
-def ended_of(counters: dict[str, float], *reasons: str) -> float:
-    """Returns how many requests have ended for these reasons so far."""
-    return sum(counters.get(f'utio_ended_total{{reason="{why}"}}', 0) for why in reasons)
-
-
 @pytest.mark.slow
 @pytest.mark.slow
 def test_hundreds_at_once_are_answered_or_told_to_come_again(start: Start) -> None:
