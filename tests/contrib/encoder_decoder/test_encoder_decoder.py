@@ -81,7 +81,10 @@ def test_adaptive_decoding_is_the_oracle_at_the_decided_depths(kv: Any) -> None:
 
 @pytest.mark.parametrize(
     "mode",
-    [utio_jax.Lossless(exit=4, max_draft=3), utio_jax.Lossless(drafter="ngram", max_draft=3)],
+    [
+        utio_jax.Lossless(exit=4, max_draft=3),
+        pytest.param(utio_jax.Lossless(drafter="ngram", max_draft=3), marks=pytest.mark.slow),
+    ],
     ids=["exit", "ngram"],
 )
 def test_lossless_decoding_is_the_model(mode: Any) -> None:

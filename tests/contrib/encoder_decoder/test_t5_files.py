@@ -39,6 +39,7 @@ def test_what_cannot_be_run_is_named(tmp_path: Path, unchecked_shapes: None) -> 
         load_t5(write(tmp_path, short))
 
 
+@pytest.mark.slow
 def test_rows_may_leave_the_encoder(tmp_path: Path) -> None:
     """T5's encoder is one of `utio_jax.contrib.encoders`."""
     tensors = tensors_of(2, gated=False)
