@@ -100,7 +100,7 @@ def shapes(tree: Any, sharding: Sharding | None) -> Any:
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class Programs:
-    """What one model runs on one device, or on a mesh, as functions that lower it.
+    """Programs of one model on one device or on a mesh, as functions that lower them.
 
     Attributes:
       name: of `utio_jax.models.presets.SHAPES`, or `NARROW`, in bfloat16; `"shipped"`, in float32.

@@ -146,6 +146,9 @@ MODES = {
 }
 
 
+PARTS = utio_jax.engine.Shapes(prompt_tokens=(8,))
+"""Passes that are shorter than a source."""
+
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("plain", "drop", "lossless")]
 
 
@@ -155,7 +158,14 @@ def test_rows_of_an_engine_come_and_go_as_if_alone(name: str) -> None:
     sources = [rng.integers(2, 64, rng.integers(1, SOURCE + 1)).tolist() for _ in range(7)]
     prefill = read_sources(model.decoder, mode)
     engine = utio_jax.Engine(
-        model.decoder, model.params, mode=mode, prefill=prefill, slots=3, capacity=64, steps=4
+        model.decoder,
+        model.params,
+        mode=mode,
+        prefill=prefill,
+        slots=3,
+        capacity=64,
+        steps=4,
+        shapes=PARTS,
     )
     news = [int(count) for count in rng.integers(1, 24, len(sources))]
     prompts = source_rows(model.decoder, sources)
@@ -180,7 +190,7 @@ def test_a_source_read_in_parts_is_not_taken_for_whole() -> None:
         model.params,
         slots=1,
         capacity=64,
-        shapes=utio_jax.engine.Shapes(prompt_tokens=(8,)),
+        shapes=PARTS,
     )
     number = engine.submit(source_rows(model.decoder, SOURCES)[0], max_new_tokens=2, eos_ids=())
     assert np.isnan(engine.drain()[number].log_probabilities).all()
