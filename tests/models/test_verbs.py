@@ -265,8 +265,15 @@ def test_strings_are_texts_and_paths_are_files(
         (lambda model: model.score([{"text": "a"}]), "Got .*{'text'.*column of a data set"),
         (
             lambda model: model.score([1, 2, 3]),
-            r"of texts. Got 1. .*for each text: \[\[0, 17, 4\]\]",
+            r"of texts. Got the token id 1 .*ids are \[ids\].*for each text: \[\[0, 17, 4\]\]",
         ),
+        (
+            lambda model: model.generate([[1, -1]]),
+            "Wanted token ids from 0 .*Got -1 to 1 in prompt",
+        ),
+        (lambda model: model.score(["ab"], budget=[0.75]), r"Got \[0.75\]. Give one number"),
+        (lambda model: model.generate("a", budget="0.75"), "Got '0.75'. Give one number"),
+        (lambda model: model.generate("a", budget=75), "Got 75. It is a fraction of the FLOPs"),
         (lambda model: load(""), "Wanted a model folder, .*Got ''"),
         (lambda model: model.evaluate(str(source("stat"))), "name of a file.*files=.*or a Path"),
         (lambda model: model.calibrate([str(source("stat"))]), "name of a file.*files="),

@@ -91,9 +91,11 @@ def read_sources(texts: Texts, files: Files = (), *, names_are_texts: bool = Fal
     sources: list[Any] = [texts] if alone else [*texts] if several else [None]
     wrong = next((source for source in sources if not _is_source(source)), sources)
     if wrong is not sources:
-        got = texts if len(sources) == 1 else wrong
+        got = f"{texts if len(sources) == 1 else wrong!r:.60}"
+        if np.ndim(wrong) == 0 and np.issubdtype(np.asarray(wrong).dtype, np.integer):
+            got = f"the token id {wrong} where a text should be; one text's ids are [ids]"
         raise ValueError(
-            f"Wanted a list of texts. Got {got!r:.60}. For example: ['Once upon a'], "
+            f"Wanted a list of texts. Got {got}. For example: ['Once upon a'], "
             "files=['story.txt'], the column of a data set: dataset['text'], or token ids, a list "
             "for each text: [[0, 17, 4]]."
         )

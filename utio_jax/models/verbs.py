@@ -25,7 +25,14 @@ from utio_jax.calibration.lens import LensConfig, fit_lens, split_for_lens
 from utio_jax.calibration.risk import split_documents
 from utio_jax.core.calls import check_options
 from utio_jax.core.decoder import some_exits
-from utio_jax.core.documents import Batch, batches_of, row_widths, sample_batches, windows_of
+from utio_jax.core.documents import (
+    Batch,
+    batches_of,
+    check_ids,
+    row_widths,
+    sample_batches,
+    windows_of,
+)
 from utio_jax.core.files import check_writable
 from utio_jax.core.html import depth_html, table_html
 from utio_jax.core.lens import Lensed, lens_file, save_lens, with_config
@@ -652,7 +659,14 @@ def _encoded(model: Any, sources: Sequence[Any]) -> list[np.ndarray]:
     """Returns the token ids of texts; token ids pass through."""
     strings = [source for source in sources if isinstance(source, str)]
     encoded = iter(model.encode(strings) if strings else ())
-    return [next(encoded) if isinstance(source, str) else np.asarray(source) for source in sources]
+    vocab = model.decoder.config.vocab_size
+
+    def given(ids: Any, index: int) -> np.ndarray:
+        whole = check_ids(ids, vocab_size=vocab, what=f"prompt {index}") if len(ids) else ids
+        return np.asarray(whole)
+
+    numbered = enumerate(sources)
+    return [next(encoded) if isinstance(x, str) else given(x, index) for index, x in numbered]
 
 
 def _asked(

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from numbers import Real
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -101,10 +102,15 @@ class Calibration:
                 f"Wanted a policy of full, uniform, {', '.join(sorted(known))}. Got {name!r}."
             )
         fitted = self.entries["learned" if name == "random" else name]
-        if budget not in fitted:
+        if not isinstance(budget, Real) or budget not in fitted:
+            remedy = "`utio-jax calibrate --budget ...` fits others."
+            if not isinstance(budget, Real):
+                remedy = "Give one number; requests of an `Engine` may differ in theirs."
+            elif budget >= 1:
+                remedy = "It is a fraction of the FLOPs of all layers; without one, all run."
             raise ValueError(
                 f"Wanted a budget of {sorted(fitted)}, for which {name!r} was calibrated. "
-                f"Got {budget!r}. `utio-jax calibrate --budget ...` fits others."
+                f"Got {budget!r}. {remedy}"
             )
         return fitted[budget]
 
