@@ -182,6 +182,17 @@ class Renamed(SignalBase):
 
 
 @pytree
+class Flagged(SignalBase):
+    """With a field where a method should be."""
+
+    name: str = static(default="flagged")
+    reads_logits: Any = static(default=True)
+
+    def __call__(self, index: int, boundary: Any, memory: Any) -> Any:
+        return boundary.x[..., 0], memory
+
+
+@pytree
 class Half:
     """No signal."""
 
@@ -203,6 +214,7 @@ class Undecided(PolicyBase):
         (Bare(), "signal that is a pytree. Got Bare.*@utio_jax.core.pytree above class Bare"),
         (Renamed(), r"Make it static: name: str = utio_jax.core.static\(default='renamed'\)"),
         (Half(), "Got Half without causal, remembers, start, flops, reads_logits. Derive it"),
+        (Flagged(), "of Flagged. Got reads_logits=True. For example: def reads_logits"),
         (Entropy, r"Got the class Entropy. Make one: Entropy\(...\)"),
         (lambda *_: 0, "signal that is a pytree. Got <function"),
     ],

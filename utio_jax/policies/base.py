@@ -158,7 +158,7 @@ def check_signal(signal: Any) -> None:
     """Checks that an object can score tokens.
 
     Raises:
-      TypeError: it is no pytree, or lacks a member of `Signal`.
+      TypeError: it is no pytree, lacks a member of `Signal`, or has a value for a method.
     """
     if isinstance(signal, str):
         raise TypeError(
@@ -171,6 +171,15 @@ def check_signal(signal: Any) -> None:
         raise TypeError(
             f"Wanted a signal. Got {type(signal).__name__} without {', '.join(missing)}. Derive it "
             "from utio_jax.policies.SignalBase, which has all but a __call__."
+        )
+    methods = ("start", "flops", "reads_logits"), ("causal", "remembers")
+    wrong = [name for name in methods[0] if not callable(getattr(signal, name))]
+    wrong += [name for name in methods[1] if callable(getattr(signal, name))]
+    if wrong:
+        raise TypeError(
+            f"Wanted {', '.join(methods[0])} as methods and {', '.join(methods[1])} as properties "
+            f"of {type(signal).__name__}. Got {wrong[0]}={getattr(signal, wrong[0])!r:.60}. For "
+            "example: def reads_logits(self, index): return True."
         )
 
 
