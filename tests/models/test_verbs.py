@@ -269,8 +269,10 @@ def test_strings_are_texts_and_paths_are_files(
         ),
         (
             lambda model: model.generate([[1, -1]]),
-            "Wanted token ids from 0 .*Got -1 to 1 in prompt",
+            "Wanted token ids from 0 .*Got -1 to 1 in text 0",
         ),
+        (lambda model: model.generate([[[1], [1, 2]]]), r"list of texts. Got \[\[\[1\], \[1, 2"),
+        (lambda model: model.generate(jnp.arange(3)), "Got the token id 0 where a text should be"),
         (lambda model: model.score(["ab"], budget=[0.75]), r"Got \[0.75\]. Give one number"),
         (lambda model: model.generate("a", budget="0.75"), "Got '0.75'. Give one number"),
         (lambda model: model.generate("a", budget=75), "Got 75. It is a fraction of the FLOPs"),

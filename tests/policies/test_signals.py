@@ -203,6 +203,19 @@ class Half:
 
 
 @pytree
+class Remembering(SignalBase):
+    """With a method where a property should be."""
+
+    name: str = static(default="remembering")
+
+    def remembers(self) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return True
+
+    def __call__(self, index: int, boundary: Any, memory: Any) -> Any:
+        return boundary.x[..., 0], memory
+
+
+@pytree
 class Undecided(PolicyBase):
     """A policy without a decision."""
 
@@ -214,7 +227,11 @@ class Undecided(PolicyBase):
         (Bare(), "signal that is a pytree. Got Bare.*@utio_jax.core.pytree above class Bare"),
         (Renamed(), r"Make it static: name: str = utio_jax.core.static\(default='renamed'\)"),
         (Half(), "Got Half without causal, remembers, start, flops, reads_logits. Derive it"),
-        (Flagged(), "of Flagged. Got reads_logits=True. For example: def reads_logits"),
+        (
+            Flagged(),
+            "of Flagged as methods, .*Got reads_logits=True. For example: def reads_logits",
+        ),
+        (Remembering(), "causal, remembers as properties. Got remembers=<bound method"),
         (Entropy, r"Got the class Entropy. Make one: Entropy\(...\)"),
         (lambda *_: 0, "signal that is a pytree. Got <function"),
     ],
@@ -249,3 +266,10 @@ def test_policies_of_ones_own_have_defaults(tiny: Any) -> None:
 
     with pytest.raises(TypeError, match="policy that is a pytree.*above class Plain"):
         run(Plain(depths=(1, 4)))
+
+    @pytree
+    class Reader(Every):
+        reads_logits: Any = static(default=True)
+
+    with pytest.raises(TypeError, match="of Reader as methods.*Got reads_logits=True"):
+        run(Reader(depths=(1, 4)))

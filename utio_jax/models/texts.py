@@ -92,7 +92,7 @@ def read_sources(texts: Texts, files: Files = (), *, names_are_texts: bool = Fal
     wrong = next((source for source in sources if not _is_source(source)), sources)
     if wrong is not sources:
         got = f"{texts if len(sources) == 1 else wrong!r:.60}"
-        if np.ndim(wrong) == 0 and np.issubdtype(np.asarray(wrong).dtype, np.integer):
+        if isinstance(wrong, (int, np.integer)) or getattr(wrong, "shape", None) == ():
             got = f"the token id {wrong} where a text should be; one text's ids are [ids]"
         raise ValueError(
             f"Wanted a list of texts. Got {got}. For example: ['Once upon a'], "

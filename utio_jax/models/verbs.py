@@ -656,17 +656,19 @@ def capacity_for(prompts: Sequence[np.ndarray], max_new_tokens: int, mode: Mode)
 
 
 def _encoded(model: Any, sources: Sequence[Any]) -> list[np.ndarray]:
-    """Returns the token ids of texts; token ids pass through."""
+    """Returns the token ids of texts; token ids are checked and pass through."""
     strings = [source for source in sources if isinstance(source, str)]
     encoded = iter(model.encode(strings) if strings else ())
-    vocab = model.decoder.config.vocab_size
+    vocab_size = model.decoder.config.vocab_size
 
-    def given(ids: Any, index: int) -> np.ndarray:
-        whole = check_ids(ids, vocab_size=vocab, what=f"prompt {index}") if len(ids) else ids
-        return np.asarray(whole)
+    def ids_of(index: int, source: Any) -> np.ndarray:
+        if isinstance(source, str):
+            return next(encoded)
+        if not len(source):
+            return np.asarray(source)
+        return check_ids(source, vocab_size=vocab_size, what=f"text {index}")
 
-    numbered = enumerate(sources)
-    return [next(encoded) if isinstance(x, str) else given(x, index) for index, x in numbered]
+    return [ids_of(index, source) for index, source in enumerate(sources)]
 
 
 def _asked(

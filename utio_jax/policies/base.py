@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -158,7 +158,7 @@ def check_signal(signal: Any) -> None:
     """Checks that an object can score tokens.
 
     Raises:
-      TypeError: it is no pytree, lacks a member of `Signal`, or has a value for a method.
+      TypeError: it is no pytree, lacks a member of `Signal`, or has a value in place of a method.
     """
     if isinstance(signal, str):
         raise TypeError(
@@ -172,13 +172,17 @@ def check_signal(signal: Any) -> None:
             f"Wanted a signal. Got {type(signal).__name__} without {', '.join(missing)}. Derive it "
             "from utio_jax.policies.SignalBase, which has all but a __call__."
         )
-    methods = ("start", "flops", "reads_logits"), ("causal", "remembers")
-    wrong = [name for name in methods[0] if not callable(getattr(signal, name))]
-    wrong += [name for name in methods[1] if callable(getattr(signal, name))]
+    check_methods(signal, ("start", "flops", "reads_logits"), ("causal", "remembers"))
+
+
+def check_methods(part: Any, methods: Sequence[str], properties: Sequence[str]) -> None:
+    """Raises TypeError if a policy or signal has a value in place of a method, or the reverse."""
+    values = {name: getattr(part, name, None) for name in (*methods, *properties)}
+    wrong = [name for name in values if callable(values[name]) != (name in methods)]
     if wrong:
         raise TypeError(
-            f"Wanted {', '.join(methods[0])} as methods and {', '.join(methods[1])} as properties "
-            f"of {type(signal).__name__}. Got {wrong[0]}={getattr(signal, wrong[0])!r:.60}. For "
+            f"Wanted {', '.join(methods)} of {type(part).__name__} as methods, "
+            f"{', '.join(properties)} as properties. Got {wrong[0]}={values[wrong[0]]!r:.60}. For "
             "example: def reads_logits(self, index): return True."
         )
 

@@ -45,7 +45,7 @@ from utio_jax.core.decoder import (
 )
 from utio_jax.core.pytrees import check_pytree, pytree
 from utio_jax.core.work import Work, stack_work
-from utio_jax.policies.base import Policy, check_signal
+from utio_jax.policies.base import Policy, check_methods, check_signal
 from utio_jax.policies.depth import Thresholded
 from utio_jax.staircase.base import Executor, Tokens
 from utio_jax.staircase.exit_head import Head, Model, Reading, Readout
@@ -289,6 +289,7 @@ def check_policy(policy: Policy, decoder: Decoder, *, kv: str = "propagate") -> 
             f'model.calibration.policy("learned", 0.6). Got {type(policy).__name__} {policy!r:.80}.'
         )
     check_pytree(policy, what="policy")
+    check_methods(policy, ("start", "go_deeper", "asks", "flops", "reads_logits"), ("causal",))
     if isinstance(policy, Thresholded):
         check_signal(policy.signal)
     depths = check_depths(policy.depths)
