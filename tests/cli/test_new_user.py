@@ -298,6 +298,7 @@ def test_a_base_install_says_what_to_install() -> None:
     ):
         code += f"sys.modules[{missing!r}] = None\ntry: {statement}\n"
         code += "except (ImportError, SystemExit) as error: print(error, file=sys.stderr)\n"
+    code += "print([m for m in sys.modules if m.startswith('scipy')], file=sys.stderr)"
     lines = process("-c", code).communicate()[1].strip().splitlines()
     both = "pip install '.[cli]' in a checkout of utio_jax, or else pip install 'utio-jax[cli]'"
     assert lines[0].endswith(
@@ -305,6 +306,7 @@ def test_a_base_install_says_what_to_install() -> None:
         f"extra cli: {both}."
     )
     assert lines[1] == f"utio-jax: the command line needs the extra cli: {both}."
+    assert lines[2] == "[]", "scipy takes a second to import, as long as all of JAX"
 
 
 def test_arguments_that_are_no_text_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

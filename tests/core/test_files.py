@@ -178,7 +178,10 @@ def test_tensors_are_those_that_a_file_was_written_with(tmp_path: Path) -> None:
         ):
             load(file)
     save_json(file, ["me"])
-    with pytest.raises(ValueError, match="Wanted a thing at .*It cannot be read: TypeError"):
+    with pytest.raises(ValueError, match="cannot be read as one: TypeError.*write one there: "):
+        load(file)
+    save_json(file, {"mine": "of another program"})
+    with pytest.raises(ValueError, match="as one: it has no 'owner'. Name another place"):
         load(file)
     save_json(file, {"owner": "me"})
     save_tensors(tmp_path / "owned.safetensors", {"x": np.zeros(2)})

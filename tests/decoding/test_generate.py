@@ -384,3 +384,8 @@ def test_a_processor_is_a_function_that_keeps_the_shape(model):
         run(model, logits_processor="digits")
     with pytest.raises(ValueError, match="of shape \\(3, 64\\), as it is given. Got shape"):
         run(model, logits_processor=lambda logits, state: logits[:, :5])
+
+
+def test_where_a_processor_excludes_every_token_the_first_one_is_taken(model):
+    nothing = run(model, logits_processor=lambda logits, state: logits - jnp.inf, eos_ids=())
+    assert all((new == 0).all() for new in nothing.token_ids)

@@ -227,8 +227,9 @@ def test_strings_are_texts_and_paths_are_files(
         (lambda model: model.generate("a", temperature=0.7), r"Say sampling=SamplingParams\(temp"),
         (
             lambda model: model.generate("a", policy=2),
-            r"Got policy. Say mode=Adaptive\(policy=...\)",
+            "Got policy. Say budget=... for the policy learned, or mode=Adaptive",
         ),
+        (lambda model: next(model.stream("a", policy="learned")), "Got policy. Say budget=... for"),
         (lambda model: model.stream("a", wings=1), "Known: .*prefill, logits_processor"),
         (
             lambda model: FRONT.generate(model.decoder, model.params, [[1]], temperature=1),
@@ -310,7 +311,9 @@ def test_scores_show_themselves(calibrated: Model) -> None:
     count = result.quality.predicted
     summary = f"2 texts, {count} predicted tokens: {result.quality.nll / count:.3f} nats each"
     assert repr(result) == result.summary()
-    assert result.summary().startswith(f"{summary}, 2.0 of 4 layers")
+    share = result.quality.flops / result.quality.flops_full
+    assert 0.4 < share < 0.9
+    assert result.summary() == f"{summary}, 2.0 of 4 layers, {share:.2f} of the FLOPs"
     empty = calibrated.score([""]).summary()
     assert empty == "1 text, 0 predicted tokens: a text needs at least two"
     html = result._repr_html_()
@@ -320,6 +323,10 @@ def test_scores_show_themselves(calibrated: Model) -> None:
     assert html.count('title="2 layers"') == count
     generated = calibrated.generate("x", **OPTIONS)
     assert repr(generated) == generated.summary()
+    (new,) = generated.token_ids
+    assert calibrated.tokenizer.decode(new.tolist()) == generated.text
+    expected = f"Generated({new.size} new tokens in 1 rows, mode plain)"
+    assert repr(generated.generated) == expected
 
 
 def test_a_context_cuts_what_is_calibrated_on_and_what_a_guarantee_reads(

@@ -87,6 +87,15 @@ def test_a_token_does_not_notice_which_branches_others_took(model: Model) -> Non
 
 
 PREFIX = CapacityPrefix(capacities=(64, 16, 16, 16, 16), min_bucket=8)
+
+
+def test_a_missing_capacity_is_counted_by_segments(model: Model) -> None:
+    few, tokens = CapacityPrefix(capacities=(24, 24), min_bucket=8), model.tokens(1, 17)
+    policy = given_depths(jnp.full((1, 17), 6), depths=(2, 4, 6))
+    with pytest.raises(ValueError, match="branch. Got 2 capacities, and segment 3. Add"):
+        staircase(model.decoder, model.params, tokens, jnp.asarray([17]), policy, executor=few)
+
+
 # Exits below the branches, all branches, some, and one alone.
 SHAPES = [
     dataclasses.replace(cases.SHAPES[1], depths=depths, executor=executor)

@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
-from scipy import stats
 
 # Bets are sized to reach a p-value of 1/20. Others stay valid, and at 0.1 or 0.01 lose little.
 _AIM = 2 * math.log(20)
@@ -254,4 +253,6 @@ def _p_values(risks: np.ndarray, max_risk: float) -> np.ndarray:
 
 def _binomial(risks: np.ndarray, max_risk: float) -> np.ndarray:
     """Returns `[candidate]`: the probability of as few errors at an error rate of `max_risk`."""
-    return np.asarray(stats.binom.cdf(risks.sum(axis=1), risks.shape[1], max_risk))
+    from scipy.stats import binom  # A second to import, which `import utio_jax` has no use for.
+
+    return np.asarray(binom.cdf(risks.sum(axis=1), risks.shape[1], max_risk))

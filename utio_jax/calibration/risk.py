@@ -7,12 +7,14 @@ What `utio_jax.calibration.guarantee` needs where a unit is a document.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
-from scipy import sparse
-from scipy.sparse import csgraph
 
 from utio_jax.calibration.guarantee import half_of
+
+if TYPE_CHECKING:
+    from scipy import sparse
 
 # Tokens per shingle, and an odd number with well-mixed bits (2^64 over the golden ratio).
 _SHINGLE = 8
@@ -32,6 +34,9 @@ def group_near_duplicates(documents: Sequence[np.ndarray]) -> np.ndarray:
     Raises:
       ValueError: a document is empty.
     """
+    from scipy import sparse  # Half a second to import, which `import utio_jax` has no use for.
+    from scipy.sparse import csgraph
+
     for index, document in enumerate(documents):
         if len(document) == 0:
             raise ValueError(
@@ -58,6 +63,8 @@ def owners_of(sets: Sequence[np.ndarray]) -> tuple[sparse.csr_array, np.ndarray]
     Shingles that the same documents have are one column, weighted by their number: so a header
     that many documents share costs one product of each pair, however long it is.
     """
+    from scipy import sparse
+
     names, column = np.unique(np.concatenate(sets), return_inverse=True)
     row = np.repeat(np.arange(len(sets)), [len(shingles) for shingles in sets])
     marks = np.random.default_rng(0).integers(0, 2**64, len(sets), dtype=np.uint64)

@@ -24,8 +24,8 @@ from utio_jax.evaluation.ledger import uniform_hull
 class Compare(OfWindows, OfCalibration, OfText):
     """Compares calibrated policies with truncation, chance and hindsight on unseen text.
 
-    The text is to be one that nothing was fitted to; without files, the test split of this Python's
-    standard library.
+    The text is to be one that nothing was fitted to, of at least five files; without files, the
+    test split of this Python's standard library.
 
     Attributes:
       budget: FLOPs over full depth's, one or several; all that were calibrated by default.

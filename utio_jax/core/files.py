@@ -304,7 +304,11 @@ def load_owned(
     try:
         (owned_by, content), digest = read(stored), stored.get(_TIE, "")
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"Wanted {what} at {file}. It cannot be read: {error!r}.") from error
+        reason = f"it has no {error}" if isinstance(error, KeyError) else repr(error)
+        raise ValueError(
+            f"Wanted {what} at {file}. Got a file that cannot be read as one: {reason}. Name "
+            f"another place, or write one there: {command}."
+        ) from error
     if owned_by != model_sha256:
         raise ValueError(
             f"Wanted {what} of the model with SHA-256 {model_sha256[:12]}. {file} belongs to "

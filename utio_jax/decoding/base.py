@@ -28,6 +28,7 @@ LogitsProcessor = Callable[[Float[Array, "batch vocab"], DecodeState], Float[Arr
 `state.token_ids[row, :state.lengths[row]]` are the tokens before the one to be drawn. The first
 `state.prompt_lengths[row]` of them are the prompt. A logit of -inf excludes a token. A function is
 part of the program, so the same one compiles once. For a pytree with `__call__`, arrays are inputs.
+Keep one token: where all are excluded, greedy decoding takes token 0, which may end the text.
 """
 
 

@@ -61,7 +61,7 @@ def check_generate_options(options: Mapping[str, Any]) -> None:
     check_options("utio_jax.generate", options, generate, instead=_OF_GENERATE)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class Generated(Tally):
     """Result of `generate`: new tokens, records of each token, and the cost of decode steps.
 
@@ -99,6 +99,10 @@ class Generated(Tally):
     mode: str
     num_layers: int
     group: int
+
+    def __repr__(self) -> str:
+        new = sum(map(len, self.token_ids))
+        return f"Generated({new} new tokens in {len(self.token_ids)} rows, mode {self.mode})"
 
     @property
     def kv_bytes_read(self) -> np.ndarray:

@@ -85,6 +85,11 @@ class GeneratedText:
         return self.texts[0]
 
     @property
+    def token_ids(self) -> tuple[np.ndarray, ...]:
+        """New tokens of each prompt, `[new]`."""
+        return self.generated.token_ids
+
+    @property
     def message(self) -> dict[str, str]:
         """New text as an assistant message, to continue a chat. Raises ValueError, see `text`."""
         return {"role": "assistant", "content": self.text}

@@ -19,7 +19,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
-from scipy.stats import binom
 
 from utio_jax.core.decoder import DecoderConfig
 from utio_jax.decoding.adaptive import Adaptive
@@ -111,6 +110,10 @@ def predict_seconds(
     >>> round(predict_seconds(rates, {6: 0.9, 16: 0.1}, rows=8), 4)
     0.0244
     """
+    from scipy.stats import (
+        binom,
+    )  # A second to import, which an engine without plans has no use for.
+
     depths = sorted(histogram)
     shares = np.asarray([histogram[depth] for depth in depths])
     if not shares.size or shares.min() < 0 or abs(shares.sum() - 1.0) > 1e-3:

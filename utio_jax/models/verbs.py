@@ -63,7 +63,12 @@ from utio_jax.prompts.budget import prompt_prefill
 from utio_jax.staircase.reference import dense_states
 from utio_jax.staircase.score import full_depth
 
-SHORTER = {**INSTEAD, "stop_strings": "stop", "seeds": "seed"}
+SHORTER = {
+    **INSTEAD,
+    "stop_strings": "stop",
+    "seeds": "seed",
+    "policy": "budget=... for the policy learned, or mode=Adaptive(policy=model.policy(NAME))",
+}
 """Options that verbs have by other names."""
 
 _CONTEXT = 2048  # Of windows of text, at most.
@@ -168,6 +173,7 @@ class ScoredTexts(TextScore):
         depths = np.concatenate([document.depths for document in self.documents])
         if depths.size:
             text += f", {depths.mean():.1f} of {self.model.decoder.config.num_layers} layers"
+            text += f", {all_of.flops / all_of.flops_full:.2f} of the FLOPs"
         for reason, batches in self.fallbacks.items():
             text += f"\n{batches} batches at full depth: {reason}"
         return text
@@ -276,8 +282,7 @@ class Verbs:
         Raises:
           ValueError: see `utio_jax.generate`, and `mode`.
         """
-        instead = {**SHORTER, "policy": "mode=Adaptive(policy=...)"}
-        check_options("Model.generate", options, generate, Verbs.generate, instead=instead)
+        check_options("Model.generate", options, generate, Verbs.generate, instead=SHORTER)
         options |= {"max_new_tokens": max_new_tokens, "sampling": sampling, "max_batch": max_batch}
         prompts = _encoded(self, read_sources(prompts, files, names_are_texts=True))
         asked = _asked(self, prompts, mode, budget, prompt_budget, options)
@@ -535,7 +540,7 @@ class Verbs:
         """Returns loss and cost of every calibrated policy and of the controls on unseen text.
 
         Args:
-          texts: see `documents`; none of it may have been calibrated on.
+          texts: see `documents`; at least five, none of which may have been calibrated on.
           files: see `documents`.
           policies: further ones to judge, by name or called by their own; a model that has no
             calibration is compared under these alone.

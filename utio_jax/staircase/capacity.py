@@ -94,8 +94,9 @@ class CapacityPrefix:
     ) -> PrefixSlots:
         if segment >= len(self.capacities):
             raise ValueError(
-                "Wanted a capacity for each of the policy's depths. "
-                f"Got {len(self.capacities)} capacities."
+                "Wanted a capacity for each segment: each of the policy's depths, or for a model "
+                "with branches each part of the layers below them and each branch. Got "
+                f"{len(self.capacities)} capacities, and segment {segment + 1}. Add one."
             )
         width = live.shape[1]
         token_of_slot, _ = stable_partition((~live).astype(jnp.int32), 2)
