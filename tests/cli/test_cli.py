@@ -296,6 +296,11 @@ def test_generate_streams_one_prompt_to_a_terminal(
         ("evaluate --token-ids FOREIGN", "ids from 0 to 299, the model's vocabulary. Got 1 to 300"),
         ("demo SHORT", "text of at least 1024 tokens"),
         ("calibrate SOURCE --budget 0.01 --policy position", "a goal that some policy reaches"),
+        ("calibrate SOURCE --model shared-16 --budget 75", "Wanted budgets above 0, at most 1"),
+        (
+            "calibrate SOURCE --model shared-16 --policy lerned",
+            "Got 'lerned'. A signal of your own",
+        ),
         (
             "calibrate --budget 0.5 --max-nll-increase-pct 1",
             "one of --budget, --max-nll-increase-pct and --max-disagreement",

@@ -382,6 +382,8 @@ def test_drawn_tokens_are_allowed_ones(model):
 def test_a_processor_is_a_function_that_keeps_the_shape(model):
     with pytest.raises(TypeError, match="function \\(logits, state\\) -> logits. Got 'digits'"):
         run(model, logits_processor="digits")
+    with pytest.raises(TypeError, match="function \\(logits, state\\) -> logits. .*too many pos"):
+        run(model, logits_processor=lambda logits: logits)
     with pytest.raises(ValueError, match="of shape \\(3, 64\\), as it is given. Got shape"):
         run(model, logits_processor=lambda logits, state: logits[:, :5])
 

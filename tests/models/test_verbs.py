@@ -30,10 +30,12 @@ from utio_jax.models.shipped import shipped_folder
 from utio_jax.models.verbs import with_exits
 from utio_jax.policies.store import load_calibration
 from utio_jax.prompts.budget import prompt_prefill
+from utio_jax.staircase import CapacityPrefix
 
 pytestmark = pytest.mark.check
 
 FRONT: Any = utio_jax
+CAPACITIES: Any = CapacityPrefix
 OPTIONS: dict[str, Any] = {"max_new_tokens": 24, "lengths": SMALL}
 STREAMED: dict[str, Any] = {"max_new_tokens": 24}
 PROMPTS = ["import os", "def é漢"]
@@ -245,7 +247,21 @@ def test_strings_are_texts_and_paths_are_files(
         (lambda model: model.generate("a", stop_strings=["b"]), "Got stop_strings. Say stop"),
         (lambda model: model.score("a", policy="uniform"), "policy=utio_jax.uniform.8"),
         (lambda model: model.generate("a", budget="0.75"), r"a budget of \[.*Got '0.75'"),
-        (lambda model: model.hidden_states("x", depths=5), "depths from 0 to the model's 4"),
+        (lambda model: model.hidden_states("x", depths=5), "or more, from 0 to the model's 4"),
+        (lambda model: model.encode("a"), r"Wanted a list of texts. Got 'a'. Wrap it: \[...\]"),
+        (lambda model: model.encode([Path("a")]), "Wanted a list of texts. Got .*Path"),
+        (
+            lambda model: model.generate("a", eos_ids=0, **OPTIONS),
+            "eos_ids as a list of token ids.* Got 0",
+        ),
+        (
+            lambda model: model.generate("a", stop_sequences=["b"], **OPTIONS),
+            r"stop_sequences as a list of token ids.* Got \['b'\]. Strings .*are stop= of a model",
+        ),
+        (lambda model: model.generate("a", drafter="ngram"), r"Say mode=Lossless\(drafter='ngram'"),
+        (lambda model: model.score("a", executor="capacity"), "Wanted an executor: 'auto', .*'cap"),
+        (lambda model: model.score("a", executor=CapacityPrefix), "executor: .*Got <class"),
+        (lambda model: CAPACITIES(capacities=8), "capacities as a tuple.* Got 8. For example"),
         (lambda model: model.generate("a", wings=2), "Got wings. Known: mode, sampling, max_new_"),
         (lambda model: model.generate("a", temprature=2), "Did you mean sampling=SamplingParams"),
         (lambda model: model.stream("a", budgets=1), "of Model.stream. Got .*mean budget or"),
@@ -299,8 +315,8 @@ def test_hidden_states_are_the_dense_programs(calibrated: Model) -> None:
     ids, _, last = map(jnp.asarray, model.encode(texts))
     wide = run_dense(model.decoder, model.params, ids[None], jnp.asarray([ids.size]), depths=(2, 4))
     assert [len(result[0]) for result in result] == [len(result) for result in model.encode(texts)]
-    np.testing.assert_allclose(result[0][2], wide[0][0], atol=1e-5)
-    np.testing.assert_allclose(result[0][0], wide[1][0], atol=1e-5)
+    np.testing.assert_allclose(result[0][2], wide[0][0], rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(result[0][0], wide[1][0], rtol=1e-5, atol=1e-5)
     embedded = model.decoder.embed(model.params, last, jnp.arange(last.size))
     np.testing.assert_allclose(result[2][1], embedded, atol=1e-6)
     assert len(model.hidden_states("x")[0]) == len(model.decoder.config.exits)
@@ -324,7 +340,7 @@ def test_scores_show_themselves(calibrated: Model) -> None:
     generated = calibrated.generate("x", **OPTIONS)
     assert repr(generated) == generated.summary()
     (new,) = generated.token_ids
-    assert calibrated.tokenizer.decode(new.tolist()) == generated.text
+    assert calibrated.decode(new) == generated.text
     expected = f"Generated({new.size} new tokens in 1 rows, mode plain)"
     assert repr(generated.generated) == expected
 

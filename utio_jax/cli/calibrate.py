@@ -12,7 +12,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from utio_jax.calibration.gates import SIGNALS
+from utio_jax.calibration.gates import SIGNALS, fits_of
+from utio_jax.calibration.goals import Budgets
 from utio_jax.calibration.lens import LensConfig, fit_lens, split_for_lens
 from utio_jax.cli.options import (
     OfText,
@@ -122,6 +123,9 @@ class Calibrate(OfWindows, OfText):
                 f"budget={self.budget}, max_nll_increase_pct={self.max_nll_increase_pct}, "
                 f"max_disagreement={self.max_disagreement}."
             )
+        fits_of(SIGNALS if self.policy == ("all",) else self.policy)
+        if self.budget:
+            Budgets(budgets=self.budget)
         if self.confidence is not None and self.max_disagreement is None:
             raise ValueError(
                 "Wanted --max-disagreement with --confidence, which is that of its guarantee. Got "

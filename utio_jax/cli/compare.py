@@ -51,7 +51,6 @@ class Compare(OfWindows, OfCalibration, OfText):
         """Runs the command and returns its JSON."""
         from rich.console import Console
 
-        from utio_jax.bench.plots import plot_margins, plot_pareto
         from utio_jax.bench.terminal import comparison_table
 
         check_out(self.out)
@@ -69,6 +68,9 @@ class Compare(OfWindows, OfCalibration, OfText):
             mesh=mesh,
             progress=progress_lines(),
         )
+        # Matplotlib, which can take seconds: after what is refused.
+        from utio_jax.bench.plots import plot_margins, plot_pareto
+
         title = f"{rows[0].ledger.tokens or 0:,} tokens of {rows.documents} documents"
         pictures = [self.out / "pareto.png", self.out / "margins.png"]
         Console(stderr=True, width=118).print(comparison_table(rows, title=title))

@@ -8,6 +8,7 @@ pytree: policies and thresholds are leaves, so new values compile nothing.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -168,11 +169,15 @@ def as_processor(function: LogitsProcessor | None) -> Any:
     """Returns a logits processor as a pytree. Raises TypeError if it is not callable."""
     if function is None:
         return None
+    expected = "Wanted a logits_processor as a function (logits, state) -> logits. Got"
     if not callable(function):
-        raise TypeError(
-            "Wanted a logits_processor as a function (logits, state) -> logits. Got "
-            f"{function!r:.60}."
-        )
+        raise TypeError(f"{expected} {function!r:.60}.")
+    try:
+        inspect.signature(function).bind(None, None)
+    except ValueError:  # Some functions in C have no signature.
+        pass
+    except TypeError as error:
+        raise TypeError(f"{expected} {function!r:.60}: {error}.") from error
     return jax.tree_util.Partial(function) if jax.tree_util.all_leaves([function]) else function
 
 

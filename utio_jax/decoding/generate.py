@@ -44,6 +44,7 @@ INSTEAD = {
     "top_k": "sampling=SamplingParams(temperature=1, top_k={})",
     "min_p": "sampling=SamplingParams(temperature=1, min_p={})",
     "do_sample": "sampling=SamplingParams(temperature=1)",
+    "drafter": "mode=Lossless(drafter={})",
     "max_tokens": "max_new_tokens",
     "max_length": "max_new_tokens",
 }

@@ -102,6 +102,13 @@ def check_stops(
 
 def stops_of_rows(eos_ids: Any, sequences: Any, *, rows: int) -> list[Stops]:
     """Returns the stop rules of each row, see `check_stops`. Raises ValueError for other counts."""
+    for what, given in (("eos_ids", eos_ids), ("stop_sequences", sequences)):
+        items = [given] if isinstance(given, str) or not np.iterable(given) else given
+        if items is not given or any(isinstance(item, str) for item in items):
+            raise ValueError(
+                f"Wanted {what} as a list of token ids, or of such lists. Got {given!r:.60}. "
+                "Strings that end a text are stop= of a model, stop_strings= elsewhere."
+            )
     each_ends = any(map(_is_list, eos_ids))
     each_stops = any(_is_list(item) for sequence in sequences for item in sequence)
     # Empty lists, one per row: as sequences they would end nothing.

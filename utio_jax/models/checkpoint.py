@@ -42,6 +42,7 @@ from utio_jax.core.terminal import note_compilation
 from utio_jax.decoding.base import LogitsProcessor, Mode
 from utio_jax.decoding.loop import check_prompts
 from utio_jax.decoding.prefill import Prefill
+from utio_jax.decoding.text import listed
 from utio_jax.engine import Completion, Engine
 from utio_jax.evaluation.controls import load_controls
 from utio_jax.models import huggingface
@@ -294,8 +295,16 @@ class Model(Verbs):
         return last.finished
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
-        """Returns each text's ids `[token]`, opened as the model's documents are."""
-        return encode_documents(self.tokenizer, texts, bos_id=self.decoder.config.bos_id)
+        """Returns each text's ids `[token]`, opened as the model's documents are.
+
+        Raises:
+          ValueError: a single text, or something that is no text.
+        """
+        return encode_documents(self.tokenizer, listed(texts), bos_id=self.decoder.config.bos_id)
+
+    def decode(self, token_ids: Sequence[int] | np.ndarray) -> str:
+        """Returns the text of token ids `[token]`, without special tokens."""
+        return self.tokenizer.decode(np.asarray(token_ids).tolist())
 
 
 def _is_same(one: Any, other: Any) -> bool:

@@ -616,7 +616,8 @@ class Verbs:
         chosen = config.exits if depths is None else np.atleast_1d(depths).tolist()
         if not chosen or not {*chosen} <= {*range(config.num_layers + 1)}:
             raise ValueError(
-                f"Wanted depths from 0 to the model's {config.num_layers} layers. Got {depths}."
+                f"Wanted depths in layers, one or more, from 0 to the model's {config.num_layers}. "
+                f"Got {depths}."
             )
         documents = self.documents(texts, files=files)
         context, sizes = config.context_length, [len(ids) for ids in documents]

@@ -79,6 +79,11 @@ class CapacityPrefix:
 
     def __post_init__(self) -> None:
         check_min_bucket(self.min_bucket)
+        if not isinstance(self.capacities, tuple):
+            raise ValueError(
+                "Wanted capacities as a tuple, one for each segment. Got "
+                f"{self.capacities!r:.60}. For example: (512, 256)."
+            )
         if any(capacity < 0 or capacity % self.min_bucket for capacity in self.capacities):
             raise ValueError(
                 f"Wanted capacities that are multiples of min_bucket={self.min_bucket}, in slots. "
@@ -322,7 +327,12 @@ def choose_executor(executor: Executor | Literal["auto"], policy: Any, width: in
     The result is a static prefix if loops of unknown length are slow (`Platform.static_shapes`) and
     the policy's `row_shares` are known; otherwise micro-batches.
     """
-    if not isinstance(executor, str):
+    if executor != "auto":
+        if isinstance(executor, (str, type)) or not hasattr(executor, "pack"):
+            raise TypeError(
+                "Wanted an executor: 'auto', or an object such as MicroBatches() or "
+                f"CapacityPrefix(capacities=...). Got {executor!r:.60}."
+            )
         return executor
     shares = getattr(policy, "row_shares", None)
     alone = len(policy.depths) == 1  # No token exits early; a branch is a second segment.
