@@ -32,7 +32,8 @@ def params() -> Any:
 def test_the_best_of_a_batch_are_those_above_a_threshold(params: Any) -> None:
     """Packed in training, masked in evaluation: the same states, if the same tokens run."""
     packed, did = run(DECODER, params, IDS, count=20)
-    thresholds = jnp.sort(did.scores.reshape(2, -1), axis=1)[:, -20]
+    # Between the last that runs and the first that does not: programs may round scores differently.
+    thresholds = jnp.sort(did.scores.reshape(2, -1), axis=1)[:, -21:-19].mean(axis=1)
     masked, same = run(DECODER, params, IDS, thresholds=thresholds)
     np.testing.assert_allclose(packed, masked, atol=1e-4)
     np.testing.assert_array_equal(did.ran, same.ran)
