@@ -110,9 +110,7 @@ def predict_seconds(
     >>> round(predict_seconds(rates, {6: 0.9, 16: 0.1}, rows=8), 4)
     0.0244
     """
-    from scipy.stats import (
-        binom,
-    )  # A second to import, which an engine without plans has no use for.
+    from scipy.stats import binom  # A second to import.
 
     depths = sorted(histogram)
     shares = np.asarray([histogram[depth] for depth in depths])
