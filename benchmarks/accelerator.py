@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import inspect
 import json
 import os
 import subprocess
@@ -186,7 +187,7 @@ class Model:
         exits = self.decoder.config.exits
         shares = np.asarray(shares_for(self.decoder, self.params, budget, width=self.width))
         drawn = np.random.default_rng(1).choice(exits, (128, self.width), p=shares / shares.sum())
-        policy = random_depths(shares, key=jax.random.key(0), depths=exits)
+        policy = random_depths(jnp.asarray(shares), key=jax.random.key(0), depths=exits)
         assert isinstance(policy, Thresholded)
         fitted = fit_row_shares(drawn, depths=exits)
         return dataclasses.replace(policy, row_shares=fitted)
@@ -240,7 +241,7 @@ class Model:
         state = begin(context, *arrays, slots=256)
 
         def program(context: DecodeContext, state: Any) -> Any:
-            run = advance.__wrapped__  # Traced anew, with these choices.
+            run = inspect.unwrap(advance)  # Traced anew, with these choices.
             return run(context, state, jnp.int32(33), widths=(256,)).token_ids
 
         return program, (context, state)
@@ -255,7 +256,7 @@ class Model:
         prefill = fastest_prefill(self.decoder, rows, width, kv=kv, filled=1.0)
 
         def program(context: DecodeContext, prefill: Any, *arrays: Any) -> Any:
-            return begin.__wrapped__(context, *arrays, slots=width + 64, prefill=prefill)
+            return inspect.unwrap(begin)(context, *arrays, slots=width + 64, prefill=prefill)
 
         return program, (self._context(rows, way), prefill, *arrays)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import os
 from collections.abc import Callable
 from typing import Any
@@ -225,7 +226,7 @@ class Programs:
         """Lowers the reading of prompts, by the dense program unless said otherwise."""
 
         def program(context: DecodeContext, prefill: Prefill | None, *arrays: Any) -> Any:
-            return begin.__wrapped__(context, *arrays, slots=width + 64, prefill=prefill)
+            return inspect.unwrap(begin)(context, *arrays, slots=width + 64, prefill=prefill)
 
         per_row = self.array(rows), self.array(rows), self.array(rows, dtype=jnp.uint32)
         context = self.context(Plain(), rows)
@@ -234,7 +235,7 @@ class Programs:
     def decode(self, mode: Mode, rows: int, slots: int = 512) -> Any:
         """Lowers the loop over new tokens."""
         context, a = self.context(mode, rows), jax.ShapeDtypeStruct
-        make = functools.partial(begin.__wrapped__, slots=slots, mesh=self.mesh)
+        make = functools.partial(inspect.unwrap(begin), slots=slots, mesh=self.mesh)
         arrays = [a(shape, jnp.int32) for shape in ((rows, 64), (rows,), (rows,))]
         bare = shapes(context, None) if self.mesh is None else context
         with compiling_for(self.platform):  # The cache's axes are a choice, too.
@@ -242,7 +243,7 @@ class Programs:
         context = dataclasses.replace(context, layers=self.apart)
         arguments = context, self._placed(state), self.array()
         return self.lower(
-            advance.__wrapped__, *arguments, donate=1, widths=(slots,), mesh=self.mesh
+            inspect.unwrap(advance), *arguments, donate=1, widths=(slots,), mesh=self.mesh
         )
 
     def _placed(self, state: Any) -> Any:
@@ -265,11 +266,11 @@ class Programs:
         context = dataclasses.replace(
             self.context(mode, rows), sampling=rules.sampling, stops=rules.stops
         )
-        make = functools.partial(empty_state.__wrapped__, batch=rows, slots=slots)
+        make = functools.partial(inspect.unwrap(empty_state), batch=rows, slots=slots)
         with compiling_for(self.platform):
             state = jax.eval_shape(make, shapes(context, None))
         return self.lower(
-            run_block.__wrapped__,
+            inspect.unwrap(run_block),
             dataclasses.replace(context, layers=self.apart),
             rules.thresholds,
             shapes(state, self.sharding),

@@ -11,6 +11,12 @@ tests them (Learn-then-Test): `guaranteed` marks the cheapest whose ROUGE-L is a
 truncation at each exit and random depths of the same histogram. Speeds are tokens a second over
 full depth's, the median of paired rounds, of as many new tokens. A block is two layers. Prints a
 line of JSON for each row, and one of all.
+
+Pairs are of functions whose full-depth text is shorter and longer than the median, or of the first
+four words of texts and those that follow. With `--devices` it compares one device with all of them
+instead: the blocks that a step of 32 rows runs, and whether the tokens are the same.
+
+    XLA_FLAGS=--xla_force_host_platform_device_count=8 ... MODEL --devices
 """
 
 from __future__ import annotations
@@ -27,12 +33,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from encoder_decoder import Encoder, block_states
+from jax.sharding import AxisType
 from rouge_score.rouge_scorer import RougeScorer
 from tokenizers import Tokenizer
 
 import utio_jax
 from utio_jax import Adaptive, Plain, Thresholded, uniform
-from utio_jax.bench.timing import Spread, time_programs
+from utio_jax.bench.timing import quartiles, time_programs
 from utio_jax.calibration.guarantee import fit_ladder, halves
 from utio_jax.contrib.encoder_decoder import load_t5, read_sources, source_rows
 from utio_jax.core.arrays import normalise
@@ -171,8 +178,8 @@ def policy_of(subject: Subject, signal: Any, threshold: float) -> Thresholded:
     return Thresholded(signal=signal, thresholds=cuts, depths=subject.exits)
 
 
-def measure(subject: Subject, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Returns a row for each way: quality on the test split, speed at each batch."""
+def ways_of(subject: Subject, args: argparse.Namespace) -> dict[str, tuple[Any, dict[str, Any]]]:
+    """Returns the ways of decoding, and what is known of them beforehand."""
     calibrate = subject.functions["calibrate"]
     groups = np.arange(len(calibrate))
     fits = halves(groups, units="functions", max_risk=args.max_risk, confidence=0.95)
@@ -185,31 +192,56 @@ def measure(subject: Subject, args: argparse.Namespace) -> list[dict[str, Any]]:
     for signal in signals:
         scores = scores_of(subject, signal, states, gaps)
         thresholds = np.unique(np.quantile(scores, args.quantiles).astype(np.float32))
-        chosen = ladder(subject, signal, thresholds, np.flatnonzero(~fits), args.max_risk)
+        chosen = None
+        if not args.devices:
+            chosen = ladder(subject, signal, thresholds, np.flatnonzero(~fits), args.max_risk)
         for threshold in thresholds:
             policy = policy_of(subject, signal, float(threshold))
             more = {"threshold": float(threshold), "guaranteed": float(threshold) == chosen}
             ways[f"{signal.name} {threshold:.4g}"] = Adaptive(policy=policy), more
+    return ways
+
+
+def measure(subject: Subject, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Returns a row for each way: quality on the test split, speed at each batch."""
+    ways = ways_of(subject, args)
     rows, references = [], [target for _, target in subject.functions["test"]]
     held = subject.prompts("test")
+    full_texts = subject.texts(subject.generate(held, Plain()))
+    lengths = np.asarray([len(text.split()) for text in full_texts])
+    longer = lengths > np.median(lengths)
+
+    def in_two(values: Any) -> list[float]:
+        return [round(float(np.mean(values[part])), 4) for part in (~longer, longer)]
 
     def quality(name: str, mode: Any, more: dict[str, Any]) -> list[float]:
         result = subject.generate(held, mode)
         texts, decided = subject.texts(result), np.concatenate([d[1:] for d in result.decided])
-        full = texts if not rows else full_texts
+        blocks = np.asarray([np.mean(d[1:]) / 2 if len(d) > 1 else np.nan for d in result.decided])
+        known = np.isfinite(blocks)
+        scores = rouge(texts, references)
+        words = [[text.split() for text in group] for group in (texts, references)]
+        parts = [
+            [[" ".join(text[part]) for text in group] for group in words]
+            for part in (slice(None, 4), slice(4, None))
+        ]
         row = {
             "way": name,
-            "rouge_l": round(float(rouge(texts, references).mean()), 4),
+            "rouge_l": round(float(scores.mean()), 4),
             "exact_match": round(float(np.mean(np.equal(texts, references))), 4),
-            "as_full_depth": round(float(np.mean(np.equal(texts, full))), 4),
+            "as_full_depth": round(float(np.mean(np.equal(texts, full_texts))), 4),
             "blocks_decided": round(float(decided.mean()) / 2, 3),
+            "rouge_l_by_length": in_two(scores),
+            "blocks_by_length": [
+                round(float(np.mean(blocks[part & known])), 3) for part in (~longer, longer)
+            ],
+            "rouge_l_by_place": [round(float(rouge(*pair).mean()), 4) for pair in parts],
             **more,
         }
         rows.append(row)
         print(json.dumps(row), flush=True)
         return [float((decided == depth).mean()) for depth in subject.exits]
 
-    full_texts = subject.texts(subject.generate(held, Plain()))
     for name, (mode, more) in ways.items():
         shares = quality(name, mode, more)
         if "threshold" in more:
@@ -238,9 +270,31 @@ def speeds(
             "way": name,
             "batch": batch,
             "tokens_per_second": round(tokens / timing.median, 1),
-            "speedup": dataclasses.asdict(Spread.of(timing.ratios_over(timings["full"]))),
+            "speedup": np.round(quartiles(timing.ratios_over(timings["full"])), 3).tolist(),
             "blocks_run": round(float(steps) / 2, 3),
             "compiles": timing.compiles,
+        }
+        rows.append(row)
+        print(json.dumps(row), flush=True)
+    return rows
+
+
+def on_devices(subject: Subject, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Returns a row for each threshold: blocks of a step on one device, and on all."""
+    held, rows = subject.prompts("test"), []
+    held = held[: len(held) // 32 * 32]
+    mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
+    for name, (mode, more) in ways_of(subject, args).items():
+        if "threshold" not in more:
+            continue
+        runs = [subject.generate(held, mode, mesh=over) for over in (None, mesh)]
+        row = {
+            "way": name,
+            "devices": jax.device_count(),
+            "blocks_run": [
+                round(float(np.sum(run.token_layers) / np.sum(run.steps)) / 2, 3) for run in runs
+            ],
+            "same_tokens": all(map(np.array_equal, *(run.token_ids for run in runs))),
         }
         rows.append(row)
         print(json.dumps(row), flush=True)
@@ -257,8 +311,10 @@ def main() -> None:
     parser.add_argument("--functions", type=int, help="of each split; default: all")
     parser.add_argument("--rows", type=int, default=32, help="that are timed, at least a batch")
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--devices", action="store_true", help="compare one device with all")
     args = parser.parse_args()
-    rows = measure(Subject.load(args.model, args.functions), args)
+    run = on_devices if args.devices else measure
+    rows = run(Subject.load(args.model, args.functions), args)
     done = {"command": "encoder_decoder_exits", "rows": rows, "versions": versions()}
     print(json.dumps(done))
 

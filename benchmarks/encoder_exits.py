@@ -56,7 +56,7 @@ run_exits = jax.jit(read_exits, static_argnums=0, static_argnames="depths")
 
 def splits() -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """Returns images in [-1, 1] and classes: 897 to train, 450 to calibrate, 450 to test."""
-    digits = load_digits()
+    digits: Any = load_digits()
     order = np.random.default_rng(0).permutation(len(digits.images))
     images, labels = digits.images[order].astype(np.float32) / 8 - 1, digits.target[order]
     cuts = {"train": slice(0, 897), "calibrate": slice(897, 1347), "test": slice(1347, 1797)}
@@ -99,7 +99,7 @@ def trained(name: str, config: Any, data: Any, args: argparse.Namespace) -> tupl
     if file.is_file():
         return model, nest({k: jnp.asarray(v) for k, v in load_tensors(file).items()}), 0.0
     started = time.perf_counter()
-    params = jax.block_until_ready(train(model, *data["train"], args.steps))
+    params = jax.block_until_ready(train(model, *data["train"], steps=args.steps))
     save_tensors(file, {k: np.asarray(v) for k, v in flatten(params).items()})
     return model, params, time.perf_counter() - started
 

@@ -24,7 +24,7 @@ import json
 import sys
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -146,7 +146,8 @@ def losses(model: Any, plain: Sequence[Any] = ()) -> list[dict[str, Any]]:
                 blind = [np.broadcast_to(chance, (len(exits), *shape)) for shape in shapes]
                 rows.append(row("random", budget, sums(blind)))
                 hindsight = hindsight_policies(decoder, params, studies, budget)
-                known = [np.searchsorted(exits, np.asarray(p.signal.scores)) for p in hindsight]
+                scores_of = [cast(Any, policy.signal).scores for policy in hindsight]
+                known = [np.searchsorted(exits, np.asarray(scores)) for scores in scores_of]
                 rows.append(row("oracle_kl", budget, sums(chosen(known))))
     return rows
 

@@ -251,7 +251,7 @@ class Program:
         *,
         hertz: float,
         bandwidth: float,
-    ) -> collections.Counter[str]:
+    ) -> collections.defaultdict[str, float]:
         """Returns predicted seconds by kind of instruction.
 
         Args:
@@ -260,8 +260,8 @@ class Program:
           hertz: of the chip.
           bandwidth: of its memory, in bytes per second.
         """
-        times: collections.Counter[str] = collections.Counter({self.entry: 1.0})
-        spent: collections.Counter[str] = collections.Counter()
+        times = collections.defaultdict[str, float](float, {self.entry: 1.0})
+        spent = collections.defaultdict[str, float](float)
         for name in reversed(self.scheduled):
             shapes = {
                 instruction.name: instruction.shape for instruction in self.computations[name]

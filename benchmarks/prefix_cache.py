@@ -39,6 +39,7 @@ def first_token(engine: Engine, prompt: np.ndarray) -> tuple[float, list[int]]:
     """Returns the seconds to a request's first token, and its new tokens."""
     number = engine.submit(prompt, max_new_tokens=4, eos_ids=())
     done = engine.drain()[number]
+    assert done.seconds_to_first_token is not None
     return done.seconds_to_first_token, done.token_ids.tolist()
 
 
@@ -62,7 +63,7 @@ def chats(engine: Engine, system: np.ndarray, turns: np.ndarray) -> tuple[float,
     return ended / (time.perf_counter() - started), [ids.tolist() for ids in history]
 
 
-def main(name: str = "shared-16", prefix: int = 440) -> dict[str, Any]:
+def main(name: str, prefix: int) -> dict[str, Any]:
     """Prints and returns what was measured."""
     model = load(name)
     ids = np.concatenate(model.encode([text.text for text in standard_library("test")]))
@@ -108,4 +109,5 @@ def main(name: str = "shared-16", prefix: int = 440) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:2], *map(int, sys.argv[2:3]))
+    name, prefix, *_ = [*sys.argv[1:], *("shared-16", "440")[len(sys.argv) - 1 :]]
+    main(name, int(prefix))
