@@ -91,7 +91,7 @@ def test_rows_go_on_between_chunks() -> None:
         engine.cancel(number)
     engine.drain()
     # Alone, it is read at once.
-    engine.submit([2] * 40, max_new_tokens=2, eos_ids=())
+    engine.submit([2] * 40, max_new_tokens=1, eos_ids=())
     assert [event.finished is not None for event in engine.advance()] == [True]
 
 

@@ -31,9 +31,9 @@ from helpers.engine import (
 from helpers.generation import lively_model
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from utio_jax.decoding.loop import Lengths
 from utio_jax.decoding.text import generate_text
 from utio_jax.engine import Engine, EngineStats, Shapes, slots
-from utio_jax.engine.prefix import PrefixCache
 from utio_jax.engine.requests import Request
 from utio_jax.models.presets import TINY
 
@@ -260,7 +260,7 @@ def test_nothing_leaks(count: int) -> None:
 
 @pytest.mark.parametrize("late", [False, True])
 def test_work_is_that_of_slots_and_steps(late: bool) -> None:
-    """Two requests of 9 tokens: a pass of three blocks, then one, four and three steps."""
+    """Two requests of 9 tokens: a pass of three blocks, then none, four and four steps."""
     model, shapes = lively_model(), dataclasses.replace(SHAPES, key_step=CAPACITY)
     decoder = Counting(model.decoder.config)
     engine = Engine(
@@ -275,7 +275,7 @@ def test_work_is_that_of_slots_and_steps(late: bool) -> None:
         engine.submit([5, 7 + number], max_new_tokens=9, eos_ids=())
     read_counts()
     result = engine.drain()
-    counts, layers, width = read_counts(), TINY.num_layers, PrefixCache.block
+    counts, layers, width = read_counts(), TINY.num_layers, 32
     steps = 8
     assert counts["queries"] == layers * (3 * width + steps * SLOTS)
     assert counts["unembed"] == 3 + steps * SLOTS
@@ -310,6 +310,25 @@ def test_running_rows_pause_for_a_bounded_number_of_prompt_tokens() -> None:
     for number in running:
         engine.cancel(number)
     engine.drain()
+
+
+def test_a_prompt_read_in_short_and_long_blocks_is_that_of_one_pass() -> None:
+    """Its last block of 32 tokens begins at 36 of 64 slots."""
+    shapes = Shapes(prompt_tokens=(4, 64), chunk=40, key_step=CAPACITY)
+    plain = modes()["plain"][0]
+    engine = engine_of(lively_model(), plain, shapes=shapes)
+    running = engine.submit([1], max_new_tokens=30, eos_ids=())
+    engine.advance()
+    prompt = np.random.default_rng(0).integers(0, 64, 58).tolist()
+    asked = dataclasses.replace(POOL[0], prompt=prompt, new=4)
+    number = asked.submit(engine)
+    engine.advance()
+    read = engine.stats().padded_prompt_tokens
+    engine.cancel(running)
+    finished = engine.drain()[number]
+    assert read < engine.stats().padded_prompt_tokens
+    whole = Lengths(prompt_step=64, key_step=128)
+    assert_as_alone(finished, alone(lively_model(), plain, None, asked, lengths=whole))
 
 
 def test_the_row_of_a_cancelled_request_takes_no_further_step() -> None:
@@ -398,10 +417,10 @@ def test_an_engine_goes_on_after_an_interrupt_anywhere(
 
 def test_alternatives_that_nobody_asked_for_cost_nothing() -> None:
     engine = engine_of(lively_model(), modes()["plain"][0], read_late=False)
-    number = engine.submit([1, 2], max_new_tokens=2, eos_ids=())
+    number = engine.submit([1, 2], max_new_tokens=1, eos_ids=())
     (event,) = engine.advance()
     assert event.alternatives is getattr(event.finished, "alternatives", 0) is None
-    assert event.log_probabilities.shape == (2,)
+    assert event.log_probabilities.shape == (1,)
     assert event.request == number
     state, report = engine._rows.state, engine._rows.run()
     assert state.columns.alternatives is None
@@ -457,11 +476,11 @@ def test_times_are_those_of_the_clock() -> None:
     number = engine.submit([3, 1], max_new_tokens=9, eos_ids=())
     clock.now = 2.0
     (event,) = engine.advance()
-    assert event.token_ids.size == 2  # Those of its prompt and of a single step.
+    assert event.token_ids.size == 1  # The first one waits for no step.
     (event,) = engine.advance()
     assert event.token_ids.size == 4
     clock.now = 5.0
-    (event,) = engine.advance()  # It has ended: 1 + 1 + 4 + 3 tokens.
+    (event,) = engine.advance()  # It has ended: 1 + 4 + 4 tokens.
     result = event.finished
     assert result is not None
     assert result.seconds_in_queue == result.seconds_to_first_token == 2.0

@@ -23,7 +23,7 @@ from utio_jax.engine.prefix import PrefixCache, bytes_of
 from utio_jax.policies.depth import random_depths
 
 BLOCK, CAPACITY = 4, 64
-SHAPES = Shapes(prompt_tokens=(4, 48), key_step=32)
+SHAPES = Shapes(prompt_tokens=(4, 64), key_step=32)
 LONG = Lengths(prompt_step=64, key_step=128)
 
 
@@ -136,7 +136,7 @@ def test_a_second_request_reads_what_follows_the_common_blocks(count_compiles: A
         cold = engine.stats()
         again = ask(engine, [*text[:34], 1, 2])
     assert compiles.count == 0
-    assert (cold.padded_prompt_tokens, cold.prefix_blocks) == (48, 9)  # 34 and 2 new: 36 ran.
+    assert (cold.padded_prompt_tokens, cold.prefix_blocks) == (64, 9)  # 34 and 2 new: 36 ran.
     warm = engine.stats()
     assert again.cached_tokens == warm.cached_tokens == 32  # Whole blocks of 34.
     assert warm.padded_prompt_tokens - cold.padded_prompt_tokens == 4
@@ -190,7 +190,7 @@ def test_requests_that_come_together_read_a_common_beginning_once() -> None:
     engine.drain()
     stats = engine.stats()
     assert stats.cached_tokens == 2 * 40
-    assert stats.padded_prompt_tokens == 48 + 2 * 4
+    assert stats.padded_prompt_tokens == 64 + 2 * 4
 
 
 def test_an_approximate_prefill_takes_no_part() -> None:

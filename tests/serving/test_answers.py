@@ -300,11 +300,11 @@ def test_a_prompt_that_begins_as_an_earlier_one_comes_from_the_prefix_cache(
         return answer.body["usage"]["prompt_tokens_details"]["cached_tokens"]
 
     texts = {""}
-    assert [cached("a"), cached("a"), cached("b"), cached(None), cached("a")] == [0, 32, 0, 0, 32]
+    assert [cached("a"), cached("a"), cached("b"), cached(None), cached("a")] == [0, 40, 0, 0, 40]
     assert [cached("c", whole=False), cached("c", whole=False)] == [0, 0]
     assert len(texts) == 2
     counters = server.counters()
-    assert counters["utio_prefix_cache_hits_total"] >= 64
+    assert counters["utio_prefix_cache_hits_total"] >= 80
     assert counters["utio_prefix_cache_blocks"] > 0
 
 

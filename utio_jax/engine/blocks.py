@@ -62,7 +62,7 @@ def run_block(
         state, sampling, stops = first_rows((state, context.sampling, context.stops), rows)
         context = dataclasses.replace(context, sampling=sampling, stops=stops)
         thresholds = None if thresholds is None else thresholds[:rows]
-    # Prefill emitted the first token of a row, so no block has reported it.
+    # Prefill emitted the first token of a row: reported until the row steps.
     unseen = state.tally.steps == 0
     since = jnp.where(unseen, state.lengths - 1, state.lengths)
     fresh = state.lengths - state.prompt_lengths
@@ -115,17 +115,18 @@ def report_columns(room: int) -> int:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RowReport:
-    """Report of a row: new tokens, finish reason, and `TALLIED` counts."""
+    """Report of a row: new tokens, its length with them, finish reason, and `TALLIED` counts."""
 
     columns: Columns
+    length: int
     reason: str
     counts: dict[str, int]
 
 
 def read_report(
-    report: Int[np.ndarray, "slot column"], slot: int, *, room: int, columns: Columns
+    report: Int[np.ndarray, "slot column"], slot: int, *, known: int, room: int, columns: Columns
 ) -> RowReport:
-    """Returns the report of one slot's row."""
+    """Returns the report of one slot's row; its first `known` tokens have been reported before."""
     row = np.array(report[slot])  # A copy: on CPU, the array is a view of a device buffer.
     head = 3 + len(TALLIED)
     since, length, reason = map(int, row[:3])
@@ -135,10 +136,11 @@ def read_report(
         nonlocal remaining
         shape = (room, *leaf.shape[2:])
         values, remaining = np.split(remaining, [math.prod(shape)])
-        return values.view(leaf.dtype).reshape(shape)[: length - since]
+        return values.view(leaf.dtype).reshape(shape)[known - since : length - since]
 
     return RowReport(
         columns=jax.tree.map(take, columns),
+        length=length,
         reason=REASONS[reason],
         counts={name: int(n) for name, n in zip(TALLIED, row[3:head], strict=True)},
     )

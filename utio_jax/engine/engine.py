@@ -71,7 +71,7 @@ class Engine:
           prefill: prefill strategy; None: exact.
           tokenizer: tokenizer for text and stop strings; None: tokens only.
           steps: decode steps of a block; requests join and leave between blocks. The first block of
-            a request has one step, so that its first token arrives at once.
+            a request has one step if others run, else none, so that its first token arrives soon.
           read_late: True to read a block while the next one runs: the device does not wait for the
             host, but a slot that ended idles for one block. None: True on accelerators.
           shapes: static shapes, which determine the compiled programs.
@@ -245,10 +245,12 @@ class Engine:
         block = None
         if any(self._owners):
             self._stats.blocks += 1
-            # A first token does not wait for a whole block.
-            new = [owner for owner in self._owners if owner is not None and not owner.stepped]
+            running = [owner for owner in self._owners if owner is not None]
+            new = [owner for owner in running if not owner.stepped]
+            # A first token, which the prefill made, waits for at most one step, of other requests.
+            steps = min(1, len(running) - len(new)) if new else self._served.steps
             count = 1 + max(row for row, owner in enumerate(self._owners) if owner is not None)
-            report = self._rows.run(steps=1 if new else self._served.steps, rows=count)
+            report = self._rows.run(steps=steps, rows=count)
             block = report, tuple(self._owners)
             for request in new:
                 request.stepped = True
@@ -467,7 +469,8 @@ class Engine:
         for slot, request in enumerate(owners):
             if request is None or request.finished is not None:
                 continue
-            row = read_report(report, slot, room=rows.room, columns=rows.state.columns)
+            of_engine: Any = {"room": rows.room, "columns": rows.state.columns}
+            row = read_report(report, slot, known=request.length, **of_engine)
             event = request.take(row, now)
             events.append(event)
             if event.finished is not None:

@@ -50,7 +50,7 @@ class PrefixCache:
       evictions: number of evicted blocks.
     """
 
-    block: ClassVar[int] = 32
+    block: ClassVar[int] = 8
 
     def __init__(self, cache: KVCache, *, num_bytes: int) -> None:
         """Makes an empty pool of at most `num_bytes`, for blocks of a cache's rows.

@@ -203,6 +203,11 @@ class Request:
     _last: RowReport | None = None
     _times: list[float] = dataclasses.field(default_factory=list)
 
+    @property
+    def length(self) -> int:
+        """Number of tokens of its prompt and of those that were reported."""
+        return self.prompt.size if self._last is None else self._last.length
+
     def take(self, report: RowReport, now: float) -> Event:
         """Returns the event of a block, cut after the token that completed a stop string."""
         new, reason, pieces = report.columns, report.reason, list[tuple[str, int]]()

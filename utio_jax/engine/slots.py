@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -34,6 +35,9 @@ from utio_jax.engine.prefix import PrefixCache
 from utio_jax.engine.prompts import PromptBlocks, read_blocks
 from utio_jax.engine.requests import Fresh, Request, fresh_of
 
+_UNIT = 32
+"""Tokens of a block of prefill, but for the shortest passes."""
+
 _put_rules = jax.jit(put_rows, donate_argnums=0)
 
 
@@ -43,7 +47,8 @@ class Shapes:
 
     Attributes:
       prompt_tokens: sizes of prefill passes in tokens, ascending; a pass reads parts of several
-        prompts. Empty: 32, 64, 128, 256, 512, as far as slots and `chunk` allow.
+        prompts. Empty: 32, 64, 128, 256, 512, as far as slots and `chunk` allow, and 8 for what
+        follows a cached prefix.
       key_step: attention reads at most four different multiples of this number of key slots.
       chunk: maximum number of prompt tokens between two blocks of steps while requests run, padding
         included. None: the capacity of a slot or the steps of a block over all slots, if larger.
@@ -149,13 +154,18 @@ class Slots:
         self._served, self.mode = served, canonical(mode)
         self.room, self.capacity = block_room(mode, served.steps), capacity
         self.row_counts = row_counts(slots)
-        chunk, unit = shapes.chunk, PrefixCache.block
+        chunk = shapes.chunk
         self.between = max(capacity, slots * served.steps) if chunk is None else chunk
-        self._unit = min(unit, 2 ** (self.between.bit_length() - 1))
+        self._unit = min(_UNIT, 2 ** (self.between.bit_length() - 1))
         doubled = (self._unit * 2**n for n in range(5))
         room = slots * round_up(capacity, self._unit)
         most = room if chunk is None else min(chunk, room)
-        self.passes = shapes.prompt_tokens or tuple(size for size in doubled if size <= most)
+        # Smaller rows hold no whole block.
+        has_prefix = served.prefix_cache > 0 and capacity > PrefixCache.block
+        short = [PrefixCache.block] if has_prefix and PrefixCache.block < self._unit else []
+        self.passes = shapes.prompt_tokens or tuple(
+            size for size in (*short, *doubled) if size <= most
+        )
         if uneven := [size for size in self.passes if size % self._block_of(size)]:
             raise ValueError(
                 f"Wanted prompt_tokens below {self._unit} or in multiples of it. Got {uneven}."
@@ -164,15 +174,16 @@ class Slots:
         self._layers = split_layers(served.decoder, served.params)
         self._key_widths = key_widths(capacity, key_step=shapes.key_step)
         self._own = own_thresholds(self.mode)
-        # The last block of a row may exceed its capacity.
-        longest = max(self._block_of(size) for size in self.passes)
+        blocks = {self._block_of(size) for size in self.passes}
+        # Blocks start at multiples of this; the last one of a row may exceed its capacity.
+        starts = math.gcd(*blocks, PrefixCache.block if has_prefix else 0)
         self._sizes: dict[str, Any] = {
-            "slots": round_up(capacity, self._unit) + max(0, longest - self._unit),
+            "slots": round_up(capacity, self._unit) + max(blocks) - starts,
             "alternatives": served.alternatives,
         }
         self.state = self._free_rows()
         self.prefix: PrefixCache | None = None
-        if served.prefix_cache and capacity > unit:  # Smaller rows hold no whole block.
+        if has_prefix:
             self.prefix = PrefixCache(self.state.cache, num_bytes=served.prefix_cache)
 
     def _approximate(self, prefill: Prefill | None) -> None:
@@ -277,8 +288,13 @@ class Slots:
         sizes = [size for size in self.passes if most is None or size <= most]
         if not sizes:
             return None
-        left = sum(round_up(request.prompt.size - request.read, self._unit) for _, request in pairs)
-        size, parts = self._cheapest(left, tuple(sizes))[1], []
+        sizes_left = [request.prompt.size - request.read for _, request in pairs]
+        left = sum(round_up(size, self._unit) for size in sizes_left)
+        cost, size = self._cheapest(left, tuple(sizes))
+        # The smallest pass may be one short block, for the end of a prompt.
+        short, parts = sizes[0], []
+        if sum(-(-size // short) for size in sizes_left) * (short + self._unit) < cost:
+            size = short
         block = self._block_of(size)
         free = size // block
         for row, request in pairs:
