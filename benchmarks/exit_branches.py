@@ -2,7 +2,7 @@
 """Loss and speed of exit branches, next to truncation, chance, hindsight and plain models.
 
     python benchmarks/exit_branches.py losses [MODEL] [PLAIN ...]
-    python benchmarks/exit_branches.py times [MODEL]
+    python benchmarks/exit_branches.py times [MODEL] [PLAIN ...]
 
 `losses` reads the test split of the standard library once, by the dense program, and derives every
 policy's loss from each token's loss at each exit. That is exact where upper layers make no K/V: no
@@ -12,9 +12,9 @@ PLAIN are folders of models of one depth each, as `models/recipes/pruned.py` tra
 ascending depth. Their hull is then a control of every row, with an interval over documents.
 
 `times` times scoring of 16 x 512 tokens of the same text, and decoding of 120 tokens after 64 at
-batch 1, 8 and 32: full depth, each branch, the learned policy at each of its budgets, and plain
-models (random weights: their speed is that of trained ones). Programs take turns. A speed-up is the
-median over rounds of the paired ratio to the model's fastest full-depth program.
+batch 1, 8 and 32: full depth, each branch, the learned policy at each of its budgets, and PLAIN, or
+plain models of random weights. Programs take turns. A speed-up is the median over rounds of the
+paired ratio to the model's fastest full-depth program. A line of JSON for each part.
 """
 
 from __future__ import annotations
@@ -177,8 +177,13 @@ def policies_of(model: Any) -> dict[str, Any]:
     }
 
 
-def plain_models() -> dict[str, tuple[Transformer, Any]]:
-    """Returns plain models of some depths with random weights."""
+def plain_models(given: Sequence[Any]) -> dict[str, tuple[Any, Any]]:
+    """Returns the plain models that are given, or some of random weights."""
+    if given:
+        return {
+            f"plain {model.decoder.config.num_layers}": (model.decoder, model.params)
+            for model in given
+        }
     config = partial(dataclasses.replace, STDLIB_16)
     decoders = {
         f"plain {depth}": Transformer(config(num_layers=depth, exits=(depth,))) for depth in PLAIN
@@ -198,7 +203,7 @@ def speedups(programs: dict[str, Any], baselines: list[str], rounds: int) -> dic
     return result
 
 
-def scoring(model: Any, rows: np.ndarray, rounds: int) -> dict[str, float]:
+def scoring(model: Any, plain: Sequence[Any], rows: np.ndarray, rounds: int) -> dict[str, float]:
     """Returns speed-ups of scoring whole rows."""
     ids, lengths = jnp.asarray(rows), jnp.full(len(rows), rows.shape[1])
     dense = jax.jit(score_dense, static_argnums=0)
@@ -207,14 +212,14 @@ def scoring(model: Any, rows: np.ndarray, rounds: int) -> dict[str, float]:
         name: partial(score, policy=policy) for name, policy in policies_of(model).items()
     }
     programs["full dense"] = partial(dense, model.decoder, model.params, ids, lengths)
-    for name, (decoder, params) in plain_models().items():
+    for name, (decoder, params) in plain_models(plain).items():
         policy = full_depth(decoder)
         programs[name] = partial(run_score, decoder, params, ids, lengths, policy=policy)
         programs[f"{name} dense"] = partial(dense, decoder, params, ids, lengths)
     return speedups(programs, ["full", "full dense"], rounds)
 
 
-def decoding(model: Any, rows: np.ndarray, rounds: int) -> dict[str, float]:
+def decoding(model: Any, plain: Sequence[Any], rows: np.ndarray, rounds: int) -> dict[str, float]:
     """Returns speed-ups of decoding, prompts included."""
     prompts = list(rows[:, :64])
     run = partial(generate, prompts=prompts, max_new_tokens=120, eos_ids=())
@@ -224,7 +229,7 @@ def decoding(model: Any, rows: np.ndarray, rounds: int) -> dict[str, float]:
         for name, policy in policies_of(model).items()
     }
     programs: dict[str, Any] = {name: partial(own, mode=mode) for name, mode in modes.items()}
-    for name, (decoder, params) in plain_models().items():
+    for name, (decoder, params) in plain_models(plain).items():
         programs[name] = partial(run, decoder, params, mode=Plain())
     return speedups(programs, ["full"], rounds)
 
@@ -239,11 +244,11 @@ def main(arguments: list[str]) -> int:
         return 0
     stream = np.concatenate(model.encode([text.text for text in standard_library("test")]))
     rows = stream[: 32 * 512].reshape(32, 512)
-    result = {"scoring 16 x 512": scoring(model, rows[:16], rounds=11)}
+    print(json.dumps({"scoring 16 x 512": scoring(model, plain, rows[:16], rounds=11)}))
     for batch in (1, 8, 32):
         jax.clear_caches()
-        result[f"decoding {batch}"] = decoding(model, rows[:batch], rounds=7)
-    print(json.dumps(result))
+        times = decoding(model, plain, rows[:batch], rounds=7)
+        print(json.dumps({f"decoding {batch}": times}), flush=True)
     return 0
 
 

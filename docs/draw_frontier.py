@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draws results/frontier.png: bits per byte over FLOPs, exits and branches next to plain models.
+"""Draws results/frontier.png: loss over FLOPs, exit branches next to models of one depth.
 
-`.venv/bin/python docs/draw_frontier.py` reads results/frontier.json, points of FLOPs over all
-layers of the shipped model and bits per byte by the name of a line, and the plain models of
-models/shared_16/controls.json.
+`.venv/bin/python docs/draw_frontier.py` reads results/frontier.json: for each panel, points of
+FLOPs over full depth's and bits per byte by the name of a line. To the lines of the first panel it
+adds the plain models of models/shared_16/controls.json.
 """
 
 from __future__ import annotations
@@ -17,42 +17,35 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 ROOT = Path(__file__).parent.parent
-STYLES = (
-    ("#9fb6d3", "s-"),
-    ("#9fb6d3", "o--"),
-    ("#11806a", "D-"),
-    ("#b23a48", "o-"),
-    ("#8a8a8a", "x--"),
-    ("#b0762a", "^:"),
-    ("#7b4fa3", "P"),
-    ("#7b4fa3", "X"),
-    ("#2457a8", "D-"),
-    ("#e0602a", "o-"),
-)
+STYLES = {
+    "plain models": ("black", "*-"),
+    "pruned models": ("black", "*-"),
+    "nested exits": ("#9fb6d3", "s-"),
+    "branches": ("#11806a", "D-"),
+    "learned gate": ("#b23a48", "o-"),
+    "random": ("#8a8a8a", "x--"),
+    "KL known": ("#b0762a", "^:"),
+}
+"""Colour and marker of a line, by how its name begins."""
 
 
 def main() -> None:
     """Writes the picture."""
-    lines = json.loads((ROOT / "results" / "frontier.json").read_text(encoding="utf-8"))
+    panels = json.loads((ROOT / "results" / "frontier.json").read_text(encoding="utf-8"))
     controls = json.loads((ROOT / "models/shared_16/controls.json").read_text(encoding="utf-8"))
-    figure, axis = plt.subplots(figsize=(7.6, 5.4), layout="constrained")
     plain = [(row["flops_ratio"], row["bits_per_byte"]) for row in controls["controls"]]
-    axis.plot(*zip(*plain, strict=True), "*-", color="black", label="plain models, one a depth")
-    for row in controls["controls"]:
-        axis.annotate(
-            f"{row['layers']} layers",
-            (row["flops_ratio"], row["bits_per_byte"]),
-            textcoords="offset points",
-            xytext=(4, 6),
-            fontsize=8,
-        )
-    for (name, points), (colour, style) in zip(lines.items(), STYLES, strict=False):
-        axis.plot(*zip(*points, strict=True), style, color=colour, label=name, markersize=5)
-    axis.set_xlim(right=1.06)
-    axis.set_xlabel("FLOPs over those of all 16 layers of the shipped model")
-    axis.set_ylabel("bits per byte, test documents")
-    axis.legend(frameon=False, fontsize=8)
-    figure.savefig(ROOT / "results" / "frontier.png", dpi=110)
+    first = next(iter(panels.values()))
+    first["plain models of 8 to 16 layers"] = plain
+    figure, axes = plt.subplots(1, len(panels), figsize=(12, 4.8), layout="constrained")
+    for axis, (title, lines) in zip(axes, panels.items(), strict=True):
+        for name, points in lines.items():
+            colour, style = next(of for start, of in STYLES.items() if name.startswith(start))
+            axis.plot(*zip(*points, strict=True), style, color=colour, label=name, markersize=5)
+        axis.set_title(title, fontsize=10)
+        axis.set_xlabel("FLOPs over full depth's")
+        axis.legend(frameon=False, fontsize=8)
+    axes[0].set_ylabel("bits per byte, test documents")
+    figure.savefig(ROOT / "results" / "frontier.png", dpi=100)
 
 
 if __name__ == "__main__":
