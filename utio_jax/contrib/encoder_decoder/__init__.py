@@ -1,39 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Encoder-decoder models (T5) with early exits in the decoder. Worth: not measured yet.
+"""Encoder-decoder models (T5) with early exits in the decoder, see docs/contrib/encoder_decoder.md.
 
-    model, params = load_t5("folder of a flan-t5", source_tokens=256, exits=(8, 16, 24))
-    prompts = source_rows(model, sources)            # token ids, ended as the tokenizer ends them
-    mode = utio_jax.Adaptive(policy=policy)          # or Plain(), or Lossless(exit=8)
-    how = read_sources(model, mode)
-    result = utio_jax.generate(model, params, prompts, mode=mode, prefill=how)
-    engine = utio_jax.Engine(model, params, mode=mode, prefill=how, slots=8, capacity=384)
-
-It follows arXiv 2407.20272 and CALM (2207.07061), which exit from T5's decoder.
-
-Keys and values of cross-attention live in the K/V cache of the core, as those of tokens: a row is
-`source_tokens` places for the source (`pad_id` fills them up), then the target. `T5.embed` runs the
-encoder over whole rows, so a source token's state at depth 0 is the encoder's output. No layer of
-the decoder changes it. So a source is a run of tokens that stopped at depth 0, and whose K/V are
-propagated: what the core does with every token that stops. Rows of an engine may come and go, since
-a row's slots hold all that it needs of its source. A decoder block is two layers of the core, since
-cross-attention asks with the state after self-attention: self-attention (even layers), then
-cross-attention and MLP. Depths count both: 12 blocks are 24 layers, exits are even. Nothing in the
-core knows of this.
-
-What it costs, next to a program made for T5:
-
-- Each layer has slots for both kinds of tokens and reads both: twice the K/V memory, twice the
-  products of attention. Projections are T5's own: a decoding step makes no K/V of cross-attention.
-- Prefill projects K/V of all tokens in each layer, twice what is read. FLOPs count that once.
-- Even layers hold MLPs of zeros, which never run: the decoder's MLPs take twice their memory.
-- All rows have `source_tokens` places, however short their sources. Choose it for your texts.
-- Keys and values are four columns wider: the token's position and kind.
-
-Rows must be read as wholes: give `generate` and engines the prefill of `read_sources`, and wrap a
-policy of `score` in `OnTargets`. A source read in parts (an engine without that prefill, or
-`whole_prompt=True`) gets NaN, and so do its log-probabilities. `Lossless(drafter="ngram")` drafts
-from sources, too. `T5.encoder` is an encoder of `utio_jax.contrib.encoders`, whose rows may leave
-at exits. `calibrate` and `compare` do not know sources: their texts are no rows of this kind.
+It follows arXiv 2407.20272 and CALM (2207.07061), which exit from T5's decoder. Keys and values of
+cross-attention live in the K/V cache of the core: a row is `source_tokens` places for the source
+(`pad_id` fills them up), then the target. `T5.embed` runs the encoder, so a source is a run of
+tokens that stopped at depth 0, and whose K/V are propagated. A decoder block is two layers of the
+core, since cross-attention asks with the state after self-attention: self-attention (even layers),
+then cross-attention and MLP. Depths count both: 12 blocks are 24 layers, exits are even.
 """
 
 from importlib import import_module
