@@ -12,9 +12,9 @@ truncation at each exit and random depths of the same histogram. Speeds are toke
 full depth's, the median of paired rounds, of as many new tokens. A block is two layers. Prints a
 line of JSON for each row, and one of all.
 
-Pairs are of functions whose full-depth text is shorter and longer than the median, or of the first
-four words of texts and those that follow. With `--devices` it compares one device with all of them
-instead: the blocks that a step of 32 rows runs, and whether the tokens are the same.
+Values `by_length` are of functions whose full-depth text has at most the median number of words,
+and of the others; `by_place` of the first four words of all texts, and of later ones. `--devices`
+compares one device with all: the blocks that a step of 32 rows runs, and the tokens.
 
     XLA_FLAGS=--xla_force_host_platform_device_count=8 ... MODEL --devices
 """
@@ -179,7 +179,7 @@ def policy_of(subject: Subject, signal: Any, threshold: float) -> Thresholded:
 
 
 def ways_of(subject: Subject, args: argparse.Namespace) -> dict[str, tuple[Any, dict[str, Any]]]:
-    """Returns the ways of decoding, and what is known of them beforehand."""
+    """Returns decoding modes by name, with the threshold of each and whether it is guaranteed."""
     calibrate = subject.functions["calibrate"]
     groups = np.arange(len(calibrate))
     fits = halves(groups, units="functions", max_risk=args.max_risk, confidence=0.95)

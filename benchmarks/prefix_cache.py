@@ -12,9 +12,9 @@ timed.
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
-import sys
 import time
 from typing import Any
 
@@ -109,5 +109,8 @@ def main(name: str, prefix: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    name, prefix, *_ = [*sys.argv[1:], *("shared-16", "440")[len(sys.argv) - 1 :]]
-    main(name, int(prefix))
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", nargs="?", default="shared-16")
+    parser.add_argument("prefix_tokens", nargs="?", type=int, default=440)
+    args = parser.parse_args()
+    main(args.model, args.prefix_tokens)

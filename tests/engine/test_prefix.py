@@ -182,6 +182,16 @@ def test_a_conversation_at_a_depth_budget_goes_on_with_shared_keys_and_values() 
         assert after.cached_tokens == cached, mode
 
 
+def test_the_end_of_a_cached_prompt_takes_a_pass_of_one_short_block() -> None:
+    """By default: 36 tokens take a pass of 64 slots, two after 36 cached ones a pass of 4."""
+    engine = cached_engine(lively_model(), shapes=Shapes(key_step=32))
+    text = np.random.default_rng(0).integers(0, 64, 36).tolist()
+    ask(engine, [*text, 3])
+    cold = engine.stats().padded_prompt_tokens
+    assert ask(engine, [*text, 1, 2]).cached_tokens == 36
+    assert (cold, engine.stats().padded_prompt_tokens - cold) == (64, BLOCK)
+
+
 def test_requests_that_come_together_read_a_common_beginning_once() -> None:
     engine = cached_engine(lively_model())
     text = np.random.default_rng(3).integers(0, 64, 40).tolist()

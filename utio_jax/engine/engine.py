@@ -247,7 +247,7 @@ class Engine:
             self._stats.blocks += 1
             running = [owner for owner in self._owners if owner is not None]
             new = [owner for owner in running if not owner.stepped]
-            # A first token, which the prefill made, waits for at most one step, of other requests.
+            # The prefill made a new request's first token: it waits for one step if others run.
             steps = min(1, len(running) - len(new)) if new else self._served.steps
             count = 1 + max(row for row, owner in enumerate(self._owners) if owner is not None)
             report = self._rows.run(steps=steps, rows=count)
@@ -469,8 +469,13 @@ class Engine:
         for slot, request in enumerate(owners):
             if request is None or request.finished is not None:
                 continue
-            of_engine: Any = {"room": rows.room, "columns": rows.state.columns}
-            row = read_report(report, slot, known=request.length, **of_engine)
+            row = read_report(
+                report,
+                slot,
+                known=request.length,
+                room=rows.room,
+                columns=rows.state.columns,
+            )
             event = request.take(row, now)
             events.append(event)
             if event.finished is not None:

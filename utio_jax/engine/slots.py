@@ -160,7 +160,7 @@ class Slots:
         doubled = (self._unit * 2**n for n in range(5))
         room = slots * round_up(capacity, self._unit)
         most = room if chunk is None else min(chunk, room)
-        # Smaller rows hold no whole block.
+        # A smaller row holds no whole block of the prefix cache.
         has_prefix = served.prefix_cache > 0 and capacity > PrefixCache.block
         short = [PrefixCache.block] if has_prefix and PrefixCache.block < self._unit else []
         self.passes = shapes.prompt_tokens or tuple(
