@@ -3,6 +3,7 @@
 
     python benchmarks/denoising_steps.py table out/diffusion/model
     python benchmarks/denoising_steps.py times out/diffusion/model
+    PYTHONPATH=models/recipes python benchmarks/denoising_steps.py answers out/sums/model
 
 `table` decodes windows of the test split. After a prompt of 32 tokens, 96 masks are decided by
 confidence, two a step, and the true tokens are put in: nats per token along each setting's own
@@ -12,6 +13,9 @@ share of new tokens that are full steps' where predictions are put in. Differenc
 of 95 % over windows, each of another document where there are as many.
 
 `times` times whole texts at batch 1 and 8, programs in turns: medians over rounds.
+
+`answers` decodes sums of two numbers: steps, token-layers and the share of
+exact answers, over those of one token a step.
 
 Markdown rows go to stderr, JSON to stdout.
 """
@@ -31,7 +35,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from utio_jax.contrib.denoising import Best, Canvas, Refresh, Reveal, denoise, load_denoiser
+from utio_jax.contrib.denoising import (
+    Best,
+    Canvas,
+    Refresh,
+    Reveal,
+    Sched,
+    Stable,
+    denoise,
+    load_denoiser,
+)
 from utio_jax.contrib.denoising.decode import result_of, rows_of
 from utio_jax.contrib.denoising.loop import Loop, Rows, State
 from utio_jax.core.documents import windows_of
@@ -264,19 +277,103 @@ def times(model: Any, options: Any) -> list[dict[str, Any]]:
     return rows
 
 
+def answers_of(model: Any) -> list[tuple[str, dict[str, Any]]]:
+    """Returns settings of `denoise` by name: what a step decides, when it stops, what runs."""
+    full = Refresh(upper="all")
+    ends = model.decoder.config.eos_ids
+
+    def row(name: str, refresh: Refresh = full, **options: Any) -> tuple[str, dict[str, Any]]:
+        return name, {"reveal": Reveal(), "refresh": refresh, "eos_ids": ends, **options}
+
+    decided = Best(score="decided", count=2)
+    near, chance = (Best(score=score, count=4) for score in ("near", "random"))
+    return [
+        row("one a step"),
+        *(row(f"{k} a step", reveal=Reveal(count=k)) for k in (2, 3, 4, 12)),
+        *(row(f"threshold {t}", reveal=Reveal(threshold=t)) for t in (0.9, 0.7, 0.5)),
+        *(row(f"SchED {h} to {low}", stop=Sched(high=h, low=low)) for h, low in SCHEDULES),
+        *(row(f"stable for {k}", stop=Stable(steps=k)) for k in (1, 2)),
+        row("EOSER 0.4", reveal=Reveal(end_factor=0.4)),
+        row("ASS", reveal=Reveal(growth=2)),
+        row("EOSER 0.01, ASS", reveal=Reveal(growth=2, end_factor=0.01)),
+        row("upper: masks alone", Refresh()),
+        row("lower: decided", Refresh(lower=decided)),
+        row("lower: decided, upper: 4 near", Refresh(lower=decided, upper=near)),
+        row("lower: decided, upper: 4 random", Refresh(lower=decided, upper=chance)),
+        row("lower: decided, threshold 0.9", Refresh(lower=decided), reveal=Reveal(threshold=0.9)),
+    ]
+
+
+SCHEDULES = ((8.0, 2.0), (6.0, 2.0), (4.0, 2.0), (4.0, 1.0), (2.0, 1.0))
+
+
+def answers(model: Any, options: Any) -> list[dict[str, Any]]:
+    """Returns steps, token-layers and exact answers of each setting; prints them as Markdown."""
+    from sums import ANSWER, PROMPT, draw_sums
+
+    ids = np.asarray(draw_sums(jax.random.key(1), options.answers))
+    truth, rows, base = ids[:, PROMPT:], list[dict[str, Any]](), None
+    print(
+        "| setting | steps | times fewer | token-layers | exact, % | less one a step |",
+        file=sys.stderr,
+    )
+    print("|---|---|---|---|---|---|", file=sys.stderr)
+    for name, chosen in answers_of(model):
+        got = denoise(
+            model.decoder,
+            model.params,
+            [*ids[:, :PROMPT]],
+            canvas=model.canvas,
+            max_new_tokens=ANSWER,
+            width=ids.shape[1],
+            **chosen,
+        )
+        # What comes after a text's end is not read.
+        after = (
+            np.arange(ANSWER) > np.sum(truth != model.decoder.config.eos_ids[0], axis=1)[:, None]
+        )
+        exact = 100.0 * ((got.token_ids == truth) | after).all(axis=1)
+        layers, split = (
+            model.decoder.config.num_layers,
+            chosen["refresh"].split_of(model.decoder.config),
+        )
+        work = float((got.runs[0] * split + got.runs[1] * (layers - split)).mean())
+        base = base or (exact, float(got.steps.mean()), work)
+        row = {
+            "setting": name,
+            "steps": round(float(got.steps.mean()), 3),
+            "times_fewer": round(base[1] / float(got.steps.mean()), 3),
+            "token_layer_ratio": round(work / base[2], 4),
+            "exact_pct": interval(exact),
+            "less_base_pct": interval(exact - base[0]),
+        }
+        rows.append(row)
+        cells = (
+            name,
+            f"{row['steps']:.2f}",
+            f"{row['times_fewer']:.2f}",
+            f"{row['token_layer_ratio']:.3f}",
+            "{:.1f} ± {:.1f}".format(*row["exact_pct"]),
+            "{:+.1f} ± {:.1f}".format(*row["less_base_pct"]),
+        )
+        print(f"| {' | '.join(cells)} |", file=sys.stderr, flush=True)
+    return rows
+
+
 def main() -> None:
     """Prints the rows."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=("table", "times"))
+    parser.add_argument("what", choices=("table", "times", "answers"))
     parser.add_argument("model")
     parser.add_argument("--windows", type=int, default=24)
     parser.add_argument("--prompt", type=int, default=32)
     parser.add_argument("--new", type=int, default=96)
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--answers", type=int, default=2000, help="sums of `answers`")
     parser.add_argument("--only", nargs="+", help="parts of names of settings, besides full")
     options = parser.parse_args()
     model = load_denoiser(options.model)
-    rows = {"table": table, "times": times}[options.what](model, options)
+    rows = {"table": table, "times": times, "answers": answers}[options.what](model, options)
     about = {"versions": versions(), "cores": os.cpu_count(), "options": vars(options)}
     print(json.dumps({**about, "rows": rows}))
 

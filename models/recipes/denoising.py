@@ -9,10 +9,10 @@ mean of all others. Each row of a step has its own share of masks, from 5 to 100
 keep their first quarter as a prompt. The loss is the cross-entropy of masked tokens. `--resume`
 continues after an interruption.
 
-Two controls: fresh weights in the same shape, and K/V in every layer.
+Two controls: K/V in every layer, and fresh weights in the same shape.
 
+    python models/recipes/denoising.py --out out/plain --own-kv
     python models/recipes/denoising.py --out out/fresh --fresh
-    python models/recipes/denoising.py --out out/plain --fresh --own-kv
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from utio_jax.core.files import save_text
 from utio_jax.models.checkpoint import load
 from utio_jax.models.shipped import SHIPPED
 from utio_jax.models.training.corpus import standard_library
-from utio_jax.models.transformer import Transformer
+from utio_jax.models.transformer import Transformer, TransformerConfig
 
 
 def with_mask(params: Params) -> Params:
@@ -46,6 +46,21 @@ def with_mask(params: Params) -> Params:
     table = params["embedding"]["embedding"]
     table = jnp.concatenate([table, jnp.mean(table, axis=0, keepdims=True)])
     return {**params, "embedding": {"embedding": table}}
+
+
+def with_own_kv(params: Params, config: TransformerConfig) -> Params:
+    """Returns parameters whose layers all make K/V: those that had none copy one of their sources.
+
+    Copies are of K/V projections, and of their norms where a model has them. The function changes,
+    since an upper layer had read its sources' states and reads its own.
+    """
+    sources = [config.kv_read(layer) for layer in range(config.num_layers)]
+    rows = jnp.asarray([read[layer % len(read)] for layer, read in enumerate(sources)])
+    layers = {
+        name: jax.tree.map(lambda leaf: leaf[rows], part) if name.startswith(("k_", "v_")) else part
+        for name, part in params["layers"].items()
+    }
+    return {**params, "layers": layers}
 
 
 def draw_masks(key: jax.Array, rows: int, width: int) -> jax.Array:
@@ -59,15 +74,18 @@ def draw_masks(key: jax.Array, rows: int, width: int) -> jax.Array:
     return drawn & ~in_prompt
 
 
-def masked_loss(decoder: Transformer, params: Params, ids: jax.Array, key: jax.Array) -> jax.Array:
-    """Returns the mean cross-entropy of masked tokens, in nats."""
+def masked_loss(
+    decoder: Transformer, params: Params, ids: jax.Array, masks: jax.Array, *, shift: bool = True
+) -> jax.Array:
+    """Returns the mean cross-entropy of masked tokens in nats, predicted one before or in place."""
     mask_id = decoder.config.vocab_size - 1
-    masks = draw_masks(key, *ids.shape)
+    key = jax.random.key(0)  # Of a dropout that is 0.
     states = exit_states(decoder, params, jnp.where(masks, mask_id, ids), key, 0.0)[-1]
-    logits = decoder.unembed(params, states[:, :-1]).astype(jnp.float32)[..., :mask_id]
-    nats = optax.softmax_cross_entropy_with_integer_labels(logits, ids[:, 1:])
-    learns = masks[:, 1:]
-    return jnp.sum(nats * learns) / jnp.maximum(jnp.sum(learns), 1)
+    if shift:
+        states, ids, masks = states[:, :-1], ids[:, 1:], masks[:, 1:]
+    logits = decoder.unembed(params, states).astype(jnp.float32)[..., :mask_id]
+    nats = optax.softmax_cross_entropy_with_integer_labels(logits, ids)
+    return jnp.sum(nats * masks) / jnp.maximum(jnp.sum(masks), 1)
 
 
 def mask_objective(decoder: Transformer) -> Objective:
@@ -77,7 +95,8 @@ def mask_objective(decoder: Transformer) -> Objective:
         params: Params, tokens: jax.Array, key: jax.Array, step: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         del step
-        loss = masked_loss(decoder, params, tokens[:, :-1], key)
+        ids = tokens[:, :-1]
+        loss = masked_loss(decoder, params, ids, draw_masks(key, *ids.shape))
         return loss, loss[None]
 
     return jax.tree_util.Partial(objective)
@@ -91,7 +110,7 @@ class TrainDenoiser:
       out: folder for checkpoints, log, and the finished model in `out/model`.
       model: folder of the autoregressive model, whose shape, tokenizer and weights it begins with.
       fresh: begin with fresh weights.
-      own_kv: make keys and values in every layer; needs fresh weights.
+      own_kv: make keys and values in every layer; see `with_own_kv` for what it begins with.
       steps: optimizer steps.
       tokens_per_step: tokens of a step.
       context: tokens of a training window.
@@ -104,7 +123,7 @@ class TrainDenoiser:
     model: str = SHIPPED
     fresh: bool = False
     own_kv: bool = False
-    steps: int = 2200
+    steps: int = 1000
     tokens_per_step: int = 4096
     context: int = 256
     rate: float = 0.01
@@ -113,8 +132,6 @@ class TrainDenoiser:
 
     def run(self) -> dict[str, Any]:
         """Trains and writes the model; returns what was measured."""
-        if self.own_kv and not self.fresh:
-            raise ValueError("Wanted --fresh with --own-kv: a shared model has no such weights.")
         folder = self.out.resolve()
         folder.mkdir(parents=True, exist_ok=True)
         model: Any = load(self.model, lens=False, branches=False)
@@ -129,6 +146,8 @@ class TrainDenoiser:
         )
         decoder = Transformer(config)
         start = None if self.fresh else Start(params=with_mask(model.params))
+        if start is not None and self.own_kv:
+            start = Start(params=with_own_kv(start.params, model.decoder.config))
         if not (folder / "tokenizer.json").exists():
             text = (model.folder / "tokenizer.json").read_text(encoding="utf-8")
             save_text(folder / "tokenizer.json", text)
@@ -151,7 +170,9 @@ class TrainDenoiser:
         measure = jax.jit(masked_loss, static_argnums=0)
 
         def nats(params: Params, split: str) -> float:
-            losses = [measure(decoder, params, held_out[split], jax.random.key(i)) for i in (0, 1)]
+            ids = held_out[split]
+            masks = [draw_masks(jax.random.key(i), *ids.shape) for i in (0, 1)]
+            losses = [measure(decoder, params, ids, drawn) for drawn in masks]
             return float(np.mean(losses))
 
         params = train(

@@ -16,6 +16,8 @@ from helpers.shared_kv import KINDS
 
 from utio_jax.attention.mixing import mixer_at
 from utio_jax.contrib.denoising import Best, Canvas, Refresh, Reveal, Sched, Stable, denoise
+from utio_jax.contrib.denoising.decode import rows_of
+from utio_jax.contrib.denoising.loop import Inputs, Loop
 from utio_jax.core.layer import layer_at
 from utio_jax.models.presets import TINY
 from utio_jax.models.transformer import Transformer
@@ -79,7 +81,7 @@ class Oracle:
         }
         self.made = {row: np.zeros(self.width, bool) for row in self.kv}
         self.x = jnp.zeros((1, self.width, config.embed_dim))
-        self.must = np.stack([np.ones(self.width, bool), np.full(self.width, self.made_above)])
+        self.must = np.stack([np.ones(self.width, bool), np.zeros(self.width, bool)])
         self.ran = np.full((2, self.width), -1)
         self.probability, self.entropy, self.margin = (np.zeros(self.width) for _ in range(3))
         self.token, self.same = np.zeros(self.width, int), np.zeros(self.width, int)
@@ -127,15 +129,16 @@ class Oracle:
 
     def chosen(self, how: Best, part: int, allowed: np.ndarray, must: np.ndarray) -> np.ndarray:
         newly = [i for i in range(self.width) if self.decided[i] == self.step - 1 >= 0]
+        of_masks = part == 1 or how.among == "masks"
         score = {
-            "age": lambda i: self.step - (self.ran[0][i] if part == 0 else self.at[i]),
+            "age": lambda i: self.step - (self.at[i] if of_masks else self.ran[0][i]),
             "near": lambda i: -min((abs(i - j) for j in newly), default=1e6),
             "decided": lambda i: 0,
             "confidence": lambda i: self.probability[i],
             "entropy": lambda i: self.entropy[i],
             "left": lambda i: -i,
         }[how.score]
-        move = int(self.canvas.shift) if part == 1 else 0
+        move = int(self.canvas.shift and of_masks)
         inside = lambda i: i if i < self.width else 0  # noqa: E731
         order = sorted(
             np.flatnonzero(allowed),
@@ -172,6 +175,7 @@ class Oracle:
                 else must | (predicting if how.among == "masks" else True)
             )
             low = self.chosen(how, 0, allowed & picks, must)
+        self.must[1] |= self.must[0] & low & self.made_above
         self.ran[0][low], self.must[0][low] = self.step, False
         could = allowed & ((self.ran[0] == self.step) if at_end else (self.ran[0] >= 0))
         must = self.must[1].copy()
@@ -207,9 +211,9 @@ class Oracle:
         for p in takes:
             self.ids[p] = self.token[p] if forced is None else forced[p - self.start]
             self.is_mask[p], self.decided[p], self.written[p] = False, self.step, self.log_prob[p]
-            self.must[:, p] = True, self.made_above
+            self.must[0, p] = True
         if self.canvas.attention == "block" and takes and not (self.is_mask & in_block).any():
-            self.must[:, in_block] = np.asarray([[True], [self.made_above]])
+            self.must[0, in_block] = True
         self.step += 1
 
     def is_sure(self, stop: Any, in_block: np.ndarray, masks: np.ndarray) -> bool:
@@ -271,6 +275,9 @@ REFRESH: dict[str, tuple[Canvas, Refresh]] = {
     "blocks": (CAUSAL_BLOCKS, Refresh()),
     "blocks, some": (CAUSAL_BLOCKS, Refresh(lower=best("age", 3), upper=best("confidence", 2))),
     "split": (SHIFTED, Refresh(lower=best("age", 8), upper=best("confidence", 6), split=2)),
+    "blocks alone": (CAUSAL_BLOCKS, Refresh(lower="block")),
+    "late": (FULL, Refresh(lower=best("decided", 1), split=2)),
+    "below the split": (CAUSAL_BLOCKS, Refresh(upper=best("confidence", 2), split=1)),
     "split, all": (FULL, Refresh(lower=best("left", 6), upper="all", split=1)),
 }
 CHECKED = [
@@ -279,12 +286,16 @@ CHECKED = [
     ("heads of two layers", "DualCache"),
     ("made once", "blocks, some"),
     ("of the last of a kind", "split"),
+    ("plain", "0 or all"),
+    ("heads of two layers", "blocks alone"),
+    ("plain", "late"),
+    ("of the last of a kind", "below the split"),
 ]
 """All canvases and kinds of models, both halves by scores."""
 
 CASES = [
     *((kind, case) for kind in ("plain", "heads of two layers") for case in REFRESH),
-    *((kind, case) for kind in OPTIONS for case in ("blocks, some", "split")),
+    *((kind, case) for kind in OPTIONS for case in ("blocks, some", "split", "below the split")),
 ]
 
 
@@ -431,6 +442,9 @@ def denoise_badly(model: Model, **changes: Any) -> Any:
         ({"canvas": Canvas(mask_id=1, attention="block")}, "a block of at least 1"),
         ({"refresh": Refresh(split=5)}, "split from 1 to the 4 layers. Got split=5"),
         ({"forced": [[1, 2]]}, "4 forced ids for row 0"),
+        ({"forced": [[1] * 4] * 2}, "1 rows of forced ids. Got 2"),
+        ({"forced": [[1, 2, 3, MASK]]}, "new tokens alone as masks. .* forced row 0"),
+        ({"prompts": [[1, MASK]]}, "new tokens alone as masks. .* prompt 0"),
     ],
 )
 def test_what_does_not_fit_is_refused(
@@ -438,6 +452,51 @@ def test_what_does_not_fit_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         denoise_badly(models["plain"], **changes)
+
+
+def test_logits_that_are_not_finite_are_an_error(models: dict[str, Model]) -> None:
+    broken = jax.tree.map(lambda leaf: leaf * jnp.nan, models["plain"].params)
+    with pytest.raises(
+        ValueError, match=r"finite logits.* rows \[0\], after .*Are all parameters finite"
+    ):
+        denoise_badly(Model(models["plain"].decoder, broken))
+
+
+@pytest.mark.parametrize(
+    ("settings", "options", "message"),
+    [
+        (Reveal, {"count": 1.5}, "whole count"),
+        (Reveal, {"growth": float("nan")}, "growth of at least 1"),
+        (Reveal, {"threshold": 5.0}, "threshold and an end_factor from 0 to 1"),
+        (Best, {"score": "age", "count": 2.5}, "count of at least 1"),
+        (Refresh, {"every": 2.5}, "whole every"),
+        (Refresh, {"upper": Best(score="decided", count=2)}, 'Got "decided"'),
+    ],
+)
+def test_settings_out_of_range_are_refused(
+    settings: Any, options: dict[str, Any], message: str, unchecked_shapes: None
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        settings(**options)
+
+
+def test_fresh_predictions_are_decided_by_small_differences(models: dict[str, Model]) -> None:
+    loop = Loop(
+        decoder=models["plain"].decoder,
+        canvas=FULL,
+        reveal=Reveal(),
+        stop=None,
+        refresh=Refresh(),
+        max_new_tokens=4,
+    )
+    rows = rows_of(loop, [[1]], width=5, seed=0)
+    state = loop.init(models["plain"].params, rows)
+    probability = jnp.asarray([[0, 6.0, 6.001, 6.03, 6.05]]) * 1e-6
+    at, all_masks = jnp.zeros((1, 5), jnp.int32), state.is_mask
+    predicted = dataclasses.replace(state.predicted, probability=probability, at=at)
+    state = dataclasses.replace(state, predicted=predicted, block=jnp.zeros(1, jnp.int32))
+    given = Inputs(None, None, rows, FULL.blocks_of(at, rows.lengths) + 1, all_masks, all_masks)
+    np.testing.assert_array_equal(loop._decide(given, state).decided_at, [[-1, -1, -1, -1, 0]])
 
 
 def test_a_causal_model_is_refused(tiny: Model) -> None:

@@ -88,7 +88,7 @@ def denoise(  # noqa: PLR0913 (options, each named)
 
     Raises:
       ValueError: settings that do not fit the model or each other, invalid ids, an empty
-        prompt, or rows longer than the model's context or `width`.
+        prompt, rows longer than the model's context or `width`, or logits that are not finite.
     """
     canvas.check(decoder)
     loop = Loop(
@@ -102,6 +102,12 @@ def denoise(  # noqa: PLR0913 (options, each named)
     )
     rows = rows_of(loop, prompts, forced=forced, width=width, seed=seed)
     state = _run(loop, params, split_layers(decoder, params), rows)
+    broken = np.flatnonzero(~state.done | jnp.isnan(state.log_prob).any(axis=1)).tolist()
+    if broken:
+        raise ValueError(
+            "Wanted finite logits, and rows that finish. Got others in rows "
+            f"{broken}, after {int(state.step)} steps. Are all parameters finite?"
+        )
     return result_of(loop, rows, state)
 
 
@@ -110,16 +116,22 @@ def rows_of(
 ) -> Rows:
     """Returns the rows of `denoise`, after checking them."""
     config, max_new_tokens = loop.decoder.config, loop.max_new_tokens
-    vocab, lengths = (
-        config.vocab_size,
-        np.asarray([np.size(prompt) for prompt in prompts], np.int32),
-    )
+    lengths = np.asarray([np.size(prompt) for prompt in prompts], np.int32)
     if not lengths.size or lengths.min() < 1 or max_new_tokens < 1:
         raise ValueError(
             "Wanted prompts of at least one token, and max_new_tokens of at least 1. Got prompts "
             f"of {lengths.tolist()} tokens, max_new_tokens={max_new_tokens}."
         )
-    given = [check_ids(ids, vocab_size=vocab, what=f"prompt {i}") for i, ids in enumerate(prompts)]
+    if forced is not None and len(forced) != len(prompts):
+        raise ValueError(f"Wanted {len(prompts)} rows of forced ids. Got {len(forced)}.")
+
+    def checked(ids: Any, what: str) -> np.ndarray:
+        result = check_ids(ids, vocab_size=config.vocab_size, what=what)
+        if (result == loop.canvas.mask_id).any():
+            raise ValueError(f"Wanted new tokens alone as masks. Got the mask's id in {what}.")
+        return result
+
+    given = [checked(ids, f"prompt {i}") for i, ids in enumerate(prompts)]
     longest = int(lengths.max()) + max_new_tokens
     most = min(width or config.context_length, config.context_length)
     if longest > most:
@@ -133,7 +145,7 @@ def rows_of(
     for row, prompt in enumerate(given):
         padded[row, : prompt.size] = prompt
         if forced is not None:
-            truth = check_ids(forced[row], vocab_size=vocab, what=f"forced row {row}")
+            truth = checked(forced[row], f"forced row {row}")
             if truth.size != max_new_tokens:
                 raise ValueError(
                     f"Wanted {max_new_tokens} forced ids for row {row}, one for each new token. "
@@ -141,9 +153,8 @@ def rows_of(
                 )
             placed[row, prompt.size : prompt.size + max_new_tokens] = truth
     ids, ends, true = map(jnp.asarray, (padded, lengths, placed))
-    return Rows(
-        ids=ids, lengths=ends, forced=None if forced is None else true, key=jax.random.key(seed)
-    )
+    true = None if forced is None else true
+    return Rows(ids=ids, lengths=ends, forced=true, key=jax.random.key(seed))
 
 
 @partial(jax.jit, static_argnums=0)

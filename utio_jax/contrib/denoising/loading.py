@@ -74,18 +74,11 @@ def _settings_of(kind: str) -> Callable[[Reader], dict[str, Any]]:
 
 def _llada(read: Reader) -> dict[str, Any]:
     """LLaDA's config, an OLMo's: other names for a Llama."""
-    for name, value in (
-        ("activation_type", "silu"),
-        ("block_type", "llama"),
-        ("layer_norm_type", "rms"),
-        ("rope", True),
-        ("alibi", False),
-        ("attention_layer_norm", False),
-        ("input_emb_norm", False),
-        ("scale_logits", False),
-        ("multi_query_attention", False),
-        ("include_bias", False),
-    ):
+    off = (
+        "alibi attention_layer_norm input_emb_norm scale_logits multi_query_attention include_bias"
+    )
+    needed = {"activation_type": "silu", "block_type": "llama", "layer_norm_type": "rms"}
+    for name, value in (needed | {"rope": True} | dict.fromkeys(off.split(), False)).items():
         read.need(name, value)
     heads, dim = read.take("n_heads"), read.take("d_model")
     if dim % heads:
@@ -115,15 +108,11 @@ _LLADA = (
     Rule(f"{_TOP}ff_out.weight", ("head.kernel",), transpose=True),
     *(
         rule
-        for source, target in {
-            "q_proj": "q_proj",
-            "k_proj": "k_proj",
-            "v_proj": "v_proj",
-            "attn_out": "o_proj",
-            "ff_proj": "gate_proj",
-            "up_proj": "up_proj",
-            "ff_out": "down_proj",
-        }.items()
+        for source, target in zip(
+            ["q_proj", "k_proj", "v_proj", "attn_out", "ff_proj", "up_proj", "ff_out"],
+            ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+            strict=True,
+        )
         for rule in linear_rules(f"{_BLOCK}{source}", f"layers.{target}")
     ),
     Rule(f"{_BLOCK}attn_norm.weight", ("layers.attention_norm.scale",)),
@@ -169,7 +158,7 @@ def load_denoiser(folder: str | Path, *, dtype: jax.typing.DTypeLike = jnp.float
     else:
         config = read_json(folder / "config.json", "a config")
         kind = config.get("model_type")
-        if "moe" in str(kind).lower() or any(key in config for key in ("num_experts", "n_experts")):
+        if "moe" in str(kind).lower() or config.get("num_experts") or config.get("n_experts"):
             raise ValueError(
                 f"Wanted a dense mask model in {folder}. Got {kind!r}, a mixture of experts, which "
                 f"this library does not run. Dense ones: {', '.join(FAMILIES_OF_MASKS)}."
@@ -193,16 +182,18 @@ def save_denoiser(
 def _canvas_of(folder: Path, config: Config) -> Canvas:
     """Returns the canvas that a Hugging Face folder describes."""
     kind = str(config["model_type"])
-    mask = config.get("mask_token_id", _MASK_IDS.get(kind))
+    mask = config.get("mask_token_id")
+    mask = _MASK_IDS.get(kind) if mask is None else mask
     if mask is None and (folder / "tokenizer_config.json").is_file():
         named: Any = read_json(folder / "tokenizer_config.json", "a config").get("mask_token")
         named = named.get("content") if isinstance(named, Mapping) else named
-        mask = load_tokenizer(folder / "tokenizer.json").token_to_id(str(named))
+        if isinstance(named, str):
+            mask = load_tokenizer(folder / "tokenizer.json").token_to_id(named)
     if not isinstance(mask, int):
         raise ValueError(
             f"Wanted a mask_token_id in {folder / 'config.json'}, or a mask_token in its "
             f"tokenizer_config.json. Got {mask!r}."
         )
     if kind == "sdar":
-        return Canvas(mask_id=mask, block=int(config.get("block_size", 4)), attention="block")
+        return Canvas(mask_id=mask, block=config.get("block_size") or 4, attention="block")
     return Canvas(mask_id=mask, shift=kind == "Dream")

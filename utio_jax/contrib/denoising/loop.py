@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -105,7 +105,8 @@ class State:
       cache: keys and values of each token's last run.
       states: at the split, of each token's last run of the lower layers.
       ran: step of each token's last run of the lower and of the upper layers; -1: none.
-      must: tokens whose content changed since they ran the lower and the upper layers.
+      must: tokens whose content changed since they ran the lower layers; where upper layers make
+        K/V, those that ran the lower ones on new content and not yet the upper ones.
       predicted: the last predictions.
       block: index of each row's block, and in `since` the step at which it began.
       done: rows that are finished; `steps` counts each row's.
@@ -171,7 +172,9 @@ class Loop:
         most = min(width, 2 * block + 1) if self.canvas.attention == "block" else width
         masks = min(block, self.max_new_tokens)
         everywhere = refresh.upper == "all" or self.makes_above
-        lower = most if refresh.lower == "all" else min(block + 1, most)
+        # Without `at_blocks` a block's first step also runs what the last one changed.
+        lower = min(block + 1 if refresh.at_blocks else 2 * block + 1, most)
+        lower = most if refresh.lower == "all" else lower
         upper = most if everywhere else masks
         if isinstance(refresh.lower, Best):
             lower = min(refresh.lower.count, most)
@@ -200,7 +203,7 @@ class Loop:
             cache=init_cache(self.decoder.config, batch=batch, slots=width, dtype=x.dtype),
             states=jnp.zeros(x.shape, x.dtype),
             ran=jnp.stack([nothing, nothing]),
-            must=jnp.stack([valid, valid & self.makes_above]),
+            must=jnp.stack([valid, jnp.zeros_like(valid)]),
             predicted=Predictions(
                 token=jnp.zeros((batch, width), jnp.int32),
                 same=jnp.zeros((batch, width), jnp.int32),
@@ -245,7 +248,7 @@ class Loop:
         whole = state.step == 0 if not every else state.step % every == 0
         whole = live & (whole | (begins & self.refresh.at_blocks))
         wide, narrow = self.counts(rows.ids.shape[1])
-        given = Inputs(params, layers, rows, block_of, masks, self._to_predictor(masks, False))
+        given = Inputs(params, layers, rows, block_of, masks, self._to_predictor(masks))
         one = partial(self._pass, given, whole=whole)
         if wide == narrow:
             state = one(0, wide, live, state)
@@ -262,12 +265,11 @@ class Loop:
         valid = after < self.max_new_tokens
         return (after >= 0) & valid, valid
 
-    def _to_predictor(self, of_position: jax.Array, fill: Any) -> jax.Array:
+    def _to_predictor(self, of_position: jax.Array) -> jax.Array:
         """Returns values of positions `[row, token]` at the tokens that predict these."""
         if not self.canvas.shift:
             return of_position
-        last = jnp.full_like(of_position[:, :1], fill)
-        return jnp.concatenate([of_position[:, 1:], last], axis=1)
+        return jnp.concatenate([of_position[:, 1:], jnp.zeros_like(of_position[:, :1])], axis=1)
 
     def _pass(
         self,
@@ -286,7 +288,7 @@ class Loop:
         in_block = given.block_of == state.block[:, None]
         must = state.must[0]
         if at_end:  # Nothing else predicts what was never predicted.
-            must |= self._to_predictor(given.masks & (state.predicted.at < 0), False)
+            must |= self._to_predictor(given.masks & (state.predicted.at < 0))
         allowed = valid & runs[:, None]
         if self.canvas.attention == "block":  # All else is final, or not yet there.
             needed = must | state.must[1] | in_block | predicting
@@ -295,8 +297,9 @@ class Loop:
         picks = valid if lower == "all" else in_block | predicting
         score = jnp.zeros(valid.shape)
         if isinstance(lower, Best):
-            score = self._score(lower.score, given.rows, state, part=0)
-            picks = predicting if lower.among == "masks" else valid
+            of_masks = lower.among == "masks"
+            score = self._score(lower.score, given.rows, state, of_masks=of_masks)
+            picks = predicting if of_masks else valid
             picks &= lower.score != "decided"
         runs_lower = allowed & (must | picks | whole[:, None])
         slots = _first(jnp.where(must, _FAR, score), runs_lower, counts[0])
@@ -304,7 +307,7 @@ class Loop:
         allowed &= (state.ran[0] == state.step) if at_end else (state.ran[0] >= 0)
         must, picks, upper = state.must[1], predicting, refresh.upper
         if isinstance(upper, Best):
-            score = self._to_predictor(self._score(upper.score, given.rows, state, part=1), 0.0)
+            score = self._score(upper.score, given.rows, state, of_masks=True)
         if self.makes_above:
             picks = picks | must | whole[:, None]
         picks = valid if upper == "all" else picks
@@ -312,43 +315,53 @@ class Loop:
         state = self._upper(given, state, slots)
         return dataclasses.replace(state, passes=state.passes.at[kind].add(1))
 
-    def _score(self, name: Score, rows: Rows, state: State, *, part: int) -> jax.Array:
-        """Returns each position's score; those with the highest run."""
+    def _score(self, name: Score, rows: Rows, state: State, *, of_masks: bool) -> jax.Array:
+        """Returns scores of tokens, or of the masks they predict; those with the highest run."""
         width = rows.ids.shape[1]
         position = jnp.broadcast_to(jnp.arange(width, dtype=jnp.float32), rows.ids.shape)
-        if name == "age":
-            ran = state.ran[0] if part == 0 else state.predicted.at
-            return (state.step - ran).astype(jnp.float32)
-        if name == "near":
-            newly = (state.decided_at >= 0) & (state.decided_at == state.step - 1)
-            before = jax.lax.cummax(jnp.where(newly, position, -_FAR), axis=1)
-            after = jax.lax.cummin(jnp.where(newly, position, _FAR), axis=1, reverse=True)
-            return -jnp.minimum(jnp.minimum(position - before, after - position), width)
-        if name == "random":  # By position alone: neither padding nor batch-mates change it.
-            key = jax.random.fold_in(rows.key, state.step)
-            draw = jax.vmap(lambda i: jax.random.uniform(jax.random.fold_in(key, i)))
-            return jnp.broadcast_to(draw(jnp.arange(width)), position.shape)
-        last = state.predicted
-        known = {"confidence": last.probability, "entropy": last.entropy, "left": -position}
-        return known.get(name, jnp.zeros(position.shape))
+        newly = (state.decided_at >= 0) & (state.decided_at == state.step - 1)
+        before = jax.lax.cummax(jnp.where(newly, position, -_FAR), axis=1)
+        after = jax.lax.cummin(jnp.where(newly, position, _FAR), axis=1, reverse=True)
+        ran, last = state.predicted.at if of_masks else state.ran[0], state.predicted
+        # By position alone: neither padding nor batch-mates change it.
+        key = jax.random.fold_in(rows.key, state.step)
+        draw = jax.vmap(lambda i: jax.random.uniform(jax.random.fold_in(key, i)))
+        scores = {
+            "age": (state.step - ran).astype(jnp.float32),
+            "near": -jnp.minimum(jnp.minimum(position - before, after - position), width),
+            "decided": jnp.zeros(position.shape),
+            "random": jnp.broadcast_to(draw(jnp.arange(width)), position.shape),
+            "confidence": last.probability,
+            "entropy": last.entropy,
+            "left": -position,
+        }
+        return self._to_predictor(scores[name]) if of_masks else scores[name]
+
+    def _count(self, state: State, part: int, slots: Slots) -> State:
+        """Returns the state after noting that some tokens run a part of the layers now."""
+        runs = _put(jnp.zeros(state.ids.shape, jnp.bool_), slots.used, slots)
+        must, number = state.must.at[part].set(state.must[part] & ~runs), jnp.sum(slots.used, 1)
+        if part == 0 and self.makes_above:  # New content is due above once it ran below.
+            must = must.at[1].set(must[1] | (state.must[0] & runs))
+        ran = state.ran.at[part].set(jnp.where(runs, state.step, state.ran[part]))
+        total = state.runs.at[part].add(number.astype(jnp.int32))
+        return dataclasses.replace(state, ran=ran, must=must, runs=total)
 
     def _lower(self, given: Inputs, state: State, slots: Slots) -> State:
         """Returns the state after layers [0, split) of some tokens, on their present content."""
         x = self.decoder.embed(given.params, _take(state.ids, slots.positions), slots.positions)
-        state = _count(state, 0, slots)
-        span = (0, self.split)
-        x, cache = self._run(given, state.cache, x, slots, state.ran[0] >= 0, span)
+        state = self._count(state, 0, slots)
+        x, cache = self._run(given, state, x, slots, (0, self.split))
         states = _put(state.states, x, slots)
         return dataclasses.replace(state, cache=cache, states=states)
 
     def _upper(self, given: Inputs, state: State, slots: Slots) -> State:
         """Returns the state after the other layers of some tokens, and what these predict."""
         rows, index = given.rows, slots.positions
-        state = _count(state, 1, slots)
+        state = self._count(state, 1, slots)
         x, cache = _take(state.states, index), state.cache
         if self.split < self._layers:
-            shown = state.ran[1 if self.makes_above else 0] >= 0
-            x, cache = self._run(given, cache, x, slots, shown, (self.split, self._layers))
+            x, cache = self._run(given, state, x, slots, (self.split, self._layers))
         width, moved = state.ids.shape[1], index + int(self.canvas.shift)
         read_slots = Slots(moved, slots.used & _take(given.predicting, index))
         forced = jnp.zeros_like(state.ids) if rows.forced is None else rows.forced
@@ -374,40 +387,36 @@ class Loop:
         logits = jnp.where(ids == self.canvas.mask_id, -jnp.inf, logits)
         log_probs = jax.nn.log_softmax(logits, axis=-1)
         token = most_probable(logits)
-        best = jnp.max(logits, axis=-1)
         second = jnp.max(jnp.where(ids == token[:, None], -jnp.inf, logits), axis=-1)
-        probability = jnp.exp(jnp.max(log_probs, axis=-1))
         weighted = jnp.where(jnp.isfinite(log_probs), jnp.exp(log_probs) * log_probs, 0)
-        label = target if has_target else token
+        label = (target if has_target else token)[:, None]
         return {
             "token": token,
-            "probability": probability,
+            "probability": jnp.exp(jnp.max(log_probs, axis=-1)),
             "entropy": -jnp.sum(weighted, axis=-1),
-            "margin": best - second,
-            "log_prob": jnp.take_along_axis(log_probs, label[:, None], axis=-1)[:, 0],
+            "margin": jnp.max(logits, axis=-1) - second,
+            "log_prob": jnp.take_along_axis(log_probs, label, axis=-1)[:, 0],
             **({"log_probs": log_probs} if self.keeps_log_probs else {}),
         }
 
     def _run(
-        self,
-        given: Inputs,
-        cache: KVCache,
-        x: jax.Array,
-        slots: Slots,
-        shown: Bool[Array, "row token"],
-        span: tuple[int, int],
+        self, given: Inputs, state: State, x: jax.Array, slots: Slots, span: tuple[int, int]
     ) -> tuple[jax.Array, KVCache]:
         """Returns the states of some tokens after a span of layers, and the cache with their K/V.
 
-        Keys and values of all other tokens that are `shown` are those of their last run.
+        Keys and values of all other tokens are those of their last run, if they had one.
         """
-        index, width = slots.positions, shown.shape[1]
-        keys = jnp.where(shown, jnp.arange(width, dtype=jnp.int32)[None], NOWHERE)
+        index, width = slots.positions, state.ids.shape[1]
+        made_below = jnp.asarray(self.decoder.config.kv_made(0, self.split))
         in_blocks = self.canvas.attention == "block"
         earlier = given.block_of[:, None, :] <= _take(given.block_of, index)[:, :, None]
 
         def attention(cache: KVCache, sources: Sources) -> Attend:
             seen = [read(cache, (source,), width=width) for source in sources]
+            below = [jnp.isin(jnp.asarray(source), made_below) for source in sources]
+            ran = jnp.stack([jnp.where(is_below, *state.ran) for is_below in below])
+            shown = jnp.all(ran >= 0, axis=0)
+            keys = jnp.where(shown, jnp.arange(width, dtype=jnp.int32)[None], NOWHERE)
 
             def attend(layer: jax.Array, queries: jax.Array) -> jax.Array:
                 mix = mixer_at(self.decoder, layer)
@@ -419,7 +428,7 @@ class Loop:
         places = self.decoder.encode_positions(index)
         block = Block(positions=index, valid=slots.used, places=places)
         options: Span = {"start": span[0], "stop": span[1], "layers": given.layers}
-        return run_layers(self.decoder, given.params, cache, x, block, attention, **options)
+        return run_layers(self.decoder, given.params, state.cache, x, block, attention, **options)
 
     def _decide(self, given: Inputs, state: State) -> State:
         """Returns the state with the step's tokens: fresh predictions first, by probability."""
@@ -435,15 +444,13 @@ class Loop:
             factor = 1 - (1 - self.reveal.end_factor) * left
             ends = jnp.isin(predicted.token, jnp.asarray(self.eos_ids))
             probability = jnp.where(ends, probability * factor[:, None], probability)
-        order = jnp.where(ready, probability + fresh.astype(probability.dtype), -1.0)
-        rank = jnp.argsort(jnp.argsort(-order, axis=1, stable=True), axis=1, stable=True)
+        rank = jnp.argsort(jnp.lexsort((-probability, ~fresh, ~ready), axis=1), axis=1)
         number = self.reveal.number(state.step - state.since)
         takes = ready & (rank < number[:, None])
         if self.reveal.threshold is not None:
             takes |= fresh & (probability >= self.reveal.threshold)
         if self.stop is not None:
-            known = jnp.all(~masks | ready, axis=1)
-            at_once = known & self.stop.sure(span, masks, predicted)
+            at_once = jnp.all(~masks | ready, axis=1) & self.stop.sure(span, masks, predicted)
             takes |= ready & at_once[:, None]
         token = predicted.token if rows.forced is None else rows.forced
         ids = jnp.where(takes, token, state.ids)
@@ -453,7 +460,7 @@ class Loop:
             # A finished block's tokens see each other: all run once more, on final content.
             finished = jnp.any(takes, axis=1) & ~jnp.any(is_mask & span, axis=1)
             changed |= (block_of == state.block[:, None]) & finished[:, None]
-        must = jnp.stack([changed, changed & self.makes_above]) | state.must
+        must = state.must.at[0].set(state.must[0] | changed)
         done = state.done | ~jnp.any(is_mask, axis=1)
         if self.eos_ids and rows.forced is None:
             position = _positions(rows)
@@ -499,14 +506,3 @@ def _put(leaf: jax.Array, new: jax.Array, slots: Slots) -> jax.Array:
     index = jnp.where(slots.used, slots.positions, leaf.shape[1])  # One past the end: dropped.
     at = (jnp.arange(leaf.shape[0])[:, None], index)
     return leaf.at[at].set(new.astype(leaf.dtype), mode="drop")
-
-
-def _count(state: State, part: int, slots: Slots) -> State:
-    """Returns the state after noting that some tokens run a part of the layers now."""
-    runs = _put(jnp.zeros(state.ids.shape, jnp.bool_), slots.used, slots)
-    return dataclasses.replace(
-        state,
-        ran=state.ran.at[part].set(jnp.where(runs, state.step, state.ran[part])),
-        must=state.must.at[part].set(state.must[part] & ~runs),
-        runs=state.runs.at[part].add(jnp.sum(slots.used, axis=1, dtype=jnp.int32)),
-    )

@@ -33,7 +33,8 @@ class Canvas:
       block: tokens that are filled before those after them; 0: all new tokens are one block.
       attention: `"full"`: tokens see the whole row, and blocks count from the prompt's end.
         `"block"`: tokens see their own block and those before it, and blocks count from the row's
-        start (SDAR, arXiv 2510.06303). K/V of finished blocks are exact.
+        start (SDAR, arXiv 2510.06303). K/V of finished blocks are exact where a step runs a whole
+        block: a smaller `Best.count` leaves some from unfinished content.
       shift: whether logits at a token predict the token after it, as in models grown from
         autoregressive ones (Dream).
       seed_first: whether a block's first token is decided alone, before the others (Fast-dLLM v2,
@@ -96,16 +97,16 @@ class Reveal:
     end_factor: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.count < 1 or self.growth < 1 or not 0 <= self.end_factor <= 1:
+        shares = (self.end_factor, self.threshold or 0.0)
+        whole = isinstance(self.count, int) and self.count >= 1
+        if not (whole and self.growth >= 1 and all(0 <= share <= 1 for share in shares)):
             raise ValueError(
-                "Wanted count and growth of at least 1, and an end_factor from 0 to 1. Got "
-                f"count={self.count}, growth={self.growth}, end_factor={self.end_factor}."
+                "Wanted a whole count and a growth of at least 1, a threshold and an end_factor "
+                f"from 0 to 1. Got {self}."
             )
 
     def number(self, since: Int[Array, " row"]) -> Int[Array, " row"]:
         """Returns the number of tokens to decide in a block's step `since`, counted from 0."""
-        if self.growth == 1:
-            return jnp.full_like(since, self.count)
         # Beyond any canvas nothing changes, and integers end.
         return jnp.minimum(self.count * self.growth**since, 2.0**30).astype(since.dtype)
 
@@ -122,8 +123,8 @@ class Sched:
       schedule: between them, over the share of the block that is decided.
     """
 
-    high: float = 8.0
-    low: float = 2.0
+    high: float = 7.5
+    low: float = 2.5
     schedule: Schedule = "linear"
 
     def __post_init__(self) -> None:
@@ -182,7 +183,8 @@ class Best:
     Attributes:
       score: the order.
       count: slots of each row, a static number.
-      among: the score picks among all tokens, or those that predict a mask of the block.
+      among: the lower layers' score picks among all tokens, or those that predict a mask of the
+        block. These have the score of their mask, as in the upper layers.
     """
 
     score: Score
@@ -190,13 +192,15 @@ class Best:
     among: Literal["all", "masks"] = "all"
 
     def __post_init__(self) -> None:
-        if self.score not in get_args(Score) or self.count < 1 or self.among not in _AMONG:
+        known = self.score in get_args(Score) and self.among in _AMONG
+        if not known or self.count not in _COUNTS:
             raise ValueError(
                 f"Wanted a score of {', '.join(get_args(Score))}, a count of at least 1 and among "
                 f"of {', '.join(_AMONG)}. Got {self}."
             )
 
 
+_COUNTS = range(1, 2**31)
 _AMONG, _LOWER, _UPPER = ("all", "masks"), ("all", "block"), ("all", "predicting")
 
 
@@ -214,7 +218,8 @@ class Refresh:
       split: number of lower layers; None: as many as make all keys and values. Where upper layers
         read K/V made below, upper layers of tokens that predict nothing change nothing. The number
         of layers: a token runs all or none.
-      every: steps between steps that run all tokens; 0: only the first does.
+      every: steps between steps that run all tokens; 0: only the first does. Finished blocks of
+        `attention="block"` never run again.
       at_blocks: whether a block's first step runs all tokens (DualCache of Fast-dLLM:
         `lower="block", at_blocks=True`).
     """
@@ -226,14 +231,16 @@ class Refresh:
     at_blocks: bool = False
 
     def __post_init__(self) -> None:
-        checks = (("lower", self.lower, _LOWER), ("upper", self.upper, _UPPER))
-        for name, value, allowed in checks:
+        parts = (("lower", self.lower, _LOWER), ("upper", self.upper, _UPPER))
+        for name, value, allowed in parts:
             if not isinstance(value, Best) and value not in allowed:
                 raise ValueError(
                     f"Wanted {name} to be a Best or one of {', '.join(allowed)}. Got {value!r}."
                 )
-        if self.every < 0:
-            raise ValueError(f"Wanted every of at least 0. Got every={self.every}.")
+        if isinstance(self.upper, Best) and self.upper.score == "decided":
+            raise ValueError('Wanted a score of masks for upper, such as "near". Got "decided".')
+        if not isinstance(self.every, int) or self.every < 0:
+            raise ValueError(f"Wanted a whole every of at least 0. Got every={self.every}.")
 
     def split_of(self, config: DecoderConfig) -> int:
         """Returns the number of lower layers in a model."""
