@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import functools
 import gc
+import itertools
 import types
 from typing import Any
 
@@ -331,6 +332,19 @@ def test_a_prompt_read_in_short_and_long_blocks_is_that_of_one_pass() -> None:
     assert_as_alone(finished, alone(lively_model(), plain, None, asked, lengths=whole))
 
 
+@pytest.mark.parametrize(("size", "capacity"), [(20, 64), (24, 64), (512, 80)])
+def test_the_last_block_of_a_prompt_fits_into_its_row(size: int, capacity: int) -> None:
+    """Blocks of 20, 24 and 64 tokens: the last one ends at 80, 72 and 128."""
+    shapes, plain = Shapes(prompt_tokens=(size,), key_step=128), modes()["plain"][0]
+    engine = engine_of(lively_model(), plain, slots=1, capacity=capacity, shapes=shapes)
+    prompt = np.random.default_rng(0).integers(0, 64, capacity - 3).tolist()
+    asked = dataclasses.replace(POOL[0], prompt=prompt, new=2)
+    number = asked.submit(engine)
+    whole = Lengths(prompt_step=128, key_step=256)
+    expected = alone(lively_model(), plain, None, asked, lengths=whole)
+    assert_as_alone(engine.drain()[number], expected)
+
+
 def test_the_row_of_a_cancelled_request_takes_no_further_step() -> None:
     engine = engine_of(lively_model(), modes()["plain"][0], tokenizer=Letters(), read_late=False)
     engine.submit([1, 2], max_new_tokens=40, eos_ids=())
@@ -415,6 +429,41 @@ def test_an_engine_goes_on_after_an_interrupt_anywhere(
         )
 
 
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize(("owner", "name"), INTERRUPTED[-3:], ids=["take", "finish", "add"])
+def test_events_around_an_interrupt_join_to_the_results(
+    owner: Any, name: str, late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each request ends once, also one that ended in the call that did not return."""
+    engine = interrupted_engine(late=late)
+    reasons = set[str]()
+    for calls in range(1, 9):
+        before, joined, ended = engine.stats(), dict[int, list[Any]](), dict[int, Any]()
+        for size in (3, 5, 9):
+            options: dict[str, Any] = {"eos_ids": (), "stop_strings": ["ba"]}
+            joined[engine.submit([size], max_new_tokens=size, **options)] = []
+        with monkeypatch.context() as patch:
+            interrupt_after(patch, owner, name, calls=calls)
+            while not engine.idle:
+                with contextlib.suppress(KeyboardInterrupt):
+                    for event in engine.advance():
+                        joined[event.request].append(event)
+                        if event.finished is not None:
+                            assert ended.setdefault(event.request, event.finished) is event.finished
+        assert ended.keys() == joined.keys()
+        for number, events in joined.items():
+            tokens = np.concatenate([event.token_ids for event in events])
+            np.testing.assert_array_equal(tokens, ended[number].token_ids)
+            assert "".join(event.text for event in events) == ended[number].text
+            assert ended[number].text == "".join(ended[number].pieces)
+        after = engine.stats()
+        assert sum(after.ended.values()) - sum(before.ended.values()) == len(ended)
+        tokens = sum(result.token_ids.size for result in ended.values())
+        assert after.new_tokens - before.new_tokens == tokens
+        reasons |= {result.reason for result in ended.values()}
+    assert reasons == {"length", "stop", "interrupted"}
+
+
 def test_alternatives_that_nobody_asked_for_cost_nothing() -> None:
     engine = engine_of(lively_model(), modes()["plain"][0], read_late=False)
     number = engine.submit([1, 2], max_new_tokens=1, eos_ids=())
@@ -438,6 +487,31 @@ def test_an_interrupted_warmup_leaves_no_request(monkeypatch: pytest.MonkeyPatch
     engine.warmup()
     number = engine.submit([1, 2], max_new_tokens=3, eos_ids=())
     assert engine.drain()[number].token_ids.size == 3
+
+
+def test_a_used_engine_is_warmed_up_again() -> None:
+    """The device does not know yet that a stop string has ended its last rows."""
+    shapes, plain = Shapes(prompt_tokens=(32,), key_step=CAPACITY), modes()["plain"][0]
+    options: dict[str, Any] = {"tokenizer": Letters(), "read_late": False, "shapes": shapes}
+    engine = engine_of(lively_model(), plain, **options)
+    for first in range(SLOTS):
+        engine.submit([first], max_new_tokens=40, eos_ids=(), stop_strings=[*"abcde"])
+    assert {result.reason for result in engine.drain().values()} == {"stop"}
+    engine.warmup()
+    assert not np.any(engine._rows.state.active)
+    assert engine.stats() == EngineStats(mode="plain", slots=SLOTS)
+
+
+@pytest.mark.parametrize("name", ["plain", pytest.param("prompts", marks=pytest.mark.check)])
+def test_the_smallest_capacity_is_warmed_up(name: str, count_compiles: Any) -> None:
+    shapes = Shapes(prompt_tokens=(4,), prompt_widths=(3,), groups=(1,))
+    sizes: dict[str, Any] = {"slots": 1, "capacity": 3, "steps": 1, "shapes": shapes}
+    engine = engine_of(lively_model(), *modes()[name], **sizes)
+    engine.warmup()
+    with count_compiles() as compiles:
+        number = engine.submit([1], max_new_tokens=1, eos_ids=())
+        assert engine.drain()[number].token_ids.size == 1
+    assert compiles.count == 0
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -503,6 +577,7 @@ def test_what_can_never_run_is_refused_at_once() -> None:
     refused("slot of 64 tokens.*prompt of 2 tokens, max_new_tokens=60 and 4.*: 66",
             max_new_tokens=60)  # fmt: skip
     refused("token ids from 0 to 63", [64], max_new_tokens=1)
+    refused("seeds as integers of at most 64 bits. Got 1180", seed=2**70, max_new_tokens=1)
     refused("at most 8 eos_ids.*Got 9 eos_ids and 0 sequences", eos_ids=range(9), max_new_tokens=1)
     refused("an engine with a tokenizer for stop_strings=.'x'.", stop_strings="x", max_new_tokens=1)
     assert engine.idle
@@ -555,3 +630,31 @@ def test_a_stream_is_one_request_among_others() -> None:
     stream.close()
     assert engine.idle
     assert engine.stats().ended["cancelled"] == 1
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_streams_side_by_side_yield_all_their_events(late: bool) -> None:
+    """Also events of blocks that another stream or `drain` has run."""
+    engine = engine_of(lively_model(), modes()["plain"][0], read_late=late)
+    options: dict[str, Any] = {"max_new_tokens": 14, "eos_ids": ()}
+    prompts = [[1, 2, 3], [4, 5]]
+    numbers = [engine.submit(prompt, **options) for prompt in prompts]
+    results = engine.drain()
+    expected = [results[number].token_ids for number in numbers]
+
+    def check(*streams: list[Any]) -> None:
+        for events, tokens in zip(streams, expected, strict=True):
+            ends = [event.finished is not None for event in events]
+            assert ends.index(True) == len(ends) - 1
+            joined = np.concatenate([event.token_ids for event in events])
+            np.testing.assert_array_equal(joined, tokens)
+
+    pairs = itertools.zip_longest(*(engine.stream(prompt, **options) for prompt in prompts))
+    check(*([event for event in events if event] for events in zip(*pairs, strict=True)))
+    assert engine.drain() == {}
+    first, second = (engine.stream(prompt, **options) for prompt in prompts)
+    begun = [next(first)], [next(second)]
+    assert len(engine.drain()) == 2
+    check([*begun[0], *first], [*begun[1], *second])
+    assert engine.idle
+    assert engine.drain() == {}

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import itertools
+import weakref
 from typing import Any
 
 import numpy as np
@@ -116,6 +118,23 @@ def test_a_plan_is_not_made_of_nonsense(monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(ValueError, match="in 3 tries.* worth nothing"):
         plan_mode(served("propagate"), {1: 0.5, 4: 0.5})
     assert len(tries) == 3 * (2 + 1)
+
+
+def test_one_cache_is_held_while_blocks_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server has the engine's own cache and pool besides."""
+    alive, counts = weakref.WeakSet[Slots](), []
+
+    def seconds(slots: Slots, served: Any, rows: int, threshold: float = 0.0) -> float:
+        assert slots.prefix is None
+        gc.collect()
+        alive.add(slots)
+        counts.append(len(alive))
+        return 1.0 + len(counts)
+
+    monkeypatch.setattr(planning, "_seconds", seconds)
+    monkeypatch.setattr(RowRates, "is_plausible", True)
+    plan_mode(served("propagate", prefix_cache=2**20), {1: 0.5, 4: 0.5})
+    assert counts == [1, 1, 1]
 
 
 @pytest.mark.check

@@ -250,6 +250,23 @@ def test_an_interrupted_call_forgets_all_blocks(monkeypatch: pytest.MonkeyPatch)
     assert ask(engine, text).cached_tokens == 16
 
 
+def test_a_pool_is_deleted_before_the_next_one_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    prefix, zeros, deleted = cached_engine(lively_model())._rows.prefix, jnp.zeros, []
+    assert prefix is not None
+    old = prefix.pool
+    old.keys.delete()  # As after a call that has donated it.
+
+    def noted(*arguments: Any, **options: Any) -> jax.Array:
+        deleted.append(old.keys.is_deleted() and old.values.is_deleted())
+        return zeros(*arguments, **options)
+
+    monkeypatch.setattr(jnp, "zeros", noted)
+    prefix.clear()
+    assert deleted
+    assert all(deleted)
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(prefix.pool))
+
+
 def test_without_a_pool_or_room_for_a_block_nothing_is_different(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

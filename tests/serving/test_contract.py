@@ -68,12 +68,26 @@ REFUSED: dict[str, Any] = {
     "response_format": {"type": "json_object"},
     "reasoning_effort": "low",
     "thinking_token_budget": 256,
+    "include_stop_str_in_output": True,
+    "skip_special_tokens": False,
+    "typical_p": 0.1,
+    "top_a": 0.5,
+    "grammar": "x",
+    "json_schema": {},
+    "reasoning": {"effort": "high"},
+    "verbosity": "low",
+    "max_new_tokens": 3,
 }
+NOT_HERE: dict[str, Any] = {
+    "completions": {"add_special_tokens": False, "max_completion_tokens": 3},
+    "chat/completions": {"add_special_tokens": True, "echo": True},
+}
+"""Fields whose effect is fixed at one of the two addresses."""
 
 
 def test_fields_that_would_be_missed_are_refused_by_name(server: Running) -> None:
-    for name, value in REFUSED.items():
-        for path, body in (("completions", completion("x")), ("chat/completions", chat("x"))):
+    for path, body in (("completions", completion("x")), ("chat/completions", chat("x"))):
+        for name, value in {**REFUSED, **NOT_HERE[path]}.items():
             result = server.ask(f"/v1/{path}", {**body, name: value})
             assert result.status == 400, name
             assert (result.error["param"], name in result.error["message"]) == (name, True)
@@ -84,7 +98,25 @@ def test_fields_that_change_nothing_and_unknown_ones_are_let_pass(server: Runnin
     harmless: dict[str, Any] = {"presence_penalty": 0.0, "best_of": 1, "tools": [], "suffix": ""}
     harmless |= {"response_format": {"type": "text"}, "logit_bias": {}, "guided_json": None}
     fields = {"store": False, "metadata": {"a": "\u00e9"}, "whatever": [1, {"b": None}], "": 1}
+    neutral = {"typical_p": 1, "top_a": 0.0, "skip_special_tokens": True, "verbosity": None}
+    harmless |= {**neutral, "add_special_tokens": True, "max_completion_tokens": None}
     assert server.completion("x", **harmless, **fields, user="me").body["choices"] == plain
+    body = chat("x", **neutral, add_special_tokens=False, echo=False, max_completion_tokens=8)
+    assert server.ask("/v1/chat/completions", body).status == 200
+    bare = {"prompt": "x", "add_special_tokens": False}
+    assert server.ask("/tokenize", bare).body["count"] == 1
+
+
+def test_an_answer_without_a_limit_ends_with_the_context(server: Running) -> None:
+    """Completions have 16 tokens by default, and chats all; both within what is left."""
+    context = server.server.app.reader.context
+    for left, count in ((20, 16), (16, 16), (3, 3)):
+        prompts = [[5] * (context - left), [5]]
+        body = completion(prompts, max_tokens=None, ignore_eos=True)
+        result = server.ask("/v1/completions", body)
+        assert (result.status, result.body["usage"]["completion_tokens"]) == (200, 2 * count)
+    full = server.completion([5] * context, max_tokens=None)
+    assert (full.status, full.error["code"]) == (400, "context_length_exceeded")
 
 
 def test_of_several_prompts_the_one_at_fault_is_named(server: Running) -> None:

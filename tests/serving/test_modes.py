@@ -8,6 +8,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from helpers.serving import SHAPES, Client, alone, by_importance, completion, running, served_model
@@ -19,6 +20,7 @@ from utio_jax.decoding.lossless import Lossless
 from utio_jax.decoding.sampling import SamplingParams
 from utio_jax.engine import Engine, RowRates, planning
 from utio_jax.serving import Address, Server
+from utio_jax.serving.app import Application
 
 pytestmark = pytest.mark.check
 
@@ -131,6 +133,21 @@ def test_ready_says_how_far_the_start_is(folder: Path, monkeypatch: pytest.Monke
         server.stop()
         thread.join(60)
     assert [line["done"] for line in lines if line["event"] == "timing"] == [1]
+
+
+def test_a_server_stays_as_asked_without_memory_for_a_plan(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def rates(*_: Any) -> RowRates:
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+
+    monkeypatch.setattr(planning, "_rates", rates)
+    lines = list[dict[str, Any]]()
+    model = served_model(folder, histogram={2: 0.9, 4: 0.1})
+    app = Application(model, slots=1, shapes=SHAPES, log=lines.append)
+    app.worker._plan()
+    assert lines == [{"event": "planned", "why": "RESOURCE_EXHAUSTED: Out of memory"}]
+    assert not app.reader.in_full
 
 
 @pytest.mark.slow

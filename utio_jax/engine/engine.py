@@ -28,7 +28,7 @@ from utio_jax.core.terminal import count_on_terminal
 from utio_jax.decoding.base import LogitsProcessor, Mode, Plain
 from utio_jax.decoding.loop import check_prompts
 from utio_jax.decoding.prefill import Prefill
-from utio_jax.decoding.sampling import SamplingParams, check_sampling
+from utio_jax.decoding.sampling import SamplingParams, check_sampling, check_seeds
 from utio_jax.decoding.state import STOPS_ROOM, Columns, Stops, stop_rules
 from utio_jax.decoding.text import StreamedRow, TextModel, TextReader, Tokenizer, checked_stops
 from utio_jax.engine.blocks import read_report
@@ -114,6 +114,10 @@ class Engine:
         self._freed: list[int] = []
         # True while a call that changes rows runs, or after it raised: see `_recovered`.
         self._unsettled = False
+        # Numbers of parts that calls have returned, by request; 1 for requests without new tokens.
+        self._returned: dict[int, int] = {}
+        # Events that open streams have not yielded yet, by request.
+        self._streams: dict[int, list[Event]] = {}
         self._drained: dict[int, Completion] = {}
         self._stats = EngineStats(mode=self.mode.name, slots=slots)
 
@@ -191,7 +195,7 @@ class Engine:
             max_new_tokens=max_new_tokens,
             num_layers=config.num_layers,
             sampling=sampling,
-            seed=seed % 2**32,
+            seed=int(check_seeds(seed, rows=1)[0]),
             stops=stops,
             thresholds=thresholds_of(policy, self.mode, self._served.decoder),
             text=None if reader is None else StreamedRow(reader, strings),
@@ -258,11 +262,17 @@ class Engine:
             block, self._flying = self._flying, block
         if block is not None:
             events += self._take(*block)
+        stats = self.stats()
         for event in events:
-            self._stats.add(event)
-            if event.finished is not None:
-                del self._known[event.request]
-        self._unsettled = False
+            stats.add(event)
+        known, owners = self._known, [owner for owner in self._owners if owner is not None]
+        if any(event.finished for event in events):
+            known = {number: x for number, x in known.items() if x.finished is None}
+        returned = {owner.number: len(owner.parts) for owner in owners}
+        # At once: an interrupted call has changed none of them.
+        self._stats, self._known, self._returned, self._unsettled = stats, known, returned, False
+        for event in events:
+            self._streams.get(event.request, []).append(event)
         return events
 
     def drain(self) -> dict[int, Completion]:
@@ -271,9 +281,7 @@ class Engine:
         After a call that did not return, the result includes the requests that ended in it.
         """
         while not self.idle:
-            events = self.advance()
-            ended = {event.request: event.finished for event in events if event.finished}
-            self._drained |= ended
+            self._advance_kept()
         self._flying = None  # All of its rows have ended.
         ended, self._drained = self._drained, {}
         return ended
@@ -283,26 +291,27 @@ class Engine:
     ) -> Generator[Event, None, None]:
         """Yields the events of one request as they come; closing the iterator cancels it.
 
-        Other requests go on: `drain` returns those that end meanwhile. Options and errors are those
-        of `submit`.
+        Other requests and streams go on: `drain` returns the requests that end meanwhile. Options
+        and errors are those of `submit`.
         """
         number = self.submit(prompt_ids, **options)
+        events = self._streams[number] = list[Event]()
         try:
-            while number in self._known:
-                yield from self._events_of(number)
+            while events or number in self._known:
+                if events:
+                    yield events.pop(0)
+                else:
+                    self._advance_kept()
         finally:
+            del self._streams[number]
             if self.cancel(number):
-                self._events_of(number)
+                self._advance_kept()
+            self._drained.pop(number, None)
 
-    def _events_of(self, number: int) -> list[Event]:
-        """Runs one block; returns what it brought to one request, and keeps what ended else."""
+    def _advance_kept(self) -> None:
+        """Runs one block; keeps the results of requests that end for `drain`."""
         events = self.advance()
-        self._drained |= {
-            event.request: event.finished
-            for event in events
-            if event.finished is not None and event.request != number
-        }
-        return [event for event in events if event.request == number]
+        self._drained |= {event.request: event.finished for event in events if event.finished}
 
     def stats(self) -> EngineStats:
         """Returns counts since the engine was made or warmed up."""
@@ -340,14 +349,16 @@ class Engine:
         if progress is None:
             progress = count_on_terminal("Compiling programs of the engine")
             progress(0, self.programs)
+        new = min(2, room - 1)
         try:
+            self._end_by_host()  # Frees the rows of requests that a stop string ended.
             # Twice: the layout of a program's result may differ from that of its first input.
             for done, (size, group) in enumerate(passes * 2, start=1):
                 if not group:
                     rows.warm(size)
                 # One request is cancelled, which releases a slot; another runs a block.
-                prompt = np.zeros(min(size, room - 2) if group else 1, np.int32)
-                options: dict[str, Any] = {"max_new_tokens": 2, "eos_ids": ()}
+                prompt = np.zeros(min(size, room - new) if group else 1, np.int32)
+                options: dict[str, Any] = {"max_new_tokens": new, "eos_ids": ()}
                 options |= {"whole_prompt": not group, "cache_salt": str(done)}
                 count = max(group, 2 if rows.groups in ([], [1]) else 1)
                 numbers = [self.submit(prompt, **options) for _ in range(count)]
@@ -384,7 +395,8 @@ class Engine:
         now, events = self._clock(), []
         for request in self._known.values():
             if request.slot is not None or request.finished is not None:
-                events.append(request.interrupted(now, self._text_of(request)))
+                returned = self._returned.get(request.number, 1)
+                events.append(request.interrupted(now, self._text_of(request), returned=returned))
         return events
 
     def _text_of(self, request: Request) -> StreamedRow | None:

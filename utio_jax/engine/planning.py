@@ -184,6 +184,7 @@ def plan_mode(
 
 def _rates(served: Served, mode: Adaptive, progress: Callable[[int, int], None]) -> RowRates:
     """Measures rates from blocks in which all rows exit at the first depth, or none does."""
+    served = dataclasses.replace(served, prefix_cache=0)
     depths, rows, slots = mode.depth_policy.depths, served.slots, Slots(served)
     plain, per_layer, shallow = dataclasses.replace(served, mode=Plain()), {}, 0.0
     widths = (*(quarters(rows) if mode.packs(served.decoder) else ()), rows)
@@ -193,6 +194,7 @@ def _rates(served: Served, mode: Adaptive, progress: Callable[[int, int], None])
         deep = _seconds(slots, served, width, threshold=-np.inf)
         per_layer[width] = (deep - shallow) / (depths[-1] - depths[0])
     progress(len(widths), len(widths) + 1)
+    del slots  # The device may have no room for the K/V of both modes.
     return RowRates(
         seconds=shallow - depths[0] * per_layer[rows],
         seconds_per_layer=per_layer,

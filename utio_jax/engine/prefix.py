@@ -71,12 +71,16 @@ class PrefixCache:
                 "prefix cache off."
             )
         self._shape, self._dtype = shape, cache.keys.dtype
+        self.pool = Pool(keys=jnp.zeros(0), values=jnp.zeros(0))
         self.clear()
 
     def clear(self) -> None:
         """Removes all blocks, and makes a new pool: the old one may have been deleted."""
         self._places: OrderedDict[bytes, int] = OrderedDict()  # The least recently used first.
         self._free, self.evictions = [*range(self._count)], 0
+        # The old pool is deleted first: the device may have no room for two.
+        for leaf in jax.tree.leaves(self.pool):
+            leaf.delete()
         empty = jnp.zeros((self._count, *self._shape), self._dtype)
         self.pool = Pool(keys=empty, values=jnp.zeros_like(empty))
 

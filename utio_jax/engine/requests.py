@@ -229,26 +229,26 @@ class Request:
     def end(self, reason: str, now: float) -> Event:
         """Ends the request from the host between two blocks; returns its last event."""
         pieces = [] if self.text is None else self.text.add((), running=False)
-        return self.last_event(self.finish(reason, now), pieces)
-
-    def interrupted(self, now: float, text: StreamedRow | None) -> Event:
-        """Returns the last event of a request whose engine lost its row, with no further token.
-
-        `text` is a new reader of its tokens: the interrupt may have left its own in an undefined
-        state. A request that had already finished keeps its result.
-        """
-        if self.finished is None:
-            self.text = text
-            if text is not None:
-                text.add(Columns.joined(self.parts).token_ids, running=False)
-            self.finish("interrupted", now)
-        assert self.finished is not None
-        return self.last_event(self.finished, [])
-
-    def last_event(self, finished: Completion, pieces: list[tuple[str, int]]) -> Event:
-        """Returns an event that ends the request, without new tokens."""
-        none = self.parts[0]
+        finished, none = self.finish(reason, now), self.parts[0]
         return Event(**vars(none), request=self.number, pieces=pieces, finished=finished)
+
+    def interrupted(self, now: float, text: StreamedRow | None, *, returned: int) -> Event:
+        """Returns the last event of a request whose engine lost its row.
+
+        The event has the tokens and the text that no call has returned: those after the first
+        `returned` parts. `text` is a new reader of the tokens: the interrupt may have left the
+        request's own in an undefined state. A request that had already finished keeps its result.
+        """
+        old, new = (
+            Columns.joined([self.parts[0], *parts])
+            for parts in (self.parts[:returned], self.parts[returned:])
+        )
+        pieces, self.text = list[tuple[str, int]](), text
+        if text is not None:
+            text.add(old.token_ids, running=True)
+            pieces = text.add(new.token_ids, running=False)
+        finished = self.finished or self.finish("interrupted", now)
+        return Event(**vars(new), request=self.number, pieces=pieces, finished=finished)
 
     def finish(self, reason: str, now: float) -> Completion:
         """Makes the result of the request and stores it; called once."""

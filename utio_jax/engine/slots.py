@@ -177,8 +177,9 @@ class Slots:
         blocks = {self._block_of(size) for size in self.passes}
         # Blocks start at multiples of this; the last one of a row may exceed its capacity.
         starts = math.gcd(*blocks, PrefixCache.block if has_prefix else 0)
+        whole = max(round_up(capacity, self._unit), round_up(capacity, starts))
         self._sizes: dict[str, Any] = {
-            "slots": round_up(capacity, self._unit) + max(blocks) - starts,
+            "slots": whole + max(blocks) - starts,
             "alternatives": served.alternatives,
         }
         self.state = self._free_rows()

@@ -189,7 +189,8 @@ class Application:
         record: dict[str, Any] = {"event": "planned"}
         try:
             plan = plan_mode(served, self.model.histogram, progress=self._timed)
-        except ValueError as error:  # A noisy machine: it stays as the operator asked for it.
+        except (ValueError, RuntimeError) as error:
+            # A noisy machine, or no room on it: it stays as the operator asked for it.
             self._log({**record, "why": str(error)})
             return
         ratio = plan.speedup

@@ -68,7 +68,8 @@ class Reader:
             decode = self.model.text.tokenizer.decode
             of_text = isinstance(given[0], str)
             texts = given if of_text else [decode(prompt.tolist()) for prompt in prompts]
-        most = 16 if body.max_tokens is None else body.max_tokens
+        left = max(1, self.context - max(prompt.size for prompt in prompts))
+        most = min(16, left) if body.max_tokens is None else body.max_tokens
         eos = self.model.text.decoder.config.eos_ids
         return self._reading(body, prompts, most, texts, logprobs=body.logprobs, eos_ids=eos)
 

@@ -38,13 +38,16 @@ class TextFormat(BaseModel):
 _FOREIGN: Any = (
     (
         Annotated[float, Field(ge=0, le=0)],
-        "frequency_penalty presence_penalty min_tokens prompt_logprobs",
+        "frequency_penalty presence_penalty min_tokens prompt_logprobs top_a",
     ),
-    (Annotated[float, Field(ge=1, le=1)], "best_of repetition_penalty length_penalty"),
+    (Annotated[float, Field(ge=1, le=1)], "best_of repetition_penalty length_penalty typical_p"),
     (Annotated[list[Any], Field(max_length=0)], "functions tools documents bad_words"),
     (Annotated[dict[str, Any], Field(max_length=0)], "logit_bias chat_template_kwargs"),
     (Annotated[list[Literal["text"]], Field(fail_fast=True, max_length=1)], "modalities"),
-    (Literal[False], "echo_prompt use_beam_search continue_final_message"),
+    (
+        Literal[False],
+        "echo_prompt use_beam_search continue_final_message include_stop_str_in_output",
+    ),
     (Literal[True], "add_generation_prompt"),
     (Literal[-1], "thinking_token_budget"),
     (Literal[""], "suffix"),
@@ -54,7 +57,7 @@ _FOREIGN: Any = (
         None,
         "audio prediction web_search_options reasoning_effort structured_outputs guided_json "
         "guided_regex guided_choice guided_grammar allowed_token_ids truncate_prompt_tokens "
-        "chat_template prompt_embeds",
+        "chat_template prompt_embeds grammar json_schema reasoning verbosity max_new_tokens",
     ),
 )
 """Fields of other servers that are not there, with the values that change nothing."""
@@ -119,6 +122,7 @@ class _Generation(Strict):
         description="Requests of different salts share nothing in the prefix cache.",
     )
     return_token_ids: bool | None = None
+    skip_special_tokens: Literal[True] | None = None
     utio: UtioOptions | None = None
 
 
@@ -127,6 +131,8 @@ class CompletionRequest(_Generation):
 
     prompt: str | Ids | Annotated[list[str], Few] | Annotated[list[Ids], Few]
     echo: bool | None = None
+    add_special_tokens: Literal[True] | None = None
+    max_completion_tokens: None = None
     logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
 
 
@@ -166,6 +172,8 @@ class ChatRequest(_Generation):
 
     messages: Messages = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=0)
+    echo: Literal[False] | None = None
+    add_special_tokens: Literal[False] | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
 

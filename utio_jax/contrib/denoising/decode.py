@@ -87,8 +87,8 @@ def denoise(  # noqa: PLR0913 (options, each named)
       seed: of random scores.
 
     Raises:
-      ValueError: settings that do not fit the model or each other, invalid ids, an empty
-        prompt, rows longer than the model's context or `width`, or logits that are not finite.
+      ValueError: settings that do not fit the model or each other, invalid ids, an empty prompt.
+        Or rows longer than the model's context or `width`, or logits that are not finite.
     """
     canvas.check(decoder)
     loop = Loop(
