@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import itertools
 import sys
@@ -34,6 +35,8 @@ from utio_jax.decoding.loop import Lengths, advance, run_chunks
 from utio_jax.decoding.lossless import Lossless
 from utio_jax.decoding.prefill import Prefill
 from utio_jax.decoding.sampling import SamplingParams, rows_of
+from utio_jax.models.presets import TINY
+from utio_jax.models.transformer import Transformer
 from utio_jax.policies.depth import Thresholded, given_depths, random_depths, uniform
 
 DEPTHS = (1, 2, 4)
@@ -305,6 +308,12 @@ def test_bad_input_is_refused(model, case):
     kwargs, message = ERRORS[case]
     with pytest.raises(ValueError, match=message):
         run(model, **kwargs)
+
+
+def test_models_whose_tokens_see_those_after_them_are_refused():
+    decoder = Transformer(dataclasses.replace(TINY, causal=False))
+    with pytest.raises(ValueError, match="Wanted a causal model.*contrib.denoising"):
+        generate(decoder, decoder.init(jax.random.key(0)), [[1, 2]], max_new_tokens=2)
 
 
 @pytest.mark.usefixtures("unchecked_shapes")

@@ -151,7 +151,7 @@ def check_mode(mode: Mode, decoder: Decoder) -> None:
 
     Raises:
       TypeError: the object is no mode, e.g. the name or the class of one.
-      ValueError: the mode does not fit the model.
+      ValueError: the mode does not fit the model, or the model is not causal.
     """
     if not isinstance(mode, Mode):
         got = f"{type(mode).__name__} {mode!r:.80}."
@@ -161,6 +161,12 @@ def check_mode(mode: Mode, decoder: Decoder) -> None:
             got = f"a policy, {type(mode).__name__}. Make a mode of it: Adaptive(policy=...)."
         raise TypeError(
             f"Wanted a mode, such as Plain(), Adaptive(policy=...) or Lossless(exit=...). Got {got}"
+        )
+    if not decoder.config.causal:
+        raise ValueError(
+            "Wanted a causal model to decode, whose tokens see those before them. Got causal=False "
+            "in its config. A masked diffusion model: python -m utio_jax.contrib.denoising FOLDER "
+            "PROMPT. An encoder: utio_jax.contrib.encoders."
         )
     mode.check(decoder)
 
