@@ -7,8 +7,8 @@
 
 `table` decodes windows of the test split. After a prompt of 32 tokens, 96 masks are decided by
 confidence, two a step, and the true tokens are put in: nats per token along each setting's own
-order. FLOPs are executed ones, padding and heads included, over those of full steps. KL is that of
-the decided tokens' predictions from a full pass over the same canvas in nats, in each fourth step.
+order. FLOPs are executed ones, padding and heads included, over those of full steps. KL is
+KL(full pass || prediction) of decided tokens, on the same canvas, in nats, in each fourth step.
 `agreement` is the share of new tokens that are full steps' where predictions are put in.
 Differences have intervals of 95 % over windows, each of another document where there are as many.
 
@@ -151,7 +151,7 @@ def advance(loop: Loop, params: Any, layers: Any, rows: Rows, state: State) -> S
 
 @partial(jax.jit, static_argnums=0)
 def advance_with_kl(loop: Loop, params: Any, layers: Any, rows: Rows, state: State) -> Any:
-    """Returns the state after a step, and the KL of what it decided from a full pass' `[row]`."""
+    """Returns the state after a step, and KL(full pass || decided predictions) `[row]`."""
     after = loop.advance(params, layers, rows, state)
     ends = rows.lengths + loop.max_new_tokens
     depth = loop.decoder.config.num_layers
@@ -320,6 +320,7 @@ def answers_of(model: Any) -> list[tuple[str, dict[str, Any]]]:
         row("ASS", reveal=Reveal(growth=2)),
         row("EOSER 0.01, ASS", reveal=Reveal(growth=2, end_factor=0.01)),
         row("upper: masks alone", Refresh()),
+        row("lower: the answer", Refresh(lower="block")),
         row("lower: decided", Refresh(lower=decided)),
         *(row(f"lower: decided, all every {k}", Refresh(lower=decided, every=k)) for k in (2, 4)),
         *(
@@ -347,6 +348,8 @@ def answers(model: Any, options: Any) -> list[dict[str, Any]]:
     )
     print("|---|---|---|---|---|---|", file=sys.stderr)
     for name, chosen in answers_of(model):
+        if options.only and name != "one a step" and not any(part in name for part in options.only):
+            continue
         got = denoise(
             model.decoder,
             model.params,

@@ -3,9 +3,10 @@
 
     python models/recipes/sums.py --out out/sums
 
-A row has two numbers of up to twelve digits and their sum, lowest digits first, each filled up
-with end tokens. Half of the pairs of digits add up to nine, so that carries travel far. The
-answer is masked, from one token to all. `--resume` continues after an interruption.
+A row has two numbers of equal length, one to twelve digits, and their sum, lowest digits first,
+each filled up with end tokens. 55 % of the pairs of digits add up to nine, so that carries travel
+far. Any share of the answer is masked, from none to all. `--resume` continues after an
+interruption.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ CONFIG = TransformerConfig(
     causal=False,
     kv_source=(*((layer,) for layer in range(4)), *(((3,),) * 4)),
 )
-"""1.5M parameters; layers 5 to 8 read keys and values of layer 4."""
+"""1.45M parameters; layers 5 to 8 read keys and values of layer 4."""
 
 
 def draw_sums(key: jax.Array, rows: int) -> jax.Array:
