@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from mutants import read_list
 
 ROOT = Path(__file__).parents[2]
 
@@ -23,3 +24,7 @@ def test_slow_tests_and_other_environments_are_left_out(target: tuple[str, ...])
     assert {"not slow", "not llm", "not browser", "not clients", "not ray"} <= set(
         chosen.split(" and ")
     )
+
+
+def test_each_mutant_fits_the_source() -> None:
+    assert read_list()
