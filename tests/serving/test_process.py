@@ -200,7 +200,6 @@ async def burst(server: Process, count: int) -> list[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_hundreds_at_once_are_answered_or_told_to_come_again(start: Start) -> None:
     server, done = start(), ("length", "eos")
     before = ended_of(server.counters(), *done)

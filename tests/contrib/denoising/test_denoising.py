@@ -390,7 +390,7 @@ def test_a_text_ends_once_all_before_its_end_is_decided(models: dict[str, Model]
     model = models["plain"]
     whole = run(model, BLOCKS, Refresh(), Reveal())
     end = int(whole.token_ids[0, 5])
-    cut = run(model, BLOCKS, Refresh(), Reveal(), eos_ids=(end,))
+    cut = run(model, BLOCKS, Refresh(), Reveal(), eos_ids=end)
     for row in range(len(PROMPTS)):
         places = np.flatnonzero(whole.token_ids[row] == end)
         length = places[0] if places.size else NEW

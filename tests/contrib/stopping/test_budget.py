@@ -14,7 +14,6 @@ from helpers.generation import DepthAt, depth_table, run, true_logits
 
 from utio_jax.contrib.stopping import ThinkingBudget, Thought
 from utio_jax.decoding import Adaptive, Lossless, SamplingParams
-from utio_jax.engine import Engine, Shapes
 
 NEW = 24
 PROMPTS = [[0, 5, 7], [0, 9, 3, 2, 8, 8, 1], [4], [6, 2, 2], [0, 5, 7], [9, 1]]
@@ -142,21 +141,6 @@ def test_what_is_drawn_is_drawn_as_without_a_budget(model: Any, rules: Any) -> N
     for new, answer in zip(run(model, texts, **how).token_ids, answers, strict=True):
         assert new.tolist()[: len(answer)] == answer
     assert sum(map(len, answers)) > 15
-
-
-@pytest.mark.slow  # As a server's in tests/serving/test_modes.py.
-def test_requests_of_an_engine_think_as_alone(model: Any) -> None:
-    rule = ThinkingBudget(end_ids=(62, 63), max_tokens=5)
-    shapes = Shapes(prompt_tokens=(32,), key_step=64)
-    engine = Engine(
-        model.decoder, model.params, slots=2, capacity=64, shapes=shapes, logits_processor=rule
-    )
-    numbers = [engine.submit(prompt, max_new_tokens=NEW, eos_ids=()) for prompt in PROMPTS]
-    ended = engine.drain()
-    alone = run(model, PROMPTS, max_new_tokens=NEW, logits_processor=rule, eos_ids=())
-    for number, new in zip(numbers, alone.token_ids, strict=True):
-        assert ended[number].token_ids.tolist() == new.tolist()
-        assert new[5:7].tolist() == [62, 63]
 
 
 def test_thinking_that_a_prompt_has_opened_is_open() -> None:

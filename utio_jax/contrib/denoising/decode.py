@@ -62,7 +62,7 @@ def denoise(  # noqa: PLR0913 (options, each named)
     reveal: Reveal = Reveal(),
     stop: Stop | None = None,
     refresh: Refresh = Refresh(),
-    eos_ids: tuple[int, ...] | None = None,
+    eos_ids: int | Sequence[int] | None = None,
     forced: Any = None,
     width: int | None = None,
     seed: int = 0,
@@ -80,7 +80,7 @@ def denoise(  # noqa: PLR0913 (options, each named)
       reveal: which masks a step decides.
       stop: when a block is decided at once; None: never.
       refresh: which tokens run which layers in a step.
-      eos_ids: tokens that end a text; None: those of the model.
+      eos_ids: a token or tokens that end a text; None: those of the model.
       forced: ids `[row, max_new_tokens]` that are decided in place of predictions, in the order
         that predictions give: measures nats along the order.
       width: static width of the canvas; None: the longest prompt, rounded up to 32, and new tokens.
@@ -91,6 +91,7 @@ def denoise(  # noqa: PLR0913 (options, each named)
         Or rows longer than the model's context or `width`, or logits that are not finite.
     """
     canvas.check(decoder)
+    ends = decoder.config.eos_ids if eos_ids is None else np.atleast_1d(eos_ids).tolist()
     loop = Loop(
         decoder=decoder,
         canvas=canvas,
@@ -98,7 +99,7 @@ def denoise(  # noqa: PLR0913 (options, each named)
         stop=stop,
         refresh=refresh,
         max_new_tokens=max_new_tokens,
-        eos_ids=decoder.config.eos_ids if eos_ids is None else tuple(eos_ids),
+        eos_ids=tuple(ends),
     )
     rows = rows_of(loop, prompts, forced=forced, width=width, seed=seed)
     state = _run(loop, params, split_layers(decoder, params), rows)
@@ -140,8 +141,7 @@ def rows_of(
             "prompts, or take fewer new tokens."
         )
     width = width or min(round_up(int(lengths.max()), 32) + max_new_tokens, most)
-    padded = np.zeros((len(given), width), np.int32)
-    placed = padded.copy()
+    padded, placed = np.zeros((2, len(given), width), np.int32)
     for row, prompt in enumerate(given):
         padded[row, : prompt.size] = prompt
         if forced is not None:
@@ -152,8 +152,8 @@ def rows_of(
                     f"Got {truth.size}."
                 )
             placed[row, prompt.size : prompt.size + max_new_tokens] = truth
-    ids, ends, true = map(jnp.asarray, (padded, lengths, placed))
-    true = None if forced is None else true
+    ids, ends = jnp.asarray(padded), jnp.asarray(lengths)
+    true = None if forced is None else jnp.asarray(placed)
     return Rows(ids=ids, lengths=ends, forced=true, key=jax.random.key(seed))
 
 
