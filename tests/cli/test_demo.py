@@ -36,13 +36,7 @@ WRITTEN: list[dict[str, Any]] = [
         ("adaptive", 1, 2.5, 0.98),
     )
 ]
-PROMPT = {
-    "prompt_tokens": 448,
-    "stop": 8,
-    "speedup": 1.73,
-    "nll_increase_pct": 0.0,
-    "exact": True,
-}
+PROMPT = {"prompt_tokens": 448, "stop": 8, "speedup": 1.73, "nll_increase_pct": 0.0, "exact": True}
 
 
 def test_budgets_stand_beside_truncation_and_a_shallower_model() -> None:

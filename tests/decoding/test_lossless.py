@@ -61,10 +61,7 @@ def test_a_perfect_draft_is_accepted_whole(model):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "mode",
-    [
-        Lossless(exit=1, max_draft=3),
-        Lossless(drafter="ngram", max_draft=3),
-    ],
+    [Lossless(exit=1, max_draft=3), Lossless(drafter="ngram", max_draft=3)],
     ids=["fixed", "ngram"],
 )
 def test_drawn_tokens_follow_the_full_model(mode):

@@ -51,8 +51,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=() if "," in name else pytest.mark.slow) for name in VARIANTS],
+    "name", [pytest.param(name, marks=() if "," in name else pytest.mark.slow) for name in VARIANTS]
 )
 def test_maps_are_the_least_squares_of_deeper_keys_and_values(name: str) -> None:
     """Against a solver, on states and K/V that are written out layer by layer."""

@@ -158,8 +158,7 @@ def test_rows_read_what_they_need(model: Any) -> None:
     size, steps = HISTORY.size, 39
     views = (steps * 4 - 1) * size
     np.testing.assert_array_equal(
-        result.kv_bytes_read,
-        [(views + steps * 4 * 64) * per_slot, *[(views + 64) * per_slot] * 2],
+        result.kv_bytes_read, [(views + steps * 4 * 64) * per_slot, *[(views + 64) * per_slot] * 2]
     )
     # Arithmetic is the batch's: 64 slots for one row of three, 65 at first.
     np.testing.assert_allclose(result.attended, views + (steps * 4 + 2) * 64 / 3, rtol=1e-5)

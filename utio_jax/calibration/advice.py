@@ -90,7 +90,7 @@ def advise(decoder: Decoder, info: Mapping[str, Any], *, lens: bool) -> str | No
         )
     sentences = [
         f"Adaptive depth will not pay here: the loss at depth {deepest} is {lost:.0f} % above full "
-        "depth's" + (f", and no policy stays within {_ACCEPTABLE_PCT:.0f} %." if measured else "."),
+        "depth's" + (f", and no policy stays within {_ACCEPTABLE_PCT:.0f} %." if measured else ".")
     ]
     if not lens:
         sentences.append("These exits may never have been trained to predict: utio-jax calibrate")

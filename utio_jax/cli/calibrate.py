@@ -15,13 +15,7 @@ import numpy as np
 from utio_jax.calibration.gates import SIGNALS, fits_of
 from utio_jax.calibration.goals import Budgets
 from utio_jax.calibration.lens import LensConfig, fit_lens, split_for_lens
-from utio_jax.cli.options import (
-    OfText,
-    OfWindows,
-    Rare,
-    progress_lines,
-    read_documents,
-)
+from utio_jax.cli.options import OfText, OfWindows, Rare, progress_lines, read_documents
 from utio_jax.core.files import check_writable, load_json
 from utio_jax.core.lens import lens_file, save_lens
 from utio_jax.policies.store import calibration_file, check_nothing_is_lost

@@ -75,12 +75,7 @@ class Chat(OfDecoding):
         return [] if self.system is None else [{"role": "system", "content": self.system}]
 
     def _answer(
-        self,
-        engine: Any,
-        console: Any,
-        messages: list[dict[str, str]],
-        turn: int,
-        sampling: Any,
+        self, engine: Any, console: Any, messages: list[dict[str, str]], turn: int, sampling: Any
     ) -> dict[str, Any]:
         """Prints an answer as it arrives; returns it, its depths and whether Ctrl-C ended it."""
         from utio_jax.models.chat import encode_chat, turn_ends

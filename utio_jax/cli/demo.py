@@ -19,13 +19,7 @@ from utio_jax.bench.prompts import shallow_prompts
 from utio_jax.bench.rows import describe
 from utio_jax.calibration.goals import Budgets
 from utio_jax.cli.options import Files, Rare, check_out, read_documents
-from utio_jax.cli.trial import (
-    Tried,
-    fastest_commands,
-    read_full_rows,
-    tried_writing,
-    write_middles,
-)
+from utio_jax.cli.trial import Tried, fastest_commands, read_full_rows, tried_writing, write_middles
 from utio_jax.core.files import save_json
 from utio_jax.evaluation.ledger import Ledger, uniform_hull
 from utio_jax.policies.store import DEFAULT_BUDGET

@@ -108,11 +108,7 @@ class FitPrompt(OfModel, OfText):
         info = {"model_sha256": model.sha256, "text": described, "seed": 0}
         save_kv_maps(out, maps, info={**info, **summary})
         print(study.verdict, file=sys.stderr)
-        return {
-            "out": str(out),
-            "verdict": study.verdict,
-            **summary,
-        }
+        return {"out": str(out), "verdict": study.verdict, **summary}
 
     def _shown(self, model: Any, stop: int) -> tuple[FrozenKV, ...]:
         """Returns the K/V sources to try for tokens that exit at a layer."""

@@ -265,11 +265,7 @@ def tried_writing(
 
 
 def write_middles(
-    model: Any,
-    documents: Sequence[np.ndarray],
-    adaptive: Mapping[str, Policy],
-    *,
-    rounds: int,
+    model: Any, documents: Sequence[np.ndarray], adaptive: Mapping[str, Policy], *, rounds: int
 ) -> dict[str, Timed]:
     """Returns timings of continuing three passages of documents one by one, by mode.
 
@@ -308,8 +304,7 @@ def _prompts(model: Any, documents: Any) -> list[Tried]:
     except ValueError:
         return [
             Tried(
-                what="prompts: no shallow way is known",
-                how="in minutes: utio-jax fit-prompt FILES",
+                what="prompts: no shallow way is known", how="in minutes: utio-jax fit-prompt FILES"
             )
         ]
     return [Tried.of_prompt(record)]

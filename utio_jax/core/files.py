@@ -280,12 +280,7 @@ _TIE = "weights_sha256"
 
 
 def load_owned(
-    file: Path,
-    *,
-    what: str,
-    command: str,
-    model_sha256: str,
-    read: Callable[[Any], tuple[Any, T]],
+    file: Path, *, what: str, command: str, model_sha256: str, read: Callable[[Any], tuple[Any, T]]
 ) -> tuple[T, dict[str, np.ndarray]]:
     """Returns what `read` makes of the JSON that `save_owned` wrote, and the tensors.
 

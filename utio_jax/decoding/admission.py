@@ -31,11 +31,7 @@ from utio_jax.decoding.state import RELEASED, DecodeState
 
 @partial(jax.jit, static_argnames=("batch", "slots", "alternatives"))
 def empty_state(
-    context: DecodeContext,
-    *,
-    batch: int,
-    slots: int,
-    alternatives: int = 0,
+    context: DecodeContext, *, batch: int, slots: int, alternatives: int = 0
 ) -> DecodeState:
     """Returns a state in which all rows are released and can take prompts."""
     one = jnp.ones((batch,), jnp.int32)

@@ -150,9 +150,7 @@ class ExitDrafter:
             drawn = None if now.log_q is None else now.log_q.at[rows, slot].set(log_q, mode="drop")
             x = jax.lax.dynamic_update_slice_in_dim(pending.x, stored, at, axis=1)
             now = dataclasses.replace(
-                now,
-                token_ids=now.token_ids.at[rows, slot].set(new, mode="drop"),
-                log_q=drawn,
+                now, token_ids=now.token_ids.at[rows, slot].set(new, mode="drop"), log_q=drawn
             )
             return Pending(cache=cache, x=x), now, jnp.where(active, new, last)
 

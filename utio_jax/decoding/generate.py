@@ -29,14 +29,7 @@ from utio_jax.decoding.base import LogitsProcessor, Mode, Plain
 from utio_jax.decoding.loop import Lengths, Prompts, check_prompts, round_up, run_chunks
 from utio_jax.decoding.prefill import Prefill
 from utio_jax.decoding.sampling import SamplingParams, check_sampling, check_seeds
-from utio_jax.decoding.state import (
-    REASONS,
-    Columns,
-    DecodeState,
-    Tally,
-    stop_rules,
-    stops_of_rows,
-)
+from utio_jax.decoding.state import REASONS, Columns, DecodeState, Tally, stop_rules, stops_of_rows
 
 INSTEAD = {
     "temperature": "sampling=SamplingParams(temperature={})",
@@ -285,13 +278,7 @@ def new_tokens(state: DecodeState, starts: np.ndarray) -> list[Columns]:
 
 
 def collect(
-    state: DecodeState,
-    mode: Mode,
-    lengths: Lengths,
-    *,
-    rows: int,
-    devices: int,
-    num_layers: int,
+    state: DecodeState, mode: Mode, lengths: Lengths, *, rows: int, devices: int, num_layers: int
 ) -> Generated:
     """Returns the result of a finished state's first rows. Further rows are padding of a mesh."""
     starts, ends = (np.asarray(leaf)[:rows] for leaf in (state.prompt_lengths, state.lengths))

@@ -174,11 +174,7 @@ class Columns:
                 log_probabilities=np.zeros((*shape, alternatives), np.float32),
             )
         return Columns(
-            token_ids=ints,
-            decided=ints,
-            executed=ints,
-            log_probabilities=floats,
-            alternatives=best,
+            token_ids=ints, decided=ints, executed=ints, log_probabilities=floats, alternatives=best
         )
 
     @classmethod

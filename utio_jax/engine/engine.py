@@ -317,11 +317,7 @@ class Engine:
         """Returns counts since the engine was made or warmed up."""
         running = sum(owner is not None for owner in self._owners)
         queued = len(self._known) - running
-        now: dict[str, Any] = {
-            "queued": queued,
-            "running": running,
-            "ended": {**self._stats.ended},
-        }
+        now: dict[str, Any] = {"queued": queued, "running": running, "ended": {**self._stats.ended}}
         if (prefix := self._rows.prefix) is not None:
             now |= {"prefix_blocks": prefix.num_blocks, "prefix_evictions": prefix.evictions}
         return dataclasses.replace(self._stats, **now)
@@ -482,11 +478,7 @@ class Engine:
             if request is None or request.finished is not None:
                 continue
             row = read_report(
-                report,
-                slot,
-                known=request.length,
-                room=rows.room,
-                columns=rows.state.columns,
+                report, slot, known=request.length, room=rows.room, columns=rows.state.columns
             )
             event = request.take(row, now)
             events.append(event)

@@ -226,9 +226,7 @@ def _from_keys(keys: Mapping[str, Any]) -> tuple[str | None, dict[str, str]]:
 @lru_cache(maxsize=8)
 def _compiled(template: str) -> jinja2.Template:
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True,
-        lstrip_blocks=True,
-        extensions=[_Generation, jinja2.ext.loopcontrols],
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
     )
     environment.filters["tojson"] = _to_json
     environment.globals |= {

@@ -23,9 +23,7 @@ STDLIB_16 = TransformerConfig(
 """4.4M parameters, six exits from the start, trained on the standard library's source."""
 
 SHARED_16 = dataclasses.replace(
-    STDLIB_16,
-    exits=(16,),
-    kv_source=(*((layer,) for layer in range(8)), *(((4, 5, 6, 7),) * 8)),
+    STDLIB_16, exits=(16,), kv_source=(*((layer,) for layer in range(8)), *(((4, 5, 6, 7),) * 8))
 )
 """The shipped model before it has exits, which come late: see `models/recipes`.
 

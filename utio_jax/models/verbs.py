@@ -593,11 +593,7 @@ class Verbs:
         return _encoded(self, read_sources(texts, files))
 
     def hidden_states(
-        self: Any,
-        texts: Texts = (),
-        *,
-        files: Files = (),
-        depths: Sequence[int] | None = None,
+        self: Any, texts: Texts = (), *, files: Files = (), depths: Sequence[int] | None = None
     ) -> list[np.ndarray]:
         """Returns the hidden states of each text, `[depth, token, dim]`, at full attention.
 

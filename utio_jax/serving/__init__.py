@@ -14,11 +14,4 @@ from utio_jax.serving.app import Application
 from utio_jax.serving.model import Chat, Limits, ServedModel
 from utio_jax.serving.run import Address, Server
 
-__all__ = [
-    "Address",
-    "Application",
-    "Chat",
-    "Limits",
-    "ServedModel",
-    "Server",
-]
+__all__ = ["Address", "Application", "Chat", "Limits", "ServedModel", "Server"]

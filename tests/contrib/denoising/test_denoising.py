@@ -341,10 +341,7 @@ def test_forced_tokens_are_decided_in_the_order_of_predictions(models: dict[str,
 
 @pytest.mark.parametrize(
     "kind",
-    [
-        "heads of two layers",
-        *(pytest.param(kind, marks=pytest.mark.slow) for kind in [*KINDS][1:]),
-    ],
+    ["heads of two layers", *(pytest.param(kind, marks=pytest.mark.slow) for kind in [*KINDS][1:])],
 )
 def test_upper_layers_of_tokens_that_predict_nothing_change_nothing(
     kind: str, models: dict[str, Model]

@@ -187,12 +187,7 @@ def test_a_folders_first_step_is_plain_numpys(kind: str, tmp_path: Path) -> None
     logits[:, MASK] = -np.inf
     log_probs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     result = denoise(
-        model.decoder,
-        model.params,
-        [prompt],
-        canvas=model.canvas,
-        max_new_tokens=new,
-        eos_ids=(),
+        model.decoder, model.params, [prompt], canvas=model.canvas, max_new_tokens=new, eos_ids=()
     )
     first = int(result.decided_at[0].argmin())
     reader = len(prompt) + first - expected.shift

@@ -9,14 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import cases
-from helpers.generation import (
-    PROMPTS,
-    SMALL,
-    assert_drawn_law,
-    assert_greedy,
-    plain_run,
-    run,
-)
+from helpers.generation import PROMPTS, SMALL, assert_drawn_law, assert_greedy, plain_run, run
 
 from utio_jax.contrib.drafts import Agreement, DynamicExits
 from utio_jax.core.pytrees import pytree, static
@@ -85,8 +78,7 @@ def test_layers_run_to_the_deepest_exit_and_the_longest_draft(model):
 
 
 @pytest.mark.parametrize(
-    "mode",
-    [Anyhow(max_draft=3), pytest.param(DynamicExits(max_draft=3), marks=pytest.mark.slow)],
+    "mode", [Anyhow(max_draft=3), pytest.param(DynamicExits(max_draft=3), marks=pytest.mark.slow)]
 )
 def test_a_seed_fixes_the_text_whatever_the_batch(model, mode):
     together = run(model, mode=mode, sampling=DRAWN, seeds=[5, 6, 7])

@@ -185,13 +185,7 @@ def test_rows_of_an_engine_come_and_go_as_if_alone(name: str) -> None:
 
 def test_a_source_read_in_parts_is_not_taken_for_whole() -> None:
     model = t5_model()
-    engine = utio_jax.Engine(
-        model.decoder,
-        model.params,
-        slots=1,
-        capacity=64,
-        shapes=PARTS,
-    )
+    engine = utio_jax.Engine(model.decoder, model.params, slots=1, capacity=64, shapes=PARTS)
     number = engine.submit(source_rows(model.decoder, SOURCES)[0], max_new_tokens=2, eos_ids=())
     assert np.isnan(engine.drain()[number].log_probabilities).all()
 

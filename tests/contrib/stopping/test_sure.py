@@ -16,13 +16,7 @@ from scipy import special, stats
 
 from utio_jax.calibration.guarantee import half_of
 from utio_jax.contrib import stopping
-from utio_jax.contrib.stopping import (
-    Answered,
-    Confidence,
-    ThinkingBudget,
-    Trace,
-    fit_confidence,
-)
+from utio_jax.contrib.stopping import Answered, Confidence, ThinkingBudget, Trace, fit_confidence
 from utio_jax.decoding import Lengths, SamplingParams
 
 PROMPTS = [[0, 5, 7], [0, 9, 3, 2, 8, 8, 1], [4], [6, 2, 2]]

@@ -153,10 +153,7 @@ def test_without_flags_vllm_is_what_it_was_bit_by_bit(made: Path, stock: Any) ->
 
 @pytest.fixture(scope="module")
 def stopped(made: Path) -> Any:
-    rounds = [
-        [{"ids": ids} for ids in prompts()],
-        [{"ids": prompts()[0], "prompt_logprobs": 0}],
-    ]
+    rounds = [[{"ids": ids} for ids in prompts()], [{"ids": prompts()[0], "prompt_logprobs": 0}]]
     return run(made, rounds, enable_prefix_caching=False, **flags(made))
 
 

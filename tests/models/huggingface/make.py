@@ -54,10 +54,7 @@ CASES = {
         {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
     ),
     "qwen3": ("Qwen3", {"head_dim": 16, "tie_word_embeddings": False}),
-    "gpt2": (
-        "GPT2",
-        {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64},
-    ),
+    "gpt2": ("GPT2", {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64}),
     "mistral": ("Mistral", {"sliding_window": 6, "head_dim": 12, "tie_word_embeddings": False}),
     "gemma2": (
         "Gemma2",
