@@ -22,8 +22,8 @@ from utio_jax.decoding.sampling import (
     draw,
     rows_of,
     token_keys,
-    verify_greedy,
     verify_sampling,
+    verify_tokens,
 )
 
 PROBABILITIES = np.array([0.05, 0.4, 0.2, 0.1, 0.25])
@@ -158,9 +158,8 @@ def test_draws_follow_the_distribution():
 
 def test_greedy_verification():
     best = np.array([[4, 2, 7, 1], [4, 2, 7, 1], [4, 2, 7, 1], [4, 2, 7, 1]])
-    logits = jnp.asarray(np.eye(8)[best], jnp.float32)
     drafts = jnp.array([[4, 2, 7], [4, 3, 7], [0, 2, 7], [4, 2, 7]])
-    result = verify_greedy(logits, drafts, jnp.array([3, 3, 3, 1]))
+    result = verify_tokens(jnp.asarray(best), drafts, jnp.array([3, 3, 3, 1]))
     # All, up to the first wrong one, none, and no more than were drawn.
     np.testing.assert_array_equal(result.accepted, [3, 1, 0, 1])
     np.testing.assert_array_equal(result.token_ids, best)

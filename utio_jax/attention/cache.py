@@ -113,9 +113,10 @@ def write(
       values: of the same shape.
       positions: of the tokens in their rows.
       valid: tokens that exist.
-      rows: of the cache that the packed rows are, see `packed_rows`; None: all, in order.
+      rows: of the cache that the packed rows are, any for one without valid tokens; None: all, in
+        order.
     """
-    rows = packed_rows(rows, positions.shape[0])
+    rows = jnp.arange(positions.shape[0], dtype=jnp.int32) if rows is None else rows
     view = cache.view
     if view is not None:
         view = view.remember(layer, keys, values, positions=positions, valid=valid, rows=rows)
@@ -147,14 +148,6 @@ def write_prompt(
         return jax.lax.dynamic_update_slice(old, new, start)
 
     return dataclasses.replace(cache, keys=put(cache.keys, keys), values=put(cache.values, values))
-
-
-def packed_rows(rows: Int[Array, " packed"] | None, count: int) -> Int[Array, " packed"]:
-    """Returns the rows of a cache that packed rows belong to; None: its first `count`.
-
-    A packed row that only fills up may name any row, if none of its tokens is valid.
-    """
-    return jnp.arange(count, dtype=jnp.int32) if rows is None else rows
 
 
 def read(

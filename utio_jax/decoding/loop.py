@@ -202,7 +202,8 @@ def begin(  # noqa: PLR0913 (static and traced apart, for jit)
         )
         depth = jnp.take_along_axis(prompt.depths, lengths[:, None] - 1, axis=1)[:, 0]
     state = dataclasses.replace(state, cache=cache, prompt=prompt)
-    return first_tokens(context, state, logits, depth=depth)
+    state = context.mode.start(context, state)
+    return emit_drawn(context, state, logits, decided=depth, executed=depth)
 
 
 def read_prompts(
@@ -232,18 +233,6 @@ def read_prompts(
         )
     last = jax.vmap(lambda row, length: row[length - 1])(x, lengths)
     return logits_of(decoder, params, last), cache
-
-
-def first_tokens(
-    context: DecodeContext,
-    state: DecodeState,
-    logits: Float[Array, "batch vocab"],
-    *,
-    depth: Int[Array, " batch"],
-) -> DecodeState:
-    """Returns the state after the first new token of each row, with prompts in the cache."""
-    state = context.mode.start(context, state)
-    return emit_drawn(context, state, logits, decided=depth, executed=depth)
 
 
 def unread(

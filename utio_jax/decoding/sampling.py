@@ -248,18 +248,6 @@ class Verified:
     accepted: Int[Array, " batch"]
 
 
-def verify_greedy(
-    logits: Float[Array, "batch pending vocab"],
-    drafts: Int[Array, "batch draft"],
-    num_drafts: Int[Array, " batch"],
-) -> Verified:
-    """Accepts the longest prefix of drafts that equals the full model's greedy tokens.
-
-    Logits are those after the token before each draft, and after the last draft.
-    """
-    return verify_tokens(most_probable(logits), drafts, num_drafts)
-
-
 def verify_tokens(
     token_ids: Int[Array, "batch pending"],
     drafts: Int[Array, "batch draft"],
@@ -267,8 +255,9 @@ def verify_tokens(
 ) -> Verified:
     """Accepts the longest prefix of drafts that equals the full model's tokens.
 
-    Tokens may be greedy or drawn. If drafts are not drawn, this is speculative sampling: a draft is
-    accepted with its probability p, and a rejected one is replaced by a draw from the other tokens.
+    Tokens are those after the token before each draft, and after the last draft, greedy or drawn.
+    If drafts are not drawn, this is speculative sampling: a draft is accepted with its probability
+    p, and a rejected one is replaced by a draw from the other tokens.
     """
     same = (drafts == token_ids[:, :-1]) & _before(num_drafts, drafts.shape[1])
     return Verified(token_ids=token_ids, accepted=_leading(same))

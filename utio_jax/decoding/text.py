@@ -162,7 +162,9 @@ def generate_text(
       ValueError: an empty prompt or stop string; see also `generate`.
     """
     check_generate_options(options)
-    ids, rows = _begun(model, prompts, stop_strings)
+    ids = _encoded(model, prompts)
+    pairs = zip(ids, stops_of_texts(stop_strings, len(ids)), strict=True)
+    rows = [StreamedRow(TextReader(model.tokenizer, prompt), stops) for prompt, stops in pairs]
     also: Callable[[int, np.ndarray], bool] | None = options.pop("stop_when", None)
 
     def stop_when(row: int, new: np.ndarray) -> bool:
@@ -289,15 +291,6 @@ class StreamedRow:
                 shown.append((piece, number))
         self.text += "".join(piece for piece, _ in shown)
         return shown
-
-
-def _begun(
-    model: TextModel, prompts: Any, stop_strings: StopStrings
-) -> tuple[Prompts, list[StreamedRow]]:
-    """Returns the token ids of prompts, and the streamed text of each row."""
-    ids = _encoded(model, prompts)
-    pairs = zip(ids, stops_of_texts(stop_strings, len(ids)), strict=True)
-    return ids, [StreamedRow(TextReader(model.tokenizer, prompt), stops) for prompt, stops in pairs]
 
 
 def _encoded(model: TextModel, prompts: Any) -> Prompts:

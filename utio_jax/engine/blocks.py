@@ -108,11 +108,6 @@ def block_room(mode: Mode, steps: int) -> int:
     return steps * mode.block + 1
 
 
-def report_columns(room: int) -> int:
-    """Returns the number of first columns of a report that hold counts and tokens."""
-    return 3 + len(TALLIED) + room
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RowReport:
     """Report of a row: new tokens, its length with them, finish reason, and `TALLIED` counts."""

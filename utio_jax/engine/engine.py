@@ -484,9 +484,7 @@ class Engine:
             events.append(event)
             if event.finished is not None:
                 rows.keep_blocks(request, slot, ended=True)
-                if (
-                    row.reason == "running"
-                ):  # Ended by a stop string, which the device does not see.
+                if row.reason == "running":  # By a stop string, which the device does not see.
                     self._freed.append(slot)
                 self._owners[slot] = None
         return events

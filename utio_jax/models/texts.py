@@ -107,7 +107,7 @@ def read_sources(texts: Texts, files: Files = (), *, names_are_texts: bool = Fal
         if not names_are_texts:
             raise ValueError(f"{message} To take the name as text: model.encode([{named[0]!r}]).")
         warnings.warn(f"{message} It is taken as text.", stacklevel=3)
-    sources += map(Path, _listed_files(files))
+    sources += map(Path, [files] if isinstance(files, (str, Path)) else files)
     paths = [source for source in sources if isinstance(source, Path)]
     read = iter(read_files(paths) if paths else ())
     return [next(read).text if isinstance(source, Path) else source for source in sources]
@@ -130,7 +130,3 @@ def names_file(text: str) -> bool:
         return Path(text).is_file()
     except OSError:  # In a folder that may not be read, for one.
         return False
-
-
-def _listed_files(files: Files) -> list[str | Path]:
-    return [files] if isinstance(files, (str, Path)) else [*files]

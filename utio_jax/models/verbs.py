@@ -314,24 +314,9 @@ class Verbs:
         `event.request` is the index of a prompt, `event.finished` its result once it has ended.
         More prompts than `max_batch` wait for a free slot.
 
-        Args:
-          prompts: see `generate`.
-          files: see `generate`.
-          mode: see `generate`.
-          budget: see `generate`.
-          max_new_tokens: see `generate`.
-          stop: see `generate`.
-          sampling: see `generate`.
-          seed: see `generate`.
-          prompt_budget: see `generate`.
-          max_batch: number of prompts that run at once.
-          steps: decode steps between two events of a prompt.
-          prefill: see `utio_jax.Engine`.
-          logits_processor: see `utio_jax.Engine`.
-          **options: of `utio_jax.Engine.submit`, for all prompts.
-
-        Raises:
-          ValueError: see `generate`.
+        Arguments and errors are those of `generate`. Further ones are `steps`, the decode steps
+        between two events of a prompt; `prefill` and `logits_processor` of `utio_jax.Engine`; and
+        options of `utio_jax.Engine.submit` for all prompts.
         """
         check_options("Model.stream", options, Engine.submit, Verbs.stream, instead=SHORTER)
         sources = read_sources(prompts, files, names_are_texts=True)
@@ -341,10 +326,11 @@ class Verbs:
         check_prompts(rows, config=self.decoder.config, max_new_tokens=max_new_tokens)
         drawn = [sampling] * len(rows) if isinstance(sampling, SamplingParams) else sampling
         requests = [*zip(rows, stops_of_texts(stop, len(rows)), drawn, strict=True)]
+        longest = max(map(len, rows)) + max_new_tokens + chosen.block
         engine = Engine.of(
             self,
             slots=min(len(rows), max_batch),
-            capacity=capacity_for(rows, max_new_tokens, chosen),
+            capacity=round_up(longest, Lengths().key_step),  # Few sizes compile.
             mode=chosen,
             steps=steps,
             prefill=asked.pop("prefill"),
@@ -625,17 +611,13 @@ class Verbs:
         ascending = tuple(sorted({*chosen}))
         places = [ascending.index(depth) for depth in chosen]
         states: list[Any] = [None] * len(documents)
-        vocab_size = config.vocab_size
-        for batch in batches_of(
-            documents, rows=16, widths=row_widths(context), vocab_size=vocab_size
-        ):
+        sizes = {"rows": 16, "widths": row_widths(context), "vocab_size": config.vocab_size}
+        for batch in batches_of(documents, **sizes):
             ids, lengths = batch.token_ids, batch.lengths
-            states_of_depth = np.stack(
-                _states(self.decoder, self.params, ids, lengths, depths=ascending)
-            )
+            made = np.stack(_states(self.decoder, self.params, ids, lengths, depths=ascending))
             for row, number in enumerate(batch.window):
                 if number >= 0:
-                    states[number] = states_of_depth[places, row, : lengths[row]]
+                    states[number] = made[places, row, : lengths[row]]
         return states
 
     def windows(self: Any, documents: Sequence[np.ndarray], context: int = _CONTEXT) -> list[Batch]:
@@ -649,12 +631,6 @@ class Verbs:
 def _events(engine: Engine) -> Iterator[Event]:
     while not engine.idle:
         yield from engine.advance()
-
-
-def capacity_for(prompts: Sequence[np.ndarray], max_new_tokens: int, mode: Mode) -> int:
-    """Returns the tokens of a slot for these prompts, rounded up: few sizes compile."""
-    longest = max(len(prompt) for prompt in prompts)
-    return round_up(longest + max_new_tokens + mode.block, Lengths().key_step)
 
 
 def _encoded(model: Any, sources: Sequence[Any]) -> list[np.ndarray]:

@@ -83,13 +83,7 @@ class MicroBatches:
 
     @property
     def unit(self) -> int:
-        own = self.min_bucket
-        return math.gcd(here().projection_bucket, self.block) if own is None else own
-
-    @property
-    def _query_unit(self) -> int:
-        own = self.min_bucket
-        return math.gcd(here().min_bucket, self.query_block) if own is None else own
+        return self.min_bucket or math.gcd(here().projection_bucket, self.block)
 
     def pack(
         self, segment: int, live: Bool[Array, "batch token"], *, causal: bool = True
@@ -129,9 +123,10 @@ class MicroBatches:
 
     def cover(self, width: int, *, causal: bool = True) -> Cover:
         """Returns the partition of rows of `width` tokens into attention blocks."""
+        block = self.query_block
         return Cover(
             width=width,
-            sizes=(self.query_block, self._query_unit),
+            sizes=(block, self.min_bucket or math.gcd(here().min_bucket, block)),
             key_widths=tuple(self.key_widths(width)),
             causal=causal,
         )

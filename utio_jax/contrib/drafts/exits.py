@@ -31,7 +31,7 @@ from utio_jax.decoding import DecodeContext, Mode
 from utio_jax.decoding.base import process
 from utio_jax.decoding.cached import Block, block_at, run_segment
 from utio_jax.decoding.drafting import round_keys
-from utio_jax.decoding.sampling import ACCEPT, DRAW, REPLACE, verify_greedy, verify_sampling
+from utio_jax.decoding.sampling import ACCEPT, DRAW, REPLACE, verify_sampling, verify_tokens
 from utio_jax.decoding.state import DecodeState, emit
 
 
@@ -137,7 +137,7 @@ class DynamicExits(Mode):
             allowed = jax.vmap(change, in_axes=2, out_axes=2)(logits)
             if sampling is None or log_q is None:  # Both only if greedy.
                 best = most_probable(allowed)
-                verified = verify_greedy(allowed[:, :, -1], drafts, counts)
+                verified = verify_tokens(best[:, :, -1], drafts, counts)
                 right = (best == best[:, :, -1:]).astype(jnp.float32)
             else:
                 log_p = jax.nn.log_softmax(sampling(allowed), axis=-1)
