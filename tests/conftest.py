@@ -91,6 +91,19 @@ def count_compiles() -> Callable[[], contextlib.AbstractContextManager[Compiles]
 
 
 @pytest.fixture
+def no_compiles(count_compiles: Any) -> Callable[..., contextlib.AbstractContextManager[None]]:
+    """Returns a context manager that checks that nothing is compiled inside it."""
+
+    @contextlib.contextmanager
+    def checking(why: str = "") -> Iterator[None]:
+        with count_compiles() as compiles:
+            yield
+        assert compiles.count == 0, why
+
+    return checking
+
+
+@pytest.fixture
 def strict_dtypes() -> Iterator[None]:
     """Forbids mixing dtypes implicitly, e.g. bfloat16 states with float32 tables."""
     with jax.numpy_dtype_promotion("strict"):

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers.cases import EXECUTOR, calibrated, run_dense
-from helpers.models import plain_nll
+from helpers.models import assert_equal, plain_nll
 
 from utio_jax.calibration.calibrate import calibrate
 from utio_jax.calibration.compare import hindsight_policies
@@ -218,8 +218,7 @@ def test_signals_are_calibrated_and_survive_their_files(
     for name in result:
         ours, theirs = fitted.policy(name, 0.85), loaded.policy(name, 0.85)
         assert jax.tree.structure(ours) == jax.tree.structure(theirs)
-        for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
-            np.testing.assert_array_equal(a, b)
+        assert_equal(jax.tree.leaves(ours), jax.tree.leaves(theirs))
         batch = text[:1]
         row = evaluate(tiny.decoder, tiny.params, batch, {"": theirs}, executor=EXECUTOR)[""]
         assert row.flops / row.flops_full < 1.0, name
@@ -397,8 +396,7 @@ def test_signals_of_ones_own_are_fitted_and_survive_their_files(
     loaded = load_calibration(tmp_path, model_sha256="a" * 64)
     ours, theirs = fitted.policy("mine", 0.85), loaded.policy("mine", 0.85)
     assert jax.tree.structure(ours) == jax.tree.structure(theirs)
-    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
-        np.testing.assert_array_equal(a, b)
+    assert_equal(jax.tree.leaves(ours), jax.tree.leaves(theirs))
     # A module of another name defines it again, as a script does whose class is now imported.
     stored["mine"]["type"] = "__main__.Projected"
     whole = json.loads((tmp_path / "policies.json").read_text()) | {"signals": stored}

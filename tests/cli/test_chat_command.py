@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from helpers.cli import refused
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from helpers.folders import save_piece_tokenizer
 
 from utio_jax.cli import chat
 from utio_jax.cli.chat import Chat
@@ -31,12 +31,7 @@ TURNS = (
 def folder(tmp_path: Path) -> str:
     """A model that was hardly trained to chat, with a template."""
     out = Path(shutil.copytree(FOLDER, tmp_path / "llama"))
-    vocabulary = {piece: i for i, piece in enumerate("Ġabcdefghijklmnopqrstuvwxyz?!.,0123456789")}
-    tokenizer = Tokenizer(models.BPE(vocabulary, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(f"<|im_{part}|>") for part in ("start", "end")])
-    tokenizer.save(str(out / "tokenizer.json"))
+    save_piece_tokenizer(out, "Ġabcdefghijklmnopqrstuvwxyz?!.,0123456789")
     (out / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>"}))
     (out / "chat_template.jinja").write_text(TURNS)
     return str(out)

@@ -12,7 +12,7 @@ import pytest
 from helpers.engine import CAPACITY
 from helpers.generation import lively_model, run
 from helpers.marks import quick_where
-from helpers.models import Model, with_random_lens
+from helpers.models import Model, assert_equal, with_random_lens
 from helpers.shared_kv import KINDS
 
 from utio_jax import Adaptive, Lossless, Plain, SamplingParams
@@ -63,8 +63,7 @@ def test_tokens_after_exact_prompts_are_those_after_whole_ones(model: Model, way
     options: dict[str, Any] = {"max_new_tokens": 24, **WAYS[way]}
     whole = run(model, PROMPTS, prefill=Prefill(), **options)
     exact = run(model, PROMPTS, **options)
-    for one, other in zip(whole.token_ids, exact.token_ids, strict=True):
-        np.testing.assert_array_equal(one, other)
+    assert_equal(whole.token_ids, exact.token_ids)
     for one, other in zip(whole.log_probabilities, exact.log_probabilities, strict=True):
         np.testing.assert_allclose(one, other, atol=1e-4)
 
@@ -106,8 +105,7 @@ def test_exits_behind_a_lens_change_nothing(model: Model) -> None:
     config = dataclasses.replace(model.decoder.config, exits=exits)
     seen = with_random_lens(Model(type(model.decoder)(config), model.params))
     result, expected = (run(version, PROMPTS, max_new_tokens=8) for version in (seen, model))
-    for one, other in zip(result.token_ids, expected.token_ids, strict=True):
-        np.testing.assert_array_equal(one, other)
+    assert_equal(result.token_ids, expected.token_ids)
 
 
 def test_a_budget_of_prompts_is_kept_exactly(model: Model) -> None:

@@ -20,7 +20,7 @@ from helpers.generation import (
     lively_model,
     run,
 )
-from helpers.models import with_random_lens, with_random_maps
+from helpers.models import assert_equal, with_random_lens, with_random_maps
 
 from utio_jax.core.flops import token_cost
 from utio_jax.decoding.base import Plain
@@ -92,8 +92,7 @@ def test_static_shapes_read_small_batches_as_the_staircase_does(kv: Any, by: str
     assert other.for_shape(4, 64) is other
     blocks = run(model, RAGGED, prefill=other, max_new_tokens=12)
     for field in ("prompt_depths", "token_ids", "decided"):
-        for ours, theirs in zip(getattr(result, field), getattr(blocks, field), strict=True):
-            np.testing.assert_array_equal(ours, theirs, err_msg=field)
+        assert_equal(getattr(result, field), getattr(blocks, field), err_msg=field)
     for ours, theirs in zip(result.log_probabilities, blocks.log_probabilities, strict=True):
         np.testing.assert_allclose(ours, theirs, atol=1e-4)
     assert result.prompt_work is not None

@@ -11,11 +11,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from helpers.generation import SMALL, lively_model, run
 from helpers.marks import quick_where
-from helpers.models import gated
+from helpers.models import assert_equal, gated
 
 from utio_jax.core import layer as layers_module
 from utio_jax.core.layer import split_layers
@@ -45,8 +44,7 @@ def test_tokens_and_costs_are_the_stacks(name: str, monkeypatch: pytest.MonkeyPa
     assert split_layers(model.decoder, model.params) is not None
     apart = run(model, mode=mode, max_new_tokens=12, lengths=SMALL)
     for field in ("token_ids", "decided", "executed", "token_layers", "frozen_layers", "heads"):
-        for ours, theirs in zip(getattr(apart, field), getattr(stacked, field), strict=True):
-            np.testing.assert_array_equal(ours, theirs, err_msg=field)
+        assert_equal(getattr(apart, field), getattr(stacked, field), err_msg=field)
 
 
 def test_two_rotations_are_split_once_and_let_go(monkeypatch: pytest.MonkeyPatch) -> None:

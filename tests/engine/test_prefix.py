@@ -127,15 +127,14 @@ def ask(engine: Engine, prompt: list[int], *, new: int = 3, salt: str = "") -> A
     return engine.drain()[number]
 
 
-def test_a_second_request_reads_what_follows_the_common_blocks(count_compiles: Any) -> None:
+def test_a_second_request_reads_what_follows_the_common_blocks(no_compiles: Any) -> None:
     engine = cached_engine(lively_model())
     engine.warmup()
     text = np.random.default_rng(0).integers(0, 64, 40).tolist()
-    with count_compiles() as compiles:
+    with no_compiles():
         assert ask(engine, text[:34]).cached_tokens == 0
         cold = engine.stats()
         again = ask(engine, [*text[:34], 1, 2])
-    assert compiles.count == 0
     assert (cold.padded_prompt_tokens, cold.prefix_blocks) == (64, 9)  # 34 and 2 new: 36 ran.
     warm = engine.stats()
     assert again.cached_tokens == warm.cached_tokens == 32  # Whole blocks of 34.

@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from scipy.special import log_softmax
 
 from utio_jax import reference_states
 from utio_jax.calibration.calibrate import calibrate
@@ -132,6 +133,15 @@ def run_oracle(decoder, params, ids, lengths, depths, *, kv):
 
 # Called unjitted, every loop of a pass would compile again on each call.
 run_dense = jax.jit(dense_states, static_argnums=0, static_argnames="depths")
+
+
+def log_probabilities(model: Any, ids: Sequence[int], *, width: int) -> np.ndarray:
+    """Returns `[token, vocab]` in float64 from a full pass over one text, padded to a width."""
+    row, length = np.zeros((1, width), np.int32), np.asarray([len(ids)], np.int32)
+    row[0, : len(ids)] = ids
+    (x,) = run_dense(model.decoder, model.params, row, length, depths=(4,))
+    logits = np.asarray(model.decoder.unembed(model.params, x)[0, : len(ids)], np.float64)
+    return log_softmax(logits, axis=-1)
 
 
 def compare_cases(model: Any, shape: Shape, seeds: range) -> Iterator[tuple[int, float]]:

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A small model on disk, with a tokenizer of its own."""
+"""A small model on disk, and tokenizers."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -25,3 +26,15 @@ def save_small_model(folder: Path, model: Any = None, *, dtype: Any = jax.numpy.
         save(folder, decoder, live_params(decoder), dtype=dtype)
     else:
         save(folder, model.decoder, model.params, dtype=dtype)
+
+
+def save_piece_tokenizer(folder: Path, pieces: Iterable[str]) -> None:
+    """Writes a tokenizer of single letters, and of the marks at both ends of a turn."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    vocabulary = {piece: i for i, piece in enumerate(dict.fromkeys(pieces))}
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(f"<|im_{part}|>") for part in ("start", "end")])
+    tokenizer.save(str(folder / "tokenizer.json"))

@@ -23,6 +23,7 @@ from utio_jax.decoding.sampling import SamplingParams, rows_of
 from utio_jax.decoding.state import DecodeState, stop_rules
 from utio_jax.models.presets import TINY
 from utio_jax.models.transformer import Transformer
+from utio_jax.policies import PolicyBase
 from utio_jax.staircase.microbatches import MicroBatches
 from utio_jax.staircase.reference import everything, reference_states
 
@@ -93,12 +94,10 @@ def plain_run() -> Generated:
 
 
 @pytree
-class DepthAt:
+class DepthAt(PolicyBase):
     """A policy that reads each token's depth off a table by its position: `[batch, position]`."""
 
     table: Int[Array, "batch position"] = dataclasses.field(metadata={"row_axis": 0})
-    depths: tuple[int, ...] = static()
-    causal: bool = static(default=True)
     name: str = static(default="table")
 
     def start(self, token_ids: jax.Array, positions: jax.Array) -> jax.Array:
@@ -106,15 +105,6 @@ class DepthAt:
 
     def go_deeper(self, index: int, boundary: Any, memory: Any) -> tuple[jax.Array, Any]:
         return memory > self.depths[index], memory
-
-    def asks(self, index: int) -> bool:
-        return True
-
-    def flops(self, index: int, decoder: Any, params: Any) -> float:
-        return 0.0
-
-    def reads_logits(self, index: int) -> bool:
-        return False
 
 
 def depth_table(depths: Sequence[int], *, seed: int = 0, shape: tuple[int, int]) -> jax.Array:

@@ -52,6 +52,12 @@ class Model:
         return jax.numpy.asarray(ids, jax.numpy.int32)
 
 
+def assert_equal(result: Any, expected: Any, **options: Any) -> None:
+    """Checks that pytrees have one structure and equal arrays."""
+    check = partial(np.testing.assert_array_equal, **options)
+    jax.tree.map(check, result, expected)
+
+
 def assert_close(result: Any, expected: Any) -> None:
     """Checks equality to 1e-5 of the largest entry: the same sums, taken in another order."""
     scale = max(1.0, float(np.abs(expected).max(initial=0.0)))
@@ -86,16 +92,21 @@ def plain_nll(model: Any, ids: np.ndarray, x: jax.Array) -> np.ndarray:
     return -np.take_along_axis(logp[:, :-1], labels[..., None], axis=-1)[..., 0]
 
 
-def with_random_maps(model: Model, stops: tuple[int, ...], *, seed: int = 8) -> Model:
-    """Returns a model with KV maps that mean nothing, so that it matters where they are used."""
-    config, maps = model.decoder.config, {}
+def random_maps(config: Any, stops: tuple[int, ...]) -> dict[int, KVMap]:
+    """Returns KV maps that mean nothing, so that it matters where they are used."""
+    maps = {}
     for stop in stops:
-        keys = jax.random.split(jax.random.key(seed + stop))
+        keys = jax.random.split(jax.random.key(8 + stop))
         shape = (config.num_layers - stop, 2, config.num_kv_heads, config.head_dim)
         maps[stop] = KVMap(
             kernel=0.2 * jax.random.normal(keys[0], (config.embed_dim, *shape)),
             bias=0.1 * jax.random.normal(keys[1], shape),
         )
+    return maps
+
+
+def with_random_maps(model: Model, stops: tuple[int, ...]) -> Model:
+    maps = random_maps(model.decoder.config, stops)
     return Model(*with_kv_maps(model.decoder, model.params, maps))
 
 

@@ -23,6 +23,7 @@ from utio_jax.policies import (
     Learned,
     MaxProbability,
     Patience,
+    PolicyBase,
     Position,
     PromptRouter,
     SoftmaxGap,
@@ -55,26 +56,16 @@ class TableSignal(SignalBase):
 
 
 @pytree
-class SurePasses:
+class SurePasses(PolicyBase):
     """Tokens whose exit is sure of its prediction stop; looks at the logits at every boundary."""
 
     threshold: float
     depths: tuple[int, ...] = static(default=(1, 2, 4))
-    causal: bool = static(default=True)
     name: str = static(default="sure")
-
-    def start(self, token_ids: jax.Array, positions: jax.Array) -> None:
-        return None
 
     def go_deeper(self, index: int, boundary: Any, memory: None) -> tuple[jax.Array, None]:
         sure = boundary.map_logits(lambda logits: jax.nn.softmax(logits).max(-1))
         return sure < self.threshold, None
-
-    def asks(self, index: int) -> bool:
-        return True
-
-    def flops(self, index: int, decoder: Any, params: Any) -> float:
-        return 0.0
 
     def reads_logits(self, index: int) -> bool:
         return True

@@ -281,15 +281,12 @@ class Running(Client):
     def limited(self, **changes: Any) -> Iterator[None]:
         """Changes limits for a while; that of bodies stays."""
         service = self.server.app
-        holders = ((service, "limits"), (service.reader, "limits"))
-        kept = [getattr(holder, name) for holder, name in holders]
-        for (holder, name), old in zip(holders, kept, strict=True):
-            setattr(holder, name, dataclasses.replace(old, **changes))
+        old = service.limits
+        service.limits = service.reader.limits = dataclasses.replace(old, **changes)
         try:
             yield
         finally:
-            for (holder, name), old in zip(holders, kept, strict=True):
-                setattr(holder, name, old)
+            service.limits = service.reader.limits = old
 
     @contextlib.contextmanager
     def slowed(self, seconds: float) -> Iterator[None]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers.folders import save_piece_tokenizer
 from helpers.gguf_files import write_gguf, write_with_pieces
 from helpers.texts import new_text
 
@@ -113,16 +114,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = Path(shutil.copytree(FOLDER / "llama", tmp_path_factory.mktemp("chat") / "llama"))
     config = json.loads((out / "config.json").read_text())
     (out / "config.json").write_text(json.dumps({**config, "vocab_size": 48}))
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-
-    pieces = [*"Helouasrtin\n ĊĠ<|_>mdByeEcptvw.,!?'-:"]
-    vocabulary = {piece: i for i, piece in enumerate(dict.fromkeys(pieces))}
-    tokenizer = Tokenizer(models.BPE(vocabulary, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(f"<|im_{part}|>") for part in ("start", "end")])
-    assert tokenizer.get_vocab_size() <= 48
-    tokenizer.save(str(out / "tokenizer.json"))
+    save_piece_tokenizer(out, "Helouasrtin\n ĊĠ<|_>mdByeEcptvw.,!?'-:")
     settings = {"eos_token": {"content": "<|im_end|>"}, "bos_token": None, "chat_template": TURNS}
     (out / "tokenizer_config.json").write_text(json.dumps(settings))
     return out

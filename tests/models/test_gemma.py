@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.models import assert_equal
 
 from utio_jax import Lossless, Plain
 from utio_jax.core.files import load_tensors, save_tensors
@@ -49,8 +50,7 @@ def run(model: Model, prompts: Any = PROMPTS, **options: Any) -> Generated:
 def test_tokens_after_exact_prompts_are_those_after_whole_ones(model: Model, mode: str) -> None:
     whole = run(model, mode=MODES[mode], prefill=Prefill())
     exact = run(model, mode=MODES[mode])
-    for one, other in zip(whole.token_ids, exact.token_ids, strict=True):
-        np.testing.assert_array_equal(one, other)
+    assert_equal(whole.token_ids, exact.token_ids)
     for one, other in zip(whole.log_probabilities, exact.log_probabilities, strict=True):
         np.testing.assert_allclose(one, other, atol=1e-4)
 

@@ -23,7 +23,7 @@ from bpe import BOS, train_tokenizer
 from finetune import main as finetune
 from helpers.cases import run_dense, run_oracle, run_staircase
 from helpers.memory import peak_of_loading
-from helpers.models import Model, logits_of
+from helpers.models import Model, assert_equal, logits_of
 from sharing import shared_above
 
 from utio_jax.calibration.lens import LensConfig
@@ -506,8 +506,7 @@ def test_a_stock_model_learns_to_read_keys_and_values_of_lower_layers(
     asked = {"max_new_tokens": 5, "eos_ids": ()}
     exact = generate(tuned.decoder, tuned.params, prompts, **asked)
     whole = generate(tuned.decoder, tuned.params, prompts, prefill=Prefill(), **asked)
-    for got, expected in zip(exact.token_ids, whole.token_ids, strict=True):
-        np.testing.assert_array_equal(got, expected)
+    assert_equal(exact.token_ids, whole.token_ids)
 
     again = ["--model", str(tmp_path / "a" / "model"), "--token-ids", str(ids)]
     assert finetune([*again, "--out", str(tmp_path / "b"), "--shared-kv", "1"]) == 2

@@ -132,14 +132,13 @@ def test_the_norm_is_taken_in_float32():
     np.testing.assert_allclose(np.asarray(y, np.float32), 1.0, rtol=1e-3)
 
 
-def test_equal_configs_are_one_static_argument(tiny, count_compiles):
+def test_equal_configs_are_one_static_argument(tiny, no_compiles):
     def logits(params, x, decoder):
         return decoder.unembed(params, x)
 
     run = jax.jit(logits, static_argnames="decoder")
     x = jnp.zeros((1, 32))
     run(tiny.params, x, decoder=Transformer(TINY))
-    with count_compiles() as compiles:
+    with no_compiles():
         run(tiny.params, x, decoder=Transformer(dataclasses.replace(TINY)))
-    assert compiles.count == 0
     assert isinstance(Transformer(TINY), Decoder)

@@ -161,58 +161,50 @@ def test_the_prompt_decides_for_the_rest_of_its_row(tiny: Any, states: list[np.n
         )
 
 
+class First:
+    """Scores tokens by the first entry of their state."""
+
+    def __call__(self, index: int, boundary: Any, memory: Any) -> Any:
+        return boundary.x[..., 0], memory
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Bare(SignalBase):
+class Bare(First, SignalBase):
     """No pytree."""
 
     name: str = "bare"
 
-    def __call__(self, index: int, boundary: Any, memory: Any) -> Any:
-        return boundary.x[..., 0], memory
-
 
 @pytree
-class Renamed(SignalBase):
+class Renamed(First, SignalBase):
     """With a name that is a leaf."""
 
     name: str = "renamed"
 
-    def __call__(self, index: int, boundary: Any, memory: Any) -> Any:
-        return boundary.x[..., 0], memory
-
 
 @pytree
-class Flagged(SignalBase):
+class Flagged(First, SignalBase):
     """With a field where a method should be."""
 
     name: str = static(default="flagged")
     reads_logits: Any = static(default=True)
 
-    def __call__(self, index: int, boundary: Any, memory: Any) -> Any:
-        return boundary.x[..., 0], memory
-
 
 @pytree
-class Half:
+class Half(First):
     """No signal."""
 
     name: str = static(default="half")
 
-    def __call__(self, index: int, boundary: Any, memory: Any) -> Any:
-        return boundary.x[..., 0], memory
-
 
 @pytree
-class Remembering(SignalBase):
+class Remembering(First, SignalBase):
     """With a method where a property should be."""
 
     name: str = static(default="remembering")
 
     def remembers(self) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         return True
-
-    def __call__(self, index: int, boundary: Any, memory: Any) -> Any:
-        return boundary.x[..., 0], memory
 
 
 @pytree

@@ -3,14 +3,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
+from helpers.models import random_maps
 
-from utio_jax.models import load, save
+from utio_jax.models import TINY, load, save
 from utio_jax.prompts.budget import prompt_choice
 from utio_jax.prompts.maps import KVMap, kv_maps_file, load_kv_maps, save_kv_maps, with_kv_maps
 from utio_jax.staircase.prompts import PromptChoice
@@ -19,14 +20,7 @@ SHA = "a" * 64
 
 
 def maps_of(stops: tuple[int, ...], *, dim: int = 32, layers: int = 4) -> dict[int, KVMap]:
-    result = {}
-    for stop in stops:
-        keys = jax.random.split(jax.random.key(stop))
-        shape = (layers - stop, 2, 2, 8)
-        result[stop] = KVMap(
-            kernel=jax.random.normal(keys[0], (dim, *shape)), bias=jax.random.normal(keys[1], shape)
-        )
-    return result
+    return random_maps(dataclasses.replace(TINY, embed_dim=dim, num_layers=layers, exits=()), stops)
 
 
 @pytest.fixture

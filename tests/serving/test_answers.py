@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers.cases import run_dense
+from helpers.cases import log_probabilities
 from helpers.serving import CONTEXT, Running, alone, budgets_of, by_importance, chat, completion
 from helpers.texts import new_text
 
@@ -126,16 +126,6 @@ def test_usage_says_how_deep_it_ran_and_whose_log_probabilities_these_are(server
     assert (fields["prompt_logprobs_of"], fields["logprobs_of"]) == ("full", "routed")
 
 
-def full_log_softmax(model: Model, ids: list[int]) -> np.ndarray:
-    """Returns `[token, vocab]` in float64 from one full pass."""
-    row, length = np.zeros((1, CONTEXT), np.int32), np.asarray([len(ids)], np.int32)
-    row[0, : len(ids)] = ids
-    (x,) = run_dense(model.decoder, model.params, row, length, depths=(4,))
-    logits = np.asarray(model.decoder.unembed(model.params, x)[0, : len(ids)], np.float64)
-    top = logits.max(-1, keepdims=True)
-    return logits - top - np.log(np.exp(logits - top).sum(-1, keepdims=True))
-
-
 PLAIN = {"mode": "plain", "prompt_budget": 1}
 
 
@@ -146,7 +136,7 @@ def test_log_probabilities_are_those_of_a_full_pass(server: Running, model: Mode
     prompt, ids = model.encode([PROMPTS[0]])[0].tolist(), choice["token_ids"]
     assert ids[: len(prompt)] == prompt
     assert len(ids) == len(prompt) + 12
-    truth, logs = full_log_softmax(model, ids), choice["logprobs"]
+    truth, logs = log_probabilities(model, ids, width=CONTEXT), choice["logprobs"]
     assert choice["text"].startswith(PROMPTS[0])
     assert [logs["token_logprobs"][0], logs["top_logprobs"][0]] == [None, None]
     chosen = [truth[place, token] for place, token in enumerate(ids[1:])]
@@ -212,7 +202,7 @@ def test_a_prompt_is_scored_without_a_new_token(server: Running, model: Model) -
     for choice in answer["choices"]:
         text = texts[choice["index"] // 2]
         ids = model.encode([text])[0].tolist()
-        truth = full_log_softmax(model, ids)
+        truth = log_probabilities(model, ids, width=CONTEXT)
         expected = [truth[place, token] for place, token in enumerate(ids[1:])]
         np.testing.assert_allclose(choice["logprobs"]["token_logprobs"][1:], expected, atol=2e-4)
         assert choice["text"] == text

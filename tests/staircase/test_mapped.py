@@ -35,11 +35,10 @@ def mapped(tiny: Any) -> Model:
     return with_random_maps(tiny, STOPS)
 
 
-def test_equals_the_reference(mapped: Model, count_compiles: Any) -> None:
+def test_equals_the_reference(mapped: Model, no_compiles: Any) -> None:
     next(cases.compare_cases(mapped, SHAPES[1], range(1)))
-    with count_compiles() as compiles:
+    with no_compiles():
         assert max(error for _, error in cases.compare_cases(mapped, SHAPES[1], range(32))) < 1e-4
-    assert compiles.count == 0
 
 
 @pytest.mark.slow

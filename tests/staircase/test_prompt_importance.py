@@ -94,7 +94,7 @@ def test_two_boundaries_thin_a_prompt_twice(tiny: Model) -> None:
         depths_of(tiny, dataclasses.replace(policy, deep=jnp.asarray([0.5])), [24, 12])
 
 
-def test_all_of_a_prompt_is_the_plain_program_bit_by_bit(tiny: Model, count_compiles: Any) -> None:
+def test_all_of_a_prompt_is_the_plain_program_bit_by_bit(tiny: Model, no_compiles: Any) -> None:
     model = with_random_maps(tiny, (2,))
     ids, lengths = tiny.tokens(3, 24), jnp.asarray([24, 9, 1])
     run = jax.jit(score, static_argnums=0, static_argnames=("kv", "executor"))
@@ -106,12 +106,11 @@ def test_all_of_a_prompt_is_the_plain_program_bit_by_bit(tiny: Model, count_comp
     work = jax.tree.map(lambda leaf: np.asarray(np.asarray(leaf).sum()), same.work)
     assert work.kv_maps == 0
     assert work.queries == np.asarray(plain.work.queries).sum()
-    with count_compiles() as compiles:  # Another share is another number.
+    with no_compiles():  # Another share is another number.
         policy = PromptChoice(stop=2, deep=0.3).policy(model.decoder)
         result = run(
             model.decoder, model.params, ids, lengths, policy, kv="mapped", executor=EXECUTOR
         )
-    assert compiles.count == 0
     assert np.asarray(result.work.kv_maps).sum() > 0
 
 

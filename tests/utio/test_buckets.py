@@ -115,14 +115,13 @@ def test_low_precision_scores_meet_thresholds_in_float32():
     assert assign_buckets(scores, (1.003,)).tolist() == [0, 1]
 
 
-def test_thresholds_may_be_traced_and_new_ones_compile_nothing(count_compiles):
+def test_thresholds_may_be_traced_and_new_ones_compile_nothing(no_compiles):
     bucket = jax.jit(lambda scores, edges: bucket_tokens(scores, depths=DEPTHS, thresholds=edges))
     scores, edges = jnp.asarray([0.0, 1.5, 3.0]), jnp.asarray([[1.0, 2.0], [2.0, 4.0]])
     first, second = edges
     assert bucket(scores, first).depth_of_token.tolist() == [2, 3, 6]
-    with count_compiles() as compiles:
+    with no_compiles():
         shallower = bucket(scores, second)
-    assert compiles.count == 0
     assert shallower.bucket_of_token.tolist() == [0, 0, 1]
 
 

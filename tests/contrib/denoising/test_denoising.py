@@ -414,13 +414,12 @@ def test_a_blocks_first_token_is_decided_alone(models: dict[str, Model]) -> None
             assert (steps[0] < steps[1:]).all()
 
 
-def test_other_prompts_compile_nothing(models: dict[str, Model], count_compiles: Any) -> None:
+def test_other_prompts_compile_nothing(models: dict[str, Model], no_compiles: Any) -> None:
     model = models["plain"]
     run(model, FULL, Refresh(), Reveal())
-    with count_compiles() as compiles:
+    with no_compiles():
         prompts = [[3], [1] * 20]
         denoise(model.decoder, model.params, prompts, canvas=FULL, max_new_tokens=NEW)
-    assert compiles.count == 0
 
 
 def denoise_badly(model: Model, **changes: Any) -> Any:

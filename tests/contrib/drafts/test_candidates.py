@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import cases
-from helpers.models import Model, live_params
+from helpers.models import Model, assert_equal, live_params
 from helpers.policies import EXITS, scores_of
 
 from utio_jax.calibration import SIGNALS, study_exits
@@ -141,5 +141,4 @@ def test_they_are_fitted_and_kept_as_any_other(
     )
     made.save(tmp_path)
     loaded = load_calibration(tmp_path, model_sha256="a" * 64).signals["candidates"]
-    for score, expected in zip(jax.tree.leaves(loaded), jax.tree.leaves(signal), strict=True):
-        np.testing.assert_array_equal(score, expected)
+    assert_equal(jax.tree.leaves(loaded), jax.tree.leaves(signal))

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from helpers import cases
 from helpers.generation import PROMPTS, SMALL, assert_drawn_law, assert_greedy, plain_run, run
+from helpers.models import assert_equal
 
 from utio_jax.contrib.drafts import Agreement, DynamicExits
 from utio_jax.core.pytrees import pytree, static
@@ -43,8 +44,7 @@ class Fixed(DynamicExits):
 def test_greedy_is_the_full_model(model, mode):
     result = run(model, mode=mode)
     assert_greedy(model, result, kv="full")
-    for actual, plain in zip(result.token_ids, plain_run().token_ids, strict=True):
-        np.testing.assert_array_equal(actual, plain)
+    assert_equal(result.token_ids, plain_run().token_ids)
     # Not vacuous: drafts of both exits are right, others wrong.
     assert {*np.concatenate(result.decided)} == {1, 2, 4}
     assert result.acceptance is not None
@@ -56,11 +56,9 @@ def test_a_fixed_exit_is_lossless_decoding_at_its_cost(model):
     mode = Fixed(max_draft=3)
     actual = run(model, mode=mode, sampling=DRAWN)
     other = run(model, mode=Lossless(exit=2, max_draft=3), sampling=DRAWN)
-    for row in range(3):
-        np.testing.assert_array_equal(actual.token_ids[row], other.token_ids[row])
-        np.testing.assert_array_equal(actual.decided[row], other.decided[row])
     for name in ("steps", "drafts", "accepted", "token_layers", "key_slots", "attended"):
         np.testing.assert_array_equal(getattr(actual, name), getattr(other, name))
+    assert_equal((actual.token_ids, actual.decided), (other.token_ids, other.decided))
     # A head behind each draft and behind the last, one for each exit and pending token.
     np.testing.assert_array_equal(actual.heads, actual.steps * (4 + 4 * 3))
 

@@ -163,7 +163,7 @@ def test_a_long_stretch_without_the_cloud_is_caught_up(monkeypatch: pytest.Monke
 
 @pytest.mark.slow
 def test_a_second_text_compiles_nothing(
-    count_compiles: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+    no_compiles: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of another length, method and seed, after other stretches without the cloud."""
     monkeypatch.undo()
@@ -171,10 +171,9 @@ def test_a_second_text_compiles_nothing(
     jax.clear_caches()  # Other tests have compiled the same.
     with clouded(model) as cloud, edge_of(model, sure(0.8), link=link_to(cloud)) as edge:
         edge.warmup()
-        with count_compiles() as compiles:
+        with no_compiles():
             edge.generate(PROMPT, max_new_tokens=90, eos_ids=())
             edge.generate([4] * 23, max_new_tokens=30, sampling=method, seed=3)
-        assert compiles.count == 0
 
 
 # Losing the cloud.

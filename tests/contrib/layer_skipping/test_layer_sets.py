@@ -81,11 +81,10 @@ def compare(model: Any, shape: cases.Shape, seeds: range) -> float:
     [s for s in SHAPES if (s.token, s.kv) in ((17, "drop"), (33, "propagate"))],
     ids=lambda s: f"{s.batch}x{s.token}-{s.kv}",
 )
-def test_sets_equal_their_reference(tiny: Any, shape: cases.Shape, count_compiles: Any) -> None:
+def test_sets_equal_their_reference(tiny: Any, shape: cases.Shape, no_compiles: Any) -> None:
     compare(tiny, shape, range(1))
-    with count_compiles() as compiles:
+    with no_compiles():
         assert compare(tiny, shape, range(24)) < 1e-4
-    assert compiles.count == 0
 
 
 def test_only_what_a_set_holds_is_run(tiny: Any) -> None:
@@ -152,16 +151,15 @@ def assert_written(model: Any, policy: Any, sets: Any) -> None:
         np.testing.assert_array_equal(result.decided[row], layers)
 
 
-def test_later_tokens_skip_lower_layers(tiny: Any, count_compiles: Any) -> None:
+def test_later_tokens_skip_lower_layers(tiny: Any, no_compiles: Any) -> None:
     def sets(_: int, position: int) -> list[bool]:
         layers = 4 - -(-2 * min(position, 10) // 10)  # Rounded down.
         return [True, layers >= 4, layers >= 3, True]
 
     assert_written(tiny, skip_decode(DEPTHS, most=4, least=2, span=10), sets)
     other = skip_decode(DEPTHS, most=4, least=3, span=7)
-    with count_compiles() as compiles:
+    with no_compiles("the schedule is an input of the program"):
         generate_layer_sets(tiny.decoder, tiny.params, PROMPTS, other, max_new_tokens=NEW)
-    assert compiles.count == 0, "the schedule is an input of the program"
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.cases import EXECUTOR, run_dense, run_oracle, run_staircase
+from helpers.cases import EXECUTOR, log_probabilities, run_oracle, run_staircase
 from helpers.folders import save_small_model
 from helpers.generation import DepthAt, lively_model
 from helpers.models import gated
@@ -19,6 +19,7 @@ from helpers.texts import new_text, source
 from lm_eval.api.instance import Instance
 from lm_eval.evaluator import simple_evaluate
 from lm_eval.tasks import TaskManager
+from scipy.special import log_softmax
 
 from utio_jax.contrib.lm_eval import UtioLM
 from utio_jax.decoding.adaptive import Adaptive
@@ -67,26 +68,9 @@ def ask_tokens(lm: UtioLM, *pairs: tuple[Sequence[int], Sequence[int]]) -> list[
     return lm._loglikelihood_tokens(requests, disable_tqdm=True)
 
 
-def plain_log_probabilities(model: Any, ids: Sequence[int]) -> np.ndarray:
-    """Returns `[token, vocab]` in float64 from a full pass over one text alone."""
-    row, length = np.zeros((1, CONTEXT), np.int32), np.asarray([len(ids)], np.int32)
-    row[0, : len(ids)] = ids
-    (x,) = run_dense(model.decoder, model.params, row, length, depths=(4,))
-    return log_softmax(model.decoder.unembed(model.params, x)[0, : len(ids)])
-
-
-def log_softmax(logits: Any) -> np.ndarray:
-    wide = np.asarray(logits, np.float64)
-    return (
-        wide
-        - np.log(np.exp(wide - wide.max(-1, keepdims=True)).sum(-1, keepdims=True))
-        - (wide.max(-1, keepdims=True))
-    )
-
-
 def expected(model: Any, context: Sequence[int], continuation: Sequence[int]) -> Any:
     whole = [*context, *continuation]
-    result = plain_log_probabilities(model, whole)[len(context) - 1 : -1]
+    result = log_probabilities(model, whole, width=CONTEXT)[len(context) - 1 : -1]
     total = sum(row[token] for row, token in zip(result, continuation, strict=True))
     return total, (result.argmax(-1) == continuation).all()
 
@@ -185,7 +169,7 @@ def assert_at_depths(model: Model, pair: Any, depths: Any, result: tuple[float, 
     """Checks a score against the oracle at given depths `[1, token]`."""
     (context, continuation), (ids, length) = pair, padded(*pair)
     x = run_oracle(model.decoder, model.params, ids, length, jnp.asarray(depths), kv="propagate")
-    rows = log_softmax(model.decoder.unembed(model.params, x)[0])
+    rows = log_softmax(np.asarray(model.decoder.unembed(model.params, x)[0], np.float64), axis=-1)
     rows = rows[len(context) - 1 : int(length[0]) - 1]
     expected = sum(row[token] for row, token in zip(rows, continuation, strict=True))
     assert result[0] == pytest.approx(expected, abs=1e-3)

@@ -32,12 +32,11 @@ run_score = jax.jit(score, static_argnums=0, static_argnames="executor")
     [s for s in cases.SHAPES if (s.token, s.kv) in ((17, "drop"), (64, "propagate"))],
     ids=lambda s: f"{s.batch}x{s.token}-{s.kv}",
 )
-def test_a_pass_equals_its_reference(shape: cases.Shape, count_compiles: Any) -> None:
+def test_a_pass_equals_its_reference(shape: cases.Shape, no_compiles: Any) -> None:
     model, seeds = recurrent_model(), range(16)
     next(cases.compare_cases(model, shape, seeds))  # compiles
-    with count_compiles() as compiles:
+    with no_compiles():
         assert max(error for _, error in cases.compare_cases(model, shape, seeds)) < 1e-4
-    assert compiles.count == 0
 
 
 class Counted(Mamba2):
