@@ -74,7 +74,7 @@ class Experiment:
         return self.first, self.second
 
 
-_SMALL = {"executor": "micro", "min_bucket": 32, "rest": 32}
+_SMALL = {"executor": "micro", "min_bucket": 32, "projection_bucket": 32}
 EXPERIMENTS = (
     Experiment(
         title="decoding, 1 row: its products padded to 2",

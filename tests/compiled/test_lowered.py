@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from accelerator import AGAINST_FULL_DEPTH, EXPERIMENTS, OF_GPUS, split
 from ahead import Programs
 from helpers.models import Model
 
@@ -110,3 +111,10 @@ def test_one_row_is_padded_where_products_want_two() -> None:
         on_enough_rows(double, *jax.tree.map(lambda y: jnp.tile(y, (3, 1)), arrays))
     np.testing.assert_array_equal(on_enough_rows(double, *arrays), [[1, 3, 5]])
     assert seen == [((2, 3), ((2, 3),)), ((3, 3), ((3, 3),)), ((1, 3), ((1, 3),))]
+
+
+def test_experiments_of_the_accelerator_benchmark_name_choices_that_platforms_have() -> None:
+    for experiment in (*EXPERIMENTS, *OF_GPUS, *AGAINST_FULL_DEPTH):
+        for way in experiment.ways:
+            with compiling_for(**split(way)[1]):
+                pass
