@@ -125,18 +125,9 @@ def _run_passes(  # noqa: PLR0913 (options, each named)
     """Yields number of the batch, name of the choice, sums, and results `[batch, token]` by name.
 
     These are the decided depths and the fields of `Comparison`, without a comparison `nll` alone.
-
-    Args:
-      decoder: the model.
-      params: its parameters.
-      batches: the text.
-      choices: policy and attention pattern by name, each one for all batches or one for each.
-      compare: run full depth, too, and compare with it; else its work is only counted.
-      full_passes: see `evaluate`.
-      shards: see `evaluate`.
-      progress: called after every choice and batch.
-      mesh: splits the rows of a batch over its axis "data".
-      **options: `kv` and `executor` of all passes.
+    `choices` are policy and attention pattern by name, each one for all batches or one for each.
+    With `compare` full depth runs, too, and is compared with; else its work is only counted.
+    `options` are `kv` and `executor` of all passes; the others are those of `evaluate`.
     """
     params, layers = place(params, mesh), decoder.config.num_layers
     kept = {} if full_passes is None else full_passes
