@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from helpers.generation import SMALL, lively_model, run
 from helpers.marks import quick_where
-from helpers.models import gated
+from helpers.models import gated, live_params
 
 from utio_jax.core import layer as layers_module
 from utio_jax.core.layer import split_layers
@@ -102,3 +102,10 @@ def test_a_step_copies_no_layer(name: str, unchecked_shapes: None) -> None:
 
     assert room(None) > one / 4
     assert room(apart) < one / 8
+
+
+def test_a_shallower_decoder_leaves_the_full_one_its_layers() -> None:
+    full = Transformer(dataclasses.replace(TINY, embed_dim=64, mlp_dim=512))
+    short = Transformer(dataclasses.replace(full.config, num_layers=2, exits=(1, 2)))
+    params = live_params(full)
+    assert [len(split_layers(decoder, params) or ()) for decoder in (short, full)] == [2, 4]
