@@ -225,3 +225,12 @@ def test_json_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         load_json(file, "a thing", strict=True)
     file.write_text(json.dumps("é"), encoding="utf-8")
     assert load_json(file, "a thing", strict=True) == "é"
+
+
+@pytest.mark.parametrize("tensors", [{"x": np.zeros(2)}, {}])
+def test_weights_of_something_else_are_never_replaced(tmp_path: Path, tensors: Any) -> None:
+    save_tensors(tmp_path / "model.safetensors", {"w": np.ones(3)})
+    before = (tmp_path / "model.safetensors").read_bytes()
+    with pytest.raises(ValueError, match="is of something else"):
+        save_owned(tmp_path / "model.json", {"owner": "me"}, tensors)
+    assert (tmp_path / "model.safetensors").read_bytes() == before

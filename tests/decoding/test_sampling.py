@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -284,3 +285,10 @@ def test_most_probable_is_the_first_of_the_largest_and_always_a_token():
     logits[:, 3] = np.nan
     np.testing.assert_array_equal(most_probable(jnp.asarray(logits)), 0)
     assert most_probable(jnp.full((4,), -jnp.inf)) == 0
+
+
+@pytest.mark.parametrize("name", ["temperature", "top_k", "top_p", "min_p"])
+def test_none_is_no_sampling_parameter(name: str) -> None:
+    fields: Any = SimpleNamespace(**{**vars(SamplingParams()), name: None})
+    with pytest.raises(ValueError, match=f"Wanted a {name}"):
+        SamplingParams.__post_init__(fields)  # Here the constructor checks types before.

@@ -14,7 +14,11 @@ import jax.numpy as jnp
 import pytest
 from helpers.generation import SMALL, lively_model, run
 from helpers.marks import quick_where
+<<<<<<< HEAD
 from helpers.models import assert_equal, gated
+=======
+from helpers.models import gated, live_params
+>>>>>>> main
 
 from utio_jax.core import layer as layers_module
 from utio_jax.core.layer import split_layers
@@ -100,3 +104,10 @@ def test_a_step_copies_no_layer(name: str, unchecked_shapes: None) -> None:
 
     assert room(None) > one / 4
     assert room(apart) < one / 8
+
+
+def test_a_shallower_decoder_leaves_the_full_one_its_layers() -> None:
+    full = Transformer(dataclasses.replace(TINY, embed_dim=64, mlp_dim=512))
+    short = Transformer(dataclasses.replace(full.config, num_layers=2, exits=(1, 2)))
+    params = live_params(full)
+    assert [len(split_layers(decoder, params) or ()) for decoder in (short, full)] == [2, 4]

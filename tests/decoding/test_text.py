@@ -254,3 +254,9 @@ def test_text_is_coloured_by_depth() -> None:
     legend = depth_legend((4, 8, 16))
     assert "4" in legend.plain
     assert [str(span.style) for span in legend.spans][0::2] == [first, second]
+
+
+def test_stop_when_cuts_rows_that_end_in_the_same_chunk() -> None:
+    result = until((), max_new_tokens=12, stop_when=lambda row, new: len(new) >= 3)
+    assert [ids.size for ids in result.token_ids] == [3, 3, 3]
+    assert result.generated.finish_reasons == ("stop",) * 3

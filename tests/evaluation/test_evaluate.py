@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from helpers.cases import run_dense, run_oracle, run_staircase
 from helpers.counting import Counting, read_counts
+from helpers.generation import lively_model
 from helpers.models import gated, plain_nll
 from helpers.texts import EXECUTOR, batches
 
@@ -26,7 +27,7 @@ from utio_jax.evaluation import Ledger
 from utio_jax.evaluation.evaluate import Quality, evaluate, score_documents
 from utio_jax.evaluation.flops import check_worthwhile
 from utio_jax.models.transformer import Transformer
-from utio_jax.policies import Learned, given_depths, random_depths
+from utio_jax.policies import Entropy, Learned, given_depths, random_depths
 from utio_jax.policies.signals import Position
 from utio_jax.staircase import MicroBatches, full_depth
 from utio_jax.staircase.score import compare_states, run_score
@@ -405,3 +406,19 @@ def test_documents_that_predict_nothing_are_counted_and_change_no_other(tiny: An
 def test_an_unmeasured_entry_is_null() -> None:
     assert Ledger(policy="x").to_dict()["speedup"] is None
     assert Ledger(policy="x", nll=1.23456789).to_dict()["nll"] == 1.23457
+
+
+def test_exits_that_ask_nothing_cost_a_document_nothing() -> None:
+    model, texts = lively_model(), [np.arange(60, dtype=np.int32)]
+    (two, three) = (
+        score_documents(
+            model.decoder,
+            model.params,
+            texts,
+            Thresholded(signal=Entropy(), thresholds=jnp.asarray(thresholds), depths=depths),
+            compare=False,
+            executor=EXECUTOR,
+        ).documents[0]
+        for thresholds, depths in (([2.0], (2, 4)), ([-np.inf, 2.0], (1, 2, 4)))
+    )
+    assert two.quality.flops == three.quality.flops

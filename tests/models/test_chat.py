@@ -15,13 +15,16 @@ import pytest
 from helpers.folders import save_piece_tokenizer
 from helpers.gguf_files import write_gguf, write_with_pieces
 from helpers.texts import new_text
+from sharing import shared_above
+from tokenizers import AddedToken, Tokenizer
+from tokenizers.models import BPE
 
 from utio_jax.cli.chat import pieces_of
 from utio_jax.core.lens import with_config
 from utio_jax.decoding.generate import generate
 from utio_jax.decoding.sampling import SamplingParams
 from utio_jax.engine import Engine
-from utio_jax.models import Model, chat, load
+from utio_jax.models import Model, chat, load, save
 from utio_jax.models.chat import ChatTemplate, encode_chat, find_template, render_chat, turn_ends
 
 FOLDER = Path(__file__).parent / "huggingface"
@@ -271,3 +274,15 @@ def test_a_streamed_answer_is_the_same_text_with_a_depth_per_token(model: Model)
     streamed = list(pieces_of(events))
     assert "".join(piece for piece, _ in streamed) == reply.text
     assert [depth for _, depth in streamed][:20] == reply.decided.tolist()
+
+
+def test_a_converted_model_reads_marks_of_turns_as_the_stock_one(tmp_path: Path) -> None:
+    stock = Path(shutil.copytree(FOLDER / "llama", tmp_path / "stock"))
+    tokenizer = Tokenizer(BPE({piece: i for i, piece in enumerate("<|im_>a")}, []))
+    tokenizer.add_special_tokens([AddedToken("<|im|>")])
+    tokenizer.save(str(stock / "tokenizer.json"))
+    (stock / "tokenizer_config.json").write_text("{}")
+    model: Any = load(stock)
+    save(tmp_path / "shared", *shared_above(model.decoder, model.params, 2), like=stock)
+    (theirs,), (ours,) = (m.encode(["<|im|>a"]) for m in (model, load(tmp_path / "shared")))
+    np.testing.assert_array_equal(ours, theirs)

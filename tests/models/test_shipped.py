@@ -56,3 +56,10 @@ def test_it_reads_prompts_exactly(model: Any) -> None:
     assert min(config.exits) >= 7, "a token that stops at an exit changes no other"
     kernel = model.decoder.layers(model.params)["k_proj"]["kernel"]
     assert (kernel.shape, kernel.dtype) == ((8, 160, 32), jnp.float32)
+
+
+def test_a_calibration_belongs_to_the_maps_in_use() -> None:
+    fewer = load("shared-16", exits=(8, 16))
+    with pytest.raises(ValueError, match="Wanted a calibration of the model"):
+        fewer.policy(budget=0.75)
+    assert load("shared-16", branches=False).policy(budget=0.75) is not None

@@ -363,6 +363,12 @@ def test_a_context_cuts_what_is_calibrated_on_and_what_a_guarantee_reads(
     assert "Replaced, of the policies it had: learned at 0.75, learned" in result.summary()
 
 
+def test_a_calibration_in_memory_stays_with_another_context(folder: Path) -> None:
+    model = load(folder)
+    model.calibrate([source("bisect")], budget=0.75)
+    assert model.with_context(32).calibration is model.calibration
+
+
 @pytest.mark.slow
 def test_a_model_without_exits_is_read_through_a_lens(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -7,11 +7,21 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+<<<<<<< HEAD
+=======
+import jax
+import jax.numpy as jnp
+>>>>>>> main
 import numpy as np
 import pytest
 from helpers.models import random_maps
 
+<<<<<<< HEAD
 from utio_jax.models import TINY, load, save
+=======
+from utio_jax.core.files import save_owned
+from utio_jax.models import load, save
+>>>>>>> main
 from utio_jax.prompts.budget import prompt_choice
 from utio_jax.prompts.maps import KVMap, kv_maps_file, load_kv_maps, save_kv_maps, with_kv_maps
 from utio_jax.staircase.prompts import PromptChoice
@@ -87,3 +97,11 @@ def test_maps_that_do_not_fit_a_model_are_refused(tiny: Any) -> None:
     for stop in (0, 4, 5):
         with pytest.raises(ValueError, match=rf"from depths between 1 and 3.*Got \[{stop}\]"):
             with_kv_maps(tiny.decoder, tiny.params, maps_of((stop,), layers=6))
+
+
+def test_maps_never_replace_a_calibration(tmp_path: Path) -> None:
+    save_owned(tmp_path / "mine.json", {"entries": {}}, {})
+    maps = {2: KVMap(kernel=jnp.zeros((4, 1, 2, 1, 2)), bias=jnp.zeros((1, 2, 1, 2)))}
+    with pytest.raises(ValueError, match="holds something else"):
+        save_kv_maps(tmp_path / "mine.json", maps, info={"model_sha256": "x"})
+    assert "entries" in (tmp_path / "mine.json").read_text()

@@ -26,6 +26,7 @@ from utio_jax.models import TINY, Transformer
 from utio_jax.policies import given_depths
 from utio_jax.prompts.fit import fit_kv_maps
 from utio_jax.staircase import CapacityPrefix, dense_states
+from utio_jax.staircase.score import score_dense
 
 FIRST = next(iter(KINDS))
 """Heads of two layers: the kind that stands for all where they do not differ."""
@@ -241,3 +242,10 @@ def test_what_knows_layers_with_their_own_alone_refuses_others(model: Model) -> 
     ):
         with pytest.raises(ValueError, match=r"keys and values of their own.*\(kv_source\)"):
             call()
+
+
+def test_dense_work_counts_the_keys_and_values_that_are_made() -> None:
+    decoder = Transformer(dataclasses.replace(TINY, **KINDS["heads of two layers"]))
+    ids, lengths = jnp.ones((2, 16), jnp.int32), jnp.array([16, 16])
+    work = score_dense(decoder, live_params(decoder), ids, lengths).work
+    assert int(work.keys_values.sum()) == 32 * decoder.config.kv_layers

@@ -16,7 +16,7 @@ from utio_jax.calibration.gates import SIGNALS, fits_of
 from utio_jax.calibration.goals import Budgets
 from utio_jax.calibration.lens import LensConfig, fit_lens, split_for_lens
 from utio_jax.cli.options import OfText, OfWindows, Rare, progress_lines, read_documents
-from utio_jax.core.files import check_writable, load_json
+from utio_jax.core.files import check_place, check_writable, load_json
 from utio_jax.core.lens import lens_file, save_lens
 from utio_jax.policies.store import calibration_file, check_nothing_is_lost
 
@@ -130,7 +130,7 @@ class Calibrate(OfWindows, OfText):
                 f"Wanted --fit-lens, or the fitted --lens {self.lens}, one of the two."
             )
         if self.out is not None:
-            check_writable(calibration_file(self.out), "--out")
+            check_place(check_writable(calibration_file(self.out), "--out"))
 
     def _place(self, model: Any) -> Path:
         """Returns the output file after checking that it can be written.

@@ -12,7 +12,7 @@ from utio_jax.cli.options import OfModel, OfText, Rare, progress_lines, read_doc
 from utio_jax.prompts.choose import choose_prompt, split_text
 from utio_jax.prompts.evaluate import PromptSizes, cut_rows
 from utio_jax.prompts.fit import fit_kv_maps, fit_rows
-from utio_jax.prompts.maps import kv_maps_file, save_kv_maps, with_kv_maps
+from utio_jax.prompts.maps import check_free, kv_maps_file, save_kv_maps, with_kv_maps
 from utio_jax.staircase.prompts import PromptChoice
 from utio_jax.staircase.reference import FrozenKV
 
@@ -79,13 +79,14 @@ class FitPrompt(OfModel, OfText):
         sizes = PromptSizes(
             prompt_tokens=self.prompt_tokens, continuation=continuation, batch=_BATCH
         )
+        out = kv_maps_file(self.out if self.out is not None else model.folder)
+        check_free(out)
         for part in (text.calibrate, text.test):  # Too short a text is refused before the fit.
             cut_rows(part, sizes, decoder=model.decoder)
         read = fit_rows(
             text.fit, decoder=model.decoder, width=width, tokens=_FIT_TOKENS, batch=_BATCH
         )
         maps = fit_kv_maps(model.decoder, model.params, read, stops=stops, progress=say)
-        out = kv_maps_file(self.out if self.out is not None else model.folder)
         decoder, params = with_kv_maps(model.decoder, model.params, maps)
         study = choose_prompt(
             decoder,

@@ -260,9 +260,10 @@ def save_owned(file: Path, stored: Mapping[str, Any], tensors: Any) -> None:
     """Writes a JSON file and its tensors (`.safetensors`), tied together by their hash.
 
     Raises:
-      ValueError: a tensor is not finite.
+      ValueError: a tensor is not finite, or see `check_place`.
     """
     weights_file = file.with_suffix(".safetensors")
+    check_place(file)
     flat = {name: np.asarray(leaf) for name, leaf in flatten(tensors).items()}
     _check_finite(flat, weights_file)
     with replacing(*([weights_file] if flat else []), file) as partial:
@@ -277,6 +278,21 @@ def save_owned(file: Path, stored: Mapping[str, Any], tensors: Any) -> None:
 
 
 _TIE = "weights_sha256"
+
+
+def check_place(file: Path) -> Path:
+    """Returns a path of `save_owned` after checking that no other weights lie in its way.
+
+    Raises:
+      ValueError: weights are where its own would be, without this JSON file.
+    """
+    weights_file = file.with_suffix(".safetensors")
+    if weights_file.is_file() and not file.is_file():
+        raise ValueError(
+            f"Wanted a JSON file with room for its weights next to it. {weights_file} is of "
+            f"something else than {file}. Name another file."
+        )
+    return file
 
 
 def load_owned(

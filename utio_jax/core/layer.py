@@ -69,7 +69,7 @@ def split_layers(decoder: Decoder, params: Params) -> tuple[LayerParams, ...] | 
     ):
         return None
     # The decoder computes everything that is not a parameter at every call.
-    key = (*map(id, kept), *([] if len(kept) == len(leaves) else [decoder]))
+    key = (count, *map(id, kept), *([] if len(kept) == len(leaves) else [decoder]))
     if key not in _split:
         if sum(leaf.nbytes for leaf in leaves) > _memory_left(leaves[0]) / 2:
             return None

@@ -70,7 +70,7 @@ class SamplingParams:
             number = isinstance(value, (int, float, np.number)) or (
                 isinstance(value, np.ndarray) and value.ndim == 0
             )
-            if number and not is_valid(value):
+            if value is None or (number and not is_valid(value)):
                 raise ValueError(f"Wanted a {name} {expected}. Got {name}={value}.")
 
     @property

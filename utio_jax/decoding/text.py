@@ -169,6 +169,8 @@ def generate_text(
 
     def stop_when(row: int, new: np.ndarray) -> bool:
         text = rows[row]
+        if text.ended:
+            return True
         for end in range(text.seen + 1, len(new) + 1):
             text.add(new[text.seen : end], running=True)
             if not text.stopped and also is not None and also(row, new[:end]):
@@ -180,13 +182,14 @@ def generate_text(
     stops = also is not None or any(row.stops for row in rows)
     options["stop_when"] = stop_when if stops else None
     result = generate(model.decoder, model.params, ids, **options)
-    for row, new in zip(rows, result.token_ids, strict=True):
+    reasons = []
+    for index, (row, new) in enumerate(zip(rows, result.token_ids, strict=True)):
+        if stops:  # Not asked yet for the chunk in which a row ends by itself.
+            stop_when(index, new)
         row.add(new[row.seen :], running=False)
-    reasons = zip(rows, result.finish_reasons, strict=True)
-    generated = result.first(
-        [row.seen for row in rows],
-        finish_reasons=["stop" if row.stopped else reason for row, reason in reasons],
-    )
+        cut = row.stopped or row.seen < len(new)
+        reasons.append("stop" if cut else result.finish_reasons[index])
+    generated = result.first([row.seen for row in rows], finish_reasons=reasons)
     texts, pieces = zip(*((row.text, tuple(row.pieces)) for row in rows), strict=True)
     return GeneratedText(texts=texts, pieces=pieces, generated=generated)
 

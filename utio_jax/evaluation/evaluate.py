@@ -335,9 +335,11 @@ def score_documents(  # noqa: PLR0913 (options, each named)
     choices = [attention if reason is None else DENSE for reason in reasons]
 
     cost = token_cost(decoder, params)
+    # None where nothing is asked: that costs nothing.
     of_policy = {
         chosen_policy.depths: [
-            chosen_policy.flops(at, decoder, params) for at in range(len(chosen_policy.depths) - 1)
+            chosen_policy.flops(at, decoder, params) if np.any(chosen_policy.asks(at)) else None
+            for at in range(len(chosen_policy.depths) - 1)
         ]
         for chosen_policy in (full, policy)
     }
@@ -403,7 +405,7 @@ def _sums(tokens: Mapping[str, np.ndarray], lengths: np.ndarray) -> Quality:
 def _decided_costs(
     cost: TokenCost,
     policy: Policy,
-    decisions: Sequence[float],
+    decisions: Sequence[float | None],
     depths: np.ndarray,
     *,
     executor: Executor | Literal["auto"],
@@ -411,7 +413,7 @@ def _decided_costs(
 ) -> dict[str, float]:
     """Returns the costs of decided depths `[row, token]`, by the fields of `Quality`.
 
-    `decisions` are the FLOPs of one at each of the policy's boundaries.
+    `decisions` are the FLOPs of one at each of the policy's boundaries, None where it asks nothing.
     """
     width, layers = depths.shape[1], cost.full_depth
     key_widths = choose_executor(executor, policy, width).key_widths(width)
@@ -419,6 +421,8 @@ def _decided_costs(
     own = ideal(depths, deepest=int(depths.max(initial=0)))
     gates = float(np.sum(cost.read(depths[depths > 0]) - cost.head))  # What maps states at exits.
     for index, (depth, flops) in enumerate(zip(policy.depths, decisions, strict=False)):
+        if flops is None:
+            continue
         asked, further = int((depths >= depth).sum()), int((depths > depth).sum())
         gates += asked * flops
         gates += further * float(cost.read(depth)) * bool(policy.reads_logits(index))

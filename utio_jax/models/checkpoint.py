@@ -129,7 +129,14 @@ class Model(Verbs):
     def with_context(self, context_length: int) -> Model:
         """Returns the model for windows of at most so many tokens."""
         length = min(context_length, self.decoder.config.context_length)
-        return dataclasses.replace(self, decoder=with_config(self.decoder, context_length=length))
+        return self._kept(decoder=with_config(self.decoder, context_length=length))
+
+    def _kept(self, **changes: Any) -> Model:
+        """Returns the model with changes under which its calibration stays what it is."""
+        model = dataclasses.replace(self, **changes)
+        if "calibration" in vars(self):  # Perhaps in no file.
+            model.calibration = self.calibration
+        return model
 
     def with_kv_maps(self, path: str | Path) -> Model:
         """Returns the model with K/V maps, for prompt tokens that exit early (`kv="mapped"`).
@@ -145,7 +152,7 @@ class Model(Verbs):
         limit = stored.get("max_nll_increase_pct", math.inf)
         within = tuple(way for way in choices if (way.nll_increase_pct or 0.0) <= limit)
         choices = within or choices
-        return dataclasses.replace(self, decoder=decoder, params=params, prompt_choices=choices)
+        return self._kept(decoder=decoder, params=params, prompt_choices=choices)
 
     def with_branches(self, path: str | Path) -> Model:
         """Returns the model with exit branches from a file or folder, and the policies next to it.
@@ -189,7 +196,9 @@ class Model(Verbs):
         if len(exits) == 1:  # The lens says where a stock model can be read.
             decoder = with_config(decoder, exits=(*lens.exits, *exits))
         decoder, params = lensed(decoder, self.params, lens)
-        tensors = {name: np.asarray(y) for name, y in lens_tensors(lens).items()}
+        # Of the maps in use: policies that stop elsewhere would be read without one.
+        used = lens_tensors(lens.at(decoder.config.exits[:-1]))
+        tensors = {name: np.asarray(y) for name, y in used.items()}
         self.lens_sha256 = hashlib.sha256(serialize(tensors, metadata={})).hexdigest()
         self.decoder, self.params = decoder, params
         for name in ("sha256", "calibration"):
@@ -205,7 +214,9 @@ class Model(Verbs):
             return gguf_files.tokenizer_of(self.folder)
         config = read_json(self.folder / "config.json", "a config")
         file = self.folder / "tokenizer.json"
-        return load_tokenizer(file, special_in_text=is_huggingface(config))
+        # A converted model has this library's config, and its tokenizer from a stock one.
+        stock = is_huggingface(config) or (self.folder / "tokenizer_config.json").is_file()
+        return load_tokenizer(file, special_in_text=stock)
 
     @cached_property
     def calibration(self) -> Calibration:

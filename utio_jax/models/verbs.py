@@ -33,7 +33,7 @@ from utio_jax.core.documents import (
     sample_batches,
     windows_of,
 )
-from utio_jax.core.files import check_writable
+from utio_jax.core.files import check_place, check_writable
 from utio_jax.core.html import depth_html, table_html
 from utio_jax.core.lens import Lensed, lens_file, save_lens, with_config
 from utio_jax.core.terminal import note_compilation
@@ -438,7 +438,9 @@ class Verbs:
                 f"budget={budget}, max_nll_increase_pct={max_nll_increase_pct}, "
                 f"max_disagreement={max_disagreement}."
             )
-        if out is not None and is_shipped(check_writable(calibration_file(out), "out")):
+        if out is not None and is_shipped(
+            check_place(check_writable(calibration_file(out), "out"))
+        ):
             raise ValueError(
                 f"Wanted a place for the calibration outside of the installed package. Got {out}."
             )

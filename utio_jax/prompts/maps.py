@@ -28,7 +28,7 @@ from utio_jax.core.decoder import (
     check_own_kv,
     check_stops,
 )
-from utio_jax.core.files import json_file, load_owned, nest, save_owned
+from utio_jax.core.files import check_place, json_file, load_json, load_owned, nest, save_owned
 from utio_jax.core.lens import Wrapped
 
 
@@ -144,6 +144,19 @@ def kv_maps_file(path: str | Path) -> Path:
     return json_file(file, "prompt")
 
 
+def check_free(path: str | Path) -> None:
+    """Checks that K/V maps can be written there, and replace nothing but K/V maps.
+
+    Raises:
+      ValueError: the JSON file is of something else, or see `check_place`.
+    """
+    file = check_place(kv_maps_file(path))
+    if file.is_file() and "stops" not in load_json(file, "KV maps"):
+        raise ValueError(
+            f"Wanted a place for K/V maps. {file} holds something else. Name another file."
+        )
+
+
 def save_kv_maps(path: str | Path, maps: Mapping[int, KVMap], *, info: Mapping[str, Any]) -> None:
     """Writes a JSON file with the stops and `info`, and the maps next to it as safetensors.
 
@@ -157,6 +170,7 @@ def save_kv_maps(path: str | Path, maps: Mapping[int, KVMap], *, info: Mapping[s
     Raises:
       ValueError: a map is not finite.
     """
+    check_free(path)
     tensors = {str(stop): kv_map.tensors() for stop, kv_map in maps.items()}
     save_owned(kv_maps_file(path), {"stops": sorted(maps), **info}, tensors)
 

@@ -159,7 +159,7 @@ def score_dense(
     slots = jnp.int32(token_ids.size)
     work = Work.of(
         queries=slots * depth,
-        keys_values=slots * depth,
+        keys_values=slots * decoder.config.kv_layers,
         key_slots=slots * float(depth * token_ids.shape[1]),
         heads=jnp.int32(executed_heads(token_ids.size)),
     )
