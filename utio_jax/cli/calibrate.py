@@ -23,7 +23,7 @@ from utio_jax.cli.options import (
     read_documents,
 )
 from utio_jax.core.files import check_place, check_writable, load_json
-from utio_jax.core.lens import lens_file, save_lens
+from utio_jax.core.lens import lens_beside, save_lens
 from utio_jax.policies.store import calibration_file, check_nothing_is_lost
 
 
@@ -188,7 +188,7 @@ class Calibrate(OfWindows, OfText):
 
         Raises ValueError where it is of something else.
         """
-        file = lens_file(model.folder if self.out is None else calibration_file(self.out).parent)
+        file = lens_beside(model.folder if self.out is None else self.out)
         check_writable(file, "--out")
         settings = LensConfig()
         info = {
