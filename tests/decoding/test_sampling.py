@@ -124,7 +124,11 @@ def test_rows_of_any_params_are_arrays_unless_all_are_greedy():
         result = check_sampling(given, rows=2)
         assert isinstance(result, SamplingParams)
         assert np.shape(result.temperature) == (2,)
+    one_field = check_sampling(P(temperature=1.0, top_k=np.array([5, 2])), rows=2)
+    assert isinstance(one_field, SamplingParams)
+    assert np.shape(one_field.temperature) == np.shape(one_field.top_k) == (2,)
     assert check_sampling(P(), rows=7) is None
+    assert check_sampling(P(top_k=np.array([5, 2])), rows=2) is None
     assert check_sampling([P(top_k=3)] * 7, rows=7) is None
 
 
@@ -238,6 +242,11 @@ numbers: Any = np  # The types of arguments say Python's numbers; others come al
         (lambda: P(min_p=-0.1), "from 0 to 1. Got min_p=-0.1"),
         (lambda: check_sampling(numbers.float64(0.7), rows=2), r"Got .*0.7.*temperature=0.7"),
         (lambda: check_sampling(rows_of([P(), P()]), rows=3), r"one per prompt \(3\). Got 2"),
+        (lambda: check_sampling(P(top_p=np.array([0.5, 0.5])), rows=3), r"\(3\). Got 2"),
+        (
+            lambda: check_sampling(P(temperature=np.array([1.0, np.nan])), rows=2),
+            "from 1.17549e-38 on. Got temperature=nan",
+        ),
     ],
 )
 @pytest.mark.usefixtures("unchecked_shapes")

@@ -260,3 +260,16 @@ def test_stop_when_cuts_rows_that_end_in_the_same_chunk() -> None:
     result = until((), max_new_tokens=12, stop_when=lambda row, new: len(new) >= 3)
     assert [ids.size for ids in result.token_ids] == [3, 3, 3]
     assert result.generated.finish_reasons == ("stop",) * 3
+
+
+def test_streamed_pieces_end_where_the_caller_says() -> None:
+    model, told = text_model(), list[int]()
+
+    def stop_when(row: int, new: np.ndarray) -> bool:
+        told.append(len(new))
+        return len(new) >= 3
+
+    expected = [*stream_pieces(model, "1", **OPTIONS)][:3]
+    options = OPTIONS | {"stop_when": stop_when, "max_batch": 1}
+    assert [*stream_pieces(model, "1", **options)] == expected
+    assert told == [1, 2, 3]

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from utio_jax.core.files import load_tensors, save_tensors
-from utio_jax.models import load, save
+from utio_jax.core.files import load_tensors, save_tensors, save_text
+from utio_jax.models import Transformer, load, save
 
 
 @pytest.fixture
@@ -125,3 +126,18 @@ def test_missing_folders_configs_and_tokenizers_are_named(folder: Path, tmp_path
     (folder / "config.json").unlink()
     with pytest.raises(ValueError, match="config at .*There is none"):
         load(folder)
+
+
+def test_nothing_stays_of_the_model_that_a_folder_held(tmp_path: Path) -> None:
+    stock = Path(__file__).parent / "huggingface"
+    old, new = (Path(shutil.copytree(stock / name, tmp_path / name)) for name in ("llama", "qwen2"))
+    save_text(old / "generation_config.json", '{"eos_token_id": [3]}')
+    save_text(old / "chat_template.jinja", "old")
+    save_text(new / "tokenizer_config.json", '{"chat_template": "new"}')
+    for like in (old, new):
+        model = load(like)
+        assert isinstance(model.decoder, Transformer)
+        save(tmp_path / "out", model.decoder, model.params, like=like)
+    again = load(tmp_path / "out")
+    assert again.decoder.config.eos_ids == load(new).decoder.config.eos_ids
+    assert again.chat_template.template == load(new).chat_template.template == "new"

@@ -30,6 +30,7 @@ from utio_jax.models.shipped import shipped_folder
 from utio_jax.models.verbs import with_exits
 from utio_jax.policies.store import load_calibration
 from utio_jax.prompts.budget import prompt_prefill
+from utio_jax.prompts.maps import KVMap, save_kv_maps
 from utio_jax.staircase import CapacityPrefix
 
 pytestmark = pytest.mark.check
@@ -253,8 +254,18 @@ def test_strings_are_texts_and_paths_are_files(
             "eos_ids as a list of token ids.* Got 0",
         ),
         (
+            lambda model: model.generate("a", stop_sequences=[5, 6], **OPTIONS),
+            r"stop_sequences as a list of lists of token ids.* Got \[5, 6\]",
+        ),
+        (
+            lambda model: model.evaluate("a", policy=uniform(2), budget=0.5),
+            "a budget or a depth with the name of a policy. Got budget=0.5.*uniform",
+        ),
+        (lambda model: model.calibrate("a", exits=(3,)), r"Got exits=\(3,\) for one with .*load"),
+        (lambda model: model.calibrate("a", confidence=0.9), "Got confidence=0.9 alone"),
+        (
             lambda model: model.generate("a", stop_sequences=["b"], **OPTIONS),
-            r"stop_sequences as a list of token ids.* Got \['b'\]. Strings .*are stop= of a model",
+            r"stop_sequences as a list of lists.* Got \['b'\]. Strings .*are stop= of a model",
         ),
         (lambda model: model.generate("a", drafter="ngram"), r"Say mode=Lossless\(drafter='ngram'"),
         (lambda model: model.score("a", executor="capacity"), "Wanted an executor: 'auto', .*'cap"),
@@ -478,3 +489,24 @@ def test_everything_that_is_listed_is_there() -> None:
     assert utio_jax.prompts.choose_prompt is not None
     with pytest.raises(AttributeError, match="has no attribute 'lod'"):
         _ = utio_jax.lod
+
+
+def test_a_model_with_maps_is_refused_before_a_lens_is_fitted(folder: Path, tmp_path: Path) -> None:
+    model, messages = load(folder, exits=(4,)), list[str]()
+    config = model.decoder.config
+    shape = (2, 2, config.num_kv_heads, config.head_dim)
+    kv_map = KVMap(kernel=jnp.zeros((config.embed_dim, *shape)), bias=jnp.zeros(shape))
+    save_kv_maps(tmp_path, {2: kv_map}, info={"model_sha256": model.sha256})
+    with pytest.raises(ValueError, match="Wanted a model without KV maps"):
+        model.with_kv_maps(tmp_path).calibrate(
+            [source("bisect"), source("stat")], exits=(2,), progress=messages.append
+        )
+    assert not messages
+
+
+@pytest.mark.usefixtures("unchecked_shapes")
+@pytest.mark.parametrize("kind", [np.float32, lambda number: np.asarray([number], np.float32)])
+def test_budgets_of_numpy_are_numbers(folder: Path, tmp_path: Path, kind: Any) -> None:
+    model = load(folder)
+    result = model.calibrate([source("bisect")], budget=kind(0.75), out=tmp_path / "mine.json")
+    assert [*result.calibration.entries["learned"]] == [0.75]

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import cases
+from helpers.counting import Counting, read_counts
 from helpers.generation import PROMPTS, DepthAt, assert_greedy, depth_table, lively_model, run
 from helpers.marks import quick_where
 from helpers.models import Model, assert_close, live_params
@@ -25,8 +26,8 @@ from utio_jax.contrib.layer_skipping import random_sets, score_layer_sets
 from utio_jax.models import TINY, Transformer
 from utio_jax.policies import given_depths
 from utio_jax.prompts.fit import fit_kv_maps
-from utio_jax.staircase import CapacityPrefix, dense_states
-from utio_jax.staircase.score import score_dense
+from utio_jax.staircase import CapacityPrefix, dense_states, score
+from utio_jax.staircase.score import full_work, score_dense
 
 FIRST = next(iter(KINDS))
 """Heads of two layers: the kind that stands for all where they do not differ."""
@@ -249,3 +250,31 @@ def test_dense_work_counts_the_keys_and_values_that_are_made() -> None:
     ids, lengths = jnp.ones((2, 16), jnp.int32), jnp.array([16, 16])
     work = score_dense(decoder, live_params(decoder), ids, lengths).work
     assert int(work.keys_values.sum()) == 32 * decoder.config.kv_layers
+
+
+@pytest.mark.parametrize("kv", ["propagate", "drop"])
+@pytest.mark.parametrize(
+    "executor", [cases.EXECUTOR, CapacityPrefix(capacities=(16, 8), min_bucket=8)]
+)
+def test_keys_and_values_made_once_are_made_of_every_token(executor: Any, kv: Any) -> None:
+    config = dataclasses.replace(TINY, **KINDS["made once"])
+    decoder, params = Counting(config), live_params(Transformer(config))
+    ids, lengths, depths = jnp.ones((2, 16), jnp.int32), jnp.array([16, 16]), np.ones((2, 16), int)
+    depths[:, :2] = 4
+    policy = given_depths(jnp.asarray(depths), depths=(1, 4))
+    for given in (policy, uniform(4)):
+        read_counts()
+        result = score(decoder, params, ids, lengths, given, kv=kv, executor=executor)
+        assert int(result.work.keys_values.sum()) == read_counts()["keys_values"]
+    full = full_work(decoder, lengths, width=16, kv=kv, executor=executor)
+    assert int(full.keys_values.sum()) == int(result.work.keys_values.sum())
+
+
+def test_dense_states_come_in_the_order_of_the_depths(tiny: Any) -> None:
+    ids, lengths = tiny.tokens(2, 16), jnp.asarray([16, 9])
+    run = partial(cases.run_dense, tiny.decoder, tiny.params, ids, lengths)
+    low, high = run(depths=(1, 4))
+    for expected, found in zip((high, low, high), run(depths=(4, 1, 4)), strict=True):
+        np.testing.assert_array_equal(found, expected)
+    with pytest.raises(ValueError, match=r"depths from 0 to 4 layers. Got \[5\]"):
+        run(depths=(2, 5))

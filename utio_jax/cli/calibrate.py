@@ -17,7 +17,7 @@ from utio_jax.calibration.goals import Budgets
 from utio_jax.calibration.lens import LensConfig, fit_lens, split_for_lens
 from utio_jax.cli.options import OfText, OfWindows, Rare, progress_lines, read_documents
 from utio_jax.core.files import check_place, check_writable, load_json
-from utio_jax.core.lens import lens_file, save_lens
+from utio_jax.core.lens import lens_beside, save_lens
 from utio_jax.policies.store import calibration_file, check_nothing_is_lost
 
 
@@ -182,7 +182,7 @@ class Calibrate(OfWindows, OfText):
 
         Raises ValueError where it is of something else.
         """
-        file = lens_file(model.folder if self.out is None else calibration_file(self.out).parent)
+        file = lens_beside(model.folder if self.out is None else self.out)
         check_writable(file, "--out")
         settings = LensConfig()
         info = {

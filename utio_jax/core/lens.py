@@ -159,6 +159,11 @@ def lens_file(path: str | Path) -> Path:
     return json_file(path, "lens")
 
 
+def lens_beside(out: str | Path) -> Path:
+    """Returns the file of a lens next to a calibration at `out`, its file or its folder."""
+    return lens_file(Path(out).parent if Path(out).suffix == ".json" else out)
+
+
 def load_lens(path: str | Path, *, model_sha256: str) -> Lens:
     """Reads what `save_lens` wrote to this file or folder.
 

@@ -378,11 +378,9 @@ class CachedRows:
     def heads_run(self, slots: RowSlots) -> Int[Array, ""]:
         return self.slots_run(slots)
 
-    def work(
-        self, slots: RowSlots, layers: int, *, kv_layers: int, only_live_keys: bool = False
-    ) -> Work:
+    def work(self, slots: RowSlots, layers: int, *, kv_layers: int, of_slots: int = 0) -> Work:
         """Returns zero work: layers are counted per row, in the `RowCache`."""
-        del slots, layers, kv_layers, only_live_keys
+        del slots, layers, kv_layers, of_slots
         return Work.of()
 
 

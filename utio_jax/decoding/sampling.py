@@ -114,10 +114,12 @@ def check_sampling(
 ) -> SamplingParams | None:
     """Returns the parameters of each row as arrays; None if all rows are greedy.
 
-    `sampling` applies to all rows, is a list with one entry per row, or the result of `rows_of`.
+    `sampling` applies to all rows, or is a list with one entry per row. Or some of its fields are
+    arrays with a value per row.
 
     Raises:
-      ValueError: the number of parameters differs from `rows`, or one is no `SamplingParams`.
+      ValueError: the number of parameters differs from `rows`, one is no `SamplingParams`, or a
+        value is not allowed.
     """
     given = [*sampling] if isinstance(sampling, Sequence) else [sampling] * rows
     for params in given:
@@ -126,14 +128,18 @@ def check_sampling(
                 f"Wanted SamplingParams. Got {params!r}. For example: "
                 "SamplingParams(temperature=0.7, top_p=0.95)."
             )
-    of_rows = isinstance(sampling, SamplingParams) and np.ndim(sampling.temperature) > 0
-    count = np.size(given[0].temperature) if of_rows else len(given)
-    if count != rows:
+    values = vars(sampling) if isinstance(sampling, SamplingParams) else {}
+    counts = [len(given), *(np.size(value) for value in values.values() if np.ndim(value))]
+    if wrong := [count for count in counts if count != rows]:
         raise ValueError(
-            f"Wanted one SamplingParams, or one per prompt ({rows}). Got {count} of them."
+            f"Wanted one SamplingParams, or one per prompt ({rows}). Got {wrong[0]} of them."
         )
-    if of_rows:
-        return given[0]
+    if len(counts) > 1:
+        columns = {name: np.broadcast_to(value, rows).tolist() for name, value in values.items()}
+        given = [
+            SamplingParams(**{name: column[row] for name, column in columns.items()})
+            for row in range(rows)
+        ]
     result = rows_of(given)
     return result if np.any(result.temperature != 0) else None
 

@@ -100,13 +100,20 @@ def check_stops(
     return stop_rules(stops_of_rows(eos_ids, sequences, rows=rows), vocab_size=vocab_size)
 
 
+_WANTED = {
+    "eos_ids": "eos_ids as a list of token ids",
+    "stop_sequences": "stop_sequences as a list of lists of token ids",
+}
+
+
 def stops_of_rows(eos_ids: Any, sequences: Any, *, rows: int) -> list[Stops]:
     """Returns the stop rules of each row, see `check_stops`. Raises ValueError for other counts."""
     for what, given in (("eos_ids", eos_ids), ("stop_sequences", sequences)):
         items = [given] if isinstance(given, str) or not np.iterable(given) else given
-        if items is not given or any(isinstance(item, str) for item in items):
+        ids = what == "stop_sequences" and not all(isinstance(i, str) or _is_list(i) for i in items)
+        if ids or items is not given or any(isinstance(item, str) for item in items):
             raise ValueError(
-                f"Wanted {what} as a list of token ids, or of such lists. Got {given!r:.60}. "
+                f"Wanted {_WANTED[what]}, or such lists for each row. Got {given!r:.60}. "
                 "Strings that end a text are stop= of a model, stop_strings= elsewhere."
             )
     each_ends = any(map(_is_list, eos_ids))

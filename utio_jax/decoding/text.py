@@ -203,15 +203,23 @@ def stream_pieces(
     within a character, its replacement character comes last.
     """
     check_generate_options(options)
+    stop_when = options.pop("stop_when", None)
+    options.pop("max_batch", None)  # One prompt is one batch.
     ids = _encoded(model, [prompt])
-    reader, depth, length = TextReader(model.tokenizer, ids[0]), 0, len(ids[0])
+    reader, depth, known = TextReader(model.tokenizer, ids[0]), 0, list[int]()
+    ended = False
     for state in run_chunks(model.decoder, model.params, ids, **options):
-        (new,) = new_tokens(state, np.asarray([length]))
-        length += new.token_ids.size
-        for token, depth in zip(new.token_ids, new.decided, strict=True):
-            yield reader.add(int(token)), int(depth)
+        (new,) = new_tokens(state, np.asarray([len(ids[0]) + len(known)]))
+        for token, depth in zip(new.token_ids.tolist(), new.decided.tolist(), strict=True):
+            known.append(token)
+            yield reader.add(token), depth
+            ended = stop_when is not None and stop_when(0, np.asarray(known))
+            if ended:
+                break
+        if ended:
+            break
     if tail := reader.flush():
-        yield tail, int(depth)
+        yield tail, depth
 
 
 class StreamedRow:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import json
 import math
 import re
@@ -523,6 +524,10 @@ def save(
             place[name].write_bytes(content)
         dump_tensors(place["model.safetensors"], tensors, metadata=metadata)
         place["config.json"].write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+    if beside:  # Nothing stays of the model that the folder held before.
+        for file in itertools.chain.from_iterable(map(out.glob, _CARRIED)):
+            if file.relative_to(out).as_posix() not in beside:
+                file.unlink()
 
 
 _CARRIED = (

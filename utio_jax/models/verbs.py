@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import numbers
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ from utio_jax.core.documents import (
 )
 from utio_jax.core.files import check_place, check_writable
 from utio_jax.core.html import depth_html, table_html
-from utio_jax.core.lens import Lensed, lens_file, save_lens, with_config
+from utio_jax.core.lens import Lensed, Wrapped, lens_beside, save_lens, with_config
 from utio_jax.core.terminal import note_compilation
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.base import LogitsProcessor, Mode, Plain
@@ -72,6 +73,7 @@ SHORTER = {
 """Options that verbs have by other names."""
 
 _CONTEXT = 2048  # Of windows of text, at most.
+_CONFIDENCE = 0.95
 _SHOWN, _SHOWN_TOKENS = 8, 2000  # Documents, and tokens of each, that a notebook shows.
 
 _states = jax.jit(dense_states, static_argnums=0, static_argnames="depths")
@@ -239,6 +241,11 @@ class Verbs:
           ValueError: an unknown name or budget, no calibration, or see `check_policy`.
         """
         if not isinstance(name, str):
+            if budget is not None or depth is not None:
+                raise ValueError(
+                    "Wanted a budget or a depth with the name of a policy. Got "
+                    f"budget={budget}, depth={depth} with policy {name!r:.80}, which has its own."
+                )
             return name
         check_policy(name, budget=budget, depth=depth)
         if name == "full":
@@ -395,7 +402,7 @@ class Verbs:
         budget: float | Sequence[float] | None = None,
         max_nll_increase_pct: float | None = None,
         max_disagreement: float | None = None,
-        confidence: float = 0.95,
+        confidence: float = _CONFIDENCE,
         policies: Sequence[str] | Mapping[str, Fit] = ("learned",),
         exits: Sequence[int] = (),
         context: int = _CONTEXT,
@@ -431,13 +438,8 @@ class Verbs:
             be lost, or see `utio_jax.calibrate`.
         """
         check_options("Model.calibrate", options, calibrate, Verbs.calibrate)
-        goals = (budget, max_nll_increase_pct, max_disagreement)
-        if sum(goal is not None for goal in goals) > 1:
-            raise ValueError(
-                "Wanted one of budget, max_nll_increase_pct and max_disagreement. Got "
-                f"budget={budget}, max_nll_increase_pct={max_nll_increase_pct}, "
-                f"max_disagreement={max_disagreement}."
-            )
+        _check_goal(budget, max_nll_increase_pct, max_disagreement, confidence)
+        _check_exits(self.decoder, exits)
         if out is not None and is_shipped(
             check_place(check_writable(calibration_file(out), "out"))
         ):
@@ -445,7 +447,7 @@ class Verbs:
                 f"Wanted a place for the calibration outside of the installed package. Got {out}."
             )
         if out is not None and len(self.decoder.config.exits) == 1:
-            beside = calibration_file(out), lens_file(calibration_file(out).parent)
+            beside = calibration_file(out), lens_beside(out)
             if taken := [str(file) for file in beside if file.is_file()]:
                 raise ValueError(
                     "Wanted no calibration and no lens where those of a model without exits are "
@@ -500,7 +502,7 @@ class Verbs:
         )
         model.calibration = fitted
         if out is not None and lens is not None:
-            model.lens = lens_file(calibration_file(out).parent)
+            model.lens = lens_beside(out)
             save_lens(model.lens, lens, info={"model_sha256": self.sha256, "seed": seed})
         if out is not None:
             fitted.save(out)
@@ -710,6 +712,42 @@ def check_policy(name: str, **given: Any) -> None:
         )
 
 
+def _check_goal(
+    budget: Any,
+    max_nll_increase_pct: float | None,
+    max_disagreement: float | None,
+    confidence: float,
+) -> None:
+    """Raises ValueError for more than one goal of `calibrate`, or a confidence without its own."""
+    goals = (budget, max_nll_increase_pct, max_disagreement)
+    if sum(goal is not None for goal in goals) > 1:
+        raise ValueError(
+            "Wanted one of budget, max_nll_increase_pct and max_disagreement. Got "
+            f"budget={budget}, max_nll_increase_pct={max_nll_increase_pct}, "
+            f"max_disagreement={max_disagreement}."
+        )
+    if max_disagreement is None and confidence != _CONFIDENCE:
+        raise ValueError(
+            "Wanted max_disagreement with a confidence, which is that of its guarantee. Got "
+            f"confidence={confidence:g} alone."
+        )
+
+
+def _check_exits(decoder: Any, exits: Sequence[int]) -> None:
+    """Raises ValueError if `calibrate` cannot fit a lens for these exits, or would ignore them."""
+    has = decoder.config.exits
+    if len(has) == 1 and isinstance(decoder, Wrapped):
+        raise ValueError(
+            "Wanted a model without KV maps, through whose lens exits are read. Got one with "
+            "maps. Calibrate it without them, and add them to the calibrated model."
+        )
+    if len(has) > 1 and exits and {*exits, has[-1]} != {*has}:
+        raise ValueError(
+            f"Wanted exits of a model that names none. Got exits={tuple(exits)} for one with "
+            f"{has}. Load it with these alone: load(..., exits={tuple(exits)})."
+        )
+
+
 def with_exits(decoder: Any, exits: tuple[int, ...]) -> Any:
     """Returns a stock model's decoder with exits; none named: `some_exits`."""
     layers = decoder.config.num_layers
@@ -718,4 +756,5 @@ def with_exits(decoder: Any, exits: tuple[int, ...]) -> Any:
 
 
 def _several(budget: float | Sequence[float]) -> tuple[float, ...]:
-    return (budget,) if isinstance(budget, (int, float)) else tuple(budget)
+    several: Any = [budget] if np.ndim(budget) == 0 else budget
+    return tuple(float(b) if isinstance(b, numbers.Real) else b for b in several)

@@ -200,10 +200,12 @@ class Executor(Protocol):
         """Returns the number of slots through the LM head when `map_slots` calls `map_head`."""
         ...
 
-    def work(
-        self, slots: Any, layers: int, *, kv_layers: int, only_live_keys: bool = False
-    ) -> Work:
-        """Returns the work of `layers` layers on the slots, if `kv_layers` of them project K/V."""
+    def work(self, slots: Any, layers: int, *, kv_layers: int, of_slots: int = 0) -> Work:
+        """Returns the work of `layers` layers on the slots.
+
+        `kv_layers` layers' K/V are projected: for all tokens, or in `of_slots` of these layers for
+        the slots alone.
+        """
         ...
 
 

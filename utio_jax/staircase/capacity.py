@@ -212,14 +212,12 @@ class CapacityPrefix:
         whole, prefix = (executed_heads(batch * size) for size in (width, slots.capacity))
         return jnp.where(self._overflows(slots), whole, prefix).astype(jnp.int32)
 
-    def work(
-        self, slots: PrefixSlots, layers: int, *, kv_layers: int, only_live_keys: bool = False
-    ) -> Work:
+    def work(self, slots: PrefixSlots, layers: int, *, kv_layers: int, of_slots: int = 0) -> Work:
         batch, width = slots.live.shape
         used = self.slots_run(slots)
         return Work.of(
             queries=used * layers,
-            keys_values=(used if only_live_keys else jnp.int32(batch * width)) * kv_layers,
+            keys_values=used * of_slots + jnp.int32(batch * width) * (kv_layers - of_slots),
             key_slots=jnp.where(
                 used < batch * width, used.astype(jnp.float32) * width, batch * slots.whole_keys
             )

@@ -185,10 +185,8 @@ def run_pass(
                 only_live_keys=alone,
             )
             tokens, running = (dataclasses.replace(old, x=x) for old in (tokens, running))
-        made = len(model.decoder.config.kv_made(start, stop))
-        spent = packing.work + executor.work(
-            slots, stop - start, kv_layers=made, only_live_keys=alone
-        )
+        made, alone = kv_layers_run(model.decoder.config, start, stop, only_live_keys=alone)
+        spent = packing.work + executor.work(slots, stop - start, kv_layers=made, of_slots=alone)
 
         # 3. Decide which tokens continue: past this depth, or past a branch that starts here.
         asks = False
@@ -274,6 +272,17 @@ def segments_of(config: DecoderConfig, depths: tuple[int, ...]) -> list[Segment]
         Segment(config.upper_layers(depths[index]), depths[index], branch=None if only else index)
         for index in above
     ]
+
+
+def kv_layers_run(
+    config: DecoderConfig, start: int, stop: int, *, only_live_keys: bool
+) -> tuple[int, int]:
+    """Returns the layers whose K/V a pass over layers [start, stop) projects: all, of slots alone.
+
+    K/V that are made once for all layers above (`kv_own`) are made of every token's states.
+    """
+    own = config.kv_made(start, min(stop, config.kv_own)) if only_live_keys else ()
+    return len(config.kv_made(start, stop)), len(own)
 
 
 def check_policy(policy: Policy, decoder: Decoder, *, kv: str = "propagate") -> tuple[int, ...]:

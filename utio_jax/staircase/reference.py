@@ -155,10 +155,14 @@ def dense_states(
     `start` holds a number of layers and the states after them; None: the embeddings.
 
     Raises:
-      ValueError: `start` is given for a decoder that shares K/V between layers (`kv_source`).
+      ValueError: a depth is not one of the model's, or below that of `start`; or `start` is given
+        for a decoder that shares K/V between layers (`kv_source`).
     """
     if start is not None:
         check_own_kv(decoder, what="a pass that begins at later states")
+    least, most = (start or (0,))[0], decoder.config.num_layers
+    if wrong := [depth for depth in depths if not least <= depth <= most]:
+        raise ValueError(f"Wanted depths from {least} to {most} layers. Got {wrong}.")
     positions, valid = positions_of(token_ids, lengths)
     places = decoder.encode_positions(positions)
     key_positions = jnp.where(valid, positions, NOWHERE)
@@ -169,14 +173,13 @@ def dense_states(
         return apply_layer(decoder, layer_at(decoder, params, index), x, places, mix, visible)
 
     done, x = start or (0, decoder.embed(params, token_ids, positions))
-    states = []
     if decoder.config.shares_kv:
         return _dense_shared(decoder, params, x, places, positions, key_positions, depths)
-    for depth in depths:
-        x = jax.lax.fori_loop(done, depth, run_one, x)
-        states.append(x)
+    states = {}
+    for depth in sorted({*depths}):
+        states[depth] = x = jax.lax.fori_loop(done, depth, run_one, x)
         done = depth
-    return tuple(states)
+    return tuple(states[depth] for depth in depths)
 
 
 def _dense_shared(

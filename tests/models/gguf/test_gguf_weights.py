@@ -303,3 +303,13 @@ def test_what_is_saved_is_a_folder_that_transformers_reads(tmp_path: Path) -> No
     assert stored["architectures"] == ["LlamaForCausalLM"]
     ends = json.loads((tmp_path / "out" / "generation_config.json").read_text())
     assert ends == {"bos_token_id": 0, "eos_token_id": [0, 1]}
+
+
+def test_a_lens_that_is_fitted_lies_beside_the_file(tmp_path: Path) -> None:
+    file, rng = tmp_path / "m.gguf", np.random.default_rng(0)
+    write_gguf(file, FOLDER / "llama", arch="llama")
+    model = load(file)
+    texts = [rng.integers(0, 48, 120) for _ in range(24)]
+    model.calibrate(texts, budget=0.95, exits=(1,), out=model.folder)
+    assert model.lens == tmp_path / "m.lens.json"
+    assert load(file).calibration.info == model.calibration.info

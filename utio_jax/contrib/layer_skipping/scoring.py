@@ -82,7 +82,9 @@ def score_layer_sets(
             decoder, params, tokens, slots, (start, stop), only_live_keys=alone
         )
         ran.append(tokens.live)
-        spent = executor.work(slots, stop - start, kv_layers=stop - start, only_live_keys=alone)
+        spent = executor.work(
+            slots, stop - start, kv_layers=stop - start, of_slots=(stop - start) * alone
+        )
 
         # 3. Ask which tokens run the next segment: every token, whether or not it ran this one.
         asked = dataclasses.replace(tokens, x=x, live=real)
