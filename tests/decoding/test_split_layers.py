@@ -14,11 +14,7 @@ import jax.numpy as jnp
 import pytest
 from helpers.generation import SMALL, lively_model, run
 from helpers.marks import quick_where
-<<<<<<< HEAD
-from helpers.models import assert_equal, gated
-=======
-from helpers.models import gated, live_params
->>>>>>> main
+from helpers.models import assert_equal, gated, live_params
 
 from utio_jax.core import layer as layers_module
 from utio_jax.core.layer import split_layers

@@ -7,21 +7,13 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-<<<<<<< HEAD
-=======
-import jax
 import jax.numpy as jnp
->>>>>>> main
 import numpy as np
 import pytest
 from helpers.models import random_maps
 
-<<<<<<< HEAD
-from utio_jax.models import TINY, load, save
-=======
 from utio_jax.core.files import save_owned
-from utio_jax.models import load, save
->>>>>>> main
+from utio_jax.models import TINY, load, save
 from utio_jax.prompts.budget import prompt_choice
 from utio_jax.prompts.maps import KVMap, kv_maps_file, load_kv_maps, save_kv_maps, with_kv_maps
 from utio_jax.staircase.prompts import PromptChoice
