@@ -73,7 +73,10 @@ def test_auto_takes_a_prefix_where_shapes_are_better_static_and_shares_are_known
         assert choose_executor("auto", unknown, 512) == MicroBatches()
 
 
-@pytest.mark.parametrize(("platform", "shares"), [("tpu", (1.0, 0.5, 0.0)), ("cuda", None)])
+@pytest.mark.parametrize(
+    ("platform", "shares"),
+    [pytest.param("tpu", (1.0, 0.5, 0.0), marks=pytest.mark.check), ("cuda", None)],
+)
 def test_programs_for_accelerators_score_as_those_for_a_cpu(
     tiny: Model, platform: str, shares: tuple[float, ...] | None
 ) -> None:

@@ -112,6 +112,7 @@ def test_each_early_token_is_mapped_once(model: Model) -> None:
     np.testing.assert_array_equal(full.work.exit_maps, [0])
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("threshold", [-np.inf, 3.8, np.inf])
 def test_a_policy_that_looks_at_logits_sees_what_the_token_will_say(
     model: Model, threshold: float

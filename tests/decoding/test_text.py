@@ -263,13 +263,13 @@ def test_stop_when_cuts_rows_that_end_in_the_same_chunk() -> None:
 
 
 def test_streamed_pieces_end_where_the_caller_says() -> None:
-    model, told = text_model(), list[int]()
+    model, sizes = text_model(), list[int]()
 
     def stop_when(row: int, new: np.ndarray) -> bool:
-        told.append(len(new))
+        sizes.append(len(new))
         return len(new) >= 3
 
     expected = [*stream_pieces(model, "1", **OPTIONS)][:3]
     options = OPTIONS | {"stop_when": stop_when, "max_batch": 1}
     assert [*stream_pieces(model, "1", **options)] == expected
-    assert told == [1, 2, 3]
+    assert sizes == [1, 2, 3]

@@ -35,6 +35,7 @@ def check_against_sorted(asked: Asked, finished: Any, name: str) -> None:
     )
 
 
+@pytest.mark.check
 @pytest.mark.parametrize(
     "name",
     quick_where(lambda name: name == "plain", ["plain", "propagate", "lossless"], lambda _: False),

@@ -119,9 +119,8 @@ def test_chunks_cost_their_tokens() -> None:
     assert engine.stats().prompt_tokens == 20
 
 
-@pytest.mark.parametrize(
-    ("platform", "capacity"), [("cpu", 72), pytest.param("tpu", 80, marks=pytest.mark.check)]
-)
+@pytest.mark.check
+@pytest.mark.parametrize(("platform", "capacity"), [("cpu", 72), ("tpu", 80)])
 def test_parts_of_several_prompts_share_a_pass(platform: str, capacity: int) -> None:
     """Blocks of a prompt of 40 tokens and of two short ones; the fourth has no place in it."""
     model = lively_model()

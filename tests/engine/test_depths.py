@@ -64,6 +64,7 @@ def mixed(engine: Engine, asked: list[Asked], names: list[str]) -> dict[int, Any
     return {numbers[number]: finished for number, finished in result.items()}
 
 
+@pytest.mark.check
 @pytest.mark.usefixtures("double")
 @pytest.mark.parametrize(
     ("names", "options"),

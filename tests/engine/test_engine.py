@@ -152,7 +152,7 @@ class ChunkedLives(Lives):
 LIFE = hypothesis.settings(max_examples=15, stateful_step_count=20)
 TestLives = Lives.TestCase
 TestLives.settings = LIFE
-TestLateLives = LateLives.TestCase
+TestLateLives = pytest.mark.check(LateLives.TestCase)
 TestLateLives.settings = LIFE
 TestChunkedLives = pytest.mark.slow(ChunkedLives.TestCase)
 TestChunkedLives.settings = LIFE
@@ -244,6 +244,7 @@ def test_nothing_compiles_after_the_warmup(
     assert stats.mean_depth_decided == pytest.approx(decided.mean())
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("count", [40, pytest.param(2000, marks=pytest.mark.slow)])
 def test_nothing_leaks(count: int) -> None:
     engine = engine_of(lively_model(), *modes()["plain"], read_late=True)
@@ -600,6 +601,7 @@ def test_what_can_never_run_is_refused_at_once() -> None:
         engine.warmup()
 
 
+@pytest.mark.check
 @pytest.mark.parametrize(("prompts", "groups", "rows"), [(2, 2, 2), (3, 1, 4), (5, 2, 5)])
 def test_at_most_a_third_of_a_group_only_fills_it_up(prompts: int, groups: int, rows: int) -> None:
     """Rows without a prompt cost as much as any: two prompts are read alone, three as four."""

@@ -120,6 +120,7 @@ def test_a_plan_is_not_made_of_nonsense(monkeypatch: pytest.MonkeyPatch) -> None
     assert len(tries) == 3 * (2 + 1)
 
 
+@pytest.mark.check
 def test_one_cache_is_held_while_blocks_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A server has the engine's own cache and pool besides."""
     alive, counts = weakref.WeakSet[Slots](), []

@@ -202,6 +202,7 @@ def test_requests_that_come_together_read_a_common_beginning_once() -> None:
     assert stats.padded_prompt_tokens == 64 + 2 * 4
 
 
+@pytest.mark.check
 def test_an_approximate_prefill_takes_no_part() -> None:
     mode, prefill = modes()["prompts"]
     engine = cached_engine(lively_model(), mode, prefill=prefill)

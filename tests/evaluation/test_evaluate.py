@@ -100,6 +100,7 @@ def test_a_ledger_row_is_what_the_oracle_says_it_is(tiny: Any) -> None:
     assert json.loads(json.dumps(row.to_dict()))["seconds"] is None
 
 
+@pytest.mark.check
 def test_one_text_runs_no_empty_rows(tiny: Any) -> None:
     """300 tokens in a context of 128: two rows of 128 and one of 64, of up to 16."""
     document, counts_of_batches = np.arange(300) % 64, list[tuple[int, int]]()
@@ -129,6 +130,7 @@ def test_one_text_runs_no_empty_rows(tiny: Any) -> None:
     assert row.speedup_ideal < 1.15, "what is ideal is nearly what runs"
 
 
+@pytest.mark.check
 def test_a_text_is_scored_at_the_cost_of_the_policy_alone(tiny: Any) -> None:
     rng = np.random.default_rng(4)
     documents = [rng.integers(0, 64, count) for count in (60, 64, 9)]
@@ -261,6 +263,7 @@ class _Dear(Learned):
         return (1 + 2 * index) * super().flops(index, decoder, params)
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("kv", ["propagate", "drop"])
 def test_gates_and_frozen_keys_are_charged_where_the_policy_meets_them(tiny: Any, kv: str) -> None:
     """The policy ends at 3 of 4 layers: the last is not paid for, nor a decision there."""
@@ -386,6 +389,7 @@ def test_narrow_models_are_routed_on_accelerators_only_by_a_named_executor(tiny:
         assert ask() is None
 
 
+@pytest.mark.check
 def test_documents_that_predict_nothing_are_counted_and_change_no_other(tiny: Any) -> None:
     text, empty = np.arange(9), np.zeros(0, np.int32)
     short = [empty, np.asarray([5])]
@@ -408,6 +412,7 @@ def test_an_unmeasured_entry_is_null() -> None:
     assert Ledger(policy="x", nll=1.23456789).to_dict()["nll"] == 1.23457
 
 
+@pytest.mark.check
 def test_exits_that_ask_nothing_cost_a_document_nothing() -> None:
     model, texts = lively_model(), [np.arange(60, dtype=np.int32)]
     (two, three) = (

@@ -97,6 +97,7 @@ def test_branches_of_another_model_are_refused(folder: Path, branches: Branches)
     assert read.sizes == branches.sizes
 
 
+@pytest.mark.check
 def test_the_objective_is_each_branch_against_labels_and_full_depth(
     params: Any, branches: Branches
 ) -> None:
@@ -122,6 +123,7 @@ def test_the_objective_is_each_branch_against_labels_and_full_depth(
     assert_close(losses[1.0], sum(soft))
 
 
+@pytest.mark.check
 def test_a_model_that_learns_with_its_branches_has_one_loss_more_and_the_old_one_as_teacher(
     params: Any, branches: Branches
 ) -> None:

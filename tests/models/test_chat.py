@@ -213,6 +213,7 @@ def roomy(model: Model) -> Model:
     return dataclasses.replace(model, decoder=longer_context)
 
 
+@pytest.mark.check
 def test_the_next_turn_reads_only_what_is_new(roomy: Model) -> None:
     model, options, talk = roomy, TURN, [{"role": "user", "content": "Hello " * 12}]
     reply = model.chat(talk, **options)

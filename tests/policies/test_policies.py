@@ -58,8 +58,8 @@ def laws_of(
     return pytest.mark.parametrize("policy", cases, indirect=True)
 
 
-FEW = ("learned", "softmax_gap", "patience", "prompt_router", "random")
-"""Of each kind of memory and cost one."""
+FEW = ("learned", "softmax_gap")
+"""A gate, and a signal that reads logits: memory, prompts and chance are left to `make check`."""
 
 BEFORE = ("position", "utio_before", *STATELESS)
 """Policies that decide before the pass."""
@@ -218,7 +218,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("watched")
-@laws_of(POLICIES, quick=("learned", "softmax_gap"), checked=("prompt_router",))
+@laws_of(POLICIES, quick=FEW, checked=("prompt_router",))
 def test_is_charged_for_what_it_executes(tiny: Any, policy: Any) -> None:
     name, ids = policy.name, tokens(tiny)
     decoder, lengths = Counting(tiny.decoder.config), jnp.asarray([17, 6, 11])
@@ -250,6 +250,7 @@ def test_is_charged_for_what_it_executes(tiny: Any, policy: Any) -> None:
     assert gate_flops(tiny.decoder, tiny.params, policy, work) == expected
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("name", ["learned", pytest.param("softmax_gap", marks=pytest.mark.slow)])
 def test_exits_not_in_use_cost_nothing_and_change_nothing(tiny: Any, name: str) -> None:
     """Over all exits, a policy is the one over those that it uses, in values and in cost."""
@@ -318,7 +319,7 @@ def test_a_signal_that_says_so_scores_each_boundary_by_itself(tiny: Any, policy:
     assert same == (not signal.remembers)
 
 
-@laws_of(POLICIES, quick=FEW, checked=())
+@laws_of(POLICIES, quick=FEW, checked=("patience", "prompt_router", "random"))
 def test_decoding_can_use_it(model: Any, policy: Any, unchecked_shapes: None) -> None:
     mode = Adaptive(policy=make(model, policy.name))
     mode.check(model.decoder)

@@ -233,6 +233,7 @@ def test_what_is_no_signal_is_named_with_the_remedy(signal: Any, message: str) -
         Thresholded(signal=signal, thresholds=jnp.zeros(1), depths=(1, 4))
 
 
+@pytest.mark.check
 def test_policies_of_ones_own_have_defaults(tiny: Any) -> None:
     """All that is left to write is the decision."""
 

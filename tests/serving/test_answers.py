@@ -22,6 +22,8 @@ from utio_jax.decoding.base import Plain
 from utio_jax.decoding.sampling import SamplingParams
 from utio_jax.models import Model
 
+pytestmark = pytest.mark.check
+
 PROMPTS = ("def mean(values):\n    return", "x", "class Server:", "naïve € 😀 text\n")
 NEW = 24
 

@@ -312,6 +312,7 @@ def test_a_full_queue_is_told_and_when_to_come_again(server: Running) -> None:
         assert (never.status, "at most" in never.error["message"]) == (400, True)
 
 
+@pytest.mark.check
 def test_an_answer_that_takes_too_long_ends(server: Running) -> None:
     long = completion("x", max_tokens=200)
     with server.limited(request_seconds=3.0), server.slowed(0.2):

@@ -94,6 +94,7 @@ def test_two_boundaries_thin_a_prompt_twice(tiny: Model) -> None:
         depths_of(tiny, dataclasses.replace(policy, deep=jnp.asarray([0.5])), [24, 12])
 
 
+@pytest.mark.check
 def test_all_of_a_prompt_is_the_plain_program_bit_by_bit(tiny: Model, no_compiles: Any) -> None:
     model = with_random_maps(tiny, (2,))
     ids, lengths = tiny.tokens(3, 24), jnp.asarray([24, 9, 1])

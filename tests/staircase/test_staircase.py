@@ -43,6 +43,7 @@ def test_equals_the_oracle(tiny: Any, shape: cases.Shape, no_compiles: Any) -> N
         assert max(error for _, error in cases.compare_cases(tiny, shape, seeds)) < 1e-4
 
 
+@pytest.mark.check
 def test_equals_the_oracle_in_float64(tiny: Any) -> None:
     """Under `jax_enable_x64` indices and states keep one type each; attention stays in float32."""
     with jax.enable_x64(True):

@@ -160,6 +160,7 @@ def sparse_key_slots(sparse: np.ndarray, executor: MicroBatches, history: Histor
     return total
 
 
+@pytest.mark.check
 def test_sparse_queries_cost_sinks_and_a_slice_and_no_query_pays_twice(tiny: Any) -> None:
     executor = MicroBatches(min_bucket=2, block=8, query_block=4, key_step=8)
     history, decoder = History(recent=5, sinks=3), Counting(tiny.decoder.config)

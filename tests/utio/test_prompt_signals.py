@@ -53,6 +53,7 @@ def scores_of(model: Model, signal: Any, ids: Any, lengths: list[int]) -> np.nda
     return np.asarray(results[0])
 
 
+@pytest.mark.check
 @pytest.mark.parametrize(
     "name", quick_where(lambda name: name.startswith("windows"), VARIANTS, lambda _: False)
 )
@@ -89,6 +90,7 @@ def test_heat_is_what_the_last_queries_look_at(name: str) -> None:
     np.testing.assert_allclose(result[real], heat[real], atol=1e-4)
 
 
+@pytest.mark.check
 def test_the_surrogate_adds_entropy_heat_and_outlier_of_a_prompt_alone(tiny: Model) -> None:
     """Against its three terms written out, per row; rows and padding beside it change nothing."""
     lengths, ids = [24, 10], tiny.tokens(2, 24)

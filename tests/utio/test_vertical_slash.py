@@ -95,6 +95,7 @@ def whole_pass(model: Any, token: int = 40) -> tuple[Any, ...]:
 OPTIONS: dict[str, Any] = {"kv": "propagate", "executor": SHAPES[0].executor}
 
 
+@pytest.mark.check
 def test_nobody_sparse_is_dense_and_costs_nothing(tiny: Any) -> None:
     inputs = whole_pass(tiny)
     plain = run(*inputs, DENSE, **OPTIONS)
@@ -107,6 +108,7 @@ def test_nobody_sparse_is_dense_and_costs_nothing(tiny: Any) -> None:
     np.testing.assert_allclose(none.x, plain.x, atol=1e-5)
 
 
+@pytest.mark.check
 def test_it_runs_in_float64(tiny: Any) -> None:
     with jax.enable_x64(True):
         params = jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf, np.float64)), tiny.params)
@@ -117,6 +119,7 @@ def test_it_runs_in_float64(tiny: Any) -> None:
     np.testing.assert_allclose(result.x, single.x, atol=1e-4)
 
 
+@pytest.mark.check
 def test_everybody_sparse_sees_what_a_history_holds(tiny: Any) -> None:
     inputs = whole_pass(tiny)
     everybody = choice(np.ones((2, 3, 40)), [np.inf] * 2)
@@ -139,6 +142,7 @@ def steered(model: Any) -> VerticalSlash:
     )
 
 
+@pytest.mark.check
 def test_nothing_depends_on_later_tokens_or_on_other_rows(tiny: Any) -> None:
     attention, policy = steered(tiny), gated(tiny)
     decoder, params, ids, _, _ = whole_pass(tiny)
@@ -164,6 +168,7 @@ def assert_same_choices(after: Any, before: Any, rows: slice, end: int) -> None:
     np.testing.assert_array_equal(ours, theirs)
 
 
+@pytest.mark.check
 def test_log_likelihoods_are_those_of_the_oracles_states(tiny: Any) -> None:
     inputs = whole_pass(tiny)
     attention = choice(np.random.default_rng(0).random((1, 3, 40)), [0.5])

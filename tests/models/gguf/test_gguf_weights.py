@@ -305,6 +305,7 @@ def test_what_is_saved_is_a_folder_that_transformers_reads(tmp_path: Path) -> No
     assert ends == {"bos_token_id": 0, "eos_token_id": [0, 1]}
 
 
+@pytest.mark.check
 def test_a_lens_that_is_fitted_lies_beside_the_file(tmp_path: Path) -> None:
     file, rng = tmp_path / "m.gguf", np.random.default_rng(0)
     write_gguf(file, FOLDER / "llama", arch="llama")
