@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -20,6 +21,7 @@ from utio_jax.decoding.base import Plain
 from utio_jax.decoding.loop import Lengths
 from utio_jax.engine import Engine, Shapes
 from utio_jax.engine.prefix import PrefixCache, bytes_of
+from utio_jax.models import load
 from utio_jax.policies.depth import random_depths
 
 BLOCK, CAPACITY = 4, 64
@@ -43,14 +45,14 @@ def cached_engine(model: Model, mode: Any = Plain(), *, blocks: int = 64, **opti
     return engine_of(model, mode, **sizes | options)
 
 
-def family(count: int, *, seed: int) -> list[Asked]:
+def family(count: int, *, seed: int, vocab: int = 64) -> list[Asked]:
     """Returns requests that begin as one of two texts, and part at, before and behind blocks."""
     rng = np.random.default_rng(seed)
-    texts = [rng.integers(0, 64, 40).tolist() for _ in range(2)]
+    texts = [rng.integers(0, vocab, 40).tolist() for _ in range(2)]
     asked = []
-    for number, request in enumerate(pool(count, seed=seed)):
+    for number, request in enumerate(pool(count, seed=seed, vocab=vocab)):
         shared = (3, 4, 5, 8, 31, 12, 33, 16, 40)[number % 9]
-        own = rng.integers(0, 64, number % 4).tolist()
+        own = rng.integers(0, vocab, number % 4).tolist()
         prompt = [*texts[number % 2][:shared], *own]
         new = min(request.new, 12, CAPACITY - 4 - len(prompt))
         asked.append(dataclasses.replace(request, prompt=prompt, new=new))
@@ -59,7 +61,7 @@ def family(count: int, *, seed: int) -> list[Asked]:
 
 def check_schedules(engine: Engine, model: Model, mode: Any, *, schedules: int) -> Any:
     """Holds requests of random schedules against what each gets alone; returns the counts."""
-    requests = family(18, seed=3)
+    requests = family(18, seed=3, vocab=model.decoder.config.vocab_size)
     expected = [alone(model, mode, None, request, lengths=LONG) for request in requests]
     rng = np.random.default_rng(5)
     for _ in range(schedules):
@@ -119,6 +121,18 @@ def test_so_do_they_where_layers_see_a_window_or_share_keys_and_values(kind: str
     model = Model(small.decoder, params)
     assert mode.leaves_exact_kv(model.decoder)
     stats = check_schedules(cached_engine(model, mode, blocks=24), model, mode, schedules=30)
+    assert stats.cached_tokens > 0
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("double")
+@pytest.mark.parametrize("name", ["gemma3n", "gemma4"])
+def test_so_do_they_on_models_of_the_gemma_family(name: str) -> None:
+    loaded = load(Path(__file__).parents[1] / "models" / "huggingface" / name)
+    params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), loaded.params)
+    model = Model(loaded.decoder, params)
+    assert model.decoder.config.shares_kv
+    stats = check_schedules(cached_engine(model, blocks=24), model, Plain(), schedules=10)
     assert stats.cached_tokens > 0
 
 
