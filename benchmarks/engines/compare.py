@@ -5,7 +5,9 @@
 
 `PYTHON` is the interpreter that has the others; `make benchmark-engines` sets both up. All run on
 the same cores and take turns; the others are stopped (SIGSTOP), so that no thread of them spins.
-Prompts are random tokens, new ones in each round, so that no cache of prompts can help.
+Prompts are random tokens, new ones in each round: a prefix cache, which utio_jax and vLLM have on,
+helps in `chats` alone. There 16 conversations have a common beginning, and each turn's prompt is
+all that came before; it is left out where an engine answers in text.
 
 With the interpreter of `make test-vllm`, and `--maps FILE` by `utio-jax fit-prompt --model
 out/engines/model/float32`, there is an engine "vllm, maps", whose prompts stop.
@@ -46,6 +48,11 @@ def requests(seed: int) -> dict[str, dict[str, list[Any]]]:
         "decode 8 x (32 + 64)": {"prompts": words([32] * 8), "new": [64] * 8},
         "32 requests": {"prompts": words(mixed), "new": new},
         "16 requests, 448": {"prompts": words([448] * 16), "new": rng.integers(8, 25, 16).tolist()},
+        "16 chats of 4 turns": {
+            "prompts": words([256]) * 16,
+            "turns": [words([16] * 16) for _ in range(4)],
+            "new": rng.integers(16, 33, 16).tolist(),
+        },
     }
 
 
@@ -78,6 +85,16 @@ class Worker:
         answer = self._read()
         self._signal(signal.SIGSTOP)
         return answer
+
+    def converse(self, request: dict[str, list[Any]]) -> dict[str, Any]:
+        """Returns the answer to a request of several turns, each of which follows all before it."""
+        texts, seconds, peak = request["prompts"], 0.0, 0.0
+        for turn in request["turns"]:
+            prompts = [text + new for text, new in zip(texts, turn, strict=True)]
+            answer = self.ask({"prompts": prompts, "new": request["new"]})
+            texts = [old + new for old, new in zip(prompts, answer["tokens"], strict=True)]
+            seconds, peak = seconds + answer["seconds"], answer["peak"]
+        return {"seconds": seconds, "tokens": texts, "peak": peak}
 
     def close(self) -> None:
         """Ends the process and what it has started."""
@@ -138,11 +155,15 @@ def measure(
     result: dict[str, dict[str, Any]] = {}
     for turn in range(rounds + 1):  # The first one compiles.
         for case, request in requests(turn).items():
+            turns = len(request.get("turns", ())) or 1
+            if turns > 1 and any(name.startswith("llama.cpp") for name in running):
+                continue
             order = [*running][turn % len(running) :] + [*running][: turn % len(running)]
             answers = {}
             for name in order:
                 try:
-                    answers[name] = running[name].ask(request)
+                    worker = running[name]
+                    answers[name] = (worker.ask if turns == 1 else worker.converse)(request)
                 except RuntimeError as error:
                     print(error, file=sys.stderr)
                     running.pop(name).close()
@@ -150,7 +171,7 @@ def measure(
             for name, answer in answers.items():
                 kept = result.setdefault(case, {}).setdefault(name, {"seconds": [], "same": []})
                 kept["peak"] = answer["peak"]
-                kept["tokens"] = sum(request["new"])
+                kept["tokens"] = turns * sum(request["new"])
                 if turn:
                     kept["seconds"].append(answer["seconds"])
                     kept["same"].append(same(tokenizer, reference, answer["tokens"]))

@@ -35,7 +35,7 @@ def utio_jax(model: str, threads: int, slots: int) -> Run:
     from utio_jax.engine import Engine
 
     loaded = utio_jax.load(model)
-    engine = Engine.of(loaded, slots=slots, capacity=512)
+    engine = Engine.of(loaded, slots=slots, capacity=512, prefix_cache="512MiB")
     engine.warmup()
 
     def run(prompts: list[list[int]], new: list[int]) -> list[list[int]]:
@@ -85,7 +85,7 @@ def transformers(model: str, threads: int, slots: int) -> Run:
 
 
 def vllm(model: str, threads: int, slots: int, maps: str | None = None) -> Run:
-    """The CPU build of vLLM in this process, compiled as is its default, no prefixes cached.
+    """The CPU build of vLLM in this process, compiled and with a prefix cache as is its default.
 
     With `maps`, prompts stop where these say, by the plugin of `utio_jax.contrib.vllm`.
     """
@@ -111,7 +111,7 @@ def vllm(model: str, threads: int, slots: int, maps: str | None = None) -> Run:
         dtype="float32",
         max_model_len=CONTEXT,
         max_num_seqs=slots,
-        enable_prefix_caching=False,
+        enable_prefix_caching=True,
         skip_tokenizer_init=True,
         **stopping,
     )
