@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +16,10 @@ from utio_jax.bench.timing import Timed, time_programs, timed_ledger
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.documents import Batch, sample_batches
 from utio_jax.evaluation.evaluate import Quality, evaluate
+from utio_jax.policies.depth import shared_program
 from utio_jax.staircase.base import Executor
 from utio_jax.staircase.microbatches import MicroBatches
+from utio_jax.staircase.packing import DENSE
 from utio_jax.staircase.score import run_score, score_dense
 
 
@@ -56,9 +59,11 @@ def measure_policies(
 
     ids, lengths = jnp.asarray(batches[0].token_ids), jnp.asarray(batches[0].lengths)
     dense = jax.jit(score_dense, static_argnums=0)
-    scored = partial(run_score, decoder, params, ids, lengths, kv="propagate", executor=executor)
+    # Called as `evaluate` calls it: arguments that are left out would be another program.
+    options: dict[str, Any] = {"kv": "propagate", "executor": executor, "mesh": None}
+    scored = partial(run_score, decoder, params, ids, lengths, attention=DENSE, **options)
     programs: dict[str, Callable[[], object]] = {
-        label: partial(scored, policy=policy) for label, policy in policies.items()
+        label: partial(scored, policy=shared_program(policy)) for label, policy in policies.items()
     }
     programs["full dense"] = partial(dense, decoder, params, ids, lengths)
     times = time_programs(programs, rounds=rounds, progress=progress)

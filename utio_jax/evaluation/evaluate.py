@@ -136,7 +136,9 @@ def _run_passes(  # noqa: PLR0913 (options, each named)
         batch, results, full = batches[number], {}, None
         rows, width = batch.token_ids.shape
         ids, lengths = place(Rows((batch.token_ids, batch.lengths)), mesh).tree
-        run = partial(run_score, decoder, params, ids, lengths, mesh=mesh, **options)
+        run = partial(
+            run_score, decoder, params, ids, lengths, mesh=mesh, attention=DENSE, **options
+        )
         if compare:
             full = kept[number] if number in kept else run(policy=full_depth(decoder))
             if full_passes is not None:

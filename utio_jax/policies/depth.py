@@ -128,17 +128,20 @@ def same_signal(one: Signal, other: Signal) -> bool:
 
 
 def shared_program(
-    policy: Policy, token_ids: Inputs, positions: Int[Array, "batch token"]
+    policy: Policy,
+    token_ids: Inputs | None = None,
+    positions: Int[Array, "batch token"] | None = None,
 ) -> Policy:
     """Returns a policy that decides the same of these rows, and compiles as few programs as can be.
 
     Without names the program of `learned` serves all gates; with scores that are known before the
-    pass as a table, one serves `position`, `random` and depths of the caller.
+    pass as a table, one serves `position`, `random` and depths of the caller. Without rows there
+    is no table.
     """
     if not isinstance(policy, Thresholded):
         return policy
     signal: Any = policy.signal
-    if isinstance(signal, KnownBefore):
+    if token_ids is not None and positions is not None and isinstance(signal, KnownBefore):
         signal = ScoreTable(scores=signal.start(token_ids, positions))
     return dataclasses.replace(policy, signal=nameless(signal))
 
