@@ -63,7 +63,8 @@ def measure_policies(
     options: dict[str, Any] = {"kv": "propagate", "executor": executor, "mesh": None}
     scored = partial(run_score, decoder, params, ids, lengths, attention=DENSE, **options)
     programs: dict[str, Callable[[], object]] = {
-        label: partial(scored, policy=shared_program(policy)) for label, policy in policies.items()
+        label: partial(scored, policy=policy if label == "full" else shared_program(policy))
+        for label, policy in policies.items()
     }
     programs["full dense"] = partial(dense, decoder, params, ids, lengths)
     times = time_programs(programs, rounds=rounds, progress=progress)

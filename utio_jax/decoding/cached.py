@@ -378,9 +378,11 @@ class CachedRows:
     def heads_run(self, slots: RowSlots) -> Int[Array, ""]:
         return self.slots_run(slots)
 
-    def work(self, slots: RowSlots, layers: int, *, kv_layers: int, of_slots: int = 0) -> Work:
+    def work(
+        self, slots: RowSlots, layers: int, *, kv_layers: int, live_kv_layers: int = 0
+    ) -> Work:
         """Returns zero work: layers are counted per row, in the `RowCache`."""
-        del slots, layers, kv_layers, of_slots
+        del slots, layers, kv_layers, live_kv_layers
         return Work.of()
 
 

@@ -200,10 +200,10 @@ class Executor(Protocol):
         """Returns the number of slots through the LM head when `map_slots` calls `map_head`."""
         ...
 
-    def work(self, slots: Any, layers: int, *, kv_layers: int, of_slots: int = 0) -> Work:
+    def work(self, slots: Any, layers: int, *, kv_layers: int, live_kv_layers: int = 0) -> Work:
         """Returns the work of `layers` layers on the slots.
 
-        `kv_layers` layers' K/V are projected: for all tokens, or in `of_slots` of these layers for
+        `kv_layers` of them project K/V, of every token; `live_kv_layers` of these project K/V of
         the slots alone.
         """
         ...

@@ -212,12 +212,15 @@ class CapacityPrefix:
         whole, prefix = (executed_heads(batch * size) for size in (width, slots.capacity))
         return jnp.where(self._overflows(slots), whole, prefix).astype(jnp.int32)
 
-    def work(self, slots: PrefixSlots, layers: int, *, kv_layers: int, of_slots: int = 0) -> Work:
+    def work(
+        self, slots: PrefixSlots, layers: int, *, kv_layers: int, live_kv_layers: int = 0
+    ) -> Work:
         batch, width = slots.live.shape
         used = self.slots_run(slots)
         return Work.of(
             queries=used * layers,
-            keys_values=used * of_slots + jnp.int32(batch * width) * (kv_layers - of_slots),
+            keys_values=used * live_kv_layers
+            + jnp.int32(batch * width) * (kv_layers - live_kv_layers),
             key_slots=jnp.where(
                 used < batch * width, used.astype(jnp.float32) * width, batch * slots.whole_keys
             )

@@ -185,8 +185,10 @@ def run_pass(
                 only_live_keys=alone,
             )
             tokens, running = (dataclasses.replace(old, x=x) for old in (tokens, running))
-        made, alone = kv_layers_run(model.decoder.config, start, stop, only_live_keys=alone)
-        spent = packing.work + executor.work(slots, stop - start, kv_layers=made, of_slots=alone)
+        kv_layers, live = count_kv_layers(model.decoder.config, start, stop, only_live_keys=alone)
+        spent = packing.work + executor.work(
+            slots, stop - start, kv_layers=kv_layers, live_kv_layers=live
+        )
 
         # 3. Decide which tokens continue: past this depth, or past a branch that starts here.
         asks = False
@@ -274,12 +276,12 @@ def segments_of(config: DecoderConfig, depths: tuple[int, ...]) -> list[Segment]
     ]
 
 
-def kv_layers_run(
+def count_kv_layers(
     config: DecoderConfig, start: int, stop: int, *, only_live_keys: bool
 ) -> tuple[int, int]:
-    """Returns the layers whose K/V a pass over layers [start, stop) projects: all, of slots alone.
+    """Returns the number of layers in [start, stop) that project K/V: all, and of live slots alone.
 
-    K/V that are made once for all layers above (`kv_own`) are made of every token's states.
+    K/V that are made once for all layers above (`kv_own`) are projected from every token's states.
     """
     own = config.kv_made(start, min(stop, config.kv_own)) if only_live_keys else ()
     return len(config.kv_made(start, stop)), len(own)

@@ -191,7 +191,9 @@ class MicroBatches:
         small = -(-slots.total // self.unit) - whole * (self.block // self.unit)
         return whole * executed_heads(self.block) + small * executed_heads(self.unit)
 
-    def work(self, slots: PackedSlots, layers: int, *, kv_layers: int, of_slots: int = 0) -> Work:
+    def work(
+        self, slots: PackedSlots, layers: int, *, kv_layers: int, live_kv_layers: int = 0
+    ) -> Work:
         run = self.slots_run(slots)
         key_slots = jnp.zeros((), jnp.float32)
         for blocks in slots.query_blocks:
@@ -199,7 +201,7 @@ class MicroBatches:
         every = jnp.where(slots.total > 0, slots.batch * slots.width, 0).astype(jnp.int32)
         return Work.of(
             queries=run * layers,
-            keys_values=run * of_slots + every * (kv_layers - of_slots),
+            keys_values=run * live_kv_layers + every * (kv_layers - live_kv_layers),
             key_slots=key_slots * layers,
         )
 

@@ -34,7 +34,7 @@ from utio_jax.policies.depth import Thresholded, uniform
 from utio_jax.staircase.base import Executor
 from utio_jax.staircase.capacity import choose_executor
 from utio_jax.staircase.exit_head import Readout
-from utio_jax.staircase.loop import check_policy, kv_layers_run, staircase
+from utio_jax.staircase.loop import check_policy, count_kv_layers, staircase
 from utio_jax.staircase.microbatches import MicroBatches
 from utio_jax.staircase.packing import DENSE, AttentionPattern
 from utio_jax.staircase.reference import FrozenKV, dense_states, positions_of
@@ -200,8 +200,8 @@ def full_work(
     config, executor = decoder.config, choose_executor(executor, full_depth(decoder), width)
     live = jnp.arange(width)[None, :] < lengths[:, None]
     slots = executor.pack(0, live, causal=config.causal)
-    made, alone = kv_layers_run(config, 0, config.num_layers, only_live_keys=kv == "drop")
-    layers = executor.work(slots, config.num_layers, kv_layers=made, of_slots=alone)
+    kv_layers, live = count_kv_layers(config, 0, config.num_layers, only_live_keys=kv == "drop")
+    layers = executor.work(slots, config.num_layers, kv_layers=kv_layers, live_kv_layers=live)
     return layers + Work.of(heads=executor.heads_run(slots))
 
 

@@ -83,7 +83,7 @@ def score_layer_sets(
         )
         ran.append(tokens.live)
         spent = executor.work(
-            slots, stop - start, kv_layers=stop - start, of_slots=(stop - start) * alone
+            slots, stop - start, kv_layers=stop - start, live_kv_layers=(stop - start) * alone
         )
 
         # 3. Ask which tokens run the next segment: every token, whether or not it ran this one.
