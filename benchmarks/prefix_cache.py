@@ -1,24 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a prefix cache saves: time to the first token, and chats of four turns.
 
-    python benchmarks/prefix_cache.py [MODEL] [PREFIX_TOKENS]
+    python benchmarks/prefix_cache.py [MODEL] [PREFIX_TOKENS] [--server]
 
 `first`: a request behind a common beginning, cold (a beginning that is new) and
 warm, in turns; medians. `chats`: 24 conversations of four turns (a common system prompt of a
 quarter of the beginning, 24 new tokens each), all at once over 8 slots, with a prefix cache and
 without, in turns. Texts are the test split of the standard library. Nothing compiles while it is
 timed.
+
+`--server`: 50 conversations of four turns of a chat model instead, by OpenAI's client, all at once
+over 16 slots of two running servers, one of them without a prefix cache, in turns.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import statistics
+import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import openai
+from serving import server
 
 from utio_jax import load
 from utio_jax.engine import Engine
@@ -108,9 +116,86 @@ def main(name: str, prefix: int) -> dict[str, Any]:
     return result
 
 
+async def served_chats(port: int, system: str, turns: list[list[str]]) -> dict[str, Any]:
+    """Returns requests per second, prompt tokens, how many were cached, and all messages."""
+    read = cached = 0
+
+    async def chat(client: openai.AsyncOpenAI, said: list[str]) -> list[Any]:
+        nonlocal read, cached
+        messages: list[Any] = [{"role": "system", "content": system}]
+        for text in said:
+            messages.append({"role": "user", "content": text})
+            answer = await client.chat.completions.create(
+                model="m",
+                messages=messages,
+                temperature=0,
+                max_tokens=NEW,
+                extra_body={"ignore_eos": True},
+            )
+            messages.append({"role": "assistant", "content": answer.choices[0].message.content})
+            usage = answer.usage
+            assert usage is not None
+            assert usage.completion_tokens == NEW
+            read += usage.prompt_tokens
+            if usage.prompt_tokens_details is not None:
+                cached += usage.prompt_tokens_details.cached_tokens or 0
+        return messages
+
+    url = f"http://127.0.0.1:{port}/v1"
+    async with openai.AsyncOpenAI(base_url=url, api_key="any", timeout=900) as client:
+        began = time.perf_counter()
+        texts = await asyncio.gather(*[chat(client, said) for said in turns])
+        rate = len(turns) * TURNS / (time.perf_counter() - began)
+    return {"rate": rate, "read": read, "cached": cached, "texts": texts}
+
+
+def of_servers(name: str, prefix: int, *, chats: int = 50, slots: int = 16) -> None:
+    """Prints what a prefix cache is worth to the clients of a server."""
+    model = load(name)
+    ids = np.concatenate(model.encode([text.text for text in standard_library("test")]))
+    # A turn's template takes some tokens, too.
+    capacity = -(-(prefix // 4 + 64 + TURNS * (NEW + SAID + 24)) // 64) * 64
+    common = ["--model", name, "--name", "m", "--slots", str(slots), "--capacity", str(capacity)]
+    rng = np.random.default_rng(0)
+    results: dict[str, list[Any]] = {"on": [], "off": []}
+    with tempfile.TemporaryDirectory() as folder:
+        places = {kind: Path(folder) / kind for kind in results}
+        for place in places.values():
+            place.mkdir()
+        with (
+            server([*common, "--prefix-cache", "256MiB"], places["on"]) as on,
+            server([*common, "--prefix-cache", "0"], places["off"]) as off,
+        ):
+            for number in range(4):
+                at = int(rng.integers(0, ids.size - chats * TURNS * SAID - prefix))
+                system = model.decode(ids[at : at + prefix // 4])
+                said = ids[at + prefix // 4 :][: chats * TURNS * SAID].reshape(chats, TURNS, SAID)
+                turns = [[model.decode(turn) for turn in chat] for chat in said]
+                if not number:  # The first warms up.
+                    turns = turns[:2]
+                for kind, port in [("on", on), ("off", off)][:: 1 if number % 2 else -1]:
+                    found = asyncio.run(served_chats(port, system, turns))
+                    if number:
+                        results[kind].append(found)
+    pairs = list(zip(results["on"], results["off"], strict=True))
+    differ = sum(a != b for x, y in pairs for a, b in zip(x["texts"], y["texts"], strict=True))
+    result = {
+        "model": name,
+        "chats_per_second": {
+            kind: [round(found["rate"], 2) for found in rounds] for kind, rounds in results.items()
+        },
+        "chats_on_over_off": [round(x["rate"] / y["rate"], 2) for x, y in pairs],
+        "chats_whose_texts_differ": f"{differ} of {len(pairs) * chats}",
+        "cached_share_of_prompts": [round(x["cached"] / x["read"], 3) for x, _ in pairs],
+        "cached_without": sum(y["cached"] for _, y in pairs),
+    }
+    print(json.dumps(result))
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", nargs="?", default="shared-16")
     parser.add_argument("prefix_tokens", nargs="?", type=int, default=440)
+    parser.add_argument("--server", action="store_true")
     args = parser.parse_args()
-    main(args.model, args.prefix_tokens)
+    (of_servers if args.server else main)(args.model, args.prefix_tokens)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -72,7 +73,8 @@ SHAPES = tuple(
     for batch, token, depths, executor in (
         (1, 1, (1, 2, 4), _executor(1, 1, 1, 1)),
         (3, 17, (1, 2, 4), _executor(4, 8, 4, 8)),
-        (4, 33, (2, 3), _executor(8, 32, 16, 8)),
+        # More than two small blocks of queries become a whole one.
+        (4, 33, (2, 3), _executor(2, 32, 16, 8)),
         # Four segments, grouped queries, two rows, 64 tokens: everything at once.
         (2, 64, (1, 2, 3, 4), _executor(8, 16, 16, 16)),
     )
@@ -171,18 +173,23 @@ def expected_work(depths: np.ndarray, shape: Shape) -> list[tuple[int, int, int]
         key_slots = 0
         for row in live:
             positions = np.flatnonzero(row)
-            begin = 0
-            while begin < len(positions):
-                whole = len(positions) - begin >= executor.query_block
-                size = executor.query_block if whole else executor.min_bucket
-                last = positions[min(begin + size, len(positions)) - 1]
-                key_slots += size * min(up(int(last) + 1, step), width)
-                begin += size
+            while len(positions):
+                size = block_size(len(positions), executor, width)
+                keys = min(up(int(positions[:size][-1]) + 1, math.lcm(step, size)), width)
+                key_slots += size * keys
+                positions = positions[size:]
         layers = stop - start
         padded = up(int(live.sum()), executor.min_bucket)
         keys = padded if shape.kv == "drop" else live.size * bool(live.any())
         results.append((padded * layers, keys * layers, key_slots * layers))
     return results
+
+
+def block_size(queries: int, executor: MicroBatches, width: int) -> int:
+    """Returns the size of the next attention block of a row, of `queries` that are left in it."""
+    small = executor.min_bucket or executor.unit
+    whole = min(executor.query_block, -(-width // small) * small)
+    return whole if queries >= whole or queries > 2 * small else small
 
 
 def _expected_of_prefix(depths: np.ndarray, shape: Shape) -> list[tuple[int, int, int]]:

@@ -129,6 +129,21 @@ def test_executes_what_it_reports_and_reports_the_decided_tokens_rounded_up(
         assert work.queries.sum() <= sum(per_segment)
 
 
+@pytest.mark.parametrize("queries", range(0, 41, 4))
+def test_three_small_blocks_of_queries_are_one_whole_block(queries: int) -> None:
+    executor = MicroBatches(min_bucket=2, block=16, query_block=16, key_step=8)
+    expected, left = [], queries + 1
+    while left > 0:
+        expected.append(cases.block_size(left, executor, 64))
+        left -= expected[-1]
+    live = jnp.arange(64)[None] <= queries
+    whole, small = executor.pack(0, live).query_blocks
+    assert [expected.count(16), expected.count(2)] == [whole.count, small.count]
+    # A whole block reads whole blocks of keys: every size is a program to compile.
+    assert whole.widths == (16, 32, 48, 64)
+    assert small.widths == (8, 16, 24, 32, 40, 48, 56, 64)
+
+
 @pytree
 class Given(SignalBase):
     """Scores by token, the same at every boundary."""
@@ -149,8 +164,7 @@ def sparse_key_slots(sparse: np.ndarray, executor: MicroBatches, history: Histor
         for begin in range(0, width, 4):
             positions = begin + np.flatnonzero(row[begin : begin + 4])
             while len(positions):
-                whole = len(positions) >= executor.query_block
-                size = executor.query_block if whole else executor.unit
+                size = cases.block_size(len(positions), executor, width)
                 block, positions = positions[:size], positions[size:]
                 span = size
                 while span < block[-1] - block[0] + 1:

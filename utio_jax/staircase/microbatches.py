@@ -52,20 +52,23 @@ class MicroBatches:
     """Executor with traced loops over blocks of live slots: one executable for all counts.
 
     Projections and MLP run on blocks packed across rows. Attention runs on blocks of one row, over
-    the keys up to the block's last position. Padding is less than `min_bucket` slots per row and
-    segment. Not reverse-differentiable: use `CapacityPrefix` for training.
+    the keys up to the block's last position. Padding of projections is less than `min_bucket` slots
+    per segment, that of attention less than `query_block` slots per row and segment. Not
+    reverse-differentiable: use `CapacityPrefix` for training.
 
     Attributes:
       min_bucket: padding unit, in slots. None: the platform's defaults for attention and for
         projections, see `utio_jax.core.platform`.
-      block: slots of a whole projection block, a multiple of `min_bucket`.
-      query_block: slots of a whole attention block, a multiple of `min_bucket`.
+      block: slots of a whole projection block, a multiple of `min_bucket`; small batches have
+        smaller ones.
+      query_block: slots of a whole attention block, a multiple of `min_bucket`; short rows have
+        shorter ones.
       key_step: key counts are multiples of this; there are at most 8 different counts.
     """
 
     min_bucket: int | None = None
-    block: int = 512
-    query_block: int = 128
+    block: int = 1024
+    query_block: int = 256
     key_step: int = 128
     keeps_logits: ClassVar[bool] = False
 
@@ -84,6 +87,10 @@ class MicroBatches:
     @property
     def unit(self) -> int:
         return self.min_bucket or math.gcd(here().projection_bucket, self.block)
+
+    def sizes(self, tokens: int) -> tuple[int, int]:
+        """Returns the slots of a whole projection block, and of a small one, for so many tokens."""
+        return min(self.block, -(-tokens // self.unit) * self.unit), self.unit
 
     def pack(
         self, segment: int, live: Bool[Array, "batch token"], *, causal: bool = True
@@ -106,7 +113,7 @@ class MicroBatches:
         first slot and the number of slots of its groups.
         """
         batch, width = live.shape
-        margin = max(self.block, self.query_block)
+        margin = max(self.sizes(live.size)[0], self.query_block)
         slots = jnp.where(live.reshape(-1), slot_of_token, live.size + margin)
         token_of_slot = jnp.full((live.size + margin,), live.size, jnp.int32)
         token_of_slot = token_of_slot.at[slots].set(
@@ -123,10 +130,10 @@ class MicroBatches:
 
     def cover(self, width: int, *, causal: bool = True) -> Cover:
         """Returns the partition of rows of `width` tokens into attention blocks."""
-        block = self.query_block
+        least = self.min_bucket or math.gcd(here().min_bucket, self.query_block)
         return Cover(
             width=width,
-            sizes=(block, self.min_bucket or math.gcd(here().min_bucket, block)),
+            sizes=(min(self.query_block, -(-width // least) * least), least),
             key_widths=tuple(self.key_widths(width)),
             causal=causal,
         )
@@ -153,7 +160,7 @@ class MicroBatches:
             tokens.x,
             tokens.places,
             cache,
-            slots=_Blocks(slots.token_of_slot, slots.total, (self.block, self.unit)),
+            slots=_Blocks(slots.token_of_slot, slots.total, self.sizes(slots.batch * slots.width)),
             attention=_BlockAttention(decoder, tokens.shown, slots),
             start=start,
             # If no live token is left, no token needs the K/V of frozen tokens.
@@ -176,7 +183,8 @@ class MicroBatches:
             values = function(*(a.at[chosen].get(mode="clip") for a in tokens))
             return jax.tree.map(lambda y, new: y.at[chosen].set(new, mode="drop"), results, values)
 
-        results = over_blocks(slots.total, (self.block, self.unit), step, results)
+        sizes = self.sizes(slots.batch * slots.width)
+        results = over_blocks(slots.total, sizes, step, results)
         return jax.tree.map(lambda y: y.reshape(*arrays[0].shape[:2], *y.shape[1:]), results)
 
     def only_if(self, slots: PackedSlots, asked: bool | Bool[Array, ""]) -> PackedSlots:
@@ -187,9 +195,10 @@ class MicroBatches:
 
     def heads_run(self, slots: PackedSlots) -> Int[Array, ""]:
         # The head splits a block into smaller blocks of one size, which may be padded again.
-        whole = slots.total // self.block
-        small = -(-slots.total // self.unit) - whole * (self.block // self.unit)
-        return whole * executed_heads(self.block) + small * executed_heads(self.unit)
+        block, unit = self.sizes(slots.batch * slots.width)
+        whole = slots.total // block
+        small = -(-slots.total // unit) - whole * (block // unit)
+        return whole * executed_heads(block) + small * executed_heads(unit)
 
     def work(
         self, slots: PackedSlots, layers: int, *, kv_layers: int, live_kv_layers: int = 0
@@ -250,9 +259,8 @@ class _BlockAttention(WholeRows):
                 attend = partial(blocks.attend, mix, *arrays, row=row)
                 branches = [partial(attend, width=width) for width in blocks.widths]
                 new = jax.lax.switch(blocks.reach[at], branches)
-                if blocks.overhangs:
-                    slot = start + jnp.arange(blocks.size, dtype=jnp.int32)
-                    new = jnp.where((slot < blocks.end[at])[:, None, None], new, block)
+                slot = start + jnp.arange(blocks.size, dtype=jnp.int32)
+                new = jnp.where((slot < blocks.end[at])[:, None, None], new, block)
                 return jax.lax.dynamic_update_slice_in_dim(queries, new, start, 0)
 
             with jax.named_scope(f"attend_{number}"):
