@@ -53,8 +53,8 @@ class MicroBatches:
 
     Projections and MLP run on blocks packed across rows. Attention runs on blocks of one row, over
     the keys up to the block's last position. Padding of projections is less than `min_bucket` slots
-    per segment, that of attention less than `query_block` slots per row and segment. Not
-    reverse-differentiable: use `CapacityPrefix` for training.
+    per segment (by default that, or a 32nd of the batch), that of attention less than `query_block`
+    slots per row and segment. Not reverse-differentiable: use `CapacityPrefix` for training.
 
     Attributes:
       min_bucket: padding unit, in slots. None: the platform's defaults for attention and for
@@ -89,8 +89,16 @@ class MicroBatches:
         return self.min_bucket or math.gcd(here().projection_bucket, self.block)
 
     def sizes(self, tokens: int) -> tuple[int, int]:
-        """Returns the slots of a whole projection block, and of a small one, for so many tokens."""
-        return min(self.block, -(-tokens // self.unit) * self.unit), self.unit
+        """Returns the slots of a whole projection block, and of a small one, for so many tokens.
+
+        Without a `min_bucket`, small blocks grow with the batch, up to an eighth of a whole one.
+        """
+        small = self.unit
+        block = min(self.block, -(-tokens // small) * small)
+        if self.min_bucket is None:
+            while 8 * small < block and 64 * small <= tokens and block % (2 * small) == 0:
+                small *= 2
+        return block, small
 
     def pack(
         self, segment: int, live: Bool[Array, "batch token"], *, causal: bool = True
@@ -191,14 +199,15 @@ class MicroBatches:
         return dataclasses.replace(slots, total=jnp.where(asked, slots.total, 0))
 
     def slots_run(self, slots: PackedSlots) -> Int[Array, ""]:
-        return -(-slots.total // self.unit) * self.unit
+        _, small = self.sizes(slots.batch * slots.width)
+        return -(-slots.total // small) * small
 
     def heads_run(self, slots: PackedSlots) -> Int[Array, ""]:
         # The head splits a block into smaller blocks of one size, which may be padded again.
-        block, unit = self.sizes(slots.batch * slots.width)
+        block, small = self.sizes(slots.batch * slots.width)
         whole = slots.total // block
-        small = -(-slots.total // unit) - whole * (block // unit)
-        return whole * executed_heads(block) + small * executed_heads(unit)
+        rest = -(-slots.total // small) - whole * (block // small)
+        return whole * executed_heads(block) + rest * executed_heads(small)
 
     def work(
         self, slots: PackedSlots, layers: int, *, kv_layers: int, live_kv_layers: int = 0
