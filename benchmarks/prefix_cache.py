@@ -120,10 +120,10 @@ async def served_chats(port: int, system: str, turns: list[list[str]]) -> dict[s
     """Returns requests per second, prompt tokens, how many were cached, and all messages."""
     read = cached = 0
 
-    async def chat(client: openai.AsyncOpenAI, said: list[str]) -> list[Any]:
+    async def chat(client: openai.AsyncOpenAI, questions: list[str]) -> list[Any]:
         nonlocal read, cached
         messages: list[Any] = [{"role": "system", "content": system}]
-        for text in said:
+        for text in questions:
             messages.append({"role": "user", "content": text})
             answer = await client.chat.completions.create(
                 model="m",
@@ -144,7 +144,7 @@ async def served_chats(port: int, system: str, turns: list[list[str]]) -> dict[s
     url = f"http://127.0.0.1:{port}/v1"
     async with openai.AsyncOpenAI(base_url=url, api_key="any", timeout=900) as client:
         began = time.perf_counter()
-        texts = await asyncio.gather(*[chat(client, said) for said in turns])
+        texts = await asyncio.gather(*[chat(client, questions) for questions in turns])
         rate = len(turns) * TURNS / (time.perf_counter() - began)
     return {"rate": rate, "read": read, "cached": cached, "texts": texts}
 
@@ -169,20 +169,20 @@ def of_servers(name: str, prefix: int, *, chats: int = 50, slots: int = 16) -> N
             for number in range(4):
                 at = int(rng.integers(0, ids.size - chats * TURNS * SAID - prefix))
                 system = model.decode(ids[at : at + prefix // 4])
-                said = ids[at + prefix // 4 :][: chats * TURNS * SAID].reshape(chats, TURNS, SAID)
-                turns = [[model.decode(turn) for turn in chat] for chat in said]
+                asked = ids[at + prefix // 4 :][: chats * TURNS * SAID].reshape(chats, TURNS, SAID)
+                turns = [[model.decode(turn) for turn in chat] for chat in asked]
                 if not number:  # The first warms up.
                     turns = turns[:2]
                 for kind, port in [("on", on), ("off", off)][:: 1 if number % 2 else -1]:
-                    found = asyncio.run(served_chats(port, system, turns))
+                    seen = asyncio.run(served_chats(port, system, turns))
                     if number:
-                        results[kind].append(found)
+                        results[kind].append(seen)
     pairs = list(zip(results["on"], results["off"], strict=True))
     differ = sum(a != b for x, y in pairs for a, b in zip(x["texts"], y["texts"], strict=True))
     result = {
         "model": name,
         "chats_per_second": {
-            kind: [round(found["rate"], 2) for found in rounds] for kind, rounds in results.items()
+            kind: [round(seen["rate"], 2) for seen in rounds] for kind, rounds in results.items()
         },
         "chats_on_over_off": [round(x["rate"] / y["rate"], 2) for x, y in pairs],
         "chats_whose_texts_differ": f"{differ} of {len(pairs) * chats}",

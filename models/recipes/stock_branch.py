@@ -84,8 +84,8 @@ def objective_of(decoder: Transformer, params: Params, stop: int) -> Objective:
         """Returns summed divergence and cross-entropy; slopes of the first come with it."""
 
         def loss(norm: Params, x: jax.Array, target: jax.Array) -> jax.Array:
-            found = log_probabilities(decoder, {**held, "norm": norm}, x)
-            return jnp.sum(jnp.exp(target) * (target - found))
+            log_p = log_probabilities(decoder, {**held, "norm": norm}, x)
+            return jnp.sum(jnp.exp(target) * (target - log_p))
 
         def add(sums: Any, block: Any) -> tuple[Any, jax.Array]:
             x, last, labels = block
@@ -184,12 +184,12 @@ class StockBranch:
         lensed = Transformer(dataclasses.replace(config, exits=(*self.lens, config.num_layers)))
         lens = fit_lens(lensed, params, self._batches(model, "train"), progress=print)
         maps = {"matrix": lens.matrix, "bias": lens.bias}
-        found = [
+        batches = [
             measured(lensed, params, (branch, maps), self.stop, batch)
             for batch in self._batches(model, "test")
         ]
         names = (f"branch at {self.stop + self.layers}", *(f"lens at {n}" for n in self.lens))
-        total = np.sum([np.asarray(sums, np.float64) for sums in found], axis=0)
+        total = np.sum([np.asarray(sums, np.float64) for sums in batches], axis=0)
         tokens = total[-1, 0]
         full = total[-1, 1] / tokens
         rows = [
@@ -246,10 +246,10 @@ def _sums(
         target = log_probabilities(decoder, params, states[last - 1, row])
         sums = []
         for weights, x in heads:
-            found = log_probabilities(decoder, weights, x[row])
-            kl = jnp.sum(jnp.exp(target) * (target - found), axis=-1)
-            nll = -jnp.take_along_axis(found, label, axis=-1)[:, 0]
-            same = found.argmax(axis=-1) == target.argmax(axis=-1)
+            log_p = log_probabilities(decoder, weights, x[row])
+            kl = jnp.sum(jnp.exp(target) * (target - log_p), axis=-1)
+            nll = -jnp.take_along_axis(log_p, label, axis=-1)[:, 0]
+            same = log_p.argmax(axis=-1) == target.argmax(axis=-1)
             sums.append(jnp.stack([(y * counted).sum() for y in (kl, nll, same)]))
         nll = -jnp.take_along_axis(target, label, axis=-1)[:, 0]
         sums.append(jnp.stack([counted.sum(), (nll * counted).sum(), jnp.float32(0)]))

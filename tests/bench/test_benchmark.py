@@ -16,7 +16,7 @@ import pytest
 from helpers.models import gated
 from helpers.texts import EXECUTOR
 
-from utio_jax.bench.methods import Method, label_of, methods_of
+from utio_jax.bench.methods import Method, controls_of, label_of, methods_of
 from utio_jax.bench.rows import describe, name_of, read_rows, timed_row
 from utio_jax.bench.run import Subject
 from utio_jax.bench.scoring import full_rows, measure_policies
@@ -27,7 +27,7 @@ from utio_jax.core.flops import expected_flops, token_cost
 from utio_jax.evaluation.ledger import Ledger, uniform_hull
 from utio_jax.models.presets import SHAPES
 from utio_jax.models.random_weights import fit_layers
-from utio_jax.staircase.score import full_depth
+from utio_jax.policies import random_depths
 
 TWICE = np.asarray([2.0])
 """How many times as fast a program was, in one round."""
@@ -48,16 +48,22 @@ def subject(tiny: Any) -> Subject:
 
 
 def test_timed_programs_are_those_of_quality(tiny: Any, caplog: pytest.LogCaptureFixture) -> None:
-    """Full depth and a gate with its name: two programs for both, and none for the timed turns."""
+    """Full depth, a gate, and truncation with chance: three programs, none for the timed turns."""
+    exits = tiny.decoder.config.exits
+    shares = jnp.full(len(exits), 1 / len(exits))
     methods = [
-        Method(label="full", policy=full_depth(tiny.decoder)),
+        *controls_of(tiny.decoder),
         Method(label="learned", policy=gated(tiny)),
+        Method(
+            label="random",
+            policy=random_depths(shares, key=jax.random.key(0), depths=exits),
+        ),
     ]
     ids = np.random.default_rng(0).integers(0, 64, 200)
     read = full_rows([ids], rows=3, width=23, batches=1, vocab_size=64)  # A shape of its own.
     with jax.log_compiles():
         measure_policies(tiny.decoder, tiny.params, read, methods, executor=EXECUTOR, rounds=1)
-    assert sum("Compiling jit(score) " in record.getMessage() for record in caplog.records) == 2
+    assert sum("Compiling jit(score) " in record.getMessage() for record in caplog.records) == 3
 
 
 # --- Rows.

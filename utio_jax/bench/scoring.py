@@ -17,9 +17,11 @@ from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.documents import Batch, sample_batches
 from utio_jax.evaluation.evaluate import Quality, evaluate
 from utio_jax.policies.depth import shared_program
+from utio_jax.policies.signals import Chance, Position
 from utio_jax.staircase.base import Executor
 from utio_jax.staircase.microbatches import MicroBatches
 from utio_jax.staircase.packing import DENSE
+from utio_jax.staircase.reference import positions_of
 from utio_jax.staircase.score import run_score, score_dense
 
 
@@ -58,14 +60,18 @@ def measure_policies(
     others = look(batches[1:]) if len(batches) > 1 else dict.fromkeys(policies, Quality())
 
     ids, lengths = jnp.asarray(batches[0].token_ids), jnp.asarray(batches[0].lengths)
+    rows = ids, positions_of(ids, lengths)[0]
     dense = jax.jit(score_dense, static_argnums=0)
     # Called as `evaluate` calls it: arguments that are left out would be another program.
     options: dict[str, Any] = {"kv": "propagate", "executor": executor, "mesh": None}
     scored = partial(run_score, decoder, params, ids, lengths, attention=DENSE, **options)
-    programs: dict[str, Callable[[], object]] = {
-        label: partial(scored, policy=policy if label == "full" else shared_program(policy))
-        for label, policy in policies.items()
-    }
+    programs: dict[str, Callable[[], object]] = {}
+    for label, policy in policies.items():
+        if label != "full":
+            # Chance and positions cost nothing to know: one program serves all of their tables.
+            free = isinstance(getattr(policy, "signal", None), (Chance, Position))
+            policy = shared_program(policy, *(rows if free else ()))
+        programs[label] = partial(scored, policy=policy)
     programs["full dense"] = partial(dense, decoder, params, ids, lengths)
     times = time_programs(programs, rounds=rounds, progress=progress)
     baseline = min(("full", "full dense"), key=lambda name: times[name].median)

@@ -22,7 +22,10 @@ from utio_jax.cli.options import Files, Rare, check_out, read_documents
 from utio_jax.cli.trial import Tried, fastest_commands, read_full_rows, tried_writing, write_middles
 from utio_jax.core.files import save_json
 from utio_jax.evaluation.ledger import Ledger, uniform_hull
+from utio_jax.policies.depth import shared_program
 from utio_jax.policies.store import DEFAULT_BUDGET
+from utio_jax.staircase.microbatches import MicroBatches
+from utio_jax.staircase.packing import DENSE
 from utio_jax.staircase.score import run_score
 
 FURTHER_TRAINING = (
@@ -31,7 +34,7 @@ FURTHER_TRAINING = (
 )
 """Note of the demonstration on its two columns, for the shipped model and its plain controls."""
 
-_ROWS, _WIDTH = 16, 512
+_ROWS, _WIDTH = 8, 512
 _DRAWN_LINES = 40
 _PROMPTS = 12  # Rows of a long prompt and what follows it.
 _DRAFTERS = ("lossless", "ngram")  # Modes that keep the tokens.
@@ -44,7 +47,7 @@ class Demo:
     Attributes:
       files: text files; by default the test split of this Python's standard library.
       model: a model folder with a calibration, or the shipped model's name.
-      batches: batches of 16 x 512 tokens for quality; the first is also timed.
+      batches: batches of 8 x 512 tokens for quality; the first is also timed.
       rounds: timed turns of each program.
       out: folder for the pictures and the record.
     """
@@ -53,7 +56,7 @@ class Demo:
 
     files: Files = ()
     model: str = "shared-16"
-    batches: Rare[int] = 3
+    batches: Rare[int] = 5
     rounds: int = 3
     out: Path = Path("out/demo")
 
@@ -219,13 +222,24 @@ def draw_depths(model: Any, text: str, budget: float, file: Path) -> None:
     text = "\n".join(text.split("\n")[:_DRAWN_LINES])
     encoded, config = model.tokenizer.encode(text, add_special_tokens=False), model.decoder.config
     opening = [] if config.bos_id is None else [config.bos_id]
-    count = min(len(encoded.ids), config.context_length - len(opening))
-    ids = jnp.asarray([[*opening, *encoded.ids[:count]]], jnp.int32)
+    count = min(len(encoded.ids), _WIDTH, config.context_length) - len(opening)
+    # The program that has scored the text above, of the same shape: nothing compiles.
+    ids = np.zeros((_ROWS, min(_WIDTH, config.context_length)), np.int32)
+    ids[:, : len(opening) + count] = [*opening, *encoded.ids[:count]]
     policy = model.calibration.policy("learned", budget, exits=config.exits)
-    ends = jnp.asarray([ids.shape[1]])
-    scores = run_score(model.decoder, model.params, ids, ends, policy=policy)
+    scores = run_score(
+        model.decoder,
+        model.params,
+        jnp.asarray(ids),
+        jnp.full(_ROWS, len(opening) + count),
+        policy=shared_program(policy),
+        kv="propagate",
+        executor=MicroBatches(),
+        attention=DENSE,
+        mesh=None,
+    )
     # What a token took to predict the next one; the token that was read is coloured.
-    depths = np.asarray(scores.depths)[0, len(opening) :]
+    depths = np.asarray(scores.depths)[0, len(opening) : len(opening) + count]
     offsets = encoded.offsets[: len(depths)]
     plot_depths(
         text[: offsets[-1][1]],

@@ -53,8 +53,9 @@ class MicroBatches:
 
     Projections and MLP run on blocks packed across rows. Attention runs on blocks of one row, over
     the keys up to the block's last position. Padding of projections is less than `min_bucket` slots
-    per segment (by default that, or a 32nd of the batch), that of attention less than `query_block`
-    slots per row and segment. Not reverse-differentiable: use `CapacityPrefix` for training.
+    per segment, by default that or a 32nd of the batch. Padding of attention is less than
+    `query_block` slots per row and segment. Not reverse-differentiable: use `CapacityPrefix` for
+    training.
 
     Attributes:
       min_bucket: padding unit, in slots. None: the platform's defaults for attention and for
@@ -68,7 +69,7 @@ class MicroBatches:
 
     min_bucket: int | None = None
     block: int = 1024
-    query_block: int = 256
+    query_block: int = 128
     key_step: int = 128
     keeps_logits: ClassVar[bool] = False
 
@@ -206,8 +207,8 @@ class MicroBatches:
         # The head splits a block into smaller blocks of one size, which may be padded again.
         block, small = self.sizes(slots.batch * slots.width)
         whole = slots.total // block
-        rest = -(-slots.total // small) - whole * (block // small)
-        return whole * executed_heads(block) + rest * executed_heads(small)
+        others = -(-slots.total // small) - whole * (block // small)
+        return whole * executed_heads(block) + others * executed_heads(small)
 
     def work(
         self, slots: PackedSlots, layers: int, *, kv_layers: int, live_kv_layers: int = 0

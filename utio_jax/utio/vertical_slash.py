@@ -240,9 +240,6 @@ class SlashPacking(Packing):
         return SparseQueries(sparse=jnp.stack(self._chosen), history=self._attention.history)
 
 
-_LONGEST = 128  # Positions of a chunk: longer ones would read more keys than are near.
-
-
 def pack_sparse(
     executor: MicroBatches,
     live: Bool[Array, "batch token"],
@@ -262,8 +259,7 @@ def pack_sparse(
     ranks = [jnp.cumsum(kind, axis=1, dtype=jnp.int32) for kind in (dense, low)]
     rank = jnp.where(dense, ranks[0], dense_counts[:, None] + ranks[1]) - 1
     cover = executor.cover(width, causal=causal)
-    sizes = min(cover.sizes[0], _LONGEST), min(cover.sizes[1], _LONGEST)
-    band = BandCover(width=width, sizes=sizes, history=sparse.history)
+    band = BandCover(width=width, sizes=cover.sizes, history=sparse.history)
     chunks = -(-width // band.span)
     by_chunk = jnp.pad(low, ((0, 0), (0, chunks * band.span - width)))
     by_chunk = by_chunk.reshape(batch, chunks, -1)
