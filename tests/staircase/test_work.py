@@ -144,6 +144,21 @@ def test_three_small_blocks_of_queries_are_one_whole_block(queries: int) -> None
     assert small.widths == (8, 16, 24, 32, 40, 48, 56, 64)
 
 
+def test_small_projection_blocks_grow_with_the_batch(tiny: Any) -> None:
+    depths = np.random.default_rng(0).permutation([4] * 41 + [2] * 91).reshape(4, 33)
+    ids, lengths = jnp.asarray(tiny.tokens(4, 33)), jnp.full(4, 33, jnp.int32)
+    decoder = Counting(tiny.decoder.config)
+    with compiling_for("cpu", projection_bucket=2):
+        executor = MicroBatches(block=32, query_block=8, key_step=8)
+        assert [executor.sizes(n) for n in (9, 127, 128)] == [(10, 2), (32, 2), (32, 4)]
+        read_counts()
+        policy = given_depths(jnp.asarray(depths), depths=(2, 4))
+        result = staircase(decoder, tiny.params, ids, lengths, policy, executor=executor)
+        jax.block_until_ready(result)
+    # 41 tokens run the upper two layers, in blocks of 32 and 4.
+    assert read_counts()["queries"] == result.work.queries.sum() == 2 * 132 + 2 * 44
+
+
 @pytree
 class Given(SignalBase):
     """Scores by token, the same at every boundary."""

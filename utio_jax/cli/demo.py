@@ -222,9 +222,10 @@ def draw_depths(model: Any, text: str, budget: float, file: Path) -> None:
     text = "\n".join(text.split("\n")[:_DRAWN_LINES])
     encoded, config = model.tokenizer.encode(text, add_special_tokens=False), model.decoder.config
     opening = [] if config.bos_id is None else [config.bos_id]
-    count = min(len(encoded.ids), _WIDTH, config.context_length) - len(opening)
-    # The program that has scored the text above, of the same shape: nothing compiles.
-    ids = np.zeros((_ROWS, min(_WIDTH, config.context_length)), np.int32)
+    width = min(_WIDTH, config.context_length)
+    count = min(len(encoded.ids), width - len(opening))
+    # Shape and options of the program that scored the text, so that nothing compiles.
+    ids = np.zeros((_ROWS, width), np.int32)
     ids[:, : len(opening) + count] = [*opening, *encoded.ids[:count]]
     policy = model.calibration.policy("learned", budget, exits=config.exits)
     scores = run_score(

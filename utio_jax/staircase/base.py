@@ -150,7 +150,7 @@ class Executor(Protocol):
 
     @property
     def unit(self) -> int:
-        """Padding unit of projections and MLP, in slots."""
+        """Least padding unit of projections and MLP, in slots."""
         ...
 
     def key_widths(self, width: int) -> list[int]:

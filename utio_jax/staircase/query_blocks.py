@@ -24,7 +24,7 @@ from utio_jax.core.platform import here
 from utio_jax.core.pytrees import pytree, static
 
 MOST_SMALL = 2
-"""Small blocks of a group: one whole block costs less than three of them."""
+"""Largest number of small blocks in a group; one whole block costs less than three of them."""
 
 
 @pytree
