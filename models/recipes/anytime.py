@@ -308,7 +308,9 @@ def train(  # noqa: PLR0913 (options, each named)
             )
         if objective is None:
             objective = lambda *drawn: anytime_loss(*drawn[:3], decoder=decoder, config=config)  # noqa: E731
-        loss = jax.tree_util.Partial(objective)
+        # A Partial of a Partial would make constants of the inner one's arrays.
+        whole = isinstance(objective, jax.tree_util.Partial)
+        loss = objective if whole else jax.tree_util.Partial(objective)
         if start is None:
             start = Start(params=decoder.init(jax.random.key(config.seed)))
         # Copies: the state is donated, and what was given stays the caller's.

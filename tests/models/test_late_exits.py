@@ -430,3 +430,26 @@ def test_sources_that_differ_between_upper_layers_are_not_trained() -> None:
     ids, params = jnp.zeros((1, 4), jnp.int32), jax.eval_shape(decoder.init, jax.random.key(0))
     with pytest.raises(ValueError, match="one kv_source for all upper layers"):
         jax.eval_shape(lambda p: exit_states(decoder, p, ids, jax.random.key(0), 0.0), params)
+
+
+def test_arrays_of_an_objective_are_arguments_of_the_program(
+    decoder: Transformer, stream: np.ndarray, tmp_path: Path
+) -> None:
+    traced = []
+
+    def objective(teacher: Any, params: Any, tokens: Any, key: Any, step: Any) -> Any:
+        traced.append(isinstance(teacher, jax.core.Tracer))
+        loss, losses = anytime_loss(params, tokens, key, decoder=plainly(decoder), config=CONFIG)
+        return loss + teacher.sum(), losses
+
+    config = dataclasses.replace(CONFIG, steps=1)
+    train(
+        plainly(decoder),
+        stream,
+        config,
+        out=tmp_path,
+        optimizer=make_optimizer(config),
+        objective=jax.tree_util.Partial(objective, jnp.ones(3)),
+    )
+    assert traced
+    assert all(traced)
