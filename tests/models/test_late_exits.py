@@ -18,6 +18,7 @@ from anytime import TrainConfig, anytime_loss, exit_states, train
 from helpers.cases import run_dense
 from helpers.models import assert_close, live_params
 from helpers.shared_kv import KINDS
+from jax.core import Tracer
 from late import LateExits, late_objective
 from recipe import run_recipe
 from trunks import branch_off, grow_from, grown, late_optimizer, make_optimizer, trunk_of
@@ -438,7 +439,7 @@ def test_arrays_of_an_objective_are_arguments_of_the_program(
     traced = []
 
     def objective(teacher: Any, params: Any, tokens: Any, key: Any, step: Any) -> Any:
-        traced.append(isinstance(teacher, jax.core.Tracer))
+        traced.append(isinstance(teacher, Tracer))
         loss, losses = anytime_loss(params, tokens, key, decoder=plainly(decoder), config=CONFIG)
         return loss + teacher.sum(), losses
 
