@@ -4,10 +4,10 @@
     python benchmarks/prefix_cache.py [MODEL] [PREFIX_TOKENS] [--server]
 
 `first`: a request behind a common beginning, cold (a beginning that is new) and
-warm, in turns; medians. `chats`: 24 conversations of four turns (a common system prompt of a
-quarter of the beginning, 24 new tokens each), all at once over 8 slots, with a prefix cache and
-without, in turns. Texts are the test split of the standard library. Nothing compiles while it is
-timed.
+warm, in turns; medians. `context`: the same for a context of `contrib.select`. `chats`: 24
+conversations of four turns (a common system prompt of a quarter of the beginning, 24 new tokens
+each), all at once over 8 slots, with a prefix cache and without, in turns. Texts are the test split
+of the standard library. Nothing compiles while it is timed.
 
 `--server`: 50 conversations of four turns of a chat model instead, by OpenAI's client, all at once
 over 16 slots of two running servers, one of them without a prefix cache, in turns.
@@ -24,11 +24,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import openai
 from serving import server
 
 from utio_jax import load
+from utio_jax.contrib.select import read_context
 from utio_jax.engine import Engine
 from utio_jax.models.training.corpus import standard_library
 
@@ -49,6 +51,14 @@ def first_token(engine: Engine, prompt: np.ndarray) -> tuple[float, list[int]]:
     done = engine.drain()[number]
     assert done.seconds_to_first_token is not None
     return done.seconds_to_first_token, done.token_ids.tolist()
+
+
+def context_ms(model: Any, engine: Engine, ids: np.ndarray, slots: int) -> float:
+    """Returns the milliseconds to read a context of `contrib.select`."""
+    start = time.perf_counter()
+    context = read_context(model.decoder, model.params, ids, slots=slots, engine=engine)
+    jax.block_until_ready(context)
+    return 1e3 * (time.perf_counter() - start)
 
 
 def chats(engine: Engine, system: np.ndarray, turns: np.ndarray) -> tuple[float, list[Any]]:
@@ -77,7 +87,11 @@ def main(name: str, prefix: int) -> dict[str, Any]:
     ids = np.concatenate(model.encode([text.text for text in standard_library("test")]))
     capacity = -(-(prefix + TURNS * (NEW + SAID) + 16) // 64) * 64
     on, off = (engine_of(model, capacity, size) for size in ("256MiB", 0))
+    contexts = Engine.of(model, slots=1, capacity=capacity, prefix_cache="256MiB")
+    for _ in range(2):  # Compiles.
+        context_ms(model, contexts, ids[: prefix + 8], capacity)
     rng, times = np.random.default_rng(0), {"cold": [], "warm": [], "off": []}
+    ms: dict[str, list[float]] = {"cold": [], "warm": []}
     for _ in range(ROUNDS):
         start = int(rng.integers(0, ids.size - prefix - 64))
         common, ends = ids[start : start + prefix], rng.integers(1, 99, (2, 8))
@@ -87,6 +101,8 @@ def main(name: str, prefix: int) -> dict[str, Any]:
         assert new == same, "a prefix cache must not change tokens"
         for kind, seconds in (("cold", cold), ("warm", warm), ("off", without)):
             times[kind].append(seconds)
+        ms["cold"].append(context_ms(model, contexts, np.concatenate([common, ends[0]]), capacity))
+        ms["warm"].append(context_ms(model, contexts, np.concatenate([common, ends[1]]), capacity))
     median = {kind: statistics.median(values) for kind, values in times.items()}
     rates: dict[str, list[float]] = {"on": [], "off": []}
     differ = 0
@@ -105,6 +121,7 @@ def main(name: str, prefix: int) -> dict[str, Any]:
         "prefix_tokens": prefix,
         "first_token_ms": {kind: round(1e3 * value, 2) for kind, value in median.items()},
         "cold_over_warm": round(median["cold"] / median["warm"], 2),
+        "context_ms": {kind: round(statistics.median(values), 2) for kind, values in ms.items()},
         "chats_per_second": {k: round(statistics.median(v), 2) for k, v in rates.items()},
         "chats_on_over_off": round(
             statistics.median(a / b for a, b in zip(rates["on"], rates["off"], strict=True)), 2

@@ -12,8 +12,8 @@ given here, stay as they are.
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +28,8 @@ from utio_jax.models.tokenizer import encode_documents
 from utio_jax.models.transformer import Transformer
 
 
-def main(arguments: list[str]) -> int:
+def main(folder: Path, files: list[Path]) -> None:
     """Adds runs to a model's controls."""
-    folder, *files = map(Path, arguments)
     model: Any = load(folder, lens=False)  # A lens changes nothing at full depth.
     config, width = model.decoder.config, model.decoder.config.context_length
     load_controls(folder, model_sha256=model.sha256)  # Another model's are refused.
@@ -69,8 +68,13 @@ def main(arguments: list[str]) -> int:
     controls = [rows[layers] for layers in sorted(rows)]
     save_json(written, {"model_sha256": model.sha256, "bits_per_byte": own, "controls": controls})
     print(written)
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folder", type=Path, help="of the trained model")
+    parser.add_argument("files", type=Path, nargs="+", help="what train.py printed")
+    args = parser.parse_args()
+    main(args.folder, args.files)

@@ -18,6 +18,7 @@ from helpers.serving import Running, chat, completion, read_all, request_bytes
 
 from utio_jax.serving import Address, Limits, Server
 from utio_jax.serving.app import _page_policy
+from utio_jax.serving.engine import PromptScorer
 from utio_jax.serving.schema import ChatRequest, CompletionRequest, TokenizeRequest
 
 SECRET = "a prompt that may not be in a log"
@@ -528,3 +529,21 @@ def test_openais_client_chats(server: Running, official: openai.OpenAI) -> None:
     given["extra_body"] = WHOLE | {"utio": {"budget": 0.8}}
     deeper: Any = official.chat.completions.create(**given)
     assert deeper.usage.model_extra["utio"]["budget"] == 0.8
+
+
+def test_an_error_while_a_prompt_is_scored_is_that_requests_alone(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scored = {"max_tokens": 0, "echo": True, "logprobs": 1}
+    for error, status in ((ValueError("Wanted less."), 400), (RuntimeError("no memory"), 500)):
+
+        def failing(scorer: Any, prompt: Any, *, error: Any = error) -> Any:
+            raise error
+
+        with monkeypatch.context() as patch:
+            patch.setattr(PromptScorer, "score", failing)
+            assert server.completion("x", **scored).status == status
+        assert server.completion("x", **scored).status == 200
+    server.wait_for(server.settled)
+    server.wait_for(lambda: server.faults)
+    server.lines[:] = [line for line in server.lines if "fault" not in line]

@@ -212,26 +212,34 @@ def read_prompts(
     token_ids: Int[Array, "batch token"],
     lengths: Int[Array, " batch"],
     cache: KVCache,
+    *,
+    start: Int[Any, ""] | None = None,
 ) -> tuple[Float[Array, "batch vocab"], KVCache]:
     """Dense prefill at full depth: returns the logits after right-padded prompts, and the cache.
+
+    If the cache has the first tokens' K/V already, `token_ids` are those from position `start` on,
+    and `lengths` are of whole prompts.
 
     Raises:
       ValueError: the prompts are wider than the cache.
     """
-    batch, width = token_ids.shape
+    width = token_ids.shape[1]
     if width > cache.num_slots:
         raise ValueError(
             f"Wanted prompts within the cache's {cache.num_slots} slots. Got prompts of {width} "
             "tokens. Make a longer cache, or cut the prompts."
         )
-    positions = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32)[None, :], (batch, width))
-    block = block_at(decoder, positions, positions < lengths[:, None])
+    slots, first = (width, 0) if start is None else (cache.num_slots, start)
+    ahead = first + jnp.arange(width, dtype=jnp.int32)[None, :]
+    valid = ahead < lengths[:, None]
+    positions = jnp.where(valid, ahead, 0)  # Some decoders have no position after the context.
+    block = block_at(decoder, positions, valid)
     x = decoder.embed(params, token_ids, positions)
     with jax.named_scope("prefill"):
         x, cache = run_segment(
-            decoder, params, cache, x, block, start=0, stop=decoder.config.num_layers, width=width
+            decoder, params, cache, x, block, start=0, stop=decoder.config.num_layers, width=slots
         )
-    last = jax.vmap(lambda row, length: row[length - 1])(x, lengths)
+    last = jax.vmap(lambda row, length: row[length - 1])(x, lengths - first)
     return logits_of(decoder, params, last), cache
 
 

@@ -33,7 +33,7 @@ from utio_jax.decoding.state import STOPS_ROOM, Columns, Stops, stop_rules
 from utio_jax.decoding.text import StreamedRow, TextModel, TextReader, Tokenizer, checked_stops
 from utio_jax.engine.blocks import read_report
 from utio_jax.engine.depths import RequestPolicy, thresholds_of
-from utio_jax.engine.prefix import bytes_of
+from utio_jax.engine.prefix import PrefixCache, bytes_of
 from utio_jax.engine.requests import Completion, EngineStats, Event, Request
 from utio_jax.engine.slots import Served, Shapes, Slots
 
@@ -221,6 +221,21 @@ class Engine:
     def mode(self) -> Mode:
         """Decoding mode of all requests."""
         return self._rows.mode
+
+    def prefix_cache_of(self, decoder: Decoder, params: Params) -> PrefixCache:
+        """Returns the prefix cache, for other programs over the same model.
+
+        Raises:
+          ValueError: the engine has no prefix cache, or serves another model.
+        """
+        if self._rows.prefix is None:
+            raise ValueError('Wanted an engine with a prefix cache: prefix_cache="256MiB". Got 0.')
+        if decoder != self._served.decoder or params is not self._served.params:
+            raise ValueError(
+                "Wanted the decoder and the params of the engine, whose K/V its prefix cache "
+                "holds. Got others. Make both from one model."
+            )
+        return self._rows.prefix
 
     @property
     def idle(self) -> bool:

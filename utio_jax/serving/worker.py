@@ -226,5 +226,5 @@ class Worker:
     def _score(self, task: Task) -> tuple[Task, News]:
         try:
             return task, self._scorer.score(task.prompt)
-        except ValueError as error:
+        except Exception as error:  # Of this request: it affects no other.
             return task, error

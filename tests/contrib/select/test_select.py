@@ -14,8 +14,11 @@ from helpers.models import Model, live_params, with_random_lens
 from helpers.shared_kv import KINDS
 
 from utio_jax.calibration.guarantee import Fitted, half_of
+from utio_jax.contrib.select import selecting
 from utio_jax.contrib.select.fitting import fit_select, replay, see_all
 from utio_jax.contrib.select.selecting import Select, Selected, read_context, row_flops, select
+from utio_jax.engine import Engine
+from utio_jax.engine.prefix import PrefixCache
 from utio_jax.models.presets import TINY
 from utio_jax.models.transformer import Transformer
 from utio_jax.staircase.score import exit_nll
@@ -162,6 +165,44 @@ def test_keys_and_values_are_made_where_the_model_makes_some_and_kept(kind: str)
     assert result.work.keys_values.sum() == read_counts()["keys_values"] == made
     priced = row_flops(decoder, model.params, (*DEPTHS, 4), tokens=WIDTH, slots=SLOTS)
     assert result.flops(decoder, model.params) == pytest.approx(ROWS * priced.sum())
+
+
+@pytest.mark.parametrize("kind", ["window", "heads of two layers"])
+def test_a_context_reads_only_what_an_engine_has_not_cached(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PrefixCache, "block", 4)
+    monkeypatch.setattr(selecting, "_STEP", 4)
+    decoder = Counting(dataclasses.replace(TINY, **OTHERS[kind]))
+    model = decoder, live_params(decoder, seed=2)
+    engine = Engine(*model, slots=2, capacity=20, prefix_cache=2**20)
+    number = engine.submit(CONTEXT, max_new_tokens=6, eos_ids=())
+    text = np.concatenate([CONTEXT, engine.drain()[number].token_ids])
+    assert text.size == 13  # All but the last token have keys and values: three blocks.
+    long = np.concatenate([text, CONTEXT])
+    how = select_at(DEPTHS, 2.0, 0.5)
+    rows = CANDIDATES, LENGTHS
+    for ids, salt, read in [
+        *((text, "", 4), (text[:12], "", 4), (text[1:], "", 12), (long, "", 8), (long, "", 4)),
+        *((long, "other", 20), (long[:9], "other", 4)),
+    ]:
+        alone = read_context(*model, ids, slots=24)
+        read_counts()
+        context = read_context(*model, ids, slots=24, engine=engine, cache_salt=salt)
+        assert read_counts()["queries"] == read * TINY.num_layers
+        np.testing.assert_allclose(context.log_probs, alone.log_probs, atol=1e-5)
+        result, expected = (select(*model, c, *rows, how) for c in (context, alone))
+        assert result.depths.tolist() == expected.depths.tolist()
+        np.testing.assert_allclose(result.scores, expected.scores, atol=1e-5)
+
+
+def test_an_engine_of_another_model_or_without_prefix_cache_is_refused(tiny: Model) -> None:
+    model = tiny.decoder, tiny.params
+    other = Engine(tiny.decoder, {**tiny.params}, slots=1, capacity=20, prefix_cache=2**20)
+    none = Engine(*model, slots=1, capacity=20)
+    for engine, message in [(other, "of the engine"), (none, "with a prefix cache")]:
+        with pytest.raises(ValueError, match=message):
+            read_context(*model, CONTEXT, engine=engine)
 
 
 def scores_of(queries: int) -> np.ndarray:

@@ -40,7 +40,11 @@ from utio_jax.core.pytrees import pytree, static
 from utio_jax.core.work import Work, stack_work
 from utio_jax.decoding.cached import Attend, Block, run_layers
 from utio_jax.decoding.loop import read_prompts, round_up
+from utio_jax.engine import Engine
 from utio_jax.staircase.base import Sources
+
+_STEP = 64
+"""Static widths of contexts, and of what a prefix cache lacks, are multiples of so many tokens."""
 
 
 @pytree
@@ -127,16 +131,30 @@ class Selected:
 
 
 def read_context(
-    decoder: Decoder, params: Params, token_ids: Any, *, slots: int | None = None
+    decoder: Decoder,
+    params: Params,
+    token_ids: Any,
+    *,
+    slots: int | None = None,
+    engine: Engine | None = None,
+    cache_salt: str = "",
 ) -> Context:
     """Returns a context at full depth, for any number of candidates after it.
 
-    `slots` is the static width that it is padded to, for one program over contexts of many
-    lengths; by default the next multiple of 64.
+    Args:
+      decoder: a causal model.
+      params: model parameters.
+      token_ids: tokens of the context.
+      slots: static width that it is padded to, for one program over contexts of many lengths;
+        None: the next multiple of 64.
+      engine: an engine of the same model, between calls of its `advance`. The context uses its
+        prefix cache: tokens of a known prefix are copied, the others are read and stored.
+      cache_salt: as of `Engine.submit`: contexts and requests with other salts share nothing.
 
     Raises:
       ValueError: no token, ids outside the vocabulary, more than the model's context or `slots`
-        hold, or a model that is not causal: its context would depend on the candidates.
+        hold, a model that is not causal (its context would depend on the candidates), or an
+        engine of another model or without a prefix cache.
     """
     config = decoder.config
     if not config.causal:
@@ -150,19 +168,37 @@ def read_context(
         raise ValueError(
             f"Wanted a context of 1 to {most} tokens. Got {ids.size}. Cut it at its beginning."
         )
-    slots = min(round_up(ids.size, 64), most) if slots is None else slots
-    row, lengths = np.pad(ids, (0, slots - ids.size))[None], np.asarray([ids.size], np.int32)
-    return _read_context(decoder, params, row, lengths)
+    slots = min(round_up(ids.size, _STEP), most) if slots is None else slots
+    dtype = jax.eval_shape(decoder.embed, params, ids[None], ids[None]).dtype
+    cache = init_cache(config, batch=1, slots=slots, dtype=dtype)
+    if engine is None:
+        return _read_context(decoder, params, _padded(ids, slots), ids.size, cache, None)
+    prefix = engine.prefix_cache_of(decoder, params)
+    keys = prefix.keys_of(ids, cache_salt)
+    places = prefix.find(keys[: (ids.size - 1) // prefix.block])  # The last token is always read.
+    cache, start = prefix.load(cache, 0, places), len(places) * prefix.block
+    unread = _padded(ids[start:], min(slots, round_up(ids.size - start, _STEP)))
+    context = _read_context(decoder, params, unread, ids.size, cache, start)
+    prefix.store(context.cache, 0, keys)
+    return context
 
 
-@partial(jax.jit, static_argnames=("decoder",))
+def _padded(ids: Int[np.ndarray, " token"], width: int) -> Int[np.ndarray, "1 slot"]:
+    return np.pad(ids, (0, width - ids.size))[None]
+
+
+@partial(jax.jit, static_argnames=("decoder",), donate_argnames=("cache",))
 def _read_context(
-    decoder: Decoder, params: Params, ids: Int[Array, "1 token"], lengths: Int[Array, " 1"]
+    decoder: Decoder,
+    params: Params,
+    ids: Int[Array, "1 token"],
+    length: Int[Any, ""],
+    cache: KVCache,
+    start: Int[Any, ""] | None,
 ) -> Context:
-    dtype = jax.eval_shape(decoder.embed, params, ids, ids).dtype
-    cache = init_cache(decoder.config, batch=1, slots=ids.shape[1], dtype=dtype)
-    logits, cache = read_prompts(decoder, params, ids, lengths, cache)
-    return Context(cache=cache, length=lengths[0], log_probs=jax.nn.log_softmax(logits[0]))
+    length = jnp.asarray(length, jnp.int32)
+    logits, cache = read_prompts(decoder, params, ids, length[None], cache, start=start)
+    return Context(cache=cache, length=length, log_probs=jax.nn.log_softmax(logits[0]))
 
 
 def select(
