@@ -465,6 +465,25 @@ def test_events_around_an_interrupt_join_to_the_results(
     assert reasons == {"length", "stop", "interrupted"}
 
 
+@pytest.mark.parametrize("streams", [False, True])
+def test_an_interrupt_after_a_block_loses_no_result(
+    streams: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = interrupted_engine(late=False)
+    for calls in range(1, 4):
+        numbers = {engine.submit([size], max_new_tokens=size, eos_ids=()) for size in (3, 5, 9)}
+        with monkeypatch.context() as patch:
+            counts = interrupt_after(patch, Engine, "_advance", calls=calls)
+            with contextlib.suppress(KeyboardInterrupt):
+                if streams:
+                    [*engine.stream([7], max_new_tokens=12, eos_ids=())]
+                engine.drain()
+            assert counts[0] >= calls, "not interrupted"
+        ended = engine.drain()
+        assert ended.keys() == numbers
+        assert {result.reason for result in ended.values()} == {"length"}
+
+
 def test_alternatives_that_nobody_asked_for_cost_nothing() -> None:
     engine = engine_of(lively_model(), modes()["plain"][0], read_late=False)
     number = engine.submit([1, 2], max_new_tokens=1, eos_ids=())

@@ -257,6 +257,10 @@ class Engine:
         If a call did not return (`KeyboardInterrupt`, an error of the device), the next call ends
         each request that had a slot, with reason `"interrupted"`. Waiting requests are kept.
         """
+        return self._advance(keeps=False)
+
+    def _advance(self, *, keeps: bool) -> list[Event]:
+        """Runs one block; `keeps`: results of requests that end are kept for `drain`."""
         events = self._recovered() if self._unsettled else []
         self._unsettled = True
         events += self._end_by_host()
@@ -284,10 +288,15 @@ class Engine:
         if any(event.finished for event in events):
             known = {number: x for number, x in known.items() if x.finished is None}
         returned = {owner.number: len(owner.parts) for owner in owners}
+        streams = {
+            number: [*waiting, *(event for event in events if event.request == number)]
+            for number, waiting in self._streams.items()
+        }
+        ended = {event.request: event.finished for event in events if event.finished and keeps}
+        drained = self._drained | ended
         # At once: an interrupted call has changed none of them.
         self._stats, self._known, self._returned, self._unsettled = stats, known, returned, False
-        for event in events:
-            self._streams.get(event.request, []).append(event)
+        self._streams, self._drained = streams, drained
         return events
 
     def drain(self) -> dict[int, Completion]:
@@ -296,7 +305,7 @@ class Engine:
         After a call that did not return, the result includes the requests that ended in it.
         """
         while not self.idle:
-            self._advance_kept()
+            self._advance(keeps=True)
         self._flying = None  # All of its rows have ended.
         ended, self._drained = self._drained, {}
         return ended
@@ -310,23 +319,18 @@ class Engine:
         and errors are those of `submit`.
         """
         number = self.submit(prompt_ids, **options)
-        events = self._streams[number] = list[Event]()
+        self._streams[number] = []
         try:
-            while events or number in self._known:
-                if events:
-                    yield events.pop(0)
+            while self._streams[number] or number in self._known:
+                if self._streams[number]:
+                    yield self._streams[number].pop(0)
                 else:
-                    self._advance_kept()
+                    self._advance(keeps=True)
         finally:
             del self._streams[number]
             if self.cancel(number):
-                self._advance_kept()
+                self._advance(keeps=True)
             self._drained.pop(number, None)
-
-    def _advance_kept(self) -> None:
-        """Runs one block; keeps the results of requests that end for `drain`."""
-        events = self.advance()
-        self._drained |= {event.request: event.finished for event in events if event.finished}
 
     def stats(self) -> EngineStats:
         """Returns counts since the engine was made or warmed up."""
