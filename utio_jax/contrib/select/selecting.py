@@ -152,9 +152,9 @@ def read_context(
       cache_salt: as of `Engine.submit`: contexts and requests with other salts share nothing.
 
     Raises:
-      ValueError: no token, ids outside the vocabulary, more than the model's context or `slots`
-        hold, a model that is not causal (its context would depend on the candidates), or an
-        engine of another model or without a prefix cache.
+      ValueError: no token, ids outside the vocabulary, or more than the model's context or `slots`
+        hold. A model that is not causal: its context would depend on the candidates. An engine of
+        another model, or without a prefix cache.
     """
     config = decoder.config
     if not config.causal:
