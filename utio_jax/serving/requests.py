@@ -12,6 +12,7 @@ import numpy as np
 
 from utio_jax.core.documents import check_text
 from utio_jax.decoding.sampling import SamplingParams
+from utio_jax.decoding.state import STOPS_ROOM
 from utio_jax.serving.gate import ApiError
 from utio_jax.serving.model import Limits, ServedModel
 from utio_jax.serving.schema import ChatRequest, CompletionRequest, Message, UtioOptions
@@ -168,12 +169,19 @@ class Reader:
         if not most and echo is None:
             raise _refused("Wanted max_tokens of at least 1, or echo=true. Got 0.", "max_tokens")
         options, about = self._engine_options(body.utio)
-        ends = (*(() if body.ignore_eos else eos_ids), *(body.stop_token_ids or ()))
+        own = () if body.ignore_eos else eos_ids
+        ends = tuple(dict.fromkeys((*own, *(body.stop_token_ids or ()))))
+        if len(ends) > STOPS_ROOM[0]:
+            message = (
+                f"Wanted at most {STOPS_ROOM[0]} end tokens in all. Got {len(ends)}, with "
+                f"{len({*own})} of the model's own. Name fewer, or texts in stop."
+            )
+            raise _refused(message, "stop_token_ids")
         options |= {
             "max_new_tokens": most,
             "sampling": _sampling(body),
             "stop_strings": (body.stop,) if isinstance(body.stop, str) else (*(body.stop or ()),),
-            "eos_ids": tuple(dict.fromkeys(ends)),
+            "eos_ids": ends,
             "deadline": self.limits.request_seconds,
             "cache_salt": body.cache_salt or "",
         }
