@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -476,7 +477,7 @@ def test_an_interrupt_after_a_block_loses_no_result(
             counts = interrupt_after(patch, Engine, "_advance", calls=calls)
             with contextlib.suppress(KeyboardInterrupt):
                 if streams:
-                    [*engine.stream([7], max_new_tokens=12, eos_ids=())]
+                    collections.deque(engine.stream([7], max_new_tokens=12, eos_ids=()), maxlen=0)
                 engine.drain()
             assert counts[0] >= calls, "not interrupted"
         ended = engine.drain()

@@ -182,6 +182,9 @@ def test_a_context_reads_only_what_an_engine_has_not_cached(
     long = np.concatenate([text, CONTEXT])
     how = select_at(DEPTHS, 2.0, 0.5)
     rows = CANDIDATES, LENGTHS
+    short = read_context(*model, CONTEXT[:3], slots=3, engine=engine)  # Fewer than a block.
+    expected = read_context(*model, CONTEXT[:3], slots=3)
+    np.testing.assert_allclose(short.log_probs, expected.log_probs, atol=1e-5)
     for ids, salt, read in [
         *((text, "", 4), (text[:12], "", 4), (text[1:], "", 12), (long, "", 8), (long, "", 4)),
         *((long, "other", 20), (long[:9], "other", 4)),

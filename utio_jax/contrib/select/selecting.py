@@ -176,7 +176,9 @@ def read_context(
     prefix = engine.prefix_cache_of(decoder, params)
     keys = prefix.keys_of(ids, cache_salt)
     places = prefix.find(keys[: (ids.size - 1) // prefix.block])  # The last token is always read.
-    cache, start = prefix.load(cache, 0, places), len(places) * prefix.block
+    start = len(places) * prefix.block
+    if places:
+        cache = prefix.load(cache, 0, places)
     unread = _padded(ids[start:], min(slots, round_up(ids.size - start, _STEP)))
     context = _read_context(decoder, params, unread, ids.size, cache, start)
     prefix.store(context.cache, 0, keys)
