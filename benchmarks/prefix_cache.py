@@ -4,10 +4,11 @@
     python benchmarks/prefix_cache.py [MODEL] [PREFIX_TOKENS] [--server]
 
 `first`: a request behind a common beginning, cold (a beginning that is new) and
-warm, in turns; medians. `context`: the same for a context of `contrib.select`. `chats`: 24
-conversations of four turns (a common system prompt of a quarter of the beginning, 24 new tokens
-each), all at once over 8 slots, with a prefix cache and without, in turns. Texts are the test split
-of the standard library. Nothing compiles while it is timed.
+warm, in turns; medians. `context`: the same for a context of `contrib.select`. `decoding`:
+8 requests of 8 + 64 tokens with nothing in common, with a prefix cache and without, in turns.
+`chats`: 24 conversations of four turns (a common system prompt of a quarter of the beginning, 24
+new tokens each), all at once over 8 slots, likewise. Texts are the test split of the standard
+library. Nothing compiles while it is timed.
 
 `--server`: 50 conversations of four turns of a chat model instead, by OpenAI's client, all at once
 over 16 slots of two running servers, one of them without a prefix cache, in turns.
@@ -32,6 +33,7 @@ from serving import server
 from utio_jax import load
 from utio_jax.contrib.select import read_context
 from utio_jax.engine import Engine
+from utio_jax.engine.prefix import PrefixCache
 from utio_jax.models.training.corpus import standard_library
 
 ROUNDS, SLOTS, CHATS, TURNS, NEW, SAID = 7, 8, 24, 4, 24, 16
@@ -59,6 +61,15 @@ def context_ms(model: Any, engine: Engine, ids: np.ndarray, slots: int) -> float
     context = read_context(model.decoder, model.params, ids, slots=slots, engine=engine)
     jax.block_until_ready(context)
     return 1e3 * (time.perf_counter() - start)
+
+
+def decoding(engine: Engine, prompts: np.ndarray) -> float:
+    """Returns the new tokens per second of requests with nothing in common, all at once."""
+    started = time.perf_counter()
+    for prompt in prompts:
+        engine.submit(prompt, max_new_tokens=64, eos_ids=())
+    new = sum(done.token_ids.size for done in engine.drain().values())
+    return new / (time.perf_counter() - started)
 
 
 def chats(engine: Engine, system: np.ndarray, turns: np.ndarray) -> tuple[float, list[Any]]:
@@ -104,6 +115,11 @@ def main(name: str, prefix: int) -> dict[str, Any]:
         ms["cold"].append(context_ms(model, contexts, np.concatenate([common, ends[0]]), capacity))
         ms["warm"].append(context_ms(model, contexts, np.concatenate([common, ends[1]]), capacity))
     median = {kind: statistics.median(values) for kind, values in times.items()}
+    decoded: dict[str, list[float]] = {"on": [], "off": []}
+    for number in range(2 * ROUNDS):
+        prompts = rng.integers(1, 99, (SLOTS, PrefixCache.block))
+        for kind, engine in [("on", on), ("off", off)][:: 1 if number % 2 else -1]:
+            decoded[kind].append(decoding(engine, prompts))
     rates: dict[str, list[float]] = {"on": [], "off": []}
     differ = 0
     for number in range(3):
@@ -122,6 +138,12 @@ def main(name: str, prefix: int) -> dict[str, Any]:
         "first_token_ms": {kind: round(1e3 * value, 2) for kind, value in median.items()},
         "cold_over_warm": round(median["cold"] / median["warm"], 2),
         "context_ms": {kind: round(statistics.median(values), 2) for kind, values in ms.items()},
+        "decoding_tokens_per_second": {
+            kind: round(statistics.median(values), 1) for kind, values in decoded.items()
+        },
+        "decoding_on_over_off": round(
+            statistics.median(a / b for a, b in zip(*decoded.values(), strict=True)), 3
+        ),
         "chats_per_second": {k: round(statistics.median(v), 2) for k, v in rates.items()},
         "chats_on_over_off": round(
             statistics.median(a / b for a, b in zip(rates["on"], rates["off"], strict=True)), 2
