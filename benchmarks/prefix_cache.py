@@ -7,7 +7,7 @@
 warm, in turns; medians. `context`: the same for a context of `contrib.select`. `decoding`:
 8 requests of 8 + 64 tokens with nothing in common, with a prefix cache and without, in turns.
 `chats`: 24 conversations of four turns (a common system prompt of a quarter of the beginning, 24
-new tokens each), all at once over 8 slots, likewise. Texts are the test split of the standard
+new tokens each), all at once over 8 slots, in turns. Texts are the test split of the standard
 library. Nothing compiles while it is timed.
 
 `--server`: 50 conversations of four turns of a chat model instead, by OpenAI's client, all at once
