@@ -3,12 +3,12 @@
 
     python benchmarks/prefix_cache.py [MODEL] [PREFIX_TOKENS] [--server]
 
-`first`: a request behind a common beginning, cold (a beginning that is new) and
-warm, in turns; medians. `context`: the same for a context of `contrib.select`. `decoding`:
-8 requests of 8 + 64 tokens with nothing in common, with a prefix cache and without, in turns.
-`chats`: 24 conversations of four turns (a common system prompt of a quarter of the beginning, 24
-new tokens each), all at once over 8 slots, in turns. Texts are the test split of the standard
-library. Nothing compiles while it is timed.
+`first`: a request after a common prefix, cold (a new prefix) and warm, in turns; medians.
+`context`: the same for a context of `contrib.select`. `chats`: 24 conversations of four turns (a
+common system prompt of a quarter of the prefix, 24 new tokens each), all at once over 8 slots, with
+a prefix cache and without, in turns. `decoding`: 8 requests of 8 + 64 tokens without a common
+prefix, with a prefix cache and without, in turns. Texts are the test split of the standard library.
+Nothing compiles while it is timed.
 
 `--server`: 50 conversations of four turns of a chat model instead, by OpenAI's client, all at once
 over 16 slots of two running servers, one of them without a prefix cache, in turns.
@@ -115,11 +115,6 @@ def main(name: str, prefix: int) -> dict[str, Any]:
         ms["cold"].append(context_ms(model, contexts, np.concatenate([common, ends[0]]), capacity))
         ms["warm"].append(context_ms(model, contexts, np.concatenate([common, ends[1]]), capacity))
     median = {kind: statistics.median(values) for kind, values in times.items()}
-    decoded: dict[str, list[float]] = {"on": [], "off": []}
-    for number in range(2 * ROUNDS):
-        prompts = rng.integers(1, 99, (SLOTS, PrefixCache.block))
-        for kind, engine in [("on", on), ("off", off)][:: 1 if number % 2 else -1]:
-            decoded[kind].append(decoding(engine, prompts))
     rates: dict[str, list[float]] = {"on": [], "off": []}
     differ = 0
     for number in range(3):
@@ -132,6 +127,11 @@ def main(name: str, prefix: int) -> dict[str, Any]:
             rates[kind].append(rate)
         differ += sum(a != b for a, b in zip(texts["on"], texts["off"], strict=True))
     stats = on.stats()
+    decoded: dict[str, list[float]] = {"on": [], "off": []}
+    for number in range(2 * ROUNDS):
+        prompts = rng.integers(1, 99, (SLOTS, PrefixCache.block))
+        for kind, engine in [("on", on), ("off", off)][:: 1 if number % 2 else -1]:
+            decoded[kind].append(decoding(engine, prompts))
     result = {
         "model": name,
         "prefix_tokens": prefix,
