@@ -15,7 +15,15 @@ import pytest
 from helpers.models import Model
 
 from utio_jax.core import layer as layers_module
-from utio_jax.core.layer import layer_at, split_layers
+from utio_jax.core.layer import (
+    head_in_blocks,
+    head_product,
+    in_blocks,
+    layer_at,
+    project,
+    split_layers,
+)
+from utio_jax.core.platform import compiling_for, here
 from utio_jax.models.transformer import Transformer
 from utio_jax.staircase.forward import over_layers
 
@@ -102,3 +110,69 @@ def test_small_layers_tpus_and_full_devices_keep_to_the_stack(
         others = init(jax.random.key(1))
         monkeypatch.setattr(layers_module, "_memory_left", lambda _, left=times * size: left)
         assert (split_layers(decoder, others) is not None) == splits
+
+
+def test_kernels_lie_in_blocks_of_columns_for_steps_of_few_tokens(
+    monkeypatch: pytest.MonkeyPatch, tiny: Model
+) -> None:
+    monkeypatch.setattr(layers_module, "_SMALL", 0)
+    monkeypatch.setattr(layers_module, "_COLUMNS", 32)
+
+    def axes(decoder: Any, tokens: int | None, params: Any = tiny.params) -> list[int]:
+        split = split_layers(decoder, params, tokens=tokens)
+        assert split is not None
+        return [split[0][f"{name}_proj"]["kernel"].ndim for name in ("q", "k", "up", "down")]
+
+    most = here().blocked_rows
+    assert axes(tiny.decoder, most) == [3, 2, 3, 3], "the keys have 16 columns"
+    assert axes(tiny.decoder, most + 1) == axes(tiny.decoder, None) == [2] * 4
+    half = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), tiny.params)
+    assert axes(tiny.decoder, 8, half) == [2] * 4
+    reads = type("Reads", (Transformer,), {"blocked_kernels": False})
+    assert axes(reads(tiny.decoder.config), 8) == [2] * 4
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    fresh = jax.tree.map(jnp.copy, tiny.params)
+    assert axes(tiny.decoder, 8, fresh) == [2] * 4
+
+
+@pytest.mark.parametrize("lead", [(), (1,), (2, 3)])
+def test_a_product_with_a_kernel_in_blocks_is_the_product(lead: tuple[int, ...]) -> None:
+    rng = np.random.default_rng(0)
+    x, kernel = (jnp.asarray(rng.standard_normal(s, np.float32)) for s in ((*lead, 24), (24, 192)))
+    blocked = in_blocks(kernel)
+    assert blocked.shape == (3, 24, 64)
+    np.testing.assert_allclose(project(x, blocked), x @ kernel, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("copied", [False, True], ids=["table", "copy in blocks"])
+@pytest.mark.parametrize("lead", [(1,), (1, 1), (3,), (2, 2)])
+def test_logits_of_a_tied_head_are_products_with_its_table(
+    lead: tuple[int, ...], copied: bool, monkeypatch: pytest.MonkeyPatch, tiny: Model
+) -> None:
+    monkeypatch.setattr(layers_module, "_SMALL", 0)
+    assert "head" not in tiny.params
+    params = head_in_blocks(tiny.decoder, tiny.params, tokens=8) if copied else tiny.params
+    assert ("head" in params) == copied
+    assert head_in_blocks(tiny.decoder, tiny.params, tokens=2000) is tiny.params
+    table = tiny.params["embedding"]["embedding"]
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((*lead, table.shape[1]), np.float32))
+    with compiling_for("cpu", table_first=True):
+        logits = head_product(params, x)
+    np.testing.assert_allclose(logits, x @ table.T, rtol=1e-5, atol=1e-5)
+
+
+def test_a_head_in_blocks_is_kept_once_and_let_go(
+    monkeypatch: pytest.MonkeyPatch, tiny: Model
+) -> None:
+    monkeypatch.setattr(layers_module, "_SMALL", 0)
+    decoder = Transformer(dataclasses.replace(tiny.decoder.config, tie_embeddings=False))
+    gc.collect()
+    known = len(layers_module._split)
+    params: Any = jax.jit(decoder.init)(jax.random.key(0))
+    kernel = params["head"]["kernel"]
+    blocked = [head_in_blocks(decoder, params, tokens=8)["head"]["kernel"] for _ in range(2)]
+    assert blocked[0] is blocked[1]
+    np.testing.assert_array_equal(blocked[0].transpose(1, 0, 2).reshape(kernel.shape), kernel)
+    del params, kernel, blocked
+    gc.collect()
+    assert len(layers_module._split) == known

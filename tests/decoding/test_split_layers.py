@@ -7,6 +7,7 @@ import dataclasses
 import gc
 import weakref
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 import pytest
 from helpers.generation import SMALL, lively_model, run
 from helpers.marks import quick_where
-from helpers.models import assert_equal, gated, live_params
+from helpers.models import Model, assert_equal, gated, live_params
 
 from utio_jax.core import layer as layers_module
 from utio_jax.core.layer import split_layers
@@ -23,6 +24,7 @@ from utio_jax.decoding.base import DecodeContext, Mode, Plain
 from utio_jax.decoding.loop import advance, begin
 from utio_jax.decoding.lossless import Lossless
 from utio_jax.decoding.state import stop_rules
+from utio_jax.models.checkpoint import load
 from utio_jax.models.presets import TINY
 from utio_jax.models.transformer import Transformer
 
@@ -47,12 +49,33 @@ def test_tokens_and_costs_are_the_stacks(name: str, monkeypatch: pytest.MonkeyPa
         assert_equal(getattr(apart, field), getattr(stacked, field), err_msg=field)
 
 
+@pytest.mark.parametrize("name", ["biases", "gemma3n", "gemma4"])
+def test_tokens_from_kernels_in_blocks_are_the_stacks(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if name == "biases":
+        model = lively_model(qkv_bias=True)
+    else:
+        loaded: Any = load(Path(__file__).parents[1] / "models/huggingface" / name)
+        model = Model(loaded.decoder, loaded.params)
+    stacked = run(model, max_new_tokens=12, lengths=SMALL)
+    monkeypatch.setattr(layers_module, "_SMALL", 0)
+    monkeypatch.setattr(layers_module, "_COLUMNS", 8)
+    split = split_layers(model.decoder, model.params, tokens=3)
+    assert split is not None
+    assert split[0]["down_proj"]["kernel"].ndim == 3
+    blocked = run(model, max_new_tokens=12, lengths=SMALL)
+    for field in ("token_ids", "token_layers", "heads"):
+        assert_equal(getattr(blocked, field), getattr(stacked, field), err_msg=field)
+
+
 def test_two_rotations_are_split_once_and_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which rotation a layer takes (Gemma 3) is no parameter, and made anew at every call."""
     monkeypatch.setattr(layers_module, "_SMALL", 0)
     decoder = Transformer(dataclasses.replace(TINY, windows=(4, 0, 4, 0), local_rope_theta=100.0))
     other = Transformer(dataclasses.replace(TINY, windows=(0, 4, 4, 0), local_rope_theta=100.0))
     params = jax.jit(decoder.init)(jax.random.key(0))
+    gc.collect()
     known = len(layers_module._split)
     first = split_layers(decoder, params)
     registry: Any = vars(weakref.finalize)["_registry"]

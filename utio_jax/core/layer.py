@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import weakref
+from functools import partial
 from typing import Any
 
 import jax
@@ -20,7 +21,10 @@ Depth = int | Int[Array, ""]
 _SMALL = 2**16
 """Bytes of a layer below which a copy of it costs less than a program that is longer."""
 
-_split: dict[tuple[Any, ...], tuple[LayerParams, ...]] = {}
+_COLUMNS = 64
+"""Columns of a block of weights. On CPU 32 are as fast; 48, 96 and 128 are slower."""
+
+_split: dict[tuple[Any, ...], Any] = {}
 
 
 def layer_at(decoder: Decoder, params: Params, index: int | jax.Array) -> LayerParams:
@@ -47,13 +51,52 @@ def check_layers(decoder: Decoder, params: Params) -> None:
         )
 
 
-def split_layers(decoder: Decoder, params: Params) -> tuple[LayerParams, ...] | None:
+def project(x: Float[Array, "*lead dim"], kernel: jax.Array) -> Float[Array, "*lead out"]:
+    """Returns `x @ kernel`; the kernel may lie in blocks, `[block, dim, column]` (`in_blocks`)."""
+    if kernel.ndim == 2:
+        return x @ kernel
+    rows = x.reshape(-1, x.shape[-1])
+    rows = jnp.broadcast_to(rows, (kernel.shape[0], *rows.shape))
+    out = jax.lax.dot_general(rows, kernel, (((2,), (1,)), ((0,), (0,))))
+    return out.transpose(1, 0, 2).reshape(*x.shape[:-1], -1)
+
+
+def in_blocks(kernel: jax.Array) -> jax.Array:
+    """Returns a float32 matrix in blocks of columns, `[block, dim, column]`; all else as it is."""
+    if kernel.ndim != 2 or kernel.shape[1] % _COLUMNS or kernel.dtype != jnp.float32:
+        return kernel
+    return kernel.reshape(kernel.shape[0], -1, _COLUMNS).transpose(1, 0, 2)
+
+
+def head_product(
+    params: Params, x: Float[Array, "*lead dim"], *, tied: bool = True
+) -> Float[Array, "*lead vocab"]:
+    """Returns `x` times `head/kernel` or, of a tied head, the transposed embedding table.
+
+    A tied head has a kernel, too, where decoding has a copy in blocks (`head_in_blocks`), which is
+    slower for a single row.
+    """
+    table, single = params["embedding"]["embedding"], math.prod(x.shape[:-1]) == 1
+    if not tied or ("head" in params and not single):
+        return project(x, params["head"]["kernel"])
+    if single and here().table_first:
+        return (table @ x.reshape(-1)).reshape(*x.shape[:-1], -1)
+    return x @ table.T
+
+
+def split_layers(
+    decoder: Decoder, params: Params, *, tokens: int | None = None
+) -> tuple[LayerParams, ...] | None:
     """Returns each layer's parameters as separate arrays, on platforms that decode faster so.
 
     On CPU and GPU a layer that is indexed out of the stack is copied before its matrix products
     read it: more than half of a decoding step at batch 1. These are a second copy, kept as long as
     the stack is. None if the stack is read in place (TPU), is spread over devices, or is small.
     Also None if the copy would take more than half of the device's free memory.
+
+    Products of 2 to 8 rows on a CPU copy a matrix into blocks of columns at every call. If a step
+    has few `tokens` (`Platform.blocked_rows`), and the decoder reads its kernels by `project`
+    (`blocked_kernels` is true), matrices named `kernel` are laid out so once.
     """
     stack = decoder.layers(params)
     leaves = [leaf for leaf in jax.tree.leaves(stack) if isinstance(leaf, jax.Array)]
@@ -69,16 +112,49 @@ def split_layers(decoder: Decoder, params: Params) -> tuple[LayerParams, ...] | 
     ):
         return None
     # The decoder computes everything that is not a parameter at every call.
-    key = (count, *map(id, kept), *([] if len(kept) == len(leaves) else [decoder]))
+    blocks = _in_blocks(decoder, tokens)
+    key = (blocks, count, *map(id, kept), *([] if len(kept) == len(leaves) else [decoder]))
     if key not in _split:
         if sum(leaf.nbytes for leaf in leaves) > _memory_left(leaves[0]) / 2:
             return None
+
+        def one(path: Any, leaf: jax.Array, index: int) -> jax.Array:
+            is_kernel = blocks and getattr(path[-1], "key", None) == "kernel"
+            return in_blocks(leaf[index]) if is_kernel else leaf[index]
+
         _split[key] = tuple(
-            jax.tree.map(lambda leaf, i=index: leaf[i], stack) for index in range(count)
+            jax.tree_util.tree_map_with_path(partial(one, index=index), stack)
+            for index in range(count)
         )
         for leaf in kept:  # Of any leaf that is gone, another array may get the identity.
             weakref.finalize(leaf, _split.pop, key, None)
     return _split[key]
+
+
+def head_in_blocks(decoder: Decoder, params: Params, *, tokens: int) -> Params:
+    """Returns parameters whose head is in blocks of columns, where `split_layers` lays layers so.
+
+    The copy is `head/kernel`, of a tied table, too. It is kept as long as the table is.
+    """
+    if not _in_blocks(decoder, tokens):
+        return params
+    tied = "head" not in params
+    table = params["embedding"]["embedding"] if tied else params["head"]["kernel"]
+    if not isinstance(table, jax.Array) or len(table.devices()) > 1 or table.nbytes < _SMALL:
+        return params
+    if (key := ("head", id(table))) not in _split:
+        _split[key] = in_blocks(table.T if tied else table)
+        weakref.finalize(table, _split.pop, key, None)
+    kernel = _split[key]
+    return params if kernel.ndim == 2 else {**params, "head": {"kernel": kernel}}
+
+
+def _in_blocks(decoder: Decoder, tokens: int | None) -> bool:
+    return (
+        getattr(decoder, "blocked_kernels", False)
+        and tokens is not None
+        and tokens <= here().blocked_rows
+    )
 
 
 def _memory_left(array: jax.Array) -> float:

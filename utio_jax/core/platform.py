@@ -35,12 +35,16 @@ class Platform:
         predicted to be slower than running them densely.
       stack_in_place: True if the compiler reads a layer in place in the stack of weights. CPUs and
         GPUs copy it first, so decoding uses a second copy of the weights, one array per layer.
+      blocked_rows: maximum tokens of a step for which decoding's copy of the weights lies in blocks
+        of columns; 0: never. XLA:CPU would copy each matrix into blocks for products of a few rows.
       folds_heads: True to fold many queries of heads that share keys into one axis of attention.
       search: method of `jnp.searchsorted`: accelerators run "scan" as a serial loop.
       least_rows: minimum rows of a matrix product in decoding; fewer are padded. A product of one
         row runs on the TPU's vector unit, at half the memory bandwidth.
       heads_apart: True to keep the reshape to heads out of decoding's products. XLA:TPU folds it
         into their weights, which copies whole stacks of layers on every call.
+      table_first: True to multiply a tied head's table with a single row, rather than the row with
+        the transposed table, which takes XLA:CPU of jax 0.11 four times as long.
       scores_turned: True to compute a few queries' scores key by key. XLA:CPU transposes all keys
         for the other product, in every layer of every step.
       heads_first: True if the K/V cache is laid out by head, then slot. XLA:CPU would transpose the
@@ -56,13 +60,18 @@ class Platform:
     narrow: int = 1024
     least_routed: int = 512
     stack_in_place: bool = True
+    blocked_rows: int = 0
     folds_heads: bool = False
     search: Literal["scan", "compare_all"] = "compare_all"
     least_rows: int = 1
     heads_apart: bool = False
+    table_first: bool = False
     scores_turned: bool = False
     heads_first: bool = False
 
+
+_AS_OF_0_11 = jax.__version_info__ >= (0, 11)
+"""XLA:CPU has other products of a few rows since (`results/engines.md`)."""
 
 _CPU = Platform(
     head_block=128,
@@ -73,8 +82,10 @@ _CPU = Platform(
     narrow=0,
     least_routed=0,
     stack_in_place=False,
+    blocked_rows=32 if _AS_OF_0_11 else 8,
     folds_heads=True,
     search="scan",
+    table_first=_AS_OF_0_11,
     scores_turned=True,
     heads_first=True,
 )

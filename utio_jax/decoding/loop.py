@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int, UInt32
 from utio_jax.attention.cache import KVCache, init_cache, key_widths
 from utio_jax.core.decoder import Decoder, DecoderConfig, Params, is_integer, logits_of
 from utio_jax.core.documents import check_ids
-from utio_jax.core.layer import split_layers
+from utio_jax.core.layer import head_in_blocks, split_layers
 from utio_jax.core.rows import Rows, check_mesh, over_rows, place
 from utio_jax.decoding.base import (
     DecodeContext,
@@ -156,7 +156,12 @@ def run_chunks(  # noqa: PLR0913 (options, each named)
     # All rows read at least as many keys as the shortest prompt has.
     widths = tuple(w for w in key_widths(slots, key_step=lengths.key_step) if w >= ends.min())
     if mesh is None:
-        context = dataclasses.replace(context, layers=split_layers(decoder, params))
+        tokens = len(rows) * mode.block
+        context = dataclasses.replace(
+            context,
+            params=head_in_blocks(decoder, params, tokens=tokens),
+            layers=split_layers(decoder, params, tokens=tokens),
+        )
 
     until = 1
     while True:

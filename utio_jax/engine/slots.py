@@ -14,7 +14,7 @@ import numpy as np
 from utio_jax.attention.cache import key_widths
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.documents import row_widths
-from utio_jax.core.layer import split_layers
+from utio_jax.core.layer import head_in_blocks, split_layers
 from utio_jax.core.rows import put_rows
 from utio_jax.decoding.admission import admit, empty_state, release
 from utio_jax.decoding.base import (
@@ -25,7 +25,6 @@ from utio_jax.decoding.base import (
     as_processor,
     check_mode,
 )
-from utio_jax.decoding.cached import Layers
 from utio_jax.decoding.loop import begin, canonical, round_up
 from utio_jax.decoding.prefill import Prefill
 from utio_jax.decoding.state import Columns, DecodeState
@@ -171,7 +170,9 @@ class Slots:
                 f"Wanted prompt_tokens below {self._unit} or in multiples of it. Got {uneven}."
             )
         self._approximate(prefill)
-        self._layers = split_layers(served.decoder, served.params)
+        weights, tokens = (served.decoder, served.params), slots * mode.block
+        self._params = head_in_blocks(*weights, tokens=tokens)
+        self._layers = split_layers(*weights, tokens=tokens)
         self._key_widths = key_widths(capacity, key_step=shapes.key_step)
         self._own = own_thresholds(self.mode)
         blocks = {self._block_of(size) for size in self.passes}
@@ -436,7 +437,9 @@ class Slots:
             rows or self.row_counts[-1],
         )
         self.state, report = run_block(
-            self._context(self._rules, self._layers),
+            dataclasses.replace(
+                self._context(self._rules), params=self._params, layers=self._layers
+            ),
             self._rules.thresholds,
             self.state,
             np.int32(steps),
@@ -451,7 +454,7 @@ class Slots:
         """Evicts some rows: they run no further step."""
         self.state = release(self.state, rows)
 
-    def _context(self, rules: Rules, layers: Layers = None) -> DecodeContext:
+    def _context(self, rules: Rules) -> DecodeContext:
         return DecodeContext(
             decoder=self._served.decoder,
             params=self._served.params,
@@ -459,5 +462,4 @@ class Slots:
             sampling=rules.sampling,
             stops=rules.stops,
             logits_processor=as_processor(self._served.logits_processor),
-            layers=layers,
         )

@@ -23,13 +23,14 @@ import dataclasses
 import math
 from functools import partial
 from statistics import NormalDist
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from utio_jax.core.decoder import DecoderConfig, LayerParams, Params, PositionEncoding
+from utio_jax.core.layer import head_product, project
 from utio_jax.models.rope import RopeScaling, frequencies, rotate, rotations
 
 _LEAST_SQUARE = 1e-5
@@ -155,6 +156,7 @@ class _Gemma:
     """
 
     config: Any
+    blocked_kernels: ClassVar[bool] = True
 
     def _fresh(
         self,
@@ -280,7 +282,7 @@ class _Gemma:
         return linear(x, layer["gate_proj"])
 
     def _logits(self, params: Params, x: Float[Array, "*lead hidden"]) -> jax.Array:
-        logits = self._norm(x, params["norm"]) @ params["embedding"]["embedding"].T
+        logits = head_product(params, self._norm(x, params["norm"]))
         cap = self.config.logit_softcap
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 
@@ -480,7 +482,7 @@ class Gemma4(_Gemma):
 
 def linear(x: jax.Array, params: Params) -> jax.Array:
     """Returns a linear map of the last axis."""
-    return x @ params["kernel"]
+    return project(x, params["kernel"])
 
 
 def scaled(x: jax.Array, params: Params) -> jax.Array:

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from utio_jax.core.decoder import DecoderConfig, LayerParams, Params, PositionEncoding
+from utio_jax.core.layer import head_product, project
 from utio_jax.core.platform import on_enough_rows, product_apart
 from utio_jax.models.rope import RopeScaling, frequencies, rotate, rotations
 
@@ -125,6 +126,24 @@ def norm_of(config: TransformerConfig, name: str | None = None, *, rms: bool = F
     return RMSNorm(config.norm_eps, config.norm == "rms_plus_one", name=name)
 
 
+class Projection(nn.Module):
+    """Linear map whose kernel may lie in blocks of columns, which `nn.Dense` refuses."""
+
+    features: int
+    use_bias: bool
+    kernel_init: Any
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        if self.is_initializing():
+            self.param("kernel", self.kernel_init, (x.shape[-1], self.features))
+        out = project(x, self.get_variable("params", "kernel"))
+        if not self.use_bias:
+            return out
+        bias = self.param("bias", nn.initializers.zeros, (self.features,))
+        return out + jnp.broadcast_to(bias, out.shape)
+
+
 class Layer(nn.Module):
     """One layer, in the pieces of the `Decoder` protocol."""
 
@@ -134,7 +153,7 @@ class Layer(nn.Module):
         config = self.config
         # Output projections start at zero: every exit starts as the same model.
         into_residual = nn.initializers.zeros
-        dense = lambda features, bias, init=nn.initializers.lecun_normal(): nn.Dense(  # noqa: E731
+        dense = lambda features, bias, init=nn.initializers.lecun_normal(): Projection(  # noqa: E731
             features, use_bias=bias, kernel_init=init
         )
         self.attention_norm = norm_of(config)
@@ -220,6 +239,7 @@ class Transformer:
     """
 
     config: TransformerConfig
+    blocked_kernels: ClassVar[bool] = True
 
     def init(self, key: jax.Array, dtype: jax.typing.DTypeLike = jnp.float32) -> Params:
         """Returns fresh parameters."""
@@ -312,9 +332,8 @@ class Transformer:
         return self._apply(layer, x, attended, method="finish")
 
     def unembed(self, params: Params, x: Float[Array, "*lead dim"]) -> jax.Array:
-        tied = self.config.tie_embeddings
-        head = params["embedding"]["embedding"].T if tied else params["head"]["kernel"]
         normed = norm_of(self.config).apply({"params": params["norm"]}, x)
-        logits = on_enough_rows(lambda normed: normed @ head, normed)
+        head = partial(head_product, params, tied=self.config.tie_embeddings)
+        logits = on_enough_rows(head, normed)
         cap = self.config.logit_softcap
         return logits if cap is None else cap * jnp.tanh(logits / cap)
