@@ -94,9 +94,9 @@ def split_layers(
     the stack is. None if the stack is read in place (TPU), is spread over devices, or is small.
     Also None if the copy would take more than half of the device's free memory.
 
-    Products of 2 to 8 rows on a CPU copy a matrix into blocks of columns at every call. If a step
-    has few `tokens` (`Platform.blocked_rows`), and the decoder reads its kernels by `project`
-    (`blocked_kernels` is true), matrices named `kernel` are laid out so once.
+    Products of a few rows on a CPU copy a matrix into blocks of columns at every call. So for steps
+    of few `tokens` (`Platform.blocked_rows`) matrices named `kernel` are laid out in blocks here.
+    The decoder must read them by `project` (`blocked_kernels` is true).
     """
     stack = decoder.layers(params)
     leaves = [leaf for leaf in jax.tree.leaves(stack) if isinstance(leaf, jax.Array)]

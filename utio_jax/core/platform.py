@@ -43,8 +43,8 @@ class Platform:
         row runs on the TPU's vector unit, at half the memory bandwidth.
       heads_apart: True to keep the reshape to heads out of decoding's products. XLA:TPU folds it
         into their weights, which copies whole stacks of layers on every call.
-      table_first: True to multiply a tied head's table with a single row, rather than the row with
-        the transposed table, which takes XLA:CPU of jax 0.11 four times as long.
+      table_first: True to multiply a tied head's table with a single row. The product of the row
+        with the transposed table takes XLA:CPU of jax 0.11 four times as long.
       scores_turned: True to compute a few queries' scores key by key. XLA:CPU transposes all keys
         for the other product, in every layer of every step.
       heads_first: True if the K/V cache is laid out by head, then slot. XLA:CPU would transpose the
