@@ -3,6 +3,7 @@
 
     python benchmarks/exit_branches.py losses [MODEL] [PLAIN ...]
     python benchmarks/exit_branches.py times [MODEL] [PLAIN ...]
+    python benchmarks/exit_branches.py lossless [MODEL]
 
 `losses` reads the test split of the standard library once, by the dense program, and derives every
 policy's loss from each token's loss at each exit. That is exact where upper layers make no K/V: no
@@ -15,11 +16,16 @@ ascending depth. Their hull is then a control of every row, with an interval ove
 batch 1, 8 and 32: full depth, each branch, the learned policy at each of its budgets, and PLAIN, or
 plain models of random weights. Programs take turns. A speed-up is the median over rounds of the
 paired ratio to the model's fastest full-depth program. A line of JSON for each part.
+
+`lossless` times lossless decoding of 120 tokens after 64 at batch 1 and 8: drafts of each branch,
+whose lower layers verification keeps, and of n-grams. Next to it stand the share of accepted drafts
+and the layers that ran for a new token over those of plain decoding.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import sys
 from collections.abc import Sequence
@@ -30,7 +36,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from utio_jax import Adaptive, Plain, generate, uniform
+from utio_jax import Adaptive, Lossless, Plain, generate, uniform
 from utio_jax.bench.timing import time_programs
 from utio_jax.calibration.compare import hindsight_policies
 from utio_jax.calibration.studies import collect_scores, study_exits
@@ -234,6 +240,34 @@ def decoding(model: Any, plain: Sequence[Any], rows: np.ndarray, rounds: int) ->
     return speedups(programs, ["full"], rounds)
 
 
+def lossless(model: Any, rows: np.ndarray, rounds: int) -> dict[str, Any]:
+    """Returns speed-up over plain decoding, acceptance, and share of layers of each drafter."""
+    decoder = model.decoder
+    modes: dict[str, Any] = {"plain": Plain(), "n-grams": Lossless(drafter="ngram")}
+    for depth, drafts in itertools.product(decoder.config.exits[:-1], (1, 2, 4)):
+        modes[f"branch to {depth}, {drafts}"] = Lossless(exit=depth, max_draft=drafts)
+    prompts = list(rows[:, :64])
+    results: dict[str, Any] = {}
+
+    def take_turn(name: str) -> None:
+        results[name] = generate(
+            decoder, model.params, prompts, mode=modes[name], max_new_tokens=120, eos_ids=()
+        )
+
+    times = time_programs({name: partial(take_turn, name) for name in modes}, rounds=rounds)
+    plain = results["plain"]
+    return {
+        name: {
+            "speedup": round(times[name].speedup_over(times["plain"]), 3),
+            "accepted": round(float(of.accepted.sum() / max(1, of.drafts.sum())), 3),
+            "layers": round(float(of.token_layers.sum() / plain.token_layers.sum()), 3),
+            "rounds": round(float(of.steps.sum() / plain.steps.sum()), 3),
+            "equal": bool(np.array_equal(np.stack(of.token_ids), np.stack(plain.token_ids))),
+        }
+        for name, of in results.items()
+    }
+
+
 def main(arguments: list[str]) -> int:
     """Prints lines of JSON."""
     what, *named = arguments or ["losses"]
@@ -244,6 +278,11 @@ def main(arguments: list[str]) -> int:
         return 0
     stream = np.concatenate(model.encode([text.text for text in standard_library("test")]))
     rows = stream[: 32 * 512].reshape(32, 512)
+    if what == "lossless":
+        for batch in (1, 8):
+            part = lossless(model, rows[:batch], rounds=7)
+            print(json.dumps({f"lossless {batch}": part}), flush=True)
+        return 0
     print(json.dumps({"scoring 16 x 512": scoring(model, plain, rows[:16], rounds=11)}))
     for batch in (1, 8, 32):
         jax.clear_caches()
