@@ -176,3 +176,17 @@ def test_a_head_in_blocks_is_kept_once_and_let_go(
     del params, kernel, blocked
     gc.collect()
     assert len(layers_module._split) == known
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_head_that_does_not_fit_blocks_stays_as_it_is(
+    tied: bool, monkeypatch: pytest.MonkeyPatch, tiny: Model
+) -> None:
+    """A copy, or a reference from the copies, would keep it for ever."""
+    monkeypatch.setattr(layers_module, "_SMALL", 0)
+    config = dataclasses.replace(tiny.decoder.config, vocab_size=65, tie_embeddings=tied)
+    decoder = Transformer(config)
+    params: Any = jax.jit(decoder.init)(jax.random.key(0))
+    known = len(layers_module._split)
+    assert head_in_blocks(decoder, params, tokens=1) is params
+    assert len(layers_module._split) == known

@@ -63,9 +63,13 @@ def project(x: Float[Array, "*lead dim"], kernel: jax.Array) -> Float[Array, "*l
 
 def in_blocks(kernel: jax.Array) -> jax.Array:
     """Returns a float32 matrix in blocks of columns, `[block, dim, column]`; all else as it is."""
-    if kernel.ndim != 2 or kernel.shape[1] % _COLUMNS or kernel.dtype != jnp.float32:
+    if kernel.ndim != 2 or not _fits(kernel.shape[1], kernel):
         return kernel
     return kernel.reshape(kernel.shape[0], -1, _COLUMNS).transpose(1, 0, 2)
+
+
+def _fits(columns: int, kernel: jax.Array) -> bool:
+    return columns % _COLUMNS == 0 and kernel.dtype == jnp.float32
 
 
 def head_product(
@@ -142,11 +146,12 @@ def head_in_blocks(decoder: Decoder, params: Params, *, tokens: int) -> Params:
     table = params["embedding"]["embedding"] if tied else params["head"]["kernel"]
     if not isinstance(table, jax.Array) or len(table.devices()) > 1 or table.nbytes < _SMALL:
         return params
+    if table.ndim != 2 or not _fits(table.shape[0 if tied else 1], table):
+        return params  # Also never kept here, which would keep the table itself.
     if (key := ("head", id(table))) not in _split:
         _split[key] = in_blocks(table.T if tied else table)
         weakref.finalize(table, _split.pop, key, None)
-    kernel = _split[key]
-    return params if kernel.ndim == 2 else {**params, "head": {"kernel": kernel}}
+    return {**params, "head": {"kernel": _split[key]}}
 
 
 def _in_blocks(decoder: Decoder, tokens: int | None) -> bool:
