@@ -38,6 +38,9 @@ _BANK_16 = dataclasses.replace(
     kv_source=(*_OWN, *(((8, 9, 10, 11),) * 8)),
     kv_depth=(*range(8), 8, 8, 8, 8),
 )  # Layers 9 to 16 read four K/V heads that are made once, of the states after layer 8.
+_SHARED_AT_6 = dataclasses.replace(
+    STDLIB_16, exits=(16,), kv_source=(*_OWN[:6], *(((2, 3, 4, 5),) * 10))
+)
 _TINY = dataclasses.replace(TINY, vocab_size=512)
 
 
@@ -50,6 +53,7 @@ PRESETS = {
     "stdlib-16": STDLIB_16,
     **{f"plain-{depth}": _with_exits(STDLIB_16, depth) for depth in (8, 10, 12, 16)},
     "shared-16": SHARED_16,
+    "shared-16-at-6": _SHARED_AT_6,
     "bank-16": _with_exits(_BANK_16, 16),
     "late-16": STDLIB_16,
     "late-shared-16": _with_exits(SHARED_16, 8, 10, 12, 16),
