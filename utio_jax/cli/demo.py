@@ -176,10 +176,12 @@ def draw_depths(model: Any, text: str, budget: float | None, file: Path) -> None
     policy = model.calibration.policy("learned", budget, exits=config.exits)
     # Shape and options of the program that has read the text, so that nothing compiles.
     options = {"rows": _ROWS, "same_rows": True, "executor": MicroBatches()}
-    (scored,) = model.score([text], policy=policy, **options).documents
+    encoded = model.tokenizer.encode(text, add_special_tokens=False)
+    opening = [] if config.bos_id is None else [config.bos_id]
+    (scored,) = model.score([[*opening, *encoded.ids]], policy=policy, **options).documents
     # What a token took to predict the next one; the token that was read is coloured.
-    depths = scored.depths[config.bos_id is not None :]
-    offsets = model.tokenizer.encode(text, add_special_tokens=False).offsets[: len(depths)]
+    depths = scored.depths[len(opening) :]
+    offsets = encoded.offsets[: len(depths)]
     mean = f"mean {depths.mean():.1f} of {config.num_layers}"
     title = f"Layers of each token at a budget of {budget:g} ({mean})"
     text = text[: offsets[-1][1]]

@@ -97,7 +97,9 @@ class OfCalibration(OfModel):
 
     def load(self) -> Any:
         model = super().load()
-        return dataclasses.replace(model, policies=self.calibration or model.policies)
+        if self.calibration is None:
+            return model
+        return dataclasses.replace(model, policies=self.calibration)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
