@@ -206,10 +206,8 @@ def read_full_rows(
 ) -> dict[str, Timed]:
     """Returns the timings of methods on batches of full rows (no padding), by label.
 
-    Rows are drawn over the joined documents, `width` tokens each, or the model's context.
-
-    Raises:
-      ValueError: the documents hold less than one batch, or batches < 1.
+    Rows are drawn over the joined documents, `width` tokens each, or the model's context. Errors
+    are those of `full_rows`.
     """
     config = model.decoder.config
     width = min(width, config.context_length)
