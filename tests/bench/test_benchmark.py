@@ -20,7 +20,7 @@ from utio_jax.bench.methods import Method, controls_of, label_of, methods_of
 from utio_jax.bench.rows import describe, name_of, read_rows, timed_row
 from utio_jax.bench.run import Subject
 from utio_jax.bench.scoring import full_rows, measure_policies
-from utio_jax.bench.timing import Timed, Timing, time_programs
+from utio_jax.bench.timing import Timed, Timing, time_programs, timed_ledger
 from utio_jax.cli.bench import subject_named
 from utio_jax.cli.main import main
 from utio_jax.core.flops import expected_flops, token_cost
@@ -29,14 +29,15 @@ from utio_jax.models.presets import SHAPES
 from utio_jax.models.random_weights import fit_layers
 from utio_jax.policies import random_depths
 
-TWICE = np.asarray([2.0])
-"""How many times as fast a program was, in one round."""
-
 SIZES = {"batch": 1, "prompt": 8, "output": 4}
 
 
 def timing(*seconds: float, compiles: int = 0) -> Timing:
     return Timing(seconds=np.asarray(seconds), compiles=compiles)
+
+
+def compared(own: Timing, other: Timing) -> Timed:
+    return timed_ledger(Ledger(policy="x"), own, against=other, baseline="full", ideal=None)
 
 
 @pytest.fixture(scope="module")
@@ -71,14 +72,14 @@ def test_timed_programs_are_those_of_quality(tiny: Any, caplog: pytest.LogCaptur
 
 def test_times_become_ratios_round_by_round() -> None:
     own, other = timing(1.0, 2.0, 4.0), timing(2.0, 8.0, 4.0)
-    row = timed_row(own, own.ratios_over(other))
+    row = timed_row(compared(own, other))
     assert row["seconds"] == 2.0
     assert (row["speedup"], row["speedup_quartiles"]) == (2.0, [1.5, 3.0])
     assert (own.speedup_over(other), other.median) == (2, 4)
 
 
 def test_a_program_that_compiled_late_has_no_speedup() -> None:
-    row = timed_row(timing(1.0, compiles=2), TWICE, note="random")
+    row = timed_row(compared(timing(1.0, compiles=2), timing(2.0)), note="random")
     assert row["speedup"] is row["speedup_quartiles"] is None
     assert row["note"] == "random; compiled after the warm-up, 2 times"
     assert row["seconds"] == 1.0, "measured times stay"
@@ -119,9 +120,7 @@ def test_a_policy_that_cannot_pay_is_a_row_with_the_reason(
 
     def measure(_: Any, __: Any, ___: Any, methods: Any, **____: Any) -> dict[str, Any]:
         ran.extend(method.label for method in methods)
-        ledger = Ledger(policy="x")
-        timed = Timed(ledger=ledger, timing=timing(1.0), ratios=np.ones(1), baseline="full")
-        return dict.fromkeys(ran, timed)
+        return dict.fromkeys(ran, compared(timing(1.0), timing(1.0)))
 
     monkeypatch.setattr("utio_jax.bench.run.measure_policies", measure)
     rows = subject.measure("score", SIZES, ["learned@0.95"], 2)
@@ -215,7 +214,8 @@ def test_the_command_measures_and_says_what_did_not_run(
 def test_an_interrupted_run_keeps_what_it_measured(
     tmp_path: Path, subject: Subject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    turns = iter([[timed_row(timing(1.0), TWICE, part="score", model="m", method="a")]])
+    row = timed_row(compared(timing(1.0), timing(2.0)), part="score", model="m", method="a")
+    turns = iter([[row]])
 
     def measure(*_: Any) -> Any:
         rows = next(turns, None)

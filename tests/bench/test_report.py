@@ -15,17 +15,19 @@ from matplotlib.patches import Rectangle
 from utio_jax.bench.plots import draw_speedups
 from utio_jax.bench.report import write_report
 from utio_jax.bench.rows import Row, failed_row, name_of, save_rows, timed_row
-from utio_jax.bench.timing import Timing
+from utio_jax.bench.timing import Timed
 from utio_jax.cli.bench import Bench
+from utio_jax.evaluation.ledger import Ledger
 
 HOSTILE = "<script>alert('x')</script> | `a` $x^$ [b](javascript:c) <img src=http://d>\n# e"
 HEAD = {"settings": {"rounds": 7}, "environment": {"device": "synthetic"}}
 
 
 def row(part: str, method: str, gain: float, *, compiles: int = 0, **values: Any) -> Row:
-    timing = Timing(seconds=np.asarray([0.4]), compiles=compiles)
-    values = {"model": "shipped", "baseline": "full dense", "batch": 1, "prompt": 512} | values
-    return timed_row(timing, np.asarray([gain]), part=part, method=method, **values)
+    ledger = Ledger(policy=method, seconds=0.4, compiles=compiles)
+    timed = Timed(ledger=ledger, ratios=np.asarray([gain]), baseline="full dense")
+    values = {"model": "shipped", "batch": 1, "prompt": 512} | values
+    return timed_row(timed, part=part, method=method, **values)
 
 
 ROWS = [

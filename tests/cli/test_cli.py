@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -145,6 +146,7 @@ def test_demo_measures_every_policy_and_draws(
     for row in result["generation"]:
         if row["mode"] in ("lossless", "ngram"):
             assert row["agreement"] > 0.99, "the same tokens, up to ties"
+        assert row["budget"] == (0.8 if row["mode"] == "adaptive" else None)
     for row in result["generation"]:
         assert row["tokens"] == 32 * 3
         assert set(Ledger(policy="").to_dict()) <= set(row)
@@ -156,11 +158,11 @@ def test_demo_measures_every_policy_and_draws(
     assert prompt["speedup"] > 0
     assert prompt["nll_increase_pct"] != 0
     message = " ".join(captured.err.split())
-    for words in ("full depth 1.00 1.00x 0", "against truncation", "Writing: lossless"):
+    for words in ("full depth 1.00 1.00x 0", "against truncation", "writing: drafter exit"):
         assert words in message
     assert captured.err.endswith(f"{result['verdict']}\n")
-    assert result["verdict"].count("`utio-jax ") == 2
-    assert "Prompt of 56 tokens" in message
+    assert result["verdict"].startswith("Next: `utio-jax ")
+    assert "prompts: 56 tokens, most to layer 1" in message
     assert captured.err.count("\n") < 24, "less than a screen"
     assert json.loads((out / "demo.json").read_text()).items() <= result.items()
     for picture in result["pictures"]:
@@ -176,7 +178,7 @@ def test_a_model_with_exits_is_tried(
     @contextmanager
     def counted(total: int, _: str) -> Iterator[Any]:
         steps = list[int]()
-        yield lambda: steps.append(1)
+        yield SimpleNamespace(update=lambda: steps.append(1))
         bars.append((total, len(steps)))
 
     monkeypatch.setattr("utio_jax.cli.trial.progress_bar", counted)
@@ -303,10 +305,10 @@ def test_generate_streams_one_prompt_to_a_terminal(
         ),
         (
             "calibrate --budget 0.5 --max-nll-increase-pct 1",
-            "one of --budget, --max-nll-increase-pct and --max-disagreement",
+            "one of budget, max_nll_increase_pct and max_disagreement",
         ),
         ("calibrate SOURCE --max-disagreement 0.05", "77 documents for max_disagreement=0.05"),
-        ("calibrate SOURCE --confidence 0.9", "Wanted --max-disagreement with --confidence"),
+        ("calibrate SOURCE --confidence 0.9", "Wanted max_disagreement with a confidence"),
         ("compare SOURCE --budget 0.8 0.123", "some of the budgets [0.8], as calibrated"),
         ("generate", "Wanted at least one prompt"),
         ("generate --prompt hello", "Wanted at least one prompt: utio-jax generate TEXT"),

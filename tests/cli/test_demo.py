@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Output of the demonstration: a table of budgets, and the commands to run next."""
+"""Output of the demonstration: a table of budgets."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
-from utio_jax.cli.demo import reading_table, sentences
+from utio_jax.cli.demo import reading_table
 
 ROWS: list[dict[str, Any]] = [
     {
@@ -27,16 +27,6 @@ ROWS: list[dict[str, Any]] = [
         ("learned", 0.9, 0.88, 1.06, -0.01, -0.2, None),
     )
 ]
-WRITTEN: list[dict[str, Any]] = [
-    {"mode": mode, "batch": batch, "speedup": times, "agreement": same}
-    for mode, batch, times, same in (
-        ("plain", 1, 1.0, 1.0),
-        ("lossless", 1, 1.44, 1.0),
-        ("ngram", 1, 1.2, 1.0),
-        ("adaptive", 1, 2.5, 0.98),
-    )
-]
-PROMPT = {"prompt_tokens": 448, "stop": 8, "speedup": 1.73, "nll_increase_pct": 0.0, "exact": True}
 
 
 def test_budgets_stand_beside_truncation_and_a_shallower_model() -> None:
@@ -49,12 +39,3 @@ def test_budgets_stand_beside_truncation_and_a_shallower_model() -> None:
         "budget 0.9 0.88 1.06x -0.01 % worse by 0.19 % not known",
         "budget 0.6 0.60 1.61x +1.10 % better by 0.29 % worse by 2.60 % <- default",
     ]
-
-
-def test_writing_and_prompts_are_a_line_each() -> None:
-    assert sentences(WRITTEN, PROMPT) == [
-        "Prompt of 448 tokens, most of them 8 layers deep: first token 1.73x as fast, loss after "
-        "it +0.00 %.",
-        "Writing: lossless 1.44x, the same tokens; adaptive 2.50x, 98% the same.",
-    ]
-    assert len(sentences(WRITTEN, None)) == 1

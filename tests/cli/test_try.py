@@ -15,7 +15,7 @@ from helpers.texts import source
 
 from utio_jax.cli import trial
 from utio_jax.cli.main import main
-from utio_jax.cli.trial import Tried, recommend
+from utio_jax.cli.trial import Tried, prompt_row, recommend
 
 FULL = Tried(what="in full", times=1.0, loss_pct=0.0, same=1.0)
 DRAFTS = Tried(what="writing: drafts", how="--drafts", times=1.5, loss_pct=0.0, same=1.0)
@@ -41,8 +41,7 @@ def test_the_fastest_of_what_pays_is_recommended_for_each_purpose() -> None:
 def test_exact_prompts_are_the_default_and_others_an_option() -> None:
     record = {"prompt_tokens": 448, "stop": 8, "speedup": 1.73, "nll_increase_pct": 0.0}
     commands = [
-        recommend([FULL, Tried.of_prompt(record | {"exact": exact})], "mine")
-        for exact in (True, False)
+        recommend([FULL, prompt_row(record | {"exact": exact})], "mine") for exact in (True, False)
     ]
     assert commands == [
         f'Next: `utio-jax generate "PROMPT" --model mine{how}` (prompts: 1.73x, no loss).'
@@ -64,20 +63,21 @@ def test_rows_are_shown_as_soon_as_they_are_measured(
     shown = list[str]()
 
     def measuring(what: str) -> Any:
-        def measure(*_: Any) -> list[Tried]:
+        def measure(*_: Any, **__: Any) -> list[Tried]:
             shown.append(capsys.readouterr().err)
             return [Tried(what=what, times=1.0)]
 
         return measure
 
-    model = SimpleNamespace(folder=Path("small"))
+    model = SimpleNamespace(folder=Path("small"), calibration=SimpleNamespace(entries={}))
     monkeypatch.setattr(trial.Try, "load", lambda _: model)
     monkeypatch.setattr(trial, "read_documents", lambda *_: ([], {"documents": 2}))
-    monkeypatch.setattr(trial, "_fitted", lambda _: [])
-    for name in ("_read", "_written", "_prompts"):
+    for name in ("_read", "write_middles", "read_prompts"):
         monkeypatch.setattr(trial, name, measuring(name))
+    monkeypatch.setattr(trial, "written_rows", lambda rows, _: rows)
+    monkeypatch.setattr(trial, "prompt_row", lambda rows: rows[0])
     trial.Try().run()
-    before = ("small, 2 documents", "in full"), ("_read",), ("_written",)
+    before = ("small, 2 documents", "in full"), ("_read",), ("write_middles",)
     for text, expected in zip(shown, before, strict=True):
         assert all(what in text for what in expected)
 

@@ -36,16 +36,9 @@ def measure_modes(  # noqa: PLR0913 (options, each named)
     depth. `speedup_ideal` assumes the measured time of prefill, and decoding time in proportion to
     its FLOPs.
 
-    Args:
-      decoder: the model.
-      params: its parameters.
-      batches: prompts that are decoded together.
-      modes: by a name of the caller's choice; "plain" is the baseline.
-      run: generates: called with a batch's prompts, and the mode as `mode=`.
-      sampling: of `run`.
-      budgets: that adaptive modes' policies were calibrated for, by name.
-      rounds: timed turns of each mode.
-      progress: called `(len(modes) + 1) * (rounds + 1)` times.
+    Modes have names of the caller's choice; "plain" is the baseline. `run` generates: it is called
+    with a batch's prompts, and the mode as `mode=`. `budgets`, by name, are those that policies
+    were calibrated for. `progress` is called `(len(modes) + 1) * (rounds + 1)` times.
 
     Raises:
       ValueError: no prompts, or no mode is called "plain".

@@ -80,14 +80,8 @@ def methods_of(
 ) -> list[Method]:
     """Returns the named policies, each with `random` at equal FLOPs, none twice.
 
-    `random` has the learned policy's histogram; without a calibration, one made for the budget.
-
-    Args:
-      decoder: the model.
-      params: its parameters.
-      calibration: its policies; None if it has none.
-      names: `"learned@0.6"`; see `label_of`.
-      width: tokens per row, for the cost of attention.
+    `random` has the learned policy's histogram; without a calibration, one made for the budget, at
+    the cost of attention in rows of `width` tokens. Names are as `label_of` takes them.
 
     Raises:
       ValueError: a name that no policy could have.

@@ -42,18 +42,6 @@ COLOURS = {
 OTHER_COLOURS = ("#33658a", "#b0413e", "#7d9d2f", "#c06aa1", "#3fa7bf", "#8a5a33")
 
 
-def plain(text: str, width: int = 60) -> str:
-    r"""Returns a text as one line that matplotlib shows as it is: no mathematics, nothing hidden.
-
-    >>> print(plain("$x$ and y"))
-    \$x\$ and y
-    """
-    line = " ".join("".join(c if c.isprintable() else " " for c in text).split())
-    line = line if len(line) <= width else line[: width - 3] + "..."
-    # A label that begins with an underscore would be left out of legends.
-    return (" " if line.startswith("_") else "") + line.replace("$", r"\$")
-
-
 _LUMINANCE = (0.2126, 0.7152, 0.0722)  # Of red, green and blue (Rec. 709).
 
 
@@ -246,7 +234,8 @@ def draw_speedups(rows: Sequence[Row]) -> Figure | None:
         if row.get("speedup_ideal"):
             axes.vlines(row["speedup_ideal"], place - 0.4, place + 0.4, color="black")
     axes.axvline(1, color="#555555", linewidth=0.8, linestyle="--")
-    axes.set_yticks(range(len(rows)), [plain(name_of(row)) for row in rows], fontsize=8)
+    names = [" ".join(name_of(row).split())[:60] for row in rows]
+    axes.set_yticks(range(len(rows)), names, fontsize=8, parse_math=False)
     axes.invert_yaxis()
     axes.set_xlabel("speed-up over the baseline")
     return figure

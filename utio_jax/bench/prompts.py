@@ -31,12 +31,9 @@ def shallow_prompts(
     A model whose upper layers read keys and values made below stops there, which loses nothing; any
     other one as `utio_jax.prompts.prompt_choice` says for `BUDGET`.
 
-    Args:
-      model: a `utio_jax.models.Model`, or anything else with its decoder, params, prompt_choices.
-      documents: token ids.
-      width: tokens of a row, seven eighths of which are its prompt.
-      count: of the rows whose losses count, read at once; the first one's prompt is timed.
-      rounds: timed turns.
+    A row has `width` tokens, seven eighths of which are its prompt. The losses of `count` rows
+    count, which are read at once; the first one's prompt is timed. The model is a
+    `utio_jax.models.Model`, or anything else with its decoder, params and prompt_choices.
 
     Raises:
       ValueError: no way of reading prompts is known of the model, or no document is long enough.

@@ -6,7 +6,7 @@ A row is a dict of `KEYS`, and of whatever figures the ledger has. What was not 
 
 from __future__ import annotations
 
-import math
+import json
 import os
 import platform
 from collections.abc import Mapping, Sequence
@@ -15,9 +15,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from utio_jax.bench.timing import Timing, quartiles
+from utio_jax.bench.timing import Timed, quartiles
 from utio_jax.core.files import load_json, save_json, versions
 
 KEYS = (
@@ -28,21 +27,17 @@ KEYS = (
 Row = dict[str, Any]
 
 
-def timed_row(timing: Timing, ratios: np.ndarray, *, note: str = "", **values: Any) -> Row:
+def timed_row(timed: Timed, *, note: str = "", **values: Any) -> Row:
     """Returns the row of a method that was timed.
 
     A program that compiled after its warm-up did not run at its speed, and has no speed-up.
-
-    Args:
-      timing: of the method.
-      ratios: `[round]`, how many times as fast as the baseline it was.
-      note: assumptions.
-      values: the other values of the row.
     """
+    ratios: Any = timed.ratios
     low, median, high = quartiles(ratios)
-    row = dict.fromkeys(KEYS) | {**values, "seconds": timing.median, "note": note}
-    if timing.compiles:
-        late = f"compiled after the warm-up, {timing.compiles} times"
+    times = {"baseline": timed.baseline, "seconds": timed.ledger.seconds}
+    row = dict.fromkeys(KEYS) | {**values, **times, "note": note}
+    if timed.ledger.compiles:
+        late = f"compiled after the warm-up, {timed.ledger.compiles} times"
         return row | {"note": "; ".join(filter(None, (note, late)))}
     return row | {"speedup": median, "speedup_quartiles": [low, high]}
 
@@ -59,13 +54,9 @@ def name_of(row: Row) -> str:
 
 
 def save_rows(file: Path, head: Mapping[str, Any], rows: Sequence[Row], *, complete: bool) -> None:
-    """Replaces a results file.
+    """Replaces a results file, whose folder is made; `complete` if these are all rows.
 
-    Args:
-      file: to write; its folder is made.
-      head: `settings`, the options, and `environment`, see `describe`.
-      rows: known rows.
-      complete: True if these are all.
+    `head` has `settings`, the options, and `environment`, see `describe`.
     """
     save_json(file, rounded({"command": "bench", "complete": complete, **head, "rows": rows}))
 
@@ -87,13 +78,8 @@ def read_rows(file: Path) -> dict[str, Any]:
 
 def rounded(value: Any) -> Any:
     """Returns JSON-ready values: six significant digits, null for NaN and infinities."""
-    if isinstance(value, dict):
-        return {key: rounded(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [rounded(item) for item in value]
-    if isinstance(value, float):
-        return float(f"{value:.6g}") if math.isfinite(value) else None
-    return value
+    text, number = json.dumps(value), lambda digits: float(f"{float(digits):.6g}")
+    return json.loads(text, parse_float=number, parse_constant=lambda _: None)
 
 
 def describe(*, dtype: jax.typing.DTypeLike) -> dict[str, Any]:

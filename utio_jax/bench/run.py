@@ -54,36 +54,32 @@ class Subject:
     ) -> list[Row]:
         """Returns rows of one part: policies (or drafts) next to full depth and controls.
 
-        Args:
-          part: "score", "decode" or "lossless".
-          sizes: batch, prompt and output.
-          policies: see `methods_of`.
-          rounds: timed turns of each program.
+        Parts are "score", "decode" and "lossless"; sizes are batch, prompt and output; policies as
+        `methods_of` takes them.
 
         Raises:
           ValueError: the sizes exceed the model's context, or the text.
         """
-        measure = self._score if part == "score" else self._decode
-        methods, measured = measure(part, sizes, policies, rounds)
+        if part == "score":
+            methods, measured = self._score(sizes, policies, rounds)
+        else:
+            methods, measured = self._decode(part, sizes, policies, rounds)
         names = _FIGURES if self.speed_only else (*_FIGURES, *_QUALITY)
         rows = []
         for method in methods:
             values = {"part": part, "model": self.name, "method": method.label, **sizes}
-            timed = measured.get(method.label)
-            if timed is None or timed.timing is None or timed.ratios is None:
+            if (timed := measured.get(method.label)) is None:
                 rows.append(failed_row(method.missing, **values))
                 continue
             record = timed.to_dict()
-            values |= {"baseline": timed.baseline, "note": self.note}
             values |= {name: record[name] for name in names}
-            rows.append(timed_row(timed.timing, timed.ratios, **values))
+            rows.append(timed_row(timed, note=self.note, **values))
         return rows
 
     def _score(
-        self, part: str, sizes: Mapping[str, int], policies: Sequence[str], rounds: int
+        self, sizes: Mapping[str, int], policies: Sequence[str], rounds: int
     ) -> tuple[list[Method], dict[str, Timed]]:
         """Scores rows, without policies that `score_documents` would replace by full depth."""
-        del part
         decoder, params, batch, width = self.decoder, self.params, sizes["batch"], sizes["prompt"]
         config, methods = decoder.config, controls_of(decoder)
         if width > config.context_length:

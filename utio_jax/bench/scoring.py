@@ -41,16 +41,10 @@ def measure_policies(
     against the faster of the repository's two full-depth programs: `"full"`, the staircase with one
     stage, or `"full dense"`, the plain one. `speedup_ideal` is that batch's.
 
-    Args:
-      decoder: the model.
-      params: its parameters.
-      batches: the text; timing uses the first.
-      methods: with policies; must contain full depth, labelled "full".
-      executor: of live slots.
-      rounds: timed turns of each program.
-      progress: called once per method and batch, and after each timed or warming turn.
+    All methods have policies, and one is full depth, labelled "full". `progress` is called once per
+    method and batch, and after each timed or warming turn.
     """
-    policies = {method.label: method.policy for method in methods if method.policy is not None}
+    policies: dict[str, Any] = {method.label: method.policy for method in methods}
     if "full" not in policies:
         raise ValueError("Wanted methods that contain full depth, the baseline. Got none.")
     look = partial(
@@ -76,11 +70,10 @@ def measure_policies(
     times = time_programs(programs, rounds=rounds, progress=progress)
     baseline = min(("full", "full dense"), key=lambda name: times[name].median)
     timed = {}
-    for label, budget in (
-        (method.label, method.budget) for method in methods if method.label in policies
-    ):
+    for method in methods:
+        label = method.label
         row = (first[label] + others[label]).ledger(
-            policies[label].name, budget=budget, num_layers=decoder.config.num_layers
+            policies[label].name, budget=method.budget, num_layers=decoder.config.num_layers
         )
         timed[label] = timed_ledger(
             row,

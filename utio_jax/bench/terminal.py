@@ -16,7 +16,7 @@ from utio_jax.core.html import shade
 
 def bench_table(rows: Iterable[Row], *, title: str) -> Table:
     """Returns a table of `utio-jax bench`'s rows."""
-    table = _table(
+    table = table_of(
         ("what", "seconds", "FLOPs", "speed-up", "quartiles", "ideal", "loss +%", "note"),
         title=title,
         caption="speed-up: median of the rounds' ratios over the fastest full-depth program, and "
@@ -40,7 +40,7 @@ def bench_table(rows: Iterable[Row], *, title: str) -> Table:
 
 def comparison_table(rows: Sequence[ComparisonRow], *, title: str) -> Table:
     """Returns a terminal table of `utio_jax.calibration.compare.compare`'s rows."""
-    table = _table(
+    table = table_of(
         ("policy", "budget", "FLOPs", "gates %", "loss +%", "below hull, %", "agree", "corr. KL"),
         title=title,
         caption="below hull: loss that mixed exits would have more at the row's own FLOPs, and its "
@@ -64,41 +64,24 @@ def comparison_table(rows: Sequence[ComparisonRow], *, title: str) -> Table:
     return table
 
 
-def depth_text(pieces: Sequence[str], depths: Sequence[int], *, levels: Sequence[int]) -> Text:
-    """Returns text with each token's piece in the colour of its depth.
-
-    Args:
-      pieces: of the text, one per token.
-      depths: layers of each.
-      levels: all depths that can occur, ascending.
-    """
-    text = Text()
-    for piece, depth in zip(pieces, depths, strict=True):
-        # An escape sequence in generated text could do anything to the terminal.
-        text.append(
-            piece.replace("\x1b", "\u241b"), style=shade(list(levels).index(depth), len(levels))
-        )
-    return text
+def depth_text(piece: str, depth: int, *, num_layers: int) -> Text:
+    """Returns the text of a token in the colour of its depth."""
+    # An escape sequence in generated text could do anything to the terminal.
+    return Text(piece.replace("\x1b", "\u241b"), style=shade(depth, num_layers + 1))
 
 
-def depth_legend(depths: Sequence[int], *, levels: Sequence[int] | None = None) -> Text:
-    """Returns one line that names each depth in its colour.
-
-    Args:
-      depths: to name.
-      levels: all depths that can occur, ascending, as `depth_text` had them; None means `depths`.
-    """
+def depth_legend(depths: Sequence[int], *, num_layers: int) -> Text:
+    """Returns one line that names each depth in its colour."""
     text = Text("layers of each token: ")
-    among = list(depths if levels is None else levels)
     for depth in depths:
         copied = ": copied" if depth == 0 else ""
-        text.append(f" {depth}{copied} ", style=shade(among.index(depth), len(among)))
+        text.append(f" {depth}{copied} ", style=shade(depth, num_layers + 1))
     return text
 
 
-def _table(names: Sequence[str], **options: Any) -> Table:
+def table_of(names: Sequence[str], *, padding: Any = (0, 0), **options: Any) -> Table:
     """Returns an empty table: labels left, numbers right, no cell cut off."""
-    table = Table(padding=(0, 0), **options)
+    table = Table(padding=padding, **options)
     for number, name in enumerate(names):
         table.add_column(name, justify="right" if number else "left", overflow="fold")
     return table

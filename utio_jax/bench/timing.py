@@ -63,14 +63,12 @@ class Timed:
 
     Attributes:
       ledger: quality, cost and times.
-      timing: of the program.
       ratios: `[round]`, full depth's seconds over the program's, for as many tokens.
       baseline: name of the full-depth program.
       results: the new tokens of each batch, if it made any.
     """
 
     ledger: Ledger
-    timing: Timing | None = None
     ratios: np.ndarray | None = None
     baseline: str | None = None
     results: tuple[Generated, ...] = ()
@@ -104,14 +102,8 @@ def timed_ledger(
 ) -> Timed:
     """Returns a ledger with its program's times, over those of a full-depth program.
 
-    Args:
-      ledger: without times.
-      timing: of the program.
-      against: of the full-depth program, in the same rounds.
-      baseline: its name.
-      ideal: the speed-up that FLOPs alone would give.
-      share: the program's tokens over the full-depth one's: seconds per token are compared.
-      results: the new tokens.
+    `ideal` is the speed-up that FLOPs alone would give. `share` is the program's tokens over the
+    full-depth one's: seconds per token are compared.
     """
     ratios = timing.ratios_over(against) * share
     speedup = float(np.median(ratios))
@@ -124,7 +116,7 @@ def timed_ledger(
         efficiency=None if ideal is None else speedup / ideal,
         compiles=timing.compiles,
     )
-    return Timed(ledger=ledger, timing=timing, ratios=ratios, baseline=baseline, results=results)
+    return Timed(ledger=ledger, ratios=ratios, baseline=baseline, results=results)
 
 
 def time_programs(

@@ -56,7 +56,6 @@ class Bench:
     report: Path | None = None
 
     def run(self) -> dict[str, Any]:
-        """Runs the command and returns its JSON."""
         if self.report is not None:
             from utio_jax.bench.report import write_report
 
@@ -113,10 +112,8 @@ class Bench:
 def subject_named(name: str, *, dtype: str, cache_tokens: int = 0) -> Subject:
     """Returns a model with its text and calibration, or a shape with random weights.
 
-    Args:
-      name: "shipped", a name of `utio_jax.models.presets.SHAPES`, or a folder.
-      dtype: of the parameters.
-      cache_tokens: tokens of all rows of the largest cache.
+    The name is "shipped", one of `utio_jax.models.presets.SHAPES`, or a folder. `cache_tokens` are
+    those of all rows of the largest cache.
 
     Raises:
       ValueError: there is no such model, or not even two layers fit.

@@ -37,7 +37,7 @@ class Calibrate(OfWindows, OfText):
       max_disagreement: instead of budgets, least cost with at most this share of most probable
         tokens that differ from full depth's. Guaranteed by risk control on half of the documents,
         near-copies kept together.
-      confidence: of that guarantee, for all policies at once: pick the cheapest. By default 0.95.
+      confidence: of that guarantee, for all policies at once: pick the cheapest.
       fit_lens: first fit a tuned lens, through which the frozen model's head reads its exits, to
         half of the documents; the policies get the other half. Written next to --out; kept where
         the same one is there already. Always, where a model names no exits.
@@ -56,13 +56,12 @@ class Calibrate(OfWindows, OfText):
     budget: tuple[float, ...] = ()
     max_nll_increase_pct: float | None = None
     max_disagreement: float | None = None
-    confidence: Rare[float | None] = None
+    confidence: Rare[float] = 0.95
     exits: tuple[int, ...] = ()
     fit_lens: bool = False
     out: Path | None = None
 
     def run(self) -> dict[str, Any]:
-        """Runs the command and returns its JSON."""
         from utio_jax.models.verbs import with_exits
 
         say = progress_lines()
@@ -85,7 +84,7 @@ class Calibrate(OfWindows, OfText):
             budget=self.budget or None,
             max_nll_increase_pct=self.max_nll_increase_pct,
             max_disagreement=self.max_disagreement,
-            confidence=0.95 if self.confidence is None else self.confidence,
+            confidence=self.confidence,
             policies=policies,
             context=self.context,
             text=described,
@@ -110,21 +109,13 @@ class Calibrate(OfWindows, OfText):
 
     def _check(self) -> None:
         """Raises ValueError for options that exclude each other or need another one."""
-        asked = (self.budget or None, self.max_nll_increase_pct, self.max_disagreement)
-        if sum(value is not None for value in asked) > 1:
-            raise ValueError(
-                "Wanted one of --budget, --max-nll-increase-pct and --max-disagreement. Got "
-                f"budget={self.budget}, max_nll_increase_pct={self.max_nll_increase_pct}, "
-                f"max_disagreement={self.max_disagreement}."
-            )
+        from utio_jax.models.verbs import check_goal
+
+        goals = self.max_nll_increase_pct, self.max_disagreement
+        check_goal(self.budget or None, *goals, self.confidence)
         fits_of(SIGNALS if self.policy == ("all",) else self.policy)
         if self.budget:
             Budgets(budgets=self.budget)
-        if self.confidence is not None and self.max_disagreement is None:
-            raise ValueError(
-                "Wanted --max-disagreement with --confidence, which is that of its guarantee. Got "
-                f"--confidence {self.confidence:g} alone. Leave it out, or ask for a guarantee."
-            )
         if self.fit_lens and self.lens != "auto":
             raise ValueError(
                 f"Wanted --fit-lens, or the fitted --lens {self.lens}, one of the two."

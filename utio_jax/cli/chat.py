@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar
 
 from utio_jax.cli.options import OfDecoding, Rare
@@ -25,8 +25,7 @@ class Chat(OfDecoding):
     `/exit` or Ctrl-D leaves. Ctrl-C stops an answer; the conversation keeps what was printed.
 
     Attributes:
-      system: the system message; by default that of the template, if
-        any.
+      system: the system message; by default that of the template, if any.
       max_new_tokens: of an answer, at most.
     """
 
@@ -40,7 +39,6 @@ class Chat(OfDecoding):
     max_new_tokens: int = 256
 
     def run(self) -> dict[str, Any]:
-        """Runs the command and returns its JSON."""
         from rich.console import Console
 
         from utio_jax.models.chat import ChatEngine
@@ -119,7 +117,7 @@ def pieces_of(events: Iterator[Any]) -> Iterator[tuple[str, int]]:
 
 
 def show_stream(
-    console: Any, pieces: Iterator[tuple[str, int]], layers: int, *, coloured: bool
+    console: Any, pieces: Iterable[tuple[str, int]], layers: int, *, coloured: bool
 ) -> tuple[str, list[int], bool]:
     """Prints pieces of text as they arrive, coloured by the layers of their tokens.
 
@@ -127,35 +125,32 @@ def show_stream(
     """
     from utio_jax.bench.terminal import depth_legend, depth_text
 
-    text, depths, stopped, levels = "", [], False, range(layers + 1)
+    text, depths, stopped = "", [], False
     try:
         for piece, depth in pieces:
             text += piece
             depths.append(depth)
-            shown = depth_text([piece], [depth], levels=levels)
+            shown = depth_text(piece, depth, num_layers=layers)
             console.print(shown if coloured else shown.plain, end="", markup=False, soft_wrap=True)
     except KeyboardInterrupt:
         stopped = True
     console.print(" (stopped)" if stopped else "", style="dim")
     if coloured and depths:
-        console.print(depth_legend(sorted(set(depths)), levels=levels))
+        console.print(depth_legend(sorted(set(depths)), num_layers=layers))
     return text, depths, stopped
 
 
 def _next_message(console: Any) -> str | None:
     """Returns the next line, None where there are no more."""
+    typed = sys.stdin.isatty()
     while True:
         try:
-            if not sys.stdin.isatty():
-                line = sys.stdin.readline()
-                if not line:
-                    return None
-                console.print(f"> {line.strip()}", style="dim", markup=False)
-            else:
-                line = input("> ")
+            line = input("> " if typed else "").strip()
         except EOFError:
             return None
         except KeyboardInterrupt:
             console.print(f"\n{_HELP}", style="dim")
             continue
-        return None if line.strip() == "/exit" else line.strip()
+        if not typed:
+            console.print(f"> {line}", style="dim", markup=False)
+        return None if line == "/exit" else line

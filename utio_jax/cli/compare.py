@@ -48,7 +48,6 @@ class Compare(OfWindows, OfCalibration, OfText):
     out: Path = Path("out/compare")
 
     def run(self) -> dict[str, Any]:
-        """Runs the command and returns its JSON."""
         from rich.console import Console
 
         from utio_jax.bench.terminal import comparison_table

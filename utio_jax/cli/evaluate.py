@@ -16,13 +16,12 @@ from utio_jax.cli.options import (
     OfWindows,
     Rare,
     check_out,
-    counting_bar,
     policy_named,
+    progress_bar,
     read_documents,
 )
 from utio_jax.core.files import check_writable, save_text
 from utio_jax.core.shards import Shards
-from utio_jax.evaluation.evaluate import score_documents
 
 _LEAST = 256
 """Tokens from which on routing paid where most of them stop early (results/scoring.md)."""
@@ -64,7 +63,6 @@ class Evaluate(OfWindows, OfCalibration, OfText):
         return self.policy or ("full" if self.budget is None else "learned")
 
     def run(self) -> dict[str, Any]:
-        """Runs the command and returns its JSON."""
         from utio_jax.models.verbs import check_policy
 
         given: dict[str, Any] = {"budget": self.budget, "depth": self.depth}
@@ -83,12 +81,16 @@ class Evaluate(OfWindows, OfCalibration, OfText):
             names = [f"{self.token_ids.name}[{i}]" for i in range(len(documents))]
         policy, budget, fractions = policy_named(model, self.policy_name, **given)
         shards = None if self.shards is None else Shards(folder=self.shards, identity=model.sha256)
-        with counting_bar("scoring") as step:
-            scored = score_documents(
-                model.decoder,
-                model.params,
+        with progress_bar(None, "scoring") as bar:
+
+            def step(done: int, total: int) -> None:
+                bar.total = total
+                bar.update(done - bar.n)
+
+            scored = model.score(
                 documents,
-                policy,
+                policy=policy,
+                compare=True,
                 rows=self.batch,
                 mesh=mesh,
                 shards=shards,

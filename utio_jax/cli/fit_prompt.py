@@ -53,7 +53,6 @@ class FitPrompt(OfModel, OfText):
     out: Path | None = None
 
     def run(self) -> dict[str, Any]:
-        """Runs the command and returns its JSON."""
         say = progress_lines()
         model = self.load()
         config = model.decoder.config

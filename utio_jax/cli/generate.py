@@ -6,7 +6,6 @@ from __future__ import annotations
 import dataclasses
 import shlex
 import sys
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -49,7 +48,6 @@ class Generate(OfDecoding):
     rounds: int = 1
 
     def run(self) -> dict[str, Any]:
-        """Runs the command and returns its JSON."""
         from rich.console import Console
         from rich.text import Text
 
@@ -94,24 +92,24 @@ class Generate(OfDecoding):
             texts.append(result)
             return result.generated
 
-        between, layers = "\n" if self.chat else "", model.decoder.config.num_layers
-        streams = sys.stdout.isatty() and len(prompts) == 1 and not self.stop
-        coloured, warm = label != "plain", []
-        if streams:
-            console = Console(highlight=False)
-            console.print(Text(self.prompts[0] + between, "dim"), end="", soft_wrap=True)
+        warm, layers = list[Any](), model.decoder.config.num_layers
+        if sys.stdout.isatty() and len(prompts) == 1 and not self.stop:
             how = {"mode": mode, "prefill": prefill, "chunk": CHUNK, **options}
-            pieces = stream_pieces(model, prompts[0], **how)
+            shown: list[Any] = [stream_pieces(model, prompts[0], **how)]
+        else:
+            warm = [decode(mode)]
+            rows = zip(texts[0].pieces, warm[0].decided, strict=True)
+            shown = [zip(pieces, depths.tolist(), strict=True) for pieces, depths in rows]
+        console = Console(stderr=not sys.stdout.isatty(), highlight=False)
+        coloured, between = label != "plain", "\n" if self.chat else ""
+        for prompt, pieces in zip(self.prompts, shown, strict=True):
+            console.print(Text(prompt + between, "dim"), end="", soft_wrap=True)
             *_, stopped = show_stream(console, pieces, layers, coloured=coloured)
             if stopped:
                 raise KeyboardInterrupt
-        if not streams or not self.rounds:
-            warm = [decode(mode)]
-        if not streams:
-            _show(self.prompts, texts[0], layers, between=between, coloured=coloured)
         modes, of_model = {"plain": plain, label: mode}, (model.decoder, model.params)
         if self.rounds:
-            with progress_bar((len(modes) + 1) * (self.rounds + 1), "timing") as step:
+            with progress_bar((len(modes) + 1) * (self.rounds + 1), "timing") as bar:
                 measured = measure_modes(
                     *of_model,
                     [prompts],
@@ -121,13 +119,14 @@ class Generate(OfDecoding):
                     sampling=sampling,
                     budgets={} if budget is None else {label: budget},
                     rounds=self.rounds,
-                    progress=step,
+                    progress=bar.update,
                 )[label]
         else:
+            results = tuple(warm or [decode(mode)])
             ledger = generation_ledger(
-                *of_model, mode, [prompts], warm, sampling=sampling, budget=budget
+                *of_model, mode, [prompts], results, sampling=sampling, budget=budget
             )
-            measured = Timed(results=tuple(warm), ledger=ledger)
+            measured = Timed(results=results, ledger=ledger)
         (generated,) = measured.results
         result = next(text for text in texts if text.generated is generated)
         record = measured.to_dict()
@@ -203,23 +202,3 @@ def _prompt_record(
         "flops_ratio": round(ratio, 4),
         "cache_ratio": round(config.kv_layers / config.num_layers, 4),
     }
-
-
-def _show(
-    prompts: Sequence[str], result: Any, num_layers: int, *, between: str, coloured: bool
-) -> None:
-    """Prints prompts and texts, coloured by depth on a terminal."""
-    from rich.console import Console
-    from rich.text import Text
-
-    from utio_jax.bench.terminal import depth_legend, depth_text
-
-    console = Console(stderr=not sys.stdout.isatty(), highlight=False)
-    seen = {int(depth) for row in result.generated.decided for depth in row}
-    levels = sorted(seen | {num_layers})
-    rows = zip(prompts, result.pieces, result.generated.decided, strict=True)
-    for prompt, pieces, depths in rows:
-        new = depth_text(pieces, depths.tolist(), levels=levels)
-        console.print(Text.assemble((prompt + between, "dim"), new), soft_wrap=True)
-    if coloured:
-        console.print(depth_legend(levels))

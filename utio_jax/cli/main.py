@@ -42,7 +42,7 @@ GROUPS: dict[str, dict[str, Any]] = {
 }
 
 COMMANDS: dict[str, Any] = {name: of for group in GROUPS.values() for name, of in group.items()}
-"""What each name runs; the fields are its options."""
+"""What each name runs: the fields are its options, and `run` returns its JSON."""
 
 # The seed project's flag, whose name is still in use.
 _SYNONYMS = {"--enable-utio": ("--mode", "adaptive")}
@@ -152,17 +152,19 @@ def parsed(name: str, arguments: list[str]) -> Any:
     """Returns a command with the options that were typed after its name."""
     command, about = COMMANDS[name], None
     arguments = [word for argument in arguments for word in _SYNONYMS.get(argument, (argument,))]
-    every = "--help-all" in arguments
-    if every or "--help" in arguments or "-h" in arguments:
-        command, about = shown(command, every=every), _about(command, every=every)
+    if {"--help-all", "--help", "-h"} & {*arguments}:
+        command, about = _help_of(command, every="--help-all" in arguments)
         arguments = ["--help"]
     prog = f"utio-jax {name}"
     return tyro.cli(command, prog=prog, description=about, args=arguments, config=_STYLE)
 
 
-def shown(command: Any, *, every: bool) -> Any:
-    """Returns a command with the options that its help shows: rare ones only with `every`."""
-    hints, fields = get_type_hints(command, include_extras=True), []
+def _help_of(command: Any, *, every: bool) -> tuple[Any, str]:
+    """Returns a command with the options that its help shows, and the head of that help.
+
+    Rare options are shown only with `every`. The head has examples and a description.
+    """
+    hints, fields, more = get_type_hints(command, include_extras=True), [], ""
     for field in dataclasses.fields(command):
         hint, default = hints[field.name], field.default
         marks = getattr(hint, "__metadata__", ())
@@ -170,20 +172,13 @@ def shown(command: Any, *, every: bool) -> Any:
         name = field.name.upper() if tyro.conf.Positional in marks else _metavar(hint)
         mark: Any = tyro.conf.arg(metavar=name, help_behavior_hint=hint_of)
         if "rare" in marks and not every:
-            mark = tyro.conf.Suppress
+            mark, more = tyro.conf.Suppress, "\n\n--help-all shows the rare options, too."
         fields.append((field.name, Annotated[hint, mark], dataclasses.field(default=default)))
-    name = command.__name__
-    return dataclasses.make_dataclass(name, fields, bases=(command,), frozen=True, kw_only=True)
-
-
-def _about(command: Any, *, every: bool) -> str:
-    """Returns the head of a command's help: examples and description."""
-    text = inspect.cleandoc(command.__doc__).partition("\nAttributes:")[0].strip()
+    options: dict[str, Any] = {"bases": (command,), "frozen": True, "kw_only": True}
     examples = "\n".join(f"  utio-jax {example}" for example in command.EXAMPLES)
-    hints = get_type_hints(command, include_extras=True).values()
-    hidden = not every and any("rare" in getattr(hint, "__metadata__", ()) for hint in hints)
-    more = "\n\n--help-all shows the rare options, too." if hidden else ""
-    return f"{examples}\n\n{text}{more}"
+    text = inspect.cleandoc(command.__doc__).partition("\nAttributes:")[0].strip()
+    shown = dataclasses.make_dataclass(command.__name__, fields, **options)
+    return shown, f"{examples}\n\n{text}{more}"
 
 
 def _metavar(hint: Any) -> str | None:

@@ -6,8 +6,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -69,8 +68,8 @@ class OfModel:
     lens: Rare[str] = "auto"
     branches: Rare[str] = "auto"
 
-    def load(self, sharding: Any = None) -> Any:
-        """Returns the `utio_jax.models.Model`, its parameters on the default device or as asked."""
+    def load(self) -> Any:
+        """Returns the `utio_jax.models.Model` of these options."""
         from utio_jax.models import load
         from utio_jax.models.texts import read_files
 
@@ -83,7 +82,6 @@ class OfModel:
             exits=self.exits,
             lens=named.get(self.lens, self.lens),
             branches=named.get(self.branches, self.branches),
-            sharding=sharding,
         )
 
 
@@ -97,9 +95,8 @@ class OfCalibration(OfModel):
 
     calibration: Rare[Path | None] = None
 
-    def load(self, sharding: Any = None) -> Any:
-        """Returns the model with these policies."""
-        model = super().load(sharding)
+    def load(self) -> Any:
+        model = super().load()
         if self.calibration is None:
             return model
         return dataclasses.replace(model, policies=self.calibration)
@@ -117,12 +114,8 @@ class OfWindows(OfModel):
     context: Rare[int] = 2048
     data_parallel: Rare[bool] = False
 
-    def load(self, sharding: Any = None) -> Any:
-        """Returns the model with that context."""
-        model = super().load(sharding)
-        if self.context < 2:
-            raise ValueError(f"Wanted a --context of at least 2 tokens. Got {self.context}.")
-        return model.with_context(self.context)
+    def load(self) -> Any:
+        return super().load().with_context(self.context)
 
     def mesh(self) -> jax.sharding.Mesh | None:
         """Returns a mesh of all devices along the axis "data", or None without --data-parallel."""
@@ -134,8 +127,6 @@ class OfWindows(OfModel):
 
 def check_out(folder: Path, *, option: str = "--out") -> None:
     """Raises ValueError if a folder cannot be created or written, before any work."""
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"Wanted a folder as {option}. Got the file {folder}. Name another.")
     check_writable(folder / "file", option)
 
 
@@ -166,14 +157,13 @@ class OfMode(OfCalibration):
     prompt_budget: float | None = None
     prompt_maps: Rare[Path | None] = None
 
-    def load(self, sharding: Any = None) -> Any:
-        """Returns the model, with K/V maps if named."""
+    def load(self) -> Any:
         if self.prompt not in (None, "full"):
             raise ValueError(
                 f"Wanted --prompt full: every token of a prompt runs all layers. Got {self.prompt}."
                 " Texts to continue have no option: utio-jax generate TEXT."
             )
-        model = super().load(sharding)
+        model = super().load()
         if self.prompt_maps is None:
             return model
         repeat_reading(self.prompt_maps)
@@ -191,11 +181,8 @@ class OfMode(OfCalibration):
           ValueError: an option that only another mode has a use for.
         """
         mode = self.mode or ("plain" if self.budget is None else "adaptive")
-        owners = {
-            "adaptive": ("policy", "budget", "depth", "calibration"),
-            "lossless": ("drafter",),
-        }
-        for owner, names in owners.items():
+        of_adaptive = "policy", "budget", "depth", "calibration"
+        for owner, names in (("adaptive", of_adaptive), ("lossless", ("drafter",))):
             given = [name for name in names if getattr(self, name, None) is not None]
             if given and mode != owner:
                 options = ", ".join(f"--{name}" for name in given)
@@ -274,11 +261,8 @@ def read_documents(
 ) -> tuple[list[np.ndarray], dict[str, Any]]:
     """Returns documents' token ids, and a description of the text.
 
-    Args:
-      model: whose tokenizer reads text.
-      files: text files; none takes a split of the standard library, unless there are ids.
-      token_ids: a JSON file with a list of id lists instead.
-      split: of the standard library.
+    These are of text files, of a JSON file of ids, or by default of a `split` of the standard
+    library.
     """
     from utio_jax.models.texts import describe, read_files
     from utio_jax.models.training.corpus import standard_library
@@ -347,27 +331,11 @@ def repeat_reading(file: Path) -> None:
         )
 
 
-@contextmanager
-def progress_bar(total: int | None, what: str) -> Iterator[Any]:
-    """Shows a progress bar on stderr; the context's value advances it by one."""
+def progress_bar(total: int | None, what: str) -> Any:
+    """Returns a progress bar on stderr, whose context's value has `update`."""
     from tqdm.auto import tqdm
 
-    with tqdm(total=total, desc=what, file=sys.stderr, mininterval=1.0, leave=False) as bar:
-        yield bar.update
-
-
-@contextmanager
-def counting_bar(what: str) -> Iterator[Callable[[int, int], None]]:
-    """Shows a progress bar on stderr; the context's value sets it to a count of a total."""
-    from tqdm.auto import tqdm
-
-    with tqdm(desc=what, file=sys.stderr, mininterval=1.0, leave=False) as bar:
-
-        def show(done: int, total: int) -> None:
-            bar.total = total
-            bar.update(done - bar.n)
-
-        yield show
+    return tqdm(total=total, desc=what, file=sys.stderr, mininterval=1.0, leave=False)
 
 
 def progress_lines() -> Callable[[str], None]:

@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from types import MappingProxyType
 from typing import Any, ClassVar
 
 import numpy as np
@@ -22,7 +22,7 @@ from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.base import Plain
 from utio_jax.decoding.generate import generate
 from utio_jax.decoding.lossless import lossless_for
-from utio_jax.policies.base import Policy
+from utio_jax.evaluation.ledger import Ledger
 from utio_jax.policies.store import DEFAULT_BUDGET
 
 # Small enough that a model of 135M parameters takes minutes on two cores, and 3 GB at most.
@@ -60,25 +60,13 @@ class Tried:
         """True if it is faster and its loss rises by at most `MAX_LOSS_INCREASE_PCT`."""
         return (self.times or 0.0) >= FASTER and (self.loss_pct or 0.0) <= MAX_LOSS_INCREASE_PCT
 
-    @classmethod
-    def of_prompt(cls, record: Mapping[str, Any]) -> Tried:
-        """Returns the row of a record of `shallow_prompts`."""
-        return cls(
-            what=f"prompts: {record['prompt_tokens']} tokens, most to layer {record['stop']}"
-            + ", the default" * record["exact"],
-            how="" if record["exact"] else f"--prompt-budget {BUDGET:g}",
-            times=record["speedup"],
-            loss_pct=record["nll_increase_pct"],
-            same=1.0 if record["exact"] else None,
-        )
-
-    def cells(self) -> tuple[str, ...]:
-        """Returns a row of the table."""
+    def line(self) -> str:
+        """Returns the row as a line of the table."""
         times = "" if self.times is None else f"{self.times:.2f}x"
         loss = "" if self.loss_pct is None else f"{self.loss_pct:+.2f} %"
         right = "" if self.acceptance is None else f" ({self.acceptance:.0%} of drafts right)"
         same = "" if self.same is None else f"{self.same:.0%}"
-        return self.what + right, times, loss, same, self.how
+        return _line(self.what + right, times, loss, same, self.how)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -98,19 +86,16 @@ class Try(OfModel):
     files: Files = ()
 
     def run(self) -> dict[str, Any]:
-        """Runs the command and returns its JSON."""
         from rich.console import Console
 
-        show = partial(Console(stderr=True, highlight=False).print, markup=False, soft_wrap=True)
         model = self.load()
         documents, described = read_documents(model, self.files, None, "test")
-        fitted = _fitted(model)
-        show(f"{model.folder.name}, {described['documents']} documents", style="italic")
-        show(_line("", "time", "loss", "same tokens", "how"), style="bold")
-        rows = list[Tried]()
-        for row in _measured(model, documents, fitted):
-            show(_line(*row.cells()), style="bold green" if row.pays else None)
-            rows.append(row)
+        fitted = None
+        with contextlib.suppress(KeyError, ValueError):  # It may have none.
+            fitted = fitted_policy(model)
+        console = Console(stderr=True, highlight=False)
+        console.print(f"{model.folder.name}, {described['documents']} documents", style="italic")
+        rows = show_rows(console, _measured(model, documents, fitted))
         verdict = recommend(rows, self.model)
         print(verdict, file=sys.stderr)
         return {
@@ -120,14 +105,24 @@ class Try(OfModel):
         }
 
 
+def show_rows(console: Any, rows: Iterable[Tried]) -> list[Tried]:
+    """Prints rows as lines of a table, each as soon as it is there; returns them."""
+    show = partial(console.print, markup=False, soft_wrap=True)
+    show(_line("", "time", "loss", "same tokens", "how"), style="bold")
+    shown = list[Tried]()
+    for row in rows:
+        show(row.line(), style="bold green" if row.pays else None)
+        shown.append(row)
+    return shown
+
+
 def _line(what: str, times: str, loss: str, same: str, how: str) -> str:
     """Returns a line of the table, whose columns are wide enough for every row."""
     return f"{what:<{_WIDEST}}  {times:>6}  {loss:>9}  {same:>11}  {how}".rstrip()
 
 
-def fastest_commands(rows: Sequence[Tried], model: str) -> list[str]:
-    """Returns the fastest command that pays for each purpose, fastest first; never none."""
-    commands = {"writing": 'generate "PROMPT"', "reading": "evaluate FILES"}
+def recommend(rows: Sequence[Tried], model: str) -> str:
+    """Returns the command that gains most, those for other purposes, and what was not tried."""
     best = dict[str, Tried]()
     for row in sorted(rows, key=lambda row: -(row.times or 0.0)):
         if row.pays:
@@ -136,16 +131,10 @@ def fastest_commands(rows: Sequence[Tried], model: str) -> list[str]:
     for purpose, row in best.items():
         loss = f"{row.loss_pct:+.2f} % loss" if row.loss_pct else "no loss"
         options = f" --model {model}" + f" {row.how}" * bool(row.how)
-        command = commands.get(purpose, commands["writing"])
+        command = "evaluate FILES" if purpose == "reading" else 'generate "PROMPT"'
         lines.append(f"`utio-jax {command}{options}` ({purpose}: {row.times:.2f}x, {loss})")
-    return lines or [
-        f'`utio-jax generate "PROMPT" --model {model}` (full depth: nothing tried is faster)'
-    ]
-
-
-def recommend(rows: Sequence[Tried], model: str) -> str:
-    """Returns the command that gains most, those for other purposes, and what was not tried."""
-    fastest, *others = fastest_commands(rows, model)
+    nothing = f'`utio-jax generate "PROMPT" --model {model}` (full depth: nothing tried is faster)'
+    fastest, *others = lines or [nothing]
     open_ = [
         f"{row.what.partition(':')[0]}, {row.how} --model {model}" for row in rows if not row.times
     ]
@@ -156,51 +145,53 @@ def recommend(rows: Sequence[Tried], model: str) -> str:
     )
 
 
-def _fitted(model: Any) -> list[Method]:
-    """Returns the learned policy at the budget next to the default, if there is one."""
-    try:
-        known = model.calibration.entries["learned"]
-    except (KeyError, ValueError):
-        return []
+def fitted_policy(model: Any) -> Method:
+    """Returns the learned policy at the budget next to the default.
+
+    Raises ValueError or KeyError if there is none.
+    """
+    known = model.calibration.entries["learned"]
     repeat_verdict(model)
     budget = min(known, key=lambda value: abs(value - DEFAULT_BUDGET))
     policy = model.calibration.policy("learned", budget)
-    return [Method(label=f"{policy.name}@{budget:g}", policy=policy, budget=budget)]
+    return Method(label=f"learned@{budget:g}", policy=policy, budget=budget)
 
 
-def _measured(model: Any, documents: Any, fitted: Sequence[Method]) -> Iterator[Tried]:
+def _measured(model: Any, documents: Any, fitted: Method | None) -> Iterator[Tried]:
     """Yields the rows, those of a purpose as soon as they are measured: all take minutes."""
     yield Tried(what="in full", times=1.0, loss_pct=0.0, same=1.0)
     read = _read(model, documents, fitted)
     yield from read
-    yield from _written(model, documents, fitted, read)
-    yield from _prompts(model, documents)
+    timed = write_middles(model, documents, fitted, rounds=1)
+    yield from written_rows(timed, read[-1])  # That of a fitted policy is the last.
+    yield prompt_row(read_prompts(model, documents, count=_ROWS, rounds=1))
 
 
-def _read(model: Any, documents: Any, fitted: Sequence[Method]) -> list[Tried]:
-    """Returns the rows of scoring: truncated at exits, and under the fitted policies."""
+def _read(model: Any, documents: Any, fitted: Method | None) -> list[Tried]:
+    """Returns the rows of scoring: truncated at exits, and under the fitted policy."""
     full, *exits = controls_of(model.decoder)
     if not exits:
         layers = model.decoder.config.num_layers
-        exits = f"{layers // 2} {3 * layers // 4} {layers}"
-        remedy = f"in minutes to hours: utio-jax calibrate FILES --exits {exits} --fit-lens"
+        some = f"{layers // 2} {3 * layers // 4} {layers}"
+        remedy = f"in minutes to hours: utio-jax calibrate FILES --exits {some} --fit-lens"
         return [Tried(what="reading: the model names no exits", how=remedy)]
-    tried = [*exits[:: -(-len(exits) // _MOST_EXITS)], *fitted]
+    tried = exits[:: -(-len(exits) // _MOST_EXITS)] + ([] if fitted is None else [fitted])
     timed = read_full_rows(
         model, documents, [full, *tried], rows=_ROWS, width=_WIDTH, batches=_BATCHES, rounds=1
     )
-    return [
-        Tried(
-            what=f"reading: {method.label.replace('uniform:', 'all to layer ')}",
-            how=f"--budget {method.budget:g}"
-            if method.budget
-            else f"--policy uniform --depth {method.label.rpartition(':')[2]}",
-            times=row.speedup,
-            loss_pct=row.nll_increase_pct,
-            same=row.agreement,
-        )
-        for method, row in ((method, timed[method.label].ledger) for method in tried)
-    ]
+    return [reading_row(method, timed[method.label].ledger) for method in tried]
+
+
+def reading_row(method: Method, ledger: Ledger) -> Tried:
+    """Returns the row of scoring under a fitted policy, or of truncation."""
+    how = f"--policy uniform --depth {method.label.rpartition(':')[2]}"
+    return Tried(
+        what=f"reading: {method.label.replace('uniform:', 'all to layer ')}",
+        how=f"--budget {method.budget:g}" if method.budget else how,
+        times=ledger.speedup,
+        loss_pct=ledger.nll_increase_pct,
+        same=ledger.agreement,
+    )
 
 
 def read_full_rows(
@@ -215,63 +206,29 @@ def read_full_rows(
 ) -> dict[str, Timed]:
     """Returns the timings of methods on batches of full rows (no padding), by label.
 
-    Rows are drawn over the joined documents, `width` tokens each, or the model's context.
-
-    Raises:
-      ValueError: the documents hold less than one batch, or batches < 1.
+    Rows are drawn over the joined documents, `width` tokens each, or the model's context. Errors
+    are those of `full_rows`.
     """
     config = model.decoder.config
     width = min(width, config.context_length)
     read = full_rows(
         documents, rows=rows, width=width, batches=batches, vocab_size=config.vocab_size
     )
-    measured = sum(method.policy is not None for method in methods)
-    steps = measured * len(read) + (measured + 1) * (rounds + 1)
-    with progress_bar(steps, f"Reading {len(read) * rows * width:,} tokens") as step:
+    steps = len(methods) * len(read) + (len(methods) + 1) * (rounds + 1)
+    with progress_bar(steps, f"Reading {len(read) * rows * width:,} tokens") as bar:
         return measure_policies(
-            model.decoder, model.params, read, methods, rounds=rounds, progress=step
+            model.decoder, model.params, read, methods, rounds=rounds, progress=bar.update
         )
-
-
-def _written(
-    model: Any, documents: Any, fitted: Sequence[Method], read: Sequence[Tried]
-) -> list[Tried]:
-    """Returns the rows of decoding: drafts from n-grams and exits, and fitted policies."""
-    adaptive: dict[str, Any] = {f"--budget {method.budget:g}": method.policy for method in fitted}
-    timed = write_middles(model, documents, adaptive, rounds=1)
-    return tried_writing(timed, {row.how: row.loss_pct for row in read})
-
-
-def tried_writing(
-    timed: Mapping[str, Timed], lost: Mapping[str, float | None] = MappingProxyType({})
-) -> list[Tried]:
-    """Returns the rows of `write_middles`; policies are named by their options, as in `lost`."""
-    drafters = {
-        "lossless": "--mode lossless --drafter exit",
-        "ngram": "--mode lossless --drafter ngram",
-    }
-    return [
-        Tried(
-            what=f"writing: {how.rpartition('--')[2]}",
-            how=how,
-            times=mode.ledger.speedup,
-            loss_pct=lost.get(how, 0.0),  # Drafts are checked, and lose nothing.
-            same=mode.ledger.agreement,
-            acceptance=mode.acceptance,
-        )
-        for how, mode in ((drafters.get(name, name), mode) for name, mode in timed.items())
-        if how != "plain"
-    ]
 
 
 def write_middles(
-    model: Any, documents: Sequence[np.ndarray], adaptive: Mapping[str, Policy], *, rounds: int
+    model: Any, documents: Sequence[np.ndarray], fitted: Method | None, *, rounds: int
 ) -> dict[str, Timed]:
     """Returns timings of continuing three passages of documents one by one, by mode.
 
     Modes are "plain"; "lossless", drafted at an exit where there is one before the last layer;
-    "ngram", drafted from the text; and those of `adaptive` policies, by the names they have there.
-    Texts do not end early: all modes decode the same number of tokens.
+    "ngram", drafted from the text; and "adaptive" where a policy is fitted. Texts do not end early:
+    all modes decode the same number of tokens.
     """
     decoder, params = model.decoder, model.params
     modes: dict[str, Any] = {"plain": Plain()}
@@ -279,32 +236,61 @@ def write_middles(
         modes["lossless"] = lossless_for(decoder, "exit")
     # The control of every draft at an exit: copies from the text, which run no layers.
     modes["ngram"] = lossless_for(decoder, "ngram")
-    modes |= {name: Adaptive(policy=policy) for name, policy in adaptive.items()}
+    budgets = dict[str, Any]()
+    if fitted is not None:
+        modes["adaptive"] = Adaptive(policy=fitted.policy)
+        budgets["adaptive"] = fitted.budget
     # Prompt, new tokens and a draft within one key step: one loop to compile per mode.
     half = decoder.config.context_length // 2
-    prompts = middles(documents, tokens=min(64, half), count=3)
+    prompts = [[prompt] for prompt in middles(documents, tokens=min(64, half), count=3)]
     run = partial(generate, decoder, params, max_new_tokens=min(56, half), eos_ids=())
-    with progress_bar((len(modes) + 1) * (rounds + 1), "Writing") as step:
-        return measure_modes(
-            decoder,
-            params,
-            [[prompt] for prompt in prompts],
-            modes,
-            run=run,
-            rounds=rounds,
-            progress=step,
+    with progress_bar((len(modes) + 1) * (rounds + 1), "Writing") as bar:
+        timing: dict[str, Any] = {"run": run, "rounds": rounds, "progress": bar.update}
+        return measure_modes(decoder, params, prompts, modes, budgets=budgets, **timing)
+
+
+def written_rows(timed: Mapping[str, Timed], read: Tried) -> list[Tried]:
+    """Returns the rows of `write_middles`; `read` is that of reading under the fitted policy."""
+    options = {
+        "lossless": "--mode lossless --drafter exit",
+        "ngram": "--mode lossless --drafter ngram",
+        "adaptive": read.how,
+    }
+    return [
+        Tried(
+            what=f"writing: {options[name].rpartition('--')[2]}",
+            how=options[name],
+            times=mode.ledger.speedup,
+            loss_pct=read.loss_pct if name == "adaptive" else 0.0,  # Drafts are checked.
+            same=mode.ledger.agreement,
+            acceptance=mode.acceptance,
         )
+        for name, mode in timed.items()
+        if name != "plain"
+    ]
 
 
-def _prompts(model: Any, documents: Any) -> list[Tried]:
-    """Returns the row of a long prompt whose tokens mostly exit early."""
+def read_prompts(
+    model: Any, documents: Sequence[np.ndarray], *, count: int, rounds: int
+) -> dict[str, Any] | None:
+    """Returns the record of a long prompt whose tokens mostly exit early; None: no way is known."""
     width = min(_LONG, model.decoder.config.context_length, max(map(len, documents)))
     try:
-        record = shallow_prompts(model, documents, width=width, count=_ROWS, rounds=1)
+        return shallow_prompts(model, documents, width=width, count=count, rounds=rounds)
     except ValueError:
-        return [
-            Tried(
-                what="prompts: no shallow way is known", how="in minutes: utio-jax fit-prompt FILES"
-            )
-        ]
-    return [Tried.of_prompt(record)]
+        return None
+
+
+def prompt_row(record: Mapping[str, Any] | None) -> Tried:
+    """Returns the row of `read_prompts`."""
+    if record is None:
+        remedy = "in minutes: utio-jax fit-prompt FILES"
+        return Tried(what="prompts: no shallow way is known", how=remedy)
+    return Tried(
+        what=f"prompts: {record['prompt_tokens']} tokens, most to layer {record['stop']}"
+        + ", the default" * record["exact"],
+        how="" if record["exact"] else f"--prompt-budget {BUDGET:g}",
+        times=record["speedup"],
+        loss_pct=record["nll_increase_pct"],
+        same=1.0 if record["exact"] else None,
+    )

@@ -438,7 +438,7 @@ class Verbs:
             be lost, or see `utio_jax.calibrate`.
         """
         check_options("Model.calibrate", options, calibrate, Verbs.calibrate)
-        _check_goal(budget, max_nll_increase_pct, max_disagreement, confidence)
+        check_goal(budget, max_nll_increase_pct, max_disagreement, confidence)
         _check_exits(self.decoder, exits)
         if out is not None and is_shipped(
             check_place(check_writable(calibration_file(out), "out"))
@@ -712,7 +712,7 @@ def check_policy(name: str, **given: Any) -> None:
         )
 
 
-def _check_goal(
+def check_goal(
     budget: Any,
     max_nll_increase_pct: float | None,
     max_disagreement: float | None,
@@ -729,7 +729,7 @@ def _check_goal(
     if max_disagreement is None and confidence != _CONFIDENCE:
         raise ValueError(
             "Wanted max_disagreement with a confidence, which is that of its guarantee. Got "
-            f"confidence={confidence:g} alone."
+            f"confidence={confidence:g} alone. Leave it out, or ask for a guarantee."
         )
 
 
