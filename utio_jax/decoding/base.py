@@ -196,15 +196,8 @@ def process(
 ) -> Float[Array, "batch new vocab"]:
     """Applies the logits processor at one or several positions of each row.
 
-    Args:
-      context: decode context with the processor.
-      state: state of the rows.
-      logits: logits of the next token at each position.
-      lengths: number of tokens before each of these next tokens.
-      drafts: draft tokens that follow the row's last token.
-
-    Raises:
-      ValueError: the processor returns logits of another shape.
+    `lengths` are numbers of tokens before the token of each position. `drafts` follow the row's
+    last token. Raises ValueError if the processor returns logits of another shape.
     """
     if context.logits_processor is None:
         return logits

@@ -66,13 +66,7 @@ class Prefill:
     executor: Executor = static(default=MicroBatches())
 
     def for_shape(self, batch: int, width: int, *, filled: float = 0.0) -> Prefill:
-        """Returns the fastest equivalent for prompts of one shape, e.g. with static shapes.
-
-        Args:
-          batch: number of prompts.
-          width: padded length of the prompts, in tokens.
-          filled: share of tokens that are not padding; 0: unknown.
-        """
+        """Returns the fastest equivalent for prompts of one shape, see `fastest_prefill`."""
         policy = self.policy
         if (
             self.executor != MicroBatches()
@@ -178,14 +172,10 @@ def exact_prefill(decoder: Decoder) -> Prefill | None:
 def fastest_prefill(
     decoder: Decoder, batch: int, width: int, *, kv: str, filled: float = 0.0
 ) -> Prefill | None:
-    """Returns the fastest exact prefill; None: the dense program.
+    """Returns the fastest exact prefill of prompts of `width` padded tokens; None: the dense one.
 
-    Args:
-      decoder: the model.
-      batch: number of prompts.
-      width: padded length of the prompts, in tokens.
-      kv: K/V strategy of the mode; with `"drop"`, a token is visible only in the layers it ran.
-      filled: share of tokens that are not padding; 0: unknown.
+    `kv` is the strategy of the mode; with `"drop"`, a token is visible only in the layers it ran.
+    `filled` is the share of tokens that are not padding; 0: unknown.
     """
     exact = exact_prefill(decoder) if kv != "drop" else None
     if exact is not None:

@@ -81,40 +81,26 @@ def stop_rules(
         for index, sequence in enumerate(sequences):
             if not len(sequence):
                 raise ValueError("Wanted stop sequences of at least one token. Got an empty one.")
-            what = f"stop sequence {index}"
+            ids = check_ids(sequence, vocab_size=vocab_size, what=f"stop sequence {index}")
             padded[row, index] = -1
-            padded[row, index, longest - len(sequence) :] = check_ids(
-                sequence, vocab_size=vocab_size, what=what
-            )
+            padded[row, index, longest - len(sequence) :] = ids
     return StopRules(eos_ids=eos_ids, sequences=padded)
 
 
-def check_stops(
-    eos_ids: Sequence[int] | Sequence[Sequence[int]],
-    sequences: Sequence[Sequence[int]] | Sequence[Sequence[Sequence[int]]],
-    *,
-    rows: int,
-    vocab_size: int,
-) -> StopRules:
-    """Returns the stop rules of rows. Arguments apply to all rows, or have a list per row."""
-    return stop_rules(stops_of_rows(eos_ids, sequences, rows=rows), vocab_size=vocab_size)
-
-
-_WANTED = {
-    "eos_ids": "eos_ids as a list of token ids",
-    "stop_sequences": "stop_sequences as a list of lists of token ids",
-}
-
-
 def stops_of_rows(eos_ids: Any, sequences: Any, *, rows: int) -> list[Stops]:
-    """Returns the stop rules of each row, see `check_stops`. Raises ValueError for other counts."""
+    """Returns the stop rules of each row. Arguments apply to all rows, or have a list per row.
+
+    Raises:
+      ValueError: arguments are neither, or have lists for another number of rows.
+    """
     for what, given in (("eos_ids", eos_ids), ("stop_sequences", sequences)):
-        items = [given] if isinstance(given, str) or not np.iterable(given) else given
-        ids = what == "stop_sequences" and not all(isinstance(i, str) or _is_list(i) for i in items)
-        if ids or items is not given or any(isinstance(item, str) for item in items):
+        items = given if np.iterable(given) and not isinstance(given, str) else [""]
+        nested = what == "stop_sequences"
+        if not all(_is_list(item) if nested else not isinstance(item, str) for item in items):
             raise ValueError(
-                f"Wanted {_WANTED[what]}, or such lists for each row. Got {given!r:.60}. "
-                "Strings that end a text are stop= of a model, stop_strings= elsewhere."
+                f"Wanted {what} as a list of {'lists of ' * nested}token ids, or such lists for "
+                f"each row. Got {given!r:.60}. Strings that end a text are stop= of a model, "
+                "stop_strings= elsewhere."
             )
     each_ends = any(map(_is_list, eos_ids))
     each_stops = any(_is_list(item) for sequence in sequences for item in sequence)
@@ -176,10 +162,8 @@ class Columns:
         ints, floats = np.zeros(shape, np.int32), np.zeros(shape, np.float32)
         best = None
         if alternatives:
-            best = Alternatives(
-                token_ids=np.zeros((*shape, alternatives), np.int32),
-                log_probabilities=np.zeros((*shape, alternatives), np.float32),
-            )
+            ids = np.zeros((*shape, alternatives), np.int32)
+            best = Alternatives(token_ids=ids, log_probabilities=ids.astype(np.float32))
         return Columns(
             token_ids=ints, decided=ints, executed=ints, log_probabilities=floats, alternatives=best
         )
@@ -244,11 +228,10 @@ class Tally:
 
     def add(self, active: Bool[Array, " batch"], **amounts: Any) -> Tally:
         """Adds amounts, scalar or per row, to the counts of the active rows."""
-        grown = {}
         for name, amount in amounts.items():
             old = getattr(self, name)
-            grown[name] = old + jnp.where(active, amount, 0).astype(old.dtype)
-        return dataclasses.replace(self, **grown)
+            amounts[name] = old + jnp.where(active, amount, 0).astype(old.dtype)
+        return dataclasses.replace(self, **amounts)
 
 
 @pytree

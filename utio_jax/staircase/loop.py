@@ -147,17 +147,10 @@ def run_pass(
     readout: Readout | None = None,
     cache: Any = None,
 ) -> StaircaseResult:
-    """Runs tokens from depth 0 to the depths that the policy decides, segment by segment.
+    """Runs live tokens from depth 0 to the depths that the policy decides, segment by segment.
 
-    Args:
-      model: decoder, parameters and executor.
-      tokens: tokens at depth 0, all live.
-      policy: decides at each of its depths which tokens continue.
-      token_ids: ids of these tokens.
-      frozen: K/V strategy for tokens that exit.
-      packing: chooses the attention of each token, segment by segment.
-      readout: function of every token's logits at its depth.
-      cache: K/V cache of the executor.
+    `packing` chooses the attention of each token; the cache is of the executor's kind. See
+    `staircase` for all else.
     """
     executor, depths = model.executor, policy.depths
     reading, work = Reading.start(model, tokens, depths), []
