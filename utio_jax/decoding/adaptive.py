@@ -118,29 +118,16 @@ class Adaptive(Mode):
         executor = self.rows(width=context.width, layers=context.layers, shown=shown)
         model = Model(decoder, params, executor)
         packing = self.packing(model, tokens, ids, state.memory)
-        done = run_pass(
-            model,
-            tokens,
-            self.policy,
-            token_ids=ids,
-            frozen=frozen,
-            packing=packing,
-            readout=Readout(function=lambda logits: logits),
-            cache=RowCache.of(state.cache),
-        )
+        readout, cache = Readout(function=lambda logits: logits), RowCache.of(state.cache)
+        done = run_pass(model, tokens, self.policy, ids, frozen, packing, readout, cache)
 
         # Layers that ran also have K/V of exited rows, if these are projected.
         ended, spent = dataclasses.replace(done.tokens, shown=active), done.cache
         depth = done.depths
         start = jnp.max(depth) if frozen.projects else jnp.min(jnp.where(active, depth, depths[-1]))
+        bounds, layers = (depths[0], depths[-1]), context.layers
         cache, projected = frozen.end(
-            decoder,
-            params,
-            ended,
-            spent.kv,
-            start=start,
-            bounds=(depths[0], depths[-1]),
-            layers=context.layers,
+            decoder, params, ended, spent.kv, start=start, bounds=bounds, layers=layers
         )
         work = jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0) // active.size, done.work)
         tally = state.tally.add(

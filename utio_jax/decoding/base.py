@@ -230,17 +230,10 @@ def emit_drawn(
     executed: Int[Array, " batch"],
 ) -> DecodeState:
     """Draws one token per active row from `logits`, and returns the state with it; see `emit`."""
+    logits, decided, executed = (leaf[:, None] for leaf in (logits, decided, executed))
     with jax.named_scope("sample"):
         keys = token_keys(state.seeds, state.lengths[:, None], DRAW)
-        allowed = process(context, state, logits[:, None, :], state.lengths[:, None])
+        allowed = process(context, state, logits, state.lengths[:, None])
         new = draw(context.sampling, allowed, keys)
     one = jnp.ones_like(state.lengths)
-    return emit(
-        state,
-        context.stops,
-        new,
-        one,
-        logits=logits[:, None, :],
-        decided=decided[:, None],
-        executed=executed[:, None],
-    )
+    return emit(state, context.stops, new, one, logits=logits, decided=decided, executed=executed)

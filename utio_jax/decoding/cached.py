@@ -129,16 +129,8 @@ def run_layers(
 ) -> tuple[Float[Array, "batch token dim"], KVCache]:
     """Runs some layers with given attention; returns hidden states and the cache."""
     runs = block.valid if runs is None else runs & block.valid
-    return forward(
-        decoder,
-        params,
-        x,
-        block.places,
-        cache,
-        slots=InPlace(flat(runs)),
-        attention=_Cached(block, attention),
-        **span,
-    )
+    slots, seen = InPlace(flat(runs)), _Cached(block, attention)
+    return forward(decoder, params, x, block.places, cache, slots=slots, attention=seen, **span)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,16 +171,9 @@ def decode_step(
     active = jnp.ones(token_ids.shape, jnp.bool_) if active is None else active
     block = block_at(decoder, positions[:, None], active[:, None])
     x = decoder.embed(params, token_ids[:, None], positions[:, None])
+    stop, width = decoder.config.num_layers, width or cache.num_slots
     x, cache = run_segment(
-        decoder,
-        params,
-        cache,
-        x,
-        block,
-        start=0,
-        stop=decoder.config.num_layers,
-        width=width or cache.num_slots,
-        layers=layers,
+        decoder, params, cache, x, block, start=0, stop=stop, width=width, layers=layers
     )
     return logits_of(decoder, params, x[:, 0]), cache
 

@@ -139,13 +139,9 @@ class Prefill:
             cache, work = result.cache, result.work
             if policy.depths != (last_layer,):
                 # The pass ends at its deepest token; new tokens may run more layers.
+                start, bounds = jnp.max(result.depths), (policy.depths[0], last_layer)
                 cache, projected = frozen_kv(kv).end(
-                    decoder,
-                    params,
-                    result.tokens,
-                    cache,
-                    start=jnp.max(result.depths),
-                    bounds=(policy.depths[0], last_layer),
+                    decoder, params, result.tokens, cache, start=start, bounds=bounds
                 )
                 keys_values = jnp.asarray(work.keys_values).at[-1].add(projected * token_ids.size)
                 work = dataclasses.replace(work, keys_values=keys_values)

@@ -123,16 +123,7 @@ def staircase(  # noqa: PLR0913 (options, each named)
     if within:  # Upper layers read the K/V of lower layers there.
         batch, width, _ = tokens.x.shape
         cache = init_cache(decoder.config, batch=batch, slots=width, dtype=tokens.x.dtype)
-    done = run_pass(
-        model,
-        tokens,
-        policy,
-        token_ids=token_ids,
-        frozen=frozen,
-        packing=packing,
-        readout=readout,
-        cache=cache,
-    )
+    done = run_pass(model, tokens, policy, token_ids, frozen, packing, readout, cache)
     return dataclasses.replace(done, cache=None) if within else done
 
 
@@ -140,25 +131,25 @@ def run_pass(
     model: Model,
     tokens: Tokens,
     policy: Policy,
-    *,
     token_ids: Inputs,
     frozen: Propagate,
     packing: Packing,
-    readout: Readout | None = None,
-    cache: Any = None,
+    readout: Readout | None,
+    cache: Any,
 ) -> StaircaseResult:
     """Runs live tokens from depth 0 to the depths that the policy decides, segment by segment.
 
     `packing` chooses the attention of each token; the cache is of the executor's kind. See
     `staircase` for all else.
     """
-    executor, depths = model.executor, policy.depths
+    decoder, params, executor = model.decoder, model.params, model.executor
+    config, depths = decoder.config, policy.depths
     reading, work = Reading.start(model, tokens, depths), []
     memory = policy.start(token_ids, tokens.positions)
     decisions = [Work.of() for _ in depths]
     branch = jnp.zeros_like(tokens.depth)  # Index into `depths` of each token's branch.
 
-    for index, segment in enumerate(segments_of(model.decoder.config, depths)):
+    for index, segment in enumerate(segments_of(config, depths)):
         # 1. Pack the tokens of this segment into slots; some may see fewer keys.
         running = tokens
         if segment.branch is not None:
@@ -169,16 +160,10 @@ def run_pass(
         (start, stop), alone = segment.layers, frozen.only_live_keys(running)
         with jax.named_scope(f"segment_{start}_{stop}"):
             x, cache = executor.run_layers(
-                model.decoder,
-                model.params,
-                running,
-                slots,
-                (start, stop),
-                cache,
-                only_live_keys=alone,
+                decoder, params, running, slots, (start, stop), cache, only_live_keys=alone
             )
             tokens, running = (dataclasses.replace(old, x=x) for old in (tokens, running))
-        kv_layers, live = count_kv_layers(model.decoder.config, start, stop, only_live_keys=alone)
+        kv_layers, live = count_kv_layers(config, start, stop, only_live_keys=alone)
         spent = packing.work + executor.work(
             slots, stop - start, kv_layers=kv_layers, live_kv_layers=live
         )

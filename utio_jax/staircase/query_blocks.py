@@ -158,12 +158,7 @@ class Cover:
         end = first_slot[group] + jnp.minimum(offset + size, counts[group])
         widths, keys = self.keys(size, (token_of_slot[start], token_of_slot[end - 1]), row)
         reach = jnp.sum(keys[:, None] > jnp.asarray(widths[:-1], jnp.int32)[None, :], axis=1)
+        reach = reach.astype(jnp.int32)
         return self.make(
-            count=ends[-1],
-            row=row,
-            start=start,
-            end=end,
-            reach=reach.astype(jnp.int32),
-            size=size,
-            widths=widths,
+            count=ends[-1], row=row, start=start, end=end, reach=reach, size=size, widths=widths
         )
