@@ -156,12 +156,10 @@ class Adaptive(Mode):
 
     def packing(self, model: Model, tokens: Tokens, token_ids: jax.Array, memory: Any) -> Packing:
         """Returns the packing of a step, which selects the keys that its tokens attend to."""
-        del tokens, token_ids, memory
         return Packing(model)
 
     def remember(self, packing: Any, *, shown: Int[Array, "batch slot"] | None) -> Memory:
         """Returns the mode's memory after a step."""
-        del packing
         return Memory(shown=shown)
 
 

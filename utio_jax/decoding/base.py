@@ -89,7 +89,6 @@ class Mode:
 
     def leaves_exact_kv(self, decoder: Decoder) -> bool:
         """Returns True if the K/V of new tokens equal those of a full-depth prefill."""
-        del decoder
         return self.exact
 
     @property

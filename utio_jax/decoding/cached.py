@@ -235,11 +235,9 @@ class CachedRows:
 
     def key_widths(self, width: int) -> list[int]:
         """Returns the number of slots that a step attends over, as the only width."""
-        del width
         return [self.width]
 
     def pack(self, segment: int, live: Bool[Array, "batch 1"], *, causal: bool = True) -> RowSlots:
-        del segment, causal
         return RowSlots(live=live)
 
     def run_layers(
@@ -339,7 +337,6 @@ class CachedRows:
         self, slots: RowSlots, layers: int, *, kv_layers: int, live_kv_layers: int = 0
     ) -> Work:
         """Returns zero work: layers are counted per row, in the `RowCache`."""
-        del slots, layers, kv_layers, live_kv_layers
         return Work.of()
 
 

@@ -176,7 +176,6 @@ class NGram:
 
     def propose(self, context: DecodeContext, state: DecodeState, *, most: int) -> Proposal:
         """Returns drafts copied from the rows' own text; runs no layer."""
-        del context
         drafts, counts = self(state.token_ids, state.lengths, drafts=most)
         matched = state.active & (counts > 0)
         return Proposal(

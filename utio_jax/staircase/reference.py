@@ -42,7 +42,6 @@ def everything(
     key_positions: Int[Array, "batch token"],
 ) -> Bool[Array, "batch token token"]:
     """Returns the mask of dense attention: all that a layer shows."""
-    del index
     return mix.visible(positions, key_positions)
 
 
