@@ -49,7 +49,7 @@ def stop_rules(
     rows: Sequence[Stops] = (((), ()),),
     *,
     vocab_size: int = 2**31,
-    room: tuple[int, int, int] | None = None,
+    room: tuple[int, ...] | None = None,
 ) -> StopRules:
     """Returns the stop rules of rows as arrays on the host; by default, one row without rules.
 
@@ -64,10 +64,7 @@ def stop_rules(
     most, count = (max(map(len, column)) for column in zip(*rows, strict=True))
     needed = max(1, most), count, max(sizes, default=0)
     if room is None:
-        ends, several, longest = (
-            max(1, -(-n // m)) for n, m in zip(needed, STOPS_ROOM, strict=True)
-        )
-        room = ends * STOPS_ROOM[0], several * STOPS_ROOM[1], longest * STOPS_ROOM[2]
+        room = tuple(max(1, -(-n // m)) * m for n, m in zip(needed, STOPS_ROOM, strict=True))
     elif any(size > most for size, most in zip(needed, room, strict=True)):
         raise ValueError(
             f"Wanted at most {room[0]} eos_ids and {room[1]} stop_sequences of at most {room[2]} "

@@ -144,7 +144,7 @@ def run_pass(
     """
     decoder, params, executor = model.decoder, model.params, model.executor
     config, depths = decoder.config, policy.depths
-    reading, work = Reading.start(model, tokens, depths), []
+    reading, work = Reading(model, tokens, depths), []
     memory = policy.start(token_ids, tokens.positions)
     decisions = [Work.of() for _ in depths]
     branch = jnp.zeros_like(tokens.depth)  # Index into `depths` of each token's branch.
@@ -187,7 +187,7 @@ def run_pass(
             branch += going.astype(branch.dtype)
 
         # 4. Freeze all others. The head reads each token once: where a policy did, or at the end.
-        reading = reading.add(head, stops)
+        reading.add(head, stops)
         tokens, froze = frozen.freeze(model, tokens, stops, depth=segment.depth)
         work.append(spent + froze + head.work)
 
