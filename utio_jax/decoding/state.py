@@ -179,12 +179,6 @@ class Columns:
         """
         return jax.tree.map(lambda leaf: np.array(leaf[kept]), self)
 
-    def put(
-        self, rows: Int[Array, "batch 1"], slots: Int[Array, "batch new"], fresh: Columns
-    ) -> Columns:
-        """Returns the columns with new tokens written to some slots of each row."""
-        return jax.tree.map(lambda old, new: old.at[rows, slots].set(new, mode="drop"), self, fresh)
-
 
 @pytree
 class Tally:
@@ -344,10 +338,12 @@ def emit(
         log_probabilities=chosen - total,
         alternatives=best,
     )
+    columns = dataclasses.replace(columns, token_ids=known)
     kept = jnp.where(offsets < counts[:, None], slots, known.shape[1])
+    columns = jax.tree.map(lambda y, new: y.at[row, kept].set(new, mode="drop"), columns, noted)
     return dataclasses.replace(
         state,
-        columns=dataclasses.replace(columns, token_ids=known).put(row, kept, noted),
+        columns=columns,
         lengths=state.lengths + counts,
         reason=jnp.where(ended, reason, state.reason),
     )
