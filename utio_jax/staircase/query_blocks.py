@@ -127,7 +127,8 @@ class Cover:
 
         `counts` holds the number of slots of each group.
         """
-        partition, done = [], jnp.zeros_like(counts)  # Slots that larger blocks cover.
+        partition = []
+        done = jnp.zeros_like(counts)  # Slots of each group that larger blocks cover.
         longest = min(self.span, self.width)
         groups_per_row = max(1, -(-self.width // max(1, self.span)))
         for size in dict.fromkeys(self.sizes):

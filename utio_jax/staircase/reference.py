@@ -165,7 +165,6 @@ def dense_states(
     positions, valid = positions_of(token_ids, lengths)
     places = decoder.encode_positions(positions)
     key_positions = jnp.where(valid, positions, NOWHERE)
-
     made: dict[int, tuple[jax.Array, ...]] = {}  # Keys and values, of layers that share them.
 
     def run_one(index: Any, x: jax.Array) -> jax.Array:
@@ -180,13 +179,13 @@ def dense_states(
 
     done, x = start or (0, decoder.embed(params, token_ids, positions))
     states, branches = {0: x}, [depth for depth in depths if depth in config.branch_depths]
-    if not config.shares_kv:
+    if config.shares_kv:
+        for index in range(max(config.kv_own if d in branches else d for d in depths)):
+            states[index + 1] = run_one(index, states[index])
+    else:
         for depth in sorted({*depths}):
             states[depth] = x = jax.lax.fori_loop(done, depth, run_one, x)
             done = depth
-    else:
-        for index in range(max(config.kv_own if d in branches else d for d in depths)):
-            states[index + 1] = run_one(index, states[index])
     for depth in branches:
         x = states[config.kv_own]
         for index in range(*config.upper_layers(depth)):

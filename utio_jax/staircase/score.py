@@ -283,7 +283,6 @@ def compare_states(
     x: Float[Array, "batch token dim"],
     x_full: Float[Array, "batch token dim"] | None = None,
     *,
-    executor: MicroBatches = MicroBatches(),
     mesh: Mesh | None = None,
 ) -> Comparison:
     """Compares the predictions of states `x` with those of full-depth `x_full`, teacher-forced.
@@ -293,11 +292,12 @@ def compare_states(
     if mesh is not None:
 
         def on_device(params: Params, rows: Rows) -> Rows:
-            return Rows(compare_states(decoder, params, *rows.tree, executor=executor))
+            return Rows(compare_states(decoder, params, *rows.tree))
 
         return over_rows(mesh, on_device, params, Rows((token_ids, lengths, x, x_full))).tree
     labels, predicted = labels_of(token_ids, lengths)
     others = () if x_full is None else (x_full,)
+    executor = MicroBatches()
 
     def compare(logits: jax.Array, label: jax.Array, *others: jax.Array) -> dict[str, jax.Array]:
         full = [decoder.unembed(params, other).astype(jnp.float32) for other in others]
