@@ -130,8 +130,8 @@ class Head:
                 logits = model.map_head(self._slots, lambda logits: logits, states)
                 self._logits = logits
                 if readout is not None:
-                    self.result = _map_tokens(readout.function, logits, *readout.arrays)
-            decision = _map_tokens(function, logits, *arrays)
+                    self.result = map_tokens(readout.function, logits, *readout.arrays)
+            decision = map_tokens(function, logits, *arrays)
             return where_tokens(self.seen, decision, jnp.zeros_like(decision))
 
         def look(logits: jax.Array, *blocks: jax.Array) -> tuple[jax.Array, Any]:
@@ -207,7 +207,7 @@ def where_tokens(chosen: Bool[Array, "batch token"], new: Any, old: Any) -> Any:
     return jax.tree.map(pick, new, old)
 
 
-def _map_tokens(function: Callable[..., Any], *arrays: jax.Array) -> Any:
+def map_tokens(function: Callable[..., Any], *arrays: jax.Array) -> Any:
     """Applies a function of `[slot, ...]` to all tokens at once; returns `[batch, token, ...]`."""
     result = function(*flat(arrays))
     return jax.tree.map(lambda y: y.reshape(*arrays[0].shape[:2], *y.shape[1:]), result)
