@@ -30,8 +30,9 @@ from jax.sharding import (
 from utio_jax.attention.cache import key_widths
 from utio_jax.core.platform import compiling_for
 from utio_jax.core.rows import _spec, row_axes
+from utio_jax.decoding.admission import empty_state
 from utio_jax.decoding.base import DecodeContext, Mode, Plain
-from utio_jax.decoding.loop import advance, begin, empty_state
+from utio_jax.decoding.loop import advance, begin
 from utio_jax.decoding.prefill import Prefill, fastest_prefill
 from utio_jax.decoding.state import stop_rules
 from utio_jax.engine.blocks import block_room, run_block

@@ -9,8 +9,7 @@ import pytest
 from helpers.generation import begun, context_of, lively_model
 
 from utio_jax.decoding.adaptive import Adaptive
-from utio_jax.decoding.loop import empty_state
-from utio_jax.decoding.state import _admit
+from utio_jax.decoding.admission import _admit, empty_state
 from utio_jax.policies.depth import random_depths
 
 POLICY = random_depths([0.5, 0.2, 0.3], key=jax.random.key(1), depths=(1, 2, 4))

@@ -1,16 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Token loop on the device, the static shapes that it compiles for, and rows that come and go.
-
-    state = empty_state(context, batch=8, slots=512)
-    fresh = begin(context, token_ids, lengths, limits, seeds, slots=512)     # two prompts
-    state = admit(state, fresh, np.array([5, 2]))
-    state = advance(context, state, until, widths=widths)
-    state = release(state, [5])                                             # at any time
-
-Each row of a running batch gets the same tokens as from `generate` with its prompt alone. Shapes
-depend on the batch and on the number of new rows: only the first admission of each number compiles.
-An engine reads exact prompts into rows without `admit`, see `utio_jax.engine.prompts`.
-"""
+"""Token loop on the device, and the static shapes that it compiles for."""
 
 from __future__ import annotations
 
@@ -43,15 +32,7 @@ from utio_jax.decoding.base import (
 from utio_jax.decoding.cached import block_at, run_segment
 from utio_jax.decoding.prefill import Prefill, fastest_prefill
 from utio_jax.decoding.sampling import SamplingParams, check_sampling, check_seeds
-from utio_jax.decoding.state import (
-    RELEASED,
-    Columns,
-    DecodeState,
-    Tally,
-    end_rows,
-    stop_rules,
-    stops_of_rows,
-)
+from utio_jax.decoding.state import Columns, DecodeState, Tally, end_rows, stop_rules, stops_of_rows
 
 Prompts = Sequence[Sequence[int] | np.ndarray]
 """Token ids: a list or an array for each row."""
@@ -324,18 +305,6 @@ def advance(
         return state
 
     return walk(state) if len(widths) == 1 else jax.lax.while_loop(goes_on, walk, state)
-
-
-@partial(jax.jit, static_argnames=("batch", "slots", "alternatives"))
-def empty_state(
-    context: DecodeContext, *, batch: int, slots: int, alternatives: int = 0
-) -> DecodeState:
-    """Returns a state in which all rows are released and can take prompts."""
-    one = jnp.ones((batch,), jnp.int32)
-    rows = one[:, None] * 0, one, one, one.astype(jnp.uint32)
-    state = unread(context, *rows, slots=slots, alternatives=alternatives)
-    state = context.mode.start(context, state)
-    return dataclasses.replace(state, reason=jnp.full_like(one, RELEASED))
 
 
 def round_up(length: int, step: int) -> int:

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""State of the token loop: tokens and their records, stop rules, `emit`, rows that come and go."""
+"""State of the token loop: tokens and their records, stop rules, and `emit`."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import jax
@@ -16,7 +15,6 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 from utio_jax.attention.cache import KVCache
 from utio_jax.core.documents import check_ids
 from utio_jax.core.pytrees import pytree
-from utio_jax.core.rows import put_rows
 from utio_jax.core.work import Work
 
 REASONS = ("running", "eos", "stop", "length", "released")
@@ -373,38 +371,6 @@ def end_rows(state: DecodeState, stop_when: Callable[[int, np.ndarray], bool]) -
     # Keeps the sharding: otherwise the next step would compile again.
     home = state.reason.sharding if state.reason.committed else None
     return dataclasses.replace(state, reason=jax.device_put(reason, home))
-
-
-def admit(state: DecodeState, fresh: DecodeState, rows: Int[np.ndarray, " row"]) -> DecodeState:
-    """Returns the running state, donated, with new rows inserted at the given indices.
-
-    All other rows stay bitwise the same. A padding row is dropped: its index is the number of rows
-    of the state. The record of the prompt pass (`fresh.prompt`) is not kept, because prompt widths
-    differ between admissions.
-
-    Raises:
-      ValueError: the states differ in structure or size, see `put_rows`.
-    """
-    without = partial(dataclasses.replace, prompt=None)
-    return _admit(without(state), without(fresh), rows)
-
-
-_admit = jax.jit(put_rows, donate_argnums=0)
-
-
-def release(state: DecodeState, rows: Sequence[int]) -> DecodeState:
-    """Returns the state with some rows evicted: they run no further step and can take prompts.
-
-    Their tokens and K/V stay readable until other rows are admitted there.
-    """
-    freed = np.zeros(state.reason.shape, np.bool_)
-    freed[[*rows]] = True
-    return dataclasses.replace(state, reason=_released(state.reason, freed))
-
-
-@jax.jit
-def _released(reason: Int[Array, " batch"], freed: Bool[Array, " batch"]) -> Int[Array, " batch"]:
-    return jnp.where(freed, RELEASED, reason)
 
 
 def _ends_sequence(

@@ -16,6 +16,7 @@ from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.documents import row_widths
 from utio_jax.core.layer import head_in_blocks, split_layers
 from utio_jax.core.rows import put_rows
+from utio_jax.decoding.admission import admit, empty_state, release
 from utio_jax.decoding.base import (
     DecodeContext,
     LogitsProcessor,
@@ -24,9 +25,9 @@ from utio_jax.decoding.base import (
     as_processor,
     check_mode,
 )
-from utio_jax.decoding.loop import begin, canonical, empty_state, round_up
+from utio_jax.decoding.loop import begin, canonical, round_up
 from utio_jax.decoding.prefill import Prefill
-from utio_jax.decoding.state import Columns, DecodeState, admit, release
+from utio_jax.decoding.state import Columns, DecodeState
 from utio_jax.engine.blocks import Rules, block_room, row_counts, run_block
 from utio_jax.engine.depths import own_thresholds
 from utio_jax.engine.prefix import PrefixCache

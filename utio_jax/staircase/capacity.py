@@ -117,16 +117,18 @@ class CapacityPrefix:
         """Returns the key counts of the blocks in which whole rows attend."""
         return [stop for _, stop in causal_blocks(width)]
 
-    def _choose(self, slots: PrefixSlots, run: Callable[[int], Any], nothing: Any) -> Any:
-        """Returns `run(capacity)`, or `run(width)` if a row's live tokens do not fit.
+    def _choose(
+        self, slots: PrefixSlots, run: Callable[[int], Callable[[], Any]], nothing: Any
+    ) -> Any:
+        """Returns `run(capacity)()`, or `run(width)()` if a row's live tokens do not fit.
 
         `nothing` is the result for an empty prefix.
         """
         width = slots.live.shape[1]
         if self.certain or slots.capacity == width:
-            return run(slots.capacity)
-        fits = partial(run, slots.capacity) if slots.capacity else lambda: nothing
-        return jax.lax.cond(self._overflows(slots), partial(run, width), fits)
+            return run(slots.capacity)()
+        fits = run(slots.capacity) if slots.capacity else lambda: nothing
+        return jax.lax.cond(self._overflows(slots), run(width), fits)
 
     def _overflows(self, slots: PrefixSlots) -> Bool[Array, ""]:
         if self.certain:
@@ -154,8 +156,8 @@ class CapacityPrefix:
         start, stop = layers
         others = partial(tokens.shown_at, decoder) if only_live_keys else None
 
-        def run(size: int) -> tuple[jax.Array, KVCache | None]:
-            return forward(
+        def run(size: int) -> Callable[[], tuple[jax.Array, KVCache | None]]:
+            return lambda: forward(
                 decoder,
                 params,
                 tokens.x,
@@ -181,16 +183,19 @@ class CapacityPrefix:
             jax.eval_shape(function, *block),
         )
 
-        def run(size: int) -> Any:
-            live = slots.take(slots.live, size)
+        def run(size: int) -> Callable[[], Any]:
+            def on_prefix() -> Any:
+                live = slots.take(slots.live, size)
 
-            def scatter(empty: jax.Array, new: jax.Array) -> jax.Array:
-                new = new.reshape(batch, size, *new.shape[1:])
-                keep = live.reshape(batch, size, *(1,) * (new.ndim - 2))
-                return slots.put(empty, jnp.where(keep, new, jnp.zeros((), new.dtype)))
+                def scatter(empty: jax.Array, new: jax.Array) -> jax.Array:
+                    new = new.reshape(batch, size, *new.shape[1:])
+                    keep = live.reshape(batch, size, *(1,) * (new.ndim - 2))
+                    return slots.put(empty, jnp.where(keep, new, jnp.zeros((), new.dtype)))
 
-            result = function(*(flat(slots.take(a, size)) for a in arrays))
-            return jax.tree.map(scatter, empty, result)
+                result = function(*(flat(slots.take(a, size)) for a in arrays))
+                return jax.tree.map(scatter, empty, result)
+
+            return on_prefix
 
         return self._choose(slots, run, empty)
 
