@@ -118,16 +118,29 @@ class Adaptive(Mode):
         executor = self.rows(width=context.width, layers=context.layers, shown=shown)
         model = Model(decoder, params, executor)
         packing = self.packing(model, tokens, ids, state.memory)
-        readout, cache = Readout(function=lambda logits: logits), RowCache.of(state.cache)
-        done = run_pass(model, tokens, self.policy, ids, frozen, packing, readout, cache)
+        done = run_pass(
+            model,
+            tokens,
+            self.policy,
+            token_ids=ids,
+            frozen=frozen,
+            packing=packing,
+            readout=Readout(function=lambda logits: logits),
+            cache=RowCache.of(state.cache),
+        )
 
         # Layers that ran also have K/V of exited rows, if these are projected.
         ended, spent = dataclasses.replace(done.tokens, shown=active), done.cache
         depth = done.depths
         start = jnp.max(depth) if frozen.projects else jnp.min(jnp.where(active, depth, depths[-1]))
-        bounds, layers = (depths[0], depths[-1]), context.layers
         cache, projected = frozen.end(
-            decoder, params, ended, spent.kv, start=start, bounds=bounds, layers=layers
+            decoder,
+            params,
+            ended,
+            spent.kv,
+            start=start,
+            bounds=(depths[0], depths[-1]),
+            layers=context.layers,
         )
         work = jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0) // active.size, done.work)
         tally = state.tally.add(
@@ -156,10 +169,12 @@ class Adaptive(Mode):
 
     def packing(self, model: Model, tokens: Tokens, token_ids: jax.Array, memory: Any) -> Packing:
         """Returns the packing of a step, which selects the keys that its tokens attend to."""
+        del tokens, token_ids, memory
         return Packing(model)
 
     def remember(self, packing: Any, *, shown: Int[Array, "batch slot"] | None) -> Memory:
         """Returns the mode's memory after a step."""
+        del packing
         return Memory(shown=shown)
 
 

@@ -89,6 +89,7 @@ class Mode:
 
     def leaves_exact_kv(self, decoder: Decoder) -> bool:
         """Returns True if the K/V of new tokens equal those of a full-depth prefill."""
+        del decoder
         return self.exact
 
     @property
@@ -195,8 +196,15 @@ def process(
 ) -> Float[Array, "batch new vocab"]:
     """Applies the logits processor at one or several positions of each row.
 
-    `lengths` are numbers of tokens before the token of each position. `drafts` follow the row's
-    last token. Raises ValueError if the processor returns logits of another shape.
+    Args:
+      context: decode context with the processor.
+      state: state of the rows.
+      logits: logits of the next token at each position.
+      lengths: number of tokens before each of these next tokens.
+      drafts: draft tokens that follow the row's last token.
+
+    Raises:
+      ValueError: the processor returns logits of another shape.
     """
     if context.logits_processor is None:
         return logits
@@ -229,10 +237,17 @@ def emit_drawn(
     executed: Int[Array, " batch"],
 ) -> DecodeState:
     """Draws one token per active row from `logits`, and returns the state with it; see `emit`."""
-    logits, decided, executed = (leaf[:, None] for leaf in (logits, decided, executed))
     with jax.named_scope("sample"):
         keys = token_keys(state.seeds, state.lengths[:, None], DRAW)
-        allowed = process(context, state, logits, state.lengths[:, None])
+        allowed = process(context, state, logits[:, None, :], state.lengths[:, None])
         new = draw(context.sampling, allowed, keys)
     one = jnp.ones_like(state.lengths)
-    return emit(state, context.stops, new, one, logits=logits, decided=decided, executed=executed)
+    return emit(
+        state,
+        context.stops,
+        new,
+        one,
+        logits=logits[:, None, :],
+        decided=decided[:, None],
+        executed=executed[:, None],
+    )

@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NotRequired, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,7 @@ from utio_jax.attention.cache import KVCache, read
 from utio_jax.attention.mixing import mix_apart, mixer_at
 from utio_jax.core.arrays import flat
 from utio_jax.core.decoder import Decoder, LayerParams, Params, PositionEncoding, logits_of
+from utio_jax.core.layer import Depth
 from utio_jax.core.pytrees import pytree
 from utio_jax.core.work import Work
 from utio_jax.staircase.base import Sources, Tokens
@@ -39,6 +40,19 @@ Attend = Callable[[jax.Array, jax.Array], jax.Array]
 
 AttendOver = Callable[[KVCache, Sources], Attend]
 """Maps the cache, and the layers whose K/V are read, to an `Attend`."""
+
+
+class Span(TypedDict):
+    """Layers `[start, stop)` of a pass, as `utio_jax.staircase.forward.over_layers` takes them.
+
+    A traced `stop` equal to `start` runs nothing, and copies nothing. `bounds` are static limits of
+    traced depths, needed with `layers`.
+    """
+
+    start: Depth
+    stop: Depth
+    layers: NotRequired[Layers]
+    bounds: NotRequired[tuple[int, int] | None]
 
 
 @pytree
@@ -86,16 +100,25 @@ def run_segment(
     width: int,
     runs: Bool[Array, "batch token"] | None = None,
     shown: Int[Array, "row slot"] | None = None,
-    **span: Any,
+    **span: Unpack[Span],
 ) -> tuple[Float[Array, "batch token dim"], KVCache]:
     """Runs some layers; returns hidden states, and the cache with the K/V of these layers.
 
-    K/V of all earlier positions must be valid in these layers. `width` slots are attended over:
-    more than every valid position. `runs` are the valid tokens that run the layers; K/V of all
-    others are projected from their states. `shown` is the number of layers in which each slot of
-    the cache is visible, for `kv="drop"`, tokens of `x` included. None: all.
+    K/V of all earlier positions must be valid in these layers. A traced `stop` equal to `start`
+    skips a segment on the device. (`lax.cond` would copy the whole cache.)
 
-    `span` is `start` and `stop`, and further options of `utio_jax.staircase.forward.over_layers`.
+    Args:
+      decoder: the model.
+      params: model parameters.
+      cache: K/V cache, passed whole; donate it.
+      x: hidden states at depth `start`, of the block's rows.
+      block: positions of the tokens.
+      width: slots to attend over; more than every valid position. Static.
+      runs: valid tokens that run the layers; K/V of all others are projected from their hidden
+        states. None: all.
+      shown: number of layers in which each slot of the cache is visible, for `kv="drop"`, tokens
+        of `x` included. None: all.
+      **span: the layers.
     """
     slots = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), (x.shape[0], width))
     if shown is not None and block.rows is not None:
@@ -125,12 +148,20 @@ def run_layers(
     attention: AttendOver,
     *,
     runs: Bool[Array, "batch token"] | None = None,
-    **span: Any,
+    **span: Unpack[Span],
 ) -> tuple[Float[Array, "batch token dim"], KVCache]:
     """Runs some layers with given attention; returns hidden states and the cache."""
     runs = block.valid if runs is None else runs & block.valid
-    slots, seen = InPlace(flat(runs)), _Cached(block, attention)
-    return forward(decoder, params, x, block.places, cache, slots=slots, attention=seen, **span)
+    return forward(
+        decoder,
+        params,
+        x,
+        block.places,
+        cache,
+        slots=InPlace(flat(runs)),
+        attention=_Cached(block, attention),
+        **span,
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,9 +202,16 @@ def decode_step(
     active = jnp.ones(token_ids.shape, jnp.bool_) if active is None else active
     block = block_at(decoder, positions[:, None], active[:, None])
     x = decoder.embed(params, token_ids[:, None], positions[:, None])
-    stop, width = decoder.config.num_layers, width or cache.num_slots
     x, cache = run_segment(
-        decoder, params, cache, x, block, start=0, stop=stop, width=width, layers=layers
+        decoder,
+        params,
+        cache,
+        x,
+        block,
+        start=0,
+        stop=decoder.config.num_layers,
+        width=width or cache.num_slots,
+        layers=layers,
     )
     return logits_of(decoder, params, x[:, 0]), cache
 
@@ -235,9 +273,11 @@ class CachedRows:
 
     def key_widths(self, width: int) -> list[int]:
         """Returns the number of slots that a step attends over, as the only width."""
+        del width
         return [self.width]
 
     def pack(self, segment: int, live: Bool[Array, "batch 1"], *, causal: bool = True) -> RowSlots:
+        del segment, causal
         return RowSlots(live=live)
 
     def run_layers(
@@ -260,10 +300,14 @@ class CachedRows:
         ran = span["stop"] - span["start"]
         return x, cache.after(kv, layers=ran, key_slots=ran * float(self.width))
 
-    def span(self, slots: RowSlots, layers: tuple[int, int]) -> dict[str, Any]:
+    def span(self, slots: RowSlots, layers: tuple[int, int]) -> Span:
         """Returns a segment's layers; an empty span if no row needs it."""
-        stop = jnp.where(jnp.any(slots.live), layers[1], layers[0])
-        return {"start": layers[0], "stop": stop, "layers": self.layers, "bounds": layers}
+        return Span(
+            start=layers[0],
+            stop=jnp.where(jnp.any(slots.live), layers[1], layers[0]),
+            layers=self.layers,
+            bounds=layers,
+        )
 
     def _read_alone(
         self,
@@ -281,11 +325,11 @@ class CachedRows:
         layers of the segment. Each width is a branch of a conditional. The conditional returns
         hidden states and no cache, since its operands and results are copied.
         """
-        (start, end), batch = layers, live.shape[0]
+        start, end = layers
+        batch = live.shape[0]
         sizes = (*quarters(batch), batch)
         order, count = chosen_first(live[:, 0])
-        span: dict[str, Any] = {"start": start, "stop": end, "layers": self.layers}
-        where: dict[str, Any] = {"width": self.width, "shown": self.shown}
+        span = Span(start=start, stop=end, layers=self.layers, bounds=layers)
 
         def run(x: jax.Array, *, rows: jax.Array | None = None) -> jax.Array:
             leaves = (x, tokens.positions, tokens.places, live)
@@ -293,6 +337,7 @@ class CachedRows:
                 leaves = jax.tree.map(lambda leaf: leaf[rows], leaves)
             states, positions, places, valid = leaves
             block = Block(positions=positions, valid=valid, places=places, rows=rows)
+            where: dict[str, Any] = {"width": self.width, "shown": self.shown}
             new, _ = run_segment(decoder, params, cache.kv, states, block, **span, **where)
             return new if rows is None else x.at[rows].set(new)
 
@@ -337,6 +382,7 @@ class CachedRows:
         self, slots: RowSlots, layers: int, *, kv_layers: int, live_kv_layers: int = 0
     ) -> Work:
         """Returns zero work: layers are counted per row, in the `RowCache`."""
+        del slots, layers, kv_layers, live_kv_layers
         return Work.of()
 
 

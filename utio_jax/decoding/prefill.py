@@ -66,7 +66,13 @@ class Prefill:
     executor: Executor = static(default=MicroBatches())
 
     def for_shape(self, batch: int, width: int, *, filled: float = 0.0) -> Prefill:
-        """Returns the fastest equivalent for prompts of one shape, see `fastest_prefill`."""
+        """Returns the fastest equivalent for prompts of one shape, e.g. with static shapes.
+
+        Args:
+          batch: number of prompts.
+          width: padded length of the prompts, in tokens.
+          filled: share of tokens that are not padding; 0: unknown.
+        """
         policy = self.policy
         if (
             self.executor != MicroBatches()
@@ -139,9 +145,13 @@ class Prefill:
             cache, work = result.cache, result.work
             if policy.depths != (last_layer,):
                 # The pass ends at its deepest token; new tokens may run more layers.
-                start, bounds = jnp.max(result.depths), (policy.depths[0], last_layer)
                 cache, projected = frozen_kv(kv).end(
-                    decoder, params, result.tokens, cache, start=start, bounds=bounds
+                    decoder,
+                    params,
+                    result.tokens,
+                    cache,
+                    start=jnp.max(result.depths),
+                    bounds=(policy.depths[0], last_layer),
                 )
                 keys_values = jnp.asarray(work.keys_values).at[-1].add(projected * token_ids.size)
                 work = dataclasses.replace(work, keys_values=keys_values)
@@ -168,10 +178,14 @@ def exact_prefill(decoder: Decoder) -> Prefill | None:
 def fastest_prefill(
     decoder: Decoder, batch: int, width: int, *, kv: str, filled: float = 0.0
 ) -> Prefill | None:
-    """Returns the fastest exact prefill of prompts of `width` padded tokens; None: the dense one.
+    """Returns the fastest exact prefill; None: the dense program.
 
-    `kv` is the strategy of the mode; with `"drop"`, a token is visible only in the layers it ran.
-    `filled` is the share of tokens that are not padding; 0: unknown.
+    Args:
+      decoder: the model.
+      batch: number of prompts.
+      width: padded length of the prompts, in tokens.
+      kv: K/V strategy of the mode; with `"drop"`, a token is visible only in the layers it ran.
+      filled: share of tokens that are not padding; 0: unknown.
     """
     exact = exact_prefill(decoder) if kv != "drop" else None
     if exact is not None:

@@ -284,9 +284,14 @@ def verify_sampling(
     probability min(1, p / q). The first rejected draft is replaced by a draw from max(p - q, 0). If
     none is rejected, the extra token is drawn from p.
 
-    `log_p` are of the full model after `SamplingParams`, at the token before each draft, and at the
-    last draft. Drafts were drawn from `log_q`. `num_drafts` of them are valid; this may depend on
-    the prefix and q, never on the drawn token. Keys are `[batch, draft]` and `[batch, pending]`.
+    Args:
+      log_p: log-probabilities of the full model after `SamplingParams`, at the token before each
+        draft, and at the last draft.
+      log_q: log-probabilities that the drafts were drawn from.
+      drafts: draft tokens.
+      num_drafts: number of valid drafts. May depend on the prefix and q, never on the drawn token.
+      accept_keys: PRNG keys `[batch, draft]`.
+      replace_keys: PRNG keys `[batch, pending]`.
     """
 
     def pick(logs: jax.Array) -> jax.Array:

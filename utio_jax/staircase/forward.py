@@ -60,13 +60,14 @@ class InPlace:
         return leaf
 
     def put(self, leaf: jax.Array, new: jax.Array, start: Any, size: Any) -> jax.Array:
+        del start, size
         return jnp.where(self.runs.reshape(-1, *(1,) * (leaf.ndim - 1)), new, leaf)
 
     def by_blocks(self, step: Callable[[Any, Any, Any], Any], carry: Any) -> Any:
         return step(None, None, carry)
 
     def empty(self, *shape: int, dtype: Any) -> None:
-        return None
+        del shape, dtype
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,9 +122,20 @@ def forward(  # noqa: PLR0913 (arrays of one pass, then its options)
     Each layer is queries, keys and values, attention, output projection and MLP. A traced `stop`
     equal to `start` runs nothing and copies nothing. (`lax.cond` would copy the whole cache.)
 
-    `x` are states at depth `start`. `others` are K/V of tokens that do not run; None: projected
-    from their states. The cache is carried as a whole: donate it; None if `attention` needs none.
-    All further options are those of `over_layers`.
+    Args:
+      decoder: the model.
+      params: its parameters.
+      x: states at depth `start`.
+      places: position encoding of the tokens.
+      cache: carried as a whole; donate it. None if `attention` needs no cache.
+      slots: layout of the tokens that run.
+      attention: storage and visibility of K/V.
+      start: first layer.
+      stop: layer to stop before.
+      others: K/V of tokens that do not run; None: projected from their states.
+      layers: parameters per layer instead of a stack, see `split_layers`.
+      bounds: static bounds of traced depths, for `layers`.
+      unroll: True to unroll static layers instead of using a loop.
     """
     config, first = decoder.config, decoder.config.kv_own
     states, places = flat(x), flat(places)
@@ -173,10 +185,19 @@ def over_layers(  # noqa: PLR0913 (options, each named)
 ) -> Carry:
     """Returns a carry after layers [start, stop), in order.
 
-    A loop over the stack; with `unroll` and static depths, none. With `layers` (see `split_layers`)
-    the program is unrolled. If `start` or `stop` are traced, each layer is then a loop of at most
-    one turn: a conditional would copy the carry. They lie between the static `bounds`; by default
-    anywhere. `body` maps a layer's index, its parameters and the carry to the carry.
+    A loop over the stack. With `layers` (see `split_layers`) the program is unrolled. If `start` or
+    `stop` are traced, each layer is a loop of at most one turn: a conditional would copy the carry.
+
+    Args:
+      decoder: the model.
+      params: its parameters.
+      body: maps a layer's index, its parameters and the carry to the carry.
+      carry: any pytree.
+      start: first layer.
+      stop: layer to stop before.
+      layers: see `split_layers`.
+      bounds: between which traced `start` and `stop` lie; by default anywhere. Static.
+      unroll: where `start` and `stop` are static, no loop over the stack.
     """
     if layers is None and unroll:
         for index in range(int(start), int(stop)):
@@ -190,13 +211,16 @@ def over_layers(  # noqa: PLR0913 (options, each named)
     low = start if isinstance(start, int) else low
     high = stop if isinstance(stop, int) else high
     static = isinstance(start, int) and isinstance(stop, int)
+
+    def one(index: int, carry: Carry) -> Carry:
+        return body(jnp.int32(index), layers[index], carry)
+
     for index in range(low, high):
-        one = partial(body, jnp.int32(index), layers[index])
         if static:
-            carry = one(carry)
+            carry = one(index, carry)
             continue
         runs = jnp.asarray((start <= index) & (index < stop), jnp.int32)
-        carry = jax.lax.fori_loop(0, runs, lambda _, carry, one=one: one(carry), carry)
+        carry = jax.lax.fori_loop(0, runs, lambda _, carry, i=index: one(i, carry), carry)
     return carry
 
 
@@ -322,8 +346,19 @@ def project_states(  # noqa: PLR0913 (arrays of one segment)
 ) -> tuple[KVCache, int | Int[Array, ""]]:
     """Projects frozen states to the K/V of layers [start, stop) in a cache.
 
-    Returns the cache, and the number of layers whose K/V were projected. `put` writes those of one
-    layer: a `KVAccess.write`, for instance of `write_at`. `layers` and `bounds`: see `over_layers`.
+    Returns the cache, and the number of layers whose K/V were projected.
+
+    Args:
+      decoder: the model.
+      params: its parameters.
+      cache: K/V cache of all rows.
+      x: frozen hidden states.
+      places: position encoding of the tokens.
+      put: writes a layer's K/V: `KVAccess.write`, for instance of `write_at`.
+      start: first layer.
+      stop: layer to stop before.
+      layers: parameters per layer instead of a stack, see `split_layers`.
+      bounds: static bounds of a traced `start`.
     """
     config = decoder.config
 

@@ -123,7 +123,16 @@ def staircase(  # noqa: PLR0913 (options, each named)
     if within:  # Upper layers read the K/V of lower layers there.
         batch, width, _ = tokens.x.shape
         cache = init_cache(decoder.config, batch=batch, slots=width, dtype=tokens.x.dtype)
-    done = run_pass(model, tokens, policy, token_ids, frozen, packing, readout, cache)
+    done = run_pass(
+        model,
+        tokens,
+        policy,
+        token_ids=token_ids,
+        frozen=frozen,
+        packing=packing,
+        readout=readout,
+        cache=cache,
+    )
     return dataclasses.replace(done, cache=None) if within else done
 
 
@@ -131,16 +140,24 @@ def run_pass(
     model: Model,
     tokens: Tokens,
     policy: Policy,
+    *,
     token_ids: Inputs,
     frozen: Propagate,
     packing: Packing,
-    readout: Readout | None,
-    cache: Any,
+    readout: Readout | None = None,
+    cache: Any = None,
 ) -> StaircaseResult:
-    """Runs live tokens from depth 0 to the depths that the policy decides, segment by segment.
+    """Runs tokens from depth 0 to the depths that the policy decides, segment by segment.
 
-    `packing` chooses the attention of each token; the cache is of the executor's kind. See
-    `staircase` for all else.
+    Args:
+      model: decoder, parameters and executor.
+      tokens: tokens at depth 0, all live.
+      policy: decides at each of its depths which tokens continue.
+      token_ids: ids of these tokens.
+      frozen: K/V strategy for tokens that exit.
+      packing: chooses the attention of each token, segment by segment.
+      readout: function of every token's logits at its depth.
+      cache: K/V cache of the executor.
     """
     decoder, params, executor = model.decoder, model.params, model.executor
     config, depths = decoder.config, policy.depths

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,7 @@ from utio_jax.contrib.denoising.settings import Best, Canvas, Refresh, Reveal, S
 from utio_jax.core.arrays import flat, map_head, most_probable
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.pytrees import pytree
-from utio_jax.decoding.cached import Attend, Block, Layers, run_layers
+from utio_jax.decoding.cached import Attend, Block, Layers, Span, run_layers
 from utio_jax.staircase.base import Sources
 
 _FAR = 1e6  # Beyond any score.
@@ -427,7 +427,7 @@ class Loop:
 
         places = self.decoder.encode_positions(index)
         block = Block(positions=index, valid=slots.used, places=places)
-        options: dict[str, Any] = {"start": span[0], "stop": span[1], "layers": given.layers}
+        options: Span = {"start": span[0], "stop": span[1], "layers": given.layers}
         return run_layers(self.decoder, given.params, state.cache, x, block, attention, **options)
 
     def _decide(self, given: Inputs, state: State) -> State:
