@@ -39,7 +39,7 @@ from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.base import DecodeContext, Plain
 from utio_jax.decoding.loop import advance, begin
 from utio_jax.decoding.prefill import fastest_prefill
-from utio_jax.decoding.state import check_stops
+from utio_jax.decoding.state import stop_rules
 from utio_jax.policies.depth import Thresholded, random_depths
 from utio_jax.staircase.capacity import fit_row_shares
 from utio_jax.staircase.microbatches import MicroBatches
@@ -223,7 +223,7 @@ class Model:
             mode = Adaptive(policy=self.policy(way.get("budget", BUDGET)))
         if way.get("mode") == "full prompts":  # A token under "drop" is seen as deep as it ran.
             mode = Adaptive(policy=full_depth(self.decoder), kv="drop")
-        stops = check_stops((), (), rows=rows, vocab_size=self.decoder.config.vocab_size)
+        stops = stop_rules([((), ())] * rows)
         stops = jax.tree.map(jnp.asarray, stops)
         return DecodeContext(
             decoder=self.decoder,

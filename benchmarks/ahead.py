@@ -34,7 +34,7 @@ from utio_jax.decoding.admission import empty_state
 from utio_jax.decoding.base import DecodeContext, Mode, Plain
 from utio_jax.decoding.loop import advance, begin
 from utio_jax.decoding.prefill import Prefill, fastest_prefill
-from utio_jax.decoding.state import check_stops
+from utio_jax.decoding.state import stop_rules
 from utio_jax.engine.blocks import block_room, run_block
 from utio_jax.engine.requests import fresh_of
 from utio_jax.models.presets import SHAPES, SHARED_16, with_layers
@@ -207,7 +207,7 @@ class Programs:
     def context(self, mode: Mode, rows: int) -> DecodeContext:
         """Returns what stays the same while rows are decoded greedily."""
         config = self.decoder.config
-        stops = check_stops(config.eos_ids, (), rows=rows, vocab_size=config.vocab_size)
+        stops = stop_rules([(config.eos_ids, ())] * rows, vocab_size=config.vocab_size)
         return DecodeContext(
             decoder=self.decoder,
             params=self.params,

@@ -24,18 +24,8 @@ from utio_jax.decoding.cached import block_at, run_segment
 from utio_jax.decoding.sampling import DRAW, token_keys
 from utio_jax.decoding.state import DecodeState
 
-
-@pytree
-class Pending:
-    """Pending tokens of rows, each row's last token and its drafts, after a drafter's layers.
-
-    Attributes:
-      cache: K/V cache, with the K/V of pending tokens in these layers.
-      x: hidden states after these layers.
-    """
-
-    cache: KVCache
-    x: Float[Array, "batch pending dim"]
+Pending = tuple[KVCache, Float[Array, "batch pending dim"]]
+"""K/V cache and states of each row's last token and its drafts, after a drafter's layers."""
 
 
 @pytree
@@ -96,9 +86,10 @@ class ExitDrafter:
         decoder, params = context.decoder, context.params
         batch, vocab = state.lengths.shape[0], decoder.config.vocab_size
         rows, active = jnp.arange(batch, dtype=jnp.int32), state.active
-        states = jax.eval_shape(decoder.embed, params, state.last_ids, state.positions)
+        one = jax.eval_shape(decoder.embed, params, state.last_ids, state.positions)
         greedy = context.sampling is None
-        blank = jnp.zeros((batch, most + 1, states.shape[-1]), states.dtype)
+        blank = jnp.zeros((batch, most + 1, one.shape[-1]), one.dtype)
+        run = partial(run_segment, decoder, params, width=context.width, layers=context.layers)
         none = Proposal(
             pending=None,
             token_ids=jnp.zeros((batch, most), jnp.int32),
@@ -111,71 +102,44 @@ class ExitDrafter:
         def step(
             at: jax.Array, carry: tuple[Pending, Proposal, jax.Array]
         ) -> tuple[Pending, Proposal, jax.Array]:
-            pending, now, last = carry
+            (cache, states), now, last = carry
             positions = (state.positions + at)[:, None]
-            x, cache = run_segment(
-                decoder,
-                params,
-                pending.cache,
-                decoder.embed(params, last[:, None], positions),
-                block_at(decoder, positions, active[:, None]),
-                start=0,
-                stop=self.depth,
-                width=context.width,
-                layers=context.layers,
-            )
-            stored = jnp.where(active[:, None, None], x, pending.x[:, at][:, None])
+            block = block_at(decoder, positions, active[:, None])
+            x = decoder.embed(params, last[:, None], positions)
+            x, cache = run(cache, x, block, start=0, stop=self.depth)
+            stored = jnp.where(active[:, None, None], x, states[:, at][:, None])
             (start, stop), guessing = self.upper, at < most
             if start < stop:
-                x, cache = run_segment(
-                    decoder,
-                    params,
-                    cache,
-                    x,
-                    block_at(decoder, positions, active[:, None]),
-                    start=start,
-                    stop=jnp.where(guessing, stop, start),
-                    width=context.width,
-                    layers=context.layers,
-                    bounds=(start, stop),
-                )
+                end = jnp.where(guessing, stop, start)
+                x, cache = run(cache, x, block, start=start, stop=end, bounds=(start, stop))
 
             def skip() -> tuple[jax.Array, jax.Array | None]:
                 return last, None if greedy else jnp.zeros((batch, vocab), jnp.float32)
 
+            def guess() -> tuple[jax.Array, jax.Array | None]:
+                seen = apply_exit_lens(decoder, params, x[:, 0], self.exit)
+                logits = decoder.unembed(params, seen).astype(jnp.float32)
+                drafts = now.token_ids
+                logits = process(context, state, logits[:, None], positions + 1, drafts)[:, 0]
+                if context.sampling is None:
+                    return most_probable(logits), None
+                log_q = jax.nn.log_softmax(context.sampling(logits), axis=-1)
+                keys = round_keys(state, positions + 1, DRAW)[:, 0]
+                return jax.vmap(jax.random.categorical)(keys, log_q).astype(jnp.int32), log_q
+
             # The last draft needs no successor. (The cache does not pass through the conditional.)
-            guess = partial(self._guess, context, state, x[:, 0], positions, now.token_ids)
             new, log_q = jax.lax.cond(guessing, guess, skip)
             slot = jnp.where(active, at, most)
             drawn = None if now.log_q is None else now.log_q.at[rows, slot].set(log_q, mode="drop")
-            x = jax.lax.dynamic_update_slice_in_dim(pending.x, stored, at, axis=1)
+            states = jax.lax.dynamic_update_slice_in_dim(states, stored, at, axis=1)
             now = dataclasses.replace(
                 now, token_ids=now.token_ids.at[rows, slot].set(new, mode="drop"), log_q=drawn
             )
-            return Pending(cache=cache, x=x), now, jnp.where(active, new, last)
+            return (cache, states), now, jnp.where(active, new, last)
 
-        begun = Pending(cache=state.cache, x=blank), none, state.last_ids
+        begun = (state.cache, blank), none, state.last_ids
         pending, drafted, _ = jax.lax.fori_loop(jnp.int32(0), none.rounds, step, begun)
         return dataclasses.replace(drafted, pending=pending)
-
-    def _guess(
-        self,
-        context: DecodeContext,
-        state: DecodeState,
-        x: Float[Array, "batch dim"],
-        positions: Int[Array, "batch 1"],
-        drafts: Int[Array, "batch draft"],
-    ) -> tuple[jax.Array, jax.Array | None]:
-        """Returns the next tokens of the exit's head, and their log-probabilities if drawn."""
-        decoder, params, sampling = context.decoder, context.params, context.sampling
-        seen = apply_exit_lens(decoder, params, x, self.exit)
-        logits = decoder.unembed(params, seen).astype(jnp.float32)
-        logits = process(context, state, logits[:, None], positions + 1, drafts)[:, 0]
-        if sampling is None:
-            return most_probable(logits), None
-        log_q = jax.nn.log_softmax(sampling(logits), axis=-1)
-        keys = round_keys(state, positions + 1, DRAW)[:, 0]
-        return jax.vmap(jax.random.categorical)(keys, log_q).astype(jnp.int32), log_q
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -212,7 +176,6 @@ class NGram:
 
     def propose(self, context: DecodeContext, state: DecodeState, *, most: int) -> Proposal:
         """Returns drafts copied from the rows' own text; runs no layer."""
-        del context
         drafts, counts = self(state.token_ids, state.lengths, drafts=most)
         matched = state.active & (counts > 0)
         return Proposal(

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -189,69 +189,45 @@ def generate(  # noqa: PLR0913 (options, each named)
     """
     if not is_integer(max_batch, 1):
         raise ValueError(f"Wanted a max_batch of at least 1 prompt. Got max_batch={max_batch}.")
-    per_row: dict[str, Any] = {
-        "sampling": sampling,
-        "eos_ids": decoder.config.eos_ids if eos_ids is None else eos_ids,
-        "stop_sequences": stop_sequences,
-        "seeds": seeds,
-        "stop_when": stop_when,
-    }
-    size = len(prompts)
-    if size > max_batch:  # Checks all prompts before the first batch runs.
-        prompts = check_prompts(prompts, config=decoder.config, max_new_tokens=max_new_tokens)
-        size = -(-size // -(-size // max_batch))
+    config, count = decoder.config, len(prompts)
+    # All prompts and their options are checked before the first batch runs.
+    prompts = check_prompts(prompts, config=config, max_new_tokens=max_new_tokens)
+    drawn = check_sampling(sampling, rows=count) or SamplingParams()
+    row_seeds = check_seeds(seeds, rows=count)
+    eos_ids = config.eos_ids if eos_ids is None else eos_ids
+    stops = stops_of_rows(eos_ids, stop_sequences, rows=count)
+    stop_rules(stops, vocab_size=config.vocab_size)
+    size = -(-count // -(-count // max_batch))
+    if size < count:
         width = round_up(max(len(prompt) for prompt in prompts), lengths.prompt_step)
         lengths = dataclasses.replace(lengths, prompt_step=width)
-        batches = _batches(len(prompts), size, per_row, vocab_size=decoder.config.vocab_size)
-        show = count_on_terminal("Prompts that are done")
-    else:
-        batches, show = iter([(slice(None), per_row)]), lambda done, total: None
+    show = count_on_terminal("Prompts that are done") if size < count else lambda done, total: None
     parts = []
-    for rows, options in batches:
+    for start in range(0, count, size):
+        rows = slice(start, min(start + size, count))
+        ends, sequences = zip(*stops[rows], strict=True)
         *_, state = run_chunks(
             decoder,
             params,
             prompts[rows],
             mode=mode,
+            sampling=jax.tree.map(lambda x, rows=rows: x[rows] if np.ndim(x) else x, drawn),
             max_new_tokens=max_new_tokens,
+            eos_ids=ends,
+            stop_sequences=sequences,
+            seeds=row_seeds[rows].tolist(),
             lengths=lengths,
             prefill=prefill,
+            stop_when=stop_when and (lambda row, new, start=start: stop_when(start + row, new)),
             chunk=max_new_tokens if stop_when is None else chunk,
             logits_processor=logits_processor,
             mesh=mesh,
-            **options,
         )
-        devices, layers = check_mesh(mesh), decoder.config.num_layers
-        sizes = {"rows": len(prompts[rows]), "devices": devices, "num_layers": layers}
+        devices, layers = check_mesh(mesh), config.num_layers
+        sizes = {"rows": rows.stop - start, "devices": devices, "num_layers": layers}
         parts.append(collect(state, mode, lengths, **sizes))
-        show(min(len(parts) * size, len(prompts)), len(prompts))
+        show(rows.stop, count)
     return parts[0] if len(parts) == 1 else _joined(parts)
-
-
-def _batches(
-    rows: int, size: int, options: Mapping[str, Any], *, vocab_size: int
-) -> Iterator[tuple[slice, dict[str, Any]]]:
-    """Returns slices of `size` rows, and the options of the rows in each."""
-    drawn = check_sampling(options["sampling"], rows=rows)
-    seeds = check_seeds(options["seeds"], rows=rows)
-    stops = stops_of_rows(options["eos_ids"], options["stop_sequences"], rows=rows)
-    stop_rules(stops, vocab_size=vocab_size)
-    stop_when = options["stop_when"]
-
-    def batch(start: int) -> tuple[slice, dict[str, Any]]:
-        part = slice(start, start + size)
-        ends, sequences = zip(*stops[part], strict=True)
-        return part, {
-            "sampling": SamplingParams()
-            if drawn is None
-            else jax.tree.map(lambda x: x[part], drawn),
-            "eos_ids": ends,
-            "stop_sequences": sequences,
-            "seeds": seeds[part].tolist(),
-            "stop_when": stop_when and (lambda row, new: stop_when(start + row, new)),
-        }
-
-    return map(batch, range(0, rows, size))
 
 
 def _joined(parts: Sequence[Generated]) -> Generated:

@@ -32,7 +32,7 @@ from utio_jax.decoding.base import (
 from utio_jax.decoding.cached import block_at, run_segment
 from utio_jax.decoding.prefill import Prefill, fastest_prefill
 from utio_jax.decoding.sampling import SamplingParams, check_sampling, check_seeds
-from utio_jax.decoding.state import Columns, DecodeState, Tally, check_stops, end_rows
+from utio_jax.decoding.state import Columns, DecodeState, Tally, end_rows, stop_rules, stops_of_rows
 
 Prompts = Sequence[Sequence[int] | np.ndarray]
 """Token ids: a list or an array for each row."""
@@ -122,12 +122,8 @@ def run_chunks(  # noqa: PLR0913 (options, each named)
         prefill.check(decoder, kv=mode.prompt_kv)
     row_seeds = check_seeds(seeds, rows=len(rows))
     drawn = check_sampling(sampling, rows=len(rows))
-    stops = check_stops(
-        config.eos_ids if eos_ids is None else eos_ids,
-        stop_sequences,
-        rows=len(rows),
-        vocab_size=config.vocab_size,
-    )
+    eos_ids = config.eos_ids if eos_ids is None else eos_ids
+    stops = stops_of_rows(eos_ids, stop_sequences, rows=len(rows))
 
     ends = np.asarray([row.size for row in rows], np.int32)
     width = round_up(int(ends.max()), lengths.prompt_step)
@@ -147,7 +143,7 @@ def run_chunks(  # noqa: PLR0913 (options, each named)
         params=params,
         mode=mode,
         sampling=drawn,
-        stops=stops,
+        stops=stop_rules(stops, vocab_size=config.vocab_size),
         logits_processor=as_processor(logits_processor),
     )
     arrays = padded, ends, ends + np.int32(max_new_tokens), row_seeds

@@ -28,7 +28,7 @@ from utio_jax.core.decoder import Decoder, has_exit_lens, name_exits
 from utio_jax.core.pytrees import pytree, static
 from utio_jax.decoding.base import DecodeContext, Mode, Plain, process
 from utio_jax.decoding.cached import block_at, run_segment
-from utio_jax.decoding.drafting import ExitDrafter, NGram, Pending, Proposal, round_keys
+from utio_jax.decoding.drafting import ExitDrafter, NGram, Proposal, round_keys
 from utio_jax.decoding.sampling import (
     ACCEPT,
     DRAW,
@@ -102,15 +102,11 @@ class Lossless(Mode):
             raise ValueError(
                 f"Wanted a max_draft of at least 1 token. Got max_draft={self.max_draft}."
             )
-        if self.drafter == "ngram" and self.exit is not None:
+        if (self.drafter == "exit") != (self.exit is not None):
             raise ValueError(
-                "Wanted drafter='ngram' alone: it copies from the text, and asks no exit. Got "
-                f"exit={self.exit} as well. Leave it out."
-            )
-        if self.drafter == "exit" and self.exit is None:
-            raise ValueError(
-                "Wanted an exit that drafts. Got none. For example: Lossless(exit=4), or without "
-                "an exit Lossless(drafter='ngram')."
+                "Wanted an exit that drafts, or drafter='ngram' alone, which copies from the text. "
+                f"Got drafter={self.drafter!r} and exit={self.exit}. For example: "
+                "Lossless(exit=4), or Lossless(drafter='ngram')."
             )
 
     @property
@@ -164,41 +160,34 @@ class Lossless(Mode):
 
     def _verify(self, context: DecodeContext, state: DecodeState, drafted: Proposal) -> DecodeState:
         """Returns the state after one deep pass over every row's last token and its drafts."""
-        decoder, sampling, drafter = (
-            context.decoder,
-            context.sampling,
-            self._drafter(context.decoder),
-        )
+        decoder, params, sampling = context.decoder, context.params, context.sampling
         active, num_layers, width = state.active, decoder.config.num_layers, context.width
-        depth, pending = drafter.depth, drafted.pending
+        depth, pending = self._drafter(decoder).depth, drafted.pending
         offsets = jnp.arange(self.block, dtype=jnp.int32)[None, :]
         positions = state.positions[:, None] + offsets
         if pending is None:  # No layer has run.
             ids = jnp.concatenate([state.last_ids[:, None], drafted.token_ids], axis=1)
-            pending = Pending(cache=state.cache, x=decoder.embed(context.params, ids, positions))
+            pending = state.cache, decoder.embed(params, ids, positions)
         with jax.named_scope("verify"):
             valid = (offsets <= drafted.counts[:, None]) & active[:, None]
             x, cache = run_segment(
                 decoder,
-                context.params,
-                pending.cache,
-                pending.x,
+                params,
+                *pending,
                 block_at(decoder, positions, valid),
                 start=depth,
                 stop=num_layers,
                 width=width,
                 layers=context.layers,
             )
-            logits = decoder.unembed(context.params, flat(x)).astype(jnp.float32)
+            logits = decoder.unembed(params, flat(x)).astype(jnp.float32)
             logits = logits.reshape(*positions.shape, -1)
+            allowed = process(context, state, logits, positions + 1, drafted.token_ids)
             if sampling is None or drafted.log_q is None:
                 # For drafts that were not drawn, tokens are those of plain decoding.
-                keys = token_keys(state.seeds, positions + 1, DRAW)
-                allowed = process(context, state, logits, positions + 1, drafted.token_ids)
-                own = draw(sampling, allowed, keys)
+                own = draw(sampling, allowed, token_keys(state.seeds, positions + 1, DRAW))
                 verified = verify_tokens(own, drafted.token_ids, drafted.counts)
             else:
-                allowed = process(context, state, logits, positions + 1, drafted.token_ids)
                 verified = verify_sampling(
                     jax.nn.log_softmax(sampling(allowed), axis=-1),
                     drafted.log_q,

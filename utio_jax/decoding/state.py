@@ -47,7 +47,7 @@ def stop_rules(
     rows: Sequence[Stops] = (((), ()),),
     *,
     vocab_size: int = 2**31,
-    room: tuple[int, int, int] | None = None,
+    room: tuple[int, ...] | None = None,
 ) -> StopRules:
     """Returns the stop rules of rows as arrays on the host; by default, one row without rules.
 
@@ -62,10 +62,7 @@ def stop_rules(
     most, count = (max(map(len, column)) for column in zip(*rows, strict=True))
     needed = max(1, most), count, max(sizes, default=0)
     if room is None:
-        ends, several, longest = (
-            max(1, -(-n // m)) for n, m in zip(needed, STOPS_ROOM, strict=True)
-        )
-        room = ends * STOPS_ROOM[0], several * STOPS_ROOM[1], longest * STOPS_ROOM[2]
+        room = tuple(max(1, -(-n // m)) * m for n, m in zip(needed, STOPS_ROOM, strict=True))
     elif any(size > most for size, most in zip(needed, room, strict=True)):
         raise ValueError(
             f"Wanted at most {room[0]} eos_ids and {room[1]} stop_sequences of at most {room[2]} "
@@ -81,40 +78,26 @@ def stop_rules(
         for index, sequence in enumerate(sequences):
             if not len(sequence):
                 raise ValueError("Wanted stop sequences of at least one token. Got an empty one.")
-            what = f"stop sequence {index}"
+            ids = check_ids(sequence, vocab_size=vocab_size, what=f"stop sequence {index}")
             padded[row, index] = -1
-            padded[row, index, longest - len(sequence) :] = check_ids(
-                sequence, vocab_size=vocab_size, what=what
-            )
+            padded[row, index, longest - len(sequence) :] = ids
     return StopRules(eos_ids=eos_ids, sequences=padded)
 
 
-def check_stops(
-    eos_ids: Sequence[int] | Sequence[Sequence[int]],
-    sequences: Sequence[Sequence[int]] | Sequence[Sequence[Sequence[int]]],
-    *,
-    rows: int,
-    vocab_size: int,
-) -> StopRules:
-    """Returns the stop rules of rows. Arguments apply to all rows, or have a list per row."""
-    return stop_rules(stops_of_rows(eos_ids, sequences, rows=rows), vocab_size=vocab_size)
-
-
-_WANTED = {
-    "eos_ids": "eos_ids as a list of token ids",
-    "stop_sequences": "stop_sequences as a list of lists of token ids",
-}
-
-
 def stops_of_rows(eos_ids: Any, sequences: Any, *, rows: int) -> list[Stops]:
-    """Returns the stop rules of each row, see `check_stops`. Raises ValueError for other counts."""
+    """Returns the stop rules of each row. Arguments apply to all rows, or have a list per row.
+
+    Raises:
+      ValueError: arguments are neither, or have lists for another number of rows.
+    """
     for what, given in (("eos_ids", eos_ids), ("stop_sequences", sequences)):
-        items = [given] if isinstance(given, str) or not np.iterable(given) else given
-        ids = what == "stop_sequences" and not all(isinstance(i, str) or _is_list(i) for i in items)
-        if ids or items is not given or any(isinstance(item, str) for item in items):
+        items = given if np.iterable(given) and not isinstance(given, str) else [""]
+        nested = what == "stop_sequences"
+        if not all(_is_list(item) if nested else not isinstance(item, str) for item in items):
             raise ValueError(
-                f"Wanted {_WANTED[what]}, or such lists for each row. Got {given!r:.60}. "
-                "Strings that end a text are stop= of a model, stop_strings= elsewhere."
+                f"Wanted {what} as a list of {'lists of ' * nested}token ids, or such lists for "
+                f"each row. Got {given!r:.60}. Strings that end a text are stop= of a model, "
+                "stop_strings= elsewhere."
             )
     each_ends = any(map(_is_list, eos_ids))
     each_stops = any(_is_list(item) for sequence in sequences for item in sequence)
@@ -176,10 +159,8 @@ class Columns:
         ints, floats = np.zeros(shape, np.int32), np.zeros(shape, np.float32)
         best = None
         if alternatives:
-            best = Alternatives(
-                token_ids=np.zeros((*shape, alternatives), np.int32),
-                log_probabilities=np.zeros((*shape, alternatives), np.float32),
-            )
+            ids = np.zeros((*shape, alternatives), np.int32)
+            best = Alternatives(token_ids=ids, log_probabilities=ids.astype(np.float32))
         return Columns(
             token_ids=ints, decided=ints, executed=ints, log_probabilities=floats, alternatives=best
         )
@@ -195,12 +176,6 @@ class Columns:
         On CPU, arrays on the host may be views of buffers that the next step reuses.
         """
         return jax.tree.map(lambda leaf: np.array(leaf[kept]), self)
-
-    def put(
-        self, rows: Int[Array, "batch 1"], slots: Int[Array, "batch new"], fresh: Columns
-    ) -> Columns:
-        """Returns the columns with new tokens written to some slots of each row."""
-        return jax.tree.map(lambda old, new: old.at[rows, slots].set(new, mode="drop"), self, fresh)
 
 
 @pytree
@@ -244,11 +219,10 @@ class Tally:
 
     def add(self, active: Bool[Array, " batch"], **amounts: Any) -> Tally:
         """Adds amounts, scalar or per row, to the counts of the active rows."""
-        grown = {}
         for name, amount in amounts.items():
             old = getattr(self, name)
-            grown[name] = old + jnp.where(active, amount, 0).astype(old.dtype)
-        return dataclasses.replace(self, **grown)
+            amounts[name] = old + jnp.where(active, amount, 0).astype(old.dtype)
+        return dataclasses.replace(self, **amounts)
 
 
 @pytree
@@ -362,10 +336,12 @@ def emit(
         log_probabilities=chosen - total,
         alternatives=best,
     )
+    columns = dataclasses.replace(columns, token_ids=known)
     kept = jnp.where(offsets < counts[:, None], slots, known.shape[1])
+    columns = jax.tree.map(lambda y, new: y.at[row, kept].set(new, mode="drop"), columns, noted)
     return dataclasses.replace(
         state,
-        columns=dataclasses.replace(columns, token_ids=known).put(row, kept, noted),
+        columns=columns,
         lengths=state.lengths + counts,
         reason=jnp.where(ended, reason, state.reason),
     )

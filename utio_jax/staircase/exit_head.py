@@ -130,8 +130,8 @@ class Head:
                 logits = model.map_head(self._slots, lambda logits: logits, states)
                 self._logits = logits
                 if readout is not None:
-                    self.result = _map_tokens(readout.function, logits, *readout.arrays)
-            decision = _map_tokens(function, logits, *arrays)
+                    self.result = map_tokens(readout.function, logits, *readout.arrays)
+            decision = map_tokens(function, logits, *arrays)
             return where_tokens(self.seen, decision, jnp.zeros_like(decision))
 
         def look(logits: jax.Array, *blocks: jax.Array) -> tuple[jax.Array, Any]:
@@ -156,7 +156,6 @@ class Head:
         return where_tokens(unmapped, mapped, x if self._states is None else self._states)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Reading:
     """Inputs of the LM head and results of the readout, accumulated over the exits of a pass.
 
@@ -167,26 +166,22 @@ class Reading:
       unread: tokens without a readout so far.
     """
 
-    states: Float[Array, "batch token dim"] | None
-    result: Any
-    unread: Bool[Array, "batch token"]
-
-    @classmethod
-    def start(cls, model: Model, tokens: Tokens, depths: tuple[int, ...]) -> Reading:
-        """Returns an empty reading, in which all live tokens are unread."""
+    def __init__(self, model: Model, tokens: Tokens, depths: tuple[int, ...]) -> None:
+        """Prepares a pass, all of whose live tokens are unread."""
         through_lens = any(has_exit_lens(model.decoder, depth) for depth in depths)
-        return cls(states=tokens.x if through_lens else None, result=None, unread=tokens.live)
+        self.states = tokens.x if through_lens else None
+        self.result: Any = None
+        self.unread = tokens.live
 
-    def add(self, head: Head, stops: Bool[Array, "batch token"]) -> Reading:
+    def add(self, head: Head, stops: Bool[Array, "batch token"]) -> None:
         """Adds the tokens that exit at this head."""
-        states, result, unread = self.states, self.result, self.unread
         if head.result is not None and head.seen is not None:
             known = stops & head.seen
-            result = where_tokens(known, head.result, head.result if result is None else result)
-            unread = unread & ~known
-        if states is not None:
-            states = where_tokens(stops, head.states_of(stops), states)
-        return Reading(states=states, result=result, unread=unread)
+            before = head.result if self.result is None else self.result
+            self.result = where_tokens(known, head.result, before)
+            self.unread = self.unread & ~known
+        if self.states is not None:
+            self.states = where_tokens(stops, head.states_of(stops), self.states)
 
     def finish(
         self, model: Model, tokens: Tokens, readout: Readout | None
@@ -212,7 +207,7 @@ def where_tokens(chosen: Bool[Array, "batch token"], new: Any, old: Any) -> Any:
     return jax.tree.map(pick, new, old)
 
 
-def _map_tokens(function: Callable[..., Any], *arrays: jax.Array) -> Any:
+def map_tokens(function: Callable[..., Any], *arrays: jax.Array) -> Any:
     """Applies a function of `[slot, ...]` to all tokens at once; returns `[batch, token, ...]`."""
     result = function(*flat(arrays))
     return jax.tree.map(lambda y: y.reshape(*arrays[0].shape[:2], *y.shape[1:]), result)

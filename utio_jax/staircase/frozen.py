@@ -43,14 +43,12 @@ class Propagate:
 
     def only_live_keys(self, tokens: Tokens) -> bool:
         """Returns True if the next segment projects the K/V of live tokens only."""
-        del tokens
         return False
 
     def freeze(
         self, model: Model, tokens: Tokens, stops: Bool[Array, "batch token"], *, depth: int
     ) -> tuple[Tokens, Work]:
         """Freezes the tokens that exit at a depth; returns all tokens, and the work of freezing."""
-        del model
         live = tokens.live & ~stops
         decided = jnp.where(stops, depth, tokens.depth)
         return dataclasses.replace(tokens, live=live, depth=decided), Work.of()

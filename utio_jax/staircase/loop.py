@@ -159,13 +159,14 @@ def run_pass(
       readout: function of every token's logits at its depth.
       cache: K/V cache of the executor.
     """
-    executor, depths = model.executor, policy.depths
-    reading, work = Reading.start(model, tokens, depths), []
+    decoder, params, executor = model.decoder, model.params, model.executor
+    config, depths = decoder.config, policy.depths
+    reading, work = Reading(model, tokens, depths), []
     memory = policy.start(token_ids, tokens.positions)
     decisions = [Work.of() for _ in depths]
     branch = jnp.zeros_like(tokens.depth)  # Index into `depths` of each token's branch.
 
-    for index, segment in enumerate(segments_of(model.decoder.config, depths)):
+    for index, segment in enumerate(segments_of(config, depths)):
         # 1. Pack the tokens of this segment into slots; some may see fewer keys.
         running = tokens
         if segment.branch is not None:
@@ -176,16 +177,10 @@ def run_pass(
         (start, stop), alone = segment.layers, frozen.only_live_keys(running)
         with jax.named_scope(f"segment_{start}_{stop}"):
             x, cache = executor.run_layers(
-                model.decoder,
-                model.params,
-                running,
-                slots,
-                (start, stop),
-                cache,
-                only_live_keys=alone,
+                decoder, params, running, slots, (start, stop), cache, only_live_keys=alone
             )
             tokens, running = (dataclasses.replace(old, x=x) for old in (tokens, running))
-        kv_layers, live = count_kv_layers(model.decoder.config, start, stop, only_live_keys=alone)
+        kv_layers, live = count_kv_layers(config, start, stop, only_live_keys=alone)
         spent = packing.work + executor.work(
             slots, stop - start, kv_layers=kv_layers, live_kv_layers=live
         )
@@ -209,7 +204,7 @@ def run_pass(
             branch += going.astype(branch.dtype)
 
         # 4. Freeze all others. The head reads each token once: where a policy did, or at the end.
-        reading = reading.add(head, stops)
+        reading.add(head, stops)
         tokens, froze = frozen.freeze(model, tokens, stops, depth=segment.depth)
         work.append(spent + froze + head.work)
 

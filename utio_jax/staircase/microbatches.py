@@ -104,7 +104,6 @@ class MicroBatches:
     def pack(
         self, segment: int, live: Bool[Array, "batch token"], *, causal: bool = True
     ) -> PackedSlots:
-        del segment
         counts = jnp.sum(live, axis=1, dtype=jnp.int32)
         in_order = jnp.cumsum(live.reshape(-1), dtype=jnp.int32) - 1
         rows = self.cover(live.shape[1], causal=causal), jnp.cumsum(counts) - counts, counts

@@ -40,7 +40,6 @@ class Packing:
 
     def asks(self, index: int) -> bool:
         """Returns True if `look` needs the LM head at an exit, even if the policy does not."""
-        del index
         return False
 
     def look(self, index: int, boundary: Boundary, memory: Any) -> None:
@@ -71,12 +70,10 @@ class AttentionPattern:
         self, model: Model, tokens: Tokens, token_ids: jax.Array, depths: tuple[int, ...]
     ) -> Packing:
         """Returns the packing of a pass whose segments end at `depths`."""
-        del tokens, token_ids, depths
         return Packing(model)
 
     def flops(self, decoder: Decoder, params: Params, work: Work, *, segments: int) -> float:
         """Returns the FLOPs of a pass's choices, without the LM heads that they read."""
-        del decoder, params, work, segments
         return 0.0
 
     def spared_keys(
@@ -89,7 +86,6 @@ class AttentionPattern:
           depths: ends of the pass's segments.
           keys: number of keys that dense attention reads for each position.
         """
-        del chosen, depths, keys
         return 0.0
 
 

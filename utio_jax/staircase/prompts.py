@@ -202,11 +202,7 @@ class PromptChoice:
         return fields
 
     def policy(self, decoder: Decoder, *, prompt_tokens: int = _EVERYTHING) -> PromptImportance:
-        """Returns the exit policy of these settings.
-
-        Args:
-          decoder: the model.
-          prompt_tokens: maximum prompt length; later tokens of a row run all layers.
+        """Returns the exit policy of these settings; tokens after `prompt_tokens` run all layers.
 
         Raises:
           ValueError: `stop` is not between 1 and the number of layers minus 1.

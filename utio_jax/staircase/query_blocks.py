@@ -51,7 +51,6 @@ class QueryBlocks:
 
     def key_slots(self, tokens: int) -> Float[Array, ""]:
         """Returns the number of query-key pairs of all blocks, in rows of `tokens`."""
-        del tokens
         keys = jnp.asarray(self.widths, jnp.float32)[self.reach]
         in_use = jnp.arange(self.row.shape[0]) < self.count
         return self.size * jnp.sum(jnp.where(in_use, keys, 0.0))
@@ -128,42 +127,32 @@ class Cover:
 
         `counts` holds the number of slots of each group.
         """
-        partition, done = [], jnp.zeros_like(counts)
+        partition = []
+        done = jnp.zeros_like(counts)  # Slots of each group that larger blocks cover.
+        longest = min(self.span, self.width)
+        groups_per_row = max(1, -(-self.width // max(1, self.span)))
         for size in dict.fromkeys(self.sizes):
             left = jnp.maximum(counts - done, 0)
             padded = left % size > (MOST_SMALL * self.sizes[1] if size != self.sizes[1] else 0)
             blocks = left // size + padded
-            partition.append(self._blocks(size, token_of_slot, first_slot, counts, done, blocks))
+            ends = jnp.cumsum(blocks)
+            index = jnp.arange(counts.shape[0] * -(-longest // size), dtype=jnp.int32)
+            group = jnp.searchsorted(ends, index, side="right", method=here().search)
+            group = jnp.minimum(group.astype(jnp.int32), counts.shape[0] - 1)
+            offset = done[group] + (index - (ends[group] - blocks[group])) * size
+            row, start = group // groups_per_row, first_slot[group] + offset
+            end = first_slot[group] + jnp.minimum(offset + size, counts[group])
+            widths, keys = self.keys(size, (token_of_slot[start], token_of_slot[end - 1]), row)
+            reach = jnp.sum(keys[:, None] > jnp.asarray(widths[:-1], jnp.int32)[None, :], axis=1)
+            made = self.make(
+                count=ends[-1],
+                row=row,
+                start=start,
+                end=end,
+                reach=reach.astype(jnp.int32),
+                size=size,
+                widths=widths,
+            )
+            partition.append(made)
             done += blocks * size
         return tuple(partition)
-
-    def _blocks(
-        self,
-        size: int,
-        token_of_slot: jax.Array,
-        first_slot: jax.Array,
-        counts: jax.Array,
-        done: jax.Array,
-        blocks: jax.Array,
-    ) -> QueryBlocks:
-        """Returns `blocks` blocks of one size per group, starting after the first `done` slots."""
-        longest = min(self.span, self.width)
-        groups_per_row = max(1, -(-self.width // max(1, self.span)))
-        ends = jnp.cumsum(blocks)
-        index = jnp.arange(counts.shape[0] * -(-longest // size), dtype=jnp.int32)
-        group = jnp.searchsorted(ends, index, side="right", method=here().search)
-        group = jnp.minimum(group.astype(jnp.int32), counts.shape[0] - 1)
-        offset = done[group] + (index - (ends[group] - blocks[group])) * size
-        row, start = group // groups_per_row, first_slot[group] + offset
-        end = first_slot[group] + jnp.minimum(offset + size, counts[group])
-        widths, keys = self.keys(size, (token_of_slot[start], token_of_slot[end - 1]), row)
-        reach = jnp.sum(keys[:, None] > jnp.asarray(widths[:-1], jnp.int32)[None, :], axis=1)
-        return self.make(
-            count=ends[-1],
-            row=row,
-            start=start,
-            end=end,
-            reach=reach.astype(jnp.int32),
-            size=size,
-            widths=widths,
-        )

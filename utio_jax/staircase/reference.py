@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -42,7 +42,6 @@ def everything(
     key_positions: Int[Array, "batch token"],
 ) -> Bool[Array, "batch token token"]:
     """Returns the mask of dense attention: all that a layer shows."""
-    del index
     return mix.visible(positions, key_positions)
 
 
@@ -128,11 +127,10 @@ def apply_layer(
 
     `keys_values` are the K/V to attend to; None: the layer projects them from `x`.
     """
-    rows = lambda y: y.reshape(*x.shape[:2], *y.shape[1:])  # noqa: E731
     keys, values = keys_values or dense_keys_values(decoder, layer, x, places)
-    queries = rows(decoder.queries(layer, flat(x), flat(places)))
-    attended = flat(mix(queries, keys, values, visible))
-    return rows(decoder.finish_layer(layer, flat(x), attended))
+    queries = decoder.queries(layer, flat(x), flat(places))
+    attended = mix(queries.reshape(*x.shape[:2], *queries.shape[1:]), keys, values, visible)
+    return decoder.finish_layer(layer, flat(x), flat(attended)).reshape(x.shape)
 
 
 def read_side_by_side(rows: Iterable[tuple[jax.Array, ...]]) -> tuple[jax.Array, jax.Array]:
@@ -160,53 +158,34 @@ def dense_states(
     """
     if start is not None:
         check_own_kv(decoder, what="a pass that begins at later states")
-    least, most = (start or (0,))[0], decoder.config.num_layers
+    config, least = decoder.config, (start or (0,))[0]
+    most = config.num_layers
     if wrong := [depth for depth in depths if not least <= depth <= most]:
         raise ValueError(f"Wanted depths from {least} to {most} layers. Got {wrong}.")
     positions, valid = positions_of(token_ids, lengths)
     places = decoder.encode_positions(positions)
     key_positions = jnp.where(valid, positions, NOWHERE)
+    made: dict[int, tuple[jax.Array, ...]] = {}  # Keys and values, of layers that share them.
 
-    def run_one(index: jax.Array, x: jax.Array) -> jax.Array:
-        mix = mixer_at(decoder, index)
-        visible = mix.visible(positions, key_positions)
-        return apply_layer(decoder, layer_at(decoder, params, index), x, places, mix, visible)
-
-    done, x = start or (0, decoder.embed(params, token_ids, positions))
-    if decoder.config.shares_kv:
-        return _dense_shared(decoder, params, x, places, positions, key_positions, depths)
-    states = {}
-    for depth in sorted({*depths}):
-        states[depth] = x = jax.lax.fori_loop(done, depth, run_one, x)
-        done = depth
-    return tuple(states[depth] for depth in depths)
-
-
-def _dense_shared(
-    decoder: Decoder,
-    params: Params,
-    x: Float[Array, "batch token dim"],
-    places: PositionEncoding,
-    positions: Int[Array, "batch token"],
-    key_positions: Int[Array, "batch token"],
-    depths: tuple[int, ...],
-) -> tuple[Float[Array, "batch token dim"], ...]:
-    """Implements `dense_states` for models that share K/V between layers."""
-    made: dict[int, tuple[jax.Array, ...]] = {}
-    config = decoder.config
-
-    def run_one(index: int, x: jax.Array) -> jax.Array:
-        for row in config.kv_made(index, index + 1):
-            made[row] = dense_keys_values(decoder, layer_at(decoder, params, row), x, places)
-        read = read_side_by_side(made[row] for row in config.kv_read(index))
+    def run_one(index: Any, x: jax.Array) -> jax.Array:
+        read = None
+        if config.shares_kv:
+            for row in config.kv_made(index, index + 1):
+                made[row] = dense_keys_values(decoder, layer_at(decoder, params, row), x, places)
+            read = read_side_by_side(made[row] for row in config.kv_read(index))
         mix, layer = mixer_at(decoder, index), layer_at(decoder, params, index)
         visible = mix.visible(positions, key_positions)
         return apply_layer(decoder, layer, x, places, mix, visible, read)
 
-    branches = [depth for depth in depths if depth in config.branch_depths]
-    states = {0: x}
-    for index in range(max(config.kv_own if d in branches else d for d in depths)):
-        states[index + 1] = run_one(index, states[index])
+    done, x = start or (0, decoder.embed(params, token_ids, positions))
+    states, branches = {0: x}, [depth for depth in depths if depth in config.branch_depths]
+    if config.shares_kv:
+        for index in range(max(config.kv_own if d in branches else d for d in depths)):
+            states[index + 1] = run_one(index, states[index])
+    else:
+        for depth in sorted({*depths}):
+            states[depth] = x = jax.lax.fori_loop(done, depth, run_one, x)
+            done = depth
     for depth in branches:
         x = states[config.kv_own]
         for index in range(*config.upper_layers(depth)):

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
 
@@ -17,7 +16,6 @@ from jaxtyping import Array, Bool, Float, Int
 
 from utio_jax.core.arrays import (
     executed_heads,
-    flat,
     forward_only,
     map_head,
     most_probable,
@@ -33,7 +31,7 @@ from utio_jax.policies.base import Policy
 from utio_jax.policies.depth import Thresholded, uniform
 from utio_jax.staircase.base import Executor
 from utio_jax.staircase.capacity import choose_executor
-from utio_jax.staircase.exit_head import Readout
+from utio_jax.staircase.exit_head import Readout, map_tokens
 from utio_jax.staircase.loop import check_policy, count_kv_layers, staircase
 from utio_jax.staircase.microbatches import MicroBatches
 from utio_jax.staircase.packing import DENSE, AttentionPattern
@@ -163,15 +161,14 @@ def score_dense(
         key_slots=slots * float(depth * token_ids.shape[1]),
         heads=jnp.int32(executed_heads(token_ids.size)),
     )
-    work = stack_work([work])
     with jax.named_scope("head"):
         labels, predicted = labels_of(token_ids, lengths)
-        nll = _read_all(decoder, params, next_token_nll, x, labels)
+        nll = map_tokens(partial(map_head, decoder, params, next_token_nll), x, labels)
     return Scores(
         log_likelihood=jnp.where(predicted, -nll, 0.0),
         predicted=predicted,
         depths=jnp.where(valid, depth, 0),
-        work=work,
+        work=stack_work([work]),
         x=x,
     )
 
@@ -248,14 +245,6 @@ def labels_of(
     return labels, jnp.arange(token_ids.shape[1])[None, :] < lengths[:, None] - 1
 
 
-def _read_all(
-    decoder: Decoder, params: Params, function: Callable[..., Any], x: jax.Array, *arrays: jax.Array
-) -> Any:
-    """Returns `function(logits, *arrays)` of every token, `[batch, token, ...]`."""
-    result = map_head(decoder, params, function, *flat((x, *arrays)))
-    return jax.tree.map(lambda y: y.reshape(*x.shape[:2], *y.shape[1:]), result)
-
-
 @pytree
 class Comparison:
     """Token-by-token comparison of early-exit states with full depth, in nats; 0 without a label.
@@ -283,7 +272,6 @@ def compare_states(
     x: Float[Array, "batch token dim"],
     x_full: Float[Array, "batch token dim"] | None = None,
     *,
-    executor: MicroBatches = MicroBatches(),
     mesh: Mesh | None = None,
 ) -> Comparison:
     """Compares the predictions of states `x` with those of full-depth `x_full`, teacher-forced.
@@ -293,11 +281,12 @@ def compare_states(
     if mesh is not None:
 
         def on_device(params: Params, rows: Rows) -> Rows:
-            return Rows(compare_states(decoder, params, *rows.tree, executor=executor))
+            return Rows(compare_states(decoder, params, *rows.tree))
 
         return over_rows(mesh, on_device, params, Rows((token_ids, lengths, x, x_full))).tree
     labels, predicted = labels_of(token_ids, lengths)
     others = () if x_full is None else (x_full,)
+    executor = MicroBatches()
 
     def compare(logits: jax.Array, label: jax.Array, *others: jax.Array) -> dict[str, jax.Array]:
         full = [decoder.unembed(params, other).astype(jnp.float32) for other in others]
@@ -341,7 +330,8 @@ def exit_nll(
     states = dense_states(decoder, params, token_ids, lengths, depths=exits)
     states = [apply_exit_lens(decoder, params, *pair) for pair in zip(states, exits, strict=True)]
     labels, predicted = labels_of(token_ids, lengths)
-    nll = jnp.stack([_read_all(decoder, params, next_token_nll, x, labels) for x in states])
+    read = partial(map_head, decoder, params, next_token_nll)
+    nll = jnp.stack([map_tokens(read, x, labels) for x in states])
     return jnp.where(predicted, nll, 0.0)
 
 
