@@ -76,14 +76,8 @@ def ratio_interval(
 
     So of few, skewed documents it is covered less often than is said.
 
-    None: fewer than five documents, or a draw whose denominator is not above 0.
-
-    Args:
-      numerator: of each row.
-      denominator: of each row.
-      documents: document of each row; any numbers.
-      draws: of the documents.
-      seed: of the draws.
+    None: fewer than five documents, or a draw whose denominator is not above 0. `documents` are any
+    numbers.
     """
     names, member = np.unique(documents, return_inverse=True)
     if len(names) < FEWEST:
@@ -169,13 +163,10 @@ class HullBootstrap:
 
 
 def hull_of(points: Sequence[tuple[np.ndarray, np.ndarray]], ratio: np.ndarray) -> np.ndarray:
-    """Returns the lower convex hull at one `flops_ratio` per draw; NaN left of its points.
+    """Returns the lower convex hull at a `flops_ratio` of each draw; NaN left of its points.
 
-    That is the lowest of all chords between two of its points.
-
-    Args:
-      points: `flops_ratio` and loss of each, `[draw]`; the dearest is last.
-      ratio: `flops_ratio` at which the hull is read, `[draw]`.
+    That is the lowest of all chords between two of its points. These are pairs of `flops_ratio` and
+    loss, `[draw]` each, the dearest last.
     """
     best = np.full(ratio.shape, np.nan)
     for (x0, y0), (x1, y1) in itertools.combinations(points, 2):

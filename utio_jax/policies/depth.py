@@ -120,6 +120,16 @@ def spread_thresholds(
     return np.asarray(spread, np.float32)
 
 
+def widen(policy: Thresholded, depths: tuple[int, ...]) -> Thresholded:
+    """Returns the same decisions over more depths, see `spread_thresholds`."""
+    shares = policy.row_shares
+    if shares is not None:  # Of the segment that begins or goes on at each start.
+        known, starts = (*shares, 0.0), (0, *depths[:-1])
+        shares = tuple(known[sum(own <= start for own in policy.depths)] for start in starts)
+    thresholds = jnp.asarray(spread_thresholds(policy, depths))
+    return dataclasses.replace(policy, thresholds=thresholds, depths=depths, row_shares=shares)
+
+
 def same_signal(one: Signal, other: Signal) -> bool:
     """Returns whether two signals give the same scores: of one class, with the same contents."""
     ours, theirs = jax.tree.flatten(one), jax.tree.flatten(other)

@@ -12,6 +12,7 @@ Counts are traced, so new scores never recompile; only depths and `min_bucket` a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -239,7 +240,7 @@ def run_buckets(
     group = _merge_small(decided, len(depths), size) if merge_small else decided
     item_of_slot, _ = stable_partition(group, len(depths))
     counts = jnp.sum(jax.nn.one_hot(group, len(depths), dtype=jnp.int32), axis=0)
-    ends = jnp.cumsum(counts)
+    starts, blocks = jnp.cumsum(counts) - counts, -(-counts // size)
 
     block = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct((size, *leaf.shape[1:]), leaf.dtype), flat
@@ -253,43 +254,27 @@ def run_buckets(
     outputs = jax.tree.map(
         lambda leaf: jnp.zeros((num_items, *leaf.shape[1:]), leaf.dtype), shapes[0]
     )
+
+    def run_block(index: jax.Array, outputs: Any, *, bucket: int) -> Any:
+        slots = starts[bucket] + index * size + jnp.arange(size, dtype=jnp.int32)
+        items = item_of_slot[jnp.minimum(slots, num_items - 1)]
+        results = forward(jax.tree.map(lambda leaf: leaf[items], flat), depths[bucket])
+        # Padding repeats a real item; its result is dropped.
+        where = jnp.where(slots < starts[bucket] + counts[bucket], items, num_items)
+        return jax.tree.map(
+            lambda all_, new: all_.at[where].set(new, mode="drop"), outputs, results
+        )
+
     if num_items:
-        for bucket, depth in enumerate(depths):
-            run = lambda block, depth=depth: forward(block, depth)  # noqa: E731
-            span = ends[bucket] - counts[bucket], ends[bucket]
-            outputs = _run_bucket(run, flat, outputs, item_of_slot, span, size)
-    blocks = -(-counts // size)
+        for bucket in range(len(depths)):
+            run = partial(run_block, bucket=bucket)
+            outputs = jax.lax.fori_loop(0, blocks[bucket], run, outputs)
     return BucketResults(
         outputs=jax.tree.map(lambda leaf: leaf.reshape(*lead, *leaf.shape[1:]), outputs),
         depth_of_token=jnp.asarray(depths, jnp.int32)[group].reshape(lead),
         involuntary_stays=jnp.sum(group != decided, dtype=jnp.int32),
         slots_used=blocks * size,
     )
-
-
-def _run_bucket(
-    run: Callable[[Any], Any],
-    inputs: Any,
-    outputs: Any,
-    item_of_slot: jax.Array,
-    span: tuple[jax.Array, jax.Array],
-    size: int,
-) -> Any:
-    """Returns the outputs with one bucket's items replaced, computed in blocks of `size`."""
-    num_items, (start, end) = item_of_slot.shape[0], span
-
-    def body(index: jax.Array, outputs: Any) -> Any:
-        slots = start + index * size + jnp.arange(size, dtype=jnp.int32)
-        items = item_of_slot[jnp.minimum(slots, num_items - 1)]
-        results = run(jax.tree.map(lambda leaf: leaf[items], inputs))
-        # Padding repeats a real item; its result is dropped.
-        where = jnp.where(slots < end, items, num_items)
-        return jax.tree.map(
-            lambda all_, new: all_.at[where].set(new, mode="drop"), outputs, results
-        )
-
-    blocks = -(-(end - start) // size)
-    return jax.lax.fori_loop(0, blocks, body, outputs)
 
 
 def _merge_small(bucket: Int[Array, " item"], buckets: int, least: int) -> Int[Array, " item"]:
