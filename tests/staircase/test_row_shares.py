@@ -7,6 +7,7 @@ import dataclasses
 import itertools
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -40,7 +41,9 @@ def test_a_calibration_knows_the_shares_of_rows_and_keeps_them(
 
 
 def test_more_exits_change_no_decision_and_leave_the_shares_of_the_segments_they_cut() -> None:
-    policy = Thresholded(signal=Position(), thresholds=[1.0], depths=(2, 4), row_shares=(1.0, 0.6))
+    policy = Thresholded(
+        signal=Position(), thresholds=jnp.asarray([1.0]), depths=(2, 4), row_shares=(1.0, 0.6)
+    )
     wide = widen(policy, (1, 2, 3, 4, 6))
     assert wide.depths == (1, 2, 3, 4, 6)
     assert wide.thresholds.tolist() == [-np.inf, 1.0, -np.inf, np.inf]

@@ -151,13 +151,8 @@ def halves(
 ) -> Bool[np.ndarray, " unit"]:
     """Returns the units that a ladder of candidates is fitted to; the others test it.
 
-    Args:
-      groups: of units that stay in one half, as those of one document.
-      units: their name, for the error.
-      max_risk: the bound, in (0, 1), on a risk of 0 or 1.
-      confidence: in (0, 1).
-      bound: its name in the caller.
-      seed: of the draw.
+    Units of one group, such as a document, stay in one half. `max_risk` bounds a risk of 0 or 1.
+    The error calls the units and the bound by the names that the caller gives.
 
     Raises:
       ValueError: fewer units than the guarantee takes.

@@ -38,12 +38,8 @@ def studentised(
 
     The statistic and its standard error times the 95 % quantile of `|value of a draw - value|` over
     that draw's own standard error (symmetric bootstrap-t, Hall 1988). Standard errors are the
-    infinitesimal jackknife's.
-
-    Args:
-      weights: of `drawn_again`.
-      values: of the statistic in each draw, the first on the text as it is.
-      influence: its slope by each document's weight, in each draw.
+    infinitesimal jackknife's. `weights` are of `drawn_again`, `values` of the statistic, and
+    `influence` is its slope by each document's weight.
     """
     errors = np.sqrt((weights * influence**2).sum(axis=1))
     moved = np.abs(values - values[0])

@@ -261,16 +261,10 @@ class Thresholds:
     fractions: tuple[float, ...]
     row_shares: tuple[float, ...] | None = None
 
-    def to_json(self) -> dict[str, list[Any]]:
+    def to_json(self) -> dict[str, Any]:
         """Returns a JSON value: a threshold of -inf, at which no token exits, is null."""
-        thresholds = [None if t == -np.inf else t for t in self.thresholds]
-        shares = {} if self.row_shares is None else {"row_shares": list(self.row_shares)}
-        return {
-            "depths": list(self.depths),
-            "thresholds": thresholds,
-            "fractions": list(self.fractions),
-            **shares,
-        }
+        stored = vars(self) | {"thresholds": [None if t == -np.inf else t for t in self.thresholds]}
+        return {name: value for name, value in stored.items() if value is not None}
 
     @classmethod
     def from_json(cls, stored: Mapping[str, Sequence[Any]]) -> Thresholds:

@@ -24,6 +24,7 @@ from jaxtyping import Array, Bool, Float, Int
 from utio_jax.core.arrays import invert, stable_partition
 from utio_jax.core.decoder import check_depths
 from utio_jax.core.pytrees import pytree, static
+from utio_jax.policies.signals import check_floats
 from utio_jax.staircase.base import check_min_bucket
 
 
@@ -116,11 +117,7 @@ def bucket_tokens(
             "token_of_slot is the order, its slot_of_token the inverse."
         )
     depths, min_bucket = check_depths(depths), check_min_bucket(min_bucket)
-    if jnp.ndim(scores) < 1 or not jnp.issubdtype(jnp.result_type(scores), jnp.floating):
-        raise ValueError(
-            "Wanted floating-point scores of shape [..., token]. "
-            f"Got shape {jnp.shape(scores)} and dtype {jnp.result_type(scores)}."
-        )
+    check_floats(scores, "scores", "[..., token]", 1)
     if (thresholds is None) == (fractions is None):
         raise ValueError(
             "Wanted either thresholds or fractions. Got "
