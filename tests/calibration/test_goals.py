@@ -96,7 +96,7 @@ def test_the_loss_stays_within_its_bound(short: Model, search: Any) -> None:
     for bound in (8.0, 30.0):
         entries, record = MaxLoss(nll_increase_pct=bound).reach(search[0], search[1], quiet)
         ((ratio, entry),) = entries.items()
-        policy = search[0].policy(search[1], entry)
+        policy = entry.policy(search[1], exits=search[0].exits)
         tried = [search[0].studies[number].batch for number in search[0]._tried]
         result = evaluate(short.decoder, short.params, tried, {"": policy}, executor=EXECUTOR)[""]
         row = result.ledger("learned", budget=None, num_layers=4)
@@ -120,7 +120,8 @@ def test_disagreement_is_that_of_the_pass_document_by_document(
     rows = rows_of(text)
     goal = MaxDisagreement(max_disagreement=0.5, confidence=0.5, documents=rows)
     entry = Thresholds(depths=(1, 4), thresholds=(0.66,), fractions=(0.5, 0.5))
-    risks, tokens = goal._disagreement(search[0], search[1], [entry, entry.over((1, 2, 4))])
+    wide = Thresholds(depths=(1, 2, 4), thresholds=(0.66, -np.inf), fractions=(0.5, 0.0, 0.5))
+    risks, tokens = goal._disagreement(search[0], search[1], [entry, wide])
     np.testing.assert_array_equal(risks[0], risks[1])
     np.testing.assert_array_equal(tokens, [len(row) - 1 for row in rows])
     agreed: list[int] = []
@@ -128,7 +129,7 @@ def test_disagreement_is_that_of_the_pass_document_by_document(
         short.decoder,
         short.params,
         text,
-        {"": search[0].policy(search[1], entry)},
+        {"": entry.policy(search[1], exits=search[0].exits)},
         executor=EXECUTOR,
         observe=lambda _, batch, result, depths: agreed.extend(
             np.asarray(result.agree).sum(axis=1)[batch.lengths > 0].tolist()

@@ -7,11 +7,14 @@ import dataclasses
 import itertools
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from utio_jax.core.platform import compiling_for
-from utio_jax.policies.store import Calibration, Thresholds, load_calibration
+from utio_jax.policies.depth import Thresholded, widen
+from utio_jax.policies.signals import Position
+from utio_jax.policies.store import Calibration, load_calibration
 
 
 @pytest.mark.check
@@ -38,11 +41,11 @@ def test_a_calibration_knows_the_shares_of_rows_and_keeps_them(
 
 
 def test_more_exits_change_no_decision_and_leave_the_shares_of_the_segments_they_cut() -> None:
-    entry = Thresholds(
-        depths=(2, 4), thresholds=(1.0,), fractions=(0.5, 0.5), row_shares=(1.0, 0.6)
+    policy = Thresholded(
+        signal=Position(), thresholds=jnp.asarray([1.0]), depths=(2, 4), row_shares=(1.0, 0.6)
     )
-    wide = entry.over((1, 2, 3, 4, 6))
-    assert wide.thresholds == (-np.inf, 1.0, -np.inf, np.inf)
-    assert wide.fractions == (0.0, 0.5, 0.0, 0.5, 0.0)
+    wide = widen(policy, (1, 2, 3, 4, 6))
+    assert wide.depths == (1, 2, 3, 4, 6)
+    assert wide.thresholds.tolist() == [-np.inf, 1.0, -np.inf, np.inf]
     assert wide.row_shares == (1.0, 1.0, 0.6, 0.6, 0.0)
-    assert dataclasses.replace(entry, row_shares=None).over((1, 2, 4)).row_shares is None
+    assert widen(dataclasses.replace(policy, row_shares=None), (1, 2, 4)).row_shares is None

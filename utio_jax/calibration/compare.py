@@ -180,14 +180,13 @@ def compare(  # noqa: PLR0913 (options, each named)
     }
     rows += [row_of(*pair) for pair in read(oracles).items()]
 
-    names = [*calibration.entries, *(["random"] if "learned" in calibration.entries else [])]
     of_name: dict[str, dict[Label, Policy]] = {
         name: {
             (name, budget): calibration.policy(name, budget, exits=exits)
             for budget in chosen
-            if budget in calibration.entries["learned" if name == "random" else name]
+            if budget in fitted
         }
-        for name in names
+        for name, fitted in calibration.fitted.items()
     }
     of_policy: dict[str, list[ComparisonRow]] = {}
     groups = _by_program(of_name, batches[0])
@@ -202,13 +201,16 @@ def compare(  # noqa: PLR0913 (options, each named)
                 for label, result in read(of_name[name]).items()
             ]
         forget_programs()
-    rows += [row for name in names for row in of_policy.get(name, ())]
+    rows += [row for name in of_name for row in of_policy.get(name, ())]
     for name, policy in others.items():
         say(name)
-        ((label, result),) = read({(name, None): policy}).items()
-        rows.append(row_of(label, result))
-        chance = _chance(policy, result[0].histogram, exits, name=f"{CHANCE} {name}")
-        rows += [row_of(*pair) for pair in read({(chance.name, None): chance}).items()]
+        result = read({(name, None): policy})[name, None]
+        rows.append(row_of((name, None), result))
+        histogram, label = result[0].histogram, (f"{CHANCE} {name}", None)
+        depths = exits if {*policy.depths} <= {*exits} else policy.depths
+        counts = jnp.asarray([histogram.get(depth, 0) for depth in depths], jnp.float32)
+        chance = random_depths(counts / jnp.sum(counts), key=jax.random.key(0), depths=depths)
+        rows.append(row_of(label, read({label: chance})[label]))
         forget_programs()
     return rows
 
@@ -238,16 +240,6 @@ def _named_policies(policies: Policies, *, taken: Sequence[str]) -> dict[str, Po
     return dict(pairs)
 
 
-def _chance(
-    policy: Policy, histogram: Mapping[int, int], exits: tuple[int, ...], *, name: str
-) -> Policy:
-    """Returns the control that assigns a policy's depths at random, by their histogram."""
-    depths = exits if {*policy.depths} <= {*exits} else policy.depths
-    counts = jnp.asarray([histogram.get(depth, 0) for depth in depths], jnp.float32)
-    shares = counts / jnp.sum(counts)
-    return random_depths(shares, key=jax.random.key(0), depths=depths, name=name)
-
-
 def hindsight_policies(
     decoder: Decoder,
     params: Params,
@@ -263,12 +255,8 @@ def hindsight_policies(
     signal, on KL to full depth itself as the score. Strong, yet no bound: what frozen K/V do to
     other tokens is not in it.
 
-    Args:
-      decoder: the model.
-      params: its parameters.
-      studies: statistics of a full pass over the text, from `study_exits`; batches of one width.
-      budget: target `flops_ratio`, without padding. Below the first exit's there are no policies.
-      executor: of later passes.
+    `studies` have batches of one width. `budget` is a target `flops_ratio`, without padding; below
+    the first exit's there are no policies.
     """
     harm = predicted_tokens(studies, [study.kl for study in studies])
     cost, exits = token_cost(decoder, params), decoder.config.exits

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Bool, Float
 
 from utio_jax.calibration.studies import ExitStudy, check_varied, predicted_tokens
 from utio_jax.core.arrays import normalise
@@ -181,17 +182,14 @@ def fits_of(policies: Sequence[str] | Mapping[str, Fit]) -> dict[str, Fit]:
     return fits
 
 
-def worth_going_deeper(kl: np.ndarray, cost_of_depth: np.ndarray, price: float) -> np.ndarray:
+def worth_going_deeper(
+    kl: Float[np.ndarray, "exit token"], cost_of_depth: Float[np.ndarray, " exit"], price: float
+) -> Bool[np.ndarray, "boundary token"]:
     """Returns, per token and exit but the last, whether a deeper exit costs less in total.
 
     JEI-DNN's cost-aware target (Regol et al. 2023, arXiv 2310.09163): a gate learns, with the
     logistic loss, to go on where the best of the later exits, its computation included, beats this
-    one.
-
-    Args:
-      kl: `[exit, token]` in nats, of leaving at each exit.
-      cost_of_depth: `[exit]`.
-      price: nats per unit of cost.
+    one. `price` is in nats per unit of cost.
     """
     total = kl + price * np.asarray(cost_of_depth)[:, None]
     best_from = np.minimum.accumulate(total[::-1], axis=0)[::-1]
@@ -199,8 +197,8 @@ def worth_going_deeper(kl: np.ndarray, cost_of_depth: np.ndarray, price: float) 
 
 
 def fit_gates(
-    states: np.ndarray,
-    target: np.ndarray,
+    states: Float[np.ndarray, "exit token dim"],
+    target: Float[np.ndarray, "exit token"] | Bool[np.ndarray, "exit token"],
     *,
     loss: Loss = "squared",
     hidden: int = 64,
@@ -211,16 +209,9 @@ def fit_gates(
     """Returns one gate per exit, all leaves with a leading exit axis, fitted together.
 
     Gates learn from whitened states, on which Adam sees every direction at one scale; the whitening
-    is a part of the first matrix afterwards, and costs nothing.
-
-    Args:
-      states: `[exit, token, dim]`.
-      target: `[exit, token]`: numbers for the squared loss, booleans for the logistic one.
-      loss: `"squared"` or `"logistic"`.
-      hidden: width of the gates.
-      steps: of AdamW, with a linearly falling rate.
-      batch: tokens per step.
-      seed: of initialisation and sampling.
+    is a part of the first matrix afterwards, and costs nothing. Targets are numbers for the squared
+    loss, booleans for the logistic one. There are `steps` of AdamW on `batch` tokens each, with a
+    linearly falling rate.
     """
     import optax
 
@@ -268,15 +259,14 @@ def fit_gates(
     return dataclasses.replace(gates, hidden=folded, hidden_bias=bias)
 
 
-def fit_linear_gates(states: np.ndarray, target: np.ndarray) -> StateGate:
+def fit_linear_gates(
+    states: Float[np.ndarray, "exit row dim"], target: Float[np.ndarray, "exit row"]
+) -> StateGate:
     """Returns gates that are linear in normalised states, by ridge regression.
 
-    The penalty minimises the squared leave-one-out error, which the singular values give in closed
-    form (Allen 1974). At the largest penalty, gates are constants.
-
-    Args:
-      states: `[exit, row, dim]`, one for each row: a text has few, each an example.
-      target: `[exit, row]`.
+    A text has few rows, and each is one example. The penalty minimises the squared leave-one-out
+    error, which the singular values give in closed form (Allen 1974). At the largest penalty, gates
+    are constants.
     """
     weights, biases = [], []
     for one, exit_target in zip(states, target, strict=True):

@@ -213,7 +213,10 @@ class MaxDisagreement:
             search.decoder,
             search.params,
             list(batches),
-            {str(i): search.policy(signal, entry) for i, entry in enumerate(candidates)},
+            {
+                str(index): entry.policy(signal, exits=search.exits)
+                for index, entry in enumerate(candidates)
+            },
             executor=search.executor,
             mesh=search.mesh,
             observe=observe,

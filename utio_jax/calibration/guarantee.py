@@ -130,12 +130,7 @@ def fit_ladder(
 ) -> Fitted:
     """Returns the cheapest setting by `fit_with_guarantee`, with all tested settings.
 
-    Args:
-      settings: safest first.
-      costs: of each.
-      risks: of each, by unit.
-      max_risk: the bound, in (0, 1).
-      confidence: in (0, 1).
+    Settings, their costs and their risks are given safest first.
     """
     guarantee = fit_with_guarantee(risks, max_risk=max_risk, confidence=confidence)
     return Fitted(
@@ -156,13 +151,8 @@ def halves(
 ) -> Bool[np.ndarray, " unit"]:
     """Returns the units that a ladder of candidates is fitted to; the others test it.
 
-    Args:
-      groups: of units that stay in one half, as those of one document.
-      units: their name, for the error.
-      max_risk: the bound, in (0, 1), on a risk of 0 or 1.
-      confidence: in (0, 1).
-      bound: its name in the caller.
-      seed: of the draw.
+    Units of one group, such as a document, stay in one half. `max_risk` bounds a risk of 0 or 1.
+    The error calls the units and the bound by the names that the caller gives.
 
     Raises:
       ValueError: fewer units than the guarantee takes.
@@ -223,14 +213,9 @@ def units_needed(
     if binary:
         return math.ceil(math.log(level) / math.log1p(-max_risk))
     least = math.ceil(-math.log(level) / math.log1p(max_risk))
+    enough = lambda units: bool(_p_values(np.zeros((1, units)), max_risk)[0] <= level)  # noqa: E731
     counts = range(least, 2 * least + 10)
-    return counts[
-        bisect.bisect_left(
-            counts,
-            True,
-            key=lambda units: bool(_p_values(np.zeros((1, units)), max_risk)[0] <= level),
-        )
-    ]
+    return counts[bisect.bisect_left(counts, True, key=enough)]
 
 
 def _p_values(risks: np.ndarray, max_risk: float) -> np.ndarray:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
+from jaxtyping import Float, Int
 
 from utio_jax.calibration.guarantee import half_of
 
@@ -106,13 +107,11 @@ def _shingles(document: np.ndarray) -> np.ndarray:
     return np.unique(hashes)
 
 
-def risks_of_groups(risks: np.ndarray, tokens: np.ndarray, groups: np.ndarray) -> np.ndarray:
-    """Returns `[candidate, group]`: the mean risk of each group's tokens, as of one document.
-
-    Args:
-      risks: `[candidate, document]`.
-      tokens: `[document]`, how many each predicts; at least one.
-      groups: `[document]`, of `group_near_duplicates`.
-    """
+def risks_of_groups(
+    risks: Float[np.ndarray, "candidate document"],
+    tokens: Int[np.ndarray, " document"],
+    groups: Int[np.ndarray, " document"],
+) -> Float[np.ndarray, "candidate group"]:
+    """Returns the mean risk of each group's predicted tokens, as of one document."""
     weights = (groups[:, None] == np.unique(groups)) * tokens[:, None]
     return risks @ weights / weights.sum(axis=0)

@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -14,15 +15,17 @@ from jax.sharding import Mesh
 from utio_jax.calibration.studies import ExitStudy, collect, collect_scores, predicted_tokens
 from utio_jax.calibration.thresholds import fit_thresholds, leave_at
 from utio_jax.core.decoder import Decoder, Params
-from utio_jax.core.flops import depth_flops, pass_flops, token_cost
-from utio_jax.core.rows import Rows, place
-from utio_jax.evaluation.flops import gate_flops
+from utio_jax.core.flops import depth_flops, token_cost
+from utio_jax.core.rows import place
+from utio_jax.evaluation.evaluate import run_passes
 from utio_jax.evaluation.ledger import convex_hull
+from utio_jax.evaluation.quality import Quality
 from utio_jax.policies.base import Policy, Signal
-from utio_jax.policies.depth import Thresholded, given_depths
+from utio_jax.policies.depth import given_depths
 from utio_jax.policies.store import Thresholds
 from utio_jax.staircase.base import Executor
 from utio_jax.staircase.capacity import fit_row_shares
+from utio_jax.staircase.packing import DENSE
 from utio_jax.staircase.score import full_depth, run_score
 
 _FIT_BATCHES = 8  # 65,000 tokens of the shipped model: plenty for a handful of thresholds.
@@ -30,13 +33,6 @@ _PASS_BATCHES = 4  # Each real pass over these, at most, tries one set of thresh
 _PASS_FLOPS = 2e12  # At full depth: some 20 seconds of two CPU cores; four batches of small models.
 _COARSE = 16_000  # Tokens from which the sets of exits are chosen, before the thresholds.
 _FLOORS = 3  # Depth floors that real passes try.
-
-
-class Spent(NamedTuple):
-    """Executed FLOPs and loss in nats of real passes over the sample, summed."""
-
-    flops: float
-    loss: float
 
 
 class ThresholdSearch:
@@ -70,7 +66,6 @@ class ThresholdSearch:
         self._tried = range(0, len(self.studies), -(-len(self.studies) // passes))
         self._harm = predicted_tokens(self.studies, [study.harm for study in self.studies])
         self.full = self._run(full_depth(decoder))
-        self._hull: Callable[[float], float | None] | None = None
         self._cache: dict[tuple[str, tuple[int, ...]], list[np.ndarray]] = {}
 
     def scores(self, signal: Signal, depths: tuple[int, ...]) -> np.ndarray:
@@ -85,20 +80,20 @@ class ThresholdSearch:
             for costs, gates in [self._costs(signal, self.exits[first : first + 2])]
         )
 
-    def ratio(self, spent: Spent) -> float:
+    def ratio(self, spent: Quality) -> float:
         """Returns the `flops_ratio`."""
         return spent.flops / self.full.flops
 
-    def nll_increase_pct(self, spent: Spent) -> float:
+    def nll_increase_pct(self, spent: Quality) -> float:
         """Returns the increase of the loss over full depth's, in %."""
-        return 100 * (spent.loss / self.full.loss - 1)
+        return 100 * (spent.nll / self.full.nll - 1)
 
     def exit_nll_increase_pct(self) -> dict[str, float]:
         """Returns the increase of each exit's loss over full depth's, in %, by depth."""
         tried = [self.studies[number] for number in self._tried]
         harm = predicted_tokens(tried, [study.harm for study in tried]).sum(axis=1)
         return {
-            str(depth): round(100 * float(lost) / self.full.loss, 3)
+            str(depth): round(100 * float(lost) / self.full.nll, 3)
             for depth, lost in zip(self.exits[:-1], harm, strict=False)
         }
 
@@ -109,16 +104,6 @@ class ThresholdSearch:
             str(depth): round(1 - float(share), 4)
             for depth, share in zip(self.exits[:-1], differs.mean(axis=1), strict=False)
         }
-
-    def policy(self, signal: Signal, fit: Thresholds) -> Thresholded:
-        """Returns the policy of these thresholds over all exits.
-
-        Those not in use cost no FLOPs, and one program serves every choice of them. Signals that
-        remember earlier boundaries need those that they were fitted with.
-        """
-        wide = fit if signal.remembers else fit.over(self.exits)
-        thresholds = jnp.asarray(wide.thresholds, jnp.float32)
-        return Thresholded(signal=signal, thresholds=thresholds, depths=wide.depths)
 
     def with_row_shares(self, signal: Signal, fit: Thresholds) -> Thresholds:
         """Returns the thresholds with the shares of rows that a static program needs.
@@ -167,9 +152,9 @@ class ThresholdSearch:
         best = by_cost[min(by_cost, key=lambda cost: (cost > budget + 0.01, abs(cost - budget)))]
         return best if signal.remembers else best.used()
 
-    def run(self, signal: Signal, fit: Thresholds) -> Spent:
+    def run(self, signal: Signal, fit: Thresholds) -> Quality:
         """Returns cost and loss of real passes at these thresholds."""
-        return self._run(self.policy(signal, fit))
+        return self._run(fit.policy(signal, exits=self.exits))
 
     def _propose(self, signal: Signal, first: int, budget: float) -> Thresholds | None:
         """Returns the thresholds of least harm whose floor is the `first`-th exit, or deeper.
@@ -234,40 +219,32 @@ class ThresholdSearch:
         rows = np.asarray([self.exits.index(depth) for depth in fit.depths], np.int64)
         return float(self._harm[rows[left], np.arange(left.size)].mean())
 
-    def _margin(self, spent: Spent) -> float:
+    @functools.cached_property
+    def _hull(self) -> Callable[[float], float | None]:
+        """The loss of uniform exits, mixed at random, by `flops_ratio`."""
+        shape, depths = self.studies[0].batch.token_ids.shape, self.exits
+        uniform = [
+            self._run(given_depths(jnp.full(shape, depth), depths=depths)) for depth in depths
+        ]
+        return convex_hull([(self.ratio(point), point.nll) for point in uniform])
+
+    def _margin(self, spent: Quality) -> float:
         """Returns the margin of a policy below the uniform-exit frontier; more is better."""
-        if self._hull is None:
-            shape, depths = self.studies[0].batch.token_ids.shape, self.exits
-            uniform = [
-                self._run(given_depths(jnp.full(shape, depth), depths=depths)) for depth in depths
-            ]
-            self._hull = convex_hull([(self.ratio(point), point.loss) for point in uniform])
         at_hull = self._hull(self.ratio(spent))
-        return (np.inf if at_hull is None else at_hull) - spent.loss
+        return (np.inf if at_hull is None else at_hull) - spent.nll
 
-    def _run(self, policy: Policy) -> Spent:
-        placed = place(policy, self.mesh)
-
-        def spent_on(study: ExitStudy) -> list[float]:
-            batch = study.batch
-            ids, lengths = place(Rows((batch.token_ids, batch.lengths)), self.mesh).tree
-            scores = run_score(
-                self.decoder,
-                self.params,
-                ids,
-                lengths,
-                policy=placed,
-                kv="propagate",
-                executor=self.executor,
-                mesh=self.mesh,
-            )
-            gates = gate_flops(self.decoder, self.params, policy, scores.work)
-            flops = pass_flops(self._cost, scores.work, gates=gates)
-            return [flops, -np.asarray(scores.log_likelihood).sum(dtype=np.float64)]
-
-        spent = [spent_on(self.studies[number]) for number in self._tried]
-        flops, loss = np.sum(spent, axis=0).tolist()
-        return Spent(flops=flops, loss=loss)
+    def _run(self, policy: Policy) -> Quality:
+        passes = run_passes(
+            self.decoder,
+            self.params,
+            [self.studies[number].batch for number in self._tried],
+            {"": (policy, DENSE)},
+            compare=False,
+            kv="propagate",
+            executor=self.executor,
+            mesh=self.mesh,
+        )
+        return sum((quality for _, _, quality, _ in passes), start=Quality())
 
     def _collected(self, signal: Signal, depths: tuple[int, ...]) -> list[np.ndarray]:
         """Returns the scores `[boundary, batch, token]` of every study, computed once."""

@@ -20,7 +20,6 @@ from utio_jax.core.documents import Batch
 from utio_jax.core.rows import Rows, StackedRows, over_rows, place
 from utio_jax.policies.base import Boundary, Signal
 from utio_jax.policies.depth import nameless
-from utio_jax.policies.signals import KnownBefore
 from utio_jax.staircase.reference import dense_states, positions_of
 from utio_jax.staircase.score import compare_logits, labels_of
 
@@ -197,8 +196,6 @@ def collect_scores(
       mesh: splits the rows over its axis "data".
     """
     exits = decoder.config.exits
-    if isinstance(signal, KnownBefore):
-        return [_known(signal, study.batch, len(depths) - 1) for study in studies]
     params, placed = place((params, nameless(signal)), mesh)
 
     def scores_of(study: ExitStudy) -> np.ndarray:
@@ -209,13 +206,6 @@ def collect_scores(
         return np.asarray(scores)[:, : len(batch.lengths)]
 
     return [scores_of(study) for study in studies]
-
-
-def _known(signal: KnownBefore, batch: Batch, boundaries: int) -> np.ndarray:
-    """Returns the scores `[boundary, batch, token]` of a signal that is known before the pass."""
-    positions, _ = positions_of(jnp.asarray(batch.token_ids), jnp.asarray(batch.lengths))
-    scores = np.asarray(signal.start(jnp.asarray(batch.token_ids), positions))
-    return np.repeat(scores[None], boundaries, axis=0)
 
 
 @partial(jax.jit, static_argnums=(0, 6), static_argnames="mesh")

@@ -8,13 +8,11 @@ import dataclasses
 from pathlib import Path
 from typing import Any, ClassVar
 
-import jax.numpy as jnp
-
 from utio_jax.cli.options import OfMode, Rare, repeat_verdict
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.base import Plain
 from utio_jax.decoding.lossless import lossless_for
-from utio_jax.policies.depth import Thresholded, spread_thresholds
+from utio_jax.policies.depth import widen
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -111,10 +109,7 @@ class Serve(OfMode):
         own = fitted[budget]
         histogram = dict(zip(own.depths, own.fractions, strict=True))
         about = {"policy": name, "budget": budget, "budgets": budgets, "histogram": histogram}
-        thresholds = jnp.asarray(spread_thresholds(budgets[budget], exits))
-        signal = budgets[budget].signal
-        policy = Thresholded(signal=signal, thresholds=thresholds, depths=exits)
-        return Adaptive(policy=policy), about
+        return Adaptive(policy=widen(budgets[budget], exits)), about
 
 
 def served_name(model: str) -> str:

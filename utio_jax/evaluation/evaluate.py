@@ -89,7 +89,7 @@ def evaluate(  # noqa: PLR0913 (options, each named)
         for single_policy in policy if isinstance(policy, Sequence) else (policy,):
             check_policy(single_policy, decoder, kv=kv)
     totals = dict.fromkeys(policies, Quality())
-    for number, name, quality, tokens in _run_passes(
+    for number, name, quality, tokens in run_passes(
         decoder,
         params,
         batches,
@@ -109,7 +109,7 @@ def evaluate(  # noqa: PLR0913 (options, each named)
     return totals
 
 
-def _run_passes(  # noqa: PLR0913 (options, each named)
+def run_passes(  # noqa: PLR0913 (options, each named)
     decoder: Decoder,
     params: Params,
     batches: Sequence[Batch],
@@ -117,8 +117,8 @@ def _run_passes(  # noqa: PLR0913 (options, each named)
     *,
     compare: bool,
     full_passes: dict[int, Scores] | None = None,
-    shards: Shards | None,
-    progress: Callable[[], None] | None,
+    shards: Shards | None = None,
+    progress: Callable[[], None] | None = None,
     mesh: Mesh | None,
     **options: Any,
 ) -> Iterator[tuple[int, str, Quality, dict[str, np.ndarray]]]:
@@ -348,7 +348,7 @@ def score_documents(  # noqa: PLR0913 (options, each named)
 
     done, total = itertools.count(1), Quality()
     step = None if progress is None else lambda: progress(next(done), len(batches))
-    for number, _, sums, tokens in _run_passes(
+    for number, _, sums, tokens in run_passes(
         decoder,
         params,
         batches,
@@ -388,7 +388,7 @@ def score_documents(  # noqa: PLR0913 (options, each named)
 
 
 def _sums(tokens: Mapping[str, np.ndarray], lengths: np.ndarray) -> Quality:
-    """Returns the sums of a batch's results or of one row's, see `_run_passes`, without costs."""
+    """Returns the sums of a batch's results or of one row's, see `run_passes`, without costs."""
     depths = tokens["depths"]
     values, counts = np.unique(depths[depths > 0], return_counts=True)
     total = lambda name: float(np.sum(tokens[name], dtype=np.float64))  # noqa: E731

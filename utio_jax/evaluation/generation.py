@@ -14,36 +14,19 @@ from collections.abc import Sequence
 from functools import partial
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Int
 
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.flops import token_cost
-from utio_jax.core.pytrees import pytree
 from utio_jax.decoding.base import Mode
 from utio_jax.decoding.generate import Generated
-from utio_jax.decoding.loop import Prompts
+from utio_jax.decoding.loop import Prompts, round_up
 from utio_jax.decoding.sampling import SamplingParams
 from utio_jax.evaluation.ledger import Ledger
 from utio_jax.evaluation.quality import Quality
 from utio_jax.staircase.reference import dense_states
-from utio_jax.staircase.score import labels_of
-
-
-@pytree
-class FullReading:
-    """Teacher-forced predictions of the full model for each token's successor.
-
-    Attributes:
-      nll: its negative log-likelihood, in nats.
-      shortfall: log-probability of the most probable token minus its own, in nats.
-      agrees: whether it is that.
-    """
-
-    nll: Float[Array | np.ndarray, "*lead token"]
-    shortfall: Float[Array | np.ndarray, "*lead token"]
-    agrees: Bool[Array | np.ndarray, "*lead token"]
+from utio_jax.staircase.score import Comparison, compare_states
 
 
 @partial(jax.jit, static_argnums=0)
@@ -52,35 +35,23 @@ def read_full(
     params: Params,
     token_ids: Int[Array, "batch token"],
     lengths: Int[Array, " batch"],
-) -> FullReading:
-    """Reads whole texts at full depth; entries from a row's last token on are undefined."""
+) -> Comparison:
+    """Returns full depth's reading of whole texts."""
     (x,) = dense_states(decoder, params, token_ids, lengths, depths=(decoder.config.num_layers,))
-    labels, _ = labels_of(token_ids, lengths)
-
-    def row(x: jax.Array, label: jax.Array) -> FullReading:  # One row's logits at a time.
-        logp = jax.nn.log_softmax(decoder.unembed(params, x).astype(jnp.float32))
-        label_logp = jnp.take_along_axis(logp, label[:, None], axis=-1)[:, 0]
-        return FullReading(
-            nll=-label_logp,
-            shortfall=jnp.max(logp, axis=-1) - label_logp,
-            agrees=jnp.argmax(logp, axis=-1) == label,
-        )
-
-    return jax.lax.map(lambda both: row(*both), (x, labels))
+    return compare_states(decoder, params, token_ids, lengths, x)
 
 
 def read_emitted(
-    decoder: Decoder, params: Params, prompts: Prompts, generated: Generated, *, step: int = 64
-) -> FullReading:
+    decoder: Decoder, params: Params, prompts: Prompts, generated: Generated
+) -> Comparison:
     """Returns full depth's reading of the emitted tokens, all rows joined: `[new]` each.
 
-    For greedy `Plain` and `Lossless` every `agrees` is True but for ties: where two tokens are
-    equally probable up to rounding, which depends on the shapes of a pass, `shortfall` is tiny.
-    Texts are padded to a multiple of `step` tokens, so that few lengths compile.
+    For greedy `Plain` and `Lossless` every `greedy` is True but for ties: where two tokens are
+    equally probable up to rounding, which depends on the shapes of a pass.
     """
     starts = np.asarray([len(prompt) for prompt in prompts], np.int32)
     ends = starts + np.asarray([new.size for new in generated.token_ids], np.int32)
-    ids = np.zeros((len(ends), -(-int(ends.max()) // step) * step), np.int32)
+    ids = np.zeros((len(ends), round_up(int(ends.max()), 64)), np.int32)  # Few widths compile.
     for row, prompt, new in zip(ids, prompts, generated.token_ids, strict=True):
         row[: len(prompt)], row[len(prompt) : len(prompt) + new.size] = prompt, new
     reading = jax.tree.map(np.asarray, read_full(decoder, params, ids, ends))
@@ -141,8 +112,7 @@ def _spent_on_group(
     deepest = np.maximum(emitted, mode.projected_depth)
     extra += mode.gate_flops(decoder, params) * steps
     width = generated.key_widths[0]
-    first = rows * (cost.query + cost.attention_per_key * width) * layers
-    first += rows * (cost.keys_values * float(cost.made(layers)) + cost.head)
+    first = rows * (float(cost.layers(layers, width)) + cost.head)
     width = attended / token_layers if token_layers else generated.key_widths[0]
 
     def flops(token_layers: float, attended: float, heads: float, made: float) -> float:
@@ -225,7 +195,7 @@ def generation_ledger(
         np.concatenate([row for result in results for row in getattr(result, name)])
         for name in ("decided", "executed", "log_probabilities")
     )
-    agrees = np.concatenate([reading.agrees for reading in readings])
+    agrees = np.concatenate([reading.greedy for reading in readings])
     name = "full" if mode.depth_policy is None else mode.depth_policy.name
     ledger = spent.ledger(name, budget=budget, num_layers=decoder.config.num_layers)
     return dataclasses.replace(

@@ -38,12 +38,8 @@ def studentised(
 
     The statistic and its standard error times the 95 % quantile of `|value of a draw - value|` over
     that draw's own standard error (symmetric bootstrap-t, Hall 1988). Standard errors are the
-    infinitesimal jackknife's.
-
-    Args:
-      weights: of `drawn_again`.
-      values: of the statistic in each draw, the first on the text as it is.
-      influence: its slope by each document's weight, in each draw.
+    infinitesimal jackknife's. `weights` are of `drawn_again`, `values` of the statistic, and
+    `influence` is its slope by each document's weight.
     """
     errors = np.sqrt((weights * influence**2).sum(axis=1))
     moved = np.abs(values - values[0])
@@ -76,14 +72,8 @@ def ratio_interval(
 
     So of few, skewed documents it is covered less often than is said.
 
-    None: fewer than five documents, or a draw whose denominator is not above 0.
-
-    Args:
-      numerator: of each row.
-      denominator: of each row.
-      documents: document of each row; any numbers.
-      draws: of the documents.
-      seed: of the draws.
+    None: fewer than five documents, or a draw whose denominator is not above 0. `documents` are any
+    numbers.
     """
     names, member = np.unique(documents, return_inverse=True)
     if len(names) < FEWEST:
@@ -169,13 +159,10 @@ class HullBootstrap:
 
 
 def hull_of(points: Sequence[tuple[np.ndarray, np.ndarray]], ratio: np.ndarray) -> np.ndarray:
-    """Returns the lower convex hull at one `flops_ratio` per draw; NaN left of its points.
+    """Returns the lower convex hull at a `flops_ratio` of each draw; NaN left of its points.
 
-    That is the lowest of all chords between two of its points.
-
-    Args:
-      points: `flops_ratio` and loss of each, `[draw]`; the dearest is last.
-      ratio: `flops_ratio` at which the hull is read, `[draw]`.
+    That is the lowest of all chords between two of its points. These are pairs of `flops_ratio` and
+    loss, `[draw]` each, the dearest last.
     """
     best = np.full(ratio.shape, np.nan)
     for (x0, y0), (x1, y1) in itertools.combinations(points, 2):

@@ -86,9 +86,7 @@ class Thresholded:
         return dataclasses.replace(self, thresholds=thresholds.T[:, :, None])
 
 
-def spread_thresholds(
-    policy: Thresholded, depths: tuple[int, ...]
-) -> Float[np.ndarray, " boundary"]:
+def spread_thresholds(policy: Thresholded, depths: Sequence[int]) -> Float[np.ndarray, " boundary"]:
     """Returns thresholds that decide the same with more boundaries, at which no token stops.
 
     Over the depths of all, policies of one signal differ by thresholds alone: one program has them
@@ -107,7 +105,7 @@ def spread_thresholds(
             f"Wanted the depths of policy {policy.name!r} among {depths}. Got {own}. Take the "
             "depths of all policies."
         )
-    if policy.signal.remembers and own[:-1] != depths[: len(own) - 1]:
+    if policy.signal.remembers and own[:-1] != tuple(depths)[: len(own) - 1]:
         raise ValueError(
             f"Wanted no further boundaries before the last of {own}: signal {policy.name!r} "
             f"remembers those that it has seen, and would decide otherwise. Got depths={depths}. "
@@ -118,6 +116,18 @@ def spread_thresholds(
         thresholds.get(depth, np.inf if depth > own[-1] else -np.inf) for depth in depths[:-1]
     ]
     return np.asarray(spread, np.float32)
+
+
+def widen(policy: Thresholded, depths: Sequence[int]) -> Thresholded:
+    """Returns the same decisions over more depths, see `spread_thresholds`."""
+    shares = policy.row_shares
+    if shares is not None:  # Of the segment that begins or goes on at each start.
+        known, starts = (*shares, 0.0), (0, *depths[:-1])
+        shares = tuple(known[sum(own <= start for own in policy.depths)] for start in starts)
+    thresholds = jnp.asarray(spread_thresholds(policy, depths))
+    return dataclasses.replace(
+        policy, thresholds=thresholds, depths=tuple(depths), row_shares=shares
+    )
 
 
 def same_signal(one: Signal, other: Signal) -> bool:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from numbers import Real
 from pathlib import Path
@@ -18,23 +17,17 @@ from utio_jax.core.decoder import check_depths
 from utio_jax.core.files import json_file, load_owned, nest, save_owned
 from utio_jax.core.platform import here
 from utio_jax.policies.base import Policy, Signal
-from utio_jax.policies.depth import Thresholded, random_depths
+from utio_jax.policies.depth import Thresholded, random_depths, widen
 from utio_jax.policies.learned import StateGate
 from utio_jax.policies.signals import SignalBase
 
 DEFAULT_BUDGET = 0.75
 """FLOPs over full depth's where several budgets were fitted and none is named."""
 
-STORED: dict[str, Any] = {
-    name: value
-    for module in (SignalBase.__module__, StateGate.__module__)
-    for name, value in vars(sys.modules[module]).items()
-    if dataclasses.is_dataclass(value) and value.__module__ == module
-}
-"""What a file may hold, by class name: the dataclasses of `signals.py` and `learned.py`.
+STORED: dict[str, Any] = {StateGate.__name__: StateGate}
+"""Classes that a file may hold, by name, besides those derived from `SignalBase`.
 
-Classes derived from `SignalBase` elsewhere need no entry: files name them by module and class, and
-they are known once that module is imported. Any other is added: `STORED["Mine"] = Mine`."""
+The latter are known once their module is imported. Any other is added: `STORED["Mine"] = Mine`."""
 
 CONTROLS = ("full", "uniform", "random", "oracle_kl")
 """Names of policies that no calibration fits."""
@@ -78,30 +71,29 @@ class Calibration:
           ValueError: see `entry`.
         """
         entry = self.entry(name, budget)
-        if exits is not None and not (name in self.signals and self.signals[name].remembers):
-            entry = entry.over(exits)
-        if name == "random":  # The control: the learned policy's histogram, blindly dealt out.
-            return random_depths(entry.fractions, key=jax.random.key(0), depths=entry.depths)
-        return Thresholded(
-            signal=self.signals[name],
-            thresholds=jnp.asarray(entry.thresholds, jnp.float32),
-            depths=entry.depths,
-            # Part of a program: where none is made of it, budgets share theirs.
-            row_shares=entry.row_shares if here().static_shapes else None,
-        )
+        if name != "random":
+            return entry.policy(self.signals[name], exits=exits)
+        # The control: the learned policy's histogram, blindly dealt out.
+        policy = random_depths(entry.fractions, key=jax.random.key(0), depths=entry.depths)
+        return policy if exits is None else widen(policy, exits)
+
+    @property
+    def fitted(self) -> dict[str, Mapping[float, Thresholds]]:
+        """All entries; `random` has the histograms of `learned`."""
+        learned = self.entries.get("learned")
+        return {**self.entries, **({} if learned is None else {"random": learned})}
 
     def entry(self, name: str, budget: float) -> Thresholds:
-        """Returns the fitted thresholds of a policy; `random` has the histogram of `learned`.
+        """Returns the fitted thresholds of a policy.
 
         Raises:
           ValueError: this calibration has no such policy, or not at that budget.
         """
-        known = {*self.entries, *(["random"] if "learned" in self.entries else [])}
-        if name not in known:
+        if name not in self.fitted:
             raise ValueError(
-                f"Wanted a policy of full, uniform, {', '.join(sorted(known))}. Got {name!r}."
+                f"Wanted a policy of full, uniform, {', '.join(sorted(self.fitted))}. Got {name!r}."
             )
-        fitted = self.entries["learned" if name == "random" else name]
+        fitted = self.fitted[name]
         if not isinstance(budget, Real) or budget not in fitted:
             remedy = "`utio-jax calibrate --budget ...` fits others."
             if not isinstance(budget, Real):
@@ -120,7 +112,7 @@ class Calibration:
         Raises:
           ValueError: see `entry`.
         """
-        fitted = self.entries.get("learned" if name == "random" else name, {})
+        fitted = self.fitted.get(name, {})
         if budget is None:
             budget = next(iter(fitted)) if len(fitted) == 1 else DEFAULT_BUDGET
         self.entry(name, budget)
@@ -224,9 +216,9 @@ def _put_together(
 
 
 def _type_name(kind: type) -> str:
-    """Returns the name of a class in files: with its module if it is from elsewhere."""
-    name = kind.__name__
-    return name if STORED.get(name) is kind else f"{kind.__module__}.{kind.__qualname__}"
+    """Returns the name of a class in files: with its module if it is not the library's."""
+    own = kind.__module__.startswith("utio_jax.")
+    return kind.__name__ if own else f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _type_of(name: str, declared: Any = None) -> Any:
@@ -235,19 +227,15 @@ def _type_of(name: str, declared: Any = None) -> Any:
     One that a script has defined is found by its own name where an import defines it again. A part
     of a signal may be of the class that its field declares.
     """
-    if name in STORED:
-        return STORED[name]
-    if getattr(declared, "__name__", None) == name.rpartition(".")[2]:
-        return declared
-    derived = [*_derived(SignalBase)]
-    same = [kind for kind in derived if _type_name(kind) == name]
-    same = same or [kind for kind in derived if kind.__name__ == name.rpartition(".")[2]]
+    known = [*STORED.values(), *_derived(SignalBase), declared]
+    same = [kind for kind in known if getattr(kind, "__name__", "") == name.rpartition(".")[2]]
     if not same:
         raise ValueError(
             f"a signal of type {name!r} is not known here: import its module first, where it is "
             "derived from utio_jax.policies.SignalBase or added to utio_jax.policies.store.STORED"
         )
-    return same[-1]
+    exact = [kind for kind in same if _type_name(kind) == name]
+    return (exact or same)[-1]
 
 
 def _derived(kind: type) -> Iterator[type]:
@@ -273,16 +261,10 @@ class Thresholds:
     fractions: tuple[float, ...]
     row_shares: tuple[float, ...] | None = None
 
-    def to_json(self) -> dict[str, list[Any]]:
+    def to_json(self) -> dict[str, Any]:
         """Returns a JSON value: a threshold of -inf, at which no token exits, is null."""
-        thresholds = [None if t == -np.inf else t for t in self.thresholds]
-        shares = {} if self.row_shares is None else {"row_shares": list(self.row_shares)}
-        return {
-            "depths": list(self.depths),
-            "thresholds": thresholds,
-            "fractions": list(self.fractions),
-            **shares,
-        }
+        stored = vars(self) | {"thresholds": [None if t == -np.inf else t for t in self.thresholds]}
+        return {name: value for name, value in stored.items() if value is not None}
 
     @classmethod
     def from_json(cls, stored: Mapping[str, Sequence[Any]]) -> Thresholds:
@@ -307,26 +289,16 @@ class Thresholds:
             )
         return cls(depths=depths, thresholds=thresholds, fractions=fractions, row_shares=rows)
 
-    def over(self, depths: Sequence[int]) -> Thresholds:
-        """Returns the same decisions over more exits, at which no token stops.
-
-        Raises:
-          ValueError: a depth of its own is not among them.
-        """
-        if not {*self.depths} <= {*depths}:
-            raise ValueError(f"Wanted depths with all of {self.depths}. Got {tuple(depths)}.")
-        thresholds = dict(zip(self.depths, (*self.thresholds, np.inf), strict=True))
-        fractions = dict(zip(self.depths, self.fractions, strict=True))
-        rows = None
-        if self.row_shares is not None:  # Of the segment that begins or goes on at each start.
-            known, starts = (*self.row_shares, 0.0), (0, *depths[:-1])
-            rows = tuple(known[sum(own <= start for own in self.depths)] for start in starts)
-        return Thresholds(
-            depths=tuple(depths),
-            thresholds=tuple(thresholds.get(depth, -np.inf) for depth in depths[:-1]),
-            fractions=tuple(fractions.get(depth, 0.0) for depth in depths),
-            row_shares=rows,
+    def policy(self, signal: Signal, *, exits: tuple[int, ...] | None = None) -> Thresholded:
+        """Returns the policy of these thresholds; `exits` are those of `Calibration.policy`."""
+        policy = Thresholded(
+            signal=signal,
+            thresholds=jnp.asarray(self.thresholds, jnp.float32),
+            depths=self.depths,
+            # Part of a program: where none is made of it, budgets share theirs.
+            row_shares=self.row_shares if here().static_shapes else None,
         )
+        return policy if exits is None or signal.remembers else widen(policy, exits)
 
     def used(self) -> Thresholds:
         """Returns the same decisions without exits at which no token stops, the last apart."""

@@ -12,6 +12,7 @@ Counts are traced, so new scores never recompile; only depths and `min_bucket` a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -23,6 +24,7 @@ from jaxtyping import Array, Bool, Float, Int
 from utio_jax.core.arrays import invert, stable_partition
 from utio_jax.core.decoder import check_depths
 from utio_jax.core.pytrees import pytree, static
+from utio_jax.policies.signals import check_floats
 from utio_jax.staircase.base import check_min_bucket
 
 
@@ -115,11 +117,7 @@ def bucket_tokens(
             "token_of_slot is the order, its slot_of_token the inverse."
         )
     depths, min_bucket = check_depths(depths), check_min_bucket(min_bucket)
-    if jnp.ndim(scores) < 1 or not jnp.issubdtype(jnp.result_type(scores), jnp.floating):
-        raise ValueError(
-            "Wanted floating-point scores of shape [..., token]. "
-            f"Got shape {jnp.shape(scores)} and dtype {jnp.result_type(scores)}."
-        )
+    check_floats(scores, "scores", "[..., token]", 1)
     if (thresholds is None) == (fractions is None):
         raise ValueError(
             "Wanted either thresholds or fractions. Got "
@@ -239,7 +237,7 @@ def run_buckets(
     group = _merge_small(decided, len(depths), size) if merge_small else decided
     item_of_slot, _ = stable_partition(group, len(depths))
     counts = jnp.sum(jax.nn.one_hot(group, len(depths), dtype=jnp.int32), axis=0)
-    ends = jnp.cumsum(counts)
+    starts, blocks = jnp.cumsum(counts) - counts, -(-counts // size)
 
     block = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct((size, *leaf.shape[1:]), leaf.dtype), flat
@@ -253,43 +251,27 @@ def run_buckets(
     outputs = jax.tree.map(
         lambda leaf: jnp.zeros((num_items, *leaf.shape[1:]), leaf.dtype), shapes[0]
     )
+
+    def run_block(index: jax.Array, outputs: Any, *, bucket: int) -> Any:
+        slots = starts[bucket] + index * size + jnp.arange(size, dtype=jnp.int32)
+        items = item_of_slot[jnp.minimum(slots, num_items - 1)]
+        results = forward(jax.tree.map(lambda leaf: leaf[items], flat), depths[bucket])
+        # Padding repeats a real item; its result is dropped.
+        where = jnp.where(slots < starts[bucket] + counts[bucket], items, num_items)
+        return jax.tree.map(
+            lambda all_, new: all_.at[where].set(new, mode="drop"), outputs, results
+        )
+
     if num_items:
-        for bucket, depth in enumerate(depths):
-            run = lambda block, depth=depth: forward(block, depth)  # noqa: E731
-            span = ends[bucket] - counts[bucket], ends[bucket]
-            outputs = _run_bucket(run, flat, outputs, item_of_slot, span, size)
-    blocks = -(-counts // size)
+        for bucket in range(len(depths)):
+            run = partial(run_block, bucket=bucket)
+            outputs = jax.lax.fori_loop(0, blocks[bucket], run, outputs)
     return BucketResults(
         outputs=jax.tree.map(lambda leaf: leaf.reshape(*lead, *leaf.shape[1:]), outputs),
         depth_of_token=jnp.asarray(depths, jnp.int32)[group].reshape(lead),
         involuntary_stays=jnp.sum(group != decided, dtype=jnp.int32),
         slots_used=blocks * size,
     )
-
-
-def _run_bucket(
-    run: Callable[[Any], Any],
-    inputs: Any,
-    outputs: Any,
-    item_of_slot: jax.Array,
-    span: tuple[jax.Array, jax.Array],
-    size: int,
-) -> Any:
-    """Returns the outputs with one bucket's items replaced, computed in blocks of `size`."""
-    num_items, (start, end) = item_of_slot.shape[0], span
-
-    def body(index: jax.Array, outputs: Any) -> Any:
-        slots = start + index * size + jnp.arange(size, dtype=jnp.int32)
-        items = item_of_slot[jnp.minimum(slots, num_items - 1)]
-        results = run(jax.tree.map(lambda leaf: leaf[items], inputs))
-        # Padding repeats a real item; its result is dropped.
-        where = jnp.where(slots < end, items, num_items)
-        return jax.tree.map(
-            lambda all_, new: all_.at[where].set(new, mode="drop"), outputs, results
-        )
-
-    blocks = -(-(end - start) // size)
-    return jax.lax.fori_loop(0, blocks, body, outputs)
 
 
 def _merge_small(bucket: Int[Array, " item"], buckets: int, least: int) -> Int[Array, " item"]:

@@ -130,7 +130,6 @@ class _SharedSlash(VerticalSlash):
     def look(
         self, index: int, boundary: Boundary, memory: Any, policy_memory: Any
     ) -> tuple[Float[Array, "batch token"], Any]:
-        del index, boundary
         if not isinstance(policy_memory, _Scored) or policy_memory.score is None:
             raise ValueError(
                 "Wanted the depth policy of the same cascade. Got another. Pass cascade.policy "

@@ -83,7 +83,6 @@ class Throttled(Adaptive):
     attention: VerticalSlash
 
     def leaves_exact_kv(self, decoder: Decoder) -> bool:
-        del decoder
         return False
 
     def gate_flops(self, decoder: Decoder, params: Params) -> float:
@@ -92,7 +91,6 @@ class Throttled(Adaptive):
         return super().gate_flops(decoder, params) + looks
 
     def packs(self, decoder: Decoder) -> bool:
-        del decoder
         return False
 
     def check(self, decoder: Decoder) -> None:
@@ -160,7 +158,6 @@ class ThrottledRows(CachedRows):
         *,
         only_live_keys: bool = False,
     ) -> tuple[Float[Array, "batch 1 dim"], RowCache]:
-        del only_live_keys
         live, low, span = slots.live, slots.throttled, self.span(slots, layers)
         block, where = block_of(tokens), {"width": self.width, "shown": self.shown}
         attend = view_attention(decoder, block, runs=live, dense=~low, **where)

@@ -29,7 +29,6 @@ from utio_jax.policies.signals import (
     exit_index,
     predictive_entropy,
 )
-from utio_jax.policies.store import STORED
 from utio_jax.staircase import prompts
 
 
@@ -317,6 +316,5 @@ class PromptSurrogate(AttentionHeat):
         return True
 
 
-# Files of fitted policies and of prompt settings name these signals.
-STORED.update({kind.__name__: kind for kind in (TokenSurrogate, UtioSurrogate)})
+# Files of prompt settings name these signals.
 prompts.SIGNALS.update({"heat": AttentionHeat, "surrogate": PromptSurrogate})

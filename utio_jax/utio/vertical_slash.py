@@ -160,7 +160,6 @@ class VerticalSlash(AttentionPattern):
 
         `policy_memory` is what the policy remembers after its decision there.
         """
-        del policy_memory
         return self.signal(index, boundary, memory)
 
     def choose_executor(
@@ -300,7 +299,6 @@ class BandCover(Cover):
     def keys(
         self, size: int, ends: tuple[jax.Array, jax.Array], row: jax.Array
     ) -> tuple[tuple[int, ...], jax.Array]:
-        del row
         longest = min(self.span, self.width)
         spans = [min(size, longest)]
         while spans[-1] < longest:  # A block's tokens may be adjacent or far apart.
