@@ -27,7 +27,6 @@ from utio_jax.prompts.evaluate import (
 )
 from utio_jax.prompts.fit import fit_kv_maps
 from utio_jax.prompts.maps import with_kv_maps
-from utio_jax.staircase import MicroBatches
 from utio_jax.staircase.prompts import PromptChoice
 
 pytestmark = pytest.mark.check
@@ -219,7 +218,6 @@ def test_controls_differ_in_one_thing() -> None:
 # Loss of what follows a prompt, against the reference, and what reading the prompt costs.
 
 
-EXECUTOR = MicroBatches(min_bucket=4, block=16, query_block=8, key_step=64)
 PROMPT = 40
 
 
@@ -243,7 +241,7 @@ def test_losses_are_the_references(model: Model, documents: list[np.ndarray], kv
     assert rows.rows == 3
     assert rows.tokens == 8 + 5 + 1
     choice = PromptChoice(stop=2, deep=0.5, kv=kv)
-    result = continuations(model.decoder, model.params, rows, choice, executor=EXECUTOR).losses
+    result = continuations(model.decoder, model.params, rows, choice).losses
     depths = np.full((1, 48), 4, np.int32)
     depths[0, 4 : PROMPT - 16] = 2
     for document, actual in zip(documents, result, strict=True):
@@ -253,30 +251,30 @@ def test_losses_are_the_references(model: Model, documents: list[np.ndarray], kv
         x = run_oracle(model.decoder, model.params, ids, ends, jnp.asarray(depths), kv=kv)
         expected = plain_nll(model, ids, x)[0, PROMPT - 1 : document.size - 1].sum()
         assert actual == pytest.approx(expected, abs=1e-3)
-    full = continuations(model.decoder, model.params, rows, None, executor=EXECUTOR).losses
+    full = continuations(model.decoder, model.params, rows, None).losses
     assert not np.allclose(full, result, atol=1e-2)
     everything = PromptChoice(stop=2, deep=1.0, kv=kv)
-    same = continuations(model.decoder, model.params, rows, everything, executor=EXECUTOR).losses
+    same = continuations(model.decoder, model.params, rows, everything).losses
     np.testing.assert_allclose(same, full, atol=1e-4)
 
 
-def test_what_a_prompt_costs(model: Model, documents: list[np.ndarray]) -> None:
-    """Layers, K/V or maps, and attention, as the padding rule says; no head in either."""
-    rows = prompt_rows(documents, prompt_tokens=PROMPT, batch=3, decoder=model.decoder)
+def test_what_a_prompt_costs(model: Model) -> None:
+    """Layers, K/V or maps, and attention of whole blocks of 32 tokens; no head in either."""
+    ids = [*np.asarray(model.tokens(2, 70))]
+    rows = prompt_rows(ids, prompt_tokens=64, batch=2, decoder=model.decoder)
     cost = token_cost(model.decoder, model.params)
 
-    def ratio(choice: Any, **options: Any) -> float:
-        options["executor"] = EXECUTOR
-        return prompt_flops_ratio(model.decoder, model.params, rows, choice, **options)
+    def ratio(choice: Any) -> float:
+        return prompt_flops_ratio(model.decoder, model.params, rows, choice)
 
     assert ratio(None) == 1
-    # 3 x 40 tokens in two layers, 3 x 20 in two more; every query sees 40 slots.
-    query = cost.query + 40 * cost.attention_per_key
-    full = 4 * 120 * (query + cost.keys_values)
-    shallow = 2 * 120 * query + 2 * 60 * query
-    mapped = shallow + (2 * 120 + 2 * 60) * cost.keys_values + 2 * 60 * cost.kv_map
-    copied = shallow + 4 * 120 * cost.keys_values
-    hidden = shallow + (2 * 120 + 2 * 60) * cost.keys_values
+    # 2 x 64 tokens in two layers, 2 x 32 in two more; every query sees 64 slots.
+    query = cost.query + 64 * cost.attention_per_key
+    full = 4 * 128 * (query + cost.keys_values)
+    shallow = 2 * 128 * query + 2 * 64 * query
+    mapped = shallow + (2 * 128 + 2 * 64) * cost.keys_values + 2 * 64 * cost.kv_map
+    copied = shallow + 4 * 128 * cost.keys_values
+    hidden = shallow + (2 * 128 + 2 * 64) * cost.keys_values
     for kv, expected in (("mapped", mapped), ("propagate", copied), ("drop", hidden)):
         choice = PromptChoice(stop=2, deep=0.5, kv=kv)  # type: ignore[arg-type]
         assert ratio(choice) == pytest.approx(expected / full, rel=1e-6)

@@ -36,15 +36,15 @@ def thresholds_of(
       ValueError: the mode has no policy of thresholds, or another signal. Or it lacks depths of the
         request's policy; a mode that decides more than depth needs equal depths.
     """
-    own = own_thresholds(mode)
+    own, served = own_thresholds(mode), getattr(mode, "policy", None)
     if policy is None or (policy == "full" and mode.exact):
         return own
-    if not isinstance(mode, Adaptive) or not isinstance(mode.policy, Thresholded) or own is None:
+    if own is None or not isinstance(served, Thresholded):
         raise ValueError(
             "Wanted an engine with mode=Adaptive(policy=...) and thresholds in it, for a request "
             f"with a policy of its own. Got mode {mode.name!r}. Leave the policy out."
         )
-    depths, signal = mode.policy.depths, mode.policy.signal
+    depths = served.depths
     if policy == "full":
         if depths[-1] != decoder.config.num_layers:
             raise ValueError(
@@ -53,16 +53,14 @@ def thresholds_of(
                 "Calibration.policy(name, budget, exits=...) over further ones."
             )
         return np.full_like(own, -np.inf)
-    if not isinstance(policy, Thresholded):
+    if not isinstance(policy, Thresholded) or not same_signal(policy.signal, served.signal):
+        got = f"{policy!r:.80}"
+        if isinstance(policy, Thresholded):
+            got = f"one of {policy.signal.name!r}, or of other weights"
         raise ValueError(
-            f'Wanted a policy of thresholds, "full" or None. Got {policy!r:.80}. Fitted ones are '
-            "in Calibration.policy(name, budget)."
-        )
-    if not same_signal(policy.signal, signal):
-        raise ValueError(
-            f"Wanted a policy of the mode's own signal, {signal.name!r}: requests differ by "
-            f"thresholds alone. Got one of {policy.signal.name!r}, or of other weights. Serve it "
-            "from an engine of its own."
+            'Wanted "full" or None, or a policy of thresholds and the mode\'s own signal, '
+            f"{served.signal.name!r}, as of Calibration.policy(name, budget). Got {got}. Serve "
+            "another signal from an engine of its own."
         )
     if type(mode) is not Adaptive and policy.depths != depths:
         raise ValueError(

@@ -410,15 +410,11 @@ class Engine:
         now, events = self._clock(), []
         for request in self._known.values():
             if request.slot is not None or request.finished is not None:
-                returned = self._returned.get(request.number, 1)
-                events.append(request.interrupted(now, self._text_of(request), returned=returned))
+                returned, text = self._returned.get(request.number, 1), request.text
+                if text is not None and self._tokenizer is not None:
+                    text = StreamedRow(TextReader(self._tokenizer, request.prompt), text.stops)
+                events.append(request.interrupted(now, text, returned=returned))
         return events
-
-    def _text_of(self, request: Request) -> StreamedRow | None:
-        """Returns a new text reader of a request's tokens; None without a tokenizer."""
-        if request.text is None or self._tokenizer is None:
-            return None
-        return StreamedRow(TextReader(self._tokenizer, request.prompt), request.text.stops)
 
     def _end_by_host(self) -> list[Event]:
         """Ends requests that were cancelled or whose deadline has passed."""

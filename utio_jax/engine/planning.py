@@ -155,26 +155,21 @@ def plan_mode(
       ValueError: another mode or policy, shares at other depths, a capacity too small to time, or
         implausible times.
     """
-    mode = served.mode
-    if not isinstance(mode, Adaptive) or not isinstance(mode.policy, Thresholded):
+    mode, policy = served.mode, getattr(served.mode, "policy", None)
+    depths = policy.depths if isinstance(policy, Thresholded) else ()
+    if not isinstance(mode, Adaptive) or len(depths) < 2 or {*histogram} - {*depths}:
         raise ValueError(
-            "Wanted Adaptive with a policy of thresholds, whose tokens can be made to stop where "
-            f"times are taken. Got {type(mode).__name__}."
-        )
-    depths = mode.policy.depths
-    if len(depths) < 2 or {*histogram} - {*depths}:
-        raise ValueError(
-            f"Wanted shares of tokens at a policy's depths, two or more. Got depths={depths} and "
-            f"a histogram of {sorted(histogram)}."
+            "Wanted Adaptive with thresholds at two depths or more, and shares of tokens at these. "
+            f"Got {type(mode).__name__}, depths={depths} and a histogram of {sorted(histogram)}."
         )
     full = {depth: histogram.get(depth, 0.0) for depth in depths}
-    rates, tries = _rates(served, mode, progress), 1
-    while not rates.is_plausible and tries < _TRIES:
-        rates, tries = _rates(served, mode, progress), tries + 1
-    if rates.is_plausible:
-        config = served.decoder.config
-        seconds = predict_seconds(rates, full, rows=served.slots, config=config)
-        return DepthPlan(seconds=seconds, rates=rates)
+    rates = None
+    for _ in range(_TRIES):
+        rates = _rates(served, mode, progress)
+        if rates.is_plausible:
+            config = served.decoder.config
+            seconds = predict_seconds(rates, full, rows=served.slots, config=config)
+            return DepthPlan(seconds=seconds, rates=rates)
     raise ValueError(
         f"Wanted seconds of layers that a plan can be made of. Got, in {_TRIES} tries, what no "
         f"machine left alone takes: {rates}. A plan made while other programs run is worth "

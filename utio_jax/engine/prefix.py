@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import math
 from collections import OrderedDict
 from collections.abc import Sequence
 from functools import partial
@@ -28,17 +29,12 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from utio_jax.attention.cache import KVCache
-from utio_jax.core.pytrees import pytree
 
 _UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
-@pytree
-class Pool:
-    """K/V blocks on the device, `[block, layer, ...]`, in the layout of the K/V cache."""
-
-    keys: jax.Array
-    values: jax.Array
+Pool = tuple[jax.Array, jax.Array]
+"""Keys and values in blocks, `[block, layer, ...]`, in the layout of the K/V cache."""
 
 
 class PrefixCache:
@@ -59,10 +55,9 @@ class PrefixCache:
           ValueError: `num_bytes` is too small for one block.
         """
         layers, _, *sizes = cache.keys.shape
-        self._axis = 2 if cache.heads_first else 1  # Of slots, in a block.
-        sizes[self._axis - 1] = self.block
+        sizes[1 if cache.heads_first else 0] = self.block
         shape = (layers, *sizes)
-        block_bytes = 2 * int(np.prod(shape)) * cache.keys.dtype.itemsize
+        block_bytes = 2 * math.prod(shape) * cache.keys.dtype.itemsize
         self._count = num_bytes // block_bytes
         if not self._count:
             raise ValueError(
@@ -71,7 +66,7 @@ class PrefixCache:
                 "prefix cache off."
             )
         self._shape, self._dtype = shape, cache.keys.dtype
-        self.pool = Pool(keys=jnp.zeros(0), values=jnp.zeros(0))
+        self.pool: Pool = (jnp.zeros(0), jnp.zeros(0))
         self.clear()
 
     def clear(self) -> None:
@@ -79,10 +74,10 @@ class PrefixCache:
         self._places: OrderedDict[bytes, int] = OrderedDict()  # The least recently used first.
         self._free, self.evictions = [*range(self._count)], 0
         # The old pool is deleted first: the device may have no room for two.
-        for leaf in jax.tree.leaves(self.pool):
+        for leaf in self.pool:
             leaf.delete()
         empty = jnp.zeros((self._count, *self._shape), self._dtype)
-        self.pool = Pool(keys=empty, values=jnp.zeros_like(empty))
+        self.pool = (empty, jnp.zeros_like(empty))
 
     @property
     def num_blocks(self) -> int:
@@ -166,7 +161,7 @@ def _load(
     count: Int[Any, ""],
 ) -> KVCache:
     axis = 3 if cache.heads_first else 2
-    block = pool.keys.shape[axis]  # In a pool, blocks take the axis of rows.
+    block = pool[0].shape[axis]  # In a pool, blocks take the axis of rows.
     places = jnp.asarray(places)
 
     def one(index: jax.Array, leaves: Any) -> Any:
@@ -174,7 +169,7 @@ def _load(
         start[1], start[axis] = jnp.asarray(row), jnp.int32(index * block)
         return tuple(
             jax.lax.dynamic_update_slice(leaf, blocks[places[index]][:, None], start)
-            for leaf, blocks in zip(leaves, (pool.keys, pool.values), strict=True)
+            for leaf, blocks in zip(leaves, pool, strict=True)
         )
 
     keys, values = jax.lax.fori_loop(0, count, one, cache.arrays)
@@ -191,7 +186,7 @@ def _store(
     stop: Int[Any, ""],
 ) -> Pool:
     axis = 3 if cache.heads_first else 2
-    block, places = pool.keys.shape[axis], jnp.asarray(places)
+    block, places = pool[0].shape[axis], jnp.asarray(places)
 
     def one(index: jax.Array, leaves: Any) -> Any:
         stored = []
@@ -203,5 +198,4 @@ def _store(
             stored.append(jax.lax.dynamic_update_index_in_dim(blocks, new, places[index], 0))
         return tuple(stored)
 
-    keys, values = jax.lax.fori_loop(start, stop, one, (pool.keys, pool.values))
-    return Pool(keys=keys, values=values)
+    return jax.lax.fori_loop(start, stop, one, pool)

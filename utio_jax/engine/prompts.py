@@ -162,14 +162,8 @@ def read_blocks(
     K/V equal those of a full-depth prefill. Tokens run only the layers that their K/V need; the
     last token of a prompt runs all layers.
 
-    Args:
-      context: decode context of the running batch.
-      state: state of the running batch.
-      rules: rules of its rows.
-      fresh: prompts that begin in this pass.
-      rows: target rows of these prompts; the number of rows for padding, which is dropped.
-      blocks: blocks of prompts that begin in this pass or began before.
-      widths: numbers of key slots to attend over, ascending. Static.
+    `fresh` are the prompts that begin in this pass, `rows` their rows; padding has the number of
+    rows and is dropped. `widths` are numbers of key slots to attend over, ascending, static.
     """
     state, rules = _open(state, rules, fresh, rows)
     context = dataclasses.replace(context, sampling=rules.sampling, stops=rules.stops)

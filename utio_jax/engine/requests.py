@@ -283,11 +283,6 @@ class Fresh:
     seeds: UInt32[Any, " row"]
     rules: Rules
 
-    @property
-    def prompts(self) -> tuple[Any, ...]:
-        """Rows as arguments of `utio_jax.decoding.loop.begin`."""
-        return self.token_ids, self.lengths, self.limits, self.seeds
-
 
 def fresh_of(
     requests: Sequence[Request],

@@ -274,10 +274,7 @@ class Slots:
     ) -> PromptPass | None:
         """Returns the next prefill pass over prompts that have rows, in their order.
 
-        Args:
-          reading: requests by row.
-          most: maximum number of token slots; None: no limit. If no pass is small enough, the
-            result is None.
+        None: no pass has at most `most` token slots.
         """
         pairs = [*reading.items()]
         exact = self._is_exact(pairs[0][1])
@@ -380,7 +377,10 @@ class Slots:
         fresh = self._fresh(requests, rows=prompts.group, width=width)
         state = begin(
             self._context(fresh.rules),
-            *fresh.prompts,
+            fresh.token_ids,
+            fresh.lengths,
+            fresh.limits,
+            fresh.seeds,
             prefill=self._how[width, prompts.group],
             **self._sizes,
         )
@@ -428,21 +428,15 @@ class Slots:
     def run(self, *, steps: int | None = None, rows: int | None = None) -> jax.Array:
         """Runs a block of `steps` decode steps; starts to copy its report to the host, returns it.
 
-        Args:
-          steps: number of steps; None: the maximum of a block.
-          rows: number of first rows that include all running ones; None: all rows.
+        The first `rows` rows must include all running ones. None: the maximum of a block, all rows.
         """
-        steps, rows = (
-            steps if steps is not None else self._served.steps,
-            rows or self.row_counts[-1],
-        )
+        rows = rows or self._served.slots
+        context = self._context(self._rules)
         self.state, report = run_block(
-            dataclasses.replace(
-                self._context(self._rules), params=self._params, layers=self._layers
-            ),
+            dataclasses.replace(context, params=self._params, layers=self._layers),
             self._rules.thresholds,
             self.state,
-            np.int32(steps),
+            np.int32(self._served.steps if steps is None else steps),
             widths=self._key_widths,
             room=self.room,
             rows=next(count for count in self.row_counts if count >= rows),

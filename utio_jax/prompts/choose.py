@@ -10,19 +10,20 @@ others hidden or their last states copied.
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from utio_jax.core.decoder import Decoder, Params
+from utio_jax.evaluation.intervals import FEWEST
 from utio_jax.prompts.evaluate import (
     Continuations,
     PromptRows,
     PromptSizes,
     continuations,
     cut_rows,
-    describe_interval,
     increase_interval,
     prompt_flops_ratio,
 )
@@ -42,18 +43,14 @@ class PromptText:
     parts: str
 
 
-_FEWEST = 5
-_TENTHS = 10
-
-
 def split_text(documents: Sequence[np.ndarray], *, seed: int = 0) -> PromptText:
     """Returns documents in three parts: of five, three, one and one.
 
     Whole documents, in an order drawn from the seed. Fewer than five are cut into tenths:
     the first six, the next two and the last two make the parts: neighbours meet at two borders.
     """
-    if len(documents) < _FEWEST:
-        tenths = [np.array_split(np.asarray(document), _TENTHS) for document in documents]
+    if len(documents) < FEWEST:
+        tenths = [np.array_split(np.asarray(document), 10) for document in documents]
         fit, calibrate, test = (
             tuple(piece for pieces in tenths for piece in pieces[some])
             for some in (slice(0, 6), slice(6, 8), slice(8, 10))
@@ -109,9 +106,11 @@ class PromptStudy:
     def verdict(self) -> str:
         """The result, in one or two sentences."""
         first = self.test[0]
+        interval = f"no interval: fewer than {FEWEST} documents"
+        if first.interval is not None:
+            interval = ", ".join(f"{end:+.2f}" for end in first.interval)
         measured = (
-            f"{first.choice.label}: {first.choice.nll_increase_pct:+.2f} % loss "
-            f"[{describe_interval(first.interval)}] at "
+            f"{first.choice.label}: {first.choice.nll_increase_pct:+.2f} % loss [{interval}] at "
             f"{first.choice.flops_ratio:.3f} of the prompt's FLOPs, on the test part"
         )
         if self.chosen is None:
@@ -136,7 +135,7 @@ def choose_prompt(
     *,
     limit: float,
     sizes: PromptSizes = PromptSizes(),
-    progress: Callable[[str], None] | None = None,
+    progress: Callable[[str], None] = lambda _: None,
 ) -> PromptStudy:
     """Returns the cheapest prefill within a loss limit, with figures on other text.
 
@@ -152,7 +151,6 @@ def choose_prompt(
     Raises:
       ValueError: no candidates, too little text, or a candidate that does not fit the model.
     """
-    say = progress if progress is not None else lambda _: None
     if not candidates:
         raise ValueError("Wanted at least one prefill choice. Got none.")
 
@@ -163,23 +161,24 @@ def choose_prompt(
         ratio = prompt_flops_ratio(decoder, params, rows, choice, batches=batches)
         increase = 100 * (shallow.loss / full.loss - 1)
         measured = dataclasses.replace(choice, flops_ratio=ratio, nll_increase_pct=increase)
-        say(f"{measured.label}: {increase:+.2f} %, {ratio:.3f} of the FLOPs")
+        progress(f"{measured.label}: {increase:+.2f} %, {ratio:.3f} of the FLOPs")
         return measured, shallow
 
     calibrate, test = (
         cut_rows(part, sizes, decoder=decoder) for part in (text.calibrate, text.test)
     )
-    say(f"calibrate: {calibrate.rows} rows of {sizes.prompt_tokens} + {sizes.continuation} tokens")
+    progress(
+        f"calibrate: {calibrate.rows} rows of {sizes.prompt_tokens} + {sizes.continuation} tokens"
+    )
     full = continuations(decoder, params, calibrate, None)
     measured = [measure(calibrate, choice, full, batches=1)[0] for choice in candidates]
-    good = [
-        choice
-        for choice in measured
-        if (choice.nll_increase_pct or 0.0) <= limit and (choice.flops_ratio or 1.0) < 1
-    ]
-    chosen = min(good, key=_cost_then_loss) if good else None
-    first = chosen or min(measured, key=lambda choice: choice.nll_increase_pct or 0.0)
-    say(f"test: {test.rows} rows")
+    cost: Callable[[Any], float] = operator.attrgetter("flops_ratio")
+    loss: Callable[[Any], float] = operator.attrgetter("nll_increase_pct")
+    good = [choice for choice in measured if loss(choice) <= limit and cost(choice) < 1]
+    # To the second digit: which tokens go deep moves the padding a little.
+    chosen = min(good, key=lambda choice: (round(cost(choice), 2), loss(choice)), default=None)
+    first = chosen or min(measured, key=loss)
+    progress(f"test: {test.rows} rows")
     full = continuations(decoder, params, test, None)
     # Pieces of a few documents count as one.
     documents = test.documents if text.parts == "documents" else 0 * test.documents
@@ -198,11 +197,6 @@ def choose_prompt(
         nll_full=full.loss / test.tokens,
         limit=limit,
     )
-
-
-def _cost_then_loss(choice: PromptChoice) -> tuple[float, float]:
-    # To the third digit: which tokens go deep moves the padding a little.
-    return round(choice.flops_ratio or 1.0, 2), choice.nll_increase_pct or 0.0
 
 
 def controls_of(choice: PromptChoice) -> tuple[PromptChoice, ...]:

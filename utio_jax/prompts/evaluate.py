@@ -28,7 +28,7 @@ from utio_jax.decoding.generate import Generated
 from utio_jax.decoding.loop import Prompts
 from utio_jax.decoding.prefill import Prefill
 from utio_jax.evaluation.flops import gate_flops
-from utio_jax.evaluation.intervals import FEWEST, ratio_interval
+from utio_jax.evaluation.intervals import ratio_interval
 from utio_jax.policies.base import Policy
 from utio_jax.staircase.base import Executor
 from utio_jax.staircase.loop import staircase
@@ -145,15 +145,15 @@ def cut_rows(
             f"{sizes.continuation} that follow. Got at most {longest} in a part of the text. Add "
             "longer text, or ask for a shorter --prompt-tokens."
         )
-    chosen = (
-        np.linspace(0, len(candidates) - 1, min(sizes.rows, len(candidates))).round().astype(int)
-    )
+    count = min(sizes.rows, len(candidates))
+    places = np.linspace(0, len(candidates) - 1, count).round().astype(int)
+    rows, members = zip(*(candidates[place] for place in places), strict=True)
     return prompt_rows(
-        [candidates[index][0] for index in chosen],
+        rows,
         prompt_tokens=sizes.prompt_tokens,
         batch=sizes.batch,
         decoder=decoder,
-        documents=np.asarray([candidates[index][1] for index in chosen]),
+        documents=np.asarray(members),
     )
 
 
@@ -184,7 +184,6 @@ def continuations(
     how: PromptChoice | Policy | Sequence[Policy] | None,
     *,
     kv: FrozenKV = "propagate",
-    executor: Executor = MicroBatches(),
 ) -> Continuations:
     """Returns losses and hits after prompts; the head reads the scored tokens alone.
 
@@ -195,7 +194,6 @@ def continuations(
       how: prompts are read, all that follows them in full; None: in full themselves. Or a depth
         policy of prompts and continuations alike, one for all batches or one for each.
       kv: K/V of frozen tokens under a policy; a choice has its own.
-      executor: of live slots.
 
     Raises:
       ValueError: not as many policies as batches, or what does not fit the model.
@@ -210,16 +208,8 @@ def continuations(
         )
     parts = []
     for (ids, ends), policy in zip(rows.batches, policies, strict=True):
-        part = _continuation(
-            decoder,
-            params,
-            jnp.asarray(ids),
-            jnp.asarray(ends),
-            policy,
-            kv=kv,
-            executor=executor,
-            prompt_tokens=rows.prompt_tokens,
-        )
+        read = decoder, params, jnp.asarray(ids), jnp.asarray(ends), policy
+        part = _continuation(*read, kv=kv, prompt_tokens=rows.prompt_tokens)
         parts.append([np.asarray(leaf) for leaf in part])
     losses, right, depths = (np.concatenate(part)[: rows.rows] for part in zip(*parts, strict=True))
     return Continuations(losses=losses.astype(np.float64), right=right, depths=depths)
@@ -236,23 +226,15 @@ def increase_interval(
     return None if interval is None else (interval[0], interval[2])
 
 
-def describe_interval(interval: tuple[float, float] | None) -> str:
-    """Returns an interval as text: its ends, or the reason why there is none."""
-    if interval is None:
-        return f"no interval: fewer than {FEWEST} documents"
-    return ", ".join(f"{end:+.2f}" for end in interval)
-
-
 def prompt_flops_ratio(
     decoder: Decoder,
     params: Params,
     rows: PromptRows,
     choice: PromptChoice | None,
     *,
-    executor: Executor = MicroBatches(),
     batches: int | None = None,
 ) -> float:
-    """Returns the FLOPs of reading the prompts alone over those of full depth, same executor.
+    """Returns the FLOPs of reading the prompts alone over those of full depth.
 
     All that is executed, what chooses and maps included; no vocabulary head is in either.
 
@@ -261,7 +243,6 @@ def prompt_flops_ratio(
       params: its parameters.
       rows: whose prompts are read.
       choice: of the prefill; None: full depth, a ratio of 1.
-      executor: of live slots.
       batches: so many of the rows' batches; None: all.
     """
     cost, width = token_cost(decoder, params), rows.prompt_tokens
@@ -270,9 +251,9 @@ def prompt_flops_ratio(
     for ids, ends in rows.batches[:batches]:
         lengths = np.minimum(ends, width)
         read = jnp.asarray(ids[:, :width]), jnp.asarray(lengths)
-        work = _prompt_work(decoder, params, *read, policy, kv=kv, executor=executor)
+        work = _prompt_work(decoder, params, *read, policy, kv=kv)
         spent += pass_flops(cost, work, gates=gate_flops(decoder, params, policy, work))
-        full += _full_flops(decoder, params, executor, lengths, width)
+        full += _full_flops(decoder, params, MicroBatches(), lengths, width)
     return spent / full
 
 
@@ -354,7 +335,7 @@ def _policy_of(
     return choice.policy(decoder, prompt_tokens=prompt_tokens), choice.kv
 
 
-@partial(jax.jit, static_argnums=0, static_argnames=("kv", "executor", "prompt_tokens"))
+@partial(jax.jit, static_argnums=0, static_argnames=("kv", "prompt_tokens"))
 def _continuation(
     decoder: Decoder,
     params: Params,
@@ -363,10 +344,9 @@ def _continuation(
     policy: Policy,
     *,
     kv: FrozenKV,
-    executor: Executor,
     prompt_tokens: int,
 ) -> tuple[Float[Array, " batch"], Int[Array, " batch"], Int[Array, "batch token"]]:
-    result = staircase(decoder, params, token_ids, lengths, policy, kv=kv, executor=executor)
+    result = staircase(decoder, params, token_ids, lengths, policy, kv=kv)
     x, labels = result.x[:, prompt_tokens - 1 : -1], token_ids[:, prompt_tokens:]
 
     def judge(logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -382,7 +362,7 @@ def _continuation(
     )
 
 
-@partial(jax.jit, static_argnums=0, static_argnames=("kv", "executor"))
+@partial(jax.jit, static_argnums=0, static_argnames="kv")
 def _prompt_work(
     decoder: Decoder,
     params: Params,
@@ -391,7 +371,6 @@ def _prompt_work(
     policy: Policy,
     *,
     kv: FrozenKV,
-    executor: Executor,
 ) -> Work:
     # Of the work alone: what only states need falls away.
-    return staircase(decoder, params, token_ids, lengths, policy, kv=kv, executor=executor).work
+    return staircase(decoder, params, token_ids, lengths, policy, kv=kv).work

@@ -33,7 +33,7 @@ def fit_kv_maps(
     *,
     stops: Sequence[int],
     ridge: float = 1e-3,
-    progress: Callable[[str], None] | None = None,
+    progress: Callable[[str], None] = lambda _: None,
 ) -> dict[int, KVMap]:
     """Returns, for each stop, the affine maps of least squared error to all layers after it.
 
@@ -48,7 +48,6 @@ def fit_kv_maps(
     Raises:
       ValueError: stops that the model does not have, or too little text for them to be determined.
     """
-    say = progress if progress is not None else lambda _: None
     check_own_kv(decoder, what="maps of keys and values")
     depths = check_depths(tuple(sorted(set(stops))))
     layers, dim = decoder.config.num_layers, decoder.config.embed_dim
@@ -67,7 +66,7 @@ def fit_kv_maps(
         wide = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), moments)
         sums = jax.tree.map(np.add, sums, wide) if sums else wide
         seen += batch.token_ids.size
-        say(f"maps: {seen:,} tokens read")
+        progress(f"maps: {seen:,} tokens read")
     count = int(sums[depths[0]]["square"][-1, -1]) if sums else 0
     if count < 2 * dim:
         raise ValueError(
@@ -84,14 +83,9 @@ def fit_kv_maps(
 def fit_rows(
     documents: Sequence[np.ndarray], *, width: int, tokens: int, batch: int, decoder: Decoder
 ) -> list[Batch]:
-    """Returns windows of documents in batches, evenly from all of them, up to so many tokens.
+    """Returns windows of `width` tokens in batches of at most `batch` rows.
 
-    Args:
-      documents: token ids.
-      width: of a window.
-      tokens: of all windows, at most; one window there is.
-      batch: rows of a batch.
-      decoder: whose vocabulary they must fit.
+    They are spread evenly over all documents: `tokens` in all at most, but at least one window.
     """
     windows = windows_of([document for document in documents if len(document) > 1], width=width)
     windows = [window for window in windows if len(window) == width] or windows

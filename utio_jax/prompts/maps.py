@@ -48,10 +48,6 @@ class KVMap:
     kernel: Float[Array, "dim layer 2 kv_head head_dim"]
     bias: Float[Array, "layer 2 kv_head head_dim"]
 
-    def tensors(self) -> dict[str, jax.Array]:
-        """Returns the arrays by name."""
-        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-
 
 @dataclasses.dataclass(frozen=True)
 class KVMapped(Wrapped):
@@ -104,21 +100,14 @@ def with_kv_maps(
     """
     check_own_kv(decoder, what="maps of keys and values")
     config, stops = decoder.config, tuple(sorted(maps))
-    outside = [stop for stop in stops if not 0 < stop < config.num_layers]
-    if outside:
-        raise ValueError(
-            f"Wanted maps from depths between 1 and {config.num_layers - 1}, after which this "
-            f"model has layers to skip. Got {outside}. Fit them for this model: utio-jax "
-            "fit-prompt."
-        )
-    for stop in stops:
-        layers = config.num_layers - stop
+    for stop, kv_map in maps.items():
+        layers, shape = config.num_layers - stop, kv_map.kernel.shape
         expected = (config.embed_dim, layers, 2, config.num_kv_heads, config.head_dim)
-        if maps[stop].kernel.shape != expected or maps[stop].bias.shape != expected[1:]:
+        if not 0 < stop < config.num_layers or (shape, kv_map.bias.shape) != (expected, shape[1:]):
             raise ValueError(
-                f"Wanted maps from depth {stop} of shape {expected}, of this model's sizes. Got "
-                f"{maps[stop].kernel.shape} and {maps[stop].bias.shape}. Fit them for this model: "
-                "utio-jax fit-prompt."
+                f"Wanted maps from depths between 1 and {config.num_layers - 1}, after which this "
+                f"model has layers to skip, and from depth {stop} of shape {expected}. Got "
+                f"{shape} and {kv_map.bias.shape}. Fit them for this model: utio-jax fit-prompt."
             )
     inner = decoder
     while isinstance(inner, Wrapped):
@@ -129,7 +118,7 @@ def with_kv_maps(
             f"before rotation into those of keys_values. Got a {type(inner).__name__}."
         )
     kind = KVMappedLens if isinstance(decoder, HasExitLens) else KVMapped
-    stored = {str(stop): kv_map.tensors() for stop, kv_map in maps.items()}
+    stored = {str(stop): {**vars(kv_map)} for stop, kv_map in maps.items()}
     return kind(decoder, stops), {"model": params, "kv_maps": stored}
 
 
@@ -171,7 +160,7 @@ def save_kv_maps(path: str | Path, maps: Mapping[int, KVMap], *, info: Mapping[s
       ValueError: a map is not finite.
     """
     check_free(path)
-    tensors = {str(stop): kv_map.tensors() for stop, kv_map in maps.items()}
+    tensors = {str(stop): vars(kv_map) for stop, kv_map in maps.items()}
     save_owned(kv_maps_file(path), {"stops": sorted(maps), **info}, tensors)
 
 
