@@ -101,6 +101,6 @@ def _threshold(scores: np.ndarray, layers: np.ndarray, *, target: float) -> floa
     if target >= layers.sum():
         return -np.inf
     candidates = np.unique(scores)
-    means = [(layers[:, None] * (scores > each)).sum(axis=0).mean() for each in candidates]
+    means = [(layers[:, None] * (scores > cut)).sum(axis=0).mean() for cut in candidates]
     first = int(np.argmax(np.asarray(means) <= target))
     return float(np.mean(candidates[first : first + 2])) + (first + 1 == candidates.size)
