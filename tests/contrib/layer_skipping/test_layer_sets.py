@@ -191,7 +191,7 @@ def batches() -> list[Batch]:
 
 
 def test_harm_is_what_skipping_one_segment_alone_does(tiny: Any, batches: list[Batch]) -> None:
-    harm = skipping_harm(tiny.decoder, tiny.params, batches, prompt=PROMPT, executor=cases.EXECUTOR)
+    harm = skipping_harm(tiny.decoder, tiny.params, batches, prompt=PROMPT)
     depths = tiny.decoder.config.exits
     assert harm.shape == (len(depths) - 1, 6)
     # Rows of four tokens have nothing behind a prompt of four.
@@ -218,14 +218,14 @@ def test_harm_is_what_skipping_one_segment_alone_does(tiny: Any, batches: list[B
 @pytest.mark.slow
 def test_rows_choose_no_more_layers_than_wanted(tiny: Any, batches: list[Batch]) -> None:
     studies = study_exits(tiny.decoder, tiny.params, batches)
-    rows, executor = (tiny.decoder, tiny.params), cases.EXECUTOR
-    fit = partial(fit_prompt_sets, *rows, studies, prompt=PROMPT, executor=executor)
+    rows = (tiny.decoder, tiny.params)
+    fit = partial(fit_prompt_sets, *rows, studies, prompt=PROMPT)
     policy, depths = fit(layers=3), tiny.decoder.config.exits
     assert policy.name == "first"
     assert policy.depths == depths
     ran = []
     for batch in batches:
-        result = run_sets(*rows, batch.token_ids, batch.lengths, policy, executor=executor)
+        result = run_sets(*rows, batch.token_ids, batch.lengths, policy)
         depths_run = np.asarray(result.depths)
         np.testing.assert_array_equal(depths_run[:2, :PROMPT], depths[-1])
         for row, length in enumerate((16, 11)):

@@ -6,7 +6,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import fields
-from functools import partial
 from typing import Any
 
 import jax
@@ -22,7 +21,7 @@ from utio_jax.core.documents import check_ids
 from utio_jax.core.flops import pass_flops, token_cost
 from utio_jax.core.layer import split_layers
 from utio_jax.core.work import Work
-from utio_jax.decoding.loop import round_up
+from utio_jax.decoding.loop import check_prompts, round_up
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -102,7 +101,7 @@ def denoise(  # noqa: PLR0913 (options, each named)
         eos_ids=tuple(ends),
     )
     rows = rows_of(loop, prompts, forced=forced, width=width, seed=seed)
-    state = _run(loop, params, split_layers(decoder, params), rows)
+    state = loop.run(params, split_layers(decoder, params), rows)
     broken = np.flatnonzero(~state.done | jnp.isnan(state.log_prob).any(axis=1)).tolist()
     if broken:
         raise ValueError(
@@ -117,14 +116,17 @@ def rows_of(
 ) -> Rows:
     """Returns the rows of `denoise`, after checking them."""
     config, max_new_tokens = loop.decoder.config, loop.max_new_tokens
-    lengths = np.asarray([np.size(prompt) for prompt in prompts], np.int32)
-    if not lengths.size or lengths.min() < 1 or max_new_tokens < 1:
+    given = check_prompts(prompts, config=config, max_new_tokens=max_new_tokens)
+    if forced is not None and len(forced) != len(given):
+        raise ValueError(f"Wanted {len(given)} rows of forced ids. Got {len(forced)}.")
+    lengths = np.asarray([prompt.size for prompt in given], np.int32)
+    longest = int(lengths.max())
+    width = width or min(round_up(longest, 32) + max_new_tokens, config.context_length)
+    if longest + max_new_tokens > width:
         raise ValueError(
-            "Wanted prompts of at least one token, and max_new_tokens of at least 1. Got prompts "
-            f"of {lengths.tolist()} tokens, max_new_tokens={max_new_tokens}."
+            f"Wanted rows of at most {width} tokens, prompt and new ones. Got "
+            f"{longest + max_new_tokens}. Cut the prompts, or take fewer new tokens."
         )
-    if forced is not None and len(forced) != len(prompts):
-        raise ValueError(f"Wanted {len(prompts)} rows of forced ids. Got {len(forced)}.")
 
     def checked(ids: Any, what: str) -> np.ndarray:
         result = check_ids(ids, vocab_size=config.vocab_size, what=what)
@@ -132,18 +134,9 @@ def rows_of(
             raise ValueError(f"Wanted new tokens alone as masks. Got the mask's id in {what}.")
         return result
 
-    given = [checked(ids, f"prompt {i}") for i, ids in enumerate(prompts)]
-    longest = int(lengths.max()) + max_new_tokens
-    most = min(width or config.context_length, config.context_length)
-    if longest > most:
-        raise ValueError(
-            f"Wanted rows of at most {most} tokens, prompt and new ones. Got {longest}. Cut the "
-            "prompts, or take fewer new tokens."
-        )
-    width = width or min(round_up(int(lengths.max()), 32) + max_new_tokens, most)
     padded, placed = np.zeros((2, len(given), width), np.int32)
     for row, prompt in enumerate(given):
-        padded[row, : prompt.size] = prompt
+        padded[row, : prompt.size] = checked(prompt, f"prompt {row}")
         if forced is not None:
             truth = checked(forced[row], f"forced row {row}")
             if truth.size != max_new_tokens:
@@ -155,11 +148,6 @@ def rows_of(
     ids, ends = jnp.asarray(padded), jnp.asarray(lengths)
     true = None if forced is None else jnp.asarray(placed)
     return Rows(ids=ids, lengths=ends, forced=true, key=jax.random.key(seed))
-
-
-@partial(jax.jit, static_argnums=0)
-def _run(loop: Loop, params: Params, layers: Any, rows: Rows) -> State:
-    return loop.run(params, layers, rows)
 
 
 def result_of(loop: Loop, rows: Rows, state: State) -> Denoised:

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mask models from folders: Tiny-A2D, SDAR, Dream, LLaDA, and those trained by this library.
-
-model = load_denoiser("folder")
-print(model.generate("def mean(values):", max_new_tokens=64).text)
-"""
+"""Mask models from folders: Tiny-A2D, SDAR, Dream, LLaDA, and those trained by this library."""
 
 from __future__ import annotations
 

@@ -220,6 +220,7 @@ class Loop:
             step=jnp.int32(0),
         )
 
+    @partial(jax.jit, static_argnums=0)
     def run(self, params: Params, layers: Layers, rows: Rows) -> State:
         """Returns the state after the last step of all rows."""
         # No row takes so many: each step decides a mask, or runs tokens that must.
@@ -318,7 +319,7 @@ class Loop:
     def _score(self, name: Score, rows: Rows, state: State, *, of_masks: bool) -> jax.Array:
         """Returns scores of tokens, or of the masks they predict; those with the highest run."""
         width = rows.ids.shape[1]
-        position = jnp.broadcast_to(jnp.arange(width, dtype=jnp.float32), rows.ids.shape)
+        position = _positions(rows).astype(jnp.float32)
         newly = (state.decided_at >= 0) & (state.decided_at == state.step - 1)
         before = jax.lax.cummax(jnp.where(newly, position, -_FAR), axis=1)
         after = jax.lax.cummin(jnp.where(newly, position, _FAR), axis=1, reverse=True)
@@ -329,7 +330,7 @@ class Loop:
         scores = {
             "age": (state.step - ran).astype(jnp.float32),
             "near": -jnp.minimum(jnp.minimum(position - before, after - position), width),
-            "decided": jnp.zeros(position.shape),
+            "decided": jnp.zeros_like(position),
             "random": jnp.broadcast_to(draw(jnp.arange(width)), position.shape),
             "confidence": last.probability,
             "entropy": last.entropy,

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gates on an exit's logits for a few likely next tokens, after SpecEE.
 
-SpecEE (Xu et al. 2025, arXiv 2504.08850) estimates an exit's confidence from the logits of a few
-candidates. They cost a few columns of the head instead of the whole vocabulary. In the paper a
-draft model proposes them. Here a table of the most frequent next tokens does, so they are known
-before the first layer.
+SpecEE (Xu et al. 2025, arXiv 2504.08850) has a draft model for the candidates. Here a table of the
+most frequent next tokens names them, so they are known before the first layer.
 """
 
 from __future__ import annotations

@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Server of a model's deep layers for edges, with a K/V cache of each edge's text.
 
-    with Cloud(decoder, params, exit=8, key=key, address="tcp://0.0.0.0:9000") as cloud:
-        cloud.wait()
-
 States that an edge sends run the deep layers and leave full-depth K/V there (`kv="full"`). So the
 answer is the full model's, independent of the side that emitted the earlier tokens.
 """
@@ -131,7 +128,10 @@ class Cloud:
                 f"Wanted at most {most} tokens, the cloud's context. Got {first + len(x)}. Cut the "
                 "prompt or max_new_tokens."
             )
-        row = self._row_of(edge)
+        row = self._rows.pop(edge, None)
+        if row is None and len(self._rows) == self._most_rows:
+            self._rows.popitem(last=False)  # The one idle longest.
+        self._rows[edge] = row = row or self._new_row()
         if not first:  # Another text, or this one once more.
             row.ran = 0
         if first != row.ran:
@@ -139,13 +139,3 @@ class Cloud:
         slots = sum(len(block) for block, _ in row.run(x))
         token, log_probability, _ = jax.device_get(row.read(None, rows_of([sampling]), 0, seed))
         return wire.TOKEN.pack(b"t", token, log_probability, slots)
-
-    def _row_of(self, edge: bytes) -> Row:
-        """Returns an edge's row; a new edge replaces the one idle longest."""
-        row = self._rows.pop(edge, None)
-        if row is None:
-            if len(self._rows) >= self._most_rows:
-                self._rows.popitem(last=False)
-            row = self._new_row()
-        self._rows[edge] = row
-        return row

@@ -1,13 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decoding on an edge device: shallow layers locally, deep ones in a cloud for hard tokens.
 
-    policy = Thresholded(signal=SoftmaxGap(), thresholds=jnp.asarray([0.5]), depths=(8, 16))
-    link = Link(address="tcp://10.0.0.7:9000", key=key)
-    result = Edge(decoder, params, policy=policy, link=link).generate(prompt, max_new_tokens=64)
-    result.token_ids, result.decided, result.bytes_up
-
-After CE-CoLLM (Jin and Wu, arXiv 2411.02829). Without a link the edge stands alone: every token
-comes from the exit, as from the model truncated there.
+After CE-CoLLM (Jin and Wu, arXiv 2411.02829), see docs/contrib/edge.md.
 """
 
 from __future__ import annotations
@@ -73,7 +67,7 @@ class Edge:
         """Keeps the shallow layers; connects with the first text.
 
         The policy says which tokens go deeper: causal, of depths `(exit, num_layers)`, or else a
-        ValueError. Without a link no cloud is ever asked.
+        ValueError. Without a link every token comes from the exit.
         """
         layers, depths = decoder.config.num_layers, check_policy(policy, decoder)
         if len(depths) != 2 or depths[1] != layers or not policy.causal:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Encoder-decoder models (T5) with early exits in the decoder, see docs/contrib/encoder_decoder.md.
 
-It follows arXiv 2407.20272 and CALM (2207.07061), which exit from T5's decoder. Keys and values of
+After arXiv 2407.20272 and CALM (2207.07061), which exit from T5's decoder. Keys and values of
 cross-attention live in the K/V cache of the core: a row is `source_tokens` places for the source
 (`pad_id` fills them up), then the target. `T5.embed` runs the encoder, so a source is a run of
 tokens that stopped at depth 0, and whose K/V are propagated. A decoder block is two layers of the

@@ -70,13 +70,9 @@ def load_t5(
 ) -> tuple[T5, Params]:
     """Reads a Hugging Face folder of a T5: `config.json` and safetensors.
 
-    Args:
-      folder: its path.
-      source_tokens: tokens of the longest source; all rows have as many places.
-      target_tokens: tokens of the longest target, the one that opens it included.
-      exits: depths at which the model may be read, even numbers: two for each decoder block. Empty:
-        those that the config names under `utio_jax`, or the last.
-      dtype: of the parameters.
+    All rows have `source_tokens` places for the source; targets have at most `target_tokens`, the
+    one that opens them included. The model may be read at `exits`, even numbers: two for each
+    decoder block. Empty: those that the config names under `utio_jax`, or the last.
 
     Raises:
       ValueError: another architecture, or options that cannot be run, all of them named; files or

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import jax
@@ -115,7 +115,6 @@ class T5Config(StackConfig):
         return StackConfig(**{**sizes, "exits": (), "causal": False})
 
 
-@lru_cache(maxsize=16)
 def bucket_table(buckets: int, max_distance: int, *, bidirectional: bool) -> np.ndarray:
     """Returns the bucket of each offset of a key from its query, from `-max_distance` on.
 

@@ -1,10 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Row-level early exit of encoders (BERT, Vision Transformers): DeeBERT, PABEE, LGViT's similarity.
 
-    fitted = fit_row_exits(encoder, params, Entropy(), inputs, lengths, depths=(2, 4, 6, 8))
-    result = encode_rows(encoder, params, inputs, lengths, fitted.chosen)  # rows leave at exits
-    result.logits, result.pooled, result.depths                            # [row, ...]
-
 At an exit a row is one token to a policy: its pooled state, with the exit's classifier for a head.
 Rows see nothing of each other, so those that are left run in blocks under loops with traced trip
 counts: new inputs compile nothing. `read_exits` runs all rows to all exits: the definition. The

@@ -1,10 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """BERT from Hugging Face folders: `BertModel` and `BertForSequenceClassification`.
 
-    model, params = load_encoder("folder of a MiniLM, bge or classifier", exits=(2, 4, 6))
-    inputs, lengths = pack_encodings(tokenizer.encode_batch(["a text", ("one", "two")]))
-    result = encode_rows(model, params, inputs, lengths, policy)
-
 The layers are those of `utio_jax.models.transformer`, bidirectional and with norms after each sum
 (Devlin et al. 2018). A token's input is its id and its kind (first or second text):
 `[row, token, 2]`.

@@ -1,15 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Filtering by loss with a cascade: rows exit once their side of a limit is clear.
 
-    losses = row_losses(decoder, params, batches)             # [exit, row], from one full pass
-    fitted = fit_band(decoder, params, losses, limit=1.2, tokens=128)
-    scores = score(decoder, params, token_ids, lengths, fitted.chosen, kv="drop")
-    fitted.chosen.signal.judge(scores).above   # [row]: is the row's mean loss above the limit?
-
-At each exit a line, fitted there, estimates full depth's mean loss from a row's loss so far; rows
-whose estimate is farther from the limit than a margin are decided, and only the band around the
-limit goes deeper. One pass over all exits shows what any margins do. Half of the rows fit lines and
-a ladder of margins; the other half tests it.
+At each exit a line estimates full depth's mean loss from a row's loss there; only rows whose
+estimate is near the limit go deeper, see docs/contrib/filter.md. One pass over all exits shows what
+any margins do.
 """
 
 from __future__ import annotations
@@ -26,6 +20,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from utio_jax.calibration.guarantee import Fitted, fit_ladder, halves
+from utio_jax.calibration.thresholds import leave_at
 from utio_jax.core.arrays import next_token_nll
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.documents import Batch, check_tokens
@@ -78,7 +73,8 @@ class UncertainBand(SignalBase):
         # A row's tokens are live together, so that one with a live successor predicts it.
         live = boundary.live
         predicts = live & jnp.pad(live[:, 1:], ((0, 0), (0, 1)))
-        means = _row_means(boundary.map_logits(next_token_nll, memory), predicts)
+        losses = jnp.where(predicts, boundary.map_logits(next_token_nll, memory), 0.0)
+        means = jnp.sum(losses, axis=1) / jnp.maximum(jnp.sum(predicts, axis=1), 1)
         place = exit_index(self.exits, boundary.depth, self.name)
         estimate = self.offsets[place] + self.slopes[place] * means
         distance = jnp.where(predicts.any(axis=1), jnp.abs(estimate - self.limit), 0.0)
@@ -142,11 +138,6 @@ class Judged:
     estimate: Float[np.ndarray, " row"]
     above: Bool[np.ndarray, " row"]
     depths: Int[np.ndarray, " row"]
-
-
-def _row_means(values: jax.Array, counted: jax.Array) -> Float[Array, " batch"]:
-    total = jnp.sum(jnp.where(counted, values, 0.0), axis=1)
-    return total / jnp.maximum(jnp.sum(counted, axis=1), 1)
 
 
 _MOST_EXITS = 3
@@ -252,8 +243,8 @@ def fit_band(  # noqa: PLR0913 (options, each named)
         return float(whole[stops].mean() / (cost.layers(exits[-1], tokens) + cost.read(exits[-1])))
 
     ladder: list[tuple[np.ndarray, float]] = []
+    distances = np.abs(estimates[:-1, fits] - limit)
     for factor in _DEVIATIONS:
-        distances = np.abs(estimates[:-1, fits] - limit)
         margins, ratio = _cheapest(distances, factor * open_, price)
         if not ladder or ratio < ladder[-1][1]:
             ladder.append((margins, ratio))
@@ -267,17 +258,6 @@ def fit_band(  # noqa: PLR0913 (options, each named)
     return fitted._replace(chosen=None) if idle else fitted  # That is full depth.
 
 
-def stops_of(
-    distances: Float[np.ndarray, "boundary row"], margins: Float[np.ndarray, " boundary"]
-) -> Int[np.ndarray, " row"]:
-    """Returns the exit at which each row stops: the first farther from the limit than its margin.
-
-    Distances of estimates from the limit, in nats, and margins are of each exit but the last.
-    """
-    stops = distances >= margins[:, None]
-    return np.concatenate([stops, np.ones((1, stops.shape[1]), np.bool_)]).argmax(axis=0)
-
-
 def _cheapest(
     distances: np.ndarray, margins: np.ndarray, price: Callable[..., float]
 ) -> tuple[np.ndarray, float]:
@@ -287,7 +267,7 @@ def _cheapest(
         for some in itertools.combinations(range(len(margins)), size):
             asked = np.isin(np.arange(len(margins)), some)
             tried = np.where(asked, margins, np.inf)
-            ratio = price(stops_of(distances, tried), asked)
+            ratio = price(leave_at(-distances, -tried), asked)
             if ratio < cheapest:
                 best, cheapest = tried, ratio
     return best, cheapest
@@ -297,6 +277,6 @@ def _wrong(
     estimates: np.ndarray, full: np.ndarray, limit: float, margins: np.ndarray
 ) -> Bool[np.ndarray, " row"]:
     """Returns which rows end on the wrong side, judged by full depth."""
-    stops = stops_of(np.abs(estimates[:-1] - limit), margins)
+    stops = leave_at(-np.abs(estimates[:-1] - limit), -margins)
     last = np.take_along_axis(estimates, stops[None], 0)[0]
     return (last > limit) != (full > limit)

@@ -1,20 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """One engine over the devices of several processes: all run it, with the requests of process 0.
 
-    jax.distributed.initialize()
-    mesh = jax.make_mesh((jax.device_count(),), ("model",))
-    model = load("FOLDER", sharding=mesh)
-    engine = MultiHostEngine(model.decoder, model.params, slots=16, capacity=512)
-    if jax.process_index() == 0:
-        number = engine.submit(prompt_ids, max_new_tokens=64)
-        finished = engine.drain()[number]
-        engine.close()
-    else:
-        engine.follow()
-
-All processes must start the same programs in the same order. Each has an `Engine`, which decides by
-its requests, its clock and its tokens. A step broadcasts requests and time from process 0. Tokens
-are equal because states are whole on every device.
+An example is in docs/scaling.md. All processes must start the same programs in the same order. Each
+has an `Engine`, which decides by its requests, its clock and its tokens. A step broadcasts requests
+and time from process 0. Tokens are equal because states are whole on every device.
 """
 
 from __future__ import annotations

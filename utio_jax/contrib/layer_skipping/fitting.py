@@ -16,8 +16,6 @@ from utio_jax.contrib.layer_skipping.scoring import run_sets
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.documents import Batch
 from utio_jax.policies.learned import PromptRouter
-from utio_jax.staircase.base import Executor
-from utio_jax.staircase.microbatches import MicroBatches
 from utio_jax.staircase.score import compare_states
 
 
@@ -28,7 +26,6 @@ def fit_prompt_sets(
     *,
     layers: float,
     prompt: int = 32,
-    executor: Executor = MicroBatches(),
 ) -> LayerSets:
     """Returns the policy in which a row's first tokens choose the layers of later ones (FiRST).
 
@@ -49,7 +46,7 @@ def fit_prompt_sets(
             f"run, to {depths[-1]}. Got prompt={prompt} and layers={layers}."
         )
     batches = [study.batch for study in studies]
-    harm = skipping_harm(decoder, params, batches, prompt=prompt, executor=executor)
+    harm = skipping_harm(decoder, params, batches, prompt=prompt)
     means = np.concatenate(
         [study.states[:, :, :prompt].astype(np.float32).mean(axis=2) for study in studies], axis=1
     )
@@ -70,7 +67,7 @@ def fit_prompt_sets(
 
 
 def skipping_harm(
-    decoder: Decoder, params: Params, batches: Sequence[Batch], *, prompt: int, executor: Executor
+    decoder: Decoder, params: Params, batches: Sequence[Batch], *, prompt: int
 ) -> np.ndarray:
     """Returns the mean KL to full depth, in nats, of skipping one segment after a prompt.
 
@@ -85,7 +82,7 @@ def skipping_harm(
             runs = np.ones((len(depths), *batch.token_ids.shape), bool)
             runs[segment, :, prompt:] = False  # Of the first it is not read: that is full depth.
             sets = given_sets(jnp.asarray(runs), depths=depths)
-            states.append(run_sets(*rows, sets, executor=executor).x)
+            states.append(run_sets(*rows, sets).x)
         kl = np.stack([compare(*rows, x, states[0]).kl for x in states[1:]])
         behind = np.arange(kl.shape[2]) < batch.lengths[:, None] - 1
         behind[:, :prompt] = False
@@ -104,8 +101,6 @@ def _threshold(scores: np.ndarray, layers: np.ndarray, *, target: float) -> floa
     if target >= layers.sum():
         return -np.inf
     candidates = np.unique(scores)
-    means = [
-        (layers[:, None] * (scores > candidate)).sum(axis=0).mean() for candidate in candidates
-    ]
+    means = [(layers[:, None] * (scores > cut)).sum(axis=0).mean() for cut in candidates]
     first = int(np.argmax(np.asarray(means) <= target))
     return float(np.mean(candidates[first : first + 2])) + (first + 1 == candidates.size)

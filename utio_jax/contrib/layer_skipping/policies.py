@@ -1,10 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Policies of layer skipping: a token that skips a segment may run a later one.
-
-SkipDecode    skip_decode(ends, ...)                later tokens skip lower and middle layers
-FiRST         LayerSets(signal=PromptRouter(...))   the prompt chooses which layers are skipped
-FlexiDepth    LayerSets(signal=Learned(...))        each token's state, at every segment
-"""
+"""Policies of layer skipping: a token that skips a segment may run a later one."""
 
 from __future__ import annotations
 

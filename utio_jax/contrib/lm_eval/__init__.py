@@ -1,15 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A model for EleutherAI's lm-evaluation-harness: in full, at a depth per token, or lossless.
 
-    from lm_eval.evaluator import simple_evaluate
-
-    model = UtioLM(load(), mode=Adaptive(policy=load().calibration.policy("learned", 0.6)))
-    simple_evaluate(model=model, tasks=["my_task.yaml"])["results"], model.report()
-
-`report` names what was executed of each kind of request, and what it cost. Under `Adaptive` the
-numbers are the routed model's; log-likelihoods under `Lossless` are full depth's.
-
-Needs the extra `lm-eval`.
+Needs the extra `lm-eval`, see docs/contrib/lm_eval.md.
 """
 
 from __future__ import annotations
@@ -196,18 +188,6 @@ class UtioLM(TemplateLM):
         if self.mode.depth_policy is not None:
             policy = self.mode.depth_policy
             kv = check_kv(self.mode.prompt_kv, ("propagate", "drop"))
-        shallow = self.prefill is not None and what == "loglikelihood"
-        if shallow:
-            assert self.prefill is not None
-            kv = self.prefill.kv or kv
-
-        def policy_of(batch: Batch) -> Policy:
-            """Returns the policy that knows where each row's context ends."""
-            assert self.prefill is not None
-            new = [items[item][1] if item >= 0 else 0 for item in batch.window]
-            ends = jnp.asarray(batch.lengths - np.asarray(new), jnp.int32)
-            return dataclasses.replace(self.prefill.policy, prompt_tokens=ends)  # type: ignore[type-var]
-
         results: list[tuple[float, bool]] = [(0.0, True)] * len(items)
 
         def observe(_: str, batch: Batch, comparison: Comparison, __: np.ndarray) -> None:
@@ -226,8 +206,15 @@ class UtioLM(TemplateLM):
                 vocab_size=decoder.config.vocab_size,
             )
         )
-        parts = [([batch], policy_of(batch)) for batch in batches] if shallow else []
-        for part, chosen in parts or [(batches, policy)] * bool(batches):
+        parts: list[tuple[list[Batch], Policy]] = [(batches, policy)] if batches else []
+        if self.prefill is not None and what == "loglikelihood":
+            kv, parts = self.prefill.kv or kv, []
+            for batch in batches:  # With the policy that knows where each row's context ends.
+                new = [items[item][1] if item >= 0 else 0 for item in batch.window]
+                ends = jnp.asarray(batch.lengths - np.asarray(new), jnp.int32)
+                by_importance: Any = self.prefill.policy
+                parts.append(([batch], dataclasses.replace(by_importance, prompt_tokens=ends)))
+        for part, chosen in parts:
             options: dict[str, Any] = {"kv": kv, "observe": observe}
             self.scored += evaluate(decoder, params, part, {"": chosen}, **options)[""]
         return results
@@ -281,19 +268,15 @@ class UtioLM(TemplateLM):
         """Returns new text for one batch of requests, all of one `max_new_tokens`."""
         decoder, params = self.model.decoder, self.model.params
         requests = [asked[index] for index in chosen]
-        prompts, stops = (
-            [request.prompt for request in requests],
-            [request.stops for request in requests],
-        )
-        sampling = [request.sampling for request in requests]
+        prompts = [request.prompt for request in requests]
         longest = max(prompt.size for prompt in prompts)
         widths = row_widths(self.max_length)
         result = generate_text(
             self.model,
             prompts,
-            stop_strings=stops,
+            stop_strings=[request.stops for request in requests],
             mode=self.mode,
-            sampling=sampling,
+            sampling=[request.sampling for request in requests],
             max_new_tokens=requests[0].max_new_tokens,
             seeds=chosen,
             prefill=self.prefill,

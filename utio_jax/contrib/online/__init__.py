@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Thresholds that follow the text: adapted online to a target agreement with full depth.
 
-After FREE (Bae et al. 2023, arXiv 2310.05424, section 3.3). Every k-th batch runs at full depth and
-is observed. All thresholds of a policy move together, along a list of candidates in quantiles of
-scores. The list runs from "none stops" over the policy's own thresholds to "all stop at the first
-exit". The choice is
-that of conformal risk control (Angelopoulos et al. 2022, arXiv 2208.02814): the cheapest before the
-first whose disagreements, with one added, exceed the target. It holds on average over text like
-what was observed of late, without the harm that frozen K/V do to other tokens.
+After FREE (Bae et al. 2023, arXiv 2310.05424, section 3.3), see docs/contrib/online.md. All
+thresholds move together, along candidates from "none stops" over the policy's own thresholds to
+"all stop at the first exit". The choice is that of conformal risk control (Angelopoulos et al.
+2022, arXiv 2208.02814): the cheapest before the first whose disagreements, with one added, exceed
+the target.
 """
 
 from __future__ import annotations

@@ -1,13 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Classes for `Dataset.map_batches` of Ray Data: one actor each, with a device and the model.
 
-    documents = ray.data.read_json(files)                      # columns id and text
-    scored = documents.map_batches(
-        Scorer, fn_constructor_args=("shared-16", policy), batch_format="pyarrow", batch_size=256,
-        compute=ray.data.ActorPoolStrategy(size=2), num_gpus=1,
-    )
-    scored.write_parquet(out)
-
 A text is a string, or a list of token ids. A document's results depend on it alone, not on
 its batch, the actor, or a repeated run after a fault.
 """
@@ -101,32 +94,30 @@ class Continuer:
         ]
         finished, rows = self._engine.drain(), []
         for name, prompt, number in zip(names, ids, numbers, strict=True):
-            result = None if number is None else finished[number]
             reason = "too_long" if prompt.size else "empty"
-            rows.append(
-                {
-                    "id": name,
-                    "prompt_tokens": prompt.size,
-                    "reason": reason if result is None else result.reason,
-                    "text": "" if result is None else result.text,
-                    "token_ids": [] if result is None else result.token_ids.tolist(),
-                    "depths": [] if result is None else result.decided.tolist(),
-                    "log_probabilities": []
-                    if result is None
-                    else result.log_probabilities.tolist(),
+            row = {"id": name, "prompt_tokens": prompt.size, "reason": reason, "text": ""}
+            row |= {"token_ids": [], "depths": [], "log_probabilities": []}
+            if number is not None:
+                result = finished[number]
+                row |= {
+                    "reason": result.reason,
+                    "text": result.text,
+                    "token_ids": result.token_ids.tolist(),
+                    "depths": result.decided.tolist(),
+                    "log_probabilities": result.log_probabilities.tolist(),
                 }
-            )
-        whole, texts = pyarrow.list_(pyarrow.int32()), pyarrow.string()
-        kinds = (
-            texts,
-            pyarrow.int64(),
-            texts,
-            texts,
-            whole,
-            whole,
-            pyarrow.list_(pyarrow.float32()),
+            rows.append(row)
+        schema = pyarrow.schema(
+            {
+                "id": pyarrow.string(),
+                "prompt_tokens": pyarrow.int64(),
+                "reason": pyarrow.string(),
+                "text": pyarrow.string(),
+                "token_ids": pyarrow.list_(pyarrow.int32()),
+                "depths": pyarrow.list_(pyarrow.int32()),
+                "log_probabilities": pyarrow.list_(pyarrow.float32()),
+            }
         )
-        schema = pyarrow.schema([*zip(rows[0], kinds, strict=True)]) if rows else None
         return pyarrow.Table.from_pylist(rows, schema=schema)
 
 

@@ -1,11 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replicas of the OpenAI-compatible server by Ray Serve: its ASGI application as an ingress.
-
-    ray.serve.run(replicas(lambda: Application(served_model, slots=16), count=2, num_gpus=1))
-
-Ray Serve's proxy takes HTTP, gives each request to the emptier of two replicas, notices replicas
-that die and starts others. What a dead replica was answering is lost: its clients ask again.
-"""
+"""Replicas of the OpenAI-compatible server by Ray Serve: its ASGI application as an ingress."""
 
 # Where Ray is not installed, types are checked all the same.
 # (The name ray is taken for this folder, then.)

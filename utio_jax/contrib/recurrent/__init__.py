@@ -9,9 +9,8 @@ residual, without MLPs in between. Per head, over the tokens `t` that the layer 
 
 written as the masked product that the paper shows it to be (its section 4): a sum over earlier
 tokens, each faded by the decays of the tokens *between* it and the query. That fits the contract of
-decoders: `C` is a query, `(B, dt, -dt A)` a key, `x` a value. Depth per token has two
-strategies for frozen tokens. Under `kv="propagate"` deeper states receive `B`, `dt` and `x`
-projected from the frozen state. Under `kv="drop"` they skip the token, without decay or input.
+decoders: `C` is a query, `(B, dt, -dt A)` a key, `x` a value. docs/contrib/recurrent.md says what a
+frozen token does to the state.
 
 Not here: Mamba-2's short convolution over `x`, `B` and `C`. It reads neighbours' inputs, but
 caches, packing and frozen tokens need K/V that follow from a token's own state alone. Nor

@@ -1,12 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Margins for picking 1 of many, with a guarantee: in most queries the winner is full depth's.
 
-    seen = see_all(decoder, params, queries, depths=decoder.config.exits[:-1])
-    fitted = fit_select(decoder, params, seen, depths=..., tokens=16, slots=128)
-    how = fitted.chosen          # for `select`; None: only full depth keeps it
-
-One pass in which none leaves shows what any margins do. Half of the queries make a ladder: depths
-and margins that cost least at 0, 1, 2, ... lost winners; the other half tests it, safest first.
+One pass in which none leaves shows what any margins do. The ladder has the depths and margins that
+cost least at 0, 1, 2, ... lost winners.
 """
 
 from __future__ import annotations

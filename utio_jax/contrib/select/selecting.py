@@ -1,14 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Picks 1 of many candidates after a shared context; those that cannot win exit early.
 
-    context = read_context(decoder, params, prompt)                  # full depth, cached once
-    result = select(decoder, params, context, candidates, lengths, how)
-    result.winner, result.scores
-
-Early-exit reranking: at each depth of `Select.depths` the head scores all remaining candidates.
-Candidates more than a margin worse than the best leave. The others are packed into a smaller static
-batch. Candidates that stay to the end have full depth's score. The risk of a margin is that the
-winner leaves; `fit_select` finds margins that bound its frequency.
+At each depth of `Select.depths` the head scores all remaining candidates. Those more than a margin
+worse than the best leave; the others are packed into a smaller static batch.
 """
 
 from __future__ import annotations

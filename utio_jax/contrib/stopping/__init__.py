@@ -1,14 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ends a thought after a number of tokens, or when the model is sure of its last words.
 
-    generate(..., logits_processor=ThinkingBudget(end_ids=(7,), max_tokens=512))
-
-    sure = Confidence(threshold=0.3, window=8, cue_ids=[full_stop])
-    generate_until_sure(..., end_ids=[7], confidence=sure, max_thought=512, max_answer=64)
-
-`generate_until_sure` is a loop on the host over `generate`. After LYNX, which asks at cues of the
-text and chooses its threshold by conformal prediction, and DEER; asked here is how likely the last
-words were.
+After LYNX (arXiv 2512.05325) and DEER (arXiv 2504.15895), see docs/contrib/stopping.md.
 """
 
 from __future__ import annotations

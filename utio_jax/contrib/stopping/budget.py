@@ -1,10 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Thinking budgets: a logits processor that forces the end of a thought after a number of tokens.
 
-    budget = ThinkingBudget(end_ids=(7,), max_tokens=512)
-    generate(decoder, params, prompts, logits_processor=budget)      # or Engine(logits_processor=)
-    thought = budget.thought(prompt, new_tokens)
-
 It reads where a row is from the row's own tokens, so it keeps no state, and holds in all modes.
 """
 
