@@ -15,7 +15,7 @@ from anytime import TrainConfig, exit_states, train
 from helpers import cases
 from helpers.counting import count, read_counts
 from helpers.generation import PROMPTS, DepthAt, assert_greedy, depth_table, run
-from helpers.models import Model, assert_equal, live_params, plain_nll
+from helpers.models import Model, assert_equal, live_params
 from trunks import make_optimizer
 
 from utio_jax import score, uniform
@@ -29,7 +29,7 @@ from utio_jax.policies import given_depths
 from utio_jax.policies.signals import Chance, Position
 from utio_jax.utio import History, Throttled, VerticalSlash
 
-DEPTHS, EXECUTOR = (1, 2, 4), cases.SHAPES[1].executor
+DEPTHS = (1, 2, 4)
 CONFIG = Mamba2Config(
     vocab_size=64,
     num_layers=4,
@@ -238,9 +238,6 @@ def test_it_is_trained_as_any_decoder(tmp_path: Any) -> None:
 # Passes.
 
 
-run_score = jax.jit(score, static_argnums=0, static_argnames="executor")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "shape",
@@ -295,22 +292,6 @@ def test_stopped_tokens_cost_what_the_padding_rule_says(kv: str) -> None:
     assert charged == expected.tolist()
     dense = 4 * shape.batch * shape.token
     assert counts["queries"] < dense, "the case must skip something"
-
-
-@pytest.mark.slow
-def test_calibration_takes_it_as_any_decoder(text: list[Any]) -> None:
-    model = recurrent_model()
-    fitted = cases.calibrated(model, text, ("state_similarity",), (0.8,))
-    assert 0.8 in fitted.entries["state_similarity"]
-    policy, batch = fitted.policy("state_similarity", 0.8), text[0]
-    rows = model.decoder, model.params, batch.token_ids, batch.lengths
-    result = run_score(*rows, policy, executor=EXECUTOR)
-    x = cases.run_oracle(*rows, result.depths, kv="propagate")
-    expected = plain_nll(model, batch.token_ids, x)
-    predicted = np.asarray(result.predicted)[:, :-1]
-    np.testing.assert_allclose(
-        np.asarray(result.log_likelihood)[:, :-1][predicted], -expected[predicted], atol=1e-4
-    )
 
 
 def test_sparse_attention_is_refused_since_there_is_one_state_for_all() -> None:
