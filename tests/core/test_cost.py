@@ -132,12 +132,6 @@ def test_the_ideal_is_a_sum_over_tokens_and_their_own_layers(keep_frozen):
     assert result == flops
 
 
-def test_what_to_expect_of_full_depth_is_what_full_depth_costs():
-    flops = expected_flops(COST, batch=2, width=64, min_bucket=16, depths=(6,), fractions=(1.0,))
-    # A causal query sees half of the row on average.
-    assert flops == 2 * 64 * (COST.layers(6, 32) + COST.head)
-
-
 def test_what_to_expect_of_a_staircase_is_a_sum_over_its_segments():
     flops = expected_flops(
         COST,

@@ -55,13 +55,6 @@ def test_copies_follow_the_latest_of_the_longest_matches(longest, shortest):
     assert {0, longest} <= set(sizes)
 
 
-def test_a_copy_goes_on_into_itself():
-    result, _ = NGram()(jnp.asarray([[4, 6, 1, 2, 1, 2, 0, 0]]), jnp.asarray([6]), drafts=5)
-    assert result.tolist() == [[1, 2, 1, 2, 1]]
-    with pytest.raises(ValueError, match=r"shortest <= longest.*shortest=2, longest=1"):
-        NGram(longest=1, shortest=2)
-
-
 @pytest.fixture(scope="module")
 def plain(model):
     return run(model, REPEATING, max_new_tokens=48)

@@ -30,6 +30,7 @@ from helpers.models import assert_equal
 from helpers.policies import SurePasses
 
 from utio_jax.decoding.adaptive import Adaptive
+from utio_jax.decoding.admission import _admit, empty_state
 from utio_jax.decoding.base import Plain
 from utio_jax.decoding.generate import generate
 from utio_jax.decoding.loop import Lengths, advance, run_chunks
@@ -132,22 +133,14 @@ def test_each_prompt_may_be_sampled_and_end_in_its_own_way(model, plain, no_comp
     shared = run(model, sampling=methods, stop_sequences=[pair], **how)
     np.testing.assert_array_equal(shared.token_ids[2], together.token_ids[2])
     assert shared.finish_reasons[0] == "eos"
-    with no_compiles():  # Nor does another kind of method compile anything.
+    run(model)
+    with no_compiles():  # Rows have places for other methods, and for more and longer stops.
         others = [methods[1], SamplingParams(temperature=1.0, min_p=0.2, top_k=30), methods[0]]
         run(model, sampling=others, stop_sequences=stops, **how)
-
-
-def test_other_stops_and_a_method_for_each_row_compile_nothing(model, plain, no_compiles):
-    """None, one, several, longer ones: rows have places for them."""
-    run(model)
-    pair = plain.token_ids[0][8:10].tolist()
-    with no_compiles():
         same = run(model, sampling=[SamplingParams()] * 3)
-        one = run(model, stop_sequences=[pair])
-        run(model, stop_sequences=[pair, [1, 2, 3]], eos_ids=[63, 62])
+        run(model, stop_sequences=[pair])
         run(model, stop_sequences=[[[1] * 16], [[2]] * 4, []], eos_ids=range(50, 58))
     np.testing.assert_array_equal(np.stack(same.token_ids), np.stack(plain.token_ids))
-    assert one.finish_reasons[0] == "stop"
 
 
 @pytest.mark.check
@@ -395,3 +388,19 @@ def test_a_processor_is_a_function_that_keeps_the_shape(model):
 def test_where_a_processor_excludes_every_token_the_first_one_is_taken(model):
     nothing = run(model, logits_processor=lambda logits, state: logits - jnp.inf, eos_ids=())
     assert all((new == 0).all() for new in nothing.token_ids)
+
+
+@pytest.mark.usefixtures("unchecked_shapes")
+def test_an_admission_copies_no_cache(model):
+    context = context_of(model, Adaptive(policy=random_policy(0.5, 0.2, 0.3), kv="drop"))
+    fresh = begun(context, [[0, 5, 7], [0, 61]], slots=4096)
+    state = empty_state(context, batch=4, slots=4096)
+    held, come = (
+        sum(leaf.nbytes for leaf in jax.tree.leaves((rows.cache, rows.memory)))
+        for rows in (state, fresh)
+    )
+    program = _admit.lower(state, fresh, np.array([3, 1], np.int32)).compile()
+    memory = program.memory_analysis()
+    assert memory is not None
+    assert memory.alias_size_in_bytes >= held
+    assert memory.temp_size_in_bytes < 1.05 * come  # No more is moved than comes in.

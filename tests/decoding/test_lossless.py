@@ -22,6 +22,7 @@ from helpers.models import assert_equal
 
 from utio_jax.attention.cache import read
 from utio_jax.core.lens import Lens, lensed
+from utio_jax.decoding.drafting import NGram
 from utio_jax.decoding.generate import generate
 from utio_jax.decoding.loop import advance
 from utio_jax.decoding.lossless import Lossless, lossless_for
@@ -105,6 +106,8 @@ def test_forbidden_combinations(model):
         Lossless()
     with pytest.raises(ValueError, match="max_draft of at least 1"):
         Lossless(exit=2, max_draft=0)
+    with pytest.raises(ValueError, match=r"shortest <= longest.*shortest=2, longest=1"):
+        NGram(longest=1, shortest=2)
     with pytest.raises(ValueError, match=r"early exits \(1, 2\). Got exit=3"):
         run(model, mode=Lossless(exit=3))
     stock = Transformer(dataclasses.replace(TINY, exits=(4,)))

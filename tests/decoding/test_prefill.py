@@ -176,6 +176,8 @@ def test_what_cannot_be_is_refused() -> None:
     model, policy = lively_model(), uniform(2)
     with pytest.raises(ValueError, match="a mode whose keys and values are the full"):
         run(model, mode=Lossless(exit=2), prefill=Prefill(policy=policy))
+    with pytest.raises(ValueError, match='the same kv for prompts and new tokens.*"drop"'):
+        run(model, prefill=Prefill(policy=policy, kv="drop"))
     with pytest.raises(ValueError, match="depths within the model's 4 layers"):
         run(model, prefill=Prefill(policy=uniform(9)))
     unfit = Prefill(policy=uniform(4), attention=half_sparse(segments=3))

@@ -22,7 +22,6 @@ from helpers.generation import (
 )
 from helpers.models import assert_equal, with_random_lens, with_random_maps
 
-from utio_jax.core.flops import token_cost
 from utio_jax.decoding.base import Plain
 from utio_jax.decoding.prefill import Prefill
 from utio_jax.policies.depth import uniform
@@ -44,25 +43,6 @@ def test_full_depth_sees_what_the_reference_shows_of_a_prompt(kv: Any) -> None:
     table = jnp.minimum(depth_table(DEPTHS, shape=(3, 96)), 2)
     how = Prefill(policy=DepthAt(table=table, depths=DEPTHS), kv=kv, executor=SMALL_BLOCKS)
     assert_read_as(model, run(model, LONG, mode=Plain(), prefill=how), table, kv=kv)
-
-
-@pytest.mark.slow
-def test_maps_of_prompts_are_charged() -> None:
-    model = with_random_maps(lively_model(), (1, 2))
-    cost = token_cost(model.decoder, model.params)
-
-    def cost_of(kv: Any) -> Any:
-        how = Prefill(policy=uniform(2), kv=kv, executor=SMALL_BLOCKS)
-        result = run(model, LONG, prefill=how, max_new_tokens=1)
-        return prompt_cost(model.decoder, model.params, how, LONG, result), result.prompt_work
-
-    copied, _ = cost_of("propagate")
-    mapped, work = cost_of("mapped")
-    # 39 tokens in blocks of 2, two skipped layers each.
-    np.testing.assert_array_equal(work.kv_maps, [[2 * 40]] * 3)
-    # Instead of projections of all 3 x 24 slots.
-    spared = 2 * 72 * cost.keys_values
-    assert mapped.flops == copied.flops - spared + 2 * 40 * cost.kv_map
 
 
 RAGGED = [[7, *range(59)], [*range(50, 10, -1), 3], [4], [9] * 18]
@@ -137,12 +117,6 @@ def test_what_has_no_fixed_share_is_read_by_the_staircase(monkeypatch: pytest.Mo
     assert plain.for_shape(1, 64) is plain
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     assert isinstance(how.for_shape(8, 448).executor, CapacityPrefix)
-
-
-def test_what_does_not_fit_together_is_refused() -> None:
-    model = lively_model()
-    with pytest.raises(ValueError, match='the same kv for prompts and new tokens.*"drop"'):
-        run(model, prefill=Prefill(policy=uniform(2), kv="drop"))
 
 
 def test_a_budget_takes_the_least_loss_that_fits() -> None:

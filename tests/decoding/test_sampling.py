@@ -230,6 +230,7 @@ def assert_follows(tokens: np.ndarray, probabilities: np.ndarray) -> None:
 
 
 numbers: Any = np  # The types of arguments say Python's numbers; others come all the same.
+UNTYPED: Any = SimpleNamespace(**{**vars(P()), "top_k": None})  # `P` checks types before.
 
 
 @pytest.mark.parametrize(
@@ -240,6 +241,7 @@ numbers: Any = np  # The types of arguments say Python's numbers; others come al
         (lambda: P(top_p=numbers.float32(0)), "above 0 and at most 1. Got top_p=0"),
         (lambda: P(top_k=numbers.int64(-1)), "an integer; 0: all. Got top_k=-1"),
         (lambda: P(min_p=-0.1), "from 0 to 1. Got min_p=-0.1"),
+        (lambda: P.__post_init__(UNTYPED), "Wanted a top_k"),
         (lambda: check_sampling(numbers.float64(0.7), rows=2), r"Got .*0.7.*temperature=0.7"),
         (lambda: check_sampling(rows_of([P(), P()]), rows=3), r"one per prompt \(3\). Got 2"),
         (lambda: check_sampling(P(top_p=np.array([0.5, 0.5])), rows=3), r"\(3\). Got 2"),
@@ -294,10 +296,3 @@ def test_most_probable_is_the_first_of_the_largest_and_always_a_token():
     logits[:, 3] = np.nan
     np.testing.assert_array_equal(most_probable(jnp.asarray(logits)), 0)
     assert most_probable(jnp.full((4,), -jnp.inf)) == 0
-
-
-@pytest.mark.parametrize("name", ["temperature", "top_k", "top_p", "min_p"])
-def test_none_is_no_sampling_parameter(name: str) -> None:
-    fields: Any = SimpleNamespace(**{**vars(SamplingParams()), name: None})
-    with pytest.raises(ValueError, match=f"Wanted a {name}"):
-        SamplingParams.__post_init__(fields)  # Here the constructor checks types before.

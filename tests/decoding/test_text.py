@@ -130,13 +130,6 @@ def test_each_text_may_have_stop_strings_of_its_own() -> None:
         until(stops[:2])
 
 
-def test_stop_strings_compile_nothing(no_compiles: Any) -> None:
-    plain_run()
-    with no_compiles():
-        for stop in ("xya", "cxyd"):
-            until([stop])
-
-
 def test_pieces_join_to_the_text_and_characters_stay_whole() -> None:
     new = list("né→€!".encode())
     pieces = pieces_of(Bytes(), list(b"say "), new)

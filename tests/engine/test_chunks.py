@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from helpers.counting import Counting, read_counts
 from helpers.engine import (
-    CAPACITY,
     SHAPES,
     Asked,
     alone,
@@ -19,6 +18,7 @@ from helpers.engine import (
     model64,
     modes,
     pool,
+    run_schedule,
 )
 from helpers.generation import lively_model
 from helpers.marks import quick_where
@@ -59,13 +59,9 @@ def test_prompts_in_chunks_are_as_whole(name: str, no_compiles: Any) -> None:
     engine = engine_of(model, mode, shapes=CHUNKED)
     engine.warmup()
     with no_compiles():
-        numbers, result = {}, {}
-        for request in asked:
-            numbers[request.submit(engine)] = request
-            result |= {e.request: e.finished for e in engine.advance() if e.finished}
-        result |= engine.drain()
-    for number, request in numbers.items():
-        assert_as_alone(result[number], alone(model, mode, None, request, lengths=LONG))
+        result = run_schedule(engine, asked, np.random.default_rng(0))
+    for place, request in enumerate(asked):
+        assert_as_alone(result[place], alone(model, mode, None, request, lengths=LONG))
 
 
 def test_rows_go_on_between_chunks() -> None:
@@ -92,31 +88,6 @@ def test_rows_go_on_between_chunks() -> None:
     # Alone, it is read at once.
     engine.submit([2] * 40, max_new_tokens=1, eos_ids=())
     assert [event.finished is not None for event in engine.advance()] == [True]
-
-
-def test_only_prompts_that_are_read_in_full_are_cut() -> None:
-    engine = engine_of(lively_model(), *modes()["prompts"], shapes=CHUNKED)
-    with pytest.raises(ValueError, match="its prompt into 8. Got a prompt of 40"):
-        engine.submit([1] * 40, max_new_tokens=2)
-    assert engine.cancel(engine.submit([1] * 40, max_new_tokens=2, whole_prompt=True))
-
-
-def test_chunks_cost_their_tokens() -> None:
-    model, layers = lively_model(), TINY.num_layers
-    engine = engine_of(
-        type(model)(Counting(model.decoder.config), model.params),
-        modes()["plain"][0],
-        shapes=dataclasses.replace(CHUNKED, key_step=CAPACITY),
-        read_late=False,
-    )
-    engine.submit([1] * 20, max_new_tokens=1, eos_ids=())
-    read_counts()
-    engine.drain()
-    counts = read_counts()
-    assert counts["queries"] == layers * 3 * CHUNK
-    assert counts["unembed"] == 3  # One for each block, whether the prompt ends there or not.
-    assert engine.stats().padded_prompt_tokens == 3 * CHUNK
-    assert engine.stats().prompt_tokens == 20
 
 
 @pytest.mark.check

@@ -10,13 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.engine import Asked, alone, assert_as_alone, engine_of, model64, modes, pool
+from helpers.engine import alone, assert_as_alone, engine_of, model64, modes, pool, run_schedule
 from helpers.generation import lively_model
 from helpers.models import gated
 
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.base import Plain
-from utio_jax.engine import Engine
 from utio_jax.policies import Patience, SoftmaxGap, Thresholded, random_depths
 from utio_jax.policies.depth import spread_thresholds
 
@@ -50,20 +49,6 @@ def of_budget(name: str, **options: Any) -> Any:
     return Plain() if policy == "full" else Adaptive(policy=policy or OWN, **options)
 
 
-def mixed(engine: Engine, asked: list[Asked], names: list[str]) -> dict[int, Any]:
-    """Returns what comes of requests of these budgets in turn, which run side by side."""
-    numbers, result = {}, {}
-    for place, request in enumerate(asked):
-        policy = BUDGETS[names[place % len(names)]]
-        numbers[request.submit(engine, policy=policy)] = place
-        if place % 3 == 2:
-            result |= {
-                event.request: event.finished for event in engine.advance() if event.finished
-            }
-    result |= engine.drain()
-    return {numbers[number]: finished for number, finished in result.items()}
-
-
 @pytest.mark.check
 @pytest.mark.usefixtures("double")
 @pytest.mark.parametrize(
@@ -83,7 +68,8 @@ def test_budgets_side_by_side_are_as_alone(
     engine = engine_of(model, mode)
     engine.warmup()
     with no_compiles():
-        result = mixed(engine, asked, names)
+        policies = [BUDGETS[name] for name in names]
+        result = run_schedule(engine, asked, np.random.default_rng(0), policies)
     seen = set[int]()
     for place, request in enumerate(asked):
         budget = of_budget(names[place % len(names)], **options)

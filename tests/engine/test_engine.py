@@ -315,25 +315,6 @@ def test_running_rows_pause_for_a_bounded_number_of_prompt_tokens() -> None:
     engine.drain()
 
 
-def test_a_prompt_read_in_short_and_long_blocks_is_that_of_one_pass() -> None:
-    """Its last block of 32 tokens begins at 36 of 64 slots."""
-    shapes = Shapes(prompt_tokens=(4, 64), chunk=40, key_step=CAPACITY)
-    plain = modes()["plain"][0]
-    engine = engine_of(lively_model(), plain, shapes=shapes)
-    running = engine.submit([1], max_new_tokens=30, eos_ids=())
-    engine.advance()
-    prompt = np.random.default_rng(0).integers(0, 64, 58).tolist()
-    asked = dataclasses.replace(POOL[0], prompt=prompt, new=4)
-    number = asked.submit(engine)
-    engine.advance()
-    read = engine.stats().padded_prompt_tokens
-    engine.cancel(running)
-    finished = engine.drain()[number]
-    assert read < engine.stats().padded_prompt_tokens
-    whole = Lengths(prompt_step=64, key_step=128)
-    assert_as_alone(finished, alone(lively_model(), plain, None, asked, lengths=whole))
-
-
 @pytest.mark.parametrize(("size", "capacity"), [(20, 64), (24, 64), (512, 80)])
 def test_the_last_block_of_a_prompt_fits_into_its_row(size: int, capacity: int) -> None:
     """Blocks of 20, 24 and 64 tokens: the last one ends at 80, 72 and 128."""
@@ -633,26 +614,6 @@ def test_at_most_a_third_of_a_group_only_fills_it_up(prompts: int, groups: int, 
     assert (stats.prompt_groups, stats.padded_prompt_tokens) == (groups, rows * 8)
 
 
-def test_a_stream_is_one_request_among_others() -> None:
-    engine = engine_of(lively_model(), modes()["plain"][0], read_late=False)
-    options: dict[str, Any] = {"max_new_tokens": 9, "eos_ids": ()}
-    other, number = engine.submit([1, 2], **options), engine.submit([3, 4], **options)
-    expected = engine.drain()
-    other_again = engine.submit([1, 2], **options)
-    events = [*engine.stream([3, 4], **options)]
-    tokens = np.concatenate([event.token_ids for event in events])
-    np.testing.assert_array_equal(tokens, expected[number].token_ids)
-    assert events[-1].finished is not None
-    (ended,) = engine.drain().items()  # It ended during the stream.
-    assert ended[0] == other_again
-    np.testing.assert_array_equal(ended[1].token_ids, expected[other].token_ids)
-    stream = engine.stream([3, 4], max_new_tokens=40, eos_ids=())
-    next(stream)
-    stream.close()
-    assert engine.idle
-    assert engine.stats().ended["cancelled"] == 1
-
-
 @pytest.mark.parametrize("late", [False, True])
 def test_streams_side_by_side_yield_all_their_events(late: bool) -> None:
     """Also events of blocks that another stream or `drain` has run."""
@@ -679,3 +640,8 @@ def test_streams_side_by_side_yield_all_their_events(late: bool) -> None:
     check([*begun[0], *first], [*begun[1], *second])
     assert engine.idle
     assert engine.drain() == {}
+    left = engine.stream(prompts[0], **options)
+    next(left)
+    left.close()
+    assert engine.idle
+    assert engine.stats().ended["cancelled"] == 1

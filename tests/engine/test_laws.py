@@ -6,36 +6,22 @@ So a seed fixes a text whatever the schedule, also where drafts are verified.
 
 from __future__ import annotations
 
-from typing import Any
-
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.engine import SHORT, Asked, alone, assert_as_alone, engine_of, model64, modes, pool
+from helpers.engine import (
+    alone,
+    assert_as_alone,
+    engine_of,
+    model64,
+    modes,
+    pool,
+    run_schedule,
+)
 from helpers.models import with_random_maps
-
-from utio_jax.decoding import Plain, generate
 
 NAMES = ("plain", "propagate", "lossless", "drop", "mapped", "copies", "prompts")
 
 pytestmark = pytest.mark.usefixtures("double")
-
-
-def run_schedule(engine: Any, asked: list[Asked], rng: np.random.Generator) -> dict[int, Any]:
-    """Returns what comes of requests that arrive at random times, by their place in `asked`."""
-    waiting, numbers, result = list(enumerate(asked)), {}, {}
-    handed: dict[int, list[int]] = {}
-    while waiting or not engine.idle:
-        for _ in range(min(len(waiting), int(rng.integers(0, 4)))):
-            index, request = waiting.pop(0)
-            numbers[request.submit(engine)] = index
-        for event in engine.advance():
-            handed.setdefault(event.request, []).extend(event.token_ids.tolist())
-            if event.finished is not None:
-                assert numbers[event.request] not in result
-                assert handed.pop(event.request) == event.finished.token_ids.tolist()
-                result[numbers[event.request]] = event.finished
-    return result
 
 
 def check_schedules(name: str, *, schedules: int, requests: int, seed: int = 0) -> int:
@@ -70,28 +56,3 @@ def test_ten_thousand_schedules(name: str) -> None:
     checked = check_schedules(name, schedules=10_000 // len(NAMES) + 1, requests=66, seed=1)
     print(f"{name}: {checked} requests")
     assert checked > 4 * (10_000 // len(NAMES))
-
-
-@pytest.mark.check
-def test_a_processor_is_all_requests() -> None:
-    """Rows of an engine get from it what `generate` gives them alone."""
-
-    def odd(logits: Any, state: Any) -> Any:
-        even = (jnp.arange(64)[None] + state.last_ids[:, None]) % 2 == 0
-        return jnp.where(even, -jnp.inf, logits)
-
-    engine, prompts = engine_of(model64(), Plain(), logits_processor=odd), [[5], [9, 8, 7], [3, 4]]
-    numbers = [engine.submit(prompt, max_new_tokens=9, eos_ids=()) for prompt in prompts]
-    result = engine.drain()
-    for number, prompt in zip(numbers, prompts, strict=True):
-        (expected,) = generate(
-            model64().decoder,
-            model64().params,
-            [prompt],
-            max_new_tokens=9,
-            eos_ids=(),
-            lengths=SHORT,
-            logits_processor=odd,
-        ).token_ids
-        np.testing.assert_array_equal(result[number].token_ids, expected)
-        assert (np.diff([prompt[-1], *expected]) % 2 == 1).all()

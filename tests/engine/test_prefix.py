@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -21,7 +20,6 @@ from utio_jax.decoding.base import Plain
 from utio_jax.decoding.loop import Lengths
 from utio_jax.engine import Engine, Shapes
 from utio_jax.engine.prefix import PrefixCache, bytes_of
-from utio_jax.models import load
 from utio_jax.policies.depth import random_depths
 
 BLOCK, CAPACITY = 4, 64
@@ -121,18 +119,6 @@ def test_so_do_they_where_layers_see_a_window_or_share_keys_and_values(kind: str
     model = Model(small.decoder, params)
     assert mode.leaves_exact_kv(model.decoder)
     stats = check_schedules(cached_engine(model, mode, blocks=24), model, mode, schedules=30)
-    assert stats.cached_tokens > 0
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("double")
-@pytest.mark.parametrize("name", ["gemma3n", "gemma4"])
-def test_so_do_they_on_models_of_the_gemma_family(name: str) -> None:
-    loaded = load(Path(__file__).parents[1] / "models" / "huggingface" / name)
-    params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), loaded.params)
-    model = Model(loaded.decoder, params)
-    assert model.decoder.config.shares_kv
-    stats = check_schedules(cached_engine(model, blocks=24), model, Plain(), schedules=10)
     assert stats.cached_tokens > 0
 
 

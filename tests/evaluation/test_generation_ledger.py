@@ -13,7 +13,6 @@ import pytest
 from helpers.generation import (
     CROSSING,
     PROMPTS,
-    SMALL,
     DepthAt,
     depth_table,
     lively_model,
@@ -224,12 +223,3 @@ def test_once_the_longest_row_has_ended_plain_steps_read_fewer_keys(model: Any) 
     cost = token_cost(model.decoder, model.params)
     narrow, wide = (cost.layers(4, width) + cost.head for width in (32, 64))
     assert spent.flops_full == pytest.approx(3 * ((1 + 25 + 5) * narrow + (1 + 8) * wide))
-
-
-@pytest.mark.parametrize("lengths", [SMALL, CROSSING])
-def test_attended_slots_are_what_queries_see(model: Any, lengths: Any) -> None:
-    result = run(model, lengths=lengths)
-    widths = np.asarray(result.key_widths)
-    reach = max(map(len, PROMPTS)) + np.arange(1, 40)  # Of the longest row, its own token included.
-    expected = 4 * widths[np.searchsorted(widths, reach)].sum()
-    np.testing.assert_array_equal(result.attended, [expected] * 3)

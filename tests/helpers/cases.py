@@ -92,8 +92,6 @@ PREFIXES = tuple(
 )
 """The same through static prefixes, which some of the cases outgrow."""
 
-DEEP_SHAPES = tuple(shape for shape in SHAPES if len(shape.depths) >= 4)
-
 
 def draw(shape: Shape, vocab_size: int, seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Returns token ids, lengths and depths of one case; the seed picks its kind."""

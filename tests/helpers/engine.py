@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -139,6 +141,26 @@ def model64() -> Model:
     small = lively_model()
     params = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), small.params)
     return Model(small.decoder, jax.tree.map(jnp.asarray, params))
+
+
+def run_schedule(
+    engine: Engine, asked: list[Asked], rng: np.random.Generator, policies: Sequence[Any] = (None,)
+) -> dict[int, Any]:
+    """Returns what comes of requests that arrive at random times, by their place in `asked`."""
+    waiting, numbers, result = list(zip(asked, itertools.cycle(policies))), [], {}
+    handed: dict[int, list[int]] = {}
+    while waiting or not engine.idle:
+        for _ in range(min(len(waiting), int(rng.integers(0, 4)))):
+            request, policy = waiting.pop(0)
+            numbers.append(request.submit(engine, policy=policy))
+        for event in engine.advance():
+            handed.setdefault(event.request, []).extend(event.token_ids.tolist())
+            if event.finished is not None:
+                assert handed.pop(event.request) == event.finished.token_ids.tolist()
+                place = numbers.index(event.request)
+                assert place not in result
+                result[place] = event.finished
+    return result
 
 
 def assert_as_alone(finished: Any, expected: Generated) -> None:

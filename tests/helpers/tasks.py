@@ -14,7 +14,6 @@ def write_tasks(
     rows: Sequence[Mapping[str, Any]],
     *,
     generation: Mapping[str, Any],
-    others: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> Path:
     """Writes the tasks `choose`, `read` and `write`; returns their folder.
 
@@ -22,7 +21,6 @@ def write_tasks(
       folder: that exists.
       rows: each with a `context`, its `choices`, and the `label` of the right one.
       generation: the `generation_kwargs` of `write`.
-      others: further tasks, by name: what they say otherwise.
     """
     (folder / "items.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     common = {
@@ -54,7 +52,6 @@ def write_tasks(
             "generation_kwargs": generation,
             "metric_list": [{"metric": "exact_match"}],
         },
-        **(others or {}),
     }
     for name, kind in kinds.items():  # JSON is YAML.
         (folder / f"{name}.yaml").write_text(json.dumps({"task": name, **common, **kind}))

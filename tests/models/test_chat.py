@@ -19,11 +19,9 @@ from sharing import shared_above
 from tokenizers import AddedToken, Tokenizer
 from tokenizers.models import BPE
 
-from utio_jax.cli.chat import pieces_of
 from utio_jax.core.lens import with_config
 from utio_jax.decoding.generate import generate
 from utio_jax.decoding.sampling import SamplingParams
-from utio_jax.engine import Engine
 from utio_jax.models import Model, chat, load, save
 from utio_jax.models.chat import ChatTemplate, encode_chat, find_template, render_chat, turn_ends
 
@@ -241,13 +239,6 @@ def test_another_mode_has_keys_and_values_of_its_own(roomy: Model) -> None:
     assert again.cached_tokens > 0, "the same mode is the same engine"
 
 
-def test_an_answer_ends_before_a_stop_string(model: Model) -> None:
-    text = model.chat(HELLO, max_new_tokens=20).text
-    stop = text[5:7]
-    reply = model.chat(HELLO, max_new_tokens=20, stop=[stop])
-    assert reply.text == text[: text.index(stop)]
-
-
 def test_an_answer_ends_before_a_special_piece_that_is_a_stop_string(model: Model) -> None:
     mark, prompt = "<|im_start|>", encode_chat(model, HELLO)
     drawn: Any = {"max_new_tokens": 40, "sampling": SamplingParams(temperature=5.0), "eos_ids": ()}
@@ -265,16 +256,6 @@ def test_an_answer_ends_before_a_special_piece_that_is_a_stop_string(model: Mode
     assert model.generate(text, seed=seed, stop=[mark], **drawn).text == stopped.text
     events = model.stream(text, seed=seed, stop=[mark], **drawn)
     assert "".join(event.text for event in events) == stopped.text
-
-
-def test_a_streamed_answer_is_the_same_text_with_a_depth_per_token(model: Model) -> None:
-    reply = model.chat(HELLO, max_new_tokens=20)
-    prompt = encode_chat(model, HELLO)
-    engine = Engine.of(model, slots=1, capacity=prompt.size + 32, steps=4)
-    events = engine.stream(prompt, max_new_tokens=20, eos_ids=turn_ends(model))
-    streamed = list(pieces_of(events))
-    assert "".join(piece for piece, _ in streamed) == reply.text
-    assert [depth for _, depth in streamed][:20] == reply.decided.tolist()
 
 
 def test_a_converted_model_reads_marks_of_turns_as_the_stock_one(tmp_path: Path) -> None:

@@ -3,18 +3,13 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers.cases import run_dense
 
-from utio_jax.core.decoder import Decoder
-from utio_jax.core.layer import layer_at
-from utio_jax.models.presets import TINY
-from utio_jax.models.transformer import RMSNorm, Transformer
+from utio_jax.models.transformer import RMSNorm
 
 pytestmark = pytest.mark.usefixtures("strict_dtypes")
 
@@ -84,36 +79,6 @@ def test_every_exit_predicts_what_the_formulas_say(model):
             np.testing.assert_allclose(logits[row], expected, rtol=1e-3, atol=2e-4)
 
 
-def test_methods_treat_leading_axes_alike(model):
-    decoder, params = model.decoder, model.params
-    rng = np.random.default_rng(0)
-    x = jnp.asarray(rng.normal(size=(2, 3, 32)), jnp.float32)
-    positions = jnp.asarray(rng.integers(0, 50, (2, 3)), jnp.int32)
-    layer = layer_at(decoder, params, 1)
-    flat = lambda tree: jax.tree.map(lambda leaf: leaf.reshape(6, *leaf.shape[2:]), tree)  # noqa: E731
-    places = decoder.encode_positions(positions)
-    queries = decoder.queries(layer, x, places)
-    keys, values = decoder.keys_values(layer, x, places)
-    out = decoder.finish_layer(layer, x, queries)
-    logits = decoder.unembed(params, x)
-    assert queries.shape == (2, 3, 4, 8)
-    assert keys.shape == values.shape == (2, 3, decoder.config.num_kv_heads, 8)
-    assert out.shape == x.shape
-    close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)  # noqa: E731
-    close(flat(queries), decoder.queries(layer, flat(x), flat(places)))
-    close(flat(keys), decoder.keys_values(layer, flat(x), flat(places))[0])
-    close(flat(out), decoder.finish_layer(layer, flat(x), flat(queries)))
-    close(flat(logits), decoder.unembed(params, flat(x)))
-
-
-def test_fresh_layers_are_the_identity_so_every_exit_starts_alike():
-    decoder = Transformer(TINY)
-    params = jax.jit(decoder.init)(jax.random.key(0))
-    ids = jnp.zeros((1, 4), jnp.int32)
-    first, last = run_dense(decoder, params, ids, jnp.asarray([4]), depths=(1, 4))
-    np.testing.assert_array_equal(first, last)
-
-
 def test_bfloat16_stays_bfloat16(tiny):
     params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), tiny.params)
     ids = tiny.tokens(1, 9)
@@ -130,15 +95,3 @@ def test_the_norm_is_taken_in_float32():
     x = jnp.full((1, 512), 300.0, jnp.float16)  # Squares overflow float16.
     y = RMSNorm(1e-6).apply({"params": {"scale": jnp.ones(512, jnp.float16)}}, x)
     np.testing.assert_allclose(np.asarray(y, np.float32), 1.0, rtol=1e-3)
-
-
-def test_equal_configs_are_one_static_argument(tiny, no_compiles):
-    def logits(params, x, decoder):
-        return decoder.unembed(params, x)
-
-    run = jax.jit(logits, static_argnames="decoder")
-    x = jnp.zeros((1, 32))
-    run(tiny.params, x, decoder=Transformer(TINY))
-    with no_compiles():
-        run(tiny.params, x, decoder=Transformer(dataclasses.replace(TINY)))
-    assert isinstance(Transformer(TINY), Decoder)

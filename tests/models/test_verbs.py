@@ -155,19 +155,6 @@ def test_streamed_texts_are_those_of_generate(
         assert ended == [1, 1]
 
 
-def test_a_callers_stop_when_ends_a_text_and_so_do_stop_strings(folder: Path) -> None:
-    model, options = load(folder), {**OPTIONS, "mode": "plain", "chunk": 4}
-    whole = model.generate(PROMPTS, **options)
-    short: dict[str, Any] = {"stop_when": lambda row, new: row == 0 and len(new) >= 8}
-    result = model.generate(PROMPTS, **options, **short)
-    assert [ids.size for ids in result.generated.token_ids] == [8, 24]
-    assert result.generated.finish_reasons == ("stop", whole.generated.finish_reasons[1])
-    assert whole.texts[0].startswith(result.texts[0].rstrip("\ufffd"))
-    stop = [[], [whole.texts[1][4]]]
-    both = model.generate(PROMPTS, stop=stop, **options, **short)
-    assert both.texts == (result.texts[0], model.generate(PROMPTS, stop=stop, **options).texts[1])
-
-
 def test_score_and_evaluate_take_policies_by_name(calibrated: Model) -> None:
     model, texts = calibrated, ["import os\n" * 9, "class A: pass\n" * 7]
     policy = model.calibration.policy("learned", 0.75)

@@ -26,7 +26,7 @@ from utio_jax.core.pytrees import pytree, static
 from utio_jax.models import TINY, Transformer
 from utio_jax.policies import Position, SignalBase, given_depths
 from utio_jax.staircase import CapacityPrefix, staircase
-from utio_jax.staircase.loop import check_policy, segments_of
+from utio_jax.staircase.loop import check_policy
 from utio_jax.utio import History, Throttled, VerticalSlash
 
 SPLIT, BRANCHES, LAYERS = 3, (1, 2), 6
@@ -59,12 +59,6 @@ def plain_model(model: Model, depth: int) -> Model:
         for name, leaf in model.params["layers"].items()
     }
     return Model(Transformer(config), {**model.params, "layers": layers})
-
-
-def test_the_stack_holds_the_full_model_and_then_the_branches() -> None:
-    assert CONFIG.exits == DEPTHS
-    assert CONFIG.stack_layers == LAYERS + sum(BRANCHES)
-    assert [CONFIG.upper_layers(depth) for depth in DEPTHS] == [(6, 7), (7, 9), (3, 6)]
 
 
 @pytest.mark.check
@@ -164,14 +158,6 @@ def test_all_questions_are_asked_before_any_branch_runs(model: Model) -> None:
     for _, _, x in ASKED:
         assert_close(x, split)
     np.testing.assert_array_equal(result.depths, 5)  # Above -1, not above 1.
-
-
-def test_segments_are_nested_up_to_the_split() -> None:
-    layers = [segment.layers for segment in segments_of(CONFIG, (2, 3, 5, 6))]
-    assert layers == [(0, 2), (2, 3), (7, 9), (3, 6)]
-    assert [segment.asks for segment in segments_of(CONFIG, (2, 3, 5, 6))] == [(0,), (1, 2), (), ()]
-    # Without a branch among the depths, the full model's layers are cut as they are elsewhere.
-    assert [segment.layers for segment in segments_of(CONFIG, (2, 6))] == [(0, 2), (2, 6)]
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from helpers import cases
 from helpers.counting import Counting, read_counts
 from helpers.models import Model, live_params, with_random_maps
 
-from utio_jax import score, uniform
+from utio_jax import uniform
 from utio_jax.core.flops import pass_flops, token_cost
 from utio_jax.models import TINY, Transformer
 from utio_jax.policies import given_depths
@@ -70,20 +70,6 @@ def test_equals_the_reference_whatever_turns_states_into_keys(name: str) -> None
     model = with_random_maps(Model(decoder, live_params(decoder, seed=4)), STOPS)
     shape = dataclasses.replace(SHAPES[1], executor=PREFIX)
     assert max(error for _, error in cases.compare_cases(model, shape, range(12))) < 1e-4
-
-
-def test_the_static_prefix_is_the_same(mapped: Model) -> None:
-    shape = dataclasses.replace(SHAPES[1], executor=PREFIX)
-    assert max(error for _, error in cases.compare_cases(mapped, shape, range(12))) < 1e-4
-
-
-def test_full_depth_does_not_know_of_maps(mapped: Model, tiny: Any) -> None:
-    ids, lengths = tiny.tokens(3, 17), jnp.asarray([17, 9, 4])
-    run = jax.jit(score, static_argnums=0, static_argnames="kv")
-    plain = run(tiny.decoder, tiny.params, ids, lengths, uniform(4))
-    same = run(mapped.decoder, mapped.params, ids, lengths, uniform(4), kv="mapped")
-    np.testing.assert_array_equal(same.log_likelihood, plain.log_likelihood)
-    assert not np.asarray(same.work.kv_maps).any()
 
 
 def test_a_token_that_stops_runs_one_product_and_no_projection(tiny: Any) -> None:

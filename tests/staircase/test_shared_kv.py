@@ -149,19 +149,6 @@ def test_a_token_that_has_made_all_its_keys_and_values_changes_no_other(model: M
         assert np.abs(np.asarray(other)[deep] - expected[deep]).max() > 1e-2
 
 
-@pytest.mark.parametrize("model", KIND_CASES[:2], indirect=True)
-def test_keys_and_values_are_made_once_and_counted(model: Model) -> None:
-    config, ids = model.decoder.config, model.tokens(2, 16)
-    result = cases.run_staircase(
-        model.decoder, model.params, ids, jnp.asarray([16, 16]), uniform(4),
-        kv="propagate", executor=cases.EXECUTOR,
-    )  # fmt: skip
-    assert int(result.work.keys_values.sum()) == 32 * config.kv_layers
-    cache = init_cache(config, batch=2, slots=16)
-    assert cache.keys.shape[0] == config.kv_layers
-    assert result.cache is None
-
-
 DEPTHS = (1, 2, 4)
 
 
@@ -250,6 +237,8 @@ def test_dense_work_counts_the_keys_and_values_that_are_made() -> None:
     ids, lengths = jnp.ones((2, 16), jnp.int32), jnp.array([16, 16])
     work = score_dense(decoder, live_params(decoder), ids, lengths).work
     assert int(work.keys_values.sum()) == 32 * decoder.config.kv_layers
+    cache = init_cache(decoder.config, batch=2, slots=16)
+    assert cache.keys.shape[0] == decoder.config.kv_layers
 
 
 @pytest.mark.parametrize("kv", ["drop", pytest.param("propagate", marks=pytest.mark.check)])

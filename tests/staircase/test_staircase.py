@@ -65,12 +65,6 @@ def test_equals_the_oracle_in_ten_thousand_cases(tiny: Any, shape: cases.Shape) 
     assert max(error for _, error in cases.compare_cases(tiny, shape, range(1250))) < 1e-4
 
 
-@pytest.mark.slow
-def test_equals_the_oracle_with_swiglu_and_full_heads(tiny_swiglu: Any) -> None:
-    for shape in cases.DEEP_SHAPES:
-        assert max(error for _, error in cases.compare_cases(tiny_swiglu, shape, range(16))) < 1e-4
-
-
 @pytest.mark.parametrize(
     ("capacities", "kv"), [((24, 16, 8), "propagate"), ((8, 8, 0), "drop"), ((24, 24, 24), "drop")]
 )

@@ -98,11 +98,6 @@ def test_equals_attention_under_the_mask_that_defines_it(case: tuple[Any, ...]) 
         np.testing.assert_allclose(result, expected, atol=1e-5)
 
 
-def test_queries_that_see_nothing_get_zeros() -> None:
-    tensors = draw(CASES[0], 0) | {"shown": jnp.zeros((2, 64), bool)}
-    assert not jax.jit(lambda t: by_blocks(CASES[0], t))(tensors).any()
-
-
 def test_costs_sinks_and_a_slice_per_query_whatever_the_row() -> None:
     """Neither more nor fewer products than `block + recent - 1 + sinks` keys per query."""
     per_key = 2 * 4 * 8 + 2 * 4 * 9  # Scores, and the mix of values with their count.

@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from utio_jax.core.arrays import invert, stable_partition
 from utio_jax.utio.buckets import Buckets, assign_buckets, bucket_tokens, run_buckets
 
 pytestmark = pytest.mark.usefixtures("strict_dtypes")
@@ -101,13 +100,6 @@ def test_any_leading_axes_and_empty_rows(lead, kind, width):
     for index in itertools.product(*map(range, lead)):
         alone = bucket_tokens(jnp.asarray(scores[index]), depths=DEPTHS, **kind)
         np.testing.assert_array_equal(buckets.bucket_of_token[index], alone.bucket_of_token)
-
-
-@given(st.lists(st.integers(0, 3), min_size=9, max_size=9))
-def test_partition_is_a_stable_sort(keys):
-    source, destination = stable_partition(jnp.asarray(keys, jnp.int32), 4)
-    assert source.tolist() == sorted(range(len(keys)), key=keys.__getitem__)
-    assert invert(source).tolist() == destination.tolist()
 
 
 def test_low_precision_scores_meet_thresholds_in_float32():

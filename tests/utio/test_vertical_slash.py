@@ -15,7 +15,7 @@ from helpers import cases
 from helpers.models import gated, random_gates
 from helpers.policies import TableSignal
 
-from utio_jax import reference_states, score, uniform
+from utio_jax import reference_states, uniform
 from utio_jax.core.flops import token_cost
 from utio_jax.evaluation.evaluate import evaluate, score_documents
 from utio_jax.policies import Learned, Position, given_depths
@@ -119,20 +119,6 @@ def test_it_runs_in_float64(tiny: Any) -> None:
     np.testing.assert_allclose(result.x, single.x, atol=1e-4)
 
 
-@pytest.mark.check
-def test_everybody_sparse_sees_what_a_history_holds(tiny: Any) -> None:
-    inputs = whole_pass(tiny)
-    everybody = choice(np.ones((2, 3, 40)), [np.inf] * 2)
-    result = run(*inputs, everybody, **OPTIONS)
-    real = np.arange(40) < np.asarray(inputs[3])[:, None]
-    np.testing.assert_array_equal(result.chosen.sparse, np.stack([real, real]))
-    # A history as long as the text is no restriction.
-    wide = choice(np.ones((2, 3, 40)), [np.inf] * 2, History(recent=40, sinks=0))
-    plain = run(*inputs, DENSE, **OPTIONS)
-    result = run(*inputs, wide, **OPTIONS)
-    np.testing.assert_allclose(np.asarray(result.x)[real], np.asarray(plain.x)[real], atol=1e-4)
-
-
 def steered(model: Any) -> VerticalSlash:
     """Attention that the same gates steer as depth."""
     return VerticalSlash(
@@ -166,22 +152,6 @@ def assert_same_choices(after: Any, before: Any, rows: slice, end: int) -> None:
     """Checks which tokens are sparse up to a position: `[segment, row, token]`."""
     ours, theirs = (result.chosen.sparse[:, rows, :end] for result in (after, before))
     np.testing.assert_array_equal(ours, theirs)
-
-
-@pytest.mark.check
-def test_log_likelihoods_are_those_of_the_oracles_states(tiny: Any) -> None:
-    inputs = whole_pass(tiny)
-    attention = choice(np.random.default_rng(0).random((1, 3, 40)), [0.5])
-    result = jax.jit(partial(score, inputs[0]))(*inputs[1:], attention=attention)
-    x = run_oracle(*inputs[:4], result.depths, result.chosen, kv="propagate", depths=(2, 4))
-    predicted = np.asarray(result.predicted)
-    logits = jax.nn.log_softmax(inputs[0].unembed(inputs[1], x[:, :-1]))
-    expected = np.take_along_axis(np.asarray(logits), np.asarray(inputs[2])[:, 1:, None], -1)[
-        ..., 0
-    ]
-    np.testing.assert_allclose(
-        np.asarray(result.log_likelihood)[predicted], expected[predicted[:, :-1]], atol=1e-4
-    )
 
 
 @pytest.mark.parametrize(

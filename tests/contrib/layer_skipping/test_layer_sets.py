@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 from helpers import cases
 from helpers.counting import Counting, read_counts
-from helpers.layer_sets import reference_layer_sets
 from helpers.models import plain_nll, random_gates
+from jaxtyping import Array, Bool, Float, Int
 
+from utio_jax.attention.mixing import NOWHERE, mixer_at
 from utio_jax.calibration.studies import study_exits
 from utio_jax.contrib.layer_skipping import (
     LayerSets,
@@ -27,10 +28,13 @@ from utio_jax.contrib.layer_skipping import (
 )
 from utio_jax.contrib.layer_skipping.fitting import _threshold, skipping_harm
 from utio_jax.contrib.layer_skipping.scoring import run_sets
+from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.documents import Batch
+from utio_jax.core.layer import layer_at
 from utio_jax.core.pytrees import pytree
 from utio_jax.policies import Entropy, PromptRouter
 from utio_jax.staircase import MicroBatches
+from utio_jax.staircase.reference import FrozenKV, apply_layer, positions_of
 
 DEPTHS = (1, 2, 3, 4)
 PROMPTS = [[5, 9, 2, 7, 1], [3, 4], [8, 8, 1, 6, 2, 11, 30]]
@@ -52,6 +56,32 @@ def draw(shape: cases.Shape, vocab_size: int, seed: int) -> tuple[Any, Any, Any]
         runs[:] = True
     runs[0] = True
     return ids, lengths, runs
+
+
+def reference_layer_sets(
+    decoder: Decoder,
+    params: Params,
+    token_ids: Int[Array, "batch token"],
+    lengths: Int[Array, " batch"],
+    runs: Bool[Array, "layer batch token"],
+    *,
+    kv: FrozenKV = "propagate",
+) -> Float[Array, "batch token dim"]:
+    """Returns every token's last state where each runs a set of layers. Slow and obvious.
+
+    Where a token does not run a layer, its state passes by unchanged, and others see in that layer
+    the K/V of this state (`"propagate"`), or nothing of it (`"drop"`).
+    """
+    positions, valid = positions_of(token_ids, lengths)
+    places = decoder.encode_positions(positions)
+    x = decoder.embed(params, token_ids, positions)
+    for index in range(decoder.config.num_layers):
+        layer, mix = layer_at(decoder, params, index), mixer_at(decoder, index)
+        runs_here = valid & runs[index]
+        key_positions = jnp.where(runs_here if kv == "drop" else valid, positions, NOWHERE)
+        new = apply_layer(decoder, layer, x, places, mix, mix.visible(positions, key_positions))
+        x = jnp.where(runs_here[..., None], new, x)
+    return x
 
 
 run_oracle = jax.jit(reference_layer_sets, static_argnums=0, static_argnames="kv")
