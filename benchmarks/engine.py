@@ -28,7 +28,7 @@ from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.base import Mode, Plain
 from utio_jax.decoding.generate import generate
 from utio_jax.engine import Engine
-from utio_jax.models.training.corpus import standard_library
+from utio_jax.models.training import standard_library
 
 TURNS = 12
 """Requests for each slot; prompts that are read together."""

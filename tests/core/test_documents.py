@@ -70,7 +70,10 @@ def test_windows_share_a_batch_with_those_of_their_width() -> None:
     [
         ([1, 2**32 + 1], "from 0 to 8, the model's vocabulary. Got 1 to 4294967297 in window 1"),
         ([1, 2**64], "window 1 as a list of integer token ids below 9. Got shape .*dtype"),
-        ([1.0, 2.0], "integer token ids below 9. Got shape \\(2,\\), dtype float64. Convert them"),
+        (
+            [1.0, 2.0],
+            "token ids below 9. Got shape \\(2,\\), dtype float64. .*Convert floats",
+        ),
     ],
 )
 def test_what_is_no_id_is_refused_before_it_is_cast(ids: list[Any], match: str) -> None:
@@ -83,8 +86,8 @@ def test_what_is_no_id_is_refused_before_it_is_cast(ids: list[Any], match: str) 
 @pytest.mark.parametrize(
     ("ids", "match"),
     [
-        (["a"], "Got .*dtype <U1. Encode texts first: model.encode"),
-        (1, "Got shape .*dtype int64. Put the ids into a list of lists: .*0, 17"),
+        (["a"], "Got .*dtype <U1. .*Encode texts first: model.encode"),
+        (1, "Got shape .*dtype int64. .*Put the ids .* into a list of lists: .*0, 17"),
         ([[1]], "Got shape .*dtype int64. For example: .*0, 17, 4"),
     ],
 )

@@ -16,7 +16,7 @@ from utio_jax.bench.decoding import middles
 from utio_jax.decoding.generate import generate
 from utio_jax.decoding.lossless import Lossless
 from utio_jax.evaluation.generation import read_emitted
-from utio_jax.models.training.corpus import standard_library
+from utio_jax.models.training import standard_library
 
 pytestmark = pytest.mark.check
 

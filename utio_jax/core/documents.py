@@ -22,21 +22,12 @@ def check_ids(ids: Any, *, vocab_size: int, what: str) -> np.ndarray:
         # Integers beyond 64 bits are objects to NumPy, as a mixture with others is.
         raise ValueError(
             f"Wanted {what} as a list of integer token ids below {vocab_size}. Got shape "
-            f"{array.shape}, dtype {array.dtype}. {_remedy(array)}"
+            f"{array.shape}, dtype {array.dtype}. For example: [0, 17, 4]. Encode texts first: "
+            "model.encode(texts). Put the ids of one text into a list of lists: [[0, 17, 4]]. "
+            "Convert floats: np.asarray(ids, np.int32)."
         )
     _check_range(array, vocab_size=vocab_size, what=what)
     return array.astype(np.int32)
-
-
-def _remedy(array: np.ndarray) -> str:
-    """Returns what to do with an array that is no list of token ids."""
-    if array.dtype.kind in "US":
-        return "Encode texts first: model.encode(texts)."
-    if array.ndim == 0:
-        return "Put the ids into a list of lists: [[0, 17, 4]]."
-    if array.ndim == 1 and array.dtype.kind == "f":
-        return "Convert them: np.asarray(ids, np.int32)."
-    return "For example: [0, 17, 4]."
 
 
 def check_text(text: str, what: str) -> str:

@@ -446,12 +446,8 @@ def read_config(
 ) -> Any:
     """Returns the config of the decoder that a Hugging Face config describes.
 
-    Args:
-      config: the contents of a `config.json`.
-      source: its origin, for errors.
-      exits: depths at which the model may be read; empty means those that the config names under
-        `utio_jax`, or the last layer alone.
-      families: by `model_type`, those that can be read.
+    Without `exits`, the model has those that the config names under `utio_jax`, or the last layer
+    alone. `source` is the config's origin, for errors; `families` are those that can be read.
 
     Raises:
       ValueError: an architecture or options that are not supported, all of them named.

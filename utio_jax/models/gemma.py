@@ -127,17 +127,13 @@ class Gemma4Config(GemmaConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for narrow, wide in (("local_head_dim", "head_dim"), ("own_mlp_dim", "mlp_dim")):
-            if getattr(self, narrow) > getattr(self, wide):
-                raise ValueError(
-                    f"Gemma4Config needs a {narrow} of at most {wide}={getattr(self, wide)}. Got "
-                    f"{narrow}={getattr(self, narrow)}."
-                )
-        if self.local_head_dim % 2 or self.rotated > 1:
+        narrow = self.local_head_dim <= self.head_dim and self.own_mlp_dim <= self.mlp_dim
+        if not narrow or self.local_head_dim % 2 or self.rotated > 1:
             raise ValueError(
-                "RoPE rotates pairs, so Gemma4Config needs an even head_dim and local_head_dim, "
-                f"and at most all of a head rotated. Got head_dim={self.head_dim}, "
-                f"local_head_dim={self.local_head_dim}, rotated={self.rotated}."
+                f"Gemma4Config needs a local_head_dim of at most head_dim={self.head_dim}, even "
+                f"since RoPE rotates pairs, an own_mlp_dim of at most mlp_dim={self.mlp_dim}, and "
+                f"at most all of a head rotated. Got local_head_dim={self.local_head_dim}, "
+                f"own_mlp_dim={self.own_mlp_dim}, rotated={self.rotated}."
             )
 
 

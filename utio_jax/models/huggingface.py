@@ -119,11 +119,7 @@ def stored_form(
 ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     """Returns tensors and config as `load_folder` and transformers read them.
 
-    Args:
-      decoder: the model; its exits are written into the config.
-      params: its parameters.
-      config: the `config.json` that it came with.
-      dtype: of the weights.
+    `config` is the `config.json` that the model came with; its exits are written into it.
     """
     dtype, config = jnp.dtype(dtype), text_part(config)
     arrays = flatten(params)
@@ -148,12 +144,9 @@ Home = dict[str, tuple[Path, str, tuple[int, ...]]]
 
 
 def where_tensors_are(folder: Path, *, prefix: str, in_text_part: bool = False) -> Home:
-    """Returns the file and the name of each tensor of a folder.
+    """Returns the file and the name of each tensor of a folder, or of a model's text part alone.
 
-    Args:
-      folder: with the files.
-      prefix: with which the names that rules know begin; a base model's own lack it.
-      in_text_part: whether they are those of the text part, of a model that has others.
+    Names that rules know begin with `prefix`; a base model's own lack it.
 
     Raises:
       ValueError: files are missing or broken, or tensors are no floating-point numbers.

@@ -16,10 +16,8 @@ from utio_jax.core.documents import check_text
 def load_tokenizer(file: str | Path, *, special_in_text: bool = False) -> Tokenizer:
     """Reads a `tokenizer.json`. Truncation and padding that it may have stored are turned off.
 
-    Args:
-      file: path of the file.
-      special_in_text: whether text that spells a special piece becomes that piece, as chat
-        templates want; else it encodes as any other text, and no text can open a document.
+    With `special_in_text`, text that spells a special piece becomes that piece, as chat templates
+    want. Else it encodes as any other text, and no text can open a document.
 
     Raises:
       ValueError: the file is missing or is not a tokenizer.

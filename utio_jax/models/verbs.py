@@ -211,17 +211,18 @@ class Verbs:
                 f"Wanted mode 'adaptive' with a budget, which is of its calibrated policy. Got "
                 f"budget={budget:g} and {conflict}. Leave out one or the other."
             )
-        if not isinstance(name, str):
-            return name
-        if name == "plain":
-            return Plain()
-        if name == "lossless":
-            return lossless_for(self.decoder)
-        if name != "adaptive":
-            raise ValueError(
-                f"Wanted a mode of 'plain', 'adaptive', 'lossless', or a Mode. Got {name!r}."
-            )
-        return Adaptive(policy=self.policy(budget=budget))
+        match name:
+            case "plain":
+                return Plain()
+            case "lossless":
+                return lossless_for(self.decoder)
+            case "adaptive":
+                return Adaptive(policy=self.policy(budget=budget))
+            case str():
+                raise ValueError(
+                    f"Wanted a mode of 'plain', 'adaptive', 'lossless', or a Mode. Got {name!r}."
+                )
+        return name
 
     def policy(
         self: Any,
@@ -686,16 +687,10 @@ def _named(policy: str | Policy | None, budget: float | None) -> str | Policy:
 
 
 def check_policy(name: str, **given: Any) -> None:
-    """Checks that a policy uses every option given with it; None counts as not given.
+    """Raises ValueError that names every given option that a policy would ignore.
 
-    Args:
-      name: full, which has a use for nothing; uniform, which needs a depth; random, or one of a
-        calibration.
-      **given: budget and calibration, which are of fitted policies; depth; others are of all but
-        full.
-
-    Raises:
-      ValueError: names all that would have been ignored.
+    Policy full has a use for none, uniform needs a depth, and others have no use for one. None
+    counts as not given.
     """
     useless = {"full": tuple(given), "uniform": ("budget", "calibration")}.get(name, ("depth",))
     if left_over := [option for option in useless if given.get(option) is not None]:
