@@ -63,11 +63,8 @@ def replacing(*files: Path) -> Iterator[tuple[Path, ...]]:
 def check_writable(file: str | Path, option: str) -> Path:
     """Returns a path after checking that a file can be written there, before hours of work.
 
-    `option` is what names it, for errors. Missing folders are made when it is written.
-
-    Raises:
-      ValueError: it is a folder or a device, something of its path is no folder, or its folder
-        takes no files.
+    Raises ValueError, with the `option` that names it, if it is a folder or a device, something of
+    its path is no folder, or its folder takes no files. Missing folders are made later.
     """
     path = Path(file)
     try:
@@ -101,10 +98,7 @@ def save_json(file: str | Path, value: Any) -> None:
 def load_json(file: str | Path, what: str, *, strict: bool = False, remedy: str = "") -> Any:
     """Returns the content of a JSON file; `strict` refuses NaN and infinities.
 
-    For errors, `what` says what it should be, `"a config"`, and `remedy` is a further sentence.
-
-    Raises:
-      ValueError: the file is missing, or is not JSON that can be read.
+    Raises ValueError, with `what` the file should be and a `remedy`, if it is missing or no JSON.
     """
     path, expected = Path(file), f"Wanted {what} at {file}."
     after = f" {remedy}" if remedy else ""
@@ -240,8 +234,7 @@ def check_shapes(shapes: Shapes, expected: Shapes, *, source: str) -> None:
 def save_owned(file: Path, stored: Mapping[str, Any], tensors: Any) -> None:
     """Writes a JSON file and its tensors (`.safetensors`), tied together by their hash.
 
-    Raises:
-      ValueError: a tensor is not finite, or see `check_place`.
+    Raises ValueError if a tensor is not finite, or see `check_place`.
     """
     weights_file = file.with_suffix(".safetensors")
     check_place(file)

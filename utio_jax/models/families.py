@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from utio_jax.models.config_reader import Config, Reader
-from utio_jax.models.gemma import Gemma3n, Gemma3nConfig, Gemma4, Gemma4Config, state_width
+from utio_jax.models.gemma import Gemma3n, Gemma3nConfig, Gemma4, Gemma4Config
 from utio_jax.models.transformer import Transformer, TransformerConfig
 
 
@@ -263,7 +263,7 @@ def _gemma_inputs(
     hidden, inputs = read.take("hidden_size"), read.take("hidden_size_per_layer_input", 256)
     return {
         **common,
-        "embed_dim": state_width(hidden, streams, layers, inputs),
+        "embed_dim": streams * hidden + layers * inputs,
         "hidden_dim": hidden,
         "input_dim": inputs,
         "input_vocab_size": read.take("vocab_size_per_layer_input", 262_144),

@@ -67,7 +67,7 @@ class GemmaConfig(DecoderConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        width = state_width(self.hidden_dim, self.num_streams, self.num_layers, self.input_dim)
+        width = self.num_streams * self.hidden_dim + self.num_layers * self.input_dim
         if self.embed_dim != width:
             raise ValueError(
                 f"{type(self).__name__} needs an embed_dim of num_streams * hidden_dim + "
@@ -135,11 +135,6 @@ class Gemma4Config(GemmaConfig):
                 f"at most all of a head rotated. Got local_head_dim={self.local_head_dim}, "
                 f"own_mlp_dim={self.own_mlp_dim}, rotated={self.rotated}."
             )
-
-
-def state_width(hidden: int, streams: int, layers: int, inputs: int) -> int:
-    """Returns the width of a token's state: its streams, and its inputs to each layer."""
-    return streams * hidden + layers * inputs
 
 
 @dataclasses.dataclass(frozen=True)

@@ -44,9 +44,7 @@ def is_huggingface(config: Mapping[str, Any]) -> bool:
 def weight_files(folder: Path) -> list[Path]:
     """Returns the folder's weight files: one, or the shards that its index names.
 
-    Raises:
-      ValueError: there are none, some are missing, only pickles are there, or the index points
-        outside the folder.
+    Raises ValueError if some are missing or pickles, or the index points outside the folder.
     """
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if single.is_file():
@@ -81,10 +79,7 @@ def load_folder(
     """Returns the decoder and the parameters of a Hugging Face folder.
 
     It is of one of the `families`, by `model_type`; tensors whose names begin with one of `unread`
-    are left out.
-
-    Raises:
-      ValueError: see `utio_jax.models.load`.
+    are left out. Errors: see `utio_jax.models.load`.
     """
     whole = read_json(folder / "config.json", "a config")
     config = text_part(whole)

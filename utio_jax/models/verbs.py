@@ -439,7 +439,15 @@ class Verbs:
             be lost, or see `utio_jax.calibrate`.
         """
         check_options("Model.calibrate", options, calibrate, Verbs.calibrate)
-        _check_goal(budget, max_nll_increase_pct, max_disagreement, confidence)
+        goals = (budget, max_nll_increase_pct, max_disagreement)
+        alone = max_disagreement is None and confidence != _CONFIDENCE
+        if alone or sum(goal is not None for goal in goals) > 1:
+            raise ValueError(
+                "Wanted one of budget, max_nll_increase_pct and max_disagreement, and only with "
+                f"the last a confidence, that of its guarantee. Got budget={budget}, "
+                f"max_nll_increase_pct={max_nll_increase_pct}, "
+                f"max_disagreement={max_disagreement}, confidence={confidence:g}."
+            )
         _check_exits(self.decoder, exits)
         if out is not None and is_shipped(
             check_place(check_writable(calibration_file(out), "out"))
@@ -704,27 +712,6 @@ def check_policy(name: str, **given: Any) -> None:
             "Wanted a depth with policy uniform: the layers that every token runs. Got none. For "
             "example --depth 8, or in Python policy=utio_jax.uniform(8); policy full runs all of "
             "them."
-        )
-
-
-def _check_goal(
-    budget: Any,
-    max_nll_increase_pct: float | None,
-    max_disagreement: float | None,
-    confidence: float,
-) -> None:
-    """Raises ValueError for more than one goal of `calibrate`, or a confidence without its own."""
-    goals = (budget, max_nll_increase_pct, max_disagreement)
-    if sum(goal is not None for goal in goals) > 1:
-        raise ValueError(
-            "Wanted one of budget, max_nll_increase_pct and max_disagreement. Got "
-            f"budget={budget}, max_nll_increase_pct={max_nll_increase_pct}, "
-            f"max_disagreement={max_disagreement}."
-        )
-    if max_disagreement is None and confidence != _CONFIDENCE:
-        raise ValueError(
-            "Wanted max_disagreement with a confidence, which is that of its guarantee. Got "
-            f"confidence={confidence:g} alone."
         )
 
 

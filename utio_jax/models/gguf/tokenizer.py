@@ -73,11 +73,7 @@ _SPLITS = {
 
 
 def tokenizer_of(file: Path) -> Tokenizer:
-    """Returns `NAME.tokenizer.json` next to a file, or the tokenizer that its metadata describe.
-
-    Raises:
-      ValueError: see `build_tokenizer`.
-    """
+    """Returns `NAME.tokenizer.json` next to a file, or the tokenizer of `build_tokenizer`."""
     beside = file.with_suffix(".tokenizer.json")
     if beside.is_file():
         return load_tokenizer(beside, special_in_text=True)

@@ -45,11 +45,7 @@ def load_file(
     dtype: jax.typing.DTypeLike = jnp.float32,
     sharding: Mesh | None = None,
 ) -> tuple[Any, Params]:
-    """Returns the decoder and the parameters of a GGUF file.
-
-    Raises:
-      ValueError: see `utio_jax.models.load`; every key and tensor that is not understood is named.
-    """
+    """Returns the decoder and the parameters of a GGUF file. Errors: see `utio_jax.models.load`."""
     header = read_header(file)
     settings = read_config(config_of(header), source=str(file), exits=exits)
     architecture = architecture_of(header.keys, source=str(file))
@@ -76,8 +72,7 @@ def load_file(
 def config_of(header: Header) -> dict[str, Any]:
     """Returns the `config.json` of the model as a Hugging Face folder.
 
-    Raises:
-      ValueError: keys or tensors that are not understood, all of them named.
+    Raises ValueError that names all keys and tensors that are not understood.
     """
     source = str(header.file)
     architecture = architecture_of(header.keys, source=source)
