@@ -32,6 +32,7 @@ from jaxtyping import Array, Float, Int
 from utio_jax.core.decoder import DecoderConfig, LayerParams, Params, PositionEncoding
 from utio_jax.core.layer import head_product, project
 from utio_jax.models.rope import RopeScaling, frequencies, rotate, rotations
+from utio_jax.models.transformer import OF_KV
 
 _LEAST_SQUARE = 1e-5
 """Of a stream that is scaled to the magnitude of another."""
@@ -166,8 +167,7 @@ class _Gemma:
             **dict.fromkeys((*norms, "input_out_norm"), dim),
             **scales,
         }
-        of_kv = ("k_proj", "v_proj", "k_norm")
-        layers = lambda name: config.kv_layers if name in of_kv else every  # noqa: E731
+        layers = lambda name: config.kv_layers if name in OF_KV else every  # noqa: E731
         keys = iter(jax.random.split(key, len(kernels) + 3))
 
         def normal(*shape: int, by: int) -> jax.Array:
