@@ -159,24 +159,6 @@ def dump_tensors(file: Path, tree: Any, *, metadata: Mapping[str, str] | None = 
         raise OSError(errno.EIO, str(error), str(file)) from error
 
 
-_FLOATS = ("F64", "F32", "F16", "BF16")
-
-
-def check_floats(kinds: Mapping[str, str], *, source: str) -> None:
-    """Raises ValueError if a checkpoint's tensors are no floating-point numbers: quantised codes.
-
-    `kinds` are safetensors' types, by tensor name.
-    """
-    wrong = [f"{name} ({kind})" for name, kind in kinds.items() if kind not in _FLOATS]
-    if wrong:
-        more = f" and {len(wrong) - 8} more" if len(wrong) > 8 else ""
-        raise ValueError(
-            f"Wanted tensors of float32, bfloat16 or float16 in {source}. Got "
-            f"{', '.join(wrong[:8])}{more}. Quantised weights are not supported: take the model's "
-            "plain checkpoint."
-        )
-
-
 def load_tensors(file: str | Path) -> dict[str, np.ndarray]:
     """Reads arrays by dotted path.
 

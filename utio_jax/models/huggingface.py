@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from safetensors import SafetensorError, safe_open
 
 from utio_jax.core.decoder import Params
-from utio_jax.core.files import broken_file, check_floats, flatten, load_json, refuse_pickle
+from utio_jax.core.files import broken_file, flatten, load_json, refuse_pickle
 from utio_jax.models.families import FAMILIES, Family, read_config, text_part
 from utio_jax.models.stacking import place_tensors, stored_tensors
 from utio_jax.models.transformer import TransformerConfig
@@ -147,7 +147,7 @@ def where_tensors_are(folder: Path, *, prefix: str, in_text_part: bool = False) 
       ValueError: files are missing or broken, or tensors are no floating-point numbers.
     """
     home: Home = {}
-    kinds = dict[str, str]()
+    wrong = list[str]()
     for file in weight_files(folder):
         try:
             with safe_open(str(file), framework="numpy") as opened:
@@ -156,10 +156,17 @@ def where_tensors_are(folder: Path, *, prefix: str, in_text_part: bool = False) 
                     if meant and not name.endswith(_NOT_PARAMETERS):
                         part = opened.get_slice(name)
                         home[name] = file, name, tuple(part.get_shape())
-                        kinds[name] = part.get_dtype()
+                        if part.get_dtype() not in ("F64", "F32", "F16", "BF16"):
+                            wrong.append(f"{name} ({part.get_dtype()})")
         except (SafetensorError, OSError) as error:
             raise broken_file(file, error) from error
-    check_floats(kinds, source=str(folder))
+    if wrong:
+        more = f" and {len(wrong) - 8} more" if len(wrong) > 8 else ""
+        raise ValueError(
+            f"Wanted tensors of float32, bfloat16 or float16 in {folder}. Got "
+            f"{', '.join(wrong[:8])}{more}. Quantised weights are not supported: take the model's "
+            "plain checkpoint."
+        )
     if in_text_part:
         return {_in_text_part(name, prefix): entry for name, entry in home.items()}
     if any(name.startswith(prefix) for name in home):
