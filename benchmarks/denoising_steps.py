@@ -52,7 +52,7 @@ from utio_jax.core.files import versions
 from utio_jax.core.flops import token_cost
 from utio_jax.core.layer import split_layers
 from utio_jax.models.tokenizer import encode_documents
-from utio_jax.models.training.corpus import standard_library
+from utio_jax.models.training import standard_library
 from utio_jax.staircase.reference import dense_states
 
 

@@ -46,7 +46,7 @@ from utio_jax.core.flops import depth_flops, token_cost
 from utio_jax.evaluation.intervals import DocumentSums, HullBootstrap
 from utio_jax.models.checkpoint import load
 from utio_jax.models.presets import STDLIB_16
-from utio_jax.models.training.corpus import standard_library
+from utio_jax.models.training import standard_library
 from utio_jax.models.transformer import Transformer
 from utio_jax.staircase.microbatches import MicroBatches
 from utio_jax.staircase.score import full_depth, run_score, score_dense

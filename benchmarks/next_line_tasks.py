@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from pydoc_data.topics import topics
 
-from utio_jax.models.training.corpus import standard_library
+from utio_jax.models.training import standard_library
 
 TASKS = {
     "_next_line.yaml": """\

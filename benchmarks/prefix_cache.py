@@ -34,7 +34,7 @@ from utio_jax import load
 from utio_jax.contrib.select import read_context
 from utio_jax.engine import Engine
 from utio_jax.engine.prefix import PrefixCache
-from utio_jax.models.training.corpus import standard_library
+from utio_jax.models.training import standard_library
 
 ROUNDS, SLOTS, CHATS, TURNS, NEW, SAID = 7, 8, 24, 4, 24, 16
 

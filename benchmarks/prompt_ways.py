@@ -30,7 +30,7 @@ from utio_jax.decoding.prefill import Prefill
 from utio_jax.models import Transformer, load
 from utio_jax.models.presets import SHAPES, with_layers
 from utio_jax.models.random_weights import random_params
-from utio_jax.models.training.corpus import standard_library
+from utio_jax.models.training import standard_library
 from utio_jax.policies.depth import uniform
 from utio_jax.prompts.evaluate import (
     PromptSizes,

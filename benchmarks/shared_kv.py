@@ -20,7 +20,7 @@ from utio_jax import Adaptive, generate
 from utio_jax.bench.timing import time_programs
 from utio_jax.decoding import Prefill
 from utio_jax.models.checkpoint import load
-from utio_jax.models.training.corpus import standard_library
+from utio_jax.models.training import standard_library
 from utio_jax.staircase.score import full_depth
 
 

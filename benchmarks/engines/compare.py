@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from utio_jax.models.gguf.files import tokenizer_of
+from utio_jax.models.gguf.tokenizer import tokenizer_of
 
 WORKER = Path(__file__).with_name("worker.py")
 

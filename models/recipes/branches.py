@@ -42,7 +42,7 @@ from utio_jax.core.layer import layer_at
 from utio_jax.models.branches import Branches, save_branches
 from utio_jax.models.checkpoint import load, save
 from utio_jax.models.shipped import SHIPPED
-from utio_jax.models.training.corpus import standard_library
+from utio_jax.models.training import standard_library
 from utio_jax.models.transformer import Transformer
 from utio_jax.staircase.reference import apply_layer, dense_keys_values, read_side_by_side
 

@@ -37,7 +37,7 @@ from utio_jax.core.documents import windows_of
 from utio_jax.core.files import save_text
 from utio_jax.models.checkpoint import load
 from utio_jax.models.shipped import SHIPPED
-from utio_jax.models.training.corpus import standard_library
+from utio_jax.models.training import standard_library
 from utio_jax.models.transformer import Transformer, TransformerConfig
 
 

@@ -37,7 +37,7 @@ from utio_jax.core.decoder import LayerParams, Params
 from utio_jax.core.files import flatten, save_json, save_tensors, save_text
 from utio_jax.models.stacking import stored_tensors
 from utio_jax.models.texts import Document
-from utio_jax.models.training.corpus import standard_library
+from utio_jax.models.training import standard_library
 
 END = "</s>"
 """Ends sources and targets; the last id."""

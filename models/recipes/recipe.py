@@ -29,7 +29,7 @@ from utio_jax.models.checkpoint import load, save
 from utio_jax.models.presets import SHARED_16, STDLIB_16, TINY
 from utio_jax.models.texts import Document, describe
 from utio_jax.models.tokenizer import encode_documents, load_tokenizer
-from utio_jax.models.training.corpus import standard_library
+from utio_jax.models.training import standard_library
 from utio_jax.models.transformer import Transformer, TransformerConfig
 
 _OWN = tuple((layer,) for layer in range(8))

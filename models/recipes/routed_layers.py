@@ -38,7 +38,7 @@ from utio_jax.attention.mixing import mixer_at
 from utio_jax.core.documents import batches_of, windows_of
 from utio_jax.core.flops import token_cost
 from utio_jax.models.presets import STDLIB_16
-from utio_jax.models.training.corpus import standard_library
+from utio_jax.models.training import standard_library
 from utio_jax.models.transformer import Transformer
 from utio_jax.staircase.reference import apply_layer
 

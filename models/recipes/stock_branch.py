@@ -33,7 +33,7 @@ from utio_jax.core.decoder import Params
 from utio_jax.core.documents import Batch, sample_batches
 from utio_jax.core.lens import read_through
 from utio_jax.models.checkpoint import load
-from utio_jax.models.training.corpus import standard_library
+from utio_jax.models.training import standard_library
 from utio_jax.models.transformer import Transformer
 from utio_jax.staircase.reference import apply_layer, dense_keys_values
 

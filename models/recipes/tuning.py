@@ -31,7 +31,8 @@ from tqdm.auto import tqdm
 from utio_jax.calibration.lens import LensConfig, fit_lens
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.documents import check_ids, sample_batches
-from utio_jax.core.lens import Lensed, lens_file, lensed, load_lens, save_lens
+from utio_jax.core.files import json_file
+from utio_jax.core.lens import Lensed, lensed, load_lens, save_lens
 from utio_jax.models.checkpoint import Model, load, save
 from utio_jax.models.transformer import Transformer
 
@@ -241,7 +242,7 @@ def _read_late(
     """
     if isinstance(model.decoder, Lensed):
         return model.decoder, model.params
-    if lens_file(out).is_file():
+    if json_file(out, "lens").is_file():
         if not resume:
             raise ValueError(
                 f"{out} holds the lens of another run, fitted to its text. Resume it with "

@@ -207,7 +207,7 @@ def test_weights_that_are_not_finite_are_neither_written_nor_read(
 def test_json_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     file = tmp_path / "x.json"
     for text, match in (
-        ("[" * 100_000 + "]" * 100_000, "Wanted a thing at .*x.json. It is nested too deeply"),
+        ("[" * 100_000 + "]" * 100_000, "Wanted a thing at .*x.json. It is not JSON: .*recursion"),
         ("{", "It is not JSON: .*Do this."),
         ("1" * 5000, "It is not JSON: Exceeds the limit"),
         ("\xff", "It is not JSON: 'utf-8'"),

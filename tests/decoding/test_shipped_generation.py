@@ -18,7 +18,7 @@ from utio_jax import models
 from utio_jax.bench.decoding import middles
 from utio_jax.decoding.generate import generate
 from utio_jax.decoding.lossless import Lossless
-from utio_jax.models.training.corpus import standard_library
+from utio_jax.models.training import standard_library
 from utio_jax.staircase.reference import dense_states
 
 pytestmark = pytest.mark.check

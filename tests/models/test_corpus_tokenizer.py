@@ -18,7 +18,7 @@ from tokenizers import processors
 
 from utio_jax.models.texts import describe, read_files
 from utio_jax.models.tokenizer import encode_documents, load_tokenizer
-from utio_jax.models.training.corpus import split_of_path, standard_library
+from utio_jax.models.training import split_of_path, standard_library
 
 OPTIONAL = {"test", "tests", "idle_test", "idlelib", "lib2to3", "turtledemo"}
 PATHS = st.lists(st.sampled_from(["json", "asyncio", *sorted(OPTIONAL)]), max_size=3).flatmap(

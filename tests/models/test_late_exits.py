@@ -27,7 +27,7 @@ from utio_jax.core.flops import count_matmul_flops
 from utio_jax.core.lens import Lensed
 from utio_jax.models.checkpoint import load
 from utio_jax.models.presets import TINY
-from utio_jax.models.training.corpus import standard_library
+from utio_jax.models.training import standard_library
 from utio_jax.models.transformer import Transformer
 
 pytestmark = pytest.mark.check

@@ -13,7 +13,7 @@ import pytest
 
 from utio_jax.models import SHIPPED, load
 from utio_jax.models.shipped import is_shipped
-from utio_jax.models.training.corpus import standard_library
+from utio_jax.models.training import standard_library
 
 pytestmark = [pytest.mark.check, pytest.mark.usefixtures("short_programs")]
 

@@ -102,19 +102,10 @@ def write(
     valid: Bool[Array, "batch token"],
     rows: Int[Array, " batch"] | None = None,
 ) -> KVCache:
-    """Returns the cache with one layer's K/V at the tokens' positions; invalid ones are dropped.
+    """Returns the cache, and its view, with one layer's K/V at the tokens' positions in their rows.
 
-    Nor do they in its view, if it has one.
-
-    Args:
-      cache: of all rows.
-      layer: of the cache.
-      keys: of new tokens, by packed row.
-      values: of the same shape.
-      positions: of the tokens in their rows.
-      valid: tokens that exist.
-      rows: of the cache that the packed rows are, any for one without valid tokens; None: all, in
-        order.
+    Tokens that are not `valid` are dropped. `rows` of the cache are the packed rows, any for one
+    without valid tokens; None: all, in order.
     """
     rows = jnp.arange(positions.shape[0], dtype=jnp.int32) if rows is None else rows
     view = cache.view

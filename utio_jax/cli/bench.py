@@ -121,7 +121,7 @@ def subject_named(name: str, *, dtype: str, cache_tokens: int = 0) -> Subject:
     from utio_jax.models import SHIPPED, Transformer, load
     from utio_jax.models.presets import SHAPES, with_layers
     from utio_jax.models.random_weights import fit_layers, free_memory, random_params
-    from utio_jax.models.training.corpus import standard_library
+    from utio_jax.models.training import standard_library
 
     if name in SHAPES:
         config = SHAPES[name]

@@ -265,7 +265,7 @@ def read_documents(
     library.
     """
     from utio_jax.models.texts import describe, read_files
-    from utio_jax.models.training.corpus import standard_library
+    from utio_jax.models.training import standard_library
 
     if token_ids is not None:
         if files:

@@ -57,16 +57,10 @@ def check_options(
     *functions: Callable[..., Any],
     instead: Mapping[str, str] | None = None,
 ) -> None:
-    """Checks that some function has a keyword-only parameter for each option.
+    """Raises TypeError, with the closest known options, for one that no function takes by keyword.
 
-    Args:
-      name: name of the call, for errors.
-      options: options by name.
-      *functions: functions that take the options.
-      instead: what to write for options that have another name here; `{}` is the option's value.
-
-    Raises:
-      TypeError: an unknown option; the message names the closest known ones.
+    `name` is that of the call. `instead` is what to write for options that have another name here;
+    `{}` in it is the option's value.
     """
     known = {
         parameter.name: None

@@ -240,16 +240,16 @@ def _misfit(field: dataclasses.Field[Any], value: Any) -> str | None:
     kind, least = str(field.type), 0 if field.default in (0, None) else 1
     if value is None and kind.endswith(" | None"):
         return None
-    fits, expected = {
-        "int": (lambda: is_integer(value, least), f"of at least {least}"),
-        "float": (lambda: is_positive(value), "above 0"),
-        "bool": (lambda: isinstance(value, bool), "that is True or False"),
-        "tuple[int, ...]": (
-            lambda: isinstance(value, tuple) and all(map(is_integer, value)),
-            "of at least 0, a tuple of integers",
-        ),
-    }.get(kind.removesuffix(" | None"), (lambda: True, ""))
-    return None if fits() else f"{expected}{', an integer below 2**31' * (kind[:3] == 'int')}"
+    match kind.removesuffix(" | None"):
+        case "int" if not is_integer(value, least):
+            return f"of at least {least}, an integer below 2**31"
+        case "float" if not is_positive(value):
+            return "above 0"
+        case "bool" if not isinstance(value, bool):
+            return "that is True or False"
+        case "tuple[int, ...]" if not (isinstance(value, tuple) and all(map(is_integer, value))):
+            return "of at least 0, a tuple of integers"
+    return None
 
 
 def some_exits(num_layers: int) -> tuple[int, ...]:

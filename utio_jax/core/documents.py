@@ -14,8 +14,7 @@ import numpy as np
 def check_ids(ids: Any, *, vocab_size: int, what: str) -> np.ndarray:
     """Returns a list or array of token ids `[token]` as int32; `what` they are is for errors.
 
-    Raises:
-      ValueError: ids that are no integers (floats, booleans), or outside the vocabulary.
+    Raises ValueError for ids that are no integers (floats, booleans), or outside the vocabulary.
     """
     array = np.asarray(ids)
     if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
@@ -40,11 +39,7 @@ def _remedy(array: np.ndarray) -> str:
 
 
 def check_text(text: str, what: str) -> str:
-    """Returns a text after checking that tokenizers can read it; `what` names it in errors.
-
-    Raises:
-      ValueError: it holds half a surrogate pair, which is no character.
-    """
+    """Returns a text. Raises ValueError, with `what` it is, for half a surrogate pair in it."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 from safetensors import SafetensorError
-from safetensors.numpy import load, load_file, save_file
+from safetensors.numpy import load, load_file, save, save_file
 
 T = TypeVar("T")
 
@@ -63,13 +63,8 @@ def replacing(*files: Path) -> Iterator[tuple[Path, ...]]:
 def check_writable(file: str | Path, option: str) -> Path:
     """Returns a path after checking that a file can be written there, before hours of work.
 
-    Args:
-      file: to write; missing folders are made when it is written.
-      option: that names it, for errors: `"--out"`.
-
-    Raises:
-      ValueError: it is a folder or a device, something of its path is no folder, or its folder
-        takes no files.
+    Raises ValueError, with the `option` that names it, if it is a folder or a device, something of
+    its path is no folder, or its folder takes no files. Missing folders are made later.
     """
     path = Path(file)
     try:
@@ -78,9 +73,7 @@ def check_writable(file: str | Path, option: str) -> Path:
                 f"Wanted a file to write as {option}. {path} is a folder or a device. Name a file "
                 "in it."
             )
-        folder = path.parent
-        while not folder.exists() and folder != folder.parent:
-            folder = folder.parent
+        folder = next(folder for folder in path.absolute().parents if folder.exists())
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
@@ -103,16 +96,9 @@ def save_json(file: str | Path, value: Any) -> None:
 
 
 def load_json(file: str | Path, what: str, *, strict: bool = False, remedy: str = "") -> Any:
-    """Returns the content of a JSON file.
+    """Returns the content of a JSON file; `strict` refuses NaN and infinities.
 
-    Args:
-      file: to read.
-      what: it should be, for errors: `"a config"`.
-      strict: whether NaN and infinities are refused.
-      remedy: a sentence for the error if it cannot be read.
-
-    Raises:
-      ValueError: the file is missing, is not JSON, or is nested too deeply.
+    Raises ValueError, with `what` the file should be and a `remedy`, if it is missing or no JSON.
     """
     path, expected = Path(file), f"Wanted {what} at {file}."
     after = f" {remedy}" if remedy else ""
@@ -127,9 +113,7 @@ def load_json(file: str | Path, what: str, *, strict: bool = False, remedy: str 
         raise ValueError(f"{expected} There is none.{after}") from None
     except OSError as error:
         raise ValueError(f"{expected} It cannot be read: {error.strerror}.{after}") from error
-    except RecursionError:
-        raise ValueError(f"{expected} It is nested too deeply to be read.{after}") from None
-    except ValueError as error:  # Of syntax, of encoding, or a number of thousands of digits.
+    except (ValueError, RecursionError) as error:  # Of syntax, of encoding, too long or deep.
         raise ValueError(f"{expected} It is not JSON: {error}.{after}") from error
 
 
@@ -175,29 +159,6 @@ def dump_tensors(file: Path, tree: Any, *, metadata: Mapping[str, str] | None = 
         raise OSError(errno.EIO, str(error), str(file)) from error
 
 
-_FLOATS = ("F64", "F32", "F16", "BF16")
-
-
-def check_floats(kinds: Mapping[str, str], *, source: str) -> None:
-    """Checks that a checkpoint's tensors hold floating-point numbers, not quantised codes.
-
-    Args:
-      kinds: safetensors' type of each tensor, by name.
-      source: their location, for errors.
-
-    Raises:
-      ValueError: names every tensor that holds something else.
-    """
-    wrong = [f"{name} ({kind})" for name, kind in kinds.items() if kind not in _FLOATS]
-    if wrong:
-        more = f" and {len(wrong) - 8} more" if len(wrong) > 8 else ""
-        raise ValueError(
-            f"Wanted tensors of float32, bfloat16 or float16 in {source}. Got "
-            f"{', '.join(wrong[:8])}{more}. Quantised weights are not supported: take the model's "
-            "plain checkpoint."
-        )
-
-
 def load_tensors(file: str | Path) -> dict[str, np.ndarray]:
     """Reads arrays by dotted path.
 
@@ -236,11 +197,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 def check_shapes(shapes: Shapes, expected: Shapes, *, source: str) -> None:
-    """Compares the shapes of a checkpoint's tensors with those that a model needs.
-
-    Raises:
-      ValueError: names every missing, unexpected and mis-shaped tensor at once.
-    """
+    """Raises ValueError that names every missing, unexpected and mis-shaped tensor at once."""
     wrong = [f"missing {name} {expected[name]}" for name in expected if name not in shapes]
     wrong += [f"unexpected {name}" for name in shapes if name not in expected]
     wrong += [
@@ -259,8 +216,7 @@ def check_shapes(shapes: Shapes, expected: Shapes, *, source: str) -> None:
 def save_owned(file: Path, stored: Mapping[str, Any], tensors: Any) -> None:
     """Writes a JSON file and its tensors (`.safetensors`), tied together by their hash.
 
-    Raises:
-      ValueError: a tensor is not finite, or see `check_place`.
+    Raises ValueError if a tensor is not finite, or see `check_place`.
     """
     weights_file = file.with_suffix(".safetensors")
     check_place(file)
@@ -281,11 +237,7 @@ _TIE = "weights_sha256"
 
 
 def check_place(file: Path) -> Path:
-    """Returns a path of `save_owned` after checking that no other weights lie in its way.
-
-    Raises:
-      ValueError: weights are where its own would be, without this JSON file.
-    """
+    """Returns a path of `save_owned`. Raises ValueError if weights without this JSON lie there."""
     weights_file = file.with_suffix(".safetensors")
     if weights_file.is_file() and not file.is_file():
         raise ValueError(
@@ -373,6 +325,12 @@ def hash_file(file: str | Path) -> str:
     """Returns a file's SHA-256, by which artifacts recognise their model."""
     with Path(file).open("rb") as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def hash_tensors(tree: Any) -> str:
+    """Returns the SHA-256 of the safetensors of a pytree."""
+    arrays = {name: np.asarray(leaf) for name, leaf in flatten(tree).items()}
+    return hashlib.sha256(save(arrays, metadata={})).hexdigest()
 
 
 def hash_params(params: Any) -> str:

@@ -133,9 +133,8 @@ def _token_cost(decoder: Decoder, treedef: Any, leaves: tuple[Any, ...]) -> Toke
         keys_values=count_matmul_flops(decoder.keys_values, layer, x, places),
         attention_per_key=_flops_per_key(decoder, x.dtype),
         head=count_matmul_flops(decoder.unembed, params, x),
-        exit_map=sum(
-            count_matmul_flops(partial(apply_exit_lens, decoder, depth=depth), params, x)
-            for depth in config.exits[:1]
+        exit_map=count_matmul_flops(
+            partial(apply_exit_lens, decoder, depth=config.exits[0]), params, x
         ),
         full_depth=config.num_layers,
         kv_map=4.0 * config.embed_dim * config.num_kv_heads * config.head_dim,

@@ -146,7 +146,7 @@ def save_lens(path: str | Path, lens: Lens, *, info: Mapping[str, Any]) -> None:
 
     `info` must name the `model_sha256`.
     """
-    save_owned(lens_file(path), {"exits": list(lens.exits), **info}, lens_tensors(lens))
+    save_owned(json_file(path, "lens"), {"exits": list(lens.exits), **info}, lens_tensors(lens))
 
 
 def lens_tensors(lens: Lens) -> dict[str, jax.Array]:
@@ -154,14 +154,9 @@ def lens_tensors(lens: Lens) -> dict[str, jax.Array]:
     return {"matrix": lens.matrix, "bias": lens.bias}
 
 
-def lens_file(path: str | Path) -> Path:
-    """Returns a path's JSON file: itself, `lens.json` in a folder, `NAME.lens.json` of a file."""
-    return json_file(path, "lens")
-
-
 def lens_beside(out: str | Path) -> Path:
     """Returns the file of a lens next to a calibration at `out`, its file or its folder."""
-    return lens_file(Path(out).parent if Path(out).suffix == ".json" else out)
+    return json_file(Path(out).parent if Path(out).suffix == ".json" else out, "lens")
 
 
 def load_lens(path: str | Path, *, model_sha256: str) -> Lens:
@@ -171,7 +166,7 @@ def load_lens(path: str | Path, *, model_sha256: str) -> Lens:
       ValueError: a file is missing or broken, the two do not belong together, or the lens belongs
         to another model.
     """
-    file = lens_file(path)
+    file = json_file(path, "lens")
     exits, tensors = load_owned(
         file,
         what="a lens",

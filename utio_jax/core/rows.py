@@ -99,8 +99,7 @@ def place(tree: Any, mesh: Mesh | None) -> Any:
             return leaf
         return jax.device_put(leaf, NamedSharding(mesh, _spec(axis)))
 
-    placed = [put(leaf, axis) for leaf, axis in zip(leaves, row_axes(tree), strict=True)]
-    return jax.tree.unflatten(treedef, placed)
+    return jax.tree.unflatten(treedef, list(map(put, leaves, row_axes(tree))))
 
 
 def over_rows(mesh: Mesh, function: Callable[..., Any], *args: Any) -> Any:
@@ -155,14 +154,8 @@ def put_rows(tree: Any, fresh: Any, rows: Int[Array | np.ndarray, " row"]) -> An
     Raises:
       ValueError: another structure, or other sizes.
     """
-    leaves, treedef = jax.tree.flatten(tree)
-    others, other = jax.tree.flatten(fresh)
-    if treedef != other:
-        raise ValueError(f"Wanted rows of one structure, {treedef}. Got {other}.")
 
-    def put(old: Any, new: Any, axis: int | None) -> Any:
-        if axis is None:
-            return old
+    def put(old: Any, new: Any, axis: int) -> Any:
         old = jnp.asarray(old)
         expected = (*old.shape[:axis], rows.shape[0], *old.shape[axis + 1 :])
         if new.shape != expected or new.dtype != old.dtype:
@@ -172,28 +165,33 @@ def put_rows(tree: Any, fresh: Any, rows: Int[Array | np.ndarray, " row"]) -> An
             )
         return old.at[(slice(None),) * axis + (rows,)].set(new, mode="drop")
 
-    placed = map(put, leaves, others, row_axes(tree))
-    return jax.tree.unflatten(treedef, list(placed))
+    return _map_rows(put, tree, fresh)
 
 
 def first_rows(tree: Any, count: int) -> Any:
     """Returns the pytree with its first `count` rows alone; leaves without rows stay."""
-    leaves, treedef = jax.tree.flatten(tree)
-    cut = [
-        leaf if axis is None else jax.lax.slice_in_dim(jnp.asarray(leaf), 0, count, axis=axis)
-        for leaf, axis in zip(leaves, row_axes(tree), strict=True)
-    ]
-    return jax.tree.unflatten(treedef, cut)
+
+    def cut(leaf: Any, axis: int) -> Any:
+        return jax.lax.slice_in_dim(jnp.asarray(leaf), 0, count, axis=axis)
+
+    return _map_rows(cut, tree)
 
 
 def put_first_rows(tree: Any, fresh: Any) -> Any:
     """Returns the pytree with its first rows replaced by those of `fresh`; other leaves stay."""
+
+    def put(old: Any, new: Any, axis: int) -> Any:
+        return jax.lax.dynamic_update_slice_in_dim(old, new, 0, axis=axis)
+
+    return _map_rows(put, tree, fresh)
+
+
+def _map_rows(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
+    """Returns the pytree of `function(leaf, *other_leaves, row_axis)`; others stay."""
     leaves, treedef = jax.tree.flatten(tree)
-    placed = [
-        old if axis is None else jax.lax.dynamic_update_slice_in_dim(old, new, 0, axis=axis)
-        for old, new, axis in zip(leaves, jax.tree.leaves(fresh), row_axes(tree), strict=True)
-    ]
-    return jax.tree.unflatten(treedef, placed)
+    columns = zip(leaves, *map(treedef.flatten_up_to, others), row_axes(tree), strict=True)
+    mapped = [column[0] if column[-1] is None else function(*column) for column in columns]
+    return jax.tree.unflatten(treedef, mapped)
 
 
 def row_axes(tree: Any) -> list[int | None]:

@@ -44,12 +44,8 @@ def run_all(
 ) -> Iterator[Arrays]:
     """Yields `run(0)` to `run(count - 1)`. Kept results are read instead of computed.
 
-    Args:
-      count: number of items.
-      run: computes one item.
-      what: names the items, in messages and files.
-      same: returns a hash of all inputs. Kept results must have the same one.
-      shards: where results are kept; None: nowhere.
+    `what` names the items in files, and `same` returns a hash of all inputs: kept results must have
+    the same one. Without `shards` nothing is kept.
 
     Raises:
       ValueError: a kept result is broken, or belongs to other inputs.

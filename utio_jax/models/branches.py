@@ -9,7 +9,6 @@ trains them.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,10 +16,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from safetensors.numpy import save as serialize
 
 from utio_jax.core.decoder import LayerParams, Params
-from utio_jax.core.files import flatten, json_file, load_owned, nest, save_owned
+from utio_jax.core.files import json_file, load_owned, nest, save_owned
 from utio_jax.models.transformer import OF_KV, Transformer
 
 
@@ -48,12 +46,6 @@ class Branches:
         picked = np.concatenate(spaced).round().astype(int)
         upper = {name: leaf for name, leaf in params["layers"].items() if name not in OF_KV}
         return cls(sizes=sizes, layers=jax.tree.map(lambda leaf: leaf[picked], upper))
-
-    @property
-    def sha256(self) -> str:
-        """SHA-256 of the weights."""
-        tensors = {name: np.asarray(leaf) for name, leaf in flatten(self.layers).items()}
-        return hashlib.sha256(serialize(tensors, metadata={})).hexdigest()
 
 
 def with_branches(
@@ -84,18 +76,13 @@ def with_branches(
     return Transformer(config), {**params, "layers": layers}
 
 
-def branches_file(path: str | Path) -> Path:
-    """Returns a path's JSON file: itself, or `branches.json` in a folder."""
-    return json_file(path, "branches")
-
-
 def save_branches(path: str | Path, branches: Branches, *, info: Mapping[str, Any]) -> None:
     """Writes `branches.json` with the sizes and `info`, and the weights next to it in float16.
 
     `info` must name the `model_sha256` of the model without branches.
     """
     layers = jax.tree.map(lambda leaf: leaf.astype(jnp.float16), branches.layers)
-    save_owned(branches_file(path), {"sizes": list(branches.sizes), **info}, layers)
+    save_owned(json_file(path, "branches"), {"sizes": list(branches.sizes), **info}, layers)
 
 
 def load_branches(path: str | Path, *, model_sha256: str) -> Branches:
@@ -106,7 +93,7 @@ def load_branches(path: str | Path, *, model_sha256: str) -> Branches:
         belong to another model.
     """
     sizes, tensors = load_owned(
-        branches_file(path),
+        json_file(path, "branches"),
         what="exit branches",
         command="models/recipes/branches.py",
         model_sha256=model_sha256,

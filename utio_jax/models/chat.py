@@ -79,20 +79,16 @@ def render_chat(
                 f"Wanted messages with a role and a content. Got message {index}: {message!r}. "
                 'For example: {"role": "user", "content": "Hello"}.'
             )
-    plain_messages = [
-        {key: y for key, y in message.items() if y is not None} for message in messages
-    ]
+    names = {
+        "tools": None,
+        "documents": None,
+        **variables,
+        "messages": [{key: y for key, y in item.items() if y is not None} for item in messages],
+        "add_generation_prompt": add_generation_prompt,
+    }
     try:
-        pieces = _compiled(template).generate(
-            {
-                "tools": None,
-                "documents": None,
-                **_plain(variables),
-                "messages": _plain(plain_messages),
-                "add_generation_prompt": add_generation_prompt,
-            }
-        )
-        return _joined(pieces)
+        # A copy of plain data: a template must not reach methods of objects.
+        return _joined(_compiled(template).generate(json.loads(json.dumps(names))))
     except jinja2.TemplateSyntaxError as error:
         raise ValueError(
             f"Wanted a chat template in Jinja. Line {error.lineno}: {error.message}."
@@ -160,8 +156,7 @@ class ChatEngine:
     ) -> None:
         """Takes options of `utio_jax.Engine`. Compiles nothing yet."""
         self.model, self.mode = model, mode
-        shared = {"mode": mode, "prefill": prefill, "prefix_cache": "256MiB"}
-        self._options: dict[str, Any] = {**shared, **options}
+        self._options = {"mode": mode, "prefill": prefill, "prefix_cache": "256MiB", **options}
         self._engine: Engine | None = None
         self._capacity = 0
 
@@ -188,10 +183,7 @@ def _from_folder(folder: Path) -> tuple[str | None, dict[str, str]]:
         special |= _special_tokens(config)
     stored = config.get("chat_template")
     if isinstance(stored, list):  # Several, by name.
-        named = [entry for entry in stored if isinstance(entry, dict)]
-        stored = next(
-            (entry.get("template") for entry in named if entry.get("name") == "default"), 0
-        )
+        stored = {entry.get("name"): entry.get("template") for entry in stored}.get("default")
     return stored if isinstance(stored, str) else None, special
 
 
@@ -264,16 +256,3 @@ def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
 
 def _raise(message: str) -> None:
     raise jinja2.TemplateError(message)
-
-
-def _plain(value: Any) -> Any:
-    """Returns a copy of plain data: a template must not reach methods of objects."""
-    if value is None or type(value) in (str, int, float, bool):
-        return value
-    if isinstance(value, Mapping):
-        return {_plain(key): _plain(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(entry) for entry in value]
-    raise ValueError(
-        f"Wanted text, numbers, lists and dicts for a chat template. Got {type(value).__name__}."
-    )

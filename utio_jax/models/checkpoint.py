@@ -22,23 +22,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
-from safetensors.numpy import save as serialize
 from tokenizers import Tokenizer
 
 from utio_jax.core.calls import check_options
 from utio_jax.core.decoder import Params, name_exits
 from utio_jax.core.extras import install_line
-from utio_jax.core.files import dump_tensors, hash_file, replacing
-from utio_jax.core.lens import (
-    Lens,
-    Lensed,
-    Wrapped,
-    lens_file,
-    lens_tensors,
-    lensed,
-    load_lens,
-    with_config,
-)
+from utio_jax.core.files import dump_tensors, hash_file, hash_tensors, json_file, replacing
+from utio_jax.core.lens import Lens, Lensed, Wrapped, lensed, load_lens, with_config
 from utio_jax.core.terminal import note_compilation
 from utio_jax.decoding.base import LogitsProcessor, Mode
 from utio_jax.decoding.loop import check_prompts
@@ -47,7 +37,7 @@ from utio_jax.decoding.text import listed
 from utio_jax.engine import Completion, Engine
 from utio_jax.evaluation.controls import load_controls
 from utio_jax.models import huggingface
-from utio_jax.models.branches import branches_file, load_branches, with_branches
+from utio_jax.models.branches import load_branches, with_branches
 from utio_jax.models.chat import (
     ChatEngine,
     ChatTemplate,
@@ -57,9 +47,9 @@ from utio_jax.models.chat import (
     turn_ends,
 )
 from utio_jax.models.gemma import Gemma3n, Gemma4
-from utio_jax.models.gguf import files as gguf_files
 from utio_jax.models.gguf import weights as gguf_weights
 from utio_jax.models.gguf.header import read_header
+from utio_jax.models.gguf.tokenizer import tokenizer_of
 from utio_jax.models.huggingface import is_huggingface, read_json, weight_files
 from utio_jax.models.rope import RopeScaling
 from utio_jax.models.shipped import SHIPPED, shipped_folder
@@ -121,11 +111,9 @@ class Model(Verbs):
         """Returns one digest of the weight files, in order, followed by other digests."""
         files = [self.folder] if self.folder.is_file() else weight_files(self.folder)
         digests = [*map(hash_file, files), *others]
-        return (
-            digests[0]
-            if len(digests) == 1
-            else hashlib.sha256("".join(digests).encode()).hexdigest()
-        )
+        if len(digests) == 1:
+            return digests[0]
+        return hashlib.sha256("".join(digests).encode()).hexdigest()
 
     def with_context(self, context_length: int) -> Model:
         """Returns the model for windows of at most so many tokens."""
@@ -172,8 +160,8 @@ class Model(Verbs):
             self,
             decoder=decoder,
             params=params,
-            branches_sha256=branches.sha256,
-            policies=branches_file(path).with_suffix(".policies.json"),
+            branches_sha256=hash_tensors(branches.layers),
+            policies=json_file(path, "branches").with_suffix(".policies.json"),
         )
 
     def with_lens(self, path: str | Path) -> Model:
@@ -182,7 +170,7 @@ class Model(Verbs):
         Raises:
           ValueError: there is no such lens, it is another model's, or has no map for an exit.
         """
-        model = dataclasses.replace(self, lens=lens_file(path))
+        model = dataclasses.replace(self, lens=json_file(path, "lens"))
         model.read_through(load_lens(path, model_sha256=self.sha256))
         return model
 
@@ -198,9 +186,7 @@ class Model(Verbs):
             decoder = with_config(decoder, exits=(*lens.exits, *exits))
         decoder, params = lensed(decoder, self.params, lens)
         # Of the maps in use: policies that stop elsewhere would be read without one.
-        used = lens_tensors(lens.at(decoder.config.exits[:-1]))
-        tensors = {name: np.asarray(y) for name, y in used.items()}
-        self.lens_sha256 = hashlib.sha256(serialize(tensors, metadata={})).hexdigest()
+        self.lens_sha256 = hash_tensors(params["lens"])
         self.decoder, self.params = decoder, params
         for name in ("sha256", "calibration"):
             self.__dict__.pop(name, None)
@@ -212,7 +198,7 @@ class Model(Verbs):
         For a stock model, text that spells a special piece becomes that piece.
         """
         if self.folder.is_file():
-            return gguf_files.tokenizer_of(self.folder)
+            return tokenizer_of(self.folder)
         config = read_json(self.folder / "config.json", "a config")
         file = self.folder / "tokenizer.json"
         # A converted model has this library's config, and its tokenizer from a stock one.
@@ -379,12 +365,12 @@ def load(
         read = _load_folder
     decoder, params = read(folder, exits=exits, dtype=dtype, sharding=sharding)
     model = Model(decoder=decoder, params=params, folder=folder)
-    if branches is True and lens is True and not exits and branches_file(folder).is_file():
+    if branches is True and lens is True and not exits and json_file(folder, "branches").is_file():
         branches = folder
     if not isinstance(branches, bool):
         return model.with_branches(branches)
     if lens is True:
-        return model.with_lens(folder) if lens_file(folder).is_file() else model
+        return model.with_lens(folder) if json_file(folder, "lens").is_file() else model
     return model if lens is False else model.with_lens(lens)
 
 
@@ -502,7 +488,7 @@ def save(
     beside = dict[str, bytes]()
     theirs: dict[str, Any] = {}
     if like is not None and Path(like).is_file():
-        theirs, texts = gguf_files.files_beside_weights(Path(like))
+        theirs, texts = gguf_weights.files_beside_weights(Path(like))
         beside = {name: text.encode() for name, text in texts.items()}
     elif like is not None:
         theirs = read_json(Path(like) / "config.json", "a config")

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from utio_jax.models.config_reader import Config, Reader
-from utio_jax.models.gemma import Gemma3n, Gemma3nConfig, Gemma4, Gemma4Config, state_width
+from utio_jax.models.gemma import Gemma3n, Gemma3nConfig, Gemma4, Gemma4Config
 from utio_jax.models.transformer import Transformer, TransformerConfig
 
 
@@ -188,33 +188,25 @@ def _qwen(read: Reader) -> dict[str, Any]:
 def _gemma(read: Reader) -> dict[str, Any]:
     """Gemma 2 and 3: scaled embeddings, norms around each block, local layers between global."""
     _need_gemma(read)
+    every, caps, of_gemma_3 = 2, (50.0, 30.0), dict[str, Any]()
     if read.config["model_type"] != "gemma2":
         read.config = {**_GEMMA_3_DEFAULTS, **read.config}
-    dim, scalar = read.take("hidden_size"), read.take("query_pre_attn_scalar", 256.0)
-    options: dict[str, Any] = {
-        "activation": "geglu",
-        "norm": "rms_plus_one",
-        "post_norms": True,
-        "embedding_scale": float(dim) ** 0.5,
-        "query_scale": float(scalar) ** -0.5,
-        "tie_embeddings": bool(read.config.get("tie_word_embeddings", True)),
-        "head_dim": read.take("head_dim", 256),
-    }
-    every, caps = 2, (50.0, 30.0)
-    if read.config["model_type"] != "gemma2":
         every = read.take("sliding_window_pattern", read.config.get("_sliding_window_pattern", 6))
         caps = (None, None)
-        options |= {
-            "rope_base": 1_000_000.0,
-            "qk_norm": True,
-            "local_rope_theta": _local_theta(read),
-        }
+        of_gemma_3 = {"rope_base": 1e6, "qk_norm": True, "local_rope_theta": _local_theta(read)}
     return _llama_like(
         read,
         is_local=read.local_layers(read.layers(), lambda layer: (layer + 1) % every != 0),
+        activation="geglu",
+        norm="rms_plus_one",
+        post_norms=True,
+        embedding_scale=float(read.take("hidden_size")) ** 0.5,
+        query_scale=float(read.take("query_pre_attn_scalar", 256.0)) ** -0.5,
+        tie_embeddings=bool(read.config.get("tie_word_embeddings", True)),
+        head_dim=read.take("head_dim", 256),
         attention_softcap=read.config.get("attn_logit_softcapping", caps[0]),
         logit_softcap=read.config.get("final_logit_softcapping", caps[1]),
-        **options,
+        **of_gemma_3,
     )
 
 
@@ -263,7 +255,7 @@ def _gemma_inputs(
     hidden, inputs = read.take("hidden_size"), read.take("hidden_size_per_layer_input", 256)
     return {
         **common,
-        "embed_dim": state_width(hidden, streams, layers, inputs),
+        "embed_dim": streams * hidden + layers * inputs,
         "hidden_dim": hidden,
         "input_dim": inputs,
         "input_vocab_size": read.take("vocab_size_per_layer_input", 262_144),
@@ -309,15 +301,10 @@ def _gemma4(read: Reader) -> dict[str, Any]:
     layers, narrow = common["num_layers"], common["mlp_dim"]
     # Written out per layer by transformers; one number as published.
     wide = read.take("global_head_dim", 512)
-    per_layer = read.config.get("per_layer_config")
-    if isinstance(per_layer, Mapping) and per_layer:
-        full = {
-            str(layer): per_layer.get(str(layer)) for layer in range(layers) if not is_local(layer)
-        }
+    if per_layer := read.config.get("per_layer_config"):
         wide = next(iter(per_layer.values())).get("head_dim", wide)
-        if per_layer != full or any(
-            settings != {"head_dim": wide} for settings in per_layer.values()
-        ):
+        full = [str(layer) for layer in range(layers) if not is_local(layer)]
+        if per_layer != {layer: {"head_dim": wide} for layer in full}:
             read.problems.append(
                 "a per_layer_config of more than one head_dim in all layers without a window"
             )
@@ -446,12 +433,8 @@ def read_config(
 ) -> Any:
     """Returns the config of the decoder that a Hugging Face config describes.
 
-    Args:
-      config: the contents of a `config.json`.
-      source: its origin, for errors.
-      exits: depths at which the model may be read; empty means those that the config names under
-        `utio_jax`, or the last layer alone.
-      families: by `model_type`, those that can be read.
+    Without `exits`, the model has those that the config names under `utio_jax`, or the last layer
+    alone. `source` is the config's origin, for errors; `families` are those that can be read.
 
     Raises:
       ValueError: an architecture or options that are not supported, all of them named.

@@ -32,6 +32,7 @@ from jaxtyping import Array, Float, Int
 from utio_jax.core.decoder import DecoderConfig, LayerParams, Params, PositionEncoding
 from utio_jax.core.layer import head_product, project
 from utio_jax.models.rope import RopeScaling, frequencies, rotate, rotations
+from utio_jax.models.transformer import OF_KV
 
 _LEAST_SQUARE = 1e-5
 """Of a stream that is scaled to the magnitude of another."""
@@ -67,7 +68,7 @@ class GemmaConfig(DecoderConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        width = state_width(self.hidden_dim, self.num_streams, self.num_layers, self.input_dim)
+        width = self.num_streams * self.hidden_dim + self.num_layers * self.input_dim
         if self.embed_dim != width:
             raise ValueError(
                 f"{type(self).__name__} needs an embed_dim of num_streams * hidden_dim + "
@@ -127,23 +128,14 @@ class Gemma4Config(GemmaConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for narrow, wide in (("local_head_dim", "head_dim"), ("own_mlp_dim", "mlp_dim")):
-            if getattr(self, narrow) > getattr(self, wide):
-                raise ValueError(
-                    f"Gemma4Config needs a {narrow} of at most {wide}={getattr(self, wide)}. Got "
-                    f"{narrow}={getattr(self, narrow)}."
-                )
-        if self.local_head_dim % 2 or self.rotated > 1:
+        narrow = self.local_head_dim <= self.head_dim and self.own_mlp_dim <= self.mlp_dim
+        if not narrow or self.local_head_dim % 2 or self.rotated > 1:
             raise ValueError(
-                "RoPE rotates pairs, so Gemma4Config needs an even head_dim and local_head_dim, "
-                f"and at most all of a head rotated. Got head_dim={self.head_dim}, "
-                f"local_head_dim={self.local_head_dim}, rotated={self.rotated}."
+                f"Gemma4Config needs a local_head_dim of at most head_dim={self.head_dim}, even "
+                f"since RoPE rotates pairs, an own_mlp_dim of at most mlp_dim={self.mlp_dim}, and "
+                f"at most all of a head rotated. Got local_head_dim={self.local_head_dim}, "
+                f"own_mlp_dim={self.own_mlp_dim}, rotated={self.rotated}."
             )
-
-
-def state_width(hidden: int, streams: int, layers: int, inputs: int) -> int:
-    """Returns the width of a token's state: its streams, and its inputs to each layer."""
-    return streams * hidden + layers * inputs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,8 +167,7 @@ class _Gemma:
             **dict.fromkeys((*norms, "input_out_norm"), dim),
             **scales,
         }
-        of_kv = ("k_proj", "v_proj", "k_norm")
-        layers = lambda name: config.kv_layers if name in of_kv else every  # noqa: E731
+        layers = lambda name: config.kv_layers if name in OF_KV else every  # noqa: E731
         keys = iter(jax.random.split(key, len(kernels) + 3))
 
         def normal(*shape: int, by: int) -> jax.Array:

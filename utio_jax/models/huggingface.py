@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from safetensors import SafetensorError, safe_open
 
 from utio_jax.core.decoder import Params
-from utio_jax.core.files import broken_file, check_floats, flatten, load_json, refuse_pickle
+from utio_jax.core.files import broken_file, flatten, load_json, refuse_pickle
 from utio_jax.models.families import FAMILIES, Family, read_config, text_part
 from utio_jax.models.stacking import place_tensors, stored_tensors
 from utio_jax.models.transformer import TransformerConfig
@@ -44,9 +44,7 @@ def is_huggingface(config: Mapping[str, Any]) -> bool:
 def weight_files(folder: Path) -> list[Path]:
     """Returns the folder's weight files: one, or the shards that its index names.
 
-    Raises:
-      ValueError: there are none, some are missing, only pickles are there, or the index points
-        outside the folder.
+    Raises ValueError if some are missing or pickles, or the index points outside the folder.
     """
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if single.is_file():
@@ -81,10 +79,7 @@ def load_folder(
     """Returns the decoder and the parameters of a Hugging Face folder.
 
     It is of one of the `families`, by `model_type`; tensors whose names begin with one of `unread`
-    are left out.
-
-    Raises:
-      ValueError: see `utio_jax.models.load`.
+    are left out. Errors: see `utio_jax.models.load`.
     """
     whole = read_json(folder / "config.json", "a config")
     config = text_part(whole)
@@ -119,11 +114,7 @@ def stored_form(
 ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     """Returns tensors and config as `load_folder` and transformers read them.
 
-    Args:
-      decoder: the model; its exits are written into the config.
-      params: its parameters.
-      config: the `config.json` that it came with.
-      dtype: of the weights.
+    `config` is the `config.json` that the model came with; its exits are written into it.
     """
     dtype, config = jnp.dtype(dtype), text_part(config)
     arrays = flatten(params)
@@ -148,18 +139,15 @@ Home = dict[str, tuple[Path, str, tuple[int, ...]]]
 
 
 def where_tensors_are(folder: Path, *, prefix: str, in_text_part: bool = False) -> Home:
-    """Returns the file and the name of each tensor of a folder.
+    """Returns the file and the name of each tensor of a folder, or of a model's text part alone.
 
-    Args:
-      folder: with the files.
-      prefix: with which the names that rules know begin; a base model's own lack it.
-      in_text_part: whether they are those of the text part, of a model that has others.
+    Names that rules know begin with `prefix`; a base model's own lack it.
 
     Raises:
       ValueError: files are missing or broken, or tensors are no floating-point numbers.
     """
     home: Home = {}
-    kinds = dict[str, str]()
+    wrong = list[str]()
     for file in weight_files(folder):
         try:
             with safe_open(str(file), framework="numpy") as opened:
@@ -168,10 +156,17 @@ def where_tensors_are(folder: Path, *, prefix: str, in_text_part: bool = False) 
                     if meant and not name.endswith(_NOT_PARAMETERS):
                         part = opened.get_slice(name)
                         home[name] = file, name, tuple(part.get_shape())
-                        kinds[name] = part.get_dtype()
+                        if part.get_dtype() not in ("F64", "F32", "F16", "BF16"):
+                            wrong.append(f"{name} ({part.get_dtype()})")
         except (SafetensorError, OSError) as error:
             raise broken_file(file, error) from error
-    check_floats(kinds, source=str(folder))
+    if wrong:
+        more = f" and {len(wrong) - 8} more" if len(wrong) > 8 else ""
+        raise ValueError(
+            f"Wanted tensors of float32, bfloat16 or float16 in {folder}. Got "
+            f"{', '.join(wrong[:8])}{more}. Quantised weights are not supported: take the model's "
+            "plain checkpoint."
+        )
     if in_text_part:
         return {_in_text_part(name, prefix): entry for name, entry in home.items()}
     if any(name.startswith(prefix) for name in home):

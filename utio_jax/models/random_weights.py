@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from utio_jax.models.transformer import Transformer
 
@@ -20,10 +19,9 @@ _MEMORY_SHARE = 0.6
 def fit_layers(config: Any, *, dtype: str, memory: float, cache_tokens: int) -> int:
     """Returns the number of layers that fit in free bytes with embeddings and cache.
 
-    Raises:
-      ValueError: not even two do, the least that can be split.
+    Raises ValueError if not even two do, the least that can be split.
     """
-    size = np.dtype(dtype).itemsize if dtype != "bfloat16" else 2
+    size = jnp.dtype(dtype).itemsize
     one = dataclasses.replace(config, num_layers=1, exits=(1,))
     shapes = jax.eval_shape(Transformer(one).init, jax.random.key(0))
     count = lambda tree: sum(leaf.size for leaf in jax.tree.leaves(tree))  # noqa: E731

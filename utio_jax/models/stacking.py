@@ -29,19 +29,16 @@ def place_tensors(
     sharding: Mesh | None,
     source: str,
 ) -> tuple[Any, Params]:
-    """Returns a decoder and its parameters.
+    """Returns a decoder (with `init` and `config`) and its parameters.
 
     Args:
-      decoder: the model, with `init` and `config`.
+      decoder: the model.
       rules: parameters of each tensor; None: each has its own, named by its path.
       found_shapes: shapes of the checkpoint's tensors.
       read: returns one of them.
       dtype: of the parameters.
       sharding: the mesh that they are split over, see `utio_jax.models.load`.
       source: the checkpoint's location, for errors.
-
-    Raises:
-      ValueError: names every missing, unexpected and mis-shaped tensor at once.
     """
     shapes = flatten(jax.eval_shape(decoder.init, jax.random.key(0)))
     if rules is None:

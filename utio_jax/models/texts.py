@@ -50,11 +50,7 @@ def describe(documents: Sequence[Document]) -> dict[str, str | int]:
 
 
 def read_files(paths: Sequence[str | Path]) -> tuple[Document, ...]:
-    """Returns text files as documents.
-
-    Raises:
-      ValueError: a file is missing, is not UTF-8 text, or is empty; all such are named at once.
-    """
+    """Returns text files. Raises ValueError that names all that are missing, empty or not UTF-8."""
     documents, wrong = [], []
     for path in map(Path, paths):
         try:

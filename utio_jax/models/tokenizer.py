@@ -16,13 +16,9 @@ from utio_jax.core.documents import check_text
 def load_tokenizer(file: str | Path, *, special_in_text: bool = False) -> Tokenizer:
     """Reads a `tokenizer.json`. Truncation and padding that it may have stored are turned off.
 
-    Args:
-      file: path of the file.
-      special_in_text: whether text that spells a special piece becomes that piece, as chat
-        templates want; else it encodes as any other text, and no text can open a document.
-
-    Raises:
-      ValueError: the file is missing or is not a tokenizer.
+    With `special_in_text`, text that spells a special piece becomes that piece, as chat templates
+    want. Else it encodes as any other text, and no text can open a document. Raises ValueError if
+    the file is missing or is not a tokenizer.
     """
     path = Path(file)
     if not path.is_file():
@@ -50,10 +46,8 @@ def encode_documents(
     """Returns each text's token ids, `[token]` int32, opened by `bos_id` where there is one.
 
     An empty text has no tokens; others also have what the tokenizer itself puts around a text. A
-    text that spells what opens it, as a rendered chat does, is opened once.
-
-    Raises:
-      ValueError: a text with half a surrogate pair.
+    text that spells what opens it, as a rendered chat does, is opened once. Raises ValueError, see
+    `check_text`.
     """
     names = [f"text {index}" if len(texts) > 1 else "text" for index in range(len(texts))]
     checked = [check_text(text, name) for text, name in zip(texts, names, strict=True)]

@@ -119,11 +119,11 @@ class RMSNorm(nn.Module):
 LayerNorm = partial(nn.LayerNorm, use_fast_variance=False)
 
 
-def norm_of(config: TransformerConfig, name: str | None = None, *, rms: bool = False) -> Any:
+def norm_of(config: TransformerConfig, *, rms: bool = False) -> Any:
     """Returns the configured norm; with `rms` an RMSNorm even where that is LayerNorm."""
     if config.norm == "layer" and not rms:
-        return LayerNorm(config.norm_eps, name=name)
-    return RMSNorm(config.norm_eps, config.norm == "rms_plus_one", name=name)
+        return LayerNorm(config.norm_eps)
+    return RMSNorm(config.norm_eps, config.norm == "rms_plus_one")
 
 
 class Projection(nn.Module):

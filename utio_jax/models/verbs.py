@@ -211,17 +211,18 @@ class Verbs:
                 f"Wanted mode 'adaptive' with a budget, which is of its calibrated policy. Got "
                 f"budget={budget:g} and {conflict}. Leave out one or the other."
             )
-        if not isinstance(name, str):
-            return name
-        if name == "plain":
-            return Plain()
-        if name == "lossless":
-            return lossless_for(self.decoder)
-        if name != "adaptive":
-            raise ValueError(
-                f"Wanted a mode of 'plain', 'adaptive', 'lossless', or a Mode. Got {name!r}."
-            )
-        return Adaptive(policy=self.policy(budget=budget))
+        match name:
+            case "plain":
+                return Plain()
+            case "lossless":
+                return lossless_for(self.decoder)
+            case "adaptive":
+                return Adaptive(policy=self.policy(budget=budget))
+            case str():
+                raise ValueError(
+                    f"Wanted a mode of 'plain', 'adaptive', 'lossless', or a Mode. Got {name!r}."
+                )
+        return name
 
     def policy(
         self: Any,
@@ -290,10 +291,20 @@ class Verbs:
           ValueError: see `utio_jax.generate`, and `mode`.
         """
         check_options("Model.generate", options, generate, Verbs.generate, instead=SHORTER)
-        options |= {"max_new_tokens": max_new_tokens, "sampling": sampling, "max_batch": max_batch}
-        prompts = _encoded(self, read_sources(prompts, files, names_are_texts=True))
-        asked = _asked(self, prompts, mode, budget, prompt_budget, options)
-        return generate_text(self, stop_strings=stop, seeds=seed, **asked)
+        ids = _encoded(self, read_sources(prompts, files, names_are_texts=True))
+        note_compilation()
+        options["prefill"] = _prefill(self, prompt_budget, options.get("prefill"))
+        return generate_text(
+            self,
+            ids,
+            mode=self.mode(mode, budget=budget),
+            max_new_tokens=max_new_tokens,
+            stop_strings=stop,
+            sampling=sampling,
+            seeds=seed,
+            max_batch=max_batch,
+            **options,
+        )
 
     def stream(  # noqa: PLR0913 (options, each named)
         self: Any,
@@ -326,10 +337,10 @@ class Verbs:
         options of `utio_jax.Engine.submit` for all prompts.
         """
         check_options("Model.stream", options, Engine.submit, Verbs.stream, instead=SHORTER)
-        sources = read_sources(prompts, files, names_are_texts=True)
-        options |= {"max_new_tokens": max_new_tokens, "prefill": prefill}
-        asked = _asked(self, _encoded(self, sources), mode, budget, prompt_budget, options)
-        rows, chosen = asked.pop("prompts"), asked.pop("mode")
+        rows = _encoded(self, read_sources(prompts, files, names_are_texts=True))
+        note_compilation()
+        prefill = _prefill(self, prompt_budget, prefill)
+        chosen = self.mode(mode, budget=budget)
         check_prompts(rows, config=self.decoder.config, max_new_tokens=max_new_tokens)
         drawn = [sampling] * len(rows) if isinstance(sampling, SamplingParams) else sampling
         requests = [*zip(rows, stops_of_texts(stop, len(rows)), drawn, strict=True)]
@@ -340,12 +351,12 @@ class Verbs:
             capacity=round_up(longest, Lengths().key_step),  # Few sizes compile.
             mode=chosen,
             steps=steps,
-            prefill=asked.pop("prefill"),
+            prefill=prefill,
             logits_processor=logits_processor,
         )
         for index, (ids, strings, how) in enumerate(requests):
             of_prompt: Any = {"stop_strings": strings, "sampling": how, "seed": seed + index}
-            engine.submit(ids, **of_prompt, **asked)
+            engine.submit(ids, max_new_tokens=max_new_tokens, **of_prompt, **options)
         return _events(engine)
 
     def score(
@@ -653,29 +664,13 @@ def _encoded(model: Any, sources: Sequence[Any]) -> list[np.ndarray]:
     return [ids_of(index, source) for index, source in enumerate(sources)]
 
 
-def _asked(
-    model: Any,
-    prompts: Sequence[np.ndarray],
-    mode: str | Mode | None,
-    budget: float | None,
-    prompt_budget: float | None,
-    options: dict[str, Any],
-) -> dict[str, Any]:
-    """Returns prompts, mode, prefill and options of `generate` and `stream`."""
-    note_compilation()
-    if prompt_budget is not None:
-        if options.get("prefill") is not None:
-            raise ValueError("Wanted prompt_budget or prefill, one of the two. Got both.")
-        prefill = prompt_prefill(
-            model.decoder, model.params, prompt_budget, choices=model.prompt_choices
-        )
-        options = {**options, "prefill": prefill}
-    return {
-        "max_new_tokens": 128,
-        **options,
-        "prompts": prompts,
-        "mode": model.mode(mode, budget=budget),
-    }
+def _prefill(model: Any, prompt_budget: float | None, given: Prefill | None) -> Prefill | None:
+    """Returns how `generate` and `stream` read prompts: as given, or at a budget."""
+    if prompt_budget is None:
+        return given
+    if given is not None:
+        raise ValueError("Wanted prompt_budget or prefill, one of the two. Got both.")
+    return prompt_prefill(model.decoder, model.params, prompt_budget, choices=model.prompt_choices)
 
 
 def _named(policy: str | Policy | None, budget: float | None) -> str | Policy:
@@ -686,16 +681,10 @@ def _named(policy: str | Policy | None, budget: float | None) -> str | Policy:
 
 
 def check_policy(name: str, **given: Any) -> None:
-    """Checks that a policy uses every option given with it; None counts as not given.
+    """Raises ValueError that names every given option that a policy would ignore.
 
-    Args:
-      name: full, which has a use for nothing; uniform, which needs a depth; random, or one of a
-        calibration.
-      **given: budget and calibration, which are of fitted policies; depth; others are of all but
-        full.
-
-    Raises:
-      ValueError: names all that would have been ignored.
+    Policy full has a use for none, uniform needs a depth, and others have no use for one. None
+    counts as not given.
     """
     useless = {"full": tuple(given), "uniform": ("budget", "calibration")}.get(name, ("depth",))
     if left_over := [option for option in useless if given.get(option) is not None]:

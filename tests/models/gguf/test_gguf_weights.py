@@ -256,7 +256,7 @@ def test_a_missing_library_is_named_with_its_extra(
 ) -> None:
     write_gguf(tmp_path / "m.gguf", FOLDER / "llama", arch="llama")
     monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(ValueError, match=re.escape("pip install 'utio-jax[gguf]'")):
+    with pytest.raises(ModuleNotFoundError, match=re.escape("pip install 'utio-jax[gguf]'")):
         load(tmp_path / "m.gguf")
     (tmp_path / "paper.pdf").write_bytes(b"%PDF-1.4" + bytes(32))  # It would not help here.
     with pytest.raises(ValueError, match="begins with the bytes GGUF"):

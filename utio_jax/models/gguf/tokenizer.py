@@ -25,6 +25,9 @@ from tokenizers import (
     processors,
 )
 
+from utio_jax.models.gguf.header import read_header
+from utio_jax.models.tokenizer import load_tokenizer
+
 _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6
 _SPACE = "\u2581"  # How SentencePiece writes a space.
 
@@ -69,15 +72,19 @@ _SPLITS = {
 """By `tokenizer.ggml.pre`."""
 
 
+def tokenizer_of(file: Path) -> Tokenizer:
+    """Returns `NAME.tokenizer.json` next to a file, or the tokenizer of `build_tokenizer`."""
+    beside = file.with_suffix(".tokenizer.json")
+    if beside.is_file():
+        return load_tokenizer(beside, special_in_text=True)
+    return build_tokenizer(read_header(file).keys, source=file)
+
+
 def build_tokenizer(keys: Mapping[str, Any], *, source: str | Path) -> Tokenizer:
     """Returns the tokenizer that a file's metadata describe.
 
     Text that spells a special piece encodes as that piece, and `encode` puts around a text what the
-    file says.
-
-    Args:
-      keys: the metadata.
-      source: the file, for errors.
+    file says. `source` is the file, for errors.
 
     Raises:
       ValueError: there is none, it is broken, or it is of a kind that cannot be had exactly.
@@ -86,7 +93,7 @@ def build_tokenizer(keys: Mapping[str, Any], *, source: str | Path) -> Tokenizer
     kind = keys.get("tokenizer.ggml.model")
     try:
         if not isinstance(kind, str) or kind not in builders:
-            raise _UnsupportedError(f"tokenizer.ggml.model={kind!r}, not {' or '.join(builders)}")
+            raise ValueError(f"tokenizer.ggml.model={kind!r}, not {' or '.join(builders)}")
         _check_known(keys)
         pieces, kinds = _vocabulary(keys)
         tokenizer, opens = builders[kind](keys, pieces, kinds)
@@ -97,11 +104,11 @@ def build_tokenizer(keys: Mapping[str, Any], *, source: str | Path) -> Tokenizer
         ]
         tokenizer.add_tokens(added)
         if tokenizer.get_vocab_size() != len(pieces):
-            raise _UnsupportedError(
+            raise ValueError(
                 f"{tokenizer.get_vocab_size()} pieces where tokenizer.ggml.tokens has {len(pieces)}"
             )
         _put_around(tokenizer, keys, pieces, opens=opens)
-    except _UnsupportedError as error:
+    except ValueError as error:
         name = Path(source).with_suffix(".tokenizer.json").name
         raise ValueError(
             f"Wanted a tokenizer in {source} that can be had exactly. Got {error}. Put the model's "
@@ -110,37 +117,33 @@ def build_tokenizer(keys: Mapping[str, Any], *, source: str | Path) -> Tokenizer
     return tokenizer
 
 
-class _UnsupportedError(Exception):
-    """Raised for metadata that no tokenizer can be built from."""
-
-
 def _check_known(keys: Mapping[str, Any]) -> None:
     """Rejects unknown keys that could change how text becomes ids."""
     ours = [name.removeprefix(_PREFIX) for name in keys if name.startswith(_PREFIX)]
     strange = [name for name in ours if name not in _KNOWN and not name.endswith("_token_id")]
     if strange:
         named = ", ".join(f"{_PREFIX}{name}" for name in strange[:8])
-        raise _UnsupportedError(f"{named}, not understood")
+        raise ValueError(f"{named}, not understood")
     if keys.get(f"{_PREFIX}add_sep_token"):
-        raise _UnsupportedError(f"{_PREFIX}add_sep_token, which ends texts with another token")
+        raise ValueError(f"{_PREFIX}add_sep_token, which ends texts with another token")
 
 
 def _vocabulary(keys: Mapping[str, Any]) -> tuple[list[str], np.ndarray]:
     """Returns the pieces, and the type of each."""
     pieces = keys.get(f"{_PREFIX}tokens")
     if not isinstance(pieces, list) or not pieces:
-        raise _UnsupportedError(f"no {_PREFIX}tokens")
+        raise ValueError(f"no {_PREFIX}tokens")
     if max(map(len, pieces)) > _LONGEST_PIECE:
-        raise _UnsupportedError(f"a piece of {max(map(len, pieces))} characters")
+        raise ValueError(f"a piece of {max(map(len, pieces))} characters")
     if len(set(pieces)) != len(pieces):
-        raise _UnsupportedError("tokenizer.ggml.tokens with the same piece twice")
+        raise ValueError("tokenizer.ggml.tokens with the same piece twice")
     kinds = keys.get("tokenizer.ggml.token_type", np.ones(len(pieces), np.int32))
     return pieces, _per_piece(kinds, pieces, "token_type")
 
 
 def _per_piece(values: Any, pieces: list[str], name: str) -> np.ndarray:
     if not isinstance(values, np.ndarray) or len(values) != len(pieces):
-        raise _UnsupportedError(f"no tokenizer.ggml.{name} for each of the {len(pieces)} pieces")
+        raise ValueError(f"no tokenizer.ggml.{name} for each of the {len(pieces)} pieces")
     return values
 
 
@@ -149,14 +152,14 @@ def _byte_level(
 ) -> tuple[Tokenizer, bool]:
     name = keys.get("tokenizer.ggml.pre")
     if not isinstance(name, str) or name not in _SPLITS:
-        raise _UnsupportedError(
+        raise ValueError(
             f"tokenizer.ggml.pre={name!r}, which says how text is cut, not {', '.join(_SPLITS)}"
         )
     if keys.get("tokenizer.ggml.add_space_prefix"):
-        raise _UnsupportedError("tokenizer.ggml.add_space_prefix of byte-level BPE")
+        raise ValueError("tokenizer.ggml.add_space_prefix of byte-level BPE")
     merges = keys.get("tokenizer.ggml.merges")
     if not isinstance(merges, list) or any(merge.count(" ") != 1 for merge in merges):
-        raise _UnsupportedError("no tokenizer.ggml.merges of two pieces each")
+        raise ValueError("no tokenizer.ggml.merges of two pieces each")
     split = _SPLITS[name]
     pairs = [(first, second) for first, second in (merge.split(" ") for merge in merges)]
     tokenizer = _bpe(pieces, pairs, ignore_merges=split.whole_words)
@@ -179,14 +182,14 @@ def _sentencepiece(
     scores = _per_piece(keys.get("tokenizer.ggml.scores"), pieces, "scores")
     for name in ("remove_extra_whitespaces", "precompiled_charsmap"):
         if np.any(keys.get(f"tokenizer.ggml.{name}", False)):
-            raise _UnsupportedError(f"tokenizer.ggml.{name}, which changes text before it is cut")
+            raise ValueError(f"tokenizer.ggml.{name}, which changes text before it is cut")
     ids = {piece: index for index, piece in enumerate(pieces)}
     if any(f"<0x{byte:02X}>" not in ids for byte in range(256)):
-        raise _UnsupportedError("SentencePiece without a piece for each byte")
+        raise ValueError("SentencePiece without a piece for each byte")
     special = np.isin(kinds, (_UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE))
     long = [i for i, piece in enumerate(pieces) if not special[i] and len(piece) > 1]
     if len(set(scores[long].tolist())) != len(long) or not np.all(np.isfinite(scores[long])):
-        raise _UnsupportedError("scores that do not order the pieces, so not those of merges")
+        raise ValueError("scores that do not order the pieces, so not those of merges")
     merges = [
         (piece[:cut], piece[cut:])
         for piece in (pieces[i] for i in sorted(long, key=lambda i: -scores[i]))
@@ -210,7 +213,7 @@ def _bpe(pieces: list[str], merges: list[tuple[str, str]], **options: Any) -> To
     try:
         return Tokenizer(models.BPE(vocab=vocabulary, merges=merges, **options))
     except Exception as error:  # The library raises a bare Exception.
-        raise _UnsupportedError(f"merges that do not fit the pieces: {error}") from error
+        raise ValueError(f"merges that do not fit the pieces: {error}") from error
 
 
 def _put_around(
@@ -223,9 +226,7 @@ def _put_around(
             continue
         index = keys.get(f"tokenizer.ggml.{name}_token_id")
         if not isinstance(index, int) or not 0 <= index < len(pieces):
-            raise _UnsupportedError(
-                f"tokenizer.ggml.{name}_token_id={index!r}, which texts shall have"
-            )
+            raise ValueError(f"tokenizer.ggml.{name}_token_id={index!r}, which texts shall have")
         used.append({"id": name, "ids": [index], "tokens": [pieces[index]]})
         template = [name, *template] if name == "bos" else [*template, name]
     if used:

@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """GGUF files: dequantised tensor by tensor, block by block, to the asked dtype.
 
-`load_file` for a model; `config_of` for the Hugging Face config that the file describes.
+`load_file` for a model; `config_of` for the Hugging Face config that the file describes;
+`files_beside_weights` for metadata (config, tokenizer, chat template) as files of a folder.
 """
 
 from __future__ import annotations
 
+import json
 import math
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +19,9 @@ import numpy as np
 from jax.sharding import Mesh
 
 from utio_jax.core.decoder import Params
+from utio_jax.models.chat import find_template
 from utio_jax.models.families import FAMILIES, read_config
 from utio_jax.models.gguf.architectures import (
-    Architecture,
     architecture_of,
     llama3_scaling,
     read_keys,
@@ -26,6 +29,7 @@ from utio_jax.models.gguf.architectures import (
     tensor_rules,
 )
 from utio_jax.models.gguf.header import Header, library, read_header
+from utio_jax.models.gguf.tokenizer import tokenizer_of
 from utio_jax.models.stacking import place_tensors
 
 # Numbers that are dequantised at once: their intermediates stay in the caches.
@@ -41,13 +45,10 @@ def load_file(
     dtype: jax.typing.DTypeLike = jnp.float32,
     sharding: Mesh | None = None,
 ) -> tuple[Any, Params]:
-    """Returns the decoder and the parameters of a GGUF file.
-
-    Raises:
-      ValueError: see `utio_jax.models.load`; every key and tensor that is not understood is named.
-    """
+    """Returns the decoder and the parameters of a GGUF file. Errors: see `utio_jax.models.load`."""
     header = read_header(file)
-    architecture, _, settings = _understood(header, exits)
+    settings = read_config(config_of(header), source=str(file), exits=exits)
+    architecture = architecture_of(header.keys, source=str(file))
     heads = {"attn_q": settings.num_heads, "attn_k": settings.num_kv_heads}
 
     def read(name: str) -> np.ndarray:
@@ -71,13 +72,8 @@ def load_file(
 def config_of(header: Header) -> dict[str, Any]:
     """Returns the `config.json` of the model as a Hugging Face folder.
 
-    Raises:
-      ValueError: keys or tensors that are not understood, all of them named.
+    Raises ValueError that names all keys and tensors that are not understood.
     """
-    return _understood(header, ())[1]
-
-
-def _understood(header: Header, exits: tuple[int, ...]) -> tuple[Architecture, dict[str, Any], Any]:
     source = str(header.file)
     architecture = architecture_of(header.keys, source=source)
     config, problems = read_keys(header.keys, header.tensors)
@@ -100,7 +96,32 @@ def _understood(header: Header, exits: tuple[int, ...]) -> tuple[Architecture, d
             f"Wanted a {header.keys['general.architecture']} that can be run, in {source}. Got "
             f"{'; '.join(problems)}."
         )
-    return architecture, config, read_config(config, source=source, exits=exits)
+    read_config(config, source=source)  # Raises ValueError where its family cannot run it.
+    return config
+
+
+def files_beside_weights(file: Path) -> tuple[dict[str, Any], dict[str, str]]:
+    """Returns the `config.json` of a file's model, and the text files that go next to it, by name.
+
+    These are tokenizer, chat template and settings as transformers has them. What the file lacks,
+    or what cannot be had exactly, is not among them.
+    """
+    header = read_header(file)
+    config, texts = config_of(header), dict[str, str]()
+    settings: dict[str, Any] = {}
+    with suppress(ValueError):
+        texts["tokenizer.json"] = tokenizer_of(file).to_str(pretty=True)
+        settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+    with suppress(ValueError):
+        chat = find_template(file, header.keys)
+        settings |= chat.special_tokens
+        texts["chat_template.jinja"] = chat.template
+    names = ("bos_token_id", "eos_token_id", "pad_token_id")
+    ends = {name: config[name] for name in names if config[name] is not None}
+    for name, value in {"generation_config": ends, "tokenizer_config": settings}.items():
+        if value:
+            texts[f"{name}.json"] = json.dumps(value, indent=1) + "\n"
+    return config, texts
 
 
 def _rotate_in_part(header: Header, config: dict[str, Any]) -> list[str]:
@@ -119,13 +140,9 @@ def _rotate_in_part(header: Header, config: dict[str, Any]) -> list[str]:
 def read_tensor(
     header: Header, name: str, *, dtype: jax.typing.DTypeLike, minus_one: bool = False
 ) -> np.ndarray:
-    """Returns a tensor of the file, rows first; the arithmetic is in float32.
+    """Returns a tensor of the file, rows first.
 
-    Args:
-      header: of the file.
-      name: of the tensor.
-      dtype: of what is returned.
-      minus_one: whether one is taken away before it is rounded to `dtype`.
+    The arithmetic is in float32. With `minus_one`, one is taken away before rounding to `dtype`.
     """
     tensor, gguf = header.tensors[name], library()
     kind = gguf.GGMLQuantizationType[tensor.kind]
