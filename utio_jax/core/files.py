@@ -63,8 +63,11 @@ def replacing(*files: Path) -> Iterator[tuple[Path, ...]]:
 def check_writable(file: str | Path, option: str) -> Path:
     """Returns a path after checking that a file can be written there, before hours of work.
 
-    Raises ValueError, with the `option` that names it, if it is a folder or a device, something of
-    its path is no folder, or its folder takes no files. Missing folders are made later.
+    Missing folders are made later. `option` names the file, for errors.
+
+    Raises:
+      ValueError: it is a folder or a device, something of its path is no folder, or its folder
+        takes no files.
     """
     path = Path(file)
     try:

@@ -13,6 +13,8 @@ from typing import Literal
 
 from utio_jax.models.texts import Document
 
+__all__ = ["split_of_path", "standard_library"]
+
 Split = Literal["train", "calibrate", "test"]
 
 # These are missing from some distributions' Pythons, so documents in them only ever train.
