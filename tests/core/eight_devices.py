@@ -282,7 +282,7 @@ def test_sharded_calibration_is_that_of_one_device(tiny: Any, text: list[Batch])
     fit = one.fit(signal, 0.7)
     assert fit is not None
     spent = [how.run(signal, fit) for how in (one, many)]
-    np.testing.assert_allclose(spent[1].loss, spent[0].loss, rtol=1e-5)
+    np.testing.assert_allclose(spent[1].nll, spent[0].nll, rtol=1e-5)
     # A device on which no token goes deeper projects no K/V there: no more than on one, often less.
     assert 0.9 * spent[0].flops < spent[1].flops <= spent[0].flops * (1 + 1e-9)
     names, goal = ("softmax_gap",), Budgets(budgets=(0.7,))

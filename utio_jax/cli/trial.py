@@ -237,7 +237,7 @@ def write_middles(
     # The control of every draft at an exit: copies from the text, which run no layers.
     modes["ngram"] = lossless_for(decoder, "ngram")
     budgets = dict[str, Any]()
-    if fitted is not None:
+    if fitted is not None and fitted.policy is not None:
         modes["adaptive"] = Adaptive(policy=fitted.policy)
         budgets["adaptive"] = fitted.budget
     # Prompt, new tokens and a draft within one key step: one loop to compile per mode.
