@@ -57,7 +57,7 @@ def plot_pareto(
 
     `plain` is the loss of plain models of other depths at a `flops_ratio`; None where not known.
     """
-    figure = _Picture(figsize=(7.2, 4.6), layout="constrained")
+    figure = _Picture(figsize=(7.2, 5.1), layout="constrained")
     axes = figure.subplots()
     measured = [
         (row, row.flops_ratio, row.nll_increase_pct)
@@ -105,7 +105,7 @@ def plot_pareto(
         colour = COLOURS.get(name) or next(others)
         axes.plot(x, y, marker="o", markersize=5, color=colour, label=name)
     left = min(x for x, y, *_ in (*points, *exits) if y <= top) - 0.06
-    right = max(x for x, *_ in (*points, *exits)) + 0.03
+    right = max(x for x, *_ in (*points, *exits)) + 0.06  # Room for a name.
     bottom = min([-0.06 * top, *(1.1 * y for _, y in points)])
     axes.set(ylim=(bottom, top), xlim=(left, right), title=title)
     axes.set_xlabel(
@@ -113,7 +113,7 @@ def plot_pareto(
     )
     axes.set_ylabel("loss increase over full depth (%)")
     axes.grid(alpha=0.25)
-    axes.legend(frameon=False)
+    figure.legend(loc="outside lower center", ncol=3, frameon=False)
     return saved(figure, file)
 
 
