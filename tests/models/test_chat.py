@@ -129,7 +129,7 @@ def model(folder: Path) -> Model:
 def test_a_folder_has_its_template_in_one_of_three_places(folder: Path, tmp_path: Path) -> None:
     result = find_template(folder)
     assert (result.template, dict(result.special_tokens)) == (TURNS, {"eos_token": "<|im_end|>"})
-    several = [{"name": "tool_use", "template": "x"}, {"name": "default", "template": "several"}]
+    several = ["x", {"name": []}, {"name": "default", "template": "several"}]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": several}))
     assert find_template(tmp_path).template == "several"
     (tmp_path / "chat_template.jinja").write_text("file")

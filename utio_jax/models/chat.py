@@ -183,7 +183,9 @@ def _from_folder(folder: Path) -> tuple[str | None, dict[str, str]]:
         special |= _special_tokens(config)
     stored = config.get("chat_template")
     if isinstance(stored, list):  # Several, by name.
-        stored = {entry.get("name"): entry.get("template") for entry in stored}.get("default")
+        named = [entry for entry in stored if isinstance(entry, dict)]
+        chosen = [entry.get("template") for entry in named if entry.get("name") == "default"]
+        stored = chosen[0] if chosen else None
     return stored if isinstance(stored, str) else None, special
 
 

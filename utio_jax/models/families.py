@@ -302,7 +302,8 @@ def _gemma4(read: Reader) -> dict[str, Any]:
     # Written out per layer by transformers; one number as published.
     wide = read.take("global_head_dim", 512)
     if per_layer := read.config.get("per_layer_config"):
-        wide = next(iter(per_layer.values())).get("head_dim", wide)
+        first = next(iter(per_layer.values())) if isinstance(per_layer, Mapping) else None
+        wide = first.get("head_dim", wide) if isinstance(first, Mapping) else wide
         full = [str(layer) for layer in range(layers) if not is_local(layer)]
         if per_layer != {layer: {"head_dim": wide} for layer in full}:
             read.problems.append(
