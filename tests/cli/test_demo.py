@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Output of the demonstration: a table of budgets."""
+"""Output of the demonstration: a table of budgets, and a text coloured by depth."""
 
 from __future__ import annotations
 
 import io
+from pathlib import Path
 from typing import Any
 
+import pytest
 from rich.console import Console
 
-from utio_jax.cli.demo import reading_table
+import utio_jax
+from utio_jax.bench import plots
+from utio_jax.cli.demo import draw_depths, reading_table
 
 ROWS: list[dict[str, Any]] = [
     {
@@ -39,3 +43,25 @@ def test_budgets_stand_beside_truncation_and_a_shallower_model() -> None:
         "budget 0.9 0.88 1.06x -0.01 % worse by 0.19 % not known",
         "budget 0.6 0.60 1.61x +1.10 % better by 0.29 % worse by 2.60 % <- default",
     ]
+
+
+@pytest.fixture(scope="module")
+def shipped() -> Any:
+    return utio_jax.load()
+
+
+def test_a_text_of_one_token_draws_no_picture(shipped: Any, tmp_path: Path) -> None:
+    file = tmp_path / "depths.png"
+    assert not draw_depths(shipped, "x", 0.75, file)
+    assert not file.exists()
+
+
+def test_a_long_text_is_drawn_as_far_as_a_row_reaches(
+    shipped: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn = list[Any]()
+    monkeypatch.setattr(plots, "plot_depths", lambda *args, **options: drawn.append(args))
+    assert draw_depths(shipped, "x = 1\n" * 400, 0.75, tmp_path / "depths.png")
+    text, offsets, depths, _ = drawn[0]
+    assert len(depths) == len(offsets) == 512 - 2
+    assert text == ("x = 1\n" * 400)[: offsets[-1][1]]

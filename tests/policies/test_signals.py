@@ -16,6 +16,7 @@ from helpers.models import random_gates
 from helpers.policies import DEPTHS, EXITS, SIGNALS, mean_states, scores_of
 
 from utio_jax import Policy, Thresholded, score
+from utio_jax.contrib.drafts import CandidateGates
 from utio_jax.core.pytrees import pytree, static
 from utio_jax.policies import (
     Entropy,
@@ -29,6 +30,7 @@ from utio_jax.policies import (
     StateSimilarity,
 )
 from utio_jax.policies.base import Boundary
+from utio_jax.policies.store import STORED, _type_name, _type_of
 from utio_jax.utio import UtioSurrogate
 
 IDS = np.random.default_rng(3).integers(0, 64, (3, 17)).astype(np.int32)
@@ -266,3 +268,19 @@ def test_policies_of_ones_own_have_defaults(tiny: Any) -> None:
 
     with pytest.raises(TypeError, match="of Reader as methods.*Got reads_logits=True"):
         run(Reader(depths=(1, 4)))
+
+
+def test_a_file_names_classes_that_need_an_import_by_their_modules() -> None:
+    assert _type_name(StateGate) == "StateGate"
+    name = "utio_jax.contrib.drafts.candidates.CandidateGates"
+    assert _type_name(CandidateGates) == name
+    assert _type_of(name) is _type_of("CandidateGates") is CandidateGates
+
+
+def test_a_class_of_another_name_is_found_by_the_name_it_was_added_by(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with pytest.raises(ValueError, match="'Former' is not known here"):
+        _type_of("Former")
+    monkeypatch.setitem(STORED, "Former", StateGate)
+    assert _type_of("Former") is StateGate

@@ -148,6 +148,8 @@ def test_rows_come_from_all_documents_and_do_not_overlap(tiny: Model) -> None:
     for row, index in zip(rows, result.documents, strict=True):
         starts = [s for s in range(0, 50, 10) if np.array_equal(row, documents[index][s : s + 10])]
         assert len(starts) == 1
+    with pytest.raises(ValueError, match="Wanted rows of more than 8 tokens"):
+        cut(8, 2, 0)
 
 
 @pytest.fixture

@@ -123,6 +123,8 @@ def show_stream(
 
     Returns the text, the depths, and whether Ctrl-C stopped it.
     """
+    from rich.text import Text
+
     from utio_jax.bench.terminal import depth_legend, depth_text
 
     text, depths, stopped = "", [], False
@@ -131,7 +133,8 @@ def show_stream(
             text += piece
             depths.append(depth)
             shown = depth_text(piece, depth, num_layers=layers)
-            console.print(shown if coloured else shown.plain, end="", markup=False, soft_wrap=True)
+            # As `Text`: of a `str`, Rich would show ":heart:" as an emoji.
+            console.print(shown if coloured else Text(shown.plain), end="", soft_wrap=True)
     except KeyboardInterrupt:
         stopped = True
     console.print(" (stopped)" if stopped else "", style="dim")

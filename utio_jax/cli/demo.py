@@ -91,7 +91,8 @@ class Demo(Try):
         # A function that Python programmers have read, of the test split, unless there is a file.
         text = read_files([self.files[0] if self.files else functools.__file__])[0].text
         lines = text[max(0, text.find("def lru_cache")) :].split("\n")[:_DRAWN_LINES]
-        draw_depths(model, "\n".join(lines), fitted.budget, depths)
+        drawn = draw_depths(model, "\n".join(lines), fitted.budget, depths)
+        pictures = [pareto, depths] if drawn else [pareto]
         result = {
             "text": described,
             "environment": describe(dtype=jax.tree.leaves(model.params)[0].dtype),
@@ -100,7 +101,7 @@ class Demo(Try):
                 {"mode": name, "batch": 1, **timed.to_dict()} for name, timed in written.items()
             ],
             "prompt": prompt,
-            "pictures": [str(pareto), str(depths)],
+            "pictures": [str(picture) for picture in pictures],
             "verdict": verdict,
         }
         file = self.out / "demo.json"
@@ -111,7 +112,7 @@ class Demo(Try):
         branched = model.decoder.config.branches
         if branched and any(row["plain_hull_nll_increase_pct"] is not None for row in rows):
             console.print(FURTHER_TRAINING, soft_wrap=True)
-        console.print(f"Pictures: {pareto}, {depths}. Record: {file}.")
+        console.print(f"Pictures: {', '.join(map(str, pictures))}. Record: {file}.")
         console.print(verdict, soft_wrap=True)  # A command is not cut by the width.
         return result
 
@@ -168,21 +169,28 @@ def _against(row: dict[str, Any], control: str) -> str:
     return f"{'better' if margin > 0 else 'worse'} by {abs(margin):.2f} %"
 
 
-def draw_depths(model: Any, text: str, budget: float | None, file: Path) -> None:
-    """Draws a text; the colour of a token is its depth at the budget."""
+def draw_depths(model: Any, text: str, budget: float | None, file: Path) -> bool:
+    """Draws a text's first tokens, coloured by their depths at the budget; False: there are none.
+
+    They are as many as one row of the demonstration holds.
+    """
     from utio_jax.bench.plots import plot_depths
 
     config = model.decoder.config
     policy = model.calibration.policy("learned", budget, exits=config.exits)
-    # Shape and options of the program that has read the text, so that nothing compiles.
+    # Options of the program that has read the text: where it is long, nothing compiles.
     options = {"rows": _ROWS, "same_rows": True, "executor": MicroBatches()}
     encoded = model.tokenizer.encode(text, add_special_tokens=False)
     opening = [] if config.bos_id is None else [config.bos_id]
-    (scored,) = model.score([[*opening, *encoded.ids]], policy=policy, **options).documents
+    ids = [*opening, *encoded.ids][: min(_WIDTH, config.context_length)]
+    (scored,) = model.score([ids], policy=policy, **options).documents
     # What a token took to predict the next one; the token that was read is coloured.
     depths = scored.depths[len(opening) :]
+    if not len(depths):
+        return False
     offsets = encoded.offsets[: len(depths)]
     mean = f"mean {depths.mean():.1f} of {config.num_layers}"
     title = f"Layers of each token at a budget of {budget:g} ({mean})"
     text = text[: offsets[-1][1]]
     plot_depths(text, offsets, depths.tolist(), file, levels=config.exits, title=title)
+    return True

@@ -94,7 +94,8 @@ class Try(OfModel):
         with contextlib.suppress(KeyError, ValueError):  # It may have none.
             fitted = fitted_policy(model)
         console = Console(stderr=True, highlight=False)
-        console.print(f"{model.folder.name}, {described['documents']} documents", style="italic")
+        heading = f"{model.folder.name}, {described['documents']} documents"
+        console.print(heading, style="italic", markup=False, soft_wrap=True)
         rows = show_rows(console, _measured(model, documents, fitted))
         verdict = recommend(rows, self.model)
         print(verdict, file=sys.stderr)

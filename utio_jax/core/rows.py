@@ -158,10 +158,11 @@ def put_rows(tree: Any, fresh: Any, rows: Int[Array | np.ndarray, " row"]) -> An
     def put(old: Any, new: Any, axis: int) -> Any:
         old = jnp.asarray(old)
         expected = (*old.shape[:axis], rows.shape[0], *old.shape[axis + 1 :])
-        if new.shape != expected or new.dtype != old.dtype:
+        got = getattr(new, "shape", None), getattr(new, "dtype", None)
+        if got != (expected, old.dtype):
             raise ValueError(
                 f"Wanted {rows.shape[0]} rows of shape {expected}, rows along axis {axis}, dtype "
-                f"{old.dtype}. Got shape {new.shape}, dtype {new.dtype}."
+                f"{old.dtype}. Got shape {got[0]}, dtype {got[1]}."
             )
         return old.at[(slice(None),) * axis + (rows,)].set(new, mode="drop")
 

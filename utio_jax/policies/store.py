@@ -216,8 +216,9 @@ def _put_together(
 
 
 def _type_name(kind: type) -> str:
-    """Returns the name of a class in files: with its module if it is not the library's."""
-    own = kind.__module__.startswith("utio_jax.")
+    """Returns the name of a class in files: with its module if nothing below `contrib` has it."""
+    module = kind.__module__
+    own = module.startswith("utio_jax.") and not module.startswith("utio_jax.contrib.")
     return kind.__name__ if own else f"{kind.__module__}.{kind.__qualname__}"
 
 
@@ -227,6 +228,8 @@ def _type_of(name: str, declared: Any = None) -> Any:
     One that a script has defined is found by its own name where an import defines it again. A part
     of a signal may be of the class that its field declares.
     """
+    if name in STORED:
+        return STORED[name]
     known = [*STORED.values(), *_derived(SignalBase), declared]
     same = [kind for kind in known if getattr(kind, "__name__", "") == name.rpartition(".")[2]]
     if not same:

@@ -135,7 +135,7 @@ def choose_prompt(
     *,
     limit: float,
     sizes: PromptSizes = PromptSizes(),
-    progress: Callable[[str], None] = lambda _: None,
+    progress: Callable[[str], None] | None = None,
 ) -> PromptStudy:
     """Returns the cheapest prefill within a loss limit, with figures on other text.
 
@@ -146,13 +146,14 @@ def choose_prompt(
       candidates: at least one.
       limit: of the loss increase, %.
       sizes: of the rows of each of these two parts.
-      progress: called with what happens next.
+      progress: called with what happens next; None: nothing is.
 
     Raises:
       ValueError: no candidates, too little text, or a candidate that does not fit the model.
     """
     if not candidates:
         raise ValueError("Wanted at least one prefill choice. Got none.")
+    say = progress or (lambda _: None)
 
     def measure(
         rows: PromptRows, choice: PromptChoice, full: Continuations, *, batches: int | None
@@ -161,15 +162,13 @@ def choose_prompt(
         ratio = prompt_flops_ratio(decoder, params, rows, choice, batches=batches)
         increase = 100 * (shallow.loss / full.loss - 1)
         measured = dataclasses.replace(choice, flops_ratio=ratio, nll_increase_pct=increase)
-        progress(f"{measured.label}: {increase:+.2f} %, {ratio:.3f} of the FLOPs")
+        say(f"{measured.label}: {increase:+.2f} %, {ratio:.3f} of the FLOPs")
         return measured, shallow
 
     calibrate, test = (
         cut_rows(part, sizes, decoder=decoder) for part in (text.calibrate, text.test)
     )
-    progress(
-        f"calibrate: {calibrate.rows} rows of {sizes.prompt_tokens} + {sizes.continuation} tokens"
-    )
+    say(f"calibrate: {calibrate.rows} rows of {sizes.prompt_tokens} + {sizes.continuation} tokens")
     full = continuations(decoder, params, calibrate, None)
     measured = [measure(calibrate, choice, full, batches=1)[0] for choice in candidates]
     cost: Callable[[Any], float] = operator.attrgetter("flops_ratio")
@@ -178,7 +177,7 @@ def choose_prompt(
     # To the second digit: which tokens go deep moves the padding a little.
     chosen = min(good, key=lambda choice: (round(cost(choice), 2), loss(choice)), default=None)
     first = chosen or min(measured, key=loss)
-    progress(f"test: {test.rows} rows")
+    say(f"test: {test.rows} rows")
     full = continuations(decoder, params, test, None)
     # Pieces of a few documents count as one.
     documents = test.documents if text.parts == "documents" else 0 * test.documents

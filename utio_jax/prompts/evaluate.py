@@ -147,13 +147,12 @@ def cut_rows(
         )
     count = min(sizes.rows, len(candidates))
     places = np.linspace(0, len(candidates) - 1, count).round().astype(int)
-    rows, members = zip(*(candidates[place] for place in places), strict=True)
     return prompt_rows(
-        rows,
+        [candidates[place][0] for place in places],
         prompt_tokens=sizes.prompt_tokens,
         batch=sizes.batch,
         decoder=decoder,
-        documents=np.asarray(members),
+        documents=np.asarray([candidates[place][1] for place in places], np.int64),
     )
 
 

@@ -33,7 +33,7 @@ def fit_kv_maps(
     *,
     stops: Sequence[int],
     ridge: float = 1e-3,
-    progress: Callable[[str], None] = lambda _: None,
+    progress: Callable[[str], None] | None = None,
 ) -> dict[int, KVMap]:
     """Returns, for each stop, the affine maps of least squared error to all layers after it.
 
@@ -43,7 +43,7 @@ def fit_kv_maps(
       batches: the text. Report on none of it.
       stops: depths that prompt tokens may stop at, between 1 and the layer before the last.
       ridge: added to each input's variance, as a share of it.
-      progress: called with what happens next.
+      progress: called with what happens next; None: nothing is.
 
     Raises:
       ValueError: stops that the model does not have, or too little text for them to be determined.
@@ -56,6 +56,7 @@ def fit_kv_maps(
             f"Wanted stops between 1 and {layers - 1} of this model's {layers} layers. "
             f"Got {depths}."
         )
+    say = progress or (lambda _: None)
     sums: dict[int, Any] = {}
     seen = 0
     for batch in batches:
@@ -66,7 +67,7 @@ def fit_kv_maps(
         wide = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), moments)
         sums = jax.tree.map(np.add, sums, wide) if sums else wide
         seen += batch.token_ids.size
-        progress(f"maps: {seen:,} tokens read")
+        say(f"maps: {seen:,} tokens read")
     count = int(sums[depths[0]]["square"][-1, -1]) if sums else 0
     if count < 2 * dim:
         raise ValueError(
