@@ -33,9 +33,11 @@ from helpers.engine import (
 from helpers.generation import lively_model
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from utio_jax.decoding.generate import generate
 from utio_jax.decoding.loop import Lengths
 from utio_jax.decoding.text import generate_text
 from utio_jax.engine import Engine, EngineStats, Shapes, slots
+from utio_jax.engine.blocks import run_block
 from utio_jax.engine.requests import Request
 from utio_jax.models.presets import TINY
 
@@ -221,6 +223,54 @@ def test_a_block_steps_the_rows_in_use(name: str, monkeypatch: pytest.MonkeyPatc
     assert {*counts} == {1, 4, 6}
     for number, index in zip(numbers, indices, strict=True):
         assert_as_alone(finished[number], alone(lively_model(), mode, prefill, POOL[index]))
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize(
+    "name", ["plain", "propagate", pytest.param("copies", marks=pytest.mark.slow)]
+)
+def test_running_rows_move_together_as_others_end(
+    name: str, late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last of six rows is the last to run: then one row steps, and its tokens are the same."""
+    mode, prefill = modes()[name]
+    engine, counts = engine_of(lively_model(), mode, prefill, slots=6, read_late=late), list[int]()
+    run_block = slots.run_block
+
+    def noted(*args: Any, **options: Any) -> Any:
+        counts.append(options["rows"])
+        return run_block(*args, **options)
+
+    monkeypatch.setattr(slots, "run_block", noted)
+    prompts = [np.asarray([5, 7 + row]) for row in range(6)]
+    new = [2, 2, 2, 9, 2, 21]
+    numbers = [
+        engine.submit(prompt, max_new_tokens=count, eos_ids=())
+        for prompt, count in zip(prompts, new, strict=True)
+    ]
+    finished = engine.drain()
+    assert counts[0] == 6
+    assert counts[-1] == 1
+    assert counts == sorted(counts, reverse=True)
+    assert 4 in counts
+    model = lively_model()
+    for number, prompt, count in zip(numbers, prompts, new, strict=True):
+        options = {"mode": mode, "prefill": prefill, "max_new_tokens": count, "eos_ids": ()}
+        alone_ids = generate(model.decoder, model.params, [prompt], **options).token_ids[0]
+        assert finished[number].token_ids.tolist() == alone_ids.tolist()
+
+
+def test_a_block_of_few_rows_copies_no_keys_and_values(unchecked_shapes: None) -> None:
+    """What a block of one of 64 rows needs is less than the K/V of all its layers and slots."""
+    model, size = lively_model(), 4096
+    engine = Engine(model.decoder, model.params, slots=64, capacity=size, shapes=Shapes(chunk=32))
+    rows = engine._rows
+    context = dataclasses.replace(rows._context(rows._rules), params=rows._params)
+    program = run_block.lower(
+        *(context, None, rows.state, np.int32(4)), widths=(64,), room=rows.room, rows=4
+    ).compile()
+    kept = sum(leaf.nbytes for leaf in rows.state.cache.arrays) * 4 // 64
+    assert program.memory_analysis().temp_size_in_bytes < kept / 2
 
 
 @pytest.mark.check

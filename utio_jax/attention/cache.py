@@ -147,17 +147,19 @@ def read(
     *,
     width: int,
     rows: Int[Array, " packed"] | None = None,
+    count: int | None = None,
 ) -> tuple[Float[Array, "row key kv_head head_dim"], Float[Array, "row key kv_head head_dim"]]:
     """Returns layers' K/V of the first `width` slots, heads side by side.
 
-    Masked slots cost as much as any. Of some `rows` alone, copied side by side; None: of all.
+    Masked slots cost as much as any. Of some `rows` alone, copied side by side; None: of the first
+    `count` rows, or of all.
     """
 
     def one(leaf: jax.Array, layer: int | jax.Array) -> jax.Array:
         if rows is not None:
             return cache.by_slot(leaf.at[layer, rows, *cache.at(slice(width))].get(mode="clip"))
         start = tuple(map(jnp.int32, (layer, 0, 0, 0, 0)))
-        size = (1, leaf.shape[1], *cache.size(width))
+        size = (1, count or leaf.shape[1], *cache.size(width))
         return cache.by_slot(jax.lax.dynamic_slice(leaf, start, size)[0])
 
     keys, values = (side_by_side([one(leaf, layer) for layer in layers]) for leaf in cache.arrays)

@@ -126,7 +126,7 @@ class Adaptive(Mode):
             frozen=frozen,
             packing=packing,
             readout=Readout(function=lambda logits: logits),
-            cache=RowCache.of(state.cache),
+            cache=RowCache.of(state.cache, rows=active.shape[0]),
         )
 
         # Layers that ran also have K/V of exited rows, if these are projected.

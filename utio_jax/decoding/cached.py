@@ -63,8 +63,8 @@ class Block:
       positions: token positions within each row, which are also slots in the cache.
       valid: mask of real tokens. All others are padding: computed, never written or attended to.
       places: the decoder's encoding of the positions.
-      rows: rows of the cache that the block's rows map to, each once; None: all, in order. A
-        padding row, without valid tokens, may map to any row. The cache is passed whole.
+      rows: rows of the cache that the block's rows map to, each once; None: the first ones, in
+        order. A padding row, without valid tokens, may map to any row. The cache is passed whole.
     """
 
     positions: Int[Array, "batch token"]
@@ -85,7 +85,7 @@ def block_at(
     *,
     rows: Int[Array, " batch"] | None = None,
 ) -> Block:
-    """Returns the block of tokens at `positions`, in some `rows` of the cache or in all."""
+    """Returns the block of tokens at `positions`, in some `rows` of the cache or its first ones."""
     places = decoder.encode_positions(positions)
     return Block(positions=positions, valid=valid, places=places, rows=rows)
 
@@ -125,7 +125,8 @@ def run_segment(
         shown = shown.at[block.rows].get(mode="clip")
 
     def attention(cache: KVCache, sources: Sources) -> Attend:
-        seen = [read(cache, (source,), width=width, rows=block.rows) for source in sources]
+        which: dict[str, Any] = {"rows": block.rows, "count": x.shape[0]}
+        seen = [read(cache, (source,), width=width, **which) for source in sources]
 
         def attend(index: jax.Array, queries: jax.Array) -> jax.Array:
             mix = mixer_at(decoder, index)
@@ -238,9 +239,9 @@ class RowCache:
     key_slots: Float[Array, " batch"]
 
     @classmethod
-    def of(cls, kv: KVCache) -> RowCache:
-        """Returns a cache with all counts at 0."""
-        none = jnp.zeros(kv.keys.shape[1:2], jnp.int32)
+    def of(cls, kv: KVCache, *, rows: int) -> RowCache:
+        """Returns a cache whose first rows run, with their counts at 0."""
+        none = jnp.zeros((rows,), jnp.int32)
         return cls(kv=kv, layers=none, key_slots=none.astype(jnp.float32))
 
     def after(self, kv: KVCache, *, layers: jax.Array, key_slots: jax.Array) -> RowCache:

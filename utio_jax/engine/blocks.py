@@ -55,11 +55,14 @@ def run_block(
     """Runs `steps` more tokens of every running row; returns the state, donated, and its report.
 
     Only the first `rows` rows of the state step and report, static: no other row may be running.
-    A row reports at most `room` new tokens, static; `block_room` is always enough.
+    Their K/V are not copied, unless the cache has a view. A row reports at most `room` new tokens,
+    static; `block_room` is always enough.
     """
     whole = state
     if rows < state.lengths.shape[0]:
         state, sampling, stops = first_rows((state, context.sampling, context.stops), rows)
+        if whole.cache.view is None:
+            state = dataclasses.replace(state, cache=whole.cache)
         context = dataclasses.replace(context, sampling=sampling, stops=stops)
         thresholds = None if thresholds is None else thresholds[:rows]
     # Prefill emitted the first token of a row: reported until the row steps.
@@ -90,17 +93,17 @@ def _as_integers(leaf: jax.Array) -> Int[Array, "slot column"]:
 
 
 def row_counts(slots: int) -> tuple[int, ...]:
-    """Returns the numbers of rows that a block may run: powers of 4 below all slots, and all.
+    """Returns the numbers of rows that a block may run: powers of 4, half of many slots, and all.
 
-    Accelerators run all: their steps read the weights, whatever the number of rows, and the rows'
-    K/V would be copied.
+    Accelerators run all: their steps read the weights, whatever the number of rows.
 
-    >>> row_counts(8), row_counts(4), row_counts(1)
-    ((1, 4, 8), (1, 4), (1,))
+    >>> row_counts(16), row_counts(8), row_counts(1)
+    ((1, 4, 8, 16), (1, 4, 8), (1,))
     """
     if here().static_shapes:
         return (slots,)
-    return (*(4**n for n in range(16) if 4**n < slots), slots)
+    below = {4**n for n in range(16)} | ({slots // 2} if slots >= 16 else set())
+    return (*sorted(count for count in below if count < slots), slots)
 
 
 def block_room(mode: Mode, steps: int) -> int:

@@ -272,8 +272,7 @@ class Engine:
             new = [owner for owner in running if not owner.stepped]
             # The prefill made a new request's first token: it waits for one step if others run.
             steps = min(1, len(running) - len(new)) if new else self._served.steps
-            count = 1 + max(row for row, owner in enumerate(self._owners) if owner is not None)
-            report = self._rows.run(steps=steps, rows=count)
+            report = self._rows.run(steps=steps, rows=self._gather())
             block = report, tuple(self._owners)
             for request in new:
                 request.stepped = True
@@ -388,6 +387,7 @@ class Engine:
                 self._unsettled = True
                 for _ in range(2):
                     rows.run(steps=0, rows=count)
+                    rows.move(count - 1, 0)
                 self._unsettled = False
                 progress(done, self.programs)
         except BaseException:  # Drops these requests: no caller has submitted them.
@@ -460,6 +460,26 @@ class Engine:
                 self._stats.cached_tokens += request.cached
                 rows.keep_blocks(request, row)
 
+    def _gather(self) -> int:
+        """Moves the last running rows to free ones if fewer rows can then step.
+
+        Returns the number of first rows that hold all running ones.
+        """
+        running = [row for row, owner in enumerate(self._owners) if owner is not None]
+        least = self._rows.rows_of(len(running))
+        free = [
+            row for row in range(least) if self._owners[row] is None and row not in self._reading
+        ]
+        above = [row for row in running if row >= least]
+        if len(above) <= len(free) and least < self._rows.rows_of(1 + running[-1]):
+            for row, to in zip(above, free, strict=False):
+                self._rows.move(row, to)
+                request = self._owners[row]
+                assert request is not None
+                request.slot, self._owners[to], self._owners[row] = to, request, None
+            return least
+        return 1 + running[-1]
+
     def _give_slots(self) -> None:
         """Assigns free slots to waiting requests, the oldest first.
 
@@ -498,8 +518,9 @@ class Engine:
             event = request.take(row, now)
             events.append(event)
             if event.finished is not None:
-                rows.keep_blocks(request, slot, ended=True)
+                assert request.slot is not None  # Another row, if it has moved since.
+                rows.keep_blocks(request, request.slot, ended=True)
                 if row.reason == "running":  # By a stop string, which the device does not see.
-                    self._freed.append(slot)
-                self._owners[slot] = None
+                    self._freed.append(request.slot)
+                self._owners[request.slot] = None
         return events

@@ -15,7 +15,7 @@ from utio_jax.attention.cache import key_widths
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.documents import row_widths
 from utio_jax.core.layer import head_in_blocks, split_layers
-from utio_jax.core.rows import put_rows
+from utio_jax.core.rows import move_row, put_rows
 from utio_jax.decoding.admission import admit, empty_state, release
 from utio_jax.decoding.base import (
     DecodeContext,
@@ -38,6 +38,7 @@ _UNIT = 32
 """Tokens of a block of prefill, but for the shortest passes."""
 
 _put_rules = jax.jit(put_rows, donate_argnums=0)
+_move_row = jax.jit(move_row, donate_argnums=0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -439,10 +440,20 @@ class Slots:
             np.int32(self._served.steps if steps is None else steps),
             widths=self._key_widths,
             room=self.room,
-            rows=next(count for count in self.row_counts if count >= rows),
+            rows=self.rows_of(rows),
         )
         report.copy_to_host_async()
         return report
+
+    def rows_of(self, rows: int) -> int:
+        """Returns the number of first rows that a block runs for `rows` of them."""
+        return next(count for count in self.row_counts if count >= rows)
+
+    def move(self, row: int, to: int) -> None:
+        """Moves a running row to a free one, and frees it."""
+        moved = _move_row((self.state, self._rules), np.int32(row), np.int32(to))
+        self.state, self._rules = moved
+        self.release(rows=[row])
 
     def release(self, *, rows: Sequence[int]) -> None:
         """Evicts some rows: they run no further step."""
