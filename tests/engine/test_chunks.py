@@ -91,9 +91,13 @@ def test_rows_go_on_between_chunks() -> None:
 
 
 @pytest.mark.check
-@pytest.mark.parametrize(("platform", "capacity"), [("cpu", 72), ("tpu", 80)])
-def test_parts_of_several_prompts_share_a_pass(platform: str, capacity: int) -> None:
-    """Blocks of a prompt of 40 tokens and of two short ones; the fourth has no place in it."""
+@pytest.mark.parametrize(
+    ("platform", "capacity", "passes"), [("cpu", 72, [128]), ("tpu", 80, [128, 32])]
+)
+def test_parts_of_several_prompts_share_a_pass(
+    platform: str, capacity: int, passes: list[int]
+) -> None:
+    """Of 40, 1, 20 and 9 tokens: close together, or in blocks of 32, where the last has no place."""
     model = lively_model()
     counting = type(model)(Counting(model.decoder.config), model.params)
     shapes = Shapes(prompt_tokens=(32, 128), key_step=32)
@@ -104,8 +108,8 @@ def test_parts_of_several_prompts_share_a_pass(platform: str, capacity: int) -> 
         numbers = [engine.submit(prompt, max_new_tokens=1, eos_ids=()) for prompt in prompts]
         done = engine.drain()
     stats = engine.stats()
-    assert (stats.prompt_groups, stats.padded_prompt_tokens) == (2, 128 + 32)
-    assert read_counts()["queries"] == TINY.num_layers * (128 + 32)
+    assert (stats.prompt_groups, stats.padded_prompt_tokens) == (len(passes), sum(passes))
+    assert read_counts()["queries"] == TINY.num_layers * sum(passes)
     expected = generate(model.decoder, model.params, prompts, max_new_tokens=1, eos_ids=())
     for row, number in enumerate(numbers):
         np.testing.assert_array_equal(done[number].token_ids, expected.token_ids[row])

@@ -331,7 +331,7 @@ def test_work_is_that_of_slots_and_steps(late: bool) -> None:
     counts, layers, width = read_counts(), TINY.num_layers, 32
     steps = 8
     assert counts["queries"] == layers * (3 * width + steps * SLOTS)
-    assert counts["unembed"] == 3 + steps * SLOTS
+    assert counts["unembed"] == 6 + steps * SLOTS  # A pass may have twice as many blocks.
     for finished in result.values():
         assert (finished.token_ids.size, finished.steps, finished.token_layers) == (
             9,

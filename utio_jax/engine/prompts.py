@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chunked prefill into the rows of a running batch: blocks of several prompts in one pass.
 
-Prompts are cut into blocks of a few tokens. A pass runs a fixed number of blocks, from any rows and
-positions: several short prompts, a part of a long one, or the tokens after cached prefixes.
-Projections and MLP run over the tokens of all blocks. Attention runs block by block over the row's
-K/V in the cache. There is one program for each number of tokens, whatever the prompt lengths.
+Prompts are cut into blocks of a few tokens. A pass runs a fixed number of tokens in blocks of any
+rows and positions: several short prompts, a part of a long one, or the tokens after cached
+prefixes. Projections and MLP run over all tokens, one after the other. Attention runs block by
+block over the row's K/V in the cache. There is one program for each number of tokens, whatever the
+prompt lengths.
 """
 
 from __future__ import annotations
@@ -43,7 +44,10 @@ class PromptBlocks:
       starts: position of each block's first token.
       stops: position after its last token; padding blocks have no token.
       ends: True for blocks with the last token of a prompt, which a new token follows.
+      offsets: slot of the pass of each block's first token, ascending.
       count: number of blocks in use, which precede padding blocks.
+      slot_rows: row of the token in each slot of the pass.
+      slot_positions: position of that token; -1: padding.
       size: capacity of a block in tokens. Static.
     """
 
@@ -51,36 +55,60 @@ class PromptBlocks:
     starts: Int[Any, " block"]
     stops: Int[Any, " block"]
     ends: Bool[Any, " block"]
+    offsets: Int[Any, " block"]
     count: Int[Any, ""]
+    slot_rows: Int[Any, " slot"]
+    slot_positions: Int[Any, " slot"]
     size: int = static()
 
     @classmethod
-    def of(cls, spans: list[tuple[int, int, int, bool]], *, blocks: int, size: int) -> PromptBlocks:
-        """Returns blocks from `(row, start, stop, is_end)`, with padding, as arrays on the host."""
-        table = np.zeros((4, blocks), np.int32)
-        table[:, : len(spans)] = np.asarray(spans, np.int32).reshape(-1, 4).T
-        rows, starts, stops, ends = table
+    def of(cls, spans: list[tuple[int, int, int, bool]], *, tokens: int, size: int) -> PromptBlocks:
+        """Returns a pass of blocks `(row, start, stop, is_end)` as padded arrays on the host.
+
+        On CPU tokens lie close together. There may be twice as many blocks as full ones would fit.
+        On accelerators each block takes `size` slots.
+        """
+        apart = here().static_shapes
+        table = np.zeros((5, most_blocks(tokens, size)), np.int32)
+        slots = np.zeros((2, tokens), np.int32)
+        slots[1] = -1
+        offset = 0
+        for number, (row, start, stop, is_end) in enumerate(spans):
+            table[:, number] = row, start, stop, is_end, offset
+            slots[0, offset : offset + stop - start] = row
+            slots[1, offset : offset + stop - start] = np.arange(start, stop)
+            offset += size if apart else stop - start
+        rows, starts, stops, ends, offsets = table
         return cls(
             rows=rows,
             starts=starts,
             stops=stops,
             ends=ends.astype(bool),
+            offsets=offsets,
             count=np.int32(len(spans)),
+            slot_rows=slots[0],
+            slot_positions=slots[1],
             size=size,
         )
+
+
+def most_blocks(tokens: int, size: int) -> int:
+    """Returns the number of blocks that a pass may have."""
+    return tokens // size if here().static_shapes else 2 * tokens // size
 
 
 @dataclasses.dataclass(frozen=True)
 class _BlockAttention:
     """K/V writes and attention of prompt blocks in a cache, one block at a time, for `forward`.
 
-    A block attends over the smallest of a few widths that holds its last token. Slots after a row's
-    last token are written too; they are overwritten before they are read.
+    A block attends over the smallest of a few widths that holds its last token. It takes `size`
+    slots of the pass, also where the next block's tokens begin earlier: their output follows and
+    overwrites what this block has put there. Slots after a row's last token are written too; they
+    are overwritten before they are read.
     """
 
     decoder: Decoder
     blocks: PromptBlocks
-    positions: Int[Array, "block token"]
     widths: tuple[int, ...]
 
     def write(
@@ -90,8 +118,8 @@ class _BlockAttention:
         size = self.blocks.size
 
         def one(block: jax.Array, leaves: Any) -> Any:
-            start = self._start(cache, index, block)
-            new = (jax.lax.dynamic_slice_in_dim(y, block * size, size) for y in (keys, values))
+            start, at = self._start(cache, index, block), self.blocks.offsets[block]
+            new = (jax.lax.dynamic_slice_in_dim(y, at, size) for y in (keys, values))
             return tuple(
                 jax.lax.dynamic_update_slice(
                     leaf, cache.by_slot(y)[None, None].astype(leaf.dtype), start
@@ -111,8 +139,9 @@ class _BlockAttention:
         (cache, sources), mix, size = seen, mixer_at(self.decoder, index), self.blocks.size
 
         def one(block: jax.Array, mixed: jax.Array) -> jax.Array:
-            own = jax.lax.dynamic_slice_in_dim(queries, block * size, size)
-            positions = jax.lax.dynamic_index_in_dim(self.positions, block, keepdims=False)
+            at = self.blocks.offsets[block]
+            own = jax.lax.dynamic_slice_in_dim(queries, at, size)
+            positions = self.blocks.starts[block] + jnp.arange(size, dtype=jnp.int32)
 
             def over(width: int) -> jax.Array:
                 keys_values = [
@@ -134,7 +163,7 @@ class _BlockAttention:
             end = self.blocks.starts[block] + size
             reach = jnp.sum(end > jnp.asarray(self.widths[:-1], jnp.int32), dtype=jnp.int32)
             new = jax.lax.switch(reach, [partial(over, width) for width in self.widths])
-            return jax.lax.dynamic_update_slice_in_dim(mixed, new, block * size, 0)
+            return jax.lax.dynamic_update_slice_in_dim(mixed, new, at, 0)
 
         return jax.lax.fori_loop(0, self.blocks.count, one, queries)
 
@@ -204,22 +233,25 @@ def _run(
     """Runs blocks; returns the hidden state of each block's last token, and the cache."""
     decoder, params = context.decoder, context.params
     config = decoder.config
-    ahead = jnp.asarray(blocks.starts)[:, None] + jnp.arange(blocks.size, dtype=jnp.int32)[None, :]
-    valid = ahead < jnp.asarray(blocks.stops)[:, None]
-    positions = jnp.where(valid, ahead, 0)  # Some decoders have no position after the context.
-    token_ids = state.token_ids[jnp.asarray(blocks.rows)[:, None], positions]
+    apart = here().static_shapes
+    shape = (-1, blocks.size) if apart else (1, -1)
+    ahead = jnp.asarray(blocks.slot_positions).reshape(shape)
+    valid = ahead >= 0
+    positions = jnp.maximum(ahead, 0)
+    token_ids = state.token_ids[jnp.asarray(blocks.slot_rows).reshape(shape), positions]
     x = decoder.embed(params, token_ids, positions)
-    block = block_at(decoder, positions, valid, rows=jnp.asarray(blocks.rows))
+    rows = jnp.asarray(blocks.rows)
+    block = block_at(decoder, positions, valid, rows=rows if apart else None)
     stop = config.kv_complete if config.shares_kv else config.num_layers
     cache = dataclasses.replace(state.cache, view=None)
-    if here().static_shapes:
+    if apart:
         x, cache = run_segment(
             decoder, params, cache, x, block, start=0, stop=stop, width=widths[-1]
         )
         put: Any = write_at(block.at)
     else:
         device = jax.tree.map(jnp.asarray, blocks)
-        attention = _BlockAttention(decoder, device, positions, widths)
+        attention = _BlockAttention(decoder, device, widths)
         x, cache = forward(
             decoder,
             params,
@@ -232,8 +264,8 @@ def _run(
             stop=stop,
         )
         put = attention.write
-    at = jnp.maximum(jnp.asarray(blocks.stops) - jnp.asarray(blocks.starts) - 1, 0)
-    last = jnp.take_along_axis(x, at[:, None, None], axis=1)
+    lengths = jnp.asarray(blocks.stops) - jnp.asarray(blocks.starts)
+    last = flat(x)[jnp.asarray(blocks.offsets) + jnp.maximum(lengths - 1, 0)][:, None]
     if stop < config.num_layers:
         cache, _ = project_states(
             decoder, params, cache, x, block.places, put, start=stop, stop=config.num_layers
@@ -245,7 +277,7 @@ def _run(
             params,
             cache,
             last,
-            block_at(decoder, where, ends, rows=block.rows),
+            block_at(decoder, where, ends, rows=rows),
             start=stop,
             stop=config.num_layers,
             width=widths[-1],

@@ -15,6 +15,7 @@ from utio_jax.attention.cache import key_widths
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.documents import row_widths
 from utio_jax.core.layer import head_in_blocks, split_layers
+from utio_jax.core.platform import here
 from utio_jax.core.rows import move_row, put_rows
 from utio_jax.decoding.admission import admit, empty_state, release
 from utio_jax.decoding.base import (
@@ -31,7 +32,7 @@ from utio_jax.decoding.state import Columns, DecodeState
 from utio_jax.engine.blocks import Rules, block_room, row_counts, run_block
 from utio_jax.engine.depths import own_thresholds
 from utio_jax.engine.prefix import PrefixCache
-from utio_jax.engine.prompts import PromptBlocks, read_blocks
+from utio_jax.engine.prompts import PromptBlocks, most_blocks, read_blocks
 from utio_jax.engine.requests import Fresh, Request, fresh_of
 
 _UNIT = 32
@@ -289,20 +290,23 @@ class Slots:
         if not sizes:
             return None
         sizes_left = [request.prompt.size - request.read for _, request in pairs]
-        left = sum(round_up(size, self._unit) for size in sizes_left)
-        cost, size = self._cheapest(left, tuple(sizes))
+        apart = here().static_shapes
+        *before, last = (round_up(n, self._unit) if apart else n for n in sizes_left)
+        cost, size = self._cheapest(sum(before) + round_up(last, self._unit), tuple(sizes))
         # The smallest pass may be one short block, for the end of a prompt.
         short, parts = sizes[0], []
         if sum(-(-size // short) for size in sizes_left) * (short + self._unit) < cost:
             size = short
-        block = self._block_of(size)
-        free = size // block
+        block, slot = self._block_of(size), 0
+        free = most_blocks(size, block)
         for row, request in pairs:
             start, end = request.read, request.prompt.size
-            blocks = min(free, -(-(end - start) // block))
+            # A block takes all of its slots, but the next one may begin where its tokens end.
+            blocks = min(free, (size - slot) // block, -(-(end - start) // block))
             if blocks:
-                parts.append((row, request, start, min(end, start + blocks * block)))
-                free -= blocks
+                stop = min(end, start + blocks * block)
+                parts.append((row, request, start, stop))
+                free, slot = free - blocks, slot + (blocks * block if apart else stop - start)
         return PromptPass(tuple(parts), tokens=size)
 
     def _cheapest(self, left: int, sizes: tuple[int, ...]) -> tuple[int, int]:
@@ -359,7 +363,7 @@ class Slots:
                 (row, at, min(at + size, stop), at + size >= request.prompt.size)
                 for at in range(start, stop, size)
             ]
-        count = prompts.tokens // size
+        count = most_blocks(prompts.tokens, size)
         rows = [*(row for row, _ in fresh), *[self._served.slots] * (count - len(fresh))]
         width = self._sizes["slots"]
         self.state, self._rules = read_blocks(
@@ -368,7 +372,7 @@ class Slots:
             self._rules,
             self._fresh([request for _, request in fresh], rows=count, width=width),
             np.asarray(rows, np.int32),
-            PromptBlocks.of(spans, blocks=count, size=size),
+            PromptBlocks.of(spans, tokens=prompts.tokens, size=size),
             widths=self._key_widths,
         )
 
