@@ -27,6 +27,8 @@ from utio_jax.core.platform import compiling_for
 from utio_jax.decoding.generate import generate
 from utio_jax.decoding.loop import Lengths
 from utio_jax.engine import Shapes
+from utio_jax.engine.prompts import most_blocks
+from utio_jax.engine.requests import Request
 from utio_jax.models.presets import TINY
 
 CHUNK = 8
@@ -97,7 +99,7 @@ def test_rows_go_on_between_chunks() -> None:
 def test_parts_of_several_prompts_share_a_pass(
     platform: str, capacity: int, passes: list[int]
 ) -> None:
-    """Of 40, 1, 20 and 9 tokens: close together, or in blocks of 32, where the last has no place."""
+    """Of 40, 1, 20 and 9 tokens: close together, or in blocks of 32 without place for the last."""
     model = lively_model()
     counting = type(model)(Counting(model.decoder.config), model.params)
     shapes = Shapes(prompt_tokens=(32, 128), key_step=32)
@@ -116,6 +118,34 @@ def test_parts_of_several_prompts_share_a_pass(
         np.testing.assert_allclose(
             done[number].log_probabilities, expected.log_probabilities[row], atol=1e-4
         )
+
+
+def test_prompts_of_any_lengths_fill_passes() -> None:
+    """Every pass reads on, in blocks that end within it; a short prompt takes no whole block."""
+    options: dict[str, Any] = {"slots": 6, "capacity": 600, "shapes": Shapes()}
+    rows = engine_of(lively_model(), modes()["plain"][0], **options)._rows
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        lengths = rng.integers(1, rng.choice([9, 40, 500]), rng.integers(1, 7)).tolist()
+        reading = {
+            row: Request(number=row, prompt=np.zeros(length, np.int32), max_new_tokens=1)
+            for row, length in enumerate(lengths)
+        }
+        slots = 0
+        while reading:
+            chosen = rows.next_pass(reading)
+            assert chosen is not None
+            block, place, blocks = rows._block_of(chosen.tokens), 0, 0
+            for row, request, start, stop in chosen.parts:
+                assert request.read == start < stop
+                blocks += -(-(stop - start) // block)
+                assert place + -(-(stop - start) // block) * block <= chosen.tokens
+                request.read, place = stop, place + stop - start
+                if stop == request.prompt.size:
+                    del reading[row]
+            assert 0 < blocks <= most_blocks(chosen.tokens, block)
+            slots += chosen.tokens
+        assert slots < sum(lengths) + 32 * 8  # Padding does not grow with the prompts.
 
 
 # Prompts that are read in full beside others.

@@ -35,6 +35,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from utio_jax.decoding.generate import generate
 from utio_jax.decoding.loop import Lengths
+from utio_jax.decoding.sampling import SamplingParams
 from utio_jax.decoding.text import generate_text
 from utio_jax.engine import Engine, EngineStats, Shapes, slots
 from utio_jax.engine.blocks import run_block
@@ -232,7 +233,7 @@ def test_a_block_steps_the_rows_in_use(name: str, monkeypatch: pytest.MonkeyPatc
 def test_running_rows_move_together_as_others_end(
     name: str, late: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The last of six rows is the last to run: then one row steps, and its tokens are the same."""
+    """The last of six rows is the last to run: then one row steps, and draws the same tokens."""
     mode, prefill = modes()[name]
     engine, counts = engine_of(lively_model(), mode, prefill, slots=6, read_late=late), list[int]()
     run_block = slots.run_block
@@ -243,10 +244,10 @@ def test_running_rows_move_together_as_others_end(
 
     monkeypatch.setattr(slots, "run_block", noted)
     prompts = [np.asarray([5, 7 + row]) for row in range(6)]
-    new = [2, 2, 2, 9, 2, 21]
+    new, drawn = [2, 2, 2, 9, 2, 21], [SamplingParams()] * 5 + [SamplingParams(temperature=1.5)]
     numbers = [
-        engine.submit(prompt, max_new_tokens=count, eos_ids=())
-        for prompt, count in zip(prompts, new, strict=True)
+        engine.submit(prompt, max_new_tokens=count, eos_ids=(), sampling=sampling, seed=4)
+        for prompt, count, sampling in zip(prompts, new, drawn, strict=True)
     ]
     finished = engine.drain()
     assert counts[0] == 6
@@ -254,8 +255,32 @@ def test_running_rows_move_together_as_others_end(
     assert counts == sorted(counts, reverse=True)
     assert 4 in counts
     model = lively_model()
-    for number, prompt, count in zip(numbers, prompts, new, strict=True):
+    for number, prompt, count, sampling in zip(numbers, prompts, new, drawn, strict=True):
         options = {"mode": mode, "prefill": prefill, "max_new_tokens": count, "eos_ids": ()}
+        options |= {"sampling": sampling, "seeds": 4}
+        alone_ids = generate(model.decoder, model.params, [prompt], **options).token_ids[0]
+        assert finished[number].token_ids.tolist() == alone_ids.tolist()
+
+
+def test_no_row_moves_where_a_prompt_is_being_read() -> None:
+    """The last of three rows moves to the second; the first is read in chunks meanwhile."""
+    model, shapes = lively_model(), dataclasses.replace(SHAPES, prompt_tokens=(8,), chunk=8)
+    engine = engine_of(model, modes()["plain"][0], slots=6, shapes=shapes)
+    prompts, new = [[5, 7 + row] for row in range(6)] + [[9] * 40], [2] * 5 + [30, 3]
+    numbers = [
+        engine.submit(prompt, max_new_tokens=count, eos_ids=())
+        for prompt, count in zip(prompts, new, strict=True)
+    ]
+    seen = set[tuple[int, ...]]()
+    for _ in range(30):
+        engine._advance(keeps=True)
+        if engine._reading:
+            seen.add((*engine._reading, *(n for n, x in enumerate(engine._owners) if x)))
+    assert engine.idle
+    assert (0, 1) in seen  # Being read, and running.
+    finished = engine.drain()
+    for number, prompt, count in zip(numbers, prompts, new, strict=True):
+        options: dict[str, Any] = {"max_new_tokens": count, "eos_ids": ()}
         alone_ids = generate(model.decoder, model.params, [prompt], **options).token_ids[0]
         assert finished[number].token_ids.tolist() == alone_ids.tolist()
 

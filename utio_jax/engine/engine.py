@@ -466,18 +466,17 @@ class Engine:
         Returns the number of first rows that hold all running ones.
         """
         running = [row for row, owner in enumerate(self._owners) if owner is not None]
-        least = self._rows.rows_of(len(running))
-        free = [
-            row for row in range(least) if self._owners[row] is None and row not in self._reading
-        ]
-        above = [row for row in running if row >= least]
-        if len(above) <= len(free) and least < self._rows.rows_of(1 + running[-1]):
-            for row, to in zip(above, free, strict=False):
+        places = [row for row in range(1 + running[-1]) if row not in self._reading]
+        # The last of as many places as there are running rows bounds the rows of a block.
+        count = self._rows.rows_of(1 + places[len(running) - 1])
+        if count < self._rows.rows_of(1 + running[-1]):
+            free = [row for row in places if self._owners[row] is None]
+            for row, to in zip([row for row in running if row >= count], free, strict=False):
                 self._rows.move(row, to)
                 request = self._owners[row]
                 assert request is not None
                 request.slot, self._owners[to], self._owners[row] = to, request, None
-            return least
+            return count
         return 1 + running[-1]
 
     def _give_slots(self) -> None:
