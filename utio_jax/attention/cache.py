@@ -105,7 +105,7 @@ def write(
     """Returns the cache, and its view, with one layer's K/V at the tokens' positions in their rows.
 
     Tokens that are not `valid` are dropped. `rows` of the cache are the packed rows, any for one
-    without valid tokens; None: all, in order.
+    without valid tokens; None: the first ones, in order.
     """
     rows = jnp.arange(positions.shape[0], dtype=jnp.int32) if rows is None else rows
     view = cache.view

@@ -252,7 +252,7 @@ class DecodeState:
       reason: index into `REASONS`.
       seeds: random seeds of the rows.
       columns: prompt and emitted tokens by position; entries beyond `lengths` are undefined.
-      cache: keys and values.
+      cache: keys and values; while few rows step, of more rows than `lengths` has.
       tally: counts of executed work.
       memory: state of the mode: any pytree of arrays with rows as first axis.
       prompt: record of the prompt pass; None if the dense program or several passes read prompts.

@@ -94,7 +94,10 @@ class PromptBlocks:
 
 def most_blocks(tokens: int, size: int) -> int:
     """Returns the number of blocks that a pass may have."""
-    return tokens // size if here().static_shapes else 2 * tokens // size
+    if here().static_shapes:
+        return tokens // size
+    # The last block takes all of its slots, each block before it at least one.
+    return min(2 * tokens // size, tokens - size + 1)
 
 
 @dataclasses.dataclass(frozen=True)
