@@ -286,7 +286,7 @@ def test_no_row_moves_where_a_prompt_is_being_read() -> None:
 
 
 def test_a_block_of_few_rows_copies_no_keys_and_values(unchecked_shapes: None) -> None:
-    """What a block of one of 64 rows needs is less than the K/V of all its layers and slots."""
+    """A block of four of 64 rows needs less than half the memory of their K/V in all slots."""
     model, size = lively_model(), 4096
     engine = Engine(model.decoder, model.params, slots=64, capacity=size, shapes=Shapes(chunk=32))
     rows = engine._rows

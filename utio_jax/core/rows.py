@@ -187,14 +187,14 @@ def put_first_rows(tree: Any, fresh: Any) -> Any:
     return _map_rows(put, tree, fresh)
 
 
-def move_row(tree: Any, start: int | Int[Array, ""], to: int | Int[Array, ""]) -> Any:
-    """Returns the pytree with one row copied to the place of another; leaves without rows stay."""
+def copy_row(tree: Any, row: int | Int[Array, ""], to: int | Int[Array, ""]) -> Any:
+    """Returns the pytree with row `to` replaced by a copy of `row`; leaves without rows stay."""
 
-    def move(leaf: Any, axis: int) -> Any:
-        row = jax.lax.dynamic_slice_in_dim(leaf, start, 1, axis=axis)
-        return jax.lax.dynamic_update_slice_in_dim(leaf, row, to, axis=axis)
+    def copy(leaf: Any, axis: int) -> Any:
+        one = jax.lax.dynamic_slice_in_dim(leaf, row, 1, axis=axis)
+        return jax.lax.dynamic_update_slice_in_dim(leaf, one, to, axis=axis)
 
-    return _map_rows(move, tree)
+    return _map_rows(copy, tree)
 
 
 def _map_rows(function: Callable[..., Any], tree: Any, *others: Any) -> Any:

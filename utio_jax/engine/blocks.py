@@ -82,7 +82,7 @@ def run_block(
         for leaf in jax.tree.leaves(state.columns)
     ]
     if rows < whole.lengths.shape[0]:
-        state = put_first_rows(whole, state)
+        state = put_first_rows(whole, state)  # A cache that is whole is passed on as it is.
     return state, jnp.concatenate([jnp.stack(counts, axis=1), *notes], axis=1)
 
 

@@ -240,7 +240,7 @@ def _run(
     shape = (-1, blocks.size) if apart else (1, -1)
     ahead = jnp.asarray(blocks.slot_positions).reshape(shape)
     valid = ahead >= 0
-    positions = jnp.maximum(ahead, 0)
+    positions = jnp.maximum(ahead, 0)  # Padding is at -1.
     token_ids = state.token_ids[jnp.asarray(blocks.slot_rows).reshape(shape), positions]
     x = decoder.embed(params, token_ids, positions)
     rows = jnp.asarray(blocks.rows)

@@ -16,7 +16,7 @@ from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.documents import row_widths
 from utio_jax.core.layer import head_in_blocks, split_layers
 from utio_jax.core.platform import here
-from utio_jax.core.rows import move_row, put_rows
+from utio_jax.core.rows import copy_row, put_rows
 from utio_jax.decoding.admission import admit, empty_state, release
 from utio_jax.decoding.base import (
     DecodeContext,
@@ -39,7 +39,7 @@ _UNIT = 32
 """Tokens of a block of prefill, but for the shortest passes."""
 
 _put_rules = jax.jit(put_rows, donate_argnums=0)
-_move_row = jax.jit(move_row, donate_argnums=0)
+_copy_row = jax.jit(copy_row, donate_argnums=0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -455,7 +455,7 @@ class Slots:
 
     def move(self, row: int, to: int) -> None:
         """Moves a running row to a free one, and frees it."""
-        moved = _move_row((self.state, self._rules), np.int32(row), np.int32(to))
+        moved = _copy_row((self.state, self._rules), np.int32(row), np.int32(to))
         self.state, self._rules = moved
         self.release(rows=[row])
 
