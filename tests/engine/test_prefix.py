@@ -15,6 +15,7 @@ from helpers.generation import lively_model
 from helpers.models import Model
 from helpers.shared_kv import KINDS
 
+from utio_jax.attention.cache import init_cache
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.base import Plain
 from utio_jax.decoding.loop import Lengths
@@ -248,6 +249,22 @@ def test_an_interrupted_call_forgets_all_blocks(monkeypatch: pytest.MonkeyPatch)
     assert engine.stats().prefix_blocks == 0
     assert ask(engine, text).cached_tokens == 0
     assert ask(engine, text).cached_tokens == 16
+
+
+def test_an_interrupted_copy_keeps_its_blocks_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = init_cache(model64().decoder.config, batch=1, slots=CAPACITY)
+    prefix = PrefixCache(cache, num_bytes=4 * block_bytes(model64()))
+    keys = prefix.keys_of(np.arange(16, dtype=np.int32), "")
+
+    def interrupted(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("utio_jax.engine.prefix._store", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            prefix.store(cache, 0, keys)
+    prefix.store(cache, 0, keys)
+    assert (prefix.num_blocks, prefix.evictions) == (4, 0)
 
 
 def test_a_pool_is_deleted_before_the_next_one_is_made(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -387,7 +387,8 @@ class Engine:
                 self._unsettled = True
                 for _ in range(2):
                     rows.run(steps=0, rows=count)
-                    rows.move(count - 1, 0)
+                    if len(rows.row_counts) > 1:  # Else all rows run, and none moves.
+                        rows.move(count - 1, 0)
                 self._unsettled = False
                 progress(done, self.programs)
         except BaseException:  # Drops these requests: no caller has submitted them.

@@ -118,10 +118,12 @@ class PrefixCache:
         for _ in fresh[len(self._free) :]:  # Blocks found above are evicted last.
             self._free.append(self._places.popitem(last=False)[1])
             self.evictions += 1
-        places += [self._free.pop() for _ in fresh]
+        free = len(self._free) - len(fresh)
+        places += self._free[free:]
         where = self._padded(places, cache)
         at = np.int32(row), where, np.int32(known), np.int32(len(keys))
         self.pool = _store(self.pool, cache, *at)
+        del self._free[free:]  # Not before: an interrupted compilation keeps them free.
         self._places |= zip(fresh, places[known:], strict=True)
         self._touch(keys)
 
