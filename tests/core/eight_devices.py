@@ -26,7 +26,7 @@ from utio_jax.calibration.search import ThresholdSearch
 from utio_jax.calibration.studies import study_exits
 from utio_jax.core.documents import Batch, batches_of
 from utio_jax.core.files import flatten, nest
-from utio_jax.core.rows import Rows, place
+from utio_jax.core.rows import Rows, StackedRows, over_rows, place
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.base import Plain
 from utio_jax.decoding.generate import Generated
@@ -74,27 +74,22 @@ def assert_scores(result: Any, expected: Any) -> None:
     np.testing.assert_allclose(np.asarray(result.x)[real], np.asarray(expected.x)[real], atol=1e-4)
 
 
-def test_sharded_score_is_the_score_of_one_device(tiny: Any, no_compiles: Any) -> None:
-    mesh = mesh_of("explicit")
-    ids, lengths, depths = ragged(tiny, 24)
-    given = given_depths(jnp.asarray(depths), depths=DEPTHS)
-    params = place(tiny.params, mesh)
-    on = partial(run_score, tiny.decoder, params, executor=EXECUTOR, mesh=mesh)
-    rows = place(Rows((ids, lengths)), mesh).tree
-    result = on(*rows, policy=place(given, mesh))
-    expected = run_score(tiny.decoder, tiny.params, ids, lengths, policy=given, executor=EXECUTOR)
-    assert_scores(result, expected)
-    for device, work in enumerate(np.asarray(result.work.queries)):  # Each packs its own rows.
-        depths_here = np.asarray(result.depths)[device * 3 : device * 3 + 3]
-        live = [(depths_here > done).sum() for done in (0, *DEPTHS[:-1])]
-        layers = np.diff((0, *DEPTHS))
-        up = EXECUTOR.unit
-        np.testing.assert_array_equal(work, [*(-(-np.asarray(live) // up) * up * layers), 0])
-    others = place(Rows((ids[::-1].copy(), lengths[::-1].copy())), mesh).tree
-    policy = place(given_depths(jnp.asarray(depths[::-1]), depths=DEPTHS), mesh)
-    with no_compiles():
-        on(*others, policy=policy)
-    assert jax.sharding.get_abstract_mesh().empty  # Nothing is left behind.
+def test_rows_of_each_device_are_its_own_and_empty_ones_fill_up() -> None:
+    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
+    rows, stacks = np.arange(10.0).reshape(5, 2), np.arange(20.0).reshape(2, 5, 2)
+    placed = place((Rows(rows), StackedRows(stacks), np.ones((1, 2))), mesh)
+    leaves = jax.tree.leaves(placed)
+    shapes = [[shard.data.shape for shard in leaf.addressable_shards] for leaf in leaves]
+    assert shapes == [[(3, 2)] * 2, [(2, 3, 2)] * 2, [(1, 2)] * 2]
+
+    def on_device(rows: Any, stacks: Any, shared: Any) -> Any:
+        done = Rows(rows.tree + shared), StackedRows(stacks.tree * 2)
+        return *done, Rows(rows.tree.sum()[None])
+
+    done, doubled, sums = over_rows(mesh, on_device, *placed)
+    np.testing.assert_array_equal(done.tree, np.concatenate([rows, np.zeros((1, 2))]) + 1)
+    np.testing.assert_array_equal(doubled.tree, 2 * np.pad(stacks, ((0, 0), (0, 1), (0, 0))))
+    np.testing.assert_array_equal(sums.tree, [rows[:3].sum(), rows[3:].sum()])
 
 
 def compiled_score(
@@ -113,19 +108,33 @@ def compiled_score(
     return str(compiled.as_text()), compiled(params, rows, leaves)
 
 
-def test_the_sharded_score_has_no_collectives(tiny: Any) -> None:
+def test_sharded_score_is_the_score_of_one_device(tiny: Any, no_compiles: Any) -> None:
     mesh = mesh_of("explicit")
     ids, lengths, depths = ragged(tiny, 24)
-    policy = given_depths(jnp.asarray(depths), depths=DEPTHS)
-    params, placed = place((tiny.params, policy), mesh)
-    rows = place(Rows((ids, lengths)), mesh).tree
-    text, result = compiled_score(tiny.decoder, params, rows, placed, mesh)
-    expected = run_score(tiny.decoder, tiny.params, ids, lengths, policy=policy, executor=EXECUTOR)
+    given = given_depths(jnp.asarray(depths), depths=DEPTHS)
+    params = place(tiny.params, mesh)
+    on = partial(run_score, tiny.decoder, params, executor=EXECUTOR, mesh=mesh)
+    rows, placed = place(Rows((ids, lengths)), mesh).tree, place(given, mesh)
+    result = on(*rows, policy=placed)
+    expected = run_score(tiny.decoder, tiny.params, ids, lengths, policy=given, executor=EXECUTOR)
     assert_scores(result, expected)
+    text, within = compiled_score(tiny.decoder, params, rows, placed, mesh)
+    assert_scores(within, expected)
     assert "while" in text
     assert not COLLECTIVE.findall(text)
     total = jax.jit(lambda x: x.sum())  # What the search is able to find.
     assert COLLECTIVE.findall(str(total.lower(rows[0]).compile().as_text()))
+    for device, work in enumerate(np.asarray(result.work.queries)):  # Each packs its own rows.
+        depths_here = np.asarray(result.depths)[device * 3 : device * 3 + 3]
+        live = [(depths_here > done).sum() for done in (0, *DEPTHS[:-1])]
+        layers = np.diff((0, *DEPTHS))
+        up = EXECUTOR.unit
+        np.testing.assert_array_equal(work, [*(-(-np.asarray(live) // up) * up * layers), 0])
+    others = place(Rows((ids[::-1].copy(), lengths[::-1].copy())), mesh).tree
+    policy = place(given_depths(jnp.asarray(depths[::-1]), depths=DEPTHS), mesh)
+    with no_compiles():
+        on(*others, policy=policy)
+    assert jax.sharding.get_abstract_mesh().empty  # Nothing is left behind.
 
 
 @pytest.mark.slow

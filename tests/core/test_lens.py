@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers.cases import EXECUTOR, run_dense, run_oracle, run_staircase
+from helpers.generation import assert_greedy
 from helpers.models import Model, assert_equal
 
 from utio_jax import uniform
@@ -156,7 +157,7 @@ def test_every_way_to_read_an_exit_agrees(model: Model, text: list[Batch]) -> No
 
 
 def test_decoding_at_an_exit_says_what_scoring_says(model: Model) -> None:
-    prompts = [np.asarray(model.tokens(5)), np.asarray(model.tokens(3, seed=1))]
+    prompts = [model.tokens(5).tolist(), model.tokens(3, seed=1).tolist()]
     policy = Thresholded(
         signal=Entropy(), thresholds=jnp.asarray([3.8, 3.9], jnp.float32), depths=EXITS
     )
@@ -169,17 +170,7 @@ def test_decoding_at_an_exit_says_what_scoring_says(model: Model) -> None:
     )
     used = set(np.concatenate(result.decided).tolist())
     assert used & set(EXITS[:-1]), "some tokens stop early"
-    for row, prompt in enumerate(prompts):
-        ids = np.concatenate([prompt, result.token_ids[row]])
-        depths = np.full((1, ids.size), EXITS[-1], np.int32)
-        first = len(prompt)
-        depths[0, first : ids.size - 1] = result.decided[row][1:]
-        expected = run_oracle(
-            model.decoder, model.params, ids[None], jnp.asarray([ids.size]), depths, kv="drop"
-        )
-        logp = jax.nn.log_softmax(model.decoder.unembed(model.params, expected))[0]
-        own = np.asarray(logp)[np.arange(first - 1, ids.size - 1), result.token_ids[row]]
-        np.testing.assert_allclose(result.log_probabilities[row], own, atol=1e-3)
+    assert_greedy(model, result, prompts, kv="drop")
     steps = int(result.steps[0])
     looks = steps + int(np.any([np.asarray(d[1:]) > 1 for d in result.decided], axis=0).sum())
     assert result.exit_maps[0] == looks, "one map per look, none besides"

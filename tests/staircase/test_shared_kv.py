@@ -22,7 +22,7 @@ from helpers.shared_kv import KINDS
 from utio_jax import Adaptive, Lossless, Plain, uniform
 from utio_jax.attention.cache import init_cache
 from utio_jax.contrib.edge.parts import Row
-from utio_jax.contrib.layer_skipping import random_sets, score_layer_sets
+from utio_jax.contrib.layer_skipping import score_layer_sets, skip_decode
 from utio_jax.models import TINY, Transformer
 from utio_jax.policies import given_depths
 from utio_jax.prompts.fit import fit_kv_maps
@@ -220,7 +220,7 @@ def test_sources_that_cannot_be_are_refused(changes: Any, expected: str) -> None
 def test_what_knows_layers_with_their_own_alone_refuses_others(model: Model) -> None:
     decoder, params = model.decoder, model.params
     ids, lengths = model.tokens(2, 16), jnp.asarray([16, 16])
-    sets = random_sets([0.5], key=jax.random.key(0), depths=(2, 4))
+    sets = skip_decode((2, 4), most=4, least=2, span=8)
     later = 2, jnp.zeros((*ids.shape, decoder.config.embed_dim))
     for call in (
         lambda: dense_states(decoder, params, ids, lengths, depths=(4,), start=later),

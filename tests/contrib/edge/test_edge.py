@@ -346,6 +346,12 @@ def test_what_is_not_of_the_protocol_is_refused(monkeypatch: pytest.MonkeyPatch)
                 assert re.match(answer, to.recv())
 
 
+def test_a_short_key_is_refused_before_anything_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Row, "compile", lambda self: pytest.fail("compiled"))
+    with pytest.raises(ValueError, match="16 bytes, the same on both sides. Got 5 bytes"):
+        clouded(lively_model(), key=b"short")
+
+
 def test_another_model_or_key_is_refused() -> None:
     model = lively_model()
     others = [Model(model.decoder, live_params(model.decoder))]

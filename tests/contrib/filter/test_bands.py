@@ -3,17 +3,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.models import Model, live_params
 
 from utio_jax import score
 from utio_jax.calibration.guarantee import half_of
 from utio_jax.contrib.filter import UncertainBand, fit_band, row_losses
 from utio_jax.core.documents import Batch
+from utio_jax.models.transformer import Transformer
 from utio_jax.policies.depth import uniform
 from utio_jax.staircase import Scores
 
@@ -136,3 +139,17 @@ def test_where_exits_say_nothing_all_rows_run_full_depth(tiny: Any) -> None:
     assert np.asarray(fitted.ladder[0].setting.thresholds).tolist() == [-np.inf, -np.inf]
     assert fitted.ladder[0].cost == 1
     assert fitted.chosen is None
+
+
+def test_a_model_with_branches_is_refused(tiny: Any, batch: Batch) -> None:
+    """Branches are chosen where they begin: what a branch ends with is no reason to choose it."""
+    shared: dict[str, Any] = {"kv_source": ((0,), (1,), (1,), (1,)), "branches": (1,)}
+    decoder = Transformer(dataclasses.replace(tiny.decoder.config, **shared))
+    model = Model(decoder, live_params(decoder))
+    for call in (
+        lambda: row_losses(model.decoder, model.params, [batch]),
+        lambda: fit_band(model.decoder, model.params, drawn(), limit=2.2, tokens=16),
+        lambda: run(model, batch, band(2.2).policy((0.3, 0.1))),
+    ):
+        with pytest.raises(ValueError, match="a model without exit branches, for rows that stop"):
+            call()

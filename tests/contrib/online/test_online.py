@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import cases
-from helpers.models import assert_equal
+from helpers.models import Model, assert_equal, live_params
 from helpers.policies import DEPTHS, SIGNALS, scores_of
 
 from utio_jax import Thresholded
@@ -25,6 +25,7 @@ from utio_jax.contrib.online import (
     thresholds,
 )
 from utio_jax.core.documents import Batch
+from utio_jax.models.transformer import Transformer
 from utio_jax.policies import SoftmaxGap
 from utio_jax.staircase import full_depth
 from utio_jax.staircase.score import compare_states, run_score
@@ -227,3 +228,17 @@ def test_adapting_end_to_end(tiny: Any, no_compiles: Any, depths: tuple[int, ...
         total += int(full.predicted.sum())
     assert not np.array_equal(now, start)
     assert 0.1 < wrong / total < 0.3  # The target is 0.2, of exits that see full depth's K/V.
+
+
+def test_a_model_with_branches_is_refused(tiny: Any) -> None:
+    """Branches are chosen where they begin: by other states than they end with."""
+    shared: dict[str, Any] = {"kv_source": ((0,), (1,), (1,), (1,)), "branches": (1,)}
+    decoder = Transformer(dataclasses.replace(tiny.decoder.config, **shared))
+    given = decoder, live_params(decoder), tiny.tokens(3, 17), jnp.asarray(LENGTHS), SoftmaxGap()
+    policy = Thresholded(signal=SoftmaxGap(), thresholds=jnp.zeros(1), depths=(3, 4))
+    for call in (
+        lambda: adapted(Model(*given[:2]), policy, []),
+        lambda: observed(*given, depths=(3, 4)),
+    ):
+        with pytest.raises(ValueError, match="a model without exit branches, for thresholds"):
+            call()

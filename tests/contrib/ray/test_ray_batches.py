@@ -61,6 +61,7 @@ def test_prompts_get_what_each_gets_alone(folder: str) -> None:
     continuer = Continuer(folder, slots=3, seed=1, max_new_tokens=8, sampling=method)
     result = {row["id"]: row for row in continuer(table(prompts)).to_pylist()}
     assert (result["d0"]["reason"], result["long"]["reason"]) == ("empty", "too_long")
+    assert continuer(table({})).schema == continuer(table({"d": [3]})).schema
     for name, ids in prompts.items():
         row = result[name]
         if row["reason"] in ("empty", "too_long"):
@@ -88,3 +89,6 @@ def test_strings_are_encoded_and_ids_outside_the_vocabulary_named(
     assert other["predicted"] > 1
     with pytest.raises(ValueError, match=r"document 'beyond'"):
         Scorer(folder, uniform(2))(table({"fine": [1, 2], "beyond": [1, 64]}))
+    for text, got in ((None, "null"), ([1, None], "shape .*object"), ([1.5], "shape .*float64")):
+        with pytest.raises(ValueError, match=rf"document 'wrong'.* Got {got}"):
+            Scorer(folder, uniform(2))(table({"wrong": text}))

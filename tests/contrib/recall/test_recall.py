@@ -22,15 +22,14 @@ from utio_jax.contrib.recall import (
     recall_cases,
     recall_lost,
     recall_rows,
-    stopped_part,
-    table_policies,
+    shallow_contexts,
 )
 from utio_jax.models.transformer import Transformer
 from utio_jax.policies.depth import uniform
 from utio_jax.staircase.reference import reference_states
 
 PROMPT, DISTANCES = 160, (0, 7, 40)
-END = PROMPT + 8  # Of rows of the task "line".
+END, QUESTION = PROMPT + 8, 13  # Of rows of the task "line".
 reference = jax.jit(reference_states, static_argnums=0, static_argnames="kv")
 
 
@@ -56,8 +55,12 @@ def cases_of(task: str, filler: list[np.ndarray], count: int = 3) -> tuple[Recal
 
 @pytest.fixture(scope="module")
 def rows(long: Model, filler: list[np.ndarray]) -> RecallRows:
-    cases = cases_of("line", filler, count=2)
-    return recall_rows(cases, DISTANCES[1:], decoder=long.decoder, batch=4)  # 6 rows, 2 fill.
+    first, second = cases_of("line", filler, count=2)
+    text = np.concatenate([second.passage, second.question[:3]])  # A later question.
+    second = dataclasses.replace(second, passage=text, question=second.question[3:])
+    return recall_rows(
+        [first, second], DISTANCES[1:], decoder=long.decoder, batch=4
+    )  # 6 rows, 2 fill.
 
 
 def ids_of(rows: RecallRows) -> np.ndarray:
@@ -102,39 +105,18 @@ def test_only_the_place_of_the_fact_changes(filler: list[np.ndarray], task: str)
     assert other[2].row(7).tolist() != cases[2].row(7).tolist()
 
 
-def test_what_stops_is_what_is_said(rows: RecallRows) -> None:
-    width, where = rows.rows.batches[0][0].shape[1], rows.facts
-    inside = {
-        "fact": lambda row, at: where[row, 0] <= at < where[row, 1],
-        "context": lambda row, at: at < rows.questions[row],
-        "others": lambda row, at: (
-            at < rows.questions[row] and not where[row, 0] <= at < where[row, 1]
-        ),
-        "row": lambda row, at: True,
-    }
-    depths = np.random.default_rng(0).integers(1, 4, (6, width))
-    for part, stops in inside.items():
-        for depth in (2, depths):
-            result = stopped_part(rows, part, depth, layers=4)  # type: ignore[arg-type]
-            for row in range(6):
-                for at in range(width):
-                    expected = depth if isinstance(depth, int) else depth[row, at]
-                    assert result[row, at] == (expected if stops(row, at) else 4), (part, row, at)
-    assert (stopped_part(rows, "fact", 2, layers=4)[2] == 4).all(), "no fact, none of its tokens"
-
-
-def test_bits_are_the_references(long: Model, rows: RecallRows) -> None:
-    for part in ("context", "others"):
-        table = stopped_part(rows, part, 2, layers=4)
-        policies = table_policies(rows, table, depths=(1, 2, 4))
-        result = recall(long.decoder, long.params, rows, policies, kv="drop")
-        ids = ids_of(rows)
-        x = states(long, ids, table, "drop")
-        nll = plain_nll(long, ids, x)[:, PROMPT - 1 :]
-        expected = nll.mean(axis=1).reshape(2, 3) / math.log(2)
-        np.testing.assert_allclose(result.bits, expected, atol=1e-4)
-        np.testing.assert_array_equal(result.depths[:, :END], table[:, :END])
-        assert not result.depths[:, END:].any()
+@pytest.mark.parametrize("kv", ["propagate", "drop"])
+def test_bits_are_the_references(long: Model, rows: RecallRows, kv: Any) -> None:
+    policies = shallow_contexts(rows, (2, 4))
+    result = recall(long.decoder, long.params, rows, policies, kv=kv)
+    starts = np.repeat([PROMPT - QUESTION, PROMPT - QUESTION + 3], 3)
+    table = np.asarray([[2] * start + [4] * (END - start) for start in starts])
+    ids = ids_of(rows)
+    nll = plain_nll(long, ids, states(long, ids, table, kv))[:, PROMPT - 1 :]
+    expected = nll.mean(axis=1).reshape(2, 3) / math.log(2)
+    np.testing.assert_allclose(result.bits, expected, atol=1e-4)
+    np.testing.assert_array_equal(result.depths[:, :END], table)
+    assert not result.depths[:, END:].any()
 
 
 def test_an_answer_is_exact_if_each_of_its_tokens_is_the_most_probable(

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -13,7 +12,6 @@ import numpy as np
 import pytest
 from anytime import TrainConfig, exit_states, train
 from helpers import cases
-from helpers.counting import count, read_counts
 from helpers.generation import PROMPTS, DepthAt, assert_greedy, depth_table, run
 from helpers.models import Model, assert_equal, live_params
 from trunks import make_optimizer
@@ -25,7 +23,6 @@ from utio_jax.core.flops import count_matmul_flops, token_cost
 from utio_jax.core.lens import Lens, lensed
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.lossless import Lossless
-from utio_jax.policies import given_depths
 from utio_jax.policies.signals import Chance, Position
 from utio_jax.utio import History, Throttled, VerticalSlash
 
@@ -44,9 +41,9 @@ CONFIG = Mamba2Config(
 
 
 @functools.cache
-def recurrent_model(kind: type[Mamba2] = Mamba2) -> Model:
+def recurrent_model() -> Model:
     """Returns a small model under whose parameters every layer does something."""
-    decoder = kind(CONFIG)
+    decoder = Mamba2(CONFIG)
     return Model(decoder, live_params(decoder, seed=3))
 
 
@@ -249,49 +246,6 @@ def test_a_pass_equals_its_reference(shape: cases.Shape, no_compiles: Any) -> No
     next(cases.compare_cases(model, shape, seeds))  # compiles
     with no_compiles():
         assert max(error for _, error in cases.compare_cases(model, shape, seeds)) < 1e-4
-
-
-class Counted(Mamba2):
-    """The model, counting, while it runs, the slots that its methods compute."""
-
-    def queries(self, layer: Any, x: jax.Array, places: Any) -> jax.Array:
-        count("queries", x.shape[0])
-        return super().queries(layer, x, places)
-
-    def keys_values(self, layer: Any, x: jax.Array, places: Any) -> tuple[jax.Array, jax.Array]:
-        count("keys_values", x.shape[0])
-        return super().keys_values(layer, x, places)
-
-    def mix(self, queries: Any, keys: Any, values: Any, visible: Any) -> jax.Array:
-        count("pairs", queries.shape[0] * keys.shape[0])
-        return super().mix(queries, keys, values, visible)
-
-    def finish_layer(self, layer: Any, x: jax.Array, attended: jax.Array) -> jax.Array:
-        count("finish_layer", x.shape[0])
-        return super().finish_layer(layer, x, attended)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kv", ["propagate", "drop"])
-def test_stopped_tokens_cost_what_the_padding_rule_says(kv: str) -> None:
-    model = recurrent_model(Counted)
-    shape = dataclasses.replace(cases.SHAPES[1], kv=kv)
-    ids, lengths, depths = cases.draw(shape, 64, 6)
-    policy = given_depths(jnp.asarray(depths), depths=shape.depths)
-    read_counts()
-    result = cases.run_staircase(
-        model.decoder, model.params, ids, lengths, policy, kv=kv, executor=shape.executor
-    )
-    counts = read_counts()
-    real = np.arange(shape.token) < lengths[:, None]
-    expected = np.sum(cases.expected_work(np.where(real, depths, 0), shape), axis=0)
-    assert [counts[name] for name in ("queries", "keys_values", "pairs")] == expected.tolist()
-    assert counts["finish_layer"] == counts["queries"]
-    work = result.work
-    charged = [np.sum(count) for count in (work.queries, work.keys_values, work.key_slots)]
-    assert charged == expected.tolist()
-    dense = 4 * shape.batch * shape.token
-    assert counts["queries"] < dense, "the case must skip something"
 
 
 def test_sparse_attention_is_refused_since_there_is_one_state_for_all() -> None:

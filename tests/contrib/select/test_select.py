@@ -251,6 +251,13 @@ def test_the_cheapest_that_passes_is_chosen_and_costs_what_it_says(tiny: Model) 
     assert fitted.tested == 200
 
 
+def test_scores_at_no_depth_or_at_others_are_refused(tiny: Model) -> None:
+    seen = scores_of(400)
+    for depths in ((), (1, 2)):
+        with pytest.raises(ValueError, match=r"one at least, and at full depth. Got depths=\("):
+            fit(tiny, seen[:, : max(1, len(depths))], depths=depths)
+
+
 def test_queries_of_one_document_stay_on_one_side(tiny: Model) -> None:
     groups = np.repeat(np.arange(4), 100)
     assert len({*half_of(groups, 0)[::100].tolist()}) == 2

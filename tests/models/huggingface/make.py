@@ -229,72 +229,6 @@ def make_t5(kind: str, folder: Path) -> None:
     )
 
 
-DENOISERS = {
-    "a2d-qwen3": ("Qwen3", {"head_dim": 16}, {"mask_token_id": 47}, 0),
-    "sdar": ("Qwen3", {"head_dim": 16}, {"mask_token_id": 47, "block_size": 4}, 4),
-    "Dream": ("Qwen2", {}, {"mask_token_id": 47}, 0),
-    "llada": ("Llama", {}, {}, 0),
-}
-LLADA_NAMES = {
-    "model.embed_tokens": "model.transformer.wte",
-    "model.norm": "model.transformer.ln_f",
-    "lm_head": "model.transformer.ff_out",
-    "model.layers": "model.transformer.blocks",
-    "self_attn.o_proj": "attn_out",
-    "self_attn.": "",
-    "mlp.gate_proj": "ff_proj",
-    "mlp.up_proj": "up_proj",
-    "mlp.down_proj": "ff_out",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ff_norm",
-}
-
-
-def make_denoiser(kind: str, folder: Path) -> None:
-    """Writes a mask model of the layers that its family has, which see what it sees."""
-    family, options, config, block = DENOISERS[kind]
-    options = {**SIZES, "tie_word_embeddings": False, **options}
-    settings = getattr(transformers, f"{family}Config")(**options)
-    torch.manual_seed(len(kind))
-    model_class = getattr(transformers, f"{family}ForCausalLM")
-    model = model_class._from_config(settings, attn_implementation="eager")
-    with torch.no_grad():
-        for parameter in model.parameters():
-            noise = torch.randn_like(parameter)
-            parameter.copy_(0.3 * noise if parameter.ndim > 1 else parameter + 0.3 * noise)
-    model.eval()
-    token_ids = torch.randint(0, 47, (2, 24))
-    place = torch.arange(24) // (block or 24)
-    hidden = place[None, :] > place[:, None]
-    mask = torch.zeros(24, 24).masked_fill(hidden, torch.finfo(torch.float32).min)
-    with torch.no_grad():
-        logits = model(token_ids, attention_mask=mask.expand(2, 1, 24, 24)).logits
-    tensors = {name: leaf.contiguous() for name, leaf in model.state_dict().items()}
-    config = {**settings.to_dict(), **config, "model_type": kind}
-    if kind == "llada":
-        for old, new in LLADA_NAMES.items():
-            tensors = {name.replace(old, new): leaf for name, leaf in tensors.items()}
-        config = {
-            "model_type": kind,
-            "vocab_size": 48,
-            "d_model": 32,
-            "n_heads": 4,
-            "n_kv_heads": 2,
-            "mlp_hidden_size": 40,
-            "n_layers": 3,
-            "max_sequence_length": 64,
-            "rms_norm_eps": settings.rms_norm_eps,
-            "mask_token_id": 47,
-        }
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    save_file(tensors, folder / "model.safetensors")
-    save_file(
-        {"token_ids": token_ids.to(torch.int32), "logits": logits.float().contiguous()},
-        folder / "reference.safetensors",
-    )
-
-
 if __name__ == "__main__":
     out = Path(sys.argv[1])
     for name in CASES:
@@ -303,7 +237,5 @@ if __name__ == "__main__":
     make_encoder("BertForSequenceClassification", out / "encoders" / "bert_classifier")
     for kind in T5S:
         make_t5(kind, out / "encoder_decoder" / kind)
-    for kind in DENOISERS:
-        make_denoiser(kind, out / "denoising" / kind)
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
     (out / "versions.json").write_text(json.dumps(versions) + "\n")

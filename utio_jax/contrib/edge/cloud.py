@@ -52,6 +52,7 @@ class Cloud:
                 f"{layers} layers; and at least one row. Got exit={exit}, rows={rows}. For "
                 f"example: exit={max(1, layers // 2)}."
             )
+        secret = wire.server_key(key)
         self._wanted = wire.identify(decoder, params, exit)
         self._new_row = partial(Row, decoder, params, start=exit, stop=layers)
         self._new_row().compile()
@@ -59,7 +60,7 @@ class Cloud:
         self._ended, self._context = threading.Event(), zmq.Context()
         self._socket = socket = self._context.socket(zmq.ROUTER)
         try:
-            socket.curve_server, socket.curve_secretkey = 1, wire.server_key(key)
+            socket.curve_server, socket.curve_secretkey = 1, secret
             socket.linger, socket.ipv6, socket.backlog = 1000, "[" in address, 1024
             socket.maxmsgsize = wire.MOST_SAID + 4 * dim * most
             socket.bind(address)

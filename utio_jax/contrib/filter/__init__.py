@@ -22,7 +22,7 @@ from jaxtyping import Array, Bool, Float, Int
 from utio_jax.calibration.guarantee import Fitted, fit_ladder, halves
 from utio_jax.calibration.thresholds import leave_at
 from utio_jax.core.arrays import next_token_nll
-from utio_jax.core.decoder import Decoder, Params
+from utio_jax.core.decoder import Decoder, Params, check_no_branches
 from utio_jax.core.documents import Batch, check_tokens
 from utio_jax.core.flops import token_cost
 from utio_jax.core.pytrees import pytree, static
@@ -37,6 +37,9 @@ __all__ = [
     "fit_band",
     "row_losses",
 ]
+
+
+_STOPS = "rows that stop by their loss at an exit"
 
 
 @pytree
@@ -70,6 +73,7 @@ class UncertainBand(SignalBase):
     def __call__(
         self, index: int, boundary: Boundary, memory: Int[Array, "batch token"]
     ) -> tuple[Float[Array, "batch token"], Int[Array, "batch token"]]:
+        check_no_branches(boundary.decoder, what=_STOPS)  # They are chosen before they run.
         # A row's tokens are live together, so that one with a live successor predicts it.
         live = boundary.live
         predicts = live & jnp.pad(live[:, 1:], ((0, 0), (0, 1)))
@@ -153,8 +157,10 @@ def row_losses(
     Rows might stop at the model's exits; those of one width compile one program.
 
     Raises:
-      ValueError: ids outside the vocabulary, lengths outside the rows, or no batch.
+      ValueError: ids outside the vocabulary, lengths outside the rows, no batch, or a model with
+        branches, which are chosen before their losses are known.
     """
+    check_no_branches(decoder, what=_STOPS)
     if not batches:
         raise ValueError("Wanted at least one batch of rows. Got none.")
     batches_losses = []
@@ -199,9 +205,10 @@ def fit_band(  # noqa: PLR0913 (options, each named)
     nats per token; `tokens` is the rows' width, for the cost.
 
     Raises:
-      ValueError: losses of another shape than the model's exits say or not finite, or fewer rows
-        than the guarantee takes.
+      ValueError: losses of another shape than the model's exits say or not finite, fewer rows than
+        the guarantee takes, or a model with branches.
     """
+    check_no_branches(decoder, what=_STOPS)
     exits = decoder.config.exits
     if losses.ndim != 2 or losses.shape[0] != len(exits) or len(exits) < 2:
         raise ValueError(
@@ -223,7 +230,7 @@ def fit_band(  # noqa: PLR0913 (options, each named)
         confidence=confidence,
         seed=seed,
     )
-    fit_losses, others = losses[:, fits], losses[:, ~fits]
+    fit_losses = losses[:, fits]
     lines = [np.polyfit(exit_losses, fit_losses[-1], 1) for exit_losses in fit_losses[:-1]]
     slopes, offsets = np.transpose([*lines, (1.0, 0.0)])
     signal = UncertainBand(
@@ -248,9 +255,10 @@ def fit_band(  # noqa: PLR0913 (options, each named)
         margins, ratio = _cheapest(distances, factor * open_, price)
         if not ladder or ratio < ladder[-1][1]:
             ladder.append((margins, ratio))
-    wrong = np.stack(
-        [_wrong(estimates[:, ~fits], others[-1], limit, margins) for margins, _ in ladder]
-    )
+    others = estimates[:, ~fits]  # The last row is full depth.
+    stops = [leave_at(-np.abs(others[:-1] - limit), -margins) for margins, _ in ladder]
+    ends = np.take_along_axis(others, np.stack(stops), 0)
+    wrong = (ends > limit) != (others[-1] > limit)
     settings = [signal.policy(margins.tolist()) for margins, _ in ladder]
     ratios, bound = [ratio for _, ratio in ladder], {"max_risk": max_disagreement}
     fitted = fit_ladder(settings, ratios, wrong, confidence=confidence, **bound)
@@ -271,12 +279,3 @@ def _cheapest(
             if ratio < cheapest:
                 best, cheapest = tried, ratio
     return best, cheapest
-
-
-def _wrong(
-    estimates: np.ndarray, full: np.ndarray, limit: float, margins: np.ndarray
-) -> Bool[np.ndarray, " row"]:
-    """Returns which rows end on the wrong side, judged by full depth."""
-    stops = leave_at(-np.abs(estimates[:-1] - limit), -margins)
-    last = np.take_along_axis(estimates, stops[None], 0)[0]
-    return (last > limit) != (full > limit)

@@ -5,7 +5,7 @@ What it is worth: hardly anything, see results/contrib.md. Models with shared K/
 """
 
 from utio_jax.contrib.layer_skipping.fitting import fit_prompt_sets
-from utio_jax.contrib.layer_skipping.policies import LayerSets, given_sets, random_sets, skip_decode
+from utio_jax.contrib.layer_skipping.policies import LayerSets, given_sets, skip_decode
 from utio_jax.contrib.layer_skipping.scoring import generate_layer_sets, score_layer_sets
 
 __all__ = [
@@ -13,7 +13,6 @@ __all__ = [
     "fit_prompt_sets",
     "generate_layer_sets",
     "given_sets",
-    "random_sets",
     "score_layer_sets",
     "skip_decode",
 ]

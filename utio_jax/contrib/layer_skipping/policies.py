@@ -8,15 +8,14 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Int
 
 from utio_jax.core.decoder import Inputs, check_depths
 from utio_jax.core.pytrees import pytree, static
 from utio_jax.policies.base import Boundary, Signal
 from utio_jax.policies.depth import Thresholded
-from utio_jax.policies.signals import Position, SignalBase, draw_per_token
+from utio_jax.policies.signals import Position, SignalBase
 
 
 @pytree
@@ -85,26 +84,6 @@ class SetTable(SignalBase):
         return runs.astype(jnp.float32), None
 
 
-@pytree
-class ChanceOfSegment(SignalBase):
-    """The control: a draw from [0, 1) per token and boundary, independent of all others. Free.
-
-    Attributes:
-      key: a PRNG key.
-    """
-
-    key: PRNGKeyArray
-    name: str = static(default="random_sets")
-
-    def start(self, token_ids: Inputs, positions: Int[Array, "batch token"]) -> Any:
-        return token_ids, positions
-
-    def __call__(
-        self, index: int, boundary: Boundary, memory: Any
-    ) -> tuple[Float[Array, "batch token"], Any]:
-        return draw_per_token(jax.random.fold_in(self.key, index), *memory), memory
-
-
 def given_sets(runs: Bool[Array, "segment batch token"], *, depths: Sequence[int]) -> LayerSets:
     """Returns the policy of layer sets that the caller has decided beforehand.
 
@@ -123,19 +102,6 @@ def given_sets(runs: Bool[Array, "segment batch token"], *, depths: Sequence[int
     # A set for a whole row was chosen by its prompt at most.
     signal = SetTable(runs=runs[1:], causal=runs.shape[2] == 1)
     return LayerSets(signal=signal, thresholds=jnp.full(len(depths) - 1, 0.5), depths=depths)
-
-
-def random_sets(shares: Sequence[float], *, key: PRNGKeyArray, depths: Sequence[int]) -> LayerSets:
-    """Returns the control: each token runs each segment by chance, whatever it is.
-
-    A draw depends on the key, the segment, the token's position and its id alone: causal. Shares
-    are probabilities of each segment but the first, which all tokens run.
-    """
-    chance = jnp.asarray(shares, jnp.float32)
-    # Draws lie in [0, 1), and run where they exceed: none may at 0, all must at 1.
-    thresholds = jnp.where(chance > 0, jnp.where(chance < 1, 1 - chance, -jnp.inf), jnp.inf)
-    signal = ChanceOfSegment(key=key)
-    return LayerSets(signal=signal, thresholds=thresholds, depths=check_depths(depths))
 
 
 def skip_decode(depths: Sequence[int], *, most: int, least: int, span: int) -> LayerSets:

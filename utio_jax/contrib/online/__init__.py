@@ -22,7 +22,13 @@ from jaxtyping import Array, Bool, Float, Int
 
 from utio_jax.calibration.studies import collect
 from utio_jax.core.arrays import flat, map_head, next_token_nll
-from utio_jax.core.decoder import Decoder, Params, apply_exit_lens, has_exit_lens
+from utio_jax.core.decoder import (
+    Decoder,
+    Params,
+    apply_exit_lens,
+    check_no_branches,
+    has_exit_lens,
+)
 from utio_jax.core.documents import Batch
 from utio_jax.core.pytrees import pytree
 from utio_jax.core.work import Work, stack_work
@@ -189,7 +195,11 @@ def observed(
 
     Its work holds what observing costs beyond full depth: decisions, a head at every exit, and one
     more where the signal looks at logits. The last of `depths` (static) is full depth.
+
+    Raises:
+      ValueError: a model with branches: these are chosen before they run, by other states.
     """
+    check_no_branches(decoder, what="thresholds that follow the text")
     *exits, full = dense_states(decoder, params, token_ids, lengths, depths=depths)
     labels, predicted = labels_of(token_ids, lengths)
 
@@ -251,8 +261,10 @@ def adapt(  # noqa: PLR0913 (options, each named)
     of observed batches alone. The first batch sets the candidates.
 
     Raises:
-      ValueError: no `Thresholded` policy, a number out of range, or a first batch without tokens.
+      ValueError: no `Thresholded` policy, a number out of range, a first batch without tokens, or a
+        model with branches.
     """
+    check_no_branches(decoder, what="thresholds that follow the text")
     if not isinstance(policy, Thresholded) or len(policy.depths) == 1:
         raise ValueError(
             f"Wanted a Thresholded policy with thresholds. Got {policy.name!r}. Only thresholds "

@@ -40,7 +40,7 @@ class Scorer:
         A document of less than two tokens predicts nothing: its sums are 0.
 
         Raises:
-          ValueError: token ids outside the vocabulary; the document is named.
+          ValueError: no text, or token ids outside the vocabulary; the document is named.
         """
         import pyarrow
 
@@ -81,7 +81,7 @@ class Continuer:
         """Returns a table of a row per prompt; `empty` and `too_long` ones get no text.
 
         Raises:
-          ValueError: token ids outside the vocabulary; the document is named.
+          ValueError: no text, or token ids outside the vocabulary; the document is named.
         """
         import pyarrow
 
@@ -92,33 +92,28 @@ class Continuer:
             else None
             for name, prompt in zip(names, ids, strict=True)
         ]
-        finished, rows = self._engine.drain(), []
-        for name, prompt, number in zip(names, ids, numbers, strict=True):
-            reason = "too_long" if prompt.size else "empty"
-            row = {"id": name, "prompt_tokens": prompt.size, "reason": reason, "text": ""}
-            row |= {"token_ids": [], "depths": [], "log_probabilities": []}
-            if number is not None:
-                result = finished[number]
-                row |= {
-                    "reason": result.reason,
-                    "text": result.text,
-                    "token_ids": result.token_ids.tolist(),
-                    "depths": result.decided.tolist(),
-                    "log_probabilities": result.log_probabilities.tolist(),
-                }
-            rows.append(row)
-        schema = pyarrow.schema(
+        finished = self._engine.drain()
+        results = [None if number is None else finished[number] for number in numbers]
+        reasons = [
+            getattr(result, "reason", "too_long" if prompt.size else "empty")
+            for result, prompt in zip(results, ids, strict=True)
+        ]
+
+        def lists(field: str, kind: Any) -> Any:
+            arrays = [getattr(result, field, ()) for result in results]
+            return pyarrow.array(arrays, pyarrow.list_(kind))
+
+        return pyarrow.table(
             {
-                "id": pyarrow.string(),
-                "prompt_tokens": pyarrow.int64(),
-                "reason": pyarrow.string(),
-                "text": pyarrow.string(),
-                "token_ids": pyarrow.list_(pyarrow.int32()),
-                "depths": pyarrow.list_(pyarrow.int32()),
-                "log_probabilities": pyarrow.list_(pyarrow.float32()),
+                "id": pyarrow.array(names, "string"),
+                "prompt_tokens": pyarrow.array([prompt.size for prompt in ids], "int64"),
+                "reason": pyarrow.array(reasons, "string"),
+                "text": pyarrow.array([getattr(x, "text", "") for x in results], "string"),
+                "token_ids": lists("token_ids", pyarrow.int32()),
+                "depths": lists("decided", pyarrow.int32()),
+                "log_probabilities": lists("log_probabilities", pyarrow.float32()),
             }
         )
-        return pyarrow.Table.from_pylist(rows, schema=schema)
 
 
 def seed_of(name: str, seed: int) -> int:
@@ -139,6 +134,12 @@ def _documents(model: Any, batch: Any) -> tuple[list[str], list[np.ndarray]]:
     encoded = iter(model.encode(strings) if strings else ())  # Token ids need no tokenizer.
     vocab_size, token_ids = model.decoder.config.vocab_size, []
     for name, text in zip(names, texts, strict=True):
-        ids = next(encoded) if isinstance(text, str) else np.asarray(text, np.int64)
+        if text is None:
+            raise ValueError(
+                f"Wanted a text, or token ids, as document {name!r}. Got null. Leave it out, or "
+                "let it be empty."
+            )
+        kind = np.int64 if text == [] else None  # Of no ids NumPy would make floats.
+        ids = next(encoded) if isinstance(text, str) else np.asarray(text, kind)
         token_ids.append(check_ids(ids, vocab_size=vocab_size, what=f"document {name!r}"))
     return names, token_ids

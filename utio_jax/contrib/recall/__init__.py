@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, get_args
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -37,16 +37,11 @@ __all__ = [
     "recall_cases",
     "recall_lost",
     "recall_rows",
-    "stopped_part",
-    "table_policies",
+    "shallow_contexts",
 ]
 
 RECALL_TASKS = ("constant", "name", "line")
 """A number of five digits by its name; the second half of a class's name; a line of other text."""
-
-Part = Literal["fact", "context", "others", "row"]
-"""Which tokens of a row stop early: those of the fact; all before the question; these without the
-fact; or the whole row."""
 
 _KNOWN_TOKENS, _COPIED_TOKENS = 12, 8  # Of a line: those of the question, those of the answer.
 _SHORTEST_TEXT = 8 * _KNOWN_TOKENS
@@ -188,14 +183,12 @@ class RecallRows:
     Attributes:
       rows: in batches.
       distances: tokens between fact and question.
-      facts: start and end of facts; both 0 where there is none.
       questions: start of questions.
       answers: tokens of each case's answer.
     """
 
     rows: PromptRows
     distances: tuple[int, ...]
-    facts: Int[np.ndarray, "row 2"]
     questions: Int[np.ndarray, " row"]
     answers: Int[np.ndarray, " case"]
 
@@ -230,44 +223,21 @@ def recall_rows(
     return RecallRows(
         rows=dataclasses.replace(rows, batches=batches),
         distances=tuple(distances),
-        facts=np.asarray([case.span(distance) for case, distance in every]),
         questions=np.asarray([prompt_tokens - len(case.question) for case, _ in every]),
         answers=np.asarray([len(case.answer) for case in cases]),
     )
 
 
-def stopped_part(
-    rows: RecallRows, part: Part, depth: int | Int[np.ndarray, "row token"], *, layers: int
-) -> Int[np.ndarray, "row token"]:
-    """Returns depths of all tokens, in layers; those of one part of each row exit early.
+def shallow_contexts(rows: RecallRows, depths: tuple[int, int]) -> list[Thresholded]:
+    """Returns one policy per batch, under which all text before the question stops early.
 
-    Without a fact, no tokens are its own. Raises ValueError for an unknown part.
+    It runs the first of `depths`, in layers; question and answer run the second.
     """
-    if part not in get_args(Part):
-        raise ValueError(f"Wanted a part of {', '.join(get_args(Part))}. Got {part!r}.")
-    at = np.arange(rows.rows.batches[0][0].shape[1])
-    fact = (at >= rows.facts[:, :1]) & (at < rows.facts[:, 1:])
-    before = at < rows.questions[:, None]
-    stops = {
-        "fact": fact,
-        "context": before,
-        "others": before & ~fact,
-        "row": np.ones_like(before),
-    }[part]
-    return np.where(stops, depth, layers)
-
-
-def table_policies(
-    rows: RecallRows, table: Int[np.ndarray, "row token"], *, depths: Sequence[int]
-) -> list[Thresholded]:
-    """Returns the policies of a table of depths, in layers, one for each batch of the rows."""
-    size = len(rows.rows.batches[0][0])
-    missing = len(rows.rows.batches) * size - len(table)  # Rows that only fill the last batch.
-    full = np.pad(table, ((0, missing), (0, 0)), constant_values=depths[-1])
-    return [
-        given_depths(jnp.asarray(full[start : start + size]), depths=depths)
-        for start in range(0, len(full), size)
-    ]
+    size, width = rows.rows.batches[0][0].shape
+    missing = len(rows.rows.batches) * size - len(rows.questions)  # They only fill the last batch.
+    starts = np.pad(rows.questions, (0, missing)).reshape(-1, size, 1)
+    tables = [np.where(np.arange(width) < start, *depths) for start in starts]
+    return [given_depths(jnp.asarray(table), depths=depths) for table in tables]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -78,10 +78,10 @@ def fit_select(  # noqa: PLR0913 (options, each named)
         guarantee takes.
     """
     depths, layers = tuple(depths), decoder.config.num_layers
-    if seen.ndim != 3 or seen.shape[1] != len(depths) + 1:
+    if not depths or seen.ndim != 3 or seen.shape[1] != len(depths) + 1:
         raise ValueError(
-            f"Wanted scores [query, boundary, row] at each of depths={depths} and at full depth. "
-            f"Got shape {seen.shape}. Make them with see_all."
+            "Wanted scores [query, boundary, row] at each of depths, one at least, and at full "
+            f"depth. Got depths={depths} and shape {seen.shape}. Make them with see_all."
         )
     groups = np.arange(len(seen)) if groups is None else groups
     if groups.shape != seen.shape[:1]:
