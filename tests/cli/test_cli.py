@@ -18,8 +18,9 @@ from helpers.cli import json_and_stderr, last_line, refused
 from helpers.folders import save_small_model
 from helpers.texts import SOURCES, source
 
+from utio_jax.cli import generate as streaming
 from utio_jax.cli.main import main
-from utio_jax.decoding import text as streaming
+from utio_jax.decoding.text import generate_text
 from utio_jax.evaluation.ledger import Ledger
 
 pytestmark = pytest.mark.check
@@ -275,17 +276,33 @@ def test_generate_streams_one_prompt_to_a_terminal(
             shown.append(capsys.readouterr().out)
 
     monkeypatch.setattr(streaming, "run_chunks", watched)
+    decoded = list[str]()
+
+    def counted(*given: Any, **options: Any) -> Any:
+        decoded.append(options["mode"].name)
+        return generate_text(*given, **options)
+
+    monkeypatch.setattr(streaming, "generate_text", counted)
     options = ["--model", str(folder), "--max-new-tokens", "20", "--mode", "adaptive"]
     options += ["--policy", "uniform", "--depth", "2", "--json"]
-    assert main(["generate", PROMPT, *options]) == 0
-    captured = capsys.readouterr()
-    record = json.loads(captured.out.splitlines()[-1])
-    assert len(shown) >= 4
-    assert all(shown[1:]), "text comes while there is more to come"
-    assert "".join(shown).startswith(PROMPT)
-    assert record["texts"][0] in "".join(shown) + captured.out
-    assert "layers of each token:" in captured.out
-    assert re.search(r"[\d.]+ times as fast as plain decoding[:,.]", captured.err)
+    records = list[Any]()
+    for rounds, modes in (("1", ["plain", "adaptive", "plain"]), ("0", [])):
+        assert main(["generate", PROMPT, *options, "--rounds", rounds]) == 0
+        captured = capsys.readouterr()
+        records.append(json.loads(captured.out.splitlines()[-1]))
+        assert len(shown) >= 4
+        assert all(shown[1:]), "text comes while there is more to come"
+        assert "".join(shown).startswith(PROMPT)
+        assert records[-1]["texts"][0] in "".join(shown) + captured.out
+        assert "layers of each token:" in captured.out
+        fast = re.search(r"[\d.]+ times as fast as plain decoding[:,.]", captured.err)
+        assert (fast is None) == (rounds == "0")
+        assert sorted(decoded) == sorted(modes), "what is shown is not decoded again"
+        shown.clear()
+        decoded.clear()
+    names = ("texts", "token_ids", "depths", "finish_reasons", "prompt", "kv_bytes_held", "loss")
+    timed, once = ([record.get(name) for name in names] for record in records)
+    assert once == timed
 
 
 @pytest.mark.parametrize(

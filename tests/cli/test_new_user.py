@@ -146,7 +146,7 @@ def test_a_lens_is_kept_and_never_replaced_by_another(
         fitted.append(_[3])
         return Lens(matrix=jnp.zeros((1, 32, 32)), bias=jnp.zeros((1, 32)), exits=(2,))
 
-    monkeypatch.setattr("utio_jax.cli.calibrate.fit_lens", fit)
+    monkeypatch.setattr("utio_jax.models.verbs.fit_lens", fit)
     texts = [str(source(name)) for name in SOURCES]
     arguments = ["calibrate", *texts, "--model", str(bare), "--exits", "2", "4"]
     arguments += ["--fit-lens", "--out", str(out), "--policy", "position"]

@@ -14,7 +14,7 @@ from helpers.texts import new_text, pieces_of
 from utio_jax.bench.terminal import depth_legend, depth_text
 from utio_jax.decoding.base import Plain
 from utio_jax.decoding.lossless import Lossless
-from utio_jax.decoding.text import StreamedRow, TextReader, generate_text, stream_pieces
+from utio_jax.decoding.text import StreamedRow, TextReader, generate_text
 
 OPTIONS = {"max_new_tokens": 40, "eos_ids": (), "lengths": SMALL}
 
@@ -222,13 +222,8 @@ def test_a_stop_string_may_spell_pieces_that_are_not_shown(
 
 
 def test_text_in_text_out() -> None:
-    model = text_model()
-    result = generate_text(model, ["0", "1", "2"], **OPTIONS)
+    result = generate_text(text_model(), ["0", "1", "2"], **OPTIONS)
     assert result.texts == tuple(plain_text(row) for row in range(3))
-    for prompt in ("1", PROMPTS[1]):
-        pieces = [*stream_pieces(model, prompt, **OPTIONS)]
-        assert [piece for piece, _ in pieces] == list(result.pieces[1])
-        assert [depth for _, depth in pieces] == result.generated.decided[1].tolist()
 
 
 @pytest.mark.usefixtures("unchecked_shapes")
@@ -253,16 +248,3 @@ def test_stop_when_cuts_rows_that_end_in_the_same_chunk() -> None:
     result = until((), max_new_tokens=12, stop_when=lambda row, new: len(new) >= 3)
     assert [ids.size for ids in result.token_ids] == [3, 3, 3]
     assert result.generated.finish_reasons == ("stop",) * 3
-
-
-def test_streamed_pieces_end_where_the_caller_says() -> None:
-    model, sizes = text_model(), list[int]()
-
-    def stop_when(row: int, new: np.ndarray) -> bool:
-        sizes.append(len(new))
-        return len(new) >= 3
-
-    expected = [*stream_pieces(model, "1", **OPTIONS)][:3]
-    options = OPTIONS | {"stop_when": stop_when, "max_batch": 1}
-    assert [*stream_pieces(model, "1", **options)] == expected
-    assert sizes == [1, 2, 3]

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
 import shutil
@@ -15,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from utio_jax.core.files import load_tensors, save_tensors, save_text
+from utio_jax.core.files import hash_file, load_tensors, replacing, save_tensors, save_text
 from utio_jax.models import Transformer, load, save
 
 
@@ -67,31 +66,43 @@ def test_tensors_that_are_no_floats_are_refused(folder: Path, kind: Any) -> None
     assert "layers.q_proj.kernel (" in str(error.value)
 
 
-def test_a_save_that_is_killed_leaves_no_mixture(
-    tiny: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
+def test_the_config_is_the_last_file_that_is_replaced(
+    tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """New weights beside an old config would load, and be another model."""
-    changed = type(tiny.decoder)(dataclasses.replace(tiny.decoder.config, rope_theta=5.0))
-    replace, calls = Path.replace, list[str]()
+    files = list[str]()
 
-    def kill_second(path: Path, target: Path) -> Path:
-        calls.append(target.name)
-        if len(calls) == 2:
-            raise KeyboardInterrupt
-        return replace(path, target)
+    def noted(*paths: Path) -> Any:
+        files.extend(path.name for path in paths)
+        return replacing(*paths)
 
-    monkeypatch.setattr(Path, "replace", kill_second)
-    with pytest.raises(KeyboardInterrupt):
-        save(folder, changed, tiny.params)
-    monkeypatch.undo()
-    assert calls == ["model.safetensors", "config.json"]
-    with pytest.raises(ValueError, match="Wanted a config at .*There is none.$"):
-        load(folder)
-    (folder / "small.gguf").touch()
-    with pytest.raises(ValueError, match="There is none. A GGUF .* own path: .*small.gguf"):
-        load(folder)
-    save(folder, changed, tiny.params)
-    assert load(folder).decoder == changed
+    monkeypatch.setattr("utio_jax.models.checkpoint.replacing", noted)
+    save(tmp_path, tiny.decoder, tiny.params)
+    assert files == ["model.safetensors", "config.json"]
+
+
+def test_files_are_hashed_once_until_they_change(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hashed = list[Path]()
+    monkeypatch.setattr(
+        "utio_jax.models.checkpoint.hash_file", lambda file: hashed.append(file) or hash_file(file)
+    )
+    model, file = load(folder), folder / "model.safetensors"
+    digests = {model.sha256, model.with_context(8).sha256, load(folder).sha256, hash_file(file)}
+    assert (hashed, len(digests)) == ([file], 1)
+    save_tensors(file, jax.tree.map(lambda leaf: leaf + 1, load_tensors(file)))
+    assert load(folder).sha256 == hash_file(file) != model.sha256
+
+
+@pytest.mark.parametrize("like", [None, "folder"])
+def test_the_layout_of_this_library_holds_no_gemma(
+    folder: Path, tmp_path: Path, like: str | None
+) -> None:
+    model: Any = load(Path(__file__).parent / "huggingface" / "gemma4")
+    with pytest.raises(ValueError, match="a GGUF file in whose layout to save a Gemma4. Got"):
+        save(tmp_path / "out", model.decoder, model.params, like=like and folder)
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
@@ -124,7 +135,10 @@ def test_missing_folders_configs_and_tokenizers_are_named(folder: Path, tmp_path
     with pytest.raises(ValueError, match="config.json. It is not JSON"):
         load(folder)
     (folder / "config.json").unlink()
-    with pytest.raises(ValueError, match="config at .*There is none"):
+    with pytest.raises(ValueError, match="Wanted a config at .*There is none.$"):
+        load(folder)
+    (folder / "small.gguf").touch()
+    with pytest.raises(ValueError, match="There is none. A GGUF .* own path: .*small.gguf"):
         load(folder)
 
 

@@ -378,6 +378,45 @@ def test_cached_hub_models_load_without_a_network(
         load("not a name")
 
 
+def test_of_a_hub_model_only_what_is_read_is_downloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+    from huggingface_hub.utils import filter_repo_objects
+
+    shards = [f"{name}-0000{i}-of-00002.safetensors" for name in ("model", "other") for i in (1, 2)]
+    read = ["config.json", "chat_template.jinja", "model.safetensors", *shards]
+    twice = ["consolidated.safetensors", "consolidated-00001-of-00002.safetensors"]
+    others = [*twice, "onnx/model.safetensors", "pytorch_model.bin", "original/model.pth"]
+    taken = list[str]()
+
+    def download(_: str, **patterns: Any) -> str:
+        taken.extend(filter_repo_objects([*read, *others], **patterns))
+        return str(FOLDER / "qwen2")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    load("someone/small")
+    assert taken == read
+
+
+@pytest.mark.parametrize(
+    ("case", "kind", "message"),
+    [
+        ("qwen3", "mistral", "missing: layers.k_norm.scale, layers.q_norm.scale. Name what the"),
+        ("gemma2", "gemma2", "Got .*gemma2, .*, layers.post_attention_norm.scale, .*"),
+        ("qwen3", "mamba", "Wanted a model_type of llama.*Got 'mamba'"),
+    ],
+)
+def test_nothing_is_lost_in_the_layout_of_another_family(
+    case: str, kind: str, message: str, tmp_path: Path
+) -> None:
+    model = load(FOLDER / "qwen3")
+    assert isinstance(model.decoder, Transformer)
+    like = Path(shutil.copytree(FOLDER / case, tmp_path / case))
+    edit(like / "config.json", model_type=kind)
+    with pytest.raises(ValueError, match=message):
+        save(tmp_path / "out", model.decoder, model.params, like=like)
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.slow
 def test_a_stock_model_learns_to_predict_at_its_exits(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

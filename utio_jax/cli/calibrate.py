@@ -6,19 +6,14 @@ from __future__ import annotations
 import dataclasses
 import shlex
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
-import numpy as np
-
 from utio_jax.calibration.gates import SIGNALS, fits_of
 from utio_jax.calibration.goals import Budgets
-from utio_jax.calibration.lens import LensConfig, fit_lens, split_for_lens
 from utio_jax.cli.options import OfText, OfWindows, Rare, progress_lines, read_documents
-from utio_jax.core.files import check_place, check_writable, load_json
-from utio_jax.core.lens import lens_beside, save_lens
-from utio_jax.policies.store import calibration_file, check_nothing_is_lost
+from utio_jax.core.files import check_place, check_writable
+from utio_jax.policies.store import calibration_file
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,23 +57,14 @@ class Calibrate(OfWindows, OfText):
     out: Path | None = None
 
     def run(self) -> dict[str, Any]:
-        from utio_jax.models.verbs import with_exits
-
         say = progress_lines()
         self._check()
         mesh = self.mesh()
         model = (dataclasses.replace(self, lens="none") if self.fit_lens else self).load()
-        bare = len(model.decoder.config.exits) == 1
-        if bare:
-            model = dataclasses.replace(model, decoder=with_exits(model.decoder, ()))
-            say(f"no exits are named: {model.decoder.config.exits}, through a lens to be fitted")
-        out = self._place(model)
+        place = self._place(model)
+        out = calibration_file(place)
         documents, described = read_documents(model, self.files, self.token_ids, "calibrate")
-        if self.fit_lens or bare:
-            first, documents = split_for_lens(documents)
-            model = model.with_lens(self._lens(model, first, described, say))
         policies = tuple(SIGNALS) if self.policy == ("all",) else self.policy
-        check_nothing_is_lost(out, model.sha256, policies)
         result = model.calibrate(
             documents,
             budget=self.budget or None,
@@ -86,13 +72,14 @@ class Calibrate(OfWindows, OfText):
             max_disagreement=self.max_disagreement,
             confidence=self.confidence,
             policies=policies,
+            fit_lens=self.fit_lens,
             context=self.context,
+            out=place,
             text=described,
             mesh=mesh,
             progress=say,
         )
         fitted, advice = result.calibration, result.verdict
-        fitted.save(out)
         print(advice, file=sys.stderr)
         print(f"Written: {', '.join(policies)}: {out}", file=sys.stderr)
         print(f"For example: {self._next(model, out)}", file=sys.stderr)
@@ -124,7 +111,7 @@ class Calibrate(OfWindows, OfText):
             check_place(check_writable(calibration_file(self.out), "--out"))
 
     def _place(self, model: Any) -> Path:
-        """Returns the output file after checking that it can be written.
+        """Returns `--out`, or the model's own place after checking that it can be written.
 
         Raises:
           ValueError: it cannot, or it is not the user's: the model is part of the package.
@@ -132,7 +119,7 @@ class Calibrate(OfWindows, OfText):
         from utio_jax.models.shipped import is_shipped
 
         if self.out is not None:
-            return calibration_file(self.out)
+            return self.out
         if is_shipped(model.folder):
             why = (
                 f"{model.folder} belongs to the installed package, whose own calibration stays as "
@@ -140,7 +127,9 @@ class Calibrate(OfWindows, OfText):
             )
         else:
             try:
-                return check_writable(calibration_file(model.policies or model.folder), "--out")
+                place = model.policies or model.folder
+                check_writable(calibration_file(place), "--out")
+                return place
             except ValueError as refused:
                 why = f"the model's folder cannot be written. {refused}"
         raise ValueError(
@@ -161,40 +150,3 @@ class Calibrate(OfWindows, OfText):
         elif self.lens != "auto":
             words += ["--lens", self.lens]
         return f"{shlex.join(words)} OTHER_FILES"
-
-    def _lens(
-        self,
-        model: Any,
-        documents: list[np.ndarray],
-        described: dict[str, Any],
-        say: Callable[[str], None],
-    ) -> Path:
-        """Returns the file of a lens fitted to these documents; fits it if necessary.
-
-        Raises ValueError where it is of something else.
-        """
-        file = lens_beside(model.folder if self.out is None else self.out)
-        check_writable(file, "--out")
-        settings = LensConfig()
-        info = {
-            "model_sha256": model.sha256,
-            "text": described,
-            "seed": settings.seed,
-            "steps": settings.steps,
-        }
-        if not file.is_file():
-            windows = model.windows(documents, self.context)
-            lens = fit_lens(model.decoder, model.params, windows, settings, progress=say)
-            save_lens(file, lens, info=info)
-            return file
-        stored = load_json(file, "a lens")
-        expected = {"exits": [*model.decoder.config.exits[:-1]], **info}
-        other = {key: stored.get(key) for key in expected if stored.get(key) != expected[key]}
-        if other:
-            raise ValueError(
-                f"Wanted a lens of { ({k: expected[k] for k in other}) }. {file} was fitted to "
-                f"{other}, and what was calibrated through it needs it. Name another --out, remove "
-                f"{file}, or calibrate through it: --lens {file}."
-            )
-        say(f"lens: the one in {file}, which was fitted so")
-        return file

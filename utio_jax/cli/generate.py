@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import shlex
 import sys
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import numpy as np
@@ -16,8 +17,10 @@ from utio_jax.bench.timing import Timed
 from utio_jax.cli.chat import CHUNK, show_stream
 from utio_jax.cli.options import OfDecoding, Rare, progress_bar
 from utio_jax.decoding.base import Plain
+from utio_jax.decoding.generate import collect, new_tokens
+from utio_jax.decoding.loop import Lengths, run_chunks
 from utio_jax.decoding.prefill import fastest_prefill
-from utio_jax.decoding.text import generate_text, stream_pieces
+from utio_jax.decoding.text import GeneratedText, TextReader, generate_text
 from utio_jax.evaluation.generation import generation_ledger
 from utio_jax.prompts.evaluate import prompt_cost
 
@@ -92,21 +95,23 @@ class Generate(OfDecoding):
             texts.append(result)
             return result.generated
 
-        warm, layers = list[Any](), model.decoder.config.num_layers
         if sys.stdout.isatty() and len(prompts) == 1 and not self.stop:
-            how = {"mode": mode, "prefill": prefill, "chunk": CHUNK, **options}
-            shown: list[Any] = [stream_pieces(model, prompts[0], **how)]
+            how: Any = {"mode": mode, "prefill": prefill, **options}
+            shown: list[Any] = [_stream(model, prompts[0], texts, **how)]
         else:
-            warm = [decode(mode)]
-            rows = zip(texts[0].pieces, warm[0].decided, strict=True)
+            decided = decode(mode).decided
+            rows = zip(texts[0].pieces, decided, strict=True)
             shown = [zip(pieces, depths.tolist(), strict=True) for pieces, depths in rows]
         console = Console(stderr=not sys.stdout.isatty(), highlight=False)
         coloured, between = label != "plain", "\n" if self.chat else ""
         for prompt, pieces in zip(self.prompts, shown, strict=True):
             console.print(Text(prompt + between, "dim"), end="", soft_wrap=True)
-            *_, stopped = show_stream(console, pieces, layers, coloured=coloured)
+            *_, stopped = show_stream(
+                console, pieces, model.decoder.config.num_layers, coloured=coloured
+            )
             if stopped:
                 raise KeyboardInterrupt
+        warm = [texts[0].generated]
         modes, of_model = {"plain": plain, label: mode}, (model.decoder, model.params)
         if self.rounds:
             with progress_bar((len(modes) + 1) * (self.rounds + 1), "timing") as bar:
@@ -122,7 +127,7 @@ class Generate(OfDecoding):
                     progress=bar.update,
                 )[label]
         else:
-            results = tuple(warm or [decode(mode)])
+            results = tuple(warm)
             ledger = generation_ledger(
                 *of_model, mode, [prompts], results, sampling=sampling, budget=budget
             )
@@ -154,6 +159,27 @@ class Generate(OfDecoding):
             return model.encode(list(self.prompts)), model.decoder.config.eos_ids
         asked = [[{"role": "user", "content": prompt}] for prompt in self.prompts]
         return [encode_chat(model, messages) for messages in asked], turn_ends(model)
+
+
+def _stream(
+    model: Any, prompt: Any, results: list[GeneratedText], *, mode: Any, **options: Any
+) -> Iterator[tuple[str, int]]:
+    """Yields the text and the depth of each new token as it comes, then appends the result."""
+    reader, pieces, depth = TextReader(model.tokenizer, prompt), list[str](), 0
+    of_model, how = (model.decoder, model.params), {"mode": mode, "chunk": CHUNK, **options}
+    state: Any = None
+    for state in run_chunks(*of_model, [prompt], **how):
+        (new,) = new_tokens(state, np.asarray([len(prompt) + len(pieces)]))
+        for token, depth in zip(new.token_ids.tolist(), new.decided.tolist(), strict=True):
+            pieces.append(reader.add(token))
+            yield pieces[-1], depth
+    if tail := reader.flush():
+        pieces[-1] += tail
+        yield tail, depth
+    layers = model.decoder.config.num_layers
+    generated = collect(state, mode, Lengths(), rows=1, devices=1, num_layers=layers)
+    parts = {"texts": ("".join(pieces),), "pieces": (tuple(pieces),)}
+    results.append(GeneratedText(**parts, generated=generated))
 
 
 _FASTER = (

@@ -28,7 +28,6 @@ def check_ids(ids: Any, *, vocab_size: int, what: str) -> np.ndarray:
 
 
 def _remedy(array: np.ndarray) -> str:
-    """Returns what to do with an array that is no list of token ids."""
     if array.dtype.kind in "US":
         return "Encode texts first: model.encode(texts)."
     if array.ndim == 0:

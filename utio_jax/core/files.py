@@ -303,7 +303,6 @@ def load_owned(
 
 
 def _check_finite(tensors: Mapping[str, np.ndarray], file: Path) -> None:
-    """Raises ValueError if a tensor holds NaN or infinities."""
     wrong = [
         name
         for name, leaf in tensors.items()

@@ -127,11 +127,16 @@ def _token_cost(decoder: Decoder, treedef: Any, leaves: tuple[Any, ...]) -> Toke
     inputs = jax.ShapeDtypeStruct((1, *config.input_shape), jnp.int32)
     x = jax.eval_shape(decoder.embed, params, inputs, positions)
     attended = jax.ShapeDtypeStruct((1, config.num_heads, config.head_dim), x.dtype)
+    mixing, per_key = own_mixing(decoder), 4.0 * config.num_heads * config.head_dim
+    if mixing is not None:
+        key = jax.ShapeDtypeStruct((1, config.num_kv_heads, config.head_dim), x.dtype)
+        visible = jax.ShapeDtypeStruct((1, 1), jnp.bool_)
+        per_key = count_matmul_flops(mixing.mix, attended, key, key, visible)
     return TokenCost(
         query=count_matmul_flops(decoder.queries, layer, x, places)
         + count_matmul_flops(decoder.finish_layer, layer, x, attended),
         keys_values=count_matmul_flops(decoder.keys_values, layer, x, places),
-        attention_per_key=_flops_per_key(decoder, x.dtype),
+        attention_per_key=per_key,
         head=count_matmul_flops(decoder.unembed, params, x),
         exit_map=count_matmul_flops(
             partial(apply_exit_lens, decoder, depth=config.exits[0]), params, x
@@ -140,17 +145,6 @@ def _token_cost(decoder: Decoder, treedef: Any, leaves: tuple[Any, ...]) -> Toke
         kv_map=4.0 * config.embed_dim * config.num_kv_heads * config.head_dim,
         kv_depth=config.kv_depth,
     )
-
-
-def _flops_per_key(decoder: Decoder, dtype: Any) -> float:
-    """Returns the FLOPs of one query and one key of it in one layer."""
-    config, mixing = decoder.config, own_mixing(decoder)
-    if mixing is None:
-        return 4.0 * config.num_heads * config.head_dim
-    query = jax.ShapeDtypeStruct((1, config.num_heads, config.head_dim), dtype)
-    key = jax.ShapeDtypeStruct((1, config.num_kv_heads, config.head_dim), dtype)
-    visible = jax.ShapeDtypeStruct((1, 1), jnp.bool_)
-    return count_matmul_flops(mixing.mix, query, key, key, visible)
 
 
 def pass_flops(cost: TokenCost, work: Any, *, gates: float = 0.0) -> float:

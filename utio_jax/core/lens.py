@@ -75,7 +75,6 @@ def read_through(
 
 
 def _forwarded(name: str) -> Any:
-    """Returns a property that reads the attribute or method of the wrapped decoder."""
     return property(lambda self: getattr(self.decoder, name))
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -20,8 +20,8 @@ from jaxtyping import Int
 
 from utio_jax.core.decoder import Params
 from utio_jax.core.html import depth_html
-from utio_jax.decoding.generate import Generated, check_generate_options, generate, new_tokens
-from utio_jax.decoding.loop import Prompts, run_chunks
+from utio_jax.decoding.generate import Generated, check_generate_options, generate
+from utio_jax.decoding.loop import Prompts
 
 StopStrings = str | Sequence[str] | Sequence[Sequence[str]]
 """Stop string or strings of all texts, or a list of stop strings for each."""
@@ -192,34 +192,6 @@ def generate_text(
     generated = result.first([row.seen for row in rows], finish_reasons=reasons)
     texts, pieces = zip(*((row.text, tuple(row.pieces)) for row in rows), strict=True)
     return GeneratedText(texts=texts, pieces=pieces, generated=generated)
-
-
-def stream_pieces(
-    model: TextModel, prompt: str | Sequence[int] | np.ndarray, **options: Any
-) -> Iterator[tuple[str, int]]:
-    """Yields the text that each new token of one prompt adds, and the decided depth of that token.
-
-    Arguments and errors are those of `generate_text`, without stop strings. If the last tokens end
-    within a character, its replacement character comes last.
-    """
-    check_generate_options(options)
-    stop_when = options.pop("stop_when", None)
-    options.pop("max_batch", None)  # One prompt is one batch.
-    ids = _encoded(model, [prompt])
-    reader, depth, known = TextReader(model.tokenizer, ids[0]), 0, list[int]()
-    ended = False
-    for state in run_chunks(model.decoder, model.params, ids, **options):
-        (new,) = new_tokens(state, np.asarray([len(ids[0]) + len(known)]))
-        for token, depth in zip(new.token_ids.tolist(), new.decided.tolist(), strict=True):
-            known.append(token)
-            yield reader.add(token), depth
-            ended = stop_when is not None and stop_when(0, np.asarray(known))
-            if ended:
-                break
-        if ended:
-            break
-    if tail := reader.flush():
-        yield tail, depth
 
 
 class StreamedRow:

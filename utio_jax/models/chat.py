@@ -11,7 +11,7 @@ import dataclasses
 import datetime
 import json
 from collections.abc import Generator, Iterable, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -180,23 +180,15 @@ def _from_folder(folder: Path) -> tuple[str | None, dict[str, str]]:
     for name in ("special_tokens_map.json", "tokenizer_config.json"):  # The latter wins.
         file = folder / name
         config = read_json(file, "a tokenizer's config") if file.is_file() else {}
-        special |= _special_tokens(config)
+        tokens = {key: text for key, text in config.items() if key.endswith("_token")}
+        tokens = {k: t.get("content") if isinstance(t, dict) else t for k, t in tokens.items()}
+        special |= {key: text for key, text in tokens.items() if isinstance(text, str)}
     stored = config.get("chat_template")
     if isinstance(stored, list):  # Several, by name.
         named = [entry for entry in stored if isinstance(entry, dict)]
         chosen = [entry.get("template") for entry in named if entry.get("name") == "default"]
         stored = chosen[0] if chosen else None
     return stored if isinstance(stored, str) else None, special
-
-
-def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the texts of the special tokens that a tokenizer's config names."""
-    texts = {
-        name: value.get("content") if isinstance(value, dict) else value
-        for name, value in config.items()
-        if name.endswith("_token")
-    }
-    return {name: text for name, text in texts.items() if isinstance(text, str)}
 
 
 _SPECIAL = {
@@ -222,7 +214,8 @@ def _compiled(template: str) -> jinja2.Template:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
     )
-    environment.filters["tojson"] = _to_json
+    # Jinja's own escapes what is special in HTML.
+    environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
     environment.globals |= {
         "raise_exception": _raise,
         "strftime_now": lambda form: datetime.datetime.now().strftime(form),
@@ -231,7 +224,6 @@ def _compiled(template: str) -> jinja2.Template:
 
 
 def _joined(pieces: Iterable[str]) -> str:
-    """Returns one text; raises ValueError as soon as it is too long."""
     kept, size = [], 0
     for piece in pieces:
         size += len(piece)
@@ -249,11 +241,6 @@ class _Generation(jinja2.ext.Extension):
     def parse(self, parser: Any) -> list[jinja2.nodes.Node]:
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-    # Jinja's own escapes what is special in HTML.
-    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 
 def _raise(message: str) -> None:

@@ -14,7 +14,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +110,9 @@ class Model(Verbs):
     def _hash(self, *others: str) -> str:
         """Returns one digest of the weight files, in order, followed by other digests."""
         files = [self.folder] if self.folder.is_file() else weight_files(self.folder)
-        digests = [*map(hash_file, files), *others]
+        states = ((file, file.stat()) for file in files)
+        digests = [_digest(f, s.st_ino, s.st_size, s.st_mtime_ns) for f, s in states]
+        digests += others
         if len(digests) == 1:
             return digests[0]
         return hashlib.sha256("".join(digests).encode()).hexdigest()
@@ -305,8 +307,13 @@ class Model(Verbs):
         return self.tokenizer.decode(np.asarray(token_ids).tolist())
 
 
+@lru_cache(maxsize=1024)
+def _digest(file: Path, *_: int) -> str:
+    """Returns the SHA-256 of a file, once for each inode, size and time of its last change."""
+    return hash_file(file)
+
+
 def _is_same(one: Any, other: Any) -> bool:
-    """Returns True for equal names and numbers, and for the same object."""
     return one is other or (isinstance(one, str | float | int) and one == other)
 
 
@@ -359,10 +366,11 @@ def load(
         folder = from_hub(str(path_or_name))
     if one_file:
         read = gguf_weights.load_file
-    elif is_huggingface(_read_config(folder)):
-        read = huggingface.load_folder
     else:
-        read = _load_folder
+        files = ", ".join(map(str, sorted(folder.glob("*.gguf"))[:3]))
+        remedy = f"A GGUF file is loaded by its own path: {files}." if files else ""
+        config = read_json(folder / "config.json", "a config", remedy=remedy)
+        read = huggingface.load_folder if is_huggingface(config) else _load_folder
     decoder, params = read(folder, exits=exits, dtype=dtype, sharding=sharding)
     model = Model(decoder=decoder, params=params, folder=folder)
     if branches is True and lens is True and not exits and json_file(folder, "branches").is_file():
@@ -372,13 +380,6 @@ def load(
     if lens is True:
         return model.with_lens(folder) if json_file(folder, "lens").is_file() else model
     return model if lens is False else model.with_lens(lens)
-
-
-def _read_config(folder: Path) -> dict[str, Any]:
-    """Returns a folder's `config.json`. Where there is none, the error names its GGUF files."""
-    files = ", ".join(map(str, sorted(folder.glob("*.gguf"))[:3]))
-    remedy = f"A GGUF file is loaded by its own path: {files}." if files else ""
-    return read_json(folder / "config.json", "a config", remedy=remedy)
 
 
 def _load_folder(
@@ -417,12 +418,17 @@ def from_hub(name: str) -> Path:
             f"{install_line('cli')}."
         ) from error
     try:
-        return Path(snapshot_download(name, allow_patterns=["*.json", "*.jinja", "*.safetensors"]))
+        return Path(snapshot_download(name, allow_patterns=_READ, ignore_patterns=_NOT_READ))
     except (HFValidationError, OSError) as error:  # All others of the hub are an OSError, too.
         raise ValueError(
             f"{expected} There is no folder {name}; as a hub model it is neither cached nor to be "
             f"had: {error}"
         ) from error
+
+
+_READ = ["*.json", "*.jinja", "*.safetensors"]
+_NOT_READ = ["consolidated*", "*/*.safetensors"]
+"""Weights that repositories of the hub hold a second time, or for other programs."""
 
 
 def load_config(file: str | Path) -> TransformerConfig:
@@ -467,19 +473,15 @@ def save(
       dtype: of the weights.
 
     Raises:
-      ValueError: the decoder has a lens or KV maps, which have files of their own; or it is no
-        `Transformer`, and there is nothing that it is like.
+      ValueError: the decoder has a lens or KV maps, which have files of their own; it is no
+        `Transformer`, and what it is like has this library's layout, or there is none; or the
+        model that it is like has other parameters.
     """
     if isinstance(decoder, Wrapped):
         raise ValueError(
             "Wanted a model without a lens or KV maps. Got a "
             f"{type(decoder).__name__} decoder. Load it with lens=False; "
             "utio_jax.core.lens.save_lens writes the lens, utio_jax.prompts.maps.save_kv_maps maps."
-        )
-    if like is None and not isinstance(decoder, Transformer):
-        raise ValueError(
-            f"Wanted like=, a folder or file in whose layout to save a {type(decoder).__name__}. "
-            "Got none: the layout of this library is a Transformer's."
         )
     out = Path(folder)
     config: dict[str, Any] = dataclasses.asdict(decoder.config)
@@ -495,11 +497,18 @@ def save(
         if out.resolve() != Path(like).resolve():
             carried = [file for pattern in _CARRIED for file in sorted(Path(like).glob(pattern))]
             beside = {file.relative_to(like).as_posix(): file.read_bytes() for file in carried}
+    if not isinstance(decoder, Transformer) and not is_huggingface(theirs):
+        raise ValueError(
+            "Wanted like=, a Hugging Face folder or a GGUF file in whose layout to save a "
+            f"{type(decoder).__name__}. Got {like}. The layout of this library is a Transformer's."
+        )
     # No stock config has a word for keys and values that a converted model's layers share.
     converted = isinstance(decoder, Transformer) and decoder.config.shares_kv
     if is_huggingface(theirs) and not converted:
         metadata = {"format": "pt"}
-        tensors, config = huggingface.stored_form(decoder, params, config=theirs, dtype=dtype)
+        tensors, config = huggingface.stored_form(
+            decoder, params, config=theirs, dtype=dtype, source=str(like)
+        )
     else:
         tensors = jax.tree.map(lambda leaf: np.asarray(leaf.astype(dtype)), params)
     # The config is last: a folder that has one is whole.

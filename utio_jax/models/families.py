@@ -45,7 +45,6 @@ def linear_rules(source: str, target: str) -> tuple[Rule, Rule]:
 
 
 def _norms(**sources: str) -> tuple[Rule, ...]:
-    """Returns where the scales of a layer's norms go, by their names here."""
     return tuple(
         Rule(f"{_BLOCK}{source}.weight", (f"layers.{name}.scale",))
         for name, source in sources.items()
@@ -220,7 +219,6 @@ _GEMMA_3_DEFAULTS = {
 
 
 def _need_gemma(read: Reader) -> None:
-    """Notes settings that no Gemma supports."""
     read.need("hidden_activation", "gelu_pytorch_tanh")
     read.need("attention_bias", False)
     read.need("use_bidirectional_attention", False)

@@ -192,7 +192,6 @@ class _Gemma:
         }
 
     def _kernels(self, head_dim: int, mlp_dim: int) -> dict[str, tuple[int, int]]:
-        """Returns the shapes of a layer's matrices, by the widths of its heads and its MLP."""
         config, dim, inputs = self.config, self.config.hidden_dim, self.config.input_dim
         heads, kv_heads = config.num_heads * head_dim, config.num_kv_heads * head_dim
         return {
@@ -215,7 +214,6 @@ class _Gemma:
     def _embedded(
         self, params: Params, token_ids: Int[Array, "*lead"]
     ) -> tuple[Float[Array, "*lead hidden"], Float[Array, "*lead inputs"]]:
-        """Returns token embeddings, and the per-layer inputs of all layers."""
         config = self.config
         x = params["embedding"]["embedding"][token_ids]
         x *= jnp.asarray(math.sqrt(config.hidden_dim), x.dtype)
@@ -260,7 +258,6 @@ class _Gemma:
     def _heads(
         self, layer: LayerParams, flat: jax.Array, scale: Params | None, places: PositionEncoding
     ) -> Float[Array, "*lead head head_dim"]:
-        """Returns normalised heads, rotated where there are `places`."""
         heads = flat.reshape(*flat.shape[:-1], -1, self.config.head_dim)
         heads = self._norm(heads, scale)
         return heads if places is None else rotate(heads, _places(layer, places))
@@ -482,7 +479,6 @@ def scaled(x: jax.Array, params: Params) -> jax.Array:
 
 
 def _places(layer: LayerParams, places: PositionEncoding) -> Any:
-    """Returns the rotations of a layer."""
     return jax.tree.map(partial(jnp.where, layer["is_local"]), places[1], places[0])
 
 

@@ -110,16 +110,39 @@ def load_folder(
 
 
 def stored_form(
-    decoder: Any, params: Params, *, config: Mapping[str, Any], dtype: jax.typing.DTypeLike
+    decoder: Any,
+    params: Params,
+    *,
+    config: Mapping[str, Any],
+    dtype: jax.typing.DTypeLike,
+    source: str,
 ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     """Returns tensors and config as `load_folder` and transformers read them.
 
-    `config` is the `config.json` that the model came with; its exits are written into it.
+    `config` is the `config.json` of the model at `source`; its exits are written into it.
+
+    Raises:
+      ValueError: the config is not supported, or describes a model of other parameters.
     """
     dtype, config = jnp.dtype(dtype), text_part(config)
     arrays = flatten(params)
+    written = {**config, "dtype": dtype.name, "utio_jax": {"exits": list(decoder.config.exits)}}
+    written.pop("torch_dtype", None)
+    if (tied := getattr(decoder.config, "tie_embeddings", None)) is not None:
+        written["tie_word_embeddings"] = tied  # Of the tensors here, whatever the other said.
+    settings, family = read_config(written, source=source), FAMILIES[written["model_type"]]
+    described = flatten(jax.eval_shape(family.decoder(settings).init, jax.random.key(0)))
+    shapes, own = ({path: x.shape for path, x in tree.items()} for tree in (described, arrays))
+    if shapes != own:
+        lost = sorted({path for path, _ in shapes.items() ^ own.items()})
+        more = f" and {len(lost) - 8} more" if len(lost) > 8 else ""
+        raise ValueError(
+            f"Wanted like=, a model with the parameters that are saved. Got {source}, where these "
+            f"differ or are missing: {', '.join(lost[:8])}{more}. Name what the model was loaded "
+            "from."
+        )
     tensors: dict[str, np.ndarray] = {}
-    for tensor in stored_tensors(FAMILIES[config["model_type"]].rules, arrays, decoder):
+    for tensor in stored_tensors(family.rules, arrays, decoder):
         leaves = [arrays[path] for path in tensor.rule.targets]
         if tensor.index is not None:
             own = [tuple(map(slice, shape)) for shape in tensor.own]
@@ -127,10 +150,6 @@ def stored_form(
         joined = np.concatenate([np.asarray(leaf) for leaf in leaves], axis=-1)
         stored = np.swapaxes(joined, -1, -2) if tensor.rule.transpose else joined
         tensors[tensor.name] = stored.astype(dtype)
-    written = {**config, "dtype": dtype.name, "utio_jax": {"exits": list(decoder.config.exits)}}
-    written.pop("torch_dtype", None)
-    if (tied := getattr(decoder.config, "tie_embeddings", None)) is not None:
-        written["tie_word_embeddings"] = tied  # Of the tensors here, whatever the other said.
     return tensors, written
 
 

@@ -66,8 +66,12 @@ def place_tensors(
     }
     # Whole tensors first: the largest, embeddings, pass through while there is little else.
     for tensor in sorted(stored.values(), key=lambda tensor: tensor.index is not None):
-        rule = tensor.rule
-        for path, piece in zip(rule.targets, _pieces(rule, read(tensor.name)), strict=True):
+        rule, axis = tensor.rule, -2 if tensor.rule.transpose else -1
+        # In no variable: a tensor is gone before the next one is read.
+        for path, piece in zip(
+            rule.targets, np.split(read(tensor.name), len(rule.targets), axis=axis), strict=True
+        ):
+            piece = np.swapaxes(piece, -1, -2) if rule.transpose else piece
             piece = piece.astype(dtype, copy=False)
             if tensor.index is None:
                 params[path] = put(piece, places[path])
@@ -123,12 +127,6 @@ def stored_tensors(
         for index in range(whole[rule.targets[0]][0]):
             own = [own_shape(path, index, shape[1:]) for path, shape in whole.items()]
             yield StoredTensor(rule.source.format(layer=index), rule, index, own)
-
-
-def _pieces(rule: Rule, tensor: np.ndarray) -> list[np.ndarray]:
-    """Returns the parameters in a tensor."""
-    stored = np.swapaxes(tensor, -1, -2) if rule.transpose else tensor
-    return np.split(stored, len(rule.targets), axis=-1)
 
 
 def _of_slice(sharding: jax.sharding.Sharding) -> jax.sharding.Sharding:

@@ -292,7 +292,6 @@ class Transformer:
         return places, rotations(positions, frequencies(config.head_dim, config.local_rope_theta))
 
     def _places(self, layer: LayerParams, places: PositionEncoding) -> PositionEncoding:
-        """Returns the rotations of a layer."""
         if self.config.local_rope_theta is None:
             return places
         return jax.tree.map(partial(jnp.where, layer["is_local"]), places[1], places[0])

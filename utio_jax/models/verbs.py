@@ -25,7 +25,7 @@ from utio_jax.calibration.goals import Budgets, Goal, MaxDisagreement, MaxLoss
 from utio_jax.calibration.lens import LensConfig, fit_lens, split_for_lens
 from utio_jax.calibration.risk import split_documents
 from utio_jax.core.calls import check_options
-from utio_jax.core.decoder import some_exits
+from utio_jax.core.decoder import is_integer, some_exits
 from utio_jax.core.documents import (
     Batch,
     batches_of,
@@ -34,9 +34,9 @@ from utio_jax.core.documents import (
     sample_batches,
     windows_of,
 )
-from utio_jax.core.files import check_place, check_writable
+from utio_jax.core.files import check_place, check_writable, hash_tensors, load_json
 from utio_jax.core.html import depth_html, table_html
-from utio_jax.core.lens import Lensed, Wrapped, lens_beside, save_lens, with_config
+from utio_jax.core.lens import Lensed, Wrapped, lens_beside, load_lens, save_lens, with_config
 from utio_jax.core.terminal import note_compilation
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.base import LogitsProcessor, Mode, Plain
@@ -137,7 +137,6 @@ class Compared(list[ComparisonRow]):
         return self.summary()
 
     def _rows(self) -> list[dict[str, str]]:
-        """Returns the figures of each row as text, by label."""
         rows = [{**row.ledger.figures(), "policy": row.name} for row in self]
         for shown, row in zip(rows, self, strict=True):
             if row.hull_margin_pct is not None:
@@ -416,6 +415,7 @@ class Verbs:
         confidence: float = _CONFIDENCE,
         policies: Sequence[str] | Mapping[str, Fit] = ("learned",),
         exits: Sequence[int] = (),
+        fit_lens: bool = False,
         context: int = _CONTEXT,
         seed: int = 0,
         out: str | Path | None = None,
@@ -438,38 +438,34 @@ class Verbs:
           policies: names from `utio_jax.calibration.SIGNALS`, or functions that fit signals of
             your own: `{"mine": lambda fitter: Mine()}`.
           exits: depths at which tokens may stop, for a model that names none, see `some_exits`.
+          fit_lens: fits a lens also for a model that names exits.
           context: tokens of the windows that documents are cut into, at most.
           seed: of gates and halves.
-          out: folder or JSON file of the calibration, its lens next to it; None: none is written.
+          out: folder, JSON file or GGUF file of the calibration, its lens next to it; a lens that
+            is there is used, if it was fitted so. None: nothing is written.
           progress: called with what happens next.
           **options: of `utio_jax.calibrate`: `text`, `mesh` ...
 
         Raises:
-          ValueError: more than one goal, too little text, a lens or policies at `out` that would
-            be lost, or see `utio_jax.calibrate`.
+          ValueError: more than one goal, too little text, another lens or policies at `out` that
+            would be lost, or see `utio_jax.calibrate`.
         """
         check_options("Model.calibrate", options, calibrate, Verbs.calibrate)
         check_goal(budget, max_nll_increase_pct, max_disagreement, confidence)
-        _check_exits(self.decoder, exits)
+        bare = len(self.decoder.config.exits) == 1
+        fit_lens = fit_lens or bare
+        _check_exits(self.decoder, exits, fit_lens=fit_lens)
         if out is not None and is_shipped(
             check_place(check_writable(calibration_file(out), "out"))
         ):
             raise ValueError(
                 f"Wanted a place for the calibration outside of the installed package. Got {out}."
             )
-        if out is not None and len(self.decoder.config.exits) == 1:
-            beside = calibration_file(out), lens_beside(out)
-            if taken := [str(file) for file in beside if file.is_file()]:
-                raise ValueError(
-                    "Wanted no calibration and no lens where those of a model without exits are "
-                    f"written. Got {', '.join(taken)}. Load the model through that lens, lens=, or "
-                    "name another out."
-                )
-        elif out is not None:
+        if out is not None and not fit_lens:
             check_nothing_is_lost(out, self.sha256, policies)
         documents, for_lens = self.documents(texts, files=files), list[np.ndarray]()
         fits_of(policies)
-        if len(self.decoder.config.exits) == 1:
+        if fit_lens:
             for_lens, documents = split_for_lens(documents, seed=seed)
         goal: Goal = Budgets() if budget is None else Budgets(budgets=_several(budget))
         if max_nll_increase_pct is not None:
@@ -491,12 +487,13 @@ class Verbs:
             ]
         note_compilation()
         # All is fitted to a copy: what fails or is interrupted leaves this model as it was.
-        model, lens = dataclasses.replace(self), None
-        if for_lens:
-            model.decoder = with_exits(self.decoder, tuple(exits))
-            windows, config = model.windows(for_lens, context), LensConfig(seed=seed)
-            lens = fit_lens(model.decoder, self.params, windows, config, progress=progress)
-            model.read_through(lens)
+        model = dataclasses.replace(self)
+        if fit_lens:
+            model.decoder = with_exits(self.decoder, tuple(exits)) if bare else self.decoder
+            how: Any = {"context": context, "seed": seed, "out": out, "progress": progress}
+            _read_through_lens(model, for_lens, text=options.get("text"), **how)
+        if fit_lens and out is not None:
+            check_nothing_is_lost(out, model.sha256, policies)
         decoder, width = model.decoder, min(self.decoder.config.context_length, context)
         if max_disagreement is not None:
             decoder = with_config(decoder, context_length=width)  # Which cuts its documents.
@@ -512,9 +509,6 @@ class Verbs:
             **options,
         )
         model.calibration = fitted
-        if out is not None and lens is not None:
-            model.lens = lens_beside(out)
-            save_lens(model.lens, lens, info={"model_sha256": self.sha256, "seed": seed})
         if out is not None:
             fitted.save(out)
         vars(self).update(vars(model))
@@ -611,7 +605,7 @@ class Verbs:
         """
         config = self.decoder.config
         chosen = config.exits if depths is None else np.atleast_1d(depths).tolist()
-        if not chosen or not {*chosen} <= {*range(config.num_layers + 1)}:
+        if not chosen or not all(is_integer(d) and d <= config.num_layers for d in chosen):
             raise ValueError(
                 f"Wanted depths in layers, one or more, from 0 to the model's {config.num_layers}. "
                 f"Got {depths}."
@@ -649,7 +643,6 @@ def _events(engine: Engine) -> Iterator[Event]:
 
 
 def _encoded(model: Any, sources: Sequence[Any]) -> list[np.ndarray]:
-    """Returns the token ids of texts; token ids are checked and pass through."""
     strings = [source for source in sources if isinstance(source, str)]
     encoded = iter(model.encode(strings) if strings else ())
     vocab_size = model.decoder.config.vocab_size
@@ -722,19 +715,58 @@ def check_goal(
         )
 
 
-def _check_exits(decoder: Any, exits: Sequence[int]) -> None:
+def _check_exits(decoder: Any, exits: Sequence[int], *, fit_lens: bool) -> None:
     """Raises ValueError if `calibrate` cannot fit a lens for these exits, or would ignore them."""
     has = decoder.config.exits
-    if len(has) == 1 and isinstance(decoder, Wrapped):
+    if fit_lens and isinstance(decoder, Wrapped):
         raise ValueError(
-            "Wanted a model without KV maps, through whose lens exits are read. Got one with "
-            "maps. Calibrate it without them, and add them to the calibrated model."
+            "Wanted a model without lens and KV maps to fit a lens to. Got a "
+            f"{type(decoder).__name__} one. Load it with lens=False; add KV maps afterwards."
         )
     if len(has) > 1 and exits and {*exits, has[-1]} != {*has}:
         raise ValueError(
             f"Wanted exits of a model that names none. Got exits={tuple(exits)} for one with "
             f"{has}. Load it with these alone: load(..., exits={tuple(exits)})."
         )
+
+
+def _read_through_lens(
+    model: Any,
+    documents: list[np.ndarray],
+    *,
+    text: Mapping[str, Any] | None,
+    context: int,
+    seed: int,
+    out: str | Path | None,
+    progress: Callable[[str], None] | None,
+) -> None:
+    """Applies to a model the lens next to `out`, or one that is fitted and saved there.
+
+    Raises ValueError where the lens next to `out` was fitted to something else.
+    """
+    say = progress if progress is not None else lambda _: None
+    config, exits = LensConfig(seed=seed), model.decoder.config.exits
+    text = text or {"documents": len(documents), "sha256": hash_tensors(documents)}
+    info = {"model_sha256": model.sha256, "text": text, "seed": seed, "steps": config.steps}
+    model.lens = file = None if out is None else check_writable(lens_beside(out), "out")
+    if file is not None and file.is_file():
+        stored, expected = load_json(file, "a lens"), {"exits": [*exits[:-1]], **info}
+        other = {key: stored.get(key) for key in expected if stored.get(key) != expected[key]}
+        if other:
+            raise ValueError(
+                f"Wanted a lens of { ({k: expected[k] for k in other}) }. {file} was fitted to "
+                f"{other}, and what was calibrated through it needs it. Name another out, remove "
+                f"{file}, or calibrate through it: --lens {file} (load(..., lens={str(file)!r}))."
+            )
+        say(f"lens: the one in {file}, which was fitted so")
+        lens = load_lens(file, model_sha256=model.sha256)
+    else:
+        say(f"a lens for the exits {exits}")
+        windows = model.windows(documents, context)
+        lens = fit_lens(model.decoder, model.params, windows, config, progress=progress)
+        if file is not None:
+            save_lens(file, lens, info=info)
+    model.read_through(lens)
 
 
 def with_exits(decoder: Any, exits: tuple[int, ...]) -> Any:

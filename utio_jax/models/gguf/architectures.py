@@ -20,6 +20,7 @@ from utio_jax.core.decoder import is_integer
 from utio_jax.models.config_reader import Reader, among, shown
 from utio_jax.models.families import FAMILIES, Rule
 from utio_jax.models.gguf.header import Tensor, library
+from utio_jax.models.rope import RopeScaling, frequencies
 
 # What changes no result here. `gguf.tokenizer` reads the keys of texts.
 _HARMLESS = ("general.", "tokenizer.", "quantize.", "{arch}.rope.scaling.finetuned")
@@ -116,7 +117,6 @@ def _gemma3(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
 
 
 def _cap(keys: Keys) -> dict[str, Any]:
-    """Returns the cap of logits, None where no key says one."""
     name = "final_logit_softcapping"
     return {name: None if keys.stored(name) is None else keys.take(name, float)}
 
@@ -335,45 +335,32 @@ def _ends(read: Keys, vocab: int) -> int | list[int] | None:
     return ends[0] if len(ends) == 1 else ends or None
 
 
-def rotated_share(factors: np.ndarray) -> float | None:
-    """Returns the share of a head that rotates, by the divisors of its frequencies.
-
-    Those of pairs that stand still are immense. None where the divisors are not of that form.
-    """
-    divisors = np.asarray(factors, np.float64).reshape(-1)
-    count = int(np.sum(divisors == 1.0))
-    standing = divisors[count:]
-    return count / divisors.size if np.all(standing >= 1e20) and count else None
-
-
 def llama3_scaling(factors: np.ndarray, *, theta: float) -> dict[str, Any] | None:
     """Returns the `rope_parameters` of Llama 3.1 whose `head_dim / 2` frequencies `factors` divide.
 
     Low frequencies are divided in full, high ones are kept. In between, the inverse divisor is
-    linear in the frequency. This determines `original_max_position_embeddings` and
-    `high_freq_factor` for a `low_freq_factor` of 1. None if the divisors are not of that form.
+    linear in the frequency, which determines `original_max_position_embeddings` for a
+    `low_freq_factor` of 1 and a `high_freq_factor` of 4. None if the divisors are not of that form.
     """
     divisors = np.asarray(factors, np.float64).reshape(-1)
     if np.all(divisors == 1.0):
         return {"rope_type": "default", "rope_theta": theta}
-    factor = divisors.max()
+    factor = float(divisors.max())
     between = (divisors > 1.0 + 1e-5) & (divisors < factor * (1 - 1e-5))
-    if not np.all(np.isfinite(divisors)) or divisors.min() < 1.0 or between.sum() < 2:
+    if not np.all(np.isfinite(divisors)) or divisors.min() < 1.0 or not between.any():
         return None
-    turns = theta ** (-np.arange(divisors.size) / divisors.size) / (2 * math.pi)  # Per token.
+    plain = frequencies(2 * divisors.size, theta)
     kept = (1 / divisors[between] - 1 / factor) / (1 - 1 / factor)
-    slope, offset = np.polyfit(turns[between], kept, 1)
-    if slope <= 0 or offset >= 0:
+    context = max(1, round(np.median((1 + 3 * kept) * 2 * math.pi / plain[between])))
+    scaling = RopeScaling(kind="llama3", factor=factor, original_context_length=context)
+    scaled = frequencies(2 * divisors.size, theta, scaling)
+    if not np.allclose(plain / scaled, divisors, rtol=1e-4):
         return None
-    context, high = round(-slope / offset), 1 - 1 / offset
-    rope = {
+    return {
         "rope_type": "llama3",
         "rope_theta": theta,
-        "factor": float(factor),
-        "low_freq_factor": 1.0,
-        "high_freq_factor": round(float(high), 3),
+        "factor": factor,
+        "low_freq_factor": scaling.low_freq_factor,
+        "high_freq_factor": scaling.high_freq_factor,
         "original_max_position_embeddings": context,
     }
-    again = np.clip((context * turns - 1.0) / (rope["high_freq_factor"] - 1.0), 0.0, 1.0)
-    same = np.allclose(1 / (again + (1 - again) / factor), divisors, rtol=1e-4)
-    return rope if same else None

@@ -129,7 +129,6 @@ def _check_known(keys: Mapping[str, Any]) -> None:
 
 
 def _vocabulary(keys: Mapping[str, Any]) -> tuple[list[str], np.ndarray]:
-    """Returns the pieces, and the type of each."""
     pieces = keys.get(f"{_PREFIX}tokens")
     if not isinstance(pieces, list) or not pieces:
         raise ValueError(f"no {_PREFIX}tokens")

@@ -25,7 +25,6 @@ from utio_jax.models.gguf.architectures import (
     architecture_of,
     llama3_scaling,
     read_keys,
-    rotated_share,
     tensor_rules,
 )
 from utio_jax.models.gguf.header import Header, library, read_header
@@ -126,12 +125,14 @@ def files_beside_weights(file: Path) -> tuple[dict[str, Any], dict[str, str]]:
 
 def _rotate_in_part(header: Header, config: dict[str, Any]) -> list[str]:
     """Sets the rotated share of heads in layers without a window. Returns a list of problems."""
-    share: float | None = 1.0
+    share = 1.0
     if _ROPE_FREQS in header.tensors:
-        factors = read_tensor(header, _ROPE_FREQS, dtype=np.float32)
-        share = rotated_share(factors) if 2 * factors.size == config["global_head_dim"] else None
-    if share is None:
-        return [f"{_ROPE_FREQS}: only divisors that stop pairs are supported"]
+        divisors = read_tensor(header, _ROPE_FREQS, dtype=np.float32).reshape(-1)
+        count = int(np.sum(divisors == 1.0))  # Those of pairs that stand still are immense.
+        known = count and 2 * divisors.size == config["global_head_dim"]
+        if not known or np.any(divisors[count:] < 1e20):
+            return [f"{_ROPE_FREQS}: only divisors that stop pairs are supported"]
+        share = count / divisors.size
     rope = {"rope_type": "proportional", "partial_rotary_factor": share}
     config["rope_parameters"]["full_attention"] |= rope
     return []
