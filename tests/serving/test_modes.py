@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import itertools
-import threading
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,15 +12,14 @@ from unittest import mock
 import jax
 import numpy as np
 import pytest
-from helpers.serving import SHAPES, Client, alone, by_importance, completion, running, served_model
+from helpers.serving import SHAPES, alone, by_importance, completion, running, served_model
 from helpers.texts import new_text
 
 from utio_jax.contrib.stopping import ThinkingBudget
 from utio_jax.decoding.base import Plain
 from utio_jax.decoding.lossless import Lossless
 from utio_jax.decoding.sampling import SamplingParams
-from utio_jax.engine import Engine, RowRates, planning
-from utio_jax.serving import Address, Server
+from utio_jax.engine import RowRates, planning
 from utio_jax.serving.app import Application
 
 pytestmark = pytest.mark.check
@@ -75,8 +73,12 @@ def test_requests_run_in_full_where_a_depth_per_token_is_predicted_not_to_pay(
     folder: Path, monkeypatch: pytest.MonkeyPatch, pays: bool
 ) -> None:
     plain = 0.012 if pays else 0.005
-    rates = RowRates(seconds=0.0, seconds_per_layer={4: 0.002}, plain_seconds=plain)
-    monkeypatch.setattr(planning, "_rates", lambda *_: rates)
+
+    def rates(served: Any, mode: Any, progress: Any) -> RowRates:
+        progress(1, 3)
+        return RowRates(seconds=0.0, seconds_per_layer={4: 0.002}, plain_seconds=plain)
+
+    monkeypatch.setattr(planning, "_rates", rates)
     # At 4 slots: two layers for all, and two more where one of them goes on.
     with running(served_model(folder, histogram={2: 0.9, 4: 0.1}), slots=4) as server:
         ready = server.ask("/ready").body
@@ -85,6 +87,7 @@ def test_requests_run_in_full_where_a_depth_per_token_is_predicted_not_to_pay(
         assert ready == {"status": "ready", "mode": mode, "plan": planned["why"]}
         assert planned["speedup"] == pytest.approx(plain / (0.004 + 0.004 * (1 - 0.9**4)), abs=1e-3)
         assert planned["why"].endswith("run at 0.5." if pays else "run in full.")
+        assert {"event": "timing", "done": 1, "blocks": 3} in server.lines
         about = server.ask("/v1/models").body["data"][0]["utio"]
         assert (about["mode"], about["default_mode"]) == ("adaptive", mode)
 
@@ -98,44 +101,6 @@ def test_requests_run_in_full_where_a_depth_per_token_is_predicted_not_to_pay(
         assert shallow[0] == "adaptive"
         assert shallow[1] < 4
         assert used() == (shallow if pays else ("plain", 4))
-
-
-def test_ready_says_how_far_the_start_is(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    timed, warm, lines = threading.Event(), threading.Event(), list[dict[str, Any]]()
-    warmup = Engine.warmup
-
-    def rates(served: Any, mode: Any, progress: Any) -> RowRates:
-        progress(1, 3)
-        assert timed.wait(60)
-        return RowRates(seconds=0.0, seconds_per_layer={4: 0.002}, plain_seconds=0.012)
-
-    def later(engine: Engine, **options: Any) -> None:
-        assert warm.wait(60)
-        warmup(engine, **options)
-
-    monkeypatch.setattr(planning, "_rates", rates)
-    monkeypatch.setattr(Engine, "warmup", later)
-    model = served_model(folder, histogram={2: 0.9, 4: 0.1})
-    server = Server(model, address=Address(port=0), slots=4, shapes=SHAPES, log=lines.append)
-    thread, client = threading.Thread(target=server.run), Client(server.url)
-    thread.start()
-
-    def says(text: str) -> bool:
-        result = client.ask("/ready")
-        return result.status == 503 and text in result.error["message"]
-
-    try:
-        client.wait_for(lambda: says("timing blocks to plan depths, 1 of 3"))
-        timed.set()
-        client.wait_for(lambda: says("compiling, 0 of 5 programs"))
-        warm.set()
-        client.wait_for(lambda: client.ask("/ready").status == 200, seconds=300)
-    finally:
-        timed.set()
-        warm.set()
-        server.stop()
-        thread.join(60)
-    assert [line["done"] for line in lines if line["event"] == "timing"] == [1]
 
 
 @pytest.mark.parametrize(

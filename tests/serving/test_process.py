@@ -3,10 +3,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import collections
 import concurrent.futures
-import contextlib
 import functools
 import json
 import signal
@@ -178,36 +176,6 @@ def test_an_engine_that_dies_takes_the_process_with_it(start: Start) -> None:
 def ended_of(counters: dict[str, float], *reasons: str) -> float:
     """Returns how many requests have ended for these reasons so far."""
     return sum(counters.get(f'utio_ended_total{{reason="{why}"}}', 0) for why in reasons)
-
-
-async def burst(server: Process, count: int) -> list[int]:
-    """Returns the statuses of requests that are all sent at once."""
-
-    async def one(number: int) -> int:
-        reader, writer = await asyncio.open_connection(*server.place)
-        writer.write(request_bytes(json.dumps(completion("x", max_tokens=4, seed=number))))
-        answer = await reader.read()
-        writer.close()
-        with contextlib.suppress(OSError):
-            await writer.wait_closed()
-        head, _, body = answer.partition(b"\r\n\r\n")
-        status = int(head.split()[1])
-        assert ("error" in json.loads(body)) == (status != 200)
-        assert status != 429 or b"retry-after: " in head
-        return status
-
-    return await asyncio.gather(*(one(number) for number in range(count)))
-
-
-@pytest.mark.slow
-def test_hundreds_at_once_are_answered_or_told_to_come_again(start: Start) -> None:
-    server, done = start(), ("length", "eos")
-    before = ended_of(server.counters(), *done)
-    statuses = collections.Counter(asyncio.run(burst(server, 400)))
-    assert {*statuses} == {200, 429}
-    assert statuses[200] >= 256
-    server.wait_for(server.settled)
-    assert ended_of(server.counters(), *done) - before == statuses[200]
 
 
 @pytest.mark.slow

@@ -122,8 +122,8 @@ def plot_margins(
 ) -> Figure:
     """Draws how far each policy lies below the hull over `flops_ratio`, with its interval."""
     names = list(dict.fromkeys(row.ledger.policy for row in rows if row.hull_margin_pct))
-    columns = min(4, len(names))
-    lines = -(-len(names) // columns)
+    columns = min(4, max(1, len(names)))
+    lines = max(1, -(-len(names) // columns))
     figure = _Picture(figsize=(3.1 * columns, 2.3 * lines + 0.7), layout="constrained")
     grid = figure.subplots(lines, columns, sharex=True, sharey=True, squeeze=False)
     for name, axes in zip(names, grid.flat, strict=False):
@@ -142,9 +142,9 @@ def plot_margins(
     for axes in list(grid.flat)[len(names) :]:
         axes.axis("off")
     # Bad policies would squeeze the good ones: they leave the picture at the bottom.
-    best = max(0.1, *(row.hull_margin_pct[2] for row in rows if row.hull_margin_pct))
+    best = max([0.1, *(row.hull_margin_pct[2] for row in rows if row.hull_margin_pct)])
     grid[0, 0].set_ylim(-1.2 * best, 1.2 * best)
-    figure.suptitle(title, fontsize=10)
+    figure.suptitle(title if names else f"{title}: no margin is known", fontsize=10)
     figure.supxlabel("executed FLOPs / FLOPs of the full pass", fontsize=9)
     figure.supylabel("loss below the hull (%)\n95 % interval over documents", fontsize=9)
     return saved(figure, file)

@@ -67,6 +67,12 @@ class Bench:
 
         from utio_jax.bench.terminal import bench_table
 
+        for option in ("parts", "models", "batch_sizes", "prompt_lengths"):
+            if not getattr(self, option):
+                raise ValueError(
+                    f"Wanted at least one value of --{option.replace('_', '-')}. Got none. Name "
+                    "some, or leave it out for the default."
+                )
         policies = [label_of(name) for name in self.policies]
         least = min(*self.batch_sizes, *self.prompt_lengths, self.new_tokens, self.rounds)
         if least < 1:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from pathlib import Path
 from typing import Any, ClassVar
@@ -79,10 +78,8 @@ class Serve(OfMode):
             name=self.name or served_name(self.model),
             text=model,
             mode=mode,
-            chat=_chat_of(model),
             prefill=prefill,
             prompt_budget=None if prefill is None else self.prompt_budget,
-            special_tokens=_special_tokens(model),
             **routing,
         )
 
@@ -119,29 +116,3 @@ def served_name(model: str) -> str:
     ('Qwen2.5-0.5B', 'tiny.Q4_1', 'v1.1')
     """
     return Path(model).resolve().name.removesuffix(".gguf")
-
-
-def _chat_of(model: Any) -> Any:
-    """Returns the model's `utio_jax.serving.Chat`; None where it has no template."""
-    from utio_jax.models.chat import encode_chat, turn_ends
-    from utio_jax.serving import Chat
-
-    try:
-        template = model.chat_template.template
-    except ValueError:
-        return None
-    return Chat(
-        template=template,
-        encode=lambda messages: encode_chat(model, messages),
-        eos_ids=turn_ends(model),
-    )
-
-
-def _special_tokens(model: Any) -> dict[str, str]:
-    """Returns the texts of the BOS and EOS tokens."""
-    ends, texts = model.decoder.config.eos_ids, {}
-    if ends and (text := model.tokenizer.id_to_token(ends[0])) is not None:
-        texts["eos_token"] = text
-    with contextlib.suppress(ValueError):  # Without a template it names none.
-        texts |= model.chat_template.special_tokens
-    return texts

@@ -91,7 +91,7 @@ class Try(OfModel):
         model = self.load()
         documents, described = read_documents(model, self.files, None, "test")
         fitted = None
-        with contextlib.suppress(KeyError, ValueError):  # It may have none.
+        with contextlib.suppress(ValueError):  # It may have none.
             fitted = fitted_policy(model)
         console = Console(stderr=True, highlight=False)
         heading = f"{model.folder.name}, {described['documents']} documents"
@@ -149,9 +149,15 @@ def recommend(rows: Sequence[Tried], model: str) -> str:
 def fitted_policy(model: Any) -> Method:
     """Returns the learned policy at the budget next to the default.
 
-    Raises ValueError or KeyError if there is none.
+    Raises ValueError if there is none.
     """
-    known = model.calibration.entries["learned"]
+    entries = model.calibration.entries
+    if "learned" not in entries:
+        raise ValueError(
+            f"Wanted a calibration of the policy learned. Got one of {', '.join(entries)}. Fit it, "
+            f"too: utio-jax calibrate FILES --policy {' '.join(['learned', *entries])}."
+        )
+    known = entries["learned"]
     repeat_verdict(model)
     budget = min(known, key=lambda value: abs(value - DEFAULT_BUDGET))
     policy = model.calibration.policy("learned", budget)

@@ -11,7 +11,7 @@ except ModuleNotFoundError as error:
     raise missing_library(error, "utio_jax.serving") from error
 
 from utio_jax.serving.app import Application
-from utio_jax.serving.model import Chat, Limits, ServedModel
+from utio_jax.serving.model import Limits, ServedModel
 from utio_jax.serving.run import Address, Server
 
-__all__ = ["Address", "Application", "Chat", "Limits", "ServedModel", "Server"]
+__all__ = ["Address", "Application", "Limits", "ServedModel", "Server"]

@@ -25,7 +25,7 @@ from utio_jax.serving.engine import PromptScores
 from utio_jax.serving.gate import ApiError, engine_ended, fault, note_fault
 from utio_jax.serving.pieces import token_name
 from utio_jax.serving.requests import Reading
-from utio_jax.serving.worker import EngineStoppedError, Ticket
+from utio_jax.serving.worker import EngineStoppedError, Results
 
 if TYPE_CHECKING:
     from utio_jax.serving.app import Application
@@ -217,11 +217,11 @@ class Answer(Response):
     """The answer to a generation request, streamed or sent whole."""
 
     def __init__(
-        self, service: Application, reading: Reading, ticket: Ticket, record: dict[str, Any]
+        self, service: Application, reading: Reading, results: Results, record: dict[str, Any]
     ) -> None:
         """Stores a request whose tasks the engine has, and its log `record`."""
         super().__init__(status_code=200)
-        self._reading, self._ticket, self._record = reading, ticket, record
+        self._reading, self._results, self._record = reading, results, record
         self._service, self._ping = service, service.limits.ping_seconds
         self._end = time.monotonic() + service.limits.request_seconds
         kind = "chat.completion" if reading.chat else "text_completion"
@@ -246,7 +246,8 @@ class Answer(Response):
             self._record["left"] = type(error).__name__
         finally:
             watcher.cancel()
-            self._ticket.cancel()
+            for task in self._reading.tasks:
+                self._service.worker.cancel(task)
             usage = self._usage()
             depth = usage["utio"]["mean_depth_decided"]
             self._record |= {
@@ -263,7 +264,7 @@ class Answer(Response):
     async def _watch(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
-        self._ticket.news.put_nowait((None, ClientLeftError()))
+        self._results.put_nowait((None, ClientLeftError()))
 
     async def _parts(self) -> AsyncIterator[dict[str, Any] | None]:
         """Yields parts of choices as they arrive; None after a pause.
@@ -271,6 +272,7 @@ class Answer(Response):
         Raises `ApiError` where it ended otherwise than by its own tokens.
         """
         reading, prompts = self._reading, range(len(self._reading.prompts))
+        open_tasks = self._service.worker.open_tasks
         # Prompts that are still to be echoed, and new tokens that come after them.
         unsaid: dict[int, list[tuple[int, Event]]] = {}
         if reading.echo is not None and reading.logprobs is not None:
@@ -279,11 +281,11 @@ class Answer(Response):
             for row in prompts:
                 for part in self._echo(row, None):
                     yield part
-        while not (self._ticket.done and self._ticket.news.empty()):
+        while not (open_tasks.keys().isdisjoint(reading.tasks) and self._results.empty()):
             left = self._end - time.monotonic()
             try:
                 async with asyncio.timeout(max(0.0, min(self._ping, left))):
-                    task, news = await self._ticket.news.get()
+                    task, news = await self._results.get()
             except TimeoutError:
                 if left <= self._ping:
                     raise _too_slow() from None

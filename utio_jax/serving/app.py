@@ -24,9 +24,10 @@ from starlette.types import Receive, Scope, Send
 
 from utio_jax.core.files import versions
 from utio_jax.engine import Engine, Shapes, plan_mode
+from utio_jax.engine.prefix import bytes_of
 from utio_jax.engine.slots import Served
 from utio_jax.serving.answers import Answer
-from utio_jax.serving.engine import PromptScorer, served_of
+from utio_jax.serving.engine import PromptScorer
 from utio_jax.serving.gate import (
     ApiError,
     Gate,
@@ -42,12 +43,16 @@ from utio_jax.serving.model import Limits, ServedModel
 from utio_jax.serving.pieces import Piece, PieceReader
 from utio_jax.serving.requests import Reader, Reading
 from utio_jax.serving.schema import (
+    MOST_LOGPROBS,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     TokenizeRequest,
 )
 from utio_jax.serving.worker import Worker
+
+_STEPS = 8
+"""New tokens of each running row in a block, between which requests come and go."""
 
 
 class Application:
@@ -94,8 +99,19 @@ class Application:
         Raises:
           ValueError: see `Engine`.
         """
-        sizes: dict[str, Any] = {"slots": slots, "capacity": capacity}
-        served = served_of(model, shapes=shapes, prefix_cache=prefix_cache, **sizes)
+        served = Served(
+            decoder=model.text.decoder,
+            params=model.text.params,
+            slots=slots,
+            capacity=model.slot_tokens(capacity),
+            mode=model.mode,
+            prefill=model.prefill,
+            steps=_STEPS,
+            shapes=shapes,
+            alternatives=MOST_LOGPROBS,
+            logits_processor=model.logits_processor,
+            prefix_cache=bytes_of(prefix_cache),
+        )
         self.model, self.limits, self.slots = model, limits, slots
         self.reader = Reader(model, capacity=served.capacity, limits=limits)
         self.worker = Worker(
@@ -148,8 +164,8 @@ class Application:
         if (opened := len(worker.open_tasks)) + count > most:
             message = f"The queue is full: {opened} choices are open. Retry in 1 s."
             raise ApiError(429, message, headers={"retry-after": "1"})
-        ticket = worker.hand_in(reading.tasks)
-        return Answer(self, reading, ticket, request.scope["state"]["record"])
+        results = worker.hand_in(reading.tasks)
+        return Answer(self, reading, results, request.scope["state"]["record"])
 
     def card(self) -> dict[str, Any]:
         """Returns the model as `/v1/models` lists it."""
@@ -229,6 +245,7 @@ class Application:
 
 def _routes(service: Application) -> FastAPI:
     """Returns the routes."""
+    error = {"schema": {"type": "object", "required": ["error"]}}
     app = FastAPI(
         title="utio-jax serve",
         version=versions().get("utio-jax", "0"),
@@ -237,6 +254,8 @@ def _routes(service: Application) -> FastAPI:
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
+        # FastAPI would name a 422, which no address answers.
+        responses={"default": {"description": "An error.", "content": {"application/json": error}}},
         lifespan=service.lifespan,
     )
     add_handlers(app)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The device side of a server: an engine and a prompt scorer."""
+"""Log-probabilities of prompts, for a server: each prompt length is padded to a few widths."""
 
 from __future__ import annotations
 
@@ -14,17 +14,12 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from utio_jax.core.decoder import Decoder, Params
-from utio_jax.engine import Alternatives, Shapes
-from utio_jax.engine.prefix import bytes_of
+from utio_jax.engine import Alternatives
 from utio_jax.engine.slots import Served, prompt_widths
-from utio_jax.serving.model import ServedModel
 from utio_jax.serving.schema import MOST_LOGPROBS
 from utio_jax.staircase.exit_head import Readout
 from utio_jax.staircase.loop import staircase
 from utio_jax.staircase.score import full_depth
-
-_STEPS = 8
-"""New tokens of each running row in a block, between which requests come and go."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -108,27 +103,3 @@ def _scored(
 
     readout = Readout(function=read, arrays=(labels,))
     return staircase(decoder, params, token_ids, lengths, full_depth(decoder), readout=readout).read
-
-
-def served_of(
-    model: ServedModel,
-    *,
-    slots: int,
-    capacity: int | None,
-    shapes: Shapes,
-    prefix_cache: int | str = 0,
-) -> Served:
-    """Returns the arguments of a server's engine; arguments are `Application`'s."""
-    return Served(
-        decoder=model.text.decoder,
-        params=model.text.params,
-        slots=slots,
-        capacity=model.slot_tokens(capacity),
-        mode=model.mode,
-        prefill=model.prefill,
-        steps=_STEPS,
-        shapes=shapes,
-        alternatives=MOST_LOGPROBS,
-        logits_processor=model.logits_processor,
-        prefix_cache=bytes_of(prefix_cache),
-    )

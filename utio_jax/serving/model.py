@@ -4,14 +4,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
-
-import numpy as np
+import functools
+from collections.abc import Mapping
 
 from utio_jax.decoding.base import LogitsProcessor, Mode, Plain
 from utio_jax.decoding.prefill import Prefill
 from utio_jax.decoding.text import TextModel
+from utio_jax.models.chat import ChatTemplate
 from utio_jax.policies.depth import Thresholded
 
 
@@ -42,22 +41,6 @@ class Limits:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Chat:
-    """Encoder of a model's conversations.
-
-    Attributes:
-      template: the Jinja program, for clients that ask.
-      encode: returns the token ids `[token]` of messages, with the assistant's turn opened. Raises
-        ValueError for messages that the template does not take.
-      eos_ids: tokens that end an answer.
-    """
-
-    template: str
-    encode: Callable[[Sequence[Mapping[str, Any]]], np.ndarray]
-    eos_ids: tuple[int, ...]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class ServedModel:
     """A model under a name, and the options that requests may choose.
 
@@ -65,7 +48,6 @@ class ServedModel:
       name: the model's name in requests.
       text: the model.
       mode: of decoding.
-      chat: None where it has no chat template.
       policy: name of the depth policy; None without one.
       budget: of a request that names none; None without a policy.
       budgets: policies that a request may choose by their budget.
@@ -74,13 +56,11 @@ class ServedModel:
       prefill: of prompts; None: the full model's.
       prompt_budget: FLOPs of `prefill` over a full prefill's.
       logits_processor: of all requests, as a budget for thinking; see `Engine`.
-      special_tokens: texts of `eos_token`, `bos_token` and others, by name.
     """
 
     name: str
     text: TextModel
     mode: Mode = dataclasses.field(default_factory=Plain)
-    chat: Chat | None = None
     policy: str | None = None
     budget: float | None = None
     budgets: Mapping[float, Thresholded] = dataclasses.field(default_factory=dict)
@@ -88,12 +68,27 @@ class ServedModel:
     prefill: Prefill | None = None
     prompt_budget: float | None = None
     logits_processor: LogitsProcessor | None = None
-    special_tokens: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def layers(self) -> int:
         """Layers of the model."""
         return self.text.decoder.config.num_layers
+
+    @functools.cached_property
+    def chat(self) -> ChatTemplate | None:
+        """Chat template of the model; None where it has none."""
+        try:
+            return getattr(self.text, "chat_template", None)
+        except ValueError:
+            return None
+
+    @functools.cached_property
+    def special_tokens(self) -> Mapping[str, str]:
+        """Texts of `eos_token`, `bos_token` and others, by name."""
+        ends = self.text.decoder.config.eos_ids
+        text = self.text.tokenizer.id_to_token(ends[0]) if ends else None
+        own = {} if text is None else {"eos_token": text}
+        return {**own, **({} if self.chat is None else self.chat.special_tokens)}
 
     def slot_tokens(self, capacity: int | None) -> int:
         """Returns the tokens of a slot: by default the model's context, 2048 at most."""

@@ -13,6 +13,7 @@ import numpy as np
 from utio_jax.core.documents import check_text
 from utio_jax.decoding.sampling import SamplingParams
 from utio_jax.decoding.state import STOPS_ROOM
+from utio_jax.models.chat import encode_chat, turn_ends
 from utio_jax.serving.gate import ApiError
 from utio_jax.serving.model import Limits, ServedModel
 from utio_jax.serving.schema import ChatRequest, CompletionRequest, Message, UtioOptions
@@ -30,17 +31,17 @@ class Reading:
       body: as it came.
       prompts: token ids of each.
       tasks: for the engine.
-      echo: texts of the prompts where they belong to the answer; None: they do not.
       about: the depth options, for `usage.utio`.
       logprobs: most probable tokens at each place; None: no log-probabilities at all.
+      echo: texts of the prompts where they belong to the answer; None: they do not.
     """
 
     body: CompletionRequest | ChatRequest
     prompts: list[np.ndarray]
     tasks: list[Task]
-    echo: list[str] | None
     about: dict[str, Any]
     logprobs: int | None
+    echo: list[str] | None = None
 
     @property
     def chat(self) -> bool:
@@ -63,16 +64,19 @@ class Reader:
     async def completion(self, body: CompletionRequest) -> Reading:
         """Returns the reading of a completion request."""
         self.check_model(body.model)
-        prompts, texts = await self._prompts(body), None
-        if body.echo:
-            given: Any = [body.prompt] if isinstance(body.prompt, str) else body.prompt
-            decode = self.model.text.tokenizer.decode
-            of_text = isinstance(given[0], str)
-            texts = given if of_text else [decode(prompt.tolist()) for prompt in prompts]
+        prompts = await self._prompts(body)
         left = max(1, self.context - max(prompt.size for prompt in prompts))
         most = min(16, left) if body.max_tokens is None else body.max_tokens
         eos = self.model.text.decoder.config.eos_ids
-        return self._reading(body, prompts, most, texts, logprobs=body.logprobs, eos_ids=eos)
+        reading = self._reading(body, prompts, most, logprobs=body.logprobs, eos_ids=eos)
+        if not body.echo:
+            return reading
+        texts: Any = [body.prompt] if isinstance(body.prompt, str) else body.prompt
+        if not isinstance(texts[0], str):  # Ids, which have been checked by now.
+            rows = [prompt.tolist() for prompt in prompts]
+            decode = self.model.text.tokenizer.decode
+            texts = await asyncio.to_thread(lambda: [decode(row) for row in rows])
+        return dataclasses.replace(reading, echo=texts)
 
     async def chat(self, body: ChatRequest) -> Reading:
         """Returns the reading of a chat request."""
@@ -84,9 +88,8 @@ class Reader:
         if body.top_logprobs and not body.logprobs:
             raise _refused("Wanted logprobs=true with top_logprobs. Set it.", "top_logprobs")
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        assert self.model.chat is not None
-        eos = self.model.chat.eos_ids
-        return self._reading(body, [prompt], most, None, logprobs=logprobs, eos_ids=eos)
+        eos = turn_ends(self.model.text)
+        return self._reading(body, [prompt], most, logprobs=logprobs, eos_ids=eos)
 
     async def conversation(self, messages: list[Message]) -> np.ndarray:
         """Returns the token ids of messages."""
@@ -99,7 +102,7 @@ class Reader:
             )
         try:
             plain_messages = [message.plain() for message in messages]
-            return await asyncio.to_thread(self.model.chat.encode, plain_messages)
+            return await asyncio.to_thread(encode_chat, self.model.text, plain_messages)
         except (ValueError, TypeError) as error:
             raise _refused(error, "messages") from error
 
@@ -155,7 +158,6 @@ class Reader:
         body: CompletionRequest | ChatRequest,
         prompts: list[np.ndarray],
         most: int,
-        echo: list[str] | None,
         *,
         logprobs: int | None,
         eos_ids: tuple[int, ...],
@@ -166,7 +168,7 @@ class Reader:
             raise _refused(message, "stream_options")
         for row, prompt in enumerate(prompts):
             self._check_prompt(prompt, most, f" in prompt {row}" if len(prompts) > 1 else "")
-        if not most and echo is None:
+        if not most and not body.echo:
             raise _refused("Wanted max_tokens of at least 1, or echo=true. Got 0.", "max_tokens")
         options, about = self._engine_options(body.utio)
         own = () if body.ignore_eos else eos_ids
@@ -187,7 +189,7 @@ class Reader:
         }
         seed = secrets.randbits(32) if body.seed is None else body.seed
         tasks: list[Task] = []
-        scored = echo is not None and logprobs is not None
+        scored = body.echo and logprobs is not None
         for row, prompt in enumerate(prompts):
             if scored:
                 tasks.append(Task(prompt, row))
@@ -198,7 +200,6 @@ class Reader:
             body=body,
             prompts=prompts,
             tasks=tasks,
-            echo=echo,
             about={**about, "prompt_logprobs_of": "full"} if scored else about,
             logprobs=logprobs,
         )

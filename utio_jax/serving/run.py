@@ -4,18 +4,16 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import ipaddress
 import logging
 import math
 import os
-import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import uvicorn
@@ -37,7 +35,7 @@ def _is_loopback(host: str) -> bool:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Address:
-    """Listening address of a server, its key and its TLS files.
+    """Listening address of a server, and its key.
 
     Attributes:
       host: an address of this machine.
@@ -169,17 +167,8 @@ class Server:
 class _Uvicorn(uvicorn.Server):
     """Uvicorn that returns after a signal instead of raising it again."""
 
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):
-                loop.add_signal_handler(number, self._signalled)  # In the main thread alone.
-        yield
-
-    def _signalled(self) -> None:
-        self.force_exit = self.should_exit
-        self.should_exit = True
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self.force_exit, self.should_exit = self.should_exit, True
 
 
 def _listen(address: Address) -> socket.socket:

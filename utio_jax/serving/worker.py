@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engine thread of the server, and the tickets with which the event loop submits work to it.
+"""Engine thread of the server, and the queues in which it hands results to the event loop.
 
 An engine is not thread-safe, so one thread owns it. The thread takes tasks from a queue, runs one
 block of steps, and posts the results to the event loop in one call. JAX releases the GIL while it
@@ -45,34 +45,15 @@ class Task:
 
 News = Event | PromptScores | Exception
 
-
-class Ticket:
-    """Tasks of one HTTP request, and the queue of their results.
-
-    Attributes:
-      news: queue of results and errors, with the task of each.
-    """
-
-    def __init__(self, tasks: Sequence[Task], worker: Worker) -> None:
-        self.news: asyncio.Queue[tuple[Task | None, News]] = asyncio.Queue()
-        self._tasks, self._worker = tasks, worker
-
-    @property
-    def done(self) -> bool:
-        """True if no task of this ticket is open."""
-        return self._worker.open_tasks.keys().isdisjoint(self._tasks)
-
-    def cancel(self) -> None:
-        """Cancels the open tasks: they produce no further results, and their slots become free."""
-        for task in self._tasks:
-            self._worker.cancel(task)
+Results = asyncio.Queue[tuple[Task | None, News]]
+"""Results and errors of one HTTP request, with the task of each."""
 
 
 class Worker:
     """Runs an engine in a thread of its own, for one event loop.
 
     Attributes:
-      open_tasks: accepted tasks that have not finished, with their tickets.
+      open_tasks: accepted tasks that have not finished, with the queues of their results.
       stats: statistics of the engine after its last block.
     """
 
@@ -92,14 +73,14 @@ class Worker:
           engine: the engine, which only the thread may use from then on.
           scorer: computes the log-probabilities of prompts.
           on_ready: called on the loop when all programs are compiled.
-          on_death: called on the loop with the error that stopped the engine, after all tickets
+          on_death: called on the loop with the error that stopped the engine, after all queues
             have received it.
           on_progress: called on the loop with the number of compiled programs, and of all programs.
           plan: called first, in the thread.
         """
         self._on_ready, self._on_death, self._on_progress = on_ready, on_death, on_progress
         self._engine, self._scorer, self._plan = engine, scorer, plan
-        self.open_tasks: dict[Task, Ticket] = {}
+        self.open_tasks: dict[Task, Results] = {}
         self.stats = engine.stats()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._inbox: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
@@ -122,16 +103,16 @@ class Worker:
         """True while the thread runs; a compilation cannot be interrupted."""
         return self._thread.is_alive()
 
-    def hand_in(self, tasks: Sequence[Task]) -> Ticket:
-        """Queues tasks, which start after the current block; returns their ticket."""
-        ticket = Ticket(tasks, self)
+    def hand_in(self, tasks: Sequence[Task]) -> Results:
+        """Queues tasks, which start after the current block; returns the queue of their results."""
+        results: Results = asyncio.Queue()
         for task in tasks:
-            self.open_tasks[task] = ticket
+            self.open_tasks[task] = results
             self._inbox.put(("begin", task))
-        return ticket
+        return results
 
     def cancel(self, task: Task) -> None:
-        """Cancels a task after the current block, unless it has finished."""
+        """Cancels an open task: it has no further results; its slot is free after the block."""
         if self.open_tasks.pop(task, None) is not None:
             self._inbox.put(("cancel", task))
 
@@ -142,14 +123,14 @@ class Worker:
             self._loop.call_soon_threadsafe(function, *arguments)
 
     def _deliver(self, posts: list[tuple[Task, News]]) -> None:
-        """Delivers results to their tickets, on the event loop."""
+        """Delivers results to their queues, on the event loop."""
         for task, news in posts:
-            ticket = self.open_tasks.get(task)
-            if ticket is None:
+            results = self.open_tasks.get(task)
+            if results is None:
                 continue  # Cancelled in the meantime.
             if not isinstance(news, Event) or news.finished is not None:
                 del self.open_tasks[task]
-            ticket.news.put_nowait((task, news))
+            results.put_nowait((task, news))
 
     def _end_all(self, error: BaseException) -> None:
         self._deliver([(task, EngineStoppedError(error)) for task in self.open_tasks])
