@@ -164,6 +164,8 @@ def test_too_few_documents_are_refused_before_any_pass(tiny: Any) -> None:
         compare(
             tiny.decoder, tiny.params, batches, document_of, calibration, progress=messages.append
         )
+    with pytest.raises(ValueError, match="calibration, or policies of your own. Got neither"):
+        compare(tiny.decoder, tiny.params, batches, document_of, None)
     assert not messages
 
 

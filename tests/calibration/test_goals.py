@@ -15,7 +15,7 @@ from helpers.cases import EXECUTOR, calibrated
 from helpers.models import Model
 
 from utio_jax import uniform
-from utio_jax.calibration import goals
+from utio_jax.calibration import calibrate, goals
 from utio_jax.calibration.gates import SignalFitter
 from utio_jax.calibration.goals import Budgets, MaxDisagreement, MaxLoss
 from utio_jax.calibration.search import ThresholdSearch
@@ -165,6 +165,12 @@ def test_goals_that_mean_nothing_are_refused(text: list[Batch]) -> None:
         MaxDisagreement(
             max_disagreement=0.05, confidence=0.95, documents=long_documents(70), policies=13
         )
+
+
+def test_a_guarantee_is_for_all_policies_that_are_fitted(short: Model, text: list[Batch]) -> None:
+    goal = MaxDisagreement(max_disagreement=0.5, confidence=0.5, documents=long_documents(70))
+    with pytest.raises(ValueError, match=r"all 2 policies.*Got policies=1. .*policies=2\)"):
+        calibrate(short.decoder, short.params, text, goal=goal)
 
 
 def long_documents(count: int) -> list[np.ndarray]:

@@ -244,6 +244,10 @@ UNTYPED: Any = SimpleNamespace(**{**vars(P()), "top_k": None})  # `P` checks typ
         (lambda: P.__post_init__(UNTYPED), "Wanted a top_k"),
         (lambda: check_sampling(numbers.float64(0.7), rows=2), r"Got .*0.7.*temperature=0.7"),
         (lambda: check_sampling(rows_of([P(), P()]), rows=3), r"one per prompt \(3\). Got 2"),
+        (
+            lambda: check_sampling([P(temperature=np.array([0.5]))], rows=1),
+            "numbers in each entry of a list",
+        ),
         (lambda: check_sampling(P(top_p=np.array([0.5, 0.5])), rows=3), r"\(3\). Got 2"),
         (
             lambda: check_sampling(P(temperature=np.array([1.0, np.nan])), rows=2),

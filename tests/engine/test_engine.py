@@ -543,6 +543,19 @@ def test_an_interrupt_after_a_block_loses_no_result(
         assert {result.reason for result in ended.values()} == {"length"}
 
 
+def test_a_prompt_that_cannot_be_read_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each try would end the requests that run."""
+    engine = interrupted_engine(late=False)
+    first, second = (engine.submit([2] * size, max_new_tokens=2, eos_ids=()) for size in (3, 5))
+    with monkeypatch.context() as patch:
+        patch.setattr(slots, "read_blocks", lambda *_, **__: (_ for _ in ()).throw(RuntimeError))
+        with pytest.raises(RuntimeError):
+            engine.advance()
+    third = engine.submit([7], max_new_tokens=3, eos_ids=())
+    ended = {number: result.reason for number, result in engine.drain().items()}
+    assert ended == {first: "interrupted", second: "length", third: "length"}
+
+
 def test_alternatives_that_nobody_asked_for_cost_nothing() -> None:
     engine = engine_of(lively_model(), modes()["plain"][0], read_late=False)
     number = engine.submit([1, 2], max_new_tokens=1, eos_ids=())

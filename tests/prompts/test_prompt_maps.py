@@ -126,6 +126,15 @@ def test_no_document_is_in_two_parts() -> None:
     assert {int(document[0]) for document in split_text(documents, seed=4).test} != parts[2]
 
 
+def test_copies_are_in_one_part() -> None:
+    documents = [np.full(40 + index % 3, index // 3) for index in range(30)]
+    text = split_text(documents)
+    parts = [{int(d[0]) for d in part} for part in (text.fit, text.calibrate, text.test)]
+    assert [len(part) for part in parts] == [6, 2, 2]
+    assert set.union(*parts) == set(range(10))
+    assert split_text(documents[:12]).parts == "parts of documents", "four texts alone"
+
+
 def test_a_few_documents_are_cut() -> None:
     text = split_text([np.arange(100)])
     assert text.parts == "parts of documents"

@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from utio_jax.calibration.gates import Fit, SignalFitter, fits_of
-from utio_jax.calibration.goals import Budgets, Goal
+from utio_jax.calibration.goals import Budgets, Goal, MaxDisagreement
 from utio_jax.calibration.lens import LEAST_PREDICTED
 from utio_jax.calibration.search import ThresholdSearch
 from utio_jax.calibration.studies import study_exits
@@ -70,11 +70,17 @@ def calibrate(  # noqa: PLR0913 (options, each named)
 
     Raises:
       ValueError: the model has no early exit, a name is unknown, there is too little text, or no
-        policy reaches the goal.
+        policy reaches the goal. A guarantee is for fewer policies than are fitted.
     """
     check_batches(batches, instead="model.calibrate(texts)")
     say = progress if progress is not None else lambda _: None
     fits = fits_of(policies)
+    if isinstance(goal, MaxDisagreement) and goal.policies < len(fits):
+        raise ValueError(
+            f"Wanted a guarantee for all {len(fits)} policies: the luckiest of them may be picked. "
+            f"Got policies={goal.policies}. Make it with MaxDisagreement(policies={len(fits)}), or "
+            "fit fewer."
+        )
     tokens = int(sum(np.maximum(batch.lengths - 1, 0).sum() for batch in batches))
     if tokens < LEAST_PREDICTED:
         raise ValueError(

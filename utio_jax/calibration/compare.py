@@ -137,6 +137,11 @@ def compare(  # noqa: PLR0913 (options, each named)
     known = sorted({budget for fitted in calibration.entries.values() for budget in fitted})
     chosen = known if budgets is None else sorted(set(budgets))
     if not set(chosen) <= set(known) or not (chosen or others):
+        if not known:
+            raise ValueError(
+                "Wanted a calibration, or policies of your own. Got neither. Fit one: "
+                "model.calibrate(texts), or name policies=[...]."
+            )
         raise ValueError(f"Wanted some of the budgets {known}, as calibrated. Got {budgets}.")
     check_enough(len(set(document_of_window.tolist())))  # Before the passes, not after them.
     params = place(params, mesh)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
+from jaxtyping import Int
 
 from utio_jax.calibration.guarantee import check_units, fit_with_guarantee
 from utio_jax.calibration.risk import group_near_duplicates, risks_of_groups
@@ -138,14 +139,16 @@ class MaxDisagreement:
     documents: Sequence[np.ndarray]
     policies: int = 1
     seed: int = 0
+    _groups: Int[np.ndarray, " document"] = dataclasses.field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.policies < 1:
             raise ValueError(f"Wanted a goal for at least 1 policy. Got policies={self.policies}.")
         kept = tuple(ids for ids in self.documents if len(ids) > _MIN_PREDICTED)
         object.__setattr__(self, "documents", kept)
+        object.__setattr__(self, "_groups", group_near_duplicates(kept))
         check_units(
-            len(set(group_near_duplicates(kept).tolist())),
+            len(set(self._groups.tolist())),
             max_risk=self.max_disagreement,
             confidence=self.confidence,
             looks=self.policies,
@@ -165,9 +168,8 @@ class MaxDisagreement:
             return {}, {"max_disagreement": self.max_disagreement, "candidates": {}}
         say(f"{signal.name}: disagreement of {len(self.documents)} documents")
         risks, tokens = self._disagreement(search, signal, [candidates[r] for r in ratios])
-        groups = group_near_duplicates(self.documents)
         result = fit_with_guarantee(
-            risks_of_groups(risks, tokens, groups),
+            risks_of_groups(risks, tokens, self._groups),
             max_risk=self.max_disagreement,
             confidence=self.confidence,
             looks=self.policies,

@@ -128,6 +128,11 @@ def check_sampling(
                 f"Wanted SamplingParams. Got {params!r}. For example: "
                 "SamplingParams(temperature=0.7, top_p=0.95)."
             )
+        if isinstance(sampling, Sequence) and any(map(np.ndim, vars(params).values())):
+            raise ValueError(
+                f"Wanted numbers in each entry of a list of SamplingParams. Got {params!r:.80}. "
+                "Give each row an entry of its own."
+            )
     values = vars(sampling) if isinstance(sampling, SamplingParams) else {}
     counts = [len(given), *(np.size(value) for value in values.values() if np.ndim(value))]
     if wrong := [count for count in counts if count != rows]:

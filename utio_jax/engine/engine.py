@@ -255,7 +255,8 @@ class Engine:
         between two blocks is limited, see `Shapes.chunk`.
 
         If a call did not return (`KeyboardInterrupt`, an error of the device), the next call ends
-        each request that had a slot, with reason `"interrupted"`. Waiting requests are kept.
+        each request that had a slot, with reason `"interrupted"`. Waiting requests are kept, except
+        for those whose prompts were being read as an error was raised.
         """
         return self._advance(keeps=False)
 
@@ -454,7 +455,13 @@ class Engine:
             now = self._clock()
             for _, request, *_ in prompts.parts:
                 request.admitted = now if request.admitted is None else request.admitted
-            for row in rows.read(prompts):
+            try:
+                ended = rows.read(prompts)
+            except Exception:  # Of the device, say: another try would end the others again.
+                for _, request, *_ in prompts.parts:
+                    request.ending = "interrupted"
+                raise
+            for row in ended:
                 request = self._reading.pop(row)
                 request.slot, self._owners[row] = row, request
                 self._stats.prompt_tokens += request.prompt.size

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from utio_jax.calibration.risk import group_near_duplicates
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.evaluation.intervals import FEWEST
 from utio_jax.prompts.evaluate import (
@@ -46,19 +47,25 @@ class PromptText:
 def split_text(documents: Sequence[np.ndarray], *, seed: int = 0) -> PromptText:
     """Returns documents in three parts: of five, three, one and one.
 
-    Whole documents, in an order drawn from the seed. Fewer than five are cut into tenths:
-    the first six, the next two and the last two make the parts: neighbours meet at two borders.
+    Whole documents, in an order drawn from the seed; copies stay in one part (`split_documents`).
+    Fewer than five, copies counted once, are cut into tenths: the first six, the next two and the
+    last two make the parts: neighbours meet at two borders.
     """
-    if len(documents) < FEWEST:
+    groups = group_near_duplicates(documents)
+    if (count := len(set(groups.tolist()))) < FEWEST:
         tenths = [np.array_split(np.asarray(document), 10) for document in documents]
         fit, calibrate, test = (
             tuple(piece for pieces in tenths for piece in pieces[some])
             for some in (slice(0, 6), slice(6, 8), slice(8, 10))
         )
         return PromptText(fit=fit, calibrate=calibrate, test=test, parts="parts of documents")
-    order, fifth = np.random.default_rng(seed).permutation(len(documents)), len(documents) // 5
+    order, fifth = np.random.default_rng(seed).permutation(count), count // 5
     test, calibrate, fit = (
-        tuple(np.asarray(documents[index]) for index in part)
+        tuple(
+            np.asarray(documents[index])
+            for group in part
+            for index in np.flatnonzero(groups == group).tolist()
+        )
         for part in np.split(order, [fifth, 2 * fifth])
     )
     return PromptText(fit=fit, calibrate=calibrate, test=test, parts="documents")
