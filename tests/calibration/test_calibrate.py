@@ -159,14 +159,8 @@ def test_rank_correlation_is_spearmans_or_none() -> None:
     assert rank_correlation(np.zeros(0), np.zeros(0)) is None
 
 
-def numbers_of(leaf: jax.Array) -> np.ndarray:
-    """Returns a leaf of a policy as numbers; the control's PRNG key is opaque otherwise."""
-    is_key = jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-    return np.asarray(jax.random.key_data(leaf) if is_key else leaf)
-
-
 @pytest.mark.check
-def test_a_calibration_survives_its_files_and_refuses_other_models(
+def test_a_calibration_keeps_to_its_budget_and_to_its_model(
     tiny: Any, text: list[Batch], fitted: Calibration, tmp_path: Path
 ) -> None:
     assert 0.8 in fitted.entries["learned"]
@@ -182,10 +176,6 @@ def test_a_calibration_survives_its_files_and_refuses_other_models(
     fitted.save(tmp_path)
     loaded = load_calibration(tmp_path, model_sha256="a" * 64)
     assert loaded.entries == fitted.entries
-    for name in ("learned", "random"):
-        ours, theirs = fitted.policy(name, 0.8), loaded.policy(name, 0.8)
-        for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
-            np.testing.assert_array_equal(numbers_of(a), numbers_of(b))
     with pytest.raises(ValueError, match="belongs to aaaaaaaaaaaa. Make one for this model"):
         load_calibration(tmp_path, model_sha256="b" * 64)
     with pytest.raises(
@@ -194,13 +184,6 @@ def test_a_calibration_survives_its_files_and_refuses_other_models(
         loaded.policy("learned", 0.5)
     with pytest.raises(ValueError, match="a policy of full, uniform, learned.*Got 'magic'"):
         loaded.policy("magic", 0.8)
-    with pytest.raises(ValueError, match="calibration at .*There is none"):
-        load_calibration(tmp_path / "nowhere", model_sha256="a" * 64)
-    stored = json.loads((tmp_path / "policies.json").read_text())
-    del stored["info"]["model_sha256"]
-    (tmp_path / "policies.json").write_text(json.dumps(stored))
-    with pytest.raises(ValueError, match="cannot be read"):
-        load_calibration(tmp_path, model_sha256="a" * 64)
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from functools import partial
 from typing import Any
 
@@ -18,7 +19,7 @@ from utio_jax.calibration.studies import collect_scores, predicted_tokens, study
 from utio_jax.core.documents import Batch, sample_batches
 from utio_jax.core.pytrees import pytree, static
 from utio_jax.evaluation.evaluate import evaluate
-from utio_jax.evaluation.intervals import DocumentSums, HullBootstrap, hull_of
+from utio_jax.evaluation.intervals import DocumentSums, drawn_again, hull_of, margin_interval
 from utio_jax.evaluation.ledger import convex_hull, uniform_hull
 from utio_jax.policies import PolicyBase
 from utio_jax.policies.store import Calibration, Thresholds
@@ -43,7 +44,7 @@ def test_every_draw_has_the_convex_hull_of_its_own_documents() -> None:
     rng = np.random.default_rng(0)
     for _ in range(20):
         uniform = some_exits(rng, 6)
-        weights, full = HullBootstrap(uniform, draws=15, seed=3)._weights, uniform[-1]
+        weights, full = drawn_again(6, draws=15, seed=3), uniform[-1]
         nll, flops = weights @ full.nll, weights @ full.flops
         drawn = [(weights @ x.flops / flops, 100 * (weights @ x.nll / nll - 1)) for x in uniform]
         for ratio in (0.29, 0.301, 0.41, 0.5, 0.66, 0.93, 0.999, 1.02):
@@ -84,7 +85,7 @@ def coverage(documents: int, kind: str, *, repeats: int, draws: int) -> float:
     rng, held = np.random.default_rng(documents), 0
     for trial in range(repeats):
         shallow, full, policy = text_of(rng, documents, kind)
-        result = HullBootstrap([shallow, full], draws=draws, seed=trial).interval(policy)
+        result = margin_interval([shallow, full], policy, draws=draws, seed=trial)
         assert result is not None
         held += result[0] <= 1.0 <= result[2]
     return held / repeats
@@ -118,8 +119,8 @@ def test_intervals_cover_as_often_as_their_docstring_says(
 def test_errors_of_a_margin_are_those_of_a_ratio_of_sums() -> None:
     """Where the hull is one chord and costs are equal, the margin is a ratio: a known error."""
     shallow, full, policy = text_of(np.random.default_rng(4), 40, "heavy")
-    bootstrap = HullBootstrap([shallow, full], draws=4000, seed=1)
-    low, middle, high = bootstrap.interval(policy) or (0.0, 0.0, 0.0)
+    interval = margin_interval([shallow, full], policy, draws=4000, seed=1)
+    low, middle, high = interval or (0.0, 0.0, 0.0)
     gain = 100 * (shallow.nll + full.nll - 2 * policy.nll) / 2
     ratio = gain.sum() / full.nll.sum()
     assert middle == pytest.approx(ratio)
@@ -127,7 +128,7 @@ def test_errors_of_a_margin_are_those_of_a_ratio_of_sums() -> None:
     influence = (gain - ratio * full.nll) / full.nll.sum()
     error = np.sqrt((influence**2).sum() * 40 / 39)
     reaches = []
-    for weight in bootstrap._weights[1:]:
+    for weight in drawn_again(40, draws=4000, seed=1)[1:]:
         drawn = weight @ gain / (weight @ full.nll)
         spread = weight @ ((gain - drawn * full.nll) / (weight @ full.nll)) ** 2 * 40 / 39
         reaches.append(abs(drawn - ratio) / np.sqrt(spread))
@@ -138,7 +139,7 @@ def test_errors_of_a_margin_are_those_of_a_ratio_of_sums() -> None:
 def test_documents_that_all_say_the_same_leave_no_doubt() -> None:
     same = [sums(np.full(6, nll), np.full(6, flops)) for nll, flops in ((11.0, 0.5), (10.0, 1.0))]
     policy = sums(np.full(6, 10.4), np.full(6, 0.75))
-    result = HullBootstrap(same, draws=50).interval(policy)
+    result = margin_interval(same, policy, draws=50)
     assert result == pytest.approx((1.0, 1.0, 1.0))
 
 
@@ -148,9 +149,9 @@ def test_intervals_hold_the_margin_and_cover_its_true_value_about_as_often_as_th
 
 def test_a_policy_cheaper_than_the_cheapest_exit_has_no_margin() -> None:
     exits = some_exits(np.random.default_rng(2), 8)
-    bootstrap = HullBootstrap(exits, draws=50)
-    assert bootstrap.interval(sums(exits[0].nll, 0.9 * exits[0].flops)) is None
-    assert bootstrap.interval(exits[1]) is not None
+    cheaper = sums(exits[0].nll, 0.9 * exits[0].flops)
+    assert margin_interval(exits, cheaper, draws=50) is None
+    assert margin_interval(exits, exits[1], draws=50) is not None
 
 
 def test_too_few_documents_are_refused_before_any_pass(tiny: Any) -> None:
@@ -281,5 +282,7 @@ def test_policies_of_ones_own_are_judged_beside_their_controls(
     assert abs(shares[0]["1"] - shares[1]["1"]) < 5 * np.sqrt(tokens) / 2
     assert chance.ledger.nll != even.ledger.nll
     assert conclude([chance]).startswith("No policy could be held")
+    own = dataclasses.replace(even.ledger, policy="oracle_mine")
+    assert "oracle_mine" in conclude([dataclasses.replace(even, ledger=own)])
     with pytest.raises(ValueError, match="a name each.*Got \\['even', 'even'\\]. Name them"):
         run(policies=[policy, policy])

@@ -159,7 +159,7 @@ def test_a_promise_chooses_the_cheapest_candidate_that_is_sure_enough(
 def test_goals_that_mean_nothing_are_refused(text: list[Batch]) -> None:
     with pytest.raises(ValueError, match="budgets above 0, at most 1.*Got \\(1.2,\\)"):
         Budgets(budgets=(1.2,))
-    with pytest.raises(ValueError, match="at least 63 documents.*Got 0. Give more text"):
+    with pytest.raises(ValueError, match="at least 63 documents.*Got 0. Give more"):
         MaxDisagreement(max_disagreement=0.05, confidence=0.95, documents=rows_of(text))
     with pytest.raises(ValueError, match="for each of 13 policies.*or for fewer policies"):
         MaxDisagreement(

@@ -45,12 +45,17 @@ def say(monkeypatch: pytest.MonkeyPatch, *lines: str) -> None:
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[dict[str, str]], int]]:
     """The messages and the seed of each answer."""
     seen: list[tuple[list[dict[str, str]], int]] = []
-    answer = Chat._answer
+    answer, stream, messages = Chat._answer, Engine.stream, list[Any]()
+
+    def seeded(self: Engine, *given: Any, **options: Any) -> Any:
+        seen.append((messages.pop(), options["seed"]))
+        return stream(self, *given, **options)
 
     def remembered(self: Chat, *given: Any) -> Any:
-        seen.append(([dict(message) for message in given[2]], self.seed + given[3]))
+        messages.append([dict(message) for message in given[2]])
         return answer(self, *given)
 
+    monkeypatch.setattr(Engine, "stream", seeded)
     monkeypatch.setattr(Chat, "_answer", remembered)
     return seen
 

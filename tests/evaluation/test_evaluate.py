@@ -30,6 +30,7 @@ from utio_jax.models.transformer import Transformer
 from utio_jax.policies import Entropy, Learned, given_depths, random_depths
 from utio_jax.policies.signals import Position
 from utio_jax.staircase import MicroBatches, full_depth
+from utio_jax.staircase.packing import AttentionPattern
 from utio_jax.staircase.score import compare_states, run_score
 from utio_jax.utio import TokenSurrogate
 
@@ -173,6 +174,22 @@ def test_a_documents_flops_are_those_of_its_own_depths(tiny: Any) -> None:
         assert among.quality == dataclasses.replace(document.quality, nll=among.quality.nll)
     ratios = {document.quality.flops / document.quality.flops_full for document in both.documents}
     assert len(ratios) == 2, "each has its own"
+
+
+@pytree
+class Other(AttentionPattern):
+    """Dense attention under another name."""
+
+
+def test_under_a_pattern_flops_are_counted_by_batch_alone(tiny: Any) -> None:
+    run = partial(score_documents, tiny.decoder, tiny.params, [np.arange(40)], uniform(2))
+    result = run(attention=Other(), executor=EXECUTOR, compare=False)
+    (document,) = result.documents
+    for name in ("flops", "flops_ideal", "flops_gates"):
+        assert np.isnan(getattr(document.quality, name)), name
+    assert result.quality.flops > result.quality.flops_ideal > 0
+    assert document.quality.flops_full > 0
+    assert document.quality.query_layers == 80
 
 
 def test_comparisons_run_a_head_per_predicted_token_and_pass(tiny: Any) -> None:
@@ -367,6 +384,9 @@ def test_a_pass_is_called_worthless_for_reasons_that_hold(tiny: Any) -> None:
     ask = partial(check_worthwhile, tiny.decoder, tiny.params, batch=64, width=128)
     assert ask(full_depth(tiny.decoder)) is None, "full depth itself is no fallback"
     assert ask(gated(tiny), min_tokens=64 * 128) is None
+    deep = partial(ask, gated(tiny), executor=EXECUTOR, fractions=(0.0, 0.0, 1.0))
+    assert deep() is not None
+    assert deep(attention=Other()) is None, "what it spares is not known beforehand"
     assert "the minimum of 8193" in str(ask(gated(tiny), min_tokens=64 * 128 + 1))
     signal: Any = gated(tiny).signal
     huge = dataclasses.replace(

@@ -13,7 +13,7 @@ import pytest
 from utio_jax.attention.mixing import NOWHERE, Mixer, attend
 from utio_jax.core.flops import count_matmul_flops
 from utio_jax.utio import History
-from utio_jax.utio.vertical_slash import attend_band, slice_width, visible_history
+from utio_jax.utio.vertical_slash import BandBlocks, slice_width
 
 # tokens, block, recent, sinks, heads, K/V heads, softcap, layer window
 CASES = (
@@ -53,17 +53,19 @@ def parts(case: tuple[Any, ...]) -> tuple[History, Mixer]:
 
 
 def by_blocks(case: tuple[Any, ...], tensors: dict[str, jax.Array]) -> jax.Array:
-    """Returns what `attend_band` makes of all queries, a block of each row at a time."""
+    """Returns what `BandBlocks` make of all queries, a block of each row at a time."""
     tokens, block = case[:2]
     history, mix = parts(case)
-    prepared = mix.prepare(tensors["values"])
+    prepared, some = mix.prepare(tensors["values"]), jnp.zeros(1, jnp.int32)
+    fields = dict.fromkeys(("row", "start", "end", "reach"), some)
+    blocks = BandBlocks(history=history, count=jnp.int32(1), size=block, widths=(), **fields)
     rows = []
     for row in range(2):
         results = []
         for begin in range(0, tokens, block):
             end = min(begin + block, tokens)
             results.append(
-                attend_band(
+                blocks.attend(
                     mix,
                     tensors["queries"][row, begin:end],
                     jnp.arange(begin, end, dtype=jnp.int32),
@@ -72,7 +74,6 @@ def by_blocks(case: tuple[Any, ...], tensors: dict[str, jax.Array]) -> jax.Array
                     tensors["shown"],
                     row=jnp.int32(row),
                     width=slice_width(history, end - begin, tokens),
-                    history=history,
                 )
             )
         rows.append(jnp.concatenate(results))
@@ -80,14 +81,17 @@ def by_blocks(case: tuple[Any, ...], tensors: dict[str, jax.Array]) -> jax.Array
 
 
 def masked(case: tuple[Any, ...], tensors: dict[str, jax.Array]) -> jax.Array:
-    """Returns attention under `visible_history`, over all keys."""
+    """Returns attention over all keys under the mask of sinks and recent ones."""
     history, mix = parts(case)
     shown = tensors["shown"]
     positions = jnp.broadcast_to(jnp.arange(shown.shape[1]), shown.shape)
     hidden = jnp.where(shown, positions, NOWHERE)
-    visible = visible_history(history, positions, hidden, mix.window)
-    queries, keys, values = (tensors[name] for name in ("queries", "keys", "values"))
-    return attend(queries, keys, values, visible, softcap=mix.softcap)
+    keys = hidden[..., None, :]
+    near = positions[..., None] - keys < history.recent
+    visible = mix.visible(positions, hidden) & (near | (keys < history.sinks))
+    return attend(
+        tensors["queries"], tensors["keys"], tensors["values"], visible, softcap=mix.softcap
+    )
 
 
 @pytest.mark.parametrize("case", CASES)

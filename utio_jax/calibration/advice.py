@@ -8,6 +8,7 @@ from typing import Any
 
 from utio_jax.calibration.compare import CHANCE, ComparisonRow
 from utio_jax.core.decoder import Decoder
+from utio_jax.policies.store import CONTROLS
 
 # Loss in % over full depth up to which the saving may be wanted.
 _ACCEPTABLE_PCT = 5.0
@@ -25,9 +26,8 @@ def conclude(rows: Sequence[ComparisonRow]) -> str:
         (row.hull_margin_pct, row)
         for row in rows
         if row.hull_margin_pct is not None
-        and row.ledger.policy != "random"
+        and row.ledger.policy not in CONTROLS
         and not row.ledger.policy.startswith(f"{CHANCE} ")
-        and not row.ledger.policy.startswith("oracle_")
     ]
     if not tried:
         return (

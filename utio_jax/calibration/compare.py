@@ -30,7 +30,7 @@ from utio_jax.core.documents import Batch, check_batches
 from utio_jax.core.flops import depth_flops, token_cost
 from utio_jax.core.rows import place
 from utio_jax.evaluation.evaluate import Quality, evaluate
-from utio_jax.evaluation.intervals import DocumentSums, HullBootstrap, check_enough
+from utio_jax.evaluation.intervals import DocumentSums, check_enough, margin_interval
 from utio_jax.evaluation.ledger import Ledger
 from utio_jax.policies.base import Policy, Signal
 from utio_jax.policies.depth import Thresholded, given_depths, random_depths, shared_program
@@ -59,7 +59,7 @@ class ComparisonRow:
       ledger: quality and cost; times are None.
       hull_margin_pct: margin below the uniform-exit frontier at equal FLOPs, in % of the loss at
         full depth; positive is better. Given with its 95 % interval over documents, see
-        `HullBootstrap.interval`. None for uniform exits, and for costs below the cheapest one.
+        `margin_interval`. None for uniform exits, and for costs below the cheapest one.
       rank_correlation_kl: Spearman's, of the score at the first boundary in use with sqrt(KL to
         full depth) there; None where nothing is scored, or all the same.
     """
@@ -160,7 +160,7 @@ def compare(  # noqa: PLR0913 (options, each named)
         for depth in exits
     }
     uniform = read(given)
-    bootstrap = HullBootstrap([sums for _, sums in uniform.values()], draws=draws, seed=seed)
+    of_exits = [sums for _, sums in uniform.values()]
 
     def row_of(
         label: Label, result: tuple[Quality, DocumentSums], correlation: float | None = None
@@ -168,7 +168,7 @@ def compare(  # noqa: PLR0913 (options, each named)
         (name, budget), (quality, sums) = label, result
         return ComparisonRow(
             ledger=quality.ledger(name, budget=budget, num_layers=exits[-1]),
-            hull_margin_pct=bootstrap.interval(sums),
+            hull_margin_pct=margin_interval(of_exits, sums, draws=draws, seed=seed),
             rank_correlation_kl=correlation,
         )
 

@@ -13,7 +13,7 @@ from jaxtyping import Int
 from utio_jax.calibration.guarantee import check_units, fit_with_guarantee
 from utio_jax.calibration.risk import group_near_duplicates, risks_of_groups
 from utio_jax.calibration.search import ThresholdSearch
-from utio_jax.core.documents import Batch, batches_of, windows_of
+from utio_jax.core.documents import Batch, sample_batches
 from utio_jax.evaluation.evaluate import evaluate
 from utio_jax.policies.base import Signal
 from utio_jax.policies.store import Thresholds
@@ -195,16 +195,11 @@ class MaxDisagreement:
     ) -> tuple[np.ndarray, np.ndarray]:
         """Returns `[candidate, document]`, and the number of predicted tokens per document."""
         config = search.decoder.config
-        cut = [windows_of([ids], width=config.context_length) for ids in self.documents]
-        document_of = np.repeat(np.arange(len(cut)), [len(windows) for windows in cut])
-        batches = batches_of(
-            [window for windows in cut for window in windows],
-            rows=_ROWS,
-            widths=[config.context_length],
-            vocab_size=config.vocab_size,
+        batches, document_of = sample_batches(
+            self.documents, rows=_ROWS, width=config.context_length, vocab_size=config.vocab_size
         )
         tokens = np.asarray([len(ids) - 1 for ids in self.documents])
-        agree = np.zeros((len(candidates), len(cut)))
+        agree = np.zeros((len(candidates), len(tokens)))
 
         def observe(name: str, batch: Batch, comparison: Comparison, _: np.ndarray) -> None:
             rows = np.flatnonzero(batch.window >= 0)
@@ -214,7 +209,7 @@ class MaxDisagreement:
         evaluate(
             search.decoder,
             search.params,
-            list(batches),
+            batches,
             {
                 str(index): entry.policy(signal, exits=search.exits)
                 for index, entry in enumerate(candidates)

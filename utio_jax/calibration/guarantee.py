@@ -79,7 +79,14 @@ def fit_with_guarantee(
             f"Give one row per candidate, safest first."
         )
     units, binary = risks.shape[1], risks.dtype == np.bool_
-    check_units(units, max_risk=max_risk, confidence=confidence, looks=looks, binary=binary)
+    check_units(
+        units,
+        max_risk=max_risk,
+        confidence=confidence,
+        looks=looks,
+        binary=binary,
+        names=("tested units", "max_risk"),
+    )
     if not ((risks >= 0) & (risks <= 1)).all():
         raise ValueError(
             f"Wanted risks from 0 to 1. Got {risks.min()} to {risks.max()}. Give shares of "
@@ -181,16 +188,22 @@ def half_of(groups: np.ndarray, seed: int) -> np.ndarray:
 
 
 def check_units(
-    units: int, *, max_risk: float, confidence: float, looks: int = 1, binary: bool = False
+    units: int,
+    *,
+    max_risk: float,
+    confidence: float,
+    looks: int = 1,
+    binary: bool = False,
+    names: tuple[str, str] = ("documents", "max_disagreement"),
 ) -> None:
-    """Raises ValueError for fewer units than `units_needed`."""
+    """Raises ValueError for fewer units than `units_needed`; `names` are of units and bound."""
     needed = units_needed(max_risk, confidence, looks, binary=binary)
     if units < needed:
         several = f" for each of {looks} policies" if looks > 1 else ""
         raise ValueError(
-            f"Wanted at least {needed} documents for max_disagreement={max_risk} at confidence "
-            f"{confidence}{several}, near-duplicates counted once. Got {units}. Give more "
-            f"text, or ask for less{' or for fewer policies' if several else ''}."
+            f"Wanted at least {needed} {names[0]} for {names[1]}={max_risk} at confidence "
+            f"{confidence}{several}, near-duplicates counted once. Got {units}. Give more, or ask "
+            f"for less{' or for fewer policies' if several else ''}."
         )
 
 

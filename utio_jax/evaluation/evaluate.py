@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -232,7 +233,9 @@ class DocumentScore:
       log_likelihood: `[token - 1]`, of every token but the first, in nats.
       depths: `[token - 1]`, layers that the token before it ran to predict it.
       quality: its own sums. Their FLOPs are those of its own decided depths: layers, frozen K/V,
-        heads and gates, without padding; `flops_full` the same at full depth.
+        heads and gates, without padding; `flops_full` the same at full depth. Under an
+        `attention` pattern `flops`, `flops_ideal` and `flops_gates` are NaN: what it spares is
+        counted by batch.
     """
 
     log_likelihood: np.ndarray
@@ -327,6 +330,7 @@ def score_documents(  # noqa: PLR0913 (options, each named)
             batch=-(-len(batch.lengths) // parts),
             width=batch.token_ids.shape[1],
             executor=executor,
+            attention=attention,
             fractions=fractions,
             min_tokens=min_tokens,
         )
@@ -370,6 +374,8 @@ def score_documents(  # noqa: PLR0913 (options, each named)
             depths[window] = own["depths"][0, :predicted]
             decisions = of_policy[by.depths]
             costs = _decided_costs(cost, by, decisions, own["depths"], executor=executor, kv=kv)
+            if choices[number] != DENSE:
+                costs |= dict.fromkeys(("flops", "flops_ideal", "flops_gates"), math.nan)
             qualities[window] = dataclasses.replace(_sums(own, length), **costs)
     ends = np.cumsum([len(of_one) for of_one in cut])
     spans = [slice(end - len(of_one), end) for end, of_one in zip(ends, cut, strict=True)]

@@ -34,7 +34,7 @@ def gate_flops(
     return choices + float(sum(f * float(n) for f, n in zip(per_slot, decisions, strict=False)))
 
 
-def check_worthwhile(
+def check_worthwhile(  # noqa: PLR0913 (options, each named)
     decoder: Decoder,
     params: Params,
     policy: Policy,
@@ -42,6 +42,7 @@ def check_worthwhile(
     batch: int,
     width: int,
     executor: Executor | Literal["auto"] = "auto",
+    attention: AttentionPattern = DENSE,
     fractions: Sequence[float] | None = None,
     min_tokens: int = 0,
 ) -> str | None:
@@ -55,6 +56,8 @@ def check_worthwhile(
       width: tokens per row.
       executor: how it would run. `"auto"`: as `score` chooses, and not at all on accelerators where
         a state has fewer than `Platform.least_routed` features: these wait more than they multiply.
+      attention: which keys each token sees. What another pattern than dense attention spares is
+        known only after the pass: its FLOPs are no reason.
       fractions: expected share of tokens at each of the policy's depths; by default the best case,
         in which all tokens stop at the first.
       min_tokens: smallest pass that is routed at all. FLOPs say nothing of what short passes
@@ -70,6 +73,8 @@ def check_worthwhile(
             f"{here().least_routed}: on this platform routing them is predicted to be no faster; "
             "name an executor to do it"
         )
+    if attention != DENSE:
+        return None
     executor = choose_executor(executor, policy, width)
     cost = token_cost(decoder, params)
     shares = fractions if fractions is not None else [1.0] + [0.0] * (len(policy.depths) - 1)

@@ -7,9 +7,10 @@ what is drawn again, an interval comes out far too narrow.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -18,6 +19,7 @@ FEWEST = 5
 """Documents below which there is no interval."""
 
 
+@lru_cache(maxsize=1)  # A comparison draws once for all its rows.
 def drawn_again(documents: int, *, draws: int, seed: int) -> Float[np.ndarray, "draw document"]:
     """Returns the count of each document in each bootstrap draw (Efron 1979).
 
@@ -88,8 +90,7 @@ def ratio_interval(
     return studentised(weights, values, influence)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DocumentSums:
+class DocumentSums(NamedTuple):
     """Loss and executed FLOPs of a policy on each document.
 
     Attributes:
@@ -110,52 +111,37 @@ def check_enough(documents: int) -> None:
         )
 
 
-class HullBootstrap:
-    """Bootstrap over documents (Efron 1979) of the margin between policies and the hull.
+def margin_interval(
+    uniform: Sequence[DocumentSums], sums: DocumentSums, *, draws: int = 2000, seed: int = 0
+) -> tuple[float, float, float] | None:
+    """Returns the margin's 95 % interval below the hull: its lower end, the margin, its upper end.
 
-    A draw moves the policy, full depth and the hull together, so that what is hard for all of them
-    cancels.
+    The studentised bootstrap over documents, see `studentised`. A draw moves the policy, full depth
+    and the hull together, so that what is hard for all of them cancels. The table gives its
+    coverage of the true margin in 100 simulated texts. Sizes of documents vary by a factor of ten.
+    Losses are normal, heavy-tailed (Student's t of 3 degrees) or strongly skewed (log-normal).
+
+        documents                       5           10           29          100
+        normal, heavy, skewed     95 97 87     94 96 83     96 96 88     95 96 93
+        quantiles of margins      83 82 73     88 88 77     92 93 84     95 94 91
+
+    So a skewed text of few documents is covered less often than is said.
+
+    None if the policy is cheaper than the cheapest exit, in the text or in some draw. `uniform` is
+    of every exit, shallowest first, full depth last.
+
+    Raises:
+      ValueError: fewer than five documents.
     """
-
-    def __init__(self, uniform: Sequence[DocumentSums], *, draws: int = 2000, seed: int = 0):
-        """Draws the documents; `uniform` is of every exit, shallowest first, full depth last.
-
-        Raises:
-          ValueError: fewer than five documents.
-        """
-        documents = len(uniform[-1].nll)
-        check_enough(documents)
-        self._weights = drawn_again(documents, draws=draws, seed=seed)
-        self._uniform = tuple(uniform)
-
-    def _values(self, sums: DocumentSums) -> np.ndarray:
-        """Returns `[document, 2 * (exits + 1)]`: nll and flops of every exit, and of a policy."""
-        return np.stack(
-            [x for exit_sums in (*self._uniform, sums) for x in (exit_sums.nll, exit_sums.flops)], 1
-        )
-
-    def interval(self, sums: DocumentSums) -> tuple[float, float, float] | None:
-        """Returns the margin's interval at 95 %: its lower end, the margin, its upper end.
-
-        The studentised bootstrap, see `studentised`. The table gives its coverage of the true
-        margin in 100 simulated texts. Sizes of documents vary by a factor of ten. Losses are
-        normal, heavy-tailed (Student's t of 3 degrees) or strongly skewed (log-normal).
-
-            documents                       5           10           29          100
-            normal, heavy, skewed     95 97 87     94 96 83     96 96 88     95 96 93
-            quantiles of margins      83 82 73     88 88 77     92 93 84     95 94 91
-
-        So a skewed text of few documents is covered less often than is said.
-
-        None if the policy is cheaper than the cheapest exit, in the text or in some draw.
-        """
-        values = self._values(sums)
-        totals = self._weights @ values
-        margins = _margin(totals)
-        if np.isnan(margins).any():
-            return None
-        # What each document's weight adds to the margin, in every draw: by the chain rule.
-        return studentised(self._weights, margins, _slopes(totals) @ values.T)
+    check_enough(len(sums.nll))
+    weights = drawn_again(len(sums.nll), draws=draws, seed=seed)
+    values = np.stack([column for pair in (*uniform, sums) for column in pair], 1)
+    totals = weights @ values
+    margins = _margin(totals)
+    if np.isnan(margins).any():
+        return None
+    # What each document's weight adds to the margin, in every draw: by the chain rule.
+    return studentised(weights, margins, _slopes(totals) @ values.T)
 
 
 def hull_of(points: Sequence[tuple[np.ndarray, np.ndarray]], ratio: np.ndarray) -> np.ndarray:
@@ -174,7 +160,7 @@ def hull_of(points: Sequence[tuple[np.ndarray, np.ndarray]], ratio: np.ndarray) 
 
 
 def _margin(totals: np.ndarray) -> np.ndarray:
-    """Returns margins `[draw]` of sums `[draw, 2 * (exits + 1)]`, see `HullBootstrap._values`."""
+    """Returns margins `[draw]` of sums `[draw, 2 * (exits + 1)]`: of each exit, then the policy."""
     nll, flops = totals[:, 0::2], totals[:, 1::2]
     # Full depth is the last exit, the policy is after it.
     loss, ratio = 100 * (nll / nll[:, -2:-1] - 1), flops / flops[:, -2:-1]

@@ -23,7 +23,6 @@ from utio_jax.core.arrays import flat, map_head, most_probable, next_token_nll
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.documents import check_tokens
 from utio_jax.core.flops import pass_flops, token_cost
-from utio_jax.core.work import Work
 from utio_jax.decoding.generate import Generated
 from utio_jax.decoding.loop import Prompts
 from utio_jax.decoding.prefill import Prefill
@@ -361,15 +360,7 @@ def _continuation(
     )
 
 
-@partial(jax.jit, static_argnums=0, static_argnames="kv")
-def _prompt_work(
-    decoder: Decoder,
-    params: Params,
-    token_ids: Int[Array, "batch token"],
-    lengths: Int[Array, " batch"],
-    policy: Policy,
-    *,
-    kv: FrozenKV,
-) -> Work:
-    # Of the work alone: what only states need falls away.
-    return staircase(decoder, params, token_ids, lengths, policy, kv=kv).work
+# Of the work alone: what only states need falls away.
+_prompt_work = jax.jit(
+    lambda *inputs, kv: staircase(*inputs, kv=kv).work, static_argnums=0, static_argnames="kv"
+)

@@ -55,6 +55,15 @@ class QueryBlocks:
         in_use = jnp.arange(self.row.shape[0]) < self.count
         return self.size * jnp.sum(jnp.where(in_use, keys, 0.0))
 
+    def sees(
+        self, mix: Mixer, positions: Int[Array, " query"], width: int, tokens: int
+    ) -> tuple[tuple[tuple[int | Int[Array, ""], int], ...], Bool[Array, "query key"]]:
+        """Returns spans of a row's keys (first, number), and the mask over them side by side.
+
+        `width` is one of `widths`, `tokens` those of the row.
+        """
+        return ((0, width),), mix.visible(positions, jnp.arange(width, dtype=jnp.int32))
+
     def attend(
         self,
         mix: Mixer,
@@ -68,15 +77,26 @@ class QueryBlocks:
         row: Int[Array, ""],
         width: int,
     ) -> Float[Array, "query head head_dim"]:
-        """Returns the attention of one block of one row's queries over the first `width` keys."""
+        """Returns the attention of one block of one row's queries over the keys that it `sees`.
 
-        def first(leaf: jax.Array) -> jax.Array:
-            origin = (row, *[jnp.zeros_like(row)] * (leaf.ndim - 1))
-            return jax.lax.dynamic_slice(leaf, origin, (1, width, *leaf.shape[2:]))[0]
+        Queries are in text order; `prepared` are values through `mix.prepare`.
+        """
+        spans, visible = self.sees(mix, positions, width, keys.shape[1])
 
-        visible = mix.visible(positions, jnp.arange(width, dtype=jnp.int32))
-        visible &= first(shown)[None, :]
-        return mix.mix_prepared(queries, first(keys), first(prepared), visible)
+        def gather(leaf: jax.Array) -> jax.Array:
+            others = [jnp.zeros_like(row)] * (leaf.ndim - 2)
+            parts = [
+                jax.lax.dynamic_slice(
+                    leaf,
+                    (row, jnp.asarray(start, row.dtype), *others),
+                    (1, size, *leaf.shape[2:]),
+                )[0]
+                for start, size in spans
+            ]
+            return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
+
+        visible &= gather(shown)[None, :]
+        return mix.mix_prepared(queries, gather(keys), gather(prepared), visible)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

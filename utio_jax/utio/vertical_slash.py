@@ -30,7 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from utio_jax.attention.mixing import Mixer, visible_keys
+from utio_jax.attention.mixing import NOWHERE, Mixer, visible_keys
 from utio_jax.core.decoder import Decoder, Params, check_no_branches, check_softmax
 from utio_jax.core.pytrees import pytree, static
 from utio_jax.core.work import Work
@@ -282,8 +282,20 @@ class BandBlocks(QueryBlocks):
         sinks = min(self.history.sinks, tokens)
         return super().key_slots(tokens) + self.size * sinks * self.count.astype(jnp.float32)
 
-    def attend(self, mix: Mixer, /, *arrays: Array, row: Int[Array, ""], width: int) -> jax.Array:
-        return attend_band(mix, *arrays, row=row, width=width, history=self.history)
+    def sees(
+        self, mix: Mixer, positions: Int[Array, " query"], width: int, tokens: int
+    ) -> tuple[tuple[tuple[int | Int[Array, ""], int], ...], Bool[Array, "query key"]]:
+        """Returns the spans of the sinks and of the band, and the mask over both.
+
+        One softmax over the gathered keys: two products merged by log-sum-exp are no faster.
+        """
+        history, sinks = self.history, min(self.history.sinks, tokens)
+        start = jnp.clip(positions[0] - (history.recent - 1), 0, tokens - width)
+        band = start + jnp.arange(width, dtype=jnp.int32)
+        band = jnp.where(band < sinks, NOWHERE, band)  # Each key once.
+        keys = jnp.concatenate([jnp.arange(sinks, dtype=jnp.int32), band])
+        visible = visible_history(history, positions, keys, mix.window)
+        return ((0, sinks), (start, width)), visible
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -317,51 +329,3 @@ def slice_width(history: History, span: int, tokens: int) -> int:
     223
     """
     return min(history.recent + span - 1, tokens)
-
-
-def attend_band(  # noqa: PLR0913 (arrays of one product)
-    mix: Mixer,
-    queries: Float[Array, "query head head_dim"],
-    positions: Int[Array, " query"],
-    keys: Float[Array, "batch token kv_head head_dim"],
-    prepared: Float[Array, "batch token kv_head prepared"],
-    shown: Bool[Array, "batch token"],
-    *,
-    row: Int[Array, ""],
-    width: int,
-    history: History,
-) -> Float[Array, "query head head_dim"]:
-    """Returns the attention of one block of one row's queries over sinks and recent keys.
-
-    One softmax over the gathered keys: two products merged by log-sum-exp are no faster. Queries
-    are in text order; `prepared` are values through `mix.prepare`; `width` is of `slice_width`.
-    """
-    sinks, tokens = min(history.sinks, keys.shape[1]), keys.shape[1]
-    start = jnp.clip(positions[0] - (history.recent - 1), 0, tokens - width)
-
-    def gather(leaf: jax.Array) -> jax.Array:
-        zero, tail = jnp.zeros_like(row), leaf.shape[2:]
-        first, band = (
-            jax.lax.dynamic_slice(leaf, (row, begin, *[zero] * len(tail)), (1, size, *tail))[0]
-            for begin, size in ((zero, sinks), (start, width))
-        )
-        return jnp.concatenate([first, band])
-
-    visible = _visible(mix, history, positions, sinks, start, width) & gather(shown)[None, :]
-    return mix.mix_prepared(queries, gather(keys), gather(prepared), visible)
-
-
-def _visible(
-    mix: Mixer,
-    history: History,
-    positions: Int[Array, " query"],
-    sinks: int,
-    start: Int[Array, ""],
-    width: int,
-) -> Bool[Array, "query key"]:
-    """Returns the mask of queries over the gathered keys: the sinks, and the band after them."""
-    first = jnp.arange(sinks, dtype=jnp.int32)
-    behind = visible_keys(positions - history.recent, first) & mix.visible(positions, first)
-    band = start + jnp.arange(width, dtype=jnp.int32)
-    near = mix.visible(positions, band) & visible_keys(positions, band, jnp.int32(history.recent))
-    return jnp.concatenate([behind, near], axis=-1)
