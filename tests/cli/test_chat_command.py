@@ -48,7 +48,8 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[dict[str, str]], i
     answer, stream, messages = Chat._answer, Engine.stream, list[Any]()
 
     def seeded(self: Engine, *given: Any, **options: Any) -> Any:
-        seen.append((messages.pop(), options["seed"]))
+        seen.extend((message, options["seed"]) for message in messages[-1:])
+        messages.clear()
         return stream(self, *given, **options)
 
     def remembered(self: Chat, *given: Any) -> Any:
