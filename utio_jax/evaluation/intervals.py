@@ -72,7 +72,7 @@ def ratio_interval(
         normal, skewed                97 92   95 91   95 93    95 90    96 91
         quantiles of rows drawn       83 74   87 82   93 89    76 72    62 61
 
-    So of few, skewed documents it is covered less often than is said.
+    So of few, skewed documents it is covered less often than stated.
 
     None: fewer than five documents, or a draw whose denominator is not above 0. `documents` are any
     numbers.
@@ -125,7 +125,7 @@ def margin_interval(
         normal, heavy, skewed     95 97 87     94 96 83     96 96 88     95 96 93
         quantiles of margins      83 82 73     88 88 77     92 93 84     95 94 91
 
-    So a skewed text of few documents is covered less often than is said.
+    So a skewed text of few documents is covered less often than stated.
 
     None if the policy is cheaper than the cheapest exit, in the text or in some draw. `uniform` is
     of every exit, shallowest first, full depth last.
