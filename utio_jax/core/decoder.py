@@ -437,8 +437,8 @@ def check_no_branches(decoder: Decoder, *, what: str) -> None:
     branches = decoder.config.branches
     if branches:
         raise ValueError(
-            f"Wanted a model without exit branches, for {what}. Got branches={branches}. Take "
-            "another model."
+            f"Wanted a model without exit branches, for {what}. Got branches={branches}. "
+            "Load it with branches=False, or take another model."
         )
 
 
