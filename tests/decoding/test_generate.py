@@ -30,13 +30,13 @@ from helpers.models import assert_equal
 from helpers.policies import SurePasses
 
 from utio_jax.decoding.adaptive import Adaptive
-from utio_jax.decoding.admission import _admit, empty_state
 from utio_jax.decoding.base import Plain
 from utio_jax.decoding.generate import generate
 from utio_jax.decoding.loop import Lengths, advance, run_chunks
 from utio_jax.decoding.lossless import Lossless
 from utio_jax.decoding.prefill import Prefill
 from utio_jax.decoding.sampling import SamplingParams, rows_of
+from utio_jax.engine.slots import _put_rows, empty_state
 from utio_jax.models.presets import TINY
 from utio_jax.models.transformer import Transformer
 from utio_jax.policies.depth import Thresholded, given_depths, random_depths, uniform
@@ -399,7 +399,7 @@ def test_an_admission_copies_no_cache(model):
         sum(leaf.nbytes for leaf in jax.tree.leaves((rows.cache, rows.memory)))
         for rows in (state, fresh)
     )
-    program = _admit.lower(state, fresh, np.array([3, 1], np.int32)).compile()
+    program = _put_rows.lower(state, fresh, np.array([3, 1], np.int32)).compile()
     memory = program.memory_analysis()
     assert memory is not None
     assert memory.alias_size_in_bytes >= held

@@ -186,7 +186,6 @@ def serve(engine: Engine, *, count: int, seed: int, texts: bool = False) -> dict
 def test_an_engine_of_few_slots_is_compiled_by_its_warmup(
     slots: int, chunk: int | None, count_compiles: Any, no_compiles: Any
 ) -> None:
-    # Where prompts are read one at a time, the request that is cancelled is not the only one.
     shapes = Shapes(key_step=32, chunk=chunk)
     model = lively_model()
     options: dict[str, Any] = {"slots": slots, "capacity": CAPACITY, "shapes": shapes}

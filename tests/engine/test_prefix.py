@@ -155,6 +155,18 @@ def test_the_last_token_is_always_read(size: int, cached: int) -> None:
     assert second.cached_tokens == cached
 
 
+def test_the_last_new_token_has_no_keys_to_keep() -> None:
+    """It has run no layer when its request ends, so the block that it fills is not stored."""
+    engine = cached_engine(lively_model())
+    text = np.random.default_rng(4).integers(0, 64, 13).tolist()
+    longer = [*text, *ask(engine, text, new=3).token_ids.tolist(), 1, 2]
+    again = ask(engine, longer)
+    assert again.cached_tokens == 12  # Of 16 tokens that are known.
+    np.testing.assert_array_equal(
+        again.token_ids, ask(cached_engine(lively_model()), longer).token_ids
+    )
+
+
 def test_a_key_depends_on_salt_and_all_tokens_before() -> None:
     engine = cached_engine(lively_model())
     text = np.random.default_rng(2).integers(0, 64, 20).tolist()

@@ -86,7 +86,8 @@ def test_requests_of_all_kinds_get_what_generate_gives_each_alone(
     bodies = []
     for place, (depth, draw) in enumerate(cases):
         utio = {**DEPTHS[depth][0], "depths": True}
-        fields = {"max_tokens": NEW, "return_token_ids": True, **DRAWS[draw][0], "utio": utio}
+        fields = {"max_tokens": NEW, "return_token_ids": True, "logprobs": 0, "utio": utio}
+        fields |= DRAWS[draw][0]
         bodies.append(completion(PROMPTS[place % 4], **fields))
     answers = together(server, "/v1/completions", bodies)
     for place, ((depth, draw), answer) in enumerate(zip(cases, answers, strict=True)):
@@ -100,6 +101,9 @@ def test_requests_of_all_kinds_get_what_generate_gives_each_alone(
         (choice,) = answer["choices"]
         case = (depth, draw)
         assert choice["token_ids"] == expected.token_ids[0].tolist(), case
+        # Other depths of the prompt change these, but not always a token.
+        logs, alike = choice["logprobs"]["token_logprobs"], expected.log_probabilities[0]
+        np.testing.assert_allclose(logs, alike, atol=1e-4, err_msg=str(case))
         ids = model.encode([prompt])[0]
         assert choice["text"] == new_text(model.tokenizer, ids, expected.token_ids[0]), case
         assert choice["finish_reason"] == {"eos": "stop"}.get(

@@ -93,7 +93,7 @@ def test_the_dense_program_and_the_reference_are_what_is_meant(model: Model) -> 
 
 
 IN_TURN = [
-    pytest.param(kind, ("propagate", "drop")[number % 2], marks=[pytest.mark.slow] * (number > 0))
+    pytest.param(kind, ("propagate", "drop")[number % 2], marks=[pytest.mark.check] * (number > 0))
     for number, kind in enumerate(KINDS)
 ]
 """Each kind with one way of keys: neither knows of the other."""

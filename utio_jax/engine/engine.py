@@ -371,12 +371,11 @@ class Engine:
             for done, (size, group) in enumerate(passes * 2, start=1):
                 if not group:
                     rows.warm(size)
-                # One request is cancelled, which releases a slot; another runs a block.
+                # One request is cancelled, which releases a slot; others run a block.
                 prompt = np.zeros(min(size, room - new) if group else 1, np.int32)
                 options: dict[str, Any] = {"max_new_tokens": new, "eos_ids": ()}
                 options |= {"whole_prompt": not group, "cache_salt": str(done)}
-                count = max(group, 2 if rows.groups in ([], [1]) else 1)
-                numbers = [self.submit(prompt, **options) for _ in range(count)]
+                numbers = [self.submit(prompt, **options) for _ in range(group or 1)]
                 self._unsettled = True
                 self._read_prompts()
                 self._unsettled = False

@@ -6,10 +6,13 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Bool, Int
 
 from utio_jax.attention.cache import key_widths
 from utio_jax.core.decoder import Decoder, Params
@@ -17,7 +20,6 @@ from utio_jax.core.documents import row_widths
 from utio_jax.core.layer import head_in_blocks, split_layers
 from utio_jax.core.platform import here
 from utio_jax.core.rows import copy_row, put_rows
-from utio_jax.decoding.admission import admit, empty_state, release
 from utio_jax.decoding.base import (
     DecodeContext,
     LogitsProcessor,
@@ -26,9 +28,9 @@ from utio_jax.decoding.base import (
     as_processor,
     check_mode,
 )
-from utio_jax.decoding.loop import begin, canonical, round_up
+from utio_jax.decoding.loop import begin, canonical, round_up, unread
 from utio_jax.decoding.prefill import Prefill
-from utio_jax.decoding.state import Columns, DecodeState
+from utio_jax.decoding.state import RELEASED, Columns, DecodeState
 from utio_jax.engine.blocks import Rules, block_room, row_counts, run_block
 from utio_jax.engine.depths import own_thresholds
 from utio_jax.engine.prefix import PrefixCache
@@ -38,8 +40,25 @@ from utio_jax.engine.requests import Fresh, Request, fresh_of
 _UNIT = 32
 """Tokens of a block of prefill, but for the shortest passes."""
 
-_put_rules = jax.jit(put_rows, donate_argnums=0)
+_put_rows = jax.jit(put_rows, donate_argnums=0)
 _copy_row = jax.jit(copy_row, donate_argnums=0)
+
+
+@partial(jax.jit, static_argnames=("batch", "slots", "alternatives"))
+def empty_state(
+    context: DecodeContext, *, batch: int, slots: int, alternatives: int = 0
+) -> DecodeState:
+    """Returns a state in which all rows are released and can take prompts."""
+    one = jnp.ones((batch,), jnp.int32)
+    rows = one[:, None] * 0, one, one, one.astype(jnp.uint32)
+    state = unread(context, *rows, slots=slots, alternatives=alternatives)
+    state = context.mode.start(context, state)
+    return dataclasses.replace(state, reason=jnp.full_like(one, RELEASED))
+
+
+@jax.jit
+def _released(reason: Int[Array, " batch"], freed: Bool[Array, " batch"]) -> Int[Array, " batch"]:
+    return jnp.where(freed, RELEASED, reason)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -390,8 +409,9 @@ class Slots:
             **self._sizes,
         )
         rows += [self._served.slots] * (prompts.group - len(rows))
-        self.state = admit(self.state, state, np.asarray(rows, np.int32))
-        self._rules = _put_rules(self._rules, fresh.rules, np.asarray(rows, np.int32))
+        # The record of the prompt pass is dropped: its shape differs between prompt widths.
+        pairs = (self.state, self._rules), (dataclasses.replace(state, prompt=None), fresh.rules)
+        self.state, self._rules = _put_rows(*pairs, np.asarray(rows, np.int32))
 
     def read_all(self, requests: Iterable[Request]) -> None:
         """Reads whole prompts into the first rows."""
@@ -460,8 +480,13 @@ class Slots:
         self.release(rows=[row])
 
     def release(self, *, rows: Sequence[int]) -> None:
-        """Evicts some rows: they run no further step."""
-        self.state = release(self.state, rows)
+        """Evicts some rows: they run no further step, and can take prompts.
+
+        Their tokens and K/V stay readable until then.
+        """
+        freed = np.zeros(self.state.reason.shape, np.bool_)
+        freed[[*rows]] = True
+        self.state = dataclasses.replace(self.state, reason=_released(self.state.reason, freed))
 
     def _context(self, rules: Rules) -> DecodeContext:
         return DecodeContext(

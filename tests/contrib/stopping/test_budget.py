@@ -71,7 +71,7 @@ def rules(model: Any) -> dict[str, ThinkingBudget]:
         "end": ThinkingBudget(end_ids=end, forced_ids=(3, 9, 3), max_tokens=BUDGETS),
         "start": ThinkingBudget(end_ids=(60, 1), start_ids=start, max_tokens=4),
         # The start is the first half of the end: it does not end what it begins.
-        "half": ThinkingBudget(end_ids=half, start_ids=start, max_tokens=6),
+        "half": ThinkingBudget(end_ids=half, start_ids=start, max_tokens=1),
     }
 
 
