@@ -40,7 +40,7 @@ from tokenizers import Tokenizer
 import utio_jax
 from utio_jax import Adaptive, Plain, Thresholded, uniform
 from utio_jax.bench.timing import quartiles, time_programs
-from utio_jax.calibration.guarantee import fit_ladder, halves
+from utio_jax.calibration.guarantee import fit_with_guarantee, halves
 from utio_jax.contrib.encoder_decoder import load_t5, read_sources, source_rows
 from utio_jax.core.arrays import normalise
 from utio_jax.core.files import load_json, versions
@@ -163,13 +163,14 @@ def ladder(
     prompts = [prompts[index] for index in tests]
     references = [subject.functions["calibrate"][index][1] for index in tests]
     full = rouge(subject.texts(subject.generate(prompts, Plain())), references)
-    risks, costs = [], []
+    risks = []
     for threshold in thresholds:
         result = subject.generate(prompts, Adaptive(policy=policy_of(subject, signal, threshold)))
         risks.append(np.maximum(0, full - rouge(subject.texts(result), references)))
-        costs.append(float(np.concatenate(result.decided).mean()))
-    settings, risk = [float(threshold) for threshold in thresholds], np.asarray(risks)
-    return fit_ladder(settings, costs, risk, max_risk=max_risk, confidence=0.95).chosen
+    tested = fit_with_guarantee(
+        np.asarray(risks), settings=thresholds.tolist(), max_risk=max_risk, confidence=0.95
+    )
+    return tested.chosen
 
 
 def policy_of(subject: Subject, signal: Any, threshold: float) -> Thresholded:

@@ -32,7 +32,7 @@ from utio_jax.core.arrays import normalise
 from utio_jax.core.documents import Batch
 from utio_jax.core.pytrees import pytree, static
 from utio_jax.evaluation.evaluate import evaluate
-from utio_jax.policies import Learned, Position, StateGate
+from utio_jax.policies import Position
 from utio_jax.policies.signals import ScoreTable, SignalBase
 from utio_jax.policies.store import Calibration, Thresholds, load_calibration
 
@@ -208,7 +208,9 @@ def test_signals_are_calibrated_and_survive_their_files(
 
 
 def test_signals_of_no_known_type_are_refused(tmp_path: Path) -> None:
-    one_policy(Position()).save(tmp_path)
+    entry = Thresholds(depths=(1, 4), thresholds=(0.5,), fractions=(0.5, 0.5))
+    entries, signals = {"position": {0.5: entry}}, {"position": Position()}
+    Calibration(entries=entries, signals=signals, info={"model_sha256": "b"}).save(tmp_path)
     stored = json.loads((tmp_path / "policies.json").read_text())
     stored["signals"]["position"]["type"] = "os.system"
     (tmp_path / "policies.json").write_text(json.dumps(stored))
@@ -229,11 +231,9 @@ def test_a_text_of_one_token_is_refused_before_anything_is_fitted(tiny: Any) -> 
     with pytest.raises(ValueError, match="states do not vary"):
         fit_lens(tiny.decoder, tiny.params, [one])
     two = dataclasses.replace(one, token_ids=np.where(np.arange(32) % 2, rows, 8).astype(np.int32))
-    large = [
-        1e25 * study.states.astype(np.float32)
-        for study in study_exits(tiny.decoder, tiny.params, [two])
-    ]
-    check_varied(large[0].reshape(len(large[0]), -1, large[0].shape[-1]))
+    (study,) = study_exits(tiny.decoder, tiny.params, [two])
+    large = 1e25 * study.states.astype(np.float32)
+    check_varied(large.reshape(len(large), -1, large.shape[-1]))
 
 
 @pytest.mark.check
@@ -264,26 +264,6 @@ def test_states_beyond_float16_are_kept_as_they_are(tiny: Any, text: list[Batch]
     params["embedding"] = {"embedding": jnp.asarray(embedding).at[hot].set(jnp.inf)}
     with pytest.raises(ValueError, match="finite states at every exit.*in batch 1 of the text"):
         study_exits(tiny.decoder, params, [cold, text[1]])
-
-
-def gates(dim: int = 3, hidden: int = 2, exits: int = 2) -> StateGate:
-    return StateGate(
-        hidden=jnp.ones((exits, dim, hidden)),
-        hidden_bias=jnp.ones((exits, hidden)),
-        output=jnp.ones((exits, hidden)),
-        output_bias=jnp.ones(exits),
-    )
-
-
-def one_policy(signal: Any, **changes: Any) -> Calibration:
-    """Returns a calibration of one signal, of the gates of `learned` where these are changed."""
-    entry = Thresholds(depths=(1, 4), thresholds=(0.5,), fractions=(0.5, 0.5))
-    signal = signal or Learned(gates=dataclasses.replace(gates(), **changes), exits=(1, 2))
-    return Calibration(
-        entries={signal.name: {0.5: entry}},
-        signals={signal.name: signal},
-        info={"model_sha256": "b"},
-    )
 
 
 @pytest.mark.check

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 from scipy import stats
 
 from utio_jax.calibration import risk
-from utio_jax.calibration.guarantee import _p_values, fit_with_guarantee, units_needed
+from utio_jax.calibration.guarantee import Fitted, _p_values, fit_with_guarantee, units_needed
 from utio_jax.calibration.risk import group_near_duplicates, risks_of_groups, split_documents
 
 REPEATS = 1000
@@ -48,6 +49,10 @@ def slow_p_value(risks: np.ndarray, max_risk: float) -> float:
     return 1 / most
 
 
+def p_values_of(result: Fitted) -> list[float]:
+    return [rung.p_value for rung in result.ladder]
+
+
 def most_violations(confidence: float) -> float:
     return float(stats.binom.ppf(0.999, REPEATS, 1 - confidence))
 
@@ -74,21 +79,23 @@ def test_a_risk_at_the_bound_is_seldom_taken_for_a_lower_one(
 
 def test_the_order_of_bets_comes_from_the_seed() -> None:
     risks = bernoulli(np.random.default_rng(5), np.full(3, 0.3), 80)
+    expected = []
     for seed in (0, 7):
         order = np.random.default_rng(seed).permutation(80)
         result = fit_with_guarantee(risks, max_risk=0.4, confidence=0.9, seed=seed)
-        expected = [slow_p_value(row[order], 0.4) for row in risks]
-        np.testing.assert_allclose(result.p_values, expected, rtol=1e-10)
-    assert result.p_values != fit_with_guarantee(risks, max_risk=0.4, confidence=0.9).p_values
+        expected.append([slow_p_value(row[order], 0.4) for row in risks])
+        np.testing.assert_allclose(p_values_of(result), expected[-1], rtol=1e-10)
+    assert expected[0] != expected[1]
 
 
 def test_testing_stops_at_the_first_candidate_not_rejected() -> None:
     low, high = np.full(100, 0.01), np.full(100, 0.2)
     result = fit_with_guarantee(np.stack([low, low, high, low]), max_risk=0.05, confidence=0.95)
     assert result.chosen == 1
-    assert result.units == 100
-    np.testing.assert_allclose(result.means, [0.01, 0.01, 0.2, 0.01])
-    assert result.p_values[3] == result.p_values[1] < 0.05 < result.p_values[2] == 1
+    assert result.tested == 100
+    np.testing.assert_allclose([rung.risk for rung in result.ladder], [0.01, 0.01, 0.2, 0.01])
+    _, passes, fails, unused = p_values_of(result)
+    assert unused == passes < 0.05 < fails == 1
     assert fit_with_guarantee(np.stack([high, low]), max_risk=0.05, confidence=0.95).chosen is None
     assert fit_with_guarantee(np.stack([low, low]), max_risk=0.05, confidence=0.95).chosen == 1
 
@@ -98,16 +105,9 @@ def test_testing_stops_at_the_first_candidate_not_rejected() -> None:
 def test_one_unit_less_than_needed_could_prove_nothing(max_risk: float, confidence: float) -> None:
     needed = units_needed(max_risk, confidence)
     rejected = [_p_values(np.zeros((1, n)), max_risk)[0] <= 1 - confidence for n in range(1, 400)]
-    if needed < 400:
-        assert rejected.index(True) + 1 == needed
-    else:
-        assert not any(rejected)
-        assert (
-            fit_with_guarantee(
-                np.zeros((1, needed)), max_risk=max_risk, confidence=confidence
-            ).chosen
-            == 0
-        )
+    assert [*rejected, True].index(True) + 1 == min(needed, 400)
+    best = np.zeros((1, needed))
+    assert fit_with_guarantee(best, max_risk=max_risk, confidence=confidence).chosen == 0
 
 
 @pytest.mark.parametrize("looks", [2, 5])
@@ -178,14 +178,9 @@ def test_the_best_of_several_policies_is_promised_only_where_all_are_at_once(
     rng, broken, repeats = np.random.default_rng(12), 0, 200
     for seed in range(repeats):
         risks = rare_ones(rng, np.full(13, 0.0501), 150)
-        passed = [
-            fit_with_guarantee(
-                risk[None], max_risk=0.05, confidence=0.9, looks=looks, seed=seed
-            ).chosen
-            == 0
-            for risk in risks
-        ]
-        broken += any(passed)
+        bound: dict[str, Any] = {"max_risk": 0.05, "confidence": 0.9, "looks": looks}
+        passed = [fit_with_guarantee(risk[None], seed=seed, **bound).chosen for risk in risks]
+        broken += 0 in passed
     assert (broken <= stats.binom.ppf(0.999, repeats, 0.1)) == holds
 
 
@@ -229,7 +224,7 @@ def test_errors_are_counted_by_the_binomial_itself() -> None:
     assert 0.99**299 <= 0.05 < 0.99**298
     lost_of = np.arange(600) < np.asarray([[0], [2], [9]])
     result = fit_with_guarantee(lost_of, max_risk=0.02, confidence=0.95)
-    for lost, p_value in zip((0, 2, 9), result.p_values, strict=True):
+    for lost, p_value in zip((0, 2, 9), p_values_of(result), strict=True):
         expected = sum(math.comb(600, k) * 0.02**k * 0.98 ** (600 - k) for k in range(lost + 1))
         assert p_value == pytest.approx(expected)
     assert result.chosen == 1

@@ -148,7 +148,6 @@ def test_demo_measures_every_policy_and_draws(
         if row["mode"] in ("lossless", "ngram"):
             assert row["agreement"] > 0.99, "the same tokens, up to ties"
         assert row["budget"] == (0.8 if row["mode"] == "adaptive" else None)
-    for row in result["generation"]:
         assert row["tokens"] == 32 * 3
         assert set(Ledger(policy="").to_dict()) <= set(row)
         assert row["speedup"] > 0
@@ -202,9 +201,8 @@ def test_a_model_with_exits_is_tried(
     for what, row in rows.items():
         assert row["times"] > 0
         if "drafter" in what:
-            assert (row["loss_pct"], row["same"] > 0.99) == (0.0, True), (
-                "the same tokens, up to ties"
-            )
+            assert row["loss_pct"] == 0
+            assert row["same"] > 0.99, "up to ties"
         assert (row["acceptance"] is not None) == ("drafter" in what)
     assert rows["writing: budget 0.8"]["loss_pct"] == rows["reading: learned@0.8"]["loss_pct"]
     assert sorted(path.name for path in folder.iterdir()) == before, "nothing is written"
@@ -310,7 +308,6 @@ def test_generate_streams_one_prompt_to_a_terminal(
     [
         ("evaluate", "Wanted text files or --token-ids FILE, one of the two"),
         ("evaluate SOURCE --policy magic", "Wanted a policy of full, uniform"),
-        ("evaluate SOURCE --policy uniform --depth 9", "within the model's 4 layers"),
         ("evaluate SOURCE --budget 0.8 --batch 0", "at least 1 row"),
         ("evaluate --token-ids FOREIGN", "ids from 0 to 299, the model's vocabulary. Got 1 to 300"),
         ("demo SHORT", "text of at least 512 tokens"),
@@ -327,7 +324,6 @@ def test_generate_streams_one_prompt_to_a_terminal(
         ("calibrate SOURCE --max-disagreement 0.05", "77 documents for max_disagreement=0.05"),
         ("calibrate SOURCE --confidence 0.9", "Wanted max_disagreement with a confidence"),
         ("compare SOURCE --budget 0.8 0.123", "some of the budgets [0.8], as calibrated"),
-        ("generate", "Wanted at least one prompt"),
         ("generate --prompt hello", "Wanted at least one prompt: utio-jax generate TEXT"),
         ("generate " + "x=1;" * 40, "within the model's context of 64. Got prompt 0 of"),
         ("generate x --prompt hello", "Texts to continue have no option: utio-jax generate TEXT"),

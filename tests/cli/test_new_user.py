@@ -130,9 +130,8 @@ def test_a_calibration_is_replaced_where_nothing_of_it_is_lost(
     assert "also holds entropy" in message
     assert "fit all of them: position entropy" in message
     assert own.read_bytes() == before
-    # The command that is recommended works, up to its placeholder.
-    (recommended,) = re.findall(r"For example: utio-jax (.*) OTHER_FILES", captured.err)
-    assert recommended == f"compare --exits 1 2 4 --model {bare}"
+    # The command that is recommended works, but for its placeholder.
+    assert f"utio-jax compare --exits 1 2 4 --model {bare} OTHER_FILES" in captured.err
 
 
 def test_a_lens_is_kept_and_never_replaced_by_another(
@@ -414,18 +413,14 @@ def test_no_message_recommends_an_option_that_does_not_exist() -> None:
 
 def texts_of(tree: ast.AST) -> list[str]:
     """Returns every string of a module, with what is filled in left out."""
-    inside = [
-        part for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values
-    ]
-    hits = [
-        node.value
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in inside
-    ]
-    for node in ast.walk(tree):
+    hits, inside = list[str](), list[ast.AST]()
+    for node in ast.walk(tree):  # A string with gaps comes before its parts.
         if isinstance(node, ast.JoinedStr):
+            inside += node.values
             parts = [p.value if isinstance(p, ast.Constant) else "FILLED" for p in node.values]
             hits.append("".join(map(str, parts)))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in inside:
+            hits.append(node.value)
     return hits
 
 

@@ -63,24 +63,21 @@ def test_a_ledger_row_is_what_the_oracle_says_it_is(tiny: Any) -> None:
         read,
         {"learned": policy, "full": full_depth(tiny.decoder)},
         executor=EXECUTOR,
-        observe=lambda name, batch, _, depths: (
-            seen.append((batch, depths)) if name == "learned" else None
-        ),
+        observe=lambda name, batch, _, depths: seen.extend([(batch, depths)] * (name != "full")),
     )
     row = ledger_of(result["learned"], "learned", budget=0.6)
-    nll = nll_full = tokens = predicted = decided = 0.0
+    tokens = predicted = decided = 0
+    losses = np.zeros(2)
     for batch, depths in seen:
         mask = np.arange(15) < batch.lengths[:, None] - 1
         ids, lengths = np.asarray(batch.token_ids), np.asarray(batch.lengths)
-        for at, kind in ((depths, "policy"), (np.full_like(depths, 4), "full")):
+        for which, at in enumerate((depths, np.full_like(depths, 4))):
             x = run_oracle(tiny.decoder, tiny.params, ids, lengths, at, kv="propagate")
-            total = plain_nll(tiny, ids, x)[mask].sum()
-            nll, nll_full = (nll + total, nll_full) if kind == "policy" else (nll, nll_full + total)
-        tokens, predicted, decided = (
-            tokens + lengths.sum(),
-            predicted + mask.sum(),
-            decided + depths.sum(),
-        )
+            losses[which] += plain_nll(tiny, ids, x)[mask].sum()
+        tokens += lengths.sum()
+        predicted += mask.sum()
+        decided += depths.sum()
+    nll, nll_full = losses
     assert row.tokens == tokens
     assert result["learned"].predicted == predicted == 29 + 10 + 23 + 1
     np.testing.assert_allclose(row.nll, nll / predicted, rtol=1e-4)
@@ -220,18 +217,17 @@ def test_comparisons_run_a_head_per_predicted_token_and_pass(tiny: Any) -> None:
 
 def test_policies_that_differ_in_names_and_numbers_share_a_program(tiny: Any) -> None:
     batch = batches(tiny)[0]
-    gate, signal = gated(tiny), gated(tiny).signal
-    assert isinstance(signal, Learned)
+    gate = gated(tiny)
+    signal: Any = gate.signal
     depths, width = gate.depths, batch.token_ids.shape
     rng = np.random.default_rng(0)
     table = jnp.asarray(rng.normal(size=tiny.decoder.config.vocab_size), jnp.float32)
     cuts = jnp.asarray(np.linspace(0.2, -0.2, len(depths) - 1), jnp.float32)
+    classifier = dataclasses.replace(signal, name="classifier")
     policies = {
         "learned": gate,
         "classifier": dataclasses.replace(
-            gate,
-            signal=Learned(gates=signal.gates, exits=signal.exits, name="classifier"),
-            thresholds=gate.thresholds + 0.01,
+            gate, signal=classifier, thresholds=gate.thresholds + 0.01
         ),
         "position": Thresholded(signal=Position(), thresholds=cuts * 10 - 6, depths=depths),
         "before": Thresholded(signal=TokenSurrogate(table=table), thresholds=cuts, depths=depths),
@@ -354,10 +350,6 @@ def test_documents_are_scored_whole_and_in_their_own_order(tiny: Any) -> None:
 @pytest.mark.check
 def test_routing_falls_back_to_full_depth_where_it_cannot_pay(tiny: Any) -> None:
     document = [np.arange(40) % 64]
-    coarse = MicroBatches(min_bucket=64, block=64, query_block=64)
-    pays = partial(check_worthwhile, tiny.decoder, tiny.params, gated(tiny), executor=coarse)
-    assert "routing would cost" in str(pays(batch=1, width=8, fractions=(0.0, 0.0, 1.0)))
-    assert pays(batch=64, width=128) is None
     read = partial(score_documents, tiny.decoder, tiny.params, policy=gated(tiny), rows=1)
     result = read(documents=document * 2, min_tokens=65, executor=EXECUTOR)
     assert list(result.fallbacks.values()) == [2]
@@ -384,6 +376,10 @@ def test_a_pass_is_called_worthless_for_reasons_that_hold(tiny: Any) -> None:
     ask = partial(check_worthwhile, tiny.decoder, tiny.params, batch=64, width=128)
     assert ask(full_depth(tiny.decoder)) is None, "full depth itself is no fallback"
     assert ask(gated(tiny), min_tokens=64 * 128) is None
+    coarse = MicroBatches(min_bucket=64, block=64, query_block=64)
+    assert ask(gated(tiny), executor=coarse) is None
+    narrow = ask(gated(tiny), batch=1, width=8, executor=coarse, fractions=(0.0, 0.0, 1.0))
+    assert "routing would cost" in str(narrow)
     deep = partial(ask, gated(tiny), executor=EXECUTOR, fractions=(0.0, 0.0, 1.0))
     assert deep() is not None
     assert deep(attention=Other()) is None, "what it spares is not known beforehand"
@@ -435,15 +431,10 @@ def test_an_unmeasured_entry_is_null() -> None:
 @pytest.mark.check
 def test_exits_that_ask_nothing_cost_a_document_nothing() -> None:
     model, texts = lively_model(), [np.arange(60, dtype=np.int32)]
-    (two, three) = (
-        score_documents(
-            model.decoder,
-            model.params,
-            texts,
-            Thresholded(signal=Entropy(), thresholds=jnp.asarray(thresholds), depths=depths),
-            compare=False,
-            executor=EXECUTOR,
-        ).documents[0]
-        for thresholds, depths in (([2.0], (2, 4)), ([-np.inf, 2.0], (1, 2, 4)))
+    run = partial(score_documents, model.decoder, model.params, texts, executor=EXECUTOR)
+    two, three = (
+        Thresholded(signal=Entropy(), thresholds=jnp.asarray(cuts), depths=depths)
+        for cuts, depths in (([2.0], (2, 4)), ([-np.inf, 2.0], (1, 2, 4)))
     )
-    assert two.quality.flops == three.quality.flops
+    one, other = (run(policy, compare=False).documents[0] for policy in (two, three))
+    assert one.quality.flops == other.quality.flops

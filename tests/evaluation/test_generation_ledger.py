@@ -158,10 +158,8 @@ def test_emitted_tokens_are_read_at_full_depth(model: Any) -> None:
 
 
 def test_drawn_tokens_have_no_agreement(model: Any) -> None:
-    assert (
-        ledger(model, Plain(), plain_run(), sampling=SamplingParams(temperature=1.0)).agreement
-        is None
-    )
+    row = ledger(model, Plain(), plain_run(), sampling=SamplingParams(temperature=1.0))
+    assert row.agreement is None
 
 
 def test_batches_add_up(model: Any) -> None:
@@ -189,13 +187,11 @@ def test_modes_take_turns_on_the_same_prompts(model: Any) -> None:
     )
     assert len(steps) == 3 * 3  # Two modes and prefill, a warm-up and two rounds.
     plain, drafts = result["plain"], result["drafts"]
-    assert plain.ledger.speedup == 1
+    row: Any = plain.ledger
+    assert row.speedup == 1
     # The ideal has no rows that have ended, and prefill at its own time.
-    padding, ideal = plain.ledger.padding_ratio, plain.ledger.speedup_ideal
-    assert padding is not None
-    assert ideal is not None
-    assert 1 <= ideal <= padding, "whatever share of the time prefill took"
-    assert plain.ledger.efficiency == pytest.approx(1 / ideal, abs=1e-6)
+    assert 1 <= row.speedup_ideal <= row.padding_ratio, "whatever share of the time prefill took"
+    assert row.efficiency == pytest.approx(1 / row.speedup_ideal, abs=1e-6)
     assert plain.acceptance is None
     assert drafts.acceptance == drafts.results[0].acceptance
     assert drafts.ledger.compiles == plain.ledger.compiles == 0

@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A small model on disk, and tokenizers."""
+"""Small models on disk, and tokenizers."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
+import os
+import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -12,7 +15,24 @@ import jax
 
 from helpers.models import live_params
 from helpers.texts import SOURCES, source
+from utio_jax.core.files import save_tensors
 from utio_jax.models import TINY, Transformer, save
+
+STOCK = Path(os.environ.get("UTIO_PARITY", Path(__file__).parents[1] / "models/huggingface"))
+"""Folders that transformers made: committed ones, or those of `make parity`."""
+
+
+def edit_json(file: Path, **settings: Any) -> None:
+    file.write_text(json.dumps({**json.loads(file.read_text()), **settings}))
+
+
+def changed_copy(source: Path, folder: Path, tensors: Any = None, **settings: Any) -> Path:
+    """Returns a copy of a model's folder, with other settings or tensors."""
+    shutil.copytree(source, folder, dirs_exist_ok=True)
+    edit_json(folder / "config.json", **settings)
+    if tensors is not None:
+        save_tensors(folder / "model.safetensors", tensors)
+    return folder
 
 
 def save_small_model(folder: Path, model: Any = None, *, dtype: Any = jax.numpy.bfloat16) -> None:

@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers.folders import save_piece_tokenizer
+from helpers.folders import STOCK as FOLDER
+from helpers.folders import changed_copy, save_piece_tokenizer
 from helpers.gguf_files import write_gguf, write_with_pieces
 from helpers.texts import new_text
 from sharing import shared_above
@@ -25,7 +26,6 @@ from utio_jax.decoding.sampling import SamplingParams
 from utio_jax.models import Model, chat, load, save
 from utio_jax.models.chat import ChatTemplate, encode_chat, find_template, render_chat, turn_ends
 
-FOLDER = Path(__file__).parent / "huggingface"
 HELLO = [{"role": "user", "content": "Hello"}]
 TURNS = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] "
@@ -112,9 +112,7 @@ def test_a_rendered_text_has_a_limit(template: str, monkeypatch: pytest.MonkeyPa
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model whose tokenizer knows the marks of turns."""
-    out = Path(shutil.copytree(FOLDER / "llama", tmp_path_factory.mktemp("chat") / "llama"))
-    config = json.loads((out / "config.json").read_text())
-    (out / "config.json").write_text(json.dumps({**config, "vocab_size": 48}))
+    out = changed_copy(FOLDER / "llama", tmp_path_factory.mktemp("chat"), vocab_size=48)
     save_piece_tokenizer(out, "Helouasrtin\n ĊĠ<|_>mdByeEcptvw.,!?'-:")
     settings = {"eos_token": {"content": "<|im_end|>"}, "bos_token": None, "chat_template": TURNS}
     (out / "tokenizer_config.json").write_text(json.dumps(settings))

@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import functools
-import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.folders import STOCK, changed_copy, edit_json
 
 from utio_jax.core.files import hash_file, load_tensors, replacing, save_tensors, save_text
 from utio_jax.models import Transformer, load, save
@@ -99,7 +98,7 @@ def test_files_are_hashed_once_until_they_change(
 def test_the_layout_of_this_library_holds_no_gemma(
     folder: Path, tmp_path: Path, like: str | None
 ) -> None:
-    model: Any = load(Path(__file__).parent / "huggingface" / "gemma4")
+    model: Any = load(STOCK / "gemma4")
     with pytest.raises(ValueError, match="a GGUF file in whose layout to save a Gemma4. Got"):
         save(tmp_path / "out", model.decoder, model.params, like=like and folder)
     assert not (tmp_path / "out").exists()
@@ -118,8 +117,7 @@ def test_the_layout_of_this_library_holds_no_gemma(
 def test_impossible_configs_are_refused(
     folder: Path, change: dict[str, Any], match: str, unchecked_shapes: None
 ) -> None:
-    config = json.loads((folder / "config.json").read_text()) | change
-    (folder / "config.json").write_text(json.dumps(config))
+    edit_json(folder / "config.json", **change)
     with pytest.raises(ValueError, match=match):
         load(folder)
 
@@ -143,8 +141,7 @@ def test_missing_folders_configs_and_tokenizers_are_named(folder: Path, tmp_path
 
 
 def test_nothing_stays_of_the_model_that_a_folder_held(tmp_path: Path) -> None:
-    stock = Path(__file__).parent / "huggingface"
-    old, new = (Path(shutil.copytree(stock / name, tmp_path / name)) for name in ("llama", "qwen2"))
+    old, new = (changed_copy(STOCK / name, tmp_path / name) for name in ("llama", "qwen2"))
     save_text(old / "generation_config.json", '{"eos_token_id": [3]}')
     save_text(old / "chat_template.jinja", "old")
     save_text(new / "tokenizer_config.json", '{"chat_template": "new"}')

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.folders import STOCK as FOLDER
 
 from utio_jax.core.files import load_tensors, save_tensors
 from utio_jax.core.flops import token_cost
@@ -25,7 +25,6 @@ from utio_jax.models.families import read_config, text_part
 
 pytestmark = pytest.mark.check
 
-FOLDER = Path(os.environ.get("UTIO_PARITY", Path(__file__).parent / "huggingface"))
 LAYERS = 6
 
 

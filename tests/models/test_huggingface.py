@@ -22,6 +22,8 @@ from anytime import exit_losses
 from bpe import BOS, train_tokenizer
 from finetune import main as finetune
 from helpers.cases import run_dense, run_oracle, run_staircase
+from helpers.folders import STOCK as FOLDER
+from helpers.folders import changed_copy, edit_json
 from helpers.memory import peak_of_loading
 from helpers.models import Model, assert_equal, logits_of
 from sharing import shared_above
@@ -40,7 +42,6 @@ from utio_jax.staircase.capacity import CapacityPrefix
 
 pytestmark = pytest.mark.check
 
-FOLDER = Path(os.environ.get("UTIO_PARITY", Path(__file__).parent / "huggingface"))
 CASES = sorted(file.parent.name for file in FOLDER.glob("*/config.json"))
 ALIKE = ("llama_biases", "llama_linear", "mistral", "qwen2", "qwen2_window", "qwen3")
 """Whose layers differ from a neighbour's in nothing that decoding has of its own."""
@@ -121,11 +122,7 @@ def test_what_is_saved_is_what_was_loaded(case: str, tmp_path: Path) -> None:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A folder to break."""
-    return Path(shutil.copytree(FOLDER / "llama", tmp_path / "llama"))
-
-
-def edit(file: Path, **settings: Any) -> None:
-    file.write_text(json.dumps({**json.loads(file.read_text()), **settings}))
+    return changed_copy(FOLDER / "llama", tmp_path / "llama")
 
 
 def test_the_old_spelling_of_rope_is_read() -> None:
@@ -163,7 +160,7 @@ def test_defaults_and_precedence_are_those_of_transformers() -> None:
 
 
 def test_what_ends_a_text_is_taken_from_the_generation_config(folder: Path) -> None:
-    edit(folder / "config.json", eos_token_id=3)
+    edit_json(folder / "config.json", eos_token_id=3)
     assert load(folder).decoder.config.eos_ids == (3,)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 6]}))
     assert load(folder).decoder.config.eos_ids == (5, 6)
@@ -188,8 +185,7 @@ def test_a_head_of_its_own_wins_over_a_config_that_ties_it(tmp_path: Path) -> No
 @pytest.mark.parametrize("case", ["qwen2", "mistral"])
 def test_a_head_that_is_missing_is_named(case: str, tmp_path: Path) -> None:
     """In one file, and in shards with an index: never a head of random weights."""
-    folder = Path(shutil.copytree(FOLDER / case, tmp_path / "m"))
-    edit(folder / "config.json", tie_word_embeddings=False)
+    folder = changed_copy(FOLDER / case, tmp_path / "m", tie_word_embeddings=False)
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         stored = json.loads(index.read_text())
@@ -232,7 +228,7 @@ def with_index(folder: Path, where: Any) -> None:
 
 FAULTS: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
     "options, all at once": (
-        lambda folder: edit(
+        lambda folder: edit_json(
             folder / "config.json",
             hidden_act="relu",
             quantization_config={"bits": 4},
@@ -248,7 +244,7 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
         ),
     ),
     "another architecture": (
-        lambda folder: edit(folder / "config.json", model_type="mamba"),
+        lambda folder: edit_json(folder / "config.json", model_type="mamba"),
         ("model_type of llama, qwen2.*Got 'mamba'.*Decoder",),
     ),
     "tensors, all at once": (
@@ -315,7 +311,7 @@ def test_values_that_no_model_has_are_named(
 
 
 def test_a_huge_head_is_refused_before_anything_of_its_size_is_made(folder: Path) -> None:
-    edit(folder / "config.json", head_dim=2 * 10**8)
+    edit_json(folder / "config.json", head_dim=2 * 10**8)
     tracemalloc.start()
     with pytest.raises(ValueError, match="has shape"):
         load(folder)
@@ -352,11 +348,10 @@ def test_missing_shards_are_named(tmp_path: Path) -> None:
 
 
 def test_names_that_a_base_model_leaves_out_are_understood(tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(FOLDER / "gpt2", tmp_path / "gpt2"))
-    stored = load_tensors(folder / "model.safetensors")
+    stored: dict[str, Any] = load_tensors(FOLDER / "gpt2" / "model.safetensors")
     bare = {name.removeprefix("transformer."): leaf for name, leaf in stored.items()}
     bare["h.0.attn.bias"] = np.zeros((1, 1, 64, 64), np.float32)  # A mask, of old checkpoints.
-    save_tensors(folder / "model.safetensors", bare)
+    folder = changed_copy(FOLDER / "gpt2", tmp_path, bare)
     jax.tree.map(np.testing.assert_array_equal, load(folder).params, load(FOLDER / "gpt2").params)
 
 
@@ -410,8 +405,7 @@ def test_nothing_is_lost_in_the_layout_of_another_family(
 ) -> None:
     model = load(FOLDER / "qwen3")
     assert isinstance(model.decoder, Transformer)
-    like = Path(shutil.copytree(FOLDER / case, tmp_path / case))
-    edit(like / "config.json", model_type=kind)
+    like = changed_copy(FOLDER / case, tmp_path / case, model_type=kind)
     with pytest.raises(ValueError, match=message):
         save(tmp_path / "out", model.decoder, model.params, like=like)
     assert not (tmp_path / "out").exists()

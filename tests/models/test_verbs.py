@@ -16,7 +16,7 @@ import pytest
 from helpers.cases import run_dense
 from helpers.folders import save_small_model
 from helpers.generation import SMALL, lively_model
-from helpers.models import assert_equal
+from helpers.models import assert_equal, random_maps
 from helpers.texts import source
 
 import utio_jax
@@ -30,7 +30,7 @@ from utio_jax.models.shipped import shipped_folder
 from utio_jax.models.verbs import with_exits
 from utio_jax.policies.store import load_calibration
 from utio_jax.prompts.budget import prompt_prefill
-from utio_jax.prompts.maps import KVMap, save_kv_maps
+from utio_jax.prompts.maps import save_kv_maps
 from utio_jax.staircase import CapacityPrefix
 
 pytestmark = pytest.mark.check
@@ -467,10 +467,8 @@ def test_everything_that_is_listed_is_there() -> None:
 
 def test_a_model_with_maps_is_refused_before_a_lens_is_fitted(folder: Path, tmp_path: Path) -> None:
     model, messages = load(folder, exits=(4,)), list[str]()
-    config = model.decoder.config
-    shape = (2, 2, config.num_kv_heads, config.head_dim)
-    kv_map = KVMap(kernel=jnp.zeros((config.embed_dim, *shape)), bias=jnp.zeros(shape))
-    save_kv_maps(tmp_path, {2: kv_map}, info={"model_sha256": model.sha256})
+    maps = random_maps(model.decoder.config, (2,))
+    save_kv_maps(tmp_path, maps, info={"model_sha256": model.sha256})
     with pytest.raises(ValueError, match="Wanted a model without lens and KV maps"):
         model.with_kv_maps(tmp_path).calibrate(
             [source("bisect"), source("stat")], exits=(2,), progress=messages.append

@@ -48,14 +48,13 @@ def states(tiny: Any) -> list[np.ndarray]:
 @pytest.fixture(scope="module")
 def probabilities(tiny: Any, states: list[np.ndarray]) -> list[np.ndarray]:
     """What both exits predict, `[batch, token, vocab]`."""
-    results = []
-    for x in states[1:]:
-        logits = np.asarray(
-            tiny.decoder.unembed(tiny.params, jnp.asarray(x, jnp.float32)), np.float64
-        )
-        weights = np.exp(logits - logits.max(axis=-1, keepdims=True))
-        results.append(weights / weights.sum(axis=-1, keepdims=True))
-    return results
+    return [predicted(tiny, x) for x in states[1:]]
+
+
+def predicted(model: Any, x: np.ndarray) -> np.ndarray:
+    logits = model.decoder.unembed(model.params, jnp.asarray(x, jnp.float32))
+    weights = np.exp(np.asarray(logits, np.float64))
+    return weights / weights.sum(axis=-1, keepdims=True)
 
 
 def check(model: Any, signal: Any, expected: Any, atol: float = 2e-5) -> None:
@@ -87,10 +86,8 @@ def test_position(tiny: Any) -> None:
 def test_the_surrogate_before_the_pass_is_of_the_bare_embedding(
     tiny: Any, states: list[np.ndarray]
 ) -> None:
-    x = states[0]
-    logits = np.asarray(tiny.decoder.unembed(tiny.params, jnp.asarray(x, jnp.float32)), np.float64)
-    p = np.exp(logits) / np.exp(logits).sum(axis=-1, keepdims=True)
-    expected = 2 / 3 * entropy(p) + 1 / 3 * (1 - cosine(x, np.asarray(mean_states(tiny)[0])))
+    outlier = 1 - cosine(states[0], np.asarray(mean_states(tiny)[0]))
+    expected = 2 / 3 * entropy(predicted(tiny, states[0])) + 1 / 3 * outlier
     check(tiny, SIGNALS["utio_before"](tiny), [expected, expected])
 
 

@@ -55,13 +55,11 @@ def test_a_model_takes_prefills_within_the_limit_of_their_fit(tiny: Any, tmp_pat
         for stop, ratio, lost in ((1, 0.5, 5.0), (3, 0.75, 0.4))
     ]
     info = {"model_sha256": model.sha256, "choices": [way.to_json() for way in ways]}
-    for limit, stops in ((1.0, [3]), (6.0, [1, 3]), (0.1, [1, 3])):
+    for limit, stops in ((6.0, [1, 3]), (0.1, [1, 3]), (1.0, [3])):
         info["max_nll_increase_pct"] = limit
         save_kv_maps(tmp_path / "maps.json", maps_of((1, 3)), info=info)
         mapped = model.with_kv_maps(tmp_path / "maps.json")
         assert [way.stop for way in mapped.prompt_choices] == stops
-    save_kv_maps(tmp_path / "maps.json", maps_of((1, 3)), info=info | {"max_nll_increase_pct": 1.0})
-    mapped = model.with_kv_maps(tmp_path / "maps.json")
     with pytest.raises(ValueError, match=r"at least 0.750.*larger --max-nll-increase-pct"):
         prompt_choice(mapped.decoder, mapped.params, 0.6, choices=mapped.prompt_choices)
 
@@ -76,16 +74,13 @@ def test_a_folder_means_its_prompt_json(tmp_path: Path) -> None:
 def test_another_models_maps_are_refused(saved: Path) -> None:
     with pytest.raises(ValueError, match=r"KV maps of the model with SHA-256 bbbb.*fit-prompt"):
         load_kv_maps(saved, model_sha256="b" * 64)
-    with pytest.raises(ValueError, match=r"Wanted KV maps at .*There is none.*fit-prompt"):
-        load_kv_maps(saved.with_name("none.json"), model_sha256=SHA)
 
 
 @pytest.mark.usefixtures("unchecked_shapes")
 def test_maps_that_do_not_fit_a_model_are_refused(tiny: Any) -> None:
-    with pytest.raises(ValueError, match=r"from depth 1 of shape \(32, 3, 2, 2, 8\)"):
-        with_kv_maps(tiny.decoder, tiny.params, maps_of((1,), layers=5))
-    with pytest.raises(ValueError, match=r"from depth 1 of shape \(32, 3, 2, 2, 8\)"):
-        with_kv_maps(tiny.decoder, tiny.params, maps_of((1,), dim=16))
+    for wrong in (maps_of((1,), layers=5), maps_of((1,), dim=16)):
+        with pytest.raises(ValueError, match=r"from depth 1 of shape \(32, 3, 2, 2, 8\)"):
+            with_kv_maps(tiny.decoder, tiny.params, wrong)
     for stop in (0, 4, 5):
         with pytest.raises(ValueError, match=rf"from depths between 1 and 3.*depth {stop} of"):
             with_kv_maps(tiny.decoder, tiny.params, maps_of((stop,), layers=6))

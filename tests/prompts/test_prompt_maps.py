@@ -114,25 +114,18 @@ def test_padding_is_not_fitted_to(tiny: Model) -> None:
     np.testing.assert_allclose(one.kernel, other.kernel, atol=1e-3)
 
 
-def test_no_document_is_in_two_parts() -> None:
-    documents = [np.full(10 + index, index) for index in range(23)]
-    text = split_text(documents, seed=3)
-    parts = [
-        {int(document[0]) for document in part} for part in (text.fit, text.calibrate, text.test)
-    ]
-    assert [len(part) for part in parts] == [15, 4, 4]
-    assert set.union(*parts) == set(range(23))
-    assert text.parts == "documents"
-    assert {int(document[0]) for document in split_text(documents, seed=4).test} != parts[2]
-
-
-def test_copies_are_in_one_part() -> None:
-    documents = [np.full(40 + index % 3, index // 3) for index in range(30)]
-    text = split_text(documents)
+@pytest.mark.parametrize(("texts", "copies", "sizes"), [(23, 1, [15, 4, 4]), (10, 3, [6, 2, 2])])
+def test_no_document_nor_its_copies_are_in_two_parts(
+    texts: int, copies: int, sizes: list[int]
+) -> None:
+    documents = [np.full(40 + copy, index) for index in range(texts) for copy in range(copies)]
+    text, other = (split_text(documents, seed=seed) for seed in (3, 4))
     parts = [{int(d[0]) for d in part} for part in (text.fit, text.calibrate, text.test)]
-    assert [len(part) for part in parts] == [6, 2, 2]
-    assert set.union(*parts) == set(range(10))
-    assert split_text(documents[:12]).parts == "parts of documents", "four texts alone"
+    assert [len(part) for part in parts] == sizes
+    assert set.union(*parts) == set(range(texts))
+    assert text.parts == "documents"
+    assert {int(document[0]) for document in other.test} != parts[2]
+    assert split_text(documents[: 4 * copies]).parts == "parts of documents", "four texts alone"
 
 
 def test_a_few_documents_are_cut() -> None:

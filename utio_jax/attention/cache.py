@@ -72,13 +72,7 @@ class KVCache:
 def init_cache(
     config: DecoderConfig, *, batch: int, slots: int, dtype: jax.typing.DTypeLike = jnp.float32
 ) -> KVCache:
-    """Returns an empty cache.
-
-    Args:
-      config: the model's sizes.
-      batch: rows.
-      slots: tokens per row, prompt and new ones together.
-      dtype: of keys and values.
+    """Returns an empty cache of `slots` tokens per row, prompt and new ones together.
 
     Raises:
       ValueError: a size below 1.

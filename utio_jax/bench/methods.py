@@ -65,7 +65,7 @@ def controls_of(decoder: Decoder) -> list[Method]:
     """
     exits = decoder.config.exits
     return [
-        Method(label="full", policy=full_depth(decoder), fractions=(1.0,)),
+        Method(label="full", policy=full_depth(decoder)),
         *(Method(label=f"uniform:{e}", policy=uniform(e, exits=exits)) for e in exits[:-1]),
     ]
 

@@ -79,30 +79,25 @@ class SignalFitter:
 
     def regressor(self) -> StateGate:
         """Returns gates that predict sqrt(KL to full depth)."""
-        kl = lambda: np.sqrt(self._of_tokens("kl")[:-1])  # noqa: E731
-        return self._fitted("learned", kl, loss="squared")
+        return self._fitted("learned", np.sqrt(self._of_tokens("kl")[:-1]), loss="squared")
 
     def classifier(self) -> StateGate:
         """Returns gates with the logit of a prediction that differs from full depth's."""
-        return self._fitted("classifier", lambda: self._of_tokens("differs")[:-1])
+        return self._fitted("classifier", self._of_tokens("differs")[:-1])
 
     def cost_aware(self) -> StateGate:
         """Returns gates with the logit of `worth_going_deeper`, at a price of computation.
 
         The price is the one at which hindsight would spend 60 % of a full pass.
         """
-
-        def target() -> np.ndarray:
-            kl = self._of_tokens("kl")
-            shares = np.asarray(self.decoder.config.exits) / self.decoder.config.num_layers
-            low, high = 1e-6, 1e4
-            for _ in range(40):
-                price = float(np.sqrt(low * high))
-                spent = shares[np.argmin(kl + price * shares[:, None], axis=0)].mean()
-                low, high = (price, high) if spent > 0.6 else (low, price)
-            return worth_going_deeper(kl, shares, high)
-
-        return self._fitted("cost_aware", target)
+        kl = self._of_tokens("kl")
+        shares = np.asarray(self.decoder.config.exits) / self.decoder.config.num_layers
+        low, high = 1e-6, 1e4
+        for _ in range(40):
+            price = float(np.sqrt(low * high))
+            spent = shares[np.argmin(kl + price * shares[:, None], axis=0)].mean()
+            low, high = (price, high) if spent > 0.6 else (low, price)
+        return self._fitted("cost_aware", worth_going_deeper(kl, shares, high))
 
     def router(self) -> PromptRouter:
         """Returns gates on a row's first mean state that predict the mean sqrt(KL) after it."""
@@ -123,12 +118,10 @@ class SignalFitter:
         gates = fit_linear_gates(np.concatenate(means, axis=1), np.concatenate(targets, axis=1))
         return PromptRouter(gates=gates, exits=self.exits, prompt=prompt)
 
-    def _fitted(
-        self, name: str, target: Callable[[], np.ndarray], *, loss: Loss = "logistic"
-    ) -> StateGate:
+    def _fitted(self, name: str, target: np.ndarray, *, loss: Loss = "logistic") -> StateGate:
         if name not in self._gates:
             states = self._of_tokens("states")
-            self._gates[name] = fit_gates(states, target(), loss=loss, seed=self.seed)
+            self._gates[name] = fit_gates(states, target, loss=loss, seed=self.seed)
         return self._gates[name]
 
     def _of_tokens(self, field: str) -> np.ndarray:

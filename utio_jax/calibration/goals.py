@@ -172,6 +172,7 @@ class MaxDisagreement:
             risks_of_groups(risks, tokens, self._groups),
             max_risk=self.max_disagreement,
             confidence=self.confidence,
+            settings=ratios,
             looks=self.policies,
             seed=self.seed,
         )
@@ -179,16 +180,17 @@ class MaxDisagreement:
             "max_disagreement": self.max_disagreement,
             "confidence": self.confidence,
             "policies": self.policies,
-            "documents": result.units,
+            "documents": result.tested,
             "candidates": {
-                str(ratio): {"mean": round(mean, 5), "p_value": float(f"{p:.3g}")}
-                for ratio, mean, p in zip(ratios, result.means, result.p_values, strict=True)
+                str(rung.setting): {
+                    "mean": round(rung.risk, 5),
+                    "p_value": float(f"{rung.p_value:.3g}"),
+                }
+                for rung in result.ladder
             },
         }
-        if result.chosen is None:
-            return {}, record
-        chosen = ratios[result.chosen]
-        return {chosen: candidates[chosen]}, record
+        chosen = result.chosen
+        return {} if chosen is None else {chosen: candidates[chosen]}, record
 
     def _disagreement(
         self, search: ThresholdSearch, signal: Signal, candidates: Sequence[Thresholds]

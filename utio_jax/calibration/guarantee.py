@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Thresholds with a guarantee: Learn-then-Test by fixed-sequence testing of one-sided bounds.
 
-    fits = halves(np.arange(queries), units="queries", max_risk=0.01, confidence=0.95)
+    bound = {"max_risk": 0.01, "confidence": 0.95}
+    fits = halves(np.arange(queries), units="queries", **bound)
     ladder = ...                                   # candidates from the fitting half, safest first
-    result = fit_with_guarantee(lost[:, ~fits], max_risk=0.01, confidence=0.95)
-    result.chosen                                  # index of the cheapest that may be used, or None
+    result = fit_with_guarantee(lost[:, ~fits], settings=ladder, **bound)
+    result.chosen                                  # the cheapest that may be used, or None
 
 A unit is what is drawn on its own: a document, a query, a row, a prompt. Its risk lies in [0, 1],
 such as the share of its predicted tokens that differ from full depth's. The guarantee is about the
@@ -15,7 +16,6 @@ independent of its neighbours.
 from __future__ import annotations
 
 import bisect
-import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -27,22 +27,31 @@ from jaxtyping import Bool, Float, Int
 _AIM = 2 * math.log(20)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Guarantee:
+class Rung(NamedTuple):
+    """A tested candidate with its setting, cost, mean risk and p-value.
+
+    The p-value is that of a mean risk above the bound. Those beyond the first that was not rejected
+    decide nothing.
+    """
+
+    setting: Any
+    cost: float
+    risk: float
+    p_value: float
+
+
+class Fitted(NamedTuple):
     """Result of `fit_with_guarantee`.
 
     Attributes:
-      chosen: index of the cheapest candidate that may be used; None leaves only full depth.
-      p_values: `[candidate]`, of its mean risk being above the bound. Those beyond the first that
-        was not rejected decide nothing.
-      means: `[candidate]`, its mean risk over the units.
-      units: number of tested units.
+      chosen: the cheapest setting that has the guarantee; None: nothing short of full depth has.
+      ladder: tested candidates, safest first.
+      tested: units that they are tested on.
     """
 
-    chosen: int | None
-    p_values: tuple[float, ...]
-    means: tuple[float, ...]
-    units: int
+    chosen: Any
+    ladder: tuple[Rung, ...]
+    tested: int
 
 
 def fit_with_guarantee(
@@ -50,9 +59,11 @@ def fit_with_guarantee(
     *,
     max_risk: float,
     confidence: float,
+    settings: Sequence[Any] | None = None,
+    costs: Sequence[float] | None = None,
     looks: int = 1,
     seed: int = 0,
-) -> Guarantee:
+) -> Fitted:
     """Returns the cheapest candidate whose mean risk is at most `max_risk`, at a confidence.
 
     Learn-then-Test (Angelopoulos et al. 2021, arXiv 2110.01052) by fixed-sequence testing: the
@@ -65,6 +76,8 @@ def fit_with_guarantee(
         the candidates. Booleans are tested by the exact binomial test, which no order enters.
       max_risk: the bound, in (0, 1).
       confidence: in (0, 1).
+      settings: of the candidates; by default their indices.
+      costs: of the candidates, for the record; by default NaN.
       looks: number of tests on these units, each for candidates of its own; one may be picked by
         its result. Each is tested at the level (1 - confidence) / looks
         (Bonferroni), so that all guarantees hold at once with that confidence.
@@ -96,54 +109,13 @@ def fit_with_guarantee(
     test = _binomial if binary else _p_values
     p_values = test(risks[:, order], max_risk)
     kept = [*(p_values <= (1 - confidence) / looks), False].index(False)
-    return Guarantee(
-        chosen=kept - 1 if kept else None,
-        p_values=tuple(p_values.tolist()),
-        means=tuple(risks.mean(axis=1).tolist()),
-        units=units,
-    )
-
-
-class Rung(NamedTuple):
-    """A tested setting with its cost, mean risk and p-value."""
-
-    setting: Any
-    cost: float
-    risk: float
-    p_value: float
-
-
-class Fitted(NamedTuple):
-    """Result of `fit_ladder`.
-
-    Attributes:
-      chosen: the cheapest setting that has the guarantee; None: nothing short of full depth has.
-      ladder: tested settings, safest first.
-      tested: units that it was tested on.
-    """
-
-    chosen: Any
-    ladder: tuple[Rung, ...]
-    tested: int
-
-
-def fit_ladder(
-    settings: Sequence[Any],
-    costs: Sequence[float],
-    risks: Float[np.ndarray, "candidate unit"] | Bool[np.ndarray, "candidate unit"],
-    *,
-    max_risk: float,
-    confidence: float,
-) -> Fitted:
-    """Returns the cheapest setting by `fit_with_guarantee`, with all tested settings.
-
-    Settings, their costs and their risks are given safest first.
-    """
-    guarantee = fit_with_guarantee(risks, max_risk=max_risk, confidence=confidence)
+    settings = range(len(risks)) if settings is None else settings
+    costs = [math.nan] * len(risks) if costs is None else costs
+    tested = zip(settings, costs, risks.mean(axis=1).tolist(), p_values.tolist(), strict=True)
     return Fitted(
-        chosen=None if guarantee.chosen is None else settings[guarantee.chosen],
-        ladder=tuple(map(Rung, settings, costs, guarantee.means, guarantee.p_values)),
-        tested=guarantee.units,
+        chosen=settings[kept - 1] if kept else None,
+        ladder=tuple(Rung(*row) for row in tested),
+        tested=units,
     )
 
 

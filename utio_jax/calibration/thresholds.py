@@ -6,35 +6,30 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
+from jaxtyping import Float
 
 from utio_jax.policies.store import Thresholds
 
 
 def fit_thresholds(
-    scores: np.ndarray,
-    kl: np.ndarray,
+    scores: Float[np.ndarray, "boundary token"],
+    kl: Float[np.ndarray, "boundary+1 token"],
     *,
     depths: Sequence[int],
-    cost_of_depth: np.ndarray,
-    cost_of_gate: np.ndarray,
+    cost_of_depth: Float[np.ndarray, " boundary+1"],
+    cost_of_gate: Float[np.ndarray, " boundary"],
     budget: float,
 ) -> Thresholds:
     """Returns the thresholds of least KL at a mean cost of `budget`; -inf where no token exits.
+
+    A token leaves at the first boundary where its score is finite, and at or below the threshold.
+    `kl` is in nats, of leaving there; costs of depths and decisions are shares of the full pass.
 
     For a price of computation, each boundary's best threshold is found exactly, by sorting: leaving
     is worth KL + price x cost of the exit, staying what the later thresholds make of the token. A
     few sweeps from the last boundary to the first settle all; the price is found by bisection.
     Prices reach the convex hull of all outcomes. If the budget lies in a gap between two of its
     corners, the thresholds of the dearer one are also raised until they fit; the better one counts.
-
-    Args:
-      scores: `[boundary, token]`; a token leaves at the first boundary where its score is finite,
-        and at or below the threshold.
-      kl: `[boundary + 1, token]` in nats, of leaving there.
-      depths: `[boundary + 1]`.
-      cost_of_depth: `[boundary + 1]`, as shares of the full pass.
-      cost_of_gate: `[boundary]`, of deciding there.
-      budget: the mean cost to reach.
 
     Raises:
       ValueError: the budget is below the cost of the first exit. Tokens that may not exit (scores

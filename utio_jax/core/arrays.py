@@ -107,10 +107,10 @@ def flat(tree: Any) -> Any:
     return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), tree)
 
 
-def normalise(x: Float[Array, "*lead dim"]) -> Float[Array, "*lead dim"]:
-    """Returns states of root-mean-square 1, without a learned scale."""
+def normalise(x: Float[Array, "*lead dim"], eps: float = 1e-6) -> Float[Array, "*lead dim"]:
+    """Returns states of root-mean-square 1 in float32, without a learned scale."""
     x = x.astype(jnp.float32)
-    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6)
+    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
 
 
 def stable_partition(

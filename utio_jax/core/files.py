@@ -253,14 +253,10 @@ def check_place(file: Path) -> Path:
 def load_owned(
     file: Path, *, what: str, command: str, model_sha256: str, read: Callable[[Any], tuple[Any, T]]
 ) -> tuple[T, dict[str, np.ndarray]]:
-    """Returns what `read` makes of the JSON that `save_owned` wrote, and the tensors.
+    """Returns what the caller needs of the JSON that `save_owned` wrote, and the tensors.
 
-    Args:
-      file: to read.
-      what: it is, for errors: `"a calibration"`.
-      command: that writes one.
-      model_sha256: of the model.
-      read: returns the model's hash, and what the caller needs of the JSON.
+    `read` takes the JSON, and returns the model's hash and that content. For errors, `what` says
+    what it is (`"a calibration"`), and `command` writes one.
 
     Raises:
       ValueError: a file is missing or broken, or belongs to another model. The tensors do not

@@ -172,14 +172,10 @@ def ideal_flops(
 ) -> float:
     """Returns the FLOPs of the decided layers, frozen K/V and one head per token, unpadded.
 
-    Args:
-      cost: of one token.
-      depths: decided depths `[batch, token]`; 0 for padding.
-      key_widths: numbers of keys that the program can attend over, ascending; a token pays for the
-        smallest that covers its position.
-      deepest: to which frozen tokens pay for K/V.
-      keep_frozen: whether they do (`kv="propagate"`).
-      spared: maps the number of keys at each position to the query-key pairs that are left out.
+    Decided `depths` are `[batch, token]`, 0 for padding. `key_widths` are the numbers of keys that
+    the program can attend over; a token pays for the smallest that covers its position. Frozen
+    tokens pay for K/V up to `deepest`, if they keep them (`kv="propagate"`). `spared` maps the
+    number of keys at each position to the query-key pairs that are left out.
     """
     widths = np.asarray(key_widths, np.float64)
     keys = widths[np.searchsorted(widths, np.arange(depths.shape[1]), side="right")]
@@ -207,16 +203,10 @@ def expected_flops(
 ) -> float:
     """Returns the expected FLOPs of a staircase pass, padding included.
 
-    Args:
-      cost: of one token.
-      batch: rows.
-      width: tokens per row; on average a query sees half of them.
-      min_bucket: the unit of padding, half of which each segment wastes.
-      depths: the policy's depths.
-      fractions: share of tokens that stop at each depth.
-      gates: FLOPs per live token of each decision.
-      reads: whether each decision looks at logits, which costs a head for tokens that go on; one
-        head, wherever a token stops, is counted anyway.
+    On average a query sees half of its row, and each segment wastes half a `min_bucket` of slots.
+    `fractions` of all tokens stop at each of the policy's depths. `gates` are FLOPs per live token
+    of each decision. One that reads logits costs a head for tokens that go on; one head, wherever a
+    token stops, is counted anyway.
     """
     tokens = batch * width
     total, alive, done = tokens * float(cost.made(depths[-1])) * cost.keys_values, 1.0, 0

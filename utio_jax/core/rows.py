@@ -105,11 +105,8 @@ def place(tree: Any, mesh: Mesh | None) -> Any:
 def over_rows(mesh: Mesh, function: Callable[..., Any], *args: Any) -> Any:
     """Returns `function(*args)`; every device computes its own rows.
 
-    Args:
-      mesh: with an axis "data".
-      function: pure; treats rows alike and apart from each other. Every leaf that it returns is
-        marked as rows.
-      *args: pytrees whose rows are marked; the rest every device sees whole.
+    Arguments are pytrees whose rows are marked; every device sees all other leaves whole. The
+    function is pure, treats rows alike and apart from each other, and marks all it returns as rows.
 
     Raises:
       ValueError: rows that the devices cannot share evenly.

@@ -33,6 +33,7 @@ from utio_jax.decoding.cached import block_at, run_segment
 from utio_jax.decoding.prefill import Prefill, fastest_prefill
 from utio_jax.decoding.sampling import SamplingParams, check_sampling, check_seeds
 from utio_jax.decoding.state import Columns, DecodeState, Tally, end_rows, stop_rules, stops_of_rows
+from utio_jax.staircase.forward import project_states, write_at
 
 Prompts = Sequence[Sequence[int] | np.ndarray]
 """Token ids: a list or an array for each row."""
@@ -216,10 +217,11 @@ def read_prompts(
     *,
     start: Int[Any, ""] | None = None,
 ) -> tuple[Float[Array, "batch vocab"], KVCache]:
-    """Dense prefill at full depth: returns the logits after right-padded prompts, and the cache.
+    """Dense exact prefill: returns the logits after right-padded prompts, and the cache.
 
     If the cache has the first tokens' K/V already, `token_ids` are those from position `start` on,
-    and `lengths` are of whole prompts.
+    and `lengths` are of whole prompts. With shared K/V, only the last token runs layers above
+    `kv_complete`.
 
     Raises:
       ValueError: the prompts are wider than the cache.
@@ -235,13 +237,22 @@ def read_prompts(
     valid = ahead < lengths[:, None]
     positions = jnp.where(valid, ahead, 0)  # Some decoders have no position after the context.
     block = block_at(decoder, positions, valid)
-    x = decoder.embed(params, token_ids, positions)
+    config, run = decoder.config, partial(run_segment, decoder, params, width=slots)
+    layers = config.num_layers
+    stop = config.kv_complete if config.shares_kv else layers
     with jax.named_scope("prefill"):
-        x, cache = run_segment(
-            decoder, params, cache, x, block, start=0, stop=decoder.config.num_layers, width=slots
-        )
-    last = jax.vmap(lambda row, length: row[length - 1])(x, lengths - first)
-    return logits_of(decoder, params, last), cache
+        x = decoder.embed(params, token_ids, positions)
+        x, cache = run(cache, x, block, start=0, stop=stop)
+        last = jnp.take_along_axis(x, (lengths - first - 1)[:, None, None], axis=1)
+        if stop < layers:
+            put = write_at(block.at)
+            cache, _ = project_states(
+                decoder, params, cache, x, block.places, put, start=stop, stop=layers
+            )
+            ends = lengths[:, None] - 1
+            block = block_at(decoder, jnp.maximum(ends, 0), ends >= 0)
+            last, cache = run(cache, last, block, start=stop, stop=layers)
+    return logits_of(decoder, params, last[:, 0]), cache
 
 
 def unread(

@@ -124,7 +124,7 @@ def prompt_widths(capacity: int) -> tuple[int, ...]:
 
 
 @dataclasses.dataclass(frozen=True)
-class PromptPass:
+class PrefillPass:
     """Content of one prefill pass.
 
     Attributes:
@@ -292,7 +292,7 @@ class Slots:
 
     def next_pass(
         self, reading: Mapping[int, Request], *, most: int | None = None
-    ) -> PromptPass | None:
+    ) -> PrefillPass | None:
         """Returns the next prefill pass over prompts that have rows, in their order.
 
         None: no pass has at most `most` token slots.
@@ -304,7 +304,7 @@ class Slots:
 
     def _next_blocks(
         self, pairs: Sequence[tuple[int, Request]], most: int | None
-    ) -> PromptPass | None:
+    ) -> PrefillPass | None:
         sizes = [size for size in self.passes if most is None or size <= most]
         if not sizes:
             return None
@@ -326,7 +326,7 @@ class Slots:
                 stop = min(end, start + blocks * block)
                 parts.append((row, request, start, stop))
                 free, slot = free - blocks, slot + (blocks * block if apart else stop - start)
-        return PromptPass(tuple(parts), tokens=size)
+        return PrefillPass(tuple(parts), tokens=size)
 
     def _cheapest(self, left: int, sizes: tuple[int, ...]) -> tuple[int, int]:
         """Returns the minimum cost of reading `left` tokens, and the size of the first pass.
@@ -349,7 +349,7 @@ class Slots:
 
     def _next_group(
         self, pairs: Sequence[tuple[int, Request]], most: int | None
-    ) -> PromptPass | None:
+    ) -> PrefillPass | None:
         fitting = [next(w for w in self.widths if w >= x.prompt.size) for _, x in pairs]
         width = fitting[0]
         alike = next((n for n, other in enumerate(fitting) if other != width), len(fitting))
@@ -361,9 +361,9 @@ class Slots:
         full = [size for size in groups if 2 * size <= 3 * alike]
         group = max(full, default=groups[0])
         parts = tuple((row, x, 0, x.prompt.size) for row, x in pairs[: min(group, alike)])
-        return PromptPass(parts, tokens=width * group, group=group)
+        return PrefillPass(parts, tokens=width * group, group=group)
 
-    def read(self, prompts: PromptPass) -> list[int]:
+    def read(self, prompts: PrefillPass) -> list[int]:
         """Runs a prefill pass; returns the rows whose prompts have been read to the end."""
         if prompts.group:
             self._read_group(prompts)
@@ -373,7 +373,7 @@ class Slots:
             request.read = stop
         return [row for row, request, _, stop in prompts.parts if stop == request.prompt.size]
 
-    def _read_blocks(self, prompts: PromptPass) -> None:
+    def _read_blocks(self, prompts: PrefillPass) -> None:
         size, spans, fresh = self._block_of(prompts.tokens), [], []
         for row, request, start, stop in prompts.parts:
             if start == request.cached:
@@ -395,7 +395,7 @@ class Slots:
             widths=self._key_widths,
         )
 
-    def _read_group(self, prompts: PromptPass) -> None:
+    def _read_group(self, prompts: PrefillPass) -> None:
         width, rows = prompts.tokens // prompts.group, [row for row, *_ in prompts.parts]
         requests = [request for _, request, *_ in prompts.parts]
         fresh = self._fresh(requests, rows=prompts.group, width=width)
@@ -424,7 +424,7 @@ class Slots:
 
     def warm(self, tokens: int) -> None:
         """Compiles the program of a pass over `tokens` token slots, and those of cached blocks."""
-        self._read_blocks(PromptPass((), tokens=tokens))
+        self._read_blocks(PrefillPass((), tokens=tokens))
         if self.prefix is not None:
             cache = self.prefix.load(self.state.cache, 0, ())
             self.state = dataclasses.replace(self.state, cache=cache)

@@ -29,6 +29,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from utio_jax.core.arrays import normalise
 from utio_jax.core.decoder import DecoderConfig, LayerParams, Params, PositionEncoding
 from utio_jax.core.layer import head_product, project
 from utio_jax.models.rope import RopeScaling, frequencies, rotate, rotations
@@ -276,8 +277,7 @@ class _Gemma:
 
     def _norm(self, x: jax.Array, params: Params | None = None) -> jax.Array:
         """Returns `x` over its root mean square, in float32; scaled where there is a scale."""
-        wide = x.astype(jnp.float32)
-        wide *= jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.config.norm_eps)
+        wide = normalise(x, self.config.norm_eps)
         return (wide if params is None else scaled(wide, params)).astype(x.dtype)
 
 

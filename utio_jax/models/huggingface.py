@@ -18,7 +18,6 @@ from utio_jax.core.decoder import Params
 from utio_jax.core.files import broken_file, flatten, load_json, refuse_pickle
 from utio_jax.models.families import FAMILIES, Family, read_config, text_part
 from utio_jax.models.stacking import place_tensors, stored_tensors
-from utio_jax.models.transformer import TransformerConfig
 
 # How the names of a text part's tensors begin, and of its head's, in a model that reads images
 # or sound, too: as transformers 5 writes them, and as some were published.
@@ -96,7 +95,8 @@ def load_folder(
     home = where_tensors_are(folder, prefix=prefix, in_text_part=in_text_part)
     home = {name: entry for name, entry in home.items() if not name.startswith(unread)}
     tied = getattr(settings, "tie_embeddings", True)
-    if tied and _head_differs(home, embedding) and isinstance(settings, TransformerConfig):
+    # Transformers 5 says of every T5 that its head is tied.
+    if tied and _head_differs(home, embedding) and hasattr(settings, "tie_embeddings"):
         settings = dataclasses.replace(settings, tie_embeddings=False)
     return place_tensors(
         family.decoder(settings),

@@ -31,14 +31,8 @@ def place_tensors(
 ) -> tuple[Any, Params]:
     """Returns a decoder (with `init` and `config`) and its parameters.
 
-    Args:
-      decoder: the model.
-      rules: parameters of each tensor; None: each has its own, named by its path.
-      found_shapes: shapes of the checkpoint's tensors.
-      read: returns one of them.
-      dtype: of the parameters.
-      sharding: the mesh that they are split over, see `utio_jax.models.load`.
-      source: the checkpoint's location, for errors.
+    Without `rules` each tensor is the parameter that its name is the path of. `found_shapes` are
+    those of the checkpoint's tensors, `read` returns one, and `source` is its place, for errors.
     """
     shapes = flatten(jax.eval_shape(decoder.init, jax.random.key(0)))
     if rules is None:

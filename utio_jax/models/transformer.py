@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from utio_jax.core.arrays import normalise
 from utio_jax.core.decoder import DecoderConfig, LayerParams, Params, PositionEncoding
 from utio_jax.core.layer import head_product, project
 from utio_jax.core.platform import on_enough_rows, product_apart
@@ -108,8 +109,7 @@ class RMSNorm(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         start = nn.initializers.zeros if self.plus_one else nn.initializers.ones
         scale = self.param("scale", start, (x.shape[-1],))
-        wide = x.astype(jnp.float32)
-        wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
+        wide = normalise(x, self.eps)
         if self.plus_one:
             return (wide * jnp.broadcast_to(1 + scale.astype(jnp.float32), x.shape)).astype(x.dtype)
         return wide.astype(x.dtype) * jnp.broadcast_to(scale.astype(x.dtype), x.shape)

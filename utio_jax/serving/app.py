@@ -86,15 +86,9 @@ class Application:
     ) -> None:
         """Stores the options; compilation starts with the lifespan.
 
-        Args:
-          model: the served model.
-          slots: choices that run at once.
-          capacity: tokens of each, prompt included; None: the model's context, 2048 at most.
-          shapes: of the compiled programs.
-          limits: of requests.
-          key: that requests bring; None: none.
-          log: is given each event, as a record.
-          prefix_cache: bytes for K/V that requests share, see `Engine`.
+        Slots have `capacity` tokens, prompt included; None: the model's context, 2048 at most.
+        Compiled programs have the given shapes. `log` is given each event, as a record. K/V that
+        requests share may take `prefix_cache` bytes, see `Engine`.
 
         Raises:
           ValueError: see `Engine`.

@@ -95,12 +95,8 @@ class Server:
     ) -> None:
         """Binds the socket; compilation starts with `run`.
 
-        Args:
-          model: the served model.
-          address: of the socket.
-          limits: of requests.
-          log: is called with each log record.
-          **options: `slots`, `capacity`, `shapes` and `prefix_cache`, see `Application`.
+        `log` is called with each record. Options are `slots`, `capacity`, `shapes` and
+        `prefix_cache`, see `Application`.
 
         Raises:
           ValueError: the address is not available, or see `Engine` and `Address.key`.

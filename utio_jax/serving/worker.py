@@ -64,19 +64,14 @@ class Worker:
         *,
         on_ready: Callable[[], None],
         on_death: Callable[[BaseException], None],
-        on_progress: Callable[[int, int], None] = lambda done, programs: None,
-        plan: Callable[[], None] = lambda: None,
+        on_progress: Callable[[int, int], None],
+        plan: Callable[[], None],
     ) -> None:
-        """Prepares the thread without starting it.
+        """Prepares the thread, which alone may use the engine from then on, without starting it.
 
-        Args:
-          engine: the engine, which only the thread may use from then on.
-          scorer: computes the log-probabilities of prompts.
-          on_ready: called on the loop when all programs are compiled.
-          on_death: called on the loop with the error that stopped the engine, after all queues
-            have received it.
-          on_progress: called on the loop with the number of compiled programs, and of all programs.
-          plan: called first, in the thread.
+        It first calls `plan`. On the loop it calls `on_progress` with the number of compiled
+        programs, and of all; `on_ready` after them; and `on_death` with the error that stopped the
+        engine, after all queues have received it.
         """
         self._on_ready, self._on_death, self._on_progress = on_ready, on_death, on_progress
         self._engine, self._scorer, self._plan = engine, scorer, plan

@@ -19,9 +19,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from utio_jax.core.decoder import Decoder, Inputs, Params
+from utio_jax.core.decoder import Inputs
 from utio_jax.core.pytrees import pytree, static
-from utio_jax.policies.base import Boundary, Signal
+from utio_jax.policies.base import Boundary, exceeds
 from utio_jax.policies.depth import Thresholded
 from utio_jax.policies.signals import SignalBase
 from utio_jax.staircase.base import Tokens
@@ -59,20 +59,12 @@ class Cascade:
         Raises:
           TypeError: `buckets` has no signal with thresholds.
         """
-        buckets = self.buckets
-        if not isinstance(buckets, Thresholded):
+        if not isinstance(self.buckets, Thresholded):
             raise TypeError(
                 "Wanted buckets of one signal with thresholds: Thresholded(signal=...). Got "
-                f"{type(buckets).__name__}."
+                f"{type(self.buckets).__name__}."
             )
-        signal = buckets.signal
-        shared = _SharedSignal(signal=signal, name=signal.name, causal=signal.causal)
-        return Thresholded(
-            signal=shared,
-            thresholds=buckets.thresholds,
-            depths=buckets.depths,
-            row_shares=buckets.row_shares,
-        )
+        return _SharedPolicy(**vars(self.buckets))
 
     @property
     def attention(self) -> VerticalSlash:
@@ -91,36 +83,27 @@ class Cascade:
 
 
 class _Scored(NamedTuple):
-    """Memory of `_SharedSignal`: its signal's, and the latest score."""
+    """Memory of `_SharedPolicy`: its signal's, and the latest score."""
 
     own: Any
     score: Float[Array, "batch token"] | None
 
 
 @pytree
-class _SharedSignal(SignalBase):
-    """A signal that remembers its latest score."""
-
-    signal: Signal
-
-    @property
-    def remembers(self) -> bool:
-        return True
+class _SharedPolicy(Thresholded):
+    """A policy whose memory holds its latest score; that is asked for at every boundary."""
 
     def start(self, token_ids: Inputs, positions: Int[Array, "batch token"]) -> _Scored:
-        return _Scored(self.signal.start(token_ids, positions), None)
+        return _Scored(super().start(token_ids, positions), None)
 
-    def __call__(
+    def go_deeper(
         self, index: int, boundary: Boundary, memory: _Scored
-    ) -> tuple[Float[Array, "batch token"], _Scored]:
+    ) -> tuple[Bool[Array, "batch token"], _Scored]:
         score, own = self.signal(index, boundary, memory.own)
-        return score, _Scored(own, score)
+        return exceeds(score, self.thresholds[index]), _Scored(own, score)
 
-    def flops(self, index: int, decoder: Decoder, params: Params) -> float:
-        return self.signal.flops(index, decoder, params)
-
-    def reads_logits(self, index: int) -> bool:
-        return self.signal.reads_logits(index)
+    def asks(self, index: int) -> bool:
+        return True
 
 
 @pytree

@@ -205,11 +205,8 @@ def surrogate_table(
 ) -> Float[Array, " vocab"]:
     """Returns each token's surrogate before the pass, for `TokenSurrogate`.
 
-    Args:
-      decoder: the model; one that adds positions to its embeddings is asked at position 0.
-      params: its parameters.
-      mean_embedding: the mean over the calibration text.
-      weights: of entropy and outlier.
+    Outliers, whose weight is the second, are those from the calibration text's mean embedding. A
+    decoder that adds positions to its embeddings is asked at position 0.
     """
 
     def one(token_id: jax.Array) -> jax.Array:  # A token at a time: [vocab, vocab] can be large.

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers.cases import run_dense
+from helpers.folders import STOCK
 from helpers.models import assert_equal
 
 from utio_jax.contrib.denoising import Canvas, load_denoiser, save_denoiser
@@ -21,7 +22,6 @@ from utio_jax.models import load
 from utio_jax.models.presets import TINY
 from utio_jax.models.transformer import Transformer
 
-STOCK = Path(__file__).parents[2] / "models" / "huggingface"
 FAMILIES = {"a2d-qwen3": "qwen3", "sdar": "qwen3", "Dream": "qwen2_window", "llada": "llama"}
 LLADA_NAMES = {
     "model.embed_tokens": "model.transformer.wte",

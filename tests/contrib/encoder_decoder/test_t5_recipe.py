@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from encoder_decoder import TrainT5, block_states, calm_objective, exit_nats, functions_of, save_t5
 from helpers import cases
-from helpers.encoder_decoder import SOURCE, t5_model
+from helpers.encoder_decoder import SOURCE, TARGET, t5_model
 from helpers.texts import SOURCES, source
 
 from utio_jax.contrib.encoder_decoder import load_t5, source_rows
@@ -77,7 +77,7 @@ def test_a_saved_model_comes_back(tmp_path: Path) -> None:
     model = t5_model()
     rounded = jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(jnp.float32), model.params)
     save_t5(tmp_path, model.decoder, rounded)
-    decoder, params = load_t5(tmp_path, source_tokens=SOURCE, target_tokens=52)
+    decoder, params = load_t5(tmp_path, source_tokens=SOURCE, target_tokens=TARGET)
     assert decoder == model.decoder
     for path, leaf in flatten(rounded).items():
         np.testing.assert_array_equal(flatten(params)[path], leaf, err_msg=path)

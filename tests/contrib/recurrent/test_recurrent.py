@@ -13,14 +13,13 @@ import pytest
 from anytime import TrainConfig, exit_states, train
 from helpers import cases
 from helpers.generation import PROMPTS, DepthAt, assert_greedy, depth_table, run
-from helpers.models import Model, assert_equal, live_params
+from helpers.models import Model, assert_equal, live_params, with_random_lens
 from trunks import make_optimizer
 
 from utio_jax import score, uniform
 from utio_jax.contrib.recurrent import Mamba2, Mamba2Config
 from utio_jax.core.decoder import Mixes, own_mixing
 from utio_jax.core.flops import count_matmul_flops, token_cost
-from utio_jax.core.lens import Lens, lensed
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.lossless import Lossless
 from utio_jax.policies.signals import Chance, Position
@@ -177,12 +176,8 @@ def test_products_are_charged_as_they_are_executed() -> None:
 
 def test_a_lens_leaves_the_mixing_alone() -> None:
     model = recurrent_model()
-    lens = Lens(
-        exits=(1, 2),
-        matrix=jnp.broadcast_to(jnp.eye(CONFIG.embed_dim), (2, CONFIG.embed_dim, CONFIG.embed_dim)),
-        bias=jnp.zeros((2, CONFIG.embed_dim)),
-    )
-    through, params = lensed(model.decoder, model.params, lens)
+    seen_through = with_random_lens(model)
+    through, params = seen_through.decoder, seen_through.params
     assert not isinstance(through, Mixes)
     assert own_mixing(through) is model.decoder
     ids, lengths = model.tokens(2, 9), jnp.asarray([9, 5])

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import sys
 from pathlib import Path
 from statistics import NormalDist
@@ -16,18 +15,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.folders import STOCK as FOLDER
+from helpers.folders import changed_copy
 from helpers.gguf_files import dequantised, quantised, write_gguf, write_with_pieces
 from helpers.models import live_params
 
-from utio_jax.core.files import load_tensors, save_tensors
+from utio_jax.core.files import load_tensors
 from utio_jax.core.lens import Lens, save_lens
 from utio_jax.models import Transformer, load, save
 from utio_jax.models.families import read_config
 from utio_jax.models.gguf.architectures import llama3_scaling, read_keys
 from utio_jax.models.gguf.header import KINDS, read_header
 from utio_jax.models.rope import RopeScaling, frequencies
-
-FOLDER = Path(__file__).parents[1] / "huggingface"
 
 
 def check_same(file: Path, folder: Path) -> None:
@@ -37,14 +36,6 @@ def check_same(file: Path, folder: Path) -> None:
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, atol=2e-7), result.params, expected.params
     )
-
-
-def copied(case: str, to: Path, **settings: Any) -> Path:
-    """A folder of transformers' with some settings changed."""
-    folder = Path(shutil.copytree(FOLDER / case, to / case))
-    config = {**json.loads((folder / "config.json").read_text()), **settings}
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
 
 
 def test_llama_with_biases_and_divisors_of_frequencies(tmp_path: Path) -> None:
@@ -120,7 +111,7 @@ def test_a_file_is_the_model_of_the_folder_that_it_was_made_of(
     """Rows, biases, norms less one, caps, windows, stacked streams, cut-off gates."""
     # A file says nothing of the queries' scale in Gemma 2 and 3: it goes by the width of a head.
     changes = {"query_pre_attn_scalar": 16} if case in ("gemma2", "gemma3") else {}
-    folder = copied(case, tmp_path, **changes)
+    folder = changed_copy(FOLDER / case, tmp_path / case, **changes)
     write_gguf(tmp_path / "m.gguf", folder, arch=arch, describe=describe)
     check_same(tmp_path / "m.gguf", folder)
 
@@ -179,9 +170,8 @@ def test_each_type_gives_the_weights_that_its_bytes_stand_for(
 ) -> None:
     stored = load_tensors(wide / "model.safetensors")
     rows = {n: quantised(t, kind, seed=i) for i, (n, t) in enumerate(stored.items()) if t.ndim > 1}
-    plain = Path(shutil.copytree(wide, tmp_path / "plain"))
     exact = {n: dequantised(r, kind) for n, r in rows.items()}
-    save_tensors(plain / "model.safetensors", {**stored, **exact})
+    plain = changed_copy(wide, tmp_path / "plain", {**stored, **exact})
     file = tmp_path / "m.gguf"
     write_gguf(file, wide, arch="llama", kinds=dict.fromkeys(rows, kind), tensors=rows)
     check_same(file, plain)

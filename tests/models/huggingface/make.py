@@ -9,6 +9,7 @@ beside this script. `make parity` runs it with a fresh transformers and tests ag
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -155,39 +156,54 @@ def make(name: str, folder: Path) -> None:
     )
 
 
-def make_encoder(kind: str, folder: Path) -> None:
-    """Writes a BERT's folder with its outputs on padded rows: means of tokens, or logits."""
-    sizes = {name: size for name, size in SIZES.items() if name != "num_key_value_heads"}
-    config = transformers.BertConfig(**{**sizes, "pad_token_id": 0}, num_labels=5)
-    torch.manual_seed(len(kind))
-    model = getattr(transformers, kind)._from_config(config, attn_implementation="eager")
+def randomise(model: torch.nn.Module) -> None:
+    """Fills a small model with numbers far from initialisation, which float16 holds exactly."""
     with torch.no_grad():
-        for parameter in model.parameters():
+        for name, parameter in model.named_parameters():
             noise = torch.randn_like(parameter)
-            parameter.copy_(0.3 * noise if parameter.ndim > 1 else parameter + 0.3 * noise)
-    model.eval()
-    model.save_pretrained(folder)
-    lengths = torch.tensor([24, 9, 1])
-    mask = torch.arange(24)[None, :] < lengths[:, None]
-    given = {
-        "input_ids": torch.randint(0, 48, (3, 24)),
-        "token_type_ids": torch.randint(0, 2, (3, 24)),
-    }
-    with torch.no_grad():
-        result = model(**given, attention_mask=mask.to(torch.int64))
-    if kind == "BertModel":
-        outputs = (result.last_hidden_state * mask[..., None]).sum(1) / lengths[:, None]
-    else:
-        outputs = result.logits
-    save_file(
-        {
-            "token_ids": given["input_ids"].to(torch.int32),
-            "kinds": given["token_type_ids"].to(torch.int32),
-            "lengths": lengths.to(torch.int32),
-            "outputs": outputs.float().contiguous(),
-        },
-        folder / "reference.safetensors",
+            wide = 1.5 if "bias.weight" in name or "shared" in name else parameter.shape[-1] ** -0.5
+            parameter.copy_(wide * noise if parameter.ndim > 1 else parameter + 0.3 * noise)
+    model.eval().half().double()
+
+
+def make_encoder(kind: str, folder: Path) -> None:
+    """Writes a BERT's folder; its states by activation on padded rows, or logits at each depth."""
+    sizes = {"hidden_size": 12, "num_attention_heads": 3, "intermediate_size": 20, "num_labels": 5}
+    config = transformers.BertConfig(
+        vocab_size=48, num_hidden_layers=3, max_position_embeddings=24, **sizes
     )
+    torch.manual_seed(len(kind))
+    create = partial(getattr(transformers, kind)._from_config, attn_implementation="eager")
+    model = create(config)
+    randomise(model)
+    lengths = torch.tensor([12, 7, 1])
+    mask = torch.arange(12)[None, :] < lengths[:, None]
+    given = {
+        "input_ids": torch.randint(0, 48, (3, 12)),
+        "token_type_ids": torch.randint(0, 2, (3, 12)),
+        "attention_mask": mask.to(torch.int64),
+    }
+    expected = {}
+    with torch.no_grad():
+        if kind == "BertModel":
+            for config.hidden_act in ("relu", "gelu_new", "gelu"):
+                other = create(config).double().eval()
+                other.load_state_dict(model.state_dict())
+                states = other(**given, output_hidden_states=True).hidden_states
+                expected[config.hidden_act] = torch.stack(states).float()
+        else:
+            layers, logits = model.bert.encoder.layer, []
+            for depth in (1, 2, 3):
+                model.bert.encoder.layer = layers[:depth]
+                logits.append(model(**given).logits)
+            expected["logits"] = torch.stack(logits).float()
+    model.half().save_pretrained(folder)
+    expected |= {
+        "token_ids": given["input_ids"].to(torch.int32),
+        "kinds": given["token_type_ids"].to(torch.int32),
+        "lengths": lengths.to(torch.int32),
+    }
+    save_file(expected, folder / "reference.safetensors")
 
 
 T5S = {
@@ -198,32 +214,34 @@ T5S = {
 
 
 def make_t5(kind: str, folder: Path) -> None:
-    """Writes a T5's folder with its logits; of the second row, half of the source is padding.
+    """Writes a T5's folder; the encoder's output, decoder states before each block, and logits.
 
-    Logits are those of float64, since T5 does not scale attention: in float32 rounding alone moves
-    them by up to 1e-4.
+    Of the second row, half of the source is padding. In float64, since T5 does not scale attention:
+    in float32 rounding alone moves logits by up to 1e-4.
     """
-    sizes = {"vocab_size": 48, "d_model": 32, "d_kv": 32, "d_ff": 40, "num_heads": 3}
-    config = transformers.T5Config(num_layers=2, num_decoder_layers=3, **sizes, **T5S[kind])
+    sizes = {"vocab_size": 64, "d_model": 12, "d_kv": 8, "d_ff": 20, "num_heads": 2}
+    sizes |= {"relative_attention_num_buckets": 8, "relative_attention_max_distance": 20}
+    config = transformers.T5Config(num_layers=2, num_decoder_layers=4, **sizes, **T5S[kind])
     torch.manual_seed(len(kind))
     model_class = transformers.T5ForConditionalGeneration
     model = model_class._from_config(config, attn_implementation="eager")
+    if not config.scale_decoder_outputs:  # As of v1.1, whose heads are untied.
+        model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.clone())
+    randomise(model)
+    sources, targets = torch.randint(1, 64, (2, 24)), torch.randint(0, 64, (2, 26))
+    sources[1, 12:] = targets[:, 0] = 0
     with torch.no_grad():
-        for parameter in model.parameters():
-            noise = torch.randn_like(parameter)
-            parameter.copy_(0.15 * noise if parameter.ndim > 1 else parameter + 0.15 * noise)
-    model.eval()
-    model.save_pretrained(folder)
-    model.double()
-    sources, targets = torch.randint(1, 48, (2, 150)), torch.randint(0, 48, (2, 40))
-    sources[1, 75:] = targets[:, 0] = 0
-    with torch.no_grad():
-        logits = model(sources, (sources > 0).long(), targets).logits
+        result = model(sources, (sources > 0).long(), targets, output_hidden_states=True)
+    config.tie_word_embeddings = config.scale_decoder_outputs  # As published ones say it.
+    model.half().save_pretrained(folder)
+    (folder / "generation_config.json").unlink()
     save_file(
         {
             "sources": sources.to(torch.int32),
             "targets": targets.to(torch.int32),
-            "logits": logits.float().contiguous(),
+            "encoded": result.encoder_last_hidden_state.float(),
+            "states": torch.stack(result.decoder_hidden_states[:-1]).float(),
+            "logits": result.logits.float().contiguous(),
         },
         folder / "reference.safetensors",
     )

@@ -21,6 +21,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from utio_jax.contrib.encoders import mean_of_tokens
+from utio_jax.core.arrays import normalise
 from utio_jax.core.decoder import DecoderConfig, LayerParams, Params
 from utio_jax.core.files import nest
 from utio_jax.staircase import dense_states
@@ -137,9 +138,7 @@ def bucket_table(buckets: int, max_distance: int, *, bidirectional: bool) -> np.
 
 def rms_norm(params: Params, x: Float[Array, "*lead dim"], *, eps: float) -> jax.Array:
     """Returns states over their root mean square, times the norm's `scale`."""
-    wide = x.astype(jnp.float32)
-    wide *= jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
-    return jnp.broadcast_to(params["scale"], x.shape) * wide.astype(x.dtype)
+    return jnp.broadcast_to(params["scale"], x.shape) * normalise(x, eps).astype(x.dtype)
 
 
 def _keys_values(config: StackConfig, layer: LayerParams, x: jax.Array) -> list[jax.Array]:

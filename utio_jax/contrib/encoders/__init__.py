@@ -22,7 +22,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
-from utio_jax.calibration.guarantee import Fitted, fit_ladder, halves
+from utio_jax.calibration.guarantee import Fitted, fit_with_guarantee, halves
 from utio_jax.calibration.thresholds import leave_at
 from utio_jax.core.decoder import Decoder, Inputs, Params, check_depths, check_own_kv
 from utio_jax.core.documents import check_tokens
@@ -278,13 +278,8 @@ def fit_row_exits(  # noqa: PLR0913 (options, each named)
         )
     if not isinstance(encoder, Classifier):
         raise ValueError(f"Wanted a Classifier, whose classes stay. Got {type(encoder).__name__}.")
-    fits = halves(
-        np.arange(len(lengths)),
-        units="rows, none empty,",
-        max_risk=max_disagreement,
-        confidence=confidence,
-        seed=seed,
-    )
+    bound: dict[str, Any] = {"max_risk": max_disagreement, "confidence": confidence}
+    fits = halves(np.arange(len(lengths)), units="rows, none empty,", seed=seed, **bound)
     read = jax.jit(read_exits, static_argnums=0, static_argnames="depths")
     exits = read(encoder, params, jnp.asarray(inputs), jnp.asarray(lengths), depths=depths)
     scores = np.asarray(score_exits(encoder, params, exits, signal, depths=depths))
@@ -297,7 +292,7 @@ def fit_row_exits(  # noqa: PLR0913 (options, each named)
     differs = (classes != classes[-1])[:, ~fits]
     lost = np.stack([np.take_along_axis(differs, at[None], 0)[0] for at in left])
     layers = [float(np.asarray(depths)[at].mean()) for at in left]
-    return fit_ladder(ladder, layers, lost, max_risk=max_disagreement, confidence=confidence)
+    return fit_with_guarantee(lost, settings=ladder, costs=layers, **bound)
 
 
 def thresholds_of(

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from utio_jax.calibration.guarantee import Fitted, fit_ladder, halves
+from utio_jax.calibration.guarantee import Fitted, fit_with_guarantee, halves
 from utio_jax.calibration.thresholds import leave_at
 from utio_jax.core.arrays import next_token_nll
 from utio_jax.core.decoder import Decoder, Params, check_no_branches
@@ -222,14 +222,9 @@ def fit_band(  # noqa: PLR0913 (options, each named)
         )
     if groups is not None and groups.shape != losses.shape[1:]:
         raise ValueError(f"Wanted a group for each of {losses.shape[1]} rows. Got {groups.shape}.")
-    rows = np.arange(losses.shape[1])
-    fits = halves(
-        rows if groups is None else groups,
-        units="rows",
-        max_risk=max_disagreement,
-        confidence=confidence,
-        seed=seed,
-    )
+    bound: dict[str, Any] = {"max_risk": max_disagreement, "confidence": confidence}
+    groups = np.arange(losses.shape[1]) if groups is None else groups
+    fits = halves(groups, units="rows", seed=seed, **bound)
     fit_losses = losses[:, fits]
     lines = [np.polyfit(exit_losses, fit_losses[-1], 1) for exit_losses in fit_losses[:-1]]
     slopes, offsets = np.transpose([*lines, (1.0, 0.0)])
@@ -260,8 +255,8 @@ def fit_band(  # noqa: PLR0913 (options, each named)
     ends = np.take_along_axis(others, np.stack(stops), 0)
     wrong = (ends > limit) != (others[-1] > limit)
     settings = [signal.policy(margins.tolist()) for margins, _ in ladder]
-    ratios, bound = [ratio for _, ratio in ladder], {"max_risk": max_disagreement}
-    fitted = fit_ladder(settings, ratios, wrong, confidence=confidence, **bound)
+    ratios = [ratio for _, ratio in ladder]
+    fitted = fit_with_guarantee(wrong, settings=settings, costs=ratios, **bound)
     idle = fitted.chosen is not None and np.isinf(fitted.chosen.thresholds).all()
     return fitted._replace(chosen=None) if idle else fitted  # That is full depth.
 

@@ -40,11 +40,9 @@ class MultiHostEngine:
     ) -> None:
         """Makes an engine without requests, once all processes are there.
 
-        Args:
-          decoder: the model.
-          params: as `utio_jax.models.load(sharding=mesh)` returns them.
-          identity: anything else that must be equal in all processes, such as `Model.sha256`.
-          **options: options of `Engine` but `clock`.
+        Parameters are as `utio_jax.models.load(sharding=mesh)` returns them. `identity` is anything
+        else that must be equal in all processes, such as `Model.sha256`. Options are those of
+        `Engine` but `clock`.
 
         Raises:
           ValueError: the processes have different models or options, or see `Engine`.

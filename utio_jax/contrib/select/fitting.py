@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from utio_jax.calibration.guarantee import Fitted, fit_ladder, halves
+from utio_jax.calibration.guarantee import Fitted, fit_with_guarantee, halves
 from utio_jax.contrib.select.selecting import Select, read_context, row_flops, select, survivors
 from utio_jax.core.decoder import Decoder, Params
 
@@ -102,7 +102,8 @@ def fit_select(  # noqa: PLR0913 (options, each named)
     settings, costs = zip(
         *_ladder(fit_seen, none, partial(run, fit_seen), limit=limit), strict=True
     )
-    return fit_ladder(settings, costs, np.stack([run(others, how)[1] for how in settings]), **bound)
+    risks = np.stack([run(others, how)[1] for how in settings])
+    return fit_with_guarantee(risks, settings=settings, costs=costs, **bound)
 
 
 def replay(

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from utio_jax.calibration.guarantee import Fitted, fit_ladder, halves
+from utio_jax.calibration.guarantee import Fitted, fit_with_guarantee, halves
 from utio_jax.contrib.stopping.budget import ThinkingBudget, Thought
 from utio_jax.core import Decoder
 from utio_jax.core.documents import check_ids
@@ -194,7 +194,7 @@ def fit_confidence(
     Raises:
       ValueError: fewer traces than that takes, or none in which a confidence is asked.
     """
-    bound: dict[str, float] = {"max_risk": max_changed, "confidence": confidence}
+    bound: dict[str, Any] = {"max_risk": max_changed, "confidence": confidence}
     fits = halves(np.arange(len(traces)), units="traces", bound="max_changed", seed=seed, **bound)
     fit_traces, others = (
         [traces[i] for i in np.flatnonzero(half).tolist()] for half in (fits, ~fits)
@@ -209,4 +209,4 @@ def fit_confidence(
         sum(trace.replay(threshold)[0] for trace in fit_traces) / whole for threshold in ladder
     ]
     risks = np.asarray([[trace.replay(threshold)[1] for trace in others] for threshold in ladder])
-    return fit_ladder(ladder, costs, risks, **bound)
+    return fit_with_guarantee(risks, settings=ladder, costs=costs, **bound)

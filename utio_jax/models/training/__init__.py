@@ -40,11 +40,9 @@ def split_of_path(path: str) -> Split | None:
 
 
 def standard_library(split: Split, *, root: str | Path | None = None) -> tuple[Document, ...]:
-    """Returns the documents of one split, sorted by path.
+    """Returns the documents of one split, sorted by path, below a folder.
 
-    Args:
-      split: "train", "calibrate" or "test".
-      root: folder to read; the running interpreter's standard library by default.
+    By default that is the running interpreter's standard library.
 
     Raises:
       ValueError: an unknown split, or a folder without Python source (as stripped ones are).
