@@ -77,7 +77,10 @@ def tpu_devices(topology: str = "v5e:2x2") -> list[Any]:
         TPU_WORKER_ID="0",
     )
     _keep_no_programs()
-    return topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
+    chips = [*map(int, topology.split(":")[1].split("x")), 1]  # All of one process, as on one host.
+    return topologies.get_topology_desc(
+        platform="tpu", topology_name=topology, chips_per_host_bounds=chips
+    ).devices
 
 
 def _keep_no_programs() -> None:
