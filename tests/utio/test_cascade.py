@@ -15,6 +15,8 @@ from helpers.generation import PROMPTS, lively_model, run, true_logits
 from helpers.policies import DEPTHS, SIGNALS, TableSignal, mean_states, thresholded, tokens
 
 from utio_jax import Thresholded, bucket_tokens, reference_states, score, surrogate_importance
+from utio_jax.engine import Engine
+from utio_jax.policies import SoftmaxGap
 from utio_jax.staircase import MicroBatches
 from utio_jax.utio import Cascade, History, SparseQueries
 
@@ -83,6 +85,28 @@ def test_one_score_steers_depth_and_loaded_keys_of_new_tokens() -> None:
     dense = Cascade(buckets=buckets, dense_above=-np.inf, history=HISTORY)
     free = run(model, mode=dense.mode())
     assert result.kv_bytes_read.sum() < free.kv_bytes_read.sum()
+
+
+@pytest.mark.check
+def test_requests_to_an_engine_may_bring_buckets_of_the_same_signal() -> None:
+    model, (first, second) = lively_model(), PROMPTS[:2]
+    own, other = (
+        Thresholded(signal=SoftmaxGap(), thresholds=jnp.asarray(edges), depths=DEPTHS)
+        for edges in ((0.9, 0.95), (0.2, 0.3))
+    )
+    modes = [Cascade(buckets=x, dense_above=0.5, history=HISTORY).mode() for x in (own, other)]
+    engine = Engine(model.decoder, model.params, mode=modes[0], slots=2, capacity=64)
+    numbers = [
+        engine.submit(first, max_new_tokens=16, eos_ids=()),
+        engine.submit(second, max_new_tokens=16, eos_ids=(), policy=other),
+    ]
+    ended, depths = engine.drain(), []
+    for number, prompt, mode in zip(numbers, (first, second), modes, strict=True):
+        alone = run(model, [prompt], mode=mode, max_new_tokens=16, eos_ids=())
+        np.testing.assert_array_equal(ended[number].token_ids, alone.token_ids[0])
+        np.testing.assert_array_equal(ended[number].decided, alone.decided[0])
+        depths.append(alone.decided[0][1:].mean())
+    assert depths[0] != depths[1]
 
 
 @pytest.mark.usefixtures("unchecked_shapes")
