@@ -41,6 +41,10 @@ _BANK_16 = dataclasses.replace(
 _SHARED_AT_6 = dataclasses.replace(
     STDLIB_16, exits=(16,), kv_source=(*_OWN[:6], *(((2, 3, 4, 5),) * 10))
 )
+# Prompts run the 8 lower layers alone, so layers that only write answers cost them nothing.
+_SHARED_8_16 = dataclasses.replace(
+    SHARED_16, num_layers=24, exits=(24,), kv_source=(*_OWN, *(((4, 5, 6, 7),) * 16))
+)
 _TINY = dataclasses.replace(TINY, vocab_size=512)
 
 
@@ -54,6 +58,7 @@ PRESETS = {
     **{f"plain-{depth}": _with_exits(STDLIB_16, depth) for depth in (8, 10, 12, 16)},
     "shared-16": SHARED_16,
     "shared-16-at-6": _SHARED_AT_6,
+    "shared-8-16": _SHARED_8_16,
     "bank-16": _with_exits(_BANK_16, 16),
     "late-16": STDLIB_16,
     "late-shared-16": _with_exits(SHARED_16, 8, 10, 12, 16),
