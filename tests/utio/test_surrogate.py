@@ -140,6 +140,12 @@ LOGITS, HEAT, STATES, MEAN = example(2, 5)
             lambda: surrogate_importance(LOGITS, None, STATES, weights=(0.0, 1.0, 0.0)),
             "Wanted attention heat, the only signal with a weight.*Pass heat",
         ),
+        *(
+            (lambda weights=weights: surrogate_importance(LOGITS, HEAT, STATES, weights=weights), m)
+            for m in ["Wanted three finite weights.*Got weights="]
+            for nan, inf in [(float("nan"), float("inf"))]
+            for weights in [(nan, 1, 1), (1, 1, nan), (1, inf, 1), (0, 0, 0), (1, -1, 1), (1, 1)]
+        ),
         (lambda: predictive_entropy(jnp.arange(3)), r"logits of shape \[..., vocab\].*int32"),
     ],
 )

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -90,9 +91,9 @@ class MaxLoss:
     nll_increase_pct: float
 
     def __post_init__(self) -> None:
-        if not self.nll_increase_pct > 0:
+        if not 0 < self.nll_increase_pct < math.inf:
             raise ValueError(
-                f"Wanted a max_nll_increase_pct above 0, in %. Got {self.nll_increase_pct}."
+                f"Wanted a finite max_nll_increase_pct above 0, in %. Got {self.nll_increase_pct}."
             )
 
     def reach(

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -52,6 +53,12 @@ class LensConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        rates = (self.flops, self.learning_rate, self.ridge)
+        if not all(0 <= rate < math.inf for rate in rates):
+            raise ValueError(
+                "Wanted finite flops, learning_rate and ridge of at least 0. Got "
+                f"flops={self.flops}, learning_rate={self.learning_rate}, ridge={self.ridge}."
+            )
         if self.steps < 0 or self.tokens < 1 or self.batch < 1:
             raise ValueError(
                 "Wanted at least 0 steps, and at least 1 token to learn from in all and in each. "

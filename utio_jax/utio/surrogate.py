@@ -106,10 +106,12 @@ def surrogate_importance(
             f"Wanted logits and embeddings of the same tokens. Got leading axes {lead} in logits "
             f"{logits.shape} and {embeddings.shape[:-1]} in embeddings {embeddings.shape}."
         )
-    if len(weights) != 3 or any(weight < 0 for weight in weights) or sum(weights) <= 0:
+    # NaN compares as False with everything: ask for what holds, never for what does not.
+    usable = len(weights) == 3 and all(0 <= weight < float("inf") for weight in weights)
+    if not usable or not 0 < sum(weights) < float("inf"):
         raise ValueError(
-            "Wanted three weights of at least 0 (entropy, heat, outlier), one of them above 0. "
-            f"Got weights={weights}."
+            "Wanted three finite weights of at least 0 (entropy, heat, outlier), one of them above "
+            f"0. Got weights={weights}."
         )
     entropy_weight, heat_weight, outlier_weight = weights
     if attn_heat is None:

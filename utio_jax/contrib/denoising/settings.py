@@ -128,7 +128,7 @@ class Sched:
     schedule: Schedule = "linear"
 
     def __post_init__(self) -> None:
-        if self.schedule not in get_args(Schedule) or self.high < self.low:
+        if self.schedule not in get_args(Schedule) or not self.high >= self.low:
             raise ValueError(
                 f"Wanted high >= low and a schedule of {', '.join(get_args(Schedule))}. Got {self}."
             )

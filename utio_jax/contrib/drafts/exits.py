@@ -85,6 +85,8 @@ class DynamicExits(Mode):
     def check(self, decoder: Decoder) -> None:
         check_no_branches(decoder, what="drafts at a choice of exits")
         exits = decoder.config.exits
+        if not 0 <= self.decay <= 1:
+            raise ValueError(f"Wanted a decay from 0 to 1. Got decay={self.decay}.")
         if len(exits) < 2 or self.max_draft < 1:
             raise ValueError(
                 "Wanted a model with an exit before its last layer, and a max_draft of at least 1 "

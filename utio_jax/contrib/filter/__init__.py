@@ -215,6 +215,8 @@ def fit_band(  # noqa: PLR0913 (options, each named)
             f"Wanted losses [exit, row] at the model's exits {exits}, two at least. Got shape "
             f"{losses.shape}. Make them with row_losses."
         )
+    if not np.isfinite(limit):
+        raise ValueError(f"Wanted a finite limit in nats per token. Got limit={limit}.")
     if not np.isfinite(losses).all():
         raise ValueError(
             "Wanted finite losses. Got NaN or infinities. Leave out rows that predict nothing: "
