@@ -18,7 +18,7 @@ from helpers.generation import lively_model
 from helpers.models import gated, plain_nll
 from helpers.texts import EXECUTOR, batches
 
-from utio_jax import Thresholded, uniform
+from utio_jax import Adaptive, Engine, Thresholded, compare, generate, uniform
 from utio_jax.core.documents import Batch
 from utio_jax.core.flops import token_cost
 from utio_jax.core.platform import compiling_for
@@ -27,7 +27,7 @@ from utio_jax.evaluation import Ledger
 from utio_jax.evaluation.evaluate import Quality, evaluate, score_documents
 from utio_jax.evaluation.flops import check_worthwhile
 from utio_jax.models.transformer import Transformer
-from utio_jax.policies import Entropy, Learned, given_depths, random_depths
+from utio_jax.policies import Entropy, Learned, ScoreTable, given_depths, random_depths
 from utio_jax.policies.signals import Position
 from utio_jax.staircase import MicroBatches, full_depth
 from utio_jax.staircase.packing import AttentionPattern
@@ -438,3 +438,52 @@ def test_exits_that_ask_nothing_cost_a_document_nothing() -> None:
     )
     one, other = (run(policy, compare=False).documents[0] for policy in (two, three))
     assert one.quality.flops == other.quality.flops
+
+
+def test_depths_of_documents_run_on_their_own_documents(tiny: Any) -> None:
+    """Rows are sorted by length and cut at the context of 128 tokens; depths follow their text."""
+    rng = np.random.default_rng(0)
+    sizes = (50, 64, 1, 300)
+    documents = [rng.integers(1, 64, size).astype(np.int32) for size in sizes]
+    tables = [rng.choice([1, 2, 4], size) for size in sizes]
+    run = partial(score_documents, tiny.decoder, tiny.params, executor=EXECUTOR, compare=False)
+    result = run(documents, given_depths(tables, depths=(1, 2, 4)), rows=3)
+    for document, table in zip(result.documents, tables, strict=True):
+        assert document.depths.tolist() == table[:-1].tolist()
+    # Thresholds of each row's own: the first document stops at once, others run everything.
+    cuts = jnp.asarray([[np.inf, np.inf]] + [[-np.inf, -np.inf]] * 3)
+    own = run(documents, gated(tiny).per_row(cuts), rows=3)
+    assert [{*document.depths.tolist()} for document in own.documents] == [{1}, {4}, set(), {4}]
+    for wrong in (tables[:3], [table[:-1] for table in tables]):
+        with pytest.raises(ValueError, match="Wanted depths or scores of 4 documents.*300 tokens"):
+            run(documents, given_depths(wrong, depths=(1, 2, 4)))
+
+
+def test_numbers_of_given_rows_are_refused_where_rows_are_sorted_or_split(tiny: Any) -> None:
+    depths = jnp.full((5, 16), 2)
+    given, read = given_depths(depths, depths=(2, 4)), batches(tiny)
+    with pytest.raises(ValueError, match="numbers of given rows.*one for each batch"):
+        evaluate(tiny.decoder, tiny.params, read, {"given": given})
+    with pytest.raises(ValueError, match="numbers of given rows.*one policy for each batch"):
+        compare(tiny.decoder, tiny.params, read, np.arange(5), None, policies=[given])
+    # A causal table of one column per row is a depth of each text.
+    table = ScoreTable(scores=jnp.full((2, 1), 2.0))
+    mode = Adaptive(policy=Thresholded(signal=table, thresholds=jnp.asarray([2.0]), depths=(2, 4)))
+    prompts = [[1, 2], [3], [4], [5, 6]]
+    with pytest.raises(ValueError, match="numbers of given rows.*max_batch=4"):
+        generate(tiny.decoder, tiny.params, prompts, mode=mode, max_new_tokens=2, max_batch=2)
+    with pytest.raises(ValueError, match="numbers of given rows.*utio_jax.generate"):
+        Engine(tiny.decoder, tiny.params, slots=2, capacity=32, mode=mode)
+
+
+@pytest.mark.parametrize("fractions", [(np.nan, 1.0), (np.inf, 0.0), (0.5, 0.6), (1.0,), (-1, 2)])
+def test_fractions_are_shares_of_all_tokens(tiny: Any, fractions: Any) -> None:
+    policy = given_depths([[2]], depths=(2, 4))
+    for call in (
+        lambda: check_worthwhile(
+            tiny.decoder, tiny.params, policy, batch=1, width=8, fractions=fractions
+        ),
+        lambda: random_depths(fractions, key=jax.random.key(0), depths=(2, 4)),
+    ):
+        with pytest.raises(ValueError, match="share of tokens at each of depths"):
+            call()

@@ -25,7 +25,7 @@ from utio_jax.core.flops import count_matmul_flops, pass_flops, token_cost
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.loop import begin
 from utio_jax.evaluation.flops import gate_flops
-from utio_jax.policies import Entropy, random_depths
+from utio_jax.policies import Entropy, given_depths, random_depths
 from utio_jax.policies.base import Boundary
 from utio_jax.staircase.exit_head import Head
 from utio_jax.staircase.score import run_score
@@ -366,3 +366,17 @@ def test_random_deals_out_its_fractions_by_token_and_position_alone(tiny: Any) -
     drawn = np.asarray(policy.start(few, positions[: SHAPE.batch, : SHAPE.token]))
     expected = np.select([drawn < 0.5, drawn < 0.75], [1, 2], 4)
     np.testing.assert_array_equal(run(tiny, policy, few).depths, expected)
+
+
+@pytest.mark.parametrize("table", [[[2.5]], [[np.nan]], [[5]], [[-1]], [2]])
+@pytest.mark.usefixtures("unchecked_shapes")
+def test_given_depths_are_whole_layers_of_the_policy(table: Any) -> None:
+    with pytest.raises(ValueError, match="whole numbers of layers.*from 0 .padding. to 4"):
+        given_depths(jnp.asarray(table), depths=(2, 4))
+
+
+@pytest.mark.usefixtures("unchecked_shapes")
+def test_thresholds_are_numbers_or_infinities(tiny: Any) -> None:
+    policy = Thresholded(signal=Entropy(), thresholds=jnp.asarray([jnp.nan]), depths=(2, 4))
+    with pytest.raises(ValueError, match="thresholds that are numbers.*nan.*'entropy'"):
+        score(tiny.decoder, tiny.params, jnp.ones((1, 4), jnp.int32), jnp.asarray([4]), policy)

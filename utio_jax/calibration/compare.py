@@ -33,7 +33,13 @@ from utio_jax.evaluation.evaluate import Quality, evaluate
 from utio_jax.evaluation.intervals import DocumentSums, check_enough, margin_interval
 from utio_jax.evaluation.ledger import Ledger
 from utio_jax.policies.base import Policy, Signal
-from utio_jax.policies.depth import Thresholded, given_depths, random_depths, shared_program
+from utio_jax.policies.depth import (
+    Thresholded,
+    check_any_rows,
+    given_depths,
+    random_depths,
+    shared_program,
+)
 from utio_jax.policies.signals import KnownBefore
 from utio_jax.policies.store import CONTROLS, Calibration, Thresholds
 from utio_jax.staircase.base import Executor
@@ -154,9 +160,10 @@ def compare(  # noqa: PLR0913 (options, each named)
 
     say("uniform")
     given = {
-        ("uniform" if depth < exits[-1] else "full", float(depth)): given_depths(
-            depth_of_token=jnp.full(shape, depth), depths=exits
-        )
+        ("uniform" if depth < exits[-1] else "full", float(depth)): [
+            given_depths(jnp.full(shape, depth), depths=exits)
+        ]
+        * len(batches)
         for depth in exits
     }
     uniform = read(given)
@@ -225,7 +232,7 @@ def _named_policies(policies: Policies, *, taken: Sequence[str]) -> dict[str, Po
 
     Raises:
       TypeError: one policy instead of several, or something that is no policy.
-      ValueError: a duplicate name.
+      ValueError: a duplicate name, or a policy for given rows.
     """
     single = isinstance(policies, str) or hasattr(policies, "depths")
     named = isinstance(policies, Mapping)
@@ -242,6 +249,8 @@ def _named_policies(policies: Policies, *, taken: Sequence[str]) -> dict[str, Po
             f"Wanted policies with a name each, none of {', '.join(taken)}. Got {doubled}. Name "
             "them: policies={'mine': policy}."
         )
+    for policy in listed:
+        check_any_rows(policy, instead="Call evaluate, with one policy for each batch.")
     return dict(pairs)
 
 

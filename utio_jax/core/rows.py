@@ -163,7 +163,7 @@ def put_rows(tree: Any, fresh: Any, rows: Int[Array | np.ndarray, " row"]) -> An
             )
         return old.at[(slice(None),) * axis + (rows,)].set(new, mode="drop")
 
-    return _map_rows(put, tree, fresh)
+    return map_rows(put, tree, fresh)
 
 
 def first_rows(tree: Any, count: int) -> Any:
@@ -172,7 +172,7 @@ def first_rows(tree: Any, count: int) -> Any:
     def cut(leaf: Any, axis: int) -> Any:
         return jax.lax.slice_in_dim(jnp.asarray(leaf), 0, count, axis=axis)
 
-    return _map_rows(cut, tree)
+    return map_rows(cut, tree)
 
 
 def put_first_rows(tree: Any, fresh: Any) -> Any:
@@ -181,7 +181,7 @@ def put_first_rows(tree: Any, fresh: Any) -> Any:
     def put(old: Any, new: Any, axis: int) -> Any:
         return jax.lax.dynamic_update_slice_in_dim(old, new, 0, axis=axis)
 
-    return _map_rows(put, tree, fresh)
+    return map_rows(put, tree, fresh)
 
 
 def copy_row(tree: Any, row: int | Int[Array, ""], to: int | Int[Array, ""]) -> Any:
@@ -191,10 +191,10 @@ def copy_row(tree: Any, row: int | Int[Array, ""], to: int | Int[Array, ""]) -> 
         one = jax.lax.dynamic_slice_in_dim(leaf, row, 1, axis=axis)
         return jax.lax.dynamic_update_slice_in_dim(leaf, one, to, axis=axis)
 
-    return _map_rows(copy, tree)
+    return map_rows(copy, tree)
 
 
-def _map_rows(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
+def map_rows(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
     """Returns the pytree of `function(leaf, *other_leaves, row_axis)`; others stay."""
     leaves, treedef = jax.tree.flatten(tree)
     columns = zip(leaves, *map(treedef.flatten_up_to, others), row_axes(tree), strict=True)

@@ -30,6 +30,7 @@ from utio_jax.decoding.loop import Lengths, Prompts, check_prompts, round_up, ru
 from utio_jax.decoding.prefill import Prefill
 from utio_jax.decoding.sampling import SamplingParams, check_sampling, check_seeds
 from utio_jax.decoding.state import REASONS, Columns, DecodeState, Tally, stop_rules, stops_of_rows
+from utio_jax.policies.depth import check_any_rows
 
 INSTEAD = {
     "temperature": "sampling=SamplingParams(temperature={})",
@@ -199,6 +200,8 @@ def generate(  # noqa: PLR0913 (options, each named)
     stop_rules(stops, vocab_size=config.vocab_size)
     size = -(-count // -(-count // max_batch))
     if size < count:
+        held = (mode, prefill, logits_processor)
+        check_any_rows(held, instead=f"Decode all rows at once: max_batch={count}.")
         width = round_up(max(len(prompt) for prompt in prompts), lengths.prompt_step)
         lengths = dataclasses.replace(lengths, prompt_step=width)
     show = count_on_terminal("Prompts that are done") if size < count else lambda done, total: None

@@ -36,6 +36,7 @@ from utio_jax.engine.depths import own_thresholds
 from utio_jax.engine.prefix import PrefixCache
 from utio_jax.engine.prompts import PromptBlocks, most_blocks, read_blocks
 from utio_jax.engine.requests import Fresh, Request, fresh_of
+from utio_jax.policies.depth import check_any_rows
 
 _UNIT = 32
 """Tokens of a block of prefill, but for the shortest passes."""
@@ -158,6 +159,8 @@ class Slots:
         mode, slots, capacity = served.mode, served.slots, served.capacity
         prefill, shapes = served.prefill, served.shapes
         check_mode(mode, served.decoder)
+        held = (mode, prefill, served.logits_processor)
+        check_any_rows(held, instead="Decode these rows together: utio_jax.generate.")
         if min(slots, served.steps) < 1 or capacity < mode.block + 2:
             raise ValueError(
                 "Wanted at least one slot and step, and a capacity for one prompt token, a new one "

@@ -26,7 +26,13 @@ from utio_jax.core.work import Work
 from utio_jax.evaluation.flops import check_worthwhile, gate_flops
 from utio_jax.evaluation.quality import Quality, pack_quality, unpack_quality
 from utio_jax.policies.base import Policy
-from utio_jax.policies.depth import shared_program
+from utio_jax.policies.depth import (
+    check_any_rows,
+    check_documents,
+    check_shares,
+    rows_of_documents,
+    shared_program,
+)
 from utio_jax.staircase.base import Executor
 from utio_jax.staircase.capacity import choose_executor
 from utio_jax.staircase.loop import check_policy
@@ -67,7 +73,8 @@ def evaluate(  # noqa: PLR0913 (options, each named)
       decoder: the model.
       params: its parameters.
       batches: the text.
-      policies: by a name of the caller's choice; one, or one for each batch.
+      policies: by a name of the caller's choice; one, or one for each batch. Policies that hold
+        numbers of given rows (`given_depths`): one for each batch.
       kv: K/V of frozen tokens, see `score`.
       executor: of live slots, and of the full pass. `"auto"`: see `score`.
       attention: by the same names, which keys each token sees, or which in each batch; the others
@@ -87,8 +94,13 @@ def evaluate(  # noqa: PLR0913 (options, each named)
     if not batches:
         raise ValueError("Wanted at least one batch of text. Got none.")
     for policy in policies.values():
-        for single_policy in policy if isinstance(policy, Sequence) else (policy,):
+        several = isinstance(policy, Sequence)
+        for single_policy in policy if several else (policy,):
             check_policy(single_policy, decoder, kv=kv)
+            if not several and len(batches) > 1:
+                check_any_rows(
+                    single_policy, instead="Give a list of policies, one for each batch."
+                )
     totals = dict.fromkeys(policies, Quality())
     for number, name, quality, tokens in run_passes(
         decoder,
@@ -283,7 +295,8 @@ def score_documents(  # noqa: PLR0913 (options, each named)
       params: its parameters.
       documents: token ids `[token]` each; longer than the context: in windows. One of fewer than
         two tokens predicts nothing: its arrays are empty and its sums 0, tokens and cost apart.
-      policy: decides each token's depth.
+      policy: decides each token's depth. One that holds numbers of given rows (`given_depths`)
+        has a row for each document.
       rows: per pass at most, over all devices.
       kv: K/V of frozen tokens, see `score`.
       executor: of live slots; `"auto"`: see `check_worthwhile`.
@@ -298,13 +311,17 @@ def score_documents(  # noqa: PLR0913 (options, each named)
       progress: called after every batch that runs, with their number and that of all batches.
 
     Raises:
-      ValueError: no documents, ids are outside the vocabulary, or rows < 1.
+      ValueError: no documents, ids are outside the vocabulary, rows < 1, or a policy for other
+        rows than these documents.
     """
     if rows < 1:
         raise ValueError(f"Wanted at least 1 row per pass. Got rows={rows}.")
     if not len(documents):
         raise ValueError("Wanted documents to score, at least one. Got none.")
     check_policy(policy, decoder, kv=kv)
+    check_documents(policy, [len(ids) for ids in documents])
+    if fractions is not None:
+        check_shares(fractions, policy.depths)
     parts = check_mesh(mesh)
     context = decoder.config.context_length
     cut = [windows_of([ids], width=context) if len(ids) else [] for ids in documents]
@@ -337,7 +354,16 @@ def score_documents(  # noqa: PLR0913 (options, each named)
         for batch in batches
     ]
     full = full_depth(decoder)
-    chosen = [policy if reason is None else full for reason in reasons]
+    of_window = np.repeat(np.arange(len(cut)), [len(of_one) for of_one in cut])
+    starts = np.concatenate([np.arange(len(of_one)) * (context - 1) for of_one in cut])
+    chosen = [
+        rows_of_documents(
+            policy, of_window[batch.window], starts[batch.window], width=batch.token_ids.shape[1]
+        )
+        if reason is None
+        else full
+        for reason, batch in zip(reasons, batches, strict=True)
+    ]
     choices = [attention if reason is None else DENSE for reason in reasons]
 
     cost = token_cost(decoder, params)

@@ -14,6 +14,7 @@ from utio_jax.core.flops import expected_flops, token_cost
 from utio_jax.core.platform import here
 from utio_jax.core.work import Work
 from utio_jax.policies.base import Policy
+from utio_jax.policies.depth import check_shares
 from utio_jax.staircase.base import Executor
 from utio_jax.staircase.capacity import choose_executor
 from utio_jax.staircase.packing import DENSE, AttentionPattern
@@ -63,6 +64,8 @@ def check_worthwhile(  # noqa: PLR0913 (options, each named)
       min_tokens: smallest pass that is routed at all. FLOPs say nothing of what short passes
         wait for.
     """
+    if fractions is not None:
+        check_shares(fractions, policy.depths)
     if len(policy.depths) == 1:
         return None  # Truncated or full: nothing is routed.
     if batch * width < min_tokens:

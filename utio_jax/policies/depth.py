@@ -13,10 +13,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from utio_jax.core.decoder import Decoder, Inputs, Params, check_depths
 from utio_jax.core.pytrees import digest, pytree, static
+from utio_jax.core.rows import map_rows, row_axes
 from utio_jax.policies.base import Boundary, Policy, Signal, check_signal, exceeds
 from utio_jax.policies.signals import Chance, KnownBefore, Position, ScoreTable, SignalBase
 
@@ -59,6 +61,10 @@ class Thresholded:
 
     def start(self, token_ids: Inputs, positions: Int[Array, "batch token"]) -> Any:
         shape = jnp.shape(self.thresholds)
+        if len(shape) > 1 and shape[1] != len(positions):
+            raise ValueError(
+                f"Wanted thresholds of each of {len(positions)} rows. Got those of {shape[1]}."
+            )
         if shape[:1] != (len(self.depths) - 1,):
             raise ValueError(
                 f"Wanted a threshold for each of depths={self.depths} but the last. "
@@ -84,6 +90,93 @@ class Thresholded:
     def per_row(self, thresholds: Float[Array, "batch boundary"]) -> Thresholded:
         """Returns the policy with thresholds of each row's own."""
         return dataclasses.replace(self, thresholds=thresholds.T[:, :, None])
+
+
+def check_thresholds(policy: Thresholded) -> None:
+    """Raises ValueError for thresholds that are known and NaN, at which all tokens go deeper."""
+    known = isinstance(policy.thresholds, np.ndarray | jax.Array)
+    known = known and not isinstance(policy.thresholds, Tracer)
+    known = known and getattr(policy.thresholds, "is_fully_addressable", True)
+    if known and np.isnan(policy.thresholds).any():
+        raise ValueError(
+            f"Wanted thresholds that are numbers, -inf or inf. Got {np.asarray(policy.thresholds)} "
+            f"in policy {policy.name!r}."
+        )
+
+
+def check_shares(fractions: Any, depths: Sequence[int]) -> None:
+    """Raises ValueError unless known `fractions` are shares of tokens at each of `depths`."""
+    if isinstance(fractions, Tracer):
+        return
+    shares = np.asarray(fractions, np.float64)
+    fits = shares.shape == (len(depths),) and bool((shares >= 0).all())
+    if not fits or not abs(shares.sum() - 1) <= 1e-3:
+        raise ValueError(
+            f"Wanted the share of tokens at each of depths={tuple(depths)}, which sum to 1. Got "
+            f"fractions={shares.tolist()}."
+        )
+
+
+def holds_rows(tree: Any) -> bool:
+    """Returns True for a policy, or a pytree of several, with numbers of given rows."""
+    nodes = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, Thresholded))
+    per_row = [jnp.ndim(node.thresholds) > 1 for node in nodes if isinstance(node, Thresholded)]
+    return any(per_row) or any(axis is not None for axis in row_axes(tree))
+
+
+def check_any_rows(tree: Any, *, instead: str) -> None:
+    """Raises ValueError if a policy holds numbers of given rows; `instead` is what to do."""
+    if holds_rows(tree):
+        raise ValueError(
+            "Wanted policies that decide from what they read: rows are sorted or split here. Got "
+            f"numbers of given rows, as given_depths holds, in {tree!r:.120}. {instead}"
+        )
+
+
+def rows_of_documents(
+    policy: Policy,
+    documents: Int[np.ndarray, " row"],
+    starts: Int[np.ndarray, " row"],
+    *,
+    width: int,
+) -> Policy:
+    """Returns the policy for a batch: rows of `width` tokens, each cut from a document at a start.
+
+    A policy that holds numbers of given rows (`holds_rows`) has a row per document. Tokens beyond
+    its last column get that of the last column; others are returned as they are.
+    """
+    if not holds_rows(policy):
+        return policy
+
+    def cut(leaf: Any, axis: int) -> Any:
+        columns = np.minimum(starts[:, None] + np.arange(width), leaf.shape[axis + 1] - 1)
+        return jnp.asarray(np.asarray(leaf)[(slice(None),) * axis + (documents[:, None], columns)])
+
+    policy = map_rows(cut, policy)
+    if isinstance(policy, Thresholded) and jnp.ndim(policy.thresholds) > 1:
+        policy = dataclasses.replace(policy, thresholds=policy.thresholds[:, documents])
+    return policy
+
+
+def check_documents(policy: Policy, lengths: Sequence[int]) -> None:
+    """Raises ValueError if a policy holds numbers of rows other than documents of `lengths`."""
+    shapes = list[tuple[int, ...]]()
+
+    def note(leaf: Any, axis: int) -> Any:
+        shapes.append(tuple(leaf.shape[axis : axis + 2]))
+        return leaf
+
+    map_rows(note, policy)
+    if isinstance(policy, Thresholded) and jnp.ndim(policy.thresholds) > 1:
+        shapes.append((jnp.shape(policy.thresholds)[1], max(lengths)))
+    for rows, tokens in shapes:
+        if rows != len(lengths) or tokens < max(lengths):
+            raise ValueError(
+                f"Wanted depths or scores of {len(lengths)} documents, a row for each, and a "
+                f"column for each of up to {max(lengths)} tokens. Got {rows} rows of {tokens} "
+                f"columns in policy {policy.name!r}. For example: given_depths([depths of one "
+                "document, depths of the next], depths=...)."
+            )
 
 
 def spread_thresholds(policy: Thresholded, depths: Sequence[int]) -> Float[np.ndarray, " boundary"]:
@@ -192,14 +285,48 @@ def uniform(
 
 
 def given_depths(
-    depth_of_token: Int[Array, "batch token"], *, depths: Sequence[int], name: str = "given"
+    depth_of_token: Int[Array | np.ndarray, "batch token"] | Sequence[Any],
+    *,
+    depths: Sequence[int],
+    name: str = "given",
 ) -> Thresholded:
     """Returns the policy of depths that the caller has decided beforehand, in layers per token.
 
     A depth that is not in `depths` runs to the next deeper one that is. Not causal: nothing says
     how the depths came about.
+
+    Rows are those of `score`, or documents in the order of `model.score`, `model.evaluate` and
+    `score_documents`, which cut and sort them. `bucket_tokens(min_bucket=)` is not part of depths:
+    blocks are those of the pass, `executor=MicroBatches(min_bucket=...)`.
+
+    Args:
+      depth_of_token: `[batch, token]`, or a list of depths `[token]` of each document.
+      depths: at which tokens may stop, in layers.
+      name: that ledgers carry.
+
+    Raises:
+      ValueError: outside jit, depths that are no whole numbers from 0 (padding) to the last of
+        `depths`.
+
+    >>> given_depths([[2, 4, 4], [2]], depths=(2, 4)).signal.scores.tolist()
+    [[2.0, 4.0, 4.0], [2.0, 0.0, 0.0]]
     """
-    depths, scores = tuple(depths), jnp.asarray(depth_of_token).astype(jnp.float32)
+    depths = tuple(depths)
+    if isinstance(depth_of_token, list | tuple):
+        rows = [np.asarray(row).reshape(-1) for row in depth_of_token]
+        longest = max((row.size for row in rows), default=0)
+        depth_of_token = np.stack([np.pad(row, (0, longest - row.size)) for row in rows])
+    if not isinstance(depth_of_token, Tracer):
+        table = np.asarray(depth_of_token)
+        whole = table.ndim == 2 and np.issubdtype(table.dtype, np.integer)
+        if not whole or table.min(initial=0) < 0 or table.max(initial=0) > depths[-1]:
+            raise ValueError(
+                f"Wanted whole numbers of layers [batch, token], from 0 (padding) to {depths[-1]}, "
+                f"the last of depths={depths}. Got shape {table.shape}, dtype {table.dtype}, "
+                f"values from {table.min(initial=0)} to {table.max(initial=0)}. A single text is "
+                "a batch of one row: depths[None]."
+            )
+    scores = jnp.asarray(depth_of_token).astype(jnp.float32)
     return Thresholded(
         signal=ScoreTable(scores=scores, name=name, causal=False),
         thresholds=jnp.asarray(depths[:-1], jnp.float32),
@@ -218,7 +345,11 @@ def random_depths(
 
     Every token's draw depends on the key, its position and its id alone: causal, and the same
     in any batch. `fractions` are each depth's probability, shallowest first.
+
+    Raises:
+      ValueError: outside jit, fractions that are no shares of each of `depths`.
     """
+    check_shares(fractions, depths)
     ends = jnp.cumsum(jnp.asarray(fractions, jnp.float32))[:-1]
     # Draws lie in [0, 1): below a threshold of 0, at which none may stop, there is no draw of 0.
     thresholds = jnp.where(ends > 0, ends, -jnp.inf)

@@ -29,6 +29,7 @@ from utio_jax.decoding.prefill import Prefill
 from utio_jax.evaluation.flops import gate_flops
 from utio_jax.evaluation.intervals import ratio_interval
 from utio_jax.policies.base import Policy
+from utio_jax.policies.depth import check_any_rows
 from utio_jax.staircase.base import Executor
 from utio_jax.staircase.loop import staircase
 from utio_jax.staircase.microbatches import MicroBatches
@@ -204,6 +205,8 @@ def continuations(
             f"Wanted one policy, or one for each of {len(rows.batches)} batches. "
             f"Got {len(policies)}."
         )
+    if not isinstance(how, Sequence) and len(policies) > 1:
+        check_any_rows(how, instead="Give a list: one for each batch.")
     parts = []
     for (ids, ends), policy in zip(rows.batches, policies, strict=True):
         read = decoder, params, jnp.asarray(ids), jnp.asarray(ends), policy

@@ -46,7 +46,7 @@ from utio_jax.core.decoder import (
 from utio_jax.core.pytrees import check_pytree, pytree
 from utio_jax.core.work import Work, stack_work
 from utio_jax.policies.base import Policy, check_methods, check_signal
-from utio_jax.policies.depth import Thresholded
+from utio_jax.policies.depth import Thresholded, check_thresholds
 from utio_jax.staircase.base import Executor, Tokens
 from utio_jax.staircase.exit_head import Head, Model, Reading, Readout
 from utio_jax.staircase.frozen import Propagate, frozen_kv
@@ -298,6 +298,7 @@ def check_policy(policy: Policy, decoder: Decoder, *, kv: str = "propagate") -> 
     check_methods(policy, ("start", "go_deeper", "asks", "flops", "reads_logits"), ("causal",))
     if isinstance(policy, Thresholded):
         check_signal(policy.signal)
+        check_thresholds(policy)
     depths = check_depths(policy.depths)
     if depths[-1] > decoder.config.num_layers:
         raise ValueError(

@@ -26,6 +26,7 @@ from utio_jax.decoding.text import generate_text
 from utio_jax.evaluation.evaluate import Quality, evaluate
 from utio_jax.evaluation.generation import spent_on
 from utio_jax.policies.base import Policy
+from utio_jax.policies.depth import check_any_rows
 from utio_jax.staircase.prompts import PromptImportance
 from utio_jax.staircase.reference import check_kv
 from utio_jax.staircase.score import Comparison, full_depth
@@ -81,6 +82,7 @@ class UtioLM(TemplateLM):
         if rows < 1:
             raise ValueError(f"Wanted at least 1 row per pass. Got rows={rows}.")
         mode.check(model.decoder)
+        check_any_rows((mode, prefill), instead="Score rows of your own: utio_jax.score.")
         if prefill is not None:
             if mode.depth_policy is not None or mode.block > 1:
                 raise ValueError(

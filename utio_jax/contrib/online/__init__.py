@@ -33,7 +33,7 @@ from utio_jax.core.documents import Batch
 from utio_jax.core.pytrees import pytree
 from utio_jax.core.work import Work, stack_work
 from utio_jax.policies.base import Policy, Signal, exceeds
-from utio_jax.policies.depth import Thresholded
+from utio_jax.policies.depth import Thresholded, check_any_rows
 from utio_jax.staircase.base import Executor
 from utio_jax.staircase.loop import check_policy
 from utio_jax.staircase.microbatches import MicroBatches
@@ -270,6 +270,7 @@ def adapt(  # noqa: PLR0913 (options, each named)
             f"Wanted a Thresholded policy with thresholds. Got {policy.name!r}. Only thresholds "
             "adapt; use Thresholded(signal=...) with two depths or more."
         )
+    check_any_rows(policy, instead="Score one batch: utio_jax.score.")
     if every < 2:
         raise ValueError(
             f"Wanted one observed batch in 2 or more. Got every={every}, which runs everything at "

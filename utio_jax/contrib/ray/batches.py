@@ -19,6 +19,7 @@ from utio_jax.engine import Engine
 from utio_jax.evaluation.evaluate import score_documents
 from utio_jax.models import load
 from utio_jax.policies.base import Policy
+from utio_jax.policies.depth import check_any_rows
 
 _SUMS = ("predicted", "nll", "nll_full", "kl", "agree", "flops", "flops_full")
 
@@ -31,6 +32,7 @@ class Scorer:
 
         Every pass has so many `rows`; options are those of `score_documents`.
         """
+        check_any_rows(policy, instead="Score documents of your own: score_documents.")
         self._model, self._policy = load(model), policy
         self._options: dict[str, Any] = {"rows": rows, "same_rows": True, **options}
 
