@@ -80,7 +80,11 @@ class _Confidence(SignalBase):
         raise NotImplementedError
 
     def __call__(self, index: int, boundary: Boundary, memory: None) -> tuple[jax.Array, None]:
-        return boundary.map_logits(self.score), None
+        def score(logits: jax.Array) -> jax.Array:
+            check_alternatives(logits, self.name)
+            return self.score(logits)
+
+        return boundary.map_logits(score), None
 
     def reads_logits(self, index: int) -> bool:
         return True
@@ -176,13 +180,27 @@ class Patience(SignalBase):
     def __call__(
         self, index: int, boundary: Boundary, memory: Any
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-        best = boundary.map_logits(_best_token)
+        def predict(logits: jax.Array) -> jax.Array:
+            check_alternatives(logits, self.name)
+            return _best_token(logits)
+
+        best = boundary.map_logits(predict)
         before, count = memory if index else (best, jnp.full(best.shape, -1, jnp.int32))
         count = jnp.where(best == before, count + 1, 0)
         return jnp.where(best >= 0, -count.astype(jnp.float32), jnp.nan), (best, count)
 
     def reads_logits(self, index: int) -> bool:
         return True
+
+
+def check_alternatives(logits: Float[Array, "slot vocab"], name: str) -> None:
+    """Raises ValueError for predictions of one number, of which a softmax is always certain."""
+    if logits.shape[-1] < 2:
+        raise ValueError(
+            f"Wanted predictions among at least 2 tokens or classes for signal {name!r}. Got a "
+            "single number, a regression, of which a softmax is always 1. Take StateSimilarity, or "
+            "a signal of your own on the change of the number."
+        )
 
 
 def _best_token(logits: Float[Array, "slot vocab"]) -> Int[Array, " slot"]:

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 from helpers.folders import STOCK, changed_copy
 
-from utio_jax.contrib.encoders import encode_rows, read_exits
+from utio_jax.contrib.encoders import encode_rows, fit_row_exits, read_exits
 from utio_jax.contrib.encoders.bert import load_encoder, pack_encodings
 from utio_jax.core.files import load_tensors
+from utio_jax.policies import StateSimilarity
 from utio_jax.policies.depth import given_depths
 
 FOLDER = STOCK / "encoders"
@@ -106,3 +107,26 @@ def test_what_cannot_be_run_is_named(tmp_path: Path, unchecked_shapes: None) -> 
     del short["encoder.layer.1.output.dense.bias"]
     with pytest.raises(ValueError, match="layer.1.output.dense.bias"):
         load_encoder(changed_copy(FOLDER / "bert", tmp_path / "short", short))
+
+
+@pytest.mark.parametrize(
+    ("changes", "labels"),
+    [({"problem_type": "multi_label_classification"}, 5), ({"problem_type": None}, 1)],
+)
+def test_answers_that_are_no_class_have_no_guarantee(
+    tmp_path: Path, changes: dict[str, Any], labels: int
+) -> None:
+    tensors = load_tensors(FOLDER / "bert_classifier" / "model.safetensors")
+    for name in ("classifier.weight", "classifier.bias"):
+        tensors[name] = tensors[name][:labels]
+    folder = changed_copy(FOLDER / "bert_classifier", tmp_path, tensors, **changes)
+    model, params = load_encoder(folder, exits=(1, 2, 3))
+    inputs, lengths = np.ones((4, 5, 2), np.int32), np.full(4, 5)
+    with pytest.raises(
+        ValueError, match=f"Got {labels} labels and problem '{model.config.problem}"
+    ):
+        fit_row_exits(
+            model, params, StateSimilarity(), jnp.asarray(inputs), jnp.asarray(lengths),
+            depths=(1, 2, 3),
+        )  # fmt: skip
+    assert model.config.problem == changes["problem_type"] or labels == 1

@@ -31,6 +31,7 @@ from utio_jax.policies import (
     Entropy,
     MaxProbability,
     Patience,
+    SoftmaxGap,
     StateSimilarity,
     given_depths,
     random_depths,
@@ -351,3 +352,17 @@ def test_every_rung_is_what_running_it_gives(agreeing: tuple[Any, ...], signal: 
         assert rung.risk == pytest.approx(lost.mean())
     costs = [rung.cost for rung in fitted.ladder]
     assert costs == sorted(costs, reverse=True), "safest first"
+
+
+@pytest.mark.parametrize("signal", [Entropy(), MaxProbability(), SoftmaxGap(), Patience()])
+def test_a_single_number_is_no_class_to_be_certain_of(signal: Any) -> None:
+    """Softmax over one label is 1: every row would leave at the first exit, with a guarantee."""
+    sizes: Any = {"num_layers": 2, "embed_dim": 8, "num_heads": 2, "exits": (1, 2)}
+    model = VisionTransformer(vision_config(patch=1, patches=4, labels=1, **sizes))
+    rows = jnp.ones((FITTED, 4, 1)), jnp.full(FITTED, 4)
+    params = model.init(jax.random.key(0))
+    with pytest.raises(ValueError, match="most probable class.*Got 1 labels.*fit_with_guarantee"):
+        fit_row_exits(model, params, signal, *rows, depths=(1, 2))
+    policy = Thresholded(signal=signal, thresholds=jnp.asarray([0.5]), depths=(1, 2))
+    with pytest.raises(ValueError, match=f"at least 2 tokens or classes.*'{signal.name}'"):
+        encode_rows(model, params, rows[0][:2], rows[1][:2], policy)

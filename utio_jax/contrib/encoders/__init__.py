@@ -67,6 +67,9 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
+_ONE_CLASS = "single_label_classification"
+
+
 @runtime_checkable
 class Encoder(Decoder, Protocol):
     """A `Decoder` with `causal=False` in its config, whose rows have a pooled state."""
@@ -267,8 +270,9 @@ def fit_row_exits(  # noqa: PLR0913 (options, each named)
     and PABEE. A rung's cost is the mean of layers that rows of the testing half run.
 
     Raises:
-      ValueError: fewer rows than the guarantee takes, empty ones, no classifier, or depths that do
-        not end at the model's.
+      ValueError: fewer rows than the guarantee takes, empty ones, no classifier, one whose answer
+        is no class (a single label, `problem` of its config), or depths that do not end at the
+        model's.
     """
     depths = check_depths(depths, num_layers=encoder.config.num_layers)
     shortest = int(np.asarray(lengths).min(initial=1))
@@ -278,6 +282,15 @@ def fit_row_exits(  # noqa: PLR0913 (options, each named)
         )
     if not isinstance(encoder, Classifier):
         raise ValueError(f"Wanted a Classifier, whose classes stay. Got {type(encoder).__name__}.")
+    labels = _count_labels(encoder, params, inputs)
+    problem = getattr(encoder.config, "problem", _ONE_CLASS)
+    if labels < 2 or problem != _ONE_CLASS:
+        raise ValueError(
+            f"Wanted a classifier that answers by its most probable class, whose agreement is what "
+            f"is guaranteed. Got {labels} labels and problem {problem!r}. Bound a risk of your "
+            "own, such as scores that differ by more than a tolerance: "
+            "utio_jax.calibration.fit_with_guarantee."
+        )
     bound: dict[str, Any] = {"max_risk": max_disagreement, "confidence": confidence}
     fits = halves(np.arange(len(lengths)), units="rows, none empty,", seed=seed, **bound)
     read = jax.jit(read_exits, static_argnums=0, static_argnames="depths")
@@ -293,6 +306,14 @@ def fit_row_exits(  # noqa: PLR0913 (options, each named)
     lost = np.stack([np.take_along_axis(differs, at[None], 0)[0] for at in left])
     layers = [float(np.asarray(depths)[at].mean()) for at in left]
     return fit_with_guarantee(lost, settings=ladder, costs=layers, **bound)
+
+
+def _count_labels(encoder: Classifier, params: Params, inputs: Inputs) -> int:
+    """Returns the number of labels, from the shapes of one row's pass."""
+    run = partial(_run, encoder, layers=(0, encoder.config.num_layers))
+    row = jnp.asarray(inputs[:1])
+    logits: Any = jax.eval_shape(run, params, None, row, jnp.ones(1, jnp.int32))[2]
+    return logits.shape[-1]
 
 
 def thresholds_of(

@@ -23,11 +23,14 @@ from utio_jax.contrib.encoders import linear, mean_of_tokens
 from utio_jax.core.decoder import Params
 from utio_jax.models.config_reader import Reader
 from utio_jax.models.families import Family, Rule, linear_rules
-from utio_jax.models.huggingface import load_folder, where_tensors_are
+from utio_jax.models.huggingface import load_folder, read_json, where_tensors_are
 from utio_jax.models.transformer import Transformer, TransformerConfig, norm_of
 
 Pooling = Literal["mean", "cls"]
 """A row's state: the mean of its tokens', or that of its first token."""
+
+Problem = Literal["single_label_classification", "multi_label_classification", "regression"]
+"""How a classifier's numbers are read, see `BertConfig.problem`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,13 +41,17 @@ class BertConfig(TransformerConfig):
       num_kinds: kinds of tokens.
       pooling: of token states into a row's state.
       labels: of the classifier; 0: there is none.
+      problem: of the classifier, by transformers' `problem_type`: regressions and several labels at
+        once are answers without a most probable class.
     """
 
     num_kinds: int
     pooling: Pooling = "mean"
     labels: int = 0
+    problem: Problem = "single_label_classification"
     sum_norms = True
     choices = {**TransformerConfig.choices, "pooling": get_args(Pooling)}
+    choices |= {"problem": get_args(Problem)}
 
     @property
     def id_limits(self) -> tuple[int, int]:
@@ -146,12 +153,14 @@ def load_encoder(
     head = where_tensors_are(folder, prefix="bert.").get("classifier.weight")
     labels = 0 if head is None else head[2][0]
     pooling = "cls" if labels else pooling
+    problem = read_json(folder / "config.json", "a config").get("problem_type")
+    problem = problem or ("regression" if labels == 1 else "single_label_classification")
     family = Family(
         architecture="BertModel",
         settings=_settings,
         rules=_RULES,
         decoder=BertClassifier if labels else Bert,
-        config=partial(BertConfig, labels=labels, pooling=pooling),
+        config=partial(BertConfig, labels=labels, pooling=pooling, problem=problem),
     )
     unread = ("cls.",) if labels else ("cls.", "bert.pooler.")
     return load_folder(folder, exits=exits, families={"bert": family}, unread=unread)
