@@ -31,6 +31,7 @@ from helpers.engine import (
     pool,
 )
 from helpers.generation import lively_model
+from helpers.shared_kv import KINDS
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from utio_jax.decoding.generate import generate
@@ -370,22 +371,36 @@ def test_work_is_that_of_slots_and_steps(late: bool) -> None:
     assert (stats.prompt_tokens, stats.padded_prompt_tokens) == (4, 3 * width)
 
 
-def test_running_rows_pause_for_a_bounded_number_of_prompt_tokens() -> None:
-    """Three at once where no row runs; beside running rows that would be more than a slot holds."""
-    shapes = Shapes(prompt_tokens=(32,), key_step=CAPACITY)
-    engine = engine_of(lively_model(), modes()["plain"][0], slots=9, shapes=shapes)
+@pytest.mark.parametrize(
+    ("model", "chunk", "expected"),
+    [
+        ({}, None, [CAPACITY] * 3),
+        # A prompt token runs 2 of 4 layers.
+        (KINDS["made once"], None, [2 * CAPACITY, 2 * CAPACITY, 0]),
+        (KINDS["made once"], CAPACITY, [CAPACITY] * 3),
+    ],
+)
+def test_running_rows_pause_for_a_bounded_number_of_prompt_tokens(
+    model: dict[str, Any], chunk: int | None, expected: list[int]
+) -> None:
+    """Three at once where no row runs; beside running rows that would be more than a slot holds.
+
+    Where prompts stop halfway, the same pause in layers reads twice the tokens.
+    """
+    shapes = Shapes(prompt_tokens=(32,), key_step=CAPACITY, chunk=chunk)
+    engine = engine_of(lively_model(**model), modes()["plain"][0], slots=11, shapes=shapes)
     running = [engine.submit([1], max_new_tokens=30, eos_ids=()) for _ in range(3)]
     engine.advance()
     stats = engine.stats()
     assert (stats.prompt_groups, stats.padded_prompt_tokens) == (3, 3 * 32)
-    for _ in range(6):
+    for _ in range(8):
         engine.submit([2] * 20, max_new_tokens=2, eos_ids=())
     read = []
-    for _ in range(3):
+    for _ in expected:
         before = engine.stats().padded_prompt_tokens
         engine.advance()
         read.append(engine.stats().padded_prompt_tokens - before)
-    assert read == [CAPACITY] * 3
+    assert read == expected
     for number in running:
         engine.cancel(number)
     engine.drain()

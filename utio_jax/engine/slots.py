@@ -73,6 +73,7 @@ class Shapes:
       key_step: attention reads at most four different multiples of this number of key slots.
       chunk: maximum number of prompt tokens between two blocks of steps while requests run, padding
         included. None: the capacity of a slot or the steps of a block over all slots, if larger.
+        That counts tokens at full depth: an exact prefill that runs fewer layers reads more tokens.
       prompt_widths: padded lengths of prompts for a `Prefill` that is not exact, ascending: it
         reads whole prompts. Empty: 64, 128, 256 ... up to the capacity, in factors of four from a
         capacity of 513 on.
@@ -178,8 +179,8 @@ class Slots:
         self.room, self.capacity = block_room(mode, served.steps), capacity
         self.row_counts = row_counts(slots)
         chunk = shapes.chunk
-        self.between = max(capacity, slots * served.steps) if chunk is None else chunk
-        self._unit = min(_UNIT, 2 ** (self.between.bit_length() - 1))
+        budget = max(capacity, slots * served.steps) if chunk is None else chunk
+        self._unit = min(_UNIT, 2 ** (budget.bit_length() - 1))
         doubled = (self._unit * 2**n for n in range(5))
         room = slots * round_up(capacity, self._unit)
         most = room if chunk is None else min(chunk, room)
@@ -194,6 +195,10 @@ class Slots:
                 f"Wanted prompt_tokens below {self._unit} or in multiples of it. Got {uneven}."
             )
         self._approximate(prefill)
+        self.between, config = budget, served.decoder.config
+        if chunk is None and config.shares_kv and not self.widths:
+            # As many prompt tokens as run the layers of `budget` tokens at full depth.
+            self.between = budget * config.num_layers // max(1, config.kv_complete)
         weights, tokens = (served.decoder, served.params), slots * mode.block
         self._params = head_in_blocks(*weights, tokens=tokens)
         self._layers = split_layers(*weights, tokens=tokens)
