@@ -68,6 +68,16 @@ def test_tokens_after_exact_prompts_are_those_after_whole_ones(model: Model, way
         np.testing.assert_allclose(one, other, atol=1e-4)
 
 
+def test_one_lower_layer_is_enough() -> None:
+    """Keys and values are made of embeddings: prompts run that layer for nothing."""
+    model = lively_model(kv_source=((0,),) * 4)
+    assert model.decoder.config.kv_complete == 0
+    whole, exact = (run(model, PROMPTS, prefill=how, max_new_tokens=8) for how in (Prefill(), None))
+    assert_equal(whole.token_ids, exact.token_ids)
+    for prompt, depths in zip(PROMPTS, exact.prompt_depths, strict=True):
+        np.testing.assert_array_equal(depths, [1] * (len(prompt) - 1) + [4])
+
+
 def test_all_tokens_but_the_last_stop_where_keys_and_values_are_complete(model: Model) -> None:
     config = model.decoder.config
     exact = run(model, PROMPTS, max_new_tokens=2)

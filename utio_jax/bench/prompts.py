@@ -49,7 +49,7 @@ def shallow_prompts(
         choice = prompt_choice(decoder, params, BUDGET, choices=model.prompt_choices)
         shallow = Prefill(policy=choice.policy(decoder), kv=choice.kv)
     else:
-        stop = decoder.config.kv_complete
+        stop = max(1, decoder.config.kv_complete)
         choice, shallow = PromptChoice(stop=stop, deep=0.0, by="none", kv="propagate"), exact
     first = partial(generate, decoder, params, prompts, max_new_tokens=1, eos_ids=())
     ways = {"staircase": Prefill(), "shallow": shallow}

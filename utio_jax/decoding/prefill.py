@@ -171,7 +171,8 @@ def exact_prefill(decoder: Decoder) -> Prefill | None:
     """
     if not decoder.config.shares_kv:
         return None
-    choice = PromptChoice(stop=decoder.config.kv_complete, deep=0.0, by="none", kv="propagate")
+    stop = max(1, decoder.config.kv_complete)  # 0: the first layer alone makes K/V.
+    choice = PromptChoice(stop=stop, deep=0.0, by="none", kv="propagate")
     return Prefill(policy=choice.policy(decoder), kv="propagate")
 
 

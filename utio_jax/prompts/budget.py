@@ -92,7 +92,7 @@ def _at_exits(decoder: Decoder, params: Params) -> list[PromptChoice]:
     ]
     by, deep = "sinks_recent", 16
     if config.shares_kv:  # See `utio_jax.decoding.prefill.exact_prefill`.
-        stops, by, deep = [config.kv_complete], "none", 1
+        stops, by, deep = [max(1, config.kv_complete)], "none", 1
     return [
         PromptChoice(
             stop=stop,
