@@ -42,6 +42,23 @@ def test_what_a_header_says_is_read(whole: Path) -> None:
         assert actual.row_bytes * int(np.prod(actual.shape[:-1])) == theirs.n_bytes
 
 
+def test_arrays_of_arrays_are_read(tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(str(tmp_path / "m.gguf"), "llama")
+    writer.add_array("x.nested", [[1, 2], [3]])
+    writer.add_array("x.words", [["a"], ["b", "c"]])
+    writer.add_uint32("x.after", 7)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    keys = read_header(tmp_path / "m.gguf").keys
+    assert [part.tolist() for part in keys["x.nested"]] == [[1, 2], [3]]
+    assert keys["x.words"] == (["a"], ["b", "c"])
+    assert keys["x.after"] == 7
+    tokens = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": keys["x.words"]}
+    with pytest.raises(ValueError, match="no tokenizer.ggml.tokens"):
+        build_tokenizer(tokens, source="m.gguf")
+
+
 class Written:
     """A header, spelled out byte by byte."""
 
@@ -73,7 +90,12 @@ def with_tensor(*dims: int, kind: int = 0, offset: int = 0, room: int = 64) -> W
         (Written(keys=1).text("k" * 20, length=2**63), "'a key' at byte 32 needs 92233720368547"),
         (Written(keys=1).text(b"\xff").numbers("IQ", 4, 1), "'a key' is not UTF-8"),
         (Written(keys=1).text("k").numbers("IIQ", 9, 4, 2**61), "'k' at byte 49 needs 92233"),
-        (Written(keys=1).text("k").numbers("IIQ", 9, 9, 1), "'k' has a value of type 9"),
+        (Written(keys=1).text("k").numbers("IIQ", 9, 13, 1), "'k' has a value of type 13"),
+        (
+            Written(keys=1).text("k").numbers("IIQ" + "IQ" * 3, 9, 9, 1, *(9, 1) * 3),
+            "Wanted arrays in at most 3 others.*key 'k'",
+        ),
+        (Written(keys=1).text("k").numbers("IIQ", 9, 9, 2**61), "'k' at byte 49 needs 4 bytes"),
         (Written(keys=1).text("general.alignment").numbers("II", 4, 0), "general.alignment=0"),
         (with_tensor(4, 4, 4, 4, 4), "'t' has 5 dimensions"),
         (with_tensor(0, 4), r"'t' has shape \(4, 0\)"),

@@ -53,7 +53,7 @@ class Header:
     Attributes:
       file: path of the file.
       keys: metadata: numbers, booleans and strings; arrays of numbers as NumPy arrays, of strings
-        as lists.
+        as lists, of arrays as tuples.
       tensors: by name, in the file's order.
     """
 
@@ -164,7 +164,7 @@ class _Cursor:
             raise self.corrupt(f"{what!r} is not UTF-8: {error.reason}") from error
 
 
-def _read_value(cursor: _Cursor, kind: int, name: str) -> Any:
+def _read_value(cursor: _Cursor, kind: int, name: str, *, depth: int = 1) -> Any:
     if kind == _STRING:
         return cursor.text(name)
     if kind != _ARRAY:
@@ -174,6 +174,13 @@ def _read_value(cursor: _Cursor, kind: int, name: str) -> Any:
     kind, count = cursor.number("<I", name), cursor.number("<Q", name)
     if kind == _STRING:
         return [cursor.text(name) for _ in range(count)]
+    if kind == _ARRAY:
+        if depth == _MAX_DIMS:
+            raise ValueError(
+                f"Wanted arrays in at most {_MAX_DIMS - 1} others, in {cursor.path}. Got more for "
+                f"key {name!r}. Write the file without that key."
+            )
+        return tuple(_read_value(cursor, _ARRAY, name, depth=depth + 1) for _ in range(count))
     return _read_numbers(cursor, kind, count, name)
 
 
