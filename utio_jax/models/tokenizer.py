@@ -64,3 +64,15 @@ def _opened_once(encoded: Any) -> list[int]:
     added, ids = [*encoded.special_tokens_mask, 0].index(0), encoded.ids
     is_double = added > 0 and ids[added : 2 * added] == ids[:added]
     return ids[added:] if is_double else ids
+
+
+def _byte_letters() -> dict[str, int]:
+    """Returns the byte of each of GPT-2's letters: printable ones their own, others from 256 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    letters = {chr(byte): byte for byte in printable}
+    return letters | {chr(256 + index): byte for index, byte in enumerate(others)}
+
+
+BYTE_LETTERS = _byte_letters()
+"""The byte that each letter of a byte-level vocabulary stands for."""

@@ -7,6 +7,8 @@ import dataclasses
 import re
 from typing import Any
 
+from utio_jax.models.tokenizer import BYTE_LETTERS
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Piece:
@@ -61,16 +63,5 @@ def _bytes_of(piece: str) -> bytes:
     """Returns the bytes that a vocabulary writes as `<0xE3>`, or in GPT-2's letters for bytes."""
     if re.fullmatch(r"<0x[0-9A-Fa-f]{2}>", piece):
         return bytes([int(piece[3:5], 16)])
-    known = [_BYTES.get(letter) for letter in piece]
+    known = [BYTE_LETTERS.get(letter) for letter in piece]
     return piece.encode() if None in known else bytes(byte for byte in known if byte is not None)
-
-
-def _byte_letters() -> dict[str, int]:
-    """Returns the byte of each of GPT-2's letters: printable ones their own, others from 256 on."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    letters = {chr(byte): byte for byte in printable}
-    return letters | {chr(256 + index): byte for index, byte in enumerate(others)}
-
-
-_BYTES = _byte_letters()

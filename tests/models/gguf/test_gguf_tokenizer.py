@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
 
 from utio_jax.models import load
+from utio_jax.models.gguf.special import special_pieces
 from utio_jax.models.gguf.tokenizer import build_tokenizer
 
 FOLDER = Path(__file__).parents[1] / "huggingface"
@@ -208,7 +209,7 @@ def test_sentencepiece_without_a_space_in_front() -> None:
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        (spm_keys(model="t5"), "tokenizer.ggml.model='t5', not gpt2 or llama"),
+        (spm_keys(model="t5"), "tokenizer.ggml.model='t5', not gpt2, llama, gemma4"),
         (spm_keys(scores=np.zeros(292, np.float32)), "scores that do not order the pieces"),
         (spm_keys(precompiled_charsmap=np.ones(9, np.uint8)), "changes text before it is cut"),
         (spm_keys(tokens=[str(i) for i in range(292)]), "without a piece for each byte"),
@@ -226,6 +227,137 @@ def test_what_cannot_be_had_exactly_is_refused_with_a_way_out(
     with pytest.raises(ValueError, match=message) as error:
         build_tokenizer(keys, source="folder/Some-1B.Q8_0.gguf")
     assert "as Some-1B.Q8_0.tokenizer.json" in str(error.value)
+
+
+@pytest.mark.parametrize("kind", [1, 3, 4])
+@pytest.mark.parametrize(
+    ("pieces", "ends", "shown"),
+    [
+        # Qwen 2.5, whose files name one of five.
+        ("<|endoftext|> <|im_end|> <|fim_pad|> <|repo_name|> <|file_sep|> <think>", 5, ""),
+        ("<|eot_id|> <|eom_id|> <|end_of_text|> </s> <EOT> [EOS]", 6, ""),
+        # Gemma 4: HTML's end of what is crossed out is none.
+        ("<eos> <turn|> <|tool_response> </s>", 3, "</s>"),
+        # A turn of several messages, each with an end of its own.
+        ("<|return|> <|call|> <|end|>", 2, "<|end|>"),
+        ("<|flush|> <|calls|> <|end|>", 2, "<|end|>"),
+        ("<|return|> <|flush|> <|end|>", 3, ""),
+        ("<fim_pad> <PAD>", 1, None),
+        ("<|message|> <|im_start|>", 0, None),
+    ],
+)
+def test_ends_are_known_by_their_spelling_whatever_their_type(
+    pieces: str, ends: int, shown: str | None, kind: int
+) -> None:
+    """The first `ends` pieces end a text and are not shown."""
+    names = pieces.split()
+    letters = [*"abcdefghijklmnopqrstuvwxyz<>|/_[]", "ab"]
+    kinds = np.asarray([kind] * len(names) + [1] * len(letters), np.int32)
+    keys, _ = byte_level(
+        tokens=[*names, *letters], token_type=kinds, merges=["a b"], bos_token_id=None
+    )
+    keys |= {"tokenizer.ggml.eos_token_id": 0} if ends else {"tokenizer.ggml.eos_token_id": None}
+    result, corrected = special_pieces({k: v for k, v in keys.items() if v is not None})
+    assert result == {*range(ends)}
+    assert corrected is not None
+    assert kinds[0] == kind, "of a copy"
+    tokenizer = build_tokenizer(keys, source="m.gguf")
+    assert tokenizer.encode("ab" + "".join(names[:ends])).ids == [len(kinds) - 1, *range(ends)]
+    assert tokenizer.decode([*range(ends)]) == ""
+    if shown is not None and kind != 3:
+        assert tokenizer.decode([*range(len(names))]) == (shown or "".join(names[ends:]))
+
+
+def test_ids_of_sentencepiece_that_no_key_names_are_its_own() -> None:
+    keys = spm_keys(bos_token_id=None, eos_token_id=None, add_eos_token=True)
+    ids = build_tokenizer(keys, source="m.gguf").encode("the").ids
+    assert (ids[0], ids[-1]) == (1, 2)
+    assert special_pieces(keys)[0] == {2}
+    assert special_pieces(byte_level(eos_token_id=None)[0])[0] == {0}, "spelled <|endoftext|>"
+
+
+def test_a_users_piece_is_text_though_all_its_letters_could_stand_for_bytes() -> None:
+    pieces = ["<|eos|>", "café", "ĠĀ", "漢", *"!caf", "Ã", "©"]
+    kinds = np.asarray([3, 4, 4, 4] + [1] * 6, np.int32)
+    keys, _ = byte_level(tokens=pieces, token_type=kinds, merges=[])
+    result = build_tokenizer(keys, source="m.gguf")
+    assert result.encode("!café!漢ĠĀcaf").ids == [4, 1, 4, 3, 2, 5, 6, 7]
+    assert result.decode([4, 1, 4, 3, 2, 5, 6, 7, 8, 9]) == "!café!漢ĠĀcafé"
+    again = Tokenizer.from_str(result.to_str())
+    assert again.decode([1, 8, 9]) == "caféé"
+
+
+@pytest.mark.parametrize("space", [" ", "▁"])
+def test_runs_of_spaces_that_users_defined_are_pieces_in_either_spelling(space: str) -> None:
+    pieces, kinds, scores = spm_pieces()
+    merged = pieces.index("▁▁")
+    pieces[merged], kinds[merged] = space * 2, 4
+    pieces.append(space * 3)
+    keys = spm_keys(
+        tokens=pieces,
+        token_type=np.asarray([*kinds, 4], np.int32),
+        scores=np.asarray([*scores, -1000], np.float32),
+        add_space_prefix=False,
+        add_bos_token=False,
+    )
+    result = build_tokenizer(keys, source="m.gguf")
+    for text, expected in {"a  t": [merged], "a   t": [len(pieces) - 1]}.items():
+        ids = result.encode(text).ids
+        assert ids[1:-1] == expected
+        assert result.decode(ids) == text
+
+
+def gemma_4_keys(**changes: Any) -> dict[str, Any]:
+    single = [*"▁abcé\n"]
+    merges = ["a b", "▁ a", "▁ ab", "b c", "▁ ▁", "\n \n", "é \n"]
+    made = [merge.replace(" ", "") for merge in merges]
+    pieces = ["<pad>", "<eos>", "<bos>", *(f"<0x{byte:02X}>" for byte in range(256)), *single]
+    keys = {
+        "model": "gemma4",
+        "tokens": [*pieces, *made],
+        "token_type": np.asarray([3] * 3 + [6] * 256 + [1] * (len(single) + len(made)), np.int32),
+        "merges": merges,
+        "bos_token_id": 2,
+        "eos_token_id": 1,
+    }
+    return {f"tokenizer.ggml.{name}": value for name, value in {**keys, **changes}.items()}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("ab abc", "ab ▁ab c"),
+        ("  abc\n\n\nc", "▁ ▁ab c \n\n \n c"),
+        ("é\na", "é \n a"),  # No merge across the end of a line.
+        ("ü▁", "<0xC3> <0xBC> ▁"),
+        ("a<eos>b", "a <eos> b"),
+    ],
+)
+def test_gemma_4_merges_letters_within_lines(text: str, expected: str) -> None:
+    keys = gemma_4_keys(add_bos_token=False)  # As published; the model knows no text without.
+    pieces = keys["tokenizer.ggml.tokens"]
+    result = build_tokenizer(keys, source="m.gguf")
+    ids = result.encode(text).ids
+    assert [pieces[i] for i in ids] == ["<bos>", *expected.split(" ")]
+    assert result.decode(ids) == text.replace("<eos>", "").replace("▁", " ")
+
+
+def test_gemma_4_without_pieces_of_bytes_loses_letters_that_it_does_not_know() -> None:
+    keys = gemma_4_keys()
+    plain = [i for i, kind in enumerate(keys["tokenizer.ggml.token_type"]) if kind != 6]
+    tokens = [keys["tokenizer.ggml.tokens"][i] for i in plain]
+    kinds = keys["tokenizer.ggml.token_type"][plain]
+    few = gemma_4_keys(tokens=tokens, token_type=kinds)
+    result = build_tokenizer(few, source="m.gguf")
+    assert [tokens[i] for i in result.encode("aüb ab").ids] == ["<bos>", "a", "b", "▁ab"]
+    for changes, message in (
+        ({"tokens": ["<0x00>", *tokens[1:]]}, "pieces of some bytes, not of 255 others"),
+        ({"tokens": ["\n" * 3, *tokens[1:]]}, "a piece of 3 line ends that merges do not make"),
+        ({"add_space_prefix": True}, "add_space_prefix of gemma4"),
+    ):
+        given = {"tokens": tokens, "token_type": np.ones_like(kinds), **changes}
+        with pytest.raises(ValueError, match=message):
+            build_tokenizer(gemma_4_keys(**given), source="m.gguf")
 
 
 def test_a_tokenizer_beside_the_file_wins(tmp_path: Path) -> None:

@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tokenizer in a GGUF file's metadata, as one of the `tokenizers` library.
 
-Byte-level BPE (`tokenizer.ggml.model` is `gpt2`) by its named pre-tokenizer, and SentencePiece's
-BPE (`llama`), whose scores are the order of merges. What the library cannot do exactly is refused:
-use the model's own `tokenizer.json` instead, as `NAME.tokenizer.json` next to `NAME.gguf`.
+Byte-level BPE (`tokenizer.ggml.model` is `gpt2`) by its named pre-tokenizer, SentencePiece's BPE
+(`llama`), whose scores are the order of merges, and Gemma 4's (`gemma4`), with merges. What the
+library cannot do exactly is refused: use the model's own `tokenizer.json` instead, as
+`NAME.tokenizer.json` next to `NAME.gguf`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -26,9 +28,16 @@ from tokenizers import (
 )
 
 from utio_jax.models.gguf.header import read_header
-from utio_jax.models.tokenizer import load_tokenizer
+from utio_jax.models.gguf.special import (
+    BYTE,
+    CONTROL,
+    UNKNOWN,
+    USER_DEFINED,
+    special_pieces,
+    stored_id,
+)
+from utio_jax.models.tokenizer import BYTE_LETTERS, load_tokenizer
 
-_UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6
 _SPACE = "\u2581"  # How SentencePiece writes a space.
 
 # Keys of `tokenizer.ggml` that are read here, or say nothing of how text becomes ids.
@@ -89,18 +98,20 @@ def build_tokenizer(keys: Mapping[str, Any], *, source: str | Path) -> Tokenizer
     Raises:
       ValueError: there is none, it is broken, or it is of a kind that cannot be had exactly.
     """
-    builders = {"gpt2": _byte_level, "llama": _sentencepiece}
+    builders = {"gpt2": _byte_level, "llama": _sentencepiece, "gemma4": _gemma4}
     kind = keys.get("tokenizer.ggml.model")
     try:
         if not isinstance(kind, str) or kind not in builders:
-            raise ValueError(f"tokenizer.ggml.model={kind!r}, not {' or '.join(builders)}")
+            raise ValueError(f"tokenizer.ggml.model={kind!r}, not {', '.join(builders)}")
         _check_known(keys)
         pieces, kinds = _vocabulary(keys)
+        if kind == "gemma4":  # Files that say otherwise are wrong: the model knows no other texts.
+            keys = {**keys, f"{_PREFIX}add_bos_token": True}
         tokenizer, opens = builders[kind](keys, pieces, kinds)
         added = [
-            AddedToken(piece, special=kind != _USER_DEFINED, normalized=False)
+            AddedToken(piece, special=kind != USER_DEFINED, normalized=False)
             for piece, kind in zip(pieces, kinds.tolist(), strict=True)
-            if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED)
+            if kind in (UNKNOWN, CONTROL, USER_DEFINED)
         ]
         tokenizer.add_tokens(added)
         if tokenizer.get_vocab_size() != len(pieces):
@@ -136,8 +147,7 @@ def _vocabulary(keys: Mapping[str, Any]) -> tuple[list[str], np.ndarray]:
         raise ValueError(f"a piece of {max(map(len, pieces))} characters")
     if len(set(pieces)) != len(pieces):
         raise ValueError("tokenizer.ggml.tokens with the same piece twice")
-    kinds = keys.get("tokenizer.ggml.token_type", np.ones(len(pieces), np.int32))
-    return pieces, _per_piece(kinds, pieces, "token_type")
+    return [*pieces], _per_piece(special_pieces(keys)[1], pieces, "token_type")
 
 
 def _per_piece(values: Any, pieces: list[str], name: str) -> np.ndarray:
@@ -156,12 +166,8 @@ def _byte_level(
         )
     if keys.get("tokenizer.ggml.add_space_prefix"):
         raise ValueError("tokenizer.ggml.add_space_prefix of byte-level BPE")
-    merges = keys.get("tokenizer.ggml.merges")
-    if not isinstance(merges, list) or any(merge.count(" ") != 1 for merge in merges):
-        raise ValueError("no tokenizer.ggml.merges of two pieces each")
     split = _SPLITS[name]
-    pairs = [(first, second) for first, second in (merge.split(" ") for merge in merges)]
-    tokenizer = _bpe(pieces, pairs, ignore_merges=split.whole_words)
+    tokenizer = _bpe(pieces, _merges(keys), ignore_merges=split.whole_words)
     if split.composed:
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -170,14 +176,41 @@ def _byte_level(
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
-    tokenizer.decoder = decoders.ByteLevel()
+    # A piece of the user is text, even one whose letters could all stand for bytes.
+    texts = [piece for piece, kind in zip(pieces, kinds, strict=True) if kind == USER_DEFINED]
+    whole = [text for text in texts if not text.isascii() and {*text} <= BYTE_LETTERS.keys()]
+    tokenizer.decoder = decoders.Sequence(
+        [
+            *(
+                decoders.Replace(Regex(rf"\A{re.escape(text)}\z"), _in_byte_letters(text))
+                for text in whole
+            ),
+            decoders.ByteLevel(),
+        ]
+    )
     return tokenizer, split.opens
+
+
+def _in_byte_letters(text: str) -> str:
+    letters = {byte: letter for letter, byte in BYTE_LETTERS.items()}
+    return "".join(letters[byte] for byte in text.encode())
+
+
+def _merges(keys: Mapping[str, Any]) -> list[tuple[str, str]]:
+    merges = keys.get("tokenizer.ggml.merges")
+    if not isinstance(merges, list) or any(merge.count(" ") != 1 for merge in merges):
+        raise ValueError("no tokenizer.ggml.merges of two pieces each")
+    return [(first, second) for first, second in (merge.split(" ") for merge in merges)]
 
 
 def _sentencepiece(
     keys: Mapping[str, Any], pieces: list[str], kinds: np.ndarray
 ) -> tuple[Tokenizer, bool]:
     """Merges of the pair whose piece has the highest score, bytes for what has no piece."""
+    for index in np.flatnonzero(kinds == USER_DEFINED).tolist():
+        pieces[index] = pieces[index].replace(_SPACE, " ")  # It is cut out of a text as it is.
+    if len(set(pieces)) != len(pieces):
+        raise ValueError("pieces of the user that differ in how spaces are written alone")
     scores = _per_piece(keys.get("tokenizer.ggml.scores"), pieces, "scores")
     for name in ("remove_extra_whitespaces", "precompiled_charsmap"):
         if np.any(keys.get(f"tokenizer.ggml.{name}", False)):
@@ -185,7 +218,7 @@ def _sentencepiece(
     ids = {piece: index for index, piece in enumerate(pieces)}
     if any(f"<0x{byte:02X}>" not in ids for byte in range(256)):
         raise ValueError("SentencePiece without a piece for each byte")
-    special = np.isin(kinds, (_UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE))
+    special = np.isin(kinds, (UNKNOWN, CONTROL, USER_DEFINED, BYTE))
     long = [i for i, piece in enumerate(pieces) if not special[i] and len(piece) > 1]
     if len(set(scores[long].tolist())) != len(long) or not np.all(np.isfinite(scores[long])):
         raise ValueError("scores that do not order the pieces, so not those of merges")
@@ -195,16 +228,47 @@ def _sentencepiece(
         for cut in range(1, len(piece))
         if piece[:cut] in ids and piece[cut:] in ids
     ]
-    unknown = next((pieces[i] for i, kind in enumerate(kinds.tolist()) if kind == _UNKNOWN), None)
-    tokenizer = _bpe(pieces, merges, byte_fallback=True, fuse_unk=True, unk_token=unknown)
     opened = keys.get("tokenizer.ggml.add_space_prefix", True)
+    return _with_spaces(pieces, kinds, merges, opened=opened), True
+
+
+def _gemma4(
+    keys: Mapping[str, Any], pieces: list[str], kinds: np.ndarray
+) -> tuple[Tokenizer, bool]:
+    """Merges of letters within lines and within runs of line ends; a known run is one piece."""
+    if keys.get("tokenizer.ggml.add_space_prefix"):
+        raise ValueError("tokenizer.ggml.add_space_prefix of gemma4")
+    known = {*pieces}
+    missing = [byte for byte in range(256) if f"<0x{byte:02X}>" not in known]
+    if 0 < len(missing) < 256:
+        raise ValueError(f"pieces of some bytes, not of {len(missing)} others")
+    tokenizer = _with_spaces(pieces, kinds * (kinds != UNKNOWN), _merges(keys), opened=False)
+    splits = [pre_tokenizers.Split(Regex(r"\n+"), "isolated")]
+    if missing:  # A letter without a piece has no token, and parts its neighbours.
+        letters = re.escape("".join(piece for piece in known if len(piece) == 1))
+        unknown = f"[^{letters}]" if letters else r"[\s\S]"
+        splits.append(pre_tokenizers.Split(Regex(unknown), "removed"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(splits)
+    for index, piece in enumerate(pieces):
+        is_run = bool(piece) and not piece.strip("\n") and kinds[index] != USER_DEFINED
+        if is_run and tokenizer.encode(piece).ids != [index]:
+            raise ValueError(f"a piece of {len(piece)} line ends that merges do not make")
+    return tokenizer, False
+
+
+def _with_spaces(
+    pieces: list[str], kinds: np.ndarray, merges: list[tuple[str, str]], *, opened: bool
+) -> Tokenizer:
+    """Returns BPE over letters with `_SPACE` for spaces, one before a text if it is `opened`."""
+    unknown = next((pieces[i] for i, kind in enumerate(kinds.tolist()) if kind == UNKNOWN), None)
+    tokenizer = _bpe(pieces, merges, byte_fallback=True, fuse_unk=True, unk_token=unknown)
     spaces = normalizers.Replace(" ", _SPACE)
     steps = [normalizers.Prepend(_SPACE), spaces] if opened else [spaces]
     tokenizer.normalizer = normalizers.Sequence(steps)
     back = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     strip = [decoders.Strip(" ", 1, 0)] if opened else []
     tokenizer.decoder = decoders.Sequence([*back, *strip])
-    return tokenizer, True
+    return tokenizer
 
 
 def _bpe(pieces: list[str], merges: list[tuple[str, str]], **options: Any) -> Tokenizer:
@@ -223,7 +287,7 @@ def _put_around(
     for name, default in (("bos", opens), ("eos", False)):
         if not keys.get(f"tokenizer.ggml.add_{name}_token", default):
             continue
-        index = keys.get(f"tokenizer.ggml.{name}_token_id")
+        index = stored_id(keys, f"{name}_token_id")
         if not isinstance(index, int) or not 0 <= index < len(pieces):
             raise ValueError(f"tokenizer.ggml.{name}_token_id={index!r}, which texts shall have")
         used.append({"id": name, "ids": [index], "tokens": [pieces[index]]})
