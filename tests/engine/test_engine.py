@@ -683,7 +683,9 @@ def test_what_can_never_run_is_refused_at_once() -> None:
             max_new_tokens=60)  # fmt: skip
     refused("token ids from 0 to 63", [64], max_new_tokens=1)
     refused("seeds as integers of at most 64 bits. Got 1180", seed=2**70, max_new_tokens=1)
-    refused("at most 8 eos_ids.*Got 9 eos_ids and 0 sequences", eos_ids=range(9), max_new_tokens=1)
+    refused(
+        "at most 16 eos_ids.*Got 17 eos_ids and 0 sequences", eos_ids=range(17), max_new_tokens=1
+    )
     refused("an engine with a tokenizer for stop_strings=.'x'.", stop_strings="x", max_new_tokens=1)
     assert engine.idle
     assert not engine.cancel(0)

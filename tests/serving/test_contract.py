@@ -42,7 +42,7 @@ BODIES: dict[str, tuple[Any, str | None]] = {
     "an empty prompt of tokens": (with_(prompt=[[]]), "prompt"),
     "an id out of range": (with_(prompt=[1, 300]), "prompt"),
     "half a character": ('{"model": "small", "prompt": "a\\ud800"}', "prompt"),
-    "too many stop tokens": (with_(stop_token_ids=[*range(9)]), "stop_token_ids"),
+    "too many stop tokens": (with_(stop_token_ids=[*range(17)]), "stop_token_ids"),
     "too long": (with_(max_tokens=10**6), None),
     "a prompt that is too long": (with_(prompt="x" * 4000), None),
     "another mode": (with_(utio={"mode": "lossless"}), "utio.mode"),

@@ -38,7 +38,7 @@ class StopRules:
 Stops = tuple[Sequence[int], Sequence[Sequence[int]]]
 """Stop rules of one row: end tokens, and token sequences."""
 
-STOPS_ROOM = (8, 4, 16)
+STOPS_ROOM = (16, 4, 16)
 """Numbers of end tokens, of stop sequences, and of tokens per sequence that fit into static shapes,
 so that new rules compile nothing."""
 

@@ -25,6 +25,7 @@ from utio_jax.core.documents import check_text
 from utio_jax.decoding.base import Mode
 from utio_jax.decoding.prefill import Prefill
 from utio_jax.engine import Engine, Event
+from utio_jax.models.gguf.special import stored_id
 from utio_jax.models.huggingface import read_json
 
 Messages = Sequence[Mapping[str, Any]]
@@ -202,7 +203,7 @@ _SPECIAL = {
 def _from_keys(keys: Mapping[str, Any]) -> tuple[str | None, dict[str, str]]:
     pieces, special = keys.get("tokenizer.ggml.tokens"), {}
     for name, key in _SPECIAL.items():
-        index = keys.get(f"tokenizer.ggml.{key}")
+        index = stored_id(keys, key)
         if isinstance(pieces, list) and isinstance(index, int) and 0 <= index < len(pieces):
             special[name] = pieces[index]
     stored = keys.get("tokenizer.chat_template")

@@ -260,6 +260,66 @@ def test_what_ends_a_text_or_a_turn_is_named_or_known_by_its_spelling(tmp_path: 
     assert load(tmp_path / "named.gguf").decoder.config.eos_ids == (0, 1, 7, 9)
 
 
+def test_the_end_that_a_file_names_is_first(tmp_path: Path) -> None:
+    """It is the one that other programs take for a text's end."""
+    write_with_pieces(tmp_path / "m.gguf", FOLDER / "llama", eos=1, eot=40)
+    assert load(tmp_path / "m.gguf").decoder.config.eos_ids == (1, 0, 40)
+
+
+def test_keys_that_are_left_out_have_defaults_and_zeros_turn_off(tmp_path: Path) -> None:
+    """llama.cpp's, which was run on such files: Gemma 4 is capped, Gemma 3 is not."""
+    write_gguf(tmp_path / "4.gguf", FOLDER / "gemma4", arch="gemma4", describe=describe_gemma_4)
+    write_gguf(tmp_path / "3.gguf", FOLDER / "gemma3", arch="gemma3", describe=describe_gemma_3)
+    write_gguf(tmp_path / "l.gguf", FOLDER / "llama", arch="llama")
+    headers = {name: read_header(tmp_path / f"{name}.gguf") for name in "43l"}
+
+    def read(name: str, **changes: Any) -> tuple[dict[str, Any], list[str]]:
+        header = headers[name]
+        arch = header.keys["general.architecture"]
+        given = {f"{arch}.{key.replace('__', '.')}": value for key, value in changes.items()}
+        keys = {k: v for k, v in {**header.keys, **given}.items() if v is not None}
+        return read_keys(keys, header.tensors)
+
+    cap = "final_logit_softcapping"
+    for name, value, expected in (
+        *(("4", None, 30.0), ("4", 0.0, None), ("4", 7.0, 7.0)),
+        *(("3", None, None), ("3", 0.0, None), ("3", 7.0, 7.0)),
+    ):
+        config, problems = read(name, **{cap: value})
+        assert (config[cap], problems) == (expected, []), (name, value)
+    full = {"full_attention"}
+    for window, expected in ((None, full), (0, full), (4, {*full, "sliding_attention"})):
+        config, problems = read("3", attention__sliding_window=window)
+        assert ({*config["layer_types"]}, problems) == (expected, []), window
+    for left_out in ("attention__sliding_window_pattern", "attention__key_length_swa"):
+        _, problems = read("4", **{left_out: None})
+        assert any("is missing" in problem for problem in problems), left_out
+    _, problems = read("4", attention__sliding_window_pattern=6)
+    assert any("=6: only arrays are supported" in problem for problem in problems)
+    for new, old, factor in (
+        (0.0, 4.0, None),
+        (None, 4.0, 4.0),
+        (2.0, 4.0, 2.0),
+        (None, 0.0, None),
+    ):
+        config, problems = read("l", rope__scaling__factor=new, rope__scale_linear=old)
+        assert (config["rope_parameters"].get("factor"), problems) == (factor, []), (new, old)
+
+
+def test_parts_for_images_and_sound_are_left_out(tmp_path: Path) -> None:
+    def describe(writer: gguf.GGUFWriter) -> None:
+        describe_gemma_4(writer)
+        writer.add_uint32("gemma4.audio.block_count", 12)
+        writer.add_uint32("gemma4.vision.block_count", 16)
+        for name in ("a.blk.0.ffn_up.weight", "v.patch_embd.weight", "mm.input_projection.weight"):
+            writer.add_tensor(name, np.zeros((4, 4), np.float32))
+
+    factors = np.asarray([1.0, 1.0, *[1e30] * 6])
+    options: dict[str, Any] = {"arch": "gemma4", "factors": factors}
+    write_gguf(tmp_path / "m.gguf", FOLDER / "gemma4", describe=describe, **options)
+    check_same(tmp_path / "m.gguf", FOLDER / "gemma4")
+
+
 def test_calibration_and_lens_lie_beside_the_file(tmp_path: Path) -> None:
     file = tmp_path / "SmallLM-1M.Q4_1.gguf"
     write_gguf(file, FOLDER / "llama", arch="llama")

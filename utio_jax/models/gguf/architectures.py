@@ -20,14 +20,18 @@ from utio_jax.core.decoder import is_integer
 from utio_jax.models.config_reader import Reader, among, shown
 from utio_jax.models.families import FAMILIES, Rule
 from utio_jax.models.gguf.header import Tensor, library
+from utio_jax.models.gguf.special import special_pieces, stored_id
 from utio_jax.models.rope import RopeScaling, frequencies
 
 # What changes no result here. `gguf.tokenizer` reads the keys of texts.
-_HARMLESS = ("general.", "tokenizer.", "quantize.", "{arch}.rope.scaling.finetuned")
+_HARMLESS = (
+    *("general.", "tokenizer.", "quantize.", "{arch}.rope.scaling.finetuned"),
+    *("{arch}.vision.", "{arch}.audio."),  # Of parts that are not read: see `OTHER_PARTS`.
+)
 
-# Which tokens end an answer, where a file has no key that says so.
-_TURN_ENDS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<end_of_turn>")
-_CONTROL = 3
+
+OTHER_PARTS = ("v.", "a.", "mm.")
+"""How the names of tensors begin that encode images and sound, which files of one piece hold."""
 
 
 class Keys(Reader):
@@ -46,8 +50,8 @@ class Keys(Reader):
         return self.checked(name, value, default)
 
     def token_id(self, name: str, vocab: int) -> int | None:
-        """Returns the id that `tokenizer.ggml.name` holds, None where there is none."""
-        value = self.config.get(f"tokenizer.ggml.{name}")
+        """Returns the id of `stored_id`, None where there is none."""
+        value = stored_id(self.config, name)
         if value is None or (is_integer(value) and value < vocab):
             return value
         self.problems.append(f"tokenizer.ggml.{name}={shown(value)} in a vocabulary of {vocab}")
@@ -113,24 +117,36 @@ def _gemma2(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
 
 
 def _gemma3(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
-    return {**_gemma_local(keys, common, period=6, largest=62), **_cap(keys)}
+    settings = _gemma_local(keys, common, period=6, largest=62, window=0)
+    return {**settings, **_cap(keys, None)}
 
 
-def _cap(keys: Keys) -> dict[str, Any]:
+def _cap(keys: Keys, default: float | None) -> dict[str, Any]:
+    """Returns the cap of logits, which a stored 0 turns off."""
     name = "final_logit_softcapping"
-    return {name: None if keys.stored(name) is None else keys.take(name, float)}
+    value = keys.stored(name)
+    absent = among(value, 0.0) or (value is None and default is None)
+    return {name: None if absent else keys.take(name, default or float)}
 
 
 def _gemma_local(
-    keys: Keys, common: dict[str, Any], *, period: int, largest: int = 0
+    keys: Keys, common: dict[str, Any], *, period: int, largest: int = 0, window: int | None = None
 ) -> dict[str, Any]:
-    """Returns the settings of `_gemma` with windows; layers with a window have other rotations."""
+    """Returns the settings of `_gemma` with windows; layers with a window have other rotations.
+
+    A `window` of 0, stored or by default, is none: all layers attend to everything.
+    """
     local = {"rope_type": "default", "rope_theta": keys.take("rope.freq_base_swa", 10_000.0)}
     full = _rope(keys)["rope_parameters"]
+    settings = _gemma(keys, common, period=period, largest=largest)
+    if window == 0 and among(keys.stored("attention.sliding_window"), None, 0):
+        settings["layer_types"] = ["full_attention"] * common["num_hidden_layers"]
+    else:
+        window = keys.count("attention.sliding_window")
     return {
-        **_gemma(keys, common, period=period, largest=largest),
+        **settings,
         "rope_parameters": {"full_attention": full, "sliding_attention": local},
-        "sliding_window": keys.count("attention.sliding_window"),
+        "sliding_window": window,
     }
 
 
@@ -167,9 +183,14 @@ def _gemma3n(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
 
 
 def _gemma4(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
-    wide = keys.count("attention.key_length")
+    heads = common["num_attention_heads"]
+    wide = keys.count("attention.key_length", max(1, common["hidden_size"] // heads))
     keys.need("attention.value_length", wide)
     keys.need("rope.dimension_count", wide)
+    pattern = keys.stored("attention.sliding_window_pattern")
+    if not isinstance(pattern, np.ndarray):  # Published sizes differ in both, so none is a default.
+        keys.refuse("attention.sliding_window_pattern", pattern, "arrays are")
+    keys.take("attention.key_length_swa")
     layers, narrow = common["num_hidden_layers"], common["intermediate_size"]
     inputs = _gemma_inputs(keys, common, period=6, own=layers)
     widths = keys.stored("feed_forward_length")
@@ -179,7 +200,7 @@ def _gemma4(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
         expected = [narrow] * own + [narrow * (2 if double else 1)] * (layers - own)
         if widths.tolist() != expected:
             keys.problems.append(f"{keys.prefix}feed_forward_length={shown(widths)}")
-    return {**inputs, **_cap(keys), "global_head_dim": wide, "use_double_wide_mlp": double}
+    return {**inputs, **_cap(keys, 30.0), "global_head_dim": wide, "use_double_wide_mlp": double}
 
 
 def _gemma(keys: Keys, common: dict[str, Any], *, period: int, largest: int) -> dict[str, Any]:
@@ -191,7 +212,7 @@ def _gemma(keys: Keys, common: dict[str, Any], *, period: int, largest: int) -> 
     pattern = keys.stored("attention.sliding_window_pattern")
     if isinstance(pattern, np.ndarray) and pattern.dtype == bool and pattern.size >= layers:
         local = pattern[:layers].tolist()
-    elif pattern is None or (isinstance(pattern, int) and pattern > 0):
+    elif pattern is None or is_integer(pattern, 1):
         every = pattern or period
         local = [layer % every < every - 1 for layer in range(layers)]
     else:
@@ -215,8 +236,9 @@ def _rope(keys: Keys) -> dict[str, Any]:
     keys.need("rope.scaling.type", "none", "linear")
     keys.stored("rope.scaling.original_context_length")  # Of kinds that are refused.
     names = ("rope.scaling.factor", "rope.scale_linear")
-    given = [name for name in names if not among(keys.stored(name), None, 0.0)]
-    if given and not among(keys.stored("rope.scaling.type"), "none"):
+    given = [name for name in names if keys.stored(name) is not None]  # The old name comes second.
+    factor = keys.stored(given[0]) if given else None
+    if not among(factor, None, 0.0) and not among(keys.stored("rope.scaling.type"), "none"):
         factor = keys.take(given[0], float)
         rope |= {} if factor == 1.0 else {"rope_type": "linear", "factor": factor}
     return {"rope_parameters": rope}
@@ -324,15 +346,11 @@ def _check_general(read: Keys) -> None:
 
 
 def _ends(read: Keys, vocab: int) -> int | list[int] | None:
-    """Returns the ids that end a text or a turn, as the keys name them or as pieces are spelled."""
-    named = ("eos_token_id", "eot_token_id", "eom_token_id")
-    ids = {read.token_id(name, vocab) for name in named}
-    pieces, kinds = (read.config.get(f"tokenizer.ggml.{name}") for name in ("tokens", "token_type"))
-    if isinstance(pieces, list) and isinstance(kinds, np.ndarray):
-        special = np.flatnonzero(kinds == _CONTROL).tolist()
-        ids |= {i for i in special if i < min(vocab, len(pieces)) and pieces[i] in _TURN_ENDS}
-    ends = sorted(index for index in ids if index is not None)
-    return ends[0] if len(ends) == 1 else ends or None
+    """Returns the ids that end a text or a turn, see `special_pieces`; the file's EOS is first."""
+    named = [read.token_id(f"{name}_token_id", vocab) for name in ("eos", "eot", "eom")]
+    ends, _ = special_pieces(read.config)
+    ids = sorted((i for i in ends if i < vocab), key=lambda index: (index != named[0], index))
+    return ids[0] if len(ids) == 1 else ids or None
 
 
 def llama3_scaling(factors: np.ndarray, *, theta: float) -> dict[str, Any] | None:

@@ -22,6 +22,7 @@ from utio_jax.core.decoder import Params
 from utio_jax.models.chat import find_template
 from utio_jax.models.families import FAMILIES, read_config
 from utio_jax.models.gguf.architectures import (
+    OTHER_PARTS,
     architecture_of,
     llama3_scaling,
     read_keys,
@@ -60,7 +61,11 @@ def load_file(
     return place_tensors(
         FAMILIES[architecture.family].decoder(settings),
         tensor_rules(header.keys["general.architecture"]),
-        {name: tensor.shape for name, tensor in header.tensors.items() if name != _ROPE_FREQS},
+        {
+            name: tensor.shape
+            for name, tensor in header.tensors.items()
+            if name != _ROPE_FREQS and not name.startswith(OTHER_PARTS)
+        },
         read,
         dtype=dtype,
         sharding=sharding,
