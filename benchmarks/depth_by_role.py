@@ -10,7 +10,7 @@
 A shape is `plain-N`, or `LOWER+UPPER`: upper layers that read keys and values made by the lower
 ones. Weights are random unless `--models` names folders: they change no time. Losses are stored
 ones, see `BITS`. All programs of a part take turns; a time is a median. Parts that the file has are
-not measured again; none begins that would end after `--minutes`.
+not measured again; after the first one, none begins that would end after `--minutes`.
 
 A plain model that takes as long is one on the lower hull of the plain models' times and losses.
 Where a shape is faster than the shallowest plain model, that model is the comparison.
@@ -229,7 +229,7 @@ def measure(
     setting: Setting, stored: dict[str, Any], args: argparse.Namespace, stream: np.ndarray
 ) -> None:
     """Adds parts to the stored ones until all are there, or the time is up."""
-    began, rates = time.monotonic(), [part["wall"] / part["tokens"] for part in stored["parts"]]
+    began, before = time.monotonic(), len(stored["parts"])
     done = {(part["kind"], part["prompt"], part["batch"]) for part in stored["parts"]}
     for kind, prompt, batch in parts_of(setting):
         rounds = min(args.rounds, 2 + 16_000 // (prompt * batch))
@@ -237,7 +237,10 @@ def measure(
         left = 60 * args.minutes - (time.monotonic() - began)
         if (kind, prompt, batch) in done:
             continue
-        if left < 0 or (rates and tokens * float(np.median(rates)) > left):
+        # At the rate of the largest part so far. The first part of a run is always measured.
+        largest = max(stored["parts"], key=lambda x: x["tokens"], default=None)
+        needed = 0.0 if largest is None else tokens * largest["wall"] / largest["tokens"]
+        if len(stored["parts"]) > before and needed > left:
             print(f"Left for another run: {kind}, {prompt} x {batch}.", file=sys.stderr)
             continue
         jax.clear_caches()
@@ -254,10 +257,11 @@ def measure(
         for (name, new), timing in zip(programs, times.values(), strict=True):
             seconds.setdefault(name, {})[str(new)] = float(f"{timing.median:.5g}")
         wall, late = time.monotonic() - start, sum(timing.compiles for timing in times.values())
-        if kind == "requests":
-            rates.append(wall / tokens)
         part = {"kind": kind, "prompt": prompt, "batch": batch, "rounds": rounds}
-        part |= {"compiled_while_timed": late, "wall": round(wall, 1), "tokens": tokens}
+        part |= {"wall": round(wall, 1), "tokens": tokens}
+        if late:
+            print(f"Compiled while timed, not kept: {kind}, {prompt} x {batch}.", file=sys.stderr)
+            continue
         stored["parts"].append(part | {"date": str(datetime.date.today()), "seconds": seconds})
         if args.out:
             save_json(args.out, stored)

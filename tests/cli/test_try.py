@@ -7,15 +7,30 @@ import io
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from helpers.cli import json_and_stderr
 from helpers.folders import save_small_model
+from helpers.generation import lively_model
+from helpers.shared_kv import KINDS
 from helpers.texts import source
 from rich.console import Console
 
+from utio_jax import score, uniform
+from utio_jax.bench.prompts import request_of
+from utio_jax.bench.timing import Timing
 from utio_jax.cli.main import main
-from utio_jax.cli.trial import Tried, prompt_row, recommend, show_rows
+from utio_jax.cli.trial import (
+    Tried,
+    lower_layers,
+    prompt_row,
+    recommend,
+    request_rows,
+    show_rows,
+)
 
 FULL = Tried(what="in full", times=1.0, loss_pct=0.0, same=1.0)
 DRAFTS = Tried(what="writing: drafts", how="--drafts", times=1.5, loss_pct=0.0, same=1.0)
@@ -47,6 +62,53 @@ def test_exact_prompts_are_the_default_and_others_an_option() -> None:
         f'Next: `utio-jax generate "PROMPT" --model mine{how}` (prompts: 1.73x, no loss).'
         for how in ("", " --prompt-budget 0.5")
     ]
+
+
+def test_requests_by_role_stand_first_with_a_plain_model_that_takes_as_long() -> None:
+    request = {"new_tokens": 32, "speedup": 1.4, "plain_layers": 8, "equal_layers": 10.4}
+    record = {"prompt_tokens": 448, "request": request}
+    (row,) = request_rows(record)
+    assert (row.what, row.times, row.loss_pct, row.same) == (
+        "requests: 448 tokens and 32 new, by role",
+        1.4,
+        0.0,
+        1.0,
+    )
+    assert row.line().endswith("as long as a plain model of 10.4 layers (time alone)")
+    assert recommend([FULL, row], "m") == (
+        'Next: `utio-jax generate "PROMPT" --model m` (requests: 1.40x, no loss).'
+    )
+    notes = [
+        request_rows({**record, "request": request | changes})[0].note
+        for changes in ({"equal_layers": 7.9}, {"plain_layers": None, "equal_layers": None})
+    ]
+    assert notes == ["faster than a plain model of 8 layers (time alone)", ""]
+    assert request_rows(None) == request_rows({**record, "request": None}) == []
+
+
+@pytest.mark.parametrize("kind", ["heads of two layers", "made once"])
+def test_the_plain_control_is_the_model_below_its_upper_layers(kind: str) -> None:
+    model = lively_model(**KINDS[kind])
+    control = lower_layers(model)
+    assert control is not None
+    plain, params = control
+    assert (plain.config.num_layers, plain.config.shares_kv) == (2, False)
+    ids, lengths = jnp.asarray([[5, 9, 3, 3, 60, 1, 7, 2]]), jnp.asarray([8])
+    result = score(plain, params, ids, lengths, uniform(2)).log_likelihood
+    expected = score(model.decoder, model.params, ids, lengths, uniform(2)).log_likelihood
+    np.testing.assert_allclose(result, expected, atol=1e-5)
+    assert lower_layers(lively_model()) is None
+
+
+def test_a_request_at_full_depth_takes_the_same_steps_after_a_longer_prefill() -> None:
+    """Prefill 10 or 30 ms, then 20 ms: 50 / 30. The plain model of two layers takes 20."""
+    seconds = {"shallow": 0.01, "dense": 0.03, "request": 0.03, "plain": 0.02}
+    times = {
+        name: Timing(seconds=np.asarray([value]), compiles=0) for name, value in seconds.items()
+    }
+    record = request_of(times, "dense", 4, SimpleNamespace(num_layers=2))
+    assert record == {"seconds": 0.03, "speedup": 1.667, "plain_layers": 2, "equal_layers": 2.7}
+    assert request_of(times, "dense", 4, None)["equal_layers"] is None
 
 
 def test_what_is_not_faster_or_loses_much_is_left_out() -> None:

@@ -1,16 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts whose tokens mostly exit early: time to the first token, cost, loss after the prompt."""
+"""Prompts whose tokens mostly exit early: time to the first token, cost, loss after the prompt.
+
+Where that is exact, whole requests are timed, too: those of a model that reads prompts by its lower
+layers and writes by all, next to full depth and to a plain model of the lower layers alone.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from utio_jax.bench.timing import time_programs
+from utio_jax.bench.timing import Timing, time_programs
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.generate import generate
 from utio_jax.decoding.prefill import Prefill, exact_prefill
@@ -22,9 +26,18 @@ from utio_jax.staircase.score import full_depth
 BUDGET = 0.5
 """FLOPs of prefill over full depth's, for models without exact prefill."""
 
+NEW_TOKENS = 32
+"""New tokens of a whole request, at most a sixteenth of a row."""
+
 
 def shallow_prompts(
-    model: Any, documents: Sequence[np.ndarray], *, width: int, count: int, rounds: int
+    model: Any,
+    documents: Sequence[np.ndarray],
+    *,
+    width: int,
+    count: int,
+    rounds: int,
+    plain: tuple[Any, Any] | None = None,
 ) -> dict[str, Any]:
     """Returns time to the first token, cost and later loss of a prompt that mostly exits early.
 
@@ -33,7 +46,8 @@ def shallow_prompts(
 
     A row has `width` tokens, seven eighths of which are its prompt. The losses of `count` rows
     count, which are read at once; the first one's prompt is timed. The model is a
-    `utio_jax.models.Model`, or anything else with its decoder, params and prompt_choices.
+    `utio_jax.models.Model`, or anything else with its decoder, params and prompt_choices. `plain`
+    are decoder and parameters of a plain model of its widths, a control of the time of requests.
 
     Raises:
       ValueError: no way of reading prompts is known of the model, or no document is long enough.
@@ -54,19 +68,30 @@ def shallow_prompts(
     first = partial(generate, decoder, params, prompts, max_new_tokens=1, eos_ids=())
     ways = {"staircase": Prefill(), "shallow": shallow}
     programs = {name: partial(first, prefill=how) for name, how in ways.items()}
+    new = max(2, min(NEW_TOKENS, width // 16))
     programs["dense"] = first
     if exact is not None:  # Taken by itself, but for K/V that show a token as deep as it ran.
         programs["shallow"] = first
         programs["dense"] = partial(first, mode=Adaptive(policy=full_depth(decoder), kv="drop"))
+        # The same programs as for the first token, and one loop for new tokens.
+        programs["request"] = partial(first, max_new_tokens=new)
+        if plain is not None:
+            options: dict[str, Any] = {"max_new_tokens": new, "eos_ids": ()}
+            programs["plain"] = partial(generate, *plain, prompts, **options)
     times = time_programs(programs, rounds=rounds)
-    full = min({*programs} - {"shallow"}, key=lambda name: times[name].median)
+    full = min(("staircase", "dense"), key=lambda name: times[name].median)
     cost = prompt_cost(decoder, params, shallow, prompts, programs["shallow"]())
     # The same program with every token deep; where the way is exact, what all layers say.
     everything = None if exact is not None else dataclasses.replace(choice, deep=1.0)
     lost, kept = (
         continuations(decoder, params, rows, policy).loss for policy in (choice, everything)
     )
+    request = None
+    if exact is not None:
+        layers = decoder.config.num_layers
+        request = {"new_tokens": new} | request_of(times, full, layers, plain and plain[0].config)
     return {
+        "request": request,
         "prompt_tokens": sizes.prompt_tokens,
         "continuation": sizes.continuation,
         "prompt": choice.label,
@@ -78,3 +103,26 @@ def shallow_prompts(
         "speedup": round(times["shallow"].speedup_over(times[full]), 3),
         "nll_increase_pct": round(100 * (lost / kept - 1), 4),
     }
+
+
+def request_of(
+    times: Mapping[str, Timing], full: str, num_layers: int, plain: Any
+) -> dict[str, float | int | None]:
+    """Returns the time of a request over full depth's, and the plain model that takes as long.
+
+    At full depth a request takes the same steps after a longer prefill. Seconds of a plain model of
+    any depth lie on the line through `plain`, the config of the timed one, and full depth.
+    """
+    own = times["request"]
+    whole = own.seconds + times[full].seconds - times["shallow"].seconds
+    record: dict[str, float | int | None] = {
+        "seconds": round(own.median, 5),
+        "speedup": round(float(np.median(whole / own.seconds)), 3),
+        "plain_layers": None,
+        "equal_layers": None,
+    }
+    if plain is not None:
+        share = (own.median - times["plain"].median) / (np.median(whole) - times["plain"].median)
+        equal = plain.num_layers + share * (num_layers - plain.num_layers)
+        record |= {"plain_layers": plain.num_layers, "equal_layers": round(float(equal), 1)}
+    return record

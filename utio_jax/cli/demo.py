@@ -22,6 +22,7 @@ from utio_jax.cli.trial import (
     read_prompts,
     reading_row,
     recommend,
+    request_rows,
     show_rows,
     write_middles,
     written_rows,
@@ -82,7 +83,7 @@ class Demo(Try):
             for row in ledgers
         ]
         chosen = reading_row(fitted, read[fitted.label].ledger)
-        tried = [chosen, *written_rows(written, chosen), prompt_row(prompt)]
+        tried = [*request_rows(prompt), chosen, *written_rows(written, chosen), prompt_row(prompt)]
         verdict = recommend(tried, self.model)
         verdict += " Your own model and text: `utio-jax try FILES --model MODEL`."
         pareto, depths = self.out / "pareto.png", self.out / "depths.png"

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
+import jax
 import numpy as np
 
 from utio_jax.bench.decoding import measure_modes, middles
@@ -40,12 +41,13 @@ class Tried:
     """One way of running a model, compared with running it in full.
 
     Attributes:
-      what: "reading", "writing" or "prompts", and a description.
+      what: "requests", "reading", "writing" or "prompts", and a description.
       how: the options that select it, or the reason why it was not tried.
       times: speed-up over full depth; None if it was not tried.
       loss_pct: increase of the loss.
       same: share of tokens that equal full depth's.
       acceptance: accepted drafts per verified draft; None where nothing was drafted.
+      note: a control, in words.
     """
 
     what: str
@@ -54,6 +56,7 @@ class Tried:
     loss_pct: float | None = None
     same: float | None = None
     acceptance: float | None = None
+    note: str = ""
 
     @property
     def pays(self) -> bool:
@@ -66,7 +69,7 @@ class Tried:
         loss = "" if self.loss_pct is None else f"{self.loss_pct:+.2f} %"
         right = "" if self.acceptance is None else f" ({self.acceptance:.0%} of drafts right)"
         same = "" if self.same is None else f"{self.same:.0%}"
-        return _line(self.what + right, times, loss, same, self.how)
+        return _line(self.what + right, times, loss, same, self.how or self.note)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -167,11 +170,13 @@ def fitted_policy(model: Any) -> Method:
 def _measured(model: Any, documents: Any, fitted: Method | None) -> Iterator[Tried]:
     """Yields the rows, those of a purpose as soon as they are measured: all take minutes."""
     yield Tried(what="in full", times=1.0, loss_pct=0.0, same=1.0)
+    prompt = read_prompts(model, documents, count=_ROWS, rounds=1)
+    yield from request_rows(prompt)
     read = _read(model, documents, fitted)
     yield from read
     timed = write_middles(model, documents, fitted, rounds=1)
     yield from written_rows(timed, read[-1])  # That of a fitted policy is the last.
-    yield prompt_row(read_prompts(model, documents, count=_ROWS, rounds=1))
+    yield prompt_row(prompt)
 
 
 def _read(model: Any, documents: Any, fitted: Method | None) -> list[Tried]:
@@ -283,9 +288,51 @@ def read_prompts(
     """Returns the record of a long prompt whose tokens mostly exit early; None: no way is known."""
     width = min(_LONG, model.decoder.config.context_length, max(map(len, documents)))
     try:
-        return shallow_prompts(model, documents, width=width, count=count, rounds=rounds)
+        return shallow_prompts(
+            model, documents, width=width, count=count, rounds=rounds, plain=lower_layers(model)
+        )
     except ValueError:
         return None
+
+
+def lower_layers(model: Any) -> tuple[Any, Any] | None:
+    """Returns a plain model of the layers that make K/V, for its time alone; None: there is none.
+
+    Their weights were trained with upper layers: such a model has no loss to speak of.
+    """
+    from utio_jax.models import Transformer
+
+    decoder, config = model.decoder, model.decoder.config
+    if not isinstance(decoder, Transformer) or not config.shares_kv:
+        return None
+    own = config.kv_own
+    sizes: dict[str, Any] = {"num_layers": own, "exits": (own,), "windows": config.windows[:own]}
+    sizes |= {"kv_source": (), "kv_depth": (), "branches": ()}
+    layers = jax.tree.map(lambda leaf: leaf[:own], model.params["layers"])
+    plain = Transformer(dataclasses.replace(decoder.config, **sizes))
+    return plain, {**model.params, "layers": layers}
+
+
+def request_rows(record: Mapping[str, Any] | None) -> list[Tried]:
+    """Returns the row of whole requests of `read_prompts`, if prompts run lower layers, exactly."""
+    request = record and record["request"]
+    if not record or not request:
+        return []
+    note, least, equal = "", request["plain_layers"], request["equal_layers"]
+    if least is not None:
+        slower = f"as long as a plain model of {equal} layers (time alone)"
+        faster = f"faster than a plain model of {least} layers (time alone)"
+        note = slower if equal >= least else faster
+    sizes = f"{record['prompt_tokens']} tokens and {request['new_tokens']} new"
+    return [
+        Tried(
+            what=f"requests: {sizes}, by role",
+            times=request["speedup"],
+            loss_pct=0.0,
+            same=1.0,
+            note=note,
+        )
+    ]
 
 
 def prompt_row(record: Mapping[str, Any] | None) -> Tried:
