@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prompts whose tokens mostly exit early: time to the first token, cost, loss after the prompt.
 
-Where that is exact, whole requests are timed, too: those of a model that reads prompts by its lower
-layers and writes by all, next to full depth and to a plain model of the lower layers alone.
+Where that is exact, whole requests are timed, too: prompts by the lower layers, answers by all.
+Their controls are full depth and a plain model of the lower layers alone.
 """
 
 from __future__ import annotations
