@@ -151,7 +151,7 @@ def write_with_pieces(
     *,
     arch: str = "llama",
     pre: str = "gpt-2",
-    template: str | None = None,
+    template: Any = None,
     **ids: int,
 ) -> None:
     """Writes a model with a byte-level tokenizer, of which two PIECES are special.

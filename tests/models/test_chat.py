@@ -25,6 +25,7 @@ from utio_jax.decoding.generate import generate
 from utio_jax.decoding.sampling import SamplingParams
 from utio_jax.models import Model, chat, load, save
 from utio_jax.models.chat import ChatTemplate, encode_chat, find_template, render_chat, turn_ends
+from utio_jax.models.transformer import Transformer
 
 HELLO = [{"role": "user", "content": "Hello"}]
 TURNS = (
@@ -65,6 +66,105 @@ def test_templates_have_what_transformers_gives_them(template: str, expected: st
         template, messages, bos_token="<s>", eos_token="</s>", enable_thinking=False
     )
     assert result == expected
+
+
+@pytest.mark.parametrize("read", ["reasoning_content", "thinking"])
+@pytest.mark.parametrize("sent", ["reasoning_content", "reasoning", "thinking"])
+def test_reasoning_is_read_under_either_name_whichever_it_is_sent_by(read: str, sent: str) -> None:
+    template = "{{ messages[0]." + read + " }}"
+    message = {"role": "assistant", "content": "x", sent: "why"}
+    assert render_chat(template, [message]) == "why"
+    others = {"reasoning_content": "first", "thinking": "own", "reasoning": "last"}
+    first = render_chat(template, [{**message, **others}])
+    assert first == {"reasoning_content": "first", "thinking": "own"}[read]
+    assert render_chat(template, [{"role": "user", sent: None}]) == ""
+
+
+TEXTS = "{{ messages[0].content }}"
+PARTS = "{% for p in messages[0].content %}({{ p.text }}{{ p.type }}){% endfor %}"
+MACRO = "{% macro show(c) %}{% for p in c %}[{{ p.text }}]{% endfor %}{% endmacro %}"
+EITHER = "{% if messages[0]['content'] is string %}S" + TEXTS + "{% else %}" + PARTS + "{% endif %}"
+TWO = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+IMAGE = [{"type": "image_url", "image_url": {"url": "x"}}]
+
+
+@pytest.mark.parametrize(
+    ("template", "content", "expected"),
+    [
+        (TEXTS, "one", "one"),
+        (TEXTS, TWO, "one\ntwo"),
+        (TEXTS, ["one", "two"], "one\ntwo"),
+        (PARTS, "one", "(onetext)"),
+        (PARTS, TWO, "(onetext)(twotext)"),
+        (PARTS, IMAGE, "(image_url)"),
+        (PARTS, "", ""),
+        (EITHER, "one", "Sone"),
+        (EITHER, TWO, "(onetext)(twotext)"),
+        ("{% set c = messages[0].get('content', '') %}" + MACRO + "{{ show(c) }}", "one", "[one]"),
+        ("{{ messages[0].content[-1].text }}", "one", "one"),
+        ("{{ (messages[0].content or '')[:2] | upper }}", "one", "ON"),
+        ("{% for word in messages[0].content.split() %}{{ word }};{% endfor %}", "a b", "a;b;"),
+        (
+            "{% for p in messages[0].content | selectattr('type', 'eq', 'text') %}{{ p.text }}"
+            "{% endfor %}",
+            "one",
+            "one",
+        ),
+    ],
+)
+def test_contents_have_the_shape_that_a_template_reads(
+    template: str, content: Any, expected: str
+) -> None:
+    messages = [{"role": "user", "content": content}]
+    assert ChatTemplate(template=template).render(messages) == expected
+    assert messages == [{"role": "user", "content": content}]
+
+
+def test_parts_that_a_template_does_not_read_are_refused() -> None:
+    with pytest.raises(ValueError, match="Wanted a content of text.*no other parts.*image_url"):
+        ChatTemplate(template=TEXTS).render([{"role": "user", "content": [*TWO, *IMAGE]}])
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [
+        ("{{ c.function.arguments }}", '{"x":1}'),  # As it was sent.
+        ("{{ c.function.arguments | tojson }}", '{"x": 1}'),
+        ("{{ c['function'] | tojson }}", '{"arguments": {"x": 1}}'),
+        (
+            "{% set args = c.function.arguments or {} %}"
+            "{% for k, v in args.items() %}{{ k }}={{ v }}{% endfor %}",
+            "x=1",
+        ),
+        ("{% for k in c.function.arguments %}{{ k }}{% endfor %}", "x"),
+        (
+            "{% if c.function.arguments is string %}s{{ c.function.arguments }}{% else %}"
+            "{{ c.function.arguments | tojson }}{% endif %}",
+            's{"x":1}',
+        ),
+    ],
+)
+def test_arguments_of_calls_are_objects_where_a_template_reads_these(
+    written: str, expected: str
+) -> None:
+    template = "{% for c in messages[0].tool_calls %}" + written + "{% endfor %}"
+    calls = [{"function": {"arguments": '{"x":1}'}}]
+    messages = [{"role": "assistant", "content": "", "tool_calls": calls}]
+    assert ChatTemplate(template=template).render(messages) == expected
+    assert calls[0]["function"]["arguments"] == '{"x":1}'
+
+
+def test_arguments_that_are_no_object_are_refused() -> None:
+    template = ChatTemplate(template="{{ messages[0].tool_calls | tojson }}")
+
+    def render(arguments: str) -> str:
+        call = {"function": {"name": "f", "arguments": arguments}}
+        return template.render([{"role": "assistant", "tool_calls": [call]}])
+
+    assert render("") == '[{"function": {"name": "f", "arguments": {}}}]'
+    for arguments in ("{", "[1]", "1"):
+        with pytest.raises(ValueError, match="arguments of a tool call as a JSON object"):
+            render(arguments)
 
 
 def test_a_template_can_refuse_and_its_words_are_told() -> None:
@@ -132,6 +232,36 @@ def test_a_folder_has_its_template_in_one_of_three_places(folder: Path, tmp_path
     assert find_template(tmp_path).template == "several"
     (tmp_path / "chat_template.jinja").write_text("file")
     assert find_template(tmp_path).template == "file"
+
+
+def test_templates_by_name_and_the_one_for_tools(tmp_path: Path) -> None:
+    named = [{"name": name, "template": f"{name} {{{{ tools }}}}"} for name in ("tool_use", "rag")]
+    several = [{"name": "default", "template": "plain"}, *named]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": several}))
+    result = find_template(tmp_path)
+    assert [*result.named] == ["tool_use", "rag"]
+    assert result.render(HELLO) == result.render(HELLO, tools=None) == "plain"
+    assert result.render(HELLO, tools=[]) == "tool_use []"
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    with pytest.raises(ValueError, match="called default.*Got rag, tool_use. Put one of them at"):
+        find_template(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("file")
+    assert find_template(tmp_path).named == {}, "files and entries do not mix"
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("with tools")
+    assert find_template(tmp_path).render(HELLO, tools=[]) == "with tools"
+
+
+def test_a_gguf_file_may_have_a_template_for_tools(tmp_path: Path) -> None:
+    several = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools"}]
+    file = tmp_path / "m.gguf"
+    write_with_pieces(file, FOLDER / "llama", template=several, eos=1)
+    model = load(file)
+    assert model.chat_template.template == "plain"
+    assert model.chat_template.named == {"tool_use": "tools"}
+    assert isinstance(model.decoder, Transformer)
+    save(tmp_path / "out", model.decoder, model.params, like=file)
+    assert find_template(tmp_path / "out").named == {"tool_use": "tools"}
 
 
 def test_special_tokens_may_stand_in_a_file_of_their_own(folder: Path, tmp_path: Path) -> None:

@@ -11,7 +11,8 @@ import dataclasses
 import datetime
 import json
 from collections.abc import Generator, Iterable, Mapping, Sequence
-from functools import lru_cache, partial
+from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,13 @@ from utio_jax.decoding.prefill import Prefill
 from utio_jax.engine import Engine, Event
 from utio_jax.models.gguf.special import stored_id
 from utio_jax.models.huggingface import read_json
+from utio_jax.models.messages import Shapes, shaped
 
 Messages = Sequence[Mapping[str, Any]]
-"""Each has a `role` (`system`, `user`, `assistant`) and a `content`."""
+"""Each has a `role` (`system`, `user`, `assistant`) and a `content`: text, or a list of parts."""
+
+# Names of a message's reasoning; templates read the first or the second.
+_REASONING = ("reasoning_content", "thinking", "reasoning")
 
 MOST_CHARACTERS = 10**8
 """Limit of a rendered text."""
@@ -37,14 +42,30 @@ MOST_CHARACTERS = 10**8
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ChatTemplate:
-    """A model's template in Jinja, and the texts of its special tokens, by names as `eos_token`."""
+    """A model's template in Jinja, and the texts of its special tokens, by names as `eos_token`.
+
+    Attributes:
+      template: the template.
+      special_tokens: texts by name.
+      named: further templates by name; `tool_use` is rendered where `tools` are given.
+    """
 
     template: str
     special_tokens: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    named: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def render(self, messages: Messages, /, **variables: Any) -> str:
-        """Returns the text of messages, see `render_chat`."""
-        return render_chat(self.template, messages, **{**self.special_tokens, **variables})
+        """Returns the text of messages in the shapes that the template reads.
+
+        See `render_chat`. A content may be text or parts, whichever the template reads; arguments
+        of tool calls may be JSON.
+        """
+        has_tools = variables.get("tools") is not None
+        template = self.named.get("tool_use", self.template) if has_tools else self.template
+        if isinstance(messages, list | tuple):
+            with suppress(jinja2.TemplateSyntaxError):  # Rendering says where.
+                messages = shaped(messages, _shapes(template))
+        return render_chat(template, messages, **{**self.special_tokens, **variables})
 
 
 def render_chat(
@@ -56,7 +77,8 @@ def render_chat(
 
     Args:
       template: a Jinja program.
-      messages: at least one; keys whose value is None are left out.
+      messages: at least one; keys whose value is None are left out, and reasoning is there under
+        each name that templates read.
       add_generation_prompt: whether to open the assistant's turn.
       **variables: others that the template reads: special tokens, `tools`, `enable_thinking`.
 
@@ -84,7 +106,7 @@ def render_chat(
         "tools": None,
         "documents": None,
         **variables,
-        "messages": [{key: y for key, y in item.items() if y is not None} for item in messages],
+        "messages": [*map(_entries, messages)],
         "add_generation_prompt": add_generation_prompt,
     }
     try:
@@ -106,21 +128,30 @@ def find_template(path: Path, keys: Mapping[str, Any] | None = None) -> ChatTemp
     It lies in a folder's `chat_template.jinja` or `tokenizer_config.json`, or in the metadata
     `keys` of a GGUF file, next to which a `NAME.chat_template.jinja` wins. Special tokens are those
     of `tokenizer_config.json`; what it lacks, `special_tokens_map.json` has in older folders.
+    Further templates lie beside it.
     """
     if keys is None:
         file = path / "chat_template.jinja"
-        template, special = _from_folder(path)
+        named, special = _from_folder(path)
     else:
         file = path.with_suffix(".chat_template.jinja")
-        template, special = _from_keys(keys)
+        named, special = _from_keys(keys)
     if file.is_file():
-        template = file.read_text("utf-8")
+        others = file.parent.glob("additional_chat_templates/*.jinja") if keys is None else ()
+        named = {other.stem: other.read_text("utf-8") for other in sorted(others)}
+        named["default"] = file.read_text("utf-8")
+    template = named.pop("default", None)
+    if named and not template:
+        raise ValueError(
+            f"Wanted a chat template called default in {path}. Got {', '.join(sorted(named))}. Put "
+            f"one of them at {file}."
+        )
     if not template:
         raise ValueError(
             f"Wanted a model with a chat template. {path} has none, so it was hardly trained to "
             f"chat: generate continues texts instead. If it was, put its template at {file}."
         )
-    return ChatTemplate(template=template, special_tokens=special)
+    return ChatTemplate(template=template, special_tokens=special, named=named)
 
 
 def encode_chat(model: Any, messages: Messages, /, **variables: Any) -> np.ndarray:
@@ -176,7 +207,16 @@ class ChatEngine:
         return self._engine.stream(prompt_ids, max_new_tokens=max_new_tokens, **options)
 
 
-def _from_folder(folder: Path) -> tuple[str | None, dict[str, str]]:
+def _entries(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a message without what is None, its reasoning under the names that are read."""
+    entries = {key: value for key, value in message.items() if value is not None}
+    reasoning = next((entries[name] for name in _REASONING if name in entries), None)
+    if reasoning is None:
+        return entries
+    return {_REASONING[1]: reasoning, **entries, _REASONING[0]: reasoning}
+
+
+def _from_folder(folder: Path) -> tuple[dict[str, str], dict[str, str]]:
     config, special = dict[str, Any](), dict[str, str]()
     for name in ("special_tokens_map.json", "tokenizer_config.json"):  # The latter wins.
         file = folder / name
@@ -186,10 +226,15 @@ def _from_folder(folder: Path) -> tuple[str | None, dict[str, str]]:
         special |= {key: text for key, text in tokens.items() if isinstance(text, str)}
     stored = config.get("chat_template")
     if isinstance(stored, list):  # Several, by name.
-        named = [entry for entry in stored if isinstance(entry, dict)]
-        chosen = [entry.get("template") for entry in named if entry.get("name") == "default"]
-        stored = chosen[0] if chosen else None
-    return stored if isinstance(stored, str) else None, special
+        entries = (entry for entry in stored if isinstance(entry, dict))
+        stored = {str(entry.get("name")): entry.get("template") for entry in entries}
+    return _by_name(stored), special
+
+
+def _by_name(stored: Any) -> dict[str, str]:
+    """Returns templates by name; one alone is called default."""
+    named = stored if isinstance(stored, dict) else {"default": stored}
+    return {name: text for name, text in named.items() if isinstance(text, str) and text}
 
 
 _SPECIAL = {
@@ -200,28 +245,50 @@ _SPECIAL = {
 }
 
 
-def _from_keys(keys: Mapping[str, Any]) -> tuple[str | None, dict[str, str]]:
+def _from_keys(keys: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, str]]:
     pieces, special = keys.get("tokenizer.ggml.tokens"), {}
     for name, key in _SPECIAL.items():
         index = stored_id(keys, key)
         if isinstance(pieces, list) and isinstance(index, int) and 0 <= index < len(pieces):
             special[name] = pieces[index]
-    stored = keys.get("tokenizer.chat_template")
-    return stored if isinstance(stored, str) else None, special
+    name = "tokenizer.chat_template"
+    own = {key.removeprefix(f"{name}."): text for key, text in keys.items() if key.startswith(name)}
+    return _by_name({"default": own.pop(name, None), **own}), special
 
 
 @lru_cache(maxsize=8)
 def _compiled(template: str) -> jinja2.Template:
+    return _environment().from_string(template)
+
+
+@lru_cache(maxsize=8)
+def _shapes(template: str) -> Shapes:
+    return Shapes.of(_environment().parse(template))
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
     )
     # Jinja's own escapes what is special in HTML.
-    environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
+    environment.filters["tojson"] = _to_json
     environment.globals |= {
         "raise_exception": _raise,
         "strftime_now": lambda form: datetime.datetime.now().strftime(form),
     }
-    return environment.from_string(template)
+    return environment
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def _joined(pieces: Iterable[str]) -> str:

@@ -101,7 +101,8 @@ class Reader:
                 code="no_chat_template",
             )
         try:
-            plain_messages = [message.plain() for message in messages]
+            developers = "developer" in self.model.chat.template  # It knows that role.
+            plain_messages = [message.plain(developers=developers) for message in messages]
             return await asyncio.to_thread(encode_chat, self.model.text, plain_messages)
         except (ValueError, TypeError) as error:
             raise _refused(error, "messages") from error

@@ -153,15 +153,16 @@ class Message(BaseModel):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[TextPart], Field(fail_fast=True, max_length=2**12)] | None = None
 
-    def plain(self) -> dict[str, Any]:
-        """Returns the message as templates take it: one text, and `system` for `developer`.
+    def plain(self, *, developers: bool = False) -> dict[str, Any]:
+        """Returns the message as plain data, with `system` for `developer` unless `developers`.
 
         Further fields, as `tool_calls` and `reasoning_content`, are the template's to read.
         """
-        content = self.content
-        text = content if isinstance(content, str) else "".join(p.text for p in content or ())
-        role = "system" if self.role == "developer" else self.role
-        return {**(self.model_extra or {}), "role": role, "content": text}
+        content = self.content or ""
+        if not isinstance(content, str):
+            content = [{"type": part.type, "text": part.text} for part in content]
+        role = "system" if self.role == "developer" and not developers else self.role
+        return {**(self.model_extra or {}), "role": role, "content": content}
 
 
 Messages = Annotated[list[Message], Field(fail_fast=True, max_length=2**12)]

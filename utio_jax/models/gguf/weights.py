@@ -120,6 +120,8 @@ def files_beside_weights(file: Path) -> tuple[dict[str, Any], dict[str, str]]:
         chat = find_template(file, header.keys)
         settings |= chat.special_tokens
         texts["chat_template.jinja"] = chat.template
+        for name, template in chat.named.items():
+            texts[f"additional_chat_templates/{name}.jinja"] = template
     names = ("bos_token_id", "eos_token_id", "pad_token_id")
     ends = {name: config[name] for name in names if config[name] is not None}
     for name, value in {"generation_config": ends, "tokenizer_config": settings}.items():
