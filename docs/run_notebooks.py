@@ -15,6 +15,8 @@ import jupytext
 import nbformat
 from nbclient import NotebookClient
 
+from utio_jax.core import avoid_wrong_products
+
 FOLDER = Path(__file__).parents[1] / "notebooks"
 WIDGET = "application/vnd.jupyter.widget-view+json"
 
@@ -47,5 +49,6 @@ def run(source: Path) -> None:
 
 
 if __name__ == "__main__":
+    avoid_wrong_products()  # Kernels inherit it.
     for each in sorted(map(Path, sys.argv[1:])) or sorted(FOLDER.glob("*.py")):
         run(each)

@@ -24,6 +24,11 @@ jaxtyping.install_import_hook("utio_jax", "checker.check")
 
 from helpers.models import Model, live_params  # noqa: E402
 
+from utio_jax.core import avoid_wrong_products  # noqa: E402
+
+# Before JAX runs anything; notebooks and programs that tests start inherit it.
+avoid_wrong_products()
+
 # Tracing makes millions of small objects, and hardly a circle among them: a tenth of a file's time.
 gc.set_threshold(200_000, 20, 50)
 

@@ -36,6 +36,7 @@ from recipe import bits_of_test_split, tokenise
 from trunks import make_optimizer
 
 from utio_jax.attention.mixing import mixer_at
+from utio_jax.core import avoid_wrong_products
 from utio_jax.core.decoder import Params
 from utio_jax.core.files import save_text
 from utio_jax.core.layer import layer_at
@@ -215,4 +216,5 @@ class TrainBranches:
 
 
 if __name__ == "__main__":
+    avoid_wrong_products()
     print(json.dumps(tyro.cli(TrainBranches).run()))

@@ -32,6 +32,7 @@ from recipe import tokenise
 from trunks import make_optimizer
 
 from utio_jax.contrib.denoising import Canvas, load_denoiser, save_denoiser
+from utio_jax.core import avoid_wrong_products
 from utio_jax.core.decoder import Params
 from utio_jax.core.documents import windows_of
 from utio_jax.core.files import save_text
@@ -207,4 +208,5 @@ class TrainDenoiser:
 
 
 if __name__ == "__main__":
+    avoid_wrong_products()
     print(json.dumps(tyro.cli(TrainDenoiser).run()))

@@ -33,6 +33,7 @@ from trunks import make_optimizer
 
 from utio_jax.contrib.encoder_decoder import T5, T5Config, source_rows
 from utio_jax.contrib.encoder_decoder.loading import rules_of
+from utio_jax.core import avoid_wrong_products
 from utio_jax.core.decoder import LayerParams, Params
 from utio_jax.core.files import flatten, save_json, save_tensors, save_text
 from utio_jax.models.stacking import stored_tensors
@@ -344,4 +345,5 @@ class TrainT5:
 
 
 if __name__ == "__main__":
+    avoid_wrong_products()
     print(json.dumps(tyro.cli(TrainT5).run()))

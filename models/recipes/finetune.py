@@ -18,6 +18,7 @@ import tyro
 from tuning import FinetuneConfig, finetune
 
 from utio_jax.cli.options import OfModel, OfText, check_out, read_documents
+from utio_jax.core import avoid_wrong_products
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,4 +74,5 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    avoid_wrong_products()
     sys.exit(main())

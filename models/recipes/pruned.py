@@ -23,6 +23,7 @@ from anytime import Objective, Start, TrainConfig, exit_states, train
 from recipe import bits_of_test_split, tokenise
 from trunks import make_optimizer
 
+from utio_jax.core import avoid_wrong_products
 from utio_jax.core.decoder import Params
 from utio_jax.core.files import save_text
 from utio_jax.models.branches import Branches
@@ -135,4 +136,5 @@ class Prune:
 
 
 if __name__ == "__main__":
+    avoid_wrong_products()
     print(json.dumps(tyro.cli(Prune).run()))

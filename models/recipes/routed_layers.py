@@ -35,6 +35,7 @@ from recipe import tokenise
 from trunks import make_optimizer
 
 from utio_jax.attention.mixing import mixer_at
+from utio_jax.core import avoid_wrong_products
 from utio_jax.core.documents import batches_of, windows_of
 from utio_jax.core.flops import token_cost
 from utio_jax.models.presets import STDLIB_16
@@ -258,4 +259,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    avoid_wrong_products()
     main()

@@ -29,6 +29,7 @@ from trunks import make_optimizer
 
 from utio_jax.attention.mixing import mixer_at
 from utio_jax.calibration.lens import fit_lens
+from utio_jax.core import avoid_wrong_products
 from utio_jax.core.decoder import Params
 from utio_jax.core.documents import Batch, sample_batches
 from utio_jax.core.lens import read_through
@@ -272,4 +273,5 @@ def measured(
 
 
 if __name__ == "__main__":
+    avoid_wrong_products()
     print(json.dumps(tyro.cli(StockBranch).run()))

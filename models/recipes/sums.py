@@ -25,6 +25,7 @@ from denoising import masked_loss
 from trunks import make_optimizer
 
 from utio_jax.contrib.denoising import Canvas, save_denoiser
+from utio_jax.core import avoid_wrong_products
 from utio_jax.core.decoder import Params
 from utio_jax.models.transformer import Transformer, TransformerConfig
 
@@ -145,4 +146,5 @@ class TrainSums:
 
 
 if __name__ == "__main__":
+    avoid_wrong_products()
     print(json.dumps(tyro.cli(TrainSums).run()))

@@ -20,6 +20,7 @@ from recipe import run_recipe
 
 from utio_jax.cli.calibrate import Calibrate
 from utio_jax.cli.options import check_out
+from utio_jax.core import avoid_wrong_products
 from utio_jax.policies.store import calibration_file
 
 
@@ -71,6 +72,7 @@ class Train:
 
 
 if __name__ == "__main__":
+    avoid_wrong_products()
     try:
         print(json.dumps(tyro.cli(Train).run()))
     except (ValueError, FloatingPointError) as error:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
@@ -59,14 +60,15 @@ def test_a_home_that_cannot_be_written_is_no_error(
     assert not settings
 
 
-def test_only_a_program_keeps_what_it_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    kept: list[None] = []
-    monkeypatch.setattr("utio_jax.cli.main.enable_compilation_cache", lambda: kept.append(None))
+def test_only_a_program_sets_up_its_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    for name in ("avoid_wrong_products", "enable_compilation_cache"):
+        monkeypatch.setattr(f"utio_jax.cli.main.{name}", functools.partial(calls.append, name))
     assert main(["--version"]) == 0
-    assert not kept, "called from another program, as by a test"
+    assert not calls, "called from another program, as by a test"
     monkeypatch.setattr("sys.argv", ["utio-jax", "--version"])
     assert main() == 0
-    assert len(kept) == 1
+    assert calls == ["avoid_wrong_products", "enable_compilation_cache"]
 
 
 SESSION = """

@@ -34,6 +34,7 @@ from utio_jax.cli.generate import Generate
 from utio_jax.cli.serve import Serve
 from utio_jax.cli.trial import Try
 from utio_jax.core.compile_cache import enable_compilation_cache
+from utio_jax.core.compiler import avoid_wrong_products
 
 GROUPS: dict[str, dict[str, Any]] = {
     "Use a model": {"demo": Demo, "chat": Chat, "generate": Generate, "serve": Serve},
@@ -66,6 +67,7 @@ def main(arguments: list[str] | None = None) -> int:
     """
     if arguments is None:  # As a program, not from another one or a test.
         arguments = sys.argv[1:]
+        avoid_wrong_products()
         enable_compilation_cache()
     try:
         try:

@@ -2,6 +2,7 @@
 """Base of all packages: decoder, documents in static shapes, files, FLOPs, executed work."""
 
 from utio_jax.core.compile_cache import enable_compilation_cache
+from utio_jax.core.compiler import avoid_wrong_products
 from utio_jax.core.decoder import Decoder, DecoderConfig, HasExitLens, Mixes, apply_exit_lens
 from utio_jax.core.documents import Batch, batches_of, check_tokens, sample_batches, windows_of
 from utio_jax.core.files import load_tensors
@@ -23,6 +24,7 @@ __all__ = [
     "TokenCost",
     "Work",
     "apply_exit_lens",
+    "avoid_wrong_products",
     "batches_of",
     "check_tokens",
     "enable_compilation_cache",

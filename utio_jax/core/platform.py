@@ -16,6 +16,8 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
+from utio_jax.core.compiler import warn_of_wrong_products
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Platform:
@@ -100,8 +102,16 @@ _FEW = 512
 
 
 def here() -> Platform:
-    """Returns the platform that programs are traced for; by default JAX's default backend."""
-    return _compiling[-1] if _compiling else _PLATFORMS.get(jax.default_backend(), _OTHER)
+    """Returns the platform that programs are traced for; by default JAX's default backend.
+
+    Every program asks. So the first one for this CPU tests its compiler.
+    """
+    if _compiling:
+        return _compiling[-1]
+    backend = jax.default_backend()
+    if backend == "cpu":
+        warn_of_wrong_products()
+    return _PLATFORMS.get(backend, _OTHER)
 
 
 @contextlib.contextmanager
