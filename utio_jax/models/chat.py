@@ -128,7 +128,7 @@ def find_template(path: Path, keys: Mapping[str, Any] | None = None) -> ChatTemp
     It lies in a folder's `chat_template.jinja` or `tokenizer_config.json`, or in the metadata
     `keys` of a GGUF file, next to which a `NAME.chat_template.jinja` wins. Special tokens are those
     of `tokenizer_config.json`; what it lacks, `special_tokens_map.json` has in older folders.
-    Further templates lie beside it.
+    Further templates are in the same place, by name.
     """
     if keys is None:
         file = path / "chat_template.jinja"

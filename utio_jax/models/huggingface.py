@@ -23,6 +23,8 @@ from utio_jax.models.stacking import place_tensors, stored_tensors
 # or sound, too: as transformers 5 writes them, and as some were published.
 _TEXT_PARTS = ("model.language_model.", "language_model.model.")
 _HEADS = ("lm_head.", "language_model.lm_head.")
+# How the parts of a norm were called in old checkpoints, as of BERT.
+_OLD_NAMES = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
 # Entries of old checkpoints that are not parameters.
 _NOT_PARAMETERS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", ".position_ids")
 
@@ -174,7 +176,7 @@ def where_tensors_are(folder: Path, *, prefix: str, in_text_part: bool = False) 
                     meant = not in_text_part or name.startswith((*_TEXT_PARTS, *_HEADS))
                     if meant and not name.endswith(_NOT_PARAMETERS):
                         part = opened.get_slice(name)
-                        home[name] = file, name, tuple(part.get_shape())
+                        home[_current(name)] = file, name, tuple(part.get_shape())
                         if part.get_dtype() not in ("F64", "F32", "F16", "BF16"):
                             wrong.append(f"{name} ({part.get_dtype()})")
         except (SafetensorError, OSError) as error:
@@ -191,6 +193,12 @@ def where_tensors_are(folder: Path, *, prefix: str, in_text_part: bool = False) 
     if any(name.startswith(prefix) for name in home):
         return home
     return {prefix + name: entry for name, entry in home.items()}
+
+
+def _current(name: str) -> str:
+    """Returns the name of a tensor in present checkpoints."""
+    old = next((old for old in _OLD_NAMES if name.endswith(old)), None)
+    return name if old is None else name.removesuffix(old) + _OLD_NAMES[old]
 
 
 def _in_text_part(name: str, prefix: str) -> str:

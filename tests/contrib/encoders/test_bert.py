@@ -63,6 +63,44 @@ def test_classes_are_those_of_bert_and_rows_leave(tmp_path: Path) -> None:
     np.testing.assert_allclose(result.logits, logits, atol=1e-4)
 
 
+def test_what_a_tokenizer_pads_is_left_out_and_what_it_cuts_is_refused() -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    tokenizer = Tokenizer(
+        models.WordLevel({w: i for i, w in enumerate("_abcdefgh")}, unk_token="_")
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    texts = ["c a h", "b"]
+    plain = pack_encodings(tokenizer.encode_batch(texts))
+    for side in ("right", "left"):
+        tokenizer.enable_padding(length=40, direction=side)
+        padded = pack_encodings(tokenizer.encode_batch(texts))
+        for ours, expected in zip(padded, plain, strict=True):
+            np.testing.assert_array_equal(ours, expected)
+    assert plain[1].tolist() == [3, 1, 0, 0]
+    tokenizer.enable_truncation(2)
+    with pytest.raises(ValueError, match=r"cut to longest=512.*cut to 2\. .*no_truncation"):
+        pack_encodings(tokenizer.encode_batch(texts))
+    inputs, lengths = pack_encodings(tokenizer.encode_batch(texts), longest=2)
+    assert (inputs[0, :2, 0].tolist(), lengths.tolist()) == ([3, 1], [2, 1, 0, 0])
+
+
+def test_old_names_of_norms_are_the_same_model(tmp_path: Path) -> None:
+    """As bert-base-uncased has them."""
+    old = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
+
+    def renamed(name: str) -> str:
+        for new, before in old.items():
+            name = name.replace(new, before)
+        return name
+
+    tensors = load_tensors(FOLDER / "bert" / "model.safetensors")
+    renamed_tensors = {renamed(name): tensor for name, tensor in tensors.items()}
+    copy = changed_copy(FOLDER / "bert", tmp_path / "old", renamed_tensors)
+    expected, actual = (load_encoder(path)[1] for path in (FOLDER / "bert", copy))
+    jax.tree.map(np.testing.assert_array_equal, actual, expected)
+
+
 @pytest.mark.slow
 def test_texts_and_pairs_are_packed_and_ids_of_another_model_refused() -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers, processors

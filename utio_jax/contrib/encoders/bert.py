@@ -199,17 +199,34 @@ def _settings(read: Reader) -> dict[str, Any]:
 def pack_encodings(
     encodings: Sequence[Any], *, longest: int = 512
 ) -> tuple[Int[np.ndarray, "row token 2"], Int[np.ndarray, " row"]]:
-    """Returns a tokenizer's encodings (`ids`, `type_ids`) as a BERT's inputs, and their lengths.
+    """Returns a tokenizer's encodings as a BERT's inputs, and their lengths.
 
     Rows and tokens are padded to powers of two, up to the `longest` row that the model reads, with
-    rows of length 0: few shapes compile. Cut texts by `tokenizer.enable_truncation(longest)`.
+    rows of length 0: few shapes compile. Cut texts by `tokenizer.enable_truncation(longest)`. What
+    the tokenizer itself padded is left out, by the `attention_mask`.
+
+    Raises:
+      ValueError: texts that the tokenizer cut below `longest`, as a `tokenizer.json` may say.
     """
-    sizes = [len(encoding.ids) for encoding in encodings]
+    pairs = [
+        np.stack([encoding.ids, encoding.type_ids], axis=-1)[
+            np.asarray(encoding.attention_mask) > 0
+        ]
+        for encoding in encodings
+    ]
+    sizes = [len(pair) for pair in pairs]
+    sized = zip(encodings, sizes, strict=True)
+    cut = [size for encoding, size in sized if encoding.overflowing and size < longest]
+    if cut:
+        raise ValueError(
+            f"Wanted texts whole, or cut to longest={longest} tokens. Got texts that the tokenizer "
+            f"cut to {min(cut)}. Call tokenizer.no_truncation(), or give longest={min(cut)}."
+        )
     rows, width = (
         max(least, 1 << (count - 1).bit_length())
         for count, least in ((len(sizes), 4), (max(sizes), 16))
     )
     inputs = np.zeros((rows, max(min(width, longest), max(sizes)), 2), np.int32)
-    for row, encoding in enumerate(encodings):
-        inputs[row, : len(encoding.ids)] = np.stack([encoding.ids, encoding.type_ids], axis=-1)
+    for row, pair in enumerate(pairs):
+        inputs[row, : len(pair)] = pair
     return inputs, np.asarray(sizes + [0] * (rows - len(sizes)), np.int32)
