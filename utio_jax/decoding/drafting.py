@@ -146,9 +146,9 @@ class ExitDrafter:
 class NGram:
     """Prompt-lookup drafter: copies the tokens that followed an earlier match of the last tokens.
 
-    Prompt lookup (Saxena 2023), as in vLLM's `ngram` method and transformers'
-    `prompt_lookup_num_tokens`. The longest match wins; of several, the latest. If the text after
-    a match is shorter than the draft, it is repeated, as in an LZ77 copy.
+    Prompt lookup (Saxena 2023). The longest match wins; of several, the latest. vLLM's `ngram`
+    method and transformers' `prompt_lookup_num_tokens` take the first of them. If the text after a
+    match is shorter than the draft, it is repeated, as in an LZ77 copy.
 
     A row drafts while its first draft is accepted in at least `LEAST_HITS` of its recent steps
     (exponential mean with weight `RECENT`). Below that, it decodes one token a step, at the cost of

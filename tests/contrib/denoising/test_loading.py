@@ -15,8 +15,9 @@ import pytest
 from helpers.cases import run_dense
 from helpers.folders import STOCK
 from helpers.models import assert_equal
+from tokenizers import Tokenizer, models, pre_tokenizers
 
-from utio_jax.contrib.denoising import Canvas, load_denoiser, save_denoiser
+from utio_jax.contrib.denoising import Canvas, denoise, load_denoiser, save_denoiser
 from utio_jax.core.files import load_tensors, save_tensors
 from utio_jax.models import load
 from utio_jax.models.presets import TINY
@@ -102,6 +103,43 @@ def test_what_is_not_read_is_named(
     make_folder(tmp_path, kind, **changes)
     with pytest.raises(ValueError, match=message):
         load_denoiser(tmp_path)
+
+
+def test_dreams_tokenizer_is_made_from_its_pieces(tmp_path: Path) -> None:
+    """It is published without a tokenizer.json, as vocab.json, merges.txt, added_tokens_decoder."""
+    make_folder(tmp_path, "Dream")
+    pieces = {letter: index for index, letter in enumerate([*"abcĠ123", "ab", "Ġab"])}
+    (tmp_path / "vocab.json").write_text(json.dumps(pieces))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\na b\nĠ ab\n")
+    added = {
+        "40": {"content": "<|im_end|>", "special": True},
+        "47": {"content": "<|mask|>", "special": True},
+        "42": {"content": "<tool>", "special": False},
+    }
+    settings = {"added_tokens_decoder": added}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    model = load_denoiser(tmp_path)
+    ids = model.tokenizer.encode("ab ab12<|mask|><tool>c<|im_end|>").ids
+    assert ids == [7, 8, 4, 5, 47, 42, 2, 40]
+    assert model.tokenizer.decode(ids) == "ab ab12<tool>c"
+    assert model.decoder.config.eos_ids == (30, 40), "the end of a turn as well"
+
+
+def test_the_tokenizers_end_of_a_turn_ends_a_text(tmp_path: Path) -> None:
+    """LLaDA's config names <|endoftext|> alone, and its instruct model ends with <|eot_id|>."""
+    make_folder(tmp_path, "llada")
+    words = {f"w{i}": i for i in range(48)} | {"<|eot_id|>": 3, "<tool>": 4, "<|endoftext|>": 30}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens(["<|eot_id|>", "<|endoftext|>", "<tool>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    model = load_denoiser(tmp_path)
+    assert model.decoder.config.eos_ids == (30, 3)
+    forced = [[5, 3, 9, 10, 30, 30]]
+    result = denoise(
+        model.decoder, model.params, [[0, 1]], canvas=model.canvas, max_new_tokens=6, forced=forced
+    )
+    assert result.lengths.tolist() == [1]
 
 
 def test_a_model_of_this_library_comes_back(tmp_path: Path) -> None:

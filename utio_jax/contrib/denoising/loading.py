@@ -6,21 +6,26 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from tokenizers import Tokenizer
 
 from utio_jax.contrib.denoising.decode import Denoised, denoise
 from utio_jax.contrib.denoising.settings import Canvas
 from utio_jax.core.decoder import Params
 from utio_jax.core.files import save_text
+from utio_jax.core.lens import with_config
 from utio_jax.models.checkpoint import load, save
 from utio_jax.models.config_reader import Config, Reader
 from utio_jax.models.families import FAMILIES, Family, Rule, linear_rules
+from utio_jax.models.gguf.special import CONTROL, ENDS, NORMAL, USER_DEFINED
+from utio_jax.models.gguf.tokenizer import build_tokenizer
 from utio_jax.models.huggingface import load_folder, read_json
 from utio_jax.models.tokenizer import encode_documents, load_tokenizer
 from utio_jax.models.transformer import Transformer
@@ -42,6 +47,9 @@ class Denoiser:
     def tokenizer(self) -> Tokenizer:
         """The tokenizer. Raises ValueError if there is none."""
         own = (self.folder / CANVAS_FILE).is_file()
+        whole, *parts = (self.folder / n for n in ("tokenizer.json", "vocab.json", "merges.txt"))
+        if not whole.is_file() and all(part.is_file() for part in parts):
+            return _from_pieces(parts[0])
         return load_tokenizer(self.folder / "tokenizer.json", special_in_text=not own)
 
     def generate(self, prompt: str, **options: Any) -> tuple[str, Denoised]:
@@ -136,6 +144,9 @@ _MASK_IDS = {"sdar": 151_669, "Dream": 151_666, "llada": 126_336}
 def load_denoiser(folder: str | Path, *, dtype: jax.typing.DTypeLike = jnp.float32) -> Denoiser:
     """Reads the folder of a mask model.
 
+    In Hugging Face's layout, special pieces of its tokenizer that end a turn, such as `<|eot_id|>`,
+    end a text, too: LLaDA's config names `<|endoftext|>` alone.
+
     Raises:
       ValueError: another architecture (a mixture of experts, for one), options that cannot be run,
         all of them named; no mask token; or see `utio_jax.models.load`.
@@ -162,7 +173,16 @@ def load_denoiser(folder: str | Path, *, dtype: jax.typing.DTypeLike = jnp.float
         decoder, params = load_folder(folder, dtype=dtype, families=FAMILIES_OF_MASKS)
         canvas = _canvas_of(folder, config)
     canvas.check(decoder)
-    return Denoiser(decoder=decoder, params=params, canvas=canvas, folder=folder)
+    model = Denoiser(decoder=decoder, params=params, canvas=canvas, folder=folder)
+    if (folder / CANVAS_FILE).is_file():
+        return model
+    known = dict[int, Any]()
+    with suppress(ValueError):  # A model without a tokenizer reads token ids.
+        known = model.tokenizer.get_added_tokens_decoder()
+    vocab, named = decoder.config.vocab_size, decoder.config.eos_ids
+    turns = {i for i, piece in known.items() if piece.special and piece.content in ENDS}
+    ends = (*named, *sorted(i for i in turns if i not in named and i < vocab))
+    return dataclasses.replace(model, decoder=with_config(decoder, eos_ids=ends))
 
 
 def save_denoiser(
@@ -173,6 +193,27 @@ def save_denoiser(
     text = json.dumps(dataclasses.asdict(canvas), indent=1) + "\n"
     save_text(Path(folder) / CANVAS_FILE, text)
     save(folder, decoder, params, **options)
+
+
+def _from_pieces(file: Path) -> Tokenizer:
+    """Returns Qwen 2's tokenizer with the pieces of a `vocab.json`, as Dream is published."""
+    folder, settings = file.parent, dict[str, Any]()
+    pieces = {index: text for text, index in read_json(file, "a vocabulary").items()}
+    kinds = dict.fromkeys(pieces, NORMAL)
+    if (folder / "tokenizer_config.json").is_file():
+        settings = read_json(folder / "tokenizer_config.json", "a tokenizer's config")
+    for index, entry in settings.get("added_tokens_decoder", {}).items():
+        pieces[int(index)] = entry["content"]
+        kinds[int(index)] = CONTROL if entry.get("special") else USER_DEFINED
+    lines = (folder / "merges.txt").read_text("utf-8").splitlines()
+    keys = {
+        "model": "gpt2",
+        "pre": "qwen2",
+        "tokens": [pieces.get(index, f"[UNUSED{index}]") for index in range(max(pieces) + 1)],
+        "token_type": np.asarray([kinds.get(index, NORMAL) for index in range(max(pieces) + 1)]),
+        "merges": [line for line in lines if line and not line.startswith("#version")],
+    }
+    return build_tokenizer({f"tokenizer.ggml.{k}": v for k, v in keys.items()}, source=file)
 
 
 def _canvas_of(folder: Path, config: Config) -> Canvas:
