@@ -171,7 +171,10 @@ def read_tensor(
 
 
 def _aligned(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
-    """Returns an array aligned to a cache line, which JAX uses on a CPU without a copy."""
+    """Returns an array aligned to a cache line, which JAX uses on a CPU without a copy.
+
+    It does so whatever `may_alias` of `jax.device_put` says: nothing may write to it afterwards.
+    """
     size = math.prod(shape) * dtype.itemsize
     memory = np.empty(size + 64, np.uint8)
     start = -memory.ctypes.data % 64
