@@ -52,9 +52,13 @@ OUT = ROOT / "results" / "depth_by_role.json"
 BEGIN, END = "<!-- tables: written by benchmarks/depth_by_role.py -->", "<!-- end of tables -->"
 
 SHAPES = ("plain-8", "plain-10", "plain-12", "plain-16", "8+8", "8+16", "8+2", "8+4")
+PRUNED = ("8+2", "8+4")
+"""Shapes of another ratio, and ways below: timed with the middle length of prompts alone."""
+
 BRANCHES = ("branch 2", "branch 4", "learned 0.75")
 """Ways in which the shipped model's exit branches write answers."""
 
+_MIDDLE = 448
 _PLAIN_16, _SHARED = (0.9274, 0.9336), (0.9275, 0.9368)
 
 
@@ -162,9 +166,12 @@ def requests(
     news = setting.measured(prompt, batch)
     rows = stream[: batch * prompt].reshape(batch, prompt)
     run = partial(generate, prompts=list(rows), eos_ids=())
+    if setting.shapes == SHAPES and prompt != _MIDDLE:
+        others = tuple(shape for shape in SHAPES if shape not in PRUNED)
+        setting = dataclasses.replace(setting, shapes=others)
     models = models_of(setting, folders, context=prompt + max(news) + 1)
     ways: dict[str, Any] = {name: (*model, Plain()) for name, model in models.items()}
-    if setting.base is STDLIB_16 and setting.shapes == SHAPES and prompt == 448 and batch <= 8:
+    if setting.base is STDLIB_16 and setting.shapes == SHAPES and batch <= 8:
         shipped = load()
         policies = [uniform(10), uniform(12), shipped.calibration.policy("learned", 0.75)]
         for name, policy in zip(BRANCHES, policies, strict=True):
@@ -293,8 +300,9 @@ def at(seconds: Mapping[str, float], new: int) -> float:
 def beside_plain(times: Mapping[str, float], shape: str, bits: Mapping[str, Any]) -> dict[str, Any]:
     """Returns how a shape compares with the plain models of a part.
 
-    Speed-ups over each, the layers of a plain model that takes as long, and by how many percent its
-    loss is higher, for each seed; None without losses.
+    Speed-ups over each, the depth of a plain model that takes as long, and by how many percent its
+    loss is higher, for each seed; None without losses. Outside the plain models' times that is the
+    shallowest or the deepest of them.
     """
     plain = sorted((int(name[6:]), name) for name in times if name.startswith("plain-"))
     own, layers = times[shape], [number for number, _ in plain]
@@ -305,11 +313,11 @@ def beside_plain(times: Mapping[str, float], shape: str, bits: Mapping[str, Any]
         for seed, value in enumerate(bits[shape]):
             hull = convex_hull([(times[name], bits[name][seed]) for _, name in plain])
             losses.append(100 * ((hull(max(own, min(clock))) or 0.0) / value - 1))
+    outside = "below " * (own < min(clock)) + "above " * (own > max(clock))
     return {
         "over": {name: times[name] / own for _, name in plain},
         # Shallow models of equal times in the noise: the deepest of them takes as long.
-        "layers": float(np.interp(own, np.maximum.accumulate(clock), layers)),
-        "faster_than_all": own < min(clock),
+        "layers": f"{outside}{np.interp(own, np.maximum.accumulate(clock), layers):.1f} layers",
         "loss_pct": losses,
     }
 
@@ -327,17 +335,17 @@ def table(stored: Mapping[str, Any], shape: str, prompt: int, news: Sequence[int
     lines = [head, "|---|---|---|---|---|---|"]
     parts = [x for x in stored["parts"] if x["kind"] == "requests" and x["prompt"] == prompt]
     for part, new in itertools.product(sorted(parts, key=lambda x: x["batch"]), news):
-        if shape not in part["seconds"]:
+        timed = part["seconds"].get(shape, {})
+        if not timed or (shape in BRANCHES and str(new) not in timed):
             continue
         times = {name: at(of, new) for name, of in part["seconds"].items()}
         row = beside_plain(times, shape, stored["bits"])
         lines[0] = head.format(" / ".join(name[6:] for name in row["over"]), _LOSS)
-        mark = "" if str(new) in part["seconds"][shape] else "~"
+        mark = "" if str(new) in timed else "~"
         over = " / ".join(f"{value:.2f}" for value in row["over"].values())
-        layers = f"{'below ' * row['faster_than_all']}{row['layers']:.1f} layers"
         loss = _percent(row["loss_pct"])
-        ms = f"{mark}{1000 * times[shape]:.0f}"
-        lines.append(f"| {part['batch']} | {new} | {ms} | {over} | {layers} | {loss} |")
+        ms = f"{mark}{1000 * times[shape]:.3g}"
+        lines.append(f"| {part['batch']} | {new} | {ms} | {over} | {row['layers']} | {loss} |")
     return [*lines, ""] if len(lines) > 2 else []
 
 
@@ -364,9 +372,8 @@ def tables(stored: Mapping[str, Any], news: Sequence[int]) -> str:
         lines += ["|---|---|---|---|"]
         for name in times:
             row = beside_plain(times, name, stored["bits"])
-            layers = f"{'below ' * row['faster_than_all']}{row['layers']:.1f} layers"
             loss = _percent(row["loss_pct"])
-            lines += [f"| {name} | {1000 * times[name]:.0f} | {layers} | {loss} |"]
+            lines += [f"| {name} | {1000 * times[name]:.3g} | {row['layers']} | {loss} |"]
         lines += [""]
     if stored.get("answers"):
         lines += ["### Loss of answers, nats a token", "", "| model | 64 tokens |", "|---|---|"]

@@ -46,11 +46,14 @@ def test_equal_time_is_a_place_on_the_plain_models_hull(roles: Any) -> None:
     bits = {"plain-1": [4.0], "plain-2": [2.0], "plain-4": [1.0], "2+2": [1.2]}
     row = roles.beside_plain(times, "2+2", bits)
     assert row["over"] == {"plain-1": 1 / 3, "plain-2": 2 / 3, "plain-4": 4 / 3}
-    assert row["layers"] == 3
+    assert row["layers"] == "3.0 layers"
     assert row["loss_pct"] == [pytest.approx(25.0)]
     faster = roles.beside_plain(times | {"2+2": 0.5}, "2+2", bits)
-    assert faster["faster_than_all"]
+    assert faster["layers"] == "below 1.0 layers"
     assert faster["loss_pct"] == [pytest.approx(100 * (4.0 / 1.2 - 1))]
+    slower = roles.beside_plain(times | {"2+2": 5.0}, "2+2", bits)
+    assert slower["layers"] == "above 4.0 layers"
+    assert slower["loss_pct"] == [pytest.approx(100 * (1.0 / 1.2 - 1))]
     assert roles.beside_plain(times, "2+2", {})["loss_pct"] is None
 
 
