@@ -26,6 +26,7 @@ from utio_jax.cli.main import main
 from utio_jax.cli.trial import (
     Tried,
     lower_layers,
+    measured,
     prompt_row,
     recommend,
     request_rows,
@@ -98,6 +99,20 @@ def test_the_plain_control_is_the_model_below_its_upper_layers(kind: str) -> Non
     expected = score(model.decoder, model.params, ids, lengths, uniform(2)).log_likelihood
     np.testing.assert_allclose(result, expected, atol=1e-5)
     assert lower_layers(lively_model()) is None
+
+
+@pytest.mark.check
+def test_a_shared_model_is_measured_by_role_before_anything_else() -> None:
+    model = lively_model(**KINDS["heads of two layers"])
+    documents = [np.random.default_rng(0).integers(0, 64, 200)]
+    whole = SimpleNamespace(decoder=model.decoder, params=model.params, prompt_choices=())
+    rows = measured(whole, documents, None)
+    assert next(rows).what == "in full"
+    row = next(rows)
+    assert row.what == "requests: 112 tokens and 8 new, by role"
+    assert row.times is not None
+    assert row.times > 0
+    assert "than a plain model of 2 layers" in row.note or "as long as a plain model" in row.note
 
 
 def test_a_request_at_full_depth_takes_the_same_steps_after_a_longer_prefill() -> None:

@@ -99,7 +99,7 @@ class Try(OfModel):
         console = Console(stderr=True, highlight=False)
         heading = f"{model.folder.name}, {described['documents']} documents"
         console.print(heading, style="italic", markup=False, soft_wrap=True)
-        rows = show_rows(console, _measured(model, documents, fitted))
+        rows = show_rows(console, measured(model, documents, fitted))
         verdict = recommend(rows, self.model)
         print(verdict, file=sys.stderr)
         return {
@@ -167,7 +167,7 @@ def fitted_policy(model: Any) -> Method:
     return Method(label=f"learned@{budget:g}", policy=policy, budget=budget)
 
 
-def _measured(model: Any, documents: Any, fitted: Method | None) -> Iterator[Tried]:
+def measured(model: Any, documents: Any, fitted: Method | None) -> Iterator[Tried]:
     """Yields the rows, those of a purpose as soon as they are measured: all take minutes."""
     yield Tried(what="in full", times=1.0, loss_pct=0.0, same=1.0)
     prompt = read_prompts(model, documents, count=_ROWS, rounds=1)
