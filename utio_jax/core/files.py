@@ -327,7 +327,7 @@ def hash_file(file: str | Path) -> str:
 
 def hash_tensors(tree: Any) -> str:
     """Returns the SHA-256 of the safetensors of a pytree."""
-    arrays = {name: np.asarray(leaf) for name, leaf in flatten(tree).items()}
+    arrays = {name: np.asarray(leaf, order="C") for name, leaf in flatten(tree).items()}
     return hashlib.sha256(save(arrays, metadata={})).hexdigest()
 
 
