@@ -29,6 +29,7 @@ from helpers.marks import quick_where
 from helpers.models import assert_equal
 from helpers.policies import SurePasses
 
+from utio_jax import Engine
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.base import Plain
 from utio_jax.decoding.generate import generate
@@ -404,3 +405,21 @@ def test_an_admission_copies_no_cache(model):
     assert memory is not None
     assert memory.alias_size_in_bytes >= held
     assert memory.temp_size_in_bytes < 1.05 * come  # No more is moved than comes in.
+
+
+@pytest.mark.parametrize("mode", [Plain(), pytest.param(Lossless(exit=2), marks=pytest.mark.check)])
+def test_logits_that_are_no_numbers_are_no_token(model, mode):
+    """The largest of NaN is at 0: such a row would be a text of token 0, or an empty one."""
+    embedding = jax.tree.map(lambda leaf: leaf.at[9].set(jnp.nan), model.params["embedding"])
+    broken = dataclasses.replace(model, params=model.params | {"embedding": embedding})
+    with pytest.raises(ValueError, match=r"log-probabilities of row 1. Got NaN, first at \[0\]"):
+        run(broken, [[1, 2], [9, 3]], mode=mode, max_new_tokens=3, eos_ids=(0,))
+    engine = Engine(broken.decoder, broken.params, slots=2, capacity=64, mode=mode)
+    good, bad = (engine.submit(ids, max_new_tokens=3, eos_ids=()) for ids in ([1, 2], [9, 3]))
+    finished = engine.drain()
+    expected = run(broken, [[1, 2]], mode=mode, max_new_tokens=3, eos_ids=())
+    assert finished[good].token_ids.tolist() == expected.token_ids[0].tolist()
+    assert (finished[bad].reason, finished[bad].token_ids.size) == ("nan", 0)
+    assert engine.stats().ended["nan"] == 1
+    again = engine.submit([1, 2], max_new_tokens=3, eos_ids=())  # The row is free, and clean.
+    assert engine.drain()[again].token_ids.tolist() == expected.token_ids[0].tolist()

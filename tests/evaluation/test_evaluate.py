@@ -31,7 +31,7 @@ from utio_jax.policies import Entropy, Learned, ScoreTable, given_depths, random
 from utio_jax.policies.signals import Position
 from utio_jax.staircase import MicroBatches, full_depth
 from utio_jax.staircase.packing import AttentionPattern
-from utio_jax.staircase.score import compare_states, run_score
+from utio_jax.staircase.score import compare_logits, compare_states, run_score
 from utio_jax.utio import TokenSurrogate
 
 
@@ -487,3 +487,17 @@ def test_fractions_are_shares_of_all_tokens(tiny: Any, fractions: Any) -> None:
     ):
         with pytest.raises(ValueError, match="share of tokens at each of depths"):
             call()
+
+
+def test_losses_that_are_no_numbers_are_no_result(tiny: Any) -> None:
+    """Two predictions of NaN have the same largest entry, at 0: they do not agree."""
+    embedding = jax.tree.map(lambda leaf: leaf.at[63].set(jnp.nan), tiny.params["embedding"])
+    texts, params = [np.arange(8), np.arange(56, 64)], tiny.params | {"embedding": embedding}
+    with pytest.raises(ValueError, match=r"losses \[row, token\] of batch 0. Got NaN, first at"):
+        score_documents(tiny.decoder, params, texts, full_depth(tiny.decoder), executor=EXECUTOR)
+    nan, best = jnp.full((1, 4), jnp.nan), jnp.asarray([[3.0, 1.0, 0.0, 0.0]])
+    for logits, full in ((nan, nan), (nan, best), (best, nan)):
+        result = compare_logits(logits, full, jnp.asarray([0]))
+        assert not result["agree"].any()
+        assert not result["greedy"].any()
+    assert compare_logits(best, best, jnp.asarray([0]))["agree"].all()

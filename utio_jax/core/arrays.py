@@ -9,12 +9,27 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array, Float, Int
 
 from utio_jax.core.decoder import Decoder, Params, logits_of
 from utio_jax.core.platform import here
+
+
+def check_computed(array: np.ndarray, *, what: str) -> None:
+    """Raises ValueError for NaN in `what` a model computed: numbers overflowed, or weights are NaN.
+
+    A largest entry of NaN has an index like any other: without this check, 0 is the answer.
+    """
+    wrong = np.isnan(array)
+    if wrong.any():
+        raise ValueError(
+            f"Wanted numbers as {what}. Got NaN, first at {np.argwhere(wrong)[0].tolist()}, in "
+            f"{int(wrong.sum())} of {wrong.size}. The model's numbers overflowed, or its weights "
+            "hold NaN. Load it with dtype='float32' or 'bfloat16', or look at its weights."
+        )
 
 
 def most_probable(logits: Float[Array, "*lead vocab"]) -> Int[Array, "*lead"]:

@@ -20,6 +20,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from utio_jax.attention.cache import bytes_per_slot, key_widths
+from utio_jax.core.arrays import check_computed
 from utio_jax.core.calls import check_options, takes_decoder
 from utio_jax.core.decoder import Decoder, Params, is_integer
 from utio_jax.core.rows import check_mesh
@@ -262,6 +263,8 @@ def collect(
     """Returns the result of a finished state's first rows. Further rows are padding of a mesh."""
     starts, ends = (np.asarray(leaf)[:rows] for leaf in (state.prompt_lengths, state.lengths))
     new = new_tokens(state, np.asarray(state.prompt_lengths))[:rows]
+    for row, columns in enumerate(new):
+        check_computed(columns.log_probabilities, what=f"log-probabilities of row {row}")
     tally = vars(jax.tree.map(lambda leaf: np.asarray(leaf)[:rows], state.tally))
     per_slot, all_rows = bytes_per_slot(state.cache), state.lengths.shape[0]
     held = (ends.astype(np.int64) - 1) * per_slot * state.cache.keys.shape[0]

@@ -525,7 +525,8 @@ class Engine:
             events.append(event)
             if event.finished is not None:
                 assert request.slot is not None  # Another row, if it has moved since.
-                rows.keep_blocks(request, request.slot, ended=True)
+                if event.finished.reason != "nan":
+                    rows.keep_blocks(request, request.slot, ended=True)
                 if row.reason == "running":  # By a stop string, which the device does not see.
                     self._freed.append(request.slot)
                 self._owners[request.slot] = None

@@ -18,8 +18,12 @@ from utio_jax.decoding.state import STOPS_ROOM, Columns, Stops, stop_rules
 from utio_jax.decoding.text import StreamedRow, depth_summary
 from utio_jax.engine.blocks import TALLIED, RowReport, Rules
 
-END_REASONS = ("eos", "stop", "length", "cancelled", "deadline", "interrupted")
-"""Finish reasons of requests. Interrupted: a call of `Engine.advance` did not return."""
+END_REASONS = ("eos", "stop", "length", "cancelled", "deadline", "interrupted", "nan")
+"""Finish reasons of requests.
+
+`interrupted`: a call of `Engine.advance` did not return. `nan`: the model's logits were no numbers
+(an overflow, or weights that hold NaN); the request keeps its tokens before that.
+"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
@@ -27,7 +31,7 @@ class Completion(Columns):
     """Result of a request: its new tokens, their text and their cost.
 
     Attributes:
-      reason: one of `END_REASONS`. With the last three, tokens read by the host so far are kept.
+      reason: one of `END_REASONS`. With the last four, tokens read by the host so far are kept.
       text: text of the new tokens before a stop string; empty without a tokenizer.
       pieces: text that each new token adds; a character of several tokens belongs to the last one.
       num_layers: number of layers of the model.
@@ -211,6 +215,9 @@ class Request:
     def take(self, report: RowReport, now: float) -> Event:
         """Returns the event of a block, cut after the token that completed a stop string."""
         new, reason, pieces = report.columns, report.reason, list[tuple[str, int]]()
+        wrong = np.isnan(new.log_probabilities)
+        if wrong.any():
+            new, reason = new.cut(slice(int(wrong.argmax()))), "nan"
         if self.text is not None:
             pieces = self.text.add(new.token_ids, running=reason == "running")
             if self.text.stopped:

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from utio_jax.core.arrays import check_computed
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.documents import Batch, batches_of, row_widths, windows_of
 from utio_jax.core.flops import TokenCost, ideal_flops, pass_flops, token_cost
@@ -174,6 +175,8 @@ def run_passes(  # noqa: PLR0913 (options, each named)
                 name: np.asarray(leaf)[:rows]
                 for name, leaf in {**tokens, "depths": scores.depths}.items()
             }
+            for part in ("nll", "nll_full") if full else ("nll",):
+                check_computed(tokens[part], what=f"losses [row, token] of batch {number}")
             costs = _costs(
                 decoder, params, policy, scores, work, tokens["depths"], attention=choice, **options
             )

@@ -194,12 +194,12 @@ class Patience(SignalBase):
 
 
 def check_alternatives(logits: Float[Array, "slot vocab"], name: str) -> None:
-    """Raises ValueError for predictions of one number, of which a softmax is always certain."""
+    """Raises ValueError for predictions of one number: a softmax over one class is always 1."""
     if logits.shape[-1] < 2:
         raise ValueError(
             f"Wanted predictions among at least 2 tokens or classes for signal {name!r}. Got a "
-            "single number, a regression, of which a softmax is always 1. Take StateSimilarity, or "
-            "a signal of your own on the change of the number."
+            "single number, a regression: its softmax is always 1. Take StateSimilarity, or a "
+            "signal of your own on the change of the number."
         )
 
 

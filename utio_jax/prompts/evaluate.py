@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from utio_jax.core.arrays import flat, map_head, most_probable, next_token_nll
+from utio_jax.core.arrays import check_computed, flat, map_head, most_probable, next_token_nll
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.documents import check_tokens
 from utio_jax.core.flops import pass_flops, token_cost
@@ -213,6 +213,7 @@ def continuations(
         part = _continuation(*read, kv=kv, prompt_tokens=rows.prompt_tokens)
         parts.append([np.asarray(leaf) for leaf in part])
     losses, right, depths = (np.concatenate(part)[: rows.rows] for part in zip(*parts, strict=True))
+    check_computed(losses, what="losses of rows")
     return Continuations(losses=losses.astype(np.float64), right=right, depths=depths)
 
 

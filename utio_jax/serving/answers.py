@@ -30,6 +30,7 @@ from utio_jax.serving.worker import EngineStoppedError, Results
 if TYPE_CHECKING:
     from utio_jax.serving.app import Application
 
+_NOT_NUMBERS = "The model's logits are NaN: its numbers overflowed, or its weights hold NaN."
 FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length"}
 """What ends a choice, in OpenAI's words. Other ends of the engine's are errors here."""
 
@@ -54,6 +55,8 @@ class Choice:
 
     def echo(self, text: str, scores: PromptScores | None) -> dict[str, Any]:
         """Returns the choice's first part where the prompt belongs to it."""
+        if scores is not None and np.isnan(scores.log_probabilities[1:]).any():
+            raise ApiError(500, _NOT_NUMBERS)  # The first has no prediction.
         depths = [(text, 0)] if self._depths is not None else None
         self._echoed = text
         part = self._part(text, scores, self.prompt, depths, reason=None)
@@ -64,6 +67,8 @@ class Choice:
         """Returns the new part of a choice for a streamed chunk, or None."""
         reason = None
         if event.finished is not None:
+            if event.finished.reason == "nan":
+                raise ApiError(500, _NOT_NUMBERS)
             self.finished = event.finished
             reason = FINISH_REASONS[event.finished.reason]
         if not event.text and not event.token_ids.size and reason is None:

@@ -305,13 +305,13 @@ def compare_logits(
     """Returns the fields of a `Comparison` from both predictions."""
     # Fewer exponentials: one softmax, and one log-sum per prediction.
     early, full = (jax.nn.logsumexp(scores, axis=-1) for scores in (logits, full_logits))
-    best = most_probable(logits)
+    best, known = most_probable(logits), ~jnp.isnan(early + full)
     return {
         "nll": next_token_nll(logits, label),
         "nll_full": next_token_nll(full_logits, label),
         "kl": jnp.sum(jax.nn.softmax(full_logits) * (full_logits - logits), axis=-1) + early - full,
-        "agree": best == most_probable(full_logits),
-        "greedy": best == label,
+        "agree": (best == most_probable(full_logits)) & known,
+        "greedy": (best == label) & known,
     }
 
 

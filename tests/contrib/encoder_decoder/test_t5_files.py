@@ -30,6 +30,8 @@ def test_what_cannot_be_run_is_named(tmp_path: Path, unchecked_shapes: None) -> 
             load_t5(changed_copy(FOLDER / "t5", tmp_path, **wrong))
     with pytest.raises(ValueError, match="even num_layers and exits.*exits=\\(3, 8\\)"):
         load_t5(FOLDER / "t5", exits=(3, 8))
+    with pytest.raises(ValueError, match="float32 or bfloat16 for a T5.*Got dtype=float16"):
+        load_t5(FOLDER / "t5", dtype="float16")
     lost = "decoder.block.1.layer.1.EncDecAttention.q.weight"
     short = load_tensors(FOLDER / "t5" / "model.safetensors")
     del short[lost]

@@ -13,7 +13,7 @@ import pytest
 from helpers.folders import STOCK, changed_copy
 
 from utio_jax.contrib.encoders import encode_rows, fit_row_exits, read_exits
-from utio_jax.contrib.encoders.bert import load_encoder, pack_encodings
+from utio_jax.contrib.encoders.bert import BertClassifier, load_encoder, pack_encodings
 from utio_jax.core.files import load_tensors
 from utio_jax.policies import StateSimilarity
 from utio_jax.policies.depth import given_depths
@@ -159,6 +159,7 @@ def test_answers_that_are_no_class_have_no_guarantee(
         tensors[name] = tensors[name][:labels]
     folder = changed_copy(FOLDER / "bert_classifier", tmp_path, tensors, **changes)
     model, params = load_encoder(folder, exits=(1, 2, 3))
+    assert isinstance(model, BertClassifier)
     inputs, lengths = np.ones((4, 5, 2), np.int32), np.full(4, 5)
     with pytest.raises(
         ValueError, match=f"Got {labels} labels and problem '{model.config.problem}"

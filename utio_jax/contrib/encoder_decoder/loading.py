@@ -78,6 +78,11 @@ def load_t5(
       ValueError: another architecture, or options that cannot be run, all of them named; files or
         tensors that are missing, unexpected or of another shape.
     """
+    if jnp.dtype(dtype) == jnp.float16:
+        raise ValueError(
+            "Wanted float32 or bfloat16 for a T5, whose states exceed float16's range of 65504. "
+            "Got dtype=float16. bfloat16 is as small: dtype='bfloat16'."
+        )
     folder = Path(folder)
     sizes = {"source_tokens": source_tokens, "context_length": source_tokens + target_tokens}
     mlp = str(read_json(folder / "config.json", "a config").get("feed_forward_proj"))

@@ -24,6 +24,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from utio_jax.calibration.guarantee import Fitted, fit_with_guarantee, halves
 from utio_jax.calibration.thresholds import leave_at
+from utio_jax.core.arrays import check_computed
 from utio_jax.core.decoder import Decoder, Inputs, Params, check_depths, check_own_kv
 from utio_jax.core.documents import check_tokens
 from utio_jax.core.flops import pass_flops, token_cost
@@ -270,9 +271,9 @@ def fit_row_exits(  # noqa: PLR0913 (options, each named)
     and PABEE. A rung's cost is the mean of layers that rows of the testing half run.
 
     Raises:
-      ValueError: fewer rows than the guarantee takes, empty ones, no classifier, one whose answer
-        is no class (a single label, `problem` of its config), or depths that do not end at the
-        model's.
+      ValueError: fewer rows than the guarantee takes, empty ones, no classifier, or one whose
+        answer is no class: a single label, or another `problem` of its config. Also depths that do
+        not end at the model's, and logits that are NaN.
     """
     depths = check_depths(depths, num_layers=encoder.config.num_layers)
     shortest = int(np.asarray(lengths).min(initial=1))
@@ -296,6 +297,7 @@ def fit_row_exits(  # noqa: PLR0913 (options, each named)
     read = jax.jit(read_exits, static_argnums=0, static_argnames="depths")
     exits = read(encoder, params, jnp.asarray(inputs), jnp.asarray(lengths), depths=depths)
     scores = np.asarray(score_exits(encoder, params, exits, signal, depths=depths))
+    check_computed(np.asarray(exits.logits), what="logits [depth, row, label]")
     classes = np.asarray(exits.logits).argmax(axis=-1)
     ladder = [
         Thresholded(signal=signal, thresholds=jnp.full(len(depths) - 1, threshold), depths=depths)

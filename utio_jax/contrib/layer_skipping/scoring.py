@@ -20,7 +20,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from utio_jax.contrib.layer_skipping.policies import LayerSets
-from utio_jax.core.arrays import most_probable, next_token_nll
+from utio_jax.core.arrays import check_computed, most_probable, next_token_nll
 from utio_jax.core.decoder import Decoder, Params, check_depths, check_own_kv
 from utio_jax.core.pytrees import pytree
 from utio_jax.core.work import Work, stack_work
@@ -154,6 +154,7 @@ def generate_layer_sets(
     for lengths in (starts + number for number in range(max_new_tokens)):
         scores = run_sets(decoder, params, ids, lengths, policy, whole=starts)
         token, probability = _most_probable(decoder, params, scores.x[row_index, lengths - 1])
+        check_computed(np.asarray(probability), what="log-probabilities of new tokens")
         ids[row_index, lengths] = token
         written.append((token, probability, scores.depths[row_index, lengths - 1]))
     return Written(*(np.stack(column, axis=1) for column in zip(*written, strict=True)))

@@ -208,7 +208,8 @@ def observed(
             apply_exit_lens(decoder, params, *pair) for pair in zip(exits, depths, strict=False)
         ]
         here = [jnp.argmax(decoder.unembed(params, x), axis=-1) for x in seen]
-        agrees = jnp.stack(here, axis=-1) == jnp.argmax(logits, axis=-1)[:, None]
+        known = ~jnp.isnan(logits).any(axis=-1, keepdims=True)  # The index of NaN is no token.
+        agrees = known & (jnp.stack(here, axis=-1) == jnp.argmax(logits, axis=-1)[:, None])
         return {"nll": next_token_nll(logits, label), "agrees": agrees}
 
     reading = map_head(decoder, params, read, *flat((full, labels, *exits)))

@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from utio_jax.attention.cache import KVCache, init_cache, read
 from utio_jax.attention.mixing import NOWHERE, mixer_at
-from utio_jax.core.arrays import executed_heads, flat, map_head, next_token_nll
+from utio_jax.core.arrays import check_computed, executed_heads, flat, map_head, next_token_nll
 from utio_jax.core.decoder import (
     Decoder,
     Params,
@@ -260,6 +260,7 @@ def select(
         seen.append(np.where(alive, scores, np.nan))
         alive = survivors(scores, alive, margin)
         start = stop
+    check_computed(scores[alive], what="scores of candidates at full depth")
     return Selected(
         winner=int(np.where(np.isnan(seen[-1]), -np.inf, seen[-1]).argmax()),
         scores=scores,
