@@ -76,11 +76,13 @@ def load_folder(
     sharding: Mesh | None = None,
     families: Mapping[str, Family] = FAMILIES,
     unread: tuple[str, ...] = (),
+    copies: Mapping[str, str] | None = None,
 ) -> tuple[Any, Params]:
     """Returns the decoder and the parameters of a Hugging Face folder.
 
     It is of one of the `families`, by `model_type`; tensors whose names begin with one of `unread`
-    are left out. Errors: see `utio_jax.models.load`.
+    are left out. Each name of `copies` is another one for the tensor that it names: it stands in
+    for that, or holds the same numbers. Errors: see `utio_jax.models.load`.
     """
     whole = read_json(folder / "config.json", "a config")
     config = text_part(whole)
@@ -93,9 +95,10 @@ def load_folder(
     family = families[config["model_type"]]
     embedding = family.rules[0].source
     # A base model's own checkpoint leaves the first module out of its names.
-    prefix = embedding.split(".")[0] + "."
+    prefix = embedding.split(".")[0] + "." if embedding.count(".") > 1 else ""
     home = where_tensors_are(folder, prefix=prefix, in_text_part=in_text_part)
     home = {name: entry for name, entry in home.items() if not name.startswith(unread)}
+    _drop_copies(home, copies or {}, source=str(folder))
     tied = getattr(settings, "tie_embeddings", True)
     # Transformers 5 says of every T5 that its head is tied.
     if tied and _head_differs(home, embedding) and hasattr(settings, "tie_embeddings"):
@@ -207,6 +210,23 @@ def _in_text_part(name: str, prefix: str) -> str:
         if name.startswith(part):
             return prefix + name.removeprefix(part)
     return name.removeprefix(_HEADS[1].removesuffix(_HEADS[0]))
+
+
+def _drop_copies(home: Home, copies: Mapping[str, str], *, source: str) -> None:
+    """Removes from `home` tensors that are stored twice; raises ValueError if they differ."""
+    differ = []
+    for copy, name in copies.items():
+        entry = home.pop(copy, None)
+        if entry is None or home.setdefault(name, entry) == entry:
+            continue
+        if not np.array_equal(read_tensor(*home[name][:2]), read_tensor(*entry[:2])):
+            differ.append(f"{copy} differs from {name}")
+    if differ:
+        raise ValueError(
+            f"Wanted one embedding for all parts of the model in {source}. Got: "
+            + "; ".join(differ)
+            + ". Models with several are not supported."
+        )
 
 
 def _head_differs(home: Home, embedding: str) -> bool:

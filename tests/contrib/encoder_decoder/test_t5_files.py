@@ -56,6 +56,20 @@ def test_a_head_of_its_own_is_read_where_the_config_says_that_it_is_tied(tmp_pat
     np.testing.assert_array_equal(others["head"]["kernel"], params["head"]["kernel"])
 
 
+def test_embeddings_are_one_under_any_of_their_names_or_refused(tmp_path: Path) -> None:
+    """Transformers gives each stack its own; here they share one."""
+    tensors = load_tensors(FOLDER / "t5" / "model.safetensors")
+    shared, sizes = tensors.pop("shared.weight"), {"source_tokens": 8, "target_tokens": 8}
+    names = [f"{side}.embed_tokens.weight" for side in ("encoder", "decoder")]
+    stored = {**tensors, **dict.fromkeys(names, shared)}
+    _, params = load_t5(changed_copy(FOLDER / "t5", tmp_path / "copies", stored), **sizes)
+    np.testing.assert_array_equal(params["embedding"]["embedding"], shared)
+    for name in names:
+        own = {**stored, "shared.weight": shared, name: shared + 1}
+        with pytest.raises(ValueError, match=f"Got: {name} differs from shared.weight. Models"):
+            load_t5(changed_copy(FOLDER / "t5", tmp_path / name, own), **sizes)
+
+
 @pytest.mark.slow
 def test_rows_may_leave_the_encoder() -> None:
     """T5's encoder is one of `utio_jax.contrib.encoders`."""

@@ -17,12 +17,9 @@ from utio_jax.models.config_reader import Reader
 from utio_jax.models.families import Family, Rule
 from utio_jax.models.huggingface import load_folder, read_json
 
-_UNREAD = (
-    "encoder.embed_tokens.",
-    "decoder.embed_tokens.",
-    # Of the first checkpoints, where transformers does not read it, either.
-    "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.",
-)
+# Of the first checkpoints, where transformers does not read it, either.
+_UNREAD = ("decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.",)
+_COPIES = {f"{side}.embed_tokens.weight": "shared.weight" for side in ("encoder", "decoder")}
 
 
 def rules_of(activation: str) -> tuple[Rule, ...]:
@@ -93,7 +90,7 @@ def load_t5(
         decoder=_Stored,
         config=partial(T5Config, **sizes),
     )
-    options: Any = {"exits": exits, "dtype": dtype, "unread": _UNREAD}
+    options: Any = {"exits": exits, "dtype": dtype, "unread": _UNREAD, "copies": _COPIES}
     stored, params = load_folder(folder, families={"t5": family, "mt5": family}, **options)
     return T5(stored.config), joined(params)
 
