@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -69,8 +70,8 @@ def ask_tokens(lm: UtioLM, *pairs: tuple[Sequence[int], Sequence[int]]) -> list[
 
 
 def expected(model: Any, context: Sequence[int], continuation: Sequence[int]) -> Any:
-    whole = [*context, *continuation]
-    result = log_probabilities(model, whole, width=CONTEXT)[len(context) - 1 : -1]
+    whole = [*context, *continuation][:-1]  # The last token is predicted, never read.
+    result = log_probabilities(model, whole, width=CONTEXT)[len(context) - 1 :]
     total = sum(row[token] for row, token in zip(result, continuation, strict=True))
     return total, (result.argmax(-1) == continuation).all()
 
@@ -90,6 +91,8 @@ def requests_of_all_kinds(model: Any) -> list[tuple[list[int], list[int]]]:
 
 def test_loglikelihood_is_the_sum_of_a_full_pass(model: Model) -> None:
     lm, pairs = adapter(model), requests_of_all_kinds(model)
+    whole = np.random.default_rng(1).integers(0, 300, CONTEXT + 1).tolist()
+    pairs = [(whole[:60], whole[60:]), (whole[:1], whole[1:]), *pairs]  # The last is not read.
     result = ask_tokens(lm, *pairs)
     for (score, greedy), pair in zip(result, pairs, strict=True):
         truth, is_greedy = expected(model, *pair)
@@ -123,27 +126,27 @@ def test_text_is_tokenized_as_the_models_own(model: Model) -> None:
     assert lm.tok_encode("sum", add_special_tokens=False) == opened[1:]
 
 
-@pytest.mark.slow
+@pytest.mark.check
 def test_rolling_is_the_nll_of_the_whole_text(model: Model) -> None:
+    """As HFLM counts: the token that opens a text is predicted, too, from itself."""
     lm = adapter(model)
     texts = ["x = 1\n", "def mean(values):\n    return sum(values)\n", ""]
     long = source("colorsys").read_text()[:700]
     result = ask(lm.loglikelihood_rolling, *((text,) for text in [*texts, long]))
-    for score, text in zip(result, texts[:2], strict=False):
-        ids = model.encode([text])[0].tolist()
+    for score, text in zip(result, texts, strict=False):
+        ids = lm.tok_encode(text)
+        assert ids[0] == 0
         assert len(ids) <= CONTEXT
-        assert score == pytest.approx(expected(model, ids[:1], ids[1:])[0], abs=1e-4)
-    assert result[2] == 0
-    # Beyond the context: each token once, behind as many others as the last window has room for.
-    ids = model.encode([long])[0].tolist()
+        assert score == pytest.approx(expected(model, [0], ids)[0], abs=1e-4)
+    # Beyond the context: each token once, after as many others as the last window has room for.
+    ids = [0, *model.encode([long])[0].tolist()]
     assert len(ids) > 3 * CONTEXT
-    starts = [*range(0, len(ids) - CONTEXT, CONTEXT - 1), len(ids) - CONTEXT]
     total, done = 0.0, 1
-    for start in starts:
-        window = ids[start : start + CONTEXT]
-        total += expected(model, window[: done - start], window[done - start :])[0]
-        done = start + CONTEXT
-    assert done == len(ids)
+    while done < len(ids):
+        end = min(done + CONTEXT, len(ids))
+        start = max(0, end - CONTEXT - 1)
+        total += expected(model, ids[start:done], ids[done:end])[0]
+        done = end
     assert result[3] == pytest.approx(total, rel=1e-5)
     assert lm.report()["requests"]["loglikelihood_rolling"]["requests"] == 4
 
@@ -151,12 +154,12 @@ def test_rolling_is_the_nll_of_the_whole_text(model: Model) -> None:
 @pytest.mark.slow
 def test_what_is_longer_than_the_context_loses_its_left(model: Model) -> None:
     lm, ids = adapter(model), np.random.default_rng(1).integers(0, 300, 103).tolist()
-    result = ask_tokens(lm, (ids[:100], ids[100:]), (ids[39:100], ids[100:]))
+    result = ask_tokens(lm, (ids[:100], ids[100:]), (ids[38:100], ids[100:]))
     assert result[0] == result[1]
-    assert result[0][0] == pytest.approx(expected(model, ids[39:100], ids[100:])[0], abs=1e-4)
+    assert result[0][0] == pytest.approx(expected(model, ids[38:100], ids[100:])[0], abs=1e-4)
     assert lm.report()["requests"]["loglikelihood"]["truncated"] == 1
-    with pytest.raises(ValueError, match="continuations that fit the model's context of 64"):
-        ask_tokens(lm, (ids[:3], ids[:64]))
+    with pytest.raises(ValueError, match="at most 64 tokens, the model's context"):
+        ask_tokens(lm, (ids[:3], ids[:65]))
 
 
 def padded(context: Sequence[int], continuation: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
@@ -269,6 +272,27 @@ def test_what_cannot_be_run_is_named(model: Model) -> None:
         ask(lm.generate_until, ("x", {**OPTIONS, "num_beams": 4}))
 
 
+def test_settings_of_transformers_that_change_nothing_are_taken(model: Model) -> None:
+    lm = adapter(model)
+    neutral = {"num_beams": 1, "repetition_penalty": 1.0, "length_penalty": 1, "use_cache": True}
+    options = {**OPTIONS, "max_gen_toks": 5}
+    plain, same = ask(lm.generate_until, ("x", options), ("x", {**options, **neutral, "top_p": 1}))
+    assert plain == same
+
+
+def test_the_first_token_is_predicted_from_the_bos_token_that_files_name(model: Model) -> None:
+    """HFLM takes it also from tokenizers that open no text with it."""
+    assert adapter(model).prefix_token_id == 0
+    config = model.folder / "tokenizer_config.json"
+    kept = config.read_text() if config.is_file() else None
+    try:
+        for bos in (model.tokenizer.id_to_token(7), {"content": model.tokenizer.id_to_token(7)}):
+            config.write_text(json.dumps({"bos_token": bos}))
+            assert adapter(model).prefix_token_id == 7
+    finally:
+        config.unlink() if kept is None else config.write_text(kept)
+
+
 QUESTIONS = [
     {"context": "def first(values):\n    return values", "choices": ["[0]", " banana", "!!"]},
     {"context": "import os\nimport ", "choices": ["==", "sys", ")))"]},
@@ -310,7 +334,7 @@ def test_the_harness_takes_the_adapter(model: Model, tmp_path: Path, mode: Any) 
     right, read, size = 0, 0.0, 0
     for question, answer in zip(QUESTIONS, ANSWERS, strict=True):
         context = model.encode([question["context"]])[0].tolist()
-        read += expected(model, context[:1], context[1:])[0]
+        read += expected(model, context[:1], context)[0]  # HFLM predicts what opens a text, too.
         size += len(question["context"].encode())
         scores = []
         for choice in question["choices"]:

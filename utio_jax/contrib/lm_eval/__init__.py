@@ -18,6 +18,7 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows
 
 from utio_jax.core.documents import Batch, batches_of, check_text, row_widths
+from utio_jax.core.lens import with_config
 from utio_jax.decoding.base import Mode, Plain
 from utio_jax.decoding.loop import Lengths
 from utio_jax.decoding.prefill import Prefill
@@ -25,6 +26,8 @@ from utio_jax.decoding.sampling import SamplingParams
 from utio_jax.decoding.text import generate_text
 from utio_jax.evaluation.evaluate import Quality, evaluate
 from utio_jax.evaluation.generation import spent_on
+from utio_jax.models.gguf.header import read_header
+from utio_jax.models.huggingface import read_json
 from utio_jax.policies.base import Policy
 from utio_jax.policies.depth import check_any_rows
 from utio_jax.staircase.prompts import PromptImportance
@@ -35,6 +38,21 @@ __all__ = [
     "UtioLM",
 ]
 
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "num_beams": (1,),
+    "num_beam_groups": (1,),
+    "num_return_sequences": (1,),
+    "early_stopping": (False,),
+    "length_penalty": (1.0,),
+    "repetition_penalty": (1.0,),
+    "encoder_repetition_penalty": (1.0,),
+    "diversity_penalty": (0.0,),
+    "no_repeat_ngram_size": (0,),
+    "typical_p": (1.0,),
+    "epsilon_cutoff": (0.0,),
+    "eta_cutoff": (0.0,),
+    "use_cache": (True, False),
+}
 _METHODS = ("temperature", "top_k", "top_p", "min_p")
 
 
@@ -98,7 +116,7 @@ class UtioLM(TemplateLM):
         self.prefill = prefill
         self.model, self.mode, self.rows = model, mode, rows
         self.tokenizer = model.tokenizer
-        self.opening = _opening(model)
+        self.opening, self._bos = _opening(model), _bos_of(model)
         self.scored, self.spent = Quality(), Quality()
         self._counts: dict[str, list[int]] = {}
 
@@ -114,12 +132,16 @@ class UtioLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """The context of a text's first token: the BOS token, or the end of text.
+        """The context of a text's first token, as under the harness' own HFLM.
+
+        That is the BOS token that the tokenizer's files name, also if it opens no text with it;
+        else the token that opens texts, or the end of text.
 
         Raises:
-          ValueError: the model has neither.
+          ValueError: the model has none of these.
         """
-        token_id = next(iter(self.opening), self.eot_token_id)
+        choices = (self._bos, *self.opening, self.eot_token_id)
+        token_id = next((choice for choice in choices if choice is not None), None)
         if token_id is None:
             raise ValueError(
                 "Wanted a token that a text's first token is predicted from. The model's tokenizer "
@@ -151,29 +173,34 @@ class UtioLM(TemplateLM):
                     f"Wanted continuations of at least one token. {texts[1]!r} adds none to "
                     f"{texts[0][-40:]!r}."
                 )
-            if len(continuation) >= self.max_length:
+            if len(continuation) > self.max_length:
                 raise ValueError(
-                    f"Wanted continuations that fit the model's context of {self.max_length} "
-                    f"tokens after one token at least. {texts[1][:40]!r} has "
-                    f"{len(continuation)}. Shorten it, or use a model with more context."
+                    f"Wanted continuations of at most {self.max_length} tokens, the model's "
+                    f"context. {texts[1][:40]!r} has {len(continuation)}. Shorten it, or use a "
+                    "model with more context."
                 )
-            truncated = len(context) + len(continuation) > self.max_length
+            # The last token is predicted, and never read: it takes no place in the context.
+            most = self.max_length + 1
+            truncated = len(context) + len(continuation) > most
             self._count("loglikelihood", truncated=truncated)
-            whole = [*context, *continuation][-self.max_length :]
+            whole = [*context, *continuation][-most:]
             items.append((np.asarray(whole, np.int32), len(continuation)))
         return self._score(items, "loglikelihood")
 
     def loglikelihood_rolling(
         self, requests: Sequence[Any], disable_tqdm: bool = False
     ) -> list[float]:
-        """Returns each text's log-likelihood; longer texts in windows, each token once."""
+        """Returns each text's log-likelihood; longer texts in windows, each token once.
+
+        As under HFLM, a token that opens the text is one of those predicted.
+        """
         items, ends = [], []
         for request in requests:
             (text,) = request.args
             windows = get_rolling_token_windows(
-                self.tok_encode(text, add_special_tokens=False),
+                self.tok_encode(text),
                 prefix_token=self.prefix_token_id,
-                max_seq_len=self.max_length - 1,
+                max_seq_len=self.max_length,
                 context_len=1,
             )
             for known, new in windows:
@@ -204,11 +231,14 @@ class UtioLM(TemplateLM):
             batches_of(
                 [ids for ids, _ in items],
                 rows=self.rows,
-                widths=row_widths(self.max_length),
+                widths=[*row_widths(self.max_length), self.max_length + 1],
                 vocab_size=decoder.config.vocab_size,
             )
         )
-        parts: list[tuple[list[Batch], Policy]] = [(batches, policy)] if batches else []
+        fitting = [batch for batch in batches if batch.token_ids.shape[1] <= self.max_length]
+        # Rows of one token more, whose last is only predicted: no other attends to it.
+        longer = [batch for batch in batches if batch.token_ids.shape[1] > self.max_length]
+        parts: list[tuple[list[Batch], Policy]] = [(p, policy) for p in (fitting, longer) if p]
         if self.prefill is not None and what == "loglikelihood":
             kv, parts = self.prefill.kv or kv, []
             for batch in batches:  # With the policy that knows where each row's context ends.
@@ -218,7 +248,11 @@ class UtioLM(TemplateLM):
                 parts.append(([batch], dataclasses.replace(by_importance, prompt_tokens=ends)))
         for part, chosen in parts:
             options: dict[str, Any] = {"kv": kv, "observe": observe}
-            self.scored += evaluate(decoder, params, part, {"": chosen}, **options)[""]
+            width = part[0].token_ids.shape[1]
+            fits = decoder
+            if width > self.max_length:
+                fits = with_config(decoder, context_length=width)
+            self.scored += evaluate(fits, params, part, {"": chosen}, **options)[""]
         return results
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
@@ -250,6 +284,8 @@ class UtioLM(TemplateLM):
             )
         draws = unread.pop("do_sample")
         methods = {name: unread.pop(name) for name in _METHODS if name in unread}
+        # Settings of transformers that change nothing at these values.
+        unread = {k: v for k, v in unread.items() if k not in _NEUTRAL or v not in _NEUTRAL[k]}
         if unread:
             raise ValueError(
                 f"Wanted generation_kwargs among until, max_gen_toks, do_sample, "
@@ -332,3 +368,19 @@ def _opening(model: Any) -> list[int]:
             f"'a' as {opened}; the text is {bare}. Change its post_processor."
         )
     return opened[: len(opened) - len(bare)]
+
+
+def _bos_of(model: Any) -> int | None:
+    """Returns the BOS token that a model's files name, whether or not it opens texts; or None."""
+    folder = getattr(model, "folder", None)
+    if folder is None:
+        return None
+    if folder.is_file():
+        stored = read_header(folder).keys.get("tokenizer.ggml.bos_token_id")
+        return stored if isinstance(stored, int) else None
+    text = None
+    for name in ("special_tokens_map.json", "tokenizer_config.json"):  # The latter wins.
+        if (folder / name).is_file():
+            text = read_json(folder / name, "a tokenizer's config").get("bos_token", text)
+    text = text.get("content") if isinstance(text, dict) else text
+    return model.tokenizer.token_to_id(text) if isinstance(text, str) else None
