@@ -54,6 +54,17 @@ def test_a_documents_row_is_its_own_whatever_else_is_in_the_batch(folder: str) -
             assert row["nll"] == pytest.approx(nll, rel=1e-5)
 
 
+def test_batches_may_have_any_of_rays_formats(folder: str) -> None:
+    """Ray's default is a dictionary of NumPy arrays, of objects where lengths differ."""
+    texts, scorer = {"a": [5, 6, 7], "b": [], "c": [9, 1]}, Scorer(folder, uniform(2), rows=4)
+    ragged = np.empty(3, object)
+    ragged[:] = [np.asarray(ids, np.int64) for ids in texts.values()]
+    expected, names = scorer(table(texts)), np.asarray([*texts])
+    assert scorer({"id": names, "text": ragged}).equals(expected)
+    even = scorer({"id": np.asarray([3, 4]), "text": np.asarray([[5, 6], [7, 8]])})
+    assert even.equals(scorer(table({"3": [5, 6], "4": [7, 8]})))
+
+
 @pytest.mark.slow
 def test_prompts_get_what_each_gets_alone(folder: str) -> None:
     model, method = load(folder), SamplingParams(temperature=0.8)

@@ -129,9 +129,9 @@ def seed_of(name: str, seed: int) -> int:
 
 
 def _documents(model: Any, batch: Any) -> tuple[list[str], list[np.ndarray]]:
-    """Returns ids and token ids of a batch's documents."""
-    names = [str(name) for name in batch["id"].to_pylist()]
-    texts = batch["text"].to_pylist()
+    """Returns ids and token ids of a batch's documents, in any of Ray's batch formats."""
+    names = [str(name) for name in _values(batch["id"])]
+    texts = _values(batch["text"])
     strings = [text for text in texts if isinstance(text, str)]
     encoded = iter(model.encode(strings) if strings else ())  # Token ids need no tokenizer.
     vocab_size, token_ids = model.decoder.config.vocab_size, []
@@ -141,7 +141,13 @@ def _documents(model: Any, batch: Any) -> tuple[list[str], list[np.ndarray]]:
                 f"Wanted a text, or token ids, as document {name!r}. Got null. Leave it out, or "
                 "let it be empty."
             )
-        kind = np.int64 if text == [] else None  # Of no ids NumPy would make floats.
+        # Of no ids NumPy would make floats.
+        kind = np.int64 if np.ndim(text) and not len(text) else None
         ids = next(encoded) if isinstance(text, str) else np.asarray(text, kind)
         token_ids.append(check_ids(ids, vocab_size=vocab_size, what=f"document {name!r}"))
     return names, token_ids
+
+
+def _values(column: Any) -> list[Any]:
+    """Returns the values of a column of PyArrow, NumPy (Ray's default) or pandas."""
+    return column.to_pylist() if hasattr(column, "to_pylist") else list(column)
