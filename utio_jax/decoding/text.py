@@ -164,7 +164,10 @@ def generate_text(
     check_generate_options(options)
     ids = _encoded(model, prompts)
     pairs = zip(ids, stops_of_texts(stop_strings, len(ids)), strict=True)
-    rows = [StreamedRow(TextReader(model.tokenizer, prompt), stops) for prompt, stops in pairs]
+    rows = [
+        StreamedRow(TextReader(model.tokenizer, continued(model.decoder, prompt)), stops)
+        for prompt, stops in pairs
+    ]
     also: Callable[[int, np.ndarray], bool] | None = options.pop("stop_when", None)
 
     def stop_when(row: int, new: np.ndarray) -> bool:
@@ -192,6 +195,15 @@ def generate_text(
     generated = result.first([row.seen for row in rows], finish_reasons=reasons)
     texts, pieces = zip(*((row.text, tuple(row.pieces)) for row in rows), strict=True)
     return GeneratedText(texts=texts, pieces=pieces, generated=generated)
+
+
+def continued(decoder: Any, prompt: Sequence[int] | np.ndarray) -> Sequence[int] | np.ndarray:
+    """Returns the part of a prompt that new text continues: all, or what a target begins with.
+
+    Models whose config has `source_tokens` read a source and the token that opens a target first.
+    """
+    source = getattr(decoder.config, "source_tokens", None)
+    return prompt if source is None else prompt[source + 1 :]
 
 
 class StreamedRow:

@@ -30,7 +30,14 @@ from utio_jax.decoding.loop import check_prompts
 from utio_jax.decoding.prefill import Prefill
 from utio_jax.decoding.sampling import SamplingParams, check_sampling, check_seeds
 from utio_jax.decoding.state import STOPS_ROOM, Columns, Stops, stop_rules
-from utio_jax.decoding.text import StreamedRow, TextModel, TextReader, Tokenizer, checked_stops
+from utio_jax.decoding.text import (
+    StreamedRow,
+    TextModel,
+    TextReader,
+    Tokenizer,
+    checked_stops,
+    continued,
+)
 from utio_jax.engine.blocks import read_report
 from utio_jax.engine.depths import RequestPolicy, thresholds_of
 from utio_jax.engine.prefix import PrefixCache, bytes_of
@@ -188,7 +195,7 @@ class Engine:
         if deadline is not None and not deadline > 0:
             raise ValueError(f"Wanted a deadline of more than 0 seconds. Got {deadline}.")
         strings, now = checked_stops(stop_strings), self._clock()
-        reader = None if self._tokenizer is None else TextReader(self._tokenizer, prompt)
+        reader = None if self._tokenizer is None else self._reader(prompt)
         request = Request(
             number=next(self._numbers),
             prompt=prompt,
@@ -413,9 +420,13 @@ class Engine:
             if request.slot is not None or request.finished is not None:
                 returned, text = self._returned.get(request.number, 1), request.text
                 if text is not None and self._tokenizer is not None:
-                    text = StreamedRow(TextReader(self._tokenizer, request.prompt), text.stops)
+                    text = StreamedRow(self._reader(request.prompt), text.stops)
                 events.append(request.interrupted(now, text, returned=returned))
         return events
+
+    def _reader(self, prompt: np.ndarray) -> TextReader:
+        assert self._tokenizer is not None
+        return TextReader(self._tokenizer, continued(self._served.decoder, prompt))
 
     def _end_by_host(self) -> list[Event]:
         """Ends requests that were cancelled or whose deadline has passed."""

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -14,11 +15,13 @@ from helpers.encoder_decoder import EXITS as DEPTHS
 from helpers.encoder_decoder import SOURCE, TARGET, t5_model
 from helpers.generation import DepthAt, assert_greedy, depth_table
 from helpers.models import assert_equal, plain_nll
+from tokenizers import Tokenizer, decoders, models
 
 import utio_jax
 from utio_jax.contrib.encoder_decoder import OnTargets, read_sources, source_rows
 from utio_jax.core.flops import token_cost
 from utio_jax.decoding.loop import Lengths
+from utio_jax.decoding.text import generate_text
 from utio_jax.policies import given_depths, random_depths
 
 NEW = 20
@@ -177,3 +180,34 @@ def test_costs_are_those_of_t5_per_block() -> None:
     block = 2 * (4 * dim * inner + 2 * dim * inner + 3 * dim * wide)
     assert 2 * (cost.query + cost.keys_values) == block
     assert cost.attention_per_key == 4 * inner
+
+
+def test_a_text_is_its_new_tokens_alone() -> None:
+    """A target does not continue its source: no space of its own in front of its first word."""
+    pieces = [("<pad>", 0.0), ("</s>", 0.0), *((f"\u2581w{n}", -1.0) for n in range(2, 64))]
+    tokenizer = Tokenizer(models.Unigram(pieces, unk_id=0))
+    tokenizer.decoder = decoders.Metaspace()
+    tokenizer.add_special_tokens(["<pad>", "</s>"])
+    model = t5_model()
+    options: dict[str, Any] = {"max_new_tokens": 4, "eos_ids": ()}
+    target = [7, 8]  # That the decoder is given: the text continues it.
+    sources = ([5, 9, 3], [*SOURCES[1]])
+    rows = [
+        *source_rows(model.decoder, sources),
+        *source_rows(model.decoder, sources, [target] * 2),
+    ]
+    prefill = read_sources(model.decoder)
+    engine = utio_jax.Engine(
+        model.decoder, model.params, prefill=prefill, slots=2, capacity=64, tokenizer=tokenizer
+    )
+    numbers = [engine.submit(row, **options) for row in rows]
+    finished = engine.drain()
+    with_text: Any = SimpleNamespace(
+        decoder=model.decoder, params=model.params, tokenizer=tokenizer, encode=list
+    )
+    whole = generate_text(with_text, rows, prefill=prefill, lengths=LENGTHS, **options)
+    for number, text, start in zip(numbers, whole.texts, ([], [], target, target), strict=True):
+        ids = finished[number].token_ids.tolist()
+        assert len(ids) == 4
+        before = tokenizer.decode(start)
+        assert text == finished[number].text == tokenizer.decode([*start, *ids])[len(before) :]
