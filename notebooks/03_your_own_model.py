@@ -129,7 +129,9 @@ import flax.linen as nn
 
 class Block(nn.Module):
     def setup(self):
-        self.norm_1, self.norm_2 = nn.LayerNorm(), nn.LayerNorm()
+        # By default Flax computes the variance as a difference of means, whose rounding turns
+        # [10000, 10001] into [-500, 500].
+        self.norm_1, self.norm_2 = (nn.LayerNorm(use_fast_variance=False) for _ in range(2))
         self.q, self.k, self.v, self.out = (nn.Dense(DIM) for _ in range(4))
         self.up, self.down = nn.Dense(4 * DIM), nn.Dense(DIM)
 

@@ -140,7 +140,8 @@ plt.show()
 #
 # `mesh=` is a convenience. `score` is a plain function, and what JAX does to functions works on
 # it. `jax.shard_map` runs it on each device's part of the arrays; `jax.pmap`, which JAX keeps but
-# no longer develops, wants a leading device axis.
+# no longer develops, wants a leading device axis. It refuses arrays that are committed to one
+# device, as loaded ones are: pass NumPy arrays, or `jax.device_get(params)`.
 
 # %%
 
