@@ -21,6 +21,7 @@ from utio_jax.calibration.goals import Budgets, MaxDisagreement, MaxLoss
 from utio_jax.calibration.search import ThresholdSearch
 from utio_jax.calibration.studies import study_exits
 from utio_jax.core.documents import Batch
+from utio_jax.core.files import hash_params
 from utio_jax.evaluation.evaluate import evaluate
 from utio_jax.models.transformer import Transformer
 from utio_jax.policies import Patience
@@ -197,3 +198,13 @@ def test_a_file_keeps_thresholds_at_which_nobody_stops(tmp_path: Path) -> None:
     json.loads((tmp_path / "mine.json").read_text(), parse_constant=pytest.fail)
     loaded = load_calibration(tmp_path / "mine.json", model_sha256="a" * 64)
     assert loaded.entries == fitted.entries
+    params = {"weights": np.arange(6.0)}  # Of a decoder of one's own, instead of its hash.
+    own = {"model_sha256": hash_params(params), "verdict": "It may pay."}
+    dataclasses.replace(fitted, info=own).save(tmp_path / "own.json")
+    again = load_calibration(tmp_path / "own.json", params=params)
+    assert again.entries == fitted.entries
+    assert repr(again).endswith("It may pay.")
+    with pytest.raises(ValueError, match="belongs to"):
+        load_calibration(tmp_path / "own.json", params={"weights": np.arange(1.0, 7.0)})
+    with pytest.raises(ValueError, match="model_sha256, or the params.*Got neither"):
+        load_calibration(tmp_path / "own.json")

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh
 
+from utio_jax.calibration.advice import advise, may_pay
 from utio_jax.calibration.gates import Fit, SignalFitter, fits_of
 from utio_jax.calibration.goals import Budgets, Goal, MaxDisagreement
 from utio_jax.calibration.lens import LEAST_PREDICTED
@@ -26,6 +27,7 @@ from utio_jax.core.calls import takes_decoder
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.documents import Batch, check_batches
 from utio_jax.core.files import hash_params, versions
+from utio_jax.core.lens import Lensed
 from utio_jax.policies.base import Signal
 from utio_jax.policies.store import Calibration, Thresholds
 from utio_jax.staircase.base import Executor
@@ -108,7 +110,7 @@ def calibrate(  # noqa: PLR0913 (options, each named)
             f"Wanted a goal that some policy reaches; {name} gets as cheap as "
             f"{search.cheapest(signals[name]):.3f}. Got {goals}. Ask for less."
         )
-    info = {
+    info: dict[str, Any] = {
         "model_sha256": hash_params(params) if model_sha256 is None else model_sha256,
         "text": _describe(batches) if text is None else dict(text),
         "versions": versions(),
@@ -119,6 +121,8 @@ def calibrate(  # noqa: PLR0913 (options, each named)
         "exit_nll_increase_pct": search.exit_nll_increase_pct(),
         "exit_agreement": search.exit_agreement(),
     }
+    advice = advise(decoder, info, lens=isinstance(decoder, Lensed))
+    info["verdict"] = may_pay(info) if advice is None else advice
     return Calibration(entries=entries, signals=signals, info=info)
 
 

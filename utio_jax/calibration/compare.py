@@ -155,7 +155,7 @@ def compare(  # noqa: PLR0913 (options, each named)
     counted = lambda: say(f"exits: batch {next(done)} of {len(batches)}")  # noqa: E731
     studies = study_exits(decoder, params, batches, mesh=mesh, progress=counted)
     of_text = partial(_read, decoder, params, batches, document_of_window)
-    read = partial(of_text, executor=executor, mesh=mesh, full_passes={})
+    read = partial(of_text, executor=executor, mesh=mesh, full_passes={}, say=say)
     exits, shape = decoder.config.exits, batches[0].token_ids.shape
 
     say("uniform")
@@ -317,7 +317,7 @@ def _by_program(policies: Mapping[str, Mapping[Label, Policy]], batch: Batch) ->
     return [names for _, names in sorted(groups.items(), key=lambda item: item[0][0])]
 
 
-def _read(
+def _read(  # noqa: PLR0913 (options, each named)
     decoder: Decoder,
     params: Params,
     batches: Sequence[Batch],
@@ -327,6 +327,7 @@ def _read(
     executor: Executor,
     mesh: Mesh | None,
     full_passes: dict[int, Scores],
+    say: Callable[[str], None],
 ) -> dict[Label, tuple[Quality, DocumentSums]]:
     """Returns the quality of policies, one or one per batch, and their sums by document.
 
@@ -349,6 +350,9 @@ def _read(
         np.add.at(nll[name], document, lost.sum(axis=1))
         np.add.at(parts[name], document, paid.sum(axis=1))
 
+    names, done = sorted({name for name, _ in policies}), itertools.count(1)
+    passes = len(policies) * len(batches)
+    counted = lambda: say(f"{', '.join(names)}: pass {next(done)} of {passes}")  # noqa: E731
     total = evaluate(
         decoder,
         params,
@@ -358,6 +362,7 @@ def _read(
         mesh=mesh,
         observe=observe,
         full_passes=full_passes,
+        progress=counted,
     )
     read = {}
     for name, label in labels.items():

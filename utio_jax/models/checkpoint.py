@@ -500,7 +500,8 @@ def save(
     if not isinstance(decoder, Transformer) and not is_huggingface(theirs):
         raise ValueError(
             "Wanted like=, a Hugging Face folder or a GGUF file in whose layout to save a "
-            f"{type(decoder).__name__}. Got {like}. The layout of this library is a Transformer's."
+            f"{type(decoder).__name__}. Got {like}. The layout of this library is a Transformer's. "
+            "Parameters of a decoder of your own are saved by orbax.checkpoint."
         )
     # No stock config has a word for keys and values that a converted model's layers share.
     converted = isinstance(decoder, Transformer) and decoder.config.shares_kv

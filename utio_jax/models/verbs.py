@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from utio_jax.calibration.advice import advise, conclude, may_pay
+from utio_jax.calibration.advice import conclude
 from utio_jax.calibration.calibrate import calibrate
 from utio_jax.calibration.compare import ComparisonRow, compare
 from utio_jax.calibration.gates import Fit, fits_of
@@ -36,7 +36,7 @@ from utio_jax.core.documents import (
 )
 from utio_jax.core.files import check_place, check_writable, hash_tensors, load_json
 from utio_jax.core.html import depth_html, table_html
-from utio_jax.core.lens import Lensed, Wrapped, lens_beside, load_lens, save_lens, with_config
+from utio_jax.core.lens import Wrapped, lens_beside, load_lens, save_lens, with_config
 from utio_jax.core.terminal import note_compilation
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.base import LogitsProcessor, Mode, Plain
@@ -512,10 +512,9 @@ class Verbs:
         if out is not None:
             fitted.save(out)
         vars(self).update(vars(model))
-        advice = advise(self.decoder, fitted.info, lens=isinstance(self.decoder, Lensed))
         return Calibrated(
             calibration=fitted,
-            verdict=may_pay(fitted.info) if advice is None else advice,
+            verdict=fitted.info["verdict"],
             replaced=tuple(replaced),
             exit_nll_increase_pct=dict(fitted.info["exit_nll_increase_pct"]),
         )

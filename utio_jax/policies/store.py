@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from utio_jax.core.decoder import check_depths
-from utio_jax.core.files import json_file, load_owned, nest, save_owned
+from utio_jax.core.files import hash_params, json_file, load_owned, nest, save_owned
 from utio_jax.core.platform import here
 from utio_jax.policies.base import Policy, Signal
 from utio_jax.policies.depth import Thresholded, random_depths, widen
@@ -48,13 +48,15 @@ class Calibration:
     info: Mapping[str, Any]
 
     def __repr__(self) -> str:
-        """Returns three lines: the model, its policies and their budgets."""
+        """Returns lines of text: the model, its policies, their budgets, and the verdict."""
         budgets = sorted({budget for fitted in self.entries.values() for budget in fitted})
         model, tokens = str(self.info.get("model_sha256"))[:12], self.info.get("tokens")
+        verdict = self.info.get("verdict")
         return (
             f"Calibration of model {model} on {tokens} tokens\n"
             f"  policies {', '.join(self.entries)}\n"
             f"  budgets {', '.join(f'{budget:g}' for budget in budgets)}"
+            + (f"\n  {verdict}" if verdict else "")
         )
 
     def policy(self, name: str, budget: float, *, exits: tuple[int, ...] | None = None) -> Policy:
@@ -134,13 +136,26 @@ def calibration_file(path: str | Path) -> Path:
     return json_file(path, "policies")
 
 
-def load_calibration(path: str | Path, *, model_sha256: str) -> Calibration:
+def load_calibration(
+    path: str | Path, *, model_sha256: str | None = None, params: Any = None
+) -> Calibration:
     """Reads what `Calibration.save` wrote to this file or folder.
+
+    Args:
+      path: the file or folder.
+      model_sha256: identifies the model, as `Model.sha256` does.
+      params: instead of that, the parameters that `utio_jax.calibrate` fitted it to.
 
     Raises:
       ValueError: a file is missing or broken, the two do not belong together, or the calibration
         belongs to another model.
     """
+    if (model_sha256 is None) == (params is None):
+        raise ValueError(
+            "Wanted model_sha256, or the params of a decoder of your own, which are hashed. Got "
+            f"{'neither' if params is None else 'both'}. For example: params=params."
+        )
+    model_sha256 = hash_params(params) if model_sha256 is None else model_sha256
     path = calibration_file(path)
 
     def read(stored: Any) -> tuple[str, Any]:
