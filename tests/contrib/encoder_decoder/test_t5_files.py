@@ -59,7 +59,8 @@ def test_a_head_of_its_own_is_read_where_the_config_says_that_it_is_tied(tmp_pat
 def test_embeddings_are_one_under_any_of_their_names_or_refused(tmp_path: Path) -> None:
     """Transformers gives each stack its own; here they share one."""
     tensors = load_tensors(FOLDER / "t5" / "model.safetensors")
-    shared, sizes = tensors.pop("shared.weight"), {"source_tokens": 8, "target_tokens": 8}
+    shared = tensors.pop("shared.weight")
+    sizes: Any = {"source_tokens": 8, "target_tokens": 8}
     names = [f"{side}.embed_tokens.weight" for side in ("encoder", "decoder")]
     stored = {**tensors, **dict.fromkeys(names, shared)}
     _, params = load_t5(changed_copy(FOLDER / "t5", tmp_path / "copies", stored), **sizes)
