@@ -7,11 +7,14 @@ import functools
 import os
 import subprocess
 import sys
+import tomllib
+import zlib
 from pathlib import Path
 from typing import Any
 
 import jax
 import pytest
+from jax._src.lru_cache import LRUCache
 
 from utio_jax.cli.main import main
 from utio_jax.core import compile_cache, enable_compilation_cache
@@ -58,6 +61,60 @@ def test_a_home_that_cannot_be_written_is_no_error(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     assert enable_compilation_cache() is None
     assert not settings
+
+
+@pytest.mark.parametrize("writes", [1, 2, 3, 4])
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_a_kill_at_any_write_leaves_a_cache_that_stores(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch, writes: int, share: float
+) -> None:
+    """A process ends in its n-th write with some of the bytes in the file: then the next one."""
+    folder = enable_compilation_cache()
+    assert folder is not None
+    most, count = settings["jax_compilation_cache_max_size"], [0]
+    paths: Any = type(LRUCache(str(folder), max_size=most).path)  # Of `etils`, where it is there.
+    write = paths.write_bytes
+
+    def killed(file: Any, data: bytes) -> int:
+        count[0] += 1
+        if count[0] == writes:
+            write(file, data[: int(share * len(data))])
+            raise KeyboardInterrupt
+        return write(file, data)
+
+    programs = {name: zlib.compress(name.encode() * 100) for name in ("first", "second")}
+    with monkeypatch.context() as patch:
+        patch.setattr(paths, "write_bytes", killed)
+        with pytest.raises(KeyboardInterrupt):
+            for name, data in programs.items():
+                LRUCache(str(folder), max_size=most).put(name, data)
+    assert enable_compilation_cache() == folder
+    cache = LRUCache(str(folder), max_size=most)
+    cache.put("third", b"3")
+    assert cache.get("third") == b"3"
+    for name, data in programs.items():
+        assert cache.get(name) in (None, data)
+        cache.put(name, data)
+        assert cache.get(name) == data
+    kept = {file.stem.split("-")[0] for file in folder.glob("*-atime")}
+    assert {*programs, "third"} == kept
+
+
+def test_an_empty_program_is_removed(settings: dict[str, Any]) -> None:
+    """As a loss of power leaves it: JAX would warn of it in each session."""
+    folder = enable_compilation_cache()
+    assert folder is not None
+    for name, data in {"whole": zlib.compress(b"1"), "empty": b""}.items():
+        (folder / f"{name}-cache").write_bytes(data)
+        (folder / f"{name}-atime").write_bytes(bytes(8))
+    enable_compilation_cache()
+    assert [file.name for file in folder.glob("*-cache")] == ["whole-cache"]
+
+
+def test_the_cache_needs_no_extra() -> None:
+    """JAX keeps nothing, with a warning, where a size is set and `filelock` is missing."""
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text("utf-8"))
+    assert any(line.startswith("filelock") for line in project["project"]["dependencies"])
 
 
 def test_only_a_program_sets_up_its_compiler(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ import contextlib
 import hashlib
 import os
 import platform
+import zlib
 from importlib.metadata import version
 from pathlib import Path
 
@@ -25,7 +26,8 @@ def enable_compilation_cache() -> Path | None:
 
     JAX' own variable `JAX_COMPILATION_CACHE_DIR` takes precedence. Programs for CPUs contain
     instructions that other machines may lack, and several machines may share a home. So each kind
-    of processor and each jaxlib has a folder of its own.
+    of processor and each jaxlib has a folder of its own. What a killed process left half written
+    is mended. Delete a file that JAX calls damaged: it is never repaired.
     """
     if os.environ.get(VARIABLE) == "off" or "JAX_COMPILATION_CACHE_DIR" in os.environ:
         return None
@@ -35,6 +37,7 @@ def enable_compilation_cache() -> Path | None:
     folder = home / "utio-jax" / "programs" / machine()
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        _mend(folder)
     except OSError:  # A home that cannot be written is no reason to stop.
         return None
     jax.config.update("jax_compilation_cache_dir", str(folder))
@@ -42,6 +45,26 @@ def enable_compilation_cache() -> Path | None:
     if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", _LEAST_SECONDS)
     return folder
+
+
+def _mend(folder: Path) -> None:
+    """Completes or removes what a process was killed in the middle of writing.
+
+    JAX writes `NAME-cache`, then the time `NAME-atime`. Without the second file it stores no
+    program any more (jax-ml/jax#39880). JAX's own lock excludes processes that are writing.
+    """
+    import filelock
+
+    with contextlib.suppress(filelock.Timeout), filelock.FileLock(folder / ".lockfile", timeout=10):
+        for file in folder.glob("*-cache"):
+            used_at = file.with_name(file.name.removesuffix("-cache") + "-atime")
+            if used_at.exists() and file.stat().st_size:
+                continue
+            try:
+                zlib.decompress(file.read_bytes())
+                used_at.write_bytes(bytes(8))
+            except zlib.error:  # Half a program, or one that another library has packed.
+                file.unlink()
 
 
 def machine() -> str:
