@@ -263,6 +263,72 @@ def test_an_interrupted_call_forgets_all_blocks(monkeypatch: pytest.MonkeyPatch)
     assert ask(engine, text).cached_tokens == 16
 
 
+def replace_in_place(params: Any, *, seed: int) -> None:
+    """Replaces all arrays of a tree of dicts, as a training step may do it."""
+    rng = np.random.default_rng(seed)
+    for name, leaf in params.items():
+        if isinstance(leaf, dict):
+            replace_in_place(leaf, seed=seed + 1)
+        else:
+            noise = rng.standard_normal(leaf.shape).astype(leaf.dtype)
+            params[name] = leaf + 0.3 * leaf.std() * noise
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_parameters_replaced_in_place_answer_as_a_new_engine_does(
+    late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where decoding has copies of layers, which small models have not."""
+    monkeypatch.setattr("utio_jax.core.layer._SMALL", 0)
+    small = lively_model()
+    params = jax.tree.map(lambda leaf: leaf, small.params)  # Other tests have the model's own.
+    model = Model(small.decoder, params)
+    engine = cached_engine(model, read_late=late)
+    text = np.random.default_rng(0).integers(0, 64, 30).tolist()
+    before = ask(engine, text, new=12)
+    replace_in_place(params, seed=1)
+    expected = ask(cached_engine(model), text, new=12)
+    assert before.token_ids.tolist() != expected.token_ids.tolist()
+    for cached in (0, 28):
+        after = ask(engine, text, new=12)
+        np.testing.assert_array_equal(after.token_ids, expected.token_ids)
+        np.testing.assert_allclose(
+            after.log_probabilities, expected.log_probabilities, atol=1e-5
+        )
+        assert after.cached_tokens == cached
+    assert engine.prefix_cache_of(model.decoder, params).num_blocks > 0
+    replace_in_place(params, seed=2)
+    assert engine.prefix_cache_of(model.decoder, params).num_blocks == 0
+
+
+def test_parameters_replaced_while_requests_run_end_these() -> None:
+    """Their tokens so far are the old model's; requests that wait are the new one's."""
+    small = lively_model()
+    params = jax.tree.map(lambda leaf: leaf, small.params)
+    model = Model(small.decoder, params)
+    engine = cached_engine(model, slots=1, read_late=False)
+    text = [*range(20)]
+    old = ask(cached_engine(model), text, new=30).token_ids
+    running = engine.submit(text, max_new_tokens=30, eos_ids=())
+    waiting = engine.submit(text, max_new_tokens=6, eos_ids=())
+    events = [event for _ in range(2) for event in engine.advance()]
+    returned = sum(event.token_ids.size for event in events)
+    replace_in_place(params, seed=1)
+    results = engine.drain()
+    assert results[running].reason == "interrupted"
+    assert 0 < results[running].token_ids.size == returned < 30
+    np.testing.assert_array_equal(results[running].token_ids, old[:returned])
+    expected = ask(cached_engine(model), text, new=6)
+    np.testing.assert_array_equal(results[waiting].token_ids, expected.token_ids)
+
+
+def test_arrays_that_can_change_unseen_are_refused() -> None:
+    small = lively_model()
+    params = jax.tree.map(np.asarray, small.params)
+    with pytest.raises(ValueError, match="params as arrays of JAX.*jax.device_put"):
+        cached_engine(Model(small.decoder, params))
+
+
 def test_an_interrupted_copy_keeps_its_blocks_free(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = init_cache(model64().decoder.config, batch=1, slots=CAPACITY)
     prefix = PrefixCache(cache, num_bytes=4 * block_bytes(model64()))

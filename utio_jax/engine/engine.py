@@ -72,6 +72,7 @@ class Engine:
         Args:
           decoder: the model.
           params: model parameters, on one device or split by `utio_jax.models.tensor_parallel`.
+            Arrays may be replaced in place, e.g. by a training step: see `advance`.
           slots: number of requests that run at once.
           capacity: number of tokens that a slot can hold.
           mode: `Plain()`, `Adaptive(policy=...)` or `Lossless(...)`.
@@ -242,6 +243,8 @@ class Engine:
                 "Wanted the decoder and the params of the engine, whose K/V its prefix cache "
                 "holds. Got others. Make both from one model."
             )
+        if self._rows.outdated:
+            self._rows.prefix.clear()
         return self._rows.prefix
 
     @property
@@ -264,12 +267,16 @@ class Engine:
         If a call did not return (`KeyboardInterrupt`, an error of the device), the next call ends
         each request that had a slot, with reason `"interrupted"`. Waiting requests are kept, except
         for those whose prompts were being read as an error was raised.
+
+        If arrays in `params` were replaced since the last call, the prefix cache is cleared, and
+        requests that had a slot end as interrupted, with their tokens so far. Waiting requests get
+        the tokens of the new parameters.
         """
         return self._advance(keeps=False)
 
     def _advance(self, *, keeps: bool) -> list[Event]:
         """Runs one block; `keeps`: results of requests that end are kept for `drain`."""
-        events = self._recovered() if self._unsettled else []
+        events = self._recovered() if self._unsettled or self._rows.outdated else []
         self._unsettled = True
         events += self._end_by_host()
         self._read_prompts()
@@ -362,7 +369,7 @@ class Engine:
                 "Wanted an engine without requests. Got one in which "
                 f"{len(self._known)} wait or run. Warm it up before the first one."
             )
-        if self._unsettled:
+        if self._unsettled or self._rows.outdated:
             self._recovered()  # There is no request, so this only frees rows.
         rows = self._rows
         room = min(rows.capacity - self.mode.block, self._served.decoder.config.context_length)

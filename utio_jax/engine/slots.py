@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
@@ -199,9 +200,7 @@ class Slots:
         if chunk is None and config.shares_kv and not self.widths:
             # As many prompt tokens as run the layers of `budget` tokens at full depth.
             self.between = budget * config.num_layers // max(1, config.kv_complete)
-        weights, tokens = (served.decoder, served.params), slots * mode.block
-        self._params = head_in_blocks(*weights, tokens=tokens)
-        self._layers = split_layers(*weights, tokens=tokens)
+        self._take_params()
         self._key_widths = key_widths(capacity, key_step=shapes.key_step)
         self._own = own_thresholds(self.mode)
         blocks = {self._block_of(size) for size in self.passes}
@@ -239,6 +238,26 @@ class Slots:
             for group in self.groups
         }
 
+    def _take_params(self) -> None:
+        """Stores copies of parameters for decoding, and the arrays that they were made from."""
+        served = self._served
+        weights, tokens = (served.decoder, served.params), served.slots * self.mode.block
+        self._params = head_in_blocks(*weights, tokens=tokens)
+        self._layers = split_layers(*weights, tokens=tokens)
+        self._leaves = jax.tree.leaves(served.params)
+        if any(isinstance(leaf, np.ndarray) for leaf in self._leaves):
+            raise ValueError(
+                "Wanted params as arrays of JAX. Got arrays of NumPy, in which an engine does not "
+                "see changes. Pass jax.device_put(params)."
+            )
+
+    @property
+    def outdated(self) -> bool:
+        """True if parameters were replaced in place: K/V and copies are of the old ones."""
+        leaves = jax.tree.leaves(self._served.params)
+        pairs = itertools.zip_longest(leaves, self._leaves)
+        return any(leaf is not known for leaf, known in pairs)
+
     def _free_rows(self) -> DecodeState:
         """Returns the state of free rows, and stores their rules."""
         slots = self._served.slots
@@ -248,6 +267,7 @@ class Slots:
 
     def reset(self) -> None:
         """Frees all rows in a new state: an interrupted call may have donated the old one."""
+        self._take_params()
         # The old state is deleted first: the device may have no room for two caches.
         for leaf in jax.tree.leaves(self.state):
             if isinstance(leaf, jax.Array):
