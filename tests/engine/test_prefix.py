@@ -263,6 +263,25 @@ def test_an_interrupted_call_forgets_all_blocks(monkeypatch: pytest.MonkeyPatch)
     assert ask(engine, text).cached_tokens == 16
 
 
+def test_a_full_pool_compiles_nothing_after_the_warmup(no_compiles: Any) -> None:
+    """Nor after an interrupt: stores into a new pool and a used one are programs of their own."""
+    engine = cached_engine(lively_model(), blocks=5)
+    engine.warmup()
+    requests = family(12, seed=3)
+    for _ in range(2):
+        with no_compiles():
+            for number, request in enumerate(requests):
+                submitted = request.submit(engine, cache_salt="ab"[number % 2])
+                if number % 5 == 4:
+                    engine.cancel(submitted)
+                if number % 3:
+                    engine.advance()
+            engine.drain()
+            assert engine.stats().prefix_evictions > 0
+            engine._unsettled = True  # As after a call that did not return.
+            engine.advance()
+
+
 def replace_in_place(params: Any, *, seed: int) -> None:
     """Replaces all arrays of a tree of dicts, as a training step may do it."""
     rng = np.random.default_rng(seed)
@@ -292,9 +311,7 @@ def test_parameters_replaced_in_place_answer_as_a_new_engine_does(
     for cached in (0, 28):
         after = ask(engine, text, new=12)
         np.testing.assert_array_equal(after.token_ids, expected.token_ids)
-        np.testing.assert_allclose(
-            after.log_probabilities, expected.log_probabilities, atol=1e-5
-        )
+        np.testing.assert_allclose(after.log_probabilities, expected.log_probabilities, atol=1e-5)
         assert after.cached_tokens == cached
     assert engine.prefix_cache_of(model.decoder, params).num_blocks > 0
     replace_in_place(params, seed=2)

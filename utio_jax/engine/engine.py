@@ -384,7 +384,7 @@ class Engine:
             # Twice: the layout of a program's result may differ from that of its first input.
             for done, (size, group) in enumerate(passes * 2, start=1):
                 if not group:
-                    rows.warm(size)
+                    rows.warm(size, name=str(done))
                 # One request is cancelled, which releases a slot; others run a block.
                 prompt = np.zeros(min(size, room - new) if group else 1, np.int32)
                 options: dict[str, Any] = {"max_new_tokens": new, "eos_ids": ()}

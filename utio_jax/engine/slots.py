@@ -450,13 +450,16 @@ class Slots:
             for row in self.read(prompts):
                 del reading[row]
 
-    def warm(self, tokens: int) -> None:
-        """Compiles the program of a pass over `tokens` token slots, and those of cached blocks."""
+    def warm(self, tokens: int, *, name: str) -> None:
+        """Compiles the program of a pass over `tokens` token slots, and those of cached blocks.
+
+        A pass of another `name` stores another block: a block that the cache holds is not stored.
+        """
         self._read_blocks(PrefillPass((), tokens=tokens))
         if self.prefix is not None:
             cache = self.prefix.load(self.state.cache, 0, ())
             self.state = dataclasses.replace(self.state, cache=cache)
-            self.prefix.store(cache, 0, [b"warm"])
+            self.prefix.store(cache, 0, [name.encode()])
 
     def keep_blocks(self, request: Request, row: int, *, ended: bool = False) -> None:
         """Stores a request's blocks in the prefix cache: those of its prompt, or of all tokens.
