@@ -346,10 +346,14 @@ class Slots:
             size = short
         block, slot = self._block_of(size), 0
         free = most_blocks(size, block)
+        # The oldest prompt leaves up to half to others: a short one does not wait for a long one.
+        others = sum(-(-left // block) for left in sizes_left[1:])
+        share = max(size // block - others, -(-size // (2 * block)))
         for row, request in pairs:
             start, end = request.read, request.prompt.size
+            most_here = free if parts else min(free, share)
             # A block takes all of its slots, but the next one may begin where its tokens end.
-            blocks = min(free, (size - slot) // block, -(-(end - start) // block))
+            blocks = min(most_here, (size - slot) // block, -(-(end - start) // block))
             if blocks:
                 stop = min(end, start + blocks * block)
                 parts.append((row, request, start, stop))
