@@ -34,11 +34,12 @@ from helpers.generation import lively_model
 from helpers.shared_kv import KINDS
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from utio_jax.decoding.base import Plain
 from utio_jax.decoding.generate import generate
 from utio_jax.decoding.loop import Lengths
 from utio_jax.decoding.sampling import SamplingParams
 from utio_jax.decoding.text import generate_text
-from utio_jax.engine import Engine, EngineStats, Shapes, slots
+from utio_jax.engine import Engine, EngineStats, Shapes, prefix, slots
 from utio_jax.engine.blocks import run_block
 from utio_jax.engine.requests import Request
 from utio_jax.models.presets import TINY
@@ -322,6 +323,53 @@ def test_nothing_compiles_after_the_warmup(
     assert stats.mean_depth_decided == pytest.approx(decided.mean())
 
 
+@pytest.mark.parametrize("late", [False, True])
+def test_no_array_on_the_host_is_filled_again(late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program may read an argument later than the call, and share an aligned array's memory."""
+    given: list[tuple[np.ndarray, np.ndarray]] = []
+
+    def noted(program: Any) -> Any:
+        def run(*arguments: Any, **options: Any) -> Any:
+            leaves = jax.tree.leaves((arguments, options))
+            given.extend((leaf, leaf.copy()) for leaf in leaves if isinstance(leaf, np.ndarray))
+            return program(*arguments, **options)
+
+        return run
+
+    for owner, names in (
+        (slots, ("read_blocks", "run_block", "_copy_row", "_released")),
+        (prefix, ("_load", "_store")),
+    ):
+        for name in names:
+            monkeypatch.setattr(owner, name, noted(getattr(owner, name)))
+    model, mode = lively_model(), modes()["propagate"][0]
+    engine = engine_of(model, mode, read_late=late, prefix_cache="64KiB")
+    result = serve(engine, count=24, seed=5)
+    assert len(result) == 24
+    assert len(given) > 200
+    for array, copy in given:
+        np.testing.assert_array_equal(array, copy)
+
+
+def test_a_short_prompt_does_not_wait_for_a_long_one() -> None:
+    """It shares passes of two blocks; the long one still gets a block of each."""
+    shapes = Shapes(prompt_tokens=(64,), chunk=64, key_step=256)
+    options: dict[str, Any] = {"capacity": 256, "shapes": shapes, "read_late": False}
+    engine = engine_of(lively_model(context_length=256), Plain(), **options)
+    engine.submit([7, 8, 9], max_new_tokens=60, eos_ids=())
+    engine.advance()
+    long, short = (
+        engine.submit([5] * size, max_new_tokens=4, eos_ids=()) for size in (6 * 32, 3 * 32)
+    )
+    first: dict[int, int] = {}
+    for call in range(1, 12):
+        for event in engine.advance():
+            if event.token_ids.size:
+                first.setdefault(event.request, call)
+    # Three passes of a block of each, then the long one has both.
+    assert (first[short], first[long]) == (3, 5)
+
+
 @pytest.mark.check
 @pytest.mark.parametrize("count", [40, pytest.param(2000, marks=pytest.mark.slow)])
 def test_nothing_leaks(count: int) -> None:
@@ -568,6 +616,17 @@ def test_a_prompt_that_cannot_be_read_is_not_tried_again(monkeypatch: pytest.Mon
     third = engine.submit([7], max_new_tokens=3, eos_ids=())
     ended = {number: result.reason for number, result in engine.drain().items()}
     assert ended == {first: "interrupted", second: "length", third: "length"}
+
+
+def test_requests_without_a_seed_draw_independently() -> None:
+    """One prompt four times: equal draws under one seed, else those of the requests' numbers."""
+    engine, hot = engine_of(lively_model(), Plain()), SamplingParams(temperature=1.0)
+    how: dict[str, Any] = {"max_new_tokens": 12, "sampling": hot, "eos_ids": ()}
+    numbers = [engine.submit([1, 2, 3], **how) for _ in range(4)]
+    seeded = [engine.submit([1, 2, 3], seed=numbers[1], **how) for _ in range(2)]
+    results = {number: done.token_ids.tolist() for number, done in engine.drain().items()}
+    assert len({str(results[number]) for number in numbers}) == 4
+    assert results[seeded[0]] == results[seeded[1]] == results[numbers[1]]
 
 
 def test_alternatives_that_nobody_asked_for_cost_nothing() -> None:

@@ -311,7 +311,7 @@ def test_a_prompt_that_begins_as_an_earlier_one_comes_from_the_prefix_cache(
     assert [cached("c", whole=False), cached("c", whole=False)] == [0, 0]
     assert len(texts) == 2
     counters = server.counters()
-    assert counters["utio_prefix_cache_hits_total"] >= 80
+    assert counters["utio_prefix_cache_tokens_total"] >= 80
     assert counters["utio_prefix_cache_blocks"] > 0
 
 
@@ -379,8 +379,34 @@ def test_choices_are_drawn_with_seeds_in_a_row(server: Running) -> None:
         for body in (server.completion(text, max_tokens=1).body for text in ("x", "y"))
     ]
     assert many["usage"]["prompt_tokens"] == sum(sizes)
-    free = {server.completion("x", **drawn).body["choices"][0]["text"] for _ in range(4)}
-    assert len(free) > 1, "without a seed draws differ"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "n"), [(["x"] * 4, 1), (["x", "x"], 2), ("x", 4), ([[5]] * 4, 1)]
+)
+def test_without_a_seed_all_choices_are_drawn_independently(
+    server: Running, prompt: Any, n: int
+) -> None:
+    """Also those of one prompt named several times; with a seed these are equal."""
+    drawn: dict[str, Any] = {"temperature": 1, "max_tokens": 16, "n": n}
+    texts = [choice["text"] for choice in server.completion(prompt, **drawn).body["choices"]]
+    again = [choice["text"] for choice in server.completion(prompt, **drawn).body["choices"]]
+    assert len({*texts, *again}) == 8
+    seeded = server.completion(prompt, seed=3, **drawn).body["choices"]
+    assert len({choice["text"] for choice in seeded}) == n
+
+
+def test_twenty_most_probable_tokens_are_given(server: Running) -> None:
+    """OpenAI's limit, which judges ask for: in order, the first the greedy choice."""
+    body = chat("x", logprobs=True, top_logprobs=20, max_tokens=3, utio=PLAIN)
+    answer = server.ask("/v1/chat/completions", body)
+    for place in answer.body["choices"][0]["logprobs"]["content"]:
+        values = [top["logprob"] for top in place["top_logprobs"]]
+        assert len(values) == 20
+        assert values == sorted(values, reverse=True)
+        assert values[0] == pytest.approx(place["logprob"])
+    more = server.ask("/v1/chat/completions", {**body, "top_logprobs": 21})
+    assert (more.status, more.error["param"]) == (400, "top_logprobs")
 
 
 CONVERSATION = [

@@ -140,7 +140,7 @@ class Engine:
         *,
         max_new_tokens: int = 128,
         sampling: SamplingParams = SamplingParams(),
-        seed: int = 0,
+        seed: int | None = None,
         eos_ids: Sequence[int] | None = None,
         stop_sequences: Sequence[Sequence[int]] = (),
         stop_strings: Sequence[str] = (),
@@ -155,7 +155,8 @@ class Engine:
           prompt_ids: prompt tokens, at least one.
           max_new_tokens: maximum number of new tokens.
           sampling: sampling parameters.
-          seed: random seed; draws depend only on the seed and the prompt.
+          seed: random seed; draws depend only on the seed and the prompt. None: the request's
+            number, so that requests with one prompt draw independently.
           eos_ids: end tokens; None: the model's own, `()`: none.
           stop_sequences: token sequences that end the request.
           stop_strings: strings that end the text. They are searched between blocks, and all tokens
@@ -197,13 +198,14 @@ class Engine:
             raise ValueError(f"Wanted a deadline of more than 0 seconds. Got {deadline}.")
         strings, now = checked_stops(stop_strings), self._clock()
         reader = None if self._tokenizer is None else self._reader(prompt)
+        number = next(self._numbers)
         request = Request(
-            number=next(self._numbers),
+            number=number,
             prompt=prompt,
             max_new_tokens=max_new_tokens,
             num_layers=config.num_layers,
             sampling=sampling,
-            seed=int(check_seeds(seed, rows=1)[0]),
+            seed=int(check_seeds(number if seed is None else seed, rows=1)[0]),
             stops=stops,
             thresholds=thresholds_of(policy, self.mode, self._served.decoder),
             text=None if reader is None else StreamedRow(reader, strings),
@@ -268,8 +270,8 @@ class Engine:
         each request that had a slot, with reason `"interrupted"`. Waiting requests are kept, except
         for those whose prompts were being read as an error was raised.
 
-        If arrays in `params` were replaced since the last call, the prefix cache is cleared, and
-        requests that had a slot end as interrupted, with their tokens so far. Waiting requests get
+        If arrays in `params` were replaced since the last call, the prefix cache is cleared.
+        Requests that had a slot end as interrupted, with their tokens so far. Waiting requests get
         the tokens of the new parameters.
         """
         return self._advance(keeps=False)

@@ -188,14 +188,14 @@ class Reader:
             "deadline": self.limits.request_seconds,
             "cache_salt": body.cache_salt or "",
         }
-        seed = secrets.randbits(32) if body.seed is None else body.seed
         tasks: list[Task] = []
         scored = body.echo and logprobs is not None
         for row, prompt in enumerate(prompts):
             if scored:
                 tasks.append(Task(prompt, row))
             for choice in range(count if most else 0):
-                drawn = {**options, "seed": (seed + choice) % 2**32}
+                seed = secrets.randbits(32) if body.seed is None else body.seed + choice
+                drawn = {**options, "seed": seed % 2**32}
                 tasks.append(Task(prompt, row * count + choice, drawn))
         return Reading(
             body=body,
@@ -213,12 +213,17 @@ class Reader:
         if (highest := int(prompt.max())) >= vocab:
             raise _refused(f"Wanted token ids below {vocab}. Got {highest}{where}.", "prompt")
         if prompt.size + most > self.context:
-            raise ApiError(
-                400,
+            message = (
                 f"Wanted a prompt and an answer within {self.context} tokens. Got {prompt.size} "
-                f"tokens{where} and max_tokens of {most}: {prompt.size + most}. Cut one of them.",
-                code="context_length_exceeded",
+                f"tokens{where} and max_tokens of {most}: {prompt.size + most}. Cut one of them"
             )
+            own = self.model.text.decoder.config.context_length
+            if own > self.context:
+                message += (
+                    f", or start the server with a larger --capacity than {self.capacity}: the "
+                    f"model's context is {own}"
+                )
+            raise ApiError(400, f"{message}.", code="context_length_exceeded")
 
     def _engine_options(self, utio: UtioOptions | None) -> tuple[dict[str, Any], dict[str, Any]]:
         """Returns the engine's depth options for a request, and their report in the answer."""
@@ -238,6 +243,11 @@ class Reader:
         if asked.prompt_budget not in (None, 1, model.prompt_budget):
             offered = "1" if model.prompt_budget is None else f"1 or {model.prompt_budget:g}"
             message = f"Wanted utio.prompt_budget of {offered}. Got {asked.prompt_budget:g}."
+            if model.prompt_budget is None:
+                message += (
+                    " Start the server with --prompt-budget; a stock model needs maps for it: "
+                    "utio-jax fit-prompt FILES --model M, then --prompt-maps FILE."
+                )
             raise _refused(message, "utio.prompt_budget")
         whole = asked.prompt_budget == 1 or model.prefill is None
         budget = model.budget if asked.budget is None else asked.budget
