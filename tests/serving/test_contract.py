@@ -93,7 +93,40 @@ def test_fields_that_would_be_missed_are_refused_by_name(server: Running) -> Non
         for name, value in {**REFUSED, **NOT_HERE[path]}.items():
             result = server.ask(f"/v1/{path}", {**body, name: value})
             assert result.status == 400, name
-            assert (result.error["param"], name in result.error["message"]) == (name, True)
+            assert result.error["param"] == name
+            if name in REFUSED and name != "skip_special_tokens":
+                expected = f"{name}: not supported by this server. Leave it out."
+                assert result.error["message"].startswith(expected)
+            assert name in result.error["message"]
+    constrained = server.completion("x", response_format={"type": "json_object"})
+    assert "logits_processor" in constrained.error["message"]
+
+
+def test_a_prompt_beyond_the_capacity_names_the_option(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the model's own context has room for it."""
+    body: dict[str, Any] = {"prompt": [5] * 300, "max_tokens": 8}
+    expected = "Got 300 tokens and max_tokens of 8: 308. Cut one of them"
+    assert server.completion(**body).error["message"].endswith(f"{expected}.")
+    monkeypatch.setattr(server.server.app.reader, "capacity", 100)
+    message = server.completion(**body).error["message"]
+    assert message.startswith("Wanted a prompt and an answer within 99 tokens.")
+    more = "or start the server with a larger --capacity than 100: the model's context is 256."
+    assert message.endswith(f"{expected}, {more}")
+
+
+def test_a_prompt_budget_that_is_not_served_names_the_way_to_one(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused = server.completion("x", utio={"prompt_budget": 0.75})
+    assert refused.error["message"] == "Wanted utio.prompt_budget of 1 or 0.6. Got 0.75."
+    reader = server.server.app.reader
+    in_full = dataclasses.replace(reader.model, prefill=None, prompt_budget=None)
+    monkeypatch.setattr(reader, "model", in_full)
+    message = server.completion("x", utio={"prompt_budget": 0.75}).error["message"]
+    assert message.startswith("Wanted utio.prompt_budget of 1. Got 0.75. Start the server with")
+    assert "utio-jax fit-prompt FILES --model M, then --prompt-maps FILE" in message
 
 
 def test_fields_that_change_nothing_and_unknown_ones_are_let_pass(server: Running) -> None:
@@ -469,9 +502,12 @@ def test_models_are_listed_with_what_may_be_asked_for(server: Running) -> None:
 
 
 def test_warming_up_tells_how_many_programs_are_compiled(server: Running) -> None:
-    counts = [(line["done"], line["programs"]) for line in server.lines[:9] if "done" in line]
-    programs = counts[-1][1]
-    assert counts == [(done, programs) for done in range(1, programs + 1)]
+    lines = [line for line in server.lines[:9] if line["event"] == "compiling"]
+    programs = lines[-1]["programs"]
+    counts = [(line["done"], line["programs"]) for line in lines]
+    assert counts == [(done, programs) for done in range(programs + 1)]
+    assert (lines[0]["seconds_left"], lines[-1]["seconds_left"]) == (None, 0)
+    assert all(line["seconds_left"] >= 0 for line in lines[1:])
     expected = "prompts in full, by importance; blocks of 1, 4 rows; prompts' own probabilities"
     assert programs == 5, expected
     service = server.server.app
@@ -479,7 +515,10 @@ def test_warming_up_tells_how_many_programs_are_compiled(server: Running) -> Non
     try:
         result = server.ask("/ready")
         assert result.status == 503
-        assert f"compiling, {programs} of {programs} programs" in result.error["message"]
+        assert (
+            f"compiling, {programs} of {programs} programs, about 0 s left"
+            in result.error["message"]
+        )
     finally:
         service.ready = True
 

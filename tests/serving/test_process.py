@@ -15,7 +15,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.serving import PROGRAM, Answered, Process, completion, request_bytes
+from helpers.serving import (
+    PROGRAM,
+    Answered,
+    Process,
+    completion,
+    request_bytes,
+    running,
+    served_model,
+)
+
+from utio_jax.serving import Limits
 
 pytestmark = pytest.mark.check
 
@@ -100,6 +110,52 @@ def test_what_was_accepted_is_answered_after_sigterm(start: Start) -> None:
     assert status == 0
     done = json.loads(out)
     assert (done["command"], done["status"], done["new_tokens"]) == ("serve", 0, 25 * 180 + 8)
+
+
+@pytest.mark.parametrize("ending", ["drain", "second signal"])
+def test_answers_that_the_end_cuts_short_say_so(folder: Path, ending: str) -> None:
+    """A stream by an event, a whole answer by its status; the log has the tokens so far."""
+    limits = Limits(drain_seconds=1 if ending == "drain" else 60)
+    with running(served_model(folder), limits=limits) as server, server.slowed(0.2):
+        whole = in_thread(lambda: server.ask("/v1/completions", LONG))
+        stream = server.stream("/v1/completions", {**LONG, "return_token_ids": True})
+        events = [next(stream) for _ in range(3)]
+        server.server.stop()
+        server.wait_for(lambda: server.lines[-1]["event"] == "draining")
+        if ending == "second signal":
+            server.server._server.handle_exit(signal.SIGTERM, None)
+        events += stream
+        answer = whole.result(timeout=60)
+    assert (answer.status, answer.error["code"]) == (503, "shutting_down")
+    assert events[-1]["error"]["code"] == "shutting_down"
+    (draining,) = (line for line in server.lines if line["event"] == "draining")
+    assert draining == {"event": "draining", "open": 2, "seconds": limits.drain_seconds}
+    lines = [line for line in server.lines if line.get("path") == "/v1/completions"]
+    streamed, asked = sorted(lines, key=lambda line: line["status"])
+    assert (streamed["status"], streamed["error"]) == (200, "shutting_down")
+    assert (asked["status"], asked["error"]) == (503, "shutting_down")
+    sizes = [len(choice["token_ids"]) for event in events[:-1] for choice in event["choices"]]
+    assert streamed["new_tokens"] == sum(sizes) > 8
+    assert 0 < asked["new_tokens"] < 180
+    for line in lines:
+        assert line["seconds_to_first_token"] < line["seconds"]
+        assert 1 <= line["mean_depth"] <= 4
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_log_counts_the_tokens_of_a_client_that_left(folder: Path, stream: bool) -> None:
+    with running(served_model(folder)) as server, server.slowed(0.1):
+        seen = len(server.lines)
+        if stream:
+            server.leave({**LONG, "stream": True}, chunks=3)
+        else:
+            with server.connect(request_bytes(json.dumps(LONG))):
+                server.wait_for(lambda: server.counters()["utio_new_tokens_total"] > 8)
+        server.wait_for(lambda: len(server.lines) > seen)
+    line = server.lines[seen]
+    assert line["left"] == "ClientLeftError"
+    assert 8 < line["new_tokens"] < 180
+    assert line["seconds_to_first_token"] < line["seconds"]
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ from starlette.types import Receive, Scope, Send
 from utio_jax.decoding.text import TextReader
 from utio_jax.engine.requests import Completion, Event
 from utio_jax.serving.engine import PromptScores
-from utio_jax.serving.gate import ApiError, engine_ended, fault, note_fault
+from utio_jax.serving.gate import ApiError, engine_ended, fault, note_fault, shutting_down
 from utio_jax.serving.pieces import token_name
 from utio_jax.serving.requests import Reading
 from utio_jax.serving.worker import EngineStoppedError, Results
@@ -43,6 +43,9 @@ class Choice:
     ) -> None:
         self.index, self.prompt, self.reading = index, prompt, reading
         self.finished: Completion | None = None
+        # Of its tokens so far: the log counts these, however the choice ends.
+        self.new_tokens = self.decided = 0
+        self.first_at: float | None = None
         self._pieces, self._role = service.pieces, reading.chat
         # Where the next token begins in the choice's text, and where its new text does.
         self._offset = self._prompt_end = 0
@@ -66,6 +69,10 @@ class Choice:
     def add(self, event: Event) -> dict[str, Any] | None:
         """Returns the new part of a choice for a streamed chunk, or None."""
         reason = None
+        if event.token_ids.size and self.first_at is None:
+            self.first_at = time.monotonic()
+        self.new_tokens += event.token_ids.size
+        self.decided += int(event.decided.sum())
         if event.finished is not None:
             if event.finished.reason == "nan":
                 raise ApiError(500, _NOT_NUMBERS)
@@ -228,7 +235,8 @@ class Answer(Response):
         super().__init__(status_code=200)
         self._reading, self._results, self._record = reading, results, record
         self._service, self._ping = service, service.limits.ping_seconds
-        self._end = time.monotonic() + service.limits.request_seconds
+        self._began = time.monotonic()
+        self._end = self._began + service.limits.request_seconds
         kind = "chat.completion" if reading.chat else "text_completion"
         name = ("chatcmpl-" if reading.chat else "cmpl-") + record["id"]
         self._head = {"id": name, "object": kind, "created": int(time.time())}
@@ -253,15 +261,7 @@ class Answer(Response):
             watcher.cancel()
             for task in self._reading.tasks:
                 self._service.worker.cancel(task)
-            usage = self._usage()
-            depth = usage["utio"]["mean_depth_decided"]
-            self._record |= {
-                "prompt_tokens": usage["prompt_tokens"],
-                "new_tokens": usage["completion_tokens"],
-                "mode": self._reading.about["mode"],
-                "mean_depth": None if depth is None else round(depth, 3),
-                "seconds_to_first_token": usage["utio"]["seconds_to_first_token"],
-            }
+            self._record |= self._spent()
             for choice in self.choices:
                 if choice.finished is not None:
                     self._service.metrics.finished(choice.finished)
@@ -358,6 +358,10 @@ class Answer(Response):
                 await write(": ping\n\n" if part is None else {**head, "choices": [part]})
         except (ClientLeftError, OSError):
             raise
+        except asyncio.CancelledError:  # It has had its time to drain.
+            if begun:
+                await write(shutting_down().body, more=False)
+            raise
         except Exception as error:
             if not begun:
                 raise
@@ -370,6 +374,18 @@ class Answer(Response):
         if counts:
             await write({**head, "choices": [], "usage": self._usage()})
         await write("data: [DONE]\n\n", more=False)
+
+    def _spent(self) -> dict[str, Any]:
+        """Returns the log's counts of tokens so far, and the time to the slowest first one."""
+        new = sum(item.new_tokens for item in self.choices)
+        first = [item.first_at - self._began for item in self.choices if item.first_at is not None]
+        return {
+            "prompt_tokens": sum(prompt.size for prompt in self._reading.prompts),
+            "new_tokens": new,
+            "mode": self._reading.about["mode"],
+            "mean_depth": round(sum(x.decided for x in self.choices) / new, 3) if new else None,
+            "seconds_to_first_token": round(max(first), 6) if first else None,
+        }
 
     def _usage(self) -> dict[str, Any]:
         """Returns the token counts of finished choices, with depths and times under `utio`."""

@@ -102,7 +102,7 @@ class Application:
             prefill=model.prefill,
             steps=_STEPS,
             shapes=shapes,
-            alternatives=MOST_LOGPROBS,
+            alternatives=min(MOST_LOGPROBS, model.text.decoder.config.vocab_size),
             logits_processor=model.logits_processor,
             prefix_cache=bytes_of(prefix_cache),
         )
@@ -122,7 +122,7 @@ class Application:
         self._log, self.key = log, key
         self.metrics = Metrics(self.worker, layers=model.layers)
         self._gate = Gate(_routes(self), body_bytes=limits.body_bytes, log=log)
-        self._created = int(time.time())
+        self._created, self._compiling_since = int(time.time()), 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers one request."""
@@ -219,9 +219,15 @@ class Application:
         self._log({"event": "timing", "done": done, "blocks": blocks})
 
     def _compiled(self, done: int, programs: int) -> None:
+        now = time.monotonic()
+        if not done:
+            self._compiling_since = now
+        seconds = now - self._compiling_since
+        left = round(seconds * (programs - done) / done) if done else None
         self.compiled = f"compiling, {done} of {programs} programs"
-        if done:
-            self._log({"event": "compiling", "done": done, "programs": programs})
+        if left is not None:
+            self.compiled += f", about {left} s left"
+        self._log({"event": "compiling", "done": done, "programs": programs, "seconds_left": left})
 
     def _ready(self) -> None:
         self.ready = True

@@ -27,6 +27,8 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from utio_jax.serving.schema import CONSTRAINTS, UNSUPPORTED
+
 _PROBES = frozenset({"/health", "/ready", "/metrics"})
 """Addresses that are asked all the time: answers are logged where something is wrong."""
 
@@ -75,6 +77,12 @@ def fault() -> ApiError:
     return ApiError(500, "A fault of this server. It was logged under the request's id.")
 
 
+def shutting_down() -> ApiError:
+    """Returns the error of requests that the time to drain was too short for."""
+    message = "Server is shutting down before this answer was complete."
+    return ApiError(503, message, code="shutting_down")
+
+
 def engine_ended() -> ApiError:
     """Returns the error of requests whose engine is gone."""
     return ApiError(500, "The engine has ended by an error.", code="engine_dead")
@@ -119,6 +127,11 @@ def _invalid(errors: Any) -> ApiError:
     # Names may be the client's own, and as long as its body.
     place = [str(part)[:80] for part in first["loc"][1:9]]
     place = [part for part in place if not _KIND.match(part)]
+    if place[0] in UNSUPPORTED:
+        message = f"{place[0]}: not supported by this server. Leave it out."
+        if CONSTRAINTS.fullmatch(place[0]):
+            message += " In Python: Engine(logits_processor=), docs/extending.md."
+        return ApiError(400, message, param=place[0])
     return ApiError(400, f"{'.'.join(place)}: {first['msg'][:500]}.", param=place[0])
 
 
@@ -190,8 +203,8 @@ class Gate:
         except ApiError as error:
             await answer(error)
         except asyncio.CancelledError:  # It has had its time to drain.
-            message = "Server is shutting down before this answer was complete."
-            await answer(ApiError(503, message, code="shutting_down"))
+            record.setdefault("error", "shutting_down")
+            await answer(shutting_down())
             raise
         except OSError as error:  # The client has left.
             record["left"] = type(error).__name__

@@ -55,7 +55,7 @@ class Metrics:
         yield count("utio_blocks", "Blocks of steps that were run", value=stats.blocks)
         yield count("utio_prompt_tokens", "Of prompts that were read", value=stats.prompt_tokens)
         about = "Prompt tokens that came from the prefix cache"
-        yield count("utio_prefix_cache_hits", about, value=stats.cached_tokens)
+        yield count("utio_prefix_cache_tokens", about, value=stats.cached_tokens)
         about = "Blocks of K/V in the prefix cache"
         yield gauge("utio_prefix_cache_blocks", about, value=stats.prefix_blocks)
         about = "Blocks that made room for others"

@@ -12,6 +12,7 @@ import os
 import socket
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -55,6 +56,11 @@ class Address:
                 "Wanted a key for an address that others can reach. Got host "
                 f"{self.host} without. Name a key file, or stay on 127.0.0.1."
             )
+
+    def check(self) -> None:
+        """Raises ValueError if the address is taken, or the key cannot be read."""
+        self.key()
+        _listen(self).close()
 
     def key(self) -> str | None:
         """Returns the key of `key_file`.
@@ -118,7 +124,7 @@ class Server:
             backlog=_BACKLOG,
             timeout_graceful_shutdown=math.ceil(limits.drain_seconds),
         )
-        self._server = _Uvicorn(config)
+        self._server = _Uvicorn(config, on_drain=self._draining)
 
     def run(self) -> dict[str, Any]:
         """Serves until SIGTERM, SIGINT or `stop`; returns statistics.
@@ -152,6 +158,11 @@ class Server:
         """Stops the server as a first signal does. Thread-safe."""
         self._server.should_exit = True
 
+    def _draining(self) -> None:
+        """Logs that nothing new is taken, and how many choices are open."""
+        record: dict[str, Any] = {"event": "draining", "open": len(self.app.worker.open_tasks)}
+        self._log({**record, "seconds": self.app.limits.drain_seconds})
+
     def _changed(self) -> None:
         if self.app.dead is not None:
             self.stop()  # After the errors that open requests get.
@@ -162,6 +173,14 @@ class Server:
 
 class _Uvicorn(uvicorn.Server):
     """Uvicorn that returns after a signal instead of raising it again."""
+
+    def __init__(self, config: uvicorn.Config, *, on_drain: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._on_drain = on_drain
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._on_drain()
+        await super().shutdown(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self.force_exit, self.should_exit = self.should_exit, True

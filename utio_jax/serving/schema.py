@@ -11,6 +11,7 @@ have a greatest length, so that no body makes more than a few errors.
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
@@ -18,8 +19,9 @@ from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
 Id = Annotated[int, Field(ge=0, lt=2**31)]
 Ids = Annotated[list[Id], Field(fail_fast=True, min_length=1, max_length=2**18)]
 MOST_PROMPTS, MOST_CHOICES, MOST_STOPS = 64, 8, 4
-MOST_LOGPROBS = 5
-"""Most probable tokens that a request may ask for at each place."""
+MOST_LOGPROBS = 20
+"""Most probable tokens that a request may ask for at each place: OpenAI's limit for chats. All
+steps search for so many: 20 of 49,152 take 0.65 ms for eight rows, 5 take 0.61 (CPU time)."""
 
 Few = Field(fail_fast=True, min_length=1, max_length=MOST_PROMPTS)
 Stop = Annotated[str, Field(min_length=1, max_length=256)]
@@ -66,6 +68,12 @@ _STRICT = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, protected_
 _fields: Any = {
     name: (kind and kind | None, None) for kind, names in _FOREIGN for name in names.split()
 }
+UNSUPPORTED = frozenset(_fields)
+"""Names of these fields: a 400 says the same of each."""
+
+CONSTRAINTS = re.compile("response_format|structured_outputs|guided_.*|grammar|json_schema")
+"""Names of those that constrain the text."""
+
 Strict: Any = create_model("Strict", __config__=_STRICT, **_fields)
 """A body with strict types and finite numbers; unknown fields are kept."""
 
