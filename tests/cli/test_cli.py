@@ -332,7 +332,10 @@ def test_generate_streams_one_prompt_to_a_terminal(
         ("generate x --mode lossless --drafter magic", "a drafter of exit, ngram"),
         ("generate x --mode adaptive --policy full --budget 0.5", "with budget. Got policy full"),
         ("generate x --mode lossless --prompt-budget 0.9", "keys and values are the full model's"),
-        ("generate x --temperature -1", "Wanted a temperature of 0 for greedy, or from"),
+        (
+            "generate x --temperature -1",
+            "Wanted a temperature of 0, which is greedy, or a positive number",
+        ),
         ("fit-prompt SOURCE --stop 2", "within the model's context of 64"),
         ("bench --batch-sizes 0", "sizes and rounds of at least 1"),
         ("bench --policies learned@7", "NAME or NAME@BUDGET"),

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import json
+import re
+import socket
 import types
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,10 @@ from typing import Any
 import pytest
 
 from utio_jax import Adaptive, Lossless, Plain, uniform
+from utio_jax.cli.chat import Chat
 from utio_jax.cli.evaluate import Evaluate
+from utio_jax.cli.generate import Generate
+from utio_jax.cli.main import parsed
 from utio_jax.cli.options import OfDecoding, read_token_ids, repeat_reading
 from utio_jax.cli.serve import Serve
 from utio_jax.decoding.sampling import SamplingParams
@@ -108,6 +113,60 @@ def test_maps_that_did_not_pay_say_so_where_they_are_used(
     repeat_reading(tmp_path)
     shown = capsys.readouterr().err
     assert (f"did not pay when they were fitted: {lost:+.2f} % loss" in shown) == warns
+
+
+@pytest.mark.parametrize(
+    ("line", "match"),
+    [
+        (
+            "serve --mode losless",
+            "--mode of plain, lossless, adaptive. Got 'losless'. Did you mean lo",
+        ),
+        ("serve --mode=losless", "Got 'losless'. Did you mean lossless?"),
+        ("serve --mode", "Wanted --mode of plain, lossless, adaptive. Got ''."),
+        ("serve --buget 0.75", "an option of utio-jax serve. Got --buget. Did you mean --budget?"),
+        ("chat --max_tokens 4", "Got --max-tokens. Did you mean --max-new-tokens?"),
+        ("serve --slots eight", "Wanted --slots as an integer. Got 'eight'."),
+        ("generate x --temperature hot", "Wanted --temperature as a number. Got 'hot'."),
+        ("bench --parts scores", "Wanted --parts of score, decode, lossless. Got 'scores'."),
+    ],
+)
+def test_a_word_that_no_option_has_is_named(line: str, match: str) -> None:
+    """In the style of all other errors, before a model is read."""
+    name, *words = line.split()
+    with pytest.raises(ValueError, match=re.escape(match)):
+        parsed(name, words)
+
+
+def test_options_are_read_as_typed() -> None:
+    words = ["a", "--b", "--max_new_tokens=3", "--temperature", "0.5", "--mode", "plain", "--chat"]
+    with pytest.raises(ValueError, match="Got --b"):
+        parsed("generate", words)
+    read = parsed("generate", [word for word in words if word != "--b"] + ["--stop=--b"])
+    assert (read.prompts, read.max_new_tokens, read.stop) == (("a",), 3, ("--b",))
+    assert (read.temperature, read.mode, read.chat) == (0.5, "plain", True)
+
+
+def test_what_needs_no_model_is_checked_before_one_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read(*_: Any, **__: Any) -> Any:
+        raise AssertionError("the model was read")
+
+    monkeypatch.setattr("utio_jax.models.load", read)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        for command, match in (
+            (Serve(port=port), f"127.0.0.1:{port} cannot be had"),
+            (Serve(port=0, api_key_file=tmp_path / "none"), "Wanted a key in"),
+            (Serve(port=0, prefix_cache="some"), "must be bytes"),
+            (Serve(port=0, drain_seconds=0), "limits of at least 1"),
+            (Serve(port=0, prompt_maps=tmp_path / "none.json"), "none.json"),
+            (Generate(prompts=("x",), temperature=-1.0), "Wanted a temperature of 0"),
+            (Chat(top_p=0.5), "Wanted --temperature above 0"),
+        ):
+            with pytest.raises(ValueError, match=match):
+                command.run()
 
 
 def test_token_ids_are_lists_of_numbers(tmp_path: Path) -> None:

@@ -236,7 +236,10 @@ UNTYPED: Any = SimpleNamespace(**{**vars(P()), "top_k": None})  # `P` checks typ
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: P(temperature=1e-39), r"0 for greedy, or from 1.17549e-38 on. Got .*1e-39"),
+        (
+            lambda: P(temperature=1e-39),
+            r"0, which is greedy, or a positive number of float32. Got .*1e-39",
+        ),
         (lambda: P(temperature=numbers.float16(np.nan)), "Got temperature=nan"),
         (lambda: P(top_p=numbers.float32(0)), "above 0 and at most 1. Got top_p=0"),
         (lambda: P(top_k=numbers.int64(-1)), "an integer; 0: all. Got top_k=-1"),
@@ -251,7 +254,7 @@ UNTYPED: Any = SimpleNamespace(**{**vars(P()), "top_k": None})  # `P` checks typ
         (lambda: check_sampling(P(top_p=np.array([0.5, 0.5])), rows=3), r"\(3\). Got 2"),
         (
             lambda: check_sampling(P(temperature=np.array([1.0, np.nan])), rows=2),
-            "from 1.17549e-38 on. Got temperature=nan",
+            "a positive number of float32. Got temperature=nan",
         ),
     ],
 )

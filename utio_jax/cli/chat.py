@@ -43,7 +43,7 @@ class Chat(OfDecoding):
 
         from utio_jax.models.chat import ChatEngine
 
-        model, sampling = self.load(), self.sampling()
+        sampling, model = self.sampling(), self.load()
         mode, prefill, _ = self.decoding_mode(model)
         _ = model.chat_template  # Before anything is asked.
         console = Console(stderr=not sys.stdout.isatty(), highlight=False)

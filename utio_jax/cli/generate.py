@@ -69,7 +69,7 @@ class Generate(OfDecoding):
                 f'For its text: utio-jax generate "$(cat {shlex.quote(prompt)})"',
                 file=sys.stderr,
             )
-        model, sampling = self.load(), self.sampling()
+        sampling, model = self.sampling(), self.load()
         mode, prefill, budget = self.decoding_mode(model)
         prompts, eos_ids = self._encoded(model)
         plain = Plain()

@@ -7,13 +7,15 @@ import contextlib
 import dataclasses
 import difflib
 import inspect
+import itertools
 import json
 import os
 import re
 import sys
 import time
+from collections.abc import Callable, Iterable
 from dataclasses import MISSING
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from utio_jax.core.extras import install_line, missing_library
 from utio_jax.core.files import versions
@@ -117,9 +119,7 @@ def _run(arguments: list[str]) -> int:
     as_json = "--json" in arguments or not sys.stdout.isatty()
     name, *options = [argument for argument in arguments if argument != "--json"]
     if name not in COMMANDS:
-        near = difflib.get_close_matches(name, COMMANDS, n=1)
-        meant = f" Did you mean {near[0]}?" if near else ""
-        meant = f" That is {_MOVED[name]} now." if name in _MOVED else meant
+        meant = f" That is {_MOVED[name]} now." if name in _MOVED else _meant(name, COMMANDS)
         raise ValueError(f"Wanted a command of {', '.join(COMMANDS)}. Got {name!r}.{meant}")
     started = time.perf_counter()
     result = parsed(name, options).run()
@@ -157,8 +157,49 @@ def parsed(name: str, arguments: list[str]) -> Any:
     if {"--help-all", "--help", "-h"} & {*arguments}:
         command, about = _help_of(command, every="--help-all" in arguments)
         arguments = ["--help"]
+    else:
+        _check_options(name, command, arguments)
     prog = f"utio-jax {name}"
     return tyro.cli(command, prog=prog, description=about, args=arguments, config=_STYLE)
+
+
+def _check_options(name: str, command: Any, arguments: list[str]) -> None:
+    """Raises ValueError for an unknown option, and for a value of another type or choice."""
+    hints = get_type_hints(command)
+    hints = {f"--{of.name.replace('_', '-')}": hints[of.name] for of in dataclasses.fields(command)}
+    for word, following in itertools.pairwise([*arguments, ""]):
+        option, equals, value = word.partition("=")
+        option, value = option.replace("_", "-"), value if equals else following
+        if not re.fullmatch("--[a-z][a-z0-9-]*", option):
+            continue
+        if option not in hints:
+            raise ValueError(
+                f"Wanted an option of utio-jax {name}. Got {option}.{_meant(option, hints)} "
+                f"utio-jax {name} --help-all shows all."
+            )
+        for kind in (hints[option], *get_args(hints[option])):  # Also of `kind | None`.
+            choices = get_args(kind) if get_origin(kind) is Literal else ()
+            if choices and value not in choices:
+                raise ValueError(
+                    f"Wanted {option} of {', '.join(choices)}. Got {value!r}."
+                    f"{_meant(value, choices)}"
+                )
+            if kind in (int, float) and not _reads(kind, value):
+                what = "an integer" if kind is int else "a number"
+                raise ValueError(f"Wanted {option} as {what}. Got {value!r}.")
+
+
+def _reads(kind: Callable[[str], Any], text: str) -> bool:
+    try:
+        kind(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _meant(word: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(word, known, n=1)
+    return f" Did you mean {near[0]}?" if near else ""
 
 
 def _help_of(command: Any, *, every: bool) -> tuple[Any, str]:

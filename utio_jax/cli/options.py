@@ -163,11 +163,10 @@ class OfMode(OfCalibration):
                 f"Wanted --prompt full: every token of a prompt runs all layers. Got {self.prompt}."
                 " Texts to continue have no option: utio-jax generate TEXT."
             )
+        if self.prompt_maps is not None:
+            repeat_reading(self.prompt_maps)
         model = super().load()
-        if self.prompt_maps is None:
-            return model
-        repeat_reading(self.prompt_maps)
-        return model.with_kv_maps(self.prompt_maps)
+        return model if self.prompt_maps is None else model.with_kv_maps(self.prompt_maps)
 
     @property
     def policy_name(self) -> str:

@@ -32,7 +32,8 @@ class Serve(OfMode):
       api_key_file: of the key that requests bring.
       slots: answers that are written at once.
       capacity: tokens of each, prompt included; by default the model's context, 2048 at most.
-      prefix_cache: bytes for K/V of beginnings that requests share, as 64MiB; 0 keeps none.
+      prefix_cache: bytes for K/V of beginnings that requests share, as 64MiB; 0 keeps none. Prompts
+        that are read with --prompt-budget on a stock model do not use it.
       drain_seconds: that open requests have after SIGTERM.
     """
 
@@ -53,12 +54,20 @@ class Serve(OfMode):
 
     def run(self) -> dict[str, Any] | int:
         """Runs the command and returns its JSON, or an exit status after a failure."""
+        from utio_jax.engine.prefix import bytes_of
         from utio_jax.serving import Address, Limits, Server
+        from utio_jax.serving.gate import log_line
 
+        # What can be wrong with these is named before a model is read.
+        address = Address(host=self.host, port=self.port, key_file=self.api_key_file)
+        address.check()
+        limits = Limits(drain_seconds=self.drain_seconds)
+        bytes_of(self.prefix_cache)
+        log_line({"event": "reading", "model": self.model})
         server = Server(
             self.served(),
-            address=Address(host=self.host, port=self.port, key_file=self.api_key_file),
-            limits=Limits(drain_seconds=self.drain_seconds),
+            address=address,
+            limits=limits,
             slots=self.slots,
             capacity=self.capacity,
             prefix_cache=self.prefix_cache,

@@ -57,7 +57,7 @@ class SamplingParams:
         for name, expected, is_valid in (
             (
                 "temperature",
-                "of 0 for greedy, or from 1.17549e-38 on",
+                "of 0, which is greedy, or a positive number of float32",
                 lambda t: t == 0 or t >= _LEAST,
             ),
             ("top_k", "as a number of tokens, an integer; 0: all", _is_count),
