@@ -31,6 +31,7 @@ from utio_jax.decoding.generate import generate
 from utio_jax.decoding.lossless import Lossless
 from utio_jax.evaluation.evaluate import evaluate
 from utio_jax.evaluation.generation import spent_on
+from utio_jax.models.transformer import Transformer
 from utio_jax.policies import given_depths
 from utio_jax.policies.depth import Thresholded
 from utio_jax.policies.signals import Entropy
@@ -215,6 +216,26 @@ def test_a_fit_brings_exits_closer_and_leaves_the_model_alone(
     before, after = (np.asarray(losses).sum(axis=(1, 2)) for losses in both)
     assert after[-1] == before[-1]
     assert np.all(after[:-1] < before[:-1])
+
+
+def test_classes_that_a_decoder_masks_add_nothing_to_a_fit(bare: Model, text: list[Batch]) -> None:
+    class Masked(Transformer):
+        masked_by = -np.inf
+
+        def unembed(self, params: Any, x: Any) -> Any:
+            logits = super().unembed(params, x)
+            return jnp.where(jnp.arange(logits.shape[-1]) < 60, logits, self.masked_by)
+
+    class MaskedByANumber(Masked):
+        masked_by = -1e9
+
+    config = LensConfig(steps=2, batch=8)
+    result, expected = (
+        fit_lens(kind(bare.decoder.config), bare.params, text[:1], config)
+        for kind in (Masked, MaskedByANumber)
+    )
+    np.testing.assert_allclose(result.matrix, expected.matrix, atol=1e-6)
+    np.testing.assert_allclose(result.bias, expected.bias, atol=1e-6)
 
 
 def test_a_fit_takes_no_more_steps_than_its_flops_allow(bare: Model, text: list[Batch]) -> None:

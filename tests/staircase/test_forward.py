@@ -75,6 +75,17 @@ def test_comparison_of_predictions_with_themselves_and_with_others(tiny: Any) ->
     np.testing.assert_array_equal(other["agree"], p.argmax(-1) == q.argmax(-1))
 
 
+def test_classes_that_a_decoder_masks_add_nothing_to_a_comparison(tiny: Any) -> None:
+    shallow, full = np.random.default_rng(0).normal(size=(2, 6, 8)).astype(np.float32)
+    masked = [np.pad(x, ((0, 0), (0, 3)), constant_values=-np.inf) for x in (shallow, full)]
+    labels = jnp.arange(6)
+    result, expected = (
+        compare_logits(*map(jnp.asarray, pair), labels) for pair in (masked, (shallow, full))
+    )
+    for name in expected:
+        np.testing.assert_allclose(result[name], expected[name], atol=1e-6)
+
+
 # A pass reads the logits of each token once, at its own depth, whichever policy looked before.
 
 SMALL = MicroBatches(min_bucket=4, block=8, query_block=8, key_step=8)

@@ -17,6 +17,7 @@ from jaxtyping import Array, Float
 
 from utio_jax.calibration.risk import split_documents
 from utio_jax.calibration.studies import check_varied
+from utio_jax.core.arrays import expected_difference
 from utio_jax.core.decoder import Decoder, Params, some_exits
 from utio_jax.core.documents import Batch
 from utio_jax.core.flops import token_cost
@@ -205,7 +206,7 @@ def _descend(
         read = [read_through(maps, lens.exits, *pair) for pair in pairs]
         logp = [jax.nn.log_softmax(decoder.unembed(params, x).astype(jnp.float32)) for x in read]
         divergences = [
-            jnp.sum(jnp.exp(full) * (full - exit_logp), axis=-1).sum() for exit_logp in logp
+            expected_difference(jnp.exp(full), full, exit_logp).sum() for exit_logp in logp
         ]
         return sum(divergences, start=jnp.float32(0)) / config.batch
 

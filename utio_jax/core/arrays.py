@@ -128,6 +128,18 @@ def normalise(x: Float[Array, "*lead dim"], eps: float = 1e-6) -> Float[Array, "
     return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
 
 
+def expected_difference(
+    weights: Float[Array, "*lead vocab"],
+    first: Float[Array, "*lead vocab"],
+    second: Float[Array, "*lead vocab"],
+) -> Float[Array, "*lead"]:
+    """Returns the sum of `weights * (first - second)` over classes, as in a KL divergence.
+
+    A weight of 0 adds 0, also where a decoder masks a class in both by -inf.
+    """
+    return jnp.sum(weights * jnp.where(weights > 0, first - second, 0.0), axis=-1)
+
+
 def stable_partition(
     key: Int[Array, "*lead token"], num_groups: int
 ) -> tuple[Int[Array, "*lead token"], Int[Array, "*lead token"]]:

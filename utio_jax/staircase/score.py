@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from utio_jax.core.arrays import (
     executed_heads,
+    expected_difference,
     forward_only,
     map_head,
     most_probable,
@@ -312,6 +313,9 @@ def compare_logits(
         "kl": jnp.sum(jax.nn.softmax(full_logits) * (full_logits - logits), axis=-1) + early - full,
         "agree": (best == most_probable(full_logits)) & known,
         "greedy": (best == label) & known,
+        "kl": expected_difference(jax.nn.softmax(full_logits), full_logits, logits) + early - full,
+        "agree": best == most_probable(full_logits),
+        "greedy": best == label,
     }
 
 
