@@ -79,9 +79,8 @@ def test_classes_that_a_decoder_masks_add_nothing_to_a_comparison(tiny: Any) -> 
     shallow, full = np.random.default_rng(0).normal(size=(2, 6, 8)).astype(np.float32)
     masked = [np.pad(x, ((0, 0), (0, 3)), constant_values=-np.inf) for x in (shallow, full)]
     labels = jnp.arange(6)
-    result, expected = (
-        compare_logits(*map(jnp.asarray, pair), labels) for pair in (masked, (shallow, full))
-    )
+    result = compare_logits(jnp.asarray(masked[0]), jnp.asarray(masked[1]), labels)
+    expected = compare_logits(jnp.asarray(shallow), jnp.asarray(full), labels)
     for name in expected:
         np.testing.assert_allclose(result[name], expected[name], atol=1e-6)
 

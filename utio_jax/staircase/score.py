@@ -310,12 +310,9 @@ def compare_logits(
     return {
         "nll": next_token_nll(logits, label),
         "nll_full": next_token_nll(full_logits, label),
-        "kl": jnp.sum(jax.nn.softmax(full_logits) * (full_logits - logits), axis=-1) + early - full,
+        "kl": expected_difference(jax.nn.softmax(full_logits), full_logits, logits) + early - full,
         "agree": (best == most_probable(full_logits)) & known,
         "greedy": (best == label) & known,
-        "kl": expected_difference(jax.nn.softmax(full_logits), full_logits, logits) + early - full,
-        "agree": best == most_probable(full_logits),
-        "greedy": best == label,
     }
 
 
