@@ -169,7 +169,7 @@ print(*(str(each.message) for each in caught), sep="\\n")
 
 
 def lines_of(call: str) -> list[str]:
-    """Returns the warnings of a program of its own, which `XLA_FLAGS` tells nothing."""
+    """Returns the warnings of a program of its own without `XLA_FLAGS`."""
     env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     env |= {"PYTHONPATH": str(Path(utio_jax.__file__).parents[1]), "JAX_PLATFORMS": "cpu"}
     session = [sys.executable, "-c", SESSION.replace("CALL", call)]
