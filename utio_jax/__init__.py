@@ -45,7 +45,7 @@ from utio_jax.policies.depth import Thresholded, uniform
 from utio_jax.staircase.reference import reference_states
 from utio_jax.staircase.score import score
 from utio_jax.utio.buckets import bucket_tokens, run_buckets
-from utio_jax.utio.surrogate import surrogate_importance
+from utio_jax.utio.importance import surrogate_importance
 
 if TYPE_CHECKING:
     from utio_jax.models import Model, load

@@ -13,7 +13,7 @@ import pytest
 from utio_jax.attention.mixing import NOWHERE, Mixer, attend
 from utio_jax.core.flops import count_matmul_flops
 from utio_jax.utio import History
-from utio_jax.utio.vertical_slash import BandBlocks, slice_width
+from utio_jax.utio.attention.vertical_slash import BandBlocks, slice_width
 
 # tokens, block, recent, sinks, heads, K/V heads, softcap, layer window
 CASES = (

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from utio_jax.utio import surrogate_importance
 from utio_jax.utio.buckets import Buckets, assign_buckets, bucket_tokens, run_buckets
 
 pytestmark = pytest.mark.usefixtures("strict_dtypes")
@@ -238,10 +239,15 @@ SOME = jnp.zeros((2, 4))
     ("arguments", "message"),
     [
         ({"depths": (3, 2)}, r"strictly increasing depths of at least 1. Got depths=\(3, 2\)"),
-        ({"bucket_cutoffs": (6, 16)}, r"Wanted depths=.*Got bucket_cutoffs=\(6, 16\). For example"),
+        ({"bucket_cutoffs": (6, 16)}, r"each bucket once, for example depths=.*cutoffs=\(6, 16\)"),
+        ({"depths": None}, "each bucket once, .*Got depths=None, bucket_cutoffs=None"),
         ({"min_bucket": 0}, "min_bucket of at least 1, in items. Got min_bucket=0"),
         ({"scores": jnp.zeros((), jnp.float32)}, r"scores of shape \[..., token\].*shape \(\)"),
-        ({"thresholds": None}, "either thresholds or fractions. Got neither"),
+        ({"fractions": (0.5, 0.3, 0.2)}, "thresholds or fractions. Got both"),
+        (
+            {"scores": [0.1, 0.9]},
+            r"an array of floating-point scores.*Got list.*jnp.asarray\(scores",
+        ),
         ({"thresholds": (0.5,)}, r"Wanted 2 thresholds.*Got shape \(1,\)"),
         ({"thresholds": (1.0, 0.5)}, r"ascending thresholds without NaN. Got \[1.0, 0.5\]"),
         ({"thresholds": None, "fractions": (0.5, 0.6, 0.1)}, "sum to 1.*sum 1.2"),
@@ -259,14 +265,29 @@ def test_inputs_functions_and_arguments_that_do_not_fit_are_named():
     buckets = bucket_tokens(SOME, depths=DEPTHS, thresholds=(0.5, 1.0))
     with pytest.raises(ValueError, match=r"axes \(2, 4\). Got a leaf of shape \(8, 3\)"):
         run_buckets(add_layers, jnp.zeros((8, 3)), buckets)
-    with pytest.raises(ValueError, match="Got 2 arguments more. Leave out order and inverse"):
-        run_buckets(add_layers, SOME[..., None], buckets, buckets.token_of_slot, None)
+    with pytest.raises(ValueError, match="order and inverse of these buckets.* Got others"):
+        run_buckets(add_layers, SOME[..., None], buckets, buckets.token_of_slot + 1)
     with pytest.raises(ValueError, match=r"same shapes at every depth\. Got depth 2:"):
         run_buckets(lambda block, depth: jnp.tile(block, depth), SOME[..., None], buckets)
 
 
-def test_several_names_for_buckets_are_refused() -> None:
-    with pytest.raises(TypeError, match="Wanted one name: buckets = .*token_of_slot"):
-        _, _, _ = bucket_tokens(
-            jnp.asarray([0.1, 0.9]), depths=(1, 2), thresholds=(0.5,), min_bucket=1
-        )
+def test_quick_start_of_the_paper_runs_as_it_is_written():
+    """Scores, buckets by cut-offs, outputs in the inputs' order; a cut-off is a depth."""
+    rng = np.random.default_rng(3)
+    logits, heat, embeddings = (
+        jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((9, 5), (9,), (9, 4))
+    )
+    items = 100 * jnp.arange(9, dtype=jnp.float32)
+
+    tis = surrogate_importance(logits, heat, embeddings)
+    buckets, order, inv = bucket_tokens(tis, bucket_cutoffs=(6, 16, 32), min_bucket=8)
+    outputs = run_buckets(add_layers, items, buckets, order, inv)
+
+    ranked = np.argsort(np.asarray(tis), kind="stable")  # Equal shares: three tokens a bucket.
+    expected = np.zeros(9)
+    for rank, token in enumerate(ranked):
+        expected[token] = 100 * token + (6, 16, 32)[rank // 3]
+    np.testing.assert_array_equal(outputs, expected)
+    np.testing.assert_array_equal(jnp.add(outputs, 1.0), expected + 1)  # An array to JAX, too.
+    np.testing.assert_array_equal(order[inv], np.arange(9))
+    assert [int(depth) for depth in outputs.depth_of_token[order]] == [32] * 3 + [16] * 3 + [6] * 3

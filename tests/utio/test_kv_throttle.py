@@ -33,7 +33,7 @@ from utio_jax.policies.base import exceeds
 from utio_jax.policies.depth import Thresholded, uniform
 from utio_jax.policies.signals import Chance, MaxProbability, Position
 from utio_jax.utio import History, SparseQueries, Throttled, VerticalSlash
-from utio_jax.utio.kv_throttle import open_view
+from utio_jax.utio.attention.kv_throttle import open_view
 
 DEPTHS = (1, 2, 4)
 HISTORY = History(recent=9, sinks=2)

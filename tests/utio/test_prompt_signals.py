@@ -17,7 +17,7 @@ from helpers.shared_kv import KINDS
 
 from utio_jax.models import TINY, Transformer
 from utio_jax.staircase import MicroBatches, PromptImportance, staircase
-from utio_jax.utio.surrogate import AttentionHeat, PromptSurrogate
+from utio_jax.utio.signals import AttentionHeat, PromptSurrogate
 
 EXECUTOR = MicroBatches(min_bucket=4, block=16, query_block=8, key_step=16)
 VARIANTS: dict[str, dict[str, Any]] = {

@@ -30,7 +30,7 @@ class KVCache:
       keys: rotated, as `Decoder.keys_values` returns them.
       values: of the same shape.
       view: what else keeps keys and values as they are written, by a method `remember` as that of
-        `utio_jax.utio.kv_throttle.View`, its rows on axis 1; None: nothing.
+        `utio_jax.utio.attention.kv_throttle.View`, its rows on axis 1; None: nothing.
       heads_first: whether a head's slots lie side by side, `kv_head slot`, else a slot's heads, see
         `Platform.heads_first`. Static.
     """

@@ -26,7 +26,7 @@ from utio_jax.policies.signals import (
     StateSimilarity,
 )
 from utio_jax.policies.store import CONTROLS
-from utio_jax.utio.surrogate import TokenSurrogate, UtioSurrogate, surrogate_table
+from utio_jax.utio.signals import TokenSurrogate, UtioSurrogate, surrogate_table
 
 Loss = Literal["squared", "logistic"]
 """What a gate's value is compared with: a number, or the logit of a probability."""

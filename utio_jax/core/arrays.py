@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from utio_jax.core.decoder import Decoder, Params, logits_of
 from utio_jax.core.platform import here
@@ -161,11 +160,23 @@ def stable_partition(
 
 
 def invert(permutation: Int[Array, "*lead token"]) -> Int[Array, "*lead token"]:
-    """Returns the inverse of each row's permutation."""
+    """Returns the inverse of each row's permutation; rows stay on the devices of a mesh."""
     *lead, width = permutation.shape
-    flat = permutation.reshape(math.prod(lead), width)  # -1 fails where width is 0.
-    rows = jnp.arange(flat.shape[0], dtype=jnp.int32)[:, None]
-    places = jnp.broadcast_to(jnp.arange(width, dtype=flat.dtype), flat.shape)
-    at = jnp.zeros_like(flat).at[rows, flat]
-    inverse = at.set(places, unique_indices=True, mode="promise_in_bounds")
-    return inverse.reshape(permutation.shape)
+    places = jnp.arange(width, dtype=permutation.dtype)
+
+    def one(row: jax.Array) -> jax.Array:
+        at = jnp.zeros_like(row).at[row]
+        return at.set(places, unique_indices=True, mode="promise_in_bounds")
+
+    for _ in lead:
+        one = jax.vmap(one)
+    return one(permutation)
+
+
+def whole_rows(x: Shaped[Array, "*lead token"]) -> Shaped[Array, "*lead token"]:
+    """Returns `x` with whole rows on each device, where a mesh of explicit axes splits the last."""
+    mesh, spec = jax.typeof(x).sharding.mesh, jax.typeof(x).sharding.spec
+    if not spec or spec[-1] is None:
+        return x
+    whole = jax.sharding.PartitionSpec(*spec[:-1], None)
+    return jax.sharding.reshard(x, jax.sharding.NamedSharding(mesh, whole))

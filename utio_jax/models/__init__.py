@@ -15,13 +15,14 @@ from utio_jax.models.checkpoint import Model, load, load_config, save
 from utio_jax.models.presets import STDLIB_16, TINY
 from utio_jax.models.rope import frequencies, rotate, rotations
 from utio_jax.models.shipped import SHIPPED
-from utio_jax.models.transformer import Transformer, TransformerConfig
+from utio_jax.models.transformer import FlaxTransformer, Transformer, TransformerConfig
 
 __all__ = [
     "SHIPPED",
     "STDLIB_16",
     "TINY",
     "Branches",
+    "FlaxTransformer",
     "Model",
     "Transformer",
     "TransformerConfig",

@@ -14,11 +14,12 @@ from typing import Any, ClassVar, Literal, get_args
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
+from utio_jax.attention.mixing import NOWHERE, attend, mixer_at
 from utio_jax.core.arrays import normalise
 from utio_jax.core.decoder import DecoderConfig, LayerParams, Params, PositionEncoding
-from utio_jax.core.layer import head_product, project
+from utio_jax.core.layer import head_product, layer_at, project
 from utio_jax.core.platform import on_enough_rows, product_apart
 from utio_jax.models.rope import RopeScaling, frequencies, rotate, rotations
 
@@ -171,11 +172,24 @@ class Layer(nn.Module):
         self.up_proj = dense(config.mlp_dim, config.mlp_bias)
         self.down_proj = dense(config.embed_dim, config.mlp_bias, into_residual)
 
-    def __call__(self, x: jax.Array, places: PositionEncoding) -> jax.Array:
-        """Uses every parameter once, for `init`; each token attends to itself."""
-        _, values = self.keys_values(x, places)
-        group = self.config.num_heads // self.config.num_kv_heads
-        return self.finish(x, self.queries(x, places) * 0 + jnp.repeat(values, group, axis=-2))
+    def __call__(
+        self,
+        x: Float[Array, "*lead token dim"],
+        places: PositionEncoding,
+        visible: Bool[Array, "*#lead token token"],
+        keys_values: tuple[jax.Array, jax.Array] | None = None,
+    ) -> Float[Array, "*lead token dim"]:
+        """Returns the layer's output of all tokens.
+
+        Args:
+          x: its input.
+          places: position encoding of the tokens, see `Transformer.encode_positions`.
+          visible: mask of the keys that each query sees.
+          keys_values: keys and values made by other layers; None: the layer's own.
+        """
+        keys, values = keys_values or self.keys_values(x, places)
+        cap = self.config.attention_softcap
+        return self.finish(x, attend(self.queries(x, places), keys, values, visible, softcap=cap))
 
     def queries(self, x: jax.Array, places: PositionEncoding) -> jax.Array:
         config = self.config
@@ -245,10 +259,10 @@ class Transformer:
         """Returns fresh parameters."""
         config = self.config
         embedding_key, layer_key, head_key = jax.random.split(key, 3)
-        x = jnp.zeros((1, config.embed_dim))
+        x, visible = jnp.zeros((1, config.embed_dim)), jnp.ones((1, 1), bool)
         layer = Layer(config)
         places = (jnp.ones((1, config.head_dim // 2)), jnp.zeros((1, config.head_dim // 2)))
-        stack = jax.vmap(lambda one: layer.init(one, x, places)["params"])
+        stack = jax.vmap(lambda one: layer.init(one, x, places, visible)["params"])
 
         def table(key: jax.Array, rows: int) -> dict[str, jax.Array]:
             return {"embedding": 0.02 * jax.random.normal(key, (rows, config.embed_dim))}
@@ -336,3 +350,77 @@ class Transformer:
         logits = on_enough_rows(head, normed)
         cap = self.config.logit_softcap
         return logits if cap is None else cap * jnp.tanh(logits / cap)
+
+
+class FlaxTransformer(nn.Module):
+    """`Transformer` as one Flax module: the forward pass at one depth, a `lax.scan` over layers.
+
+    It has the parameters of `Transformer`, in their tree:
+
+        module = FlaxTransformer(model.decoder.config)
+        logits = module.apply({"params": model.params}, token_ids, lengths)
+    """
+
+    config: TransformerConfig
+
+    @nn.compact
+    def __call__(
+        self,
+        token_ids: Int[Array, "batch token"],
+        lengths: Int[Array, " batch"] | None = None,
+        *,
+        depth: int | None = None,
+    ) -> Float[Array, "batch token vocab"]:
+        """Returns the logits of all tokens after `depth` layers.
+
+        Args:
+          token_ids: right-padded rows.
+          lengths: real tokens per row; None: all are real.
+          depth: number of layers, the first ones of the stack; None: all. Static.
+
+        Raises:
+          ValueError: a depth that the model does not have, or upper layers that read the keys and
+            values of different layers.
+        """
+        config, decoder = self.config, Transformer(self.config)
+        if self.is_initializing():
+            for name, leaves in decoder.init(self.make_rng("params")).items():
+                self.put_variable("params", name, leaves)
+        depth = config.num_layers if depth is None else depth
+        own, above = min(depth, config.kv_own), {*config.kv_source[config.kv_own :]}
+        if not 0 <= depth <= config.num_layers or len(above) > 1:
+            raise ValueError(
+                f"Wanted a depth from 0 to {config.num_layers}, and one kv_source for all upper "
+                f"layers. Got depth={depth}, kv_source={config.kv_source!r:.100}."
+            )
+        params = self.variables["params"]
+        positions = jnp.broadcast_to(jnp.arange(token_ids.shape[1]), token_ids.shape)
+        keys_at = positions
+        if lengths is not None:
+            keys_at = jnp.where(positions < lengths[:, None], positions, NOWHERE)
+        places = decoder.encode_positions(positions)
+        layer = Layer(config, parent=None)  # No variables of this module: `apply` gets them.
+
+        def run(x: jax.Array, index: Any, shared: Any = None) -> tuple[jax.Array, Any]:
+            # An index into the stack: slices `[:depth]` of it would copy the weights.
+            weights = layer_at(decoder, params, index)
+            at, visible = decoder._places(weights, places), mixer_at(decoder, index).visible
+            weights = {name: leaf for name, leaf in weights.items() if name != "is_local"}
+            apply = partial(layer.apply, {"params": weights})
+            keys_values = shared or apply(x, at, method="keys_values")
+            return apply(x, at, visible(positions, keys_at), keys_values), keys_values
+
+        x = decoder.embed(params, token_ids, positions)
+        x, made = jax.lax.scan(run, x, jnp.arange(own))
+        if depth > own:
+
+            def keys_values(row: int) -> tuple[jax.Array, jax.Array]:
+                if row < own:
+                    return made[0][row], made[1][row]
+                weights = layer_at(decoder, params, row)
+                return layer.apply({"params": weights}, x, places, method="keys_values")
+
+            rows = zip(*map(keys_values, config.kv_read(own)), strict=True)
+            shared = tuple(jnp.concatenate(heads, axis=-2) for heads in rows)
+            x, _ = jax.lax.scan(partial(run, shared=shared), x, jnp.arange(own, depth))
+        return decoder.unembed(params, x)

@@ -4,7 +4,7 @@
 Each returns one score per token and boundary, the higher the harder. Known before the pass:
 `Position`. From an exit's own prediction, at the price of a vocabulary head for tokens that go on:
 `SoftmaxGap`, `MaxProbability`, `Entropy`, `Patience`. From states alone: `StateSimilarity`. UTIO's
-own are in `utio_jax.utio.surrogate`.
+own are in `utio_jax.utio.signals`.
 """
 
 from __future__ import annotations
@@ -230,6 +230,11 @@ def predictive_entropy(logits: Float[Array, "*lead vocab"]) -> Float[Array, "*le
 
 def check_floats(array: jax.Array, name: str, shape: str, rank: int) -> None:
     """Raises ValueError unless an array holds floats and has at least `rank` axes."""
+    if not hasattr(array, "dtype"):
+        raise ValueError(
+            f"Wanted an array of floating-point {name}, {shape}. Got {type(array).__name__}. Make "
+            f"one: jnp.asarray({name})."
+        )
     if jnp.ndim(array) < rank or not jnp.issubdtype(jnp.result_type(array), jnp.floating):
         raise ValueError(
             f"Wanted floating-point {name} of shape {shape}. "

@@ -4,7 +4,7 @@
 Blocks are lists of traced length: whole blocks, then one or two small ones; a larger remainder is a
 whole block with padding. A block attends over the row's keys up to its last position, in one of a
 few static widths. Subclasses of `QueryBlocks` and `Cover` attend over others
-(`utio_jax.utio.vertical_slash`).
+(`utio_jax.utio.attention.vertical_slash`).
 
 Few large blocks are faster than many small ones: 32, 64, 128 and 256 queries of 4 heads over 512
 keys take 0.30, 0.39, 0.56 and 0.72 ms (two threads of an AMD EPYC with AVX-512).

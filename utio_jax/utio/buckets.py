@@ -5,8 +5,9 @@
     results = run_buckets(forward, items, buckets)       # forward(block, depth) -> block
 
 Counts are traced, so new scores never recompile; only depths and `min_bucket` are static.
-`run_buckets` serves *independent* items. Tokens that attend to each other run in
-`utio_jax.staircase.loop.staircase`.
+`run_buckets` serves *independent* items: it runs one bucket after the other, each from the first
+layer on. Tokens of one text attend to each other, so their buckets run depth by depth, see
+`utio_jax.utio.forward`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
-from utio_jax.core.arrays import invert, stable_partition
+from utio_jax.core.arrays import invert, stable_partition, whole_rows
 from utio_jax.core.decoder import check_depths
 from utio_jax.core.pytrees import pytree, static
 from utio_jax.policies.signals import check_floats
@@ -53,19 +54,23 @@ class Buckets:
     @property
     def depth_of_token(self) -> Int[Array, "*lead token"]:
         """Number of layers that each token runs."""
-        return jnp.asarray(self.depths, jnp.int32)[self.bucket_of_token]
+        return _depth_of(self.bucket_of_token, self.depths)
 
     def __iter__(self) -> Iterator[Any]:
-        """Raises TypeError: `buckets, order, inverse = ...` of other UTIO code does not unpack."""
-        raise TypeError(
-            "Wanted one name: buckets = bucket_tokens(...), for run_buckets(function, x, buckets). "
-            "Got several. The tokens' order and its inverse are its token_of_slot and "
-            "slot_of_token."
-        )
+        """Unpacks as in the paper's code: the buckets, the tokens' order, and its inverse."""
+        return iter((self, self.token_of_slot, self.slot_of_token))
+
+
+def _depth_of(bucket: jax.Array, depths: tuple[int, ...]) -> jax.Array:
+    # Sums, not a table: rows that a mesh splits cannot index it.
+    depth = jnp.full_like(bucket, depths[0], dtype=jnp.int32)
+    for index, deeper in enumerate(depths[1:]):
+        depth = jnp.where(bucket > index, jnp.int32(deeper), depth)
+    return depth
 
 
 def assign_buckets(
-    scores: Float[Array, "*lead token"], thresholds: Float[Array, " edge"] | Sequence[float]
+    scores: Float[Array, "*lead token"], thresholds: Float[Array, " edge"] | Sequence[Any]
 ) -> Int[Array, "*lead token"]:
     """Returns each token's bucket: the number of thresholds below its score; NaN goes deepest.
 
@@ -83,52 +88,48 @@ def assign_buckets(
 def bucket_tokens(
     scores: Float[Array, "*lead token"],
     *,
-    depths: Sequence[int] = (),
-    thresholds: Float[Array, " edge"] | Sequence[float] | None = None,
+    depths: Sequence[int] | None = None,
+    thresholds: Float[Array, " edge"] | Sequence[Any] | None = None,
     fractions: Sequence[float] | None = None,
     min_bucket: int = 64,
-    **others: Any,
+    bucket_cutoffs: Sequence[int] | None = None,
 ) -> Buckets:
     """Sorts tokens into depth buckets by score.
 
     Args:
       scores: importance; a higher score goes deeper. NaN goes deepest.
-      depths: one depth per bucket, strictly increasing. Static.
+      depths: layers of each bucket, strictly increasing. Static.
       thresholds: one fewer than depths, ascending, in the scores' unit; may be traced. A token's
         bucket depends on its own score only: causal, and independent of the batch.
       fractions: alternative to thresholds: each bucket's share of the row's tokens, shallowest
         first, summing to 1. Tokens are ranked within the row, so this is *not* causal. Of equal
-        scores the earlier token is the less important. Static.
+        scores the earlier token is the less important. Without either, shares are equal. Static.
       min_bucket: block size of `run_buckets`. Static.
-      **others: rejected; the error names the argument that replaces `bucket_cutoffs` of other UTIO
-        code.
+      bucket_cutoffs: name of `depths` in the paper's code.
 
     Raises:
-      ValueError: an unknown option. Depths are not strictly increasing. Thresholds and fractions
-        are both given or both missing, or have the wrong length, order or sum.
-        `min_bucket` is below 1. Scores are not floating-point `[..., token]`.
+      ValueError: depths are missing, given twice, or not strictly increasing. Thresholds and
+        fractions are both given, or have the wrong length, order or sum. `min_bucket` is below 1.
+        Scores are not floating-point `[..., token]`.
     """
-    if others:
-        name, value = next(iter(others.items()))
+    if (depths is None) == (bucket_cutoffs is None):
         raise ValueError(
-            "Wanted depths=, the layers of each bucket, and thresholds= in the scores' unit, one "
-            f"fewer, or fractions= of the tokens, one each. Got {name}={value!r}. For example: "
-            "depths=(6, 16, 32), fractions=(0.5, 0.3, 0.2). There is one result: its "
-            "token_of_slot is the order, its slot_of_token the inverse."
+            "Wanted the layers of each bucket once, for example depths=(6, 16, 32). Got "
+            f"depths={depths}, bucket_cutoffs={bucket_cutoffs}."
         )
-    depths, min_bucket = check_depths(depths), check_min_bucket(min_bucket)
+    depths = check_depths(bucket_cutoffs if depths is None else depths)
+    min_bucket = check_min_bucket(min_bucket)
     check_floats(scores, "scores", "[..., token]", 1)
-    if (thresholds is None) == (fractions is None):
+    if thresholds is not None and fractions is not None:
         raise ValueError(
-            "Wanted either thresholds or fractions. Got "
-            + ("neither." if thresholds is None else "both.")
-            + " Thresholds are causal; fractions rank within the row."
+            "Wanted thresholds or fractions. Got both. Thresholds are causal; fractions rank "
+            "within the row."
         )
     if thresholds is not None:
         bucket = assign_buckets(scores, check_thresholds(thresholds, len(depths) - 1))
     else:
-        bucket = _buckets_by_rank(scores, () if fractions is None else fractions, depths)
-    source, destination = stable_partition(len(depths) - 1 - bucket, len(depths))
+        bucket = _buckets_by_rank(whole_rows(scores), fractions, depths)
+    source, destination = stable_partition(len(depths) - 1 - whole_rows(bucket), len(depths))
     counts = jnp.sum(jax.nn.one_hot(bucket, len(depths), dtype=jnp.int32), axis=-2)
     return Buckets(
         bucket_of_token=bucket,
@@ -142,7 +143,8 @@ def bucket_tokens(
 
 def check_thresholds(thresholds: Any, num_edges: int) -> jax.Array:
     """Checks the length of thresholds, and the order of concrete ones; returns float32 `[edge]`."""
-    edges = thresholds if isinstance(thresholds, Tracer) else np.asarray(thresholds, np.float32)
+    traced = any(isinstance(edge, Tracer) for edge in jax.tree.leaves(thresholds))
+    edges = (jnp if traced else np).asarray(thresholds, np.float32)
     if edges.shape != (num_edges,):
         raise ValueError(
             f"Wanted {num_edges} thresholds, one fewer than there are depths. "
@@ -157,22 +159,29 @@ def check_thresholds(thresholds: Any, num_edges: int) -> jax.Array:
     return jnp.asarray(edges, jnp.float32)
 
 
-def _buckets_by_rank(
-    scores: jax.Array, fractions: Sequence[float], depths: tuple[int, ...]
-) -> jax.Array:
-    shares = np.asarray(fractions, np.float64)
+def rank_ends(
+    fractions: Sequence[float] | None, depths: tuple[int, ...], token: int
+) -> Int[np.ndarray, " bucket"]:
+    """Returns the first rank beyond each bucket, of `token` ranks; None: equal shares."""
+    shares = np.full(len(depths), 1 / len(depths)) if fractions is None else np.asarray(fractions)
     fits = shares.shape == (len(depths),)
     if not (fits and (shares >= 0).all() and abs(shares.sum() - 1) <= 1e-6):
         raise ValueError(
             f"Wanted {len(depths)} fractions of at least 0 that sum to 1, one per depth of "
-            f"{depths}. Got {tuple(fractions)}, sum {float(np.sum(shares)):g}."
+            f"{depths}. Got {fractions}, sum {float(np.sum(shares)):g}."
         )
-    token = scores.shape[-1]
-    last_rank = np.round(np.cumsum(shares) * token).astype(np.int32)  # of each bucket, exclusive
+    return np.round(np.cumsum(shares.astype(np.float64)) * token).astype(np.int32)
+
+
+def _buckets_by_rank(
+    scores: jax.Array, fractions: Sequence[float] | None, depths: tuple[int, ...]
+) -> jax.Array:
+    ends = rank_ends(fractions, depths, scores.shape[-1])
     order = jnp.argsort(scores, axis=-1)  # Stable; NaN comes last, after infinity.
-    bucket_of_rank = np.searchsorted(last_rank, np.arange(token), side="right")
-    bucket_of_rank = bucket_of_rank.clip(max=len(depths) - 1)
-    bucket = jnp.asarray(bucket_of_rank, jnp.int32)[invert(order.astype(jnp.int32))]
+    rank = invert(order.astype(jnp.int32))
+    bucket = jnp.zeros_like(rank)
+    for end in ends[:-1]:
+        bucket += (rank >= end).astype(jnp.int32)
     return jnp.where(jnp.isnan(scores), len(depths) - 1, bucket)
 
 
@@ -185,6 +194,8 @@ class BucketResults:
       depth_of_token: depth that each item ran.
       involuntary_stays: number of items that `merge_small` ran deeper than decided.
       slots_used: slots in each bucket's blocks, padding included.
+
+    Where a function expects an array, outputs of one array stand for the results.
     """
 
     outputs: Any
@@ -192,15 +203,26 @@ class BucketResults:
     involuntary_stays: Int[Array, ""]
     slots_used: Int[Array, " bucket"]
 
+    def __jax_array__(self) -> jax.Array:
+        return self.outputs
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.array(self.outputs, dtype=dtype, copy=copy)
+
 
 def run_buckets(
     forward: Callable[[Any, int], Any],
     inputs: Any,
     buckets: Buckets,
-    *others: Any,
+    order: Int[Array, "*lead token"] | None = None,
+    inverse: Int[Array, "*lead token"] | None = None,
+    *,
     merge_small: bool = False,
 ) -> BucketResults:
     """Runs every item at its own depth, in blocks of `min_bucket`; compiles one body per depth.
+
+    Items of all rows share blocks. On a mesh call this and `bucket_tokens` in `jax.shard_map`, so
+    that each device packs its own items.
 
     Args:
       forward: `forward(block, depth)`; block leaves lead with `[slot]`, depth is a static int.
@@ -208,21 +230,24 @@ def run_buckets(
         must return the same shapes.
       inputs: pytree; leaves lead with the axes of `buckets.bucket_of_token`.
       buckets: from `bucket_tokens`. Items of all leading rows share blocks.
-      *others: rejected: `buckets` holds the order and its inverse.
+      order: as the paper's code passes it on: the `token_of_slot` of these buckets, or None.
+      inverse: likewise, their `slot_of_token`.
       merge_small: merges a bucket of fewer than `min_bucket` items into the next deeper one,
         starting with the shallowest (UTIO). Saves padding. Merged items run *deeper* than decided
         and count as involuntary stays.
 
     Raises:
-      ValueError: leaves do not lead with the buckets' axes, depths return different shapes, or
-        there are further positional arguments.
+      ValueError: leaves do not lead with the buckets' axes, depths return different shapes, the
+        order or its inverse are those of other buckets, or an explicit mesh splits the rows.
     """
-    if others:
-        raise ValueError(
-            "Wanted run_buckets(forward, inputs, buckets), where forward(block, depth) runs a "
-            f"block of inputs to a static depth. Got {len(others)} arguments more. Leave out order "
-            "and inverse: results come back in the inputs' own order."
-        )
+    for given, own in ((order, buckets.token_of_slot), (inverse, buckets.slot_of_token)):
+        known = given is None or isinstance(given, Tracer) or isinstance(own, Tracer)
+        if not known and not np.array_equal(given, own):
+            raise ValueError(
+                "Wanted the order and inverse of these buckets: buckets, order, inverse = "
+                "bucket_tokens(...). Got others. Leave them out: results come back in the inputs' "
+                "own order."
+            )
     depths, size = buckets.depths, buckets.min_bucket
     lead = buckets.bucket_of_token.shape
     for leaf in jax.tree.leaves(inputs):
@@ -231,6 +256,12 @@ def run_buckets(
                 f"Wanted inputs that lead with the buckets' axes {lead}. "
                 f"Got a leaf of shape {leaf.shape}."
             )
+    if any(jax.typeof(buckets.bucket_of_token).sharding.spec):
+        raise ValueError(
+            "Wanted items on one device, since all rows share blocks. Got rows that an explicit "
+            "mesh splits. Let each device pack its own: call bucket_tokens and run_buckets in "
+            "jax.shard_map."
+        )
     flat = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[len(lead) :]), inputs)
     decided = buckets.bucket_of_token.reshape(-1)
     num_items = decided.shape[0]
@@ -248,9 +279,12 @@ def run_buckets(
             "Wanted a forward function that returns the same shapes at every depth. Got "
             + "; ".join(f"depth {d}: {s}" for d, s in zip(depths, shapes, strict=True))
         )
-    outputs = jax.tree.map(
-        lambda leaf: jnp.zeros((num_items, *leaf.shape[1:]), leaf.dtype), shapes[0]
-    )
+
+    def empty(leaf: Any) -> jax.Array:  # Like an input: on the same devices of a `shard_map`.
+        shape = (num_items, *leaf.shape[1:])
+        return jnp.zeros_like(decided, shape=shape, dtype=leaf.dtype)
+
+    outputs = jax.tree.map(empty, shapes[0])
 
     def run_block(index: jax.Array, outputs: Any, *, bucket: int) -> Any:
         slots = starts[bucket] + index * size + jnp.arange(size, dtype=jnp.int32)
@@ -268,7 +302,7 @@ def run_buckets(
             outputs = jax.lax.fori_loop(0, blocks[bucket], run, outputs)
     return BucketResults(
         outputs=jax.tree.map(lambda leaf: leaf.reshape(*lead, *leaf.shape[1:]), outputs),
-        depth_of_token=jnp.asarray(depths, jnp.int32)[group].reshape(lead),
+        depth_of_token=_depth_of(group, depths).reshape(lead),
         involuntary_stays=jnp.sum(group != decided, dtype=jnp.int32),
         slots_used=blocks * size,
     )

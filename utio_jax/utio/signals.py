@@ -1,11 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""UTIO's surrogate importance: predictive entropy, attention heat, embedding outlier, their sum.
+"""UTIO's importance as signals of policies and of prompts, over `utio_jax.utio.importance`.
 
-`surrogate_importance` combines given arrays; it is pure and accumulates in float32. Four signals
-compute them during a pass: `TokenSurrogate` before it, from the token alone; `UtioSurrogate` once,
-at the first exit; `AttentionHeat` and `PromptSurrogate` for prompts, whose later tokens are known.
-A score is *not* a number of layers: `bucket_tokens` turns scores into depths by thresholds in the
-score's own unit.
+`TokenSurrogate` scores before the pass, from the token alone; `UtioSurrogate` once, at the first
+exit; `AttentionHeat` and `PromptSurrogate` score prompts, whose later tokens are known.
 """
 
 from __future__ import annotations
@@ -22,119 +19,9 @@ from utio_jax.core.flops import count_matmul_flops, token_cost
 from utio_jax.core.layer import keys_values_of, layer_at
 from utio_jax.core.pytrees import pytree, static
 from utio_jax.policies.base import Boundary
-from utio_jax.policies.signals import (
-    KnownBefore,
-    SignalBase,
-    check_floats,
-    exit_index,
-    predictive_entropy,
-)
+from utio_jax.policies.signals import KnownBefore, SignalBase, exit_index
 from utio_jax.staircase import prompts
-
-
-def attention_heat(
-    attn_heat: Float[Array, "*lead_or_head token"], *, has_heads: bool = False
-) -> Float[Array, "*lead token"]:
-    """Returns the attention mass that each token receives, averaged over heads where there are any.
-
-    For a *causal* use count only the queries that existed when the decision was taken; a token that
-    was just produced has received nothing yet.
-    """
-    check_floats(
-        attn_heat, "attn_heat", "[..., token] or [..., head, token]", 2 if has_heads else 1
-    )
-    heat = attn_heat.astype(jnp.float32)
-    return jnp.mean(heat, axis=-2) if has_heads else heat
-
-
-def embedding_outlier(
-    embeddings: Float[Array, "*lead token dim"], *, batch_mean: Float[Array, " dim"] | None = None
-) -> Float[Array, "*lead token"]:
-    """Returns one minus the cosine similarity to the mean embedding, in [0, 2].
-
-    Args:
-      embeddings: states or embeddings of any layer.
-      batch_mean: the mean `[dim]` to compare with: a constant, calibrated beforehand. None takes
-        the mean over all leading axes, so that later tokens and other rows enter the score; fine
-        for analysis, not for causal routing.
-
-    A state or mean of norm zero has no direction; its outlier is 1. NaN stays NaN.
-    """
-    check_floats(embeddings, "embeddings", "[..., token, dim]", 2)
-    states = embeddings.astype(jnp.float32)
-    if batch_mean is None:
-        mean = jnp.mean(states, axis=tuple(range(states.ndim - 1)))
-    elif batch_mean.shape != states.shape[-1:]:
-        raise ValueError(
-            f"Wanted a batch_mean of shape {states.shape[-1:]}, the embeddings' last axis. "
-            f"Got {batch_mean.shape}."
-        )
-    else:
-        mean = batch_mean.astype(jnp.float32)
-    norms = jnp.linalg.norm(states, axis=-1) * jnp.linalg.norm(mean)
-    nowhere = norms == 0
-    return 1.0 - jnp.where(nowhere, 0.0, states @ mean / jnp.where(nowhere, 1.0, norms))
-
-
-def surrogate_importance(
-    logits: Float[Array, "*lead token vocab"],
-    attn_heat: Float[Array, "*lead token"] | Float[Array, "*lead head token"] | None,
-    embeddings: Float[Array, "*lead token dim"],
-    *,
-    batch_mean: Float[Array, " dim"] | None = None,
-    weights: tuple[float, float, float] = (0.5, 0.25, 0.25),
-) -> Float[Array, "*lead token"]:
-    """Returns UTIO's surrogate: weighted entropy (nats), attention heat and embedding outlier.
-
-    Args:
-      logits: predictions that exist at the time of the decision, e.g. of an exit at the floor.
-      attn_heat: attention received, with or without a head axis before `token`; None where no
-        causal estimate exists: its weight is then dropped and the other two are rescaled to the
-        same sum.
-      embeddings: states or embeddings.
-      batch_mean: see `embedding_outlier`.
-      weights: of entropy, heat and outlier.
-
-    Raises:
-      ValueError: ranks or token counts do not agree, or the weights cannot be used.
-    """
-    check_floats(logits, "logits", "[..., token, vocab]", 2)
-    check_floats(embeddings, "embeddings", "[..., token, dim]", 2)
-    lead = logits.shape[:-1]
-    if embeddings.shape[:-1] != lead:
-        raise ValueError(
-            f"Wanted logits and embeddings of the same tokens. Got leading axes {lead} in logits "
-            f"{logits.shape} and {embeddings.shape[:-1]} in embeddings {embeddings.shape}."
-        )
-    # NaN compares as False with everything: ask for what holds, never for what does not.
-    usable = len(weights) == 3 and all(0 <= weight < float("inf") for weight in weights)
-    if not usable or not 0 < sum(weights) < float("inf"):
-        raise ValueError(
-            "Wanted three finite weights of at least 0 (entropy, heat, outlier), one of them above "
-            f"0. Got weights={weights}."
-        )
-    entropy_weight, heat_weight, outlier_weight = weights
-    if attn_heat is None:
-        known_weight = entropy_weight + outlier_weight
-        if known_weight <= 0:
-            raise ValueError(
-                f"Wanted attention heat, the only signal with a weight in weights={weights}. Got "
-                "attn_heat=None. Pass heat, or weigh entropy or outlier."
-            )
-        scale = sum(weights) / known_weight
-        entropy_weight, outlier_weight = entropy_weight * scale, outlier_weight * scale
-    score = entropy_weight * predictive_entropy(logits)
-    score += outlier_weight * embedding_outlier(embeddings, batch_mean=batch_mean)
-    if attn_heat is None:
-        return score
-    has_heads = attn_heat.ndim == len(lead) + 1
-    shape = (*attn_heat.shape[:-2], attn_heat.shape[-1]) if has_heads else attn_heat.shape
-    if shape != lead:
-        raise ValueError(
-            f"Wanted attn_heat of shape {lead}, or with a head axis before the last. "
-            f"Got {attn_heat.shape}."
-        )
-    return score + heat_weight * attention_heat(attn_heat, has_heads=has_heads)
+from utio_jax.utio.importance import surrogate_importance
 
 
 @pytree

@@ -53,7 +53,7 @@ from utio_jax.staircase.base import Sources, Tokens
 from utio_jax.staircase.exit_head import Model
 from utio_jax.staircase.forward import shows_from
 from utio_jax.staircase.packing import Packing
-from utio_jax.utio.vertical_slash import History, VerticalSlash, visible_history
+from utio_jax.utio.attention.vertical_slash import History, VerticalSlash, visible_history
 
 
 @pytree

@@ -28,8 +28,8 @@ from utio_jax.staircase.base import Tokens
 from utio_jax.staircase.exit_head import Model
 from utio_jax.staircase.packing import Packing
 from utio_jax.staircase.reference import FrozenKV
-from utio_jax.utio.kv_throttle import Throttled
-from utio_jax.utio.vertical_slash import History, SlashPacking, VerticalSlash
+from utio_jax.utio.attention.kv_throttle import Throttled
+from utio_jax.utio.attention.vertical_slash import History, SlashPacking, VerticalSlash
 
 
 @pytree
