@@ -11,7 +11,7 @@
 #
 # 1. scores a text with a depth per token, and draws the layers that each token ran;
 # 2. checks the result against a slow reference implementation;
-# 3. shows the three functions underneath, which also serve items that are not tokens;
+# 3. runs UTIO's own pass, its scores and its buckets;
 # 4. measures the speed against the controls that such a claim needs.
 #
 # It needs `pip install -e '.[notebooks]'` in a clone of the repository, and no accelerator.
@@ -139,79 +139,69 @@ print(f"token-layers that the gate decided: {depths.sum()}")
 print(f"slot-layers executed: {np.sum(found.work.queries)}")
 
 # %% [markdown]
-# ## UTIO's three calls
+# ## UTIO's forward pass
 #
-# UTIO (*Unified Token-Importance Optimizer*) names three steps: score, bucket, run. They are
-# functions of their own, for items that do not attend to each other: requests, rows of a table,
-# states in front of a stack of MLPs.
+# UTIO (*Unified Token-Importance Optimizer*) names the steps: score, bucket, run. `utio_forward` is
+# that pass on a transformer, as one readable program:
 #
-# 1. `surrogate_importance` scores items from what is there anyway: the entropy of a prediction (in
-#    nats), the attention that a token received, and how unusual its state is. (In a pass from left
-#    to right the attention is not known yet; `None` gives its weight to the other two.)
-# 2. `bucket_tokens` compares scores with thresholds and sorts items into depth buckets. Shapes
-#    depend on nothing but the number of items, so new scores never compile anything.
-# 3. `run_buckets` runs each bucket in blocks of `min_bucket` items at the bucket's depth.
+# 1. All tokens run the *floor*, here 8 layers. The attention that each token receives is summed on
+#    the way.
+# 2. `surrogate_importance` scores tokens from what is there: the entropy of the floor's prediction
+#    (in nats), that attention, and how unusual the token's state is.
+# 3. `bucket_tokens` compares scores with thresholds and sorts tokens into depth buckets. Shapes
+#    depend on nothing but the number of tokens, so new scores never compile anything.
+# 4. Depth by depth, blocks of `min_bucket` tokens run the layers up to the next depth. Tokens of
+#    one text attend to each other, so buckets cannot run one after the other from the first layer.
+# 5. One head per token reads it where it stopped.
 #
-# Here the items are 2,048 tokens of a file that the model has never seen, at its first exit.
+# The text is 2,048 tokens of files that the model has never seen.
 
 # %%
-from utio_jax import bucket_tokens, run_buckets, surrogate_importance
-from utio_jax.core import apply_exit_lens
 from utio_jax.models.training import standard_library
-from utio_jax.staircase import dense_states
+from utio_jax.utio import UtioPlan, floor_states, surrogate_importance, utio_forward
 
 unseen = model.encode([document.text for document in standard_library("test")])
 text = np.concatenate(unseen)
 rows, ends = jnp.asarray(text[:2048].reshape(4, 512)), jnp.full(4, 512)
 
-(states,) = jax.jit(dense_states, static_argnums=0, static_argnames="depths")(
-    model.decoder, model.params, rows, ends, depths=config.exits[:1]
+plan = UtioPlan(depths=(8, 10, 12, 16), thresholds=(1.0, 1.5, 2.0), min_bucket=64)
+run_utio = jax.jit(utio_forward, static_argnums=0)
+result = run_utio(model.decoder, model.params, rows, ends, plan)
+slow = jax.jit(reference_states, static_argnums=0)(
+    model.decoder, model.params, rows, ends, result.depths
 )
-seen = apply_exit_lens(model.decoder, model.params, states, config.exits[0])  # The exit's map.
-logits = model.decoder.unembed(model.params, seen)
-scores = surrogate_importance(logits, None, states).reshape(-1)
+print(f"largest difference to the reference: {abs(result.x - slow).max():.1e}")
+print(f"{result.depths.mean():.2f} of {layers} layers on average")
 
-weights = jax.random.normal(jax.random.key(0), (12, config.embed_dim, config.embed_dim)) / 13
-
-
-def forward(block, depth):  # The user's function: `depth` residual layers on a block of items.
-    return jax.lax.fori_loop(0, depth, lambda i, x: x + jnp.tanh(x @ weights[i]), block)
-
-
-@jax.jit
-def bucket_and_run(scores, items):
-    buckets = bucket_tokens(scores, depths=(4, 8, 12), thresholds=(0.8, 2.2), min_bucket=64)
-    return buckets, run_buckets(forward, items, buckets)
-
-
-items = states.reshape(-1, config.embed_dim)
-buckets, results = bucket_and_run(scores, items)
-one = int(np.argmax(results.depth_of_token == 8))  # Any item; alone, it must give the same.
-assert abs(results.outputs[one] - forward(items[one][None], 8)[0]).max() < 1e-3
-print(f"{results.depth_of_token.mean():.2f} of 12 layers on average")
+# The score by hand: what `floor_states` returns is what `surrogate_importance` takes.
+states, logits, heat = floor_states(model.decoder, model.params, rows, ends, depth=8)
+scores = surrogate_importance(logits, heat, states)
+print(f"largest difference of scores: {abs(scores - result.score).max():.1e}")
 
 # %%
 figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.2), layout="constrained")
-shades = ["#9fd3c7", "#3d9a8b", "#0b4f4a"]
-edges = np.linspace(0, float(scores.max()), 50)
-for bucket, (depth, shade) in enumerate(zip(buckets.depths, shades, strict=True)):
-    chosen = np.asarray(scores)[np.asarray(buckets.bucket_of_token) == bucket]
+shades = ["#d7ece7", "#9fd3c7", "#3d9a8b", "#0b4f4a"]
+edges = np.linspace(0, float(np.quantile(scores, 0.99)), 50)
+for depth, shade in zip(plan.depths, shades, strict=True):
+    chosen = np.asarray(scores)[np.asarray(result.depths) == depth]
     left.hist(chosen, bins=edges, color=shade, label=f"{depth} layers")
-for threshold in (0.8, 2.2):
+for threshold in plan.thresholds:
     left.axvline(threshold, color="black", linestyle=":", linewidth=1)
-left.set(xlabel="score (weighted entropy in nats, and outlier)", ylabel="items")
-left.set(title="scores, cut by two thresholds")
+left.set(xlabel="score (weighted entropy in nats, heat and outlier)", ylabel="tokens")
+left.set(title="scores, cut by three thresholds")
 left.legend()
-counts, slots = np.asarray(buckets.counts), np.asarray(results.slots_used)
-names = [f"{depth} layers" for depth in buckets.depths]
+slots = np.asarray(result.slots)
+going = [(np.asarray(result.depths) >= depth).sum() for depth in plan.depths]
+names = ["below 8", "8 to 10", "10 to 12", "12 to 16"]
 right.barh(names, slots, color="#d5d5d0")
-right.barh(names, counts, color=shades, height=0.5)
-for row, (count, slot) in enumerate(zip(counts, slots, strict=True)):
-    right.text(slot + 15, row, f"{count} items in {slot} slots", va="center", fontsize=8)
+right.barh(names, going, color=shades, height=0.5)
+for row, (count, slot) in enumerate(zip(going, slots, strict=True)):
+    right.text(slot + 15, row, f"{count} tokens in {slot} slots", va="center", fontsize=8)
 right.set(
-    xlabel="items",
+    xlabel="tokens",
+    ylabel="layers",
     xlim=(0, 1.45 * slots.max()),
-    title="buckets, in blocks of 64 slots (grey: padding)",
+    title="what ran, in blocks of 64 slots (grey: padding)",
 )
 plt.show()
 
@@ -257,6 +247,7 @@ programs = {
 }
 dense = jax.jit(score_dense, static_argnums=0)
 programs["full depth, dense"] = partial(dense, model.decoder, model.params, ids, ends)
+programs["utio_forward"] = partial(run_utio, model.decoder, model.params, ids, ends, plan)
 
 ROUNDS = 3
 with tqdm(total=len(policies) + len(programs) * (ROUNDS + 1), desc="reading, timing") as bar:
@@ -274,6 +265,10 @@ for name in policies:
         f"{name:22} {row.depth_decided_mean:6.1f} {100 * row.flops_ratio:5.0f} % {speedup:8.2f}x"
         f" {row.speedup_ideal:8.2f}x {row.nll_increase_pct:+6.2f} %"
     )
+own, whole = programs["utio_forward"](), programs["full depth, dense"]()
+loss = 100 * (own.log_likelihood.sum() / whole.log_likelihood.sum() - 1)
+speedup = times["utio_forward"].speedup_over(times[fastest])
+print(f"{'utio_forward':22} {own.depths.mean():6.1f} {'':7} {speedup:8.2f}x {'':9} {loss:+6.2f} %")
 
 # %%
 names = list(policies)[1:]

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from helpers.counting import Counting, read_counts
 
-from utio_jax.attention.cache import bytes_per_slot, init_cache, key_widths, read, write
+from utio_jax.attention.cache import KVCache, bytes_per_slot, init_cache, key_widths, read
 from utio_jax.core.platform import compiling_for
 from utio_jax.decoding.cached import block_at, decode_step, run_segment
 from utio_jax.decoding.loop import read_prompts
@@ -40,7 +40,7 @@ def test_tokens_lie_at_their_positions(tiny, cache):
     positions = np.array([[2, 5], [0, 1], [15, 3]], np.int32)
     valid = np.array([[True, True], [True, False], [True, True]])
     rows = np.arange(3)[:, None]
-    written = jax.jit(write)
+    written = jax.jit(KVCache.write)
     for layer in (1, 3):
         marks = (100.0 * layer + 10 * rows + positions)[:, :, None, None]
         marks = np.broadcast_to(marks, (3, 2, 2, 8)).astype(np.float32)

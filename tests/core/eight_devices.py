@@ -42,6 +42,7 @@ from utio_jax.policies import given_depths
 from utio_jax.policies.signals import SoftmaxGap
 from utio_jax.prompts.evaluate import prompt_cost
 from utio_jax.staircase.score import run_score
+from utio_jax.utio import UtioPlan, bucket_tokens, run_buckets, utio_forward
 
 DEVICES = 8
 DEPTHS = (2, 4)
@@ -299,6 +300,56 @@ def test_sharded_calibration_is_that_of_one_device(tiny: Any, text: list[Batch])
     (entry,) = result.entries["softmax_gap"].values()
     assert entry.depths == fit.depths
     np.testing.assert_allclose(entry.fractions, fit.fractions, atol=0.02)  # Cheaper, so deeper.
+
+
+@pytest.mark.parametrize("how", [{"thresholds": (1.9, 2.1)}, {"fractions": (0.5, 0.25, 0.25)}])
+def test_utio_forward_on_eight_devices_is_that_of_one(tiny: Any, how: Any) -> None:
+    """By pmap, and by shard_map with JAX's default checks."""
+    ids, lengths, _ = ragged(tiny, 16)
+    mean, leaves = jnp.ones(tiny.decoder.config.embed_dim), ("depths", "log_likelihood", "heat")
+    plan = UtioPlan(depths=(1, 2, 4), min_bucket=4, mean_state=mean, **how)
+
+    def run(ids: Any, lengths: Any) -> Any:
+        return utio_forward(tiny.decoder, tiny.params, ids, lengths, plan)
+
+    expected = jax.jit(run)(ids, lengths)
+    mapped = jax.pmap(run)(*(leaf.reshape(DEVICES, 2, *leaf.shape[1:]) for leaf in (ids, lengths)))
+    np.testing.assert_array_equal(mapped.slots.sum(axis=0), expected.slots)
+
+    def on_device(ids: Any, lengths: Any) -> list[Any]:
+        return [getattr(run(ids, lengths), name) for name in leaves]
+
+    mesh, rows = mesh_of("auto"), PartitionSpec("data")
+    split = jax.shard_map(on_device, mesh=mesh, in_specs=(rows, rows), out_specs=rows)
+    for name, result in zip(leaves, jax.jit(split)(ids, lengths), strict=True):
+        np.testing.assert_allclose(result, getattr(expected, name), atol=1e-5)
+        by_pmap = getattr(mapped, name).reshape(ids.shape)
+        np.testing.assert_allclose(by_pmap, getattr(expected, name), atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+@pytest.mark.parametrize("how", [{"thresholds": (0.5,)}, {"fractions": (0.5, 0.5)}])
+def test_buckets_of_rows_on_a_mesh_are_those_of_one_device(kind: str, how: Any) -> None:
+    mesh, split = mesh_of(kind), PartitionSpec("data")
+    scores = jax.random.uniform(jax.random.key(0), (16, 24))
+    bucket = jax.jit(lambda scores: bucket_tokens(scores, depths=(3, 6), min_bucket=4, **how))
+    expected = bucket(scores)
+    placed = jax.device_put(scores, jax.NamedSharding(mesh, split))
+    buckets = bucket(placed)
+    assert_equal(jax.tree.leaves(buckets), jax.tree.leaves(expected))
+    assert all(leaf.sharding.spec[0] == "data" for leaf in jax.tree.leaves(buckets))
+    # Scores of one axis, which the mesh splits: ranks are of the whole row.
+    row = jax.device_put(scores[:, 0], jax.NamedSharding(mesh, split))
+    np.testing.assert_array_equal(bucket(row).depth_of_token, bucket(scores[:, 0]).depth_of_token)
+
+    # Blocks of `run_buckets` are of one device: its items are packed there.
+    forward = lambda block, depth: block + depth  # noqa: E731
+    run = lambda scores: run_buckets(forward, scores, bucket(scores))  # noqa: E731
+    parts = jax.shard_map(lambda s: run(s).outputs, mesh=mesh, in_specs=split, out_specs=split)
+    np.testing.assert_allclose(jax.jit(parts)(placed), run(scores).outputs, atol=1e-6)
+    if kind == "explicit":
+        with pytest.raises(ValueError, match="explicit mesh splits.*call bucket_tokens and run_b"):
+            jax.jit(run)(placed)
 
 
 def test_a_mesh_that_cannot_be_used_is_refused(tiny: Any, monkeypatch: Any) -> None:

@@ -3,13 +3,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers.cases import run_dense
+from helpers.models import assert_close, live_params
+from helpers.shared_kv import KINDS
 
-from utio_jax.models.transformer import RMSNorm
+from utio_jax.models.presets import TINY
+from utio_jax.models.transformer import FlaxTransformer, Layer, RMSNorm, Transformer
 
 pytestmark = pytest.mark.usefixtures("strict_dtypes")
 
@@ -95,3 +100,71 @@ def test_the_norm_is_taken_in_float32():
     x = jnp.full((1, 512), 300.0, jnp.float16)  # Squares overflow float16.
     y = RMSNorm(1e-6).apply({"params": {"scale": jnp.ones(512, jnp.float16)}}, x)
     np.testing.assert_allclose(np.asarray(y, np.float32), 1.0, rtol=1e-3)
+
+
+PLAIN = {"tiny": {}, "windows": {"windows": (0, 5, 0, 5), "local_rope_theta": 100.0}}
+
+
+@pytest.mark.parametrize("options", [*PLAIN.values(), *list(KINDS.values())[:2]])
+def test_the_flax_module_is_the_dense_pass_at_every_depth(options):
+    config = dataclasses.replace(TINY, **options)
+    decoder, module = Transformer(config), FlaxTransformer(config)
+    params, lengths = live_params(decoder), jnp.asarray([16, 5])
+    ids = jnp.asarray(np.random.default_rng(0).integers(0, 64, (2, 16)), jnp.int32)
+    apply = jax.jit(module.apply, static_argnames="depth")
+    depths = (1, 2, 4)
+    for depth, x in zip(
+        depths, run_dense(decoder, params, ids, lengths, depths=depths), strict=True
+    ):
+        logits = apply({"params": params}, ids, lengths, depth=depth)
+        expected = decoder.unembed(params, x)
+        for row, length in enumerate(lengths):
+            assert_close(logits[row, :length], expected[row, :length])
+    # Without lengths all tokens are real: those of the first row, and no other of the second.
+    whole = apply({"params": params}, ids, depth=4)
+    assert_close(whole[0], expected[0])
+    assert_close(whole[1, :5], expected[1, :5])
+
+
+def test_the_flax_module_makes_the_parameters_of_the_decoder():
+    made = FlaxTransformer(TINY).init(jax.random.key(0), jnp.zeros((1, 3), jnp.int32))["params"]
+    expected = Transformer(TINY).init(jax.random.key(0))
+    shapes = jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), expected)
+    assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), made) == shapes
+    with pytest.raises(ValueError, match="Wanted a depth from 0 to 4.*Got depth=5"):
+        FlaxTransformer(TINY).apply({"params": made}, jnp.zeros((1, 3), jnp.int32), depth=5)
+
+
+def test_the_first_layers_run_without_a_copy_of_the_stack():
+    """The program holds less than one stack beyond its arguments: a slice of it would be a copy."""
+    config = dataclasses.replace(
+        TINY, embed_dim=128, num_heads=4, mlp_dim=512, num_layers=8, exits=()
+    )
+    params = jax.eval_shape(Transformer(config).init, jax.random.key(0))
+    stack = sum(leaf.size * 4 for leaf in jax.tree.leaves(params["layers"]))
+    module = FlaxTransformer(config)
+    ids = jax.ShapeDtypeStruct((1, 4), jnp.int32)
+    lowered = jax.jit(lambda p, x: module.apply({"params": p}, x, depth=6)).lower(params, ids)
+    memory = lowered.compile().memory_analysis()
+    assert memory is not None
+    assert memory.temp_size_in_bytes < stack / 4
+
+
+def test_a_layer_alone_is_a_layer(tiny):
+    """Against queries, keys and values by hand, token by token, in float64."""
+    layer = jax.tree.map(lambda leaf: leaf[1], tiny.params["layers"])
+    x = jax.random.normal(jax.random.key(0), (6, 32))
+    places = tiny.decoder.encode_positions(jnp.arange(6))
+    visible = jnp.tril(jnp.ones((6, 6), bool))
+    out = Layer(TINY).apply({"params": layer}, x, places, visible)
+    queries = np.asarray(tiny.decoder.queries(layer, x, places), np.float64)
+    keys, values = (
+        np.repeat(np.asarray(y, np.float64), 2, axis=1)
+        for y in tiny.decoder.keys_values(layer, x, places)
+    )
+    attended = np.zeros((6, 4, 8), np.float32)
+    for token in range(6):
+        for head in range(4):
+            weights = np.exp(keys[: token + 1, head] @ queries[token, head])
+            attended[token, head] = weights / weights.sum() @ values[: token + 1, head]
+    assert_close(out, tiny.decoder.finish_layer(layer, x, jnp.asarray(attended)))

@@ -185,18 +185,23 @@ def _scan_lengths(jaxpr: Any) -> list[int]:
 
 @dataclasses.dataclass(frozen=True)
 class Counting(Transformer):
-    """A transformer that counts the tokens that its layers finish."""
+    """A transformer that counts the tokens that its layers finish, and its head reads."""
 
     seen: Any = dataclasses.field(default=None, hash=False, compare=False)
+    read: Any = dataclasses.field(default=None, hash=False, compare=False)
 
     def finish_layer(self, layer, x, attended):
         jax.debug.callback(lambda: self.seen.append(math.prod(x.shape[:-1])))
         return super().finish_layer(layer, x, attended)
 
+    def unembed(self, params, x):
+        jax.debug.callback(lambda: self.read.append(math.prod(x.shape[:-1])))
+        return super().unembed(params, x)
+
 
 def test_slots_that_run_are_the_blocks_of_tokens_that_go_as_deep(tiny):
     plan, rows = splitting(tiny, PLAN), rows_of(tiny)
-    counting = Counting(TINY, seen=[])
+    counting = Counting(TINY, seen=[], read=[])
     result = jax.jit(partial(utio_forward, counting))(tiny.params, *rows, plan)
     jax.block_until_ready(result)
     jax.effects_barrier()
@@ -207,6 +212,11 @@ def test_slots_that_run_are_the_blocks_of_tokens_that_go_as_deep(tiny):
     assert result.slots.tolist() == expected
     assert sum(counting.seen) == np.dot(expected, [1, 1, 2])
     assert set(counting.seen) == {4, 48}
+    # One head at the floor, one for each token that stops deeper, in blocks again.
+    heads = [
+        4 * math.ceil(count / 4) for depth in (2, 4) for count in (depths == depth).sum(axis=1)
+    ]
+    assert sum(counting.read) == 48 + sum(heads)
 
 
 def test_later_tokens_matter_to_heat_alone(tiny):
@@ -223,6 +233,7 @@ def test_later_tokens_matter_to_heat_alone(tiny):
             assert_close(first.log_likelihood[:, :8], second.log_likelihood[:, :8])
 
 
+@pytest.mark.check
 def test_gradients_of_static_shares_are_the_references(tiny):
     rows = rows_of(tiny)
     plan = UtioPlan(depths=(1, 2, 4), fractions=(0.25, 0.25, 0.5), min_bucket=4)

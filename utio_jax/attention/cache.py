@@ -29,8 +29,6 @@ class KVCache:
     Attributes:
       keys: rotated, as `Decoder.keys_values` returns them.
       values: of the same shape.
-      view: what else keeps keys and values as they are written, by a method `remember` as that of
-        `utio_jax.utio.attention.kv_throttle.View`, its rows on axis 1; None: nothing.
       heads_first: whether a head's slots lie side by side, `kv_head slot`, else a slot's heads, see
         `Platform.heads_first`. Static.
     """
@@ -41,7 +39,6 @@ class KVCache:
     values: Float[Array, "layer batch *slot_and_kv_head head_dim"] = dataclasses.field(
         metadata={"row_axis": 1}
     )
-    view: Any = dataclasses.field(default=None, metadata={"row_axis": 1})
     heads_first: bool = static(default=False)
 
     @property
@@ -68,6 +65,30 @@ class KVCache:
         """Returns keys or values by slot; products transpose them back, so nothing is copied."""
         return jnp.moveaxis(array, -3, -2) if self.heads_first else array
 
+    def write(
+        self,
+        layer: int | Int[Array, ""],
+        keys: Float[Array, "batch token kv_head head_dim"],
+        values: Float[Array, "batch token kv_head head_dim"],
+        *,
+        positions: Int[Array, "batch token"],
+        valid: Bool[Array, "batch token"],
+        rows: Int[Array, " batch"] | None = None,
+    ) -> KVCache:
+        """Returns the cache with one layer's K/V at the tokens' positions in their rows.
+
+        Tokens that are not `valid` are dropped. `rows` of the cache are the packed rows, any for
+        one without valid tokens; None: the first ones, in order.
+        """
+        rows = jnp.arange(positions.shape[0], dtype=jnp.int32) if rows is None else rows
+        slots = jnp.where(valid, positions, self.num_slots)  # One past the end: dropped.
+        at = (layer, rows[:, None], *self.at(slots))
+        return dataclasses.replace(
+            self,
+            keys=self.keys.at[at].set(keys.astype(self.keys.dtype), mode="drop"),
+            values=self.values.at[at].set(values.astype(self.values.dtype), mode="drop"),
+        )
+
 
 def init_cache(
     config: DecoderConfig, *, batch: int, slots: int, dtype: jax.typing.DTypeLike = jnp.float32
@@ -83,36 +104,6 @@ def init_cache(
     shape = (config.kv_layers, batch, *(sizes[::-1] if heads_first else sizes), config.head_dim)
     return KVCache(
         keys=jnp.zeros(shape, dtype), values=jnp.zeros(shape, dtype), heads_first=heads_first
-    )
-
-
-def write(
-    cache: KVCache,
-    layer: int | Int[Array, ""],
-    keys: Float[Array, "batch token kv_head head_dim"],
-    values: Float[Array, "batch token kv_head head_dim"],
-    *,
-    positions: Int[Array, "batch token"],
-    valid: Bool[Array, "batch token"],
-    rows: Int[Array, " batch"] | None = None,
-) -> KVCache:
-    """Returns the cache, and its view, with one layer's K/V at the tokens' positions in their rows.
-
-    Tokens that are not `valid` are dropped. `rows` of the cache are the packed rows, any for one
-    without valid tokens; None: the first ones, in order.
-    """
-    rows = jnp.arange(positions.shape[0], dtype=jnp.int32) if rows is None else rows
-    view = cache.view
-    if view is not None:
-        view = view.remember(layer, keys, values, positions=positions, valid=valid, rows=rows)
-    rows = rows[:, None]
-    slots = jnp.where(valid, positions, cache.num_slots)  # One past the end: dropped.
-    at = (layer, rows, *cache.at(slots))
-    return dataclasses.replace(
-        cache,
-        keys=cache.keys.at[at].set(keys.astype(cache.keys.dtype), mode="drop"),
-        values=cache.values.at[at].set(values.astype(cache.values.dtype), mode="drop"),
-        view=view,
     )
 
 

@@ -69,7 +69,7 @@ class Generated(Tally):
       decided: depth in layers of the distribution each new token was taken from, see `Columns`.
       executed: number of layers that ran for each new token.
       log_probabilities: log-probability of each new token in nats, before any sampling method.
-      kv_bytes_held: bytes of K/V held for each row's tokens at the end, including views.
+      kv_bytes_held: bytes of K/V held for each row's tokens at the end, copies included.
       bytes_per_slot: bytes of K/V of one token in one layer.
       key_widths: possible numbers of key slots that attention reads, ascending.
       prompt_depths: decided depth in layers of each prompt token, `[prompt]`.
@@ -268,8 +268,8 @@ def collect(
     tally = vars(jax.tree.map(lambda leaf: np.asarray(leaf)[:rows], state.tally))
     per_slot, all_rows = bytes_per_slot(state.cache), state.lengths.shape[0]
     held = (ends.astype(np.int64) - 1) * per_slot * state.cache.keys.shape[0]
-    if state.cache.view is not None:
-        held += sum(leaf.nbytes for leaf in jax.tree.leaves(state.cache.view)) // all_rows
+    kept = sum(leaf.nbytes for leaf in jax.tree.leaves(state.cache))
+    held += (kept - sum(leaf.nbytes for leaf in state.cache.arrays)) // all_rows
     prompt_depths, prompt_work = [np.full(end, num_layers, np.int32) for end in starts], None
     if state.prompt is not None:
         prompt_work = jax.tree.map(lambda leaf: np.asarray(leaf)[:rows], state.prompt.work)

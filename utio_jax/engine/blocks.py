@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from utio_jax.attention.cache import KVCache
 from utio_jax.core.platform import here
 from utio_jax.core.pytrees import pytree
 from utio_jax.core.rows import first_rows, put_first_rows
@@ -55,13 +56,13 @@ def run_block(
     """Runs `steps` more tokens of every running row; returns the state, donated, and its report.
 
     Only the first `rows` rows of the state step and report, static: no other row may be running.
-    Their K/V are not copied, unless the cache has a view. A row reports at most `room` new tokens,
+    The K/V of a plain cache are not copied. A row reports at most `room` new tokens,
     static; `block_room` is always enough.
     """
     whole = state
     if rows < state.lengths.shape[0]:
         state, sampling, stops = first_rows((state, context.sampling, context.stops), rows)
-        if whole.cache.view is None:
+        if type(whole.cache) is KVCache:
             state = dataclasses.replace(state, cache=whole.cache)
         context = dataclasses.replace(context, sampling=sampling, stops=stops)
         thresholds = None if thresholds is None else thresholds[:rows]

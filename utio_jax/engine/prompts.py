@@ -314,10 +314,14 @@ def _first_tokens(
     alone = context.mode.start(context, alone)
     depth = jnp.full_like(state.lengths, num_layers)
     new = emit_drawn(context, alone, by_row, decided=depth, executed=depth)
-    view = chosen(1, new.cache.view, state.cache.view)
+    # K/V were written in place. What else the mode keeps there begins with the rows.
+    kept = jax.tree.map(
+        lambda new, written, old: new if new is written else chosen(1, new, old),
+        *(new.cache, cache, state.cache),
+    )
     return dataclasses.replace(
         new,
-        cache=dataclasses.replace(new.cache, view=view),
+        cache=kept,
         memory=chosen(0, new.memory, state.memory),
         reason=chosen(0, new.reason, state.reason),
     )

@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from utio_jax.attention.cache import KVCache, read, write, write_prompt
+from utio_jax.attention.cache import KVCache, read, write_prompt
 from utio_jax.core.arrays import flat
 from utio_jax.core.decoder import (
     Decoder,
@@ -380,7 +380,7 @@ def write_at(at: dict[str, Any]) -> Callable[..., tuple[KVCache, None]]:
 
     def put(cache: KVCache, index: Any, keys: jax.Array, values: jax.Array) -> tuple[KVCache, None]:
         made = (y.reshape(batch, width, *y.shape[1:]) for y in (keys, values))
-        return write(cache, index, *made, **at), None
+        return cache.write(index, *made, **at), None
 
     return put
 

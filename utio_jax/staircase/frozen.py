@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from utio_jax.attention.cache import KVCache, write
+from utio_jax.attention.cache import KVCache
 from utio_jax.core.decoder import Decoder, HasKVMaps, LayerParams, Params
 from utio_jax.core.layer import Depth, layer_at
 from utio_jax.core.work import Work
@@ -156,7 +156,7 @@ class Mapped(Propagate):
             keys, values = tokens.shown_at(decoder, layer_at(decoder, params, index), index)
             keys, values = (y.reshape(*tokens.live.shape, *y.shape[1:]) for y in (keys, values))
             valid = tokens.shown & (tokens.depth <= index)
-            return write(cache, index, keys, values, positions=tokens.positions, valid=valid)
+            return cache.write(index, keys, values, positions=tokens.positions, valid=valid)
 
         return jax.lax.fori_loop(start, bounds[1], put, cache), 0
 

@@ -87,6 +87,8 @@ class UtioPlan:
 class UtioResult:
     """Result of `utio_forward`; entry `i` has read tokens 0..i and predicts token i+1.
 
+    Leading axes are those of `jax.pmap` or `jax.vmap`.
+
     Attributes:
       log_likelihood: log p(token i+1 | tokens 0..i) in nats; 0 where there is no token i+1.
       depths: layers that each token ran; 0 for padding.
@@ -99,14 +101,14 @@ class UtioResult:
         floor are the whole rows.
     """
 
-    log_likelihood: Float[Array, "batch token"]
-    depths: Int[Array, "batch token"]
-    score: Float[Array, "batch token"]
-    entropy: Float[Array, "batch token"]
-    heat: Float[Array, "batch token"]
-    outlier: Float[Array, "batch token"]
-    x: Float[Array, "batch token dim"]
-    slots: Int[Array, " depth"]
+    log_likelihood: Float[Array, "*lead batch token"]
+    depths: Int[Array, "*lead batch token"]
+    score: Float[Array, "*lead batch token"]
+    entropy: Float[Array, "*lead batch token"]
+    heat: Float[Array, "*lead batch token"]
+    outlier: Float[Array, "*lead batch token"]
+    x: Float[Array, "*lead batch token dim"]
+    slots: Int[Array, "*lead depth"]
 
 
 _NO_GRADIENT = (
@@ -289,7 +291,8 @@ def _run_floor(
         return (x, received), (keys, values) if config.shares_kv else None
 
     own = min(depth, config.kv_own)
-    start = decoder.embed(params, token_ids, positions), jnp.zeros(token_ids.shape, jnp.float32)
+    nothing = jnp.zeros_like(token_ids, dtype=jnp.float32)  # On the devices of the rows.
+    start = decoder.embed(params, token_ids, positions), nothing
     (x, received), made = jax.lax.scan(run_layer, start, jnp.arange(own))
     shared = None
     if config.shares_kv:

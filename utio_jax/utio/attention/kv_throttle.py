@@ -266,9 +266,31 @@ def places_at(history: History, lengths: Int[Array, " batch"]) -> Int[Array, "ba
     return jnp.where(places < history.sinks, sinks, ring)
 
 
+@pytree
+class ViewedCache(KVCache):
+    """A K/V cache with a view, which takes in what is written."""
+
+    view: View = dataclasses.field(metadata={"row_axis": 1})
+
+    def write(
+        self,
+        layer: int | Int[Array, ""],
+        keys: Float[Array, "batch token kv_head head_dim"],
+        values: Float[Array, "batch token kv_head head_dim"],
+        *,
+        positions: Int[Array, "batch token"],
+        valid: Bool[Array, "batch token"],
+        rows: Int[Array, " batch"] | None = None,
+    ) -> ViewedCache:
+        rows = jnp.arange(positions.shape[0], dtype=jnp.int32) if rows is None else rows
+        at = {"positions": positions, "valid": valid, "rows": rows}
+        written = super().write(layer, keys, values, **at)
+        return dataclasses.replace(written, view=self.view.remember(layer, keys, values, **at))
+
+
 def open_view(
     cache: KVCache, history: History, lengths: Int[Array, " batch"], *, layers: int
-) -> KVCache:
+) -> ViewedCache:
     """Returns the cache with a view of its sinks and recent tokens."""
     positions = places_at(history, lengths)
     batch = positions.shape[0]
@@ -282,7 +304,9 @@ def open_view(
         positions=jnp.broadcast_to(positions[None], (layers, batch, history.size)),
         history=history,
     )
-    return dataclasses.replace(cache, view=view)
+    return ViewedCache(
+        keys=cache.keys, values=cache.values, heads_first=cache.heads_first, view=view
+    )
 
 
 def view_attention(
