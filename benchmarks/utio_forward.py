@@ -87,16 +87,16 @@ def scores_of(text: Text, plan: UtioPlan) -> dict[str, np.ndarray]:
 
 def share_of_scoring(decoder: Any, params: Any, rows: Any, plan: UtioPlan) -> dict[str, Any]:
     """Returns programs of the floor alone, and of the floor with all that scoring adds."""
-    floor = plan.depths[0]
+    floor, (ids, lengths) = plan.depths[0], rows
 
     @jax.jit
     def alone(params: Any) -> Any:
-        return _run_floor(decoder, params, *rows, floor, heat=False).x
+        return _run_floor(decoder, params, ids, lengths, floor, heat=False).x
 
     @jax.jit
     def scored(params: Any) -> Any:
         only = dataclasses.replace(plan, depths=(floor,), thresholds=(), mean_state=None)
-        result = utio_forward(decoder, params, *rows, only)
+        result = utio_forward(decoder, params, ids, lengths, only)
         buckets = bucket_tokens(result.score, depths=plan.depths, thresholds=plan.thresholds)
         return buckets.token_of_slot
 
@@ -119,7 +119,8 @@ def plans(text: Text, fit: Text, budgets: Sequence[float], min_bucket: int) -> I
     """Yields names and plans: at each budget, with and without heat, thresholds fitted to `fit`."""
     model, first = text.model, fit.batches[0]
     decoder, params, depths = model.decoder, model.params, model.decoder.config.exits
-    x, _, _ = floor_states(decoder, params, first.token_ids, first.lengths, depths[0])
+    at = jnp.asarray(first.token_ids), jnp.asarray(first.lengths)
+    x, _, _ = floor_states(decoder, params, *at, depths[0])
     for heat in (True, False):
         plan = UtioPlan(
             depths=depths,
@@ -186,6 +187,12 @@ def losses(text: Text, fit: Text, options: Any) -> tuple[list[dict[str, Any]], d
     return rows, readers
 
 
+def rank_correlation(first: np.ndarray, second: np.ndarray) -> float:
+    """Returns Spearman's correlation."""
+    correlation: Any = spearmanr(first, second)
+    return float(correlation.statistic)
+
+
 def correlations(text: Text, fit: Text) -> dict[str, Any]:
     """Returns each signal's rank correlation with the harm of stopping at the floor."""
     model = text.model
@@ -194,8 +201,8 @@ def correlations(text: Text, fit: Text) -> dict[str, Any]:
     full, _ = text.read(partial(dense, model.decoder, model.params))
     return {
         name: {
-            "harm": float(spearmanr(values, shallow - full).statistic),
-            "loss at the floor": float(spearmanr(values, shallow).statistic),
+            "harm": rank_correlation(values, shallow - full),
+            "loss at the floor": rank_correlation(values, shallow),
         }
         for name, values in scores_of(text, plan).items()
     }
@@ -229,7 +236,7 @@ def main() -> None:
     options = parser.parse_args()
     model = utio_jax.load(branches=False)
 
-    def text_of(part: str, count: int) -> Text:
+    def text_of(part: Any, count: int) -> Text:
         ids = model.encode([document.text for document in standard_library(part)])
         vocab = model.decoder.config.vocab_size
         sizes = {"rows": ROWS, "width": WIDTH, "vocab_size": vocab, "batches": count}

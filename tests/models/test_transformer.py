@@ -112,10 +112,9 @@ def test_the_flax_module_is_the_dense_pass_at_every_depth(options):
     params, lengths = live_params(decoder), jnp.asarray([16, 5])
     ids = jnp.asarray(np.random.default_rng(0).integers(0, 64, (2, 16)), jnp.int32)
     apply = jax.jit(module.apply, static_argnames="depth")
-    depths = (1, 2, 4)
-    for depth, x in zip(
-        depths, run_dense(decoder, params, ids, lengths, depths=depths), strict=True
-    ):
+    depths, expected = (1, 2, 4), jnp.zeros(0)
+    states = run_dense(decoder, params, ids, lengths, depths=depths)
+    for depth, x in zip(depths, states, strict=True):
         logits = apply({"params": params}, ids, lengths, depth=depth)
         expected = decoder.unembed(params, x)
         for row, length in enumerate(lengths):

@@ -94,11 +94,9 @@ def test_without_heat_it_is_score_under_utios_surrogate(tiny):
     plan = dataclasses.replace(PLAN, heat=False, mean_state=means[0])
     plan = splitting(tiny, plan)
     result = run(tiny.decoder, tiny.params, *rows, plan)
-    policy = Thresholded(
-        signal=UtioSurrogate(mean_states=means, exits=(1, 2)),
-        thresholds=plan.thresholds,
-        depths=(1, 2, 4),
-    )
+    edges: Any = plan.thresholds
+    surrogate = UtioSurrogate(mean_states=means, exits=(1, 2))
+    policy = Thresholded(signal=surrogate, thresholds=edges, depths=(1, 2, 4))
     expected = jax.jit(score, static_argnums=0)(tiny.decoder, tiny.params, *rows, policy)
     np.testing.assert_array_equal(result.depths, expected.depths)
     assert_close(result.log_likelihood, expected.log_likelihood)
@@ -110,7 +108,8 @@ def test_score_is_the_surrogate_of_what_floor_states_returns(tiny):
     result = run(tiny.decoder, tiny.params, *rows, plan)
     x, logits, heat = floor_states(tiny.decoder, tiny.params, *rows, 1)
     scores = surrogate_importance(logits, heat, x, batch_mean=jnp.ones(32), weights=weights)
-    buckets = bucket_tokens(scores, depths=(1, 2, 4), thresholds=plan.thresholds)
+    edges: Any = plan.thresholds
+    buckets = bucket_tokens(scores, depths=(1, 2, 4), thresholds=edges)
     for row, length in enumerate(LENGTHS):
         assert_close(result.score[row, :length], scores[row, :length])
         np.testing.assert_array_equal(
@@ -167,9 +166,9 @@ def test_one_program_whose_loops_over_layers_are_as_many_as_depths(tiny, count_c
 
     for depths, thresholds in (((1, 2, 4), (0.0, 0.5)), ((1, 4), (0.5,)), ((4,), ())):
         plan = dataclasses.replace(PLAN, depths=depths, thresholds=thresholds)
-        traced = jax.make_jaxpr(lambda *args, plan=plan: utio_forward(tiny.decoder, *args, plan))
+        traced = jax.make_jaxpr(partial(utio_forward, tiny.decoder))
         layers = [stop - start for start, stop in zip((0, *depths), depths, strict=False)]
-        assert _scan_lengths(traced(*args).jaxpr) == layers
+        assert _scan_lengths(traced(*args, plan).jaxpr) == layers
 
 
 def _scan_lengths(jaxpr: Any) -> list[int]:

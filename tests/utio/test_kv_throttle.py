@@ -33,7 +33,7 @@ from utio_jax.policies.base import exceeds
 from utio_jax.policies.depth import Thresholded, uniform
 from utio_jax.policies.signals import Chance, MaxProbability, Position
 from utio_jax.utio import History, SparseQueries, Throttled, VerticalSlash
-from utio_jax.utio.attention.kv_throttle import ViewedCache, open_view
+from utio_jax.utio.attention.kv_throttle import open_view
 
 DEPTHS = (1, 2, 4)
 HISTORY = History(recent=9, sinks=2)
@@ -105,7 +105,7 @@ def test_the_ring_forgets_the_oldest() -> None:
     config = dataclasses.replace(TINY, num_layers=2, exits=(2,))
     cache = init_cache(config, batch=2, slots=32)
     lengths = jnp.asarray([1, 20], jnp.int32)
-    put = jax.jit(ViewedCache.write)
+    put = jax.jit(lambda cache, *args, **at: cache.write(*args, **at))
     marks = jnp.broadcast_to(jnp.arange(32.0)[:, None, None], (32, 2, 8))
     known = jnp.arange(32)[None] < lengths[:, None]
     for layer in range(2):

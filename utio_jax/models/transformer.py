@@ -406,7 +406,7 @@ class FlaxTransformer(nn.Module):
             weights = layer_at(decoder, params, index)
             at, visible = decoder._places(weights, places), mixer_at(decoder, index).visible
             weights = {name: leaf for name, leaf in weights.items() if name != "is_local"}
-            apply = partial(layer.apply, {"params": weights})
+            apply: Any = partial(layer.apply, {"params": weights})
             keys_values = shared or apply(x, at, method="keys_values")
             return apply(x, at, visible(positions, keys_at), keys_values), keys_values
 
@@ -414,7 +414,7 @@ class FlaxTransformer(nn.Module):
         x, made = jax.lax.scan(run, x, jnp.arange(own))
         if depth > own:
 
-            def keys_values(row: int) -> tuple[jax.Array, jax.Array]:
+            def keys_values(row: int) -> Any:
                 if row < own:
                     return made[0][row], made[1][row]
                 weights = layer_at(decoder, params, row)

@@ -231,7 +231,7 @@ def run_buckets(
       inputs: pytree; leaves lead with the axes of `buckets.bucket_of_token`.
       buckets: from `bucket_tokens`. Items of all leading rows share blocks.
       order: as the paper's code passes it on: the `token_of_slot` of these buckets, or None.
-      inverse: likewise, their `slot_of_token`.
+      inverse: their `slot_of_token`, or None.
       merge_small: merges a bucket of fewer than `min_bucket` items into the next deeper one,
         starting with the shallowest (UTIO). Saves padding. Merged items run *deeper* than decided
         and count as involuntary stays.
@@ -241,8 +241,9 @@ def run_buckets(
         order or its inverse are those of other buckets, or an explicit mesh splits the rows.
     """
     for given, own in ((order, buckets.token_of_slot), (inverse, buckets.slot_of_token)):
-        known = given is None or isinstance(given, Tracer) or isinstance(own, Tracer)
-        if not known and not np.array_equal(given, own):
+        if given is None or isinstance(given, Tracer) or isinstance(own, Tracer):
+            continue
+        if not np.array_equal(given, own):
             raise ValueError(
                 "Wanted the order and inverse of these buckets: buckets, order, inverse = "
                 "bucket_tokens(...). Got others. Leave them out: results come back in the inputs' "

@@ -285,7 +285,8 @@ class ViewedCache(KVCache):
         rows = jnp.arange(positions.shape[0], dtype=jnp.int32) if rows is None else rows
         at = {"positions": positions, "valid": valid, "rows": rows}
         written = super().write(layer, keys, values, **at)
-        return dataclasses.replace(written, view=self.view.remember(layer, keys, values, **at))
+        view = self.view.remember(layer, keys, values, **at)
+        return dataclasses.replace(self, keys=written.keys, values=written.values, view=view)
 
 
 def open_view(
@@ -326,7 +327,7 @@ def view_attention(
     rows, slots = (jnp.arange(size, dtype=jnp.int32) for size in (len(runs), width))
     at = partial(jax.lax.dynamic_index_in_dim, keepdims=False)
 
-    def attention(cache: KVCache, sources: Sources) -> Attend:
+    def attention(cache: Any, sources: Sources) -> Attend:
         view: View = cache.view
 
         def at_layers(leaf: jax.Array) -> list[jax.Array]:
