@@ -15,7 +15,7 @@ import pytest
 from helpers.models import Model, assert_close, live_params, with_random_lens
 from helpers.shared_kv import KINDS
 
-from utio_jax import Thresholded, reference_states, score
+from utio_jax import Thresholded, reference_states, score, uniform
 from utio_jax.models.presets import TINY
 from utio_jax.models.transformer import Transformer
 from utio_jax.staircase import dense_states
@@ -265,12 +265,12 @@ def test_plans_side_by_side_by_vmap(tiny):
     rows = rows_of(tiny)
 
     @jax.vmap
-    def each(edges: jax.Array) -> Any:
+    def run_plan(edges: jax.Array) -> Any:
         plan = dataclasses.replace(PLAN, thresholds=edges)
         result = run(tiny.decoder, tiny.params, *rows, plan)
         return result.depths, result.log_likelihood
 
-    together = each(thresholds)
+    together = run_plan(thresholds)
     for index, edges in enumerate(thresholds):
         alone = run(tiny.decoder, tiny.params, *rows, dataclasses.replace(PLAN, thresholds=edges))
         np.testing.assert_array_equal(together[0][index], alone.depths)
@@ -305,3 +305,9 @@ def test_plans_that_do_not_fit_are_named(tiny, kind, plan, message):
     decoder = Transformer(dataclasses.replace(TINY, **kind))
     with pytest.raises(ValueError, match=message):
         utio_forward(decoder, tiny.params, *rows_of(tiny), dataclasses.replace(PLAN, **plan))
+
+
+@pytest.mark.usefixtures("unchecked_shapes")
+def test_a_policy_is_not_a_plan(tiny):
+    with pytest.raises(TypeError, match=r"Wanted a UtioPlan. Got Thresholded.*utio_jax\.score"):
+        utio_forward(tiny.decoder, tiny.params, *rows_of(tiny), uniform(4))

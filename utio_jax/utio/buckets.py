@@ -104,7 +104,7 @@ def bucket_tokens(
       fractions: alternative to thresholds: each bucket's share of the row's tokens, shallowest
         first, summing to 1. Tokens are ranked within the row, so this is *not* causal. Of equal
         scores the earlier token is the less important. Without either, shares are equal. Static.
-      min_bucket: block size of `run_buckets`. Static.
+      min_bucket: block size of `run_buckets` and `utio_forward`. Static.
       bucket_cutoffs: name of `depths` in the paper's code.
 
     Raises:
@@ -129,6 +129,7 @@ def bucket_tokens(
         bucket = assign_buckets(scores, check_thresholds(thresholds, len(depths) - 1))
     else:
         bucket = _buckets_by_rank(whole_rows(scores), fractions, depths)
+    # Sorted by distance from the deepest bucket, so that the deepest tokens come first.
     source, destination = stable_partition(len(depths) - 1 - whole_rows(bucket), len(depths))
     counts = jnp.sum(jax.nn.one_hot(bucket, len(depths), dtype=jnp.int32), axis=-2)
     return Buckets(
@@ -237,8 +238,8 @@ def run_buckets(
         and count as involuntary stays.
 
     Raises:
-      ValueError: leaves do not lead with the buckets' axes, depths return different shapes, the
-        order or its inverse are those of other buckets, or an explicit mesh splits the rows.
+      ValueError: leaves do not lead with the buckets' axes, or depths return different shapes. The
+        order or its inverse are those of other buckets. An explicit mesh splits the rows.
     """
     for given, own in ((order, buckets.token_of_slot), (inverse, buckets.slot_of_token)):
         if given is None or isinstance(given, Tracer) or isinstance(own, Tracer):

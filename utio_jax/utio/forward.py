@@ -11,8 +11,8 @@
      0..7    # # # # # # # #     the floor: all tokens, which are scored at its end
 
 Tokens of one text attend to each other. So buckets do not run one after the other from the floor:
-layer 12 of a shallow bucket would read keys of deep tokens that have not run yet. They run *depth
-by depth*: the layers between two depths, for all tokens that go at least as deep. A token that has
+layer 9 of bucket 1 would read keys of deeper tokens that have not run layer 8. They run *depth by
+depth*: the layers between two depths, for all tokens that go at least as deep. A token that has
 stopped shows keys and values projected from its last state.
 
 Slots of a row go from its deepest token to its shallowest, so those that run are its first slots,
@@ -59,13 +59,12 @@ class UtioPlan:
     """Depths of the buckets, and how a token's score chooses one.
 
     Attributes:
-      depths: layers of each bucket, increasing, up to the model's. The first is the floor, which
-        every token runs. Static.
-      thresholds: one fewer than depths, ascending, in the score's unit. A token's depth follows
-        from its own score, and blocks are as many as are needed.
+      depths: layers of each bucket, increasing, up to the model's; exits or not. The first is the
+        floor, which every token runs. Static.
+      thresholds: one fewer than depths, ascending, in the unit of `UtioResult.score`: quantiles of
+        it, never layers. Blocks are as many as are needed.
       fractions: alternative to thresholds: each bucket's share of the row, by rank; padding ranks
-        lowest. Blocks are as many as the shares need: a static number, so that gradients exist.
-        Static.
+        lowest. Blocks are a static number, so that gradients exist. Neither: equal shares. Static.
       weights: of entropy, heat and outlier.
       mean_state: mean state at the floor over a calibration text; None: over the batch, so that
         other rows enter the score.
@@ -137,8 +136,8 @@ def utio_forward(
       plan: depths, and how scores choose among them.
 
     Raises:
-      ValueError: depths that the model does not have, a model with branches, or one whose upper
-        layers read keys and values that are not complete at the floor.
+      ValueError: depths that the model does not have, or a model with branches. Or its upper layers
+        read keys and values that are not complete at the floor.
     """
     check_rows(decoder, token_ids, lengths)
     depths = _check(decoder, plan)
@@ -147,7 +146,7 @@ def utio_forward(
     places = decoder.encode_positions(positions)
     key_positions = jnp.where(valid, positions, NOWHERE)
 
-    # 1. All tokens run the floor. Its head predicts, for the score and for tokens that stop here.
+    # 1. All tokens run the floor. The head reads them, for the score and for tokens that stop here.
     floor = _run_floor(decoder, params, token_ids, lengths, depths[0], heat=plan.heat)
     x, shared = floor.x, floor.shared
     read = apply_exit_lens(decoder, params, x, depths[0])
@@ -162,7 +161,7 @@ def utio_forward(
     outlier = embedding_outlier(x, batch_mean=mean)
     score = weigh(entropy, floor.heat if plan.heat else None, outlier, weights=plan.weights)
 
-    # 3. Bucket: padding goes nowhere, a score that is no number to the deepest bucket.
+    # 3. Bucket: padding stays at the floor, NaN goes deepest (as inf, where shares rank it).
     ranked = jnp.where(jnp.isnan(score), jnp.inf, score) if plan.thresholds is None else score
     buckets = bucket_tokens(
         jnp.where(valid, ranked, -jnp.inf),
@@ -173,24 +172,25 @@ def utio_forward(
     )
     ends = _slot_ends(buckets, plan)
 
-    # 4. Run, depth by depth: the layers between two depths, on the tokens that go at least as deep.
-    # 5. Read: one head for each token that stops there, in text order again.
+    # 4. Run one layer on slots [first, last) of each row. Its keys are those of all tokens.
     def run_layer(slots: Any, x: jax.Array, index: jax.Array) -> tuple[jax.Array, None]:
         layer, mix = layer_at(decoder, params, index), mixer_at(decoder, index)
         keys, values = shared or dense_keys_values(decoder, layer, x, places)
 
         def run_block(x: jax.Array, row: jax.Array, token: jax.Array) -> jax.Array:
-            at = jax.tree.map(lambda leaf: leaf[row, token], places)
-            queries = decoder.queries(layer, x[row, token], at)
+            states, at = jax.tree.map(lambda leaf: leaf[row, token], (x, places))
+            queries = decoder.queries(layer, states, at)
             attended = mix(queries, keys[row], values[row], mix.visible(token, key_positions[row]))
-            return decoder.finish_layer(layer, x[row, token], attended)
+            return decoder.finish_layer(layer, states, attended)
 
         return _over_blocks(run_block, x, buckets, *slots), None
 
+    # 5. Read: one head for each token, at the depth where it stops.
     def read_block(depth: int, x: jax.Array, _: Any, row: jax.Array, token: jax.Array) -> Any:
         states = apply_exit_lens(decoder, params, x[row, token], depth)
         return states, next_token_nll(logits_of(decoder, params, states), labels[row, token])
 
+    # Depth by depth: the layers between two depths, on the tokens that go at least as deep.
     for bucket, (start, stop) in enumerate(pairwise(depths), start=1):
         running, stopping = (0, ends[bucket]), (ends[bucket + 1], ends[bucket])
         x, _ = jax.lax.scan(partial(run_layer, running), x, jnp.arange(start, stop))
@@ -221,10 +221,10 @@ def floor_states(
 ]:
     """Returns states after the first layers, their logits, and the attention that tokens received.
 
-    These are the arguments of `surrogate_importance`. A token's heat is the attention that the
-    queries of its row pay to it, summed over queries, its own included, and averaged over heads and
-    layers. A row's mean is 1: it receives as much as it pays. Later queries count, so heat is not
-    causal, and a token that others cannot see yet has little.
+    `surrogate_importance(logits, heat, states)` takes them in that order. A token's heat is the
+    attention that the queries of its row pay to it, its own included. It is summed over queries and
+    averaged over heads and layers. A row's mean is 1: it receives as much as it pays. Later queries
+    count, so heat is not causal, and a token that others cannot see yet has little.
 
     Args:
       decoder: the model; mixes by softmax attention.
@@ -242,18 +242,20 @@ def floor_states(
 
 def _check(decoder: Decoder, plan: UtioPlan) -> tuple[int, ...]:
     """Returns the plan's depths, after checking that the model has them."""
+    if not isinstance(plan, UtioPlan):
+        raise TypeError(f"Wanted a UtioPlan. Got {plan!r:.80}. For policies call utio_jax.score.")
     config, depths = decoder.config, check_depths(plan.depths)
     check_no_branches(decoder, what="UTIO's forward pass")
     if plan.heat:
         remedy = "Set heat=False in the plan."
         check_softmax(decoder, why="whose attention heat is known", remedy=remedy)
-    own, above = config.kv_own, {*config.kv_source[config.kv_own :]}
-    if depths[-1] > config.num_layers or (above and depths[0] < own) or len(above) > 1:
-        wants = f"depths from {own if above else 1} to {config.num_layers}"
+    own, sources = config.kv_own, config.kv_source[config.kv_own :]
+    if depths[-1] > config.num_layers:
+        raise ValueError(f"Wanted depths from 1 to {config.num_layers}. Got depths={depths}.")
+    if sources and (depths[0] < own or len({*sources}) > 1):
         raise ValueError(
-            f"Wanted {wants}, and one kv_source for all upper layers. Got depths={depths}, "
-            f"kv_source={config.kv_source[own:]!r:.100}. Keys and values that upper layers share "
-            "are made below the floor."
+            f"Wanted depths from {own} to {config.num_layers}, and one kv_source for all upper "
+            f"layers, made below the floor. Got depths={depths}, kv_source={sources!r:.100}."
         )
     return depths
 
@@ -271,10 +273,8 @@ def _run_floor(
 ) -> _Floor:
     """Runs the first layers on all tokens, and sums the attention that each receives."""
     config, (positions, valid) = decoder.config, positions_of(token_ids, lengths)
-    places, key_positions = (
-        decoder.encode_positions(positions),
-        jnp.where(valid, positions, NOWHERE),
-    )
+    places = decoder.encode_positions(positions)
+    key_positions = jnp.where(valid, positions, NOWHERE)
 
     def run_layer(carry: Any, index: jax.Array, shared: Any = None) -> tuple[Any, Any]:
         x, received = carry
@@ -309,9 +309,9 @@ def _run_floor(
 
 
 def _slot_ends(buckets: Buckets, plan: UtioPlan) -> list[Any]:
-    """Returns the number of each row's tokens in a bucket or a deeper one, `[batch]` by bucket.
+    """Returns the slot where each bucket ends: the row's tokens in it or a deeper one, `[batch]`.
 
-    Static where they follow from shares; last come zeros, of no bucket.
+    Static where they follow from shares; last come zeros, where the deepest bucket begins.
     """
     batch, width = buckets.bucket_of_token.shape
     if plan.thresholds is None:
@@ -339,13 +339,13 @@ def _over_blocks(
       last: slot of each row to stop before; static arrays make a loop of static length.
     """
     size, width = buckets.min_bucket, buckets.token_of_slot.shape[1]
-    blocks = -(-(last - first) // size)
-    ends, starts = jnp.asarray(blocks.cumsum()), jnp.broadcast_to(jnp.asarray(first), blocks.shape)
+    blocks = -(-(last - first) // size)  # Of each row, rounded up; numbered through all rows.
+    up_to = jnp.asarray(blocks.cumsum())
+    origin = jnp.asarray(first - (blocks.cumsum() - blocks) * size)  # Where block 0 would begin.
 
     def run(block: jax.Array, arrays: Any) -> Any:
-        row = jnp.searchsorted(ends, block, side="right", method=here().search)
-        place = (block - ends[row] + jnp.asarray(blocks)[row]) * size
-        slot = starts[row] + place + jnp.arange(size)
+        row = jnp.searchsorted(up_to, block, side="right", method=here().search)
+        slot = origin[row] + block * size + jnp.arange(size)
         token = buckets.token_of_slot[row, jnp.minimum(slot, width - 1)]
         new = function(arrays, row, token)
         at = jnp.where(slot < jnp.asarray(last)[row], token, width)  # Padding is dropped.

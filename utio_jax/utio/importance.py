@@ -2,10 +2,11 @@
 """UTIO's surrogate importance: predictive entropy, attention heat, embedding outlier, their sum.
 
     x, logits, heat = floor_states(decoder, params, token_ids, lengths, depth=8)
-    scores = surrogate_importance(logits, heat, x)      # [batch, token], mostly nats
+    scores = surrogate_importance(logits, heat, x)      # [batch, token]
 
-Pure functions of arrays; all accumulate in float32. A score is *not* a number of layers:
-`bucket_tokens` turns scores into depths by thresholds in the score's own unit.
+Pure functions of arrays; all accumulate in float32. A score adds nats of entropy and two numbers
+without a unit. It is *not* a number of layers: `bucket_tokens` turns scores into depths, by
+thresholds in the score's own unit.
 """
 
 from __future__ import annotations
@@ -56,13 +57,13 @@ def embedding_outlier(
     states = embeddings.astype(jnp.float32)
     if batch_mean is None:
         mean = jnp.mean(states, axis=tuple(range(states.ndim - 1)))
-    elif batch_mean.shape != states.shape[-1:]:
-        raise ValueError(
-            f"Wanted a batch_mean of shape {states.shape[-1:]}, the embeddings' last axis. "
-            f"Got {batch_mean.shape}."
-        )
     else:
-        mean = batch_mean.astype(jnp.float32)
+        mean = jnp.asarray(batch_mean, jnp.float32)
+    if mean.shape != states.shape[-1:]:
+        raise ValueError(
+            f"Wanted a mean (batch_mean, mean_state) of shape {states.shape[-1:]}, the embeddings' "
+            f"last axis. Got {mean.shape}."
+        )
     norms = jnp.linalg.norm(states, axis=-1) * jnp.linalg.norm(mean)
     nowhere = norms == 0
     return 1.0 - jnp.where(nowhere, 0.0, states @ mean / jnp.where(nowhere, 1.0, norms))
