@@ -142,6 +142,48 @@ def row_counts(most: int) -> list[int]:
     return sorted(count for count in counts if 1 <= count <= most)
 
 
+def choose_widths(
+    sizes: Sequence[int], *, rows: int, widths: Sequence[int], spare: float, same_rows: bool = False
+) -> list[int]:
+    """Returns those of `widths` that are worth a program each for windows of these sizes.
+
+    One more width pays if the batches of `batches_of` then have `spare` fewer tokens of padding.
+    The widths returned hold all windows that `widths` hold.
+
+    >>> choose_widths([60, 60, 500], rows=2, widths=[64, 512], spare=1000)
+    [512]
+    >>> choose_widths([60, 60, 500], rows=2, widths=[64, 512], spare=400)
+    [64, 512]
+    """
+    known = sorted(widths)
+    of_width = [0] * len(known)
+    for size in sizes:
+        of_width[min(bisect.bisect_left(known, size), len(known) - 1)] += 1
+
+    def slots(first: int, last: int) -> int:
+        """Returns the padded tokens of all windows of widths [first, last], in one shape."""
+        count, passes = _rows_of(sum(of_width[first : last + 1]), rows, same_rows=same_rows)
+        return count * passes * known[last]
+
+    best: list[tuple[float, list[int]]] = [(0.0, [])]  # Of the first widths, by their number.
+    for last in range(len(known)):
+        options = []
+        for first in range(last + 1):
+            cost, chosen = best[first]
+            used = any(of_width[first : last + 1])
+            more = (slots(first, last) + spare, [*chosen, known[last]]) if used else (0.0, chosen)
+            options.append((cost + more[0], more[1]))
+        best.append(min(options))
+    return best[-1][1] or known[-1:]
+
+
+def _rows_of(windows: int, rows: int, *, same_rows: bool) -> tuple[int, int]:
+    """Returns the rows of each batch of some windows, at most `rows`, and the number of batches."""
+    passes = -(-windows // rows)
+    needed = -(-windows // max(1, passes))
+    return rows if same_rows else next(n for n in row_counts(rows) if n >= needed), passes
+
+
 def batches_of(
     windows: Sequence[np.ndarray],
     *,
@@ -177,9 +219,7 @@ def batches_of(
     for index in order:
         of_width[known[bisect.bisect_left(known, len(windows[index]))]].append(index)
     for width, members in of_width.items():
-        passes = -(-len(members) // rows)
-        needed = -(-len(members) // max(1, passes))
-        count = rows if same_rows else next(n for n in row_counts(rows) if n >= needed)
+        count, _ = _rows_of(len(members), rows, same_rows=same_rows)
         for start in range(0, len(members), count):
             ids = np.zeros((count, width), np.int32)
             lengths, names = np.zeros(count, np.int32), np.full(count, -1)

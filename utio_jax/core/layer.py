@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from utio_jax.core.decoder import Decoder, LayerParams, Params, PositionEncoding, checked
@@ -121,18 +122,21 @@ def split_layers(
     if key not in _split:
         if sum(leaf.nbytes for leaf in leaves) > _memory_left(leaves[0]) / 2:
             return None
-
-        def one(path: Any, leaf: jax.Array, index: int) -> jax.Array:
-            is_kernel = blocks and getattr(path[-1], "key", None) == "kernel"
-            return in_blocks(leaf[index]) if is_kernel else leaf[index]
-
-        _split[key] = tuple(
-            jax.tree_util.tree_map_with_path(partial(one, index=index), stack)
-            for index in range(count)
-        )
+        _split[key] = tuple(_one_layer(stack, np.int32(at), blocks=blocks) for at in range(count))
         for leaf in kept:  # Of any leaf that is gone, another array may get the identity.
             weakref.finalize(leaf, _split.pop, key, None)
     return _split[key]
+
+
+@partial(jax.jit, static_argnames="blocks")
+def _one_layer(stack: LayerParams, index: Int[Array, ""], *, blocks: bool) -> LayerParams:
+    """Returns a layer of a stack, its matrices in blocks of columns if `blocks`."""
+
+    def one(path: Any, leaf: jax.Array) -> jax.Array:
+        layer = jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False)
+        return in_blocks(layer) if blocks and getattr(path[-1], "key", None) == "kernel" else layer
+
+    return jax.tree_util.tree_map_with_path(one, stack)
 
 
 def head_in_blocks(decoder: Decoder, params: Params, *, tokens: int) -> Params:
@@ -149,7 +153,7 @@ def head_in_blocks(decoder: Decoder, params: Params, *, tokens: int) -> Params:
     if table.ndim != 2 or not _fits(table.shape[0 if tied else 1], table):
         return params  # Also never kept here, which would keep the table itself.
     if (key := ("head", id(table))) not in _split:
-        _split[key] = in_blocks(table.T if tied else table)
+        _split[key] = jax.jit(lambda table: in_blocks(table.T if tied else table))(table)
         weakref.finalize(table, _split.pop, key, None)
     return {**params, "head": {"kernel": _split[key]}}
 

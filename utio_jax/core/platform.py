@@ -31,6 +31,10 @@ class Platform:
       query_block: queries per block of a whole row, over the keys up to the last query's position.
         On accelerators one block holds the row.
       static_shapes: True if loops of unknown length are slower than static prefixes.
+      one_loop: True to run the segments of a pass in blocks as one loop over their bounds, which
+        compiles faster. False: one after the other, each with its own structure.
+      program_flops: FLOPs that take as long as compiling one more program of a pass
+        (`benchmarks/compile_time.py score`). Fewer shapes are compiled where padding costs less.
       narrow: hidden size below which a static prefix is unrolled instead of looped. In such layers
         element-wise operations dominate, and XLA fuses them across layers.
       least_routed: hidden size from which passes are routed by default. Routing narrower layers is
@@ -59,6 +63,8 @@ class Platform:
     projection_bucket: int = 512
     query_block: int = 2**30
     static_shapes: bool = True
+    one_loop: bool = False
+    program_flops: float = 1e15
     narrow: int = 1024
     least_routed: int = 512
     stack_in_place: bool = True
@@ -81,6 +87,8 @@ _CPU = Platform(
     projection_bucket=32,
     query_block=128,
     static_shapes=False,
+    one_loop=True,
+    program_flops=5e11,
     narrow=0,
     least_routed=0,
     stack_in_place=False,

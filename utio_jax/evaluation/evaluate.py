@@ -12,18 +12,17 @@ from functools import partial
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
 from utio_jax.core.arrays import check_computed
 from utio_jax.core.decoder import Decoder, Params
-from utio_jax.core.documents import Batch, batches_of, row_widths, windows_of
+from utio_jax.core.documents import Batch, batches_of, choose_widths, row_widths, windows_of
 from utio_jax.core.flops import TokenCost, ideal_flops, pass_flops, token_cost
+from utio_jax.core.platform import here
 from utio_jax.core.pytrees import digest
 from utio_jax.core.rows import Rows, check_mesh, place
 from utio_jax.core.shards import Arrays, Shards, run_all
-from utio_jax.core.work import Work
 from utio_jax.evaluation.flops import check_worthwhile, gate_flops
 from utio_jax.evaluation.quality import Quality, pack_quality, unpack_quality
 from utio_jax.policies.base import Policy
@@ -37,14 +36,14 @@ from utio_jax.policies.depth import (
 from utio_jax.staircase.base import Executor
 from utio_jax.staircase.capacity import choose_executor
 from utio_jax.staircase.loop import check_policy
+from utio_jax.staircase.microbatches import MicroBatches
 from utio_jax.staircase.packing import DENSE, AttentionPattern
-from utio_jax.staircase.reference import FrozenKV, positions_of
+from utio_jax.staircase.reference import FrozenKV
 from utio_jax.staircase.score import (
     Comparison,
     Scores,
     compare_states,
     full_depth,
-    full_work,
     run_score,
 )
 
@@ -157,18 +156,17 @@ def run_passes(  # noqa: PLR0913 (options, each named)
             full = kept[number] if number in kept else run(policy=full_depth(decoder))
             if full_passes is not None:
                 full_passes[number] = full
-        work = full.work if full else full_work(decoder, lengths, width=width, mesh=mesh, **options)
-        positions, _ = positions_of(jnp.asarray(batch.token_ids), jnp.asarray(batch.lengths))
+        positions = np.broadcast_to(np.arange(width, dtype=np.int32), (rows, width))
         for index, pair in enumerate(choices.values()):
             policy, choice = (x[number] if isinstance(x, Sequence) else x for x in pair)
             choice = place(choice, mesh)
             if full and policy.depths == (layers,) and choice == DENSE:
                 scores, other = full, None  # Full depth in question is the pass that was just made.
             else:
-                program = shared_program(policy, jnp.asarray(batch.token_ids), positions)
+                program = shared_program(policy, *jax.device_put((batch.token_ids, positions)))
                 scores = run(policy=place(program, mesh), attention=choice)
                 other = full and full.x
-            tokens = {"nll": -scores.log_likelihood}
+            tokens = {"nll": -np.asarray(scores.log_likelihood)}
             if full:
                 tokens = vars(_compare(decoder, params, ids, lengths, scores.x, other, mesh=mesh))
             tokens = {  # Without the rows that fill up a mesh.
@@ -178,7 +176,7 @@ def run_passes(  # noqa: PLR0913 (options, each named)
             for part in ("nll", "nll_full") if full else ("nll",):
                 check_computed(tokens[part], what=f"losses [row, token] of batch {number}")
             costs = _costs(
-                decoder, params, policy, scores, work, tokens["depths"], attention=choice, **options
+                decoder, params, policy, scores, tokens["depths"], attention=choice, **options
             )
             tokens["quality"] = pack_quality(
                 dataclasses.replace(_sums(tokens, batch.lengths), **costs)
@@ -201,23 +199,23 @@ def run_passes(  # noqa: PLR0913 (options, each named)
             yield number, name, unpack_quality(tokens.pop("quality")), tokens
 
 
-def _costs(  # noqa: PLR0913 (options, each named)
+def _costs(
     decoder: Decoder,
     params: Params,
     policy: Policy,
     scores: Scores,
-    full: Work,
     depths: np.ndarray,
     *,
     executor: Executor | Literal["auto"],
     attention: AttentionPattern,
     kv: FrozenKV,
 ) -> dict[str, Any]:
-    """Returns the costs of a pass, by the fields of `Quality`, from its work and full depth's.
+    """Returns the costs of a pass, by the fields of `Quality`.
 
     `depths` are the decided ones, `[batch, token]`, without the rows that fill up a mesh.
     """
-    cost, work, width = token_cost(decoder, params), scores.work, depths.shape[1]
+    work, full = jax.device_get((scores.work, scores.full_work))
+    cost, width = token_cost(decoder, params), depths.shape[1]
     gates = gate_flops(decoder, params, policy, work, attention=attention)
     # Gates, heads beyond one per token, and what maps an exit's states for the head.
     extra_heads = float(np.sum(work.heads)) - float(np.sum(full.heads))
@@ -333,15 +331,18 @@ def score_documents(  # noqa: PLR0913 (options, each named)
     depths: list[np.ndarray] = [np.zeros(0, np.int32)] * len(windows)
     qualities = [Quality()] * len(windows)
 
-    batches = list(
-        batches_of(
-            windows,
-            rows=rows,
-            widths=row_widths(context),
-            vocab_size=decoder.config.vocab_size,
-            same_rows=same_rows,
-        )
+    cost, shapes = token_cost(decoder, params), {"rows": rows, "same_rows": same_rows}
+    packs = isinstance(choose_executor(executor, policy, context), MicroBatches)
+    layers = decoder.config.num_layers
+    padded = cost.made(layers) * cost.keys_values if packs else cost.layers(layers, context)
+    widths = choose_widths(
+        [len(window) for window in windows],
+        widths=row_widths(context),
+        spare=(1 + 2 * compare) * here().program_flops / float(padded),
+        **shapes,
     )
+    vocab_size = decoder.config.vocab_size
+    batches = list(batches_of(windows, widths=widths, vocab_size=vocab_size, **shapes))
     reasons = [
         check_worthwhile(
             decoder,
@@ -369,7 +370,6 @@ def score_documents(  # noqa: PLR0913 (options, each named)
     ]
     choices = [attention if reason is None else DENSE for reason in reasons]
 
-    cost = token_cost(decoder, params)
     # None where nothing is asked: that costs nothing.
     of_policy = {
         chosen_policy.depths: [

@@ -69,11 +69,13 @@ def with_branches(
             "branches of this model: models/recipes/branches.py."
         )
 
-    def append(leaf: jax.Array, more: jax.Array) -> jax.Array:
-        return jnp.concatenate([leaf, more.astype(leaf.dtype)])
-
-    layers = {**params["layers"], **jax.tree.map(append, own, branches.layers)}
+    layers = {**params["layers"], **_append(own, branches.layers)}
     return Transformer(config), {**params, "layers": layers}
+
+
+@jax.jit  # One program for all leaves.
+def _append(own: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
+    return jax.tree.map(lambda a, b: jnp.concatenate([a, b.astype(a.dtype)]), own, more)
 
 
 def save_branches(path: str | Path, branches: Branches, *, info: Mapping[str, Any]) -> None:
@@ -99,5 +101,5 @@ def load_branches(path: str | Path, *, model_sha256: str) -> Branches:
         model_sha256=model_sha256,
         read=lambda stored: (stored["model_sha256"], tuple(map(int, stored["sizes"]))),
     )
-    layers = nest({name: jnp.asarray(tensor) for name, tensor in tensors.items()})
+    layers = nest({name: jax.device_put(tensor) for name, tensor in tensors.items()})
     return Branches(sizes=sizes, layers=layers)

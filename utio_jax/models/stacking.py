@@ -34,7 +34,7 @@ def place_tensors(
     Without `rules` each tensor is the parameter that its name is the path of. `found_shapes` are
     those of the checkpoint's tensors, `read` returns one, and `source` is its place, for errors.
     """
-    shapes = flatten(jax.eval_shape(decoder.init, jax.random.key(0)))
+    shapes = flatten(jax.eval_shape(lambda: decoder.init(jax.random.key(0))))
     if rules is None:
         rules = [Rule(path, (path,)) for path in shapes]
     stored = {tensor.name: tensor for tensor in stored_tensors(rules, shapes, decoder)}

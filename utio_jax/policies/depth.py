@@ -46,7 +46,8 @@ class Thresholded:
 
     def __post_init__(self) -> None:
         if type(self.thresholds) in (list, tuple):
-            object.__setattr__(self, "thresholds", jnp.asarray(self.thresholds, jnp.float32))
+            thresholds = jax.device_put(np.asarray(self.thresholds, np.float32))
+            object.__setattr__(self, "thresholds", thresholds)
         # While pytrees are rebuilt, a field may hold anything; what is no signal is not called.
         if callable(self.signal):
             check_signal(self.signal)
@@ -79,7 +80,10 @@ class Thresholded:
         return exceeds(score, self.thresholds[index]), memory
 
     def asks(self, index: int) -> bool | Bool[Array, ""]:
-        return self.signal.remembers or jnp.any(jnp.isfinite(self.thresholds[index]))
+        if isinstance(self.thresholds, Tracer):
+            return self.signal.remembers or jnp.any(jnp.isfinite(self.thresholds[index]))
+        # On the host nothing compiles.
+        return self.signal.remembers or bool(np.isfinite(np.asarray(self.thresholds)[index]).any())
 
     def flops(self, index: int, decoder: Decoder, params: Params) -> float:
         return self.signal.flops(index, decoder, params)
@@ -217,7 +221,7 @@ def widen(policy: Thresholded, depths: Sequence[int]) -> Thresholded:
     if shares is not None:  # Of the segment that begins or goes on at each start.
         known, starts = (*shares, 0.0), (0, *depths[:-1])
         shares = tuple(known[sum(own <= start for own in policy.depths)] for start in starts)
-    thresholds = jnp.asarray(spread_thresholds(policy, depths))
+    thresholds = jax.device_put(spread_thresholds(policy, depths))
     return dataclasses.replace(
         policy, thresholds=thresholds, depths=tuple(depths), row_shares=shares
     )
@@ -239,11 +243,13 @@ def shared_program(
 
     Without names the program of `learned` serves all gates; with scores that are known before the
     pass as a table, one serves `position`, `random` and depths of the caller. Without rows there
-    is no table.
+    is no table. Where all tokens run to one depth, no signal is part of the program.
     """
     if not isinstance(policy, Thresholded):
         return policy
     signal: Any = policy.signal
+    if len(policy.depths) == 1:  # Nothing is asked.
+        return dataclasses.replace(policy, signal=Position(name=""))
     if token_ids is not None and positions is not None and isinstance(signal, KnownBefore):
         signal = ScoreTable(scores=signal.start(token_ids, positions))
     return dataclasses.replace(policy, signal=nameless(signal))
@@ -280,7 +286,9 @@ def uniform(
         raise ValueError(f"Wanted a depth among the exits {depths}. Got depth={depth}.")
     thresholds = [-jnp.inf if exit_depth < depth else jnp.inf for exit_depth in depths[:-1]]
     return Thresholded(
-        signal=Position(name=name), thresholds=jnp.asarray(thresholds, jnp.float32), depths=depths
+        signal=Position(name=name),
+        thresholds=jax.device_put(np.asarray(thresholds, np.float32)),
+        depths=depths,
     )
 
 
@@ -329,7 +337,7 @@ def given_depths(
     scores = jnp.asarray(depth_of_token).astype(jnp.float32)
     return Thresholded(
         signal=ScoreTable(scores=scores, name=name, causal=False),
-        thresholds=jnp.asarray(depths[:-1], jnp.float32),
+        thresholds=jax.device_put(np.asarray(depths[:-1], np.float32)),
         depths=depths,
     )
 

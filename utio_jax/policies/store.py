@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from utio_jax.core.decoder import check_depths
@@ -226,7 +225,7 @@ def _put_together(
             fields[name] = _put_together(value, tensors.get(name, {}), types.get(name))
         elif name != "type":
             fields[name] = tuple(value) if isinstance(value, list) else value
-    weights = {name: jnp.asarray(v) for name, v in tensors.items() if name not in fields}
+    weights = {name: jax.device_put(v) for name, v in tensors.items() if name not in fields}
     return kind(**fields, **weights)
 
 
@@ -311,7 +310,7 @@ class Thresholds:
         """Returns the policy of these thresholds; `exits` are those of `Calibration.policy`."""
         policy = Thresholded(
             signal=signal,
-            thresholds=jnp.asarray(self.thresholds, jnp.float32),
+            thresholds=jax.device_put(np.asarray(self.thresholds, np.float32)),
             depths=self.depths,
             # Part of a program: where none is made of it, budgets share theirs.
             row_shares=self.row_shares if here().static_shapes else None,

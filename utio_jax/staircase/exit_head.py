@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float
 
 from utio_jax.core.arrays import flat, map_head
 from utio_jax.core.decoder import Decoder, Params, apply_exit_lens, has_exit_lens, logits_of
+from utio_jax.core.pytrees import pytree
 from utio_jax.core.work import Work
 from utio_jax.policies.base import Boundary
 from utio_jax.staircase.base import Executor, Tokens
@@ -156,32 +157,37 @@ class Head:
         return where_tokens(unmapped, mapped, x if self._states is None else self._states)
 
 
+@pytree
 class Reading:
     """Inputs of the LM head and results of the readout, accumulated over the exits of a pass.
 
     Attributes:
       states: hidden states after the lens of each token's exit. None if the model has no lens: the
         head then reads the tokens' own states.
-      result: readout of tokens whose logits a policy has read; None if there are none.
       unread: tokens without a readout so far.
+      result: readout of tokens whose logits a policy has read; None if there are none.
     """
 
-    def __init__(self, model: Model, tokens: Tokens, depths: tuple[int, ...]) -> None:
-        """Prepares a pass, all of whose live tokens are unread."""
-        through_lens = any(has_exit_lens(model.decoder, depth) for depth in depths)
-        self.states = tokens.x if through_lens else None
-        self.result: Any = None
-        self.unread = tokens.live
+    states: Float[Array, "batch token dim"] | None
+    unread: Bool[Array, "batch token"]
+    result: Any = None
 
-    def add(self, head: Head, stops: Bool[Array, "batch token"]) -> None:
-        """Adds the tokens that exit at this head."""
+    @classmethod
+    def of(cls, model: Model, tokens: Tokens, depths: tuple[int, ...]) -> Reading:
+        """Returns that of a pass, all of whose live tokens are unread."""
+        through_lens = any(has_exit_lens(model.decoder, depth) for depth in depths)
+        return cls(states=tokens.x if through_lens else None, unread=tokens.live)
+
+    def add(self, head: Head, stops: Bool[Array, "batch token"]) -> Reading:
+        """Returns the reading with the tokens that exit at this head."""
+        states, unread, result = self.states, self.unread, self.result
         if head.result is not None and head.seen is not None:
             known = stops & head.seen
-            before = head.result if self.result is None else self.result
-            self.result = where_tokens(known, head.result, before)
-            self.unread = self.unread & ~known
-        if self.states is not None:
-            self.states = where_tokens(stops, head.states_of(stops), self.states)
+            result = where_tokens(known, head.result, head.result if result is None else result)
+            unread &= ~known
+        if states is not None:
+            states = where_tokens(stops, head.states_of(stops), states)
+        return Reading(states=states, unread=unread, result=result)
 
     def finish(
         self, model: Model, tokens: Tokens, readout: Readout | None

@@ -36,17 +36,19 @@ class Propagate:
     Attributes:
       projects: True if layers that run project the K/V of frozen tokens as well.
       hides: True if frozen tokens are invisible in deeper layers, to later tokens too.
+      alike: True if `freeze` takes a traced depth, and all segments treat frozen tokens alike.
     """
 
     projects: ClassVar[bool] = True
     hides: ClassVar[bool] = False
+    alike: ClassVar[bool] = True
 
     def only_live_keys(self, tokens: Tokens) -> bool:
         """Returns True if the next segment projects the K/V of live tokens only."""
         return False
 
     def freeze(
-        self, model: Model, tokens: Tokens, stops: Bool[Array, "batch token"], *, depth: int
+        self, model: Model, tokens: Tokens, stops: Bool[Array, "batch token"], *, depth: Depth
     ) -> tuple[Tokens, Work]:
         """Freezes the tokens that exit at a depth; returns all tokens, and the work of freezing."""
         live = tokens.live & ~stops
@@ -96,12 +98,12 @@ class Drop(Propagate):
         return True
 
     def freeze(
-        self, model: Model, tokens: Tokens, stops: Bool[Array, "batch token"], *, depth: int
+        self, model: Model, tokens: Tokens, stops: Bool[Array, "batch token"], *, depth: Depth
     ) -> tuple[Tokens, Work]:
         tokens, work = super().freeze(model, tokens, stops, depth=depth)
-        if depth > model.decoder.config.kv_complete:  # All K/V that are ever read are cached.
-            return tokens, work
-        return dataclasses.replace(tokens, shown=tokens.shown & ~stops), work
+        # Beyond that depth all K/V that are ever read are cached.
+        hidden = stops & (depth <= model.decoder.config.kv_complete)
+        return dataclasses.replace(tokens, shown=tokens.shown & ~hidden), work
 
     def end(
         self, decoder: Decoder, params: Params, tokens: Tokens, cache: KVCache, **_: Any
@@ -114,12 +116,13 @@ class Mapped(Propagate):
     """Maps the last hidden state to the K/V of deeper layers (`utio_jax.prompts.maps`)."""
 
     projects: ClassVar[bool] = False
+    alike: ClassVar[bool] = False
 
     def only_live_keys(self, tokens: Tokens) -> bool:
         return tokens.mapped is not None
 
     def freeze(
-        self, model: Model, tokens: Tokens, stops: Bool[Array, "batch token"], *, depth: int
+        self, model: Model, tokens: Tokens, stops: Bool[Array, "batch token"], *, depth: Any
     ) -> tuple[Tokens, Work]:
         tokens, work = super().freeze(model, tokens, stops, depth=depth)
         decoder, executor = model.decoder, model.executor

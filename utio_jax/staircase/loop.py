@@ -26,12 +26,15 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import operator
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+import numpy as np
+from jax.core import Tracer
+from jaxtyping import Array, Bool, Float, Int
 
 from utio_jax.attention.cache import KVCache, init_cache
 from utio_jax.core.decoder import (
@@ -42,7 +45,9 @@ from utio_jax.core.decoder import (
     Params,
     check_depths,
     check_stops,
+    has_exit_lens,
 )
+from utio_jax.core.platform import here
 from utio_jax.core.pytrees import check_pytree, pytree
 from utio_jax.core.work import Work, stack_work
 from utio_jax.policies.base import Policy, check_methods, check_signal
@@ -159,37 +164,59 @@ def run_pass(
       readout: function of every token's logits at its depth.
       cache: K/V cache of the executor.
     """
-    decoder, params, executor = model.decoder, model.params, model.executor
-    config, depths = decoder.config, policy.depths
-    reading, work = Reading(model, tokens, depths), []
-    memory = policy.start(token_ids, tokens.positions)
-    decisions = [Work.of() for _ in depths]
-    branch = jnp.zeros_like(tokens.depth)  # Index into `depths` of each token's branch.
+    config, depths, executor = model.decoder.config, policy.depths, model.executor
+    segments = segments_of(config, depths)
+    state = _State(
+        tokens=tokens,
+        cache=cache,
+        asked=_Asked(
+            memory=policy.start(token_ids, tokens.positions),
+            branch=jnp.zeros_like(tokens.depth),
+            decisions=jnp.zeros((len(depths),), jnp.int32),
+            reading=Reading.of(model, tokens, depths),
+        ),
+    )
 
-    for index, segment in enumerate(segments_of(config, depths)):
+    def run(
+        index: Any, segment: Segment, kv_layers: tuple[Any, Any], state: _State
+    ) -> tuple[_State, Tokens, Any, Work]:
+        """Runs a segment; returns the state, its own tokens, their slots, and the work."""
         # 1. Pack the tokens of this segment into slots; some may see fewer keys.
-        running = tokens
+        tokens = running = state.tokens
         if segment.branch is not None:
-            running = dataclasses.replace(tokens, live=tokens.live & (branch == segment.branch))
+            chosen = (state.asked.branch == segment.branch) | jnp.less(segment.branch, 0)
+            running = dataclasses.replace(tokens, live=tokens.live & chosen)
         slots = packing.pack(index, running)
 
         # 2. Run this segment's layers on these slots only. All other tokens keep their states.
         (start, stop), alone = segment.layers, frozen.only_live_keys(running)
-        with jax.named_scope(f"segment_{start}_{stop}"):
+        with jax.named_scope(f"segment_{start}_{stop}" if isinstance(start, int) else "segment"):
             x, cache = executor.run_layers(
-                decoder, params, running, slots, (start, stop), cache, only_live_keys=alone
+                model.decoder,
+                model.params,
+                running,
+                slots,
+                (start, stop),
+                state.cache,
+                only_live_keys=alone,
             )
             tokens, running = (dataclasses.replace(old, x=x) for old in (tokens, running))
-        kv_layers, live = count_kv_layers(config, start, stop, only_live_keys=alone)
-        spent = packing.work + executor.work(
-            slots, stop - start, kv_layers=kv_layers, live_kv_layers=live
+        every, live = kv_layers
+        work = packing.work + executor.work(
+            slots, stop - start, kv_layers=every, live_kv_layers=live if alone else 0
         )
+        return dataclasses.replace(state, tokens=tokens, cache=cache), running, slots, work
 
+    def decide(
+        segment: Segment, running: Tokens, slots: Any, asked: _Asked
+    ) -> tuple[_Asked, Bool[Array, "batch token"], Work]:
+        """Returns the answers after a segment, the tokens that stop there, and the work."""
         # 3. Decide which tokens continue: past this depth, or past a branch that starts here.
         asks = False
         for question in segment.asks:
             asks |= policy.asks(question) | packing.asks(question)
         head = Head(model, running, slots, depth=segment.depth, asks=asks, readout=readout)
+        memory, branch, decisions = asked.memory, asked.branch, asked.decisions
         going = running.live
         stops = going if segment.depth in depths else jnp.zeros_like(going)
         for question in segment.asks:
@@ -197,28 +224,181 @@ def run_pass(
                 boundary = head.boundary(depth=depths[question])
                 goes, memory = policy.go_deeper(question, boundary, memory)
                 packing.look(question, boundary, memory)
-                decisions[question] += Work.of(decisions=head.slots_asked)
+                decisions = decisions.at[question].add(head.slots_asked)
             if depths[question] == segment.depth:
                 stops = going & ~goes
             going &= goes
             branch += going.astype(branch.dtype)
+        # The head reads each token once: where a policy did, or at the end.
+        reading = asked.reading.add(head, stops)
+        asked = _Asked(memory=memory, branch=branch, decisions=decisions, reading=reading)
+        return asked, stops, head.work
 
-        # 4. Freeze all others. The head reads each token once: where a policy did, or at the end.
-        reading.add(head, stops)
-        tokens, froze = frozen.freeze(model, tokens, stops, depth=segment.depth)
-        work.append(spent + froze + head.work)
+    def freeze(
+        depth: Any, state: _State, asked: _Asked, stops: Bool[Array, "batch token"]
+    ) -> tuple[_State, Work]:
+        # 4. Freeze the tokens that stop.
+        tokens, work = frozen.freeze(model, state.tokens, stops, depth=depth)
+        return _State(tokens=tokens, cache=state.cache, asked=asked), work
 
-    work[: len(depths)] = map(operator.add, work, decisions)
-    out, read, head_work = reading.finish(model, tokens, readout)
+    def ask(segment: Segment, asked: _Asked) -> _Asked:
+        return decide(segment, tokens, packing.pack(0, tokens), asked)[0]
+
+    looped = None
+    if (
+        here().one_loop
+        and len(segments) > 1
+        and isinstance(tokens.x, Tracer)  # Outside jit, signals see values.
+        and isinstance(executor, MicroBatches)
+        and type(packing) is Packing
+        and frozen.alike
+    ):
+        looped = _Loop.over(model.decoder, depths, segments, state.asked, ask)
+    if looped is not None:
+        state = dataclasses.replace(state, asked=looped.asked)
+        state, work = looped.run(state, run, decide, freeze)
+    else:
+        works = []
+        for index, segment in enumerate(segments):
+            kv_layers = count_kv_layers(config, *segment.layers, only_live_keys=True)
+            state, running, slots, spent = run(index, segment, kv_layers, state)
+            asked, stops, asking = decide(segment, running, slots, state.asked)
+            state, froze = freeze(segment.depth, state, asked, stops)
+            works.append(spent + froze + asking)
+        work = stack_work(works)
+    decisions = jnp.asarray(work.decisions).at[: len(depths)].add(state.asked.decisions)
+    out, read, head_work = state.asked.reading.finish(model, state.tokens, readout)
+    work = dataclasses.replace(work, decisions=decisions)
+    for one in head_work:
+        work = jax.tree.map(jnp.append, work, one)
     return StaircaseResult(
         x=out,
-        tokens=tokens,
-        depths=tokens.depth,
-        work=stack_work([*work, *head_work]),
+        tokens=state.tokens,
+        depths=state.tokens.depth,
+        work=work,
         read=read,
         chosen=packing.chosen(),
-        cache=cache,
+        cache=state.cache,
     )
+
+
+@pytree
+class _Asked:
+    """Answers of a policy so far.
+
+    Attributes:
+      memory: of the policy.
+      branch: index into the policy's depths of each token's branch.
+      decisions: slots that each of the policy's decisions has evaluated.
+      reading: what the head has read.
+    """
+
+    memory: Any
+    branch: Int[Array, "batch token"]
+    decisions: Int[Array, " depth"]
+    reading: Reading
+
+
+@pytree
+class _State:
+    """What a pass carries from segment to segment."""
+
+    tokens: Tokens
+    cache: Any
+    asked: _Asked
+
+
+@dataclasses.dataclass(frozen=True)
+class _Loop:
+    """All segments of a pass as one loop over their bounds.
+
+    Its body holds a layer's body once below `kv_own` and once above, however many segments there
+    are. Decisions are branches of it: neither states nor caches pass through them.
+
+    Attributes:
+      kinds: one segment of each kind: those of a kind ask the same.
+      table: bounds, depth, branch, layers with K/V, and kind of each segment.
+      asked: answers at the start, of the structure that all decisions return.
+    """
+
+    kinds: tuple[Segment, ...]
+    table: np.ndarray
+    asked: _Asked
+
+    @classmethod
+    def over(
+        cls,
+        decoder: Decoder,
+        depths: tuple[int, ...],
+        segments: Sequence[Segment],
+        asked: _Asked,
+        ask: Callable[[Segment, _Asked], _Asked],
+    ) -> _Loop | None:
+        """Returns the loop; None if what a policy remembers changes its structure on the way."""
+
+        def kind(segment: Segment) -> Any:
+            if segment.asks or has_exit_lens(decoder, segment.depth):
+                return segment.depth, segment.asks
+            return segment.depth in depths
+
+        kinds = {kind(segment): segment for segment in segments}
+        order = list(kinds)
+
+        def numbers(one: Segment) -> list[int]:
+            counts = count_kv_layers(decoder.config, *one.layers, only_live_keys=True)
+            branch = -1 if one.branch is None else one.branch
+            return [*one.layers, one.depth, branch, *counts, order.index(kind(one))]
+
+        table = np.asarray([numbers(one) for one in segments], np.int32)
+        shapes: list[Any] = []
+
+        def look(one: Segment, asked: _Asked) -> Any:
+            answer = ask(one, asked)
+            shapes.append(_shapes(answer))
+            return answer.reading.result
+
+        for _ in range(2):  # A readout begins with none.
+            shapes.clear()
+            results = [jax.eval_shape(partial(look, one), asked) for one in kinds.values()]
+            if {*shapes} == {_shapes(asked)}:
+                return cls(tuple(kinds.values()), table, asked)
+            some = next((result for result in results if result is not None), None)
+            zeros = jax.tree.map(lambda y: jnp.zeros(y.shape, y.dtype), some)
+            reading = dataclasses.replace(asked.reading, result=zeros)
+            asked = dataclasses.replace(asked, reading=reading)
+        return None
+
+    def run(
+        self,
+        state: _State,
+        run: Callable[..., tuple[_State, Tokens, Any, Work]],
+        decide: Callable[..., tuple[_Asked, Any, Work]],
+        freeze: Callable[..., tuple[_State, Work]],
+    ) -> tuple[_State, Work]:
+        """Returns the state after all segments, and the work of each."""
+        table = jnp.asarray(self.table)
+
+        def step(index: Any, carry: tuple[_State, Work]) -> tuple[_State, Work]:
+            state, work = carry
+            fields: Any = tuple(table[index])  # Traced.
+            start, stop, depth, branch, every, alone, kind = fields
+            segment = Segment((start, stop), depth, branch=branch)
+            state, running, slots, spent = run(0, segment, (every, alone), state)
+            asked, stops, asking = jax.lax.switch(
+                kind, [partial(decide, one) for one in self.kinds], running, slots, state.asked
+            )
+            state, froze = freeze(depth, state, asked, stops)
+            spent += froze + asking
+            return state, jax.tree.map(lambda all_, one: all_.at[index].set(one), work, spent)
+
+        none = stack_work([Work.of()] * len(self.table))
+        return jax.lax.fori_loop(0, len(self.table), step, (state, none))
+
+
+def _shapes(tree: Any) -> Any:
+    """Returns the structure of a pytree, and the shapes and types of its leaves."""
+    leaves, structure = jax.tree.flatten(tree)
+    return structure, tuple((jnp.shape(leaf), jnp.result_type(leaf)) for leaf in leaves)
 
 
 class Segment(NamedTuple):

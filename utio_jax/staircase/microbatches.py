@@ -17,12 +17,16 @@ from utio_jax.attention.cache import KVCache
 from utio_jax.attention.mixing import mixer_at
 from utio_jax.core.arrays import executed_heads, flat
 from utio_jax.core.decoder import Decoder, Params
+from utio_jax.core.layer import Depth
 from utio_jax.core.platform import here
 from utio_jax.core.pytrees import pytree, static
 from utio_jax.core.work import Work
 from utio_jax.staircase.base import Tokens, check_min_bucket, over_blocks
 from utio_jax.staircase.forward import WholeRows, forward
 from utio_jax.staircase.query_blocks import Cover, QueryBlocks
+
+_ONE_SIZE = 256
+"""Slots of every projection block of a large batch."""
 
 
 @pytree
@@ -93,8 +97,11 @@ class MicroBatches:
         """Returns the slots of a whole projection block, and of a small one, for so many tokens.
 
         Without a `min_bucket`, small blocks grow with the batch, up to an eighth of a whole one.
+        Large batches have blocks of one size: half as much compiles, and 256 slots are as fast.
         """
         small = self.unit
+        if self.min_bucket is None and here().one_loop and tokens >= 8 * _ONE_SIZE:
+            return math.gcd(_ONE_SIZE, self.block), math.gcd(_ONE_SIZE, self.block)
         block = min(self.block, -(-tokens // small) * small)
         if self.min_bucket is None:
             while 8 * small < block and 64 * small <= tokens and block % (2 * small) == 0:
@@ -139,6 +146,8 @@ class MicroBatches:
     def cover(self, width: int, *, causal: bool = True) -> Cover:
         """Returns the partition of rows of `width` tokens into attention blocks."""
         least = self.min_bucket or math.gcd(here().min_bucket, self.query_block)
+        if self.min_bucket is None and width >= 4 * self.query_block:
+            least = self.query_block  # Of long rows, small blocks would double what compiles.
         return Cover(
             width=width,
             sizes=(min(self.query_block, -(-width // least) * least), least),
@@ -156,7 +165,7 @@ class MicroBatches:
         params: Params,
         tokens: Tokens,
         slots: PackedSlots,
-        layers: tuple[int, int],
+        layers: tuple[Depth, Depth],
         cache: KVCache | None = None,
         *,
         only_live_keys: bool = False,
@@ -210,7 +219,7 @@ class MicroBatches:
         return whole * executed_heads(block) + others * executed_heads(small)
 
     def work(
-        self, slots: PackedSlots, layers: int, *, kv_layers: int, live_kv_layers: int = 0
+        self, slots: PackedSlots, layers: Depth, *, kv_layers: Depth, live_kv_layers: Depth = 0
     ) -> Work:
         run = self.slots_run(slots)
         key_slots = jnp.zeros((), jnp.float32)

@@ -62,7 +62,7 @@ class PromptImportance:
         for field in ("at_least", "prompt_tokens"):  # Counts, not numbers of any kind.
             count = getattr(self, field)
             if isinstance(count, int):
-                object.__setattr__(self, field, jnp.asarray(count, jnp.int32))
+                object.__setattr__(self, field, jax.device_put(np.int32(count)))
 
     @property
     def name(self) -> str:
@@ -216,7 +216,7 @@ class PromptChoice:
         nothing = self.by == "none"
         return PromptImportance(
             signal=SIGNALS[self.by](),
-            deep=jnp.asarray([0.0 if nothing else self.deep], jnp.float32),
+            deep=jax.device_put(np.asarray([0.0 if nothing else self.deep], np.float32)),
             at_least=0 if nothing else 16,
             prompt_tokens=prompt_tokens,
             depths=(self.stop, layers),

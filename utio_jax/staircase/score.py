@@ -57,6 +57,7 @@ class Scores:
       x: the LM head's input: each token's state at its decided depth, mapped if the decoder
         `HasExitLens`. Undefined for padding.
       chosen: what `attention` has chosen; leaves lead with `[segment]`. None for dense attention.
+      full_work: work of full depth on the same rows, counted but not executed. None: not counted.
     """
 
     log_likelihood: Float[Array, "batch token"]
@@ -65,6 +66,7 @@ class Scores:
     work: Work
     x: Float[Array, "batch token dim"]
     chosen: Any = dataclasses.field(default=None, metadata={"row_axis": 1})
+    full_work: Work | None = None
 
 
 @takes_decoder("model.score(texts)")
@@ -112,12 +114,14 @@ def score(  # noqa: PLR0913 (options, each named)
             ids, ends = rows.tree
             run = partial(score, kv=kv, executor=executor, attention=attention)
             scores = run(decoder, params, ids, ends, policy)
-            work = jax.tree.map(lambda leaf: leaf[None], scores.work)
-            return Rows(dataclasses.replace(scores, work=work))
+            of_device = lambda work: jax.tree.map(lambda leaf: leaf[None], work)  # noqa: E731
+            counts = {name: of_device(getattr(scores, name)) for name in ("work", "full_work")}
+            return Rows(dataclasses.replace(scores, **counts))
 
         rows = Rows((token_ids, lengths))
         return over_rows(mesh, on_device, params, rows, policy, attention).tree
     check_policy(policy, decoder, kv=kv)
+    full = full_work(decoder, lengths, width=token_ids.shape[1], kv=kv, executor=executor)
     executor = attention.choose_executor(executor, policy, token_ids.shape[1])
     labels, predicted = labels_of(token_ids, lengths)
     result = staircase(
@@ -141,6 +145,7 @@ def score(  # noqa: PLR0913 (options, each named)
         work=result.work,
         x=x,
         chosen=result.chosen,
+        full_work=full,
     )
 
 
@@ -174,7 +179,7 @@ def score_dense(
     )
 
 
-@partial(jax.jit, static_argnums=0, static_argnames=("width", "kv", "executor", "mesh"))
+@partial(jax.jit, static_argnums=0, static_argnames=("width", "kv", "executor"))
 def full_work(
     decoder: Decoder,
     lengths: Int[Array, " batch"],
@@ -182,19 +187,11 @@ def full_work(
     width: int,
     kv: FrozenKV = "propagate",
     executor: Executor | Literal["auto"] = "auto",
-    mesh: Mesh | None = None,
 ) -> Work:
     """Returns the work of `score` at full depth for rows of `width` tokens, without running it.
 
     Padding is included; the arguments are those of `score`.
     """
-    if mesh is not None:
-
-        def on_device(rows: Rows) -> Rows:
-            work = full_work(decoder, rows.tree, width=width, kv=kv, executor=executor)
-            return Rows(jax.tree.map(lambda leaf: leaf[None], work))
-
-        return over_rows(mesh, on_device, Rows(lengths)).tree
     config, executor = decoder.config, choose_executor(executor, full_depth(decoder), width)
     live = jnp.arange(width)[None, :] < lengths[:, None]
     slots = executor.pack(0, live, causal=config.causal)

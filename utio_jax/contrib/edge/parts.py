@@ -135,8 +135,7 @@ def read_last(  # noqa: PLR0913 (arrays of one token)
     if policy is not None:
         with jax.named_scope("decide"):
             goes, _ = policy.go_deeper(0, head.boundary(), policy.start(ids, positions))
-    reading = Reading(model, tokens, (depth,))
-    reading.add(head, live)
+    reading = Reading.of(model, tokens, (depth,)).add(head, live)
     _, logits, _ = reading.finish(model, tokens, readout)
     # Draws are keyed by the length of the row, as everywhere.
     new = draw(sampling, logits, token_keys(seed[None], positions + 1, DRAW))[0, 0]
