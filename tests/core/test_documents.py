@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import collections
+import itertools
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from utio_jax.core import check_tokens
-from utio_jax.core.documents import batches_of, check_ids, row_counts, sample_batches, windows_of
+from utio_jax.core.documents import (
+    batches_of,
+    check_ids,
+    choose_widths,
+    row_counts,
+    sample_batches,
+    windows_of,
+)
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=6), st.integers(2, 16), st.integers(1, 5))
@@ -63,6 +71,29 @@ def test_windows_share_a_batch_with_those_of_their_width() -> None:
     assert [batch.window.tolist() for batch in results] == [[1, 5, 3], [2, 0, 4, 6]]
     assert row_counts(40) == [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 40]
     assert list(batches_of([], rows=4, widths=[4], vocab_size=2)) == []
+
+
+@given(
+    st.lists(st.integers(1, 32), min_size=1, max_size=12),
+    st.integers(1, 5),
+    st.integers(0, 60),
+    st.booleans(),
+)
+def test_widths_are_those_whose_padding_and_programs_cost_least(
+    sizes: list[int], rows: int, spare: int, same_rows: bool
+) -> None:
+    windows, widths = [np.zeros(size, np.int32) for size in sizes], [4, 8, 16, 32]
+
+    def cost(chosen: tuple[int, ...] | list[int]) -> int:
+        shapes: Any = {"rows": rows, "same_rows": same_rows, "vocab_size": 2}
+        made = list(batches_of(windows, widths=chosen, **shapes))
+        programs = len({batch.token_ids.shape for batch in made})
+        return sum(batch.token_ids.size for batch in made) + spare * programs
+
+    some = [c for n in range(1, 5) for c in itertools.combinations(widths, n)]
+    least = min(cost(chosen) for chosen in some if chosen[-1] >= max(sizes))
+    chosen = choose_widths(sizes, rows=rows, widths=widths, spare=spare, same_rows=same_rows)
+    assert cost(chosen) == least
 
 
 @pytest.mark.parametrize(

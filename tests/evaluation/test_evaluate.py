@@ -40,6 +40,24 @@ def ledger_of(quality: Quality, name: str, *, budget: float | None) -> Any:
     return quality.ledger(name, budget=budget, num_layers=4)
 
 
+def test_ragged_documents_are_one_program_and_nothing_else(tiny: Any, count_compiles: Any) -> None:
+    """Other widths would spare less padding than a program costs; the host compiles nothing."""
+    config = dataclasses.replace(tiny.decoder.config, context_length=256)
+    decoder, policy = Transformer(config), gated(tiny)
+    documents = [np.arange(size) % 64 for size in (5, 40, 100, 200)]
+    score_documents(decoder, tiny.params, [np.arange(3)], uniform(1), compare=False)
+    with count_compiles() as compiles:
+        result = score_documents(
+            decoder, tiny.params, documents, policy, executor=EXECUTOR, compare=False
+        )
+    assert compiles.count == 1
+    assert [len(one.depths) for one in result.documents] == [4, 39, 99, 199]
+    # Where padding costs more, each width is a program.
+    with count_compiles() as compiles, compiling_for("cpu", program_flops=0.0):
+        score_documents(decoder, tiny.params, documents, policy, executor=EXECUTOR, compare=False)
+    assert compiles.count == 3
+
+
 def test_a_text_that_predicts_nothing_has_no_ledger(tiny: Any) -> None:
     batch = Batch(
         token_ids=np.ones((2, 4), np.int32),

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import types
 from collections.abc import Callable
@@ -20,8 +21,9 @@ from utio_jax import Thresholded, score
 from utio_jax.attention import mixing
 from utio_jax.core.platform import compiling_for
 from utio_jax.core.pytrees import pytree, static
+from utio_jax.models.transformer import Transformer
 from utio_jax.policies import Entropy, given_depths
-from utio_jax.policies.signals import SignalBase
+from utio_jax.policies.signals import Position, SignalBase
 from utio_jax.staircase import CapacityPrefix, MicroBatches, staircase
 from utio_jax.staircase.capacity import fit_row_shares
 from utio_jax.utio import History, VerticalSlash
@@ -53,6 +55,36 @@ def test_all_heads_that_run_are_charged_whatever_the_blocks(
     result = jax.block_until_ready(run())
     assert read_counts()["unembed"] == int(np.sum(result.work.heads))
     assert len(np.unique(result.depths)) > 1
+
+
+@pytest.mark.parametrize("platform", ["cpu", "tpu"])
+def test_a_further_exit_adds_no_copy_of_a_layer(tiny: Any, platform: str) -> None:
+    """On a CPU. An accelerator's program has one copy per segment, of a structure of its own."""
+    config = dataclasses.replace(tiny.decoder.config, num_layers=8, exits=())
+    decoder = Transformer(config)
+    params = jax.eval_shape(lambda: decoder.init(jax.random.key(0)))
+    ids, lengths = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((4, 64), (4,)))
+
+    def lowered(*depths: int) -> str:
+        policy = Thresholded(
+            signal=Position(), thresholds=jnp.zeros(len(depths) - 1), depths=depths
+        )
+        run = jax.jit(
+            lambda params, ids, lengths: score(
+                decoder, params, ids, lengths, policy, executor=MicroBatches()
+            )
+        )
+        with compiling_for(platform):
+            return run.lower(params, ids, lengths).as_text()
+
+    two, five = lowered(4, 8), lowered(1, 2, 4, 6, 8)
+    products = [text.count("stablehlo.dot_general") for text in (two, five)]
+    instructions = [text.count(" = ") for text in (two, five)]
+    if platform == "cpu":
+        assert products[1] == products[0]
+        assert instructions[1] < 1.1 * instructions[0]
+    else:
+        assert products[1] > 2 * products[0]
 
 
 def numbers_of(work: Any) -> Any:

@@ -70,8 +70,6 @@ class Demo(Try):
         fitted, methods = fitted_policy(model), _methods(model)
         sizes = {"rows": _ROWS, "width": _WIDTH, "batches": self.batches, "rounds": self.rounds}
         read = read_full_rows(model, documents, methods, **sizes)
-        prompt = read_prompts(model, documents, count=_PROMPTS, rounds=3 * self.rounds)
-        written = write_middles(model, documents, fitted, rounds=min(self.rounds, 3))
         ledgers = [timed.ledger for timed in read.values()]
         hull, plain = uniform_hull(ledgers), model.plain_controls
         rows = [
@@ -82,6 +80,13 @@ class Demo(Try):
             }
             for row in ledgers
         ]
+        console = Console(stderr=True, width=118, highlight=False)
+        console.print(reading_table(rows, default=fitted.budget))
+        branched = model.decoder.config.branches
+        if branched and any(row["plain_hull_nll_increase_pct"] is not None for row in rows):
+            console.print(FURTHER_TRAINING, soft_wrap=True)
+        prompt = read_prompts(model, documents, count=_PROMPTS, rounds=3 * self.rounds)
+        written = write_middles(model, documents, fitted, rounds=min(self.rounds, 3))
         chosen = reading_row(fitted, read[fitted.label].ledger)
         tried = [*request_rows(prompt), chosen, *written_rows(written, chosen), prompt_row(prompt)]
         verdict = recommend(tried, self.model)
@@ -107,38 +112,35 @@ class Demo(Try):
         }
         file = self.out / "demo.json"
         save_json(file, result)
-        console = Console(stderr=True, width=118, highlight=False)
         show_rows(console, tried)
-        console.print(reading_table(rows, default=fitted.budget))
-        branched = model.decoder.config.branches
-        if branched and any(row["plain_hull_nll_increase_pct"] is not None for row in rows):
-            console.print(FURTHER_TRAINING, soft_wrap=True)
         console.print(f"Pictures: {', '.join(map(str, pictures))}. Record: {file}.")
         console.print(verdict, soft_wrap=True)  # A command is not cut by the width.
         return result
 
 
 def _methods(model: Any) -> list[Method]:
-    """Returns the policies at the budgets of the learned one, and their controls."""
+    """Returns full depth, truncation at each exit, and the budgets of the learned policy.
+
+    All but full depth are one program: their thresholds differ.
+    """
     calibration, exits = model.calibration, model.decoder.config.exits
-    budgets = sorted(calibration.entries["learned"])
-    asked = {
-        # Chance is a control: two of its points are enough to see what it is worth.
-        "random": budgets[-3:-1] or budgets,
-        "utio_surrogate": [
-            b for b in budgets if b in calibration.entries.get("utio_surrogate", {})
-        ],
-        "learned": budgets,
-    }
-    return controls_of(model.decoder) + [
+    learned = [
         Method(
-            label=f"{name}@{budget:g}",
-            policy=calibration.policy(name, budget, exits=exits),
+            label=f"learned@{budget:g}",
+            policy=calibration.policy("learned", budget, exits=exits),
             budget=budget,
         )
-        for name, among in asked.items()
-        for budget in among
+        for budget in sorted(calibration.entries["learned"])
     ]
+    full, *truncated = controls_of(model.decoder)
+    form: Any = learned[0].policy
+    if form.depths == exits:
+        signal = dataclasses.replace(form.signal, name="uniform")  # Nothing asks it.
+        same = lambda policy: dataclasses.replace(policy, signal=signal)  # noqa: E731
+        truncated = [
+            dataclasses.replace(method, policy=same(method.policy)) for method in truncated
+        ]
+    return [full, *truncated, *learned]
 
 
 def reading_table(rows: Sequence[dict[str, Any]], *, default: float | None) -> Any:

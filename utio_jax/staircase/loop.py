@@ -301,7 +301,7 @@ class _Asked:
 
 @pytree
 class _State:
-    """What a pass carries from segment to segment."""
+    """State of a pass between its segments."""
 
     tokens: Tokens
     cache: Any
