@@ -28,7 +28,7 @@ from utio_jax.engine.depths import own_thresholds
 from utio_jax.engine.requests import Request
 from utio_jax.engine.slots import Served, Slots
 from utio_jax.policies.depth import Thresholded
-from utio_jax.staircase.loop import segments_of
+from utio_jax.staircase.segments import segments_of
 
 _BLOCKS, _TRIES = 5, 3
 """Number of timed blocks, whose median is used; and number of attempts at plausible rates."""

@@ -25,27 +25,21 @@ costs about 1 % of its arithmetic on CPU.
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
 from utio_jax.attention.cache import KVCache, init_cache
 from utio_jax.core.decoder import (
     Decoder,
-    DecoderConfig,
     HasKVMaps,
     Inputs,
     Params,
     check_depths,
     check_stops,
-    has_exit_lens,
 )
 from utio_jax.core.platform import here
 from utio_jax.core.pytrees import check_pytree, pytree
@@ -58,6 +52,14 @@ from utio_jax.staircase.frozen import Propagate, frozen_kv
 from utio_jax.staircase.microbatches import MicroBatches
 from utio_jax.staircase.packing import DENSE, AttentionPattern, Packing
 from utio_jax.staircase.reference import FrozenKV
+from utio_jax.staircase.segments import (
+    Answers,
+    PassState,
+    Segment,
+    SegmentLoop,
+    count_kv_layers,
+    segments_of,
+)
 
 
 @pytree
@@ -166,10 +168,10 @@ def run_pass(
     """
     config, depths, executor = model.decoder.config, policy.depths, model.executor
     segments = segments_of(config, depths)
-    state = _State(
+    state = PassState(
         tokens=tokens,
         cache=cache,
-        asked=_Asked(
+        asked=Answers(
             memory=policy.start(token_ids, tokens.positions),
             branch=jnp.zeros_like(tokens.depth),
             decisions=jnp.zeros((len(depths),), jnp.int32),
@@ -178,8 +180,8 @@ def run_pass(
     )
 
     def run(
-        index: Any, segment: Segment, kv_layers: tuple[Any, Any], state: _State
-    ) -> tuple[_State, Tokens, Any, Work]:
+        index: Any, segment: Segment, kv_layers: tuple[Any, Any], state: PassState
+    ) -> tuple[PassState, Tokens, Any, Work]:
         """Runs a segment; returns the state, its own tokens, their slots, and the work."""
         # 1. Pack the tokens of this segment into slots; some may see fewer keys.
         tokens = running = state.tokens
@@ -208,8 +210,8 @@ def run_pass(
         return dataclasses.replace(state, tokens=tokens, cache=cache), running, slots, work
 
     def decide(
-        segment: Segment, running: Tokens, slots: Any, asked: _Asked
-    ) -> tuple[_Asked, Bool[Array, "batch token"], Work]:
+        segment: Segment, running: Tokens, slots: Any, asked: Answers
+    ) -> tuple[Answers, Bool[Array, "batch token"], Work]:
         """Returns the answers after a segment, the tokens that stop there, and the work."""
         # 3. Decide which tokens continue: past this depth, or past a branch that starts here.
         asks = False
@@ -231,17 +233,17 @@ def run_pass(
             branch += going.astype(branch.dtype)
         # The head reads each token once: where a policy did, or at the end.
         reading = asked.reading.add(head, stops)
-        asked = _Asked(memory=memory, branch=branch, decisions=decisions, reading=reading)
+        asked = Answers(memory=memory, branch=branch, decisions=decisions, reading=reading)
         return asked, stops, head.work
 
     def freeze(
-        depth: Any, state: _State, asked: _Asked, stops: Bool[Array, "batch token"]
-    ) -> tuple[_State, Work]:
+        depth: Any, state: PassState, asked: Answers, stops: Bool[Array, "batch token"]
+    ) -> tuple[PassState, Work]:
         # 4. Freeze the tokens that stop.
         tokens, work = frozen.freeze(model, state.tokens, stops, depth=depth)
-        return _State(tokens=tokens, cache=state.cache, asked=asked), work
+        return PassState(tokens=tokens, cache=state.cache, asked=asked), work
 
-    def ask(segment: Segment, asked: _Asked) -> _Asked:
+    def ask(segment: Segment, asked: Answers) -> Answers:
         return decide(segment, tokens, packing.pack(0, tokens), asked)[0]
 
     looped = None
@@ -253,7 +255,7 @@ def run_pass(
         and type(packing) is Packing
         and frozen.alike
     ):
-        looped = _Loop.over(model.decoder, depths, segments, state.asked, ask)
+        looped = SegmentLoop.over(model.decoder, depths, segments, state.asked, ask)
     if looped is not None:
         state = dataclasses.replace(state, asked=looped.asked)
         state, work = looped.run(state, run, decide, freeze)
@@ -280,186 +282,6 @@ def run_pass(
         chosen=packing.chosen(),
         cache=state.cache,
     )
-
-
-@pytree
-class _Asked:
-    """Answers of a policy so far.
-
-    Attributes:
-      memory: of the policy.
-      branch: index into the policy's depths of each token's branch.
-      decisions: slots that each of the policy's decisions has evaluated.
-      reading: what the head has read.
-    """
-
-    memory: Any
-    branch: Int[Array, "batch token"]
-    decisions: Int[Array, " depth"]
-    reading: Reading
-
-
-@pytree
-class _State:
-    """State of a pass between its segments."""
-
-    tokens: Tokens
-    cache: Any
-    asked: _Asked
-
-
-@dataclasses.dataclass(frozen=True)
-class _Loop:
-    """All segments of a pass as one loop over their bounds.
-
-    Its body holds a layer's body once below `kv_own` and once above, however many segments there
-    are. Decisions are branches of it: neither states nor caches pass through them.
-
-    Attributes:
-      kinds: one segment of each kind: those of a kind ask the same.
-      table: bounds, depth, branch, layers with K/V, and kind of each segment.
-      asked: answers at the start, of the structure that all decisions return.
-    """
-
-    kinds: tuple[Segment, ...]
-    table: np.ndarray
-    asked: _Asked
-
-    @classmethod
-    def over(
-        cls,
-        decoder: Decoder,
-        depths: tuple[int, ...],
-        segments: Sequence[Segment],
-        asked: _Asked,
-        ask: Callable[[Segment, _Asked], _Asked],
-    ) -> _Loop | None:
-        """Returns the loop; None if what a policy remembers changes its structure on the way."""
-
-        def kind(segment: Segment) -> Any:
-            if segment.asks or has_exit_lens(decoder, segment.depth):
-                return segment.depth, segment.asks
-            return segment.depth in depths
-
-        kinds = {kind(segment): segment for segment in segments}
-        order = list(kinds)
-
-        def numbers(one: Segment) -> list[int]:
-            counts = count_kv_layers(decoder.config, *one.layers, only_live_keys=True)
-            branch = -1 if one.branch is None else one.branch
-            return [*one.layers, one.depth, branch, *counts, order.index(kind(one))]
-
-        table = np.asarray([numbers(one) for one in segments], np.int32)
-        shapes: list[Any] = []
-
-        def look(one: Segment, asked: _Asked) -> Any:
-            answer = ask(one, asked)
-            shapes.append(_shapes(answer))
-            return answer.reading.result
-
-        for _ in range(2):  # A readout begins with none.
-            shapes.clear()
-            results = [jax.eval_shape(partial(look, one), asked) for one in kinds.values()]
-            if {*shapes} == {_shapes(asked)}:
-                return cls(tuple(kinds.values()), table, asked)
-            some = next((result for result in results if result is not None), None)
-            zeros = jax.tree.map(lambda y: jnp.zeros(y.shape, y.dtype), some)
-            reading = dataclasses.replace(asked.reading, result=zeros)
-            asked = dataclasses.replace(asked, reading=reading)
-        return None
-
-    def run(
-        self,
-        state: _State,
-        run: Callable[..., tuple[_State, Tokens, Any, Work]],
-        decide: Callable[..., tuple[_Asked, Any, Work]],
-        freeze: Callable[..., tuple[_State, Work]],
-    ) -> tuple[_State, Work]:
-        """Returns the state after all segments, and the work of each."""
-        table = jnp.asarray(self.table)
-
-        def step(index: Any, carry: tuple[_State, Work]) -> tuple[_State, Work]:
-            state, work = carry
-            fields: Any = tuple(table[index])  # Traced.
-            start, stop, depth, branch, every, alone, kind = fields
-            segment = Segment((start, stop), depth, branch=branch)
-            state, running, slots, spent = run(0, segment, (every, alone), state)
-            asked, stops, asking = jax.lax.switch(
-                kind, [partial(decide, one) for one in self.kinds], running, slots, state.asked
-            )
-            state, froze = freeze(depth, state, asked, stops)
-            spent += froze + asking
-            return state, jax.tree.map(lambda all_, one: all_.at[index].set(one), work, spent)
-
-        none = stack_work([Work.of()] * len(self.table))
-        return jax.lax.fori_loop(0, len(self.table), step, (state, none))
-
-
-def _shapes(tree: Any) -> Any:
-    """Returns the structure of a pytree, and the shapes and types of its leaves."""
-    leaves, structure = jax.tree.flatten(tree)
-    return structure, tuple((jnp.shape(leaf), jnp.result_type(leaf)) for leaf in leaves)
-
-
-class Segment(NamedTuple):
-    """Consecutive layers that some tokens of a pass run.
-
-    Attributes:
-      layers: [start, stop) in the stack of `Decoder.layers`.
-      depth: number of layers that a token has run at the end.
-      asks: indices of the policy's depths that are decided at the end. Tokens exit there if `depth`
-        is one of the policy's: those that do not continue, or all if nothing is decided.
-      branch: index of the policy's depth whose tokens run this branch; None: all live tokens do.
-    """
-
-    layers: tuple[int, int]
-    depth: int
-    asks: tuple[int, ...] = ()
-    branch: int | None = None
-
-
-def segments_of(config: DecoderConfig, depths: tuple[int, ...]) -> list[Segment]:
-    """Returns the segments of a pass: nested segments, then one per branch in use.
-
-    Branches are chosen at their common start, before any of them runs. All decisions about branches
-    are made there, in order.
-
-        depths (4, 10, 12, 16), branches of 2 and 4 layers on layer 8
-        [0, 4) asks 0    [4, 8) asks 1, 2    branch of 2    branch of 4    [8, 16)
-    """
-    split = config.kv_own
-    nested = [depth for depth in depths if depth not in config.branch_depths]
-    if len(nested) < len(depths):
-        nested = [depth for depth in nested if depth <= split]
-    segments = [
-        Segment(layers, layers[1], (index,) if index < len(depths) - 1 else ())
-        for index, layers in enumerate(itertools.pairwise((0, *nested)))
-    ]
-    above = range(len(nested), len(depths))
-    if not above:
-        return segments
-    asks = tuple(above[:-1])
-    if nested and nested[-1] == split:
-        segments[-1] = segments[-1]._replace(asks=(*segments[-1].asks, *asks))
-    else:
-        start = nested[-1] if nested else 0
-        segments.append(Segment((start, split), split, asks))
-    only = len(above) == 1
-    return segments + [
-        Segment(config.upper_layers(depths[index]), depths[index], branch=None if only else index)
-        for index in above
-    ]
-
-
-def count_kv_layers(
-    config: DecoderConfig, start: int, stop: int, *, only_live_keys: bool
-) -> tuple[int, int]:
-    """Returns the number of layers in [start, stop) that project K/V: all, and of live slots alone.
-
-    K/V that are made once for all layers above (`kv_own`) are projected from every token's states.
-    """
-    own = config.kv_made(start, min(stop, config.kv_own)) if only_live_keys else ()
-    return len(config.kv_made(start, stop)), len(own)
 
 
 def check_policy(policy: Policy, decoder: Decoder, *, kv: str = "propagate") -> tuple[int, ...]:
