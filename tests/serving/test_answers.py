@@ -519,7 +519,7 @@ def test_texts_become_tokens_and_tokens_texts(server: Running, model: Model) -> 
     assert server.ask("/tokenize", spelled).body["tokens"] == [0], "as lm-eval asks for its id"
     rendered = server.ask("/tokenize", {"messages": CONVERSATION}).body
     expected = model.chat_template.render(
-        [*CONVERSATION[:3], {"role": "user", "content": "How so"}]
+        [*CONVERSATION[:3], {"role": "user", "content": "How\nso"}]
     )
     assert server.ask("/detokenize", {"tokens": rendered["tokens"]}).body["prompt"] == expected
     info = server.ask("/tokenizer_info").body
