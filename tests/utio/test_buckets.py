@@ -288,6 +288,7 @@ def test_quick_start_of_the_paper_runs_as_it_is_written():
     for rank, token in enumerate(ranked):
         expected[token] = 100 * token + (6, 16, 32)[rank // 3]
     np.testing.assert_array_equal(outputs, expected)
-    np.testing.assert_array_equal(jnp.add(outputs, 1.0), expected + 1)  # An array to JAX, too.
+    total = jnp.add(outputs, 1.0)  # pyright: ignore[reportArgumentType] (An array to JAX, too.)
+    np.testing.assert_array_equal(total, expected + 1)
     np.testing.assert_array_equal(order[inv], np.arange(9))
     assert [int(depth) for depth in outputs.depth_of_token[order]] == [32] * 3 + [16] * 3 + [6] * 3
