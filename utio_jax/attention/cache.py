@@ -65,6 +65,10 @@ class KVCache:
         """Returns keys or values by slot; products transpose them back, so nothing is copied."""
         return jnp.moveaxis(array, -3, -2) if self.heads_first else array
 
+    def plain(self) -> KVCache:
+        """Returns the K/V alone, without what a subclass keeps of them."""
+        return KVCache(keys=self.keys, values=self.values, heads_first=self.heads_first)
+
     def write(
         self,
         layer: int | Int[Array, ""],

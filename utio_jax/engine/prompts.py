@@ -246,7 +246,7 @@ def _run(
     rows = jnp.asarray(blocks.rows)
     block = block_at(decoder, positions, valid, rows=rows if apart else None)
     stop = config.kv_complete if config.shares_kv else config.num_layers
-    cache = dataclasses.replace(state.cache, view=None)
+    cache = state.cache.plain()  # What a mode keeps beside K/V begins with the first token.
     if apart:
         x, cache = run_segment(
             decoder, params, cache, x, block, start=0, stop=stop, width=widths[-1]
@@ -314,11 +314,9 @@ def _first_tokens(
     alone = context.mode.start(context, alone)
     depth = jnp.full_like(state.lengths, num_layers)
     new = emit_drawn(context, alone, by_row, decided=depth, executed=depth)
-    # K/V were written in place. What else the mode keeps there begins with the rows.
-    kept = jax.tree.map(
-        lambda new, written, old: new if new is written else chosen(1, new, old),
-        *(new.cache, cache, state.cache),
-    )
+    # K/V were written in place; under jit their choice costs nothing.
+    kept = chosen(1, new.cache, state.cache)
+    kept = dataclasses.replace(kept, keys=cache.keys, values=cache.values)
     return dataclasses.replace(
         new,
         cache=kept,
