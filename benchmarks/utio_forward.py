@@ -6,8 +6,8 @@
 
 Thresholds are quantiles of the score on calibration text, at the shares that the shipped
 calibration of `utio_surrogate` has at a budget. FLOPs are those of decided layers, keys and values
-of frozen tokens and one head per token, over full depth's: for all rows by one formula. The control
-`random` deals the pass's own depths out by chance. Writes JSON as the last line.
+of frozen tokens, one head per token, and of scoring, over full depth's, without padding. Random
+depths are those of the pass, dealt out by chance. Writes JSON as the last line.
 """
 
 from __future__ import annotations
@@ -65,12 +65,20 @@ class Text:
             depths.append(np.asarray(result.depths))
         return np.concatenate(nats), np.concatenate(depths)
 
-    def flops(self, depths: np.ndarray) -> float:
-        """Returns decided FLOPs over those of full depth."""
-        cost = token_cost(self.model.decoder, self.model.params)
-        deepest = self.model.decoder.config.num_layers
+    def flops(self, depths: np.ndarray, policy: Any = None, heat: int = 0) -> float:
+        """Returns decided FLOPs over those of full depth, a policy's decisions included.
+
+        `heat` is the number of layers whose attention is summed.
+        """
+        decoder, params = self.model.decoder, self.model.params
+        cost, deepest = token_cost(decoder, params), decoder.config.num_layers
         count = partial(ideal_flops, cost, key_widths=(WIDTH,), deepest=deepest, keep_frozen=True)
-        return count(depths) / count(np.where(depths > 0, deepest, 0))
+        # Scores of all queries and keys once more: half of the products of attention.
+        asked = heat * cost.attention_per_key / 2 * WIDTH * np.sum(depths > 0)
+        for index, depth in enumerate(policy.depths[:-1] if policy is not None else ()):
+            asked += policy.flops(index, decoder, params) * np.sum(depths >= depth)
+            asked += cost.head * policy.reads_logits(index) * np.sum(depths > depth)
+        return float((count(depths) + asked) / count(np.where(depths > 0, deepest, 0)))
 
 
 def scores_of(text: Text, plan: UtioPlan) -> dict[str, np.ndarray]:
@@ -167,7 +175,8 @@ def losses(text: Text, fit: Text, options: Any) -> tuple[list[dict[str, Any]], d
     for name, plan in plans(text, fit, options.budgets, options.min_bucket):
         readers[name] = lambda ids, lengths, plan=plan: run(decoder, params, ids, lengths, plan)
         nats, decided = text.read(readers[name])
-        add(name, nats, decided)
+        scored = model.calibration.policy("utio_surrogate", options.budgets[0])
+        add(name, nats, decided, policy=scored, heat=depths[0] * plan.heat)
         dealt = np.zeros_like(decided)
         dealt[decided > 0] = rng.permutation(decided[decided > 0])
         blocks = iter(np.split(dealt, len(dealt) // ROWS))
@@ -179,8 +188,9 @@ def losses(text: Text, fit: Text, options: Any) -> tuple[list[dict[str, Any]], d
         add(f"random depths of {name}", *text.read(by_chance))
     for kind, budget in itertools.product(("utio_surrogate", "learned"), options.budgets):
         name = f"{kind} @{budget}"
-        readers[name] = policy_reader(model, model.calibration.policy(kind, budget))
-        add(name, *text.read(readers[name]))
+        policy = model.calibration.policy(kind, budget)
+        readers[name] = policy_reader(model, policy)
+        add(name, *text.read(readers[name]), policy=policy)
     for row in rows:
         bound = hull(row["flops"])
         row["over_frontier_pct"] = None if bound is None else row["loss_pct"] - bound
@@ -255,14 +265,12 @@ def main() -> None:
     }
     if options.rounds:
         result["seconds"] = times(text, fit, rows, readers, options.rounds)
-    print(f"{'row':52} {'FLOPs':>6} {'layers':>6} {'loss':>8} {'frontier':>8} {'speed':>6}")
+    names = ("decided", "flops", "layers", "loss_pct", "over_frontier_pct", "speedup")
+    print(f"{'row':52}", *(f"{name[:8]:>8}" for name in names))
     for row in rows:
-        over, speed = (row.get(name) for name in ("over_frontier_pct", "speedup"))
-        print(
-            f"{row['row']:52} {row['flops']:6.3f} {row['layers']:6.2f} {row['loss_pct']:+7.2f}%",
-            f"{'' if over is None else f'{over:+.2f}%':>8}",
-            f"{'' if speed is None else f'{speed:.2f}':>6}",
-        )
+        values = [row.get(name) for name in names]
+        cells = ["" if value is None else f"{value:.3f}" for value in values]
+        print(f"{row['row']:52}", *(f"{cell:>8}" for cell in cells))
     print(json.dumps({**result, "rows": rows}))
 
 
