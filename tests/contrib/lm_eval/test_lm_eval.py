@@ -293,6 +293,16 @@ def test_the_first_token_is_predicted_from_the_bos_token_that_files_name(model: 
         config.unlink() if kept is None else config.write_text(kept)
 
 
+def test_a_context_of_spaces_alone_is_the_token_before_all_texts(model: Model) -> None:
+    """Its spaces belong to the continuation; what follows nothing is not certain."""
+    (score, is_greedy), (expected, _) = ask_tokens(
+        adapter(model), ([], [5, 9, 3]), ([0], [5, 9, 3])
+    )
+    assert score == pytest.approx(expected, abs=1e-5)
+    assert score < -1
+    assert not is_greedy
+
+
 QUESTIONS = [
     {"context": "def first(values):\n    return values", "choices": ["[0]", " banana", "!!"]},
     {"context": "import os\nimport ", "choices": ["==", "sys", ")))"]},

@@ -183,7 +183,8 @@ class UtioLM(TemplateLM):
             most = self.max_length + 1
             truncated = len(context) + len(continuation) > most
             self._count("loglikelihood", truncated=truncated)
-            whole = [*context, *continuation][-most:]
+            # Spaces at the end of a context belong to its continuation: nothing may be left of it.
+            whole = [*(context or [self.prefix_token_id]), *continuation][-most:]
             items.append((np.asarray(whole, np.int32), len(continuation)))
         return self._score(items, "loglikelihood")
 
