@@ -36,6 +36,7 @@ from utio_jax.decoding.prefill import Prefill
 from utio_jax.models import Transformer, load, save
 from utio_jax.models.families import read_config
 from utio_jax.models.gemma import Gemma3n, Gemma4
+from utio_jax.models.huggingface import weight_files
 from utio_jax.models.rope import RopeScaling
 from utio_jax.policies.depth import given_depths
 from utio_jax.staircase.capacity import CapacityPrefix
@@ -230,6 +231,22 @@ def with_index(folder: Path, where: Any) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
 
 
+def with_shards_beside(folder: Path) -> None:
+    weights = (folder / "model.safetensors").read_bytes()
+    with_index(folder, {"model.norm.weight": "model-1.safetensors"})
+    for name in ("model.safetensors", "model-1.safetensors"):
+        (folder / name).write_bytes(weights)
+
+
+def test_an_index_decides_which_files_are_the_model(folder: Path) -> None:
+    one = folder / "model.safetensors"
+    index = folder / "model.safetensors.index.json"
+    (folder / "adapter.safetensors").write_bytes(b"of something else")
+    for name in (one.name, "model-1.safetensors"):  # The latter is of an earlier save, and gone.
+        index.write_text(json.dumps({"weight_map": {"model.norm.weight": name}}))
+        assert weight_files(folder) == [one]
+
+
 FAULTS: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
     "options, all at once": (
         lambda folder: edit_json(
@@ -265,6 +282,10 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
             "unexpected extra",
             r"model.layers.2.mlp.up_proj.weight has shape \(40, 31\), wanted \(40, 32\)",
         ),
+    ),
+    "a file and shards": (
+        with_shards_beside,
+        ("one set of weights.*Got model.safetensors, and shards of .*: model-1.safetensors",),
     ),
     "a pickle": (as_pickle, ("is a pickle.*save_file",)),
     "an index without names": (

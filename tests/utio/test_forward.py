@@ -309,5 +309,6 @@ def test_plans_that_do_not_fit_are_named(tiny, kind, plan, message):
 
 @pytest.mark.usefixtures("unchecked_shapes")
 def test_a_policy_is_not_a_plan(tiny):
+    policy: Any = uniform(4)
     with pytest.raises(TypeError, match=r"Wanted a UtioPlan. Got Thresholded.*utio_jax\.score"):
-        utio_forward(tiny.decoder, tiny.params, *rows_of(tiny), uniform(4))
+        utio_forward(tiny.decoder, tiny.params, *rows_of(tiny), policy)

@@ -45,12 +45,13 @@ def is_huggingface(config: Mapping[str, Any]) -> bool:
 def weight_files(folder: Path) -> list[Path]:
     """Returns the folder's weight files: one, or the shards that its index names.
 
-    Raises ValueError if some are missing or pickles, or the index points outside the folder.
+    Raises ValueError if some are missing or pickles, or the index points outside the folder. And if
+    there are both: transformers 5.24 reads the one file, others the shards.
     """
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    if single.is_file():
-        return [single]
     if not index.is_file():
+        if single.is_file():
+            return [single]
         for pickle in sorted(folder.glob("*.bin")) + sorted(folder.glob("*.pt*")):
             refuse_pickle(pickle)
         raise ValueError(f"Wanted {single.name} or {index.name} in {folder}. There is neither.")
@@ -61,6 +62,14 @@ def weight_files(folder: Path) -> list[Path]:
             f"Wanted a weight_map from tensors to files next to {index}. Got {str(names)[:200]}."
         )
     files = [folder / name for name in sorted(names)]
+    if single.is_file() and single not in files:
+        shards = [file.name for file in files if file.is_file()]
+        if not shards:  # The index is of an earlier save.
+            return [single]
+        raise ValueError(
+            f"Wanted one set of weights in {folder}. Got {single.name}, and shards of "
+            f"{index.name}: {', '.join(shards)[:200]}. Load a folder that holds one set."
+        )
     for file in files:
         refuse_pickle(file)
     if absent := [file.name for file in files if not file.is_file()]:
