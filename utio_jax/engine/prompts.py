@@ -246,7 +246,7 @@ def _run(
     rows = jnp.asarray(blocks.rows)
     block = block_at(decoder, positions, valid, rows=rows if apart else None)
     stop = config.kv_complete if config.shares_kv else config.num_layers
-    cache = state.cache.plain()  # What a mode keeps beside K/V begins with the first token.
+    cache = state.cache.plain()  # What a mode adds to K/V begins with the first token.
     if apart:
         x, cache = run_segment(
             decoder, params, cache, x, block, start=0, stop=stop, width=widths[-1]
