@@ -72,8 +72,8 @@ class Model(Verbs):
     `calibrate` changes the model: its policies, and for one without exits how these are read.
 
     Attributes:
-      decoder: the model; `Lensed` if its exits are read through a lens, `KVMapped` if it has KV
-        maps.
+      decoder: the model, or any `Decoder` of your own; `Lensed` if its exits are read through a
+        lens, `KVMapped` if it has KV maps.
       params: its parameters.
       folder: with config, weights and tokenizer: a folder, or a GGUF file.
       lens: the lens' file, if there is one.
@@ -83,7 +83,7 @@ class Model(Verbs):
       prompt_choices: ways of reading prompts that were measured with its KV maps.
     """
 
-    decoder: Transformer | Gemma3n | Gemma4 | Lensed | KVMapped
+    decoder: Transformer | Gemma3n | Gemma4 | Lensed | KVMapped | Any
     params: Params
     folder: Path
     lens: Path | None = None
