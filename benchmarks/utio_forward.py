@@ -75,9 +75,10 @@ class Text:
         count = partial(ideal_flops, cost, key_widths=(WIDTH,), deepest=deepest, keep_frozen=True)
         # Scores of all queries and keys once more: half of the products of attention.
         asked = heat * cost.attention_per_key / 2 * WIDTH * np.sum(depths > 0)
-        for index, depth in enumerate(policy.depths[:-1] if policy is not None else ()):
-            asked += policy.flops(index, decoder, params) * np.sum(depths >= depth)
-            asked += cost.head * policy.reads_logits(index) * np.sum(depths > depth)
+        asks = uniform(deepest) if policy is None else policy
+        for index, depth in enumerate(asks.depths[:-1]):
+            asked += asks.flops(index, decoder, params) * np.sum(depths >= depth)
+            asked += cost.head * asks.reads_logits(index) * np.sum(depths > depth)
         return float((count(depths) + asked) / count(np.where(depths > 0, deepest, 0)))
 
 
@@ -162,10 +163,11 @@ def losses(text: Text, fit: Text, options: Any) -> tuple[list[dict[str, Any]], d
     readers: dict[str, Read] = {"full depth": partial(dense, decoder, params)}
     full, _ = text.read(readers["full depth"])
 
-    def add(name: str, nats: np.ndarray, decided: np.ndarray) -> None:
+    def add(name: str, nats: np.ndarray, decided: np.ndarray, **decisions: Any) -> None:
         loss = 100 * (nats.mean() / full.mean() - 1)
         layers = float(decided[decided > 0].mean())
-        rows.append({"row": name, "flops": text.flops(decided), "layers": layers, "loss_pct": loss})
+        flops = text.flops(decided, **decisions)
+        rows.append({"row": name, "flops": flops, "layers": layers, "loss_pct": loss})
 
     for depth in depths:
         readers[f"uniform {depth}"] = policy_reader(model, uniform(depth))
