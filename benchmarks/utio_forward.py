@@ -195,7 +195,7 @@ def losses(text: Text, fit: Text, options: Any) -> tuple[list[dict[str, Any]], d
         add(name, *text.read(readers[name]), policy=policy)
     for row in rows:
         bound = hull(row["flops"])
-        row["over_frontier_pct"] = None if bound is None else row["loss_pct"] - bound
+        row["over_frontier_pct"] = None if bound is None else row["loss_pct"] - float(bound)
     return rows, readers
 
 
@@ -233,7 +233,7 @@ def times(text: Text, fit: Text, rows: list[Any], readers: dict[str, Read], roun
     )
     for row in rows:
         if row["row"] in timed:
-            row["speedup"] = timed[row["row"]].speedup_over(full)
+            row["speedup"] = float(timed[row["row"]].speedup_over(full))
     names = ("floor", "floor, scored")
     return {"full": full.median} | {name: timed[name].median for name in names}
 
