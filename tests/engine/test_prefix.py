@@ -263,23 +263,37 @@ def test_an_interrupted_call_forgets_all_blocks(monkeypatch: pytest.MonkeyPatch)
     assert ask(engine, text).cached_tokens == 16
 
 
+def under_pressure(engine: Engine) -> None:
+    """Runs requests of few texts and two salts, some cancelled, in a pool that is too small."""
+    for number, request in enumerate(family(12, seed=3)):
+        submitted = request.submit(engine, cache_salt="ab"[number % 2])
+        if number % 5 == 4:
+            engine.cancel(submitted)
+        if number % 3:
+            engine.advance()
+    engine.drain()
+    assert engine.stats().prefix_evictions > 0
+
+
 def test_a_full_pool_compiles_nothing_after_the_warmup(no_compiles: Any) -> None:
     """Nor after an interrupt: stores into a new pool and a used one are programs of their own."""
     engine = cached_engine(lively_model(), blocks=5)
     engine.warmup()
-    requests = family(12, seed=3)
     for _ in range(2):
         with no_compiles():
-            for number, request in enumerate(requests):
-                submitted = request.submit(engine, cache_salt="ab"[number % 2])
-                if number % 5 == 4:
-                    engine.cancel(submitted)
-                if number % 3:
-                    engine.advance()
-            engine.drain()
-            assert engine.stats().prefix_evictions > 0
+            under_pressure(engine)
             engine._unsettled = True  # As after a call that did not return.
             engine.advance()
+
+
+def test_a_used_pool_is_compiled_by_the_warmup(no_compiles: Any) -> None:
+    """Parameters that are committed to a device, as a checkpoint's, commit the pool as well."""
+    model = lively_model()
+    loaded = jax.device_put(model.params, jax.devices()[0])
+    engine = cached_engine(Model(model.decoder, loaded), blocks=5)
+    engine.warmup()
+    with no_compiles():
+        under_pressure(engine)
 
 
 def replace_in_place(params: Any, *, seed: int) -> None:
