@@ -150,7 +150,7 @@ def choose_widths(
     One more width pays if the batches of `batches_of` then have `spare` fewer tokens of padding.
     The widths returned hold all windows that `widths` hold.
 
-    >>> choose_widths([60, 60, 500], rows=2, widths=[64, 512], spare=1000)
+    >>> choose_widths([60, 60, 500], rows=2, widths=[64, 512], spare=2000)
     [512]
     >>> choose_widths([60, 60, 500], rows=2, widths=[64, 512], spare=400)
     [64, 512]
