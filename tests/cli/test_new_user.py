@@ -24,7 +24,7 @@ from helpers.folders import save_small_model
 from helpers.texts import SOURCES, source
 
 import utio_jax
-from utio_jax.calibration.advice import conclude
+from utio_jax.calibration.advice import conclude, may_pay
 from utio_jax.calibration.calibrate import calibrate
 from utio_jax.calibration.compare import ComparisonRow
 from utio_jax.calibration.lens import LensConfig
@@ -109,6 +109,7 @@ def fake_calibrate(monkeypatch: pytest.MonkeyPatch) -> None:
             new,
             entries=dict.fromkeys(policies, new.entries["position"]),
             signals=dict.fromkeys(policies, Position()),
+            info=new.info | {"verdict": may_pay(new.info)},
         )
 
     monkeypatch.setattr("utio_jax.models.verbs.calibrate", fit)

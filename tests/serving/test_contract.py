@@ -126,7 +126,7 @@ def test_a_prompt_budget_that_is_not_served_names_the_way_to_one(
     monkeypatch.setattr(reader, "model", in_full)
     message = server.completion("x", utio={"prompt_budget": 0.75}).error["message"]
     assert message.startswith("Wanted utio.prompt_budget of 1. Got 0.75. Start the server with")
-    assert "utio-jax fit-prompt FILES --model M, then --prompt-maps FILE" in message
+    assert "--prompt-maps FILE, which utio-jax fit-prompt FILES --model M writes" in message
 
 
 def test_fields_that_change_nothing_and_unknown_ones_are_let_pass(server: Running) -> None:

@@ -245,8 +245,8 @@ class Reader:
             message = f"Wanted utio.prompt_budget of {offered}. Got {asked.prompt_budget:g}."
             if model.prompt_budget is None:
                 message += (
-                    " Start the server with --prompt-budget; a stock model needs maps for it: "
-                    "utio-jax fit-prompt FILES --model M, then --prompt-maps FILE."
+                    " Start the server with --prompt-budget; for a stock model also with "
+                    "--prompt-maps FILE, which utio-jax fit-prompt FILES --model M writes."
                 )
             raise _refused(message, "utio.prompt_budget")
         whole = asked.prompt_budget == 1 or model.prefill is None
