@@ -65,7 +65,7 @@ class UtioPlan:
         it, never layers. Blocks are as many as are needed.
       fractions: alternative to thresholds: each bucket's share of the row, by rank; padding ranks
         lowest. Blocks are a static number, so that gradients exist. Neither: equal shares. Static.
-      weights: of entropy, heat and outlier.
+      weights: weights of entropy, heat and outlier.
       mean_state: mean state at the floor over a calibration text; None: over the batch, so that
         other rows enter the score.
       heat: True to count the attention that a token receives, as UTIO does; then later tokens enter
@@ -92,7 +92,7 @@ class UtioResult:
       log_likelihood: log p(token i+1 | tokens 0..i) in nats; 0 where there is no token i+1.
       depths: layers that each token ran; 0 for padding.
       score: weighted sum of the three signals below.
-      entropy: of the prediction at the floor, in nats.
+      entropy: entropy of the prediction at the floor, in nats.
       heat: attention received at the floor, see `floor_states`; 0 if the plan leaves it out.
       outlier: one minus the cosine of the floor's state and the mean, in [0, 2].
       x: input of `unembed`: each token's last state, mapped if the decoder `HasExitLens`.

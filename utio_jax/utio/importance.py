@@ -85,7 +85,7 @@ def surrogate_importance(
         `floor_states` returns; None: see `weigh`.
       embeddings: states or embeddings.
       batch_mean: see `embedding_outlier`.
-      weights: of entropy, heat and outlier.
+      weights: weights of entropy, heat and outlier.
 
     Raises:
       ValueError: ranks or token counts do not agree, or the weights cannot be used.
