@@ -109,7 +109,7 @@ def fake_calibrate(monkeypatch: pytest.MonkeyPatch) -> None:
             new,
             entries=dict.fromkeys(policies, new.entries["position"]),
             signals=dict.fromkeys(policies, Position()),
-            info=new.info | {"verdict": may_pay(new.info)},
+            info=dict(new.info) | {"verdict": may_pay(new.info)},
         )
 
     monkeypatch.setattr("utio_jax.models.verbs.calibrate", fit)
