@@ -60,6 +60,28 @@ def test_branches_begin_as_copies_that_end_with_the_last_layer(params: Any) -> N
     assert "k_proj" not in copied
 
 
+def test_branches_of_a_bfloat16_model_learn_by_steps_below_its_resolution(params: Any) -> None:
+    coarse = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
+    start = Branches.copied(DECODER, coarse, (1, 2))
+    ids, lengths = jnp.arange(12)[None], jnp.asarray([12])
+
+    def loss(layers: Any) -> jax.Array:
+        decoder, joined = with_branches(DECODER, coarse, Branches(sizes=(1, 2), layers=layers))
+        return exit_nll(decoder, joined, ids, lengths).sum()
+
+    gradient = jax.grad(loss)(start.layers)
+    # Steps are at most 1/1024 of the largest weight: bfloat16 rounds most of them away.
+    kernel, slope = start.layers["q_proj"]["kernel"], gradient["q_proj"]["kernel"]
+    step = float(jnp.abs(kernel).max()) / 1024 / float(jnp.abs(slope).max())
+    layers = start.layers
+    for _ in range(64):
+        layers = jax.tree.map(lambda y, g: y - step * g, layers, gradient)
+    moved = layers["q_proj"]["kernel"] - kernel
+    np.testing.assert_allclose(moved, -64 * step * slope, atol=float(jnp.abs(moved).max()) * 1e-3)
+    joined = with_branches(DECODER, coarse, Branches(sizes=(1, 2), layers=layers))[1]
+    assert {leaf.dtype for leaf in jax.tree.leaves(joined)} == {jnp.dtype(jnp.bfloat16)}
+
+
 def test_a_folder_with_branches_is_loaded_with_them(
     folder: Path, params: Any, branches: Branches
 ) -> None:

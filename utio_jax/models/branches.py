@@ -37,15 +37,16 @@ class Branches:
 
     @classmethod
     def copied(cls, decoder: Transformer, params: Params, sizes: tuple[int, ...]) -> Branches:
-        """Returns branches to begin training with: copies of evenly spaced upper layers.
+        """Returns branches to begin training with: float32 copies of evenly spaced upper layers.
 
-        Each ends with a copy of the last layer.
+        Each ends with a copy of the last layer. The copies are float32 for a bfloat16 model, too:
+        bfloat16 rounds away a step of less than 1/512 of a weight. `with_branches` casts them.
         """
         own, last = decoder.config.kv_own, decoder.config.num_layers - 1
         spaced = [np.linspace(last, own, size, endpoint=size > 1)[::-1] for size in sizes]
         picked = np.concatenate(spaced).round().astype(int)
         upper = {name: leaf for name, leaf in params["layers"].items() if name not in OF_KV}
-        return cls(sizes=sizes, layers=jax.tree.map(lambda leaf: leaf[picked], upper))
+        return cls(sizes=sizes, layers=jax.tree.map(lambda y: y[picked].astype(jnp.float32), upper))
 
 
 def with_branches(
