@@ -259,11 +259,17 @@ class Slots:
         return any(leaf is not known for leaf, known in pairs)
 
     def _free_rows(self) -> DecodeState:
-        """Returns the state of free rows, and stores their rules."""
+        """Returns the state of free rows, and stores their rules.
+
+        Both are committed to a device if parameters are, as all that programs return then is: of
+        uncommitted arrays a program compiles once more.
+        """
         slots = self._served.slots
         empty = self._fresh((), rows=slots, width=1)
-        self._rules, context = empty.rules, self._context(empty.rules)
-        return empty_state(context, batch=slots, **self._sizes)
+        state = empty_state(self._context(empty.rules), batch=slots, **self._sizes)
+        homes = [y.sharding for y in self._leaves if y.committed and len(y.devices()) == 1]
+        state, self._rules = jax.device_put((state, empty.rules), *homes[:1])
+        return state
 
     def reset(self) -> None:
         """Frees all rows in a new state: an interrupted call may have donated the old one."""
