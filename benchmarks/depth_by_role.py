@@ -3,7 +3,7 @@
 
     python benchmarks/depth_by_role.py --rounds 0     # compiles every program, measures nothing
     python benchmarks/depth_by_role.py                # measures, on an idle machine, in parts
-    python benchmarks/depth_by_role.py --page results/depth_by_role.md    # writes its tables
+    python benchmarks/depth_by_role.py --page results/prefill.md    # writes its tables
     python benchmarks/depth_by_role.py --shapes 8+8 6+10 plain-8 plain-12 plain-16 \
         --prompts 448 --batches 8 --new 8 --out out/roles.json            # shapes of your own
 

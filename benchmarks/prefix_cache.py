@@ -4,7 +4,7 @@
     python benchmarks/prefix_cache.py [MODEL] [PREFIX_TOKENS] [--server]
 
 `first`: a request after a common prefix, cold (a new prefix) and warm, in turns; medians.
-`context`: the same for a context of `contrib.select`. `chats`: 24 conversations of four turns (a
+`context`: the same for a context of `contrib.rows`. `chats`: 24 conversations of four turns (a
 common system prompt of a quarter of the prefix, 24 new tokens each), all at once over 8 slots, with
 a prefix cache and without, in turns. `decoding`: 8 requests of 8 + 64 tokens without a common
 prefix, with a prefix cache and without, in turns. Texts are the test split of the standard library.
@@ -31,7 +31,7 @@ import openai
 from serving import server
 
 from utio_jax import load
-from utio_jax.contrib.select import read_context
+from utio_jax.contrib.rows import read_context
 from utio_jax.engine import Engine
 from utio_jax.engine.prefix import PrefixCache
 from utio_jax.models.training import standard_library
@@ -56,7 +56,7 @@ def first_token(engine: Engine, prompt: np.ndarray) -> tuple[float, list[int]]:
 
 
 def context_ms(model: Any, engine: Engine, ids: np.ndarray, slots: int) -> float:
-    """Returns the milliseconds to read a context of `contrib.select`."""
+    """Returns the milliseconds to read a context of `contrib.rows`."""
     start = time.perf_counter()
     context = read_context(model.decoder, model.params, ids, slots=slots, engine=engine)
     jax.block_until_ready(context)

@@ -28,8 +28,14 @@ from utio_jax.contrib.encoders import (
     read_exits,
     vision_config,
 )
-from utio_jax.contrib.filter import UncertainBand, fit_band, row_losses
-from utio_jax.contrib.select import Select, read_context, select
+from utio_jax.contrib.rows import (
+    Select,
+    UncertainBand,
+    fit_band,
+    read_context,
+    row_losses,
+    select,
+)
 from utio_jax.core import Batch
 from utio_jax.models.training import standard_library
 from utio_jax.policies import Entropy
@@ -236,5 +242,5 @@ plt.show()
 # %% [markdown]
 # All three save where most rows are easy. Asking is not free: a vocabulary head at a boundary may
 # cost as much as a layer, so few exits are better than many. What a row that stays comes out as is
-# full depth's. Guides: [select](../docs/contrib/select.md), [filter](../docs/contrib/filter.md),
+# full depth's. Guides: [rows](../docs/contrib/rows.md),
 # [encoders](../docs/contrib/encoders.md).

@@ -19,8 +19,7 @@ from helpers.models import Model, assert_close, live_params
 from utio_jax import Adaptive, Lossless, Plain, Thresholded, uniform
 from utio_jax.calibration.compare import compare
 from utio_jax.calibration.studies import study_exits
-from utio_jax.contrib.drafts import DynamicExits
-from utio_jax.contrib.select import Select
+from utio_jax.contrib.rows import Select
 from utio_jax.core.documents import batches_of, windows_of
 from utio_jax.core.pytrees import pytree, static
 from utio_jax.models import TINY, Transformer
@@ -243,7 +242,6 @@ def test_techniques_of_nested_segments_refuse_branches(model: Model) -> None:
     signal, history = Position(), History(recent=4, sinks=1)
     sparse = VerticalSlash(signal=signal, thresholds=jnp.zeros(3), history=history)
     refused = (
-        partial(DynamicExits().check, decoder),
         partial(Select(depths=(4,), margins=np.zeros(1)).check, decoder, rows=2),
         partial(Throttled(policy=uniform(5), attention=sparse).check, decoder),
         partial(

@@ -22,7 +22,6 @@ from helpers.shared_kv import KINDS
 from utio_jax import Adaptive, Lossless, Plain, uniform
 from utio_jax.attention.cache import init_cache
 from utio_jax.contrib.edge.parts import Row
-from utio_jax.contrib.layer_skipping import score_layer_sets, skip_decode
 from utio_jax.models import TINY, Transformer
 from utio_jax.policies import given_depths
 from utio_jax.prompts.fit import fit_kv_maps
@@ -220,13 +219,11 @@ def test_sources_that_cannot_be_are_refused(changes: Any, expected: str) -> None
 def test_what_knows_layers_with_their_own_alone_refuses_others(model: Model) -> None:
     decoder, params = model.decoder, model.params
     ids, lengths = model.tokens(2, 16), jnp.asarray([16, 16])
-    sets = skip_decode((2, 4), most=4, least=2, span=8)
     later = 2, jnp.zeros((*ids.shape, decoder.config.embed_dim))
     for call in (
         lambda: dense_states(decoder, params, ids, lengths, depths=(4,), start=later),
         lambda: fit_kv_maps(decoder, params, [], stops=(2,)),
         lambda: Row(decoder, params, start=0, stop=2),
-        lambda: score_layer_sets(decoder, params, ids, lengths, sets),
     ):
         with pytest.raises(ValueError, match=r"keys and values of their own.*\(kv_source\)"):
             call()

@@ -1,155 +1,176 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ends a thought after a number of tokens, or when the model is sure of its last words.
+"""Thinking budgets: a logits processor that forces the end of a thought after a number of tokens.
 
-After LYNX (arXiv 2512.05325) and DEER (arXiv 2504.15895), see docs/contrib/stopping.md.
+It reads where a row is from the row's own tokens, so it keeps no state, and holds in all modes.
+`trace_answers` ends thoughts at all possible places, for rules that are compared with a budget.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Bool, Float, Int
 
-from utio_jax.calibration.guarantee import Fitted, fit_with_guarantee, halves
-from utio_jax.contrib.stopping.budget import ThinkingBudget, Thought
-from utio_jax.core import Decoder
-from utio_jax.core.documents import check_ids
+from utio_jax.core import Decoder, pytree, static
 from utio_jax.decoding import generate
+from utio_jax.decoding.state import DecodeState
 
-__all__ = [
-    "Answered",
-    "Confidence",
-    "ThinkingBudget",
-    "Thought",
-    "Trace",
-    "fit_confidence",
-    "generate_until_sure",
-    "trace_answers",
-]
+__all__ = ["ThinkingBudget", "Thought", "Trace", "trace_answers"]
+
+_NEVER = 2**30
+"""Position that no row reaches."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Confidence:
-    """Rule for ending a thought: after tokens that the model was sure of.
+class Thought:
+    """Thinking span of a row.
 
-    Minus the mean log-probability of the last `window` thought tokens has to lie below `threshold`,
-    in nats (-inf: nowhere). It is asked after `min_tokens` at least, and `window`; only after
-    tokens of `cue_ids`, such as the ends of sentences, where there are any.
+    Attributes:
+      start: index of the first thinking token among the new tokens; None: thinking never began.
+      tokens: number of thinking tokens, including an end that the row wrote itself.
+      forced: number of forced tokens after them.
+      ended_by: `"model"`, `"budget"`, or `"open"` if thinking has not ended.
     """
 
-    threshold: float
-    window: int = 8
-    cue_ids: Sequence[int] = ()
-    min_tokens: int = 0
+    start: int | None
+    tokens: int = 0
+    forced: int = 0
+    ended_by: str = "open"
+
+    @property
+    def answer(self) -> slice:
+        """Slice of the new tokens after the thought; all of them if thinking never began."""
+        return slice((self.start or 0) + self.tokens + self.forced, None)
+
+
+@pytree
+class ThinkingBudget:
+    """Logits processor that ends thinking after `max_tokens`, once a row.
+
+    Forced tokens run through the model like all others and count in `max_new_tokens`. Other budgets
+    compile nothing; other sequences do.
+
+    Attributes:
+      end_ids: token sequence with which the row itself ends thinking, e.g. the id of `</think>`.
+      forced_ids: token sequence that is forced when the budget is used up, e.g. a sentence and
+        `</think>`; empty: `end_ids`.
+      start_ids: token sequence after which thinking begins, in the prompt or in new tokens. It has
+        begun if the prompt has this sequence without `end_ids` after it. Empty: thinking begins
+        with the first new token.
+      max_tokens: maximum number of thinking tokens; or one for each row of `generate`.
+    """
+
+    end_ids: tuple[int, ...] = static()
+    forced_ids: tuple[int, ...] = static(default=())
+    start_ids: tuple[int, ...] = static(default=())
+    max_tokens: int | Int[Array | np.ndarray, "*batch"]
 
     def __post_init__(self) -> None:
-        if math.isnan(self.threshold) or self.window < 1 or self.min_tokens < 0:
-            raise ValueError(f"Wanted nats, window from 1 on, min_tokens from 0 on. Got {self}.")
+        if not self.end_ids:
+            raise ValueError("Wanted end_ids of at least one token. Got none.")
+        if isinstance(self.max_tokens, int) and self.max_tokens < 0:
+            raise ValueError(f"Wanted max_tokens of at least 0. Got {self.max_tokens}.")
 
-    def ask(self, token_ids: Sequence[int], surprise: Sequence[float]) -> float:
-        """Returns the mean surprise of a thought's last tokens; inf where it may not end."""
-        asks = not len(self.cue_ids) or token_ids[-1] in self.cue_ids
-        asks &= len(token_ids) >= max(self.window, self.min_tokens)
-        return float(np.mean(surprise[-self.window :])) if asks else math.inf
+    def __call__(
+        self, logits: Float[Array, "batch vocab"], state: DecodeState
+    ) -> Float[Array, "batch vocab"]:
+        """Returns the logits; those of rows in which a forced token is due allow it alone."""
+        forced, vocab = self.forced_ids or self.end_ids, logits.shape[-1]
+        known = (*self.end_ids, *forced, *self.start_ids)
+        if min(known) < 0 or max(known) >= vocab:
+            raise ValueError(f"Wanted ids of a ThinkingBudget from 0 to {vocab - 1}. Got {known}.")
+        if jnp.shape(self.max_tokens) not in ((), logits.shape[:1]):
+            raise ValueError(
+                f"Wanted one max_tokens, or one for each of {logits.shape[0]} rows that run "
+                f"together. Got shape {jnp.shape(self.max_tokens)}."
+            )
+        slot = jnp.arange(state.token_ids.shape[1], dtype=jnp.int32)[None, :]
+        prompt, length = state.prompt_lengths[:, None], state.lengths[:, None]
+
+        def ends(
+            sequence: tuple[int, ...], since: Array, until: Array
+        ) -> Bool[Array, "batch slot"]:
+            """Returns a mask of slots with which a sequence ends that lies within a range."""
+            same = (slot + 1 - len(sequence) >= since) & (slot < until)
+            for back, token in enumerate(reversed(sequence)):
+                same &= jnp.roll(state.token_ids, back, axis=1) == token
+            return same
+
+        def first(mask: Bool[Array, "batch slot"]) -> Int[Array, "batch 1"]:
+            return jnp.min(jnp.where(mask, slot + 1, _NEVER), axis=1, keepdims=True)
+
+        def last(mask: Bool[Array, "batch slot"]) -> Int[Array, "batch 1"]:
+            return jnp.max(jnp.where(mask, slot + 1, 0), axis=1, keepdims=True)
+
+        began = prompt
+        if self.start_ids:
+            opened = last(ends(self.start_ids, 0 * prompt, prompt))
+            closed = last(ends(self.end_ids, 0 * prompt, prompt))
+            new = first(ends(self.start_ids, prompt, length))
+            began = jnp.where(opened > closed, prompt, new)
+        cut = began + jnp.reshape(jnp.asarray(self.max_tokens, jnp.int32), (-1, 1))
+        ended = first(ends(self.end_ids, began, length))
+        is_due = (length >= cut) & (length < cut + len(forced)) & (ended > cut)
+        due = jnp.asarray(forced)[jnp.clip(length - cut, 0, len(forced) - 1)]
+        is_forced = jnp.arange(vocab, dtype=jnp.int32)[None, :] == due
+        alone = jnp.where(is_forced, 0.0, -jnp.inf).astype(logits.dtype)
+        return jnp.where(is_due, alone, logits)
+
+    def thought(
+        self, prompt: Sequence[int] | np.ndarray, new: Sequence[int] | np.ndarray, *, row: int = 0
+    ) -> Thought:
+        """Returns the thinking span of a row's new tokens; `row` is its index in `generate`."""
+        ids, new = [int(token) for token in prompt], [int(token) for token in new]
+        budget = int(np.ravel(np.asarray(self.max_tokens))[row if np.ndim(self.max_tokens) else 0])
+        start: int | None = 0
+        if self.start_ids and not _last(self.start_ids, ids) > _last(self.end_ids, ids):
+            start = _first(self.start_ids, new, 0)
+        if start is None:
+            return Thought(start=None)
+        end = _first(self.end_ids, new, start)
+        if end is not None and end <= start + budget:
+            return Thought(start=start, tokens=end - start, ended_by="model")
+        tokens = min(budget, len(new) - start)
+        if tokens < budget:
+            return Thought(start=start, tokens=tokens)
+        forced = min(len(self.forced_ids or self.end_ids), len(new) - start - tokens)
+        return Thought(start=start, tokens=tokens, forced=forced, ended_by="budget")
 
 
-@dataclasses.dataclass(kw_only=True)
-class Answered:
-    """A prompt, a thought and the answer after it, as token ids.
-
-    `surprise` has the nats of each thought token, `means` what was asked after it. `ended_by` is
-    "confidence", "budget", "model" (which wrote the end), or "eos": the text ended, unanswered.
-    """
-
-    prompt: list[int]
-    thought: list[int] = dataclasses.field(default_factory=list)
-    surprise: list[float] = dataclasses.field(default_factory=list)
-    means: list[float] = dataclasses.field(default_factory=list)
-    ended_by: str = "budget"
-    answer: list[int] = dataclasses.field(default_factory=list)
-
-    def add(self, token: int, nats: float, end: list[int], confidence: Confidence) -> None:
-        """Adds a token to the thought, which may end after it."""
-        self.thought.append(token)
-        self.surprise.append(nats)
-        self.means.append(confidence.ask(self.thought, self.surprise))
-        if self.thought[-len(end) :] == end:
-            self.ended_by = "model"
-        elif self.means[-1] < confidence.threshold:
-            self.ended_by = "confidence"
+def _places(sequence: Sequence[int], ids: list[int], since: int) -> list[int]:
+    """Returns the indices after each occurrence of a sequence from an index on."""
+    size = len(sequence)
+    places = range(since + size, len(ids) + 1)
+    return [end for end in places if ids[end - size : end] == [*sequence]]
 
 
-def generate_until_sure(
-    decoder: Decoder,
-    params: Any,
-    prompts: Sequence[Sequence[int] | np.ndarray],
-    *,
-    end_ids: Sequence[int],
-    confidence: Confidence,
-    max_thought: int,
-    max_answer: int,
-    chunk: int = 32,
-    **options: Any,
-) -> list[Answered]:
-    """Returns a thought for each prompt, cut when the model is sure, and the answer after it.
+def _first(sequence: Sequence[int], ids: list[int], since: int) -> int | None:
+    return next(iter(_places(sequence, ids, since)), None)
 
-    `end_ids` close the thought, unless the model has written them. Every `chunk` tokens the host
-    looks, and all texts are read again. Options are `utio_jax.generate`'s, such as `mode`.
 
-    Raises:
-      ValueError: limits too small, or beyond the model's context; options that these replace.
-    """
-    check_ids(end_ids, vocab_size=decoder.config.vocab_size, what="end_ids")
-    most = max(map(len, prompts), default=0) + max_thought + len(end_ids) + max_answer
-    rules = [name for name in ("stop_sequences", "stop_when") if name in options]
-    if most > decoder.config.context_length or chunk < 1 or rules:
-        raise ValueError(
-            f"Wanted at most {decoder.config.context_length} tokens, the model's context, chunks "
-            f"from 1 on, and no other rules. Got {most}, {chunk=}, {rules}. Lower max_thought."
-        )
-    end, *texts = ([int(token) for token in ids] for ids in (end_ids, *prompts))
-    rows = [Answered(prompt=text) for text in texts]
-    for done in range(0, max_thought, chunk):
-        # Rows that have ended stay: the batch keeps its shape, and rows their seeds.
-        texts = [row.prompt + row.thought for row in rows]
-        room = min(chunk, max_thought - done)
-        result = generate(decoder, params, texts, max_new_tokens=room, **options)
-        columns = result.token_ids, result.log_probabilities, result.finish_reasons
-        for row, new, logs, reason in zip(rows, *columns, strict=True):
-            for token, log in zip(new.tolist(), logs.tolist(), strict=True):
-                if row.ended_by == "budget":
-                    row.add(token, -log, end, confidence)
-            if row.ended_by == "budget" and reason == "eos":
-                row.ended_by = "eos"
-        if all(row.ended_by != "budget" for row in rows):
-            break
-    closing = {"confidence": end, "budget": end}
-    texts = [row.prompt + row.thought + closing.get(row.ended_by, []) for row in rows]
-    result = generate(decoder, params, texts, max_new_tokens=max_answer, **options)
-    for row, new in zip(rows, result.token_ids, strict=True):
-        row.answer = [] if row.ended_by == "eos" else new.tolist()
-    return rows
+def _last(sequence: Sequence[int], ids: list[int]) -> int:
+    return max(_places(sequence, ids, 0), default=0)
 
 
 class Trace(NamedTuple):
     """Results of ending a prompt's thought at every possible token.
 
-    `ends` has three values for each possible end: tokens thought, the window's mean surprise in
-    nats, and True if the answer differs from that after all `whole` tokens.
+    `ends` has two values for each possible end: tokens thought, and True if the answer differs from
+    that after the whole thought.
     """
 
-    ends: list[tuple[int, float, bool]]
-    whole: int
+    prompt: list[int]
+    thought: list[int]
+    ends: list[tuple[int, bool]]
 
-    def replay(self, threshold: float) -> tuple[int, bool]:
-        """Returns the tokens thought under a threshold, and whether the answer changes."""
-        for size, nats, changed in self.ends:
-            if nats < threshold:
-                return size, changed
-        return self.whole, False
+    def replay(self, stops: Sequence[bool] | np.ndarray) -> tuple[int, bool]:
+        """Returns the tokens thought where the first of `stops` ends it, and True if it changes."""
+        ended = (end for end, stop in zip(self.ends, stops, strict=True) if stop)
+        return next(ended, (len(self.thought), False))
 
 
 def trace_answers(
@@ -157,56 +178,43 @@ def trace_answers(
     params: Any,
     prompts: Sequence[Sequence[int] | np.ndarray],
     *,
-    confidence: Confidence,
+    end_ids: Sequence[int],
+    max_thought: int,
+    max_answer: int,
+    cue_ids: Sequence[int] = (),
     same: Callable[[list[int], list[int]], bool] = list.__eq__,
-    **how: Any,
+    **options: Any,
 ) -> list[Trace]:
-    """Returns a trace of each prompt, valid for any threshold; each place costs an answer.
+    """Returns a trace of each prompt, valid for any rule; each place asked costs an answer.
 
-    `same` compares answers; the rest is as in `generate_until_sure`.
+    A thought may end after tokens of `cue_ids`, such as the ends of sentences; after any token
+    without them. `end_ids` follow, then the answer. `same` compares answers; options are those of
+    `utio_jax.generate`.
     """
-    never, at_once = dataclasses.replace(confidence, threshold=-math.inf), dict(how, max_thought=0)
-    rows = generate_until_sure(decoder, params, prompts, confidence=never, **how)
+
+    def after(texts: list[list[int]], count: int) -> list[list[int]]:
+        result = generate(decoder, params, texts, max_new_tokens=count, **options)
+        return [ids.tolist() for ids in result.token_ids]
+
+    end, given = [int(token) for token in end_ids], [list(map(int, ids)) for ids in prompts]
+    thoughts = after(given, max_thought)
+    for thought in thoughts:  # What follows an end that the model wrote is its answer.
+        cut = _first(tuple(end), thought, 0)
+        del thought[len(thought) if cut is None else cut - len(end) :]
+    texts = [a + b for a, b in zip(given, thoughts, strict=True)]
+    whole = after([text + end for text in texts], max_answer)
+    traces = [Trace(*pair, []) for pair in zip(given, thoughts, strict=True)]
     asked = [
-        [(size, nats) for size, nats in enumerate(row.means[:-1], 1) if nats < math.inf]
-        for row in rows
+        [size for size, token in enumerate(ids[:-1], 1) if not cue_ids or token in cue_ids]
+        for ids in thoughts
     ]
-    traces = [Trace([], len(row.thought)) for row in rows]
     # One place of every prompt at a time: the batch keeps its shape, and rows their seeds.
     for turn in range(max(map(len, asked), default=0)):
-        places = [row[turn] if turn < len(row) else (0, math.inf) for row in asked]
-        cut = [row.prompt + row.thought[:size] for row, (size, _) in zip(rows, places, strict=True)]
-        again = generate_until_sure(decoder, params, cut, confidence=never, **at_once)
-        for row, trace, (size, nats), other in zip(rows, traces, places, again, strict=True):
+        sizes = [sizes[turn] if turn < len(sizes) else 0 for sizes in asked]
+        cut = [a + b[:size] + end for a, b, size in zip(given, thoughts, sizes, strict=True)]
+        for trace, size, first, other in zip(
+            traces, sizes, whole, after(cut, max_answer), strict=True
+        ):
             if size:
-                trace.ends.append((size, nats, not same(row.answer, other.answer)))
+                trace.ends.append((size, not same(first, other)))
     return traces
-
-
-def fit_confidence(
-    traces: Sequence[Trace], *, max_changed: float = 0.1, confidence: float = 0.95, seed: int = 0
-) -> Fitted:
-    """Returns the largest threshold at which few answers change, at a confidence.
-
-    With probability `confidence` over their draw, at most `max_changed` of such prompts get another
-    answer than after the whole thought. A rung's cost is its share of the thought tokens.
-
-    Raises:
-      ValueError: fewer traces than that takes, or none in which a confidence is asked.
-    """
-    bound: dict[str, Any] = {"max_risk": max_changed, "confidence": confidence}
-    fits = halves(np.arange(len(traces)), units="traces", bound="max_changed", seed=seed, **bound)
-    fit_traces, others = (
-        [traces[i] for i in np.flatnonzero(half).tolist()] for half in (fits, ~fits)
-    )
-    seen = [nats for trace in fit_traces for _, nats, _ in trace.ends]
-    if not seen:
-        raise ValueError("Wanted traces that are asked. Got none. Name other cues or windows.")
-    # Quantiles, from the lowest on: a lower threshold ends fewer thoughts, and later.
-    ladder = np.unique(np.quantile(seen, np.linspace(0, 1, 25)[1:])).tolist()
-    whole = sum(trace.whole for trace in fit_traces)
-    costs = [
-        sum(trace.replay(threshold)[0] for trace in fit_traces) / whole for threshold in ladder
-    ]
-    risks = np.asarray([[trace.replay(threshold)[1] for trace in others] for threshold in ladder])
-    return fit_with_guarantee(risks, settings=ladder, costs=costs, **bound)
