@@ -101,7 +101,7 @@ def fit_select(  # noqa: PLR0913 (options, each named)
         )
     fits, bound = _halves(len(seen), groups, "queries", max_disagreement, confidence, seed)
     cost, ends = token_cost(decoder, params), np.asarray([*depths, decoder.config.num_layers])
-    layers = np.diff(cost.layers(np.asarray([0, *ends]), slots + tokens))
+    layers = np.diff(np.asarray(cost.layers(np.asarray([0, *ends]), slots + tokens)))
     reads = np.where(ends > 0, cost.read(ends), 0.0)
 
     def run(seen: np.ndarray, margins: np.ndarray) -> tuple[float, np.ndarray]:
@@ -113,7 +113,7 @@ def fit_select(  # noqa: PLR0913 (options, each named)
     apart = seen[fits, :-1] - seen[fits, -1:]
     spread = np.nanstd(apart - np.nanmean(apart, axis=2, keepdims=True), axis=(0, 2))
     margins, costs = zip(*ladder_of(spread, lambda m: run(seen[fits], m)[0]), strict=True)
-    used = [np.flatnonzero(np.isfinite(m)) for m in margins]
+    used = [np.flatnonzero(np.isfinite(m)).tolist() for m in margins]
     settings = [
         Select(depths=tuple(depths[place] for place in some), margins=m[some], mean=mean)
         for m, some in zip(margins, used, strict=True)
@@ -188,7 +188,7 @@ def fit_band(  # noqa: PLR0913 (options, each named)
     estimates = offsets[:, None] + slopes[:, None] * losses
     distances, ends = np.abs(estimates[:-1] - limit), np.asarray(exits)
     cost = token_cost(decoder, params)
-    layers, heads = cost.layers(ends, tokens), np.asarray(cost.read(ends))
+    layers, heads = np.asarray(cost.layers(ends, tokens)), np.asarray(cost.read(ends))
 
     def price(margins: np.ndarray) -> float:
         spent = layers + np.cumsum(heads * np.append(np.isfinite(margins), True))
@@ -206,10 +206,10 @@ def fit_band(  # noqa: PLR0913 (options, each named)
 
 def _halves(
     count: int, groups: Any, units: str, max_risk: float, confidence: float, seed: int
-) -> tuple[Bool[np.ndarray, " unit"], dict[str, float]]:
+) -> tuple[Bool[np.ndarray, " unit"], dict[str, Any]]:
     """Returns the units of the fitting half, and the bound."""
     groups = np.arange(count) if groups is None else groups
     if groups.shape != (count,):
         raise ValueError(f"Wanted a group for each of {count} {units}. Got {groups.shape}.")
-    bound = {"max_risk": max_risk, "confidence": confidence}
+    bound: dict[str, Any] = {"max_risk": max_risk, "confidence": confidence}
     return halves(groups, units=units, seed=seed, **bound), bound
