@@ -73,7 +73,8 @@ def write_gguf(
     writer = gguf.GGUFWriter(str(file), arch)
     _describe(writer, config)
     describe(writer)
-    of_arch = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}[arch]
+    kinds_of = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
+    of_arch = kinds_of.get(arch, kinds_of["llama"])  # Of Nanbeige, before the library knows it.
     names = gguf.get_tensor_name_map(of_arch, config["num_hidden_layers"])
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
     stacks: dict[str, list[np.ndarray]] = {}
@@ -89,7 +90,7 @@ def write_gguf(
         assert result is not None, name
         rows = tensors.get(name, values)
         part = module.rsplit(".", 1)[-1]
-        if arch == "llama" and part in heads:
+        if arch in ("llama", "nanbeige") and part in heads:
             rows = permuted(rows, heads[part])
         if arch in ("gemma2", "gemma3") and module.endswith("norm"):
             rows = rows + np.float32(1)
@@ -125,13 +126,13 @@ def _describe(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
     writer.add_key_length(wide or head_dim)
     writer.add_value_length(wide or head_dim)
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    rope = config.get("rope_parameters") or {}
+    rope = config.get("rope_parameters") or {"rope_theta": config.get("rope_theta", 10_000.0)}
     rope = rope.get("full_attention", rope)
     writer.add_rope_freq_base(rope.get("rope_theta", 10_000.0))
     if rope.get("rope_type") == "linear":
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(rope["factor"])
-    if config["model_type"] in ("llama", "qwen2", "qwen3"):
+    if config["model_type"] in ("llama", "qwen2", "qwen3", "nanbeige"):
         writer.add_rope_dimension_count(head_dim)
         writer.add_vocab_size(config["vocab_size"])
     else:

@@ -57,7 +57,7 @@ def test_every_family_has_a_case() -> None:
     from utio_jax.models.families import FAMILIES
 
     kinds = {json.loads((FOLDER / c / "config.json").read_text())["model_type"] for c in CASES}
-    assert kinds == set(FAMILIES)
+    assert kinds == set(FAMILIES) - {"ouro", "nanbeige"}, "looped ones: test_looped.py"
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -71,7 +71,7 @@ class KVCache:
 
     def write(
         self,
-        layer: int | Int[Array, ""],
+        layer: int | Int[Array, ""] | Int[Array, "batch token"],
         keys: Float[Array, "batch token kv_head head_dim"],
         values: Float[Array, "batch token kv_head head_dim"],
         *,
@@ -81,8 +81,8 @@ class KVCache:
     ) -> KVCache:
         """Returns the cache with one layer's K/V at the tokens' positions in their rows.
 
-        Tokens that are not `valid` are dropped. `rows` of the cache are the packed rows, any for
-        one without valid tokens; None: the first ones, in order.
+        `layer` may be one for each token. Tokens that are not `valid` are dropped. `rows` are
+        those of the cache, any for a row without valid tokens; None: the first ones, in order.
         """
         rows = jnp.arange(positions.shape[0], dtype=jnp.int32) if rows is None else rows
         slots = jnp.where(valid, positions, self.num_slots)  # One past the end: dropped.
@@ -92,6 +92,29 @@ class KVCache:
             keys=self.keys.at[at].set(keys.astype(self.keys.dtype), mode="drop"),
             values=self.values.at[at].set(values.astype(self.values.dtype), mode="drop"),
         )
+
+    def repeat(
+        self,
+        layer: int | Int[Array, ""],
+        count: int,
+        *,
+        positions: Int[Array, "batch token"],
+        valid: Bool[Array, "batch token"],
+    ) -> KVCache:
+        """Returns the cache with some tokens' K/V of the `count` layers before `layer` repeated.
+
+        They are written to as many layers from `layer` on: the next turn of a looped model.
+        Tokens that are not `valid` are dropped. Rows are the first ones, in order.
+        """
+        to = layer + jnp.arange(count, dtype=jnp.int32)[:, None, None]
+        rows = jnp.arange(positions.shape[0], dtype=jnp.int32)[None, :, None]
+        slots = jnp.where(valid, positions, self.num_slots)[None]
+
+        def put(leaf: jax.Array) -> jax.Array:
+            old = leaf.at[(to - count, rows, *self.at(slots))].get(mode="clip")
+            return leaf.at[(to, rows, *self.at(slots))].set(old, mode="drop")
+
+        return dataclasses.replace(self, keys=put(self.keys), values=put(self.values))
 
 
 def init_cache(
@@ -132,7 +155,7 @@ def write_prompt(
 
 def read(
     cache: KVCache,
-    layers: tuple[int | Int[Array, ""], ...],
+    layers: tuple[int | Int[Array, "*row"], ...],
     *,
     width: int,
     rows: Int[Array, " packed"] | None = None,
@@ -140,8 +163,8 @@ def read(
 ) -> tuple[Float[Array, "row key kv_head head_dim"], Float[Array, "row key kv_head head_dim"]]:
     """Returns layers' K/V of the first `width` slots, heads side by side.
 
-    Masked slots cost as much as any. Of some `rows` alone, copied side by side; None: of the first
-    `count` rows, or of all.
+    Masked slots cost as much as any. Of some `rows` alone, copied side by side, each of a layer of
+    its own if `layers` are arrays; None: of the first `count` rows, or of all.
     """
 
     def one(leaf: jax.Array, layer: int | jax.Array) -> jax.Array:

@@ -118,7 +118,7 @@ def fit_lens(
     """
     exits = decoder.config.exits[:-1]
     if not exits:
-        some = some_exits(decoder.config.num_layers)
+        some = some_exits(decoder.config.num_layers, decoder.config.turns)
         raise ValueError(
             "Wanted a model with an exit before its last layer. Got exits="
             f"{decoder.config.exits}. Name some as it is loaded, for example --exits "

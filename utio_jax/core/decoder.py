@@ -63,6 +63,9 @@ class DecoderConfig:
         the layers above `kv_own`. The stack of `Decoder.layers` holds the branches' layers after
         the `num_layers` of the full model. Needs a `kv_source` that is the same for all upper
         layers, and whose K/V are made below `kv_own`.
+      turns: number of times that a looped model runs its layers. `num_layers` counts the layers of
+        all turns, each with K/V of its own; the stack of `Decoder.layers` holds those of one. A
+        token exits at the end of a turn.
     """
 
     vocab_size: int
@@ -82,6 +85,7 @@ class DecoderConfig:
     kv_source: tuple[tuple[int, ...], ...] = ()
     kv_depth: tuple[int, ...] = ()
     branches: tuple[int, ...] = ()
+    turns: int = 1
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -98,6 +102,7 @@ class DecoderConfig:
             )
         self._check_kv_source()
         self._check_branches()
+        self._check_turns()
         given = self.exits or (*self.branch_depths, self.num_layers)
         exits = check_depths(given, num_layers=self.num_layers, name="exits")
         object.__setattr__(self, "exits", exits)
@@ -158,6 +163,30 @@ class DecoderConfig:
                 f"the {most} layers above layer {self.kv_own}. Got branches={self.branches}."
             )
 
+    def _check_turns(self) -> None:
+        name, alike = type(self).__name__, not (self.kv_source or any(self.windows))
+        if self.turns > 1 and (self.num_layers % self.turns or not alike):
+            raise ValueError(
+                f"{name} needs turns that divide num_layers={self.num_layers}, without kv_source "
+                f"and windows. Got turns={self.turns}, kv_source={self.kv_source!r:.100}, "
+                f"windows={self.windows}."
+            )
+        self.check_ends_of_turns(self.exits, name="exits")
+
+    def check_ends_of_turns(self, depths: Any, *, name: str = "depths") -> None:
+        """Raises ValueError if a looped model has a depth within a turn: no head reads there."""
+        between = [depth for depth in depths if is_integer(depth) and depth % self.turn_layers]
+        if self.turns > 1 and between:
+            ends = tuple(range(self.turn_layers, self.num_layers + 1, self.turn_layers))
+            raise ValueError(
+                f"Wanted {name} at ends of turns of a looped model, {ends}. Got {between}."
+            )
+
+    @property
+    def turn_layers(self) -> int:
+        """Number of layers of one turn; of a model that is not looped, of all."""
+        return self.num_layers // self.turns
+
     @property
     def branch_depths(self) -> tuple[int, ...]:
         """Number of layers that a token runs through each branch."""
@@ -165,8 +194,8 @@ class DecoderConfig:
 
     @property
     def stack_layers(self) -> int:
-        """Number of layers in `Decoder.layers`: the full model's, then the branches'."""
-        return self.num_layers + sum(self.branches)
+        """Number of layers in `Decoder.layers`: those of a turn, then the branches'."""
+        return self.turn_layers + sum(self.branches)
 
     def upper_layers(self, depth: int) -> tuple[int, int]:
         """Returns the layers [start, stop) of the stack that tokens of a depth run above `kv_own`.
@@ -252,18 +281,22 @@ def _misfit(field: dataclasses.Field[Any], value: Any) -> str | None:
     return None
 
 
-def some_exits(num_layers: int) -> tuple[int, ...]:
+def some_exits(num_layers: int, turns: int = 1) -> tuple[int, ...]:
     """Returns default exits: a half, two thirds and five sixths of the layers, and all of them.
 
-    >>> some_exits(30)
-    (15, 20, 25, 30)
+    Those of a looped model are the ends of its turns.
+
+    >>> some_exits(30), some_exits(12, turns=3)
+    ((15, 20, 25, 30), (4, 8, 12))
     """
+    if turns > 1:
+        return tuple(num_layers * (turn + 1) // turns for turn in range(turns))
     return tuple(sorted({max(1, round(num_layers * sixths / 6)) for sixths in (3, 4, 5, 6)}))
 
 
 def name_exits(decoder: Decoder) -> str:
     """Returns the remedy for a model without exits, a sentence for messages."""
-    some = some_exits(decoder.config.num_layers)
+    some = some_exits(decoder.config.num_layers, decoder.config.turns)
     listed = " ".join(map(str, some))
     return (
         f"Name some as it is loaded, for example --exits {listed} (load(..., exits={some})), or a "
@@ -439,6 +472,15 @@ def check_no_branches(decoder: Decoder, *, what: str) -> None:
         raise ValueError(
             f"Wanted a model without exit branches, for {what}. Got branches={branches}. "
             "Load it with branches=False, or take another model."
+        )
+
+
+def check_not_looped(decoder: Decoder, *, what: str) -> None:
+    """Raises ValueError for a looped model, for features that need layers of their own weights."""
+    if decoder.config.turns > 1:
+        raise ValueError(
+            f"Wanted a model that runs its layers once, for {what}. Got a looped one, of "
+            f"turns={decoder.config.turns}. Take another model, or utio_jax.score."
         )
 
 

@@ -94,6 +94,9 @@ class Wrapped:
     def layers(self, params: Params) -> LayerParams:
         return self.decoder.layers(params["model"])
 
+    def exit_gate(self, params: Params) -> Any:
+        return self.decoder.exit_gate(params["model"])  # type: ignore[attr-defined]
+
     def embed(
         self, params: Params, token_ids: Int[Array, "*lead"], positions: Int[Array, "*lead"]
     ) -> jax.Array:

@@ -145,7 +145,7 @@ class Prefill:
             cache, work = result.cache, result.work
             if policy.depths != (last_layer,):
                 # The pass ends at its deepest token; new tokens may run more layers.
-                cache, projected = frozen_kv(kv).end(
+                cache, projected = frozen_kv(kv, decoder).end(
                     decoder,
                     params,
                     result.tokens,

@@ -35,6 +35,7 @@ from utio_jax.policies.depth import (
 )
 from utio_jax.staircase.base import Executor
 from utio_jax.staircase.capacity import choose_executor
+from utio_jax.staircase.frozen import frozen_kv
 from utio_jax.staircase.loop import check_policy
 from utio_jax.staircase.microbatches import MicroBatches
 from utio_jax.staircase.packing import DENSE, AttentionPattern
@@ -229,7 +230,7 @@ def _costs(
             depths,
             key_widths=attention.choose_executor(executor, policy, width).key_widths(width),
             deepest=int(depths.max(initial=0)),
-            keep_frozen=kv == "propagate",
+            keep_frozen=frozen_kv(kv, decoder).projects,
             spared=partial(attention.spared_keys, scores.chosen, policy.depths),
         ),
         "flops_gates": gates
@@ -402,7 +403,10 @@ def score_documents(  # noqa: PLR0913 (options, each named)
             likelihood[window] = -own["nll"][0, :predicted]
             depths[window] = own["depths"][0, :predicted]
             decisions = of_policy[by.depths]
-            costs = _decided_costs(cost, by, decisions, own["depths"], executor=executor, kv=kv)
+            keep = frozen_kv(kv, decoder).projects
+            costs = _decided_costs(
+                cost, by, decisions, own["depths"], executor=executor, keep_frozen=keep
+            )
             if choices[number] != DENSE:
                 costs |= dict.fromkeys(("flops", "flops_ideal", "flops_gates"), math.nan)
             qualities[window] = dataclasses.replace(_sums(own, length), **costs)
@@ -446,7 +450,7 @@ def _decided_costs(
     depths: np.ndarray,
     *,
     executor: Executor | Literal["auto"],
-    kv: FrozenKV,
+    keep_frozen: bool,
 ) -> dict[str, float]:
     """Returns the costs of decided depths `[row, token]`, by the fields of `Quality`.
 
@@ -454,7 +458,7 @@ def _decided_costs(
     """
     width, layers = depths.shape[1], cost.full_depth
     key_widths = choose_executor(executor, policy, width).key_widths(width)
-    ideal = partial(ideal_flops, cost, key_widths=key_widths, keep_frozen=kv == "propagate")
+    ideal = partial(ideal_flops, cost, key_widths=key_widths, keep_frozen=keep_frozen)
     own = ideal(depths, deepest=int(depths.max(initial=0)))
     gates = float(np.sum(cost.read(depths[depths > 0]) - cost.head))  # What maps states at exits.
     for index, (depth, flops) in enumerate(zip(policy.depths, decisions, strict=False)):

@@ -328,8 +328,9 @@ def load(
 ) -> Model:
     """Loads a model folder, a GGUF file, a model of the Hugging Face hub, or the shipped model.
 
-    A folder of Hugging Face's layout may hold a Llama, Mistral, Qwen 2 or 3, GPT-2, or Gemma 2, 3,
-    3n or 4 (text parts); a GGUF file one of these but Mistral and GPT-2, in float or quantised.
+    A folder of Hugging Face's layout may hold a Llama, Mistral, Qwen 2 or 3, GPT-2, Ouro, Nanbeige,
+    or Gemma 2, 3, 3n or 4 (text parts); a GGUF file one of these but Mistral, GPT-2 and Ouro, in
+    float or quantised.
     Tensors go one at a time to their place: memory peaks little above the parameters' own.
 
     Args:

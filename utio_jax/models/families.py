@@ -69,6 +69,16 @@ _EVERYWHERE = (
 
 _LLAMA = (*_EVERYWHERE, *_norms(mlp_norm="post_attention_layernorm"))
 
+_OURO = (
+    *_EVERYWHERE,
+    *_norms(
+        post_attention_norm="input_layernorm_2",
+        mlp_norm="post_attention_layernorm",
+        post_mlp_norm="post_attention_layernorm_2",
+    ),
+    *linear_rules("model.early_exit_gate", "exit_gate"),
+)
+
 _GEMMA = (
     *_EVERYWHERE,
     *_norms(
@@ -182,6 +192,56 @@ def _qwen(read: Reader) -> dict[str, Any]:
         return _llama_like(read, is_local=local, qkv_bias=True)
     bias = bool(read.config.get("attention_bias"))
     return _llama_like(read, is_local=local, qk_norm=True, qkv_bias=bias, output_bias=bias)
+
+
+def _looped(read: Reader, *, turns: int, **options: Any) -> dict[str, Any]:
+    """Returns the settings of a model whose layers run several times, each turn with own K/V."""
+    for name in ("attention_bias", "mlp_bias", "tie_word_embeddings", "use_sliding_window"):
+        read.need(name, False)
+    layers = read.layers()
+    is_local = read.local_layers(layers, _no_layer)
+    if any(map(is_local, range(layers))):
+        read.problems.append("layer_types of sliding_attention: only full_attention is supported")
+    settings = _llama_like(read, turn_norm=True, turns=turns, **options)
+    if settings["rope_scaling"] is not None:
+        read.problems.append("rope_scaling: only plain rotations are supported")
+    return {**settings, "num_layers": turns * layers}
+
+
+def _ouro(read: Reader) -> dict[str, Any]:
+    """Ouro (arXiv 2510.25741): norms around each block, and a gate on the states of each turn."""
+    read.need("early_exit_threshold", 1.0)
+    read.need("early_exit_step")
+    turns, layers = read.take("total_ut_steps", 4), read.layers()
+    ends = tuple(layers * (turn + 1) for turn in range(turns))
+    return _looped(read, turns=turns, post_norms=True, exit_gate=True, exits=ends)
+
+
+def _nanbeige(read: Reader) -> dict[str, Any]:
+    """Nanbeige 4.2 (arXiv 2607.22083): Llama's layers, twice. Other loops are refused."""
+    read.need("pretraining_tp", 1)
+    for name in _NOT_NANBEIGE:
+        read.need(name, False, 0)
+    for name in ("insert_ngram_layer_idx", "loop_loss_weights"):
+        if read.config.get(name):
+            read.refuse(name, read.config[name], "empty lists are")
+    read.need("skip_loop_final_norm", True, False)
+    if (width := read.config.get("kv_channels")) is not None:
+        read.config = {**read.config, "head_dim": read.config.get("head_dim") or width}
+        read.need("kv_channels", read.config["head_dim"])
+    name = "num_loops" if read.config.get("num_loops") is not None else "total_ut_steps"
+    turns = read.take(name)
+    norms = not read.config.get("skip_loop_final_norm")
+    return {**_looped(read, turns=turns), "turn_norm": norms}
+
+
+_NOT_NANBEIGE = (
+    *("qk_layernorm", "loop_share_kv", "loop_middle_layers", "enable_double_loop_split"),
+    *("enable_hyper_connection", "enable_mhc", "enable_h_res_identity", "mhc_diff_for_loop"),
+    *("enable_depth_attention", "emb_neighbor_num", "emb_split_num", "ngram_vocab_size_ratio"),
+    *("ngram_insert_all_layers", "ngram_embedding_hidden_size"),
+)
+"""Settings of Nanbeige's class for other models than those that loop all of their layers."""
 
 
 def _gemma(read: Reader) -> dict[str, Any]:
@@ -400,6 +460,8 @@ FAMILIES = {
     "qwen3": Family("Qwen3ForCausalLM", _qwen, _LLAMA),
     "gpt2": Family("GPT2LMHeadModel", _gpt2, _GPT2),
     "mistral": Family("MistralForCausalLM", _mistral, _LLAMA),
+    "ouro": Family("OuroForCausalLM", _ouro, _OURO),
+    "nanbeige": Family("NanbeigeForCausalLM", _nanbeige, _LLAMA),
     "gemma2": Family("Gemma2ForCausalLM", _gemma, _GEMMA),
     "gemma3_text": Family("Gemma3ForCausalLM", _gemma, _GEMMA),
     "gemma3n_text": Family("Gemma3nForCausalLM", _gemma3n, _GEMMA_3N, Gemma3n, Gemma3nConfig),
@@ -439,6 +501,11 @@ def read_config(
       ValueError: an architecture or options that are not supported, all of them named.
     """
     kind = config.get("model_type")
+    if kind == "huginn_raven":
+        raise ValueError(
+            f"Wanted a looped model whose turns run all layers, Ouro or Nanbeige, in {source}. Got "
+            "Huginn, which starts its core from a random state and adds the input in each turn."
+        )
     if not isinstance(kind, str) or kind not in families:
         raise ValueError(
             f"Wanted a model_type of {', '.join(families)} in {source}. Got {kind!r}. Other "
@@ -453,7 +520,8 @@ def read_config(
         ends = [] if ends is None else ends if isinstance(ends, list) else [ends]
         stored = (config.get("utio_jax") or {}).get("exits", ())
         if not read.problems:
-            return family.config(**settings, exits=exits or tuple(stored), eos_ids=tuple(ends))
+            exits = exits or tuple(stored) or settings.pop("exits", ())
+            return family.config(**{**settings, "exits": exits}, eos_ids=tuple(ends))
     except (KeyError, TypeError, AttributeError, ArithmeticError, ValueError) as error:
         raise ValueError(
             f"Wanted the settings of {family.architecture} in {source}. "

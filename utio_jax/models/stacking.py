@@ -43,7 +43,7 @@ def place_tensors(
         rule.source.format(layer=layer)
         for rule in {tensor.rule for tensor in stored.values()}
         if "{layer}" in rule.source and rule.targets[0].startswith("layers.")
-        for layer in range(decoder.config.num_layers)
+        for layer in range(decoder.config.turn_layers)
     } - stored.keys()
     found_shapes = {name: shape for name, shape in found_shapes.items() if name not in spare}
     check_shapes(

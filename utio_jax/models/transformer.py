@@ -52,6 +52,9 @@ class TransformerConfig(DecoderConfig):
       local_rope_theta: the base in layers with a window, never stretched; None means as in others.
       query_scale: factor of queries; None means `head_dim ** -0.5`.
       logit_softcap: logits become `cap * tanh(logit / cap)`; None leaves them alone.
+      turn_norm: whether the last norm ends each turn, and the next turn reads normalised states
+        (looped models). Else it opens the head alone.
+      exit_gate: whether there is a gate on the states after each turn, see `Transformer.exit_gate`.
     """
 
     mlp_dim: int
@@ -71,6 +74,8 @@ class TransformerConfig(DecoderConfig):
     local_rope_theta: float | None = None
     query_scale: float | None = None
     logit_softcap: float | None = None
+    turn_norm: bool = False
+    exit_gate: bool = False
     sum_norms: ClassVar[bool] = False
     """True if norms follow each block's sum with its input (BERT), instead of opening the block."""
     choices: ClassVar[dict[str, tuple[str, ...]]] = {
@@ -239,6 +244,9 @@ class Layer(nn.Module):
         return jnp.square(nn.relu(self.up_proj(x)))
 
 
+_NOT_OF_LAYERS = ("is_local", "ends_turn", "turn_norm")
+"""Entries of a layer that no `Layer` has: `Transformer.layers` adds them."""
+
 OF_KV = ("k_proj", "v_proj", "k_norm")
 """Parameters of a layer that only its keys and values need."""
 
@@ -249,7 +257,8 @@ class Transformer:
 
     Parameters are a nested dict: `embedding/embedding` `[vocab, dim]`; `positions/embedding`
     `[context, dim]` if positions are learned; `layers/...` stacked along a leading layer axis;
-    `norm/scale` `[dim]` (and `bias`); and `head/kernel` `[dim, vocab]` if it is untied.
+    `norm/scale` `[dim]` (and `bias`); `head/kernel` `[dim, vocab]` if it is untied; and
+    `exit_gate/kernel` `[dim, 1]` and `bias` if it has a gate.
     """
 
     config: TransformerConfig
@@ -277,6 +286,11 @@ class Transformer:
         if not config.tie_embeddings:
             shape = (config.embed_dim, config.vocab_size)
             params["head"] = {"kernel": nn.initializers.lecun_normal()(head_key, shape)}
+        if config.exit_gate:
+            kernel = nn.initializers.lecun_normal()(
+                jax.random.fold_in(key, 2), (config.embed_dim, 1)
+            )
+            params["exit_gate"] = {"kernel": kernel, "bias": jnp.zeros((1,))}
         return jax.tree.map(lambda leaf: leaf.astype(dtype), params)
 
     def own_keys_values(self, layers: LayerParams) -> LayerParams:
@@ -288,12 +302,20 @@ class Transformer:
         }
 
     def layers(self, params: Params) -> LayerParams:
-        if self.config.local_rope_theta is None:
-            return params["layers"]
-        # Which of the two rotations a layer takes. Not a parameter: it comes with the config.
-        windows = self.config.windows or (0,) * self.config.num_layers
-        local = jnp.asarray([window > 0 for window in windows])
-        return {**params["layers"], "is_local": local}
+        # What is not a parameter comes with the config: which rotation a layer takes, for one.
+        config, layers = self.config, params["layers"]
+        if config.local_rope_theta is not None:
+            windows = config.windows or (0,) * config.num_layers
+            layers = {**layers, "is_local": jnp.asarray([window > 0 for window in windows])}
+        if config.turn_norm:
+            count = config.stack_layers
+            norm = {
+                name: jnp.broadcast_to(leaf, (count, *leaf.shape))
+                for name, leaf in params["norm"].items()
+            }
+            ends = jnp.arange(count) == count - 1
+            layers = {**layers, "ends_turn": ends, "turn_norm": norm}
+        return layers
 
     def encode_positions(self, positions: Int[Array, "*lead"]) -> PositionEncoding:
         config = self.config
@@ -311,7 +333,7 @@ class Transformer:
         return jax.tree.map(partial(jnp.where, layer["is_local"]), places[1], places[0])
 
     def _apply(self, layer: LayerParams, *args: Any, method: str) -> Any:
-        params = {name: leaf for name, leaf in layer.items() if name != "is_local"}
+        params = {name: leaf for name, leaf in layer.items() if name not in _NOT_OF_LAYERS}
         run = partial(Layer(self.config).apply, {"params": params}, method=method)
         return on_enough_rows(run, *args)
 
@@ -342,10 +364,23 @@ class Transformer:
         return rotate(keys, self._places(layer, places))
 
     def finish_layer(self, layer: LayerParams, x: jax.Array, attended: jax.Array) -> jax.Array:
-        return self._apply(layer, x, attended, method="finish")
+        return self._end_turn(layer, self._apply(layer, x, attended, method="finish"))
+
+    def _end_turn(self, layer: LayerParams, x: jax.Array) -> jax.Array:
+        """Returns a layer's output, normalised after the last layer of a turn."""
+        if not self.config.turn_norm:
+            return x
+        normed = norm_of(self.config).apply({"params": layer["turn_norm"]}, x)
+        return jnp.where(layer["ends_turn"], normed, x)
+
+    def exit_gate(self, params: Params) -> tuple[Float[Array, "dim one"], Float[Array, " one"]]:
+        """Returns kernel and bias of the gate: the logit of stopping after a turn."""
+        return params["exit_gate"]["kernel"], params["exit_gate"]["bias"]
 
     def unembed(self, params: Params, x: Float[Array, "*lead dim"]) -> jax.Array:
-        normed = norm_of(self.config).apply({"params": params["norm"]}, x)
+        normed = x
+        if not self.config.turn_norm:
+            normed = norm_of(self.config).apply({"params": params["norm"]}, x)
         head = partial(head_product, params, tied=self.config.tie_embeddings)
         logits = on_enough_rows(head, normed)
         cap = self.config.logit_softcap
@@ -405,10 +440,11 @@ class FlaxTransformer(nn.Module):
             # An index into the stack: slices `[:depth]` of it would copy the weights.
             weights = layer_at(decoder, params, index)
             at, visible = decoder._places(weights, places), mixer_at(decoder, index).visible
-            weights = {name: leaf for name, leaf in weights.items() if name != "is_local"}
-            apply: Any = partial(layer.apply, {"params": weights})
+            own = {name: leaf for name, leaf in weights.items() if name not in _NOT_OF_LAYERS}
+            apply: Any = partial(layer.apply, {"params": own})
             keys_values = shared or apply(x, at, method="keys_values")
-            return apply(x, at, visible(positions, keys_at), keys_values), keys_values
+            out = apply(x, at, visible(positions, keys_at), keys_values)
+            return decoder._end_turn(weights, out), keys_values
 
         x = decoder.embed(params, token_ids, positions)
         x, made = jax.lax.scan(run, x, jnp.arange(own))

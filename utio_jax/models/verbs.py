@@ -770,8 +770,8 @@ def _read_through_lens(
 
 def with_exits(decoder: Any, exits: tuple[int, ...]) -> Any:
     """Returns a stock model's decoder with exits; none named: `some_exits`."""
-    layers = decoder.config.num_layers
-    chosen = tuple(sorted({*exits, layers})) if exits else some_exits(layers)
+    layers, turns = decoder.config.num_layers, decoder.config.turns
+    chosen = tuple(sorted({*exits, layers})) if exits else some_exits(layers, turns)
     return with_config(decoder, exits=chosen)
 
 

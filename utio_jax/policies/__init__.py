@@ -3,7 +3,7 @@
 
 from utio_jax.policies.base import Boundary, Policy, PolicyBase, Signal
 from utio_jax.policies.depth import Thresholded, given_depths, random_depths, uniform
-from utio_jax.policies.learned import Hazard, Learned, PromptRouter, StateGate
+from utio_jax.policies.learned import Hazard, Learned, PromptRouter, StateGate, own_gate
 from utio_jax.policies.signals import (
     Chance,
     Entropy,
@@ -41,6 +41,7 @@ __all__ = [
     "Thresholds",
     "given_depths",
     "load_calibration",
+    "own_gate",
     "predictive_entropy",
     "random_depths",
     "uniform",

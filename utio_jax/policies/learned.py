@@ -8,15 +8,18 @@ for `classifier` and `hazard`.
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from utio_jax.core.arrays import normalise
-from utio_jax.core.decoder import Decoder, Params
+from utio_jax.core.decoder import Decoder, Inputs, Params, some_exits
 from utio_jax.core.flops import count_matmul_flops
 from utio_jax.core.pytrees import pytree, static
 from utio_jax.policies.base import Boundary
+from utio_jax.policies.depth import Thresholded
 from utio_jax.policies.signals import SignalBase, exit_index
 
 
@@ -31,10 +34,12 @@ class StateGate:
     hidden_bias: Float[Array, "*exit hidden"]
     output: Float[Array, "*exit hidden"]
     output_bias: Float[Array, "*exit"]
+    as_is: bool = static(default=False)
+    """True if states are read as they are, not normalised first. Static."""
 
     def __call__(self, x: Float[Array, "*lead dim"]) -> Float[Array, "*lead"]:
         """Returns one gate's value for each state."""
-        return self.read(normalise(x))
+        return self.read(x if self.as_is else normalise(x))
 
     def read(self, x: Float[Array, "*lead dim"]) -> Float[Array, "*lead"]:
         """Returns the same of inputs that are not normalised first."""
@@ -90,7 +95,7 @@ class Hazard(_Gated):
 
     PALBERT's Q-exit (Balagansky and Gavrilov 2022): with h_i the probability of halting at exit i,
     a token stops once 1 - prod(1 - h_i) reaches q: a threshold of `1 - q` on this score. The gates
-    are those of `classifier`, whose value is the logit of 1 - h.
+    are those of `classifier`, whose value is the logit of 1 - h. `own_gate` has a model's own.
     """
 
     name: str = static(default="hazard")
@@ -99,12 +104,51 @@ class Hazard(_Gated):
     def remembers(self) -> bool:
         return True
 
+    def start(self, token_ids: Inputs, positions: Int[Array, "batch token"]) -> jax.Array:
+        return jnp.ones(positions.shape, jnp.float32)
+
     def __call__(
-        self, index: int, boundary: Boundary, memory: jax.Array | None
+        self, index: int, boundary: Boundary, memory: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        passes = jax.nn.sigmoid(boundary.map_live(self.gate_at(boundary), boundary.x))
-        survival = passes if memory is None else memory * passes
+        survival = memory * jax.nn.sigmoid(boundary.map_live(self.gate_at(boundary), boundary.x))
         return survival, survival
+
+
+def own_gate(decoder: Any, params: Params, *, threshold: float) -> Thresholded:
+    """Returns the exit policy of a looped model's own gate, as Ouro's (arXiv 2510.25741).
+
+    A token stops after the first turn by which it has stopped with a probability of at least
+    `threshold`: 1 - prod(1 - hazard) of the turns so far. At 1 none stops early.
+
+    Raises:
+      ValueError: the model has no gate, or the threshold is not above 0 and at most 1.
+    """
+    if not 0 < threshold <= 1:
+        raise ValueError(f"Wanted a threshold above 0, at most 1. Got threshold={threshold}.")
+    if not getattr(decoder.config, "exit_gate", False):
+        raise ValueError(
+            "Wanted a model with an exit gate of its own, as Ouro. Got one without. Fit a policy: "
+            "model.calibrate(texts), or utio-jax calibrate."
+        )
+    kernel, bias = decoder.exit_gate(params)
+    depths = some_exits(decoder.config.num_layers, decoder.config.turns)
+    count = len(depths) - 1
+
+    def repeat(leaf: jax.Array) -> jax.Array:
+        return jnp.broadcast_to(leaf, (count, *leaf.shape))
+
+    # A linear map as the difference of its two halves; its value is the logit of going on.
+    hidden, ends = jnp.concatenate([kernel, -kernel], axis=1), jnp.asarray([-1.0, 1.0])
+    gates = StateGate(
+        hidden=repeat(hidden),
+        hidden_bias=repeat(jnp.zeros((2,), hidden.dtype)),
+        output=repeat(ends.astype(hidden.dtype)),
+        output_bias=repeat(-bias[0]),
+        as_is=True,
+    )
+    limit = 1 - threshold if threshold < 1 else -jnp.inf
+    signal = Hazard(gates=gates, exits=depths[:-1], name="own_gate")
+    return Thresholded(signal=signal, thresholds=jnp.full((count,), limit), depths=depths)
 
 
 @pytree

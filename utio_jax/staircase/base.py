@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from utio_jax.attention.cache import KVCache, read
 from utio_jax.core.arrays import flat
 from utio_jax.core.decoder import Decoder, HasKVMaps, Inputs, LayerParams, Params, PositionEncoding
 from utio_jax.core.pytrees import pytree, static
@@ -74,11 +75,22 @@ class Tokens:
         )
 
     def shown_at(
-        self, decoder: Decoder, layer: LayerParams, index: int | Int[Array, ""]
+        self,
+        decoder: Decoder,
+        layer: LayerParams,
+        index: int | Int[Array, ""],
+        cache: KVCache | None = None,
     ) -> tuple[Float[Array, "token kv_head head_dim"], Float[Array, "token kv_head head_dim"]]:
-        """Returns the mapped K/V of frozen tokens in a layer, flattened; zeros without maps."""
+        """Returns the K/V of frozen tokens in a layer that they do not run, flattened.
+
+        Those of maps; of a looped model, what the cache holds of the turn before; else zeros.
+        """
+        config, (batch, width) = decoder.config, self.live.shape
+        if self.mapped is None and config.turns > 1 and cache is not None:
+            before = jnp.maximum(index - config.turn_layers, 0)
+            keys, values = read(cache, (before,), width=width)
+            return flat(keys), flat(values)
         if self.mapped is None:
-            config, (batch, width) = decoder.config, self.live.shape
             shape = (batch * width, config.num_kv_heads, config.head_dim)
             return jnp.zeros(shape, self.x.dtype), jnp.zeros(shape, self.x.dtype)
         assert isinstance(decoder, HasKVMaps)

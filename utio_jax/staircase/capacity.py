@@ -147,7 +147,8 @@ class CapacityPrefix:
         only_live_keys: bool = False,
     ) -> tuple[Float[Array, "batch token dim"], KVCache | None]:
         config = decoder.config
-        if cache is not None and not self.certain and not config.shares_kv:
+        within = config.shares_kv or config.turns > 1
+        if cache is not None and not self.certain and not within:
             raise ValueError(
                 "Wanted an executor that keeps keys and values, to fill a cache. Got a "
                 "CapacityPrefix, through whose choices a cache would be copied whole. Use "

@@ -41,8 +41,8 @@ from utio_jax.core.decoder import (
 from utio_jax.core.layer import Depth, keys_values_of, layer_at
 from utio_jax.staircase.base import KVAccess, Sources, TokenLayout
 
-Others = Callable[[LayerParams, Any], tuple[jax.Array, jax.Array]]
-"""Maps a layer and its index to the K/V `[token, ...]` of tokens that do not run."""
+Others = Callable[[LayerParams, Any, Any], tuple[jax.Array, jax.Array]]
+"""Maps a layer, its index and the cache to the K/V `[token, ...]` of tokens that do not run."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,6 +187,7 @@ def over_layers(  # noqa: PLR0913 (options, each named)
 
     A loop over the stack. With `layers` (see `split_layers`) the program is unrolled. If `start` or
     `stop` are traced, each layer is a loop of at most one turn: a conditional would copy the carry.
+    Of a looped model the layers of one turn are unrolled, in a loop over its turns.
 
     Args:
       decoder: the model.
@@ -199,6 +200,17 @@ def over_layers(  # noqa: PLR0913 (options, each named)
       bounds: between which traced `start` and `stop` lie; by default anywhere. Static.
       unroll: where `start` and `stop` are static, no loop over the stack.
     """
+    config = decoder.config
+    if config.turns > 1 and (unroll or layers is not None):
+        size = config.turn_layers
+
+        def turn(number: Any, carry: Carry) -> Carry:
+            for index in range(size):
+                layer = layer_at(decoder, params, index) if layers is None else layers[index]
+                carry = body(number * size + index, layer, carry)
+            return carry
+
+        return jax.lax.fori_loop(start // size, stop // size, turn, carry)
     if layers is None and unroll:
         for index in range(int(start), int(stop)):
             carry = body(index, layer_at(decoder, params, index), carry)
@@ -249,7 +261,7 @@ def _run_layer(  # noqa: PLR0913 (arrays of one layer)
     alone = others is not None and seen is None
     keys_values: Any = ()
     if others is not None and alone:
-        keys_values = others(layer, index)
+        keys_values = others(layer, index, cache)
     elif seen is None:
         keys_values = keys_values_of(decoder, layer, states, places)
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """K/V strategies for early-exited tokens: the K/V that they show in deeper layers.
 
-    propagate   K/V projected from the last hidden state
+    propagate   K/V projected from the last hidden state; of a looped model, those of the last turn
     mapped      K/V mapped from the last hidden state (`utio_jax.prompts.maps`)
     drop        no K/V
 
@@ -164,11 +164,50 @@ class Mapped(Propagate):
         return jax.lax.fori_loop(start, bounds[1], put, cache), 0
 
 
+@dataclasses.dataclass(frozen=True)
+class LastTurn(Propagate):
+    """Shows the K/V of the last turn that a token ran, in all later turns of a looped model.
+
+    A query in turn d reads a token that stopped after turn e as it was in turn min(d, e): the rule
+    of Ouro's and Huginn's engines (arXiv 2608.09444). Nothing is projected: each layer copies the
+    K/V of the turn before, which the cache holds.
+    """
+
+    projects: ClassVar[bool] = False
+
+    def only_live_keys(self, tokens: Tokens) -> bool:
+        return True
+
+    def end(
+        self,
+        decoder: Decoder,
+        params: Params,
+        tokens: Tokens,
+        cache: KVCache,
+        *,
+        start: Depth,
+        bounds: tuple[int, int],
+        **_: Any,
+    ) -> tuple[KVCache, int]:
+        del params, start
+        size = decoder.config.turn_layers
+        with jax.named_scope("frozen"):
+            # No loop: XLA would copy the whole cache at its start.
+            for layer in range(bounds[0], bounds[1], size):
+                stopped = tokens.shown & (tokens.depth <= layer)
+                cache = cache.repeat(layer, size, positions=tokens.positions, valid=stopped)
+        return cache, 0
+
+
 def frozen_kv(kv: str, decoder: Decoder | None = None) -> Propagate:
     """Returns the K/V strategy named `"propagate"`, `"drop"` or `"mapped"`.
+
+    Of a looped model `"propagate"` is `LastTurn`.
 
     Raises:
       ValueError: another name, or `"mapped"` for a decoder without maps.
     """
-    strategies = {"propagate": Propagate(), "drop": Drop(), "mapped": Mapped()}
+    looped = decoder is not None and decoder.config.turns > 1
+    first = LastTurn() if looped else Propagate()
+    strategies = {"propagate": first, "drop": Drop(), "mapped": Mapped()}
     return strategies[check_kv(kv, tuple(strategies), decoder=decoder)]

@@ -48,7 +48,7 @@ from utio_jax.policies.base import Policy, check_methods, check_signal
 from utio_jax.policies.depth import Thresholded, check_thresholds
 from utio_jax.staircase.base import Executor, Tokens
 from utio_jax.staircase.exit_head import Head, Model, Reading, Readout
-from utio_jax.staircase.frozen import Propagate, frozen_kv
+from utio_jax.staircase.frozen import LastTurn, Propagate, frozen_kv
 from utio_jax.staircase.microbatches import MicroBatches
 from utio_jax.staircase.packing import DENSE, AttentionPattern, Packing
 from utio_jax.staircase.reference import FrozenKV
@@ -126,8 +126,8 @@ def staircase(  # noqa: PLR0913 (options, each named)
     depths, model = check_policy(policy, decoder, kv=kv), Model(decoder, params, executor)
     tokens = Tokens.embed(decoder, params, token_ids, lengths)  # All live, at depth 0.
     packing = attention.packing(model, tokens, token_ids, depths)
-    within = cache is None and decoder.config.shares_kv
-    if within:  # Upper layers read the K/V of lower layers there.
+    within = cache is None and (decoder.config.shares_kv or isinstance(frozen, LastTurn))
+    if within:  # Upper layers, or later turns, read the K/V of lower layers there.
         batch, width, _ = tokens.x.shape
         cache = init_cache(decoder.config, batch=batch, slots=width, dtype=tokens.x.dtype)
     done = run_pass(
@@ -308,6 +308,7 @@ def check_policy(policy: Policy, decoder: Decoder, *, kv: str = "propagate") -> 
             f"Got policy {policy.name!r} with depths={depths}."
         )
     config = decoder.config
+    config.check_ends_of_turns(depths)
     above = {depth for depth in depths if depth > config.kv_own}
     ends = {*config.branch_depths, config.num_layers}
     if above & {*config.branch_depths} and not above <= ends:

@@ -29,7 +29,8 @@ from utio_jax.core.layer import keys_values_of, layer_at
 FrozenKV = Literal["propagate", "drop", "full", "mapped"]
 """K/V of a token in layers deeper than its exit: projected from its frozen state, none, K/V of its
 full-depth states, or mapped from its frozen state by an affine map per layer
-(`utio_jax.prompts.maps`)."""
+(`utio_jax.prompts.maps`). Of a looped model `"propagate"` shows in later turns the K/V of the last
+turn that the token ran."""
 
 Sees = Callable[[int, Mixer, jax.Array, jax.Array], jax.Array]
 """Maps a layer, its mixer, and the positions of queries and keys to the mask of visible keys."""
@@ -208,7 +209,8 @@ def reference_states(
 
     The result is each token's state at its own depth, mapped if the decoder `HasExitLens`. All
     layers run on all tokens under masks. Token `i` changes only while `layer < depths[i]`. `kv`
-    decides its K/V in deeper layers; under `"drop"` a recurrent state
+    decides its K/V in deeper layers; those of later turns of a looped model are under
+    `"propagate"` those of its last turn. Under `"drop"` a recurrent state
     (`utio_jax.core.decoder.Mixes`) skips the token. A token with a branch's depth
     (`DecoderConfig.branches`) runs that branch's layers above `kv_own`. Differentiable.
 
@@ -231,11 +233,15 @@ def reference_states(
     config = decoder.config
     source = x  # Input of the K/V projections; differs from x only under "full".
     in_branch = jnp.isin(depths, jnp.asarray(config.branch_depths, jnp.int32))
-    for index in range(config.stack_layers):
+    for index in range(config.num_layers + sum(config.branches)):
         layer, mix = layer_at(decoder, params, index), mixer_at(decoder, index)
         for row in config.kv_made(index, index + 1):
             own = layer_at(decoder, params, row)
             made[row] = dense_keys_values(decoder, own, source, places)
+            if kv == "propagate" and row >= config.turn_layers:
+                ran, before = (row < depths)[..., None, None], made[row - config.turn_layers]
+                pairs = zip(made[row], before, strict=True)
+                made[row] = tuple(jnp.where(ran, *pair) for pair in pairs)
             if kv == "mapped":
                 frozen, *mapped = mapped_keys_values(decoder, params, own, x, places, depths, row)
                 pairs, there = zip(mapped, made[row], strict=True), frozen[..., None, None]

@@ -40,6 +40,7 @@ from utio_jax.core.decoder import (
     apply_exit_lens,
     check_depths,
     check_no_branches,
+    check_not_looped,
     check_softmax,
     logits_of,
 )
@@ -246,6 +247,7 @@ def _check(decoder: Decoder, plan: UtioPlan) -> tuple[int, ...]:
         raise TypeError(f"Wanted a UtioPlan. Got {plan!r:.80}. For policies call utio_jax.score.")
     config, depths = decoder.config, check_depths(plan.depths)
     check_no_branches(decoder, what="UTIO's forward pass")
+    check_not_looped(decoder, what="UTIO's forward pass")
     if plan.heat:
         remedy = "Set heat=False in the plan."
         check_softmax(decoder, why="whose attention heat is known", remedy=remedy)

@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from utio_jax.attention.cache import KVCache, init_cache, key_widths
-from utio_jax.core.decoder import Decoder, Params, check_own_kv
+from utio_jax.core.decoder import Decoder, Params, check_not_looped, check_own_kv
 from utio_jax.decoding.cached import CachedRows, RowSlots, block_at, run_segment
 from utio_jax.decoding.sampling import DRAW, SamplingParams, draw, rows_of, token_keys
 from utio_jax.policies.base import Policy
@@ -35,6 +35,7 @@ class Row:
 
     def __init__(self, decoder: Decoder, params: Params, *, start: int, stop: int) -> None:
         check_own_kv(decoder, what="layers in two processes")
+        check_not_looped(decoder, what="layers in two processes")
         config = decoder.config
         self._widths = key_widths(config.context_length, key_step=32)
         self._model, self._layers = (decoder, params), {"start": start, "stop": stop}

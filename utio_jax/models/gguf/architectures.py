@@ -106,6 +106,16 @@ def _qwen(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _nanbeige(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
+    keys.need("skip_loop_final_norm", True, False)
+    return {
+        **_rope(keys),
+        "hidden_act": "silu",
+        "num_loops": keys.count("num_loops", 1),
+        "skip_loop_final_norm": bool(keys.stored("skip_loop_final_norm")),
+    }
+
+
 def _gemma2(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
     return {
         **_rope(keys),
@@ -248,6 +258,7 @@ ARCHITECTURES = {
     "llama": Architecture("llama", _llama, rotates_pairs=True),
     "qwen2": Architecture("qwen2", _qwen),
     "qwen3": Architecture("qwen3", _qwen),
+    "nanbeige": Architecture("nanbeige", _nanbeige, rotates_pairs=True),
     "gemma2": Architecture("gemma2", _gemma2, norms_plus_one=True),
     "gemma3": Architecture("gemma3_text", _gemma3, norms_plus_one=True),
     "gemma3n": Architecture("gemma3n_text", _gemma3n),
@@ -271,7 +282,8 @@ def tensor_rules(arch: str) -> list[Rule]:
     """Returns the family's rules under GGUF's names of tensors, of those that files may have."""
     gguf, rules = library(), []
     kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
-    names = gguf.get_tensor_name_map(kinds[arch], 1)
+    # Releases of the library before Nanbeige (0.19) have its tensors under Llama's architecture.
+    names = gguf.get_tensor_name_map(kinds.get(arch, kinds["llama"]), 1)
     for rule in FAMILIES[ARCHITECTURES[arch].family].rules:
         leaf = "bias" if rule.source.endswith(".bias") else "weight"
         module = rule.source.removesuffix(f".{leaf}").replace("{layer}", "0")

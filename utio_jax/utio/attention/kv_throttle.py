@@ -32,7 +32,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from utio_jax.attention.cache import KVCache, side_by_side
 from utio_jax.attention.mixing import NOWHERE, mix_apart, mixer_at
-from utio_jax.core.decoder import Decoder, Params
+from utio_jax.core.decoder import Decoder, Params, check_not_looped
 from utio_jax.core.pytrees import pytree, static
 from utio_jax.decoding.adaptive import Adaptive, Memory
 from utio_jax.decoding.base import DecodeContext
@@ -95,6 +95,7 @@ class Throttled(Adaptive):
 
     def check(self, decoder: Decoder) -> None:
         super().check(decoder)
+        check_not_looped(decoder, what="throttled keys and values")
         policy, attention = self.policy, self.attention
         attention.check(decoder, policy.depths)
         if not attention.signal.causal:

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A looped model's pass: tokens that stopped show the K/V of their last turn."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import cases
+from helpers.looped import Oracle, looped_model, write_looped
+from helpers.models import live_params
+
+from utio_jax import score
+from utio_jax.models import load
+from utio_jax.policies import given_depths, own_gate
+from utio_jax.staircase import CapacityPrefix
+from utio_jax.staircase.frozen import frozen_kv
+
+DEPTHS = (4, 8, 12, 16)
+BLOCKS = cases.Shape(2, 64, DEPTHS, cases.SHAPES[3].executor, "propagate")
+PREFIX = dataclasses.replace(
+    BLOCKS, executor=CapacityPrefix(capacities=(64, 48, 16, 16), min_bucket=16)
+)
+FEW = cases.Shape(3, 17, (8, 16), cases.SHAPES[1].executor, "propagate")
+
+
+@pytest.mark.parametrize("shape", [BLOCKS, PREFIX, FEW, dataclasses.replace(FEW, kv="drop")])
+def test_passes_equal_the_reference(shape: cases.Shape, no_compiles: Any) -> None:
+    model, seeds = looped_model(4), range(24)
+    next(cases.compare_cases(model, shape, seeds))
+    with no_compiles("new depths compile nothing"):
+        assert max(error for _, error in cases.compare_cases(model, shape, seeds)) < 1e-4
+
+
+def test_the_reference_is_numpys(tmp_path: Path) -> None:
+    """Of rows of 20, 11 and 1 tokens, in float64; a token's state, whatever stopped before it."""
+    folder = write_looped(tmp_path, "ouro")
+    model, oracle, rng = load(folder), Oracle(folder), np.random.default_rng(0)
+    ids, lengths = rng.integers(0, 48, (3, 20)).astype(np.int32), np.asarray([20, 11, 1])
+    for _ in range(4):
+        stops = rng.integers(1, 5, (3, 20))
+        depths = jnp.asarray(3 * stops, jnp.int32)
+        states = cases.run_oracle(model.decoder, model.params, ids, lengths, depths, kv="propagate")
+        for row, size in enumerate(lengths):
+            expected = oracle.states(ids[row, :size], stops[row, :size])[-1]
+            np.testing.assert_allclose(states[row, :size], expected, atol=1e-4)
+
+
+def test_the_own_gate_stops_tokens_at_the_turn_that_numpy_finds(tmp_path: Path) -> None:
+    folder = write_looped(tmp_path, "ouro")
+    model, oracle = load(folder), Oracle(folder)
+    ids = np.random.default_rng(2).integers(0, 48, (1, 24)).astype(np.int32)
+    policy = own_gate(model.decoder, model.params, threshold=0.7)
+    scores = score(model.decoder, model.params, jnp.asarray(ids), jnp.asarray([24]), policy)
+    decided = np.asarray(scores.depths[0]) // 3
+    # Gates see what earlier tokens show: tokens are decided in order.
+    stops, last = np.full(24, 4), 4
+    for token in range(24):
+        states = [x[token] for x in oracle.states(ids[0], stops)]
+        going = np.cumprod([1 - oracle.hazards(x) for x in states[:-1]])
+        stops[token] = min((t for t, p in enumerate(going, 1) if 1 - p >= 0.7), default=last)
+    np.testing.assert_array_equal(decided, stops)
+    assert len({*decided}) > 2
+
+
+def test_nothing_is_projected_for_tokens_that_stopped() -> None:
+    """Live slots alone make keys and values, turn by turn."""
+    model, width = looped_model(4), 16
+    ids, lengths = jnp.zeros((1, width), jnp.int32), jnp.asarray([width])
+    stops = jnp.asarray([[4] * 8 + [8] * 4 + [16] * 4])
+    executor = cases.EXECUTOR
+    policy = given_depths(stops, depths=DEPTHS)
+    work = score(model.decoder, model.params, ids, lengths, policy, executor=executor).work
+    np.testing.assert_array_equal(work.keys_values[:4], 4 * np.asarray([16, 8, 4, 4]))
+    assert not frozen_kv("propagate", model.decoder).projects
+
+
+def test_gradients_pass_through_turns() -> None:
+    """By static prefixes: as through the plain program of all turns, where no token stops."""
+    model = looped_model(2, 2)
+    ids = jnp.asarray(np.random.default_rng(0).integers(0, 64, (2, 12)), jnp.int32)
+    lengths, depths = jnp.asarray([12, 7]), (2, 4)
+    executor = CapacityPrefix(capacities=(12, 12), min_bucket=4)
+
+    def loss(params: Any, stops: Any) -> jax.Array:
+        policy = given_depths(jnp.full((2, 12), stops), depths=depths)
+        scored = score(model.decoder, params, ids, lengths, policy, executor=executor)
+        return -jnp.sum(scored.log_likelihood)
+
+    params = live_params(model.decoder, seed=3)
+    gradient = jax.jit(jax.grad(loss))(params, 4)
+    step = jax.tree.map(lambda leaf: 1e-3 * leaf / (1e-9 + jnp.abs(leaf).max()), gradient)
+    moved = [loss(jax.tree.map(lambda p, s, k=k: p + k * s, params, step), 4) for k in (-1, 1)]
+    slope = sum(
+        jnp.vdot(g, s) for g, s in zip(*map(jax.tree.leaves, (gradient, step)), strict=True)
+    )
+    np.testing.assert_allclose((moved[1] - moved[0]) / 2, slope, rtol=2e-2)
