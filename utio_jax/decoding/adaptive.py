@@ -11,15 +11,16 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from utio_jax.core.decoder import Decoder, Params
+from utio_jax.core.decoder import Decoder, Params, has_exit_lens
 from utio_jax.core.pytrees import pytree, static
 from utio_jax.decoding.base import DecodeContext, Mode, emit_drawn
 from utio_jax.decoding.cached import CachedRows, RowCache
 from utio_jax.decoding.state import DecodeState
+from utio_jax.decoding.turns import begin_turns, run_turn
 from utio_jax.policies.base import Policy
 from utio_jax.staircase.base import Tokens
 from utio_jax.staircase.exit_head import Model, Readout
-from utio_jax.staircase.frozen import Propagate, frozen_kv
+from utio_jax.staircase.frozen import frozen_kv
 from utio_jax.staircase.loop import check_policy, run_pass
 from utio_jax.staircase.packing import Packing
 from utio_jax.staircase.reference import FrozenKV
@@ -45,11 +46,14 @@ class Adaptive(Mode):
     8 rows that continue with probability 0.5, 0.4 % of the steps skip a segment. Segments that only
     read the K/V of lower layers run for the rows that need them.
 
+    In a looped model a step is one turn of all rows, each at its own (`utio_jax.decoding.turns`):
+    no row waits for the turns of another.
+
     Attributes:
       policy: exit policy, evaluated at each of its depths; must be causal.
       kv: K/V of an exited token in deeper layers. `"propagate"` projects them from its last hidden
         state, `"mapped"` maps them from it (`utio_jax.prompts.maps`), `"drop"` masks the token
-        there. Static.
+        there. In a looped model `"propagate"` shows those of its last turn. Static.
     """
 
     name: ClassVar[str] = "adaptive"
@@ -74,13 +78,14 @@ class Adaptive(Mode):
         return complete and self.kv == "propagate"
 
     @property
-    def frozen(self) -> Propagate:
-        """K/V strategy for exited tokens."""
-        return frozen_kv(self.kv)
-
-    @property
     def projected_depth(self) -> int:
-        return self.policy.depths[-1] if self.frozen.projects else 0
+        return self.policy.depths[-1] if frozen_kv(self.kv).projects else 0
+
+    def counts_steps(self, decoder: Decoder) -> bool:
+        """Returns True if rows of a looped model run at turns of their own."""
+        through_lens = any(has_exit_lens(decoder, depth) for depth in self.policy.depths)
+        alone = type(self) is Adaptive and self.kv == "propagate"
+        return decoder.config.turns > 1 and alone and not through_lens
 
     def gate_flops(self, decoder: Decoder, params: Params) -> float:
         # Every row evaluates the gate at every boundary, in every step.
@@ -101,8 +106,10 @@ class Adaptive(Mode):
             )
 
     def start(self, context: DecodeContext, state: DecodeState) -> DecodeState:
+        if self.counts_steps(context.decoder):
+            return begin_turns(self.policy, context, state)
         shown = None
-        if self.frozen.hides:
+        if frozen_kv(self.kv).hides:
             shown = jnp.full(state.token_ids.shape, context.decoder.config.num_layers, jnp.int32)
             if state.prompt is not None:
                 shown = shown.at[:, : state.prompt.depths.shape[1]].set(state.prompt.depths)
@@ -110,7 +117,10 @@ class Adaptive(Mode):
 
     def step(self, context: DecodeContext, state: DecodeState) -> DecodeState:
         """Runs the last token of every row until it exits, and draws the next one."""
-        decoder, params, frozen = context.decoder, context.params, self.frozen
+        decoder, params = context.decoder, context.params
+        if self.counts_steps(decoder):
+            return run_turn(self.policy, context, state)
+        frozen = frozen_kv(self.kv, decoder)
         depths, active, ids = self.policy.depths, state.active[:, None], state.last_ids[:, None]
         tokens = Tokens.at(decoder, params, ids, state.positions[:, None], active)
         # A running token is visible to itself in all layers.

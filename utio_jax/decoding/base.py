@@ -105,6 +105,10 @@ class Mode:
         """Returns True if rows of a batch may run different layers in one step."""
         return False
 
+    def counts_steps(self, decoder: Decoder) -> bool:
+        """Returns True if a step may emit no token: blocks of an engine count steps, not tokens."""
+        return False
+
     def check(self, decoder: Decoder) -> None:
         """Raises ValueError if the mode does not fit the model."""
 
@@ -113,7 +117,10 @@ class Mode:
         return state
 
     def step(self, context: DecodeContext, state: DecodeState) -> DecodeState:
-        """Returns the state after one step: at least one new token in every active row."""
+        """Returns the state after one step.
+
+        Every active row has at least one new token, unless the mode `counts_steps`.
+        """
         raise NotImplementedError
 
 

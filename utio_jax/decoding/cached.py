@@ -327,9 +327,6 @@ class CachedRows:
         hidden states and no cache, since its operands and results are copied.
         """
         start, end = layers
-        batch = live.shape[0]
-        sizes = (*quarters(batch), batch)
-        order, count = chosen_first(live[:, 0])
         span = Span(start=start, stop=end, layers=self.layers, bounds=layers)
 
         def run(x: jax.Array, *, rows: jax.Array | None = None) -> jax.Array:
@@ -342,11 +339,7 @@ class CachedRows:
             new, _ = run_segment(decoder, params, cache.kv, states, block, **span, **where)
             return new if rows is None else x.at[rows].set(new)
 
-        branches = [lambda x: x, *(partial(run, rows=order[:size]) for size in sizes[:-1]), run]
-        chosen = jnp.sum(count > jnp.asarray((0, *sizes[:-1]), jnp.int32))
-        x = jax.lax.switch(chosen, branches, tokens.x)
-        size = jnp.asarray((0, *sizes), jnp.int32)[chosen]
-        ran = jnp.zeros_like(live[:, 0]).at[order].set(jnp.arange(batch) < size)
+        x, ran = on_packed_rows(live[:, 0], run, lambda x: x, tokens.x)
         layers_run = (end - start) * ran.astype(jnp.int32)
         key_slots = layers_run * float(self.width)
         return x, cache.after(cache.kv, layers=layers_run, key_slots=key_slots)
@@ -385,6 +378,23 @@ class CachedRows:
         """Returns zero work: layers are counted per row, in the `RowCache`."""
         del slots, layers, kv_layers, live_kv_layers
         return Work.of()
+
+
+def on_packed_rows(
+    chosen: Bool[Array, " batch"], run: Callable[..., Any], skip: Callable[..., Any], x: jax.Array
+) -> tuple[Any, Bool[Array, " batch"]]:
+    """Returns `run(x, rows=...)` of the chosen rows, and the rows that ran, padding included.
+
+    Rows are packed into the smallest number of quarters of the batch; `run(x)` runs all, `skip(x)`
+    none. Each size is a branch of a conditional, which copies its operands and results.
+    """
+    batch = chosen.shape[0]
+    sizes, (order, count) = (*quarters(batch), batch), chosen_first(chosen)
+    branches = [skip, *(partial(run, rows=order[:size]) for size in sizes[:-1]), run]
+    which = jnp.sum(count > jnp.asarray((0, *sizes[:-1]), jnp.int32))
+    result = jax.lax.switch(which, branches, x)
+    size = jnp.asarray((0, *sizes), jnp.int32)[which]
+    return result, jnp.zeros_like(chosen).at[order].set(jnp.arange(batch) < size)
 
 
 def chosen_first(chosen: Bool[Array, " batch"]) -> tuple[Int[Array, " batch"], Int[Array, ""]]:

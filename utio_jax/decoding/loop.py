@@ -283,7 +283,7 @@ def unread(
     )
 
 
-@partial(jax.jit, static_argnames=("widths", "mesh"), donate_argnames="state")
+@partial(jax.jit, static_argnames=("widths", "mesh", "by_steps"), donate_argnames="state")
 def advance(
     context: DecodeContext,
     state: DecodeState,
@@ -291,8 +291,11 @@ def advance(
     *,
     widths: tuple[int, ...],
     mesh: Mesh | None = None,
+    by_steps: bool = False,
 ) -> DecodeState:
     """Runs steps until every running row has `until` new tokens: one number, or one per row.
+
+    With `by_steps`, static, until each has run `until` steps.
 
     A step reads the smallest of `widths` that holds all running rows. There is one loop per width,
     run in ascending order as rows grow. An outer loop starts again from the smallest width that
@@ -304,7 +307,7 @@ def advance(
     mode = context.mode
 
     def goes_on(state: DecodeState, *, above: int = 0, width: int = widths[-1]) -> jax.Array:
-        fresh = state.lengths - state.prompt_lengths
+        fresh = state.tally.steps if by_steps else state.lengths - state.prompt_lengths
         reach = jnp.max(jnp.where(state.active, state.positions, 0)) + mode.block
         return jnp.any(state.active & (fresh < until)) & (above < reach) & (reach <= width)
 

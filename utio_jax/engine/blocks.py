@@ -55,6 +55,8 @@ def run_block(
 ) -> tuple[DecodeState, Int[Array, "row column"]]:
     """Runs `steps` more tokens of every running row; returns the state, donated, and its report.
 
+    If the mode `counts_steps`, so many steps.
+
     Only the first `rows` rows of the state step and report, static: no other row may be running.
     The K/V of a plain cache are not copied. A row reports at most `room` new tokens,
     static; `block_room` is always enough.
@@ -69,12 +71,13 @@ def run_block(
     # Prefill emitted the first token of a row: reported until the row steps.
     unseen = state.tally.steps == 0
     since = jnp.where(unseen, state.lengths - 1, state.lengths)
-    fresh = state.lengths - state.prompt_lengths
+    by_steps = context.mode.counts_steps(context.decoder)
+    done = state.tally.steps if by_steps else state.lengths - state.prompt_lengths
     if thresholds is not None:
         policy = context.mode.policy.per_row(jnp.asarray(thresholds))
         mode = dataclasses.replace(context.mode, policy=policy)
         context = dataclasses.replace(context, mode=mode)
-    state = advance(context, state, fresh + steps, widths=widths)
+    state = advance(context, state, done + steps, widths=widths, by_steps=by_steps)
     counts = [since, state.lengths, state.reason, *(getattr(state.tally, name) for name in TALLIED)]
     slots = since[:, None] + jnp.arange(room, dtype=jnp.int32)[None, :]
     row = jnp.arange(rows, dtype=jnp.int32)[:, None]
