@@ -218,6 +218,18 @@ def test_a_step_of_turns_of_their_own_does_not_grow_with_them(unchecked_shapes: 
     assert sizes[1] <= 1.1 * sizes[0], sizes
 
 
+@pytest.mark.parametrize("kind", [Adaptive, Waiting])
+def test_no_step_copies_the_cache(kind: Any, unchecked_shapes: None) -> None:
+    """Not for rows at turns of their own, nor for K/V of tokens that stopped."""
+    context = context_of(looped_model(4), kind(policy=table_policy()))
+    state = begun(context, slots=4096)
+    held = state.cache.keys.nbytes + state.cache.values.nbytes
+    program = advance.lower(context, state, np.int32(9), widths=(64,), by_steps=True).compile()
+    memory = program.memory_analysis()
+    assert memory is not None
+    assert memory.temp_size_in_bytes < held / 4
+
+
 def test_a_gate_of_ones_own_is_a_looped_models(tmp_path: Path) -> None:
     model = load(write_looped(tmp_path, "nanbeige"))
     with pytest.raises(ValueError, match="exit gate of its own, as Ouro"):
