@@ -9,6 +9,7 @@ that remembers earlier exits. Prints it beside `learned`, truncation and random 
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from orthorank import compared
 
@@ -43,26 +44,29 @@ class Recurrent(SignalBase):
 
 def fit(fitter, steps=2500, hidden=64):
     """Returns the gate that predicts sqrt(KL to full depth) at all exits, one after the other."""
-    x = jnp.asarray(predicted_tokens(fitter.studies, [each.states for each in fitter.studies]))
-    target = jnp.sqrt(predicted_tokens(fitter.studies, [each.kl for each in fitter.studies])[:-1])
-    keys, dim = jax.random.split(jax.random.key(fitter.seed), steps), x.shape[-1]
+    x = predicted_tokens(fitter.studies, [each.states for each in fitter.studies])
+    target = np.sqrt(predicted_tokens(fitter.studies, [each.kl for each in fitter.studies])[:-1])
+    keys, dim = jax.random.split(jax.random.key(fitter.seed)), x.shape[-1]
     weights = {"Wu": jax.random.normal(keys[0], (dim, hidden + 1)) * dim**-0.5}
     weights["v"] = jax.random.normal(keys[1], (hidden,)) * hidden**-0.5
     optimizer = optax.adam(optax.linear_schedule(3e-3, 0.0, steps))
 
-    def loss(weights, some):
-        gate, h, errors = Recurrent(weights=weights), jnp.zeros((len(some), hidden)), 0.0
-        for index in range(len(x)):
-            h = gate.step(x[index, some].astype(jnp.float32), h)
-            errors += ((h @ weights["v"] - target[index, some]) ** 2).mean()
+    def loss(weights, x, target):
+        gate, h, errors = Recurrent(weights=weights), jnp.zeros((x.shape[1], hidden)), 0.0
+        for state, root in zip(x.astype(jnp.float32), target):
+            h = gate.step(state, h)
+            errors += ((h @ weights["v"] - root) ** 2).mean()
         return errors
 
-    def update(carry, key):
-        some = jax.random.randint(key, (2048,), 0, x.shape[1])
-        updates, state = optimizer.update(jax.grad(loss)(carry[0], some), carry[1])
-        return (optax.apply_updates(carry[0], updates), state), None
+    @jax.jit
+    def update(weights, state, x, target):
+        updates, state = optimizer.update(jax.grad(loss)(weights, x, target), state)
+        return optax.apply_updates(weights, updates), state
 
-    (weights, _), _ = jax.lax.scan(update, (weights, optimizer.init(weights)), keys)
+    state, rng = optimizer.init(weights), np.random.default_rng(fitter.seed)
+    for _ in range(steps):
+        some = rng.integers(x.shape[1], size=2048)
+        weights, state = update(weights, state, x[:, some], target[:, some])
     return Recurrent(weights=weights)
 
 

@@ -32,9 +32,9 @@ class OrthoRank(SignalBase):
 def compared(fits, model=None, texts=None, budget=0.75, **options):
     """Returns the rows of `compare` for signals and `learned`, fitted to the first of two texts."""
     model, fits = model or utio_jax.load(branches=False), fits | {"learned": SIGNALS["learned"]}
-    names = ("calibrate", "test")
-    fit, test = texts or [[each.text for each in standard_library(name)][::2] for name in names]
-    model.calibrate(fit, budget=budget, policies=fits)
+    names, options = ("calibrate", "test"), {"batches": 2, "context": 256} | options
+    fit, test = texts or [[each.text for each in standard_library(name)][::4] for name in names]
+    model.calibrate(fit, budget=budget, policies=fits, context=256)
     return model.compare(test, **options)
 
 
