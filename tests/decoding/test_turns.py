@@ -23,10 +23,11 @@ from helpers.generation import (
     true_logits,
 )
 from helpers.looped import Oracle, looped_model, write_looped
-from helpers.models import with_random_lens
+from helpers.models import assert_equal, with_random_lens
 
 from utio_jax import Adaptive, Lossless, generate, score, uniform
 from utio_jax.contrib.edge.parts import Row
+from utio_jax.core import layer as layers_module
 from utio_jax.core.layer import split_layers
 from utio_jax.core.pytrees import pytree
 from utio_jax.decoding.base import Plain
@@ -144,6 +145,22 @@ def test_drafts_after_early_turns_leave_the_tokens_of_all() -> None:
         assert result.accepted.sum() > 0
         for row in range(3):
             np.testing.assert_array_equal(result.token_ids[row], plain.token_ids[row])
+
+
+@pytest.mark.parametrize("name", ["plain", "own turns", "waiting", "lossless"])
+def test_layers_apart_run_the_turns_of_the_stack(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From any turn on: drafts of a turn are verified by those after it."""
+    model, policy = looped_model(4, scale=0.06), table_policy()
+    modes = {"own turns": Adaptive(policy=policy), "waiting": Waiting(policy=policy)}
+    mode: Any = {"plain": Plain(), "lossless": Lossless(exit=4), **modes}[name]
+    stacked = run(model, mode=mode, max_new_tokens=12)
+    monkeypatch.setattr(layers_module, "_SMALL", 0)
+    assert split_layers(model.decoder, model.params) is not None
+    apart = run(model, mode=mode, max_new_tokens=12)
+    for field in ("token_ids", "decided", "executed", "token_layers", "accepted"):
+        assert_equal(getattr(apart, field), getattr(stacked, field), err_msg=field)
 
 
 def test_hidden_tokens_and_lenses_take_the_step_that_waits() -> None:
