@@ -38,6 +38,7 @@ from utio_jax.engine.blocks import block_room, run_block
 from utio_jax.engine.requests import fresh_of
 from utio_jax.engine.slots import empty_state
 from utio_jax.models.presets import SHAPES, SHARED_16, with_layers
+from utio_jax.models.stacking import in_int8
 from utio_jax.models.tensor_parallel import tensor_parallel
 from utio_jax.models.transformer import Transformer
 from utio_jax.policies.depth import Thresholded
@@ -124,6 +125,7 @@ class Programs:
     platform: str | None = "tpu"
     exits: tuple[int, ...] = ()
     shared: int | None = None
+    weights: str | None = None
 
     @functools.cached_property
     def decoder(self) -> Transformer:
@@ -142,6 +144,8 @@ class Programs:
     def params(self) -> Any:
         dtype = jnp.float32 if self.name == "shipped" else jnp.bfloat16
         made = jax.eval_shape(lambda key: self.decoder.init(key, dtype), jax.random.key(0))
+        if self.weights is not None:
+            made = jax.eval_shape(in_int8, made)
         if self.mesh is None or self.mesh.shape["model"] == 1:
             return shapes(made, self.sharding)
         place = tensor_parallel(self.decoder.config, self.mesh)

@@ -166,7 +166,7 @@ def test_a_lens_is_kept_and_never_replaced_by_another(
     assert lens.read_bytes() == stored
     # Without it the calibration is another model's; the error says what may be missing.
     message = refused(capsys, "compare", *texts, "--model", bare, "--calibration", out)
-    assert "This model is read without a lens. Was it fitted so? See --lens." in message
+    assert "This model is read without a lens. Was it fitted so? See --lens" in message
 
 
 # Places that cannot be written are found before the work.

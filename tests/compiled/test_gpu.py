@@ -107,3 +107,13 @@ def test_a_decoding_step_copies_no_layer() -> None:
     assert temporary(made) < largest
     made.apart = None
     assert temporary(made) > largest
+
+
+@pytest.mark.skipif(GRAPHS, reason="memory is the same")
+def test_a_decoding_step_converts_int8_weights_inside_its_products() -> None:
+    made = on_gpu("llama-7b", 2)
+    made.weights = "int8"
+    config = made.decoder.config
+    converted = 2 * config.embed_dim * config.mlp_dim  # Bytes of a layer's largest matrix.
+    memory = made.decode(Plain(), 8).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < converted

@@ -77,6 +77,16 @@ def test_all_layers_of_a_7b_model_fit_one_chip_when_decoding(name: str, rows: in
     assert memory.argument_size_in_bytes + memory.temp_size_in_bytes < HBM
 
 
+def test_int8_weights_are_converted_inside_products() -> None:
+    """No stack is copied, and no layer's matrix is in memory as bfloat16."""
+    made = on_tpu("llama-7b", 4)
+    made.weights = "int8"
+    program, memory = compiled(made.decode(Plain(), 8))
+    config = made.decoder.config
+    assert program.structure["large_copies"] == 0
+    assert memory.temp_size_in_bytes < 2 * config.embed_dim * config.mlp_dim
+
+
 def test_without_the_barrier_stacks_of_weights_are_copied_on_every_call(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -454,6 +454,32 @@ def test_a_checkpoint_is_loaded_in_parts_onto_a_mesh(tiny: Any, tmp_path: Any) -
     assert_equal(jax.tree.leaves(own.params), jax.tree.leaves(tiny.params))
 
 
+def test_int8_weights_and_their_scales_are_split_by_channels(
+    tiny_swiglu: Any, tmp_path: Any
+) -> None:
+    which, mesh = tiny_swiglu, split_mesh(4, 2)
+    save(tmp_path, which.decoder, which.params, dtype=jnp.float32)
+    one, split = load(tmp_path, weights="int8"), load(tmp_path, weights="int8", sharding=mesh)
+    assert_equal(jax.tree.leaves(split.params), jax.tree.leaves(one.params))
+    layers = split.params["layers"]
+    for name, axis in (("q_proj", 1), ("o_proj", 2), ("up_proj", 1), ("down_proj", 2)):
+        kernel = layers[name]["kernel"]
+        for leaf in (kernel.qvalue, kernel.scale):
+            (part,) = {shard.data.shape for shard in leaf.addressable_shards}
+            assert part[axis] * (1 if leaf.shape[axis] == 1 else 2) == leaf.shape[axis]
+    (part,) = {
+        shard.data.shape for shard in split.params["head"]["kernel"].qvalue.addressable_shards
+    }
+    assert part == (32, 32)
+    ids, lengths, _ = ragged(which, 16)
+    policy, rows = gated(which, DEPTHS), place(Rows((ids, lengths)), mesh).tree
+    expected = run_score(one.decoder, one.params, ids, lengths, policy=policy, executor=EXECUTOR)
+    text, result = compiled_score(which.decoder, split.params, rows, place(policy, mesh), mesh)
+    assert_scores(result, expected)
+    kinds = {kind for kind, _ in COLLECTIVE.findall(text)}
+    assert kinds == {"all-reduce"}  # Sums of integers, largest inputs; no parameters travel.
+
+
 def test_a_mesh_that_does_not_divide_the_model_is_refused(tiny: Any) -> None:
     config = tiny.decoder.config
     with pytest.raises(ValueError, match="an axis 'model'.*Got axes \\('data',\\)"):

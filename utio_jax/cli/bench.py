@@ -17,6 +17,7 @@ from utio_jax.bench.methods import label_of
 from utio_jax.bench.rows import Row, describe, failed_row, name_of, save_rows
 from utio_jax.bench.run import Subject
 from utio_jax.cli.options import Rare, check_out, progress_lines
+from utio_jax.core.quantised import check_weights
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,6 +35,7 @@ class Bench:
       new_tokens: per row, of decoding.
       policies: NAME@BUDGET each; truncation at every exit and chance join them by themselves.
       rounds: timed turns of each program.
+      weights: int8 measures models with matrices of int8; policies are those fitted to such ones.
       out: folder of the results, which are replaced.
       report: measure nothing: write report.html of this results.json, tables and pictures, to
         --out.
@@ -52,6 +54,7 @@ class Bench:
     new_tokens: int = 56
     policies: tuple[str, ...] = ("learned@0.75",)
     rounds: Rare[int] = 5
+    weights: Rare[str | None] = None
     out: Path = Path("out/bench")
     report: Path | None = None
 
@@ -79,6 +82,7 @@ class Bench:
             raise ValueError(f"Wanted sizes and rounds of at least 1. Got {least}.")
         check_out(self.out)
         file = self.out / "results.json"
+        check_weights(self.weights)
         dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
         settings = {n: value for n, value in vars(self).items() if n not in ("out", "report")}
         head = {"settings": settings, "environment": describe(dtype=dtype)}
@@ -87,7 +91,8 @@ class Bench:
         report = progress_lines()
         room = max(self.batch_sizes) * (max(self.prompt_lengths) + self.new_tokens)
         for name in self.models:
-            subject = subject_named(name, dtype=dtype, cache_tokens=room)
+            kind: Any = {"dtype": dtype, "weights": self.weights}
+            subject = subject_named(name, **kind, cache_tokens=room)
             for part, batch, prompt in itertools.product(
                 self.parts, self.batch_sizes, self.prompt_lengths
             ):
@@ -115,7 +120,9 @@ class Bench:
         }
 
 
-def subject_named(name: str, *, dtype: str, cache_tokens: int = 0) -> Subject:
+def subject_named(
+    name: str, *, dtype: str, weights: str | None = None, cache_tokens: int = 0
+) -> Subject:
     """Returns a model with its text and calibration, or a shape with random weights.
 
     The name is "shipped", one of `utio_jax.models.presets.SHAPES`, or a folder. `cache_tokens` are
@@ -127,21 +134,23 @@ def subject_named(name: str, *, dtype: str, cache_tokens: int = 0) -> Subject:
     from utio_jax.models import SHIPPED, Transformer, load
     from utio_jax.models.presets import SHAPES, with_layers
     from utio_jax.models.random_weights import fit_layers, free_memory, random_params
+    from utio_jax.models.stacking import in_int8
     from utio_jax.models.training import standard_library
 
     if name in SHAPES:
         config = SHAPES[name]
         fitting = fit_layers(config, dtype=dtype, memory=free_memory(), cache_tokens=cache_tokens)
         decoder, rng = Transformer(with_layers(config, fitting)), np.random.default_rng(0)
+        params = random_params(decoder, dtype=dtype)
         return Subject(
             name=name,
             decoder=decoder,
-            params=random_params(decoder, dtype=dtype),
+            params=params if weights is None else in_int8(params),
             documents=[rng.integers(0, config.vocab_size, 2**20)],
             speed_only=True,
             note=f"random weights, {fitting} of {config.num_layers} layers: speed only",
         )
-    model = load(SHIPPED if name == "shipped" else name, dtype=jnp.dtype(dtype))
+    model = load(SHIPPED if name == "shipped" else name, dtype=jnp.dtype(dtype), weights=weights)
     documents = model.encode([document.text for document in standard_library("test")])
     try:
         calibration, note = model.calibration, ""

@@ -105,7 +105,7 @@ class FitPrompt(OfModel, OfText):
             "max_nll_increase_pct": self.max_nll_increase_pct,
             "parts": text.parts,
         }
-        info = {"model_sha256": model.sha256, "text": described, "seed": 0}
+        info = {"model_sha256": model.stored_sha256, "text": described, "seed": 0}
         save_kv_maps(out, maps, info={**info, **summary})
         print(study.verdict, file=sys.stderr)
         return {"out": str(out), "verdict": study.verdict, **summary}

@@ -57,6 +57,8 @@ class OfModel:
         the shipped model's.
       exits: depths at which a stock model may be read, ending at its last layer; by default those
         that its config names, or its lens.
+      weights: int8 holds matrices as int8 with a scale per output: a quarter of the memory, faster
+        on CPUs. By default float32.
       lens: a file that `calibrate --fit-lens` wrote; auto is the model folder's own where there is
         one, none is none.
       branches: a file of exit branches, which replace exits and lens; auto is the model folder's
@@ -65,6 +67,7 @@ class OfModel:
 
     model: str = "shared-16"
     exits: Rare[tuple[int, ...]] = ()
+    weights: str | None = None
     lens: Rare[str] = "auto"
     branches: Rare[str] = "auto"
 
@@ -80,6 +83,7 @@ class OfModel:
         return load(
             self.model,
             exits=self.exits,
+            weights=self.weights,
             lens=named.get(self.lens, self.lens),
             branches=named.get(self.branches, self.branches),
         )

@@ -6,6 +6,7 @@ from __future__ import annotations
 _EXTRAS = {
     "gguf": "gguf",
     "orbax": "train",
+    "qwix": "quant",
     "lm_eval": "lm-eval",
     "datasets": "lm-eval",
     "fastapi": "serve",

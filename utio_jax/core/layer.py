@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from utio_jax.core.decoder import Decoder, LayerParams, Params, PositionEncoding, checked
 from utio_jax.core.platform import here
+from utio_jax.core.quantised import int8_product, is_quantised, layer_views
 
 Depth = int | Int[Array, ""]
 """A number of layers, static or traced."""
@@ -54,8 +55,14 @@ def check_layers(decoder: Decoder, params: Params) -> None:
         )
 
 
-def project(x: Float[Array, "*lead dim"], kernel: jax.Array) -> Float[Array, "*lead out"]:
-    """Returns `x @ kernel`; the kernel may lie in blocks, `[block, dim, column]` (`in_blocks`)."""
+def project(x: Float[Array, "*lead dim"], kernel: Any) -> Float[Array, "*lead out"]:
+    """Returns `x @ kernel`: the product of states with weights.
+
+    The kernel may lie in blocks, `[block, dim, column]` (`in_blocks`). Of int8 it lies output
+    first, `[out, dim]` (`utio_jax.core.quantised`).
+    """
+    if is_quantised(kernel):
+        return int8_product(x, kernel)
     if kernel.ndim == 2:
         return x @ kernel
     rows = x.reshape(-1, x.shape[-1])
@@ -86,6 +93,8 @@ def head_product(
     table, single = params["embedding"]["embedding"], math.prod(x.shape[:-1]) == 1
     if not tied or ("head" in params and not single):
         return project(x, params["head"]["kernel"])
+    if is_quantised(table):
+        return project(x, table)
     if single and here().table_first:
         return (table @ x.reshape(-1)).reshape(*x.shape[:-1], -1)
     return x @ table.T
@@ -98,8 +107,9 @@ def split_layers(
 
     On CPU and GPU a layer that is indexed out of the stack is copied before its matrix products
     read it: more than half of a decoding step at batch 1. These are a second copy, kept as long as
-    the stack is. None if the stack is read in place (TPU), is spread over devices, or is small.
-    Also None if the copy would take more than half of the device's free memory.
+    the stack is; on CPU, matrices of int8 are views of the stack (`layer_views`). None if the stack
+    is read in place (TPU), is spread over devices, or is small. Also None if the copy would take
+    more than half of the device's free memory.
 
     Products of a few rows on a CPU copy a matrix into blocks of columns at every call. So for steps
     of few `tokens` (`Platform.blocked_rows`) matrices named `kernel` are laid out in blocks here.
@@ -124,10 +134,31 @@ def split_layers(
     if key not in _split:
         if sum(leaf.nbytes for leaf in leaves) > _memory_left(leaves[0]) / 2:
             return None
-        _split[key] = tuple(_one_layer(stack, np.int32(at), blocks=blocks) for at in range(count))
+        _split[key] = _layers(stack, count, blocks=blocks)
         for leaf in kept:  # Of any leaf that is gone, another array may get the identity.
             weakref.finalize(leaf, _split.pop, key, None)
     return _split[key]
+
+
+def _layers(stack: LayerParams, count: int, *, blocks: bool) -> tuple[LayerParams, ...]:
+    """Returns a stack's layers; its matrices in blocks of columns if `blocks`, or of int8 views."""
+    leaves, treedef = jax.tree.flatten(stack)
+    views = {at: layer_views(leaf) for at, leaf in enumerate(leaves) if _has_views(leaf)}
+    copied = treedef.unflatten(None if at in views else leaf for at, leaf in enumerate(leaves))
+
+    def layer(index: int) -> LayerParams:
+        own = {at: view[min(index, len(view) - 1)] for at, view in views.items()}
+        others = iter(jax.tree.leaves(_one_layer(copied, np.int32(index), blocks=blocks)))
+        return treedef.unflatten(
+            own[at] if at in own else next(others) for at in range(len(leaves))
+        )
+
+    return tuple(map(layer, range(count)))
+
+
+def _has_views(leaf: jax.Array) -> bool:
+    """Returns whether a leaf is read in place: of int8 on a CPU, where nothing donates it."""
+    return leaf.dtype == jnp.int8 and all(device.platform == "cpu" for device in leaf.devices())
 
 
 @partial(jax.jit, static_argnames="blocks")

@@ -56,6 +56,9 @@ class Platform:
       heads_first: True if the K/V cache is laid out by head, then slot. XLA:CPU would transpose the
         other layout for the products of each step. XLA:TPU needs slot, then head: it transposes
         the other layout once per call, which doubles the memory.
+      input_digits: numbers of int8 per input of a product with int8 weights; 0 to convert the
+        weights to the input's type (`utio_jax.core.quantised.int8_product`). XLA:CPU would write
+        converted weights to memory: slower than float32 (`results/int8.md`).
     """
 
     head_block: int = 512
@@ -76,6 +79,7 @@ class Platform:
     table_first: bool = False
     scores_turned: bool = False
     heads_first: bool = False
+    input_digits: int = 0
 
 
 _AS_OF_0_11 = jax.__version_info__ >= (0, 11)
@@ -98,6 +102,7 @@ _CPU = Platform(
     table_first=_AS_OF_0_11,
     scores_turned=True,
     heads_first=True,
+    input_digits=3,
 )
 _GPU = Platform(stack_in_place=False)
 _TPU = Platform(least_rows=2, heads_apart=True)

@@ -19,6 +19,7 @@ import numpy as np
 
 from utio_jax.core.decoder import LayerParams, Params
 from utio_jax.core.files import json_file, load_owned, nest, save_owned
+from utio_jax.core.quantised import is_quantised, quantise
 from utio_jax.models.transformer import OF_KV, Transformer
 
 
@@ -45,7 +46,7 @@ class Branches:
         own, last = decoder.config.kv_own, decoder.config.num_layers - 1
         spaced = [np.linspace(last, own, size, endpoint=size > 1)[::-1] for size in sizes]
         picked = np.concatenate(spaced).round().astype(int)
-        upper = {name: leaf for name, leaf in params["layers"].items() if name not in OF_KV}
+        upper = _without_kv(params["layers"])
         return cls(sizes=sizes, layers=jax.tree.map(lambda y: y[picked].astype(jnp.float32), upper))
 
 
@@ -61,8 +62,9 @@ def with_branches(
         layers are of other shapes.
     """
     config = dataclasses.replace(decoder.config, branches=branches.sizes, exits=())
-    own = {name: leaf for name, leaf in params["layers"].items() if name not in OF_KV}
-    shapes = jax.tree.map(lambda leaf: (sum(branches.sizes), *leaf.shape[1:]), own)
+    own = _without_kv(params["layers"])
+    described = _without_kv(jax.eval_shape(decoder.init, jax.random.key(0))["layers"])
+    shapes = jax.tree.map(lambda leaf: (sum(branches.sizes), *leaf.shape[1:]), described)
     actual = jax.tree.map(jnp.shape, branches.layers)
     if actual != shapes:
         raise ValueError(
@@ -70,8 +72,18 @@ def with_branches(
             "branches of this model: models/recipes/branches.py."
         )
 
-    layers = {**params["layers"], **_append(own, branches.layers)}
+    more = jax.tree.map(
+        lambda leaf, new: quantise(new.astype(leaf.dtype).mT) if is_quantised(leaf) else new,
+        own,
+        branches.layers,
+        is_leaf=is_quantised,
+    )
+    layers = {**params["layers"], **_append(own, more)}
     return Transformer(config), {**params, "layers": layers}
+
+
+def _without_kv(layers: LayerParams) -> LayerParams:
+    return {name: leaf for name, leaf in layers.items() if name not in OF_KV}
 
 
 @jax.jit  # One program for all leaves.

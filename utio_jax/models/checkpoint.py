@@ -29,6 +29,7 @@ from utio_jax.core.decoder import Params, name_exits
 from utio_jax.core.extras import install_line
 from utio_jax.core.files import dump_tensors, hash_file, hash_tensors, json_file, replacing
 from utio_jax.core.lens import Lens, Lensed, Wrapped, lensed, load_lens, with_config
+from utio_jax.core.quantised import check_weights, is_quantised
 from utio_jax.core.terminal import note_compilation
 from utio_jax.decoding.base import LogitsProcessor, Mode
 from utio_jax.decoding.loop import check_prompts
@@ -76,6 +77,7 @@ class Model(Verbs):
         lens, `KVMapped` if it has KV maps.
       params: its parameters.
       folder: with config, weights and tokenizer: a folder, or a GGUF file.
+      weights: `"int8"` if matrices of products are held as that (see `load`).
       lens: the lens' file, if there is one.
       lens_sha256: of the lens' weights, if it is read through one.
       branches_sha256: of its exit branches' weights, if it has any.
@@ -86,6 +88,7 @@ class Model(Verbs):
     decoder: Transformer | Gemma3n | Gemma4 | Lensed | KVMapped | Any
     params: Params
     folder: Path
+    weights: str | None = None
     lens: Path | None = None
     lens_sha256: str | None = None
     branches_sha256: str | None = None
@@ -99,12 +102,19 @@ class Model(Verbs):
         return (
             f"Model({str(self.folder)!r}: {config.num_layers} layers, exits {config.exits}"
             f"{' through a lens' if self.lens_sha256 else ''}, context {config.context_length}, "
-            f"vocabulary {config.vocab_size}, {size:,} parameters)"
+            f"vocabulary {config.vocab_size}, {size:,} parameters"
+            f"{f', weights {self.weights}' if self.weights else ''})"
         )
 
     @cached_property
     def sha256(self) -> str:
-        """Identifies the weights, those of the lens or the branches included."""
+        """Identifies the weights that run: those of lens or branches included, and int8 ones."""
+        of_parts = self.lens_sha256, self.branches_sha256, self.weights
+        return self._hash(*filter(None, of_parts))
+
+    @property
+    def stored_sha256(self) -> str:
+        """Identifies the same weights as their files hold them, also if they are read as int8."""
         return self._hash(*filter(None, (self.lens_sha256, self.branches_sha256)))
 
     def _hash(self, *others: str) -> str:
@@ -137,7 +147,7 @@ class Model(Verbs):
         Raises:
           ValueError: there are no such maps, or they are another model's.
         """
-        maps, stored = load_kv_maps(path, model_sha256=self.sha256)
+        maps, stored = load_kv_maps(path, model_sha256=self.stored_sha256)
         decoder, params = with_kv_maps(self.decoder, self.params, maps)
         choices = choices_of(stored.get("choices", ()), source=str(path))
         limit = stored.get("max_nll_increase_pct", math.inf)
@@ -151,7 +161,7 @@ class Model(Verbs):
         Raises:
           ValueError: there are none, or they are another model's.
         """
-        branches = load_branches(path, model_sha256=self.sha256)
+        branches = load_branches(path, model_sha256=self.stored_sha256)
         if not isinstance(self.decoder, Transformer):
             raise ValueError(
                 "Wanted a model without lens and KV maps to put branches on. Got a "
@@ -173,7 +183,7 @@ class Model(Verbs):
           ValueError: there is no such lens, it is another model's, or has no map for an exit.
         """
         model = dataclasses.replace(self, lens=json_file(path, "lens"))
-        model.read_through(load_lens(path, model_sha256=self.sha256))
+        model.read_through(load_lens(path, model_sha256=self.stored_sha256))
         return model
 
     def read_through(self, lens: Lens) -> None:
@@ -217,9 +227,17 @@ class Model(Verbs):
         try:
             return load_calibration(file, model_sha256=self.sha256)
         except ValueError as error:
-            if calibration_file(file).is_file():
+            if calibration_file(file).is_file() and self.weights:
+                remedy = (
+                    f"This model has weights of {self.weights}; policies are fitted to those that "
+                    f"run: utio-jax calibrate FILES --weights {self.weights} --out PLACE, then "
+                    "--calibration PLACE. Plain and lossless decoding need none."
+                )
+            elif calibration_file(file).is_file():
                 how = "through" if self.lens_sha256 is not None else "without"
-                remedy = f"This model is read {how} a lens. Was it fitted so? See --lens."
+                remedy = (
+                    f"This model is read {how} a lens. Was it fitted so? See --lens, --weights."
+                )
             elif len(self.decoder.config.exits) < 2:
                 remedy = f"This model has no exits, either. {name_exits(self.decoder)}"
             else:
@@ -323,6 +341,7 @@ def load(
     exits: tuple[int, ...] = (),
     dtype: jax.typing.DTypeLike = jnp.float32,
     sharding: Mesh | None = None,
+    weights: str | None = None,
     lens: str | Path | bool = True,
     branches: str | Path | bool = True,
 ) -> Model:
@@ -340,6 +359,9 @@ def load(
         its config names; for a stock model those of its lens, or the last layer alone.
       dtype: of the parameters; float32 on CPU, where bfloat16 is slow.
       sharding: a mesh, whose axis "model" parameters are split over. None: the default device.
+      weights: `"int8"` reads the matrices of products as int8 with a scale per output, a quarter of
+        float32 (`docs/int8.md`, needs the extra `quant`). Policies are fitted to such a model
+        itself; lens, branches and K/V maps are those of the float model. None: all in `dtype`.
       lens: a file that `utio-jax calibrate --fit-lens` wrote, or its folder; True takes the model
         folder's own where there is one, False none.
       branches: a file of exit branches, or its folder; True takes the model folder's own where
@@ -361,6 +383,7 @@ def load(
         floating = False
     if not floating:
         raise ValueError(f"Wanted a dtype of floats, as 'bfloat16' or 'float32'. Got {dtype!r}.")
+    check_weights(weights)
     folder = shipped_folder() if str(path_or_name) == SHIPPED else Path(path_or_name)
     one_file = folder.is_file() or folder.suffix == ".gguf"
     if not one_file and not folder.is_dir():
@@ -372,8 +395,8 @@ def load(
         remedy = f"A GGUF file is loaded by its own path: {files}." if files else ""
         config = read_json(folder / "config.json", "a config", remedy=remedy)
         read = huggingface.load_folder if is_huggingface(config) else _load_folder
-    decoder, params = read(folder, exits=exits, dtype=dtype, sharding=sharding)
-    model = Model(decoder=decoder, params=params, folder=folder)
+    decoder, params = read(folder, exits=exits, dtype=dtype, sharding=sharding, weights=weights)
+    model = Model(decoder=decoder, params=params, folder=folder, weights=weights)
     if branches is True and lens is True and not exits and json_file(folder, "branches").is_file():
         branches = folder
     if not isinstance(branches, bool):
@@ -384,7 +407,12 @@ def load(
 
 
 def _load_folder(
-    folder: Path, *, exits: tuple[int, ...], dtype: jax.typing.DTypeLike, sharding: Mesh | None
+    folder: Path,
+    *,
+    exits: tuple[int, ...],
+    dtype: jax.typing.DTypeLike,
+    sharding: Mesh | None,
+    weights: str | None,
 ) -> tuple[Transformer, Params]:
     """Returns decoder and parameters of a folder in this package's own layout."""
     config = load_config(folder / "config.json")
@@ -398,6 +426,7 @@ def _load_folder(
         dtype=dtype,
         sharding=sharding,
         source=str(folder),
+        weights=weights,
     )
 
 
@@ -474,7 +503,8 @@ def save(
       dtype: of the weights.
 
     Raises:
-      ValueError: the decoder has a lens or KV maps, which have files of their own; it is no
+      ValueError: the decoder has a lens or KV maps, which have files of their own; the weights
+        are of int8; it is no
         `Transformer`, and what it is like has this library's layout, or there is none; or the
         model that it is like has other parameters.
     """
@@ -483,6 +513,11 @@ def save(
             "Wanted a model without a lens or KV maps. Got a "
             f"{type(decoder).__name__} decoder. Load it with lens=False; "
             "utio_jax.core.lens.save_lens writes the lens, utio_jax.prompts.maps.save_kv_maps maps."
+        )
+    if any(map(is_quantised, jax.tree.leaves(params, is_leaf=is_quantised))):
+        raise ValueError(
+            "Wanted parameters of floats to save. Got int8 weights, which are made as a model is "
+            "read. Load the model without weights=."
         )
     out = Path(folder)
     config: dict[str, Any] = dataclasses.asdict(decoder.config)

@@ -32,6 +32,7 @@ from jaxtyping import Array, Float, Int
 from utio_jax.core.arrays import normalise
 from utio_jax.core.decoder import DecoderConfig, LayerParams, Params, PositionEncoding
 from utio_jax.core.layer import head_product, project
+from utio_jax.core.quantised import rows_of
 from utio_jax.models.rope import RopeScaling, frequencies, rotate, rotations
 from utio_jax.models.transformer import OF_KV
 
@@ -216,7 +217,7 @@ class _Gemma:
         self, params: Params, token_ids: Int[Array, "*lead"]
     ) -> tuple[Float[Array, "*lead hidden"], Float[Array, "*lead inputs"]]:
         config = self.config
-        x = params["embedding"]["embedding"][token_ids]
+        x = rows_of(params["embedding"]["embedding"], token_ids)
         x *= jnp.asarray(math.sqrt(config.hidden_dim), x.dtype)
         known = jnp.where(token_ids < config.input_vocab_size, token_ids, 0)
         own = params["input_embedding"]["embedding"][known]

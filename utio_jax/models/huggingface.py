@@ -83,6 +83,7 @@ def load_folder(
     exits: tuple[int, ...] = (),
     dtype: jax.typing.DTypeLike = jnp.float32,
     sharding: Mesh | None = None,
+    weights: str | None = None,
     families: Mapping[str, Family] = FAMILIES,
     unread: tuple[str, ...] = (),
     copies: Mapping[str, str] | None = None,
@@ -120,6 +121,7 @@ def load_folder(
         dtype=dtype,
         sharding=sharding,
         source=str(folder),
+        weights=weights,
     )
 
 
@@ -198,7 +200,7 @@ def where_tensors_are(folder: Path, *, prefix: str, in_text_part: bool = False) 
         raise ValueError(
             f"Wanted tensors of float32, bfloat16 or float16 in {folder}. Got "
             f"{', '.join(wrong[:8])}{more}. Quantised weights are not supported: take the model's "
-            "plain checkpoint."
+            "plain checkpoint, and load it with weights='int8'."
         )
     if in_text_part:
         return {_in_text_part(name, prefix): entry for name, entry in home.items()}

@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 
 from utio_jax.core.decoder import Params
 from utio_jax.core.files import check_shapes, flatten, nest
+from utio_jax.core.quantised import check_width, quantise
 from utio_jax.models.families import Rule
 from utio_jax.models.tensor_parallel import put, tensor_parallel
 
@@ -28,11 +29,13 @@ def place_tensors(
     dtype: jax.typing.DTypeLike,
     sharding: Mesh | None,
     source: str,
+    weights: str | None = None,
 ) -> tuple[Any, Params]:
     """Returns a decoder (with `init` and `config`) and its parameters.
 
     Without `rules` each tensor is the parameter that its name is the path of. `found_shapes` are
     those of the checkpoint's tensors, `read` returns one, and `source` is its place, for errors.
+    With `weights="int8"`, matrices of products are quantised one tensor at a time (`_products`).
     """
     shapes = flatten(jax.eval_shape(lambda: decoder.init(jax.random.key(0))))
     if rules is None:
@@ -50,6 +53,7 @@ def place_tensors(
         found_shapes, {name: tensor.shape for name, tensor in stored.items()}, source=source
     )
 
+    products = set[str]() if weights is None else _products(shapes)
     place = None if sharding is None else tensor_parallel(decoder.config, sharding)
     places = {path: place and place(path, leaf.shape) for path, leaf in shapes.items()}
     # No tensor holds stacks of nothing.
@@ -67,18 +71,63 @@ def place_tensors(
         ):
             piece = np.swapaxes(piece, -1, -2) if rule.transpose else piece
             piece = piece.astype(dtype, copy=False)
+            if tensor.index is not None:
+                whole = shapes[path].shape[1:]
+                beyond = [(0, n - m) for n, m in zip(whole, piece.shape, strict=True)]
+                piece = np.pad(piece, beyond) if any(map(any, beyond)) else piece
+            at = places[path] if tensor.index is None else _of_slice(places[path])
+            held = _in_int8(piece, at, path=path) if path in products else put(piece, at)
             if tensor.index is None:
-                params[path] = put(piece, places[path])
+                params[path] = held
                 continue
             if path not in params:
-                params[path] = jnp.zeros(shapes[path].shape, dtype, device=places[path])
-            stack = params[path]
-            beyond = [(0, n - m) for n, m in zip(stack.shape[1:], piece.shape, strict=True)]
-            piece = np.pad(piece, beyond) if any(map(any, beyond)) else piece
-            piece = put(piece, _of_slice(stack.sharding))
+                params[path] = jax.tree.map(partial(_stack, shapes[path].shape[0]), held)
             # Else the host reads ahead, and what it has read piles up.
-            params[path] = jax.block_until_ready(_put(stack, piece, tensor.index))
+            params[path] = jax.block_until_ready(_put(params[path], held, tensor.index))
     return decoder, nest({path: params[path] for path in shapes})
+
+
+def _products(shapes: Mapping[str, Any]) -> set[str]:
+    """Returns the paths of matrices whose products `project` and `head_product` compute.
+
+    These are kernels of layers and of the head, and a table that is the head, too. A matrix of
+    fewer than 16 inputs or outputs, as of a router, saves no memory.
+    """
+    tables = {"head.kernel"} if "head.kernel" in shapes else {"embedding.embedding"}
+    return {
+        path
+        for path, leaf in shapes.items()
+        if (path in tables or (path.startswith("layers.") and path.endswith(".kernel")))
+        and min(leaf.shape[-2:]) >= 16
+    }
+
+
+def in_int8(params: Params) -> Params:
+    """Returns parameters whose matrices of products are int8, as a checkpoint is read with."""
+    flat = flatten(params)
+    for path in _products(flat):
+        leaf = flat[path]
+        flat[path] = quantise(leaf if path.endswith(".embedding") else leaf.mT)
+    return nest(flat)
+
+
+def _in_int8(piece: np.ndarray, place: Any, *, path: str) -> Any:
+    """Returns matrices as int8, output first; `place` is that of the float ones."""
+    is_table = path.endswith(".embedding")
+    matrix = piece if is_table else np.swapaxes(piece, -1, -2)
+    check_width(path, matrix.shape[-1])
+    if place is None:
+        return quantise(put(matrix, None))
+    *lead, first, second = [*place.spec, *[None] * matrix.ndim][: matrix.ndim]
+    outputs, inputs = (first, second) if is_table else (second, first)
+
+    def at(inputs: str | None) -> jax.sharding.NamedSharding:
+        spec = jax.sharding.PartitionSpec(*lead, outputs, inputs)
+        return jax.sharding.NamedSharding(place.mesh, spec)
+
+    result = quantise(put(matrix, at(inputs)))
+    qvalue, scale = jax.device_put((result.qvalue, result.scale), (at(inputs), at(None)))
+    return dataclasses.replace(result, qvalue=qvalue, scale=scale)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,14 +172,28 @@ def stored_tensors(
             yield StoredTensor(rule.source.format(layer=index), rule, index, own)
 
 
-def _of_slice(sharding: jax.sharding.Sharding) -> jax.sharding.Sharding:
-    """Returns the sharding of one layer of a stack."""
-    if isinstance(sharding, jax.sharding.NamedSharding):
-        spec = jax.sharding.PartitionSpec(*sharding.spec[1:])
-        return jax.sharding.NamedSharding(sharding.mesh, spec)
-    return sharding
+def _of_slice(sharding: Any) -> Any:
+    """Returns the sharding of one layer of a stack; None: the default device."""
+    if sharding is None:
+        return None
+    spec = jax.sharding.PartitionSpec(*sharding.spec[1:])
+    return jax.sharding.NamedSharding(sharding.mesh, spec)
+
+
+def _stack(count: int, layer: jax.Array) -> jax.Array:
+    """Returns zeros for so many layers, placed as one of them."""
+    place = None
+    if isinstance(layer.sharding, jax.sharding.NamedSharding):
+        spec = jax.sharding.PartitionSpec(None, *layer.sharding.spec)
+        place = jax.sharding.NamedSharding(layer.sharding.mesh, spec)
+    return jnp.zeros((count, *layer.shape), layer.dtype, device=place)
 
 
 @partial(jax.jit, donate_argnums=0)
-def _put(stack: jax.Array, piece: jax.Array, index: jax.typing.ArrayLike) -> jax.Array:
-    return jax.lax.dynamic_update_index_in_dim(stack, piece, index, axis=0)
+def _put(stack: Any, layer: Any, index: jax.typing.ArrayLike) -> Any:
+    """Returns a parameter's stack with a layer's slice, each leaf in place."""
+    return jax.tree.map(
+        lambda leaf, new: jax.lax.dynamic_update_index_in_dim(leaf, new, index, axis=0),
+        stack,
+        layer,
+    )

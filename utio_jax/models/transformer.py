@@ -21,6 +21,7 @@ from utio_jax.core.arrays import normalise
 from utio_jax.core.decoder import DecoderConfig, LayerParams, Params, PositionEncoding
 from utio_jax.core.layer import head_product, layer_at, project
 from utio_jax.core.platform import on_enough_rows, product_apart
+from utio_jax.core.quantised import rows_of
 from utio_jax.models.rope import RopeScaling, frequencies, rotate, rotations
 
 Activation = Literal["squared_relu", "gelu", "exact_gelu", "relu", "swiglu", "geglu"]
@@ -340,7 +341,7 @@ class Transformer:
     def embed(
         self, params: Params, token_ids: Int[Array, "*lead"], positions: Int[Array, "*lead"]
     ) -> jax.Array:
-        x = params["embedding"]["embedding"][token_ids]
+        x = rows_of(params["embedding"]["embedding"], token_ids)
         if self.config.embedding_scale != 1.0:
             x *= jnp.asarray(self.config.embedding_scale, x.dtype)
         if self.config.positions == "learned":

@@ -746,7 +746,7 @@ def _read_through_lens(
     say = progress if progress is not None else lambda _: None
     config, exits = LensConfig(seed=seed), model.decoder.config.exits
     text = text or {"documents": len(documents), "sha256": hash_tensors(documents)}
-    info = {"model_sha256": model.sha256, "text": text, "seed": seed, "steps": config.steps}
+    info = {"model_sha256": model.stored_sha256, "text": text, "seed": seed, "steps": config.steps}
     model.lens = file = None if out is None else check_writable(lens_beside(out), "out")
     if file is not None and file.is_file():
         stored, expected = load_json(file, "a lens"), {"exits": [*exits[:-1]], **info}
@@ -758,7 +758,7 @@ def _read_through_lens(
                 f"{file}, or calibrate through it: --lens {file} (load(..., lens={str(file)!r}))."
             )
         say(f"lens: the one in {file}, which was fitted so")
-        lens = load_lens(file, model_sha256=model.sha256)
+        lens = load_lens(file, model_sha256=model.stored_sha256)
     else:
         say(f"a lens for the exits {exits}")
         windows = model.windows(documents, context)

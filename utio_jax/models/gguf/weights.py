@@ -44,6 +44,7 @@ def load_file(
     exits: tuple[int, ...] = (),
     dtype: jax.typing.DTypeLike = jnp.float32,
     sharding: Mesh | None = None,
+    weights: str | None = None,
 ) -> tuple[Any, Params]:
     """Returns the decoder and the parameters of a GGUF file. Errors: see `utio_jax.models.load`."""
     header = read_header(file)
@@ -70,6 +71,7 @@ def load_file(
         dtype=dtype,
         sharding=sharding,
         source=str(file),
+        weights=weights,
     )
 
 

@@ -1,0 +1,340 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights of int8: the model that its dequantised weights are, in every mode, in less memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import sys
+import weakref
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers.cases import run_dense
+from helpers.cli import last_line, refused
+from helpers.engine import alone, engine_of, modes, pool
+from helpers.folders import STOCK, save_small_model
+from helpers.generation import lively_model, run
+from helpers.gguf_files import write_gguf
+from helpers.models import Model, gated, live_params, logits_of
+from helpers.serving import alone as alone_of_text
+from helpers.serving import running, small_folder
+from helpers.texts import SOURCES, new_text, source
+
+from utio_jax import SamplingParams, load, score
+from utio_jax.cli.main import main
+from utio_jax.cli.serve import Serve
+from utio_jax.core import layer as layers_module
+from utio_jax.core.files import flatten
+from utio_jax.core.flops import token_cost
+from utio_jax.core.layer import head_in_blocks, head_product, project, split_layers
+from utio_jax.core.platform import compiling_for
+from utio_jax.core.quantised import check_width, floats, is_quantised, quantise
+from utio_jax.models import TINY, Branches, Transformer, save, save_branches, with_branches
+from utio_jax.policies import given_depths
+
+ALIKE = 1e-4
+"""Sums in another order: three digits of an input are all bits of float32."""
+
+
+def int8(model: Any, folder: Path) -> Model:
+    """Returns a model as it is loaded with int8 weights."""
+    save(folder, model.decoder, model.params, dtype=jnp.float32)
+    loaded = load(folder, weights="int8")
+    return Model(loaded.decoder, loaded.params)
+
+
+@pytest.fixture(scope="module")
+def lively(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    """The lively model with int8 weights."""
+    return int8(lively_model(), tmp_path_factory.mktemp("lively"))
+
+
+@pytest.fixture(scope="module")
+def oracle(lively: Model) -> Model:
+    """The same numbers in float32, which run as any other model."""
+    return Model(lively.decoder, floats(lively.params))
+
+
+def by_numpy(row: np.ndarray, matrix: Any, digits: int) -> np.ndarray:
+    """Returns the product of one row, its sums in int64."""
+    weights, scale = np.asarray(matrix.qvalue, np.int64), np.asarray(matrix.scale, np.float64)
+    total, remainder = np.zeros(len(weights)), row.astype(np.float32)
+    for _ in range(digits):
+        unit = np.abs(remainder).max() / np.float32(127)
+        digit = np.round(remainder / unit).astype(np.int64)
+        total += (weights @ digit) * float(unit)
+        remainder = remainder - digit.astype(np.float32) * unit
+    return total * scale[:, 0]
+
+
+@pytest.mark.parametrize("digits", [1, 2, 3])
+def test_a_product_is_of_integers_and_independent_of_the_number_of_rows(digits: int) -> None:
+    rng = np.random.default_rng(0)
+    kernel = rng.normal(size=(96, 80)).astype(np.float32)
+    matrix = quantise(jnp.asarray(kernel.T))
+    assert (matrix.qvalue.dtype, matrix.scale.shape) == (jnp.int8, (80, 1))
+    held = np.asarray(floats({"kernel": matrix})["kernel"])
+    assert (np.abs(held - kernel) <= 0.501 * np.asarray(matrix.scale).T).all()
+    x = (
+        rng.normal(size=(64, 96)).astype(np.float32)
+        * np.logspace(-3, 3, 64, dtype=np.float32)[:, None]
+    )
+    with compiling_for(input_digits=digits):
+        run = jax.jit(lambda x: project(x, matrix))
+        whole = np.asarray(run(x))
+        for rows in (1, 2, 8):
+            np.testing.assert_array_equal(run(x[:rows]), whole[:rows])
+        tied = jax.jit(lambda x: head_product({"embedding": {"embedding": matrix}}, x))(x)
+        np.testing.assert_array_equal(tied, whole)
+    for row, result in zip(x, whole, strict=True):
+        expected, size = by_numpy(row, matrix, digits), np.abs(row).max() * np.abs(held).max()
+        # XLA divides in another way: ties may move last digits to their neighbours.
+        one = 1.01 * size / 127 / 254.0 ** (digits - 1)
+        np.testing.assert_allclose(result, expected, atol=4 * one + 1e-5 * size)
+        # Each digit is rounded by half a unit at most, and roundings add up as a random walk.
+        error = np.abs(result - row.astype(np.float64) @ held).max()
+        assert error < 3 * np.sqrt(len(row)) * one + 1e-5 * size
+
+
+def test_converted_weights_give_the_same_product() -> None:
+    """What compilers for accelerators get: no digits."""
+    rng = np.random.default_rng(0)
+    matrix = quantise(jnp.asarray(rng.normal(size=(80, 96)), jnp.float32))
+    x = jnp.asarray(rng.normal(size=(2, 3, 96)), jnp.float32)
+    with compiling_for("cuda"):
+        result = project(x, matrix)
+    np.testing.assert_allclose(result, project(x, matrix), atol=ALIKE)
+    assert project(x.astype(jnp.bfloat16), matrix).dtype == jnp.bfloat16
+
+
+def test_derivatives_are_those_of_the_dequantised_product() -> None:
+    """A lens or gates are fitted through products with int8 weights."""
+    rng = np.random.default_rng(2)
+    matrix = quantise(jnp.asarray(rng.normal(size=(80, 96)), jnp.float32))
+    kernel, x = (
+        floats({"kernel": matrix})["kernel"],
+        jnp.asarray(rng.normal(size=(3, 96)), jnp.float32),
+    )
+    result, expected = (
+        jax.grad(lambda x, w=w: (project(x, w) ** 2).sum())(x) for w in (matrix, kernel)
+    )
+    np.testing.assert_allclose(result, expected, rtol=1e-3, atol=1e-4 * np.abs(expected).max())
+
+
+def test_digits_are_one_product_in_flops(lively: Model) -> None:
+    own = token_cost(lively.decoder, lively.params)
+    assert own == token_cost(lively.decoder, lively_model().params)
+
+
+def test_infinite_states_stay_in_their_row() -> None:
+    matrix = quantise(jnp.asarray(np.random.default_rng(1).normal(size=(32, 32)), jnp.float32))
+    x = np.ones((3, 32), np.float32)
+    clean = np.asarray(project(jnp.asarray(x), matrix))
+    x[1, 4] = np.inf
+    result = np.asarray(project(jnp.asarray(x), matrix))
+    assert not np.isfinite(result[1]).any()
+    np.testing.assert_array_equal(result[[0, 2]], clean[[0, 2]])
+
+
+def test_matrices_of_products_are_int8_and_all_else_is_float32(
+    tiny: Any, tiny_swiglu: Any, tmp_path: Path
+) -> None:
+    for name, model in {"tied": tiny, "head": tiny_swiglu}.items():
+        held = int8(model, tmp_path / name).params
+        leaves = jax.tree_util.tree_leaves_with_path(held, is_leaf=is_quantised)
+        own = {jax.tree_util.keystr(at, simple=True, separator="."): leaf for at, leaf in leaves}
+        for part, leaf in flatten(model.params).items():
+            table = name == "tied" and part == "embedding.embedding"
+            assert is_quantised(own[part]) == (part.endswith("kernel") or table), part
+            if not is_quantised(own[part]):
+                np.testing.assert_array_equal(own[part], leaf)
+        close = partial(np.testing.assert_allclose, atol=0.01)
+        jax.tree.map(close, floats(held), model.params)
+
+
+def test_scores_are_those_of_the_dequantised_weights(lively: Model, oracle: Model) -> None:
+    ids, lengths, policy = lively.tokens(4, 24), jnp.asarray([24, 17, 1, 9]), gated(lively)
+    result, expected = (
+        score(model.decoder, model.params, ids, lengths, policy) for model in (lively, oracle)
+    )
+    np.testing.assert_array_equal(result.depths, expected.depths)
+    np.testing.assert_allclose(result.log_likelihood, expected.log_likelihood, atol=ALIKE)
+    other = score(lively.decoder, lively_model().params, ids, lengths, policy)
+    assert np.abs(result.log_likelihood - other.log_likelihood).max() > 10 * ALIKE
+
+
+@pytest.mark.parametrize("name", ["plain", "propagate", "lossless", "copies", "prompts"])
+def test_every_mode_writes_what_the_dequantised_weights_write(
+    lively: Model, oracle: Model, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the stack, and from views of its layers."""
+    mode, prefill = modes()[name]
+    expected = run(oracle, mode=mode, prefill=prefill)
+    for small in (2**60, 0):
+        monkeypatch.setattr(layers_module, "_SMALL", small)
+        result = run(lively, mode=mode, prefill=prefill)
+        for row, other in zip(result.token_ids, expected.token_ids, strict=True):
+            np.testing.assert_array_equal(row, other)
+        for row, other in zip(result.decided, expected.decided, strict=True):
+            np.testing.assert_array_equal(row, other)
+        for row, other in zip(result.log_probabilities, expected.log_probabilities, strict=True):
+            np.testing.assert_allclose(row, other, atol=ALIKE)
+
+
+def test_lossless_decoding_writes_what_plain_decoding_writes(lively: Model) -> None:
+    expected = run(lively, mode=modes()["plain"][0])
+    result = run(lively, mode=modes()["lossless"][0])
+    for row, other in zip(result.token_ids, expected.token_ids, strict=True):
+        np.testing.assert_array_equal(row, other)
+
+
+def test_an_engine_gives_each_request_what_it_gets_alone(lively: Model, oracle: Model) -> None:
+    mode, prefill = modes()["propagate"]
+    engine, asked = engine_of(lively, mode, prefill), pool(6)
+    numbers = [request.submit(engine) for request in asked]
+    ended = engine.drain()
+    for number, request in zip(numbers, asked, strict=True):
+        for model in (lively, oracle):
+            expected = alone(model, mode, prefill, request)
+            np.testing.assert_array_equal(ended[number].token_ids, expected.token_ids[0])
+
+
+@pytest.mark.parametrize("name", ["gemma4", "gemma3n", "gemma2", "qwen3", "gpt2", "llama_biases"])
+def test_families_have_the_logits_of_their_dequantised_weights(name: str) -> None:
+    model: Any = load(STOCK / name, weights="int8")
+    ids = np.arange(24).reshape(2, 12)
+    result = logits_of(model, ids)
+    expected = logits_of(Model(model.decoder, floats(model.params)), ids)
+    np.testing.assert_allclose(result, expected, atol=ALIKE * max(1, np.abs(expected).max()))
+    own, stored = flatten(floats(model.params)), flatten(load(STOCK / name).params)
+    assert own.keys() == stored.keys()
+    for path, leaf in stored.items():  # Rounded to 127 steps of the largest number at most.
+        np.testing.assert_allclose(own[path], leaf, atol=np.abs(leaf).max() / 253)
+    assert any(map(is_quantised, jax.tree.leaves(model.params["layers"], is_leaf=is_quantised)))
+    tables = model.params.get("head", model.params["embedding"])
+    assert all(map(is_quantised, jax.tree.leaves(tables, is_leaf=is_quantised)))
+
+
+def test_a_quantised_gguf_file_is_read_as_int8(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "model.gguf", STOCK / "llama", arch="llama")
+    own, other = (load(tmp_path / "model.gguf", weights=kind) for kind in ("int8", None))
+    folder = load(STOCK / "llama", weights="int8")
+    jax.tree.map(partial(np.testing.assert_allclose, atol=1e-6), own.params, folder.params)
+    assert own.sha256 != other.sha256 == own.stored_sha256
+    assert "weights int8" in repr(own)
+
+
+def test_branches_of_the_float_model_run_on_its_int8_weights(tmp_path: Path) -> None:
+    decoder = Transformer(
+        dataclasses.replace(
+            TINY,
+            num_layers=6,
+            num_kv_heads=1,
+            kv_source=((0,), (1,), (2,), *(((1, 2),) * 3)),
+            exits=(6,),
+        )
+    )
+    params: Any = live_params(decoder)
+    save(tmp_path, decoder, params, dtype=jnp.float32)
+    branches = Branches.copied(decoder, params, (1, 2))
+    moved = jax.tree.map(lambda leaf: leaf + 0.1 * jnp.ones_like(leaf), branches.layers)
+    branches = dataclasses.replace(branches, layers=moved)
+    save_branches(tmp_path, branches, info={"model_sha256": load(tmp_path).sha256})
+    model = load(tmp_path, weights="int8")
+    ids, lengths, depths = jnp.arange(12)[None], jnp.asarray([12]), (4, 5, 6)
+    states = run_dense(model.decoder, model.params, ids, lengths, depths=depths)
+    expected = run_dense(model.decoder, floats(model.params), ids, lengths, depths=depths)
+    plain = run_dense(*with_branches(decoder, params, branches), ids, lengths, depths=depths)
+    for state, other, whole in zip(states, expected, plain, strict=True):
+        np.testing.assert_allclose(state, other, atol=ALIKE * np.abs(other).max())
+        np.testing.assert_allclose(state, whole, atol=0.05 * np.abs(whole).max())
+    policy = given_depths(jnp.full(ids.shape, 5), depths=depths)
+    result, other = (
+        score(model.decoder, held, ids, lengths, policy)
+        for held in (model.params, floats(model.params))
+    )
+    np.testing.assert_allclose(result.log_likelihood, other.log_likelihood, atol=ALIKE)
+
+
+def test_layers_are_views_of_the_stack_and_end_with_it(
+    lively: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layers_module, "_SMALL", 0)
+    held = jax.tree.map(jnp.array, lively.params)
+    layers = split_layers(lively.decoder, held, tokens=1)
+    assert layers is not None
+    stack = held["layers"]["up_proj"]["kernel"].qvalue
+    for index, layer in enumerate(layers):
+        view = layer["up_proj"]["kernel"].qvalue
+        np.testing.assert_array_equal(view, stack[index])
+        start = stack.unsafe_buffer_pointer() + index * view.nbytes
+        assert view.unsafe_buffer_pointer() == start
+    assert head_in_blocks(lively.decoder, held, tokens=1) is held
+    kept, watched = len(layers_module._split), weakref.ref(stack)
+    del layers, layer, view, stack, held
+    gc.collect()
+    assert watched() is None
+    assert len(layers_module._split) == kept - 1
+
+
+@pytest.mark.check
+def test_the_server_and_the_commands_run_int8_weights(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = small_folder(tmp_path)
+    options: Any = {"model": str(folder), "weights": "int8"}
+    model: Any = load(folder, weights="int8")
+    (ids,) = model.encode(["def"])
+    expected = alone_of_text(model, "def", 12, SamplingParams())
+    text = new_text(model.tokenizer, ids, expected.token_ids[0])
+    served = Serve(**options, name="small").served()
+    with running(served, slots=2) as server:
+        answer = server.completion("def", max_tokens=12, temperature=0)
+    assert answer.body["choices"][0]["text"] == text
+    asked = ("--model", str(folder), "--weights", "int8", "--max-new-tokens", "12", "--rounds", "0")
+    assert main(["generate", "def", *asked]) == 0
+    assert last_line(capsys)["texts"] == [text]
+
+
+def test_kinds_of_weights_that_there_are_not_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(ValueError, match="or None for floats. Got 'int4'. XLA has no products wi"):
+        load(weights="int4")
+    with pytest.raises(ValueError, match="Wanted weights='int8', or None for floats. Got 'fp8'.$"):
+        load(weights="fp8")
+    assert "XLA has no products with int4" in refused(capsys, "demo", "--weights", "int4")
+    with pytest.raises(ValueError, match="at most 133144 inputs.*Got 133145 in layers.up_proj.k"):
+        check_width("layers.up_proj.kernel", 133_145)
+    monkeypatch.setitem(sys.modules, "qwix", None)
+    with pytest.raises(ImportError, match="Wanted qwix, which weights='int8' needs.*extra quant"):
+        load(weights="int8")
+
+
+def test_what_was_fitted_to_float_weights_is_taken_or_refused() -> None:
+    """Thresholds are refused; branches, of which the shipped model has some, are trained layers."""
+    model, own = load(weights="int8"), load()
+    assert model.decoder.config.branches == own.decoder.config.branches != ()
+    assert (model.stored_sha256, own.stored_sha256) == (own.sha256, own.sha256)
+    with pytest.raises(ValueError, match="weights of int8; policies are fitted.*--weights int8"):
+        _ = model.calibration
+    with pytest.raises(ValueError, match="parameters of floats to save. Got int8 weights"):
+        save("nowhere", model.decoder, model.params)
+
+
+def test_policies_are_fitted_to_int8_weights(tmp_path: Path) -> None:
+    save_small_model(tmp_path)
+    model = load(tmp_path, weights="int8")
+    text = "\n".join(source(name).read_text() for name in SOURCES)
+    model.calibrate(
+        [text[:6000], text[6000:12000]], budget=0.7, policies=("softmax_gap",), out=tmp_path
+    )
+    assert load(tmp_path, weights="int8").calibration.fitted.keys() == {"softmax_gap"}
+    with pytest.raises(ValueError, match="calibration of the model with SHA-256"):
+        _ = load(tmp_path).calibration
