@@ -62,7 +62,7 @@ class Worker:
     def __init__(
         self, options: argparse.Namespace, python: str, engine: str, model: Path, *more: str
     ) -> None:
-        threads, log = str(options.threads), "-".join([engine, model.stem, *("maps" for _ in more)])
+        threads, log = str(options.threads), "-".join([engine, model.stem, *map(_stem, more)])
         single = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), threads)
         self._process = subprocess.Popen(
             [python, WORKER, engine, model, threads, str(options.slots), *more],
@@ -113,18 +113,24 @@ class Worker:
         return json.loads(line)
 
 
+def _stem(option: str) -> str:
+    return Path(option).stem
+
+
 @contextmanager
 def workers(options: argparse.Namespace) -> Iterator[dict[str, Worker]]:
     """Yields the workers by the names of their columns."""
     made = options.out / "model"
-    if not (made / "float32").exists():
+    if not ((made / "float32").exists() and (made / "int8.gguf").exists()):
         subprocess.run([sys.executable, WORKER, "convert", options.model, made], check=True)
     columns = {
         "utio_jax": (sys.executable, "utio_jax", options.model),
+        "utio_jax, int8": (sys.executable, "utio_jax", options.model, "int8"),
         "vllm": (options.python, "vllm", made / "float32"),
         "vllm, maps": (options.python, "vllm", made / "float32", str(options.maps)),
         "transformers": (options.python, "transformers", made / "float32"),
         "llama.cpp": (options.python, "llama.cpp", made / "float32.gguf"),
+        "llama.cpp, 8 bits": (options.python, "llama.cpp", made / "int8.gguf"),
         "llama.cpp, 4 bits": (options.python, "llama.cpp", options.model),
     }
     running: dict[str, Worker] = {}

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """One engine in a process of its own: requests as lines of JSON on stdin, answers on stdout.
 
-    python benchmarks/engines/worker.py ENGINE MODEL THREADS SLOTS [MAPS]
+    python benchmarks/engines/worker.py ENGINE MODEL THREADS SLOTS [MAPS or WEIGHTS]
     python benchmarks/engines/worker.py convert FILE.gguf FOLDER
 
 A request `{"prompts": [[7, 8]], "new": [16]}` asks for as many new tokens behind each prompt,
 greedily and whatever ends a text; its answer has the `seconds` that took, the `tokens` and the
 process's peak memory in MiB. `convert` dequantises a GGUF file: a GGUF file and a folder as
-transformers reads it, both in float32, for engines that do not do so themselves.
+transformers reads it, both in float32, for engines that do not do so themselves; and a GGUF file of
+8 bits.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ Run = Callable[[list[list[int]], list[int]], list[Any]]
 """Prompts, and how many new tokens each wants, to these tokens; or to their text."""
 
 
-def utio_jax(model: str, threads: int, slots: int) -> Run:
+def utio_jax(model: str, threads: int, slots: int, weights: str | None = None) -> Run:
     """Full depth: `generate` where all rows want as many tokens, else the engine of `slots`."""
     import utio_jax
     from utio_jax.decoding.generate import generate
     from utio_jax.engine import Engine
 
-    loaded = utio_jax.load(model)
+    loaded = utio_jax.load(model, weights=weights)
     engine = Engine.of(loaded, slots=slots, capacity=512, prefix_cache="512MiB")
     engine.warmup()
 
@@ -164,7 +165,7 @@ ENGINES: dict[str, tuple[Callable[..., Run], tuple[str, ...]]] = {
 
 
 def convert(file: str, folder: str) -> None:
-    """Writes `float32.gguf` and `float32/` into a folder, of a Llama-like GGUF file."""
+    """Writes `float32.gguf`, `int8.gguf` and `float32/` into a folder, of a Llama-like file."""
     import gguf
     import jax.numpy as jnp
 
@@ -174,19 +175,25 @@ def convert(file: str, folder: str) -> None:
     out.mkdir(parents=True, exist_ok=True)
     reader = gguf.GGUFReader(file)
     arch = reader.fields["general.architecture"].contents()
-    writer = gguf.GGUFWriter(out / "float32.gguf", arch)
-    for name, field in reader.fields.items():
-        if name.startswith("GGUF.") or name in ("general.architecture", "general.file_type"):
-            continue
-        inner = field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
-        writer.add_key_value(name, field.contents(), field.types[0], sub_type=inner)
-    writer.add_file_type(gguf.LlamaFileType.ALL_F32)
-    for tensor in reader.tensors:
-        writer.add_tensor(tensor.name, gguf.quants.dequantize(tensor.data, tensor.tensor_type))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    for name, file_type in (("float32", "ALL_F32"), ("int8", "MOSTLY_Q8_0")):
+        writer = gguf.GGUFWriter(out / f"{name}.gguf", arch)
+        for key, field in reader.fields.items():
+            if key.startswith("GGUF.") or key in ("general.architecture", "general.file_type"):
+                continue
+            inner = field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
+            writer.add_key_value(key, field.contents(), field.types[0], sub_type=inner)
+        writer.add_file_type(gguf.LlamaFileType[file_type])
+        for tensor in reader.tensors:
+            numbers = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+            if name == "int8" and numbers.ndim == 2:
+                kind = gguf.GGMLQuantizationType.Q8_0
+                writer.add_tensor(tensor.name, gguf.quants.quantize(numbers, kind), raw_dtype=kind)
+            else:
+                writer.add_tensor(tensor.name, numbers)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
     loaded = load(file)
     save(out / "float32", loaded.decoder, loaded.params, like=file, dtype=jnp.float32)
 
