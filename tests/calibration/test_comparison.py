@@ -21,7 +21,7 @@ from utio_jax.core.pytrees import pytree, static
 from utio_jax.evaluation.evaluate import evaluate
 from utio_jax.evaluation.intervals import DocumentSums, drawn_again, hull_of, margin_interval
 from utio_jax.evaluation.ledger import convex_hull, uniform_hull
-from utio_jax.policies import PolicyBase
+from utio_jax.policies import Entropy, PolicyBase
 from utio_jax.policies.store import Calibration, Thresholds
 
 
@@ -32,7 +32,9 @@ def sums(nll: Any, flops: Any) -> DocumentSums:
 def some_exits(rng: np.random.Generator, documents: int) -> list[DocumentSums]:
     size = rng.integers(5, 50, documents)
     full = rng.uniform(1, 3, documents) * size
-    losses = [full * (1 + rate * rng.uniform(0.5, 1.5, documents)) for rate in (0.4, 0.1, 0.06)]
+    # The third exit loses less than full depth in half of the texts, as exit branches do.
+    rates = (0.4, 0.1, rng.uniform(-0.06, 0.06))
+    losses = [full * (1 + rate * rng.uniform(0.5, 1.5, documents)) for rate in rates]
     return [
         *(sums(nll, cost * size) for nll, cost in zip(losses, (0.3, 0.5, 0.7), strict=True)),
         sums(full, size),
@@ -188,6 +190,25 @@ def compared(tiny: Any, text: list[Batch]) -> Any:
     return learned, compare(
         tiny.decoder, tiny.params, text, document_of, learned, executor=EXECUTOR, draws=50
     )
+
+
+def test_a_dearer_worse_exit_is_no_part_of_the_hull() -> None:
+    """Branches of 12 layers may lose less than all 16: at 0.9 truncation is then those of 12."""
+    points = [(0.5, 4.0), (0.75, -1.0), (1.0, 0.0)]
+    hull = convex_hull(points)
+    assert [hull(ratio) for ratio in (0.4, 0.5, 0.625, 0.9, 1.1)] == [None, 4.0, 1.5, -1.0, -1.0]
+    drawn = [(np.full(2, x), np.full(2, y)) for x, y in points]
+    assert hull_of(drawn, np.asarray([0.625, 0.9])).tolist() == [1.5, -1.0]
+
+
+@pytest.mark.check
+def test_random_depths_are_a_control_of_any_policy(compared: Any) -> None:
+    fitted = compared[0].entries["learned"]
+    other = dataclasses.replace(
+        compared[0], entries={"entropy": fitted}, signals={"entropy": Entropy()}
+    )
+    assert other.fitted["random"] is fitted
+    assert "random" not in dataclasses.replace(other, entries={}).fitted
 
 
 @pytest.mark.check

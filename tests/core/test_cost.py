@@ -57,6 +57,12 @@ def test_a_token_costs_two_flops_per_weight(config):
     assert token_cost(decoder, params) == cost_by_hand(config)
 
 
+def test_parameters_may_hold_keys_of_a_random_generator(tiny):
+    """The state of an NNX layer with dropout does."""
+    params = {**tiny.params, "dropout": jax.random.key(0)}
+    assert token_cost(tiny.decoder, params) == token_cost(tiny.decoder, tiny.params)
+
+
 def test_layers_of_two_kinds_cost_their_mean():
     """A conditional costs the mean of its branches, and stacks may be computed from parameters."""
 

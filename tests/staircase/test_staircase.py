@@ -84,6 +84,19 @@ def small_case(model: Any, seed: int = 6) -> tuple[cases.Shape, jax.Array, jax.A
     return shape, jnp.asarray(ids), jnp.asarray(lengths), jnp.asarray(depths)
 
 
+def test_a_decoder_may_embed_by_numpy(tiny: Any) -> None:
+    """As one whose parameters came from `np.load` does, outside `jit`."""
+
+    class Hosted(Transformer):
+        def embed(self, *inputs: Any) -> Any:
+            return np.asarray(super().embed(*inputs))
+
+    _, ids, lengths, _ = small_case(tiny)
+    expected = score(tiny.decoder, tiny.params, ids, lengths, uniform(2))
+    result = score(Hosted(tiny.decoder.config), tiny.params, ids, lengths, uniform(2))
+    assert_close(result.log_likelihood, expected.log_likelihood)
+
+
 def test_the_oracle_with_true_keys_reads_off_the_plain_models_states(tiny: Any) -> None:
     """No token sees that others have stopped: every state under `kv="full"` is the full pass's."""
     shape, ids, lengths, depths = small_case(tiny)

@@ -117,12 +117,13 @@ class Evaluate(OfWindows, OfCalibration, OfText):
                 file=sys.stderr,
             )
             if budget is not None and (row.flops_ratio or 0.0) > budget + _FAR:
-                print(
-                    f"That is more than the budget of {budget:g}: this text is harder than that of "
-                    "the calibration, or its passes are short. utio-jax calibrate fits policies to "
-                    "text like it.",
-                    file=sys.stderr,
+                reason = (
+                    f"all layers ran: {'; '.join(scored.fallbacks)}. Give more or longer texts."
+                    if scored.fallbacks
+                    else "this text is harder than that of the calibration. utio-jax calibrate "
+                    "fits policies to text like it."
                 )
+                print(f"That is more than the budget of {budget:g}: {reason}", file=sys.stderr)
         if self.per_token is not None:
             tokens = {
                 name: {

@@ -109,7 +109,7 @@ class TokenCost:
 
 def token_cost(decoder: Decoder, params: Params) -> TokenCost:
     """Returns the cost of one token, counted from the decoder's methods at abstract shapes."""
-    shapes = jax.tree.map(lambda leaf: (tuple(leaf.shape), jnp.dtype(leaf.dtype).name), params)
+    shapes = jax.tree.map(lambda leaf: (tuple(leaf.shape), leaf.dtype), params)
     leaves, treedef = jax.tree.flatten(shapes, is_leaf=lambda node: isinstance(node, tuple))
     return _token_cost(decoder, treedef, tuple(leaves))
 
@@ -117,7 +117,7 @@ def token_cost(decoder: Decoder, params: Params) -> TokenCost:
 @lru_cache(maxsize=64)
 def _token_cost(decoder: Decoder, treedef: Any, leaves: tuple[Any, ...]) -> TokenCost:
     params = jax.tree.unflatten(
-        treedef, [jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape, dtype in leaves]
+        treedef, [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in leaves]
     )
     config = decoder.config
     layer = jax.tree.map(

@@ -147,8 +147,8 @@ def margin_interval(
 def hull_of(points: Sequence[tuple[np.ndarray, np.ndarray]], ratio: np.ndarray) -> np.ndarray:
     """Returns the lower convex hull at a `flops_ratio` of each draw; NaN left of its points.
 
-    That is the lowest of all chords between two of its points. These are pairs of `flops_ratio` and
-    loss, `[draw]` each, the dearest last.
+    That is the lowest of all chords between two of its points, and of all points to the left: it
+    never rises. Points are pairs of `flops_ratio` and loss, `[draw]` each, the dearest last.
     """
     best = np.full(ratio.shape, np.nan)
     for (x0, y0), (x1, y1) in itertools.combinations(points, 2):
@@ -156,6 +156,8 @@ def hull_of(points: Sequence[tuple[np.ndarray, np.ndarray]], ratio: np.ndarray) 
         chord = y0 + np.minimum(share, 1.0) * (y1 - y0)
         inside = (ratio >= x0) & ((ratio <= x1) | (x1 == points[-1][0]))
         best = np.where(inside, np.fmin(best, chord), best)
+    for x, y in points:
+        best = np.where(ratio >= x, np.fmin(best, y), best)
     return best
 
 

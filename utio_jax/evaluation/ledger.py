@@ -104,15 +104,22 @@ class Ledger:
 def uniform_hull(rows: Sequence[Ledger]) -> Callable[[float], float | None]:
     """Returns the lower convex hull of the `uniform` rows and full depth, as a function.
 
-    It maps a `flops_ratio` to the loss increase (%) that mixing two exits at random would reach;
-    None below the cheapest exit.
+    It maps a `flops_ratio` to the lowest loss increase (%) that one exit, or two mixed at random,
+    reach at no more FLOPs; None below the cheapest exit.
     """
     exits = [row for row in rows if row.policy in ("uniform", "full")]
     return convex_hull([(row.flops_ratio or 0.0, row.nll_increase_pct or 0.0) for row in exits])
 
 
 def convex_hull(points: Sequence[tuple[float, float]]) -> Callable[[float], float | None]:
-    """Returns the lower convex hull of points as a function; None left of the first."""
+    """Returns the lower convex hull of points as a function; None left of the first.
+
+    It never rises: a point that costs more and loses more than another is not used.
+
+    >>> hull = convex_hull([(0.5, 2.0), (0.75, -1.0), (1.0, 0.0)])
+    >>> hull(0.625), hull(0.9)
+    (0.5, -1.0)
+    """
     hull: list[tuple[float, float]] = []
     for x, y in sorted(points):
         while len(hull) >= 2:
@@ -122,4 +129,5 @@ def convex_hull(points: Sequence[tuple[float, float]]) -> Callable[[float], floa
             hull.pop()
         hull.append((x, y))
     xs, ys = zip(*hull, strict=True)
-    return lambda x: None if x < xs[0] else float(np.interp(x, xs, ys))
+    lowest = np.minimum.accumulate(ys)
+    return lambda x: None if x < xs[0] else float(np.interp(x, xs, lowest))

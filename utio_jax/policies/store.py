@@ -74,15 +74,15 @@ class Calibration:
         entry = self.entry(name, budget)
         if name != "random":
             return entry.policy(self.signals[name], exits=exits)
-        # The control: the learned policy's histogram, blindly dealt out.
+        # The control: that policy's histogram, blindly dealt out.
         policy = random_depths(entry.fractions, key=jax.random.key(0), depths=entry.depths)
         return policy if exits is None else widen(policy, exits)
 
     @property
     def fitted(self) -> dict[str, Mapping[float, Thresholds]]:
-        """All entries; `random` has the histograms of `learned`."""
-        learned = self.entries.get("learned")
-        return {**self.entries, **({} if learned is None else {"random": learned})}
+        """All entries; `random` has the histograms of `learned`, or else of the first policy."""
+        first = self.entries.get("learned") or next(iter(self.entries.values()), None)
+        return {**self.entries, **({} if first is None else {"random": first})}
 
     def entry(self, name: str, budget: float) -> Thresholds:
         """Returns the fitted thresholds of a policy.

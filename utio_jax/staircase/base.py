@@ -66,7 +66,9 @@ class Tokens:
     ) -> Tokens:
         """Returns tokens at given positions, at depth 0; tokens that are not `real` are padding."""
         return cls(
-            x=decoder.embed(params, token_ids, positions),
+            x=jnp.asarray(
+                decoder.embed(params, token_ids, positions)
+            ),  # Of NumPy's parameters, too.
             positions=positions,
             places=decoder.encode_positions(positions),
             live=real,
