@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -81,6 +83,26 @@ def test_a_layer_that_was_replaced_is_split_anew(
         np.testing.assert_array_equal(jax.tree.leaves(split[1])[-1], leaves[-1][1])
         gc.collect()
         assert len(layers_module._split) <= kept + 1, number
+
+
+def test_threads_share_one_copy_and_keep_their_platforms(
+    monkeypatch: pytest.MonkeyPatch, tiny: Model
+) -> None:
+    one_layer = layers_module._one_layer
+
+    def slowly(*args: Any, **options: Any) -> Any:
+        time.sleep(0.05)
+        return one_layer(*args, **options)
+
+    monkeypatch.setattr(layers_module, "_SMALL", 0)
+    monkeypatch.setattr(layers_module, "_one_layer", slowly)
+    params: Any = jax.tree.map(jnp.array, tiny.params)
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(lambda _: split_layers(tiny.decoder, params), range(2))
+        assert first is not None
+        assert first is second
+        with compiling_for("tpu"):
+            assert pool.submit(here).result() != here()
 
 
 def test_small_layers_tpus_and_full_devices_keep_to_the_stack(

@@ -29,6 +29,7 @@ from utio_jax.prompts.budget import prompt_choice, prompt_prefill
 from utio_jax.prompts.evaluate import prompt_cost
 from utio_jax.staircase import staircase
 from utio_jax.staircase.capacity import CapacityPrefix
+from utio_jax.staircase.microbatches import MicroBatches
 from utio_jax.staircase.prompts import PromptChoice
 
 pytestmark = pytest.mark.check
@@ -68,8 +69,9 @@ def test_static_shapes_read_small_batches_as_the_staircase_does(kv: Any, by: str
     expected = CapacityPrefix(capacities=(64, slots), min_bucket=8, certain=True)
     assert shaped.executor == expected
     result = run(model, RAGGED, prefill=how, max_new_tokens=12)
-    other = dataclasses.replace(how, executor=SMALL_BLOCKS)
-    assert other.for_shape(4, 64) is other
+    for named in (MicroBatches(), SMALL_BLOCKS):  # An executor that is named stays.
+        other = dataclasses.replace(how, executor=named)
+        assert other.for_shape(4, 64) is other
     blocks = run(model, RAGGED, prefill=other, max_new_tokens=12)
     for field in ("prompt_depths", "token_ids", "decided"):
         assert_equal(getattr(result, field), getattr(blocks, field), err_msg=field)

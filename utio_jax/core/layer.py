@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import threading
 import weakref
 from functools import partial
 from typing import Any
@@ -27,6 +28,7 @@ _COLUMNS = 64
 """Columns of a block of weights. On CPU 32 are as fast; 48, 96 and 128 are slower."""
 
 _split: dict[tuple[Any, ...], Any] = {}
+_splitting = threading.Lock()
 
 
 def layer_at(decoder: Decoder, params: Params, index: int | jax.Array) -> LayerParams:
@@ -131,13 +133,14 @@ def split_layers(
     # The decoder computes everything that is not a parameter at every call.
     blocks = _in_blocks(decoder, tokens)
     key = (blocks, count, *map(id, kept), *([] if len(kept) == len(leaves) else [decoder]))
-    if key not in _split:
-        if sum(leaf.nbytes for leaf in leaves) > _memory_left(leaves[0]) / 2:
-            return None
-        _split[key] = _layers(stack, count, blocks=blocks)
-        for leaf in kept:  # Of any leaf that is gone, another array may get the identity.
-            weakref.finalize(leaf, _split.pop, key, None)
-    return _split[key]
+    with _splitting:  # Threads would each make a copy.
+        if key not in _split:
+            if sum(leaf.nbytes for leaf in leaves) > _memory_left(leaves[0]) / 2:
+                return None
+            _split[key] = _layers(stack, count, blocks=blocks)
+            for leaf in kept:  # Of any leaf that is gone, another array may get the identity.
+                weakref.finalize(leaf, _split.pop, key, None)
+        return _split[key]
 
 
 def _layers(stack: LayerParams, count: int, *, blocks: bool) -> tuple[LayerParams, ...]:
@@ -185,10 +188,11 @@ def head_in_blocks(decoder: Decoder, params: Params, *, tokens: int) -> Params:
         return params
     if table.ndim != 2 or not _fits(table.shape[0 if tied else 1], table):
         return params  # Also never kept here, which would keep the table itself.
-    if (key := ("head", id(table))) not in _split:
-        _split[key] = jax.jit(lambda table: in_blocks(table.T if tied else table))(table)
-        weakref.finalize(table, _split.pop, key, None)
-    return {**params, "head": {"kernel": _split[key]}}
+    with _splitting:
+        if (key := ("head", id(table))) not in _split:
+            _split[key] = jax.jit(lambda table: in_blocks(table.T if tied else table))(table)
+            weakref.finalize(table, _split.pop, key, None)
+        return {**params, "head": {"kernel": _split[key]}}
 
 
 def _in_blocks(decoder: Decoder, tokens: int | None) -> bool:

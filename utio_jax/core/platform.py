@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any, Literal
 
 import jax
@@ -108,7 +109,7 @@ _GPU = Platform(stack_in_place=False)
 _TPU = Platform(least_rows=2, heads_apart=True)
 _PLATFORMS = {"cpu": _CPU, "gpu": _GPU, "cuda": _GPU, "tpu": _TPU}
 _OTHER = Platform()
-_compiling: list[Platform] = []
+_compiling: ContextVar[Platform | None] = ContextVar("compiling", default=None)
 
 _FEW = 512
 """Maximum tokens of a block for `heads_apart`: for larger blocks it costs 4 %."""
@@ -119,8 +120,9 @@ def here() -> Platform:
 
     Every program asks. So the first one for this CPU tests its compiler.
     """
-    if _compiling:
-        return _compiling[-1]
+    chosen = _compiling.get()
+    if chosen is not None:
+        return chosen
     backend = jax.default_backend()
     if backend == "cpu":
         warn_of_wrong_products()
@@ -131,14 +133,14 @@ def here() -> Platform:
 def compiling_for(name: str | None = None, **choices: Any) -> Iterator[None]:
     """Traces for `"cpu"`, `"cuda"` or `"tpu"` on any machine, optionally with other choices.
 
-    Functions that jit has traced before keep their earlier choices.
+    Functions that jit has traced before keep their earlier choices. Other threads keep theirs.
     """
     base = here() if name is None else _PLATFORMS.get(name, _OTHER)
-    _compiling.append(dataclasses.replace(base, **choices))
+    token = _compiling.set(dataclasses.replace(base, **choices))
     try:
         yield
     finally:
-        _compiling.pop()
+        _compiling.reset(token)
 
 
 def product_apart(product: jax.Array) -> jax.Array:

@@ -56,14 +56,14 @@ class Prefill:
       kv: K/V strategy for prompt tokens that exited early; None: the mode's `kv`. Static.
       attention: which keys prompt tokens see, such as `utio_jax.utio.VerticalSlash`. It uses the
         policy's segments: `uniform(depths[-1], exits=depths)` has them at full depth.
-      executor: executor of live slots. For small batches with a policy by importance, `for_shape`
-        replaces it by static shapes: the number of tokens at each depth is known. Static.
+      executor: executor of live slots; None: `MicroBatches()`, or static shapes for small batches
+        with a policy by importance, whose number of tokens at each depth is known. Static.
     """
 
     policy: Policy | None = None
     kv: FrozenKV | None = static(default=None)
     attention: AttentionPattern = DENSE
-    executor: Executor = static(default=MicroBatches())
+    executor: Executor | None = static(default=None)
 
     def for_shape(self, batch: int, width: int, *, filled: float = 0.0) -> Prefill:
         """Returns the fastest equivalent for prompts of one shape, e.g. with static shapes.
@@ -75,7 +75,7 @@ class Prefill:
         """
         policy = self.policy
         if (
-            self.executor != MicroBatches()
+            self.executor is not None
             or self.attention != DENSE
             or not isinstance(policy, PromptImportance)
             or _packing_is_faster(batch, width, filled, scores=_CPU_SHALLOW_SCORES)
@@ -137,7 +137,7 @@ class Prefill:
                 lengths,
                 policy,
                 kv=kv,  # type: ignore[arg-type]
-                executor=self.executor,
+                executor=self.executor or MicroBatches(),
                 attention=self.attention,
                 cache=cache,
             )

@@ -312,7 +312,8 @@ def prompt_cost(
         flops += pass_flops(cost, work, gates=gates)
         ends = np.zeros(rows, np.int64)
         ends[: len(lengths[start : start + rows])] = lengths[start : start + rows]
-        flops_full += _full_flops(decoder, params, prefill.executor, ends, width)
+        executor = prefill.executor or MicroBatches()
+        flops_full += _full_flops(decoder, params, executor, ends, width)
     decided = np.concatenate(generated.prompt_depths)
     return PromptCost(
         tokens=decided.size, depth_mean=float(decided.mean()), flops=flops, flops_full=flops_full
