@@ -140,7 +140,7 @@ def compiling(dim: int, layers: int) -> dict[str, dict[str, float]]:
     for turns in (1, 2, 4):
         decoder, params = model_of(dim, layers, turns)
         exits = decoder.config.exits
-        policy = random_depths(np.full(turns, 1 / turns), depths=exits, key=jax.random.key(0))
+        policy = random_depths([1 / turns] * turns, depths=exits, key=jax.random.key(0))
         ids, lengths = jnp.zeros((8, 128), jnp.int32), jnp.full(8, 128)
         programs = {
             "score": lambda d=decoder, p=params, i=ids, n=lengths: jax.jit(
@@ -169,7 +169,7 @@ def compiling(dim: int, layers: int) -> dict[str, dict[str, float]]:
 
 def main(arguments: list[str]) -> int:
     """Prints one line of JSON."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).split("\n")[0])
     parser.add_argument("--batches", type=int, nargs="+", default=[8, 32])
     parser.add_argument("--dim", type=int, default=512)
     parser.add_argument("--layers", type=int, default=8)

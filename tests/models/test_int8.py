@@ -9,7 +9,7 @@ import sys
 import weakref
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -270,6 +270,7 @@ def test_layers_are_views_of_the_stack_and_end_with_it(
     layers = split_layers(lively.decoder, held, tokens=1)
     assert layers is not None
     stack = held["layers"]["up_proj"]["kernel"].qvalue
+    layer = view = None
     for index, layer in enumerate(layers):
         view = layer["up_proj"]["kernel"].qvalue
         np.testing.assert_array_equal(view, stack[index])
@@ -325,7 +326,7 @@ def test_what_was_fitted_to_float_weights_is_taken_or_refused() -> None:
     with pytest.raises(ValueError, match="weights of int8; policies are fitted.*--weights int8"):
         _ = model.calibration
     with pytest.raises(ValueError, match="parameters of floats to save. Got int8 weights"):
-        save("nowhere", model.decoder, model.params)
+        save("nowhere", cast(Any, model.decoder), model.params)
 
 
 def test_policies_are_fitted_to_int8_weights(tmp_path: Path) -> None:

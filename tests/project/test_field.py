@@ -28,12 +28,13 @@ def lines_of_code(source: str) -> int:
     """Counts lines that hold code, without imports and docstrings."""
     tree, left_out = ast.parse(source), set[int]()
     for node in ast.walk(tree):
+        first: Any = node
         documented = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
         if documented and ast.get_docstring(node):
-            node = node.body[0]
+            first = node.body[0]
         elif not isinstance(node, ast.Import | ast.ImportFrom):
             continue
-        left_out |= {*range(node.lineno, (node.end_lineno or 0) + 1)}
+        left_out |= {*range(first.lineno, first.end_lineno + 1)}
     blank = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
     code = (token for token in tokens if token.type not in {*blank, tokenize.ENDMARKER})

@@ -88,8 +88,8 @@ def test_a_decoder_may_embed_by_numpy(tiny: Any) -> None:
     """As one whose parameters came from `np.load` does, outside `jit`."""
 
     class Hosted(Transformer):
-        def embed(self, *inputs: Any) -> Any:
-            return np.asarray(super().embed(*inputs))
+        def embed(self, params: Any, token_ids: Any, positions: Any) -> Any:
+            return np.asarray(super().embed(params, token_ids, positions))
 
     _, ids, lengths, _ = small_case(tiny)
     expected = score(tiny.decoder, tiny.params, ids, lengths, uniform(2))

@@ -119,7 +119,9 @@ def _by_digits(x: jax.Array, matrix: Any) -> jax.Array:
         remainder = remainder - qwix.dequantize(parts[-1])
     rows = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *parts)
     out = qwix.dot_general(rows, matrix, (((1,), (1,)), ((), ())))
-    total = sum((out[at * count :][:count] for at in range(1, len(parts))), out[:count])
+    total = out[:count]
+    for at in range(1, len(parts)):
+        total = total + out[at * count :][:count]
     return total.reshape(*x.shape[:-1], -1).astype(x.dtype)
 
 

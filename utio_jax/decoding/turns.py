@@ -92,7 +92,8 @@ class _OwnTurn:
         mix, slots = mixer_at(self.decoder, index), jnp.arange(self.width, dtype=jnp.int32)
         slots = jnp.broadcast_to(slots, (queries.shape[0], self.width))
         visible = mix.visible(self.block.positions, slots)
-        return flat(mix(queries[:, None], *seen, visible))
+        keys, values = seen
+        return flat(mix(queries[:, None], keys, values, visible))
 
 
 def begin_turns(policy: Policy, context: DecodeContext, state: DecodeState) -> DecodeState:
@@ -208,8 +209,9 @@ def _choose(rows: Bool[Array, " batch"], new: jax.Array, old: jax.Array) -> jax.
 
 
 def _map_logits(
-    rows: CachedRows, slots: RowSlots, logits: jax.Array, function: Any, *arrays: jax.Array
+    rows: CachedRows, slots: RowSlots, logits: jax.Array | None, function: Any, *arrays: jax.Array
 ) -> Any:
+    assert logits is not None, "the policy reads none"
     return rows.map_slots(slots, function, logits[:, None], *arrays)
 
 

@@ -296,6 +296,6 @@ def test_what_is_seen_is_what_selecting_would_see(tiny: Model) -> None:
     for (ids, candidates, lengths), table in zip(queries, seen, strict=True):
         context = read_context(tiny.decoder, tiny.params, ids, slots=8)
         result = select(tiny.decoder, tiny.params, context, candidates, lengths, how)
-        (counts,), (lost,) = replay(table[None, [1, 3]], how.margins)
+        (counts,), (lost,) = replay(table[None, [1, 3]], np.asarray(how.margins))
         assert counts.tolist() == [4, int((result.depths == 4).sum())]
         assert (result.winner != table[-1].argmax()) == lost
