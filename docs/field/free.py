@@ -63,6 +63,5 @@ def run(model, policy, batches, agreement):
 if __name__ == "__main__":
     model = utio_jax.load(branches=False)
     documents = windows_of(model.encode([topics[name] for name in sorted(topics)]), width=256)
-    sizes = {"rows": 16, "widths": [256], "vocab_size": model.decoder.config.vocab_size}
-    policy, batches = model.policy("learned", budget=0.75), batches_of(documents, **sizes)
-    print(run(model, policy, batches, agreement=0.9))
+    batches = batches_of(documents, rows=16, widths=[256], vocab_size=2048)
+    print(run(model, model.policy("learned", budget=0.75), batches, agreement=0.9))

@@ -336,6 +336,6 @@ def test_policies_are_fitted_to_int8_weights(tmp_path: Path) -> None:
     model.calibrate(
         [text[:6000], text[6000:12000]], budget=0.7, policies=("softmax_gap",), out=tmp_path
     )
-    assert load(tmp_path, weights="int8").calibration.fitted.keys() == {"softmax_gap"}
+    assert load(tmp_path, weights="int8").calibration.entries.keys() == {"softmax_gap"}
     with pytest.raises(ValueError, match="calibration of the model with SHA-256"):
         _ = load(tmp_path).calibration

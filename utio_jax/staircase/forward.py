@@ -200,39 +200,27 @@ def over_layers(  # noqa: PLR0913 (options, each named)
       bounds: between which traced `start` and `stop` lie; by default anywhere. Static.
       unroll: where `start` and `stop` are static, no loop over the stack.
     """
-    config = decoder.config
-    if config.turns > 1 and (unroll or layers is not None):
-        size = config.turn_layers
+    size, (low, high) = decoder.config.turn_layers, bounds or (0, len(layers or ()))
+    at = partial(layer_at, decoder, params) if layers is None else layers.__getitem__
 
-        def turn(number: Any, carry: Carry) -> Carry:
-            for index in range(size):
-                layer = layer_at(decoder, params, index) if layers is None else layers[index]
-                carry = body(number * size + index, layer, carry)
-            return carry
-
-        return jax.lax.fori_loop(start // size, stop // size, turn, carry)
-    if layers is None and unroll:
-        for index in range(int(start), int(stop)):
-            carry = body(index, layer_at(decoder, params, index), carry)
+    def several(index: Any, carry: Carry) -> Carry:  # A whole turn of a looped model.
+        for part in range(size):
+            carry = body(index * size + part, at(part), carry)
         return carry
-    if layers is None:
-        return jax.lax.fori_loop(
-            start, stop, lambda i, carry: body(i, layer_at(decoder, params, i), carry), carry
-        )
-    low, high = bounds or (0, len(layers))
-    low = start if isinstance(start, int) else low
-    high = stop if isinstance(stop, int) else high
-    static = isinstance(start, int) and isinstance(stop, int)
 
-    def one(index: int, carry: Carry) -> Carry:
-        return body(jnp.int32(index), layers[index], carry)
-
+    if decoder.config.turns > 1 and (unroll or layers is not None):
+        return jax.lax.fori_loop(start // size, stop // size, several, carry)
+    if layers is None and not unroll:
+        return jax.lax.fori_loop(start, stop, lambda i, carry: body(i, at(i), carry), carry)
+    low, high = (y if isinstance(y, int) else z for y, z in ((start, low), (stop, high)))
+    traced: Any = int if layers is None else jnp.int32
     for index in range(low, high):
-        if static:
-            carry = one(index, carry)
+        one = lambda _, carry, i=index: body(traced(i), at(i), carry)  # noqa: E731
+        if isinstance(start, int) and isinstance(stop, int):
+            carry = one(0, carry)
             continue
         runs = jnp.asarray((start <= index) & (index < stop), jnp.int32)
-        carry = jax.lax.fori_loop(0, runs, lambda _, carry, i=index: one(i, carry), carry)
+        carry = jax.lax.fori_loop(0, runs, one, carry)
     return carry
 
 
