@@ -230,8 +230,8 @@ class Model(Verbs):
             if calibration_file(file).is_file() and self.weights:
                 remedy = (
                     f"This model has weights of {self.weights}; policies are fitted to those that "
-                    f"run: utio-jax calibrate FILES --weights {self.weights} --out PLACE, then "
-                    "--calibration PLACE. Plain and lossless decoding need none."
+                    f"run: utio-jax calibrate FILES --weights {self.weights} --out PLACE. Then "
+                    "name it: --calibration PLACE. Plain and lossless decoding need none."
                 )
             elif calibration_file(file).is_file():
                 how = "through" if self.lens_sha256 is not None else "without"

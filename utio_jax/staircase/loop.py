@@ -226,7 +226,7 @@ def run_pass(
                 boundary = head.boundary(depth=depths[question])
                 goes, memory = policy.go_deeper(question, boundary, memory)
                 packing.look(question, boundary, memory)
-                decisions = decisions.at[question].add(head.slots_asked)
+                decisions = decisions.at[question].add(jnp.asarray(head.slots_asked, jnp.int32))
             if depths[question] == segment.depth:
                 stops = going & ~goes
             going &= goes

@@ -155,11 +155,17 @@ class SegmentLoop:
         def look(one: Segment, asked: Answers) -> Any:
             answer = ask(one, asked)
             shapes.append(_shapes(answer))
-            return answer.reading.result
+            return answer.reading.result, answer.memory
 
         for _ in range(2):  # A readout begins with none.
             shapes.clear()
-            results = [jax.eval_shape(partial(look, one), asked) for one in kinds.values()]
+            results, memory = [], asked.memory
+            for one in kinds.values():  # Each decision reads the memory of those before.
+                before = dataclasses.replace(asked, memory=memory)
+                result, memory = jax.eval_shape(partial(look, one), before)
+                if _shapes(memory) != _shapes(asked.memory):
+                    return None
+                results.append(result)
             if {*shapes} == {_shapes(asked)}:
                 return cls(tuple(kinds.values()), table, asked)
             some = next((result for result in results if result is not None), None)

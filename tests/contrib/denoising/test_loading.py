@@ -128,10 +128,11 @@ def test_dreams_tokenizer_is_made_from_its_pieces(tmp_path: Path) -> None:
 def test_the_tokenizers_end_of_a_turn_ends_a_text(tmp_path: Path) -> None:
     """LLaDA's config names <|endoftext|> alone, and its instruct model ends with <|eot_id|>."""
     make_folder(tmp_path, "llada")
-    words = {f"w{i}": i for i in range(48)} | {"<|eot_id|>": 3, "<tool>": 4, "<|endoftext|>": 30}
+    named = {3: "<|eot_id|>", 4: "<tool>", 30: "<|endoftext|>"}
+    words = {named.get(i, f"w{i}"): i for i in range(48)}  # Of two pieces a file keeps any one.
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer.add_special_tokens(["<|eot_id|>", "<|endoftext|>", "<tool>"])
+    tokenizer.add_special_tokens([*named.values()])
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     model = load_denoiser(tmp_path)
     assert model.decoder.config.eos_ids == (30, 3)
