@@ -195,7 +195,8 @@ class SegmentLoop:
             )
             state, froze = freeze(depth, state, asked, stops)
             spent += froze + asking
-            return state, jax.tree.map(lambda all_, one: all_.at[index].set(one), work, spent)
+            put = lambda all_, one: all_.at[index].set(jnp.asarray(one, all_.dtype))  # noqa: E731
+            return state, jax.tree.map(put, work, spent)
 
         none = stack_work([Work.of()] * len(self.table))
         return jax.lax.fori_loop(0, len(self.table), step, (state, none))
