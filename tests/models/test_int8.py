@@ -103,7 +103,7 @@ def test_a_product_is_of_integers_and_independent_of_the_number_of_rows(digits: 
 
 
 def test_converted_weights_give_the_same_product() -> None:
-    """What compilers for accelerators get: no digits."""
+    """Products for accelerators convert the weights and cut no inputs into digits."""
     rng = np.random.default_rng(0)
     matrix = quantise(jnp.asarray(rng.normal(size=(80, 96)), jnp.float32))
     x = jnp.asarray(rng.normal(size=(2, 3, 96)), jnp.float32)

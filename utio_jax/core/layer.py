@@ -160,7 +160,7 @@ def _layers(stack: LayerParams, count: int, *, blocks: bool) -> tuple[LayerParam
 
 
 def _has_views(leaf: jax.Array) -> bool:
-    """Returns whether a leaf is read in place: of int8 on a CPU, where nothing donates it."""
+    """Returns True if a leaf is read in place: int8 on a CPU, where nothing donates it."""
     return leaf.dtype == jnp.int8 and all(device.platform == "cpu" for device in leaf.devices())
 
 

@@ -39,9 +39,9 @@ class UncertainBand(SignalBase):
 
     Attributes:
       limit: mean negative log-likelihood per predicted token, in nats.
-      slopes: of the line from an exit's mean loss to full depth's, one for each exit.
-      offsets: its value at 0, in nats.
-      exits: in layers; the last one is full depth, whose line is the identity. Static.
+      slopes: slope of the line from each exit's mean loss to full depth's.
+      offsets: value of that line at 0, in nats.
+      exits: depths in layers; the last one is full depth, whose line is the identity. Static.
     """
 
     limit: Float[Array | np.ndarray, ""] | float
