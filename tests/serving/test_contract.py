@@ -603,3 +603,19 @@ def test_an_error_while_a_prompt_is_scored_is_that_requests_alone(
     server.wait_for(server.settled)
     server.wait_for(lambda: server.faults)
     server.lines[:] = [line for line in server.lines if "fault" not in line]
+
+
+@pytest.mark.parametrize(("passed", "wanted"), [(2.0, 6), (0.01, 1), (900.0, 60)])
+def test_a_refusal_while_it_warms_up_says_when_to_come_again(
+    server: Running, monkeypatch: pytest.MonkeyPatch, passed: float, wanted: int
+) -> None:
+    service = server.server.app
+    for name in ("compiled", "retry_after"):  # Restored afterwards.
+        monkeypatch.setattr(service, name, getattr(service, name))
+    service._compiled(0, 8)
+    service._compiling_since -= passed
+    service._compiled(2, 8)  # A quarter is done.
+    monkeypatch.setattr(service, "ready", False)
+    refused = server.ask("/v1/completions", completion("x"))
+    assert (refused.status, refused.headers["retry-after"]) == (503, str(wanted))
+    assert f"Retry in {wanted} s." in refused.error["message"]

@@ -54,6 +54,9 @@ from utio_jax.serving.worker import Worker
 _STEPS = 8
 """New tokens of each running row in a block, between which requests come and go."""
 
+_LONGEST_RETRY = 60
+"""Most seconds of a `Retry-After`: clients of OpenAI's library do not wait longer."""
+
 
 class Application:
     """An ASGI application that serves one model, from its "lifespan.startup" to its shutdown.
@@ -117,6 +120,7 @@ class Application:
             plan=functools.partial(self._planned, served),
         )
         self.compiled, self.ready, self.planned = "warming up", False, ""
+        self.retry_after = 1  # Seconds, until it is ready.
         self.dead: BaseException | None = None
         self.on_change: Callable[[], None] = lambda: None
         self._log, self.key = log, key
@@ -133,7 +137,8 @@ class Application:
         if self.dead is not None:
             raise engine_ended()
         if not self.ready:
-            message, headers = f"Not ready: {self.compiled}. Retry in 1 s.", {"retry-after": "1"}
+            message = f"Not ready: {self.compiled}. Retry in {self.retry_after} s."
+            headers = {"retry-after": str(self.retry_after)}
             raise ApiError(503, message, code="not_ready", headers=headers)
 
     @contextlib.asynccontextmanager
@@ -227,6 +232,7 @@ class Application:
         self.compiled = f"compiling, {done} of {programs} programs"
         if left is not None:
             self.compiled += f", about {left} s left"
+            self.retry_after = min(max(left, 1), _LONGEST_RETRY)
         self._log({"event": "compiling", "done": done, "programs": programs, "seconds_left": left})
 
     def _ready(self) -> None:
