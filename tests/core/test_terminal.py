@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import sys
+import time
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from utio_jax.core import terminal
-from utio_jax.core.terminal import count_on_terminal, note_compilation
+from utio_jax.core.terminal import Compiling, count_on_terminal, note_compilation
 
 
 @pytest.mark.parametrize("terminal", [True, False])
@@ -29,6 +31,8 @@ def test_compilation_is_noted_once_on_a_terminal(
     kept: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(terminal, "_noted", [])
+    started: list[str] = []
+    monkeypatch.setattr(terminal, "_watch", lambda: started.append("a thread"))
     before = getattr(jax.config, "jax_compilation_cache_dir", None)
     jax.config.update("jax_compilation_cache_dir", kept)
     try:
@@ -39,7 +43,54 @@ def test_compilation_is_noted_once_on_a_terminal(
         note_compilation()
     finally:
         jax.config.update("jax_compilation_cache_dir", before)
+    assert started == ["a thread"]
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("Compiling (10 to 60 seconds); later calls of the same shapes")
     assert ("enable_compilation_cache()" in line) == (kept is None)
     assert ("/programs" in line) == (kept is not None)
+
+
+def test_a_program_that_compiles_is_shown_with_its_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    watch, now, seen = Compiling(), [100.0], []
+    monkeypatch.setattr(terminal.time, "monotonic", lambda: now[0])
+    lower, compiled = (
+        f"/jax/core/compile/{part}_duration" for part in ("jaxpr_to_mlir_module", "backend_compile")
+    )
+    for event, passed, hidden in [
+        (lower, 0.9, False),
+        ("", 2.0, False),
+        (compiled, 5.0, False),
+        (lower, 3.0, True),
+        ("", 0.0, False),
+    ]:
+        watch.listen(event, 0.1)
+        now[0] += passed
+        watch.hidden = hidden
+        seen.append(watch.line())
+    assert seen == ["", "Compiling program 1: 2 s", "", "", "Compiling program 2: 3 s"]
+
+
+def test_jax_tells_of_each_program_before_and_after() -> None:
+    watch, began = Compiling(), list[bool]()
+
+    def listen(event: str, duration: float, **_: object) -> None:
+        watch.listen(event, duration)
+        began.append(watch.began is not None)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        jax.jit(lambda x: x * 3 + 1)(jnp.arange(5)).block_until_ready()
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    assert (watch.programs >= 1, True in began, began[-1]) == (True, True, False)
+
+
+def test_the_line_is_cleared_once_it_has_compiled(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    watch, lines = Compiling(), iter(["", "one: 1 s", "one: 2 s", "", ""])
+    monkeypatch.setattr(watch, "line", lambda: next(lines))
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    with pytest.raises(StopIteration):
+        watch.show()
+    assert capsys.readouterr().err == "\r\033[Kone: 1 s\r\033[Kone: 2 s\r\033[K"

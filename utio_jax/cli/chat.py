@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar
 
 from utio_jax.cli.options import OfDecoding, Rare
+from utio_jax.core.terminal import compiling
 from utio_jax.decoding.base import Plain
 
 CHUNK = 4
@@ -130,6 +131,7 @@ def show_stream(
     text, depths, stopped = "", [], False
     try:
         for piece, depth in pieces:
+            compiling.hidden = True
             text += piece
             depths.append(depth)
             shown = depth_text(piece, depth, num_layers=layers)
@@ -137,6 +139,8 @@ def show_stream(
             console.print(shown if coloured else Text(shown.plain), end="", soft_wrap=True)
     except KeyboardInterrupt:
         stopped = True
+    finally:
+        compiling.hidden = False
     console.print(" (stopped)" if stopped else "", style="dim")
     if coloured and depths:
         console.print(depth_legend(sorted(set(depths)), num_layers=layers))

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import shlex
 import sys
 from collections.abc import Iterator
@@ -104,11 +105,12 @@ class Generate(OfDecoding):
             shown = [zip(pieces, depths.tolist(), strict=True) for pieces, depths in rows]
         console = Console(stderr=not sys.stdout.isatty(), highlight=False)
         coloured, between = label != "plain", "\n" if self.chat else ""
-        for prompt, pieces in zip(self.prompts, shown, strict=True):
+        for prompt, pieces in zip(self.prompts, map(iter, shown), strict=True):
+            first = list(itertools.islice(pieces, 1))  # Compiles, before there is text.
             console.print(Text(prompt + between, "dim"), end="", soft_wrap=True)
-            *_, stopped = show_stream(
-                console, pieces, model.decoder.config.num_layers, coloured=coloured
-            )
+            layers = model.decoder.config.num_layers
+            pieces = itertools.chain(first, pieces)
+            *_, stopped = show_stream(console, pieces, layers, coloured=coloured)
             if stopped:
                 raise KeyboardInterrupt
         warm = [texts[0].generated]

@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lines on a terminal: a progress counter, and a note that compilation takes time."""
+"""Lines on a terminal: a progress counter, and what compiles."""
 
 from __future__ import annotations
 
 import sys
+import threading
+import time
 from collections.abc import Callable
+from typing import Any
 
 
 def count_on_terminal(what: str) -> Callable[[int, int], None]:
@@ -26,7 +29,10 @@ _noted: list[str] = []
 
 
 def note_compilation() -> None:
-    """Writes to stderr, once a session and on a terminal alone, that first calls compile."""
+    """Writes to stderr, once a session and on a terminal alone, that first calls compile.
+
+    From then on a line there counts the seconds of each program that compiles for more than one.
+    """
     if _noted or not sys.stderr.isatty():
         return
     import jax
@@ -42,3 +48,53 @@ def note_compilation() -> None:
         f"Compiling (10 to 60 seconds); later calls of the same shapes start at once. {where}\n"
     )
     sys.stderr.flush()
+    _watch()
+
+
+def _watch() -> None:
+    import jax
+
+    jax.monitoring.register_event_duration_secs_listener(compiling.listen)
+    threading.Thread(target=compiling.show, name="compiling", daemon=True).start()
+
+
+class Compiling:
+    """The program that compiles, by JAX's events: one is lowered, then it is compiled.
+
+    Attributes:
+      programs: that have compiled.
+      began: when the next one did, by `time.monotonic`; None: none does.
+      hidden: True to show nothing, as where text without a line break stands on the terminal.
+    """
+
+    def __init__(self) -> None:
+        self.programs, self.hidden = 0, False
+        self.began: float | None = None
+
+    def listen(self, event: str, duration: float, **_: Any) -> None:
+        """Takes an event of JAX."""
+        del duration
+        if event == "/jax/core/compile/jaxpr_to_mlir_module_duration":
+            self.began = time.monotonic()
+        elif event == "/jax/core/compile/backend_compile_duration":
+            self.programs, self.began = self.programs + 1, None
+
+    def line(self) -> str:
+        """Returns what to show; nothing in a program's first second."""
+        began = self.began
+        seconds = 0 if began is None or self.hidden else int(time.monotonic() - began)
+        return f"Compiling program {self.programs + 1}: {seconds} s" if seconds else ""
+
+    def show(self) -> None:
+        """Rewrites the line each second, for ever, and clears it."""
+        shown = ""
+        while True:
+            time.sleep(1)
+            line = self.line()
+            if line or shown:
+                sys.stderr.write(f"\r\033[K{line}")
+                sys.stderr.flush()
+            shown = line
+
+
+compiling = Compiling()
