@@ -330,13 +330,17 @@ def _percent(values: Sequence[float] | None) -> str:
 
 
 def table(stored: Mapping[str, Any], shape: str, prompt: int, news: Sequence[int]) -> list[str]:
-    """Returns a Markdown table of a shape's requests with prompts of one length."""
+    """Returns a Markdown table of a shape's requests with prompts of one length.
+
+    Requests of up to twice the longest timed answer; of a branch, of timed ones alone.
+    """
     head = "| batch | new tokens | ms | over plain {} | plain model that takes as long | {} |"
     lines = [head, "|---|---|---|---|---|---|"]
     parts = [x for x in stored["parts"] if x["kind"] == "requests" and x["prompt"] == prompt]
     for part, new in itertools.product(sorted(parts, key=lambda x: x["batch"]), news):
         timed = part["seconds"].get(shape, {})
-        if not timed or (shape in BRANCHES and str(new) not in timed):
+        most = max(map(int, timed), default=0) * (1 if shape in BRANCHES else 2)
+        if new > most:
             continue
         times = {name: at(of, new) for name, of in part["seconds"].items()}
         row = beside_plain(times, shape, stored["bits"])
@@ -350,13 +354,18 @@ def table(stored: Mapping[str, Any], shape: str, prompt: int, news: Sequence[int
 
 
 def tables(stored: Mapping[str, Any], news: Sequence[int]) -> str:
-    """Returns everything that was measured, as Markdown."""
+    """Returns what was measured, as Markdown: in full of the first shape that is not plain.
+
+    Of the others it is requests with prompts of the middle length, every other number of new ones.
+    """
     requests = [part for part in stored["parts"] if part["kind"] == "requests"]
     shapes = dict.fromkeys(name for part in requests for name in part["seconds"])
-    lines = []
-    for shape in (name for name in shapes if not name.startswith("plain-")):
-        for prompt in sorted({part["prompt"] for part in requests}):
-            if rows := table(stored, shape, prompt, news):
+    prompts = sorted({part["prompt"] for part in requests})
+    lines, ways = [], [name for name in shapes if not name.startswith("plain-")]
+    for shape in ways:
+        whole = shape == ways[0]
+        for prompt in prompts if whole else [prompts[len(prompts) // 2]]:
+            if rows := table(stored, shape, prompt, news if whole else news[1::2] or news):
                 lines += [f"### {shape}, prompts of {prompt:,} tokens", "", *rows]
     titles = {
         "echo": "Prompts scored themselves (`echo`, log-probabilities): all layers run",

@@ -605,9 +605,9 @@ def test_an_error_while_a_prompt_is_scored_is_that_requests_alone(
     server.lines[:] = [line for line in server.lines if "fault" not in line]
 
 
-@pytest.mark.parametrize(("passed", "wanted"), [(2.0, 6), (0.01, 1), (900.0, 60)])
+@pytest.mark.parametrize(("passed", "expected"), [(2.0, 6), (0.01, 1), (900.0, 60)])
 def test_a_refusal_while_it_warms_up_says_when_to_come_again(
-    server: Running, monkeypatch: pytest.MonkeyPatch, passed: float, wanted: int
+    server: Running, monkeypatch: pytest.MonkeyPatch, passed: float, expected: int
 ) -> None:
     service = server.server.app
     for name in ("compiled", "retry_after"):  # Restored afterwards.
@@ -617,5 +617,5 @@ def test_a_refusal_while_it_warms_up_says_when_to_come_again(
     service._compiled(2, 8)  # A quarter is done.
     monkeypatch.setattr(service, "ready", False)
     refused = server.ask("/v1/completions", completion("x"))
-    assert (refused.status, refused.headers["retry-after"]) == (503, str(wanted))
-    assert f"Retry in {wanted} s." in refused.error["message"]
+    assert (refused.status, refused.headers["retry-after"]) == (503, str(expected))
+    assert f"Retry in {expected} s." in refused.error["message"]
