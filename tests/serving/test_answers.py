@@ -364,11 +364,10 @@ def test_tokens_end_a_text_where_they_are_told_to(server: Running, model: Model)
     assert on[0]["token_ids"][: len(choice["token_ids"])] == choice["token_ids"]
 
 
-def test_choices_are_drawn_with_seeds_in_a_row(server: Running) -> None:
+def test_choices_are_drawn_with_seeds_far_apart(server: Running) -> None:
     drawn = {"temperature": 1, "max_tokens": 12}
-    one = [
-        server.completion("x", seed=seed, **drawn).body["choices"][0]["text"] for seed in (5, 6, 7)
-    ]
+    seeds = [(5 + 2654435769 * choice) % 2**32 for choice in range(3)]
+    one = [server.completion("x", seed=seed, **drawn).body["choices"][0]["text"] for seed in seeds]
     many = server.completion(["y", "x"], seed=5, n=3, **drawn).body
     assert [choice["index"] for choice in many["choices"]] == [*range(6)]
     assert [choice["text"] for choice in many["choices"][3:]] == one
@@ -379,6 +378,8 @@ def test_choices_are_drawn_with_seeds_in_a_row(server: Running) -> None:
         for body in (server.completion(text, max_tokens=1).body for text in ("x", "y"))
     ]
     assert many["usage"]["prompt_tokens"] == sum(sizes)
+    next_ones = server.completion("x", seed=6, n=3, **drawn).body["choices"]
+    assert len({*one} | {choice["text"] for choice in next_ones}) == 6
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,9 @@ from utio_jax.serving.worker import Task
 _LONG = 16384
 """Length in characters from which a text is encoded in a thread."""
 
+_APART = 2654435769
+"""2^32 over the golden ratio, odd: multiples of it lie far apart."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Reading:
@@ -194,8 +197,7 @@ class Reader:
             if scored:
                 tasks.append(Task(prompt, row))
             for choice in range(count if most else 0):
-                seed = secrets.randbits(32) if body.seed is None else body.seed + choice
-                drawn = {**options, "seed": seed % 2**32}
+                drawn = {**options, "seed": _seed_of(body.seed, choice)}
                 tasks.append(Task(prompt, row * count + choice, drawn))
         return Reading(
             body=body,
@@ -282,6 +284,14 @@ def _sampling(body: CompletionRequest | ChatRequest) -> Any:
         )
     except ValueError as error:
         raise _refused(error, "temperature") from error
+
+
+def _seed_of(seed: int | None, choice: int) -> int:
+    """Returns the seed of a choice: the first one's is the request's, others lie far from it.
+
+    So choices of neighbouring seeds are independent draws, too (`n=8` with seeds 0, 1, 2).
+    """
+    return secrets.randbits(32) if seed is None else (seed + choice * _APART) % 2**32
 
 
 def _refused(error: Exception | str, param: str) -> ApiError:
