@@ -119,15 +119,14 @@ def test_depth_that_varies_is_named(
 def test_ctrl_c_ends_the_answer_and_not_the_program(
     folder: str, asked: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pieces_of = chat.pieces_of
+    show = chat.Printer._print
 
-    def interrupted(events: Any) -> Iterator[tuple[str, int]]:
-        for index, piece in enumerate(pieces_of(events)):
-            if len(asked) == 1 and index == 2:
-                raise KeyboardInterrupt
-            yield piece
+    def interrupted(printer: Any, piece: str, depth: int) -> None:
+        if len(asked) == 1 and len(printer.depths) == 2:
+            raise KeyboardInterrupt
+        show(printer, piece, depth)
 
-    monkeypatch.setattr(chat, "pieces_of", interrupted)
+    monkeypatch.setattr(chat.Printer, "_print", interrupted)
     say(monkeypatch, "hello", "and?")
     assert main(["chat", "--model", folder, "--max-new-tokens", "5"]) == 0
     shown = capsys.readouterr()

@@ -20,7 +20,7 @@ from helpers.texts import SOURCES, source
 
 from utio_jax.cli import generate as streaming
 from utio_jax.cli.main import main
-from utio_jax.decoding.text import generate_text
+from utio_jax.decoding.generate import generate_text
 from utio_jax.evaluation.ledger import Ledger
 
 pytestmark = pytest.mark.check
@@ -266,25 +266,19 @@ def test_generate_streams_one_prompt_to_a_terminal(
 ) -> None:
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
     monkeypatch.setenv("TERM", "dumb")
-    shown, run_chunks = list[str](), streaming.run_chunks
-
-    def watched(*given: Any, **options: Any) -> Any:
-        for state in run_chunks(*given, **options):
-            yield state
-            shown.append(capsys.readouterr().out)
-
-    monkeypatch.setattr(streaming, "run_chunks", watched)
-    decoded = list[str]()
+    shown, decoded = list[str](), list[str]()
 
     def counted(*given: Any, **options: Any) -> Any:
         decoded.append(options["mode"].name)
+        if (show := options.pop("on_event", None)) is not None:
+            options["on_event"] = lambda event: show(event) or shown.append(capsys.readouterr().out)
         return generate_text(*given, **options)
 
     monkeypatch.setattr(streaming, "generate_text", counted)
     options = ["--model", str(folder), "--max-new-tokens", "20", "--mode", "adaptive"]
     options += ["--policy", "uniform", "--depth", "2", "--json"]
     records = list[Any]()
-    for rounds, modes in (("1", ["plain", "adaptive", "plain"]), ("0", [])):
+    for rounds, modes in (("1", ["plain", "plain", "adaptive", "adaptive"]), ("0", ["adaptive"])):
         assert main(["generate", PROMPT, *options, "--rounds", rounds]) == 0
         captured = capsys.readouterr()
         records.append(json.loads(captured.out.splitlines()[-1]))

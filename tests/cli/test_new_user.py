@@ -34,8 +34,7 @@ from utio_jax.cli.main import COMMANDS, GROUPS, main, parsed
 from utio_jax.core.files import check_writable
 from utio_jax.core.lens import Lens
 from utio_jax.decoding.base import Plain
-from utio_jax.decoding.generate import generate
-from utio_jax.decoding.text import generate_text
+from utio_jax.decoding.generate import generate, generate_text
 from utio_jax.evaluation.ledger import Ledger
 from utio_jax.models import load
 from utio_jax.policies.depth import uniform
@@ -525,7 +524,7 @@ def test_generate_decodes_once_for_the_text_and_once_a_round(
     assert (once["seconds"], once["speedup"], once["tokens_per_second"]) == (None, None, None)
     assert once["flops_ratio"] == 1
     model = load(folder)
-    expected = model.generate(texts, max_new_tokens=4, mode="plain").generated
+    expected = model.generate(texts, max_new_tokens=4, mode="plain")
     assert once["token_ids"] == [row.tolist() for row in expected.token_ids]
     decoded.clear()
     assert main(arguments) == 0

@@ -105,7 +105,7 @@ def test_generate_reads_prompts_within_a_budget(
     model = load(folder).with_kv_maps(maps)
     for budget, expected in ((0.99, mapped), (1, plain)):
         text = model.generate(WORDS * 5, prompt_budget=budget, max_new_tokens=4)
-        assert text.generated.token_ids[0].tolist() == expected["token_ids"][0]
+        assert text.token_ids[0].tolist() == expected["token_ids"][0]
 
 
 @pytest.mark.slow

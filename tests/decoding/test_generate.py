@@ -33,9 +33,10 @@ from utio_jax import Engine
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.base import Plain
 from utio_jax.decoding.generate import generate
-from utio_jax.decoding.loop import Lengths, advance, run_chunks
+from utio_jax.decoding.loop import Lengths, advance, run_requests
 from utio_jax.decoding.lossless import Lossless
 from utio_jax.decoding.prefill import Prefill
+from utio_jax.decoding.requests import arrays_of, requests_of
 from utio_jax.decoding.sampling import SamplingParams, rows_of
 from utio_jax.engine.slots import _put_rows, empty_state
 from utio_jax.models.presets import TINY
@@ -103,9 +104,9 @@ def test_rows_emit_from_the_logits_that_their_policy_has_seen(model):
 
 @pytest.mark.parametrize(("seeds", "expected"), [(5, [5, 6, 7]), ([9, 2, 9], [9, 2, 9])])
 def test_each_row_has_a_seed_of_its_own(model, seeds, expected):
-    options = {"chunk": 40, "max_new_tokens": 40, "eos_ids": (), "lengths": SMALL}
-    (state,) = run_chunks(model.decoder, model.params, PROMPTS, seeds=seeds, **options)
-    np.testing.assert_array_equal(state.seeds, expected)
+    requests = requests_of(model.decoder, PROMPTS, max_new_tokens=40, seeds=seeds)
+    assert [request.seed for request in requests] == expected
+    np.testing.assert_array_equal(arrays_of(requests, width=8)["seeds"], expected)
 
 
 def test_each_prompt_may_be_sampled_and_end_in_its_own_way(model, plain, no_compiles):
@@ -159,19 +160,19 @@ def test_many_prompts_run_in_batches_and_come_out_in_order(model, plain, monkeyp
     }
     sizes, asked = [], []
 
-    def noted(decoder, params, prompts, **options):
-        sizes.append(len(prompts))
-        return run_chunks(decoder, params, prompts, **options)
+    def noted(decoder, params, requests, **options):
+        sizes.append(len(requests))
+        return run_requests(decoder, params, requests, **options)
 
     def stop_when(row, new):
         asked.append(row)
         return row == 4
 
     whole = run(model, prompts, stop_when=stop_when, **options)
-    monkeypatch.setattr(sys.modules[generate.__module__], "run_chunks", noted)
+    monkeypatch.setattr(sys.modules[generate.__module__], "run_requests", noted)
     result = run(model, prompts, stop_when=stop_when, max_batch=2, **options)
     assert sizes == [2, 2, 1]
-    assert {*asked} == {1, 2, 3, 4}  # The first has ended by then.
+    assert {*asked} == {*range(5)}
     assert result.finish_reasons == whole.finish_reasons
     assert (result.group, result.prompt_width) == (2, whole.prompt_width)
     for name in ("token_ids", "decided", "executed", "prompt_depths"):
@@ -184,6 +185,32 @@ def test_many_prompts_run_in_batches_and_come_out_in_order(model, plain, monkeyp
         run(model, [*prompts[:4], [64]], max_batch=2)
     with pytest.raises(ValueError, match="max_batch of at least 1 prompt. Got max_batch=0"):
         run(model, max_batch=0)
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 40])
+def test_stop_when_ends_rows_at_one_token_whatever_the_chunk(model, plain, chunk):
+    ends, events, asked = [3, 17, 40], [[], [], []], []
+
+    def stop_when(row, new):
+        asked.append((row, new.size))
+        np.testing.assert_array_equal(new, plain.token_ids[row][: new.size])
+        return new.size >= ends[row]
+
+    watched = {
+        "stop_when": stop_when,
+        "on_event": lambda event: events[event.request].append(event),
+    }
+    result = run(model, chunk=chunk, **watched)
+    assert result.finish_reasons == ("stop", "stop", "length"), "the last one has all its tokens"
+    assert sorted(asked) == [(row, size + 1) for row in range(3) for size in range(ends[row])]
+    for row, of_row in enumerate(events):
+        joined = np.concatenate([event.token_ids for event in of_row])
+        np.testing.assert_array_equal(joined, plain.token_ids[row][: ends[row]])
+        for name in ("token_ids", "decided", "executed", "log_probabilities"):
+            finished = getattr(of_row[-1].finished, name)
+            np.testing.assert_array_equal(finished, getattr(result, name)[row])
+        assert [event.finished is None for event in of_row] == [True] * (len(of_row) - 1) + [False]
+        assert of_row[-1].finished.steps == result.steps[row]
 
 
 LOSSLESS = Lossless(exit=2, max_draft=3)

@@ -13,8 +13,9 @@ from helpers.texts import new_text, pieces_of
 
 from utio_jax.bench.terminal import depth_legend, depth_text
 from utio_jax.decoding.base import Plain
+from utio_jax.decoding.generate import generate_text
 from utio_jax.decoding.lossless import Lossless
-from utio_jax.decoding.text import StreamedRow, TextReader, generate_text
+from utio_jax.decoding.text import StreamedRow, TextReader
 
 OPTIONS = {"max_new_tokens": 40, "eos_ids": (), "lengths": SMALL}
 
@@ -87,7 +88,7 @@ def test_a_text_ends_before_its_stop_string(mode: Any, chunk: int, row: int) -> 
     wide = next(j for j in range(8, 30) if len(pieces[j]) == 3)
     stop = full[row][ends[wide] - 1 :][:5]  # From the inside of one token to that of another.
     texts = until(["never", stop], mode=mode, chunk=chunk)
-    result = texts.generated
+    result = texts
     for i in range(3):
         at = full[i].find(stop)
         assert texts.texts[i] == (full[i] if at < 0 else full[i][:at])
@@ -109,7 +110,7 @@ def plain(row: int) -> np.ndarray:
 
 def test_decoding_ends_soon_after_the_last_row_has() -> None:
     stops = [plain_text(row)[4:9] for row in range(3)]
-    result = until(stops, chunk=4).generated
+    result = until(stops, chunk=4)
     emitted = max(row.size for row in result.token_ids)
     assert emitted < 12
     # The first token is prefill's; tokens beyond the stop string are dropped, but charged.
@@ -124,7 +125,7 @@ def test_each_text_may_have_stop_strings_of_its_own() -> None:
     for row, strings in enumerate(stops):
         ends = [full[row].index(stop) for stop in strings if stop in full[row]]
         assert result.texts[row] == full[row][: min(ends, default=None)]
-    assert result.generated.finish_reasons == ("stop", "length", "stop")
+    assert result.finish_reasons == ("stop", "length", "stop")
     assert until(stops[0][0]).texts == until(stops[0]).texts == until([stops[0]] * 3).texts
     with pytest.raises(ValueError, match="for each of the 3. Got 2 lists"):
         until(stops[:2])
@@ -247,4 +248,4 @@ def test_text_is_coloured_by_depth() -> None:
 def test_stop_when_cuts_rows_that_end_in_the_same_chunk() -> None:
     result = until((), max_new_tokens=12, stop_when=lambda row, new: len(new) >= 3)
     assert [ids.size for ids in result.token_ids] == [3, 3, 3]
-    assert result.generated.finish_reasons == ("stop",) * 3
+    assert result.finish_reasons == ("stop",) * 3

@@ -35,10 +35,9 @@ from helpers.shared_kv import KINDS
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from utio_jax.decoding.base import Plain
-from utio_jax.decoding.generate import generate
+from utio_jax.decoding.generate import generate, generate_text
 from utio_jax.decoding.loop import Lengths
 from utio_jax.decoding.sampling import SamplingParams
-from utio_jax.decoding.text import generate_text
 from utio_jax.engine import Engine, EngineStats, Shapes, prefix, slots
 from utio_jax.engine.blocks import run_block
 from utio_jax.engine.requests import Request
@@ -699,7 +698,7 @@ def test_stop_strings_cut_where_generate_cuts(late: bool) -> None:
     for index, (number, strings) in enumerate(zip(numbers, stops, strict=True)):
         prompt, options = [index + 1, 9], {"max_new_tokens": 30, "eos_ids": ()}
         until = generate_text(speaking, [prompt], stop_strings=strings, **options)
-        alone = until.generated
+        alone = until
         assert result[number].text == texts[number] == until.text
         np.testing.assert_array_equal(result[number].token_ids, alone.token_ids[0])
         np.testing.assert_array_equal(result[number].decided, alone.decided[0])
@@ -745,7 +744,7 @@ def test_what_can_never_run_is_refused_at_once() -> None:
     refused(
         "at most 16 eos_ids.*Got 17 eos_ids and 0 sequences", eos_ids=range(17), max_new_tokens=1
     )
-    refused("an engine with a tokenizer for stop_strings=.'x'.", stop_strings="x", max_new_tokens=1)
+    refused("a tokenizer for stop_strings=.'x'.", stop_strings="x", max_new_tokens=1)
     assert engine.idle
     assert not engine.cancel(0)
     engine = engine_of(lively_model(), *modes()["prompts"])

@@ -22,7 +22,7 @@ from utio_jax.decoding.generate import Generated, generate
 from utio_jax.decoding.loop import Lengths
 from utio_jax.decoding.lossless import Lossless
 from utio_jax.decoding.prefill import Prefill
-from utio_jax.decoding.sampling import SamplingParams, rows_of
+from utio_jax.decoding.sampling import SamplingParams
 from utio_jax.engine import Engine, Shapes
 from utio_jax.policies.depth import random_depths
 from utio_jax.policies.signals import Position
@@ -114,7 +114,7 @@ def alone(
         [asked.prompt],
         mode=mode,
         prefill=prefill,
-        sampling=rows_of([asked.sampling]),
+        sampling=asked.sampling,
         max_new_tokens=asked.new,
         seeds=[asked.seed],
         eos_ids=asked.eos_ids,

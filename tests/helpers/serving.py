@@ -27,7 +27,7 @@ from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.generate import Generated, generate
 from utio_jax.decoding.loop import Lengths
 from utio_jax.decoding.prefill import Prefill
-from utio_jax.decoding.sampling import SamplingParams, rows_of
+from utio_jax.decoding.sampling import SamplingParams
 from utio_jax.engine import Shapes
 from utio_jax.models import Model, load
 from utio_jax.policies.signals import Position
@@ -93,7 +93,7 @@ def alone(model: Any, prompt: Any, new: int, drawn: SamplingParams, **options: A
         model.decoder,
         model.params,
         [ids],
-        sampling=rows_of([drawn]),
+        sampling=drawn,
         max_new_tokens=new,
         lengths=LENGTHS,
         **options,

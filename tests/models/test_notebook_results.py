@@ -3,23 +3,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 import html
 import re
-import types
-from typing import Any
 
 import numpy as np
 import pytest
+from helpers.generation import plain_run
 
 from utio_jax.calibration.compare import ComparisonRow
 from utio_jax.core.html import depth_html, table_html
-from utio_jax.decoding.text import GeneratedText
+from utio_jax.decoding.generate import Generated
 from utio_jax.evaluation.ledger import Ledger
 from utio_jax.models.verbs import Compared
 
 
-def generated(rows: int) -> Any:
-    return types.SimpleNamespace(decided=[np.asarray([8, 16])] * rows, num_layers=16)
+def generated(rows: int) -> Generated:
+    text = {"texts": ("ab",) * rows, "pieces": (("a", "b"),) * rows}
+    depths = {"decided": (np.asarray([8, 16]),) * rows, "num_layers": 16}
+    return dataclasses.replace(plain_run(), **text, **depths)
 
 
 def test_text_is_coloured_by_depth_and_stays_text() -> None:
@@ -36,11 +38,11 @@ def test_text_is_coloured_by_depth_and_stays_text() -> None:
 
 @pytest.mark.usefixtures("unchecked_shapes")
 def test_new_text_is_shown_by_depth() -> None:
-    one = GeneratedText(texts=("ab",), pieces=(("a", "b"),), generated=generated(1))
+    one = generated(1)
     assert one.text == "ab"
     assert one.message == {"role": "assistant", "content": "ab"}
     assert 'title="16 layers">b</span>' in one._repr_html_()
-    two = GeneratedText(texts=("ab", "ab"), pieces=(("a", "b"),) * 2, generated=generated(2))
+    two = generated(2)
     assert two._repr_html_().count("<pre") == 2
     for name in ("text", "message"):
         with pytest.raises(ValueError, match="Wanted the text of one prompt. Got 2: see texts"):

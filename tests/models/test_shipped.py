@@ -48,7 +48,7 @@ def test_an_unknown_model_is_refused() -> None:
 def test_it_reads_prompts_exactly(model: Any) -> None:
     text = min((d.text for d in standard_library("test")), key=len)[:400]
     result = model.generate(text, max_new_tokens=1)
-    depths = result.generated.prompt_depths[0]
+    depths = result.prompt_depths[0]
     np.testing.assert_array_equal(depths[:-1], 7)
     assert depths[-1] == 16
     config = model.decoder.config

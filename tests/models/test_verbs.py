@@ -23,7 +23,7 @@ import utio_jax
 from utio_jax import Adaptive, Lossless, Plain, uniform
 from utio_jax.calibration.lens import LensConfig
 from utio_jax.core.lens import Lensed, load_lens
-from utio_jax.decoding.text import generate_text
+from utio_jax.decoding.generate import generate_text
 from utio_jax.evaluation.evaluate import score_documents
 from utio_jax.models import Model, load
 from utio_jax.models.shipped import shipped_folder
@@ -74,8 +74,8 @@ def test_modes_have_names(calibrated: Model) -> None:
         result = model.generate(PROMPTS, mode=name, **OPTIONS)
         expected = generate_text(model, PROMPTS, mode=mode, **OPTIONS)
         assert result.texts == expected.texts
-        assert_equal(result.generated.decided, expected.generated.decided)
-        assert result.generated.mode == mode.name
+        assert_equal(result.decided, expected.decided)
+        assert result.mode == mode.name
     mode_ = Adaptive(policy=uniform(2))
     assert model.mode(mode_) is mode_
     assert model.policy(mode_.policy) is mode_.policy
@@ -85,9 +85,9 @@ def test_a_budget_means_adaptive_and_no_other_mode(calibrated: Model) -> None:
     model = calibrated
     expected = model.generate(PROMPTS, mode="adaptive", budget=0.75, **OPTIONS)
     result = model.generate(PROMPTS, budget=0.75, **OPTIONS)
-    assert result.generated.mode == "adaptive"
+    assert result.mode == "adaptive"
     assert result.texts == expected.texts
-    assert_equal(result.generated.decided, expected.generated.decided)
+    assert_equal(result.decided, expected.decided)
     pieces = [""] * len(PROMPTS)
     for event in model.stream(PROMPTS, budget=0.75, **STREAMED):
         pieces[event.request] += event.text
@@ -106,7 +106,7 @@ def test_a_summary_says_text_depths_and_cost(calibrated: Model) -> None:
     result = calibrated.generate(PROMPTS[0], mode=Adaptive(policy=uniform(2)), **OPTIONS)
     summary = result.summary()
     assert summary.startswith(result.texts[0])
-    count = result.generated.decided[0].size
+    count = result.decided[0].size
     # The first new token is prefill's: at full depth, of 4 layers.
     assert f"{count} tokens (length), mode adaptive: 2.1 of 4 layers each" in summary
     assert "Layers run per new token after the first, over full depth: 0.50" in summary
@@ -122,9 +122,9 @@ def test_prompts_are_read_at_a_budget(calibrated: Model) -> None:
     full = calibrated.generate(prompts, **options)
     same = calibrated.generate(prompts, prompt_budget=1, **options)
     assert same.texts == full.texts
-    assert same.generated.prompt_work is None, "the plain program"
+    assert same.prompt_work is None, "the plain program"
     short = calibrated.generate(prompts, prompt_budget=0.8, **options)
-    (depths,) = short.generated.prompt_depths
+    (depths,) = short.prompt_depths
     assert depths[-1] == 4
     assert depths.mean() < 0.9 * 4
     expected = generate_text(
@@ -151,7 +151,7 @@ def test_streamed_texts_are_those_of_generate(
             depths[event.request] += event.decided.tolist()
             ended[event.request] += event.finished is not None
         assert tuple(texts) == expected.texts
-        assert depths == [depths_of.tolist() for depths_of in expected.generated.decided]
+        assert depths == [depths_of.tolist() for depths_of in expected.decided]
         assert ended == [1, 1]
 
 
@@ -320,7 +320,7 @@ def test_scores_show_themselves(calibrated: Model) -> None:
     (new,) = generated.token_ids
     assert calibrated.decode(new) == generated.text
     expected = f"Generated({new.size} new tokens in 1 rows, mode plain)"
-    assert repr(generated.generated) == expected
+    assert repr(generated) == expected
 
 
 def test_a_context_cuts_what_is_calibrated_on_and_what_a_guarantee_reads(
@@ -374,7 +374,7 @@ def test_a_model_without_exits_is_read_through_a_lens(
     again.decoder = with_exits(again.decoder, (2, 3))
     assert again.with_lens(tmp_path).sha256 == stock.sha256
     text = stock.generate(PROMPTS[0], mode=Adaptive(policy=uniform(2)), **OPTIONS)
-    assert set(text.generated.decided[0][1:].tolist()) == {2}
+    assert set(text.decided[0][1:].tolist()) == {2}
     # What is there is not written over, but used where it was fitted so.
     with pytest.raises(ValueError, match="also holds learned"):
         stock.calibrate(files, budget=0.9, policies=("position",), out=tmp_path / "fitted.json")

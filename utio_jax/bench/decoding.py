@@ -12,7 +12,7 @@ from utio_jax.bench.timing import Timed, time_programs, timed_ledger
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.decoding.base import Mode
 from utio_jax.decoding.generate import Generated, generate
-from utio_jax.decoding.loop import Prompts
+from utio_jax.decoding.requests import Prompts
 from utio_jax.decoding.sampling import SamplingParams
 from utio_jax.evaluation.generation import generation_ledger
 

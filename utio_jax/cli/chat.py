@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from utio_jax.cli.options import OfDecoding, Rare
@@ -96,55 +97,73 @@ class Chat(OfDecoding):
             eos_ids=turn_ends(model),
         )
         coloured = not isinstance(engine.mode, Plain)
-        text, depths, stopped = show_stream(
-            console, pieces_of(events), config.num_layers, coloured=coloured
-        )
-        return {"answer": text, "depths": depths, "interrupted": stopped}
+        with (
+            contextlib.suppress(KeyboardInterrupt),
+            Printer(console, config.num_layers, coloured=coloured) as shown,
+        ):
+            for event in events:
+                shown.add_event(event)
+        return {"answer": shown.text, "depths": shown.depths, "interrupted": shown.stopped}
 
 
-def pieces_of(events: Iterator[Any]) -> Iterator[tuple[str, int]]:
-    """Yields the text and the depth of each new token of a request, from its events."""
-    first = depth = 0
-    for event in events:
-        texts: dict[int, str] = {}
+class Printer:
+    """Prints the text of one request as it arrives, coloured by the layers of its tokens.
+
+    Attributes:
+      text: text so far.
+      depths: depth of each token.
+      stopped: True if Ctrl-C stopped it.
+    """
+
+    def __init__(self, console: Any, layers: int, *, coloured: bool, opening: str = "") -> None:
+        """Prepares a text that follows `opening` on its line; programs compile before that."""
+        self._console, self._layers, self._coloured = console, layers, coloured
+        self._opening = opening
+        self.text, self.depths, self.stopped = "", list[int](), False
+
+    def __enter__(self) -> Printer:  # noqa: PYI034 (beartype refuses Self here)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        from utio_jax.bench.terminal import depth_legend
+
+        compiling.hidden, self.stopped = False, kind is KeyboardInterrupt
+        if kind is None or self.stopped:
+            self._console.print(" (stopped)" if self.stopped else "", style="dim")
+            if self._coloured and self.depths:
+                legend = depth_legend(sorted(set(self.depths)), num_layers=self._layers)
+                self._console.print(legend)
+
+    def add_event(self, event: Any) -> None:
+        """Prints the pieces of an event of the request."""
+        first, texts = len(self.depths), dict[int, str]()
         for text, number in event.pieces:  # Of earlier tokens, too: what was held back.
             place = max(number, first)
             texts[place] = texts.get(place, "") + text
-        for number, depth in enumerate(event.decided.tolist(), start=first):
-            yield texts.pop(number, ""), depth
-        first += event.decided.size
+        numbers = range(first, first + event.decided.size)
+        self.add([texts.pop(number, "") for number in numbers], event.decided)
         if late := "".join(texts.values()):
-            yield late, depth
+            self._print(late, self.depths[-1])
 
+    def add(self, pieces: Sequence[str], depths: Any) -> None:
+        """Prints the pieces of tokens of some depths, `[new]`."""
+        for piece, depth in zip(pieces, depths.tolist(), strict=True):
+            self._print(piece, depth)
+            self.depths.append(depth)
 
-def show_stream(
-    console: Any, pieces: Iterable[tuple[str, int]], layers: int, *, coloured: bool
-) -> tuple[str, list[int], bool]:
-    """Prints pieces of text as they arrive, coloured by the layers of their tokens.
+    def _print(self, piece: str, depth: int) -> None:
+        from rich.text import Text
 
-    Returns the text, the depths, and whether Ctrl-C stopped it.
-    """
-    from rich.text import Text
+        from utio_jax.bench.terminal import depth_text
 
-    from utio_jax.bench.terminal import depth_legend, depth_text
-
-    text, depths, stopped = "", [], False
-    try:
-        for piece, depth in pieces:
-            compiling.hidden = True
-            text += piece
-            depths.append(depth)
-            shown = depth_text(piece, depth, num_layers=layers)
-            # As `Text`: of a `str`, Rich would show ":heart:" as an emoji.
-            console.print(shown if coloured else Text(shown.plain), end="", soft_wrap=True)
-    except KeyboardInterrupt:
-        stopped = True
-    finally:
-        compiling.hidden = False
-    console.print(" (stopped)" if stopped else "", style="dim")
-    if coloured and depths:
-        console.print(depth_legend(sorted(set(depths)), num_layers=layers))
-    return text, depths, stopped
+        if self._opening:
+            self._console.print(Text(self._opening, "dim"), end="", soft_wrap=True)
+        self._opening, compiling.hidden = "", True
+        self.text += piece
+        shown = depth_text(piece, depth, num_layers=self._layers)
+        # As `Text`: of a `str`, Rich would show ":heart:" as an emoji.
+        plain = Text(shown.plain)
+        self._console.print(shown if self._coloured else plain, end="", soft_wrap=True)
 
 
 def _next_message(console: Any) -> str | None:

@@ -4,10 +4,8 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import shlex
 import sys
-from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import numpy as np
@@ -15,13 +13,11 @@ import tyro
 
 from utio_jax.bench.decoding import measure_modes
 from utio_jax.bench.timing import Timed
-from utio_jax.cli.chat import CHUNK, show_stream
+from utio_jax.cli.chat import CHUNK, Printer
 from utio_jax.cli.options import OfDecoding, Rare, progress_bar
 from utio_jax.decoding.base import Plain
-from utio_jax.decoding.generate import collect, new_tokens
-from utio_jax.decoding.loop import Lengths, run_chunks
+from utio_jax.decoding.generate import generate_text
 from utio_jax.decoding.prefill import fastest_prefill
-from utio_jax.decoding.text import GeneratedText, TextReader, generate_text
 from utio_jax.evaluation.generation import generation_ledger
 from utio_jax.prompts.evaluate import prompt_cost
 
@@ -53,7 +49,6 @@ class Generate(OfDecoding):
 
     def run(self) -> dict[str, Any]:
         from rich.console import Console
-        from rich.text import Text
 
         from utio_jax.models.texts import names_file
 
@@ -81,39 +76,29 @@ class Generate(OfDecoding):
             "max_new_tokens": self.max_new_tokens,
             "seeds": self.seed,
             "eos_ids": eos_ids,
+            "stop_strings": self.stop,
         }
-        texts: list[Any] = []
 
-        def decode(mode: Any) -> Any:
-            result = generate_text(
-                model,
-                prompts,
-                stop_strings=self.stop,
-                mode=mode,
-                prefill=None if mode is plain else prefill,
-                **options,
-            )
-            texts.append(result)
-            return result.generated
+        def decode(mode: Any, **watched: Any) -> Any:
+            how = None if mode is plain else prefill
+            return generate_text(model, prompts, mode=mode, prefill=how, **options, **watched)
 
-        if sys.stdout.isatty() and len(prompts) == 1 and not self.stop:
-            how: Any = {"mode": mode, "prefill": prefill, **options}
-            shown: list[Any] = [_stream(model, prompts[0], texts, **how)]
-        else:
-            decided = decode(mode).decided
-            rows = zip(texts[0].pieces, decided, strict=True)
-            shown = [zip(pieces, depths.tolist(), strict=True) for pieces, depths in rows]
         console = Console(stderr=not sys.stdout.isatty(), highlight=False)
         coloured, between = label != "plain", "\n" if self.chat else ""
-        for prompt, pieces in zip(self.prompts, map(iter, shown), strict=True):
-            first = list(itertools.islice(pieces, 1))  # Compiles, before there is text.
-            console.print(Text(prompt + between, "dim"), end="", soft_wrap=True)
-            layers = model.decoder.config.num_layers
-            pieces = itertools.chain(first, pieces)
-            *_, stopped = show_stream(console, pieces, layers, coloured=coloured)
-            if stopped:
-                raise KeyboardInterrupt
-        warm = [texts[0].generated]
+        layers = model.decoder.config.num_layers
+        printers = [
+            Printer(console, layers, coloured=coloured, opening=prompt + between)
+            for prompt in self.prompts
+        ]
+        if sys.stdout.isatty() and len(prompts) == 1:
+            with printers[0] as shown:
+                first = decode(mode, on_event=shown.add_event, chunk=CHUNK)
+        else:
+            first = decode(mode)
+            for printer, *row in zip(printers, first.pieces, first.decided, strict=True):
+                with printer as shown:
+                    shown.add(*row)
+        warm = [first]
         modes, of_model = {"plain": plain, label: mode}, (model.decoder, model.params)
         if self.rounds:
             with progress_bar((len(modes) + 1) * (self.rounds + 1), "timing") as bar:
@@ -134,8 +119,7 @@ class Generate(OfDecoding):
                 *of_model, mode, [prompts], results, sampling=sampling, budget=budget
             )
             measured = Timed(results=results, ledger=ledger)
-        (generated,) = measured.results
-        result = next(text for text in texts if text.generated is generated)
+        (result,) = measured.results
         record = measured.to_dict()
         if self.rounds:
             rate = f"{record['tokens_per_second']:.0f} tokens a second. {_FASTER}"
@@ -144,12 +128,12 @@ class Generate(OfDecoding):
         return {
             "mode": mode.name,
             "prompts": list(self.prompts),
-            "token_ids": [ids.tolist() for ids in generated.token_ids],
+            "token_ids": [ids.tolist() for ids in result.token_ids],
             "texts": list(result.texts),
-            "depths": [depths.tolist() for depths in generated.decided],
-            "prompt": _prompt_record(*of_model, mode, prefill, prompts, generated),
-            "kv_bytes_held": [int(held) for held in generated.kv_bytes_held],
-            "finish_reasons": list(generated.finish_reasons),
+            "depths": [depths.tolist() for depths in result.decided],
+            "prompt": _prompt_record(*of_model, mode, prefill, prompts, result),
+            "kv_bytes_held": [int(held) for held in result.kv_bytes_held],
+            "finish_reasons": list(result.finish_reasons),
             **record,
         }
 
@@ -161,27 +145,6 @@ class Generate(OfDecoding):
             return model.encode(list(self.prompts)), model.decoder.config.eos_ids
         asked = [[{"role": "user", "content": prompt}] for prompt in self.prompts]
         return [encode_chat(model, messages) for messages in asked], turn_ends(model)
-
-
-def _stream(
-    model: Any, prompt: Any, results: list[GeneratedText], *, mode: Any, **options: Any
-) -> Iterator[tuple[str, int]]:
-    """Yields the text and the depth of each new token as it comes, then appends the result."""
-    reader, pieces, depth = TextReader(model.tokenizer, prompt), list[str](), 0
-    of_model, how = (model.decoder, model.params), {"mode": mode, "chunk": CHUNK, **options}
-    state: Any = None
-    for state in run_chunks(*of_model, [prompt], **how):
-        (new,) = new_tokens(state, np.asarray([len(prompt) + len(pieces)]))
-        for token, depth in zip(new.token_ids.tolist(), new.decided.tolist(), strict=True):
-            pieces.append(reader.add(token))
-            yield pieces[-1], depth
-    if tail := reader.flush():
-        pieces[-1] += tail
-        yield tail, depth
-    layers = model.decoder.config.num_layers
-    generated = collect(state, mode, Lengths(), rows=1, devices=1, num_layers=layers)
-    parts = {"texts": ("".join(pieces),), "pieces": (tuple(pieces),)}
-    results.append(GeneratedText(**parts, generated=generated))
 
 
 _FASTER = (

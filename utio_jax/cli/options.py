@@ -18,7 +18,7 @@ from utio_jax.calibration.advice import advise
 from utio_jax.core.files import check_writable, hash_file, load_json
 from utio_jax.core.terminal import note_compilation
 from utio_jax.decoding.adaptive import Adaptive
-from utio_jax.decoding.base import Plain
+from utio_jax.decoding.base import Plain, check_mode
 from utio_jax.decoding.lossless import lossless_for
 from utio_jax.decoding.prefill import Prefill
 from utio_jax.decoding.sampling import SamplingParams
@@ -243,9 +243,7 @@ class OfDecoding(OfMode):
             check_policy(self.policy_name, **given, calibration=self.calibration)
             policy, budget, _ = policy_named(model, self.policy_name, **given)
             mode = Adaptive(policy=policy)
-        mode.check(model.decoder)
-        if prefill is not None:
-            prefill.check(model.decoder, kv=mode.prompt_kv)
+        check_mode(mode, model.decoder, prefill=prefill)
         return mode, prefill, budget
 
     def sampling(self) -> SamplingParams:

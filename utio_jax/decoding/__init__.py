@@ -3,18 +3,16 @@
 
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.base import DecodeContext, LogitsProcessor, Mode, Plain
-from utio_jax.decoding.generate import Generated, generate
+from utio_jax.decoding.generate import Generated, generate, generate_text
 from utio_jax.decoding.loop import Lengths
 from utio_jax.decoding.lossless import Lossless, lossless_for
 from utio_jax.decoding.prefill import Prefill
 from utio_jax.decoding.sampling import SamplingParams
-from utio_jax.decoding.text import GeneratedText, generate_text
 
 __all__ = [
     "Adaptive",
     "DecodeContext",
     "Generated",
-    "GeneratedText",
     "Lengths",
     "LogitsProcessor",
     "Lossless",

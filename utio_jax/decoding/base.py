@@ -153,12 +153,12 @@ class Plain(Mode):
         return emit_drawn(context, state, logits, decided=depth, executed=depth)
 
 
-def check_mode(mode: Mode, decoder: Decoder) -> None:
-    """Checks that an object is a mode and fits the model.
+def check_mode(mode: Mode, decoder: Decoder, *, prefill: Any = None) -> None:
+    """Checks that an object is a mode, and fits the model and a `Prefill`.
 
     Raises:
       TypeError: the object is no mode, e.g. the name or the class of one.
-      ValueError: the mode does not fit the model, or the model is not causal.
+      ValueError: mode, model and prefill do not fit each other, or the model is not causal.
     """
     if not isinstance(mode, Mode):
         got = f"{type(mode).__name__} {mode!r:.80}."
@@ -176,6 +176,8 @@ def check_mode(mode: Mode, decoder: Decoder) -> None:
             "PROMPT. An encoder: utio_jax.contrib.encoders."
         )
     mode.check(decoder)
+    if prefill is not None:
+        prefill.check(decoder, kv=mode.prompt_kv)
 
 
 def as_processor(function: LogitsProcessor | None) -> Any:

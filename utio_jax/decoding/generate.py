@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -21,16 +22,19 @@ from jax.sharding import Mesh
 
 from utio_jax.attention.cache import bytes_per_slot, key_widths
 from utio_jax.core.arrays import check_computed
-from utio_jax.core.calls import check_options, takes_decoder
+from utio_jax.core.calls import takes_decoder
 from utio_jax.core.decoder import Decoder, Params, is_integer
+from utio_jax.core.html import depth_html
 from utio_jax.core.rows import check_mesh
 from utio_jax.core.terminal import count_on_terminal
 from utio_jax.core.work import Work
-from utio_jax.decoding.base import LogitsProcessor, Mode, Plain
-from utio_jax.decoding.loop import Lengths, Prompts, check_prompts, round_up, run_chunks
+from utio_jax.decoding.base import LogitsProcessor, Mode, Plain, check_mode
+from utio_jax.decoding.loop import Lengths, round_up, run_requests
 from utio_jax.decoding.prefill import Prefill
-from utio_jax.decoding.sampling import SamplingParams, check_sampling, check_seeds
-from utio_jax.decoding.state import REASONS, Columns, DecodeState, Tally, stop_rules, stops_of_rows
+from utio_jax.decoding.requests import Event, Prompts, Request, requests_of
+from utio_jax.decoding.sampling import SamplingParams
+from utio_jax.decoding.state import DecodeState, Tally
+from utio_jax.decoding.text import StopStrings, TextModel, Tokenizer, depth_summary, listed
 from utio_jax.policies.depth import check_any_rows
 
 INSTEAD = {
@@ -52,11 +56,6 @@ _OF_GENERATE = {
 }
 
 
-def check_generate_options(options: Mapping[str, Any]) -> None:
-    """Raises TypeError for an option that `generate` lacks, with its name in this library."""
-    check_options("utio_jax.generate", options, generate, instead=_OF_GENERATE)
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class Generated(Tally):
     """Result of `generate`: new tokens, records of each token, and the cost of decode steps.
@@ -64,6 +63,8 @@ class Generated(Tally):
     Arrays are on the host; row `i` belongs to prompt `i`. The first new token is part of prefill.
 
     Attributes:
+      texts: new text, without the stop string that ended it; empty without a tokenizer.
+      pieces: text that each new token adds; a character of several tokens belongs to the last one.
       token_ids: new tokens of each prompt `[new]`, including an end token.
       finish_reasons: `"eos"`, `"stop"` or `"length"`.
       decided: depth in layers of the distribution each new token was taken from, see `Columns`.
@@ -81,6 +82,8 @@ class Generated(Tally):
       group: number of rows that step together on one device; the last ones may be padding.
     """
 
+    texts: tuple[str, ...] = ()
+    pieces: tuple[tuple[str, ...], ...] = ()
     token_ids: tuple[np.ndarray, ...]
     finish_reasons: tuple[str, ...]
     decided: tuple[np.ndarray, ...]
@@ -97,8 +100,46 @@ class Generated(Tally):
     group: int
 
     def __repr__(self) -> str:
+        if self.texts:
+            return self.summary()
         new = sum(map(len, self.token_ids))
         return f"Generated({new} new tokens in {len(self.token_ids)} rows, mode {self.mode})"
+
+    def _repr_html_(self) -> str:
+        rows = zip(self.pieces, self.decided, strict=True)
+        return "".join(depth_html(p, d.tolist(), num_layers=self.num_layers) for p, d in rows)
+
+    def summary(self) -> str:
+        """Returns the texts, each followed by the depths of its tokens and their cost."""
+        blocks, layers = [], self.num_layers
+        for text, depths, reason in zip(self.texts, self.decided, self.finish_reasons, strict=True):
+            if not depths.size:
+                blocks.append(f"{text}\n[no new token]")
+                continue
+            line = f"{depths.size} tokens ({reason}), mode {self.mode}"
+            blocks.append(f"{text}\n[{line}: {depth_summary(depths, num_layers=layers)}]")
+        # Over all rows: rows that step together run as deep as the deepest of them.
+        steps = sum(max(0, depths.size - 1) for depths in self.decided) * layers
+        if steps:
+            run = float(self.token_layers.sum()) / steps
+            blocks.append(f"Layers run per new token after the first, over full depth: {run:.2f}")
+        if self.acceptance is not None:
+            drafts, rounds = int(self.drafts.sum()), int(self.steps.sum())
+            right = f"{self.acceptance:.0%} of {drafts}, in {rounds} rounds"
+            blocks.append(f"Drafts that were right: {right}")
+        return "\n".join(blocks)
+
+    @property
+    def text(self) -> str:
+        """New text of a single prompt. Raises ValueError if there were several."""
+        if len(self.texts) != 1:
+            raise ValueError(f"Wanted the text of one prompt. Got {len(self.texts)}: see texts.")
+        return self.texts[0]
+
+    @property
+    def message(self) -> dict[str, str]:
+        """New text as an assistant message, to continue a chat. Raises ValueError, see `text`."""
+        return {"role": "assistant", "content": self.text}
 
     @property
     def kv_bytes_read(self) -> np.ndarray:
@@ -113,26 +154,13 @@ class Generated(Tally):
 
     def only(self, rows: slice) -> Generated:
         """Returns the result of some rows."""
-        per_row = {
-            name: value[rows] for name, value in vars(self).items() if name not in _OF_ALL_ROWS
-        }
-        per_row["prompt_work"] = jax.tree.map(lambda leaf: leaf[rows], self.prompt_work)
-        return dataclasses.replace(self, **per_row)
-
-    def first(self, counts: Sequence[int], *, finish_reasons: Sequence[str]) -> Generated:
-        """Returns the result with each row cut to its first tokens. The cost is not reduced."""
-        cut: dict[str, Any] = {
-            name: tuple(row[:n] for row, n in zip(getattr(self, name), counts, strict=True))
-            for name in _PER_TOKEN
-        }
-        return dataclasses.replace(self, finish_reasons=tuple(finish_reasons), **cut)
+        per_row = {name: x for name, x in vars(self).items() if name not in _OF_ALL_ROWS}
+        arrays = lambda x: isinstance(x, tuple | np.ndarray)  # noqa: E731
+        cut = jax.tree.map(lambda x: x[rows], per_row, is_leaf=arrays)
+        return dataclasses.replace(self, **cut)
 
 
-_PER_TOKEN = ("token_ids", "decided", "executed", "log_probabilities")
-_OF_ALL_ROWS = (
-    *("key_widths", "mode", "num_layers", "group", "bytes_per_slot"),
-    *("prompt_width", "prompt_work"),
-)
+_OF_ALL_ROWS = {"key_widths", "mode", "num_layers", "group", "bytes_per_slot", "prompt_width"}
 
 
 @takes_decoder("model.generate(prompts)", options=_OF_GENERATE)
@@ -146,10 +174,13 @@ def generate(  # noqa: PLR0913 (options, each named)
     max_new_tokens: int = 128,
     eos_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
     stop_sequences: Sequence[Sequence[int]] | Sequence[Sequence[Sequence[int]]] = (),
+    stop_strings: StopStrings = (),
+    tokenizer: Tokenizer | None = None,
     seeds: int | Sequence[int] = 0,
     lengths: Lengths = Lengths(),
     prefill: Prefill | None = None,
     stop_when: Callable[[int, np.ndarray], bool] | None = None,
+    on_event: Callable[[Event], object] | None = None,
     chunk: int = 16,
     logits_processor: LogitsProcessor | None = None,
     mesh: Mesh | None = None,
@@ -168,14 +199,20 @@ def generate(  # noqa: PLR0913 (options, each named)
         one per prompt: `[[2], [2, 7]]`.
       stop_sequences: token sequences that end a row when its new tokens end with one. Or a list of
         such lists, one per prompt: `[[[5, 6]], []]`.
+      stop_strings: strings that end a text; the first in new text wins. Or a list for each prompt.
+        Needs a tokenizer. The row is cut after the token that completes the string.
+      tokenizer: tokenizer for text and stop strings; None: tokens only.
       seeds: one seed per prompt, or one number, to which the prompt's index is added. A row's draws
         depend only on its seed and its prompt.
       lengths: rounding of lengths.
       prefill: prefill strategy. None: exact, by the fastest program
         (`utio_jax.decoding.prefill.fastest_prefill`). `Prefill()`: every token at full depth.
-      stop_when: ends a row when it returns True. Called on the host with the row's index and its
-        new tokens, after every `chunk` of them. The row keeps all tokens it has by then.
-      chunk: new tokens per row between two calls of `stop_when`; unused without it.
+      stop_when: ends a row after the first new token for which it returns True. Called on the host
+        with the row's index and its new tokens up to that one.
+      on_event: called on the host with the new tokens of each row, see `utio_jax.engine.Event`.
+      chunk: new tokens per row between two looks of the host, for `stop_strings`, `stop_when` and
+        `on_event`; unused without them. Up to so many tokens may be decoded beyond the end of a
+        row. They are dropped, but charged.
       logits_processor: traced function that changes logits `[batch, vocab]` before tokens are
         drawn, see `utio_jax.decoding.LogitsProcessor`. Log-probabilities stay those of the model.
       mesh: device mesh; rows are split over its axis "data". Only rows of one device step together.
@@ -191,95 +228,95 @@ def generate(  # noqa: PLR0913 (options, each named)
     """
     if not is_integer(max_batch, 1):
         raise ValueError(f"Wanted a max_batch of at least 1 prompt. Got max_batch={max_batch}.")
-    config, count = decoder.config, len(prompts)
-    # All prompts and their options are checked before the first batch runs.
-    prompts = check_prompts(prompts, config=config, max_new_tokens=max_new_tokens)
-    drawn = check_sampling(sampling, rows=count) or SamplingParams()
-    row_seeds = check_seeds(seeds, rows=count)
-    eos_ids = config.eos_ids if eos_ids is None else eos_ids
-    stops = stops_of_rows(eos_ids, stop_sequences, rows=count)
-    stop_rules(stops, vocab_size=config.vocab_size)
+    requests = requests_of(
+        decoder,
+        prompts,
+        max_new_tokens=max_new_tokens,
+        sampling=sampling,
+        seeds=seeds,
+        eos_ids=eos_ids,
+        stop_sequences=stop_sequences,
+        stop_strings=stop_strings,
+        tokenizer=tokenizer,
+    )
+    if stop_when is not None:
+        for row, request in enumerate(requests):
+            request.stop_when = partial(stop_when, row)
+    is_watched = on_event is not None or any(request.ends_on_host for request in requests)
+    if is_watched and chunk < 1:
+        raise ValueError(f"Wanted chunks of at least one token. Got chunk={chunk}.")
+    check_mode(mode, decoder, prefill=prefill)
+    count = len(requests)
     size = -(-count // -(-count // max_batch))
     if size < count:
         held = (mode, prefill, logits_processor)
         check_any_rows(held, instead=f"Decode all rows at once: max_batch={count}.")
-        width = round_up(max(len(prompt) for prompt in prompts), lengths.prompt_step)
+        width = round_up(max(request.prompt.size for request in requests), lengths.prompt_step)
         lengths = dataclasses.replace(lengths, prompt_step=width)
     show = count_on_terminal("Prompts that are done") if size < count else lambda done, total: None
     parts = []
     for start in range(0, count, size):
-        rows = slice(start, min(start + size, count))
-        ends, sequences = zip(*stops[rows], strict=True)
-        *_, state = run_chunks(
+        batch = requests[start : start + size]
+        state = run_requests(
             decoder,
             params,
-            prompts[rows],
+            batch,
             mode=mode,
-            sampling=jax.tree.map(lambda x, rows=rows: x[rows] if np.ndim(x) else x, drawn),
-            max_new_tokens=max_new_tokens,
-            eos_ids=ends,
-            stop_sequences=sequences,
-            seeds=row_seeds[rows].tolist(),
-            lengths=lengths,
             prefill=prefill,
-            stop_when=stop_when and (lambda row, new, start=start: stop_when(start + row, new)),
-            chunk=max_new_tokens if stop_when is None else chunk,
+            lengths=lengths,
+            chunk=chunk if is_watched else None,
+            on_event=on_event,
             logits_processor=logits_processor,
             mesh=mesh,
         )
-        devices, layers = check_mesh(mesh), config.num_layers
-        sizes = {"rows": rows.stop - start, "devices": devices, "num_layers": layers}
-        parts.append(collect(state, mode, lengths, **sizes))
-        show(rows.stop, count)
+        parts.append(_collect(state, batch, mode=mode, lengths=lengths, devices=check_mesh(mesh)))
+        show(start + len(batch), count)
     return parts[0] if len(parts) == 1 else _joined(parts)
 
 
 def _joined(parts: Sequence[Generated]) -> Generated:
     """Concatenates the results of batches, in order."""
-    first, joined = parts[0], dict[str, Any]()
-    for name, value in vars(first).items():
-        if name not in _OF_ALL_ROWS:
-            values = [getattr(part, name) for part in parts]
-            alike = isinstance(value, tuple)
-            joined[name] = tuple(itertools.chain(*values)) if alike else np.concatenate(values)
-    works = [part.prompt_work for part in parts]
-    if any(work is None for work in works):  # The dense program counts no work.
-        joined["prompt_work"] = None
-    else:
-        joined["prompt_work"] = jax.tree.map(lambda *leaves: np.concatenate(leaves), *works)
-    return dataclasses.replace(first, **joined)
+    joined = dict[str, Any]()
+    for name in vars(parts[0]).keys() - _OF_ALL_ROWS:
+        values = [getattr(part, name) for part in parts]
+        if isinstance(values[0], tuple):
+            joined[name] = tuple(itertools.chain(*values))
+        elif any(value is None for value in values):  # The dense program counts no work.
+            joined[name] = None
+        else:
+            joined[name] = jax.tree.map(lambda *leaves: np.concatenate(leaves), *values)
+    return dataclasses.replace(parts[0], **joined)
 
 
-def new_tokens(state: DecodeState, starts: np.ndarray) -> list[Columns]:
-    """Returns the columns of each row from a position on, copied to the host."""
-    columns = jax.tree.map(np.asarray, state.columns)
-    spans = zip(starts, np.asarray(state.lengths), strict=True)
-    return [columns.cut(row, slice(*span)) for row, span in enumerate(spans)]
-
-
-def collect(
-    state: DecodeState, mode: Mode, lengths: Lengths, *, rows: int, devices: int, num_layers: int
+def _collect(
+    state: DecodeState, requests: Sequence[Request], *, mode: Mode, lengths: Lengths, devices: int
 ) -> Generated:
-    """Returns the result of a finished state's first rows. Further rows are padding of a mesh."""
-    starts, ends = (np.asarray(leaf)[:rows] for leaf in (state.prompt_lengths, state.lengths))
-    new = new_tokens(state, np.asarray(state.prompt_lengths))[:rows]
-    for row, columns in enumerate(new):
-        check_computed(columns.log_probabilities, what=f"log-probabilities of row {row}")
-    tally = vars(jax.tree.map(lambda leaf: np.asarray(leaf)[:rows], state.tally))
+    """Returns the result of finished requests. Further rows of the state pad a mesh."""
+    count, num_layers = len(requests), requests[0].num_layers
+    starts, ends = (np.asarray(leaf)[:count] for leaf in (state.prompt_lengths, state.lengths))
+    likelihood = np.asarray(state.columns.log_probabilities)
+    for row, (start, end) in enumerate(zip(starts, ends, strict=True)):
+        check_computed(likelihood[row, start:end], what=f"log-probabilities of row {row}")
+    done = [request.finished for request in requests if request.finished is not None]
     per_slot, all_rows = bytes_per_slot(state.cache), state.lengths.shape[0]
     held = (ends.astype(np.int64) - 1) * per_slot * state.cache.keys.shape[0]
     kept = sum(leaf.nbytes for leaf in jax.tree.leaves(state.cache))
     held += (kept - sum(leaf.nbytes for leaf in state.cache.arrays)) // all_rows
     prompt_depths, prompt_work = [np.full(end, num_layers, np.int32) for end in starts], None
     if state.prompt is not None:
-        prompt_work = jax.tree.map(lambda leaf: np.asarray(leaf)[:rows], state.prompt.work)
+        prompt_work = jax.tree.map(lambda leaf: np.asarray(leaf)[:count], state.prompt.work)
         depths = np.asarray(state.prompt.depths)
         prompt_depths = [depths[row, :end].copy() for row, end in enumerate(starts)]
-    noted: dict[str, Any] = {name: tuple(getattr(row, name) for row in new) for name in _PER_TOKEN}
+    has_text = requests[0].text is not None
     return Generated(
-        **noted,
-        **tally,
-        finish_reasons=tuple(REASONS[reason] for reason in np.asarray(state.reason)[:rows]),
+        **vars(jax.tree.map(lambda leaf: np.asarray(leaf)[:count], state.tally)),
+        texts=tuple(row.text for row in done) if has_text else (),
+        pieces=tuple(row.pieces for row in done) if has_text else (),
+        token_ids=tuple(row.token_ids for row in done),
+        finish_reasons=tuple(row.reason for row in done),
+        decided=tuple(row.decided for row in done),
+        executed=tuple(row.executed for row in done),
+        log_probabilities=tuple(row.log_probabilities for row in done),
         kv_bytes_held=held,
         prompt_depths=tuple(prompt_depths),
         prompt_width=round_up(int(starts.max()), lengths.prompt_step),
@@ -290,3 +327,17 @@ def collect(
         num_layers=num_layers,
         group=all_rows // devices,
     )
+
+
+def generate_text(model: TextModel, prompts: Sequence[str] | Prompts, **options: Any) -> Generated:
+    """Generates new text for each prompt; `utio_jax.models.Model.generate` takes modes by name.
+
+    Args:
+      model: a `utio_jax.models.Model`, or another object with a decoder and a tokenizer.
+      prompts: texts, or the token ids of each; none of them empty.
+      **options: other keyword arguments of `generate`.
+    """
+    kinds: Any = list | tuple | np.ndarray
+    rows = isinstance(prompts, kinds) and len(prompts) > 0 and isinstance(prompts[0], kinds)
+    ids: Any = prompts if rows else model.encode(listed(prompts))  # type: ignore[arg-type]
+    return generate(model.decoder, model.params, ids, tokenizer=model.tokenizer, **options)

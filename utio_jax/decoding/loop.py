@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,27 +17,22 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int, UInt32
 
 from utio_jax.attention.cache import KVCache, init_cache, key_widths
-from utio_jax.core.decoder import Decoder, DecoderConfig, Params, is_integer, logits_of
-from utio_jax.core.documents import check_ids
+from utio_jax.core.decoder import Decoder, Params, logits_of
 from utio_jax.core.layer import head_in_blocks, split_layers
 from utio_jax.core.rows import Rows, check_mesh, over_rows, place
 from utio_jax.decoding.base import (
     DecodeContext,
     LogitsProcessor,
     Mode,
-    Plain,
     as_processor,
-    check_mode,
     emit_drawn,
 )
 from utio_jax.decoding.cached import block_at, run_segment
 from utio_jax.decoding.prefill import Prefill, fastest_prefill
-from utio_jax.decoding.sampling import SamplingParams, check_sampling, check_seeds
-from utio_jax.decoding.state import Columns, DecodeState, Tally, end_rows, stop_rules, stops_of_rows
+from utio_jax.decoding.requests import TALLIED, Event, Request, RowReport, arrays_of
+from utio_jax.decoding.sampling import rows_of
+from utio_jax.decoding.state import REASONS, RUNNING, Columns, DecodeState, Tally, stop_rules
 from utio_jax.staircase.forward import project_states, write_at
-
-Prompts = Sequence[Sequence[int] | np.ndarray]
-"""Token ids: a list or an array for each row."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,101 +55,50 @@ class Lengths:
             )
 
 
-def check_prompts(
-    prompts: Prompts, *, config: DecoderConfig, max_new_tokens: int
-) -> list[np.ndarray]:
-    """Returns the prompts as int32 arrays. Raises ValueError, see `generate`."""
-    if not is_integer(max_new_tokens, 1):
-        raise ValueError(
-            f"Wanted max_new_tokens of at least 1, an integer. Got max_new_tokens="
-            f"{max_new_tokens!r}."
-        )
-    if not len(prompts):
-        raise ValueError("Wanted at least one prompt. Got none.")
-    checked = []
-    for index, prompt in enumerate(prompts):
-        ids = np.asarray(prompt)
-        if not ids.size:
-            message = f"Wanted prompts of at least one token. Prompt {index} is empty."
-            if config.bos_id is not None:
-                message += (
-                    f" To start without text, pass the model's bos_id as token ids: "
-                    f"[[{config.bos_id}]]."
-                )
-            raise ValueError(message)
-        ids = check_ids(ids, vocab_size=config.vocab_size, what=f"prompt {index}")
-        if ids.size + max_new_tokens > config.context_length:
-            raise ValueError(
-                "Wanted prompt and new tokens within the model's context of "
-                f"{config.context_length}. Got prompt {index} of {ids.size} tokens and "
-                f"max_new_tokens={max_new_tokens}. Cut one of them."
-            )
-        checked.append(ids)
-    return checked
-
-
-def run_chunks(  # noqa: PLR0913 (options, each named)
+def run_requests(  # noqa: PLR0913 (options, each named)
     decoder: Decoder,
     params: Params,
-    prompts: Prompts,
+    requests: Sequence[Request],
     *,
-    chunk: int = 16,
-    max_new_tokens: int = 128,
-    mode: Mode = Plain(),
-    sampling: SamplingParams | Sequence[SamplingParams] = SamplingParams(),
-    eos_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
-    stop_sequences: Sequence[Sequence[int]] | Sequence[Sequence[Sequence[int]]] = (),
-    seeds: int | Sequence[int] = 0,
-    lengths: Lengths = Lengths(),
-    prefill: Prefill | None = None,
-    stop_when: Callable[[int, np.ndarray], bool] | None = None,
-    logits_processor: LogitsProcessor | None = None,
-    mesh: Mesh | None = None,
-) -> Iterator[DecodeState]:
-    """Yields the loop's state after every `chunk` new tokens, until all rows have ended.
+    mode: Mode,
+    prefill: Prefill | None,
+    lengths: Lengths,
+    chunk: int | None,
+    on_event: Callable[[Event], object] | None,
+    logits_processor: LogitsProcessor | None,
+    mesh: Mesh | None,
+) -> DecodeState:
+    """Decodes checked requests together until all have ended; returns the loop's last state.
 
-    On a mesh, padding rows may follow the rows of the prompts. They end at once.
+    The host takes new tokens after every `chunk` of them; None: at the end. On a mesh, padding
+    rows may follow the rows of the requests. They end at once.
     """
-    config = decoder.config
-    rows = check_prompts(prompts, config=config, max_new_tokens=max_new_tokens)
-    if chunk < 1:
-        raise ValueError(f"Wanted chunks of at least one token. Got chunk={chunk}.")
-    check_mode(mode, decoder)
-    if prefill is not None:
-        prefill.check(decoder, kv=mode.prompt_kv)
-    row_seeds = check_seeds(seeds, rows=len(rows))
-    drawn = check_sampling(sampling, rows=len(rows))
-    eos_ids = config.eos_ids if eos_ids is None else eos_ids
-    stops = stops_of_rows(eos_ids, stop_sequences, rows=len(rows))
-
-    ends = np.asarray([row.size for row in rows], np.int32)
+    ends = np.asarray([request.prompt.size for request in requests], np.int32)
     width = round_up(int(ends.max()), lengths.prompt_step)
-    slots = round_up(width + max_new_tokens + mode.block, lengths.key_step)
-    padded = np.zeros((len(rows), width), np.int32)
-    for row, ids in zip(padded, rows, strict=True):
-        row[: ids.size] = ids
-    shape = -(-len(rows) // check_mesh(mesh)), width
-    prefill = (
-        fastest_prefill(decoder, *shape, kv=mode.prompt_kv, filled=float(ends.mean()) / width)
-        if prefill is None
-        else prefill.for_shape(*shape, filled=float(ends.mean()) / width)
-    )
+    most = max(request.max_new_tokens for request in requests)
+    slots = round_up(width + most + mode.block, lengths.key_step)
+    shape, filled = (-(-len(requests) // check_mesh(mesh)), width), float(ends.mean()) / width
+    if prefill is None:
+        prefill = fastest_prefill(decoder, *shape, kv=mode.prompt_kv, filled=filled)
+    else:
+        prefill = prefill.for_shape(*shape, filled=filled)
     mode, prefill = canonical((mode, prefill))
+    drawn = rows_of([request.sampling for request in requests])
     context = DecodeContext(
         decoder=decoder,
         params=params,
         mode=mode,
-        sampling=drawn,
-        stops=stop_rules(stops, vocab_size=config.vocab_size),
+        sampling=drawn if np.any(drawn.temperature != 0) else None,
+        stops=stop_rules([request.stops for request in requests]),
         logits_processor=as_processor(logits_processor),
     )
-    arrays = padded, ends, ends + np.int32(max_new_tokens), row_seeds
-    context, prefill, arrays = place((context, prefill, Rows(arrays)), mesh)
-    state = begin(context, *arrays.tree, slots=slots, prefill=prefill, mesh=mesh)
+    arrays = Rows(arrays_of(requests, width=width))
+    context, prefill, arrays = place((context, prefill, arrays), mesh)
+    state = begin(context, **arrays.tree, slots=slots, prefill=prefill, mesh=mesh)
     # All rows read at least as many keys as the shortest prompt has.
     widths = tuple(w for w in key_widths(slots, key_step=lengths.key_step) if w >= ends.min())
     if mesh is None:
-        tokens = len(rows) * mode.block
+        tokens = len(requests) * mode.block
         context = dataclasses.replace(
             context,
             params=head_in_blocks(decoder, params, tokens=tokens),
@@ -162,14 +107,41 @@ def run_chunks(  # noqa: PLR0913 (options, each named)
 
     until = 1
     while True:
-        if until < max_new_tokens:  # Prefill draws the first new token.
-            until = min(until + chunk, max_new_tokens)
+        if until < most:  # Prefill draws the first new token.
+            until = most if chunk is None else min(until + chunk, most)
             state = advance(context, state, np.int32(until), widths=widths, mesh=mesh)
-        if stop_when is not None:
-            state = end_rows(state, stop_when)
-        yield state
-        if until == max_new_tokens or np.all(np.asarray(state.reason)):
-            return
+        state = _hand_over(state, requests, on_event)
+        if all(request.finished is not None for request in requests):
+            return state
+
+
+def _hand_over(
+    state: DecodeState, requests: Sequence[Request], on_event: Callable[[Event], object] | None
+) -> DecodeState:
+    """Hands new tokens to their requests; ends the rows of those that end on the host alone."""
+    counts = {name: getattr(state.tally, name) for name in TALLIED}
+    leaves = state.columns, state.lengths, state.reason, counts
+    columns, lengths, reason, counts = jax.tree.map(np.asarray, leaves)
+    ended, now = np.zeros(reason.shape, np.bool_), time.monotonic()
+    for row, request in enumerate(requests):
+        if request.finished is not None:
+            continue
+        report = RowReport(
+            columns=columns.cut(row, slice(request.length, lengths[row])),
+            length=int(lengths[row]),
+            reason=REASONS[reason[row]],
+            counts={name: int(count[row]) for name, count in counts.items()},
+        )
+        event = request.take(report, now)
+        ended[row] = event.finished is not None and reason[row] == RUNNING
+        if on_event is not None:
+            on_event(event)
+    if not ended.any():
+        return state
+    reason = np.where(ended, np.int32(REASONS.index("stop")), reason)
+    # Keeps the sharding: otherwise the next step would compile again.
+    home = state.reason.sharding if state.reason.committed else None
+    return dataclasses.replace(state, reason=jax.device_put(reason, home))
 
 
 @partial(jax.jit, static_argnames=("slots", "mesh", "alternatives"))

@@ -111,15 +111,12 @@ def rows_of(params: Sequence[SamplingParams]) -> SamplingParams:
 
 def check_sampling(
     sampling: SamplingParams | Sequence[SamplingParams], *, rows: int
-) -> SamplingParams | None:
-    """Returns the parameters of each row as arrays; None if all rows are greedy.
-
-    `sampling` applies to all rows, or is a list with one entry per row. Or some of its fields are
-    arrays with a value per row.
+) -> list[SamplingParams]:
+    """Returns the parameters of each row: one for all, or a list with one entry per row.
 
     Raises:
-      ValueError: the number of parameters differs from `rows`, one is no `SamplingParams`, or a
-        value is not allowed.
+      ValueError: the number of parameters differs from `rows`, one is no `SamplingParams`, or its
+        fields are arrays.
     """
     given = [*sampling] if isinstance(sampling, Sequence) else [sampling] * rows
     for params in given:
@@ -128,25 +125,16 @@ def check_sampling(
                 f"Wanted SamplingParams. Got {params!r}. For example: "
                 "SamplingParams(temperature=0.7, top_p=0.95)."
             )
-        if isinstance(sampling, Sequence) and any(map(np.ndim, vars(params).values())):
+        if any(map(np.ndim, vars(params).values())):
             raise ValueError(
                 f"Wanted numbers in each entry of a list of SamplingParams. Got {params!r:.80}. "
                 "Give each row an entry of its own."
             )
-    values = vars(sampling) if isinstance(sampling, SamplingParams) else {}
-    counts = [len(given), *(np.size(value) for value in values.values() if np.ndim(value))]
-    if wrong := [count for count in counts if count != rows]:
+    if len(given) != rows:
         raise ValueError(
-            f"Wanted one SamplingParams, or one per prompt ({rows}). Got {wrong[0]} of them."
+            f"Wanted one SamplingParams, or one per prompt ({rows}). Got {len(given)} of them."
         )
-    if len(counts) > 1:
-        columns = {name: np.broadcast_to(value, rows).tolist() for name, value in values.items()}
-        given = [
-            SamplingParams(**{name: column[row] for name, column in columns.items()})
-            for row in range(rows)
-        ]
-    result = rows_of(given)
-    return result if np.any(result.temperature != 0) else None
+    return given
 
 
 def check_seeds(seeds: int | Sequence[int], *, rows: int) -> UInt32[np.ndarray, " batch"]:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -353,24 +353,6 @@ def _most_probable(log_probabilities: Float[Array, "batch new vocab"], count: in
     best, ids = jax.lax.top_k(log_probabilities.reshape(-1, vocab), count)
     best, ids = (leaf.reshape(*lead, count) for leaf in (best, ids))
     return Alternatives(token_ids=ids, log_probabilities=best)
-
-
-def end_rows(state: DecodeState, stop_when: Callable[[int, np.ndarray], bool]) -> DecodeState:
-    """Ends the rows for which `stop_when(row, new_tokens)` returns True, on the host."""
-    known, starts, ends, reason = (
-        np.asarray(leaf)
-        for leaf in (state.token_ids, state.prompt_lengths, state.lengths, state.reason)
-    )
-    ended = [
-        int(reason[row]) == RUNNING and stop_when(row, known[row, starts[row] : ends[row]].copy())
-        for row in range(len(reason))
-    ]
-    if not any(ended):
-        return state
-    reason = np.where(ended, np.int32(_STOP), reason)
-    # Keeps the sharding: otherwise the next step would compile again.
-    home = state.reason.sharding if state.reason.committed else None
-    return dataclasses.replace(state, reason=jax.device_put(reason, home))
 
 
 def _ends_sequence(

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Text generation: prompts as strings, stop strings, and the text of each new token.
-
-    result = generate_text(model, ["def mean(values):"], stop_strings=["class "])
-    result.texts[0], result.pieces[0], result.generated.decided[0]
+"""Text of new tokens: detokenizers, stop strings, and the text of each token.
 
 A stop string may begin and end inside tokens, and has many tokenizations. Therefore, the host
 searches the decoded text. Special tokens that a stop string contains are searched, but not shown.
@@ -10,18 +7,14 @@ searches the decoded text. Special tokens that a stop string contains are search
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Int
 
 from utio_jax.core.decoder import Params
-from utio_jax.core.html import depth_html
-from utio_jax.decoding.generate import Generated, check_generate_options, generate
-from utio_jax.decoding.loop import Prompts
 
 StopStrings = str | Sequence[str] | Sequence[Sequence[str]]
 """Stop string or strings of all texts, or a list of stop strings for each."""
@@ -63,68 +56,6 @@ class TextModel(Protocol):
         ...
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
-class GeneratedText:
-    """Result of `generate_text`; entry `i` of each field belongs to prompt `i`.
-
-    Attributes:
-      texts: new text, without the stop string that ended it.
-      pieces: text that each new token adds; a character of several tokens belongs to the last one.
-      generated: new tokens, up to the one that completed a stop string, and their cost.
-    """
-
-    texts: tuple[str, ...]
-    pieces: tuple[tuple[str, ...], ...]
-    generated: Generated
-
-    @property
-    def text(self) -> str:
-        """New text of a single prompt. Raises ValueError if there were several."""
-        if len(self.texts) != 1:
-            raise ValueError(f"Wanted the text of one prompt. Got {len(self.texts)}: see texts.")
-        return self.texts[0]
-
-    @property
-    def token_ids(self) -> tuple[np.ndarray, ...]:
-        """New tokens of each prompt, `[new]`."""
-        return self.generated.token_ids
-
-    @property
-    def message(self) -> dict[str, str]:
-        """New text as an assistant message, to continue a chat. Raises ValueError, see `text`."""
-        return {"role": "assistant", "content": self.text}
-
-    def __repr__(self) -> str:
-        return self.summary()
-
-    def _repr_html_(self) -> str:
-        rows = zip(self.pieces, self.generated.decided, strict=True)
-        layers = self.generated.num_layers
-        return "".join(depth_html(p, d.tolist(), num_layers=layers) for p, d in rows)
-
-    def summary(self) -> str:
-        """Returns the texts, each followed by the depths of its tokens and their cost."""
-        result, layers = self.generated, self.generated.num_layers
-        blocks = []
-        for row, text in enumerate(self.texts):
-            depths = result.decided[row]
-            if not depths.size:
-                blocks.append(f"{text}\n[no new token]")
-                continue
-            line = f"{depths.size} tokens ({result.finish_reasons[row]}), mode {result.mode}"
-            blocks.append(f"{text}\n[{line}: {depth_summary(depths, num_layers=layers)}]")
-        # Over all rows: rows that step together run as deep as the deepest of them.
-        steps = sum(max(0, depths.size - 1) for depths in result.decided) * layers
-        if steps:
-            run = float(result.token_layers.sum()) / steps
-            blocks.append(f"Layers run per new token after the first, over full depth: {run:.2f}")
-        if result.acceptance is not None:
-            drafts, rounds = int(result.drafts.sum()), int(result.steps.sum())
-            right = f"{result.acceptance:.0%} of {drafts}, in {rounds} rounds"
-            blocks.append(f"Drafts that were right: {right}")
-        return "\n".join(blocks)
-
-
 def depth_summary(depths: Int[np.ndarray, " token"], *, num_layers: int) -> str:
     """Returns the mean depth of tokens and, if one stopped early, the share of each depth.
 
@@ -139,62 +70,21 @@ def depth_summary(depths: Int[np.ndarray, " token"], *, num_layers: int) -> str:
     return f"{line}; {', '.join(shares)}"
 
 
-def generate_text(
-    model: TextModel,
-    prompts: Sequence[str] | Prompts,
-    *,
-    stop_strings: StopStrings = (),
-    **options: Any,
-) -> GeneratedText:
-    """Generates new text for each prompt; `utio_jax.models.Model.generate` takes modes by name.
-
-    Each row is cut after the token that completes a stop string, or for which the caller's
-    `stop_when` first returns True. The host checks both once per `chunk` tokens: up to that many
-    tokens may be decoded beyond the end. They are dropped, but charged.
-
-    Args:
-      model: a `utio_jax.models.Model`, or another object with a decoder and a tokenizer.
-      prompts: texts, or the token ids of each; none of them empty.
-      stop_strings: strings that end a text; the first in new text wins. Or a list for each prompt.
-      **options: other keyword arguments of `generate`.
-
-    Raises:
-      ValueError: an empty prompt or stop string; see also `generate`.
-    """
-    check_generate_options(options)
-    ids = _encoded(model, prompts)
-    pairs = zip(ids, stops_of_texts(stop_strings, len(ids)), strict=True)
-    rows = [
-        StreamedRow(TextReader(model.tokenizer, continued(model.decoder, prompt)), stops)
-        for prompt, stops in pairs
-    ]
-    also: Callable[[int, np.ndarray], bool] | None = options.pop("stop_when", None)
-
-    def stop_when(row: int, new: np.ndarray) -> bool:
-        text = rows[row]
-        if text.ended:
-            return True
-        for end in range(text.seen + 1, len(new) + 1):
-            text.add(new[text.seen : end], running=True)
-            if not text.stopped and also is not None and also(row, new[:end]):
-                text.add((), running=False)  # Ends the row with the text that was held back.
-            if text.ended:
-                return True
-        return False
-
-    stops = also is not None or any(row.stops for row in rows)
-    options["stop_when"] = stop_when if stops else None
-    result = generate(model.decoder, model.params, ids, **options)
-    reasons = []
-    for index, (row, new) in enumerate(zip(rows, result.token_ids, strict=True)):
-        if stops:  # Not asked yet for the chunk in which a row ends by itself.
-            stop_when(index, new)
-        row.add(new[row.seen :], running=False)
-        cut = row.stopped or row.seen < len(new)
-        reasons.append("stop" if cut else result.finish_reasons[index])
-    generated = result.first([row.seen for row in rows], finish_reasons=reasons)
-    texts, pieces = zip(*((row.text, tuple(row.pieces)) for row in rows), strict=True)
-    return GeneratedText(texts=texts, pieces=pieces, generated=generated)
+def streamed(
+    tokenizer: Tokenizer | None,
+    decoder: Any,
+    prompt: Sequence[int] | np.ndarray,
+    stops: tuple[str, ...],
+) -> StreamedRow | None:
+    """Returns the streamed text of a row before its first new token; None without a tokenizer."""
+    if tokenizer is not None:
+        return StreamedRow(TextReader(tokenizer, continued(decoder, prompt)), stops)
+    if not stops:
+        return None
+    raise ValueError(
+        f"Wanted a tokenizer for stop_strings={[*stops]}. Got none. Pass tokenizer=..., to an "
+        "engine as it is made, or name stop_sequences of tokens."
+    )
 
 
 def continued(decoder: Any, prompt: Sequence[int] | np.ndarray) -> Sequence[int] | np.ndarray:
@@ -286,13 +176,6 @@ class StreamedRow:
                 shown.append((piece, number))
         self.text += "".join(piece for piece, _ in shown)
         return shown
-
-
-def _encoded(model: TextModel, prompts: Any) -> Prompts:
-    """Returns the token ids of prompts; texts are encoded."""
-    kinds: Any = list | tuple | np.ndarray
-    rows = isinstance(prompts, kinds) and len(prompts) > 0 and isinstance(prompts[0], kinds)
-    return prompts if rows else model.encode(listed(prompts))
 
 
 def listed(texts: Sequence[str]) -> list[str]:

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Continuous batching: requests join and leave a running batch of rows."""
 
+from utio_jax.decoding.requests import Completion, Event
 from utio_jax.decoding.state import Alternatives
 from utio_jax.engine.engine import Engine
 from utio_jax.engine.planning import DepthPlan, RowRates, plan_mode
-from utio_jax.engine.requests import Completion, EngineStats, Event
+from utio_jax.engine.requests import EngineStats
 from utio_jax.engine.slots import Shapes
 
 __all__ = [

@@ -19,10 +19,9 @@ from utio_jax.core.pytrees import pytree
 from utio_jax.core.rows import first_rows, put_first_rows
 from utio_jax.decoding.base import DecodeContext, Mode
 from utio_jax.decoding.loop import advance
+from utio_jax.decoding.requests import TALLIED, RowReport
 from utio_jax.decoding.sampling import SamplingParams
 from utio_jax.decoding.state import REASONS, Columns, DecodeState, StopRules
-
-TALLIED = ("steps", "token_layers", "drafts", "accepted")
 
 
 @pytree
@@ -113,16 +112,6 @@ def row_counts(slots: int) -> tuple[int, ...]:
 def block_room(mode: Mode, steps: int) -> int:
     """Returns the maximum number of tokens that a row reports after a block of `steps` steps."""
     return steps * mode.block + 1
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RowReport:
-    """Report of a row: new tokens, its length with them, finish reason, and `TALLIED` counts."""
-
-    columns: Columns
-    length: int
-    reason: str
-    counts: dict[str, int]
 
 
 def read_report(

@@ -26,22 +26,15 @@ from utio_jax.core.calls import takes_decoder
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.terminal import count_on_terminal
 from utio_jax.decoding.base import LogitsProcessor, Mode, Plain
-from utio_jax.decoding.loop import check_prompts
 from utio_jax.decoding.prefill import Prefill
-from utio_jax.decoding.sampling import SamplingParams, check_sampling, check_seeds
-from utio_jax.decoding.state import STOPS_ROOM, Columns, Stops, stop_rules
-from utio_jax.decoding.text import (
-    StreamedRow,
-    TextModel,
-    TextReader,
-    Tokenizer,
-    checked_stops,
-    continued,
-)
+from utio_jax.decoding.requests import Completion, Event, Request, requests_of
+from utio_jax.decoding.sampling import SamplingParams
+from utio_jax.decoding.state import STOPS_ROOM, Columns
+from utio_jax.decoding.text import TextModel, Tokenizer, streamed
 from utio_jax.engine.blocks import read_report
 from utio_jax.engine.depths import RequestPolicy, thresholds_of
 from utio_jax.engine.prefix import PrefixCache, bytes_of
-from utio_jax.engine.requests import Completion, EngineStats, Event, Request
+from utio_jax.engine.requests import EngineStats
 from utio_jax.engine.slots import Served, Shapes, Slots
 
 
@@ -173,45 +166,41 @@ class Engine:
             stop strings without a tokenizer; a deadline in the past, or a policy that the mode
             cannot serve; see also `utio_jax.generate`.
         """
-        config, prompt = self._served.decoder.config, np.asarray(prompt_ids)
-        (prompt,) = check_prompts([prompt], config=config, max_new_tokens=max_new_tokens)
-        capacity, ahead = self._served.capacity, self.mode.block
+        served, now = self._served, self._clock()
+        if deadline is not None and not deadline > 0:
+            raise ValueError(f"Wanted a deadline of more than 0 seconds. Got {deadline}.")
+        (asked,) = requests_of(
+            served.decoder,
+            [prompt_ids],
+            max_new_tokens=max_new_tokens,
+            sampling=[sampling],
+            seeds=0 if seed is None else seed,
+            eos_ids=None if eos_ids is None else [eos_ids],
+            stop_sequences=[stop_sequences],
+            stop_strings=stop_strings,
+            tokenizer=self._tokenizer,
+            room=STOPS_ROOM,
+        )
+        capacity, ahead, size = served.capacity, self.mode.block, asked.prompt.size
         longest = self._rows.longest(whole=whole_prompt)
-        needed = prompt.size + max_new_tokens + ahead
-        if needed > capacity or prompt.size > longest:
+        needed = size + max_new_tokens + ahead
+        if needed > capacity or size > longest:
             raise ValueError(
                 f"Wanted a request that fits into a slot of {capacity} tokens, its prompt into "
-                f"{longest}. Got a prompt of {prompt.size} tokens, "
+                f"{longest}. Got a prompt of {size} tokens, "
                 f"max_new_tokens={max_new_tokens} and {ahead} that the mode may run ahead: "
                 f"{needed}. Cut one of them, or make an engine of a larger capacity."
             )
-        check_sampling([sampling], rows=1)
-        ends = config.eos_ids if eos_ids is None else eos_ids
-        stops: Stops = ([*ends], [[*sequence] for sequence in stop_sequences])
-        stop_rules([stops], vocab_size=config.vocab_size, room=STOPS_ROOM)
-        if stop_strings and self._tokenizer is None:
-            raise ValueError(
-                f"Wanted an engine with a tokenizer for stop_strings={[*stop_strings]}. Got one "
-                "without. Make it with tokenizer=..., or name stop_sequences of tokens."
-            )
-        if deadline is not None and not deadline > 0:
-            raise ValueError(f"Wanted a deadline of more than 0 seconds. Got {deadline}.")
-        strings, now = checked_stops(stop_strings), self._clock()
-        reader = None if self._tokenizer is None else self._reader(prompt)
+        thresholds = thresholds_of(policy, self.mode, served.decoder)
         number = next(self._numbers)
-        request = Request(
+        request = dataclasses.replace(
+            asked,
             number=number,
-            prompt=prompt,
-            max_new_tokens=max_new_tokens,
-            num_layers=config.num_layers,
-            sampling=sampling,
-            seed=int(check_seeds(number if seed is None else seed, rows=1)[0]),
-            stops=stops,
-            thresholds=thresholds_of(policy, self.mode, self._served.decoder),
-            text=None if reader is None else StreamedRow(reader, strings),
+            seed=number if seed is None else asked.seed,
+            thresholds=thresholds,
             whole_prompt=whole_prompt,
             salt=cache_salt,
-            parts=[Columns.empty(0, alternatives=self._served.alternatives)],
+            parts=[Columns.empty(0, alternatives=served.alternatives)],
             submitted=now,
             expires=math.inf if deadline is None else now + deadline,
         )
@@ -428,14 +417,11 @@ class Engine:
         for request in self._known.values():
             if request.slot is not None or request.finished is not None:
                 returned, text = self._returned.get(request.number, 1), request.text
-                if text is not None and self._tokenizer is not None:
-                    text = StreamedRow(self._reader(request.prompt), text.stops)
+                if text is not None:
+                    parts = self._tokenizer, self._served.decoder, request.prompt, text.stops
+                    text = streamed(*parts)
                 events.append(request.interrupted(now, text, returned=returned))
         return events
-
-    def _reader(self, prompt: np.ndarray) -> TextReader:
-        assert self._tokenizer is not None
-        return TextReader(self._tokenizer, continued(self._served.decoder, prompt))
 
     def _end_by_host(self) -> list[Event]:
         """Ends requests that were cancelled or whose deadline has passed."""

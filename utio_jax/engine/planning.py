@@ -24,8 +24,8 @@ from utio_jax.core.decoder import DecoderConfig
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.base import Plain
 from utio_jax.decoding.cached import quarters
+from utio_jax.decoding.requests import Request
 from utio_jax.engine.depths import own_thresholds
-from utio_jax.engine.requests import Request
 from utio_jax.engine.slots import Served, Slots
 from utio_jax.policies.depth import Thresholded
 from utio_jax.staircase.segments import segments_of

@@ -31,12 +31,13 @@ from utio_jax.decoding.base import (
 )
 from utio_jax.decoding.loop import begin, canonical, round_up, unread
 from utio_jax.decoding.prefill import Prefill
+from utio_jax.decoding.requests import Request
 from utio_jax.decoding.state import RELEASED, Columns, DecodeState
 from utio_jax.engine.blocks import Rules, block_room, row_counts, run_block
 from utio_jax.engine.depths import own_thresholds
 from utio_jax.engine.prefix import PrefixCache
 from utio_jax.engine.prompts import PromptBlocks, most_blocks, read_blocks
-from utio_jax.engine.requests import Fresh, Request, fresh_of
+from utio_jax.engine.requests import Fresh, fresh_of
 from utio_jax.policies.depth import check_any_rows
 
 _UNIT = 32
@@ -160,7 +161,7 @@ class Slots:
         """Makes free rows; raises the errors of `Engine`."""
         mode, slots, capacity = served.mode, served.slots, served.capacity
         prefill, shapes = served.prefill, served.shapes
-        check_mode(mode, served.decoder)
+        check_mode(mode, served.decoder, prefill=prefill)
         held = (mode, prefill, served.logits_processor)
         check_any_rows(held, instead="Decode these rows together: utio_jax.generate.")
         if min(slots, served.steps) < 1 or capacity < mode.block + 2:
@@ -169,8 +170,6 @@ class Slots:
                 f"and {mode.block} more. Got slots={slots}, steps={served.steps}, "
                 f"capacity={capacity}."
             )
-        if prefill is not None:
-            prefill.check(served.decoder, kv=mode.prompt_kv)
         most = served.decoder.config.vocab_size
         if not 0 <= served.alternatives <= most:
             raise ValueError(

@@ -21,7 +21,8 @@ from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.flops import token_cost
 from utio_jax.decoding.base import Mode
 from utio_jax.decoding.generate import Generated
-from utio_jax.decoding.loop import Prompts, round_up
+from utio_jax.decoding.loop import round_up
+from utio_jax.decoding.requests import Prompts
 from utio_jax.decoding.sampling import SamplingParams
 from utio_jax.evaluation.ledger import Ledger
 from utio_jax.evaluation.quality import Quality

@@ -32,8 +32,8 @@ from utio_jax.core.lens import Lens, Lensed, Wrapped, lensed, load_lens, with_co
 from utio_jax.core.quantised import check_weights, is_quantised
 from utio_jax.core.terminal import note_compilation
 from utio_jax.decoding.base import LogitsProcessor, Mode
-from utio_jax.decoding.loop import check_prompts
 from utio_jax.decoding.prefill import Prefill
+from utio_jax.decoding.requests import check_prompts
 from utio_jax.decoding.text import listed
 from utio_jax.engine import Completion, Engine
 from utio_jax.evaluation.controls import load_controls

@@ -40,18 +40,13 @@ from utio_jax.core.lens import Wrapped, lens_beside, load_lens, save_lens, with_
 from utio_jax.core.terminal import note_compilation
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.base import LogitsProcessor, Mode, Plain
-from utio_jax.decoding.generate import INSTEAD, generate
-from utio_jax.decoding.loop import Lengths, check_prompts, round_up
+from utio_jax.decoding.generate import INSTEAD, Generated, generate, generate_text
+from utio_jax.decoding.loop import Lengths, round_up
 from utio_jax.decoding.lossless import lossless_for
 from utio_jax.decoding.prefill import Prefill
+from utio_jax.decoding.requests import requests_of
 from utio_jax.decoding.sampling import SamplingParams
-from utio_jax.decoding.text import (
-    GeneratedText,
-    StopStrings,
-    TextReader,
-    generate_text,
-    stops_of_texts,
-)
+from utio_jax.decoding.text import StopStrings, TextReader
 from utio_jax.engine import Engine, Event
 from utio_jax.evaluation.evaluate import TextScore, score_documents
 from utio_jax.evaluation.ledger import Ledger
@@ -268,7 +263,7 @@ class Verbs:
         prompt_budget: float | None = None,
         max_batch: int = 64,
         **options: Any,
-    ) -> GeneratedText:
+    ) -> Generated:
         """Returns new text for one prompt or several, with the layers that each token took.
 
         Args:
@@ -340,9 +335,9 @@ class Verbs:
         note_compilation()
         prefill = _prefill(self, prompt_budget, prefill)
         chosen = self.mode(mode, budget=budget)
-        check_prompts(rows, config=self.decoder.config, max_new_tokens=max_new_tokens)
-        drawn = [sampling] * len(rows) if isinstance(sampling, SamplingParams) else sampling
-        requests = [*zip(rows, stops_of_texts(stop, len(rows)), drawn, strict=True)]
+        how: Any = {"max_new_tokens": max_new_tokens, "sampling": sampling, "seeds": seed}
+        how |= {"stop_strings": stop, "tokenizer": self.tokenizer}
+        requests = requests_of(self.decoder, rows, **how)
         longest = max(map(len, rows)) + max_new_tokens + chosen.block
         engine = Engine.of(
             self,
@@ -353,9 +348,15 @@ class Verbs:
             prefill=prefill,
             logits_processor=logits_processor,
         )
-        for index, (ids, strings, how) in enumerate(requests):
-            of_prompt: Any = {"stop_strings": strings, "sampling": how, "seed": seed + index}
-            engine.submit(ids, max_new_tokens=max_new_tokens, **of_prompt, **options)
+        for request in requests:
+            engine.submit(
+                request.prompt,
+                max_new_tokens=max_new_tokens,
+                sampling=request.sampling,
+                seed=request.seed,
+                stop_strings=request.text.stops if request.text else (),
+                **options,
+            )
         return _events(engine)
 
     def score(

@@ -24,8 +24,8 @@ from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.documents import check_tokens
 from utio_jax.core.flops import pass_flops, token_cost
 from utio_jax.decoding.generate import Generated
-from utio_jax.decoding.loop import Prompts
 from utio_jax.decoding.prefill import Prefill
+from utio_jax.decoding.requests import Prompts
 from utio_jax.evaluation.flops import gate_flops
 from utio_jax.evaluation.intervals import ratio_interval
 from utio_jax.policies.base import Policy

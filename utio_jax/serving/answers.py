@@ -19,8 +19,8 @@ import numpy as np
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
+from utio_jax.decoding.requests import Completion, Event
 from utio_jax.decoding.text import TextReader
-from utio_jax.engine.requests import Completion, Event
 from utio_jax.serving.engine import PromptScores
 from utio_jax.serving.gate import ApiError, engine_ended, fault, note_fault, shutting_down
 from utio_jax.serving.pieces import token_name

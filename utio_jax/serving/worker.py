@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
+from utio_jax.decoding.requests import Event
 from utio_jax.engine import Engine
-from utio_jax.engine.requests import Event
 from utio_jax.serving.engine import PromptScorer, PromptScores
 
 

@@ -20,8 +20,8 @@ from tokenizers import Tokenizer, decoders, models
 import utio_jax
 from utio_jax.contrib.encoder_decoder import OnTargets, read_sources, source_rows
 from utio_jax.core.flops import token_cost
+from utio_jax.decoding.generate import generate_text
 from utio_jax.decoding.loop import Lengths
-from utio_jax.decoding.text import generate_text
 from utio_jax.policies import given_depths, random_depths
 
 NEW = 20

@@ -21,7 +21,8 @@ from utio_jax.core.documents import check_ids
 from utio_jax.core.flops import pass_flops, token_cost
 from utio_jax.core.layer import split_layers
 from utio_jax.core.work import Work
-from utio_jax.decoding.loop import check_prompts, round_up
+from utio_jax.decoding.loop import round_up
+from utio_jax.decoding.requests import check_prompts
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

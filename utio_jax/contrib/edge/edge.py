@@ -20,7 +20,8 @@ import zmq
 from utio_jax.contrib.edge import wire
 from utio_jax.contrib.edge.parts import Row
 from utio_jax.core.decoder import Decoder, Params
-from utio_jax.decoding.loop import canonical, check_prompts
+from utio_jax.decoding.loop import canonical
+from utio_jax.decoding.requests import check_prompts
 from utio_jax.decoding.sampling import SamplingParams, check_sampling, rows_of
 from utio_jax.policies.base import Policy
 from utio_jax.staircase.loop import check_policy

@@ -20,10 +20,10 @@ from lm_eval.utils import get_rolling_token_windows
 from utio_jax.core.documents import Batch, batches_of, check_text, row_widths
 from utio_jax.core.lens import with_config
 from utio_jax.decoding.base import Mode, Plain
+from utio_jax.decoding.generate import generate_text
 from utio_jax.decoding.loop import Lengths
 from utio_jax.decoding.prefill import Prefill
 from utio_jax.decoding.sampling import SamplingParams
-from utio_jax.decoding.text import generate_text
 from utio_jax.evaluation.evaluate import Quality, evaluate
 from utio_jax.evaluation.generation import spent_on
 from utio_jax.models.gguf.header import read_header
@@ -321,7 +321,7 @@ class UtioLM(TemplateLM):
             prefill=self.prefill,
             lengths=Lengths(prompt_step=next(width for width in widths if width >= longest)),
         )
-        self.spent += spent_on(decoder, params, self.mode, prompts, result.generated)
+        self.spent += spent_on(decoder, params, self.mode, prompts, result)
         return result.texts
 
     def _count(self, kind: str, *, truncated: bool = False) -> None:
