@@ -265,7 +265,7 @@ def speeds(
     )
     for name, mode in ways.items():
         result, timing = run(mode), timings[name]
-        steps = np.sum(result.token_layers) / np.sum(result.steps)
+        steps = np.sum(result.work.queries) / np.sum(result.work.steps)
         tokens = sum(map(len, result.token_ids))
         row = {
             "way": name,
@@ -293,7 +293,8 @@ def on_devices(subject: Subject, args: argparse.Namespace) -> list[dict[str, Any
             "way": name,
             "devices": jax.device_count(),
             "blocks_run": [
-                round(float(np.sum(run.token_layers) / np.sum(run.steps)) / 2, 3) for run in runs
+                round(float(np.sum(run.work.queries) / np.sum(run.work.steps)) / 2, 3)
+                for run in runs
             ],
             "same_tokens": all(map(np.array_equal, *(run.token_ids for run in runs))),
         }

@@ -257,9 +257,9 @@ def lossless(model: Any, rows: np.ndarray, rounds: int) -> dict[str, Any]:
     return {
         name: {
             "speedup": round(times[name].speedup_over(times["plain"]), 3),
-            "accepted": round(float(of.accepted.sum() / max(1, of.drafts.sum())), 3),
-            "layers": round(float(of.token_layers.sum() / plain.token_layers.sum()), 3),
-            "rounds": round(float(of.steps.sum() / plain.steps.sum()), 3),
+            "accepted": round(float(of.work.accepted.sum() / max(1, of.work.drafts.sum())), 3),
+            "layers": round(float(of.work.queries.sum() / plain.work.queries.sum()), 3),
+            "rounds": round(float(of.work.steps.sum() / plain.work.steps.sum()), 3),
             "equal": bool(np.array_equal(np.stack(of.token_ids), np.stack(plain.token_ids))),
         }
         for name, of in results.items()

@@ -157,7 +157,7 @@ def main() -> None:
                 )
                 for ids in prompts
             ]
-            ran[name] = sum(int(result.token_layers.sum()) for result in results)
+            ran[name] = sum(int(result.work.queries.sum()) for result in results)
             return [result.token_ids[0].tolist() for result in results]
 
         return run

@@ -25,7 +25,7 @@ def run(model, prompts, new=96, chunk=16, lengths=(1, 2, 4), decay=0.5):
 
     def write(text, mode, count):
         result = generate(*parts, [text], mode=mode, max_new_tokens=count, eos_ids=())
-        return result.token_ids[0], float(np.sum(result.token_layers))
+        return result.token_ids[0], float(np.sum(result.work.queries))
 
     for prompt in prompts:
         for depth in exits:

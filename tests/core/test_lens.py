@@ -172,15 +172,15 @@ def test_decoding_at_an_exit_says_what_scoring_says(model: Model) -> None:
     used = set(np.concatenate(result.decided).tolist())
     assert used & set(EXITS[:-1]), "some tokens stop early"
     assert_greedy(model, result, prompts, kv="drop")
-    steps = int(result.steps[0])
+    steps = int(result.work.steps[0])
     looks = steps + int(np.any([np.asarray(d[1:]) > 1 for d in result.decided], axis=0).sum())
-    assert result.exit_maps[0] == looks, "one map per look, none besides"
+    assert result.work.exit_maps[0] == looks, "one map per look, none besides"
 
 
 def test_maps_of_a_silent_policy_run_where_a_row_stops(model: Model) -> None:
     prompts, mode = [np.asarray(model.tokens(5))], Adaptive(policy=uniform(2))
     result = generate(model.decoder, model.params, prompts, mode=mode, max_new_tokens=6)
-    assert result.exit_maps.tolist() == [5], "the first token is prefill's"
+    assert result.work.exit_maps.tolist() == [5], "the first token is prefill's"
     cost = token_cost(model.decoder, model.params)
     spent = spent_on(model.decoder, model.params, mode, prompts, result)
     assert spent.flops_gates == pytest.approx(5 * cost.exit_map)
@@ -194,8 +194,8 @@ def test_lossless_drafts_through_the_lens_and_stays_lossless(model: Model, bare:
         result = generate(version.decoder, version.params, prompts, mode=mode, max_new_tokens=20)
         assert_equal(result.token_ids, plain.token_ids)
         drafted[name] = result
-    assert drafted["with"].exit_maps.min() > 0
-    assert drafted["without"].exit_maps.max() == 0
+    assert drafted["with"].work.exit_maps.min() > 0
+    assert drafted["without"].work.exit_maps.max() == 0
     assert drafted["with"].acceptance != drafted["without"].acceptance
 
 

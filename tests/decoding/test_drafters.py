@@ -83,13 +83,13 @@ def test_drafts_cost_what_a_slow_matcher_says(model, plain, row):
     rounds = [*rounds_of(REPEATING[row], truth, block=4)]
     drafts, accepted = (np.asarray(column) for column in zip(*rounds, strict=True))
     slots = np.where(drafts > 0, 4, 1)  # Of the one pass.
-    assert result.steps[0] == len(rounds)
-    assert result.drafts[0] == drafts.sum()
-    assert result.accepted[0] == accepted.sum()
-    assert result.heads[0] == slots.sum()
-    assert result.token_layers[0] == (4 * slots).sum()
-    assert result.attended[0] == 64 * (4 * slots).sum()
-    assert result.exit_maps[0] == 0
+    assert result.work.steps[0] == len(rounds)
+    assert result.work.drafts[0] == drafts.sum()
+    assert result.work.accepted[0] == accepted.sum()
+    assert result.work.heads[0] == slots.sum()
+    assert result.work.queries[0] == (4 * slots).sum()
+    assert result.work.key_slots[0] == 64 * (4 * slots).sum()
+    assert result.work.exit_maps[0] == 0
     decided = [4]
     for right in accepted:
         decided += [0] * right + [4]
@@ -121,8 +121,8 @@ def test_drawn_tokens_are_plain_decodings_and_rows_rest_where_nothing_repeats(mo
         plain = run(model, prompt, **options)
         result = run(model, prompt, mode=mode, **options)
         np.testing.assert_array_equal(result.token_ids[0], plain.token_ids[0])
-        assert 0 < result.drafts[0] <= 2 * 3
-        assert result.token_layers[0] <= 1.1 * plain.token_layers[0]
+        assert 0 < result.work.drafts[0] <= 2 * 3
+        assert result.work.queries[0] <= 1.1 * plain.work.queries[0]
 
 
 def test_a_step_without_drafts_is_a_plain_one(model):

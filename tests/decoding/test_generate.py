@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.counting import Counting, read_counts
 from helpers.generation import (
     CROSSING,
     PROMPTS,
@@ -22,6 +23,7 @@ from helpers.generation import (
     begun,
     context_of,
     depth_table,
+    lively_model,
     run,
     true_logits,
 )
@@ -57,8 +59,8 @@ def test_plain_is_the_full_model(model):
     assert_greedy(model, plain, kv="full")
     assert all(np.all(row == 4) for row in (*plain.decided, *plain.executed))
     # 39 steps after prefill, four layers each: nothing is run twice.
-    np.testing.assert_array_equal(plain.token_layers, [39 * 4] * 3)
-    np.testing.assert_array_equal(plain.heads, [39] * 3)
+    np.testing.assert_array_equal(plain.work.queries, [39 * 4] * 3)
+    np.testing.assert_array_equal(plain.work.heads, [39] * 3)
 
 
 @pytest.mark.parametrize(
@@ -88,8 +90,8 @@ def test_a_segment_is_skipped_where_no_row_needs_it(model):
     executed[0], executed[10 - 7 + 1], executed[20 - 1 + 1] = 4, 2, 4
     for row in range(3):
         np.testing.assert_array_equal(result.executed[row], executed)
-    np.testing.assert_array_equal(result.token_layers, [executed[1:].sum()] * 3)
-    np.testing.assert_array_equal(result.frozen_layers, [(4 - executed[1:]).sum()] * 3)
+    np.testing.assert_array_equal(result.work.queries, [executed[1:].sum()] * 3)
+    np.testing.assert_array_equal(result.work.keys_values, [39 * 4] * 3)  # Frozen ones, too.
 
 
 def test_rows_emit_from_the_logits_that_their_policy_has_seen(model):
@@ -99,7 +101,7 @@ def test_rows_emit_from_the_logits_that_their_policy_has_seen(model):
     assert set(decided.flat) == set(DEPTHS)
     # One head at each boundary that any row reaches, and a last one if any row goes that far.
     heads = 1 + np.any(decided > 1, axis=0) + np.any(decided == 4, axis=0)
-    np.testing.assert_array_equal(result.heads, [heads.sum()] * 3)
+    np.testing.assert_array_equal(result.work.heads, [heads.sum()] * 3)
 
 
 @pytest.mark.parametrize(("seeds", "expected"), [(5, [5, 6, 7]), ([9, 2, 9], [9, 2, 9])])
@@ -180,7 +182,7 @@ def test_many_prompts_run_in_batches_and_come_out_in_order(model, plain, monkeyp
     assert result.prompt_work is not None
     assert whole.prompt_work is not None
     assert result.prompt_work.queries.shape == whole.prompt_work.queries.shape
-    np.testing.assert_array_equal(result.steps, whole.steps)
+    np.testing.assert_array_equal(result.work.steps, whole.work.steps)
     with pytest.raises(ValueError, match="token ids from 0 to 63.*in prompt 4"):
         run(model, [*prompts[:4], [64]], max_batch=2)
     with pytest.raises(ValueError, match="max_batch of at least 1 prompt. Got max_batch=0"):
@@ -210,7 +212,33 @@ def test_stop_when_ends_rows_at_one_token_whatever_the_chunk(model, plain, chunk
             finished = getattr(of_row[-1].finished, name)
             np.testing.assert_array_equal(finished, getattr(result, name)[row])
         assert [event.finished is None for event in of_row] == [True] * (len(of_row) - 1) + [False]
-        assert of_row[-1].finished.steps == result.steps[row]
+        assert of_row[-1].finished.steps == result.work.steps[row]
+
+
+SHARED = {"num_kv_heads": 1, "kv_source": ((0,), (1,), (0, 1), (0, 1))}
+COUNTED = {
+    "plain": Plain(),
+    "propagate": Adaptive(policy=DepthAt(table=depth_table(DEPTHS, shape=(3, 64)), depths=DEPTHS)),
+    "drop": Adaptive(
+        policy=DepthAt(table=depth_table(DEPTHS, shape=(3, 64)), depths=DEPTHS), kv="drop"
+    ),
+    "lossless": Lossless(exit=2, max_draft=3),
+}
+
+
+@pytest.mark.parametrize("mode", COUNTED)
+@pytest.mark.parametrize("changes", [{}, SHARED], ids=["own", "shared"])
+def test_work_of_decode_steps_is_what_a_counting_model_computes(changes, mode):
+    small, prompts = lively_model(**changes), PROMPTS if mode != "lossless" else PROMPTS[:1]
+    counting = type(small)(Counting(small.decoder.config), small.params)
+    read_counts()
+    run(counting, prompts, mode=COUNTED[mode], max_new_tokens=1)
+    begin = read_counts()
+    result = run(counting, prompts, mode=COUNTED[mode])
+    counts = read_counts() - begin
+    for name, counted in (("queries", "queries"), ("keys_values", "keys_values")):
+        assert getattr(result.work, name).sum() == counts[counted], name
+    assert result.work.heads.sum() == counts["unembed"]
 
 
 LOSSLESS = Lossless(exit=2, max_draft=3)
@@ -247,9 +275,9 @@ def test_steps_read_fewer_keys_once_the_longest_row_has_ended(model):
         slots += np.where(runs, 4 * widths[-1], 0)
         ends = ends + runs
     assert [width for width, _ in itertools.groupby(widths)] == [32, 64, 32, 64]
-    np.testing.assert_array_equal(state.tally.key_slots, slots)
-    np.testing.assert_array_equal(state.tally.attended, slots)
-    np.testing.assert_array_equal(state.tally.steps, limits - lengths - 1)
+    np.testing.assert_array_equal(state.work.kv_reads, slots)
+    np.testing.assert_array_equal(state.work.key_slots, slots)
+    np.testing.assert_array_equal(state.work.steps, limits - lengths - 1)
     expected = run(model, prompts)
     for row, (start, end) in enumerate(zip(lengths, limits, strict=True)):
         new = expected.token_ids[row][: end - start]

@@ -42,7 +42,7 @@ def test_greedy_is_the_full_model(model, plain, name):
     # The case is not vacuous: some drafts are right, some wrong, and rows differ.
     assert result.acceptance is not None
     assert 0 < result.acceptance < 1
-    assert len(set(result.accepted)) > 1
+    assert len(set(result.work.accepted)) > 1
     assert result.finish_reasons == ("length",) * 3
 
 
@@ -56,7 +56,7 @@ def test_a_perfect_draft_is_accepted_whole(model):
     exact = dataclasses.replace(model, params=model.params | {"layers": layers})
     result = run(exact, mode=Lossless(exit=2, max_draft=3))
     assert result.acceptance == 1.0
-    np.testing.assert_array_equal(result.steps, [10] * 3)  # 39 tokens, 4 per round.
+    np.testing.assert_array_equal(result.work.steps, [10] * 3)  # 39 tokens, 4 per round.
 
 
 @pytest.mark.slow

@@ -87,8 +87,8 @@ def test_new_tokens_see_the_prompts_that_the_oracle_shows(kv: Any, segments: int
         sparse = partial(sparse_by_layer, attention)
     assert_read_as(model, result, table, kv=kv, sparse=sparse)
     if kv == "mapped":  # One map for each skipped layer of every row, where any row stops there.
-        assert (result.mapped_layers > 0).all()
-        assert not result.frozen_layers.any()
+        assert (result.work.kv_maps > 0).all()
+        np.testing.assert_array_equal(result.work.keys_values, result.work.queries)
 
 
 def test_without_a_policy_it_is_the_full_model_in_every_mode(no_compiles: Any) -> None:

@@ -89,7 +89,8 @@ def test_lossless_tokens_are_full_depths_own(
             )
             read = shortfalls(some, result.token_ids)
             tokens, missed = tokens + read.size, missed + read[read > 0].tolist()
-            drafts, accepted = drafts + result.drafts.sum(), accepted + result.accepted.sum()
+            work = result.work
+            drafts, accepted = drafts + work.drafts.sum(), accepted + work.accepted.sum()
         with capsys.disabled():
             print(
                 f"\nbatch {batch}: {tokens:,} tokens, {len(missed)} not the argmax, by at most "

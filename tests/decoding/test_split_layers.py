@@ -45,7 +45,7 @@ def test_tokens_and_costs_are_the_stacks(name: str, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(layers_module, "_SMALL", 0)
     assert split_layers(model.decoder, model.params) is not None
     apart = run(model, mode=mode, max_new_tokens=12, lengths=SMALL)
-    for field in ("token_ids", "decided", "executed", "token_layers", "frozen_layers", "heads"):
+    for field in ("token_ids", "decided", "executed", "work"):
         assert_equal(getattr(apart, field), getattr(stacked, field), err_msg=field)
 
 
@@ -65,7 +65,7 @@ def test_tokens_from_kernels_in_blocks_are_the_stacks(
     assert split is not None
     assert split[0]["down_proj"]["kernel"].ndim == 3
     blocked = run(model, max_new_tokens=12, lengths=SMALL)
-    for field in ("token_ids", "token_layers", "heads"):
+    for field in ("token_ids", "work"):
         assert_equal(getattr(blocked, field), getattr(stacked, field), err_msg=field)
 
 

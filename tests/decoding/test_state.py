@@ -12,7 +12,8 @@ import pytest
 
 from utio_jax.attention.cache import init_cache
 from utio_jax.core.decoder import DecoderConfig
-from utio_jax.decoding.state import REASONS, Columns, DecodeState, Tally, emit, stop_rules
+from utio_jax.core.work import Work
+from utio_jax.decoding.state import REASONS, Columns, DecodeState, emit, stop_rules
 
 SIZES = DecoderConfig(
     vocab_size=3,
@@ -60,7 +61,7 @@ def test_rows_end_where_a_loop_over_their_tokens_ends(seed: int) -> None:
         reason=jnp.asarray(reason),
         seeds=jnp.arange(BATCH, dtype=jnp.uint32),
         cache=init_cache(SIZES, batch=BATCH, slots=SLOTS),
-        tally=Tally.empty(BATCH),
+        work=Work.of_rows(BATCH),
         memory=None,
     )
     result = emit(

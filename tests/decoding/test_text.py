@@ -114,8 +114,8 @@ def test_decoding_ends_soon_after_the_last_row_has() -> None:
     emitted = max(row.size for row in result.token_ids)
     assert emitted < 12
     # The first token is prefill's; tokens beyond the stop string are dropped, but charged.
-    assert emitted - 1 <= result.steps.max() <= emitted - 1 + 4
-    np.testing.assert_array_equal(result.token_layers, 4 * result.steps)
+    assert emitted - 1 <= result.work.steps.max() <= emitted - 1 + 4
+    np.testing.assert_array_equal(result.work.queries, 4 * result.work.steps)
 
 
 def test_each_text_may_have_stop_strings_of_its_own() -> None:

@@ -69,9 +69,9 @@ def test_tokens_are_the_oracles_at_depths_of_their_own(seed: int) -> None:
         expected = [16, *table[row, size : size + 39]]
         np.testing.assert_array_equal(result.decided[row], expected)
         np.testing.assert_array_equal(result.executed[row], expected)
-        assert result.steps[row] == sum(expected[1:]) // 4, "no row waits for another"
-        assert result.token_layers[row] == sum(expected[1:])
-        assert 39 <= result.heads[row] <= result.steps[row]
+        assert result.work.steps[row] == sum(expected[1:]) // 4, "no row waits for another"
+        assert result.work.queries[row] == sum(expected[1:])
+        assert 39 <= result.work.heads[row] <= result.work.steps[row]
 
 
 def test_stops_and_tokens_of_the_own_gate_are_numpys(tmp_path: Path, no_compiles: Any) -> None:
@@ -111,7 +111,7 @@ def test_policies_that_remember_or_read_logits_decide_as_in_one_pass(signal: Any
         np.testing.assert_array_equal(apart.token_ids[row], together.token_ids[row])
         np.testing.assert_array_equal(apart.decided[row], together.decided[row])
     assert len({*np.concatenate(apart.decided)}) > 1
-    assert sum(apart.token_layers) < sum(together.token_layers), "the deepest row's in each step"
+    assert sum(apart.work.queries) < sum(together.work.queries), "the deepest row's in each step"
 
 
 def test_depths_may_leave_out_turns_and_end_before_the_last() -> None:
@@ -142,7 +142,7 @@ def test_drafts_after_early_turns_leave_the_tokens_of_all() -> None:
     plain = run(model)
     for turns in (1, 2):
         result = run(model, mode=Lossless(exit=4 * turns))
-        assert result.accepted.sum() > 0
+        assert result.work.accepted.sum() > 0
         for row in range(3):
             np.testing.assert_array_equal(result.token_ids[row], plain.token_ids[row])
 
@@ -159,7 +159,7 @@ def test_layers_apart_run_the_turns_of_the_stack(
     monkeypatch.setattr(layers_module, "_SMALL", 0)
     assert split_layers(model.decoder, model.params) is not None
     apart = run(model, mode=mode, max_new_tokens=12)
-    for field in ("token_ids", "decided", "executed", "token_layers", "accepted"):
+    for field in ("token_ids", "decided", "executed", "work"):
         assert_equal(getattr(apart, field), getattr(stacked, field), err_msg=field)
 
 
@@ -168,7 +168,7 @@ def test_hidden_tokens_and_lenses_take_the_step_that_waits() -> None:
     model, policy = looped_model(4), table_policy()
     result = run(model, mode=Adaptive(policy=policy, kv="drop"))
     assert_greedy(model, result, kv="drop")
-    assert len({*result.steps.tolist()}) == 1
+    assert len({*result.work.steps.tolist()}) == 1
     read = with_random_lens(model)
     assert_greedy(read, run(read, mode=Adaptive(policy=policy)), kv="propagate")
 
@@ -187,7 +187,7 @@ def test_the_head_runs_for_as_many_rows_as_stop(unchecked_shapes: None) -> None:
     result = run(counting, prompts, mode=mode, max_new_tokens=6)
     of_prompts, steps = 8, 20
     assert read_counts()["unembed"] == of_prompts + 2 * steps
-    np.testing.assert_array_equal(result.steps, 16 + np.repeat((1, 2, 3, 4), 2))
+    np.testing.assert_array_equal(result.work.steps, 16 + np.repeat((1, 2, 3, 4), 2))
 
 
 def test_programs_do_not_grow_with_turns(unchecked_shapes: None) -> None:

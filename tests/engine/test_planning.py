@@ -144,7 +144,7 @@ def test_blocks_are_timed_as_deep_as_asked(monkeypatch: pytest.MonkeyPatch) -> N
 
     def noted(slots: Slots) -> Any:
         report = run(slots)
-        depths.append(int(np.max(slots.state.tally.token_layers / slots.state.tally.steps)))
+        depths.append(int(np.max(slots.state.work.queries / slots.state.work.steps)))
         return report
 
     monkeypatch.setattr(Slots, "run", noted)

@@ -113,15 +113,15 @@ def test_packed_rows_are_charged_what_each_ran() -> None:
     result = run(model, mode=mode)
     row = ledger(model, mode, result)
     # Prefill's token of each row, then what its slot ran in each round.
-    assert row.depth_executed_mean == pytest.approx((3 * 4 + result.token_layers.sum()) / 120)
-    assert result.token_layers.max() * 3 > result.token_layers.sum()
+    assert row.depth_executed_mean == pytest.approx((3 * 4 + result.work.queries.sum()) / 120)
+    assert result.work.queries.max() * 3 > result.work.queries.sum()
 
 
 def test_lossless_charges_rejected_drafts_and_their_heads(model: Any) -> None:
     mode = Lossless(exit=2, max_draft=3)
     result = run(model, mode=mode)
     row = ledger(model, mode, result)
-    rounds = int(result.steps.max())
+    rounds = int(result.work.steps.max())
     layers = 3 * (4 + rounds * (4 * 2 + 4 * 2))
     assert row.depth_executed_mean == pytest.approx(layers / 120)
     assert row.policy == "full"

@@ -54,8 +54,9 @@ class Model:
 
 def assert_equal(result: Any, expected: Any, **options: Any) -> None:
     """Checks that pytrees have one structure and equal arrays."""
-    check = partial(np.testing.assert_array_equal, **options)
-    jax.tree.map(check, result, expected)
+    assert jax.tree.structure(result) == jax.tree.structure(expected)
+    for pair in zip(jax.tree.leaves(result), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(*pair, **options)
 
 
 def assert_close(result: Any, expected: Any) -> None:

@@ -258,7 +258,7 @@ def test_lossless_drafts_of_a_branch_keep_the_lower_layers(lively: Model) -> Non
     most = 3
     result = run(lively, mode=Lossless(exit=5, max_draft=most))
     assert_greedy(lively, result, kv="full")
-    assert sum(result.accepted) > 0
+    assert sum(result.work.accepted) > 0
     # Each round: lower layers and branch for the drafts, the upper half alone to verify.
     per_round = (most + 1) * SPLIT + most * 2 + (most + 1) * (LAYERS - SPLIT)
-    np.testing.assert_array_equal(result.token_layers, np.asarray(result.steps) * per_round)
+    np.testing.assert_array_equal(result.work.queries, np.asarray(result.work.steps) * per_round)

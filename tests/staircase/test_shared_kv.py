@@ -187,7 +187,7 @@ def test_packed_rows_run_what_each_decided(lively: Model) -> None:
         needs = decided > start
         expected += (stop - start) * (needs.any(axis=0) if config.kv_made(start, stop) else needs)
     np.testing.assert_array_equal(np.stack(free.executed)[:, 1:], expected)
-    np.testing.assert_array_equal(free.token_layers, expected.sum(axis=1))
+    np.testing.assert_array_equal(free.work.queries, expected.sum(axis=1))
 
 
 def test_a_config_is_made_again_of_its_own_fields() -> None:

@@ -151,7 +151,7 @@ def test_rows_read_what_they_need(model: Any) -> None:
         result.kv_bytes_read, [(views + steps * 4 * 64) * per_slot, *[(views + 64) * per_slot] * 2]
     )
     # Arithmetic is the batch's: 64 slots for one row of three, 65 at first.
-    np.testing.assert_allclose(result.attended, views + (steps * 4 + 2) * 64 / 3, rtol=1e-5)
+    np.testing.assert_allclose(result.work.key_slots, views + (steps * 4 + 2) * 64 / 3, rtol=1e-5)
     view = 4 * size * (2 * 2 * 8 * 4 + 4)
     lengths = np.array([len(prompt) + 39 for prompt in PROMPTS])
     np.testing.assert_array_equal(result.kv_bytes_held, lengths * 4 * per_slot + view)
@@ -181,7 +181,7 @@ def test_a_boundary_runs_one_head_for_policy_and_throttle(model: Any) -> None:
     alone = run(model, mode=Adaptive(policy=policy))
     limit = throttle(NEVER, signal=MaxProbability())
     both = run(model, mode=Throttled(policy=policy, attention=limit))
-    np.testing.assert_array_equal(both.heads, alone.heads)
+    np.testing.assert_array_equal(both.work.heads, alone.work.heads)
     assert_equal(both.token_ids, alone.token_ids)
 
 

@@ -76,8 +76,8 @@ class Timed:
     @property
     def acceptance(self) -> float | None:
         """Accepted drafts per verified draft; None where nothing was drafted."""
-        drafts = sum(int(result.drafts.sum()) for result in self.results)
-        accepted = sum(int(result.accepted.sum()) for result in self.results)
+        drafts = sum(int(result.work.drafts.sum()) for result in self.results)
+        accepted = sum(int(result.work.accepted.sum()) for result in self.results)
         return accepted / drafts if drafts else None
 
     def to_dict(self) -> dict[str, Any]:

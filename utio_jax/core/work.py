@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Executed work of a pass: slots, keys, heads and decisions, padding included."""
+"""Executed work of passes and decode steps: slots, keys, heads, decisions, padding included."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from utio_jax.core.pytrees import pytree
 
 
 @pytree
 class Work:
-    """Executed work, padding included: one entry per segment, or scalars for one segment.
+    """Executed work, padding included: one entry per segment or row, or scalars for one segment.
 
     Attributes:
       queries: slots that went through queries, output projection and MLP, times layers.
       keys_values: tokens whose K/V were projected, times layers.
       key_slots: query slots times the key slots that each attended over, times layers. A float: it
         outgrows int32.
+      kv_reads: key slots read in decode steps, times layers; times `bytes_per_slot`: bytes.
       decisions: slots that a decision at the segment's end evaluates.
       choices: slots that a choice of attention at the segment's start evaluates.
       heads: slots that went through the vocabulary head, for decisions, choices or the result.
@@ -32,25 +33,44 @@ class Work:
       kv_maps: slots whose keys and values were mapped, times the layers that they are for, see
         `utio_jax.core.decoder.HasKVMaps`.
       overflows: whether live tokens outgrew a static prefix, so that whole rows ran.
+      steps: decode steps that a row ran. The first new token belongs to prefill.
+      drafts: verified drafts.
+      accepted: accepted drafts.
     """
 
     queries: Int[Array | np.ndarray, "*segment"]
     keys_values: Int[Array | np.ndarray, "*segment"]
     key_slots: Float[Array | np.ndarray, "*segment"]
+    kv_reads: Float[Array | np.ndarray, "*segment"]
     decisions: Int[Array | np.ndarray, "*segment"]
     choices: Int[Array | np.ndarray, "*segment"]
     heads: Int[Array | np.ndarray, "*segment"]
     exit_maps: Int[Array | np.ndarray, "*segment"]
     kv_maps: Int[Array | np.ndarray, "*segment"]
     overflows: Int[Array | np.ndarray, "*segment"]
+    steps: Int[Array | np.ndarray, "*segment"]
+    drafts: Int[Array | np.ndarray, "*segment"]
+    accepted: Int[Array | np.ndarray, "*segment"]
 
     @classmethod
     def of(cls, **entries: Any) -> Work:
         """Returns the work of one segment; omitted fields are 0."""
         nothing: dict[str, Any] = {
             field.name: jnp.int32(0) for field in dataclasses.fields(cls)
-        } | {"key_slots": jnp.float32(0)}
+        } | {"key_slots": jnp.float32(0), "kv_reads": jnp.float32(0)}
         return cls(**(nothing | entries))
+
+    @classmethod
+    def of_rows(cls, batch: int) -> Work:
+        """Returns the work of rows that have run nothing."""
+        return jax.tree.map(lambda leaf: jnp.zeros((batch,), leaf.dtype), cls.of())
+
+    def add(self, active: Bool[Array, " batch"], **amounts: Any) -> Work:
+        """Adds amounts, scalar or per row, to the work of the active rows."""
+        for name, amount in amounts.items():
+            old = getattr(self, name)
+            amounts[name] = old + jnp.where(active, amount, 0).astype(old.dtype)
+        return dataclasses.replace(self, **amounts)
 
     def __add__(self, other: Work) -> Work:
         return jax.tree.map(jnp.add, self, other)

@@ -152,22 +152,22 @@ class Adaptive(Mode):
             bounds=(depths[0], depths[-1]),
             layers=context.layers,
         )
-        work = jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0) // active.size, done.work)
-        tally = state.tally.add(
+        by_rows = jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0) // active.size, done.work)
+        work = state.work.add(
             state.active,
             steps=1,
-            heads=work.heads,
-            exit_maps=work.exit_maps,
-            token_layers=spent.layers,
-            frozen_layers=projected,
-            mapped_layers=work.kv_maps,
-            key_slots=spent.key_slots,
-            attended=executor.attended(spent),
+            heads=by_rows.heads,
+            exit_maps=by_rows.exit_maps,
+            kv_maps=by_rows.kv_maps,
+            queries=spent.layers,
+            keys_values=spent.keys_values + projected,
+            key_slots=executor.attended(spent),
+            kv_reads=spent.key_slots,
         )
         memory = self.remember(packing, shown=_show(shown, ended, depth))
         return emit_drawn(
             context,
-            dataclasses.replace(state, cache=cache, tally=tally, memory=memory),
+            dataclasses.replace(state, cache=cache, work=work, memory=memory),
             done.read[:, 0],
             decided=depth[:, 0],
             executed=spent.layers,

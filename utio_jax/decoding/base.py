@@ -143,12 +143,12 @@ class Plain(Mode):
             width=width,
             layers=context.layers,
         )
-        layers = jnp.int32(context.decoder.config.num_layers)
-        key_slots = layers * float(width)
-        tally = state.tally.add(
-            active, steps=1, token_layers=layers, key_slots=key_slots, attended=key_slots, heads=1
-        )
-        state = dataclasses.replace(state, cache=cache, tally=tally)
+        config = context.decoder.config
+        layers, key_slots = jnp.int32(config.num_layers), config.num_layers * float(width)
+        ran: dict[str, Any] = {"queries": layers, "keys_values": config.kv_layers, "heads": 1}
+        ran |= {"key_slots": key_slots, "kv_reads": key_slots}
+        work = state.work.add(active, steps=1, **ran)
+        state = dataclasses.replace(state, cache=cache, work=work)
         depth = jnp.full_like(state.lengths, layers)
         return emit_drawn(context, state, logits, decided=depth, executed=depth)
 

@@ -231,23 +231,24 @@ class RowCache:
     Attributes:
       kv: keys and values.
       layers: number of layers that ran in each row's slot.
+      keys_values: number of layers whose K/V were projected in each row's slot.
       key_slots: number of key slots that each row has read, summed over layers.
     """
 
     kv: KVCache
     layers: Int[Array, " batch"]
+    keys_values: Int[Array, " batch"]
     key_slots: Float[Array, " batch"]
 
     @classmethod
     def of(cls, kv: KVCache, *, rows: int) -> RowCache:
         """Returns a cache whose first rows run, with their counts at 0."""
         none = jnp.zeros((rows,), jnp.int32)
-        return cls(kv=kv, layers=none, key_slots=none.astype(jnp.float32))
+        return cls(kv=kv, layers=none, keys_values=none, key_slots=none.astype(jnp.float32))
 
-    def after(self, kv: KVCache, *, layers: jax.Array, key_slots: jax.Array) -> RowCache:
-        """Returns the cache after a segment, with its work added."""
-        layers, key_slots = self.layers + layers, self.key_slots + key_slots
-        return RowCache(kv=kv, layers=layers, key_slots=key_slots)
+    def after(self, kv: KVCache, **spent: jax.Array) -> RowCache:
+        """Returns the cache after a segment, with its work added to the fields."""
+        return RowCache(kv=kv, **{name: getattr(self, name) + new for name, new in spent.items()})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -299,7 +300,8 @@ class CachedRows:
         where: dict[str, Any] = {"width": self.width, "runs": slots.live, "shown": self.shown}
         x, kv = run_segment(decoder, params, cache.kv, tokens.x, block, **span, **where)
         ran = span["stop"] - span["start"]
-        return x, cache.after(kv, layers=ran, key_slots=ran * float(self.width))
+        made = jnp.any(slots.live).astype(jnp.int32) * len(decoder.config.kv_made(*layers))
+        return x, cache.after(kv, layers=ran, keys_values=made, key_slots=ran * float(self.width))
 
     def span(self, slots: RowSlots, layers: tuple[int, int]) -> Span:
         """Returns a segment's layers; an empty span if no row needs it."""
@@ -342,7 +344,8 @@ class CachedRows:
         x, ran = on_packed_rows(live[:, 0], run, lambda x: x, tokens.x)
         layers_run = (end - start) * ran.astype(jnp.int32)
         key_slots = layers_run * float(self.width)
-        return x, cache.after(cache.kv, layers=layers_run, key_slots=key_slots)
+        none = jnp.zeros_like(layers_run)  # No K/V are made.
+        return x, cache.after(cache.kv, layers=layers_run, keys_values=none, key_slots=key_slots)
 
     def map_slots(self, slots: RowSlots, function: Callable[..., Any], *arrays: jax.Array) -> Any:
         live = slots.live

@@ -33,7 +33,7 @@ from utio_jax.decoding.loop import Lengths, round_up, run_requests
 from utio_jax.decoding.prefill import Prefill
 from utio_jax.decoding.requests import Event, Prompts, Request, requests_of
 from utio_jax.decoding.sampling import SamplingParams
-from utio_jax.decoding.state import DecodeState, Tally
+from utio_jax.decoding.state import DecodeState
 from utio_jax.decoding.text import StopStrings, TextModel, Tokenizer, depth_summary, listed
 from utio_jax.policies.depth import check_any_rows
 
@@ -57,7 +57,7 @@ _OF_GENERATE = {
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
-class Generated(Tally):
+class Generated:
     """Result of `generate`: new tokens, records of each token, and the cost of decode steps.
 
     Arrays are on the host; row `i` belongs to prompt `i`. The first new token is part of prefill.
@@ -70,6 +70,7 @@ class Generated(Tally):
       decided: depth in layers of the distribution each new token was taken from, see `Columns`.
       executed: number of layers that ran for each new token.
       log_probabilities: log-probability of each new token in nats, before any sampling method.
+      work: executed work of decode steps of each row, as one `utio_jax.core.Work`.
       kv_bytes_held: bytes of K/V held for each row's tokens at the end, copies included.
       bytes_per_slot: bytes of K/V of one token in one layer.
       key_widths: possible numbers of key slots that attention reads, ascending.
@@ -89,6 +90,7 @@ class Generated(Tally):
     decided: tuple[np.ndarray, ...]
     executed: tuple[np.ndarray, ...]
     log_probabilities: tuple[np.ndarray, ...]
+    work: Work
     kv_bytes_held: np.ndarray
     prompt_depths: tuple[np.ndarray, ...]
     prompt_width: int
@@ -121,10 +123,10 @@ class Generated(Tally):
         # Over all rows: rows that step together run as deep as the deepest of them.
         steps = sum(max(0, depths.size - 1) for depths in self.decided) * layers
         if steps:
-            run = float(self.token_layers.sum()) / steps
+            run = float(self.work.queries.sum()) / steps
             blocks.append(f"Layers run per new token after the first, over full depth: {run:.2f}")
         if self.acceptance is not None:
-            drafts, rounds = int(self.drafts.sum()), int(self.steps.sum())
+            drafts, rounds = int(self.work.drafts.sum()), int(self.work.steps.sum())
             right = f"{self.acceptance:.0%} of {drafts}, in {rounds} rounds"
             blocks.append(f"Drafts that were right: {right}")
         return "\n".join(blocks)
@@ -144,13 +146,13 @@ class Generated(Tally):
     @property
     def kv_bytes_read(self) -> np.ndarray:
         """Bytes of keys and values that attention read, per row."""
-        return self.key_slots.astype(np.float64) * self.bytes_per_slot
+        return np.asarray(self.work.kv_reads, np.float64) * self.bytes_per_slot
 
     @property
     def acceptance(self) -> float | None:
         """Accepted drafts per verified draft over all rows; None where nothing was drafted."""
-        drafts = int(self.drafts.sum())
-        return float(self.accepted.sum() / drafts) if drafts else None
+        drafts = int(self.work.drafts.sum())
+        return float(self.work.accepted.sum() / drafts) if drafts else None
 
     def only(self, rows: slice) -> Generated:
         """Returns the result of some rows."""
@@ -309,7 +311,7 @@ def _collect(
         prompt_depths = [depths[row, :end].copy() for row, end in enumerate(starts)]
     has_text = requests[0].text is not None
     return Generated(
-        **vars(jax.tree.map(lambda leaf: np.asarray(leaf)[:count], state.tally)),
+        work=jax.tree.map(lambda leaf: np.asarray(leaf)[:count], state.work),
         texts=tuple(row.text for row in done) if has_text else (),
         pieces=tuple(row.pieces for row in done) if has_text else (),
         token_ids=tuple(row.token_ids for row in done),

@@ -20,6 +20,7 @@ from utio_jax.attention.cache import KVCache, init_cache, key_widths
 from utio_jax.core.decoder import Decoder, Params, logits_of
 from utio_jax.core.layer import head_in_blocks, split_layers
 from utio_jax.core.rows import Rows, check_mesh, over_rows, place
+from utio_jax.core.work import Work
 from utio_jax.decoding.base import (
     DecodeContext,
     LogitsProcessor,
@@ -31,7 +32,7 @@ from utio_jax.decoding.cached import block_at, run_segment
 from utio_jax.decoding.prefill import Prefill, fastest_prefill
 from utio_jax.decoding.requests import TALLIED, Event, Request, RowReport, arrays_of
 from utio_jax.decoding.sampling import rows_of
-from utio_jax.decoding.state import REASONS, RUNNING, Columns, DecodeState, Tally, stop_rules
+from utio_jax.decoding.state import REASONS, RUNNING, Columns, DecodeState, stop_rules
 from utio_jax.staircase.forward import project_states, write_at
 
 
@@ -119,7 +120,7 @@ def _hand_over(
     state: DecodeState, requests: Sequence[Request], on_event: Callable[[Event], object] | None
 ) -> DecodeState:
     """Hands new tokens to their requests; ends the rows of those that end on the host alone."""
-    counts = {name: getattr(state.tally, name) for name in TALLIED}
+    counts = {name: getattr(state.work, of) for name, of in TALLIED.items()}
     leaves = state.columns, state.lengths, state.reason, counts
     columns, lengths, reason, counts = jax.tree.map(np.asarray, leaves)
     ended, now = np.zeros(reason.shape, np.bool_), time.monotonic()
@@ -250,7 +251,7 @@ def unread(
         reason=jnp.zeros_like(lengths),
         seeds=seeds,
         cache=init_cache(decoder.config, batch=batch, slots=slots, dtype=dtype),
-        tally=Tally.empty(batch),
+        work=Work.of_rows(batch),
         memory=None,
     )
 
@@ -279,7 +280,7 @@ def advance(
     mode = context.mode
 
     def goes_on(state: DecodeState, *, above: int = 0, width: int = widths[-1]) -> jax.Array:
-        fresh = state.tally.steps if by_steps else state.lengths - state.prompt_lengths
+        fresh = state.work.steps if by_steps else state.lengths - state.prompt_lengths
         reach = jnp.max(jnp.where(state.active, state.positions, 0)) + mode.block
         return jnp.any(state.active & (fresh < until)) & (above < reach) & (reach <= width)
 

@@ -161,7 +161,8 @@ class Lossless(Mode):
     def _verify(self, context: DecodeContext, state: DecodeState, drafted: Proposal) -> DecodeState:
         """Returns the state after one deep pass over every row's last token and its drafts."""
         decoder, params, sampling = context.decoder, context.params, context.sampling
-        active, num_layers, width = state.active, decoder.config.num_layers, context.width
+        config, active, width = decoder.config, state.active, context.width
+        num_layers = config.num_layers
         depth, pending = self._drafter(decoder).depth, drafted.pending
         offsets = jnp.arange(self.block, dtype=jnp.int32)[None, :]
         positions = state.positions[:, None] + offsets
@@ -202,21 +203,23 @@ class Lossless(Mode):
         if self.exit is not None:
             drafting += guesses * (self.exit - depth)
         layers = drafting + self.block * (num_layers - depth)
-        tally = state.tally.add(
+        lower, upper = len(config.kv_made(0, depth)), len(config.kv_made(depth, num_layers))
+        work = state.work.add(
             active,
             steps=1,
             drafts=drafted.counts,
             accepted=verified.accepted,
-            token_layers=layers,
-            key_slots=(drafting + num_layers - depth) * float(width),
-            attended=layers * float(width),
+            queries=layers,
+            keys_values=runs * lower + self.block * upper,
+            key_slots=layers * float(width),
+            kv_reads=(drafting + num_layers - depth) * float(width),
             heads=guesses + self.block,
             exit_maps=guesses * has_exit_lens(decoder, self.exit or 0),
         )
         # Rejected drafts stay in the cache: their slots follow the row's last token and are
         # overwritten before any later query reads them.
         return emit(
-            dataclasses.replace(state, cache=cache, tally=tally),
+            dataclasses.replace(state, cache=cache, work=work),
             context.stops,
             verified.token_ids,
             verified.accepted + 1,

@@ -29,8 +29,8 @@ from utio_jax.decoding.text import (
 Prompts = Sequence[Sequence[int] | np.ndarray]
 """Token ids: a list or an array for each row."""
 
-TALLIED = ("steps", "token_layers", "drafts", "accepted")
-"""Counts of `Tally` that a `Completion` has."""
+TALLIED = {"steps": "steps", "token_layers": "queries", "drafts": "drafts", "accepted": "accepted"}
+"""Counts of a `Completion`, and the fields of `Work` that they are."""
 
 END_REASONS = ("eos", "stop", "length", "cancelled", "deadline", "interrupted", "nan")
 """Finish reasons of requests.

@@ -179,53 +179,6 @@ class Columns:
 
 
 @pytree
-class Tally:
-    """Counts of executed work per row. The first new token belongs to prefill and is not counted.
-
-    Attributes:
-      steps: number of steps that the row ran.
-      drafts: number of verified drafts.
-      accepted: number of accepted drafts.
-      token_layers: token slots that ran a layer, padding and rejected drafts included.
-      frozen_layers: layers whose K/V were projected from frozen states.
-      mapped_layers: layers whose K/V were mapped from frozen states.
-      heads: token slots that ran the LM head.
-      exit_maps: hidden states at an exit that a lens mapped.
-      key_slots: key slots read, summed over layers; times `bytes_per_slot`: bytes. Exceeds int32.
-      attended: key slots attended over, summed over queries and layers.
-    """
-
-    steps: Int[Any, " batch"]
-    drafts: Int[Any, " batch"]
-    accepted: Int[Any, " batch"]
-    token_layers: Int[Any, " batch"]
-    frozen_layers: Int[Any, " batch"]
-    mapped_layers: Int[Any, " batch"]
-    heads: Int[Any, " batch"]
-    exit_maps: Int[Any, " batch"]
-    key_slots: Float[Any, " batch"]
-    attended: Float[Any, " batch"]
-
-    @classmethod
-    def empty(cls, batch: int) -> Tally:
-        """Returns a tally with all counts at 0."""
-        floats = ("key_slots", "attended")
-        return cls(
-            **{
-                field.name: jnp.zeros((batch,), jnp.float32 if field.name in floats else jnp.int32)
-                for field in dataclasses.fields(cls)
-            }
-        )
-
-    def add(self, active: Bool[Array, " batch"], **amounts: Any) -> Tally:
-        """Adds amounts, scalar or per row, to the counts of the active rows."""
-        for name, amount in amounts.items():
-            old = getattr(self, name)
-            amounts[name] = old + jnp.where(active, amount, 0).astype(old.dtype)
-        return dataclasses.replace(self, **amounts)
-
-
-@pytree
 class PromptPass:
     """Record of a `Prefill` pass.
 
@@ -253,7 +206,7 @@ class DecodeState:
       seeds: random seeds of the rows.
       columns: prompt and emitted tokens by position; entries beyond `lengths` are undefined.
       cache: keys and values; while few rows step, of more rows than `lengths` has.
-      tally: counts of executed work.
+      work: executed work of decode steps.
       memory: state of the mode: any pytree of arrays with rows as first axis.
       prompt: record of the prompt pass; None if the dense program or several passes read prompts.
     """
@@ -265,7 +218,7 @@ class DecodeState:
     seeds: UInt32[Array, " batch"] = dataclasses.field(metadata={"row_axis": 0})
     columns: Columns = dataclasses.field(metadata={"row_axis": 0})
     cache: KVCache
-    tally: Tally = dataclasses.field(metadata={"row_axis": 0})
+    work: Work = dataclasses.field(metadata={"row_axis": 0})
     memory: Any = dataclasses.field(metadata={"row_axis": 0})
     prompt: PromptPass | None = dataclasses.field(default=None, metadata={"row_axis": 0})
 

@@ -142,17 +142,12 @@ def run_turn(policy: Policy, context: DecodeContext, state: DecodeState) -> Deco
     stops = active & ~goes
     if logits is None:
         logits, heads = _head(context, x, stops)
-    tally = state.tally.add(
-        active,
-        steps=1,
-        heads=heads,
-        token_layers=size,
-        key_slots=size * float(context.width),
-        attended=size * float(context.width),
-    )
+    ran: dict[str, Any] = {"steps": 1, "heads": heads, "queries": size, "keys_values": size}
+    ran |= dict.fromkeys(("key_slots", "kv_reads"), size * float(context.width))
+    work = state.work.add(active, **ran)
     turn = jnp.where(active, jnp.where(stops, 0, progress.turn + 1), progress.turn)
     memory = Progress(turn=turn, x=x, asked=asked)
-    state = dataclasses.replace(state, cache=cache, tally=tally, memory=memory)
+    state = dataclasses.replace(state, cache=cache, work=work, memory=memory)
     # Rows whose tokens go on are as if they had ended: they emit nothing.
     emits = dataclasses.replace(state, reason=jnp.where(stops, state.reason, RELEASED))
     new = emit_drawn(context, emits, logits, decided=depth, executed=depth)

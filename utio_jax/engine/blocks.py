@@ -68,16 +68,17 @@ def run_block(
         context = dataclasses.replace(context, sampling=sampling, stops=stops)
         thresholds = None if thresholds is None else thresholds[:rows]
     # Prefill emitted the first token of a row: reported until the row steps.
-    unseen = state.tally.steps == 0
+    unseen = state.work.steps == 0
     since = jnp.where(unseen, state.lengths - 1, state.lengths)
     by_steps = context.mode.counts_steps(context.decoder)
-    done = state.tally.steps if by_steps else state.lengths - state.prompt_lengths
+    done = state.work.steps if by_steps else state.lengths - state.prompt_lengths
     if thresholds is not None:
         policy = context.mode.policy.per_row(jnp.asarray(thresholds))
         mode = dataclasses.replace(context.mode, policy=policy)
         context = dataclasses.replace(context, mode=mode)
     state = advance(context, state, done + steps, widths=widths, by_steps=by_steps)
-    counts = [since, state.lengths, state.reason, *(getattr(state.tally, name) for name in TALLIED)]
+    tallied = (getattr(state.work, name) for name in TALLIED.values())
+    counts = [since, state.lengths, state.reason, *tallied]
     slots = since[:, None] + jnp.arange(room, dtype=jnp.int32)[None, :]
     row = jnp.arange(rows, dtype=jnp.int32)[:, None]
     notes = [

@@ -26,9 +26,10 @@ from utio_jax.core.decoder import Decoder
 from utio_jax.core.platform import here
 from utio_jax.core.pytrees import pytree, static
 from utio_jax.core.rows import put_rows
+from utio_jax.core.work import Work
 from utio_jax.decoding.base import DecodeContext, emit_drawn
 from utio_jax.decoding.cached import block_at, run_segment
-from utio_jax.decoding.state import RELEASED, RUNNING, Columns, DecodeState, Tally
+from utio_jax.decoding.state import RELEASED, RUNNING, Columns, DecodeState
 from utio_jax.engine.blocks import Rules
 from utio_jax.engine.requests import Fresh
 from utio_jax.staircase.base import Sources
@@ -224,7 +225,7 @@ def _open(
         "limits": fresh.limits,
         "reason": np.full(fresh.lengths.shape, RELEASED, np.int32),
         "seeds": fresh.seeds,
-        "tally": Tally.empty(*fresh.lengths.shape),
+        "work": Work.of_rows(*fresh.lengths.shape),
     }
     opened = {name: jax.tree.map(put, getattr(state, name), new) for name, new in opened.items()}
     return dataclasses.replace(state, **opened), put_rows(rules, fresh.rules, rows)

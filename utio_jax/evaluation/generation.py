@@ -12,13 +12,15 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from functools import partial
+from types import SimpleNamespace
 
 import jax
 import numpy as np
 from jaxtyping import Array, Int
 
 from utio_jax.core.decoder import Decoder, Params
-from utio_jax.core.flops import token_cost
+from utio_jax.core.flops import pass_flops, token_cost
+from utio_jax.core.work import Work
 from utio_jax.decoding.base import Mode
 from utio_jax.decoding.generate import Generated
 from utio_jax.decoding.loop import round_up
@@ -80,50 +82,28 @@ def spent_on(
 def _spent_on_group(
     decoder: Decoder, params: Params, mode: Mode, prompts: Prompts, generated: Generated
 ) -> Quality:
-    cost, layers = token_cost(decoder, params), decoder.config.num_layers
-    rows = generated.group
+    cost, config, rows = token_cost(decoder, params), decoder.config, generated.group
+    layers, work = config.num_layers, generated.work
     # All rows of a group run until the last one ends, and that one was charged in every round.
-    steps, token_layers, frozen, mapped, heads, exit_maps, attended = (
-        rows * float(np.max(amounts))
-        for amounts in (
-            generated.steps,
-            generated.token_layers,
-            generated.frozen_layers,
-            generated.mapped_layers,
-            generated.heads,
-            generated.exit_maps,
-            generated.attended,
-        )
-    )
+    charged = SimpleNamespace(**{name: rows * float(np.max(of)) for name, of in vars(work).items()})
     if mode.packs(decoder):  # Each row ran its own layers; one that ended, as before it did.
-        longer = np.max(generated.steps) / np.maximum(generated.steps, 1)
-        token_layers, attended = (
-            float(np.sum(longer * amounts))
-            for amounts in (generated.token_layers, generated.attended)
-        )
-    plain_steps, plain_attended, plain_read = _plain_steps(prompts, generated)
-    plain_steps, plain_attended = rows * plain_steps, rows * layers * plain_attended
-    extra = cost.head * (heads - plain_steps) + cost.exit_map * exit_maps
-    shown = cost.keys_values * frozen + cost.kv_map * mapped
-    ran = np.concatenate(generated.executed)
-    # Keys and values per layer that ran: 1, but where upper layers read those of lower ones.
-    made = float(np.sum(cost.made(ran)) / max(1, np.sum(ran)))
-    all_made = float(cost.made(layers)) / layers
+        longer = np.max(work.steps) / np.maximum(work.steps, 1)
+        charged.queries = float(np.sum(longer * work.queries))
+        charged.key_slots = float(np.sum(longer * work.key_slots))
+    steps, attended, read = _plain_steps(prompts, generated)
+    plain = Work.of(
+        queries=np.asarray(rows * steps * layers),
+        keys_values=np.asarray(rows * steps * config.kv_layers),
+        key_slots=np.asarray(rows * layers * attended),
+        heads=np.asarray(rows * steps),
+    )
+    gates = mode.gate_flops(decoder, params) * charged.steps
+    heads = cost.head * (charged.heads - rows * steps)
     emitted = np.concatenate(generated.decided)
     deepest = np.maximum(emitted, mode.projected_depth)
-    extra += mode.gate_flops(decoder, params) * steps
     width = generated.key_widths[0]
     first = rows * (float(cost.layers(layers, width)) + cost.head)
-    width = attended / token_layers if token_layers else generated.key_widths[0]
-
-    def flops(token_layers: float, attended: float, heads: float, made: float) -> float:
-        return (
-            first
-            + (cost.query + cost.keys_values * made) * token_layers
-            + cost.attention_per_key * attended
-            + cost.head * heads
-        )
-
+    width = charged.key_slots / charged.queries if charged.queries else width
     values, counts = np.unique(emitted, return_counts=True)
     return Quality(
         tokens=emitted.size,
@@ -132,12 +112,12 @@ def _spent_on_group(
         kl=None,
         agree=None,
         histogram=dict(zip(values.tolist(), counts.tolist(), strict=True)),
-        query_layers=token_layers + rows * layers,
-        flops=flops(token_layers, attended, plain_steps, made) + shown + extra,
-        flops_full=flops(plain_steps * layers, plain_attended, plain_steps, all_made),
-        flops_gates=extra,
+        query_layers=charged.queries + rows * layers,
+        flops=first + pass_flops(cost, charged, gates=gates),
+        flops_full=first + pass_flops(cost, plain),
+        flops_gates=gates + heads + cost.exit_map * charged.exit_maps,
         kv_bytes=float(np.sum(generated.kv_bytes_read)),
-        kv_bytes_full=layers * plain_read * generated.bytes_per_slot,
+        kv_bytes_full=layers * read * generated.bytes_per_slot,
         flops_ideal=float(
             emitted.sum() * (cost.query + cost.attention_per_key * width)
             + np.sum(cost.made(deepest)) * cost.keys_values

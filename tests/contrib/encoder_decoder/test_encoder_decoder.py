@@ -51,7 +51,7 @@ def test_plain_decoding_is_the_model(prefill: bool) -> None:
     result = run() if prefill else run(prefill=None)
     assert len(set(np.concatenate(result.token_ids).tolist())) > 10
     assert_of_model(result, kv="full")
-    assert np.all(result.token_layers == 8 * (NEW - 1))
+    assert np.all(result.work.queries == 8 * (NEW - 1))
 
 
 @pytest.mark.parametrize("kv", ["propagate", pytest.param("drop", marks=pytest.mark.slow)])
@@ -64,7 +64,7 @@ def test_adaptive_decoding_is_the_reference_at_the_decided_depths(kv: Any) -> No
     assert_of_model(result, kv=kv)
     # A layer runs if any row needs it.
     deepest = np.asarray(TABLE)[:, SOURCE + 1 : SOURCE + NEW].max(axis=0)
-    assert result.token_layers[0] == deepest.sum() < 8 * (NEW - 1)
+    assert result.work.queries[0] == deepest.sum() < 8 * (NEW - 1)
     for other in {"propagate", "drop", "full"} - {kv}:
         with pytest.raises(AssertionError):
             assert_of_model(result, kv=other)

@@ -181,4 +181,5 @@ def work_of(loop: Loop, batch: int, width: int, *, passes: Sequence[int]) -> Wor
         heads += number * executed_heads(batch * upper)
     counted = {"queries": queries, "keys_values": keys_values, "heads": heads}
     integers = {field.name: np.asarray(counted.get(field.name, 0)) for field in fields(Work)}
-    return Work(**integers | {"key_slots": np.asarray(float(queries * width))})
+    floats = {"key_slots": np.asarray(float(queries * width)), "kv_reads": np.asarray(0.0)}
+    return Work(**integers | floats)
