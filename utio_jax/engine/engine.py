@@ -88,7 +88,7 @@ class Engine:
           ValueError: sizes below 1, more alternatives than tokens of the vocabulary, or a mode or
             prefill that does not fit the model or the other.
         """
-        self._served = Served(
+        self.served = Served(
             decoder=decoder,
             params=params,
             slots=slots,
@@ -101,7 +101,7 @@ class Engine:
             logits_processor=logits_processor,
             prefix_cache=bytes_of(prefix_cache),
         )
-        self._rows = Slots(self._served)
+        self._rows = Slots(self.served)
         self._tokenizer, self._clock = tokenizer, clock
         self._late = jax.default_backend() != "cpu" if read_late is None else read_late
         self._numbers = itertools.count()
@@ -166,7 +166,7 @@ class Engine:
             stop strings without a tokenizer; a deadline in the past, or a policy that the mode
             cannot serve; see also `utio_jax.generate`.
         """
-        served, now = self._served, self._clock()
+        served, now = self.served, self._clock()
         if deadline is not None and not deadline > 0:
             raise ValueError(f"Wanted a deadline of more than 0 seconds. Got {deadline}.")
         (asked,) = requests_of(
@@ -229,7 +229,7 @@ class Engine:
         """
         if self._rows.prefix is None:
             raise ValueError('Wanted an engine with a prefix cache: prefix_cache="256MiB". Got 0.')
-        if decoder != self._served.decoder or params is not self._served.params:
+        if decoder != self.served.decoder or params is not self.served.params:
             raise ValueError(
                 "Wanted the decoder and the params of the engine, whose K/V its prefix cache "
                 "holds. Got others. Make both from one model."
@@ -277,7 +277,7 @@ class Engine:
             running = [owner for owner in self._owners if owner is not None]
             new = [owner for owner in running if not owner.stepped]
             # The prefill made a new request's first token: it waits for one step if others run.
-            steps = min(1, len(running) - len(new)) if new else self._served.steps
+            steps = min(1, len(running) - len(new)) if new else self.served.steps
             report = self._rows.run(steps=steps, rows=self._gather())
             block = report, tuple(self._owners)
             for request in new:
@@ -363,7 +363,7 @@ class Engine:
         if self._unsettled or self._rows.outdated:
             self._recovered()  # There is no request, so this only frees rows.
         rows = self._rows
-        room = min(rows.capacity - self.mode.block, self._served.decoder.config.context_length)
+        room = min(rows.capacity - self.mode.block, self.served.decoder.config.context_length)
         passes: list[tuple[int, int]] = [(size, 0) for size in rows.passes]
         passes += [(width, group) for width in rows.widths for group in rows.groups]
         if progress is None:
@@ -402,7 +402,7 @@ class Engine:
         finally:
             if rows.prefix is not None:
                 rows.prefix.clear()
-            self._stats = EngineStats(mode=self.mode.name, slots=self._served.slots)
+            self._stats = EngineStats(mode=self.mode.name, slots=self.served.slots)
 
     def _recovered(self) -> list[Event]:
         """Frees all rows after a call that did not return; returns the last events of requests.
@@ -412,13 +412,13 @@ class Engine:
         """
         self._rows.reset()
         self._reading.clear()
-        self._flying, self._freed, self._owners = None, [], [None] * self._served.slots
+        self._flying, self._freed, self._owners = None, [], [None] * self.served.slots
         now, events = self._clock(), []
         for request in self._known.values():
             if request.slot is not None or request.finished is not None:
                 returned, text = self._returned.get(request.number, 1), request.text
                 if text is not None:
-                    parts = self._tokenizer, self._served.decoder, request.prompt, text.stops
+                    parts = self._tokenizer, self.served.decoder, request.prompt, text.stops
                     text = streamed(*parts)
                 events.append(request.interrupted(now, text, returned=returned))
         return events

@@ -24,7 +24,6 @@ from starlette.types import Receive, Scope, Send
 
 from utio_jax.core.files import versions
 from utio_jax.engine import Engine, Shapes, plan_mode
-from utio_jax.engine.prefix import bytes_of
 from utio_jax.engine.slots import Served
 from utio_jax.serving.answers import Answer
 from utio_jax.serving.engine import PromptScorer
@@ -96,9 +95,8 @@ class Application:
         Raises:
           ValueError: see `Engine`.
         """
-        served = Served(
-            decoder=model.text.decoder,
-            params=model.text.params,
+        engine = Engine.of(
+            model.text,
             slots=slots,
             capacity=model.slot_tokens(capacity),
             mode=model.mode,
@@ -107,17 +105,17 @@ class Application:
             shapes=shapes,
             alternatives=min(MOST_LOGPROBS, model.text.decoder.config.vocab_size),
             logits_processor=model.logits_processor,
-            prefix_cache=bytes_of(prefix_cache),
+            prefix_cache=prefix_cache,
         )
         self.model, self.limits, self.slots = model, limits, slots
-        self.reader = Reader(model, capacity=served.capacity, limits=limits)
+        self.reader = Reader(model, capacity=engine.served.capacity, limits=limits)
         self.worker = Worker(
-            Engine(**vars(served), tokenizer=model.text.tokenizer),
-            PromptScorer(served),
+            engine,
+            PromptScorer(engine.served),
             on_ready=self._ready,
             on_death=self._died,
             on_progress=self._compiled,
-            plan=functools.partial(self._planned, served),
+            plan=functools.partial(self._planned, engine.served),
         )
         self.compiled, self.ready, self.planned = "warming up", False, ""
         self.retry_after = 1  # Seconds, until it is ready.
