@@ -365,7 +365,7 @@ def test_tokens_end_a_text_where_they_are_told_to(server: Running, model: Model)
 
 
 def test_choices_are_drawn_with_seeds_far_apart(server: Running) -> None:
-    drawn = {"temperature": 1, "max_tokens": 12}
+    drawn = {"temperature": 1, "max_tokens": 12, "ignore_eos": True}
     seeds = [(5 + 2654435769 * choice) % 2**32 for choice in range(3)]
     one = [server.completion("x", seed=seed, **drawn).body["choices"][0]["text"] for seed in seeds]
     many = server.completion(["y", "x"], seed=5, n=3, **drawn).body
