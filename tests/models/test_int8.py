@@ -113,6 +113,21 @@ def test_converted_weights_give_the_same_product() -> None:
     assert project(x.astype(jnp.bfloat16), matrix).dtype == jnp.bfloat16
 
 
+def test_many_rows_are_multiplied_by_converted_weights() -> None:
+    rng = np.random.default_rng(1)
+    matrix = quantise(jnp.asarray(rng.normal(size=(80, 96)), jnp.float32))
+    x = jnp.asarray(rng.normal(size=(3, 4, 96)), jnp.float32)
+    kernel = floats({"kernel": matrix})["kernel"]
+    products = {}
+    for most in (11, 12):
+        with compiling_for(input_digits=3, digit_rows=most):
+            products[most] = str(jax.make_jaxpr(lambda x: project(x, matrix))(x))
+            np.testing.assert_allclose(project(x, matrix), x @ kernel, atol=ALIKE)
+    # In one piece: fused into the product, the conversion takes longer.
+    assert ["optimization_barrier" in products[most] for most in (11, 12)] == [True, False]
+    assert ["i32[" in products[most] for most in (11, 12)] == [False, True]
+
+
 def test_derivatives_are_those_of_the_dequantised_product() -> None:
     """A lens or gates are fitted through products with int8 weights."""
     rng = np.random.default_rng(2)

@@ -58,7 +58,7 @@ class OfModel:
       exits: depths at which a stock model may be read, ending at its last layer; by default those
         that its config names, or its lens.
       weights: int8 holds matrices as int8 with a scale per output: a quarter of the memory, faster
-        on CPUs. By default float32.
+        on CPUs with AMX. By default float32.
       lens: a file that `calibrate --fit-lens` wrote; auto is the model folder's own where there is
         one, none is none.
       branches: a file of exit branches, which replace exits and lens; auto is the model folder's

@@ -12,6 +12,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
+from pathlib import Path
 from typing import Any, Literal
 
 import jax
@@ -58,8 +59,9 @@ class Platform:
         other layout for the products of each step. XLA:TPU needs slot, then head: it transposes
         the other layout once per call, which doubles the memory.
       input_digits: numbers of int8 per input of a product with int8 weights; 0 to convert the
-        weights to the input's type (`utio_jax.core.quantised.int8_product`). XLA:CPU would write
-        converted weights to memory: slower than float32 (`results/int8.md`).
+        weights to the input's type (`utio_jax.core.quantised.int8_product`). XLA:CPU writes
+        converted weights to memory: slower for few rows (`results/int8.md`).
+      digit_rows: maximum rows of a product that are cut into digits; more convert the weights.
     """
 
     head_block: int = 512
@@ -81,6 +83,16 @@ class Platform:
     scores_turned: bool = False
     heads_first: bool = False
     input_digits: int = 0
+    digit_rows: int = 2**30
+
+
+def _digit_rows() -> int:
+    """Returns `Platform.digit_rows` of this processor: with tiles of int8 digits always pay."""
+    try:
+        about = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        about = ""
+    return 2**30 if "amx_int8" in about else 64
 
 
 _AS_OF_0_11 = jax.__version_info__ >= (0, 11)
@@ -104,6 +116,7 @@ _CPU = Platform(
     scores_turned=True,
     heads_first=True,
     input_digits=3,
+    digit_rows=_digit_rows(),
 )
 _GPU = Platform(stack_in_place=False)
 _TPU = Platform(least_rows=2, heads_apart=True)

@@ -8,6 +8,7 @@ the scales. `utio_jax.core.layer.project` takes both.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
@@ -94,17 +95,21 @@ def int8_product(x: Float[Array, "*lead in"], matrix: Any) -> Float[Array, "*lea
     """Returns `x` times the transpose of an int8 matrix `[out, in]`, in the type of `x`.
 
     Where `Platform.input_digits` is 0, the matrix is converted to the type of `x`, which compilers
-    for accelerators do inside the product. XLA:CPU would first write the converted matrix to
-    memory. There each row of `x` is a sum of so many rows of int8 with a scale each, its digits:
-    the first is `x` rounded to 8 bits, the next what that leaves; three are all bits of float32.
-    All rows are one product, whose sums of int32 are exact. So the result is independent of the
-    number of rows. Its derivative is that of the converted product.
+    for accelerators do inside the product. XLA:CPU first writes the converted matrix to memory,
+    which pays for more than `Platform.digit_rows` rows. Fewer are each a sum of so many rows of
+    int8 with a scale, its digits: the first is `x` rounded to 8 bits, the next what that leaves;
+    three are all bits of float32. All rows are one product, whose sums of int32 are exact. So it
+    is independent of their number. Its derivative is that of the converted product.
     """
-    return _by_digits(x, matrix) if here().input_digits else _converted(x, matrix)
+    platform, rows = here(), math.prod(x.shape[:-1])
+    by_digits = platform.input_digits and rows <= platform.digit_rows
+    return _by_digits(x, matrix) if by_digits else _converted(x, matrix)
 
 
 def _converted(x: jax.Array, matrix: Any) -> jax.Array:
     numbers = matrix.qvalue.astype(x.dtype)
+    if here().input_digits:  # Else XLA:CPU multiplies in a loop of its own, half as fast.
+        numbers = jax.lax.optimization_barrier(numbers)
     out = jax.lax.dot_general(x, numbers, (((x.ndim - 1,), (1,)), ((), ())))
     return out * jnp.broadcast_to(matrix.scale[:, 0].astype(x.dtype), out.shape)
 
