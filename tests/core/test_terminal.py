@@ -73,8 +73,8 @@ def test_a_program_that_compiles_is_shown_with_its_seconds(monkeypatch: pytest.M
 def test_jax_tells_of_each_program_before_and_after() -> None:
     watch, began = Compiling(), list[bool]()
 
-    def listen(event: str, duration: float, **_: object) -> None:
-        watch.listen(event, duration)
+    def listen(event: str, duration_secs: float, **_: object) -> None:
+        watch.listen(event, duration_secs)
         began.append(watch.began is not None)
 
     jax.monitoring.register_event_duration_secs_listener(listen)

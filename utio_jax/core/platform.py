@@ -89,7 +89,7 @@ class Platform:
 def _digit_rows() -> int:
     """Returns `Platform.digit_rows` of this processor: with tiles of int8 digits always pay."""
     try:
-        about = Path("/proc/cpuinfo").read_text()
+        about = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
         about = ""
     return 2**30 if "amx_int8" in about else 64

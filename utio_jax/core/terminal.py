@@ -71,9 +71,9 @@ class Compiling:
         self.programs, self.hidden = 0, False
         self.began: float | None = None
 
-    def listen(self, event: str, duration: float, **_: Any) -> None:
+    def listen(self, event: str, duration_secs: float, **_: Any) -> None:
         """Takes an event of JAX."""
-        del duration
+        del duration_secs
         if event == "/jax/core/compile/jaxpr_to_mlir_module_duration":
             self.began = time.monotonic()
         elif event == "/jax/core/compile/backend_compile_duration":
