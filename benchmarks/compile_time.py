@@ -159,7 +159,7 @@ def measure_tests() -> dict[str, float]:
 def measure_server(model: str) -> dict[str, float]:
     """Returns the figures of `utio-jax serve` until `/ready` answers."""
     wall = time.perf_counter()
-    command = ["-m", "utio_jax.cli.main", "serve", "--model", model, "--port", str(_PORT)]
+    command = ["-m", "utio_jax", "serve", "--model", model, "--port", str(_PORT)]
     server = subprocess.Popen([sys.executable, *command], stdout=sys.stderr)
     try:
         while server.poll() is None:

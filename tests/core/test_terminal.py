@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import sys
-import time
 
 import jax
 import jax.numpy as jnp
@@ -85,12 +84,24 @@ def test_jax_tells_of_each_program_before_and_after() -> None:
     assert (watch.programs >= 1, True in began, began[-1]) == (True, True, False)
 
 
-def test_the_line_is_cleared_once_it_has_compiled(
+def test_no_line_is_left_of_a_program_that_has_compiled(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    watch, lines = Compiling(), iter(["", "one: 1 s", "one: 2 s", "", ""])
-    monkeypatch.setattr(watch, "line", lambda: next(lines))
-    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    watch, now = Compiling(), [0.0]
+    monkeypatch.setattr(terminal.time, "monotonic", lambda: now[0])
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+        if now[0] == 3:  # Before the next second, text may follow.
+            watch.listen("/jax/core/compile/backend_compile_duration", 3.0)
+            raise StopIteration
+
+    monkeypatch.setattr(terminal.time, "sleep", sleep)
+    watch.listen("/jax/core/compile/backend_compile_duration", 0.1)
+    watch.listen("/jax/core/compile/jaxpr_to_mlir_module_duration", 0.1)
     with pytest.raises(StopIteration):
         watch.show()
-    assert capsys.readouterr().err == "\r\033[Kone: 1 s\r\033[Kone: 2 s\r\033[K"
+    shown = capsys.readouterr().err
+    assert shown == "".join(
+        f"\r\033[K{line}" for line in ("Compiling program 2: 1 s", "Compiling program 2: 2 s", "")
+    )

@@ -70,14 +70,16 @@ class Compiling:
     def __init__(self) -> None:
         self.programs, self.hidden = 0, False
         self.began: float | None = None
+        self._is_shown, self._writing = False, threading.Lock()
 
     def listen(self, event: str, duration_secs: float, **_: Any) -> None:
-        """Takes an event of JAX."""
+        """Takes an event of JAX. Once a program has compiled, no line is left of it."""
         del duration_secs
         if event == "/jax/core/compile/jaxpr_to_mlir_module_duration":
             self.began = time.monotonic()
         elif event == "/jax/core/compile/backend_compile_duration":
             self.programs, self.began = self.programs + 1, None
+            self._write()
 
     def line(self) -> str:
         """Returns what to show; nothing in a program's first second."""
@@ -86,15 +88,18 @@ class Compiling:
         return f"Compiling program {self.programs + 1}: {seconds} s" if seconds else ""
 
     def show(self) -> None:
-        """Rewrites the line each second, for ever, and clears it."""
-        shown = ""
+        """Rewrites the line each second, for ever."""
         while True:
             time.sleep(1)
+            self._write()
+
+    def _write(self) -> None:
+        with self._writing:
             line = self.line()
-            if line or shown:
+            if line or self._is_shown:
                 sys.stderr.write(f"\r\033[K{line}")
                 sys.stderr.flush()
-            shown = line
+            self._is_shown = bool(line)
 
 
 compiling = Compiling()
