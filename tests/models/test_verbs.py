@@ -293,8 +293,8 @@ def test_hidden_states_are_the_dense_programs(calibrated: Model) -> None:
     ids, _, last = map(jnp.asarray, model.encode(texts))
     wide = run_dense(model.decoder, model.params, ids[None], jnp.asarray([ids.size]), depths=(2, 4))
     assert [len(result[0]) for result in result] == [len(result) for result in model.encode(texts)]
-    np.testing.assert_allclose(result[0][2], wide[0][0], rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(result[0][0], wide[1][0], rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(result[0][2], wide[0][0], rtol=1e-5, atol=1e-4)
+    np.testing.assert_allclose(result[0][0], wide[1][0], rtol=1e-5, atol=1e-4)
     embedded = model.decoder.embed(model.params, last, jnp.arange(last.size))
     np.testing.assert_allclose(result[2][1], embedded, atol=1e-6)
     assert len(model.hidden_states("x")[0]) == len(model.decoder.config.exits)
@@ -320,7 +320,7 @@ def test_scores_show_themselves(calibrated: Model) -> None:
     (new,) = generated.token_ids
     assert calibrated.decode(new) == generated.text
     expected = f"Generated({new.size} new tokens in 1 rows, mode plain)"
-    assert repr(generated) == expected
+    assert repr(dataclasses.replace(generated, texts=(), pieces=())) == expected
 
 
 def test_a_context_cuts_what_is_calibrated_on_and_what_a_guarantee_reads(
