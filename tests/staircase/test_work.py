@@ -331,3 +331,15 @@ def test_decisions_are_mapped_over_live_tokens_alone(executor: Any, slots_of: An
         mapped, decisions = jax.block_until_ready(run(live, x))
         np.testing.assert_array_equal(mapped, np.where(live, 2 * x[..., 0] + 1, 0))
         assert read_counts()["decisions"] == int(decisions) == slots_of(live)
+
+
+def test_blocks_of_large_batches_have_one_size_that_grows() -> None:
+    with compiling_for("cpu"):
+        sizes = {tokens: MicroBatches().sizes(tokens) for tokens in (2048, 4095, 4096, 8192, 2**16)}
+    assert sizes == {
+        2048: (256, 256),
+        4095: (256, 256),
+        4096: (512, 512),
+        8192: (1024, 1024),
+        2**16: (1024, 1024),
+    }
