@@ -62,8 +62,8 @@ class Compiling:
     """The program that compiles, by JAX's events: one is lowered, then it is compiled.
 
     Attributes:
-      programs: that have compiled.
-      began: when the next one did, by `time.monotonic`; None: none does.
+      programs: number of programs that have compiled.
+      began: start of the one that compiles, by `time.monotonic`, seconds; None: none does.
       hidden: True to show nothing, as where text without a line break stands on the terminal.
     """
 
