@@ -64,12 +64,12 @@ def oracle(lively: Model) -> Model:
 def by_numpy(row: np.ndarray, matrix: Any, digits: int) -> np.ndarray:
     """Returns the product of one row, its sums in int64."""
     weights, scale = np.asarray(matrix.qvalue, np.int64), np.asarray(matrix.scale, np.float64)
-    total, remainder = np.zeros(len(weights)), row.astype(np.float32)
-    for _ in range(digits):
-        unit = np.abs(remainder).max() / np.float32(127)
-        digit = np.round(remainder / unit).astype(np.int64)
-        total += (weights @ digit) * float(unit)
-        remainder = remainder - digit.astype(np.float32) * unit
+    unit = np.abs(row).max() / np.float32(127)
+    total, left = np.zeros(len(weights)), row / unit
+    for place in range(digits):
+        digit = np.round(left).astype(np.int64)
+        total += (weights @ digit) * float(unit) / 254.0**place
+        left = (left - digit.astype(np.float32)) * 254
     return total * scale[:, 0]
 
 

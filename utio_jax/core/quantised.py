@@ -25,6 +25,9 @@ INT8 = "int8"
 _MOST_INPUTS = (2**31 - 1) // 127**2
 """Products of two int8 numbers whose sum int32 can hold."""
 
+_NEXT = 254
+"""Units of a digit's successor in its own: what rounding leaves is half a unit, 127 of these."""
+
 
 def check_weights(weights: str | None) -> None:
     """Checks the name of a kind of weights, and that `qwix` is there for it.
@@ -97,8 +100,8 @@ def int8_product(x: Float[Array, "*lead in"], matrix: Any) -> Float[Array, "*lea
     Where `Platform.input_digits` is 0, the matrix is converted to the type of `x`, which compilers
     for accelerators do inside the product. XLA:CPU first writes the converted matrix to memory,
     which pays for more than `Platform.digit_rows` rows. Fewer are each a sum of so many rows of
-    int8 with a scale, its digits: the first is `x` rounded to 8 bits, the next what that leaves;
-    three are all bits of float32. All rows are one product, whose sums of int32 are exact. So it
+    int8, its digits, which share one scale: the first is `x` rounded to 8 bits, the next what that
+    leaves; three are all bits of float32. All rows are one product, whose sums of int32 are exact. So it
     is independent of their number. Its derivative is that of the converted product.
     """
     platform, rows = here(), math.prod(x.shape[:-1])
@@ -116,18 +119,21 @@ def _converted(x: jax.Array, matrix: Any) -> jax.Array:
 
 @jax.custom_jvp
 def _by_digits(x: jax.Array, matrix: Any) -> jax.Array:
-    qwix = _qwix()
-    remainder = x.reshape(-1, x.shape[-1]).astype(jnp.float32)
-    count, parts = len(remainder), []
+    rows = x.reshape(-1, x.shape[-1]).astype(jnp.float32)
+    # A row of zeros has zeros for digits.
+    unit = jnp.maximum(jnp.max(jnp.abs(rows), axis=1, keepdims=True), 1e-30) / 127
+    count, left, digits = len(rows), rows / unit, list[jax.Array]()
     for _ in range(here().input_digits):
-        parts.append(qwix.quantize(remainder, jnp.int8, channelwise_axes=[0]))
-        remainder = remainder - qwix.dequantize(parts[-1])
-    rows = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *parts)
-    out = qwix.dot_general(rows, matrix, (((1,), (1,)), ((), ())))
-    total = out[:count]
-    for at in range(1, len(parts)):
-        total = total + out[at * count :][:count]
-    return total.reshape(*x.shape[:-1], -1).astype(x.dtype)
+        digits.append(jnp.round(left))
+        left = (left - digits[-1]) * _NEXT
+    parts = jnp.concatenate(digits).astype(jnp.int8)
+    by_output = ((1,), (1,)), ((), ())
+    out = jax.lax.dot_general(parts, matrix.qvalue, by_output, preferred_element_type=jnp.int32)
+    out = out.reshape(len(digits), count, -1).astype(jnp.float32)
+    total = out[-1]
+    for part in out[-2::-1]:
+        total = part + total / _NEXT
+    return (total * unit * matrix.scale.mT).reshape(*x.shape[:-1], -1).astype(x.dtype)
 
 
 @_by_digits.defjvp
