@@ -29,7 +29,7 @@ class Row:
     """One row in layers [start, stop): a cache of the model's context, and how far it is filled.
 
     Attributes:
-      ran: tokens that have run.
+      ran: tokens that have run, and `slots` with padding.
       last: state of the last of them.
     """
 
@@ -43,21 +43,20 @@ class Row:
         dtype = jax.eval_shape(decoder.embed, params, nothing, nothing).dtype
         layers = dataclasses.replace(config, num_layers=stop, exits=(), windows=())
         self.cache = init_cache(layers, batch=1, slots=config.context_length, dtype=dtype)
-        self.last, self.ran = jnp.zeros(config.embed_dim, dtype), 0
+        self.last, self.ran, self.slots = jnp.zeros(config.embed_dim, dtype), 0, 0
 
     def compile(self, policy: Policy | None = None) -> None:
-        """Compiles every program that tokens of a row may need."""
+        """Compiles every program that tokens of a row may need, by running them."""
         for chunk, width in itertools.product(CHUNKS, self._widths):
             ids = np.zeros(min(chunk, width), np.int32)
-            states = np.zeros((ids.size, self.last.size), np.float32)
+            states = np.zeros((ids.size, self.last.size), self.last.dtype)
             self.ran = width - ids.size
             self.run(states if self._layers["start"] else ids)
         self.read(policy, rows_of([SamplingParams()]), 0, 0)
-        self.ran = 0
 
-    def run(self, inputs: np.ndarray) -> list[tuple[Array, int]]:
-        """Runs the next tokens: ids, or states at `start`; returns blocks of states, sizes."""
-        blocks = []
+    def run(self, inputs: np.ndarray) -> Float[np.ndarray, "token dim"]:
+        """Returns states of the next tokens at `stop`. Inputs are ids, or states at `start`."""
+        states = []
         for done in range(0, len(inputs), CHUNKS[-1]):
             part = inputs[done : done + CHUNKS[-1]]
             real = len(part)
@@ -68,9 +67,9 @@ class Row:
             x, self.last, self.cache = run_block(
                 *self._model, self.cache, block, *where, width=width, **self._layers
             )
-            blocks.append((x, real))
-            self.ran += real
-        return blocks
+            states.append(np.asarray(x)[:real])
+            self.ran, self.slots = self.ran + real, self.slots + wide
+        return np.concatenate(states)
 
     def read(
         self, policy: Policy | None, sampling: SamplingParams, token_id: int, seed: int
