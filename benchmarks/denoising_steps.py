@@ -41,9 +41,9 @@ from utio_jax.contrib.denoising import (
     Refresh,
     Reveal,
     Sched,
-    Stable,
     denoise,
     load_denoiser,
+    near,
 )
 from utio_jax.contrib.denoising.decode import result_of, rows_of
 from utio_jax.contrib.denoising.loop import Loop, Rows, State
@@ -69,31 +69,52 @@ class Setting:
 KL_EVERY = 4
 """Steps of which one is compared with a full pass."""
 
+
+def by_chance(state: State) -> jax.Array:
+    """Returns random scores, by position alone."""
+    key = jax.random.fold_in(jax.random.key(0), state.step)
+    draw = jax.vmap(lambda place: jax.random.uniform(jax.random.fold_in(key, place)))
+    return jnp.broadcast_to(draw(jnp.arange(state.ids.shape[1])), state.ids.shape)
+
+
+SCORES: dict[str, Any] = {
+    "near": near,
+    "age": lambda state: (state.step - state.ran).astype(jnp.float32),
+    "random": by_chance,
+    "left": lambda state: jnp.broadcast_to(-jnp.arange(state.ids.shape[1]), state.ids.shape) * 1.0,
+    "confidence": lambda state: state.predicted.probability,
+    "entropy": lambda state: state.predicted.entropy,
+    "age of masks": lambda state: (state.step - state.predicted.at).astype(jnp.float32),
+    "decided": None,
+}
+"""Orders in which tokens run, by name."""
+
 CONTROLLED = ("near", "confidence", "random")
 """Scores that have rows at two counts."""
+
+
+def best_by(score: str, count: int, **options: Any) -> Best:
+    """Returns a number of tokens by a named score."""
+    return Best(score=SCORES[score], count=count, **options)
 
 
 def settings_of(config: Any) -> list[Setting]:
     """Returns the rows for a model: geometry x score x budget, and controls."""
     layers, shared = config.num_layers, bool(config.kv_source)
-    full, half = Refresh(upper="all"), layers // 2
-    decided = lambda count: Best(score="decided", count=count)  # noqa: E731
+    full, decided = Refresh(upper="all"), partial(best_by, "decided")
     rows = [Setting(name="full", refresh=full)]
     rows += [Setting(name=f"full, {k} a step", refresh=full, count=k) for k in (1, 4, 8)]
     dual = Refresh(lower="block", at_blocks=True, split=layers)
     rows.append(Setting(name="DualCache, block 32", refresh=dual, block=32))
     for score in ("near", "age", "random", "left", "confidence", "entropy"):
         for count in (16, 32) if score in CONTROLLED else (16,):
-            best = Best(score=score, count=count)
-            name = f"0 or all: {count} {score}"
-            rows.append(Setting(name=name, refresh=Refresh(lower=best, split=layers)))
-            if not shared:  # Layers above the split make K/V, of the tokens that run there.
-                few = Best(score=score, count=count // 2)
-                for kind, low, up in (("prefix", best, few), ("suffix", decided(2), best)):
-                    how = Refresh(lower=low, upper=up, split=half)
-                    rows.append(Setting(name=f"{kind}: {count} {score}", refresh=how))
+            name, how = (
+                f"0 or all: {count} {score}",
+                Refresh(lower=best_by(score, count), split=layers),
+            )
+            rows.append(Setting(name=name, refresh=how))
     for score in CONTROLLED:
-        masks = Best(score=score, count=10, among="masks")  # And the two just decided.
+        masks = best_by(score, 10, among="masks")  # And the two just decided.
         how = Refresh(lower=masks, split=layers)
         rows.append(Setting(name=f"0 or all: 8 masks, {score}", refresh=how))
     if not shared:
@@ -105,26 +126,21 @@ def settings_of(config: Any) -> list[Setting]:
         )
     )
     for score in ("near", "random", "confidence"):
-        best = Best(score=score, count=16)
-        rows.append(Setting(name=f"upper: 16 {score}", refresh=Refresh(upper=best)))
+        how = Refresh(upper=best_by(score, 16))
+        rows.append(Setting(name=f"upper: 16 {score}", refresh=how))
     for score in ("near", "left"):  # Exact steps that decide in the order of the rows below.
-        best = Best(score=score, count=8)
-        rows.append(Setting(name=f"upper: 8 {score}", refresh=Refresh(upper=best)))
+        rows.append(Setting(name=f"upper: 8 {score}", refresh=Refresh(upper=best_by(score, 8))))
     for score in ("near", "age", "random"):
-        best = Best(score=score, count=32)
-        rows.append(Setting(name=f"lower: 32 {score}", refresh=Refresh(lower=best)))
+        rows.append(Setting(name=f"lower: 32 {score}", refresh=Refresh(lower=best_by(score, 32))))
     for count in (1, 2, 4):
         how = Refresh(lower=decided(count))
         name = "lower: decided" + (f", {count} a step" if count != 2 else "")
         rows.append(Setting(name=name, refresh=how, count=count))
     for score in ("near", "left", "age", "random", "confidence", "entropy"):
         for count in (8, 16) if score in CONTROLLED else (8,):
-            how = Refresh(lower=decided(2), upper=Best(score=score, count=count))
+            of_masks = best_by("age of masks" if score == "age" else score, count)
+            how = Refresh(lower=decided(2), upper=of_masks)
             rows.append(Setting(name=f"lower: decided, upper: {count} {score}", refresh=how))
-    for every in (2, 4, 8):
-        how = Refresh(lower=decided(2), upper=Best(score="near", count=8), every=every)
-        name = f"lower: decided, upper: 8 near, all every {every}"
-        rows.append(Setting(name=name, refresh=how))
     return rows
 
 
@@ -186,7 +202,7 @@ def measure(model: Any, setting: Setting, windows: np.ndarray, prompt: int) -> d
     options = options_of(model, setting, new)
     loop = Loop(decoder=decoder, stop=None, keeps_log_probs=True, **options)
     prompts, truth = [*windows[:, :prompt]], windows[:, prompt:]
-    rows = rows_of(loop, prompts, forced=truth, width=windows.shape[1], seed=0)
+    rows = rows_of(loop, prompts, forced=truth, width=windows.shape[1])
     layers = split_layers(decoder, params)
     state, kl, step = jax.jit(loop.init)(params, rows), np.zeros(len(windows)), 0
     while not bool(state.done.all()):
@@ -308,26 +324,23 @@ def answers_of(model: Any) -> list[tuple[str, dict[str, Any]]]:
     def row(name: str, refresh: Refresh = full, **options: Any) -> tuple[str, dict[str, Any]]:
         return name, {"reveal": Reveal(), "refresh": refresh, "eos_ids": ends, **options}
 
-    decided = Best(score="decided", count=2)
-    near, chance = (Best(score=score, count=4) for score in ("near", "random"))
+    decided, nearest, chance = best_by("decided", 2), best_by("near", 4), best_by("random", 4)
     return [
         row("one a step"),
         *(row(f"{k} a step", reveal=Reveal(count=k)) for k in (2, 3, 4, 12)),
         *(row(f"threshold {t}", reveal=Reveal(threshold=t)) for t in (0.99, 0.9, 0.5)),
         *(row(f"SchED {h} to {low}", stop=Sched(high=h, low=low)) for h, low in SCHEDULES),
-        *(row(f"stable for {k}", stop=Stable(steps=k)) for k in (1, 2)),
         row("EOSER 0.4", reveal=Reveal(end_factor=0.4)),
         row("ASS", reveal=Reveal(growth=2)),
         row("EOSER 0.01, ASS", reveal=Reveal(growth=2, end_factor=0.01)),
         row("upper: masks alone", Refresh()),
         row("lower: the answer", Refresh(lower="block")),
         row("lower: decided", Refresh(lower=decided)),
-        *(row(f"lower: decided, all every {k}", Refresh(lower=decided, every=k)) for k in (2, 4)),
         *(
-            row(f"lower: 12 {score}", Refresh(lower=Best(score=score, count=12)))
+            row(f"lower: 12 {score}", Refresh(lower=best_by(score, 12)))
             for score in ("near", "age", "random")
         ),
-        row("lower: decided, upper: 4 near", Refresh(lower=decided, upper=near)),
+        row("lower: decided, upper: 4 near", Refresh(lower=decided, upper=nearest)),
         row("lower: decided, upper: 4 random", Refresh(lower=decided, upper=chance)),
         row("lower: decided, threshold 0.9", Refresh(lower=decided), reveal=Reveal(threshold=0.9)),
     ]

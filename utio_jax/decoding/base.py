@@ -172,8 +172,8 @@ def check_mode(mode: Mode, decoder: Decoder, *, prefill: Any = None) -> None:
     if not decoder.config.causal:
         raise ValueError(
             "Wanted a causal model to decode, whose tokens see those before them. Got causal=False "
-            "in its config. A masked diffusion model: python -m utio_jax.contrib.denoising FOLDER "
-            "PROMPT. An encoder: utio_jax.contrib.encoders."
+            "in its config. A masked diffusion model: utio_jax.contrib.denoising.load_denoiser. An "
+            "encoder: utio_jax.contrib.encoders."
         )
     mode.check(decoder)
     if prefill is not None:

@@ -5,7 +5,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from utio_jax.contrib.denoising.decode import Denoised, denoise
-from utio_jax.contrib.denoising.settings import Best, Canvas, Refresh, Reveal, Sched, Stable
+from utio_jax.contrib.denoising.settings import Best, Canvas, Refresh, Reveal, Sched, near
 
 if TYPE_CHECKING:
     from utio_jax.contrib.denoising.loading import Denoiser, load_denoiser, save_denoiser
@@ -18,9 +18,9 @@ __all__ = [
     "Refresh",
     "Reveal",
     "Sched",
-    "Stable",
     "denoise",
     "load_denoiser",
+    "near",
     "save_denoiser",
 ]
 

@@ -8,13 +8,12 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
 from utio_jax.contrib.denoising.loop import Loop, Rows, State
-from utio_jax.contrib.denoising.settings import Canvas, Refresh, Reveal, Stop
+from utio_jax.contrib.denoising.settings import Canvas, Refresh, Reveal, Sched
 from utio_jax.core.arrays import executed_heads
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.documents import check_ids
@@ -60,12 +59,11 @@ def denoise(  # noqa: PLR0913 (options, each named)
     canvas: Canvas,
     max_new_tokens: int,
     reveal: Reveal = Reveal(),
-    stop: Stop | None = None,
+    stop: Sched | None = None,
     refresh: Refresh = Refresh(),
     eos_ids: int | Sequence[int] | None = None,
     forced: Any = None,
     width: int | None = None,
-    seed: int = 0,
 ) -> Denoised:
     """Returns the tokens that a masked diffusion model puts after prompts, greedily.
 
@@ -84,7 +82,6 @@ def denoise(  # noqa: PLR0913 (options, each named)
       forced: ids `[row, max_new_tokens]` that are decided in place of predictions, in the order
         that predictions give: measures nats along the order.
       width: static width of the canvas; None: the longest prompt, rounded up to 32, and new tokens.
-      seed: of random scores.
 
     Raises:
       ValueError: settings that do not fit the model or each other, invalid ids, an empty prompt.
@@ -101,7 +98,7 @@ def denoise(  # noqa: PLR0913 (options, each named)
         max_new_tokens=max_new_tokens,
         eos_ids=tuple(ends),
     )
-    rows = rows_of(loop, prompts, forced=forced, width=width, seed=seed)
+    rows = rows_of(loop, prompts, forced=forced, width=width)
     state = loop.run(params, split_layers(decoder, params), rows)
     broken = np.flatnonzero(~state.done | jnp.isnan(state.log_prob).any(axis=1)).tolist()
     if broken:
@@ -113,7 +110,7 @@ def denoise(  # noqa: PLR0913 (options, each named)
 
 
 def rows_of(
-    loop: Loop, prompts: Sequence[Any], *, forced: Any = None, width: int | None = None, seed: int
+    loop: Loop, prompts: Sequence[Any], *, forced: Any = None, width: int | None = None
 ) -> Rows:
     """Returns the rows of `denoise`, after checking them."""
     config, max_new_tokens = loop.decoder.config, loop.max_new_tokens
@@ -148,7 +145,7 @@ def rows_of(
             placed[row, prompt.size : prompt.size + max_new_tokens] = truth
     ids, ends = jnp.asarray(padded), jnp.asarray(lengths)
     true = None if forced is None else jnp.asarray(placed)
-    return Rows(ids=ids, lengths=ends, forced=true, key=jax.random.key(seed))
+    return Rows(ids=ids, lengths=ends, forced=true)
 
 
 def result_of(loop: Loop, rows: Rows, state: State) -> Denoised:

@@ -23,14 +23,12 @@ from jaxtyping import Array, Bool, Float, Int
 
 from utio_jax.attention.cache import KVCache, init_cache, read
 from utio_jax.attention.mixing import NOWHERE, mix_apart, mixer_at
-from utio_jax.contrib.denoising.settings import Best, Canvas, Refresh, Reveal, Score, Stop
+from utio_jax.contrib.denoising.settings import Best, Canvas, Refresh, Reveal, Sched
 from utio_jax.core.arrays import flat, map_head, most_probable
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.pytrees import pytree
 from utio_jax.decoding.cached import Attend, Block, Layers, Span, run_layers
 from utio_jax.staircase.base import Sources
-
-_FAR = 1e6  # Beyond any score.
 
 
 class Inputs(NamedTuple):
@@ -59,13 +57,11 @@ class Rows:
       ids: prompts, and the mask's id.
       lengths: tokens of each prompt.
       forced: tokens that are decided in place of predictions, to measure these; None: none.
-      key: of random scores.
     """
 
     ids: Int[Array, "row token"]
     lengths: Int[Array, " row"]
     forced: Int[Array, "row token"] | None
-    key: jax.Array
 
 
 @pytree
@@ -78,7 +74,6 @@ class Predictions:
       entropy: in nats.
       margin: difference of the two largest logits.
       log_prob: of `token`, or of the forced one, in nats.
-      same: predictions since `token` last changed.
       at: step of the prediction; -1: none.
       log_probs: of all tokens; None unless `Loop.keeps_log_probs`.
     """
@@ -88,7 +83,6 @@ class Predictions:
     entropy: Float[Array, "row token"]
     margin: Float[Array, "row token"]
     log_prob: Float[Array, "row token"]
-    same: Int[Array, "row token"]
     at: Int[Array, "row token"]
     log_probs: Float[Array, "row token vocab"] | None
 
@@ -104,9 +98,8 @@ class State:
       log_prob: of decided tokens at that step, in nats.
       cache: keys and values of each token's last run.
       states: at the split, of each token's last run of the lower layers.
-      ran: step of each token's last run of the lower and of the upper layers; -1: none.
-      must: tokens whose content changed since they ran the lower layers; where upper layers make
-        K/V, those that ran the lower ones on new content and not yet the upper ones.
+      ran: step of each token's last run of the lower layers; -1: none.
+      must: tokens whose content changed since.
       predicted: the last predictions.
       block: index of each row's block, and in `since` the step at which it began.
       done: rows that are finished; `steps` counts each row's.
@@ -121,8 +114,8 @@ class State:
     log_prob: Float[Array, "row token"]
     cache: KVCache
     states: Float[Array, "row token dim"]
-    ran: Int[Array, "part row token"]
-    must: Bool[Array, "part row token"]
+    ran: Int[Array, "row token"]
+    must: Bool[Array, "row token"]
     predicted: Predictions
     block: Int[Array, " row"]
     since: Int[Array, " row"]
@@ -144,7 +137,7 @@ class Loop:
     decoder: Decoder
     canvas: Canvas
     reveal: Reveal
-    stop: Stop | None
+    stop: Sched | None
     refresh: Refresh
     max_new_tokens: int
     eos_ids: tuple[int, ...] = ()
@@ -155,37 +148,31 @@ class Loop:
         """Number of lower layers."""
         return self.refresh.split_of(self.decoder.config)
 
-    @property
-    def makes_above(self) -> bool:
-        """True if layers from the split on make keys and values."""
-        config = self.decoder.config
-        return bool(config.kv_made(self.split, config.num_layers))
-
     def counts(self, width: int) -> tuple[tuple[int, int], tuple[int, int]]:
         """Returns slots of each row in the lower and upper layers: all tokens wide, and by counts.
 
         The second is the first where no program would be narrower.
         """
-        refresh, at_end = self.refresh, self.split == self._layers
+        refresh = self.refresh
         block = min(self.canvas.block or self.max_new_tokens, width)
         # A finished block runs once more, for its final keys and values, along with the next.
         most = min(width, 2 * block + 1) if self.canvas.attention == "block" else width
         masks = min(block, self.max_new_tokens)
-        everywhere = refresh.upper == "all" or self.makes_above
         # Without `at_blocks` a block's first step also runs what the last one changed.
         lower = min(block + 1 if refresh.at_blocks else 2 * block + 1, most)
         lower = most if refresh.lower == "all" else lower
-        upper = most if everywhere else masks
+        upper = most if refresh.upper == "all" else masks
         if isinstance(refresh.lower, Best):
             lower = min(refresh.lower.count, most)
         if isinstance(refresh.upper, Best):
             upper = min(refresh.upper.count, most)
-        wide = (width, width if everywhere else masks)
-        return wide, (lower, min(upper, lower if at_end else width))
+        wide = (width, width if refresh.upper == "all" else masks)
+        return wide, (lower, min(upper, lower if self.at_end else width))
 
     @property
-    def _layers(self) -> int:
-        return self.decoder.config.num_layers
+    def at_end(self) -> bool:
+        """True if a token runs all layers or none."""
+        return self.split == self.decoder.config.num_layers
 
     def init(self, params: Params, rows: Rows) -> State:
         """Returns the state before the first step."""
@@ -202,11 +189,10 @@ class Loop:
             log_prob=zeros,
             cache=init_cache(self.decoder.config, batch=batch, slots=width, dtype=x.dtype),
             states=jnp.zeros(x.shape, x.dtype),
-            ran=jnp.stack([nothing, nothing]),
-            must=jnp.stack([valid, jnp.zeros_like(valid)]),
+            ran=nothing,
+            must=valid,
             predicted=Predictions(
                 token=jnp.zeros((batch, width), jnp.int32),
-                same=jnp.zeros((batch, width), jnp.int32),
                 at=nothing,
                 log_probs=jnp.zeros((batch, width, vocab)) if self.keeps_log_probs else None,
                 **dict.fromkeys(("probability", "entropy", "margin", "log_prob"), zeros),
@@ -240,14 +226,8 @@ class Loop:
             state, block=block, since=jnp.where(begins, state.step, state.since)
         )
         masks = state.is_mask & (block_of == block[:, None])
-        if self.canvas.seed_first:
-            start = self.canvas.blocks_of(_positions(rows) - 1, rows.lengths) < block[:, None]
-            start |= _positions(rows) == rows.lengths[:, None]  # A block may begin in the prompt.
-            seeds = masks & start
-            masks = jnp.where(jnp.any(seeds, axis=1, keepdims=True), seeds, masks)
-        every, live = self.refresh.every, ~state.done
-        whole = state.step == 0 if not every else state.step % every == 0
-        whole = live & (whole | (begins & self.refresh.at_blocks))
+        live = ~state.done
+        whole = live & ((state.step == 0) | (begins & self.refresh.at_blocks))
         wide, narrow = self.counts(rows.ids.shape[1])
         given = Inputs(params, layers, rows, block_of, masks, self._to_predictor(masks))
         one = partial(self._pass, given, whole=whole)
@@ -285,84 +265,52 @@ class Loop:
         """Returns the state after a pass of the rows that run; `whole` ones run all tokens."""
         refresh, predicting = self.refresh, given.predicting
         _, valid = self._kinds(given.rows)
-        at_end = self.split == self._layers
         in_block = given.block_of == state.block[:, None]
-        must = state.must[0]
-        if at_end:  # Nothing else predicts what was never predicted.
+        must = state.must
+        if self.at_end:  # Nothing else predicts what was never predicted.
             must |= self._to_predictor(given.masks & (state.predicted.at < 0))
         allowed = valid & runs[:, None]
         if self.canvas.attention == "block":  # All else is final, or not yet there.
-            needed = must | state.must[1] | in_block | predicting
-            allowed &= needed & (given.block_of <= state.block[:, None])
+            allowed &= must | in_block | predicting
+            allowed &= given.block_of <= state.block[:, None]
         lower = refresh.lower
         picks = valid if lower == "all" else in_block | predicting
         score = jnp.zeros(valid.shape)
         if isinstance(lower, Best):
-            of_masks = lower.among == "masks"
-            score = self._score(lower.score, given.rows, state, of_masks=of_masks)
-            picks = predicting if of_masks else valid
-            picks &= lower.score != "decided"
+            picks = predicting if lower.among == "masks" else valid
+            score = lower.score(state) if lower.score else score
+            score = self._to_predictor(score) if lower.among == "masks" else score
+            picks &= lower.score is not None
         runs_lower = allowed & (must | picks | whole[:, None])
-        slots = _first(jnp.where(must, _FAR, score), runs_lower, counts[0])
-        state = self._lower(given, state, slots)
-        allowed &= (state.ran[0] == state.step) if at_end else (state.ran[0] >= 0)
-        must, picks, upper = state.must[1], predicting, refresh.upper
-        if isinstance(upper, Best):
-            score = self._score(upper.score, given.rows, state, of_masks=True)
-        if self.makes_above:
-            picks = picks | must | whole[:, None]
-        picks = valid if upper == "all" else picks
-        slots = _first(jnp.where(must, _FAR, score), allowed & picks, counts[1])
-        state = self._upper(given, state, slots)
+        slots = _first(jnp.where(must, jnp.inf, score), runs_lower, counts[0])
+        state, upper = self._lower(given, state, slots), refresh.upper
+        allowed &= (state.ran == state.step) if self.at_end else (state.ran >= 0)
+        if isinstance(upper, Best) and upper.score:
+            score = self._to_predictor(upper.score(state))
+        allowed &= valid if upper == "all" else predicting
+        state = self._upper(given, state, _first(score, allowed, counts[1]))
         return dataclasses.replace(state, passes=state.passes.at[kind].add(1))
-
-    def _score(self, name: Score, rows: Rows, state: State, *, of_masks: bool) -> jax.Array:
-        """Returns scores of tokens, or of the masks they predict; those with the highest run."""
-        width = rows.ids.shape[1]
-        position = _positions(rows).astype(jnp.float32)
-        newly = (state.decided_at >= 0) & (state.decided_at == state.step - 1)
-        before = jax.lax.cummax(jnp.where(newly, position, -_FAR), axis=1)
-        after = jax.lax.cummin(jnp.where(newly, position, _FAR), axis=1, reverse=True)
-        ran, last = state.predicted.at if of_masks else state.ran[0], state.predicted
-        # By position alone: neither padding nor batch-mates change it.
-        key = jax.random.fold_in(rows.key, state.step)
-        draw = jax.vmap(lambda i: jax.random.uniform(jax.random.fold_in(key, i)))
-        scores = {
-            "age": (state.step - ran).astype(jnp.float32),
-            "near": -jnp.minimum(jnp.minimum(position - before, after - position), width),
-            "decided": jnp.zeros_like(position),
-            "random": jnp.broadcast_to(draw(jnp.arange(width)), position.shape),
-            "confidence": last.probability,
-            "entropy": last.entropy,
-            "left": -position,
-        }
-        return self._to_predictor(scores[name]) if of_masks else scores[name]
-
-    def _count(self, state: State, part: int, slots: Slots) -> State:
-        """Returns the state after noting that some tokens run a part of the layers now."""
-        runs = _put(jnp.zeros(state.ids.shape, jnp.bool_), slots.used, slots)
-        must, number = state.must.at[part].set(state.must[part] & ~runs), jnp.sum(slots.used, 1)
-        if part == 0 and self.makes_above:  # New content is due above once it ran below.
-            must = must.at[1].set(must[1] | (state.must[0] & runs))
-        ran = state.ran.at[part].set(jnp.where(runs, state.step, state.ran[part]))
-        total = state.runs.at[part].add(number.astype(jnp.int32))
-        return dataclasses.replace(state, ran=ran, must=must, runs=total)
 
     def _lower(self, given: Inputs, state: State, slots: Slots) -> State:
         """Returns the state after layers [0, split) of some tokens, on their present content."""
         x = self.decoder.embed(given.params, _take(state.ids, slots.positions), slots.positions)
-        state = self._count(state, 0, slots)
+        runs = _put(jnp.zeros(state.ids.shape, jnp.bool_), slots.used, slots)
+        ran = jnp.where(runs, state.step, state.ran)
+        state = dataclasses.replace(state, ran=ran, must=state.must & ~runs)
         x, cache = self._run(given, state, x, slots, (0, self.split))
-        states = _put(state.states, x, slots)
-        return dataclasses.replace(state, cache=cache, states=states)
+        states, total = (
+            _put(state.states, x, slots),
+            state.runs.at[0].add(jnp.sum(slots.used, 1, dtype=jnp.int32)),
+        )
+        return dataclasses.replace(state, cache=cache, states=states, runs=total)
 
     def _upper(self, given: Inputs, state: State, slots: Slots) -> State:
         """Returns the state after the other layers of some tokens, and what these predict."""
         rows, index = given.rows, slots.positions
-        state = self._count(state, 1, slots)
         x, cache = _take(state.states, index), state.cache
-        if self.split < self._layers:
-            x, cache = self._run(given, state, x, slots, (self.split, self._layers))
+        if not self.at_end:
+            layers = self.split, self.decoder.config.num_layers
+            x, cache = self._run(given, state, x, slots, layers)
         width, moved = state.ids.shape[1], index + int(self.canvas.shift)
         read_slots = Slots(moved, slots.used & _take(given.predicting, index))
         forced = jnp.zeros_like(state.ids) if rows.forced is None else rows.forced
@@ -371,14 +319,11 @@ class Loop:
             read_one = partial(self._read, has_target=rows.forced is not None)
             values = map_head(self.decoder, given.params, read_one, flat(x), flat(target))
         values = {name: y.reshape(*index.shape, *y.shape[1:]) for name, y in values.items()}
-        old = state.predicted
-        same = jnp.where(values["token"] == _take(old.token, moved), 1, 0)
-        values["same"] = same * (_take(old.same, moved) + 1)
-        values["same"] *= _take(old.at, moved) >= 0
-        values["at"] = jnp.broadcast_to(state.step, index.shape)
+        old, values["at"] = state.predicted, jnp.broadcast_to(state.step, index.shape)
         leaves = {name: _put(getattr(old, name), y, read_slots) for name, y in values.items()}
         predicted = dataclasses.replace(old, **leaves)
-        return dataclasses.replace(state, cache=cache, predicted=predicted)
+        total = state.runs.at[1].add(jnp.sum(slots.used, 1, dtype=jnp.int32))
+        return dataclasses.replace(state, cache=cache, predicted=predicted, runs=total)
 
     def _read(
         self, logits: Float[Array, "slot vocab"], target: Int[Array, " slot"], *, has_target: bool
@@ -408,16 +353,12 @@ class Loop:
         Keys and values of all other tokens are those of their last run, if they had one.
         """
         index, width = slots.positions, state.ids.shape[1]
-        made_below = jnp.asarray(self.decoder.config.kv_made(0, self.split))
+        keys = jnp.where(state.ran >= 0, jnp.arange(width, dtype=jnp.int32)[None], NOWHERE)
         in_blocks = self.canvas.attention == "block"
         earlier = given.block_of[:, None, :] <= _take(given.block_of, index)[:, :, None]
 
         def attention(cache: KVCache, sources: Sources) -> Attend:
             seen = [read(cache, (source,), width=width) for source in sources]
-            below = [jnp.isin(jnp.asarray(source), made_below) for source in sources]
-            ran = jnp.stack([jnp.where(is_below, *state.ran) for is_below in below])
-            shown = jnp.all(ran >= 0, axis=0)
-            keys = jnp.where(shown, jnp.arange(width, dtype=jnp.int32)[None], NOWHERE)
 
             def attend(layer: jax.Array, queries: jax.Array) -> jax.Array:
                 mix = mixer_at(self.decoder, layer)
@@ -461,7 +402,6 @@ class Loop:
             # A finished block's tokens see each other: all run once more, on final content.
             finished = jnp.any(takes, axis=1) & ~jnp.any(is_mask & span, axis=1)
             changed |= (block_of == state.block[:, None]) & finished[:, None]
-        must = state.must.at[0].set(state.must[0] | changed)
         done = state.done | ~jnp.any(is_mask, axis=1)
         if self.eos_ids and rows.forced is None:
             position = _positions(rows)
@@ -474,7 +414,7 @@ class Loop:
             is_mask=is_mask,
             decided_at=jnp.where(takes, state.step, state.decided_at),
             log_prob=jnp.where(takes, predicted.log_prob, state.log_prob),
-            must=must,
+            must=state.must | changed,
             done=done,
             steps=state.steps + (~state.done).astype(jnp.int32),
             step=state.step + 1,

@@ -7,8 +7,8 @@ All are frozen and hashable: part of the compiled program.
 from __future__ import annotations
 
 import dataclasses
-import math
-from typing import Any, Literal, get_args
+from collections.abc import Callable
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -16,12 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from utio_jax.core.decoder import Decoder, DecoderConfig, check_softmax
 
-Score = Literal["age", "near", "decided", "random", "confidence", "entropy", "left"]
-"""Order in which tokens run: longest not run, nearest to the last decided, only those whose content
-changed, by chance, by the last prediction's probability or entropy, or in text order."""
-
-Schedule = Literal["linear", "cosine", "exponential"]
-"""Course of a threshold from its first to its last value."""
+_FAR = 1e6  # Beyond any position.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,15 +32,12 @@ class Canvas:
         block: a smaller `Best.count` leaves some from unfinished content.
       shift: whether logits at a token predict the token after it, as in models grown from
         autoregressive ones (Dream).
-      seed_first: whether a block's first token is decided alone, before the others (Fast-dLLM v2,
-        arXiv 2509.26328).
     """
 
     mask_id: int
     block: int = 0
     attention: Literal["full", "block"] = "full"
     shift: bool = False
-    seed_first: bool = False
 
     def check(self, decoder: Decoder) -> None:
         """Raises ValueError where the canvas and the decoder do not fit each other."""
@@ -119,28 +111,15 @@ class Sched:
 
     Attributes:
       high: threshold where nothing is decided, in logits.
-      low: threshold where all is.
-      schedule: between them, over the share of the block that is decided.
+      low: threshold where all is; between them it is linear in the share that is decided.
     """
 
     high: float = 7.5
     low: float = 2.5
-    schedule: Schedule = "linear"
 
     def __post_init__(self) -> None:
-        if self.schedule not in get_args(Schedule) or not self.high >= self.low:
-            raise ValueError(
-                f"Wanted high >= low and a schedule of {', '.join(get_args(Schedule))}. Got {self}."
-            )
-
-    def threshold(self, progress: Float[Array, " row"]) -> Float[Array, " row"]:
-        """Returns the threshold at a share of decided tokens."""
-        left = {
-            "linear": 1 - progress,
-            "cosine": (1 + jnp.cos(math.pi * progress)) / 2,
-            "exponential": (jnp.exp(-4 * progress) - math.exp(-4)) / (1 - math.exp(-4)),
-        }[self.schedule]
-        return self.low + (self.high - self.low) * left
+        if not self.high >= self.low:
+            raise ValueError(f"Wanted high >= low. Got {self}.")
 
     def sure(self, span: jax.Array, masks: jax.Array, last: Any) -> Bool[Array, " row"]:
         """Returns the rows whose block is decided at once.
@@ -148,32 +127,17 @@ class Sched:
         `span` are its new tokens, `masks` those not decided, `last` the last `Predictions`.
         """
         total = jnp.maximum(jnp.sum(span, axis=1), 1)
-        progress = 1 - jnp.sum(masks, axis=1) / total
         mean = jnp.sum(jnp.where(span, last.margin, 0), axis=1) / total
-        return mean >= self.threshold(progress)
+        return mean >= self.low + (self.high - self.low) * jnp.sum(masks, axis=1) / total
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Stable:
-    """Decides a whole block once no prediction of its masks has changed for some predictions.
-
-    Attributes:
-      steps: predictions in a row with the same result, after the first.
-    """
-
-    steps: int = 2
-
-    def __post_init__(self) -> None:
-        if self.steps < 1:
-            raise ValueError(f"Wanted steps of at least 1. Got steps={self.steps}.")
-
-    def sure(self, span: jax.Array, masks: jax.Array, last: Any) -> Bool[Array, " row"]:
-        """Returns the rows whose block is decided at once, see `Sched.sure`."""
-        del span
-        return jnp.all(~masks | (last.same >= self.steps), axis=1)
-
-
-Stop = Sched | Stable
+def near(state: Any) -> Float[Array, "row token"]:
+    """Scores positions by their distance to the last decided ones: the nearest run first."""
+    position = jnp.arange(state.ids.shape[1], dtype=jnp.float32)[None]
+    newly = (state.decided_at >= 0) & (state.decided_at == state.step - 1)
+    before = jax.lax.cummax(jnp.where(newly, position, -_FAR), axis=1)
+    after = jax.lax.cummin(jnp.where(newly, position, _FAR), axis=1, reverse=True)
+    return -jnp.minimum(jnp.minimum(position - before, after - position), state.ids.shape[1])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -181,27 +145,23 @@ class Best:
     """A number of tokens per row, by a score; those that must run come first. Ties: leftmost first.
 
     Attributes:
-      score: the order.
       count: slots of each row, a static number.
+      score: `near`, or another function of the loop's `State` that returns a finite score for each
+        position; the highest run. None: only tokens whose content changed run.
       among: the lower layers' score picks among all tokens, or those that predict a mask of the
         block. These have the score of their mask, as in the upper layers.
     """
 
-    score: Score
     count: int
+    score: Callable[[Any], Any] | None = near
     among: Literal["all", "masks"] = "all"
 
     def __post_init__(self) -> None:
-        known = self.score in get_args(Score) and self.among in _AMONG
-        if not known or self.count not in _COUNTS:
-            raise ValueError(
-                f"Wanted a score of {', '.join(get_args(Score))}, a count of at least 1 and among "
-                f"of {', '.join(_AMONG)}. Got {self}."
-            )
+        if self.count not in range(1, 2**31) or self.among not in ("all", "masks"):
+            raise ValueError(f"Wanted a count of at least 1, among all or masks. Got {self}.")
 
 
-_COUNTS = range(1, 2**31)
-_AMONG, _LOWER, _UPPER = ("all", "masks"), ("all", "block"), ("all", "predicting")
+_LOWER, _UPPER = ("all", "block"), ("all", "predicting")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -215,19 +175,16 @@ class Refresh:
       lower: tokens that run layers [0, split): all, those of the block, or some.
       upper: tokens that run the other layers: all, those that predict a mask of the block, or some
         of these.
-      split: number of lower layers; None: as many as make all keys and values. Where upper layers
-        read K/V made below, upper layers of tokens that predict nothing change nothing. The number
-        of layers: a token runs all or none.
-      every: steps between steps that run all tokens; 0: only the first does. Finished blocks of
-        `attention="block"` never run again.
-      at_blocks: whether a block's first step runs all tokens (DualCache of Fast-dLLM:
-        `lower="block", at_blocks=True`).
+      split: number of lower layers; None: as many as make all keys and values, which is the least.
+        So upper layers of tokens that predict nothing change nothing. The number of layers: a token
+        runs all or none.
+      at_blocks: whether a block's first step runs all tokens, but those of finished blocks under
+        `attention="block"` (DualCache of Fast-dLLM: `lower="block", at_blocks=True`).
     """
 
     lower: Best | Literal["all", "block"] = "all"
     upper: Best | Literal["all", "predicting"] = "predicting"
     split: int | None = None
-    every: int = 0
     at_blocks: bool = False
 
     def __post_init__(self) -> None:
@@ -237,15 +194,15 @@ class Refresh:
                 raise ValueError(
                     f"Wanted {name} to be a Best or one of {', '.join(allowed)}. Got {value!r}."
                 )
-        if isinstance(self.upper, Best) and self.upper.score == "decided":
-            raise ValueError('Wanted a score of masks for upper, such as "near". Got "decided".')
-        if not isinstance(self.every, int) or self.every < 0:
-            raise ValueError(f"Wanted a whole every of at least 0. Got every={self.every}.")
+        if isinstance(self.upper, Best) and self.upper.score is None:
+            raise ValueError("Wanted a score of masks for upper, such as `near`. Got None.")
 
     def split_of(self, config: DecoderConfig) -> int:
         """Returns the number of lower layers in a model."""
         layers = config.num_layers
-        split = min(config.kv_complete + 1, layers) if self.split is None else self.split
-        if not 1 <= split <= layers:
-            raise ValueError(f"Wanted a split from 1 to the {layers} layers. Got split={split}.")
+        least = min(config.kv_complete + 1, layers)
+        split = least if self.split is None else self.split
+        if not least <= split <= layers:
+            own = f"{least}, where all K/V are made"
+            raise ValueError(f"Wanted a split from {own}, to the {layers} layers. Got {split}.")
         return split
