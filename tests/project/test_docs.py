@@ -36,7 +36,7 @@ LAYERS = next(
 )
 
 
-CONTRIB_GUIDES = ("edge", "encoders", "recurrent", "stopping")
+CONTRIB_GUIDES = ("edge", "encoders", "stopping")
 
 
 def blocks_of(page: str, language: str) -> list[str]:

@@ -419,7 +419,7 @@ class Mixes(Decoder, Protocol):
     """A decoder whose layers mix tokens by other means than softmax attention.
 
     Linear attention and state-space layers, written as masked products. What a key holds is the
-    decoder's own affair: its decay, for one (`utio_jax.contrib.recurrent`). A token that stopped
+    decoder's own affair: its decay, for one (docs/own/mamba2.py). A token that stopped
     is a key like any other, or under `kv="drop"` hidden: `mix` must count visible keys alone.
     """
 

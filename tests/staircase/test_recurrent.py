@@ -14,10 +14,10 @@ from anytime import TrainConfig, exit_states, train
 from helpers import cases
 from helpers.generation import PROMPTS, DepthAt, assert_greedy, depth_table, run
 from helpers.models import Model, assert_equal, live_params, with_random_lens
+from mamba2 import Mamba2
 from trunks import make_optimizer
 
-from utio_jax import score, uniform
-from utio_jax.contrib.recurrent import Mamba2, Mamba2Config
+from utio_jax import DecoderConfig, score, uniform
 from utio_jax.core.decoder import Mixes, own_mixing
 from utio_jax.core.flops import count_matmul_flops, token_cost
 from utio_jax.decoding.adaptive import Adaptive
@@ -26,17 +26,21 @@ from utio_jax.policies.signals import Chance, Position
 from utio_jax.utio import History, Throttled, VerticalSlash
 
 DEPTHS = (1, 2, 4)
-CONFIG = Mamba2Config(
+CONFIG = DecoderConfig(
     vocab_size=64,
     num_layers=4,
     embed_dim=32,
     num_heads=3,
+    num_kv_heads=3,
     head_dim=8,
     context_length=128,
     exits=(1, 2, 4),
     bos_id=0,
     eos_ids=(0,),
 )
+
+
+INNER, STATE, EPS = CONFIG.num_heads * CONFIG.head_dim, CONFIG.head_dim - 2, 1e-6
 
 
 @functools.cache
@@ -59,7 +63,7 @@ def _layer(weights: Any, index: int) -> Any:
 
 
 def run_recurrence(
-    config: Mamba2Config, layer: Any, x: np.ndarray, fed: np.ndarray, touches: np.ndarray
+    config: DecoderConfig, layer: Any, x: np.ndarray, fed: np.ndarray, touches: np.ndarray
 ) -> np.ndarray:
     """Returns one layer's output for a row `[token, dim]`, one token after the other, in float64.
 
@@ -70,8 +74,8 @@ def run_recurrence(
       fed: states by which each token enters the recurrent state.
       touches: which tokens do; the state passes the others by.
     """
-    heads, eps = config.num_heads, config.norm_eps
-    state = np.zeros((heads, config.state_dim, config.head_dim))
+    heads, eps = config.num_heads, EPS
+    state = np.zeros((heads, STATE, config.head_dim))
     out = np.zeros_like(x)
     for token in range(len(x)):
         if touches[token]:
@@ -135,7 +139,7 @@ def test_hidden_keys_are_not_there() -> None:
         return np.asarray(Mamba2(CONFIG).mix(*map(jnp.asarray, arrays)))
 
     rng = np.random.default_rng(2)
-    heads, width, n = CONFIG.num_heads, CONFIG.head_dim, CONFIG.state_dim
+    heads, width, n = CONFIG.num_heads, CONFIG.head_dim, STATE
     queries, keys, values = rng.normal(size=(3, 9, heads, width)).astype(np.float32)
     for shared in (queries, keys):
         shared[..., :n] = shared[:, :1, :n]
@@ -164,7 +168,7 @@ def test_hidden_keys_are_not_there() -> None:
 def test_products_are_charged_as_they_are_executed() -> None:
     model = recurrent_model()
     cost = token_cost(model.decoder, model.params)
-    inner, dim, n = CONFIG.inner_dim, CONFIG.embed_dim, CONFIG.state_dim
+    inner, dim, n = INNER, CONFIG.embed_dim, STATE
     # One product of scores for all heads, since they share B and C; one of values for each.
     assert cost.attention_per_key == 2 * n + 2 * inner
     assert cost.query == 2 * dim * n + 2 * 2 * dim * inner  # C; the gate and the way out.
