@@ -6,8 +6,7 @@ thing, then the answer. `report` is what `lynx.py` and `rpdi.py` print.
 """
 
 import numpy as np
-
-from utio_jax.contrib.stopping import trace_answers
+from traces import trace_answers
 
 MODEL = "out/llm/SmolLM2-135M-Instruct.Q4_1.gguf"  # make llm
 KINDS = {
@@ -38,7 +37,7 @@ def traces_of(model, count, thought=24):
     sizes = {"max_thought": thought, "max_answer": 3, "eos_ids": (), "cue_ids": ids("word.")[-1:]}
     same = lambda one, other: word(one) == word(other)
     how = {"end_ids": ids("\nAnswer:"), "same": same, **sizes}
-    return trace_answers(model.decoder, model.params, model.encode([*prompts]), **how)
+    return trace_answers(model, model.encode([*prompts]), **how)
 
 
 def curve(traces, scores):

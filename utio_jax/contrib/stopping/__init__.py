@@ -2,24 +2,21 @@
 """Thinking budgets: a logits processor that forces the end of a thought after a number of tokens.
 
 It reads where a row is from the row's own tokens, so it keeps no state, and holds in all modes.
-`trace_answers` ends thoughts at all possible places, for rules that are compared with a budget.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from utio_jax.core import Decoder, pytree, static
-from utio_jax.decoding import generate
+from utio_jax.core import pytree, static
 from utio_jax.decoding.state import DecodeState
 
-__all__ = ["ThinkingBudget", "Thought", "Trace", "trace_answers"]
+__all__ = ["ThinkingBudget", "Thought"]
 
 _NEVER = 2**30
 """Position that no row reaches."""
@@ -126,12 +123,13 @@ class ThinkingBudget:
         """Returns the thinking span of a row's new tokens; `row` is its index in `generate`."""
         ids, new = [int(token) for token in prompt], [int(token) for token in new]
         budget = int(np.ravel(np.asarray(self.max_tokens))[row if np.ndim(self.max_tokens) else 0])
+        opened, closed = (max(_ends(x, ids), default=0) for x in (self.start_ids, self.end_ids))
         start: int | None = 0
-        if self.start_ids and not _last(self.start_ids, ids) > _last(self.end_ids, ids):
-            start = _first(self.start_ids, new, 0)
+        if self.start_ids and not opened > closed:
+            start = min(_ends(self.start_ids, new), default=None)
         if start is None:
             return Thought(start=None)
-        end = _first(self.end_ids, new, start)
+        end = min(_ends(self.end_ids, new, start), default=None)
         if end is not None and end <= start + budget:
             return Thought(start=start, tokens=end - start, ended_by="model")
         tokens = min(budget, len(new) - start)
@@ -141,80 +139,8 @@ class ThinkingBudget:
         return Thought(start=start, tokens=tokens, forced=forced, ended_by="budget")
 
 
-def _places(sequence: Sequence[int], ids: list[int], since: int) -> list[int]:
+def _ends(sequence: Sequence[int], ids: list[int], since: int = 0) -> list[int]:
     """Returns the indices after each occurrence of a sequence from an index on."""
     size = len(sequence)
     places = range(since + size, len(ids) + 1)
     return [end for end in places if ids[end - size : end] == [*sequence]]
-
-
-def _first(sequence: Sequence[int], ids: list[int], since: int) -> int | None:
-    return next(iter(_places(sequence, ids, since)), None)
-
-
-def _last(sequence: Sequence[int], ids: list[int]) -> int:
-    return max(_places(sequence, ids, 0), default=0)
-
-
-class Trace(NamedTuple):
-    """Results of ending a prompt's thought at every possible token.
-
-    `ends` has two values for each possible end: tokens thought, and True if the answer differs from
-    that after the whole thought.
-    """
-
-    prompt: list[int]
-    thought: list[int]
-    ends: list[tuple[int, bool]]
-
-    def replay(self, stops: Sequence[bool] | np.ndarray) -> tuple[int, bool]:
-        """Returns the tokens thought where the first of `stops` ends it, and True if it changes."""
-        ended = (end for end, stop in zip(self.ends, stops, strict=True) if stop)
-        return next(ended, (len(self.thought), False))
-
-
-def trace_answers(
-    decoder: Decoder,
-    params: Any,
-    prompts: Sequence[Sequence[int] | np.ndarray],
-    *,
-    end_ids: Sequence[int],
-    max_thought: int,
-    max_answer: int,
-    cue_ids: Sequence[int] = (),
-    same: Callable[[list[int], list[int]], bool] = list.__eq__,
-    **options: Any,
-) -> list[Trace]:
-    """Returns a trace of each prompt, valid for any rule; each place asked costs an answer.
-
-    A thought may end after tokens of `cue_ids`, such as the ends of sentences; after any token
-    without them. `end_ids` follow, then the answer. `same` compares answers; options are those of
-    `utio_jax.generate`.
-    """
-
-    def after(texts: list[list[int]], count: int) -> list[list[int]]:
-        result = generate(decoder, params, texts, max_new_tokens=count, **options)
-        return [ids.tolist() for ids in result.token_ids]
-
-    end, given = [int(token) for token in end_ids], [list(map(int, ids)) for ids in prompts]
-    thoughts = after(given, max_thought)
-    for thought in thoughts:  # What follows an end that the model wrote is its answer.
-        cut = _first(tuple(end), thought, 0)
-        del thought[len(thought) if cut is None else cut - len(end) :]
-    texts = [a + b for a, b in zip(given, thoughts, strict=True)]
-    whole = after([text + end for text in texts], max_answer)
-    traces = [Trace(*pair, []) for pair in zip(given, thoughts, strict=True)]
-    asked = [
-        [size for size, token in enumerate(ids[:-1], 1) if not cue_ids or token in cue_ids]
-        for ids in thoughts
-    ]
-    # One place of every prompt at a time: the batch keeps its shape, and rows their seeds.
-    for turn in range(max(map(len, asked), default=0)):
-        sizes = [sizes[turn] if turn < len(sizes) else 0 for sizes in asked]
-        cut = [a + b[:size] + end for a, b, size in zip(given, thoughts, sizes, strict=True)]
-        for trace, size, first, other in zip(
-            traces, sizes, whole, after(cut, max_answer), strict=True
-        ):
-            if size:
-                trace.ends.append((size, not same(first, other)))
-    return traces
