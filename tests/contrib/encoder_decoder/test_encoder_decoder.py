@@ -54,20 +54,21 @@ def test_plain_decoding_is_the_model(prefill: bool) -> None:
     assert np.all(result.work.queries == 8 * (NEW - 1))
 
 
-@pytest.mark.parametrize("kv", ["propagate", pytest.param("drop", marks=pytest.mark.slow)])
-def test_adaptive_decoding_is_the_reference_at_the_decided_depths(kv: Any) -> None:
-    mode = utio_jax.Adaptive(policy=DepthAt(table=TABLE, depths=DEPTHS), kv=kv)
+def test_adaptive_decoding_is_the_reference_at_the_decided_depths() -> None:
+    mode = utio_jax.Adaptive(policy=DepthAt(table=TABLE, depths=DEPTHS))
     result = run(mode)
     for row in range(len(SOURCES)):
         used = np.asarray(TABLE)[row, SOURCE + 1 : SOURCE + NEW]
         np.testing.assert_array_equal(result.decided[row], [8, *used])
-    assert_of_model(result, kv=kv)
+    assert_of_model(result, kv="propagate")
     # A layer runs if any row needs it.
     deepest = np.asarray(TABLE)[:, SOURCE + 1 : SOURCE + NEW].max(axis=0)
     assert result.work.queries[0] == deepest.sum() < 8 * (NEW - 1)
-    for other in {"propagate", "drop", "full"} - {kv}:
+    for other in ("drop", "full"):
         with pytest.raises(AssertionError):
             assert_of_model(result, kv=other)
+    with pytest.raises(ValueError, match='Got kv="drop"'):
+        run(utio_jax.Adaptive(policy=mode.policy, kv="drop"))
 
 
 @pytest.mark.parametrize(
@@ -84,8 +85,7 @@ def test_lossless_decoding_is_the_model(mode: Any) -> None:
     assert_equal(result.token_ids, plain.token_ids)
 
 
-@pytest.mark.parametrize("kv", ["propagate", pytest.param("drop", marks=pytest.mark.slow)])
-def test_scores_are_those_of_the_reference(kv: Any) -> None:
+def test_scores_are_those_of_the_reference() -> None:
     model, rng = t5_model(), np.random.default_rng(3)
     targets = [rng.integers(2, 64, size).tolist() for size in (9, 4, 15)]
     rows = source_rows(model.decoder, SOURCES, targets)
@@ -94,18 +94,14 @@ def test_scores_are_those_of_the_reference(kv: Any) -> None:
     for row, tokens in zip(ids, rows, strict=True):
         row[: len(tokens)] = tokens
     depths = rng.choice(DEPTHS, ids.shape)
-    policy = OnTargets(
-        policy=given_depths(jnp.asarray(depths), depths=DEPTHS),
-        source_tokens=SOURCE,
-        deep=kv == "drop",
-    )
-    score = jax.jit(utio_jax.score, static_argnums=0, static_argnames="kv")
-    result = score(model.decoder, model.params, jnp.asarray(ids), lengths, policy, kv=kv)
-    left = 8 if kv == "drop" else 1
-    assert np.all(np.asarray(result.depths)[:, :SOURCE] == left)
+    given = given_depths(jnp.asarray(depths), depths=DEPTHS)
+    policy = OnTargets(policy=given, source_tokens=SOURCE)
+    score = jax.jit(utio_jax.score, static_argnums=0)
+    result = score(model.decoder, model.params, jnp.asarray(ids), lengths, policy)
+    assert np.all(np.asarray(result.depths)[:, :SOURCE] == 1)
     # Of a whole pass, sources run all layers.
     whole = np.where(np.arange(ids.shape[1]) < SOURCE, DEPTHS[-1], depths)
-    x = cases.run_oracle(model.decoder, model.params, ids, lengths, whole, kv=kv)
+    x = cases.run_oracle(model.decoder, model.params, ids, lengths, whole, kv="propagate")
     expected = plain_nll(model, ids, x)
     for row, length in enumerate(lengths - 1):
         at = slice(SOURCE, length)
@@ -117,7 +113,6 @@ CHANCE = random_depths(jnp.asarray([0.4, 0.2, 0.2, 0.2]), key=jax.random.key(1),
 MODES = {
     "plain": utio_jax.Plain(),
     "propagate": utio_jax.Adaptive(policy=CHANCE),
-    "drop": utio_jax.Adaptive(policy=CHANCE, kv="drop"),
     "lossless": utio_jax.Lossless(exit=4, max_draft=3),
 }
 
@@ -125,7 +120,7 @@ MODES = {
 PARTS = utio_jax.engine.Shapes(prompt_tokens=(8,))
 """Passes that are shorter than a source."""
 
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("plain", "drop", "lossless")]
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("plain", "lossless")]
 
 
 @pytest.mark.parametrize("name", ["propagate", *SLOW])
@@ -156,7 +151,7 @@ def test_rows_of_an_engine_come_and_go_as_if_alone(name: str) -> None:
         np.testing.assert_array_equal(finished[number].token_ids, alone.token_ids[0])
         np.testing.assert_array_equal(finished[number].decided, alone.decided[0])
         depths |= {*alone.decided[0].tolist()}
-    assert depths == ({*DEPTHS} if name in ("propagate", "drop") else depths)
+    assert depths == ({*DEPTHS} if name == "propagate" else depths)
 
 
 def test_a_source_read_in_parts_is_not_taken_for_whole() -> None:

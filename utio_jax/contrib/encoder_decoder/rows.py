@@ -51,17 +51,15 @@ class OnTargets:
     """A policy for tokens of targets. Those of sources leave after the first layer.
 
     Exact under `kv="propagate"`: no layer changes what the encoder made of a source, and its keys
-    and values are projected from that. With `deep`, for `kv="drop"`, sources run all layers.
+    and values are projected from that. `kv="drop"` would hide sources.
 
     Attributes:
       policy: of the target's tokens.
       source_tokens: of the model's config. Static.
-      deep: let sources run all layers. Static.
     """
 
     policy: Policy
     source_tokens: int = static()
-    deep: bool = static(default=False)
 
     @property
     def name(self) -> str:
@@ -73,7 +71,7 @@ class OnTargets:
 
     @property
     def depths(self) -> tuple[int, ...]:
-        return self.policy.depths if self.deep else (1, *self.policy.depths)
+        return (1, *self.policy.depths)
 
     def start(self, token_ids: Inputs, positions: Int[Array, "batch token"]) -> Any:
         return self.policy.start(token_ids, positions)
@@ -82,22 +80,18 @@ class OnTargets:
         self, index: int, boundary: Boundary, memory: Any
     ) -> tuple[Bool[Array, "batch token"], Any]:
         is_target = boundary.positions >= self.source_tokens
-        index += self.deep
         if not index:
             return is_target, memory
         goes, memory = self.policy.go_deeper(index - 1, boundary, memory)
         return goes | ~is_target, memory
 
     def asks(self, index: int) -> bool | Bool[Array, ""]:
-        index += self.deep
         return not index or self.policy.asks(index - 1)
 
     def flops(self, index: int, decoder: Decoder, params: Params) -> float:
-        index += self.deep
         return self.policy.flops(index - 1, decoder, params) if index else 0.0
 
     def reads_logits(self, index: int) -> bool:
-        index += self.deep
         return index > 0 and self.policy.reads_logits(index - 1)
 
 
@@ -117,11 +111,12 @@ class WholeSources(Prefill):
 def read_sources(decoder: Decoder, mode: Mode = Plain()) -> WholeSources:
     """Returns the prefill of a T5 for a mode: targets run all layers, sources the first alone.
 
-    Under `kv="drop"` sources run all layers, to be seen in all.
+    Raises:
+      ValueError: the mode drops keys and values of tokens that stopped, as sources do.
     """
     config: Any = decoder.config
     if mode.prompt_kv == "drop":
-        return WholeSources()
+        raise ValueError('Wanted a mode that keeps sources in sight. Got kv="drop". Leave it out.')
     full = uniform(config.num_layers, name="full")
     policy = OnTargets(policy=full, source_tokens=config.source_tokens)
     return WholeSources(policy=policy, kv="propagate")

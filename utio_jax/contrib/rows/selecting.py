@@ -77,8 +77,6 @@ class Select:
     def check(self, decoder: Decoder, *, rows: int) -> tuple[int, ...]:
         """Returns the batch widths for a number of candidates: that, and its halves down to 1.
 
-        One program serves each depth and width.
-
         Raises:
           ValueError: depths that are no boundaries of this model, margins of another number or
             below 0.
@@ -93,10 +91,7 @@ class Select:
                 f"Wanted a margin of at least 0 for each of depths={self.depths}, in nats. Got "
                 f"{margins.tolist()}. Use infinity where none shall leave."
             )
-        widths = {rows}
-        while (least := min(widths)) > 1:
-            widths.add(-(-least // 2))
-        return tuple(sorted(widths))
+        return tuple(sorted({-(-rows // 2**halvings) for halvings in range(rows.bit_length() + 1)}))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
