@@ -14,10 +14,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.encoder_decoder import SOURCE, t5_model
+from helpers.generation import lively_model
 
 import utio_jax
 from utio_jax.calibration import rank_correlation
-from utio_jax.contrib.stopping import Trace
+from utio_jax.contrib.encoder_decoder import OnTargets
+from utio_jax.decoding import Lengths, generate
 
 FOLDER = Path(__file__).parents[2] / "docs" / "field"
 PROGRAMS = sorted(file.stem for file in FOLDER.glob("*.py"))
@@ -45,8 +48,9 @@ def lines_of_code(source: str) -> int:
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_program_has_forty_lines(name: str) -> None:
     source = (FOLDER / f"{name}.py").read_text()
-    assert lines_of_code(source) <= 40 + (name == "questions")  # It is a part of two programs.
-    assert f"python docs/field/{name}.py" in source or name == "questions"
+    is_part = name in ("questions", "traces")  # Of two programs.
+    assert lines_of_code(source) <= 40 + is_part
+    assert f"python docs/field/{name}.py" in source or is_part
 
 
 @pytest.fixture
@@ -254,7 +258,8 @@ def test_a_probe_separates_what_can_be_separated(program: Any) -> None:
 
 
 def test_a_rule_is_compared_at_equal_tokens(program: Any) -> None:
-    traces = [Trace([1], [5] * 8, [(2, True), (4, False)]), Trace([1], [5] * 6, [(3, True)])]
+    made = program("traces").Trace
+    traces = [made([1], [5] * 8, [(2, True), (4, False)]), made([1], [5] * 6, [(3, True)])]
     curve = program("questions").curve(traces, [np.asarray([0.1, 0.2]), np.asarray([0.3])])
     ends = {(7.0, 0.0), (4.0, 0.5), (2.5, 1.0)}
     assert {*map(tuple, curve.T.tolist())} == ends
@@ -264,9 +269,86 @@ def test_a_rule_is_compared_at_equal_tokens(program: Any) -> None:
 def test_questions_are_written_and_reported(program: Any, capsys: Any, shipped: Any) -> None:
     traces = program("questions").traces_of(shipped, 6, thought=12)
     if not all(trace.ends for trace in traces):  # The demo model writes no sentences.
-        traces = [Trace(t.prompt, t.thought, [(4, True), (8, False)]) for t in traces]
+        traces = [trace._replace(ends=[(4, True), (8, False)]) for trace in traces]
     program("rpdi").run(shipped, traces, window=3)
     program("lynx").run(shipped, traces, 4, depth=8, max_changed=0.9)
     output = capsys.readouterr().out
     assert output.count("of the answers change") == 6
     assert rank_correlation(np.arange(3), np.arange(3)) == 1
+
+
+@pytest.mark.slow
+def test_both_halves_of_a_t5_leave(program: Any) -> None:
+    module, model, rng = program("mue"), t5_model(), np.random.default_rng(0)
+    real = np.arange(SOURCE) < rng.integers(2, SOURCE + 1, (6, 1))
+    sources = np.where(real, rng.integers(2, 64, real.shape), 0).astype(np.int32)
+    targets = np.zeros((6, 20), np.int32)  # Opened by 0, which is padding, too.
+    targets[:, 1:9] = rng.integers(2, 64, (6, 8))
+
+    def run(cuts: tuple[float, float], truncated: tuple[int, int]) -> dict[str, list[float]]:
+        return module.run(model.decoder, model.params, sources, targets, cuts, truncated)
+
+    layers = model.decoder.config.encoder_layers
+    ways = run((-1.0, -1.0), (layers, 8))
+    assert ways["both"] == ways["full"] == ways["truncated"] == ways["chance"]
+    rows = np.concatenate([sources, targets], axis=1)
+    policy = OnTargets(policy=utio_jax.uniform(8), source_tokens=SOURCE)
+    lengths = np.full(6, SOURCE + 9)
+    whole = utio_jax.score(model.decoder, model.params, jnp.asarray(rows), lengths, policy)
+    nats = -np.asarray(whole.log_likelihood)[:, SOURCE : SOURCE + 8].mean()
+    np.testing.assert_allclose(ways["full"], [nats, layers, 8], atol=1e-3)
+    ways = run((3.0, 3.0), (1, 2))
+    assert ways["both"] == ways["truncated"] == ways["chance"]
+    assert ways["encoder alone"][1:] == [1, 8]
+    assert ways["decoder alone"][1:] == [layers, 2]
+    nats = [ways[name][0] for name in ("both", "encoder alone", "decoder alone", "full")]
+    assert len({*nats}) == 4
+
+
+PROMPTS = [[0, 5, 7], [0, 9, 3, 2, 8, 8, 1], [4], [6, 2, 2]]
+THOUGHT, ANSWER, END = 14, 3, (62, 63)
+OPTIONS: dict[str, Any] = {"eos_ids": (), "lengths": Lengths(prompt_step=32, key_step=64)}
+SIZES: dict[str, Any] = {
+    "max_thought": THOUGHT,
+    "max_answer": ANSWER,
+    "end_ids": END,
+    "same": list.__eq__,
+}
+
+
+def written(texts: list[list[int]], count: int) -> list[list[int]]:
+    model = lively_model()
+    result = generate(model.decoder, model.params, texts, max_new_tokens=count, **OPTIONS)
+    return [ids.tolist() for ids in result.token_ids]
+
+
+@pytest.mark.slow
+def test_each_place_has_the_answer_of_a_thought_that_ends_there(program: Any) -> None:
+    model, trace_answers = lively_model(), program("traces").trace_answers
+    traces = trace_answers(model, PROMPTS, **SIZES, **OPTIONS)
+    thoughts = written(PROMPTS, THOUGHT)
+    cues = {thoughts[0][2], thoughts[1][4]}
+    some = trace_answers(model, PROMPTS, cue_ids=[*cues], **SIZES, **OPTIONS)
+    changed = 0
+    for prompt, thought, trace, few in zip(PROMPTS, thoughts, traces, some, strict=True):
+        assert (trace.prompt, trace.thought) == (prompt, thought)
+        (whole,) = written([[*prompt, *thought, *END]], ANSWER)
+        for size, differs in trace.ends:
+            (answer,) = written([[*prompt, *thought[:size], *END]], ANSWER)
+            assert differs == (answer != whole)
+            changed += differs
+        assert [size for size, _ in trace.ends] == [*range(1, THOUGHT)]
+        assert few.ends == [end for end in trace.ends if thought[end[0] - 1] in cues]
+    assert 0 < changed < len(PROMPTS) * (THOUGHT - 1)
+    thought = thoughts[1]
+    end = tuple(thought[5:7])  # An end that the model writes ends the thought.
+    place = next(i for i in range(1, THOUGHT) if tuple(thought[i - 1 : i + 1]) == end) - 1
+    (trace,) = trace_answers(model, [PROMPTS[1]], **SIZES | {"end_ids": end}, **OPTIONS)
+    assert trace.thought == thought[:place]
+
+
+def test_the_first_stop_decides(program: Any) -> None:
+    trace = program("traces").Trace([1], [5, 6, 7, 8], [(1, True), (3, False)])
+    assert trace.replay([False, False]) == (4, False)
+    assert trace.replay([True, True]) == (1, True)
+    assert trace.replay([False, True]) == (3, False)
