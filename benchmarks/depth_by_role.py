@@ -329,13 +329,12 @@ def _percent(values: Sequence[float] | None) -> str:
     return " / ".join(f"{value:+.2f}" for value in values) + " %" if values else ""
 
 
-def table(stored: Mapping[str, Any], shape: str, prompt: int, news: Sequence[int]) -> list[str]:
-    """Returns a Markdown table of a shape's requests with prompts of one length.
+def rows_of(stored: Mapping[str, Any], shape: str, prompt: int, news: Sequence[int]) -> list[str]:
+    """Returns rows of a Markdown table: a shape's requests with prompts of one length.
 
     Requests of up to twice the longest timed answer; of a branch, of timed ones alone.
     """
-    head = "| batch | new tokens | ms | over plain {} | plain model that takes as long | {} |"
-    lines = [head, "|---|---|---|---|---|---|"]
+    lines = []
     parts = [x for x in stored["parts"] if x["kind"] == "requests" and x["prompt"] == prompt]
     for part, new in itertools.product(sorted(parts, key=lambda x: x["batch"]), news):
         timed = part["seconds"].get(shape, {})
@@ -344,29 +343,31 @@ def table(stored: Mapping[str, Any], shape: str, prompt: int, news: Sequence[int
             continue
         times = {name: at(of, new) for name, of in part["seconds"].items()}
         row = beside_plain(times, shape, stored["bits"])
-        lines[0] = head.format(" / ".join(name[6:] for name in row["over"]), _LOSS)
-        mark = "" if str(new) in timed else "~"
         over = " / ".join(f"{value:.2f}" for value in row["over"].values())
-        loss = _percent(row["loss_pct"])
-        ms = f"{mark}{1000 * times[shape]:.3g}"
-        lines.append(f"| {part['batch']} | {new} | {ms} | {over} | {row['layers']} | {loss} |")
-    return [*lines, ""] if len(lines) > 2 else []
+        ms = f"{'' if str(new) in timed else '~'}{1000 * times[shape]:.3g}"
+        cells = shape, f"{prompt:,}", part["batch"], new, ms, over, row["layers"]
+        lines.append(f"| {' | '.join(map(str, cells))} | {_percent(row['loss_pct'])} |")
+    return lines
 
 
 def tables(stored: Mapping[str, Any], news: Sequence[int]) -> str:
-    """Returns what was measured, as Markdown: in full of the first shape that is not plain.
+    """Returns what was measured, as Markdown: all prompts of the first shape that is not plain.
 
-    Of the others it is requests with prompts of the middle length, every other number of new ones.
+    Of the others it is requests with prompts of the middle length.
     """
     requests = [part for part in stored["parts"] if part["kind"] == "requests"]
     shapes = dict.fromkeys(name for part in requests for name in part["seconds"])
     prompts = sorted({part["prompt"] for part in requests})
-    lines, ways = [], [name for name in shapes if not name.startswith("plain-")]
+    plain = " / ".join(sorted((x[6:] for x in shapes if x.startswith("plain-")), key=int))
+    ways = [name for name in shapes if not name.startswith("plain-")]
+    first = (
+        f"| shape | prompt | batch | new | ms | over plain {plain} | plain model that takes as long"
+    )
+    lines = [f"{first} | {_LOSS} |", "|---|---|---|---|---|---|---|---|"] if ways else []
     for shape in ways:
-        whole = shape == ways[0]
-        for prompt in prompts if whole else [prompts[len(prompts) // 2]]:
-            if rows := table(stored, shape, prompt, news if whole else news[1::2] or news):
-                lines += [f"### {shape}, prompts of {prompt:,} tokens", "", *rows]
+        for prompt in prompts if shape == ways[0] else [prompts[len(prompts) // 2]]:
+            lines += rows_of(stored, shape, prompt, news)
+    lines += [""]
     titles = {
         "echo": "Prompts scored themselves (`echo`, log-probabilities): all layers run",
         "mix": "An engine, requests of many lengths until all have ended",
@@ -447,8 +448,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         save_json(args.out, stored)
     text = tables(stored, setting.new)
     print(text)
-    if args.page:
-        write_page(args.page, text)
+    if args.page:  # Every other number of new tokens: the file has all.
+        write_page(args.page, tables(stored, setting.new[1::2] or setting.new))
     return 0
 
 

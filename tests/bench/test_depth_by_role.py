@@ -86,10 +86,10 @@ def test_a_page_gets_its_tables_between_two_comments(roles: Any, tmp_path: Path)
     assert text.startswith(f"before\n\n{roles.BEGIN}\n")
     assert text.endswith(f"{roles.END}\n\nafter\n")
     assert [line for line in text.splitlines() if line.startswith("| ")] == [
-        "| batch | new tokens | ms | over plain 8 / 16 | plain model that takes as long | "
-        "its loss over this one's, seed 0 / 1 |",
-        "| 1 | 1 | 30 | 0.67 / 1.33 | 12.0 layers | +1.50 / +1.00 % |",
-        "| 8 | 1 | 160 | 1.25 / 2.50 | below 8.0 layers | +3.00 / +2.00 % |",
+        "| shape | prompt | batch | new | ms | over plain 8 / 16 | "
+        "plain model that takes as long | its loss over this one's, seed 0 / 1 |",
+        "| 8+8 | 448 | 1 | 1 | 30 | 0.67 / 1.33 | 12.0 layers | +1.50 / +1.00 % |",
+        "| 8+8 | 448 | 8 | 1 | 160 | 1.25 / 2.50 | below 8.0 layers | +3.00 / +2.00 % |",
     ]
     roles.write_page(page, roles.tables(stored, (1,)))
     assert page.read_text() == text
@@ -115,6 +115,6 @@ def test_all_parts_run_and_are_measured_once(
     for entry in stored["parts"]:
         assert [*entry["seconds"]] == shapes[1:]
     assert [*stored["parts"][0]["seconds"]["1+1"]] == ["1", "4", "8"]
-    assert "### 1+1, prompts of 24 tokens" in capsys.readouterr().out
+    assert "| 1+1 | 24 | " in capsys.readouterr().out
     assert roles.main(["--dry-run", *shapes, "--out", str(file)]) == 0
     assert json.loads(file.read_text()) == stored
