@@ -51,7 +51,7 @@ def lossless_for(
 
     A model trained at its exits drafts at the exit closest to 3/8 of its layers. All other models
     draft by n-grams: exits with a lens that was fitted afterwards slow decoding down
-    (results/decoding.md, results/stock_models.md).
+    (results/scoring.md, results/stock_models.md).
 
     Raises:
       ValueError: unknown drafter, or `"exit"` for a model without early exits.
