@@ -7,14 +7,11 @@ A table of the tokens that most often follow each token stands for SpecEE's draf
 columns of the head give an exit's certainty. Prints it beside `learned` and the controls.
 """
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 from orthorank import compared
 
-from utio_jax.calibration import SignalFitter
 from utio_jax.core import apply_exit_lens, pytree, static
 from utio_jax.policies import SignalBase, StateGate
 
@@ -54,7 +51,7 @@ class Candidates(SignalBase):
 
 def fit(fitter, count=16):
     """Returns gates fitted to sqrt(KL to full depth), on `count` likely tokens."""
-    follow, studies = np.zeros((fitter.decoder.config.vocab_size,) * 2), []
+    follow = np.zeros((fitter.decoder.config.vocab_size,) * 2)
     for study in fitter.studies:
         ids, real = study.batch.token_ids, study.predicted[:, :-1]
         np.add.at(follow, (ids[:, :-1][real], ids[:, 1:][real]), 1.0)
@@ -65,10 +62,8 @@ def fit(fitter, count=16):
         at = lambda depth: lambda row: inputs_of(fitter.decoder, params, *row, likely, depth)
         return jnp.stack([jax.lax.map(at(d), (x, ids)) for x, d in zip(states, fitter.exits)])
 
-    for study in fitter.studies:
-        inputs = read(fitter.params, np.float32(study.states), study.batch.token_ids)
-        studies.append(dataclasses.replace(study, states=np.asarray(inputs)))
-    gates = SignalFitter(fitter.decoder, fitter.params, studies, seed=fitter.seed).regressor()
+    rows = [(np.float32(study.states), study.batch.token_ids) for study in fitter.studies]
+    gates = fitter.regressor([np.asarray(read(fitter.params, *row)) for row in rows])
     return Candidates(gates=gates, likely=likely, exits=fitter.exits)
 
 

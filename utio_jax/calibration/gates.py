@@ -77,9 +77,16 @@ class SignalFitter:
         mean = jnp.asarray(share / share.sum(), jnp.float32) @ embeddings.astype(jnp.float32)
         return TokenSurrogate(table=surrogate_table(self.decoder, self.params, mean))
 
-    def regressor(self) -> StateGate:
-        """Returns gates that predict sqrt(KL to full depth)."""
-        return self._fitted("learned", np.sqrt(self._of_tokens("kl")[:-1]), loss="squared")
+    def regressor(self, inputs: Sequence[np.ndarray] | None = None) -> StateGate:
+        """Returns gates that predict sqrt(KL to full depth).
+
+        `inputs`, an array `[exit, row, token, feature]` for each study, take the place of states.
+        """
+        target = np.sqrt(self._of_tokens("kl")[:-1])
+        if inputs is None:
+            return self._fitted("learned", target, loss="squared")
+        features = predicted_tokens(self.studies, inputs)
+        return fit_gates(features, target, loss="squared", seed=self.seed)
 
     def classifier(self) -> StateGate:
         """Returns gates with the logit of a prediction that differs from full depth's."""
