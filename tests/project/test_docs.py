@@ -51,7 +51,7 @@ def blocks_of(page: str, language: str) -> list[str]:
         ("docs/prompts.md", 1),
         ("docs/roles.md", 1),
         pytest.param("docs/decode.md", 2, marks=pytest.mark.slow),
-        pytest.param("docs/utio.md", 4, marks=pytest.mark.slow),
+        pytest.param("docs/utio.md", 3, marks=pytest.mark.slow),
         pytest.param("docs/bring_your_own.md", 4, marks=pytest.mark.slow),
         pytest.param("docs/engine.md", 2, marks=pytest.mark.slow),
         pytest.param("docs/branches.md", 2, marks=pytest.mark.slow),
