@@ -131,12 +131,12 @@ if __name__ == "__main__":
     model = Mamba2(DecoderConfig(num_layers=6, exits=exits, **sizes, **heads))
     params = model.init(jax.random.key(0))  # Train it: docs/bring_your_own.md
     kernel = params["layers"]["out_proj"]["kernel"]
-    params["layers"]["out_proj"]["kernel"] = 0.2 * jax.random.normal(
+    params["layers"]["out_proj"]["kernel"] = 0.1 * jax.random.normal(
         jax.random.key(2), kernel.shape
     )
     ids, lengths = jax.random.randint(jax.random.key(1), (2, 24), 0, 256), jnp.asarray([24, 9])
     # One minus the cosine between the states at this exit and the one before.
-    cuts = jnp.asarray([0.2, 0.05])
+    cuts = jnp.asarray([1.0, 0.3])
     settled = Thresholded(signal=StateSimilarity(), thresholds=cuts, depths=exits)
     result = score(model, params, ids, lengths, settled)
     print(result.depths)  # Layers that each token ran; 0: padding.

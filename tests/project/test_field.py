@@ -293,7 +293,7 @@ def test_both_halves_of_a_t5_leave(program: Any) -> None:
     assert ways["both"] == ways["full"] == ways["truncated"] == ways["chance"]
     rows = np.concatenate([sources, targets], axis=1)
     policy = OnTargets(policy=utio_jax.uniform(8), source_tokens=SOURCE)
-    lengths = np.full(6, SOURCE + 9)
+    lengths = jnp.full(6, SOURCE + 9)
     whole = utio_jax.score(model.decoder, model.params, jnp.asarray(rows), lengths, policy)
     nats = -np.asarray(whole.log_likelihood)[:, SOURCE : SOURCE + 8].mean()
     np.testing.assert_allclose(ways["full"], [nats, layers, 8], atol=1e-3)
