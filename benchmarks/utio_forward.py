@@ -31,7 +31,7 @@ from utio_jax.bench.rows import describe
 from utio_jax.bench.timing import time_programs
 from utio_jax.core import sample_batches
 from utio_jax.core.documents import Batch
-from utio_jax.core.flops import ideal_flops, token_cost
+from utio_jax.core.flops import decided_work, token_cost
 from utio_jax.evaluation.ledger import convex_hull
 from utio_jax.models.presets import SHAPES
 from utio_jax.models.training import standard_library
@@ -72,14 +72,15 @@ class Text:
         """
         decoder, params = self.model.decoder, self.model.params
         cost, deepest = token_cost(decoder, params), decoder.config.num_layers
-        count = partial(ideal_flops, cost, key_widths=(WIDTH,), deepest=deepest, keep_frozen=True)
+        work = partial(decided_work, cost, key_widths=(WIDTH,), projected=deepest)
         # Scores of all queries and keys once more: half of the products of attention.
         asked = heat * cost.attention_per_key / 2 * WIDTH * np.sum(depths > 0)
         asks = uniform(deepest) if policy is None else policy
         for index, depth in enumerate(asks.depths[:-1]):
             asked += asks.flops(index, decoder, params) * np.sum(depths >= depth)
             asked += cost.head * asks.reads_logits(index) * np.sum(depths > depth)
-        return float((count(depths) + asked) / count(np.where(depths > 0, deepest, 0)))
+        full = cost.flops(work(np.where(depths > 0, deepest, 0)))
+        return float(cost.flops(work(depths), gates=float(asked)) / full)
 
 
 def scores_of(text: Text, plan: UtioPlan) -> dict[str, np.ndarray]:

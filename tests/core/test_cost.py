@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import dataclasses
-import types
 from functools import partial
 
 import jax
@@ -16,12 +15,12 @@ from utio_jax.attention.mixing import attend
 from utio_jax.core.flops import (
     TokenCost,
     count_matmul_flops,
+    decided_work,
     depth_flops,
     expected_flops,
-    ideal_flops,
-    pass_flops,
     token_cost,
 )
+from utio_jax.core.work import Work
 from utio_jax.models.presets import STDLIB_16, TINY
 from utio_jax.models.transformer import Transformer, TransformerConfig
 
@@ -109,8 +108,9 @@ def test_counting_runs_nothing_and_knows_batches_loops_and_calls():
 
 
 def test_a_pass_costs_what_it_executed():
-    work = types.SimpleNamespace(
-        queries=np.full(64, 2**30, np.int32),  # Their sum outgrows int32.
+    work = dataclasses.replace(
+        Work.of_rows(2),
+        queries=np.full(2, 2**30, np.int32),  # Their sum outgrows int32.
         keys_values=np.array([20, 30]),
         key_slots=np.array([160.0, 32.0]),
         heads=np.array([0, 10]),
@@ -118,12 +118,12 @@ def test_a_pass_costs_what_it_executed():
         kv_maps=np.array([0, 5]),
     )
     cost = dataclasses.replace(COST, exit_map=11.0, kv_map=13.0, full_depth=6)
-    flops = pass_flops(cost, work, gates=7.0)
-    assert flops == 2**36 * 1000 + 50 * 100 + 192 * 2 + 10 * 50 + 3 * 11 + 5 * 13 + 7
+    flops = cost.flops(work, gates=7.0)
+    assert flops == 2**31 * 1000 + 50 * 100 + 192 * 2 + 10 * 50 + 3 * 11 + 5 * 13 + 7
 
 
-@pytest.mark.parametrize("keep_frozen", [True, False])
-def test_the_ideal_is_a_sum_over_tokens_and_their_own_layers(keep_frozen):
+@pytest.mark.parametrize("projected", [6, 0])
+def test_the_ideal_is_a_sum_over_tokens_and_their_own_layers(projected):
     depths = np.array([[2, 6, 3, 2, 6, 2], [6, 2, 0, 0, 0, 0]])
     flops = 0.0
     for _, token in zip(*np.nonzero(depths), strict=True):
@@ -132,10 +132,10 @@ def test_the_ideal_is_a_sum_over_tokens_and_their_own_layers(keep_frozen):
             runs = layer < depths[_, token]
             if runs:
                 flops += COST.query + COST.attention_per_key * (4 if token < 4 else 6)
-            if runs or keep_frozen:
+            if runs or layer < projected:
                 flops += COST.keys_values
-    result = ideal_flops(COST, depths, key_widths=(4, 6), deepest=6, keep_frozen=keep_frozen)
-    assert result == flops
+    work = decided_work(COST, depths, key_widths=(4, 6), projected=projected)
+    assert COST.flops(work) == flops
 
 
 def test_what_to_expect_of_a_staircase_is_a_sum_over_its_segments():
@@ -162,7 +162,5 @@ def test_what_to_expect_of_a_staircase_is_a_sum_over_its_segments():
 def test_a_token_costs_at_a_depth_what_the_ideal_pass_costs_per_token():
     result = depth_flops(COST, (2, 3, 5), width=6, key_widths=(4, 6))
     for flops, depth in zip(result, (2, 3, 5), strict=True):
-        row = ideal_flops(
-            COST, np.full((1, 6), depth), key_widths=(4, 6), deepest=5, keep_frozen=True
-        )
-        assert flops == pytest.approx(row / 6)
+        row = decided_work(COST, np.full((1, 6), depth), key_widths=(4, 6), projected=5)
+        assert flops == pytest.approx(COST.flops(row) / 6)

@@ -21,7 +21,7 @@ from helpers.policies import DEPTHS, EXITS, SHAPE, SIGNALS, scores_of, threshold
 
 from utio_jax import Policy, Thresholded, score, uniform
 from utio_jax.calibration.search import forget_programs
-from utio_jax.core.flops import count_matmul_flops, pass_flops, token_cost
+from utio_jax.core.flops import count_matmul_flops, token_cost
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.loop import begin
 from utio_jax.evaluation.flops import gate_flops
@@ -260,7 +260,7 @@ def test_exits_not_in_use_cost_nothing_and_change_nothing(tiny: Any, name: str) 
 
     def spent(policy: Any, result: Any) -> float:
         gates = gate_flops(tiny.decoder, tiny.params, policy, result.work)
-        return pass_flops(cost, result.work, gates=gates)
+        return cost.flops(result.work, gates=gates)
 
     for depths, thresholds in (((1, 4), (first, -np.inf)), ((2,), (-np.inf, np.inf))):
         kept = jnp.asarray([t for t in thresholds if np.isfinite(t)], jnp.float32)

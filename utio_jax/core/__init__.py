@@ -6,7 +6,7 @@ from utio_jax.core.compiler import avoid_wrong_products
 from utio_jax.core.decoder import Decoder, DecoderConfig, HasExitLens, Mixes, apply_exit_lens
 from utio_jax.core.documents import Batch, batches_of, check_tokens, sample_batches, windows_of
 from utio_jax.core.files import load_tensors
-from utio_jax.core.flops import TokenCost, pass_flops, token_cost
+from utio_jax.core.flops import TokenCost, token_cost
 from utio_jax.core.lens import Lens, Lensed, lensed, load_lens, save_lens
 from utio_jax.core.pytrees import pytree, static
 from utio_jax.core.rows import Rows, over_rows, place
@@ -32,7 +32,6 @@ __all__ = [
     "load_lens",
     "load_tensors",
     "over_rows",
-    "pass_flops",
     "place",
     "pytree",
     "sample_batches",

@@ -15,6 +15,7 @@ import numpy as np
 
 from utio_jax.core.decoder import Decoder, Params, apply_exit_lens, own_mixing
 from utio_jax.core.platform import compiling_for
+from utio_jax.core.work import Work
 
 
 def count_matmul_flops(function: Callable[..., Any], *args: Any) -> float:
@@ -101,6 +102,19 @@ class TokenCost:
         """Returns the FLOPs of one prediction from states at a depth: exit map and head."""
         return self.head + self.exit_map * (np.asarray(depth) < self.full_depth)
 
+    def flops(self, work: Work, *, gates: float = 0.0) -> float:
+        """Returns the FLOPs of executed work, and of all decisions beyond the heads in it."""
+        total = lambda entries: float(np.sum(np.asarray(entries, np.float64)))  # noqa: E731
+        return (
+            self.query * total(work.queries)
+            + self.keys_values * total(work.keys_values)
+            + self.attention_per_key * total(work.key_slots)
+            + self.head * total(work.heads)
+            + self.exit_map * total(work.exit_maps)
+            + self.kv_map * total(work.kv_maps)
+            + gates
+        )
+
     def layers(self, depth: int | np.ndarray, width: int) -> np.ndarray | float:
         """Returns the FLOPs of all layers below a depth, for a token that sees `width` keys."""
         run = depth * (self.query + self.attention_per_key * width)
@@ -149,46 +163,29 @@ def _token_cost(decoder: Decoder, treedef: Any, leaves: tuple[Any, ...]) -> Toke
     )
 
 
-def pass_flops(cost: TokenCost, work: Any, *, gates: float = 0.0) -> float:
-    """Returns the FLOPs of a pass from its `Work`, and of all decisions beyond the heads in it."""
-    total = lambda entries: float(np.sum(np.asarray(entries, np.float64)))  # noqa: E731
-    return (
-        cost.query * total(work.queries)
-        + cost.keys_values * total(work.keys_values)
-        + cost.attention_per_key * total(work.key_slots)
-        + cost.head * total(work.heads)
-        + cost.exit_map * total(work.exit_maps)
-        + cost.kv_map * total(work.kv_maps)
-        + gates
-    )
-
-
-def ideal_flops(
+def decided_work(
     cost: TokenCost,
     depths: np.ndarray,
     *,
-    key_widths: Sequence[int],
-    deepest: int,
-    keep_frozen: bool,
+    key_widths: Sequence[float],
+    projected: int,
     spared: Callable[[np.ndarray], float] = lambda keys: 0.0,
-) -> float:
-    """Returns the FLOPs of the decided layers, frozen K/V and one head per token, unpadded.
+) -> Work:
+    """Returns the work of the decided layers, frozen K/V and one head per token, unpadded.
 
     Decided `depths` are `[batch, token]`, 0 for padding. `key_widths` are the numbers of keys that
     the program can attend over; a token pays for the smallest that covers its position. Frozen
-    tokens pay for K/V up to `deepest`, if they keep them (`kv="propagate"`). `spared` maps the
-    number of keys at each position to the query-key pairs that are left out.
+    tokens have K/V up to depth `projected`. `spared` maps the number of keys at each position to
+    the query-key pairs that are left out.
     """
     widths = np.asarray(key_widths, np.float64)
     keys = widths[np.searchsorted(widths, np.arange(depths.shape[1]), side="right")]
-    real = depths > 0
-    per_layer = cost.query + cost.attention_per_key * keys
-    frozen = cost.made(deepest) * real.sum() if keep_frozen else np.sum(cost.made(depths))
-    return float(
-        (depths * per_layer).sum()
-        - cost.attention_per_key * spared(keys)
-        + frozen * cost.keys_values
-        + real.sum() * cost.head
+    made = cost.made(np.maximum(depths, projected)[depths > 0])
+    return Work.of(
+        queries=np.asarray(np.sum(depths)),
+        keys_values=np.asarray(np.sum(made)),
+        key_slots=np.asarray(np.sum(depths * keys) - spared(keys)),
+        heads=np.asarray(np.sum(depths > 0)),
     )
 
 

@@ -10,9 +10,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Num
 
 from utio_jax.core.pytrees import pytree
+
+Count = Num[Array | np.ndarray, "*segment"]
+"""An integer, but for `key_slots`, `kv_reads` and sums that charge rows for others."""
 
 
 @pytree
@@ -38,19 +41,19 @@ class Work:
       accepted: accepted drafts.
     """
 
-    queries: Int[Array | np.ndarray, "*segment"]
-    keys_values: Int[Array | np.ndarray, "*segment"]
-    key_slots: Float[Array | np.ndarray, "*segment"]
-    kv_reads: Float[Array | np.ndarray, "*segment"]
-    decisions: Int[Array | np.ndarray, "*segment"]
-    choices: Int[Array | np.ndarray, "*segment"]
-    heads: Int[Array | np.ndarray, "*segment"]
-    exit_maps: Int[Array | np.ndarray, "*segment"]
-    kv_maps: Int[Array | np.ndarray, "*segment"]
-    overflows: Int[Array | np.ndarray, "*segment"]
-    steps: Int[Array | np.ndarray, "*segment"]
-    drafts: Int[Array | np.ndarray, "*segment"]
-    accepted: Int[Array | np.ndarray, "*segment"]
+    queries: Count
+    keys_values: Count
+    key_slots: Count
+    kv_reads: Count
+    decisions: Count
+    choices: Count
+    heads: Count
+    exit_maps: Count
+    kv_maps: Count
+    overflows: Count
+    steps: Count
+    drafts: Count
+    accepted: Count
 
     @classmethod
     def of(cls, **entries: Any) -> Work:

@@ -18,13 +18,13 @@ from jax.sharding import Mesh
 from utio_jax.core.arrays import check_computed
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.documents import Batch, batches_of, choose_widths, row_widths, windows_of
-from utio_jax.core.flops import TokenCost, ideal_flops, pass_flops, token_cost
+from utio_jax.core.flops import TokenCost, decided_work, token_cost
 from utio_jax.core.platform import here
 from utio_jax.core.pytrees import digest
 from utio_jax.core.rows import Rows, check_mesh, place
 from utio_jax.core.shards import Arrays, Shards, run_all
 from utio_jax.evaluation.flops import check_worthwhile, gate_flops
-from utio_jax.evaluation.quality import Quality, pack_quality, unpack_quality
+from utio_jax.evaluation.quality import Quality, costs_of, pack_quality, unpack_quality
 from utio_jax.policies.base import Policy
 from utio_jax.policies.depth import (
     check_any_rows,
@@ -217,26 +217,15 @@ def _costs(
     """
     work, full = jax.device_get((scores.work, scores.full_work))
     cost, width = token_cost(decoder, params), depths.shape[1]
+    ideal = decided_work(
+        cost,
+        depths,
+        key_widths=attention.choose_executor(executor, policy, width).key_widths(width),
+        projected=int(depths.max(initial=0)) * frozen_kv(kv, decoder).projects,
+        spared=partial(attention.spared_keys, scores.chosen, policy.depths),
+    )
     gates = gate_flops(decoder, params, policy, work, attention=attention)
-    # Gates, heads beyond one per token, and what maps an exit's states for the head.
-    extra_heads = float(np.sum(work.heads)) - float(np.sum(full.heads))
-    return {
-        "query_layers": float(np.sum(work.queries)),
-        "overflows": int(np.sum(work.overflows)),
-        "flops": pass_flops(cost, work, gates=gates),
-        "flops_full": pass_flops(cost, full),
-        "flops_ideal": ideal_flops(
-            cost,
-            depths,
-            key_widths=attention.choose_executor(executor, policy, width).key_widths(width),
-            deepest=int(depths.max(initial=0)),
-            keep_frozen=frozen_kv(kv, decoder).projects,
-            spared=partial(attention.spared_keys, scores.chosen, policy.depths),
-        ),
-        "flops_gates": gates
-        + cost.head * extra_heads
-        + cost.exit_map * float(np.sum(work.exit_maps)),
-    }
+    return costs_of(cost, work, full=full, ideal=ideal, gates=gates)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -371,15 +360,11 @@ def score_documents(  # noqa: PLR0913 (options, each named)
     ]
     choices = [attention if reason is None else DENSE for reason in reasons]
 
-    # None where nothing is asked: that costs nothing.
-    of_policy = {
-        chosen_policy.depths: [
-            chosen_policy.flops(at, decoder, params) if np.any(chosen_policy.asks(at)) else None
-            for at in range(len(chosen_policy.depths) - 1)
-        ]
-        for chosen_policy in (full, policy)
+    prices = {  # Where nothing is asked, nothing is paid.
+        at: policy.flops(at, decoder, params)
+        for at in range(len(policy.depths) - 1)
+        if np.any(policy.asks(at))
     }
-
     done, total = itertools.count(1), Quality()
     step = None if progress is None else lambda: progress(next(done), len(batches))
     for number, _, sums, tokens in run_passes(
@@ -402,10 +387,13 @@ def score_documents(  # noqa: PLR0913 (options, each named)
             predicted = int(length[0]) - 1
             likelihood[window] = -own["nll"][0, :predicted]
             depths[window] = own["depths"][0, :predicted]
-            decisions = of_policy[by.depths]
-            keep = frozen_kv(kv, decoder).projects
             costs = _decided_costs(
-                cost, by, decisions, own["depths"], executor=executor, keep_frozen=keep
+                cost,
+                by,
+                prices if reasons[number] is None else {},
+                own["depths"],
+                executor=executor,
+                projects=frozen_kv(kv, decoder).projects,
             )
             if choices[number] != DENSE:
                 costs |= dict.fromkeys(("flops", "flops_ideal", "flops_gates"), math.nan)
@@ -446,31 +434,26 @@ def _sums(tokens: Mapping[str, np.ndarray], lengths: np.ndarray) -> Quality:
 def _decided_costs(
     cost: TokenCost,
     policy: Policy,
-    decisions: Sequence[float | None],
+    prices: Mapping[int, float],
     depths: np.ndarray,
     *,
     executor: Executor | Literal["auto"],
-    keep_frozen: bool,
-) -> dict[str, float]:
+    projects: bool,
+) -> dict[str, Any]:
     """Returns the costs of decided depths `[row, token]`, by the fields of `Quality`.
 
-    `decisions` are the FLOPs of one at each of the policy's boundaries, None where it asks nothing.
+    `prices` are the FLOPs of a decision at each of the policy's boundaries that asks any token.
     """
     width, layers = depths.shape[1], cost.full_depth
     key_widths = choose_executor(executor, policy, width).key_widths(width)
-    ideal = partial(ideal_flops, cost, key_widths=key_widths, keep_frozen=keep_frozen)
-    own = ideal(depths, deepest=int(depths.max(initial=0)))
-    gates = float(np.sum(cost.read(depths[depths > 0]) - cost.head))  # What maps states at exits.
-    for index, (depth, flops) in enumerate(zip(policy.depths, decisions, strict=False)):
-        if flops is None:
-            continue
-        asked, further = int((depths >= depth).sum()), int((depths > depth).sum())
-        gates += asked * flops
-        gates += further * float(cost.read(depth)) * bool(policy.reads_logits(index))
-    return {
-        "query_layers": float(depths.sum()),
-        "flops": own + gates,
-        "flops_full": ideal(np.where(depths > 0, layers, 0), deepest=layers),
-        "flops_ideal": own,
-        "flops_gates": gates,
-    }
+    decided = partial(decided_work, cost, key_widths=key_widths)
+    ideal = decided(depths, projected=int(depths.max(initial=0)) * projects)
+    full = decided(np.where(depths > 0, layers, 0), projected=layers)
+    ends = {policy.depths[at]: policy.reads_logits(at) for at in prices}
+    # A head for each token, and for each that a boundary read and sent on.
+    looks = [depths[depths > end] * 0 + end for end, reads in ends.items() if reads]
+    read = np.concatenate([depths[depths > 0], *looks])
+    maps = np.asarray(np.sum(read < layers))
+    work = dataclasses.replace(ideal, heads=np.asarray(read.size), exit_maps=maps)
+    gates = sum(np.sum(depths >= policy.depths[at]) * flops for at, flops in prices.items())
+    return costs_of(cost, work, full=full, ideal=ideal, gates=float(gates))

@@ -12,14 +12,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from functools import partial
-from types import SimpleNamespace
 
 import jax
 import numpy as np
 from jaxtyping import Array, Int
 
 from utio_jax.core.decoder import Decoder, Params
-from utio_jax.core.flops import pass_flops, token_cost
+from utio_jax.core.flops import decided_work, token_cost
 from utio_jax.core.work import Work
 from utio_jax.decoding.base import Mode
 from utio_jax.decoding.generate import Generated
@@ -27,7 +26,7 @@ from utio_jax.decoding.loop import round_up
 from utio_jax.decoding.requests import Prompts
 from utio_jax.decoding.sampling import SamplingParams
 from utio_jax.evaluation.ledger import Ledger
-from utio_jax.evaluation.quality import Quality
+from utio_jax.evaluation.quality import Quality, costs_of
 from utio_jax.staircase.reference import dense_states
 from utio_jax.staircase.score import Comparison, compare_states
 
@@ -82,28 +81,23 @@ def spent_on(
 def _spent_on_group(
     decoder: Decoder, params: Params, mode: Mode, prompts: Prompts, generated: Generated
 ) -> Quality:
-    cost, config, rows = token_cost(decoder, params), decoder.config, generated.group
-    layers, work = config.num_layers, generated.work
+    cost, rows, layers = token_cost(decoder, params), generated.group, decoder.config.num_layers
+    work, width = generated.work, float(generated.key_widths[0])
     # All rows of a group run until the last one ends, and that one was charged in every round.
-    charged = SimpleNamespace(**{name: rows * float(np.max(of)) for name, of in vars(work).items()})
+    charged = jax.tree.map(lambda of: np.asarray(rows * float(np.max(of))), work)
+    own = {"kv_reads": np.sum(work.kv_reads, dtype=np.float64)}
     if mode.packs(decoder):  # Each row ran its own layers; one that ended, as before it did.
         longer = np.max(work.steps) / np.maximum(work.steps, 1)
-        charged.queries = float(np.sum(longer * work.queries))
-        charged.key_slots = float(np.sum(longer * work.key_slots))
-    steps, attended, read = _plain_steps(prompts, generated)
-    plain = Work.of(
-        queries=np.asarray(rows * steps * layers),
-        keys_values=np.asarray(rows * steps * config.kv_layers),
-        key_slots=np.asarray(rows * layers * attended),
-        heads=np.asarray(rows * steps),
-    )
-    gates = mode.gate_flops(decoder, params) * charged.steps
-    heads = cost.head * (charged.heads - rows * steps)
+        own |= {name: np.sum(longer * getattr(work, name)) for name in ("queries", "key_slots")}
+    charged = dataclasses.replace(charged, **jax.tree.map(np.asarray, own))
+    # The first token of each row is prefill's.
+    decided = np.full((rows, 1), layers)
+    first = decided_work(cost, decided, key_widths=[width], projected=layers)
+    with_first = partial(jax.tree.map, np.append, first)
     emitted = np.concatenate(generated.decided)
-    deepest = np.maximum(emitted, mode.projected_depth)
-    width = generated.key_widths[0]
-    first = rows * (float(cost.layers(layers, width)) + cost.head)
-    width = charged.key_slots / charged.queries if charged.queries else width
+    if charged.queries:
+        width = float(charged.key_slots / charged.queries)
+    ideal = decided_work(cost, emitted[:, None], key_widths=[width], projected=mode.projected_depth)
     values, counts = np.unique(emitted, return_counts=True)
     return Quality(
         tokens=emitted.size,
@@ -112,35 +106,37 @@ def _spent_on_group(
         kl=None,
         agree=None,
         histogram=dict(zip(values.tolist(), counts.tolist(), strict=True)),
-        query_layers=charged.queries + rows * layers,
-        flops=first + pass_flops(cost, charged, gates=gates),
-        flops_full=first + pass_flops(cost, plain),
-        flops_gates=gates + heads + cost.exit_map * charged.exit_maps,
-        kv_bytes=float(np.sum(generated.kv_bytes_read)),
-        kv_bytes_full=layers * read * generated.bytes_per_slot,
-        flops_ideal=float(
-            emitted.sum() * (cost.query + cost.attention_per_key * width)
-            + np.sum(cost.made(deepest)) * cost.keys_values
-            + emitted.size * cost.head
+        **costs_of(
+            cost,
+            with_first(charged),
+            full=with_first(_plain_work(decoder, prompts, generated)),
+            ideal=ideal,
+            gates=mode.gate_flops(decoder, params) * float(charged.steps),
+            slot_bytes=generated.bytes_per_slot,
         ),
     )
 
 
-def _plain_steps(prompts: Prompts, generated: Generated) -> tuple[int, float, float]:
-    """Returns plain decoding's rounds for as many tokens, and the key widths that they sum to.
+def _plain_work(decoder: Decoder, prompts: Prompts, generated: Generated) -> Work:
+    """Returns the work of plain decoding of as many tokens, after the first of each row.
 
-    Once for a row that takes part in all rounds, and once for all rows while they have not ended.
+    All rows take part in all rounds, but read K/V only while they have not ended.
     """
     starts = np.asarray([len(prompt) for prompt in prompts])
     new = np.asarray([ids.size for ids in generated.token_ids])
-    rounds = np.arange(1, new.max())
-    if not rounds.size:
-        return 0, 0.0, 0.0
+    rounds, layers = np.arange(1, max(2, new.max())), decoder.config.num_layers
     running = new[:, None] > rounds
     reach = np.max(np.where(running, starts[:, None] + rounds, 0), axis=0)
-    widths = np.asarray(generated.key_widths)
-    widths = widths[np.searchsorted(widths, reach)]
-    return rounds.size, float(widths.sum()), float((running * widths).sum())
+    widths = np.asarray(generated.key_widths, np.float64)
+    widths = widths[np.searchsorted(widths, reach)] * running.any(axis=0)
+    slots = np.asarray(generated.group * running.any(axis=0).sum())
+    return Work.of(
+        queries=np.asarray(slots * layers),
+        keys_values=np.asarray(slots * decoder.config.kv_layers),
+        key_slots=np.asarray(generated.group * layers * widths.sum()),
+        kv_reads=np.asarray(layers * (running * widths).sum()),
+        heads=slots,
+    )
 
 
 def generation_ledger(

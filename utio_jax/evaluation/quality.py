@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from utio_jax.core.flops import TokenCost
+from utio_jax.core.work import Work
 from utio_jax.evaluation.ledger import Ledger
 
 
@@ -104,6 +106,33 @@ class Quality:
             speedup_ideal=self.flops_full / self.flops_ideal,
             **compared,
         )
+
+
+def costs_of(
+    cost: TokenCost, work: Work, *, full: Work, ideal: Work, gates: float, slot_bytes: int = 0
+) -> dict[str, Any]:
+    """Returns the costs of executed work by the fields of `Quality`.
+
+    Args:
+      cost: cost of one token.
+      work: executed work.
+      full: work of full depth on the same text.
+      ideal: work of decided layers, frozen K/V and one head per token.
+      gates: FLOPs of all decisions, beyond the heads that `work` counts.
+      slot_bytes: bytes of K/V of one token in one layer.
+    """
+    total = lambda entries: float(np.sum(entries, dtype=np.float64))  # noqa: E731
+    heads = total(work.heads) - total(full.heads)
+    return {
+        "query_layers": total(work.queries),
+        "overflows": int(np.sum(work.overflows)),
+        "flops": cost.flops(work, gates=gates),
+        "flops_full": cost.flops(full),
+        "flops_ideal": cost.flops(ideal),
+        "flops_gates": gates + cost.head * heads + cost.exit_map * total(work.exit_maps),
+        "kv_bytes": slot_bytes * total(work.kv_reads),
+        "kv_bytes_full": slot_bytes * total(full.kv_reads),
+    }
 
 
 def _add(one: float | None, other: float | None) -> float | None:

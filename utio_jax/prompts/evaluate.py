@@ -22,7 +22,7 @@ from jaxtyping import Array, Float, Int
 from utio_jax.core.arrays import check_computed, flat, map_head, most_probable, next_token_nll
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.documents import check_tokens
-from utio_jax.core.flops import pass_flops, token_cost
+from utio_jax.core.flops import token_cost
 from utio_jax.decoding.generate import Generated
 from utio_jax.decoding.prefill import Prefill
 from utio_jax.decoding.requests import Prompts
@@ -254,7 +254,7 @@ def prompt_flops_ratio(
         lengths = np.minimum(ends, width)
         read = jnp.asarray(ids[:, :width]), jnp.asarray(lengths)
         work = _prompt_work(decoder, params, *read, policy, kv=kv)
-        spent += pass_flops(cost, work, gates=gate_flops(decoder, params, policy, work))
+        spent += cost.flops(work, gates=gate_flops(decoder, params, policy, work))
         full += _full_flops(decoder, params, MicroBatches(), lengths, width)
     return spent / full
 
@@ -309,7 +309,7 @@ def prompt_cost(
     for start in range(0, len(prompts), rows):
         work = jax.tree.map(lambda leaf, row=start: leaf[row], generated.prompt_work)
         gates = gate_flops(decoder, params, policy, work, attention=prefill.attention)
-        flops += pass_flops(cost, work, gates=gates)
+        flops += cost.flops(work, gates=gates)
         ends = np.zeros(rows, np.int64)
         ends[: len(lengths[start : start + rows])] = lengths[start : start + rows]
         executor = prefill.executor or MicroBatches()
@@ -327,7 +327,7 @@ def _full_flops(
     config = decoder.config
     slots = executor.pack(0, jnp.asarray(np.arange(width)[None, :] < lengths[:, None]))
     work = executor.work(slots, config.num_layers, kv_layers=config.kv_layers)
-    return pass_flops(token_cost(decoder, params), work)
+    return token_cost(decoder, params).flops(work)
 
 
 def _policy_of(

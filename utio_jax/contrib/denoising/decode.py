@@ -17,7 +17,7 @@ from utio_jax.contrib.denoising.settings import Canvas, Refresh, Reveal, Sched
 from utio_jax.core.arrays import executed_heads
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.documents import check_ids
-from utio_jax.core.flops import pass_flops, token_cost
+from utio_jax.core.flops import token_cost
 from utio_jax.core.layer import split_layers
 from utio_jax.core.work import Work
 from utio_jax.decoding.loop import round_up
@@ -48,7 +48,7 @@ class Denoised:
 
     def flops(self, decoder: Decoder, params: Params) -> float:
         """Returns the FLOPs of all matrix products, padding included."""
-        return pass_flops(token_cost(decoder, params), self.work)
+        return token_cost(decoder, params).flops(self.work)
 
 
 def denoise(  # noqa: PLR0913 (options, each named)

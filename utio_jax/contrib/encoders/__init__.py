@@ -27,7 +27,7 @@ from utio_jax.calibration.thresholds import leave_at
 from utio_jax.core.arrays import check_computed
 from utio_jax.core.decoder import Decoder, Inputs, Params, check_depths, check_own_kv
 from utio_jax.core.documents import check_tokens
-from utio_jax.core.flops import pass_flops, token_cost
+from utio_jax.core.flops import token_cost
 from utio_jax.core.lens import Wrapped
 from utio_jax.core.pytrees import pytree
 from utio_jax.core.work import Work, stack_work
@@ -126,7 +126,7 @@ class Encoded:
     def flops(self, encoder: Encoder, params: Params, policy: Policy | None = None) -> float:
         """Returns the FLOPs of all matrix products, padding included, and of a policy's scores."""
         gates = 0.0 if policy is None else gate_flops(encoder, params, policy, self.work)
-        return pass_flops(token_cost(encoder, params), self.work, gates=gates)
+        return token_cost(encoder, params).flops(self.work, gates=gates)
 
 
 def encode_rows(

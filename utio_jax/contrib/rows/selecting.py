@@ -28,7 +28,7 @@ from utio_jax.core.decoder import (
     has_exit_lens,
 )
 from utio_jax.core.documents import check_ids, check_tokens
-from utio_jax.core.flops import pass_flops, token_cost
+from utio_jax.core.flops import token_cost
 from utio_jax.core.pytrees import pytree, static
 from utio_jax.core.work import Work, stack_work
 from utio_jax.decoding.cached import Attend, Block, run_layers
@@ -115,7 +115,7 @@ class Selected:
 
     def flops(self, decoder: Decoder, params: Params) -> float:
         """Returns the FLOPs of all matrix products after the context, padding included."""
-        return pass_flops(token_cost(decoder, params), self.work)
+        return token_cost(decoder, params).flops(self.work)
 
 
 def read_context(
