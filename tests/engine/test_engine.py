@@ -407,11 +407,8 @@ def test_work_is_that_of_slots_and_steps(late: bool) -> None:
     assert counts["queries"] == layers * (3 * width + steps * SLOTS)
     assert counts["unembed"] == 6 + steps * SLOTS  # A pass may have twice as many blocks.
     for finished in result.values():
-        assert (finished.token_ids.size, finished.steps, finished.token_layers) == (
-            9,
-            steps,
-            layers * steps,
-        )
+        work = finished.work
+        assert (finished.token_ids.size, work.steps, work.queries) == (9, steps, layers * steps)
         np.testing.assert_array_equal(finished.executed, layers)
     stats = engine.stats()
     assert (stats.blocks, stats.prompt_groups) == (4 if late else 3, 1)
@@ -637,7 +634,7 @@ def test_alternatives_that_nobody_asked_for_cost_nothing() -> None:
     assert event.request == number
     state, report = engine._rows.state, engine._rows.run()
     assert state.columns.alternatives is None
-    assert report.shape == (SLOTS, 7 + 4 * (STEPS + 1))
+    assert report.shape == (SLOTS, 3 + len(vars(state.work)) + 4 * (STEPS + 1))
 
 
 def test_an_interrupted_warmup_leaves_no_request(monkeypatch: pytest.MonkeyPatch) -> None:

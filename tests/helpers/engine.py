@@ -169,4 +169,4 @@ def assert_as_alone(finished: Any, expected: Generated) -> None:
     assert finished.reason == expected.finish_reasons[0]
     np.testing.assert_allclose(finished.log_probabilities, expected.log_probabilities[0], atol=1e-5)
     for name in ("steps", "drafts", "accepted"):
-        assert getattr(finished, name) == getattr(expected.work, name)[0], name
+        assert getattr(finished.work, name) == getattr(expected.work, name)[0], name

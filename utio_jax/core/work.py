@@ -58,10 +58,9 @@ class Work:
     @classmethod
     def of(cls, **entries: Any) -> Work:
         """Returns the work of one segment; omitted fields are 0."""
-        nothing: dict[str, Any] = {
-            field.name: jnp.int32(0) for field in dataclasses.fields(cls)
-        } | {"key_slots": jnp.float32(0), "kv_reads": jnp.float32(0)}
-        return cls(**(nothing | entries))
+        nothing = dict.fromkeys((x.name for x in dataclasses.fields(cls)), np.zeros((), np.int32))
+        floats = dict.fromkeys(("key_slots", "kv_reads"), np.zeros((), np.float32))
+        return cls(**(nothing | floats | entries))
 
     @classmethod
     def of_rows(cls, batch: int) -> Work:

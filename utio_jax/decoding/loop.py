@@ -30,7 +30,7 @@ from utio_jax.decoding.base import (
 )
 from utio_jax.decoding.cached import block_at, run_segment
 from utio_jax.decoding.prefill import Prefill, fastest_prefill
-from utio_jax.decoding.requests import TALLIED, Event, Request, RowReport, arrays_of
+from utio_jax.decoding.requests import Event, Request, RowReport, arrays_of
 from utio_jax.decoding.sampling import rows_of
 from utio_jax.decoding.state import REASONS, RUNNING, Columns, DecodeState, stop_rules
 from utio_jax.staircase.forward import project_states, write_at
@@ -120,9 +120,8 @@ def _hand_over(
     state: DecodeState, requests: Sequence[Request], on_event: Callable[[Event], object] | None
 ) -> DecodeState:
     """Hands new tokens to their requests; ends the rows of those that end on the host alone."""
-    counts = {name: getattr(state.work, of) for name, of in TALLIED.items()}
-    leaves = state.columns, state.lengths, state.reason, counts
-    columns, lengths, reason, counts = jax.tree.map(np.asarray, leaves)
+    leaves = state.columns, state.lengths, state.reason, state.work
+    columns, lengths, reason, work = jax.device_get(leaves)
     ended, now = np.zeros(reason.shape, np.bool_), time.monotonic()
     for row, request in enumerate(requests):
         if request.finished is not None:
@@ -131,7 +130,7 @@ def _hand_over(
             columns=columns.cut(row, slice(request.length, lengths[row])),
             length=int(lengths[row]),
             reason=REASONS[reason[row]],
-            counts={name: int(count[row]) for name, count in counts.items()},
+            work=jax.tree.map(lambda leaf, row=row: np.array(leaf[row]), work),
         )
         event = request.take(report, now)
         ended[row] = event.finished is not None and reason[row] == RUNNING

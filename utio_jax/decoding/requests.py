@@ -15,6 +15,7 @@ from jaxtyping import Float, Int
 from utio_jax.core.decoder import Decoder, DecoderConfig, is_integer
 from utio_jax.core.documents import check_ids
 from utio_jax.core.html import depth_html
+from utio_jax.core.work import Work
 from utio_jax.decoding.sampling import SamplingParams, check_sampling, check_seeds
 from utio_jax.decoding.state import Columns, Stops, stop_rules, stops_of_rows
 from utio_jax.decoding.text import (
@@ -28,9 +29,6 @@ from utio_jax.decoding.text import (
 
 Prompts = Sequence[Sequence[int] | np.ndarray]
 """Token ids: a list or an array for each row."""
-
-TALLIED = {"steps": "steps", "token_layers": "queries", "drafts": "drafts", "accepted": "accepted"}
-"""Counts of a `Completion`, and the fields of `Work` that they are."""
 
 END_REASONS = ("eos", "stop", "length", "cancelled", "deadline", "interrupted", "nan")
 """Finish reasons of requests.
@@ -49,10 +47,7 @@ class Completion(Columns):
       text: text of the new tokens before a stop string; empty without a tokenizer.
       pieces: text that each new token adds; a character of several tokens belongs to the last one.
       num_layers: number of layers of the model.
-      steps: number of decode steps.
-      token_layers: token slots that ran a layer after prefill.
-      drafts: number of verified drafts.
-      accepted: number of accepted drafts.
+      work: executed work of its decode steps.
       cached_tokens: number of prompt tokens from the prefix cache.
       seconds: seconds from `submit` to the end, measured on the host.
       seconds_in_queue: seconds until prefill began; None if it never did.
@@ -64,10 +59,7 @@ class Completion(Columns):
     text: str
     pieces: tuple[str, ...]
     num_layers: int
-    steps: int
-    token_layers: int
-    drafts: int
-    accepted: int
+    work: Work
     seconds: float
     seconds_in_queue: float | None
     seconds_to_first_token: float | None
@@ -119,12 +111,12 @@ class Event(Columns):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RowReport:
-    """Report of a row: new tokens, its length with them, finish reason, and `TALLIED` counts."""
+    """Report of a row: new tokens, its length with them, finish reason, and work so far."""
 
     columns: Columns
     length: int
     reason: str
-    counts: dict[str, int]
+    work: Work
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
@@ -241,9 +233,7 @@ class Request:
     def finish(self, reason: str, now: float) -> Completion:
         """Makes the result of the request and stores it; called once."""
         assert self.finished is None
-        times, last = self._times, self._last
-        counts: dict[str, Any] = dict.fromkeys(TALLIED, 0) if last is None else last.counts
-        new = Columns.joined(self.parts)
+        times, new = self._times, Columns.joined(self.parts)
         size = new.token_ids.size
         self.finished = Completion(
             **vars(new),
@@ -251,7 +241,7 @@ class Request:
             text="" if self.text is None else self.text.text,
             pieces=("",) * size if self.text is None else tuple(self.text.pieces),
             num_layers=self.num_layers,
-            **counts,
+            work=Work.of() if self._last is None else self._last.work,
             cached_tokens=self.cached,
             seconds=now - self.submitted,
             seconds_in_queue=None if self.admitted is None else self.admitted - self.submitted,

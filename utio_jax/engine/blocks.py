@@ -19,9 +19,9 @@ from utio_jax.core.pytrees import pytree
 from utio_jax.core.rows import first_rows, put_first_rows
 from utio_jax.decoding.base import DecodeContext, Mode
 from utio_jax.decoding.loop import advance
-from utio_jax.decoding.requests import TALLIED, RowReport
+from utio_jax.decoding.requests import RowReport
 from utio_jax.decoding.sampling import SamplingParams
-from utio_jax.decoding.state import REASONS, Columns, DecodeState, StopRules
+from utio_jax.decoding.state import REASONS, DecodeState, StopRules
 
 
 @pytree
@@ -77,17 +77,13 @@ def run_block(
         mode = dataclasses.replace(context.mode, policy=policy)
         context = dataclasses.replace(context, mode=mode)
     state = advance(context, state, done + steps, widths=widths, by_steps=by_steps)
-    tallied = (getattr(state.work, name) for name in TALLIED.values())
-    counts = [since, state.lengths, state.reason, *tallied]
     slots = since[:, None] + jnp.arange(room, dtype=jnp.int32)[None, :]
     row = jnp.arange(rows, dtype=jnp.int32)[:, None]
-    notes = [
-        _as_integers(jnp.asarray(leaf).at[row, slots].get(mode="clip"))
-        for leaf in jax.tree.leaves(state.columns)
-    ]
+    new = [jnp.asarray(y).at[row, slots].get(mode="clip") for y in jax.tree.leaves(state.columns)]
+    noted = [since, state.lengths, state.reason, *jax.tree.leaves(state.work), *new]
     if rows < whole.lengths.shape[0]:
         state = put_first_rows(whole, state)  # A cache that is whole is passed on as it is.
-    return state, jnp.concatenate([jnp.stack(counts, axis=1), *notes], axis=1)
+    return state, jnp.concatenate([_as_integers(leaf) for leaf in noted], axis=1)
 
 
 def _as_integers(leaf: jax.Array) -> Int[Array, "slot column"]:
@@ -116,23 +112,18 @@ def block_room(mode: Mode, steps: int) -> int:
 
 
 def read_report(
-    report: Int[np.ndarray, "slot column"], slot: int, *, known: int, room: int, columns: Columns
+    report: Int[np.ndarray, "slot column"], slot: int, *, known: int, room: int, state: DecodeState
 ) -> RowReport:
     """Returns the report of one slot's row; its first `known` tokens have been reported before."""
     row = np.array(report[slot])  # A copy: on CPU, the array is a view of a device buffer.
-    head = 3 + len(TALLIED)
     since, length, reason = map(int, row[:3])
-    remaining = row[head:]
+    at, new = 3, slice(known - since, length - since)
 
-    def take(leaf: Any) -> np.ndarray:
-        nonlocal remaining
-        shape = (room, *leaf.shape[2:])
-        values, remaining = np.split(remaining, [math.prod(shape)])
-        return values.view(leaf.dtype).reshape(shape)[known - since : length - since]
+    def take(leaf: Any, *shape: int) -> np.ndarray:
+        nonlocal at
+        at, start = at + math.prod(shape), at
+        return row[start:at].view(leaf.dtype).reshape(shape)
 
-    return RowReport(
-        columns=jax.tree.map(take, columns),
-        length=length,
-        reason=REASONS[reason],
-        counts={name: int(n) for name, n in zip(TALLIED, row[3:head], strict=True)},
-    )
+    work = jax.tree.map(take, state.work)
+    columns = jax.tree.map(lambda leaf: take(leaf, room, *leaf.shape[2:])[new], state.columns)
+    return RowReport(columns=columns, work=work, length=length, reason=REASONS[reason])

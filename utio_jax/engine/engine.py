@@ -524,9 +524,7 @@ class Engine:
         for slot, request in enumerate(owners):
             if request is None or request.finished is not None:
                 continue
-            row = read_report(
-                report, slot, known=request.length, room=rows.room, columns=rows.state.columns
-            )
+            row = read_report(report, slot, known=request.length, room=rows.room, state=rows.state)
             event = request.take(row, now)
             events.append(event)
             if event.finished is not None:
