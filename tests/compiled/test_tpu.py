@@ -17,10 +17,10 @@ from ahead import Programs, on_mesh, on_tpu
 from hlo import Instruction, Program
 
 from utio_jax.core.platform import compiling_for
+from utio_jax.decoding import Prefill
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.base import Plain
 from utio_jax.decoding.lossless import Lossless
-from utio_jax.decoding.prefill import exact_prefill
 from utio_jax.models import transformer
 
 pytestmark = [pytest.mark.tpu, pytest.mark.usefixtures("unchecked_shapes")]  # Of no array.
@@ -98,7 +98,7 @@ def test_without_the_barrier_stacks_of_weights_are_copied_on_every_call(
 def test_prompts_at_half_depth_are_static_and_choose_nothing() -> None:
     """Which tokens stop is known beforehand: the last of each prompt runs on, whatever it says."""
     made = on_tpu("shipped", 16)
-    exact = exact_prefill(made.decoder)
+    exact = Prefill.exact(made.decoder)
     assert exact is not None
     with compiling_for("tpu"):
         program, _ = compiled(made.prefill(8, 448, exact.for_shape(8, 448)))

@@ -17,7 +17,7 @@ from helpers.shared_kv import KINDS
 
 from utio_jax import Adaptive, Lossless, Plain, SamplingParams
 from utio_jax.decoding import Prefill
-from utio_jax.decoding.prefill import exact_prefill, fastest_prefill
+from utio_jax.decoding.prefill import fastest_prefill
 from utio_jax.engine import Engine, Shapes
 from utio_jax.policies import random_depths
 from utio_jax.prompts.budget import prompt_prefill
@@ -100,11 +100,11 @@ def test_all_tokens_but_the_last_stop_where_keys_and_values_are_complete(model: 
 
 def test_a_model_without_shared_keys_and_values_has_no_exact_prefill(model: Model) -> None:
     plain = lively_model().decoder
-    assert exact_prefill(plain) is None
+    assert Prefill.exact(plain) is None
     result = fastest_prefill(model.decoder, 1, 24, kv="propagate")
     assert result is not None
-    assert result.exact(model.decoder)
-    assert not result.exact(plain)
+    assert result.is_exact(model.decoder)
+    assert not result.is_exact(plain)
     # Tokens are seen as deep as they ran there, so prompts run in full.
     assert fastest_prefill(model.decoder, 1, 24, kv="drop") is None
 
@@ -122,7 +122,7 @@ def test_a_budget_of_prompts_is_kept_exactly(model: Model) -> None:
     result = prompt_prefill(model.decoder, model.params, 0.8)
     assert result is not None
     assert result.policy is not None
-    assert result.exact(model.decoder)
+    assert result.is_exact(model.decoder)
     assert result.policy.depths == (model.decoder.config.kv_complete, 4)
     with pytest.raises(ValueError, match="Wanted a prompt budget of at least 0"):
         prompt_prefill(model.decoder, model.params, 0.2)

@@ -17,7 +17,7 @@ import numpy as np
 from utio_jax.bench.timing import Timing, time_programs
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.generate import generate
-from utio_jax.decoding.prefill import Prefill, exact_prefill
+from utio_jax.decoding.prefill import Prefill
 from utio_jax.prompts.budget import prompt_choice
 from utio_jax.prompts.evaluate import PromptSizes, continuations, cut_rows, prompt_cost
 from utio_jax.staircase.prompts import PromptChoice
@@ -58,13 +58,9 @@ def shallow_prompts(
     )
     rows = cut_rows(documents, sizes, decoder=decoder)
     prompts = [rows.batches[0][0][0, : sizes.prompt_tokens]]
-    exact = exact_prefill(decoder)
-    if exact is None:
-        choice = prompt_choice(decoder, params, BUDGET, choices=model.prompt_choices)
-        shallow = Prefill(policy=choice.policy(decoder), kv=choice.kv)
-    else:
-        stop = max(1, decoder.config.kv_complete)
-        choice, shallow = PromptChoice(stop=stop, deep=0.0, by="none", kv="propagate"), exact
+    exact = PromptChoice.exact(decoder)
+    choice = exact or prompt_choice(decoder, params, BUDGET, choices=model.prompt_choices)
+    shallow = Prefill(policy=choice.policy(decoder), kv=choice.kv)
     first = partial(generate, decoder, params, prompts, max_new_tokens=1, eos_ids=())
     ways = {"staircase": Prefill(), "shallow": shallow}
     programs = {name: partial(first, prefill=how) for name, how in ways.items()}

@@ -189,7 +189,7 @@ def _prompt_record(
     return {
         "tokens": depths.size,
         "depth_mean": round(float(depths.mean()), 4),
-        "exact": how is None or how.exact(decoder),
+        "exact": how is None or how.is_exact(decoder),
         "flops_ratio": round(ratio, 4),
         "cache_ratio": round(config.kv_layers / config.num_layers, 4),
     }

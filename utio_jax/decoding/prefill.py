@@ -65,6 +65,12 @@ class Prefill:
     attention: AttentionPattern = DENSE
     executor: Executor | None = static(default=None)
 
+    @classmethod
+    def exact(cls, decoder: Decoder) -> Prefill | None:
+        """Returns the exact early-exit prefill of a model, see `PromptChoice.exact`, or None."""
+        choice = PromptChoice.exact(decoder)
+        return None if choice is None else cls(policy=choice.policy(decoder), kv=choice.kv)
+
     def for_shape(self, batch: int, width: int, *, filled: float = 0.0) -> Prefill:
         """Returns the fastest equivalent for prompts of one shape, e.g. with static shapes.
 
@@ -84,7 +90,7 @@ class Prefill:
         deep = policy.most_deep(width)
         return self if deep is None else dataclasses.replace(self, executor=_static(width, *deep))
 
-    def exact(self, decoder: Decoder) -> bool:
+    def is_exact(self, decoder: Decoder) -> bool:
         """Returns True if new tokens and their cache equal those of full-depth prefill."""
         if self.policy is None or self.attention != DENSE:
             return self.attention == DENSE
@@ -109,7 +115,7 @@ class Prefill:
         check_kv(own_kv, ("propagate", "drop", "mapped", "full"), decoder=decoder)
         depths = check_policy(policy, decoder, kv=own_kv)
         self.attention.check(decoder, depths)
-        if not self.exact(decoder) and kv == "full":
+        if not self.is_exact(decoder) and kv == "full":
             raise ValueError(
                 "Wanted prompts at full depth and with dense attention for a mode whose keys and "
                 "values are the full model's. Got a Prefill with a policy or an attention. Leave "
@@ -162,20 +168,6 @@ class Prefill:
         return logits, cache, done
 
 
-def exact_prefill(decoder: Decoder) -> Prefill | None:
-    """Returns the exact early-exit prefill of a model with shared K/V; None for other models.
-
-    If upper layers read the K/V of lower layers (`DecoderConfig.kv_source`), other tokens only
-    need the first `kv_complete` layers of a token. Only the last prompt token runs all layers,
-    since the next token is drawn from it (YOCO, arXiv 2405.05254, section 2.3).
-    """
-    if not decoder.config.shares_kv:
-        return None
-    stop = max(1, decoder.config.kv_complete)  # 0: the first layer alone makes K/V.
-    choice = PromptChoice(stop=stop, deep=0.0, by="none", kv="propagate")
-    return Prefill(policy=choice.policy(decoder), kv="propagate")
-
-
 def fastest_prefill(
     decoder: Decoder, batch: int, width: int, *, kv: str, filled: float = 0.0
 ) -> Prefill | None:
@@ -188,7 +180,7 @@ def fastest_prefill(
       kv: K/V strategy of the mode; with `"drop"`, a token is visible only in the layers it ran.
       filled: share of tokens that are not padding; 0: unknown.
     """
-    exact = exact_prefill(decoder) if kv != "drop" else None
+    exact = Prefill.exact(decoder) if kv != "drop" else None
     if exact is not None:
         return exact.for_shape(batch, width, filled=filled)
     if _packing_is_faster(batch, width, filled, scores=_CPU_SCORES):

@@ -219,7 +219,7 @@ class Slots:
         """Stores the shapes and programs of a `Prefill` that is not exact."""
         served = self._served
         self.widths, self.groups = [], []
-        if prefill is None or prefill.exact(served.decoder):
+        if prefill is None or prefill.is_exact(served.decoder):
             return
         widths = served.shapes.prompt_widths or prompt_widths(self.capacity)
         self.widths = [width for width in widths if width <= self.capacity]

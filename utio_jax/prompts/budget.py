@@ -7,6 +7,7 @@ new = generate(model.decoder, model.params, prompts, prefill=how)
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 from utio_jax.core.decoder import Decoder, HasKVMaps, Params, has_exit_lens
@@ -87,20 +88,15 @@ def _at_exits(decoder: Decoder, params: Params) -> list[PromptChoice]:
     layers, width = config.num_layers, _NOMINAL // 2
     made = cost.made(layers) * cost.keys_values
     run = lambda depth: depth * (cost.query + cost.attention_per_key * width)  # noqa: E731
-    stops = [
-        exit_depth for exit_depth in config.exits[:-1] if not has_exit_lens(decoder, exit_depth)
-    ]
-    by, deep = "sinks_recent", 16
-    if config.shares_kv:  # See `utio_jax.decoding.prefill.exact_prefill`.
-        stops, by, deep = [max(1, config.kv_complete)], "none", 1
+    exact = PromptChoice.exact(decoder)
+    stops = [at for at in config.exits[:-1] if not has_exit_lens(decoder, at)]
+    at_exits = [PromptChoice(stop=at, deep=0.0, kv="propagate") for at in stops]
+    ways, deep = (at_exits, 16) if exact is None else ([exact], 1)
     return [
-        PromptChoice(
-            stop=stop,
-            deep=0.0,
-            by=by,
-            kv="propagate",
-            flops_ratio=(run(stop) + deep / _NOMINAL * run(layers - stop) + made)
+        dataclasses.replace(
+            way,
+            flops_ratio=(run(way.stop) + deep / _NOMINAL * run(layers - way.stop) + made)
             / (run(layers) + made),
         )
-        for stop in stops
+        for way in ways
     ]

@@ -188,6 +188,19 @@ class PromptChoice:
                 f"Got {self.deep}. For example: 0.15."
             )
 
+    @classmethod
+    def exact(cls, decoder: Decoder) -> PromptChoice | None:
+        """Returns the exact choice of a model with shared K/V; None for other models.
+
+        If upper layers read the K/V of lower layers (`DecoderConfig.kv_source`), other tokens only
+        need the first `kv_complete` layers of a token. Only the last prompt token runs all layers,
+        since the next token is drawn from it (YOCO, arXiv 2405.05254, section 2.3).
+        """
+        if not decoder.config.shares_kv:
+            return None
+        stop = max(1, decoder.config.kv_complete)  # 0: the first layer alone makes K/V.
+        return cls(stop=stop, deep=0.0, by="none", kv="propagate")
+
     @property
     def label(self) -> str:
         """Short text for tables: exit, ranking, share, K/V strategy."""
