@@ -6,13 +6,12 @@ from __future__ import annotations
 import json
 import re
 import socket
-import types
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from utio_jax import Adaptive, Lossless, Plain, uniform
+from utio_jax import Adaptive, Lossless, Plain
 from utio_jax.cli.chat import Chat
 from utio_jax.cli.evaluate import Evaluate
 from utio_jax.cli.generate import Generate
@@ -23,12 +22,16 @@ from utio_jax.decoding.sampling import SamplingParams
 from utio_jax.engine.depths import thresholds_of
 from utio_jax.models.presets import TINY
 from utio_jax.models.transformer import Transformer
-from utio_jax.models.verbs import check_policy
+from utio_jax.models.verbs import Verbs, check_policy
 
-MODEL: Any = types.SimpleNamespace(
-    policy=lambda name, budget, depth: uniform(depth), prompt_choices=(), decoder=Transformer(TINY)
-)
-"""What options need of a model to name a depth."""
+
+class Named(Verbs):
+    """What options need of a model to name a depth."""
+
+    decoder, prompt_choices = Transformer(TINY), ()
+
+
+MODEL = Named()
 
 
 def test_a_mode_is_the_one_that_was_asked_for() -> None:

@@ -97,6 +97,10 @@ def test_a_budget_means_adaptive_and_no_other_mode(calibrated: Model) -> None:
             prompts: Any = PROMPTS if verb != model.chat else [{"role": "user", "content": "x"}]
             with pytest.raises(ValueError, match="'adaptive' with a budget.*Got budget=0.75 and"):
                 verb(prompts, mode=mode, budget=0.75)
+    others: dict[str, Any] = {"policy": uniform(2), "drafter": "ngram"}
+    for option, value in others.items():
+        with pytest.raises(ValueError, match=f"with a {option}. Got {option}=.*and plain"):
+            model.mode("plain", **{option: value})
     for policy in ("full", "uniform"):
         with pytest.raises(ValueError, match=f"fitted one, with budget.*Got policy {policy}"):
             model.policy(policy, budget=0.75, depth=2)

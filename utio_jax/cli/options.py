@@ -17,9 +17,7 @@ import tyro
 from utio_jax.calibration.advice import advise
 from utio_jax.core.files import check_writable, hash_file, load_json
 from utio_jax.core.terminal import note_compilation
-from utio_jax.decoding.adaptive import Adaptive
-from utio_jax.decoding.base import Plain, check_mode
-from utio_jax.decoding.lossless import lossless_for
+from utio_jax.decoding.base import check_mode
 from utio_jax.decoding.prefill import Prefill
 from utio_jax.decoding.sampling import SamplingParams
 from utio_jax.policies.base import Policy
@@ -233,16 +231,13 @@ class OfDecoding(OfMode):
         """
         from utio_jax.models.verbs import check_policy
 
-        mode: Any = Plain()
         name, prefill, budget = self.named_mode(), self.prefill(model), None
-        if name == "lossless":
-            drafter: Any = self.drafter
-            mode = lossless_for(model.decoder, drafter)
-        elif name == "adaptive":
+        how: dict[str, Any] = {"drafter": self.drafter}
+        if name == "adaptive":
             given: dict[str, Any] = {"budget": self.budget, "depth": self.depth}
             check_policy(self.policy_name, **given, calibration=self.calibration)
-            policy, budget, _ = policy_named(model, self.policy_name, **given)
-            mode = Adaptive(policy=policy)
+            how["policy"], budget, _ = policy_named(model, self.policy_name, **given)
+        mode = model.mode(name, **how)
         check_mode(mode, model.decoder, prefill=prefill)
         return mode, prefill, budget
 

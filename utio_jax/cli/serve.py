@@ -8,9 +8,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from utio_jax.cli.options import OfMode, Rare, repeat_verdict
-from utio_jax.decoding.adaptive import Adaptive
-from utio_jax.decoding.base import Plain
-from utio_jax.decoding.lossless import lossless_for
 from utio_jax.policies.depth import widen
 
 
@@ -94,11 +91,8 @@ class Serve(OfMode):
 
     def _mode(self, model: Any, named: str) -> tuple[Any, dict[str, Any]]:
         """Returns the mode and the policy fields of a `ServedModel`."""
-        if named == "plain":
-            return Plain(), {}
-        if named == "lossless":
-            drafter: Any = self.drafter
-            return lossless_for(model.decoder, drafter), {}
+        if named != "adaptive":
+            return model.mode(named, drafter=self.drafter), {}
         calibration, name = model.calibration, self.policy_name
         budget = calibration.budget_of(name, self.budget)
         repeat_verdict(model)
@@ -115,7 +109,7 @@ class Serve(OfMode):
         own = fitted[budget]
         histogram = dict(zip(own.depths, own.fractions, strict=True))
         about = {"policy": name, "budget": budget, "budgets": budgets, "histogram": histogram}
-        return Adaptive(policy=widen(budgets[budget], exits)), about
+        return model.mode(named, policy=widen(budgets[budget], exits)), about
 
 
 def served_name(model: str) -> str:

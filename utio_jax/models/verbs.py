@@ -42,7 +42,7 @@ from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.base import LogitsProcessor, Mode, Plain
 from utio_jax.decoding.generate import INSTEAD, Generated, generate, generate_text
 from utio_jax.decoding.loop import Lengths, round_up
-from utio_jax.decoding.lossless import lossless_for
+from utio_jax.decoding.lossless import DrafterName, lossless_for
 from utio_jax.decoding.prefill import Prefill
 from utio_jax.decoding.requests import requests_of
 from utio_jax.decoding.sampling import SamplingParams
@@ -189,29 +189,39 @@ class ScoredTexts(TextScore):
 class Verbs:
     """The verbs of `utio_jax.models.Model`."""
 
-    def mode(self: Any, name: str | Mode | None = None, *, budget: float | None = None) -> Mode:
+    def mode(
+        self: Any,
+        name: str | Mode | None = None,
+        *,
+        budget: float | None = None,
+        policy: str | Policy | None = None,
+        drafter: DrafterName | None = None,
+    ) -> Mode:
         """Returns a decoding mode by its name: `"plain"`, `"adaptive"` or `"lossless"`.
 
-        A mode is returned as it is. None is `"adaptive"` with a budget, else `"plain"`.
+        A mode is returned as it is. None is `"adaptive"` with a budget, else `"plain"`. `policy`
+        is of `"adaptive"`, see `policy`; `drafter` of `"lossless"`, see `lossless_for`.
 
         Raises:
-          ValueError: an unknown name, a budget for another mode than `"adaptive"`, or see `policy`.
+          ValueError: an unknown name, an option of another mode, or see `policy`.
         """
         if name is None:
             name = "plain" if budget is None else "adaptive"
-        if budget is not None and name != "adaptive":
-            conflict = name if isinstance(name, str) else "a mode with a policy of its own"
-            raise ValueError(
-                f"Wanted mode 'adaptive' with a budget, which is of its calibrated policy. Got "
-                f"budget={budget:g} and {conflict}. Leave out one or the other."
-            )
+        for option, value in (("budget", budget), ("policy", policy), ("drafter", drafter)):
+            owner = "lossless" if option == "drafter" else "adaptive"
+            if value is not None and name != owner:
+                conflict = name if isinstance(name, str) else "a mode of its own"
+                raise ValueError(
+                    f"Wanted mode {owner!r} with a {option}. Got {option}={value!r:.80} and "
+                    f"{conflict}. Leave out one or the other."
+                )
         match name:
             case "plain":
                 return Plain()
             case "lossless":
-                return lossless_for(self.decoder)
+                return lossless_for(self.decoder, drafter)
             case "adaptive":
-                return Adaptive(policy=self.policy(budget=budget))
+                return Adaptive(policy=self.policy(policy or "learned", budget=budget))
             case str():
                 raise ValueError(
                     f"Wanted a mode of 'plain', 'adaptive', 'lossless', or a Mode. Got {name!r}."
