@@ -32,6 +32,7 @@ from utio_jax.models.presets import SHAPES, with_layers
 from utio_jax.models.random_weights import random_params
 from utio_jax.models.training import standard_library
 from utio_jax.policies.depth import uniform
+from utio_jax.prompts.choice import SIGNALS, PromptChoice
 from utio_jax.prompts.evaluate import (
     PromptSizes,
     continuations,
@@ -40,7 +41,6 @@ from utio_jax.prompts.evaluate import (
     prompt_flops_ratio,
 )
 from utio_jax.prompts.maps import KVMap, with_kv_maps
-from utio_jax.staircase.prompts import SIGNALS, PromptChoice
 
 _FOLLOWING = 64
 

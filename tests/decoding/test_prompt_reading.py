@@ -26,11 +26,11 @@ from utio_jax.decoding.base import Plain
 from utio_jax.decoding.prefill import Prefill
 from utio_jax.policies.depth import uniform
 from utio_jax.prompts.budget import prompt_choice, prompt_prefill
+from utio_jax.prompts.choice import PromptChoice
 from utio_jax.prompts.evaluate import prompt_cost
 from utio_jax.staircase import staircase
 from utio_jax.staircase.capacity import CapacityPrefix
 from utio_jax.staircase.microbatches import MicroBatches
-from utio_jax.staircase.prompts import PromptChoice
 
 pytestmark = pytest.mark.check
 

@@ -15,8 +15,8 @@ from helpers.models import random_maps
 from utio_jax.core.files import save_owned
 from utio_jax.models import TINY, load, save
 from utio_jax.prompts.budget import prompt_choice
+from utio_jax.prompts.choice import PromptChoice
 from utio_jax.prompts.maps import KVMap, kv_maps_file, load_kv_maps, save_kv_maps, with_kv_maps
-from utio_jax.staircase.prompts import PromptChoice
 
 SHA = "a" * 64
 

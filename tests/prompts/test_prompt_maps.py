@@ -17,6 +17,7 @@ from utio_jax.core.documents import sample_batches
 from utio_jax.core.flops import token_cost
 from utio_jax.models import TINY, Transformer
 from utio_jax.prompts import choose
+from utio_jax.prompts.choice import PromptChoice
 from utio_jax.prompts.choose import PromptText, choose_prompt, controls_of, split_text
 from utio_jax.prompts.evaluate import (
     PromptSizes,
@@ -27,7 +28,6 @@ from utio_jax.prompts.evaluate import (
 )
 from utio_jax.prompts.fit import fit_kv_maps
 from utio_jax.prompts.maps import with_kv_maps
-from utio_jax.staircase.prompts import PromptChoice
 
 pytestmark = pytest.mark.check
 

@@ -15,8 +15,9 @@ from helpers.models import Model, with_random_maps
 
 from utio_jax import score, uniform
 from utio_jax.policies.signals import ScoreTable
+from utio_jax.prompts.choice import SIGNALS, PromptChoice
 from utio_jax.staircase import MicroBatches, staircase
-from utio_jax.staircase.prompts import SIGNALS, PromptChoice, PromptImportance, Recency, rank_of
+from utio_jax.staircase.prompts import PromptImportance, Recency, rank_of
 
 EXECUTOR = MicroBatches(min_bucket=4, block=16, query_block=8, key_step=16)
 

@@ -19,8 +19,8 @@ from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.generate import generate
 from utio_jax.decoding.prefill import Prefill
 from utio_jax.prompts.budget import prompt_choice
+from utio_jax.prompts.choice import PromptChoice
 from utio_jax.prompts.evaluate import PromptSizes, continuations, cut_rows, prompt_cost
-from utio_jax.staircase.prompts import PromptChoice
 from utio_jax.staircase.score import full_depth
 
 BUDGET = 0.5

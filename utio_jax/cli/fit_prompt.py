@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from utio_jax.cli.options import OfModel, OfText, Rare, progress_lines, read_documents
+from utio_jax.prompts.choice import PromptChoice
 from utio_jax.prompts.choose import choose_prompt, split_text
 from utio_jax.prompts.evaluate import PromptSizes, cut_rows
 from utio_jax.prompts.fit import fit_kv_maps, fit_rows
 from utio_jax.prompts.maps import check_free, kv_maps_file, save_kv_maps, with_kv_maps
-from utio_jax.staircase.prompts import PromptChoice
 from utio_jax.staircase.reference import FrozenKV
 
 _BATCH = 8  # Rows per pass.

@@ -29,7 +29,7 @@ from utio_jax.staircase.frozen import frozen_kv
 from utio_jax.staircase.loop import check_policy, staircase
 from utio_jax.staircase.microbatches import MicroBatches
 from utio_jax.staircase.packing import DENSE, AttentionPattern
-from utio_jax.staircase.prompts import PromptChoice, PromptImportance
+from utio_jax.staircase.prompts import PromptImportance
 from utio_jax.staircase.reference import FrozenKV, check_kv
 
 # Speedup of blocks of live tokens over the dense program, on two cores: 0.67x for one prompt of 448
@@ -67,9 +67,9 @@ class Prefill:
 
     @classmethod
     def exact(cls, decoder: Decoder) -> Prefill | None:
-        """Returns the exact early-exit prefill of a model, see `PromptChoice.exact`, or None."""
-        choice = PromptChoice.exact(decoder)
-        return None if choice is None else cls(policy=choice.policy(decoder), kv=choice.kv)
+        """Returns the exact prefill of a model with shared K/V; None for other models."""
+        policy = PromptImportance.exact(decoder)
+        return None if policy is None else cls(policy=policy, kv="propagate")
 
     def for_shape(self, batch: int, width: int, *, filled: float = 0.0) -> Prefill:
         """Returns the fastest equivalent for prompts of one shape, e.g. with static shapes.

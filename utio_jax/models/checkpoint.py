@@ -59,8 +59,8 @@ from utio_jax.models.tokenizer import encode_documents, load_tokenizer
 from utio_jax.models.transformer import Transformer, TransformerConfig
 from utio_jax.models.verbs import SHORTER, Verbs
 from utio_jax.policies.store import Calibration, calibration_file, load_calibration
+from utio_jax.prompts.choice import PromptChoice, choices_of
 from utio_jax.prompts.maps import KVMapped, load_kv_maps, with_kv_maps
-from utio_jax.staircase.prompts import PromptChoice, choices_of
 
 
 @dataclasses.dataclass(kw_only=True, eq=False, repr=False)

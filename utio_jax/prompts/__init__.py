@@ -5,6 +5,7 @@ The policy itself is `utio_jax.staircase.prompts`, which `Prefill` runs.
 """
 
 from utio_jax.prompts.budget import prompt_choice, prompt_prefill
+from utio_jax.prompts.choice import PromptChoice
 from utio_jax.prompts.choose import PromptStudy, PromptText, choose_prompt, split_text
 from utio_jax.prompts.evaluate import (
     Continuations,
@@ -19,7 +20,7 @@ from utio_jax.prompts.evaluate import (
 )
 from utio_jax.prompts.fit import fit_kv_maps
 from utio_jax.prompts.maps import KVMap, load_kv_maps, save_kv_maps, with_kv_maps
-from utio_jax.staircase.prompts import PromptChoice, PromptImportance
+from utio_jax.staircase.prompts import PromptImportance
 
 __all__ = [
     "Continuations",

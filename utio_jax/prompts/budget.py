@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from utio_jax.core.decoder import Decoder, HasKVMaps, Params, has_exit_lens
 from utio_jax.core.flops import token_cost
 from utio_jax.decoding.prefill import Prefill
-from utio_jax.staircase.prompts import PromptChoice
+from utio_jax.prompts.choice import PromptChoice
 
 _NOMINAL = 448
 """Tokens of the prompt whose cost is predicted where none was measured."""

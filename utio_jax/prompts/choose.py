@@ -19,6 +19,7 @@ import numpy as np
 from utio_jax.calibration.risk import group_near_duplicates
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.evaluation.intervals import FEWEST
+from utio_jax.prompts.choice import PromptChoice
 from utio_jax.prompts.evaluate import (
     Continuations,
     PromptRows,
@@ -28,7 +29,6 @@ from utio_jax.prompts.evaluate import (
     increase_interval,
     prompt_flops_ratio,
 )
-from utio_jax.staircase.prompts import PromptChoice
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -30,10 +30,10 @@ from utio_jax.evaluation.flops import gate_flops
 from utio_jax.evaluation.intervals import ratio_interval
 from utio_jax.policies.base import Policy
 from utio_jax.policies.depth import check_any_rows
+from utio_jax.prompts.choice import PromptChoice
 from utio_jax.staircase.base import Executor
 from utio_jax.staircase.loop import staircase
 from utio_jax.staircase.microbatches import MicroBatches
-from utio_jax.staircase.prompts import PromptChoice
 from utio_jax.staircase.reference import FrozenKV
 from utio_jax.staircase.score import full_depth
 

@@ -20,7 +20,6 @@ from utio_jax.core.layer import keys_values_of, layer_at
 from utio_jax.core.pytrees import pytree, static
 from utio_jax.policies.base import Boundary
 from utio_jax.policies.signals import KnownBefore, SignalBase, exit_index
-from utio_jax.staircase import prompts
 from utio_jax.utio.importance import surrogate_importance
 
 
@@ -200,7 +199,3 @@ class PromptSurrogate(AttentionHeat):
 
     def reads_logits(self, index: int) -> bool:
         return True
-
-
-# Files of prompt settings name these signals.
-prompts.SIGNALS.update({"heat": AttentionHeat, "surrogate": PromptSurrogate})

@@ -31,7 +31,7 @@ from utio_jax.decoding.lossless import Lossless
 from utio_jax.decoding.prefill import Prefill
 from utio_jax.models.checkpoint import Model
 from utio_jax.policies.depth import uniform
-from utio_jax.staircase.prompts import PromptChoice
+from utio_jax.prompts.choice import PromptChoice
 
 CONTEXT = 64
 DRAFTS = Lossless(exit=2, max_draft=3)
