@@ -161,6 +161,16 @@ def test_executes_what_it_reports_and_reports_the_decided_tokens_rounded_up(
         assert work.queries.sum() <= sum(per_segment)
 
 
+def test_tokens_that_a_certain_prefix_leaves_out_are_counted(tiny: Any) -> None:
+    ids, lengths, depths = tiny.tokens(1, 16), jnp.asarray([16]), (2, 4)
+    policy = given_depths(jnp.full((1, 16), 4), depths=depths)
+    for deep, overflows in ((16, [0, 0]), (8, [0, 1])):
+        executor = CapacityPrefix(capacities=(16, deep), min_bucket=8, certain=True)
+        work = score(tiny.decoder, tiny.params, ids, lengths, policy, executor=executor).work
+        assert np.asarray(work.overflows)[:2].tolist() == overflows
+        assert np.asarray(work.queries)[:2].tolist() == [32, 2 * deep]
+
+
 @pytest.mark.parametrize("queries", range(0, 41, 4))
 def test_three_small_blocks_of_queries_are_one_whole_block(queries: int) -> None:
     executor = MicroBatches(min_bucket=2, block=16, query_block=16, key_step=8)

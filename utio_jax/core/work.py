@@ -35,7 +35,8 @@ class Work:
         `utio_jax.core.decoder.HasExitLens`.
       kv_maps: slots whose keys and values were mapped, times the layers that they are for, see
         `utio_jax.core.decoder.HasKVMaps`.
-      overflows: whether live tokens outgrew a static prefix, so that whole rows ran.
+      overflows: whether live tokens outgrew a static prefix: whole rows ran, or the last tokens
+        did not, see `CapacityPrefix`.
       steps: decode steps that a row ran. The first new token belongs to prefill.
       drafts: verified drafts.
       accepted: accepted drafts.

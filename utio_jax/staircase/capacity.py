@@ -69,7 +69,8 @@ class CapacityPrefix:
       min_bucket: padding unit, in slots.
       certain: True if the capacities are known to hold all live tokens, e.g. for a policy with a
         fixed share of deep tokens. Then the full-width fallback is not compiled, and a cache can be
-        filled. If live tokens exceed the capacity, a row's last live tokens do not run.
+        filled. If live tokens exceed the capacity, a row's last live tokens do not run, and
+        `Work.overflows` counts the segment.
     """
 
     capacities: tuple[int, ...]
@@ -131,9 +132,10 @@ class CapacityPrefix:
         return jax.lax.cond(self._overflows(slots), run(width), fits)
 
     def _overflows(self, slots: PrefixSlots) -> Bool[Array, ""]:
-        if self.certain:
-            return jnp.asarray(False)
         return jnp.max(jnp.sum(slots.live, axis=1)) > slots.capacity
+
+    def _runs_whole(self, slots: PrefixSlots) -> bool | Bool[Array, ""]:
+        return not self.certain and self._overflows(slots)
 
     def run_layers(
         self,
@@ -205,13 +207,13 @@ class CapacityPrefix:
 
     def slots_run(self, slots: PrefixSlots) -> Int[Array, ""]:
         batch, width = slots.live.shape
-        used = jnp.where(self._overflows(slots), width, slots.capacity)
+        used = jnp.where(self._runs_whole(slots), width, slots.capacity)
         return used.astype(jnp.int32) * batch
 
     def heads_run(self, slots: PrefixSlots) -> Int[Array, ""]:
         batch, width = slots.live.shape
         whole, prefix = (executed_heads(batch * size) for size in (width, slots.capacity))
-        return jnp.where(self._overflows(slots), whole, prefix).astype(jnp.int32)
+        return jnp.where(self._runs_whole(slots), whole, prefix).astype(jnp.int32)
 
     def work(
         self, slots: PrefixSlots, layers: int, *, kv_layers: int, live_kv_layers: int = 0
