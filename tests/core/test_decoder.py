@@ -54,6 +54,15 @@ def test_a_config_names_what_is_wrong(change, message):
         DecoderConfig(**(SIZES | change))
 
 
+@pytest.mark.parametrize(("kind", "wrong"), [(int, 0), ("int", 0), (float, -1.0), (bool, 1)])
+def test_a_config_of_ones_own_is_checked_however_it_is_annotated(kind: Any, wrong: Any) -> None:
+    """Annotations are text only in modules that postpone them."""
+    options: dict[str, Any] = {"frozen": True, "kw_only": True, "bases": (DecoderConfig,)}
+    config = dataclasses.make_dataclass("Own", [("size", kind)], **options)
+    with pytest.raises(ValueError, match=f"Own needs size .* Got size={wrong}"):
+        config(**SIZES, size=wrong)
+
+
 def test_depths_come_back_as_ints():
     assert check_depths(np.array([1, 2, 8])) == (1, 2, 8)
     assert check_depths([4.0, 8.0], num_layers=8) == (4, 8)

@@ -266,7 +266,9 @@ def is_positive(value: Any) -> bool:
 
 def _misfit(field: dataclasses.Field[Any], value: Any) -> str | None:
     """Returns the expected value of a config's field, by its annotation, or None if it fits."""
-    kind, least = str(field.type), 0 if field.default in (0, None) else 1
+    # A name, but in modules that do not postpone annotations.
+    kind = field.type.__name__ if isinstance(field.type, type) else str(field.type)
+    least = 0 if field.default in (0, None) else 1
     if value is None and kind.endswith(" | None"):
         return None
     match kind.removesuffix(" | None"):
