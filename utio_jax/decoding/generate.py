@@ -154,16 +154,6 @@ class Generated:
         drafts = int(self.work.drafts.sum())
         return float(self.work.accepted.sum() / drafts) if drafts else None
 
-    def only(self, rows: slice) -> Generated:
-        """Returns the result of some rows."""
-        per_row = {name: x for name, x in vars(self).items() if name not in _OF_ALL_ROWS}
-        arrays = lambda x: isinstance(x, tuple | np.ndarray)  # noqa: E731
-        cut = jax.tree.map(lambda x: x[rows], per_row, is_leaf=arrays)
-        return dataclasses.replace(self, **cut)
-
-
-_OF_ALL_ROWS = {"key_widths", "mode", "num_layers", "group", "bytes_per_slot", "prompt_width"}
-
 
 @takes_decoder("model.generate(prompts)", options=_OF_GENERATE)
 def generate(  # noqa: PLR0913 (options, each named)
@@ -271,35 +261,45 @@ def generate(  # noqa: PLR0913 (options, each named)
             logits_processor=logits_processor,
             mesh=mesh,
         )
-        parts.append(_collect(state, batch, mode=mode, lengths=lengths, devices=check_mesh(mesh)))
+        parts.append(_of_batch(state, batch, lengths=lengths, devices=check_mesh(mesh)))
         show(start + len(batch), count)
-    return parts[0] if len(parts) == 1 else _joined(parts)
+    done = [request.finished for request in requests if request.finished is not None]
+    held, depths, works, shared = zip(*parts, strict=True)
+    return Generated(
+        texts=() if tokenizer is None else tuple(row.text for row in done),
+        pieces=() if tokenizer is None else tuple(row.pieces for row in done),
+        token_ids=tuple(row.token_ids for row in done),
+        finish_reasons=tuple(row.reason for row in done),
+        decided=tuple(row.decided for row in done),
+        executed=tuple(row.executed for row in done),
+        log_probabilities=tuple(row.log_probabilities for row in done),
+        work=jax.tree.map(lambda *rows: np.stack(rows), *(row.work for row in done)),
+        kv_bytes_held=np.concatenate(held),
+        prompt_depths=tuple(itertools.chain(*depths)),
+        # The dense program counts no work.
+        prompt_work=None if None in works else jax.tree.map(_concatenated, *works),
+        mode=mode.name,
+        num_layers=decoder.config.num_layers,
+        **shared[0],
+    )
 
 
-def _joined(parts: Sequence[Generated]) -> Generated:
-    """Concatenates the results of batches, in order."""
-    joined = dict[str, Any]()
-    for name in vars(parts[0]).keys() - _OF_ALL_ROWS:
-        values = [getattr(part, name) for part in parts]
-        if isinstance(values[0], tuple):
-            joined[name] = tuple(itertools.chain(*values))
-        elif any(value is None for value in values):  # The dense program counts no work.
-            joined[name] = None
-        else:
-            joined[name] = jax.tree.map(lambda *leaves: np.concatenate(leaves), *values)
-    return dataclasses.replace(parts[0], **joined)
+def _concatenated(*leaves: np.ndarray) -> np.ndarray:
+    return np.concatenate(leaves)
 
 
-def _collect(
-    state: DecodeState, requests: Sequence[Request], *, mode: Mode, lengths: Lengths, devices: int
-) -> Generated:
-    """Returns the result of finished requests. Further rows of the state pad a mesh."""
+def _of_batch(
+    state: DecodeState, requests: Sequence[Request], *, lengths: Lengths, devices: int
+) -> tuple[np.ndarray, list[np.ndarray], Work | None, dict[str, Any]]:
+    """Returns bytes held and prompt depths of each row, work of prompts, and what rows share.
+
+    Further rows of the state pad a mesh.
+    """
     count, num_layers = len(requests), requests[0].num_layers
     starts, ends = (np.asarray(leaf)[:count] for leaf in (state.prompt_lengths, state.lengths))
     likelihood = np.asarray(state.columns.log_probabilities)
     for row, (start, end) in enumerate(zip(starts, ends, strict=True)):
         check_computed(likelihood[row, start:end], what=f"log-probabilities of row {row}")
-    done = [request.finished for request in requests if request.finished is not None]
     per_slot, all_rows = bytes_per_slot(state.cache), state.lengths.shape[0]
     held = (ends.astype(np.int64) - 1) * per_slot * state.cache.keys.shape[0]
     kept = sum(leaf.nbytes for leaf in jax.tree.leaves(state.cache))
@@ -309,26 +309,10 @@ def _collect(
         prompt_work = jax.tree.map(lambda leaf: np.asarray(leaf)[:count], state.prompt.work)
         depths = np.asarray(state.prompt.depths)
         prompt_depths = [depths[row, :end].copy() for row, end in enumerate(starts)]
-    has_text = requests[0].text is not None
-    return Generated(
-        work=jax.tree.map(lambda leaf: np.asarray(leaf)[:count], state.work),
-        texts=tuple(row.text for row in done) if has_text else (),
-        pieces=tuple(row.pieces for row in done) if has_text else (),
-        token_ids=tuple(row.token_ids for row in done),
-        finish_reasons=tuple(row.reason for row in done),
-        decided=tuple(row.decided for row in done),
-        executed=tuple(row.executed for row in done),
-        log_probabilities=tuple(row.log_probabilities for row in done),
-        kv_bytes_held=held,
-        prompt_depths=tuple(prompt_depths),
-        prompt_width=round_up(int(starts.max()), lengths.prompt_step),
-        prompt_work=prompt_work,
-        bytes_per_slot=per_slot,
-        key_widths=key_widths(state.cache.num_slots, key_step=lengths.key_step),
-        mode=mode.name,
-        num_layers=num_layers,
-        group=all_rows // devices,
-    )
+    widths = key_widths(state.cache.num_slots, key_step=lengths.key_step)
+    shared = {"bytes_per_slot": per_slot, "key_widths": widths, "group": all_rows // devices}
+    shared["prompt_width"] = round_up(int(starts.max()), lengths.prompt_step)
+    return held, prompt_depths, prompt_work, shared
 
 
 def generate_text(model: TextModel, prompts: Sequence[str] | Prompts, **options: Any) -> Generated:

@@ -71,18 +71,21 @@ def spent_on(
     first token is prefill's. It is charged as one token at full depth, in `query_layers`, `flops`
     and `flops_full` alike; the rest of prefill is the same in every mode and left out.
     """
-    total, rows = Quality(), generated.group
-    for start in range(0, len(prompts), rows):
-        part = slice(start, start + rows)
-        total += _spent_on_group(decoder, params, mode, prompts[part], generated.only(part))
-    return total
+    groups = [slice(at, at + generated.group) for at in range(0, len(prompts), generated.group)]
+    spent = (_spent_on_group(decoder, params, mode, prompts, generated, part) for part in groups)
+    return sum(spent, start=Quality())
 
 
 def _spent_on_group(
-    decoder: Decoder, params: Params, mode: Mode, prompts: Prompts, generated: Generated
+    decoder: Decoder,
+    params: Params,
+    mode: Mode,
+    prompts: Prompts,
+    generated: Generated,
+    part: slice,
 ) -> Quality:
     cost, rows, layers = token_cost(decoder, params), generated.group, decoder.config.num_layers
-    work, width = generated.work, float(generated.key_widths[0])
+    work, width = jax.tree.map(lambda of: of[part], generated.work), float(generated.key_widths[0])
     # All rows of a group run until the last one ends, and that one was charged in every round.
     charged = jax.tree.map(lambda of: np.asarray(rows * float(np.max(of))), work)
     own = {"kv_reads": np.sum(work.kv_reads, dtype=np.float64)}
@@ -94,7 +97,7 @@ def _spent_on_group(
     decided = np.full((rows, 1), layers)
     first = decided_work(cost, decided, key_widths=[width], projected=layers)
     with_first = partial(jax.tree.map, np.append, first)
-    emitted = np.concatenate(generated.decided)
+    emitted = np.concatenate(generated.decided[part])
     if charged.queries:
         width = float(charged.key_slots / charged.queries)
     ideal = decided_work(cost, emitted[:, None], key_widths=[width], projected=mode.projected_depth)
@@ -109,7 +112,7 @@ def _spent_on_group(
         **costs_of(
             cost,
             with_first(charged),
-            full=with_first(_plain_work(decoder, prompts, generated)),
+            full=with_first(_plain_work(decoder, prompts, generated, part)),
             ideal=ideal,
             gates=mode.gate_flops(decoder, params) * float(charged.steps),
             slot_bytes=generated.bytes_per_slot,
@@ -117,13 +120,13 @@ def _spent_on_group(
     )
 
 
-def _plain_work(decoder: Decoder, prompts: Prompts, generated: Generated) -> Work:
+def _plain_work(decoder: Decoder, prompts: Prompts, generated: Generated, part: slice) -> Work:
     """Returns the work of plain decoding of as many tokens, after the first of each row.
 
     All rows take part in all rounds, but read K/V only while they have not ended.
     """
-    starts = np.asarray([len(prompt) for prompt in prompts])
-    new = np.asarray([ids.size for ids in generated.token_ids])
+    starts = np.asarray([len(prompt) for prompt in prompts[part]])
+    new = np.asarray([ids.size for ids in generated.token_ids[part]])
     rounds, layers = np.arange(1, max(2, new.max())), decoder.config.num_layers
     running = new[:, None] > rounds
     reach = np.max(np.where(running, starts[:, None] + rounds, 0), axis=0)
