@@ -200,19 +200,25 @@ def test_an_engine_of_few_slots_is_compiled_by_its_warmup(
     assert len(result) == 20
 
 
-@pytest.mark.check
-@pytest.mark.parametrize("name", ["plain", pytest.param("copies", marks=pytest.mark.slow)])
-def test_a_block_steps_the_rows_in_use(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One request steps one row of six, a second one four; their tokens stay as alone."""
-    mode, prefill = modes()[name]
-    engine, counts = engine_of(lively_model(), mode, prefill, slots=6), list[int]()
-    run_block = slots.run_block
+@pytest.fixture
+def counts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Numbers of rows that blocks step."""
+    run_block, counts = slots.run_block, list[int]()
 
     def noted(*args: Any, **options: Any) -> Any:
         counts.append(options["rows"])
         return run_block(*args, **options)
 
     monkeypatch.setattr(slots, "run_block", noted)
+    return counts
+
+
+@pytest.mark.check
+@pytest.mark.parametrize("name", ["plain", pytest.param("copies", marks=pytest.mark.slow)])
+def test_a_block_steps_the_rows_in_use(name: str, counts: list[int]) -> None:
+    """One request steps one row of six, a second one four; their tokens stay as alone."""
+    mode, prefill = modes()[name]
+    engine = engine_of(lively_model(), mode, prefill, slots=6)
     indices = [index for index, asked in enumerate(POOL) if asked.new > 12][:6]
     numbers = [POOL[indices[0]].submit(engine)]
     engine.advance()
@@ -230,19 +236,10 @@ def test_a_block_steps_the_rows_in_use(name: str, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     "name", ["plain", "propagate", pytest.param("copies", marks=pytest.mark.slow)]
 )
-def test_running_rows_move_together_as_others_end(
-    name: str, late: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_running_rows_move_together_as_others_end(name: str, late: bool, counts: list[int]) -> None:
     """The last of six rows is the last to run: then one row steps, and draws the same tokens."""
     mode, prefill = modes()[name]
-    engine, counts = engine_of(lively_model(), mode, prefill, slots=6, read_late=late), list[int]()
-    run_block = slots.run_block
-
-    def noted(*args: Any, **options: Any) -> Any:
-        counts.append(options["rows"])
-        return run_block(*args, **options)
-
-    monkeypatch.setattr(slots, "run_block", noted)
+    engine = engine_of(lively_model(), mode, prefill, slots=6, read_late=late)
     prompts = [np.asarray([5, 7 + row]) for row in range(6)]
     new, drawn = [2, 2, 2, 9, 2, 21], [SamplingParams()] * 5 + [SamplingParams(temperature=1.5)]
     numbers = [
@@ -680,12 +677,12 @@ def test_stop_strings_cut_where_generate_cuts(late: bool) -> None:
     engine = engine_of(model, modes()["plain"][0], tokenizer=letters, read_late=late)
     speaking: Any = types.SimpleNamespace(**vars(model), tokenizer=letters, encode=list)
     stops = [["bc", "ad"], ["zz"], ["e"], ["dca"], [], ["a\ufffd"]]
-    numbers, texts = [], dict[int, str]()
-    for index, strings in enumerate(stops):
-        prompt = [index + 1, 9]
-        options: dict[str, Any] = {"max_new_tokens": 30, "eos_ids": ()}
-        numbers.append(engine.submit(prompt, stop_strings=strings, **options))
-    result = {}
+    options: dict[str, Any] = {"max_new_tokens": 30, "eos_ids": ()}
+    numbers = [
+        engine.submit([index + 1, 9], stop_strings=strings, **options)
+        for index, strings in enumerate(stops)
+    ]
+    result, texts = {}, dict[int, str]()
     while not engine.idle:
         for event in engine.advance():
             texts[event.request] = texts.get(event.request, "") + event.text
@@ -693,10 +690,8 @@ def test_stop_strings_cut_where_generate_cuts(late: bool) -> None:
                 result[event.request] = event.finished
     ended = set[str]()
     for index, (number, strings) in enumerate(zip(numbers, stops, strict=True)):
-        prompt, options = [index + 1, 9], {"max_new_tokens": 30, "eos_ids": ()}
-        until = generate_text(speaking, [prompt], stop_strings=strings, **options)
-        alone = until
-        assert result[number].text == texts[number] == until.text
+        alone = generate_text(speaking, [[index + 1, 9]], stop_strings=strings, **options)
+        assert result[number].text == texts[number] == alone.text
         np.testing.assert_array_equal(result[number].token_ids, alone.token_ids[0])
         np.testing.assert_array_equal(result[number].decided, alone.decided[0])
         assert result[number].reason == alone.finish_reasons[0]
