@@ -245,9 +245,7 @@ def test_prompts_routed_on_a_mesh_are_those_of_one_device() -> None:
     many = run(model, PROMPTS, mode=mode, prefill=how, mesh=mesh_of("auto"))
     for name in ("token_ids", "prompt_depths"):
         assert_equal(getattr(one, name), getattr(many, name))
-    costs = [
-        prompt_cost(model.decoder, model.params, how, PROMPTS, result) for result in (one, many)
-    ]
+    costs = [prompt_cost(model.decoder, model.params, result) for result in (one, many)]
     assert costs[0].depth_mean == costs[1].depth_mean
     # Two rows a device, each with a padding of its own.
     assert costs[0].flops < costs[1].flops < 8 * costs[0].flops

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from helpers.generation import (
     LONG,
-    PROMPTS,
     SMALL_BLOCKS,
     DepthAt,
     assert_read_as,
@@ -135,7 +134,7 @@ def test_what_it_cost(no_compiles: Any) -> None:
 
     def cost_of(how: Prefill, mode: Any = Plain()) -> Any:
         result = run(model, LONG, prefill=how, mode=mode, max_new_tokens=1)
-        return prompt_cost(model.decoder, model.params, how, LONG, result), result.prompt_work
+        return prompt_cost(model.decoder, model.params, result), result.prompt_work
 
     full, work = cost_of(Prefill(executor=SMALL_BLOCKS))
     assert full.tokens == 39
@@ -169,7 +168,7 @@ def test_what_it_cost(no_compiles: Any) -> None:
     assert np.sum(dense.prompt_work.key_slots) > np.sum(work.key_slots)
 
     with pytest.raises(ValueError, match="Got prompts that the dense program read"):
-        prompt_cost(model.decoder, model.params, Prefill(), PROMPTS, plain_run())
+        prompt_cost(model.decoder, model.params, plain_run())
 
 
 def test_what_cannot_be_is_refused() -> None:

@@ -82,7 +82,7 @@ def test_static_shapes_read_small_batches_as_the_staircase_does(kv: Any, by: str
     # Behind the stop maps have made what the others show: only those that run project their own.
     own = slots if kv == "mapped" else 64
     np.testing.assert_array_equal(result.prompt_work.keys_values[0], [2 * 4 * 64, 2 * 4 * own])
-    spent = prompt_cost(model.decoder, model.params, how, RAGGED, result)
+    spent = prompt_cost(model.decoder, model.params, result)
     assert spent.flops_ratio < 1
 
 

@@ -76,7 +76,7 @@ def shallow_prompts(
             programs["plain"] = partial(generate, *plain, prompts, **options)
     times = time_programs(programs, rounds=rounds)
     full = min(("staircase", "dense"), key=lambda name: times[name].median)
-    cost = prompt_cost(decoder, params, shallow, prompts, programs["shallow"]())
+    cost = prompt_cost(decoder, params, programs["shallow"]())
     # The same program with every token deep; where the way is exact, what all layers say.
     everything = None if exact is not None else dataclasses.replace(choice, deep=1.0)
     lost, kept = (

@@ -17,7 +17,6 @@ from utio_jax.cli.chat import CHUNK, Printer
 from utio_jax.cli.options import OfDecoding, Rare, progress_bar
 from utio_jax.decoding.base import Plain
 from utio_jax.decoding.generate import generate_text
-from utio_jax.decoding.prefill import fastest_prefill
 from utio_jax.evaluation.generation import generation_ledger
 from utio_jax.prompts.evaluate import prompt_cost
 
@@ -131,7 +130,7 @@ class Generate(OfDecoding):
             "token_ids": [ids.tolist() for ids in result.token_ids],
             "texts": list(result.texts),
             "depths": [depths.tolist() for depths in result.decided],
-            "prompt": _prompt_record(*of_model, mode, prefill, prompts, result),
+            "prompt": _prompt_record(*of_model, result),
             "kv_bytes_held": [int(held) for held in result.kv_bytes_held],
             "finish_reasons": list(result.finish_reasons),
             **record,
@@ -171,21 +170,15 @@ def verdict(speedup: float, agreement: float | None) -> str:
     return f"{message}, {same}."
 
 
-def _prompt_record(
-    decoder: Any, params: Any, mode: Any, prefill: Any, prompts: list[Any], generated: Any
-) -> dict[str, Any]:
+def _prompt_record(decoder: Any, params: Any, generated: Any) -> dict[str, Any]:
     """Returns a record of the prefill: exactness, FLOPs, and size of the cache.
 
     `flops_ratio` is over the same executor at full depth; `cache_ratio` over a cache of all layers.
     """
     config, depths = decoder.config, np.concatenate(generated.prompt_depths)
-    how, ratio = prefill, 1.0
-    if how is None:
-        width = generated.prompt_width
-        filled = float(np.mean([len(prompt) for prompt in prompts])) / width
-        how = fastest_prefill(decoder, generated.group, width, kv=mode.prompt_kv, filled=filled)
+    how, ratio = generated.prefill, 1.0
     if how is not None and how.policy is not None:
-        ratio = prompt_cost(decoder, params, how, prompts, generated).flops_ratio
+        ratio = prompt_cost(decoder, params, generated).flops_ratio
     return {
         "tokens": depths.size,
         "depth_mean": round(float(depths.mean()), 4),

@@ -76,6 +76,7 @@ class Generated:
       key_widths: possible numbers of key slots that attention reads, ascending.
       prompt_depths: decided depth in layers of each prompt token, `[prompt]`.
       prompt_width: padded length of the prompts in tokens.
+      prefill: prefill that read the prompts, at their shape; None: the dense program.
       prompt_work: work of the prompt pass, `[row, segment]`: each row has that of its group. None
         if prompts were read by the dense program.
       mode: name of the decoding mode.
@@ -95,6 +96,7 @@ class Generated:
     prompt_depths: tuple[np.ndarray, ...]
     prompt_width: int
     prompt_work: Work | None
+    prefill: Prefill | None
     bytes_per_slot: int
     key_widths: tuple[int, ...]
     mode: str
@@ -249,7 +251,7 @@ def generate(  # noqa: PLR0913 (options, each named)
     parts = []
     for start in range(0, count, size):
         batch = requests[start : start + size]
-        state = run_requests(
+        state, how = run_requests(
             decoder,
             params,
             batch,
@@ -261,10 +263,11 @@ def generate(  # noqa: PLR0913 (options, each named)
             logits_processor=logits_processor,
             mesh=mesh,
         )
-        parts.append(_of_batch(state, batch, lengths=lengths, devices=check_mesh(mesh)))
+        part = _of_batch(state, batch, lengths=lengths, devices=check_mesh(mesh))
+        parts.append((*part, how))
         show(start + len(batch), count)
     done = [request.finished for request in requests if request.finished is not None]
-    held, depths, works, shared = zip(*parts, strict=True)
+    held, depths, works, shared, ways = zip(*parts, strict=True)
     return Generated(
         texts=() if tokenizer is None else tuple(row.text for row in done),
         pieces=() if tokenizer is None else tuple(row.pieces for row in done),
@@ -278,6 +281,7 @@ def generate(  # noqa: PLR0913 (options, each named)
         prompt_depths=tuple(itertools.chain(*depths)),
         # The dense program counts no work.
         prompt_work=None if None in works else jax.tree.map(_concatenated, *works),
+        prefill=ways[0],
         mode=mode.name,
         num_layers=decoder.config.num_layers,
         **shared[0],

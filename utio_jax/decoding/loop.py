@@ -68,11 +68,12 @@ def run_requests(  # noqa: PLR0913 (options, each named)
     on_event: Callable[[Event], object] | None,
     logits_processor: LogitsProcessor | None,
     mesh: Mesh | None,
-) -> DecodeState:
-    """Decodes checked requests together until all have ended; returns the loop's last state.
+) -> tuple[DecodeState, Prefill | None]:
+    """Decodes checked requests together until all have ended.
 
-    The host takes new tokens after every `chunk` of them; None: at the end. On a mesh, padding
-    rows may follow the rows of the requests. They end at once.
+    Returns the loop's last state, and the prefill that ran; None: the dense program. The host takes
+    new tokens after every `chunk` of them; None: at the end. On a mesh, padding rows may follow the
+    rows of the requests. They end at once.
     """
     ends = np.asarray([request.prompt.size for request in requests], np.int32)
     width = round_up(int(ends.max()), lengths.prompt_step)
@@ -113,7 +114,7 @@ def run_requests(  # noqa: PLR0913 (options, each named)
             state = advance(context, state, np.int32(until), widths=widths, mesh=mesh)
         state = _hand_over(state, requests, on_event)
         if all(request.finished is not None for request in requests):
-            return state
+            return state, prefill
 
 
 def _hand_over(

@@ -24,8 +24,6 @@ from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.documents import check_tokens
 from utio_jax.core.flops import token_cost
 from utio_jax.decoding.generate import Generated
-from utio_jax.decoding.prefill import Prefill
-from utio_jax.decoding.requests import Prompts
 from utio_jax.evaluation.flops import gate_flops
 from utio_jax.evaluation.intervals import ratio_interval
 from utio_jax.policies.base import Policy
@@ -281,32 +279,23 @@ class PromptCost:
         return self.flops / self.flops_full
 
 
-def prompt_cost(
-    decoder: Decoder, params: Params, prefill: Prefill, prompts: Prompts, generated: Generated
-) -> PromptCost:
-    """Returns the cost of prefill, which the ledger of generation leaves out.
-
-    Args:
-      decoder: the model.
-      params: its parameters.
-      prefill: that `generate` was given.
-      prompts: that it was given.
-      generated: result of `generate`.
+def prompt_cost(decoder: Decoder, params: Params, generated: Generated) -> PromptCost:
+    """Returns the cost of prefill in a call of `generate`, which its ledger leaves out.
 
     Raises:
       ValueError: the prompts were read by the dense program.
     """
-    if generated.prompt_work is None:
+    prefill = generated.prefill
+    if prefill is None or generated.prompt_work is None:
         raise ValueError(
             "Wanted what came out of generate(..., prefill=...). Got prompts that the dense "
-            "program read. Hand the same Prefill to both."
+            "program read, which counts no work."
         )
     cost, width, rows = token_cost(decoder, params), generated.prompt_width, generated.group
-    lengths = np.asarray([len(prompt) for prompt in prompts])
-    prefill = prefill.for_shape(rows, width, filled=float(lengths.mean()) / width)
+    lengths = np.asarray([depths.size for depths in generated.prompt_depths])
     policy = prefill.depth_policy(decoder)
     flops = flops_full = 0.0
-    for start in range(0, len(prompts), rows):
+    for start in range(0, lengths.size, rows):
         work = jax.tree.map(lambda leaf, row=start: leaf[row], generated.prompt_work)
         gates = gate_flops(decoder, params, policy, work, attention=prefill.attention)
         flops += cost.flops(work, gates=gates)
