@@ -134,25 +134,39 @@ def run_passes(  # noqa: PLR0913 (options, each named)
     shards: Shards | None = None,
     progress: Callable[[], None] | None = None,
     mesh: Mesh | None,
-    **options: Any,
+    kv: FrozenKV,
+    executor: Executor | Literal["auto"],
 ) -> Iterator[tuple[int, str, Quality, dict[str, np.ndarray]]]:
     """Yields number of the batch, name of the choice, sums, and results `[batch, token]` by name.
 
     These are the decided depths and the fields of `Comparison`, without a comparison `nll` alone.
     `choices` are policy and attention pattern by name, each one for all batches or one for each.
     With `compare` full depth runs, too, and is compared with; else its work is only counted.
-    `options` are `kv` and `executor` of all passes; the others are those of `evaluate`.
+    Other arguments are those of `evaluate`.
     """
     params, layers = place(params, mesh), decoder.config.num_layers
+    cost, projects = token_cost(decoder, params), frozen_kv(kv, decoder).projects
     kept = {} if full_passes is None else full_passes
+
+    def costs_of_pass(policy: Policy, choice: Any, scores: Scores, depths: np.ndarray) -> Any:
+        work, full = jax.device_get((scores.work, scores.full_work))
+        chosen = choice.choose_executor(executor, policy, depths.shape[1])
+        ideal = decided_work(
+            cost,
+            depths,
+            key_widths=chosen.key_widths(depths.shape[1]),
+            projected=int(depths.max(initial=0)) * projects,
+            spared=partial(choice.spared_keys, scores.chosen, policy.depths),
+        )
+        gates = gate_flops(decoder, params, policy, work, attention=choice)
+        return costs_of(cost, work, full=full, ideal=ideal, gates=gates)
 
     def read(number: int) -> Arrays:
         batch, results, full = batches[number], {}, None
         rows, width = batch.token_ids.shape
         ids, lengths = place(Rows((batch.token_ids, batch.lengths)), mesh).tree
-        run = partial(
-            run_score, decoder, params, ids, lengths, mesh=mesh, attention=DENSE, **options
-        )
+        how: Any = {"mesh": mesh, "attention": DENSE, "kv": kv, "executor": executor}
+        run = partial(run_score, decoder, params, ids, lengths, **how)
         if compare:
             full = kept[number] if number in kept else run(policy=full_depth(decoder))
             if full_passes is not None:
@@ -176,9 +190,7 @@ def run_passes(  # noqa: PLR0913 (options, each named)
             }
             for part in ("nll", "nll_full") if full else ("nll",):
                 check_computed(tokens[part], what=f"losses [row, token] of batch {number}")
-            costs = _costs(
-                decoder, params, policy, scores, tokens["depths"], attention=choice, **options
-            )
+            costs = costs_of_pass(policy, choice, scores, tokens["depths"])
             tokens["quality"] = pack_quality(
                 dataclasses.replace(_sums(tokens, batch.lengths), **costs)
             )
@@ -188,7 +200,7 @@ def run_passes(  # noqa: PLR0913 (options, each named)
         return results
 
     def same() -> str:
-        static = repr((decoder.config, *options.values(), compare))
+        static = repr((decoder.config, kv, executor, compare))
         return digest([vars(batch) for batch in batches], [*choices.values()], static)
 
     passes = run_all(len(batches), read, what="batches", same=same, shards=shards)
@@ -198,34 +210,6 @@ def run_passes(  # noqa: PLR0913 (options, each named)
             keys = [key for key in results if key.startswith(start)]
             tokens = {key.removeprefix(start): results[key] for key in keys}
             yield number, name, unpack_quality(tokens.pop("quality")), tokens
-
-
-def _costs(
-    decoder: Decoder,
-    params: Params,
-    policy: Policy,
-    scores: Scores,
-    depths: np.ndarray,
-    *,
-    executor: Executor | Literal["auto"],
-    attention: AttentionPattern,
-    kv: FrozenKV,
-) -> dict[str, Any]:
-    """Returns the costs of a pass, by the fields of `Quality`.
-
-    `depths` are the decided ones, `[batch, token]`, without the rows that fill up a mesh.
-    """
-    work, full = jax.device_get((scores.work, scores.full_work))
-    cost, width = token_cost(decoder, params), depths.shape[1]
-    ideal = decided_work(
-        cost,
-        depths,
-        key_widths=attention.choose_executor(executor, policy, width).key_widths(width),
-        projected=int(depths.max(initial=0)) * frozen_kv(kv, decoder).projects,
-        spared=partial(attention.spared_keys, scores.chosen, policy.depths),
-    )
-    gates = gate_flops(decoder, params, policy, work, attention=attention)
-    return costs_of(cost, work, full=full, ideal=ideal, gates=gates)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
