@@ -44,9 +44,11 @@ def test_a_mode_is_the_one_that_was_asked_for() -> None:
     copies, _, _ = OfDecoding(mode="lossless", drafter="ngram").decoding_mode(MODEL)
     assert drafts == Lossless(exit=1)
     assert copies == Lossless(drafter="ngram")
-    for wrong in (OfDecoding(drafter="ngram"), OfDecoding(depth=2)):
-        with pytest.raises(ValueError, match="Wanted --"):
-            wrong.decoding_mode(MODEL)
+    twice = OfDecoding(prompt="full", prompt_budget=0.5)
+    wrong = [("--", OfDecoding(drafter="ngram")), ("--", OfDecoding(depth=2)), ("one way", twice)]
+    for wanted, options in wrong:
+        with pytest.raises(ValueError, match=f"Wanted {wanted}"):
+            options.decoding_mode(MODEL)
 
 
 def test_a_budget_alone_means_a_depth_per_token() -> None:

@@ -21,7 +21,6 @@ from utio_jax.decoding.base import check_mode
 from utio_jax.decoding.prefill import Prefill
 from utio_jax.decoding.sampling import SamplingParams
 from utio_jax.policies.base import Policy
-from utio_jax.prompts.budget import prompt_prefill
 from utio_jax.prompts.maps import kv_maps_file
 
 T = TypeVar("T")
@@ -195,16 +194,9 @@ class OfMode(OfCalibration):
 
     def prefill(self, model: Any) -> Prefill | None:
         """Returns the prefill, or None for the model's default."""
-        if self.prompt_budget is None:
-            return None if self.prompt is None else Prefill()
-        if self.prompt is not None:
-            raise ValueError(
-                "Wanted one way of reading prompts. Got --prompt full and --prompt-budget. Leave "
-                "out one of them."
-            )
-        return prompt_prefill(
-            model.decoder, model.params, self.prompt_budget, choices=model.prompt_choices
-        )
+        from utio_jax.models.verbs import prefill_of
+
+        return prefill_of(model, self.prompt_budget, None if self.prompt is None else Prefill())
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -297,7 +297,7 @@ class Verbs:
         check_options("Model.generate", options, generate, Verbs.generate, instead=SHORTER)
         ids = _encoded(self, read_sources(prompts, files, names_are_texts=True))
         note_compilation()
-        options["prefill"] = _prefill(self, prompt_budget, options.get("prefill"))
+        options["prefill"] = prefill_of(self, prompt_budget, options.get("prefill"))
         return generate_text(
             self,
             ids,
@@ -343,7 +343,7 @@ class Verbs:
         check_options("Model.stream", options, Engine.submit, Verbs.stream, instead=SHORTER)
         rows = _encoded(self, read_sources(prompts, files, names_are_texts=True))
         note_compilation()
-        prefill = _prefill(self, prompt_budget, prefill)
+        prefill = prefill_of(self, prompt_budget, prefill)
         chosen = self.mode(mode, budget=budget)
         how: Any = {"max_new_tokens": max_new_tokens, "sampling": sampling, "seeds": seed}
         how |= {"stop_strings": stop, "tokenizer": self.tokenizer}
@@ -667,12 +667,14 @@ def _encoded(model: Any, sources: Sequence[Any]) -> list[np.ndarray]:
     return [ids_of(index, source) for index, source in enumerate(sources)]
 
 
-def _prefill(model: Any, prompt_budget: float | None, given: Prefill | None) -> Prefill | None:
-    """Returns how `generate` and `stream` read prompts: as given, or at a budget."""
+def prefill_of(model: Any, prompt_budget: float | None, given: Prefill | None) -> Prefill | None:
+    """Returns how verbs, commands and the server read prompts: as given, or at a budget."""
     if prompt_budget is None:
         return given
     if given is not None:
-        raise ValueError("Wanted prompt_budget or prefill, one of the two. Got both.")
+        raise ValueError(
+            "Wanted one way of reading prompts: a prompt budget, or a prefill (--prompt). Got both."
+        )
     return prompt_prefill(model.decoder, model.params, prompt_budget, choices=model.prompt_choices)
 
 
