@@ -83,7 +83,7 @@ class UtioOptions(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
-    mode: Literal["plain", "adaptive", "lossless"] | None = Field(
+    mode: Literal["plain", "lossless", "adaptive"] | None = Field(
         None, description="plain is full depth; others as the server was started."
     )
     budget: float | None = Field(None, description="FLOPs over full depth: one of the model's.")
