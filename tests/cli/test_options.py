@@ -46,8 +46,8 @@ def test_a_mode_is_the_one_that_was_asked_for() -> None:
     assert copies == Lossless(drafter="ngram")
     twice = OfDecoding(prompt="full", prompt_budget=0.5)
     wrong = [("--", OfDecoding(drafter="ngram")), ("--", OfDecoding(depth=2)), ("one way", twice)]
-    for wanted, options in wrong:
-        with pytest.raises(ValueError, match=f"Wanted {wanted}"):
+    for start, options in wrong:
+        with pytest.raises(ValueError, match=f"Wanted {start}"):
             options.decoding_mode(MODEL)
 
 

@@ -62,7 +62,7 @@ def test_requests_get_the_tokens_that_they_get_alone(
         expected, completion = alone(prompt, new), results[number]
         np.testing.assert_array_equal(completion.token_ids, expected.token_ids[0])
         np.testing.assert_array_equal(completion.decided, expected.decided[0])
-        assert completion.steps == sum(completion.decided[1:]) // 4
+        assert completion.work.steps == sum(completion.decided[1:]) // 4
 
 
 def test_steps_are_those_of_a_simulation() -> None:
