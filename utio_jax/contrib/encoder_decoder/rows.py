@@ -99,7 +99,7 @@ class OnTargets:
 class WholeSources(Prefill):
     """Prefill that reads rows as wholes, in engines, too, as the encoder needs them."""
 
-    def exact(self, decoder: Decoder) -> bool:
+    def is_exact(self, decoder: Decoder) -> bool:
         """Returns False, which makes an engine read whole prompts. The result is exact."""
         del decoder
         return False
