@@ -38,7 +38,7 @@ from utio_jax.engine.blocks import block_room, run_block
 from utio_jax.engine.requests import fresh_of
 from utio_jax.engine.slots import empty_state
 from utio_jax.models.presets import SHAPES, SHARED_16, with_layers
-from utio_jax.models.stacking import in_int8
+from utio_jax.models.stacking import with_weights
 from utio_jax.models.tensor_parallel import tensor_parallel
 from utio_jax.models.transformer import Transformer
 from utio_jax.policies.depth import Thresholded
@@ -145,7 +145,7 @@ class Programs:
         dtype = jnp.float32 if self.name == "shipped" else jnp.bfloat16
         made = jax.eval_shape(lambda key: self.decoder.init(key, dtype), jax.random.key(0))
         if self.weights is not None:
-            made = jax.eval_shape(in_int8, made)
+            made = jax.eval_shape(functools.partial(with_weights, weights="int8"), made)
         if self.mesh is None or self.mesh.shape["model"] == 1:
             return shapes(made, self.sharding)
         place = tensor_parallel(self.decoder.config, self.mesh)

@@ -126,8 +126,10 @@ def workers(options: argparse.Namespace) -> Iterator[dict[str, Worker]]:
     columns = {
         "utio_jax": (sys.executable, "utio_jax", options.model),
         "utio_jax, int8": (sys.executable, "utio_jax", options.model, "int8"),
+        "utio_jax, bfloat16": (sys.executable, "utio_jax", options.model, "bfloat16"),
         "vllm": (options.python, "vllm", made / "float32"),
-        "vllm, maps": (options.python, "vllm", made / "float32", str(options.maps)),
+        "vllm, bfloat16": (options.python, "vllm", made / "float32", "bfloat16"),
+        "vllm, maps": (options.python, "vllm", made / "float32", "float32", str(options.maps)),
         "transformers": (options.python, "transformers", made / "float32"),
         "llama.cpp": (options.python, "llama.cpp", made / "float32.gguf"),
         "llama.cpp, 8 bits": (options.python, "llama.cpp", made / "int8.gguf"),

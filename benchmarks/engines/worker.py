@@ -85,7 +85,9 @@ def transformers(model: str, threads: int, slots: int) -> Run:
     return run
 
 
-def vllm(model: str, threads: int, slots: int, maps: str | None = None) -> Run:
+def vllm(
+    model: str, threads: int, slots: int, dtype: str = "float32", maps: str | None = None
+) -> Run:
     """The CPU build of vLLM in this process, compiled and with a prefix cache as is its default.
 
     With `maps`, prompts stop where these say, by the plugin of `utio_jax.contrib.vllm`.
@@ -109,7 +111,7 @@ def vllm(model: str, threads: int, slots: int, maps: str | None = None) -> Run:
 
     engine = LLM(
         model,
-        dtype="float32",
+        dtype=dtype,
         max_model_len=CONTEXT,
         max_num_seqs=slots,
         enable_prefix_caching=True,

@@ -35,7 +35,7 @@ class Bench:
       new_tokens: per row, of decoding.
       policies: NAME@BUDGET each; truncation at every exit and chance join them by themselves.
       rounds: timed turns of each program.
-      weights: int8 measures models with matrices of int8; policies are those fitted to such ones.
+      weights: int8 or bfloat16 measures models with such matrices, and policies fitted to these.
       out: folder of the results, which are replaced.
       report: measure nothing: write report.html of this results.json, tables and pictures, to
         --out.
@@ -134,7 +134,7 @@ def subject_named(
     from utio_jax.models import SHIPPED, Transformer, load
     from utio_jax.models.presets import SHAPES, with_layers
     from utio_jax.models.random_weights import fit_layers, free_memory, random_params
-    from utio_jax.models.stacking import in_int8
+    from utio_jax.models.stacking import with_weights
     from utio_jax.models.training import standard_library
 
     if name in SHAPES:
@@ -145,7 +145,7 @@ def subject_named(
         return Subject(
             name=name,
             decoder=decoder,
-            params=params if weights is None else in_int8(params),
+            params=params if weights is None else with_weights(params, weights),
             documents=[rng.integers(0, config.vocab_size, 2**20)],
             speed_only=True,
             note=f"random weights, {fitting} of {config.num_layers} layers: speed only",

@@ -54,8 +54,8 @@ class OfModel:
         the shipped model's.
       exits: depths at which a stock model may be read, ending at its last layer; by default those
         that its config names, or its lens.
-      weights: int8 holds matrices as int8 with a scale per output: a quarter of the memory, faster
-        on CPUs with AMX. By default float32.
+      weights: bfloat16 holds matrices as that: half of the memory, faster on CPUs that multiply
+        bfloat16. int8 holds them with a scale per output: a quarter. By default float32.
       lens: a file that `calibrate --fit-lens` wrote; auto is the model folder's own where there is
         one, none is none.
       branches: a file of exit branches, which replace exits and lens; auto is the model folder's

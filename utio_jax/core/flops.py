@@ -31,7 +31,8 @@ def count_matmul_flops(function: Callable[..., Any], *args: Any) -> float:
     >>> count_matmul_flops(lambda a, b: a @ b, jnp.zeros((2, 3)), jnp.zeros((3, 5)))
     60.0
     """
-    with compiling_for(input_digits=0):  # A product with int8 weights is one, however it is run.
+    # A product with int8 weights is one, however it is run, and padding is none.
+    with compiling_for(input_digits=0, least_bfloat16_rows=1):
         return _flops_of_jaxpr(jax.make_jaxpr(function)(*args).jaxpr)
 
 

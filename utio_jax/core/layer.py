@@ -16,7 +16,13 @@ from jaxtyping import Array, Float, Int
 
 from utio_jax.core.decoder import Decoder, LayerParams, Params, PositionEncoding, checked
 from utio_jax.core.platform import here
-from utio_jax.core.quantised import int8_product, is_quantised, layer_views
+from utio_jax.core.quantised import (
+    Rounded,
+    bfloat16_product,
+    int8_product,
+    is_quantised,
+    layer_views,
+)
 
 Depth = int | Int[Array, ""]
 """A number of layers, static or traced."""
@@ -63,6 +69,8 @@ def project(x: Float[Array, "*lead dim"], kernel: Any) -> Float[Array, "*lead ou
     The kernel may lie in blocks, `[block, dim, column]` (`in_blocks`). Of int8 it lies output
     first, `[out, dim]` (`utio_jax.core.quantised`).
     """
+    if isinstance(kernel, Rounded):
+        return bfloat16_product(x, kernel)
     if is_quantised(kernel):
         return int8_product(x, kernel)
     if kernel.ndim == 2:
@@ -90,11 +98,14 @@ def head_product(
     """Returns `x` times `head/kernel` or, of a tied head, the transposed embedding table.
 
     A tied head has a kernel, too, where decoding has a copy in blocks (`head_in_blocks`), which is
-    slower for a single row.
+    slower for a single row. A table of bits has its numbers as `head/table`, in the same memory.
     """
-    table, single = params["embedding"]["embedding"], math.prod(x.shape[:-1]) == 1
-    if not tied or ("head" in params and not single):
-        return project(x, params["head"]["kernel"])
+    head, single = params.get("head", {}), math.prod(x.shape[:-1]) == 1
+    if not tied or ("kernel" in head and not single):
+        return project(x, head["kernel"])
+    table = head.get("table", params["embedding"]["embedding"])
+    if isinstance(table, Rounded):
+        return bfloat16_product(x, table, inputs=1)
     if is_quantised(table):
         return project(x, table)
     if single and here().table_first:
@@ -109,9 +120,9 @@ def split_layers(
 
     On CPU and GPU a layer that is indexed out of the stack is copied before its matrix products
     read it: more than half of a decoding step at batch 1. These are a second copy, kept as long as
-    the stack is; on CPU, matrices of int8 are views of the stack (`layer_views`). None if the stack
-    is read in place (TPU), is spread over devices, or is small. Also None if the copy would take
-    more than half of the device's free memory.
+    the stack is; on CPU, matrices of int8 or bfloat16 are views of the stack (`layer_views`). None
+    if the stack is read in place (TPU), is spread over devices, or is small. Also None if the copy
+    would take more than half of the device's free memory.
 
     Products of a few rows on a CPU copy a matrix into blocks of columns at every call. So for steps
     of few `tokens` (`Platform.blocked_rows`) matrices named `kernel` are laid out in blocks here.
@@ -144,7 +155,7 @@ def split_layers(
 
 
 def _layers(stack: LayerParams, count: int, *, blocks: bool) -> tuple[LayerParams, ...]:
-    """Returns a stack's layers; its matrices in blocks of columns if `blocks`, or of int8 views."""
+    """Returns a stack's layers; its matrices in blocks of columns if `blocks`, others views."""
     leaves, treedef = jax.tree.flatten(stack)
     views = {at: layer_views(leaf) for at, leaf in enumerate(leaves) if _has_views(leaf)}
     copied = treedef.unflatten(None if at in views else leaf for at, leaf in enumerate(leaves))
@@ -160,8 +171,10 @@ def _layers(stack: LayerParams, count: int, *, blocks: bool) -> tuple[LayerParam
 
 
 def _has_views(leaf: jax.Array) -> bool:
-    """Returns True if a leaf is read in place: int8 on a CPU, where nothing donates it."""
-    return leaf.dtype == jnp.int8 and all(device.platform == "cpu" for device in leaf.devices())
+    """Returns True if a leaf is read in place: no blocks, on a CPU, where nothing donates it."""
+    return leaf.dtype in (jnp.int8, jnp.uint16) and all(
+        device.platform == "cpu" for device in leaf.devices()
+    )
 
 
 @partial(jax.jit, static_argnames="blocks")
@@ -182,7 +195,7 @@ def head_in_blocks(decoder: Decoder, params: Params, *, tokens: int) -> Params:
     """
     if not _in_blocks(decoder, tokens):
         return params
-    tied = "head" not in params
+    tied = "kernel" not in params.get("head", {})
     table = params["embedding"]["embedding"] if tied else params["head"]["kernel"]
     if not isinstance(table, jax.Array) or len(table.devices()) > 1 or table.nbytes < _SMALL:
         return params

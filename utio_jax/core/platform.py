@@ -60,8 +60,12 @@ class Platform:
         the other layout once per call, which doubles the memory.
       input_digits: numbers of int8 per input of a product with int8 weights; 0 to convert the
         weights to the input's type (`utio_jax.core.quantised.int8_product`). XLA:CPU writes
-        converted weights to memory: slower for few rows (`results/int8.md`).
+        converted weights to memory: slower for few rows (`results/weights.md`).
       digit_rows: maximum rows of a product that are cut into digits; more convert the weights.
+      least_bfloat16_rows: minimum rows of a product of bfloat16 with float32 sums; fewer are
+        padded. XLA:CPU has a loop of its own for one row, at a tenth of the speed of two.
+      as_bits: True to hold matrices of bfloat16 as integers of 16 bits. XLA:CPU converts a whole
+        stack to float32 before a loop that indexes it, and a table before a gather.
     """
 
     head_block: int = 512
@@ -84,15 +88,21 @@ class Platform:
     heads_first: bool = False
     input_digits: int = 0
     digit_rows: int = 2**30
+    least_bfloat16_rows: int = 1
+    as_bits: bool = False
 
 
-def _digit_rows() -> int:
-    """Returns `Platform.digit_rows` of this processor: with tiles of int8 digits always pay."""
+BFLOAT16_FLAGS = ("avx512_bf16", "amx_bf16")
+"""Instructions that multiply bfloat16, as Linux names them."""
+
+
+def has_flag(*names: str) -> bool:
+    """Returns True if this processor has one of some instructions."""
     try:
         about = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
         about = ""
-    return 2**30 if "amx_int8" in about else 64
+    return not {*names}.isdisjoint(about.split())
 
 
 _AS_OF_0_11 = jax.__version_info__ >= (0, 11)
@@ -116,7 +126,10 @@ _CPU = Platform(
     scores_turned=True,
     heads_first=True,
     input_digits=3,
-    digit_rows=_digit_rows(),
+    # With tiles of int8 digits always pay.
+    digit_rows=2**30 if has_flag("amx_int8") else 64,
+    least_bfloat16_rows=2,
+    as_bits=True,
 )
 _GPU = Platform(stack_in_place=False)
 _TPU = Platform(least_rows=2, heads_apart=True)

@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matrices of int8 with a scale per output, as `qwix.QArray`, and products with them.
+"""Matrices of fewer bits than the states, and products with them.
 
-A matrix lies output first, `[..., out, in]`: XLA:CPU multiplies int8 by int8 in that layout as it
-is, and transposes the other at every call. A float matrix `[..., in, out]` is its transpose times
-the scales. `utio_jax.core.layer.project` takes both.
+Those of bfloat16 are `Rounded`. Those of int8 are `qwix.QArray`, with a scale per output, and lie
+output first, `[..., out, in]`: XLA:CPU multiplies int8 by int8 in that layout as it is, and
+transposes the other at every call. A float matrix `[..., in, out]` is the transpose times the
+scales. `utio_jax.core.layer.project` takes all.
 """
 
 from __future__ import annotations
 
 import math
+import warnings
 from typing import Any
 
 import jax
@@ -16,11 +18,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from utio_jax.core.decoder import Params
 from utio_jax.core.extras import missing_library
-from utio_jax.core.platform import here
+from utio_jax.core.platform import BFLOAT16_FLAGS, has_flag, here
+from utio_jax.core.pytrees import pytree
 
-INT8 = "int8"
-"""The name of these weights in `load(weights=)`."""
+INT8, BFLOAT16 = "int8", "bfloat16"
+"""The names of these weights in `load(weights=)`."""
 
 _MOST_INPUTS = (2**31 - 1) // 127**2
 """Products of two int8 numbers whose sum int32 can hold."""
@@ -30,13 +34,21 @@ _NEXT = 254
 
 
 def check_weights(weights: str | None) -> None:
-    """Checks the name of a kind of weights, and that `qwix` is there for it.
+    """Checks the name of a kind of weights, and that what it needs is there.
+
+    Warns if this CPU has no products of bfloat16.
 
     Raises:
       ValueError: no such kind.
       ImportError: the extra `quant` is not installed.
     """
-    if weights is None:
+    if weights == BFLOAT16 and jax.default_backend() == "cpu" and not has_flag(*BFLOAT16_FLAGS):
+        warnings.warn(
+            f"Wanted a processor with products of bfloat16 ({' or '.join(BFLOAT16_FLAGS)}) for "
+            f"weights={BFLOAT16!r}. Got one without: each product converts its weights first.",
+            stacklevel=3,
+        )
+    if weights in (None, BFLOAT16):
         return
     if weights != INT8:
         why = (
@@ -44,16 +56,53 @@ def check_weights(weights: str | None) -> None:
             if "4" in str(weights)
             else ""
         )
-        raise ValueError(f"Wanted weights={INT8!r}, or None for floats. Got {weights!r}.{why}")
+        raise ValueError(
+            f"Wanted weights={INT8!r} or {BFLOAT16!r}, or None for all in dtype. Got {weights!r}."
+            f"{why}"
+        )
     try:
         _qwix()
     except ImportError as error:
         raise missing_library(error, f"weights={INT8!r}") from error
 
 
+@pytree
+class Rounded:
+    """A matrix `[..., in, out]`, or a table `[row, dim]`, of bfloat16.
+
+    Attributes:
+      numbers: in bfloat16, or their bits in uint16. Where a loop or a gather reads a part of an
+        array of bfloat16, XLA:CPU first converts all of it to float32 (`Platform.as_bits`).
+    """
+
+    numbers: Any
+
+    @classmethod
+    def of(cls, matrix: jax.Array | np.ndarray) -> Rounded:
+        """Returns a matrix of floats, or of NumPy's, rounded."""
+        numbers = matrix.astype(jnp.bfloat16)
+        if here().as_bits:
+            numbers = numbers.view(np.uint16)
+        return cls(numbers=numbers)
+
+    @property
+    def values(self) -> jax.Array:
+        """The numbers in bfloat16."""
+        if self.numbers.dtype == jnp.bfloat16:
+            return self.numbers
+        return jax.lax.bitcast_convert_type(self.numbers, jnp.bfloat16)
+
+
 def is_quantised(leaf: Any) -> bool:
-    """Returns True for a matrix of int8 with scales; as `is_leaf` it keeps these whole."""
-    return hasattr(leaf, "qvalue")
+    """Returns True for a matrix of fewer bits; as `is_leaf` it keeps these whole."""
+    return isinstance(leaf, Rounded) or hasattr(leaf, "qvalue")
+
+
+def as_held(matrix: Float[Array, "*lead in out"], held: Any) -> Any:
+    """Returns a float matrix as another one is held."""
+    if isinstance(held, Rounded):
+        return Rounded.of(matrix)
+    return quantise(matrix.astype(jnp.float32).mT) if is_quantised(held) else matrix
 
 
 @jax.jit
@@ -72,7 +121,7 @@ def check_width(path: str, inputs: int) -> None:
 
 
 def floats(tree: Any) -> Any:
-    """Returns a pytree whose int8 matrices are float matrices `[..., in, out]` of the same numbers.
+    """Returns a pytree with float matrices `[..., in, out]` for those of fewer bits, as numbers.
 
     A table `embedding` keeps its rows. They take four times the memory: an oracle for tests.
     """
@@ -80,18 +129,39 @@ def floats(tree: Any) -> Any:
     def one(path: Any, leaf: Any) -> Any:
         if not is_quantised(leaf):
             return leaf
+        if isinstance(leaf, Rounded):
+            return leaf.values.astype(jnp.float32)
         matrix = _qwix().dequantize(leaf)
         return matrix if path[-1].key == "embedding" else matrix.mT
 
     return jax.tree_util.tree_map_with_path(one, tree, is_leaf=is_quantised)
 
 
-def rows_of(table: Any, indices: Int[Array, "*lead"]) -> Float[Array, "*lead dim"]:
-    """Returns rows of a table `[row, dim]` of floats, or of int8 times each row's scale."""
+def rows_of(
+    table: Any, indices: Int[Array, "*lead"], dtype: jax.typing.DTypeLike
+) -> Float[Array, "*lead dim"]:
+    """Returns rows of a table `[row, dim]`, of int8 times their scales; rounded ones as `dtype`."""
+    if isinstance(table, Rounded):
+        return Rounded(numbers=table.numbers[indices]).values.astype(dtype)
     if not is_quantised(table):
         return table[indices]
     scale = table.scale[indices]
     return table.qvalue[indices].astype(scale.dtype) * scale
+
+
+def bfloat16_product(
+    x: Float[Array, "*lead in"], matrix: Rounded, *, inputs: int = 0
+) -> Float[Array, "*lead out"]:
+    """Returns `x`, rounded to bfloat16, times a matrix of bfloat16; its sums are float32.
+
+    `inputs` is the matrix's axis of inputs. With a result of bfloat16 XLA:CPU would convert the
+    matrix to float32 at every call.
+    """
+    rows = x.reshape(-1, x.shape[-1]).astype(jnp.bfloat16)
+    rows = jnp.pad(rows, ((0, max(0, here().least_bfloat16_rows - len(rows))), (0, 0)))
+    by_input = ((1,), (inputs,)), ((), ())
+    out = jax.lax.dot_general(rows, matrix.values, by_input, preferred_element_type=jnp.float32)
+    return out[: math.prod(x.shape[:-1])].reshape(*x.shape[:-1], -1).astype(x.dtype)
 
 
 def int8_product(x: Float[Array, "*lead in"], matrix: Any) -> Float[Array, "*lead out"]:
@@ -101,8 +171,8 @@ def int8_product(x: Float[Array, "*lead in"], matrix: Any) -> Float[Array, "*lea
     for accelerators do inside the product. XLA:CPU first writes the converted matrix to memory,
     which pays for more than `Platform.digit_rows` rows. Fewer are each a sum of so many rows of
     int8, its digits, which share one scale: the first is `x` rounded to 8 bits, the next what that
-    leaves; three are all bits of float32. All rows are one product, whose sums of int32 are exact. So it
-    is independent of their number. Its derivative is that of the converted product.
+    leaves; three are all bits of float32. All rows are one product, whose sums of int32 are exact.
+    So it is independent of their number. Its derivative is that of the converted product.
     """
     platform, rows = here(), math.prod(x.shape[:-1])
     by_digits = platform.input_digits and rows <= platform.digit_rows
@@ -143,12 +213,34 @@ def _(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[jax.Array, j
 
 
 def layer_views(stack: jax.Array) -> list[jax.Array]:
-    """Returns the slices of a stack on one CPU as arrays in the same memory.
+    """Returns the slices of a stack on one CPU as arrays in the same memory; of bits, the numbers.
 
     A slice that does not begin at a cache line is copied.
     """
-    host = np.asarray(stack.addressable_data(0))  # Of `stack` itself it would keep the object.
+    host = _on_host(stack)
     return [jax.device_put(host[index], stack.sharding) for index in range(len(host))]
+
+
+def with_numbers(params: Params) -> Params:
+    """Returns parameters with the bits of the head as numbers, in the same memory on one CPU.
+
+    Those of a table that embeds, too, are `head/table`. Programs would convert bits at every call.
+    """
+    head, table = params.get("head", {}), params["embedding"]["embedding"]
+    name, matrix = ("kernel", head["kernel"]) if "kernel" in head else ("table", table)
+    if (
+        not isinstance(matrix, Rounded)
+        or matrix.numbers.dtype == jnp.bfloat16
+        or len(matrix.numbers.devices()) > 1
+    ):
+        return params
+    numbers = jax.device_put(_on_host(matrix.numbers), matrix.numbers.sharding)
+    return {**params, "head": {**head, name: Rounded(numbers=numbers)}}
+
+
+def _on_host(array: jax.Array) -> np.ndarray:
+    host = np.asarray(array.addressable_data(0))  # Of `array` itself it would keep the object.
+    return host.view(jnp.bfloat16) if host.dtype == np.uint16 else host
 
 
 def _qwix() -> Any:

@@ -19,7 +19,7 @@ import numpy as np
 
 from utio_jax.core.decoder import LayerParams, Params
 from utio_jax.core.files import json_file, load_owned, nest, save_owned
-from utio_jax.core.quantised import is_quantised, quantise
+from utio_jax.core.quantised import as_held, is_quantised
 from utio_jax.models.transformer import OF_KV, Transformer
 
 
@@ -73,7 +73,7 @@ def with_branches(
         )
 
     more = jax.tree.map(
-        lambda leaf, new: quantise(new.astype(leaf.dtype).mT) if is_quantised(leaf) else new,
+        lambda leaf, new: as_held(new, leaf),
         own,
         branches.layers,
         is_leaf=is_quantised,

@@ -77,7 +77,7 @@ class Model(Verbs):
         lens, `KVMapped` if it has KV maps.
       params: its parameters.
       folder: with config, weights and tokenizer: a folder, or a GGUF file.
-      weights: `"int8"` if matrices of products are held as that (see `load`).
+      weights: `"int8"` or `"bfloat16"` if matrices of products are held as that (see `load`).
       lens: the lens' file, if there is one.
       lens_sha256: of the lens' weights, if it is read through one.
       branches_sha256: of its exit branches' weights, if it has any.
@@ -359,9 +359,11 @@ def load(
         its config names; for a stock model those of its lens, or the last layer alone.
       dtype: of the parameters; float32 on CPU, where bfloat16 is slow.
       sharding: a mesh, whose axis "model" parameters are split over. None: the default device.
-      weights: `"int8"` reads the matrices of products as int8 with a scale per output, a quarter of
-        float32 (`docs/int8.md`, needs the extra `quant`). Policies are fitted to such a model
-        itself; lens, branches and K/V maps are those of the float model. None: all in `dtype`.
+      weights: `"bfloat16"` reads the matrices of products as that, half of float32, while states
+        stay `dtype`: faster on CPUs that multiply bfloat16. `"int8"` reads them as int8 with a
+        scale per output, a quarter (needs the extra `quant`). See `docs/weights.md`. Policies are
+        fitted to such a model itself; lens, branches and K/V maps are those of the float model.
+        None: all in `dtype`.
       lens: a file that `utio-jax calibrate --fit-lens` wrote, or its folder; True takes the model
         folder's own where there is one, False none.
       branches: a file of exit branches, or its folder; True takes the model folder's own where
@@ -504,7 +506,7 @@ def save(
 
     Raises:
       ValueError: the decoder has a lens or KV maps, which have files of their own; the weights
-        are of int8; it is no
+        are of int8 or `Rounded`; it is no
         `Transformer`, and what it is like has this library's layout, or there is none; or the
         model that it is like has other parameters.
     """
@@ -516,8 +518,8 @@ def save(
         )
     if any(map(is_quantised, jax.tree.leaves(params, is_leaf=is_quantised))):
         raise ValueError(
-            "Wanted parameters of floats to save. Got int8 weights, which are made as a model is "
-            "read. Load the model without weights=."
+            "Wanted parameters of floats to save. Got weights of fewer bits, which are made as a "
+            "model is read. Load the model without weights=."
         )
     out = Path(folder)
     config: dict[str, Any] = dataclasses.asdict(decoder.config)

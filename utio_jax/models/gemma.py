@@ -217,7 +217,7 @@ class _Gemma:
         self, params: Params, token_ids: Int[Array, "*lead"]
     ) -> tuple[Float[Array, "*lead hidden"], Float[Array, "*lead inputs"]]:
         config = self.config
-        x = rows_of(params["embedding"]["embedding"], token_ids)
+        x = rows_of(params["embedding"]["embedding"], token_ids, params["norm"]["scale"].dtype)
         x *= jnp.asarray(math.sqrt(config.hidden_dim), x.dtype)
         known = jnp.where(token_ids < config.input_vocab_size, token_ids, 0)
         own = params["input_embedding"]["embedding"][known]

@@ -15,7 +15,14 @@ from jax.sharding import Mesh
 
 from utio_jax.core.decoder import Params
 from utio_jax.core.files import check_shapes, flatten, nest
-from utio_jax.core.quantised import check_width, quantise
+from utio_jax.core.quantised import (
+    BFLOAT16,
+    INT8,
+    Rounded,
+    check_width,
+    quantise,
+    with_numbers,
+)
 from utio_jax.models.families import Rule
 from utio_jax.models.tensor_parallel import put, tensor_parallel
 
@@ -35,7 +42,7 @@ def place_tensors(
 
     Without `rules` each tensor is the parameter that its name is the path of. `found_shapes` are
     those of the checkpoint's tensors, `read` returns one, and `source` is its place, for errors.
-    With `weights="int8"`, matrices of products are quantised one tensor at a time (`_products`).
+    Matrices of products (`_products`) are held as `weights` says, converted one tensor at a time.
     """
     shapes = flatten(jax.eval_shape(lambda: decoder.init(jax.random.key(0))))
     if rules is None:
@@ -76,7 +83,7 @@ def place_tensors(
                 beyond = [(0, n - m) for n, m in zip(whole, piece.shape, strict=True)]
                 piece = np.pad(piece, beyond) if any(map(any, beyond)) else piece
             at = places[path] if tensor.index is None else _of_slice(places[path])
-            held = _in_int8(piece, at, path=path) if path in products else put(piece, at)
+            held = _held(piece, at, path=path, weights=weights if path in products else None)
             if tensor.index is None:
                 params[path] = held
                 continue
@@ -84,7 +91,7 @@ def place_tensors(
                 params[path] = jax.tree.map(partial(_stack, shapes[path].shape[0]), held)
             # Else the host reads ahead, and what it has read piles up.
             params[path] = jax.block_until_ready(_put(params[path], held, tensor.index))
-    return decoder, nest({path: params[path] for path in shapes})
+    return decoder, with_numbers(nest({path: params[path] for path in shapes}))
 
 
 def _products(shapes: Mapping[str, Any]) -> set[str]:
@@ -102,13 +109,25 @@ def _products(shapes: Mapping[str, Any]) -> set[str]:
     }
 
 
-def in_int8(params: Params) -> Params:
-    """Returns parameters whose matrices of products are int8, as a checkpoint is read with."""
+def with_weights(params: Params, weights: str) -> Params:
+    """Returns parameters with matrices of products as a checkpoint is read with."""
     flat = flatten(params)
     for path in _products(flat):
         leaf = flat[path]
-        flat[path] = quantise(leaf if path.endswith(".embedding") else leaf.mT)
-    return nest(flat)
+        if weights == BFLOAT16:
+            flat[path] = Rounded.of(leaf)
+        else:
+            flat[path] = quantise(leaf if path.endswith(".embedding") else leaf.mT)
+    return with_numbers(nest(flat))
+
+
+def _held(piece: np.ndarray, place: Any, *, path: str, weights: str | None) -> Any:
+    """Returns matrices in their place as `weights` says."""
+    if weights == INT8:
+        return _in_int8(piece, place, path=path)
+    if weights == BFLOAT16:
+        return Rounded(numbers=put(Rounded.of(piece).numbers, place))
+    return put(piece, place)
 
 
 def _in_int8(piece: np.ndarray, place: Any, *, path: str) -> Any:

@@ -341,7 +341,7 @@ class Transformer:
     def embed(
         self, params: Params, token_ids: Int[Array, "*lead"], positions: Int[Array, "*lead"]
     ) -> jax.Array:
-        x = rows_of(params["embedding"]["embedding"], token_ids)
+        x = rows_of(params["embedding"]["embedding"], token_ids, params["norm"]["scale"].dtype)
         if self.config.embedding_scale != 1.0:
             x *= jnp.asarray(self.config.embedding_scale, x.dtype)
         if self.config.positions == "learned":

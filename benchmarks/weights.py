@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model with weights of int8 next to the same one in float32: time, loss, memory.
+"""A model with weights of int8 or bfloat16 next to the same one in float32: time, loss, memory.
 
-    python benchmarks/int8.py --model FILE.gguf          # `make llm` gets SmolLM2
-    python benchmarks/int8.py loss --windows 16
+    python benchmarks/weights.py --model FILE.gguf          # `make llm` gets SmolLM2
+    python benchmarks/weights.py loss --windows 16
 
-Times: both models take turns in one process; medians of the paired ratios, with quartiles. Requests
+Times: the models take turns in one process; medians of the paired ratios, with quartiles. Requests
 are 32 prompt tokens and 48 new ones a row, one new token after long prompts, and 32 requests of
 mixed length in an engine of 8 slots. Loss: windows of 512 tokens of the standard library's test
-split. Memory: the largest resident size, MiB, of a process each. A line of JSON per part.
+split. Memory: the largest resident size, MiB, of a process each. Products: 60 in a row. A line of
+JSON per part.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import resource
 import subprocess
 import sys
 from collections.abc import Callable
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import jax
@@ -30,13 +31,15 @@ from utio_jax import Engine
 from utio_jax.bench.rows import describe
 from utio_jax.bench.timing import quartiles, time_programs
 from utio_jax.core.decoder import logits_of
+from utio_jax.core.layer import in_blocks, project
+from utio_jax.core.quantised import Rounded, quantise
 from utio_jax.decoding.generate import generate
 from utio_jax.engine import Shapes
 from utio_jax.models.training import standard_library
 from utio_jax.staircase.reference import dense_states
 
-PARTS = ("time", "loss", "memory")
-MODELS = ("float32", "int8")
+PARTS = ("products", "time", "loss", "memory")
+MODELS = ("float32", "bfloat16", "int8")
 WINDOW = 512
 
 
@@ -90,15 +93,40 @@ CALLS: dict[str, Callable[[Any, np.ndarray], Any]] = {
 
 
 def times(path: str, rounds: int) -> dict[str, Any]:
-    """Returns seconds in float32, and quartiles of the speed of int8 over it, of each call."""
-    both = {name: loaded(path, name) for name in MODELS}
-    stream, result = source(both["float32"], 4096), {}
+    """Returns, of each call, seconds in float32, and quartiles of the others' speed over it."""
+    held = {name: loaded(path, name) for name in MODELS}
+    stream, result = source(held["float32"], 4096), {}
     for call, make in CALLS.items():
-        timed = time_programs({name: make(both[name], stream) for name in MODELS}, rounds=rounds)
-        ratios = quartiles(timed["int8"].ratios_over(timed["float32"]))
-        figures = [round(x, 3) for x in (timed["float32"].median, *ratios)]
+        timed = time_programs({name: make(held[name], stream) for name in MODELS}, rounds=rounds)
+        figures = {"seconds": [round(timed["float32"].median, 3)]}
+        for name in MODELS[1:]:
+            ratios = quartiles(timed[name].ratios_over(timed["float32"]))
+            figures[name] = [round(x, 3) for x in ratios]
         result[call] = figures
-        print(call, *figures, file=sys.stderr, flush=True)
+        print(call, figures, file=sys.stderr, flush=True)
+    return result
+
+
+def products(rounds: int) -> dict[str, Any]:
+    """Returns milliseconds of 60 products in a row in float32, and speeds of others over it."""
+    rng, result = np.random.default_rng(0), {}
+    sizes = [(576, 1536), (1536, 576)] * 30
+    matrices = [jnp.asarray(rng.normal(size=size, scale=0.03), jnp.float32) for size in sizes]
+    held = {
+        "float32": matrices,
+        "float32, blocks": list(map(in_blocks, matrices)),
+        "bfloat16": [Rounded(numbers=matrix.astype(jnp.bfloat16)) for matrix in matrices],
+        "int8": [quantise(matrix.T) for matrix in matrices],
+    }
+    run = jax.jit(lambda x, kernels: reduce(project, kernels, x))
+    for rows in (1, 2, 8, 32, 64, 448):
+        x = jnp.asarray(rng.normal(size=(rows, 576)), jnp.float32)
+        calls = {name: partial(run, x, kernels) for name, kernels in held.items()}
+        timed = time_programs(calls, rounds=rounds)
+        speeds = {name: timed[name].ratios_over(timed["float32"]) for name in held}
+        result[rows] = {name: round(float(np.median(ratio)), 2) for name, ratio in speeds.items()}
+        result[rows]["float32"] = round(1e3 * timed["float32"].median, 1)
+        print(rows, result[rows], file=sys.stderr, flush=True)
     return result
 
 
@@ -115,26 +143,30 @@ def log_probs(decoder: Any, params: Any) -> Callable[[np.ndarray], jax.Array]:
 
 
 def losses(path: str, windows: int) -> dict[str, Any]:
-    """Returns loss in float32 and of int8 next to it: percent, KL in nats, same first choices."""
-    both = {name: loaded(path, name) for name in MODELS}
-    rows = source(both["float32"], windows * WINDOW).reshape(windows, WINDOW)
-    full, small = (log_probs(model.decoder, model.params) for model in both.values())
-    loss, more, kl, same = [], [], [], []
-    for row in rows:
-        a, b = (np.asarray(run(row), np.float64)[:-1] for run in (full, small))
-        at = np.arange(WINDOW - 1), row[1:]
-        loss.append(-a[at].mean())
-        more.append((a[at] - b[at]).mean())
-        kl.append(np.sum(np.exp(a) * (a - b), -1).mean())
-        same.append(np.mean(a.argmax(-1) == b.argmax(-1)))
+    """Returns loss in float32 and of others next to it: percent, KL in nats, same first choices."""
+    models = [loaded(path, name) for name in MODELS]
+    rows = source(models[0], windows * WINDOW).reshape(windows, WINDOW)
+    full, *others = (log_probs(model.decoder, model.params) for model in models)
+    at, loss = np.arange(WINDOW - 1), []
+    more, kl, same = (np.empty((len(others), windows)) for _ in range(3))
+    for index, row in enumerate(rows):
+        a = np.asarray(full(row), np.float64)[:-1]
+        loss.append(-a[at, row[1:]].mean())
+        for kind, run in enumerate(others):
+            b = np.asarray(run(row), np.float64)[:-1]
+            more[kind, index] = (a - b)[at, row[1:]].mean()
+            kl[kind, index] = np.sum(np.exp(a) * (a - b), -1).mean()
+            same[kind, index] = np.mean(a.argmax(-1) == b.argmax(-1))
     nats = float(np.mean(loss))
-    return {
-        "nats": nats,
-        "percent": 100 * float(np.mean(more)) / nats,
-        "interval": 196 * float(np.std(more, ddof=1)) / windows**0.5 / nats,
-        "kl": float(np.mean(kl)),
-        "same_choice": float(np.mean(same)),
-    }
+    result: dict[str, Any] = {"nats": nats}
+    for kind, name in enumerate(MODELS[1:]):
+        result[name] = {
+            "percent": 100 * more[kind].mean() / nats,
+            "interval": 196 * more[kind].std(ddof=1) / windows**0.5 / nats,
+            "kl": kl[kind].mean(),
+            "same_choice": same[kind].mean(),
+        }
+    return result
 
 
 def peak() -> float:
@@ -146,7 +178,8 @@ def memory_of(path: str, weights: str) -> dict[str, float]:
     """Returns the largest size after importing, loading and a request, in this process."""
     sizes = {"imported": peak()}
     model = loaded(path, weights)
-    held = sum(leaf.nbytes for leaf in jax.tree.leaves(model.params))
+    arrays = {leaf.unsafe_buffer_pointer(): leaf.nbytes for leaf in jax.tree.leaves(model.params)}
+    held = sum(arrays.values())  # A head of bfloat16 is another view of the table.
     sizes |= {"loaded": peak(), "weights": round(held / 2**20, 1)}
     model.generate("import numpy as", max_new_tokens=48)
     return sizes | {"decoded": peak()}
@@ -172,6 +205,7 @@ def main() -> int:
         print(json.dumps(memory_of(options.model, options.own)))
         return 0
     parts = {
+        "products": partial(products, options.rounds),
         "time": partial(times, options.model, options.rounds),
         "loss": partial(losses, options.model, options.windows),
         "memory": partial(memory, options.model),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights of int8: the model that its dequantised weights are, in every mode, in less memory."""
+"""Weights of int8 or bfloat16: the model that their numbers are, in every mode, in less memory."""
 
 from __future__ import annotations
 
@@ -31,10 +31,19 @@ from utio_jax.cli.main import main
 from utio_jax.cli.serve import Serve
 from utio_jax.core import layer as layers_module
 from utio_jax.core.files import flatten
-from utio_jax.core.flops import token_cost
+from utio_jax.core.flops import count_matmul_flops, token_cost
 from utio_jax.core.layer import head_in_blocks, head_product, project, split_layers
 from utio_jax.core.platform import compiling_for
-from utio_jax.core.quantised import check_width, floats, is_quantised, quantise
+from utio_jax.core.quantised import (
+    Rounded,
+    check_weights,
+    check_width,
+    floats,
+    is_quantised,
+    layer_views,
+    quantise,
+    rows_of,
+)
 from utio_jax.models import TINY, Branches, Transformer, save, save_branches, with_branches
 from utio_jax.policies import given_depths
 
@@ -147,6 +156,121 @@ def test_digits_are_one_product_in_flops(lively: Model) -> None:
     assert own == token_cost(lively.decoder, lively_model().params)
 
 
+@pytest.mark.parametrize("rows", [1, 2, 7])
+def test_products_of_bfloat16_sum_rounded_inputs_in_float32(rows: int) -> None:
+    """From a kernel and from a tied table; no float32 copy of the matrix is made."""
+    rng = np.random.default_rng(4)
+    floating = jnp.asarray(rng.normal(size=(96, 80)), jnp.float32)
+    kernel, table = Rounded.of(floating), Rounded.of(floating.T)
+    x = jnp.asarray(rng.normal(size=(rows, 1, 96)), jnp.float32)
+    held = {"embedding": {"embedding": table}}
+    numbers = np.asarray(floats(kernel), np.float64)
+    expected = np.asarray(x.astype(jnp.bfloat16), np.float64) @ numbers
+    for product in (lambda x: project(x, kernel), lambda x: head_product(held, x)):
+        result = product(x)
+        assert result.dtype == jnp.float32
+        np.testing.assert_allclose(result, expected, atol=1e-4)
+        assert "f32[96,80]" not in (text := str(jax.make_jaxpr(product)(x)))
+        assert "f32[80,96]" not in text
+        flops = count_matmul_flops(lambda x, product=product: product(x), x)
+        assert flops == 2 * rows * 96 * 80, "padding is no work"
+    np.testing.assert_array_equal(rows_of(table, jnp.arange(3), jnp.float32), numbers.T[:3])
+
+
+def test_platforms_hold_bfloat16_as_they_read_it() -> None:
+    """One row is padded to two on a CPU, which also reads parts of stacks as integers."""
+    floating, x = jnp.ones((96, 80)), jnp.zeros((1, 96))
+    shapes, kinds = {}, {}
+    for platform in ("cpu", "cuda"):
+        with compiling_for(platform):
+            kernel = Rounded.of(floating)
+            kinds[platform] = kernel.numbers.dtype
+            shapes[platform] = str(jax.make_jaxpr(lambda x, kernel=kernel: project(x, kernel))(x))
+            np.testing.assert_array_equal(floats(kernel), floating)
+    assert ("f32[2,80]" in shapes["cpu"], "f32[2,80]" in shapes["cuda"]) == (True, False)
+    assert kinds == {"cpu": jnp.uint16, "cuda": jnp.bfloat16}
+
+
+@pytest.mark.parametrize("name", ["gemma4", "gemma3n", "qwen3", "gpt2", "llama_biases"])
+def test_families_run_on_weights_of_bfloat16(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Matrices of products alone are rounded; logits are those of slow products of the same."""
+    model: Any = load(STOCK / name, weights="bfloat16")
+    full: Any = load(STOCK / name)
+    leaves = jax.tree_util.tree_leaves_with_path(model.params, is_leaf=is_quantised)
+    own = {jax.tree_util.keystr(at, simple=True, separator="."): leaf for at, leaf in leaves}
+    narrow = {path for path, leaf in own.items() if is_quantised(leaf)}
+    assert {path.rpartition(".")[2] for path in narrow} <= {"kernel", "embedding", "table"}
+    assert any(path.startswith("layers") for path in narrow)
+    numbers = flatten(floats(model.params))
+    for path, leaf in flatten(full.params).items():
+        expected = leaf.astype(jnp.bfloat16) if path in narrow else leaf
+        np.testing.assert_array_equal(numbers[path], expected)
+    ids = np.arange(24).reshape(2, 12)
+    result = logits_of(model, ids)
+
+    def slow(x: jax.Array, matrix: Rounded, *, inputs: int = 0) -> jax.Array:
+        kernel = floats(matrix).T if inputs else floats(matrix)
+        return x.astype(jnp.bfloat16).astype(jnp.float32) @ kernel
+
+    monkeypatch.setattr(layers_module, "bfloat16_product", slow)
+    jax.clear_caches()
+    expected = logits_of(model, ids)
+    jax.clear_caches()
+    apart = lambda a, b: float(np.abs(a - b).mean())  # noqa: E731
+    assert apart(result, expected) < 0.2 * apart(result, logits_of(full, ids))
+
+
+def test_every_mode_runs_on_weights_of_bfloat16(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, lively_model().decoder, lively_model().params, dtype=jnp.float32)
+    loaded = load(tmp_path, weights="bfloat16")
+    model, written = Model(loaded.decoder, loaded.params), dict[str, Any]()
+    for small in (2**60, 0):  # From the stack, and from views of its layers.
+        monkeypatch.setattr(layers_module, "_SMALL", small)
+        for name in ("plain", "propagate", "lossless", "copies", "prompts"):
+            mode, prefill = modes()[name]
+            result = run(model, mode=mode, prefill=prefill)
+            expected = written.setdefault(name, result)
+            for row, other in zip(result.token_ids, expected.token_ids, strict=True):
+                np.testing.assert_array_equal(row, other)
+    early, whole = (int(sum(written[name].work.queries)) for name in ("propagate", "plain"))
+    assert early < whole
+    pairs = zip(written["lossless"].token_ids, written["plain"].token_ids, strict=True)
+    for row, other in pairs:
+        np.testing.assert_array_equal(row, other)
+    with pytest.raises(ValueError, match="parameters of floats to save. Got weights of fewer bits"):
+        save(tmp_path / "saved", loaded.decoder, loaded.params)
+
+
+def test_layers_of_bfloat16_are_views_of_their_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layers_module, "_SMALL", 0)
+    save(tmp_path, lively_model().decoder, lively_model().params, dtype=jnp.float32)
+    model: Any = load(tmp_path, weights="bfloat16")
+    layers = split_layers(model.decoder, model.params, tokens=1)
+    assert layers is not None
+    stack = model.params["layers"]["up_proj"]["kernel"]
+    for index, layer in enumerate(layers):
+        view = layer["up_proj"]["kernel"].numbers
+        assert view.dtype == jnp.bfloat16
+        np.testing.assert_array_equal(view, stack.values[index])
+        start = stack.numbers.unsafe_buffer_pointer() + index * view.nbytes
+        assert view.unsafe_buffer_pointer() == start
+    assert model.params["head"]["kernel"].numbers.dtype == jnp.bfloat16
+    tied: Any = load(STOCK / "gemma2", weights="bfloat16").params
+    table, head = tied["embedding"]["embedding"], tied["head"]["table"]
+    np.testing.assert_array_equal(head.numbers, table.values)
+    assert head.numbers.unsafe_buffer_pointer() == table.numbers.unsafe_buffer_pointer()
+
+
+def test_a_processor_without_products_of_bfloat16_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("utio_jax.core.quantised.has_flag", lambda *names: False)
+    with pytest.warns(UserWarning, match="avx512_bf16 or amx_bf16.*Got one without"):
+        check_weights("bfloat16")
+
+
 def test_infinite_states_stay_in_their_row() -> None:
     matrix = quantise(jnp.asarray(np.random.default_rng(1).normal(size=(32, 32)), jnp.float32))
     x = np.ones((3, 32), np.float32)
@@ -245,7 +369,8 @@ def test_a_quantised_gguf_file_is_read_as_int8(tmp_path: Path) -> None:
     assert "weights int8" in repr(own)
 
 
-def test_branches_of_the_float_model_run_on_its_int8_weights(tmp_path: Path) -> None:
+@pytest.mark.parametrize("weights", ["int8", "bfloat16"])
+def test_branches_of_the_float_model_run_on_such_weights(tmp_path: Path, weights: str) -> None:
     decoder = Transformer(
         dataclasses.replace(
             TINY,
@@ -261,20 +386,30 @@ def test_branches_of_the_float_model_run_on_its_int8_weights(tmp_path: Path) -> 
     moved = jax.tree.map(lambda leaf: leaf + 0.1 * jnp.ones_like(leaf), branches.layers)
     branches = dataclasses.replace(branches, layers=moved)
     save_branches(tmp_path, branches, info={"model_sha256": load(tmp_path).sha256})
-    model = load(tmp_path, weights="int8")
+    model = load(tmp_path, weights=weights)
+    alike = ALIKE if weights == "int8" else 0.01  # Roundings of inputs to bfloat16 differ.
     ids, lengths, depths = jnp.arange(12)[None], jnp.asarray([12]), (4, 5, 6)
     states = run_dense(model.decoder, model.params, ids, lengths, depths=depths)
     expected = run_dense(model.decoder, floats(model.params), ids, lengths, depths=depths)
     plain = run_dense(*with_branches(decoder, params, branches), ids, lengths, depths=depths)
     for state, other, whole in zip(states, expected, plain, strict=True):
-        np.testing.assert_allclose(state, other, atol=ALIKE * np.abs(other).max())
+        np.testing.assert_allclose(state, other, atol=alike * np.abs(other).max())
         np.testing.assert_allclose(state, whole, atol=0.05 * np.abs(whole).max())
     policy = given_depths(jnp.full(ids.shape, 5), depths=depths)
     result, other = (
         score(model.decoder, held, ids, lengths, policy)
         for held in (model.params, floats(model.params))
     )
-    np.testing.assert_allclose(result.log_likelihood, other.log_likelihood, atol=ALIKE)
+    np.testing.assert_allclose(result.log_likelihood, other.log_likelihood, atol=30 * alike)
+
+
+def test_views_keep_the_memory_of_a_stack_and_not_the_stack() -> None:
+    stack = jnp.arange(4 * 64 * 64, dtype=jnp.int8).reshape(4, 64, 64)
+    values, watched, views = np.array(stack), weakref.ref(stack), layer_views(stack)
+    del stack
+    gc.collect()
+    assert watched() is None
+    np.testing.assert_array_equal(np.stack(views), values)
 
 
 def test_layers_are_views_of_the_stack_and_end_with_it(
@@ -300,12 +435,13 @@ def test_layers_are_views_of_the_stack_and_end_with_it(
 
 
 @pytest.mark.check
-def test_the_server_and_the_commands_run_int8_weights(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("weights", ["int8", "bfloat16"])
+def test_the_server_and_the_commands_run_such_weights(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], weights: str
 ) -> None:
     folder = small_folder(tmp_path)
-    options: Any = {"model": str(folder), "weights": "int8"}
-    model: Any = load(folder, weights="int8")
+    options: Any = {"model": str(folder), "weights": weights}
+    model: Any = load(folder, weights=weights)
     (ids,) = model.encode(["def"])
     expected = alone_of_text(model, "def", 12, SamplingParams())
     text = new_text(model.tokenizer, ids, expected.token_ids[0])
@@ -313,7 +449,16 @@ def test_the_server_and_the_commands_run_int8_weights(
     with running(served, slots=2) as server:
         answer = server.completion("def", max_tokens=12, temperature=0)
     assert answer.body["choices"][0]["text"] == text
-    asked = ("--model", str(folder), "--weights", "int8", "--max-new-tokens", "12", "--rounds", "0")
+    asked = (
+        "--model",
+        str(folder),
+        "--weights",
+        weights,
+        "--max-new-tokens",
+        "12",
+        "--rounds",
+        "0",
+    )
     assert main(["generate", "def", *asked]) == 0
     assert last_line(capsys)["texts"] == [text]
 
@@ -321,9 +466,9 @@ def test_the_server_and_the_commands_run_int8_weights(
 def test_kinds_of_weights_that_there_are_not_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(ValueError, match="or None for floats. Got 'int4'. XLA has no products wi"):
+    with pytest.raises(ValueError, match="or None for all in dtype. Got 'int4'. XLA has no pro"):
         load(weights="int4")
-    with pytest.raises(ValueError, match="Wanted weights='int8', or None for floats. Got 'fp8'.$"):
+    with pytest.raises(ValueError, match="weights='int8' or 'bfloat16', or None.*Got 'fp8'.$"):
         load(weights="fp8")
     assert "XLA has no products with int4" in refused(capsys, "demo", "--weights", "int4")
     with pytest.raises(ValueError, match="at most 133144 inputs.*Got 133145 in layers.up_proj.k"):
@@ -340,7 +485,7 @@ def test_what_was_fitted_to_float_weights_is_taken_or_refused() -> None:
     assert (model.stored_sha256, own.stored_sha256) == (own.sha256, own.sha256)
     with pytest.raises(ValueError, match="weights of int8; policies are fitted.*--weights int8"):
         _ = model.calibration
-    with pytest.raises(ValueError, match="parameters of floats to save. Got int8 weights"):
+    with pytest.raises(ValueError, match="parameters of floats to save. Got weights of fewer bits"):
         save("nowhere", cast(Any, model.decoder), model.params)
 
 
