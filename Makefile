@@ -236,13 +236,13 @@ $(VLLM)/.installed: pyproject.toml setup.py
 $(TPU)/.installed: benchmarks/requirements-tpu.txt pyproject.toml constraints.txt
 	$(PYTHON12) -m venv $(TPU)
 	$(TPU)/bin/python -m pip install --quiet --quiet --constraint constraints.txt --requirement $< \
-	    --editable '.[cli]' beartype hypothesis pytest
+	    --editable '.[cli,quant]' beartype hypothesis pytest
 	@touch $@
 
 $(GPU)/.installed: benchmarks/requirements-gpu.txt pyproject.toml constraints.txt
 	$(PYTHON12) -m venv $(GPU)
 	$(GPU)/bin/python -m pip install --quiet --quiet --constraint constraints.txt \
-	    --editable '.[cli]' beartype hypothesis pytest
+	    --editable '.[cli,quant]' beartype hypothesis pytest
 	$(GPU)/bin/python -m pip install --quiet --quiet --no-deps --requirement $<
 	@touch $@
 

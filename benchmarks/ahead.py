@@ -145,7 +145,7 @@ class Programs:
         dtype = jnp.float32 if self.name == "shipped" else jnp.bfloat16
         made = jax.eval_shape(lambda key: self.decoder.init(key, dtype), jax.random.key(0))
         if self.weights is not None:
-            made = jax.eval_shape(functools.partial(with_weights, weights="int8"), made)
+            made = jax.eval_shape(functools.partial(with_weights, weights=self.weights), made)
         if self.mesh is None or self.mesh.shape["model"] == 1:
             return shapes(made, self.sharding)
         place = tensor_parallel(self.decoder.config, self.mesh)
