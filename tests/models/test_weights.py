@@ -224,7 +224,7 @@ def test_every_mode_runs_on_weights_of_bfloat16(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(tmp_path, lively_model().decoder, lively_model().params, dtype=jnp.float32)
-    loaded = load(tmp_path, weights="bfloat16")
+    loaded: Any = load(tmp_path, weights="bfloat16")
     model, written = Model(loaded.decoder, loaded.params), dict[str, Any]()
     for small in (2**60, 0):  # From the stack, and from views of its layers.
         monkeypatch.setattr(layers_module, "_SMALL", small)
