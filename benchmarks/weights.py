@@ -7,8 +7,8 @@
 Times: the models take turns in one process; medians of the paired ratios, with quartiles. Requests
 are 32 prompt tokens and 48 new ones a row, one new token after long prompts, and 32 requests of
 mixed length in an engine of 8 slots. Loss: windows of 512 tokens of the standard library's test
-split. Memory: the largest resident size, MiB, of a process each. Products: 60 in a row. A line of
-JSON per part.
+split. Memory: the largest resident size, MiB, of a process each. Products: 60 in a row. Alike:
+rows decoded together next to each alone. A line of JSON per part.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import utio_jax
-from utio_jax import Engine
+from utio_jax import Engine, Lossless
 from utio_jax.bench.rows import describe
 from utio_jax.bench.timing import quartiles, time_programs
 from utio_jax.core.decoder import logits_of
@@ -38,7 +38,7 @@ from utio_jax.engine import Shapes
 from utio_jax.models.training import standard_library
 from utio_jax.staircase.reference import dense_states
 
-PARTS = ("products", "time", "loss", "memory")
+PARTS = ("products", "time", "loss", "alike", "memory")
 MODELS = ("float32", "bfloat16", "int8")
 WINDOW = 512
 
@@ -169,6 +169,32 @@ def losses(path: str, windows: int) -> dict[str, Any]:
     return result
 
 
+def alike(path: str) -> dict[str, Any]:
+    """Returns, of each kind, how 8 rows of 32 new tokens decoded together differ from each alone.
+
+    Those are rows whose tokens are equal, in one batch, and by `Lossless` over plain decoding; and
+    the largest difference of log-probabilities, in nats, before the first token that differs.
+    """
+    result = {}
+    for name in MODELS:
+        model = loaded(path, name)
+        rows = list(source(model, 8 * 48).reshape(8, 48))
+        run = partial(generate, model.decoder, model.params, max_new_tokens=32, eos_ids=())
+        whole, drafted = run(rows), run(rows, mode=Lossless(drafter="ngram"))
+        equal, apart = 0, 0.0
+        for index, row in enumerate(rows):
+            one = run([row])
+            same = whole.token_ids[index] == one.token_ids[0]
+            end = len(same) if same.all() else int(np.argmin(same))
+            equal += end == len(same)
+            pair = (x.log_probabilities[at][:end] for x, at in ((whole, index), (one, 0)))
+            apart = max(apart, float(np.abs(np.subtract(*pair)).max(initial=0)))
+        kept = map(np.array_equal, whole.token_ids, drafted.token_ids)
+        result[name] = {"equal": equal, "lossless": sum(kept), "nats": apart}
+        print(name, result[name], file=sys.stderr, flush=True)
+    return result
+
+
 def peak() -> float:
     """Returns the largest resident size of this process so far, MiB."""
     return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, 1)
@@ -208,6 +234,7 @@ def main() -> int:
         "products": partial(products, options.rounds),
         "time": partial(times, options.model, options.rounds),
         "loss": partial(losses, options.model, options.windows),
+        "alike": partial(alike, options.model),
         "memory": partial(memory, options.model),
     }
     for name in options.parts or PARTS:
