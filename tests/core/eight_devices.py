@@ -478,6 +478,23 @@ def test_int8_weights_and_their_scales_are_split_by_channels(
     assert kinds == {"all-reduce"}  # Sums of integers, largest inputs; no parameters travel.
 
 
+def test_weights_of_bfloat16_are_split_as_floats_are(tiny_swiglu: Any, tmp_path: Any) -> None:
+    which, mesh = tiny_swiglu, split_mesh(4, 2)
+    save(tmp_path, which.decoder, which.params, dtype=jnp.float32)
+    one, split, floating = (
+        load(tmp_path, weights=weights, sharding=sharding)
+        for weights, sharding in (("bfloat16", None), ("bfloat16", mesh), (None, mesh))
+    )
+    kernel = split.params["layers"]["up_proj"]["kernel"].numbers
+    assert kernel.sharding == floating.params["layers"]["up_proj"]["kernel"].sharding
+    np.testing.assert_array_equal(kernel, one.params["layers"]["up_proj"]["kernel"].numbers)
+    ids, lengths, _ = ragged(which, 16)
+    policy, rows = gated(which, DEPTHS), place(Rows((ids, lengths)), mesh).tree
+    expected = run_score(one.decoder, one.params, ids, lengths, policy=policy, executor=EXECUTOR)
+    _, result = compiled_score(which.decoder, split.params, rows, place(policy, mesh), mesh)
+    np.testing.assert_allclose(result.log_likelihood, expected.log_likelihood, atol=0.05)
+
+
 def test_a_mesh_that_does_not_divide_the_model_is_refused(tiny: Any) -> None:
     config = tiny.decoder.config
     with pytest.raises(ValueError, match="an axis 'model'.*Got axes \\('data',\\)"):

@@ -267,7 +267,7 @@ def test_layers_of_bfloat16_are_views_of_their_bits(
 
 def test_a_processor_without_products_of_bfloat16_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("utio_jax.core.quantised.has_flag", lambda *names: False)
-    with pytest.warns(UserWarning, match="avx512_bf16 or amx_bf16.*Got one without"):
+    with pytest.warns(UserWarning, match="avx512_bf16 or amx_bf16.*Got one that names neither"):
         check_weights("bfloat16")
 
 

@@ -36,7 +36,7 @@ _NEXT = 254
 def check_weights(weights: str | None) -> None:
     """Checks the name of a kind of weights, and that what it needs is there.
 
-    Warns if this CPU has no products of bfloat16.
+    Warns if this CPU names no products of bfloat16.
 
     Raises:
       ValueError: no such kind.
@@ -44,8 +44,9 @@ def check_weights(weights: str | None) -> None:
     """
     if weights == BFLOAT16 and jax.default_backend() == "cpu" and not has_flag(*BFLOAT16_FLAGS):
         warnings.warn(
-            f"Wanted a processor with products of bfloat16 ({' or '.join(BFLOAT16_FLAGS)}) for "
-            f"weights={BFLOAT16!r}. Got one without: each product converts its weights first.",
+            f"Wanted a processor whose flags name {' or '.join(BFLOAT16_FLAGS)} for "
+            f"weights={BFLOAT16!r}. Got one that names neither, where they may be slower than "
+            "float32. Compare: python benchmarks/weights.py time --model MODEL.",
             stacklevel=3,
         )
     if weights in (None, BFLOAT16):
@@ -71,8 +72,8 @@ class Rounded:
     """A matrix `[..., in, out]`, or a table `[row, dim]`, of bfloat16.
 
     Attributes:
-      numbers: in bfloat16, or their bits in uint16. Where a loop or a gather reads a part of an
-        array of bfloat16, XLA:CPU first converts all of it to float32 (`Platform.as_bits`).
+      numbers: array of bfloat16, or of their bits in uint16. Where a loop or a gather reads a part
+        of an array of bfloat16, XLA:CPU converts all of it to float32 (`Platform.as_bits`).
     """
 
     numbers: Any
