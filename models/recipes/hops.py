@@ -162,13 +162,13 @@ class TrainHops:
 
     Attributes:
       out: folder for checkpoints, log, and the finished model in `out/model`.
-      layers: of the stack.
-      turns: of the stack; 1 is a plain model.
+      layers: number in the stack.
+      turns: number of times that the stack runs; 1 is a plain model.
       steps: optimizer steps.
-      rows: of a step, eight questions each.
+      rows: number in a step, with eight questions each.
       rate: peak learning rate of Muon, and of Adam for all that is no matrix of a layer.
       entropy: weight of the gate's entropy in the loss.
-      seed: of weights and rows.
+      seed: random seed for weights and rows.
       held_out: rows on which answers are counted.
       resume: continue from the latest checkpoint.
     """

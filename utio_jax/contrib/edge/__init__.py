@@ -236,12 +236,12 @@ class EdgeText:
     Attributes:
       token_ids: new ones, the one that ended the text included.
       decided: layers of the distribution that each was taken from: the exit's, or all.
-      log_probabilities: of each in nats, before any sampling method.
+      log_probabilities: logarithms of their probabilities in nats, before any sampling method.
       fallbacks: tokens of the exit that a lost cloud would have been asked for.
       edge_layers: token slots that ran a layer on the edge, prompt and padding included.
       cloud_layers: the same in the cloud.
-      bytes_up: of messages to the cloud, without what ZeroMQ adds.
-      seconds_waited: for the cloud's answers.
+      bytes_up: bytes of messages to the cloud, without what ZeroMQ adds.
+      seconds_waited: time of waiting for the cloud's answers.
       lost: error that lost the cloud, or None.
     """
 
