@@ -329,62 +329,52 @@ def _percent(values: Sequence[float] | None) -> str:
     return " / ".join(f"{value:+.2f}" for value in values) + " %" if values else ""
 
 
-def rows_of(stored: Mapping[str, Any], shape: str, prompt: int, news: Sequence[int]) -> list[str]:
-    """Returns rows of a Markdown table: a shape's requests with prompts of one length.
+def rows_of(
+    stored: Mapping[str, Any], part: Mapping[str, Any], shape: str, news: Sequence[int]
+) -> list[str]:
+    """Returns rows of a Markdown table: a shape in one part.
 
-    Requests of up to twice the longest timed answer; of a branch, of timed ones alone.
+    Requests of up to twice the longest timed answer; of a branch, of timed ones alone. Parts of
+    other kinds are one row.
     """
-    lines = []
-    parts = [x for x in stored["parts"] if x["kind"] == "requests" and x["prompt"] == prompt]
-    for part, new in itertools.product(sorted(parts, key=lambda x: x["batch"]), news):
-        timed = part["seconds"].get(shape, {})
-        most = max(map(int, timed), default=0) * (1 if shape in BRANCHES else 2)
-        if new > most:
-            continue
+    lines, timed = [], part["seconds"].get(shape, {})
+    is_request = part["kind"] == "requests"
+    most = max(map(int, timed), default=-1) * (1 if shape in BRANCHES else 2)
+    for new in [new for new in (news if is_request else (0,)) if new <= most]:
         times = {name: at(of, new) for name, of in part["seconds"].items()}
         row = beside_plain(times, shape, stored["bits"])
         over = " / ".join(f"{value:.2f}" for value in row["over"].values())
         ms = f"{'' if str(new) in timed else '~'}{1000 * times[shape]:.3g}"
-        cells = shape, f"{prompt:,}", part["batch"], new, ms, over, row["layers"]
+        kind = new if is_request else part["kind"]
+        cells = shape, f"{part['prompt']:,}", part["batch"], kind, ms, over, row["layers"]
         lines.append(f"| {' | '.join(map(str, cells))} | {_percent(row['loss_pct'])} |")
     return lines
 
 
-def tables(stored: Mapping[str, Any], news: Sequence[int]) -> str:
+def tables(
+    stored: Mapping[str, Any], news: Sequence[int], others: Sequence[int] | None = None
+) -> str:
     """Returns what was measured, as Markdown: all prompts of the first shape that is not plain.
 
-    Of the others it is requests with prompts of the middle length.
+    Requests of the other shapes are those with prompts of the middle length, and `others` new
+    tokens if given.
     """
-    requests = [part for part in stored["parts"] if part["kind"] == "requests"]
-    shapes = dict.fromkeys(name for part in requests for name in part["seconds"])
-    prompts = sorted({part["prompt"] for part in requests})
+    order = [*KINDS]
+    parts = sorted(stored["parts"], key=lambda x: (order.index(x["kind"]), x["prompt"], x["batch"]))
+    shapes = dict.fromkeys(name for part in stored["parts"] for name in part["seconds"])
+    prompts = sorted({part["prompt"] for part in parts if part["kind"] == "requests"})
     plain = " / ".join(sorted((x[6:] for x in shapes if x.startswith("plain-")), key=int))
     ways = [name for name in shapes if not name.startswith("plain-")]
     first = (
         f"| shape | prompt | batch | new | ms | over plain {plain} | plain model that takes as long"
     )
     lines = [f"{first} | {_LOSS} |", "|---|---|---|---|---|---|---|---|"] if ways else []
-    for shape in ways:
-        for prompt in prompts if shape == ways[0] else [prompts[len(prompts) // 2]]:
-            lines += rows_of(stored, shape, prompt, news)
+    for shape, part in itertools.product(ways, parts):
+        if shape == ways[0]:
+            lines += rows_of(stored, part, shape, news)
+        elif part["kind"] != "requests" or part["prompt"] == prompts[len(prompts) // 2]:
+            lines += rows_of(stored, part, shape, others or news)
     lines += [""]
-    titles = {
-        "echo": "Prompts scored themselves (`echo`, log-probabilities): all layers run",
-        "mix": "An engine, requests of many lengths until all have ended",
-    }
-    for part in stored["parts"]:
-        if part["kind"] == "requests":
-            continue
-        times = {name: seconds["0"] for name, seconds in part["seconds"].items()}
-        lines += [f"### {titles[part['kind']]}", ""]
-        lines += [f"Prompts of at most {part['prompt']} tokens, {part['batch']} rows or slots.", ""]
-        lines += [f"| | ms | plain model that takes as long | {_LOSS} |"]
-        lines += ["|---|---|---|---|"]
-        for name in times:
-            row = beside_plain(times, name, stored["bits"])
-            loss = _percent(row["loss_pct"])
-            lines += [f"| {name} | {1000 * times[name]:.3g} | {row['layers']} | {loss} |"]
-        lines += [""]
     if stored.get("answers"):
         lines += ["### Loss of answers, nats a token", "", "| model | 64 tokens |", "|---|---|"]
         lines += [f"| {Path(name).name} | {loss} |" for name, loss in stored["answers"].items()]
@@ -449,7 +439,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     text = tables(stored, setting.new)
     print(text)
     if args.page:  # Every other number of new tokens: the file has all.
-        write_page(args.page, tables(stored, setting.new[1::2] or setting.new))
+        news = setting.new[1::2] or setting.new
+        write_page(args.page, tables(stored, news, others=news[:2]))
     return 0
 
 

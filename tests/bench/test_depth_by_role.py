@@ -79,6 +79,8 @@ def test_a_page_gets_its_tables_between_two_comments(roles: Any, tmp_path: Path)
     }
     stored["parts"][0]["seconds"]["8+8"] = {"1": 0.16}
     stored["parts"][1]["seconds"]["8+8"] = {"1": 0.03}
+    scored = {"plain-8": {"0": 0.1}, "plain-16": {"0": 0.2}, "8+8": {"0": 0.2}}
+    stored["parts"] += [{"kind": "echo", "prompt": 448, "batch": 8, "seconds": scored}]
     page = tmp_path / "page.md"
     page.write_text(f"before\n\n{roles.BEGIN}\nold\n{roles.END}\n\nafter\n")
     roles.write_page(page, roles.tables(stored, (1,)))
@@ -90,9 +92,22 @@ def test_a_page_gets_its_tables_between_two_comments(roles: Any, tmp_path: Path)
         "plain model that takes as long | its loss over this one's, seed 0 / 1 |",
         "| 8+8 | 448 | 1 | 1 | 30 | 0.67 / 1.33 | 12.0 layers | +1.50 / +1.00 % |",
         "| 8+8 | 448 | 8 | 1 | 160 | 1.25 / 2.50 | below 8.0 layers | +3.00 / +2.00 % |",
+        "| 8+8 | 448 | 8 | echo | 200 | 0.50 / 1.00 | 16.0 layers | +0.00 / +0.00 % |",
     ]
     roles.write_page(page, roles.tables(stored, (1,)))
     assert page.read_text() == text
+
+
+def test_other_shapes_have_fewer_lengths_of_answers(roles: Any) -> None:
+    stored = {"bits": {}, "parts": [part(1, plain_8=0.02)]}
+    seconds = stored["parts"][0]["seconds"]
+    seconds |= {name: {"1": 0.01, "2": 0.02} for name in ("plain-8", "8+8", "8+16")}
+    lines = roles.tables(stored, (1, 2), others=(1,)).splitlines()
+    assert [line.split(" | ")[:4] for line in lines[2:] if line] == [
+        ["| 8+8", "448", "1", "1"],
+        ["| 8+8", "448", "1", "2"],
+        ["| 8+16", "448", "1", "1"],
+    ]
 
 
 def test_stored_losses_are_those_of_the_results(roles: Any) -> None:
