@@ -136,6 +136,8 @@ def exit_states(
         if stop > own:  # K/V projections have shorter axes, and are not read here.
             whole = lambda leaf: all(len(y) == num_layers for y in jax.tree.leaves(leaf))  # noqa: E731
             stack = {name: leaf for name, leaf in stack.items() if whole(leaf)}
+        if config.turns > 1:
+            stack = jax.tree.map(lambda leaf: jnp.concatenate([leaf] * config.turns), stack)
         return jax.tree.map(lambda leaf: leaf[start:stop], (stack, kept, jnp.arange(num_layers)))
 
     # Activations are recomputed in the backward pass: on CPU their memory traffic costs more than
@@ -199,6 +201,53 @@ def anytime_loss(
     losses.append(loss_at(exits[-1], slice(None)))
     stacked = jnp.stack(losses)
     return stacked @ jnp.asarray((*config.exit_weights, 1.0)), stacked
+
+
+def gated_loss(
+    decoder: Trainable, params: Params, x: jax.Array, labels: jax.Array, entropy: float
+) -> tuple[jax.Array, jax.Array]:
+    """Returns a looped model's loss over its gate, and each turn's own, in nats per token.
+
+    The gate gives each turn a probability of being the last. The first result is the mean of the
+    losses that this expects, minus `entropy` times the gate's entropy (Ouro, arXiv 2510.25741,
+    equation 4). A plain model's is its own loss.
+
+    Args:
+      decoder: the model, with a gate if it has several exits.
+      params: its parameters.
+      x: states at the exits, `[exit, *lead, dim]`.
+      labels: ids of the tokens that follow, `[*lead]`.
+      entropy: weight of the gate's entropy.
+
+    Returns:
+      The loss `[*lead]`, and nats of each exit `[exit, *lead]`.
+    """
+    log_probs = jax.nn.log_softmax(decoder.unembed(params, x).astype(jnp.float32))
+    labels = jnp.broadcast_to(labels, x.shape[:-1])
+    nll = -jnp.take_along_axis(log_probs, labels[..., None], axis=-1)[..., 0]
+    if len(x) == 1:
+        return nll[0], nll
+    kernel, bias = decoder.exit_gate(params)  # pyright: ignore[reportAttributeAccessIssue]
+    gate = (x @ kernel)[..., 0] + bias[0]
+    stays = jnp.cumsum(jax.nn.log_sigmoid(-gate[:-1]), axis=0)
+    before = jnp.concatenate([jnp.zeros_like(stays[:1]), stays])
+    stops = before + jnp.concatenate([jax.nn.log_sigmoid(gate[:-1]), jnp.zeros_like(stays[:1])])
+    return jnp.sum(jnp.exp(stops) * (nll + entropy * stops), axis=0), nll
+
+
+def looped_objective(decoder: Trainable, *, entropy: float) -> Objective:
+    """Returns the loss of a looped model on text, for `train`: `gated_loss` of all positions."""
+
+    def objective(
+        params: Params, tokens: jax.Array, key: jax.Array, step: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        del step
+        states = exit_states(decoder, params, tokens[:, :-1], key, 0.0)
+        x = states[jnp.asarray(decoder.config.exits) - 1]
+        loss, nll = gated_loss(decoder, params, x, tokens[:, 1:], entropy)
+        return loss.mean(), nll.mean(axis=(1, 2))
+
+    return jax.tree_util.Partial(objective)
 
 
 def exit_losses(

@@ -6,10 +6,9 @@
 
 A row has a permutation of eight symbols, a token for each pair of a symbol and its image, then
 questions: how many hops, from where. The answer follows a sign of its own. One to four hops are
-drawn for each question. The looped model's
-gate and its exits learn together, by the expected loss over turns and the entropy of the gate
-(Ouro, arXiv 2510.25741, equation 4). The last line is JSON: accuracy by hops, at each number of
-turns, by the gate, and at random turns of the gate's shares.
+drawn for each question. The looped model's gate and its exits learn together
+(`anytime.gated_loss`). The last line is JSON: accuracy by hops, at each number of turns, by the
+gate, and at random turns of the gate's shares.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import tyro
-from anytime import Objective, TrainConfig, train
+from anytime import Objective, TrainConfig, gated_loss, train
 from trunks import make_optimizer
 
 from utio_jax import Adaptive, generate, models, uniform
@@ -93,19 +92,8 @@ def objective_of(decoder: Transformer, rows: int, entropy: float) -> Objective:
         # At starts, whose next token is the sign, and at signs, whose next one is the answer.
         at = SYMBOLS + 4 * jnp.arange(QUESTIONS)[:, None] + jnp.asarray([[1, 2]])
         x = jnp.stack([state[:, at] for state in states])
-        log_probs = jax.nn.log_softmax(decoder.unembed(params, x).astype(jnp.float32))
-        labels = jnp.broadcast_to(ids[:, at + 1], x.shape[:-1])
-        nll = -jnp.take_along_axis(log_probs, labels[..., None], axis=-1)[..., 0]
-        losses = nll[..., 1].mean((1, 2))
-        if len(exits) == 1:
-            return nll.mean(), losses
-        kernel, bias = decoder.exit_gate(params)
-        gate = (x @ kernel)[..., 0] + bias[0]
-        stays = jnp.cumsum(jax.nn.log_sigmoid(-gate[:-1]), axis=0)
-        before = jnp.concatenate([jnp.zeros_like(stays[:1]), stays])
-        stops = before + jnp.concatenate([jax.nn.log_sigmoid(gate[:-1]), jnp.zeros_like(stays[:1])])
-        expected = jnp.sum(jnp.exp(stops) * (nll + entropy * stops), axis=0)
-        return expected.mean(), losses
+        loss, nll = gated_loss(decoder, params, x, ids[:, at + 1], entropy)
+        return loss.mean(), nll[..., 1].mean((1, 2))
 
     return jax.tree_util.Partial(objective)
 

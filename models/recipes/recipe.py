@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from anytime import TrainConfig, exit_losses, train
+from anytime import TrainConfig, exit_losses, looped_objective, train
 from bpe import train_tokenizer
 from late import LateExits, late_objective, lens_of
 from trunks import branch_off, grow_from, grown, late_optimizer, make_optimizer, trunk_of
@@ -45,6 +45,10 @@ _SHARED_AT_6 = dataclasses.replace(
 _SHARED_8_16 = dataclasses.replace(
     SHARED_16, num_layers=24, exits=(24,), kv_source=(*_OWN, *(((4, 5, 6, 7),) * 16))
 )
+# As Ouro: all turns run the same layers, and a gate says after which one a token may stop.
+_LOOPED = dataclasses.replace(
+    STDLIB_16, exits=(4, 8, 12, 16), turns=4, turn_norm=True, exit_gate=True
+)
 _TINY = dataclasses.replace(TINY, vocab_size=512)
 
 
@@ -55,10 +59,11 @@ def _with_exits(config: TransformerConfig, *exits: int) -> TransformerConfig:
 
 PRESETS = {
     "stdlib-16": STDLIB_16,
-    **{f"plain-{depth}": _with_exits(STDLIB_16, depth) for depth in (8, 10, 12, 16)},
+    **{f"plain-{depth}": _with_exits(STDLIB_16, depth) for depth in (4, 8, 10, 12, 16)},
     "shared-16": SHARED_16,
     "shared-16-at-6": _SHARED_AT_6,
     "shared-8-16": _SHARED_8_16,
+    "looped-4x4": _LOOPED,
     "bank-16": _with_exits(_BANK_16, 16),
     "late-16": STDLIB_16,
     "late-shared-16": _with_exits(SHARED_16, 8, 10, 12, 16),
@@ -68,6 +73,9 @@ PRESETS = {
     "plain-tiny-2": _with_exits(_TINY, 2),
     "late-tiny": _TINY,
     "grown-tiny": _with_exits(_TINY, 2, 3, 4),
+    "looped-tiny": dataclasses.replace(
+        _TINY, exits=(2, 4), turns=2, turn_norm=True, exit_gate=True
+    ),
 }
 _LATE = {  # And the plain run that each of them goes on from.
     "late-16": (LateExits(), "plain-16"),
@@ -150,6 +158,8 @@ def run_recipe(
     read: Decoder = decoder if late is None else Lensed(decoder)
     whole: Any = jax.tree_util.Partial(lambda learnt: learnt)
     branch: dict[str, Any] = {"optimizer": make_optimizer(recipe)}
+    if config.turns > 1:
+        branch["objective"] = looped_objective(decoder, entropy=_ENTROPY)
     if late is not None and trunk is not None:
         grows = preset.startswith("grown")
         begin, fixed = (0, min(config.exits)) if grows else (recipe.branch_step, 0)
@@ -227,6 +237,10 @@ def _take_over_text(trunk: Path, folder: Path) -> None:
                 shutil.copyfile(trunk / name, unfinished)
 
 
+_ENTROPY = 0.05
+"""Weight of the entropy of a looped model's gate."""
+
+
 def tokenise(folder: Path, documents: tuple[Document, ...], config: TransformerConfig) -> Any:
     """Returns the encoder and the token stream, made once and kept beside the checkpoints."""
     file, cached = folder / "tokenizer.json", folder / "stream.npy"
@@ -270,6 +284,8 @@ def bits_of_test_split(decoder: Decoder, params: Params, encode: Any) -> dict[st
 def _loss_of(preset: str, late: LateExits | None) -> str:
     """Says what was minimised, for the model card."""
     exits = PRESETS[preset].exits
+    if PRESETS[preset].turns > 1:
+        return f"the loss that its gate expects over turns, with the gate's entropy ({_ENTROPY:g})"
     if late is None:
         return "the last layer's loss" if len(exits) == 1 else "anytime loss, layer dropout"
     shares = ", ".join(

@@ -35,8 +35,9 @@ class Train:
       preset: "shared-16", the shipped model before it has exits, "late-shared-16", which adds them,
         "shared-16-at-6", whose K/V are made by six layers instead of eight, "shared-8-16", with 16
         upper layers instead of 8, or "tiny"; a control without exits: "plain-16", "plain-12",
-        "plain-10", "plain-8"; exits from the start: "stdlib-16"; exits that a plain run gets late:
-        "late-16"; or layers that are added to a finished plain-8, which stays as it is: "grown-16".
+        "plain-10", "plain-8", "plain-4"; four layers in four turns, with a gate: "looped-4x4";
+        exits from the start: "stdlib-16"; exits that a plain run gets late: "late-16"; or layers
+        that are added to a finished plain-8, which stays as it is: "grown-16".
       seed: of everything random.
       trunk: of "late-16": the --out of the plain-16 run, of as many steps, that it branches off; of
         "grown-16": that of the plain-8 run.

@@ -368,6 +368,17 @@ def test_a_plain_run_as_the_command_line_makes_it(tmp_path: Path) -> None:
     assert load(tmp_path / "plain" / "model").decoder.config.exits == (4,)
 
 
+@pytest.mark.usefixtures("short_recipe")
+def test_a_looped_run_learns_an_exit_for_each_turn(tmp_path: Path) -> None:
+    looped = run_recipe(tmp_path / "looped", preset="looped-tiny", steps=6)
+    assert list(looped["bits_per_byte"]) == ["2", "4"]
+    model = load(tmp_path / "looped" / "model")
+    assert model.decoder.config.turns == 2
+    assert np.abs(model.params["exit_gate"]["kernel"]).max() > 0
+    log = (tmp_path / "looped" / "log.tsv").read_text().splitlines()
+    assert all(len(line.split("\t")) == 4 for line in log if not line.startswith("#"))
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("short_recipe")
 def test_branches_and_layers_added_as_the_command_line_makes_them(tmp_path: Path) -> None:
@@ -424,6 +435,19 @@ def test_training_runs_the_model_that_is_served(kind: str) -> None:
     # K/V projections of layers that make none are not there to be trained.
     assert params["layers"]["k_proj"]["kernel"].shape[0] == decoder.config.kv_layers < 5
     assert params["layers"]["q_proj"]["kernel"].shape[0] == 4
+
+
+def test_training_runs_every_turn_of_a_looped_model() -> None:
+    decoder = Transformer(
+        dataclasses.replace(TINY, exits=(2, 4), turns=2, turn_norm=True, exit_gate=True)
+    )
+    params = live_params(decoder)
+    ids = jnp.asarray(np.random.default_rng(0).integers(0, 64, (2, 16)), jnp.int32)
+    states = STATES(decoder, params, ids, jax.random.key(0), 0.0)
+    expected = run_dense(decoder, params, ids, jnp.asarray([16, 16]), depths=(2, 4))
+    assert_close(states[1], expected[0])
+    assert_close(states[3], expected[1])
+    assert params["layers"]["q_proj"]["kernel"].shape[0] == 2
 
 
 def test_sources_that_differ_between_upper_layers_are_not_trained() -> None:
