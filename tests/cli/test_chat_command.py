@@ -156,7 +156,7 @@ def test_what_cannot_chat_is_refused_before_anything_is_asked(
     say(monkeypatch, "hello")
     for model, options, match in (
         (FOLDER, "", "Wanted a model with a chat template"),
-        (folder, "--mode lossless --policy uniform", "Wanted --mode adaptive with --policy"),
+        (folder, "--mode lossless --policy uniform", "Wanted mode 'adaptive' with a policy"),
         (folder, "--top-p 0.5", "Wanted --temperature above 0"),
     ):
         assert match in refused(capsys, "chat", "--model", model, *options.split())

@@ -111,7 +111,7 @@ def fake_calibrate(monkeypatch: pytest.MonkeyPatch) -> None:
             info=dict(new.info) | {"verdict": may_pay(new.info)},
         )
 
-    monkeypatch.setattr("utio_jax.models.verbs.calibrate", fit)
+    monkeypatch.setattr("utio_jax.models.model.calibrate", fit)
 
 
 def test_a_calibration_is_replaced_where_nothing_of_it_is_lost(
@@ -145,7 +145,7 @@ def test_a_lens_is_kept_and_never_replaced_by_another(
         fitted.append(_[3])
         return Lens(matrix=jnp.zeros((1, 32, 32)), bias=jnp.zeros((1, 32)), exits=(2,))
 
-    monkeypatch.setattr("utio_jax.models.verbs.fit_lens", fit)
+    monkeypatch.setattr("utio_jax.calibration.lens.fit_lens", fit)
     texts = [str(source(name)) for name in SOURCES]
     arguments = ["calibrate", *texts, "--model", str(bare), "--exits", "2", "4"]
     arguments += ["--fit-lens", "--out", str(out), "--policy", "position"]

@@ -20,18 +20,13 @@ from utio_jax.cli.options import OfDecoding, read_token_ids, repeat_reading
 from utio_jax.cli.serve import Serve
 from utio_jax.decoding.sampling import SamplingParams
 from utio_jax.engine.depths import thresholds_of
+from utio_jax.models import Model
 from utio_jax.models.presets import TINY
 from utio_jax.models.transformer import Transformer
-from utio_jax.models.verbs import Verbs, check_policy
+from utio_jax.policies.store import check_policy_name
 
-
-class Named(Verbs):
-    """What options need of a model to name a depth."""
-
-    decoder, prompt_choices = Transformer(TINY), ()
-
-
-MODEL = Named()
+MODEL = Model(decoder=Transformer(TINY), params={}, folder=Path("none"))
+"""What options need of a model to name a depth."""
 
 
 def test_a_mode_is_the_one_that_was_asked_for() -> None:
@@ -45,10 +40,9 @@ def test_a_mode_is_the_one_that_was_asked_for() -> None:
     assert drafts == Lossless(exit=1)
     assert copies == Lossless(drafter="ngram")
     twice = OfDecoding(prompt="full", prompt_budget=0.5)
-    wrong = [("--", OfDecoding(drafter="ngram")), ("--", OfDecoding(depth=2)), ("one way", twice)]
-    for start, options in wrong:
-        with pytest.raises(ValueError, match=f"Wanted {start}"):
-            options.decoding_mode(MODEL)
+    for wrong in (OfDecoding(drafter="ngram"), OfDecoding(depth=2), twice):
+        with pytest.raises(ValueError, match="Wanted (mode|one way of reading)"):
+            wrong.decoding_mode(MODEL)
 
 
 def test_a_budget_alone_means_a_depth_per_token() -> None:
@@ -58,9 +52,10 @@ def test_a_budget_alone_means_a_depth_per_token() -> None:
         assert command(mode="lossless").named_mode() == "lossless"
     modes: tuple[Any, ...] = ("plain", "lossless")
     for mode in modes:
-        with pytest.raises(ValueError, match=f"--mode adaptive with --budget. Got --mode {mode}"):
+        match = f"mode 'adaptive' with a budget. Got budget=0.6 and {mode}"
+        with pytest.raises(ValueError, match=match):
             Serve(mode=mode, budget=0.6).served()
-        with pytest.raises(ValueError, match=f"--mode adaptive with --budget. Got --mode {mode}"):
+        with pytest.raises(ValueError, match=match):
             OfDecoding(mode=mode, budget=0.6).decoding_mode(MODEL)
     assert Evaluate(budget=0.6).policy_name == "learned"
     assert Evaluate().policy_name == "full"
@@ -101,9 +96,9 @@ def test_tokens_are_drawn_as_asked() -> None:
 )
 def test_an_option_without_a_use_is_named(name: str, options: dict[str, Any], match: str) -> None:
     with pytest.raises(ValueError, match=match):
-        check_policy(name, **options)
-    check_policy("uniform", depth=2)
-    check_policy("learned", budget=0.5, calibration=Path("c"), kv="drop")
+        check_policy_name(name, **options)
+    check_policy_name("uniform", depth=2)
+    check_policy_name("learned", budget=0.5, calibration=Path("c"), kv="drop")
 
 
 @pytest.mark.parametrize(

@@ -85,7 +85,7 @@ def test_files_are_hashed_once_until_they_change(
 ) -> None:
     hashed = list[Path]()
     monkeypatch.setattr(
-        "utio_jax.models.checkpoint.hash_file", lambda file: hashed.append(file) or hash_file(file)
+        "utio_jax.models.huggingface.hash_file", lambda file: hashed.append(file) or hash_file(file)
     )
     model, file = load(folder), folder / "model.safetensors"
     digests = {model.sha256, model.with_context(8).sha256, load(folder).sha256, hash_file(file)}

@@ -15,7 +15,7 @@ from utio_jax.calibration.compare import ComparisonRow
 from utio_jax.core.html import depth_html, table_html
 from utio_jax.decoding.generate import Generated
 from utio_jax.evaluation.ledger import Ledger
-from utio_jax.models.verbs import Compared
+from utio_jax.models.results import Compared
 
 
 def generated(rows: int) -> Generated:

@@ -21,13 +21,12 @@ from helpers.texts import source
 
 import utio_jax
 from utio_jax import Adaptive, Lossless, Plain, uniform
-from utio_jax.calibration.lens import LensConfig
-from utio_jax.core.lens import Lensed, load_lens
+from utio_jax.calibration.lens import LensConfig, with_exits
+from utio_jax.core.lens import Lensed, load_lens, with_config
 from utio_jax.decoding.generate import generate_text
 from utio_jax.evaluation.evaluate import score_documents
 from utio_jax.models import Model, load
 from utio_jax.models.shipped import shipped_folder
-from utio_jax.models.verbs import with_exits
 from utio_jax.policies.store import load_calibration
 from utio_jax.prompts.budget import prompt_prefill
 from utio_jax.prompts.maps import save_kv_maps
@@ -336,7 +335,7 @@ def test_a_context_cuts_what_is_calibrated_on_and_what_a_guarantee_reads(
         seen.append((decoder.config.context_length, batches[0].token_ids.shape[1], text))
         return calibrated.calibration
 
-    monkeypatch.setattr("utio_jax.models.verbs.calibrate", noted)
+    monkeypatch.setattr("utio_jax.models.model.calibrate", noted)
     documents = [*np.random.default_rng(0).integers(0, 300, (20, 40))]
     goals: list[dict[str, Any]] = [{"max_disagreement": 0.5, "confidence": 0.5}, {"budget": 0.75}]
     for goal in goals:
@@ -358,7 +357,7 @@ def test_a_model_without_exits_is_read_through_a_lens(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     few = functools.partial(LensConfig, steps=100)
-    monkeypatch.setattr("utio_jax.models.verbs.LensConfig", few)
+    monkeypatch.setattr("utio_jax.models.model.LensConfig", few)
     # A file for the lens, and one for the policy.
     files = [source(name) for name in ("sched", "stat")]
     stock = load(folder)
@@ -375,7 +374,7 @@ def test_a_model_without_exits_is_read_through_a_lens(
     kept = load_calibration(tmp_path / "fitted.json", model_sha256=stock.sha256)
     assert kept.entries.keys() == result.calibration.entries.keys()
     again = load(folder, lens=False)
-    again.decoder = with_exits(again.decoder, (2, 3))
+    again.decoder = with_config(again.decoder, exits=(2, 3, 4))
     assert again.with_lens(tmp_path).sha256 == stock.sha256
     text = stock.generate(PROMPTS[0], mode=Adaptive(policy=uniform(2)), **OPTIONS)
     assert set(text.decided[0][1:].tolist()) == {2}
@@ -383,10 +382,10 @@ def test_a_model_without_exits_is_read_through_a_lens(
     with pytest.raises(ValueError, match="also holds learned"):
         stock.calibrate(files, budget=0.9, policies=("position",), out=tmp_path / "fitted.json")
     bare, messages = load(folder, lens=False), list[str]()
-    bare.decoder = with_exits(bare.decoder, (4,))
+    bare.decoder = with_config(bare.decoder, exits=(4,))
     with pytest.raises(ValueError, match=r"Wanted a lens of {'text': .*remove .*--lens .*load\("):
         bare.calibrate([*files, source("bisect")], budget=0.9, out=tmp_path / "fitted.json")
-    bare.decoder = with_exits(bare.decoder, (2, 3, 4))
+    bare.decoder = with_config(bare.decoder, exits=(2, 3, 4))
     options: Any = {"fit_lens": True, "progress": messages.append, "out": tmp_path / "fitted.json"}
     bare.calibrate(files, budget=0.9, **options)
     assert f"lens: the one in {tmp_path / 'lens.json'}, which was fitted so" in messages
@@ -399,9 +398,9 @@ def test_a_calibration_that_is_interrupted_leaves_the_model_as_it_was(
     at: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     few = functools.partial(LensConfig, steps=2)
-    monkeypatch.setattr("utio_jax.models.verbs.LensConfig", few)
+    monkeypatch.setattr("utio_jax.models.model.LensConfig", few)
     stock = load(folder)
-    stock.decoder = with_exits(stock.decoder, (4,))
+    stock.decoder = with_config(stock.decoder, exits=(4,))
     decoder, params, digest = stock.decoder, stock.params, stock.sha256
     files = [source(name) for name in ("sched", "stat")]
     options: dict[str, Any] = {"budget": 0.9, "policies": ("position",), "out": tmp_path}
@@ -415,7 +414,7 @@ def test_a_calibration_that_is_interrupted_leaves_the_model_as_it_was(
 
     with monkeypatch.context() as broken:
         if at == "save":
-            broken.setattr("utio_jax.models.verbs.save_lens", fail)
+            broken.setattr("utio_jax.calibration.lens.save_lens", fail)
         with pytest.raises((KeyboardInterrupt, OSError)):
             stock.calibrate(files, progress=stop, **options)
     assert (stock.decoder, stock.sha256, stock.lens) == (decoder, digest, None)
@@ -430,7 +429,7 @@ def test_a_calibration_that_is_interrupted_leaves_the_model_as_it_was(
 
 def test_one_document_is_too_few_for_a_lens_and_policies(folder: Path) -> None:
     stock, messages = load(folder), list[str]()
-    stock.decoder = with_exits(stock.decoder, (4,))
+    stock.decoder = with_config(stock.decoder, exits=(4,))
     with pytest.raises(ValueError, match="at least two documents.*half of them fit its lens.*1 in"):
         stock.calibrate([source("sched")], progress=messages.append)
     with pytest.raises(ValueError, match="Wanted policies of learned.*Got 'lerned'"):
@@ -440,7 +439,7 @@ def test_one_document_is_too_few_for_a_lens_and_policies(folder: Path) -> None:
 
 def test_goals_and_places_that_cannot_be_are_refused(folder: Path) -> None:
     stock = load(folder)
-    stock.decoder = with_exits(stock.decoder, ())
+    stock.decoder = with_exits(with_config(stock.decoder, exits=(4,)))
     assert stock.decoder.config.exits == (2, 3, 4)
     with pytest.raises(ValueError, match="Wanted one of budget, max_nll_increase_pct and max_dis"):
         stock.calibrate([source("bisect")], budget=0.5, max_disagreement=0.1)

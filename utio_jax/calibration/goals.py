@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import numbers
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -24,6 +26,9 @@ _HALVINGS = 6  # Of the range of budgets: steps of about 1 % of a full pass.
 _CANDIDATES = 12
 _ROWS = 16  # Of a pass over documents.
 _MIN_PREDICTED = 32  # A document of three tokens that all differ has risk 1, and says little.
+
+CONFIDENCE = 0.95
+"""Confidence of a guarantee, by default."""
 
 Say = Callable[[str], None]
 
@@ -222,3 +227,40 @@ class MaxDisagreement:
             observe=observe,
         )
         return 1 - agree / tokens, tokens
+
+
+def goal_of(
+    budget: float | Sequence[float] | None,
+    max_nll_increase_pct: float | None,
+    max_disagreement: float | None,
+    confidence: float,
+) -> Goal | Callable[..., MaxDisagreement]:
+    """Returns the goal of options, at most one of which is given; a guarantee lacks its documents.
+
+    Raises:
+      ValueError: more than one goal, a confidence without a guarantee, or a goal out of range.
+    """
+    goals = (budget, max_nll_increase_pct, max_disagreement)
+    if sum(goal is not None for goal in goals) > 1:
+        raise ValueError(
+            "Wanted one of budget, max_nll_increase_pct and max_disagreement. Got "
+            f"budget={budget}, max_nll_increase_pct={max_nll_increase_pct}, "
+            f"max_disagreement={max_disagreement}."
+        )
+    if max_disagreement is not None:
+        guarantee = {"max_disagreement": max_disagreement, "confidence": confidence}
+        return partial(MaxDisagreement, **guarantee)
+    if confidence != CONFIDENCE:
+        raise ValueError(
+            "Wanted max_disagreement with a confidence, which is that of its guarantee. Got "
+            f"confidence={confidence:g} alone. Leave it out, or ask for a guarantee."
+        )
+    if max_nll_increase_pct is not None:
+        return MaxLoss(nll_increase_pct=max_nll_increase_pct)
+    return Budgets() if budget is None else Budgets(budgets=several_budgets(budget))
+
+
+def several_budgets(budget: float | Sequence[float]) -> tuple[float, ...]:
+    """Returns one budget or several, perhaps NumPy's, as a tuple of floats."""
+    several: Any = [budget] if np.ndim(budget) == 0 else budget
+    return tuple(float(b) if isinstance(b, numbers.Real) else b for b in several)

@@ -6,8 +6,9 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -20,8 +21,9 @@ from utio_jax.calibration.studies import check_varied
 from utio_jax.core.arrays import expected_difference
 from utio_jax.core.decoder import Decoder, Params, some_exits
 from utio_jax.core.documents import Batch
+from utio_jax.core.files import load_json
 from utio_jax.core.flops import token_cost
-from utio_jax.core.lens import Lens, read_through
+from utio_jax.core.lens import Lens, load_lens, read_through, save_lens, with_config
 from utio_jax.staircase.reference import dense_states
 
 # Between two lines of progress.
@@ -90,6 +92,63 @@ def split_for_lens(
             "together. Name another file."
         )
     return halves
+
+
+def with_exits(decoder: Any, exits: Sequence[int] = ()) -> Any:
+    """Returns a decoder with exits: a stock model gets those given, by default `some_exits`.
+
+    Raises:
+      ValueError: the decoder has exits, and others are given.
+    """
+    has, layers = decoder.config.exits, decoder.config.num_layers
+    if len(has) == 1:
+        named = tuple(sorted({*exits, layers})) if exits else None
+        return with_config(decoder, exits=named or some_exits(layers, decoder.config.turns))
+    if exits and {*exits, layers} != {*has}:
+        raise ValueError(
+            f"Wanted exits of a model that names none. Got exits={tuple(exits)} for one with "
+            f"{has}. Load it with these alone: load(..., exits={tuple(exits)})."
+        )
+    return decoder
+
+
+def kept_lens(
+    file: Path | None,
+    decoder: Decoder,
+    params: Params,
+    batches: Sequence[Batch],
+    config: LensConfig,
+    *,
+    model_sha256: str,
+    text: Mapping[str, Any],
+    progress: Callable[[str], None] | None = None,
+) -> Lens:
+    """Returns the lens of a file if it was fitted so, or fits one and saves it there.
+
+    Arguments and further errors are those of `fit_lens`; `model_sha256` and `text` identify what a
+    lens is fitted to.
+
+    Raises:
+      ValueError: the file has a lens that was fitted to something else.
+    """
+    exits, say = decoder.config.exits, progress if progress is not None else lambda _: None
+    info = {"model_sha256": model_sha256, "text": text, "seed": config.seed, "steps": config.steps}
+    if file is not None and file.is_file():
+        stored, expected = load_json(file, "a lens"), {"exits": [*exits[:-1]], **info}
+        other = {key: stored.get(key) for key in expected if stored.get(key) != expected[key]}
+        if other:
+            raise ValueError(
+                f"Wanted a lens of { ({k: expected[k] for k in other}) }. {file} was fitted to "
+                f"{other}, and what was calibrated through it needs it. Name another out, remove "
+                f"{file}, or calibrate through it: --lens {file} (load(..., lens={str(file)!r}))."
+            )
+        say(f"lens: the one in {file}, which was fitted so")
+        return load_lens(file, model_sha256=model_sha256)
+    say(f"a lens for the exits {exits}")
+    lens = fit_lens(decoder, params, batches, config, progress=progress)
+    if file is not None:
+        save_lens(file, lens, info=info)
+    return lens
 
 
 def fit_lens(

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from utio_jax.calibration.gates import SIGNALS, fits_of
-from utio_jax.calibration.goals import Budgets
+from utio_jax.calibration.goals import goal_of
 from utio_jax.cli.options import OfText, OfWindows, Rare, progress_lines, read_documents
 from utio_jax.core.files import check_place, check_writable
 from utio_jax.policies.store import calibration_file
@@ -96,13 +96,9 @@ class Calibrate(OfWindows, OfText):
 
     def _check(self) -> None:
         """Raises ValueError for options that exclude each other or need another one."""
-        from utio_jax.models.verbs import check_goal
-
-        goals = self.max_nll_increase_pct, self.max_disagreement
-        check_goal(self.budget or None, *goals, self.confidence)
+        goals = self.budget or None, self.max_nll_increase_pct, self.max_disagreement
+        goal_of(*goals, self.confidence)
         fits_of(SIGNALS if self.policy == ("all",) else self.policy)
-        if self.budget:
-            Budgets(budgets=self.budget)
         if self.fit_lens and self.lens != "auto":
             raise ValueError(
                 f"Wanted --fit-lens, or the fitted --lens {self.lens}, one of the two."

@@ -22,6 +22,7 @@ from utio_jax.cli.options import (
 )
 from utio_jax.core.files import check_writable, save_text
 from utio_jax.core.shards import Shards
+from utio_jax.policies.store import check_policy_name, policy_name
 
 _LEAST = 256
 """Tokens from which on routing paid where most of them stop early (results/scoring.md)."""
@@ -60,13 +61,11 @@ class Evaluate(OfWindows, OfCalibration, OfText):
     @property
     def policy_name(self) -> str:
         """The name of the policy; a budget alone means the learned one."""
-        return self.policy or ("full" if self.budget is None else "learned")
+        return policy_name(self.policy, self.budget)
 
     def run(self) -> dict[str, Any]:
-        from utio_jax.models.verbs import check_policy
-
         given: dict[str, Any] = {"budget": self.budget, "depth": self.depth}
-        check_policy(self.policy_name, **given, calibration=self.calibration)
+        check_policy_name(self.policy_name, **given, calibration=self.calibration)
         if self.per_token is not None:
             check_writable(self.per_token, "--per-token")
         if self.shards is not None:

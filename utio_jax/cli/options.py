@@ -17,10 +17,11 @@ import tyro
 from utio_jax.calibration.advice import advise
 from utio_jax.core.files import check_writable, hash_file, load_json
 from utio_jax.core.terminal import note_compilation
-from utio_jax.decoding.base import check_mode
+from utio_jax.decoding.base import check_mode, mode_name
 from utio_jax.decoding.prefill import Prefill
 from utio_jax.decoding.sampling import SamplingParams
 from utio_jax.policies.base import Policy
+from utio_jax.policies.store import check_policy_name
 from utio_jax.prompts.maps import kv_maps_file
 
 T = TypeVar("T")
@@ -175,26 +176,13 @@ class OfMode(OfCalibration):
         return self.policy or "learned"
 
     def named_mode(self) -> str:
-        """Returns the mode; a budget alone means adaptive.
-
-        Raises:
-          ValueError: an option that only another mode has a use for.
-        """
-        mode = self.mode or ("plain" if self.budget is None else "adaptive")
-        of_adaptive = "policy", "budget", "depth", "calibration"
-        for owner, names in (("adaptive", of_adaptive), ("lossless", ("drafter",))):
-            given = [name for name in names if getattr(self, name, None) is not None]
-            if given and mode != owner:
-                options = ", ".join(f"--{name}" for name in given)
-                raise ValueError(
-                    f"Wanted --mode {owner} with {options}. Got --mode {mode}. Change the mode, or "
-                    f"leave out {options}."
-                )
-        return mode
+        """Returns the mode's name. Raises ValueError for options of others, see `mode_name`."""
+        names = "budget", "policy", "depth", "calibration", "drafter"
+        return str(mode_name(self.mode, **{name: getattr(self, name, None) for name in names}))
 
     def prefill(self, model: Any) -> Prefill | None:
         """Returns the prefill, or None for the model's default."""
-        from utio_jax.models.verbs import prefill_of
+        from utio_jax.models.model import prefill_of
 
         return prefill_of(model, self.prompt_budget, None if self.prompt is None else Prefill())
 
@@ -221,13 +209,11 @@ class OfDecoding(OfMode):
         Raises:
           ValueError: the model cannot decode so.
         """
-        from utio_jax.models.verbs import check_policy
-
         name, prefill, budget = self.named_mode(), self.prefill(model), None
         how: dict[str, Any] = {"drafter": self.drafter}
         if name == "adaptive":
             given: dict[str, Any] = {"budget": self.budget, "depth": self.depth}
-            check_policy(self.policy_name, **given, calibration=self.calibration)
+            check_policy_name(self.policy_name, **given, calibration=self.calibration)
             how["policy"], budget, _ = policy_named(model, self.policy_name, **given)
         mode = model.mode(name, **how)
         check_mode(mode, model.decoder, prefill=prefill)

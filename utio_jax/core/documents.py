@@ -17,6 +17,8 @@ def check_ids(ids: Any, *, vocab_size: int, what: str) -> np.ndarray:
     Raises ValueError for ids that are no integers (floats, booleans), or outside the vocabulary.
     """
     array = np.asarray(ids)
+    if array.shape == (0,):  # NumPy takes an empty list for floats.
+        return np.zeros(0, np.int32)
     if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
         # Integers beyond 64 bits are objects to NumPy, as a mixture with others is.
         raise ValueError(

@@ -127,12 +127,27 @@ def with_config(decoder: Any, **changes: Any) -> Any:
     return dataclasses.replace(decoder, config=dataclasses.replace(decoder.config, **changes))
 
 
+def check_unwrapped(decoder: Decoder) -> None:
+    """Raises ValueError if a decoder has a lens or KV maps, which a lens lies below."""
+    if isinstance(decoder, Wrapped):
+        raise ValueError(
+            "Wanted a model without lens and KV maps to put a lens on. Got a "
+            f"{type(decoder).__name__} one. Load it with lens=False; add KV maps afterwards."
+        )
+
+
 def lensed(decoder: Decoder, params: Params, lens: Lens) -> tuple[Lensed, Params]:
     """Returns the decoder and parameters of a model that is read through a lens.
 
+    A stock model, which names no exits, gets those of the lens.
+
     Raises:
-      ValueError: the lens is of another width, or lacks one of the model's exits.
+      ValueError: the lens is of another width, or lacks one of the model's exits; or see
+        `check_unwrapped`.
     """
+    check_unwrapped(decoder)
+    if len(decoder.config.exits) == 1:
+        decoder = with_config(decoder, exits=(*lens.exits, *decoder.config.exits))
     config = decoder.config
     width = lens.matrix.shape[-1]
     if width != config.embed_dim:

@@ -153,6 +153,25 @@ class Plain(Mode):
         return emit_drawn(context, state, logits, decided=depth, executed=depth)
 
 
+def mode_name(mode: str | Mode | None, **options: Any) -> str | Mode:
+    """Returns a mode or its name; None is `"adaptive"` with a budget, else `"plain"`.
+
+    Raises ValueError for an option of another mode: a drafter is of `"lossless"`, others are of
+    `"adaptive"`. None counts as not given.
+    """
+    if mode is None:
+        mode = "plain" if options.get("budget") is None else "adaptive"
+    for option, value in options.items():
+        owner = "lossless" if option == "drafter" else "adaptive"
+        if value is not None and mode != owner:
+            conflict = mode if isinstance(mode, str) else "a mode of its own"
+            raise ValueError(
+                f"Wanted mode {owner!r} with a {option}. Got {option}={value!r:.80} and "
+                f"{conflict}. Leave out one or the other."
+            )
+    return mode
+
+
 def check_mode(mode: Mode, decoder: Decoder, *, prefill: Any = None) -> None:
     """Checks that an object is a mode, and fits the model and a `Prefill`.
 

@@ -73,8 +73,7 @@ def stop_rules(
     eos_ids = np.full((len(rows), most), -1, np.int32)
     padded = np.full((len(rows), count, longest), -2, np.int32)
     for row, (ends, sequences) in enumerate(rows):
-        if len(ends):
-            eos_ids[row, : len(ends)] = check_ids([*ends], vocab_size=2**31, what="eos_ids")
+        eos_ids[row, : len(ends)] = check_ids([*ends], vocab_size=2**31, what="eos_ids")
         for index, sequence in enumerate(sequences):
             if not len(sequence):
                 raise ValueError("Wanted stop sequences of at least one token. Got an empty one.")

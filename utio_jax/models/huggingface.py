@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from jax.sharding import Mesh
 from safetensors import SafetensorError, safe_open
 
 from utio_jax.core.decoder import Params
-from utio_jax.core.files import broken_file, flatten, load_json, refuse_pickle
+from utio_jax.core.files import broken_file, flatten, hash_file, load_json, refuse_pickle
 from utio_jax.models.families import FAMILIES, Family, read_config, text_part
 from utio_jax.models.stacking import place_tensors, stored_tensors
 
@@ -40,6 +42,25 @@ def read_json(file: Path, what: str, *, remedy: str = "") -> dict[str, Any]:
 def is_huggingface(config: Mapping[str, Any]) -> bool:
     """Returns whether a `config.json` is one of transformers'."""
     return "model_type" in config or "architectures" in config
+
+
+def hash_weights(path: Path, *others: str | None) -> str:
+    """Returns one digest of a model's weight files, in order, and of other digests, if any.
+
+    `path` is a folder or a GGUF file.
+    """
+    states = ((file, file.stat()) for file in ([path] if path.is_file() else weight_files(path)))
+    digests = [_digest(f, s.st_ino, s.st_size, s.st_mtime_ns) for f, s in states]
+    digests += filter(None, others)
+    if len(digests) == 1:
+        return digests[0]
+    return hashlib.sha256("".join(digests).encode()).hexdigest()
+
+
+@lru_cache(maxsize=1024)
+def _digest(file: Path, *_: int) -> str:
+    """Returns the SHA-256 of a file, once for each inode, size and time of its last change."""
+    return hash_file(file)
 
 
 def weight_files(folder: Path) -> list[Path]:

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from numbers import Real
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, TypeVar, get_type_hints
 
 import jax
 import numpy as np
@@ -19,6 +19,8 @@ from utio_jax.policies.base import Policy, Signal
 from utio_jax.policies.depth import Thresholded, random_depths, widen
 from utio_jax.policies.learned import StateGate
 from utio_jax.policies.signals import SignalBase
+
+T = TypeVar("T")
 
 DEFAULT_BUDGET = 0.75
 """FLOPs over full depth's where several budgets were fitted and none is named."""
@@ -199,6 +201,34 @@ def check_nothing_is_lost(path: str | Path, model_sha256: str, policies: Collect
             f"Wanted a file to replace whose policies are fitted again. {out} also holds "
             f"{', '.join(lost)}. Name another file, or fit all of them: "
             f"{' '.join(dict.fromkeys((*policies, *lost)))}."
+        )
+
+
+def policy_name(policy: T | None, budget: float | None) -> T | str:
+    """Returns the policy to score with, if one is named; else `learned` for a budget, or `full`."""
+    if policy is not None:
+        return policy
+    return "full" if budget is None else "learned"
+
+
+def check_policy_name(name: str, **given: Any) -> None:
+    """Raises ValueError that names every given option that a policy would ignore.
+
+    Policy full has a use for none, uniform needs a depth, and others have no use for one. None
+    counts as not given.
+    """
+    useless = {"full": tuple(given), "uniform": ("budget", "calibration")}.get(name, ("depth",))
+    if left_over := [option for option in useless if given.get(option) is not None]:
+        expected = "uniform" if left_over == ["depth"] else "learned, or another fitted one,"
+        raise ValueError(
+            f"Wanted policy {expected} with {', '.join(left_over)}. Got policy {name}. Name the "
+            f"policy, or leave out {' and '.join(left_over)}."
+        )
+    if name == "uniform" and given.get("depth") is None:
+        raise ValueError(
+            "Wanted a depth with policy uniform: the layers that every token runs. Got none. For "
+            "example --depth 8, or in Python policy=utio_jax.uniform(8); policy full runs all of "
+            "them."
         )
 
 

@@ -141,9 +141,7 @@ def _documents(model: Any, batch: Any) -> tuple[list[str], list[np.ndarray]]:
                 f"Wanted a text, or token ids, as document {name!r}. Got null. Leave it out, or "
                 "let it be empty."
             )
-        # Of no ids NumPy would make floats.
-        kind = np.int64 if np.ndim(text) and not len(text) else None
-        ids = next(encoded) if isinstance(text, str) else np.asarray(text, kind)
+        ids = next(encoded) if isinstance(text, str) else text
         token_ids.append(check_ids(ids, vocab_size=vocab_size, what=f"document {name!r}"))
     return names, token_ids
 
