@@ -4,12 +4,11 @@
 # **Can a whole row (a candidate, a text, an image) exit early once its answer is clear, and how
 # often is that answer wrong?**
 #
-# Rows that exit leave the batch, and the other rows continue in smaller blocks. Three tasks, each
+# Rows that exit leave the batch, and the other rows continue in smaller blocks. Two tasks, each
 # with its error rate:
 #
 # 1. **pick 1 of 64**: candidates that cannot win any more exit;
-# 2. **filter**: texts whose loss is clearly above or below a limit exit;
-# 3. **encoders**: images whose class is certain exit from a Vision Transformer.
+# 2. **encoders**: images whose class is certain exit from a Vision Transformer.
 
 # %%
 import jax
@@ -28,15 +27,7 @@ from utio_jax.contrib.encoders import (
     read_exits,
     vision_config,
 )
-from utio_jax.contrib.rows import (
-    Select,
-    UncertainBand,
-    fit_band,
-    read_context,
-    row_losses,
-    select,
-)
-from utio_jax.core import Batch
+from utio_jax.contrib.rows import Select, read_context, select
 from utio_jax.models.training import standard_library
 from utio_jax.policies import Entropy
 
@@ -101,69 +92,7 @@ axes.set_title("Of 64, a few are read to the end")
 plt.show()
 
 # %% [markdown]
-# ## 2. Is the loss of this text above a limit?
-#
-# An exit's loss tells full depth's by a line. Far from the limit that is enough; only the band
-# around it goes deeper. Half of the windows fit lines and margins, the other half tests the
-# promise: at most 5 % end on the wrong side.
-
-
-# %%
-def windows(split, each):
-    """Returns batches of windows of 128 tokens, and the document of each."""
-    rows, owner = [], []
-    for number, ids in enumerate(model.encode([d.text for d in standard_library(split)])):
-        whole = np.asarray(ids[: len(ids) // 128 * 128], np.int32).reshape(-1, 128)
-        drawn = rng.permutation(len(whole))[:each]
-        rows.append(whole[drawn])
-        owner += [number] * len(drawn)
-    table = np.concatenate(rows)
-    ends = np.full(16, 128, np.int32)
-    found = [
-        Batch(token_ids=table[i : i + 16], lengths=ends, window=np.arange(16))
-        for i in range(0, len(table) // 16 * 16, 16)
-    ]
-    return found, np.asarray(owner[: len(found) * 16])
-
-
-batches, owner = windows("calibrate", 4)
-losses = np.concatenate([row_losses(decoder, params, [b]) for b in tqdm(batches)], axis=1)
-limit = float(np.quantile(losses[-1], 0.8))
-fitted = fit_band(
-    decoder, params, losses, limit=limit, tokens=128, max_disagreement=0.05, groups=owner
-)
-signal: UncertainBand = fitted.chosen.signal
-tests, _ = windows("test", 3)
-run = jax.jit(utio_jax.score, static_argnums=0)
-judged, truth = [], []
-for batch in tqdm(tests, desc="test"):
-    ids, ends = jnp.asarray(batch.token_ids), jnp.asarray(batch.lengths)
-    judged.append(signal.judge(run(decoder, params, ids, ends, fitted.chosen)))
-    truth.append(row_losses(decoder, params, [batch])[-1] > limit)
-right = np.concatenate([j.above for j in judged]) == np.concatenate(truth)
-depths = np.concatenate([j.depths for j in judged])
-print(f"{fitted.tested} windows tested the guarantee; of {right.size} others")
-print(f"{right.mean():.1%} end on the right side, after {depths.mean():.1f} layers on average")
-
-# %%
-margins = -np.asarray(fitted.chosen.thresholds)
-exits = list(decoder.config.exits)
-first = next(i for i, margin in enumerate(margins) if np.isfinite(margin))
-slope, offset = float(signal.slopes[first]), float(signal.offsets[first])
-figure, axes = plt.subplots(figsize=(5, 3.2))
-axes.scatter(losses[first], losses[-1], s=5, alpha=0.5)
-ends = np.asarray([losses[first].min(), losses[first].max()])
-axes.plot(ends, offset + slope * ends, color="black", linewidth=1)
-low, high = ((limit + side * margins[first] - offset) / slope for side in (-1, 1))
-axes.axvspan(low, high, color="tab:orange", alpha=0.3, label="goes deeper")
-axes.axhline(limit, color="tab:red", linewidth=1, label="limit")
-axes.set_xlabel(f"loss after {exits[first]} layers, nats per token")
-axes.set_ylabel("loss at full depth")
-axes.legend()
-plt.show()
-
-# %% [markdown]
-# ## 3. Images that leave an encoder
+# ## 2. Images that leave an encoder
 #
 # A small Vision Transformer with a classifier at three exits learns three shapes under noise, in
 # less than half a minute. Then an image leaves where its class is certain (entropy below a
@@ -240,7 +169,8 @@ axes[1, 0].set_title("need all 6", loc="left")
 plt.show()
 
 # %% [markdown]
-# All three save where most rows are easy. Asking is not free: a vocabulary head at a boundary may
+# Both save where most rows are easy. Asking is not free: a vocabulary head at a boundary may
 # cost as much as a layer, so few exits are better than many. What a row that stays comes out as is
 # full depth's. Guides: [rows](../docs/contrib/rows.md),
-# [encoders](../docs/contrib/encoders.md).
+# [encoders](../docs/contrib/encoders.md); texts on one side of a limit of their loss:
+# [band.py](../docs/field/band.py).

@@ -16,7 +16,6 @@ from helpers.models import random_gates
 from helpers.policies import DEPTHS, EXITS, SIGNALS, mean_states, scores_of
 
 from utio_jax import Policy, Thresholded, score
-from utio_jax.contrib.rows import UncertainBand
 from utio_jax.core.pytrees import pytree, static
 from utio_jax.policies import (
     Entropy,
@@ -269,9 +268,10 @@ def test_policies_of_ones_own_have_defaults(tiny: Any) -> None:
 
 def test_a_file_names_classes_that_need_an_import_by_their_modules() -> None:
     assert _type_name(StateGate) == "StateGate"
-    name = "utio_jax.contrib.rows.band.UncertainBand"
-    assert _type_name(UncertainBand) == name
-    assert _type_of(name) is _type_of("UncertainBand") is UncertainBand
+    name, fields = "utio_jax.contrib.here.Outside", {"__module__": "utio_jax.contrib.here"}
+    outside = type("Outside", (SignalBase,), fields)
+    assert _type_name(outside) == name
+    assert _type_of(name) is _type_of("Outside") is outside
 
 
 def test_a_class_of_another_name_is_found_by_the_name_it_was_added_by(

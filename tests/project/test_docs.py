@@ -36,7 +36,7 @@ LAYERS = next(
 )
 
 
-CONTRIB_GUIDES = ("edge", "encoders", "stopping")
+CONTRIB_GUIDES = ("edge", "encoders", "rows", "stopping")
 
 
 def blocks_of(page: str, language: str) -> list[str]:
@@ -60,7 +60,6 @@ def blocks_of(page: str, language: str) -> list[str]:
             pytest.param(f"docs/contrib/{name}.md", 1, marks=pytest.mark.slow)
             for name in CONTRIB_GUIDES
         ),
-        pytest.param("docs/contrib/rows.md", 2, marks=pytest.mark.slow),
     ],
 )
 def test_a_guide_runs_from_top_to_bottom(

@@ -190,6 +190,33 @@ def test_prompt_tokens_leave_in_a_pyramid(program: Any, shipped: Any) -> None:
     assert 8 < means[0] < 16
 
 
+@pytest.mark.slow
+def test_texts_far_from_a_limit_leave_whole(program: Any, tiny: Any) -> None:
+    module, parts, exits = program("band"), (tiny.decoder, tiny.params), (1, 2, 4)
+    ids, ends = jnp.asarray(batches_for(8, 16, 1)[0]), jnp.full(8, 16)
+    lines = np.asarray([[0.7, 1.5], [0.9, 0.4], [1.0, 0.0]], np.float32)
+    losses = np.asarray(utio_jax.staircase.exit_nll(*parts, ids, ends))[..., :-1].mean(axis=2)
+    estimates = lines[:, :1] * losses + lines[:, 1:]
+    limit = float(np.median(estimates[2]))
+    margins = np.append(np.median(np.abs(estimates - limit)[:2], axis=1), 0)
+    signal = module.Band(limit=limit, lines=jnp.asarray(lines))
+    policy = utio_jax.Thresholded(
+        signal=signal, thresholds=jnp.float32(-margins[:-1]), depths=exits
+    )
+    result = utio_jax.score(*parts, ids, ends, policy, kv="drop")
+    stops = np.argmax(np.abs(estimates - limit) >= margins[:, None], axis=0)
+    assert {*stops} == {0, 1, 2}
+    np.testing.assert_array_equal(result.depths, np.take(exits, stops)[:, None].repeat(16, axis=1))
+    nats = -np.asarray(result.log_likelihood)[:, :-1].mean(axis=1)
+    np.testing.assert_allclose(nats, np.choose(stops, losses), rtol=1e-4)
+    texts = documents(60), documents(60)
+    ways, whole = module.run(tiny, *texts, deviations=np.inf, width=16)
+    assert ways["cascade"] == ways["chance"] == ways["all at 4"] == 1
+    ways, ratio = module.run(tiny, *texts, deviations=0, width=16)
+    assert ways["cascade"] == ways["all at 1"] < 1
+    assert ratio < 0.6 < whole
+
+
 def batches_for(rows: int, width: int, count: int) -> list[Any]:
     rng = np.random.default_rng(0)
     return [rng.integers(0, 64, (rows, width)).astype(np.int32) for _ in range(count)]

@@ -242,7 +242,7 @@ def test_techniques_of_nested_segments_refuse_branches(model: Model) -> None:
     signal, history = Position(), History(recent=4, sinks=1)
     sparse = VerticalSlash(signal=signal, thresholds=jnp.zeros(3), history=history)
     refused = (
-        partial(Select(depths=(4,), margins=np.zeros(1)).check, decoder, rows=2),
+        partial(Select(depths=(4,), margins=np.zeros(1)).check, decoder),
         partial(Throttled(policy=uniform(5), attention=sparse).check, decoder),
         partial(
             staircase, decoder, model.params, ids, jnp.asarray([9]), uniform(5), attention=sparse

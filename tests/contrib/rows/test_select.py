@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -18,12 +19,12 @@ from utio_jax.contrib.rows import (
     Select,
     Selected,
     fit_select,
+    fitting,
     read_context,
-    see_all,
     select,
     selecting,
 )
-from utio_jax.contrib.rows.fitting import replay
+from utio_jax.contrib.rows.fitting import replay, see_all
 from utio_jax.core.flops import token_cost
 from utio_jax.engine import Engine
 from utio_jax.engine.prefix import PrefixCache
@@ -65,8 +66,7 @@ def assert_right(result: Selected, tokens: dict[int, np.ndarray], how: Select) -
     def value(row: int, depth: int) -> float:
         if depth == 0:
             return float(tokens[full][row, 0])
-        total = float(sum(tokens[depth][row, : LENGTHS[row]].tolist()))
-        return total / LENGTHS[row] if how.mean else total
+        return float(tokens[depth][row, : LENGTHS[row]].mean())
 
     left, depths = [*range(ROWS)], [0] * ROWS
     for depth, margin in zip(how.depths, np.asarray(how.margins).tolist(), strict=True):
@@ -88,8 +88,8 @@ def run(model: Any, how: Select, **changes: Any) -> Selected:
     return select(model.decoder, model.params, context, *rows, how)
 
 
-def select_at(depths: Any, *margins: float, mean: bool = True) -> Select:
-    return Select(depths=depths, margins=np.asarray(margins, np.float32), mean=mean)
+def select_at(depths: Any, *margins: float) -> Select:
+    return Select(depths=depths, margins=np.asarray(margins, np.float32))
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_survivors_have_full_depths_scores_and_the_rest_left_where_they_should(k
     for _ in range(10):
         depths = [(0, 1, 2), (1, 2), ()][rng.integers(3)]
         margins = rng.choice([0.0, 0.1, 0.5, 2.0, np.inf], len(depths))
-        how = select_at(depths, *margins, mean=bool(rng.integers(2)))
+        how = select_at(depths, *margins)
         assert_right(run(model, how), tokens, how)
 
 
@@ -226,9 +226,17 @@ def scores_of(queries: int) -> np.ndarray:
     return np.concatenate([early, full], axis=1).astype(np.float32)
 
 
-def fit(tiny: Model, seen: np.ndarray, **options: object) -> Fitted:
-    given = {"depths": TRIED, "tokens": 8, "slots": 16, "max_disagreement": 0.05} | options
-    return fit_select(tiny.decoder, tiny.params, seen, **given)  # type: ignore[arg-type]
+@pytest.fixture
+def fit(tiny: Model, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Fitted]:
+    """Fits to given scores of queries of 8 tokens a candidate."""
+
+    def run(seen: np.ndarray, **options: Any) -> Fitted:
+        monkeypatch.setattr(fitting, "see_all", lambda *_, **__: seen)
+        queries = [(CONTEXT, np.zeros((8, 8), np.int32), np.full(8, 8))] * len(seen)
+        given: dict[str, Any] = {"depths": TRIED, "slots": 16, "max_disagreement": 0.05}
+        return fit_select(tiny.decoder, tiny.params, queries, **given | options)
+
+    return run
 
 
 def test_a_replay_is_the_loop_as_written() -> None:
@@ -249,9 +257,8 @@ def test_a_replay_is_the_loop_as_written() -> None:
     assert 0 < lost.sum() < 40
 
 
-def test_the_cheapest_that_passes_is_chosen_and_costs_what_it_says(tiny: Model) -> None:
-    seen = scores_of(400)
-    fitted = fit(tiny, seen)
+def test_the_cheapest_that_passes_is_chosen_and_costs_what_it_says(fit: Any) -> None:
+    fitted = fit(scores_of(400))
     ratios = [rung.cost for rung in fitted.ladder]
     assert ratios == sorted(ratios, reverse=True)
     last = [*(rung.p_value <= 0.05 for rung in fitted.ladder), False].index(False) - 1
@@ -261,20 +268,19 @@ def test_the_cheapest_that_passes_is_chosen_and_costs_what_it_says(tiny: Model) 
     assert fitted.tested == 200
 
 
-def test_scores_at_no_depth_or_at_others_are_refused(tiny: Model) -> None:
-    seen = scores_of(400)
-    for depths in ((), (1, 2)):
-        with pytest.raises(ValueError, match=r"one at least, and at full depth. Got depths=\("):
-            fit(tiny, seen[:, : max(1, len(depths))], depths=depths)
+def test_no_depth_or_groups_of_others_are_refused(fit: Any) -> None:
+    for options in ({"depths": ()}, {"groups": np.arange(3)}):
+        with pytest.raises(ValueError, match="one depth, and a group for each of 400 queries"):
+            fit(scores_of(400), **options)
 
 
-def test_queries_of_one_document_stay_on_one_side(tiny: Model) -> None:
+def test_queries_of_one_document_stay_on_one_side(fit: Any) -> None:
     groups = np.repeat(np.arange(4), 100)
     assert len({*half_of(groups, 0)[::100].tolist()}) == 2
     seen = scores_of(400)
     tests = ~half_of(groups, 0)
     seen[tests, :-1] = -seen[tests, -1:]  # Documents of which exits say the opposite: they test.
-    fitted = fit(tiny, seen, groups=groups)
+    fitted = fit(seen, groups=groups)
     assert fitted.tested == 200
     for rung in fitted.ladder:
         used = [*map(TRIED.index, rung.setting.depths), -1]

@@ -27,17 +27,18 @@ from utio_jax.core.decoder import (
     check_no_branches,
     has_exit_lens,
 )
-from utio_jax.core.documents import check_ids, check_tokens
+from utio_jax.core.documents import check_tokens
 from utio_jax.core.flops import token_cost
 from utio_jax.core.pytrees import pytree, static
 from utio_jax.core.work import Work, stack_work
+from utio_jax.decoding.base import Plain, check_mode
 from utio_jax.decoding.cached import Attend, Block, run_layers
 from utio_jax.decoding.loop import read_prompts, round_up
+from utio_jax.decoding.requests import check_prompts
 from utio_jax.engine import Engine
 from utio_jax.staircase.base import Sources
 
-_STEP = 64
-"""Static widths of contexts, and of what a prefix cache lacks, are multiples of so many tokens."""
+_STEP = 64  # Static widths of contexts, and of what a prefix cache lacks, are multiples of it.
 
 
 @pytree
@@ -59,28 +60,21 @@ class Context:
 class Select:
     """Rule for the candidates that run deeper: at most a margin worse than the best.
 
-    A candidate's score is the log-likelihood of its tokens after the context, in nats. Its first
-    token is predicted by the context alone, so that term is full depth's at every depth. At depth 0
-    it is all that is known: there it is compared as it is, never divided by a number of tokens.
+    A candidate's score is the mean log-likelihood of its tokens after the context, in nats. Its
+    first token is predicted by the context alone, so that term is full depth's at every depth. At
+    depth 0 it is all that is known: there it is compared as it is.
 
     Attributes:
       margins: of scores, one for each depth. A candidate leaves when the best score exceeds its own
         by more. Infinity: none leaves.
       depths: in layers, strictly increasing, below the model's; 0: before the first layer.
-      mean: scores are means over a candidate's tokens, otherwise sums. Static.
     """
 
     margins: Float[Array | np.ndarray, " boundary"]
     depths: tuple[int, ...] = static()
-    mean: bool = static(default=True)
 
-    def check(self, decoder: Decoder, *, rows: int) -> tuple[int, ...]:
-        """Returns the batch widths for a number of candidates: that, and its halves down to 1.
-
-        Raises:
-          ValueError: depths that are no boundaries of this model, margins of another number or
-            below 0.
-        """
+    def check(self, decoder: Decoder) -> None:
+        """Raises ValueError: depths not the model's, margins of another number or below 0."""
         layers = decoder.config.num_layers
         margins = np.asarray(self.margins)
         inner = self.depths[1:] if self.depths[:1] == (0,) else self.depths
@@ -91,7 +85,6 @@ class Select:
                 f"Wanted a margin of at least 0 for each of depths={self.depths}, in nats. Got "
                 f"{margins.tolist()}. Use infinity where none shall leave."
             )
-        return tuple(sorted({-(-rows // 2**halvings) for halvings in range(rows.bit_length() + 1)}))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -123,7 +116,7 @@ def read_context(
     params: Params,
     token_ids: Any,
     *,
-    slots: int | None = None,
+    slots: int = _STEP,
     engine: Engine | None = None,
     cache_salt: str = "",
 ) -> Context:
@@ -133,30 +126,19 @@ def read_context(
       decoder: a causal model.
       params: model parameters.
       token_ids: tokens of the context.
-      slots: static width that it is padded to, for one program over contexts of many lengths;
-        None: the next multiple of 64.
+      slots: static width that it is padded to, or to a multiple: one program for many lengths.
       engine: an engine of the same model, between calls of its `advance`. The context uses its
         prefix cache: tokens of a known prefix are copied, the others are read and stored.
       cache_salt: as of `Engine.submit`: contexts and requests with other salts share nothing.
 
     Raises:
-      ValueError: no token, ids outside the vocabulary, or more than the model's context or `slots`
-        hold. A model that is not causal: its context would depend on the candidates. An engine of
-        another model, or without a prefix cache.
+      ValueError: no token, ids outside the vocabulary, or more than the model's context holds. A
+        model that is not causal. An engine of another model, or without a prefix cache.
     """
     config = decoder.config
-    if not config.causal:
-        raise ValueError(
-            "Wanted a causal model, whose context does not depend on what follows. Got one with "
-            "causal=False. Score whole rows: utio_jax.score."
-        )
-    ids = check_ids(token_ids, vocab_size=config.vocab_size, what="the context")
-    most = config.context_length if slots is None else min(slots, config.context_length)
-    if not 1 <= ids.size <= most:
-        raise ValueError(
-            f"Wanted a context of 1 to {most} tokens. Got {ids.size}. Cut it at its beginning."
-        )
-    slots = min(round_up(ids.size, _STEP), most) if slots is None else slots
+    check_mode(Plain(), decoder)
+    (ids,) = check_prompts([token_ids], config=config, max_new_tokens=1)
+    slots = min(round_up(ids.size, slots), config.context_length)
     dtype = jax.eval_shape(decoder.embed, params, ids[None], ids[None]).dtype
     cache = init_cache(config, batch=1, slots=slots, dtype=dtype)
     if engine is None:
@@ -211,7 +193,7 @@ def select(
     config = decoder.config
     ids, ends = check_tokens(candidates, lengths, vocab_size=config.vocab_size)
     rows, width = ids.shape
-    widths = how.check(decoder, rows=rows)
+    how.check(decoder)
     if not ends.any():
         raise ValueError("Wanted a candidate whose length is above 0. Got none.")
     known = int(context.length)
@@ -234,14 +216,13 @@ def select(
         chosen = np.flatnonzero(alive)
         scores[chosen], depths[chosen] = first[chosen], stop
         if stop > 0:
-            size = next(width for width in widths if width >= chosen.size)
+            size = _narrowest(rows, chosen.size)
             packed = np.pad(chosen, (0, size - chosen.size), constant_values=rows).astype(np.int32)
             x, cache, nll = _run(
                 decoder, params, context, x, cache, ids, ends, packed, start=start, stop=stop
             )
             scores[chosen] += np.asarray(nll)[: chosen.size]
-            if how.mean:
-                scores[chosen] /= ends[chosen]
+            scores[chosen] /= ends[chosen]
             runs, keys = size * tokens, context.cache.num_slots + tokens
             entries = Work.of(
                 queries=jnp.int32(runs * (stop - start)),
@@ -262,6 +243,13 @@ def select(
         seen=np.stack(seen),
         work=jax.tree.map(np.asarray, stack_work(work)),
     )
+
+
+def _narrowest(rows: int, least: int) -> int:
+    """Returns the smallest of a number of rows, its half, its quarter, ... that is enough."""
+    while (half := -(-rows // 2)) < rows and half >= least:
+        rows = half
+    return rows
 
 
 def survivors(
