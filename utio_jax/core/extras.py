@@ -16,7 +16,6 @@ _EXTRAS = {
     "uvicorn": "serve",
     "pyarrow": "ray",
     "ray": "ray",
-    "zmq": "edge",
 }
 """Which extra brings a library, where that is not `cli`."""
 

@@ -1,14 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model in two parts, edge and cloud in threads here: its tokens, their cost, what is lost."""
+"""A model in two parts, edge and cloud: its tokens, their cost, what is lost."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import re
-import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,19 +12,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import zmq
 from helpers.generation import DepthAt, assert_greedy, lively_model, run, true_logits
 from helpers.models import Model, live_params, with_random_lens
 
 from utio_jax.contrib import edge as wires
-from utio_jax.contrib.edge import Cloud, Edge, EdgeText, Link, parts
+from utio_jax.contrib.edge import Cloud, Edge, EdgeText, parts
 from utio_jax.contrib.edge.parts import Row
 from utio_jax.core.lens import with_config
 from utio_jax.decoding import SamplingParams
 from utio_jax.policies import SoftmaxGap, Thresholded
 
 EXIT, LAYERS, SLOTS = 2, 4, 128
-KEY = b"a secret of more than 16 bytes"
 PROMPT = [0, 9, 3, 2, 8, 8, 1]
 
 
@@ -39,12 +33,7 @@ def _uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def clouded(model: Model, **options: Any) -> Cloud:
-    return Cloud(model.decoder, model.params, **({"exit": EXIT, "key": KEY} | options))
-
-
-def link_to(cloud: Cloud, **options: Any) -> Link:
-    options = {"seconds": 60.0, "key": KEY} | options
-    return Link(address=cloud.address, **options)
+    return Cloud(model.decoder, model.params, **({"exit": EXIT} | options))
 
 
 def edge_of(model: Model, policy: Any, **options: Any) -> Edge:
@@ -96,8 +85,7 @@ def test_tokens_and_depths_are_those_of_full_passes(kind: str, threshold: float)
     """Windows of the deep layers are theirs; the head reads the exit through a lens."""
     model = lively_model(windows=(0, 3, 5, 2)) if kind == "windows" else lively_model()
     model = with_random_lens(model) if kind == "lens" else model
-    with clouded(model) as cloud:
-        result = written(edge_of(model, sure(threshold), link=link_to(cloud)))
+    result = written(edge_of(model, sure(threshold), ask=clouded(model).answer))
     assert_true(model, result)
     at_exit = np.full(40, EXIT)
     shallow = true_logits(model, PROMPT, np.asarray(result.token_ids), at_exit, "full")
@@ -109,11 +97,10 @@ def test_tokens_and_depths_are_those_of_full_passes(kind: str, threshold: float)
 
 def test_where_all_ask_tokens_and_draws_are_the_plain_models() -> None:
     model = lively_model()
-    with clouded(model) as cloud:
-        edge = edge_of(model, sure(-np.inf), link=link_to(cloud))
-        edge.generate([4, 4, 4], max_new_tokens=20, eos_ids=())  # Leaves nothing behind.
-        result = written(edge)
-        drawn = written(edge, sampling=SamplingParams(temperature=0.8), seed=5)
+    edge = edge_of(model, sure(-np.inf), ask=clouded(model).answer)
+    edge.generate([4, 4, 4], max_new_tokens=20, eos_ids=())  # Leaves nothing behind.
+    result = written(edge)
+    drawn = written(edge, sampling=SamplingParams(temperature=0.8), seed=5)
     expected = run(model, [PROMPT])
     assert result.token_ids == expected.token_ids[0].tolist()
     np.testing.assert_allclose(result.log_probabilities, expected.log_probabilities[0], atol=1e-4)
@@ -131,9 +118,13 @@ def test_a_long_stretch_without_the_cloud_is_caught_up(dtype: Any) -> None:
     model, asks, sent = lively_model(), (6, 8, 31, 40), 7 + 2 + 23 + 9
     params = jax.tree.map(lambda leaf: leaf.astype(dtype), model.params)
     model = Model(model.decoder, params)
-    before = len(wires.identify(model.decoder, model.params, EXIT)) + wires.ASK.size
-    with clouded(model) as cloud:
-        result = written(edge_of(model, asking_at(*asks), link=link_to(cloud)))
+    cloud, sizes = clouded(model), list[int]()
+
+    def ask(message: bytes) -> bytes:
+        sizes.append(len(message))
+        return cloud.answer(message)
+
+    result = written(edge_of(model, asking_at(*asks), ask=ask))
     if dtype == "float32":
         assert_true(model, result)
     decided = np.asarray(result.decided)
@@ -142,7 +133,7 @@ def test_a_long_stretch_without_the_cloud_is_caught_up(dtype: Any) -> None:
     assert result.edge_layers == (16 + 39) * EXIT
     assert result.cloud_layers == (16 + 4 + 64 + 16) * (LAYERS - EXIT)
     size = jnp.dtype(dtype).itemsize * model.decoder.config.embed_dim
-    assert result.bytes_up == sent * size + 4 * before
+    assert sum(sizes) == sent * size + 4 * wires.ASK.size
 
 
 @pytest.mark.slow
@@ -153,12 +144,11 @@ def test_a_second_text_compiles_nothing(
     monkeypatch.undo()
     model, method = lively_model(), SamplingParams(temperature=0.7)
     jax.clear_caches()  # Other tests have compiled the same.
-    with clouded(model) as cloud:
-        edge = edge_of(model, sure(0.8), link=link_to(cloud))
-        edge.warmup()
-        with no_compiles():
-            edge.generate(PROMPT, max_new_tokens=90, eos_ids=())
-            edge.generate([4] * 23, max_new_tokens=30, sampling=method, seed=3)
+    edge = edge_of(model, sure(0.8), ask=clouded(model).answer)
+    edge.warmup()
+    with no_compiles():
+        edge.generate(PROMPT, max_new_tokens=90, eos_ids=())
+        edge.generate([4] * 23, max_new_tokens=30, sampling=method, seed=3)
 
 
 # Losing the cloud.
@@ -166,191 +156,118 @@ def test_a_second_text_compiles_nothing(
 
 def test_without_the_cloud_texts_go_on_from_the_exit_and_say_so() -> None:
     """It goes after five tokens, all of which asked; it is back for the next text."""
-    model, seen = lively_model(), list[int]()
-    with clouded(model) as cloud:
-        written(edge_of(model, sure(-np.inf), link=link_to(cloud)))  # Compiling takes over 3 s.
-        edge = edge_of(model, sure(-np.inf), link=link_to(cloud, seconds=3.0))
+    model, seen, gone = lively_model(), list[int](), [False]
+    cloud = clouded(model)
 
-        def after_five(token: int) -> None:
-            seen.append(token)
-            if len(seen) == 5:
-                cloud.close()
+    def ask(message: bytes) -> bytes:
+        if gone[0]:
+            raise TimeoutError("no answer within 3 s")
+        return cloud.answer(message)
 
-        result = written(edge, on_token=after_five)
+    def after_five(token: int) -> None:
+        seen.append(token)
+        gone[0] = len(seen) >= 5
+
+    edge = edge_of(model, sure(-np.inf), ask=ask)
+    result = written(edge, on_token=after_five)
     assert result.decided == [LAYERS] * 5 + [EXIT] * 35
     assert seen == result.token_ids
     assert_true(model, result)
     assert result.fallbacks == 35
-    assert "no answer within 3 s. Is it running, and has it the same key" in str(result.lost)
-    with clouded(model, address=cloud.address):
-        assert written(edge).token_ids == plain()
-
-
-@contextlib.contextmanager
-def rogue(*answers: bytes) -> Iterator[Link]:
-    """A cloud with the right key that answers so, one ask after the other; yields a link."""
-    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
-        router.curve_server, router.curve_secretkey = 1, wires.server_key(KEY)
-        router.linger = 1000
-        port = router.bind_to_random_port("tcp://127.0.0.1")
-
-        def serve() -> None:
-            for answer in answers:
-                edge, *_ = router.recv_multipart()
-                router.send_multipart([edge, answer])
-
-        thread = threading.Thread(target=serve)
-        thread.start()
-        yield Link(address=f"tcp://127.0.0.1:{port}", key=KEY, seconds=2.0)
-        thread.join()
+    assert result.lost == "no answer within 3 s"
+    gone[0] = False
+    assert written(edge).token_ids == plain()
 
 
 @pytest.mark.parametrize(
-    ("answers", "message"),
+    "answer",
     [
-        ([b"m"] * 2, "failed: ''"),  # It was sent all states.
-        ([wires.TOKEN.pack(b"t", 64, -1.0, 1)], "failed: '@"),  # Its tokens end at 63.
-        ([wires.TOKEN.pack(b"t", 1, float("nan"), 1)], "failed: '\\x01"),
-        ([b"fout of memory"], "failed: 'out of memory'"),
-        ([b"x" * 100_000], "no answer within 2 s"),
+        b"m",  # It was sent all states.
+        wires.TOKEN.pack(b"t", 64, -1.0, 1),  # Its tokens end at 63.
+        wires.TOKEN.pack(b"t", 1, float("nan"), 1),
+        b"<html>Bad gateway</html>",
+        b"",
     ],
 )
-def test_a_cloud_that_answers_and_does_not_help_is_lost(answers: list[bytes], message: str) -> None:
-    with rogue(*answers) as link:
-        result = written(edge_of(lively_model(), asking_at(8), link=link), max_new_tokens=4)
+def test_a_cloud_that_answers_and_does_not_help_is_lost(answer: bytes) -> None:
+    edge = edge_of(lively_model(), asking_at(8), ask=lambda message: answer)
+    result = written(edge, max_new_tokens=4)
     assert result.fallbacks == 1
-    assert message in str(result.lost)
+    assert f"a token of the cloud. Got {answer!r}" in str(result.lost)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("why", ["another edge has its row", "it was started again"])
-def test_what_a_cloud_has_forgotten_is_sent_again(why: str) -> None:
-    model, seen = lively_model(), list[int]()
-    clouds = [clouded(model, rows=1)]
-    edge, other = (edge_of(model, sure(-np.inf), link=link_to(clouds[0])) for _ in range(2))
+@pytest.mark.parametrize("why", ["another text has its row", "it was started again", "it failed"])
+def test_what_a_cloud_has_forgotten_is_sent_again(
+    why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, seen, whole = lively_model(), list[int](), parts.run_block
+    clouds, sizes = [clouded(model, rows=1)], list[int]()
+
+    def ask(message: bytes) -> bytes:
+        sizes.append(len(message))
+        return clouds[0].answer(message)
+
+    edge = edge_of(model, sure(-np.inf), ask=ask)
+    other = edge_of(model, sure(-np.inf), ask=lambda message: clouds[0].answer(message))
+
+    def fails(*arguments: Any, start: int, **more: Any) -> Any:
+        ran = whole(*arguments, start=start, **more)  # The cache is donated.
+        if start:
+            monkeypatch.undo()
+            raise OSError("out of memory")
+        return ran
 
     def after_three(token: int) -> None:
         seen.append(token)
-        if len(seen) == 3 and why == "another edge has its row":
+        if len(seen) == 3 and why == "another text has its row":
             assert written(other, max_new_tokens=6).token_ids == plain()[:6]
+        elif len(seen) == 3 and why == "it was started again":
+            clouds[0] = clouded(model, rows=1)
         elif len(seen) == 3:
-            clouds[0].close()
-            clouds.append(clouded(model, rows=1, address=clouds[0].address))
-            time.sleep(0.5)  # ZeroMQ connects again by itself.
+            monkeypatch.setattr(parts, "run_block", fails)
+            assert written(other, max_new_tokens=1).lost == "out of memory"
 
     result = written(edge, on_token=after_three)
-    clouds.pop().close()
     assert result.decided == [LAYERS] * 40
     assert result.token_ids == plain()
-    header = len(wires.identify(model.decoder, model.params, EXIT)) + wires.ASK.size
-    sent = len(PROMPT) + 39 + (len(PROMPT) + 3)
-    assert result.bytes_up == sent * 4 * model.decoder.config.embed_dim + 41 * header
-
-
-@pytest.mark.slow
-def test_an_interrupt_leaves_nothing_to_the_next_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither an answer on its way, nor a cache that was donated for nothing."""
-    model, left, whole, poll = lively_model(), [3], parts.run_block, zmq.Socket.poll
-
-    def late(*arguments: Any, **more: Any) -> Any:
-        ran = whole(*arguments, **more)
-        left[0] -= 1
-        if not left[0]:
-            raise KeyboardInterrupt
-        return ran
-
-    def interrupted(to: Any, timeout: int) -> int:
-        if to.getsockopt(zmq.TYPE) == zmq.DEALER:  # The edge's.
-            raise KeyboardInterrupt
-        return poll(to, timeout)
-
-    with clouded(model) as cloud:
-        edge = edge_of(model, sure(-np.inf), link=link_to(cloud))
-        for owner, name, stop in ((parts, "run_block", late), (zmq.Socket, "poll", interrupted)):
-            with monkeypatch.context() as patched:
-                patched.setattr(owner, name, stop)
-                with pytest.raises(KeyboardInterrupt):
-                    written(edge)
-            result = written(edge)
-            assert result.lost is None
-            assert result.token_ids == plain()
-
-
-def test_a_cloud_ends_behind_the_block_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thread inside of XLA when the interpreter ends would abort the process."""
-    begun, ended, true = threading.Event(), threading.Event(), parts.run_block
-
-    def slow(*given: Any, start: int, **more: Any) -> Any:
-        if start:
-            begun.set()
-            time.sleep(0.5)
-        result = true(*given, start=start, **more)
-        if start:
-            ended.set()
-        return result
-
-    with clouded(lively_model()) as cloud:
-        monkeypatch.setattr(parts, "run_block", slow)
-        edge = edge_of(lively_model(), asking_at(6), link=link_to(cloud))
-        asking = threading.Thread(target=written, args=[edge], kwargs={"max_new_tokens": 2})
-        asking.start()
-        assert begun.wait(60)
-        cloud.close()
-        assert ended.is_set()
-        asking.join()
+    again = 0 if why == "it failed" else len(PROMPT) + 3
+    sent = (len(PROMPT) + 39 + again) * 4 * model.decoder.config.embed_dim
+    assert sum(sizes) == sent + (41 - (not again)) * wires.ASK.size
 
 
 # What is refused.
 
 
 def test_what_is_not_of_the_protocol_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And the cloud goes on: an edge is answered behind it."""
-    model, who, token = lively_model(), b"6 sixteen letters. 2", bytes(128)
+    """And the cloud goes on: an edge is answered after it."""
+    model, who, token = lively_model(), b"sixteen letters.", bytes(128)
     monkeypatch.setattr(wires, "identify", lambda *_: who)
 
-    def header(first: int = 0, top_k: int = 0) -> bytes:
-        return wires.ASK.pack(first, 0, 0.0, top_k, 1.0, 0.0)
+    def header(first: int = 0, top_k: int = 0, model: bytes = who) -> bytes:
+        return wires.ASK.pack(model, bytes(16), first, 0, 0.0, top_k, 1.0, 0.0)
 
     short = Model(with_config(model.decoder, context_length=4), model.params)
-    with clouded(short) as cloud, link_to(cloud).connect() as to:
-        for frames, message in (
-            (
-                [b"6 sixteen letters. 1", header(), token],
-                b"rWanted an edge .* 2. Got 6 .* 1. Start",
-            ),
-            ([b"\xff" * 99], b"rWanted an edge of protocol, model and exit 6 sixteen"),
-            ([who, b"no header", token], b"f.*24 bytes"),
-            ([who], b"f.*24 bytes"),
-            ([who, header()], b"r"),
-            ([who, header(), bytes(127)], b"r"),
-            ([who, header(), token, token], b"f"),
-            ([who, header(), token * 5], b"rWanted at most 4 tokens.* Got 5"),
-            ([who, header(top_k=-1), token], b"rWanted a top_k"),
-            ([who, header(first=2), token], b"m$"),
-        ):
-            for sent, answer in ((frames, message), ([who, header(), token], b"t")):
-                to.send_multipart(sent)
-                assert to.poll(20_000)
-                assert re.match(answer, to.recv())
+    cloud = clouded(short)
+    for message, answer in (
+        (header(model=b"another") + token, b"rWanted an edge of this cloud's protocol"),
+        (b"no header", b"rWanted at least 56 bytes. Got 9"),
+        (header(), b"rWanted 1 to 4 tokens"),
+        (header() + bytes(127), b"r"),
+        (header() + token * 5, b"rWanted 1 to 4 tokens, the cloud's context. Got 5 after 0"),
+        (header(first=2**31) + token, b"rWanted 1 to 4 tokens"),
+        (header(top_k=-1) + token, b"rWanted a top_k"),
+        (header(first=2) + token, b"m"),
+    ):
+        assert cloud.answer(message).startswith(answer)
+        assert cloud.answer(header() + token)[:1] == b"t"
 
 
-def test_a_short_key_is_refused_before_anything_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Row, "compile", lambda self: pytest.fail("compiled"))
-    with pytest.raises(ValueError, match="16 bytes, the same on both sides. Got 5 bytes"):
-        clouded(lively_model(), key=b"short")
-
-
-def test_another_model_or_key_is_refused() -> None:
+def test_another_model_is_refused() -> None:
     model = lively_model()
     others = [Model(model.decoder, live_params(model.decoder))]
     others += [Model(with_config(model.decoder, rope_theta=500.0), model.params)]
-    with clouded(model) as cloud:
-        for other in others:
-            with pytest.raises(ValueError, match=r"exit 6 [0-9a-f]{16} 2. Got 6 .* Start both"):
-                written(edge_of(other, sure(0.5), link=link_to(cloud)))
-        link = link_to(cloud, key=b"another secret of as many bytes", seconds=0.5)
-        result = written(edge_of(model, asking_at(8), link=link), max_new_tokens=4)
-        assert "no answer within 0.5 s. Is it running, and has it the same key" in str(result.lost)
-        taken = f"an address to listen on. Got {cloud.address}: .*Name another port, or 0"
-        with pytest.raises(ValueError, match=taken):
-            clouded(model, address=cloud.address)
+    cloud = clouded(model)
+    for other in others:
+        with pytest.raises(ValueError, match="this cloud's protocol, model and exit.* Start both"):
+            written(edge_of(other, sure(0.5), ask=cloud.answer))

@@ -43,7 +43,7 @@ class Row:
         dtype = jax.eval_shape(decoder.embed, params, nothing, nothing).dtype
         layers = dataclasses.replace(config, num_layers=stop, exits=(), windows=())
         self.cache = init_cache(layers, batch=1, slots=config.context_length, dtype=dtype)
-        self.last, self.ran, self.slots = jnp.zeros(config.embed_dim, dtype), 0, 0
+        self.last, self.ran, self.slots = np.zeros(config.embed_dim, dtype), 0, 0
 
     def compile(self, policy: Policy | None = None) -> None:
         """Compiles every program that tokens of a row may need, by running them."""
@@ -64,11 +64,12 @@ class Row:
             width = min(size for size in self._widths if size >= self.ran + real)
             block = np.resize(part, (wide, *part.shape[1:]))  # Repeated, where it is too short.
             where = np.int32(self.ran), np.int32(real)
-            x, self.last, self.cache = run_block(
+            x, self.cache = run_block(
                 *self._model, self.cache, block, *where, width=width, **self._layers
             )
             states.append(np.asarray(x)[:real])
             self.ran, self.slots = self.ran + real, self.slots + wide
+        self.last = states[-1][-1]
         return np.concatenate(states)
 
     def read(
@@ -92,8 +93,8 @@ def run_block(  # noqa: PLR0913 (arrays of one block)
     start: int,
     stop: int,
     width: int,
-) -> tuple[Float[Array, "chunk dim"], Float[Array, " dim"], KVCache]:
-    """Returns states after layers [start, stop) of the next tokens, the last one's, the cache.
+) -> tuple[Float[Array, "chunk dim"], KVCache]:
+    """Returns states after layers [start, stop) of the next tokens, and the cache.
 
     `count` inputs are real, from position `first` on; `width` slots are read. Donates the cache.
     """
@@ -106,7 +107,7 @@ def run_block(  # noqa: PLR0913 (arrays of one block)
         x = decoder.embed(params, inputs[None], positions)
     layers: Any = {"start": start, "stop": stop, "width": width}
     x, cache = run_segment(decoder, params, cache, x, block, **layers)
-    return x[0], x[0, count - 1], cache
+    return x[0], cache
 
 
 @partial(jax.jit, static_argnames=("decoder", "depth"))
