@@ -34,6 +34,7 @@ from helpers.generation import lively_model
 from helpers.shared_kv import KINDS
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from utio_jax.core.work import Work
 from utio_jax.decoding.base import Plain
 from utio_jax.decoding.generate import generate, generate_text
 from utio_jax.decoding.loop import Lengths
@@ -383,7 +384,7 @@ def test_nothing_leaks(count: int) -> None:
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_work_is_that_of_slots_and_steps(late: bool) -> None:
+def test_work_is_that_of_slots_and_steps(late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two requests of 9 tokens: a pass of three blocks, then none, four and four steps."""
     model, shapes = lively_model(), dataclasses.replace(SHAPES, key_step=CAPACITY)
     decoder = Counting(model.decoder.config)
@@ -395,10 +396,14 @@ def test_work_is_that_of_slots_and_steps(late: bool) -> None:
         shapes=shapes,
         read_late=late,
     )
-    for number in range(2):
-        engine.submit([5, 7 + number], max_new_tokens=9, eos_ids=())
+
+    def run() -> Any:
+        for number in range(2):
+            engine.submit([5, 7 + number], max_new_tokens=9, eos_ids=())
+        return engine.drain()
+
     read_counts()
-    result = engine.drain()
+    result = run()
     counts, layers, width = read_counts(), TINY.num_layers, 32
     steps = 8
     assert counts["queries"] == layers * (3 * width + steps * SLOTS)
@@ -410,6 +415,10 @@ def test_work_is_that_of_slots_and_steps(late: bool) -> None:
     stats = engine.stats()
     assert (stats.blocks, stats.prompt_groups) == (4 if late else 3, 1)
     assert (stats.prompt_tokens, stats.padded_prompt_tokens) == (4, 3 * width)
+    # The host reads the counts of a request once, at its end.
+    made, of = list[int](), Work.of
+    monkeypatch.setattr(Work, "of", lambda **entries: made.append(1) or of(**entries))
+    assert len(run()) == len(made) == 2
 
 
 @pytest.mark.parametrize(

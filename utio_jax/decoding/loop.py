@@ -131,7 +131,7 @@ def _hand_over(
             columns=columns.cut(row, slice(request.length, lengths[row])),
             length=int(lengths[row]),
             reason=REASONS[reason[row]],
-            work=jax.tree.map(lambda leaf, row=row: np.array(leaf[row]), work),
+            work=partial(jax.tree.map, lambda leaf, row=row: np.array(leaf[row]), work),
         )
         event = request.take(report, now)
         ended[row] = event.finished is not None and reason[row] == RUNNING

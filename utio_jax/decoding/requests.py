@@ -111,12 +111,15 @@ class Event(Columns):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RowReport:
-    """Report of a row: new tokens, its length with them, finish reason, and work so far."""
+    """Report of a row: new tokens, its length with them, finish reason, and work so far.
+
+    The work is read by a call, as of a row's last report alone.
+    """
 
     columns: Columns
     length: int
     reason: str
-    work: Work
+    work: Callable[[], Work]
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
@@ -241,7 +244,7 @@ class Request:
             text="" if self.text is None else self.text.text,
             pieces=("",) * size if self.text is None else tuple(self.text.pieces),
             num_layers=self.num_layers,
-            work=Work.of() if self._last is None else self._last.work,
+            work=Work.of() if self._last is None else self._last.work(),
             cached_tokens=self.cached,
             seconds=now - self.submitted,
             seconds_in_queue=None if self.admitted is None else self.admitted - self.submitted,

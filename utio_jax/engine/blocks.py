@@ -17,6 +17,7 @@ from utio_jax.attention.cache import KVCache
 from utio_jax.core.platform import here
 from utio_jax.core.pytrees import pytree
 from utio_jax.core.rows import first_rows, put_first_rows
+from utio_jax.core.work import Work
 from utio_jax.decoding.base import DecodeContext, Mode
 from utio_jax.decoding.loop import advance
 from utio_jax.decoding.requests import RowReport
@@ -117,13 +118,16 @@ def read_report(
     """Returns the report of one slot's row; its first `known` tokens have been reported before."""
     row = np.array(report[slot])  # A copy: on CPU, the array is a view of a device buffer.
     since, length, reason = map(int, row[:3])
-    at, new = 3, slice(known - since, length - since)
+    new, at = slice(known - since, length - since), 3 + len(dataclasses.fields(Work))
 
     def take(leaf: Any, *shape: int) -> np.ndarray:
         nonlocal at
         at, start = at + math.prod(shape), at
         return row[start:at].view(leaf.dtype).reshape(shape)
 
-    work = jax.tree.map(take, state.work)
+    def work() -> Work:
+        counts = iter(row[3:])
+        return jax.tree.map(lambda leaf: np.asarray(next(counts)).view(leaf.dtype), Work.of())
+
     columns = jax.tree.map(lambda leaf: take(leaf, room, *leaf.shape[2:])[new], state.columns)
     return RowReport(columns=columns, work=work, length=length, reason=REASONS[reason])
