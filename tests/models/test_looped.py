@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from pathlib import Path
 from typing import Any, cast
 
+import gguf
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -139,16 +141,22 @@ def test_layers_beyond_those_of_a_turn_are_refused(tmp_path: Path) -> None:
         load(folder)
 
 
-@pytest.mark.parametrize("kind", ["nanbeige", "nanbeige_skip"])
-def test_gguf_files_hold_the_model_of_their_folder(tmp_path: Path, kind: str) -> None:
-    folder, file = write_looped(tmp_path / kind, kind), tmp_path / "model.gguf"
+def write_nanbeige(folder: Path, kind: str) -> Path:
+    """Writes a GGUF file into a folder, next to the folder of the same model."""
     loops, skip = KINDS[kind]["num_loops"], KINDS[kind]["skip_loop_final_norm"]
 
     def describe(writer: Any) -> None:
         writer.add_uint32("nanbeige.num_loops", loops)
         writer.add_bool("nanbeige.skip_loop_final_norm", skip)
 
-    write_gguf(file, folder, arch="nanbeige", describe=describe)
+    file = folder / "model.gguf"
+    write_gguf(file, write_looped(folder / kind, kind), arch="nanbeige", describe=describe)
+    return file
+
+
+@pytest.mark.parametrize("kind", ["nanbeige", "nanbeige_skip"])
+def test_gguf_files_hold_the_model_of_their_folder(tmp_path: Path, kind: str) -> None:
+    file, folder = write_nanbeige(tmp_path, kind), tmp_path / kind
     result, expected = load(file), load(folder)
     assert result.decoder == expected.decoder
     assert_equal(result.params, expected.params)
@@ -157,6 +165,39 @@ def test_gguf_files_hold_the_model_of_their_folder(tmp_path: Path, kind: str) ->
     write_gguf(file, folder, arch="nanbeige", factors=np.arange(1.0, 7.0))
     with pytest.raises(ValueError, match="rope"):
         load(file)
+
+
+@pytest.mark.parametrize(
+    ("kind", "digest", "tokens", "log_probabilities"),
+    [
+        (
+            "nanbeige",
+            "27e5509bb9fd68be700589e9b948d56a34b9ec382ed271ee31b4fb229b523b50",
+            [38, 13, 16, 16, 38, 18],
+            [-1.48444, -1.5189, -2.21424, -0.85942, -1.7772, -2.46586],
+        ),
+        (
+            "nanbeige_skip",
+            "acafa64975bb664fb8ef696abf9ad51aa3e591f3843bd97339a99490cce08780",
+            [31, 36, 36, 36, 31, 36],
+            [-2.28609, -2.14831, -2.1615, -2.10874, -1.94988, -2.47438],
+        ),
+    ],
+)
+def test_gguf_files_are_read_as_llama_cpp_reads_them(
+    tmp_path: Path, kind: str, digest: str, tokens: list[int], log_probabilities: list[float]
+) -> None:
+    """Pinned: what xllamacpp 2026.10.11549 answers, of the same tensors and a tokenizer.
+
+    With K/V in float32 and without flash attention: its K/V of float16 differ by 0.02.
+    """
+    file = write_nanbeige(tmp_path, kind)
+    tensors = {tensor.name: tensor.data for tensor in gguf.GGUFReader(file).tensors}
+    assert hashlib.sha256(b"".join(tensors[name] for name in sorted(tensors))).hexdigest() == digest
+    model = load(file)
+    result = generate(model.decoder, model.params, [rows()[0]], max_new_tokens=len(tokens))
+    assert result.token_ids[0].tolist() == tokens
+    np.testing.assert_allclose(result.log_probabilities[0], log_probabilities, atol=1e-4)
 
 
 def test_a_saved_model_is_the_loaded_one(tmp_path: Path) -> None:
