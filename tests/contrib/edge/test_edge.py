@@ -197,12 +197,14 @@ def test_a_cloud_that_answers_and_does_not_help_is_lost(answer: bytes) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("why", ["another text has its row", "it was started again", "it failed"])
+@pytest.mark.parametrize(
+    "why", ["another text has its row", "it was started again", "it failed", "two are as long"]
+)
 def test_what_a_cloud_has_forgotten_is_sent_again(
     why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, seen, whole = lively_model(), list[int](), parts.run_block
-    clouds, sizes = [clouded(model, rows=1)], list[int]()
+    clouds, sizes = [clouded(model, rows=1 + (why == "two are as long"))], list[int]()
 
     def ask(message: bytes) -> bytes:
         sizes.append(len(message))
@@ -224,6 +226,8 @@ def test_what_a_cloud_has_forgotten_is_sent_again(
             assert written(other, max_new_tokens=6).token_ids == plain()[:6]
         elif len(seen) == 3 and why == "it was started again":
             clouds[0] = clouded(model, rows=1)
+        elif len(seen) == 3 and why == "two are as long":
+            other.generate([4] * len(PROMPT), max_new_tokens=3, eos_ids=())
         elif len(seen) == 3:
             monkeypatch.setattr(parts, "run_block", fails)
             assert written(other, max_new_tokens=1).lost == "out of memory"
@@ -231,7 +235,7 @@ def test_what_a_cloud_has_forgotten_is_sent_again(
     result = written(edge, on_token=after_three)
     assert result.decided == [LAYERS] * 40
     assert result.token_ids == plain()
-    again = 0 if why == "it failed" else len(PROMPT) + 3
+    again = 0 if why in ("it failed", "two are as long") else len(PROMPT) + 3
     sent = (len(PROMPT) + 39 + again) * 4 * model.decoder.config.embed_dim
     assert sum(sizes) == sent + (41 - (not again)) * wires.ASK.size
 
