@@ -83,7 +83,6 @@ SCORES: dict[str, Any] = {
     "random": by_chance,
     "left": lambda state: jnp.broadcast_to(-jnp.arange(state.ids.shape[1]), state.ids.shape) * 1.0,
     "confidence": lambda state: state.predicted.probability,
-    "entropy": lambda state: state.predicted.entropy,
     "age of masks": lambda state: (state.step - state.predicted.at).astype(jnp.float32),
     "decided": None,
 }
@@ -93,9 +92,9 @@ CONTROLLED = ("near", "confidence", "random")
 """Scores that have rows at two counts."""
 
 
-def best_by(score: str, count: int, **options: Any) -> Best:
+def best_by(score: str, count: int) -> Best:
     """Returns a number of tokens by a named score."""
-    return Best(score=SCORES[score], count=count, **options)
+    return Best(score=SCORES[score], count=count)
 
 
 def settings_of(config: Any) -> list[Setting]:
@@ -106,17 +105,13 @@ def settings_of(config: Any) -> list[Setting]:
     rows += [Setting(name=f"full, {k} a step", refresh=full, count=k) for k in (1, 4, 8)]
     dual = Refresh(lower="block", at_blocks=True, split=layers)
     rows.append(Setting(name="DualCache, block 32", refresh=dual, block=32))
-    for score in ("near", "age", "random", "left", "confidence", "entropy"):
+    for score in ("near", "age", "random", "left", "confidence"):
         for count in (16, 32) if score in CONTROLLED else (16,):
             name, how = (
                 f"0 or all: {count} {score}",
                 Refresh(lower=best_by(score, count), split=layers),
             )
             rows.append(Setting(name=name, refresh=how))
-    for score in CONTROLLED:
-        masks = best_by(score, 10, among="masks")  # And the two just decided.
-        how = Refresh(lower=masks, split=layers)
-        rows.append(Setting(name=f"0 or all: 8 masks, {score}", refresh=how))
     if not shared:
         return rows
     rows.append(Setting(name="upper: masks alone", refresh=Refresh()))
@@ -136,7 +131,7 @@ def settings_of(config: Any) -> list[Setting]:
         how = Refresh(lower=decided(count))
         name = "lower: decided" + (f", {count} a step" if count != 2 else "")
         rows.append(Setting(name=name, refresh=how, count=count))
-    for score in ("near", "left", "age", "random", "confidence", "entropy"):
+    for score in ("near", "left", "age", "random", "confidence"):
         for count in (8, 16) if score in CONTROLLED else (8,):
             of_masks = best_by("age of masks" if score == "age" else score, count)
             how = Refresh(lower=decided(2), upper=of_masks)
@@ -201,8 +196,9 @@ def measure(model: Any, setting: Setting, windows: np.ndarray, prompt: int) -> d
     decoder, params, new = model.decoder, model.params, windows.shape[1] - prompt
     options = options_of(model, setting, new)
     loop = Loop(decoder=decoder, stop=None, keeps_log_probs=True, **options)
-    prompts, truth = [*windows[:, :prompt]], windows[:, prompt:]
-    rows = rows_of(loop, prompts, forced=truth, width=windows.shape[1])
+    prompts = [*windows[:, :prompt]]
+    rows = rows_of(loop, prompts, width=windows.shape[1])
+    rows = dataclasses.replace(rows, forced=jnp.asarray(windows))
     layers = split_layers(decoder, params)
     state, kl, step = jax.jit(loop.init)(params, rows), np.zeros(len(windows)), 0
     while not bool(state.done.all()):

@@ -16,9 +16,9 @@ from helpers.shared_kv import KINDS
 
 from utio_jax.attention.mixing import mixer_at
 from utio_jax.contrib.denoising import Best, Canvas, Refresh, Reveal, Sched, denoise, near
-from utio_jax.contrib.denoising.decode import rows_of
+from utio_jax.contrib.denoising.decode import result_of, rows_of
 from utio_jax.contrib.denoising.loop import Inputs, Loop
-from utio_jax.core.layer import layer_at
+from utio_jax.core.layer import layer_at, split_layers
 from utio_jax.models.presets import TINY
 from utio_jax.models.transformer import Transformer
 from utio_jax.staircase.reference import apply_layer, dense_keys_values, read_side_by_side
@@ -42,10 +42,6 @@ def mask_age(state: Any) -> jax.Array:
 
 def confidence(state: Any) -> jax.Array:
     return state.predicted.probability
-
-
-def entropy(state: Any) -> jax.Array:
-    return state.predicted.entropy
 
 
 def left(state: Any) -> jax.Array:
@@ -101,7 +97,7 @@ class Oracle:
         self.made = {row: np.zeros(self.width, bool) for row in self.kv}
         self.x = jnp.zeros((1, self.width, config.embed_dim))
         self.must, self.ran = np.ones(self.width, bool), np.full(self.width, -1)
-        self.probability, self.entropy, self.margin = (np.zeros(self.width) for _ in range(3))
+        self.probability, self.margin = np.zeros((2, self.width))
         self.token = np.zeros(self.width, int)
         self.at, self.decided = np.full(self.width, -1), np.full(self.width, -1)
         self.log_prob, self.written = np.zeros(self.width), np.zeros(self.width)
@@ -147,18 +143,16 @@ class Oracle:
 
     def chosen(self, how: Best, part: int, allowed: np.ndarray, must: np.ndarray) -> np.ndarray:
         newly = [i for i in range(self.width) if self.decided[i] == self.step - 1 >= 0]
-        of_masks = part == 1 or how.among == "masks"
         scores: dict[Any, Any] = {
             age: lambda i: self.step - self.ran[i],
             mask_age: lambda i: self.step - self.at[i],
             near: lambda i: -min((abs(i - j) for j in newly), default=1e6),
             None: lambda i: 0,
             confidence: lambda i: self.probability[i],
-            entropy: lambda i: self.entropy[i],
             left: lambda i: -i,
         }
         score = scores[how.score]
-        move = int(self.canvas.shift and of_masks)
+        move = int(self.canvas.shift and part == 1)
         inside = lambda i: i if i < self.width else 0  # noqa: E731
         order = sorted(
             np.flatnonzero(allowed),
@@ -188,10 +182,7 @@ class Oracle:
             low = allowed & (must | in_block | predicting)
         else:
             how = refresh.lower
-            picks = (
-                must if how.score is None else must | (predicting if how.among == "masks" else True)
-            )
-            low = self.chosen(how, 0, allowed & picks, must)
+            low = self.chosen(how, 0, allowed & must if how.score is None else allowed, must)
         self.ran[low], self.must[low] = self.step, False
         up = allowed & ((self.ran == self.step) if at_end else (self.ran >= 0))
         if refresh.upper != "all":
@@ -204,9 +195,7 @@ class Oracle:
             p = token + int(self.canvas.shift)
             guess = log_probs[token].argmax()
             self.token[p], self.at[p] = guess, self.step
-            q = np.exp(log_probs[token])
-            self.probability[p] = q.max()
-            self.entropy[p] = -np.sum(q[q > 0] * log_probs[token][q > 0])
+            self.probability[p] = np.exp(log_probs[token].max())
             two = np.sort(self.logits[token])[-2:]
             self.margin[p] = two[1] - two[0]
             self.log_prob[p] = log_probs[token][guess if forced is None else forced[p - self.start]]
@@ -255,22 +244,26 @@ def assert_oracle(
     model: Model, canvas: Canvas, refresh: Refresh, reveal: Reveal, **options: Any
 ) -> Any:
     result = run(model, canvas, refresh, reveal, **options)
-    forced = options.get("forced")
+    assert_rows(result, model, canvas, refresh, reveal=reveal, **options)
+    return result
+
+
+def assert_rows(
+    result: Any, model: Model, canvas: Canvas, refresh: Refresh, forced: Any = None, **options: Any
+) -> None:
     for row, prompt in enumerate(PROMPTS):
         truth = None if forced is None else forced[row]
-        expected = Oracle(model, prompt, canvas, refresh)
-        expected.run(reveal=reveal, stop=options.get("stop"), forced=truth)
+        expected = Oracle(model, prompt, canvas, refresh).run(forced=truth, **options)
         new = slice(expected.start, None)
         np.testing.assert_array_equal(result.decided_at[row], expected.decided[new])
         np.testing.assert_array_equal(result.token_ids[row], expected.ids[new])
         np.testing.assert_allclose(result.log_probs[row], expected.written[new], atol=1e-4)
         assert result.steps[row] == expected.step
         np.testing.assert_array_equal(result.runs[:, row], expected.runs)
-    return result
 
 
-def best(score: Any, count: int, **options: Any) -> Best:
-    return Best(score=score, count=count, **options)
+def best(score: Any, count: int) -> Best:
+    return Best(score=score, count=count)
 
 
 REFRESH: dict[str, tuple[Canvas, Refresh]] = {
@@ -278,8 +271,8 @@ REFRESH: dict[str, tuple[Canvas, Refresh]] = {
     "predicting": (SHIFTED, Refresh()),
     "decided, near": (SHIFTED, Refresh(lower=best(None, 2), upper=best(near, 4))),
     "age, left": (FULL, Refresh(lower=best(age, 6), upper=best(left, 3))),
-    "near, entropy": (SHIFTED, Refresh(lower=best(near, 5), upper=best(entropy, 4))),
-    "0 or all": (SHIFTED, Refresh(lower=best(confidence, 5, among="masks"), split=4)),
+    "near, confidence": (SHIFTED, Refresh(lower=best(near, 5), upper=best(confidence, 4))),
+    "0 or all": (SHIFTED, Refresh(lower=best(confidence, 5), split=4)),
     "DualCache": (BLOCKS, Refresh(lower="block", at_blocks=True)),
     "blocks": (CAUSAL_BLOCKS, Refresh()),
     "blocks, some": (CAUSAL_BLOCKS, Refresh(lower=best(age, 3), upper=best(confidence, 2))),
@@ -291,7 +284,7 @@ REFRESH: dict[str, tuple[Canvas, Refresh]] = {
 }
 CHECKED = [
     ("plain", "full"),
-    ("plain", "near, entropy"),
+    ("plain", "near, confidence"),
     ("heads of two layers", "DualCache"),
     ("made once", "blocks, some"),
     ("of the last of a kind", "split"),
@@ -342,10 +335,19 @@ def test_thresholds_growing_steps_and_stops_are_the_oracles(
 
 def test_forced_tokens_are_decided_in_the_order_of_predictions(models: dict[str, Model]) -> None:
     forced = np.random.default_rng(1).integers(0, MASK, (len(PROMPTS), NEW))
+    model, reveal = models["heads of two layers"], Reveal(count=2)
     refresh = Refresh(lower=best(None, 2))
-    result = assert_oracle(
-        models["heads of two layers"], SHIFTED, refresh, Reveal(count=2), forced=forced
+    options: Any = {"decoder": model.decoder, "canvas": SHIFTED, "refresh": refresh, "stop": None}
+    loop = Loop(reveal=reveal, max_new_tokens=NEW, **options)
+    rows = rows_of(loop, PROMPTS)
+    truth = np.zeros(rows.ids.shape, np.int32)
+    for row, prompt in enumerate(PROMPTS):
+        truth[row, len(prompt) : len(prompt) + NEW] = forced[row]
+    rows = dataclasses.replace(rows, forced=jnp.asarray(truth))
+    result = result_of(
+        loop, rows, loop.run(model.params, split_layers(model.decoder, model.params), rows)
     )
+    assert_rows(result, model, SHIFTED, refresh, forced, reveal=reveal)
     np.testing.assert_array_equal(result.token_ids, forced)
 
 
@@ -427,9 +429,6 @@ def denoise_badly(model: Model, **changes: Any) -> Any:
         ({"canvas": Canvas(mask_id=64)}, "mask_id below the vocabulary's 64"),
         ({"canvas": Canvas(mask_id=1, attention="block")}, "a block of at least 1"),
         ({"refresh": Refresh(split=5)}, "split from 4, .*, to the 4 layers. Got 5"),
-        ({"forced": [[1, 2]]}, "4 forced ids for row 0"),
-        ({"forced": [[1] * 4] * 2}, "1 rows of forced ids. Got 2"),
-        ({"forced": [[1, 2, 3, MASK]]}, "new tokens alone as masks. .* forced row 0"),
         ({"prompts": [[1, MASK]]}, "new tokens alone as masks. .* prompt 0"),
     ],
 )

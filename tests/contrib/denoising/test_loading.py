@@ -17,7 +17,7 @@ from helpers.folders import STOCK
 from helpers.models import assert_equal
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from utio_jax.contrib.denoising import Canvas, denoise, load_denoiser, save_denoiser
+from utio_jax.contrib.denoising import Canvas, load_denoiser, save_denoiser
 from utio_jax.core.files import load_tensors, save_tensors
 from utio_jax.models import load
 from utio_jax.models.presets import TINY
@@ -136,11 +136,6 @@ def test_the_tokenizers_end_of_a_turn_ends_a_text(tmp_path: Path) -> None:
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     model = load_denoiser(tmp_path)
     assert model.decoder.config.eos_ids == (30, 3)
-    forced = [[5, 3, 9, 10, 30, 30]]
-    result = denoise(
-        model.decoder, model.params, [[0, 1]], canvas=model.canvas, max_new_tokens=6, forced=forced
-    )
-    assert result.lengths.tolist() == [1]
 
 
 def test_a_model_of_this_library_comes_back(tmp_path: Path) -> None:

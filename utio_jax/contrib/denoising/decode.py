@@ -16,7 +16,6 @@ from utio_jax.contrib.denoising.loop import Loop, Rows, State
 from utio_jax.contrib.denoising.settings import Canvas, Refresh, Reveal, Sched
 from utio_jax.core.arrays import executed_heads
 from utio_jax.core.decoder import Decoder, Params
-from utio_jax.core.documents import check_ids
 from utio_jax.core.flops import token_cost
 from utio_jax.core.layer import split_layers
 from utio_jax.core.work import Work
@@ -33,7 +32,7 @@ class Denoised:
       lengths: of each text, without the token that ends it.
       steps: of each row.
       decided_at: step at which each token was decided; -1: not.
-      log_probs: of each token when it was decided, in nats; of forced tokens, theirs.
+      log_probs: of each token when it was decided, in nats.
       runs: tokens that each row ran through the lower layers, and through the upper ones.
       work: executed work, padding included.
     """
@@ -62,7 +61,6 @@ def denoise(  # noqa: PLR0913 (options, each named)
     stop: Sched | None = None,
     refresh: Refresh = Refresh(),
     eos_ids: int | Sequence[int] | None = None,
-    forced: Any = None,
     width: int | None = None,
 ) -> Denoised:
     """Returns the tokens that a masked diffusion model puts after prompts, greedily.
@@ -79,8 +77,6 @@ def denoise(  # noqa: PLR0913 (options, each named)
       stop: when a block is decided at once; None: never.
       refresh: which tokens run which layers in a step.
       eos_ids: a token or tokens that end a text; None: those of the model.
-      forced: ids `[row, max_new_tokens]` that are decided in place of predictions, in the order
-        that predictions give: measures nats along the order.
       width: static width of the canvas; None: the longest prompt, rounded up to 32, and new tokens.
 
     Raises:
@@ -98,7 +94,7 @@ def denoise(  # noqa: PLR0913 (options, each named)
         max_new_tokens=max_new_tokens,
         eos_ids=tuple(ends),
     )
-    rows = rows_of(loop, prompts, forced=forced, width=width)
+    rows = rows_of(loop, prompts, width=width)
     state = loop.run(params, split_layers(decoder, params), rows)
     broken = np.flatnonzero(~state.done | jnp.isnan(state.log_prob).any(axis=1)).tolist()
     if broken:
@@ -109,14 +105,10 @@ def denoise(  # noqa: PLR0913 (options, each named)
     return result_of(loop, rows, state)
 
 
-def rows_of(
-    loop: Loop, prompts: Sequence[Any], *, forced: Any = None, width: int | None = None
-) -> Rows:
+def rows_of(loop: Loop, prompts: Sequence[Any], *, width: int | None = None) -> Rows:
     """Returns the rows of `denoise`, after checking them."""
     config, max_new_tokens = loop.decoder.config, loop.max_new_tokens
     given = check_prompts(prompts, config=config, max_new_tokens=max_new_tokens)
-    if forced is not None and len(forced) != len(given):
-        raise ValueError(f"Wanted {len(given)} rows of forced ids. Got {len(forced)}.")
     lengths = np.asarray([prompt.size for prompt in given], np.int32)
     longest = int(lengths.max())
     width = width or min(round_up(longest, 32) + max_new_tokens, config.context_length)
@@ -125,27 +117,14 @@ def rows_of(
             f"Wanted rows of at most {width} tokens, prompt and new ones. Got "
             f"{longest + max_new_tokens}. Cut the prompts, or take fewer new tokens."
         )
-
-    def checked(ids: Any, what: str) -> np.ndarray:
-        result = check_ids(ids, vocab_size=config.vocab_size, what=what)
-        if (result == loop.canvas.mask_id).any():
-            raise ValueError(f"Wanted new tokens alone as masks. Got the mask's id in {what}.")
-        return result
-
-    padded, placed = np.zeros((2, len(given), width), np.int32)
+    padded = np.zeros((len(given), width), np.int32)
     for row, prompt in enumerate(given):
-        padded[row, : prompt.size] = checked(prompt, f"prompt {row}")
-        if forced is not None:
-            truth = checked(forced[row], f"forced row {row}")
-            if truth.size != max_new_tokens:
-                raise ValueError(
-                    f"Wanted {max_new_tokens} forced ids for row {row}, one for each new token. "
-                    f"Got {truth.size}."
-                )
-            placed[row, prompt.size : prompt.size + max_new_tokens] = truth
-    ids, ends = jnp.asarray(padded), jnp.asarray(lengths)
-    true = None if forced is None else jnp.asarray(placed)
-    return Rows(ids=ids, lengths=ends, forced=true)
+        if (prompt == loop.canvas.mask_id).any():
+            raise ValueError(
+                f"Wanted new tokens alone as masks. Got the mask's id in prompt {row}."
+            )
+        padded[row, : prompt.size] = prompt
+    return Rows(ids=jnp.asarray(padded), lengths=jnp.asarray(lengths))
 
 
 def result_of(loop: Loop, rows: Rows, state: State) -> Denoised:

@@ -4,7 +4,7 @@
     choose       tokens by what is known before the pass: their scores, and a static count
     lower        layers [0, split) of some tokens, packed; K/V of the others stay in the cache
     upper        layers [split, end) of some tokens, on the states that were kept at the split
-    predict      token, probability, entropy and margin of each mask that one of these predicts
+    predict      token, probability and margin of each mask that one of these predicts
     decide       the most confident predictions of the block become tokens
 
 A pass has one of two static widths: all tokens, or the counts of `Refresh`. Rows that run all
@@ -61,7 +61,7 @@ class Rows:
 
     ids: Int[Array, "row token"]
     lengths: Int[Array, " row"]
-    forced: Int[Array, "row token"] | None
+    forced: Int[Array, "row token"] | None = None
 
 
 @pytree
@@ -71,7 +71,6 @@ class Predictions:
     Attributes:
       token: the most probable one, the mask left out.
       probability: of it.
-      entropy: in nats.
       margin: difference of the two largest logits.
       log_prob: of `token`, or of the forced one, in nats.
       at: step of the prediction; -1: none.
@@ -80,7 +79,6 @@ class Predictions:
 
     token: Int[Array, "row token"]
     probability: Float[Array, "row token"]
-    entropy: Float[Array, "row token"]
     margin: Float[Array, "row token"]
     log_prob: Float[Array, "row token"]
     at: Int[Array, "row token"]
@@ -195,7 +193,7 @@ class Loop:
                 token=jnp.zeros((batch, width), jnp.int32),
                 at=nothing,
                 log_probs=jnp.zeros((batch, width, vocab)) if self.keeps_log_probs else None,
-                **dict.fromkeys(("probability", "entropy", "margin", "log_prob"), zeros),
+                **dict.fromkeys(("probability", "margin", "log_prob"), zeros),
             ),
             block=jnp.full(batch, -2, jnp.int32),
             since=jnp.zeros(batch, jnp.int32),
@@ -277,10 +275,8 @@ class Loop:
         picks = valid if lower == "all" else in_block | predicting
         score = jnp.zeros(valid.shape)
         if isinstance(lower, Best):
-            picks = predicting if lower.among == "masks" else valid
+            picks = valid & (lower.score is not None)
             score = lower.score(state) if lower.score else score
-            score = self._to_predictor(score) if lower.among == "masks" else score
-            picks &= lower.score is not None
         runs_lower = allowed & (must | picks | whole[:, None])
         slots = _first(jnp.where(must, jnp.inf, score), runs_lower, counts[0])
         state, upper = self._lower(given, state, slots), refresh.upper
@@ -298,10 +294,8 @@ class Loop:
         ran = jnp.where(runs, state.step, state.ran)
         state = dataclasses.replace(state, ran=ran, must=state.must & ~runs)
         x, cache = self._run(given, state, x, slots, (0, self.split))
-        states, total = (
-            _put(state.states, x, slots),
-            state.runs.at[0].add(jnp.sum(slots.used, 1, dtype=jnp.int32)),
-        )
+        states = _put(state.states, x, slots)
+        total = state.runs.at[0].add(jnp.sum(slots.used, 1, dtype=jnp.int32))
         return dataclasses.replace(state, cache=cache, states=states, runs=total)
 
     def _upper(self, given: Inputs, state: State, slots: Slots) -> State:
@@ -334,12 +328,10 @@ class Loop:
         log_probs = jax.nn.log_softmax(logits, axis=-1)
         token = most_probable(logits)
         second = jnp.max(jnp.where(ids == token[:, None], -jnp.inf, logits), axis=-1)
-        weighted = jnp.where(jnp.isfinite(log_probs), jnp.exp(log_probs) * log_probs, 0)
         label = (target if has_target else token)[:, None]
         return {
             "token": token,
             "probability": jnp.exp(jnp.max(log_probs, axis=-1)),
-            "entropy": -jnp.sum(weighted, axis=-1),
             "margin": jnp.max(logits, axis=-1) - second,
             "log_prob": jnp.take_along_axis(log_probs, label, axis=-1)[:, 0],
             **({"log_probs": log_probs} if self.keeps_log_probs else {}),

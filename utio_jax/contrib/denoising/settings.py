@@ -147,18 +147,16 @@ class Best:
     Attributes:
       count: slots of each row, a static number.
       score: `near`, or another function of the loop's `State` that returns a finite score for each
-        position; the highest run. None: only tokens whose content changed run.
-      among: the lower layers' score picks among all tokens, or those that predict a mask of the
-        block. These have the score of their mask, as in the upper layers.
+        position; the highest run. None: only tokens whose content changed run. In the upper layers
+        a token that predicts a mask has that mask's score.
     """
 
     count: int
     score: Callable[[Any], Any] | None = near
-    among: Literal["all", "masks"] = "all"
 
     def __post_init__(self) -> None:
-        if self.count not in range(1, 2**31) or self.among not in ("all", "masks"):
-            raise ValueError(f"Wanted a count of at least 1, among all or masks. Got {self}.")
+        if self.count not in range(1, 2**31):
+            raise ValueError(f"Wanted a count of at least 1. Got {self}.")
 
 
 _LOWER, _UPPER = ("all", "block"), ("all", "predicting")
