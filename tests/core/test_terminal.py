@@ -67,6 +67,8 @@ def test_a_program_that_compiles_is_shown_with_its_seconds(monkeypatch: pytest.M
         watch.hidden = hidden
         seen.append(watch.line())
     assert seen == ["", "Compiling program 1: 2 s", "", "", "Compiling program 2: 3 s"]
+    watch.expect(2)
+    assert watch.line() == "Compiling program 2 of at most 3: 3 s"
 
 
 def test_jax_tells_of_each_program_before_and_after() -> None:

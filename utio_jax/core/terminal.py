@@ -68,9 +68,13 @@ class Compiling:
     """
 
     def __init__(self) -> None:
-        self.programs, self.hidden = 0, False
+        self.programs, self.hidden, self._last = 0, False, 0
         self.began: float | None = None
         self._is_shown, self._writing = False, threading.Lock()
+
+    def expect(self, programs: int) -> None:
+        """Notes how many programs a call needs; fewer compile where some are known."""
+        self._last = self.programs + programs
 
     def listen(self, event: str, duration_secs: float, **_: Any) -> None:
         """Takes an event of JAX. Once a program has compiled, no line is left of it."""
@@ -85,7 +89,9 @@ class Compiling:
         """Returns what to show; nothing in a program's first second."""
         began = self.began
         seconds = 0 if began is None or self.hidden else int(time.monotonic() - began)
-        return f"Compiling program {self.programs + 1}: {seconds} s" if seconds else ""
+        number, last = self.programs + 1, self._last
+        most = f" of at most {last}" if number <= last else ""
+        return f"Compiling program {number}{most}: {seconds} s" if seconds else ""
 
     def show(self) -> None:
         """Rewrites the line each second, for ever."""
