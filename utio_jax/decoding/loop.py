@@ -20,6 +20,7 @@ from utio_jax.attention.cache import KVCache, init_cache, key_widths
 from utio_jax.core.decoder import Decoder, Params, logits_of
 from utio_jax.core.layer import head_in_blocks, split_layers
 from utio_jax.core.rows import Rows, check_mesh, over_rows, place
+from utio_jax.core.terminal import compiling
 from utio_jax.core.work import Work
 from utio_jax.decoding.base import (
     DecodeContext,
@@ -32,7 +33,14 @@ from utio_jax.decoding.cached import block_at, run_segment
 from utio_jax.decoding.prefill import Prefill, fastest_prefill
 from utio_jax.decoding.requests import Event, Request, RowReport, arrays_of
 from utio_jax.decoding.sampling import rows_of
-from utio_jax.decoding.state import REASONS, RUNNING, Columns, DecodeState, stop_rules
+from utio_jax.decoding.state import (
+    REASONS,
+    RUNNING,
+    Columns,
+    DecodeState,
+    PromptPass,
+    stop_rules,
+)
 from utio_jax.staircase.forward import project_states, write_at
 
 
@@ -96,6 +104,7 @@ def run_requests(  # noqa: PLR0913 (options, each named)
     )
     arrays = Rows(arrays_of(requests, width=width))
     context, prefill, arrays = place((context, prefill, arrays), mesh)
+    compiling.expect(3)  # Prefill, the first token, the others.
     state = begin(context, **arrays.tree, slots=slots, prefill=prefill, mesh=mesh)
     # All rows read at least as many keys as the shortest prompt has.
     widths = tuple(w for w in key_widths(slots, key_step=lengths.key_step) if w >= ends.min())
@@ -145,38 +154,79 @@ def _hand_over(
     return dataclasses.replace(state, reason=jax.device_put(reason, home))
 
 
-@partial(jax.jit, static_argnames=("slots", "mesh", "alternatives"))
-def begin(  # noqa: PLR0913 (static and traced apart, for jit)
+def begin(  # noqa: PLR0913 (rows and sizes, each named)
     context: DecodeContext,
-    token_ids: Int[Array, "batch token"],
-    lengths: Int[Array, " batch"],
-    limits: Int[Array, " batch"],
-    seeds: UInt32[Array, " batch"],
+    token_ids: Int[Array | np.ndarray, "batch token"],
+    lengths: Int[Array | np.ndarray, " batch"],
+    limits: Int[Array | np.ndarray, " batch"],
+    seeds: UInt32[Array | np.ndarray, " batch"],
     *,
     slots: int,
     prefill: Prefill | None = None,
     mesh: Mesh | None = None,
     alternatives: int = 0,
 ) -> DecodeState:
-    """Returns the state after prefill and the first new token of each row."""
-    rows, sizes = (token_ids, lengths, limits, seeds), {"alternatives": alternatives}
+    """Returns the state after prefill and the first new token of each row.
+
+    Prefill is a program of its own, which modes share: of the two it is the long one to compile.
+    """
+    rows, sizes = (token_ids, lengths, limits, seeds), {"slots": slots}
     if mesh is not None:
+        return _begin_on_mesh(context, prefill, Rows(rows), mesh=mesh, **sizes)
+    kv = context.mode.prompt_kv
+    if prefill is None or kv == "full":  # The same program.
+        kv = "propagate"
+    logits, cache, prompt = _prefill(
+        context.decoder, context.params, token_ids, lengths, prefill, kv=kv, **sizes
+    )
+    return _draw_first(context, rows, logits, cache, prompt, alternatives=alternatives, **sizes)
 
-        def on_device(context: DecodeContext, prefill: Prefill | None, rows: Rows) -> DecodeState:
-            return begin(context, *rows.tree, slots=slots, prefill=prefill, **sizes)
 
-        return over_rows(mesh, on_device, context, prefill, Rows(rows))
-    decoder, params = context.decoder, context.params
-    state = unread(context, *rows, slots=slots, **sizes)
-    depth, prompt = jnp.full_like(lengths, decoder.config.num_layers), None
+@partial(jax.jit, static_argnames=("mesh", "slots"))
+def _begin_on_mesh(
+    context: DecodeContext, prefill: Prefill | None, rows: Rows, *, mesh: Mesh, slots: int
+) -> DecodeState:
+    def on_device(context: DecodeContext, prefill: Prefill | None, rows: Rows) -> DecodeState:
+        return begin(context, *rows.tree, slots=slots, prefill=prefill)
+
+    return over_rows(mesh, on_device, context, prefill, rows)
+
+
+@partial(jax.jit, static_argnums=0, static_argnames=("slots", "kv"))
+def _prefill(
+    decoder: Decoder,
+    params: Params,
+    token_ids: Int[Array, "batch token"],
+    lengths: Int[Array, " batch"],
+    prefill: Prefill | None,
+    *,
+    slots: int,
+    kv: str,
+) -> tuple[Float[Array, "batch vocab"], KVCache, PromptPass | None]:
+    """Returns the logits after each prompt, the cache, and a record of the pass; None: dense."""
+    cache = empty_cache(decoder, params, token_ids, slots=slots)
     if prefill is None:
-        logits, cache = read_prompts(decoder, params, token_ids, lengths, state.cache)
-    else:
-        logits, cache, prompt = prefill.read(
-            decoder, params, token_ids, lengths, state.cache, kv=context.mode.prompt_kv
-        )
-        depth = jnp.take_along_axis(prompt.depths, lengths[:, None] - 1, axis=1)[:, 0]
+        return *read_prompts(decoder, params, token_ids, lengths, cache), None
+    return prefill.read(decoder, params, token_ids, lengths, cache, kv=kv)
+
+
+@partial(jax.jit, static_argnames=("slots", "alternatives"), donate_argnames="cache")
+def _draw_first(
+    context: DecodeContext,
+    rows: Any,
+    logits: Float[Array, "batch vocab"],
+    cache: KVCache,
+    prompt: PromptPass | None,
+    *,
+    slots: int,
+    alternatives: int,
+) -> DecodeState:
+    """Returns the state after the first new token of each row, from what `_prefill` returned."""
+    state = unread(context, *rows, slots=slots, alternatives=alternatives)
     state = dataclasses.replace(state, cache=cache, prompt=prompt)
+    depth = jnp.full_like(state.lengths, context.decoder.config.num_layers)
+    if prompt is not None:
+        depth = jnp.take_along_axis(prompt.depths, state.lengths[:, None] - 1, axis=1)[:, 0]
     state = context.mode.start(context, state)
     return emit_drawn(context, state, logits, decided=depth, executed=depth)
 
@@ -239,8 +289,7 @@ def unread(
     alternatives: int = 0,
 ) -> DecodeState:
     """Returns the state before prefill, with an empty cache and no memory of the mode."""
-    (batch, width), decoder = token_ids.shape, context.decoder
-    dtype = jax.eval_shape(decoder.embed, context.params, token_ids, token_ids).dtype
+    batch, width = token_ids.shape
     columns = jax.tree.map(jnp.asarray, Columns.empty(batch, slots, alternatives=alternatives))
     known = jnp.pad(token_ids, ((0, 0), (0, slots - width)))
     return DecodeState(
@@ -250,10 +299,18 @@ def unread(
         limits=limits,
         reason=jnp.zeros_like(lengths),
         seeds=seeds,
-        cache=init_cache(decoder.config, batch=batch, slots=slots, dtype=dtype),
+        cache=empty_cache(context.decoder, context.params, token_ids, slots=slots),
         work=Work.of_rows(batch),
         memory=None,
     )
+
+
+def empty_cache(
+    decoder: Decoder, params: Params, token_ids: Int[Array, "batch token"], *, slots: int
+) -> KVCache:
+    """Returns a cache of the rows with `slots` slots each, of the dtype of hidden states."""
+    dtype = jax.eval_shape(decoder.embed, params, token_ids, token_ids).dtype
+    return init_cache(decoder.config, batch=len(token_ids), slots=slots, dtype=dtype)
 
 
 @partial(jax.jit, static_argnames=("widths", "mesh", "by_steps"), donate_argnames="state")
