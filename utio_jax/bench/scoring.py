@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,7 @@ from utio_jax.bench.timing import Timed, time_programs, timed_ledger
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.documents import Batch, sample_batches
 from utio_jax.evaluation.evaluate import Quality, evaluate
-from utio_jax.policies.depth import shared_program
+from utio_jax.policies.depth import full_by_program, shared_program
 from utio_jax.policies.signals import Chance, Position
 from utio_jax.staircase.base import Executor
 from utio_jax.staircase.microbatches import MicroBatches
@@ -33,16 +33,18 @@ def measure_policies(
     *,
     executor: Executor = MicroBatches(),
     rounds: int = 5,
+    timed: Collection[str] | None = None,
     progress: Callable[[], None] | None = None,
 ) -> dict[str, Timed]:
     """Returns every method's quality, cost and time, by label.
 
     Quality and FLOPs come from all batches. Times come from the first batch, programs taking turns,
-    against the faster of the repository's two full-depth programs: `"full"`, the staircase with one
-    stage, or `"full dense"`, the plain one. `speedup_ideal` is that batch's.
+    against the faster of the repository's two full-depth programs: `"full"`, the staircase in which
+    no token stops, or `"full dense"`, the plain one. `speedup_ideal` is that batch's.
 
-    All methods have policies, and one is full depth, labelled "full". `progress` is called once per
-    method and batch, and after each timed or warming turn.
+    All methods have policies, and one is full depth, labelled "full". `timed` are labels of those
+    to time next to it; None: all. `progress` is called once per method and batch, and after each
+    timed or warming turn.
     """
     policies: dict[str, Any] = {method.label: method.policy for method in methods}
     if "full" not in policies:
@@ -61,28 +63,34 @@ def measure_policies(
     scored = partial(run_score, decoder, params, ids, lengths, attention=DENSE, **options)
     programs: dict[str, Callable[[], object]] = {}
     for label, policy in policies.items():
-        if label != "full":
-            # Chance and positions cost nothing to know: one program serves all of their tables.
-            free = isinstance(getattr(policy, "signal", None), (Chance, Position))
-            policy = shared_program(policy, *(rows if free else ()))
+        if timed is not None and label not in (*timed, "full"):
+            continue
+        if label == "full":
+            policy = full_by_program(policies.values(), decoder.config.num_layers) or policy
+        # Chance and positions cost nothing to know: one program serves all of their tables.
+        free = isinstance(getattr(policy, "signal", None), (Chance, Position))
+        policy = shared_program(policy, *(rows if free else ()))
         programs[label] = partial(scored, policy=policy)
     programs["full dense"] = partial(dense, decoder, params, ids, lengths)
     times = time_programs(programs, rounds=rounds, progress=progress)
     baseline = min(("full", "full dense"), key=lambda name: times[name].median)
-    timed = {}
+    measured = {}
     for method in methods:
         label = method.label
         row = (first[label] + others[label]).ledger(
             policies[label].name, budget=method.budget, num_layers=decoder.config.num_layers
         )
-        timed[label] = timed_ledger(
+        if label not in times:
+            measured[label] = Timed(ledger=row)
+            continue
+        measured[label] = timed_ledger(
             row,
             times[label],
             against=times[baseline],
             baseline=baseline,
             ideal=first[label].flops_full / first[label].flops_ideal,
         )
-    return timed
+    return measured
 
 
 def full_rows(

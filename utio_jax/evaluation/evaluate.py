@@ -23,6 +23,7 @@ from utio_jax.core.platform import here
 from utio_jax.core.pytrees import digest
 from utio_jax.core.rows import Rows, check_mesh, place
 from utio_jax.core.shards import Arrays, Shards, run_all
+from utio_jax.core.terminal import compiling
 from utio_jax.evaluation.flops import check_worthwhile, gate_flops
 from utio_jax.evaluation.quality import Quality, costs_of, pack_quality, unpack_quality
 from utio_jax.policies.base import Policy
@@ -30,6 +31,7 @@ from utio_jax.policies.depth import (
     check_any_rows,
     check_documents,
     check_shares,
+    full_by_program,
     rows_of_documents,
     shared_program,
 )
@@ -161,24 +163,37 @@ def run_passes(  # noqa: PLR0913 (options, each named)
         gates = gate_flops(decoder, params, policy, work, attention=choice)
         return costs_of(cost, work, full=full, ideal=ideal, gates=gates)
 
+    def packs(policy: Policy, choice: Any, width: int) -> bool:
+        return choice == DENSE and isinstance(
+            choose_executor(executor, policy, width), MicroBatches
+        )
+
     def read(number: int) -> Arrays:
         batch, results, full = batches[number], {}, None
         rows, width = batch.token_ids.shape
         ids, lengths = place(Rows((batch.token_ids, batch.lengths)), mesh).tree
         how: Any = {"mesh": mesh, "attention": DENSE, "kv": kv, "executor": executor}
         run = partial(run_score, decoder, params, ids, lengths, **how)
+        positions = np.broadcast_to(np.arange(width, dtype=np.int32), (rows, width))
+        read_rows = jax.device_put((batch.token_ids, positions))
+        pairs = [
+            tuple(x[number] if isinstance(x, Sequence) else x for x in pair)
+            for pair in choices.values()
+        ]
         if compare:
-            full = kept[number] if number in kept else run(policy=full_depth(decoder))
+            packed = [policy for policy, choice in pairs if packs(policy, choice, width)]
+            policy = full_by_program(packed, layers) or full_depth(decoder)
+            policy = place(shared_program(policy, *read_rows), mesh)
+            full = kept[number] if number in kept else run(policy=policy)
             if full_passes is not None:
                 full_passes[number] = full
-        positions = np.broadcast_to(np.arange(width, dtype=np.int32), (rows, width))
-        for index, pair in enumerate(choices.values()):
-            policy, choice = (x[number] if isinstance(x, Sequence) else x for x in pair)
+        for index, (policy, choice) in enumerate(pairs):
             choice = place(choice, mesh)
             if full and policy.depths == (layers,) and choice == DENSE:
-                scores, other = full, None  # Full depth in question is the pass that was just made.
+                # Full depth in question is the pass that was just made.
+                scores, other = full, full.x if len(pairs) > 1 else None
             else:
-                program = shared_program(policy, *jax.device_put((batch.token_ids, positions)))
+                program = shared_program(policy, *read_rows)
                 scores = run(policy=place(program, mesh), attention=choice)
                 other = full and full.x
             tokens = {"nll": -np.asarray(scores.log_likelihood)}
@@ -349,6 +364,7 @@ def score_documents(  # noqa: PLR0913 (options, each named)
         for at in range(len(policy.depths) - 1)
         if np.any(policy.asks(at))
     }
+    compiling.expect((1 + 2 * compare) * len({batch.token_ids.shape for batch in batches}))
     done, total = itertools.count(1), Quality()
     step = None if progress is None else lambda: progress(next(done), len(batches))
     for number, _, sums, tokens in run_passes(

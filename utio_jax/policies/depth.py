@@ -7,7 +7,7 @@ The controls (`uniform`, `given_depths`, `random_depths`) are of the same class.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -253,6 +253,24 @@ def shared_program(
     if token_ids is not None and positions is not None and isinstance(signal, KnownBefore):
         signal = ScoreTable(scores=signal.start(token_ids, positions))
     return dataclasses.replace(policy, signal=nameless(signal))
+
+
+def full_by_program(policies: Iterable[Any], num_layers: int) -> Policy | None:
+    """Returns full depth by the program of the first of `policies` that can serve it, else None.
+
+    That is a policy over thresholds: at -inf no token stops, and its signal is not evaluated.
+    """
+    for policy in policies:
+        if (
+            isinstance(policy, Thresholded)
+            and len(policy.depths) > 1
+            and policy.depths[-1] == num_layers
+            and jnp.ndim(policy.thresholds) == 1
+            and not policy.signal.remembers
+        ):
+            never = np.full(len(policy.depths) - 1, -np.inf, np.float32)
+            return dataclasses.replace(policy, thresholds=jax.device_put(never))
+    return None
 
 
 def nameless(signal: Signal) -> Signal:
