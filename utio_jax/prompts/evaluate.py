@@ -33,7 +33,7 @@ from utio_jax.staircase.base import Executor
 from utio_jax.staircase.loop import staircase
 from utio_jax.staircase.microbatches import MicroBatches
 from utio_jax.staircase.reference import FrozenKV
-from utio_jax.staircase.score import full_depth
+from utio_jax.staircase.score import full_depth, full_work
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -313,10 +313,8 @@ def _full_flops(
     decoder: Decoder, params: Params, executor: Executor, lengths: np.ndarray, width: int
 ) -> float:
     """Returns the FLOPs of rows at full depth with dense attention, without the LM head."""
-    config = decoder.config
-    slots = executor.pack(0, jnp.asarray(np.arange(width)[None, :] < lengths[:, None]))
-    work = executor.work(slots, config.num_layers, kv_layers=config.kv_layers)
-    return token_cost(decoder, params).flops(work)
+    work = full_work(decoder, lengths, width=width, executor=executor)
+    return token_cost(decoder, params).flops(dataclasses.replace(work, heads=np.zeros(())))
 
 
 def _policy_of(
