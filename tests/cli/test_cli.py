@@ -124,7 +124,6 @@ def test_demo_measures_what_it_shows_and_draws(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # Those of `try`, whose test then finds its programs compiled.
-    monkeypatch.setattr("utio_jax.cli.demo._ROWS", 4)
     monkeypatch.setattr("utio_jax.cli.demo._PROMPTS", 4)
     out = tmp_path / "demo"
     text = [str(source(name)) for name in TEXTS]

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.cases import run_dense
 from helpers.cli import json_and_stderr
 from helpers.folders import save_small_model
 from helpers.generation import lively_model
@@ -19,7 +20,6 @@ from helpers.shared_kv import KINDS
 from helpers.texts import source
 from rich.console import Console
 
-from utio_jax import score, uniform
 from utio_jax.bench.prompts import request_of
 from utio_jax.bench.timing import Timing
 from utio_jax.cli.main import main
@@ -94,9 +94,9 @@ def test_the_plain_control_is_the_model_below_its_upper_layers(kind: str) -> Non
     assert control is not None
     plain, params = control
     assert (plain.config.num_layers, plain.config.shares_kv) == (2, False)
-    ids, lengths = jnp.asarray([[5, 9, 3, 3, 60, 1, 7, 2]]), jnp.asarray([8])
-    result = score(plain, params, ids, lengths, uniform(2)).log_likelihood
-    expected = score(model.decoder, model.params, ids, lengths, uniform(2)).log_likelihood
+    rows = jnp.asarray([[5, 9, 3, 3, 60, 1, 7, 2]]), jnp.asarray([8])
+    (result,) = run_dense(plain, params, *rows, depths=(2,))
+    (expected,) = run_dense(model.decoder, model.params, *rows, depths=(2,))
     np.testing.assert_allclose(result, expected, atol=1e-5)
     assert lower_layers(lively_model()) is None
 
@@ -117,13 +117,13 @@ def test_a_shared_model_is_measured_by_role_before_anything_else() -> None:
 
 def test_a_request_at_full_depth_takes_the_same_steps_after_a_longer_prefill() -> None:
     """Prefill 10 or 30 ms, then 20 ms: 50 / 30. The plain model of two layers takes 20."""
-    seconds = {"shallow": 0.01, "dense": 0.03, "request": 0.03, "plain": 0.02}
+    seconds = {"shallow": 0.01, "full": 0.03, "request": 0.03, "plain": 0.02}
     times = {
         name: Timing(seconds=np.asarray([value]), compiles=0) for name, value in seconds.items()
     }
-    record = request_of(times, "dense", 4, SimpleNamespace(num_layers=2))
+    record = request_of(times, 4, SimpleNamespace(num_layers=2))
     assert record == {"seconds": 0.03, "speedup": 1.667, "plain_layers": 2, "equal_layers": 2.7}
-    assert request_of(times, "dense", 4, None)["equal_layers"] is None
+    assert request_of(times, 4, None)["equal_layers"] is None
 
 
 def test_what_is_not_faster_or_loses_much_is_left_out() -> None:

@@ -41,8 +41,8 @@ def shallow_prompts(
 ) -> dict[str, Any]:
     """Returns time to the first token, cost and later loss of a prompt that mostly exits early.
 
-    A model whose upper layers read keys and values made below stops there, which loses nothing; any
-    other one as `utio_jax.prompts.prompt_choice` says for `BUDGET`.
+    A model whose upper layers read keys and values made below stops there, which loses nothing and
+    is not measured; any other one as `utio_jax.prompts.prompt_choice` says for `BUDGET`.
 
     A row has `width` tokens, seven eighths of which are its prompt. The losses of `count` rows
     count, which are read at once; the first one's prompt is timed. The model is a
@@ -60,32 +60,31 @@ def shallow_prompts(
     prompts = [rows.batches[0][0][0, : sizes.prompt_tokens]]
     exact = PromptChoice.exact(decoder)
     choice = exact or prompt_choice(decoder, params, BUDGET, choices=model.prompt_choices)
-    shallow = Prefill(policy=choice.policy(decoder), kv=choice.kv)
     first = partial(generate, decoder, params, prompts, max_new_tokens=1, eos_ids=())
-    ways = {"staircase": Prefill(), "shallow": shallow}
-    programs = {name: partial(first, prefill=how) for name, how in ways.items()}
     new = max(2, min(NEW_TOKENS, width // 16))
-    programs["dense"] = first
-    if exact is not None:  # Taken by itself, but for K/V that show a token as deep as it ran.
-        programs["shallow"] = first
-        programs["dense"] = partial(first, mode=Adaptive(policy=full_depth(decoder), kv="drop"))
+    # Without options, the fastest program that is exact: where that is shallow, full depth is that
+    # of a mode whose K/V show a token as deep as it ran.
+    if exact is None:
+        shallow = Prefill(policy=choice.policy(decoder), kv=choice.kv)
+        programs = {"full": first, "shallow": partial(first, prefill=shallow)}
+    else:
+        whole = Adaptive(policy=full_depth(decoder), kv="drop")
+        programs = {"full": partial(first, mode=whole), "shallow": first}
         # The same programs as for the first token, and one loop for new tokens.
         programs["request"] = partial(first, max_new_tokens=new)
         if plain is not None:
             options: dict[str, Any] = {"max_new_tokens": new, "eos_ids": ()}
             programs["plain"] = partial(generate, *plain, prompts, **options)
     times = time_programs(programs, rounds=rounds)
-    full = min(("staircase", "dense"), key=lambda name: times[name].median)
     cost = prompt_cost(decoder, params, programs["shallow"]())
-    # The same program with every token deep; where the way is exact, what all layers say.
-    everything = None if exact is not None else dataclasses.replace(choice, deep=1.0)
-    lost, kept = (
-        continuations(decoder, params, rows, policy).loss for policy in (choice, everything)
-    )
-    request = None
-    if exact is not None:
+    request, increase = None, 0.0
+    if exact is None:  # The same program with every token deep.
+        pair = choice, dataclasses.replace(choice, deep=1.0)
+        lost, kept = (continuations(decoder, params, rows, one).loss for one in pair)
+        increase = 100 * (lost / kept - 1)
+    else:
         layers = decoder.config.num_layers
-        request = {"new_tokens": new} | request_of(times, full, layers, plain and plain[0].config)
+        request = {"new_tokens": new} | request_of(times, layers, plain and plain[0].config)
     return {
         "request": request,
         "prompt_tokens": sizes.prompt_tokens,
@@ -95,14 +94,14 @@ def shallow_prompts(
         "stop": choice.stop,
         "flops_ratio": round(cost.flops_ratio, 4),
         "seconds_to_first_token": round(times["shallow"].median, 5),
-        "seconds_to_first_token_full": round(times[full].median, 5),
-        "speedup": round(times["shallow"].speedup_over(times[full]), 3),
-        "nll_increase_pct": round(100 * (lost / kept - 1), 4),
+        "seconds_to_first_token_full": round(times["full"].median, 5),
+        "speedup": round(times["shallow"].speedup_over(times["full"]), 3),
+        "nll_increase_pct": round(increase, 4),
     }
 
 
 def request_of(
-    times: Mapping[str, Timing], full: str, num_layers: int, plain: Any
+    times: Mapping[str, Timing], num_layers: int, plain: Any
 ) -> dict[str, float | int | None]:
     """Returns the time of a request over full depth's, and the plain model that takes as long.
 
@@ -110,7 +109,7 @@ def request_of(
     any depth lie on the line through `plain`, the config of the timed one, and full depth.
     """
     own = times["request"]
-    whole = own.seconds + times[full].seconds - times["shallow"].seconds
+    whole = own.seconds + times["full"].seconds - times["shallow"].seconds
     record: dict[str, float | int | None] = {
         "seconds": round(own.median, 5),
         "speedup": round(float(np.median(whole / own.seconds)), 3),

@@ -37,7 +37,7 @@ FURTHER_TRAINING = (
 )
 """Note of the demonstration on its two columns, for the shipped model and its plain controls."""
 
-_ROWS, _WIDTH = 8, 512
+_ROWS, _WIDTH = 4, 512
 _DRAWN_LINES = 40
 _PROMPTS = 12  # Rows of a long prompt and what follows it.
 
@@ -47,7 +47,7 @@ class Demo(Try):
     """Scores unseen text at several budgets, continues passages, and names the fastest command.
 
     Attributes:
-      batches: batches of 8 x 512 tokens for quality; the first is also timed.
+      batches: batches of 4 x 512 tokens for quality; the first is also timed.
       rounds: timed turns of each program.
       out: folder for the pictures and the record.
     """
@@ -69,7 +69,8 @@ class Demo(Try):
         documents, described = read_documents(model, self.files, None, "test")
         fitted, methods = fitted_policy(model), _methods(model)
         sizes = {"rows": _ROWS, "width": _WIDTH, "batches": self.batches, "rounds": self.rounds}
-        read = read_full_rows(model, documents, methods, **sizes)
+        shown = [method.label for method in methods if method.budget]
+        read = read_full_rows(model, documents, methods, timed=shown, **sizes)
         ledgers = [timed.ledger for timed in read.values()]
         hull, plain = uniform_hull(ledgers), model.plain_controls
         rows = [
@@ -86,7 +87,9 @@ class Demo(Try):
         if branched and any(row["plain_hull_nll_increase_pct"] is not None for row in rows):
             console.print(FURTHER_TRAINING, soft_wrap=True)
         prompt = read_prompts(model, documents, count=_PROMPTS, rounds=3 * self.rounds)
-        written = write_middles(model, documents, fitted, rounds=min(self.rounds, 3))
+        # As long as those prompts: their programs serve again.
+        tokens = {} if prompt is None else {"tokens": prompt["prompt_tokens"]}
+        written = write_middles(model, documents, fitted, rounds=min(self.rounds, 3), **tokens)
         chosen = reading_row(fitted, read[fitted.label].ledger)
         tried = [*request_rows(prompt), chosen, *written_rows(written, chosen), prompt_row(prompt)]
         verdict = recommend(tried, self.model)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -28,7 +28,7 @@ from utio_jax.policies.store import DEFAULT_BUDGET
 
 # Small enough that a model of 135M parameters takes minutes on two cores, and 3 GB at most.
 _ROWS, _WIDTH, _BATCHES = 4, 256, 2
-_LONG = 512
+_SHORT, _LONG = 64, 512
 _MOST_EXITS = 3
 _WIDEST = 50  # Of the table's first column.
 
@@ -215,28 +215,36 @@ def read_full_rows(
     width: int,
     batches: int,
     rounds: int,
+    timed: Collection[str] | None = None,
 ) -> dict[str, Timed]:
     """Returns the timings of methods on batches of full rows (no padding), by label.
 
-    Rows are drawn over the joined documents, `width` tokens each, or the model's context. Errors
-    are those of `full_rows`.
+    Rows are drawn over the joined documents, `width` tokens each, or the model's context. `timed`
+    is that of `measure_policies`. Errors are those of `full_rows`.
     """
     config = model.decoder.config
     width = min(width, config.context_length)
     read = full_rows(
         documents, rows=rows, width=width, batches=batches, vocab_size=config.vocab_size
     )
-    steps = len(methods) * len(read) + (len(methods) + 1) * (rounds + 1)
+    turns = len(methods) if timed is None else 1 + len(timed)
+    steps = len(methods) * len(read) + (turns + 1) * (rounds + 1)
     with progress_bar(steps, f"Reading {len(read) * rows * width:,} tokens") as bar:
-        return measure_policies(
-            model.decoder, model.params, read, methods, rounds=rounds, progress=bar.update
-        )
+        options: dict[str, Any] = {"rounds": rounds, "timed": timed, "progress": bar.update}
+        return measure_policies(model.decoder, model.params, read, methods, **options)
 
 
 def write_middles(
-    model: Any, documents: Sequence[np.ndarray], fitted: Method | None, *, rounds: int
+    model: Any,
+    documents: Sequence[np.ndarray],
+    fitted: Method | None,
+    *,
+    rounds: int,
+    tokens: int = _SHORT,
 ) -> dict[str, Timed]:
     """Returns timings of continuing three passages of documents one by one, by mode.
+
+    Passages have `tokens` tokens, fewer in short documents or a short context.
 
     Modes are "plain"; "lossless", drafted at an exit where there is one before the last layer;
     "ngram", drafted from the text; and "adaptive" where a policy is fitted. Texts do not end early:
@@ -253,9 +261,12 @@ def write_middles(
         modes["adaptive"] = Adaptive(policy=fitted.policy)
         budgets["adaptive"] = fitted.budget
     # Prompt, new tokens and a draft within one key step: one loop to compile per mode.
-    half = decoder.config.context_length // 2
-    prompts = [[prompt] for prompt in middles(documents, tokens=min(64, half), count=3)]
-    run = partial(generate, decoder, params, max_new_tokens=min(56, half), eos_ids=())
+    context, new = decoder.config.context_length, 56
+    fits = max(context - new, context // 2), max(_SHORT, max(map(len, documents)) // 4)
+    tokens = min(tokens, *fits)
+    prompts = [[prompt] for prompt in middles(documents, tokens=tokens, count=3)]
+    new = min(new, context - tokens)
+    run = partial(generate, decoder, params, max_new_tokens=new, eos_ids=())
     with progress_bar((len(modes) + 1) * (rounds + 1), "Writing") as bar:
         timing: dict[str, Any] = {"run": run, "rounds": rounds, "progress": bar.update}
         return measure_modes(decoder, params, prompts, modes, budgets=budgets, **timing)
