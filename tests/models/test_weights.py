@@ -46,6 +46,7 @@ from utio_jax.core.quantised import (
 )
 from utio_jax.models import TINY, Branches, Transformer, save, save_branches, with_branches
 from utio_jax.policies import given_depths
+from utio_jax.staircase.score import run_score
 
 ALIKE = 1e-4
 """Sums in another order: three digits of an input are all bits of float32."""
@@ -300,11 +301,11 @@ def test_matrices_of_products_are_int8_and_all_else_is_float32(
 def test_scores_are_those_of_the_dequantised_weights(lively: Model, oracle: Model) -> None:
     ids, lengths, policy = lively.tokens(4, 24), jnp.asarray([24, 17, 1, 9]), gated(lively)
     result, expected = (
-        score(model.decoder, model.params, ids, lengths, policy) for model in (lively, oracle)
+        run_score(model.decoder, model.params, ids, lengths, policy) for model in (lively, oracle)
     )
     np.testing.assert_array_equal(result.depths, expected.depths)
     np.testing.assert_allclose(result.log_likelihood, expected.log_likelihood, atol=ALIKE)
-    other = score(lively.decoder, lively_model().params, ids, lengths, policy)
+    other = run_score(lively.decoder, lively_model().params, ids, lengths, policy)
     assert np.abs(result.log_likelihood - other.log_likelihood).max() > 10 * ALIKE
 
 

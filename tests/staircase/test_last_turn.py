@@ -20,6 +20,7 @@ from utio_jax.models import load
 from utio_jax.policies import given_depths, own_gate
 from utio_jax.staircase import CapacityPrefix
 from utio_jax.staircase.frozen import frozen_kv
+from utio_jax.staircase.score import run_score
 
 DEPTHS = (4, 8, 12, 16)
 BLOCKS = cases.Shape(2, 64, DEPTHS, cases.SHAPES[3].executor, "propagate")
@@ -57,7 +58,7 @@ def test_the_own_gate_stops_tokens_at_the_turn_that_numpy_finds(tmp_path: Path) 
     model, oracle = load(folder), Oracle(folder)
     ids = np.random.default_rng(2).integers(0, 48, (1, 24)).astype(np.int32)
     policy = own_gate(model.decoder, model.params, threshold=0.7)
-    scores = score(model.decoder, model.params, jnp.asarray(ids), jnp.asarray([24]), policy)
+    scores = run_score(model.decoder, model.params, jnp.asarray(ids), jnp.asarray([24]), policy)
     decided = np.asarray(scores.depths[0]) // 3
     # Gates see what earlier tokens show: tokens are decided in order.
     stops, last = np.full(24, 4), 4
@@ -76,7 +77,7 @@ def test_nothing_is_projected_for_tokens_that_stopped() -> None:
     stops = jnp.asarray([[4] * 8 + [8] * 4 + [16] * 4])
     executor = cases.EXECUTOR
     policy = given_depths(stops, depths=DEPTHS)
-    work = score(model.decoder, model.params, ids, lengths, policy, executor=executor).work
+    work = run_score(model.decoder, model.params, ids, lengths, policy, executor=executor).work
     np.testing.assert_array_equal(work.keys_values[:4], 4 * np.asarray([16, 8, 4, 4]))
     assert not frozen_kv("propagate", model.decoder).projects
 
@@ -94,9 +95,9 @@ def test_gradients_pass_through_turns() -> None:
         return -jnp.sum(scored.log_likelihood)
 
     params = live_params(model.decoder, seed=3)
-    gradient = jax.jit(jax.grad(loss))(params, 4)
+    gradient, value = jax.jit(jax.grad(loss))(params, 4), jax.jit(loss)
     step = jax.tree.map(lambda leaf: 1e-3 * leaf / (1e-9 + jnp.abs(leaf).max()), gradient)
-    moved = [loss(jax.tree.map(lambda p, s, k=k: p + k * s, params, step), 4) for k in (-1, 1)]
+    moved = [value(jax.tree.map(lambda p, s, k=k: p + k * s, params, step), 4) for k in (-1, 1)]
     slope = sum(
         jnp.vdot(g, s) for g, s in zip(*map(jax.tree.leaves, (gradient, step)), strict=True)
     )
