@@ -139,7 +139,7 @@ def test_demo_measures_what_it_shows_and_draws(
     for row in rows:
         assert row["involuntary_exits"] == 0
         assert row["tokens"] == 4 * 64
-        assert row["speedup"] > 0
+        assert (row["speedup"] is None) == (row["policy"] == "uniform"), "a loss alone"
     written = [(row["mode"], row["batch"]) for row in result["generation"]]
     modes = ("plain", "lossless", "ngram", "adaptive")
     assert written == [(mode, 1) for mode in modes]
