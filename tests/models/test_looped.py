@@ -192,7 +192,7 @@ def test_gguf_files_are_read_as_llama_cpp_reads_them(
     With K/V in float32 and without flash attention: its K/V of float16 differ by 0.02.
     """
     file = write_nanbeige(tmp_path, kind)
-    tensors = {tensor.name: tensor.data for tensor in gguf.GGUFReader(file).tensors}
+    tensors = {tensor.name: tensor.data.tobytes() for tensor in gguf.GGUFReader(file).tensors}
     assert hashlib.sha256(b"".join(tensors[name] for name in sorted(tensors))).hexdigest() == digest
     model = load(file)
     result = generate(model.decoder, model.params, [rows()[0]], max_new_tokens=len(tokens))
