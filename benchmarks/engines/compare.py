@@ -120,21 +120,25 @@ def _stem(option: str) -> str:
 @contextmanager
 def workers(options: argparse.Namespace) -> Iterator[dict[str, Worker]]:
     """Yields the workers by the names of their columns."""
-    made = options.out / "model"
+    looped = options.turns > 1
+    made = options.out / (f"model-{options.turns}-turns" if looped else "model")
     if not ((made / "float32").exists() and (made / "int8.gguf").exists()):
-        subprocess.run([sys.executable, WORKER, "convert", options.model, made], check=True)
+        command = [sys.executable, WORKER, "convert", options.model, made, str(options.turns)]
+        subprocess.run(command, check=True)
+    model = made / "float32.gguf" if looped else options.model
     columns = {
-        "utio_jax": (sys.executable, "utio_jax", options.model),
-        "utio_jax, int8": (sys.executable, "utio_jax", options.model, "int8"),
-        "utio_jax, bfloat16": (sys.executable, "utio_jax", options.model, "bfloat16"),
+        "utio_jax": (sys.executable, "utio_jax", model),
+        "utio_jax, int8": (sys.executable, "utio_jax", model, "int8"),
+        "utio_jax, bfloat16": (sys.executable, "utio_jax", model, "bfloat16"),
         "vllm": (options.python, "vllm", made / "float32"),
         "vllm, bfloat16": (options.python, "vllm", made / "float32", "bfloat16"),
         "vllm, maps": (options.python, "vllm", made / "float32", "float32", str(options.maps)),
         "transformers": (options.python, "transformers", made / "float32"),
         "llama.cpp": (options.python, "llama.cpp", made / "float32.gguf"),
         "llama.cpp, 8 bits": (options.python, "llama.cpp", made / "int8.gguf"),
-        "llama.cpp, 4 bits": (options.python, "llama.cpp", options.model),
     }
+    if not looped:
+        columns["llama.cpp, 4 bits"] = (options.python, "llama.cpp", options.model)
     running: dict[str, Worker] = {}
     try:
         for name in options.engines or [name for name in columns if name != "vllm, maps"]:
@@ -157,12 +161,14 @@ def same(tokenizer: Any, ours: list[list[int]], theirs: list[Any]) -> float:
 
 
 def measure(
-    running: dict[str, Worker], tokenizer: Any, rounds: int
+    running: dict[str, Worker], tokenizer: Any, rounds: int, cases: list[str] | None
 ) -> dict[str, dict[str, dict[str, Any]]]:
     """Returns, by case and engine, seconds of each round, and the rows as the first engine's."""
     result: dict[str, dict[str, Any]] = {}
     for turn in range(rounds + 1):  # The first one compiles.
         for case, request in requests(turn).items():
+            if case not in (cases or [case]):
+                continue
             turns = len(request.get("turns", ())) or 1
             if turns > 1 and any(name.startswith("llama.cpp") for name in running):
                 continue
@@ -216,6 +222,8 @@ def main() -> None:
     parser.add_argument("model", type=Path, help="a GGUF file")
     parser.add_argument("python", help="interpreter with the other engines")
     parser.add_argument("--engines", nargs="*", help="the first one is what others are compared to")
+    parser.add_argument("--cases", nargs="*", choices=requests(0), help="rows of the table")
+    parser.add_argument("--turns", type=int, default=1, help="of a looped model of its layers")
     parser.add_argument("--maps", type=Path, help="for the engine 'vllm, maps'")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
@@ -228,7 +236,7 @@ def main() -> None:
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: options.threads])
     with workers(options) as running:
         versions = {name: engine.versions for name, engine in running.items()}
-        result = measure(running, tokenizer_of(options.model), options.rounds)
+        result = measure(running, tokenizer_of(options.model), options.rounds, options.cases)
     kept = {"versions": versions, "rounds": options.rounds, "cases": result}
     (options.out / "results.json").write_text(json.dumps(kept, indent=1))
     print("\n".join(table(result)))

@@ -2,17 +2,18 @@
 """One engine in a process of its own: requests as lines of JSON on stdin, answers on stdout.
 
     python benchmarks/engines/worker.py ENGINE MODEL THREADS SLOTS [MAPS or WEIGHTS]
-    python benchmarks/engines/worker.py convert FILE.gguf FOLDER
+    python benchmarks/engines/worker.py convert FILE.gguf FOLDER [TURNS]
 
 A request `{"prompts": [[7, 8]], "new": [16]}` asks for as many new tokens behind each prompt,
 greedily and whatever ends a text; its answer has the `seconds` that took, the `tokens` and the
 process's peak memory in MiB. `convert` dequantises a GGUF file: a GGUF file and a folder as
 transformers reads it, both in float32, for engines that do not do so themselves; and a GGUF file of
-8 bits.
+8 bits. With more than one of TURNS, the layers of a Llama run so many times, as Nanbeige 4.2's do.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import json
 import os
@@ -36,8 +37,12 @@ def utio_jax(model: str, threads: int, slots: int, weights: str | None = None) -
     from utio_jax.engine import Engine
 
     loaded = utio_jax.load(model, weights=weights)
-    engine = Engine.of(loaded, slots=slots, capacity=512, prefix_cache="512MiB")
-    engine.warmup()
+
+    @functools.cache  # Cases of one length each, which do without, need not wait for its programs.
+    def warm_engine() -> Engine:
+        engine = Engine.of(loaded, slots=slots, capacity=512, prefix_cache="512MiB")
+        engine.warmup()
+        return engine
 
     def run(prompts: list[list[int]], new: list[int]) -> list[list[int]]:
         if len(set(new)) == 1:
@@ -45,6 +50,7 @@ def utio_jax(model: str, threads: int, slots: int, weights: str | None = None) -
                 loaded.decoder, loaded.params, prompts, max_new_tokens=new[0], eos_ids=()
             )
             return [ids.tolist() for ids in result.token_ids]
+        engine = warm_engine()
         numbers = [
             engine.submit(prompt, max_new_tokens=count, eos_ids=())
             for prompt, count in zip(prompts, new, strict=True)
@@ -166,7 +172,7 @@ ENGINES: dict[str, tuple[Callable[..., Run], tuple[str, ...]]] = {
 }
 
 
-def convert(file: str, folder: str) -> None:
+def convert(file: str, folder: str, turns: str = "1") -> None:
     """Writes `float32.gguf`, `int8.gguf` and `float32/` into a folder, of a Llama-like file."""
     import gguf
     import jax.numpy as jnp
@@ -177,27 +183,34 @@ def convert(file: str, folder: str) -> None:
     out.mkdir(parents=True, exist_ok=True)
     reader = gguf.GGUFReader(file)
     arch = reader.fields["general.architecture"].contents()
+    tensors = {t.name: gguf.quants.dequantize(t.data, t.tensor_type) for t in reader.tensors}
+    keys = {"num_loops": int(turns)} if int(turns) > 1 else {}
+    if keys:  # A looped model has a head of its own.
+        tensors.setdefault("output.weight", tensors["token_embd.weight"])
+    made = "nanbeige" if keys else arch
     for name, file_type in (("float32", "ALL_F32"), ("int8", "MOSTLY_Q8_0")):
-        writer = gguf.GGUFWriter(out / f"{name}.gguf", arch)
+        writer = gguf.GGUFWriter(out / f"{name}.gguf", made)
+        for key, value in keys.items():
+            writer.add_uint32(f"{made}.{key}", value)
         for key, field in reader.fields.items():
             if key.startswith("GGUF.") or key in ("general.architecture", "general.file_type"):
                 continue
             inner = field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
-            writer.add_key_value(key, field.contents(), field.types[0], sub_type=inner)
+            renamed = key.replace(f"{arch}.", f"{made}.", 1)
+            writer.add_key_value(renamed, field.contents(), field.types[0], sub_type=inner)
         writer.add_file_type(gguf.LlamaFileType[file_type])
-        for tensor in reader.tensors:
-            numbers = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        for tensor, numbers in tensors.items():
             if name == "int8" and numbers.ndim == 2:
                 kind = gguf.GGMLQuantizationType.Q8_0
-                writer.add_tensor(tensor.name, gguf.quants.quantize(numbers, kind), raw_dtype=kind)
+                writer.add_tensor(tensor, gguf.quants.quantize(numbers, kind), raw_dtype=kind)
             else:
-                writer.add_tensor(tensor.name, numbers)
+                writer.add_tensor(tensor, numbers)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
         writer.close()
-    loaded = load(file)
-    save(out / "float32", loaded.decoder, loaded.params, like=file, dtype=jnp.float32)
+    loaded = load(out / "float32.gguf")
+    save(out / "float32", loaded.decoder, loaded.params, like=loaded.folder, dtype=jnp.float32)
 
 
 def main() -> None:
