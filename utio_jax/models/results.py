@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 
 from utio_jax.calibration.advice import conclude
 from utio_jax.calibration.compare import ComparisonRow
 from utio_jax.core.html import depth_html, table_html
-from utio_jax.decoding.text import TextModel, TextReader
+from utio_jax.decoding.text import TextReader
 from utio_jax.evaluation.evaluate import TextScore
 from utio_jax.policies.store import Calibration
 
@@ -104,7 +105,7 @@ class ScoredTexts(TextScore):
     """
 
     token_ids: tuple[np.ndarray, ...]
-    model: TextModel
+    model: Any
 
     def __repr__(self) -> str:
         return self.summary()
