@@ -304,7 +304,7 @@ def test_generate_streams_one_prompt_to_a_terminal(
         ("evaluate SOURCE --policy magic", "Wanted a policy of full, uniform"),
         ("evaluate SOURCE --budget 0.8 --batch 0", "at least 1 row"),
         ("evaluate --token-ids FOREIGN", "ids from 0 to 299, the model's vocabulary. Got 1 to 300"),
-        ("demo SHORT", "text of at least 512 tokens"),
+        ("demo SHORT", "text of at least 256 tokens"),
         ("calibrate SOURCE --budget 0.01 --policy position", "a goal that some policy reaches"),
         ("calibrate SOURCE --model shared-16 --budget 75", "Wanted budgets above 0, at most 1"),
         (

@@ -55,9 +55,10 @@ def test_the_fastest_of_what_pays_is_recommended_for_each_purpose() -> None:
 
 
 def test_exact_prompts_are_the_default_and_others_an_option() -> None:
-    record = {"prompt_tokens": 448, "stop": 8, "speedup": 1.73, "nll_increase_pct": 0.0}
+    record = {"prompt_tokens": 448, "stop": 8, "speedup": 1.73}
     commands = [
-        recommend([FULL, prompt_row(record | {"exact": exact})], "mine") for exact in (True, False)
+        recommend([FULL, prompt_row(record | {"exact": exact, "nll_increase_pct": lost})], "mine")
+        for exact, lost in ((True, None), (False, 0.0))
     ]
     assert commands == [
         f'Next: `utio-jax generate "PROMPT" --model mine{how}` (prompts: 1.73x, no loss).'

@@ -77,11 +77,11 @@ def shallow_prompts(
             programs["plain"] = partial(generate, *plain, prompts, **options)
     times = time_programs(programs, rounds=rounds)
     cost = prompt_cost(decoder, params, programs["shallow"]())
-    request, increase = None, 0.0
+    request, increase = None, None  # Nothing is lost where the way is exact.
     if exact is None:  # The same program with every token deep.
         pair = choice, dataclasses.replace(choice, deep=1.0)
         lost, kept = (continuations(decoder, params, rows, one).loss for one in pair)
-        increase = 100 * (lost / kept - 1)
+        increase = round(100 * (lost / kept - 1), 4)
     else:
         layers = decoder.config.num_layers
         request = {"new_tokens": new} | request_of(times, layers, plain and plain[0].config)
@@ -96,7 +96,7 @@ def shallow_prompts(
         "seconds_to_first_token": round(times["shallow"].median, 5),
         "seconds_to_first_token_full": round(times["full"].median, 5),
         "speedup": round(times["shallow"].speedup_over(times["full"]), 3),
-        "nll_increase_pct": round(increase, 4),
+        "nll_increase_pct": increase,
     }
 
 

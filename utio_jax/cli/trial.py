@@ -356,6 +356,6 @@ def prompt_row(record: Mapping[str, Any] | None) -> Tried:
         + ", the default" * record["exact"],
         how="" if record["exact"] else f"--prompt-budget {BUDGET:g}",
         times=record["speedup"],
-        loss_pct=record["nll_increase_pct"],
+        loss_pct=0.0 if record["exact"] else record["nll_increase_pct"],
         same=1.0 if record["exact"] else None,
     )
