@@ -226,8 +226,9 @@ def test_neither_cache_nor_view_is_copied(model: Any) -> None:
     lengths = np.array([3, 7, 1], np.int32)
     rows = np.zeros((3, 8), np.int32), lengths, lengths + 40, np.arange(3, dtype=np.uint32)
     state = begin(context, *rows, slots=4096)
-    held = state.cache.keys.nbytes + state.cache.values.nbytes
-    view = sum(leaf.nbytes for leaf in jax.tree.leaves(state.cache.view))
+    cache: Any = state.cache
+    held = cache.keys.nbytes + cache.values.nbytes
+    view = sum(leaf.nbytes for leaf in jax.tree.leaves(cache.view))
     memory = advance.lower(context, state, np.int32(9), widths=(64,)).compile().memory_analysis()
     assert memory is not None
     assert memory.alias_size_in_bytes >= held + view
