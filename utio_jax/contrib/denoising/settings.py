@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from utio_jax.core.decoder import Decoder, DecoderConfig, check_softmax
+from utio_jax.core.decoder import Decoder, DecoderConfig, check_softmax, is_integer
 
 _FAR = 1e6  # Beyond any position.
 
@@ -155,7 +155,7 @@ class Best:
     score: Callable[[Any], Any] | None = near
 
     def __post_init__(self) -> None:
-        if self.count not in range(1, 2**31):
+        if not is_integer(self.count, 1):
             raise ValueError(f"Wanted a count of at least 1. Got {self}.")
 
 
