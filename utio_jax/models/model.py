@@ -407,11 +407,11 @@ class Model:
           files: text files that are further prompts.
           mode: `"plain"`, `"adaptive"` (a depth per token), `"lossless"` (the plain model's own
             tokens, drafted), or a `Mode`; by default `"adaptive"` with a budget, else `"plain"`.
-          budget: of the calibrated policy of `"adaptive"`.
+          budget: FLOPs over full depth's, of the calibrated policy of `"adaptive"`.
           max_new_tokens: per prompt, at most.
           stop: a text ends before the first of these strings; or a list of them for each prompt.
           sampling: of all prompts, or of each.
-          seed: of the draws; prompt number `i` has `seed + i`.
+          seed: random seed for draws; prompt number `i` has `seed + i`.
           prompt_budget: FLOPs of reading prompts over full depth's; below 1 most of their tokens
             stop early, see `utio_jax.prompts.budget.prompt_prefill`. None or 1: exactly.
           max_batch: prompts that are run at once, in order; memory is that of so many.
@@ -523,8 +523,8 @@ class Model:
           budget: see `generate`.
           max_new_tokens: maximum number of tokens of the answer.
           stop: the answer ends before the first occurrence of any of these.
-          seed: of the draws.
-          variables: for the template.
+          seed: random seed for draws.
+          variables: values for the template.
           prefill: see `utio_jax.Engine`.
           logits_processor: see `utio_jax.Engine`.
           **options: of `utio_jax.Engine.submit`; `eos_ids` are by default the tokens that end a
