@@ -11,6 +11,7 @@ fitted, to English; beside the fixed thresholds and truncation.
 import dataclasses
 from pydoc_data.topics import topics
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -48,11 +49,11 @@ def adapt(model, batches, policy, agreement, every=4, memory=10_000, count=65):
 def run(model, policy, batches, agreement):
     """Returns agreement with full depth and mean layers of fixed and of adapted thresholds."""
     rows, exits = {"fixed": [], "adapted": [], "truncated": []}, model.decoder.config.exits
+    score = jax.jit(lambda *row: utio_jax.score(model.decoder, *row))
     for study, now in adapt(model, batches, policy, agreement):
-        ids, lengths = jnp.asarray(study.batch.token_ids), jnp.asarray(study.batch.lengths)
         differs = study.differs[:, study.predicted]
         for name, way in (("fixed", policy), ("adapted", now)):
-            result = utio_jax.score(model.decoder, model.params, ids, lengths, way)
+            result = score(model.params, study.batch.token_ids, study.batch.lengths, way)
             depths = np.asarray(result.depths)[study.predicted]
             wrong = differs[np.searchsorted(exits, depths), np.arange(depths.size)]
             rows[name].append((1 - wrong.mean(), depths.mean()))
