@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import concurrent.futures
-import itertools
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,7 +18,7 @@ from utio_jax.contrib.stopping import ThinkingBudget
 from utio_jax.decoding.base import Plain
 from utio_jax.decoding.lossless import Lossless
 from utio_jax.decoding.sampling import SamplingParams
-from utio_jax.engine import RowRates, planning
+from utio_jax.engine import planning
 from utio_jax.serving.app import Application
 
 pytestmark = pytest.mark.check
@@ -29,7 +28,6 @@ MODES: dict[str, tuple[Any, Any, str]] = {
     "prompts": (Plain(), by_importance(), "routed"),
     "lossless": (Lossless(exit=2, max_draft=3), None, "full"),
 }
-SENSELESS = RowRates(seconds=0.0, seconds_per_layer={1: -1.0}, plain_seconds=1.0)
 PROMPTS = ("def mean(values):\n    return", "x", "aaaa bbbb aaaa", "naïve € 😀 text\n")
 
 
@@ -72,22 +70,21 @@ def test_texts_are_those_of_generate_in_this_mode(folder: Path, name: str) -> No
 def test_requests_run_in_full_where_a_depth_per_token_is_predicted_not_to_pay(
     folder: Path, monkeypatch: pytest.MonkeyPatch, pays: bool
 ) -> None:
-    plain = 0.012 if pays else 0.005
+    seconds = {True: 0.012 if pays else 0.005, False: 0.006}
 
-    def rates(served: Any, mode: Any, progress: Any) -> RowRates:
-        progress(1, 3)
-        return RowRates(seconds=0.0, seconds_per_layer={4: 0.002}, plain_seconds=plain)
+    def timed(served: Any, shares: Any) -> float:
+        return seconds[shares is None]
 
-    monkeypatch.setattr(planning, "_rates", rates)
-    # At 4 slots: two layers for all, and two more where one of them goes on.
+    monkeypatch.setattr(planning, "_seconds", timed)
     with running(served_model(folder, histogram={2: 0.9, 4: 0.1}), slots=4) as server:
         ready = server.ask("/ready").body
         mode = "adaptive" if pays else "plain"
         (planned,) = (line for line in server.lines if line["event"] == "planned")
         assert ready == {"status": "ready", "mode": mode, "plan": planned["why"]}
-        assert planned["speedup"] == pytest.approx(plain / (0.004 + 0.004 * (1 - 0.9**4)), abs=1e-3)
+        assert planned["speedup"] == round(seconds[True] / 0.006, 3)
+        assert (planned["ms"], planned["plain_ms"]) == (6.0, 1e3 * seconds[True])
         assert planned["why"].endswith("run at 0.5." if pays else "run in full.")
-        assert {"event": "timing", "done": 1, "blocks": 3} in server.lines
+        assert {"event": "timing", "done": 1, "kinds": 2} in server.lines
         about = server.ask("/v1/models").body["data"][0]["utio"]
         assert (about["mode"], about["default_mode"]) == ("adaptive", mode)
 
@@ -107,18 +104,18 @@ def test_requests_run_in_full_where_a_depth_per_token_is_predicted_not_to_pay(
     ("timed", "why"),
     [
         (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out"), "RESOURCE_EXHAUSTED: Out"),
-        (itertools.repeat(SENSELESS), "measure again"),
+        (ValueError("Wanted slots for a prompt"), "Wanted slots"),
     ],
 )
 def test_a_server_stays_as_asked_without_a_plan(
     folder: Path, monkeypatch: pytest.MonkeyPatch, timed: Any, why: str
 ) -> None:
-    monkeypatch.setattr(planning, "_rates", mock.Mock(side_effect=timed))
+    monkeypatch.setattr(planning, "_seconds", mock.Mock(side_effect=timed))
     lines = list[dict[str, Any]]()
     model = served_model(folder, histogram={2: 0.9, 4: 0.1})
     app = Application(model, slots=1, shapes=SHAPES, log=lines.append)
     app.worker._plan()
-    (planned,) = lines
+    *_, planned = lines
     assert planned["event"] == "planned"
     assert why in planned["why"]
     assert not app.reader.in_full

@@ -4,7 +4,7 @@
 from utio_jax.decoding.requests import Completion, Event
 from utio_jax.decoding.state import Alternatives
 from utio_jax.engine.engine import Engine
-from utio_jax.engine.planning import DepthPlan, RowRates, plan_mode
+from utio_jax.engine.planning import DepthPlan, plan_mode
 from utio_jax.engine.requests import EngineStats
 from utio_jax.engine.slots import Shapes
 
@@ -15,7 +15,6 @@ __all__ = [
     "Engine",
     "EngineStats",
     "Event",
-    "RowRates",
     "Shapes",
     "plan_mode",
 ]

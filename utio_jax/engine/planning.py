@@ -1,232 +1,129 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Speed-up prediction for early-exit decoding in an engine, from timed blocks of its programs.
+"""Early exit or plain decoding in an engine: both are timed once, and the faster one is kept.
 
-Blocks in which all rows exit at the first of a policy's depths, and blocks without exits, differ
-only by their layers. The difference in time gives the seconds of a layer, for all rows and for each
-packed width. Let tokens exit independently of each other, with shares `p[i]` at depths `d[i]`. Then
-`n[i]` rows run the layers from `d[i - 1]` to `d[i]`, in the smallest width that holds them:
-
-    n[i] ~ Binomial(rows, 1 - (p[0] + ... + p[i - 1]))
+Tokens of timed steps exit at drawn depths, with the shares of a histogram: each row has thresholds
+that all of its tokens pass below its depth, and none at it.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
-import math
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import numpy as np
+from jaxtyping import Float
 
-from utio_jax.core.decoder import DecoderConfig
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.base import Plain
-from utio_jax.decoding.cached import quarters
 from utio_jax.decoding.requests import Request
-from utio_jax.engine.depths import own_thresholds
 from utio_jax.engine.slots import Served, Slots
 from utio_jax.policies.depth import Thresholded
-from utio_jax.staircase.segments import segments_of
 
-_BLOCKS, _TRIES = 5, 3
-"""Number of timed blocks, whose median is used; and number of attempts at plausible rates."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RowRates:
-    """Measured times of a decode step, for one device, model and number of slots.
-
-    Attributes:
-      seconds: seconds of the parts that do not depend on depth: embedding, boundaries, head and
-        sampling. Extrapolated, so it may be negative; a prediction uses at least 0.
-      seconds_per_layer: seconds of a layer, by number of rows: packed widths, and all rows.
-      plain_seconds: seconds of a step of plain decoding.
-    """
-
-    seconds: float
-    seconds_per_layer: Mapping[int, float]
-    plain_seconds: float
-
-    @property
-    def is_plausible(self) -> bool:
-        """True if an idle machine may have measured these rates.
-
-        Layers and plain steps take more than 0 seconds. All other parts are small and extrapolated:
-        their seconds may be negative, down to minus a quarter of a plain step.
-        """
-        per_layer, plain = [*self.seconds_per_layer.values()], self.plain_seconds
-        return bool(np.min([*per_layer, plain]) > 0) and -plain / 4 < self.seconds < math.inf
-
-    def to_json(self) -> dict[str, Any]:
-        """Returns the rates in milliseconds, JSON-ready; negative values become 0."""
-        return {
-            "ms": round(1e3 * max(0.0, self.seconds), 4),
-            "ms_per_layer": {
-                str(width): round(1e3 * value, 4) for width, value in self.seconds_per_layer.items()
-            },
-            "plain_ms": round(1e3 * self.plain_seconds, 4),
-        }
+_STEPS, _TRIES = 48, 5
+"""Number of timed steps, each with depths of its own; and of tries, whose fastest one counts."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DepthPlan:
-    """Predicted time of an early-exit step if all slots run.
+    """Measured time of a decode step if all slots run.
 
     Attributes:
-      seconds: predicted seconds of a step.
-      rates: measured rates, which include the seconds of a plain step.
+      seconds: seconds of an early-exit step.
+      plain_seconds: seconds of a step of plain decoding.
     """
 
     seconds: float
-    rates: RowRates
+    plain_seconds: float
 
     @property
     def speedup(self) -> float:
         """Ratio of plain decoding seconds to early-exit seconds; above 1, early exit is faster."""
-        return self.rates.plain_seconds / self.seconds
-
-
-def predict_seconds(
-    rates: RowRates,
-    histogram: Mapping[int, float],
-    *,
-    rows: int,
-    config: DecoderConfig | None = None,
-) -> float:
-    """Returns the mean seconds of a step of rows whose tokens exit independently of each other.
-
-    Args:
-      rates: rates measured at `rows`, and at smaller packed widths if rows are packed.
-      histogram: share of tokens that exit at each depth, in layers.
-      rows: number of rows that run at once.
-      config: configuration of a model with branches, whose segments are not nested. None: nested.
-
-    Raises:
-      ValueError: shares are negative or do not sum to 1.
-
-    >>> rates = RowRates(seconds=0.001, seconds_per_layer={8: 0.002}, plain_seconds=0.04)
-    >>> round(predict_seconds(rates, {6: 0.9, 16: 0.1}, rows=8), 4)
-    0.0244
-    """
-    from scipy.stats import binom  # A second to import.
-
-    depths = sorted(histogram)
-    shares = np.asarray([histogram[depth] for depth in depths])
-    if not shares.size or shares.min() < 0 or abs(shares.sum() - 1.0) > 1e-3:
-        raise ValueError(
-            f"Wanted a histogram of depths whose shares sum to 1. Got {dict(histogram)}."
-        )
-    widths = sorted(rates.seconds_per_layer)
-    needed = [next(width for width in widths if width >= n) for n in range(1, rows + 1)]
-    layer = np.asarray([0.0, *(rates.seconds_per_layer[width] for width in needed)])
-    goes_on = np.clip(1.0 - np.cumsum([0.0, *shares[:-1]]) / shares.sum(), 0.0, 1.0)
-    seconds = max(0.0, rates.seconds)
-    runs: Any = zip(itertools.pairwise((0, *depths)), goes_on, strict=True)
-    if config is not None and config.branches:
-        segments, below = segments_of(config, tuple(depths)), np.searchsorted(depths, config.kv_own)
-        runs = (
-            (part.layers, goes_on[min(at, below)] if part.branch is None else shares[part.branch])
-            for at, part in enumerate(segments)
-        )
-    for (start, stop), share in runs:
-        seconds += (stop - start) * float(binom.pmf(np.arange(rows + 1), rows, share) @ layer)
-    return seconds
+        return self.plain_seconds / self.seconds
 
 
 def plan_mode(
     served: Served,
     histogram: Mapping[int, float],
     *,
-    progress: Callable[[int, int], None] = lambda done, blocks: None,
+    progress: Callable[[int, int], None] = lambda done, kinds: None,
 ) -> DepthPlan:
-    """Predicts the speed-up of early-exit over plain decoding if all slots run.
+    """Times early-exit and plain decode steps of an engine whose slots all run, half filled.
 
-    Times blocks in which all rows exit early and blocks without exits, at most three times until
-    the rates are plausible. Compiles programs and takes seconds.
+    Compiles programs and takes seconds. Tokens exit independently of each other.
 
     Args:
       served: options of the engine, whose mode is `Adaptive` with thresholds at two or more depths.
       histogram: share of new tokens that exit at each of the policy's depths.
-      progress: called with the number of kinds of blocks that are timed, and their total.
+      progress: called with the number of kinds of steps that have been timed, and their total.
 
     Raises:
-      ValueError: another mode or policy, shares at other depths, a capacity too small to time, or
-        implausible times.
+      ValueError: another mode or policy, shares at other depths or that do not sum to 1, or a
+        capacity too small to time.
     """
-    mode, policy = served.mode, getattr(served.mode, "policy", None)
+    policy = getattr(served.mode, "policy", None)
     depths = policy.depths if isinstance(policy, Thresholded) else ()
-    if not isinstance(mode, Adaptive) or len(depths) < 2 or {*histogram} - {*depths}:
+    if not isinstance(served.mode, Adaptive) or len(depths) < 2 or {*histogram} - {*depths}:
         raise ValueError(
             "Wanted Adaptive with thresholds at two depths or more, and shares of tokens at these. "
-            f"Got {type(mode).__name__}, depths={depths} and a histogram of {sorted(histogram)}."
+            f"Got {type(served.mode).__name__}, depths={depths} and a histogram of "
+            f"{sorted(histogram)}."
         )
-    full = {depth: histogram.get(depth, 0.0) for depth in depths}
-    rates = None
-    for _ in range(_TRIES):
-        rates = _rates(served, mode, progress)
-        if rates.is_plausible:
-            config = served.decoder.config
-            seconds = predict_seconds(rates, full, rows=served.slots, config=config)
-            return DepthPlan(seconds=seconds, rates=rates)
-    raise ValueError(
-        f"Wanted seconds of layers that a plan can be made of. Got, in {_TRIES} tries, what no "
-        f"machine left alone takes: {rates}. A plan made while other programs run is worth "
-        "nothing: measure again while none do."
-    )
-
-
-def _rates(served: Served, mode: Adaptive, progress: Callable[[int, int], None]) -> RowRates:
-    """Measures rates from blocks in which all rows exit at the first depth, or none does."""
+    shares = np.asarray([histogram.get(depth, 0.0) for depth in depths])
+    if shares.min() < 0 or abs(shares.sum() - 1.0) > 1e-3:
+        raise ValueError(
+            f"Wanted a histogram of depths whose shares sum to 1. Got {dict(histogram)}."
+        )
     served = dataclasses.replace(served, prefix_cache=0)
-    depths, rows, slots = mode.depth_policy.depths, served.slots, Slots(served)
-    plain, per_layer, shallow = dataclasses.replace(served, mode=Plain()), {}, 0.0
-    widths = (*(quarters(rows) if mode.packs(served.decoder) else ()), rows)
-    for done, width in enumerate(widths):
-        progress(done, len(widths) + 1)
-        shallow = _seconds(slots, served, width, threshold=np.inf)
-        deep = _seconds(slots, served, width, threshold=-np.inf)
-        per_layer[width] = (deep - shallow) / (depths[-1] - depths[0])
-    progress(len(widths), len(widths) + 1)
-    del slots  # The device may have no room for the K/V of both modes.
-    return RowRates(
-        seconds=shallow - depths[0] * per_layer[rows],
-        seconds_per_layer=per_layer,
-        plain_seconds=_seconds(Slots(plain), plain, rows),
-    )
+    progress(0, 2)
+    seconds = _seconds(served, shares)
+    progress(1, 2)
+    plain = dataclasses.replace(served, mode=Plain())
+    return DepthPlan(seconds=seconds, plain_seconds=_seconds(plain, None))
 
 
-def _seconds(slots: Slots, served: Served, rows: int, threshold: float = 0.0) -> float:
-    """Returns the seconds of a step with a number of running rows and half-filled slots.
+def _seconds(served: Served, shares: Float[np.ndarray, " depth"] | None) -> float:
+    """Returns the mean seconds of a step in blocks of `served.steps`, of the fastest tries.
 
-    All tokens have one threshold: with +inf all exit at the first depth, with -inf none does.
-    A mode without thresholds ignores it.
+    Tokens exit with `shares` at the depths of the mode's policy; None: the mode has no policy. Each
+    timed step has depths and therefore a block of its own. Blocks without steps are timed, too, so
+    that a step gets only its share of the seconds of a block.
     """
-    blocks, steps, mode = _BLOCKS + 2, served.steps, served.mode
-    new = blocks * steps * mode.block + 1
-    room = min(served.capacity - mode.block, served.decoder.config.context_length)
-    size = min(served.capacity // 2, room - new, slots.longest(whole=False))
+    new, rows, slots = _STEPS + 3, served.slots, Slots(served)
+    config = served.decoder.config
+    room = min(served.capacity - served.mode.block, config.context_length) - new
+    size = min(served.capacity // 2, room, slots.longest(whole=False))
     if size < 1:
         raise ValueError(
-            f"Wanted slots that hold {blocks} blocks of {steps} steps, which are timed. Got a "
-            f"capacity of {served.capacity}. Take fewer steps."
+            f"Wanted slots for a prompt and {new} new tokens, which are timed. Got a capacity of "
+            f"{served.capacity}. Take a larger one."
         )
-    vocab, own = served.decoder.config.vocab_size, own_thresholds(mode)
-    slots.read_all(
-        Request(
-            number=slot,
-            prompt=np.full(size, slot % vocab, np.int32),
-            max_new_tokens=new,
-            seed=slot,
-            thresholds=None if own is None else np.full_like(own, threshold),
+    # Places of all tokens in the histogram, evenly spaced: its shares are met to one token.
+    count, tries = _STEPS * rows, []
+    places = np.random.default_rng(0).permutation(count).reshape(_STEPS, rows, 1) + 0.5
+    for _ in range(_TRIES):
+        slots.read_all(
+            Request(
+                number=slot,
+                prompt=np.full(size, slot % config.vocab_size, np.int32),
+                max_new_tokens=new,
+                seed=slot,
+            )
+            for slot in range(rows)
         )
-        for slot in range(rows)
-    )
-    seconds = []
-    for _ in range(blocks):
-        began = time.perf_counter()
-        slots.run().block_until_ready()
-        seconds.append(time.perf_counter() - began)
-    slots.release(rows=range(rows))
-    return float(np.median(seconds[2:])) / steps
+        tries.append([])
+        for steps in (0, 1):
+            began = 0.0
+            for block in range(-2, _STEPS):  # The first two may compile.
+                if block == 0:
+                    slots.state.lengths.block_until_ready()
+                    began = time.perf_counter()
+                if shares is not None:
+                    goes_on = places[block] > count * np.cumsum(shares[:-1])
+                    slots.set_thresholds(np.where(goes_on, -np.inf, np.inf))
+                slots.run(steps=steps)
+            slots.state.lengths.block_until_ready()
+            tries[-1].append((time.perf_counter() - began) / _STEPS)
+        slots.release(rows=range(rows))
+    empty, whole = np.min(tries, axis=0)
+    return float(whole - empty * (1 - 1 / served.steps))

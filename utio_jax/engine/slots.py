@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from utio_jax.attention.cache import key_widths
 from utio_jax.core.decoder import Decoder, Params
@@ -508,6 +508,13 @@ class Slots:
         )
         report.copy_to_host_async()
         return report
+
+    def set_thresholds(self, thresholds: Float[np.ndarray, "slot boundary"]) -> None:
+        """Replaces the thresholds of all rows, until they take other prompts."""
+        old = self._rules.thresholds
+        home = old.sharding if isinstance(old, jax.Array) and old.committed else None
+        new = jax.device_put(np.asarray(thresholds, np.float32), home)
+        self._rules = dataclasses.replace(self._rules, thresholds=new)
 
     def rows_of(self, rows: int) -> int:
         """Returns the number of first rows that a block runs for `rows` of them."""

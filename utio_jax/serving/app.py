@@ -203,7 +203,7 @@ class Application:
         try:
             plan = plan_mode(served, self.model.histogram, progress=self._timed)
         except (ValueError, RuntimeError) as error:
-            # A noisy machine, or no room on it: it stays as the operator asked for it.
+            # No room on the machine or in a slot: it stays as the operator asked for it.
             self._log({**record, "why": str(error)})
             return
         ratio = plan.speedup
@@ -214,12 +214,13 @@ class Application:
             f"be {ratio:.2f} times as fast as full depth: requests that name neither a mode nor a "
             f"budget run {share}."
         )
-        rates = plan.rates.to_json()
-        self._log({**record, "speedup": round(ratio, 3), "why": self.planned, **rates})
+        record |= {"speedup": round(ratio, 3), "why": self.planned}
+        milliseconds = [round(1e3 * seconds, 4) for seconds in (plan.seconds, plan.plain_seconds)]
+        self._log(record | dict(zip(("ms", "plain_ms"), milliseconds, strict=True)))
 
-    def _timed(self, done: int, blocks: int) -> None:
-        self.compiled = f"timing blocks to plan depths, {done} of {blocks}"
-        self._log({"event": "timing", "done": done, "blocks": blocks})
+    def _timed(self, done: int, kinds: int) -> None:
+        self.compiled = f"timing steps to plan depths, {done} of {kinds}"
+        self._log({"event": "timing", "done": done, "kinds": kinds})
 
     def _compiled(self, done: int, programs: int) -> None:
         now = time.monotonic()
