@@ -300,7 +300,13 @@ def test_sharded_calibration_is_that_of_one_device(tiny: Any, text: list[Batch])
     np.testing.assert_allclose(entry.fractions, fit.fractions, atol=0.02)  # Cheaper, so deeper.
 
 
-@pytest.mark.parametrize("how", [{"thresholds": (1.9, 2.1)}, {"fractions": (0.5, 0.25, 0.25)}])
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"thresholds": (1.9, 2.1)},
+        pytest.param({"fractions": (0.5, 0.25, 0.25)}, marks=pytest.mark.slow),
+    ],
+)
 def test_utio_forward_on_eight_devices_is_that_of_one(tiny: Any, how: Any) -> None:
     """By pmap, and by shard_map with JAX's default checks."""
     ids, lengths, _ = ragged(tiny, 16)
@@ -478,6 +484,7 @@ def test_int8_weights_and_their_scales_are_split_by_channels(
     assert kinds == {"all-reduce"}  # Sums of integers, largest inputs; no parameters travel.
 
 
+@pytest.mark.slow
 def test_weights_of_bfloat16_are_split_as_floats_are(tiny_swiglu: Any, tmp_path: Any) -> None:
     which, mesh = tiny_swiglu, split_mesh(4, 2)
     save(tmp_path, which.decoder, which.params, dtype=jnp.float32)

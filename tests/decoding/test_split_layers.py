@@ -49,7 +49,9 @@ def test_tokens_and_costs_are_the_stacks(name: str, monkeypatch: pytest.MonkeyPa
         assert_equal(getattr(apart, field), getattr(stacked, field), err_msg=field)
 
 
-@pytest.mark.parametrize("name", ["biases", "gemma3n", "gemma4"])
+@pytest.mark.parametrize(
+    "name", ["biases", "gemma3n", pytest.param("gemma4", marks=pytest.mark.slow)]
+)
 def test_tokens_from_kernels_in_blocks_are_the_stacks(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

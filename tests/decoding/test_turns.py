@@ -23,6 +23,7 @@ from helpers.generation import (
     true_logits,
 )
 from helpers.looped import Oracle, looped_model, write_looped
+from helpers.marks import quick_where
 from helpers.models import assert_equal, with_random_lens
 
 from utio_jax import Adaptive, Lossless, generate, score, uniform
@@ -98,7 +99,12 @@ def test_stops_and_tokens_of_the_own_gate_are_numpys(tmp_path: Path, no_compiles
 
 
 @pytest.mark.parametrize(
-    "signal", [Patience(), SoftmaxGap(), Entropy(), StateSimilarity(), Position()]
+    "signal",
+    quick_where(
+        lambda signal: isinstance(signal, Patience | SoftmaxGap | StateSimilarity),
+        [Patience(), SoftmaxGap(), Entropy(), StateSimilarity(), Position()],
+        lambda _: False,
+    ),
 )
 def test_policies_that_remember_or_read_logits_decide_as_in_one_pass(signal: Any) -> None:
     """A row's questions lie steps apart; what is asked and remembered is its own."""
@@ -147,7 +153,9 @@ def test_drafts_after_early_turns_leave_the_tokens_of_all() -> None:
             np.testing.assert_array_equal(result.token_ids[row], plain.token_ids[row])
 
 
-@pytest.mark.parametrize("name", ["plain", "own turns", "waiting", "lossless"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("plain", marks=pytest.mark.slow), "own turns", "waiting", "lossless"]
+)
 def test_layers_apart_run_the_turns_of_the_stack(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

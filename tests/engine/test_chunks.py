@@ -94,7 +94,8 @@ def test_rows_go_on_between_chunks() -> None:
 
 @pytest.mark.check
 @pytest.mark.parametrize(
-    ("platform", "capacity", "passes"), [("cpu", 72, [128]), ("tpu", 80, [128, 32])]
+    ("platform", "capacity", "passes"),
+    [("cpu", 72, [128]), pytest.param("tpu", 80, [128, 32], marks=pytest.mark.slow)],
 )
 def test_parts_of_several_prompts_share_a_pass(
     platform: str, capacity: int, passes: list[int]

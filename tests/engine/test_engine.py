@@ -235,7 +235,8 @@ def test_a_block_steps_the_rows_in_use(name: str, counts: list[int]) -> None:
 
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize(
-    "name", ["plain", "propagate", pytest.param("copies", marks=pytest.mark.slow)]
+    "name",
+    ["plain", *(pytest.param(name, marks=pytest.mark.slow) for name in ("propagate", "copies"))],
 )
 def test_running_rows_move_together_as_others_end(name: str, late: bool, counts: list[int]) -> None:
     """The last of six rows is the last to run: then one row steps, and draws the same tokens."""

@@ -295,7 +295,7 @@ class _Dear(Learned):
 
 
 @pytest.mark.check
-@pytest.mark.parametrize("kv", ["propagate", "drop"])
+@pytest.mark.parametrize("kv", ["propagate", pytest.param("drop", marks=pytest.mark.slow)])
 def test_gates_and_frozen_keys_are_charged_where_the_policy_meets_them(tiny: Any, kv: str) -> None:
     """The policy ends at 3 of 4 layers: the last is not paid for, nor a decision there."""
     executor = MicroBatches(min_bucket=1, block=1, query_block=1, key_step=1)

@@ -61,7 +61,7 @@ def test_the_loss_is_the_expected_one_over_turns() -> None:
 
 
 @pytest.mark.check
-@pytest.mark.parametrize("turns", [1, 3])
+@pytest.mark.parametrize("turns", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_a_short_run_writes_a_model_and_what_it_answers(tmp_path: Path, turns: int) -> None:
     run = hops.TrainHops(out=tmp_path, layers=1, turns=turns, steps=4, rows=4, held_out=64)
     record = run.run()

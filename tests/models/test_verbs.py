@@ -480,7 +480,13 @@ def test_a_model_with_maps_is_refused_before_a_lens_is_fitted(folder: Path, tmp_
 
 
 @pytest.mark.usefixtures("unchecked_shapes")
-@pytest.mark.parametrize("kind", [np.float32, lambda number: np.asarray([number], np.float32)])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(np.float32, marks=pytest.mark.slow),
+        lambda number: np.asarray([number], np.float32),
+    ],
+)
 def test_budgets_of_numpy_are_numbers(folder: Path, tmp_path: Path, kind: Any) -> None:
     model = load(folder)
     result = model.calibrate([source("bisect")], budget=kind(0.75), out=tmp_path / "mine.json")

@@ -30,7 +30,13 @@ PREFIX = dataclasses.replace(
 FEW = cases.Shape(3, 17, (8, 16), cases.SHAPES[1].executor, "propagate")
 
 
-@pytest.mark.parametrize("shape", [BLOCKS, PREFIX, FEW, dataclasses.replace(FEW, kv="drop")])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        *(BLOCKS, PREFIX, dataclasses.replace(FEW, kv="drop")),
+        pytest.param(FEW, marks=pytest.mark.slow),
+    ],
+)
 def test_passes_equal_the_reference(shape: cases.Shape, no_compiles: Any) -> None:
     model, seeds = looped_model(4), range(24)
     next(cases.compare_cases(model, shape, seeds))

@@ -40,6 +40,9 @@ def model(request: Any) -> Model:
     return Model(decoder, live_params(decoder))
 
 
+PREFIX = CapacityPrefix(capacities=(16, 8), min_bucket=8)
+
+
 def by_hand(model: Model, ids: jax.Array) -> np.ndarray:
     """Returns full-depth states, from the layers' own pieces and a plain softmax."""
     return np.asarray(_by_hand(model.decoder, model.params, ids))
@@ -238,9 +241,14 @@ def test_dense_work_counts_the_keys_and_values_that_are_made() -> None:
     assert cache.keys.shape[0] == decoder.config.kv_layers
 
 
-@pytest.mark.parametrize("kv", ["drop", pytest.param("propagate", marks=pytest.mark.check)])
 @pytest.mark.parametrize(
-    "executor", [cases.EXECUTOR, CapacityPrefix(capacities=(16, 8), min_bucket=8)]
+    ("executor", "kv"),
+    [
+        (cases.EXECUTOR, "drop"),
+        pytest.param(cases.EXECUTOR, "propagate", marks=pytest.mark.slow),
+        pytest.param(PREFIX, "drop", marks=pytest.mark.slow),
+        pytest.param(PREFIX, "propagate", marks=pytest.mark.check),
+    ],
 )
 def test_keys_and_values_made_once_are_made_of_every_token(executor: Any, kv: Any) -> None:
     config = dataclasses.replace(TINY, **KINDS["made once"])

@@ -56,7 +56,7 @@ def choice(scores: Any, thresholds: Any, history: History = HISTORY) -> Any:
 
 @pytest.mark.parametrize(
     ("floor", "shape"),
-    [("dense floor", SHAPES[1]), pytest.param("all", SHAPES[0], marks=pytest.mark.check)],
+    [("dense floor", SHAPES[1]), pytest.param("all", SHAPES[0], marks=pytest.mark.slow)],
     ids=["dense floor-drop", "all-propagate"],
 )
 def test_equals_the_oracle_at_the_choices_that_were_made(

@@ -176,7 +176,9 @@ def test_keys_and_values_are_made_where_the_model_makes_some_and_kept(kind: str)
     assert result.flops(decoder, model.params) == pytest.approx(ROWS * (WIDTH - 1) * token)
 
 
-@pytest.mark.parametrize("kind", ["window", "heads of two layers"])
+@pytest.mark.parametrize(
+    "kind", [pytest.param("window", marks=pytest.mark.slow), "heads of two layers"]
+)
 def test_a_context_reads_only_what_an_engine_has_not_cached(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
