@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from functools import partial
 from typing import Any
 
@@ -23,16 +24,24 @@ def live_params(decoder: Any, seed: int = 0, scale: float = 0.15) -> Any:
 
     Fresh ones have output projections of zero: each layer is the identity, and every depth agrees.
     """
+    return _live_params(decoder, seed, scale, jax.config.read("jax_enable_x64"))
+
+
+@functools.cache  # Files make the same models again, and drop their programs.
+def _live_params(decoder: Any, seed: int, scale: float, double: bool) -> Any:
+    del double
 
     @jax.jit  # One program instead of dozens: every test file starts with this.
     def make() -> Any:
         leaves, treedef = jax.tree.flatten(decoder.init(jax.random.key(seed)))
         keys = jax.random.split(jax.random.key(seed + 1), len(leaves))
+        most = max(leaf.size for leaf in leaves)
+        noise = jax.vmap(lambda key: jax.random.normal(key, (most,)))(keys)
         return jax.tree.unflatten(
             treedef,
             [
-                leaf + scale * jax.random.normal(key, leaf.shape)
-                for leaf, key in zip(leaves, keys, strict=True)
+                leaf + scale * row[: leaf.size].reshape(leaf.shape)
+                for leaf, row in zip(leaves, noise, strict=True)
             ],
         )
 
