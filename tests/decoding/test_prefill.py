@@ -65,7 +65,7 @@ def sparse_by_layer(attention: VerticalSlash, row: int, prompt: int) -> SparseQu
         pytest.param("propagate", 3, marks=pytest.mark.check),
         ("drop", 0),
         pytest.param("drop", 2, marks=pytest.mark.slow),
-        pytest.param("mapped", 0, marks=pytest.mark.slow),
+        pytest.param("mapped", 0, marks=pytest.mark.check),
     ],
     ids=["propagate, sparse", "drop, dense", "drop, dense floor", "mapped, through a lens"],
 )

@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.cases import run_dense
 
 from utio_jax.models import load
-from utio_jax.staircase.reference import dense_states
 
 
 def test_answers_are_so_many_hops_from_the_start() -> None:
@@ -37,9 +37,9 @@ def test_the_loss_is_the_expected_one_over_turns() -> None:
     decoder = hops.decoder_of(1, 3)
     params, key, rows = decoder.init(jax.random.key(1)), jax.random.key(2), 4
     params["exit_gate"]["kernel"] = jax.random.normal(key, (64, 1))
-    loss, losses = hops.objective_of(decoder, rows, 0.1)(params, key, key, key)
+    loss, losses = jax.jit(hops.objective_of(decoder, rows, 0.1))(params, key, key, key)
     ids = hops.draw(key, rows)
-    states = dense_states(
+    states = run_dense(
         decoder, params, ids, jnp.full(rows, hops.WIDTH), depths=decoder.config.exits
     )
     kernel, bias = decoder.exit_gate(params)

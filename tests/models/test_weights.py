@@ -26,7 +26,7 @@ from helpers.serving import alone as alone_of_text
 from helpers.serving import running, small_folder
 from helpers.texts import SOURCES, new_text, source
 
-from utio_jax import SamplingParams, load, score
+from utio_jax import SamplingParams, load
 from utio_jax.cli.main import main
 from utio_jax.cli.serve import Serve
 from utio_jax.core import layer as layers_module
@@ -51,6 +51,8 @@ from utio_jax.staircase.score import run_score
 ALIKE = 1e-4
 """Sums in another order: three digits of an input are all bits of float32."""
 
+dequantised = jax.jit(floats)  # One program instead of three a matrix.
+
 
 def int8(model: Any, folder: Path) -> Model:
     """Returns a model as it is loaded with int8 weights."""
@@ -68,7 +70,7 @@ def lively(tmp_path_factory: pytest.TempPathFactory) -> Model:
 @pytest.fixture(scope="module")
 def oracle(lively: Model) -> Model:
     """The same numbers in float32, which run as any other model."""
-    return Model(lively.decoder, floats(lively.params))
+    return Model(lively.decoder, dequantised(lively.params))
 
 
 def by_numpy(row: np.ndarray, matrix: Any, digits: int) -> np.ndarray:
@@ -209,7 +211,7 @@ def test_families_run_on_weights_of_bfloat16(name: str, monkeypatch: pytest.Monk
     narrow = {path for path, leaf in own.items() if is_quantised(leaf)}
     assert {path.rpartition(".")[2] for path in narrow} <= {"kernel", "embedding", "table"}
     assert any(path.startswith("layers") for path in narrow)
-    numbers = flatten(floats(model.params))
+    numbers = flatten(dequantised(model.params))
     for path, leaf in flatten(full.params).items():
         expected = leaf.astype(jnp.bfloat16) if path in narrow else leaf
         np.testing.assert_array_equal(numbers[path], expected)
@@ -302,7 +304,7 @@ def test_matrices_of_products_are_int8_and_all_else_is_float32(
             if not is_quantised(own[part]):
                 np.testing.assert_array_equal(own[part], leaf)
         close = partial(np.testing.assert_allclose, atol=0.01)
-        jax.tree.map(close, floats(held), model.params)
+        jax.tree.map(close, dequantised(held), model.params)
 
 
 def test_scores_are_those_of_the_dequantised_weights(lively: Model, oracle: Model) -> None:
@@ -368,9 +370,9 @@ def test_families_have_the_logits_of_their_dequantised_weights(name: str) -> Non
     model: Any = load(STOCK / name, weights="int8")
     ids = np.arange(24).reshape(2, 12)
     result = logits_of(model, ids)
-    expected = logits_of(Model(model.decoder, floats(model.params)), ids)
+    expected = logits_of(Model(model.decoder, dequantised(model.params)), ids)
     np.testing.assert_allclose(result, expected, atol=ALIKE * max(1, np.abs(expected).max()))
-    own, stored = flatten(floats(model.params)), flatten(load(STOCK / name).params)
+    own, stored = flatten(dequantised(model.params)), flatten(load(STOCK / name).params)
     assert own.keys() == stored.keys()
     for path, leaf in stored.items():  # Rounded to 127 steps of the largest number at most.
         np.testing.assert_allclose(own[path], leaf, atol=np.abs(leaf).max() / 253)
@@ -409,15 +411,15 @@ def test_branches_of_the_float_model_run_on_such_weights(tmp_path: Path, weights
     alike = ALIKE if weights == "int8" else 0.01  # Roundings of inputs to bfloat16 differ.
     ids, lengths, depths = jnp.arange(12)[None], jnp.asarray([12]), (4, 5, 6)
     states = run_dense(model.decoder, model.params, ids, lengths, depths=depths)
-    expected = run_dense(model.decoder, floats(model.params), ids, lengths, depths=depths)
+    expected = run_dense(model.decoder, dequantised(model.params), ids, lengths, depths=depths)
     plain = run_dense(*with_branches(decoder, params, branches), ids, lengths, depths=depths)
     for state, other, whole in zip(states, expected, plain, strict=True):
         np.testing.assert_allclose(state, other, atol=alike * np.abs(other).max())
         np.testing.assert_allclose(state, whole, atol=0.05 * np.abs(whole).max())
     policy = given_depths(jnp.full(ids.shape, 5), depths=depths)
     result, other = (
-        score(model.decoder, held, ids, lengths, policy)
-        for held in (model.params, floats(model.params))
+        run_score(model.decoder, held, ids, lengths, policy)
+        for held in (model.params, dequantised(model.params))
     )
     np.testing.assert_allclose(result.log_likelihood, other.log_likelihood, atol=30 * alike)
 

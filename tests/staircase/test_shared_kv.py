@@ -25,8 +25,8 @@ from utio_jax.contrib.edge.parts import Row
 from utio_jax.models import TINY, Transformer
 from utio_jax.policies import given_depths
 from utio_jax.prompts.fit import fit_kv_maps
-from utio_jax.staircase import CapacityPrefix, dense_states, score
-from utio_jax.staircase.score import full_work, score_dense
+from utio_jax.staircase import CapacityPrefix, dense_states
+from utio_jax.staircase.score import full_work, run_score, score_dense
 
 FIRST = next(iter(KINDS))
 """Heads of two layers: the kind that stands for all where they do not differ."""
@@ -235,7 +235,8 @@ def test_what_knows_layers_with_their_own_alone_refuses_others(model: Model) -> 
 def test_dense_work_counts_the_keys_and_values_that_are_made() -> None:
     decoder = Transformer(dataclasses.replace(TINY, **KINDS["heads of two layers"]))
     ids, lengths = jnp.ones((2, 16), jnp.int32), jnp.array([16, 16])
-    work = score_dense(decoder, live_params(decoder), ids, lengths).work
+    run = jax.jit(score_dense, static_argnums=0)
+    work = run(decoder, live_params(decoder), ids, lengths).work
     assert int(work.keys_values.sum()) == 32 * decoder.config.kv_layers
     cache = init_cache(decoder.config, batch=2, slots=16)
     assert cache.keys.shape[0] == decoder.config.kv_layers
@@ -258,7 +259,7 @@ def test_keys_and_values_made_once_are_made_of_every_token(executor: Any, kv: An
     policy = given_depths(jnp.asarray(depths), depths=(1, 4))
     for given in (policy, uniform(4)):
         read_counts()
-        result = score(decoder, params, ids, lengths, given, kv=kv, executor=executor)
+        result = run_score(decoder, params, ids, lengths, given, kv=kv, executor=executor)
         assert int(result.work.keys_values.sum()) == read_counts()["keys_values"]
     full = full_work(decoder, lengths, width=16, kv=kv, executor=executor)
     assert int(full.keys_values.sum()) == int(result.work.keys_values.sum())

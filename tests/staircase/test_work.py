@@ -26,6 +26,7 @@ from utio_jax.policies import Entropy, given_depths
 from utio_jax.policies.signals import Position, SignalBase
 from utio_jax.staircase import CapacityPrefix, MicroBatches, staircase
 from utio_jax.staircase.capacity import fit_row_shares
+from utio_jax.staircase.score import run_score
 from utio_jax.utio import History, VerticalSlash
 
 
@@ -166,7 +167,7 @@ def test_tokens_that_a_certain_prefix_leaves_out_are_counted(tiny: Any) -> None:
     policy = given_depths(jnp.full((1, 16), 4), depths=depths)
     for deep, overflows in ((16, [0, 0]), (8, [0, 1])):
         executor = CapacityPrefix(capacities=(16, deep), min_bucket=8, certain=True)
-        work = score(tiny.decoder, tiny.params, ids, lengths, policy, executor=executor).work
+        work = run_score(tiny.decoder, tiny.params, ids, lengths, policy, executor=executor).work
         assert np.asarray(work.overflows)[:2].tolist() == overflows
         assert np.asarray(work.queries)[:2].tolist() == [32, 2 * deep]
 
@@ -195,7 +196,8 @@ def test_small_projection_blocks_grow_with_the_batch(tiny: Any) -> None:
         assert [executor.sizes(n) for n in (9, 127, 128)] == [(10, 2), (32, 2), (32, 4)]
         read_counts()
         policy = given_depths(jnp.asarray(depths), depths=(2, 4))
-        result = staircase(decoder, tiny.params, ids, lengths, policy, executor=executor)
+        inputs = decoder, tiny.params, ids, lengths, policy
+        result = cases.run_staircase(*inputs, kv="propagate", executor=executor)
         jax.block_until_ready(result)
     # 41 tokens run the upper two layers, in blocks of 32 and 4.
     assert read_counts()["queries"] == result.work.queries.sum() == 2 * 132 + 2 * 44

@@ -12,13 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.cases import run_dense
 from helpers.models import Model, assert_close, live_params, with_random_lens
 from helpers.shared_kv import KINDS
 
 from utio_jax import Thresholded, reference_states, score, uniform
 from utio_jax.models.presets import TINY
 from utio_jax.models.transformer import Transformer
-from utio_jax.staircase import dense_states
 from utio_jax.utio import (
     UtioPlan,
     UtioSurrogate,
@@ -133,7 +133,7 @@ def test_heat_is_the_attention_received_of_all_heads_and_layers(tiny_swiglu):
     rows = rows_of(model)
     states, _, heat = floor_states(model.decoder, model.params, *rows, depth)
     expected = np.zeros((3, 16))
-    before = dense_states(model.decoder, model.params, *rows, depths=(0, 1, 2, depth))
+    before = run_dense(model.decoder, model.params, *rows, depths=(0, 1, 2, depth))
     assert_close(states[0], before[-1][0])
     for index in range(depth):
         layer = jax.tree.map(partial(lambda leaf, i: leaf[i], i=index), model.params["layers"])
