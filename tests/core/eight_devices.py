@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers.cases import EXECUTOR
-from helpers.engine import CAPACITY, alone, engine_of, modes, pool
+from helpers.engine import CAPACITY, SHAPES, alone, engine_of, modes, pool, run_schedule
 from helpers.generation import DepthAt, depth_table, lively_model, run, true_logits
 from helpers.models import Model, assert_equal, gated
 from jax.sharding import AxisType, Mesh, PartitionSpec
@@ -34,6 +34,7 @@ from utio_jax.decoding.lossless import Lossless
 from utio_jax.decoding.prefill import Prefill
 from utio_jax.decoding.sampling import SamplingParams
 from utio_jax.engine import Shapes
+from utio_jax.engine.blocks import run_block
 from utio_jax.evaluation.evaluate import evaluate
 from utio_jax.evaluation.generation import spent_on
 from utio_jax.models import load, save
@@ -440,6 +441,80 @@ def test_an_engine_on_split_parameters_gives_what_one_device_gives(no_compiles: 
     # A part of the heads on each device, of keys as of parameters.
     keys = engine._rows.state.cache.keys
     assert keys.addressable_shards[0].data.shape[2] * 2 == keys.shape[2]
+
+
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [
+        ("plain", (8,)),
+        pytest.param("propagate", (8,), marks=pytest.mark.slow),
+        pytest.param("propagate", (4, 2), marks=pytest.mark.slow),
+        pytest.param("lossless", (8,), marks=pytest.mark.slow),
+    ],
+)
+def test_requests_of_an_engine_on_a_mesh_get_what_they_get_alone(
+    name: str, parts: tuple[int, ...], no_compiles: Any, count_compiles: Any
+) -> None:
+    """They arrive and end at any time; rows are those of four or eight devices."""
+    model, (mode, _), asked = lively_model(), modes()[name], pool(40)
+    mesh = mesh_of("auto") if parts == (8,) else split_mesh(*parts)
+    params = model.params if parts == (8,) else split_params(model, mesh)
+    engine = engine_of(Model(model.decoder, params), mode, mesh=mesh, slots=16, read_late=True)
+    with count_compiles() as compiles:
+        engine.warmup()
+    assert engine.programs == len(SHAPES.prompt_tokens) + 1, "all rows step"
+    assert compiles.count <= engine.programs + 1, "and one that releases rows"
+    with no_compiles():
+        result = run_schedule(engine, asked, np.random.default_rng(0))
+        cancelled = engine.submit([1, 2, 3], max_new_tokens=50)
+        engine.advance()
+        assert engine.cancel(cancelled)
+        assert engine.drain()[cancelled].reason == "cancelled"
+    for index, request in enumerate(asked):
+        finished, expected = result[index], alone(model, mode, None, request)
+        np.testing.assert_array_equal(finished.token_ids, expected.token_ids[0])
+        np.testing.assert_array_equal(finished.decided, expected.decided[0])
+        assert finished.reason == expected.finish_reasons[0]
+    keys = engine._rows.state.cache.keys
+    assert keys.addressable_shards[0].data.shape[1] == 16 // parts[0]
+
+
+def test_devices_of_an_engine_read_and_run_rows_of_their_own(unchecked_shapes: None) -> None:
+    """Eight requests go to eight devices: one pass reads their prompts, no row is on another's."""
+    model, asked = lively_model(), pool(8, seed=2)
+    engine = engine_of(model, Plain(), mesh=mesh_of("explicit"), slots=16)
+    for request in asked:
+        request.submit(engine)
+    engine.advance()
+    assert engine.stats().prompt_groups == 1
+    assert engine.stats().padded_prompt_tokens == 8 * SHAPES.prompt_tokens[0]
+    rows, context = engine._rows, engine._rows._context(engine._rows._rules)
+    lengths = np.asarray(rows.state.prompt_lengths)[::2]
+    assert sorted(lengths) == sorted(len(request.prompt) for request in asked)
+    program = run_block.lower(
+        *(dataclasses.replace(context, params=rows._params), None, rows.state, np.int32(4)),
+        widths=rows._key_widths,
+        room=rows.room,
+        rows=2,
+        mesh=engine.served.mesh,
+    ).compile()
+    assert not COLLECTIVE.findall(str(program.as_text()))
+    engine.drain()
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"slots": 12}, "slots that the 8 devices of a mesh share evenly. Got 12"),
+        ({"prefix_cache": "1MiB"}, "on a mesh: its devices share no K/V. Got a prefix_cache"),
+        ({"prefill": modes()["prompts"][1]}, "Got a prefill that approximates"),
+        ({"mesh": jax.sharding.Mesh(np.asarray(jax.devices()), ("rows",))}, "an axis 'data'"),
+    ],
+)
+def test_what_an_engine_on_a_mesh_cannot_serve_is_refused(options: Any, why: str) -> None:
+    options = {"mesh": mesh_of("auto"), "slots": 16} | options
+    with pytest.raises(ValueError, match=why):
+        engine_of(lively_model(), modes()["propagate"][0], **options)
 
 
 def test_a_checkpoint_is_loaded_in_parts_onto_a_mesh(tiny: Any, tmp_path: Any) -> None:

@@ -102,8 +102,8 @@ def place(tree: Any, mesh: Mesh | None) -> Any:
     return jax.tree.unflatten(treedef, list(map(put, leaves, row_axes(tree))))
 
 
-def over_rows(mesh: Mesh, function: Callable[..., Any], *args: Any) -> Any:
-    """Returns `function(*args)`; every device computes its own rows.
+def over_rows(mesh: Mesh | None, function: Callable[..., Any], *args: Any) -> Any:
+    """Returns `function(*args)`; every device of a mesh computes its own rows.
 
     Arguments are pytrees whose rows are marked; every device sees all other leaves whole. The
     function is pure, treats rows alike and apart from each other, and marks all it returns as rows.
@@ -111,6 +111,8 @@ def over_rows(mesh: Mesh, function: Callable[..., Any], *args: Any) -> Any:
     Raises:
       ValueError: rows that the devices cannot share evenly.
     """
+    if mesh is None:
+        return function(*args)
     parts = check_mesh(mesh)
     leaves, treedef = jax.tree.flatten(args)
     axes = row_axes(args)

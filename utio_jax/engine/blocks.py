@@ -11,12 +11,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from utio_jax.attention.cache import KVCache
 from utio_jax.core.platform import here
 from utio_jax.core.pytrees import pytree
-from utio_jax.core.rows import first_rows, put_first_rows
+from utio_jax.core.rows import Rows, first_rows, over_rows, put_first_rows
 from utio_jax.core.work import Work
 from utio_jax.decoding.base import DecodeContext, Mode
 from utio_jax.decoding.loop import advance
@@ -42,7 +43,7 @@ class Rules:
     )
 
 
-@partial(jax.jit, static_argnames=("widths", "room", "rows"), donate_argnames="state")
+@partial(jax.jit, static_argnames=("widths", "room", "rows", "mesh"), donate_argnames="state")
 def run_block(
     context: DecodeContext,
     thresholds: Float[Array | np.ndarray, "slot boundary"] | None,
@@ -52,6 +53,7 @@ def run_block(
     widths: tuple[int, ...],
     room: int,
     rows: int,
+    mesh: Mesh | None = None,
 ) -> tuple[DecodeState, Int[Array, "row column"]]:
     """Runs `steps` more tokens of every running row; returns the state, donated, and its report.
 
@@ -59,8 +61,18 @@ def run_block(
 
     Only the first `rows` rows of the state step and report, static: no other row may be running.
     The K/V of a plain cache are not copied. A row reports at most `room` new tokens,
-    static; `block_room` is always enough.
+    static; `block_room` is always enough. On a mesh, `rows` are the first ones of each device.
     """
+    if mesh is not None:
+
+        def on_device(context: DecodeContext, slots: Rows, steps: Int[Array, ""]) -> Any:
+            run = partial(run_block, widths=widths, room=room, rows=rows)
+            thresholds, state = slots.tree
+            state, report = run(context, thresholds, state, steps)
+            return state, Rows(report)
+
+        state, report = over_rows(mesh, on_device, context, Rows((thresholds, state)), steps)
+        return state, report.tree
     whole = state
     if rows < state.lengths.shape[0]:
         state, sampling, stops = first_rows((state, context.sampling, context.stops), rows)
@@ -93,15 +105,16 @@ def _as_integers(leaf: jax.Array) -> Int[Array, "slot column"]:
     return leaf.reshape(leaf.shape[0], -1)
 
 
-def row_counts(slots: int) -> tuple[int, ...]:
+def row_counts(slots: int, *, mesh: Mesh | None = None) -> tuple[int, ...]:
     """Returns the numbers of rows that a block may run: powers of 4, half of many slots, and all.
 
-    Accelerators run all: their steps read the weights, whatever the number of rows.
+    Accelerators run all: their steps read the weights, whatever the number of rows. So does a mesh,
+    where rows do not move to another device.
 
     >>> row_counts(16), row_counts(8), row_counts(1)
     ((1, 4, 8, 16), (1, 4, 8), (1,))
     """
-    if here().static_shapes:
+    if here().static_shapes or mesh is not None:
         return (slots,)
     below = {4**n for n in range(16)} | ({slots // 2} if slots >= 16 else set())
     return (*sorted(count for count in below if count < slots), slots)

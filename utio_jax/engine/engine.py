@@ -21,6 +21,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from utio_jax.core.calls import takes_decoder
 from utio_jax.core.decoder import Decoder, Params
@@ -58,6 +59,7 @@ class Engine:
         alternatives: int = 0,
         logits_processor: LogitsProcessor | None = None,
         prefix_cache: int | str = 0,
+        mesh: Mesh | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Makes an engine without requests.
@@ -81,12 +83,16 @@ class Engine:
           logits_processor: processor for all requests, see `utio_jax.decoding.LogitsProcessor`.
           prefix_cache: bytes for K/V of shared prefixes, e.g. `"256MiB"`; 0: no prefix cache. A
             prompt that shares a prefix with an earlier text reads only the tokens after it.
+          mesh: device mesh; slots are split over its axis "data". Each device reads the prompts of
+            its own slots, and runs its rows without waiting for others within a block. Without a
+            prefix cache or a `prefill` that approximates.
           clock: clock in seconds, for deadlines and the times of `Completion`.
 
         Raises:
           TypeError: `mode` is the name or the class of a mode.
           ValueError: sizes below 1, more alternatives than tokens of the vocabulary, or a mode or
-            prefill that does not fit the model or the other.
+            prefill that does not fit the model or the other; slots that the devices cannot share
+            evenly, or options that a mesh cannot serve.
         """
         self.served = Served(
             decoder=decoder,
@@ -100,6 +106,7 @@ class Engine:
             alternatives=alternatives,
             logits_processor=logits_processor,
             prefix_cache=bytes_of(prefix_cache),
+            mesh=mesh,
         )
         self._rows = Slots(self.served)
         self._tokenizer, self._clock = tokenizer, clock
@@ -456,7 +463,7 @@ class Engine:
                 return
             spent += prompts.tokens
             self._stats.prompt_groups += 1
-            self._stats.padded_prompt_tokens += prompts.tokens
+            self._stats.padded_prompt_tokens += prompts.tokens * rows.devices
             now = self._clock()
             for _, request, *_ in prompts.parts:
                 request.admitted = now if request.admitted is None else request.admitted
@@ -505,6 +512,7 @@ class Engine:
         ]
         if not free:
             return
+        free.sort(key=lambda row: row % self._rows.own)  # Devices of a mesh take turns.
         taken = {reading.number for reading in self._reading.values()}
         for request in self._known.values():
             if request.slot is not None or request.finished is not None or request.number in taken:

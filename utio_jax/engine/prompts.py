@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 from utio_jax.attention.cache import KVCache
@@ -25,7 +26,7 @@ from utio_jax.core.arrays import flat
 from utio_jax.core.decoder import Decoder
 from utio_jax.core.platform import here
 from utio_jax.core.pytrees import pytree, static
-from utio_jax.core.rows import put_rows
+from utio_jax.core.rows import Rows, over_rows, put_rows
 from utio_jax.core.work import Work
 from utio_jax.decoding.base import DecodeContext, emit_drawn
 from utio_jax.decoding.cached import block_at, run_segment
@@ -40,13 +41,15 @@ from utio_jax.staircase.forward import InPlace, forward, project_states, write_a
 class PromptBlocks:
     """Blocks of consecutive prompt tokens, each of one row of the cache.
 
+    On a mesh, those of all devices one after the other; rows and slots are the device's own.
+
     Attributes:
       rows: row of the cache of each block.
       starts: position of each block's first token.
       stops: position after its last token; padding blocks have no token.
       ends: True for blocks with the last token of a prompt, which a new token follows.
       offsets: slot of the pass of each block's first token, ascending.
-      count: number of blocks in use, which precede padding blocks.
+      count: number of blocks in use on each device, which precede padding blocks.
       slot_rows: row of the token in each slot of the pass.
       slot_positions: position of that token; -1: padding.
       size: capacity of a block in tokens. Static.
@@ -57,7 +60,7 @@ class PromptBlocks:
     stops: Int[Any, " block"]
     ends: Bool[Any, " block"]
     offsets: Int[Any, " block"]
-    count: Int[Any, ""]
+    count: Int[Any, " device"]
     slot_rows: Int[Any, " slot"]
     slot_positions: Int[Any, " slot"]
     size: int = static()
@@ -86,7 +89,7 @@ class PromptBlocks:
             stops=stops,
             ends=ends.astype(bool),
             offsets=offsets,
-            count=np.int32(len(spans)),
+            count=np.full(1, len(spans), np.int32),
             slot_rows=slots[0],
             slot_positions=slots[1],
             size=size,
@@ -131,7 +134,7 @@ class _BlockAttention:
                 for leaf, y in zip(leaves, new, strict=True)
             )
 
-        keys, values = jax.lax.fori_loop(0, self.blocks.count, one, cache.arrays)
+        keys, values = jax.lax.fori_loop(0, self.blocks.count[0], one, cache.arrays)
         return dataclasses.replace(cache, keys=keys, values=values), None
 
     def read(self, cache: KVCache, sources: Sources) -> tuple[KVCache, Sources]:
@@ -169,7 +172,7 @@ class _BlockAttention:
             new = jax.lax.switch(reach, [partial(over, width) for width in self.widths])
             return jax.lax.dynamic_update_slice_in_dim(mixed, new, at, 0)
 
-        return jax.lax.fori_loop(0, self.blocks.count, one, queries)
+        return jax.lax.fori_loop(0, self.blocks.count[0], one, queries)
 
     def _start(self, cache: KVCache, index: Any, block: jax.Array) -> tuple[jax.Array, ...]:
         """Returns the index in the cache at which a block's K/V of a layer begin."""
@@ -178,16 +181,15 @@ class _BlockAttention:
         return (jnp.asarray(index, jnp.int32), self.blocks.rows[block], *place, zero)
 
 
-@partial(jax.jit, static_argnames="widths", donate_argnames="state")
+@partial(jax.jit, static_argnames=("widths", "mesh"), donate_argnames="state")
 def read_blocks(
     context: DecodeContext,
     state: DecodeState,
     rules: Rules,
-    fresh: Fresh,
-    rows: Int[Any, " fresh"],
-    blocks: PromptBlocks,
+    passes: Rows,
     *,
     widths: tuple[int, ...],
+    mesh: Mesh | None = None,
 ) -> tuple[DecodeState, Rules]:
     """Reads blocks of prompts; returns the state, donated, and the rules of its rows.
 
@@ -195,15 +197,21 @@ def read_blocks(
     K/V equal those of a full-depth prefill. Tokens run only the layers that their K/V need; the
     last token of a prompt runs all layers.
 
-    `fresh` are the prompts that begin in this pass, `rows` their rows; padding has the number of
-    rows and is dropped. `widths` are numbers of key slots to attend over, ascending, static.
+    `passes` are the prompts that begin in this pass (`Fresh`), their rows, and `PromptBlocks`, by
+    device; rows are those of the device. Padding has the number of rows and is dropped. `widths`
+    are numbers of key slots to attend over, ascending, static.
     """
-    state, rules = _open(state, rules, fresh, rows)
-    context = dataclasses.replace(context, sampling=rules.sampling, stops=rules.stops)
-    with jax.named_scope("prefill_blocks"):
-        last, cache = _run(context, state, blocks, widths=widths)
-    logits = context.decoder.unembed(context.params, last).astype(jnp.float32)
-    return _first_tokens(context, state, cache, blocks, logits), rules
+
+    def on_device(context: DecodeContext, state: DecodeState, rules: Rules, passes: Rows) -> Any:
+        fresh, rows, blocks = passes.tree
+        state, rules = _open(state, rules, fresh, rows)
+        context = dataclasses.replace(context, sampling=rules.sampling, stops=rules.stops)
+        with jax.named_scope("prefill_blocks"):
+            last, cache = _run(context, state, blocks, widths=widths)
+        logits = context.decoder.unembed(context.params, last).astype(jnp.float32)
+        return _first_tokens(context, state, cache, blocks, logits), rules
+
+    return over_rows(mesh, on_device, context, state, rules, passes)
 
 
 def _open(

@@ -13,14 +13,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jax.sharding import Mesh
+from jaxtyping import Array, Float, Int
 
 from utio_jax.attention.cache import key_widths
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.documents import row_widths
 from utio_jax.core.layer import head_in_blocks, split_layers
 from utio_jax.core.platform import here
-from utio_jax.core.rows import copy_row, put_rows
+from utio_jax.core.rows import Rows, check_mesh, copy_row, over_rows, place, put_rows
 from utio_jax.decoding.base import (
     DecodeContext,
     LogitsProcessor,
@@ -47,21 +48,35 @@ _put_rows = jax.jit(put_rows, donate_argnums=0)
 _copy_row = jax.jit(copy_row, donate_argnums=0)
 
 
-@partial(jax.jit, static_argnames=("batch", "slots", "alternatives"))
+@partial(jax.jit, static_argnames=("batch", "slots", "alternatives", "mesh"))
 def empty_state(
-    context: DecodeContext, *, batch: int, slots: int, alternatives: int = 0
+    context: DecodeContext,
+    *,
+    batch: int,
+    slots: int,
+    alternatives: int = 0,
+    mesh: Mesh | None = None,
 ) -> DecodeState:
-    """Returns a state in which all rows are released and can take prompts."""
-    one = jnp.ones((batch,), jnp.int32)
-    rows = one[:, None] * 0, one, one, one.astype(jnp.uint32)
-    state = unread(context, *rows, slots=slots, alternatives=alternatives)
-    state = context.mode.start(context, state)
-    return dataclasses.replace(state, reason=jnp.full_like(one, RELEASED))
+    """Returns a state in which all rows, `batch` on each device, can take prompts."""
+
+    def on_device(context: DecodeContext) -> DecodeState:
+        one = jnp.ones((batch,), jnp.int32)
+        rows = one[:, None] * 0, one, one, one.astype(jnp.uint32)
+        state = unread(context, *rows, slots=slots, alternatives=alternatives)
+        state = context.mode.start(context, state)
+        return dataclasses.replace(state, reason=jnp.full_like(one, RELEASED))
+
+    return over_rows(mesh, on_device, context)
 
 
-@jax.jit
-def _released(reason: Int[Array, " batch"], freed: Bool[Array, " batch"]) -> Int[Array, " batch"]:
-    return jnp.where(freed, RELEASED, reason)
+@partial(jax.jit, static_argnames="mesh")
+def _released(
+    reason: Int[Array, " batch"], freed: Rows, *, mesh: Mesh | None
+) -> Int[Array, " batch"]:
+    def on_device(reason: Rows, freed: Rows) -> Rows:
+        return Rows(jnp.where(freed.tree, RELEASED, reason.tree))
+
+    return over_rows(mesh, on_device, Rows(reason), freed).tree
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -115,6 +130,7 @@ class Served:
     alternatives: int = 0
     logits_processor: LogitsProcessor | None = None
     prefix_cache: int = 0
+    mesh: Mesh | None = None
 
 
 def prompt_widths(capacity: int) -> tuple[int, ...]:
@@ -133,7 +149,7 @@ class PrefillPass:
 
     Attributes:
       parts: row, request, and the range [start, stop) of prompt tokens to read.
-      tokens: token slots that the pass runs, padding included.
+      tokens: token slots that the pass runs on each device, padding included.
       group: number of whole prompts, padding included, for a `Prefill` that is not exact; 0: the
         pass reads blocks.
     """
@@ -153,6 +169,8 @@ class Slots:
       groups: numbers of prompts that such a `Prefill` reads together.
       between: maximum number of prompt tokens between two blocks of steps.
       room: maximum number of new tokens that a row reports for a block.
+      devices: number of devices that rows are split over; 1 without a mesh.
+      own: number of rows of each device.
       row_counts: numbers of first rows that a block can run, ascending; the last is all.
       prefix: prefix cache; None: there is none.
     """
@@ -170,19 +188,26 @@ class Slots:
                 f"and {mode.block} more. Got slots={slots}, steps={served.steps}, "
                 f"capacity={capacity}."
             )
+        self.devices = check_mesh(served.mesh)
+        if slots % self.devices:
+            raise ValueError(
+                f"Wanted slots that the {self.devices} devices of a mesh share evenly. Got {slots}."
+            )
+        self.own = slots // self.devices
         most = served.decoder.config.vocab_size
         if not 0 <= served.alternatives <= most:
             raise ValueError(
                 f"Wanted from 0 to {most} alternatives to each token. Got {served.alternatives}."
             )
-        self._served, self.mode = served, canonical(mode)
+        self._served, self.mode = served, place(canonical(mode), served.mesh)
+        self._processor = place(as_processor(served.logits_processor), served.mesh)
         self.room, self.capacity = block_room(mode, served.steps), capacity
-        self.row_counts = row_counts(slots)
+        self.row_counts = row_counts(slots, mesh=served.mesh)
         chunk = shapes.chunk
-        budget = max(capacity, slots * served.steps) if chunk is None else chunk
+        budget = max(capacity, self.own * served.steps) if chunk is None else chunk
         self._unit = min(_UNIT, 2 ** (budget.bit_length() - 1))
         doubled = (self._unit * 2**n for n in range(5))
-        room = slots * round_up(capacity, self._unit)
+        room = self.own * round_up(capacity, self._unit)
         most = room if chunk is None else min(chunk, room)
         # A smaller row holds no whole block of the prefix cache.
         has_prefix = served.prefix_cache > 0 and capacity > PrefixCache.block
@@ -195,6 +220,12 @@ class Slots:
                 f"Wanted prompt_tokens below {self._unit} or in multiples of it. Got {uneven}."
             )
         self._approximate(prefill)
+        if served.mesh is not None and (self.widths or served.prefix_cache):
+            got = "a prefill that approximates" if self.widths else "a prefix_cache"
+            raise ValueError(
+                "Wanted exact prompts without a prefix cache on a mesh: its devices share no K/V. "
+                f"Got {got}. Leave it out, or make an engine for each device."
+            )
         self.between, config = budget, served.decoder.config
         if chunk is None and config.shares_kv and not self.widths:
             # As many prompt tokens as run the layers of `budget` tokens at full depth.
@@ -240,9 +271,12 @@ class Slots:
     def _take_params(self) -> None:
         """Stores copies of parameters for decoding, and the arrays that they were made from."""
         served = self._served
-        weights, tokens = (served.decoder, served.params), served.slots * self.mode.block
-        self._params = head_in_blocks(*weights, tokens=tokens)
-        self._layers = split_layers(*weights, tokens=tokens)
+        self._whole = place(served.params, served.mesh)
+        self._params, self._layers = self._whole, None
+        if served.mesh is None:
+            weights, tokens = (served.decoder, served.params), served.slots * self.mode.block
+            self._params = head_in_blocks(*weights, tokens=tokens)
+            self._layers = split_layers(*weights, tokens=tokens)
         self._leaves = jax.tree.leaves(served.params)
         if any(isinstance(leaf, np.ndarray) for leaf in self._leaves):
             raise ValueError(
@@ -263,11 +297,14 @@ class Slots:
         Both are committed to a device if parameters are, as all that programs return then is: of
         uncommitted arrays a program compiles once more.
         """
-        slots = self._served.slots
-        empty = self._fresh((), rows=slots, width=1)
-        state = empty_state(self._context(empty.rules), batch=slots, **self._sizes)
+        mesh = self._served.mesh
+        rules = place(self._fresh((), rows=self._served.slots, width=1).rules, mesh)
+        state = empty_state(self._context(rules), batch=self.own, mesh=mesh, **self._sizes)
+        if mesh is not None:
+            self._rules = rules
+            return state
         homes = [y.sharding for y in self._leaves if y.committed and len(y.devices()) == 1]
-        state, self._rules = jax.device_put((state, empty.rules), *homes[:1])
+        state, self._rules = jax.device_put((state, rules), *homes[:1])
         return state
 
     def reset(self) -> None:
@@ -333,14 +370,23 @@ class Slots:
         pairs = [*reading.items()]
         exact = self._is_exact(pairs[0][1])
         alike = [pair for pair in pairs if self._is_exact(pair[1]) == exact]
-        return (self._next_blocks if exact else self._next_group)(alike, most)
-
-    def _next_blocks(
-        self, pairs: Sequence[tuple[int, Request]], most: int | None
-    ) -> PrefillPass | None:
+        if not exact:
+            return self._next_group(alike, most)
         sizes = [size for size in self.passes if most is None or size <= most]
         if not sizes:
             return None
+        shares = [[pair for pair in alike if pair[0] // self.own == n] for n in range(self.devices)]
+        shares = [share for share in shares if share]
+        passes = [self._next_blocks(share, sizes) for share in shares]
+        tokens = max(prompts.tokens for prompts in passes)
+        if len(passes) > 1:  # All devices run the program of the largest.
+            passes = [self._next_blocks(share, [tokens]) for share in shares]
+        parts = itertools.chain.from_iterable(prompts.parts for prompts in passes)
+        return PrefillPass(tuple(parts), tokens=tokens)
+
+    def _next_blocks(
+        self, pairs: Sequence[tuple[int, Request]], sizes: Sequence[int]
+    ) -> PrefillPass:
         sizes_left = [request.prompt.size - request.read for _, request in pairs]
         apart = here().static_shapes
         *before, last = (round_up(n, self._unit) if apart else n for n in sizes_left)
@@ -411,25 +457,31 @@ class Slots:
         return [row for row, request, _, stop in prompts.parts if stop == request.prompt.size]
 
     def _read_blocks(self, prompts: PrefillPass) -> None:
-        size, spans, fresh = self._block_of(prompts.tokens), [], []
-        for row, request, start, stop in prompts.parts:
-            if start == request.cached:
-                fresh.append((row, request))
-            spans += [
-                (row, at, min(at + size, stop), at + size >= request.prompt.size)
-                for at in range(start, stop, size)
-            ]
+        size, passes = self._block_of(prompts.tokens), []
         count = most_blocks(prompts.tokens, size)
-        rows = [*(row for row, _ in fresh), *[self._served.slots] * (count - len(fresh))]
-        width = self._sizes["slots"]
+        for device in range(self.devices):
+            spans, fresh, rows = [], [], np.full(count, self.own, np.int32)
+            for row, request, start, stop in prompts.parts:
+                if row // self.own != device:
+                    continue
+                if start == request.cached:
+                    rows[len(fresh)] = row % self.own
+                    fresh.append(request)
+                spans += [
+                    (row % self.own, at, min(at + size, stop), at + size >= request.prompt.size)
+                    for at in range(start, stop, size)
+                ]
+            arrays = self._fresh(fresh, rows=count, width=self._sizes["slots"])
+            blocks = PromptBlocks.of(spans, tokens=prompts.tokens, size=size)
+            passes.append((arrays, rows, blocks))
+        mesh = self._served.mesh
         self.state, self._rules = read_blocks(
             self._context(self._rules),
             self.state,
             self._rules,
-            self._fresh([request for _, request in fresh], rows=count, width=width),
-            np.asarray(rows, np.int32),
-            PromptBlocks.of(spans, tokens=prompts.tokens, size=size),
+            place(Rows(jax.tree.map(lambda *leaves: np.concatenate(leaves), *passes)), mesh),
             widths=self._key_widths,
+            mesh=mesh,
         )
 
     def _read_group(self, prompts: PrefillPass) -> None:
@@ -504,7 +556,8 @@ class Slots:
             np.int32(self._served.steps if steps is None else steps),
             widths=self._key_widths,
             room=self.room,
-            rows=self.rows_of(rows),
+            rows=self.rows_of(rows) // self.devices,
+            mesh=self._served.mesh,
         )
         report.copy_to_host_async()
         return report
@@ -531,16 +584,17 @@ class Slots:
 
         Their tokens and K/V stay readable until then.
         """
-        freed = np.zeros(self.state.reason.shape, np.bool_)
+        freed, mesh = np.zeros(self.state.reason.shape, np.bool_), self._served.mesh
         freed[[*rows]] = True
-        self.state = dataclasses.replace(self.state, reason=_released(self.state.reason, freed))
+        reason = _released(self.state.reason, place(Rows(freed), mesh), mesh=mesh)
+        self.state = dataclasses.replace(self.state, reason=reason)
 
     def _context(self, rules: Rules) -> DecodeContext:
         return DecodeContext(
             decoder=self._served.decoder,
-            params=self._served.params,
+            params=self._whole,
             mode=self.mode,
             sampling=rules.sampling,
             stops=rules.stops,
-            logits_processor=as_processor(self._served.logits_processor),
+            logits_processor=self._processor,
         )
