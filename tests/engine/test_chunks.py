@@ -32,7 +32,7 @@ from utio_jax.engine.requests import Request
 from utio_jax.models.presets import TINY
 
 CHUNK = 8
-CHUNKED = dataclasses.replace(SHAPES, prompt_tokens=(), chunk=CHUNK)
+CHUNKED = dataclasses.replace(SHAPES, prompt_tokens=(), chunk=CHUNK, key_step=32)
 LONG = Lengths(prompt_step=64, key_step=128)
 SIZES = (16, 17, 41, 5, 33, 8, 1, 59, 7, 9, 31, 32)
 """Tokens of prompts, most of them several chunks, up to the longest that drafts leave room for."""

@@ -387,14 +387,14 @@ def test_nothing_leaks(count: int) -> None:
 @pytest.mark.parametrize("late", [False, True])
 def test_work_is_that_of_slots_and_steps(late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two requests of 9 tokens: a pass of three blocks, then none, four and four steps."""
-    model, shapes = lively_model(), dataclasses.replace(SHAPES, key_step=CAPACITY)
+    model = lively_model()
     decoder = Counting(model.decoder.config)
     engine = Engine(
         *(decoder, model.params),
         slots=SLOTS,
         capacity=CAPACITY,
         steps=STEPS,
-        shapes=shapes,
+        shapes=SHAPES,
         read_late=late,
     )
 

@@ -6,9 +6,12 @@ So a seed fixes a text whatever the schedule, also where drafts are verified.
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 from helpers.engine import (
+    SHAPES,
     alone,
     assert_as_alone,
     engine_of,
@@ -32,7 +35,10 @@ def check_schedules(name: str, *, schedules: int, requests: int, seed: int = 0) 
         model = with_random_maps(model, (1, 2))
     expected = [alone(model, mode, prefill, request) for request in asked]
     assert {result.finish_reasons[0] for result in expected} == {"eos", "stop", "length"}
-    engines = [engine_of(model, mode, prefill, read_late=late) for late in (False, True)]
+    shapes = dataclasses.replace(SHAPES, key_step=32)  # Two widths of attention.
+    engines = [
+        engine_of(model, mode, prefill, shapes=shapes, read_late=late) for late in (False, True)
+    ]
     rng, checked = np.random.default_rng(seed), 0
     for number in range(schedules):
         chosen = rng.choice(len(asked), int(rng.integers(1, 9)), replace=False)

@@ -93,7 +93,8 @@ def check_schedules(engine: Engine, model: Model, mode: Any, *, schedules: int) 
 def test_requests_that_begin_alike_get_what_they_get_alone(name: str, late: bool) -> None:
     """With a pool so small that blocks make room for others all the time; late: and in chunks."""
     model, mode = model64(), modes()[name][0]
-    shapes = dataclasses.replace(SHAPES, prompt_tokens=(), chunk=8) if late else SHAPES
+    late_shapes = dataclasses.replace(SHAPES, prompt_tokens=(), chunk=8, key_step=CAPACITY)
+    shapes = late_shapes if late else SHAPES
     engine = cached_engine(model, mode, blocks=11, read_late=late, shapes=shapes)
     stats = check_schedules(engine, model, mode, schedules=20)
     assert stats.cached_tokens > 0

@@ -30,7 +30,7 @@ from utio_jax.staircase.prompts import PromptImportance
 
 DEPTHS = (1, 2, 4)
 SLOTS, CAPACITY, STEPS = 3, 64, 4
-SHAPES = Shapes(prompt_tokens=(32, 96), prompt_widths=(4, 8), groups=(1, 3), key_step=32)
+SHAPES = Shapes(prompt_tokens=(32, 96), prompt_widths=(4, 8), groups=(1, 3), key_step=CAPACITY)
 METHODS = (
     SamplingParams(),
     SamplingParams(temperature=0.8),
