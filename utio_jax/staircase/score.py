@@ -86,9 +86,9 @@ def score(  # noqa: PLR0913 (options, each named)
     """Returns every token's log-likelihood at the depth that the policy decides.
 
     Pure; under jit, `decoder`, `kv`, `executor` and `mesh` are static. Outside jit every call
-    compiles its loops again. `grad` needs `executor=CapacityPrefix(...)`. An enclosing `shard_map` needs `check_vma=False`. Padding past
-    `lengths` does not change results. Under jit only shapes are checked; `check_tokens` checks ids
-    and lengths on the host.
+    compiles its loops again. `grad` needs `executor=CapacityPrefix(...)`. An enclosing `shard_map`
+    needs `check_vma=False`. Padding past `lengths` does not change results. Under jit only shapes
+    are checked; `check_tokens` checks ids and lengths on the host.
 
     Args:
       decoder: the model.
