@@ -52,10 +52,10 @@ class Demo(Try):
       out: folder for the pictures and the record.
     """
 
-    EXAMPLES: ClassVar = ("demo", "demo FILES --model DIR", "demo --rounds 5 --out out/mine")
+    EXAMPLES: ClassVar = ("demo", "demo FILES --model DIR", "demo --rounds 9 --out out/mine")
 
     batches: Rare[int] = 5
-    rounds: int = 3
+    rounds: int = 5
     out: Path = Path("out/demo")
 
     def run(self) -> dict[str, Any]:
@@ -86,7 +86,7 @@ class Demo(Try):
         branched = model.decoder.config.branches
         if branched and any(row["plain_hull_nll_increase_pct"] is not None for row in rows):
             console.print(FURTHER_TRAINING, soft_wrap=True)
-        prompt = read_prompts(model, documents, count=_PROMPTS, rounds=3 * self.rounds)
+        prompt = read_prompts(model, documents, count=_PROMPTS, rounds=2 * self.rounds)
         # As long as those prompts: their programs serve again.
         tokens = {} if prompt is None else {"tokens": prompt["prompt_tokens"]}
         written = write_middles(model, documents, fitted, rounds=min(self.rounds, 3), **tokens)
