@@ -19,6 +19,7 @@ from helpers.models import Model, assert_equal, gated, live_params
 
 from utio_jax.core import layer as layers_module
 from utio_jax.core.layer import split_layers
+from utio_jax.core.platform import compiling_for
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.base import DecodeContext, Mode, Plain
 from utio_jax.decoding.loop import advance, begin
@@ -94,18 +95,13 @@ def test_two_rotations_are_split_once_and_let_go(monkeypatch: pytest.MonkeyPatch
     assert len(layers_module._split) == known
 
 
-@pytest.mark.parametrize("name", ["propagate", pytest.param("plain", marks=pytest.mark.slow)])
-def test_a_step_copies_no_layer(name: str, unchecked_shapes: None) -> None:
-    """Out of the stack it copies one at a time: temporary memory shows it."""
-    decoder = Transformer(dataclasses.replace(TINY, mlp_dim=8192))
+def lowered_steps(decoder: Transformer, mode: Mode, *, apart: bool) -> Any:
+    """Returns the lowered program of steps of one row."""
     params = jax.eval_shape(decoder.init, jax.random.key(0))
-    layers = decoder.config.num_layers
-    apart = tuple(
+    layers = tuple(
         jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), stack)
-        for stack in [decoder.layers(params)] * layers
+        for stack in [decoder.layers(params)] * decoder.config.num_layers
     )
-    one = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(apart[0]))
-    mode = MODES[name](lively_model())
     context = partial(DecodeContext, decoder=decoder, mode=mode, sampling=None, stops=stop_rules())
     length = jnp.full(1, 4, jnp.int32)
     state = jax.eval_shape(
@@ -115,16 +111,49 @@ def test_a_step_copies_no_layer(name: str, unchecked_shapes: None) -> None:
         ),
         params,
     )  # fmt: skip
+    given = context(params=params, layers=layers if apart else None)
+    return advance.lower(given, state, jnp.int32(2), widths=(64,))
 
-    def room(layers: Any) -> int:
-        given = context(params=params, layers=layers)
-        lowered = advance.lower(given, state, jnp.int32(2), widths=(64,))
-        memory = lowered.compile().memory_analysis()
-        assert memory is not None
-        return memory.temp_size_in_bytes
 
-    assert room(None) > one / 4
-    assert room(apart) < one / 8
+@pytest.mark.parametrize("name", ["propagate", pytest.param("plain", marks=pytest.mark.slow)])
+def test_a_step_copies_no_layer(name: str, unchecked_shapes: None) -> None:
+    """Out of the stack it copies one at a time: temporary memory shows it."""
+    decoder = Transformer(dataclasses.replace(TINY, mlp_dim=8192))
+    params = jax.eval_shape(decoder.init, jax.random.key(0))
+    leaves = jax.tree.leaves(decoder.layers(params))
+    one = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves) / decoder.config.num_layers
+
+    def room(*, apart: bool) -> int:
+        memory = lowered_steps(decoder, MODES[name](lively_model()), apart=apart).compile()
+        return memory.memory_analysis().temp_size_in_bytes
+
+    assert room(apart=False) > one / 4
+    assert room(apart=True) < one / 8
+
+
+def test_layers_apart_are_pieces_of_program_in_their_products_alone(unchecked_shapes: None) -> None:
+    def counts(layers: int) -> tuple[int, int]:
+        decoder = Transformer(dataclasses.replace(TINY, num_layers=layers, exits=(layers,)))
+        program = lowered_steps(decoder, Plain(), apart=True).as_text()
+        return program.count("stablehlo.exponential"), program.count("stablehlo.dot_general")
+
+    (weighted, products), (weighted_too, more) = counts(2), counts(4)
+    assert weighted_too == weighted
+    assert more - products == 2 * 6  # Queries, keys, values, output, and two of the MLP.
+
+
+@pytest.mark.parametrize("mode", [Plain(), Lossless(exit=2)], ids=["plain", "lossless"])
+def test_tokens_of_an_unrolled_program_are_the_same(
+    mode: Mode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = lively_model()
+    monkeypatch.setattr(layers_module, "_SMALL", 0)
+    picked = run(model, mode=mode, max_new_tokens=12, lengths=SMALL)
+    jax.clear_caches()
+    with compiling_for(picks_products=False):
+        unrolled = run(model, mode=mode, max_new_tokens=12, lengths=SMALL)
+    for field in ("token_ids", "decided", "executed", "work"):
+        assert_equal(getattr(picked, field), getattr(unrolled, field), err_msg=field)
 
 
 def test_a_shallower_decoder_leaves_the_full_one_its_layers() -> None:

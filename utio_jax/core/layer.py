@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import threading
 import weakref
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -45,10 +47,7 @@ def layer_at(decoder: Decoder, params: Params, index: int | jax.Array) -> LayerP
     """
     if decoder.config.turns > 1:
         index = index % decoder.config.turn_layers
-    return jax.tree.map(
-        lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False),
-        decoder.layers(params),
-    )
+    return jax.tree.map(partial(_at, index=index), decoder.layers(params))
 
 
 def check_layers(decoder: Decoder, params: Params) -> None:
@@ -69,16 +68,103 @@ def project(x: Float[Array, "*lead dim"], kernel: Any) -> Float[Array, "*lead ou
     The kernel may lie in blocks, `[block, dim, column]` (`in_blocks`). Of int8 it lies output
     first, `[out, dim]` (`utio_jax.core.quantised`).
     """
+    if isinstance(kernel, Picked):
+        return kernel.product(x)
     if isinstance(kernel, Rounded):
         return bfloat16_product(x, kernel)
     if is_quantised(kernel):
         return int8_product(x, kernel)
     if kernel.ndim == 2:
         return x @ kernel
+    return _from_blocks(_rows_of_blocks(_rows_for_blocks(x, kernel), kernel), x)
+
+
+def _rows_for_blocks(x: jax.Array, kernel: jax.Array) -> jax.Array:
     rows = x.reshape(-1, x.shape[-1])
-    rows = jnp.broadcast_to(rows, (kernel.shape[0], *rows.shape))
-    out = jax.lax.dot_general(rows, kernel, (((2,), (1,)), ((0,), (0,))))
+    return jnp.broadcast_to(rows, (kernel.shape[0], *rows.shape))
+
+
+def _rows_of_blocks(rows: jax.Array, kernel: jax.Array) -> jax.Array:
+    return jax.lax.dot_general(rows, kernel, (((2,), (1,)), ((0,), (0,))))
+
+
+def _from_blocks(out: jax.Array, x: jax.Array) -> jax.Array:
     return out.transpose(1, 0, 2).reshape(*x.shape[:-1], -1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Picked:
+    """A matrix of each layer, and which one `project` multiplies with: a traced index.
+
+    A stack's index copies a matrix at each call, and a piece of program for each layer compiles for
+    longer. Here the products alone stand in the program for each layer.
+    """
+
+    kernels: tuple[Any, ...]
+    index: Int[Array, ""]
+
+    def product(self, x: jax.Array) -> jax.Array:
+        """Returns `project(x, kernels[index])`."""
+        kernel, before, after = self.kernels[0], lambda x: x, lambda out: out
+        multiply: Any = lambda x, kernel: project(x, kernel)  # noqa: E731
+        if isinstance(kernel, jax.Array) and kernel.ndim == 3:
+            before, multiply = partial(_rows_for_blocks, kernel=kernel), _rows_of_blocks
+            after = partial(_from_blocks, x=x)
+        branches = [partial(multiply, kernel=kernel) for kernel in self.kernels]
+        return after(jax.lax.switch(self.index, branches, before(x)))
+
+
+def picked_layer(
+    decoder: Decoder,
+    params: Params,
+    layers: tuple[LayerParams, ...],
+    low: int,
+    high: int,
+    index: Int[Array, ""],
+) -> LayerParams:
+    """Returns the parameters of a layer of `layers[low:high]`: matrices named `kernel` are `Picked`.
+
+    All else is read from the stack.
+    """
+    if decoder.config.turns > 1:
+        low, high, index = 0, decoder.config.turn_layers, index % decoder.config.turn_layers
+
+    def at(stack: Any, apart: tuple[Any, ...]) -> Any:
+        if not isinstance(stack, dict):
+            return jax.tree.map(
+                lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, 0, False), stack
+            )
+        parts = {name: tuple(layer[name] for layer in apart) for name in stack}
+        return {
+            name: Picked(parts[name], index - low) if name == "kernel" else at(part, parts[name])
+            for name, part in stack.items()
+        }
+
+    # A loop of no turns is traced, too.
+    return at(decoder.layers(params), layers[low:high] or layers[-1:])
+
+
+def _at(leaf: jax.Array, index: Any) -> jax.Array:
+    return jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False)
+
+
+def layer_reader(
+    decoder: Decoder, params: Params, layers: tuple[LayerParams, ...] | None, low: int, high: int
+) -> tuple[Callable[[Any], LayerParams], bool]:
+    """Returns a function from index to a layer's parameters, and True if it may be traced.
+
+    Args:
+      decoder: the model.
+      params: its parameters.
+      layers: those of `split_layers`, or None to read the stack.
+      low: least index, static.
+      high: greatest index plus one, static.
+    """
+    if layers is None:
+        return partial(layer_at, decoder, params), True
+    if here().picks_products and getattr(decoder, "blocked_kernels", False):
+        return partial(picked_layer, decoder, params, layers, low, high), True
+    return layers.__getitem__, False
 
 
 def in_blocks(kernel: jax.Array) -> jax.Array:
@@ -182,7 +268,7 @@ def _one_layer(stack: LayerParams, index: Int[Array, ""], *, blocks: bool) -> La
     """Returns a layer of a stack, its matrices in blocks of columns if `blocks`."""
 
     def one(path: Any, leaf: jax.Array) -> jax.Array:
-        layer = jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False)
+        layer = _at(leaf, index)
         return in_blocks(layer) if blocks and getattr(path[-1], "key", None) == "kernel" else layer
 
     return jax.tree_util.tree_map_with_path(one, stack)

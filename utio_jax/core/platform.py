@@ -43,6 +43,8 @@ class Platform:
         predicted to be slower than running them densely.
       stack_in_place: True if the compiler reads a layer in place in the stack of weights. CPUs and
         GPUs copy it first, so decoding uses a second copy of the weights, one array per layer.
+      picks_products: True to run such layers as one loop that picks each product's matrix. False: a
+        piece of program for each layer. GPUs are predicted to wait for the host at every pick.
       blocked_rows: maximum tokens of a step for which decoding's copy of the weights lies in blocks
         of columns; 0: never. XLA:CPU would copy each matrix into blocks for products of a few rows.
       folds_heads: True to fold many queries of heads that share keys into one axis of attention.
@@ -78,6 +80,7 @@ class Platform:
     narrow: int = 1024
     least_routed: int = 512
     stack_in_place: bool = True
+    picks_products: bool = False
     blocked_rows: int = 0
     folds_heads: bool = False
     search: Literal["scan", "compare_all"] = "compare_all"
@@ -119,6 +122,7 @@ _CPU = Platform(
     narrow=0,
     least_routed=0,
     stack_in_place=False,
+    picks_products=True,
     blocked_rows=32 if _AS_OF_0_11 else 8,
     folds_heads=True,
     search="scan",

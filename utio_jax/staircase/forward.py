@@ -38,7 +38,7 @@ from utio_jax.core.decoder import (
     PositionEncoding,
     checked,
 )
-from utio_jax.core.layer import Depth, keys_values_of, layer_at
+from utio_jax.core.layer import Depth, keys_values_of, layer_at, layer_reader
 from utio_jax.staircase.base import KVAccess, Sources, TokenLayout
 
 Others = Callable[[LayerParams, Any, Any], tuple[jax.Array, jax.Array]]
@@ -185,9 +185,9 @@ def over_layers(  # noqa: PLR0913 (options, each named)
 ) -> Carry:
     """Returns a carry after layers [start, stop), in order.
 
-    A loop over the stack. With `layers` (see `split_layers`) the program is unrolled. If `start` or
-    `stop` are traced, each layer is a loop of at most one turn: a conditional would copy the carry.
-    Of a looped model the layers of one turn are unrolled, in a loop over its turns.
+    A loop over the stack, or over `layers` where a traced index picks among these. Otherwise the
+    program is unrolled. If `start` or `stop` are traced, each layer is then a loop of at most one
+    turn: a conditional would copy the carry. Of a looped model the layers of one turn are unrolled.
 
     Args:
       decoder: the model.
@@ -201,18 +201,18 @@ def over_layers(  # noqa: PLR0913 (options, each named)
       unroll: where `start` and `stop` are static, no loop over the stack.
     """
     size, (low, high) = decoder.config.turn_layers, bounds or (0, len(layers or ()))
-    at = partial(layer_at, decoder, params) if layers is None else layers.__getitem__
+    low, high = (y if isinstance(y, int) else z for y, z in ((start, low), (stop, high)))
+    at, any_index = layer_reader(decoder, params, layers, low, high)
 
     def several(index: Any, carry: Carry) -> Carry:  # A whole turn of a looped model.
         for part in range(size):
             carry = body(index * size + part, at(part), carry)
         return carry
 
+    if any_index and not unroll:
+        return jax.lax.fori_loop(start, stop, lambda i, carry: body(i, at(i), carry), carry)
     if decoder.config.turns > 1 and (unroll or layers is not None):
         return jax.lax.fori_loop(start // size, stop // size, several, carry)
-    if layers is None and not unroll:
-        return jax.lax.fori_loop(start, stop, lambda i, carry: body(i, at(i), carry), carry)
-    low, high = (y if isinstance(y, int) else z for y, z in ((start, low), (stop, high)))
     traced: Any = int if layers is None else jnp.int32
     for index in range(low, high):
         one = lambda _, carry, i=index: body(traced(i), at(i), carry)  # noqa: E731
