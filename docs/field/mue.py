@@ -75,4 +75,4 @@ if __name__ == "__main__":
     pairs = json.loads((folder / "functions.json").read_text())["test"][:256]
     model, params = load_t5(folder, source_tokens=96, target_tokens=32)
     encode = Encoder(Tokenizer.from_file(str(folder / "tokenizer.json")), model)
-    print(run(model, params, *encode.rows(pairs), cuts=(0.05, 0.06), truncated=(3, 8)))
+    print(run(model, params, *encode.rows(pairs), cuts=(0.2, 0.06), truncated=(3, 8)))
