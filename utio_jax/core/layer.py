@@ -122,7 +122,7 @@ def picked_layer(
     high: int,
     index: Int[Array, ""],
 ) -> LayerParams:
-    """Returns the parameters of a layer of `layers[low:high]`: matrices named `kernel` are `Picked`.
+    """Returns the parameters of one of `layers[low:high]`: matrices named `kernel` are `Picked`.
 
     All else is read from the stack.
     """
