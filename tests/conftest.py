@@ -142,7 +142,7 @@ def short_fits() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def short_programs() -> Iterator[None]:
-    """Keeps layers in loops: a program with a piece for each of 16 compiles 2.6 times as long.
+    """Keeps layers in the stack: layers apart repeat products, which takes longer to compile.
 
     That both give the same is pinned in tests/decoding/test_split_layers.py; the shipped model with
     its layers apart runs in tests/decoding/test_shipped_generation.py.

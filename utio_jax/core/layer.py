@@ -94,10 +94,14 @@ def _from_blocks(out: jax.Array, x: jax.Array) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class Picked:
-    """A matrix of each layer, and which one `project` multiplies with: a traced index.
+    """Matrices of several layers, and the one that `project` takes.
 
-    A stack's index copies a matrix at each call, and a piece of program for each layer compiles for
-    longer. Here the products alone stand in the program for each layer.
+    Indexing a stack copies a matrix at each call. A body for each layer takes longer to compile.
+    Here only the products are repeated.
+
+    Attributes:
+      kernels: matrices as `project` takes them, one per layer, of one shape.
+      index: place of the layer's matrix in `kernels`.
     """
 
     kernels: tuple[Any, ...]
@@ -131,9 +135,7 @@ def picked_layer(
 
     def at(stack: Any, apart: tuple[Any, ...]) -> Any:
         if not isinstance(stack, dict):
-            return jax.tree.map(
-                lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, 0, False), stack
-            )
+            return jax.tree.map(partial(_at, index=index), stack)
         parts = {name: tuple(layer[name] for layer in apart) for name in stack}
         return {
             name: Picked(parts[name], index - low) if name == "kernel" else at(part, parts[name])
