@@ -193,6 +193,11 @@ class Slots:
             raise ValueError(
                 f"Wanted slots that the {self.devices} devices of a mesh share evenly. Got {slots}."
             )
+        if served.mesh is not None and served.mesh.size > self.devices:
+            raise ValueError(
+                'Wanted a mesh with the axis "data" alone: on CPUs, loops whose devices exchange '
+                f"data can wait for each other forever. Got {dict(served.mesh.shape)}."
+            )
         self.own = slots // self.devices
         most = served.decoder.config.vocab_size
         if not 0 <= served.alternatives <= most:
