@@ -108,12 +108,16 @@ def test_threads_share_one_copy_and_keep_their_platforms(
 def test_small_layers_tpus_and_full_devices_keep_to_the_stack(
     monkeypatch: pytest.MonkeyPatch, tiny: Model
 ) -> None:
-    assert split_layers(tiny.decoder, tiny.params) is None, "a few kilobytes a layer"
-    config = dataclasses.replace(tiny.decoder.config, embed_dim=128, num_layers=2, exits=(1, 2))
-    decoder = Transformer(config)
-    init = jax.jit(decoder.init)
-    params = init(jax.random.key(0))
-    assert split_layers(decoder, params) is not None
+    few = here().blocked_rows
+    assert split_layers(tiny.decoder, tiny.params, tokens=few) is None, "a few kilobytes a layer"
+    shape: dict[str, Any] = {"embed_dim": 128, "num_layers": 2, "exits": (1, 2)}
+    for mlp_dim, many in ((512, False), (2048, True)):  # 0.9 and 3.2 MB a layer.
+        shape["mlp_dim"] = mlp_dim
+        decoder = Transformer(dataclasses.replace(tiny.decoder.config, **shape))
+        init = jax.jit(decoder.init)
+        params = init(jax.random.key(0))
+        for tokens, splits in ((few, True), (few + 1, many), (None, True)):
+            assert (split_layers(decoder, params, tokens=tokens) is not None) == splits
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     assert split_layers(decoder, params) is not None
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")

@@ -32,6 +32,9 @@ Depth = int | Int[Array, ""]
 _SMALL = 2**16
 """Bytes of a layer below which a copy of it costs less than a program that is longer."""
 
+_OFTEN = 32
+"""Factor on `_SMALL` for steps of more than `Platform.blocked_rows`, as fast from the stack."""
+
 _COLUMNS = 64
 """Columns of a block of weights. On CPU 32 are as fast; 48, 96 and 128 are slower."""
 
@@ -209,8 +212,9 @@ def split_layers(
     On CPU and GPU a layer that is indexed out of the stack is copied before its matrix products
     read it: more than half of a decoding step at batch 1. These are a second copy, kept as long as
     the stack is; on CPU, matrices of int8 or bfloat16 are views of the stack (`layer_views`). None
-    if the stack is read in place (TPU), is spread over devices, or is small. Also None if the copy
-    would take more than half of the device's free memory.
+    if the stack is read in place (TPU), is spread over devices, or is small: below 64 KiB a layer,
+    or 2 MiB for steps of more `tokens` on a CPU. Also None if the copy would take more than half of
+    the device's free memory.
 
     Products of a few rows on a CPU copy a matrix into blocks of columns at every call. So for steps
     of few `tokens` (`Platform.blocked_rows`) matrices named `kernel` are laid out in blocks here.
@@ -221,12 +225,14 @@ def split_layers(
     count = decoder.config.stack_layers
     own = {id(leaf) for leaf in jax.tree.leaves(params)}
     kept = [leaf for leaf in leaves if id(leaf) in own]
+    many = tokens is not None and tokens > here().blocked_rows > 0
+    least = _OFTEN * _SMALL if many and not any(map(_has_views, leaves)) else _SMALL
     if (
         here().stack_in_place
         or not kept
         or len(leaves) != len(jax.tree.leaves(stack))
         or any(len(leaf.devices()) > 1 for leaf in leaves)
-        or sum(leaf.nbytes for leaf in leaves) < count * _SMALL
+        or sum(leaf.nbytes for leaf in leaves) < count * least
     ):
         return None
     # The decoder computes everything that is not a parameter at every call.
