@@ -235,16 +235,20 @@ def gated_loss(
     return jnp.sum(jnp.exp(stops) * (nll + entropy * stops), axis=0), nll
 
 
-def looped_objective(decoder: Trainable, *, entropy: float) -> Objective:
-    """Returns the loss of a looped model on text, for `train`: `gated_loss` of all positions."""
+def looped_objective(decoder: Trainable, *, entropy: float, steps: int) -> Objective:
+    """Returns the loss of a looped model on text, for `train`: `gated_loss` of all positions.
+
+    The entropy's weight falls linearly from 1 to `entropy` over `steps`. At first the first turn
+    has the least loss: at a small weight the gate would choose it alone, so that no other learns.
+    """
 
     def objective(
         params: Params, tokens: jax.Array, key: jax.Array, step: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        del step
         states = exit_states(decoder, params, tokens[:, :-1], key, 0.0)
         x = states[jnp.asarray(decoder.config.exits) - 1]
-        loss, nll = gated_loss(decoder, params, x, tokens[:, 1:], entropy)
+        weight = 1 + (entropy - 1) * step / steps
+        loss, nll = gated_loss(decoder, params, x, tokens[:, 1:], weight)
         return loss.mean(), nll.mean(axis=(1, 2))
 
     return jax.tree_util.Partial(objective)

@@ -159,7 +159,7 @@ def run_recipe(
     whole: Any = jax.tree_util.Partial(lambda learnt: learnt)
     branch: dict[str, Any] = {"optimizer": make_optimizer(recipe)}
     if config.turns > 1:
-        branch["objective"] = looped_objective(decoder, entropy=_ENTROPY)
+        branch["objective"] = looped_objective(decoder, entropy=_ENTROPY, steps=steps)
     if late is not None and trunk is not None:
         grows = preset.startswith("grown")
         begin, fixed = (0, min(config.exits)) if grows else (recipe.branch_step, 0)
@@ -238,7 +238,7 @@ def _take_over_text(trunk: Path, folder: Path) -> None:
 
 
 _ENTROPY = 0.05
-"""Weight of the entropy of a looped model's gate."""
+"""Weight of the entropy of a looped model's gate at the end of training."""
 
 
 def tokenise(folder: Path, documents: tuple[Document, ...], config: TransformerConfig) -> Any:
@@ -285,7 +285,7 @@ def _loss_of(preset: str, late: LateExits | None) -> str:
     """Says what was minimised, for the model card."""
     exits = PRESETS[preset].exits
     if PRESETS[preset].turns > 1:
-        return f"the loss that its gate expects over turns, with the gate's entropy ({_ENTROPY:g})"
+        return f"what its gate expects over turns, minus its entropy (weight 1 to {_ENTROPY:g})"
     if late is None:
         return "the last layer's loss" if len(exits) == 1 else "anytime loss, layer dropout"
     shares = ", ".join(
