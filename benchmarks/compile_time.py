@@ -70,8 +70,10 @@ def generate(model: Any, mode: str = "plain", **options: Any) -> Callable[[], An
 
 
 def decode(model: Any, batch: int, **options: Any) -> Callable[[], Any]:
-    """Returns a call that writes 120 tokens in each of `batch` rows."""
-    return partial(model.generate, [_PROMPT] * batch, max_new_tokens=120, eos_ids=(), **options)
+    """Returns a call that writes 120 tokens after each of `batch` texts: depths differ by row."""
+    stream = [token for ids in model.encode(texts(10**9)) for token in ids.tolist()]
+    prompts = [stream[97 * row : 97 * row + 8] for row in range(batch)]
+    return partial(model.generate, prompts, max_new_tokens=120, eos_ids=(), **options)
 
 
 CALLS: dict[str, Callable[[Any], Callable[[], Any]]] = {
