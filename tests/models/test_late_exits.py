@@ -14,7 +14,7 @@ import numpy as np
 import optax
 import pytest
 import recipe
-from anytime import TrainConfig, anytime_loss, exit_states, train
+from anytime import TrainConfig, anytime_loss, exit_states, looped_objective, train
 from helpers.cases import run_dense
 from helpers.models import assert_close, live_params
 from helpers.shared_kv import KINDS
@@ -377,6 +377,19 @@ def test_a_looped_run_learns_an_exit_for_each_turn(tmp_path: Path) -> None:
     assert np.abs(model.params["exit_gate"]["kernel"]).max() > 0
     log = (tmp_path / "looped" / "log.tsv").read_text().splitlines()
     assert all(len(line.split("\t")) == 4 for line in log if not line.startswith("#"))
+
+
+def test_the_weight_of_a_gates_entropy_falls_over_training() -> None:
+    decoder = Transformer(recipe.PRESETS["looped-tiny"])
+    params, tokens = live_params(decoder), jnp.arange(12).reshape(2, 6)
+
+    def loss(entropy: float, step: int) -> jax.Array:
+        objective = looped_objective(decoder, entropy=entropy, steps=8)
+        return objective(params, tokens, jax.random.key(0), jnp.int32(step))[0]
+
+    assert_close(loss(0.2, 0), loss(1.0, 5))
+    assert_close(loss(0.2, 4), loss(0.6, 8))
+    assert loss(0.2, 8) > loss(0.2, 4) + 0.1, "the gate knows two turns: an entropy up to 0.69"
 
 
 @pytest.mark.slow
