@@ -204,7 +204,7 @@ def anytime_loss(
 
 
 def gated_loss(
-    decoder: Trainable, params: Params, x: jax.Array, labels: jax.Array, entropy: float
+    decoder: Trainable, params: Params, x: jax.Array, labels: jax.Array, entropy: float | jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Returns a looped model's loss over its gate, and each turn's own, in nats per token.
 
