@@ -444,26 +444,23 @@ def test_an_engine_on_split_parameters_gives_what_one_device_gives(no_compiles: 
 
 
 @pytest.mark.parametrize(
-    ("name", "parts"),
+    "name",
     [
-        ("plain", (8,)),
-        pytest.param("propagate", (8,), marks=pytest.mark.slow),
-        pytest.param("lossless", (8,), marks=pytest.mark.slow),
+        "plain",
+        pytest.param("propagate", marks=pytest.mark.slow),
+        pytest.param("lossless", marks=pytest.mark.slow),
     ],
 )
 def test_requests_of_an_engine_on_a_mesh_get_what_they_get_alone(
-    name: str, parts: tuple[int, ...], no_compiles: Any, count_compiles: Any
+    name: str, no_compiles: Any, count_compiles: Any
 ) -> None:
-    """They arrive and end at any time; rows are those of four or eight devices."""
+    """They arrive and end at any time; each device has rows of its own."""
     model, (mode, _), asked = lively_model(), modes()[name], pool(40)
-    mesh = mesh_of("auto") if parts == (8,) else split_mesh(*parts)
-    params = model.params if parts == (8,) else split_params(model, mesh)
-    engine = engine_of(Model(model.decoder, params), mode, mesh=mesh, slots=16, read_late=True)
+    engine = engine_of(model, mode, mesh=mesh_of("auto"), slots=16, read_late=True)
     with count_compiles() as compiles:
         engine.warmup()
     assert engine.programs == len(SHAPES.prompt_tokens) + 1, "all rows step"
-    # One releases rows. On two axes a result is laid out otherwise than the first input.
-    assert compiles.count <= engine.programs + len(parts)
+    assert compiles.count <= engine.programs + 1, "and one that releases rows"
     with no_compiles():
         result = run_schedule(engine, asked, np.random.default_rng(0))
         cancelled = engine.submit([1, 2, 3], max_new_tokens=50)
@@ -476,7 +473,7 @@ def test_requests_of_an_engine_on_a_mesh_get_what_they_get_alone(
         np.testing.assert_array_equal(finished.decided, expected.decided[0])
         assert finished.reason == expected.finish_reasons[0]
     keys = engine._rows.state.cache.keys
-    assert keys.addressable_shards[0].data.shape[1] == 16 // parts[0]
+    assert keys.addressable_shards[0].data.shape[1] == 16 // 8
 
 
 def test_an_engine_on_a_mesh_of_two_axes_is_refused() -> None:
