@@ -30,6 +30,7 @@ from utio_jax import Adaptive, Lossless, generate, score, uniform
 from utio_jax.contrib.edge.parts import Row
 from utio_jax.core import layer as layers_module
 from utio_jax.core.layer import split_layers
+from utio_jax.core.platform import compiling_for
 from utio_jax.core.pytrees import pytree
 from utio_jax.decoding.base import Plain
 from utio_jax.decoding.loop import advance
@@ -166,9 +167,12 @@ def test_layers_apart_run_the_turns_of_the_stack(
     stacked = run(model, mode=mode, max_new_tokens=12)
     monkeypatch.setattr(layers_module, "_SMALL", 0)
     assert split_layers(model.decoder, model.params) is not None
-    apart = run(model, mode=mode, max_new_tokens=12)
-    for field in ("token_ids", "decided", "executed", "work"):
-        assert_equal(getattr(apart, field), getattr(stacked, field), err_msg=field)
+    for picks in (True, False):  # One loop over layers, or over turns of unrolled layers.
+        jax.clear_caches()
+        with compiling_for(picks_products=picks):
+            apart = run(model, mode=mode, max_new_tokens=12)
+        for field in ("token_ids", "decided", "executed", "work"):
+            assert_equal(getattr(apart, field), getattr(stacked, field), err_msg=field)
 
 
 def test_hidden_tokens_and_lenses_take_the_step_that_waits() -> None:
