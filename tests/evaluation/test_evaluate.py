@@ -30,7 +30,7 @@ from utio_jax.models.transformer import Transformer
 from utio_jax.policies import Entropy, Learned, ScoreTable, given_depths, random_depths
 from utio_jax.policies.signals import Position
 from utio_jax.staircase import MicroBatches, full_depth
-from utio_jax.staircase.packing import AttentionPattern
+from utio_jax.staircase.pattern import AttentionPattern
 from utio_jax.staircase.score import compare_logits, compare_states, run_score
 from utio_jax.utio import TokenSurrogate
 

@@ -20,7 +20,7 @@ from utio_jax.policies.depth import full_by_program, shared_program
 from utio_jax.policies.signals import Chance, Position
 from utio_jax.staircase.base import Executor
 from utio_jax.staircase.microbatches import MicroBatches
-from utio_jax.staircase.packing import DENSE
+from utio_jax.staircase.pattern import DENSE
 from utio_jax.staircase.reference import positions_of
 from utio_jax.staircase.score import run_score, score_dense
 

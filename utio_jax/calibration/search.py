@@ -25,7 +25,7 @@ from utio_jax.policies.depth import given_depths
 from utio_jax.policies.store import Thresholds
 from utio_jax.staircase.base import Executor
 from utio_jax.staircase.capacity import fit_row_shares
-from utio_jax.staircase.packing import DENSE
+from utio_jax.staircase.pattern import DENSE
 from utio_jax.staircase.score import full_depth, run_score
 
 _FIT_BATCHES = 8  # 65,000 tokens of the shipped model: plenty for a handful of thresholds.

@@ -22,7 +22,7 @@ from utio_jax.staircase.base import Tokens
 from utio_jax.staircase.exit_head import Model, Readout
 from utio_jax.staircase.frozen import frozen_kv
 from utio_jax.staircase.loop import check_policy, run_pass
-from utio_jax.staircase.packing import Packing
+from utio_jax.staircase.pattern import DENSE, AttentionPattern
 from utio_jax.staircase.reference import FrozenKV
 
 
@@ -127,14 +127,13 @@ class Adaptive(Mode):
         shown = _show(state.memory.shown, tokens, jnp.full_like(tokens.depth, depths[-1]))
         executor = self.rows(width=context.width, layers=context.layers, shown=shown)
         model = Model(decoder, params, executor)
-        packing = self.packing(model, tokens, ids, state.memory)
         done = run_pass(
             model,
             tokens,
             self.policy,
             token_ids=ids,
             frozen=frozen,
-            packing=packing,
+            attention=self.pattern(state.memory),
             readout=Readout(function=lambda logits: logits),
             cache=RowCache.of(state.cache, rows=active.shape[0]),
         )
@@ -164,7 +163,7 @@ class Adaptive(Mode):
             key_slots=executor.attended(spent),
             kv_reads=spent.key_slots,
         )
-        memory = self.remember(packing, shown=_show(shown, ended, depth))
+        memory = self.remember(done.chosen, shown=_show(shown, ended, depth))
         return emit_drawn(
             context,
             dataclasses.replace(state, cache=cache, work=work, memory=memory),
@@ -177,14 +176,14 @@ class Adaptive(Mode):
         """Returns the executor of a decode step."""
         return CachedRows(**options)
 
-    def packing(self, model: Model, tokens: Tokens, token_ids: jax.Array, memory: Any) -> Packing:
-        """Returns the packing of a step, which selects the keys that its tokens attend to."""
-        del tokens, token_ids, memory
-        return Packing(model)
+    def pattern(self, memory: Any) -> AttentionPattern:
+        """Returns which keys the tokens of a step see."""
+        del memory
+        return DENSE
 
-    def remember(self, packing: Any, *, shown: Int[Array, "batch slot"] | None) -> Memory:
-        """Returns the mode's memory after a step."""
-        del packing
+    def remember(self, chosen: Any, *, shown: Int[Array, "batch slot"] | None) -> Memory:
+        """Returns the mode's memory after a step; `chosen` is the pattern's."""
+        del chosen
         return Memory(shown=shown)
 
 

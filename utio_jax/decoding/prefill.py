@@ -28,7 +28,7 @@ from utio_jax.staircase.capacity import CapacityPrefix
 from utio_jax.staircase.frozen import frozen_kv
 from utio_jax.staircase.loop import check_policy, staircase
 from utio_jax.staircase.microbatches import MicroBatches
-from utio_jax.staircase.packing import DENSE, AttentionPattern
+from utio_jax.staircase.pattern import DENSE, AttentionPattern
 from utio_jax.staircase.prompts import PromptImportance
 from utio_jax.staircase.reference import FrozenKV, check_kv
 

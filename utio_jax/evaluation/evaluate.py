@@ -40,7 +40,7 @@ from utio_jax.staircase.capacity import choose_executor
 from utio_jax.staircase.frozen import frozen_kv
 from utio_jax.staircase.loop import check_policy
 from utio_jax.staircase.microbatches import MicroBatches
-from utio_jax.staircase.packing import DENSE, AttentionPattern
+from utio_jax.staircase.pattern import DENSE, AttentionPattern
 from utio_jax.staircase.reference import FrozenKV
 from utio_jax.staircase.score import (
     Comparison,

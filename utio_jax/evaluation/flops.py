@@ -17,7 +17,7 @@ from utio_jax.policies.base import Policy
 from utio_jax.policies.depth import check_shares
 from utio_jax.staircase.base import Executor
 from utio_jax.staircase.capacity import choose_executor
-from utio_jax.staircase.packing import DENSE, AttentionPattern
+from utio_jax.staircase.pattern import DENSE, AttentionPattern
 
 
 def gate_flops(

@@ -3,7 +3,7 @@
 
 `run_pass` is the library's one loop over depths. It runs whole rows (`score`, `Prefill`), and
 decode steps with one token per row (`utio_jax.decoding.adaptive`). The callers differ in four
-arguments: executor, K/V strategy for frozen tokens, packing, and policy.
+arguments: executor, K/V strategy for frozen tokens, attention pattern, and policy.
 
 Results equal those of `utio_jax.staircase.reference.reference_states`. The depths cut the stack
 into nested segments [0, d1) [d1, d2) ... Each segment packs its live tokens into dense slots and
@@ -50,7 +50,7 @@ from utio_jax.staircase.base import Executor, Tokens
 from utio_jax.staircase.exit_head import Head, Model, Reading, Readout
 from utio_jax.staircase.frozen import LastTurn, Propagate, frozen_kv
 from utio_jax.staircase.microbatches import MicroBatches
-from utio_jax.staircase.packing import DENSE, AttentionPattern, Packing
+from utio_jax.staircase.pattern import DENSE, AttentionPattern
 from utio_jax.staircase.reference import FrozenKV
 from utio_jax.staircase.segments import (
     Answers,
@@ -125,7 +125,7 @@ def staircase(  # noqa: PLR0913 (options, each named)
     frozen = frozen_kv(kv, decoder)
     depths, model = check_policy(policy, decoder, kv=kv), Model(decoder, params, executor)
     tokens = Tokens.embed(decoder, params, token_ids, lengths)  # All live, at depth 0.
-    packing = attention.packing(model, tokens, token_ids, depths)
+    attention.check(decoder, depths)
     within = cache is None and (decoder.config.shares_kv or isinstance(frozen, LastTurn))
     if within:  # Upper layers, or later turns, read the K/V of lower layers there.
         batch, width, _ = tokens.x.shape
@@ -136,7 +136,7 @@ def staircase(  # noqa: PLR0913 (options, each named)
         policy,
         token_ids=token_ids,
         frozen=frozen,
-        packing=packing,
+        attention=attention,
         readout=readout,
         cache=cache,
     )
@@ -150,7 +150,7 @@ def run_pass(
     *,
     token_ids: Inputs,
     frozen: Propagate,
-    packing: Packing,
+    attention: AttentionPattern,
     readout: Readout | None = None,
     cache: Any = None,
 ) -> StaircaseResult:
@@ -162,7 +162,7 @@ def run_pass(
       policy: decides at each of its depths which tokens continue.
       token_ids: ids of these tokens.
       frozen: K/V strategy for tokens that exit.
-      packing: chooses the attention of each token, segment by segment.
+      attention: which keys each token sees.
       readout: function of every token's logits at its depth.
       cache: K/V cache of the executor.
     """
@@ -176,6 +176,7 @@ def run_pass(
             branch=jnp.zeros_like(tokens.depth),
             decisions=jnp.zeros((len(depths),), jnp.int32),
             reading=Reading.of(model, tokens, depths),
+            attention=attention.start(model, tokens, token_ids, depths),
         ),
     )
 
@@ -188,7 +189,8 @@ def run_pass(
         if segment.branch is not None:
             chosen = (state.asked.branch == segment.branch) | jnp.less(segment.branch, 0)
             running = dataclasses.replace(tokens, live=tokens.live & chosen)
-        slots = packing.pack(index, running)
+        slots, choices, choosing = attention.pack(model, index, running, state.asked.attention)
+        asked = dataclasses.replace(state.asked, attention=choices)
 
         # 2. Run this segment's layers on these slots only. All other tokens keep their states.
         (start, stop), alone = segment.layers, frozen.only_live_keys(running)
@@ -204,10 +206,10 @@ def run_pass(
             )
             tokens, running = (dataclasses.replace(old, x=x) for old in (tokens, running))
         every, live = kv_layers
-        work = packing.work + executor.work(
+        work = choosing + executor.work(
             slots, stop - start, kv_layers=every, live_kv_layers=live if alone else 0
         )
-        return dataclasses.replace(state, tokens=tokens, cache=cache), running, slots, work
+        return PassState(tokens=tokens, cache=cache, asked=asked), running, slots, work
 
     def decide(
         segment: Segment, running: Tokens, slots: Any, asked: Answers
@@ -216,16 +218,17 @@ def run_pass(
         # 3. Decide which tokens continue: past this depth, or past a branch that starts here.
         asks = False
         for question in segment.asks:
-            asks |= policy.asks(question) | packing.asks(question)
+            asks |= policy.asks(question) | attention.asks(question)
         head = Head(model, running, slots, depth=segment.depth, asks=asks, readout=readout)
         memory, branch, decisions = asked.memory, asked.branch, asked.decisions
+        choices = asked.attention
         going = running.live
         stops = going if segment.depth in depths else jnp.zeros_like(going)
         for question in segment.asks:
             with jax.named_scope(f"dispatch_{depths[question]}"):
                 boundary = head.boundary(depth=depths[question])
                 goes, memory = policy.go_deeper(question, boundary, memory)
-                packing.look(question, boundary, memory)
+                choices = attention.look(question, boundary, choices, memory)
                 decisions = decisions.at[question].add(jnp.asarray(head.slots_asked, jnp.int32))
             if depths[question] == segment.depth:
                 stops = going & ~goes
@@ -233,7 +236,13 @@ def run_pass(
             branch += going.astype(branch.dtype)
         # The head reads each token once: where a policy did, or at the end.
         reading = asked.reading.add(head, stops)
-        asked = Answers(memory=memory, branch=branch, decisions=decisions, reading=reading)
+        asked = Answers(
+            memory=memory,
+            branch=branch,
+            decisions=decisions,
+            reading=reading,
+            attention=choices,
+        )
         return asked, stops, head.work
 
     def freeze(
@@ -244,7 +253,8 @@ def run_pass(
         return PassState(tokens=tokens, cache=state.cache, asked=asked), work
 
     def ask(segment: Segment, asked: Answers) -> Answers:
-        return decide(segment, tokens, packing.pack(0, tokens), asked)[0]
+        slots, _, _ = attention.pack(model, 0, tokens, asked.attention)
+        return decide(segment, tokens, slots, asked)[0]
 
     looped = None
     if (
@@ -252,7 +262,7 @@ def run_pass(
         and len(segments) > 1
         and isinstance(tokens.x, Tracer)  # Outside jit, signals see values.
         and isinstance(executor, MicroBatches)
-        and type(packing) is Packing
+        and type(attention) is AttentionPattern
         and frozen.alike
     ):
         looped = SegmentLoop.over(model.decoder, depths, segments, state.asked, ask)
@@ -279,7 +289,7 @@ def run_pass(
         depths=state.tokens.depth,
         work=work,
         read=read,
-        chosen=packing.chosen(),
+        chosen=attention.chosen(state.asked.attention),
         cache=state.cache,
     )
 

@@ -35,7 +35,7 @@ from utio_jax.staircase.capacity import choose_executor
 from utio_jax.staircase.exit_head import Readout, map_tokens
 from utio_jax.staircase.loop import check_policy, staircase
 from utio_jax.staircase.microbatches import MicroBatches
-from utio_jax.staircase.packing import DENSE, AttentionPattern
+from utio_jax.staircase.pattern import DENSE, AttentionPattern
 from utio_jax.staircase.reference import FrozenKV, dense_states, positions_of
 from utio_jax.staircase.segments import count_kv_layers
 

@@ -84,19 +84,21 @@ def count_kv_layers(
 
 @pytree
 class Answers:
-    """Answers of a policy so far.
+    """Answers of a policy and of an attention pattern so far.
 
     Attributes:
       memory: of the policy.
       branch: index into the policy's depths of each token's branch.
       decisions: slots that each of the policy's decisions has evaluated.
       reading: what the head has read.
+      attention: choices of the attention pattern.
     """
 
     memory: Any
     branch: Int[Array, "batch token"]
     decisions: Int[Array, " depth"]
     reading: Reading
+    attention: Any
 
 
 @pytree

@@ -13,23 +13,24 @@ K/V of a cache   | a compact view            | everything
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from utio_jax.core.decoder import Inputs
 from utio_jax.core.pytrees import pytree, static
+from utio_jax.core.work import Work
 from utio_jax.policies.base import Boundary, exceeds
 from utio_jax.policies.depth import Thresholded
 from utio_jax.policies.signals import SignalBase
 from utio_jax.staircase.base import Tokens
 from utio_jax.staircase.exit_head import Model
-from utio_jax.staircase.packing import Packing
+from utio_jax.staircase.microbatches import PackedSlots
 from utio_jax.staircase.reference import FrozenKV
 from utio_jax.utio.attention.kv_throttle import Throttled
-from utio_jax.utio.attention.vertical_slash import History, SlashPacking, VerticalSlash
+from utio_jax.utio.attention.vertical_slash import History, SlashChoices, VerticalSlash
 
 
 @pytree
@@ -110,7 +111,7 @@ class _SharedPolicy(Thresholded):
 class _SharedSlash(VerticalSlash):
     """V-Slash by the score of the depth policy."""
 
-    def look(
+    def score(
         self, index: int, boundary: Boundary, memory: Any, policy_memory: Any
     ) -> tuple[Float[Array, "batch token"], Any]:
         if not isinstance(policy_memory, _Scored) or policy_memory.score is None:
@@ -120,20 +121,20 @@ class _SharedSlash(VerticalSlash):
             )
         return policy_memory.score, memory
 
-    def packing(
-        self, model: Model, tokens: Tokens, token_ids: jax.Array, depths: tuple[int, ...]
-    ) -> Packing:
-        return _SharedPacking(model, self, tokens, token_ids, depths)
+    def look(
+        self, index: int, boundary: Boundary, choices: SlashChoices, policy_memory: Any
+    ) -> SlashChoices:
+        score, _ = self.score(index, boundary, choices.memory, policy_memory)
+        return dataclasses.replace(choices, score=score)
 
-
-class _SharedPacking(SlashPacking):
-    """Packs tokens by the score that the policy computed at the end of the segment before."""
-
-    _score: Float[Array, "batch token"] | float = 0.0  # The first segment is dense.
-
-    def look(self, index: int, boundary: Boundary, memory: Any) -> None:
-        self._score, self._memory = self._attention.look(index, boundary, self._memory, memory)
-
-    def sparse(self, segment: int, tokens: Tokens) -> Bool[Array, "batch token"]:
-        score = jnp.broadcast_to(self._score, tokens.live.shape)
-        return self._attention.low(score, segment, self._depths)
+    def look_back(
+        self,
+        model: Model,
+        segment: int,
+        tokens: Tokens,
+        slots: PackedSlots,
+        choices: SlashChoices,
+    ) -> tuple[Float[Array, "batch token"], SlashChoices, Work]:
+        """Returns the score that the policy computed at the end of the segment before."""
+        assert choices.score is not None  # The first segment is dense.
+        return choices.score, choices, Work.of()

@@ -34,6 +34,7 @@ from utio_jax.attention.cache import KVCache, side_by_side
 from utio_jax.attention.mixing import NOWHERE, mix_apart, mixer_at
 from utio_jax.core.decoder import Decoder, Params, check_not_looped
 from utio_jax.core.pytrees import pytree, static
+from utio_jax.core.work import Work
 from utio_jax.decoding.adaptive import Adaptive, Memory
 from utio_jax.decoding.base import DecodeContext
 from utio_jax.decoding.cached import (
@@ -52,7 +53,7 @@ from utio_jax.policies.base import Boundary
 from utio_jax.staircase.base import Sources, Tokens
 from utio_jax.staircase.exit_head import Model
 from utio_jax.staircase.forward import shows_from
-from utio_jax.staircase.packing import Packing
+from utio_jax.staircase.pattern import AttentionPattern
 from utio_jax.utio.attention.vertical_slash import History, VerticalSlash, visible_history
 
 
@@ -125,12 +126,11 @@ class Throttled(Adaptive):
     def rows(self, **options: Any) -> CachedRows:
         return ThrottledRows(**options)
 
-    def packing(self, model: Model, tokens: Tokens, token_ids: jax.Array, memory: Any) -> Packing:
-        depths = self.policy.depths
-        return ThrottlePacking(model, self.attention, tokens, token_ids, depths, memory.scores)
+    def pattern(self, memory: Any) -> AttentionPattern:
+        return ThrottledStep(attention=self.attention, scores=memory.scores)
 
-    def remember(self, packing: Any, *, shown: Int[Array, "batch slot"] | None) -> Memory:
-        return ThrottledMemory(shown=shown, scores=packing.scores)
+    def remember(self, chosen: Any, *, shown: Int[Array, "batch slot"] | None) -> Memory:
+        return ThrottledMemory(shown=shown, scores=chosen)
 
 
 @pytree
@@ -174,38 +174,57 @@ class ThrottledRows(CachedRows):
         return jnp.mean(spent.key_slots)
 
 
-class ThrottlePacking(Packing):
-    """Packing of a decoding step whose throttled tokens read a view.
+@pytree
+class _StepChoices:
+    """Choices of a step: scores at the first boundary, throttled tokens, the signal's memory."""
 
-    `scores` are of each row's token at the first boundary; at first, of the token before it.
+    scores: Float[Array, " batch"]
+    low: Bool[Array, "batch 1"]
+    memory: Any
+    depths: tuple[int, ...] = static()
+
+
+@pytree
+class ThrottledStep(AttentionPattern):
+    """Pattern of a decoding step whose throttled tokens read a view.
+
+    Attributes:
+      attention: selects these tokens.
+      scores: of each row's token before this one, at the first boundary.
     """
 
-    def __init__(
-        self,
-        model: Model,
-        attention: VerticalSlash,
-        tokens: Tokens,
-        token_ids: Int[Array, "batch 1"],
-        depths: tuple[int, ...],
-        scores: Float[Array, " batch"],
-    ) -> None:
-        """Prepares a step whose segments end at `depths`."""
-        super().__init__(model)
-        self.scores, self._attention, self._depths = scores, attention, depths
-        self._memory = attention.signal.start(token_ids, tokens.positions)
-        self._low = attention.low(scores[:, None], 0, depths)
+    attention: VerticalSlash
+    scores: Float[Array, " batch"]
 
-    def pack(self, segment: int, tokens: Tokens) -> Any:
-        return ThrottledSlots(live=tokens.live, throttled=self._low)
+    def start(
+        self, model: Model, tokens: Tokens, token_ids: jax.Array, depths: tuple[int, ...]
+    ) -> _StepChoices:
+        return _StepChoices(
+            scores=self.scores,
+            low=self.attention.low(self.scores[:, None], 0, depths),
+            memory=self.attention.signal.start(token_ids, tokens.positions),
+            depths=depths,
+        )
+
+    def pack(
+        self, model: Model, segment: int, tokens: Tokens, choices: _StepChoices
+    ) -> tuple[ThrottledSlots, _StepChoices, Work]:
+        return ThrottledSlots(live=tokens.live, throttled=choices.low), choices, Work.of()
 
     def asks(self, index: int) -> bool:
         return True
 
-    def look(self, index: int, boundary: Boundary, memory: Any) -> None:
-        scores, self._memory = self._attention.look(index, boundary, self._memory, memory)
-        self._low = self._attention.low(scores, index + 1, self._depths)
-        if index == 0:
-            self.scores = scores[:, 0]
+    def look(
+        self, index: int, boundary: Boundary, choices: _StepChoices, policy_memory: Any
+    ) -> _StepChoices:
+        scores, memory = self.attention.score(index, boundary, choices.memory, policy_memory)
+        low = self.attention.low(scores, index + 1, choices.depths)
+        first = scores[:, 0] if index == 0 else choices.scores
+        return dataclasses.replace(choices, scores=first, low=low, memory=memory)
+
+    def chosen(self, choices: _StepChoices) -> Float[Array, " batch"]:
+        """Returns the scores of this step's tokens at the first boundary."""
+        return choices.scores
 
 
 @pytree

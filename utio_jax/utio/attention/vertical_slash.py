@@ -38,7 +38,7 @@ from utio_jax.policies.base import Boundary, Policy, Signal, exceeds
 from utio_jax.staircase.base import Executor, Tokens
 from utio_jax.staircase.exit_head import Head, Model
 from utio_jax.staircase.microbatches import MicroBatches, PackedSlots
-from utio_jax.staircase.packing import AttentionPattern, Packing
+from utio_jax.staircase.pattern import AttentionPattern
 from utio_jax.staircase.query_blocks import Cover, QueryBlocks
 
 
@@ -106,6 +106,23 @@ class SparseQueries:
 
 
 @pytree
+class SlashChoices:
+    """Choices of `VerticalSlash` so far.
+
+    Attributes:
+      sparse: mask of the sparse tokens of each segment.
+      memory: of the signal.
+      score: latest score of a policy that the pattern shares; None: it has a signal of its own.
+      depths: ends of the pass's segments. Static.
+    """
+
+    sparse: tuple[Bool[Array, "batch token"], ...]
+    memory: Any
+    score: Float[Array, "batch token"] | None = None
+    depths: tuple[int, ...] = static()
+
+
+@pytree
 class VerticalSlash(AttentionPattern):
     """V-Slash for tokens at or below a segment's threshold: they see a history alone.
 
@@ -153,7 +170,7 @@ class VerticalSlash(AttentionPattern):
         index = self.index_of(segment, depths)
         return ~exceeds(score, self.thresholds[index] if index >= 0 else jnp.float32(-jnp.inf))
 
-    def look(
+    def score(
         self, index: int, boundary: Boundary, memory: Any, policy_memory: Any
     ) -> tuple[Float[Array, "batch token"], Any]:
         """Returns scores at a boundary of a policy, and the signal's memory.
@@ -168,10 +185,53 @@ class VerticalSlash(AttentionPattern):
         executor = MicroBatches() if executor == "auto" else executor
         return super().choose_executor(executor, policy, width)
 
-    def packing(
+    def start(
         self, model: Model, tokens: Tokens, token_ids: jax.Array, depths: tuple[int, ...]
-    ) -> Packing:
-        return SlashPacking(model, self, tokens, token_ids, depths)
+    ) -> SlashChoices:
+        if not isinstance(model.executor, MicroBatches):
+            raise ValueError(
+                "Wanted executor=MicroBatches() for sparse attention: others attend densely. "
+                f"Got {type(model.executor).__name__}."
+            )
+        memory = self.signal.start(token_ids, tokens.positions)
+        return SlashChoices(sparse=(), memory=memory, depths=depths)
+
+    def pack(
+        self, model: Model, segment: int, tokens: Tokens, choices: SlashChoices
+    ) -> tuple[PackedSlots, SlashChoices, Work]:
+        """Packs each segment's dense tokens, then its sparse ones."""
+        index, executor = self.index_of(segment, choices.depths), model.executor
+        assert isinstance(executor, MicroBatches)
+        slots, _, work = super().pack(model, segment, tokens, None)
+        if index < 0:
+            sparse = jnp.zeros_like(tokens.live)
+        else:
+            with jax.named_scope("attention"):
+                score, choices, work = self.look_back(model, segment, tokens, slots, choices)
+                sparse = tokens.live & self.low(score, segment, choices.depths)
+                queries = SparseQueries(sparse=sparse, history=self.history)
+                causal = model.decoder.config.causal
+                slots = pack_sparse(executor, tokens.live, queries, causal=causal)
+        return slots, dataclasses.replace(choices, sparse=(*choices.sparse, sparse)), work
+
+    def look_back(
+        self,
+        model: Model,
+        segment: int,
+        tokens: Tokens,
+        slots: PackedSlots,
+        choices: SlashChoices,
+    ) -> tuple[Float[Array, "batch token"], SlashChoices, Work]:
+        """Returns scores at the start of a segment, the choices, and the work of scoring."""
+        index, depth = self.index_of(segment, choices.depths), (0, *choices.depths)[segment]
+        asks = self.signal.remembers or jnp.isfinite(self.thresholds[index])
+        head = Head(model, tokens, slots, depth=depth, asks=asks)
+        score, memory = self.signal(index, head.boundary(), choices.memory)
+        work = head.work + Work.of(choices=head.slots_asked)
+        return score, dataclasses.replace(choices, memory=memory), work
+
+    def chosen(self, choices: SlashChoices) -> SparseQueries:
+        return SparseQueries(sparse=jnp.stack(choices.sparse), history=self.history)
 
     def flops(self, decoder: Decoder, params: Params, work: Work, *, segments: int) -> float:
         choices = np.atleast_2d(work.choices).sum(axis=0)  # Of all devices.
@@ -186,57 +246,6 @@ class VerticalSlash(AttentionPattern):
         spared = np.maximum(keys - np.minimum(np.arange(keys.size) + 1, self.history.size), 0.0)
         layers = np.diff(depths, prepend=0)
         return float((np.tensordot(layers, np.asarray(chosen.sparse), axes=1) * spared).sum())
-
-
-class SlashPacking(Packing):
-    """Packs tokens by `VerticalSlash`: each segment's dense tokens, then its sparse ones."""
-
-    def __init__(
-        self,
-        model: Model,
-        attention: VerticalSlash,
-        tokens: Tokens,
-        token_ids: jax.Array,
-        depths: tuple[int, ...],
-    ) -> None:
-        """Prepares a pass whose segments end at `depths`."""
-        attention.check(model.decoder, depths)
-        if not isinstance(model.executor, MicroBatches):
-            raise ValueError(
-                "Wanted executor=MicroBatches() for sparse attention: others attend densely. "
-                f"Got {type(model.executor).__name__}."
-            )
-        super().__init__(model)
-        self._executor, self._attention, self._depths = model.executor, attention, depths
-        self._memory = attention.signal.start(token_ids, tokens.positions)
-        self._chosen: list[jax.Array] = []
-
-    def pack(self, segment: int, tokens: Tokens) -> PackedSlots:
-        with jax.named_scope("attention"):
-            chosen = tokens.live & self.sparse(segment, tokens)
-            self._chosen.append(chosen)
-            if self._attention.index_of(segment, self._depths) < 0:
-                return super().pack(segment, tokens)
-            sparse = SparseQueries(sparse=chosen, history=self._attention.history)
-            causal = self._model.decoder.config.causal
-            return pack_sparse(self._executor, tokens.live, sparse, causal=causal)
-
-    def sparse(self, segment: int, tokens: Tokens) -> Bool[Array, "batch token"]:
-        """Returns a mask of a segment's sparse tokens, by the signal's score at its start."""
-        attention, depths = self._attention, self._depths
-        index = attention.index_of(segment, depths)
-        if index < 0:
-            self.work = Work.of()
-            return jnp.zeros_like(tokens.live)
-        signal, slots = attention.signal, super().pack(segment, tokens)
-        asks = signal.remembers or jnp.isfinite(attention.thresholds[index])
-        head = Head(self._model, tokens, slots, depth=(0, *depths)[segment], asks=asks)
-        score, self._memory = signal(index, head.boundary(), self._memory)
-        self.work = head.work + Work.of(choices=head.slots_asked)
-        return attention.low(score, segment, depths)
-
-    def chosen(self) -> SparseQueries:
-        return SparseQueries(sparse=jnp.stack(self._chosen), history=self._attention.history)
 
 
 def pack_sparse(

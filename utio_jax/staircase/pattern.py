@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packing of a pass's live tokens, and the attention pattern that says which keys they see."""
+"""Attention patterns: which keys each token of a pass sees, and its slots."""
 
 from __future__ import annotations
 
@@ -19,42 +19,13 @@ from utio_jax.staircase.capacity import choose_executor
 from utio_jax.staircase.exit_head import Model
 
 
-class Packing:
-    """Packs the live tokens of each segment into slots while a pass is traced; all attend densely.
-
-    Subclasses choose tokens that see fewer keys: at the start of a segment (`pack`), or at the end
-    of the one before (`look`).
-
-    Attributes:
-      work: work executed for the last segment's choice.
-    """
-
-    def __init__(self, model: Model) -> None:
-        """Prepares a pass."""
-        self._model, self.work = model, Work.of()
-
-    def pack(self, segment: int, tokens: Tokens) -> Any:
-        """Returns the slots of a segment's live tokens."""
-        causal = self._model.decoder.config.causal
-        return self._model.executor.pack(segment, tokens.live, causal=causal)
-
-    def asks(self, index: int) -> bool:
-        """Returns True if `look` needs the LM head at an exit, even if the policy does not."""
-        return False
-
-    def look(self, index: int, boundary: Boundary, memory: Any) -> None:
-        """Reads exit number `index`, and what the policy remembers after its decision there."""
-
-    def chosen(self) -> Any:
-        """Returns the choices made, with leaves `[segment, batch, token]`; None: none."""
-        return None
-
-
 @pytree
 class AttentionPattern:
     """Dense attention, and the base of patterns under which some tokens see fewer keys.
 
-    `utio_jax.utio.VerticalSlash` is one.
+    `utio_jax.utio.VerticalSlash` is one. A pass hands the pattern's choices, which `start` returns,
+    from segment to segment: `pack` may choose at the start of a segment, `look` at the end of the
+    one before.
     """
 
     def check(self, decoder: Decoder, depths: tuple[int, ...]) -> None:
@@ -66,11 +37,33 @@ class AttentionPattern:
         """Resolves `executor="auto"` for rows of `width` tokens."""
         return choose_executor(executor, policy, width)
 
-    def packing(
+    def start(
         self, model: Model, tokens: Tokens, token_ids: jax.Array, depths: tuple[int, ...]
-    ) -> Packing:
-        """Returns the packing of a pass whose segments end at `depths`."""
-        return Packing(model)
+    ) -> Any:
+        """Returns the choices before a pass whose segments end at `depths`, a pytree."""
+        return None
+
+    def pack(
+        self, model: Model, segment: int, tokens: Tokens, choices: Any
+    ) -> tuple[Any, Any, Work]:
+        """Returns the slots of a segment's live tokens, the choices, and the work of choosing."""
+        causal = model.decoder.config.causal
+        return model.executor.pack(segment, tokens.live, causal=causal), choices, Work.of()
+
+    def asks(self, index: int) -> bool:
+        """Returns True if `look` needs the LM head at an exit, even if the policy does not."""
+        return False
+
+    def look(self, index: int, boundary: Boundary, choices: Any, policy_memory: Any) -> Any:
+        """Returns the choices after exit number `index`.
+
+        `policy_memory` is what the policy remembers after its decision there.
+        """
+        return choices
+
+    def chosen(self, choices: Any) -> Any:
+        """Returns the choices for `StaircaseResult.chosen`; None: there are none."""
+        return None
 
     def flops(self, decoder: Decoder, params: Params, work: Work, *, segments: int) -> float:
         """Returns the FLOPs of a pass's choices, without the LM heads that they read."""
@@ -82,7 +75,7 @@ class AttentionPattern:
         """Returns the query-key pairs that dense attention has, and this pattern has not.
 
         Args:
-          chosen: of `Packing.chosen`, on the host.
+          chosen: what `chosen` returned, on the host.
           depths: ends of the pass's segments.
           keys: number of keys that dense attention reads for each position.
         """
