@@ -322,8 +322,11 @@ def test_scores_show_themselves(calibrated: Model) -> None:
     assert repr(generated) == generated.summary()
     (new,) = generated.token_ids
     assert calibrated.decode(new) == generated.text
+    (row,) = generated.rows
+    assert (row.text, row.reason) == (generated.text, generated.finish_reasons[0])
+    assert 0 < row.seconds_to_first_token <= row.seconds
     expected = f"Generated({new.size} new tokens in 1 rows, mode plain)"
-    assert repr(dataclasses.replace(generated, texts=(), pieces=())) == expected
+    assert repr(dataclasses.replace(generated, has_text=False)) == expected
 
 
 def test_a_context_cuts_what_is_calibrated_on_and_what_a_guarantee_reads(

@@ -24,17 +24,16 @@ from utio_jax.attention.cache import bytes_per_slot, key_widths
 from utio_jax.core.arrays import check_computed
 from utio_jax.core.calls import takes_decoder
 from utio_jax.core.decoder import Decoder, Params, is_integer
-from utio_jax.core.html import depth_html
 from utio_jax.core.rows import check_mesh
 from utio_jax.core.terminal import count_on_terminal
 from utio_jax.core.work import Work
 from utio_jax.decoding.base import LogitsProcessor, Mode, Plain, check_mode
 from utio_jax.decoding.loop import Lengths, round_up, run_requests
 from utio_jax.decoding.prefill import Prefill
-from utio_jax.decoding.requests import Event, Prompts, Request, requests_of
+from utio_jax.decoding.requests import Completion, Event, Prompts, Request, requests_of
 from utio_jax.decoding.sampling import SamplingParams
 from utio_jax.decoding.state import DecodeState
-from utio_jax.decoding.text import StopStrings, TextModel, Tokenizer, depth_summary, listed
+from utio_jax.decoding.text import StopStrings, TextModel, Tokenizer, listed
 from utio_jax.policies.depth import check_any_rows
 
 INSTEAD = {
@@ -58,19 +57,14 @@ _OF_GENERATE = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class Generated:
-    """Result of `generate`: new tokens, records of each token, and the cost of decode steps.
+    """Result of `generate`: the `Completion` of each prompt, in order, and what the batch shared.
 
-    Arrays are on the host; row `i` belongs to prompt `i`. The first new token is part of prefill.
+    Arrays are on the host. The first new token is part of prefill.
 
     Attributes:
-      texts: new text, without the stop string that ended it; empty without a tokenizer.
-      pieces: text that each new token adds; a character of several tokens belongs to the last one.
-      token_ids: new tokens of each prompt `[new]`, including an end token.
-      finish_reasons: `"eos"`, `"stop"` or `"length"`.
-      decided: depth in layers of the distribution each new token was taken from, see `Columns`.
-      executed: number of layers that ran for each new token.
-      log_probabilities: log-probability of each new token in nats, before any sampling method.
-      work: executed work of decode steps of each row, as one `utio_jax.core.Work`.
+      rows: result of each prompt, as an engine returns it. Its times are those at which the host
+        took new tokens: without `on_event` and stop rules of the host, all at the end.
+      has_text: False without a tokenizer; `texts` and `pieces` are then empty.
       kv_bytes_held: bytes of K/V held for each row's tokens at the end, copies included.
       bytes_per_slot: bytes of K/V of one token in one layer.
       key_widths: possible numbers of key slots that attention reads, ascending.
@@ -84,14 +78,8 @@ class Generated:
       group: number of rows that step together on one device; the last ones may be padding.
     """
 
-    texts: tuple[str, ...] = ()
-    pieces: tuple[tuple[str, ...], ...] = ()
-    token_ids: tuple[np.ndarray, ...]
-    finish_reasons: tuple[str, ...]
-    decided: tuple[np.ndarray, ...]
-    executed: tuple[np.ndarray, ...]
-    log_probabilities: tuple[np.ndarray, ...]
-    work: Work
+    rows: tuple[Completion, ...]
+    has_text: bool
     kv_bytes_held: np.ndarray
     prompt_depths: tuple[np.ndarray, ...]
     prompt_width: int
@@ -103,32 +91,65 @@ class Generated:
     num_layers: int
     group: int
 
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """New text of each prompt, without the stop string that ended it."""
+        return tuple(row.text for row in self.rows) if self.has_text else ()
+
+    @property
+    def pieces(self) -> tuple[tuple[str, ...], ...]:
+        """Text that each new token adds; a character of several tokens belongs to the last one."""
+        return tuple(row.pieces for row in self.rows) if self.has_text else ()
+
+    @property
+    def token_ids(self) -> tuple[np.ndarray, ...]:
+        """New tokens of each prompt `[new]`, including an end token."""
+        return tuple(row.token_ids for row in self.rows)
+
+    @property
+    def finish_reasons(self) -> tuple[str, ...]:
+        """`"eos"`, `"stop"`, `"length"` or `"nan"` of each prompt."""
+        return tuple(row.reason for row in self.rows)
+
+    @property
+    def decided(self) -> tuple[np.ndarray, ...]:
+        """Depth in layers of the distribution each new token was taken from, see `Columns`."""
+        return tuple(row.decided for row in self.rows)
+
+    @property
+    def executed(self) -> tuple[np.ndarray, ...]:
+        """Number of layers that ran for each new token."""
+        return tuple(row.executed for row in self.rows)
+
+    @property
+    def log_probabilities(self) -> tuple[np.ndarray, ...]:
+        """Log-probability of each new token in nats, before any sampling method."""
+        return tuple(row.log_probabilities for row in self.rows)
+
+    @property
+    def work(self) -> Work:
+        """Executed work of decode steps of each row, as one `utio_jax.core.Work`."""
+        return jax.tree.map(lambda *rows: np.stack(rows), *(row.work for row in self.rows))
+
     def __repr__(self) -> str:
-        if self.texts:
+        if self.has_text:
             return self.summary()
-        new = sum(map(len, self.token_ids))
-        return f"Generated({new} new tokens in {len(self.token_ids)} rows, mode {self.mode})"
+        new = sum(row.token_ids.size for row in self.rows)
+        return f"Generated({new} new tokens in {len(self.rows)} rows, mode {self.mode})"
 
     def _repr_html_(self) -> str:
-        rows = zip(self.pieces, self.decided, strict=True)
-        return "".join(depth_html(p, d.tolist(), num_layers=self.num_layers) for p, d in rows)
+        return "".join(row._repr_html_() for row in self.rows)
 
     def summary(self) -> str:
         """Returns the texts, each followed by the depths of its tokens and their cost."""
-        blocks, layers = [], self.num_layers
-        for text, depths, reason in zip(self.texts, self.decided, self.finish_reasons, strict=True):
-            if not depths.size:
-                blocks.append(f"{text}\n[no new token]")
-                continue
-            line = f"{depths.size} tokens ({reason}), mode {self.mode}"
-            blocks.append(f"{text}\n[{line}: {depth_summary(depths, num_layers=layers)}]")
+        blocks, work = [row.summary(mode=self.mode) for row in self.rows], self.work
         # Over all rows: rows that step together run as deep as the deepest of them.
-        steps = sum(max(0, depths.size - 1) for depths in self.decided) * layers
+        steps = sum(max(0, row.decided.size - 1) for row in self.rows) * self.num_layers
         if steps:
-            run = float(self.work.queries.sum()) / steps
+            run = float(work.queries.sum()) / steps
             blocks.append(f"Layers run per new token after the first, over full depth: {run:.2f}")
         if self.acceptance is not None:
-            drafts, rounds = int(self.work.drafts.sum()), int(self.work.steps.sum())
+            drafts, rounds = int(work.drafts.sum()), int(work.steps.sum())
             right = f"{self.acceptance:.0%} of {drafts}, in {rounds} rounds"
             blocks.append(f"Drafts that were right: {right}")
         return "\n".join(blocks)
@@ -136,9 +157,10 @@ class Generated:
     @property
     def text(self) -> str:
         """New text of a single prompt. Raises ValueError if there were several."""
-        if len(self.texts) != 1:
-            raise ValueError(f"Wanted the text of one prompt. Got {len(self.texts)}: see texts.")
-        return self.texts[0]
+        texts = self.texts
+        if len(texts) != 1:
+            raise ValueError(f"Wanted the text of one prompt. Got {len(texts)}: see texts.")
+        return texts[0]
 
     @property
     def message(self) -> dict[str, str]:
@@ -153,8 +175,9 @@ class Generated:
     @property
     def acceptance(self) -> float | None:
         """Accepted drafts per verified draft over all rows; None where nothing was drafted."""
-        drafts = int(self.work.drafts.sum())
-        return float(self.work.accepted.sum() / drafts) if drafts else None
+        work = self.work
+        drafts = int(work.drafts.sum())
+        return float(work.accepted.sum() / drafts) if drafts else None
 
 
 @takes_decoder("model.generate(prompts)", options=_OF_GENERATE)
@@ -266,17 +289,10 @@ def generate(  # noqa: PLR0913 (options, each named)
         part = _of_batch(state, batch, lengths=lengths, devices=check_mesh(mesh))
         parts.append((*part, how))
         show(start + len(batch), count)
-    done = [request.finished for request in requests if request.finished is not None]
     held, depths, works, shared, ways = zip(*parts, strict=True)
     return Generated(
-        texts=() if tokenizer is None else tuple(row.text for row in done),
-        pieces=() if tokenizer is None else tuple(row.pieces for row in done),
-        token_ids=tuple(row.token_ids for row in done),
-        finish_reasons=tuple(row.reason for row in done),
-        decided=tuple(row.decided for row in done),
-        executed=tuple(row.executed for row in done),
-        log_probabilities=tuple(row.log_probabilities for row in done),
-        work=jax.tree.map(lambda *rows: np.stack(rows), *(row.work for row in done)),
+        rows=tuple(request.finished for request in requests if request.finished is not None),
+        has_text=tokenizer is not None,
         kv_bytes_held=np.concatenate(held),
         prompt_depths=tuple(itertools.chain(*depths)),
         # The dense program counts no work.

@@ -77,12 +77,13 @@ class Completion(Columns):
     def _repr_html_(self) -> str:
         return depth_html(self.pieces, self.decided.tolist(), num_layers=self.num_layers)
 
-    def summary(self) -> str:
-        """Returns the text, and the number and depths of its tokens."""
+    def summary(self, *, mode: str | None = None) -> str:
+        """Returns the text, the number and depths of its tokens, and the name of their mode."""
         if not self.decided.size:
             return f"{self.text}\n[no new token ({self.reason})]"
         depths = depth_summary(self.decided, num_layers=self.num_layers)
-        line = f"{self.decided.size} tokens ({self.reason}): {depths}"
+        by = "" if mode is None else f", mode {mode}"
+        line = f"{self.decided.size} tokens ({self.reason}){by}: {depths}"
         if self.cached_tokens:
             line += f"; {self.cached_tokens} tokens of the prompt were cached"
         return f"{self.text}\n[{line}]"
