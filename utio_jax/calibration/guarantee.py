@@ -130,19 +130,24 @@ def halves(
 ) -> Bool[np.ndarray, " unit"]:
     """Returns the units that a ladder of candidates is fitted to; the others test it.
 
-    Units of one group, such as a document, stay in one half. `max_risk` bounds a risk of 0 or 1.
-    The error calls the units and the bound by the names that the caller gives.
+    Units of one group, such as a document, stay in one half, which has half of the groups.
+    `max_risk` bounds a risk of 0 or 1, or its mean over a group, where groups hold several units:
+    test these by `risks_of_groups`. The error calls the units and the bound by the names that the
+    caller gives.
 
     Raises:
-      ValueError: fewer units than the guarantee takes.
+      ValueError: fewer groups than the guarantee takes.
     """
-    needed = units_needed(max_risk, confidence, binary=True)
-    if len(groups) < 2 * needed:
+    names, member = np.unique(groups, return_inverse=True)
+    binary = len(names) == len(groups)
+    needed = units_needed(max_risk, confidence, binary=binary)
+    if len(names) < 2 * needed:
         raise ValueError(
-            f"Wanted at least {2 * needed} {units} for {bound}={max_risk} at confidence "
-            f"{confidence}: half of them tests. Got {len(groups)}. Give more, or ask for less."
+            f"Wanted at least {2 * needed} {'' if binary else 'groups of '}{units} for "
+            f"{bound}={max_risk} at confidence {confidence}: half of them tests. Got {len(names)}. "
+            "Give more, or ask for less."
         )
-    return half_of(groups, seed)
+    return half_of(np.arange(len(names)), seed)[member]
 
 
 def half_of(groups: np.ndarray, seed: int) -> np.ndarray:

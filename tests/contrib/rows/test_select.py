@@ -13,6 +13,7 @@ import pytest
 from helpers.counting import Counting, read_counts
 from helpers.models import Model, live_params, with_random_lens
 from helpers.shared_kv import KINDS
+from scipy import stats
 
 from utio_jax.calibration.guarantee import Fitted, half_of
 from utio_jax.contrib.rows import (
@@ -277,18 +278,35 @@ def test_no_depth_or_groups_of_others_are_refused(fit: Any) -> None:
 
 
 def test_queries_of_one_document_stay_on_one_side(fit: Any) -> None:
-    groups = np.repeat(np.arange(4), 100)
-    assert len({*half_of(groups, 0)[::100].tolist()}) == 2
-    seen = scores_of(400)
-    tests = ~half_of(groups, 0)
+    groups = np.repeat(np.arange(130), 3)
+    seen = scores_of(390)
+    tests = np.repeat(~half_of(np.arange(130), 0), 3)
     seen[tests, :-1] = -seen[tests, -1:]  # Documents of which exits say the opposite: they test.
     fitted = fit(seen, groups=groups)
-    assert fitted.tested == 200
+    assert fitted.tested == 65
     for rung in fitted.ladder:
         used = [*map(TRIED.index, rung.setting.depths), -1]
         _, lost = replay(seen[tests][:, used], np.asarray(rung.setting.margins))
         assert rung.risk == pytest.approx(lost.mean())
     assert fitted.ladder[0].risk > 0
+
+
+def test_queries_of_one_document_are_one_unit_of_the_guarantee(
+    fit: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Documents lose all queries or none; more of them than the bound do, so none may pass."""
+    monkeypatch.setattr(fitting, "_DEVIATIONS", (0.0,))
+    groups, rng = np.repeat(np.arange(40), 10), np.random.default_rng(0)
+    options: dict[str, Any] = {"groups": groups, "depths": (1,), "max_disagreement": 0.2}
+    seen, violations = scores_of(400)[:, [-1, -1]], 0
+    assert fit(seen, **options).chosen is not None
+    for _ in range(200):
+        sign = np.where(rng.random(40) < 0.25, -1, 1)[groups, None]
+        noisy = np.stack([sign * seen[:, 1], seen[:, 1]], axis=1)
+        violations += fit(noisy, **options).chosen is not None
+    assert violations <= stats.binom.ppf(0.999, 200, 0.05)
+    with pytest.raises(ValueError, match="at least 616 groups of queries.*Got 40"):
+        fit(seen, **{**options, "max_disagreement": 0.01})
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from utio_jax.calibration.guarantee import Fitted, fit_with_guarantee, halves
+from utio_jax.calibration.risk import risks_of_groups
 from utio_jax.contrib.rows.selecting import Select, read_context, select, survivors
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.flops import token_cost
@@ -38,16 +39,18 @@ def fit_select(
 ) -> Fitted:
     """Returns the cheapest `Select` whose winners are full depth's, at a confidence.
 
-    At most `max_disagreement` of queries like these lose their winner. Each is drawn on its own: of
-    one document draw one or a few, and name it in `groups`, which stay in one half. A rung's cost
-    is in FLOPs over full depth's for all candidates, the context and padding apart.
+    At most `max_disagreement` of queries like these lose their winner. Each is drawn on its own;
+    queries of one document are not, so name it in `groups`. A group stays in one half, and counts
+    as one unit: its risk is the share of its queries that lose, and the bound is on the mean over
+    groups. A rung's cost is in FLOPs over full depth's for all candidates, the context and padding
+    apart.
 
     Nothing else was fitted on these queries. They have one shape; contexts are padded to `slots`.
     A setting uses some of `depths`.
 
     Raises:
       ValueError: no depths or ones that the model lacks, a group for another number of queries, or
-        fewer queries than the guarantee takes.
+        fewer groups than the guarantee takes.
     """
     groups = np.arange(len(queries)) if groups is None else groups
     if not depths or groups.shape != (len(queries),):
@@ -78,6 +81,9 @@ def fit_select(
         for used in [np.isfinite(some)]
     ]
     risks = np.stack([replay(seen[~fits], some)[1] for some in margins])
+    if len(np.unique(groups)) < len(groups):  # Queries of one document are not independent.
+        tested = groups[~fits]
+        risks = risks_of_groups(risks.astype(float), np.ones_like(tested), tested)
     return fit_with_guarantee(risks, settings=settings, costs=costs, **bound)
 
 
