@@ -309,6 +309,12 @@ def test_queries_of_one_document_are_one_unit_of_the_guarantee(
         fit(seen, **{**options, "max_disagreement": 0.01})
 
 
+def test_where_nothing_is_cheaper_none_is_chosen(fit: Any) -> None:
+    seen = scores_of(400)
+    seen[:, :, 1:] = np.nan  # One candidate, which no margin lets leave.
+    assert fit(seen) == Fitted(chosen=None, ladder=(), tested=200)
+
+
 @pytest.mark.slow
 def test_what_is_seen_is_what_selecting_would_see(tiny: Model) -> None:
     rng = np.random.default_rng(0)

@@ -43,7 +43,7 @@ def fit_select(
     queries of one document are not, so name it in `groups`. A group stays in one half, and counts
     as one unit: its risk is the share of its queries that lose, and the bound is on the mean over
     groups. A rung's cost is in FLOPs over full depth's for all candidates, the context and padding
-    apart.
+    apart. Without a cheaper rung the ladder is empty.
 
     Nothing else was fitted on these queries. They have one shape; contexts are padded to `slots`.
     A setting uses some of `depths`.
@@ -74,7 +74,10 @@ def fit_select(
 
     apart = seen[fits, :-1] - seen[fits, -1:]
     spread = np.nanstd(apart - np.nanmean(apart, axis=2, keepdims=True), axis=(0, 2))
-    margins, costs = zip(*ladder_of(spread, price), strict=True)
+    ladder, tested = ladder_of(spread, price), groups[~fits]
+    if not ladder:
+        return Fitted(chosen=None, ladder=(), tested=len(np.unique(tested)))
+    margins, costs = zip(*ladder, strict=True)
     settings = [
         Select(depths=tuple(ends[:-1][used].tolist()), margins=some[used])
         for some in margins
@@ -82,7 +85,6 @@ def fit_select(
     ]
     risks = np.stack([replay(seen[~fits], some)[1] for some in margins])
     if len(np.unique(groups)) < len(groups):  # Queries of one document are not independent.
-        tested = groups[~fits]
         risks = risks_of_groups(risks.astype(float), np.ones_like(tested), tested)
     return fit_with_guarantee(risks, settings=settings, costs=costs, **bound)
 
