@@ -85,6 +85,21 @@ def test_a_layer_that_was_replaced_is_split_anew(
         assert len(layers_module._split) <= kept + 1, number
 
 
+def test_layers_under_other_names_are_not_those_of_the_same_arrays(
+    monkeypatch: pytest.MonkeyPatch, tiny: Model
+) -> None:
+    class Nested(type(tiny.decoder)):  # type: ignore[misc]
+        def layers(self, params: Any) -> Any:
+            return {"inner": super().layers(params)}
+
+    monkeypatch.setattr(layers_module, "_SMALL", 0)
+    plain = split_layers(tiny.decoder, tiny.params)
+    nested = split_layers(Nested(tiny.decoder.config), tiny.params)
+    assert plain is not None
+    assert nested is not None
+    assert jax.tree.structure(nested[0]) == jax.tree.structure({"inner": plain[0]})
+
+
 def test_threads_share_one_copy_and_keep_their_platforms(
     monkeypatch: pytest.MonkeyPatch, tiny: Model
 ) -> None:

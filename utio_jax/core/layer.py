@@ -237,7 +237,8 @@ def split_layers(
         return None
     # The decoder computes everything that is not a parameter at every call.
     blocks = _in_blocks(decoder, tokens)
-    key = (blocks, count, *map(id, kept), *([] if len(kept) == len(leaves) else [decoder]))
+    key = (blocks, count, jax.tree.structure(stack), *map(id, kept))
+    key += () if len(kept) == len(leaves) else (decoder,)
     with _splitting:  # Threads would each make a copy.
         if key not in _split:
             if sum(leaf.nbytes for leaf in leaves) > _memory_left(leaves[0]) / 2:
