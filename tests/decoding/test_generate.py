@@ -35,7 +35,7 @@ from utio_jax import Engine
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.base import Plain
 from utio_jax.decoding.generate import generate
-from utio_jax.decoding.loop import Lengths, advance, run_requests
+from utio_jax.decoding.loop import Lengths, advance, canonical, run_requests
 from utio_jax.decoding.lossless import Lossless
 from utio_jax.decoding.prefill import Prefill
 from utio_jax.decoding.requests import arrays_of, requests_of
@@ -176,7 +176,9 @@ def test_many_prompts_run_in_batches_and_come_out_in_order(model, plain, monkeyp
     assert sizes == [2, 2, 1]
     assert {*asked} == {*range(5)}
     assert result.finish_reasons == whole.finish_reasons
-    assert (result.group, result.prompt_width) == (2, whole.prompt_width)
+    spans = [(group.prompts, group.rows) for group in result.groups]
+    assert spans == [(slice(0, 2), 2), (slice(2, 4), 2), (slice(4, 5), 1)]
+    assert result.prompt_width == whole.prompt_width
     for name in ("token_ids", "decided", "executed", "prompt_depths"):
         assert_equal(getattr(result, name), getattr(whole, name))
     assert result.prompt_work is not None
@@ -479,3 +481,9 @@ def test_logits_that_are_no_numbers_are_no_token(model, mode):
     assert engine.stats().ended["nan"] == 1
     again = engine.submit([1, 2], max_new_tokens=3, eos_ids=())  # The row is free, and clean.
     assert engine.drain()[again].token_ids.tolist() == expected.token_ids[0].tolist()
+
+
+def test_numbers_of_a_mode_keep_their_kinds() -> None:
+    leaves = canonical({"count": 2**24 + 1, "share": 0.5, "known": True, "name": None})
+    assert [leaf.dtype for leaf in jax.tree.leaves(leaves)] == [np.int32, np.bool_, np.float32]
+    assert int(leaves["count"]) == 2**24 + 1

@@ -168,6 +168,12 @@ def test_batches_add_up(model: Any) -> None:
     twice = generation_ledger(model.decoder, model.params, Plain(), [PROMPTS] * 2, [result] * 2)
     assert twice.tokens == 2 * once.tokens
     assert twice.depth_executed_mean == once.query_layers / once.tokens
+    parts = run(model, max_batch=2)  # Of two prompts and of one.
+    split = spent_on(model.decoder, model.params, Plain(), PROMPTS, parts)
+    alone = [run(model, prompts) for prompts in (PROMPTS[:2], PROMPTS[2:])]
+    batches = zip((PROMPTS[:2], PROMPTS[2:]), alone, strict=True)
+    apart = [spent_on(model.decoder, model.params, Plain(), *pair) for pair in batches]
+    assert split.query_layers == sum(one.query_layers for one in apart)
     one = run(model, max_new_tokens=1)
     assert ledger(model, Plain(), one).flops_ratio == 1  # Nothing ran but prefill.
 
@@ -209,12 +215,18 @@ def test_prompts_come_from_the_middles_of_long_documents() -> None:
     assert all(prompt == list(range(prompt[0], prompt[0] + 8)) for prompt in result)
 
 
+COLUMNS = ("token_ids", "decided", "executed", "log_probabilities")
+
+
 def test_once_the_longest_row_has_ended_plain_steps_read_fewer_keys(model: Any) -> None:
     # Prompts of 3, 7 and 1 tokens: the second crosses slot 32 in round 26, and ends; the third does
     # so in round 32 of 39.
     sizes = (27, 27, 40)
-    rows = tuple(row[:size] for row, size in zip(plain_run().token_ids, sizes, strict=True))
-    result = dataclasses.replace(plain_run(), token_ids=rows, key_widths=(32, 64))
+    rows = tuple(
+        dataclasses.replace(row, **{name: getattr(row, name)[:size] for name in COLUMNS})
+        for row, size in zip(plain_run().rows, sizes, strict=True)
+    )
+    result = dataclasses.replace(plain_run(), rows=rows, key_widths=(32, 64))
     spent = spent_on(model.decoder, model.params, Plain(), PROMPTS, result)
     cost = token_cost(model.decoder, model.params)
     narrow, wide = (cost.layers(4, width) + cost.head for width in (32, 64))

@@ -324,7 +324,8 @@ def test_scores_show_themselves(calibrated: Model) -> None:
     assert calibrated.decode(new) == generated.text
     (row,) = generated.rows
     assert (row.text, row.reason) == (generated.text, generated.finish_reasons[0])
-    assert 0 < row.seconds_to_first_token <= row.seconds
+    assert 0 <= row.seconds_in_queue < row.seconds_to_first_token <= row.seconds
+    assert row.seconds_between_tokens is None, "the host took all at once"
     expected = f"Generated({new.size} new tokens in 1 rows, mode plain)"
     assert repr(dataclasses.replace(generated, has_text=False)) == expected
 

@@ -14,7 +14,7 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -55,6 +55,20 @@ _OF_GENERATE = {
 }
 
 
+class Group(NamedTuple):
+    """Rows of `generate` that stepped together on one device.
+
+    Attributes:
+      prompts: which prompts they are.
+      rows: number of rows that ran, padding included.
+      prefill: prefill that read the prompts, at their shape; None: the dense program.
+    """
+
+    prompts: slice
+    rows: int
+    prefill: Prefill | None
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class Generated:
     """Result of `generate`: the `Completion` of each prompt, in order, and what the batch shared.
@@ -70,12 +84,11 @@ class Generated:
       key_widths: possible numbers of key slots that attention reads, ascending.
       prompt_depths: decided depth in layers of each prompt token, `[prompt]`.
       prompt_width: padded length of the prompts in tokens.
-      prefill: prefill that read the prompts, at their shape; None: the dense program.
       prompt_work: work of the prompt pass, `[row, segment]`: each row has that of its group. None
         if prompts were read by the dense program.
       mode: name of the decoding mode.
       num_layers: number of layers of the model.
-      group: number of rows that step together on one device; the last ones may be padding.
+      groups: rows that stepped together, in the order of the prompts.
     """
 
     rows: tuple[Completion, ...]
@@ -84,12 +97,11 @@ class Generated:
     prompt_depths: tuple[np.ndarray, ...]
     prompt_width: int
     prompt_work: Work | None
-    prefill: Prefill | None
     bytes_per_slot: int
     key_widths: tuple[int, ...]
     mode: str
     num_layers: int
-    group: int
+    groups: tuple[Group, ...]
 
     @property
     def texts(self) -> tuple[str, ...]:
@@ -108,7 +120,7 @@ class Generated:
 
     @property
     def finish_reasons(self) -> tuple[str, ...]:
-        """`"eos"`, `"stop"`, `"length"` or `"nan"` of each prompt."""
+        """`"eos"`, `"stop"` or `"length"` of each prompt."""
         return tuple(row.reason for row in self.rows)
 
     @property
@@ -171,6 +183,11 @@ class Generated:
     def kv_bytes_read(self) -> np.ndarray:
         """Bytes of keys and values that attention read, per row."""
         return np.asarray(self.work.kv_reads, np.float64) * self.bytes_per_slot
+
+    @property
+    def prefill(self) -> Prefill | None:
+        """Prefill that read the first prompts, at their shape; None: the dense program."""
+        return self.groups[0].prefill
 
     @property
     def acceptance(self) -> float | None:
@@ -240,8 +257,8 @@ def generate(  # noqa: PLR0913 (options, each named)
     Raises:
       TypeError: `mode` is the name or the class of a mode, or a processor is not callable.
       ValueError: no prompts, an empty prompt, ids outside the vocabulary, or more tokens than the
-        model's context; a mode or prefill that does not fit the model or the other; or lists whose
-        length differs from the number of prompts.
+        model's context; a mode or prefill that does not fit the model or the other; lists whose
+        length differs from the number of prompts; or log-probabilities that are NaN.
     """
     if not is_integer(max_batch, 1):
         raise ValueError(f"Wanted a max_batch of at least 1 prompt. Got max_batch={max_batch}.")
@@ -271,7 +288,7 @@ def generate(  # noqa: PLR0913 (options, each named)
         width = round_up(max(request.prompt.size for request in requests), lengths.prompt_step)
         lengths = dataclasses.replace(lengths, prompt_step=width)
     show = count_on_terminal("Prompts that are done") if size < count else lambda done, total: None
-    parts = []
+    parts, groups = [], list[Group]()
     for start in range(0, count, size):
         batch = requests[start : start + size]
         state, how = run_requests(
@@ -286,30 +303,30 @@ def generate(  # noqa: PLR0913 (options, each named)
             logits_processor=logits_processor,
             mesh=mesh,
         )
-        part = _of_batch(state, batch, lengths=lengths, devices=check_mesh(mesh))
-        parts.append((*part, how))
+        parts.append(_of_batch(state, batch, lengths=lengths))
+        rows = state.lengths.shape[0] // check_mesh(mesh)
+        ends = range(start, start + len(batch), rows)
+        groups += [Group(slice(at, min(at + rows, start + len(batch))), rows, how) for at in ends]
         show(start + len(batch), count)
-    held, depths, works, shared, ways = zip(*parts, strict=True)
+    held, depths, works, shared = zip(*parts, strict=True)
     return Generated(
         rows=tuple(request.finished for request in requests if request.finished is not None),
         has_text=tokenizer is not None,
         kv_bytes_held=np.concatenate(held),
         prompt_depths=tuple(itertools.chain(*depths)),
         # The dense program counts no work.
-        prompt_work=None if None in works else jax.tree.map(_concatenated, *works),
-        prefill=ways[0],
+        prompt_work=None
+        if None in works
+        else jax.tree.map(lambda *leaves: np.concatenate(leaves), *works),
         mode=mode.name,
         num_layers=decoder.config.num_layers,
+        groups=tuple(groups),
         **shared[0],
     )
 
 
-def _concatenated(*leaves: np.ndarray) -> np.ndarray:
-    return np.concatenate(leaves)
-
-
 def _of_batch(
-    state: DecodeState, requests: Sequence[Request], *, lengths: Lengths, devices: int
+    state: DecodeState, requests: Sequence[Request], *, lengths: Lengths
 ) -> tuple[np.ndarray, list[np.ndarray], Work | None, dict[str, Any]]:
     """Returns bytes held and prompt depths of each row, work of prompts, and what rows share.
 
@@ -330,8 +347,8 @@ def _of_batch(
         depths = np.asarray(state.prompt.depths)
         prompt_depths = [depths[row, :end].copy() for row, end in enumerate(starts)]
     widths = key_widths(state.cache.num_slots, key_step=lengths.key_step)
-    shared = {"bytes_per_slot": per_slot, "key_widths": widths, "group": all_rows // devices}
-    shared["prompt_width"] = round_up(int(starts.max()), lengths.prompt_step)
+    width = round_up(int(starts.max()), lengths.prompt_step)
+    shared = {"bytes_per_slot": per_slot, "key_widths": widths, "prompt_width": width}
     return held, prompt_depths, prompt_work, shared
 
 

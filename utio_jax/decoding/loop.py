@@ -83,6 +83,9 @@ def run_requests(  # noqa: PLR0913 (options, each named)
     new tokens after every `chunk` of them; None: at the end. On a mesh, padding rows may follow the
     rows of the requests. They end at once.
     """
+    now = time.monotonic()
+    for request in requests:
+        request.admitted = now
     ends = np.asarray([request.prompt.size for request in requests], np.int32)
     width = round_up(int(ends.max()), lengths.prompt_step)
     most = max(request.max_new_tokens for request in requests)
@@ -358,7 +361,10 @@ def round_up(length: int, step: int) -> int:
 
 def canonical(tree: Any) -> Any:
     """Converts numbers in a pytree to arrays: weak types would compile a second program."""
-    return jax.tree.map(
-        lambda leaf: jax.device_put(np.float32(leaf)) if isinstance(leaf, (int, float)) else leaf,
-        tree,
-    )
+
+    def strong(leaf: Any) -> Any:
+        if not isinstance(leaf, (int, float)):
+            return leaf
+        return jax.device_put(np.asarray(leaf, jnp.result_type(type(leaf))))
+
+    return jax.tree.map(strong, tree)

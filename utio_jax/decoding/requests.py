@@ -52,7 +52,7 @@ class Completion(Columns):
       seconds: seconds from `submit` to the end, measured on the host.
       seconds_in_queue: seconds until prefill began; None if it never did.
       seconds_to_first_token: seconds until the first new token; None without one.
-      seconds_between_tokens: mean seconds between new tokens; None for fewer than two.
+      seconds_between_tokens: mean seconds between new tokens; None if the host took all at once.
     """
 
     reason: str
@@ -250,7 +250,7 @@ class Request:
             seconds=now - self.submitted,
             seconds_in_queue=None if self.admitted is None else self.admitted - self.submitted,
             seconds_to_first_token=times[0] - self.submitted if times else None,
-            seconds_between_tokens=(times[-1] - times[0]) / (size - 1) if size > 1 else None,
+            seconds_between_tokens=(times[-1] - times[0]) / (size - 1) if len(times) > 1 else None,
         )
         return self.finished
 

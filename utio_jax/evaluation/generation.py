@@ -21,7 +21,7 @@ from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.flops import decided_work, token_cost
 from utio_jax.core.work import Work
 from utio_jax.decoding.base import Mode
-from utio_jax.decoding.generate import Generated
+from utio_jax.decoding.generate import Generated, Group
 from utio_jax.decoding.loop import round_up
 from utio_jax.decoding.requests import Prompts
 from utio_jax.decoding.sampling import SamplingParams
@@ -71,8 +71,8 @@ def spent_on(
     first token is prefill's. It is charged as one token at full depth, in `query_layers`, `flops`
     and `flops_full` alike; the rest of prefill is the same in every mode and left out.
     """
-    groups = [slice(at, at + generated.group) for at in range(0, len(prompts), generated.group)]
-    spent = (_spent_on_group(decoder, params, mode, prompts, generated, part) for part in groups)
+    groups = generated.groups
+    spent = (_spent_on_group(decoder, params, mode, prompts, generated, group) for group in groups)
     return sum(spent, start=Quality())
 
 
@@ -82,9 +82,10 @@ def _spent_on_group(
     mode: Mode,
     prompts: Prompts,
     generated: Generated,
-    part: slice,
+    group: Group,
 ) -> Quality:
-    cost, rows, layers = token_cost(decoder, params), generated.group, decoder.config.num_layers
+    cost, layers, part = token_cost(decoder, params), decoder.config.num_layers, group.prompts
+    rows = group.rows
     work, width = jax.tree.map(lambda of: of[part], generated.work), float(generated.key_widths[0])
     # All rows of a group run until the last one ends, and that one was charged in every round.
     charged = jax.tree.map(lambda of: np.asarray(rows * float(np.max(of))), work)
@@ -112,7 +113,7 @@ def _spent_on_group(
         **costs_of(
             cost,
             with_first(charged),
-            full=with_first(_plain_work(decoder, prompts, generated, part)),
+            full=with_first(_plain_work(decoder, prompts, generated, group)),
             ideal=ideal,
             gates=mode.gate_flops(decoder, params) * float(charged.steps),
             slot_bytes=generated.bytes_per_slot,
@@ -120,11 +121,12 @@ def _spent_on_group(
     )
 
 
-def _plain_work(decoder: Decoder, prompts: Prompts, generated: Generated, part: slice) -> Work:
+def _plain_work(decoder: Decoder, prompts: Prompts, generated: Generated, group: Group) -> Work:
     """Returns the work of plain decoding of as many tokens, after the first of each row.
 
     All rows take part in all rounds, but read K/V only while they have not ended.
     """
+    part = group.prompts
     starts = np.asarray([len(prompt) for prompt in prompts[part]])
     new = np.asarray([ids.size for ids in generated.token_ids[part]])
     rounds, layers = np.arange(1, max(2, new.max())), decoder.config.num_layers
@@ -132,11 +134,11 @@ def _plain_work(decoder: Decoder, prompts: Prompts, generated: Generated, part: 
     reach = np.max(np.where(running, starts[:, None] + rounds, 0), axis=0)
     widths = np.asarray(generated.key_widths, np.float64)
     widths = widths[np.searchsorted(widths, reach)] * running.any(axis=0)
-    slots = np.asarray(generated.group * running.any(axis=0).sum())
+    slots = np.asarray(group.rows * running.any(axis=0).sum())
     return Work.of(
         queries=np.asarray(slots * layers),
         keys_values=np.asarray(slots * decoder.config.kv_layers),
-        key_slots=np.asarray(generated.group * layers * widths.sum()),
+        key_slots=np.asarray(group.rows * layers * widths.sum()),
         kv_reads=np.asarray(layers * (running * widths).sum()),
         heads=slots,
     )

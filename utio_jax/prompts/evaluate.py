@@ -285,22 +285,21 @@ def prompt_cost(decoder: Decoder, params: Params, generated: Generated) -> Promp
     Raises:
       ValueError: the prompts were read by the dense program.
     """
-    prefill = generated.prefill
-    if prefill is None or generated.prompt_work is None:
+    if generated.prompt_work is None:
         raise ValueError(
             "Wanted what came out of generate(..., prefill=...). Got prompts that the dense "
             "program read, which counts no work."
         )
-    cost, width, rows = token_cost(decoder, params), generated.prompt_width, generated.group
-    lengths = np.asarray([depths.size for depths in generated.prompt_depths])
-    policy = prefill.depth_policy(decoder)
+    cost, width = token_cost(decoder, params), generated.prompt_width
     flops = flops_full = 0.0
-    for start in range(0, lengths.size, rows):
-        work = jax.tree.map(lambda leaf, row=start: leaf[row], generated.prompt_work)
+    for part, rows, prefill in generated.groups:
+        assert prefill is not None
+        policy = prefill.depth_policy(decoder)
+        work = jax.tree.map(lambda leaf, row=part.start: leaf[row], generated.prompt_work)
         gates = gate_flops(decoder, params, policy, work, attention=prefill.attention)
         flops += cost.flops(work, gates=gates)
-        ends = np.zeros(rows, np.int64)
-        ends[: len(lengths[start : start + rows])] = lengths[start : start + rows]
+        lengths = [depths.size for depths in generated.prompt_depths[part]]
+        ends = np.asarray(lengths + [0] * (rows - len(lengths)), np.int64)
         executor = prefill.executor or MicroBatches()
         flops_full += _full_flops(decoder, params, executor, ends, width)
     decided = np.concatenate(generated.prompt_depths)
