@@ -755,7 +755,9 @@ def test_what_can_never_run_is_refused_at_once() -> None:
         "Got slots=0": {"slots": 0},
         "capacity=2": {"capacity": 2},
         "prompt_widths within the capacity": {"shapes": Shapes(prompt_widths=(65,))},
-        "multiples of it. Got .40.": {"shapes": Shapes(prompt_tokens=(32, 40))},
+        "multiples of it, or from 512 on in multiples of 64. Got .40.": {
+            "shapes": Shapes(prompt_tokens=(32, 40))
+        },
     }.items():
         with pytest.raises(ValueError, match=message):
             engine_of(lively_model(), *modes()["prompts"], **options)

@@ -49,7 +49,7 @@ def test_plain_and_early_exit_steps_are_timed_at_the_depths_of_a_histogram(
         {1: 0.5, 4: 0.25, 2: 0.25},
         progress=lambda done, kinds: counts.append((done, kinds)),
     )
-    assert counts == [(0, 2), (1, 2)]
+    assert counts == [(0, 2), (1, 2), (2, 2)]
     *adaptive, plain, _ = np.reshape(depths, (4, -1, SLOTS))
     for tried in adaptive:
         timed = tried[2:]

@@ -235,7 +235,11 @@ class Engine:
           ValueError: the engine has no prefix cache, or serves another model.
         """
         if self._rows.prefix is None:
-            raise ValueError('Wanted an engine with a prefix cache: prefix_cache="256MiB". Got 0.')
+            raise ValueError(
+                'Wanted an engine with a prefix cache: prefix_cache="256MiB", and a capacity above '
+                f"{PrefixCache.block} tokens. Got prefix_cache={self.served.prefix_cache} and a "
+                f"capacity of {self.served.capacity}."
+            )
         if decoder != self.served.decoder or params is not self.served.params:
             raise ValueError(
                 "Wanted the decoder and the params of the engine, whose K/V its prefix cache "
@@ -384,8 +388,9 @@ class Engine:
                 if not group:
                     rows.warm(size, name=str(done))
                 # One request is cancelled, which releases a slot; others run a block.
-                prompt = np.zeros(min(size, room - new) if group else 1, np.int32)
-                options: dict[str, Any] = {"max_new_tokens": new, "eos_ids": ()}
+                most = 1 if group else new  # The longest prompts that a width can have.
+                prompt = np.zeros(min(size, room - most) if group else 1, np.int32)
+                options: dict[str, Any] = {"max_new_tokens": most, "eos_ids": ()}
                 options |= {"whole_prompt": not group, "cache_salt": str(done)}
                 numbers = [self.submit(prompt, **options) for _ in range(group or 1)]
                 self._unsettled = True
@@ -409,6 +414,7 @@ class Engine:
         finally:
             if rows.prefix is not None:
                 rows.prefix.clear()
+                rows.prefix.evictions = 0
             self._stats = EngineStats(mode=self.mode.name, slots=self.served.slots)
 
     def _recovered(self) -> list[Event]:

@@ -79,7 +79,9 @@ def plan_mode(
     seconds = _seconds(served, shares)
     progress(1, 2)
     plain = dataclasses.replace(served, mode=Plain())
-    return DepthPlan(seconds=seconds, plain_seconds=_seconds(plain, None))
+    plan = DepthPlan(seconds=seconds, plain_seconds=_seconds(plain, None))
+    progress(2, 2)
+    return plan
 
 
 def _seconds(served: Served, shares: Float[np.ndarray, " depth"] | None) -> float:

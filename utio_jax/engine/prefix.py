@@ -67,12 +67,13 @@ class PrefixCache:
             )
         self._shape, self._dtype = shape, cache.keys.dtype
         self.pool: Pool = (jnp.zeros(0), jnp.zeros(0))
+        self.evictions = 0
         self.clear()
 
     def clear(self) -> None:
         """Removes all blocks, and makes a new pool: the old one may have been deleted."""
         self._places: OrderedDict[bytes, int] = OrderedDict()  # The least recently used first.
-        self._free, self.evictions = [*range(self._count)], 0
+        self._free = [*range(self._count)]
         # The old pool is deleted first: the device may have no room for two.
         for leaf in self.pool:
             leaf.delete()

@@ -38,7 +38,7 @@ from utio_jax.engine.blocks import Rules, block_room, row_counts, run_block
 from utio_jax.engine.depths import own_thresholds
 from utio_jax.engine.prefix import PrefixCache
 from utio_jax.engine.prompts import PromptBlocks, most_blocks, read_blocks
-from utio_jax.engine.requests import Fresh, fresh_of
+from utio_jax.engine.requests import fresh_of
 from utio_jax.policies.depth import check_any_rows
 
 _UNIT = 32
@@ -91,6 +91,7 @@ class Shapes:
       chunk: maximum number of prompt tokens between two blocks of steps while requests run, padding
         included. None: the capacity of a slot or the steps of a block over all slots, if larger.
         That counts tokens at full depth: an exact prefill that runs fewer layers reads more tokens.
+        The smallest of `prompt_tokens`, or of groups of a width, is read even if it is larger.
       prompt_widths: padded lengths of prompts for a `Prefill` that is not exact, ascending: it
         reads whole prompts. Empty: 64, 128, 256 ... up to the capacity, in factors of four from a
         capacity of 513 on.
@@ -222,7 +223,8 @@ class Slots:
         )
         if uneven := [size for size in self.passes if size % self._block_of(size)]:
             raise ValueError(
-                f"Wanted prompt_tokens below {self._unit} or in multiples of it. Got {uneven}."
+                f"Wanted prompt_tokens below {self._unit}, in multiples of it, or from "
+                f"{16 * self._unit} on in multiples of {2 * self._unit}. Got {uneven}."
             )
         self._approximate(prefill)
         if served.mesh is not None and (self.widths or served.prefix_cache):
@@ -237,7 +239,7 @@ class Slots:
             self.between = budget * config.num_layers // max(1, config.kv_complete)
         self._take_params()
         self._key_widths = key_widths(capacity, key_step=shapes.key_step)
-        self._own = own_thresholds(self.mode)
+        self._fresh = partial(fresh_of, own=own_thresholds(self.mode))
         blocks = {self._block_of(size) for size in self.passes}
         # Blocks start at multiples of this; the last one of a row may exceed its capacity.
         starts = math.gcd(*blocks, PrefixCache.block if has_prefix else 0)
@@ -542,10 +544,6 @@ class Slots:
             # The last token has run no layer yet.
             keys = self.prefix.keys_of(np.concatenate([request.prompt, new])[:-1], request.salt)
         self.prefix.store(self.state.cache, row, keys)
-
-    def _fresh(self, requests: Sequence[Request], *, rows: int, width: int) -> Fresh:
-        """Returns requests as arrays of `rows` rows, their prompts padded to `width` tokens."""
-        return fresh_of(requests, rows=rows, width=width, own=self._own)
 
     def run(self, *, steps: int | None = None, rows: int | None = None) -> jax.Array:
         """Runs a block of `steps` decode steps; starts to copy its report to the host, returns it.
