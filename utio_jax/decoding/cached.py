@@ -63,8 +63,9 @@ class Block:
       positions: token positions within each row, which are also slots in the cache.
       valid: mask of real tokens. All others are padding: computed, never written or attended to.
       places: the decoder's encoding of the positions.
-      rows: rows of the cache that the block's rows map to, each once; None: the first ones, in
-        order. A padding row, without valid tokens, may map to any row. The cache is passed whole.
+      rows: rows of the cache that the block's rows map to; None: the first ones, in order. No two
+        valid tokens share a slot. A padding row, without valid tokens, may map to any row. The
+        cache is passed whole.
     """
 
     positions: Int[Array, "batch token"]

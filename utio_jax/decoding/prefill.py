@@ -133,7 +133,7 @@ class Prefill:
         kv: str,
     ) -> tuple[Float[Array, "batch vocab"], KVCache, PromptPass]:
         """Returns the logits after each prompt, the filled cache, and a record of the pass."""
-        kv = self.kv or ("propagate" if kv == "full" else kv)
+        kv = self.kv or kv
         policy, last_layer = self.depth_policy(decoder), decoder.config.num_layers
         with jax.named_scope("prefill"):
             result = staircase(

@@ -240,15 +240,14 @@ def _run_layer(  # noqa: PLR0913 (arrays of one layer)
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None, Any]:
     """Returns states, packed states, attended queries and the cache after one layer.
 
-    Without `seen` the layer projects the K/V that it reads. There are three loops over blocks, as
-    attention has its own block sizes.
+    Without `seen` the layer projects the K/V that it reads, those of `others` apart. There are
+    three loops over blocks, as attention has its own block sizes.
     """
     states, packed, queries = carry
     source = slots.pack(states) if packed is None else packed
     heads = decoder.config.num_heads, decoder.config.head_dim
-    alone = others is not None and seen is None
     keys_values: Any = ()
-    if others is not None and alone:
+    if others is not None:
         keys_values = others(layer, index, cache)
     elif seen is None:
         keys_values = keys_values_of(decoder, layer, states, places)
@@ -258,7 +257,7 @@ def _run_layer(  # noqa: PLR0913 (arrays of one layer)
         block, at = _block(source, start, size), _block(slot_places, start, size)
         asked = checked(decoder, "queries", decoder.queries(layer, block, at), *heads)
         queries = _put_block(queries, asked, start)
-        if alone:
+        if others is not None:
             made = keys_values_of(decoder, layer, block, at)
             keys_values = [
                 slots.put(leaf, new, start, size)
