@@ -13,14 +13,20 @@ from helpers.cases import EXECUTOR
 from scipy import stats
 
 from utio_jax.calibration.advice import conclude
-from utio_jax.calibration.compare import compare
+from utio_jax.calibration.compare import ComparisonRow, compare
 from utio_jax.calibration.gates import SignalFitter
 from utio_jax.calibration.studies import collect_scores, predicted_tokens, study_exits
 from utio_jax.core.documents import Batch, sample_batches
 from utio_jax.core.pytrees import pytree, static
 from utio_jax.evaluation.evaluate import evaluate
-from utio_jax.evaluation.intervals import DocumentSums, drawn_again, hull_of, margin_interval
-from utio_jax.evaluation.ledger import convex_hull, uniform_hull
+from utio_jax.evaluation.intervals import (
+    DocumentSums,
+    drawn_again,
+    hull_of,
+    margin_interval,
+    margin_test,
+)
+from utio_jax.evaluation.ledger import Ledger, convex_hull, uniform_hull
 from utio_jax.policies import Entropy, PolicyBase
 from utio_jax.policies.store import Calibration, Thresholds
 
@@ -120,17 +126,45 @@ def test_errors_of_a_margin_are_those_of_a_ratio_of_sums() -> None:
         reaches.append(abs(drawn - ratio) / np.sqrt(spread))
     assert high - middle == pytest.approx(error * np.quantile(reaches, 0.95), rel=2e-3)
     assert np.quantile(reaches, 0.95) > 2, "wider than a normal's 1.96"
+    result = margin_test([shallow, full], policy, draws=4000, seed=1)
+    far = (np.asarray(reaches) >= abs(ratio) / error).sum()
+    assert result is not None
+    assert result.interval == interval
+    assert result.p_value == pytest.approx((1 + far) / 4001, abs=1e-3)
 
 
 def test_documents_that_all_say_the_same_leave_no_doubt() -> None:
     same = [sums(np.full(6, nll), np.full(6, flops)) for nll, flops in ((11.0, 0.5), (10.0, 1.0))]
     policy = sums(np.full(6, 10.4), np.full(6, 0.75))
-    result = margin_interval(same, policy, draws=50)
-    assert result == pytest.approx((1.0, 1.0, 1.0))
+    result = margin_test(same, policy, draws=50)
+    assert result is not None
+    assert result.interval == pytest.approx((1.0, 1.0, 1.0))
+    assert result.p_value == 1 / 51
 
 
 def test_intervals_hold_the_margin_and_cover_its_true_value_about_as_often_as_they_say() -> None:
     assert 0.88 < coverage(40, "normal", repeats=300, draws=300) < 0.985
+
+
+def test_of_many_policies_on_the_frontier_none_is_called_better() -> None:
+    """One of thirty has its own 95 % interval above 0 on every second text or so."""
+    rng, texts, called = np.random.default_rng(3), 40, 0
+    for trial in range(texts):
+        size = np.exp(rng.normal(0, 1, 29))
+        exits, rows = [sums(2.2 * size, 0.5 * size), sums(2.0 * size, size)], []
+        for number in range(30):
+            lost = 0.04 * size * rng.normal(size=29)
+            tested = margin_test(exits, sums(2.1 * size + lost, 0.75 * size), draws=700, seed=trial)
+            assert tested is not None
+            rows.append(
+                ComparisonRow(
+                    ledger=Ledger(policy=str(number)),
+                    hull_margin_pct=tested.interval,
+                    hull_margin_p_value=tested.p_value,
+                )
+            )
+        called += "no policy is better" not in conclude(rows)
+    assert called <= stats.binom.ppf(0.999, texts, 0.05)
 
 
 def test_a_policy_cheaper_than_the_cheapest_exit_has_no_margin() -> None:

@@ -472,9 +472,11 @@ def test_more_work_than_the_budget_is_pointed_out(
     assert "That is more than the budget of 0.3" in capsys.readouterr().err
 
 
-def row(policy: str, budget: float | None, margin: Any, **fields: Any) -> ComparisonRow:
+def row(
+    policy: str, budget: float | None, margin: Any, p_value: float | None = None, **fields: Any
+) -> ComparisonRow:
     ledger = Ledger(policy=policy, budget=budget, **fields)
-    return ComparisonRow(ledger=ledger, hull_margin_pct=margin)
+    return ComparisonRow(ledger=ledger, hull_margin_pct=margin, hull_margin_p_value=p_value)
 
 
 def test_a_comparison_ends_with_a_sentence_and_names_each_row_apart() -> None:
@@ -485,8 +487,8 @@ def test_a_comparison_ends_with_a_sentence_and_names_each_row_apart() -> None:
         row("oracle_kl", 0.5, (5.0, 6.0, 7.0)),
         row("random", 0.5, (1.0, 2.0, 3.0)),
     ]
-    doubtful = row("learned", 0.5, (-0.1, 0.2, 0.5), flops_ratio=0.5, nll_increase_pct=2.0)
-    better = row("learned", 0.6, (0.1, 0.15, 0.3), flops_ratio=0.6, nll_increase_pct=1.0)
+    doubtful = row("learned", 0.5, (-0.1, 0.2, 0.5), 0.2, flops_ratio=0.5, nll_increase_pct=2.0)
+    better = row("learned", 0.6, (0.1, 0.15, 0.3), 0.02, flops_ratio=0.6, nll_increase_pct=1.0)
     rows = [*controls, doubtful, better]
     names = [row.to_dict()["name"] for row in rows]
     assert names[:3] == ["uniform 1", "uniform 2", "full"]
@@ -499,7 +501,10 @@ def test_a_comparison_ends_with_a_sentence_and_names_each_row_apart() -> None:
     message = conclude([*controls, dataclasses.replace(better, ledger=costly)])
     assert message.endswith("but +50.00 % over full depth, which is more than most uses bear.")
     message = conclude([*controls, doubtful])
-    assert "no policy is better than truncating the model, beyond doubt: the best of 1" in message
+    assert "no policy is better than truncating the model, at a level of 5 % for all 1" in message
+    message = conclude([*rows, doubtful])  # 0.02 is above 0.05 / 3.
+    assert "no policy is better than truncating the model, at a level of 5 % for all 3" in message
+    assert "the best, learned at 0.5, has +0.20 % [-0.10, +0.50] less loss" in message
     assert "all of them are cheaper" in conclude(controls)
 
 

@@ -63,7 +63,7 @@ def test_figures_are_a_table_of_what_was_measured() -> None:
     rows = Compared(
         [
             ComparisonRow(ledger=Ledger(policy="full", flops_ratio=1.0)),
-            ComparisonRow(ledger=ledger, hull_margin_pct=(0.1, 0.2, 0.3)),
+            ComparisonRow(ledger=ledger, hull_margin_pct=(0.1, 0.2, 0.3), hull_margin_p_value=0.01),
         ]
     )
     shown = rows._repr_html_()

@@ -30,7 +30,7 @@ from utio_jax.core.documents import Batch, check_batches
 from utio_jax.core.flops import depth_flops, token_cost
 from utio_jax.core.rows import place
 from utio_jax.evaluation.evaluate import Quality, evaluate
-from utio_jax.evaluation.intervals import DocumentSums, check_enough, margin_interval
+from utio_jax.evaluation.intervals import DocumentSums, check_enough, margin_test
 from utio_jax.evaluation.ledger import Ledger
 from utio_jax.policies.base import Policy, Signal
 from utio_jax.policies.depth import (
@@ -66,12 +66,14 @@ class ComparisonRow:
       hull_margin_pct: margin below the uniform-exit frontier at equal FLOPs, in % of the loss at
         full depth; positive is better. Given with its 95 % interval over documents, see
         `margin_interval`. None for uniform exits, and for costs below the cheapest one.
+      hull_margin_p_value: two-sided p-value of a margin of 0, see `margin_test`; of this row alone.
       rank_correlation_kl: Spearman's, of the score at the first boundary in use with sqrt(KL to
         full depth) there; None where nothing is scored, or all the same.
     """
 
     ledger: Ledger
     hull_margin_pct: tuple[float, float, float] | None = None
+    hull_margin_p_value: float | None = None
     rank_correlation_kl: float | None = None
 
     @property
@@ -91,6 +93,7 @@ class ComparisonRow:
             "name": self.name,
             **self.ledger.to_dict(),
             "hull_margin_pct": None if margin is None else [short(value) for value in margin],
+            "hull_margin_p_value": short(self.hull_margin_p_value),
             "rank_correlation_kl": short(self.rank_correlation_kl),
         }
 
@@ -127,7 +130,7 @@ def compare(  # noqa: PLR0913 (options, each named)
         by their own.
       executor: of live slots.
       mesh: splits the rows of every pass over its axis "data".
-      draws: of the documents.
+      draws: of the documents; at least 20 for each row, or its p-value decides nothing.
       seed: of the draws.
       progress: called with what happens next.
 
@@ -173,9 +176,11 @@ def compare(  # noqa: PLR0913 (options, each named)
         label: Label, result: tuple[Quality, DocumentSums], correlation: float | None = None
     ) -> ComparisonRow:
         (name, budget), (quality, sums) = label, result
+        tested = margin_test(of_exits, sums, draws=draws, seed=seed)
         return ComparisonRow(
             ledger=quality.ledger(name, budget=budget, num_layers=exits[-1]),
-            hull_margin_pct=margin_interval(of_exits, sums, draws=draws, seed=seed),
+            hull_margin_pct=None if tested is None else tested.interval,
+            hull_margin_p_value=None if tested is None else tested.p_value,
             rank_correlation_kl=correlation,
         )
 

@@ -31,27 +31,43 @@ def drawn_again(documents: int, *, draws: int, seed: int) -> Float[np.ndarray, "
     return np.concatenate([np.ones((1, documents)), drawn])
 
 
+class Studentised(NamedTuple):
+    """A statistic's interval and its distance from 0.
+
+    Attributes:
+      interval: 95 %: its lower end, the statistic, its upper end.
+      p_value: two-sided, of a true value of 0; at least one over the number of draws plus one.
+    """
+
+    interval: tuple[float, float, float]
+    p_value: float
+
+
 def studentised(
     weights: Float[np.ndarray, "draw document"],
     values: Float[np.ndarray, " draw"],
     influence: Float[np.ndarray, "draw document"],
-) -> tuple[float, float, float]:
-    """Returns a statistic's 95 % interval: its lower end, the statistic, its upper end.
+) -> Studentised:
+    """Returns a statistic's 95 % interval, and the p-value of a true value of 0.
 
     The statistic and its standard error times the 95 % quantile of `|value of a draw - value|` over
     that draw's own standard error (symmetric bootstrap-t, Hall 1988). Standard errors are the
-    infinitesimal jackknife's. `weights` are of `drawn_again`, `values` of the statistic, and
-    `influence` is its slope by each document's weight.
+    infinitesimal jackknife's. The p-value is the share of draws that are as far off, in their own
+    errors, as the statistic is from 0. `weights` are of `drawn_again`, `values` of the statistic,
+    and `influence` is its slope by each document's weight.
     """
     errors = np.sqrt((weights * influence**2).sum(axis=1))
     moved = np.abs(values - values[0])
     with np.errstate(divide="ignore", invalid="ignore"):
         # A draw of one document alone has no error: it is infinitely far off, if at all.
         ratios = np.where(moved > 0, moved / errors, 0.0)
-    reach = 0.0  # All documents say the same.
-    if errors[0] > 0:
-        reach = float(np.quantile(ratios[1:], 0.95, method="higher")) * float(errors[0])
-    return float(values[0]) - reach, float(values[0]), float(values[0]) + reach
+    value, error = float(values[0]), float(errors[0])
+    reach, distance = 0.0, np.inf if value else 0.0  # All documents say the same.
+    if error > 0:
+        reach = float(np.quantile(ratios[1:], 0.95, method="higher")) * error
+        distance = abs(value) / error
+    p_value = (1 + int((ratios[1:] >= distance).sum())) / len(ratios)
+    return Studentised((value - reach, value, value + reach), p_value)
 
 
 def ratio_interval(
@@ -87,7 +103,7 @@ def ratio_interval(
         return None
     values = weights @ over / totals
     influence = (over - values[:, None] * under) / totals[:, None]
-    return studentised(weights, values, influence)
+    return studentised(weights, values, influence).interval
 
 
 class DocumentSums(NamedTuple):
@@ -132,6 +148,17 @@ def margin_interval(
 
     Raises:
       ValueError: fewer than five documents.
+    """
+    result = margin_test(uniform, sums, draws=draws, seed=seed)
+    return None if result is None else result.interval
+
+
+def margin_test(
+    uniform: Sequence[DocumentSums], sums: DocumentSums, *, draws: int = 2000, seed: int = 0
+) -> Studentised | None:
+    """Returns the interval of `margin_interval`, and the p-value of a margin of 0.
+
+    Arguments, None and errors are those of `margin_interval`.
     """
     check_enough(len(sums.nll))
     weights = drawn_again(len(sums.nll), draws=draws, seed=seed)
