@@ -77,7 +77,8 @@ class Reading:
 
     Attributes:
       choice: with its figures.
-      interval: of the loss increase in %, 95 %, over documents; None: there are fewer than five.
+      interval: of the loss increase in %, 95 %, over documents; None: the test part, a fifth of
+        all, has fewer than five.
       role: "chosen", "best" where none was within the limit, or "control".
     """
 
@@ -113,7 +114,7 @@ class PromptStudy:
     def verdict(self) -> str:
         """The result, in one or two sentences."""
         first = self.test[0]
-        interval = f"no interval: fewer than {FEWEST} documents"
+        interval = f"no interval: fewer than {FEWEST} documents to test"
         if first.interval is not None:
             interval = ", ".join(f"{end:+.2f}" for end in first.interval)
         measured = (
