@@ -153,11 +153,13 @@ def write_with_pieces(
     arch: str = "llama",
     pre: str = "gpt-2",
     template: Any = None,
+    opens: bool | None = None,
     **ids: int,
 ) -> None:
     """Writes a model with a byte-level tokenizer, of which two PIECES are special.
 
-    `ids` are those of special tokens, by the key's name without `_token_id`.
+    `ids` are those of special tokens, by the key's name without `_token_id`; `opens` is the key
+    `add_bos_token`.
     """
 
     def describe(writer: gguf.GGUFWriter) -> None:
@@ -168,6 +170,8 @@ def write_with_pieces(
         writer.add_token_merges(["! $"])
         if template is not None:
             writer.add_chat_template(template)
+        if opens is not None:
+            writer.add_add_bos_token(opens)
         for name, index in ids.items():
             writer.add_uint32(f"tokenizer.ggml.{name}_token_id", index)
 

@@ -229,7 +229,9 @@ class Model:
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer. Raises ValueError if there is none.
 
-        For a stock model, text that spells a special piece becomes that piece.
+        For a stock model, text that spells a special piece becomes that piece. What a folder's
+        `tokenizer.json` puts around a text decides: next to it transformers 5 does not read
+        `add_bos_token` of `tokenizer_config.json`, either.
         """
         if self.folder.is_file():
             return tokenizer_of(self.folder)

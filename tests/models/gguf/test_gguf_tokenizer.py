@@ -14,7 +14,7 @@ from bpe import train_tokenizer
 from helpers.gguf_files import write_with_pieces
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
+from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, processors
 
 from utio_jax.models import load
 from utio_jax.models.gguf.special import special_pieces
@@ -369,3 +369,26 @@ def test_a_tokenizer_beside_the_file_wins(tmp_path: Path) -> None:
     beside = Tokenizer(models.WordLevel({"one": 3, "<unk>": 0}, unk_token="<unk>"))
     beside.save(str(tmp_path / "m.tokenizer.json"))
     assert load(file).encode(["one"])[0].tolist() == [3]
+
+
+@pytest.mark.parametrize(("opens", "expected"), [(None, [0, 3, 0]), (False, [3]), (True, [2, 3])])
+def test_the_file_says_whether_texts_open_also_with_a_tokenizer_beside_it(
+    tmp_path: Path, opens: bool | None, expected: list[int]
+) -> None:
+    file = tmp_path / "m.gguf"
+    write_with_pieces(file, FOLDER / "llama", opens=opens, bos=2)
+    beside = Tokenizer(models.WordLevel({"<s>": 0, "<b>": 2, "one": 3}, unk_token="<s>"))
+    beside.post_processor = processors.TemplateProcessing(
+        single="<s> $A <s>", special_tokens=[("<s>", 0)]
+    )
+    beside.save(str(tmp_path / "m.tokenizer.json"))
+    assert load(file).encode(["one"])[0].tolist() == expected
+
+
+def test_a_bos_token_that_no_tokenizer_has_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "m.gguf"
+    write_with_pieces(file, FOLDER / "llama", opens=True, bos=40)
+    beside = Tokenizer(models.WordLevel({"one": 3, "<unk>": 0}, unk_token="<unk>"))
+    beside.save(str(tmp_path / "m.tokenizer.json"))
+    with pytest.raises(ValueError, match=r"tokens of m\.tokenizer\.json.*bos_token_id=40, which"):
+        load(file).encode(["one"])

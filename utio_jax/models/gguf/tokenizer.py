@@ -27,6 +27,7 @@ from tokenizers import (
     processors,
 )
 
+from utio_jax.core.decoder import is_integer
 from utio_jax.models.gguf.header import read_header
 from utio_jax.models.gguf.special import (
     BYTE,
@@ -82,11 +83,28 @@ _SPLITS = {
 
 
 def tokenizer_of(file: Path) -> Tokenizer:
-    """Returns `NAME.tokenizer.json` next to a file, or the tokenizer of `build_tokenizer`."""
-    beside = file.with_suffix(".tokenizer.json")
-    if beside.is_file():
-        return load_tokenizer(beside, special_in_text=True)
-    return build_tokenizer(read_header(file).keys, source=file)
+    """Returns `NAME.tokenizer.json` next to a file, or the tokenizer of `build_tokenizer`.
+
+    A file with the key `add_bos_token` says for both what `encode` puts around a text, as in
+    llama.cpp.
+
+    Raises:
+      ValueError: see `build_tokenizer`, or the file names no BOS token where texts shall have one.
+    """
+    keys, replacement = read_header(file).keys, file.with_suffix(".tokenizer.json")
+    if not replacement.is_file():
+        return build_tokenizer(keys, source=file)
+    tokenizer = load_tokenizer(replacement, special_in_text=True)
+    says = keys.get(f"{_PREFIX}add_bos_token") is not None
+    if says and keys.get(f"{_PREFIX}model") != "gemma4":  # See `build_tokenizer`.
+        try:
+            _put_around(tokenizer, keys, opens=False)
+        except ValueError as error:
+            raise ValueError(
+                f"Wanted tokens of {replacement.name} that {file} puts around a text. Got {error}. "
+                "Correct that key in the file, or its add_bos_token and add_eos_token."
+            ) from error
+    return tokenizer
 
 
 def build_tokenizer(keys: Mapping[str, Any], *, source: str | Path) -> Tokenizer:
@@ -118,7 +136,7 @@ def build_tokenizer(keys: Mapping[str, Any], *, source: str | Path) -> Tokenizer
             raise ValueError(
                 f"{tokenizer.get_vocab_size()} pieces where tokenizer.ggml.tokens has {len(pieces)}"
             )
-        _put_around(tokenizer, keys, pieces, opens=opens)
+        _put_around(tokenizer, keys, opens=opens)
     except ValueError as error:
         name = Path(source).with_suffix(".tokenizer.json").name
         raise ValueError(
@@ -279,19 +297,17 @@ def _bpe(pieces: list[str], merges: list[tuple[str, str]], **options: Any) -> To
         raise ValueError(f"merges that do not fit the pieces: {error}") from error
 
 
-def _put_around(
-    tokenizer: Tokenizer, keys: Mapping[str, Any], pieces: list[str], *, opens: bool
-) -> None:
-    """Adds the BOS and EOS tokens that the file asks for to `encode`."""
+def _put_around(tokenizer: Tokenizer, keys: Mapping[str, Any], *, opens: bool) -> None:
+    """Sets the BOS and EOS tokens that the file asks for in `encode`, and no others."""
     template, used = ["$A"], []
     for name, default in (("bos", opens), ("eos", False)):
         if not keys.get(f"tokenizer.ggml.add_{name}_token", default):
             continue
         index = stored_id(keys, f"{name}_token_id")
-        if not isinstance(index, int) or not 0 <= index < len(pieces):
+        piece = tokenizer.id_to_token(index) if is_integer(index, 0) else None
+        if piece is None:
             raise ValueError(f"tokenizer.ggml.{name}_token_id={index!r}, which texts shall have")
-        used.append({"id": name, "ids": [index], "tokens": [pieces[index]]})
+        used.append({"id": name, "ids": [index], "tokens": [piece]})
         template = [name, *template] if name == "bos" else [*template, name]
-    if used:
-        post = processors.TemplateProcessing(single=template, special_tokens=used)
-        tokenizer.post_processor = post
+    post = processors.TemplateProcessing(single=template, special_tokens=used)
+    tokenizer.post_processor = post if used else None
