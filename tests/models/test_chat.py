@@ -154,6 +154,26 @@ def test_arguments_of_calls_are_objects_where_a_template_reads_these(
     assert calls[0]["function"]["arguments"] == '{"x":1}'
 
 
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        # As DeepSeek-R1's distilled models have it, which write the calls there.
+        (
+            "{% if messages[0]['content'] is none %}{{ messages[0].tool_calls[0].id }}{% endif %}",
+            "c",
+        ),
+        ("{% if messages[0].content is not none %}text{% endif %}", ""),
+        ("{{ '>' + messages[0].content }}", ">"),
+        ("{{ messages[0].content }}", ""),
+    ],
+)
+def test_calls_alone_have_no_content_where_a_template_asks(template: str, expected: str) -> None:
+    messages = [{"role": "assistant", "content": None, "tool_calls": [{"id": "c"}]}]
+    assert ChatTemplate(template=template).render(messages) == expected
+    alone = [{"role": "assistant", "content": None, "tool_calls": []}]
+    assert render_chat("{{ 'content' in messages[0] }}", alone) == "False"
+
+
 def test_arguments_that_are_no_object_are_refused() -> None:
     template = ChatTemplate(template="{{ messages[0].tool_calls | tojson }}")
 

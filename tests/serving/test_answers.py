@@ -495,7 +495,7 @@ def test_all_fields_of_messages_reach_the_template(
         assert server.ask("/tokenize", {"messages": messages}).body["tokens"] == [1]
     assert seen == [
         {"role": "system", "content": "", "name": "me"},
-        {**messages[1], "content": ""},
+        {**messages[1], "content": None},
         messages[2],
     ]
     deep = json.loads("[" * 600 + "]" * 600)

@@ -77,8 +77,8 @@ def render_chat(
 
     Args:
       template: a Jinja program.
-      messages: at least one; keys whose value is None are left out, and reasoning is there under
-        each name that templates read.
+      messages: at least one; keys whose value is None are left out, except the content of a
+        message with `tool_calls`. Reasoning is there under each name that templates read.
       add_generation_prompt: whether to open the assistant's turn.
       **variables: others that the template reads: special tokens, `tools`, `enable_thinking`.
 
@@ -208,8 +208,12 @@ class ChatEngine:
 
 
 def _entries(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a message without what is None, its reasoning under the names that are read."""
-    entries = {key: value for key, value in message.items() if value is not None}
+    """Returns a message without what is None, its reasoning under the names that are read.
+
+    A content of None next to calls stays: templates know by it that there are calls alone.
+    """
+    kept = {"content"} if message.get("tool_calls") else set[str]()
+    entries = {key: value for key, value in message.items() if value is not None or key in kept}
     reasoning = next((entries[name] for name in _REASONING if name in entries), None)
     if reasoning is None:
         return entries

@@ -23,11 +23,13 @@ class Shapes:
     Attributes:
       parts: whether it reads contents part by part.
       text: whether it asks whether a content is text.
+      none: whether it asks whether a content is None, as that of tool calls alone is.
       objects: whether it reads arguments as objects, and takes no text for them.
     """
 
     parts: bool
     text: bool
+    none: bool
     objects: bool
 
     @classmethod
@@ -38,6 +40,7 @@ class Shapes:
         return cls(
             parts=content.is_walked(),
             text=content.is_tested("string"),
+            none=content.is_tested("none"),
             objects=written and not arguments.is_tested("string", "mapping"),
         )
 
@@ -61,6 +64,8 @@ def _shaped(message: Mapping[str, Any], shapes: Shapes) -> dict[str, Any]:
         message["content"] = [{"type": "text", "text": content}]
     elif isinstance(content, list | tuple) and not shapes.parts:
         message["content"] = "\n".join(map(_text_of, content))
+    elif "content" in message and content is None and calls and not shapes.none:
+        message["content"] = ""  # Most templates write it as it is.
     if shapes.objects and isinstance(calls, list | tuple):
         message["tool_calls"] = [_call(call) for call in calls]
     return message

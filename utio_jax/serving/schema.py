@@ -164,13 +164,17 @@ class Message(BaseModel):
     def plain(self, *, developers: bool = False) -> dict[str, Any]:
         """Returns the message as plain data, with `system` for `developer` unless `developers`.
 
-        Further fields, as `tool_calls` and `reasoning_content`, are the template's to read.
+        Further fields, as `tool_calls` and `reasoning_content`, are the template's to read. No
+        content is None next to `tool_calls`, else an empty text.
         """
-        content = self.content or ""
-        if not isinstance(content, str):
+        more = self.model_extra or {}
+        content: Any = self.content
+        if isinstance(content, list):
             content = [{"type": part.type, "text": part.text} for part in content]
+        elif content is None and not more.get("tool_calls"):
+            content = ""
         role = "system" if self.role == "developer" and not developers else self.role
-        return {**(self.model_extra or {}), "role": role, "content": content}
+        return {**more, "role": role, "content": content}
 
 
 Messages = Annotated[list[Message], Field(fail_fast=True, max_length=2**12)]
