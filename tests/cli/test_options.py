@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
+import shlex
 import socket
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from typing import Any
 import pytest
 
 from utio_jax import Adaptive, Lossless, Plain
+from utio_jax.cli.calibrate import Calibrate
 from utio_jax.cli.chat import Chat
 from utio_jax.cli.evaluate import Evaluate
 from utio_jax.cli.generate import Generate
@@ -136,6 +139,29 @@ def test_a_word_that_no_option_has_is_named(line: str, match: str) -> None:
     name, *words = line.split()
     with pytest.raises(ValueError, match=re.escape(match)):
         parsed(name, words)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"exits": (1, 2), "weights": "int8"},
+        {"branches": "my branches.json", "weights": "bfloat16"},
+        {"lens": "none", "out": Path("my out.json")},
+    ],
+)
+def test_compare_reads_the_model_that_was_calibrated(options: dict[str, Any]) -> None:
+    """By the command that `calibrate` ends with."""
+    fitted = Calibrate(model="my model", **options)
+    line = fitted._next(dataclasses.replace(MODEL), Path("my out.json"))
+    command: Any = parsed("compare", shlex.split(line)[2:])
+    names = ("model", "exits", "weights", "lens", "branches")
+    assert [getattr(command, name) for name in names] == [getattr(fitted, name) for name in names]
+    assert (command.files, command.calibration) == ((Path("OTHER_FILES"),), options.get("out"))
+    line = fitted._next(dataclasses.replace(MODEL, lens=Path("l.json")), Path("my out.json"))
+    command = parsed("compare", shlex.split(line)[2:])
+    expected = "l.json" if "out" in options else fitted.lens
+    assert (command.lens, command.exits) == (expected, ()), "its exits are the lens'"
 
 
 def test_options_are_read_as_typed() -> None:

@@ -25,6 +25,7 @@ from utio_jax.bench.timing import Timing
 from utio_jax.cli.main import main
 from utio_jax.cli.trial import (
     Tried,
+    Try,
     lower_layers,
     measured,
     prompt_row,
@@ -35,6 +36,7 @@ from utio_jax.cli.trial import (
 
 FULL = Tried(what="in full", times=1.0, loss_pct=0.0, same=1.0)
 DRAFTS = Tried(what="writing: drafts", how="--drafts", times=1.5, loss_pct=0.0, same=1.0)
+MINE = Try(model="mine")
 
 
 def test_the_fastest_of_what_pays_is_recommended_for_each_purpose() -> None:
@@ -46,7 +48,7 @@ def test_the_fastest_of_what_pays_is_recommended_for_each_purpose() -> None:
         Tried(what="reading: learned", how="--budget", times=1.6, loss_pct=0.2, same=0.9),
         Tried(what="prompts: no shallow way is known", how="in minutes: utio-jax fit-prompt FILES"),
     ]
-    assert recommend(rows, "mine") == (
+    assert recommend(rows, MINE) == (
         "Next: `utio-jax evaluate FILES --model mine --depth 8` (reading: 1.90x, +0.80 % loss). "
         'Also: `utio-jax generate "PROMPT" --model mine --drafts` (writing: 1.50x, no loss). '
         "Not tried: prompts, in minutes: utio-jax fit-prompt FILES --model mine."
@@ -57,7 +59,7 @@ def test_the_fastest_of_what_pays_is_recommended_for_each_purpose() -> None:
 def test_exact_prompts_are_the_default_and_others_an_option() -> None:
     record = {"prompt_tokens": 448, "stop": 8, "speedup": 1.73}
     commands = [
-        recommend([FULL, prompt_row(record | {"exact": exact, "nll_increase_pct": lost})], "mine")
+        recommend([FULL, prompt_row(record | {"exact": exact, "nll_increase_pct": lost})], MINE)
         for exact, lost in ((True, None), (False, 0.0))
     ]
     assert commands == [
@@ -77,8 +79,8 @@ def test_requests_by_role_stand_first_with_a_plain_model_that_takes_as_long() ->
         1.0,
     )
     assert row.line().endswith("as long as a plain model of 10.4 layers (time alone)")
-    assert recommend([FULL, row], "m") == (
-        'Next: `utio-jax generate "PROMPT" --model m` (requests: 1.40x, no loss).'
+    assert recommend([FULL, row], MINE) == (
+        'Next: `utio-jax generate "PROMPT" --model mine` (requests: 1.40x, no loss).'
     )
     notes = [
         request_rows({**record, "request": request | changes})[0].note
@@ -133,8 +135,20 @@ def test_a_request_at_full_depth_takes_the_same_steps_after_a_longer_prefill() -
 def test_what_is_not_faster_or_loses_much_is_left_out() -> None:
     slow = Tried(what="writing: drafts", how="--drafts", times=0.9, loss_pct=0.0)
     costly = Tried(what="reading: all to layer 2", how="--depth 2", times=3.0, loss_pct=40.0)
-    assert recommend([FULL, slow, costly], "mine") == (
+    assert recommend([FULL, slow, costly], MINE) == (
         'Next: `utio-jax generate "PROMPT" --model mine` (full depth: nothing tried is faster).'
+    )
+
+
+def test_commands_have_the_options_by_which_the_model_was_tried() -> None:
+    tried = Try(model="my model", exits=(2, 4), weights="int8", lens="none", branches="b.json")
+    words = "--exits 2 4 --model 'my model' --weights int8 --lens none --branches b.json"
+    no_exits = Tried(what="reading: x", how="utio-jax calibrate FILES --exits 2 4 --fit-lens")
+    no_way = Tried(what="prompts: x", how="utio-jax fit-prompt FILES")
+    assert recommend([FULL, DRAFTS, no_exits, no_way], tried) == (
+        f'Next: `utio-jax generate "PROMPT" {words} --drafts` (writing: 1.50x, no loss). '
+        "Not tried: reading, utio-jax calibrate FILES --exits 2 4 --fit-lens --model 'my model' "
+        f"--weights int8 --branches b.json; prompts, utio-jax fit-prompt FILES {words}."
     )
 
 

@@ -135,14 +135,10 @@ class Calibrate(OfWindows, OfText):
 
     def _next(self, model: Any, out: Path) -> str:
         """Returns the `compare` command to run next."""
-        words = ["utio-jax", "compare"]
-        if self.exits and model.lens is None:
-            words += ["--exits", *map(str, self.exits)]
-        words += ["--model", self.model]
-        if self.out is not None:
-            words += ["--calibration", str(out)]
-        if model.lens is not None and self.out is not None:
-            words += ["--lens", str(model.lens)]
-        elif self.lens != "auto":
-            words += ["--lens", self.lens]
-        return f"{shlex.join(words)} OTHER_FILES"
+        changes: dict[str, Any] = {}
+        if model.lens is not None:
+            changes["exits"] = ()  # Those of the lens.
+            if self.out is not None:
+                changes["lens"] = model.lens
+        place = "" if self.out is None else f" --calibration {shlex.quote(str(out))}"
+        return f"utio-jax compare {self.words(**changes)}{place} OTHER_FILES"

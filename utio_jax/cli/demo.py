@@ -92,7 +92,7 @@ class Demo(Try):
         written = write_middles(model, documents, fitted, rounds=min(self.rounds, 3), **tokens)
         chosen = reading_row(fitted, read[fitted.label].ledger)
         tried = [*request_rows(prompt), chosen, *written_rows(written, chosen), prompt_row(prompt)]
-        verdict = recommend(tried, self.model)
+        verdict = recommend(tried, self)
         verdict += " Your own model and text: `utio-jax try FILES --model MODEL`."
         pareto, depths = self.out / "pareto.png", self.out / "depths.png"
         title = f"{ledgers[0].tokens or 0:,} tokens, {model.decoder.config.num_layers} layers"

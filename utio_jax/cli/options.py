@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 import sys
 import time
 from collections.abc import Callable
@@ -85,6 +86,22 @@ class OfModel:
             lens=named.get(self.lens, self.lens),
             branches=named.get(self.branches, self.branches),
         )
+
+    def words(self, **changes: Any) -> str:
+        """Returns these options for another command, quoted: the model, and others if they are set.
+
+        `changes` replace options by name. A list of depths comes first, and the model after it.
+        """
+        set_ = {field.name: getattr(self, field.name) for field in dataclasses.fields(OfModel)}
+        set_ |= changes
+        exits = ["--exits", *map(str, set_["exits"])] if set_["exits"] else []
+        named = [
+            word
+            for name in ("model", "weights", "lens", "branches")
+            if set_[name] not in (None, "auto")
+            for word in (f"--{name}", str(set_[name]))
+        ]
+        return shlex.join([*exits, *named])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

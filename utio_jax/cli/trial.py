@@ -100,7 +100,7 @@ class Try(OfModel):
         heading = f"{model.folder.name}, {described['documents']} documents"
         console.print(heading, style="italic", markup=False, soft_wrap=True)
         rows = show_rows(console, measured(model, documents, fitted))
-        verdict = recommend(rows, self.model)
+        verdict = recommend(rows, self)
         print(verdict, file=sys.stderr)
         return {
             "text": described,
@@ -125,8 +125,12 @@ def _line(what: str, times: str, loss: str, same: str, how: str) -> str:
     return f"{what:<{_WIDEST}}  {times:>6}  {loss:>9}  {same:>11}  {how}".rstrip()
 
 
-def recommend(rows: Sequence[Tried], model: str) -> str:
-    """Returns the command that gains most, those for other purposes, and what was not tried."""
+def recommend(rows: Sequence[Tried], tried: OfModel) -> str:
+    """Returns the command that gains most, those for other purposes, and what was not tried.
+
+    Commands have the options by which the model was `tried`.
+    """
+    own = tried.words()
     best = dict[str, Tried]()
     for row in sorted(rows, key=lambda row: -(row.times or 0.0)):
         if row.pays:
@@ -134,13 +138,17 @@ def recommend(rows: Sequence[Tried], model: str) -> str:
     lines = []
     for purpose, row in best.items():
         loss = f"{row.loss_pct:+.2f} % loss" if row.loss_pct else "no loss"
-        options = f" --model {model}" + f" {row.how}" * bool(row.how)
+        options = f" {own}" + f" {row.how}" * bool(row.how)
         command = "evaluate FILES" if purpose == "reading" else 'generate "PROMPT"'
         lines.append(f"`utio-jax {command}{options}` ({purpose}: {row.times:.2f}x, {loss})")
-    nothing = f'`utio-jax generate "PROMPT" --model {model}` (full depth: nothing tried is faster)'
+    nothing = f'`utio-jax generate "PROMPT" {own}` (full depth: nothing tried is faster)'
     fastest, *others = lines or [nothing]
+    # A lens that is fitted takes the place of exits and of another lens.
+    fitting = tried.words(exits=(), lens="auto")
     open_ = [
-        f"{row.what.partition(':')[0]}, {row.how} --model {model}" for row in rows if not row.times
+        f"{row.what.partition(':')[0]}, {row.how} {fitting if '--fit-lens' in row.how else own}"
+        for row in rows
+        if not row.times
     ]
     return (
         f"Next: {fastest}."
