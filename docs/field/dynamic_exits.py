@@ -25,7 +25,8 @@ def run(model, prompts, new=96, chunk=16, lengths=(1, 2, 4), decay=0.5):
 
     def write(text, mode, count):
         result = generate(*parts, [text], mode=mode, max_new_tokens=count, eos_ids=())
-        return result.token_ids[0], float(np.sum(result.work.queries))
+        # A call's first token comes from its prefill, which `work` leaves out: one at full depth.
+        return result.token_ids[0], float(np.sum(result.work.queries)) + full
 
     for prompt in prompts:
         for depth in exits:

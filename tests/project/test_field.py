@@ -262,7 +262,9 @@ def test_late_states_draw_early_layers(program: Any, tiny: Any) -> None:
 
 
 @pytest.mark.slow
-def test_dynamic_exits_count_the_layers_of_each_token(program: Any, shipped: Any) -> None:
+def test_dynamic_exits_count_the_layers_of_each_token(
+    program: Any, shipped: Any, stored: Any
+) -> None:
     run = program("dynamic_exits").run
     prompts = shipped.encode(["def mean(values):"])
     layers = run(shipped, prompts, new=16, chunk=8, lengths=(1,))
@@ -272,6 +274,8 @@ def test_dynamic_exits_count_the_layers_of_each_token(program: Any, shipped: Any
 
 def test_an_index_counts_late_uncertain_tokens(program: Any) -> None:
     index = program("rpdi").index_of(np.asarray([0.0, 2, 0, 0, 2, 2]), 1.0, 2)
+    single = run(stored, [np.arange(5)], new=1, chunk=1, lengths=(1,))  # By prefill alone.
+    assert {*single.values()} == {4}
     np.testing.assert_allclose(index, [0, 1, 1.5, 0, 1.25, 2])
 
 
