@@ -3,8 +3,9 @@
 
     python docs/field/lynx.py    # the model of `make llm`
 
-A logistic probe learns, on 64 questions, whether ending there changes the answer. 40 others test
-it beside a fixed budget and chance; half of the 64 set a threshold with a guarantee.
+A logistic probe learns, on 32 questions, whether ending there changes the answer, and names
+candidates of a threshold. 32 others test these, with a guarantee. On 40 more the probe is compared
+with a fixed budget and chance.
 """
 
 import jax
@@ -41,10 +42,12 @@ def run(model, traces, fit, depth, max_changed=0.25):
     """Prints the probe beside its controls, fitted to the first `fit` traces."""
     states = states_of(model, traces, depth)
     labels = [[changed for _, changed in trace.ends] for trace in traces]
-    weights = probe(states[: fit // 2], labels[: fit // 2])
+    half = fit // 2
+    weights = probe(states[:half], labels[:half])
     scores = [x @ weights[:-1] + weights[-1] for x in states]
-    held, cuts = slice(fit // 2, fit), np.quantile(np.concatenate(scores), np.linspace(0, 1, 20))
-    risks = [[t.replay(s < cut)[1] for t, s in zip(traces[held], scores[held])] for cut in cuts]
+    cuts = np.quantile(np.concatenate(scores[:half]), np.linspace(0, 1, 20))
+    tested = [*zip(traces[half:fit], scores[half:fit])]  # They may choose no candidates.
+    risks = [[trace.replay(x < cut)[1] for trace, x in tested] for cut in cuts]
     bound = {"max_risk": max_changed, "confidence": 0.9}
     print("threshold:", fit_with_guarantee(np.asarray(risks), settings=[*cuts], **bound).chosen)
     report("probe", traces[fit:], scores[fit:])

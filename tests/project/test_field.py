@@ -8,6 +8,7 @@ import importlib
 import io
 import tokenize
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -294,6 +295,26 @@ def test_a_rule_is_compared_at_equal_tokens(program: Any) -> None:
     curve = program("questions").curve(traces, [np.asarray([0.1, 0.2]), np.asarray([0.3])])
     ends = {(7.0, 0.0), (4.0, 0.5), (2.5, 1.0)}
     assert {*map(tuple, curve.T.tolist())} == ends
+
+def test_candidates_of_a_threshold_are_not_those_of_tested_texts(
+    program: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, given = program("lynx"), list[list[float]]()
+    states = np.random.default_rng(0).normal(size=(8, 3, 4)).astype(np.float32)
+    traces = [program("traces").Trace([1], [5] * 4, [(n, n > 1) for n in (1, 2, 3)])] * 8
+
+    def guarantee(risks: np.ndarray, *, settings: list[float], **_: float) -> Any:
+        assert risks.shape == (len(settings), 2)
+        given.append(settings)
+        return SimpleNamespace(chosen=None)
+
+    monkeypatch.setattr(module, "fit_with_guarantee", guarantee)
+    for later in (1, 100):
+        scaled = [x * (1 if row < 2 else later) for row, x in enumerate(states)]
+        monkeypatch.setattr(module, "states_of", lambda *_, x=scaled, **__: x)
+        module.run(None, traces, 4, depth=1)
+    assert given[0] == given[1]
+
 
 
 @pytest.mark.slow
