@@ -18,10 +18,18 @@ import optax
 from orthorank import compared
 
 import utio_jax
-from utio_jax.core import batches_of, windows_of
+from utio_jax.core import windows_of
 from utio_jax.models.training import standard_library
 from utio_jax.policies import Learned, StateGate
 from utio_jax.staircase import dense_states, exit_nll
+
+
+def whole_windows(model, split, rows=16, width=256):
+    """Returns batches `[row, token]` of windows in a random order; shorter ones are left out."""
+    texts = model.encode([each.text for each in standard_library(split)])
+    whole = [ids for ids in windows_of(texts, width=width) if len(ids) == width]
+    random.Random(0).shuffle(whole)
+    return [np.stack(whole[at : at + rows]) for at in range(0, len(whole) - rows + 1, rows)]
 
 
 def losses(decoder, params, gates, ids, price):
@@ -53,18 +61,14 @@ def run(model, texts, train, steps, budget=0.75, price=1.0, joint=True, **option
 
     trained, state = (model.params, gates), optimizer.init((model.params, gates))
     for step in range(steps):
-        trained, state = update(trained, state, train[step % len(train)].token_ids)
+        trained, state = update(trained, state, train[step % len(train)])
     model.params, exits = trained[0], model.decoder.config.exits[:-1]
     own = lambda fitter: Learned(gates=trained[1], exits=exits, name="jei")
     return compared({"jei": own} if joint else {}, model, texts, budget, **options)
 
 
 if __name__ == "__main__":
-    texts, steps = [each.text for each in standard_library("train")], int([*sys.argv, "200"][1])
+    steps = int([*sys.argv, "200"][1])
     for joint in (True, False):
         model = utio_jax.load(branches=False)
-        windows = windows_of(model.encode(texts), width=256)
-        random.Random(0).shuffle(windows)
-        sizes = {"rows": 16, "widths": [256], "vocab_size": model.decoder.config.vocab_size}
-        batches = [*batches_of(windows[: 16 * steps], **sizes)]
-        print(run(model, None, batches, steps, joint=joint).summary())
+        print(run(model, None, whole_windows(model, "train"), steps, joint=joint).summary())

@@ -16,11 +16,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jei import whole_windows
 
 import utio_jax
-from utio_jax.core import batches_of, windows_of
 from utio_jax.models import STDLIB_16, Transformer
-from utio_jax.models.training import standard_library
 from utio_jax.staircase import dense_states, exit_nll
 
 
@@ -46,7 +45,8 @@ def run(teacher, student, batches, held, steps, early, weight=0.1):
             begun = max(0.0, 1 - 2 * step / steps)
             late = name == "exits added late" and not begun
             exits = jnp.ones_like(final) / len(final) if late else final
-            slopes = step_of(params, batches[step], weight * begun * (name == "LET"), exits)
+            ids, pull = batches[step % len(batches)], weight * begun * (name == "LET")
+            slopes = step_of(params, ids, pull, exits)
             updates, state = optimizer.update(slopes, state)
             params = optax.apply_updates(params, updates)
         nats = jax.jit(lambda p: exit_nll(student, p, held, lengths).sum(axis=(1, 2)))(params)
@@ -56,10 +56,6 @@ def run(teacher, student, batches, held, steps, early, weight=0.1):
 
 if __name__ == "__main__":
     steps, teacher = int([*sys.argv, "300"][1]), utio_jax.load(branches=False)
-    ids = {n: teacher.encode([d.text for d in standard_library(n)]) for n in ("train", "test")}
-    sizes = {"rows": 16, "widths": [256], "vocab_size": teacher.decoder.config.vocab_size}
-    rng, rows = np.random.default_rng(0), {n: windows_of(y, width=256) for n, y in ids.items()}
-    drawn = [[rows[n][i] for i in rng.permutation(len(rows[n]))[: 16 * steps]] for n in rows]
-    train, test = ([jnp.asarray(b.token_ids) for b in batches_of(each, **sizes)] for each in drawn)
+    train, test = (whole_windows(teacher, split) for split in ("train", "test"))
     config = dataclasses.replace(STDLIB_16, num_layers=8, exits=(2, 4, 8))
     print(run(teacher, Transformer(config), train, jnp.concatenate(test[:8]), steps, early=3))

@@ -225,15 +225,22 @@ def batches_for(rows: int, width: int, count: int) -> list[Any]:
 
 @pytest.mark.slow
 def test_joint_training_leaves_by_its_own_gates(program: Any, stored: Any) -> None:
-    from utio_jax.core import batches_of
-
     module, params = program("jei"), stored.params
-    drawn = batches_of([*batches_for(8, 16, 1)[0]], rows=4, widths=[16], vocab_size=64)
-    texts = documents(24), documents(8)
+    drawn, texts = batches_for(4, 16, 2), (documents(24), documents(8))
     options: Any = {"context": 32, "batches": 2, "draws": 100, "steps": 3}
-    rows = {row.name for row in module.run(stored, texts, [*drawn], **options)}
+    rows = {row.name for row in module.run(stored, texts, drawn, **options)}
     assert {"jei at 0.75", "learned at 0.75"} <= rows
     assert stored.params is not params
+
+
+def test_no_model_is_trained_on_padding(program: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, sizes = program("jei"), (255, 256, 300, 600, 12)
+    texts = [np.arange(1, size + 1) for size in sizes]
+    monkeypatch.setattr(module, "standard_library", lambda _: [SimpleNamespace(text="")] * 5)
+    model = SimpleNamespace(encode=lambda _: texts)
+    batches = module.whole_windows(model, "train", rows=2)
+    assert [batch.shape for batch in batches] == [(2, 256)] * 2
+    assert np.concatenate(batches).min() == 1
 
 
 def test_joint_loss_is_the_mean_over_where_tokens_leave(program: Any, tiny: Any) -> None:
@@ -267,6 +274,8 @@ def test_dynamic_exits_count_the_layers_of_each_token(
     program: Any, shipped: Any, stored: Any
 ) -> None:
     run = program("dynamic_exits").run
+    single = run(stored, [np.arange(5)], new=1, chunk=1, lengths=(1,))  # By prefill alone.
+    assert {*single.values()} == {4}
     prompts = shipped.encode(["def mean(values):"])
     layers = run(shipped, prompts, new=16, chunk=8, lengths=(1,))
     assert {*layers} == {"exit 8", "exit 10", "exit 12", "dynamic", "chance"}
@@ -275,8 +284,6 @@ def test_dynamic_exits_count_the_layers_of_each_token(
 
 def test_an_index_counts_late_uncertain_tokens(program: Any) -> None:
     index = program("rpdi").index_of(np.asarray([0.0, 2, 0, 0, 2, 2]), 1.0, 2)
-    single = run(stored, [np.arange(5)], new=1, chunk=1, lengths=(1,))  # By prefill alone.
-    assert {*single.values()} == {4}
     np.testing.assert_allclose(index, [0, 1, 1.5, 0, 1.25, 2])
 
 
@@ -288,13 +295,6 @@ def test_a_probe_separates_what_can_be_separated(program: Any) -> None:
     scores = np.concatenate(states) @ weights[:-1] + weights[-1]
     assert np.mean((scores > 0) == np.concatenate(labels)) > 0.95
 
-
-def test_a_rule_is_compared_at_equal_tokens(program: Any) -> None:
-    made = program("traces").Trace
-    traces = [made([1], [5] * 8, [(2, True), (4, False)]), made([1], [5] * 6, [(3, True)])]
-    curve = program("questions").curve(traces, [np.asarray([0.1, 0.2]), np.asarray([0.3])])
-    ends = {(7.0, 0.0), (4.0, 0.5), (2.5, 1.0)}
-    assert {*map(tuple, curve.T.tolist())} == ends
 
 def test_candidates_of_a_threshold_are_not_those_of_tested_texts(
     program: Any, monkeypatch: pytest.MonkeyPatch
@@ -315,6 +315,13 @@ def test_candidates_of_a_threshold_are_not_those_of_tested_texts(
         module.run(None, traces, 4, depth=1)
     assert given[0] == given[1]
 
+
+def test_a_rule_is_compared_at_equal_tokens(program: Any) -> None:
+    made = program("traces").Trace
+    traces = [made([1], [5] * 8, [(2, True), (4, False)]), made([1], [5] * 6, [(3, True)])]
+    curve = program("questions").curve(traces, [np.asarray([0.1, 0.2]), np.asarray([0.3])])
+    ends = {(7.0, 0.0), (4.0, 0.5), (2.5, 1.0)}
+    assert {*map(tuple, curve.T.tolist())} == ends
 
 
 @pytest.mark.slow
