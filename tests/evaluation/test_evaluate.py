@@ -177,16 +177,23 @@ def test_a_text_is_scored_at_the_cost_of_the_policy_alone(tiny: Any) -> None:
 def test_a_documents_flops_are_those_of_its_own_depths(tiny: Any) -> None:
     """Without padding they are what a pass executes; in others' company they stay the same."""
     executor = MicroBatches(min_bucket=1, block=1, query_block=1, key_step=1)
+    # The number of keys that a program reads grows by an eighth of a row, here by one.
+    short = Transformer(dataclasses.replace(tiny.decoder.config, context_length=8))
+    options: dict[str, Any] = {"executor": executor, "compare": False}
     rng = np.random.default_rng(5)
-    documents = [rng.integers(0, 64, 64) for _ in range(2)]
-    run = partial(score_documents, tiny.decoder, tiny.params, policy=gated(tiny))
-    alone = [run(documents=[ids], executor=executor, compare=False) for ids in documents]
-    both = run(documents=documents, executor=executor, compare=False)
-    for one, among in zip(alone, both.documents, strict=True):
+    documents, long = [rng.integers(0, 64, 8) for _ in range(2)], rng.integers(0, 64, 128)
+    run = partial(score_documents, short, tiny.params, policy=gated(tiny), **options)
+    alone = [run(documents=[ids]) for ids in documents]
+    both = run(documents=documents)
+    wide = score_documents(
+        tiny.decoder, tiny.params, [*documents, long], gated(tiny), **options
+    ).documents
+    for one, *others in zip(alone, both.documents, wide[:2], strict=True):
         (document,) = one.documents
         assert document.quality.flops == pytest.approx(one.quality.flops)
         assert document.quality.flops_full == pytest.approx(one.quality.flops_full)
-        assert among.quality == dataclasses.replace(document.quality, nll=among.quality.nll)
+        for among in others:
+            assert among.quality == dataclasses.replace(document.quality, nll=among.quality.nll)
     ratios = {document.quality.flops / document.quality.flops_full for document in both.documents}
     assert len(ratios) == 2, "each has its own"
 

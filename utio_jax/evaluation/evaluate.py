@@ -235,9 +235,10 @@ class DocumentScore:
       log_likelihood: `[token - 1]`, of every token but the first, in nats.
       depths: `[token - 1]`, layers that the token before it ran to predict it.
       quality: its own sums. Their FLOPs are those of its own decided depths: layers, frozen K/V,
-        heads and gates, without padding; `flops_full` the same at full depth. Under an
-        `attention` pattern `flops`, `flops_ideal` and `flops_gates` are NaN: what it spares is
-        counted by batch.
+        heads and gates. They leave out padding, and the keys that a program reads after a token:
+        they depend on its depths and length alone, whatever shares its batch. `flops_full` is the
+        same at full depth. Under an `attention` pattern `flops`, `flops_ideal` and `flops_gates`
+        are NaN: what it spares is counted by batch.
     """
 
     log_likelihood: np.ndarray
@@ -392,7 +393,6 @@ def score_documents(  # noqa: PLR0913 (options, each named)
                 by,
                 prices if reasons[number] is None else {},
                 own["depths"],
-                executor=executor,
                 projects=frozen_kv(kv, decoder).projects,
             )
             if choices[number] != DENSE:
@@ -437,16 +437,15 @@ def _decided_costs(
     prices: Mapping[int, float],
     depths: np.ndarray,
     *,
-    executor: Executor | Literal["auto"],
     projects: bool,
 ) -> dict[str, Any]:
-    """Returns the costs of decided depths `[row, token]`, by the fields of `Quality`.
+    """Returns the costs of decided depths `[row, token]`, without padding, by fields of `Quality`.
 
     `prices` are the FLOPs of a decision at each of the policy's boundaries that asks any token.
     """
-    width, layers = depths.shape[1], cost.full_depth
-    key_widths = choose_executor(executor, policy, width).key_widths(width)
-    decided = partial(decided_work, cost, key_widths=key_widths)
+    layers = cost.full_depth
+    # Each token sees those up to itself. A batch's widths of keys depend on its longest row.
+    decided = partial(decided_work, cost, key_widths=range(1, depths.shape[1] + 1))
     ideal = decided(depths, projected=int(depths.max(initial=0)) * projects)
     full = decided(np.where(depths > 0, layers, 0), projected=layers)
     ends = {policy.depths[at]: policy.reads_logits(at) for at in prices}

@@ -30,7 +30,8 @@ class Scorer:
     def __init__(self, model: str, policy: Policy, *, rows: int = 16, **options: Any) -> None:
         """Loads the model: a name, or a folder that every machine can read.
 
-        Every pass has so many `rows`; options are those of `score_documents`.
+        Every pass has so many `rows`; options are those of `score_documents`. Its guardrail may
+        let a pass fall back to full depth by the pass' width, which depends on its longest row.
         """
         check_any_rows(policy, instead="Score documents of your own: score_documents.")
         self._model, self._policy = load(model), policy
