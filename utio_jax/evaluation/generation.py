@@ -69,7 +69,8 @@ def spent_on(
 
     Ended rows still cost: the batch runs on. On a mesh so do rows that only fill it up. A row's
     first token is prefill's. It is charged as one token at full depth, in `query_layers`, `flops`
-    and `flops_full` alike; the rest of prefill is the same in every mode and left out.
+    and `flops_full` alike. The rest of prefill is left out: all modes share it. What a prefill by a
+    policy saves is counted by `utio_jax.prompts.prompt_cost` alone.
     """
     groups = generated.groups
     spent = (_spent_on_group(decoder, params, mode, prompts, generated, group) for group in groups)

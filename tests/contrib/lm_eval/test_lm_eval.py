@@ -23,6 +23,7 @@ from lm_eval.tasks import TaskManager
 from scipy.special import log_softmax
 
 from utio_jax.contrib.lm_eval import UtioLM
+from utio_jax.core.flops import token_cost
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.base import Plain
 from utio_jax.decoding.generate import generate
@@ -32,6 +33,7 @@ from utio_jax.decoding.prefill import Prefill
 from utio_jax.models.checkpoint import Model
 from utio_jax.policies.depth import uniform
 from utio_jax.prompts.choice import PromptChoice
+from utio_jax.prompts.evaluate import prompt_cost
 
 CONTEXT = 64
 DRAFTS = Lossless(exit=2, max_draft=3)
@@ -216,6 +218,21 @@ def test_contexts_are_read_shallowly_and_what_follows_in_full(model: Model) -> N
     (prompt,) = model.encode([asked[0]])
     alone = generate(model.decoder, model.params, [prompt], max_new_tokens=6, prefill=prefill)
     assert new_text(model.tokenizer, prompt, alone.token_ids[0]).startswith(text)
+
+
+def test_prompts_that_are_read_shallowly_are_paid_for_once(model: Model) -> None:
+    """A text of one token is its prompt's pass and a head."""
+    choice = PromptChoice(stop=2, deep=0.5, kv="propagate")
+    prefill = Prefill(policy=choice.policy(model.decoder), kv=choice.kv)
+    lm, text = adapter(model, prefill=prefill), "x = 1\n" * 12
+    ask(lm.generate_until, (text, {"until": ["#"], "max_gen_toks": 1}))
+    options: dict[str, Any] = {"max_new_tokens": 1, "prefill": prefill}
+    result = generate(model.decoder, model.params, model.encode([text]), **options)
+    read = prompt_cost(model.decoder, model.params, result)
+    head = token_cost(model.decoder, model.params).head
+    assert read.flops_ratio < 1
+    expected = (read.flops + head) / (read.flops_full + head)
+    assert lm.report()["flops_ratio"] == pytest.approx(expected, rel=1e-9)
 
 
 TEXTS = ["def mean(values):", "import", "class Policy:\n    name = 1\n" * 3]

@@ -17,10 +17,12 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows
 
+from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.documents import Batch, batches_of, check_text, row_widths
+from utio_jax.core.flops import token_cost
 from utio_jax.core.lens import with_config
 from utio_jax.decoding.base import Mode, Plain
-from utio_jax.decoding.generate import generate_text
+from utio_jax.decoding.generate import Generated, generate_text
 from utio_jax.decoding.loop import Lengths
 from utio_jax.decoding.prefill import Prefill
 from utio_jax.decoding.sampling import SamplingParams
@@ -30,6 +32,7 @@ from utio_jax.models.gguf.header import read_header
 from utio_jax.models.huggingface import read_json
 from utio_jax.policies.base import Policy
 from utio_jax.policies.depth import check_any_rows
+from utio_jax.prompts.evaluate import prompt_cost
 from utio_jax.staircase.prompts import PromptImportance
 from utio_jax.staircase.reference import check_kv
 from utio_jax.staircase.score import Comparison, full_depth
@@ -74,7 +77,8 @@ class UtioLM(TemplateLM):
 
     Attributes:
       scored: sums over texts that were scored.
-      spent: costs of texts that were written.
+      spent: costs of texts that were written; with a prefill `flops` and `flops_full` have those of
+        their prompts, too.
     """
 
     def __init__(
@@ -322,6 +326,8 @@ class UtioLM(TemplateLM):
             lengths=Lengths(prompt_step=next(width for width in widths if width >= longest)),
         )
         self.spent += spent_on(decoder, params, self.mode, prompts, result)
+        if self.prefill is not None:
+            self.spent += _spent_on_prompts(decoder, params, result)
         return result.texts
 
     def _count(self, kind: str, *, truncated: bool = False) -> None:
@@ -333,7 +339,9 @@ class UtioLM(TemplateLM):
         """Returns tokens, FLOPs over full depth's, and the mode of each kind of request.
 
         `executed` is `full`, `adaptive`, `lossless`, or `prompt`, where contexts were read
-        shallowly; `truncated` requests had tokens cut from their left to fit the context.
+        shallowly; `truncated` requests had tokens cut from their left to fit the context. Prompts
+        of written texts are in both sums of `flops_ratio` if a prefill reads them. Without one they
+        run in full in every mode, and are in neither.
 
         Raises:
           ValueError: nothing was executed.
@@ -353,6 +361,14 @@ class UtioLM(TemplateLM):
             "tokens": scored.tokens + spent.tokens,
             "flops_ratio": (scored.flops + spent.flops) / full,
         }
+
+
+def _spent_on_prompts(decoder: Decoder, params: Params, generated: Generated) -> Quality:
+    """Returns the FLOPs of prompts, without the token of each that `spent_on` charges."""
+    read, layers = prompt_cost(decoder, params, generated), decoder.config.num_layers
+    rows = sum(group.rows for group in generated.groups)
+    first = rows * float(token_cost(decoder, params).layers(layers, generated.key_widths[0]))
+    return Quality(flops=read.flops - first, flops_full=read.flops_full - first)
 
 
 def _opening(model: Any) -> list[int]:
