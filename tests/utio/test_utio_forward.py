@@ -307,6 +307,28 @@ def test_plans_that_do_not_fit_are_named(tiny, kind, plan, message):
         utio_forward(decoder, tiny.params, *rows_of(tiny), dataclasses.replace(PLAN, **plan))
 
 
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        (
+            {"weights": (0, 1, 0), "heat": False},
+            "Wanted attention heat, the only signal.*heat=True",
+        ),
+        ({"weights": (-0.5, 1.0, 1.0)}, "three finite weights of at least 0"),
+        ({"weights": (0.0, 0.0, 0.0)}, "one of them above 0"),
+    ],
+)
+def test_weights_that_jit_would_not_see_are_refused_by_the_plan(plan, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(PLAN, **plan)
+    arrays = jax.tree.map(jnp.asarray, PLAN)  # As gradients are, whose signs are free.
+    assert jax.tree.map(jnp.negative, arrays).weights[0] == -0.5
+    axes = jax.tree.map(lambda _: 0, PLAN)
+    assert jax.vmap(lambda plan: plan.weights[1], in_axes=(axes,))(
+        jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), arrays)
+    ).tolist() == [0.25, 0.25]
+
+
 @pytest.mark.usefixtures("unchecked_shapes")
 def test_a_policy_is_not_a_plan(tiny):
     policy: Any = uniform(4)

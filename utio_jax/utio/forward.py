@@ -52,7 +52,7 @@ from utio_jax.staircase.exit_head import map_tokens
 from utio_jax.staircase.reference import dense_keys_values, positions_of, read_side_by_side
 from utio_jax.staircase.score import check_rows, labels_of
 from utio_jax.utio.buckets import Buckets, bucket_tokens, rank_ends
-from utio_jax.utio.importance import Weights, embedding_outlier, weigh
+from utio_jax.utio.importance import Weights, check_weights, embedding_outlier, weigh
 
 
 @pytree
@@ -72,6 +72,9 @@ class UtioPlan:
       heat: True to count the attention that a token receives, as UTIO does; then later tokens enter
         its score. False gives the weight to the other two signals. Static.
       min_bucket: tokens of a block. Static.
+
+    Raises:
+      ValueError: numbers as weights that no score can have; arrays are not read.
     """
 
     depths: tuple[int, ...] = static()
@@ -81,6 +84,15 @@ class UtioPlan:
     mean_state: Float[Array, " dim"] | None = None
     heat: bool = static(default=True)
     min_bucket: int = static(default=64)
+
+    def __post_init__(self) -> None:
+        # Under jit weights are traced: here is the last place that sees them. While pytrees are
+        # rebuilt they may be anything, such as axes of `jax.vmap`, which are integers of 0.
+        numbers = isinstance(self.weights, (list, tuple)) and all(
+            isinstance(weight, (int, float, np.number)) for weight in self.weights
+        )
+        if numbers and any(weight or not isinstance(weight, int) for weight in self.weights):
+            check_weights(self.weights, heat=self.heat)
 
 
 @pytree

@@ -128,6 +128,16 @@ def weigh(
       ValueError: weights that are not three finite numbers of at least 0, or none above 0 that
         counts.
     """
+    check_weights(weights, heat=heat is not None)
+    of_entropy, of_heat, of_outlier = weights
+    if heat is not None:
+        return of_entropy * entropy + of_outlier * outlier + of_heat * heat
+    scale = (of_entropy + of_heat + of_outlier) / (of_entropy + of_outlier)
+    return scale * of_entropy * entropy + scale * of_outlier * outlier
+
+
+def check_weights(weights: Weights, *, heat: bool) -> None:
+    """Raises the errors of `weigh`, with or without `heat`; traced weights are not known."""
     known = [weight for weight in weights if not isinstance(weight, Tracer)]
     traced = isinstance(weights, Tracer) or len(known) < len(weights)
     usable = traced or (
@@ -138,13 +148,8 @@ def weigh(
             "Wanted three finite weights of at least 0 (entropy, heat, outlier), one of them above "
             f"0. Got weights={weights}."
         )
-    of_entropy, of_heat, of_outlier = weights
-    if heat is not None:
-        return of_entropy * entropy + of_outlier * outlier + of_heat * heat
-    if not traced and of_entropy + of_outlier <= 0:
+    if not heat and not traced and weights[0] + weights[2] <= 0:
         raise ValueError(
             f"Wanted attention heat, the only signal with a weight in weights={weights}. Got "
-            "attn_heat=None. Pass heat, or weigh entropy or outlier."
+            "none. Pass heat (a plan: heat=True), or weigh entropy or outlier."
         )
-    scale = (of_entropy + of_heat + of_outlier) / (of_entropy + of_outlier)
-    return scale * of_entropy * entropy + scale * of_outlier * outlier
