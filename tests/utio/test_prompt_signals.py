@@ -16,6 +16,7 @@ from helpers.models import Model, live_params
 from helpers.shared_kv import KINDS
 
 from utio_jax.models import TINY, Transformer
+from utio_jax.policies.base import Boundary
 from utio_jax.staircase import MicroBatches, PromptImportance, staircase
 from utio_jax.utio.signals import AttentionHeat, PromptSurrogate
 
@@ -88,6 +89,33 @@ def test_heat_is_what_the_last_queries_look_at(name: str) -> None:
     result = scores_of(model, AttentionHeat(queries=queries), ids, lengths)
     real = np.arange(24) < np.asarray(lengths)[:, None]
     np.testing.assert_allclose(result[real], heat[real], atol=1e-4)
+
+
+def test_the_mean_of_a_long_float16_prompt_is_a_number(
+    tiny: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its states' sum is above what float16 holds; the mean is not."""
+    monkeypatch.setattr(AttentionHeat, "__call__", lambda *_: (jnp.zeros((1, 8)), None))
+    x = 2e4 * jax.random.normal(jax.random.key(0), (1, 8, 32)) + 3e4
+
+    def score(x: jax.Array) -> jax.Array:
+        def map_logits(function: Any, *arrays: jax.Array) -> jax.Array:
+            return function(jnp.zeros((8, 5)), *(array[0] for array in arrays))[None]
+
+        boundary = Boundary(
+            x=x,
+            positions=jnp.arange(8)[None],
+            live=jnp.ones((1, 8), bool),
+            params=tiny.params,
+            depth=2,
+            decoder=tiny.decoder,
+            map_live=map_logits,
+            map_logits=map_logits,
+        )
+        return PromptSurrogate()(0, boundary, None)[0]
+
+    half = jnp.clip(x, -6e4, 6e4).astype(jnp.float16)
+    np.testing.assert_allclose(score(half), score(half.astype(jnp.float32)), rtol=1e-5)
 
 
 @pytest.mark.check

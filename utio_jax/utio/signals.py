@@ -185,7 +185,8 @@ class PromptSurrogate(AttentionHeat):
         heat, memory = super().__call__(index, boundary, memory)
         live, x = boundary.live[:, :, None], boundary.x
         count = jnp.maximum(jnp.sum(live, axis=1, keepdims=True), 1)
-        mean = jnp.sum(jnp.where(live, x, 0), axis=1, keepdims=True) / count
+        total = jnp.sum(jnp.where(live, x, 0).astype(jnp.float32), axis=1, keepdims=True)
+        mean = total / count  # In float32: float16 ends at 65,504.
 
         @jax.vmap
         def surrogate(logits: jax.Array, heat: jax.Array, x: jax.Array, mean: jax.Array):
