@@ -103,6 +103,8 @@ def test_outlier_knows_same_opposite_orthogonal_and_directionless():
     states = jnp.asarray([[3.0, 0.0], [-1.0, 0.0], [0.0, 5.0], [0.0, 0.0]])
     np.testing.assert_allclose(embedding_outlier(states, batch_mean=mean), [0, 2, 1, 1], atol=1e-6)
     np.testing.assert_array_equal(embedding_outlier(states, batch_mean=jnp.zeros(2)), np.ones(4))
+    slopes = jax.grad(lambda x: embedding_outlier(x, batch_mean=mean).sum())(states)
+    np.testing.assert_allclose(slopes, [[0, 0], [0, 0], [-0.2, 0], [0, 0]], atol=1e-6)
 
 
 @pytest.mark.parametrize("lead", [(5,), (2, 5), (2, 3, 5)])

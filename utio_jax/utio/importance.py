@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """UTIO's surrogate importance: predictive entropy, attention heat, embedding outlier, their sum.
 
-    x, logits, heat = floor_states(decoder, params, token_ids, lengths, depth=8)
+    x, logits, heat = floor_states(decoder, params, token_ids, squares, depth=8)
     scores = surrogate_importance(logits, heat, x)      # [batch, token]
 
 Pure functions of arrays; all accumulate in float32. A score adds nats of entropy and two numbers
@@ -51,7 +51,7 @@ def embedding_outlier(
         the mean over all leading axes, so that later tokens and other rows enter the score; fine
         for analysis, not for causal routing.
 
-    A state or mean of norm zero has no direction; its outlier is 1. NaN stays NaN.
+    A state or mean of norm zero has no direction; its outlier is 1, its gradient 0. NaN stays NaN.
     """
     check_floats(embeddings, "embeddings", "[..., token, dim]", 2)
     states = embeddings.astype(jnp.float32)
@@ -64,8 +64,11 @@ def embedding_outlier(
             f"Wanted a mean (batch_mean, mean_state) of shape {states.shape[-1:]}, the embeddings' "
             f"last axis. Got {mean.shape}."
         )
-    norms = jnp.linalg.norm(states, axis=-1) * jnp.linalg.norm(mean)
-    nowhere = norms == 0
+    # Roots of 1 where there is no direction: the slope of a root at 0 would make gradients NaN.
+    squares = [jnp.sum(vector * vector, axis=-1) for vector in (states, mean)]
+    of_state, of_mean = (jnp.sqrt(jnp.where(square == 0, 1.0, square)) for square in squares)
+    norms = of_state * of_mean
+    nowhere = (squares[0] == 0) | (squares[1] == 0) | (norms == 0)
     return 1.0 - jnp.where(nowhere, 0.0, states @ mean / jnp.where(nowhere, 1.0, norms))
 
 
