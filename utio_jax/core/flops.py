@@ -72,7 +72,9 @@ def _sub_jaxprs(equation: Any) -> list[Any]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TokenCost:
-    """Cost of one token, in FLOPs of matrix products.
+    """Cost of one token, in FLOPs of the matrix products of layers and heads.
+
+    Products inside a decoder's `embed` are left out: those of image patches, a T5's encoder.
 
     Attributes:
       query: queries, output projection and MLP of one layer.

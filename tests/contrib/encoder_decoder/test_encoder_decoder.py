@@ -19,7 +19,7 @@ from tokenizers import Tokenizer, decoders, models
 
 import utio_jax
 from utio_jax.contrib.encoder_decoder import OnTargets, read_sources, source_rows
-from utio_jax.core.flops import token_cost
+from utio_jax.core.flops import count_matmul_flops, token_cost
 from utio_jax.decoding.generate import generate_text
 from utio_jax.decoding.loop import Lengths
 from utio_jax.policies import given_depths, random_depths
@@ -175,6 +175,11 @@ def test_costs_are_those_of_t5_per_block() -> None:
     block = 2 * (4 * dim * inner + 2 * dim * inner + 3 * dim * wide)
     assert 2 * (cost.query + cost.keys_values) == block
     assert cost.attention_per_key == 4 * inner
+    # The encoder is in none of these, and counts as a model of its own.
+    sources = jnp.asarray(source_rows(model.decoder, [[5] * SOURCE])[0][None, :SOURCE])
+    place = token_cost(model.decoder.encoder, model.params).layers(2, SOURCE)
+    encoded = count_matmul_flops(model.decoder.encode, model.params, sources)
+    assert encoded == SOURCE * place
 
 
 def test_a_text_is_its_new_tokens_alone() -> None:

@@ -301,6 +301,7 @@ class T5:
         The encoder needs whole sources: rows that begin at position 0 and are wider than
         `source_tokens`. A source's token in any other block gets NaN, and so does what reads it.
         Padding of sources gets zeros, by which `keys_values` knows it.
+        `TokenCost` leaves the encoder out.
         """
         first = self.config.source_tokens
         x = params["embedding"]["embedding"][token_ids]

@@ -124,7 +124,10 @@ class Encoded:
     work: Work
 
     def flops(self, encoder: Encoder, params: Params, policy: Policy | None = None) -> float:
-        """Returns the FLOPs of all matrix products, padding included, and of a policy's scores."""
+        """Returns the FLOPs of layers and classifiers, padding included, and of a policy's scores.
+
+        Products inside `embed` are left out, such as those of patches: all rows run them once.
+        """
         gates = 0.0 if policy is None else gate_flops(encoder, params, policy, self.work)
         return token_cost(encoder, params).flops(self.work, gates=gates)
 
