@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from helpers.folders import STOCK as FOLDER
 from helpers.folders import changed_copy, save_piece_tokenizer
-from helpers.gguf_files import write_gguf, write_with_pieces
+from helpers.gguf_files import write_with_pieces
 from helpers.texts import new_text
 from sharing import shared_above
 from tokenizers import AddedToken, Tokenizer
@@ -310,7 +310,8 @@ def test_a_model_without_a_template_says_so_and_what_to_do(tmp_path: Path) -> No
     with pytest.raises(ValueError, match=r"Wanted a model with a chat template.*generate contin"):
         load(FOLDER / "llama").chat(HELLO)
     file = tmp_path / "m.gguf"
-    write_gguf(file, FOLDER / "llama", arch="llama")
+    write_with_pieces(file, FOLDER / "llama", bos=0)
+    assert load(file).special_tokens == {"bos_token": "<|endoftext|>"}
     with pytest.raises(ValueError, match=r"put its template at .*m\.chat_template\.jinja"):
         load(file).chat(HELLO)
     (tmp_path / "m.chat_template.jinja").write_text("beside")

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers.cases import log_probabilities
+from helpers.folders import edit_json
 from helpers.serving import (
     CONTEXT,
     Running,
@@ -453,8 +454,12 @@ def test_a_model_without_a_template_says_so(
     server: Running, model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Your own class has no such attribute, and a folder without a template raises."""
-    bare = load(small_folder(tmp_path, template=None))
-    assert ServedModel(name="small", text=bare).chat is None
+    folder = small_folder(tmp_path, template=None)
+    mark = load(folder).tokenizer.id_to_token(7)
+    edit_json(folder / "tokenizer_config.json", bos_token={"content": mark}, add_bos_token=True)
+    bare = ServedModel(name="small", text=load(folder))
+    assert bare.chat is None
+    assert bare.special_tokens == {"bos_token": mark, "eos_token": "<|endoftext|>"}
     parts = ("decoder", "params", "tokenizer", "encode")
     text: Any = SimpleNamespace(**{part: getattr(model, part) for part in parts})
     service = server.server.app

@@ -126,16 +126,15 @@ def find_template(path: Path, keys: Mapping[str, Any] | None = None) -> ChatTemp
     """Returns the chat template of a model. Raises ValueError where it has none.
 
     It lies in a folder's `chat_template.jinja` or `tokenizer_config.json`, or in the metadata
-    `keys` of a GGUF file, next to which a `NAME.chat_template.jinja` wins. Special tokens are those
-    of `tokenizer_config.json`; what it lacks, `special_tokens_map.json` has in older folders.
-    Further templates are in the same place, by name.
+    `keys` of a GGUF file, next to which a `NAME.chat_template.jinja` wins. Further templates are in
+    the same place, by name.
     """
     if keys is None:
         file = path / "chat_template.jinja"
-        named, special = _from_folder(path)
+        named = _from_folder(path)
     else:
         file = path.with_suffix(".chat_template.jinja")
-        named, special = _from_keys(keys)
+        named = _from_keys(keys)
     if file.is_file():
         others = file.parent.glob("additional_chat_templates/*.jinja") if keys is None else ()
         named = {other.stem: other.read_text("utf-8") for other in sorted(others)}
@@ -151,7 +150,31 @@ def find_template(path: Path, keys: Mapping[str, Any] | None = None) -> ChatTemp
             f"Wanted a model with a chat template. {path} has none, so it was hardly trained to "
             f"chat: generate continues texts instead. If it was, put its template at {file}."
         )
+    special = find_special_tokens(path, keys)
     return ChatTemplate(template=template, special_tokens=special, named=named)
+
+
+def find_special_tokens(path: Path, keys: Mapping[str, Any] | None = None) -> dict[str, str]:
+    """Returns the texts of a model's special tokens, by names as `eos_token`.
+
+    They are those of the metadata `keys` of a GGUF file, or of a folder's `tokenizer_config.json`;
+    what it lacks, `special_tokens_map.json` has in older folders. Raises ValueError if one of these
+    is no JSON object.
+    """
+    special = dict[str, str]()
+    if keys is not None:
+        pieces = keys.get("tokenizer.ggml.tokens")
+        for name, key in _SPECIAL.items():
+            index = stored_id(keys, key)
+            if isinstance(pieces, list) and isinstance(index, int) and 0 <= index < len(pieces):
+                special[name] = pieces[index]
+        return special
+    for name in ("special_tokens_map.json", _SETTINGS):  # The latter wins.
+        config = _settings(path / name)
+        tokens = {key: text for key, text in config.items() if key.endswith("_token")}
+        tokens = {k: t.get("content") if isinstance(t, dict) else t for k, t in tokens.items()}
+        special |= {key: text for key, text in tokens.items() if isinstance(text, str)}
+    return special
 
 
 def encode_chat(model: Any, messages: Messages, /, **variables: Any) -> np.ndarray:
@@ -220,19 +243,16 @@ def _entries(message: Mapping[str, Any]) -> dict[str, Any]:
     return {_REASONING[1]: reasoning, **entries, _REASONING[0]: reasoning}
 
 
-def _from_folder(folder: Path) -> tuple[dict[str, str], dict[str, str]]:
-    config, special = dict[str, Any](), dict[str, str]()
-    for name in ("special_tokens_map.json", "tokenizer_config.json"):  # The latter wins.
-        file = folder / name
-        config = read_json(file, "a tokenizer's config") if file.is_file() else {}
-        tokens = {key: text for key, text in config.items() if key.endswith("_token")}
-        tokens = {k: t.get("content") if isinstance(t, dict) else t for k, t in tokens.items()}
-        special |= {key: text for key, text in tokens.items() if isinstance(text, str)}
-    stored = config.get("chat_template")
+def _settings(file: Path) -> dict[str, Any]:
+    return read_json(file, "a tokenizer's config") if file.is_file() else {}
+
+
+def _from_folder(folder: Path) -> dict[str, str]:
+    stored = _settings(folder / _SETTINGS).get("chat_template")
     if isinstance(stored, list):  # Several, by name.
         entries = (entry for entry in stored if isinstance(entry, dict))
         stored = {str(entry.get("name")): entry.get("template") for entry in entries}
-    return _by_name(stored), special
+    return _by_name(stored)
 
 
 def _by_name(stored: Any) -> dict[str, str]:
@@ -241,6 +261,7 @@ def _by_name(stored: Any) -> dict[str, str]:
     return {name: text for name, text in named.items() if isinstance(text, str) and text}
 
 
+_SETTINGS = "tokenizer_config.json"
 _SPECIAL = {
     "bos_token": "bos_token_id",
     "eos_token": "eos_token_id",
@@ -249,15 +270,10 @@ _SPECIAL = {
 }
 
 
-def _from_keys(keys: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, str]]:
-    pieces, special = keys.get("tokenizer.ggml.tokens"), {}
-    for name, key in _SPECIAL.items():
-        index = stored_id(keys, key)
-        if isinstance(pieces, list) and isinstance(index, int) and 0 <= index < len(pieces):
-            special[name] = pieces[index]
+def _from_keys(keys: Mapping[str, Any]) -> dict[str, str]:
     name = "tokenizer.chat_template"
     own = {key.removeprefix(f"{name}."): text for key, text in keys.items() if key.startswith(name)}
-    return _by_name({"default": own.pop(name, None), **own}), special
+    return _by_name({"default": own.pop(name, None), **own})
 
 
 @lru_cache(maxsize=8)

@@ -65,6 +65,7 @@ from utio_jax.models.chat import (
     ChatTemplate,
     Messages,
     encode_chat,
+    find_special_tokens,
     find_template,
     turn_ends,
 )
@@ -279,8 +280,20 @@ class Model:
     @cached_property
     def chat_template(self) -> ChatTemplate:
         """The template that renders messages as text. Raises ValueError if there is none."""
-        keys = read_header(self.folder).keys if self.folder.is_file() else None
-        return find_template(self.folder, keys)
+        return find_template(self.folder, self._keys)
+
+    @cached_property
+    def special_tokens(self) -> Mapping[str, str]:
+        """Texts of the special tokens that the model's files name, by names as `eos_token`.
+
+        A model without a chat template has them, too.
+        """
+        return find_special_tokens(self.folder, self._keys)
+
+    @property
+    def _keys(self) -> Mapping[str, Any] | None:
+        """Metadata of a GGUF file; None for a folder."""
+        return read_header(self.folder).keys if self.folder.is_file() else None
 
     def mode(
         self,

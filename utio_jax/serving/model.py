@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Mapping
@@ -84,11 +85,17 @@ class ServedModel:
 
     @functools.cached_property
     def special_tokens(self) -> Mapping[str, str]:
-        """Texts of `eos_token`, `bos_token` and others, by name."""
+        """Texts of `eos_token`, `bos_token` and others, by name.
+
+        They are those of the model's files, with a chat template or without; an end that these do
+        not name is the config's.
+        """
         ends = self.text.decoder.config.eos_ids
         text = self.text.tokenizer.id_to_token(ends[0]) if ends else None
-        own = {} if text is None else {"eos_token": text}
-        return {**own, **({} if self.chat is None else self.chat.special_tokens)}
+        named: dict[str, str] = {} if text is None else {"eos_token": text}
+        with contextlib.suppress(ValueError):
+            named |= getattr(self.text, "special_tokens", {})
+        return named if self.chat is None else {**named, **self.chat.special_tokens}
 
     def slot_tokens(self, capacity: int | None) -> int:
         """Returns the tokens of a slot: by default the model's context, 2048 at most."""

@@ -28,8 +28,8 @@ from utio_jax.decoding.prefill import Prefill
 from utio_jax.decoding.sampling import SamplingParams
 from utio_jax.evaluation.evaluate import Quality, evaluate
 from utio_jax.evaluation.generation import spent_on
+from utio_jax.models.chat import find_special_tokens
 from utio_jax.models.gguf.header import read_header
-from utio_jax.models.huggingface import read_json
 from utio_jax.policies.base import Policy
 from utio_jax.policies.depth import check_any_rows
 from utio_jax.prompts.evaluate import prompt_cost
@@ -392,12 +392,6 @@ def _bos_of(model: Any) -> int | None:
     folder = getattr(model, "folder", None)
     if folder is None:
         return None
-    if folder.is_file():
-        stored = read_header(folder).keys.get("tokenizer.ggml.bos_token_id")
-        return stored if isinstance(stored, int) else None
-    text = None
-    for name in ("special_tokens_map.json", "tokenizer_config.json"):  # The latter wins.
-        if (folder / name).is_file():
-            text = read_json(folder / name, "a tokenizer's config").get("bos_token", text)
-    text = text.get("content") if isinstance(text, dict) else text
-    return model.tokenizer.token_to_id(text) if isinstance(text, str) else None
+    keys = read_header(folder).keys if folder.is_file() else None
+    text = find_special_tokens(folder, keys).get("bos_token")
+    return None if text is None else model.tokenizer.token_to_id(text)

@@ -19,7 +19,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from utio_jax.core.decoder import Params
-from utio_jax.models.chat import find_template
+from utio_jax.models.chat import find_special_tokens, find_template
 from utio_jax.models.families import FAMILIES, read_config
 from utio_jax.models.gguf.architectures import (
     OTHER_PARTS,
@@ -118,9 +118,9 @@ def files_beside_weights(file: Path) -> tuple[dict[str, Any], dict[str, str]]:
     with suppress(ValueError):
         texts["tokenizer.json"] = tokenizer_of(file).to_str(pretty=True)
         settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+    settings |= find_special_tokens(file, header.keys)
     with suppress(ValueError):
         chat = find_template(file, header.keys)
-        settings |= chat.special_tokens
         texts["chat_template.jinja"] = chat.template
         for name, template in chat.named.items():
             texts[f"additional_chat_templates/{name}.jinja"] = template
