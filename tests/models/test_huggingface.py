@@ -146,7 +146,9 @@ def settings(case: str, **changes: Any) -> Any:
 def test_defaults_and_precedence_are_those_of_transformers() -> None:
     assert settings("mistral", sliding_window="absent").windows == (4096,) * 3
     assert settings("mistral", sliding_window=None).windows == ()
-    assert settings("mistral", layer_types=["full_attention"] * 3).windows == (6, 6, 6)
+    kinds = ["full_attention", "sliding_attention", "full_attention"]
+    assert settings("mistral", layer_types=kinds).windows == (0, 6, 0)
+    assert settings("mistral", layer_types=None).windows == (6, 6, 6)
     assert settings("qwen2", use_sliding_window=False, layer_types="absent").windows == ()
     stretched = {"rope_type": "linear", "factor": 4.0}
     both = settings("llama", rope_scaling=stretched, rope_parameters={"rope_theta": 5e5})

@@ -180,7 +180,8 @@ def _llama(read: Reader) -> dict[str, Any]:
 
 
 def _mistral(read: Reader) -> dict[str, Any]:
-    return _llama_like(read, is_local=lambda _: True)
+    # With layer_types transformers reads the folder as a Ministral, whose layers differ by them.
+    return _llama_like(read, is_local=read.local_layers(read.layers(), lambda _: True))
 
 
 def _qwen(read: Reader) -> dict[str, Any]:
