@@ -196,6 +196,32 @@ def test_conversations_that_are_none_are_refused(server: Running, name: str) -> 
     assert server.ask("/v1/chat/completions", expected).error["param"] == "top_logprobs"
 
 
+def test_of_a_field_of_several_kinds_the_fault_is_named(server: Running) -> None:
+    """Each value is of another kind than the first of its field, a text."""
+    for fields, message in (
+        ({"prompt": [5, -1]}, "prompt.1: Input should be greater than or equal to 0."),
+        ({"prompt": [[5], [2**31]]}, "prompt.1.0: Input should be less than 2147483648."),
+        ({"stop": [""]}, "stop.0: String should have at least 1 character."),
+        ({"stop": ["x"] * 5}, "stop: List should have at most 4 items after validation, not 5."),
+        ({"prompt": 3}, "prompt: Input should be a valid string."),
+    ):
+        result = server.ask("/v1/completions", completion("x") | fields)
+        assert result.error["message"] == message
+    result = server.ask("/v1/chat/completions", chat("x") | {"messages": MESSAGES["an image"]})
+    assert result.error["message"] == "messages.0.content.0.type: Input should be 'text'."
+
+
+def test_a_request_for_no_token_is_refused_by_the_name_of_its_limit(server: Running) -> None:
+    plain = server.completion("x", max_tokens=0).error
+    assert plain["message"] == "Wanted max_tokens of at least 1, or echo=true. Got 0."
+    for limit in ("max_tokens", "max_completion_tokens"):
+        error = server.ask("/v1/chat/completions", chat("x") | {limit: 0}).error
+        assert (error["message"], error["param"]) == (
+            f"Wanted {limit} of at least 1. Got 0.",
+            limit,
+        )
+
+
 NULLS = [None] * 150_000
 NAMES = {f"name {number}": 0 for number in range(50_000)}
 FLOODS: dict[str, tuple[Any, str, dict[str, Any]]] = {

@@ -111,11 +111,23 @@ _KIND = re.compile(r"str$|constrained-|list\[")
 """Kinds of a field that pydantic has tried: they stand in a place like names."""
 
 
+def _most_telling(errors: Any) -> Any:
+    """Returns the error that a client learns most from.
+
+    A field of several kinds has errors of each kind. One of a wrong type says little: the value is
+    of another kind, whose own error says what is wrong with it.
+    """
+    for error in errors:
+        if error["type"] in ("too_long", "too_short"):
+            return error
+    of_field = [error for error in errors if error["loc"][:2] == errors[0]["loc"][:2]]
+    telling = [error for error in of_field if not error["type"].endswith("_type")]
+    return max(telling, key=lambda error: len(error["loc"]), default=errors[0])
+
+
 def _invalid(errors: Any) -> ApiError:
     """Returns the 400 for an invalid body, with the name of the field."""
-    # Of a list that may be of several kinds, not that it is no text, but that it is too long.
-    first = next((error for error in errors if error["type"] in ("too_long", "too_short")), None)
-    first = first or errors[0]
+    first = _most_telling(errors)
     if first["type"] == "json_invalid":
         return ApiError(400, f"Wanted a body in JSON. {first['ctx']['error']}.")
     if first["loc"] == ("body",):

@@ -173,7 +173,10 @@ class Reader:
         for row, prompt in enumerate(prompts):
             self._check_prompt(prompt, most, f" in prompt {row}" if len(prompts) > 1 else "")
         if not most and not body.echo:
-            raise _refused("Wanted max_tokens of at least 1, or echo=true. Got 0.", "max_tokens")
+            is_chat = isinstance(body, ChatRequest)
+            limit = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+            instead = "" if is_chat else ", or echo=true"
+            raise _refused(f"Wanted {limit} of at least 1{instead}. Got 0.", limit)
         options, about = self._engine_options(body.utio)
         own = () if body.ignore_eos else eos_ids
         ends = tuple(dict.fromkeys((*own, *(body.stop_token_ids or ()))))
