@@ -98,6 +98,8 @@ def test_fields_that_would_be_missed_are_refused_by_name(server: Running) -> Non
                 expected = f"{name}: not supported by this server. Leave it out."
                 assert result.error["message"].startswith(expected)
             assert name in result.error["message"]
+    messages = {"messages": chat("x")["messages"], "add_special_tokens": True}
+    assert server.ask("/tokenize", messages).error["param"] == "add_special_tokens"
     constrained = server.completion("x", response_format={"type": "json_object"})
     assert "logits_processor" in constrained.error["message"]
 

@@ -309,6 +309,12 @@ def _add_models(app: APIRouter, service: Application) -> None:
         if (body.prompt is None) == (body.messages is None):
             raise ApiError(400, "Wanted prompt or messages, one of the two.", param="prompt")
         if body.messages is not None:
+            if body.add_special_tokens:
+                message = (
+                    "Wanted add_special_tokens=false with messages: the chat template writes them. "
+                    "Got true. Leave it out."
+                )
+                raise ApiError(400, message, param="add_special_tokens")
             ids = await reader.conversation(body.messages)
         else:
             assert body.prompt is not None
