@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """UTIO's surrogate importance: predictive entropy, attention heat, embedding outlier, their sum.
 
-    x, logits, heat = floor_states(decoder, params, token_ids, squares, depth=8)
+    x, logits, heat = floor_states(decoder, params, token_ids, lengths, depth=8)
     scores = surrogate_importance(logits, heat, x)      # [batch, token]
 
 Pure functions of arrays; all accumulate in float32. A score adds nats of entropy and two numbers
