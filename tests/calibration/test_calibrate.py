@@ -20,7 +20,9 @@ from helpers.models import assert_equal, plain_nll
 from utio_jax.calibration.calibrate import calibrate
 from utio_jax.calibration.compare import hindsight_policies
 from utio_jax.calibration.gates import SIGNALS, fit_gates, fit_linear_gates, worth_going_deeper
+from utio_jax.calibration.goals import Budgets
 from utio_jax.calibration.lens import fit_lens
+from utio_jax.calibration.search import ThresholdSearch
 from utio_jax.calibration.studies import (
     check_varied,
     predicted_tokens,
@@ -192,10 +194,10 @@ def test_signals_are_calibrated_and_survive_their_files(
 ) -> None:
     names = tuple(SIGNALS)
     fitted = calibrated(tiny, text, policies=names, budgets=(0.85,))
-    assert set(fitted.signals) == set(names)
+    assert set(fitted.signals) == set(fitted.entries)
     fitted.save(tmp_path)
     loaded = load_calibration(tmp_path, model_sha256="a" * 64)
-    result = {name for name in names if 0.85 in fitted.entries[name]}
+    result = {name for name, entries in fitted.entries.items() if 0.85 in entries}
     # Looks cost too much for the smallest of models, of 64 tokens' vocabulary and 4 layers.
     assert result >= {"learned", "classifier", "hazard", "position", "utio_before"}
     for name in result:
@@ -205,6 +207,22 @@ def test_signals_are_calibrated_and_survive_their_files(
         batch = text[:1]
         row = evaluate(tiny.decoder, tiny.params, batch, {"": theirs}, executor=EXECUTOR)[""]
         assert row.flops / row.flops_full < 1.0, name
+
+
+def test_a_policy_that_misses_its_goal_has_no_entry_and_hides_no_control(
+    tiny: Any, text: list[Batch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entry = Thresholds(depths=(1, 4), thresholds=(0.5,), fractions=(0.5, 0.5))
+    reach = lambda _, search, signal, say: ({0.5: entry} if signal.name == "position" else {}, {})  # noqa: E731
+    monkeypatch.setattr(Budgets, "reach", reach)
+    monkeypatch.setattr(ThresholdSearch, "with_row_shares", lambda *args: args[-1])
+    fitted = calibrated(tiny, text[::2], policies=("entropy", "position"))
+    assert fitted.entries == {"position": {0.5: entry}}
+    assert [*fitted.signals] == ["position"]
+    assert [*fitted.info["goals"]] == ["entropy", "position"]
+    missed = {"learned": {}, **fitted.entries}  # As files of earlier versions have it.
+    fitted = dataclasses.replace(fitted, entries=missed)
+    assert fitted.fitted["random"] == {0.5: entry}
 
 
 def test_signals_of_no_known_type_are_refused(tmp_path: Path) -> None:

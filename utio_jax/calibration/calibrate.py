@@ -110,6 +110,8 @@ def calibrate(  # noqa: PLR0913 (options, each named)
             f"Wanted a goal that some policy reaches; {name} gets as cheap as "
             f"{search.cheapest(signals[name]):.3f}. Got {goals}. Ask for less."
         )
+    entries = {name: fitted for name, fitted in entries.items() if fitted}
+    signals = {name: signals[name] for name in entries}
     info: dict[str, Any] = {
         "model_sha256": hash_params(params) if model_sha256 is None else model_sha256,
         "text": _describe(batches) if text is None else dict(text),

@@ -81,7 +81,7 @@ class Calibrate(OfWindows, OfText):
         )
         fitted, advice = result.calibration, result.verdict
         print(advice, file=sys.stderr)
-        print(f"Written: {', '.join(policies)}: {out}", file=sys.stderr)
+        print(f"Written: {', '.join(fitted.entries)}: {out}", file=sys.stderr)
         print(f"For example: {self._next(model, out)}", file=sys.stderr)
         return {
             "advice": advice,

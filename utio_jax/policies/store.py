@@ -82,8 +82,12 @@ class Calibration:
 
     @property
     def fitted(self) -> dict[str, Mapping[float, Thresholds]]:
-        """All entries; `random` has the histograms of `learned`, or else of the first policy."""
-        first = self.entries.get("learned") or next(iter(self.entries.values()), None)
+        """All entries; `random` has the histograms of `learned`, or else of the first policy.
+
+        One that missed its goal, without any, has none to deal out.
+        """
+        others = self.entries.values()
+        first = next(filter(None, (self.entries.get("learned"), *others)), None)
         return {**self.entries, **({} if first is None else {"random": first})}
 
     def entry(self, name: str, budget: float) -> Thresholds:
