@@ -30,7 +30,7 @@ from utio_jax.models.transformer import Transformer
 from utio_jax.policies import Entropy, Learned, ScoreTable, given_depths, random_depths
 from utio_jax.policies.signals import Position
 from utio_jax.staircase import MicroBatches, full_depth
-from utio_jax.staircase.pattern import AttentionPattern
+from utio_jax.staircase.pattern import DENSE, AttentionPattern
 from utio_jax.staircase.score import compare_logits, compare_states, run_score
 from utio_jax.utio import TokenSurrogate
 
@@ -70,6 +70,12 @@ def test_a_text_that_predicts_nothing_has_no_ledger(tiny: Any) -> None:
     assert (result.tokens, result.predicted) == (1, 0)
     with pytest.raises(ValueError, match="something is predicted.*Got 1 tokens that predict noth"):
         result.ledger("full", budget=None, num_layers=4)
+
+
+def test_attention_of_a_policy_that_there_is_not_is_refused(tiny: Any) -> None:
+    policies, attention = {"full": full_depth(tiny.decoder)}, {"typo": DENSE, "full": DENSE}
+    with pytest.raises(ValueError, match="names of policies, full. Got typo. Name each"):
+        evaluate(tiny.decoder, tiny.params, batches(tiny), policies, attention=attention)
 
 
 def test_a_ledger_row_is_what_the_oracle_says_it_is(tiny: Any) -> None:

@@ -92,10 +92,15 @@ def evaluate(  # noqa: PLR0913 (options, each named)
       progress: called after every policy and batch.
 
     Raises:
-      ValueError: no batches, or a policy does not fit the model.
+      ValueError: no batches, a policy does not fit the model, or `attention` names none of them.
     """
     if not batches:
         raise ValueError("Wanted at least one batch of text. Got none.")
+    if unknown := [name for name in attention or {} if name not in policies]:
+        raise ValueError(
+            f"Wanted attention patterns by the names of policies, {', '.join(policies)}. Got "
+            f"{', '.join(unknown)}. Name each as its policy."
+        )
     for policy in policies.values():
         several = isinstance(policy, Sequence)
         for single_policy in policy if several else (policy,):
