@@ -20,6 +20,7 @@ from helpers.models import Model, assert_equal
 from utio_jax import uniform
 from utio_jax.calibration.advice import advise, may_pay
 from utio_jax.calibration.lens import LensConfig, fit_lens
+from utio_jax.calibration.lens import _states as lens_states
 from utio_jax.calibration.studies import study_exits
 from utio_jax.core.decoder import apply_exit_lens
 from utio_jax.core.documents import Batch
@@ -216,6 +217,23 @@ def test_a_fit_brings_exits_closer_and_leaves_the_model_alone(
     before, after = (np.asarray(losses).sum(axis=(1, 2)) for losses in both)
     assert after[-1] == before[-1]
     assert np.all(after[:-1] < before[:-1])
+
+
+def test_a_fit_learns_from_as_many_tokens_as_it_is_told(bare: Model, text: list[Batch]) -> None:
+    predicted = sum(int(np.maximum(batch.lengths - 1, 0).sum()) for batch in text)
+    whole = lens_states(bare.decoder, bare.params, text, LensConfig())
+    assert whole.shape[1] == predicted
+    for seed in range(3):
+        config = LensConfig(tokens=512, seed=seed)
+        some = lens_states(bare.decoder, bare.params, text, config)
+        assert some.shape[1] == 512 < predicted
+        again = lens_states(bare.decoder, bare.params, text, config)
+        np.testing.assert_array_equal(some, again)
+        where = [int(np.flatnonzero((whole[0] == x).all(axis=1))[0]) for x in some[0]]
+        assert len({*where}) > 256, "alike are only tokens after the same texts"
+        assert min(where) < predicted // 10 < predicted - predicted // 10 < max(where)
+    with pytest.raises(ValueError, match="batch=512. Got tokens=300. Learn from more tokens"):
+        LensConfig(tokens=300)
 
 
 def test_classes_that_a_decoder_masks_add_nothing_to_a_fit(bare: Model, text: list[Batch]) -> None:

@@ -35,8 +35,8 @@ class LensConfig:
     """Hyperparameters of a fit.
 
     Attributes:
-      tokens: states to learn from, at most; drawn evenly from the text. Each takes `4 * dim` bytes
-        per exit.
+      tokens: states to learn from: so many of the text's, drawn evenly, or all. At least `batch`.
+        Each takes `4 * dim` bytes per exit.
       steps: of Adam, at most.
       batch: tokens per step.
       flops: of the head that the steps may take together; where the vocabulary is large they are
@@ -67,6 +67,11 @@ class LensConfig:
                 "Wanted at least 0 steps, and at least 1 token to learn from in all and in each. "
                 f"Got steps={self.steps}, tokens={self.tokens}, batch={self.batch}. With 0 steps "
                 "the lens is the regression that others start from."
+            )
+        if self.tokens < self.batch:
+            raise ValueError(
+                f"Wanted at least as many tokens as a step takes, batch={self.batch}. Got "
+                f"tokens={self.tokens}. Learn from more tokens, or take a smaller batch."
             )
 
 
@@ -210,12 +215,14 @@ def _states(
     exits = decoder.config.exits
     run = jax.jit(partial(dense_states, decoder, depths=exits))
     predicted = sum(int(np.maximum(batch.lengths - 1, 0).sum()) for batch in batches)
-    share = min(1.0, config.tokens / max(predicted, 1))
+    drawn = np.zeros(predicted, np.bool_)
     rng = np.random.default_rng(config.seed)
-    states = []
+    drawn[rng.permutation(predicted)[: config.tokens]] = True
+    states, start = [], 0
     for batch in batches:
         chosen = np.arange(batch.token_ids.shape[1]) < batch.lengths[:, None] - 1
-        chosen &= rng.random(chosen.shape) < share
+        end = start + int(chosen.sum())
+        chosen[chosen], start = drawn[start:end], end
         seen = run(params, jnp.asarray(batch.token_ids), jnp.asarray(batch.lengths))
         states.append(np.stack([np.asarray(x)[chosen] for x in seen]))
     return np.concatenate(states, axis=1)
