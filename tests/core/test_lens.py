@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import re
 from pathlib import Path
@@ -18,9 +19,9 @@ from helpers.generation import assert_greedy
 from helpers.models import Model, assert_equal
 
 from utio_jax import uniform
+from utio_jax.calibration import lens as fitting
 from utio_jax.calibration.advice import advise, may_pay
 from utio_jax.calibration.lens import LensConfig, fit_lens
-from utio_jax.calibration.lens import _states as lens_states
 from utio_jax.calibration.studies import study_exits
 from utio_jax.core.decoder import apply_exit_lens
 from utio_jax.core.documents import Batch
@@ -221,13 +222,13 @@ def test_a_fit_brings_exits_closer_and_leaves_the_model_alone(
 
 def test_a_fit_learns_from_as_many_tokens_as_it_is_told(bare: Model, text: list[Batch]) -> None:
     predicted = sum(int(np.maximum(batch.lengths - 1, 0).sum()) for batch in text)
-    whole = lens_states(bare.decoder, bare.params, text, LensConfig())
+    whole = fitting._states(bare.decoder, bare.params, text, LensConfig())
     assert whole.shape[1] == predicted
     for seed in range(3):
         config = LensConfig(tokens=512, seed=seed)
-        some = lens_states(bare.decoder, bare.params, text, config)
+        some = fitting._states(bare.decoder, bare.params, text, config)
         assert some.shape[1] == 512 < predicted
-        again = lens_states(bare.decoder, bare.params, text, config)
+        again = fitting._states(bare.decoder, bare.params, text, config)
         np.testing.assert_array_equal(some, again)
         where = [int(np.flatnonzero((whole[0] == x).all(axis=1))[0]) for x in some[0]]
         assert len({*where}) > 256, "alike are only tokens after the same texts"
@@ -301,6 +302,23 @@ def test_files(lens: Lens, model: Model, tmp_path: Path) -> None:
         (tmp_path / "lens.json").write_text(json.dumps({**stored, "exits": exits}))
         with pytest.raises(ValueError, match=match):
             load_lens(tmp_path, model_sha256="a" * 64)
+
+
+def test_a_lens_is_kept_for_windows_of_its_own_width(
+    bare: Model, lens: Lens, text: list[Batch], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fits: list[Any] = []
+    monkeypatch.setattr(fitting, "fit_lens", lambda *args, **_: fits.append(args) or lens)
+    options: Any = {"model_sha256": "a" * 64, "text": {"sha256": "b"}}
+    narrow = [dataclasses.replace(text[0], token_ids=text[0].token_ids[:, :16])]
+    run = functools.partial(
+        fitting.kept_lens, tmp_path / "lens.json", bare.decoder, bare.params, config=LensConfig()
+    )
+    for _ in range(2):
+        np.testing.assert_array_equal(run(batches=narrow, **options).matrix, lens.matrix)
+    assert len(fits) == 1
+    with pytest.raises(ValueError, match="lens of {'width': 32}.*fitted to {'width': 16}"):
+        run(batches=text, **options)
 
 
 def test_faults_are_named(bare: Model, lens: Lens, text: list[Batch]) -> None:

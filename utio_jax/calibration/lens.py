@@ -138,6 +138,7 @@ def kept_lens(
     """
     exits, say = decoder.config.exits, progress if progress is not None else lambda _: None
     info = {"model_sha256": model_sha256, "text": text, "seed": config.seed, "steps": config.steps}
+    info["width"] = batches[0].token_ids.shape[1]  # Of windows: states of longer ones are others.
     if file is not None and file.is_file():
         stored, expected = load_json(file, "a lens"), {"exits": [*exits[:-1]], **info}
         other = {key: stored.get(key) for key in expected if stored.get(key) != expected[key]}
