@@ -151,6 +151,13 @@ def known(vision: Model) -> dict[str, np.ndarray]:
     return one_by_one(vision, draw(), LENGTHS)
 
 
+def test_means_of_long_rows_are_finite_in_float16() -> None:
+    x, real = jnp.full((1, 1024, 2), 80, jnp.float16), jnp.ones((1, 1024), jnp.bool_)
+    mean = mean_of_tokens(x, real)
+    assert mean.dtype == jnp.float16
+    np.testing.assert_array_equal(mean, 80)
+
+
 @pytest.mark.parametrize(
     "name",
     [

@@ -97,8 +97,8 @@ def mean_of_tokens(
     x: Float[Array, "row token dim"], real: Bool[Array, "row token"]
 ) -> Float[Array, "row dim"]:
     """Returns the mean of each row's real tokens; zeros for a row without any."""
-    total = jnp.sum(jnp.where(real[:, :, None], x, 0), axis=1)
-    return total / jnp.maximum(jnp.sum(real, axis=1), 1).astype(x.dtype)[:, None]
+    total = jnp.sum(jnp.where(real[:, :, None], x, 0).astype(jnp.float32), axis=1)
+    return (total / jnp.maximum(jnp.sum(real, axis=1), 1)[:, None]).astype(x.dtype)
 
 
 def linear(params: Params, x: Float[Array, "*lead dim"]) -> Float[Array, "*lead out"]:
