@@ -162,7 +162,8 @@ def percentiles(values: list[float]) -> dict[str, float]:
 def measure(mode: Any, options: argparse.Namespace) -> dict[str, Any]:
     """Returns the figures of one mode."""
     arguments = ["--model", options.model, "--mode", mode, "--slots", str(options.slots)]
-    arguments += ["--capacity", str(options.capacity), "--name", "m"]
+    # The bare engine has no prefix cache, and prompts are the same in every round.
+    arguments += ["--capacity", str(options.capacity), "--name", "m", "--prefix-cache", "0"]
     if mode == "adaptive":
         arguments += ["--budget", str(options.budget)]
     drafter = options.drafter if mode == "lossless" else None
@@ -222,7 +223,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="shared-16")
     parser.add_argument("--modes", nargs="+", default=["plain", "adaptive", "lossless"])
-    parser.add_argument("--budget", type=float, default=0.6)
+    parser.add_argument("--budget", type=float, default=0.75)
     parser.add_argument("--drafter", default="exit")
     parser.add_argument("--clients", type=int, default=32)
     parser.add_argument("--slots", type=int, default=16)

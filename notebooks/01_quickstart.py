@@ -301,7 +301,7 @@ plt.show()
 # %% [markdown]
 # The red mark is what the FLOPs of the decided layers alone would give: the distance to it is
 # padding, the gate, packing, and blocks that are smaller than those of the dense baseline; more
-# tokens per pass close some of it. Truncating all tokens to 10 layers is about as fast here, and
+# tokens per pass close some of it. Truncating all tokens to 10 layers is faster here, and
 # loses less: at one fixed budget a depth per token is no better than truncating. What it
 # adds is any budget from one set of weights. Two thousand tokens also say little about the *loss*;
 # the next notebook measures that on more text, against what uniform exits would lose at the same

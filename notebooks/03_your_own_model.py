@@ -11,7 +11,7 @@
 # 3. a checkpoint in Hugging Face's format.
 #
 # Then it measures whether adaptive depth pays for a model (*calibrate*; here it does not), and
-# decodes the full model's own output faster (*lossless decoding*).
+# decodes the full model's own output by drafts (*lossless decoding*; on this model that is slower).
 
 # %%
 import dataclasses
@@ -360,7 +360,7 @@ figure.legend(loc="outside lower center", ncols=2)
 plt.show()
 
 # %% [markdown]
-# ## Lossless: the full model's own tokens, sooner
+# ## Lossless: the full model's own tokens
 #
 # Where no loss at all is acceptable, early exits can still *draft*. `Lossless(exit=8)` lets the
 # first eight layers guess the next tokens, and runs the other eight on all guesses at once:
@@ -408,7 +408,7 @@ plot_depths(
 )
 
 # %% [markdown]
-# So small a model repeats itself, which makes drafting easy: measure on your own text. `utio-jax
+# Drafts at an exit are slower than plain decoding here: measure on your own text. `utio-jax
 # generate PROMPT --model DIR --mode lossless --drafter exit` does all of this on the command line.
 # Whole programs for NNX, Equinox and plain JAX are in `docs/bring_your_own.md`, for Linen in
 # `docs/extending.md`.

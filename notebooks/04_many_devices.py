@@ -200,8 +200,8 @@ print("collectives:", dict(Counter(COLLECTIVE.findall(compiled.as_text()))) or "
 
 # %% [markdown]
 # Now devices of a pair do communicate: they sum the parts of a layer (`all-reduce`), and as this
-# small model's layers make one key and value each, they gather the queries of a block
-# (`all-gather`). No parameter travels. (These are places in the program; those inside loops run
+# small model's layers make one key and value each, they exchange the queries of a block
+# (`all-to-all`). No parameter travels. (These are places in the program; those inside loops run
 # once per layer and block.) States are whole on both devices of a pair, so they take the same
 # decisions and leave their loops together.
 #

@@ -11,8 +11,8 @@
 # 2. **drafts**: how often is a token copied from the text the model's own next token?
 # 3. **prompts**: how much does the loss *after* a prompt rise if the prompt exits early?
 #
-# If `make llm` has put a stock model of 30 layers into `out/llm`, the notebook measures that model;
-# the saved outputs are from it. Otherwise it measures the shipped model, which *was* trained at its
+# If `make llm` has put a stock model of 30 layers into `out/llm`, the notebook measures that model.
+# Otherwise, as in the saved outputs, it measures the shipped model, which *was* trained at its
 # exits. For your own: `MODEL = "FOLDER or FILE.gguf"`.
 
 # %%
@@ -119,8 +119,8 @@ with tqdm(total=len(starts) * len(modes) * (ROUNDS + 1), desc="writing, timing")
 # ## 3. Prompts
 #
 # Of a prompt, only what it shows to later tokens counts. Here the first 192 tokens of each row stop
-# at some depth, the first four and the last one excepted, and what is measured is the loss of the
-# 64 tokens behind them, which run in full.
+# at some depth, 15 % of them excepted: the first four and the latest. What is measured is the loss
+# of the 64 tokens behind them, which run in full.
 
 # %%
 PROMPT, BEHIND = 192, 64

@@ -126,12 +126,13 @@ class Prune:
             objective=distillation(student, model.decoder, model.params),
         )
         save(folder / "model", student, params, like=model.folder)
+        saved: Any = load(folder / "model")  # As it is read: in bfloat16.
         return {
             "out": str(self.out),
             "model_sha256": model.sha256,
             "layers": self.layers,
             "tokens": self.steps * recipe.tokens_per_step,
-            "bits_per_byte": bits_of_test_split(student, params, encode),
+            "bits_per_byte": bits_of_test_split(saved.decoder, saved.params, encode),
         }
 
 
