@@ -39,6 +39,7 @@ from utio_jax.core.quantised import (
     check_weights,
     check_width,
     floats,
+    int8_product,
     is_quantised,
     layer_views,
     quantise,
@@ -123,6 +124,21 @@ def test_converted_weights_give_the_same_product() -> None:
         result = project(x, matrix)
     np.testing.assert_allclose(result, project(x, matrix), atol=ALIKE)
     assert project(x.astype(jnp.bfloat16), matrix).dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+def test_small_weights_of_half_precision_keep_their_scale(dtype: Any) -> None:
+    whole = jnp.full((2, 64), 0.05, jnp.float32)
+    matrix = quantise(whole.astype(dtype))
+    assert matrix.scale.dtype == jnp.float32
+    x = jnp.full((300, 64), 1000, dtype)  # The sum of the numbers exceeds float16; theirs does not.
+    for rows in (1, 300):
+        product = int8_product(x[:rows], matrix)
+        assert product.dtype == dtype
+        np.testing.assert_allclose(np.asarray(product, np.float32), 3200, rtol=0.01)
+    table = rows_of(matrix, jnp.asarray([1]), dtype)
+    assert table.dtype == dtype
+    np.testing.assert_allclose(np.asarray(table, np.float32), 0.05, rtol=0.01)
 
 
 def test_many_rows_are_multiplied_by_converted_weights() -> None:
@@ -492,8 +508,8 @@ def test_kinds_of_weights_that_there_are_not_are_refused(
     with pytest.raises(ValueError, match="weights='int8' or 'bfloat16', or None.*Got 'fp8'.$"):
         load(weights="fp8")
     assert "XLA has no products with int4" in refused(capsys, "demo", "--weights", "int4")
-    with pytest.raises(ValueError, match="at most 133144 inputs.*Got 133145 in layers.up_proj.k"):
-        check_width("layers.up_proj.kernel", 133_145)
+    with pytest.raises(ValueError, match="at most 132104 inputs.*Got 132105 in layers.up_proj.k"):
+        check_width("layers.up_proj.kernel", 132_105)
     monkeypatch.setitem(sys.modules, "qwix", None)
     with pytest.raises(ImportError, match="Wanted qwix, which weights='int8' needs.*extra quant"):
         load(weights="int8")

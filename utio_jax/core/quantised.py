@@ -26,8 +26,8 @@ from utio_jax.core.pytrees import pytree
 INT8, BFLOAT16 = "int8", "bfloat16"
 """The names of these weights in `load(weights=)`."""
 
-_MOST_INPUTS = (2**31 - 1) // 127**2
-"""Products of two int8 numbers whose sum int32 can hold."""
+_MOST_INPUTS = (2**31 - 1) // (127 * 128)
+"""Products of a digit and an int8 number, -128 at least, whose sum int32 can hold."""
 
 _NEXT = 254
 """Units of a digit's successor in its own: what rounding leaves is half a unit, 127 of these."""
@@ -103,13 +103,17 @@ def as_held(matrix: Float[Array, "*lead in out"], held: Any) -> Any:
     """Returns a float matrix as another one is held."""
     if isinstance(held, Rounded):
         return Rounded.of(matrix)
-    return quantise(matrix.astype(jnp.float32).mT) if is_quantised(held) else matrix
+    return quantise(matrix.mT) if is_quantised(held) else matrix
 
 
 @jax.jit
 def quantise(matrix: Float[Array, "*lead out in"]) -> Any:
-    """Returns a matrix, output first, as int8 with a scale per output (the largest number's)."""
-    return _qwix().quantize(matrix, jnp.int8, channelwise_axes=range(matrix.ndim - 1))
+    """Returns a matrix, output first, as int8 with a float32 scale per output (the largest's).
+
+    In float16 qwix would replace scales below 0.008 by 1.
+    """
+    whole = matrix.astype(jnp.float32)
+    return _qwix().quantize(whole, jnp.int8, channelwise_axes=range(matrix.ndim - 1))
 
 
 def check_width(path: str, inputs: int) -> None:
@@ -141,13 +145,13 @@ def floats(tree: Any) -> Any:
 def rows_of(
     table: Any, indices: Int[Array, "*lead"], dtype: jax.typing.DTypeLike
 ) -> Float[Array, "*lead dim"]:
-    """Returns rows of a table `[row, dim]`, of int8 times their scales; rounded ones as `dtype`."""
+    """Returns rows of a table `[row, dim]`; those of int8 or rounded ones as `dtype`."""
     if isinstance(table, Rounded):
         return Rounded(numbers=table.numbers[indices]).values.astype(dtype)
     if not is_quantised(table):
         return table[indices]
     scale = table.scale[indices]
-    return table.qvalue[indices].astype(scale.dtype) * scale
+    return (table.qvalue[indices].astype(scale.dtype) * scale).astype(dtype)
 
 
 def bfloat16_product(
@@ -184,8 +188,10 @@ def _converted(x: jax.Array, matrix: Any) -> jax.Array:
     numbers = matrix.qvalue.astype(x.dtype)
     if here().input_digits:  # Else XLA:CPU multiplies in a loop of its own, half as fast.
         numbers = jax.lax.optimization_barrier(numbers)
-    out = jax.lax.dot_general(x, numbers, (((x.ndim - 1,), (1,)), ((), ())))
-    return out * jnp.broadcast_to(matrix.scale[:, 0].astype(x.dtype), out.shape)
+    by_output = ((x.ndim - 1,), (1,)), ((), ())
+    # Sums of numbers up to 127 can exceed float16 before they are scaled.
+    out = jax.lax.dot_general(x, numbers, by_output, preferred_element_type=jnp.float32)
+    return (out * jnp.broadcast_to(matrix.scale[:, 0], out.shape)).astype(x.dtype)
 
 
 @jax.custom_jvp
