@@ -46,6 +46,9 @@ _UNIT = 8
 _FULL = 0.85
 """Minimum share of tokens that are not padding for static shapes to be faster."""
 
+_SCORE_BYTES = 2**30
+"""Most bytes of scores for static shapes: XLA:CPU keeps those of all blocks of queries."""
+
 
 @pytree
 class Prefill:
@@ -183,6 +186,9 @@ def fastest_prefill(
     exact = Prefill.exact(decoder) if kv != "drop" else None
     if exact is not None:
         return exact.for_shape(batch, width, filled=filled)
+    held = 4 * decoder.config.num_heads * batch * width**2
+    if held > _SCORE_BYTES and not here().static_shapes:
+        return Prefill()
     if _packing_is_faster(batch, width, filled, scores=_CPU_SCORES):
         return Prefill()
     return None if width <= here().query_block else Prefill(executor=_static(width))
