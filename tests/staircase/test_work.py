@@ -26,7 +26,7 @@ from utio_jax.policies import Entropy, given_depths
 from utio_jax.policies.signals import Position, SignalBase
 from utio_jax.staircase import CapacityPrefix, MicroBatches, staircase
 from utio_jax.staircase.capacity import fit_row_shares
-from utio_jax.staircase.score import run_score
+from utio_jax.staircase.score import full_work, run_score
 from utio_jax.utio import History, VerticalSlash
 
 
@@ -305,6 +305,14 @@ def test_whole_rows_of_a_static_prefix_skip_the_keys_behind_each_block(tiny: Any
             counts, work = read_counts(), numbers_of(result.work)
             np.testing.assert_array_equal(work.key_slots, [batch * blocks, batch * expected * 3])
             assert counts["key_slots"] == work.key_slots.sum()
+
+
+def test_keys_of_many_long_rows_exceed_int32(tiny: Any) -> None:
+    rows, width = 64, 8192
+    executor = CapacityPrefix(capacities=(width,), min_bucket=8, certain=True)
+    with compiling_for("cpu", query_block=width):
+        work = full_work(tiny.decoder, np.full(rows, width), width=width, executor=executor)
+    assert float(np.sum(work.key_slots)) == rows * width**2 * 4 > 2**31
 
 
 @pytest.mark.parametrize(

@@ -219,13 +219,15 @@ class CapacityPrefix:
         self, slots: PrefixSlots, layers: int, *, kv_layers: int, live_kv_layers: int = 0
     ) -> Work:
         batch, width = slots.live.shape
-        used = self.slots_run(slots)
+        used, whole = self.slots_run(slots), float(batch * slots.whole_keys)
         return Work.of(
             queries=used * layers,
             keys_values=used * live_kv_layers
             + jnp.int32(batch * width) * (kv_layers - live_kv_layers),
             key_slots=jnp.where(
-                used < batch * width, used.astype(jnp.float32) * width, batch * slots.whole_keys
+                used < batch * width,
+                used.astype(jnp.float32) * width,
+                float(batch * slots.whole_keys),
             )
             * float(layers),
             overflows=self._overflows(slots).astype(jnp.int32),
