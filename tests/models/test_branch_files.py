@@ -113,6 +113,8 @@ def test_branches_of_another_model_are_refused(folder: Path, branches: Branches)
     file.write_text(json.dumps({**stored, "sizes": "two"}))
     with pytest.raises(ValueError, match="cannot be read"):
         load(folder)
+    with pytest.raises(ValueError, match="exits or a lens, or a file of exit branches.*exits=.8,."):
+        load(folder, exits=(8,), branches=folder)
     assert load(folder, branches=False).decoder.config.branches == ()
     file.write_text(json.dumps(stored))
     read = load_branches(folder, model_sha256=stored["model_sha256"])

@@ -249,6 +249,16 @@ def test_an_index_decides_which_files_are_the_model(folder: Path) -> None:
         assert weight_files(folder) == [one]
 
 
+def test_a_saved_model_takes_the_place_of_shards(folder: Path) -> None:
+    shard = folder / "model-1.safetensors"
+    shutil.copy(folder / "model.safetensors", shard)
+    with_index(folder, dict.fromkeys(load_tensors(shard), shard.name))
+    model = load(folder)
+    save(folder, model.decoder, model.params, like=folder, dtype=jnp.float32)
+    assert [file.name for file in folder.glob("model*")] == ["model.safetensors"]
+    assert_equal(load(folder).params, model.params)
+
+
 FAULTS: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
     "options, all at once": (
         lambda folder: edit_json(

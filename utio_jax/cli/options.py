@@ -60,7 +60,7 @@ class OfModel:
         bfloat16. int8 holds them with a scale per output: a quarter. By default float32.
       lens: a file that `calibrate --fit-lens` wrote; auto is the model folder's own where there is
         one, none is none.
-      branches: a file of exit branches, which replace exits and lens; auto is the model folder's
+      branches: a file of exit branches, in place of exits and a lens; auto is the model folder's
         own where there is one and neither exits nor a lens is named, none is none.
     """
 

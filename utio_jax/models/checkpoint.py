@@ -85,6 +85,11 @@ def load(
         floating = False
     if not floating:
         raise ValueError(f"Wanted a dtype of floats, as 'bfloat16' or 'float32'. Got {dtype!r}.")
+    if not isinstance(branches, bool) and (exits or not isinstance(lens, bool)):
+        raise ValueError(
+            "Wanted exits or a lens, or a file of exit branches, which have exits of their own. "
+            f"Got exits={exits}, lens={lens} and branches={branches}. Name one of them."
+        )
     check_weights(weights)
     folder = shipped_folder() if str(path_or_name) == SHIPPED else Path(path_or_name)
     one_file = folder.is_file() or folder.suffix == ".gguf"
@@ -258,6 +263,13 @@ def save(
             place[name].write_bytes(content)
         dump_tensors(place["model.safetensors"], tensors, metadata=metadata)
         place["config.json"].write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+    index = out / "model.safetensors.index.json"
+    if index.is_file():  # Shards of the model that the folder held before.
+        named = read_json(index, "an index of shards").get("weight_map")
+        index.unlink()
+        for name in {*named.values()} if isinstance(named, dict) else ():
+            if name != "model.safetensors":
+                (out / Path(str(name)).name).unlink(missing_ok=True)
     if beside:  # Nothing stays of the model that the folder held before.
         for file in itertools.chain.from_iterable(map(out.glob, _CARRIED)):
             if file.relative_to(out).as_posix() not in beside:
