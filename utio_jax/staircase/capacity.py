@@ -227,7 +227,7 @@ class CapacityPrefix:
             key_slots=jnp.where(
                 used < batch * width,
                 used.astype(jnp.float32) * width,
-                float(batch * slots.whole_keys),
+                whole,
             )
             * float(layers),
             overflows=self._overflows(slots).astype(jnp.int32),
