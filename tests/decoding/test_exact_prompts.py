@@ -105,6 +105,10 @@ def test_a_model_without_shared_keys_and_values_has_no_exact_prefill(model: Mode
     assert result is not None
     assert result.is_exact(model.decoder)
     assert not result.is_exact(plain)
+    for width, static in ((4096, True), (4104, False)):  # Else all scores would be in memory.
+        long = fastest_prefill(model.decoder, 1, width, kv="propagate", filled=1.0)
+        assert long is not None
+        assert (long.executor is not None) == static
     # Tokens are seen as deep as they ran there, so prompts run in full.
     assert fastest_prefill(model.decoder, 1, 24, kv="drop") is None
 

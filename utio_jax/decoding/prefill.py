@@ -46,8 +46,10 @@ _UNIT = 8
 _FULL = 0.85
 """Minimum share of tokens that are not padding for static shapes to be faster."""
 
-_SCORE_BYTES = 2**30
-"""Most bytes of scores for static shapes: XLA:CPU keeps those of all blocks of queries."""
+_MOST_SCORES = 2**24
+"""Pairs of queries and keys, as of a prompt of 4,096 tokens, up to which static shapes are taken.
+
+XLA:CPU keeps the scores of all their blocks, for each head: 0.6 GB of nine heads."""
 
 
 @pytree
@@ -186,17 +188,19 @@ def fastest_prefill(
     exact = Prefill.exact(decoder) if kv != "drop" else None
     if exact is not None:
         return exact.for_shape(batch, width, filled=filled)
-    held = 4 * decoder.config.num_heads * batch * width**2
-    if held > _SCORE_BYTES and not here().static_shapes:
-        return Prefill()
     if _packing_is_faster(batch, width, filled, scores=_CPU_SCORES):
         return Prefill()
     return None if width <= here().query_block else Prefill(executor=_static(width))
 
 
 def _packing_is_faster(batch: int, width: int, filled: float, *, scores: int) -> bool:
-    """Returns True if blocks of live tokens are faster than static shapes, which read padding."""
-    return not here().static_shapes and filled < _FULL and batch * width**2 >= scores
+    """Returns True if blocks of live tokens are faster than static shapes, or fit where they don't.
+
+    Static shapes read padding.
+    """
+    pairs = batch * width**2
+    faster = filled < _FULL and pairs >= scores
+    return not here().static_shapes and (faster or pairs > _MOST_SCORES)
 
 
 def _static(*counts: int) -> CapacityPrefix:
