@@ -487,3 +487,5 @@ def test_numbers_of_a_mode_keep_their_kinds() -> None:
     leaves = canonical({"count": 2**24 + 1, "share": 0.5, "known": True, "name": None})
     assert [leaf.dtype for leaf in jax.tree.leaves(leaves)] == [np.int32, np.bool_, np.float32]
     assert int(leaves["count"]) == 2**24 + 1
+    with pytest.raises(ValueError, match="within int32. Got 4294967296"):
+        canonical(2**32)

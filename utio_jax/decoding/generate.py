@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -138,7 +138,7 @@ class Generated:
         """Log-probability of each new token in nats, before any sampling method."""
         return tuple(row.log_probabilities for row in self.rows)
 
-    @property
+    @cached_property
     def work(self) -> Work:
         """Executed work of decode steps of each row, as one `utio_jax.core.Work`."""
         return jax.tree.map(lambda *rows: np.stack(rows), *(row.work for row in self.rows))

@@ -360,11 +360,22 @@ def round_up(length: int, step: int) -> int:
 
 
 def canonical(tree: Any) -> Any:
-    """Converts numbers in a pytree to arrays: weak types would compile a second program."""
+    """Converts numbers in a pytree to arrays: weak types would compile a second program.
+
+    Raises:
+      ValueError: a whole number exceeds int32.
+    """
 
     def strong(leaf: Any) -> Any:
-        if not isinstance(leaf, (int, float)):
+        kinds = {bool: np.bool_, int: np.int32, float: np.float32}
+        kind = next((to for of, to in kinds.items() if isinstance(leaf, of)), None)
+        if kind is None:
             return leaf
-        return jax.device_put(np.asarray(leaf, jnp.result_type(type(leaf))))
+        if kind is np.int32 and not -(2**31) <= leaf < 2**31:
+            raise ValueError(
+                f"Wanted whole numbers of a mode or a prefill within int32. Got {leaf}. Make it a "
+                "float, or an array."
+            )
+        return jax.device_put(np.asarray(leaf, kind))
 
     return jax.tree.map(strong, tree)
