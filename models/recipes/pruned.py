@@ -126,7 +126,7 @@ class Prune:
             objective=distillation(student, model.decoder, model.params),
         )
         save(folder / "model", student, params, like=model.folder)
-        saved: Any = load(folder / "model")  # As it is read: in bfloat16.
+        saved: Any = load(folder / "model", lens=False, branches=False)  # In bfloat16.
         return {
             "out": str(self.out),
             "model_sha256": model.sha256,

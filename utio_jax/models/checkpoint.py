@@ -11,6 +11,7 @@ import dataclasses
 import itertools
 import json
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -265,11 +266,13 @@ def save(
         place["config.json"].write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
     index = out / "model.safetensors.index.json"
     if index.is_file():  # Shards of the model that the folder held before.
-        named = read_json(index, "an index of shards").get("weight_map")
+        named = None
+        with suppress(ValueError):  # A damaged one names no files.
+            named = read_json(index, "an index of shards").get("weight_map")
         index.unlink()
-        for name in {*named.values()} if isinstance(named, dict) else ():
-            if name != "model.safetensors":
-                (out / Path(str(name)).name).unlink(missing_ok=True)
+        for name in {*map(str, named.values())} if isinstance(named, dict) else ():
+            if name.endswith(".safetensors") and name != "model.safetensors":
+                (out / Path(name).name).unlink(missing_ok=True)
     if beside:  # Nothing stays of the model that the folder held before.
         for file in itertools.chain.from_iterable(map(out.glob, _CARRIED)):
             if file.relative_to(out).as_posix() not in beside:
