@@ -151,7 +151,7 @@ def test_a_lens_is_kept_and_never_replaced_by_another(
     arguments += ["--fit-lens", "--out", str(out), "--policy", "position"]
     assert main(arguments) == 0
     lens = out.parent / "lens.json"
-    assert f"--calibration {out} --lens {lens} OTHER_FILES" in capsys.readouterr().err
+    assert f"--lens {lens} --calibration {out} OTHER_FILES" in capsys.readouterr().err
     stored = lens.read_bytes()
     assert main(arguments) == 0
     assert len(fitted) == 1, "the same one is there"

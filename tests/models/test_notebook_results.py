@@ -19,9 +19,11 @@ from utio_jax.models.results import Compared
 
 
 def generated(rows: int) -> Generated:
-    text = {"texts": ("ab",) * rows, "pieces": (("a", "b"),) * rows}
-    depths = {"decided": (np.asarray([8, 16]),) * rows, "num_layers": 16}
-    return dataclasses.replace(plain_run(), **text, **depths)
+    cut = {"token_ids": np.asarray([1, 2]), "executed": np.asarray([16, 16])}
+    cut |= {"decided": np.asarray([8, 16]), "log_probabilities": np.zeros(2, np.float32)}
+    shown = {"text": "ab", "pieces": ("a", "b"), "num_layers": 16}
+    row = dataclasses.replace(plain_run().rows[0], **cut, **shown)
+    return dataclasses.replace(plain_run(), rows=(row,) * rows, has_text=True, num_layers=16)
 
 
 def test_text_is_coloured_by_depth_and_stays_text() -> None:

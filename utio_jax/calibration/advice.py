@@ -24,8 +24,8 @@ def conclude(rows: Sequence[ComparisonRow]) -> str:
     """Returns a comparison's result as a sentence: is some policy better than truncating the model?
 
     The controls are no candidates: uniform exits, chance, and hindsight. Each of m candidates is
-    tested at the level 0.05 / m, so a text on which none is better calls one better in 5 % of
-    cases; in more where few documents vary with a strong skew, see `margin_interval`.
+    tested at the two-sided level 0.05 / m. So a text on which none is better calls one better in at
+    most 2.5 % of cases; in more where few documents vary with a strong skew, see `margin_interval`.
     """
     tried = [
         (row.hull_margin_pct, row)

@@ -166,7 +166,8 @@ def fitted_policy(model: Any) -> Method:
     if "learned" not in entries:
         raise ValueError(
             f"Wanted a calibration of the policy learned. Got one of {', '.join(entries)}. Fit it, "
-            f"too: utio-jax calibrate FILES --policy {' '.join(['learned', *entries])}."
+            f"too: utio-jax calibrate FILES --policy {' '.join(['learned', *entries])}. If it was, "
+            "and missed its goal, ask for a larger --budget."
         )
     known = entries["learned"]
     repeat_verdict(model)

@@ -73,7 +73,8 @@ class StaircaseResult:
       depths: decided depths in layers; 0 for padding.
       work: executed work, padding included.
       read: results of the readout, `[batch, token, ...]`, 0 for padding; None without a readout.
-      chosen: what `attention` has chosen; leaves lead with `[segment]`. None for dense attention.
+      chosen: what `attention` has chosen; of whole rows, leaves lead with `[segment]`. None for
+        dense attention.
       cache: K/V cache with the layers that ran; None without a cache.
     """
 

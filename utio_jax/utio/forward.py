@@ -74,7 +74,8 @@ class UtioPlan:
       min_bucket: tokens of a block. Static.
 
     Raises:
-      ValueError: numbers as weights that no score can have; arrays are not read.
+      ValueError: numbers as weights that no score can have, but for integers of 0, which are axes
+        of `jax.vmap`; arrays are not read.
     """
 
     depths: tuple[int, ...] = static()

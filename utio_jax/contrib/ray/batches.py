@@ -2,7 +2,8 @@
 """Classes for `Dataset.map_batches` of Ray Data: one actor each, with a device and the model.
 
 A text is a string, or a list of token ids. A document's results depend on it alone, not on
-its batch, the actor, or a repeated run after a fault.
+its batch, the actor, or a repeated run after a fault. A pass that falls back to full depth is an
+exception.
 """
 
 from __future__ import annotations

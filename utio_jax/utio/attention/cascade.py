@@ -136,5 +136,9 @@ class _SharedSlash(VerticalSlash):
         choices: SlashChoices,
     ) -> tuple[Float[Array, "batch token"], SlashChoices, Work]:
         """Returns the score that the policy computed at the end of the segment before."""
-        assert choices.score is not None  # The first segment is dense.
+        if choices.score is None:
+            raise ValueError(
+                "Wanted a first segment that is dense: no score is known before it. Got the "
+                "attention of cascade.mode(). Pass cascade.attention for whole rows."
+            )
         return choices.score, choices, Work.of()
