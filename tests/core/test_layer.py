@@ -88,7 +88,7 @@ def test_a_layer_that_was_replaced_is_split_anew(
 def test_layers_under_other_names_are_not_those_of_the_same_arrays(
     monkeypatch: pytest.MonkeyPatch, tiny: Model
 ) -> None:
-    class Nested(type(tiny.decoder)):  # type: ignore[misc]
+    class Nested(type(tiny.decoder)):
         def layers(self, params: Any) -> Any:
             return {"inner": super().layers(params)}
 

@@ -322,7 +322,7 @@ def test_scores_show_themselves(calibrated: Model) -> None:
     assert repr(generated) == generated.summary()
     (new,) = generated.token_ids
     assert calibrated.decode(new) == generated.text
-    (row,) = generated.rows
+    row: Any = generated.rows[0]
     assert (row.text, row.reason) == (generated.text, generated.finish_reasons[0])
     assert 0 <= row.seconds_in_queue < row.seconds_to_first_token <= row.seconds
     assert row.seconds_between_tokens is None, "the host took all at once"
