@@ -130,7 +130,7 @@ def compare(  # noqa: PLR0913 (options, each named)
         by their own.
       executor: of live slots.
       mesh: splits the rows of every pass over its axis "data".
-      draws: of the documents; at least 20 for each row, or its p-value decides nothing.
+      draws: number of draws of documents; with fewer than 20 a row its p-value decides nothing.
       seed: of the draws.
       progress: called with what happens next.
 

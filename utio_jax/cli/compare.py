@@ -32,7 +32,7 @@ class Compare(OfWindows, OfCalibration, OfText):
       batches: of 16 windows, drawn over all documents; 0 takes the whole text. Time grows with it,
         but for the programs, which are compiled once each; intervals narrow with documents rather
         than with batches.
-      draws: of the documents, for intervals and the verdict, which needs 20 for each policy and
+      draws: number of draws of documents, for intervals; the verdict needs 20 for each policy and
         budget.
       out: folder for the pictures.
     """

@@ -59,7 +59,7 @@ class Group(NamedTuple):
     """Rows of `generate` that stepped together on one device.
 
     Attributes:
-      prompts: which prompts they are.
+      prompts: indices of their prompts.
       rows: number of rows that ran, padding included.
       prefill: prefill that read the prompts, at their shape; None: the dense program.
     """

@@ -194,7 +194,7 @@ def fastest_prefill(
 
 
 def _packing_is_faster(batch: int, width: int, filled: float, *, scores: int) -> bool:
-    """Returns True if blocks of live tokens are faster than static shapes, or fit where they don't.
+    """Returns True if blocks of live tokens are faster than static shapes, or alone fit in memory.
 
     Static shapes read padding.
     """

@@ -163,7 +163,7 @@ def run_pass(
       policy: decides at each of its depths which tokens continue.
       token_ids: ids of these tokens.
       frozen: K/V strategy for tokens that exit.
-      attention: which keys each token sees.
+      attention: pattern that says which keys each token sees.
       readout: function of every token's logits at its depth.
       cache: K/V cache of the executor.
     """

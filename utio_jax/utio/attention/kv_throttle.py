@@ -190,7 +190,7 @@ class ThrottledStep(AttentionPattern):
 
     Attributes:
       attention: selects these tokens.
-      scores: of each row's token before this one, at the first boundary.
+      scores: scores of each row's token before this one, at the first boundary.
     """
 
     attention: VerticalSlash

@@ -111,7 +111,7 @@ class SlashChoices:
 
     Attributes:
       sparse: mask of the sparse tokens of each segment.
-      memory: of the signal.
+      memory: memory of the signal.
       score: latest score of a policy that the pattern shares; None: it has a signal of its own.
       depths: ends of the pass's segments. Static.
     """
