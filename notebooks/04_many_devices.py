@@ -133,15 +133,15 @@ right.legend(loc="upper left")
 plt.show()
 
 # %% [markdown]
-# Part of that is lengths: rows here have 64 to 128 tokens. With rows of equal length and hundreds
-# of tokens, the difference between devices is a few percent; `docs/scaling.md` has the figures.
+# Part of that is lengths: rows here have 64 to 128 tokens. Rows of equal length, and longer ones,
+# differ less.
 #
 # ## By hand: `shard_map` and `pmap`
 #
 # `mesh=` is a convenience. `score` is a plain function, and what JAX does to functions works on
 # it. `jax.shard_map` runs it on each device's part of the arrays; `jax.pmap`, which JAX keeps but
-# no longer develops, wants a leading device axis. It refuses arrays that are committed to one
-# device, as loaded ones are: pass NumPy arrays, or `jax.device_get(params)`.
+# no longer develops, wants a leading device axis. It refuses rows that are committed to one device:
+# pass NumPy arrays.
 
 # %%
 
