@@ -7,8 +7,9 @@
     model.calibrate(texts, budget=0.6)                # fits depth policies to your text
     print(model.generate("def mean(values):", mode="adaptive").summary())
 
-The functions below it take a decoder and its parameters, whatever made them, and compose with
-`jit`, `vmap`, meshes, and `grad` with `executor=CapacityPrefix(...)`:
+The functions below it take a decoder and its parameters, whatever made them. Passes compose with
+`jit`, `vmap`, meshes, and `grad` with `executor=CapacityPrefix(...)`. `generate`, `calibrate` and
+`compare` are loops on the host over compiled steps:
 
     utio_jax.score(decoder, params, token_ids, lengths, policy)      # one pass, a depth per token
     utio_jax.generate(decoder, params, prompts, mode=Adaptive(policy=policy))
