@@ -410,5 +410,4 @@ plot_depths(
 # %% [markdown]
 # Drafts at an exit are slower than plain decoding here: measure on your own text. `utio-jax
 # generate PROMPT --model DIR --mode lossless --drafter exit` does all of this on the command line.
-# Whole programs for NNX, Equinox and plain JAX are in `docs/bring_your_own.md`, for Linen in
-# `docs/extending.md`.
+# Whole programs for Linen, NNX, Equinox and plain JAX are in `docs/bring_your_own.md`.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Flax Linen model with early exits, trained at them, and UTIO's pass over it: docs/extending.md.
+"""A Flax Linen model, trained at its exits, and UTIO's pass over it: docs/bring_your_own.md.
 
 python docs/own/linen.py
 """
