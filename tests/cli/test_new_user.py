@@ -179,6 +179,7 @@ def test_a_lens_is_kept_and_never_replaced_by_another(
         ("evaluate X --per-token FILE/tokens.json", "--per-token"),
         ("evaluate X --shards FILE/shards", "--shards"),
         ("demo X --out FILE/demo", "--out"),
+        ("fit-prompt X --out FILE/a.json", "--out"),
         ("bench --out FILE/bench", "--out"),
         ("bench --report results.json --out FILE", "--out"),
     ],

@@ -54,7 +54,11 @@ class FitPrompt(OfModel, OfText):
 
     def run(self) -> dict[str, Any]:
         say = progress_lines()
+        if self.out is not None:
+            check_free(self.out, "--out")  # Before the model is read.
         model = self.load()
+        out = kv_maps_file(self.out if self.out is not None else model.folder)
+        check_free(out, "--out")
         config = model.decoder.config
         stops = self.stop or (config.num_layers // 2, 2 * config.num_layers // 3)
         continuation = max(1, self.prompt_tokens // 7)
@@ -78,8 +82,6 @@ class FitPrompt(OfModel, OfText):
         sizes = PromptSizes(
             prompt_tokens=self.prompt_tokens, continuation=continuation, batch=_BATCH
         )
-        out = kv_maps_file(self.out if self.out is not None else model.folder)
-        check_free(out)
         for part in (text.calibrate, text.test):  # Too short a text is refused before the fit.
             cut_rows(part, sizes, decoder=model.decoder)
         read = fit_rows(

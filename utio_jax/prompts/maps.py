@@ -28,7 +28,15 @@ from utio_jax.core.decoder import (
     check_own_kv,
     check_stops,
 )
-from utio_jax.core.files import check_place, json_file, load_json, load_owned, nest, save_owned
+from utio_jax.core.files import (
+    check_place,
+    check_writable,
+    json_file,
+    load_json,
+    load_owned,
+    nest,
+    save_owned,
+)
 from utio_jax.core.lens import Wrapped
 
 
@@ -133,13 +141,15 @@ def kv_maps_file(path: str | Path) -> Path:
     return json_file(file, "prompt")
 
 
-def check_free(path: str | Path) -> None:
+def check_free(path: str | Path, option: str = "path") -> None:
     """Checks that K/V maps can be written there, and replace nothing but K/V maps.
 
+    `option` names the path, for errors.
+
     Raises:
-      ValueError: the JSON file is of something else, or see `check_place`.
+      ValueError: the JSON file is of something else, or see `check_writable` and `check_place`.
     """
-    file = check_place(kv_maps_file(path))
+    file = check_place(check_writable(kv_maps_file(path), option))
     if file.is_file() and "stops" not in load_json(file, "KV maps"):
         raise ValueError(
             f"Wanted a place for K/V maps. {file} holds something else. Name another file."
@@ -157,7 +167,7 @@ def save_kv_maps(path: str | Path, maps: Mapping[int, KVMap], *, info: Mapping[s
       info: record of the fit; must name the `model_sha256`.
 
     Raises:
-      ValueError: a map is not finite.
+      ValueError: a map is not finite, or see `check_free`.
     """
     check_free(path)
     tensors = {str(stop): vars(kv_map) for stop, kv_map in maps.items()}
