@@ -130,4 +130,4 @@ def test_prompts_of_shared_keys_run_all_layers_where_asked(
     assert exact["prompt"]["flops_ratio"] < 0.7
     assert full["prompt"]["flops_ratio"] == 1.0
     message = refused(capsys, *asked, "--prompt", "full", "--prompt-budget", "0.8")
-    assert "Leave out one of them" in message
+    assert "Wanted one way of reading prompts" in message
