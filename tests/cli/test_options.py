@@ -42,7 +42,7 @@ def test_a_mode_is_the_one_that_was_asked_for() -> None:
     copies, _, _ = OfDecoding(mode="lossless", drafter="ngram").decoding_mode(MODEL)
     assert drafts == Lossless(exit=1)
     assert copies == Lossless(drafter="ngram")
-    twice = OfDecoding(prompt="full", prompt_budget=0.5)
+    twice = Generate(prompt="full", prompt_budget=0.5)
     for wrong in (OfDecoding(drafter="ngram"), OfDecoding(depth=2), twice):
         with pytest.raises(ValueError, match="Wanted (mode|one way of reading)"):
             wrong.decoding_mode(MODEL)
@@ -131,6 +131,8 @@ def test_maps_that_did_not_pay_say_so_where_they_are_used(
         ("chat --max_tokens 4", "Got --max-tokens. Did you mean --max-new-tokens?"),
         ("serve --slots eight", "Wanted --slots as an integer. Got 'eight'."),
         ("generate x --temperature hot", "Wanted --temperature as a number. Got 'hot'."),
+        ("serve --prompt full", "Wanted an option of utio-jax serve. Got --prompt."),
+        ("chat --prompt full", "Wanted an option of utio-jax chat. Got --prompt."),
         ("bench --parts scores", "Wanted --parts of score, decode, lossless. Got 'scores'."),
     ],
 )

@@ -17,6 +17,7 @@ from utio_jax.cli.chat import CHUNK, Printer
 from utio_jax.cli.options import OfDecoding, Rare, progress_bar
 from utio_jax.decoding.base import Plain
 from utio_jax.decoding.generate import generate_text
+from utio_jax.decoding.prefill import Prefill
 from utio_jax.evaluation.generation import generation_ledger
 from utio_jax.prompts.evaluate import prompt_cost
 
@@ -27,6 +28,8 @@ class Generate(OfDecoding):
 
     Attributes:
       prompts: texts to continue, decoded as one batch.
+      prompt: full: every token of a prompt runs all layers. By default those that need not do not,
+        where that is exact.
       chat: each prompt is a user's message, to be answered by the model's own chat template.
       max_new_tokens: new tokens per prompt at most.
       stop: a string that ends the text before itself. May be given several times.
@@ -41,10 +44,24 @@ class Generate(OfDecoding):
     )
 
     prompts: tyro.conf.Positional[tuple[str, ...]] = ()
+    prompt: Rare[str | None] = None
     chat: bool = False
     max_new_tokens: int = 128
     stop: Rare[tyro.conf.UseAppendAction[tuple[str, ...]]] = ()
     rounds: int = 1
+
+    def load(self) -> Any:
+        if self.prompt not in (None, "full"):
+            raise ValueError(
+                f"Wanted --prompt full: every token of a prompt runs all layers. Got {self.prompt}."
+                " Texts to continue have no option: utio-jax generate TEXT."
+            )
+        return super().load()
+
+    def prefill(self, model: Any) -> Prefill | None:
+        from utio_jax.models.model import prefill_of
+
+        return prefill_of(model, self.prompt_budget, None if self.prompt is None else Prefill())
 
     def run(self) -> dict[str, Any]:
         from rich.console import Console

@@ -160,8 +160,6 @@ class OfMode(OfCalibration):
       policy: of --mode adaptive: one of the calibration's, uniform or random. By default learned.
       drafter: of --mode lossless: exit, or ngram (what followed the last tokens when the text had
         them before). By default an exit where the model was trained at its exits, else ngram.
-      prompt: full: every token of a prompt runs all layers. By default those that need not do not,
-        where that is exact.
       prompt_budget: FLOPs of reading a prompt, over reading it in full: most of its tokens stop
         early.
       prompt_maps: a file that `utio-jax fit-prompt` wrote: what a stock model needs for
@@ -172,16 +170,10 @@ class OfMode(OfCalibration):
     budget: float | None = None
     policy: Rare[str | None] = None
     drafter: Rare[str | None] = None
-    prompt: Rare[str | None] = None
     prompt_budget: float | None = None
     prompt_maps: Rare[Path | None] = None
 
     def load(self) -> Any:
-        if self.prompt not in (None, "full"):
-            raise ValueError(
-                f"Wanted --prompt full: every token of a prompt runs all layers. Got {self.prompt}."
-                " Texts to continue have no option: utio-jax generate TEXT."
-            )
         if self.prompt_maps is not None:
             repeat_reading(self.prompt_maps)
         model = super().load()
@@ -201,7 +193,7 @@ class OfMode(OfCalibration):
         """Returns the prefill, or None for the model's default."""
         from utio_jax.models.model import prefill_of
 
-        return prefill_of(model, self.prompt_budget, None if self.prompt is None else Prefill())
+        return prefill_of(model, self.prompt_budget, None)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
