@@ -175,6 +175,11 @@ class OfMode(OfCalibration):
 
     def load(self) -> Any:
         if self.prompt_maps is not None:
+            if self.prompt_budget is None:
+                raise ValueError(
+                    "Wanted --prompt-budget with --prompt-maps: without one, prompts are read in "
+                    "full. Got none. For example: --prompt-budget 0.75."
+                )
             repeat_reading(self.prompt_maps)
         model = super().load()
         return model if self.prompt_maps is None else model.with_kv_maps(self.prompt_maps)
