@@ -21,12 +21,15 @@ from utio_jax.cli.generate import Generate
 from utio_jax.cli.main import parsed
 from utio_jax.cli.options import OfDecoding, read_token_ids, repeat_reading
 from utio_jax.cli.serve import Serve
+from utio_jax.decoding.prefill import Prefill
 from utio_jax.decoding.sampling import SamplingParams
 from utio_jax.engine.depths import thresholds_of
 from utio_jax.models import Model
 from utio_jax.models.presets import TINY
 from utio_jax.models.transformer import Transformer
 from utio_jax.policies.store import check_policy_name
+from utio_jax.serving import Limits
+from utio_jax.serving.requests import Reader
 
 MODEL = Model(decoder=Transformer(TINY), params={}, folder=Path("none"))
 """What options need of a model to name a depth."""
@@ -78,6 +81,15 @@ def test_a_server_has_other_budgets_of_a_policy_and_full_depth() -> None:
     assert len({row.tobytes() for row in rows if row is not None}) == 3
     with pytest.raises(ValueError, match="Wanted a policy to serve, of learned, .* by chance"):
         Serve(policy="random", budget=0.7).served()
+
+
+def test_log_probabilities_after_an_exact_prefill_are_the_full_models() -> None:
+    served = Serve(prompt_budget=0.75).served()
+    assert served.prefill.is_exact(served.text.decoder)
+    whole = dataclasses.replace(served, prefill=Prefill(), prompt_budget=None)
+    for model in (served, whole):
+        _, about = Reader(model, capacity=64, limits=Limits())._engine_options(None)
+        assert (about["prompt_budget"], about["logprobs_of"]) == (1, "full")
 
 
 def test_tokens_are_drawn_as_asked() -> None:

@@ -254,7 +254,8 @@ class Reader:
                     "--prompt-maps FILE, which utio-jax fit-prompt FILES --model M writes."
                 )
             raise _refused(message, "utio.prompt_budget")
-        whole = asked.prompt_budget == 1 or model.prefill is None
+        exact = model.prefill is None or model.prefill.is_exact(model.text.decoder)
+        whole = exact or asked.prompt_budget == 1
         budget = model.budget if asked.budget is None else asked.budget
         options: dict[str, Any] = {}
         if model.prefill is not None and whole:

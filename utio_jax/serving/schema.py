@@ -87,7 +87,7 @@ class UtioOptions(BaseModel):
         None, description="plain is full depth; others as the server was started."
     )
     budget: float | None = Field(None, description="FLOPs over full depth: one of the model's.")
-    prompt_budget: float | None = Field(None, description="1 reads the prompt in full.")
+    prompt_budget: float | None = Field(None, description="1 reads the prompt exactly.")
     depths: bool = Field(False, description="Whether choices say how deep each token ran.")
 
     @model_validator(mode="before")
