@@ -80,6 +80,7 @@ REFUSED: dict[str, Any] = {
     "reasoning": {"effort": "high"},
     "verbosity": "low",
     "max_new_tokens": 3,
+    "prompt_logprobs": 0,
 }
 NOT_HERE: dict[str, Any] = {
     "completions": {"add_special_tokens": False, "max_completion_tokens": 3},

@@ -40,7 +40,7 @@ class TextFormat(BaseModel):
 _FOREIGN: Any = (
     (
         Annotated[float, Field(ge=0, le=0)],
-        "frequency_penalty presence_penalty min_tokens prompt_logprobs top_a",
+        "frequency_penalty presence_penalty min_tokens top_a",
     ),
     (Annotated[float, Field(ge=1, le=1)], "best_of repetition_penalty length_penalty typical_p"),
     (Annotated[list[Any], Field(max_length=0)], "functions tools documents bad_words"),
@@ -59,7 +59,8 @@ _FOREIGN: Any = (
         None,
         "audio prediction web_search_options reasoning_effort structured_outputs guided_json "
         "guided_regex guided_choice guided_grammar allowed_token_ids truncate_prompt_tokens "
-        "chat_template prompt_embeds grammar json_schema reasoning verbosity max_new_tokens",
+        "chat_template prompt_embeds grammar json_schema reasoning verbosity max_new_tokens "
+        "prompt_logprobs",  # Of which 0 asks for those of the prompt's own tokens.
     ),
 )
 """Fields of other servers that are not there, with the values that change nothing."""
