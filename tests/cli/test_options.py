@@ -79,8 +79,10 @@ def test_a_server_has_other_budgets_of_a_policy_and_full_depth() -> None:
     policies: tuple[Any, ...] = (served.budgets[0.7], served.budgets[0.75], "full")
     rows = [thresholds_of(policy, served.mode, served.text.decoder) for policy in policies]
     assert len({row.tobytes() for row in rows if row is not None}) == 3
-    with pytest.raises(ValueError, match="Wanted a policy to serve, of learned, .* by chance"):
-        Serve(policy="random", budget=0.7).served()
+    for name in ("random", "uniform"):
+        match = f"Wanted a policy to serve, of learned, .* Got '{name}'. Controls"
+        with pytest.raises(ValueError, match=match):
+            Serve(mode="adaptive", policy=name).served()
 
 
 def test_log_probabilities_after_an_exact_prefill_are_the_full_models() -> None:

@@ -94,13 +94,13 @@ class Serve(OfMode):
         if named != "adaptive":
             return model.mode(named, drafter=self.drafter), {}
         calibration, name = model.calibration, self.policy_name
-        budget = calibration.budget_of(name, self.budget)
-        repeat_verdict(model)
         if name not in calibration.entries:
             raise ValueError(
-                f"Wanted a policy to serve, of {', '.join(calibration.entries)}. Got {name!r}, "
-                "which deals depths out by chance: a control, for utio-jax evaluate."
+                f"Wanted a policy to serve, of {', '.join(calibration.entries)}. Got {name!r}. "
+                "Controls (full, uniform, random) are for utio-jax evaluate."
             )
+        budget = calibration.budget_of(name, self.budget)
+        repeat_verdict(model)
         fitted = calibration.entries[name]
         budgets: dict[float, Any] = {budget: calibration.policy(name, budget) for budget in fitted}
         # All in use at any budget: those of one are thresholds over them.
