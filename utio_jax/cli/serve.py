@@ -81,7 +81,7 @@ class Serve(OfMode):
         model = self.load()
         prefill, (mode, routing) = self.prefill(model), self._mode(model, named)
         return ServedModel(
-            name=self.name or served_name(self.model),
+            name=self.name or Path(self.model).resolve().name.removesuffix(".gguf"),
             text=model,
             mode=mode,
             prefill=prefill,
@@ -110,12 +110,3 @@ class Serve(OfMode):
         histogram = dict(zip(own.depths, own.fractions, strict=True))
         about = {"policy": name, "budget": budget, "budgets": budgets, "histogram": histogram}
         return model.mode(named, policy=widen(budgets[budget], exits)), about
-
-
-def served_name(model: str) -> str:
-    """Returns the name of a folder, a GGUF file without its suffix, or the name at a hub.
-
-    >>> served_name("Qwen/Qwen2.5-0.5B"), served_name("out/tiny.Q4_1.gguf"), served_name("m/v1.1/")
-    ('Qwen2.5-0.5B', 'tiny.Q4_1', 'v1.1')
-    """
-    return Path(model).resolve().name.removesuffix(".gguf")
