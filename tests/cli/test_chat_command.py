@@ -147,6 +147,7 @@ def test_a_conversation_that_fills_the_context_says_what_to_do(
     first, second = json.loads(shown.out)["turns"]
     assert len(first["depths"]) == 64 - 48, "as many as there is room for"
     assert "within the model's context of 64" in shown.err.replace("\n", " ")
+    assert "Start a new conversation: /new." in shown.err.replace("\n", " ")
     assert second["message"] == "c"
 
 

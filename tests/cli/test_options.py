@@ -207,6 +207,8 @@ def test_what_needs_no_model_is_checked_before_one_is_read(
             (Serve(port=0, prompt_maps=tmp_path / "n.json"), "--prompt-budget with --prompt-maps"),
             (Generate(prompts=("x",), temperature=-1.0), "Wanted a temperature of 0"),
             (Chat(top_p=0.5), "Wanted --temperature above 0"),
+            (Chat(max_new_tokens=0), "Wanted --max-new-tokens of at least 1. Got 0"),
+            (Chat(seed=10**20), "Wanted seeds as integers of at most 64 bits"),
         ):
             with pytest.raises(ValueError, match=match):
                 command.run()

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 from utio_jax.cli.options import OfDecoding, Rare
 from utio_jax.core.terminal import compiling
 from utio_jax.decoding.base import Plain
+from utio_jax.decoding.sampling import check_seeds
 
 CHUNK = 4
 """Tokens between two looks at the device: few, so that text appears and Ctrl-C works at once."""
@@ -45,6 +46,12 @@ class Chat(OfDecoding):
 
         from utio_jax.models.chat import ChatEngine
 
+        if self.max_new_tokens < 1:
+            raise ValueError(
+                f"Wanted --max-new-tokens of at least 1. Got {self.max_new_tokens}. Name more, or "
+                "leave it out."
+            )
+        check_seeds(self.seed, rows=1)
         sampling, model = self.sampling(), self.load()
         mode, prefill, _ = self.decoding_mode(model)
         _ = model.chat_template  # Before anything is asked.
@@ -62,9 +69,7 @@ class Chat(OfDecoding):
                 try:
                     turn = self._answer(engine, console, asked, len(turns), sampling)
                 except ValueError as error:
-                    console.print(
-                        f"{error} Start a new conversation: /new.", style="red", markup=False
-                    )
+                    console.print(str(error), style="red", markup=False)
                     continue
                 answer = {"role": "assistant", "content": turn["answer"]}
                 conversation = [*asked, answer] if turn["answer"] else conversation
@@ -86,7 +91,7 @@ class Chat(OfDecoding):
         if left < 1:
             raise ValueError(
                 f"Wanted a conversation within the model's context of {config.context_length} "
-                f"tokens. It has {config.context_length - left}."
+                f"tokens. It has {config.context_length - left}. Start a new conversation: /new."
             )
         new = min(self.max_new_tokens, left)
         events = engine.stream(
