@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import shutil
@@ -10,6 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import pytest
 from helpers.cli import refused
 from helpers.folders import save_piece_tokenizer
@@ -149,6 +152,21 @@ def test_a_conversation_that_fills_the_context_says_what_to_do(
     assert "within the model's context of 64" in shown.err.replace("\n", " ")
     assert "Start a new conversation: /new." in shown.err.replace("\n", " ")
     assert second["message"] == "c"
+
+
+def test_logits_that_are_nan_are_told(
+    folder: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = load(folder)
+    params = jax.tree.map(lambda leaf: leaf * jnp.nan, model.params)
+    broken = dataclasses.replace(model, params=params)
+    monkeypatch.setattr("utio_jax.models.load", lambda *_, **__: broken)
+    say(monkeypatch, "hello")
+    assert main(["chat", "--model", folder, "--max-new-tokens", "5"]) == 0
+    shown = capsys.readouterr()
+    assert json.loads(shown.out)["turns"] == []
+    assert "Wanted numbers as log-probabilities. Got NaN" in shown.err
+    assert "/new" not in shown.err, "it would not help"
 
 
 def test_what_cannot_chat_is_refused_before_anything_is_asked(

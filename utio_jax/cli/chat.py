@@ -101,13 +101,19 @@ class Chat(OfDecoding):
             seed=self.seed + turn,
             eos_ids=turn_ends(model),
         )
-        coloured = not isinstance(engine.mode, Plain)
+        coloured, reason = not isinstance(engine.mode, Plain), None
         with (
             contextlib.suppress(KeyboardInterrupt),
             Printer(console, config.num_layers, coloured=coloured) as shown,
         ):
             for event in events:
                 shown.add_event(event)
+                reason = None if event.finished is None else event.finished.reason
+        if reason == "nan":
+            raise ValueError(
+                "Wanted numbers as log-probabilities. Got NaN: the model's numbers overflowed, or "
+                "its weights hold NaN. Choose other --weights, or look at the model's tensors."
+            )
         return {"answer": shown.text, "depths": shown.depths, "interrupted": shown.stopped}
 
 
