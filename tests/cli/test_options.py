@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import re
 import shlex
 import socket
@@ -203,6 +204,7 @@ def test_what_needs_no_model_is_checked_before_one_is_read(
             (Serve(port=0, api_key_file=tmp_path / "none"), "Wanted a key in"),
             (Serve(port=0, prefix_cache="some"), "must be bytes"),
             (Serve(port=0, drain_seconds=0), "limits of at least 1"),
+            (Serve(port=0, drain_seconds=math.inf), "Wanted finite drain_seconds"),
             (Serve(port=0, prompt_maps=tmp_path / "n.json", prompt_budget=0.5), "n.json"),
             (Serve(port=0, prompt_maps=tmp_path / "n.json"), "--prompt-budget with --prompt-maps"),
             (Generate(prompts=("x",), temperature=-1.0), "Wanted a temperature of 0"),

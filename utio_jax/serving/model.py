@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import math
 from collections.abc import Mapping
 
 from utio_jax.decoding.base import LogitsProcessor, Mode, Plain
@@ -24,7 +25,7 @@ class Limits:
       queue_requests: that wait for a slot, each choice of each prompt by itself; more get a 429.
       request_seconds: from a request to its last token.
       ping_seconds: between comments in a stream that has nothing to say.
-      drain_seconds: that open requests have after SIGTERM.
+      drain_seconds: that open requests have after SIGTERM; finite.
     """
 
     body_bytes: int = 2**20
@@ -39,6 +40,11 @@ class Limits:
                 raise ValueError(
                     f"Wanted limits of at least 1, and of more than 0 seconds. Got {name}={value}."
                 )
+        if math.isinf(self.drain_seconds):
+            raise ValueError(
+                "Wanted finite drain_seconds: an open stream may never end. Got inf. For example: "
+                "3600."
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
