@@ -197,6 +197,7 @@ def test_what_needs_no_model_is_checked_before_one_is_read(
         raise AssertionError("the model was read")
 
     monkeypatch.setattr("utio_jax.models.load", read)
+    twice = (Path("a.txt"), Path("b.txt"), Path("./a.txt"))
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         for command, match in (
@@ -211,6 +212,7 @@ def test_what_needs_no_model_is_checked_before_one_is_read(
             (Chat(top_p=0.5), "Wanted --temperature above 0"),
             (Chat(max_new_tokens=0), "Wanted --max-new-tokens of at least 1. Got 0"),
             (Chat(seed=10**20), "Wanted seeds as integers of at most 64 bits"),
+            (Evaluate(files=twice, per_token=tmp_path / "t.json"), "Got a.txt more than once"),
         ):
             with pytest.raises(ValueError, match=match):
                 command.run()

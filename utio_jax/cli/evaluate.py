@@ -66,8 +66,15 @@ class Evaluate(OfWindows, OfCalibration, OfText):
     def run(self) -> dict[str, Any]:
         given: dict[str, Any] = {"budget": self.budget, "depth": self.depth}
         check_policy_name(self.policy_name, **given, calibration=self.calibration)
+        names = [file.as_posix() for file in self.files]
         if self.per_token is not None:
             check_writable(self.per_token, "--per-token")
+            repeated = sorted({name for name in names if names.count(name) > 1})
+            if repeated:
+                raise ValueError(
+                    "Wanted each file once with --per-token, which lists tokens by the names of "
+                    f"files. Got {', '.join(repeated)} more than once. Name it once."
+                )
         if self.shards is not None:
             check_out(self.shards, option="--shards")
         if (self.token_ids is None) == (not self.files):
@@ -75,7 +82,6 @@ class Evaluate(OfWindows, OfCalibration, OfText):
         mesh = self.mesh()
         model = self.load()
         documents, described = read_documents(model, self.files, self.token_ids, None)
-        names = [file.as_posix() for file in self.files]
         if self.token_ids is not None:
             names = [f"{self.token_ids.name}[{i}]" for i in range(len(documents))]
         policy, budget, fractions = policy_named(model, self.policy_name, **given)
