@@ -357,6 +357,10 @@ def test_help_is_short_and_begins_with_examples_that_work(
         parsed(name, shlex.split(example)[1:])
     hidden = {option for option in options_of(name) if option in whole and option not in brief}
     assert ("--help-all" in brief) == bool(hidden)
+    flat = re.sub(r"[\s│]+", "", whole)
+    for value in {of.default for of in dataclasses.fields(COMMANDS[name])}:
+        if type(value) in (int, float):
+            assert f"(default:{value})" in flat, "0 is a default like any other"
 
 
 def test_the_page_of_commands_has_every_option_of_each(

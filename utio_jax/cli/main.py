@@ -214,7 +214,8 @@ def _help_of(command: Any, *, every: bool) -> tuple[Any, str]:
     for field in dataclasses.fields(command):
         hint, default = hints[field.name], field.default
         marks = getattr(hint, "__metadata__", ())
-        hint_of = "" if default in (None, (), False, MISSING) else None
+        # A default of 0 is shown, although it equals False.
+        hint_of = "" if default is False or default in (None, (), MISSING) else None
         name = field.name.upper() if tyro.conf.Positional in marks else _metavar(hint)
         mark: Any = tyro.conf.arg(metavar=name, help_behavior_hint=hint_of)
         if "rare" in marks and not every:
