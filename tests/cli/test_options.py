@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 
 from utio_jax import Adaptive, Lossless, Plain
+from utio_jax.bench.run import Subject
+from utio_jax.cli.bench import Bench
 from utio_jax.cli.calibrate import Calibrate
 from utio_jax.cli.chat import Chat
 from utio_jax.cli.evaluate import Evaluate
@@ -213,9 +215,30 @@ def test_what_needs_no_model_is_checked_before_one_is_read(
             (Chat(max_new_tokens=0), "Wanted --max-new-tokens of at least 1. Got 0"),
             (Chat(seed=10**20), "Wanted seeds as integers of at most 64 bits"),
             (Evaluate(files=twice, per_token=tmp_path / "t.json"), "Got a.txt more than once"),
+            (Bench(models=("a/m", "b/m", "a/m"), out=tmp_path), "Wanted each of --models once"),
         ):
             with pytest.raises(ValueError, match=match):
                 command.run()
+
+
+def test_models_of_folders_of_one_name_are_told_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Recipes write to `.../model`."""
+
+    def fails(*_: Any) -> Any:
+        raise ValueError("It does not run.")
+
+    def subject(name: str, **_: Any) -> Subject:
+        of: Any = {"decoder": MODEL.decoder, "params": {}, "documents": []}
+        return Subject(name=Path(name).name, **of)
+
+    monkeypatch.setattr(Subject, "measure", fails)
+    monkeypatch.setattr("utio_jax.cli.bench.subject_named", subject)
+    models = ("a/model", "b/model", "c/other")
+    Bench(models=models, parts=("score",), out=tmp_path).run()
+    rows = json.loads((tmp_path / "results.json").read_text())["rows"]
+    assert [row["model"] for row in rows] == ["a/model", "b/model", "other"]
 
 
 def test_token_ids_are_lists_of_numbers(tmp_path: Path) -> None:

@@ -76,6 +76,8 @@ class Bench:
                     f"Wanted at least one value of --{option.replace('_', '-')}. Got none. Name "
                     "some, or leave it out for the default."
                 )
+        if len(set(self.models)) < len(self.models):
+            raise ValueError(f"Wanted each of --models once. Got {' '.join(self.models)}.")
         policies = [label_of(name) for name in self.policies]
         least = min(*self.batch_sizes, *self.prompt_lengths, self.new_tokens, self.rounds)
         if least < 1:
@@ -90,9 +92,12 @@ class Bench:
         save_rows(file, head, rows, complete=False)
         report = progress_lines()
         room = max(self.batch_sizes) * (max(self.prompt_lengths) + self.new_tokens)
+        ends = [Path(name).name for name in self.models]
         for name in self.models:
             kind: Any = {"dtype": dtype, "weights": self.weights}
             subject = subject_named(name, **kind, cache_tokens=room)
+            if ends.count(Path(name).name) > 1:  # Recipes write to folders of one name.
+                subject = dataclasses.replace(subject, name=name)
             for part, batch, prompt in itertools.product(
                 self.parts, self.batch_sizes, self.prompt_lengths
             ):
