@@ -29,10 +29,12 @@ from utio_jax.cli.trial import (
     lower_layers,
     measured,
     prompt_row,
+    read_prompts,
     recommend,
     request_rows,
     show_rows,
 )
+from utio_jax.prompts.budget import prompt_choice
 
 FULL = Tried(what="in full", times=1.0, loss_pct=0.0, same=1.0)
 DRAFTS = Tried(what="writing: drafts", how="--drafts", times=1.5, loss_pct=0.0, same=1.0)
@@ -57,14 +59,14 @@ def test_the_fastest_of_what_pays_is_recommended_for_each_purpose() -> None:
 
 
 def test_exact_prompts_are_the_default_and_others_an_option() -> None:
-    record = {"prompt_tokens": 448, "stop": 8, "speedup": 1.73}
+    record = {"prompt_tokens": 448, "stop": 8, "speedup": 1.73, "budget": 0.65}
     commands = [
         recommend([FULL, prompt_row(record | {"exact": exact, "nll_increase_pct": lost})], MINE)
         for exact, lost in ((True, None), (False, 0.0))
     ]
     assert commands == [
         f'Next: `utio-jax generate "PROMPT" --model mine{how}` (prompts: 1.73x, no loss).'
-        for how in ("", " --prompt-budget 0.5")
+        for how in ("", " --prompt-budget 0.65")
     ]
 
 
@@ -130,6 +132,30 @@ def test_a_request_at_full_depth_takes_the_same_steps_after_a_longer_prefill() -
     # On a busy machine a prefill may take longer alone than a whole request.
     times["shallow"] = Timing(seconds=np.asarray([0.07]), compiles=0)
     assert request_of(times, 4, None)["speedup"] == 1.0
+
+
+def test_prompts_stop_at_the_cheapest_exit_where_all_cost_more_than_half(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """At 3 of 4 layers; what is measured is a stub."""
+    model = lively_model(exits=(3, 4))
+    time = Timing(seconds=np.asarray([0.01]), compiles=0)
+    for name, stub in {
+        "time_programs": lambda *_, **__: {"full": time, "shallow": time},
+        "continuations": lambda *_: SimpleNamespace(loss=1.0),
+        "prompt_cost": lambda *_: SimpleNamespace(flops_ratio=0.7),
+        "generate": lambda *_, **__: None,
+    }.items():
+        monkeypatch.setattr(f"utio_jax.bench.prompts.{name}", stub)
+    whole = SimpleNamespace(decoder=model.decoder, params=model.params, prompt_choices=())
+    record = read_prompts(whole, [np.arange(64)], count=1, rounds=1)
+    assert record is not None
+    budget = record["budget"]
+    assert record["stop"] == 3
+    assert 0.5 < budget < 1
+    assert prompt_choice(model.decoder, model.params, budget).stop == 3
+    with pytest.raises(ValueError, match=f"budget of at least {budget:g}, the cheapest known"):
+        prompt_choice(model.decoder, model.params, budget - 0.002)
 
 
 def test_what_is_not_faster_or_loses_much_is_left_out() -> None:

@@ -18,13 +18,14 @@ from utio_jax.bench.timing import Timing, time_programs
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.generate import generate
 from utio_jax.decoding.prefill import Prefill
-from utio_jax.prompts.budget import prompt_choice
+from utio_jax.prompts.budget import least_budget, prompt_choice
 from utio_jax.prompts.choice import PromptChoice
 from utio_jax.prompts.evaluate import PromptSizes, continuations, cut_rows, prompt_cost
 from utio_jax.staircase.score import full_depth
 
 BUDGET = 0.5
-"""FLOPs of prefill over full depth's, for models without exact prefill."""
+"""FLOPs of prefill over full depth's, for models without exact prefill whose cheapest costs less.
+"""
 
 NEW_TOKENS = 32
 """New tokens of a whole request, at most a sixteenth of a row."""
@@ -42,7 +43,8 @@ def shallow_prompts(
     """Returns time to the first token, cost and later loss of a prompt that mostly exits early.
 
     A model whose upper layers read keys and values made below stops there, which loses nothing and
-    is not measured; any other one as `utio_jax.prompts.prompt_choice` says for `BUDGET`.
+    is not measured; any other one as `utio_jax.prompts.prompt_choice` says for `BUDGET`, or for the
+    least budget that it takes. The record's `budget` is that; None where the prefill is exact.
 
     A row has `width` tokens, seven eighths of which are its prompt. The losses of `count` rows
     count, which are read at once; the first one's prompt is timed. The model is a
@@ -59,7 +61,9 @@ def shallow_prompts(
     rows = cut_rows(documents, sizes, decoder=decoder)
     prompts = [rows.batches[0][0][0, : sizes.prompt_tokens]]
     exact = PromptChoice.exact(decoder)
-    choice = exact or prompt_choice(decoder, params, BUDGET, choices=model.prompt_choices)
+    known: dict[str, Any] = {"choices": model.prompt_choices}
+    budget = None if exact else max(BUDGET, least_budget(decoder, params, **known))
+    choice = exact or prompt_choice(decoder, params, budget or BUDGET, **known)
     first = partial(generate, decoder, params, prompts, max_new_tokens=1, eos_ids=())
     new = max(2, min(NEW_TOKENS, width // 16))
     # Without options, the fastest program that is exact: where that is shallow, full depth is that
@@ -91,6 +95,7 @@ def shallow_prompts(
         "continuation": sizes.continuation,
         "prompt": choice.label,
         "exact": exact is not None,
+        "budget": budget,
         "stop": choice.stop,
         "flops_ratio": round(cost.flops_ratio, 4),
         "seconds_to_first_token": round(times["shallow"].median, 5),

@@ -15,7 +15,7 @@ import numpy as np
 
 from utio_jax.bench.decoding import measure_modes, middles
 from utio_jax.bench.methods import Method, controls_of
-from utio_jax.bench.prompts import BUDGET, shallow_prompts
+from utio_jax.bench.prompts import shallow_prompts
 from utio_jax.bench.scoring import full_rows, measure_policies
 from utio_jax.bench.timing import Timed
 from utio_jax.cli.options import Files, OfModel, progress_bar, read_documents, repeat_verdict
@@ -363,7 +363,7 @@ def prompt_row(record: Mapping[str, Any] | None) -> Tried:
     return Tried(
         what=f"prompts: {record['prompt_tokens']} tokens, most to layer {record['stop']}"
         + ", the default" * record["exact"],
-        how="" if record["exact"] else f"--prompt-budget {BUDGET:g}",
+        how="" if record["exact"] else f"--prompt-budget {record['budget']:g}",
         times=record["speedup"],
         loss_pct=0.0 if record["exact"] else record["nll_increase_pct"],
         same=1.0 if record["exact"] else None,

@@ -8,6 +8,7 @@ new = generate(model.decoder, model.params, prompts, prefill=how)
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 from utio_jax.core.decoder import Decoder, HasKVMaps, Params, has_exit_lens
@@ -58,6 +59,36 @@ def prompt_choice(
             "Wanted a prompt budget above 0 and at most 1, a share of the FLOPs of reading prompts "
             f"in full. Got {budget}."
         )
+    known = _known(decoder, params, choices)
+    fitting = [choice for choice in known if (choice.flops_ratio or 1.0) <= budget]
+    if not fitting:
+        raise ValueError(
+            f"Wanted a prompt budget of at least {_least(known):g}, the cheapest known prefill of "
+            f"this model. Got {budget}. Prefills that lose more than the limit of fit-prompt do "
+            "not count: fit again with a larger --max-nll-increase-pct."
+        )
+    return min(fitting, key=lambda choice: (choice.nll_increase_pct or 0.0, -choice.stop))
+
+
+def least_budget(
+    decoder: Decoder, params: Params, *, choices: Sequence[PromptChoice] = ()
+) -> float:
+    """Returns the least budget that `prompt_choice` takes, rounded up to 0.001.
+
+    Raises:
+      ValueError: a stock model of which nothing was measured.
+    """
+    return _least(_known(decoder, params, choices))
+
+
+def _least(known: Sequence[PromptChoice]) -> float:
+    return math.ceil(1000 * min(choice.flops_ratio or 1.0 for choice in known)) / 1000
+
+
+def _known(
+    decoder: Decoder, params: Params, choices: Sequence[PromptChoice]
+) -> Sequence[PromptChoice]:
+    """Returns choices that were measured, or else those at exits. Raises ValueError for none."""
     maps = isinstance(decoder, HasKVMaps)
     usable = [
         choice
@@ -71,15 +102,7 @@ def prompt_choice(
             "measured, for a prompt budget. Got neither. Fit KV maps: utio-jax fit-prompt --model "
             "M FILES; then --prompt-maps FILE, or model.with_kv_maps(FILE)."
         )
-    fitting = [choice for choice in known if (choice.flops_ratio or 1.0) <= budget]
-    if not fitting:
-        least = min(choice.flops_ratio or 1.0 for choice in known)
-        raise ValueError(
-            f"Wanted a prompt budget of at least {least:.3f}, the cheapest known prefill of this "
-            f"model. Got {budget}. Prefills that lose more than the limit of fit-prompt do not "
-            "count: fit again with a larger --max-nll-increase-pct."
-        )
-    return min(fitting, key=lambda choice: (choice.nll_increase_pct or 0.0, -choice.stop))
+    return known
 
 
 def _at_exits(decoder: Decoder, params: Params) -> list[PromptChoice]:
