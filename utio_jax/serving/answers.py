@@ -430,4 +430,6 @@ def _too_slow() -> ApiError:
 def _as_error(news: Exception) -> Exception:
     if isinstance(news, EngineStoppedError):
         return engine_ended()
+    if isinstance(news, OSError):  # Not the client's connection, whose errors mean that it left.
+        return RuntimeError(repr(news)).with_traceback(news.__traceback__)
     return ApiError(400, str(news)[:500]) if isinstance(news, ValueError) else news
