@@ -16,10 +16,10 @@ from typing import Any
 import openai
 import pydantic
 import pytest
-from helpers.serving import Running, chat, completion, read_all, request_bytes
+from helpers.serving import Running, chat, completion, read_all, request_bytes, served_model
 
 from utio_jax.serving import Address, Limits, Server
-from utio_jax.serving.app import _page_policy
+from utio_jax.serving.app import Application, _page_policy
 from utio_jax.serving.engine import PromptScorer
 from utio_jax.serving.schema import ChatRequest, CompletionRequest, TokenizeRequest
 
@@ -338,6 +338,11 @@ def test_files_that_hold_no_key_are_refused(tmp_path: Path, text: str) -> None:
         Address(key_file=tmp_path / "key").key()
     with pytest.raises(ValueError, match="Wanted a key in"):
         Address(key_file=tmp_path / "nothing").key()
+
+
+def test_a_key_of_no_characters_is_refused(folder: Path) -> None:
+    with pytest.raises(ValueError, match="Wanted a key of at least one character"):
+        Application(served_model(folder), key="")
 
 
 def test_addresses_that_others_reach_want_a_key() -> None:

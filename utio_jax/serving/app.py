@@ -93,8 +93,13 @@ class Application:
         requests share may take `prefix_cache` bytes, see `Engine`.
 
         Raises:
-          ValueError: see `Engine`.
+          ValueError: the key is empty, or see `Engine`.
         """
+        if key == "":
+            raise ValueError(
+                "Wanted a key of at least one character, or None for a server without one. Got an "
+                "empty text. Is the variable set that it was read from?"
+            )
         engine = Engine.of(
             model.text,
             slots=slots,
