@@ -20,8 +20,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from utio_jax.decoding.requests import Completion, Event
+from utio_jax.decoding.state import Columns
 from utio_jax.decoding.text import TextReader
-from utio_jax.serving.engine import PromptScores
 from utio_jax.serving.gate import ApiError, engine_ended, fault, note_fault, shutting_down
 from utio_jax.serving.pieces import token_name
 from utio_jax.serving.requests import Reading
@@ -56,7 +56,7 @@ class Choice:
         utio = reading.body.utio
         self._depths: list[int] | None = [] if utio is not None and utio.depths else None
 
-    def echo(self, text: str, scores: PromptScores | None) -> dict[str, Any]:
+    def echo(self, text: str, scores: Columns | None) -> dict[str, Any]:
         """Returns the choice's first part where the prompt belongs to it."""
         if scores is not None and np.isnan(scores.log_probabilities[1:]).any():
             raise ApiError(500, _NOT_NUMBERS)  # The first has no prediction.
@@ -90,7 +90,7 @@ class Choice:
     def _part(
         self,
         text: str,
-        tokens: Event | PromptScores | None,
+        tokens: Columns | None,
         ids: np.ndarray,
         depths: list[tuple[str, int]] | None,
         *,
@@ -114,7 +114,7 @@ class Choice:
             part["token_ids"] = ids.tolist()
         return part
 
-    def _list_logprobs(self, tokens: Event | PromptScores) -> dict[str, Any]:
+    def _list_logprobs(self, tokens: Columns) -> dict[str, Any]:
         names = [self._pieces(int(token)).name for token in tokens.token_ids]
         numbers = [_number(log_probability) for log_probability in tokens.log_probabilities]
         tops, count = [], self.reading.logprobs or 0
@@ -137,13 +137,13 @@ class Choice:
             "text_offset": self._starts(tokens),
         }
 
-    def _starts(self, tokens: Event | PromptScores) -> list[int]:
+    def _starts(self, tokens: Columns) -> list[int]:
         """Returns where in the choice's text each token begins, in characters.
 
         Tokens of one character begin where it does. After a stop string, all are at the end.
         """
         size, echoed, starts = math.inf, "", list[int]()
-        if isinstance(tokens, PromptScores):
+        if not isinstance(tokens, Event):
             size, echoed, reader = len(self._echoed), self._echoed, TextReader(self._tokenizer, ())
         else:
             reader = self._reader = self._reader or TextReader(self._tokenizer, self.prompt)
@@ -160,7 +160,7 @@ class Choice:
             self._offset = end
         return starts
 
-    def _chat_logprobs(self, tokens: Event | PromptScores) -> dict[str, Any]:
+    def _chat_logprobs(self, tokens: Columns) -> dict[str, Any]:
         content = []
         for place, (token, number) in enumerate(
             zip(tokens.token_ids, tokens.log_probabilities, strict=True)
@@ -174,7 +174,7 @@ class Choice:
         piece = self._pieces(token)
         return {"token": piece.name, "logprob": number, "bytes": [*piece.data]}
 
-    def _top(self, tokens: Event | PromptScores, place: int, count: int) -> list[tuple[int, float]]:
+    def _top(self, tokens: Columns, place: int, count: int) -> list[tuple[int, float]]:
         if tokens.alternatives is None:
             return []
         known = tokens.alternatives
@@ -299,7 +299,7 @@ class Answer(Response):
             if isinstance(news, Exception):
                 raise _as_error(news)
             assert task is not None
-            if isinstance(news, PromptScores):
+            if not isinstance(news, Event):
                 for part in self._echo(task.target, news):
                     yield part
                 ready = unsaid.pop(task.target)
@@ -315,7 +315,7 @@ class Answer(Response):
                 if part is not None:
                     yield part
 
-    def _echo(self, row: int, scores: PromptScores | None) -> list[dict[str, Any]]:
+    def _echo(self, row: int, scores: Columns | None) -> list[dict[str, Any]]:
         assert self._reading.echo is not None
         text, first = self._reading.echo[row], row * self._each
         silent = not any(task.options for task in self._reading.tasks)

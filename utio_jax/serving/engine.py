@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -11,27 +10,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
 from utio_jax.core.decoder import Decoder, Params
-from utio_jax.engine import Alternatives
+from utio_jax.decoding.state import Alternatives, Columns
 from utio_jax.engine.slots import Served, prompt_widths
 from utio_jax.serving.schema import MOST_LOGPROBS
 from utio_jax.staircase.exit_head import Readout
 from utio_jax.staircase.loop import staircase
 from utio_jax.staircase.score import full_depth
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PromptScores:
-    """Log-probabilities of a prompt's tokens, by the full model, given those before them, in nats.
-
-    That of the first, which nothing predicts, is NaN, and the alternatives there are of id 0.
-    """
-
-    token_ids: Int[np.ndarray, " token"]
-    log_probabilities: Float[np.ndarray, " token"]
-    alternatives: Alternatives
 
 
 class PromptScorer:
@@ -56,8 +43,11 @@ class PromptScorer:
             self.score(np.zeros(width, np.int32))
             progress(done)
 
-    def score(self, prompt: Int[np.ndarray, " token"]) -> PromptScores:
-        """Returns the scores of a prompt's tokens.
+    def score(self, prompt: Int[np.ndarray, " token"]) -> Columns:
+        """Returns the log-probabilities of a prompt's tokens, given those before them, in nats.
+
+        They are the full model's. That of the first, which nothing predicts, is NaN, and the
+        alternatives there are of id 0.
 
         Raises:
           ValueError: it is longer than the largest width.
@@ -73,8 +63,11 @@ class PromptScorer:
         scores = _scored(*self._model, ids, lengths, count=self._count)
         # What token i says of token i + 1 stands at i there, and at i + 1 here.
         chosen, best, likely = (np.asarray(leaf)[0, : size - 1] for leaf in scores)
-        return PromptScores(
+        depths = np.full(size, self._model[0].config.num_layers, np.int32)
+        return Columns(
             token_ids=prompt,
+            decided=depths,
+            executed=depths,
             log_probabilities=np.pad(chosen, (1, 0), constant_values=np.nan),
             alternatives=Alternatives(
                 token_ids=np.pad(best, ((1, 0), (0, 0))),

@@ -20,8 +20,9 @@ import numpy as np
 from jaxtyping import Int
 
 from utio_jax.decoding.requests import Event
+from utio_jax.decoding.state import Columns
 from utio_jax.engine import Engine
-from utio_jax.serving.engine import PromptScorer, PromptScores
+from utio_jax.serving.engine import PromptScorer
 
 
 class EngineStoppedError(Exception):
@@ -43,7 +44,7 @@ class Task:
     options: dict[str, Any] | None = None
 
 
-News = Event | PromptScores | Exception
+News = Event | Columns | Exception
 
 Results = asyncio.Queue[tuple[Task | None, News]]
 """Results and errors of one HTTP request, with the task of each."""
