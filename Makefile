@@ -72,7 +72,7 @@ check: test check-rest
 
 # What `make test` leaves out: whole commands, calibrations, several devices and processes, contrib.
 # Long versions, the notebooks, and what costs much and breaks rarely are left to `test-slow`.
-check-rest:
+check-rest: $(VENV)/.installed-docs
 	$(MAKE) --jobs 2 lint types docs
 	$(QUICK) $(BIN)/python -m pytest -m "check and $(HERE)" $(SPREAD) tests
 
@@ -297,7 +297,8 @@ $(VENV)/.installed-gguf: $(VENV)/.python pyproject.toml constraints.txt
 	$(INSTALL) '.[gguf,serve]'
 	@touch $(VENV)/.installed-cli $@
 
-$(VENV)/.installed-docs: $(VENV)/.python pyproject.toml constraints.txt
+# After the tests' packages: two pips at once break each other's files.
+$(VENV)/.installed-docs: $(VENV)/.python pyproject.toml constraints.txt | $(VENV)/.installed-all
 	$(INSTALL) '.[docs]'
 	@touch $(VENV)/.installed-cli $(VENV)/.installed-gguf $@
 

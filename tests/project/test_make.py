@@ -26,5 +26,18 @@ def test_slow_tests_and_other_environments_are_left_out(target: tuple[str, ...])
     )
 
 
+def test_packages_are_installed_one_after_the_other(tmp_path: Path) -> None:
+    """In a fresh clone, before lint, types and docs run at once."""
+    ran = subprocess.run(
+        ["make", "--dry-run", "check-rest", f"VENV={tmp_path / 'venv'}"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    first, _, _ = ran.stdout.partition("--jobs 2")
+    assert re.findall(r"--editable '\.\[(\w+)\]'", first) == ["test", "docs"]
+
+
 def test_each_mutant_fits_the_source() -> None:
     assert read_list()
