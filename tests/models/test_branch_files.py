@@ -90,6 +90,7 @@ def test_a_folder_with_branches_is_loaded_with_them(
     assert model.decoder.config.branches == (1, 2)
     assert plain.decoder.config.exits == (6,)
     assert model.sha256 != plain.sha256
+    assert model.stored_sha256 != plain.stored_sha256
     assert model.policies == folder / "branches.policies.json"
     # Named exits are those of the full model's layers.
     assert load(folder, exits=(2, 6)).decoder.config.branches == ()
