@@ -152,12 +152,13 @@ class Copy:
         now = next(self._times)
         os.utime(file, (now, now))
 
-    def test(self, tests: Sequence[str]) -> tuple[int | None, str]:
+    def test(self, tests: Sequence[str], *, jobs: int = 1) -> tuple[int | None, str]:
         """Runs tests up to the first that fails; returns pytest's status, None if it hung."""
         env = {**os.environ, "PYTHONPATH": str(self.folder)}
         env.pop("PYTHONDONTWRITEBYTECODE", None)  # All but one file is as it was.
         command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider"]
         command += ["-m", KINDS, *tests]
+        command += ["-n", str(jobs), "--dist", "loadfile"] if jobs > 1 else []
         try:
             done = subprocess.run(
                 command,
@@ -192,7 +193,7 @@ def try_out(mutant: Mutant, copies: queue.SimpleQueue[Copy]) -> Outcome:
     )
 
 
-def check_tests(mutants: Sequence[Mutant], copy: Copy) -> None:
+def check_tests(mutants: Sequence[Mutant], copy: Copy, *, jobs: int) -> None:
     """Raises WrongListError where a test is none of `make check`, or fails with nothing broken."""
     tests = list(dict.fromkeys(mutant.test for mutant in mutants))
     # Of several tests, one that is left out by its mark would not be missed.
@@ -202,7 +203,7 @@ def check_tests(mutants: Sequence[Mutant], copy: Copy) -> None:
     known |= {case.partition("::")[0] for case in cases}
     if missing := [test for test in tests if test not in known]:
         raise WrongListError(f"Wanted tests that `make check` runs. It leaves out {missing}.")
-    status, output = copy.test(tests)
+    status, output = copy.test(tests, jobs=jobs)
     if status != 0:
         raise WrongListError(f"Wanted tests that pass as the code is. Got\n{output[-3000:]}")
 
@@ -236,7 +237,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             copies: queue.SimpleQueue[Copy] = queue.SimpleQueue()
             ready = [Copy(Path(folder) / str(number)) for number in range(max(1, options.jobs))]
             print(f"{len(mutants)} mutants; their tests, as the code is", file=sys.stderr)
-            check_tests(mutants, ready[0])
+            check_tests(mutants, ready[0], jobs=len(ready))
             for copy in ready:
                 copies.put(copy)
             outcomes = []
