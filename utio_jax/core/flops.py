@@ -30,6 +30,9 @@ def count_matmul_flops(function: Callable[..., Any], *args: Any) -> float:
 
     >>> count_matmul_flops(lambda a, b: a @ b, jnp.zeros((2, 3)), jnp.zeros((3, 5)))
     60.0
+    >>> experts = jnp.zeros((8, 3, 5)), jnp.full((8,), 2)  # Of each, two of 16 rows.
+    >>> count_matmul_flops(jax.lax.ragged_dot, jnp.zeros((16, 3)), *experts)
+    480.0
     """
     # A product with int8 weights is one, however it is run, and padding is none.
     with compiling_for(input_digits=0, least_bfloat16_rows=1):
@@ -40,14 +43,16 @@ def _flops_of_jaxpr(jaxpr: Any) -> float:
     total = 0.0
     for equation in jaxpr.eqns:
         name = equation.primitive.name
-        if name == "dot_general":
-            (contract, _), _ = equation.params["dimension_numbers"]
-            lhs = equation.invars[0].aval.shape
-            total += (
-                2.0
-                * math.prod(equation.outvars[0].aval.shape)
-                * math.prod(lhs[i] for i in contract)
+        if name in ("dot_general", "ragged_dot_general"):
+            ragged = equation.params.get("ragged_dot_dimension_numbers")
+            numbers = (
+                ragged.dot_dimension_numbers if ragged else equation.params["dimension_numbers"]
             )
+            (_, contracted), (_, batch) = numbers
+            shared = {*contracted, *batch, *(ragged.rhs_group_dimensions if ragged else ())}
+            lhs, rhs = (variable.aval.shape for variable in equation.invars[:2])
+            columns = math.prod(size for axis, size in enumerate(rhs) if axis not in shared)
+            total += 2.0 * math.prod(lhs) * columns
             continue
         parts = [_flops_of_jaxpr(sub) for sub in _sub_jaxprs(equation)]
         inner = sum(parts) / (len(parts) if name == "cond" else 1)
