@@ -125,7 +125,7 @@ def run_requests(  # noqa: PLR0913 (options, each named)
             until = most if chunk is None else min(until + chunk, most)
             state = advance(context, state, np.int32(until), widths=widths, mesh=mesh)
         state = _hand_over(state, requests, on_event)
-        if all(request.finished is not None for request in requests):
+        if until == most or all(request.finished is not None for request in requests):
             return state, prefill
 
 
