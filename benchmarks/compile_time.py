@@ -76,6 +76,26 @@ def decode(model: Any, batch: int, **options: Any) -> Callable[[], Any]:
     return partial(model.generate, prompts, max_new_tokens=120, eos_ids=(), **options)
 
 
+def serve_requests(model: Any, **options: Any) -> Callable[[], Any]:
+    """Returns a call that answers 32 ragged requests in an engine of 16 slots."""
+    from utio_jax import Engine
+
+    stream = [token for ids in model.encode(texts(10**9)) for token in ids.tolist()]
+    if "budget" in options:
+        from utio_jax import Adaptive
+
+        options = {"mode": Adaptive(policy=model.calibration.policy("learned", **options))}
+    engine = Engine.of(model, slots=16, capacity=384, **options)
+
+    def call() -> None:
+        for row in range(32):
+            prompt = stream[97 * row : 97 * row + 16 + 7 * row]
+            engine.submit(prompt, max_new_tokens=24 + 3 * row, eos_ids=())
+        engine.drain()
+
+    return call
+
+
 CALLS: dict[str, Callable[[Any], Callable[[], Any]]] = {
     "score": score,
     "score-0.75": partial(score, budget=0.75),
@@ -85,6 +105,8 @@ CALLS: dict[str, Callable[[Any], Callable[[], Any]]] = {
     "generate-lossless": partial(generate, mode="lossless"),
     **{f"decode-{batch}": partial(decode, batch=batch) for batch in (1, 8, 32)},
     **{f"decode-0.75-{batch}": partial(decode, batch=batch, budget=0.75) for batch in (1, 8, 32)},
+    "engine": serve_requests,
+    "engine-0.75": partial(serve_requests, budget=0.75),
 }
 """Calls of the shipped model, by name."""
 
