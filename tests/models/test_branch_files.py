@@ -85,13 +85,16 @@ def test_branches_of_a_bfloat16_model_learn_by_steps_below_its_resolution(params
 def test_a_folder_with_branches_is_loaded_with_them(
     folder: Path, params: Any, branches: Branches
 ) -> None:
-    model, plain = load(folder), load(folder, branches=False)
+    model: Any = load(folder)
+    plain = load(folder, branches=False)
     assert model.decoder.config.exits == (4, 5, 6)
     assert model.decoder.config.branches == (1, 2)
     assert plain.decoder.config.exits == (6,)
     assert model.sha256 != plain.sha256
     assert model.stored_sha256 != plain.stored_sha256
     assert model.policies == folder / "branches.policies.json"
+    with pytest.raises(ValueError, match=r"for new branches. Got branches=\(1, 2\). Load it with"):
+        with_branches(model.decoder, model.params, branches)  # The stack would hold both.
     # Named exits are those of the full model's layers.
     assert load(folder, exits=(2, 6)).decoder.config.branches == ()
 

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from utio_jax.core.decoder import LayerParams, Params
+from utio_jax.core.decoder import LayerParams, Params, check_no_branches
 from utio_jax.core.files import json_file, load_owned, nest, save_owned
 from utio_jax.core.quantised import as_held, is_quantised
 from utio_jax.models.transformer import OF_KV, Transformer
@@ -58,9 +58,10 @@ def with_branches(
     Its exits are the branches' depths and full depth. Full depth is unchanged.
 
     Raises:
-      ValueError: the model does not share K/V as branches need (`DecoderConfig.branches`), or the
-        layers are of other shapes.
+      ValueError: the model has branches, or does not share K/V as they need
+        (`DecoderConfig.branches`), or the layers are of other shapes.
     """
+    check_no_branches(decoder, what="new branches")
     config = dataclasses.replace(decoder.config, branches=branches.sizes, exits=())
     own = _without_kv(params["layers"])
     described = _without_kv(jax.eval_shape(decoder.init, jax.random.key(0))["layers"])

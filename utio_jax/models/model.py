@@ -191,7 +191,7 @@ class Model:
         """Returns the model with exit branches from a file or folder, and the policies next to it.
 
         Raises:
-          ValueError: there are none, or they are another model's.
+          ValueError: there are none, they are another model's, or this one has branches.
         """
         branches = load_branches(path, model_sha256=self.stored_sha256)
         if not isinstance(self.decoder, Transformer):
