@@ -202,7 +202,8 @@ class TrainBranches:
             if self.joint:
                 folder = folder / "model"
                 save(folder, model.decoder, result["model"], like=model.folder)
-                model = load(folder)
+                # Apart from branches that an earlier call left: it names the weights alone.
+                model = load(folder, lens=False, branches=False)
                 info["model_sha256"] = model.sha256
             save_branches(folder, branches, info=info)
             model = model.with_branches(folder)

@@ -203,7 +203,7 @@ def run_recipe(
     # Last: a folder with a config is whole; a lens names the weights that it belongs to.
     save(folder / "model", decoder, params if late is None else params["model"])
     if late is not None:
-        owner = load(folder / "model").sha256
+        owner = load(folder / "model", lens=False, branches=False).sha256
         maps = lens_of(rounded, config.exits)
         save_lens(folder / "model", maps, info={"model_sha256": owner, "weights": late.weights})
     return summary

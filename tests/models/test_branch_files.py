@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from branches import branch_objective
+from anytime import TrainConfig
+from branches import TrainBranches, branch_objective
 from helpers.cases import run_dense
-from helpers.models import assert_close, live_params
+from helpers.folders import save_small_model
+from helpers.models import Model, assert_close, live_params
+from helpers.texts import SOURCES, source
 
 from utio_jax import load
 from utio_jax.models import (
@@ -26,6 +30,7 @@ from utio_jax.models import (
     save_branches,
     with_branches,
 )
+from utio_jax.models.texts import Document
 from utio_jax.staircase.score import exit_nll
 
 CONFIG = dataclasses.replace(
@@ -173,6 +178,29 @@ def test_a_model_that_learns_with_its_branches_has_one_loss_more_and_the_old_one
         learning = {"layers": branches.layers, "model": student}
         loss, _ = objective(learning, tokens, jax.random.key(0), jnp.int32(0))
         assert_close(loss, sum(-(target * values).sum(-1).mean() for values in students))
+
+
+@pytest.mark.slow
+def test_a_joint_run_that_goes_on_replaces_its_branches(
+    tmp_path: Path, params: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = tuple(Document(path=name, text=source(name).read_text()) for name in SOURCES)
+    for module in ("branches", "recipe"):
+        monkeypatch.setattr(f"{module}.standard_library", lambda split: texts)
+    small = functools.partial(TrainConfig, tokens_per_step=64, context=32, long_context=32)
+    monkeypatch.setattr("branches.TrainConfig", small)
+    decoder = Transformer(dataclasses.replace(CONFIG, vocab_size=300, context_length=64))
+    save_small_model(tmp_path, Model(decoder, live_params(decoder)))
+    options: dict[str, Any] = {"out": tmp_path / "out", "model": str(tmp_path), "sizes": (1, 2)}
+    for steps in (1, 2, 2):  # The last call finds the branches of the same weights.
+        resume = (tmp_path / "out").exists()
+        TrainBranches(**options, joint=True, steps=steps, resume=resume).run()
+        model = load(tmp_path / "out" / "model")
+        assert model.decoder.config.branches == (1, 2)
+        assert model.params["layers"]["q_proj"]["kernel"].shape[0] == 6 + 1 + 2
+    assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (
+        tmp_path / "tokenizer.json"
+    ).read_bytes()
 
 
 def test_a_saved_model_keeps_its_branches(tmp_path: Path, params: Any, branches: Branches) -> None:

@@ -401,6 +401,9 @@ def test_branches_and_layers_added_as_the_command_line_makes_them(tmp_path: Path
     assert len(late["bits_per_byte"]) == 3
     # The maps are served with the model.
     assert isinstance(load(tmp_path / "late" / "model").decoder, Lensed)
+    # A finished run that is called once more replaces its lens.
+    run_recipe(tmp_path / "late", preset="late-tiny", steps=6, trunk=trunk, resume=True)
+    assert isinstance(load(tmp_path / "late" / "model").decoder, Lensed)
     tokenizers = [(folder / "tokenizer.json").read_bytes() for folder in (trunk, tmp_path / "late")]
     assert tokenizers[0] == tokenizers[1]
     below = run_recipe(tmp_path / "below", preset="plain-tiny-2", steps=6)
