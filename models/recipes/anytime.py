@@ -165,13 +165,30 @@ def exit_states(
     if own == num_layers:
         return states
 
+    shared = upper_keys_values(decoder, params, first, states, places)
+    return jnp.concatenate([states, run(last, part(own, num_layers), shared)[1]])
+
+
+def upper_keys_values(
+    decoder: Decoder, params: Params, first: jax.Array, states: jax.Array, places: Any
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the keys and values that all upper layers read, made of lower layers' states.
+
+    Args:
+      decoder: the model, of one `kv_source` for all upper layers.
+      params: its parameters.
+      first: the first layer's input, `[batch, token, dim]`.
+      states: after each lower layer, `[layer, batch, token, dim]`.
+      places: encoded positions.
+    """
+    config = decoder.config
+
     def made(row: int) -> tuple[jax.Array, jax.Array]:
         depth = config.kv_depth[row]
         x = states[depth - 1] if depth else first
         return dense_keys_values(decoder, layer_at(decoder, params, row), x, places)
 
-    shared = read_side_by_side(made(row) for row in config.kv_source[-1])
-    return jnp.concatenate([states, run(last, part(own, num_layers), shared)[1]])
+    return read_side_by_side(made(row) for row in config.kv_source[-1])
 
 
 def anytime_loss(

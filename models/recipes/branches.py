@@ -31,7 +31,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import tyro
-from anytime import Objective, Start, TrainConfig, exit_states, train
+from anytime import Objective, Start, TrainConfig, exit_states, train, upper_keys_values
 from recipe import bits_of_test_split, tokenise
 from trunks import make_optimizer
 
@@ -39,13 +39,12 @@ from utio_jax.attention.mixing import mixer_at
 from utio_jax.core import avoid_wrong_products
 from utio_jax.core.decoder import Params
 from utio_jax.core.files import save_text
-from utio_jax.core.layer import layer_at
 from utio_jax.models.branches import Branches, save_branches
 from utio_jax.models.checkpoint import load, save
 from utio_jax.models.shipped import SHIPPED
 from utio_jax.models.training import standard_library
 from utio_jax.models.transformer import Transformer
-from utio_jax.staircase.reference import apply_layer, dense_keys_values, read_side_by_side
+from utio_jax.staircase.reference import apply_layer
 
 
 def branch_objective(
@@ -72,13 +71,8 @@ def branch_objective(
         model = learning.get("model", held)
         states = exit_states(decoder, model, inputs, key, 0.0)
         positions = jnp.broadcast_to(jnp.arange(inputs.shape[1]), inputs.shape)
-        places = decoder.encode_positions(positions)
-        keys_values = read_side_by_side(
-            dense_keys_values(
-                decoder, layer_at(decoder, model, row), states[config.kv_depth[row] - 1], places
-            )
-            for row in config.kv_source[-1]
-        )
+        places, first = decoder.encode_positions(positions), decoder.embed(model, inputs, positions)
+        keys_values = upper_keys_values(decoder, model, first, states, places)
         mix = mixer_at(decoder, config.num_layers - 1)
         visible = mix.visible(positions, positions)
 

@@ -34,7 +34,7 @@ from utio_jax.models.texts import Document
 from utio_jax.staircase.score import exit_nll
 
 CONFIG = dataclasses.replace(
-    TINY, num_layers=6, num_kv_heads=1, kv_source=((0,), (1,), (2,), *(((1, 2),) * 3)), exits=(6,)
+    TINY, num_layers=6, num_kv_heads=1, kv_source=((0,), (1,), (2,), *(((0, 2),) * 3)), exits=(6,)
 )
 DECODER = Transformer(CONFIG)
 
