@@ -87,6 +87,12 @@ class TrainConfig:
         return self.long_context if step >= self.steps * (1 - self.long_fraction) else self.context
 
     @property
+    def tokens(self) -> int:
+        """Positions predicted in all steps, each of whole windows."""
+        contexts = map(self.context_at, range(self.steps))
+        return sum(self.tokens_per_step // context * context for context in contexts)
+
+    @property
     def branch_step(self) -> int:
         """The last checkpoint at the constant rate, from which other decays can branch off."""
         constant = int(self.steps * (1 - self.decay_fraction))
@@ -342,14 +348,19 @@ def train(  # noqa: PLR0913 (options, each named)
       validate: called with the parameters at every checkpoint; returns loss per exit in nats.
 
     Raises:
-      ValueError: exit weights do not match the exits, the stream is shorter than one window, ids
-        outside the vocabulary, or `out` holds checkpoints and `resume` is False.
+      ValueError: exit weights do not match the exits, a step or the stream is shorter than one
+        window, ids outside the vocabulary, or `out` holds checkpoints and `resume` is False.
       FloatingPointError: the run diverges. What it diverged to is not saved.
     """
     exits = decoder.config.exits
     if objective is None and len(config.exit_weights) != len(exits) - 1:
         raise ValueError(
             f"Wanted one exit weight per intermediate exit of {exits}. Got {config.exit_weights}."
+        )
+    if config.tokens_per_step < (longest := max(config.context, config.long_context)):
+        raise ValueError(
+            f"Wanted tokens_per_step of at least a window, {longest} tokens. Got "
+            f"{config.tokens_per_step}. Raise it, or shorten the context."
         )
     if len(stream) < 4 * config.long_context:
         raise ValueError(

@@ -185,7 +185,7 @@ class TrainBranches:
         info = {
             "model_sha256": model.sha256,
             "steps": self.steps,
-            "tokens": self.steps * recipe.tokens_per_step,
+            "tokens": recipe.tokens,
             "seed": self.seed,
             "kl_weight": self.kl_weight,
         }

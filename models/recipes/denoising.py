@@ -193,7 +193,7 @@ class TrainDenoiser:
         return {
             "out": str(self.out / "model"),
             "steps": self.steps,
-            "tokens": self.steps * recipe.tokens_per_step,
+            "tokens": recipe.tokens,
             "seed": self.seed,
             "fresh": self.fresh,
             "own_kv": self.own_kv,

@@ -131,7 +131,7 @@ class Prune:
             "out": str(self.out),
             "model_sha256": model.sha256,
             "layers": self.layers,
-            "tokens": self.steps * recipe.tokens_per_step,
+            "tokens": recipe.tokens,
             "bits_per_byte": bits_of_test_split(saved.decoder, saved.params, encode),
         }
 

@@ -192,7 +192,7 @@ def run_recipe(
         "preset": preset,
         "seed": seed,
         "steps": steps,
-        "tokens": steps * recipe.tokens_per_step,
+        "tokens": recipe.tokens,
         "parameters": int(sum(leaf.size for leaf in jax.tree.leaves(params))),
         "seconds_total": round(time.perf_counter() - started, 1),
         "train_text": describe(documents),

@@ -204,7 +204,7 @@ class StockBranch:
         ]
         return {
             "model_sha256": model.sha256,
-            "tokens_learnt": self.steps * self.tokens_per_step,
+            "tokens_learnt": recipe.tokens,
             "test_tokens": int(tokens),
             "full_depth_nats": round(full, 4),
             "rows": rows,

@@ -218,7 +218,7 @@ def finetune(
         "out": str(folder),
         "exits": list(exits),
         "steps": config.steps,
-        "tokens": config.steps * (recipe.tokens_per_step // context) * context,
+        "tokens": recipe.tokens,
         "loss_before": [round(value, 4) for value in before],
         "loss_after": [
             round(value, 4) for value in exit_losses(read, params, held_out, width=context)[0]
