@@ -38,7 +38,6 @@ from trunks import make_optimizer
 from utio_jax.attention.mixing import mixer_at
 from utio_jax.core import avoid_wrong_products
 from utio_jax.core.decoder import Params
-from utio_jax.core.files import save_text
 from utio_jax.models.branches import Branches, save_branches
 from utio_jax.models.checkpoint import load, save
 from utio_jax.models.shipped import SHIPPED
@@ -160,10 +159,8 @@ class TrainBranches:
         depths = (*(min(config.kv_own + n, deepest) for n in self.sizes), config.num_layers)
         decoder = Transformer(dataclasses.replace(config, exits=depths))
         first = Branches.copied(decoder, params, self.sizes)
-        if not (folder / "tokenizer.json").exists():
-            text = (model.folder / "tokenizer.json").read_text(encoding="utf-8")
-            save_text(folder / "tokenizer.json", text)
-        encode, stream = tokenise(folder, standard_library("train"), decoder.config)
+        documents = standard_library("train")
+        encode, stream = tokenise(folder, documents, decoder.config, like=model.folder)
         recipe = TrainConfig(
             steps=self.steps, seed=self.seed, warmup=20, decay_fraction=0.7, save_every=50
         )

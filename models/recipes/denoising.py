@@ -35,7 +35,6 @@ from utio_jax.contrib.denoising import Canvas, load_denoiser, save_denoiser
 from utio_jax.core import avoid_wrong_products
 from utio_jax.core.decoder import Params
 from utio_jax.core.documents import windows_of
-from utio_jax.core.files import save_text
 from utio_jax.models.checkpoint import load
 from utio_jax.models.shipped import SHIPPED
 from utio_jax.models.training import standard_library
@@ -149,10 +148,8 @@ class TrainDenoiser:
         start = None if self.fresh else Start(params=with_mask(model.params))
         if start is not None and self.own_kv:
             start = Start(params=with_own_kv(start.params, model.decoder.config))
-        if not (folder / "tokenizer.json").exists():
-            text = (model.folder / "tokenizer.json").read_text(encoding="utf-8")
-            save_text(folder / "tokenizer.json", text)
-        encode, stream = tokenise(folder, standard_library("train"), config)
+        documents = standard_library("train")
+        encode, stream = tokenise(folder, documents, config, like=model.folder)
         recipe = TrainConfig(
             steps=self.steps,
             tokens_per_step=self.tokens_per_step,

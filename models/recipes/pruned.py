@@ -25,7 +25,6 @@ from trunks import make_optimizer
 
 from utio_jax.core import avoid_wrong_products
 from utio_jax.core.decoder import Params
-from utio_jax.core.files import save_text
 from utio_jax.models.branches import Branches
 from utio_jax.models.checkpoint import load, save
 from utio_jax.models.shipped import SHIPPED
@@ -108,10 +107,8 @@ class Prune:
         folder.mkdir(parents=True, exist_ok=True)
         model: Any = load(self.model, lens=False, branches=False)
         student, first = pruned(model.decoder, model.params, self.layers)
-        if not (folder / "tokenizer.json").exists():
-            text = (model.folder / "tokenizer.json").read_text(encoding="utf-8")
-            save_text(folder / "tokenizer.json", text)
-        encode, stream = tokenise(folder, standard_library("train"), student.config)
+        documents = standard_library("train")
+        encode, stream = tokenise(folder, documents, student.config, like=model.folder)
         recipe = TrainConfig(
             steps=self.steps, seed=self.seed, warmup=20, decay_fraction=0.7, save_every=50
         )

@@ -241,23 +241,42 @@ _ENTROPY = 0.05
 """Weight of the entropy of a looped model's gate at the end of training."""
 
 
-def tokenise(folder: Path, documents: tuple[Document, ...], config: TransformerConfig) -> Any:
-    """Returns the encoder and the token stream, made once and kept beside the checkpoints."""
-    file, cached = folder / "tokenizer.json", folder / "stream.npy"
-    if not file.exists():
+def tokenise(
+    folder: Path,
+    documents: tuple[Document, ...],
+    config: TransformerConfig,
+    *,
+    like: Path | None = None,
+) -> Any:
+    """Returns the encoder and the token stream, made once and kept beside the checkpoints.
+
+    The tokenizer is that of the folder `like`, or trained on the documents.
+    """
+    file = folder / "tokenizer.json"
+    if not file.exists() and like is not None:
+        save_text(file, (like / "tokenizer.json").read_text(encoding="utf-8"))
+    elif not file.exists():
         tokenizer = train_tokenizer((d.text for d in documents), vocab_size=config.vocab_size)
         save_text(file, tokenizer.to_str(pretty=True))
     encode = partial(encode_documents, load_tokenizer(file), bos_id=config.bos_id)
+    return encode, kept_stream(folder, documents, encode)
+
+
+def kept_stream(
+    folder: Path, documents: Sequence[Document], encode: Callable[[Sequence[str]], list[np.ndarray]]
+) -> np.ndarray:
+    """Returns the documents' `training_stream`, made once and kept in the folder."""
+    cached = folder / "stream.npy"
     if not cached.exists():
         with replacing(cached) as (unfinished,), unfinished.open("wb") as opened:
             np.save(opened, training_stream(documents, encode))
-    return encode, np.load(cached)
+    return np.load(cached)
 
 
 def training_stream(
     documents: Sequence[Document], encode: Callable[[Sequence[str]], list[np.ndarray]]
 ) -> np.ndarray:
-    """Returns one stream of token ids `[token]` uint16 of all documents, each opened by BOS.
+    """Returns one stream of token ids `[token]` int32 of all documents, each opened by BOS.
 
     Modules outside test packages appear twice: calibrate and test documents look like them.
     """
@@ -265,7 +284,7 @@ def training_stream(
     modules = [d.text for d in documents if not tests & set(d.path.split("/"))]
     others = [d.text for d in documents if tests & set(d.path.split("/"))]
     encoded = encode(modules)
-    return np.concatenate(encoded + encode(others) + encoded).astype(np.uint16)
+    return np.concatenate(encoded + encode(others) + encoded)
 
 
 def bits_of_test_split(decoder: Decoder, params: Params, encode: Any) -> dict[str, float]:

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 import tyro
 from anytime import Objective, Start, TrainConfig, exit_states, train
-from recipe import training_stream
+from recipe import kept_stream
 from trunks import make_optimizer
 
 from utio_jax.attention.mixing import mixer_at
@@ -174,7 +174,7 @@ class StockBranch:
         )
         branch = train(
             branched,
-            self._stream(folder, model),
+            kept_stream(folder, standard_library("train"), model.encode),
             recipe,
             out=folder,
             resume=self.resume,
@@ -209,13 +209,6 @@ class StockBranch:
             "full_depth_nats": round(full, 4),
             "rows": rows,
         }
-
-    def _stream(self, folder: Path, model: Any) -> np.ndarray:
-        """Returns the training text's ids, kept in the folder."""
-        if not (folder / "stream.npy").exists():
-            stream = training_stream(standard_library("train"), model.encode)
-            np.save(folder / "stream.npy", stream)
-        return np.load(folder / "stream.npy")
 
     def _batches(self, model: Any, split: Literal["train", "test"]) -> list[Batch]:
         """Returns windows evenly from all documents of a split."""

@@ -14,7 +14,14 @@ import numpy as np
 import optax
 import pytest
 import recipe
-from anytime import TrainConfig, anytime_loss, exit_states, looped_objective, train
+from anytime import (
+    TrainConfig,
+    anytime_loss,
+    batch_at,
+    exit_states,
+    looped_objective,
+    train,
+)
 from helpers.cases import run_dense
 from helpers.models import assert_close, live_params
 from helpers.shared_kv import KINDS
@@ -27,6 +34,7 @@ from utio_jax.core.flops import count_matmul_flops
 from utio_jax.core.lens import Lensed
 from utio_jax.models.checkpoint import load
 from utio_jax.models.presets import TINY
+from utio_jax.models.texts import Document
 from utio_jax.models.training import standard_library
 from utio_jax.models.transformer import Transformer
 
@@ -334,6 +342,38 @@ def test_a_run_that_diverges_keeps_the_checkpoints_from_which_it_can_go_on(
     assert kept == [1, 2]
     params = run(1e-3, 3)
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(params))
+
+
+def test_a_step_has_whole_windows_and_at_least_one(
+    decoder: Transformer, stream: np.ndarray, tmp_path: Path
+) -> None:
+    config = dataclasses.replace(CONFIG, tokens_per_step=45, context=8, long_fraction=0.3)
+    sizes = [batch_at(stream, step, config)[:, 1:].size for step in range(config.steps)]
+    assert config.tokens == sum(sizes) == 7 * 40 + 3 * 32
+    config = dataclasses.replace(config, tokens_per_step=15)
+    with pytest.raises(ValueError, match="at least a window, 16 tokens. Got 15. Raise it, or"):
+        train(plainly(decoder), stream, config, out=tmp_path, optimizer=optax.sgd(0.1))
+
+
+def test_a_stream_is_whole_with_ids_of_large_vocabularies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    documents = (Document(path="a.py", text="x"),)
+
+    def encode(texts: Any) -> list[np.ndarray]:
+        return [np.asarray([5, 151_643], np.int32) for _ in texts]
+
+    def break_off(file: Any, _: Any) -> None:
+        Path(getattr(file, "name", file)).write_bytes(b"NUMPY")
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as broken:
+        broken.setattr(np, "save", break_off)
+        with pytest.raises(KeyboardInterrupt):
+            recipe.kept_stream(tmp_path, documents, encode)
+    for _ in range(2):  # Made, then read.
+        stream = recipe.kept_stream(tmp_path, documents, encode)
+        np.testing.assert_array_equal(stream, [5, 151_643] * 2)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
