@@ -61,7 +61,7 @@ class OfModel:
       lens: a file that `calibrate --fit-lens` wrote; auto is the model folder's own where there is
         one, none is none.
       branches: a file of exit branches, in place of exits and a lens; auto is the model folder's
-        own where there is one and neither exits nor a lens is named, none is none.
+        own where there is one, the lens is auto and no exits are named, none is none.
     """
 
     model: str = "shared-16"

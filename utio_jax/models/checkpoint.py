@@ -68,8 +68,8 @@ def load(
       lens: a file that `utio-jax calibrate --fit-lens` wrote, or its folder; True takes the model
         folder's own where there is one, False none.
       branches: a file of exit branches, or its folder; True takes the model folder's own where
-        there is one and neither `exits` nor a lens is named, False none. A model with branches has
-        no lens.
+        there is one, `lens` is True and no `exits` are named, False none. A model with branches
+        has no lens.
 
     Raises:
       ValueError: the folder, its config or its weights are missing or broken, or do not fit each
