@@ -12,7 +12,7 @@ import datetime
 import json
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import suppress
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -291,24 +291,12 @@ def _environment() -> ImmutableSandboxedEnvironment:
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
     )
     # Jinja's own escapes what is special in HTML.
-    environment.filters["tojson"] = _to_json
+    environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
     environment.globals |= {
         "raise_exception": _raise,
         "strftime_now": lambda form: datetime.datetime.now().strftime(form),
     }
     return environment
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | str | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
 
 
 def _joined(pieces: Iterable[str]) -> str:
