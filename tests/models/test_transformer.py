@@ -105,7 +105,10 @@ def test_the_norm_is_taken_in_float32():
 PLAIN = {"tiny": {}, "windows": {"windows": (0, 5, 0, 5), "local_rope_theta": 100.0}}
 
 
-@pytest.mark.parametrize("options", [*PLAIN.values(), *list(KINDS.values())[:2]])
+LOCAL_SOURCE = {**KINDS["made once"], "windows": (0, 0, 5, 0), "local_rope_theta": 100.0}
+
+
+@pytest.mark.parametrize("options", [*PLAIN.values(), KINDS["heads of two layers"], LOCAL_SOURCE])
 def test_the_flax_module_is_the_dense_pass_at_every_depth(options):
     config = dataclasses.replace(TINY, **options)
     decoder, module = Transformer(config), FlaxTransformer(config)

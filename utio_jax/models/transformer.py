@@ -454,8 +454,7 @@ class FlaxTransformer(nn.Module):
             def keys_values(row: int) -> Any:
                 if row < own:
                     return made[0][row], made[1][row]
-                weights = layer_at(decoder, params, row)
-                return layer.apply({"params": weights}, x, places, method="keys_values")
+                return decoder.keys_values(layer_at(decoder, params, row), x, places)
 
             rows = zip(*map(keys_values, config.kv_read(own)), strict=True)
             shared = tuple(jnp.concatenate(heads, axis=-2) for heads in rows)
