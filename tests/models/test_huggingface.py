@@ -29,8 +29,8 @@ from helpers.models import Model, assert_equal, logits_of
 from sharing import shared_above
 
 from utio_jax.calibration.lens import LensConfig
-from utio_jax.core.files import load_tensors, save_tensors
-from utio_jax.core.lens import Lensed
+from utio_jax.core.files import load_tensors, save_tensors, save_text
+from utio_jax.core.lens import Lensed, with_config
 from utio_jax.decoding.generate import generate
 from utio_jax.decoding.prefill import Prefill
 from utio_jax.models import Transformer, load, save
@@ -446,6 +446,28 @@ def test_nothing_is_lost_in_the_layout_of_another_family(
     with pytest.raises(ValueError, match=message):
         save(tmp_path / "out", model.decoder, model.params, like=like)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rope_scaling": RopeScaling(kind="linear", factor=4.0)},
+        {"windows": (3, 3, 3)},
+        {"context_length": 1000},
+        {"eos_ids": (5,)},
+    ],
+)
+def test_settings_that_like_does_not_have_are_refused(
+    change: dict[str, Any], folder: Path, tmp_path: Path
+) -> None:
+    save_text(folder / "generation_config.json", '{"eos_token_id": [3]}')
+    model: Any = load(folder).with_context(8)
+    save(tmp_path / "out", model.decoder, model.params, like=folder)
+    changed = with_config(model.decoder, **change)
+    (name,) = change
+    with pytest.raises(ValueError, match=f"settings that are saved. Got .*other than {name}="):
+        save(tmp_path / "other", changed, model.params, like=folder)
+    assert not (tmp_path / "other").exists()
 
 
 @pytest.mark.slow

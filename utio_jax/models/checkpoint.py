@@ -214,7 +214,7 @@ def save(
       ValueError: the decoder has a lens or KV maps, which have files of their own; the weights
         are of int8 or `Rounded`; it is no
         `Transformer`, and what it is like has this library's layout, or there is none; or the
-        model that it is like has other parameters.
+        model that it is like has other parameters, or settings other than exits.
     """
     if isinstance(decoder, Wrapped):
         raise ValueError(

@@ -118,9 +118,7 @@ def load_folder(
     whole = read_json(folder / "config.json", "a config")
     config = text_part(whole)
     in_text_part = config is not whole
-    if (folder / "generation_config.json").is_file():  # What ends a text is said there, if at all.
-        ends = read_json(folder / "generation_config.json", "a config").get("eos_token_id")
-        config = config if ends is None else {**config, "eos_token_id": ends}
+    config = _with_ends(config, folder)
     source = str(folder / "config.json")
     settings = read_config(config, source=source, exits=exits, families=families)
     family = families[config["model_type"]]
@@ -146,6 +144,14 @@ def load_folder(
     )
 
 
+def _with_ends(config: Mapping[str, Any], folder: Path) -> Mapping[str, Any]:
+    """Returns a config with what ends a text by `generation_config.json`, if that says so."""
+    if not (folder / "generation_config.json").is_file():
+        return config
+    ends = read_json(folder / "generation_config.json", "a config").get("eos_token_id")
+    return config if ends is None else {**config, "eos_token_id": ends}
+
+
 def stored_form(
     decoder: Any,
     params: Params,
@@ -159,7 +165,8 @@ def stored_form(
     `config` is the `config.json` of the model at `source`; its exits are written into it.
 
     Raises:
-      ValueError: the config is not supported, or describes a model of other parameters.
+      ValueError: the config is not supported, or describes a model of other parameters or settings.
+        A shorter context is none of these.
     """
     dtype, config = jnp.dtype(dtype), text_part(config)
     arrays = flatten(params)
@@ -167,7 +174,8 @@ def stored_form(
     written.pop("torch_dtype", None)
     if (tied := getattr(decoder.config, "tie_embeddings", None)) is not None:
         written["tie_word_embeddings"] = tied  # Of the tensors here, whatever the other said.
-    settings, family = read_config(written, source=source), FAMILIES[written["model_type"]]
+    settings = read_config(_with_ends(written, Path(source)), source=source)
+    family = FAMILIES[written["model_type"]]
     described = flatten(jax.eval_shape(family.decoder(settings).init, jax.random.key(0)))
     shapes, own = ({path: x.shape for path, x in tree.items()} for tree in (described, arrays))
     if shapes != own:
@@ -177,6 +185,17 @@ def stored_form(
             f"Wanted like=, a model with the parameters that are saved. Got {source}, where these "
             f"differ or are missing: {', '.join(lost[:8])}{more}. Name what the model was loaded "
             "from."
+        )
+    # The stored context is kept where the model was loaded for a part of it.
+    context = max(settings.context_length, decoder.config.context_length)
+    actual = dataclasses.replace(decoder.config, context_length=context)
+    names = [field.name for field in dataclasses.fields(settings)]
+    if changed := [name for name in names if getattr(settings, name) != getattr(actual, name)]:
+        differ = ", ".join(f"{name}={getattr(actual, name)!r:.100}" for name in changed)
+        raise ValueError(
+            f"Wanted like=, a model of the settings that are saved. Got {source}, whose files say "
+            f"other than {differ}. Save like a copy of it whose config.json says so, or without "
+            "like=, in the layout of this library."
         )
     tensors: dict[str, np.ndarray] = {}
     for tensor in stored_tensors(family.rules, arrays, decoder):
