@@ -172,7 +172,9 @@ def test_score_and_evaluate_take_policies_by_name(calibrated: Model) -> None:
         np.testing.assert_array_equal(a.depths, b.depths)
     ledger = model.evaluate(texts, policy="learned", budget=0.9)
     assert (ledger.policy, ledger.budget, ledger.num_layers) == ("learned", 0.9, 4)
+    assert model.evaluate(texts, policy="learned").budget == 0.75, "the one that ran"
     full = model.evaluate(model.documents(texts), policy="full")
+    assert full.budget is None
     assert full.nll == full.nll_full == ledger.nll_full
     assert full.depth_decided_mean == 4
 

@@ -607,6 +607,8 @@ class Model:
         policy, options = policy_name(policy, budget), {"compare": True, **options}
         scored = self.score(texts, files=files, policy=policy, budget=budget, **options)
         name = policy if isinstance(policy, str) else policy.name
+        if isinstance(policy, str) and policy != "full":
+            budget = self.calibration.budget_of(policy, budget)
         return scored.quality.ledger(name, budget=budget, num_layers=self.decoder.config.num_layers)
 
     def hidden_states(
