@@ -352,6 +352,44 @@ def test_a_context_cuts_what_is_calibrated_on_and_what_a_guarantee_reads(
     assert "Replaced, of the policies it had: learned at 0.75, learned" in result.summary()
 
 
+def test_a_decoder_of_your_own_needs_no_files_for_ids_and_a_tokenizer_for_texts(
+    calibrated: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids: Any = calibrated.encode(PROMPTS)
+    expected = calibrated.generate(ids, **OPTIONS)
+    own = Model(decoder=calibrated.decoder, params=calibrated.params, folder=tmp_path)
+    result = own.generate(ids, **OPTIONS)
+    assert_equal(result.token_ids, expected.token_ids)
+    assert (result.texts, result.rows[0].text) == ((), "")
+    new: list[list[int]] = [[], []]
+    for event in own.stream(ids, **STREAMED):
+        new[event.request] += event.token_ids.tolist()
+    assert new == [row.tolist() for row in expected.token_ids]
+    engine = FRONT.Engine.of(own, slots=1, capacity=64)
+    with pytest.raises(ValueError, match="Wanted a tokenizer for stop_strings"):
+        engine.submit(ids[0], stop_strings=["a"])
+    with pytest.raises(ValueError, match="tokenizer at .*There is none. Pass token ids"):
+        own.generate(PROMPTS)
+    assert f"{ids[0][1]} " in own.score(ids)._repr_html_()
+    (tmp_path / "tokenizer.json").write_bytes((calibrated.folder / "tokenizer.json").read_bytes())
+    assert_equal(own.encode(PROMPTS), ids)
+
+    # What it was fitted to is known by its parameters, as in `utio_jax.calibrate`.
+    def fitted(*_: Any, model_sha256: str, **__: Any) -> Any:
+        info = {**calibrated.calibration.info, "model_sha256": model_sha256}
+        return dataclasses.replace(calibrated.calibration, info=info)
+
+    monkeypatch.setattr("utio_jax.models.model.calibrate", fitted)
+    own.calibrate(ids, budget=(0.75, 0.9), out=tmp_path)
+    assert load_calibration(tmp_path, params=own.params).entries == calibrated.calibration.entries
+    again = Model(decoder=own.decoder, params=own.params, folder=tmp_path)
+    assert again.calibration.entries == calibrated.calibration.entries
+    maps = random_maps(own.decoder.config, (2,))
+    save_kv_maps(tmp_path, maps, info={"model_sha256": own.stored_sha256})
+    assert again.with_kv_maps(tmp_path).sha256 == own.sha256 != calibrated.sha256
+    assert again.plain_controls(0.75) is None
+
+
 def test_a_calibration_in_memory_stays_with_another_context(folder: Path) -> None:
     model = load(folder)
     model.calibrate([source("bisect")], budget=0.75)

@@ -33,7 +33,7 @@ from utio_jax.decoding.prefill import Prefill
 from utio_jax.decoding.requests import Completion, Event, Prompts, Request, requests_of
 from utio_jax.decoding.sampling import SamplingParams
 from utio_jax.decoding.state import DecodeState
-from utio_jax.decoding.text import StopStrings, TextModel, Tokenizer, listed
+from utio_jax.decoding.text import StopStrings, Tokenizer, TokenModel, listed, optional_tokenizer
 from utio_jax.policies.depth import check_any_rows
 
 INSTEAD = {
@@ -352,15 +352,18 @@ def _of_batch(
     return held, prompt_depths, prompt_work, shared
 
 
-def generate_text(model: TextModel, prompts: Sequence[str] | Prompts, **options: Any) -> Generated:
+def generate_text(model: TokenModel, prompts: Sequence[str] | Prompts, **options: Any) -> Generated:
     """Generates new text for each prompt; `utio_jax.models.Model.generate` takes modes by name.
 
     Args:
-      model: a `utio_jax.models.Model`, or another object with a decoder and a tokenizer.
+      model: a `utio_jax.models.Model`, or another object with a decoder. Without a tokenizer,
+        ids give ids: the result has no texts.
       prompts: texts, or the token ids of each; none of them empty.
       **options: other keyword arguments of `generate`.
     """
     kinds: Any = list | tuple | np.ndarray
     rows = isinstance(prompts, kinds) and len(prompts) > 0 and isinstance(prompts[0], kinds)
     ids: Any = prompts if rows else model.encode(listed(prompts))  # type: ignore[arg-type]
-    return generate(model.decoder, model.params, ids, tokenizer=model.tokenizer, **options)
+    return generate(
+        model.decoder, model.params, ids, tokenizer=optional_tokenizer(model), **options
+    )

@@ -33,8 +33,11 @@ class Tokenizer(Protocol):
 
 
 @runtime_checkable
-class TextModel(Protocol):
-    """Decoder with a tokenizer: `utio_jax.models.Model`, or your own class."""
+class TokenModel(Protocol):
+    """Decoder with parameters: `utio_jax.models.Model`, or your own class.
+
+    Its `tokenizer` decodes new tokens. Without one, or if `has_tokenizer` is False, it has no text.
+    """
 
     @property
     def decoder(self) -> Any:
@@ -46,14 +49,24 @@ class TextModel(Protocol):
         """Model parameters."""
         ...
 
+    def encode(self, texts: list[str]) -> list[np.ndarray]:
+        """Returns each text's token ids `[token]`."""
+        ...
+
+
+@runtime_checkable
+class TextModel(TokenModel, Protocol):
+    """Decoder with a tokenizer."""
+
     @property
     def tokenizer(self) -> Any:
         """Tokenizer that decodes new tokens, a `Tokenizer`."""
         ...
 
-    def encode(self, texts: list[str]) -> list[np.ndarray]:
-        """Returns each text's token ids `[token]`."""
-        ...
+
+def optional_tokenizer(model: TokenModel) -> Tokenizer | None:
+    """Returns a model's tokenizer, or None if it has none, see `TokenModel`."""
+    return getattr(model, "tokenizer", None) if getattr(model, "has_tokenizer", True) else None
 
 
 def depth_summary(depths: Int[np.ndarray, " token"], *, num_layers: int) -> str:

@@ -31,7 +31,7 @@ from utio_jax.decoding.prefill import Prefill
 from utio_jax.decoding.requests import Completion, Event, Request, requests_of
 from utio_jax.decoding.sampling import SamplingParams
 from utio_jax.decoding.state import STOPS_ROOM, Columns
-from utio_jax.decoding.text import TextModel, Tokenizer, streamed
+from utio_jax.decoding.text import Tokenizer, TokenModel, optional_tokenizer, streamed
 from utio_jax.engine.blocks import read_report
 from utio_jax.engine.depths import RequestPolicy, thresholds_of
 from utio_jax.engine.prefix import PrefixCache, bytes_of
@@ -130,9 +130,12 @@ class Engine:
         self._stats = EngineStats(mode=self.mode.name, slots=slots)
 
     @classmethod
-    def of(cls, model: TextModel, **options: Any) -> Engine:
-        """Returns an engine for a loaded model and its tokenizer. Takes options of `Engine`."""
-        return cls(model.decoder, model.params, tokenizer=model.tokenizer, **options)
+    def of(cls, model: TokenModel, **options: Any) -> Engine:
+        """Returns an engine for a loaded model and its tokenizer, if it has one.
+
+        Takes options of `Engine`.
+        """
+        return cls(model.decoder, model.params, tokenizer=optional_tokenizer(model), **options)
 
     def submit(  # noqa: PLR0913 (options, each named)
         self,

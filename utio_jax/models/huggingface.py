@@ -63,6 +63,12 @@ def _digest(file: Path, *_: int) -> str:
     return hash_file(file)
 
 
+def has_weights(path: Path) -> bool:
+    """Returns True for a GGUF file, or a folder with weight files or their index."""
+    names = ("model.safetensors", "model.safetensors.index.json")
+    return path.is_file() or any((path / name).is_file() for name in names)
+
+
 def weight_files(folder: Path) -> list[Path]:
     """Returns the folder's weight files: one, or the shards that its index names.
 

@@ -35,10 +35,17 @@ from utio_jax.core.documents import (
     sample_batches,
     windows_of,
 )
-from utio_jax.core.files import check_place, check_writable, hash_tensors, json_file
+from utio_jax.core.files import (
+    check_place,
+    check_writable,
+    hash_params,
+    hash_tensors,
+    json_file,
+)
 from utio_jax.core.lens import (
     Lens,
     Lensed,
+    Wrapped,
     check_unwrapped,
     lens_beside,
     lensed,
@@ -54,7 +61,7 @@ from utio_jax.decoding.lossless import DrafterName, lossless_for
 from utio_jax.decoding.prefill import Prefill
 from utio_jax.decoding.requests import check_prompts, requests_of
 from utio_jax.decoding.sampling import SamplingParams
-from utio_jax.decoding.text import StopStrings, listed
+from utio_jax.decoding.text import StopStrings, listed, optional_tokenizer
 from utio_jax.engine import Completion, Engine, Event
 from utio_jax.evaluation.controls import load_controls
 from utio_jax.evaluation.evaluate import score_documents
@@ -72,7 +79,7 @@ from utio_jax.models.chat import (
 from utio_jax.models.gemma import Gemma3n, Gemma4
 from utio_jax.models.gguf.header import read_header
 from utio_jax.models.gguf.tokenizer import tokenizer_of
-from utio_jax.models.huggingface import hash_weights, is_huggingface, read_json
+from utio_jax.models.huggingface import has_weights, hash_weights, is_huggingface, read_json
 from utio_jax.models.results import Calibrated, Compared, ScoredTexts
 from utio_jax.models.shipped import is_shipped
 from utio_jax.models.texts import Files, Texts, read_sources
@@ -120,7 +127,8 @@ class Model:
       decoder: the model, or any `Decoder` of your own; `Lensed` if its exits are read through a
         lens, `KVMapped` if it has KV maps.
       params: its parameters.
-      folder: with config, weights and tokenizer: a folder, or a GGUF file.
+      folder: with config, weights and tokenizer: a folder, or a GGUF file. Of a decoder of your own
+        any folder: `tokenizer.json` there is for texts, and `policies.json` its calibration.
       weights: `"int8"` or `"bfloat16"` if matrices of products are held as that (see `load`).
       lens: the lens' file, if there is one.
       lens_sha256: of the lens' weights, if it is read through one.
@@ -152,13 +160,28 @@ class Model:
 
     @cached_property
     def sha256(self) -> str:
-        """Identifies the weights that run: those of lens or branches included, and int8 ones."""
+        """Identifies the weights that run: those of lens or branches included, and int8 ones.
+
+        For a decoder of your own whose folder has no weight files, it is
+        `utio_jax.core.files.hash_params` of the parameters.
+        """
+        if not has_weights(self.folder):
+            return self._hash_params(KVMapped)  # Maps are of prompts, which policies do not see.
         return hash_weights(self.folder, self.lens_sha256, self.branches_sha256, self.weights)
 
     @property
     def stored_sha256(self) -> str:
         """Identifies the same weights as their files hold them, also if they are read as int8."""
+        if not has_weights(self.folder):
+            return self._hash_params(KVMapped)
         return hash_weights(self.folder, self.lens_sha256, self.branches_sha256)
+
+    def _hash_params(self, *left_out: type[Wrapped]) -> str:
+        """Returns the hash of the parameters, without those of some kinds of wrappers."""
+        decoder, params = self.decoder, self.params
+        while isinstance(decoder, left_out):
+            decoder, params = decoder.decoder, params["model"]
+        return hash_params(params)
 
     def with_context(self, context_length: int) -> Model:
         """Returns the model for windows of at most so many tokens."""
@@ -236,11 +259,17 @@ class Model:
         """
         if self.folder.is_file():
             return tokenizer_of(self.folder)
-        config = read_json(self.folder / "config.json", "a config")
-        file = self.folder / "tokenizer.json"
+        file, of_model = self.folder / "tokenizer.json", self.folder / "config.json"
+        # A decoder of your own needs no config.
+        config = read_json(of_model, "a config") if of_model.is_file() else {}
         # A converted model has this library's config, and its tokenizer from a stock one.
         stock = is_huggingface(config) or (self.folder / "tokenizer_config.json").is_file()
         return load_tokenizer(file, special_in_text=stock)
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """False for a folder without `tokenizer.json`: its verbs take token ids, and return ids."""
+        return self.folder.is_file() or (self.folder / "tokenizer.json").is_file()
 
     @cached_property
     def calibration(self) -> Calibration:
@@ -275,7 +304,9 @@ class Model:
 
         See `load_controls`. A lens does not change them: they are controls of the weights.
         """
-        return load_controls(self.folder, model_sha256=hash_weights(self.folder))
+        has_files = has_weights(self.folder)
+        plain = hash_weights(self.folder) if has_files else self._hash_params(Wrapped)
+        return load_controls(self.folder, model_sha256=plain)
 
     @cached_property
     def chat_template(self) -> ChatTemplate:
@@ -487,7 +518,7 @@ class Model:
         prefill = prefill_of(self, prompt_budget, prefill)
         chosen = self.mode(mode, budget=budget)
         how: Any = {"max_new_tokens": max_new_tokens, "sampling": sampling, "seeds": seed}
-        how |= {"stop_strings": stop, "tokenizer": self.tokenizer}
+        how |= {"stop_strings": stop, "tokenizer": optional_tokenizer(self)}
         requests = requests_of(self.decoder, rows, **how)
         longest = max(map(len, rows)) + max_new_tokens + chosen.block
         engine = Engine.of(

@@ -11,7 +11,7 @@ import numpy as np
 from utio_jax.calibration.advice import conclude
 from utio_jax.calibration.compare import ComparisonRow
 from utio_jax.core.html import depth_html, table_html
-from utio_jax.decoding.text import TextReader
+from utio_jax.decoding.text import TextReader, optional_tokenizer
 from utio_jax.evaluation.evaluate import TextScore
 from utio_jax.policies.store import Calibration
 
@@ -126,9 +126,10 @@ class ScoredTexts(TextScore):
 
     def _repr_html_(self) -> str:
         shown, layers = [], self.model.decoder.config.num_layers
+        tokenizer = optional_tokenizer(self.model)
         for ids, document in zip(self.token_ids[:_SHOWN], self.documents, strict=False):
-            reader = TextReader(self.model.tokenizer, ids[:1])
-            pieces = [reader.add(int(token)) for token in ids[1 : _SHOWN_TOKENS + 1]]
+            text_of = "{} ".format if tokenizer is None else TextReader(tokenizer, ids[:1]).add
+            pieces = [text_of(int(token)) for token in ids[1 : _SHOWN_TOKENS + 1]]
             depths = document.depths[:_SHOWN_TOKENS].tolist()
             shown.append(depth_html(pieces, depths, num_layers=layers))
         if (num_hidden := len(self.documents) - _SHOWN) > 0:

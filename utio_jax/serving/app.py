@@ -100,8 +100,10 @@ class Application:
                 "Wanted a key of at least one character, or None for a server without one. Got an "
                 "empty text. Is the variable set that it was read from?"
             )
-        engine = Engine.of(
-            model.text,
+        engine = Engine(
+            model.text.decoder,
+            model.text.params,
+            tokenizer=model.text.tokenizer,
             slots=slots,
             capacity=model.slot_tokens(capacity),
             mode=model.mode,
