@@ -23,6 +23,7 @@ from utio_jax.calibration.studies import study_exits
 from utio_jax.core.documents import Batch
 from utio_jax.core.files import hash_params
 from utio_jax.evaluation.evaluate import evaluate
+from utio_jax.evaluation.quality import Quality
 from utio_jax.models.transformer import Transformer
 from utio_jax.policies import Patience
 from utio_jax.policies.store import Calibration, Thresholds, load_calibration
@@ -108,6 +109,43 @@ def test_the_loss_stays_within_its_bound(short: Model, search: Any) -> None:
     assert seen[1] < seen[0] < 1.0, "who may lose more pays less"
 
 
+def test_a_budget_just_below_all_keeps_a_fit_in_which_tokens_exit(
+    search: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first pass costs less than the budget: the fit that corrects this has no exit."""
+    result, costs = search[0], iter([0.95, 0.99, 1.0])
+    exits = Thresholds(depths=(1, 4), thresholds=(0.66,), fractions=(0.5, 0.5))
+    stays = Thresholds(depths=(1, 4), thresholds=(-np.inf,), fractions=(0.0, 1.0))
+
+    def run(signal: Any, fit: Thresholds) -> Quality:
+        return dataclasses.replace(result.full, flops=next(costs) * result.full.flops)
+
+    for name, fake in {
+        "run": run,
+        "_propose": lambda signal, first, budget: exits if first == 0 else None,
+        "_fit": lambda signal, depths, budget: stays,
+        "_margin": lambda spent: 0.0,
+    }.items():
+        monkeypatch.setattr(result, name, fake)
+    entry = result.fit(search[1], 0.99)
+    assert entry == exits
+    assert len(result.with_row_shares(search[1], entry).row_shares) == 2
+
+
+def test_of_two_fits_that_cost_and_lose_the_same_either_is_taken() -> None:
+    fits = iter(Thresholds(depths=(1, 4), thresholds=(t,), fractions=(0.5, 0.5)) for t in range(9))
+    same = ThresholdSearch.__new__(ThresholdSearch)
+    vars(same).update(
+        cheapest=lambda signal: 0.1,
+        fit=lambda signal, budget: next(fits),
+        run=lambda signal, fit: None,
+        ratio=lambda spent: 0.5,
+        nll_increase_pct=lambda spent: 1.0,
+    )
+    entries, _ = MaxLoss(nll_increase_pct=5.0).reach(same, Patience(), quiet)
+    assert list(entries) == [0.5]
+
+
 def test_nothing_is_promised_that_nothing_reaches(search: Any) -> None:
     entries, record = MaxLoss(nll_increase_pct=1e-9).reach(search[0], search[1], quiet)
     assert entries == {}
@@ -160,7 +198,7 @@ def test_a_promise_chooses_the_cheapest_candidate_that_is_sure_enough(
 def test_goals_that_mean_nothing_are_refused(text: list[Batch]) -> None:
     with pytest.raises(ValueError, match="budgets above 0, at most 1.*Got \\(1.2,\\)"):
         Budgets(budgets=(1.2,))
-    with pytest.raises(ValueError, match="at least 63 documents.*Got 0. Give more"):
+    with pytest.raises(ValueError, match="63 documents of more than 32 tokens.*Got 0. Give more"):
         MaxDisagreement(max_disagreement=0.05, confidence=0.95, documents=rows_of(text))
     with pytest.raises(ValueError, match="for each of 13 policies.*or for fewer policies"):
         MaxDisagreement(

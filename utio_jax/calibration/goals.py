@@ -114,7 +114,7 @@ class MaxLoss:
                 continue
             high = budget
             if tried[0] < 1:
-                best = min(best, tried) if best else tried
+                best = min(best, tried, key=lambda one: one[:2]) if best else tried
         record: dict[str, Any] = {"max_nll_increase_pct": self.nll_increase_pct}
         if best is None:
             return {}, record
@@ -135,7 +135,8 @@ class MaxDisagreement:
       max_disagreement: the bound, in (0, 1).
       confidence: in (0, 1).
       documents: token ids of documents on which nothing was fitted, nor on copies of them, see
-        `utio_jax.calibration.risk.split_documents`.
+        `utio_jax.calibration.risk.split_documents`. Only those of more than 32 tokens are kept: the
+        guarantee is about documents like these.
       policies: number of policies fitted to this goal; one may be picked by its result.
       seed: of the order of the documents.
     """
@@ -158,6 +159,7 @@ class MaxDisagreement:
             max_risk=self.max_disagreement,
             confidence=self.confidence,
             looks=self.policies,
+            names=(f"documents of more than {_MIN_PREDICTED} tokens", "max_disagreement"),
         )
 
     def reach(

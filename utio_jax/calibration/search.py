@@ -144,7 +144,7 @@ class ThresholdSearch:
         for _ in range(2):
             target += budget - self.ratio(spent)
             again = self._fit(signal, fit.depths, target)
-            if again is None:
+            if again is None or len(again.used().depths) < 2:  # No token would exit.
                 break
             spent = self.run(signal, again)
             by_cost[self.ratio(spent)] = again
