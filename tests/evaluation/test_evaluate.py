@@ -78,6 +78,15 @@ def test_attention_of_a_policy_that_there_is_not_is_refused(tiny: Any) -> None:
         evaluate(tiny.decoder, tiny.params, batches(tiny), policies, attention=attention)
 
 
+@pytest.mark.parametrize(("policies", "patterns"), [(0, None), (1, None), (3, None), (2, 3)])
+def test_lists_are_as_long_as_the_text(tiny: Any, policies: int, patterns: int | None) -> None:
+    read = batches(tiny)[:1] * 2
+    chosen = {"mine": [full_depth(tiny.decoder)] * policies}
+    attention = patterns and {"mine": [DENSE] * patterns}
+    with pytest.raises(ValueError, match="one for each of 2 batches. Got a list of [013]."):
+        evaluate(tiny.decoder, tiny.params, read, chosen, attention=attention or None)
+
+
 def test_a_ledger_row_is_what_the_oracle_says_it_is(tiny: Any) -> None:
     policy, read = gated(tiny), batches(tiny)
     seen: list[tuple[Batch, np.ndarray]] = []

@@ -92,7 +92,8 @@ def evaluate(  # noqa: PLR0913 (options, each named)
       progress: called after every policy and batch.
 
     Raises:
-      ValueError: no batches, a policy does not fit the model, or `attention` names none of them.
+      ValueError: no batches, a policy does not fit the model, or `attention` names none of them. Or
+        a list has more or fewer entries than there are batches.
     """
     if not batches:
         raise ValueError("Wanted at least one batch of text. Got none.")
@@ -101,6 +102,12 @@ def evaluate(  # noqa: PLR0913 (options, each named)
             f"Wanted attention patterns by the names of policies, {', '.join(policies)}. Got "
             f"{', '.join(unknown)}. Name each as its policy."
         )
+    for chosen in (*policies.values(), *(attention or {}).values()):
+        if isinstance(chosen, Sequence) and len(chosen) != len(batches):
+            raise ValueError(
+                "Wanted one policy or attention pattern, or one for each of "
+                f"{len(batches)} batches. Got a list of {len(chosen)}."
+            )
     for policy in policies.values():
         several = isinstance(policy, Sequence)
         for single_policy in policy if several else (policy,):
