@@ -24,10 +24,14 @@ from utio_jax.bench.timing import Timed, Timing, time_programs, timed_ledger
 from utio_jax.cli.bench import Bench, subject_named
 from utio_jax.cli.main import main
 from utio_jax.core.flops import expected_flops, token_cost
+from utio_jax.core.platform import compiling_for
 from utio_jax.evaluation.ledger import Ledger, uniform_hull
+from utio_jax.evaluation.quality import Quality
 from utio_jax.models.presets import SHAPES
 from utio_jax.models.random_weights import fit_layers
 from utio_jax.policies import random_depths
+from utio_jax.staircase import CapacityPrefix, MicroBatches
+from utio_jax.staircase.capacity import choose_executor
 
 SIZES = {"batch": 1, "prompt": 8, "output": 4}
 
@@ -65,6 +69,35 @@ def test_timed_programs_are_those_of_quality(tiny: Any, caplog: pytest.LogCaptur
     with jax.log_compiles():
         measure_policies(tiny.decoder, tiny.params, read, methods, executor=EXECUTOR, rounds=1)
     assert sum("Compiling jit(score) " in record.getMessage() for record in caplog.records) == 2
+
+
+def test_accelerators_time_the_executor_that_score_chooses(
+    tiny: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On accelerators that is a static prefix where row shares are known; on CPUs micro-batches."""
+    ran: list[Any] = []
+
+    def note(*_: Any, policy: Any, executor: Any, **__: Any) -> None:
+        ran.append(choose_executor(executor, policy, 23))
+
+    monkeypatch.setattr("utio_jax.bench.scoring.run_score", note)
+    monkeypatch.setattr("utio_jax.bench.scoring.score_dense", lambda *_: 0)
+    sums = dict.fromkeys(("nll", "nll_full", "flops", "flops_full", "flops_ideal"), 1.0)
+    quality = Quality(tokens=2, predicted=1, histogram={4: 2}, **sums)
+    fake = lambda *_, policies, **__: dict.fromkeys(policies, quality)  # noqa: E731
+    monkeypatch.setattr("utio_jax.bench.scoring.evaluate", fake)
+    fitted = dataclasses.replace(gated(tiny), row_shares=(1.0, 0.5, 0.5))
+    methods = [controls_of(tiny.decoder)[0], Method(label="learned", policy=fitted)]
+    ids = np.random.default_rng(0).integers(0, 64, 200)
+    read = full_rows([ids], rows=3, width=23, batches=1, vocab_size=64)
+    for platform, expected in (("cuda", CapacityPrefix), ("cpu", MicroBatches)):
+        ran.clear()
+        with compiling_for(platform):
+            measure_policies(tiny.decoder, tiny.params, read, methods, rounds=1)
+        full, routed = ran[:2]
+        assert type(full) is type(routed) is expected
+        if isinstance(full, CapacityPrefix):
+            assert full.certain, "no program but full depth's own"
 
 
 # --- Rows.

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from utio_jax.evaluation.evaluate import Quality, evaluate
 from utio_jax.policies.depth import full_by_program, shared_program
 from utio_jax.policies.signals import Chance, Position
 from utio_jax.staircase.base import Executor
+from utio_jax.staircase.capacity import choose_executor
 from utio_jax.staircase.microbatches import MicroBatches
 from utio_jax.staircase.pattern import DENSE
 from utio_jax.staircase.reference import positions_of
@@ -31,7 +32,7 @@ def measure_policies(
     batches: Sequence[Batch],
     methods: Sequence[Method],
     *,
-    executor: Executor = MicroBatches(),
+    executor: Executor | Literal["auto"] = "auto",
     rounds: int = 5,
     timed: Collection[str] | None = None,
     progress: Callable[[], None] | None = None,
@@ -42,7 +43,8 @@ def measure_policies(
     against the faster of the repository's two full-depth programs: `"full"`, the staircase in which
     no token stops, or `"full dense"`, the plain one. `speedup_ideal` is that batch's.
 
-    All methods have policies, and one is full depth, labelled "full". `timed` are labels of those
+    All methods have policies, and one is full depth, labelled "full". `executor` is that of
+    `evaluate`: `"auto"` runs what `score` runs. `timed` are labels of those
     to time next to it; None: all. `progress` is called once per method and batch, and after each
     timed or warming turn.
     """
@@ -61,12 +63,18 @@ def measure_policies(
     # Called as `evaluate` calls it: arguments that are left out would be another program.
     options: dict[str, Any] = {"kv": "propagate", "executor": executor, "mesh": None}
     scored = partial(run_score, decoder, params, ids, lengths, attention=DENSE, **options)
+    width = batches[0].token_ids.shape[1]
+    packed = [
+        policy
+        for policy in policies.values()
+        if isinstance(choose_executor(executor, policy, width), MicroBatches)
+    ]
     programs: dict[str, Callable[[], object]] = {}
     for label, policy in policies.items():
         if timed is not None and label not in (*timed, "full"):
             continue
         if label == "full":
-            policy = full_by_program(policies.values(), decoder.config.num_layers) or policy
+            policy = full_by_program(packed, decoder.config.num_layers) or policy
         # Chance and positions cost nothing to know: one program serves all of their tables.
         free = isinstance(getattr(policy, "signal", None), (Chance, Position))
         policy = shared_program(policy, *(rows if free else ()))

@@ -28,6 +28,7 @@ from utio_jax.cli.trial import (
     written_rows,
 )
 from utio_jax.core.files import save_json
+from utio_jax.core.platform import here
 from utio_jax.evaluation.ledger import uniform_hull
 from utio_jax.staircase.microbatches import MicroBatches
 
@@ -184,8 +185,11 @@ def draw_depths(model: Any, text: str, budget: float | None, file: Path) -> bool
 
     config = model.decoder.config
     policy = model.calibration.policy("learned", budget, exits=config.exits)
-    # Options of the program that has read the text: where it is long, nothing compiles.
-    options = {"rows": _ROWS, "same_rows": True, "executor": MicroBatches()}
+    # Options of the program that has read the text: where it is long, nothing compiles. Where a
+    # narrow model is routed only by a named executor, it has one: this is about depths, not time.
+    narrow = config.embed_dim < here().least_routed
+    options: dict[str, Any] = {"rows": _ROWS, "same_rows": True}
+    options["executor"] = MicroBatches() if narrow else "auto"
     encoded = model.tokenizer.encode(text, add_special_tokens=False)
     opening = [] if config.bos_id is None else [config.bos_id]
     ids = [*opening, *encoded.ids][: min(_WIDTH, config.context_length)]
