@@ -282,6 +282,8 @@ def test_states_beyond_float16_are_kept_as_they_are(tiny: Any, text: list[Batch]
     params["embedding"] = {"embedding": jnp.asarray(embedding).at[hot].set(jnp.inf)}
     with pytest.raises(ValueError, match="finite states at every exit.*in batch 1 of the text"):
         study_exits(tiny.decoder, params, [cold, text[1]])
+    with pytest.raises(ValueError, match="finite states at every exit in batch 1 of the text"):
+        fit_lens(tiny.decoder, params, [cold, text[1]])
 
 
 @pytest.mark.check

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float
 
 from utio_jax.calibration.risk import split_documents
 from utio_jax.calibration.studies import check_varied
-from utio_jax.core.arrays import expected_difference
+from utio_jax.core.arrays import check_finite, expected_difference
 from utio_jax.core.decoder import Decoder, Params, some_exits
 from utio_jax.core.documents import Batch
 from utio_jax.core.files import load_json
@@ -178,8 +178,8 @@ def fit_lens(
       progress: called with what happens next.
 
     Raises:
-      ValueError: the model has no early exit, or the text is shorter than one batch of the fit or
-        one token over and over.
+      ValueError: the model has no early exit, or its states are not finite. Or the text is shorter
+        than one batch of the fit, or one token over and over.
     """
     exits = decoder.config.exits[:-1]
     if not exits:
@@ -220,12 +220,13 @@ def _states(
     rng = np.random.default_rng(config.seed)
     drawn[rng.permutation(predicted)[: config.tokens]] = True
     states, start = [], 0
-    for batch in batches:
+    for number, batch in enumerate(batches):
         chosen = np.arange(batch.token_ids.shape[1]) < batch.lengths[:, None] - 1
         end = start + int(chosen.sum())
         chosen[chosen], start = drawn[start:end], end
         seen = run(params, jnp.asarray(batch.token_ids), jnp.asarray(batch.lengths))
         states.append(np.stack([np.asarray(x)[chosen] for x in seen]))
+        check_finite(states[-1], what=f"states at every exit in batch {number} of the text")
     return np.concatenate(states, axis=1)
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
-from utio_jax.core.arrays import flat, map_head
+from utio_jax.core.arrays import check_finite, flat, map_head
 from utio_jax.core.decoder import Decoder, Params, apply_exit_lens, name_exits
 from utio_jax.core.documents import Batch
 from utio_jax.core.rows import Rows, StackedRows, over_rows, place
@@ -143,12 +143,8 @@ def _compact(states: np.ndarray, batch: Batch, number: int) -> np.ndarray:
     """
     real = np.arange(batch.token_ids.shape[1]) < batch.lengths[:, None]
     states = np.where(real[None, :, :, None], states, np.float32(0))
+    check_finite(states, what=f"states at every exit in batch {number} of the text")
     largest = np.abs(states).max(initial=0.0)
-    if not np.isfinite(largest):
-        raise ValueError(
-            f"Wanted finite states at every exit. Got NaN or infinities in batch {number} of the "
-            "text. Load the model in float32 or bfloat16, whose range is larger than float16's."
-        )
     return states.astype(np.float16) if largest <= np.finfo(np.float16).max else states
 
 

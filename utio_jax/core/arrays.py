@@ -31,6 +31,15 @@ def check_computed(array: np.ndarray, *, what: str) -> None:
         )
 
 
+def check_finite(array: np.ndarray, *, what: str) -> None:
+    """Raises ValueError for NaN or infinities in `what` a model computed, to fit something to."""
+    if not np.isfinite(array).all():
+        raise ValueError(
+            f"Wanted finite {what}. Got NaN or infinities. Load the model in float32 or bfloat16, "
+            "whose range is larger than float16's, or look at its weights."
+        )
+
+
 def most_probable(logits: Float[Array, "*lead vocab"]) -> Int[Array, "*lead"]:
     """Returns the first index of the largest entry; 0 where an entry is NaN.
 

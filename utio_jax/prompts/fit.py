@@ -18,7 +18,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from utio_jax.attention.mixing import NOWHERE, mixer_at
-from utio_jax.core.arrays import flat, normalise
+from utio_jax.core.arrays import check_finite, flat, normalise
 from utio_jax.core.decoder import Decoder, Params, check_depths, check_own_kv
 from utio_jax.core.documents import Batch, batches_of, windows_of
 from utio_jax.core.layer import layer_at
@@ -46,7 +46,8 @@ def fit_kv_maps(
       progress: called with what happens next; None: nothing is.
 
     Raises:
-      ValueError: stops that the model does not have, or too little text for them to be determined.
+      ValueError: stops that the model does not have, states, keys or values that are not finite,
+        or too little text for the maps to be determined.
     """
     check_own_kv(decoder, what="maps of keys and values")
     depths = check_depths(tuple(sorted(set(stops))))
@@ -59,12 +60,14 @@ def fit_kv_maps(
     say = progress or (lambda _: None)
     sums: dict[int, Any] = {}
     seen = 0
-    for batch in batches:
+    for number, batch in enumerate(batches):
         moments = _moments(
             decoder, params, jnp.asarray(batch.token_ids), jnp.asarray(batch.lengths), stops=depths
         )
         # In float64 on the host: the sums of many batches outgrow float32's precision.
         wide = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), moments)
+        for leaf in jax.tree.leaves(wide):
+            check_finite(leaf, what=f"states, keys and values in batch {number} of the text")
         sums = jax.tree.map(np.add, sums, wide) if sums else wide
         seen += batch.token_ids.size
         say(f"maps: {seen:,} tokens read")
