@@ -12,7 +12,14 @@ import pytest
 from scipy import stats
 
 from utio_jax.calibration import risk
-from utio_jax.calibration.guarantee import Fitted, _p_values, fit_with_guarantee, units_needed
+from utio_jax.calibration.goals import MaxDisagreement
+from utio_jax.calibration.guarantee import (
+    Fitted,
+    _p_values,
+    fit_with_guarantee,
+    halves,
+    units_needed,
+)
 from utio_jax.calibration.risk import group_near_duplicates, risks_of_groups, split_documents
 
 REPEATS = 1000
@@ -217,6 +224,15 @@ def test_a_group_counts_as_its_documents_laid_end_to_end() -> None:
         np.testing.assert_allclose(result[:, group], expected, rtol=1e-12)
     tokens = np.asarray([3, 7, 49, 1, 1])
     assert risks_of_groups(np.ones((1, 5)), tokens, groups).max() <= 1
+
+
+def test_a_bound_out_of_range_has_the_name_that_the_caller_knows() -> None:
+    with pytest.raises(ValueError, match="Wanted max_risk between.*example max_risk=0.05"):
+        fit_with_guarantee(np.zeros((1, 99)), max_risk=1.0, confidence=0.95)
+    with pytest.raises(ValueError, match="Wanted max_changed between 0 and 1"):
+        halves(np.arange(9), units="rows", max_risk=0, confidence=0.95, bound="max_changed")
+    with pytest.raises(ValueError, match="Wanted max_disagreement between 0 and 1"):
+        MaxDisagreement(max_disagreement=1.0, confidence=0.95, documents=())
 
 
 def test_errors_are_counted_by_the_binomial_itself() -> None:

@@ -140,7 +140,7 @@ def halves(
     """
     names, member = np.unique(groups, return_inverse=True)
     binary = len(names) == len(groups)
-    needed = units_needed(max_risk, confidence, binary=binary)
+    needed = units_needed(max_risk, confidence, binary=binary, bound=bound)
     if len(names) < 2 * needed:
         raise ValueError(
             f"Wanted at least {2 * needed} {'' if binary else 'groups of '}{units} for "
@@ -174,7 +174,7 @@ def check_units(
     names: tuple[str, str] = ("documents", "max_disagreement"),
 ) -> None:
     """Raises ValueError for fewer units than `units_needed`; `names` are of units and bound."""
-    needed = units_needed(max_risk, confidence, looks, binary=binary)
+    needed = units_needed(max_risk, confidence, looks, binary=binary, bound=names[1])
     if units < needed:
         several = f" for each of {looks} policies" if looks > 1 else ""
         raise ValueError(
@@ -185,18 +185,24 @@ def check_units(
 
 
 def units_needed(
-    max_risk: float, confidence: float, looks: int = 1, *, binary: bool = False
+    max_risk: float,
+    confidence: float,
+    looks: int = 1,
+    *,
+    binary: bool = False,
+    bound: str = "max_risk",
 ) -> int:
     """Returns the fewest units with which a candidate can be chosen, even if its risks are all 0.
 
     Raises:
-      ValueError: an argument is not between 0 and 1.
+      ValueError: `max_risk` or `confidence` is not between 0 and 1; the error calls the first by
+        the name `bound`.
     """
-    for name, value in (("max_disagreement", max_risk), ("confidence", confidence)):
+    for name, value in ((bound, max_risk), ("confidence", confidence)):
         if not 0 < value < 1:
             raise ValueError(
                 f"Wanted {name} between 0 and 1, both excluded. Got {value}. Use for example "
-                f"max_disagreement=0.05 at confidence=0.95."
+                f"{bound}=0.05 at confidence=0.95."
             )
     # No bet gains more than a factor of 1 + max_risk per unit.
     level = (1 - confidence) / looks
