@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import collections
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,9 @@ from hypothesis import strategies as st
 
 from utio_jax.core import check_tokens
 from utio_jax.core.documents import (
+    Batch,
     batches_of,
+    check_batches,
     check_ids,
     choose_widths,
     row_counts,
@@ -127,3 +130,19 @@ def test_what_to_do_with_other_than_a_list_of_ids(ids: Any, match: str) -> None:
 def test_padding_may_hold_anything() -> None:
     ids, lengths = check_tokens(np.asarray([[1, 2, 99]]), np.asarray([2]), vocab_size=9)
     assert ids.dtype == lengths.dtype == np.int32
+
+
+@pytest.mark.parametrize(
+    ("wrap", "match"),
+    [
+        (lambda batch: batch, r"Got Batch\. For one batch: \[batch\]. For texts: fit\(texts\)"),
+        (lambda batch: iter([batch]), r"Got list_iterator\. "),
+        (lambda batch: "text", r"Got str\. "),
+        (lambda batch: [batch, "text"], r"Got list of str\. "),
+    ],
+)
+def test_what_is_no_list_of_batches_is_refused(wrap: Callable[[Batch], Any], match: str) -> None:
+    (batch,) = batches_of([np.arange(4)], rows=1, widths=[4], vocab_size=9)
+    check_batches([batch], instead="fit(texts)")
+    with pytest.raises(TypeError, match=match):
+        check_batches(wrap(batch), instead="fit(texts)")

@@ -263,7 +263,7 @@ def test_strings_are_texts_and_paths_are_files(
         (lambda model: FRONT.Engine(model), r"decoder: Model.*Engine.of\(model, slots="),
         (
             lambda model: FRONT.calibrate(model.decoder, model.params, ["a"]),
-            r"Wanted batches.*Got list of str. For texts: model.calibrate\(texts\)",
+            r"list of batches.*Got list of str. .*For texts: model.calibrate\(texts\)",
         ),
         (lambda model: model.generate([[1.5]]), r"Wanted a list of texts. Got \[\[1.5\]\]"),
         (lambda model: model.score({"text": ["a"]}), "Got {'text'.*column of a data set"),

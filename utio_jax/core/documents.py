@@ -99,11 +99,13 @@ class Batch:
 
 def check_batches(batches: Any, *, instead: str) -> None:
     """Raises TypeError if something is no sequence of batches; `instead` is the call for texts."""
-    kinds = {type(batch).__name__ for batch in batches} - {Batch.__name__}
-    if isinstance(batches, Batch | str) or kinds:
+    several = isinstance(batches, Sequence) and not isinstance(batches, str)
+    kinds = {type(batch).__name__ for batch in batches} - {Batch.__name__} if several else set()
+    if not several or kinds:
+        given = " of ".join([type(batches).__name__, *filter(None, [", ".join(sorted(kinds))])])
         raise TypeError(
-            "Wanted batches of token ids, as utio_jax.core.sample_batches returns. Got "
-            f"{type(batches).__name__} of {', '.join(sorted(kinds))}. For texts: {instead}."
+            "Wanted a list of batches of token ids, as utio_jax.core.sample_batches returns. Got "
+            f"{given}. For one batch: [batch]. For texts: {instead}."
         )
 
 
