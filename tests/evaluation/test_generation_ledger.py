@@ -27,8 +27,10 @@ from utio_jax.core.pytrees import pytree
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.base import Plain
 from utio_jax.decoding.lossless import Lossless
+from utio_jax.decoding.prefill import Prefill
 from utio_jax.decoding.sampling import SamplingParams
 from utio_jax.evaluation.generation import generation_ledger, read_emitted, spent_on
+from utio_jax.policies.depth import uniform
 
 DEPTHS = (1, 2, 4)
 GATE = 1000.0
@@ -179,25 +181,33 @@ def test_batches_add_up(model: Any) -> None:
 
 
 def test_modes_take_turns_on_the_same_prompts(model: Any) -> None:
-    modes = {"plain": Plain(), "drafts": Lossless(exit=2, max_draft=3)}
+    other = Plain()  # Prompts that stop early: see `read`.
+    modes = {"plain": Plain(), "drafts": Lossless(exit=2, max_draft=3), "shallow": other}
     steps = []
+
+    def read(prompts: Any, mode: Any) -> Any:
+        done = run(model, prompts, mode=mode, eos_ids=(eos,))
+        how = Prefill(policy=uniform(2)) if mode is other else done.prefill
+        return dataclasses.replace(done, groups=tuple(g._replace(prefill=how) for g in done.groups))
+
     eos = int(plain_run().token_ids[0][9])
     result = measure_modes(
         model.decoder,
         model.params,
         [PROMPTS],
         modes,
-        run=lambda prompts, mode: run(model, prompts, mode=mode, eos_ids=(eos,)),
+        run=read,
         rounds=2,
         progress=lambda: steps.append(1),
     )
-    assert len(steps) == 3 * 3  # Two modes and prefill, a warm-up and two rounds.
+    assert len(steps) == 4 * 3  # Three modes and prefill, a warm-up and two rounds.
     plain, drafts = result["plain"], result["drafts"]
     row: Any = plain.ledger
     assert row.speedup == 1
     # The ideal has no rows that have ended, and prefill at its own time.
     assert 1 <= row.speedup_ideal <= row.padding_ratio, "whatever share of the time prefill took"
     assert row.efficiency == pytest.approx(1 / row.speedup_ideal, abs=1e-6)
+    assert result["shallow"].ledger.speedup_ideal is None, "prefill of another time"
     assert plain.acceptance is None
     assert drafts.acceptance == drafts.results[0].acceptance
     assert drafts.ledger.compiles == plain.ledger.compiles == 0

@@ -12,6 +12,7 @@ from utio_jax.bench.timing import Timed, time_programs, timed_ledger
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.decoding.base import Mode
 from utio_jax.decoding.generate import Generated, generate
+from utio_jax.decoding.prefill import Prefill
 from utio_jax.decoding.requests import Prompts
 from utio_jax.decoding.sampling import SamplingParams
 from utio_jax.evaluation.generation import generation_ledger
@@ -32,9 +33,10 @@ def measure_modes(  # noqa: PLR0913 (options, each named)
     """Returns every mode's text, cost and time; modes take turns, after a warm-up.
 
     Texts may end at different lengths, so `speedup` compares seconds per new token. `seconds_full`
-    is plain decoding's time for the mode's number of tokens. All times include prefill at full
-    depth. `speedup_ideal` assumes the measured time of prefill, and decoding time in proportion to
-    its FLOPs.
+    is plain decoding's time for the mode's number of tokens. All times include prefill, by the
+    fastest exact program unless `run` names another. `speedup_ideal` assumes the measured time of
+    the former, and decoding time in proportion to its FLOPs; it is None for a mode whose prompts
+    are read otherwise.
 
     Modes have names of the caller's choice; "plain" is the baseline. `run` generates: it is called
     with a batch's prompts, and the mode as `mode=`. `budgets`, by name, are those that policies
@@ -57,6 +59,10 @@ def measure_modes(  # noqa: PLR0913 (options, each named)
         for prompts in batches:
             generate(decoder, params, prompts, max_new_tokens=1, eos_ids=())
 
+    def reads_as_usual(result: Generated) -> bool:
+        how = result.prefill or Prefill()
+        return how.is_exact(decoder) and (how.policy is None) == (Prefill.exact(decoder) is None)
+
     programs = {name: partial(take_turn, name) for name in modes} | {"": fill_caches}
     times = time_programs(programs, rounds=rounds, progress=progress)
     plain_tokens = sum(row.size for result in results["plain"] for row in result.token_ids)
@@ -68,6 +74,8 @@ def measure_modes(  # noqa: PLR0913 (options, each named)
             decoder, params, mode, batches, results[name], sampling=sampling, budget=budget
         )
         ideal = row.speedup_ideal
+        if not all(reads_as_usual(result) for result in results[name]):
+            ideal = None  # Its prefill takes another time.
         if ideal is not None:
             ideal = 1.0 / (prefill + (1.0 - prefill) / ideal)
         measured[name] = timed_ledger(
