@@ -28,8 +28,8 @@ def prompt_prefill(
     Of the ways that were measured (`utio-jax fit-prompt`) the one of least loss within the budget.
     Where none was, a model whose upper layers read keys and values made below stops where all of
     these are made, and loses nothing; one with exits of its own stops at the deepest that fits, and
-    copies frozen states: what exits were trained for. There the first four tokens and the last one
-    run in full, and all of prompts of up to 16.
+    copies frozen states: what exits were trained for. There 16 tokens run in full: the first four
+    and the latest.
 
     Args:
       decoder: the model, with KV maps where there are choices by maps.
