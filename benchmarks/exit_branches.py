@@ -43,7 +43,7 @@ from utio_jax.calibration.studies import collect_scores, study_exits
 from utio_jax.calibration.thresholds import leave_at
 from utio_jax.core.documents import Batch, sample_batches
 from utio_jax.core.flops import depth_flops, token_cost
-from utio_jax.evaluation.intervals import DocumentSums, margin_interval
+from utio_jax.evaluation.intervals import DocumentSums, margin_test
 from utio_jax.models.checkpoint import load
 from utio_jax.models.presets import STDLIB_16
 from utio_jax.models.training import standard_library
@@ -114,6 +114,10 @@ def losses(model: Any, plain: Sequence[Any] = ()) -> list[dict[str, Any]]:
     uniform = [sums(chosen([np.full(shape, i) for shape in shapes])) for i in range(len(exits))]
     full, others = uniform[-1], [plain_sums(other) for other in plain]
 
+    def margin(of_exits: Sequence[DocumentSums], of: DocumentSums) -> Any:
+        tested = margin_test(of_exits, of, draws=500)
+        return None if tested is None else tested.interval
+
     def row(name: str, budget: float | None, of: DocumentSums) -> dict[str, Any]:
         ratio, lost = of.flops.sum() / full.flops.sum(), of.nll.sum() / full.nll.sum()
         return {
@@ -122,9 +126,9 @@ def losses(model: Any, plain: Sequence[Any] = ()) -> list[dict[str, Any]]:
             "flops_ratio": round(float(ratio), 4),
             "nll_increase_pct": round(100 * float(lost - 1), 3),
             "bits_per_byte": round(float(of.nll.sum()) / np.log(2) / num_bytes, 4),
-            "below_own_exits_pct": margin_interval(uniform, of, draws=500) if budget else None,
+            "below_own_exits_pct": margin(uniform, of) if budget else None,
             "plain_models_pct": model.plain_controls(float(ratio)),
-            "below_plain_models_pct": margin_interval(others, of, draws=500) if others else None,
+            "below_plain_models_pct": margin(others, of) if others else None,
         }
 
     rows = [

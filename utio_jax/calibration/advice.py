@@ -25,7 +25,7 @@ def conclude(rows: Sequence[ComparisonRow]) -> str:
 
     The controls are no candidates: uniform exits, chance, and hindsight. Each of m candidates is
     tested at the two-sided level 0.05 / m. So a text on which none is better calls one better in at
-    most 2.5 % of cases; in more where few documents vary with a strong skew, see `margin_interval`.
+    most 2.5 % of cases; in more where few documents vary with a strong skew, see `margin_test`.
     """
     tried = [
         (row.hull_margin_pct, row)

@@ -65,8 +65,8 @@ class ComparisonRow:
       ledger: quality and cost; times are None.
       hull_margin_pct: margin below the uniform-exit frontier at equal FLOPs, in % of the loss at
         full depth; positive is better. Given with its 95 % interval over documents, see
-        `margin_interval`. None for uniform exits, and for costs below the cheapest one.
-      hull_margin_p_value: two-sided p-value of a margin of 0, see `margin_test`; of this row alone.
+        `margin_test`. None for uniform exits, and for costs below the cheapest one.
+      hull_margin_p_value: two-sided p-value of a margin of 0, of this row alone.
       rank_correlation_kl: Spearman's, of the score at the first boundary in use with sqrt(KL to
         full depth) there; None where nothing is scored, or all the same.
     """

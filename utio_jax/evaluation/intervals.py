@@ -127,10 +127,10 @@ def check_enough(documents: int) -> None:
         )
 
 
-def margin_interval(
+def margin_test(
     uniform: Sequence[DocumentSums], sums: DocumentSums, *, draws: int = 2000, seed: int = 0
-) -> tuple[float, float, float] | None:
-    """Returns the margin's 95 % interval below the hull: its lower end, the margin, its upper end.
+) -> Studentised | None:
+    """Returns the margin below the hull with its 95 % interval, and the p-value of a margin of 0.
 
     The studentised bootstrap over documents, see `studentised`. A draw moves the policy, full depth
     and the hull together, so that what is hard for all of them cancels. The table gives its
@@ -148,17 +148,6 @@ def margin_interval(
 
     Raises:
       ValueError: fewer than five documents.
-    """
-    result = margin_test(uniform, sums, draws=draws, seed=seed)
-    return None if result is None else result.interval
-
-
-def margin_test(
-    uniform: Sequence[DocumentSums], sums: DocumentSums, *, draws: int = 2000, seed: int = 0
-) -> Studentised | None:
-    """Returns the interval of `margin_interval`, and the p-value of a margin of 0.
-
-    Arguments, None and errors are those of `margin_interval`.
     """
     check_enough(len(sums.nll))
     weights = drawn_again(len(sums.nll), draws=draws, seed=seed)
