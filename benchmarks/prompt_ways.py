@@ -4,9 +4,11 @@
     python benchmarks/prompt_ways.py --model M --maps maps.json --stop 15 20 --rows 24 \
         --by sinks_recent heat random none --kv mapped propagate drop --text TEXT.txt
     python benchmarks/prompt_ways.py --shape mistral-7b --layers 4 --stop 2 --prompts 448 1900
+    python benchmarks/prompt_ways.py --stop 7 --by none --kv propagate --rows 0 --batch 1 8
 
-The second form has random weights and random maps: time alone. One line of JSON per way, for
-docs/draw_prompts.py; the first of each length is the full prompt.
+The second form has random weights and random maps: time alone. The third is the exact prefill of
+the demo model. One line of JSON per way, for docs/draw_prompts.py; the first of each length is the
+full prompt, the last one the same by the staircase, if times are measured.
 """
 
 from __future__ import annotations
@@ -60,22 +62,22 @@ def main() -> None:
     parser.add_argument("--prompts", nargs="+", type=int, default=[448])
     parser.add_argument("--rows", type=int, default=24, help="whose loss counts; 0: none")
     parser.add_argument("--rounds", type=int, default=7, help="of times; 0: none")
-    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--batch", nargs="+", type=int, default=[1], help="prompts of a timed pass")
     args = parser.parse_args()
     decoder, params, ids = subject(args)
-    for prompt in args.prompts:
+    for prompt, batch in itertools.product(args.prompts, args.batch):
         choices: list[PromptChoice | None] = [None]
         for stop, by, kv in itertools.product(args.stop, args.by, args.kv):
             if kv == args.kv[0] or by == args.by[0]:  # Other kv are controls of the first choice.
                 choices.append(PromptChoice(stop=stop, deep=args.deep, by=by, kv=kv))
         results: list[dict[str, Any]] = [
-            {"prompt": prompt, "way": "full" if choice is None else choice.label}
+            {"prompt": prompt, "batch": batch, "way": "full" if choice is None else choice.label}
             for choice in choices
         ]
         if ids is not None and args.rows:
             add_losses(results, decoder, params, ids, choices, prompt=prompt, rows=args.rows)
         if args.rounds:
-            size = {"prompt": prompt, "batch": args.batch, "rounds": args.rounds}
+            size = {"prompt": prompt, "batch": batch, "rounds": args.rounds}
             add_times(results, decoder, params, choices, **size)
         for row in results:
             print(json.dumps(row), flush=True)
@@ -144,14 +146,14 @@ def add_times(
     batch: int,
     rounds: int,
 ) -> None:
-    """Adds seconds to the first token, all ways in turns with the faster full program."""
+    """Adds seconds to the first token, all ways in turns, and speed-ups over the best full one."""
     drawn = np.random.default_rng(0).integers(0, decoder.config.vocab_size, (batch, prompt))
     run = partial(generate, decoder, params, drawn.tolist(), max_new_tokens=1, eos_ids=())
     hides = Adaptive(policy=uniform(decoder.config.num_layers), kv="drop")
 
     def program(choice: PromptChoice | None) -> Callable[[], Any]:
-        if choice is None:
-            return run
+        if choice is None:  # Else prompts of models with shared K/V stop early.
+            return partial(run, mode=hides) if decoder.config.shares_kv else run
         how = Prefill(policy=choice.policy(decoder), kv=choice.kv)
         return partial(run, prefill=how, **({"mode": hides} if choice.kv == "drop" else {}))
 
@@ -159,7 +161,8 @@ def add_times(
     programs["staircase"] = partial(run, prefill=Prefill())
     times = time_programs(programs, rounds=rounds)
     full = min((times["0"], times["staircase"]), key=lambda timing: timing.median)
-    for row, timing in zip(result, times.values(), strict=False):
+    result.append({"prompt": prompt, "batch": batch, "way": "full, staircase"})
+    for row, timing in zip(result, times.values(), strict=True):
         low, median, high = quartiles(timing.ratios_over(full))
         row |= {"seconds": round(timing.median, 5), "speed_up": round(median, 3)}
         row |= {"quartiles": [round(low, 3), round(high, 3)]}

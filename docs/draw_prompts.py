@@ -45,7 +45,7 @@ def main() -> None:
     drawn = {}
     for axis, panel in zip(axes, panels, strict=True):
         for row in panel["rows"]:
-            if row["way"] == "full":
+            if row["way"].startswith("full"):
                 continue
             kind = row.get("kind") or kind_of(row, panel["kv"])
             label, colour, marker = KINDS[kind]
