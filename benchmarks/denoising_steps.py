@@ -35,6 +35,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from utio_jax.bench.timing import time_programs
 from utio_jax.contrib.denoising import (
     Best,
     Canvas,
@@ -288,24 +289,14 @@ def times(model: Any, options: Any) -> list[dict[str, Any]]:
     print("| batch | setting | ms a text | times full |\n|---|---|---|---|", file=sys.stderr)
     for batch in (1, 8):
         prompts = [*windows[:batch, : options.prompt]]
-        seconds: dict[str, list[float]] = {setting.name: [] for setting in chosen}
-        for turn in range(options.rounds + 1):
-            for setting in chosen if turn % 2 else reversed(chosen):
-                began = time.perf_counter()
-                denoise(
-                    model.decoder,
-                    model.params,
-                    prompts,
-                    width=width,
-                    **options_of(model, setting, options.new),
-                )
-                if turn:  # The first compiles.
-                    seconds[setting.name].append(time.perf_counter() - began)
-        full = np.asarray(seconds["full"])
-        for name, taken in seconds.items():
-            ratio = float(np.median(full / np.asarray(taken)))
-            milliseconds = 1e3 * float(np.median(taken)) / batch
-            row = {"batch": batch, "setting": name, "ms": round(milliseconds, 2), "speed_up": ratio}
+        run = partial(denoise, model.decoder, model.params, prompts, width=width)
+        timed = time_programs(
+            {s.name: partial(run, **options_of(model, s, options.new)) for s in chosen},
+            rounds=options.rounds,
+        )
+        for name, timing in timed.items():
+            ratio, milliseconds = timing.speedup_over(timed["full"]), 1e3 * timing.median / batch
+            row = {"batch": batch, "setting": name, "ms": round(milliseconds, 2)}
             rows.append(row | {"speed_up": round(ratio, 3), "rounds": options.rounds})
             line = f"| {batch} | {name} | {milliseconds:.1f} | {ratio:.2f} |"
             print(line, file=sys.stderr, flush=True)

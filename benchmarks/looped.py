@@ -173,7 +173,9 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--batches", type=int, nargs="+", default=[8, 32])
     parser.add_argument("--dim", type=int, default=512)
     parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument(
+        "--rounds", type=int, default=5, choices=range(1, 6), help="five fill the cache"
+    )
     parser.add_argument("--compile", action="store_true")
     options = parser.parse_args(arguments)
     result: dict[str, Any] = {"dim": options.dim, "layers": options.layers, "turns": 4}

@@ -268,7 +268,7 @@ def main() -> None:
     }
     if options.rounds:
         result["seconds"] = times(text, fit, rows, readers, options.rounds)
-    names = ("decided", "flops", "layers", "loss_pct", "over_frontier_pct", "speedup")
+    names = ("flops", "layers", "loss_pct", "over_frontier_pct", "speedup")
     print(f"{'row':52}", *(f"{name[:8]:>8}" for name in names))
     for row in rows:
         values = [row.get(name) for name in names]
