@@ -21,7 +21,7 @@ from utio_jax.decoding.base import Plain
 from utio_jax.decoding.loop import Lengths
 from utio_jax.engine import Engine, Shapes
 from utio_jax.engine.prefix import PrefixCache, bytes_of
-from utio_jax.policies.depth import random_depths
+from utio_jax.policies.depth import random_depths, uniform
 
 BLOCK, CAPACITY = 4, 64
 SHAPES = Shapes(prompt_tokens=(4, 64), key_step=32)
@@ -181,11 +181,15 @@ def test_a_key_depends_on_salt_and_all_tokens_before() -> None:
 
 @pytest.mark.check
 def test_a_conversation_at_a_depth_budget_goes_on_with_shared_keys_and_values() -> None:
-    """Of new tokens that stopped early all that others read is exact there, and elsewhere not."""
+    """Of new tokens that stopped early all that others read is exact there, and elsewhere not.
+
+    Where all stop as soon as nothing is left to make, layers above have not been given it yet.
+    """
     policy = random_depths(jnp.asarray([0.6, 0.4]), key=jax.random.key(1), depths=(3, 4))
     shared = lively_model(**KINDS["heads of two layers"])
     for model, mode, cached in (
         (shared, Adaptive(policy=policy), 24),
+        (shared, Adaptive(policy=uniform(shared.decoder.config.kv_complete)), 8),
         (lively_model(), Plain(), 24),
         (lively_model(), Adaptive(policy=policy), 8),
     ):

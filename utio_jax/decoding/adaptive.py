@@ -73,8 +73,9 @@ class Adaptive(Mode):
         return self.policy
 
     def leaves_exact_kv(self, decoder: Decoder) -> bool:
-        config = decoder.config
-        complete = config.shares_kv and config.kv_complete <= self.policy.depths[0]
+        config, depths = decoder.config, self.policy.depths
+        # K/V of layers from the last depth on are never written.
+        complete = config.shares_kv and depths[0] >= config.kv_complete < depths[-1]
         return complete and self.kv == "propagate"
 
     @property
