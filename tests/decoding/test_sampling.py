@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,9 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers.counting import count, read_counts
+from helpers.generation import begun, context_of, lively_model
 
 from utio_jax.core.arrays import most_probable
 from utio_jax.decoding import sampling
+from utio_jax.decoding.base import Plain
+from utio_jax.decoding.lossless import Lossless
 from utio_jax.decoding.sampling import (
     ACCEPT,
     DRAW,
@@ -26,6 +30,7 @@ from utio_jax.decoding.sampling import (
     verify_sampling,
     verify_tokens,
 )
+from utio_jax.decoding.state import REASONS
 
 PROBABILITIES = np.array([0.05, 0.4, 0.2, 0.1, 0.25])
 LOGITS = jnp.log(jnp.asarray(PROBABILITIES, jnp.float32))[None] + 3.0
@@ -96,14 +101,21 @@ def test_rows_draw_as_their_own_params_do_alone():
     np.testing.assert_array_equal(rows_of(ROWS)(logits[:, 3]), kept[:, 3])
 
 
-def test_what_no_row_uses_is_not_computed(monkeypatch):
-    for name in ("_divided", "_most_likely", "_nucleus", "_likely"):
+METHODS = ("_divided", "_most_likely", "_nucleus", "_likely")
+
+
+def count_methods(monkeypatch):
+    for name in METHODS:
 
         def counted(*args, name=name, method=getattr(sampling, name)):
             count(name, 1)
             return method(*args)
 
         monkeypatch.setattr(sampling, name, counted)
+
+
+def test_what_no_row_uses_is_not_computed(monkeypatch):
+    count_methods(monkeypatch)
     run = jax.jit(lambda method, logits, keys: draw(method, logits, keys))
     logits = jnp.zeros((2, 1, 9))
     keys = token_keys(jnp.zeros(2, jnp.uint32), jnp.zeros((2, 1), jnp.int32), DRAW)
@@ -111,11 +123,30 @@ def test_what_no_row_uses_is_not_computed(monkeypatch):
     for methods, names in (
         ([P(), P(top_k=2)], ()),
         ([P(), P(temperature=1)], ()),
+        ([P(top_k=2, top_p=0.5, min_p=0.1), P(temperature=1)], ()),
         ([P(temperature=1, top_k=2), P(temperature=0.5)], ("_divided", "_most_likely")),
         ([P(temperature=1, top_p=0.5, min_p=0.1), P(temperature=1)], ("_nucleus", "_likely")),
     ):
         run(rows_of(methods), logits, keys)
         assert read_counts() == dict.fromkeys(names, 1)
+
+
+@pytest.mark.parametrize(
+    ("mode", "draws"), [(Plain(), 1), (Lossless(exit=1, max_draft=1), 2)], ids=["plain", "exit"]
+)
+def test_what_no_running_row_uses_is_not_computed(monkeypatch, mode, draws):
+    """A row that has ended, or waits for its prompt, steps along; a draft is drawn as well."""
+    used = P(temperature=0.5, top_k=9, top_p=0.5, min_p=0.1)
+    context = context_of(lively_model(), mode, rows_of([P(temperature=1), used, P()]))
+    context = dataclasses.replace(context, width=64)
+    state = begun(context)
+    count_methods(monkeypatch)
+    step = jax.jit(lambda context, state: mode.step(context, state))
+    read_counts()
+    for reason in (*REASONS,):
+        reasons = jnp.asarray([0, REASONS.index(reason), 0], jnp.int32)
+        step(context, dataclasses.replace(state, reason=reasons))
+        assert read_counts() == (dict.fromkeys(METHODS, draws) if reason == "running" else {})
 
 
 def test_each_row_has_params_of_its_own():

@@ -256,6 +256,17 @@ def process(
     return jax.vmap(change, in_axes=1, out_axes=1)(logits, lengths)
 
 
+def sampling_of(context: DecodeContext, state: DecodeState) -> SamplingParams | None:
+    """Returns the sampling parameters of each row; None: all rows are greedy.
+
+    Rows that do not run are greedy, so that no method is computed for them alone.
+    """
+    if context.sampling is None:
+        return None
+    temperature = jnp.where(state.active, context.sampling.temperature, 0)
+    return dataclasses.replace(context.sampling, temperature=temperature)
+
+
 def emit_drawn(
     context: DecodeContext,
     state: DecodeState,
@@ -268,7 +279,7 @@ def emit_drawn(
     with jax.named_scope("sample"):
         keys = token_keys(state.seeds, state.lengths[:, None], DRAW)
         allowed = process(context, state, logits[:, None, :], state.lengths[:, None])
-        new = draw(context.sampling, allowed, keys)
+        new = draw(sampling_of(context, state), allowed, keys)
     one = jnp.ones_like(state.lengths)
     return emit(
         state,

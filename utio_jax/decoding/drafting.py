@@ -19,7 +19,7 @@ from utio_jax.attention.cache import KVCache
 from utio_jax.core.arrays import most_probable
 from utio_jax.core.decoder import DecoderConfig, apply_exit_lens
 from utio_jax.core.pytrees import pytree
-from utio_jax.decoding.base import DecodeContext, process
+from utio_jax.decoding.base import DecodeContext, process, sampling_of
 from utio_jax.decoding.cached import block_at, run_segment
 from utio_jax.decoding.sampling import DRAW, token_keys
 from utio_jax.decoding.state import DecodeState
@@ -87,7 +87,8 @@ class ExitDrafter:
         batch, vocab = state.lengths.shape[0], decoder.config.vocab_size
         rows, active = jnp.arange(batch, dtype=jnp.int32), state.active
         one = jax.eval_shape(decoder.embed, params, state.last_ids, state.positions)
-        greedy = context.sampling is None
+        sampling = sampling_of(context, state)
+        greedy = sampling is None
         blank = jnp.zeros((batch, most + 1, one.shape[-1]), one.dtype)
         run = partial(run_segment, decoder, params, width=context.width, layers=context.layers)
         none = Proposal(
@@ -121,9 +122,9 @@ class ExitDrafter:
                 logits = decoder.unembed(params, seen).astype(jnp.float32)
                 drafts = now.token_ids
                 logits = process(context, state, logits[:, None], positions + 1, drafts)[:, 0]
-                if context.sampling is None:
+                if sampling is None:
                     return most_probable(logits), None
-                log_q = jax.nn.log_softmax(context.sampling(logits), axis=-1)
+                log_q = jax.nn.log_softmax(sampling(logits), axis=-1)
                 keys = round_keys(state, positions + 1, DRAW)[:, 0]
                 return jax.vmap(jax.random.categorical)(keys, log_q).astype(jnp.int32), log_q
 

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from utio_jax.core.arrays import flat
 from utio_jax.core.decoder import Decoder, has_exit_lens, name_exits
 from utio_jax.core.pytrees import pytree, static
-from utio_jax.decoding.base import DecodeContext, Mode, Plain, process
+from utio_jax.decoding.base import DecodeContext, Mode, Plain, process, sampling_of
 from utio_jax.decoding.cached import block_at, run_segment
 from utio_jax.decoding.drafting import ExitDrafter, NGram, Proposal, round_keys
 from utio_jax.decoding.sampling import (
@@ -160,7 +160,7 @@ class Lossless(Mode):
 
     def _verify(self, context: DecodeContext, state: DecodeState, drafted: Proposal) -> DecodeState:
         """Returns the state after one deep pass over every row's last token and its drafts."""
-        decoder, params, sampling = context.decoder, context.params, context.sampling
+        decoder, params, sampling = context.decoder, context.params, sampling_of(context, state)
         config, active, width = decoder.config, state.active, context.width
         num_layers = config.num_layers
         depth, pending = self._drafter(decoder).depth, drafted.pending

@@ -34,8 +34,8 @@ def _per_row(default: float) -> Any:
 class SamplingParams:
     """Sampling parameters: temperature, top-k, top-p and min-p, in this order; greedy by default.
 
-    Fields are numbers, or arrays for the rows of a batch (`rows_of`). Methods that no row uses cost
-    nothing. Top-k and top-p sort the vocabulary of all rows if any row uses them.
+    Fields are numbers, or arrays for the rows of a batch (`rows_of`). Methods that no running row
+    uses cost nothing. Top-k and top-p sort the vocabulary of all rows if a running row uses them.
 
     Attributes:
       temperature: divisor of the logits. 0: greedy, ties to the lowest id, and all other fields are
@@ -83,11 +83,11 @@ class SamplingParams:
         temperature, top_k, top_p, min_p = map(
             jnp.asarray, (self.temperature, self.top_k, self.top_p, self.min_p)
         )
-        divides = (temperature != 0) & (temperature != 1)
-        logits = _on_rows(divides, _divided, logits, temperature)
-        logits = _on_rows(top_k > 0, _most_likely, logits, top_k)
-        logits = _on_rows(top_p < 1, _nucleus, logits, top_p)
-        logits = _on_rows(min_p > 0, _likely, logits, min_p)
+        drawn = ~self.greedy
+        logits = _on_rows(drawn & (temperature != 1), _divided, logits, temperature)
+        logits = _on_rows(drawn & (top_k > 0), _most_likely, logits, top_k)
+        logits = _on_rows(drawn & (top_p < 1), _nucleus, logits, top_p)
+        logits = _on_rows(drawn & (min_p > 0), _likely, logits, min_p)
         return _on_rows(self.greedy, _best_alone, logits, temperature)
 
 
