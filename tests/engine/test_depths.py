@@ -10,13 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.counting import Counting, read_counts
 from helpers.engine import alone, assert_as_alone, engine_of, model64, modes, pool, run_schedule
 from helpers.generation import lively_model
-from helpers.models import gated
+from helpers.models import Model, gated
 
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.base import Plain
-from utio_jax.policies import Patience, SoftmaxGap, Thresholded, random_depths
+from utio_jax.policies import Entropy, Patience, SoftmaxGap, Thresholded, random_depths
 from utio_jax.policies.depth import spread_thresholds
 
 
@@ -78,6 +79,21 @@ def test_budgets_side_by_side_are_as_alone(
     assert seen == {1, 2, 4}
     full = [result[place] for place in range(len(asked)) if names[place % len(names)] == "full"]
     assert all(np.all(finished.decided == 4) for finished in full)
+
+
+def test_rows_that_have_ended_ask_no_signal() -> None:
+    """A request at full depth runs the heads of exits while another one runs that asks there."""
+    small = lively_model()
+    model = Model(Counting(small.decoder.config), small.params)
+    policy = Thresholded(signal=Entropy(), thresholds=jnp.asarray([1.0, 2.0]), depths=(1, 2, 4))
+    engine = engine_of(model, Adaptive(policy=policy), slots=2, steps=8, read_late=False)
+    full = engine.submit([1, 2], max_new_tokens=9, eos_ids=(), policy="full")
+    engine.submit([1, 2], max_new_tokens=2, eos_ids=())
+    engine.advance()  # Reads prompts, and runs no step.
+    read_counts()
+    work = engine.drain()[full].work
+    assert (work.steps, work.heads) == (8, 3 + 7)  # The other one ends with the first step.
+    assert read_counts()["unembed"] == 2 * (3 + 7)
 
 
 def test_more_boundaries_change_no_decision() -> None:

@@ -18,6 +18,7 @@ from utio_jax.decoding.cached import CachedRows, RowCache
 from utio_jax.decoding.state import DecodeState
 from utio_jax.decoding.turns import begin_turns, run_turn
 from utio_jax.policies.base import Policy
+from utio_jax.policies.depth import of_running
 from utio_jax.staircase.base import Tokens
 from utio_jax.staircase.exit_head import Model, Readout
 from utio_jax.staircase.frozen import frozen_kv
@@ -119,10 +120,11 @@ class Adaptive(Mode):
     def step(self, context: DecodeContext, state: DecodeState) -> DecodeState:
         """Runs the last token of every row until it exits, and draws the next one."""
         decoder, params = context.decoder, context.params
+        policy = of_running(self.policy, state.active)
         if self.counts_steps(decoder):
-            return run_turn(self.policy, context, state)
+            return run_turn(policy, context, state)
         frozen = frozen_kv(self.kv, decoder)
-        depths, active, ids = self.policy.depths, state.active[:, None], state.last_ids[:, None]
+        depths, active, ids = policy.depths, state.active[:, None], state.last_ids[:, None]
         tokens = Tokens.at(decoder, params, ids, state.positions[:, None], active)
         # A running token is visible to itself in all layers.
         shown = _show(state.memory.shown, tokens, jnp.full_like(tokens.depth, depths[-1]))
@@ -131,7 +133,7 @@ class Adaptive(Mode):
         done = run_pass(
             model,
             tokens,
-            self.policy,
+            policy,
             token_ids=ids,
             frozen=frozen,
             attention=self.pattern(state.memory),

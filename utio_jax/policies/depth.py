@@ -96,6 +96,17 @@ class Thresholded:
         return dataclasses.replace(self, thresholds=thresholds.T[:, :, None])
 
 
+def of_running(policy: Policy, active: Bool[Array, " batch"]) -> Policy:
+    """Returns the policy of rows, in which those that have ended ask no signal.
+
+    Their thresholds are -inf, where rows have thresholds of their own. Other policies stay.
+    """
+    if not isinstance(policy, Thresholded) or jnp.ndim(policy.thresholds) == 1:
+        return policy
+    thresholds = jnp.where(active[None, :, None], policy.thresholds, -jnp.inf)
+    return dataclasses.replace(policy, thresholds=thresholds)
+
+
 def check_thresholds(policy: Thresholded) -> None:
     """Raises ValueError for thresholds that are known and NaN, at which all tokens go deeper."""
     known = isinstance(policy.thresholds, np.ndarray | jax.Array)
