@@ -135,6 +135,12 @@ def test_policies_that_the_mode_cannot_serve_are_refused() -> None:
     refused("or of other weights", serving(), other)
     refused("ends at all 4 layers.*depths=.1, 2", Adaptive(policy=BUDGETS["shallow"]), "full")
     refused('"full" or None, or a policy.*Got .half', serving(), "half")
+    nan = dataclasses.replace(deep, thresholds=jnp.asarray([jnp.nan]))
+    refused(r"thresholds that are numbers, -inf or inf. Got \[nan\]", serving(), nan)
+    few = dataclasses.replace(BUDGETS["all"], thresholds=jnp.zeros(1))
+    refused(
+        r"each of depths=\(1, 2, 4\) but the last. Got thresholds of shape \(1,\)", serving(), few
+    )
 
 
 @pytest.mark.check

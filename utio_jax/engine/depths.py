@@ -15,6 +15,7 @@ from utio_jax.core.decoder import Decoder
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.base import Mode
 from utio_jax.policies.depth import Thresholded, same_signal, spread_thresholds
+from utio_jax.staircase.loop import check_policy
 
 RequestPolicy = Thresholded | Literal["full"] | None
 """Depth of a request's tokens: an own policy, `"full"`, or None for the mode's policy."""
@@ -34,7 +35,8 @@ def thresholds_of(
 
     Raises:
       ValueError: the mode has no policy of thresholds, or another signal. Or it lacks depths of the
-        request's policy; a mode that decides more than depth needs equal depths.
+        request's policy; a mode that decides more than depth needs equal depths. Or thresholds of
+        the policy are NaN, or not one for each of its depths but the last.
     """
     own, served = own_thresholds(mode), getattr(mode, "policy", None)
     if policy is None or (policy == "full" and mode.exact):
@@ -61,6 +63,12 @@ def thresholds_of(
             'Wanted "full" or None, or a policy of thresholds and the mode\'s own signal, '
             f"{served.signal.name!r}, as of Calibration.policy(name, budget). Got {got}. Serve "
             "another signal from an engine of its own."
+        )
+    check_policy(policy, decoder, kv=mode.prompt_kv)
+    if (shape := np.shape(policy.thresholds)) != (len(policy.depths) - 1,):
+        raise ValueError(
+            f"Wanted a threshold for each of depths={policy.depths} but the last. Got thresholds "
+            f"of shape {shape}."
         )
     if type(mode) is not Adaptive and policy.depths != depths:
         raise ValueError(
