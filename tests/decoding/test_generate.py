@@ -371,6 +371,10 @@ def test_modes_that_do_not_fit_are_refused(model):
         run(model, mode=Adaptive(policy=given))
     with pytest.raises(ValueError, match="4 layers"):
         run(model, mode=Adaptive(policy=uniform(5)))
+    with pytest.raises(TypeError, match="a prefill.*Got a policy, Thresholded. Make a prefill of"):
+        run(model, prefill=uniform(4))
+    with pytest.raises(TypeError, match="a prefill.*Got str 'exact'"):
+        Engine(model.decoder, model.params, slots=1, capacity=64, prefill="exact")  # pyright: ignore[reportArgumentType]
     for kv in ("zeros", "full"):
         with pytest.raises(ValueError, match=f"one of 'propagate', .*'mapped'. Got kv='{kv}'"):
             Adaptive(policy=uniform(2), kv=kv)  # pyright: ignore[reportArgumentType]

@@ -19,6 +19,7 @@ from jaxtyping import Array, Float, Int
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.pytrees import pytree, static
 from utio_jax.decoding.cached import Layers, decode_step
+from utio_jax.decoding.prefill import Prefill
 from utio_jax.decoding.sampling import DRAW, SamplingParams, draw, token_keys
 from utio_jax.decoding.state import DecodeState, StopRules, emit
 from utio_jax.policies.base import Policy
@@ -172,11 +173,11 @@ def mode_name(mode: str | Mode | None, **options: Any) -> str | Mode:
     return mode
 
 
-def check_mode(mode: Mode, decoder: Decoder, *, prefill: Any = None) -> None:
+def check_mode(mode: Mode, decoder: Decoder, *, prefill: Prefill | None = None) -> None:
     """Checks that an object is a mode, and fits the model and a `Prefill`.
 
     Raises:
-      TypeError: the object is no mode, e.g. the name or the class of one.
+      TypeError: the object is no mode, e.g. the name or the class of one; or `prefill` is none.
       ValueError: mode, model and prefill do not fit each other, or the model is not causal.
     """
     if not isinstance(mode, Mode):
@@ -188,6 +189,11 @@ def check_mode(mode: Mode, decoder: Decoder, *, prefill: Any = None) -> None:
         raise TypeError(
             f"Wanted a mode, such as Plain(), Adaptive(policy=...) or Lossless(exit=...). Got {got}"
         )
+    if prefill is not None and not isinstance(prefill, Prefill):
+        got = f"{type(prefill).__name__} {prefill!r:.80}."
+        if isinstance(prefill, Policy):
+            got = f"a policy, {type(prefill).__name__}. Make a prefill of it: Prefill(policy=...)."
+        raise TypeError(f"Wanted a prefill, such as Prefill(policy=...), or None. Got {got}")
     if not decoder.config.causal:
         raise ValueError(
             "Wanted a causal model to decode, whose tokens see those before them. Got causal=False "
