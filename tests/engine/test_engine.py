@@ -646,6 +646,8 @@ def test_alternatives_that_nobody_asked_for_cost_nothing() -> None:
 
 def test_an_interrupted_warmup_leaves_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_of(lively_model(), modes()["plain"][0])
+    kept = engine.submit([1], max_new_tokens=2, eos_ids=())
+    assert [*engine.stream([2], max_new_tokens=9, eos_ids=())]  # The other one ends meanwhile.
     with monkeypatch.context() as patch:
         interrupt_after(patch, slots, "run_block", calls=1)
         with pytest.raises(KeyboardInterrupt):
@@ -654,7 +656,7 @@ def test_an_interrupted_warmup_leaves_no_request(monkeypatch: pytest.MonkeyPatch
     assert engine.stats().new_tokens == 0
     engine.warmup()
     number = engine.submit([1, 2], max_new_tokens=3, eos_ids=())
-    assert engine.drain()[number].token_ids.size == 3
+    assert {of: x.token_ids.size for of, x in engine.drain().items()} == {kept: 2, number: 3}
 
 
 def test_a_used_engine_is_warmed_up_again() -> None:

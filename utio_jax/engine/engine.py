@@ -383,7 +383,7 @@ class Engine:
         if progress is None:
             progress = count_on_terminal("Compiling programs of the engine")
             progress(0, self.programs)
-        new = min(2, room - 1)
+        new, kept = min(2, room - 1), self._drained
         try:
             self._end_by_host()  # Frees the rows of requests that a stop string ended.
             # Twice: the layout of a program's result may differ from that of its first input.
@@ -412,9 +412,10 @@ class Engine:
                 self._unsettled = False
                 progress(done, self.programs)
         except BaseException:  # Drops these requests: no caller has submitted them.
-            self._unsettled, self._known, self._drained = True, {}, {}
+            self._unsettled, self._known = True, {}
             raise
         finally:
+            self._drained = kept  # Of requests that ended before: `drain` returns them.
             if rows.prefix is not None:
                 rows.prefix.clear()
                 rows.prefix.evictions = 0
