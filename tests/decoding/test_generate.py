@@ -474,8 +474,9 @@ def test_logits_that_are_no_numbers_are_no_token(model, mode):
     """The largest of NaN is at 0: such a row would be a text of token 0, or an empty one."""
     embedding = jax.tree.map(lambda leaf: leaf.at[9].set(jnp.nan), model.params["embedding"])
     broken = dataclasses.replace(model, params=model.params | {"embedding": embedding})
-    with pytest.raises(ValueError, match=r"log-probabilities of row 1. Got NaN, first at \[0\]"):
-        run(broken, [[1, 2], [9, 3]], mode=mode, max_new_tokens=3, eos_ids=(0,))
+    prompts = [[1, 2], [1, 2], [1, 2], [9, 3]]
+    with pytest.raises(ValueError, match=r"log-probabilities of row 3. Got NaN, first at \[0\]"):
+        run(broken, prompts, mode=mode, max_new_tokens=3, eos_ids=(0,), max_batch=2)
     engine = Engine(broken.decoder, broken.params, slots=2, capacity=64, mode=mode)
     good, bad = (engine.submit(ids, max_new_tokens=3, eos_ids=()) for ids in ([1, 2], [9, 3]))
     finished = engine.drain()

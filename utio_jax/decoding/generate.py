@@ -335,8 +335,9 @@ def _of_batch(
     count, num_layers = len(requests), requests[0].num_layers
     starts, ends = (np.asarray(leaf)[:count] for leaf in (state.prompt_lengths, state.lengths))
     likelihood = np.asarray(state.columns.log_probabilities)
-    for row, (start, end) in enumerate(zip(starts, ends, strict=True)):
-        check_computed(likelihood[row, start:end], what=f"log-probabilities of row {row}")
+    for row, (request, start, end) in enumerate(zip(requests, starts, ends, strict=True)):
+        what = f"log-probabilities of row {request.number}"
+        check_computed(likelihood[row, start:end], what=what)
     per_slot, all_rows = bytes_per_slot(state.cache), state.lengths.shape[0]
     held = (ends.astype(np.int64) - 1) * per_slot * state.cache.keys.shape[0]
     kept = sum(leaf.nbytes for leaf in jax.tree.leaves(state.cache))
