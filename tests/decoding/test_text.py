@@ -6,6 +6,7 @@ from __future__ import annotations
 import types
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers.generation import PROMPTS, SMALL, lively_model, plain_run
@@ -222,9 +223,14 @@ def test_a_stop_string_may_spell_pieces_that_are_not_shown(
     assert (row.seen, row.stopped) == (size or len(new), size is not None)
 
 
+@pytest.mark.usefixtures("unchecked_shapes")  # Types name no array of two axes.
 def test_text_in_text_out() -> None:
     result = generate_text(text_model(), ["0", "1", "2"], **OPTIONS)
     assert result.texts == tuple(plain_text(row) for row in range(3))
+    ids = [jnp.asarray(prompt) for prompt in PROMPTS]
+    assert generate_text(text_model(), ids, **OPTIONS).texts == result.texts
+    alike: Any = jnp.asarray([PROMPTS[0]] * 3)
+    assert generate_text(text_model(), alike, **OPTIONS).texts == result.texts[:1] * 3
 
 
 @pytest.mark.usefixtures("unchecked_shapes")

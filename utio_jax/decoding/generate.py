@@ -362,7 +362,7 @@ def generate_text(model: TokenModel, prompts: Sequence[str] | Prompts, **options
       prompts: texts, or the token ids of each; none of them empty.
       **options: other keyword arguments of `generate`.
     """
-    kinds: Any = list | tuple | np.ndarray
+    kinds: Any = list | tuple | np.ndarray | jax.Array
     rows = isinstance(prompts, kinds) and len(prompts) > 0 and isinstance(prompts[0], kinds)
     ids: Any = prompts if rows else model.encode(listed(prompts))  # type: ignore[arg-type]
     return generate(

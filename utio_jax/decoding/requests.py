@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 from jaxtyping import Float, Int
 
@@ -27,7 +28,7 @@ from utio_jax.decoding.text import (
     streamed,
 )
 
-Prompts = Sequence[Sequence[int] | np.ndarray]
+Prompts = Sequence[Sequence[int] | np.ndarray | jax.Array]
 """Token ids: a list or an array for each row."""
 
 END_REASONS = ("eos", "stop", "length", "cancelled", "deadline", "interrupted", "nan")
