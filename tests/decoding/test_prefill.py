@@ -176,6 +176,9 @@ def test_what_it_cost(no_compiles: Any) -> None:
 
 def test_what_cannot_be_is_refused() -> None:
     model, policy = lively_model(), uniform(2)
+    for full, is_exact in ((uniform(4), True), (uniform(4, exits=DEPTHS), False), (policy, False)):
+        assert Prefill(policy=full).is_exact(model.decoder) == is_exact
+    Prefill(policy=uniform(4)).check(model.decoder, kv="full")
     with pytest.raises(ValueError, match="a mode whose keys and values are the full"):
         run(model, mode=Lossless(exit=2), prefill=Prefill(policy=policy))
     with pytest.raises(ValueError, match='the same kv for prompts and new tokens.*"drop"'):

@@ -96,10 +96,17 @@ class Prefill:
         return self if deep is None else dataclasses.replace(self, executor=_static(width, *deep))
 
     def is_exact(self, decoder: Decoder) -> bool:
-        """Returns True if new tokens and their cache equal those of full-depth prefill."""
-        if self.policy is None or self.attention != DENSE:
-            return self.attention == DENSE
-        config, stops = decoder.config, self.policy.depths
+        """Returns True if new tokens and their cache equal those of full-depth prefill.
+
+        A policy over several depths counts as inexact, whatever its thresholds, except for that of
+        `Prefill.exact`.
+        """
+        config = decoder.config
+        stops = (config.num_layers,) if self.policy is None else self.policy.depths
+        if self.attention != DENSE:
+            return False
+        if stops == (config.num_layers,):
+            return True
         complete = config.shares_kv and config.kv_complete <= stops[0]
         # The last prompt token runs all layers: the first new token is drawn from its logits.
         whole = isinstance(self.policy, PromptImportance) and stops[-1] == config.num_layers
