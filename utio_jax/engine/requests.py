@@ -24,8 +24,8 @@ class EngineStats:
     Attributes:
       mode: name of the decoding mode.
       slots: number of requests that can run at once.
-      queued: number of requests that wait for a slot.
-      running: number of requests that have a slot.
+      queued: number of requests that wait for a slot, or whose prompts are being read.
+      running: number of requests whose prompts have been read.
       ended: number of finished requests by reason.
       blocks: number of blocks of decode steps.
       prompt_groups: number of prefill passes.

@@ -49,8 +49,10 @@ class Metrics:
         stats, count, gauge = self._worker.stats, CounterMetricFamily, GaugeMetricFamily
         open_tasks = len(self._worker.open_tasks)
         yield gauge("utio_open_tasks", "Choices that were let in, not ended", value=open_tasks)
-        yield gauge("utio_queued", "Choices that wait for a slot", value=stats.queued)
-        yield gauge("utio_running", "Choices that have one", value=stats.running)
+        yield gauge(
+            "utio_queued", "Choices without a slot or with a prompt being read", value=stats.queued
+        )
+        yield gauge("utio_running", "Choices whose prompts were read", value=stats.running)
         yield gauge("utio_slots", "Choices that can run at once", value=stats.slots)
         yield count("utio_blocks", "Blocks of steps that were run", value=stats.blocks)
         yield count("utio_prompt_tokens", "Of prompts that were read", value=stats.prompt_tokens)
