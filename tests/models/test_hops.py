@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers.cases import run_dense
+from helpers.models import live_params
 
 from utio_jax.models import load
 
@@ -35,22 +36,22 @@ def test_answers_are_so_many_hops_from_the_start() -> None:
 
 def test_the_loss_is_the_expected_one_over_turns() -> None:
     decoder = hops.decoder_of(1, 3)
-    params, key, rows = decoder.init(jax.random.key(1)), jax.random.key(2), 4
-    params["exit_gate"]["kernel"] = jax.random.normal(key, (64, 1))
+    params, key, rows = live_params(decoder), jax.random.key(2), 4
     loss, losses = jax.jit(hops.objective_of(decoder, rows, 0.1))(params, key, key, key)
     ids = hops.draw(key, rows)
-    states = run_dense(
-        decoder, params, ids, jnp.full(rows, hops.WIDTH), depths=decoder.config.exits
+    states = jnp.stack(
+        run_dense(decoder, params, ids, jnp.full(rows, hops.WIDTH), depths=decoder.config.exits)
     )
     kernel, bias = decoder.exit_gate(params)
+    hazards = np.asarray(jax.nn.sigmoid((states @ kernel)[..., 0] + bias[0]))
+    nlls = -np.asarray(jax.nn.log_softmax(decoder.unembed(params, states)))
     total, of_answers = 0.0, np.zeros(3)
     for row in range(rows):
         for at in [at + step for at in range(hops.SYMBOLS, hops.WIDTH, 4) for step in (1, 2)]:
             stays = 1.0
-            for turn, state in enumerate(states):
-                x = state[row, at]
-                hazard = float(jax.nn.sigmoid((x @ kernel)[0] + bias[0])) if turn < 2 else 1.0
-                nll = -float(jax.nn.log_softmax(decoder.unembed(params, x))[ids[row, at + 1]])
+            for turn in range(3):
+                hazard = hazards[turn, row, at] if turn < 2 else 1.0
+                nll = nlls[turn, row, at, ids[row, at + 1]]
                 share = stays * hazard
                 total += share * (nll + 0.1 * np.log(share))
                 of_answers[turn] += nll * (at % 4 == 2)
