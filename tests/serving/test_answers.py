@@ -26,7 +26,7 @@ from helpers.serving import (
     completion,
     small_folder,
 )
-from helpers.texts import new_text
+from helpers.texts import pieces_of
 
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.base import Plain
@@ -79,6 +79,11 @@ def together(server: Running, path: str, bodies: list[Any]) -> list[Any]:
     return [answer.body for answer in answers]
 
 
+def characters(pieces: list[str], depths: list[int]) -> list[tuple[str, int]]:
+    """Returns the characters of a text, each with the depth of its token."""
+    return [(one, depth) for piece, depth in zip(pieces, depths, strict=True) for one in piece]
+
+
 def test_requests_of_all_kinds_get_what_generate_gives_each_alone(
     server: Running, model: Model
 ) -> None:
@@ -106,14 +111,13 @@ def test_requests_of_all_kinds_get_what_generate_gives_each_alone(
         logs, alike = choice["logprobs"]["token_logprobs"], expected.log_probabilities[0]
         np.testing.assert_allclose(logs, alike, atol=1e-4, err_msg=str(case))
         ids = model.encode([prompt])[0]
-        assert choice["text"] == new_text(model.tokenizer, ids, expected.token_ids[0]), case
+        pieces = pieces_of(model.tokenizer, ids, expected.token_ids[0])
+        assert choice["text"] == "".join(pieces) == "".join(choice["utio"]["pieces"]), case
         assert choice["finish_reason"] == {"eos": "stop"}.get(
             expected.finish_reasons[0], expected.finish_reasons[0]
         )
-        pieces, depths = choice["utio"]["pieces"], choice["utio"]["depths"]
-        assert "".join(pieces) == choice["text"], "pieces joined are the text"
-        assert len(pieces) == len(depths)
-        assert {*depths} <= {*expected.decided[0].tolist()}
+        depths = expected.decided[0].tolist()
+        assert characters(**choice["utio"]) == characters(pieces, depths), case
         usage = answer["usage"]
         assert usage["prompt_tokens"] == ids.size
         assert usage["completion_tokens"] == expected.token_ids[0].size
@@ -281,9 +285,10 @@ def test_a_stream_joined_is_the_whole_answer(server: Running, seed: int) -> None
         ]
         for part in choice_parts:
             assert "".join(part["utio"]["pieces"]) == part["text"]
-        for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
-            parts_of = [part["logprobs"][name] for part in choice_parts]
-            assert [*chain.from_iterable(parts_of)] == choice["logprobs"][name]
+        for field in ("logprobs", "utio"):
+            for name, expected in choice[field].items():
+                parts_of = [part[field][name] for part in choice_parts]
+                assert [*chain.from_iterable(parts_of)] == expected, name
     usage = events[-2]
     assert usage["choices"] == []
     assert {str(event["usage"]) for event in events[:-2]} == {"None"}
