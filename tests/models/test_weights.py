@@ -18,9 +18,10 @@ import pytest
 from helpers.cases import run_dense
 from helpers.cli import last_line, refused
 from helpers.engine import alone, engine_of, modes, pool
-from helpers.folders import STOCK, save_small_model
+from helpers.folders import STOCK, changed_copy, save_small_model
 from helpers.generation import lively_model, run
-from helpers.gguf_files import write_gguf
+from helpers.gguf_files import dequantised as by_gguf
+from helpers.gguf_files import quantised, write_gguf
 from helpers.models import Model, gated, live_params, logits_of
 from helpers.serving import alone as alone_of_text
 from helpers.serving import running, small_folder
@@ -30,7 +31,7 @@ from utio_jax import SamplingParams, load
 from utio_jax.cli.main import main
 from utio_jax.cli.serve import Serve
 from utio_jax.core import layer as layers_module
-from utio_jax.core.files import flatten
+from utio_jax.core.files import flatten, load_tensors
 from utio_jax.core.flops import count_matmul_flops, token_cost
 from utio_jax.core.layer import head_in_blocks, head_product, project, split_layers
 from utio_jax.core.platform import compiling_for
@@ -398,9 +399,14 @@ def test_families_have_the_logits_of_their_dequantised_weights(name: str) -> Non
 
 
 def test_a_quantised_gguf_file_is_read_as_int8(tmp_path: Path) -> None:
-    write_gguf(tmp_path / "model.gguf", STOCK / "llama", arch="llama")
-    own, other = (load(tmp_path / "model.gguf", weights=kind) for kind in ("int8", None))
-    folder = load(STOCK / "llama", weights="int8")
+    stored = load_tensors(STOCK / "llama" / "model.safetensors")
+    rows = {n: quantised(t, "Q8_0") for n, t in stored.items() if t.shape[1:] == (32,)}
+    exact = {n: by_gguf(r, "Q8_0") for n, r in rows.items()}
+    plain = changed_copy(STOCK / "llama", tmp_path / "plain", {**stored, **exact})
+    file, kinds = tmp_path / "model.gguf", dict.fromkeys(rows, "Q8_0")
+    write_gguf(file, STOCK / "llama", arch="llama", kinds=kinds, tensors=rows)
+    own, other = (load(file, weights=kind) for kind in ("int8", None))
+    folder = load(plain, weights="int8")
     jax.tree.map(partial(np.testing.assert_allclose, atol=1e-6), own.params, folder.params)
     assert own.sha256 != other.sha256 == own.stored_sha256
     assert "weights int8" in repr(own)
