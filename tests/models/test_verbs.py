@@ -367,7 +367,7 @@ def test_a_decoder_of_your_own_needs_no_files_for_ids_and_a_tokenizer_for_texts(
     assert new == [row.tolist() for row in expected.token_ids]
     engine = FRONT.Engine.of(own, slots=1, capacity=64)
     with pytest.raises(ValueError, match="Wanted a tokenizer for stop_strings"):
-        engine.submit(ids[0], stop_strings=["a"])
+        engine.submit(ids[0], max_new_tokens=4, stop_strings=["a"])
     with pytest.raises(ValueError, match="tokenizer at .*There is none. Pass token ids"):
         own.generate(PROMPTS)
     assert f"{ids[0][1]} " in own.score(ids)._repr_html_()
