@@ -109,6 +109,18 @@ def test_scores_are_those_of_the_reference() -> None:
         np.testing.assert_allclose(-result.log_likelihood[row, at], expected[row, at], atol=2e-4)
 
 
+def test_targets_from_which_sources_are_hidden_get_nan() -> None:
+    model = t5_model()
+    (row,) = source_rows(model.decoder, SOURCES[:1], [[4, 5, 6]])
+    policy = OnTargets(policy=utio_jax.policies.uniform(8), source_tokens=SOURCE)
+    ids, lengths = jnp.asarray([row, row]), jnp.asarray([len(row), 0])
+    score = jax.jit(utio_jax.score, static_argnums=0, static_argnames="kv")
+    result = score(model.decoder, model.params, ids, lengths, policy, kv="drop")
+    likelihood = np.asarray(result.log_likelihood)
+    assert np.isnan(likelihood[0, SOURCE:-1]).all()
+    assert (likelihood[1] == 0).all()
+
+
 CHANCE = random_depths(jnp.asarray([0.4, 0.2, 0.2, 0.2]), key=jax.random.key(1), depths=DEPTHS)
 MODES = {
     "plain": utio_jax.Plain(),

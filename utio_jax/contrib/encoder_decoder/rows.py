@@ -51,7 +51,7 @@ class OnTargets:
     """A policy for tokens of targets. Those of sources leave after the first layer.
 
     Exact under `kv="propagate"`: no layer changes what the encoder made of a source, and its keys
-    and values are projected from that. `kv="drop"` would hide sources.
+    and values are projected from that. `kv="drop"` would hide sources: targets get NaN.
 
     Attributes:
       policy: of the target's tokens.

@@ -352,14 +352,23 @@ class T5:
         return _with_notes(keys, places, is_padding, none), _with_notes(values, none, none, none)
 
     def mix(self, queries: Any, keys: Any, values: Any, visible: Any) -> jax.Array:
-        """Returns attention over keys of one kind: sources in cross-attention, else targets."""
+        """Returns attention over keys of one kind: sources in cross-attention, else targets.
+
+        A target that sees targets but no source, as `kv="drop"` hides them, gets NaN there.
+        """
         dim = self.config.key_dim
         is_cross, notes = queries[..., 0, dim + 2] > 0, keys[..., 0, dim:]
         # Of an overflowed key the notes are NaN: targets see it, and get NaN.
         is_source, is_padding = _positions_in(notes) < self.config.source_tokens, notes[..., 2] > 0
         kinds = (is_source & ~is_padding)[..., None, :], ~is_source[..., None, :]
         seen = visible & jnp.where(is_cross[..., :, None], *kinds)
-        return _mix(self.config, queries, keys, values, seen)
+        mixed = _mix(self.config, queries, keys, values, seen)
+        # Rows of padding alone see nothing and get zeros: through NaN no gradient would pass.
+        sees_targets = jnp.any(visible & ~is_source[..., None, :], axis=-1)
+        is_lost = is_cross & sees_targets & ~jnp.any(seen, axis=-1)
+        # Notes stay: by these layers know targets.
+        is_head = jax.lax.broadcasted_iota(jnp.int32, mixed.shape, mixed.ndim - 1) < dim
+        return jnp.where(is_lost[..., None, None] & is_head, jnp.nan, mixed)
 
     def finish_layer(self, layer: LayerParams, x: jax.Array, attended: jax.Array) -> jax.Array:
         """Returns the states after a layer; those of sources stay what the encoder made them."""
