@@ -68,10 +68,12 @@ def test_batches_may_have_any_of_rays_formats(folder: str) -> None:
 @pytest.mark.slow
 def test_prompts_get_what_each_gets_alone(folder: str) -> None:
     model, method = load(folder), SamplingParams(temperature=0.8)
-    prompts = documents(9, longest=40) | {"long": [3] * 125}
+    # The model's context is 128 tokens.
+    prompts = documents(9, longest=40) | {"whole": [3] * 120, "long": [3] * 121}
     continuer = Continuer(folder, slots=3, seed=1, max_new_tokens=8, sampling=method)
     result = {row["id"]: row for row in continuer(table(prompts)).to_pylist()}
     assert (result["d0"]["reason"], result["long"]["reason"]) == ("empty", "too_long")
+    assert result["whole"]["reason"] != "too_long"
     assert continuer(table({})).schema == continuer(table({"d": [3]})).schema
     for name, ids in prompts.items():
         row = result[name]

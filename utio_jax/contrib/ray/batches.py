@@ -73,13 +73,14 @@ class Continuer:
         """
         self._model, self._seed = load(model), seed
         context = self._model.decoder.config.context_length
-        sizes: dict[str, Any] = {"slots": slots, "capacity": context, "mode": mode}
+        capacity = context + mode.block  # A step may write a block after a row's last token.
+        sizes: dict[str, Any] = {"slots": slots, "capacity": capacity, "mode": mode}
         with contextlib.suppress(ValueError):  # Token ids need none.
             sizes["tokenizer"] = self._model.tokenizer
         self._engine = Engine(self._model.decoder, self._model.params, **sizes)
         self._engine.warmup()
         self._options: dict[str, Any] = {"max_new_tokens": 128} | options
-        self._longest = context - mode.block - self._options["max_new_tokens"]
+        self._longest = context - self._options["max_new_tokens"]
 
     def __call__(self, batch: Any) -> Any:
         """Returns a table of a row per prompt; `empty` and `too_long` ones get no text.
