@@ -133,7 +133,7 @@ def test_every_item_runs_at_its_own_depth(lead, min_bucket):
     )
     # Its hundreds say which item it was.
     items = 100 * jnp.arange(math.prod(lead), dtype=jnp.float32).reshape(*lead, 1)
-    results = run_buckets(add_layers, jnp.tile(items, 3), buckets)
+    results = run_buckets(add_layers, np.tile(items, 3), buckets)  # NumPy's, as scores may be.
     decided = [DEPTHS[slow_bucket(score, (1.0, 2.0))] for score in scores.ravel()]
     for item, depth in enumerate(decided):
         np.testing.assert_array_equal(results.outputs.reshape(-1, 3)[item], 100 * item + depth)

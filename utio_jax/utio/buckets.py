@@ -264,7 +264,7 @@ def run_buckets(
             "mesh splits. Let each device pack its own: call bucket_tokens and run_buckets in "
             "jax.shard_map."
         )
-    flat = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[len(lead) :]), inputs)
+    flat = jax.tree.map(lambda x: jnp.asarray(x).reshape(-1, *x.shape[len(lead) :]), inputs)
     decided = buckets.bucket_of_token.reshape(-1)
     num_items = decided.shape[0]
     group = _merge_small(decided, len(depths), size) if merge_small else decided
