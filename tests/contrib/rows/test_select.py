@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ from helpers.models import Model, live_params, with_random_lens
 from helpers.shared_kv import KINDS
 from scipy import stats
 
+from utio_jax.attention.cache import read as read_cache
 from utio_jax.calibration.guarantee import Fitted, half_of
 from utio_jax.contrib.rows import (
     Select,
@@ -27,6 +29,7 @@ from utio_jax.contrib.rows import (
 )
 from utio_jax.contrib.rows.fitting import replay, see_all
 from utio_jax.core.flops import token_cost
+from utio_jax.decoding import prefill
 from utio_jax.engine import Engine
 from utio_jax.engine.prefix import PrefixCache
 from utio_jax.models.presets import TINY
@@ -91,6 +94,32 @@ def run(model: Any, how: Select, **changes: Any) -> Selected:
 
 def select_at(depths: Any, *margins: float) -> Select:
     return Select(depths=depths, margins=np.asarray(margins, np.float32))
+
+
+@pytest.mark.usefixtures("unchecked_shapes")
+def test_margins_that_do_not_fit_their_depths_are_refused(tiny: Model) -> None:
+    listed: Any = [0, 1]
+    select_at(listed, 1.0, 0.5).check(tiny.decoder)
+    for margins in ([0.5], [0.5, -1.0], [0.5, np.nan]):
+        with pytest.raises(ValueError, match=r"a margin of at least 0 for each of depths=\(0, 1\)"):
+            select_at((0, 1), *margins).check(tiny.decoder)
+    with pytest.raises(ValueError, match=r"strictly increasing depths.*Got depths=\(1, 0, 4\)"):
+        select_at((1, 0), 0.5, 0.5).check(tiny.decoder)
+
+
+def test_long_contexts_are_read_in_blocks_as_by_generate(
+    tiny: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = tiny.decoder, tiny.params, CONTEXT
+    dense = read_context(*given, slots=SLOTS + 1)
+    monkeypatch.setattr(prefill, "_MOST_SCORES", 0)
+    monkeypatch.setattr(selecting, "read_prompts", None)  # Its scores are all in memory.
+    blocks = read_context(*given, slots=SLOTS + 1)
+    np.testing.assert_allclose(blocks.log_probs, dense.log_probs, atol=1e-5)
+    assert blocks.length == dense.length == CONTEXT.size
+    for layer in range(4):
+        ours, theirs = (read_cache(c.cache, (layer,), width=CONTEXT.size) for c in (blocks, dense))
+        jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5), ours, theirs)
 
 
 @pytest.mark.parametrize(
@@ -185,6 +214,7 @@ def test_a_context_reads_only_what_an_engine_has_not_cached(
 ) -> None:
     monkeypatch.setattr(PrefixCache, "block", 4)
     monkeypatch.setattr(selecting, "_STEP", 4)
+    monkeypatch.setattr(selecting, "_MOST_SCORES", 8 * 24)  # At most 8 tokens in a pass.
     decoder = Counting(dataclasses.replace(TINY, **OTHERS[kind]))
     model, config = (decoder, live_params(decoder, seed=2)), decoder.config
     below = config.kv_complete if config.shares_kv else 4  # The last token alone runs the others.
@@ -205,7 +235,7 @@ def test_a_context_reads_only_what_an_engine_has_not_cached(
         alone = read_context(*model, ids, slots=24)
         read_counts()
         context = read_context(*model, ids, slots=24, engine=engine, cache_salt=salt)
-        assert read_counts()["queries"] == read * below + 4 - below
+        assert read_counts()["queries"] == read * below + -(-read // 8) * (4 - below)
         np.testing.assert_allclose(context.log_probs, alone.log_probs, atol=1e-5)
         result, expected = (select(*model, c, *rows, how) for c in (context, alone))
         assert result.depths.tolist() == expected.depths.tolist()

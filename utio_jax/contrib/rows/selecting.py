@@ -34,11 +34,16 @@ from utio_jax.core.work import Work, stack_work
 from utio_jax.decoding.base import Plain, check_mode
 from utio_jax.decoding.cached import Attend, Block, run_layers
 from utio_jax.decoding.loop import read_prompts, round_up
+from utio_jax.decoding.prefill import Prefill, fastest_prefill
 from utio_jax.decoding.requests import check_prompts
 from utio_jax.engine import Engine
 from utio_jax.staircase.base import Sources
 
 _STEP = 64  # Static widths of contexts, and of what a prefix cache lacks, are multiples of it.
+_MOST_SCORES = 2**24
+"""Pairs of queries and keys in one pass after a prefix, as of a prompt of 4,096 tokens.
+
+Scores of all of them are in memory: 0.6 GB of nine heads."""
 
 
 @pytree
@@ -77,7 +82,7 @@ class Select:
         """Raises ValueError: depths not the model's, margins of another number or below 0."""
         layers = decoder.config.num_layers
         margins = np.asarray(self.margins)
-        inner = self.depths[1:] if self.depths[:1] == (0,) else self.depths
+        inner = self.depths[1:] if tuple(self.depths[:1]) == (0,) else self.depths
         check_depths((*inner, layers), num_layers=layers)
         check_no_branches(decoder, what="candidates that leave at exits")
         if margins.shape != (len(self.depths),) or not (margins >= 0).all():
@@ -126,7 +131,8 @@ def read_context(
       decoder: a causal model.
       params: model parameters.
       token_ids: tokens of the context.
-      slots: static width that it is padded to, or to a multiple: one program for many lengths.
+      slots: static width that it is padded to, or to a multiple: one program for many lengths, or
+        two on a CPU, where `utio_jax.generate` reads rows with much padding by another one.
       engine: an engine of the same model, between calls of its `advance`. The context uses its
         prefix cache: tokens of a known prefix are copied, the others are read and stored.
       cache_salt: as of `Engine.submit`: contexts and requests with other salts share nothing.
@@ -142,15 +148,22 @@ def read_context(
     dtype = jax.eval_shape(decoder.embed, params, ids[None], ids[None]).dtype
     cache = init_cache(config, batch=1, slots=slots, dtype=dtype)
     if engine is None:
-        return _read_context(decoder, params, _padded(ids, slots), ids.size, cache, None)
+        how = fastest_prefill(decoder, 1, slots, kv="propagate", filled=ids.size / slots)
+        return _read_context(decoder, params, _padded(ids, slots), ids.size, cache, None, how)
     prefix = engine.prefix_cache_of(decoder, params)
     keys = prefix.keys_of(ids, cache_salt)
     places = prefix.find(keys[: (ids.size - 1) // prefix.block])  # The last token is always read.
     start = len(places) * prefix.block
     if places:
         cache = prefix.load(cache, 0, places)
-    unread = _padded(ids[start:], min(slots, round_up(ids.size - start, _STEP)))
-    context = _read_context(decoder, params, unread, ids.size, cache, start)
+    most = max(_STEP, _MOST_SCORES // slots // _STEP * _STEP)
+    while True:
+        end = min(start + most, ids.size)
+        unread = _padded(ids[start:end], min(slots, round_up(end - start, _STEP)))
+        context = _read_context(decoder, params, unread, end, cache, start, None)
+        if end == ids.size:
+            break
+        start, cache = end, context.cache
     prefix.store(context.cache, 0, keys)
     return context
 
@@ -167,9 +180,14 @@ def _read_context(
     length: Int[Any, ""],
     cache: KVCache,
     start: Int[Any, ""] | None,
+    how: Prefill | None,
 ) -> Context:
+    """Returns the context after reading `ids` by a prefill; None: densely, from `start` on."""
     length = jnp.asarray(length, jnp.int32)
-    logits, cache = read_prompts(decoder, params, ids, length[None], cache, start=start)
+    if how is None:
+        logits, cache = read_prompts(decoder, params, ids, length[None], cache, start=start)
+    else:
+        logits, cache, _ = how.read(decoder, params, ids, length[None], cache, kv="propagate")
     return Context(cache=cache, length=length, log_probs=jax.nn.log_softmax(logits[0]))
 
 
