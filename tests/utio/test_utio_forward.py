@@ -316,9 +316,10 @@ def test_plans_that_do_not_fit_are_named(tiny, kind, plan, message):
         ),
         ({"weights": (-0.5, 1.0, 1.0)}, "three finite weights of at least 0"),
         ({"weights": (0.0, 0.0, 0.0)}, "one of them above 0"),
+        ({"thresholds": [1.0, math.nan]}, r"thresholds that are numbers.*Got \[1\.0, nan\]"),
     ],
 )
-def test_weights_that_jit_would_not_see_are_refused_by_the_plan(plan, message):
+def test_numbers_that_jit_would_not_see_are_refused_by_the_plan(plan, message):
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(PLAN, **plan)
     arrays = jax.tree.map(jnp.asarray, PLAN)  # As gradients are, whose signs are free.

@@ -75,7 +75,7 @@ class UtioPlan:
 
     Raises:
       ValueError: numbers as weights that no score can have, but for integers of 0, which are axes
-        of `jax.vmap`; arrays are not read.
+        of `jax.vmap`. Or a number among thresholds is NaN. Arrays are not read.
     """
 
     depths: tuple[int, ...] = static()
@@ -87,13 +87,19 @@ class UtioPlan:
     min_bucket: int = static(default=64)
 
     def __post_init__(self) -> None:
-        # Under jit weights are traced: here is the last place that sees them. While pytrees are
-        # rebuilt they may be anything, such as axes of `jax.vmap`, which are integers of 0.
+        # Under jit weights and thresholds are traced: here is the last place that sees them. While
+        # pytrees are rebuilt they may be anything, as axes of `jax.vmap`, which are integers of 0.
         numbers = isinstance(self.weights, (list, tuple)) and all(
             isinstance(weight, (int, float, np.number)) for weight in self.weights
         )
         if numbers and any(weight or not isinstance(weight, int) for weight in self.weights):
             check_weights(self.weights, heat=self.heat)
+        edges = self.thresholds if isinstance(self.thresholds, (list, tuple)) else ()
+        if any(isinstance(edge, (float, np.floating)) and np.isnan(edge) for edge in edges):
+            raise ValueError(
+                f"Wanted thresholds that are numbers, -inf or inf. Got {self.thresholds}. Take "
+                "quantiles of scores that are finite."
+            )
 
 
 @pytree
