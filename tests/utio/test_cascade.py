@@ -118,3 +118,7 @@ def test_parts_of_two_cascades_are_refused(tiny: Any) -> None:
         score(tiny.decoder, tiny.params, ids, lengths, buckets, attention=cascade.attention)
     with pytest.raises(TypeError, match="one signal with thresholds.*Got str"):
         _ = Cascade(buckets="learned", dense_above=0.0, history=HISTORY).policy  # type: ignore
+    limits: Any
+    for limits, match in (([1.0, 2.0], r"each of 3 segments.*\(2,\)"), (np.nan, "numbers.*nan")):
+        with pytest.raises(ValueError, match=match):
+            _ = Cascade(buckets=buckets, dense_above=limits, history=HISTORY).attention

@@ -154,11 +154,17 @@ def assert_same_choices(after: Any, before: Any, rows: slice, end: int) -> None:
     np.testing.assert_array_equal(ours, theirs)
 
 
+def listed(attention: Any) -> Any:
+    return dataclasses.replace(attention, thresholds=attention.thresholds.tolist())
+
+
 @pytest.mark.parametrize(
     ("make", "match"),
     [
         (lambda tiny, scores: choice(scores, [0.0] * 4), "each segment of depths=\\(2, 4\\)"),
         (lambda tiny, scores: choice(scores, []), "each but the first. Got .*\\(0,\\)"),
+        (lambda tiny, scores: choice(scores, [np.nan]), "numbers.*nan.* in attention by"),
+        (lambda tiny, scores: listed(choice(scores, [0.0] * 4)), "depths=\\(2, 4\\).*\\(4,\\)"),
         (lambda tiny, scores: steered(tiny), "depths \\(1, 2\\)"),
     ],
 )  # fmt: skip

@@ -107,15 +107,14 @@ def of_running(policy: Policy, active: Bool[Array, " batch"]) -> Policy:
     return dataclasses.replace(policy, thresholds=thresholds)
 
 
-def check_thresholds(policy: Thresholded) -> None:
-    """Raises ValueError for thresholds that are known and NaN, at which all tokens go deeper."""
-    known = isinstance(policy.thresholds, np.ndarray | jax.Array)
-    known = known and not isinstance(policy.thresholds, Tracer)
-    known = known and getattr(policy.thresholds, "is_fully_addressable", True)
-    if known and np.isnan(policy.thresholds).any():
+def check_thresholds(thresholds: Any, *, of: str) -> None:
+    """Raises ValueError for thresholds that are known and NaN, which every score exceeds."""
+    known = isinstance(thresholds, np.ndarray | jax.Array) and not isinstance(thresholds, Tracer)
+    known = known and getattr(thresholds, "is_fully_addressable", True)
+    if known and np.isnan(thresholds).any():
         raise ValueError(
-            f"Wanted thresholds that are numbers, -inf or inf. Got {np.asarray(policy.thresholds)} "
-            f"in policy {policy.name!r}."
+            f"Wanted thresholds that are numbers, -inf or inf. Got {np.asarray(thresholds)} in "
+            f"{of}."
         )
 
 

@@ -311,7 +311,7 @@ def check_policy(policy: Policy, decoder: Decoder, *, kv: str = "propagate") -> 
     check_methods(policy, ("start", "go_deeper", "asks", "flops", "reads_logits"), ("causal",))
     if isinstance(policy, Thresholded):
         check_signal(policy.signal)
-        check_thresholds(policy)
+        check_thresholds(policy.thresholds, of=f"policy {policy.name!r}")
     depths = check_depths(policy.depths)
     if depths[-1] > decoder.config.num_layers:
         raise ValueError(

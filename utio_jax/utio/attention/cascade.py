@@ -23,7 +23,7 @@ from utio_jax.core.decoder import Inputs
 from utio_jax.core.pytrees import pytree, static
 from utio_jax.core.work import Work
 from utio_jax.policies.base import Boundary, exceeds
-from utio_jax.policies.depth import Thresholded
+from utio_jax.policies.depth import Thresholded, check_thresholds
 from utio_jax.policies.signals import SignalBase
 from utio_jax.staircase.base import Tokens
 from utio_jax.staircase.exit_head import Model
@@ -77,8 +77,14 @@ class Cascade:
         return Throttled(policy=self.policy, kv=kv, attention=self._slash(first=0))
 
     def _slash(self, *, first: int) -> VerticalSlash:
-        limits = jnp.asarray(self.dense_above, jnp.float32)
-        limits = jnp.broadcast_to(limits, (len(self.buckets.depths),))
+        limits, segments = jnp.asarray(self.dense_above, jnp.float32), len(self.buckets.depths)
+        if limits.shape not in ((), (1,), (segments,)):
+            raise ValueError(
+                f"Wanted one dense_above, or one for each of {segments} segments, the first "
+                f"included. Got shape {limits.shape}."
+            )
+        limits = jnp.broadcast_to(limits, (segments,))
+        check_thresholds(limits, of="dense_above of a cascade")
         free = SignalBase(name="cascade", causal=self.buckets.signal.causal)  # Never asked.
         return _SharedSlash(signal=free, thresholds=limits[first:], history=self.history)
 

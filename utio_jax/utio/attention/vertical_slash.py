@@ -35,6 +35,7 @@ from utio_jax.core.decoder import Decoder, Params, check_no_branches, check_soft
 from utio_jax.core.pytrees import pytree, static
 from utio_jax.core.work import Work
 from utio_jax.policies.base import Boundary, Policy, Signal, exceeds
+from utio_jax.policies.depth import check_thresholds
 from utio_jax.staircase.base import Executor, Tokens
 from utio_jax.staircase.exit_head import Head, Model
 from utio_jax.staircase.microbatches import MicroBatches, PackedSlots
@@ -140,6 +141,11 @@ class VerticalSlash(AttentionPattern):
     thresholds: Float[Array, " segment"]
     history: History = static()
 
+    def __post_init__(self) -> None:
+        if type(self.thresholds) in (list, tuple):
+            thresholds = jax.device_put(np.asarray(self.thresholds, np.float32))
+            object.__setattr__(self, "thresholds", thresholds)
+
     def index_of(self, segment: int, depths: tuple[int, ...]) -> int:
         """Returns the index of a segment's threshold; -1 for a dense segment.
 
@@ -162,6 +168,7 @@ class VerticalSlash(AttentionPattern):
             remedy="Leave the sparse attention out.",
         )
         self.index_of(0, depths)
+        check_thresholds(self.thresholds, of=f"attention by {self.signal.name!r}")
 
     def low(
         self, score: Float[Array, "batch token"], segment: int, depths: tuple[int, ...]
