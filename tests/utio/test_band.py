@@ -13,7 +13,7 @@ import pytest
 from utio_jax.attention.mixing import NOWHERE, Mixer, attend
 from utio_jax.core.flops import count_matmul_flops
 from utio_jax.utio import History
-from utio_jax.utio.attention.vertical_slash import BandBlocks, slice_width
+from utio_jax.utio.attention.vertical_slash import BandBlocks
 
 # tokens, block, recent, sinks, heads, K/V heads, softcap, layer window
 CASES = (
@@ -73,7 +73,7 @@ def by_blocks(case: tuple[Any, ...], tensors: dict[str, jax.Array]) -> jax.Array
                     prepared,
                     tensors["shown"],
                     row=jnp.int32(row),
-                    width=slice_width(history, end - begin, tokens),
+                    width=min(history.recent + end - begin - 1, tokens),
                 )
             )
         rows.append(jnp.concatenate(results))

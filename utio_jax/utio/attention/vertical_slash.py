@@ -331,17 +331,8 @@ class BandCover(Cover):
         spans = [min(size, longest)]
         while spans[-1] < longest:  # A block's tokens may be adjacent or far apart.
             spans.append(min(2 * spans[-1], longest))
-        slices = [slice_width(self.history, span, self.width) for span in spans]
+        slices = [min(self.history.recent + span - 1, self.width) for span in spans]
         return tuple(dict.fromkeys(slices)), ends[1] - ends[0] + self.history.recent
 
     def make(self, **fields: Any) -> BandBlocks:
         return BandBlocks(history=self.history, **fields)
-
-
-def slice_width(history: History, span: int, tokens: int) -> int:
-    """Returns the number of keys, sinks apart, of a block of queries over `span` positions.
-
-    >>> slice_width(History(recent=96), 128, 512)
-    223
-    """
-    return min(history.recent + span - 1, tokens)
