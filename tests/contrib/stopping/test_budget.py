@@ -39,7 +39,8 @@ def look(rule: ThinkingBudget, row: int, new: Sequence[int]) -> tuple[int | None
             return None, Thought(start=begin, tokens=size, ended_by="model")
         if size >= budget:
             put = min(done, len(forced))
-            thought = Thought(start=begin, tokens=size, forced=put, ended_by="budget")
+            by = "budget" if put else "open"
+            thought = Thought(start=begin, tokens=size, forced=put, ended_by=by)
             return (forced[done] if done < len(forced) else None), thought
     return None, Thought(start=begin, tokens=len(new) - begin)
 
@@ -147,6 +148,7 @@ def test_thinking_that_a_prompt_has_opened_is_open() -> None:
     opened = Thought(start=0, tokens=2, forced=1, ended_by="budget")
     for prompt in ([1, 5, 6, 2], [5, 6, 8, 9, 5, 6]):
         assert rule.thought(prompt, [1, 2, 8]) == opened
+        assert rule.thought(prompt, [1, 2]) == Thought(start=0, tokens=2)  # Its row ended.
     for prompt in ([5, 6, 8, 9, 2], [1, 5]):
         assert rule.thought(prompt, [1, 2, 8]) == Thought(start=None)
     assert Thought(start=None).answer == slice(0, None)

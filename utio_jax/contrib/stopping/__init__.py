@@ -136,7 +136,9 @@ class ThinkingBudget:
         if tokens < budget:
             return Thought(start=start, tokens=tokens)
         forced = min(len(self.forced_ids or self.end_ids), len(new) - start - tokens)
-        return Thought(start=start, tokens=tokens, forced=forced, ended_by="budget")
+        # A row that ended before the first forced token was due ended while it thought.
+        by = "budget" if forced else "open"
+        return Thought(start=start, tokens=tokens, forced=forced, ended_by=by)
 
 
 def _ends(sequence: Sequence[int], ids: list[int], since: int = 0) -> list[int]:
