@@ -115,7 +115,8 @@ class AttentionHeat(SignalBase):
 
     Attributes:
       queries: number of last prompt tokens whose queries count. Static.
-      layers: number of layers after the boundary whose attention is summed. Static.
+      layers: number of layers after the boundary whose attention is summed, or as many as there
+        are; `flops`, which does not know the boundary, counts all. Static.
     """
 
     queries: int = static(default=32)
