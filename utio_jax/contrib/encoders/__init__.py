@@ -286,7 +286,11 @@ def fit_row_exits(  # noqa: PLR0913 (options, each named)
         )
     if not isinstance(encoder, Classifier):
         raise ValueError(f"Wanted a Classifier, whose classes stay. Got {type(encoder).__name__}.")
-    labels = _count_labels(encoder, params, inputs)
+    inputs, lengths = jnp.asarray(inputs), jnp.asarray(lengths)
+    shapes: Any = jax.eval_shape(
+        partial(read_exits, encoder, depths=depths), params, inputs, lengths
+    )
+    labels = shapes.logits.shape[-1]
     problem = getattr(encoder.config, "problem", _ONE_CLASS)
     if labels < 2 or problem != _ONE_CLASS:
         raise ValueError(
@@ -298,7 +302,7 @@ def fit_row_exits(  # noqa: PLR0913 (options, each named)
     bound: dict[str, Any] = {"max_risk": max_disagreement, "confidence": confidence}
     fits = halves(np.arange(len(lengths)), units="rows, none empty,", seed=seed, **bound)
     read = jax.jit(read_exits, static_argnums=0, static_argnames="depths")
-    exits = read(encoder, params, jnp.asarray(inputs), jnp.asarray(lengths), depths=depths)
+    exits = read(encoder, params, inputs, lengths, depths=depths)
     scores = np.asarray(score_exits(encoder, params, exits, signal, depths=depths))
     check_computed(np.asarray(exits.logits), what="logits [depth, row, label]")
     classes = np.asarray(exits.logits).argmax(axis=-1)
@@ -311,14 +315,6 @@ def fit_row_exits(  # noqa: PLR0913 (options, each named)
     lost = np.stack([np.take_along_axis(differs, at[None], 0)[0] for at in left])
     layers = [float(np.asarray(depths)[at].mean()) for at in left]
     return fit_with_guarantee(lost, settings=ladder, costs=layers, **bound)
-
-
-def _count_labels(encoder: Classifier, params: Params, inputs: Inputs) -> int:
-    """Returns the number of labels, from the shapes of one row's pass."""
-    run = partial(_run, encoder, layers=(0, encoder.config.num_layers))
-    row = jnp.asarray(inputs[:1])
-    logits: Any = jax.eval_shape(run, params, None, row, jnp.ones(1, jnp.int32))[2]
-    return logits.shape[-1]
 
 
 def thresholds_of(
