@@ -163,7 +163,9 @@ def expected_work(depths: np.ndarray, shape: Shape) -> list[tuple[int, int, int]
     executor, width = shape.executor, shape.token
     if isinstance(executor, CapacityPrefix):
         return _expected_of_prefix(depths, shape)
-    step = max(executor.key_step, -(-width // 8))
+    step = executor.key_step
+    while 8 * step < width:
+        step *= 2
     up = lambda n, unit: -(-n // unit) * unit  # noqa: E731
     results = []
     for start, stop in zip((0, *shape.depths), shape.depths, strict=False):

@@ -187,6 +187,18 @@ def test_three_small_blocks_of_queries_are_one_whole_block(queries: int) -> None
     assert small.widths == (8, 16, 24, 32, 40, 48, 56, 64)
 
 
+@pytest.mark.parametrize(
+    ("width", "step"), [(1000, 128), (1100, 256), (1900, 256), (2048, 256), (4100, 1024)]
+)
+def test_queries_of_long_rows_attend_to_no_keys_far_beyond_them(width: int, step: int) -> None:
+    executor = MicroBatches()
+    with compiling_for("cpu"):
+        (blocks,) = executor.pack(0, jnp.ones((1, width), bool)).query_blocks
+    assert [*blocks.widths] == executor.key_widths(width) == [*range(step, width, step), width]
+    keys = [min(-(-end // step) * step, width) for end in range(128, width + 128, 128)]
+    assert float(blocks.key_slots(width)) == 128 * sum(keys) < 0.67 * width**2
+
+
 def test_small_projection_blocks_grow_with_the_batch(tiny: Any) -> None:
     depths = np.random.default_rng(0).permutation([4] * 41 + [2] * 91).reshape(4, 33)
     ids, lengths = jnp.asarray(tiny.tokens(4, 33)), jnp.full(4, 33, jnp.int32)

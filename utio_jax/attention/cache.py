@@ -183,18 +183,20 @@ def side_by_side(arrays: Sequence[jax.Array]) -> jax.Array:
     return arrays[0] if len(arrays) == 1 else jnp.concatenate(arrays, axis=-2)
 
 
-def key_widths(slots: int, *, key_step: int) -> tuple[int, ...]:
+def key_widths(slots: int, *, key_step: int, most: int = 4) -> tuple[int, ...]:
     """Returns the key widths that attention may read, ascending and ending at `slots`.
 
-    Multiples of `key_step`, which is itself doubled until there are no more than four of them:
+    Multiples of `key_step`, which is itself doubled until there are no more than `most` of them:
     every width is a loop body to compile.
 
     >>> key_widths(512, key_step=128)
     (128, 256, 384, 512)
     >>> key_widths(600, key_step=128)
     (256, 512, 600)
+    >>> key_widths(600, key_step=128, most=8)
+    (128, 256, 384, 512, 600)
     """
-    while -(-slots // key_step) > 4:
+    while -(-slots // key_step) > most:
         key_step *= 2
     return tuple(min(width, slots) for width in range(key_step, slots + key_step, key_step))
 

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from utio_jax.attention.cache import KVCache
+from utio_jax.attention.cache import KVCache, key_widths
 from utio_jax.attention.mixing import mixer_at
 from utio_jax.core.arrays import executed_heads, flat
 from utio_jax.core.decoder import Decoder, Params
@@ -68,7 +68,8 @@ class MicroBatches:
         smaller ones.
       query_block: slots of a whole attention block, a multiple of `min_bucket`; short rows have
         shorter ones.
-      key_step: key counts are multiples of this; there are at most 8 different counts.
+      key_step: key counts are multiples of this, or all keys of the row. It is doubled until there
+        are at most 8 counts.
     """
 
     min_bucket: int | None = None
@@ -159,8 +160,7 @@ class MicroBatches:
         )
 
     def key_widths(self, width: int) -> list[int]:
-        step = max(self.key_step, -(-width // 8))
-        return [min(stop, width) for stop in range(step, width + step, step)]
+        return list(key_widths(width, key_step=self.key_step, most=8))
 
     def run_layers(
         self,
