@@ -20,7 +20,7 @@ from utio_jax.models import load
 from utio_jax.policies import given_depths, own_gate
 from utio_jax.staircase import CapacityPrefix
 from utio_jax.staircase.frozen import frozen_kv
-from utio_jax.staircase.score import run_score
+from utio_jax.staircase.score import full_work, run_score
 
 DEPTHS = (4, 8, 12, 16)
 BLOCKS = cases.Shape(2, 64, DEPTHS, cases.SHAPES[3].executor, "propagate")
@@ -86,6 +86,11 @@ def test_nothing_is_projected_for_tokens_that_stopped() -> None:
     work = run_score(model.decoder, model.params, ids, lengths, policy, executor=executor).work
     np.testing.assert_array_equal(work.keys_values[:4], 4 * np.asarray([16, 8, 4, 4]))
     assert not frozen_kv("propagate", model.decoder).projects
+    lengths, deepest = jnp.asarray([9]), given_depths(jnp.full((1, width), 16), depths=DEPTHS)
+    work = run_score(model.decoder, model.params, ids, lengths, deepest, executor=executor).work
+    full = full_work(model.decoder, lengths, width=width, executor=executor)
+    for name in ("queries", "keys_values", "key_slots", "heads"):
+        assert np.sum(getattr(work, name)) == np.sum(getattr(full, name)), name
 
 
 def test_gradients_pass_through_turns() -> None:

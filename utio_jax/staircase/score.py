@@ -196,7 +196,8 @@ def full_work(
     config, executor = decoder.config, choose_executor(executor, full_depth(decoder), width)
     live = jnp.arange(width)[None, :] < lengths[:, None]
     slots = executor.pack(0, live, causal=config.causal)
-    kv_layers, live = count_kv_layers(config, 0, config.num_layers, only_live_keys=kv == "drop")
+    alone = kv == "drop" or (kv == "propagate" and config.turns > 1)  # As `frozen_kv` has it.
+    kv_layers, live = count_kv_layers(config, 0, config.num_layers, only_live_keys=alone)
     layers = executor.work(slots, config.num_layers, kv_layers=kv_layers, live_kv_layers=live)
     return layers + Work.of(heads=executor.heads_run(slots))
 
