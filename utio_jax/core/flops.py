@@ -131,9 +131,9 @@ class TokenCost:
 
 def token_cost(decoder: Decoder, params: Params) -> TokenCost:
     """Returns the cost of one token, counted from the decoder's methods at abstract shapes."""
-    shapes = jax.tree.map(lambda leaf: (tuple(leaf.shape), leaf.dtype), params)
-    leaves, treedef = jax.tree.flatten(shapes, is_leaf=lambda node: isinstance(node, tuple))
-    return _token_cost(decoder, treedef, tuple(leaves))
+    leaves, treedef = jax.tree.flatten(params)
+    shapes = tuple((tuple(leaf.shape), leaf.dtype) for leaf in leaves)
+    return _token_cost(decoder, treedef, shapes)
 
 
 @lru_cache(maxsize=64)
