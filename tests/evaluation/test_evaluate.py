@@ -29,7 +29,7 @@ from utio_jax.evaluation.flops import check_worthwhile
 from utio_jax.models.transformer import Transformer
 from utio_jax.policies import Entropy, Learned, ScoreTable, given_depths, random_depths
 from utio_jax.policies.signals import Position
-from utio_jax.staircase import MicroBatches, full_depth
+from utio_jax.staircase import MicroBatches, PromptImportance, Recency, full_depth
 from utio_jax.staircase.pattern import DENSE, AttentionPattern
 from utio_jax.staircase.score import compare_logits, compare_states, run_score
 from utio_jax.utio import TokenSurrogate
@@ -504,6 +504,14 @@ def test_numbers_of_given_rows_are_refused_where_rows_are_sorted_or_split(tiny: 
     given, read = given_depths(depths, depths=(2, 4)), batches(tiny)
     with pytest.raises(ValueError, match="numbers of given rows.*one for each batch"):
         evaluate(tiny.decoder, tiny.params, read, {"given": given})
+    # So are the ends of each row's prompt.
+    options: Any = {"deep": jnp.zeros(1), "depths": (2, 4)}
+    ends = PromptImportance(signal=Recency(), prompt_tokens=jnp.asarray([5, 9, 3]), **options)
+    with pytest.raises(ValueError, match="numbers of given rows.*one for each batch"):
+        evaluate(tiny.decoder, tiny.params, read, {"ends": ends})
+    documents = [np.ones(size, np.int32) for size in (3, 9, 5)]
+    with pytest.raises(ValueError, match="one number for each of 3 rows in policy 'prompt_sinks"):
+        score_documents(tiny.decoder, tiny.params, documents, ends)
     with pytest.raises(ValueError, match="numbers of given rows.*one policy for each batch"):
         compare(tiny.decoder, tiny.params, read, np.arange(5), None, policies=[given])
     # A causal table of one column per row is a depth of each text.

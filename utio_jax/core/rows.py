@@ -34,7 +34,8 @@ DATA = "data"
 class Rows:
     """Arrays that lead with rows, `[batch, ...]`: any pytree of them.
 
-    Fields of other dataclasses say so by the metadata `{"row_axis": axis}`.
+    Fields of other dataclasses say so by the metadata `{"row_axis": axis}`; one that holds a number
+    without axes has it for all rows.
     """
 
     tree: Any = dataclasses.field(metadata={"row_axis": 0})
@@ -205,9 +206,12 @@ def map_rows(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
 
 
 def row_axes(tree: Any) -> list[int | None]:
-    """Returns the row axis of each leaf; None for leaves without rows."""
+    """Returns the row axis of each leaf; None for leaves without rows.
 
-    def axis_of(path: tuple[Any, ...]) -> int | None:
+    A leaf that has no such axis holds one value for all rows.
+    """
+
+    def axis_of(path: tuple[Any, ...], leaf: Any) -> int | None:
         node, axis = tree, None
         for key in path:
             if isinstance(key, jax.tree_util.GetAttrKey):
@@ -221,9 +225,9 @@ def row_axes(tree: Any) -> list[int | None]:
                 node = node[key.key]
             else:  # A node that does not say how it is made up.
                 break
-        return axis
+        return axis if axis is None or getattr(leaf, "ndim", axis + 1) > axis else None
 
-    return [axis_of(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+    return [axis_of(*entry) for entry in jax.tree_util.tree_leaves_with_path(tree)]
 
 
 def _spec(axis: int | None) -> PartitionSpec:

@@ -177,6 +177,13 @@ def check_documents(policy: Policy, lengths: Sequence[int]) -> None:
     shapes = list[tuple[int, ...]]()
 
     def note(leaf: Any, axis: int) -> Any:
+        if leaf.ndim < axis + 2:
+            raise ValueError(
+                "Wanted a policy of documents, which are sorted and cut: numbers of given rows "
+                "have a column for each token, as given_depths holds. Got one number for each of "
+                f"{leaf.shape[axis]} rows in policy {policy.name!r}. Score these rows: "
+                "utio_jax.score."
+            )
         shapes.append(tuple(leaf.shape[axis : axis + 2]))
         return leaf
 

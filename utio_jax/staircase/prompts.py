@@ -52,7 +52,9 @@ class PromptImportance:
     signal: Signal
     deep: Float[Array, " boundary"]
     at_least: Int[Array, ""] | int = 16
-    prompt_tokens: Int[Array, "*row"] | int = EVERYTHING
+    prompt_tokens: Int[Array, "*row"] | int = dataclasses.field(
+        default=EVERYTHING, metadata={"row_axis": 0}
+    )
     depths: tuple[int, ...] = static()
     sinks: int = static(default=4)
 
