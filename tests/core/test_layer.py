@@ -21,9 +21,11 @@ from utio_jax.core.layer import (
     head_in_blocks,
     head_product,
     in_blocks,
+    layer_reader,
     project,
     split_layers,
 )
+from utio_jax.core.lens import Lensed
 from utio_jax.core.platform import compiling_for, here
 from utio_jax.models.transformer import Transformer
 from utio_jax.staircase.forward import over_layers
@@ -163,6 +165,12 @@ def test_kernels_lie_in_blocks_of_columns_for_steps_of_few_tokens(
     assert axes(tiny.decoder, 8, half) == [2] * 4
     reads = type("Reads", (Transformer,), {"blocked_kernels": False})
     assert axes(reads(tiny.decoder.config), 8) == [2] * 4
+    # Of a model with a lens or K/V maps, too, and one loop reads them.
+    for decoder, expected in ((tiny.decoder, [3, 2, 3, 3]), (reads(tiny.decoder.config), [2] * 4)):
+        lensed, held = Lensed(decoder), {"model": tiny.params, "lens": {}}
+        assert axes(lensed, 8, held) == expected
+        layers = split_layers(lensed, held, tokens=8)
+        assert layer_reader(lensed, held, layers, 0, 4)[1] == (expected[0] == 3)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     fresh = jax.tree.map(jnp.copy, tiny.params)
     assert axes(tiny.decoder, 8, fresh) == [2] * 4
@@ -187,6 +195,8 @@ def test_logits_of_a_tied_head_are_products_with_its_table(
     params = head_in_blocks(tiny.decoder, tiny.params, tokens=8) if copied else tiny.params
     assert ("head" in params) == copied
     assert head_in_blocks(tiny.decoder, tiny.params, tokens=2000) is tiny.params
+    lensed = head_in_blocks(Lensed(tiny.decoder), {"model": tiny.params}, tokens=8)["model"]
+    assert not copied or lensed["head"]["kernel"] is params["head"]["kernel"]
     table = tiny.params["embedding"]["embedding"]
     x = jnp.asarray(np.random.default_rng(0).standard_normal((*lead, table.shape[1]), np.float32))
     with compiling_for("cpu", table_first=True):

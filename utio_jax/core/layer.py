@@ -17,6 +17,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from utio_jax.core.decoder import Decoder, LayerParams, Params, PositionEncoding, checked
+from utio_jax.core.lens import Wrapped
 from utio_jax.core.platform import here
 from utio_jax.core.quantised import (
     Rounded,
@@ -290,6 +291,9 @@ def head_in_blocks(decoder: Decoder, params: Params, *, tokens: int) -> Params:
     """
     if not _in_blocks(decoder, tokens):
         return params
+    if isinstance(decoder, Wrapped):
+        inner = head_in_blocks(decoder.decoder, params["model"], tokens=tokens)
+        return {**params, "model": inner}
     tied = "kernel" not in params.get("head", {})
     table = params["embedding"]["embedding"] if tied else params["head"]["kernel"]
     if not isinstance(table, jax.Array) or len(table.devices()) > 1 or table.nbytes < _SMALL:

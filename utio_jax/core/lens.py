@@ -90,6 +90,7 @@ class Wrapped:
     keys_values = _forwarded("keys_values")
     rotate_keys = _forwarded("rotate_keys")
     finish_layer = _forwarded("finish_layer")
+    blocked_kernels = property(lambda self: getattr(self.decoder, "blocked_kernels", False))
 
     def layers(self, params: Params) -> LayerParams:
         return self.decoder.layers(params["model"])
