@@ -79,7 +79,7 @@ SHAPES = tuple(
         (2, 64, (1, 2, 3, 4), _executor(8, 16, 16, 16)),
     )
 )
-_CAPACITIES = {1: (1, 1, 1), 17: (20, 12, 4), 33: (40, 16), 64: (64, 48, 16, 16)}
+_CAPACITIES = {1: (1, 1, 1), 17: (20, 12, 0), 33: (40, 16), 64: (64, 48, 16, 16)}
 _UNITS = {1: 1, 17: 4, 33: 8, 64: 16}
 PREFIXES = tuple(
     dataclasses.replace(
@@ -199,6 +199,6 @@ def _expected_of_prefix(depths: np.ndarray, shape: Shape) -> list[tuple[int, int
     for start, stop, capacity in starts:
         fits = (depths > start).sum(axis=1).max() <= capacity
         used = batch * (min(capacity, width) if fits else width)
-        keys = used if shape.kv == "drop" else batch * width
+        keys = used if shape.kv == "drop" or not used else batch * width  # Nothing may run.
         results.append(tuple(n * (stop - start) for n in (used, keys, used * width)))
     return results

@@ -220,10 +220,11 @@ class CapacityPrefix:
     ) -> Work:
         batch, width = slots.live.shape
         used, whole = self.slots_run(slots), float(batch * slots.whole_keys)
+        # Without slots nothing runs, K/V of frozen tokens included, unless the prefix is certain.
+        every = jnp.where(self.certain or used > 0, batch * width, 0).astype(jnp.int32)
         return Work.of(
             queries=used * layers,
-            keys_values=used * live_kv_layers
-            + jnp.int32(batch * width) * (kv_layers - live_kv_layers),
+            keys_values=used * live_kv_layers + every * (kv_layers - live_kv_layers),
             key_slots=jnp.where(
                 used < batch * width,
                 used.astype(jnp.float32) * width,
