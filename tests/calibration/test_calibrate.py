@@ -236,6 +236,53 @@ def test_signals_of_no_known_type_are_refused(tmp_path: Path) -> None:
         load_calibration(tmp_path, model_sha256="b")
 
 
+@pytree
+class Fields(SignalBase):
+    """A signal with fields of any kind."""
+
+    name: str = static(default="fields")
+    bands: Any = static(default=())
+    weights: Any = 2.0
+
+    def __call__(self, index: int, boundary: Any, memory: Any) -> Any:
+        return boundary.x[..., 0], memory
+
+
+def calibration_of(signal: Any) -> Calibration:
+    entry = Thresholds(depths=(1, 4), thresholds=(0.5,), fractions=(0.5, 0.5))
+    info = {"model_sha256": "b"}
+    return Calibration(entries={"own": {0.5: entry}}, signals={"own": signal}, info=info)
+
+
+def test_fields_of_a_signal_of_ones_own_come_back_as_they_were(tmp_path: Path) -> None:
+    ones, bands = jnp.ones((2, 3)), ((1, 2), ("a", None), True)
+    for weights in (ones, {"low": ones, "high": {"bias": ones[0]}}, None, 0.5):
+        signal = Fields(bands=bands, weights=weights)
+        calibration_of(signal).save(tmp_path)
+        loaded: Any = load_calibration(tmp_path, model_sha256="b").signals["own"]
+        assert jax.tree.structure(loaded) == jax.tree.structure(signal)
+        assert hash(jax.tree.structure(loaded)) == hash(jax.tree.structure(signal))
+        assert_equal(jax.tree.leaves(loaded), jax.tree.leaves(signal))
+
+
+@pytest.mark.parametrize(
+    ("fields", "name"),
+    [
+        ({"weights": [jnp.ones(3), jnp.ones(3)]}, r"Fields.weights .*Got list"),
+        ({"weights": {"a": {"b": (jnp.ones(3),)}}}, r"Fields.weights\['a'\]\['b'\] .*Got tuple"),
+        ({"weights": {"a.b": jnp.ones(3)}}, "names without dots, in field Fields.weights"),
+        ({"weights": jax.random.key(0)}, "Fields.weights .*Got PRNGKeyArray"),
+        ({"bands": jnp.float32}, "static field Fields.bands .*Got .*float32"),
+    ],
+)
+def test_fields_that_a_file_cannot_hold_are_refused_by_name(
+    fields: Any, name: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=name):
+        calibration_of(Fields(**fields)).save(tmp_path)
+    assert not [*tmp_path.iterdir()]
+
+
 def test_a_text_of_one_token_is_refused_before_anything_is_fitted(tiny: Any) -> None:
     """Its states are the same everywhere: gates and lenses would be fitted to rounding errors."""
     rows = np.full((32, 32), 7, np.int32)

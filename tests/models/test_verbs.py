@@ -23,10 +23,12 @@ import utio_jax
 from utio_jax import Adaptive, Lossless, Plain, uniform
 from utio_jax.calibration.lens import LensConfig, with_exits
 from utio_jax.core.lens import Lensed, load_lens, with_config
+from utio_jax.core.pytrees import pytree, static
 from utio_jax.decoding.generate import generate_text
 from utio_jax.evaluation.evaluate import score_documents
 from utio_jax.models import Model, load
 from utio_jax.models.shipped import shipped_folder
+from utio_jax.policies import SignalBase
 from utio_jax.policies.store import load_calibration
 from utio_jax.prompts.budget import prompt_prefill
 from utio_jax.prompts.maps import save_kv_maps
@@ -469,6 +471,28 @@ def test_a_calibration_that_is_interrupted_leaves_the_model_as_it_was(
         stock.calibrate(files, **options)
         assert isinstance(stock.decoder, Lensed)
         assert stock.lens == tmp_path / "lens.json"
+
+
+def test_a_signal_that_no_file_holds_is_refused_before_thresholds_are_fitted(
+    folder: Path, tmp_path: Path
+) -> None:
+    @pytree
+    class Listed(SignalBase):
+        name: str = static(default="listed")
+        weights: Any = ()
+
+        def __call__(self, index: int, boundary: Any, memory: Any) -> Any:
+            return boundary.x[..., 0], memory
+
+    model, messages = load(folder), list[str]()
+    options: Any = {"budget": 0.75, "out": tmp_path, "progress": messages.append}
+    with pytest.raises(ValueError, match="in field Listed.weights .*Got list"):
+        model.calibrate(
+            [source("bisect")],
+            policies={"own": lambda fitter: Listed(weights=[jnp.ones(3)] * 2)},
+            **options,
+        )
+    assert messages[-1] == "own: weights"
 
 
 def test_one_document_is_too_few_for_a_lens_and_policies(folder: Path) -> None:

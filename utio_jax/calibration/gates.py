@@ -25,7 +25,7 @@ from utio_jax.policies.signals import (
     SoftmaxGap,
     StateSimilarity,
 )
-from utio_jax.policies.store import CONTROLS
+from utio_jax.policies.store import CONTROLS, check_storable
 from utio_jax.utio.signals import TokenSurrogate, UtioSurrogate, surrogate_table
 
 Loss = Literal["squared", "logistic"]
@@ -180,6 +180,11 @@ def fits_of(policies: Sequence[str] | Mapping[str, Fit]) -> dict[str, Fit]:
                 f"controls, {', '.join(CONTROLS)}. Got {name!r}: {fit!r:.60}."
             )
     return fits
+
+
+def storable(fit: Fit) -> Fit:
+    """Returns the fitter; that raises ValueError for a signal that a file cannot hold."""
+    return lambda fitter: check_storable(fit(fitter))
 
 
 def worth_going_deeper(

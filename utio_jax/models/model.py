@@ -21,7 +21,7 @@ from tokenizers import Tokenizer
 
 from utio_jax.calibration.calibrate import calibrate
 from utio_jax.calibration.compare import compare
-from utio_jax.calibration.gates import Fit, fits_of
+from utio_jax.calibration.gates import Fit, fits_of, storable
 from utio_jax.calibration.goals import CONFIDENCE, Goal, goal_of, several_budgets
 from utio_jax.calibration.lens import LensConfig, kept_lens, split_for_lens, with_exits
 from utio_jax.calibration.risk import split_documents
@@ -724,7 +724,7 @@ class Model:
 
         Raises:
           ValueError: more than one goal, too little text, another lens or policies at `out` that
-            would be lost, or see `utio_jax.calibrate`.
+            would be lost, a signal that a file cannot hold, or see `utio_jax.calibrate`.
         """
         check_options("Model.calibrate", options, calibrate, Model.calibrate)
         goal = goal_of(budget, max_nll_increase_pct, max_disagreement, confidence)
@@ -738,7 +738,9 @@ class Model:
             raise ValueError(
                 f"Wanted a place for the calibration outside of the installed package. Got {out}."
             )
-        fits_of(policies)
+        fits = fits_of(policies)
+        if out is not None:  # Refused before thresholds are fitted.
+            fits = {name: storable(fit) for name, fit in fits.items()}
         documents, for_lens = self.documents(texts, files=files), list[np.ndarray]()
         if has_new_lens:
             for_lens, documents = split_for_lens(documents, seed=seed)
@@ -777,7 +779,7 @@ class Model:
             model.params,
             self.windows(documents, width),
             model_sha256=model.sha256,
-            policies=policies,
+            policies=fits,
             goal=goal,
             seed=seed,
             progress=progress,

@@ -4,18 +4,20 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from numbers import Real
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from utio_jax.core.decoder import check_depths
 from utio_jax.core.files import hash_params, json_file, load_owned, nest, save_owned
 from utio_jax.core.platform import here
-from utio_jax.policies.base import Policy, Signal
+from utio_jax.policies.base import Policy, Signal, check_signal
 from utio_jax.policies.depth import Thresholded, random_depths, widen
 from utio_jax.policies.learned import StateGate
 from utio_jax.policies.signals import SignalBase
@@ -126,7 +128,11 @@ class Calibration:
         return budget
 
     def save(self, path: str | Path) -> None:
-        """Writes a JSON file, and its weights next to it; in a folder, these are `policies.*`."""
+        """Writes a JSON file, and its weights next to it; in a folder, these are `policies.*`.
+
+        Raises:
+          ValueError: a signal has a field that a file cannot hold, or a weight that is not finite.
+        """
         entries = {
             name: {str(budget): entry.to_json() for budget, entry in fitted.items()}
             for name, fitted in self.entries.items()
@@ -236,16 +242,59 @@ def check_policy_name(name: str, **given: Any) -> None:
         )
 
 
+def check_storable(signal: Signal) -> Signal:
+    """Returns a signal. Raises ValueError that names a field which a file cannot hold."""
+    check_signal(signal)
+    _describe(signal)
+    return signal
+
+
 def _describe(part: Any) -> dict[str, Any]:
-    """Returns a signal's type and static fields for JSON, and those of its parts."""
+    """Returns a signal's type and static fields for JSON, and those of its parts.
+
+    Raises:
+      ValueError: a file would not give a field back as it is.
+    """
     description: dict[str, Any] = {"type": _type_name(type(part))}
     for field in dataclasses.fields(part):
-        value = getattr(part, field.name)
+        value, name = getattr(part, field.name), f"{type(part).__name__}.{field.name}"
         if field.metadata.get("static"):
+            try:
+                json.dumps(value)
+            except TypeError as error:
+                raise ValueError(
+                    f"Wanted a number, a string or a tuple of these in static field {name} of a "
+                    f"signal that is written to a file. Got {value!r:.60}. Keep its name there, "
+                    "such as 'float32'."
+                ) from error
             description[field.name] = value
         elif dataclasses.is_dataclass(value):
             description[field.name] = _describe(value)
+        elif value is None:
+            description[field.name] = None
+        else:
+            _check_weights(value, name)
     return description
+
+
+def _check_weights(value: Any, name: str) -> None:
+    """Raises ValueError unless a field holds an array, or a dict of these by name."""
+    if isinstance(value, dict) and all(isinstance(key, str) and "." not in key for key in value):
+        for key, one in value.items():
+            _check_weights(one, f"{name}[{key!r}]")
+    elif not isinstance(value, int | float | np.generic | np.ndarray | jax.Array) or (
+        isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
+    ):
+        raise ValueError(
+            "Wanted an array of numbers, or a dict of these by names without dots, in field "
+            f"{name} of a signal that is written to a file. Got "
+            f"{type(value).__name__}. Stack arrays of one shape, or name them in a dict."
+        )
+
+
+def _tuples(value: Any) -> Any:
+    """Returns what JSON holds with tuples for its lists: static fields are hashed."""
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
 def _put_together(
@@ -258,7 +307,7 @@ def _put_together(
         if isinstance(value, dict):
             fields[name] = _put_together(value, tensors.get(name, {}), types.get(name))
         elif name != "type":
-            fields[name] = tuple(value) if isinstance(value, list) else value
+            fields[name] = _tuples(value)
     weights = {name: jax.device_put(v) for name, v in tensors.items() if name not in fields}
     return kind(**fields, **weights)
 
