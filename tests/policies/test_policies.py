@@ -375,6 +375,15 @@ def test_given_depths_are_whole_layers_of_the_policy(table: Any) -> None:
         given_depths(jnp.asarray(table), depths=(2, 4))
 
 
+def test_depths_of_a_document_without_tokens_are_an_empty_list() -> None:
+    for rows, expected in (([[2, 4], []], [[2, 4], [0, 0]]), ([[], []], [[], []])):
+        signal: Any = given_depths(rows, depths=(2, 4)).signal
+        assert signal.scores.tolist() == expected
+    for rows in ([], [[2.0], []]):
+        with pytest.raises(ValueError, match="whole numbers of layers.*Got shape"):
+            given_depths(rows, depths=(2, 4))
+
+
 @pytest.mark.usefixtures("unchecked_shapes")
 def test_thresholds_are_numbers_or_infinities(tiny: Any) -> None:
     policy = Thresholded(signal=Entropy(), thresholds=jnp.asarray([jnp.nan]), depths=(2, 4))

@@ -343,7 +343,8 @@ def given_depths(
     blocks are those of the pass, `executor=MicroBatches(min_bucket=...)`.
 
     Args:
-      depth_of_token: `[batch, token]`, or a list of depths `[token]` of each document.
+      depth_of_token: `[batch, token]`, or a list of depths `[token]` of each document, which may
+        be empty.
       depths: at which tokens may stop, in layers.
       name: that ledgers carry.
 
@@ -355,8 +356,10 @@ def given_depths(
     [[2.0, 4.0, 4.0], [2.0, 0.0, 0.0]]
     """
     depths = tuple(depths)
-    if isinstance(depth_of_token, list | tuple):
+    if isinstance(depth_of_token, list | tuple) and depth_of_token:
         rows = [np.asarray(row).reshape(-1) for row in depth_of_token]
+        # NumPy takes the empty list of an empty document for floats.
+        rows = [row if row.size else row.astype(np.uint8) for row in rows]
         longest = max((row.size for row in rows), default=0)
         depth_of_token = np.stack([np.pad(row, (0, longest - row.size)) for row in rows])
     if not isinstance(depth_of_token, Tracer):
