@@ -52,17 +52,15 @@ def test_compilation_is_noted_once_on_a_terminal(
 def test_a_program_that_compiles_is_shown_with_its_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     watch, now, seen = Compiling(), [100.0], []
     monkeypatch.setattr(terminal.time, "monotonic", lambda: now[0])
-    lower, compiled = (
-        f"/jax/core/compile/{part}_duration" for part in ("jaxpr_to_mlir_module", "backend_compile")
-    )
-    for event, passed, hidden in [
-        (lower, 0.9, False),
-        ("", 2.0, False),
-        (compiled, 5.0, False),
-        (lower, 3.0, True),
-        ("", 0.0, False),
+    compiled = "/jax/core/compile/backend_compile_duration"
+    for take, event, passed, hidden in [
+        (watch.begin, compiled, 0.9, False),
+        (watch.listen, "", 2.0, False),
+        (watch.listen, compiled, 5.0, False),
+        (watch.begin, compiled, 3.0, True),
+        (watch.begin, "", 0.0, False),
     ]:
-        watch.listen(event, 0.1)
+        take(event, 0.1)
         now[0] += passed
         watch.hidden = hidden
         seen.append(watch.line())
@@ -71,36 +69,42 @@ def test_a_program_that_compiles_is_shown_with_its_seconds(monkeypatch: pytest.M
     assert watch.line() == "Compiling program 2 of at most 3: 3 s"
 
 
-def test_jax_tells_of_each_program_before_and_after() -> None:
+def test_jax_tells_of_each_program_before_and_after_it_compiles() -> None:
     watch, began = Compiling(), list[bool]()
 
-    def listen(event: str, duration_secs: float, **_: object) -> None:
-        watch.listen(event, duration_secs)
+    def begin(event: str, value: float, **_: object) -> None:
+        watch.begin(event, value)
         began.append(watch.began is not None)
 
-    jax.monitoring.register_event_duration_secs_listener(listen)
+    monitoring = jax.monitoring
+    monitoring.register_scalar_listener(begin)
+    monitoring.register_event_duration_secs_listener(watch.listen)
     try:
-        jax.jit(lambda x: x * 3 + 1)(jnp.arange(5)).block_until_ready()
+        lowered = jax.jit(lambda x: x * 3 + 1).lower(jax.ShapeDtypeStruct((5,), jnp.int32))
+        assert (watch.programs, watch.began) == (0, None), "it may never compile"
+        lowered.compile()
     finally:
-        jax.monitoring.unregister_event_duration_listener(listen)
-    assert (watch.programs >= 1, True in began, began[-1]) == (True, True, False)
+        monitoring.unregister_scalar_listener(begin)
+        monitoring.unregister_event_duration_listener(watch.listen)
+    assert (watch.programs, began[-1], watch.began) == (1, True, None)
 
 
 def test_no_line_is_left_of_a_program_that_has_compiled(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    compiled = "/jax/core/compile/backend_compile_duration"
     watch, now = Compiling(), [0.0]
     monkeypatch.setattr(terminal.time, "monotonic", lambda: now[0])
 
     def sleep(seconds: float) -> None:
         now[0] += seconds
         if now[0] == 3:  # Before the next second, text may follow.
-            watch.listen("/jax/core/compile/backend_compile_duration", 3.0)
+            watch.listen(compiled, 3.0)
             raise StopIteration
 
     monkeypatch.setattr(terminal.time, "sleep", sleep)
-    watch.listen("/jax/core/compile/backend_compile_duration", 0.1)
-    watch.listen("/jax/core/compile/jaxpr_to_mlir_module_duration", 0.1)
+    watch.listen(compiled, 0.1)
+    watch.begin(compiled, 0.1)
     with pytest.raises(StopIteration):
         watch.show()
     shown = capsys.readouterr().err

@@ -27,6 +27,9 @@ def count_on_terminal(what: str) -> Callable[[int, int], None]:
 
 _noted: list[str] = []
 
+_COMPILE = "/jax/core/compile/backend_compile_duration"
+"""JAX's event of a compilation, as a number when it begins and a duration when it ends."""
+
 
 def note_compilation() -> None:
     """Writes to stderr, once a session and on a terminal alone, that first calls compile.
@@ -54,12 +57,13 @@ def note_compilation() -> None:
 def _watch() -> None:
     import jax
 
+    jax.monitoring.register_scalar_listener(compiling.begin)
     jax.monitoring.register_event_duration_secs_listener(compiling.listen)
     threading.Thread(target=compiling.show, name="compiling", daemon=True).start()
 
 
 class Compiling:
-    """The program that compiles, by JAX's events: one is lowered, then it is compiled.
+    """The program that compiles, by JAX's events: one when it begins, one when it has compiled.
 
     Attributes:
       programs: number of programs that have compiled.
@@ -76,12 +80,16 @@ class Compiling:
         """Notes how many programs a call needs; fewer compile where some are known."""
         self._last = self.programs + programs
 
-    def listen(self, event: str, duration_secs: float, **_: Any) -> None:
-        """Takes an event of JAX. Once a program has compiled, no line is left of it."""
-        del duration_secs
-        if event == "/jax/core/compile/jaxpr_to_mlir_module_duration":
+    def begin(self, event: str, value: float, **_: Any) -> None:
+        """Takes a number of JAX. One tells that a program begins to compile; others are lowered."""
+        del value
+        if event == _COMPILE:
             self.began = time.monotonic()
-        elif event == "/jax/core/compile/backend_compile_duration":
+
+    def listen(self, event: str, duration_secs: float, **_: Any) -> None:
+        """Takes a duration of JAX. Once a program has compiled, no line is left of it."""
+        del duration_secs
+        if event == _COMPILE:
             self.programs, self.began = self.programs + 1, None
             self._write()
 
