@@ -67,33 +67,6 @@ def check_kv(
     return kv
 
 
-def mapped_keys_values(
-    decoder: Decoder,
-    params: Params,
-    layer: LayerParams,
-    x: Float[Array, "batch token dim"],
-    places: PositionEncoding,
-    depths: Int[Array, "batch token"],
-    index: int,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns a mask of the tokens that exited before a layer, and their mapped keys and values.
-
-    Each token uses the maps of its own exit. This defines `kv="mapped"`.
-    """
-    assert isinstance(decoder, HasKVMaps)
-    frozen = depths <= index
-    shape = (*depths.shape, decoder.config.num_kv_heads, decoder.config.head_dim)
-    keys = values = jnp.zeros(shape, x.dtype)
-    for stop in decoder.stops:
-        if stop <= index:
-            shown = decoder.map_keys_values(params, x, stop)[:, :, index - stop]
-            stopped_here = (depths == stop)[..., None, None]
-            rotated = decoder.rotate_keys(layer, shown[:, :, 0], places)
-            keys = jnp.where(stopped_here, rotated, keys)
-            values = jnp.where(stopped_here, shown[:, :, 1], values)
-    return frozen, keys, values
-
-
 def positions_of(
     token_ids: Inputs, lengths: Int[Array, " batch"]
 ) -> tuple[Int[Array, "batch token"], Bool[Array, "batch token"]]:
@@ -242,10 +215,13 @@ def reference_states(
                 ran, before = (row < depths)[..., None, None], made[row - config.turn_layers]
                 pairs = zip(made[row], before, strict=True)
                 made[row] = tuple(jnp.where(ran, *pair) for pair in pairs)
-            if kv == "mapped":
-                frozen, *mapped = mapped_keys_values(decoder, params, own, x, places, depths, row)
-                pairs, there = zip(mapped, made[row], strict=True), frozen[..., None, None]
-                made[row] = tuple(jnp.where(there, *pair) for pair in pairs)
+            if kv == "mapped":  # Each token by the maps of its own exit.
+                assert isinstance(decoder, HasKVMaps)
+                for stop in [stop for stop in decoder.stops if stop <= row]:
+                    shown = decoder.map_keys_values(params, x, stop)[:, :, row - stop]
+                    mapped = decoder.rotate_keys(own, shown[:, :, 0], places), shown[:, :, 1]
+                    pairs, there = zip(mapped, made[row], strict=True), depths == stop
+                    made[row] = tuple(jnp.where(there[..., None, None], *pair) for pair in pairs)
         read = read_side_by_side(made[row] for row in config.kv_read(index))
         if index < config.num_layers:
             runs = valid & (index < depths) & ~(in_branch & (index >= config.kv_own))
