@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import qwix
 from helpers.cases import run_dense
 from helpers.cli import last_line, refused
 from helpers.engine import alone, engine_of, modes, pool
@@ -39,7 +40,6 @@ from utio_jax.core.quantised import (
     Rounded,
     check_weights,
     check_width,
-    floats,
     int8_product,
     is_quantised,
     layer_views,
@@ -52,6 +52,24 @@ from utio_jax.staircase.score import run_score
 
 ALIKE = 1e-4
 """Sums in another order: three digits of an input are all bits of float32."""
+
+
+def floats(tree: Any) -> Any:
+    """Returns a pytree with float matrices `[..., in, out]` for those of fewer bits, as numbers.
+
+    A table `embedding` keeps its rows.
+    """
+
+    def one(path: Any, leaf: Any) -> Any:
+        if not is_quantised(leaf):
+            return leaf
+        if isinstance(leaf, Rounded):
+            return leaf.values.astype(jnp.float32)
+        matrix = qwix.dequantize(leaf)
+        return matrix if path[-1].key == "embedding" else matrix.mT
+
+    return jax.tree_util.tree_map_with_path(one, tree, is_leaf=is_quantised)
+
 
 dequantised = jax.jit(floats)  # One program instead of three a matrix.
 

@@ -125,23 +125,6 @@ def check_width(path: str, inputs: int) -> None:
         )
 
 
-def floats(tree: Any) -> Any:
-    """Returns a pytree with float matrices `[..., in, out]` for those of fewer bits, as numbers.
-
-    A table `embedding` keeps its rows. They take four times the memory: an oracle for tests.
-    """
-
-    def one(path: Any, leaf: Any) -> Any:
-        if not is_quantised(leaf):
-            return leaf
-        if isinstance(leaf, Rounded):
-            return leaf.values.astype(jnp.float32)
-        matrix = _qwix().dequantize(leaf)
-        return matrix if path[-1].key == "embedding" else matrix.mT
-
-    return jax.tree_util.tree_map_with_path(one, tree, is_leaf=is_quantised)
-
-
 def rows_of(
     table: Any, indices: Int[Array, "*lead"], dtype: jax.typing.DTypeLike
 ) -> Float[Array, "*lead dim"]:
