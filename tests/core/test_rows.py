@@ -25,7 +25,7 @@ def test_arrays_of_the_only_device_are_split_by_name() -> None:
 def test_a_number_for_each_row_is_split_and_one_for_all_is_not() -> None:
     one = PromptImportance(signal=Recency(), deep=jnp.zeros(1), prompt_tokens=9, depths=(2, 4))
     assert {*row_axes(one)} == {None}
-    each = dataclasses.replace(one, prompt_tokens=jnp.asarray([9, 5]))
-    names = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(each)]
-    axes = dict(zip(names, row_axes(each), strict=True))
+    several = dataclasses.replace(one, prompt_tokens=jnp.asarray([9, 5]))
+    names = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(several)]
+    axes = dict(zip(names, row_axes(several), strict=True))
     assert (axes[".prompt_tokens"], axes[".deep"]) == (0, None)

@@ -81,7 +81,7 @@ class Compiling:
         self._last = self.programs + programs
 
     def begin(self, event: str, value: float, **_: Any) -> None:
-        """Takes a number of JAX. One tells that a program begins to compile; others are lowered."""
+        """Takes a number of JAX. One is the start of a compilation; lowering alone has none."""
         del value
         if event == _COMPILE:
             self.began = time.monotonic()

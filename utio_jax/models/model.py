@@ -723,8 +723,8 @@ class Model:
           **options: of `utio_jax.calibrate`: `text`, `mesh` ...
 
         Raises:
-          ValueError: more than one goal, too little text, another lens or policies at `out` that
-            would be lost, a signal that a file cannot hold, or see `utio_jax.calibrate`.
+          ValueError: more than one goal, too little text, or see `utio_jax.calibrate`. Another lens
+            or policies at `out` would be lost, or a signal has fields that no file holds.
         """
         check_options("Model.calibrate", options, calibrate, Model.calibrate)
         goal = goal_of(budget, max_nll_increase_pct, max_disagreement, confidence)
