@@ -296,12 +296,15 @@ def test_special_tokens_may_stand_in_a_file_of_their_own(folder: Path, tmp_path:
     assert turn_ends(model) == (model.tokenizer.token_to_id("<|im_end|>"),)
 
 
-def test_templates_read_tools_and_other_variables(model: Model) -> None:
-    template = "{{ tools|length }}{{ documents }}{{ template }}{{ model }}"
-    given = {"tools": [{"type": "function"}], "documents": "d", "template": "t", "model": "m"}
-    assert render_chat(template, HELLO, **given) == "1dtm"
-    assert ChatTemplate(template=template).render(HELLO, **given) == "1dtm"
-    assert encode_chat(model, HELLO, **given).size == encode_chat(model, HELLO).size
+def test_templates_read_tools_and_other_variables(folder: Path, tmp_path: Path) -> None:
+    template = "{{ tools[0].name }}{{ documents }}{{ template }}{{ model }}"
+    given = {"tools": [{"name": "add"}], "documents": "d", "template": "t", "model": "m"}
+    assert render_chat(template, HELLO, **given) == "adddtm"
+    assert ChatTemplate(template=template).render(HELLO, **given) == "adddtm"
+    out = Path(shutil.copytree(folder, tmp_path / "own"))
+    (out / "chat_template.jinja").write_text(template)
+    model = load(out)
+    assert encode_chat(model, HELLO, **given).tolist() == model.tokenizer.encode("adddtm").ids
     with pytest.raises(ValueError, match=r"names of their own\. Got 'messages'"):
         model.chat(HELLO, variables={"messages": []})
 
