@@ -69,7 +69,7 @@ def test_drawn_tokens_follow_the_full_model(mode):
     assert_drawn_law(mode)
 
 
-def test_keys_are_the_full_models_whatever_was_rejected(model, plain):
+def test_keys_are_the_full_models_whatever_was_rejected(model):
     mode = Lossless(exit=2, max_draft=3)
     context = context_of(model, mode)
     state = advance(context, begun(context), np.int32(20), widths=(64,))

@@ -88,12 +88,11 @@ def test_a_text_ends_before_its_stop_string(mode: Any, chunk: int, row: int) -> 
     ends = np.cumsum([len(piece) for piece in pieces])
     wide = next(j for j in range(8, 30) if len(pieces[j]) == 3)
     stop = full[row][ends[wide] - 1 :][:5]  # From the inside of one token to that of another.
-    texts = until(["never", stop], mode=mode, chunk=chunk)
-    result = texts
+    result = until(["never", stop], mode=mode, chunk=chunk)
     for i in range(3):
         at = full[i].find(stop)
-        assert texts.texts[i] == (full[i] if at < 0 else full[i][:at])
-        assert "".join(texts.pieces[i]) == texts.texts[i]
+        assert result.texts[i] == (full[i] if at < 0 else full[i][:at])
+        assert "".join(result.pieces[i]) == result.texts[i]
         assert result.finish_reasons[i] == ("length" if at < 0 else "stop")
         # The last token is the one that completes the stop string, whatever the chunk.
         size = next(

@@ -326,10 +326,8 @@ def test_layers_that_do_not_learn_have_no_backward_pass(decoder: Transformer) ->
 def test_a_run_that_diverges_keeps_the_checkpoints_from_which_it_can_go_on(
     decoder: Transformer, stream: np.ndarray, tmp_path: Path
 ) -> None:
-    config = dataclasses.replace(CONFIG, save_every=1)
-
     def run(rate: float, steps: int, *, out: Path = tmp_path, resume: bool = True) -> Any:
-        recipe = dataclasses.replace(config, steps=steps)
+        recipe = dataclasses.replace(CONFIG, steps=steps)
         options: dict[str, Any] = {"optimizer": optax.adam(rate), "resume": resume}
         return train(plainly(decoder), stream, recipe, out=out, **options)
 
