@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers.cases import run_dense
+from helpers.counting import Counting, read_counts
 from helpers.models import Model, assert_close, live_params, with_random_lens
 from helpers.shared_kv import KINDS
 
@@ -182,40 +183,21 @@ def _scan_lengths(jaxpr: Any) -> list[int]:
     return lengths
 
 
-@dataclasses.dataclass(frozen=True)
-class Counting(Transformer):
-    """A transformer that counts the tokens that its layers finish, and its head reads."""
-
-    seen: Any = dataclasses.field(default=None, hash=False, compare=False)
-    read: Any = dataclasses.field(default=None, hash=False, compare=False)
-
-    def finish_layer(self, layer, x, attended):
-        jax.debug.callback(lambda: self.seen.append(math.prod(x.shape[:-1])))
-        return super().finish_layer(layer, x, attended)
-
-    def unembed(self, params, x):
-        jax.debug.callback(lambda: self.read.append(math.prod(x.shape[:-1])))
-        return super().unembed(params, x)
-
-
 def test_slots_that_run_are_the_blocks_of_tokens_that_go_as_deep(tiny):
     plan, rows = splitting(tiny, PLAN), rows_of(tiny)
-    counting = Counting(TINY, seen=[], read=[])
-    result = jax.jit(partial(utio_forward, counting))(tiny.params, *rows, plan)
-    jax.block_until_ready(result)
-    jax.effects_barrier()
-    depths = np.asarray(result.depths)
+    read_counts()
+    result = jax.jit(partial(utio_forward, Counting(TINY)))(tiny.params, *rows, plan)
+    depths, counts = np.asarray(result.depths), read_counts()
     expected = [3 * 16] + [
         sum(4 * math.ceil(count / 4) for count in (depths >= depth).sum(axis=1)) for depth in (2, 4)
     ]
     assert result.slots.tolist() == expected
-    assert sum(counting.seen) == np.dot(expected, [1, 1, 2])
-    assert set(counting.seen) == {4, 48}
+    assert counts["finish_layer"] == np.dot(expected, [1, 1, 2])
     # One head at the floor, one for each token that stops deeper, in blocks again.
     heads = [
         4 * math.ceil(count / 4) for depth in (2, 4) for count in (depths == depth).sum(axis=1)
     ]
-    assert sum(counting.read) == 48 + sum(heads)
+    assert counts["unembed"] == 48 + sum(heads)
 
 
 def test_later_tokens_matter_to_heat_alone(tiny):
