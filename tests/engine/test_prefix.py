@@ -280,22 +280,16 @@ def under_pressure(engine: Engine) -> None:
     assert engine.stats().prefix_evictions > 0
 
 
-def test_a_full_pool_compiles_nothing_after_the_warmup(no_compiles: Any) -> None:
-    """Nor after an interrupt: stores into a new pool and a used one are programs of their own."""
-    engine = cached_engine(lively_model(), blocks=5)
-    engine.warmup()
-    for _ in range(2):
-        with no_compiles():
-            under_pressure(engine)
-            engine._unsettled = True  # As after a call that did not return.
-            engine.advance()
+@pytest.mark.parametrize("committed", [False, True])
+def test_a_used_pool_is_compiled_by_the_warmup(no_compiles: Any, committed: bool) -> None:
+    """As a new one, also after an interrupt: stores into either are programs of their own.
 
-
-def test_a_used_pool_is_compiled_by_the_warmup(no_compiles: Any) -> None:
-    """Parameters that are committed to a device, as a checkpoint's, commit the pool as well."""
+    Parameters that are committed to a device, as a checkpoint's, commit the pool as well.
+    """
     model = lively_model()
-    loaded = jax.device_put(model.params, jax.devices()[0])
-    engine = cached_engine(Model(model.decoder, loaded), blocks=5)
+    if committed:
+        model = Model(model.decoder, jax.device_put(model.params, jax.devices()[0]))
+    engine = cached_engine(model, blocks=5)
     engine.warmup()
     for _ in range(2):
         with no_compiles():
