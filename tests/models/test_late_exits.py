@@ -474,34 +474,32 @@ def test_the_first_layer_always_runs_also_where_it_is_the_only_one(tiny: Any, la
         np.testing.assert_array_equal(states[-1], states[-2], "the last one is dropped at 1.0")
 
 
+LOOPED: dict[str, Any] = {"exits": (2, 4), "turns": 2, "turn_norm": True, "exit_gate": True}
+
+
 @pytest.mark.parametrize(
-    "kind", ["heads of two layers", pytest.param("made once", marks=pytest.mark.slow)]
+    ("changes", "depths", "rows"),
+    [
+        (KINDS["heads of two layers"], (1, 2, 3, 4), {"k_proj": 2, "q_proj": 4}),
+        pytest.param(
+            *(KINDS["made once"], (1, 2, 3, 4), {"k_proj": 4, "q_proj": 4}), marks=pytest.mark.slow
+        ),
+        (LOOPED, (2, 4), {"k_proj": 2, "q_proj": 2}),
+    ],
+    ids=["heads of two layers", "made once", "looped"],
 )
-def test_training_runs_the_model_that_is_served(kind: str) -> None:
-    decoder = Transformer(dataclasses.replace(TINY, **KINDS[kind]))
+def test_training_runs_the_model_that_is_served(
+    changes: dict[str, Any], depths: tuple[int, ...], rows: dict[str, int]
+) -> None:
+    decoder = Transformer(dataclasses.replace(TINY, **changes))
     params = live_params(decoder)
     ids = jnp.asarray(np.random.default_rng(0).integers(0, 64, (2, 16)), jnp.int32)
     states = STATES(decoder, params, ids, jax.random.key(0), 0.0)
-    depths = (1, 2, 3, 4)
     expected = run_dense(decoder, params, ids, jnp.asarray([16, 16]), depths=depths)
     for depth, reference in zip(depths, expected, strict=True):
         assert_close(states[depth - 1], reference)
     # K/V projections of layers that make none are not there to be trained.
-    assert params["layers"]["k_proj"]["kernel"].shape[0] == decoder.config.kv_layers < 5
-    assert params["layers"]["q_proj"]["kernel"].shape[0] == 4
-
-
-def test_training_runs_every_turn_of_a_looped_model() -> None:
-    decoder = Transformer(
-        dataclasses.replace(TINY, exits=(2, 4), turns=2, turn_norm=True, exit_gate=True)
-    )
-    params = live_params(decoder)
-    ids = jnp.asarray(np.random.default_rng(0).integers(0, 64, (2, 16)), jnp.int32)
-    states = STATES(decoder, params, ids, jax.random.key(0), 0.0)
-    expected = run_dense(decoder, params, ids, jnp.asarray([16, 16]), depths=(2, 4))
-    assert_close(states[1], expected[0])
-    assert_close(states[3], expected[1])
-    assert params["layers"]["q_proj"]["kernel"].shape[0] == 2
+    assert {name: len(params["layers"][name]["kernel"]) for name in rows} == rows
 
 
 def test_sources_that_differ_between_upper_layers_are_not_trained() -> None:
