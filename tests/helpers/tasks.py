@@ -8,6 +8,24 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+QUESTIONS = (
+    {"context": "def first(values):\n    return values", "choices": ["[0]", " banana", "!!"]},
+    {"context": "import os\nimport ", "choices": ["==", "sys", ")))"]},
+    {"context": "naïve € class Policy:\n    def run(self", "choices": ["(self", "ing of", "):"]},
+    {"context": "for index in range(10", "choices": ["[[", "):", " the"]},
+)
+
+
+def run_tasks(model: Any, folder: Path, **options: Any) -> Any:
+    """Returns what the harness says of a model on the tasks of a folder."""
+    from lm_eval.evaluator import simple_evaluate
+    from lm_eval.tasks import TaskManager
+
+    manager = TaskManager(include_path=str(folder), include_defaults=False)
+    names: list[Any] = ["choose", "read", "write"]
+    options |= {"task_manager": manager, "bootstrap_iters": 0}
+    return simple_evaluate(model=model, tasks=names, **options)
+
 
 def write_tasks(
     folder: Path,

@@ -15,11 +15,9 @@ from helpers.cases import EXECUTOR, log_probabilities, run_oracle, run_staircase
 from helpers.folders import save_small_model
 from helpers.generation import DepthAt, lively_model
 from helpers.models import gated
-from helpers.tasks import write_tasks
+from helpers.tasks import QUESTIONS, run_tasks, write_tasks
 from helpers.texts import new_text, source
 from lm_eval.api.instance import Instance
-from lm_eval.evaluator import simple_evaluate
-from lm_eval.tasks import TaskManager
 from scipy.special import log_softmax
 
 from utio_jax.contrib.lm_eval import UtioLM
@@ -320,12 +318,6 @@ def test_a_context_of_spaces_alone_is_the_token_before_all_texts(model: Model) -
     assert not is_greedy
 
 
-QUESTIONS = [
-    {"context": "def first(values):\n    return values", "choices": ["[0]", " banana", "!!"]},
-    {"context": "import os\nimport ", "choices": ["==", "sys", ")))"]},
-    {"context": "class Policy:\n    def run(self", "choices": ["(self", "ing of", "):"]},
-    {"context": "for index in range(10", "choices": ["[[", "):", " the"]},
-]
 ANSWERS = (0, 1, 2, 1)
 
 
@@ -334,9 +326,7 @@ def evaluate(lm: Any, folder: Path) -> Any:
         {**question, "label": label} for question, label in zip(QUESTIONS, ANSWERS, strict=True)
     ]
     write_tasks(folder, rows, generation={"until": ["\n"], "max_gen_toks": 12})
-    manager = TaskManager(include_path=str(folder), include_defaults=False)
-    tasks: list[Any] = ["choose", "read", "write"]
-    return simple_evaluate(model=lm, tasks=tasks, task_manager=manager, bootstrap_iters=0)
+    return run_tasks(lm, folder)
 
 
 @pytest.mark.parametrize(

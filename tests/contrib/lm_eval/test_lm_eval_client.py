@@ -11,20 +11,11 @@ from typing import Any
 import huggingface_hub.constants
 import pytest
 from helpers.serving import CONTEXT, Running, running, served_model, small_folder
-from helpers.tasks import write_tasks
-from lm_eval.evaluator import simple_evaluate
-from lm_eval.tasks import TaskManager
+from helpers.tasks import QUESTIONS, run_tasks, write_tasks
 
 from utio_jax.contrib.lm_eval import UtioLM
 from utio_jax.decoding.base import Plain
 from utio_jax.models import load
-
-QUESTIONS = [
-    {"context": "def first(values):\n    return values", "choices": ["[0]", " banana", "!!"]},
-    {"context": "import os\nimport ", "choices": ["==", "sys", ")))"]},
-    {"context": "naïve € class Policy:\n    def run(self", "choices": ["(self", "ing of", "):"]},
-    {"context": "for index in range(10", "choices": ["[[", "):", " the"]},
-]
 
 
 @pytest.fixture(scope="module")
@@ -57,15 +48,10 @@ def test_every_item_is_what_the_adapter_finds(
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
 
-    def run(model: Any, **options: Any) -> Any:
-        manager = TaskManager(include_path=str(tasks), include_defaults=False)
-        names: list[Any] = ["choose", "read", "write"]
-        options |= {"task_manager": manager, "bootstrap_iters": 0}
-        return simple_evaluate(model=model, tasks=names, **options)
-
-    ours = run(UtioLM(load(folder), rows=4))
-    result = run(
+    ours = run_tasks(UtioLM(load(folder), rows=4), tasks)
+    result = run_tasks(
         "local-completions",
+        tasks,
         model_args={
             "base_url": f"{server.url}/v1/completions",
             "model": "small",
