@@ -3,32 +3,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
+import depth_by_role as roles
 import pytest
 
 from utio_jax.models import STDLIB_16, TINY
 from utio_jax.models.presets import SHARED_16
 
-FILE = Path(__file__).parents[2] / "benchmarks" / "depth_by_role.py"
 
-
-@pytest.fixture(scope="module")
-def roles() -> Any:
-    spec = importlib.util.spec_from_file_location("depth_by_role", FILE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # Dataclasses look their module up.
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_shapes_are_those_of_the_trained_models(roles: Any) -> None:
+def test_shapes_are_those_of_the_trained_models() -> None:
     assert roles.config_of("8+8", STDLIB_16) == SHARED_16
     plain = roles.config_of("plain-12", STDLIB_16)
     assert (plain.num_layers, plain.kv_complete, plain.shares_kv) == (12, 11, False)
@@ -40,7 +26,7 @@ def test_shapes_are_those_of_the_trained_models(roles: Any) -> None:
             roles.config_of(name, TINY)
 
 
-def test_equal_time_is_a_place_on_the_plain_models_hull(roles: Any) -> None:
+def test_equal_time_is_a_place_on_the_plain_models_hull() -> None:
     """The time lies halfway from two layers to four, whose losses are 2.0 and 1.0."""
     times = {"plain-1": 1.0, "plain-2": 2.0, "plain-4": 4.0, "2+2": 3.0}
     bits = {"plain-1": [4.0], "plain-2": [2.0], "plain-4": [1.0], "2+2": [1.2]}
@@ -57,7 +43,7 @@ def test_equal_time_is_a_place_on_the_plain_models_hull(roles: Any) -> None:
     assert roles.beside_plain(times, "2+2", {})["loss_pct"] is None
 
 
-def test_lengths_that_were_not_timed_lie_on_a_line(roles: Any) -> None:
+def test_lengths_that_were_not_timed_lie_on_a_line() -> None:
     seconds = {"1": 1.0, "8": 8.0, "32": 20.0}
     times = [roles.at(seconds, new) for new in (1, 8, 20, 32, 63)]
     assert times == [pytest.approx(value) for value in (1.0, 8.0, 14.0, 20.0, 39.0)]
@@ -72,7 +58,7 @@ def part(batch: int, **seconds: float) -> dict[str, Any]:
     }
 
 
-def test_a_page_gets_its_tables_between_two_comments(roles: Any, tmp_path: Path) -> None:
+def test_a_page_gets_its_tables_between_two_comments(tmp_path: Path) -> None:
     stored = {
         "bits": {"plain-8": [1.03, 1.02], "plain-16": [1.0, 1.0], "8+8": [1.0, 1.0]},
         "parts": [part(8, plain_8=0.2, plain_16=0.4) | {}, part(1, plain_8=0.02, plain_16=0.04)],
@@ -98,7 +84,7 @@ def test_a_page_gets_its_tables_between_two_comments(roles: Any, tmp_path: Path)
     assert page.read_text() == text
 
 
-def test_other_shapes_have_fewer_lengths_of_answers(roles: Any) -> None:
+def test_other_shapes_have_fewer_lengths_of_answers() -> None:
     stored = {"bits": {}, "parts": [part(1, plain_8=0.02)]}
     seconds = stored["parts"][0]["seconds"]
     seconds |= {name: {"1": 0.01, "2": 0.02} for name in ("plain-8", "8+8", "8+16")}
@@ -110,8 +96,9 @@ def test_other_shapes_have_fewer_lengths_of_answers(roles: Any) -> None:
     ]
 
 
-def test_stored_losses_are_those_of_the_results(roles: Any) -> None:
-    controls = json.loads((FILE.parents[1] / "models/shared_16/controls.json").read_text())
+def test_stored_losses_are_those_of_the_results() -> None:
+    folder = Path(__file__).parents[2] / "models/shared_16"
+    controls = json.loads((folder / "controls.json").read_text())
     for row in controls["controls"]:
         assert roles.BITS[f"plain-{row['layers']}"][0] == row["bits_per_byte"]
     assert roles.BITS["8+8"][0] == pytest.approx(controls["bits_per_byte"], abs=1e-4)
@@ -120,7 +107,7 @@ def test_stored_losses_are_those_of_the_results(roles: Any) -> None:
 
 @pytest.mark.check
 def test_all_parts_run_and_are_measured_once(
-    roles: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "roles.json"
     shapes = ["--shapes", "plain-1", "plain-2", "1+1"]
