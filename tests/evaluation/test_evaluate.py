@@ -15,7 +15,7 @@ import pytest
 from helpers.cases import run_dense, run_oracle, run_staircase
 from helpers.counting import Counting, read_counts
 from helpers.generation import lively_model
-from helpers.models import gated, plain_nll
+from helpers.models import gated, padded, plain_nll
 from helpers.texts import EXECUTOR, batches
 
 from utio_jax import Adaptive, Engine, Thresholded, compare, generate, uniform
@@ -376,8 +376,7 @@ def test_documents_are_scored_whole_and_in_their_own_order(tiny: Any) -> None:
     for document, result in zip(documents, output.documents, strict=True):
         assert len(result.log_likelihood) == len(document) - 1
         assert (result.depths == 2).all()
-        start, ends = np.zeros((1, 16), np.int32), np.asarray([len(document[:16])], np.int32)
-        start[0, : ends[0]] = document[:16]
+        start, ends = padded([document[:16]], 16)
         depths = np.full_like(start, 2)
         x = run_oracle(tiny.decoder, tiny.params, start, ends, depths, kv="propagate")
         expected = -plain_nll(tiny, start, x)[0, : ends[0] - 1]
@@ -401,9 +400,8 @@ def test_routing_falls_back_to_full_depth_where_it_cannot_pay(tiny: Any) -> None
     routed = ask(executor=EXECUTOR)
     assert not routed.fallbacks
     # The depth beside a token's likelihood is that of the token before it, which predicted it.
-    row, ends = np.zeros((1, 64), np.int32), np.asarray([40], np.int32)
-    row[0, :40] = document[0]
-    run = partial(run_staircase, tiny.decoder, tiny.params, row, ends, gated(tiny))
+    rows = padded(document, 64)
+    run = partial(run_staircase, tiny.decoder, tiny.params, *rows, gated(tiny))
     decided = np.asarray(run(kv="propagate", executor=EXECUTOR).depths)[0, :40]
     assert len(set(decided)) == 3
     np.testing.assert_array_equal(routed.documents[0].depths, decided[:-1])

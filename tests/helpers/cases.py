@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from scipy.special import log_softmax
 
+from helpers.models import padded
 from utio_jax import reference_states
 from utio_jax.calibration.calibrate import calibrate
 from utio_jax.calibration.goals import Budgets
@@ -137,9 +138,7 @@ run_dense = jax.jit(dense_states, static_argnums=0, static_argnames="depths")
 
 def log_probabilities(model: Any, ids: Sequence[int], *, width: int) -> np.ndarray:
     """Returns `[token, vocab]` in float64 from a full pass over one text, padded to a width."""
-    row, length = np.zeros((1, width), np.int32), np.asarray([len(ids)], np.int32)
-    row[0, : len(ids)] = ids
-    (x,) = run_dense(model.decoder, model.params, row, length, depths=(4,))
+    (x,) = run_dense(model.decoder, model.params, *padded([ids], width), depths=(4,))
     logits = np.asarray(model.decoder.unembed(model.params, x)[0, : len(ids)], np.float64)
     return log_softmax(logits, axis=-1)
 

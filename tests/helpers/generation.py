@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from helpers.models import Model, live_params
+from helpers.models import Model, live_params, padded
 from utio_jax.core.pytrees import pytree, static
 from utio_jax.decoding.base import DecodeContext
 from utio_jax.decoding.generate import Generated, generate
@@ -78,10 +78,8 @@ def begun(
     context: DecodeContext, prompts: Sequence[Any] = PROMPTS, limits: Any = None, *, slots: int = 64
 ) -> DecodeState:
     """Returns the state once prompts are read; rows end at `limits`, or with 40 new tokens."""
-    lengths = np.asarray([len(prompt) for prompt in prompts], np.int32)
-    ids = np.zeros((len(prompts), -(-int(lengths.max()) // 8) * 8), np.int32)
-    for row, prompt in zip(ids, prompts, strict=True):
-        row[: len(prompt)] = prompt
+    longest = max(len(prompt) for prompt in prompts)
+    ids, lengths = padded(prompts, -(-longest // 8) * 8)
     limits = lengths + np.int32(40) if limits is None else limits
     seeds = np.arange(len(prompts), dtype=np.uint32)
     return begin(context, ids, lengths, limits, seeds, slots=slots)

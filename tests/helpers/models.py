@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -59,6 +60,14 @@ class Model:
         """Returns random token ids of the model's vocabulary."""
         ids = np.random.default_rng(seed).integers(0, self.decoder.config.vocab_size, shape)
         return jax.numpy.asarray(ids, jax.numpy.int32)
+
+
+def padded(rows: Sequence[Any], width: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns rows of token ids, padded with zeros to a width, and their lengths."""
+    ids = np.zeros((len(rows), width), np.int32)
+    for row, tokens in zip(ids, rows, strict=True):
+        row[: len(tokens)] = tokens
+    return ids, np.asarray([len(tokens) for tokens in rows], np.int32)
 
 
 def assert_equal(result: Any, expected: Any, **options: Any) -> None:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers.cases import run_dense, run_oracle
-from helpers.models import Model, live_params, plain_nll, with_random_maps
+from helpers.models import Model, live_params, padded, plain_nll, with_random_maps
 
 from utio_jax.core.documents import sample_batches
 from utio_jax.core.flops import token_cost
@@ -252,9 +252,7 @@ def test_losses_are_the_references(model: Model, documents: list[np.ndarray], kv
     depths = np.full((1, 48), 4, np.int32)
     depths[0, 4 : PROMPT - 16] = 2
     for document, actual in zip(documents, result, strict=True):
-        ids = np.zeros((1, 48), np.int32)
-        ids[0, : document.size] = document
-        ends = np.asarray([document.size])
+        ids, ends = padded([document], 48)
         x = run_oracle(model.decoder, model.params, ids, ends, jnp.asarray(depths), kv=kv)
         expected = plain_nll(model, ids, x)[0, PROMPT - 1 : document.size - 1].sum()
         assert actual == pytest.approx(expected, abs=1e-3)

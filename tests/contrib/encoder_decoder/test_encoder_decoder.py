@@ -14,7 +14,7 @@ from helpers import cases
 from helpers.encoder_decoder import EXITS as DEPTHS
 from helpers.encoder_decoder import SOURCE, TARGET, t5_model
 from helpers.generation import DepthAt, assert_greedy, depth_table
-from helpers.models import assert_equal, plain_nll
+from helpers.models import assert_equal, padded, plain_nll
 from tokenizers import Tokenizer, decoders, models
 
 import utio_jax
@@ -89,10 +89,7 @@ def test_scores_are_those_of_the_reference() -> None:
     model, rng = t5_model(), np.random.default_rng(3)
     targets = [rng.integers(2, 64, size).tolist() for size in (9, 4, 15)]
     rows = source_rows(model.decoder, SOURCES, targets)
-    lengths = np.asarray([len(row) for row in rows])
-    ids = np.zeros((3, SOURCE + 20), np.int32)
-    for row, tokens in zip(ids, rows, strict=True):
-        row[: len(tokens)] = tokens
+    ids, lengths = padded(rows, SOURCE + 20)
     depths = rng.choice(DEPTHS, ids.shape)
     given = given_depths(jnp.asarray(depths), depths=DEPTHS)
     policy = OnTargets(policy=given, source_tokens=SOURCE)

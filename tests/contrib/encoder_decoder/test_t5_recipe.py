@@ -13,6 +13,7 @@ import pytest
 from encoder_decoder import TrainT5, block_states, calm_objective, exit_nats, functions_of, save_t5
 from helpers import cases
 from helpers.encoder_decoder import SOURCE, TARGET, t5_model
+from helpers.models import padded
 from helpers.texts import SOURCES, source
 
 from utio_jax.contrib.encoder_decoder import load_t5, source_rows
@@ -50,11 +51,8 @@ def test_the_loss_is_that_of_whole_rows_at_every_exit() -> None:
     model, targets = t5_model(), [[4, 9, 2, 40], [1, 6, 50]]
     decoder, params = model.decoder, model.params
     rows = source_rows(decoder, [[5, 9, 3, 1], [7, 2, 2, 8, 30, 31, 1]], targets)
-    ids = np.zeros((2, SOURCE + 5), np.int32)
-    for row, tokens in zip(ids, rows, strict=True):
-        row[: len(tokens)] = tokens
+    ids, lengths = padded(rows, SOURCE + 5)
     split = jnp.asarray(ids[:, :SOURCE]), jnp.asarray(ids[:, SOURCE:])
-    lengths = jnp.asarray([len(row) for row in rows])
     states = cases.run_dense(decoder, params, ids, lengths, depths=(2, 4, 6, 8))
     own = jax.jit(block_states, static_argnums=0)(decoder, params, split[0], split[1][:, :-1])
     losses = []
