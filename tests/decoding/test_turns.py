@@ -114,9 +114,8 @@ def test_policies_that_remember_or_read_logits_decide_as_in_one_pass(signal: Any
     limit = limits.get(signal.name, 0.2)
     policy = Thresholded(signal=signal, thresholds=jnp.full((3,), limit), depths=DEPTHS)
     apart, together = (run(model, mode=kind(policy=policy)) for kind in (Adaptive, Waiting))
-    for row in range(3):
-        np.testing.assert_array_equal(apart.token_ids[row], together.token_ids[row])
-        np.testing.assert_array_equal(apart.decided[row], together.decided[row])
+    assert_equal(apart.token_ids, together.token_ids)
+    assert_equal(apart.decided, together.decided)
     assert len({*np.concatenate(apart.decided)}) > 1
     assert sum(apart.work.queries) < sum(together.work.queries), "the deepest row's in each step"
 
@@ -150,8 +149,7 @@ def test_drafts_after_early_turns_leave_the_tokens_of_all() -> None:
     for turns in (1, 2):
         result = run(model, mode=Lossless(exit=4 * turns))
         assert result.work.accepted.sum() > 0
-        for row in range(3):
-            np.testing.assert_array_equal(result.token_ids[row], plain.token_ids[row])
+        assert_equal(result.token_ids, plain.token_ids)
 
 
 @pytest.mark.parametrize(

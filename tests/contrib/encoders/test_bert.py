@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers.folders import STOCK, changed_copy
+from helpers.models import assert_equal
 
 from utio_jax.contrib.encoders import encode_rows, fit_row_exits, read_exits
 from utio_jax.contrib.encoders.bert import BertClassifier, load_encoder, pack_encodings
@@ -74,9 +75,7 @@ def test_what_a_tokenizer_pads_is_left_out_and_what_it_cuts_is_refused() -> None
     plain = pack_encodings(tokenizer.encode_batch(texts))
     for side in ("right", "left"):
         tokenizer.enable_padding(length=40, direction=side)
-        padded = pack_encodings(tokenizer.encode_batch(texts))
-        for ours, expected in zip(padded, plain, strict=True):
-            np.testing.assert_array_equal(ours, expected)
+        assert_equal(pack_encodings(tokenizer.encode_batch(texts)), plain)
     assert plain[1].tolist() == [3, 1, 0, 0]
     tokenizer.enable_truncation(2)
     with pytest.raises(ValueError, match=r"cut to longest=512.*cut to 2\. .*no_truncation"):
