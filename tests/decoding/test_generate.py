@@ -30,6 +30,7 @@ from helpers.generation import (
 from helpers.marks import quick_where
 from helpers.models import assert_equal
 from helpers.policies import SurePasses
+from helpers.shared_kv import KINDS
 
 from utio_jax import Engine
 from utio_jax.decoding.adaptive import Adaptive
@@ -218,7 +219,6 @@ def test_stop_when_ends_rows_at_one_token_whatever_the_chunk(model, plain, chunk
             assert entry == getattr(result.work, name)[row], name
 
 
-SHARED = {"num_kv_heads": 1, "kv_source": ((0,), (1,), (0, 1), (0, 1))}
 COUNTED = {
     "plain": Plain(),
     "propagate": Adaptive(policy=DepthAt(table=depth_table(DEPTHS, shape=(3, 64)), depths=DEPTHS)),
@@ -230,7 +230,7 @@ COUNTED = {
 
 
 @pytest.mark.parametrize("mode", COUNTED)
-@pytest.mark.parametrize("changes", [{}, SHARED], ids=["own", "shared"])
+@pytest.mark.parametrize("changes", [{}, KINDS["heads of two layers"]], ids=["own", "shared"])
 def test_work_of_decode_steps_is_what_a_counting_model_computes(changes, mode):
     small, prompts = lively_model(**changes), PROMPTS if mode != "lossless" else PROMPTS[:1]
     counting = type(small)(Counting(small.decoder.config), small.params)

@@ -20,6 +20,7 @@ from helpers.generation import (
     run,
     true_logits,
 )
+from helpers.shared_kv import KINDS
 
 from utio_jax.bench.decoding import measure_modes, middles
 from utio_jax.core.flops import token_cost
@@ -109,7 +110,7 @@ def test_adaptive_work_by_hand(model: Any, kv: Any) -> None:
 
 @pytest.mark.check
 def test_packed_rows_are_charged_what_each_ran() -> None:
-    model = lively_model(num_kv_heads=1, kv_source=((0,), (1,), (0, 1), (0, 1)))
+    model = lively_model(**KINDS["heads of two layers"])
     table = depth_table(DEPTHS, shape=(3, 64))
     mode = Adaptive(policy=Charged(table=table, depths=DEPTHS))
     result = run(model, mode=mode)

@@ -18,6 +18,7 @@ from branches import TrainBranches, branch_objective
 from helpers.cases import run_dense
 from helpers.folders import save_small_model
 from helpers.models import Model, assert_close, live_params
+from helpers.shared_kv import moved_branches
 from helpers.texts import SOURCES, source
 
 from utio_jax import load
@@ -46,9 +47,7 @@ def params() -> Any:
 
 @pytest.fixture(scope="module")
 def branches(params: Any) -> Branches:
-    copied = Branches.copied(DECODER, params, (1, 2))
-    moved = jax.tree.map(lambda leaf: leaf + 0.1 * jnp.ones_like(leaf), copied.layers)
-    return dataclasses.replace(copied, layers=moved)
+    return moved_branches(DECODER, params)
 
 
 @pytest.fixture

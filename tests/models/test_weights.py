@@ -26,6 +26,7 @@ from helpers.gguf_files import quantised, write_gguf
 from helpers.models import Model, assert_equal, gated, live_params, logits_of
 from helpers.serving import alone as alone_of_text
 from helpers.serving import running, small_folder
+from helpers.shared_kv import BRANCHED, moved_branches
 from helpers.texts import SOURCES, new_text, source
 
 from utio_jax import SamplingParams, load
@@ -46,7 +47,7 @@ from utio_jax.core.quantised import (
     quantise,
     rows_of,
 )
-from utio_jax.models import TINY, Branches, Transformer, save, save_branches, with_branches
+from utio_jax.models import TINY, Transformer, save, save_branches, with_branches
 from utio_jax.policies import given_depths
 from utio_jax.staircase.score import run_score
 
@@ -419,20 +420,10 @@ def test_a_quantised_gguf_file_is_read_as_int8(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("weights", ["int8", "bfloat16"])
 def test_branches_of_the_float_model_run_on_such_weights(tmp_path: Path, weights: str) -> None:
-    decoder = Transformer(
-        dataclasses.replace(
-            TINY,
-            num_layers=6,
-            num_kv_heads=1,
-            kv_source=((0,), (1,), (2,), *(((1, 2),) * 3)),
-            exits=(6,),
-        )
-    )
+    decoder = Transformer(dataclasses.replace(TINY, **BRANCHED))
     params: Any = live_params(decoder)
     save(tmp_path, decoder, params, dtype=jnp.float32)
-    branches = Branches.copied(decoder, params, (1, 2))
-    moved = jax.tree.map(lambda leaf: leaf + 0.1 * jnp.ones_like(leaf), branches.layers)
-    branches = dataclasses.replace(branches, layers=moved)
+    branches = moved_branches(decoder, params)
     save_branches(tmp_path, branches, info={"model_sha256": load(tmp_path).sha256})
     model = load(tmp_path, weights=weights)
     alike = ALIKE if weights == "int8" else 0.01  # Roundings of inputs to bfloat16 differ.

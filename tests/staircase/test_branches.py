@@ -15,6 +15,7 @@ from helpers import cases
 from helpers.generation import DepthAt, assert_greedy, depth_table, lively_model, run
 from helpers.marks import quick_where
 from helpers.models import Model, assert_close, live_params
+from helpers.shared_kv import BRANCHED
 
 from utio_jax import Adaptive, Lossless, Plain, Thresholded, uniform
 from utio_jax.calibration.compare import compare
@@ -30,14 +31,7 @@ from utio_jax.utio import History, Throttled, VerticalSlash
 
 SPLIT, BRANCHES, LAYERS = 3, (1, 2), 6
 DEPTHS = (4, 5, 6)
-CONFIG = dataclasses.replace(
-    TINY,
-    num_layers=LAYERS,
-    num_kv_heads=1,
-    kv_source=((0,), (1,), (2,), *(((1, 2),) * 3)),
-    branches=BRANCHES,
-    exits=(),
-)
+CONFIG = dataclasses.replace(TINY, **BRANCHED | {"branches": BRANCHES, "exits": ()})
 
 
 @pytest.fixture(scope="module")
