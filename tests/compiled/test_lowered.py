@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from accelerator import AGAINST_FULL_DEPTH, EXPERIMENTS, OF_GPUS, split
 from ahead import Programs
+from helpers.marks import checked
 from helpers.models import Model
 
 from utio_jax import score, uniform
@@ -74,8 +75,7 @@ def test_auto_takes_a_prefix_where_shapes_are_better_static_and_shares_are_known
 
 
 @pytest.mark.parametrize(
-    ("platform", "shares"),
-    [pytest.param("tpu", (1.0, 0.5, 0.0), marks=pytest.mark.check), ("cuda", None)],
+    ("platform", "shares"), [*checked(("tpu", (1.0, 0.5, 0.0))), ("cuda", None)]
 )
 def test_programs_for_accelerators_score_as_those_for_a_cpu(
     tiny: Model, platform: str, shares: tuple[float, ...] | None

@@ -16,6 +16,7 @@ import pytest
 from helpers.cases import EXECUTOR
 from helpers.engine import CAPACITY, SHAPES, alone, engine_of, modes, pool, run_schedule
 from helpers.generation import DepthAt, depth_table, lively_model, run, true_logits
+from helpers.marks import slow
 from helpers.models import Model, assert_equal, gated
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
@@ -303,11 +304,7 @@ def test_sharded_calibration_is_that_of_one_device(tiny: Any, text: list[Batch])
 
 
 @pytest.mark.parametrize(
-    "how",
-    [
-        {"thresholds": (1.9, 2.1)},
-        pytest.param({"fractions": (0.5, 0.25, 0.25)}, marks=pytest.mark.slow),
-    ],
+    "how", [{"thresholds": (1.9, 2.1)}, *slow({"fractions": (0.5, 0.25, 0.25)})]
 )
 def test_utio_forward_on_eight_devices_is_that_of_one(tiny: Any, how: Any) -> None:
     """By pmap, and by shard_map with JAX's default checks."""
@@ -444,14 +441,7 @@ def test_an_engine_on_split_parameters_gives_what_one_device_gives(no_compiles: 
     assert keys.addressable_shards[0].data.shape[2] * 2 == keys.shape[2]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "plain",
-        pytest.param("propagate", marks=pytest.mark.slow),
-        pytest.param("lossless", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("name", ["plain", *slow("propagate", "lossless")])
 def test_requests_of_an_engine_on_a_mesh_get_what_they_get_alone(
     name: str, no_compiles: Any, count_compiles: Any
 ) -> None:

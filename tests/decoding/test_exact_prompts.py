@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from helpers.engine import CAPACITY
 from helpers.generation import lively_model, run
-from helpers.marks import quick_where
+from helpers.marks import checked, quick_where, slow
 from helpers.models import Model, assert_equal, with_random_lens
 from helpers.shared_kv import KINDS
 
@@ -134,10 +134,7 @@ def test_a_budget_of_prompts_is_kept_exactly(model: Model) -> None:
 
 @pytest.mark.parametrize(
     ("model", "chunk"),
-    [
-        pytest.param("heads of two layers", None, marks=pytest.mark.check),
-        pytest.param("of the last of a kind", 8, marks=pytest.mark.slow),
-    ],
+    [*checked(("heads of two layers", None)), *slow(("of the last of a kind", 8))],
     indirect=["model"],
 )
 def test_an_engine_reads_them_so_too(model: Model, chunk: int | None) -> None:

@@ -27,7 +27,7 @@ from helpers.generation import (
     run,
     true_logits,
 )
-from helpers.marks import quick_where
+from helpers.marks import checked, quick_where
 from helpers.models import assert_equal
 from helpers.policies import SurePasses
 from helpers.shared_kv import KINDS
@@ -469,7 +469,7 @@ def test_an_admission_copies_no_cache(model):
     assert memory.temp_size_in_bytes < 1.05 * come  # No more is moved than comes in.
 
 
-@pytest.mark.parametrize("mode", [Plain(), pytest.param(Lossless(exit=2), marks=pytest.mark.check)])
+@pytest.mark.parametrize("mode", [Plain(), *checked(Lossless(exit=2))])
 def test_logits_that_are_no_numbers_are_no_token(model, mode):
     """The largest of NaN is at 0: such a row would be a text of token 0, or an empty one."""
     embedding = jax.tree.map(lambda leaf: leaf.at[9].set(jnp.nan), model.params["embedding"])

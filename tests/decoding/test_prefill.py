@@ -21,6 +21,7 @@ from helpers.generation import (
     plain_run,
     run,
 )
+from helpers.marks import checked, slow
 from helpers.models import assert_equal, with_random_lens, with_random_maps
 from helpers.policies import TableSignal
 
@@ -61,12 +62,7 @@ def sparse_by_layer(attention: VerticalSlash, row: int, prompt: int) -> SparseQu
 
 @pytest.mark.parametrize(
     ("kv", "segments"),
-    [
-        pytest.param("propagate", 3, marks=pytest.mark.check),
-        ("drop", 0),
-        pytest.param("drop", 2, marks=pytest.mark.slow),
-        pytest.param("mapped", 0, marks=pytest.mark.check),
-    ],
+    [*checked(("propagate", 3)), ("drop", 0), *slow(("drop", 2)), *checked(("mapped", 0))],
     ids=["propagate, sparse", "drop, dense", "drop, dense floor", "mapped, through a lens"],
 )
 def test_new_tokens_see_the_prompts_that_the_oracle_shows(kv: Any, segments: int) -> None:

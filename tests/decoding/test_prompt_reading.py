@@ -20,6 +20,7 @@ from helpers.generation import (
     lively_model,
     run,
 )
+from helpers.marks import slow
 from helpers.models import assert_equal, with_random_lens, with_random_maps
 
 from utio_jax.decoding.base import Plain
@@ -51,12 +52,7 @@ RAGGED = [[7, *range(59)], [*range(50, 10, -1), 3], [4], [9] * 18]
 
 
 @pytest.mark.parametrize(
-    ("kv", "by"),
-    [
-        ("mapped", "none"),
-        pytest.param("propagate", "random", marks=pytest.mark.slow),
-        pytest.param("mapped", "sinks_recent", marks=pytest.mark.slow),
-    ],
+    ("kv", "by"), [("mapped", "none"), *slow(("propagate", "random"), ("mapped", "sinks_recent"))]
 )
 def test_static_shapes_read_small_batches_as_the_staircase_does(kv: Any, by: str) -> None:
     """The same depths, tokens and probabilities, with as many slots as tokens can go deep."""

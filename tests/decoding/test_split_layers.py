@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from helpers.generation import SMALL, lively_model, run
-from helpers.marks import quick_where
+from helpers.marks import quick_where, slow
 from helpers.models import Model, assert_equal, gated, live_params
 
 from utio_jax.core import layer as layers_module
@@ -50,9 +50,7 @@ def test_tokens_and_costs_are_the_stacks(name: str, monkeypatch: pytest.MonkeyPa
         assert_equal(getattr(apart, field), getattr(stacked, field), err_msg=field)
 
 
-@pytest.mark.parametrize(
-    "name", ["biases", "gemma3n", pytest.param("gemma4", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("name", ["biases", "gemma3n", *slow("gemma4")])
 def test_tokens_from_kernels_in_blocks_are_the_stacks(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -115,7 +113,7 @@ def lowered_steps(decoder: Transformer, mode: Mode, *, apart: bool) -> Any:
     return advance.lower(given, state, jnp.int32(2), widths=(64,))
 
 
-@pytest.mark.parametrize("name", ["propagate", pytest.param("plain", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["propagate", *slow("plain")])
 def test_a_step_copies_no_layer(name: str, unchecked_shapes: None) -> None:
     """Out of the stack it copies one at a time: temporary memory shows it."""
     decoder = Transformer(dataclasses.replace(TINY, mlp_dim=8192))

@@ -23,7 +23,7 @@ from helpers.generation import (
     true_logits,
 )
 from helpers.looped import Oracle, looped_model, write_looped
-from helpers.marks import quick_where
+from helpers.marks import quick_where, slow
 from helpers.models import assert_equal, with_random_lens
 
 from utio_jax import Adaptive, Lossless, generate, score, uniform
@@ -152,9 +152,7 @@ def test_drafts_after_early_turns_leave_the_tokens_of_all() -> None:
         assert_equal(result.token_ids, plain.token_ids)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param("plain", marks=pytest.mark.slow), "own turns", "waiting", "lossless"]
-)
+@pytest.mark.parametrize("name", [*slow("plain"), "own turns", "waiting", "lossless"])
 def test_layers_apart_run_the_turns_of_the_stack(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,7 +21,7 @@ from helpers.engine import (
     run_schedule,
 )
 from helpers.generation import lively_model
-from helpers.marks import quick_where
+from helpers.marks import quick_where, slow
 
 from utio_jax.core.platform import compiling_for
 from utio_jax.decoding.generate import generate
@@ -94,8 +94,7 @@ def test_rows_go_on_between_chunks() -> None:
 
 @pytest.mark.check
 @pytest.mark.parametrize(
-    ("platform", "capacity", "passes"),
-    [("cpu", 72, [128]), pytest.param("tpu", 80, [128, 32], marks=pytest.mark.slow)],
+    ("platform", "capacity", "passes"), [("cpu", 72, [128]), *slow(("tpu", 80, [128, 32]))]
 )
 def test_parts_of_several_prompts_share_a_pass(
     platform: str, capacity: int, passes: list[int]

@@ -31,6 +31,7 @@ from helpers.engine import (
     pool,
 )
 from helpers.generation import lively_model
+from helpers.marks import checked, slow
 from helpers.shared_kv import KINDS
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -215,7 +216,7 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.check
-@pytest.mark.parametrize("name", ["plain", pytest.param("copies", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["plain", *slow("copies")])
 def test_a_block_steps_the_rows_in_use(name: str, counts: list[int]) -> None:
     """One request steps one row of six, a second one four; their tokens stay as alone."""
     mode, prefill = modes()[name]
@@ -234,10 +235,7 @@ def test_a_block_steps_the_rows_in_use(name: str, counts: list[int]) -> None:
 
 
 @pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize(
-    "name",
-    ["plain", *(pytest.param(name, marks=pytest.mark.slow) for name in ("propagate", "copies"))],
-)
+@pytest.mark.parametrize("name", ["plain", *slow("propagate", "copies")])
 def test_running_rows_move_together_as_others_end(name: str, late: bool, counts: list[int]) -> None:
     """The last of six rows is the last to run: then one row steps, and draws the same tokens."""
     mode, prefill = modes()[name]
@@ -300,7 +298,7 @@ def test_a_block_of_few_rows_copies_no_keys_and_values(unchecked_shapes: None) -
 
 
 @pytest.mark.check
-@pytest.mark.parametrize("name", ["propagate", pytest.param("lossless", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["propagate", *slow("lossless")])
 def test_nothing_compiles_after_the_warmup(
     name: str, count_compiles: Any, no_compiles: Any
 ) -> None:
@@ -369,7 +367,7 @@ def test_a_short_prompt_does_not_wait_for_a_long_one() -> None:
 
 
 @pytest.mark.check
-@pytest.mark.parametrize("count", [40, pytest.param(2000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [40, *slow(2000)])
 def test_nothing_leaks(count: int) -> None:
     engine = engine_of(lively_model(), *modes()["plain"], read_late=True)
     held = []
@@ -672,7 +670,7 @@ def test_a_used_engine_is_warmed_up_again() -> None:
     assert engine.stats() == EngineStats(mode="plain", slots=SLOTS)
 
 
-@pytest.mark.parametrize("name", ["plain", pytest.param("prompts", marks=pytest.mark.check)])
+@pytest.mark.parametrize("name", ["plain", *checked("prompts")])
 def test_the_smallest_capacity_is_warmed_up(name: str, no_compiles: Any) -> None:
     shapes = Shapes(prompt_tokens=(4,), prompt_widths=(3,), groups=(1,))
     sizes: dict[str, Any] = {"slots": 1, "capacity": 3, "steps": 1, "shapes": shapes}

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from helpers.engine import Asked, alone, assert_as_alone, engine_of, model64, modes, pool
 from helpers.generation import lively_model
+from helpers.marks import checked, slow
 from helpers.models import Model
 from helpers.shared_kv import KINDS
 
@@ -83,12 +84,7 @@ def check_schedules(engine: Engine, model: Model, mode: Any, *, schedules: int) 
 
 @pytest.mark.usefixtures("double")
 @pytest.mark.parametrize(
-    ("name", "late"),
-    [
-        ("plain", False),
-        pytest.param("lossless", True, marks=pytest.mark.check),
-        pytest.param("propagate", True, marks=pytest.mark.slow),
-    ],
+    ("name", "late"), [("plain", False), *checked(("lossless", True)), *slow(("propagate", True))]
 )
 def test_requests_that_begin_alike_get_what_they_get_alone(name: str, late: bool) -> None:
     """With a pool so small that blocks make room for others all the time; late: and in chunks."""

@@ -9,6 +9,16 @@ from typing import Any
 import pytest
 
 
+def checked(*cases: Any) -> list[Any]:
+    """Returns cases for `parametrize` that `make check` runs; a tuple is several arguments."""
+    return [_marked(case, pytest.mark.check) for case in cases]
+
+
+def slow(*cases: Any) -> list[Any]:
+    """Returns cases for `parametrize` that `make test-slow` runs; a tuple is several arguments."""
+    return [_marked(case, pytest.mark.slow) for case in cases]
+
+
 def quick_where(
     chosen: Callable[[Any], bool],
     cases: Iterable[Any],
@@ -23,3 +33,7 @@ def quick_where(
         return () if chosen(case) else pytest.mark.check if checked(case) else pytest.mark.slow
 
     return [pytest.param(case, marks=marks_of(case)) for case in cases]
+
+
+def _marked(case: Any, mark: Any) -> Any:
+    return pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=mark)

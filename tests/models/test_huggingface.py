@@ -24,6 +24,7 @@ from finetune import main as finetune
 from helpers.cases import run_dense, run_oracle, run_staircase
 from helpers.folders import STOCK as FOLDER
 from helpers.folders import changed_copy, edit_json
+from helpers.marks import slow
 from helpers.memory import peak_of_loading
 from helpers.models import Model, assert_equal, logits_of
 from sharing import shared_above
@@ -100,14 +101,7 @@ def test_adaptive_depth_of_their_options_equals_the_oracle(case: str, kv: Any) -
 
 
 @pytest.mark.parametrize(
-    "case",
-    [
-        *("gpt2", "gemma3n", "gemma4"),
-        *(
-            pytest.param(case, marks=pytest.mark.slow)
-            for case in ("mistral", "gemma3", "llama_biases")
-        ),
-    ],
+    "case", [*("gpt2", "gemma3n", "gemma4"), *slow("mistral", "gemma3", "llama_biases")]
 )
 def test_what_is_saved_is_what_was_loaded(case: str, tmp_path: Path) -> None:
     model = load(FOLDER / case)

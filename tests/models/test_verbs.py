@@ -16,6 +16,7 @@ import pytest
 from helpers.cases import run_dense
 from helpers.folders import save_small_model
 from helpers.generation import SMALL, lively_model
+from helpers.marks import slow
 from helpers.models import assert_equal, random_maps
 from helpers.texts import source
 
@@ -549,11 +550,7 @@ def test_a_model_with_maps_is_refused_before_a_lens_is_fitted(folder: Path, tmp_
 
 @pytest.mark.usefixtures("unchecked_shapes")
 @pytest.mark.parametrize(
-    "kind",
-    [
-        pytest.param(np.float32, marks=pytest.mark.slow),
-        lambda number: np.asarray([number], np.float32),
-    ],
+    "kind", [*slow(np.float32), lambda number: np.asarray([number], np.float32)]
 )
 def test_budgets_of_numpy_are_numbers(folder: Path, tmp_path: Path, kind: Any) -> None:
     model = load(folder)

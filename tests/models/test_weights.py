@@ -23,6 +23,7 @@ from helpers.folders import STOCK, changed_copy, save_small_model
 from helpers.generation import lively_model, run
 from helpers.gguf_files import dequantised as by_gguf
 from helpers.gguf_files import quantised, write_gguf
+from helpers.marks import slow
 from helpers.models import Model, assert_equal, gated, live_params, logits_of
 from helpers.serving import alone as alone_of_text
 from helpers.serving import running, small_folder
@@ -233,9 +234,9 @@ def test_platforms_hold_bfloat16_as_they_read_it() -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param("gemma4", marks=pytest.mark.slow),  # Of int8 below.
+        *slow("gemma4"),  # Of int8 below.
         *("gemma3n", "gpt2", "llama_biases"),
-        pytest.param("qwen3", marks=pytest.mark.slow),
+        *slow("qwen3"),
     ],
 )
 def test_families_run_on_weights_of_bfloat16(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,11 +255,11 @@ def test_families_run_on_weights_of_bfloat16(name: str, monkeypatch: pytest.Monk
     ids = np.arange(24).reshape(2, 12)
     result = logits_of(model, ids)
 
-    def slow(x: jax.Array, matrix: Rounded, *, inputs: int = 0) -> jax.Array:
+    def by_floats(x: jax.Array, matrix: Rounded, *, inputs: int = 0) -> jax.Array:
         kernel = floats(matrix).T if inputs else floats(matrix)
         return x.astype(jnp.bfloat16).astype(jnp.float32) @ kernel
 
-    monkeypatch.setattr(layers_module, "bfloat16_product", slow)
+    monkeypatch.setattr(layers_module, "bfloat16_product", by_floats)
     jax.clear_caches()
     expected = logits_of(model, ids)
     jax.clear_caches()
@@ -354,7 +355,7 @@ def test_scores_are_those_of_the_dequantised_weights(lively: Model, oracle: Mode
     "name",
     [
         *("plain", "propagate", "lossless", "prompts"),
-        pytest.param("copies", marks=pytest.mark.slow),  # Checks drafts as lossless does.
+        *slow("copies"),  # Checks drafts as lossless does.
     ],
 )
 def test_every_mode_writes_what_the_dequantised_weights_write(
@@ -383,11 +384,7 @@ def test_an_engine_gives_each_request_what_it_gets_alone(lively: Model) -> None:
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        *("gemma4", "gemma3n", "gemma2", "gpt2", "llama_biases"),
-        pytest.param("qwen3", marks=pytest.mark.slow),
-    ],
+    "name", [*("gemma4", "gemma3n", "gemma2", "gpt2", "llama_biases"), *slow("qwen3")]
 )
 def test_families_have_the_logits_of_their_dequantised_weights(name: str) -> None:
     model: Any = load(STOCK / name, weights="int8")
@@ -474,7 +471,7 @@ def test_layers_are_views_of_the_stack_and_end_with_it(
 
 
 @pytest.mark.check
-@pytest.mark.parametrize("weights", ["int8", pytest.param("bfloat16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("weights", ["int8", *slow("bfloat16")])
 def test_the_server_and_the_commands_run_such_weights(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], weights: str
 ) -> None:

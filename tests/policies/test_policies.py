@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from helpers import cases, generation
 from helpers.counting import Counting, count, read_counts
-from helpers.marks import quick_where
+from helpers.marks import quick_where, slow
 from helpers.models import assert_close
 from helpers.policies import DEPTHS, EXITS, SHAPE, SIGNALS, scores_of, thresholded, tokens
 
@@ -251,7 +251,7 @@ def test_is_charged_for_what_it_executes(tiny: Any, policy: Any) -> None:
 
 
 @pytest.mark.check
-@pytest.mark.parametrize("name", ["learned", pytest.param("softmax_gap", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["learned", *slow("softmax_gap")])
 def test_exits_not_in_use_cost_nothing_and_change_nothing(tiny: Any, name: str) -> None:
     """Over all exits, a policy is the one over those that it uses, in values and in cost."""
     policy, ids, lengths = make(tiny, name), tokens(tiny), np.asarray([17, 6, 11], np.int32)

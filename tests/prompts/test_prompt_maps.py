@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers.cases import run_dense, run_oracle
+from helpers.marks import slow
 from helpers.models import Model, live_params, padded, plain_nll, with_random_maps
 
 from utio_jax.core.documents import sample_batches
@@ -239,9 +240,7 @@ def documents(tiny: Model) -> list[np.ndarray]:
     return [ids[0], ids[1, :45], ids[2, :41]]
 
 
-@pytest.mark.parametrize(
-    "kv", ["mapped", *(pytest.param(kv, marks=pytest.mark.slow) for kv in ("propagate", "drop"))]
-)
+@pytest.mark.parametrize("kv", ["mapped", *slow("propagate", "drop")])
 def test_losses_are_the_references(model: Model, documents: list[np.ndarray], kv: Any) -> None:
     """At the depths that a choice of the latest gives: ten of forty, the first four among them."""
     rows = prompt_rows(documents, prompt_tokens=PROMPT, batch=2, decoder=model.decoder)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from helpers import cases
 from helpers.generation import DepthAt, assert_greedy, depth_table, lively_model, run
-from helpers.marks import quick_where
+from helpers.marks import quick_where, slow
 from helpers.models import Model, assert_close, live_params
 from helpers.shared_kv import BRANCHED
 
@@ -186,7 +186,7 @@ def lively() -> Model:
     return lively_model(**changes)
 
 
-@pytest.mark.parametrize("kv", ["propagate", pytest.param("drop", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kv", ["propagate", *slow("drop")])
 def test_decoding_is_the_reference_at_the_decided_depths(lively: Model, kv: Any) -> None:
     policy = DepthAt(table=depth_table(DEPTHS, shape=(3, 64)), depths=DEPTHS)
     result = run(lively, mode=Adaptive(policy=policy, kv=kv))

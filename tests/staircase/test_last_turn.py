@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from helpers import cases
 from helpers.looped import Oracle, looped_model, write_looped
+from helpers.marks import slow
 from helpers.models import live_params
 
 from utio_jax import score
@@ -31,11 +32,7 @@ FEW = cases.Shape(3, 17, (8, 16), cases.SHAPES[1].executor, "propagate")
 
 
 @pytest.mark.parametrize(
-    "shape",
-    [
-        *(BLOCKS, PREFIX, dataclasses.replace(FEW, kv="drop")),
-        pytest.param(FEW, marks=pytest.mark.slow),
-    ],
+    "shape", [*(BLOCKS, PREFIX, dataclasses.replace(FEW, kv="drop")), *slow(FEW)]
 )
 def test_passes_equal_the_reference(shape: cases.Shape, no_compiles: Any) -> None:
     model, seeds = looped_model(4), range(24)

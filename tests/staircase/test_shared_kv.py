@@ -15,7 +15,7 @@ import pytest
 from helpers import cases
 from helpers.counting import Counting, read_counts
 from helpers.generation import PROMPTS, DepthAt, assert_greedy, depth_table, lively_model, run
-from helpers.marks import quick_where
+from helpers.marks import checked, quick_where, slow
 from helpers.models import Model, assert_close, live_params
 from helpers.shared_kv import KINDS
 
@@ -105,11 +105,7 @@ ONE_KIND = quick_where(lambda kind: kind == FIRST, KINDS, lambda _: False)
 # One-token rows have nothing to share. "made once" alone stops above where all K/V are made: at 3.
 ORACLE_CASES = [
     (FIRST, cases.SHAPES[1]),
-    pytest.param(
-        "made once",
-        dataclasses.replace(cases.SHAPES[1], depths=(1, 2, 3, 4), kv="drop"),
-        marks=pytest.mark.check,
-    ),
+    *checked(("made once", dataclasses.replace(cases.SHAPES[1], depths=(1, 2, 3, 4), kv="drop"))),
 ]
 
 
@@ -167,7 +163,7 @@ def test_decoding_is_the_oracle_at_the_decided_depths(lively: Model, kv: Any) ->
 
 EXACT_CASES = [
     (FIRST, Plain()),
-    pytest.param("of the last of a kind", Plain(), marks=pytest.mark.check),
+    *checked(("of the last of a kind", Plain())),
     (FIRST, Lossless(exit=2, max_draft=3)),
 ]
 
@@ -246,9 +242,8 @@ def test_dense_work_counts_the_keys_and_values_that_are_made() -> None:
     ("executor", "kv"),
     [
         (cases.EXECUTOR, "drop"),
-        pytest.param(cases.EXECUTOR, "propagate", marks=pytest.mark.slow),
-        pytest.param(PREFIX, "drop", marks=pytest.mark.slow),
-        pytest.param(PREFIX, "propagate", marks=pytest.mark.check),
+        *slow((cases.EXECUTOR, "propagate"), (PREFIX, "drop")),
+        *checked((PREFIX, "propagate")),
     ],
 )
 def test_keys_and_values_made_once_are_made_of_every_token(executor: Any, kv: Any) -> None:

@@ -20,6 +20,7 @@ from helpers.generation import (
     run,
     true_logits,
 )
+from helpers.marks import slow
 from helpers.models import assert_equal
 from helpers.policies import SurePasses, TableSignal
 
@@ -75,10 +76,7 @@ CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "case",
-    [next(iter(CASES)), *(pytest.param(case, marks=pytest.mark.slow) for case in [*CASES][1:])],
-)
+@pytest.mark.parametrize("case", [next(iter(CASES)), *slow(*[*CASES][1:])])
 def test_generation_is_the_masked_oracle(case: str) -> None:
     kv, thresholds, changes = CASES[case]
     model, limit = lively_model(**changes), throttle(thresholds)

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.marks import slow
 from helpers.models import Model, live_params
 from helpers.shared_kv import KINDS
 
@@ -320,7 +321,7 @@ def test_a_row_is_the_oracles_whatever_its_batch(
     ("canvas", "reveal", "stop"),
     [
         (FULL, Reveal(threshold=0.08), None),
-        pytest.param(SHIFTED, Reveal(), Sched(high=0.6, low=0.1), marks=pytest.mark.slow),
+        *slow((SHIFTED, Reveal(), Sched(high=0.6, low=0.1))),
         (BLOCKS, Reveal(growth=2.0), None),
     ],
 )
@@ -351,10 +352,7 @@ def test_forced_tokens_are_decided_in_the_order_of_predictions(models: dict[str,
     np.testing.assert_array_equal(result.token_ids, forced)
 
 
-@pytest.mark.parametrize(
-    "kind",
-    ["heads of two layers", *(pytest.param(kind, marks=pytest.mark.slow) for kind in [*KINDS][1:])],
-)
+@pytest.mark.parametrize("kind", ["heads of two layers", *slow(*[*KINDS][1:])])
 def test_upper_layers_of_tokens_that_predict_nothing_change_nothing(
     kind: str, models: dict[str, Model]
 ) -> None:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers.generation import DepthAt, assert_greedy, lively_model, run, true_logits
+from helpers.marks import slow
 from helpers.models import Model, live_params, with_random_lens
 
 from utio_jax.contrib import edge as wires
@@ -112,7 +113,7 @@ def test_where_all_ask_tokens_and_draws_are_the_plain_models() -> None:
 # Catching up, and what it costs.
 
 
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dtype", ["float32", *slow("bfloat16")])
 def test_a_long_stretch_without_the_cloud_is_caught_up(dtype: Any) -> None:
     """Tokens 6, 8, 31 and 40 ask: behind the prompt, after one, after 22, after 8; then none."""
     model, asks, sent = lively_model(), (6, 8, 31, 40), 7 + 2 + 23 + 9
@@ -198,13 +199,7 @@ def test_a_cloud_that_answers_and_does_not_help_is_lost(answer: bytes) -> None:
 
 @pytest.mark.parametrize(
     "why",
-    [
-        "two are as long",
-        *[
-            pytest.param(why, marks=pytest.mark.slow)
-            for why in ("another text has its row", "it was started again", "it failed")
-        ],
-    ],
+    ["two are as long", *slow("another text has its row", "it was started again", "it failed")],
 )
 def test_what_a_cloud_has_forgotten_is_sent_again(
     why: str, monkeypatch: pytest.MonkeyPatch

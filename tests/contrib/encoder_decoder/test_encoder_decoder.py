@@ -14,6 +14,7 @@ from helpers import cases
 from helpers.encoder_decoder import EXITS as DEPTHS
 from helpers.encoder_decoder import SOURCE, TARGET, t5_model
 from helpers.generation import DepthAt, assert_greedy, depth_table
+from helpers.marks import slow
 from helpers.models import assert_equal, padded, plain_nll
 from tokenizers import Tokenizer, decoders, models
 
@@ -46,7 +47,7 @@ def assert_of_model(result: Any, *, kv: str) -> None:
     assert_greedy(model, result, prompts, kv=kv)
 
 
-@pytest.mark.parametrize("prefill", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("prefill", [True, *slow(False)])
 def test_plain_decoding_is_the_model(prefill: bool) -> None:
     result = run() if prefill else run(prefill=None)
     assert len(set(np.concatenate(result.token_ids).tolist())) > 10
@@ -75,7 +76,7 @@ def test_adaptive_decoding_is_the_reference_at_the_decided_depths() -> None:
     "mode",
     [
         utio_jax.Lossless(exit=4, max_draft=3),
-        pytest.param(utio_jax.Lossless(drafter="ngram", max_draft=3), marks=pytest.mark.slow),
+        *slow(utio_jax.Lossless(drafter="ngram", max_draft=3)),
     ],
     ids=["exit", "ngram"],
 )
@@ -129,10 +130,8 @@ MODES = {
 PARTS = utio_jax.engine.Shapes(prompt_tokens=(8,))
 """Passes that are shorter than a source."""
 
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("plain", "lossless")]
 
-
-@pytest.mark.parametrize("name", ["propagate", *SLOW])
+@pytest.mark.parametrize("name", ["propagate", *slow("plain", "lossless")])
 def test_rows_of_an_engine_come_and_go_as_if_alone(name: str) -> None:
     model, mode, rng = t5_model(), MODES[name], np.random.default_rng(1)
     sources = [rng.integers(2, 64, rng.integers(1, SOURCE + 1)).tolist() for _ in range(7)]

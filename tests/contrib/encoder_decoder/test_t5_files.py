@@ -12,6 +12,7 @@ import pytest
 from helpers import cases
 from helpers.encoder_decoder import EXITS, FOLDER
 from helpers.folders import changed_copy
+from helpers.marks import slow
 
 from utio_jax.contrib.encoder_decoder import load_t5
 from utio_jax.contrib.encoders import encode_rows
@@ -84,9 +85,7 @@ def test_rows_may_leave_the_encoder() -> None:
     assert abs(result.pooled[0] - first.mean(axis=0)).max() > 0.1
 
 
-@pytest.mark.parametrize(
-    "case", ["t5", "t5_gated", pytest.param("t5_gated_tied", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("case", ["t5", "t5_gated", *slow("t5_gated_tied")])
 def test_states_of_every_block_are_those_of_transformers(case: str) -> None:
     expected, model, params = read(case)
     sources, targets = expected["sources"], expected["targets"]

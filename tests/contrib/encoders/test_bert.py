@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers.folders import STOCK, changed_copy
+from helpers.marks import slow
 from helpers.models import assert_equal
 
 from utio_jax.contrib.encoders import encode_rows, fit_row_exits, read_exits
@@ -30,8 +31,7 @@ def reference(case: str) -> tuple[dict[str, np.ndarray], np.ndarray]:
 
 
 @pytest.mark.parametrize(
-    ("activation", "pooling"),
-    [("gelu", "mean"), ("gelu_new", "cls"), pytest.param("relu", "mean", marks=pytest.mark.slow)],
+    ("activation", "pooling"), [("gelu", "mean"), ("gelu_new", "cls"), *slow(("relu", "mean"))]
 )
 def test_embeddings_at_all_depths_are_those_of_bert(
     tmp_path: Path, activation: str, pooling: Any

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers.counting import Counting, read_counts
-from helpers.marks import quick_where
+from helpers.marks import quick_where, slow
 from helpers.models import Model, live_params
 
 from utio_jax import Thresholded, uniform
@@ -159,14 +159,7 @@ def test_means_of_long_rows_are_finite_in_float16() -> None:
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        *("entropy", "patience"),
-        *(
-            pytest.param(name, marks=pytest.mark.slow)
-            for name in ("max_probability", "state_similarity")
-        ),
-    ],
+    "name", [*("entropy", "patience"), *slow("max_probability", "state_similarity")]
 )
 def test_rows_leave_where_they_should_and_come_out_as_alone(
     vision: Model, known: dict[str, np.ndarray], name: str

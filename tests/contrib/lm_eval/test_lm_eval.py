@@ -14,6 +14,7 @@ import pytest
 from helpers.cases import EXECUTOR, log_probabilities, run_oracle, run_staircase
 from helpers.folders import save_small_model
 from helpers.generation import DepthAt, lively_model
+from helpers.marks import slow
 from helpers.models import gated
 from helpers.tasks import QUESTIONS, run_tasks, write_tasks
 from helpers.texts import new_text, source
@@ -250,7 +251,7 @@ def alone(model: Model, text: str, size: int, mode: Any = Plain()) -> str:
     return new_text(model.tokenizer, ids, new)
 
 
-@pytest.mark.parametrize("mode", ["lossless", pytest.param("adaptive", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mode", ["lossless", *slow("adaptive")])
 def test_generation_is_that_of_generate(model: Model, mode: str) -> None:
     modes: dict[str, Any] = {"lossless": DRAFTS, "adaptive": routed(model)}
     lm = adapter(model, modes[mode])
@@ -329,9 +330,7 @@ def evaluate(lm: Any, folder: Path) -> Any:
     return run_tasks(lm, folder)
 
 
-@pytest.mark.parametrize(
-    "mode", [Plain(), pytest.param(Adaptive(policy=uniform(2)), marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("mode", [Plain(), *slow(Adaptive(policy=uniform(2)))])
 def test_the_harness_takes_the_adapter(model: Model, tmp_path: Path, mode: Any) -> None:
     lm = adapter(model, mode)
     result = evaluate(lm, tmp_path)

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 import pytest
 from helpers.counting import Counting, read_counts
+from helpers.marks import slow
 from helpers.models import Model, live_params, with_random_lens
 from helpers.shared_kv import KINDS
 from scipy import stats
@@ -122,13 +123,7 @@ def test_long_contexts_are_read_in_blocks_as_by_generate(
         jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5), ours, theirs)
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        *("window", "heads of two layers"),
-        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("swiglu", "lens")),
-    ],
-)
+@pytest.mark.parametrize("kind", [*("window", "heads of two layers"), *slow("swiglu", "lens")])
 def test_survivors_have_full_depths_scores_and_the_rest_left_where_they_should(kind: str) -> None:
     decoder = Transformer(dataclasses.replace(TINY, **OTHERS[kind]))
     model = Model(decoder, live_params(decoder, seed=2))
@@ -183,14 +178,7 @@ def test_only_those_left_run_in_the_narrowest_batch_that_holds_them(
 
 
 @pytest.mark.parametrize(
-    "kind",
-    [
-        "heads of two layers",
-        *(
-            pytest.param(kind, marks=pytest.mark.slow)
-            for kind in ("made once", "of the last of a kind")
-        ),
-    ],
+    "kind", ["heads of two layers", *slow("made once", "of the last of a kind")]
 )
 def test_keys_and_values_are_made_where_the_model_makes_some_and_kept(kind: str) -> None:
     decoder = Counting(dataclasses.replace(TINY, **KINDS[kind]))
@@ -206,9 +194,7 @@ def test_keys_and_values_are_made_where_the_model_makes_some_and_kept(kind: str)
     assert result.flops(decoder, model.params) == pytest.approx(ROWS * (WIDTH - 1) * token)
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param("window", marks=pytest.mark.slow), "heads of two layers"]
-)
+@pytest.mark.parametrize("kind", [*slow("window"), "heads of two layers"])
 def test_a_context_reads_only_what_an_engine_has_not_cached(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
