@@ -22,7 +22,7 @@ import pytest
 assert "utio_jax" not in sys.modules, "imported too early: its arrays would go unchecked"
 jaxtyping.install_import_hook("utio_jax", "checker.check")
 
-from helpers.models import Model, live_params  # noqa: E402
+from helpers.models import Model, live_model  # noqa: E402
 
 from utio_jax.core import avoid_wrong_products  # noqa: E402
 
@@ -157,23 +157,13 @@ def short_programs() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def tiny() -> Model:
     """The TINY preset, with parameters under which every layer does something."""
-    from utio_jax.models.presets import TINY
-    from utio_jax.models.transformer import Transformer
-
-    decoder = Transformer(TINY)
-    return Model(decoder, live_params(decoder))
+    return live_model()
 
 
 @pytest.fixture(scope="session")
 def tiny_swiglu() -> Model:
     """The same with SwiGLU, an untied head and as many K/V heads as heads."""
-    from utio_jax.models.presets import TINY
-    from utio_jax.models.transformer import Transformer
-
-    decoder = Transformer(
-        dataclasses.replace(TINY, activation="swiglu", tie_embeddings=False, num_kv_heads=4)
-    )
-    return Model(decoder, live_params(decoder, seed=2))
+    return live_model(seed=2, activation="swiglu", tie_embeddings=False, num_kv_heads=4)
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,6 @@ layers nor its caches. A token that stops after turn `e` is read in later turns 
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
 from pathlib import Path
@@ -15,10 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from helpers.models import Model, live_params
+from helpers.models import Model, live_model
 from utio_jax.core.files import load_tensors, save_tensors
-from utio_jax.models.presets import TINY
-from utio_jax.models.transformer import Transformer
 
 SIZES = {
     "vocab_size": 48,
@@ -203,5 +200,4 @@ def looped_model(turns: int, layers: int = 4, *, scale: float = 0.2, **changes: 
     exits = tuple(layers * (turn + 1) for turn in range(turns))
     sizes: dict[str, Any] = {"num_layers": turns * layers, "turns": turns, "exits": exits}
     sizes |= {"turn_norm": turns > 1, "tie_embeddings": False, **changes}
-    decoder = Transformer(dataclasses.replace(TINY, **sizes))
-    return Model(decoder, live_params(decoder, seed=1, scale=scale))
+    return live_model(seed=1, scale=scale, **sizes)

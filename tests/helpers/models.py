@@ -62,6 +62,14 @@ class Model:
         return jax.numpy.asarray(ids, jax.numpy.int32)
 
 
+def live_model(*, seed: int = 0, scale: float = 0.15, **changes: Any) -> Model:
+    """Returns the TINY preset with other fields, and `live_params`."""
+    from utio_jax.models import TINY, Transformer
+
+    decoder = Transformer(dataclasses.replace(TINY, **changes))
+    return Model(decoder, live_params(decoder, seed, scale))
+
+
 def padded(rows: Sequence[Any], width: int) -> tuple[np.ndarray, np.ndarray]:
     """Returns rows of token ids, padded with zeros to a width, and their lengths."""
     ids = np.zeros((len(rows), width), np.int32)

@@ -12,11 +12,10 @@ import numpy as np
 import pytest
 from helpers.cases import run_dense, run_oracle
 from helpers.marks import slow
-from helpers.models import Model, live_params, padded, plain_nll, with_random_maps
+from helpers.models import Model, live_model, padded, plain_nll, with_random_maps
 
 from utio_jax.core.documents import sample_batches
 from utio_jax.core.flops import token_cost
-from utio_jax.models import TINY, Transformer
 from utio_jax.prompts import choose
 from utio_jax.prompts.choice import PromptChoice
 from utio_jax.prompts.choose import PromptText, choose_prompt, controls_of, split_text
@@ -55,8 +54,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
 )
 def test_maps_are_the_least_squares_of_deeper_keys_and_values(name: str) -> None:
     """Against a solver, on states and K/V that are written out layer by layer."""
-    decoder = Transformer(dataclasses.replace(TINY, **VARIANTS[name]))
-    model = Model(decoder, live_params(decoder, seed=5))
+    model = live_model(seed=5, **VARIANTS[name])
+    decoder = model.decoder
     read = batches(model)
     fitted = fit_kv_maps(decoder, model.params, read, stops=(3, 1), ridge=1e-6)
     assert sorted(fitted) == [1, 3]

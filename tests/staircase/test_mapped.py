@@ -13,11 +13,10 @@ import numpy as np
 import pytest
 from helpers import cases
 from helpers.counting import Counting, read_counts
-from helpers.models import Model, live_params, with_random_maps
+from helpers.models import Model, live_model, with_random_maps
 
 from utio_jax import uniform
 from utio_jax.core.flops import token_cost
-from utio_jax.models import TINY, Transformer
 from utio_jax.policies import given_depths
 from utio_jax.prompts.maps import with_kv_maps
 from utio_jax.staircase import CapacityPrefix, MicroBatches, staircase
@@ -66,8 +65,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     ],
 )
 def test_equals_the_reference_whatever_turns_states_into_keys(name: str) -> None:
-    decoder = Transformer(dataclasses.replace(TINY, **VARIANTS[name]))
-    model = with_random_maps(Model(decoder, live_params(decoder, seed=4)), STOPS)
+    model = with_random_maps(live_model(seed=4, **VARIANTS[name]), STOPS)
     shape = dataclasses.replace(SHAPES[1], executor=PREFIX)
     assert max(error for _, error in cases.compare_cases(model, shape, range(12))) < 1e-4
 

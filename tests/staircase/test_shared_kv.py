@@ -16,7 +16,7 @@ from helpers import cases
 from helpers.counting import Counting, read_counts
 from helpers.generation import PROMPTS, DepthAt, assert_greedy, depth_table, lively_model, run
 from helpers.marks import checked, quick_where, slow
-from helpers.models import Model, assert_close, live_params
+from helpers.models import Model, assert_close, live_model, live_params
 from helpers.shared_kv import KINDS
 
 from utio_jax import Adaptive, Lossless, Plain, uniform
@@ -36,8 +36,7 @@ KIND_CASES = quick_where(lambda kind: kind == FIRST, KINDS)
 
 @pytest.fixture(scope="module", params=KIND_CASES)
 def model(request: Any) -> Model:
-    decoder = Transformer(dataclasses.replace(TINY, **KINDS[request.param]))
-    return Model(decoder, live_params(decoder))
+    return live_model(**KINDS[request.param])
 
 
 PREFIX = CapacityPrefix(capacities=(16, 8), min_bucket=8)

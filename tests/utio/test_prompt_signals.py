@@ -12,10 +12,9 @@ import numpy as np
 import pytest
 from helpers.cases import run_dense
 from helpers.marks import quick_where
-from helpers.models import Model, live_params
+from helpers.models import Model, live_model
 from helpers.shared_kv import KINDS
 
-from utio_jax.models import TINY, Transformer
 from utio_jax.policies.base import Boundary
 from utio_jax.staircase import MicroBatches, PromptImportance, staircase
 from utio_jax.utio.signals import AttentionHeat, PromptSurrogate
@@ -60,8 +59,8 @@ def scores_of(model: Model, signal: Any, ids: Any, lengths: list[int]) -> np.nda
 )
 def test_heat_is_what_the_last_queries_look_at(name: str) -> None:
     """Against softmax attention written out, over all heads of the two layers behind the stop."""
-    decoder = Transformer(dataclasses.replace(TINY, **VARIANTS[name]))
-    model = Model(decoder, live_params(decoder, seed=4))
+    model = live_model(seed=4, **VARIANTS[name])
+    decoder = model.decoder
     lengths, queries = [24, 10, 3], 4
     ids, config = model.tokens(3, 24), decoder.config
     (x,) = run_dense(decoder, model.params, ids, jnp.asarray(lengths), depths=(2,))

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from helpers.cases import run_dense
 from helpers.counting import Counting, read_counts
-from helpers.models import Model, assert_close, live_params, with_random_lens
+from helpers.models import Model, assert_close, live_model, with_random_lens
 from helpers.shared_kv import KINDS
 
 from utio_jax import Thresholded, reference_states, score, uniform
@@ -36,8 +36,7 @@ PLAN = UtioPlan(depths=(1, 2, 4), thresholds=(1.9, 2.1), min_bucket=4)
 
 
 def shared(kind: str) -> Model:
-    decoder = Transformer(dataclasses.replace(TINY, exits=(2, 3, 4), **KINDS[kind]))
-    return Model(decoder, live_params(decoder))
+    return live_model(exits=(2, 3, 4), **KINDS[kind])
 
 
 def rows_of(model: Model, seed: int = 0) -> tuple[jax.Array, jax.Array]:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers.marks import slow
-from helpers.models import Model, live_params
+from helpers.models import Model, live_model
 from helpers.shared_kv import KINDS
 
 from utio_jax.attention.mixing import mixer_at
@@ -20,8 +20,6 @@ from utio_jax.contrib.denoising import Best, Canvas, Refresh, Reveal, Sched, den
 from utio_jax.contrib.denoising.decode import result_of, rows_of
 from utio_jax.contrib.denoising.loop import Inputs, Loop
 from utio_jax.core.layer import layer_at, split_layers
-from utio_jax.models.presets import TINY
-from utio_jax.models.transformer import Transformer
 from utio_jax.staircase.reference import apply_layer, dense_keys_values, read_side_by_side
 
 MASK, NEW = 63, 12
@@ -50,9 +48,7 @@ def left(state: Any) -> jax.Array:
 
 
 def model_of(kind: str) -> Model:
-    config = dataclasses.replace(TINY, causal=False, eos_ids=(), **OPTIONS[kind])
-    decoder = Transformer(config)
-    return Model(decoder, live_params(decoder, seed=2))
+    return live_model(seed=2, causal=False, eos_ids=(), **OPTIONS[kind])
 
 
 @pytest.fixture(scope="module")

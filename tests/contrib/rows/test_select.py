@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from helpers.counting import Counting, read_counts
 from helpers.marks import slow
-from helpers.models import Model, live_params, with_random_lens
+from helpers.models import Model, live_model, live_params, with_random_lens
 from helpers.shared_kv import KINDS
 from scipy import stats
 
@@ -34,7 +34,6 @@ from utio_jax.decoding import prefill
 from utio_jax.engine import Engine
 from utio_jax.engine.prefix import PrefixCache
 from utio_jax.models.presets import TINY
-from utio_jax.models.transformer import Transformer
 from utio_jax.staircase.score import exit_nll
 
 ROWS, WIDTH, SLOTS = 6, 6, 12
@@ -125,8 +124,7 @@ def test_long_contexts_are_read_in_blocks_as_by_generate(
 
 @pytest.mark.parametrize("kind", [*("window", "heads of two layers"), *slow("swiglu", "lens")])
 def test_survivors_have_full_depths_scores_and_the_rest_left_where_they_should(kind: str) -> None:
-    decoder = Transformer(dataclasses.replace(TINY, **OTHERS[kind]))
-    model = Model(decoder, live_params(decoder, seed=2))
+    model = live_model(seed=2, **OTHERS[kind])
     if kind == "lens":
         model = with_random_lens(model)
     tokens, rng = token_scores(model), np.random.default_rng(1)
