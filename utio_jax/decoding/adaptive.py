@@ -13,6 +13,7 @@ from jaxtyping import Array, Int
 
 from utio_jax.core.decoder import Decoder, Params, has_exit_lens
 from utio_jax.core.pytrees import pytree, static
+from utio_jax.core.work import Work
 from utio_jax.decoding.base import DecodeContext, Mode, emit_drawn
 from utio_jax.decoding.cached import CachedRows, RowCache
 from utio_jax.decoding.state import DecodeState
@@ -138,7 +139,7 @@ class Adaptive(Mode):
             frozen=frozen,
             attention=self.pattern(state.memory),
             readout=Readout(function=lambda logits: logits),
-            cache=RowCache.of(state.cache, rows=active.shape[0]),
+            cache=RowCache(kv=state.cache, work=Work.of_rows(active.shape[0])),
         )
 
         # Layers that ran also have K/V of exited rows, if these are projected.
@@ -161,10 +162,10 @@ class Adaptive(Mode):
             heads=by_rows.heads,
             exit_maps=by_rows.exit_maps,
             kv_maps=by_rows.kv_maps,
-            queries=spent.layers,
-            keys_values=spent.keys_values + projected,
+            queries=spent.work.queries,
+            keys_values=spent.work.keys_values + projected,
             key_slots=executor.attended(spent),
-            kv_reads=spent.key_slots,
+            kv_reads=spent.work.key_slots,
         )
         memory = self.remember(done.chosen, shown=_show(shown, ended, depth))
         return emit_drawn(
@@ -172,7 +173,7 @@ class Adaptive(Mode):
             dataclasses.replace(state, cache=cache, work=work, memory=memory),
             done.read[:, 0],
             decided=depth[:, 0],
-            executed=spent.layers,
+            executed=spent.work.queries,
         )
 
     def rows(self, **options: Any) -> CachedRows:

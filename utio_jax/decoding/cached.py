@@ -227,29 +227,15 @@ class RowSlots:
 
 @pytree
 class RowCache:
-    """K/V cache that a step's segments pass on, with the work executed so far.
-
-    Attributes:
-      kv: keys and values.
-      layers: number of layers that ran in each row's slot.
-      keys_values: number of layers whose K/V were projected in each row's slot.
-      key_slots: number of key slots that each row has read, summed over layers.
-    """
+    """K/V cache that a step's segments pass on, with the work executed so far, by row."""
 
     kv: KVCache
-    layers: Int[Array, " batch"]
-    keys_values: Int[Array, " batch"]
-    key_slots: Float[Array, " batch"]
+    work: Work
 
-    @classmethod
-    def of(cls, kv: KVCache, *, rows: int) -> RowCache:
-        """Returns a cache whose first rows run, with their counts at 0."""
-        none = jnp.zeros((rows,), jnp.int32)
-        return cls(kv=kv, layers=none, keys_values=none, key_slots=none.astype(jnp.float32))
-
-    def after(self, kv: KVCache, **spent: jax.Array) -> RowCache:
-        """Returns the cache after a segment, with its work added to the fields."""
-        return RowCache(kv=kv, **{name: getattr(self, name) + new for name, new in spent.items()})
+    def after(self, kv: KVCache, **spent: Any) -> RowCache:
+        """Returns the cache after a segment, with its work added."""
+        rows = jnp.ones(self.work.queries.shape, jnp.bool_)
+        return RowCache(kv=kv, work=self.work.add(rows, **spent))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -302,7 +288,7 @@ class CachedRows:
         x, kv = run_segment(decoder, params, cache.kv, tokens.x, block, **span, **where)
         ran = span["stop"] - span["start"]
         made = jnp.any(slots.live).astype(jnp.int32) * len(decoder.config.kv_made(*layers))
-        return x, cache.after(kv, layers=ran, keys_values=made, key_slots=ran * float(self.width))
+        return x, cache.after(kv, queries=ran, keys_values=made, key_slots=ran * float(self.width))
 
     def span(self, slots: RowSlots, layers: tuple[int, int]) -> Span:
         """Returns a segment's layers; an empty span if no row needs it."""
@@ -345,8 +331,7 @@ class CachedRows:
         x, ran = on_packed_rows(live[:, 0], run, lambda x: x, tokens.x)
         layers_run = (end - start) * ran.astype(jnp.int32)
         key_slots = layers_run * float(self.width)
-        none = jnp.zeros_like(layers_run)  # No K/V are made.
-        return x, cache.after(cache.kv, layers=layers_run, keys_values=none, key_slots=key_slots)
+        return x, cache.after(cache.kv, queries=layers_run, key_slots=key_slots)
 
     def map_slots(self, slots: RowSlots, function: Callable[..., Any], *arrays: jax.Array) -> Any:
         live = slots.live
@@ -365,7 +350,7 @@ class CachedRows:
 
     def attended(self, spent: RowCache) -> Float[Array, " batch"]:
         """Returns the number of key slots that each row attended over, summed over layers."""
-        return spent.key_slots
+        return jnp.asarray(spent.work.key_slots)
 
     def only_if(self, slots: RowSlots, asked: bool | Bool[Array, ""]) -> RowSlots:
         return dataclasses.replace(slots, live=slots.live & asked)

@@ -167,11 +167,11 @@ class ThrottledRows(CachedRows):
         views = jnp.any(live & low) * jnp.full(live.shape[:1], float(cache.kv.view.history.size))
         read = ran * (views + (live & ~low)[:, 0] * float(self.width))
         made = jnp.any(live).astype(jnp.int32) * len(decoder.config.kv_made(*layers))
-        return x, cache.after(kv, layers=ran, keys_values=made, key_slots=read)
+        return x, cache.after(kv, queries=ran, keys_values=made, key_slots=read)
 
     def attended(self, spent: RowCache) -> Float[Array, ""]:
         # Views are read side by side: what attention computes is the batch's mean.
-        return jnp.mean(spent.key_slots)
+        return jnp.mean(spent.work.key_slots)
 
 
 @pytree
