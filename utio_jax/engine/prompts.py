@@ -26,7 +26,7 @@ from utio_jax.core.arrays import flat
 from utio_jax.core.decoder import Decoder
 from utio_jax.core.platform import here
 from utio_jax.core.pytrees import pytree, static
-from utio_jax.core.rows import Rows, over_rows, put_rows
+from utio_jax.core.rows import Rows, map_rows, over_rows, put_rows
 from utio_jax.core.work import Work
 from utio_jax.decoding.base import DecodeContext, emit_drawn
 from utio_jax.decoding.cached import block_at, run_segment
@@ -311,24 +311,16 @@ def _first_tokens(
     by_row = jnp.zeros((num_rows, logits.shape[-1]), logits.dtype)
     by_row = by_row.at[rows].set(logits, mode="drop")
 
-    def chosen(axis: int, new: Any, old: Any) -> Any:
-        def pick(new: jax.Array, old: jax.Array) -> jax.Array:
-            mask = begins.reshape(*(1,) * axis, -1, *(1,) * (new.ndim - axis - 1))
-            return jnp.where(mask, new, old)
-
-        return jax.tree.map(pick, new, old)
+    def pick(old: jax.Array, new: jax.Array, axis: int) -> jax.Array:
+        mask = begins.reshape(*(1,) * axis, -1, *(1,) * (new.ndim - axis - 1))
+        return jnp.where(mask, new, old)
 
     reason = jnp.where(begins, RUNNING, RELEASED)
     alone = dataclasses.replace(state, cache=cache, reason=reason)
     alone = context.mode.start(context, alone)
     depth = jnp.full_like(state.lengths, num_layers)
     new = emit_drawn(context, alone, by_row, decided=depth, executed=depth)
+    kept = map_rows(pick, state, new)
     # K/V were written in place; under jit their choice costs nothing.
-    kept = chosen(1, new.cache, state.cache)
-    kept = dataclasses.replace(kept, keys=cache.keys, values=cache.values)
-    return dataclasses.replace(
-        new,
-        cache=kept,
-        memory=chosen(0, new.memory, state.memory),
-        reason=chosen(0, new.reason, state.reason),
-    )
+    kept_cache = dataclasses.replace(kept.cache, keys=cache.keys, values=cache.values)
+    return dataclasses.replace(kept, cache=kept_cache)
