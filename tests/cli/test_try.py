@@ -154,7 +154,7 @@ def test_prompts_stop_at_the_cheapest_exit_where_all_cost_more_than_half(
     assert record["stop"] == 3
     assert 0.5 < budget < 1
     assert prompt_choice(model.decoder, model.params, budget).stop == 3
-    with pytest.raises(ValueError, match=f"budget of at least {budget:g}, the cheapest known"):
+    with pytest.raises(ValueError, match=f"budget of at least {budget:.3f}, the cheapest known"):
         prompt_choice(model.decoder, model.params, budget - 0.002)
 
 

@@ -63,8 +63,8 @@ def prompt_choice(
     fitting = [choice for choice in known if (choice.flops_ratio or 1.0) <= budget]
     if not fitting:
         raise ValueError(
-            f"Wanted a prompt budget of at least {_least(known):g}, the cheapest known prefill of "
-            f"this model. Got {budget}. Prefills that lose more than the limit of fit-prompt do "
+            f"Wanted a prompt budget of at least {_least(known):.3f}, the cheapest known prefill "
+            f"of this model. Got {budget}. Prefills that lose more than the limit of fit-prompt do "
             "not count: fit again with a larger --max-nll-increase-pct."
         )
     return min(fitting, key=lambda choice: (choice.nll_increase_pct or 0.0, -choice.stop))
