@@ -312,6 +312,8 @@ def _first_tokens(
     by_row = by_row.at[rows].set(logits, mode="drop")
 
     def pick(old: jax.Array, new: jax.Array, axis: int) -> jax.Array:
+        if old is new:
+            return new
         mask = begins.reshape(*(1,) * axis, -1, *(1,) * (new.ndim - axis - 1))
         return jnp.where(mask, new, old)
 
@@ -320,7 +322,9 @@ def _first_tokens(
     alone = context.mode.start(context, alone)
     depth = jnp.full_like(state.lengths, num_layers)
     new = emit_drawn(context, alone, by_row, decided=depth, executed=depth)
-    kept = map_rows(pick, state, new)
+    # All else was written for rows that begin alone: to choose there would copy it.
+    before = dataclasses.replace(new, cache=state.cache, memory=state.memory, reason=state.reason)
+    kept = map_rows(pick, before, new)
     # K/V were written in place; under jit their choice costs nothing.
     kept_cache = dataclasses.replace(kept.cache, keys=cache.keys, values=cache.values)
     return dataclasses.replace(kept, cache=kept_cache)
