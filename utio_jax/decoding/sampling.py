@@ -80,6 +80,12 @@ class SamplingParams:
 
     def __call__(self, logits: Float[Array, "batch *lead vocab"]) -> Float[Array, ...]:
         """Returns logits whose softmax tokens are drawn from. Fields are arrays, see `rows_of`."""
+        return _on_rows(
+            self.greedy, _best_alone, self.for_drawn(logits), jnp.asarray(self.temperature)
+        )
+
+    def for_drawn(self, logits: Float[Array, "batch *lead vocab"]) -> Float[Array, ...]:
+        """Returns the same for rows that are drawn, and logits of greedy rows as they are."""
         temperature, top_k, top_p, min_p = map(
             jnp.asarray, (self.temperature, self.top_k, self.top_p, self.min_p)
         )
@@ -87,8 +93,7 @@ class SamplingParams:
         logits = _on_rows(drawn & (temperature != 1), _divided, logits, temperature)
         logits = _on_rows(drawn & (top_k > 0), _most_likely, logits, top_k)
         logits = _on_rows(drawn & (top_p < 1), _nucleus, logits, top_p)
-        logits = _on_rows(drawn & (min_p > 0), _likely, logits, min_p)
-        return _on_rows(self.greedy, _best_alone, logits, temperature)
+        return _on_rows(drawn & (min_p > 0), _likely, logits, min_p)
 
 
 def _is_count(value: Any) -> bool:
@@ -233,7 +238,7 @@ def draw(
     greedy, best = sampling.greedy, most_probable(logits)
 
     def drawn() -> jax.Array:
-        new = jax.vmap(jax.vmap(jax.random.categorical))(keys, sampling(logits))
+        new = jax.vmap(jax.vmap(jax.random.categorical))(keys, sampling.for_drawn(logits))
         return jnp.where(greedy[:, None], best, new.astype(jnp.int32))
 
     return jax.lax.cond(jnp.all(greedy), lambda: best, drawn)
