@@ -142,7 +142,10 @@ class VerticalSlash(AttentionPattern):
     history: History = static()
 
     def __post_init__(self) -> None:
-        if type(self.thresholds) in (list, tuple):
+        # While pytrees are rebuilt they may be anything.
+        if type(self.thresholds) in (list, tuple) and all(
+            isinstance(threshold, (int, float, np.number)) for threshold in self.thresholds
+        ):
             thresholds = jax.device_put(np.asarray(self.thresholds, np.float32))
             object.__setattr__(self, "thresholds", thresholds)
 
