@@ -357,7 +357,8 @@ def train(  # noqa: PLR0913 (options, each named)
         raise ValueError(
             f"Wanted one exit weight per intermediate exit of {exits}. Got {config.exit_weights}."
         )
-    if config.tokens_per_step < (longest := max(config.context, config.long_context)):
+    longest = max(map(config.context_at, (0, config.steps - 1)))
+    if config.tokens_per_step < longest:
         raise ValueError(
             f"Wanted tokens_per_step of at least a window, {longest} tokens. Got "
             f"{config.tokens_per_step}. Raise it, or shorten the context."
