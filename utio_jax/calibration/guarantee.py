@@ -125,7 +125,7 @@ def halves(
     units: str,
     max_risk: float,
     confidence: float,
-    bound: str = "max_disagreement",
+    bound: str = "max_risk",
     seed: int = 0,
 ) -> Bool[np.ndarray, " unit"]:
     """Returns the units that a ladder of candidates is fitted to; the others test it.

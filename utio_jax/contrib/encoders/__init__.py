@@ -300,7 +300,8 @@ def fit_row_exits(  # noqa: PLR0913 (options, each named)
             "utio_jax.calibration.fit_with_guarantee."
         )
     bound: dict[str, Any] = {"max_risk": max_disagreement, "confidence": confidence}
-    fits = halves(np.arange(len(lengths)), units="rows, none empty,", seed=seed, **bound)
+    names: Any = {"units": "rows, none empty,", "bound": "max_disagreement"}
+    fits = halves(np.arange(len(lengths)), seed=seed, **names, **bound)
     read = jax.jit(read_exits, static_argnums=0, static_argnames="depths")
     exits = read(encoder, params, inputs, lengths, depths=depths)
     scores = np.asarray(score_exits(encoder, params, exits, signal, depths=depths))

@@ -59,7 +59,7 @@ def fit_select(
             f"depths={depths}, groups of shape {groups.shape}."
         )
     bound: dict[str, Any] = {"max_risk": max_disagreement, "confidence": confidence}
-    fits = halves(groups, units="queries", **bound)
+    fits = halves(groups, units="queries", bound="max_disagreement", **bound)
     seen = see_all(decoder, params, queries, depths=depths, slots=slots)
     cost, ends = token_cost(decoder, params), np.asarray([*depths, decoder.config.num_layers])
     keys = slots + queries[0][1].shape[1]
