@@ -76,19 +76,20 @@ def least_budget(
     """Returns the least budget that `prompt_choice` takes, rounded up to 0.001.
 
     Raises:
-      ValueError: a stock model of which nothing was measured.
+      ValueError: a stock model without measurements.
     """
     return _least(_known(decoder, params, choices))
 
 
 def _least(known: Sequence[PromptChoice]) -> float:
-    return math.ceil(1000 * min(choice.flops_ratio or 1.0 for choice in known)) / 1000
+    least = min(choice.flops_ratio or 1.0 for choice in known)
+    return max(least, math.ceil(1000 * least) / 1000)
 
 
 def _known(
     decoder: Decoder, params: Params, choices: Sequence[PromptChoice]
 ) -> Sequence[PromptChoice]:
-    """Returns choices that were measured, or else those at exits. Raises ValueError for none."""
+    """Returns the measured choices, or else those at exits. Raises ValueError for none."""
     maps = isinstance(decoder, HasKVMaps)
     usable = [
         choice
