@@ -77,7 +77,9 @@ class Bench:
                     "some, or leave it out for the default."
                 )
         if len(set(self.models)) < len(self.models):
-            raise ValueError(f"Wanted each of --models once. Got {' '.join(self.models)}.")
+            raise ValueError(
+                f"Wanted each of --models once. Got {' '.join(self.models)}. Name it once."
+            )
         policies = [label_of(name) for name in self.policies]
         least = min(*self.batch_sizes, *self.prompt_lengths, self.new_tokens, self.rounds)
         if least < 1:
