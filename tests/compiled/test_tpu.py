@@ -54,7 +54,7 @@ PROGRAMS: dict[str, tuple[Callable[[Programs], Any], tuple[int, int, int, int]]]
     "plain": (lambda made: made.decode(Plain(), 8), (2, 1, 0, 0)),
     "adaptive": (lambda made: made.decode(Adaptive(policy=made.policy()), 8), (4, 4, 2, 0)),
     "lossless": (lambda made: made.decode(Lossless(exit=2), 8), (4, 1, 1, 0)),
-    "engine": (lambda made: made.engine(Adaptive(policy=made.policy()), 8), (17, 17, 32, 0)),
+    "engine": (lambda made: made.engine(Adaptive(policy=made.policy()), 8), (17, 17, 28, 0)),
 }
 """Loops, those of unknown length among them, branches, and copies of 16 MB outside of loops."""
 
