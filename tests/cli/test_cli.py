@@ -315,7 +315,10 @@ def test_generate_streams_one_prompt_to_a_terminal(
             "calibrate --budget 0.5 --max-nll-increase-pct 1",
             "one of budget, max_nll_increase_pct and max_disagreement",
         ),
-        ("calibrate SOURCE --max-disagreement 0.05", "77 documents for max_disagreement=0.05"),
+        (
+            "calibrate SOURCE --max-disagreement 0.05",
+            "77 documents of more than 32 tokens for max_disagreement=0.05",
+        ),
         ("calibrate SOURCE --confidence 0.9", "Wanted max_disagreement with a confidence"),
         ("compare SOURCE --budget 0.8 0.123", "some of the budgets [0.8], as calibrated"),
         ("generate --prompt hello", "Wanted at least one prompt: utio-jax generate TEXT"),
