@@ -69,7 +69,7 @@ def launched(lowered: Any) -> Launches:
 
 PROGRAMS: dict[str, tuple[Callable[[Programs], Any], tuple[int, int]]] = {
     "dense": (lambda made: made.dense(16, 512), (2, 2)),
-    "score": (lambda made: made.score(16, 512), (17, 0)),
+    "score": (lambda made: made.score(16, 512), (17, 2)),
     "prefix": (lambda made: made.score(16, 512, shares=(1.0, 0.5)), (1, 1)),
     "plain": (lambda made: made.decode(Plain(), 8), (1, 0)),
     "adaptive": (lambda made: made.decode(Adaptive(policy=made.policy()), 8), (4, 0)),
