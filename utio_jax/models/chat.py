@@ -65,7 +65,7 @@ class ChatTemplate:
         if isinstance(messages, list | tuple):
             with suppress(jinja2.TemplateSyntaxError):  # Rendering says where.
                 messages = shaped(messages, _shapes(template))
-        return render_chat(template, messages, **{**self.special_tokens, **variables})
+        return _render(template, messages, True, **{**self.special_tokens, **variables})
 
 
 def render_chat(
@@ -77,8 +77,8 @@ def render_chat(
 
     Args:
       template: a Jinja program.
-      messages: at least one; keys whose value is None are left out, except the content of a
-        message with `tool_calls`. Reasoning is there under each name that templates read.
+      messages: at least one; keys whose value is None are left out, and reasoning is there under
+        each name that templates read.
       add_generation_prompt: whether to open the assistant's turn.
       **variables: others that the template reads: special tokens, `tools`, `enable_thinking`.
 
@@ -86,6 +86,21 @@ def render_chat(
       ValueError: no messages, one that is no mapping with a role, a variable named `messages`, or
         a template that is broken or refuses them.
     """
+    return _render(
+        template, messages, False, add_generation_prompt=add_generation_prompt, **variables
+    )
+
+
+def _render(
+    template: str,
+    messages: Messages,
+    keeps_none: bool,
+    /,
+    *,
+    add_generation_prompt: bool = True,
+    **variables: Any,
+) -> str:
+    """Renders as `render_chat`; `keeps_none`: a content of None next to calls stays."""
     if "messages" in variables:
         raise ValueError(
             "Wanted variables of a chat template under names of their own. Got 'messages', which "
@@ -106,7 +121,7 @@ def render_chat(
         "tools": None,
         "documents": None,
         **variables,
-        "messages": [*map(_entries, messages)],
+        "messages": [_entries(message, keeps_none=keeps_none) for message in messages],
         "add_generation_prompt": add_generation_prompt,
     }
     try:
@@ -230,12 +245,13 @@ class ChatEngine:
         return self._engine.stream(prompt_ids, max_new_tokens=max_new_tokens, **options)
 
 
-def _entries(message: Mapping[str, Any]) -> dict[str, Any]:
+def _entries(message: Mapping[str, Any], *, keeps_none: bool) -> dict[str, Any]:
     """Returns a message without what is None, its reasoning under the names that are read.
 
-    A content of None next to calls stays: templates know by it that there are calls alone.
+    With `keeps_none`, a content of None next to calls stays: templates of DeepSeek-R1's distilled
+    models know by it that there are calls alone. transformers 5.24 drops it, and so their calls.
     """
-    kept = {"content"} if message.get("tool_calls") else set[str]()
+    kept = {"content"} if keeps_none and message.get("tool_calls") else set[str]()
     entries = {key: value for key, value in message.items() if value is not None or key in kept}
     reasoning = next((entries[name] for name in _REASONING if name in entries), None)
     if reasoning is None:
