@@ -184,7 +184,7 @@ def upper_keys_values(
       decoder: the model, of one `kv_source` for all upper layers.
       params: its parameters.
       first: the first layer's input, `[batch, token, dim]`.
-      states: after each lower layer, `[layer, batch, token, dim]`.
+      states: states after each lower layer, `[layer, batch, token, dim]`.
       places: encoded positions.
     """
     config = decoder.config

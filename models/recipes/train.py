@@ -38,11 +38,11 @@ class Train:
         "plain-10", "plain-8", "plain-4"; four layers in four turns, with a gate: "looped-4x4";
         exits from the start: "stdlib-16"; exits that a plain run gets late: "late-16"; or layers
         that are added to a finished plain-8, which stays as it is: "grown-16".
-      seed: of everything random.
-      trunk: of "late-shared-16" and "late-16": the --out of the shared-16 or plain-16 run, of as
-        many steps, that it branches off; of "grown-16": that of the plain-8 run.
-      exit_weight: of these: share of each exit in the loss. By default 0.2 for "late-shared-16",
-        0.1 for "late-16", 0.3 for "grown-16".
+      seed: seed for everything random.
+      trunk: --out of the run that a preset continues: of shared-16 for "late-shared-16" and of
+        plain-16 for "late-16", with as many steps; of plain-8 for "grown-16".
+      exit_weight: share of each exit in the loss of these presets. By default 0.2 for
+        "late-shared-16", 0.1 for "late-16", 0.3 for "grown-16".
     """
 
     out: Path = Path("out/train")

@@ -157,10 +157,11 @@ class OfMode(OfCalibration):
       mode: plain, the model as it is; lossless, its own tokens, drafted and checked; adaptive, a
         depth per token. By default adaptive with --budget, else plain.
       budget: FLOPs of --mode adaptive over full depth's. By default 0.75, or the only one fitted.
-      policy: of --mode adaptive: one of the calibration's; in generate and chat also uniform or
-        random. By default learned.
-      drafter: of --mode lossless: exit, or ngram (what followed the last tokens when the text had
-        them before). By default an exit where the model was trained at its exits, else ngram.
+      policy: policy of --mode adaptive, one of the calibration's; in generate and chat also uniform
+        or random. By default learned.
+      drafter: source of drafts of --mode lossless: exit, or ngram (what followed the last tokens
+        when the text had them before). By default an exit where the model was trained at its exits,
+        else ngram.
       prompt_budget: FLOPs of reading a prompt, over reading it in full: most of its tokens stop
         early.
       prompt_maps: a file that `utio-jax fit-prompt` wrote: what a stock model needs for

@@ -31,7 +31,7 @@ class Serve(OfMode):
       capacity: tokens of each, prompt included; by default the model's context, 2048 at most.
       prefix_cache: bytes for K/V of beginnings that requests share, as 64MiB; 0 keeps none. Prompts
         that are read with --prompt-budget on a stock model do not use it.
-      drain_seconds: that open requests have after SIGTERM.
+      drain_seconds: seconds that open requests have after SIGTERM.
     """
 
     EXAMPLES: ClassVar = (

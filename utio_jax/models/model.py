@@ -127,7 +127,7 @@ class Model:
       decoder: the model, or any `Decoder` of your own; `Lensed` if its exits are read through a
         lens, `KVMapped` if it has KV maps.
       params: its parameters.
-      folder: with config, weights and tokenizer: a folder, or a GGUF file. Of a decoder of your own
+      folder: folder with config, weights and tokenizer, or a GGUF file. Of a decoder of your own
         any folder: `tokenizer.json` there is for texts, and `policies.json` its calibration.
       weights: `"int8"` or `"bfloat16"` if matrices of products are held as that (see `load`).
       lens: the lens' file, if there is one.

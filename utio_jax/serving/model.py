@@ -25,7 +25,7 @@ class Limits:
       queue_requests: that wait for a slot, each choice of each prompt by itself; more get a 429.
       request_seconds: from a request to its last token.
       ping_seconds: between comments in a stream that has nothing to say.
-      drain_seconds: that open requests have after SIGTERM; finite.
+      drain_seconds: seconds that open requests have after SIGTERM; finite.
     """
 
     body_bytes: int = 2**20
