@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import jax
@@ -16,7 +17,7 @@ from helpers.models import assert_close, gated, random_gates
 
 from utio_jax import uniform
 from utio_jax.models import TINY, Transformer
-from utio_jax.policies import Thresholded, given_depths
+from utio_jax.policies import Entropy, Thresholded, given_depths
 from utio_jax.staircase import CapacityPrefix, MicroBatches, score, staircase
 from utio_jax.staircase.reference import reference_states
 
@@ -57,6 +58,14 @@ def test_equals_the_oracle_in_float64(tiny: Any) -> None:
         assert result.x.dtype == np.float64
         shape = dataclasses.replace(shape, kv="drop")
         assert max(error for _, error in cases.compare_cases(model, shape, range(16))) < 1e-4
+
+
+def test_a_policy_that_reads_the_head_is_traced_under_x64(tiny: Any) -> None:
+    """Branches of the loop of a jitted pass count heads alike: whether one is read or not."""
+    with jax.enable_x64(True):
+        policy = Thresholded(signal=Entropy(), thresholds=jnp.ones(2), depths=(1, 2, 4))
+        run = partial(score, tiny.decoder, executor=MicroBatches(min_bucket=8))
+        jax.make_jaxpr(run)(tiny.params, *small_case(tiny)[1:3], policy)
 
 
 @pytest.mark.slow

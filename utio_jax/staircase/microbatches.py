@@ -141,7 +141,7 @@ class MicroBatches:
         blocks = [cover.blocks(token_of_slot, *slots_of) for cover, *slots_of in groups]
         return PackedSlots(
             token_of_slot=token_of_slot,
-            total=sum((jnp.sum(counts) for _, _, counts in groups), jnp.int32(0)),
+            total=sum((jnp.sum(c, dtype=jnp.int32) for _, _, c in groups), jnp.int32(0)),
             query_blocks=sum(blocks, ()),
             batch=batch,
             width=width,
