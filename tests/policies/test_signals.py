@@ -30,6 +30,7 @@ from utio_jax.policies import (
 )
 from utio_jax.policies.base import Boundary
 from utio_jax.policies.store import STORED, _type_name, _type_of
+from utio_jax.staircase import CapacityPrefix, MicroBatches
 from utio_jax.utio import UtioSurrogate
 
 IDS = np.random.default_rng(3).integers(0, 64, (3, 17)).astype(np.int32)
@@ -264,6 +265,27 @@ def test_policies_of_ones_own_have_defaults(tiny: Any) -> None:
 
     with pytest.raises(TypeError, match="of Reader as methods.*Got reads_logits=True"):
         run(Reader(depths=(1, 4)))
+
+
+@pytest.mark.parametrize("executor", [MicroBatches(), CapacityPrefix(capacities=(64, 64))])
+def test_decisions_are_booleans_of_tokens_or_one_of_all(tiny: Any, executor: Any) -> None:
+    @pytree
+    class Own(PolicyBase):
+        decision: Any = static(default=None)
+
+        def go_deeper(self, index: int, boundary: Any, memory: Any) -> Any:
+            return self.decision(boundary.positions), memory
+
+    def run(decision: Any) -> Any:
+        policy = Own(name="own", depths=(1, 4), decision=decision)
+        given = tiny.params, tiny.tokens(2, 8), jnp.full(2, 8), policy
+        return jax.make_jaxpr(partial(score, tiny.decoder, executor=executor))(*given)
+
+    run(lambda positions: True)
+    with pytest.raises(ValueError, match=r"booleans \[2, 8\] of Own.go_deeper. Got int32 \[2, 8\]"):
+        run(lambda positions: positions % 2)
+    with pytest.raises(ValueError, match=r"Got bool \[8\]"):
+        run(lambda positions: positions[0] > 2)
 
 
 def test_a_file_names_classes_that_need_an_import_by_their_modules() -> None:

@@ -32,7 +32,7 @@ from utio_jax.core.pytrees import pytree
 from utio_jax.decoding.base import DecodeContext, emit_drawn
 from utio_jax.decoding.cached import Block, CachedRows, RowSlots, block_of, on_packed_rows
 from utio_jax.decoding.state import RELEASED, DecodeState
-from utio_jax.policies.base import Boundary, Policy
+from utio_jax.policies.base import Boundary, Policy, decisions_of
 from utio_jax.staircase.base import Sources, Tokens
 from utio_jax.staircase.forward import InPlace, forward
 
@@ -188,7 +188,7 @@ def _decide(
             map_live=partial(rows.map_slots, slots),
             map_logits=partial(_map_logits, rows, slots, logits),
         )
-        further, memory = policy.go_deeper(question, boundary, memory)
+        further, memory = decisions_of(policy, question, boundary, memory)
         goes &= ~live | further
         if asked is None:
             memories.append(memory)

@@ -87,7 +87,10 @@ class Policy(ExitFunction, Protocol):
     def go_deeper(
         self, index: int, boundary: Boundary, memory: Any
     ) -> tuple[Bool[Array, "batch token"], Any]:
-        """Returns which tokens run beyond `depths[index]`, and the memory for the next boundary."""
+        """Returns which tokens run beyond `depths[index]`, and the memory for the next boundary.
+
+        Booleans: one for each token, or one alone for all of them.
+        """
         ...
 
     def asks(self, index: int) -> bool | Bool[Array, ""]:
@@ -185,6 +188,24 @@ def check_methods(part: Any, methods: Sequence[str], properties: Sequence[str]) 
             f"{', '.join(properties)} as properties. Got {wrong[0]}={values[wrong[0]]!r:.60}. For "
             "example: def reads_logits(self, index): return True."
         )
+
+
+def decisions_of(
+    policy: Policy, index: int, boundary: Boundary, memory: Any
+) -> tuple[Bool[Array, "batch token"], Any]:
+    """Returns what `Policy.go_deeper` does, checked; one boolean alone is that of all tokens.
+
+    Raises:
+      ValueError: the decisions are no booleans, or not as many as tokens.
+    """
+    goes, memory = policy.go_deeper(index, boundary, memory)
+    goes, shape = jnp.asarray(goes), boundary.live.shape
+    if goes.dtype != jnp.bool_ or goes.shape not in ((), shape):
+        raise ValueError(
+            f"Wanted booleans {list(shape)} of {type(policy).__name__}.go_deeper. Got "
+            f"{goes.dtype} {list(goes.shape)}. For example: score > 0.5, or number != 0."
+        )
+    return jnp.broadcast_to(goes, shape), memory
 
 
 def exceeds(

@@ -44,7 +44,7 @@ from utio_jax.core.decoder import (
 from utio_jax.core.platform import here
 from utio_jax.core.pytrees import check_pytree, pytree
 from utio_jax.core.work import Work, stack_work
-from utio_jax.policies.base import Policy, check_methods, check_signal
+from utio_jax.policies.base import Policy, check_methods, check_signal, decisions_of
 from utio_jax.policies.depth import Thresholded, check_thresholds
 from utio_jax.staircase.base import Executor, Tokens
 from utio_jax.staircase.exit_head import Head, Model, Reading, Readout
@@ -228,7 +228,7 @@ def run_pass(
         for question in segment.asks:
             with jax.named_scope(f"dispatch_{depths[question]}"):
                 boundary = head.boundary(depth=depths[question])
-                goes, memory = policy.go_deeper(question, boundary, memory)
+                goes, memory = decisions_of(policy, question, boundary, memory)
                 choices = attention.look(question, boundary, choices, memory)
                 decisions = decisions.at[question].add(jnp.asarray(head.slots_asked, jnp.int32))
             if depths[question] == segment.depth:
