@@ -102,6 +102,37 @@ def test_layers_under_other_names_are_not_those_of_the_same_arrays(
     assert jax.tree.structure(nested[0]) == jax.tree.structure({"inner": plain[0]})
 
 
+def test_layers_computed_from_other_parameters_are_those_of_these_parameters(
+    monkeypatch: pytest.MonkeyPatch, tiny: Model
+) -> None:
+    """Adapters that `layers` merges into matrices: the stack's own leaves stay the same arrays."""
+
+    class Merged(Transformer):
+        def layers(self, params: Any) -> Any:
+            stack = dict(super().layers(params))
+            kernel = stack["q_proj"]["kernel"] + params["a"] @ params["b"]
+            return {**stack, "q_proj": {**stack["q_proj"], "kernel": kernel}}
+
+    monkeypatch.setattr(layers_module, "_SMALL", 0)
+    decoder = Merged(tiny.decoder.config)
+    base = tiny.params["layers"]["q_proj"]["kernel"]
+    b = jnp.ones((base.shape[0], 1, base.shape[2]))
+    gc.collect()
+    known = len(layers_module._split)
+    for number in range(3):  # As a training loop, which samples from each set of parameters.
+        params = {**tiny.params, "a": jnp.full((*base.shape[:2], 1), float(number)), "b": b}
+        split = split_layers(decoder, params)
+        assert split is not None
+        np.testing.assert_array_equal(split[1]["q_proj"]["kernel"], base[1] + number)
+        assert split_layers(decoder, params) is split
+        assert len(layers_module._split) == known + 1
+        mutable = np.array(params.pop("a"))
+        assert split_layers(decoder, {**params, "a": mutable}) is None, "changes in place"
+        del split
+        gc.collect()
+        assert len(layers_module._split) == known
+
+
 def test_threads_share_one_copy_and_keep_their_platforms(
     monkeypatch: pytest.MonkeyPatch, tiny: Model
 ) -> None:

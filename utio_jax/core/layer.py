@@ -212,10 +212,11 @@ def split_layers(
 
     On CPU and GPU a layer that is indexed out of the stack is copied before its matrix products
     read it: more than half of a decoding step at batch 1. These are a second copy, kept as long as
-    the stack is; on CPU, matrices of int8 or bfloat16 are views of the stack (`layer_views`). None
-    if the stack is read in place (TPU), is spread over devices, or is small: below 64 KiB a layer,
-    or 2 MiB for steps of more `tokens` on a CPU. Also None if the copy would take more than half of
-    the device's free memory.
+    the stack is; on CPU, matrices of int8 or bfloat16 are views of the stack (`layer_views`). Where
+    `Decoder.layers` computes a leaf, it is a copy of these parameters alone, kept as long as all of
+    them are. None if the stack is read in place (TPU), is spread over devices, or is small: below
+    64 KiB a layer, or 2 MiB for steps of more `tokens` on a CPU. Also None if the copy would take
+    more than half of the device's free memory.
 
     Products of a few rows on a CPU copy a matrix into blocks of columns at every call. So for steps
     of few `tokens` (`Platform.blocked_rows`) matrices named `kernel` are laid out in blocks here.
@@ -224,28 +225,33 @@ def split_layers(
     stack = decoder.layers(params)
     leaves = [leaf for leaf in jax.tree.leaves(stack) if isinstance(leaf, jax.Array)]
     count = decoder.config.stack_layers
-    own = {id(leaf) for leaf in jax.tree.leaves(params)}
+    sources = jax.tree.leaves(params)
+    own = {id(leaf) for leaf in sources}
     kept = [leaf for leaf in leaves if id(leaf) in own]
+    is_stored = len(kept) == len(leaves)
+    if is_stored:
+        sources = kept
     many = tokens is not None and tokens > here().blocked_rows > 0
     least = _OFTEN * _SMALL if many and not any(map(_has_views, leaves)) else _SMALL
     if (
         here().stack_in_place
         or not kept
         or len(leaves) != len(jax.tree.leaves(stack))
+        or not all(isinstance(leaf, jax.Array) for leaf in sources)  # Others change in place.
         or any(len(leaf.devices()) > 1 for leaf in leaves)
         or sum(leaf.nbytes for leaf in leaves) < count * least
     ):
         return None
-    # The decoder computes everything that is not a parameter at every call.
+    # Leaves that are no parameters may be computed from any of them, as merged adapters are.
     blocks = _in_blocks(decoder, tokens)
-    key = (blocks, count, jax.tree.structure(stack), *map(id, kept))
-    key += () if len(kept) == len(leaves) else (decoder,)
+    key = (blocks, count, jax.tree.structure(stack), *map(id, sources))
+    key += () if is_stored else (decoder,)
     with _splitting:  # Threads would each make a copy.
         if key not in _split:
             if sum(leaf.nbytes for leaf in leaves) > _memory_left(leaves[0]) / 2:
                 return None
             _split[key] = _layers(stack, count, blocks=blocks)
-            for leaf in kept:  # Of any leaf that is gone, another array may get the identity.
+            for leaf in sources:  # Of any leaf that is gone, another array may get the identity.
                 weakref.finalize(leaf, _split.pop, key, None)
         return _split[key]
 
