@@ -196,6 +196,14 @@ def test_kernels_lie_in_blocks_of_columns_for_steps_of_few_tokens(
     assert axes(tiny.decoder, 8, half) == [2] * 4
     reads = type("Reads", (Transformer,), {"blocked_kernels": False})
     assert axes(reads(tiny.decoder.config), 8) == [2] * 4
+    # A method of a subclass may multiply by itself, or find the head elsewhere in the parameters.
+    for name in ("queries", "keys_values", "finish_layer", "embed", "unembed"):
+        own = type("Own", (Transformer,), {name: lambda *args: args})(tiny.decoder.config)
+        assert axes(own, 8) == [2] * 4, name
+        assert not layer_reader(own, tiny.params, split_layers(own, tiny.params), 0, 4)[1], name
+        assert head_in_blocks(own, tiny.params, tokens=8) is tiny.params, name
+    mixes = type("Mixes", (Transformer,), {"mix": lambda *args: args})(tiny.decoder.config)
+    assert axes(mixes, 8) == [3, 2, 3, 3]
     # Of a model with a lens or K/V maps, too, and one loop reads them.
     for decoder, expected in ((tiny.decoder, [3, 2, 3, 3]), (reads(tiny.decoder.config), [2] * 4)):
         lensed, held = Lensed(decoder), {"model": tiny.params, "lens": {}}

@@ -391,6 +391,23 @@ class Decoder(Protocol):
         ...
 
 
+_READ_KERNELS = ("queries", "keys_values", "finish_layer", "embed", "unembed")
+"""Methods that read the matrices that decoding may lay out in blocks."""
+
+
+def reads_blocks(decoder: Decoder) -> bool:
+    """Returns True if a decoder says `blocked_kernels`, and its methods read such kernels.
+
+    They do if they are those of the class that says it: one of a subclass may read the plain ones.
+    """
+    kind = type(decoder)
+    owner = next((base for base in kind.__mro__ if "blocked_kernels" in vars(base)), None)
+    is_declared = owner is not None and decoder.blocked_kernels  # type: ignore[attr-defined]
+    return is_declared and all(
+        getattr(kind, name) is getattr(owner, name, None) for name in _READ_KERNELS
+    )
+
+
 def checked(decoder: Decoder, name: str, output: Any, *sizes: int) -> jax.Array:
     """Returns what a function of the decoder returned, with its last axes checked.
 

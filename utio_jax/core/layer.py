@@ -16,7 +16,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from utio_jax.core.decoder import Decoder, LayerParams, Params, PositionEncoding, checked
+from utio_jax.core.decoder import (
+    Decoder,
+    LayerParams,
+    Params,
+    PositionEncoding,
+    checked,
+    reads_blocks,
+)
 from utio_jax.core.lens import Wrapped
 from utio_jax.core.platform import here
 from utio_jax.core.quantised import (
@@ -168,7 +175,7 @@ def layer_reader(
     """
     if layers is None:
         return partial(layer_at, decoder, params), True
-    if here().picks_products and getattr(decoder, "blocked_kernels", False):
+    if here().picks_products and reads_blocks(decoder):
         return partial(picked_layer, decoder, params, layers, low, high), True
     return layers.__getitem__, False
 
@@ -220,7 +227,7 @@ def split_layers(
 
     Products of a few rows on a CPU copy a matrix into blocks of columns at every call. So for steps
     of few `tokens` (`Platform.blocked_rows`) matrices named `kernel` are laid out in blocks here.
-    The decoder must read them by `project` (`blocked_kernels` is true).
+    The decoder must read them by `project` (`reads_blocks`).
     """
     stack = decoder.layers(params)
     leaves = [leaf for leaf in jax.tree.leaves(stack) if isinstance(leaf, jax.Array)]
@@ -314,11 +321,7 @@ def head_in_blocks(decoder: Decoder, params: Params, *, tokens: int) -> Params:
 
 
 def _in_blocks(decoder: Decoder, tokens: int | None) -> bool:
-    return (
-        getattr(decoder, "blocked_kernels", False)
-        and tokens is not None
-        and tokens <= here().blocked_rows
-    )
+    return reads_blocks(decoder) and tokens is not None and tokens <= here().blocked_rows
 
 
 def _memory_left(array: jax.Array) -> float:

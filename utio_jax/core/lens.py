@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from utio_jax.core.decoder import Decoder, LayerParams, Params, check_depths
+from utio_jax.core.decoder import Decoder, LayerParams, Params, check_depths, reads_blocks
 from utio_jax.core.files import json_file, load_owned, save_owned
 
 
@@ -90,7 +90,7 @@ class Wrapped:
     keys_values = _forwarded("keys_values")
     rotate_keys = _forwarded("rotate_keys")
     finish_layer = _forwarded("finish_layer")
-    blocked_kernels = property(lambda self: getattr(self.decoder, "blocked_kernels", False))
+    blocked_kernels = property(lambda self: reads_blocks(self.decoder))
 
     def layers(self, params: Params) -> LayerParams:
         return self.decoder.layers(params["model"])

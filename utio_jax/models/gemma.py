@@ -150,7 +150,6 @@ class _Gemma:
     """
 
     config: Any
-    blocked_kernels: ClassVar[bool] = True
 
     def _fresh(
         self,
@@ -290,6 +289,7 @@ class Gemma3n(_Gemma):
     """
 
     config: Gemma3nConfig
+    blocked_kernels: ClassVar[bool] = True
 
     def init(self, key: jax.Array, dtype: jax.typing.DTypeLike = jnp.float32) -> Params:
         """Returns fresh parameters."""
@@ -392,6 +392,7 @@ class Gemma4(_Gemma):
     """`Gemma4Config` made into a `Decoder`. Hashes by its configuration."""
 
     config: Gemma4Config
+    blocked_kernels: ClassVar[bool] = True
 
     def init(self, key: jax.Array, dtype: jax.typing.DTypeLike = jnp.float32) -> Params:
         """Returns fresh parameters."""
