@@ -105,6 +105,11 @@ class Changed:
         ("queries", lambda x: x.reshape(len(x), -1), "of Changed.queries, by the sizes"),
         ("keys_values", lambda pair: [leaf[..., :1] for leaf in pair], "of Changed.keys_values"),
         ("finish_layer", lambda x: (x, None), "of Changed.finish_layer.*Got tuple"),
+        (
+            "finish_layer",
+            lambda x: x.astype(jnp.bfloat16),
+            "states of float32.*Changed.finish_layer. Got bfloat16. Return its result as .astype",
+        ),
     ],
 )
 @pytest.mark.usefixtures("unchecked_shapes")

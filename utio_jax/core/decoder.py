@@ -362,7 +362,10 @@ class Decoder(Protocol):
     def embed(
         self, params: Params, token_ids: Int[Array, "*lead"], positions: Int[Array, "*lead"]
     ) -> jax.Array:
-        """Returns the first layer's input, `[*lead, dim]`, of `[*lead, *input_shape]`."""
+        """Returns the first layer's input, `[*lead, dim]`, of `[*lead, *input_shape]`.
+
+        Its type is that of all states: `finish_layer` returns states of the type that it gets.
+        """
         ...
 
     def queries(
@@ -425,6 +428,28 @@ def checked(decoder: Decoder, name: str, output: Any, *sizes: int) -> jax.Array:
             f"its config. Got {got}."
         )
     return output
+
+
+def finish_layer(
+    decoder: Decoder,
+    layer: LayerParams,
+    x: Float[Array, "*lead dim"],
+    attended: Float[Array, "*lead head head_dim"],
+) -> Float[Array, "*lead dim"]:
+    """Returns what `Decoder.finish_layer` does, checked: states of the shape and type of `x`.
+
+    Raises:
+      ValueError: see `checked`, or the layer promotes its states to another type.
+    """
+    new = decoder.finish_layer(layer, x, attended)
+    new = checked(decoder, "finish_layer", new, decoder.config.embed_dim)
+    if new.dtype != x.dtype:
+        raise ValueError(
+            f"Wanted states of {x.dtype}, the type of Decoder.embed's, of {type(decoder).__name__}"
+            f".finish_layer. Got {new.dtype}. Return its result as .astype(x.dtype), or embed in "
+            f"{new.dtype}."
+        )
+    return new
 
 
 def logits_of(decoder: Decoder, params: Params, x: Float[Array, "*lead dim"]) -> jax.Array:

@@ -37,6 +37,7 @@ from utio_jax.core.decoder import (
     Params,
     PositionEncoding,
     checked,
+    finish_layer,
 )
 from utio_jax.core.layer import Depth, keys_values_of, layer_at, layer_reader
 from utio_jax.staircase.base import KVAccess, Sources, TokenLayout
@@ -275,8 +276,7 @@ def _run_layer(  # noqa: PLR0913 (arrays of one layer)
         states, packed = carry
         block = source if packed is None else packed
         block, mixed = _block(block, start, size), _block(attended, start, size)
-        new = decoder.finish_layer(layer, block, mixed)
-        new = checked(decoder, "finish_layer", new, decoder.config.embed_dim)
+        new = finish_layer(decoder, layer, block, mixed)
         states = slots.put(states, new, start, size)
         return states, None if packed is None else _put_block(packed, new, start)
 

@@ -22,6 +22,7 @@ from utio_jax.core.decoder import (
     PositionEncoding,
     apply_exit_lens,
     check_own_kv,
+    finish_layer,
     has_exit_lens,
 )
 from utio_jax.core.layer import keys_values_of, layer_at
@@ -104,7 +105,7 @@ def apply_layer(
     keys, values = keys_values or dense_keys_values(decoder, layer, x, places)
     queries = decoder.queries(layer, flat(x), flat(places))
     attended = mix(queries.reshape(*x.shape[:2], *queries.shape[1:]), keys, values, visible)
-    return decoder.finish_layer(layer, flat(x), flat(attended)).reshape(x.shape)
+    return finish_layer(decoder, layer, flat(x), flat(attended)).reshape(x.shape)
 
 
 def read_side_by_side(rows: Iterable[tuple[jax.Array, ...]]) -> tuple[jax.Array, jax.Array]:

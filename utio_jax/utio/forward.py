@@ -42,6 +42,7 @@ from utio_jax.core.decoder import (
     check_no_branches,
     check_not_looped,
     check_softmax,
+    finish_layer,
     logits_of,
 )
 from utio_jax.core.layer import layer_at
@@ -201,7 +202,7 @@ def utio_forward(
             states, at = jax.tree.map(lambda leaf: leaf[row, token], (x, places))
             queries = decoder.queries(layer, states, at)
             attended = mix(queries, keys[row], values[row], mix.visible(token, key_positions[row]))
-            return decoder.finish_layer(layer, states, attended)
+            return finish_layer(decoder, layer, states, attended)
 
         return _over_blocks(run_block, x, buckets, *slots), None
 
@@ -308,7 +309,7 @@ def _run_floor(
         if heat:
             asked, cap = visible & valid[..., None], config.attention_softcap
             received += attention_received(queries, keys, asked, softcap=cap)
-        x = decoder.finish_layer(layer, flat(x), flat(attended)).reshape(x.shape)
+        x = finish_layer(decoder, layer, flat(x), flat(attended)).reshape(x.shape)
         return (x, received), (keys, values) if config.shares_kv else None
 
     own = min(depth, config.kv_own)
