@@ -29,6 +29,7 @@ from utio_jax.policies import (
     StateSimilarity,
 )
 from utio_jax.policies.base import Boundary
+from utio_jax.policies.signals import MaxProbability
 from utio_jax.policies.store import STORED, _type_name, _type_of
 from utio_jax.staircase import CapacityPrefix, MicroBatches
 from utio_jax.utio import UtioSurrogate
@@ -265,6 +266,36 @@ def test_policies_of_ones_own_have_defaults(tiny: Any) -> None:
 
     with pytest.raises(TypeError, match="of Reader as methods.*Got reads_logits=True"):
         run(Reader(depths=(1, 4)))
+
+
+def test_a_look_at_logits_may_return_a_tuple(tiny: Any) -> None:
+    """While a signal is calibrated, and where an executor keeps logits, as decoding does."""
+
+    @pytree
+    class Doubt(SignalBase):
+        name: str = static(default="doubt")
+
+        def __call__(self, index: int, boundary: Any, memory: Any) -> Any:
+            best = lambda logits: (logits.argmax(-1), 1 - jax.nn.softmax(logits).max(-1))  # noqa: E731
+            (_, doubt), (same,) = (
+                boundary.map_logits(best),
+                boundary.map_live(lambda x: (x[:, 0],), boundary.x),
+            )
+            return doubt + 0 * same, memory
+
+        def reads_logits(self, index: int) -> bool:
+            return True
+
+    class Keeps(CapacityPrefix):
+        keeps_logits = True
+
+    ids = tiny.tokens(2, 8)
+    expected = scores_of(tiny, MaxProbability(), ids)
+    np.testing.assert_allclose(scores_of(tiny, Doubt(), ids), expected, atol=1e-6)
+    policy = Thresholded(signal=Doubt(), thresholds=jnp.full(2, 0.9), depths=DEPTHS)
+    keeps: Any = Keeps(capacities=(64, 64, 64))
+    run = partial(score, tiny.decoder, executor=keeps)
+    jax.make_jaxpr(run)(tiny.params, ids, jnp.full(2, 8), policy)
 
 
 @pytest.mark.parametrize("executor", [MicroBatches(), CapacityPrefix(capacities=(64, 64))])

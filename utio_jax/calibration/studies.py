@@ -226,10 +226,12 @@ def collect(
         rows = Rows((token_ids, lengths))
         return over_rows(mesh, on_device, params, signal, rows, StackedRows(states)).tree
     positions, live = positions_of(token_ids, lengths)
-    rows = lambda y: y.reshape(*token_ids.shape, *y.shape[1:])  # noqa: E731
 
-    def map_live(function: Callable[..., Any], *arrays: jax.Array) -> jax.Array:
-        return rows(function(*flat(arrays)))
+    def by_token(mapped: Any) -> Any:
+        return jax.tree.map(lambda y: y.reshape(*token_ids.shape, *y.shape[1:]), mapped)
+
+    def map_live(function: Callable[..., Any], *arrays: jax.Array) -> Any:
+        return by_token(function(*flat(arrays)))
 
     scores, memory = [], signal.start(token_ids, positions)
     for index, depth in enumerate(depths[:-1]):
@@ -237,9 +239,9 @@ def collect(
 
         def map_logits(
             function: Callable[..., Any], *arrays: jax.Array, x: jax.Array = x, depth: int = depth
-        ) -> jax.Array:
+        ) -> Any:
             seen = apply_exit_lens(decoder, params, x, depth)
-            return rows(map_head(decoder, params, function, *flat((seen, *arrays))))
+            return by_token(map_head(decoder, params, function, *flat((seen, *arrays))))
 
         boundary = Boundary(
             x=x,

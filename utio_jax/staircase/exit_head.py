@@ -113,7 +113,7 @@ class Head:
             map_logits=self._look,
         )
 
-    def _look(self, function: Callable[..., jax.Array], *arrays: jax.Array) -> jax.Array:
+    def _look(self, function: Callable[..., Any], *arrays: jax.Array) -> Any:
         """Implements `Boundary.map_logits`; evaluates the readout on the same logits."""
         model, readout = self._model, self._readout
         if self._states is None and has_exit_lens(model.decoder, self._depth):
@@ -133,7 +133,7 @@ class Head:
                 if readout is not None:
                     self.result = map_tokens(readout.function, logits, *readout.arrays)
             decision = map_tokens(function, logits, *arrays)
-            return where_tokens(self.seen, decision, jnp.zeros_like(decision))
+            return where_tokens(self.seen, decision, jax.tree.map(jnp.zeros_like, decision))
 
         def look(logits: jax.Array, *blocks: jax.Array) -> tuple[jax.Array, Any]:
             decision = function(jax.lax.stop_gradient(logits), *blocks[len(kept) :])
