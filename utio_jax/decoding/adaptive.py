@@ -104,7 +104,7 @@ class Adaptive(Mode):
         check_policy(self.policy, decoder, kv=self.kv)
         if not self.policy.causal:
             raise ValueError(
-                "Wanted a causal policy: decoding cannot look at later tokens. "
+                "Wanted a causal policy: a decode step shows it one token of a row. "
                 f"Got policy {self.policy.name!r}."
             )
 

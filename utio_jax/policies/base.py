@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
@@ -27,7 +26,8 @@ class Boundary:
         (`DecoderConfig.branches`). Static.
       decoder: the model. Static.
       map_live: `map_live(function, *arrays)` evaluates a function of blocks `[slot, ...]` on live
-        tokens only, so that its cost follows their count, and returns 0 elsewhere. Static.
+        tokens only, so that its cost follows their count, and returns 0 elsewhere. It returns an
+        array `[batch, token, ...]`, or a pytree of them, as the function does. Static.
       map_logits: like `map_live`, but passes the logits at this exit as the first argument,
         `[slot, vocab]` in float32. Tokens that exit here reuse these logits, so the extra cost is
         one LM head per token that continues. Static.
@@ -39,8 +39,8 @@ class Boundary:
     params: Params
     depth: int = static()
     decoder: Decoder = static()
-    map_live: Callable[..., jax.Array] = static()
-    map_logits: Callable[..., jax.Array] = static()
+    map_live: Callable[..., Any] = static()
+    map_logits: Callable[..., Any] = static()
 
 
 class ExitFunction(Protocol):
@@ -56,7 +56,11 @@ class ExitFunction(Protocol):
 
     @property
     def causal(self) -> bool:
-        """True if the result for a token depends on this and earlier tokens alone."""
+        """True if the result for a token depends on this token alone: its id, position and states.
+
+        A decode step has one token per row, and begins with the memory of `start`. Where a result
+        reads other tokens of the row, earlier or later ones, this is False.
+        """
         ...
 
     def start(self, token_ids: Inputs, positions: Int[Array, "batch token"]) -> Any:
@@ -96,8 +100,9 @@ class Policy(ExitFunction, Protocol):
     def asks(self, index: int) -> bool | Bool[Array, ""]:
         """Returns whether there is anything to decide at `depths[index]`.
 
-        Where not, all live tokens go on, `Boundary.map_live` and `map_logits` run nothing, and the
-        decision costs nothing. May be traced: choosing other exits then compiles nothing.
+        Where not, `Boundary.map_live` and `map_logits` run nothing and return 0, and the decision
+        costs nothing: `go_deeper` must answer without them. May be traced: choosing other exits
+        then compiles nothing.
         """
         ...
 
@@ -111,7 +116,7 @@ class PolicyBase:
     Attributes:
       name: that ledgers carry. Static.
       depths: at which tokens may stop. Static.
-      causal: whether a decision depends on that token and earlier ones alone. Static.
+      causal: whether a decision depends on that token alone, see `ExitFunction.causal`. Static.
     """
 
     name: str = static()
