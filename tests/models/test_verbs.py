@@ -10,6 +10,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -391,6 +392,10 @@ def test_a_decoder_of_your_own_needs_no_files_for_ids_and_a_tokenizer_for_texts(
     save_kv_maps(tmp_path, maps, info={"model_sha256": own.stored_sha256})
     assert again.with_kv_maps(tmp_path).sha256 == own.sha256 != calibrated.sha256
     assert again.plain_controls(0.75) is None
+    again.params = jax.tree.map(lambda leaf: leaf + 1, own.params)
+    assert again.sha256 != own.sha256
+    with pytest.raises(ValueError, match="belongs to "):
+        _ = again.calibration
 
 
 def test_a_calibration_in_memory_stays_with_another_context(folder: Path) -> None:

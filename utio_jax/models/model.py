@@ -126,7 +126,8 @@ class Model:
     Attributes:
       decoder: the model, or any `Decoder` of your own; `Lensed` if its exits are read through a
         lens, `KVMapped` if it has KV maps.
-      params: its parameters.
+      params: its parameters. Those that are assigned have a hash and a calibration of their own,
+        unless `folder` has weight files: `sha256` is that of the files.
       folder: folder with config, weights and tokenizer, or a GGUF file. Of a decoder of your own
         any folder: `tokenizer.json` there is for texts, and `policies.json` its calibration.
       weights: `"int8"` or `"bfloat16"` if matrices of products are held as that (see `load`).
@@ -148,6 +149,12 @@ class Model:
     prompt_choices: tuple[PromptChoice, ...] = ()
     # Engine of `chat`, and what it was made for.
     _chat: tuple[tuple[Any, ...], ChatEngine] | None = dataclasses.field(default=None, init=False)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name in ("decoder", "params"):  # What is cached is of the old ones.
+            for cached in ("sha256", "calibration", "plain_controls"):
+                self.__dict__.pop(cached, None)
 
     def __repr__(self) -> str:
         config, size = self.decoder.config, sum(leaf.size for leaf in jax.tree.leaves(self.params))
@@ -246,8 +253,6 @@ class Model:
         self.decoder, self.params = lensed(self.decoder, self.params, lens)
         # Of the maps in use: policies that stop elsewhere would be read without one.
         self.lens_sha256 = hash_tensors(self.params["lens"])
-        for name in ("sha256", "calibration"):
-            self.__dict__.pop(name, None)
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
