@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import json
 import re
+import types
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +27,14 @@ from utio_jax.calibration.studies import study_exits
 from utio_jax.core.decoder import apply_exit_lens
 from utio_jax.core.documents import Batch
 from utio_jax.core.flops import token_cost
-from utio_jax.core.lens import Lens, Lensed, lensed, load_lens, save_lens
+from utio_jax.core.lens import Lens, Lensed, lensed, load_lens, save_lens, with_config
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.base import Plain
 from utio_jax.decoding.generate import generate
 from utio_jax.decoding.lossless import Lossless
 from utio_jax.evaluation.evaluate import evaluate
 from utio_jax.evaluation.generation import spent_on
+from utio_jax.models.presets import TINY
 from utio_jax.models.transformer import Transformer
 from utio_jax.policies import given_depths
 from utio_jax.policies.depth import Thresholded
@@ -319,6 +321,12 @@ def test_a_lens_is_kept_for_windows_of_its_own_width(
     assert len(fits) == 1
     with pytest.raises(ValueError, match="lens of {'width': 32}.*fitted to {'width': 16}"):
         run(batches=text, **options)
+
+
+def test_a_config_that_is_no_field_cannot_be_changed() -> None:
+    decoder: Any = types.SimpleNamespace(config=TINY)
+    with pytest.raises(ValueError, match="field config, to change its exits. Got SimpleNamespace"):
+        with_config(decoder, exits=(2, 4))
 
 
 def test_faults_are_named(bare: Model, lens: Lens, text: list[Batch]) -> None:

@@ -122,9 +122,19 @@ class Lensed(Wrapped):
 
 
 def with_config(decoder: Any, **changes: Any) -> Any:
-    """Returns a decoder, maybe wrapped, with changes to its config."""
+    """Returns a decoder, maybe wrapped, with changes to its config.
+
+    Raises:
+      ValueError: the decoder is no dataclass with a field `config`.
+    """
     if isinstance(decoder, Wrapped):
         return dataclasses.replace(decoder, decoder=with_config(decoder.decoder, **changes))
+    if "config" not in getattr(decoder, "__dataclass_fields__", ()):
+        name = type(decoder).__name__
+        raise ValueError(
+            f"Wanted a dataclass with a field config, to change its {' and '.join(changes)}. Got "
+            f"{name}, which has none. Make config a field of it, or set this in {name}.config."
+        )
     return dataclasses.replace(decoder, config=dataclasses.replace(decoder.config, **changes))
 
 
