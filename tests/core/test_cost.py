@@ -56,8 +56,10 @@ def test_a_token_costs_two_flops_per_weight(config):
     assert token_cost(decoder, params) == cost_by_hand(config)
 
 
-@pytest.mark.parametrize("others", [jax.random.key(0), (jnp.ones(3), {"b": jnp.ones(2)}), [()]])
-def test_parameters_may_hold_keys_of_a_random_generator_and_tuples(tiny, others):
+@pytest.mark.parametrize(
+    "others", [jax.random.key(0), (jnp.ones(3), {"b": jnp.ones(2)}), [()], {"scale": 1.0}]
+)
+def test_parameters_may_hold_keys_of_a_random_generator_numbers_and_tuples(tiny, others):
     """The state of an NNX layer with dropout does; weights of a layer may be a NamedTuple."""
     params = {**tiny.params, "others": others}
     assert token_cost(tiny.decoder, params) == token_cost(tiny.decoder, tiny.params)

@@ -132,7 +132,7 @@ class TokenCost:
 def token_cost(decoder: Decoder, params: Params) -> TokenCost:
     """Returns the cost of one token, counted from the decoder's methods at abstract shapes."""
     leaves, treedef = jax.tree.flatten(params)
-    shapes = tuple((tuple(leaf.shape), leaf.dtype) for leaf in leaves)
+    shapes = tuple((jnp.shape(leaf), jnp.result_type(leaf)) for leaf in leaves)
     return _token_cost(decoder, treedef, shapes)
 
 
