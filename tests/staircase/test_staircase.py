@@ -68,6 +68,21 @@ def test_a_policy_that_reads_the_head_is_traced_under_x64(tiny: Any) -> None:
         jax.make_jaxpr(run)(tiny.params, *small_case(tiny)[1:3], policy)
 
 
+def test_an_executor_of_ones_own_is_told_which_segment_it_packs(tiny: Any) -> None:
+    """Also under jit, where segments of `MicroBatches` run in one loop."""
+    packed: list[int] = []
+
+    class Own(MicroBatches):
+        def pack(self, segment: int, live: Any, *, causal: bool = True) -> Any:
+            packed.append(segment)
+            return super().pack(segment, live, causal=causal)
+
+    policy = Thresholded(signal=Entropy(), thresholds=jnp.ones(2), depths=(1, 2, 4))
+    run = partial(score, tiny.decoder, executor=Own(min_bucket=8))
+    jax.make_jaxpr(run)(tiny.params, *small_case(tiny)[1:3], policy)
+    assert {0, 1, 2} <= {*packed}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", cases.SHAPES + cases.PREFIXES, ids=lambda s: s.name)
 def test_equals_the_oracle_in_ten_thousand_cases(tiny: Any, shape: cases.Shape) -> None:

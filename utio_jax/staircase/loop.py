@@ -262,7 +262,7 @@ def run_pass(
         here().one_loop
         and len(segments) > 1
         and isinstance(tokens.x, Tracer)  # Outside jit, signals see values.
-        and isinstance(executor, MicroBatches)
+        and type(executor) is MicroBatches
         and type(attention) is AttentionPattern
         and frozen.alike
     ):
