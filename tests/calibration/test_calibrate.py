@@ -36,7 +36,7 @@ from utio_jax.core.pytrees import pytree, static
 from utio_jax.evaluation.evaluate import evaluate
 from utio_jax.policies import Position
 from utio_jax.policies.signals import ScoreTable, SignalBase
-from utio_jax.policies.store import Calibration, Thresholds, load_calibration
+from utio_jax.policies.store import Calibration, Thresholds, check_storable, load_calibration
 
 
 @pytest.mark.parametrize(
@@ -281,6 +281,16 @@ def test_fields_that_a_file_cannot_hold_are_refused_by_name(
     with pytest.raises(ValueError, match=name):
         calibration_of(Fields(**fields)).save(tmp_path)
     assert not [*tmp_path.iterdir()]
+
+
+def test_a_field_named_as_the_class_is_in_files_is_refused() -> None:
+    @pytree
+    class Typed(SignalBase):
+        name: str = static(default="typed")
+        type: str = static(default="own")
+
+    with pytest.raises(ValueError, match="other names than `type`.*Got Typed.type"):
+        check_storable(Typed())
 
 
 def test_a_text_of_one_token_is_refused_before_anything_is_fitted(tiny: Any) -> None:

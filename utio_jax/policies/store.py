@@ -258,6 +258,11 @@ def _describe(part: Any) -> dict[str, Any]:
     description: dict[str, Any] = {"type": _type_name(type(part))}
     for field in dataclasses.fields(part):
         value, name = getattr(part, field.name), f"{type(part).__name__}.{field.name}"
+        if field.name == "type":
+            raise ValueError(
+                "Wanted fields of a signal under other names than `type`, which is its class in a "
+                f"file. Got {name}. Rename it."
+            )
         if field.metadata.get("static"):
             try:
                 json.dumps(value)
