@@ -23,20 +23,17 @@ model with its branches, in `out/model`:
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import tyro
-from anytime import Objective, Start, TrainConfig, exit_states, train, upper_keys_values
+from anytime import Objective, Start, exit_states, upper_keys_values
 from recipe import bits_of_test_split, tokenise
-from trunks import make_optimizer
+from run import Run, main
 
 from utio_jax.attention.mixing import mixer_at
-from utio_jax.core import avoid_wrong_products
 from utio_jax.core.decoder import Params
 from utio_jax.models.branches import Branches, save_branches
 from utio_jax.models.checkpoint import load, save
@@ -122,7 +119,7 @@ def with_upper(params: Params, branches: Branches) -> Params:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TrainBranches:
+class TrainBranches(Run):
     """Trains exit branches of a model with shared K/V on this Python's standard library.
 
     Attributes:
@@ -134,8 +131,6 @@ class TrainBranches:
       rate: peak learning rate of Muon, and of Adam for norms.
       kl_weight: share of the KL divergence in the loss.
       joint: let all weights of the model learn, too; the result is `out/model`.
-      seed: of the order of the text.
-      resume: continue from the latest checkpoint.
     """
 
     out: Path = Path("out/branches")
@@ -145,8 +140,6 @@ class TrainBranches:
     rate: float = 0.015
     kl_weight: float = 0.5
     joint: bool = False
-    seed: int = 0
-    resume: bool = False
 
     def run(self) -> dict[str, Any]:
         """Trains and writes the branches; returns what was measured."""
@@ -161,18 +154,12 @@ class TrainBranches:
         first = Branches.copied(decoder, params, self.sizes)
         documents = standard_library("train")
         encode, stream = tokenise(folder, documents, decoder.config, like=model.folder)
-        recipe = TrainConfig(
-            steps=self.steps, seed=self.seed, warmup=20, decay_fraction=0.7, save_every=50
-        )
-        result = train(
+        recipe = self.numbers(warmup=20, decay_fraction=0.7, save_every=50)
+        result = self.learn(
             decoder,
             stream,
             recipe,
-            out=folder,
-            resume=self.resume,
-            optimizer=make_optimizer(
-                recipe, rate=self.rate, weight_decay=0.05 if self.joint else 0.0
-            ),
+            weight_decay=0.05 if self.joint else 0.0,
             start=Start(
                 params={"layers": first.layers, **({"model": model.params} if self.joint else {})}
             ),
@@ -208,5 +195,4 @@ class TrainBranches:
 
 
 if __name__ == "__main__":
-    avoid_wrong_products()
-    print(json.dumps(tyro.cli(TrainBranches).run()))
+    main(TrainBranches)

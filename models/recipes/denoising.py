@@ -18,7 +18,6 @@ Two controls: K/V in every layer, and fresh weights in the same shape.
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +25,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import tyro
-from anytime import Objective, Start, TrainConfig, exit_states, train
+from anytime import Objective, Start, exit_states
 from recipe import tokenise
-from trunks import make_optimizer
+from run import Run, main
 
 from utio_jax.contrib.denoising import Canvas, load_denoiser, save_denoiser
-from utio_jax.core import avoid_wrong_products
 from utio_jax.core.decoder import Params
 from utio_jax.core.documents import windows_of
 from utio_jax.models.checkpoint import load
@@ -103,20 +100,16 @@ def mask_objective(decoder: Transformer) -> Objective:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TrainDenoiser:
+class TrainDenoiser(Run):
     """Trains a masked diffusion model on this Python's standard library.
 
     Attributes:
-      out: folder for checkpoints, log, and the finished model in `out/model`.
       model: folder of the autoregressive model, whose shape, tokenizer and weights it begins with.
       fresh: begin with fresh weights.
       own_kv: make keys and values in every layer; see `with_own_kv` for what it begins with.
-      steps: optimizer steps.
       tokens_per_step: tokens of a step.
       context: tokens of a training window.
-      rate: peak learning rate of Muon, and of Adam for embedding and norms.
       seed: of the order of the text, and of fresh weights.
-      resume: continue from the latest checkpoint.
     """
 
     out: Path = Path("out/diffusion")
@@ -127,8 +120,6 @@ class TrainDenoiser:
     tokens_per_step: int = 4096
     context: int = 256
     rate: float = 0.01
-    seed: int = 0
-    resume: bool = False
 
     def run(self) -> dict[str, Any]:
         """Trains and writes the model; returns what was measured."""
@@ -150,13 +141,9 @@ class TrainDenoiser:
             start = Start(params=with_own_kv(start.params, model.decoder.config))
         documents = standard_library("train")
         encode, stream = tokenise(folder, documents, config, like=model.folder)
-        recipe = TrainConfig(
-            steps=self.steps,
+        recipe = self.numbers(
             tokens_per_step=self.tokens_per_step,
             context=self.context,
-            long_context=self.context,
-            exit_weights=(),
-            seed=self.seed,
             warmup=20,
             decay_fraction=0.6,
             save_every=50,
@@ -173,13 +160,10 @@ class TrainDenoiser:
             losses = [measure(decoder, params, ids, drawn) for drawn in masks]
             return float(np.mean(losses))
 
-        params = train(
+        params = self.learn(
             decoder,
             stream,
             recipe,
-            out=folder,
-            resume=self.resume,
-            optimizer=make_optimizer(recipe, rate=self.rate, weight_decay=0.0),
             start=start,
             objective=mask_objective(decoder),
             validate=lambda params: [nats(params, "calibrate")],
@@ -205,5 +189,4 @@ class TrainDenoiser:
 
 
 if __name__ == "__main__":
-    avoid_wrong_products()
-    print(json.dumps(tyro.cli(TrainDenoiser).run()))
+    main(TrainDenoiser)

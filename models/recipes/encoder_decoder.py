@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import json
 import textwrap
 import warnings
 from functools import partial
@@ -25,15 +24,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import tyro
-from anytime import Objective, TrainConfig, train
+from anytime import Objective
 from bpe import train_tokenizer
+from run import Run, main
 from tokenizers import Tokenizer
-from trunks import make_optimizer
 
 from utio_jax.contrib.encoder_decoder import T5, T5Config, source_rows
 from utio_jax.contrib.encoder_decoder.loading import rules_of
-from utio_jax.core import avoid_wrong_products
 from utio_jax.core.decoder import LayerParams, Params
 from utio_jax.core.files import flatten, save_json, save_tensors, save_text
 from utio_jax.models.stacking import stored_tensors
@@ -228,11 +225,10 @@ def save_t5(folder: str | Path, decoder: T5, params: Params) -> None:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TrainT5:
+class TrainT5(Run):
     """Trains a small T5 on this Python's standard library.
 
     Attributes:
-      out: folder for checkpoints, log, and the finished model in `out/model`.
       encoder_layers: layers of the encoder.
       blocks: of the decoder.
       dim: width of states; heads have 64 columns.
@@ -240,12 +236,10 @@ class TrainT5:
       vocab_size: pieces of the tokenizer, the token that ends texts included.
       source_tokens: tokens of a source, which is cut.
       target_tokens: tokens of a target, which is cut.
-      steps: optimizer steps.
       rows: functions of a step.
       rate: peak learning rate of Muon, and of Adam for embedding, biases and norms.
       save_every: steps between checkpoints.
       seed: of the weights and the order of functions.
-      resume: continue from the latest checkpoint.
     """
 
     out: Path = Path("out/encoder_decoder")
@@ -260,8 +254,6 @@ class TrainT5:
     rows: int = 32
     rate: float = 0.01
     save_every: int = 50
-    seed: int = 0
-    resume: bool = False
 
     def run(self) -> dict[str, Any]:
         """Trains and writes the model; returns what was measured."""
@@ -287,12 +279,9 @@ class TrainT5:
         encode = Encoder(self._tokenizer(folder, documents["train"]), decoder)
         functions = {name: functions_in(texts) for name, texts in documents.items()}
         data = {name: encode.rows(pairs) for name, pairs in functions.items()}
-        recipe = TrainConfig(
-            steps=self.steps,
+        recipe = self.numbers(
             tokens_per_step=16,  # Of a stream that nothing reads: the objective has its rows.
             context=16,
-            long_context=16,
-            seed=self.seed,
             decay_fraction=0.5,
             save_every=self.save_every,
         )
@@ -306,13 +295,11 @@ class TrainT5:
                 sums += np.asarray(measure(decoder, params, sources[part], targets[part]))
             return (sums[:-1] / sums[-1]).tolist()
 
-        params = train(
+        params = self.learn(
             decoder,
             np.zeros(1024, np.int32),
             recipe,
-            out=folder,
-            resume=self.resume,
-            optimizer=make_optimizer(recipe, rate=self.rate),
+            weight_decay=0.05,
             objective=calm_objective(decoder, *data["train"], rows=self.rows, seed=self.seed),
             validate=partial(nats, split="calibrate"),
         )
@@ -345,5 +332,4 @@ class TrainT5:
 
 
 if __name__ == "__main__":
-    avoid_wrong_products()
-    print(json.dumps(tyro.cli(TrainT5).run()))
+    main(TrainT5)

@@ -14,19 +14,16 @@ gate, and at random turns of the gate's shares.
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import tyro
-from anytime import Objective, TrainConfig, gated_loss, train
-from trunks import make_optimizer
+from anytime import Objective, gated_loss
+from run import Run, main
 
 from utio_jax import Adaptive, generate, models, uniform
-from utio_jax.core import avoid_wrong_products
 from utio_jax.core.decoder import Params, some_exits
 from utio_jax.models.transformer import Transformer, TransformerConfig
 from utio_jax.policies import own_gate
@@ -145,20 +142,17 @@ def _row(right: np.ndarray, depths: np.ndarray, hops: np.ndarray) -> dict[str, A
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TrainHops:
+class TrainHops(Run):
     """Trains a model that follows a permutation for one to four hops.
 
     Attributes:
-      out: folder for checkpoints, log, and the finished model in `out/model`.
       layers: number in the stack.
       turns: number of times that the stack runs; 1 is a plain model.
-      steps: optimizer steps.
       rows: number in a step, with eight questions each.
       rate: peak learning rate of Muon, and of Adam for all that is no matrix of a layer.
       entropy: weight of the gate's entropy in the loss.
       seed: random seed for weights and rows.
       held_out: rows on which answers are counted.
-      resume: continue from the latest checkpoint.
     """
 
     out: Path = Path("out/hops")
@@ -168,29 +162,16 @@ class TrainHops:
     rows: int = 64
     rate: float = 0.01
     entropy: float = 0.05
-    seed: int = 0
     held_out: int = 4096
-    resume: bool = False
 
     def run(self) -> dict[str, Any]:
         """Trains and writes the model; returns its size and what it answers."""
         decoder, folder = decoder_of(self.layers, self.turns), self.out.resolve()
-        recipe = TrainConfig(
-            steps=self.steps,
-            tokens_per_step=self.rows * WIDTH,
-            context=WIDTH,
-            long_context=WIDTH,
-            exit_weights=(),
-            seed=self.seed,
-            save_every=500,
-        )
-        params = train(
+        recipe = self.numbers(tokens_per_step=self.rows * WIDTH, context=WIDTH, save_every=500)
+        params = self.learn(
             decoder,
             np.zeros(8 * WIDTH, np.int32),  # The objective draws its own rows.
             recipe,
-            out=folder,
-            resume=self.resume,
-            optimizer=make_optimizer(recipe, rate=self.rate, weight_decay=0.0),
             objective=objective_of(decoder, self.rows, self.entropy),
         )
         models.save(folder / "model", decoder, params, dtype=jnp.float32)
@@ -205,5 +186,4 @@ class TrainHops:
 
 
 if __name__ == "__main__":
-    avoid_wrong_products()
-    print(json.dumps(tyro.cli(TrainHops).run()))
+    main(TrainHops)

@@ -12,18 +12,15 @@ depth. `--resume` continues after an interruption.
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import tyro
-from anytime import Objective, Start, TrainConfig, exit_states, train
+from anytime import Objective, Start, exit_states
 from recipe import bits_of_test_split, tokenise
-from trunks import make_optimizer
+from run import Run, main
 
-from utio_jax.core import avoid_wrong_products
 from utio_jax.core.decoder import Params
 from utio_jax.models.branches import Branches
 from utio_jax.models.checkpoint import load, save
@@ -80,7 +77,7 @@ def distillation(student: Transformer, teacher: Transformer, params: Params) -> 
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Prune:
+class Prune(Run):
     """Trains a pruned copy of a model with shared K/V on this Python's standard library.
 
     Attributes:
@@ -88,9 +85,6 @@ class Prune:
       model: the model's folder.
       layers: that the pruned model has.
       steps: optimizer steps of 6,144 tokens.
-      rate: peak learning rate of Muon, and of Adam for embedding and norms.
-      seed: of the order of the text.
-      resume: continue from the latest checkpoint.
     """
 
     out: Path = Path("out/pruned")
@@ -98,8 +92,6 @@ class Prune:
     layers: int = 10
     steps: int = 1250
     rate: float = 0.015
-    seed: int = 0
-    resume: bool = False
 
     def run(self) -> dict[str, Any]:
         """Trains and writes the model; returns what was measured."""
@@ -109,16 +101,12 @@ class Prune:
         student, first = pruned(model.decoder, model.params, self.layers)
         documents = standard_library("train")
         encode, stream = tokenise(folder, documents, student.config, like=model.folder)
-        recipe = TrainConfig(
-            steps=self.steps, seed=self.seed, warmup=20, decay_fraction=0.7, save_every=50
-        )
-        params = train(
+        recipe = self.numbers(warmup=20, decay_fraction=0.7, save_every=50)
+        params = self.learn(
             student,
             stream,
             recipe,
-            out=folder,
-            resume=self.resume,
-            optimizer=make_optimizer(recipe, rate=self.rate),
+            weight_decay=0.05,
             start=Start(params=first),
             objective=distillation(student, model.decoder, model.params),
         )
@@ -134,5 +122,4 @@ class Prune:
 
 
 if __name__ == "__main__":
-    avoid_wrong_products()
-    print(json.dumps(tyro.cli(Prune).run()))
+    main(Prune)

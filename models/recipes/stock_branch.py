@@ -14,7 +14,6 @@ interruption.
 from __future__ import annotations
 
 import dataclasses
-import json
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -22,14 +21,12 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-import tyro
-from anytime import Objective, Start, TrainConfig, exit_states, train
+from anytime import Objective, Start, exit_states
 from recipe import kept_stream
-from trunks import make_optimizer
+from run import Run, main
 
 from utio_jax.attention.mixing import mixer_at
 from utio_jax.calibration.lens import fit_lens
-from utio_jax.core import avoid_wrong_products
 from utio_jax.core.decoder import Params
 from utio_jax.core.documents import Batch, sample_batches
 from utio_jax.core.lens import read_through
@@ -121,7 +118,7 @@ def objective_of(decoder: Transformer, params: Params, stop: int) -> Objective:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class StockBranch:
+class StockBranch(Run):
     """Trains a branch on a frozen stock model; prints what it and a tuned lens predict.
 
     Attributes:
@@ -130,13 +127,10 @@ class StockBranch:
       stop: the branch follows this layer.
       layers: of the branch.
       lens: depths of the control.
-      steps: optimizer steps.
       tokens_per_step: positions predicted in one step.
       context: tokens of a window.
       rate: peak learning rate of Muon for matrices, and of Adam for norms.
       batches: of 8 windows, of the train split for the lens and of the test split for the figures.
-      seed: of the order of the text.
-      resume: continue from the latest checkpoint.
     """
 
     model: str
@@ -149,8 +143,6 @@ class StockBranch:
     context: int = 512
     rate: float = 0.015
     batches: tuple[int, int] = (32, 10)
-    seed: int = 0
-    resume: bool = False
 
     def run(self) -> dict[str, Any]:
         """Trains, then measures."""
@@ -162,23 +154,17 @@ class StockBranch:
         branched = Transformer(
             dataclasses.replace(config, exits=(self.stop + self.layers, config.num_layers))
         )
-        recipe = TrainConfig(
-            steps=self.steps,
+        recipe = self.numbers(
             tokens_per_step=self.tokens_per_step,
             context=self.context,
-            long_context=self.context,
-            seed=self.seed,
             warmup=20,
             decay_fraction=0.7,
             save_every=20,
         )
-        branch = train(
+        branch = self.learn(
             branched,
             kept_stream(folder, standard_library("train"), model.encode),
             recipe,
-            out=folder,
-            resume=self.resume,
-            optimizer=make_optimizer(recipe, rate=self.rate, weight_decay=0.0),
             start=Start(params=copied(branched, params, self.stop, self.layers)),
             objective=objective_of(branched, params, self.stop),
         )
@@ -266,5 +252,4 @@ def measured(
 
 
 if __name__ == "__main__":
-    avoid_wrong_products()
-    print(json.dumps(tyro.cli(StockBranch).run()))
+    main(StockBranch)

@@ -12,20 +12,17 @@ interruption.
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import tyro
-from anytime import Objective, TrainConfig, train
+from anytime import Objective
 from denoising import masked_loss
-from trunks import make_optimizer
+from run import Run, main
 
 from utio_jax.contrib.denoising import Canvas, save_denoiser
-from utio_jax.core import avoid_wrong_products
 from utio_jax.core.decoder import Params
 from utio_jax.models.transformer import Transformer, TransformerConfig
 
@@ -92,45 +89,29 @@ def sums_objective(decoder: Transformer, rows: int) -> Objective:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TrainSums:
+class TrainSums(Run):
     """Trains a masked diffusion model that adds two numbers.
 
     Attributes:
-      out: folder for checkpoints, log, and the finished model in `out/model`.
-      steps: optimizer steps.
       rows: sums of a step.
-      rate: peak learning rate of Muon, and of Adam for embedding and norms.
       seed: of weights and sums.
-      resume: continue from the latest checkpoint.
     """
 
     out: Path = Path("out/sums")
     steps: int = 1000
     rows: int = 128
     rate: float = 0.02
-    seed: int = 0
-    resume: bool = False
 
     def run(self) -> dict[str, Any]:
         """Trains and writes the model; returns its size and the last losses."""
         decoder, folder = Transformer(CONFIG), self.out.resolve()
-        recipe = TrainConfig(
-            steps=self.steps,
-            tokens_per_step=self.rows * WIDTH,
-            context=WIDTH,
-            long_context=WIDTH,
-            exit_weights=(),
-            seed=self.seed,
-            decay_fraction=0.5,
-            save_every=250,
+        recipe = self.numbers(
+            tokens_per_step=self.rows * WIDTH, context=WIDTH, decay_fraction=0.5, save_every=250
         )
-        params = train(
+        params = self.learn(
             decoder,
             np.zeros(8 * WIDTH, np.int32),  # The objective draws its own text.
             recipe,
-            out=folder,
-            resume=self.resume,
-            optimizer=make_optimizer(recipe, rate=self.rate, weight_decay=0.0),
             objective=sums_objective(decoder, self.rows),
         )
         save_denoiser(folder / "model", decoder, params, Canvas(mask_id=MASK))
@@ -146,5 +127,4 @@ class TrainSums:
 
 
 if __name__ == "__main__":
-    avoid_wrong_products()
-    print(json.dumps(tyro.cli(TrainSums).run()))
+    main(TrainSums)

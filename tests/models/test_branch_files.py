@@ -187,7 +187,7 @@ def test_a_joint_run_that_goes_on_replaces_its_branches(
     for module in ("branches", "recipe"):
         monkeypatch.setattr(f"{module}.standard_library", lambda split: texts)
     small = functools.partial(TrainConfig, tokens_per_step=64, context=32, long_context=32)
-    monkeypatch.setattr("branches.TrainConfig", small)
+    monkeypatch.setattr("run.TrainConfig", small)
     decoder = Transformer(dataclasses.replace(CONFIG, vocab_size=300, context_length=64))
     save_small_model(tmp_path, Model(decoder, live_params(decoder)))
     options: dict[str, Any] = {"out": tmp_path / "out", "model": str(tmp_path), "sizes": (1, 2)}
