@@ -86,127 +86,139 @@ _LATE = {  # And the plain run that each of them goes on from.
 }
 
 
-def run_recipe(
-    out: str | Path,
-    *,
-    preset: str = "shared-16",
-    steps: int = 2200,
-    seed: int = 0,
-    resume: bool = False,
-    trunk: str | Path | None = None,
-    exit_weight: float | None = None,
-) -> dict[str, Any]:
-    """Trains a preset on the running Python's standard library; returns what the model card says.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Train:
+    """Trains the shipped model's recipe on this Python's standard library, and calibrates it.
 
-    Writes checkpoints, `log.tsv`, `tokenizer.json` and the token stream to `out`, and the finished
-    model (bfloat16 weights, config, tokenizer, `README.md`; late exits' maps as a lens) to
-    `out/model`.
-
-    Args:
-      out: see above.
-      preset: one of the recipes.
-      steps: optimizer steps; those of the trunk included where exits branch off, and without them
-        where layers are added.
-      seed: of everything random.
-      resume: go on from the latest checkpoint in `out`.
-      trunk: `out` of the plain run from which late exits branch off, or of the finished shallower
-        one that layers are added to.
-      exit_weight: of each late exit that has one, instead of the preset's.
-
-    Raises:
-      ValueError: unknown preset, a trunk that is missing or not wanted, or `out` holds another run
-        and `resume` is False.
+    Attributes:
+      out: folder for checkpoints, log, and the finished model in `out/model`.
+      resume: continue from the latest checkpoint.
+      steps: optimizer steps; 2200 take 60 to 90 minutes on two CPU cores.
+      preset: "shared-16", the shipped model before it has exits, "late-shared-16", which adds them,
+        "shared-16-at-6", whose K/V are made by six layers instead of eight, "shared-8-16", with 16
+        upper layers instead of 8, or "tiny"; a control without exits: "plain-16", "plain-12",
+        "plain-10", "plain-8", "plain-4"; four layers in four turns, with a gate: "looped-4x4";
+        exits from the start: "stdlib-16"; exits that a plain run gets late: "late-16"; or layers
+        that are added to a finished plain-8, which stays as it is: "grown-16".
+      seed: seed for everything random.
+      trunk: --out of the run that a preset continues: of shared-16 for "late-shared-16" and of
+        plain-16 for "late-16", with as many steps; of plain-8 for "grown-16".
+      exit_weight: share of each exit in the loss of these presets. By default 0.2 for
+        "late-shared-16", 0.1 for "late-16", 0.3 for "grown-16".
     """
-    if preset not in PRESETS:
-        raise ValueError(f"Wanted a preset of {sorted(PRESETS)}. Got {preset!r}.")
-    late, plain = _LATE.get(preset, (None, "plain-16"))
-    if (late is None) != (trunk is None):
-        raise ValueError(
-            f"Wanted a trunk for late exits ({', '.join(_LATE)}), and for nothing else. Got preset "
-            f"{preset!r} and trunk {trunk}. First: train.py --preset {plain} --out TRUNK; then "
-            f"--preset {preset if late else 'late-16'} --trunk TRUNK."
-        )
-    if exit_weight is not None:
-        if late is None or not exit_weight > 0:
+
+    out: Path = Path("out/train")
+    resume: bool = False
+    steps: int = 2200
+    preset: str = "shared-16"
+    seed: int = 0
+    trunk: Path | None = None
+    exit_weight: float | None = None
+
+    def run(self) -> dict[str, Any]:
+        """Trains and writes the model; returns what its card says.
+
+        Writes checkpoints, `log.tsv`, `tokenizer.json` and the token stream to `out`, and the
+        finished model (bfloat16 weights, config, tokenizer, `README.md`; late exits' maps as a
+        lens) to `out/model`.
+
+        Raises:
+          ValueError: unknown preset, a trunk that is missing or not wanted, or `out` holds another
+            run and `resume` is False.
+        """
+        preset, trunk = self.preset, self.trunk
+        if preset not in PRESETS:
+            raise ValueError(f"Wanted a preset of {sorted(PRESETS)}. Got {preset!r}.")
+        late, plain = _LATE.get(preset, (None, "plain-16"))
+        if (late is None) != (trunk is None):
             raise ValueError(
-                f"Wanted an exit weight above 0, for late exits alone. Got {exit_weight} and "
-                f"preset {preset!r}."
+                f"Wanted a trunk for late exits ({', '.join(_LATE)}), and for nothing else. Got "
+                f"preset {preset!r} and trunk {trunk}. First: train.py --preset {plain} --out "
+                f"TRUNK; then --preset {preset if late else 'late-16'} --trunk TRUNK."
             )
-        weights = tuple(exit_weight if weight else 0.0 for weight in late.weights)
-        late = dataclasses.replace(late, weights=weights)
-    config, folder, started = PRESETS[preset], Path(out), time.perf_counter()
-    folder.mkdir(parents=True, exist_ok=True)
-    decoder = Transformer(config)
-    documents = standard_library("train")
-    if trunk is not None:
-        _take_over_text(Path(trunk), folder)
-    encode, stream = tokenise(folder, documents, config)
-    long = min(512, config.context_length)
-    recipe = TrainConfig(
-        steps=steps,
-        seed=seed,
-        save_every=max(1, steps // 22),
-        long_context=long,
-        context=min(256, long),
-        exit_weights=TrainConfig.exit_weights
-        if len(config.exits) == 6
-        else (0.5,) * (len(config.exits) - 1),
-        # Layer dropout serves early exits; a model without any is trained plainly.
-        max_layer_dropout=TrainConfig.max_layer_dropout if len(config.exits) > 1 else 0.0,
-    )
-    held_out = encode([d.text for d in standard_library("calibrate")[:12]])
-    read: Decoder = decoder if late is None else Lensed(decoder)
-    whole: Any = jax.tree_util.Partial(lambda learnt: learnt)
-    branch: dict[str, Any] = {"optimizer": make_optimizer(recipe)}
-    if config.turns > 1:
-        branch["objective"] = looped_objective(decoder, entropy=_ENTROPY, steps=steps)
-    if late is not None and trunk is not None:
-        grows = preset.startswith("grown")
-        begin, fixed = (0, min(config.exits)) if grows else (recipe.branch_step, 0)
-        optimizer = late_optimizer(recipe, late, begin=begin)
-        if grows:
-            below = _below(Path(trunk), folder, decoder)
-            whole = jax.tree_util.Partial(grown, below)
-            start = grow_from(below, decoder, jax.random.key(seed))
-        else:
-            result = trunk_of(trunk, Transformer(PRESETS[plain]), recipe)
-            start = branch_off(result, decoder, optimizer)
-        objective = late_objective(decoder, late, begin=begin, whole=whole, fixed_layers=fixed)
-        branch = {"optimizer": optimizer, "start": start, "objective": objective}
-    learnt = train(
-        decoder,
-        stream,
-        recipe,
-        out=folder,
-        resume=resume,
-        validate=lambda learning: exit_losses(
-            read, whole(learning), held_out, width=config.context_length
-        )[0],
-        **branch,
-    )
-    params = whole(learnt)
-    rounded = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16).astype(jnp.float32), params)
-    bits = bits_of_test_split(read, rounded, encode)
-    summary = {
-        "out": str(folder / "model"),
-        "preset": preset,
-        "seed": seed,
-        "steps": steps,
-        "tokens": recipe.tokens,
-        "parameters": int(sum(leaf.size for leaf in jax.tree.leaves(params))),
-        "seconds_total": round(time.perf_counter() - started, 1),
-        "train_text": describe(documents),
-        "bits_per_byte": bits,
-    }
-    save_text(folder / "model" / "tokenizer.json", (folder / "tokenizer.json").read_text())
-    save_text(folder / "model" / "README.md", model_card(summary, config, _loss_of(preset, late)))
-    # Last: a folder with a config is whole; a lens names the weights that it belongs to.
-    save(folder / "model", decoder, params if late is None else params["model"])
-    if late is not None:
-        owner = load(folder / "model", lens=False, branches=False).sha256
-        maps = lens_of(rounded, config.exits)
-        save_lens(folder / "model", maps, info={"model_sha256": owner, "weights": late.weights})
-    return summary
+        if self.exit_weight is not None:
+            if late is None or not self.exit_weight > 0:
+                raise ValueError(
+                    f"Wanted an exit weight above 0, for late exits alone. Got {self.exit_weight} "
+                    f"and preset {preset!r}."
+                )
+            weights = tuple(self.exit_weight if weight else 0.0 for weight in late.weights)
+            late = dataclasses.replace(late, weights=weights)
+        config, folder, started = PRESETS[preset], self.out, time.perf_counter()
+        folder.mkdir(parents=True, exist_ok=True)
+        decoder = Transformer(config)
+        documents = standard_library("train")
+        if trunk is not None:
+            _take_over_text(trunk, folder)
+        encode, stream = tokenise(folder, documents, config)
+        long = min(512, config.context_length)
+        recipe = TrainConfig(
+            steps=self.steps,
+            seed=self.seed,
+            save_every=max(1, self.steps // 22),
+            long_context=long,
+            context=min(256, long),
+            exit_weights=TrainConfig.exit_weights
+            if len(config.exits) == 6
+            else (0.5,) * (len(config.exits) - 1),
+            # Layer dropout serves early exits; a model without any is trained plainly.
+            max_layer_dropout=TrainConfig.max_layer_dropout if len(config.exits) > 1 else 0.0,
+        )
+        held_out = encode([d.text for d in standard_library("calibrate")[:12]])
+        read: Decoder = decoder if late is None else Lensed(decoder)
+        whole: Any = jax.tree_util.Partial(lambda learnt: learnt)
+        branch: dict[str, Any] = {"optimizer": make_optimizer(recipe)}
+        if config.turns > 1:
+            branch["objective"] = looped_objective(decoder, entropy=_ENTROPY, steps=self.steps)
+        if late is not None and trunk is not None:
+            grows = preset.startswith("grown")
+            begin, fixed = (0, min(config.exits)) if grows else (recipe.branch_step, 0)
+            optimizer = late_optimizer(recipe, late, begin=begin)
+            if grows:
+                below = _below(trunk, folder, decoder)
+                whole = jax.tree_util.Partial(grown, below)
+                start = grow_from(below, decoder, jax.random.key(self.seed))
+            else:
+                result = trunk_of(trunk, Transformer(PRESETS[plain]), recipe)
+                start = branch_off(result, decoder, optimizer)
+            objective = late_objective(decoder, late, begin=begin, whole=whole, fixed_layers=fixed)
+            branch = {"optimizer": optimizer, "start": start, "objective": objective}
+        learnt = train(
+            decoder,
+            stream,
+            recipe,
+            out=folder,
+            resume=self.resume,
+            validate=lambda learning: exit_losses(
+                read, whole(learning), held_out, width=config.context_length
+            )[0],
+            **branch,
+        )
+        params = whole(learnt)
+        rounded = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16).astype(jnp.float32), params)
+        bits = bits_of_test_split(read, rounded, encode)
+        summary = {
+            "out": str(folder / "model"),
+            "preset": preset,
+            "seed": self.seed,
+            "steps": self.steps,
+            "tokens": recipe.tokens,
+            "parameters": int(sum(leaf.size for leaf in jax.tree.leaves(params))),
+            "seconds_total": round(time.perf_counter() - started, 1),
+            "train_text": describe(documents),
+            "bits_per_byte": bits,
+        }
+        save_text(folder / "model" / "tokenizer.json", (folder / "tokenizer.json").read_text())
+        save_text(
+            folder / "model" / "README.md", model_card(summary, config, _loss_of(preset, late))
+        )
+        # Last: a folder with a config is whole; a lens names the weights that it belongs to.
+        save(folder / "model", decoder, params if late is None else params["model"])
+        if late is not None:
+            owner = load(folder / "model", lens=False, branches=False).sha256
+            maps = lens_of(rounded, config.exits)
+            save_lens(folder / "model", maps, info={"model_sha256": owner, "weights": late.weights})
+        return summary
 
 
 def _below(trunk: Path, folder: Path, decoder: Transformer) -> Params:

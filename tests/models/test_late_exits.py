@@ -27,7 +27,7 @@ from helpers.models import assert_close, live_params
 from helpers.shared_kv import KINDS
 from jax.core import Tracer
 from late import LateExits, late_objective
-from recipe import run_recipe
+from recipe import Train
 from trunks import branch_off, grow_from, grown, late_optimizer, make_optimizer, trunk_of
 
 from utio_jax.core.flops import count_matmul_flops
@@ -399,7 +399,7 @@ def short_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("short_recipe")
 def test_a_plain_run_as_the_command_line_makes_it(tmp_path: Path) -> None:
-    plain = run_recipe(tmp_path / "plain", preset="plain-tiny", steps=6)
+    plain = Train(out=tmp_path / "plain", preset="plain-tiny", steps=6).run()
     assert len(plain["bits_per_byte"]) == 1
     files = {file.name for file in (tmp_path / "plain" / "model").iterdir()}
     assert {"config.json", "tokenizer.json", "README.md"} <= files
@@ -408,7 +408,7 @@ def test_a_plain_run_as_the_command_line_makes_it(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("short_recipe")
 def test_a_looped_run_learns_an_exit_for_each_turn(tmp_path: Path) -> None:
-    looped = run_recipe(tmp_path / "looped", preset="looped-tiny", steps=6)
+    looped = Train(out=tmp_path / "looped", preset="looped-tiny", steps=6).run()
     assert list(looped["bits_per_byte"]) == ["2", "4"]
     model = load(tmp_path / "looped" / "model")
     assert model.decoder.config.turns == 2
@@ -434,21 +434,23 @@ def test_the_weight_of_a_gates_entropy_falls_over_training() -> None:
 @pytest.mark.usefixtures("short_recipe")
 def test_branches_and_layers_added_as_the_command_line_makes_them(tmp_path: Path) -> None:
     trunk = tmp_path / "plain"
-    run_recipe(trunk, preset="plain-tiny", steps=6)
-    late = run_recipe(tmp_path / "late", preset="late-tiny", steps=6, trunk=trunk, exit_weight=0.3)
+    Train(out=trunk, preset="plain-tiny", steps=6).run()
+    late = Train(
+        out=tmp_path / "late", preset="late-tiny", steps=6, trunk=trunk, exit_weight=0.3
+    ).run()
     assert len(late["bits_per_byte"]) == 3
     # The maps are served with the model.
     assert isinstance(load(tmp_path / "late" / "model").decoder, Lensed)
     # A finished run that is called once more replaces its lens.
-    run_recipe(tmp_path / "late", preset="late-tiny", steps=6, trunk=trunk, resume=True)
+    Train(out=tmp_path / "late", preset="late-tiny", steps=6, trunk=trunk, resume=True).run()
     assert isinstance(load(tmp_path / "late" / "model").decoder, Lensed)
     tokenizers = [(folder / "tokenizer.json").read_bytes() for folder in (trunk, tmp_path / "late")]
     assert tokenizers[0] == tokenizers[1]
-    below = run_recipe(tmp_path / "below", preset="plain-tiny-2", steps=6)
-    added = {"preset": "grown-tiny", "steps": 6, "trunk": tmp_path / "below"}
+    below = Train(out=tmp_path / "below", preset="plain-tiny-2", steps=6).run()
+    added: dict[str, Any] = {"preset": "grown-tiny", "steps": 6, "trunk": tmp_path / "below"}
     with pytest.raises(ValueError, match="Wanted a trained model of 2 layers"):
-        run_recipe(tmp_path / "grown", **{**added, "trunk": trunk})
-    deeper = run_recipe(tmp_path / "grown", **added)  # A wrong trunk has not bound the folder.
+        Train(out=tmp_path / "grown", **{**added, "trunk": trunk}).run()
+    deeper = Train(out=tmp_path / "grown", **added).run()  # A wrong trunk has not bound the folder.
     assert list(deeper["bits_per_byte"]) == ["2", "3", "4"]
     assert list(below["bits_per_byte"]) == ["2"]
     assert isinstance(load(tmp_path / "grown" / "model").decoder, Lensed)
@@ -456,7 +458,7 @@ def test_branches_and_layers_added_as_the_command_line_makes_them(tmp_path: Path
     assert note.read_text().split() == [load(tmp_path / "below" / "model").sha256]
     note.write_text("0" * 64 + "\n")  # As if another trunk's run had left it.
     with pytest.raises(ValueError, match=r"layers added to the model .* or another --out"):
-        run_recipe(tmp_path / "grown", resume=True, **added)
+        Train(out=tmp_path / "grown", resume=True, **added).run()
 
 
 # What training runs: layer dropout, and layers that read keys and values made below.
