@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from anytime import Objective, Start, exit_states
+from anytime import Start
+from branches import with_upper
 from recipe import bits_of_test_split, tokenise
 from run import Run, main
+from sharing import distillation
 
 from utio_jax.core.decoder import Params
 from utio_jax.models.branches import Branches
@@ -32,48 +33,12 @@ from utio_jax.models.transformer import Transformer
 def pruned(decoder: Transformer, params: Params, layers: int) -> tuple[Transformer, Params]:
     """Returns a model of `layers` layers: all that make K/V, then evenly spaced upper ones."""
     config = decoder.config
-    own = config.kv_own
-    upper = Branches.copied(decoder, params, (layers - own,)).layers
-
-    # Upper layers' K/V weights are unused: the first ones stay in their place.
-    stack = jax.tree.map(lambda leaf: leaf[:layers], params["layers"])
-    own_part = {name: stack[name] for name in upper}
-    replaced = jax.tree.map(lambda leaf, new: leaf.at[own:].set(new), own_part, upper)
+    upper = Branches.copied(decoder, params, (layers - config.kv_own,))
     smaller = dataclasses.replace(
         config, num_layers=layers, exits=(layers,), kv_source=config.kv_source[:layers]
     )
-    return Transformer(smaller), {**params, "layers": {**stack, **replaced}}
-
-
-def distillation(student: Transformer, teacher: Transformer, params: Params) -> Objective:
-    """Returns the loss of `branches.branch_objective` for a whole model that learns.
-
-    Args:
-      student: learns; it has the teacher's vocabulary.
-      teacher: predicts the soft half of the target.
-      params: of the teacher.
-    """
-
-    def objective(
-        held: Params, learning: Params, tokens: jax.Array, key: jax.Array, step: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
-        del step
-        inputs, labels = tokens[:, :-1], tokens[:, 1:].reshape(-1)
-
-        def logits_of(decoder: Transformer, params: Params) -> jax.Array:
-            x = exit_states(decoder, params, inputs, key, 0.0)[-1]
-            return decoder.unembed(params, x.reshape(labels.size, -1)).astype(jnp.float32)
-
-        full = jax.lax.stop_gradient(logits_of(teacher, held))
-        label = jax.nn.one_hot(labels, student.config.vocab_size)
-        target = (label + jax.nn.softmax(full)) / 2
-        logits = logits_of(student, learning)
-        normalizer = jax.nn.logsumexp(logits, axis=-1)
-        loss = (normalizer - jnp.sum(target * logits, axis=-1)).mean()
-        entropy = (normalizer - jnp.sum(label * logits, axis=-1)).mean()
-        return loss, jax.lax.stop_gradient(entropy)[None]
-
-    return jax.tree_util.Partial(objective, params)
+    stack = jax.tree.map(lambda leaf: leaf[:layers], params["layers"])
+    return Transformer(smaller), with_upper({**params, "layers": stack}, upper)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -108,7 +73,7 @@ class Prune(Run):
             recipe,
             weight_decay=0.05,
             start=Start(params=first),
-            objective=distillation(student, model.decoder, model.params),
+            objective=distillation(student, model.decoder, model.params, labels=0.5),
         )
         save(folder / "model", student, params, like=model.folder)
         saved: Any = load(folder / "model", lens=False, branches=False)  # In bfloat16.

@@ -47,8 +47,13 @@ def shared_above(decoder: Transformer, params: Params, own: int) -> tuple[Transf
     return shared, {**params, "layers": shared.own_keys_values(params["layers"])}
 
 
-def distillation(decoder: Transformer, teacher: Transformer, params: Params) -> Objective:
-    """Returns the loss of a model that learns a teacher's predictions: KL divergence, in nats."""
+def distillation(
+    decoder: Transformer, teacher: Transformer, params: Params, *, labels: float = 0.0
+) -> Objective:
+    """Returns the loss of a model that learns a teacher's predictions: KL divergence, in nats.
+
+    A share `labels` of it is cross-entropy with the next token, which is then what is reported.
+    """
 
     def objective(
         held: Params, learning: Params, tokens: jax.Array, key: jax.Array, step: jax.Array
@@ -61,7 +66,14 @@ def distillation(decoder: Transformer, teacher: Transformer, params: Params) -> 
             return jax.nn.log_softmax(model.unembed(weights, last).astype(jnp.float32))
 
         target = jax.lax.stop_gradient(predicted(teacher, held))
-        loss = divergence(target, predicted(decoder, learning))
-        return loss, loss[None]
+        student = predicted(decoder, learning)
+        loss = divergence(target, student)
+        if not labels:
+            return loss, loss[None]
+        # A product: after a gather, XLA would need a scatter, which is slow on CPUs.
+        label = jax.nn.one_hot(tokens[:, 1:], decoder.config.vocab_size)
+        entropy = -jnp.sum(label * student, axis=-1).mean()
+        mixed = (1 - labels) * loss + labels * entropy
+        return mixed, jax.lax.stop_gradient(entropy)[None]
 
     return jax.tree_util.Partial(objective, params)

@@ -20,6 +20,8 @@ from helpers.folders import save_small_model
 from helpers.models import Model, assert_close, live_params
 from helpers.shared_kv import moved_branches
 from helpers.texts import SOURCES, source
+from pruned import pruned
+from sharing import distillation
 
 from utio_jax import load
 from utio_jax.models import (
@@ -177,6 +179,26 @@ def test_a_model_that_learns_with_its_branches_has_one_loss_more_and_the_old_one
         learning = {"layers": branches.layers, "model": student}
         loss, _ = objective(learning, tokens, jax.random.key(0), jnp.int32(0))
         assert_close(loss, sum(-(target * values).sum(-1).mean() for values in students))
+
+
+def test_a_pruned_model_learns_from_the_labels_and_the_full_models_prediction(params: Any) -> None:
+    student, first = pruned(DECODER, params, 5)
+    kernels = [weights["layers"]["q_proj"]["kernel"] for weights in (first, params)]
+    np.testing.assert_array_equal(kernels[0], kernels[1][np.asarray([0, 1, 2, 3, 5])])
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 64, (2, 17)), jnp.int32)
+
+    def log_probs(decoder: Transformer, params: Any) -> jax.Array:
+        lengths, depths = jnp.asarray([16, 16]), (decoder.config.num_layers,)
+        (x,) = run_dense(decoder, params, tokens[:, :-1], lengths, depths=depths)
+        return jax.nn.log_softmax(decoder.unembed(params, x).astype(jnp.float32))
+
+    full, own = log_probs(DECODER, params), log_probs(student, first)
+    kl = (jnp.exp(full) * (full - own)).sum(-1).mean()
+    nll = -jnp.take_along_axis(own, tokens[:, 1:, None], axis=-1).mean()
+    objective = jax.jit(distillation(student, DECODER, params, labels=0.25))
+    loss, reported = objective(first, tokens, jax.random.key(0), jnp.int32(0))
+    assert_close(loss, 0.75 * kl + 0.25 * nll)
+    assert_close(reported, nll[None])
 
 
 @pytest.mark.slow
