@@ -21,7 +21,9 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from anytime import Objective, Start, exit_states
+from late import divergence
 from recipe import kept_stream
 from run import Run, main
 
@@ -78,41 +80,33 @@ def objective_of(decoder: Transformer, params: Params, stop: int) -> Objective:
     Reports it, and the model's own cross-entropy.
     """
 
-    def in_blocks(held: Params, norm: Params, x: jax.Array, last: jax.Array, labels: Any) -> Any:
-        """Returns summed divergence and cross-entropy; slopes of the first come with it."""
+    def in_block(
+        held: Params, norm: Params, x: jax.Array, last: jax.Array, labels: jax.Array
+    ) -> tuple[jax.Array, tuple[Params, jax.Array]]:
+        """Returns a block's divergence and cross-entropy; slopes of the first come with it."""
+        target = log_probabilities(decoder, held, last)
 
-        def loss(norm: Params, x: jax.Array, target: jax.Array) -> jax.Array:
-            log_p = log_probabilities(decoder, {**held, "norm": norm}, x)
-            return jnp.sum(jnp.exp(target) * (target - log_p))
+        def loss(norm: Params, x: jax.Array) -> jax.Array:
+            return divergence(target, log_probabilities(decoder, {**held, "norm": norm}, x))
 
-        def add(sums: Any, block: Any) -> tuple[Any, jax.Array]:
-            x, last, labels = block
-            target = log_probabilities(decoder, held, last)
-            value, (of_norm, of_x) = jax.value_and_grad(loss, (0, 1))(norm, x, target)
-            entropy = -jnp.take_along_axis(target, labels[:, None], axis=-1).sum()
-            return jax.tree.map(jnp.add, sums, (value, entropy, of_norm)), of_x
-
-        blocks = [leaf.reshape(-1, BLOCK, *leaf.shape[1:]) for leaf in (x, last, labels)]
-        zeros = jnp.float32(0), jnp.float32(0), jax.tree.map(jnp.zeros_like, norm)
-        (value, entropy, of_norm), of_x = jax.lax.scan(add, zeros, tuple(blocks))
-        return value, entropy, of_norm, of_x.reshape(x.shape)
+        value, slopes = jax.value_and_grad(loss, (0, 1))(norm, x)
+        entropy = -jnp.take_along_axis(target, labels[:, None], axis=-1).mean()
+        return jnp.stack([value, entropy]), slopes
 
     def objective(
         held: Params, learning: Params, tokens: jax.Array, key: jax.Array, step: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         del step
         states = jax.lax.stop_gradient(exit_states(decoder, held, tokens[:, :-1], key, 0.0))
-        x = branch_states(decoder, learning, states[stop - 1])
-        count, labels = tokens[:, 1:].size, tokens[:, 1:].reshape(-1)
-        x, last = (y.reshape(count, -1) for y in (x, states[-1]))
-        fixed = jax.lax.stop_gradient((held, learning["norm"], x, last))
-        value, entropy, of_norm, of_x = in_blocks(*fixed, labels)
+        arrays = branch_states(decoder, learning, states[stop - 1]), states[-1], tokens[:, 1:]
+        norm, blocks = learning["norm"], [y.reshape(-1, BLOCK, *y.shape[2:]) for y in arrays]
+        fixed, xs = jax.lax.stop_gradient(((held, norm), tuple(blocks)))
+        losses, (of_norm, of_x) = jax.lax.map(lambda block: in_block(*fixed, *block), xs)
         # The head's slopes are known, so no block of logits is kept or computed again for them.
-        linear = jnp.vdot(of_x, x)
-        slopes = jax.tree.map(jnp.vdot, of_norm, learning["norm"])
-        linear = sum(jax.tree.leaves(slopes), start=linear)
-        loss = (value + linear - jax.lax.stop_gradient(linear)) / count
-        return loss, jax.lax.stop_gradient(jnp.stack([value, entropy])) / count
+        slopes = jax.tree.map(lambda leaf: leaf.sum(axis=0), of_norm), of_x
+        linear = optax.tree.vdot(slopes, (norm, blocks[0])) / len(losses)
+        losses = losses.mean(axis=0)
+        return losses[0] + linear - jax.lax.stop_gradient(linear), losses
 
     return jax.tree_util.Partial(objective, params)
 
