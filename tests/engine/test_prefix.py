@@ -356,6 +356,47 @@ def test_arrays_that_can_change_unseen_are_refused() -> None:
     params = jax.tree.map(np.asarray, small.params)
     with pytest.raises(ValueError, match="params as arrays of JAX.*jax.device_put"):
         cached_engine(Model(small.decoder, params))
+    params = jax.tree.map(jnp.asarray, params)
+    engine = cached_engine(Model(small.decoder, params))
+    params["embedding"]["embedding"] = np.asarray(params["embedding"]["embedding"])
+    for _ in range(2):  # What is refused once is not served later.
+        with pytest.raises(ValueError, match="params as arrays of JAX"):
+            engine.warmup()
+
+
+@pytest.mark.parametrize("how", ["refused", "interrupted"])
+def test_new_parameters_that_are_not_taken_up_are_taken_up_later(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows and the prefix cache are of the old ones until then."""
+    small = lively_model()
+    params = jax.tree.map(lambda leaf: leaf, small.params)
+    model = Model(small.decoder, params)
+    engine, text = cached_engine(model, slots=1, read_late=False), [*range(20)]
+    ask(engine, text, new=6)
+    running = engine.submit(text, max_new_tokens=30, eos_ids=())
+    waiting = engine.submit(text, max_new_tokens=6, eos_ids=())
+    engine.advance()
+    replace_in_place(params, seed=1)
+
+    def interrupted(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        if how == "refused":
+            embedding = params["embedding"]
+            patch.setitem(embedding, "embedding", np.asarray(embedding["embedding"]))
+        else:
+            patch.setattr(PrefixCache, "clear", interrupted)
+        for _ in range(2):
+            with pytest.raises((ValueError, KeyboardInterrupt)):
+                engine.advance()
+    assert engine.stats().prefix_blocks > 0
+    assert engine.prefix_cache_of(model.decoder, params).num_blocks == 0
+    results = engine.drain()
+    assert results[running].reason == "interrupted"
+    expected = ask(cached_engine(model), text, new=6)
+    np.testing.assert_array_equal(results[waiting].token_ids, expected.token_ids)
 
 
 def test_an_interrupted_copy_keeps_its_blocks_free(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -248,7 +248,7 @@ class Engine:
                 "Wanted the decoder and the params of the engine, whose K/V its prefix cache "
                 "holds. Got others. Make both from one model."
             )
-        if self._rows.outdated:
+        if self._unsettled or self._rows.outdated:
             self._rows.prefix.clear()
         return self._rows.prefix
 
@@ -281,8 +281,9 @@ class Engine:
 
     def _advance(self, *, keeps: bool) -> list[Event]:
         """Runs one block; `keeps`: results of requests that end are kept for `drain`."""
-        events = self._recovered() if self._unsettled or self._rows.outdated else []
-        self._unsettled = True
+        # First: what stops `_recovered` may have stored new parameters, which hides that it is due.
+        lost, self._unsettled = self._unsettled or self._rows.outdated, True
+        events = self._recovered() if lost else []
         events += self._end_by_host()
         self._read_prompts()
         block = None
@@ -375,7 +376,9 @@ class Engine:
                 f"{len(self._known)} wait or run. Warm it up before the first one."
             )
         if self._unsettled or self._rows.outdated:
+            self._unsettled = True
             self._recovered()  # There is no request, so this only frees rows.
+            self._unsettled = False
         rows = self._rows
         room = min(rows.capacity - self.mode.block, self.served.decoder.config.context_length)
         passes: list[tuple[int, int]] = [(size, 0) for size in rows.passes]
