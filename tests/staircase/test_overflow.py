@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from helpers.cases import EXECUTOR, run_dense, run_oracle, run_staircase
 from helpers.generation import lively_model, run
-from helpers.models import Model
+from helpers.models import Model, with_random_maps
 
 from utio_jax.decoding.base import Plain
 from utio_jax.decoding.lossless import Lossless
@@ -25,9 +25,10 @@ HOT = 63
 
 @pytest.fixture(scope="module")
 def hot(tiny: Model) -> Model:
-    params = jax.tree.map(lambda leaf: leaf.astype(jnp.float16), tiny.params)
-    embedding = params["embedding"]["embedding"].at[HOT].set(jnp.inf)
-    return Model(tiny.decoder, {**params, "embedding": {"embedding": embedding}})
+    embedding = tiny.params["embedding"]["embedding"].at[HOT].set(jnp.inf)
+    params = {**tiny.params, "embedding": {"embedding": embedding}}
+    model = with_random_maps(Model(tiny.decoder, params), (2,))
+    return Model(model.decoder, jax.tree.map(lambda leaf: leaf.astype(jnp.float16), model.params))
 
 
 def programs(ids: np.ndarray, lengths: np.ndarray, depths: np.ndarray) -> dict[str, Any]:
@@ -37,14 +38,15 @@ def programs(ids: np.ndarray, lengths: np.ndarray, depths: np.ndarray) -> dict[s
     result: dict[str, Any] = {
         "dense": lambda m: run_dense(m.decoder, m.params, ids, lengths, depths=(4,))[0]
     }
-    for kv in ("propagate", "drop"):
+    for kv in ("propagate", "drop", "mapped"):
         for name, executor in (("blocks", EXECUTOR), ("prefix", whole)):
             result[f"{name} {kv}"] = lambda m, kv=kv, executor=executor: (
                 run_staircase(m.decoder, m.params, ids, lengths, policy, kv=kv, executor=executor).x
             )
-    result["oracle drop"] = lambda m: run_oracle(
-        m.decoder, m.params, ids, lengths, depths, kv="drop"
-    )
+    for kv in ("drop", "mapped"):
+        result[f"oracle {kv}"] = lambda m, kv=kv: run_oracle(
+            m.decoder, m.params, ids, lengths, depths, kv=kv
+        )
     return result
 
 
@@ -61,7 +63,8 @@ def test_padding_and_later_tokens_that_overflow_leave_a_token_as_it_was(
     depths = rng.choice([2, 4], (3, 12)).astype(np.int32)
     expected = np.asarray(programs(ids, lengths, depths)[name](hot))
     ids[1, 7:] = HOT  # Padding.
-    ids[2, 5] = HOT  # A token: those from it on see it.
+    ids[2, 5] = HOT  # A token: those from it on see it. One before it reads more layers.
+    assert depths[2, 5] == 2 < depths[2, :5].max()
     result = np.asarray(programs(ids, lengths, depths)[name](hot))
     same = np.arange(12) < np.asarray([12, 7, 5])[:, None]
     np.testing.assert_array_equal(result[same], expected[same])

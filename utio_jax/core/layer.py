@@ -333,16 +333,23 @@ def _memory_left(array: jax.Array) -> float:
 def keys_values_of(
     decoder: Decoder, layer: LayerParams, x: Float[Array, "*lead dim"], places: PositionEncoding
 ) -> tuple[Float[Array, "*lead kv_head head_dim"], Float[Array, "*lead kv_head head_dim"]]:
-    """Returns a layer's keys and values; overflowed states affect only tokens that attend to them.
-
-    A weight of zero times an infinite value is NaN: padding or a later token, whose states overflow
-    in float16, would reach the tokens before it through a mask that hides it. So values that are
-    not finite become 0, and their keys NaN: what sees the token gets NaN, as it should be.
-    """
+    """Returns a layer's keys and values; an overflow affects only tokens that attend to it."""
     heads = decoder.config.num_kv_heads, decoder.config.head_dim
     keys, values = (
         checked(decoder, "keys_values", part, *heads)
         for part in decoder.keys_values(layer, x, places)
     )
+    return contain_overflow(keys, values)
+
+
+def contain_overflow(
+    keys: Float[Array, "*lead head_dim"], values: Float[Array, "*lead head_dim"]
+) -> tuple[Float[Array, "*lead head_dim"], Float[Array, "*lead head_dim"]]:
+    """Returns keys and values of which an overflow affects only tokens that attend to them.
+
+    A weight of zero times an infinite value is NaN: padding or a later token, whose states overflow
+    in float16, would reach the tokens before it through a mask that hides it. So values that are
+    not finite become 0, and their keys NaN: what sees the token gets NaN, as it should be.
+    """
     finite = jnp.all(jnp.isfinite(values), axis=-1, keepdims=True)
     return jnp.where(finite, keys, jnp.nan), jnp.where(finite, values, 0)

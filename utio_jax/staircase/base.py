@@ -18,6 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 from utio_jax.attention.cache import KVCache, read
 from utio_jax.core.arrays import flat
 from utio_jax.core.decoder import Decoder, HasKVMaps, Inputs, LayerParams, Params, PositionEncoding
+from utio_jax.core.layer import contain_overflow
 from utio_jax.core.pytrees import pytree, static
 from utio_jax.core.work import Work
 from utio_jax.staircase.reference import positions_of
@@ -98,7 +99,8 @@ class Tokens:
         assert isinstance(decoder, HasKVMaps)
         mapped = jax.lax.dynamic_index_in_dim(self.mapped, index - self.mapped_from, 2, False)
         mapped = flat(mapped)
-        return decoder.rotate_keys(layer, mapped[:, 0], flat(self.places)), mapped[:, 1]
+        keys = decoder.rotate_keys(layer, mapped[:, 0], flat(self.places))
+        return contain_overflow(keys, mapped[:, 1])
 
 
 Sources = tuple[int | Int[Array, ""], ...]

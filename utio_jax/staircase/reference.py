@@ -25,7 +25,7 @@ from utio_jax.core.decoder import (
     finish_layer,
     has_exit_lens,
 )
-from utio_jax.core.layer import keys_values_of, layer_at
+from utio_jax.core.layer import contain_overflow, keys_values_of, layer_at
 
 FrozenKV = Literal["propagate", "drop", "full", "mapped"]
 """K/V of a token in layers deeper than its exit: projected from its frozen state, none, K/V of its
@@ -220,7 +220,8 @@ def reference_states(
                 assert isinstance(decoder, HasKVMaps)
                 for stop in [stop for stop in decoder.stops if stop <= row]:
                     shown = decoder.map_keys_values(params, x, stop)[:, :, row - stop]
-                    mapped = decoder.rotate_keys(own, shown[:, :, 0], places), shown[:, :, 1]
+                    keys = decoder.rotate_keys(own, shown[:, :, 0], places)
+                    mapped = contain_overflow(keys, shown[:, :, 1])
                     pairs, there = zip(mapped, made[row], strict=True), depths == stop
                     made[row] = tuple(jnp.where(there[..., None, None], *pair) for pair in pairs)
         read = read_side_by_side(made[row] for row in config.kv_read(index))
