@@ -15,10 +15,23 @@ from helpers.engine import alone, assert_as_alone, engine_of, model64, modes, po
 from helpers.generation import lively_model
 from helpers.models import Model, gated
 
+from utio_jax.core.pytrees import pytree, static
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.base import Plain
 from utio_jax.policies import Entropy, Patience, SoftmaxGap, Thresholded, random_depths
 from utio_jax.policies.depth import spread_thresholds
+from utio_jax.policies.signals import SignalBase
+
+
+@pytree
+class Scaled(SignalBase):
+    """A signal that holds a Python number."""
+
+    scale: Any = 2.0
+    name: str = static(default="scaled")
+
+    def __call__(self, index: int, boundary: Any, memory: Any) -> tuple[jax.Array, Any]:
+        return self.scale * jnp.linalg.norm(boundary.x, axis=-1), memory
 
 
 def chance(*shares: float, depths: tuple[int, ...]) -> Thresholded:
@@ -164,3 +177,13 @@ def test_signals_are_the_same_by_contents() -> None:
     with pytest.raises(ValueError, match="or of other weights"):
         engine.submit([1], max_new_tokens=2, policy=changed)
     engine.cancel(number)
+
+
+def test_a_number_in_a_signal_is_the_modes_own() -> None:
+    """The engine holds its mode's numbers as arrays."""
+    policy = Thresholded(signal=Scaled(), thresholds=jnp.asarray([1.0, 2.0]), depths=(1, 2, 4))
+    engine = engine_of(lively_model(), Adaptive(policy=policy))
+    engine.submit([1], max_new_tokens=2, policy=dataclasses.replace(policy, signal=Scaled()))
+    changed = dataclasses.replace(policy, signal=Scaled(scale=3.0))
+    with pytest.raises(ValueError, match="or of other weights"):
+        engine.submit([1], max_new_tokens=2, policy=changed)

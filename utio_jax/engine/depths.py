@@ -14,6 +14,7 @@ from jaxtyping import Float
 from utio_jax.core.decoder import Decoder
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.base import Mode
+from utio_jax.decoding.loop import canonical
 from utio_jax.policies.depth import Thresholded, same_signal, spread_thresholds
 from utio_jax.staircase.loop import check_policy
 
@@ -55,7 +56,10 @@ def thresholds_of(
                 "Calibration.policy(name, budget, exits=...) over further ones."
             )
         return np.full_like(own, -np.inf)
-    if not isinstance(policy, Thresholded) or not same_signal(policy.signal, served.signal):
+    # The mode's numbers are arrays: those of the policy become arrays, too.
+    if not isinstance(policy, Thresholded) or not same_signal(
+        canonical(policy.signal), served.signal
+    ):
         got = f"{policy!r:.80}"
         if isinstance(policy, Thresholded):
             got = f"one of {policy.signal.name!r}, or of other weights"
