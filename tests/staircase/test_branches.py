@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from helpers import cases
 from helpers.generation import DepthAt, assert_greedy, depth_table, lively_model, run
-from helpers.marks import quick_where, slow
+from helpers.marks import slow
 from helpers.models import Model, assert_close, live_params
 from helpers.shared_kv import BRANCHED
 
@@ -75,36 +75,12 @@ def test_a_token_does_not_notice_which_branches_others_took(model: Model) -> Non
         assert_close(np.asarray(mixed)[depths == depth], np.asarray(alone)[depths == depth])
 
 
-PREFIX = CapacityPrefix(capacities=(64, 16, 16, 16, 16), min_bucket=8)
-
-
 @pytest.mark.check
 def test_a_missing_capacity_is_counted_by_segments(model: Model) -> None:
     few, tokens = CapacityPrefix(capacities=(24, 24), min_bucket=8), model.tokens(1, 17)
     policy = given_depths(jnp.full((1, 17), 6), depths=(2, 4, 6))
     with pytest.raises(ValueError, match="branch. Got 2 capacities, and segment 3. Add"):
         staircase(model.decoder, model.params, tokens, jnp.asarray([17]), policy, executor=few)
-
-
-# Exits below the branches, all branches, some, and one alone.
-SHAPES = [
-    dataclasses.replace(cases.SHAPES[1], depths=depths, executor=executor)
-    for depths, executor in (
-        ((2, 3, 5, 6), cases.SHAPES[1].executor),
-        (DEPTHS, PREFIX),
-        ((2, 4, 6), PREFIX),
-        ((5,), PREFIX),
-    )
-]
-
-
-@pytest.mark.parametrize(
-    "shape",
-    quick_where(lambda shape: shape in SHAPES[:2], SHAPES),
-    ids=lambda shape: f"{shape.name}-{shape.depths}",
-)
-def test_equals_the_reference(model: Model, shape: cases.Shape) -> None:
-    assert max(error for _, error in cases.compare_cases(model, shape, range(16))) < 1e-4
 
 
 def test_runs_each_branch_for_its_own_tokens_alone(model: Model) -> None:

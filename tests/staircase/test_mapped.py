@@ -11,63 +11,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import cases
 from helpers.counting import Counting, read_counts
-from helpers.models import Model, live_model, with_random_maps
+from helpers.models import Model, with_random_maps
 
 from utio_jax import uniform
 from utio_jax.core.flops import token_cost
 from utio_jax.policies import given_depths
 from utio_jax.prompts.maps import with_kv_maps
-from utio_jax.staircase import CapacityPrefix, MicroBatches, staircase
+from utio_jax.staircase import MicroBatches, staircase
 
 STOPS = (1, 2, 3)
-SHAPES = tuple(
-    dataclasses.replace(shape, kv="mapped") for shape in cases.SHAPES if shape.kv == "drop"
-)
-
-PREFIX = CapacityPrefix(capacities=(24, 16, 8), min_bucket=8)
-
-
-@pytest.fixture(scope="module")
-def mapped(tiny: Any) -> Model:
-    return with_random_maps(tiny, STOPS)
-
-
-def test_equals_the_reference(mapped: Model, no_compiles: Any) -> None:
-    next(cases.compare_cases(mapped, SHAPES[1], range(1)))
-    with no_compiles():
-        assert max(error for _, error in cases.compare_cases(mapped, SHAPES[1], range(32))) < 1e-4
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"{s.batch}x{s.token}")
-def test_equals_the_reference_in_a_thousand_cases(mapped: Model, shape: cases.Shape) -> None:
-    assert max(error for _, error in cases.compare_cases(mapped, shape, range(250))) < 1e-4
-
-
-VARIANTS: dict[str, dict[str, Any]] = {
-    "windows, capped, normed keys": {
-        "windows": (0, 5, 0, 9),
-        "attention_softcap": 3.0,
-        "qk_norm": True,
-    },
-    "learned positions": {"positions": "learned"},
-    "two rotations": {"windows": (4, 0, 4, 0), "local_rope_theta": 100.0},
-}
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.check if "," in name else pytest.mark.slow)
-        for name in VARIANTS
-    ],
-)
-def test_equals_the_reference_whatever_turns_states_into_keys(name: str) -> None:
-    model = with_random_maps(live_model(seed=4, **VARIANTS[name]), STOPS)
-    shape = dataclasses.replace(SHAPES[1], executor=PREFIX)
-    assert max(error for _, error in cases.compare_cases(model, shape, range(12))) < 1e-4
 
 
 def test_a_token_that_stops_runs_one_product_and_no_projection(tiny: Any) -> None:
@@ -114,7 +67,7 @@ def test_all_layers_of_a_token_are_one_product_of_maps(tiny: Any) -> None:
 
 
 @pytest.mark.usefixtures("unchecked_shapes")
-def test_what_does_not_fit_is_refused(tiny: Any, mapped: Model) -> None:
+def test_what_does_not_fit_is_refused(tiny: Any) -> None:
     inputs = tiny.tokens(1, 5), jnp.asarray([5])
     with pytest.raises(ValueError, match='KV maps for kv="mapped".*utio-jax fit-prompt'):
         staircase(tiny.decoder, tiny.params, *inputs, uniform(2), kv="mapped")

@@ -101,29 +101,6 @@ IN_TURN = [
 
 ONE_KIND = quick_where(lambda kind: kind == FIRST, KINDS, lambda _: False)
 
-# One-token rows have nothing to share. "made once" alone stops above where all K/V are made: at 3.
-ORACLE_CASES = [
-    (FIRST, cases.SHAPES[1]),
-    *checked(("made once", dataclasses.replace(cases.SHAPES[1], depths=(1, 2, 3, 4), kv="drop"))),
-]
-
-
-@pytest.mark.parametrize(
-    ("model", "shape"),
-    ORACLE_CASES,
-    indirect=["model"],
-    ids=lambda case: case if isinstance(case, str) else case.name,
-)
-def test_equals_the_oracle(model: Model, shape: cases.Shape) -> None:
-    assert max(error for _, error in cases.compare_cases(model, shape, range(24))) < 1e-4
-
-
-@pytest.mark.parametrize(("model", "kv"), IN_TURN, indirect=["model"])
-def test_the_static_prefix_equals_the_oracle(model: Model, kv: str) -> None:
-    executor = CapacityPrefix(capacities=(24, 16, 8), min_bucket=8)
-    shape = dataclasses.replace(cases.SHAPES[1], kv=kv, executor=executor)
-    assert max(error for _, error in cases.compare_cases(model, shape, range(12))) < 1e-4
-
 
 @pytest.mark.parametrize("model", ONE_KIND[:2], indirect=True)
 def test_a_token_that_has_made_all_its_keys_and_values_changes_no_other(model: Model) -> None:
