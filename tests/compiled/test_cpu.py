@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from ahead import Programs
+from helpers.marks import checked
 from hlo import Program
 
 import utio_jax
@@ -125,10 +126,7 @@ PROGRAMS: dict[str, Callable[[Programs], Any]] = {
 
 
 @pytest.mark.usefixtures("unchecked_shapes")  # Of no array.
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=() if name == "score" else pytest.mark.check) for name in PROGRAMS],
-)
+@pytest.mark.parametrize("name", ["score", *checked(*[*PROGRAMS][1:])])
 def test_no_program_multiplies_by_a_repeated_operand_in_a_fusion(name: str) -> None:
     text = compiled(PROGRAMS[name](tiny()))
     assert "__ynn_fusion" in text or name == "importance", "it multiplies"

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from helpers.engine import CAPACITY
 from helpers.generation import lively_model, run
-from helpers.marks import checked, quick_where, slow
+from helpers.marks import checked, slow
 from helpers.models import Model, assert_equal, with_random_lens
 from helpers.shared_kv import KINDS
 
@@ -34,9 +34,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(
     scope="module",
-    params=quick_where(
-        lambda kind: kind == "heads of two layers", KINDS, lambda kind: kind == "made once"
-    ),
+    params=["heads of two layers", *checked("made once"), *slow("of the last of a kind")],
 )
 def model(request: Any) -> Model:
     return lively_model(**KINDS[request.param])

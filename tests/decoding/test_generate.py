@@ -27,7 +27,7 @@ from helpers.generation import (
     run,
     true_logits,
 )
-from helpers.marks import checked, quick_where
+from helpers.marks import checked, slow
 from helpers.models import assert_equal
 from helpers.policies import SurePasses
 from helpers.shared_kv import KINDS
@@ -255,7 +255,7 @@ OTHERS = {  # What compiles nothing, either.
 }
 
 
-@pytest.mark.parametrize("name", quick_where(lambda name: name != "adaptive", OTHERS))
+@pytest.mark.parametrize("name", ["plain", "lossless", *checked("adaptive")])
 def test_the_second_prompt_compiles_nothing(model, no_compiles, name):
     mode, other = OTHERS[name]
     run(model, mode=mode, max_new_tokens=30)
@@ -299,9 +299,7 @@ COPIED = {
 
 
 @pytest.mark.usefixtures("unchecked_shapes")  # Lowering rebuilds the mode around descriptions.
-@pytest.mark.parametrize(
-    "name", quick_where(lambda name: name == "propagate", COPIED, lambda _: False)
-)
+@pytest.mark.parametrize("name", ["propagate", *slow("drop", "lossless", "drawn")])
 def test_the_cache_is_never_copied(model, name):
     # One large cache: a copy of it, or of half of it, would show in the temporaries.
     context = context_of(model, *COPIED[name])
@@ -400,10 +398,7 @@ PROCESSED: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    quick_where(lambda name: name in ("plain", "exit"), PROCESSED, lambda name: name == "adaptive"),
-)
+@pytest.mark.parametrize("name", ["plain", "exit", *checked("adaptive"), *slow("ngram")])
 def test_tokens_are_the_best_that_a_processor_allows(model, name, no_compiles):
     """By induction over the row: the truth is recomputed from scratch behind each token."""
     options = {"mode": PROCESSED[name], "logits_processor": alternating, "max_new_tokens": 16}

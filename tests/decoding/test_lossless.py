@@ -18,6 +18,7 @@ from helpers.generation import (
     context_of,
     run,
 )
+from helpers.marks import slow
 from helpers.models import assert_equal
 
 from utio_jax.attention.cache import read
@@ -32,9 +33,7 @@ from utio_jax.models.transformer import Transformer
 MODES = {"exit 1": Lossless(exit=1, max_draft=1), "exit 2": Lossless(exit=2, max_draft=3)}
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.slow if n == "exit 1" else ()) for n in MODES]
-)
+@pytest.mark.parametrize("name", ["exit 2", *slow("exit 1")])
 def test_greedy_is_the_full_model(model, plain, name):
     result = run(model, mode=MODES[name], lengths=CROSSING if name == "exit 2" else SMALL)
     assert_greedy(model, result, kv="full")

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from helpers.generation import SMALL, lively_model, run
-from helpers.marks import quick_where, slow
+from helpers.marks import slow
 from helpers.models import Model, assert_equal, gated, live_params
 
 from utio_jax.core import layer as layers_module
@@ -36,9 +36,7 @@ MODES: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", quick_where(lambda name: name == "lossless", MODES, lambda _: False)
-)
+@pytest.mark.parametrize("name", ["lossless", *slow("plain", "propagate")])
 def test_tokens_and_costs_are_the_stacks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = lively_model()
     mode: Mode = MODES[name](model)

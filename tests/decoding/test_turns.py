@@ -23,7 +23,7 @@ from helpers.generation import (
     true_logits,
 )
 from helpers.looped import Oracle, looped_model, write_looped
-from helpers.marks import quick_where, slow
+from helpers.marks import slow
 from helpers.models import assert_equal, with_random_lens
 
 from utio_jax import Adaptive, Lossless, generate, score, uniform
@@ -101,11 +101,7 @@ def test_stops_and_tokens_of_the_own_gate_are_numpys(tmp_path: Path, no_compiles
 
 @pytest.mark.parametrize(
     "signal",
-    quick_where(
-        lambda signal: isinstance(signal, Patience | SoftmaxGap | StateSimilarity),
-        [Patience(), SoftmaxGap(), Entropy(), StateSimilarity(), Position()],
-        lambda _: False,
-    ),
+    [Patience(), SoftmaxGap(), StateSimilarity(), *slow(Entropy(), Position())],
 )
 def test_policies_that_remember_or_read_logits_decide_as_in_one_pass(signal: Any) -> None:
     """A row's questions lie steps apart; what is asked and remembered is its own."""

@@ -21,7 +21,7 @@ from helpers.engine import (
     run_schedule,
 )
 from helpers.generation import lively_model
-from helpers.marks import quick_where, slow
+from helpers.marks import checked, slow
 
 from utio_jax.core.platform import compiling_for
 from utio_jax.decoding.generate import generate
@@ -50,11 +50,8 @@ def long_pool() -> list[Asked]:
 @pytest.mark.usefixtures("double")
 @pytest.mark.parametrize(
     "name",
-    quick_where(
-        lambda name: name == "plain",
-        ("plain", "drop", "propagate", "lossless", "copies"),
-        lambda name: name == "drop",  # Each row remembers what others may see.
-    ),
+    # With `drop` each row remembers what others may see.
+    ["plain", *checked("drop"), *slow("propagate", "lossless", "copies")],
 )
 def test_prompts_in_chunks_are_as_whole(name: str, no_compiles: Any) -> None:
     model, mode, asked = model64(), modes()[name][0], long_pool()

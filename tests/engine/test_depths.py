@@ -13,6 +13,7 @@ import pytest
 from helpers.counting import Counting, read_counts
 from helpers.engine import alone, assert_as_alone, engine_of, model64, modes, pool, run_schedule
 from helpers.generation import lively_model
+from helpers.marks import slow
 from helpers.models import Model, gated
 
 from utio_jax.core.pytrees import pytree, static
@@ -69,10 +70,7 @@ def of_budget(name: str, **options: Any) -> Any:
     ("names", "options"),
     [
         (["own", "full", "shallow"], {}),  # Each budget alone is a program.
-        *(
-            pytest.param([*BUDGETS], {"kv": kv}, marks=pytest.mark.slow)
-            for kv in ("propagate", "drop")
-        ),
+        *slow(*(([*BUDGETS], {"kv": kv}) for kv in ("propagate", "drop"))),
     ],
 )
 def test_budgets_side_by_side_are_as_alone(

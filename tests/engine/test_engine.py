@@ -182,10 +182,7 @@ def serve(engine: Engine, *, count: int, seed: int, texts: bool = False) -> dict
 
 
 @pytest.mark.check
-@pytest.mark.parametrize(
-    ("slots", "chunk"),
-    [(1, None), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, 4), (3, None)))],
-)
+@pytest.mark.parametrize(("slots", "chunk"), [(1, None), *slow((1, 4), (3, None))])
 def test_an_engine_of_few_slots_is_compiled_by_its_warmup(
     slots: int, chunk: int | None, count_compiles: Any, no_compiles: Any
 ) -> None:

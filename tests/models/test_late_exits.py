@@ -23,6 +23,7 @@ from anytime import (
     train,
 )
 from helpers.cases import run_dense
+from helpers.marks import slow
 from helpers.models import assert_close, live_params
 from helpers.shared_kv import KINDS
 from jax.core import Tracer
@@ -483,9 +484,7 @@ LOOPED: dict[str, Any] = {"exits": (2, 4), "turns": 2, "turn_norm": True, "exit_
     ("changes", "depths", "rows"),
     [
         (KINDS["heads of two layers"], (1, 2, 3, 4), {"k_proj": 2, "q_proj": 4}),
-        pytest.param(
-            *(KINDS["made once"], (1, 2, 3, 4), {"k_proj": 4, "q_proj": 4}), marks=pytest.mark.slow
-        ),
+        *slow((KINDS["made once"], (1, 2, 3, 4), {"k_proj": 4, "q_proj": 4})),
         (LOOPED, (2, 4), {"k_proj": 2, "q_proj": 2}),
     ],
     ids=["heads of two layers", "made once", "looped"],

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import pytest
+from helpers.marks import slow
 
 pytestmark = pytest.mark.usefixtures("short_programs")
 
@@ -50,16 +51,9 @@ def blocks_of(page: str, language: str) -> list[str]:
     [
         ("docs/prompts.md", 1),
         ("docs/roles.md", 1),
-        pytest.param("docs/decode.md", 2, marks=pytest.mark.slow),
-        pytest.param("docs/utio.md", 3, marks=pytest.mark.slow),
-        pytest.param("docs/bring_your_own.md", 4, marks=pytest.mark.slow),
-        pytest.param("docs/engine.md", 2, marks=pytest.mark.slow),
-        pytest.param("docs/branches.md", 2, marks=pytest.mark.slow),
-        pytest.param("docs/coming_from.md", 4, marks=pytest.mark.slow),
-        *(
-            pytest.param(f"docs/contrib/{name}.md", 1, marks=pytest.mark.slow)
-            for name in CONTRIB_GUIDES
-        ),
+        *slow(("docs/decode.md", 2), ("docs/utio.md", 3), ("docs/bring_your_own.md", 4)),
+        *slow(("docs/engine.md", 2), ("docs/branches.md", 2), ("docs/coming_from.md", 4)),
+        *slow(*((f"docs/contrib/{name}.md", 1) for name in CONTRIB_GUIDES)),
     ],
 )
 def test_a_guide_runs_from_top_to_bottom(

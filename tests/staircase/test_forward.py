@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from helpers.cases import run_dense, run_oracle
 from helpers.counting import Counting, read_counts
-from helpers.marks import quick_where
+from helpers.marks import checked, slow
 from helpers.models import Model, gated, plain_nll
 from helpers.policies import SurePasses, surrogate
 
@@ -106,11 +106,11 @@ def padded(count: int) -> int:
 
 @pytest.mark.parametrize(
     "name",
-    quick_where(
-        lambda name: name == "every boundary",
-        POLICIES,
-        lambda name: name != "surrogate",
-    ),
+    [
+        "every boundary",
+        *checked("all stop at once", "none stop", "never looks"),
+        *slow("surrogate"),
+    ],
 )
 def test_reads_each_token_at_its_depth_and_looks_at_stopped_ones_once(tiny: Any, name: str) -> None:
     policy, ids = POLICIES[name](tiny), tiny.tokens(3, 21)

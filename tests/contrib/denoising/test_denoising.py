@@ -301,10 +301,7 @@ CASES = [
 
 @pytest.mark.parametrize(
     ("kind", "case"),
-    [
-        pytest.param(*case, marks=() if case in CHECKED else pytest.mark.slow)
-        for case in dict.fromkeys(CASES)
-    ],
+    [*CHECKED, *slow(*(case for case in dict.fromkeys(CASES) if case not in CHECKED))],
 )
 def test_a_row_is_the_oracles_whatever_its_batch(
     kind: str, case: str, models: dict[str, Model]

@@ -77,10 +77,7 @@ def assert_true(model: Model, output: EdgeText) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "threshold"),
-    [
-        ("windows", 0.85),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in [("plain", 0.8), ("lens", 0.85)]),
-    ],
+    [("windows", 0.85), *slow(("plain", 0.8), ("lens", 0.85))],
 )
 def test_tokens_and_depths_are_those_of_full_passes(kind: str, threshold: float) -> None:
     """Windows of the deep layers are theirs; the head reads the exit through a lens."""

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers.counting import Counting, read_counts
-from helpers.marks import quick_where, slow
+from helpers.marks import slow
 from helpers.models import Model, live_params
 
 from utio_jax import Thresholded, uniform
@@ -328,13 +328,7 @@ def agreeing() -> tuple[Any, ...]:
     return model, params | {"heads": heads}, jnp.asarray(inputs), jnp.full(FITTED, 4)
 
 
-@pytest.mark.parametrize(
-    "signal",
-    [
-        pytest.param(Entropy(), id="entropy"),
-        pytest.param(Patience(), id="patience", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("signal", [Entropy(), *slow(Patience())], ids=lambda signal: signal.name)
 def test_every_rung_is_what_running_it_gives(agreeing: tuple[Any, ...], signal: Any) -> None:
     model, params, *rows = agreeing
     exits = model.config.exits
@@ -355,14 +349,7 @@ def test_every_rung_is_what_running_it_gives(agreeing: tuple[Any, ...], signal: 
     assert costs == sorted(costs, reverse=True), "safest first"
 
 
-@pytest.mark.parametrize(
-    "signal",
-    quick_where(
-        lambda signal: isinstance(signal, Entropy | Patience),
-        [Entropy(), MaxProbability(), SoftmaxGap(), Patience()],
-        lambda _: False,
-    ),
-)
+@pytest.mark.parametrize("signal", [Entropy(), Patience(), *slow(MaxProbability(), SoftmaxGap())])
 def test_a_single_number_is_no_class_to_be_certain_of(signal: Any) -> None:
     """Softmax over one label is 1: every row would leave at the first exit, with a guarantee."""
     sizes: Any = {"num_layers": 2, "embed_dim": 8, "num_heads": 2, "exits": (1, 2)}
