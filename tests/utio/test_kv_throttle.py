@@ -43,7 +43,8 @@ NEVER, ALWAYS = jnp.full(3, -jnp.inf), jnp.full(3, jnp.inf)
 
 def throttle(thresholds: Any = 0.6, **changes: Any) -> VerticalSlash:
     options: dict[str, Any] = {"history": HISTORY} | changes
-    table = jnp.asarray(np.random.default_rng(5).random((2, 3, 72)), jnp.float32)
+    # Scores of a bfloat16 model's states are bfloat16, too.
+    table = jnp.asarray(np.random.default_rng(5).random((2, 3, 72)), jnp.bfloat16)
     options.setdefault("signal", TableSignal(table=table, price=0.0))
     return VerticalSlash(thresholds=jnp.broadcast_to(jnp.asarray(thresholds), (3,)), **options)
 

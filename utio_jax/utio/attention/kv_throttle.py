@@ -219,7 +219,7 @@ class ThrottledStep(AttentionPattern):
     ) -> _StepChoices:
         scores, memory = self.attention.score(index, boundary, choices.memory, policy_memory)
         low = self.attention.low(scores, index + 1, choices.depths)
-        first = scores[:, 0] if index == 0 else choices.scores
+        first = scores[:, 0].astype(jnp.float32) if index == 0 else choices.scores
         return dataclasses.replace(choices, scores=first, low=low, memory=memory)
 
     def chosen(self, choices: _StepChoices) -> Float[Array, " batch"]:
