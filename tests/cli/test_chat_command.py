@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from helpers.cli import refused
+from helpers.cli import ran, refused
 from helpers.folders import save_piece_tokenizer
 
 from utio_jax.cli import chat
@@ -44,6 +44,12 @@ def say(monkeypatch: pytest.MonkeyPatch, *lines: str) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
 
 
+def talked(capsys: pytest.CaptureFixture[str], *options: object, tokens: int = 5) -> Any:
+    """Returns the turns of a conversation with a model, and what was shown."""
+    result, shown = ran(capsys, "chat", "--max-new-tokens", tokens, "--model", *options)
+    return result["turns"], shown
+
+
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[dict[str, str]], int]]:
     """The messages and the seed of each answer."""
@@ -69,14 +75,13 @@ def test_a_conversation_goes_on_until_it_is_left(
 ) -> None:
     say(monkeypatch, "hello", "", "and?", "/new", "again", "/exit", "never asked")
     arguments = ["chat", "--model", folder, "--max-new-tokens", "5", "--system", "be brief"]
-    assert main([*arguments, "--seed", "7"]) == 0
+    result, shown = ran(capsys, *arguments, "--seed", "7")
     seen, seeds = zip(*asked, strict=True)
     assert seeds == (7, 8, 9), "no turn draws as another"
-    shown = capsys.readouterr()
-    result = json.loads(shown.out)
+    turns = result["turns"]
     assert (result["command"], result["mode"]) == ("chat", "plain")
-    assert [turn["message"] for turn in result["turns"]] == ["hello", "and?", "again"]
-    first = result["turns"][0]["answer"]
+    assert [turn["message"] for turn in turns] == ["hello", "and?", "again"]
+    first = turns[0]["answer"]
     system = {"role": "system", "content": "be brief"}
     user = {"role": "user", "content": "hello"}
     assert seen[0] == [system, user]
@@ -87,9 +92,9 @@ def test_a_conversation_goes_on_until_it_is_left(
         {"role": "user", "content": "and?"},
     ]
     assert seen[2] == [system, {"role": "user", "content": "again"}], "/new forgets"
-    assert all(turn["depths"] == [3] * 5 and not turn["interrupted"] for turn in result["turns"])
-    for turn in result["turns"]:
-        assert turn["answer"] in shown.err, "shown where the JSON is not"
+    assert all(turn["depths"] == [3] * 5 and not turn["interrupted"] for turn in turns)
+    for turn in turns:
+        assert turn["answer"] in shown, "shown where the JSON is not"
     assert load(folder).chat([system, user], max_new_tokens=5).text == first
 
 
@@ -112,11 +117,9 @@ def test_depth_that_varies_is_named(
 ) -> None:
     say(monkeypatch, "hello")
     policy = ["--mode", "adaptive", "--policy", "uniform", "--depth", "1", "--exits", "1", "3"]
-    assert main(["chat", "--model", folder, "--max-new-tokens", "5", *policy]) == 0
-    shown = capsys.readouterr()
-    (turn,) = json.loads(shown.out)["turns"]
+    (turn,), shown = talked(capsys, folder, *policy)
     assert turn["depths"] == [3, 1, 1, 1, 1], "the first is prefill's, at full depth"
-    assert "layers of each token:  1  3" in shown.err
+    assert "layers of each token:  1  3" in shown
 
 
 def test_ctrl_c_ends_the_answer_and_not_the_program(
@@ -131,26 +134,22 @@ def test_ctrl_c_ends_the_answer_and_not_the_program(
 
     monkeypatch.setattr(chat.Printer, "_print", interrupted)
     say(monkeypatch, "hello", "and?")
-    assert main(["chat", "--model", folder, "--max-new-tokens", "5"]) == 0
-    shown = capsys.readouterr()
-    first, second = json.loads(shown.out)["turns"]
+    (first, second), shown = talked(capsys, folder)
     assert (first["interrupted"], len(first["depths"])) == (True, 2)
     assert (second["interrupted"], len(second["depths"])) == (False, 5)
     (_, turn, _), _ = asked[1]
     assert turn == {"role": "assistant", "content": first["answer"]}, "what was said counts"
-    assert "(stopped)" in shown.err
+    assert "(stopped)" in shown
 
 
 def test_a_conversation_that_fills_the_context_says_what_to_do(
     folder: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     say(monkeypatch, "a" * 40, "b" * 70, "/new", "c")
-    assert main(["chat", "--model", folder, "--max-new-tokens", "100"]) == 0
-    shown = capsys.readouterr()
-    first, second = json.loads(shown.out)["turns"]
+    (first, second), shown = talked(capsys, folder, tokens=100)
     assert len(first["depths"]) == 64 - 48, "as many as there is room for"
-    assert "within the model's context of 64" in shown.err.replace("\n", " ")
-    assert "Start a new conversation: /new." in shown.err.replace("\n", " ")
+    assert "within the model's context of 64" in shown.replace("\n", " ")
+    assert "Start a new conversation: /new." in shown.replace("\n", " ")
     assert second["message"] == "c"
 
 
@@ -162,11 +161,10 @@ def test_logits_that_are_nan_are_told(
     broken = dataclasses.replace(model, params=params)
     monkeypatch.setattr("utio_jax.models.load", lambda *_, **__: broken)
     say(monkeypatch, "hello")
-    assert main(["chat", "--model", folder, "--max-new-tokens", "5"]) == 0
-    shown = capsys.readouterr()
-    assert json.loads(shown.out)["turns"] == []
-    assert "Wanted numbers as log-probabilities. Got NaN" in shown.err
-    assert "/new" not in shown.err, "it would not help"
+    turns, shown = talked(capsys, folder)
+    assert turns == []
+    assert "Wanted numbers as log-probabilities. Got NaN" in shown
+    assert "/new" not in shown, "it would not help"
 
 
 def test_what_cannot_chat_is_refused_before_anything_is_asked(
@@ -185,12 +183,10 @@ def test_generate_answers_each_prompt_as_a_message(
     folder: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = ["--model", folder, "--max-new-tokens", "5", "--rounds", "1"]
-    assert main(["generate", "hello", "who?", "--chat", *arguments]) == 0
-    result = json.loads(capsys.readouterr().out)
+    result, _ = ran(capsys, "generate", "hello", "who?", "--chat", *arguments)
     model = load(folder)
     for prompt, text in zip(("hello", "who?"), result["texts"], strict=True):
         expected = model.chat([{"role": "user", "content": prompt}], max_new_tokens=5)
         assert text == expected.text
-    assert main(["generate", "hello", *arguments]) == 0
-    plain = json.loads(capsys.readouterr().out)
+    plain, _ = ran(capsys, "generate", "hello", *arguments)
     assert plain["texts"][0] != result["texts"][0], "the same text, continued"

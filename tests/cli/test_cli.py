@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers.cli import json_and_stderr, last_line, refused
+from helpers.cli import ran, refused
 from helpers.folders import save_small_model
 from helpers.texts import SOURCES, source
 
@@ -45,35 +45,33 @@ def test_a_calibration_of_its_own_is_made_compared_and_used(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "mine.json"
-    model = ["--model", str(folder)]
+    model = ["--model", folder]
     # Intervals are taken over at least five documents.
     others = [name for name in SOURCES if name != "colorsys"]
-    train, read = ([str(source(n)) for n in names] for names in (("colorsys",), others))
-    arguments = ["calibrate", *train, "--policy", "position", "--out", str(out)]
-    assert main([*arguments, *model, "--max-nll-increase-pct", "1"]) == 0
-    fitted = last_line(capsys)
+    read = [source(name) for name in others]
+    arguments = ["calibrate", source("colorsys"), "--policy", "position", "--out", out]
+    fitted, _ = ran(capsys, *arguments, *model, "--max-nll-increase-pct", "1")
     assert fitted["out"] == str(out)
     ((budget, entry),) = fitted["entries"]["position"].items()
     assert entry["depths"][-1] <= 4
-    arguments = ["compare", *read, "--calibration", str(out), "--draws", "20"]
-    assert main([*arguments, *model, "--batches", "1", "--out", str(tmp_path)]) == 0
-    result = last_line(capsys)
+    arguments = ["compare", *read, "--calibration", out, "--draws", "20"]
+    result, _ = ran(capsys, *arguments, *model, "--batches", "1", "--out", tmp_path)
     policies = {row["policy"] for row in result["rows"]}
     assert policies >= {"uniform", "full", "position"}
     (row,) = [row for row in result["rows"] if row["policy"] == "position"]
     assert row["budget"] == float(budget)
     assert {"hull_margin_pct", "rank_correlation_kl"} <= set(row)
     assert all(Path(picture).stat().st_size > 1000 for picture in result["pictures"])
-    assert main(["evaluate", *read, *model, "--policy", "position", "--calibration", str(out)]) == 0
-    assert last_line(capsys)["budget"] == float(budget), "the only one"
+    arguments = ["evaluate", *read, "--policy", "position", "--calibration", out]
+    result, _ = ran(capsys, *arguments, *model)
+    assert result["budget"] == float(budget), "the only one"
 
 
 def test_evaluate_text(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = [str(source(name)) for name in TEXTS]
     per_token = tmp_path / "tokens.json"
-    arguments = ["evaluate", *files, "--model", str(folder), "--budget", "0.8", "--batch", "4"]
-    assert main([*arguments, "--per-token", str(per_token)]) == 0
-    result = last_line(capsys)
+    arguments = ["evaluate", *files, "--model", folder, "--budget", "0.8", "--batch", "4"]
+    result, _ = ran(capsys, *arguments, "--per-token", per_token)
     assert (result["policy"], result["budget"], result["documents"]) == ("learned", 0.8, 2)
     tokens = json.loads(per_token.read_text())
     assert [*tokens] == files
@@ -102,9 +100,8 @@ def test_evaluated_token_ids_are_taken_as_they_are(
         "learned": ["--budget", "0.8"],
         "random": ["--budget", "0.8"],
     }.items():
-        arguments = ["evaluate", "--token-ids", str(file), "--model", str(bare)]
-        assert main([*arguments, "--policy", policy, *more]) == 0
-        result = last_line(capsys)
+        arguments = ["evaluate", "--token-ids", file, "--model", bare]
+        result, _ = ran(capsys, *arguments, "--policy", policy, *more)
         assert (result["documents"], result["bits_per_byte"]) == (2, None)
         losses[policy] = result["nll"]
         if policy == "full":
@@ -126,11 +123,8 @@ def test_demo_measures_what_it_shows_and_draws(
     # Those of `try`, whose test then finds its programs compiled.
     monkeypatch.setattr("utio_jax.cli.demo._PROMPTS", 4)
     out = tmp_path / "demo"
-    text = [str(source(name)) for name in TEXTS]
-    arguments = ["demo", *text, "--model", str(folder), "--batches", "1", "--rounds", "1"]
-    assert main([*arguments, "--out", str(out)]) == 0
-    captured = capsys.readouterr()
-    result = json.loads(captured.out)
+    arguments = ["demo", *map(source, TEXTS), "--model", folder, "--batches", "1", "--rounds", "1"]
+    result, shown = ran(capsys, *arguments, "--out", out)
     rows = result["rows"]
     names = [row["policy"] for row in rows]
     assert names[0] == "full"
@@ -156,13 +150,13 @@ def test_demo_measures_what_it_shows_and_draws(
     assert prompt["flops_ratio"] < 1
     assert prompt["speedup"] > 0
     assert prompt["nll_increase_pct"] != 0
-    message = " ".join(captured.err.split())
+    message = " ".join(shown.split())
     for words in ("full depth 1.00 1.00x 0", "against truncation", "writing: drafter exit"):
         assert words in message
-    assert captured.err.endswith(f"{result['verdict']}\n")
+    assert shown.endswith(f"{result['verdict']}\n")
     assert result["verdict"].startswith("Next: `utio-jax ")
     assert "prompts: 56 tokens, most to layer 1" in message
-    assert captured.err.count("\n") < 24, "less than a screen"
+    assert shown.count("\n") < 24, "less than a screen"
     assert json.loads((out / "demo.json").read_text()).items() <= result.items()
     for picture in result["pictures"]:
         assert Path(picture).read_bytes().startswith(b"\x89PNG")
@@ -182,10 +176,8 @@ def test_a_model_with_exits_is_tried(
 
     monkeypatch.setattr("utio_jax.cli.trial.progress_bar", counted)
     before = sorted(path.name for path in folder.iterdir())
-    texts = [str(source(name)) for name in TEXTS]
-    assert main(["try", *texts, "--model", str(folder)]) == 0
+    result, shown = ran(capsys, "try", *map(source, TEXTS), "--model", folder)
     assert [total for total, _ in bars] == [steps for _, steps in bars]
-    result, shown = json_and_stderr(capsys)
     assert result["verdict"] in shown
     rows = {row["what"]: row for row in result["rows"]}
     assert [*rows] == [
@@ -213,7 +205,7 @@ PROMPT = "def mean(values):\n    return"
 def test_generate_is_the_plain_model_unless_told_otherwise(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = ["generate", PROMPT, "import", "--model", str(folder), "--max-new-tokens", "20"]
+    arguments = ["generate", PROMPT, "import", "--model", folder, "--max-new-tokens", "20"]
     arguments += ["--rounds", "1"]
     rows = {}
     for mode, more in {
@@ -222,10 +214,8 @@ def test_generate_is_the_plain_model_unless_told_otherwise(
         "adaptive": ["--budget", "0.8"],
         "utio": ["--enable-utio", "--budget", "0.8"],
     }.items():
-        assert main([*arguments, *more]) == 0
-        captured = capsys.readouterr()
-        assert captured.out.count("\n") == 1
-        rows[mode] = result = json.loads(captured.out)
+        result, shown = ran(capsys, *arguments, *more)
+        rows[mode] = result
         assert result["command"] == "generate"
         assert result["mode"] == {"utio": "adaptive"}.get(mode, mode)
         assert result["prompts"] == [PROMPT, "import"]
@@ -234,11 +224,11 @@ def test_generate_is_the_plain_model_unless_told_otherwise(
         assert result["tokens_per_second"] == pytest.approx(
             result["tokens"] / result["seconds"], rel=1e-2
         )
-        assert PROMPT in captured.err
+        assert PROMPT in shown
         assert set(Ledger(policy="").to_dict()) <= set(result)
         assert result["involuntary_exits"] == result["compiles"] == 0
-        assert ("layers of each token" in captured.err) == (mode != "plain")
-        assert captured.err.endswith(".\n"), "a sentence to act on"
+        assert ("layers of each token" in shown) == (mode != "plain")
+        assert shown.endswith(".\n"), "a sentence to act on"
     assert rows["plain"]["policy"] == rows["lossless"]["policy"] == "full"
     assert rows["plain"]["flops_ratio"] == rows["plain"]["speedup"] == 1
     assert rows["plain"]["acceptance"] is None
@@ -253,8 +243,7 @@ def test_generate_is_the_plain_model_unless_told_otherwise(
     # A stop string: text of the plain run from the inside of a token to that of another.
     text = rows["plain"]["texts"][0]
     stop = text[len(text) // 2 :][:3]
-    assert main([*arguments, "--stop", "nowhere", "--stop", stop]) == 0
-    result = last_line(capsys)
+    result, _ = ran(capsys, *arguments, "--stop", "nowhere", "--stop", stop)
     assert result["texts"][0] == text[: text.index(stop)]
     assert result["finish_reasons"][0] == "stop"
     assert len(result["token_ids"][0]) < 20

@@ -19,7 +19,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import pytest
-from helpers.cli import refused
+from helpers.cli import ran, refused
 from helpers.folders import save_small_model
 from helpers.texts import SOURCES, source
 
@@ -121,9 +121,8 @@ def test_a_calibration_is_replaced_where_nothing_of_it_is_lost(
     own = bare / "policies.json"
     arguments = ["calibrate", str(source("colorsys")), "--model", str(bare), "--exits", "1", "2"]
     for names in (["position"], ["entropy", "position"]):
-        assert main([*arguments, "4", "--policy", *names]) == 0
-        captured = capsys.readouterr()
-        assert f"Written: {', '.join(names)}: {own}" in captured.err
+        _, shown = ran(capsys, *arguments, "4", "--policy", *names)
+        assert f"Written: {', '.join(names)}: {own}" in shown
         assert {*json.loads(own.read_text())["entries"]} == {*names}
     before = own.read_bytes()
     message = refused(capsys, *arguments, "4", "--policy", "position")
@@ -131,7 +130,7 @@ def test_a_calibration_is_replaced_where_nothing_of_it_is_lost(
     assert "fit all of them: position entropy" in message
     assert own.read_bytes() == before
     # The command that is recommended works, but for its placeholder.
-    assert f"utio-jax compare --exits 1 2 4 --model {bare} OTHER_FILES" in captured.err
+    assert f"utio-jax compare --exits 1 2 4 --model {bare} OTHER_FILES" in shown
 
 
 def test_a_lens_is_kept_and_never_replaced_by_another(
@@ -528,8 +527,7 @@ def test_generate_decodes_once_for_the_text_and_once_a_round(
     monkeypatch.setattr("utio_jax.cli.generate.generate_text", counted)
     texts = ["def mean(values):", "import"]
     arguments = ["generate", *texts, "--model", str(folder), "--max-new-tokens", "4"]
-    assert main([*arguments, "--rounds", "0"]) == 0
-    once = json.loads(capsys.readouterr().out)
+    once, _ = ran(capsys, *arguments, "--rounds", "0")
     assert decoded == ["plain"]
     assert (once["seconds"], once["speedup"], once["tokens_per_second"]) == (None, None, None)
     assert once["flops_ratio"] == 1
@@ -537,8 +535,7 @@ def test_generate_decodes_once_for_the_text_and_once_a_round(
     expected = model.generate(texts, max_new_tokens=4, mode="plain")
     assert once["token_ids"] == [row.tolist() for row in expected.token_ids]
     decoded.clear()
-    assert main(arguments) == 0
-    timed = json.loads(capsys.readouterr().out)
+    timed, _ = ran(capsys, *arguments)
     assert decoded == ["plain", "plain"], "one of them timed"
     assert timed["token_ids"] == once["token_ids"]
     assert timed["tokens_per_second"] > 0

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from bpe import train_tokenizer
-from helpers.cli import last_line, refused
+from helpers.cli import ran, refused
 from helpers.models import live_params
 
 from utio_jax.cli.main import main
@@ -75,21 +75,16 @@ def test_a_prompt_that_is_a_files_name_is_said_to_be_no_file(
     monkeypatch.chdir(tmp_path)
     Path("one.txt").write_text(WORDS)
     options = ["--model", str(folder), "--rounds", "0", "--max-new-tokens", "1"]
-    assert main(["generate", "one.txt", *options]) == 0
-    assert capsys.readouterr().err.count('"$(cat one.txt)"') == 1
-    assert main(["generate", "two.txt", *options]) == 0
-    assert "$(cat" not in capsys.readouterr().err
+    assert ran(capsys, "generate", "one.txt", *options)[1].count('"$(cat one.txt)"') == 1
+    assert "$(cat" not in ran(capsys, "generate", "two.txt", *options)[1]
 
 
 def test_generate_reads_prompts_within_a_budget(
     folder: Path, maps: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    capsys.readouterr()
-
-    def generate(*options: str) -> dict[str, Any]:
-        arguments = ["generate", WORDS * 5, "--model", str(folder), "--rounds", "1"]
-        assert main([*arguments, "--max-new-tokens", "4", *options]) == 0
-        return last_line(capsys)
+    def generate(*options: object) -> dict[str, Any]:
+        arguments = ["generate", WORDS * 5, "--model", folder, "--rounds", "1"]
+        return ran(capsys, *arguments, "--max-new-tokens", "4", *options)[0]
 
     plain = generate()
     assert (plain["prompt"]["exact"], plain["prompt"]["flops_ratio"]) == (True, 1.0)
@@ -99,7 +94,7 @@ def test_generate_reads_prompts_within_a_budget(
     # At the deepest exit that is cheap enough; of some fifty tokens sixteen run in full.
     assert result["prompt"]["depth_mean"] < 4
     assert result["prompt"]["flops_ratio"] < 1
-    mapped = generate("--prompt-budget", "0.99", "--prompt-maps", str(maps))
+    mapped = generate("--prompt-budget", "0.99", "--prompt-maps", maps)
     assert mapped["prompt"]["depth_mean"] < 4
     # The same in Python.
     model = load(folder).with_kv_maps(maps)
@@ -118,12 +113,9 @@ def test_prompts_of_shared_keys_run_all_layers_where_asked(
     source = ((0,), (1,), (0,), (0,))
     shared = Transformer(dataclasses.replace(decoder.config, kv_source=source))
     save(tmp_path, shared, live_params(shared), like=folder)
-    asked = ["generate", " ".join(WORDS.split() * 3), "--model", str(tmp_path)]
-    asked += ["--max-new-tokens", "4"]
-    assert main(asked) == 0
-    exact = last_line(capsys)
-    assert main([*asked, "--prompt", "full"]) == 0
-    full = last_line(capsys)
+    asked = ["generate", " ".join(WORDS.split() * 3), "--model", tmp_path, "--max-new-tokens", "4"]
+    exact, _ = ran(capsys, *asked)
+    full, _ = ran(capsys, *asked, "--prompt", "full")
     assert exact["texts"] == full["texts"]
     assert exact["prompt"]["exact"]
     assert exact["prompt"]["cache_ratio"] == 0.5

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers.cases import run_dense
-from helpers.cli import json_and_stderr
+from helpers.cli import ran
 from helpers.folders import save_small_model
 from helpers.generation import lively_model
 from helpers.shared_kv import KINDS
@@ -22,7 +22,6 @@ from rich.console import Console
 
 from utio_jax.bench.prompts import request_of
 from utio_jax.bench.timing import Timing
-from utio_jax.cli.main import main
 from utio_jax.cli.trial import (
     Tried,
     Try,
@@ -194,9 +193,7 @@ def test_a_model_without_exits_is_tried(tmp_path: Path, capsys: pytest.CaptureFi
     save_small_model(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"exits": [4]}))
-    texts = [str(source(name)) for name in ("sched", "stat")]
-    assert main(["try", *texts, "--model", str(tmp_path)]) == 0
-    result, shown = json_and_stderr(capsys)
+    result, shown = ran(capsys, "try", source("sched"), source("stat"), "--model", tmp_path)
     assert result["verdict"] in shown
     assert [row["what"] for row in result["rows"]] == [
         "in full",

@@ -12,10 +12,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers.cli import last_line
+from helpers.cli import ran
 from helpers.models import Model
 
-from utio_jax.cli.main import main
 from utio_jax.core.shards import Shards, run_all
 from utio_jax.models import save
 
@@ -34,8 +33,7 @@ def test_evaluate_on_two_devices_goes_on_from_shards_of_one(
     shards = tmp_path / "shards"
     command = ["evaluate", *model, "--policy", "uniform", "--depth", "2", "--batch", "4"]
     command += ["--shards", str(shards)]
-    assert main(command) == 0
-    expected = last_line(capsys)
+    expected, _ = ran(capsys, *command)
     files = sorted(shards.glob("*"))
     assert [file.name for file in files] == [f"batches-{n:05d}-of-00006.kept" for n in range(6)]
     files[1].unlink()

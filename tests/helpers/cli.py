@@ -12,15 +12,13 @@ import pytest
 from utio_jax.cli.main import main
 
 
-def json_and_stderr(capsys: pytest.CaptureFixture[str]) -> tuple[dict[str, Any], str]:
-    """Returns a command's JSON, which is all of stdout, and stderr."""
+def ran(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[dict[str, Any], str]:
+    """Returns the JSON of a command that succeeds, which is all of stdout, and stderr."""
+    capsys.readouterr()
+    assert main([*map(str, arguments)]) == 0
     captured = capsys.readouterr()
     assert captured.out.count("\n") == 1, "stdout is one line of JSON"
     return json.loads(captured.out), captured.err
-
-
-def last_line(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
-    return json_and_stderr(capsys)[0]
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import qwix
 from helpers.cases import run_dense
-from helpers.cli import last_line, refused
+from helpers.cli import ran, refused
 from helpers.engine import alone, engine_of, modes, pool
 from helpers.folders import STOCK, changed_copy, save_small_model
 from helpers.generation import lively_model, run
@@ -31,7 +31,6 @@ from helpers.shared_kv import BRANCHED, moved_branches
 from helpers.texts import SOURCES, new_text, source
 
 from utio_jax import SamplingParams, load
-from utio_jax.cli.main import main
 from utio_jax.cli.serve import Serve
 from utio_jax.core import layer as layers_module
 from utio_jax.core.files import flatten, load_tensors
@@ -485,18 +484,9 @@ def test_the_server_and_the_commands_run_such_weights(
     with running(served, slots=2) as server:
         answer = server.completion("def", max_tokens=12, temperature=0)
     assert answer.body["choices"][0]["text"] == text
-    asked = (
-        "--model",
-        str(folder),
-        "--weights",
-        weights,
-        "--max-new-tokens",
-        "12",
-        "--rounds",
-        "0",
-    )
-    assert main(["generate", "def", *asked]) == 0
-    assert last_line(capsys)["texts"] == [text]
+    asked = ["generate", "def", "--model", folder, "--weights", weights]
+    result, _ = ran(capsys, *asked, "--max-new-tokens", "12", "--rounds", "0")
+    assert result["texts"] == [text]
 
 
 def test_kinds_of_weights_that_there_are_not_are_refused(
