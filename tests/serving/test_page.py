@@ -101,6 +101,14 @@ def test_the_script_writes_text_as_text_and_keeps_nothing() -> None:
     assert not re.findall(r"expression\(|javascript:", script + style)
 
 
+def test_sides_of_a_comparison_share_no_prompt_in_the_prefix_cache() -> None:
+    """The second one would be timed without it."""
+    ((script,),) = (inline_texts(HTML)["script"],)
+    (compare,) = re.findall(r"async function compare\(\) {.*?\n}", script, flags=re.DOTALL)
+    salted = compare.index("for (const body of bodies) body.cache_salt = `${Math.random()}`;")
+    assert salted < compare.index("await write(bodies")
+
+
 def test_every_input_has_a_label_and_every_reference_an_element() -> None:
     elements = Elements()
     ids = [attributes["id"] for _, attributes in elements.found if "id" in attributes]
