@@ -7,6 +7,7 @@ import dataclasses
 import datetime
 import json
 import shutil
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,11 @@ def test_a_conversation_is_rendered_turn_by_turn() -> None:
         "<|im_start|>user\nBye<|im_end|>\n<|im_start|>assistant\n"
     )
     assert render_chat(TURNS, HELLO, add_generation_prompt=False).endswith("<|im_end|>\n")
+    for several in (iter, deque):  # An iterator gives them once.
+        assert render_chat(TURNS, several(messages)) == render_chat(TURNS, messages)
+        parts = [{"role": "user", "content": [{"type": "text", "text": "Hello"}]}]
+        result = ChatTemplate(template=TURNS).render(several(parts))
+        assert result == render_chat(TURNS, HELLO)
 
 
 @pytest.mark.parametrize(

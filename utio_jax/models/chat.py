@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import json
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import suppress
 from functools import lru_cache, partial
 from pathlib import Path
@@ -30,7 +30,7 @@ from utio_jax.models.gguf.special import stored_id
 from utio_jax.models.huggingface import read_json
 from utio_jax.models.messages import Shapes, shaped
 
-Messages = Sequence[Mapping[str, Any]]
+Messages = Iterable[Mapping[str, Any]]
 """Each has a `role` (`system`, `user`, `assistant`) and a `content`: text, or a list of parts."""
 
 # Names of a message's reasoning; templates read the first or the second.
@@ -60,9 +60,10 @@ class ChatTemplate:
         See `render_chat`. A content may be text or parts, whichever the template reads; arguments
         of tool calls may be JSON.
         """
+        messages = _listed(messages)
         has_tools = variables.get("tools") is not None
         template = self.named.get("tool_use", self.template) if has_tools else self.template
-        if isinstance(messages, list | tuple):
+        if isinstance(messages, list):
             with suppress(jinja2.TemplateSyntaxError):  # Rendering says where.
                 messages = shaped(messages, _shapes(template))
         return _render(template, messages, True, **{**self.special_tokens, **variables})
@@ -106,6 +107,7 @@ def _render(
             "Wanted variables of a chat template under names of their own. Got 'messages', which "
             "the template gets besides. Leave it out: messages are an argument of their own."
         )
+    messages = _listed(messages)
     if isinstance(messages, str) or not messages:
         raise ValueError(
             "Wanted a list of messages, at least one. Got "
@@ -135,6 +137,12 @@ def _render(
         raise ValueError(
             f"Wanted messages that the model's chat template takes. It says: {error}."
         ) from error
+
+
+def _listed(messages: Any) -> Any:
+    """Returns messages as a list: an iterator gives them once. What is no messages stays."""
+    given = isinstance(messages, Iterable) and not isinstance(messages, str | Mapping)
+    return [*messages] if given else messages
 
 
 def find_template(path: Path, keys: Mapping[str, Any] | None = None) -> ChatTemplate:
