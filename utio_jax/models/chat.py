@@ -249,6 +249,7 @@ class ChatEngine:
         if self._engine is None or needed > self._capacity:
             most = self.model.decoder.config.context_length + self.mode.block
             self._capacity = max(needed, min(most, max(1024, 2 * self._capacity)))
+            self._engine = None  # Its memory is free before the next one takes its own.
             self._engine = Engine.of(self.model, slots=1, capacity=self._capacity, **self._options)
         return self._engine.stream(prompt_ids, max_new_tokens=max_new_tokens, **options)
 
