@@ -9,6 +9,7 @@ import json
 import shutil
 from collections import deque
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from tokenizers import AddedToken, Tokenizer
 from tokenizers.models import BPE
 
 from utio_jax.core.lens import with_config
+from utio_jax.decoding.base import Plain
 from utio_jax.decoding.generate import generate
 from utio_jax.decoding.sampling import SamplingParams
 from utio_jax.models import Model, chat, load, save
@@ -426,3 +428,33 @@ def test_a_converted_model_reads_marks_of_turns_as_the_stock_one(tmp_path: Path)
     save(tmp_path / "shared", *shared_above(model.decoder, model.params, 2), like=stock)
     (theirs,), (ours,) = (m.encode(["<|im|>a"]) for m in (model, load(tmp_path / "shared")))
     np.testing.assert_array_equal(ours, theirs)
+
+
+def test_the_end_that_a_folder_names_is_no_part_of_a_text(folder: Path, tmp_path: Path) -> None:
+    out = Path(shutil.copytree(folder, tmp_path / "visible"))
+    stored = json.loads((out / "tokenizer.json").read_text())
+    for piece in stored["added_tokens"]:
+        piece["special"] = False
+    (out / "tokenizer.json").write_text(json.dumps(stored))
+    tokenizer = load(out).tokenizer
+    ids = tokenizer.encode("Hello<|im_end|>").ids
+    assert ids[-1] == tokenizer.token_to_id("<|im_end|>")
+    assert tokenizer.decode(ids) == "Hello"
+    (out / "tokenizer_config.json").write_text("{")  # Texts without a chat need none of it.
+    assert load(out).tokenizer.decode(ids) == "Hello<|im_end|>"
+
+
+def test_a_longer_conversation_frees_its_engine_first(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = list[Any]()
+
+    def made(*_: Any, **__: Any) -> Any:
+        held.append(engine._engine)
+        return SimpleNamespace(stream=lambda *_, **__: iter(()))
+
+    engine = chat.ChatEngine(model, Plain())
+    monkeypatch.setattr(chat, "Engine", SimpleNamespace(of=made))
+    for size in (4, 2000):
+        engine.stream(np.zeros(size, np.int32), max_new_tokens=4)
+    assert held == [None, None]

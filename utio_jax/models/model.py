@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 
 from utio_jax.calibration.calibrate import calibrate
 from utio_jax.calibration.compare import compare
@@ -260,7 +260,8 @@ class Model:
 
         For a stock model, text that spells a special piece becomes that piece. What a folder's
         `tokenizer.json` puts around a text decides: next to it transformers 5 does not read
-        `add_bos_token` of `tokenizer_config.json`, either.
+        `add_bos_token` of `tokenizer_config.json`, either. The `eos_token` that a stock folder
+        names is a special piece.
         """
         if self.folder.is_file():
             return tokenizer_of(self.folder)
@@ -269,7 +270,20 @@ class Model:
         config = read_json(of_model, "a config") if of_model.is_file() else {}
         # A converted model has this library's config, and its tokenizer from a stock one.
         stock = is_huggingface(config) or (self.folder / "tokenizer_config.json").is_file()
-        return load_tokenizer(file, special_in_text=stock)
+        tokenizer = load_tokenizer(file, special_in_text=stock)
+        end = self._named_end if stock else None
+        if end is not None and tokenizer.token_to_id(end) is not None:
+            # It ends chats, so no text shows it, as in transformers.
+            tokenizer.add_special_tokens([AddedToken(end, special=True, normalized=False)])
+        return tokenizer
+
+    @property
+    def _named_end(self) -> str | None:
+        """Text of the end token that a folder's files name; None if they name none."""
+        try:
+            return self.special_tokens.get("eos_token")
+        except ValueError:  # Damaged settings, which texts without a chat do not need.
+            return None
 
     @property
     def has_tokenizer(self) -> bool:
