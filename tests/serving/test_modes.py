@@ -119,3 +119,19 @@ def test_a_server_stays_as_asked_without_a_plan(
     assert planned["event"] == "planned"
     assert why in planned["why"]
     assert not app.reader.in_full
+
+
+@pytest.mark.parametrize(("milliseconds", "how"), [(5, "by it"), (7, "in full")])
+def test_a_policy_without_a_budget_is_planned(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, milliseconds: float, how: str
+) -> None:
+    def timed(served: Any, shares: Any) -> float:
+        return 0.006 if shares is None else milliseconds / 1e3
+
+    monkeypatch.setattr(planning, "_seconds", timed)
+    nothing: dict[str, Any] = {"policy": None, "budget": None, "budgets": {}}
+    model = served_model(folder, histogram={2: 0.9, 4: 0.1}, **nothing)
+    app = Application(model, slots=1, shapes=SHAPES, log=lambda record: None)
+    app.worker._plan()
+    assert "the depth policy is predicted to be" in app.planned
+    assert app.planned.endswith(f"nor a budget run {how}.")

@@ -215,11 +215,13 @@ class Application:
             return
         ratio = plan.speedup
         self.reader.in_full = ratio <= 1
-        share = "in full" if self.reader.in_full else f"at {self.model.budget:g}"
+        budget = self.model.budget
+        name = "the depth policy" if budget is None else f"a budget of {budget:g}"
+        share = "by it" if budget is None else f"at {budget:g}"
         self.planned = (
-            f"With all {self.slots} slots busy, a budget of {self.model.budget:g} is predicted to "
-            f"be {ratio:.2f} times as fast as full depth: requests that name neither a mode nor a "
-            f"budget run {share}."
+            f"With all {self.slots} slots busy, {name} is predicted to be {ratio:.2f} times as "
+            "fast as full depth: requests that name neither a mode nor a budget run "
+            f"{'in full' if self.reader.in_full else share}."
         )
         record |= {"speedup": round(ratio, 3), "why": self.planned}
         milliseconds = [round(1e3 * seconds, 4) for seconds in (plan.seconds, plan.plain_seconds)]
