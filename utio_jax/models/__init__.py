@@ -10,7 +10,7 @@ except ModuleNotFoundError as error:  # A base install: the core needs none of t
     raise missing_library(error, "utio_jax.models") from error
 
 from utio_jax.models.branches import Branches, load_branches, save_branches, with_branches
-from utio_jax.models.chat import render_chat
+from utio_jax.models.chat import ChatTemplate, render_chat
 from utio_jax.models.checkpoint import Model, load, load_config, save
 from utio_jax.models.presets import STDLIB_16, TINY
 from utio_jax.models.rope import frequencies, rotate, rotations
@@ -22,6 +22,7 @@ __all__ = [
     "STDLIB_16",
     "TINY",
     "Branches",
+    "ChatTemplate",
     "FlaxTransformer",
     "Model",
     "Transformer",

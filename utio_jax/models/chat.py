@@ -200,6 +200,32 @@ def find_special_tokens(path: Path, keys: Mapping[str, Any] | None = None) -> di
     return special
 
 
+def chat_template_of(model: Any) -> ChatTemplate:
+    """Returns the chat template of a `Model`, or of an object whose `chat_template` may be text.
+
+    Next to a text, the texts of special tokens are the object's own `special_tokens`, if any.
+
+    Raises:
+      ValueError: it has none, see also `find_template`.
+      TypeError: a template that is neither text nor a `ChatTemplate`.
+    """
+    template = getattr(model, "chat_template", None)
+    if not template:
+        raise ValueError(
+            f"Wanted a model with a chat template. Got {type(model).__name__} without one. Chats "
+            "need the attribute chat_template."
+        )
+    if isinstance(template, str):
+        special_tokens = getattr(model, "special_tokens", {})
+        return ChatTemplate(template=template, special_tokens=special_tokens)
+    if not isinstance(template, ChatTemplate):
+        raise TypeError(
+            "Wanted a chat_template of text, which is a Jinja program, or a ChatTemplate of "
+            f"utio_jax.models. Got {type(template).__name__}. Give the text of one template."
+        )
+    return template
+
+
 def encode_chat(model: Any, messages: Messages, /, **variables: Any) -> np.ndarray:
     """Returns the token ids of messages to a `Model`, `[token]`, the assistant's turn opened.
 
@@ -207,13 +233,13 @@ def encode_chat(model: Any, messages: Messages, /, **variables: Any) -> np.ndarr
       ValueError: the model has no chat template, messages with half a surrogate pair, or see
         `render_chat`.
     """
-    text = check_text(model.chat_template.render(messages, **variables), "messages")
+    text = check_text(chat_template_of(model).render(messages, **variables), "messages")
     return np.asarray(model.tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
 
 
 def turn_ends(model: Any) -> tuple[int, ...]:
     """Returns the tokens that end an answer: the model's own, and its tokenizer's `eos_token`."""
-    named = model.chat_template.special_tokens.get("eos_token")
+    named = chat_template_of(model).special_tokens.get("eos_token")
     extra = None if named is None else model.tokenizer.token_to_id(named)
     ends = model.decoder.config.eos_ids
     return ends if extra is None or extra in ends else (*ends, extra)

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from utio_jax.decoding.base import LogitsProcessor, Mode, Plain
 from utio_jax.decoding.prefill import Prefill
 from utio_jax.decoding.text import TextModel
-from utio_jax.models.chat import ChatTemplate
+from utio_jax.models.chat import ChatTemplate, chat_template_of
 from utio_jax.policies.depth import Thresholded
 
 
@@ -81,13 +81,22 @@ class ServedModel:
         """Layers of the model."""
         return self.text.decoder.config.num_layers
 
-    @functools.cached_property
+    @property
     def chat(self) -> ChatTemplate | None:
         """Chat template of the model; None where it has none."""
+        return None if isinstance(self._chat, str) else self._chat
+
+    @property
+    def no_chat(self) -> str:
+        """Why the model has no chat template; empty where it has one."""
+        return self._chat if isinstance(self._chat, str) else ""
+
+    @functools.cached_property
+    def _chat(self) -> ChatTemplate | str:
         try:
-            return getattr(self.text, "chat_template", None)
-        except ValueError:
-            return None
+            return chat_template_of(self.text)
+        except ValueError as error:
+            return str(error)
 
     @functools.cached_property
     def special_tokens(self) -> Mapping[str, str]:
