@@ -162,6 +162,15 @@ class Message(BaseModel):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[TextPart], Field(fail_fast=True, max_length=2**12)] | None = None
 
+    @model_validator(mode="after")
+    def _has_content(self) -> Message:
+        """Raises ValueError where a content is missing, unless an assistant may have had none."""
+        if self.role != "assistant" and "content" not in self.model_fields_set:
+            raise ValueError(
+                f"wanted a content in a message of role {self.role}; it may be an empty text"
+            )
+        return self
+
     def plain(self, *, developers: bool = False) -> dict[str, Any]:
         """Returns the message as plain data, with `system` for `developer` unless `developers`.
 
