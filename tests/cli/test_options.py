@@ -76,12 +76,24 @@ def test_a_server_runs_the_model_in_full_unless_asked() -> None:
     assert isinstance(Serve(budget=0.75).served().mode, Adaptive)
 
 
-def test_a_server_has_other_budgets_of_a_policy_and_full_depth() -> None:
-    """Of one that remembers earlier exits, too; chance has no budgets of its own."""
+def test_a_server_has_other_budgets_of_a_policy_and_full_depth(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Of one that remembers earlier exits, those that fit; chance has no budgets of its own."""
     served = Serve(policy="utio_surrogate", budget=0.7).served()
     policies: tuple[Any, ...] = (served.budgets[0.7], served.budgets[0.75], "full")
     rows = [thresholds_of(policy, served.mode, served.text.decoder) for policy in policies]
     assert len({row.tobytes() for row in rows if row is not None}) == 3
+    capsys.readouterr()
+    for budget, others in ((0.7, [0.8]), (0.8, [0.7, 0.75])):
+        served = Serve(policy="utio_surrogate", budget=budget).served()
+        assert budget in served.budgets
+        assert not {*others} & {*served.budgets}
+        for policy in (*served.budgets.values(), "full"):
+            thresholds_of(policy, served.mode, served.text.decoder)
+        record = json.loads(capsys.readouterr().err.splitlines()[-1])
+        assert record["event"] == "budgets_left_out"
+        assert {*record["budgets"], *served.budgets} == {0.7, 0.75, 0.8, 0.9}
     for name in ("random", "uniform"):
         match = f"Wanted a policy to serve, of learned, .* Got '{name}'. Controls"
         with pytest.raises(ValueError, match=match):

@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
 import contextlib
 import dataclasses
 import json
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,12 +18,26 @@ from typing import Any
 import openai
 import pydantic
 import pytest
-from helpers.serving import Running, chat, completion, read_all, request_bytes, served_model
+from helpers.folders import edit_json
+from helpers.serving import (
+    SHAPES,
+    TEMPLATE,
+    Running,
+    chat,
+    completion,
+    read_all,
+    request_bytes,
+    served_model,
+)
 
-from utio_jax.serving import Address, Limits, Server
+from utio_jax.models import load
+from utio_jax.models.chat import encode_chat, turn_ends
+from utio_jax.policies import uniform
+from utio_jax.serving import Address, Limits, ServedModel, Server
 from utio_jax.serving.app import Application, _page_policy
 from utio_jax.serving.engine import PromptScorer
-from utio_jax.serving.schema import ChatRequest, CompletionRequest, TokenizeRequest
+from utio_jax.serving.requests import Reader
+from utio_jax.serving.schema import ChatRequest, CompletionRequest, Message, TokenizeRequest
 
 SECRET = "a prompt that may not be in a log"
 
@@ -343,6 +359,52 @@ def test_files_that_hold_no_key_are_refused(tmp_path: Path, text: str) -> None:
 def test_a_key_of_no_characters_is_refused(folder: Path) -> None:
     with pytest.raises(ValueError, match="Wanted a key of at least one character"):
         Application(served_model(folder), key="")
+
+
+def test_budgets_that_the_mode_cannot_run_are_refused_at_the_start(folder: Path) -> None:
+    budgets: Any = {0.3: uniform(2, exits=(2, 4))}
+    with pytest.raises(ValueError, match=r"Budget 0\.3: Wanted \"full\" or None, or a policy of"):
+        Application(served_model(folder, budgets=budgets), slots=1, shapes=SHAPES)
+
+
+def test_a_chat_template_may_be_text(folder: Path) -> None:
+    model, messages = load(folder), [Message(role="user", content="Hello")]
+    parts = {name: getattr(model, name) for name in ("decoder", "params", "tokenizer", "encode")}
+
+    def reader(template: Any) -> Reader:
+        text: Any = SimpleNamespace(**parts, chat_template=template)
+        return Application(ServedModel(name="mine", text=text), slots=1, shapes=SHAPES).reader
+
+    expected = encode_chat(model, [{"role": "user", "content": "Hello"}]).tolist()
+    own = reader(TEMPLATE)
+    assert asyncio.run(own.conversation(messages)).tolist() == expected
+    assert own.model.special_tokens == {"eos_token": "<|endoftext|>"}
+    assert turn_ends(own.model.text) == model.decoder.config.eos_ids
+    with pytest.raises(TypeError, match="Wanted a chat_template of text.*Got list"):
+        reader([TEMPLATE])
+
+
+def test_the_log_says_why_a_model_has_no_chat(folder: Path, tmp_path: Path) -> None:
+    named = [{"name": name, "template": "x"} for name in ("rag", "tool_use")]
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    edit_json(tmp_path / "tokenizer_config.json", chat_template=named)
+    lines = list[dict[str, Any]]()
+    Application(served_model(tmp_path), slots=1, shapes=SHAPES, log=lines.append)
+    (line,) = lines
+    assert line["event"] == "no_chat"
+    assert "a chat template called default" in line["why"]
+    Application(served_model(folder), slots=1, shapes=SHAPES, log=lines.append)
+    assert len(lines) == 1
+
+
+def test_a_message_needs_a_content() -> None:
+    """An assistant's may be left out, as clients do that drop what is None."""
+    for role in ("system", "developer", "user", "tool"):
+        with pytest.raises(pydantic.ValidationError, match=f"content in a message of role {role}"):
+            Message.model_validate({"role": role, "text": "Hello"})
+        assert Message.model_validate({"role": role, "content": None}).plain()["content"] == ""
+    calls = {"role": "assistant", "tool_calls": [{}]}
+    assert Message.model_validate(calls).plain() == {**calls, "content": None}
 
 
 def test_addresses_that_others_reach_want_a_key() -> None:

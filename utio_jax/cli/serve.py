@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from pathlib import Path
 from typing import Any, ClassVar
 
 from utio_jax.cli.options import OfMode, Rare, repeat_verdict
-from utio_jax.policies.depth import widen
+from utio_jax.policies.depth import spread_thresholds, widen
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -90,7 +91,13 @@ class Serve(OfMode):
         )
 
     def _mode(self, model: Any, named: str) -> tuple[Any, dict[str, Any]]:
-        """Returns the mode and the policy fields of a `ServedModel`."""
+        """Returns the mode and the policy fields of a `ServedModel`.
+
+        It has the budget of the options, and those that can share an engine with it; the rest is
+        logged.
+        """
+        from utio_jax.serving.gate import log_line
+
         if named != "adaptive":
             return model.mode(named, drafter=self.drafter), {}
         calibration, name = model.calibration, self.policy_name
@@ -102,11 +109,35 @@ class Serve(OfMode):
         budget = calibration.budget_of(name, self.budget)
         repeat_verdict(model)
         fitted = calibration.entries[name]
-        budgets: dict[float, Any] = {budget: calibration.policy(name, budget) for budget in fitted}
+        policies: dict[float, Any] = {value: calibration.policy(name, value) for value in fitted}
+        budgets = {budget: policies.pop(budget)}
         # All in use at any budget: those of one are thresholds over them.
-        depths = {depth for entry in fitted.values() for depth in entry.depths}
-        exits = tuple(sorted(depths | {model.decoder.config.num_layers}))
+        exits = _union(budgets[budget].depths, (model.decoder.config.num_layers,))
+        for value, policy in policies.items():
+            wider = _union(exits, policy.depths)
+            # A signal that remembers earlier boundaries may have no further ones.
+            if all(_fits(one, wider) for one in (*budgets.values(), policy)):
+                exits, budgets[value] = wider, policy
+        if left_out := sorted(fitted.keys() - budgets.keys()):
+            why = (
+                f"{name} remembers earlier boundaries: budgets of other first depths than those "
+                f"of {budget:g} need a server of their own."
+            )
+            log_line({"event": "budgets_left_out", "budgets": left_out, "why": why})
         own = fitted[budget]
         histogram = dict(zip(own.depths, own.fractions, strict=True))
         about = {"policy": name, "budget": budget, "budgets": budgets, "histogram": histogram}
         return model.mode(named, policy=widen(budgets[budget], exits)), about
+
+
+def _union(*depths: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(sorted({*itertools.chain(*depths)}))
+
+
+def _fits(policy: Any, depths: tuple[int, ...]) -> bool:
+    """Returns True if a policy decides the same over more depths."""
+    try:
+        spread_thresholds(policy, depths)
+    except ValueError:
+        return False
+    return True

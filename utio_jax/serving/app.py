@@ -24,6 +24,7 @@ from starlette.types import Receive, Scope, Send
 
 from utio_jax.core.files import versions
 from utio_jax.engine import Engine, Shapes, plan_mode
+from utio_jax.engine.depths import thresholds_of
 from utio_jax.engine.slots import Served
 from utio_jax.serving.answers import Answer
 from utio_jax.serving.engine import PromptScorer
@@ -93,7 +94,9 @@ class Application:
         requests share may take `prefix_cache` bytes, see `Engine`.
 
         Raises:
-          ValueError: the key is empty, or see `Engine`.
+          ValueError: the key is empty, the mode cannot serve a policy of `model.budgets`, or see
+            `Engine`.
+          TypeError: the model's chat template is neither text nor a `ChatTemplate`.
         """
         if key == "":
             raise ValueError(
@@ -114,6 +117,15 @@ class Application:
             logits_processor=model.logits_processor,
             prefix_cache=prefix_cache,
         )
+        for budget, policy in model.budgets.items():
+            try:
+                thresholds_of(policy, model.mode, engine.served.decoder)
+            except ValueError as error:
+                raise ValueError(
+                    f"Wanted budgets that the served mode can run. Budget {budget:g}: {error}"
+                ) from error
+        if model.no_chat:
+            log({"event": "no_chat", "why": model.no_chat})
         self.model, self.limits, self.slots = model, limits, slots
         self.reader = Reader(model, capacity=engine.served.capacity, limits=limits)
         self.worker = Worker(

@@ -88,7 +88,7 @@ class ServedModel:
 
     @property
     def no_chat(self) -> str:
-        """Why the model has no chat template; empty where it has one."""
+        """Reason for having no chat template; empty where the model has one."""
         return self._chat if isinstance(self._chat, str) else ""
 
     @functools.cached_property
