@@ -451,7 +451,7 @@ def test_a_longer_conversation_frees_its_engine_first(
 
     def made(*_: Any, **__: Any) -> Any:
         held.append(engine._engine)
-        return SimpleNamespace(stream=lambda *_, **__: iter(()))
+        return SimpleNamespace(stream=lambda *_, **__: (event for event in ()))
 
     engine = chat.ChatEngine(model, Plain())
     monkeypatch.setattr(chat, "Engine", SimpleNamespace(of=made))
