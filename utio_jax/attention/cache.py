@@ -21,6 +21,9 @@ from utio_jax.core.decoder import DecoderConfig
 from utio_jax.core.platform import here
 from utio_jax.core.pytrees import pytree, static
 
+Spans = tuple[tuple[int | Int[Array, ""], int], ...]
+"""Slots of a row that are read side by side: the first one and the number of each span."""
+
 
 @pytree
 class KVCache:
@@ -64,6 +67,23 @@ class KVCache:
     def by_slot(self, array: jax.Array) -> Float[Array, "*lead slot kv_head head_dim"]:
         """Returns keys or values by slot; products transpose them back, so nothing is copied."""
         return jnp.moveaxis(array, -3, -2) if self.heads_first else array
+
+    def start(self, layer: Any, row: Any, slot: Any = 0) -> tuple[jax.Array, ...]:
+        """Returns the index at which a row's slots of a layer begin, from `slot` on."""
+        place = (0, slot) if self.heads_first else (slot, 0)
+        return tuple(map(jnp.int32, (layer, row, *place, 0)))  # Of one type, in 64-bit mode, too.
+
+    def row(
+        self, layer: int | Int[Array, ""], row: Int[Array, ""], spans: Spans
+    ) -> list[Float[Array, "slot kv_head head_dim"]]:
+        """Returns keys and values of some slots of one row of a layer."""
+
+        def one(leaf: jax.Array, slot: int | jax.Array, width: int) -> jax.Array:
+            start, size = self.start(layer, row, slot), (1, 1, *self.size(width))
+            return self.by_slot(jax.lax.dynamic_slice(leaf, start, size)[0, 0])
+
+        leaves = [[one(leaf, *span) for span in spans] for leaf in self.arrays]
+        return [parts[0] if len(parts) == 1 else jnp.concatenate(parts) for parts in leaves]
 
     def plain(self) -> KVCache:
         """Returns the K/V alone, without what a subclass keeps of them."""
@@ -146,9 +166,8 @@ def write_prompt(
     """
 
     def put(old: jax.Array, new: jax.Array) -> jax.Array:
-        start = tuple(map(jnp.int32, (layer, 0, 0, 0, 0)))  # Of one type, in 64-bit mode, too.
         new = cache.by_slot(new)[None].astype(old.dtype)  # Its own inverse.
-        return jax.lax.dynamic_update_slice(old, new, start)
+        return jax.lax.dynamic_update_slice(old, new, cache.start(layer, 0))
 
     return dataclasses.replace(cache, keys=put(cache.keys, keys), values=put(cache.values, values))
 
@@ -170,9 +189,8 @@ def read(
     def one(leaf: jax.Array, layer: int | jax.Array) -> jax.Array:
         if rows is not None:
             return cache.by_slot(leaf.at[layer, rows, *cache.at(slice(width))].get(mode="clip"))
-        start = tuple(map(jnp.int32, (layer, 0, 0, 0, 0)))
         size = (1, count or leaf.shape[1], *cache.size(width))
-        return cache.by_slot(jax.lax.dynamic_slice(leaf, start, size)[0])
+        return cache.by_slot(jax.lax.dynamic_slice(leaf, cache.start(layer, 0), size)[0])
 
     keys, values = (side_by_side([one(leaf, layer) for layer in layers]) for leaf in cache.arrays)
     return keys, values

@@ -54,9 +54,8 @@ class PrefixCache:
         Raises:
           ValueError: `num_bytes` is too small for one block.
         """
-        layers, _, *sizes = cache.keys.shape
-        sizes[1 if cache.heads_first else 0] = self.block
-        shape = (layers, *sizes)
+        layers = cache.keys.shape[0]
+        shape = (layers, *cache.size(self.block))
         block_bytes = 2 * math.prod(shape) * cache.keys.dtype.itemsize
         self._count = num_bytes // block_bytes
         if not self._count:
@@ -163,13 +162,10 @@ def _load(
     places: Int[Array | np.ndarray, " block"],
     count: Int[Any, ""],
 ) -> KVCache:
-    axis = 3 if cache.heads_first else 2
-    block = pool[0].shape[axis]  # In a pool, blocks take the axis of rows.
-    places = jnp.asarray(places)
+    block, places = PrefixCache.block, jnp.asarray(places)
 
     def one(index: jax.Array, leaves: Any) -> Any:
-        start = [jnp.int32(0)] * cache.keys.ndim
-        start[1], start[axis] = jnp.asarray(row), jnp.int32(index * block)
+        start = cache.start(0, row, index * block)
         return tuple(
             jax.lax.dynamic_update_slice(leaf, blocks[places[index]][:, None], start)
             for leaf, blocks in zip(leaves, pool, strict=True)
@@ -188,15 +184,12 @@ def _store(
     start: Int[Any, ""],
     stop: Int[Any, ""],
 ) -> Pool:
-    axis = 3 if cache.heads_first else 2
-    block, places = pool[0].shape[axis], jnp.asarray(places)
+    block, places = PrefixCache.block, jnp.asarray(places)
+    size = (cache.keys.shape[0], 1, *cache.size(block))
 
     def one(index: jax.Array, leaves: Any) -> Any:
-        stored = []
+        stored, start = [], cache.start(0, row, index * block)
         for blocks, leaf in zip(leaves, cache.arrays, strict=True):
-            start, size = [jnp.int32(0)] * leaf.ndim, [*leaf.shape]
-            start[1], start[axis] = jnp.asarray(row), jnp.int32(index * block)
-            size[1], size[axis] = 1, block
             new = jax.lax.dynamic_slice(leaf, start, size)[:, 0]
             stored.append(jax.lax.dynamic_update_index_in_dim(blocks, new, places[index], 0))
         return tuple(stored)

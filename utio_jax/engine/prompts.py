@@ -122,10 +122,11 @@ class _BlockAttention:
         self, cache: KVCache, index: Any, keys: jax.Array, values: jax.Array
     ) -> tuple[KVCache, None]:
         """Returns the cache with a layer's K/V, one contiguous copy for each block."""
-        size = self.blocks.size
+        blocks, size = self.blocks, self.blocks.size
 
         def one(block: jax.Array, leaves: Any) -> Any:
-            start, at = self._start(cache, index, block), self.blocks.offsets[block]
+            start = cache.start(index, blocks.rows[block], blocks.starts[block])
+            at = blocks.offsets[block]
             new = (jax.lax.dynamic_slice_in_dim(y, at, size) for y in (keys, values))
             return tuple(
                 jax.lax.dynamic_update_slice(
@@ -151,19 +152,8 @@ class _BlockAttention:
             positions = self.blocks.starts[block] + jnp.arange(size, dtype=jnp.int32)
 
             def over(width: int) -> jax.Array:
-                keys_values = [
-                    [
-                        cache.by_slot(
-                            jax.lax.dynamic_slice(
-                                leaf,
-                                (*self._start(cache, source, block)[:2], *[jnp.int32(0)] * 3),
-                                (1, 1, *cache.size(width)),
-                            )[0, 0]
-                        )
-                        for leaf in cache.arrays
-                    ]
-                    for source in sources
-                ]
+                row, spans = self.blocks.rows[block], ((0, width),)
+                keys_values = [cache.row(source, row, spans) for source in sources]
                 visible = mix.visible(positions, jnp.arange(width, dtype=jnp.int32))
                 return mix_apart(mix, own, keys_values, visible)
 
@@ -173,12 +163,6 @@ class _BlockAttention:
             return jax.lax.dynamic_update_slice_in_dim(mixed, new, at, 0)
 
         return jax.lax.fori_loop(0, self.blocks.count[0], one, queries)
-
-    def _start(self, cache: KVCache, index: Any, block: jax.Array) -> tuple[jax.Array, ...]:
-        """Returns the index in the cache at which a block's K/V of a layer begin."""
-        zero, slot = jnp.int32(0), self.blocks.starts[block]
-        place = (zero, slot) if cache.heads_first else (slot, zero)
-        return (jnp.asarray(index, jnp.int32), self.blocks.rows[block], *place, zero)
 
 
 @partial(jax.jit, static_argnames=("widths", "mesh"), donate_argnames="state")

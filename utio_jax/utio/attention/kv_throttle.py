@@ -371,13 +371,7 @@ def view_attention(
 
             def by_row(number: jax.Array, attended: jax.Array) -> jax.Array:
                 row = order[number]
-
-                def read(leaf: jax.Array, layer: int | jax.Array) -> jax.Array:
-                    start = tuple(map(jnp.int32, (layer, row, 0, 0, 0)))
-                    size = (1, 1, *cache.size(width))
-                    return cache.by_slot(jax.lax.dynamic_slice(leaf, start, size)[0, 0])
-
-                seen = [[read(leaf, layer) for leaf in cache.arrays] for layer in sources]
+                seen = [cache.row(layer, row, ((0, width),)) for layer in sources]
                 visible = mix.visible(at(block.positions, row), slots)
                 if shown is not None:
                     visible &= (at(shown, row)[:width] > seen_from)[None, :]
