@@ -24,17 +24,13 @@ from helpers.marks import slow
 from helpers.models import assert_equal
 from helpers.policies import SurePasses, TableSignal
 
-from utio_jax.attention.cache import init_cache
-from utio_jax.attention.mixing import NOWHERE
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.loop import advance, begin
 from utio_jax.evaluation.generation import generation_ledger
-from utio_jax.models.presets import TINY
 from utio_jax.policies.base import exceeds
 from utio_jax.policies.depth import Thresholded, uniform
 from utio_jax.policies.signals import Chance, MaxProbability, Position
 from utio_jax.utio import History, SparseQueries, Throttled, VerticalSlash
-from utio_jax.utio.attention.kv_throttle import open_view
 
 DEPTHS = (1, 2, 4)
 HISTORY = History(recent=9, sinks=2)
@@ -96,64 +92,24 @@ def test_generation_is_the_masked_oracle(case: str) -> None:
     assert moved > 1e-3  # Not vacuous: without the throttle something else comes out.
 
 
-# --- The view: what lies where.
-
-
-def test_the_ring_forgets_the_oldest() -> None:
-    """A key's value is its position: after every token the view holds just what the mask shows."""
-    config = dataclasses.replace(TINY, num_layers=2, exits=(2,))
-    cache = init_cache(config, batch=2, slots=32)
-    lengths = jnp.asarray([1, 20], jnp.int32)
-    put = jax.jit(lambda cache, *args, **at: cache.write(*args, **at))
-    marks = jnp.broadcast_to(jnp.arange(32.0)[:, None, None], (32, 2, 8))
-    known = jnp.arange(32)[None] < lengths[:, None]
-    for layer in range(2):
-        cache = put(
-            cache, layer, marks[None].repeat(2, 0), -marks[None].repeat(2, 0),
-            positions=jnp.broadcast_to(jnp.arange(32), (2, 32)), valid=known,
-        )  # fmt: skip
-    start = jax.jit(open_view, static_argnums=1, static_argnames="layers")
-    cache = start(cache, HISTORY, lengths, layers=1)
-    for step in range(12):
-        positions = (lengths + step)[:, None]
-        valid = jnp.array([[True], [step < 6]])  # The second row ends.
-        keys = jnp.broadcast_to(positions[:, :, None, None].astype(jnp.float32), (2, 1, 2, 8))
-        for layer in range(2):  # The second layer has no view.
-            cache = put(cache, layer, keys, -keys, positions=positions, valid=valid)
-        for row, last in enumerate((step + 1, min(step, 5) + 20)):
-            held = np.asarray(cache.view.positions[0, row])
-            seen = {p for p in range(last + 1) if p < 2 or last - p < 9}
-            assert set(held[held != NOWHERE].tolist()) == seen
-            np.testing.assert_array_equal(
-                cache.view.keys[0, row, :, 1, 7][held != NOWHERE], held[held != NOWHERE]
-            )
-            np.testing.assert_array_equal(
-                cache.view.values[0, row, :, 0, 0][held != NOWHERE], -held[held != NOWHERE]
-            )
-
-
 # --- What it costs, and how it composes.
 
 
 @pytest.mark.slow
 def test_rows_read_what_they_need(model: Any) -> None:
-    """Row 0 always reads everything, row 1 its view, row 2 ends early."""
+    """Row 0 always reads everything, the others their history."""
     table = jnp.broadcast_to(jnp.array([9.0, 0.0, 0.0])[None, :, None], (2, 3, 64))
     limit = throttle(0.5, signal=TableSignal(table=table, price=0.0))
     mode = Throttled(policy=deep(), attention=limit)
     result = run(model, mode=mode)
     per_slot = 2 * 2 * 8 * 4
-    # The first segment of the first of 39 steps has no score to go by: dense, no view is read.
-    size, steps = HISTORY.size, 39
-    views = (steps * 4 - 1) * size
-    np.testing.assert_array_equal(
-        result.kv_bytes_read, [(views + steps * 4 * 64) * per_slot, *[(views + 64) * per_slot] * 2]
-    )
-    # Arithmetic is the batch's: 64 slots for one row of three, 65 at first.
-    np.testing.assert_allclose(result.work.key_slots, views + (steps * 4 + 2) * 64 / 3, rtol=1e-5)
-    view = 4 * size * (2 * 2 * 8 * 4 + 4)
+    # The first segment of the first of 39 steps has no score to go by: dense.
+    steps = 39
+    slots = np.array([steps * 4 * 64, *[64 + (steps * 4 - 1) * HISTORY.size] * 2])
+    np.testing.assert_allclose(result.work.key_slots, slots.mean(), rtol=1e-5)  # The batch's.
+    np.testing.assert_array_equal(result.kv_bytes_read, slots * per_slot)
     lengths = np.array([len(prompt) + 39 for prompt in PROMPTS])
-    np.testing.assert_array_equal(result.kv_bytes_held, lengths * 4 * per_slot + view)
+    np.testing.assert_array_equal(result.kv_bytes_held, lengths * 4 * per_slot)
     row = generation_ledger(model.decoder, model.params, mode, [PROMPTS], [result])
     dense = steps * 4 * 64 * per_slot * 3
     assert row.kv_bytes_ratio == pytest.approx(float(result.kv_bytes_read.sum()) / dense)
@@ -217,7 +173,7 @@ def test_requests_get_what_they_get_alone(model: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("unchecked_shapes")  # Lowering rebuilds the mode around descriptions.
-def test_neither_cache_nor_view_is_copied(model: Any) -> None:
+def test_the_cache_is_not_copied(model: Any) -> None:
     easy = throttle(
         0.5, signal=Chance(key=jax.random.key(4)), history=History(recent=1400, sinks=8)
     )
@@ -227,8 +183,7 @@ def test_neither_cache_nor_view_is_copied(model: Any) -> None:
     state = begin(context, *rows, slots=4096)
     cache: Any = state.cache
     held = cache.keys.nbytes + cache.values.nbytes
-    view = sum(leaf.nbytes for leaf in jax.tree.leaves(cache.view))
-    memory = advance.lower(context, state, np.int32(9), widths=(64,)).compile().memory_analysis()
+    memory = advance.lower(context, state, np.int32(9), widths=(4096,)).compile().memory_analysis()
     assert memory is not None
-    assert memory.alias_size_in_bytes >= held + view
-    assert memory.temp_size_in_bytes < view / 2  # Of a view one layer, and little else.
+    assert memory.alias_size_in_bytes >= held
+    assert memory.temp_size_in_bytes < held / 8  # Of a row one layer, and little else.

@@ -85,10 +85,6 @@ class KVCache:
         leaves = [[one(leaf, *span) for span in spans] for leaf in self.arrays]
         return [parts[0] if len(parts) == 1 else jnp.concatenate(parts) for parts in leaves]
 
-    def plain(self) -> KVCache:
-        """Returns the K/V alone, without what a subclass keeps of them."""
-        return KVCache(keys=self.keys, values=self.values, heads_first=self.heads_first)
-
     def write(
         self,
         layer: int | Int[Array, ""] | Int[Array, "batch token"],

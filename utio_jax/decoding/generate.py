@@ -79,7 +79,7 @@ class Generated:
       rows: result of each prompt, as an engine returns it. Its times are those at which the host
         took new tokens: without `on_event` and stop rules of the host, all at the end.
       has_text: False without a tokenizer; `texts` and `pieces` are then empty.
-      kv_bytes_held: bytes of K/V held for each row's tokens at the end, copies included.
+      kv_bytes_held: bytes of K/V held for each row's tokens at the end.
       bytes_per_slot: bytes of K/V of one token in one layer.
       key_widths: possible numbers of key slots that attention reads, ascending.
       prompt_depths: decided depth in layers of each prompt token, `[prompt]`.
@@ -338,10 +338,8 @@ def _of_batch(
     for row, (request, start, end) in enumerate(zip(requests, starts, ends, strict=True)):
         what = f"log-probabilities of row {request.number}"
         check_computed(likelihood[row, start:end], what=what)
-    per_slot, all_rows = bytes_per_slot(state.cache), state.lengths.shape[0]
+    per_slot = bytes_per_slot(state.cache)
     held = (ends.astype(np.int64) - 1) * per_slot * state.cache.keys.shape[0]
-    kept = sum(leaf.nbytes for leaf in jax.tree.leaves(state.cache))
-    held += (kept - sum(leaf.nbytes for leaf in state.cache.arrays)) // all_rows
     prompt_depths, prompt_work = [np.full(end, num_layers, np.int32) for end in starts], None
     if state.prompt is not None:
         prompt_work = jax.tree.map(lambda leaf: np.asarray(leaf)[:count], state.prompt.work)

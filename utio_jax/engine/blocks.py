@@ -14,7 +14,6 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
-from utio_jax.attention.cache import KVCache
 from utio_jax.core.platform import here
 from utio_jax.core.pytrees import pytree
 from utio_jax.core.rows import Rows, first_rows, over_rows, put_first_rows
@@ -60,8 +59,8 @@ def run_block(
     If the mode `counts_steps`, so many steps.
 
     Only the first `rows` rows of the state step and report, static: no other row may be running.
-    The K/V of a plain cache are not copied. A row reports at most `room` new tokens,
-    static; `block_room` is always enough. On a mesh, `rows` are the first ones of each device.
+    K/V are not copied. A row reports at most `room` new tokens, static; `block_room` is always
+    enough. On a mesh, `rows` are the first ones of each device.
     """
     if mesh is not None:
 
@@ -76,8 +75,7 @@ def run_block(
     whole = state
     if rows < state.lengths.shape[0]:
         state, sampling, stops = first_rows((state, context.sampling, context.stops), rows)
-        if type(whole.cache) is KVCache:
-            state = dataclasses.replace(state, cache=whole.cache)
+        state = dataclasses.replace(state, cache=whole.cache)
         context = dataclasses.replace(context, sampling=sampling, stops=stops)
         thresholds = None if thresholds is None else thresholds[:rows]
     # Prefill emitted the first token of a row: reported until the row steps.

@@ -26,7 +26,7 @@ from utio_jax.core.arrays import flat
 from utio_jax.core.decoder import Decoder
 from utio_jax.core.platform import here
 from utio_jax.core.pytrees import pytree, static
-from utio_jax.core.rows import Rows, map_rows, over_rows, put_rows
+from utio_jax.core.rows import Rows, over_rows, put_rows
 from utio_jax.core.work import Work
 from utio_jax.decoding.base import DecodeContext, emit_drawn
 from utio_jax.decoding.cached import block_at, run_segment
@@ -239,7 +239,7 @@ def _run(
     rows = jnp.asarray(blocks.rows)
     block = block_at(decoder, positions, valid, rows=rows if apart else None)
     stop = config.kv_complete if config.shares_kv else config.num_layers
-    cache = state.cache.plain()  # What a mode adds to K/V begins with the first token.
+    cache = state.cache
     if apart:
         x, cache = run_segment(
             decoder, params, cache, x, block, start=0, stop=stop, width=widths[-1]
@@ -295,11 +295,8 @@ def _first_tokens(
     by_row = jnp.zeros((num_rows, logits.shape[-1]), logits.dtype)
     by_row = by_row.at[rows].set(logits, mode="drop")
 
-    def pick(old: jax.Array, new: jax.Array, axis: int) -> jax.Array:
-        if old is new:
-            return new
-        mask = begins.reshape(*(1,) * axis, -1, *(1,) * (new.ndim - axis - 1))
-        return jnp.where(mask, new, old)
+    def pick(old: jax.Array, new: jax.Array) -> jax.Array:
+        return jnp.where(begins.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
 
     reason = jnp.where(begins, RUNNING, RELEASED)
     alone = dataclasses.replace(state, cache=cache, reason=reason)
@@ -307,8 +304,5 @@ def _first_tokens(
     depth = jnp.full_like(state.lengths, num_layers)
     new = emit_drawn(context, alone, by_row, decided=depth, executed=depth)
     # All else was written for rows that begin alone: to choose there would copy it.
-    before = dataclasses.replace(new, cache=state.cache, memory=state.memory, reason=state.reason)
-    kept = map_rows(pick, before, new)
-    # K/V were written in place; under jit their choice costs nothing.
-    kept_cache = dataclasses.replace(kept.cache, keys=cache.keys, values=cache.values)
-    return dataclasses.replace(kept, cache=kept_cache)
+    memory = jax.tree.map(pick, state.memory, new.memory)
+    return dataclasses.replace(new, memory=memory, reason=pick(state.reason, new.reason))

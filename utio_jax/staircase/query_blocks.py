@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from utio_jax.attention.cache import Spans
 from utio_jax.attention.mixing import Mixer
 from utio_jax.core.platform import here
 from utio_jax.core.pytrees import pytree, static
@@ -57,7 +58,7 @@ class QueryBlocks:
 
     def sees(
         self, mix: Mixer, positions: Int[Array, " query"], width: int, tokens: int
-    ) -> tuple[tuple[tuple[int | Int[Array, ""], int], ...], Bool[Array, "query key"]]:
+    ) -> tuple[Spans, Bool[Array, "query key"]]:
         """Returns spans of a row's keys (first, number), and the mask over them side by side.
 
         `width` is one of `widths`, `tokens` those of the row.

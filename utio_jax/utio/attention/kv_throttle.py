@@ -8,15 +8,13 @@
     decided    at d1, by the    at d1             at d2
     by         token before
 
-The view holds copies of sinks and recent tokens. In one batched call every row attends to its view;
-then a loop with a traced trip count goes over the dense rows alone, and reads each one's slots
-where they are: a gather would copy them, a mask read those of all rows.
+The view is two slices of a row of the cache, which keeps every token: sinks, and recent tokens. A
+loop with a traced trip count goes over the dense rows, another over the throttled ones. Each reads
+a row's slots where they are: a gather would copy them, a mask read all slots of all rows.
 
-    position   0 1 2 3 4 5 6 7 8 9        # a row of ten tokens, recent=4, sinks=2
-    places     0 1 | 8 9 6 7              # sinks | ring: position p lies at p mod 4
-
-The cache keeps every token. A new token takes the ring's oldest place; one that its layer skipped
-(kv="drop") leaves an older token there, which `visible_history` hides.
+    slot       0 1 2 3 4 5 6 7 8 9 . .    # a row of ten tokens, recent=4, sinks=2
+    dense      # # # # # # # # # # # #    # the width of the step
+    throttled  # #         # # # #
 """
 
 from __future__ import annotations
@@ -30,8 +28,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from utio_jax.attention.cache import KVCache, side_by_side
-from utio_jax.attention.mixing import NOWHERE, mix_apart, mixer_at
+from utio_jax.attention.cache import KVCache, Spans
+from utio_jax.attention.mixing import mix_apart, mixer_at
 from utio_jax.core.decoder import Decoder, Params, check_not_looped
 from utio_jax.core.pytrees import pytree, static
 from utio_jax.core.work import Work
@@ -54,7 +52,7 @@ from utio_jax.staircase.base import Sources, Tokens
 from utio_jax.staircase.exit_head import Model
 from utio_jax.staircase.forward import shows_from
 from utio_jax.staircase.pattern import AttentionPattern
-from utio_jax.utio.attention.vertical_slash import History, VerticalSlash, visible_history
+from utio_jax.utio.attention.vertical_slash import History, VerticalSlash, sees_history
 
 
 @pytree
@@ -115,16 +113,12 @@ class Throttled(Adaptive):
 
     def start(self, context: DecodeContext, state: DecodeState) -> DecodeState:
         state = super().start(context, state)
-        layers, history = self.policy.depths[-1], self.attention.history
         scores = jnp.full(state.lengths.shape, jnp.nan, jnp.float32)
-        return dataclasses.replace(
-            state,
-            cache=open_view(state.cache, history, state.lengths, layers=layers),
-            memory=ThrottledMemory(shown=state.memory.shown, scores=scores),
-        )
+        memory = ThrottledMemory(shown=state.memory.shown, scores=scores)
+        return dataclasses.replace(state, memory=memory)
 
     def rows(self, **options: Any) -> CachedRows:
-        return ThrottledRows(**options)
+        return ThrottledRows(history=self.attention.history, **options)
 
     def pattern(self, memory: Any) -> AttentionPattern:
         return ThrottledStep(attention=self.attention, scores=memory.scores)
@@ -135,18 +129,19 @@ class Throttled(Adaptive):
 
 @pytree
 class ThrottledSlots(RowSlots):
-    """The rows that run a segment; the `throttled` ones read their view alone."""
+    """The rows that run a segment; the `throttled` ones read their history alone."""
 
     throttled: Bool[Array, "batch 1"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ThrottledRows(CachedRows):
-    """All rows together; the throttled ones read a compact view of their history.
+    """All rows together; attention reads slots row by row, of throttled ones their `history`.
 
-    Where any row needs its view, one call reads those of all rows; unthrottled rows read all their
-    slots besides.
+    Where a history is as long as the step's slots, it hides nothing, and all rows are dense.
     """
+
+    history: History
 
     def run_layers(
         self,
@@ -159,18 +154,19 @@ class ThrottledRows(CachedRows):
         *,
         only_live_keys: bool = False,
     ) -> tuple[Float[Array, "batch 1 dim"], RowCache]:
-        live, low, span = slots.live, slots.throttled, self.span(slots, layers)
-        block, where = block_of(tokens), {"width": self.width, "shown": self.shown}
-        attend = view_attention(decoder, block, runs=live, dense=~low, **where)
+        live, span, block = slots.live, self.span(slots, layers), block_of(tokens)
+        low = slots.throttled & (self.history.size < self.width)
+        where = {"width": self.width, "shown": self.shown}
+        attend = history_attention(decoder, block, self.history, runs=live, low=low, **where)
         x, kv = run_layers(decoder, params, cache.kv, tokens.x, block, attend, runs=live, **span)
         ran = span["stop"] - span["start"]
-        views = jnp.any(live & low) * jnp.full(live.shape[:1], float(cache.kv.view.history.size))
-        read = ran * (views + (live & ~low)[:, 0] * float(self.width))
+        slots_read = jnp.where(low, float(self.history.size), float(self.width))
+        read = ran * (live * slots_read)[:, 0]
         made = jnp.any(live).astype(jnp.int32) * len(decoder.config.kv_made(*layers))
         return x, cache.after(kv, queries=ran, keys_values=made, key_slots=read)
 
     def attended(self, spent: RowCache) -> Float[Array, ""]:
-        # Views are read side by side: what attention computes is the batch's mean.
+        # Rows of a batch differ, and its FLOPs are those of a row times rows: each has the mean.
         return jnp.mean(spent.work.key_slots)
 
 
@@ -186,7 +182,7 @@ class _StepChoices:
 
 @pytree
 class ThrottledStep(AttentionPattern):
-    """Pattern of a decoding step whose throttled tokens read a view.
+    """Pattern of a decoding step whose throttled tokens read their history alone.
 
     Attributes:
       attention: selects these tokens.
@@ -227,162 +223,49 @@ class ThrottledStep(AttentionPattern):
         return choices.scores
 
 
-@pytree
-class View:
-    """Keys and values of sinks and recent tokens, in the first layers of a cache.
-
-    Attributes:
-      keys: copies of the cache's.
-      values: of the same shape.
-      positions: of the tokens at each place; `NOWHERE` where there is none.
-      history: number of sinks and recent places. Static.
-    """
-
-    keys: Float[Array, "layer batch place kv_head head_dim"]
-    values: Float[Array, "layer batch place kv_head head_dim"]
-    positions: Int[Array, "layer batch place"]
-    history: History = static()
-
-    def remember(
-        self,
-        layer: int | Int[Array, ""],
-        keys: Float[Array, "batch token kv_head head_dim"],
-        values: Float[Array, "batch token kv_head head_dim"],
-        *,
-        positions: Int[Array, "batch token"],
-        valid: Bool[Array, "batch token"],
-        rows: Int[Array, " batch"],
-    ) -> View:
-        """Returns the view with one layer's K/V of new tokens; layers beyond it are ignored.
-
-        No more tokens at a time than the ring has places. `rows` are the view's that they belong
-        to.
-        """
-        places = jnp.where(valid, place_of(self.history, positions), self.history.size)
-
-        def put(leaf: jax.Array, new: jax.Array) -> jax.Array:
-            return leaf.at[layer, rows[:, None], places].set(new.astype(leaf.dtype), mode="drop")
-
-        return dataclasses.replace(
-            self,
-            keys=put(self.keys, keys),
-            values=put(self.values, values),
-            positions=put(self.positions, positions),
-        )
-
-
-def place_of(history: History, positions: Int[Array, "*lead"]) -> Int[Array, "*lead"]:
-    """Returns the places of new tokens: sinks have places of their own, others share the ring."""
-    ring = history.sinks + positions % history.recent
-    return jnp.where(positions < history.sinks, positions, ring)
-
-
-def places_at(history: History, lengths: Int[Array, " batch"]) -> Int[Array, "batch place"]:
-    """Returns the positions at each place after `lengths` tokens."""
-    places = jnp.arange(history.size, dtype=jnp.int32)[None, :]
-    last = lengths[:, None] - 1
-    ring = last - (last - (places - history.sinks)) % history.recent
-    ring = jnp.where(ring >= history.sinks, ring, NOWHERE)
-    sinks = jnp.where(places <= last, places, NOWHERE)
-    return jnp.where(places < history.sinks, sinks, ring)
-
-
-@pytree
-class ViewedCache(KVCache):
-    """A K/V cache with a view, which takes in what is written."""
-
-    view: View = dataclasses.field(metadata={"row_axis": 1})
-
-    def write(
-        self,
-        layer: int | Int[Array, ""],
-        keys: Float[Array, "batch token kv_head head_dim"],
-        values: Float[Array, "batch token kv_head head_dim"],
-        *,
-        positions: Int[Array, "batch token"],
-        valid: Bool[Array, "batch token"],
-        rows: Int[Array, " batch"] | None = None,
-    ) -> ViewedCache:
-        rows = jnp.arange(positions.shape[0], dtype=jnp.int32) if rows is None else rows
-        at = {"positions": positions, "valid": valid, "rows": rows}
-        written = super().write(layer, keys, values, **at)
-        view = self.view.remember(layer, keys, values, **at)
-        return dataclasses.replace(self, keys=written.keys, values=written.values, view=view)
-
-
-def open_view(
-    cache: KVCache, history: History, lengths: Int[Array, " batch"], *, layers: int
-) -> ViewedCache:
-    """Returns the cache with a view of its sinks and recent tokens."""
-    positions = places_at(history, lengths)
-    batch = positions.shape[0]
-    layers = min(layers, cache.keys.shape[0])
-    layer = jnp.arange(layers, dtype=jnp.int32)[:, None, None]
-    row = jnp.arange(batch, dtype=jnp.int32)[None, :, None]
-    at = (layer, row, *cache.at(positions[None]))
-    view = View(
-        keys=cache.keys.at[at].get(mode="clip"),
-        values=cache.values.at[at].get(mode="clip"),
-        positions=jnp.broadcast_to(positions[None], (layers, batch, history.size)),
-        history=history,
-    )
-    return ViewedCache(
-        keys=cache.keys, values=cache.values, heads_first=cache.heads_first, view=view
-    )
-
-
-def view_attention(
+def history_attention(
     decoder: Decoder,
     block: Block,
+    history: History,
     *,
     width: int,
     runs: Bool[Array, "batch 1"],
-    dense: Bool[Array, "batch 1"],
+    low: Bool[Array, "batch 1"],
     shown: Int[Array, "batch slot"] | None = None,
 ) -> AttendOver:
-    """Returns attention for `run_layers` in which only dense rows read their whole history."""
+    """Returns attention for `run_layers` in which rows that are `low` read their history alone."""
     runs &= block.valid
-    dense &= runs
-    order, count = chosen_first(dense[:, 0])
-    some = jnp.any(runs & ~dense).astype(jnp.int32)
-    rows, slots = (jnp.arange(size, dtype=jnp.int32) for size in (len(runs), width))
-    at = partial(jax.lax.dynamic_index_in_dim, keepdims=False)
+    kinds = (((runs & ~low)[:, 0], None), ((runs & low)[:, 0], history))
+    groups = [(*chosen_first(rows), seen) for rows, seen in kinds]
+    slots = jnp.arange(width, dtype=jnp.int32)
 
-    def attention(cache: Any, sources: Sources) -> Attend:
-        view: View = cache.view
-
-        def at_layers(leaf: jax.Array) -> list[jax.Array]:
-            return [at(leaf, layer) for layer in sources]
-
+    def attention(cache: KVCache, sources: Sources) -> Attend:
         def attend(index: jax.Array, queries: jax.Array) -> jax.Array:
             mix, seen_from = mixer_at(decoder, index), shows_from(decoder.config, index)
 
-            def by_view(_: jax.Array, attended: jax.Array) -> jax.Array:
-                positions, *others = at_layers(view.positions)
-                for other in others:  # Under "drop" layers may have taken in different tokens.
-                    positions = jnp.where(other == positions, positions, NOWHERE)
-                visible = visible_history(view.history, block.positions, positions, mix.window)
-                if shown is not None:
-                    depths = shown.at[rows[:, None], positions].get(mode="clip")
-                    visible &= (depths > seen_from)[:, None, :]
-                kept = (view.keys, view.values)
-                keys, values = (side_by_side(at_layers(leaf)) for leaf in kept)
-                return mix(queries, keys, values, visible)
-
-            def by_row(number: jax.Array, attended: jax.Array) -> jax.Array:
+            def by_row(
+                number: jax.Array, attended: jax.Array, *, order: jax.Array, seen: History | None
+            ) -> jax.Array:
                 row = order[number]
-                seen = [cache.row(layer, row, ((0, width),)) for layer in sources]
-                visible = mix.visible(at(block.positions, row), slots)
+                positions = block.positions[row]
+                if seen is None:
+                    spans: Spans = ((0, width),)
+                    visible = mix.visible(positions, slots)
+                else:
+                    recent = min(seen.recent, width)
+                    spans, visible = sees_history(seen, mix, positions, recent, width)
                 if shown is not None:
-                    visible &= (at(shown, row)[:width] > seen_from)[None, :]
-                new = mix_apart(mix, at(queries, row), seen, visible).astype(attended.dtype)
+                    depths = [jax.lax.dynamic_slice_in_dim(shown[row], *span) for span in spans]
+                    visible &= (jnp.concatenate(depths) > seen_from)[None, :]
+                keys_values = [cache.row(layer, row, spans) for layer in sources]
+                new = mix_apart(mix, queries[row], keys_values, visible).astype(attended.dtype)
                 return jax.lax.dynamic_update_index_in_dim(attended, new, row, 0)
 
-            # A loop of no or one turn: where all rows are dense no view is read. (A conditional
-            # would copy what it passes on.)
-            attended = jnp.zeros(queries.shape, view.values.dtype)
-            attended = jax.lax.fori_loop(0, some, by_view, attended)
-            return jax.lax.fori_loop(0, count, by_row, attended)
+            attended = jnp.zeros(queries.shape, cache.values.dtype)
+            for order, count, seen in groups:
+                run = partial(by_row, order=order, seen=seen)
+                attended = jax.lax.fori_loop(0, count, run, attended)
+            return attended
 
         return attend
 

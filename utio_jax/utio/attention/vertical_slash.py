@@ -30,6 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from utio_jax.attention.cache import Spans
 from utio_jax.attention.mixing import NOWHERE, Mixer, visible_keys
 from utio_jax.core.decoder import Decoder, Params, check_no_branches, check_softmax
 from utio_jax.core.pytrees import pytree, static
@@ -84,6 +85,23 @@ def visible_history(
     keys = key_positions[..., None, :]
     recent = query_positions[..., :, None] - keys < history.recent
     return visible & (recent | (keys < history.sinks))
+
+
+def sees_history(
+    history: History, mix: Mixer, positions: Int[Array, " query"], width: int, tokens: int
+) -> tuple[Spans, Bool[Array, "query key"]]:
+    """Returns the spans of a row's sinks and of a band of `width`, and the mask over both.
+
+    Positions ascend; the band begins at the first one's oldest recent key. One softmax over the
+    gathered keys: two products merged by log-sum-exp are no faster.
+    """
+    sinks = min(history.sinks, tokens)
+    start = jnp.clip(positions[0] - (history.recent - 1), 0, tokens - width)
+    band = start + jnp.arange(width, dtype=jnp.int32)
+    band = jnp.where(band < sinks, NOWHERE, band)  # Each key once.
+    keys = jnp.concatenate([jnp.arange(sinks, dtype=jnp.int32), band])
+    visible = visible_history(history, positions, keys, mix.window)
+    return ((0, sinks), (start, width)), visible
 
 
 @pytree
@@ -303,18 +321,8 @@ class BandBlocks(QueryBlocks):
 
     def sees(
         self, mix: Mixer, positions: Int[Array, " query"], width: int, tokens: int
-    ) -> tuple[tuple[tuple[int | Int[Array, ""], int], ...], Bool[Array, "query key"]]:
-        """Returns the spans of the sinks and of the band, and the mask over both.
-
-        One softmax over the gathered keys: two products merged by log-sum-exp are no faster.
-        """
-        history, sinks = self.history, min(self.history.sinks, tokens)
-        start = jnp.clip(positions[0] - (history.recent - 1), 0, tokens - width)
-        band = start + jnp.arange(width, dtype=jnp.int32)
-        band = jnp.where(band < sinks, NOWHERE, band)  # Each key once.
-        keys = jnp.concatenate([jnp.arange(sinks, dtype=jnp.int32), band])
-        visible = visible_history(history, positions, keys, mix.window)
-        return ((0, sinks), (start, width)), visible
+    ) -> tuple[Spans, Bool[Array, "query key"]]:
+        return sees_history(self.history, mix, positions, width, tokens)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
