@@ -268,7 +268,7 @@ class Programs:
         """Lowers a block of the engine."""
         boundaries = len(self.decoder.config.exits) - 1
         own = np.zeros(boundaries, np.float32) if mode.depth_policy is not None else None
-        rules = fresh_of((), rows=rows, width=64, own=own).rules
+        _, rules = fresh_of((), rows=rows, width=64, own=own)
         rules = shapes(jax.tree.map(jnp.asarray, rules), self.sharding)
         context = dataclasses.replace(
             self.context(mode, rows), sampling=rules.sampling, stops=rules.stops

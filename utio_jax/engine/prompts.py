@@ -27,10 +27,10 @@ from utio_jax.core.decoder import Decoder
 from utio_jax.core.platform import here
 from utio_jax.core.pytrees import pytree, static
 from utio_jax.core.rows import Rows, over_rows, put_rows
-from utio_jax.core.work import Work
 from utio_jax.decoding.base import DecodeContext, emit_drawn
 from utio_jax.decoding.cached import block_at, run_segment
-from utio_jax.decoding.state import RELEASED, RUNNING, Columns, DecodeState
+from utio_jax.decoding.loop import unread
+from utio_jax.decoding.state import RELEASED, RUNNING, DecodeState
 from utio_jax.engine.blocks import Rules
 from utio_jax.engine.requests import Fresh
 from utio_jax.staircase.base import Sources
@@ -188,7 +188,7 @@ def read_blocks(
 
     def on_device(context: DecodeContext, state: DecodeState, rules: Rules, passes: Rows) -> Any:
         fresh, rows, blocks = passes.tree
-        state, rules = _open(state, rules, fresh, rows)
+        state, rules = _open(context, state, rules, fresh, rows)
         context = dataclasses.replace(context, sampling=rules.sampling, stops=rules.stops)
         with jax.named_scope("prefill_blocks"):
             last, cache = _run(context, state, blocks, widths=widths)
@@ -199,28 +199,21 @@ def read_blocks(
 
 
 def _open(
-    state: DecodeState, rules: Rules, fresh: Fresh, rows: Int[Any, " fresh"]
+    context: DecodeContext, state: DecodeState, rules: Rules, fresh: Fresh, rows: Int[Any, " fresh"]
 ) -> tuple[DecodeState, Rules]:
     """Inserts prompts into rows, which do not run yet; returns the state and the rules of rows."""
+    arrays, own = fresh
     best = state.columns.alternatives
-    columns = Columns.empty(
-        *fresh.token_ids.shape, alternatives=0 if best is None else best.token_ids.shape[-1]
-    )
-
-    def put(old: Any, new: Any) -> jax.Array:
-        return jnp.asarray(old).at[rows].set(new, mode="drop")
-
-    opened = {
-        "columns": dataclasses.replace(columns, token_ids=fresh.token_ids),
-        "lengths": fresh.lengths,
-        "prompt_lengths": fresh.lengths,
-        "limits": fresh.limits,
-        "reason": np.full(fresh.lengths.shape, RELEASED, np.int32),
-        "seeds": fresh.seeds,
-        "work": Work.of_rows(*fresh.lengths.shape),
+    sizes = {
+        "slots": state.token_ids.shape[1],
+        "alternatives": 0 if best is None else best.token_ids.shape[-1],
     }
-    opened = {name: jax.tree.map(put, getattr(state, name), new) for name, new in opened.items()}
-    return dataclasses.replace(state, **opened), put_rows(rules, fresh.rules, rows)
+    new = unread(context, **arrays, **sizes)
+    new = dataclasses.replace(new, reason=jnp.full_like(new.lengths, RELEASED))
+    known = dataclasses.replace(state, memory=None)
+    opened, rules = put_rows((known, rules), (new, own), rows)
+    # K/V and memory are written later; under jit the empty ones cost nothing.
+    return dataclasses.replace(opened, cache=state.cache, memory=state.memory), rules
 
 
 def _run(

@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float, Int, UInt32
+from jaxtyping import Float
 
-from utio_jax.core.pytrees import pytree
 from utio_jax.decoding.requests import END_REASONS, Event, Request, arrays_of
 from utio_jax.decoding.sampling import rows_of
 from utio_jax.decoding.state import STOPS_ROOM, stop_rules
@@ -74,15 +73,8 @@ class EngineStats:
             self.ended[event.finished.reason] += 1
 
 
-@pytree
-class Fresh:
-    """Right-padded prompts and rules of requests, to be inserted into rows."""
-
-    token_ids: Int[Any, "row token"]
-    lengths: Int[Any, " row"]
-    limits: Int[Any, " row"]
-    seeds: UInt32[Any, " row"]
-    rules: Rules
+Fresh = tuple[dict[str, Any], Rules]
+"""Arrays of requests to be inserted into rows, by the arguments of `begin`, and their rules."""
 
 
 def fresh_of(
@@ -100,11 +92,9 @@ def fresh_of(
         thresholds = np.stack(
             [own if request.thresholds is None else request.thresholds for request in requests]
         )
-    return Fresh(
-        **arrays_of(requests, width=width),
-        rules=Rules(
-            sampling=rows_of([request.sampling for request in requests]),
-            stops=stop_rules([request.stops for request in requests], room=STOPS_ROOM),
-            thresholds=thresholds,
-        ),
+    rules = Rules(
+        sampling=rows_of([request.sampling for request in requests]),
+        stops=stop_rules([request.stops for request in requests], room=STOPS_ROOM),
+        thresholds=thresholds,
     )
+    return arrays_of(requests, width=width), rules

@@ -305,7 +305,8 @@ class Slots:
         uncommitted arrays a program compiles once more.
         """
         mesh = self._served.mesh
-        rules = place(self._fresh((), rows=self._served.slots, width=1).rules, mesh)
+        _, rules = self._fresh((), rows=self._served.slots, width=1)
+        rules = place(rules, mesh)
         state = empty_state(self._context(rules), batch=self.own, mesh=mesh, **self._sizes)
         if mesh is not None:
             self._rules = rules
@@ -494,19 +495,12 @@ class Slots:
     def _read_group(self, prompts: PrefillPass) -> None:
         width, rows = prompts.tokens // prompts.group, [row for row, *_ in prompts.parts]
         requests = [request for _, request, *_ in prompts.parts]
-        fresh = self._fresh(requests, rows=prompts.group, width=width)
-        state = begin(
-            self._context(fresh.rules),
-            fresh.token_ids,
-            fresh.lengths,
-            fresh.limits,
-            fresh.seeds,
-            prefill=self._how[width, prompts.group],
-            **self._sizes,
-        )
+        arrays, rules = self._fresh(requests, rows=prompts.group, width=width)
+        how = self._how[width, prompts.group]
+        state = begin(self._context(rules), **arrays, prefill=how, **self._sizes)
         rows += [self._served.slots] * (prompts.group - len(rows))
         # The record of the prompt pass is dropped: its shape differs between prompt widths.
-        pairs = (self.state, self._rules), (dataclasses.replace(state, prompt=None), fresh.rules)
+        pairs = (self.state, self._rules), (dataclasses.replace(state, prompt=None), rules)
         self.state, self._rules = _put_rows(*pairs, np.asarray(rows, np.int32))
 
     def read_all(self, requests: Iterable[Request]) -> None:
