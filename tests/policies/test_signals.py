@@ -299,7 +299,7 @@ def test_a_look_at_logits_may_return_a_tuple(tiny: Any) -> None:
 
 
 @pytest.mark.parametrize("executor", [MicroBatches(), CapacityPrefix(capacities=(64, 64))])
-def test_decisions_are_booleans_of_tokens_or_one_of_all(tiny: Any, executor: Any) -> None:
+def test_decisions_are_booleans_of_tokens_rows_or_all(tiny: Any, executor: Any) -> None:
     @pytree
     class Own(PolicyBase):
         decision: Any = static(default=None)
@@ -313,6 +313,7 @@ def test_decisions_are_booleans_of_tokens_or_one_of_all(tiny: Any, executor: Any
         return jax.make_jaxpr(partial(score, tiny.decoder, executor=executor))(*given)
 
     run(lambda positions: True)
+    run(lambda positions: positions[:, :1] > 2)
     with pytest.raises(ValueError, match=r"booleans \[2, 8\] of Own.go_deeper. Got int32 \[2, 8\]"):
         run(lambda positions: positions % 2)
     with pytest.raises(ValueError, match=r"Got bool \[8\]"):

@@ -93,7 +93,7 @@ class Policy(ExitFunction, Protocol):
     ) -> tuple[Bool[Array, "batch token"], Any]:
         """Returns which tokens run beyond `depths[index]`, and the memory for the next boundary.
 
-        Booleans: one for each token, or one alone for all of them.
+        Booleans: one for each token, for each row `[batch, 1]`, or one alone for all of them.
         """
         ...
 
@@ -198,14 +198,14 @@ def check_methods(part: Any, methods: Sequence[str], properties: Sequence[str]) 
 def decisions_of(
     policy: Policy, index: int, boundary: Boundary, memory: Any
 ) -> tuple[Bool[Array, "batch token"], Any]:
-    """Returns what `Policy.go_deeper` does, checked; one boolean alone is that of all tokens.
+    """Returns what `Policy.go_deeper` does, checked; one boolean may stand for a row, or for all.
 
     Raises:
-      ValueError: the decisions are no booleans, or not as many as tokens.
+      ValueError: the decisions are no booleans, or have other shapes than tokens.
     """
     goes, memory = policy.go_deeper(index, boundary, memory)
     goes, shape = jnp.asarray(goes), boundary.live.shape
-    if goes.dtype != jnp.bool_ or goes.shape not in ((), shape):
+    if goes.dtype != jnp.bool_ or goes.shape not in ((), shape, (shape[0], 1)):
         raise ValueError(
             f"Wanted booleans {list(shape)} of {type(policy).__name__}.go_deeper. Got "
             f"{goes.dtype} {list(goes.shape)}. For example: score > 0.5, or number != 0."
