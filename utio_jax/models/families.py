@@ -477,7 +477,7 @@ _WITH_TEXT = {"gemma3": "gemma3_text", "gemma3n": "gemma3n_text", "gemma4": "gem
 def text_part(config: Config) -> Config:
     """Returns the config of the text part of a model that reads images or sound, too."""
     kind, inner = config.get("model_type"), config.get("text_config")
-    if kind not in _WITH_TEXT or not isinstance(inner, Mapping):
+    if not isinstance(kind, str) or kind not in _WITH_TEXT or not isinstance(inner, Mapping):
         return config
     about = ("eos_token_id", "quantization_config", "utio_jax")
     outer = {name: config[name] for name in about if config.get(name) is not None}
