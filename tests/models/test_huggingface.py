@@ -333,6 +333,7 @@ def test_every_fault_of_a_folder_is_named(folder: Path, fault: str) -> None:
         ("gemma3", {"num_hidden_layers": 10**7}, "=10000000: only integers from 1 to 100"),
         ("llama", {"rope_parameters": {"rope_type": "linear", "factor": "2"}}, "above 0. Got '2'"),
         ("llama", {"model_type": ["llama"]}, "Wanted"),
+        *((case, {"is_causal": False}, "is_causal=False: only True") for case in ("llama", "gpt2")),
     ],
 )
 def test_values_that_no_model_has_are_named(

@@ -148,6 +148,7 @@ def _llama_like(
 ) -> dict[str, Any]:
     """Returns the settings that Llama's descendants share; `options` override them."""
     read.need("partial_rotary_factor", 1.0)
+    read.need("is_causal", True)
     heads, dim = read.take("num_attention_heads"), read.take("hidden_size")
     layers = read.layers()
     theta, scaling = read.rope(base=rope_base)
@@ -412,6 +413,7 @@ def _of_last_own_kind(
 
 def _gpt2(read: Reader) -> dict[str, Any]:
     read.need("activation_function", "gelu_new", "gelu_pytorch_tanh")
+    read.need("is_causal", True)
     read.need("scale_attn_weights", True)
     read.need("scale_attn_by_inverse_layer_idx", False)
     read.need("add_cross_attention", False)

@@ -74,7 +74,7 @@ def make_folder(folder: Path, kind: str, **changes: Any) -> None:
 def test_a_family_is_a_stock_model_that_sees_both_ways(
     kind: str, canvas: dict[str, Any], tmp_path: Path
 ) -> None:
-    make_folder(tmp_path, kind)
+    make_folder(tmp_path, kind, is_causal=False)
     model, stock = load_denoiser(tmp_path), load(STOCK / FAMILIES[kind])
     changes = {"causal": False, "windows": (), "eos_ids": (30,), "rope_theta": 1000.0}
     assert model.canvas == Canvas(mask_id=47, **canvas)

@@ -66,8 +66,8 @@ def _settings_of(kind: str) -> Callable[[Reader], dict[str, Any]]:
     """Returns the reader of a family whose config is that of an autoregressive one."""
 
     def settings(read: Reader) -> dict[str, Any]:
-        # SDAR and Dream leave a window in their config that nothing reads.
-        config = {**read.config, "model_type": kind, "sliding_window": None}
+        # SDAR and Dream leave a window in their config that nothing reads. No mask is causal.
+        config = {**read.config, "model_type": kind, "sliding_window": None, "is_causal": None}
         inner = Reader({**config, "use_sliding_window": False})
         values = FAMILIES[kind].settings(inner)
         read.problems += inner.problems

@@ -98,6 +98,7 @@ def load_t5(
 def _settings(read: Reader) -> dict[str, Any]:
     read.need("is_encoder_decoder", True)
     read.need("feed_forward_proj", *ACTIVATIONS)
+    read.need("is_causal", True)
     layers, tied = read.layers("num_layers"), bool(read.config.get("tie_word_embeddings", True))
     return {
         "vocab_size": read.take("vocab_size"),
