@@ -25,6 +25,7 @@ def test_what_cannot_be_run_is_named(tmp_path: Path, unchecked_shapes: None) -> 
         ({"model_type": "umt5"}, "a model_type of t5, mt5 .*Got 'umt5'"),
         ({"feed_forward_proj": "gated-tanh", "d_ff": 0}, "feed_forward_proj='gated-tanh'.*d_ff=0"),
         ({"is_causal": False}, "is_causal=False: only True"),
+        ({"dense_act_fn": "silu", "is_gated_act": True}, "is_gated_act=True.*dense_act_fn='silu'"),
         ({"relative_attention_num_buckets": 32}, "at most key_dim \\+ 4 = 12. Got buckets=32"),
     ]
     for wrong, message in settings:

@@ -99,6 +99,10 @@ def _settings(read: Reader) -> dict[str, Any]:
     read.need("is_encoder_decoder", True)
     read.need("feed_forward_proj", *ACTIVATIONS)
     read.need("is_causal", True)
+    # Transformers reads these two, and the name they follow from only where they are absent.
+    mlp = str(read.take("feed_forward_proj", "relu"))
+    read.need("is_gated_act", mlp.startswith("gated-"))
+    read.need("dense_act_fn", "gelu_new" if mlp == "gated-gelu" else mlp.removeprefix("gated-"))
     layers, tied = read.layers("num_layers"), bool(read.config.get("tie_word_embeddings", True))
     return {
         "vocab_size": read.take("vocab_size"),
@@ -108,7 +112,7 @@ def _settings(read: Reader) -> dict[str, Any]:
         "attention_heads": read.take("num_heads"),
         "key_dim": read.take("d_kv"),
         "mlp_dim": read.take("d_ff"),
-        "activation": read.take("feed_forward_proj", "relu"),
+        "activation": mlp,
         "buckets": read.take("relative_attention_num_buckets", 32),
         "max_distance": read.take("relative_attention_max_distance", 128),
         "norm_eps": read.take("layer_norm_epsilon", 1e-6),
