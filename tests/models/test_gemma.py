@@ -150,12 +150,14 @@ OF_GEMMA_3N: list[tuple[dict[str, Any], str]] = [
     ({"intermediate_size": [24, 24, 24, 24, 24, 48]}, "intermediate_size="),
     ({"activation_sparsity_pattern": [0.5]}, "a sparsity from 0 to below 1 for each of its 6"),
 ]
+LINEAR = {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0}
 FULL = {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25}
 OF_GEMMA_4: list[tuple[dict[str, Any], str]] = [
     ({"attention_k_eq_v": True}, "attention_k_eq_v=True"),
     ({"num_global_key_value_heads": 1}, "num_global_key_value_heads of another number"),
     ({"per_layer_config": {"1": {"head_dim": 16}}}, "a per_layer_config of more than one"),
     ({"per_layer_config": {}, "global_head_dim": 6}, "a local_head_dim of at most head_dim=6"),
+    ({"rope_parameters": {"full_attention": LINEAR}}, "scaled rotations of layers without a win"),
     ({"rope_parameters": {"full_attention": FULL | {"factor": 2.0}}}, "rope_type='proportional'"),
 ]
 

@@ -357,7 +357,10 @@ def _gemma4(read: Reader) -> dict[str, Any]:
     rotations = {"full_attention": rope, "sliding_attention": local}
     read.config = {**read.config, "rope_parameters": rotations}
     common, is_local = _gemma_inputs(read, every=6, shared=0, streams=1)
-    del common["rope_scaling"]
+    if common.pop("rope_scaling") is not None:
+        read.problems.append(
+            "scaled rotations of layers without a window: only plain are supported"
+        )
     layers, narrow = common["num_layers"], common["mlp_dim"]
     # Written out per layer by transformers; one number as published.
     wide = read.take("global_head_dim", 512)
