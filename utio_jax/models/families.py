@@ -298,17 +298,16 @@ def _local_theta(read: Reader) -> float:
 
 
 def _gemma_inputs(
-    read: Reader, *, every: int, shared: int, streams: int
-) -> tuple[dict[str, Any], Callable[[int], bool]]:
-    """Returns the settings that Gemma 3n and 4 share, and which layers have a window.
+    read: Reader, *, is_local: Callable[[int], bool], shared: int, streams: int
+) -> dict[str, Any]:
+    """Returns the settings that Gemma 3n and 4 share.
 
-    By default each `every`-th layer has none, and `shared` layers read the K/V of others.
+    Layers that are local have a window. By default `shared` layers read the K/V of others.
     """
     _need_gemma(read)
     read.need("tie_word_embeddings", True)
     read.config = {"sliding_window": 512, "head_dim": 256, **read.config}
     layers = read.layers()
-    is_local = read.local_layers(layers, lambda layer: (layer + 1) % every != 0)
     common = _llama_like(read, is_local=is_local, rope_base=1_000_000.0, activation="geglu")
     for name in ("activation", "tie_embeddings", "embed_dim"):
         del common[name]
@@ -321,7 +320,7 @@ def _gemma_inputs(
         "input_vocab_size": read.take("vocab_size_per_layer_input", 262_144),
         "local_rope_theta": _local_theta(read),
         "kv_source": _of_last_own_kind(read, layers, is_local, default=shared),
-    }, is_local
+    }
 
 
 def _gemma3n(read: Reader) -> dict[str, Any]:
@@ -331,7 +330,8 @@ def _gemma3n(read: Reader) -> dict[str, Any]:
     if isinstance(widths, list) and widths and all(width == widths[0] for width in widths):
         read.config = {**read.config, "intermediate_size": widths[0]}  # One for each layer.
     streams, layers = read.take("altup_num_inputs", 4), read.layers()
-    common, _ = _gemma_inputs(read, every=5, shared=15, streams=streams)
+    is_local = read.local_layers(layers, lambda layer: (layer + 1) % 5 != 0)
+    common = _gemma_inputs(read, is_local=is_local, shared=15, streams=streams)
     sparsity = read.config.get("activation_sparsity_pattern")
     if sparsity is None:
         sparsity = [0.95 * (layer < 10) for layer in range(layers)] if layers > 10 else []
@@ -356,12 +356,19 @@ def _gemma4(read: Reader) -> dict[str, Any]:
     local = stored.get("sliding_attention") or {}
     rotations = {"full_attention": rope, "sliding_attention": local}
     read.config = {**read.config, "rope_parameters": rotations}
-    common, is_local = _gemma_inputs(read, every=6, shared=0, streams=1)
+    layers = read.layers()
+    named = read.local_layers(layers, lambda layer: (layer + 1) % 6 != 0)
+
+    def is_local(layer: int) -> bool:
+        # As in transformers, the last layer has no window, whatever its type.
+        return layer < layers - 1 and named(layer)
+
+    common = _gemma_inputs(read, is_local=is_local, shared=0, streams=1)
     if common.pop("rope_scaling") is not None:
         read.problems.append(
             "scaled rotations of layers without a window: only plain are supported"
         )
-    layers, narrow = common["num_layers"], common["mlp_dim"]
+    narrow = common["mlp_dim"]
     # Written out per layer by transformers; one number as published.
     wide = read.take("global_head_dim", 512)
     if per_layer := read.config.get("per_layer_config"):
