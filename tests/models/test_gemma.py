@@ -156,7 +156,8 @@ OF_GEMMA_4: list[tuple[dict[str, Any], str]] = [
     ({"attention_k_eq_v": True}, "attention_k_eq_v=True"),
     ({"num_global_key_value_heads": 1}, "num_global_key_value_heads of another number"),
     ({"per_layer_config": {"1": {"head_dim": 16}}}, "a per_layer_config of more than one"),
-    ({"per_layer_config": {}, "global_head_dim": 6}, "a local_head_dim of at most head_dim=6"),
+    ({"per_layer_config": 0}, "a per_layer_config of more than one"),
+    ({"per_layer_config": {key: {"head_dim": 6} for key in "135"}}, "local_head_dim of .*_dim=6"),
     ({"rope_parameters": {"full_attention": LINEAR}}, "scaled rotations of layers without a win"),
     ({"rope_parameters": {"full_attention": FULL | {"factor": 2.0}}}, "rope_type='proportional'"),
 ]

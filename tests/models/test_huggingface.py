@@ -158,6 +158,9 @@ def test_defaults_and_precedence_are_those_of_transformers() -> None:
     near = 6 * ["sliding_attention"]
     near[1] = near[3] = "full_attention"
     assert settings("gemma4", layer_types=near) == settings("gemma4"), "the last has no window"
+    for narrow in ({}, None):
+        gemma = settings("gemma4", per_layer_config=narrow)
+        assert gemma.head_dim == gemma.local_head_dim == 8
     local = {"sliding_attention": stretched, "full_attention": {"rope_theta": 1e6}}
     with pytest.raises(ValueError, match="scaled rotations of local layers"):
         settings("gemma3", rope_parameters=local)

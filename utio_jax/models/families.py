@@ -369,13 +369,15 @@ def _gemma4(read: Reader) -> dict[str, Any]:
             "scaled rotations of layers without a window: only plain are supported"
         )
     narrow = common["mlp_dim"]
-    # Written out per layer by transformers; one number as published.
+    # One number as published. Transformers writes it per layer, where it is not head_dim.
     wide = read.take("global_head_dim", 512)
-    if per_layer := read.config.get("per_layer_config"):
-        first = next(iter(per_layer.values())) if isinstance(per_layer, Mapping) else None
-        wide = first.get("head_dim", wide) if isinstance(first, Mapping) else wide
+    if "per_layer_config" in read.config:
+        per_layer = read.config["per_layer_config"]
+        per_layer = {} if per_layer is None else per_layer
+        first = next(iter(per_layer.values()), {}) if isinstance(per_layer, Mapping) else None
+        wide = first.get("head_dim", common["head_dim"]) if isinstance(first, Mapping) else wide
         full = [str(layer) for layer in range(layers) if not is_local(layer)]
-        if per_layer != {layer: {"head_dim": wide} for layer in full}:
+        if per_layer not in ({}, {layer: {"head_dim": wide} for layer in full}):
             read.problems.append(
                 "a per_layer_config of more than one head_dim in all layers without a window"
             )
