@@ -149,6 +149,8 @@ def test_defaults_and_precedence_are_those_of_transformers() -> None:
     both = settings("llama", rope_scaling=stretched, rope_parameters={"rope_theta": 5e5})
     assert both.rope_scaling == RopeScaling(kind="linear", factor=4.0)
     assert both.rope_theta == 1e4
+    first = {"original_max_position_embeddings": 16}
+    assert settings("llama_biases", **first).rope_scaling.original_context_length == 16
     old = {"rope_parameters": "absent", "layer_types": "absent"}
     gemma = settings("gemma3", **old)
     assert (gemma.rope_theta, gemma.local_rope_theta) == (1e6, 1e4)

@@ -121,7 +121,9 @@ class Reader:
             case "linear":
                 return theta, RopeScaling(kind="linear", factor=_first(stored["factor"]))
             case "llama3":
-                first = stored.get("original_max_position_embeddings")
+                name = "original_max_position_embeddings"
+                first = None if of_kinds else self.config.get(name)
+                first = stored.get(name) if first is None else first
                 return theta, RopeScaling(
                     kind="llama3",
                     factor=_first(stored["factor"]),
