@@ -157,6 +157,10 @@ def test_defaults_and_precedence_are_those_of_transformers() -> None:
     assert gemma.windows == (5, 5, 5, 5), "of six, the last attends to all"
     gemma = settings("gemma3", **old, rope_theta=1e5, rope_local_base_freq=1e3)
     assert (gemma.rope_theta, gemma.local_rope_theta) == (1e5, 1e3)
+    by_kind = {"full_attention": {"rope_theta": 5e5}, "sliding_attention": {"rope_theta": 777.0}}
+    gemma = settings("gemma3", rope_scaling=stretched, rope_parameters=by_kind, rope_theta=3.0)
+    assert (gemma.rope_theta, gemma.local_rope_theta) == (5e5, 777.0)
+    assert gemma.rope_scaling == RopeScaling(kind="linear", factor=4.0)
     near = 6 * ["sliding_attention"]
     near[1] = near[3] = "full_attention"
     assert settings("gemma4", layer_types=near) == settings("gemma4"), "the last has no window"

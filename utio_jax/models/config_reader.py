@@ -102,9 +102,14 @@ class Reader:
     ) -> tuple[float, RopeScaling | None]:
         """Returns the base of rotary frequencies and their scaling, for layers of a kind.
 
-        As in transformers, a `rope_scaling` wins over `rope_parameters`.
+        As in transformers, a `rope_scaling` replaces flat `rope_parameters`, and updates those of
+        global layers where each kind of layer has its own.
         """
-        stored = dict(self.config.get("rope_scaling") or self.config.get("rope_parameters") or {})
+        stored = dict(self.config.get("rope_parameters") or {})
+        if scaling := dict(self.config.get("rope_scaling") or {}):
+            updates = any(name in stored for name in _KINDS) and not any(map(scaling.get, _KINDS))
+            full = dict(stored.get("full_attention") or {}) | scaling
+            stored = {**stored, "full_attention": full} if updates else scaling
         of_kinds = {name: dict(stored[name]) for name in _KINDS if name in stored}
         if of_kinds:
             stored = of_kinds.get(kind, {})
