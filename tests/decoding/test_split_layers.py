@@ -13,7 +13,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from helpers.generation import SMALL, lively_model, run
+from helpers.generation import SMALL, DepthAt, depth_table, lively_model, run
+from helpers.looped import Waiting, looped_model
 from helpers.marks import slow
 from helpers.models import Model, assert_equal, gated, live_params
 
@@ -36,16 +37,34 @@ MODES: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("name", ["lossless", *slow("plain", "propagate")])
+TURNS = (4, 8, 12, 16)
+OWN_TURNS = DepthAt(table=depth_table(TURNS, shape=(3, 72)), depths=TURNS)
+LOOPED_MODES: dict[str, Any] = {
+    "looped, plain": Plain(),
+    "looped, own turns": Adaptive(policy=OWN_TURNS),
+    "looped, waiting": Waiting(policy=OWN_TURNS),
+    "looped, lossless": Lossless(exit=4),
+}
+"""From any turn on: drafts of a turn are verified by those after it."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["plain", "lossless", *[*LOOPED_MODES][1:], *slow("propagate", "looped, plain")],
+)
 def test_tokens_and_costs_are_the_stacks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = lively_model()
-    mode: Mode = MODES[name](model)
+    looped = name in LOOPED_MODES
+    model = looped_model(4, scale=0.06) if looped else lively_model()
+    mode: Mode = LOOPED_MODES[name] if looped else MODES[name](model)
     stacked = run(model, mode=mode, max_new_tokens=12, lengths=SMALL)
     monkeypatch.setattr(layers_module, "_SMALL", 0)
     assert split_layers(model.decoder, model.params) is not None
-    apart = run(model, mode=mode, max_new_tokens=12, lengths=SMALL)
-    for field in ("token_ids", "decided", "executed", "work"):
-        assert_equal(getattr(apart, field), getattr(stacked, field), err_msg=field)
+    for picks in (True, False):  # One loop over layers, or all unrolled, but for turns.
+        jax.clear_caches()
+        with compiling_for(picks_products=picks):
+            apart = run(model, mode=mode, max_new_tokens=12, lengths=SMALL)
+        for field in ("token_ids", "decided", "executed", "work"):
+            assert_equal(getattr(apart, field), getattr(stacked, field), err_msg=field)
 
 
 @pytest.mark.parametrize("name", ["biases", "gemma3n", *slow("gemma4")])
@@ -136,20 +155,6 @@ def test_layers_apart_are_pieces_of_program_in_their_products_alone(unchecked_sh
     (weighted, products), (weighted_too, more) = counts(2), counts(4)
     assert weighted_too == weighted
     assert more - products == 2 * 6  # Queries, keys, values, output, and two of the MLP.
-
-
-@pytest.mark.parametrize("mode", [Plain(), Lossless(exit=2)], ids=["plain", "lossless"])
-def test_tokens_of_an_unrolled_program_are_the_same(
-    mode: Mode, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = lively_model()
-    monkeypatch.setattr(layers_module, "_SMALL", 0)
-    picked = run(model, mode=mode, max_new_tokens=12, lengths=SMALL)
-    jax.clear_caches()
-    with compiling_for(picks_products=False):
-        unrolled = run(model, mode=mode, max_new_tokens=12, lengths=SMALL)
-    for field in ("token_ids", "decided", "executed", "work"):
-        assert_equal(getattr(picked, field), getattr(unrolled, field), err_msg=field)
 
 
 def test_a_shallower_decoder_leaves_the_full_one_its_layers() -> None:

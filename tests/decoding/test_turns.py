@@ -22,15 +22,13 @@ from helpers.generation import (
     run,
     true_logits,
 )
-from helpers.looped import Oracle, looped_model, write_looped
+from helpers.looped import Oracle, Waiting, looped_model, write_looped
 from helpers.marks import slow
 from helpers.models import assert_equal, with_random_lens
 
 from utio_jax import Adaptive, Lossless, generate, score, uniform
 from utio_jax.contrib.edge.parts import Row
-from utio_jax.core import layer as layers_module
 from utio_jax.core.layer import split_layers
-from utio_jax.core.platform import compiling_for
 from utio_jax.core.pytrees import pytree
 from utio_jax.decoding.base import Plain
 from utio_jax.decoding.loop import advance
@@ -49,11 +47,6 @@ from utio_jax.utio.forward import UtioPlan, utio_forward
 
 DEPTHS = (4, 8, 12, 16)
 """Of four turns over four layers."""
-
-
-@pytree
-class Waiting(Adaptive):
-    """The step in which all rows wait for the deepest one."""
 
 
 def table_policy(rows: int = 3, *, seed: int = 0) -> DepthAt:
@@ -146,25 +139,6 @@ def test_drafts_after_early_turns_leave_the_tokens_of_all() -> None:
         result = run(model, mode=Lossless(exit=4 * turns))
         assert result.work.accepted.sum() > 0
         assert_equal(result.token_ids, plain.token_ids)
-
-
-@pytest.mark.parametrize("name", [*slow("plain"), "own turns", "waiting", "lossless"])
-def test_layers_apart_run_the_turns_of_the_stack(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """From any turn on: drafts of a turn are verified by those after it."""
-    model, policy = looped_model(4, scale=0.06), table_policy()
-    modes = {"own turns": Adaptive(policy=policy), "waiting": Waiting(policy=policy)}
-    mode: Any = {"plain": Plain(), "lossless": Lossless(exit=4), **modes}[name]
-    stacked = run(model, mode=mode, max_new_tokens=12)
-    monkeypatch.setattr(layers_module, "_SMALL", 0)
-    assert split_layers(model.decoder, model.params) is not None
-    for picks in (True, False):  # One loop over layers, or over turns of unrolled layers.
-        jax.clear_caches()
-        with compiling_for(picks_products=picks):
-            apart = run(model, mode=mode, max_new_tokens=12)
-        for field in ("token_ids", "decided", "executed", "work"):
-            assert_equal(getattr(apart, field), getattr(stacked, field), err_msg=field)
 
 
 def test_hidden_tokens_and_lenses_take_the_step_that_waits() -> None:

@@ -16,6 +16,8 @@ import numpy as np
 
 from helpers.models import Model, live_model
 from utio_jax.core.files import load_tensors, save_tensors
+from utio_jax.core.pytrees import pytree
+from utio_jax.decoding.adaptive import Adaptive
 
 SIZES = {
     "vocab_size": 48,
@@ -201,3 +203,8 @@ def looped_model(turns: int, layers: int = 4, *, scale: float = 0.2, **changes: 
     sizes: dict[str, Any] = {"num_layers": turns * layers, "turns": turns, "exits": exits}
     sizes |= {"turn_norm": turns > 1, "tie_embeddings": False, **changes}
     return live_model(seed=1, scale=scale, **sizes)
+
+
+@pytree
+class Waiting(Adaptive):
+    """The step in which all rows wait for the deepest one."""
