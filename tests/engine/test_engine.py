@@ -521,67 +521,50 @@ INTERRUPTED = [
 def test_an_engine_goes_on_after_an_interrupt_anywhere(
     owner: Any, name: str, late: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What it donated is gone: requests in slots end by name with a prefix, the others run."""
+    """What it donated is gone: requests in slots end by name with a prefix, the others run.
+
+    Each ends once, also one that ended in the call that did not return; its events join to it.
+    """
     engine, prompts = interrupted_engine(late=late), [[1, 2], [3], [4, 5, 6, 7, 8], [2] * 6, [6]]
-    options: dict[str, Any] = {"max_new_tokens": 9, "eos_ids": ()}
+    options: dict[str, Any] = {"max_new_tokens": 9, "eos_ids": (), "stop_strings": ["cc"]}
     numbers = [engine.submit(prompt, **options) for prompt in prompts]
-    expected = engine.drain()
-    for calls in (1, 2):
+    whole, reasons = engine.drain(), set[str]()
+    often = owner in (Request, EngineStats)
+    for calls in range(1, 9 if often else 3):
+        before, ended = engine.stats(), dict[int, Any]()
         again = [engine.submit(prompt, **options) for prompt in prompts]
+        joined: dict[int, list[Any]] = {number: [] for number in again}
         with monkeypatch.context() as patch:
             counts = interrupt_after(patch, owner, name, calls=calls)
-            with contextlib.suppress(KeyboardInterrupt):
-                engine.drain()
-            assert counts[0] == calls, "not interrupted"
-        ended = engine.drain()
-        assert ended.keys() == {*again}
-        for number, other in zip(again, numbers, strict=True):
-            result, whole = ended[number], expected[other]
-            assert result.reason in ("length", "interrupted")
-            size = result.token_ids.size
-            assert size == 9 or result.reason == "interrupted"
-            np.testing.assert_array_equal(result.token_ids, whole.token_ids[:size])
-            assert whole.text.startswith(result.text)
-        assert engine.idle
-        last = engine.submit(prompts[0], **options)
-        np.testing.assert_array_equal(
-            engine.drain()[last].token_ids, expected[numbers[0]].token_ids
-        )
-
-
-@pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize(("owner", "name"), INTERRUPTED[-3:], ids=["take", "finish", "add"])
-def test_events_around_an_interrupt_join_to_the_results(
-    owner: Any, name: str, late: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each request ends once, also one that ended in the call that did not return."""
-    engine = interrupted_engine(late=late)
-    reasons = set[str]()
-    for calls in range(1, 9):
-        before, joined, ended = engine.stats(), dict[int, list[Any]](), dict[int, Any]()
-        for size in (3, 5, 9):
-            options: dict[str, Any] = {"eos_ids": (), "stop_strings": ["ba"]}
-            joined[engine.submit([size], max_new_tokens=size, **options)] = []
-        with monkeypatch.context() as patch:
-            interrupt_after(patch, owner, name, calls=calls)
             while not engine.idle:
                 with contextlib.suppress(KeyboardInterrupt):
                     for event in engine.advance():
                         joined[event.request].append(event)
                         if event.finished is not None:
                             assert ended.setdefault(event.request, event.finished) is event.finished
-        assert ended.keys() == joined.keys()
-        for number, events in joined.items():
-            tokens = np.concatenate([event.token_ids for event in events])
-            np.testing.assert_array_equal(tokens, ended[number].token_ids)
-            assert "".join(event.text for event in events) == ended[number].text
-            assert ended[number].text == "".join(ended[number].pieces)
+            assert counts[0] >= calls or often, "not interrupted"
+        assert ended.keys() == {*again}
+        for number, other in zip(again, numbers, strict=True):
+            result, expected = ended[number], whole[other]
+            size = result.token_ids.size
+            assert result.reason in (expected.reason, "interrupted")
+            assert size == expected.token_ids.size or result.reason == "interrupted"
+            np.testing.assert_array_equal(result.token_ids, expected.token_ids[:size])
+            # An interrupt within the stop string leaves its first letter.
+            seen = expected.text + "cc" * (expected.reason == "stop")
+            assert seen.startswith(result.text)
+            tokens = np.concatenate([event.token_ids for event in joined[number]])
+            np.testing.assert_array_equal(tokens, result.token_ids)
+            assert "".join(event.text for event in joined[number]) == result.text
+            assert result.text == "".join(result.pieces)
         after = engine.stats()
         assert sum(after.ended.values()) - sum(before.ended.values()) == len(ended)
         tokens = sum(result.token_ids.size for result in ended.values())
         assert after.new_tokens - before.new_tokens == tokens
         reasons |= {result.reason for result in ended.values()}
-    assert reasons == {"length", "stop", "interrupted"}
+        last = engine.submit(prompts[0], **options)
+        np.testing.assert_array_equal(engine.drain()[last].token_ids, whole[numbers[0]].token_ids)
+    assert not often or reasons == {"length", "stop", "interrupted"}
 
 
 @pytest.mark.parametrize("streams", [False, True])
