@@ -430,18 +430,6 @@ def test_a_model_without_exits_is_read_through_a_lens(
     assert again.with_lens(tmp_path).sha256 == stock.sha256
     text = stock.generate(PROMPTS[0], mode=Adaptive(policy=uniform(2)), **OPTIONS)
     assert set(text.decided[0][1:].tolist()) == {2}
-    # What is there is not written over, but used where it was fitted so.
-    with pytest.raises(ValueError, match="also holds learned"):
-        stock.calibrate(files, budget=0.9, policies=("position",), out=tmp_path / "fitted.json")
-    bare, messages = load(folder, lens=False), list[str]()
-    bare.decoder = with_config(bare.decoder, exits=(4,))
-    with pytest.raises(ValueError, match=r"Wanted a lens of {'text': .*remove .*--lens .*load\("):
-        bare.calibrate([*files, source("bisect")], budget=0.9, out=tmp_path / "fitted.json")
-    bare.decoder = with_config(bare.decoder, exits=(2, 3, 4))
-    options: Any = {"fit_lens": True, "progress": messages.append, "out": tmp_path / "fitted.json"}
-    bare.calibrate(files, budget=0.9, **options)
-    assert f"lens: the one in {tmp_path / 'lens.json'}, which was fitted so" in messages
-    assert bare.sha256 == stock.sha256
 
 
 @pytest.mark.slow
