@@ -17,6 +17,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from utio_jax.core.arrays import most_probable
+from utio_jax.core.decoder import is_integer
 from utio_jax.core.pytrees import pytree
 
 # Random streams of a token: its draw, the acceptance of a draft, the replacement of a draft.
@@ -60,7 +61,7 @@ class SamplingParams:
                 "of 0, which is greedy, or a positive number of float32",
                 lambda t: t == 0 or t >= _LEAST,
             ),
-            ("top_k", "as a number of tokens, an integer; 0: all", _is_count),
+            ("top_k", "as a number of tokens, an integer below 2**31; 0: all", _is_count),
             ("top_p", "above 0 and at most 1", lambda p: 0 < p <= 1),
             ("min_p", "from 0 to 1", lambda p: 0 <= p <= 1),
         ):
@@ -97,7 +98,7 @@ class SamplingParams:
 
 
 def _is_count(value: Any) -> bool:
-    return np.issubdtype(np.asarray(value).dtype, np.integer) and value >= 0
+    return is_integer(np.asarray(value)[()])
 
 
 def rows_of(params: Sequence[SamplingParams]) -> SamplingParams:
@@ -119,22 +120,27 @@ def check_sampling(
 ) -> list[SamplingParams]:
     """Returns the parameters of each row: one for all, or a list with one entry per row.
 
+    Fields of the result are numbers of Python: those of a device are checked here.
+
     Raises:
       ValueError: the number of parameters differs from `rows`, one is no `SamplingParams`, or its
-        fields are arrays.
+        fields are arrays, strings, or numbers that `SamplingParams` refuses.
     """
-    given = [*sampling] if isinstance(sampling, Sequence) else [sampling] * rows
-    for params in given:
+    entries, checked = [*sampling] if isinstance(sampling, Sequence) else [sampling], []
+    for params in entries:
         if not isinstance(params, SamplingParams):
             raise ValueError(
                 f"Wanted SamplingParams. Got {params!r}. For example: "
                 "SamplingParams(temperature=0.7, top_p=0.95)."
             )
-        if any(map(np.ndim, vars(params).values())):
+        if any(np.ndim(value) or isinstance(value, str) for value in vars(params).values()):
             raise ValueError(
                 f"Wanted numbers in each entry of a list of SamplingParams. Got {params!r:.80}. "
                 "Give each row an entry of its own."
             )
+        values = {name: np.asarray(value).item() for name, value in vars(params).items()}
+        checked.append(dataclasses.replace(params, **values))
+    given = checked if isinstance(sampling, Sequence) else checked * rows
     if len(given) != rows:
         raise ValueError(
             f"Wanted one SamplingParams, or one per prompt ({rows}). Got {len(given)} of them."
