@@ -712,25 +712,31 @@ def test_times_are_those_of_the_clock() -> None:
     assert engine.drain()[waits].seconds_in_queue is None
 
 
+@pytest.mark.usefixtures("unchecked_shapes")
 def test_what_can_never_run_is_refused_at_once() -> None:
     engine = engine_of(lively_model(), modes()["lossless"][0])
 
     def refused(message: str, prompt: Any = (1, 2), **options: Any) -> None:
+        options.setdefault("max_new_tokens", 1)
         with pytest.raises(ValueError, match=message):
             engine.submit(prompt, **options)
 
     refused("slot of 64 tokens.*prompt of 2 tokens, max_new_tokens=60 and 4.*: 66",
             max_new_tokens=60)  # fmt: skip
-    refused("token ids from 0 to 63", [64], max_new_tokens=1)
-    refused("seeds as integers of at most 64 bits. Got 1180", seed=2**70, max_new_tokens=1)
-    refused(
-        "at most 16 eos_ids.*Got 17 eos_ids and 0 sequences", eos_ids=range(17), max_new_tokens=1
-    )
-    refused("a tokenizer for stop_strings=.'x'.", stop_strings="x", max_new_tokens=1)
+    refused("token ids from 0 to 63", [64])
+    refused("seeds as integers of at most 64 bits. Got .1180", seed=2**70)
+    refused("at most 16 eos_ids.*Got 17 eos_ids and 0 sequences", eos_ids=range(17))
+    refused("a tokenizer for stop_strings=.'x'.", stop_strings="x")
+    refused("stop_sequences as a list of lists.*Got .29, 5.", stop_sequences=[29, 5])
+    refused("eos_ids as a list of token ids.*Got 1.", eos_ids=1)
+    refused("one seed.*Got shape .1, 1.", seed=[1])
+    refused("a cache_salt that is a string. Got None", cache_salt=None)
+    refused("more than 0 seconds. Got '1'", deadline="1")
+    refused("Got top_k=-3", sampling=SamplingParams(top_k=jax.numpy.int32(-3)))
     assert engine.idle
     assert not engine.cancel(0)
     engine = engine_of(lively_model(), *modes()["prompts"])
-    refused("prompt into 8. Got a prompt of 9", [1] * 9, max_new_tokens=1)
+    refused("prompt into 8. Got a prompt of 9", [1] * 9)
     for message, options in {
         "Got slots=0": {"slots": 0},
         "capacity=2": {"capacity": 2},

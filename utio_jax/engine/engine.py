@@ -24,7 +24,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from utio_jax.core.calls import takes_decoder
-from utio_jax.core.decoder import Decoder, Params
+from utio_jax.core.decoder import Decoder, Params, is_positive
 from utio_jax.core.terminal import count_on_terminal
 from utio_jax.decoding.base import LogitsProcessor, Mode, Plain
 from utio_jax.decoding.prefill import Prefill
@@ -90,9 +90,9 @@ class Engine:
 
         Raises:
           TypeError: `mode` is the name or the class of a mode.
-          ValueError: sizes below 1, more alternatives than tokens of the vocabulary, or a mode or
-            prefill that does not fit the model or the other; slots that the devices cannot share
-            evenly, or options that a mesh cannot serve.
+          ValueError: sizes that are no integers of at least 1; more alternatives than tokens of
+            the vocabulary; a mode or prefill that does not fit the model or the other; slots
+            that the devices cannot share evenly, or options that a mesh cannot serve.
         """
         self.served = Served(
             decoder=decoder,
@@ -173,20 +173,22 @@ class Engine:
 
         Raises:
           ValueError: a request that cannot fit into a slot, stop rules beyond the static shapes, or
-            stop strings without a tokenizer; a deadline in the past, or a policy that the mode
-            cannot serve; see also `utio_jax.generate`.
+            stop strings without a tokenizer; a deadline in the past, a salt that is no string, or a
+            policy that the mode cannot serve; see also `utio_jax.generate`.
         """
         served, now = self.served, self._clock()
-        if deadline is not None and not deadline > 0:
-            raise ValueError(f"Wanted a deadline of more than 0 seconds. Got {deadline}.")
+        if deadline is not None and not (is_positive(deadline) or deadline == math.inf):
+            raise ValueError(f"Wanted a deadline of more than 0 seconds. Got {deadline!r}.")
+        if not isinstance(cache_salt, str):
+            raise ValueError(f"Wanted a cache_salt that is a string. Got {cache_salt!r:.80}.")
         (asked,) = requests_of(
             served.decoder,
             [prompt_ids],
             max_new_tokens=max_new_tokens,
             sampling=[sampling],
-            seeds=0 if seed is None else seed,
-            eos_ids=None if eos_ids is None else [eos_ids],
-            stop_sequences=[stop_sequences],
+            seeds=[0 if seed is None else seed],
+            eos_ids=eos_ids,
+            stop_sequences=stop_sequences,
             stop_strings=stop_strings,
             tokenizer=self._tokenizer,
             room=STOPS_ROOM,
