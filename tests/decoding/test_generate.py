@@ -324,13 +324,18 @@ def test_memory_stays_flat(model):
 
 ERRORS = {
     "no prompt": ({"prompts": []}, "at least one prompt"),
+    "nothing": ({"prompts": None}, "at least one prompt.*Got None"),
+    "no mesh": ({"mesh": "data"}, "an axis 'data'.*Got 'data'"),
+    "hot": ({"sampling": SamplingParams(temperature=jnp.float32(jnp.nan))}, "temperature=nan"),
     "empty": ({"prompts": [[1], []]}, "Prompt 1 is empty.*bos_id as token ids"),
     "outside": ({"prompts": [[1], [64]]}, "from 0 to 63.*prompt 1"),
     "too long": ({"prompts": [[1] * 120]}, "context of 128.*prompt 0 of 120 tokens"),
     "no tokens": ({"max_new_tokens": 0}, "max_new_tokens of at least 1"),
     "seeds": ({"seeds": [1, 2]}, r"one per prompt \(3\)"),
     "empty stop": ({"stop_sequences": [[]]}, "at least one token"),
-    "negative end": ({"eos_ids": [-1]}, "in eos_ids"),
+    "negative end": ({"eos_ids": [-1]}, "from 0 to 2147483647. Got -1 to -1 in eos_ids"),
+    "part of a token": ({"chunk": 1.5, "on_event": print}, "token, an integer. Got chunk=1.5"),
+    "no chunk": ({"chunk": None, "stop_when": print}, "Got chunk=None"),
     "samplings": ({"sampling": [SamplingParams()] * 2}, r"one per prompt \(3\). Got 2"),
     "ends of two": ({"eos_ids": [[1], [2]]}, "eos_ids for all.*each of the 3. Got .*2"),
     "stops of one": ({"stop_sequences": [[[1]]]}, "stop_sequences for all.*each of the 3. Got .*1"),
@@ -376,8 +381,10 @@ def test_modes_that_do_not_fit_are_refused(model):
     for kv in ("zeros", "full"):
         with pytest.raises(ValueError, match=f"one of 'propagate', .*'mapped'. Got kv='{kv}'"):
             Adaptive(policy=uniform(2), kv=kv)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match="prompt_step=0"):
-        Lengths(prompt_step=0)
+    lengths: list[Any] = [{"prompt_step": 0}, {"prompt_step": 8.5}, {"key_step": float("nan")}]
+    for wrong in lengths:
+        with pytest.raises(ValueError, match="key_step of at least 1 token, integers"):
+            Lengths(**wrong)
     with pytest.raises(ValueError, match="at least one token"):
         run(model, chunk=0, max_new_tokens=9, stop_when=lambda row, new: False)
 

@@ -103,8 +103,13 @@ def test_the_default_drafts_at_a_trained_exit_and_copies_otherwise():
 def test_forbidden_combinations(model):
     with pytest.raises(ValueError, match=r"an exit that drafts.*Lossless\(exit=4\).*'ngram'"):
         Lossless()
-    with pytest.raises(ValueError, match="max_draft of at least 1"):
-        Lossless(exit=2, max_draft=0)
+    for wrong in (0, 1.5, True):
+        with pytest.raises(ValueError, match=f"max_draft of at least 1.*Got max_draft={wrong}"):
+            Lossless(exit=2, max_draft=wrong)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match=r"NGram\(longest=...\). Got ngram=\(1, 3\)"):
+        Lossless(drafter="ngram", ngram=(1, 3))  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="integers, shortest <= longest.*longest=2.5"):
+        NGram(longest=2.5)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match=r"shortest <= longest.*shortest=2, longest=1"):
         NGram(longest=1, shortest=2)
     with pytest.raises(ValueError, match=r"early exits \(1, 2\). Got exit=3"):

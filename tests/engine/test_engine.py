@@ -739,6 +739,12 @@ def test_what_can_never_run_is_refused_at_once() -> None:
     refused("prompt into 8. Got a prompt of 9", [1] * 9)
     for message, options in {
         "Got slots=0": {"slots": 0},
+        "all integers. Got slots=1.5": {"slots": 1.5},
+        "all integers. Got slots=True": {"slots": True},
+        "steps=2.5": {"steps": 2.5},
+        "capacity='40'": {"capacity": "40"},
+        "alternatives to each token. Got 1.5": {"alternatives": 1.5},
+        "an axis 'data'.*Got 'x'": {"mesh": "x"},
         "capacity=2": {"capacity": 2},
         "prompt_widths within the capacity": {"shapes": Shapes(prompt_widths=(65,))},
         "multiples of it, or from 512 on in multiples of 64. Got .40.": {
@@ -748,9 +754,12 @@ def test_what_can_never_run_is_refused_at_once() -> None:
         with pytest.raises(ValueError, match=message):
             engine_of(lively_model(), *modes()["prompts"], **options)
     wrong: list[dict[str, Any]] = [{"prompt_widths": (8, 4)}, {"groups": (0,)}]
+    wrong += [{"chunk": 1.5}, {"prompt_tokens": (32.0,)}, {"prompt_tokens": 32}]
     for shapes in [*wrong, {"groups": ()}, {"prompt_tokens": (0,)}, {"key_step": 0}, {"chunk": 0}]:
         with pytest.raises(ValueError, match="Wanted"):
             Shapes(**shapes)
+    integers = Shapes(chunk=np.int64(8), prompt_tokens=(np.int64(8),))  # type: ignore[arg-type]
+    assert engine_of(lively_model(), modes()["plain"][0], shapes=integers).programs
     engine.submit([1], max_new_tokens=3)
     with pytest.raises(ValueError, match="an engine without requests. Got one in which 1 wait"):
         engine.warmup()

@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from utio_jax.attention.cache import KVCache
 from utio_jax.core.arrays import most_probable
-from utio_jax.core.decoder import DecoderConfig, apply_exit_lens
+from utio_jax.core.decoder import DecoderConfig, apply_exit_lens, is_integer
 from utio_jax.core.pytrees import pytree
 from utio_jax.decoding.base import DecodeContext, process, sampling_of
 from utio_jax.decoding.cached import block_at, run_segment
@@ -169,10 +169,10 @@ class NGram:
     RECENT: ClassVar[float] = 0.25
 
     def __post_init__(self) -> None:
-        if not 1 <= self.shortest <= self.longest:
+        if not (is_integer(self.shortest, 1) and is_integer(self.longest, self.shortest)):
             raise ValueError(
-                "Wanted matches of at least 1 token, shortest <= longest. Got "
-                f"shortest={self.shortest}, longest={self.longest}. For example: NGram(longest=3)."
+                "Wanted matches of at least 1 token, integers, shortest <= longest. Got shortest="
+                f"{self.shortest!r}, longest={self.longest!r}. For example: NGram(longest=3)."
             )
 
     def propose(self, context: DecodeContext, state: DecodeState, *, most: int) -> Proposal:

@@ -277,8 +277,8 @@ def generate(  # noqa: PLR0913 (options, each named)
         for row, request in enumerate(requests):
             request.stop_when = partial(stop_when, row)
     is_watched = on_event is not None or any(request.ends_on_host for request in requests)
-    if is_watched and chunk < 1:
-        raise ValueError(f"Wanted chunks of at least one token. Got chunk={chunk}.")
+    if is_watched and not is_integer(chunk, 1):
+        raise ValueError(f"Wanted chunks of at least one token, an integer. Got chunk={chunk!r}.")
     check_mode(mode, decoder, prefill=prefill)
     count = len(requests)
     size = -(-count // -(-count // max_batch))

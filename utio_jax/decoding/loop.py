@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int, UInt32
 
 from utio_jax.attention.cache import KVCache, init_cache, key_widths
-from utio_jax.core.decoder import Decoder, Params, logits_of
+from utio_jax.core.decoder import Decoder, Params, is_integer, logits_of
 from utio_jax.core.layer import head_in_blocks, split_layers
 from utio_jax.core.rows import Rows, check_mesh, over_rows, place
 from utio_jax.core.terminal import compiling
@@ -57,10 +57,10 @@ class Lengths:
     key_step: int = 128
 
     def __post_init__(self) -> None:
-        if self.prompt_step < 1 or self.key_step < 1:
+        if not (is_integer(self.prompt_step, 1) and is_integer(self.key_step, 1)):
             raise ValueError(
-                "Wanted a prompt_step and a key_step of at least 1 token. "
-                f"Got prompt_step={self.prompt_step}, key_step={self.key_step}."
+                "Wanted a prompt_step and a key_step of at least 1 token, integers. "
+                f"Got prompt_step={self.prompt_step!r}, key_step={self.key_step!r}."
             )
 
 

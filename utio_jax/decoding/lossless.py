@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 
 from utio_jax.core.arrays import flat
-from utio_jax.core.decoder import Decoder, has_exit_lens, name_exits
+from utio_jax.core.decoder import Decoder, has_exit_lens, is_integer, name_exits
 from utio_jax.core.pytrees import pytree, static
 from utio_jax.decoding.base import DecodeContext, Mode, Plain, process, sampling_of
 from utio_jax.decoding.cached import block_at, run_segment
@@ -98,10 +98,13 @@ class Lossless(Mode):
             raise ValueError(
                 f"Wanted a drafter of {', '.join(get_args(DrafterName))}. Got {self.drafter!r}."
             )
-        if self.max_draft < 1:
+        if not is_integer(self.max_draft, 1):
             raise ValueError(
-                f"Wanted a max_draft of at least 1 token. Got max_draft={self.max_draft}."
+                "Wanted a max_draft of at least 1 token, an integer. Got "
+                f"max_draft={self.max_draft!r}."
             )
+        if not isinstance(self.ngram, NGram):
+            raise ValueError(f"Wanted ngram=NGram(longest=...). Got ngram={self.ngram!r}.")
         if (self.drafter == "exit") != (self.exit is not None):
             raise ValueError(
                 "Wanted an exit that drafts, or drafter='ngram' alone, which copies from the text. "

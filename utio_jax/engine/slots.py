@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from utio_jax.attention.cache import key_widths
-from utio_jax.core.decoder import Decoder, Params
+from utio_jax.core.decoder import Decoder, Params, is_integer
 from utio_jax.core.documents import row_widths
 from utio_jax.core.layer import head_in_blocks, split_layers
 from utio_jax.core.platform import here
@@ -107,12 +107,17 @@ class Shapes:
     def __post_init__(self) -> None:
         for name in ("prompt_tokens", "prompt_widths", "groups"):
             sizes = getattr(self, name)
-            if [*sizes] != sorted({*sizes}) or any(size < 1 for size in sizes):
-                raise ValueError(f"Wanted {name} of at least 1, ascending. Got {sizes}.")
-        if not self.groups or self.key_step < 1 or (self.chunk is not None and self.chunk < 1):
+            fits = np.iterable(sizes) and all(is_integer(size, 1) for size in sizes)
+            if not fits or [*sizes] != sorted({*sizes}):
+                raise ValueError(
+                    f"Wanted {name} as integers of at least 1, ascending. Got {sizes!r}."
+                )
+        steps = self.key_step, 1 if self.chunk is None else self.chunk
+        if not (self.groups and all(is_integer(step, 1) for step in steps)):
             raise ValueError(
-                "Wanted at least one size of groups, and a key_step and a chunk of at least 1. Got "
-                f"groups={self.groups}, key_step={self.key_step}, chunk={self.chunk}."
+                "Wanted at least one size of groups, and a key_step and a chunk of at least 1, "
+                f"integers. Got groups={self.groups}, key_step={self.key_step!r}, "
+                f"chunk={self.chunk!r}."
             )
 
 
@@ -183,11 +188,12 @@ class Slots:
         check_mode(mode, served.decoder, prefill=prefill)
         held = (mode, prefill, served.logits_processor)
         check_any_rows(held, instead="Decode these rows together: utio_jax.generate.")
-        if min(slots, served.steps) < 1 or capacity < mode.block + 2:
+        sizes, least = (slots, served.steps, capacity), (1, 1, mode.block + 2)
+        if not all(map(is_integer, sizes, least)):
             raise ValueError(
                 "Wanted at least one slot and step, and a capacity for one prompt token, a new one "
-                f"and {mode.block} more. Got slots={slots}, steps={served.steps}, "
-                f"capacity={capacity}."
+                f"and {mode.block} more, all integers. Got slots={slots!r}, "
+                f"steps={served.steps!r}, capacity={capacity!r}."
             )
         self.devices = check_mesh(served.mesh)
         if slots % self.devices:
@@ -201,9 +207,9 @@ class Slots:
             )
         self.own = slots // self.devices
         most = served.decoder.config.vocab_size
-        if not 0 <= served.alternatives <= most:
+        if not (is_integer(served.alternatives) and served.alternatives <= most):
             raise ValueError(
-                f"Wanted from 0 to {most} alternatives to each token. Got {served.alternatives}."
+                f"Wanted from 0 to {most} alternatives to each token. Got {served.alternatives!r}."
             )
         self._served, self.mode = served, place(canonical(mode), served.mesh)
         self._processor = place(as_processor(served.logits_processor), served.mesh)
@@ -211,7 +217,7 @@ class Slots:
         self.row_counts = row_counts(slots, mesh=served.mesh)
         chunk = shapes.chunk
         budget = max(capacity, self.own * served.steps) if chunk is None else chunk
-        self._unit = min(_UNIT, 2 ** (budget.bit_length() - 1))
+        self._unit = min(_UNIT, 2 ** (int(budget).bit_length() - 1))
         doubled = (self._unit * 2**n for n in range(5))
         room = self.own * round_up(capacity, self._unit)
         most = room if chunk is None else min(chunk, room)
