@@ -54,8 +54,9 @@ def check_text(text: str, what: str) -> str:
 
 def _check_range(ids: np.ndarray, *, vocab_size: int, what: str) -> None:
     if ids.size and (ids.min() < 0 or ids.max() >= vocab_size):
+        known = "" if vocab_size == 2**31 else ", the model's vocabulary"  # End tokens: any int32.
         raise ValueError(
-            f"Wanted token ids from 0 to {vocab_size - 1}, the model's vocabulary. "
+            f"Wanted token ids from 0 to {vocab_size - 1}{known}. "
             f"Got {ids.min()} to {ids.max()} in {what}. Is this another model's tokenizer?"
         )
 

@@ -58,10 +58,10 @@ def check_mesh(mesh: Mesh | None) -> int:
     """
     if mesh is None:
         return 1
-    if DATA not in mesh.axis_names:
+    if DATA not in getattr(mesh, "axis_names", ()):
         raise ValueError(
-            f"Wanted a mesh with an axis {DATA!r}, over which rows are split. Got axes "
-            f"{mesh.axis_names}. For example: jax.make_mesh((jax.device_count(),), ({DATA!r},))."
+            f"Wanted a mesh with an axis {DATA!r}, over which rows are split. Got "
+            f"{mesh!r}. For example: jax.make_mesh((jax.device_count(),), ({DATA!r},))."
         )
     if mesh.is_multi_process:
         raise ValueError(

@@ -273,8 +273,9 @@ def requests_of(  # noqa: PLR0913 (options, each named)
 
     `room` is the capacity for stop rules, see `stop_rules`.
     """
-    config, count = decoder.config, len(prompts)
+    config = decoder.config
     rows = check_prompts(prompts, config=config, max_new_tokens=max_new_tokens)
+    count = len(rows)
     ends = config.eos_ids if eos_ids is None else eos_ids
     stops = stops_of_rows(ends, stop_sequences, rows=count)
     stop_rules(stops, vocab_size=config.vocab_size, room=room)
@@ -306,8 +307,8 @@ def check_prompts(
             f"Wanted max_new_tokens of at least 1, an integer. Got max_new_tokens="
             f"{max_new_tokens!r}."
         )
-    if not len(prompts):
-        raise ValueError("Wanted at least one prompt. Got none.")
+    if not np.iterable(prompts) or not len(prompts):
+        raise ValueError(f"Wanted at least one prompt, in a list. Got {prompts!r}.")
     checked = []
     for index, prompt in enumerate(prompts):
         ids = np.asarray(prompt)
