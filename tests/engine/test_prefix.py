@@ -82,42 +82,41 @@ def check_schedules(engine: Engine, model: Model, mode: Any, *, schedules: int) 
     return engine.stats()
 
 
+OTHERS: dict[str, dict[str, Any]] = {"a window": {"windows": (0, 5, 0, 5)}, **KINDS}
+"""Models whose layers see a window, or share keys and values."""
+
+
+def model_and_mode(name: str) -> tuple[Model, Any]:
+    """Returns the lively model in a mode of this name, or another whose prompts are kept."""
+    if name not in OTHERS:
+        return model64(), modes()[name][0]
+    policy = random_depths(jnp.asarray([0.6, 0.4]), key=jax.random.key(1), depths=(3, 4))
+    return model64(**OTHERS[name]), Adaptive(policy=policy) if name in KINDS else Plain()
+
+
 @pytest.mark.usefixtures("double")
 @pytest.mark.parametrize(
-    ("name", "late"), [("plain", False), *checked(("lossless", True)), *slow(("propagate", True))]
+    ("name", "late", "schedules"),
+    [
+        ("plain", False, 20),
+        *checked(("lossless", True, 20)),
+        *slow(("propagate", True, 20), ("plain", False, 5000), ("lossless", False, 5000)),
+        *slow(*((n, False, 30) for n in ("a window", "made once", "of the last of a kind"))),
+    ],
 )
-def test_requests_that_begin_alike_get_what_they_get_alone(name: str, late: bool) -> None:
+def test_requests_that_begin_alike_get_what_they_get_alone(
+    name: str, late: bool, schedules: int
+) -> None:
     """With a pool so small that blocks make room for others all the time; late: and in chunks."""
-    model, mode = model64(), modes()[name][0]
+    model, mode = model_and_mode(name)
+    assert mode.leaves_exact_kv(model.decoder) or name == "propagate"
     late_shapes = dataclasses.replace(SHAPES, prompt_tokens=(), chunk=8, key_step=CAPACITY)
     shapes = late_shapes if late else SHAPES
     engine = cached_engine(model, mode, blocks=11, read_late=late, shapes=shapes)
-    stats = check_schedules(engine, model, mode, schedules=20)
+    stats = check_schedules(engine, model, mode, schedules=schedules)
     assert stats.cached_tokens > 0
     assert stats.prefix_evictions > 0
     assert stats.prefix_blocks <= 11
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("double")
-@pytest.mark.parametrize("name", ["plain", "lossless"])
-def test_ten_thousand_schedules(name: str) -> None:
-    model, mode = model64(), modes()[name][0]
-    check_schedules(cached_engine(model, mode, blocks=11), model, mode, schedules=5000)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("double")
-@pytest.mark.parametrize("kind", ["a window", "made once", "of the last of a kind"])
-def test_so_do_they_where_layers_see_a_window_or_share_keys_and_values(kind: str) -> None:
-    policy = random_depths(jnp.asarray([0.6, 0.4]), key=jax.random.key(1), depths=(3, 4))
-    mode: Any = Adaptive(policy=policy) if kind in KINDS else Plain()
-    small = lively_model(**KINDS.get(kind, {"windows": (0, 5, 0, 5)}))
-    params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), small.params)
-    model = Model(small.decoder, params)
-    assert mode.leaves_exact_kv(model.decoder)
-    stats = check_schedules(cached_engine(model, mode, blocks=24), model, mode, schedules=30)
-    assert stats.cached_tokens > 0
 
 
 def ask(engine: Engine, prompt: list[int], *, new: int = 3, salt: str = "") -> Any:

@@ -136,9 +136,9 @@ def engine_of(model: Model, mode: Any, prefill: Prefill | None = None, **options
 
 
 @functools.cache
-def model64() -> Model:
-    """Returns the lively model in float64, where two ways to add up are the same to 1e-13."""
-    small = lively_model()
+def model64(**changes: Any) -> Model:
+    """Returns a lively model in float64, where two ways to add up are the same to 1e-13."""
+    small = lively_model(**changes)
     params = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), small.params)
     return Model(small.decoder, jax.tree.map(jnp.asarray, params))
 
