@@ -98,7 +98,8 @@ def read_list(file: Path = LIST) -> list[Mutant]:
     Raises:
       WrongListError: names every one that does not.
     """
-    mutants = [Mutant(**fields) for fields in tomllib.loads(file.read_text())["mutant"]]
+    stored = tomllib.loads(file.read_text())
+    mutants = [Mutant(file=name, **fields) for name, listed in stored.items() for fields in listed]
     wrong = []
     for mutant in mutants:
         source = ROOT / mutant.path
