@@ -24,6 +24,7 @@ from helpers.marks import slow
 from helpers.models import assert_equal
 from helpers.policies import SurePasses, TableSignal
 
+from utio_jax.core.platform import compiling_for
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.loop import advance, begin
 from utio_jax.evaluation.generation import generation_ledger
@@ -75,7 +76,19 @@ CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("case", [next(iter(CASES)), *slow(*[*CASES][1:])])
 def test_generation_is_the_masked_oracle(case: str) -> None:
-    kv, thresholds, changes = CASES[case]
+    check_by_masked_oracle(*CASES[case])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_so_it_is_where_views_are_gathered(case: str) -> None:
+    jax.clear_caches()  # Programs that are traced already keep their loops.
+    with compiling_for(static_shapes=True):
+        check_by_masked_oracle(*CASES[case])
+    jax.clear_caches()
+
+
+def check_by_masked_oracle(kv: Any, thresholds: Any, changes: dict[str, Any]) -> None:
     model, limit = lively_model(**changes), throttle(thresholds)
     policy = DepthAt(table=depth_table(DEPTHS, shape=(3, 64), seed=2), depths=DEPTHS)
     result = run(model, mode=Throttled(policy=policy, kv=kv, attention=limit))

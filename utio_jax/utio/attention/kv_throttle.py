@@ -10,7 +10,8 @@
 
 The view is two slices of a row of the cache, which keeps every token: sinks, and recent tokens. A
 loop with a traced trip count goes over the dense rows, another over the throttled ones. Each reads
-a row's slots where they are: a gather would copy them, a mask read all slots of all rows.
+a row's slots where they are: a gather would copy them, a mask read all slots of all rows. On
+accelerators one batched call gathers the views in place of the second loop.
 
     slot       0 1 2 3 4 5 6 7 8 9 . .    # a row of ten tokens, recent=4, sinks=2
     dense      # # # # # # # # # # # #    # the width of the step
@@ -31,6 +32,7 @@ from jaxtyping import Array, Bool, Float, Int
 from utio_jax.attention.cache import KVCache, Spans
 from utio_jax.attention.mixing import mix_apart, mixer_at
 from utio_jax.core.decoder import Decoder, Params, check_not_looped
+from utio_jax.core.platform import here
 from utio_jax.core.pytrees import pytree, static
 from utio_jax.core.work import Work
 from utio_jax.decoding.adaptive import Adaptive, Memory
@@ -235,18 +237,14 @@ def history_attention(
 ) -> AttendOver:
     """Returns attention for `run_layers` in which rows that are `low` read their history alone."""
     runs &= block.valid
-    kinds = (((runs & ~low)[:, 0], None), ((runs & low)[:, 0], history))
-    groups = [(*chosen_first(rows), seen) for rows, seen in kinds]
-    slots = jnp.arange(width, dtype=jnp.int32)
+    dense, few = chosen_first((runs & ~low)[:, 0]), chosen_first((runs & low)[:, 0])
+    rows, slots = (jnp.arange(size, dtype=jnp.int32) for size in (len(runs), width))
 
     def attention(cache: KVCache, sources: Sources) -> Attend:
         def attend(index: jax.Array, queries: jax.Array) -> jax.Array:
             mix, seen_from = mixer_at(decoder, index), shows_from(decoder.config, index)
 
-            def by_row(
-                number: jax.Array, attended: jax.Array, *, order: jax.Array, seen: History | None
-            ) -> jax.Array:
-                row = order[number]
+            def of_row(row: jax.Array, *, seen: History | None) -> jax.Array:
                 positions = block.positions[row]
                 if seen is None:
                     spans: Spans = ((0, width),)
@@ -258,14 +256,25 @@ def history_attention(
                     depths = [jax.lax.dynamic_slice_in_dim(shown[row], *span) for span in spans]
                     visible &= (jnp.concatenate(depths) > seen_from)[None, :]
                 keys_values = [cache.row(layer, row, spans) for layer in sources]
-                new = mix_apart(mix, queries[row], keys_values, visible).astype(attended.dtype)
-                return jax.lax.dynamic_update_index_in_dim(attended, new, row, 0)
+                return mix_apart(mix, queries[row], keys_values, visible).astype(attended.dtype)
 
-            attended = jnp.zeros(queries.shape, cache.values.dtype)
-            for order, count, seen in groups:
-                run = partial(by_row, order=order, seen=seen)
-                attended = jax.lax.fori_loop(0, count, run, attended)
-            return attended
+            def one(
+                number: jax.Array, attended: jax.Array, *, order: jax.Array, seen: History | None
+            ) -> jax.Array:
+                new = of_row(order[number], seen=seen)
+                return jax.lax.dynamic_update_index_in_dim(attended, new, order[number], 0)
+
+            def together(_: jax.Array, attended: jax.Array) -> jax.Array:
+                return jax.vmap(partial(of_row, seen=history))(rows)
+
+            attended, (order, count) = jnp.zeros(queries.shape, cache.values.dtype), few
+            if here().static_shapes:  # Loops are slow there: the few slots of all rows are copied.
+                attended = jax.lax.fori_loop(0, jnp.minimum(count, 1), together, attended)
+            else:
+                alone = partial(one, order=order, seen=history)
+                attended = jax.lax.fori_loop(0, count, alone, attended)
+            order, count = dense
+            return jax.lax.fori_loop(0, count, partial(one, order=order, seen=None), attended)
 
         return attend
 
