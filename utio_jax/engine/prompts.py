@@ -26,7 +26,7 @@ from utio_jax.core.arrays import flat
 from utio_jax.core.decoder import Decoder
 from utio_jax.core.platform import here
 from utio_jax.core.pytrees import pytree, static
-from utio_jax.core.rows import Rows, over_rows, put_rows
+from utio_jax.core.rows import Rows, map_rows, over_rows, put_rows
 from utio_jax.decoding.base import DecodeContext, emit_drawn
 from utio_jax.decoding.cached import block_at, run_segment
 from utio_jax.decoding.loop import unread
@@ -288,8 +288,10 @@ def _first_tokens(
     by_row = jnp.zeros((num_rows, logits.shape[-1]), logits.dtype)
     by_row = by_row.at[rows].set(logits, mode="drop")
 
-    def pick(old: jax.Array, new: jax.Array) -> jax.Array:
-        return jnp.where(begins.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
+    def pick(old: jax.Array, new: jax.Array, axis: int) -> jax.Array:
+        if old is new:
+            return new
+        return jnp.where(begins.reshape(*(1,) * axis, -1, *(1,) * (new.ndim - axis - 1)), new, old)
 
     reason = jnp.where(begins, RUNNING, RELEASED)
     alone = dataclasses.replace(state, cache=cache, reason=reason)
@@ -297,5 +299,5 @@ def _first_tokens(
     depth = jnp.full_like(state.lengths, num_layers)
     new = emit_drawn(context, alone, by_row, decided=depth, executed=depth)
     # All else was written for rows that begin alone: to choose there would copy it.
-    memory = jax.tree.map(pick, state.memory, new.memory)
-    return dataclasses.replace(new, memory=memory, reason=pick(state.reason, new.reason))
+    before = dataclasses.replace(new, memory=state.memory, reason=state.reason)
+    return map_rows(pick, before, new)
