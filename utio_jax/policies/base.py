@@ -59,7 +59,8 @@ class ExitFunction(Protocol):
         """True if the result for a token depends on this token alone: its id, position and states.
 
         A decode step has one token per row, and begins with the memory of `start`. Where a result
-        reads other tokens of the row, earlier or later ones, this is False.
+        reads other tokens of the row, earlier or later ones, this is False, unless it is "deeper"
+        where it does not see them (`PromptRouter`).
         """
         ...
 
@@ -93,7 +94,7 @@ class Policy(ExitFunction, Protocol):
     ) -> tuple[Bool[Array, "batch token"], Any]:
         """Returns which tokens run beyond `depths[index]`, and the memory for the next boundary.
 
-        Booleans: one for each token, for each row `[batch, 1]`, or one alone for all of them.
+        Booleans of this shape, or of one that broadcasts to it: one per row is `[batch, 1]`.
         """
         ...
 
@@ -198,14 +199,16 @@ def check_methods(part: Any, methods: Sequence[str], properties: Sequence[str]) 
 def decisions_of(
     policy: Policy, index: int, boundary: Boundary, memory: Any
 ) -> tuple[Bool[Array, "batch token"], Any]:
-    """Returns what `Policy.go_deeper` does, checked; one boolean may stand for a row, or for all.
+    """Returns what `Policy.go_deeper` does, checked; one boolean may stand for many tokens.
 
     Raises:
       ValueError: the decisions are no booleans, or have other shapes than tokens.
     """
     goes, memory = policy.go_deeper(index, boundary, memory)
     goes, shape = jnp.asarray(goes), boundary.live.shape
-    if goes.dtype != jnp.bool_ or goes.shape not in ((), shape, (shape[0], 1)):
+    sizes = zip(goes.shape[::-1], shape[::-1], strict=False)
+    fits = goes.ndim <= len(shape) and all(own in (1, size) for own, size in sizes)
+    if goes.dtype != jnp.bool_ or not fits:
         raise ValueError(
             f"Wanted booleans {list(shape)} of {type(policy).__name__}.go_deeper. Got "
             f"{goes.dtype} {list(goes.shape)}. For example: score > 0.5, or number != 0."

@@ -74,7 +74,8 @@ class UtioSurrogate(SignalBase):
             def surrogate(logits: jax.Array, x: jax.Array) -> jax.Array:
                 return surrogate_importance(logits, None, x, batch_mean=mean, weights=weights)
 
-            memory = boundary.map_logits(surrogate, boundary.x)
+            scores: jax.Array = boundary.map_logits(surrogate, boundary.x)
+            return scores, scores
         return memory, memory
 
     def flops(self, index: int, decoder: Decoder, params: Params) -> float:
