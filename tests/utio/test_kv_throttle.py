@@ -109,16 +109,23 @@ def check_by_masked_oracle(kv: Any, thresholds: Any, changes: dict[str, Any]) ->
 
 
 @pytest.mark.slow
-def test_rows_read_what_they_need(model: Any) -> None:
-    """Row 0 always reads everything, the others their history."""
+@pytest.mark.parametrize("gathers", [False, True])
+def test_rows_read_what_they_need(model: Any, gathers: bool) -> None:
+    """Row 0 always reads everything, the others their history; gathered ones are of all rows."""
+    if gathers:
+        jax.clear_caches()
     table = jnp.broadcast_to(jnp.array([9.0, 0.0, 0.0])[None, :, None], (2, 3, 64))
     limit = throttle(0.5, signal=TableSignal(table=table, price=0.0))
     mode = Throttled(policy=deep(), attention=limit)
-    result = run(model, mode=mode)
+    with compiling_for(static_shapes=gathers):
+        result = run(model, mode=mode)
+    if gathers:
+        jax.clear_caches()
     per_slot = 2 * 2 * 8 * 4
     # The first segment of the first of 39 steps has no score to go by: dense.
     steps = 39
-    slots = np.array([steps * 4 * 64, *[64 + (steps * 4 - 1) * HISTORY.size] * 2])
+    few = (steps * 4 - 1) * HISTORY.size
+    slots = np.array([steps * 4 * 64 + gathers * few, *[64 + few] * 2])
     np.testing.assert_allclose(result.work.key_slots, slots.mean(), rtol=1e-5)  # The batch's.
     np.testing.assert_array_equal(result.kv_bytes_read, slots * per_slot)
     lengths = np.array([len(prompt) + 39 for prompt in PROMPTS])

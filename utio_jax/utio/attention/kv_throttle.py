@@ -101,7 +101,7 @@ class Throttled(Adaptive):
         attention.check(decoder, policy.depths)
         if not attention.signal.causal:
             raise ValueError(
-                "Wanted a causal signal: decoding cannot look at later tokens. "
+                "Wanted a causal signal: a decode step shows it one token of a row. "
                 f"Got signal {attention.signal.name!r}."
             )
         values = np.asarray(attention.thresholds)
@@ -140,7 +140,8 @@ class ThrottledSlots(RowSlots):
 class ThrottledRows(CachedRows):
     """All rows together; attention reads slots row by row, of throttled ones their `history`.
 
-    Where a history is as long as the step's slots, it hides nothing, and all rows are dense.
+    On accelerators any throttled row has the histories of all rows read. Where a history is as long
+    as the step's slots, it hides nothing, and all rows are dense.
     """
 
     history: History
@@ -162,8 +163,10 @@ class ThrottledRows(CachedRows):
         attend = history_attention(decoder, block, self.history, runs=live, low=low, **where)
         x, kv = run_layers(decoder, params, cache.kv, tokens.x, block, attend, runs=live, **span)
         ran = span["stop"] - span["start"]
-        slots_read = jnp.where(low, float(self.history.size), float(self.width))
-        read = ran * (live * slots_read)[:, 0]
+        few = live & low
+        dense, gathers = live & ~low, here().static_shapes
+        views = jnp.broadcast_to(jnp.any(few), few.shape) if gathers else few
+        read = ran * (views * float(self.history.size) + dense * float(self.width))[:, 0]
         made = jnp.any(live).astype(jnp.int32) * len(decoder.config.kv_made(*layers))
         return x, cache.after(kv, queries=ran, keys_values=made, key_slots=read)
 
