@@ -59,8 +59,8 @@ class ExitFunction(Protocol):
         """True if the result for a token depends on this token alone: its id, position and states.
 
         A decode step has one token per row, and begins with the memory of `start`. Where a result
-        reads other tokens of the row, earlier or later ones, this is False, unless it is "deeper"
-        where it does not see them (`PromptRouter`).
+        reads other tokens of the row, earlier or later ones, this is False. `PromptRouter` is an
+        exception: where it does not see its tokens, all go deeper.
         """
         ...
 
