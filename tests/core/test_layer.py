@@ -8,6 +8,7 @@ import gc
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -17,6 +18,7 @@ import pytest
 from helpers.models import Model
 
 from utio_jax.core import layer as layers_module
+from utio_jax.core.decoder import reads_blocks
 from utio_jax.core.layer import (
     head_in_blocks,
     head_product,
@@ -213,6 +215,20 @@ def test_kernels_lie_in_blocks_of_columns_for_steps_of_few_tokens(
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     fresh = jax.tree.map(jnp.copy, tiny.params)
     assert axes(tiny.decoder, 8, fresh) == [2] * 4
+
+
+@pytest.mark.usefixtures("unchecked_shapes")
+def test_decoders_that_forward_methods_or_hold_them_say_what_these_read(tiny: Model) -> None:
+    names = "queries", "keys_values", "finish_layer", "embed", "unembed", "blocked_kernels"
+    own = type("Own", (Transformer,), {"queries": lambda *args: args})(tiny.decoder.config)
+    for inner in (tiny.decoder, own):
+        forwards: dict[str, Any] = {"__getattr__": lambda _, name, to=inner: getattr(to, name)}
+        held: Any = SimpleNamespace(**{name: getattr(inner, name) for name in names})
+        states: Any = type("States", (), {**forwards, "blocked_kernels": True})()
+        silent: Any = type("Silent", (), forwards)()
+        nests: Any = type("Nests", (), {**forwards, "unembed": lambda *args: args})()
+        read = [reads_blocks(decoder) for decoder in (held, states, silent, nests)]
+        assert read == [True, True, inner is tiny.decoder, False]
 
 
 @pytest.mark.parametrize("lead", [(), (1,), (2, 3)])
