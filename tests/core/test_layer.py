@@ -112,7 +112,9 @@ def test_layers_computed_from_other_parameters_are_those_of_these_parameters(
     class Merged(Transformer):
         def layers(self, params: Any) -> Any:
             stack = dict(super().layers(params))
-            kernel = stack["q_proj"]["kernel"] + params["a"] @ params["b"]
+            kernel = stack["q_proj"]["kernel"] + params.get("scale", 1) * (
+                params["a"] @ params["b"]
+            )
             return {**stack, "q_proj": {**stack["q_proj"], "kernel": kernel}}
 
     monkeypatch.setattr(layers_module, "_SMALL", 0)
@@ -128,6 +130,15 @@ def test_layers_computed_from_other_parameters_are_those_of_these_parameters(
         np.testing.assert_array_equal(split[1]["q_proj"]["kernel"], base[1] + number)
         assert split_layers(decoder, params) is split
         assert len(layers_module._split) == known + 1
+        # Numbers count by value, and each set of arrays has one copy.
+        for scale in (2.0, np.float32(2), 3):
+            scaled = split_layers(decoder, {**params, "scale": scale})
+            assert scaled is not None
+            expected = base[1] + scale * number
+            np.testing.assert_array_equal(scaled[1]["q_proj"]["kernel"], expected)
+            assert split_layers(decoder, {**params, "scale": scale + 0}) is scaled
+            assert len(layers_module._split) == known + 1
+            del scaled
         mutable = np.array(params.pop("a"))
         assert split_layers(decoder, {**params, "a": mutable}) is None, "changes in place"
         del split

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import numbers
 import threading
 import weakref
 from collections.abc import Callable
@@ -45,6 +46,9 @@ _OFTEN = 32
 
 _COLUMNS = 64
 """Columns of a block of weights. On CPU 32 are as fast; 48, 96 and 128 are slower."""
+
+_NUMBERS = (numbers.Number, np.generic)
+"""Parameters that are no arrays: two are the same if their values are."""
 
 _split: dict[tuple[Any, ...], Any] = {}
 _splitting = threading.Lock()
@@ -221,9 +225,10 @@ def split_layers(
     read it: more than half of a decoding step at batch 1. These are a second copy, kept as long as
     the stack is; on CPU, matrices of int8 or bfloat16 are views of the stack (`layer_views`). Where
     `Decoder.layers` computes a leaf, it is a copy of these parameters alone, kept as long as all of
-    them are. None if the stack is read in place (TPU), is spread over devices, or is small: below
-    64 KiB a layer, or 2 MiB for steps of more `tokens` on a CPU. Also None if the copy would take
-    more than half of the device's free memory.
+    their arrays are. Other values of numbers among them replace it. None if the stack is read in
+    place (TPU), is spread over devices, or is small: below 64 KiB a layer, or 2 MiB for steps of
+    more `tokens` on a CPU. Also None if the copy would take more than half of the device's free
+    memory.
 
     Products of a few rows on a CPU copy a matrix into blocks of columns at every call. So for steps
     of few `tokens` (`Platform.blocked_rows`) matrices named `kernel` are laid out in blocks here.
@@ -238,29 +243,34 @@ def split_layers(
     is_stored = len(kept) == len(leaves)
     if is_stored:
         sources = kept
+    fixed = {at: repr(leaf) for at, leaf in enumerate(sources) if isinstance(leaf, _NUMBERS)}
+    arrays = [leaf for at, leaf in enumerate(sources) if at not in fixed]
     many = tokens is not None and tokens > here().blocked_rows > 0
     least = _OFTEN * _SMALL if many and not any(map(_has_views, leaves)) else _SMALL
     if (
         here().stack_in_place
         or not kept
         or len(leaves) != len(jax.tree.leaves(stack))
-        or not all(isinstance(leaf, jax.Array) for leaf in sources)  # Others change in place.
+        or not all(isinstance(leaf, jax.Array) for leaf in arrays)  # Others change in place.
         or any(len(leaf.devices()) > 1 for leaf in leaves)
         or sum(leaf.nbytes for leaf in leaves) < count * least
     ):
         return None
     # Leaves that are no parameters may be computed from any of them, as merged adapters are.
     blocks = _in_blocks(decoder, tokens)
-    key = (blocks, count, jax.tree.structure(stack), *map(id, sources))
+    key = (blocks, count, jax.tree.structure(stack), *map(id, arrays))
     key += () if is_stored else (decoder,)
     with _splitting:  # Threads would each make a copy.
         if key not in _split:
+            for leaf in arrays:  # Of any leaf that is gone, another array may get the identity.
+                weakref.finalize(leaf, _split.pop, key, None)
+            _split[key] = None, None
+        if _split[key][0] != fixed:
+            _split[key] = None, None  # The copy for other numbers goes first.
             if sum(leaf.nbytes for leaf in leaves) > _memory_left(leaves[0]) / 2:
                 return None
-            _split[key] = _layers(stack, count, blocks=blocks)
-            for leaf in sources:  # Of any leaf that is gone, another array may get the identity.
-                weakref.finalize(leaf, _split.pop, key, None)
-        return _split[key]
+            _split[key] = fixed, _layers(stack, count, blocks=blocks)
+        return _split[key][1]
 
 
 def _layers(stack: LayerParams, count: int, *, blocks: bool) -> tuple[LayerParams, ...]:
