@@ -728,10 +728,17 @@ def test_what_can_never_run_is_refused_at_once() -> None:
     refused("at most 16 eos_ids.*Got 17 eos_ids and 0 sequences", eos_ids=range(17))
     refused("a tokenizer for stop_strings=.'x'.", stop_strings="x")
     refused("stop_sequences as a list of lists.*Got .29, 5.", stop_sequences=[29, 5])
+    refused("at least one token. Got an empty one", stop_sequences=[[]])
+    refused("stop sequence 0 as a list of integer.*shape .1, 1.", stop_sequences=[[[3]]])
+    refused("stop_sequences as a list of lists", stop_sequences="x")
+    refused("stop_sequences as a list of lists", stop_sequences=5)
+    refused("Got a prompt of 2 tokens", stop_sequences=([n] for n in (3, 5)),
+            deadline=jax.numpy.float32(9), max_new_tokens=60)  # fmt: skip
     refused("eos_ids as a list of token ids.*Got 1.", eos_ids=1)
     refused("one seed.*Got shape .1, 1.", seed=[1])
     refused("a cache_salt that is a string. Got None", cache_salt=None)
-    refused("more than 0 seconds. Got '1'", deadline="1")
+    for deadline in ("1", True, [1.0], jax.numpy.float32(-1)):
+        refused("more than 0 seconds. Got ", deadline=deadline)
     refused("Got top_k=-3", sampling=SamplingParams(top_k=jax.numpy.int32(-3)))
     assert engine.idle
     assert not engine.cancel(0)

@@ -92,20 +92,20 @@ def stops_of_rows(eos_ids: Any, sequences: Any, *, rows: int) -> list[Stops]:
     for what, given in (("eos_ids", eos_ids), ("stop_sequences", sequences)):
         items = given if np.iterable(given) and not isinstance(given, str) else [""]
         nested = what == "stop_sequences"
-        if not all(_is_list(item) if nested else not isinstance(item, str) for item in items):
+        if not all(is_list(item) if nested else not isinstance(item, str) for item in items):
             raise ValueError(
                 f"Wanted {what} as a list of {'lists of ' * nested}token ids, or such lists for "
                 f"each row. Got {given!r:.60}. Strings that end a text are stop= of a model, "
                 "stop_strings= elsewhere."
             )
-    each_ends = any(map(_is_list, eos_ids))
-    each_stops = any(_is_list(item) for sequence in sequences for item in sequence)
+    each_ends = any(map(is_list, eos_ids))
+    each_stops = any(is_list(item) for sequence in sequences for item in sequence)
     # Empty lists, one per row: as sequences they would end nothing.
-    each_stops |= len(sequences) == rows and all(_is_list(s) and not len(s) for s in sequences)
+    each_stops |= len(sequences) == rows and all(is_list(s) and not len(s) for s in sequences)
     ends: Any = eos_ids if each_ends else [eos_ids] * rows
     stops: Any = sequences if each_stops else [sequences] * rows
     for what, given in (("eos_ids", ends), ("stop_sequences", stops)):
-        if len(given) != rows or not all(map(_is_list, given)):
+        if len(given) != rows or not all(map(is_list, given)):
             raise ValueError(
                 f"Wanted {what} for all prompts, or a list of them for each of the {rows}. Got "
                 f"{given!r:.80}."
@@ -113,7 +113,8 @@ def stops_of_rows(eos_ids: Any, sequences: Any, *, rows: int) -> list[Stops]:
     return [([*ids], [*sequences]) for ids, sequences in zip(ends, stops, strict=True)]
 
 
-def _is_list(value: Any) -> bool:
+def is_list(value: Any) -> bool:
+    """Returns True for a list, tuple, set or range, and for an array of one axis or more."""
     return isinstance(value, (list, tuple, set, frozenset, range)) or np.ndim(value) > 0
 
 

@@ -30,7 +30,7 @@ from utio_jax.decoding.base import LogitsProcessor, Mode, Plain
 from utio_jax.decoding.prefill import Prefill
 from utio_jax.decoding.requests import Completion, Event, Request, requests_of
 from utio_jax.decoding.sampling import SamplingParams
-from utio_jax.decoding.state import STOPS_ROOM, Columns
+from utio_jax.decoding.state import STOPS_ROOM, Columns, is_list
 from utio_jax.decoding.text import Tokenizer, TokenModel, optional_tokenizer, streamed
 from utio_jax.engine.blocks import read_report
 from utio_jax.engine.depths import RequestPolicy, thresholds_of
@@ -164,7 +164,8 @@ class Engine:
           stop_sequences: token sequences that end the request.
           stop_strings: strings that end the text. They are searched between blocks, and all tokens
             after one are dropped.
-          deadline: seconds from submission, after which the request ends with its tokens so far.
+          deadline: seconds from submission, a number or a scalar array, after which the request
+            ends with its tokens so far.
           policy: depth policy, if the engine's mode is `Adaptive`. It has the mode's signal, and
             depths among those of the mode. `"full"`: all layers; None: the mode's policy.
           whole_prompt: True to read the prompt exactly, in an engine with a `prefill`.
@@ -177,10 +178,13 @@ class Engine:
             policy that the mode cannot serve; see also `utio_jax.generate`.
         """
         served, now = self.served, self._clock()
-        if deadline is not None and not (is_positive(deadline) or deadline == math.inf):
+        seconds = math.inf if deadline is None else np.asarray(deadline).tolist()
+        if not (is_positive(seconds) or seconds == math.inf):
             raise ValueError(f"Wanted a deadline of more than 0 seconds. Got {deadline!r}.")
         if not isinstance(cache_salt, str):
             raise ValueError(f"Wanted a cache_salt that is a string. Got {cache_salt!r:.80}.")
+        # Lists in it are sequences, be they empty. `generate` takes such lists for those of rows.
+        sequences = [*stop_sequences] if np.iterable(stop_sequences) else [stop_sequences]
         (asked,) = requests_of(
             served.decoder,
             [prompt_ids],
@@ -188,7 +192,7 @@ class Engine:
             sampling=[sampling],
             seeds=[0 if seed is None else seed],
             eos_ids=eos_ids,
-            stop_sequences=stop_sequences,
+            stop_sequences=[sequences] if all(map(is_list, sequences)) else sequences,
             stop_strings=stop_strings,
             tokenizer=self._tokenizer,
             room=STOPS_ROOM,
@@ -214,7 +218,7 @@ class Engine:
             salt=cache_salt,
             parts=[Columns.empty(0, alternatives=served.alternatives)],
             submitted=now,
-            expires=math.inf if deadline is None else now + deadline,
+            expires=now + seconds,
         )
         self._rows.note_blocks(request)
         self._known[request.number] = request
