@@ -430,18 +430,22 @@ def test_a_converted_model_reads_marks_of_turns_as_the_stock_one(tmp_path: Path)
     np.testing.assert_array_equal(ours, theirs)
 
 
-def test_the_end_that_a_folder_names_is_no_part_of_a_text(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("special", [False, True])
+def test_the_end_that_a_folder_names_is_no_part_of_a_text(
+    special: bool, folder: Path, tmp_path: Path
+) -> None:
     out = Path(shutil.copytree(folder, tmp_path / "visible"))
     stored = json.loads((out / "tokenizer.json").read_text())
     for piece in stored["added_tokens"]:
-        piece["special"] = False
+        piece |= {"special": special, "rstrip": True}
     (out / "tokenizer.json").write_text(json.dumps(stored))
     tokenizer = load(out).tokenizer
     ids = tokenizer.encode("Hello<|im_end|>").ids
     assert ids[-1] == tokenizer.token_to_id("<|im_end|>")
     assert tokenizer.decode(ids) == "Hello"
+    assert tokenizer.encode("Hello<|im_end|> \n").ids == ids, "it takes spaces with it, as stored"
     (out / "tokenizer_config.json").write_text("{")  # Texts without a chat need none of it.
-    assert load(out).tokenizer.decode(ids) == "Hello<|im_end|>"
+    assert load(out).tokenizer.decode(ids) == "Hello" + "<|im_end|>" * (not special)
 
 
 def test_a_longer_conversation_frees_its_engine_first(

@@ -261,7 +261,7 @@ class Model:
         For a stock model, text that spells a special piece becomes that piece. What a folder's
         `tokenizer.json` puts around a text decides: next to it transformers 5 does not read
         `add_bos_token` of `tokenizer_config.json`, either. The `eos_token` that a stock folder
-        names is a special piece.
+        names is a special piece; how it is found in texts stays as stored.
         """
         if self.folder.is_file():
             return tokenizer_of(self.folder)
@@ -272,9 +272,15 @@ class Model:
         stock = is_huggingface(config) or (self.folder / "tokenizer_config.json").is_file()
         tokenizer = load_tokenizer(file, special_in_text=stock)
         end = self._named_end if stock else None
-        if end is not None and tokenizer.token_to_id(end) is not None:
-            # It ends chats, so no text shows it, as in transformers.
-            tokenizer.add_special_tokens([AddedToken(end, special=True, normalized=False)])
+        number = None if end is None else tokenizer.token_to_id(end)
+        if end is not None and number is not None:
+            # It ends chats, so no text shows it, as in transformers. Stored flags stay: spaces that
+            # a piece takes with it are no tokens.
+            stored = tokenizer.get_added_tokens_decoder().get(number)
+            piece = stored or AddedToken(end, special=False, normalized=False)
+            if not piece.special:
+                piece.special = True
+                tokenizer.add_special_tokens([piece])
         return tokenizer
 
     @property
