@@ -394,14 +394,19 @@ def test_a_decoder_of_your_own_needs_no_files_for_ids_and_a_tokenizer_for_texts(
     assert again.plain_controls(0.75) is None
     again.params = jax.tree.map(lambda leaf: leaf + 1, own.params)
     assert again.sha256 != own.sha256
-    with pytest.raises(ValueError, match="belongs to "):
-        _ = again.calibration
+    own.params = again.params
+    for model in (again, own):
+        with pytest.raises(ValueError, match="belongs to "):
+            _ = model.calibration
 
 
-def test_a_calibration_in_memory_stays_with_another_context(folder: Path) -> None:
+def test_a_calibration_in_memory_stays_with_its_weights(folder: Path) -> None:
     model = load(folder)
     model.calibrate([source("bisect")], budget=0.75)
-    assert model.with_context(32).calibration is model.calibration
+    fitted = model.calibration
+    assert model.with_context(32).calibration is fitted
+    model.params = jax.device_put(model.params)
+    assert model.with_context(32).calibration is model.calibration is fitted
 
 
 @pytest.mark.slow

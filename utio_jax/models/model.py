@@ -127,7 +127,8 @@ class Model:
       decoder: the model, or any `Decoder` of your own; `Lensed` if its exits are read through a
         lens, `KVMapped` if it has KV maps.
       params: its parameters. Those that are assigned have a hash and a calibration of their own,
-        unless `folder` has weight files: `sha256` is that of the files.
+        unless `folder` has weight files: `sha256` is that of the files. A calibration in memory
+        stays where the hash is the one that it was fitted to.
       folder: folder with config, weights and tokenizer, or a GGUF file. Of a decoder of your own
         any folder: `tokenizer.json` there is for texts, and `policies.json` its calibration.
       weights: `"int8"` or `"bfloat16"` if matrices of products are held as that (see `load`).
@@ -149,9 +150,13 @@ class Model:
     prompt_choices: tuple[PromptChoice, ...] = ()
     # Engine of `chat`, and what it was made for.
     _chat: tuple[tuple[Any, ...], ChatEngine] | None = dataclasses.field(default=None, init=False)
+    # A calibration that was assigned: no file may hold it.
+    _assigned: Calibration | None = dataclasses.field(default=None, init=False)
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
+        if name == "calibration":
+            self._assigned = value
         if name in ("decoder", "params"):  # What is cached is of the old ones.
             for cached in ("sha256", "calibration", "plain_controls"):
                 self.__dict__.pop(cached, None)
@@ -198,6 +203,7 @@ class Model:
     def _kept(self, **changes: Any) -> Model:
         """Returns the model with changes under which its calibration stays what it is."""
         model = dataclasses.replace(self, **changes)
+        model._assigned = self._assigned
         if "calibration" in vars(self):  # Perhaps in no file.
             model.calibration = self.calibration
         return model
@@ -302,6 +308,8 @@ class Model:
 
         Another is also the same one through a lens, or without.
         """
+        if self._assigned is not None and self._assigned.info.get("model_sha256") == self.sha256:
+            return self._assigned
         file = self.policies or self.folder
         try:
             return load_calibration(file, model_sha256=self.sha256)
