@@ -30,9 +30,12 @@ from helpers.serving import (
     served_model,
 )
 
+from utio_jax.core.pytrees import pytree
+from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.models import load
 from utio_jax.models.chat import encode_chat, turn_ends
 from utio_jax.policies import uniform
+from utio_jax.policies.signals import Position
 from utio_jax.serving import Address, Limits, ServedModel, Server
 from utio_jax.serving.app import Application, _page_policy
 from utio_jax.serving.engine import PromptScorer
@@ -361,10 +364,21 @@ def test_a_key_of_no_characters_is_refused(folder: Path) -> None:
         Application(served_model(folder), key="")
 
 
+@pytree
+class Scaled(Position):
+    """A signal that holds a Python number, which an engine's mode holds as an array."""
+
+    scale: Any = 0.1
+
+
 def test_budgets_that_the_mode_cannot_run_are_refused_at_the_start(folder: Path) -> None:
     budgets: Any = {0.3: uniform(2, exits=(2, 4))}
     with pytest.raises(ValueError, match=r"Budget 0\.3: Wanted \"full\" or None, or a policy of"):
         Application(served_model(folder, budgets=budgets), slots=1, shapes=SHAPES)
+    policy = dataclasses.replace(budgets[0.3], signal=Scaled())
+    mode: Any = Adaptive(policy=policy)
+    served = served_model(folder, mode=mode, budgets={0.5: policy})
+    assert Application(served, slots=1, shapes=SHAPES).model is served
 
 
 def test_a_chat_template_may_be_text(folder: Path) -> None:

@@ -119,7 +119,7 @@ class Application:
         )
         for budget, policy in model.budgets.items():
             try:
-                thresholds_of(policy, model.mode, engine.served.decoder)
+                thresholds_of(policy, engine.mode, engine.served.decoder)
             except ValueError as error:
                 raise ValueError(
                     f"Wanted budgets that the served mode can run. Budget {budget:g}: {error}"
