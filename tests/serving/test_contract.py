@@ -394,6 +394,9 @@ def test_a_chat_template_may_be_text(folder: Path) -> None:
     assert asyncio.run(own.conversation(messages)).tolist() == expected
     assert own.model.special_tokens == {"eos_token": "<|endoftext|>"}
     assert turn_ends(own.model.text) == model.decoder.config.eos_ids
+    shaped = {"template": TEMPLATE, "special_tokens": {}, "render": lambda *_, **__: "Hello"}
+    spoken = asyncio.run(reader(SimpleNamespace(**shaped)).conversation(messages))
+    assert model.tokenizer.decode(spoken.tolist()) == "Hello"
     with pytest.raises(TypeError, match="Wanted a chat_template of text.*Got list"):
         reader([TEMPLATE])
 

@@ -14,7 +14,7 @@ from collections.abc import Generator, Iterable, Mapping
 from contextlib import suppress
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jinja2
 import jinja2.ext
@@ -38,6 +38,26 @@ _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 MOST_CHARACTERS = 10**8
 """Limit of a rendered text."""
+
+
+@runtime_checkable
+class RendersChats(Protocol):
+    """Template of chats, as `ChatTemplate` or an object of your own.
+
+    Attributes:
+      template: its text.
+      special_tokens: texts by names as `eos_token`.
+    """
+
+    @property
+    def template(self) -> str: ...
+
+    @property
+    def special_tokens(self) -> Mapping[str, str]: ...
+
+    def render(self, messages: Messages, /, **variables: Any) -> str:
+        """Returns the text of messages."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -200,14 +220,14 @@ def find_special_tokens(path: Path, keys: Mapping[str, Any] | None = None) -> di
     return special
 
 
-def chat_template_of(model: Any) -> ChatTemplate:
+def chat_template_of(model: Any) -> RendersChats:
     """Returns the chat template of a `Model`, or of an object whose `chat_template` may be text.
 
     Next to a text, the texts of special tokens are the object's own `special_tokens`, if any.
 
     Raises:
       ValueError: it has none, see also `find_template`.
-      TypeError: a template that is neither text nor a `ChatTemplate`.
+      TypeError: a template that is neither text nor `RendersChats`.
     """
     template = getattr(model, "chat_template", None)
     if not template:
@@ -218,9 +238,10 @@ def chat_template_of(model: Any) -> ChatTemplate:
     if isinstance(template, str):
         special_tokens = getattr(model, "special_tokens", {})
         return ChatTemplate(template=template, special_tokens=special_tokens)
-    if not isinstance(template, ChatTemplate):
+    if not isinstance(template, RendersChats):
         raise TypeError(
-            "Wanted a chat_template of text, which is a Jinja program, or a ChatTemplate of "
+            "Wanted a chat_template of text, which is a Jinja program, or an object with template, "
+            "special_tokens and render(messages, **variables), as a ChatTemplate of "
             f"utio_jax.models. Got {type(template).__name__}. Give the text of one template."
         )
     return template

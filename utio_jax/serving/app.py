@@ -96,7 +96,7 @@ class Application:
         Raises:
           ValueError: the key is empty, the mode cannot serve a policy of `model.budgets`, or see
             `Engine`.
-          TypeError: the model's chat template is neither text nor a `ChatTemplate`.
+          TypeError: the model's chat template is neither text nor like a `ChatTemplate`.
         """
         if key == "":
             raise ValueError(

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from utio_jax.decoding.base import LogitsProcessor, Mode, Plain
 from utio_jax.decoding.prefill import Prefill
 from utio_jax.decoding.text import TextModel
-from utio_jax.models.chat import ChatTemplate, chat_template_of
+from utio_jax.models.chat import RendersChats, chat_template_of
 from utio_jax.policies.depth import Thresholded
 
 
@@ -82,7 +82,7 @@ class ServedModel:
         return self.text.decoder.config.num_layers
 
     @property
-    def chat(self) -> ChatTemplate | None:
+    def chat(self) -> RendersChats | None:
         """Chat template of the model; None where it has none."""
         return None if isinstance(self._chat, str) else self._chat
 
@@ -92,7 +92,7 @@ class ServedModel:
         return self._chat if isinstance(self._chat, str) else ""
 
     @functools.cached_property
-    def _chat(self) -> ChatTemplate | str:
+    def _chat(self) -> RendersChats | str:
         try:
             return chat_template_of(self.text)
         except ValueError as error:
