@@ -435,6 +435,13 @@ def test_a_model_without_exits_is_read_through_a_lens(
     assert again.with_lens(tmp_path).sha256 == stock.sha256
     text = stock.generate(PROMPTS[0], mode=Adaptive(policy=uniform(2)), **OPTIONS)
     assert set(text.decided[0][1:].tolist()) == {2}
+    # A lens that is there is used where it was fitted so.
+    bare, messages = load(folder, lens=False), list[str]()
+    bare.decoder = with_config(bare.decoder, exits=(2, 3, 4))
+    options: Any = {"policies": ("position",), "fit_lens": True, "progress": messages.append}
+    bare.calibrate(files, budget=0.9, out=tmp_path / "other.json", **options)
+    assert f"lens: the one in {tmp_path / 'lens.json'}, which was fitted so" in messages
+    assert bare.sha256 == stock.sha256
 
 
 @pytest.mark.slow
