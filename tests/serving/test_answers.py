@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from helpers.cases import log_probabilities
@@ -288,7 +289,9 @@ def test_a_stream_joined_is_the_whole_answer(server: Running, seed: int) -> None
         for field in ("logprobs", "utio"):
             for name, expected in choice[field].items():
                 parts_of = [part[field][name] for part in choice_parts]
-                assert [*chain.from_iterable(parts_of)] == expected, name
+                # Other rows may share the steps of one of the two: sums round otherwise.
+                near = jax.tree.map(pytest.approx, expected)
+                assert [*chain.from_iterable(parts_of)] == near, name
     usage = events[-2]
     assert usage["choices"] == []
     assert {str(event["usage"]) for event in events[:-2]} == {"None"}
