@@ -402,21 +402,12 @@ def reads_blocks(decoder: Decoder) -> bool:
     """Returns True if a decoder says `blocked_kernels`, and its methods read such kernels.
 
     They do if they are those of the class that says it: one of a subclass may read the plain ones.
-    Methods that neither class has are forwarded, or held by the object. Where `__getattr__`
-    forwards `blocked_kernels`, too, all methods must be those of objects that read blocks.
+    Where no class says it, but the object itself or what it forwards to, that counts.
     """
-    if not getattr(decoder, "blocked_kernels", False):
-        return False
-    kind, held = type(decoder), getattr(decoder, "__dict__", {})
-    owner = next((base for base in kind.__mro__ if "blocked_kernels" in vars(base)), None)
-    if owner is not None:
-        return all(
-            getattr(kind, name, None) is getattr(owner, name, None) for name in _READ_KERNELS
-        )
-    methods = [getattr(decoder, name, None) for name in _READ_KERNELS]
-    holders = [getattr(method, "__self__", decoder) for method in methods]
-    return "blocked_kernels" in held or all(
-        holder is not decoder and reads_blocks(holder) for holder in holders
+    kind = type(decoder)
+    owner = next((base for base in kind.__mro__ if "blocked_kernels" in vars(base)), kind)
+    return getattr(decoder, "blocked_kernels", False) and all(
+        getattr(kind, name, None) is getattr(owner, name, None) for name in _READ_KERNELS
     )
 
 
