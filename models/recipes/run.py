@@ -19,13 +19,13 @@ from utio_jax.core.decoder import Params
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
-    """Options of every script that trains; a script documents those that mean something else.
+    """Options of every training script; a script documents those that mean something else.
 
     Attributes:
       out: folder for checkpoints, log, and the finished model in `out/model`.
       steps: optimizer steps.
       rate: peak learning rate of Muon, and of Adam for embedding and norms.
-      seed: of the order of the text.
+      seed: random seed for the order of the text.
       resume: continue from the latest checkpoint.
     """
 
@@ -57,6 +57,6 @@ class Run:
 
 
 def main(script: Any) -> None:
-    """Runs a script, a class of options, as the command line asks; prints its result as JSON."""
+    """Runs a script on the options of the command line; prints its result as JSON."""
     avoid_wrong_products()
     print(json.dumps(tyro.cli(script).run()))

@@ -267,7 +267,7 @@ class Model:
         For a stock model, text that spells a special piece becomes that piece. What a folder's
         `tokenizer.json` puts around a text decides: next to it transformers 5 does not read
         `add_bos_token` of `tokenizer_config.json`, either. The `eos_token` that a stock folder
-        names is a special piece; how it is found in texts stays as stored.
+        names is a special piece; the flags by which texts match it stay as stored.
         """
         if self.folder.is_file():
             return tokenizer_of(self.folder)
