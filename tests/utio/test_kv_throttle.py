@@ -20,11 +20,10 @@ from helpers.generation import (
     run,
     true_logits,
 )
-from helpers.marks import checked, slow
+from helpers.marks import slow
 from helpers.models import assert_equal
 from helpers.policies import SurePasses, TableSignal
 
-from utio_jax.core.platform import compiling_for
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.loop import advance, begin
 from utio_jax.evaluation.generation import generation_ledger
@@ -34,7 +33,6 @@ from utio_jax.policies.signals import Chance, MaxProbability, Position
 from utio_jax.utio import History, SparseQueries, Throttled, VerticalSlash
 
 DEPTHS = (1, 2, 4)
-GATHERED = {"norm_eps": 2e-6}  # Another decoder: programs that are traced keep their loops.
 HISTORY = History(recent=9, sinks=2)
 NEVER, ALWAYS = jnp.full(3, -jnp.inf), jnp.full(3, jnp.inf)
 
@@ -77,19 +75,7 @@ CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("case", [next(iter(CASES)), *slow(*[*CASES][1:])])
 def test_generation_is_the_masked_oracle(case: str) -> None:
-    check_by_masked_oracle(*CASES[case])
-
-
-@pytest.mark.parametrize(
-    "case", [*checked("drop, windows"), *slow(*(name for name in CASES if name != "drop, windows"))]
-)
-def test_so_it_is_where_views_are_gathered(case: str) -> None:
     kv, thresholds, changes = CASES[case]
-    with compiling_for(static_shapes=True):
-        check_by_masked_oracle(kv, thresholds, changes | GATHERED)
-
-
-def check_by_masked_oracle(kv: Any, thresholds: Any, changes: dict[str, Any]) -> None:
     model, limit = lively_model(**changes), throttle(thresholds)
     policy = DepthAt(table=depth_table(DEPTHS, shape=(3, 64), seed=2), depths=DEPTHS)
     result = run(model, mode=Throttled(policy=policy, kv=kv, attention=limit))
@@ -109,20 +95,18 @@ def check_by_masked_oracle(kv: Any, thresholds: Any, changes: dict[str, Any]) ->
 # --- What it costs, and how it composes.
 
 
-@pytest.mark.parametrize("gathers", [*slow(False), *checked(True)])
-def test_rows_read_what_they_need(gathers: bool) -> None:
-    """Row 0 always reads everything, the others their history; gathered ones are of all rows."""
-    model = lively_model(**GATHERED if gathers else {})
+@pytest.mark.check
+def test_rows_read_what_they_need(model: Any) -> None:
+    """Row 0 always reads everything, the others their history; histories are read of all rows."""
     table = jnp.broadcast_to(jnp.array([9.0, 0.0, 0.0])[None, :, None], (2, 3, 64))
     limit = throttle(0.5, signal=TableSignal(table=table, price=0.0))
     mode = Throttled(policy=deep(), attention=limit)
-    with compiling_for(static_shapes=gathers):
-        result = run(model, mode=mode)
+    result = run(model, mode=mode)
     per_slot = 2 * 2 * 8 * 4
     # The first segment of the first of 39 steps has no score to go by: dense.
     steps = 39
-    few = (steps * 4 - 1) * HISTORY.size
-    slots = np.array([steps * 4 * 64 + gathers * few, *[64 + few] * 2])
+    views = (steps * 4 - 1) * HISTORY.size
+    slots = views + np.array([steps * 4 * 64, 64, 64])
     np.testing.assert_allclose(result.work.key_slots, slots.mean(), rtol=1e-5)  # The batch's.
     np.testing.assert_array_equal(result.kv_bytes_read, slots * per_slot)
     lengths = np.array([len(prompt) + 39 for prompt in PROMPTS])

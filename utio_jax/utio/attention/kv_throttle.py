@@ -8,10 +8,10 @@
     decided    at d1, by the    at d1             at d2
     by         token before
 
-The view is two slices of a row of the cache, which keeps every token: sinks, and recent tokens. A
-loop with a traced trip count goes over the dense rows, another over the throttled ones. Each reads
-a row's slots where they are: a gather would copy them, a mask read all slots of all rows. On
-accelerators one batched call gathers the views in place of the second loop.
+The view is two slices of a row of the cache, which keeps every token: sinks, and recent tokens. One
+batched call gathers and reads those of all rows; then a loop with a traced trip count goes over the
+dense rows alone, and reads each one's slots where they are: a gather would copy them, a mask read
+those of all rows.
 
     slot       0 1 2 3 4 5 6 7 8 9 . .    # a row of ten tokens, recent=4, sinks=2
     dense      # # # # # # # # # # # #    # the width of the step
@@ -32,7 +32,6 @@ from jaxtyping import Array, Bool, Float, Int
 from utio_jax.attention.cache import KVCache, Spans
 from utio_jax.attention.mixing import mix_apart, mixer_at
 from utio_jax.core.decoder import Decoder, Params, check_not_looped
-from utio_jax.core.platform import here
 from utio_jax.core.pytrees import pytree, static
 from utio_jax.core.work import Work
 from utio_jax.decoding.adaptive import Adaptive, Memory
@@ -138,10 +137,11 @@ class ThrottledSlots(RowSlots):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ThrottledRows(CachedRows):
-    """All rows together; attention reads slots row by row, of throttled ones their `history`.
+    """All rows together; the throttled ones read their `history` alone.
 
-    On accelerators any throttled row has the histories of all rows read. Where a history is as long
-    as the step's slots, it hides nothing, and all rows are dense.
+    Where any row is throttled, one call reads the histories of all rows; dense rows read all their
+    slots besides. Where a history is as long as the step's slots, it hides nothing, and all rows
+    are dense.
     """
 
     history: History
@@ -163,10 +163,8 @@ class ThrottledRows(CachedRows):
         attend = history_attention(decoder, block, self.history, runs=live, low=low, **where)
         x, kv = run_layers(decoder, params, cache.kv, tokens.x, block, attend, runs=live, **span)
         ran = span["stop"] - span["start"]
-        few = live & low
-        dense, gathers = live & ~low, here().static_shapes
-        views = jnp.broadcast_to(jnp.any(few), few.shape) if gathers else few
-        read = ran * (views * float(self.history.size) + dense * float(self.width))[:, 0]
+        views = jnp.any(live & low) * float(self.history.size)
+        read = ran * (views + (live & ~low)[:, 0] * float(self.width))
         made = jnp.any(live).astype(jnp.int32) * len(decoder.config.kv_made(*layers))
         return x, cache.after(kv, queries=ran, keys_values=made, key_slots=read)
 
@@ -240,14 +238,15 @@ def history_attention(
 ) -> AttendOver:
     """Returns attention for `run_layers` in which rows that are `low` read their history alone."""
     runs &= block.valid
-    dense, few = chosen_first((runs & ~low)[:, 0]), chosen_first((runs & low)[:, 0])
+    order, count = chosen_first((runs & ~low)[:, 0])
+    some = jnp.any(runs & low).astype(jnp.int32)
     rows, slots = (jnp.arange(size, dtype=jnp.int32) for size in (len(runs), width))
 
     def attention(cache: KVCache, sources: Sources) -> Attend:
         def attend(index: jax.Array, queries: jax.Array) -> jax.Array:
             mix, seen_from = mixer_at(decoder, index), shows_from(decoder.config, index)
 
-            def of_row(row: jax.Array, *, seen: History | None) -> jax.Array:
+            def of_row(row: jax.Array, seen: History | None) -> jax.Array:
                 positions = block.positions[row]
                 if seen is None:
                     spans: Spans = ((0, width),)
@@ -261,23 +260,18 @@ def history_attention(
                 keys_values = [cache.row(layer, row, spans) for layer in sources]
                 return mix_apart(mix, queries[row], keys_values, visible).astype(attended.dtype)
 
-            def one(
-                number: jax.Array, attended: jax.Array, *, order: jax.Array, seen: History | None
-            ) -> jax.Array:
-                new = of_row(order[number], seen=seen)
-                return jax.lax.dynamic_update_index_in_dim(attended, new, order[number], 0)
-
-            def together(_: jax.Array, attended: jax.Array) -> jax.Array:
+            def views(_: jax.Array, attended: jax.Array) -> jax.Array:
                 return jax.vmap(partial(of_row, seen=history))(rows)
 
-            attended, (order, count) = jnp.zeros(queries.shape, cache.values.dtype), few
-            if here().static_shapes:  # Loops are slow there: the few slots of all rows are copied.
-                attended = jax.lax.fori_loop(0, jnp.minimum(count, 1), together, attended)
-            else:
-                alone = partial(one, order=order, seen=history)
-                attended = jax.lax.fori_loop(0, count, alone, attended)
-            order, count = dense
-            return jax.lax.fori_loop(0, count, partial(one, order=order, seen=None), attended)
+            def dense(number: jax.Array, attended: jax.Array) -> jax.Array:
+                new = of_row(order[number], None)
+                return jax.lax.dynamic_update_index_in_dim(attended, new, order[number], 0)
+
+            # A loop of no or one turn: where all rows are dense no view is read. (A conditional
+            # would copy what it passes on.)
+            attended = jnp.zeros(queries.shape, cache.values.dtype)
+            attended = jax.lax.fori_loop(0, some, views, attended)
+            return jax.lax.fori_loop(0, count, dense, attended)
 
         return attend
 
