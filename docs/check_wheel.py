@@ -32,6 +32,7 @@ _SDIST = (
 _WHEEL = (
     "utio_jax/py.typed",
     "utio_jax/serving/page.html",
+    "utio_jax_vllm/model.py",
     "utio_jax/models/shared_16/branches.policies.json",
     "utio_jax/models/shared_16/branches.safetensors",
     "utio_jax/models/shared_16/config.json",
@@ -81,10 +82,11 @@ def check_contents(sdist: Path, wheel: Path) -> None:
         packed = set(archive.namelist())
     missing = [*(set(_SDIST) - inside), *(set(_WHEEL) - packed)]
     tops = {name.partition("/")[0] for name in packed}
-    foreign = {top for top in tops if top != "utio_jax" and not top.endswith(".dist-info")}
+    own = "utio_jax", "utio_jax_vllm"
+    foreign = {top for top in tops if top not in own and not top.endswith(".dist-info")}
     if missing or foreign:
         raise ValueError(
-            f"Wanted whole packages of utio_jax alone. Missing: {sorted(missing)}; not the "
+            f"Wanted utio_jax and its plugin of vLLM whole. Missing: {sorted(missing)}; not the "
             f"library's: {sorted(foreign)}. See MANIFEST.in and setup.py."
         )
 
