@@ -402,11 +402,15 @@ def reads_blocks(decoder: Decoder) -> bool:
     """Returns True if a decoder says `blocked_kernels`, and its methods read such kernels.
 
     They do if they are those of the class that says it: one of a subclass may read the plain ones.
-    Where no class says it, but the object itself or what it forwards to, that counts.
+    A decoder that forwards the attribute of another one does not say it: its own methods may read
+    the plain ones.
     """
     kind = type(decoder)
-    owner = next((base for base in kind.__mro__ if "blocked_kernels" in vars(base)), kind)
-    return getattr(decoder, "blocked_kernels", False) and all(
+    classes = [base for base in kind.__mro__ if "blocked_kernels" in vars(base)]
+    if not classes and "blocked_kernels" not in getattr(decoder, "__dict__", {}):
+        return False
+    owner = classes[0] if classes else kind
+    return bool(decoder.blocked_kernels) and all(  # type: ignore[attr-defined]
         getattr(kind, name, None) is getattr(owner, name, None) for name in _READ_KERNELS
     )
 
