@@ -89,6 +89,25 @@ def test_a_layer_that_was_replaced_is_split_anew(
         assert len(layers_module._split) <= kept + 1, number
 
 
+def test_layers_that_are_not_in_blocks_are_views_that_stay_when_the_stack_is_donated(
+    monkeypatch: pytest.MonkeyPatch, tiny: Model
+) -> None:
+    monkeypatch.setattr(layers_module, "_SMALL", 0)
+    held = jax.tree.map(jnp.array, tiny.params)
+    split = split_layers(tiny.decoder, held)
+    assert split is not None
+    stack = held["layers"]["up_proj"]["kernel"]
+    values, start = np.array(stack), stack.unsafe_buffer_pointer()
+    views = [layer["up_proj"]["kernel"] for layer in split]
+    assert [view.unsafe_buffer_pointer() for view in views] == [
+        start + index * view.nbytes for index, view in enumerate(views)
+    ]
+    assert not any(view.committed for view in views), "as the stack: a program compiles once"
+    held["layers"]["up_proj"]["kernel"] = jax.jit(jnp.negative, donate_argnums=0)(stack)
+    np.testing.assert_array_equal(held["layers"]["up_proj"]["kernel"], -values)
+    np.testing.assert_array_equal(np.stack(views), values)
+
+
 def test_layers_under_other_names_are_not_those_of_the_same_arrays(
     monkeypatch: pytest.MonkeyPatch, tiny: Model
 ) -> None:

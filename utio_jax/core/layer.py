@@ -223,12 +223,12 @@ def split_layers(
 
     On CPU and GPU a layer that is indexed out of the stack is copied before its matrix products
     read it: more than half of a decoding step at batch 1. These are a second copy, kept as long as
-    the stack is; on CPU, matrices of int8 or bfloat16 are views of the stack (`layer_views`). Where
-    `Decoder.layers` computes a leaf, it is a copy of these parameters alone, kept as long as all of
-    their arrays are. Other values of numbers among them replace it. None if the stack is read in
-    place (TPU), is spread over devices, or is small: below 64 KiB a layer, or 2 MiB for steps of
-    more `tokens` on a CPU. Also None if the copy would take more than half of the device's free
-    memory.
+    the stack is; on CPU, they are views of the stack (`layer_views`) unless they lie in blocks.
+    Where `Decoder.layers` computes a leaf, it is a copy of these parameters alone, kept as long as
+    all of their arrays are. Other values of numbers among them replace it. None if the stack is
+    read in place (TPU), is spread over devices, or is small: below 64 KiB a layer, or 2 MiB for
+    steps of more `tokens` on a CPU. Also None if the copy would take more than half of the device's
+    free memory.
 
     Products of a few rows on a CPU copy a matrix into blocks of columns at every call. So for steps
     of few `tokens` (`Platform.blocked_rows`) matrices named `kernel` are laid out in blocks here.
@@ -246,7 +246,7 @@ def split_layers(
     fixed = {at: repr(leaf) for at, leaf in enumerate(sources) if isinstance(leaf, _NUMBERS)}
     arrays = [leaf for at, leaf in enumerate(sources) if at not in fixed]
     many = tokens is not None and tokens > here().blocked_rows > 0
-    least = _OFTEN * _SMALL if many and not any(map(_has_views, leaves)) else _SMALL
+    least = _OFTEN * _SMALL if many and not any(map(_has_bits, leaves)) else _SMALL
     if (
         here().stack_in_place
         or not kept
@@ -274,14 +274,17 @@ def split_layers(
 
 
 def _layers(stack: LayerParams, count: int, *, blocks: bool) -> tuple[LayerParams, ...]:
-    """Returns a stack's layers; its matrices in blocks of columns if `blocks`, others views."""
+    """Returns a stack's layers: views on CPU, copies elsewhere; float32 in `blocks` is copied."""
     leaves, treedef = jax.tree.flatten(stack)
-    views = {at: layer_views(leaf) for at, leaf in enumerate(leaves) if _has_views(leaf)}
+    in_place = [_on_cpu(leaf) and (not blocks or _has_bits(leaf)) for leaf in leaves]
+    views = {at: layer_views(leaf) for at, leaf in enumerate(leaves) if in_place[at]}
     copied = treedef.unflatten(None if at in views else leaf for at, leaf in enumerate(leaves))
 
     def layer(index: int) -> LayerParams:
         own = {at: view[min(index, len(view) - 1)] for at, view in views.items()}
-        others = iter(jax.tree.leaves(_one_layer(copied, np.int32(index), blocks=blocks)))
+        others = iter(())
+        if len(own) < len(leaves):
+            others = iter(jax.tree.leaves(_one_layer(copied, np.int32(index), blocks=blocks)))
         return treedef.unflatten(
             own[at] if at in own else next(others) for at in range(len(leaves))
         )
@@ -289,11 +292,13 @@ def _layers(stack: LayerParams, count: int, *, blocks: bool) -> tuple[LayerParam
     return tuple(map(layer, range(count)))
 
 
-def _has_views(leaf: jax.Array) -> bool:
-    """Returns True if a leaf is read in place: no blocks, on a CPU, where nothing donates it."""
-    return leaf.dtype in (jnp.int8, jnp.uint16) and all(
-        device.platform == "cpu" for device in leaf.devices()
-    )
+def _has_bits(leaf: jax.Array) -> bool:
+    """Returns True for int8 or the bits of bfloat16 on a CPU, which never lie in blocks."""
+    return leaf.dtype in (jnp.int8, jnp.uint16) and _on_cpu(leaf)
+
+
+def _on_cpu(leaf: jax.Array) -> bool:
+    return all(device.platform == "cpu" for device in leaf.devices())
 
 
 @partial(jax.jit, static_argnames="blocks")

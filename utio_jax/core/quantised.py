@@ -207,8 +207,8 @@ def layer_views(stack: jax.Array) -> list[jax.Array]:
 
     A slice that does not begin at a cache line is copied.
     """
-    host = _on_host(stack)
-    return [jax.device_put(host[index], stack.sharding) for index in range(len(host))]
+    host, home = _on_host(stack), stack.sharding if stack.committed else None
+    return [jax.device_put(host[index], home) for index in range(len(host))]
 
 
 def with_numbers(params: Params) -> Params:
