@@ -21,6 +21,7 @@ from helpers.models import Model, assert_equal, gated, live_params
 from utio_jax.core import layer as layers_module
 from utio_jax.core.layer import split_layers
 from utio_jax.core.platform import compiling_for
+from utio_jax.decoding import loop
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.base import DecodeContext, Mode, Plain
 from utio_jax.decoding.loop import advance, begin
@@ -85,6 +86,20 @@ def test_tokens_from_kernels_in_blocks_are_the_stacks(
     blocked = run(model, max_new_tokens=12, lengths=SMALL)
     for field in ("token_ids", "work"):
         assert_equal(getattr(blocked, field), getattr(stacked, field), err_msg=field)
+
+
+def test_a_single_new_token_copies_no_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prefill draws it, from the stack."""
+    calls = []
+
+    def counted(*args: Any, **options: Any) -> Any:
+        calls.append(options)
+        return split_layers(*args, **options)
+
+    monkeypatch.setattr(loop, "split_layers", counted)
+    for tokens in (1, 2):
+        run(lively_model(), max_new_tokens=tokens, lengths=SMALL)
+        assert calls == [{"tokens": 3}][: tokens - 1]
 
 
 def test_two_rotations_are_split_once_and_let_go(monkeypatch: pytest.MonkeyPatch) -> None:

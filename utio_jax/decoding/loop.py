@@ -111,7 +111,7 @@ def run_requests(  # noqa: PLR0913 (options, each named)
     state = begin(context, **arrays.tree, slots=slots, prefill=prefill, mesh=mesh)
     # All rows read at least as many keys as the shortest prompt has.
     widths = tuple(w for w in key_widths(slots, key_step=lengths.key_step) if w >= ends.min())
-    if mesh is None:
+    if mesh is None and most > 1:
         tokens = len(requests) * mode.block
         context = dataclasses.replace(
             context,
