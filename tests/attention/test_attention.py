@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from utio_jax.attention import mixing
 from utio_jax.attention.mixing import (
     NOWHERE,
     Mixer,
@@ -185,6 +186,7 @@ def test_gradients_equal_those_of_a_plain_softmax():
 def test_whole_rows_in_blocks_of_queries_attend_to_what_they_see(
     width: int, window: int | None
 ) -> None:
+    """Few blocks at once, or many in turns."""
     queries, keys, values, _ = example(4, 2, queries=width, keys=width)
     mix = Mixer(window=None if window is None else jnp.int32(window), causal=True, softcap=9.0)
     visible = mix.visible(jnp.arange(width), jnp.arange(width))
@@ -194,3 +196,32 @@ def test_whole_rows_in_blocks_of_queries_attend_to_what_they_see(
             mixed = jax.jit(lambda *inputs: mix_whole_rows(mix, *inputs))
             result = mixed(queries, keys, values, visible)
         np.testing.assert_allclose(result, expected, atol=2e-6)
+
+
+def test_gradients_of_blocks_in_turns_are_those_of_one_block() -> None:
+    queries, keys, values, _ = example(4, 2, queries=20, keys=20)
+    mix = Mixer(window=None, causal=True)
+    visible = mix.visible(jnp.arange(20), jnp.arange(20))
+    gradients = []
+    for block in (3, 2**30):
+        with compiling_for("cpu", query_block=block):
+            loss = lambda q, k, v: jnp.sum(jnp.sin(mix_whole_rows(mix, q, k, v, visible)))  # noqa: E731
+            gradients.append(jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(queries, keys, values))
+    for turns, whole in zip(*gradients, strict=True):
+        np.testing.assert_allclose(turns, whole, atol=1e-5)
+
+
+def test_blocks_in_turns_hold_the_scores_of_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails where XLA:CPU runs blocks in turns by itself: the branch of each can go then."""
+    held, mix = [], Mixer(window=None, causal=True)
+    shapes = [jax.ShapeDtypeStruct((1024, 4, 8), jnp.float32)] * 3
+    visible = jax.ShapeDtypeStruct((1024, 1024), jnp.bool_)
+    for few in (mixing._FEW_BLOCKS, 8):
+        monkeypatch.setattr(mixing, "_FEW_BLOCKS", few)
+        with compiling_for("cpu", query_block=128):
+            program = jax.jit(lambda *inputs: mix_whole_rows(mix, *inputs))
+            memory = program.lower(*shapes, visible).compile().memory_analysis()
+        assert memory is not None
+        held.append(memory.temp_size_in_bytes)
+    turns, at_once = held
+    assert turns < 0.5 * at_once

@@ -113,16 +113,25 @@ def mix_whole_rows(
     if not mix.causal or len(blocks) == 1:
         return mix(queries, keys, values, visible)
     prepared = mix.prepare(values)
-    mixed = [
-        mix.mix_prepared(
-            queries[..., start:stop, :, :],
-            keys[..., :stop, :, :],
-            prepared[..., :stop, :, :],
-            visible[..., start:stop, :stop],
-        )
-        for start, stop in blocks
-    ]
-    return jnp.concatenate(mixed, axis=-3)
+    # XLA:CPU keeps the scores of all blocks until it adds them up: memory, and misses of the cache.
+    # A branch runs as a whole. That it is always taken is hidden from XLA, which would inline it.
+    always = jax.lax.optimization_barrier(jnp.asarray(True))
+
+    def mixed(start: int, stop: int) -> jax.Array:
+        def run() -> jax.Array:
+            return mix.mix_prepared(
+                queries[..., start:stop, :, :],
+                keys[..., :stop, :, :],
+                prepared[..., :stop, :, :],
+                visible[..., start:stop, :stop],
+            )
+
+        if len(blocks) <= _FEW_BLOCKS:
+            return run()
+        shape = jax.eval_shape(run)
+        return jax.lax.cond(always, run, lambda: jnp.zeros(shape.shape, shape.dtype))
+
+    return jnp.concatenate([mixed(start, stop) for start, stop in blocks], axis=-3)
 
 
 def mixer_at(decoder: Decoder, index: int | jax.Array) -> Mixer:
@@ -135,6 +144,9 @@ def mixer_at(decoder: Decoder, index: int | jax.Array) -> Mixer:
         own=own_mixing(decoder),
     )
 
+
+_FEW_BLOCKS = 4
+"""Blocks of a row, as of 512 tokens, up to which all scores at once are as fast."""
 
 _HIDDEN = -1e30
 

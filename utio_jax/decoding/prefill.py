@@ -49,7 +49,8 @@ _FULL = 0.85
 _MOST_SCORES = 2**24
 """Pairs of queries and keys, as of a prompt of 4,096 tokens, up to which static shapes are taken.
 
-XLA:CPU keeps the scores of all their blocks, for each head: 0.6 GB of nine heads."""
+Blocks of live tokens take 0.72 of their time for 8 prompts of 1,900 tokens, 0.88 for one of 8,000
+and 1.11 for one of 5,000 (SmolLM2-135M's shapes, two cores)."""
 
 
 @pytree
@@ -201,7 +202,7 @@ def fastest_prefill(
 
 
 def _packing_is_faster(batch: int, width: int, filled: float, *, scores: int) -> bool:
-    """Returns True if blocks of live tokens are faster than static shapes, or alone fit in memory.
+    """Returns True if blocks of live tokens are expected to be faster than static shapes.
 
     Static shapes read padding.
     """
