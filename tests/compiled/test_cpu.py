@@ -10,7 +10,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
+import platform
 import re
+import resource
 import subprocess
 import sys
 from collections.abc import Callable
@@ -233,3 +235,18 @@ def test_a_call_after_jax_has_started_is_refused(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(RuntimeError, match="before JAX runs anything.*Got a call after that"):
         avoid_wrong_products()
     assert not os.environ["XLA_FLAGS"]
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries keep freed memory")
+def test_freed_memory_goes_back_to_the_system() -> None:
+    def resident() -> int:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        return pages * resource.getpagesize()
+
+    blocks = [np.ones(1000) for _ in range(10_000)]  # 80 MB, each too small for a mapping.
+    last = blocks[-1]  # What lies above the others keeps the C library from returning them.
+    before = resident()
+    del blocks
+    compiler.return_freed_memory()
+    assert before - resident() > 40e6
+    assert last.sum() == 1000

@@ -24,6 +24,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from utio_jax.core.calls import takes_decoder
+from utio_jax.core.compiler import return_freed_memory
 from utio_jax.core.decoder import Decoder, Params, is_positive
 from utio_jax.core.terminal import count_on_terminal
 from utio_jax.decoding.base import LogitsProcessor, Mode, Plain
@@ -411,6 +412,7 @@ class Engine:
                 self.cancel(numbers[0])
                 self.drain()
                 if done <= len(passes):
+                    return_freed_memory()
                     progress(done, self.programs)
             for done, count in enumerate(rows.row_counts, start=len(passes) + 1):
                 self._unsettled = True
@@ -419,6 +421,7 @@ class Engine:
                     if len(rows.row_counts) > 1:  # Else all rows run, and none moves.
                         rows.move(count - 1, 0)
                 self._unsettled = False
+                return_freed_memory()
                 progress(done, self.programs)
         except BaseException:  # Drops these requests: no caller has submitted them.
             self._unsettled, self._known = True, {}
