@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh, PartitionSpec
 
 from utio_jax.attention import mixing
 from utio_jax.attention.mixing import (
@@ -209,6 +210,19 @@ def test_gradients_of_blocks_in_turns_are_those_of_one_block() -> None:
             gradients.append(jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(queries, keys, values))
     for turns, whole in zip(*gradients, strict=True):
         np.testing.assert_allclose(turns, whole, atol=1e-5)
+
+
+def test_blocks_in_turns_run_where_axes_are_checked() -> None:
+    """In `jax.shard_map` both results of a branch vary over the same axes."""
+    mesh, rows = Mesh(np.asarray(jax.devices()[:1]), ("data",)), PartitionSpec("data")
+    queries, keys, values, _ = example(4, 2, queries=20, keys=20)
+    mix = Mixer(window=None, causal=True)
+    visible = mix.visible(jnp.arange(20), jnp.arange(20))
+    mixed = lambda q, k, v: mix_whole_rows(mix, q, k, v, visible)  # noqa: E731
+    inputs = [leaf[None] for leaf in (queries, keys, values)]
+    with compiling_for("cpu", query_block=3):
+        over = jax.jit(jax.shard_map(mixed, mesh=mesh, in_specs=rows, out_specs=rows))(*inputs)
+    np.testing.assert_allclose(over[0], mixed(queries, keys, values), atol=2e-6)
 
 
 def test_blocks_in_turns_hold_the_scores_of_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:

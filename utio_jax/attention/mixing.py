@@ -118,18 +118,18 @@ def mix_whole_rows(
     always = jax.lax.optimization_barrier(jnp.asarray(True))
 
     def mixed(start: int, stop: int) -> jax.Array:
-        def run() -> jax.Array:
+        def over(count: int) -> jax.Array:
             return mix.mix_prepared(
                 queries[..., start:stop, :, :],
-                keys[..., :stop, :, :],
-                prepared[..., :stop, :, :],
-                visible[..., start:stop, :stop],
+                keys[..., :count, :, :],
+                prepared[..., :count, :, :],
+                visible[..., start:stop, :count],
             )
 
         if len(blocks) <= _FEW_BLOCKS:
-            return run()
-        shape = jax.eval_shape(run)
-        return jax.lax.cond(always, run, lambda: jnp.zeros(shape.shape, shape.dtype))
+            return over(stop)
+        # The other branch, of fewer keys, is of the same type.
+        return jax.lax.cond(always, lambda: over(stop), lambda: over(blocks[0][1]))
 
     return jnp.concatenate([mixed(start, stop) for start, stop in blocks], axis=-3)
 
