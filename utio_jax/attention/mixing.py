@@ -113,8 +113,9 @@ def mix_whole_rows(
     if not mix.causal or len(blocks) == 1:
         return mix(queries, keys, values, visible)
     prepared = mix.prepare(values)
-    # XLA:CPU keeps the scores of all blocks until it adds them up: memory, and misses of the cache.
-    # A branch runs as a whole. That it is always taken is hidden from XLA, which would inline it.
+    # XLA:CPU schedules independent blocks breadth-first, and so holds the scores of all of them. A
+    # conditional branch runs as a whole. The barrier hides that the predicate is constant: XLA
+    # would inline the branch.
     always = jax.lax.optimization_barrier(jnp.asarray(True))
 
     def mixed(start: int, stop: int) -> jax.Array:
@@ -128,7 +129,7 @@ def mix_whole_rows(
 
         if len(blocks) <= _FEW_BLOCKS:
             return over(stop)
-        # The other branch, of fewer keys, is of the same type.
+        # The other branch must have the same type, axes of `shard_map` included. It never runs.
         return jax.lax.cond(always, lambda: over(stop), lambda: over(blocks[0][1]))
 
     return jnp.concatenate([mixed(start, stop) for start, stop in blocks], axis=-3)
@@ -146,7 +147,7 @@ def mixer_at(decoder: Decoder, index: int | jax.Array) -> Mixer:
 
 
 _FEW_BLOCKS = 4
-"""Blocks of a row, as of 512 tokens, up to which all scores at once are as fast."""
+"""Number of blocks in a row up to which scheduling them together is as fast: 512 tokens."""
 
 _HIDDEN = -1e30
 

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""XLA's compiler for CPUs: products that it gets wrong, a flag against these, and a test for them.
+"""XLA's compiler for CPUs: products that it gets wrong, memory that it keeps.
 
 jaxlib 0.10.2 to 0.12.0.1 fuse a product with the reduction after it. Where the right operand is
 repeated along the contracted axis (a constant matrix, a vector repeated), the result is garbage.
+A flag avoids this. A test finds out whether a compiler needs it.
 """
 
 from __future__ import annotations

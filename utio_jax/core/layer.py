@@ -276,15 +276,19 @@ def split_layers(
 def _layers(stack: LayerParams, count: int, *, blocks: bool) -> tuple[LayerParams, ...]:
     """Returns a stack's layers: views on CPU, copies elsewhere; float32 in `blocks` is copied."""
     leaves, treedef = jax.tree.flatten(stack)
-    in_place = [_on_cpu(leaf) and (not blocks or _has_bits(leaf)) for leaf in leaves]
-    views = {at: layer_views(leaf) for at, leaf in enumerate(leaves) if in_place[at]}
+    views = {
+        at: layer_views(leaf)
+        for at, leaf in enumerate(leaves)
+        if _on_cpu(leaf) and (not blocks or _has_bits(leaf))
+    }
     copied = treedef.unflatten(None if at in views else leaf for at, leaf in enumerate(leaves))
 
     def layer(index: int) -> LayerParams:
         own = {at: view[min(index, len(view) - 1)] for at, view in views.items()}
-        others = iter(())
-        if len(own) < len(leaves):
-            others = iter(jax.tree.leaves(_one_layer(copied, np.int32(index), blocks=blocks)))
+        copies = (
+            _one_layer(copied, np.int32(index), blocks=blocks) if len(own) < len(leaves) else ()
+        )
+        others = iter(jax.tree.leaves(copies))
         return treedef.unflatten(
             own[at] if at in own else next(others) for at in range(len(leaves))
         )
