@@ -102,7 +102,7 @@ REFUSED: dict[str, Any] = {
     "prompt_logprobs": 0,
 }
 NOT_HERE: dict[str, Any] = {
-    "completions": {"add_special_tokens": False, "max_completion_tokens": 3},
+    "completions": {"add_special_tokens": False},
     "chat/completions": {"add_special_tokens": True, "echo": True},
 }
 """Fields whose effect is fixed at one of the two addresses."""
@@ -167,6 +167,8 @@ def test_fields_that_change_nothing_and_unknown_ones_are_let_pass(server: Runnin
 
 def test_an_answer_without_a_limit_ends_with_the_context(server: Running) -> None:
     """Completions have 16 tokens by default, and chats all; both within what is left."""
+    short = server.completion("x", max_tokens=9, max_completion_tokens=3, ignore_eos=True)
+    assert short.body["usage"]["completion_tokens"] == 3, "it goes first, as in chats"
     context = server.server.app.reader.context
     for left, count in ((20, 16), (16, 16), (3, 3)):
         prompts = [[5] * (context - left), [5]]
@@ -234,9 +236,9 @@ def test_of_a_field_of_several_kinds_the_fault_is_named(server: Running) -> None
 
 
 def test_a_request_for_no_token_is_refused_by_the_name_of_its_limit(server: Running) -> None:
-    plain = server.completion("x", max_tokens=0).error
-    assert plain["message"] == "Wanted max_tokens of at least 1, or echo=true. Got 0."
     for limit in ("max_tokens", "max_completion_tokens"):
+        plain = server.completion("x", **{limit: 0}).error
+        assert plain["message"] == f"Wanted {limit} of at least 1, or echo=true. Got 0."
         error = server.ask("/v1/chat/completions", chat("x") | {limit: 0}).error
         assert (error["message"], error["param"]) == (
             f"Wanted {limit} of at least 1. Got 0.",
@@ -357,6 +359,13 @@ def test_files_that_hold_no_key_are_refused(tmp_path: Path, text: str) -> None:
         Address(key_file=tmp_path / "key").key()
     with pytest.raises(ValueError, match="Wanted a key in"):
         Address(key_file=tmp_path / "nothing").key()
+
+
+def test_slots_hold_what_a_request_may_fill(folder: Path) -> None:
+    model = served_model(folder)
+    most = model.text.decoder.config.context_length + model.mode.block
+    sizes = {None: most, 100: 100, 5000: most}
+    assert {given: model.slot_tokens(given) for given in sizes} == sizes
 
 
 def test_a_key_of_no_characters_is_refused(folder: Path) -> None:

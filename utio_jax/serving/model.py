@@ -113,6 +113,6 @@ class ServedModel:
         return named if self.chat is None else {**named, **self.chat.special_tokens}
 
     def slot_tokens(self, capacity: int | None) -> int:
-        """Returns the tokens of a slot: by default the model's context, 2048 at most."""
-        context = self.text.decoder.config.context_length
-        return int(min(context + self.mode.block, 2048)) if capacity is None else capacity
+        """Returns the tokens of a slot: what a request may fill; by default 2048 at most."""
+        most = int(self.text.decoder.config.context_length) + self.mode.block
+        return min(most, 2048 if capacity is None else capacity)

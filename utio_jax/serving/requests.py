@@ -69,7 +69,7 @@ class Reader:
         self.check_model(body.model)
         prompts = await self._prompts(body)
         left = max(1, self.context - max(prompt.size for prompt in prompts))
-        most = min(16, left) if body.max_tokens is None else body.max_tokens
+        most = _limit(body, min(16, left))
         eos = self.model.text.decoder.config.eos_ids
         reading = self._reading(body, prompts, most, logprobs=body.logprobs, eos_ids=eos)
         if not body.echo:
@@ -85,9 +85,7 @@ class Reader:
         """Returns the reading of a chat request."""
         self.check_model(body.model)
         prompt = await self.conversation(body.messages)
-        given = (body.max_completion_tokens, body.max_tokens)
-        left = max(1, self.context - prompt.size)
-        most = next((limit for limit in given if limit is not None), left)
+        most = _limit(body, max(1, self.context - prompt.size))
         if body.top_logprobs and not body.logprobs:
             raise _refused("Wanted logprobs=true with top_logprobs. Set it.", "top_logprobs")
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
@@ -273,6 +271,12 @@ class Reader:
             "layers": model.layers,
             "logprobs_of": "routed" if routed else "full",
         }
+
+
+def _limit(body: CompletionRequest | ChatRequest, default: int) -> int:
+    """Returns the maximum number of new tokens of each choice."""
+    given = (body.max_completion_tokens, body.max_tokens)
+    return next((limit for limit in given if limit is not None), default)
 
 
 def _sampling(body: CompletionRequest | ChatRequest) -> Any:

@@ -112,6 +112,7 @@ class _Generation(Strict):
 
     model: str
     max_tokens: int | None = Field(None, ge=0)
+    max_completion_tokens: int | None = Field(None, ge=0, description="The same; it goes first.")
     temperature: float | None = Field(None, ge=0, le=100)
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1, lt=2**31)
@@ -141,7 +142,6 @@ class CompletionRequest(_Generation):
     prompt: str | Ids | Annotated[list[str], Few] | Annotated[list[Ids], Few]
     echo: bool | None = None
     add_special_tokens: Literal[True] | None = None
-    max_completion_tokens: None = None
     logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
 
 
@@ -194,7 +194,6 @@ class ChatRequest(_Generation):
     """`POST /v1/chat/completions`."""
 
     messages: Messages = Field(min_length=1)
-    max_completion_tokens: int | None = Field(None, ge=0)
     echo: Literal[False] | None = None
     add_special_tokens: Literal[False] | None = None
     logprobs: bool | None = None
