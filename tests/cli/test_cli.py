@@ -310,6 +310,7 @@ def test_generate_streams_one_prompt_to_a_terminal(
         ),
         ("calibrate SOURCE --confidence 0.9", "Wanted max_disagreement with a confidence"),
         ("compare SOURCE --budget 0.8 0.123", "some of the budgets [0.8], as calibrated"),
+        ("compare SOURCE --draws 0", "Wanted at least 1 of draws"),
         ("generate --prompt hello", "Wanted at least one prompt: utio-jax generate TEXT"),
         ("generate " + "x=1;" * 40, "within the model's context of 64. Got prompt 0 of"),
         ("generate x --prompt hello", "Texts to continue have no option: utio-jax generate TEXT"),

@@ -25,7 +25,7 @@ from utio_jax.calibration.studies import (
 )
 from utio_jax.calibration.thresholds import fit_thresholds, leave_at
 from utio_jax.core.calls import takes_decoder
-from utio_jax.core.decoder import Decoder, Params
+from utio_jax.core.decoder import Decoder, Params, is_integer
 from utio_jax.core.documents import Batch, check_batches
 from utio_jax.core.flops import depth_flops, token_cost
 from utio_jax.core.rows import place
@@ -135,8 +135,8 @@ def compare(  # noqa: PLR0913 (options, each named)
       progress: called with what happens next.
 
     Raises:
-      ValueError: fewer than five documents, a model without exits, budgets that no policy has, or
-        policies of one name.
+      ValueError: fewer than five documents, no draws, a model without exits, budgets that no
+        policy has, or policies of one name.
     """
     check_batches(batches, instead="model.compare(texts)")
     say = progress if progress is not None else lambda _: None
@@ -152,7 +152,10 @@ def compare(  # noqa: PLR0913 (options, each named)
                 "model.calibrate(texts), or name policies=[...]."
             )
         raise ValueError(f"Wanted some of the budgets {known}, as calibrated. Got {budgets}.")
-    check_enough(len(set(document_of_window.tolist())))  # Before the passes, not after them.
+    # Before the passes, not after them.
+    if not is_integer(draws, 1):
+        raise ValueError(f"Wanted at least 1 of draws, an integer. Got draws={draws!r}.")
+    check_enough(len(set(document_of_window.tolist())))
     params = place(params, mesh)
     done = itertools.count(1)
     counted = lambda: say(f"exits: batch {next(done)} of {len(batches)}")  # noqa: E731
