@@ -61,7 +61,7 @@ def test_a_budget_alone_means_a_depth_per_token() -> None:
         assert command(mode="lossless").named_mode() == "lossless"
     modes: tuple[Any, ...] = ("plain", "lossless")
     for mode in modes:
-        match = f"mode 'adaptive' with a budget. Got budget=0.6 and {mode}"
+        match = f"Got budget=0.6 and {mode}. Name that mode, or leave out the budget."
         with pytest.raises(ValueError, match=match):
             Serve(mode=mode, budget=0.6).served()
         with pytest.raises(ValueError, match=match):

@@ -168,7 +168,7 @@ def mode_name(mode: str | Mode | None, **options: Any) -> str | Mode:
             conflict = mode if isinstance(mode, str) else "a mode of its own"
             raise ValueError(
                 f"Wanted mode {owner!r} with a {option}. Got {option}={value!r:.80} and "
-                f"{conflict}. Leave out one or the other."
+                f"{conflict}. Name that mode, or leave out the {option}."
             )
     return mode
 
