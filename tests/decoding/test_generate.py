@@ -387,6 +387,14 @@ def test_modes_that_do_not_fit_are_refused(model):
             Lengths(**wrong)
     with pytest.raises(ValueError, match="at least one token"):
         run(model, chunk=0, max_new_tokens=9, stop_when=lambda row, new: False)
+    for name, kind in {
+        "lengths": "Lengths",
+        "stop_when": "a function",
+        "on_event": "a function",
+        "tokenizer": "has decode",
+    }.items():
+        with pytest.raises(TypeError, match=f"Wanted .*{name}.*{kind}.*Got 64"):
+            run(model, **{name: 64})
 
 
 def alternating(logits: jax.Array, state: Any) -> jax.Array:

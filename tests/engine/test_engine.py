@@ -737,6 +737,7 @@ def test_what_can_never_run_is_refused_at_once() -> None:
     refused("eos_ids as a list of token ids.*Got 1.", eos_ids=1)
     refused("one seed.*Got shape .1, 1.", seed=[1])
     refused("a cache_salt that is a string. Got None", cache_salt=None)
+    refused("whole_prompt as True or False. Got 'no'", whole_prompt="no")
     for deadline in ("1", True, [1.0], jax.numpy.float32(-1)):
         refused("more than 0 seconds. Got ", deadline=deadline)
     refused("Got top_k=-3", sampling=SamplingParams(top_k=jax.numpy.int32(-3)))
@@ -752,6 +753,7 @@ def test_what_can_never_run_is_refused_at_once() -> None:
         "capacity='40'": {"capacity": "40"},
         "alternatives to each token. Got 1.5": {"alternatives": 1.5},
         "an axis 'data'.*Got 'x'": {"mesh": "x"},
+        "read_late as True, False or None. Got 'no'": {"read_late": "no"},
         "capacity=2": {"capacity": 2},
         "prompt_widths within the capacity": {"shapes": Shapes(prompt_widths=(65,))},
         "multiples of it, or from 512 on in multiples of 64. Got .40.": {

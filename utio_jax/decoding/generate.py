@@ -255,13 +255,19 @@ def generate(  # noqa: PLR0913 (options, each named)
         batch sizes compile. A terminal shows the number of finished prompts.
 
     Raises:
-      TypeError: `mode` is the name or the class of a mode, or a processor is not callable.
+      TypeError: `mode` is the name or the class of a mode; `lengths` are no `Lengths`, the
+        tokenizer does not decode, or a function is not callable.
       ValueError: no prompts, an empty prompt, ids outside the vocabulary, or more tokens than the
         model's context; a mode or prefill that does not fit the model or the other; lists whose
         length differs from the number of prompts; or log-probabilities that are NaN.
     """
     if not is_integer(max_batch, 1):
         raise ValueError(f"Wanted a max_batch of at least 1 prompt. Got max_batch={max_batch}.")
+    if not isinstance(lengths, Lengths):
+        raise TypeError(f"Wanted lengths as Lengths(prompt_step=..., ...). Got {lengths!r:.60}.")
+    for name, function in {"stop_when": stop_when, "on_event": on_event}.items():
+        if function is not None and not callable(function):
+            raise TypeError(f"Wanted {name} as a function, or None. Got {function!r:.60}.")
     requests = requests_of(
         decoder,
         prompts,

@@ -91,6 +91,8 @@ def streamed(
 ) -> StreamedRow | None:
     """Returns the streamed text of a row before its first new token; None without a tokenizer."""
     if tokenizer is not None:
+        if not isinstance(tokenizer, Tokenizer):
+            raise TypeError(f"Wanted a tokenizer, which has decode(ids). Got {tokenizer!r:.60}.")
         return StreamedRow(TextReader(tokenizer, continued(decoder, prompt)), stops)
     if not stops:
         return None

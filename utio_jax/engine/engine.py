@@ -109,6 +109,8 @@ class Engine:
             prefix_cache=bytes_of(prefix_cache),
             mesh=mesh,
         )
+        if read_late not in (None, False, True):
+            raise ValueError(f"Wanted read_late as True, False or None. Got {read_late!r:.80}.")
         self._rows = Slots(self.served)
         self._tokenizer, self._clock = tokenizer, clock
         self._late = jax.default_backend() != "cpu" if read_late is None else read_late
@@ -184,6 +186,8 @@ class Engine:
             raise ValueError(f"Wanted a deadline of more than 0 seconds. Got {deadline!r}.")
         if not isinstance(cache_salt, str):
             raise ValueError(f"Wanted a cache_salt that is a string. Got {cache_salt!r:.80}.")
+        if whole_prompt not in (False, True):
+            raise ValueError(f"Wanted whole_prompt as True or False. Got {whole_prompt!r:.80}.")
         # Lists in it are sequences, be they empty. `generate` takes such lists for those of rows.
         sequences = [*stop_sequences] if np.iterable(stop_sequences) else [stop_sequences]
         (asked,) = requests_of(
