@@ -227,6 +227,7 @@ def test_what_needs_no_model_is_checked_before_one_is_read(
             (Chat(max_new_tokens=0), "Wanted --max-new-tokens of at least 1. Got 0"),
             (Chat(seed=10**20), "Wanted seeds as integers of at most 64 bits"),
             (Evaluate(files=twice, per_token=tmp_path / "t.json"), "Got a.txt more than once"),
+            (Evaluate(files=twice[:1], per_token=tmp_path / "b.txt"), "Wanted a file NAME.json"),
             (Bench(models=("a/m", "b/m", "a/m"), out=tmp_path), "Wanted each of --models once"),
         ):
             with pytest.raises(ValueError, match=match):

@@ -42,7 +42,7 @@ class Evaluate(OfWindows, OfCalibration, OfText):
       depth: layers, for uniform.
       batch: rows per pass, at most.
       shards: folder in which each pass' results are kept; an interrupted run goes on from there.
-      per_token: a JSON file to write every token's log-likelihood and depth to.
+      per_token: file NAME.json to write every token's log-likelihood and depth to.
     """
 
     EXAMPLES: ClassVar = (
@@ -68,6 +68,11 @@ class Evaluate(OfWindows, OfCalibration, OfText):
         check_policy_name(self.policy_name, **given, calibration=self.calibration)
         names = [file.as_posix() for file in self.files]
         if self.per_token is not None:
+            if self.per_token.suffix != ".json":  # A text that follows the option would be lost.
+                raise ValueError(
+                    f"Wanted a file NAME.json to write as --per-token. Got {self.per_token}. Name "
+                    "one, and the texts before the option."
+                )
             check_writable(self.per_token, "--per-token")
             repeated = sorted({name for name in names if names.count(name) > 1})
             if repeated:
