@@ -289,6 +289,14 @@ def test_a_reader_that_leaves_and_a_full_disk_leave_no_traceback() -> None:
     assert (disk.returncode, message.count("\n")) == (1, 1)
 
 
+def test_closed_outputs_are_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, None)
+    assert (main(["--version"]), main(["nothing"])) == (0, 2)
+    sys.stdout.close()
+    sys.stderr.close()
+
+
 def test_a_base_install_says_what_to_install() -> None:
     code = "import sys\n"
     for missing, statement in (

@@ -68,6 +68,9 @@ def main(arguments: list[str] | None = None) -> int:
     It is 0 for success, 2 for invalid input, and 1 for failures of the machine (a full disk). For
     Ctrl-C and a closed pipe it is the status that shells use.
     """
+    for name in ("stdout", "stderr"):  # A shell closes them by `>&- 2>&-`.
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
     if arguments is None:  # As a program, not from another one or a test.
         arguments = sys.argv[1:]
         # Commands run programs of this library alone, which hold no such product; the flag against
