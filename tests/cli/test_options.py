@@ -202,6 +202,8 @@ def test_options_are_read_as_typed() -> None:
     read = parsed("generate", [word for word in words if word != "--b"] + ["--stop=--b"])
     assert (read.prompts, read.max_new_tokens, read.stop) == (("a",), 3, ("--b",))
     assert (read.temperature, read.mode, read.chat) == (0.5, "plain", True)
+    texts = ("--find", "--rounds", "--help")
+    assert parsed("generate", ["--rounds", "0", "--", *texts]).prompts == texts
 
 
 def test_what_needs_no_model_is_checked_before_one_is_read(

@@ -160,11 +160,13 @@ def parsed(name: str, arguments: list[str]) -> Any:
     """Returns a command with the options that were typed after its name."""
     command, about = COMMANDS[name], None
     arguments = [word for argument in arguments for word in _SYNONYMS.get(argument, (argument,))]
-    if {"--help-all", "--help", "-h"} & {*arguments}:
-        command, about = _help_of(command, every="--help-all" in arguments)
+    # After "--" follow texts, be they like options.
+    typed = [*itertools.takewhile(lambda word: word != "--", arguments)]
+    if {"--help-all", "--help", "-h"} & {*typed}:
+        command, about = _help_of(command, every="--help-all" in typed)
         arguments = ["--help"]
     else:
-        _check_options(name, command, arguments)
+        _check_options(name, command, typed)
     prog = f"utio-jax {name}"
     return tyro.cli(command, prog=prog, description=about, args=arguments, config=_STYLE)
 
