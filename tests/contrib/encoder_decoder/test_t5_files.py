@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -50,13 +51,18 @@ def read(case: str) -> tuple[dict[str, np.ndarray], Any, Any]:
 
 
 def test_a_head_of_its_own_is_read_where_the_config_says_that_it_is_tied(tmp_path: Path) -> None:
-    """Transformers 5 writes that of every T5."""
+    """Transformers 5 writes that of every T5, and of every mT5."""
     expected, model, params = read("t5_gated")
     folder = changed_copy(FOLDER / "t5_gated", tmp_path, tie_word_embeddings=True)
     sizes = {f"{name}_tokens": expected[f"{name}s"].shape[1] for name in ("source", "target")}
     again, others = load_t5(folder, exits=EXITS, **sizes)
     assert again == model
     np.testing.assert_array_equal(others["head"]["kernel"], params["head"]["kernel"])
+    file = folder / "config.json"
+    settings = {**json.loads(file.read_text()), "model_type": "mt5"}
+    del settings["scale_decoder_outputs"]  # No mT5 has it: the input of its head is never scaled.
+    file.write_text(json.dumps(settings))
+    assert load_t5(folder, exits=EXITS, **sizes)[0] == model
 
 
 def test_embeddings_are_one_under_any_of_their_names_or_refused(tmp_path: Path) -> None:

@@ -104,6 +104,8 @@ def _settings(read: Reader) -> dict[str, Any]:
     read.need("is_gated_act", mlp.startswith("gated-"))
     read.need("dense_act_fn", "gelu_new" if mlp == "gated-gelu" else mlp.removeprefix("gated-"))
     layers, tied = read.layers("num_layers"), bool(read.config.get("tie_word_embeddings", True))
+    # Transformers 5 says of every mT5 that its head is tied, and scales the input of none.
+    scaled = tied and read.config.get("model_type") != "mt5"
     return {
         "vocab_size": read.take("vocab_size"),
         "num_layers": 2 * read.take("num_decoder_layers", layers),
@@ -117,7 +119,7 @@ def _settings(read: Reader) -> dict[str, Any]:
         "max_distance": read.take("relative_attention_max_distance", 128),
         "norm_eps": read.take("layer_norm_epsilon", 1e-6),
         "tie_embeddings": tied,
-        "scale_head": bool(read.config.get("scale_decoder_outputs", tied)),
+        "scale_head": bool(read.config.get("scale_decoder_outputs", scaled)),
         "pad_id": read.take("pad_token_id", 0, least=0),
         "bos_id": read.take("decoder_start_token_id", 0, least=0),
     }
