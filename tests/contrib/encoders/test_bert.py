@@ -136,6 +136,7 @@ def test_what_cannot_be_run_is_named(tmp_path: Path, unchecked_shapes: None) -> 
             "type_vocab_size=1.5: only.*; layer_norm_eps=-1",
         ),
         ({"num_attention_heads": 5}, "hidden_size=12, no multiple of num_attention_heads=5"),
+        ({"architectures": ["BertForTokenClassification"]}, "a classifier of tokens"),
     ]
     for wrong, message in settings:
         with pytest.raises(ValueError, match=message):

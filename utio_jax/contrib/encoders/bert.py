@@ -171,6 +171,8 @@ def _settings(read: Reader) -> dict[str, Any]:
     read.need("position_embedding_type", "absolute")
     read.need("is_decoder", False)
     read.need("add_cross_attention", False)
+    if any("TokenClassification" in str(name) for name in read.config.get("architectures") or ()):
+        read.problems.append("a classifier of tokens (architectures); labels here are of rows")
     heads, dim = read.take("num_attention_heads"), read.take("hidden_size")
     if dim % heads:
         read.problems.append(f"hidden_size={dim}, no multiple of num_attention_heads={heads}")
