@@ -29,6 +29,9 @@ FAMILIES = {
 }
 """Label, colour and marker of a shape, by how its name begins; the first that fits."""
 
+LEFT = {"8+2": 4, "8+4": -2, "plain-8": -10, "branch 2": 3, "learned 0.75": -8, "branch 4": -10}
+"""Names to the left of their points, and points of height there, where others are to the right."""
+
 
 def main(file: str = "", prompt: str = "448", new: str = "8", batch: str = "8") -> None:
     """Writes the picture next to the file."""
@@ -53,8 +56,16 @@ def main(file: str = "", prompt: str = "448", new: str = "8", batch: str = "8") 
         times, losses, _ = zip(*sorted(members), strict=True)
         axis.plot(times, losses, style, color=colour, label=label, markersize=7)
         for time, loss, name in members:
-            offset = {"textcoords": "offset points", "xytext": (6, 4), "fontsize": 8}
-            axis.annotate(name, (time, loss), color=colour, **offset)
+            left = LEFT.get(name, 0)
+            place = {"xytext": (-7 if left else 7, left or 4), "ha": "right" if left else "left"}
+            axis.annotate(
+                name,
+                (time, loss),
+                color=colour,
+                textcoords="offset points",
+                fontsize=8,
+                **place,
+            )
     axis.set_xlim(0, 1.1 * max(time for members in points.values() for time, *_ in members))
     axis.set_xlabel(f"ms for {prompt} prompt tokens and {new} new ones, {batch} requests at once")
     which = "seed 0" if seeds == 1 else "mean of two seeds"
