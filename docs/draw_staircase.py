@@ -22,7 +22,7 @@ TEXT = "def mean(values):\n    return sum(values) / len(values)\n"
 
 def main() -> None:
     """Writes the picture beside this script."""
-    model = load()
+    model = load(branches=False)  # Exits of one stack: nested segments.
     ids = model.encode([TEXT])[0]
     policy = model.calibration.policy("learned", 0.75)
     run = jax.jit(score, static_argnums=0)
@@ -35,21 +35,22 @@ def main() -> None:
         1, 2, figsize=(9.6, 3.9), sharey=True, layout="constrained"
     )
     colours = ListedColormap(["#dfe7ea", "#11806a", "#f6f6f4"])
+    extent = (-0.5, len(ids) - 0.5, 0, layers)
     grid = np.where(np.arange(layers)[:, None] < depths, 1, 0)
-    left.imshow(grid, cmap=colours, vmin=0, vmax=2, origin="lower", aspect="auto")
+    left.imshow(grid, cmap=colours, vmin=0, vmax=2, origin="lower", aspect="auto", extent=extent)
     left.set_xticks(range(len(labels)), labels, rotation=90, family="monospace", fontsize=8)
     left.set_title("tokens, in text order", fontsize=10)
     left.set_ylabel("layer")
     packed = np.full((layers, len(ids)), 2)
     for layer in range(layers):
         packed[layer, : int((depths > layer).sum())] = 1
-    right.imshow(packed, cmap=colours, vmin=0, vmax=2, origin="lower", aspect="auto")
+    right.imshow(packed, cmap=colours, vmin=0, vmax=2, origin="lower", aspect="auto", extent=extent)
     right.set_title("slots: what a segment's blocks compute", fontsize=10)
     right.set_xlabel("slot")
     right.set_xticks(range(0, len(ids), 4))
     for axes in (left, right):
         for depth in policy.depths[:-1]:
-            axes.axhline(depth - 0.5, color="black", linewidth=0.8, linestyle=":")
+            axes.axhline(depth, color="black", linewidth=0.8, linestyle=":")
         axes.set_yticks([0, *(d for d in policy.depths)], [0, *policy.depths])
     figure.legend(
         handles=[
