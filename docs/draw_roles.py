@@ -29,8 +29,15 @@ FAMILIES = {
 }
 """Label, colour and marker of a shape, by how its name begins; the first that fits."""
 
-LEFT = {"8+2": 4, "8+4": -2, "plain-8": -10, "branch 2": 3, "learned 0.75": -8, "branch 4": -10}
-"""Names to the left of their points, and points of height there, where others are to the right."""
+OFFSETS = {
+    "8+2": (-7, 4),
+    "8+4": (-7, -2),
+    "branch 2": (-7, 3),
+    "branch 4": (-7, -10),
+    "learned 0.75": (-11, -8),
+    "plain-8": (-7, -10),
+}
+"""Places of names next to their points, in points; (7, 4) for others. Below 0: to the left."""
 
 
 def main(file: str = "", prompt: str = "448", new: str = "8", batch: str = "8") -> None:
@@ -56,15 +63,15 @@ def main(file: str = "", prompt: str = "448", new: str = "8", batch: str = "8") 
         times, losses, _ = zip(*sorted(members), strict=True)
         axis.plot(times, losses, style, color=colour, label=label, markersize=7)
         for time, loss, name in members:
-            left = LEFT.get(name, 0)
-            place = {"xytext": (-7 if left else 7, left or 4), "ha": "right" if left else "left"}
+            offset = OFFSETS.get(name, (7, 4))
             axis.annotate(
                 name,
                 (time, loss),
                 color=colour,
                 textcoords="offset points",
                 fontsize=8,
-                **place,
+                xytext=offset,
+                ha="right" if offset[0] < 0 else "left",
             )
     axis.set_xlim(0, 1.1 * max(time for members in points.values() for time, *_ in members))
     axis.set_xlabel(f"ms for {prompt} prompt tokens and {new} new ones, {batch} requests at once")
