@@ -70,7 +70,7 @@ def main(arguments: list[str] | None = None) -> int:
     """
     for name in ("stdout", "stderr"):  # A shell closes them by `>&- 2>&-`.
         if getattr(sys, name) is None:
-            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w", encoding="utf-8"))
     if arguments is None:  # As a program, not from another one or a test.
         arguments = sys.argv[1:]
         # Commands run programs of this library alone, which hold no such product; the flag against
