@@ -276,7 +276,7 @@ def served_url() -> Iterator[str]:
         return
     shapes = Shapes(prompt_widths=(256,), groups=(1,), key_step=512)
     model = Serve(mode="adaptive").served()
-    with running(model, slots=2, capacity=1024, shapes=shapes) as server:
+    with running(model, slots=2, shapes=shapes) as server:
         yield server.url
 
 

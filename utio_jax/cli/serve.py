@@ -29,7 +29,7 @@ class Serve(OfMode):
       port: 0 takes a free one, which is logged.
       api_key_file: of the key that requests bring.
       slots: answers that are written at once.
-      capacity: tokens of each, prompt included; by default the model's context, 2048 at most.
+      capacity: tokens of each, prompt included, by default 2048; at most the model's context.
       prefix_cache: bytes for K/V of beginnings that requests share, as 64MiB; 0 keeps none. Prompts
         that are read with --prompt-budget on a stock model do not use it.
       drain_seconds: seconds that open requests have after SIGTERM.

@@ -89,7 +89,7 @@ class Application:
     ) -> None:
         """Stores the options; compilation starts with the lifespan.
 
-        Slots have `capacity` tokens, prompt included; None: the model's context, 2048 at most.
+        Slots have `capacity` tokens, prompt included, by default 2048; at most the model's context.
         Compiled programs have the given shapes. `log` is given each event, as a record. K/V that
         requests share may take `prefix_cache` bytes, see `Engine`.
 

@@ -9,6 +9,7 @@ import functools
 import math
 from collections.abc import Mapping
 
+from utio_jax.core.decoder import is_integer
 from utio_jax.decoding.base import LogitsProcessor, Mode, Plain
 from utio_jax.decoding.prefill import Prefill
 from utio_jax.decoding.text import TextModel
@@ -115,4 +116,6 @@ class ServedModel:
     def slot_tokens(self, capacity: int | None) -> int:
         """Returns the tokens of a slot: what a request may fill; by default 2048 at most."""
         most = int(self.text.decoder.config.context_length) + self.mode.block
-        return min(most, 2048 if capacity is None else capacity)
+        if capacity is None:
+            return min(most, 2048)
+        return min(most, capacity) if is_integer(capacity) else capacity  # Engines refuse others.

@@ -137,8 +137,7 @@ class Reader:
     @property
     def context(self) -> int:
         """Maximum tokens of prompt and answer together, less those that drafts may run ahead."""
-        context = self.model.text.decoder.config.context_length
-        return min(self.capacity - self.model.mode.block, context)
+        return self.capacity - self.model.mode.block
 
     def check_model(self, name: str | None) -> None:
         """Raises ApiError for another model's name."""
