@@ -154,11 +154,18 @@ def test_thinking_that_a_prompt_has_opened_is_open() -> None:
     assert Thought(start=None).answer == slice(0, None)
 
 
-def test_rules_that_do_not_fit_are_named(model: Any) -> None:
+def test_a_list_of_budgets_has_one_for_each_row() -> None:
+    several = [1, 2]
+    assert jax.tree.leaves(ThinkingBudget(end_ids=(7,), max_tokens=several))[0].tolist() == [1, 2]
+
+
+def test_rules_that_do_not_fit_are_named(model: Any, unchecked_shapes: None) -> None:
     with pytest.raises(ValueError, match="Wanted end_ids of at least one token"):
         ThinkingBudget(end_ids=(), max_tokens=1)
-    with pytest.raises(ValueError, match="Wanted max_tokens of at least 0. Got -1"):
-        ThinkingBudget(end_ids=(1,), max_tokens=-1)
+    wrong: Any = (-1, np.int64(-2), 4.5, True, [3, -1])
+    for most in wrong:
+        with pytest.raises(ValueError, match="Wanted max_tokens of at least 0, an integer"):
+            ThinkingBudget(end_ids=(1,), max_tokens=most)
     with pytest.raises(ValueError, match="ThinkingBudget from 0 to 63"):
         run(model, logits_processor=ThinkingBudget(end_ids=(64,), max_tokens=1))
     with pytest.raises(ValueError, match=r"each of 3 rows that run together. Got shape \(6,\)"):

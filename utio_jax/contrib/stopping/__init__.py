@@ -59,18 +59,29 @@ class ThinkingBudget:
         begun if the prompt has this sequence without `end_ids` after it. Empty: thinking begins
         with the first new token.
       max_tokens: maximum number of thinking tokens; or one for each row of `generate`.
+
+    Raises:
+      ValueError: no `end_ids`, or `max_tokens` other than integers of at least 0.
     """
 
     end_ids: tuple[int, ...] = static()
     forced_ids: tuple[int, ...] = static(default=())
     start_ids: tuple[int, ...] = static(default=())
-    max_tokens: int | Int[Array | np.ndarray, "*batch"]
+    max_tokens: int | list[int] | Int[Array | np.ndarray, "*batch"]
 
     def __post_init__(self) -> None:
         if not self.end_ids:
             raise ValueError("Wanted end_ids of at least one token. Got none.")
-        if isinstance(self.max_tokens, int) and self.max_tokens < 0:
-            raise ValueError(f"Wanted max_tokens of at least 0. Got {self.max_tokens}.")
+        if isinstance(self.max_tokens, list):  # Which a pytree takes for as many leaves.
+            object.__setattr__(self, "max_tokens", np.asarray(self.max_tokens))
+        # Inside jit it is a tracer, and any object while pytrees are rebuilt.
+        if isinstance(self.max_tokens, (int, float, np.generic, np.ndarray)):
+            most = np.asarray(self.max_tokens)
+            if not np.issubdtype(most.dtype, np.integer) or (most < 0).any():
+                raise ValueError(
+                    "Wanted max_tokens of at least 0, an integer or one for each row. Got "
+                    f"{self.max_tokens}."
+                )
 
     def __call__(
         self, logits: Float[Array, "batch vocab"], state: DecodeState
@@ -80,10 +91,10 @@ class ThinkingBudget:
         known = (*self.end_ids, *forced, *self.start_ids)
         if min(known) < 0 or max(known) >= vocab:
             raise ValueError(f"Wanted ids of a ThinkingBudget from 0 to {vocab - 1}. Got {known}.")
-        if jnp.shape(self.max_tokens) not in ((), logits.shape[:1]):
+        if np.shape(self.max_tokens) not in ((), logits.shape[:1]):
             raise ValueError(
                 f"Wanted one max_tokens, or one for each of {logits.shape[0]} rows that run "
-                f"together. Got shape {jnp.shape(self.max_tokens)}."
+                f"together. Got shape {np.shape(self.max_tokens)}."
             )
         slot = jnp.arange(state.token_ids.shape[1], dtype=jnp.int32)[None, :]
         prompt, length = state.prompt_lengths[:, None], state.lengths[:, None]
