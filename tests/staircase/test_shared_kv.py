@@ -146,7 +146,12 @@ EXACT_CASES = [
 
 @pytest.mark.parametrize(("lively", "mode"), EXACT_CASES, indirect=["lively"], ids=str)
 def test_exact_modes_are_the_full_model(lively: Model, mode: Any) -> None:
-    assert_greedy(lively, run(lively, mode=mode), kv="full")
+    result, config = run(lively, mode=mode), lively.decoder.config
+    assert_greedy(lively, result, kv="full")
+    sources = [len(rows) for rows in config.kv_source]
+    rounds = 4 if isinstance(mode, Lossless) else 1  # Three drafts, and the token before.
+    reads = rounds * sum(sources[:2]) + sum(sources[2:])
+    np.testing.assert_array_equal(result.work.kv_reads, 64 * reads * result.work.steps)
 
 
 @pytest.mark.parametrize("lively", ONE_KIND, indirect=True)
@@ -157,12 +162,15 @@ def test_packed_rows_run_what_each_decided(lively: Model) -> None:
     # A batch packs what makes no keys and values, and that alone: of three rows
     # one, two or all, so that each runs what it decided. Prefill's tokens come first.
     decided, config = np.stack(free.decided)[:, 1:], lively.decoder.config
-    expected = np.zeros_like(decided)
+    expected, reads = np.zeros_like(decided), np.zeros_like(decided)
     for start, stop in itertools.pairwise((0, *DEPTHS)):
         needs = decided > start
-        expected += (stop - start) * (needs.any(axis=0) if config.kv_made(start, stop) else needs)
+        needs = needs.any(axis=0) if config.kv_made(start, stop) else needs
+        expected += (stop - start) * needs
+        reads += sum(len(rows) for rows in config.kv_source[start:stop]) * needs
     np.testing.assert_array_equal(np.stack(free.executed)[:, 1:], expected)
     np.testing.assert_array_equal(free.work.queries, expected.sum(axis=1))
+    np.testing.assert_array_equal(free.work.kv_reads, 64 * reads.sum(axis=1))
 
 
 def test_a_config_is_made_again_of_its_own_fields() -> None:

@@ -244,6 +244,10 @@ class DecoderConfig:
         """Returns the layers whose keys and values `layer` reads, their heads side by side."""
         return self.kv_source[min(layer, self.num_layers - 1)] if self.kv_source else (layer,)
 
+    def kv_reads(self, start: int, stop: int) -> int:
+        """Returns how many layers' keys and values layers [start, stop) read, each one's summed."""
+        return sum(len(self.kv_read(layer)) for layer in range(start, stop))
+
     def window_at(self, layer: int | jax.Array) -> Int[Array, ""] | None:
         """Returns the number of keys that a token may attend to in a layer; None: no limit."""
         if not any(self.windows):

@@ -27,7 +27,8 @@ class Work:
       keys_values: tokens whose K/V were projected, times layers.
       key_slots: query slots times the key slots that each attended over, times layers. A float: it
         outgrows int32.
-      kv_reads: key slots read in decode steps, times layers; times `bytes_per_slot`: bytes.
+      kv_reads: key slots read in decode steps, times the layers whose K/V each layer reads; times
+        `bytes_per_slot`: bytes.
       decisions: slots that a decision at the segment's end evaluates.
       choices: slots that a choice of attention at the segment's start evaluates.
       heads: slots that went through the vocabulary head, for decisions, choices or the result.

@@ -165,7 +165,7 @@ class Adaptive(Mode):
             queries=spent.work.queries,
             keys_values=spent.work.keys_values + projected,
             key_slots=executor.attended(spent),
-            kv_reads=spent.work.key_slots,
+            kv_reads=spent.work.kv_reads,
         )
         memory = self.remember(done.chosen, shown=_show(shown, ended, depth))
         return emit_drawn(

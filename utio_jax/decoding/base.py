@@ -145,10 +145,16 @@ class Plain(Mode):
             layers=context.layers,
         )
         config = context.decoder.config
-        layers, key_slots = jnp.int32(config.num_layers), config.num_layers * float(width)
-        ran: dict[str, Any] = {"queries": layers, "keys_values": config.kv_layers, "heads": 1}
-        ran |= {"key_slots": key_slots, "kv_reads": key_slots}
-        work = state.work.add(active, steps=1, **ran)
+        layers = jnp.int32(config.num_layers)
+        work = state.work.add(
+            active,
+            steps=1,
+            queries=layers,
+            keys_values=config.kv_layers,
+            heads=1,
+            key_slots=config.num_layers * float(width),
+            kv_reads=config.kv_reads(0, config.num_layers) * float(width),
+        )
         state = dataclasses.replace(state, cache=cache, work=work)
         depth = jnp.full_like(state.lengths, layers)
         return emit_drawn(context, state, logits, decided=depth, executed=depth)

@@ -286,9 +286,15 @@ class CachedRows:
         span, block = self.span(slots, layers), block_of(tokens)
         where: dict[str, Any] = {"width": self.width, "runs": slots.live, "shown": self.shown}
         x, kv = run_segment(decoder, params, cache.kv, tokens.x, block, **span, **where)
-        ran = span["stop"] - span["start"]
-        made = jnp.any(slots.live).astype(jnp.int32) * len(decoder.config.kv_made(*layers))
-        return x, cache.after(kv, queries=ran, keys_values=made, key_slots=ran * float(self.width))
+        runs, config = jnp.any(slots.live).astype(jnp.int32), decoder.config
+        ran, width = runs * (layers[1] - layers[0]), float(self.width)
+        return x, cache.after(
+            kv,
+            queries=ran,
+            keys_values=runs * len(config.kv_made(*layers)),
+            key_slots=ran * width,
+            kv_reads=runs * config.kv_reads(*layers) * width,
+        )
 
     def span(self, slots: RowSlots, layers: tuple[int, int]) -> Span:
         """Returns a segment's layers; an empty span if no row needs it."""
@@ -329,9 +335,13 @@ class CachedRows:
             return new if rows is None else x.at[rows].set(new)
 
         x, ran = on_packed_rows(live[:, 0], run, lambda x: x, tokens.x)
-        layers_run = (end - start) * ran.astype(jnp.int32)
-        key_slots = layers_run * float(self.width)
-        return x, cache.after(cache.kv, queries=layers_run, key_slots=key_slots)
+        runs, width = ran.astype(jnp.int32), float(self.width)
+        return x, cache.after(
+            cache.kv,
+            queries=runs * (end - start),
+            key_slots=runs * (end - start) * width,
+            kv_reads=runs * decoder.config.kv_reads(start, end) * width,
+        )
 
     def map_slots(self, slots: RowSlots, function: Callable[..., Any], *arrays: jax.Array) -> Any:
         live = slots.live

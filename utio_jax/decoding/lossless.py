@@ -202,9 +202,9 @@ class Lossless(Mode):
                 )
         # The last pending token of a row drafts nothing, so it runs no exit head.
         runs, guesses = drafted.rounds, jnp.minimum(drafted.rounds, self.max_draft)
-        drafting = runs * depth
-        if self.exit is not None:
-            drafting += guesses * (self.exit - depth)
+        exit_depth = depth if self.exit is None else self.exit
+        drafting = runs * depth + guesses * (exit_depth - depth)
+        reads = runs * config.kv_reads(0, depth) + guesses * config.kv_reads(depth, exit_depth)
         layers = drafting + self.block * (num_layers - depth)
         lower, upper = len(config.kv_made(0, depth)), len(config.kv_made(depth, num_layers))
         work = state.work.add(
@@ -215,7 +215,7 @@ class Lossless(Mode):
             queries=layers,
             keys_values=runs * lower + self.block * upper,
             key_slots=layers * float(width),
-            kv_reads=(drafting + num_layers - depth) * float(width),
+            kv_reads=(reads + config.kv_reads(depth, num_layers)) * float(width),
             heads=guesses + self.block,
             exit_maps=guesses * has_exit_lens(decoder, self.exit or 0),
         )

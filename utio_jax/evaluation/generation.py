@@ -140,7 +140,7 @@ def _plain_work(decoder: Decoder, prompts: Prompts, generated: Generated, group:
         queries=np.asarray(slots * layers),
         keys_values=np.asarray(slots * decoder.config.kv_layers),
         key_slots=np.asarray(group.rows * layers * widths.sum()),
-        kv_reads=np.asarray(layers * (running * widths).sum()),
+        kv_reads=np.asarray(decoder.config.kv_reads(0, layers) * (running * widths).sum()),
         heads=slots,
     )
 
