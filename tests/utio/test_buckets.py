@@ -267,8 +267,10 @@ def test_inputs_functions_and_arguments_that_do_not_fit_are_named():
         run_buckets(add_layers, jnp.zeros((8, 3)), buckets)
     with pytest.raises(ValueError, match="order and inverse of these buckets.* Got others"):
         run_buckets(add_layers, SOME[..., None], buckets, buckets.token_of_slot + 1)
-    with pytest.raises(ValueError, match=r"same shapes at every depth\. Got depth 2:"):
+    with pytest.raises(ValueError, match=r"same shapes at every depth, .* Got depth 2:"):
         run_buckets(lambda block, depth: jnp.tile(block, depth), SOME[..., None], buckets)
+    with pytest.raises(ValueError, match="lead with the 64 slots of a block"):
+        run_buckets(lambda block, depth: block.sum(axis=0), SOME[..., None], buckets)
 
 
 def test_quick_start_of_the_paper_runs_as_it_is_written():

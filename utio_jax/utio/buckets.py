@@ -228,7 +228,7 @@ def run_buckets(
     Args:
       forward: `forward(block, depth)`; block leaves lead with `[slot]`, depth is a static int.
         Items must be independent: the content of a block's other slots is undefined. All depths
-        must return the same shapes.
+        must return the same shapes, whose leaves lead with `[slot]`.
       inputs: pytree; leaves lead with the axes of `buckets.bucket_of_token`.
       buckets: from `bucket_tokens`. Items of all leading rows share blocks.
       order: as the paper's code passes it on: the `token_of_slot` of these buckets, or None.
@@ -238,8 +238,9 @@ def run_buckets(
         and count as involuntary stays.
 
     Raises:
-      ValueError: leaves do not lead with the buckets' axes, or depths return different shapes. The
-        order or its inverse are those of other buckets. An explicit mesh splits the rows.
+      ValueError: leaves do not lead with the buckets' axes. Results do not lead with the slots, or
+        their shapes differ by depth. The order or its inverse are those of other buckets. An
+        explicit mesh splits the rows.
     """
     for given, own in ((order, buckets.token_of_slot), (inverse, buckets.slot_of_token)):
         if given is None or isinstance(given, Tracer) or isinstance(own, Tracer):
@@ -276,9 +277,11 @@ def run_buckets(
         lambda leaf: jax.ShapeDtypeStruct((size, *leaf.shape[1:]), leaf.dtype), flat
     )
     shapes = [jax.eval_shape(lambda b, d=depth: forward(b, d), block) for depth in depths]
-    if any(shape != shapes[0] for shape in shapes):
+    of_slots = all(leaf.shape[:1] == (size,) for leaf in jax.tree.leaves(shapes))
+    if not of_slots or any(shape != shapes[0] for shape in shapes):
         raise ValueError(
-            "Wanted a forward function that returns the same shapes at every depth. Got "
+            "Wanted a forward function that returns the same shapes at every depth, which lead "
+            f"with the {size} slots of a block. Got "
             + "; ".join(f"depth {d}: {s}" for d, s in zip(depths, shapes, strict=True))
         )
 
