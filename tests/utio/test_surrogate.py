@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from utio_jax.policies import predictive_entropy
-from utio_jax.utio import embedding_outlier, surrogate_importance
+from utio_jax.utio import embedding_outlier, surrogate_importance, surrogate_table
 
 pytestmark = pytest.mark.usefixtures("strict_dtypes")
 
@@ -129,6 +130,8 @@ def test_without_heat_the_other_weights_keep_their_ratio_and_the_sum():
 
 
 LOGITS, HEAT, STATES, MEAN = example(2, 5)
+NO_MODEL: Any = None
+OF_THREE: Any = (0.5, 0.25, 0.25)
 
 
 @pytest.mark.parametrize(
@@ -147,6 +150,10 @@ LOGITS, HEAT, STATES, MEAN = example(2, 5)
             for m in ["Wanted three finite weights.*Got weights="]
             for nan, inf in [(float("nan"), float("inf"))]
             for weights in [(nan, 1, 1), (1, 1, nan), (1, inf, 1), (0, 0, 0), (1, -1, 1), (1, 1)]
+        ),
+        (
+            lambda: surrogate_table(NO_MODEL, None, MEAN, weights=OF_THREE),
+            "Wanted two weights, of entropy and outlier",
         ),
         (lambda: predictive_entropy(jnp.arange(3)), r"logits of shape \[..., vocab\].*int32"),
     ],

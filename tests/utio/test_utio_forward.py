@@ -297,7 +297,8 @@ def test_plans_that_do_not_fit_are_named(tiny, kind, plan, message):
         ),
         ({"weights": (-0.5, 1.0, 1.0)}, "three finite weights of at least 0"),
         ({"weights": (0.0, 0.0, 0.0)}, "one of them above 0"),
-        ({"thresholds": [1.0, math.nan]}, r"thresholds that are numbers.*Got \[1\.0, nan\]"),
+        ({"thresholds": [1.0, math.nan]}, r"thresholds without NaN.*Got \[1\.0, nan\]"),
+        ({"thresholds": (2.5, 1.5)}, r"ascending thresholds.*Got \[2\.5, 1\.5\]\. Sort them"),
     ],
 )
 def test_numbers_that_jit_would_not_see_are_refused_by_the_plan(plan, message):

@@ -52,7 +52,7 @@ from utio_jax.policies.signals import predictive_entropy
 from utio_jax.staircase.exit_head import map_tokens
 from utio_jax.staircase.reference import dense_keys_values, positions_of, read_side_by_side
 from utio_jax.staircase.score import check_rows, labels_of
-from utio_jax.utio.buckets import Buckets, bucket_tokens, rank_ends
+from utio_jax.utio.buckets import Buckets, bucket_tokens, check_thresholds, rank_ends
 from utio_jax.utio.importance import Weights, check_weights, embedding_outlier, weigh
 
 
@@ -76,7 +76,7 @@ class UtioPlan:
 
     Raises:
       ValueError: numbers as weights that no score can have, but for integers of 0, which are axes
-        of `jax.vmap`. Or a number among thresholds is NaN. Arrays are not read.
+        of `jax.vmap`. Or floats among thresholds are NaN, or descend. Arrays are not read.
     """
 
     depths: tuple[int, ...] = static()
@@ -96,11 +96,8 @@ class UtioPlan:
         if numbers and any(weight or not isinstance(weight, int) for weight in self.weights):
             check_weights(self.weights, heat=self.heat)
         edges = self.thresholds if isinstance(self.thresholds, (list, tuple)) else ()
-        if any(isinstance(edge, (float, np.floating)) and np.isnan(edge) for edge in edges):
-            raise ValueError(
-                f"Wanted thresholds that are numbers, -inf or inf. Got {self.thresholds}. Take "
-                "quantiles of scores that are finite."
-            )
+        if floats := [edge for edge in edges if isinstance(edge, (float, np.floating))]:
+            check_thresholds(floats, len(floats))
 
 
 @pytree

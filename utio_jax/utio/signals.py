@@ -68,7 +68,7 @@ class UtioSurrogate(SignalBase):
         self, index: int, boundary: Boundary, memory: jax.Array | None
     ) -> tuple[jax.Array, jax.Array]:
         if memory is None:  # The floor.
-            weights = self.weights[0], 0.0, self.weights[1]
+            weights = _without_heat(self.weights)
             mean = self.mean_states[exit_index(self.exits, boundary.depth, self.name)]
 
             def surrogate(logits: jax.Array, x: jax.Array) -> jax.Array:
@@ -96,14 +96,28 @@ def surrogate_table(
 
     Outliers, whose weight is the second, are those from the calibration text's mean embedding. A
     decoder that adds positions to its embeddings is asked at position 0.
+
+    Raises:
+      ValueError: three weights, as those of a score with heat.
     """
+    parts = _without_heat(weights)
 
     def one(token_id: jax.Array) -> jax.Array:  # A token at a time: [vocab, vocab] can be large.
         x = decoder.embed(params, token_id[None], jnp.zeros(1, jnp.int32))
-        logits, parts = decoder.unembed(params, x), (weights[0], 0.0, weights[1])
+        logits = decoder.unembed(params, x)
         return surrogate_importance(logits, None, x, batch_mean=mean_embedding, weights=parts)[0]
 
     return jax.lax.map(one, jnp.arange(decoder.config.vocab_size), batch_size=128)
+
+
+def _without_heat(weights: tuple[float, float]) -> tuple[float, float, float]:
+    """Returns weights of entropy and outlier as those of all three signals."""
+    if len(weights) != 2:
+        raise ValueError(
+            "Wanted two weights, of entropy and outlier: heat is not known here. Got "
+            f"weights={weights}."
+        )
+    return weights[0], 0.0, weights[1]
 
 
 @pytree
