@@ -166,6 +166,11 @@ def listed(attention: Any) -> Any:
         (lambda tiny, scores: choice(scores, [np.nan]), "numbers.*nan.* in attention by"),
         (lambda tiny, scores: listed(choice(scores, [0.0] * 4)), "depths=\\(2, 4\\).*\\(4,\\)"),
         (lambda tiny, scores: steered(tiny), "depths \\(1, 2\\)"),
+        (
+            lambda tiny, scores: dataclasses.replace(choice(scores, [0.0]), thresholds=0.5),
+            "but the first. Got thresholds of shape \\(\\)",
+        ),
+        (lambda *_: dataclasses.replace(HISTORY, recent=2.5), "more sinks, integers.*recent=2.5"),
     ],
 )  # fmt: skip
 def test_impossible_choices_are_refused(

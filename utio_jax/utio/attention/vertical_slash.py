@@ -32,7 +32,13 @@ from jaxtyping import Array, Bool, Float, Int
 
 from utio_jax.attention.cache import Spans
 from utio_jax.attention.mixing import NOWHERE, Mixer, visible_keys
-from utio_jax.core.decoder import Decoder, Params, check_no_branches, check_softmax
+from utio_jax.core.decoder import (
+    Decoder,
+    Params,
+    check_no_branches,
+    check_softmax,
+    is_integer,
+)
 from utio_jax.core.pytrees import pytree, static
 from utio_jax.core.work import Work
 from utio_jax.policies.base import Boundary, Policy, Signal, exceeds
@@ -59,10 +65,10 @@ class History:
     sinks: int = 4
 
     def __post_init__(self) -> None:
-        if self.recent < 1 or self.sinks < 0:
+        if not (is_integer(self.recent, 1) and is_integer(self.sinks)):
             raise ValueError(
-                "Wanted a History of at least 1 recent token, and no negative number of sinks. "
-                f"Got recent={self.recent}, sinks={self.sinks}."
+                "Wanted a History of at least 1 recent token, and of 0 or more sinks, integers. "
+                f"Got recent={self.recent!r}, sinks={self.sinks!r}."
             )
 
     @property
@@ -173,13 +179,13 @@ class VerticalSlash(AttentionPattern):
         Raises:
           ValueError: the number of thresholds does not fit these depths.
         """
-        missing = len(depths) - self.thresholds.shape[0]
-        if missing not in (0, 1):
+        shape, segments = jnp.shape(self.thresholds), len(depths)
+        if shape not in ((segments,), (segments - 1,)):
             raise ValueError(
                 f"Wanted a threshold of attention for each segment of depths={depths}, or for each "
-                f"but the first. Got thresholds of shape {self.thresholds.shape}."
+                f"but the first. Got thresholds of shape {shape}."
             )
-        return segment - missing
+        return segment - segments + shape[0]
 
     def check(self, decoder: Decoder, depths: tuple[int, ...]) -> None:
         check_no_branches(decoder, what="sparse attention")
