@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from functools import partial
 from typing import Any
 
@@ -116,6 +117,12 @@ def test_parts_of_two_cascades_are_refused(tiny: Any) -> None:
     ids, lengths = jnp.asarray(tokens(tiny)), jnp.asarray([17, 9, 1])
     with pytest.raises(ValueError, match=r"Pass cascade\.policy"):
         score(tiny.decoder, tiny.params, ids, lengths, buckets, attention=cascade.attention)
+    with pytest.raises(TypeError, match="Got Cascade.*take cascade.attention"):
+        score(tiny.decoder, tiny.params, ids, lengths, buckets, attention=cascade)  # type: ignore
+    with pytest.raises(TypeError, match=r"attention=VerticalSlash\(\.\.\.\)\. Got History"):
+        dataclasses.replace(cascade.mode(), attention=HISTORY).check(tiny.decoder)
+    with pytest.raises(TypeError, match="Got the name 'learned'"):
+        dataclasses.replace(cascade.attention, signal="learned").check(tiny.decoder, (1, 2, 4))
     with pytest.raises(TypeError, match="one signal with thresholds.*Got str"):
         _ = Cascade(buckets="learned", dense_above=0.0, history=HISTORY).policy  # type: ignore
     limits: Any

@@ -28,7 +28,7 @@ from utio_jax.staircase.capacity import CapacityPrefix
 from utio_jax.staircase.frozen import frozen_kv
 from utio_jax.staircase.loop import check_policy, staircase
 from utio_jax.staircase.microbatches import MicroBatches
-from utio_jax.staircase.pattern import DENSE, AttentionPattern
+from utio_jax.staircase.pattern import DENSE, AttentionPattern, check_pattern
 from utio_jax.staircase.prompts import PromptImportance
 from utio_jax.staircase.reference import FrozenKV, check_kv
 
@@ -127,6 +127,7 @@ class Prefill:
             )
         check_kv(own_kv, ("propagate", "drop", "mapped", "full"), decoder=decoder)
         depths = check_policy(policy, decoder, kv=own_kv)
+        check_pattern(self.attention)
         self.attention.check(decoder, depths)
         if not self.is_exact(decoder) and kv == "full":
             raise ValueError(

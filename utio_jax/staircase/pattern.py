@@ -84,3 +84,12 @@ class AttentionPattern:
 
 DENSE = AttentionPattern()
 """Every token attends to everything that its layer shows it."""
+
+
+def check_pattern(attention: Any, kind: type[AttentionPattern] = AttentionPattern) -> None:
+    """Raises TypeError for an attention of another kind."""
+    if not isinstance(attention, kind):
+        raise TypeError(
+            f"Wanted attention={kind.__name__}(...). Got {type(attention).__name__}. A History is "
+            "a part of VerticalSlash(history=...); of a Cascade take cascade.attention."
+        )

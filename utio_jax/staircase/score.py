@@ -35,7 +35,7 @@ from utio_jax.staircase.capacity import choose_executor
 from utio_jax.staircase.exit_head import Readout, map_tokens
 from utio_jax.staircase.loop import check_policy, staircase
 from utio_jax.staircase.microbatches import MicroBatches
-from utio_jax.staircase.pattern import DENSE, AttentionPattern
+from utio_jax.staircase.pattern import DENSE, AttentionPattern, check_pattern
 from utio_jax.staircase.reference import FrozenKV, dense_states, positions_of
 from utio_jax.staircase.segments import count_kv_layers
 
@@ -104,7 +104,7 @@ def score(  # noqa: PLR0913 (options, each named)
         and rows there with `utio_jax.core.rows.place`. `Scores.work` then leads with a device axis.
 
     Raises:
-      TypeError: `policy` is not a policy, e.g. the name of one.
+      TypeError: `policy` is not a policy, e.g. the name of one; or `attention` is not a pattern.
       ValueError: rows are wider than the context, or their number is not a multiple of the mesh's
         devices. Outside jit also: ids outside the vocabulary, or lengths beyond the rows.
     """
@@ -122,6 +122,7 @@ def score(  # noqa: PLR0913 (options, each named)
         rows = Rows((token_ids, lengths))
         return over_rows(mesh, on_device, params, rows, policy, attention).tree
     check_policy(policy, decoder, kv=kv)
+    check_pattern(attention)
     full = full_work(decoder, lengths, width=token_ids.shape[1], kv=kv, executor=executor)
     executor = attention.choose_executor(executor, policy, token_ids.shape[1])
     labels, predicted = labels_of(token_ids, lengths)

@@ -52,7 +52,7 @@ from utio_jax.policies.base import Boundary
 from utio_jax.staircase.base import Sources, Tokens
 from utio_jax.staircase.exit_head import Model
 from utio_jax.staircase.forward import shows_from
-from utio_jax.staircase.pattern import AttentionPattern
+from utio_jax.staircase.pattern import AttentionPattern, check_pattern
 from utio_jax.utio.attention.vertical_slash import History, VerticalSlash, sees_history
 
 
@@ -97,6 +97,7 @@ class Throttled(Adaptive):
         super().check(decoder)
         check_not_looped(decoder, what="throttled keys and values")
         policy, attention = self.policy, self.attention
+        check_pattern(attention, VerticalSlash)
         attention.check(decoder, policy.depths)
         if not attention.signal.causal:
             raise ValueError(

@@ -41,7 +41,7 @@ from utio_jax.core.decoder import (
 )
 from utio_jax.core.pytrees import pytree, static
 from utio_jax.core.work import Work
-from utio_jax.policies.base import Boundary, Policy, Signal, exceeds
+from utio_jax.policies.base import Boundary, Policy, Signal, check_signal, exceeds
 from utio_jax.policies.depth import check_thresholds
 from utio_jax.staircase.base import Executor, Tokens
 from utio_jax.staircase.exit_head import Head, Model
@@ -194,6 +194,7 @@ class VerticalSlash(AttentionPattern):
             why="of which each query may see keys of its own",
             remedy="Leave the sparse attention out.",
         )
+        check_signal(self.signal)
         self.index_of(0, depths)
         check_thresholds(self.thresholds, of=f"attention by {self.signal.name!r}")
 
