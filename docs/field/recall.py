@@ -19,39 +19,41 @@ from utio_jax.policies import given_depths
 
 
 def rows_of(model, filler, distances, count, width):
-    """Returns rows `[case, distance, token]` and an answer's tokens; the last has no fact."""
-    rng, encode = np.random.default_rng(0), lambda text: model.tokenizer.encode(text).ids[1:]
-    rows = []
+    """Returns rows `[case, distance, token]`, and tokens of each case's answer and question.
+
+    The last row of a case has no fact.
+    """
+    encode = lambda text: model.tokenizer.encode(text, add_special_tokens=False).ids
+    rng, rows, sizes = np.random.default_rng(0), [], []
     for case in range(count):
-        name, value = (
-            rng.permutation(list("abcdefghij"))[:6],
-            "".join(map(str, rng.integers(0, 10, 5))),
-        )
-        fact, ask = encode(f"\n{''.join(name)} = {value}\n"), encode(f"\n{''.join(name)} =")
-        answer = encode(f" {value}")
+        name = "".join(rng.permutation(list("abcdefghij"))[:6])
+        value = "".join(map(str, rng.integers(0, 10, 5)))
+        fact, ask, answer = map(encode, (f"\n{name} = {value}\n", f"\n{name} =", f" {value}"))
         text = filler[case * width :][: width - len(fact) - len(ask) - len(answer)]
         places = [len(text) - distance for distance in distances]
         facts = [[*text[:at], *fact, *text[at:], *ask, *answer] for at in places]
         rows.append([*facts, [*text, *filler[-len(fact) :], *ask, *answer]])
-    return np.asarray(rows), len(answer), len(ask)
+        sizes.append([len(answer), len(ask)])
+    return np.asarray(rows), np.asarray(sizes)
 
 
 def run(model, filler, exits, distances=(16, 64, 200), count=16, width=256):
     """Returns the loss of recall in % at each distance, by exit of the text."""
-    rows, answer, ask = rows_of(model, filler, distances, count, width)
+    rows, sizes = rows_of(model, filler, distances, count, width)
+    left = width - np.arange(width)  # Tokens to the end, in which each case has its own sizes.
+    is_text, predicts = left > sizes.sum(axis=1)[:, None], left[1:] <= sizes[:, :1]
     ids, layers = jnp.asarray(rows.reshape(-1, width)), model.decoder.config.num_layers
     lengths, lost = jnp.full(len(ids), width), {}
 
     def nats(depths):
         policy = given_depths(depths, depths=tuple(sorted({*exits, layers})))
         result = utio_jax.score(model.decoder, model.params, ids, lengths, policy)
-        logs = result.log_likelihood[:, width - answer - 1 : width - 1].sum(axis=1)
-        return -np.asarray(logs, np.float64).reshape(count, -1).sum(axis=0)
+        logs = np.asarray(result.log_likelihood, np.float64).reshape(rows.shape)[..., :-1]
+        return -logs.sum(axis=(0, 2), where=predicts[:, None])
 
     full = nats(jnp.full(ids.shape, layers))
     for depth in exits:
-        table = np.full(ids.shape, layers)
-        table[:, : width - answer - ask] = depth
+        table = np.where(is_text, depth, layers).repeat(rows.shape[1], axis=0)
         for name, given in ((depth, table), (f"truncated to {depth}", table * 0 + depth)):
             spent = nats(jnp.asarray(given)) - full
             lost[name] = (100 * spent[:-1] / (full[-1] - full[:-1])).round(1).tolist()

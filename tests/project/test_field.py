@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 import importlib
 import io
+import re
 import tokenize
 from pathlib import Path
 from types import SimpleNamespace
@@ -100,6 +101,10 @@ def test_orthorank_scores_by_the_angle_to_the_first_token(program: Any, stored: 
             np.testing.assert_allclose(scores[row, token], -cosine, rtol=1e-5)
     rows = rows_of(program, {"orthorank": lambda fitter: signal}, stored)
     assert {"orthorank at 0.75", "learned at 0.75", "uniform 2"} <= {*rows}
+    # A decode step shows one token, which is its own first one: all would leave.
+    policy = utio_jax.Thresholded(signal=signal, thresholds=jnp.asarray([-0.5]), depths=(2, 4))
+    with pytest.raises(ValueError, match="Wanted a causal policy"):
+        utio_jax.Adaptive(policy=policy).check(stored.decoder)
 
 
 @pytest.mark.slow
@@ -162,6 +167,13 @@ def test_full_depth_loses_no_recall(program: Any, shipped: Any) -> None:
     assert lost[16] == [0, 0]
     assert max(np.abs(lost[8])) < 1e-3  # Keys and values are made by the first seven layers.
     assert np.abs(lost[4]).max() > 1
+    # Names and numbers are cut into tokens unevenly: each case has its own answer and question.
+    rows, sizes = program("recall").rows_of(shipped, filler, (16, 64), count=4, width=128)
+    assert len({*map(tuple, sizes.tolist())}) > 1
+    for case, (answer, ask) in zip(rows, sizes, strict=True):
+        texts = {shipped.tokenizer.decode(row[-answer - ask :].tolist()) for row in case}
+        assert len(texts) == 1
+        assert re.fullmatch(r"\n[a-j]{6} = \d{5}", texts.pop())
 
 
 @pytest.mark.slow
