@@ -17,9 +17,13 @@ from utio_jax.policies import SignalBase
 
 @pytree
 class OrthoRank(SignalBase):
-    """Minus the cosine, without its sign, between the states of a token and of its row's first."""
+    """Minus the cosine, without its sign, between the states of a token and of its row's first.
+
+    It looks at whole rows: for scoring alone.
+    """
 
     name: str = static(default="orthorank")
+    causal: bool = static(default=False)
 
     def __call__(self, index, boundary, memory):
         unit = boundary.x / jnp.linalg.norm(boundary.x, axis=-1, keepdims=True)
