@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.generation import assert_greedy, begun, context_of, run
+from helpers.generation import EagerNGram, assert_greedy, begun, context_of, run
 
+from utio_jax.core.platform import compiling_for
 from utio_jax.decoding.base import Plain
 from utio_jax.decoding.drafting import NGram
 from utio_jax.decoding.loop import Lengths, advance
@@ -96,7 +98,7 @@ def test_drafts_cost_what_a_slow_matcher_says(model, plain, row):
     np.testing.assert_array_equal(result.executed[0], 4)
 
 
-MODE = Lossless(drafter="ngram", max_draft=5)
+MODE = Lossless(drafter="ngram", max_draft=5, ngram=EagerNGram())
 
 
 def test_greedy_is_the_full_model_in_ragged_batches_and_needs_no_exit(model, plain):
@@ -144,3 +146,30 @@ def test_a_row_that_rests_drafts_again_once_its_drafts_would_be_right():
     # One miss is paid for; without a match nothing is learned.
     assert [row for row, _ in drafting] == [True] + [False] * 6 + [True] * 3
     assert all(row for _, row in drafting)
+
+
+@pytest.mark.parametrize(("name", "fixed"), [("cpu", 16), ("cuda", 256)])
+def test_rows_draft_where_what_they_accept_pays_for_the_pass(model, name, fixed):
+    """The pass runs every row's drafts, so the rows that repeat nothing pay for those that do."""
+    context, most = context_of(model, Lossless(drafter="ngram")), 4
+    every = list(range(64))  # Whatever comes next is a repetition.
+    state = begun(context, [every, every[::-1], [5], every], slots=128)
+    ended = dataclasses.replace(state, reason=state.reason.at[3].set(state.reason[0] + 1))
+    drafted = []
+    for begun_state in (state, ended):
+        for rates in itertools.product([0.2, 0.25, 0.4, 0.6, 0.8, 1.0], repeat=2):
+            hits = jnp.asarray([*rates, 1.0, 1.0])
+            with compiling_for(name):
+                proposal = NGram().propose(
+                    context, dataclasses.replace(begun_state, memory=hits), most=most
+                )
+            accepted, rows = 0.0, int(begun_state.active.sum())
+            for row in np.flatnonzero(proposal.matched):
+                rate = float(hits[row])
+                accepted += sum(rate**n for n in range(1, most + 1)) if rate >= 0.25 else 0
+            longer = (fixed + 4 * (most + 1)) / (fixed + 4)  # The pass, in plain steps.
+            pays = (rows + accepted) / rows >= longer
+            drafting = proposal.matched & (hits >= 0.25) & pays
+            np.testing.assert_array_equal(proposal.counts, np.where(drafting, most, 0))
+            drafted.append(bool(drafting.any()))
+    assert 0 < sum(drafted) < len(drafted)

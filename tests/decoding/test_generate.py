@@ -19,6 +19,7 @@ from helpers.generation import (
     PROMPTS,
     SMALL,
     DepthAt,
+    EagerNGram,
     assert_greedy,
     begun,
     context_of,
@@ -409,7 +410,7 @@ PROCESSED: dict[str, Any] = {
     "plain": Plain(),
     "adaptive": Adaptive(policy=uniform(2)),
     "exit": Lossless(exit=2, max_draft=3),
-    "ngram": Lossless(drafter="ngram", max_draft=3),
+    "ngram": Lossless(drafter="ngram", max_draft=3, ngram=EagerNGram()),
 }
 
 

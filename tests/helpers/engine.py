@@ -13,11 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from helpers.generation import lively_model
+from helpers.generation import EagerNGram, lively_model
 from helpers.models import Model
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.base import Plain
-from utio_jax.decoding.drafting import NGram
 from utio_jax.decoding.generate import Generated, generate
 from utio_jax.decoding.loop import Lengths
 from utio_jax.decoding.lossless import Lossless
@@ -51,7 +50,7 @@ def modes() -> dict[str, tuple[Any, Prefill | None]]:
         "drop": (Adaptive(policy=policy, kv="drop"), None),
         "mapped": (Adaptive(policy=policy, kv="mapped"), None),
         "lossless": (Lossless(exit=2, max_draft=3), None),
-        "copies": (Lossless(drafter="ngram", max_draft=3, ngram=NGram(longest=2)), None),
+        "copies": (Lossless(drafter="ngram", max_draft=3, ngram=EagerNGram(longest=2)), None),
         "prompts": (Adaptive(policy=policy), Prefill(policy=importance)),
     }
 

@@ -17,6 +17,7 @@ from jaxtyping import Array, Int
 from helpers.models import Model, live_params, padded
 from utio_jax.core.pytrees import pytree, static
 from utio_jax.decoding.base import DecodeContext
+from utio_jax.decoding.drafting import NGram
 from utio_jax.decoding.generate import Generated, generate
 from utio_jax.decoding.loop import Lengths, begin
 from utio_jax.decoding.sampling import SamplingParams, rows_of
@@ -41,6 +42,13 @@ LONG = [[*PROMPTS[0], *range(10, 24)], PROMPTS[1] * 3, PROMPTS[2]]
 
 SMALL_BLOCKS = MicroBatches(min_bucket=2, block=8, query_block=4, key_step=8)
 """Reads such prompts in several blocks."""
+
+
+class EagerNGram(NGram):
+    """Drafts of several rows pay, however few of them are accepted."""
+
+    def least_accepted(self, rows: int, *, most: int) -> float:
+        return 0.0
 
 
 @functools.cache  # Once for all files: they share its compiled programs.

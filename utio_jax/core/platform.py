@@ -51,6 +51,8 @@ class Platform:
       search: method of `jnp.searchsorted`: accelerators run "scan" as a serial loop.
       least_rows: minimum rows of a matrix product in decoding; fewer are padded. A product of one
         row runs on the TPU's vector unit, at half the memory bandwidth.
+      fixed_tokens: tokens whose computation takes as long as what every decode step takes besides:
+        it decides from which acceptance on drafts of several rows pay.
       heads_apart: True to keep the reshape to heads out of decoding's products. XLA:TPU folds it
         into their weights, which copies whole stacks of layers on every call.
       table_first: True to multiply a tied head's table with a single row. The product of the row
@@ -85,6 +87,7 @@ class Platform:
     folds_heads: bool = False
     search: Literal["scan", "compare_all"] = "compare_all"
     least_rows: int = 1
+    fixed_tokens: int = 256
     heads_apart: bool = False
     table_first: bool = False
     scores_turned: bool = False
@@ -126,6 +129,7 @@ _CPU = Platform(
     blocked_rows=32 if _AS_OF_0_11 else 8,
     folds_heads=True,
     search="scan",
+    fixed_tokens=16,
     table_first=_AS_OF_0_11,
     scores_turned=True,
     heads_first=True,

@@ -18,6 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 from utio_jax.attention.cache import KVCache
 from utio_jax.core.arrays import most_probable
 from utio_jax.core.decoder import DecoderConfig, apply_exit_lens, is_integer
+from utio_jax.core.platform import here
 from utio_jax.core.pytrees import pytree
 from utio_jax.decoding.base import DecodeContext, process, sampling_of
 from utio_jax.decoding.cached import block_at, run_segment
@@ -152,9 +153,10 @@ class NGram:
     match is shorter than the draft, it is repeated, as in an LZ77 copy.
 
     A row drafts while its first draft is accepted in at least `LEAST_HITS` of its recent steps
-    (exponential mean with weight `RECENT`). Below that, it decodes one token a step, at the cost of
-    plain decoding. Its unverified drafts are still compared with its tokens, so it drafts again as
-    soon as the text repeats.
+    (exponential mean with weight `RECENT`). In a batch, none does where a pass over all drafts
+    would take longer than the accepted ones save (`least_accepted`). Otherwise rows decode one
+    token a step, at the cost of plain decoding. Unverified drafts are still compared with their
+    tokens, so rows draft again as soon as their text repeats.
 
     Attributes:
       longest: maximum length of a match in tokens: `prompt_lookup_max`.
@@ -179,14 +181,26 @@ class NGram:
         """Returns drafts copied from the rows' own text; runs no layer."""
         drafts, counts = self(state.token_ids, state.lengths, drafts=most)
         matched = state.active & (counts > 0)
+        hits = jnp.where(matched & (state.memory >= self.LEAST_HITS), state.memory, 0.0)
+        accepted = jnp.sum(sum(hits**draft for draft in range(1, most + 1)))
+        least = self.least_accepted(counts.shape[0], most=most)
+        pays = accepted >= least * jnp.sum(state.active)
         return Proposal(
             pending=None,
             token_ids=drafts,
             log_q=None,
-            counts=jnp.where(matched & (state.memory >= self.LEAST_HITS), counts, 0),
+            counts=jnp.where(pays & (hits > 0), counts, 0),
             rounds=jnp.int32(0),
             matched=matched,
         )
+
+    def least_accepted(self, rows: int, *, most: int) -> float:
+        """Returns the accepted drafts of each row, on average, from which a pass over drafts pays.
+
+        That is the time that it takes longer than a plain step, in plain steps, if time is the
+        number of tokens plus `Platform.fixed_tokens`.
+        """
+        return rows * most / (here().fixed_tokens + rows)
 
     def start(self, rows: int) -> Float[Array, " batch"]:
         """Returns the initial acceptance rate of first drafts: one miss is enough to stop."""

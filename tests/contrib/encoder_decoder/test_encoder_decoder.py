@@ -13,7 +13,7 @@ import pytest
 from helpers import cases
 from helpers.encoder_decoder import EXITS as DEPTHS
 from helpers.encoder_decoder import SOURCE, TARGET, t5_model
-from helpers.generation import DepthAt, assert_greedy, depth_table
+from helpers.generation import DepthAt, EagerNGram, assert_greedy, depth_table
 from helpers.marks import slow
 from helpers.models import assert_equal, padded, plain_nll
 from tokenizers import Tokenizer, decoders, models
@@ -76,7 +76,7 @@ def test_adaptive_decoding_is_the_reference_at_the_decided_depths() -> None:
     "mode",
     [
         utio_jax.Lossless(exit=4, max_draft=3),
-        *slow(utio_jax.Lossless(drafter="ngram", max_draft=3)),
+        *slow(utio_jax.Lossless(drafter="ngram", max_draft=3, ngram=EagerNGram())),
     ],
     ids=["exit", "ngram"],
 )

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from helpers.generation import DepthAt, depth_table, run, true_logits
+from helpers.generation import DepthAt, EagerNGram, depth_table, run, true_logits
 
 from utio_jax.contrib.stopping import ThinkingBudget, Thought
 from utio_jax.decoding import Adaptive, Lossless, SamplingParams
@@ -106,7 +106,8 @@ def test_rows_think_as_a_loop_over_single_tokens_does(
 def test_drafts_end_where_single_tokens_do(
     model: Any, rules: Any, expected: Any, name: str
 ) -> None:
-    mode: Any = Lossless(exit=2, max_draft=3) if name == "exit" else Lossless(drafter="ngram")
+    copies = Lossless(drafter="ngram", ngram=EagerNGram())
+    mode: Any = Lossless(exit=2, max_draft=3) if name == "exit" else copies
     result = run(model, PROMPTS, max_new_tokens=NEW, logits_processor=rules["end"], mode=mode)
     assert [new.tolist() for new in result.token_ids] == expected["end"]
     assert (result.work.steps < NEW).any() or name == "ngram"
