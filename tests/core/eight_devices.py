@@ -18,7 +18,7 @@ from helpers.engine import CAPACITY, SHAPES, alone, engine_of, modes, pool, run_
 from helpers.generation import DepthAt, depth_table, lively_model, run, true_logits
 from helpers.marks import slow
 from helpers.models import Model, assert_equal, gated
-from jax.sharding import AxisType, Mesh, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from utio_jax import score, uniform
 from utio_jax.calibration.calibrate import calibrate
@@ -89,10 +89,23 @@ def test_rows_of_each_device_are_its_own_and_empty_ones_fill_up() -> None:
         done = Rows(rows.tree + shared), StackedRows(stacks.tree * 2)
         return *done, Rows(rows.tree.sum()[None])
 
-    done, doubled, sums = over_rows(mesh, on_device, *placed)
-    np.testing.assert_array_equal(done.tree, np.concatenate([rows, np.zeros((1, 2))]) + 1)
-    np.testing.assert_array_equal(doubled.tree, 2 * np.pad(stacks, ((0, 0), (0, 1), (0, 0))))
-    np.testing.assert_array_equal(sums.tree, [rows[:3].sum(), rows[3:].sum()])
+    # Rows that lie elsewhere are split, too; a mesh may have axes that the compiler follows.
+    whole = (
+        Rows(np.pad(rows, ((0, 1), (0, 0)))),
+        StackedRows(np.pad(stacks, ((0, 0), (0, 1), (0, 0)))),
+    )
+    shared = jax.device_put(np.ones((1, 2)), NamedSharding(mesh, PartitionSpec(None, "data")))
+    types, devices = (AxisType.Explicit, AxisType.Auto), jax.devices()[:4]
+    square = jax.make_mesh((2, 2), ("data", "model"), axis_types=types, devices=devices)
+    for where, args in (
+        (mesh, placed),
+        (mesh, (*whole, shared)),
+        (square, (*whole, np.ones((1, 2)))),
+    ):
+        done, doubled, sums = over_rows(where, on_device, *args)
+        np.testing.assert_array_equal(done.tree, whole[0].tree + 1)
+        np.testing.assert_array_equal(doubled.tree, 2 * whole[1].tree)
+        np.testing.assert_array_equal(sums.tree, [rows[:3].sum(), rows[3:].sum()])
 
 
 def compiled_score(

@@ -123,6 +123,12 @@ def over_rows(mesh: Mesh | None, function: Callable[..., Any], *args: Any) -> An
             f"Wanted rows that {parts} devices share evenly. Got {sorted(counts)} rows. Fill them "
             "up with empty ones: utio_jax.core.rows.place."
         )
+    specs, types = tuple(map(_spec, axes)), dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    if types[DATA] == AxisType.Explicit:  # `shard_map` moves nothing along such an axis.
+        leaves = [
+            jax.sharding.reshard(leaf, NamedSharding(mesh, spec))
+            for leaf, spec in zip(leaves, specs, strict=True)
+        ]
     made: dict[str, Any] = {}
 
     def on_one_device(*leaves: jax.Array) -> tuple[list[jax.Array], list[jax.Array]]:
@@ -137,12 +143,13 @@ def over_rows(mesh: Mesh | None, function: Callable[..., Any], *args: Any) -> An
     mapped = jax.shard_map(
         on_one_device,
         mesh=mesh,
-        in_specs=tuple(_spec(axis) for axis in axes),
+        in_specs=specs,
         out_specs=(_spec(0), _spec(1)),
         axis_names={DATA},
         check_vma=False,
     )
-    groups = [iter(group) for group in mapped(*leaves)]
+    # Outside jit, JAX takes no mesh of further axes.
+    groups = [iter(group) for group in jax.jit(mapped)(*leaves)]
     return jax.tree.unflatten(made["treedef"], [next(groups[axis]) for axis in made["axes"]])
 
 
