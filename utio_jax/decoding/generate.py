@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import Mesh
 
 from utio_jax.attention.cache import bytes_per_slot, key_widths
@@ -255,12 +256,18 @@ def generate(  # noqa: PLR0913 (options, each named)
         batch sizes compile. A terminal shows the number of finished prompts.
 
     Raises:
-      TypeError: `mode` is the name or the class of a mode; `lengths` are no `Lengths`, the
-        tokenizer does not decode, or a function is not callable.
+      TypeError: `params` are traced; `mode` is the name or the class of a mode;
+        `lengths` are no `Lengths`, the tokenizer does not decode, or a function is not callable.
       ValueError: no prompts, an empty prompt, ids outside the vocabulary, or more tokens than the
         model's context; a mode or prefill that does not fit the model or the other; lists whose
         length differs from the number of prompts; or log-probabilities that are NaN.
     """
+    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(params)):
+        raise TypeError(
+            "Wanted params as arrays: generate loops on the host, over steps that it compiles. Got "
+            "traced ones, as within jit, grad or vmap. Call it outside; gradients are those of "
+            "utio_jax.score for the tokens that it drew."
+        )
     if not is_integer(max_batch, 1):
         raise ValueError(f"Wanted a max_batch of at least 1 prompt. Got max_batch={max_batch}.")
     if not isinstance(lengths, Lengths):
