@@ -130,6 +130,26 @@ def test_errors_of_a_margin_are_those_of_a_ratio_of_sums() -> None:
     assert result.p_value == pytest.approx((1 + far) / 4001, abs=1e-3)
 
 
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_a_policy_on_the_hull_of_some_draws_has_an_interval_of_its_own_size(share: float) -> None:
+    """An exit above the hull, or a mixture with another, is on it in draws that leave no error."""
+    rng = np.random.default_rng(1)
+    size = np.exp(rng.normal(size=29))
+    losses = [2 * size * (1 + rate + 0.02 * rng.normal(size=29)) for rate in (0.09, 0.065, 0.03)]
+    pairs = zip([*losses, 2 * size], (0.28, 0.52, 0.76, 1.0), strict=True)
+    exits = [sums(nll, cost * size) for nll, cost in pairs]
+    mixed = (
+        (1 - share) * np.asarray(one) + share * np.asarray(other)
+        for one, other in zip(*exits[1:3], strict=True)
+    )
+    result = margin_test(exits, DocumentSums(*mixed), draws=400)
+    assert result is not None
+    low, margin, high = result.interval
+    assert -1.0 < margin <= 0.0
+    assert 0.1 < high - low < 3.0
+    assert result.p_value > 0.05
+
+
 def test_documents_that_all_say_the_same_leave_no_doubt() -> None:
     same = [sums(np.full(6, nll), np.full(6, flops)) for nll, flops in ((11.0, 0.5), (10.0, 1.0))]
     policy = sums(np.full(6, 10.4), np.full(6, 0.75))

@@ -52,11 +52,15 @@ def studentised(
 
     The statistic and its standard error times the 95 % quantile of `|value of a draw - value|` over
     that draw's own standard error (symmetric bootstrap-t, Hall 1988). Standard errors are the
-    infinitesimal jackknife's. The p-value is the share of draws that are as far off, in their own
-    errors, as the statistic is from 0. `weights` are of `drawn_again`, `values` of the statistic,
-    and `influence` is its slope by each document's weight.
+    infinitesimal jackknife's. One below a tenth of what the text's own slopes give, as at a corner
+    of the hull, is replaced by that. The p-value is the share of draws that are as far off, in
+    their own errors, as the statistic is from 0. `weights` are of `drawn_again`, `values` of the
+    statistic, and `influence` is its slope by each document's weight.
     """
     errors = np.sqrt((weights * influence**2).sum(axis=1))
+    own = influence[0] - (weights @ influence[0])[:, None] / weights.shape[1]
+    usual = np.sqrt((weights * own**2).sum(axis=1))
+    errors = np.where(errors < 0.1 * usual, usual, errors)
     moved = np.abs(values - values[0])
     with np.errstate(divide="ignore", invalid="ignore"):
         # A draw of one document alone has no error: it is infinitely far off, if at all.
