@@ -15,7 +15,7 @@ import pytest
 from helpers.cases import run_dense, run_oracle, run_staircase
 from helpers.counting import Counting, read_counts
 from helpers.generation import lively_model
-from helpers.models import gated, padded, plain_nll
+from helpers.models import Model, gated, padded, plain_nll, with_random_maps
 from helpers.texts import EXECUTOR, batches
 
 from utio_jax import Adaptive, Engine, Thresholded, compare, generate, uniform
@@ -314,6 +314,20 @@ class _Dear(Learned):
 
     def flops(self, index: int, decoder: Any, params: Any) -> float:
         return (1 + 2 * index) * super().flops(index, decoder, params)
+
+
+def test_mapped_keys_and_values_are_charged_to_their_tokens(tiny: Any) -> None:
+    """Without padding a pass executes what its document pays, the ideal and the gates together."""
+    executor = MicroBatches(min_bucket=1, block=1, query_block=1, key_step=1)
+    short = Transformer(dataclasses.replace(tiny.decoder.config, context_length=8))
+    model = with_random_maps(Model(short, tiny.params), stops=(1, 2))
+    ids = [np.random.default_rng(5).integers(0, 64, 8)]
+    options: dict[str, Any] = {"kv": "mapped", "executor": executor, "compare": False}
+    result = score_documents(model.decoder, model.params, ids, gated(tiny), **options)
+    total, (document,) = result.quality, result.documents
+    assert {1, 2} & {*total.histogram}
+    assert document.quality.flops == pytest.approx(total.flops)
+    assert total.flops_ideal + total.flops_gates == pytest.approx(total.flops)
 
 
 @pytest.mark.check

@@ -170,6 +170,7 @@ def run_passes(  # noqa: PLR0913 (options, each named)
             depths,
             key_widths=chosen.key_widths(depths.shape[1]),
             projected=int(depths.max(initial=0)) * projects,
+            mapped=kv == "mapped",
             spared=partial(choice.spared_keys, scores.chosen, policy.depths),
         )
         gates = gate_flops(decoder, params, policy, work, attention=choice)
@@ -406,6 +407,7 @@ def score_documents(  # noqa: PLR0913 (options, each named)
                 prices if reasons[number] is None else {},
                 own["depths"],
                 projects=frozen_kv(kv, decoder).projects,
+                mapped=kv == "mapped",
             )
             if choices[number] != DENSE:
                 costs |= dict.fromkeys(("flops", "flops_ideal", "flops_gates"), math.nan)
@@ -450,6 +452,7 @@ def _decided_costs(
     depths: np.ndarray,
     *,
     projects: bool,
+    mapped: bool,
 ) -> dict[str, Any]:
     """Returns the costs of decided depths `[row, token]`, without padding, by fields of `Quality`.
 
@@ -458,7 +461,7 @@ def _decided_costs(
     layers = cost.full_depth
     # Each token sees those up to itself. A batch's widths of keys depend on its longest row.
     decided = partial(decided_work, cost, key_widths=range(1, depths.shape[1] + 1))
-    ideal = decided(depths, projected=int(depths.max(initial=0)) * projects)
+    ideal = decided(depths, projected=int(depths.max(initial=0)) * projects, mapped=mapped)
     full = decided(np.where(depths > 0, layers, 0), projected=layers)
     ends = {policy.depths[at]: policy.reads_logits(at) for at in prices}
     # A head for each token, and for each that a boundary read and sent on.

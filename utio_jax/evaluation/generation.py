@@ -102,7 +102,13 @@ def _spent_on_group(
     emitted = np.concatenate(generated.decided[part])
     if charged.queries:
         width = float(charged.key_slots / charged.queries)
-    ideal = decided_work(cost, emitted[:, None], key_widths=[width], projected=mode.projected_depth)
+    ideal = decided_work(
+        cost,
+        emitted[:, None],
+        key_widths=[width],
+        projected=mode.projected_depth,
+        mapped=bool(np.any(work.kv_maps)),
+    )
     values, counts = np.unique(emitted, return_counts=True)
     return Quality(
         tokens=emitted.size,
