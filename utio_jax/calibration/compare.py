@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from utio_jax.calibration.goals import several_budgets
 from utio_jax.calibration.search import forget_programs
 from utio_jax.calibration.studies import (
     ExitStudy,
@@ -106,7 +107,7 @@ def compare(  # noqa: PLR0913 (options, each named)
     document_of_window: np.ndarray,
     calibration: Calibration | None,
     *,
-    budgets: Sequence[float] | None = None,
+    budgets: float | Sequence[float] | None = None,
     policies: Policies = (),
     executor: Executor = MicroBatches(),
     mesh: Mesh | None = None,
@@ -125,7 +126,7 @@ def compare(  # noqa: PLR0913 (options, each named)
       batches: the text, all of one shape; none of it may have been calibrated on.
       document_of_window: `[window]`, the document that each of `Batch.window` is cut from.
       calibration: the fitted policies; None: there are none.
-      budgets: of the calibration; all by default.
+      budgets: one of the calibration's or several; all by default.
       policies: others to judge, each next to random depths of its own histogram; by name, or called
         by their own.
       executor: of live slots.
@@ -135,8 +136,8 @@ def compare(  # noqa: PLR0913 (options, each named)
       progress: called with what happens next.
 
     Raises:
-      ValueError: fewer than five documents, no draws, a model without exits, budgets that no
-        policy has, or policies of one name.
+      ValueError: batches of several shapes or of other windows, fewer than five documents, no
+        draws, a model without exits, budgets that no policy has, or policies of one name.
     """
     check_batches(batches, instead="model.compare(texts)")
     say = progress if progress is not None else lambda _: None
@@ -144,7 +145,7 @@ def compare(  # noqa: PLR0913 (options, each named)
         calibration = Calibration(entries={}, signals={}, info={})
     others = _named_policies(policies, taken=[*CONTROLS, *calibration.entries])
     known = sorted({budget for fitted in calibration.entries.values() for budget in fitted})
-    chosen = known if budgets is None else sorted(set(budgets))
+    chosen = known if budgets is None else sorted(set(several_budgets(budgets)))
     if not set(chosen) <= set(known) or not (chosen or others):
         if not known:
             raise ValueError(
@@ -155,7 +156,15 @@ def compare(  # noqa: PLR0913 (options, each named)
     # Before the passes, not after them.
     if not is_integer(draws, 1):
         raise ValueError(f"Wanted at least 1 of draws, an integer. Got draws={draws!r}.")
-    check_enough(len(set(document_of_window.tolist())))
+    windows = np.concatenate([batch.window[batch.window >= 0] for batch in batches])
+    if windows.max(initial=-1) >= len(document_of_window):
+        raise ValueError(
+            f"Wanted the document of each of {windows.max() + 1} windows. Got "
+            f"{len(document_of_window)}. utio_jax.core.sample_batches returns both: take them from "
+            "one call."
+        )
+    document_of_window = np.asarray(document_of_window)
+    check_enough(len(set(document_of_window[windows].tolist())))
     params = place(params, mesh)
     done = itertools.count(1)
     counted = lambda: say(f"exits: batch {next(done)} of {len(batches)}")  # noqa: E731

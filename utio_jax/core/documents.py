@@ -6,7 +6,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -99,7 +99,14 @@ class Batch:
 
 
 def check_batches(batches: Any, *, instead: str) -> None:
-    """Raises TypeError if something is no sequence of batches; `instead` is the call for texts."""
+    """Raises an error unless something is a sequence of batches of one shape.
+
+    `instead` is the call for texts.
+
+    Raises:
+      TypeError: it is no sequence of batches.
+      ValueError: batches of several shapes.
+    """
     several = isinstance(batches, Sequence) and not isinstance(batches, str)
     kinds = {type(batch).__name__ for batch in batches} - {Batch.__name__} if several else set()
     if not several or kinds:
@@ -107,6 +114,12 @@ def check_batches(batches: Any, *, instead: str) -> None:
         raise TypeError(
             "Wanted a list of batches of token ids, as utio_jax.core.sample_batches returns. Got "
             f"{given}. For one batch: [batch]. For texts: {instead}."
+        )
+    shapes = sorted({batch.token_ids.shape for batch in cast(Sequence[Batch], batches)})
+    if len(shapes) > 1:
+        raise ValueError(
+            "Wanted batches of one shape, as utio_jax.core.sample_batches returns. Got "
+            f"{', '.join(map(str, shapes))}. Cut all texts into windows of one width."
         )
 
 
