@@ -220,6 +220,8 @@ def test_controls_differ_in_one_thing() -> None:
         "2 sinks_recent 0.3 propagate",
     ]
     assert all(control.flops_ratio is None for control in controls_of(choice))
+    nothing = dataclasses.replace(choice, by="none")
+    assert [x.label for x in controls_of(nothing)] == ["2 none drop", "2 none propagate"]
 
 
 # Loss of what follows a prompt, against the reference, and what reading the prompt costs.

@@ -210,10 +210,14 @@ def controls_of(choice: PromptChoice) -> tuple[PromptChoice, ...]:
     """Returns the controls of a choice; each but the first differs from it in one option.
 
     As many tokens by chance; no token deep but the last; the others hidden; and their last states
-    copied, or mapped where the choice copies them.
+    copied, or mapped where the choice copies them. Without deep tokens chance has none to deal out.
     """
     bare = dataclasses.replace(choice, flops_ratio=None, nll_increase_pct=None)
     other = [kv for kv in ("drop", "propagate") if kv != choice.kv]
     frozen = [dataclasses.replace(bare, kv=kv) for kv in other]
-    by = [dataclasses.replace(bare, by=by) for by in ("random", "none") if by != choice.by]
+    by = [
+        dataclasses.replace(bare, by=by)
+        for by in ("random", "none")
+        if choice.by not in (by, "none")
+    ]
     return (*by, *frozen)
