@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from utio_jax.core.decoder import Decoder, Params
-from utio_jax.core.flops import expected_flops, token_cost
+from utio_jax.core.flops import expected_flops, rounded_up, token_cost
 from utio_jax.policies.base import Policy
 from utio_jax.policies.depth import random_depths, uniform
 from utio_jax.policies.store import DEFAULT_BUDGET, Calibration
@@ -131,8 +131,8 @@ def shares_for(decoder: Decoder, params: Params, budget: float, *, width: int) -
     least = ratio(low)
     if least > budget:
         raise ValueError(
-            f"Wanted a budget of at least {least:.2f}, at which every token stops at the first of "
-            f"exits={exits}. Got {budget}."
+            f"Wanted a budget of at least {rounded_up(least):.3f}, at which every token "
+            f"stops at the first of exits={exits}. Got {budget}."
         )
     for _ in range(60):
         middle = (low + high) / 2

@@ -27,6 +27,7 @@ from utio_jax.core.calls import takes_decoder
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.documents import Batch, check_batches
 from utio_jax.core.files import hash_params, versions
+from utio_jax.core.flops import rounded_up
 from utio_jax.core.lens import Lensed
 from utio_jax.policies.base import Signal
 from utio_jax.policies.store import Calibration, Thresholds
@@ -57,7 +58,7 @@ def calibrate(  # noqa: PLR0913 (options, each named)
     Args:
       decoder: the model.
       params: its parameters.
-      batches: the calibration text, all of one width; none of it may be reported on later.
+      batches: the calibration text, all of one shape; none of it may be reported on later.
       model_sha256: identifies the weights; a saved calibration refuses others. None takes
         `utio_jax.core.files.hash_params` of `params`.
       text: identifies the text, for the record; None: its size and hash.
@@ -71,8 +72,9 @@ def calibrate(  # noqa: PLR0913 (options, each named)
       progress: called with what happens next.
 
     Raises:
-      ValueError: the model has no early exit, a name is unknown, there is too little text, or no
-        policy reaches the goal. A guarantee is for fewer policies than are fitted.
+      ValueError: batches of several shapes, the model has no early exit, a name is unknown, there
+        is too little text, or no policy reaches the goal. A guarantee is for fewer policies than
+        are fitted.
     """
     check_batches(batches, instead="model.calibrate(texts)")
     say = progress if progress is not None else lambda _: None
@@ -106,9 +108,10 @@ def calibrate(  # noqa: PLR0913 (options, each named)
         search.forget()
     if not any(entries.values()):
         name = next(iter(fits))
+        least = rounded_up(search.cheapest(signals[name]))
         raise ValueError(
-            f"Wanted a goal that some policy reaches; {name} gets as cheap as "
-            f"{search.cheapest(signals[name]):.3f}. Got {goals}. Ask for less."
+            f"Wanted a goal that some policy reaches; {name} gets as cheap as {least:.3f}. Got "
+            f"{goals}. Ask for less."
         )
     entries = {name: fitted for name, fitted in entries.items() if fitted}
     signals = {name: signals[name] for name in entries}

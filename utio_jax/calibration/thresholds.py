@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 from jaxtyping import Float
 
+from utio_jax.core.flops import rounded_up
 from utio_jax.policies.store import Thresholds
 
 
@@ -38,7 +39,7 @@ def fit_thresholds(
     cheapest = cost_of_depth[0] + cost_of_gate[0]
     if budget < cheapest:
         raise ValueError(
-            f"Wanted a budget of at least {cheapest:.3f}, the cost of leaving at depth "
+            f"Wanted a budget of at least {rounded_up(cheapest):.3f}, the cost of leaving at depth "
             f"{depths[0]}. Got budget={budget}. Use an earlier exit, or a larger budget."
         )
     order = np.argsort(scores, axis=1, kind="stable")
@@ -60,8 +61,8 @@ def fit_thresholds(
     best, mean = at_price(high)
     if mean > budget:
         raise ValueError(
-            f"Wanted a budget of at least {mean:.3f}, the least that these scores reach, as some "
-            f"tokens may not leave. Got budget={budget}. Use a larger budget."
+            f"Wanted a budget of at least {rounded_up(mean):.3f}, the least that these scores "
+            f"reach, as some tokens may not leave. Got budget={budget}. Use a larger budget."
         )
     for _ in range(40):
         price = np.sqrt(max(low, 1e-6) * high)

@@ -234,6 +234,15 @@ def expected_flops(
     return total
 
 
+def rounded_up(share: float, digits: int = 3) -> float:
+    """Returns a least budget to show, rounded up: whoever asks for it gets it.
+
+    >>> rounded_up(0.3041), rounded_up(0.25, digits=2)
+    (0.305, 0.25)
+    """
+    return max(share, math.ceil(10**digits * share) / 10**digits)
+
+
 def depth_flops(
     cost: TokenCost, depths: Sequence[int], *, width: int, key_widths: Sequence[int]
 ) -> np.ndarray:

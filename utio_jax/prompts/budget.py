@@ -8,11 +8,10 @@ new = generate(model.decoder, model.params, prompts, prefill=how)
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 
 from utio_jax.core.decoder import Decoder, HasKVMaps, Params, has_exit_lens
-from utio_jax.core.flops import token_cost
+from utio_jax.core.flops import rounded_up, token_cost
 from utio_jax.decoding.prefill import Prefill
 from utio_jax.prompts.choice import PromptChoice
 
@@ -82,8 +81,7 @@ def least_budget(
 
 
 def _least(known: Sequence[PromptChoice]) -> float:
-    least = min(choice.flops_ratio or 1.0 for choice in known)
-    return max(least, math.ceil(1000 * least) / 1000)
+    return rounded_up(min(choice.flops_ratio or 1.0 for choice in known))
 
 
 def _known(
