@@ -136,8 +136,8 @@ def compare(  # noqa: PLR0913 (options, each named)
       progress: called with what happens next.
 
     Raises:
-      ValueError: batches of several shapes or of other windows, fewer than five documents, no
-        draws, a model without exits, budgets that no policy has, or policies of one name.
+      ValueError: batches of several shapes or of other windows, fewer than five documents, or no
+        draws. Or a model without exits, budgets that no policy has, or policies of one name.
     """
     check_batches(batches, instead="model.compare(texts)")
     say = progress if progress is not None else lambda _: None

@@ -235,7 +235,7 @@ def expected_flops(
 
 
 def rounded_up(share: float, digits: int = 3) -> float:
-    """Returns a least budget to show, rounded up: whoever asks for it gets it.
+    """Returns a least budget as errors show it: rounded up, so that it may be asked for.
 
     >>> rounded_up(0.3041), rounded_up(0.25, digits=2)
     (0.305, 0.25)
