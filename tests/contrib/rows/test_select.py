@@ -298,6 +298,7 @@ def test_queries_of_one_document_stay_on_one_side(fit: Any) -> None:
     seen[tests, :-1] = -seen[tests, -1:]  # Documents of which exits say the opposite: they test.
     fitted = fit(seen, groups=groups)
     assert fitted.tested == 65
+    assert fit(seen, groups=[f"{group:03}" for group in groups]).tested == 65
     for rung in fitted.ladder:
         used = [*map(TRIED.index, rung.setting.depths), -1]
         _, lost = replay(seen[tests][:, used], np.asarray(rung.setting.margins))

@@ -35,15 +35,15 @@ def fit_select(
     slots: int,
     max_disagreement: float = 0.01,
     confidence: float = 0.95,
-    groups: Int[np.ndarray, " query"] | None = None,
+    groups: Sequence[Any] | Int[np.ndarray, " query"] | None = None,
 ) -> Fitted:
     """Returns the cheapest `Select` whose winners are full depth's, at a confidence.
 
     At most `max_disagreement` of queries like these lose their winner. Each is drawn on its own;
-    queries of one document are not, so name it in `groups`. A group stays in one half, and counts
-    as one unit: its risk is the share of its queries that lose, and the bound is on the mean over
-    groups. A rung's cost is in FLOPs over full depth's for all candidates, the context and padding
-    apart. Without a cheaper rung the ladder is empty.
+    queries of one document are not, so name it in `groups`, by a number or a text. A group stays in
+    one half, and counts as one unit: its risk is the share of its queries that lose, and the bound
+    is on the mean over groups. A rung's cost is in FLOPs over full depth's for all candidates, the
+    context and padding apart. Without a cheaper rung the ladder is empty.
 
     Nothing else was fitted on these queries. They have one shape; contexts are padded to `slots`.
     A setting uses some of `depths`.
@@ -52,7 +52,8 @@ def fit_select(
       ValueError: no depths or ones that the model lacks, a group for another number of queries, or
         fewer groups than the guarantee takes.
     """
-    groups = np.arange(len(queries)) if groups is None else groups
+    names = np.arange(len(queries)) if groups is None else np.asarray(groups)
+    _, groups = np.unique(names, return_inverse=True)
     if not depths or groups.shape != (len(queries),):
         raise ValueError(
             f"Wanted at least one depth, and a group for each of {len(queries)} queries. Got "
