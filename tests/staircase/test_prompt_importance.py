@@ -83,10 +83,10 @@ def test_what_follows_a_prompt_runs_in_full(tiny: Model) -> None:
     assert np.flatnonzero(depths[2] == 4).tolist() == [5]
 
 
+@pytest.mark.usefixtures("unchecked_shapes")  # Shares as a list.
 def test_two_boundaries_thin_a_prompt_twice(tiny: Model) -> None:
-    policy = PromptImportance(
-        signal=Recency(), deep=jnp.asarray([0.5, 0.25]), at_least=0, sinks=1, depths=(1, 2, 4)
-    )
+    shares: Any = [0.5, 0.25]
+    policy = PromptImportance(signal=Recency(), deep=shares, at_least=0, sinks=1, depths=(1, 2, 4))
     depths = depths_of(tiny, policy, [24, 12])
     assert [int((row > 1).sum()) for row in depths] == [12, 6]
     assert [int((row > 2).sum()) for row in depths] == [6, 3]

@@ -60,6 +60,8 @@ class PromptImportance:
 
     def __post_init__(self) -> None:
         check_depths(self.depths)
+        if type(self.deep) in (list, tuple):
+            object.__setattr__(self, "deep", jax.device_put(np.asarray(self.deep, np.float32)))
         for field in ("at_least", "prompt_tokens"):  # Counts, not numbers of any kind.
             count = getattr(self, field)
             if isinstance(count, int):
