@@ -438,10 +438,17 @@ def test_logits_that_are_not_finite_are_an_error(models: dict[str, Model]) -> No
         denoise_badly(Model(models["plain"].decoder, broken))
 
 
+def checked_canvas(**options: Any) -> None:
+    Canvas(**options).check(model_of("plain").decoder)
+
+
 @pytest.mark.parametrize(
     ("settings", "options", "message"),
     [
         (Reveal, {"count": 1.5}, "whole count"),
+        (Reveal, {"count": True}, "whole count"),
+        (checked_canvas, {"mask_id": 1.5}, "a mask_id below the vocabulary's 64. Got 1.5"),
+        (checked_canvas, {"mask_id": 1, "block": 2.5}, "Got attention='full', block=2.5"),
         (Reveal, {"growth": float("nan")}, "growth of at least 1"),
         (Reveal, {"threshold": 5.0}, "threshold and an end_factor from 0 to 1"),
         (Best, {"count": 2.5}, "count of at least 1"),
@@ -453,6 +460,8 @@ def test_settings_out_of_range_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         settings(**options)
+    number: Any = np.int64(2)
+    assert Reveal(count=number) == Reveal(count=2)
 
 
 def test_fresh_predictions_are_decided_by_small_differences(models: dict[str, Model]) -> None:

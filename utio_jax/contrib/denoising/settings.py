@@ -49,11 +49,13 @@ class Canvas:
                 f"them. Got {type(decoder).__name__} with causal=True. Load a mask model by "
                 "utio_jax.contrib.denoising.load_denoiser."
             )
-        if not 0 <= self.mask_id < config.vocab_size:
+        if not (is_integer(self.mask_id) and self.mask_id < config.vocab_size):
             raise ValueError(
-                f"Wanted a mask_id below the vocabulary's {config.vocab_size}. Got {self.mask_id}."
+                f"Wanted a mask_id below the vocabulary's {config.vocab_size}. Got "
+                f"{self.mask_id!r}."
             )
-        if self.attention not in ("full", "block") or self.block < (self.attention == "block"):
+        least = int(self.attention == "block")
+        if self.attention not in ("full", "block") or not is_integer(self.block, least):
             raise ValueError(
                 'Wanted attention="full", or attention="block" with a block of at least 1. Got '
                 f"attention={self.attention!r}, block={self.block}."
@@ -90,7 +92,7 @@ class Reveal:
 
     def __post_init__(self) -> None:
         shares = (self.end_factor, self.threshold or 0.0)
-        whole = isinstance(self.count, int) and self.count >= 1
+        whole = is_integer(self.count, 1)
         if not (whole and self.growth >= 1 and all(0 <= share <= 1 for share in shares)):
             raise ValueError(
                 "Wanted a whole count and a growth of at least 1, a threshold and an end_factor "
