@@ -72,10 +72,16 @@ def test_a_text_that_predicts_nothing_has_no_ledger(tiny: Any) -> None:
         result.ledger("full", budget=None, num_layers=4)
 
 
-def test_attention_of_a_policy_that_there_is_not_is_refused(tiny: Any) -> None:
+def test_names_and_kinds_of_arguments_are_checked(tiny: Any, unchecked_shapes: None) -> None:
     policies, attention = {"full": full_depth(tiny.decoder)}, {"typo": DENSE, "full": DENSE}
     with pytest.raises(ValueError, match="names of policies, full. Got typo. Name each"):
         evaluate(tiny.decoder, tiny.params, batches(tiny), policies, attention=attention)
+    unnamed: Any = full_depth(tiny.decoder)
+    with pytest.raises(TypeError, match="policies by a name each.*Got a Thresholded"):
+        evaluate(tiny.decoder, tiny.params, batches(tiny), unnamed)
+    documents: Any = [np.arange(5)]
+    with pytest.raises(TypeError, match="list of ndarray.*texts: score_documents"):
+        evaluate(tiny.decoder, tiny.params, documents, policies)
 
 
 @pytest.mark.parametrize(("policies", "patterns"), [(0, None), (1, None), (3, None), (2, 3)])

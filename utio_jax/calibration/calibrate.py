@@ -76,7 +76,7 @@ def calibrate(  # noqa: PLR0913 (options, each named)
         is too little text, or no policy reaches the goal. A guarantee is for fewer policies than
         are fitted.
     """
-    check_batches(batches, instead="model.calibrate(texts)")
+    check_batches(batches, instead="model.calibrate(texts)", one_shape=True)
     say = progress if progress is not None else lambda _: None
     fits = fits_of(policies)
     if isinstance(goal, MaxDisagreement) and goal.policies < len(fits):

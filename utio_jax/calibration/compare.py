@@ -139,7 +139,7 @@ def compare(  # noqa: PLR0913 (options, each named)
       ValueError: batches of several shapes or of other windows, fewer than five documents, or no
         draws. Or a model without exits, budgets that no policy has, or policies of one name.
     """
-    check_batches(batches, instead="model.compare(texts)")
+    check_batches(batches, instead="model.compare(texts)", one_shape=True)
     say = progress if progress is not None else lambda _: None
     if calibration is None:
         calibration = Calibration(entries={}, signals={}, info={})

@@ -20,7 +20,7 @@ from utio_jax.calibration.risk import split_documents
 from utio_jax.calibration.studies import check_varied
 from utio_jax.core.arrays import check_finite, expected_difference
 from utio_jax.core.decoder import Decoder, Params, some_exits
-from utio_jax.core.documents import Batch
+from utio_jax.core.documents import Batch, check_batches
 from utio_jax.core.files import load_json
 from utio_jax.core.flops import token_cost
 from utio_jax.core.lens import Lens, load_lens, read_through, save_lens, with_config
@@ -181,6 +181,7 @@ def fit_lens(
       ValueError: the model has no early exit, or its states are not finite. Or the text is shorter
         than one batch of the fit, or one token over and over.
     """
+    check_batches(batches, instead="model.calibrate(texts, fit_lens=True)")
     exits = decoder.config.exits[:-1]
     if not exits:
         some = some_exits(decoder.config.num_layers, decoder.config.turns)

@@ -98,14 +98,10 @@ class Batch:
     window: np.ndarray
 
 
-def check_batches(batches: Any, *, instead: str) -> None:
-    """Raises an error unless something is a sequence of batches of one shape.
+def check_batches(batches: Any, *, instead: str, one_shape: bool = False) -> None:
+    """Raises TypeError if something is no sequence of batches; `instead` is the call for texts.
 
-    `instead` is the call for texts.
-
-    Raises:
-      TypeError: it is no sequence of batches.
-      ValueError: batches of several shapes.
+    With `one_shape`, raises ValueError for batches of several.
     """
     several = isinstance(batches, Sequence) and not isinstance(batches, str)
     kinds = {type(batch).__name__ for batch in batches} - {Batch.__name__} if several else set()
@@ -116,7 +112,7 @@ def check_batches(batches: Any, *, instead: str) -> None:
             f"{given}. For one batch: [batch]. For texts: {instead}."
         )
     shapes = sorted({batch.token_ids.shape for batch in cast(Sequence[Batch], batches)})
-    if len(shapes) > 1:
+    if one_shape and len(shapes) > 1:
         raise ValueError(
             "Wanted batches of one shape, as utio_jax.core.sample_batches returns. Got "
             f"{', '.join(map(str, shapes))}. Cut all texts into windows of one width."

@@ -17,7 +17,14 @@ from jax.sharding import Mesh
 
 from utio_jax.core.arrays import check_computed
 from utio_jax.core.decoder import Decoder, Params
-from utio_jax.core.documents import Batch, batches_of, choose_widths, row_widths, windows_of
+from utio_jax.core.documents import (
+    Batch,
+    batches_of,
+    check_batches,
+    choose_widths,
+    row_widths,
+    windows_of,
+)
 from utio_jax.core.flops import TokenCost, decided_work, token_cost
 from utio_jax.core.platform import here
 from utio_jax.core.pytrees import digest
@@ -92,9 +99,16 @@ def evaluate(  # noqa: PLR0913 (options, each named)
       progress: called after every policy and batch.
 
     Raises:
+      TypeError: something else than a list of batches, or policies without names.
       ValueError: no batches, a policy does not fit the model, or `attention` names none of them. Or
         a list has more or fewer entries than there are batches.
     """
+    check_batches(batches, instead="score_documents(decoder, params, documents, policy)")
+    if not isinstance(policies, Mapping):
+        raise TypeError(
+            "Wanted policies by a name each, such as {'mine': policy}. Got a "
+            f"{type(policies).__name__}."
+        )
     if not batches:
         raise ValueError("Wanted at least one batch of text. Got none.")
     if unknown := [name for name in attention or {} if name not in policies]:
