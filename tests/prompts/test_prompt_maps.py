@@ -115,6 +115,10 @@ def test_padding_is_not_fitted_to(tiny: Model) -> None:
     infinite = jax.tree.map(lambda leaf: leaf * np.inf, tiny.params)
     with pytest.raises(ValueError, match="finite states, keys and values in batch 0 of the text"):
         fit_kv_maps(decoder, infinite, narrow, stops=stops)
+    with pytest.raises(ValueError, match="finite ridge of at least 0. Got nan"):
+        fit_kv_maps(decoder, tiny.params, narrow, stops=stops, ridge=float("nan"))
+    with pytest.raises(ValueError, match=r"a document for each of 6 rows. Got \(2,\)"):
+        prompt_rows(short, prompt_tokens=8, batch=3, decoder=decoder, documents=np.arange(2))
 
 
 @pytest.mark.parametrize(("texts", "copies", "sizes"), [(23, 1, [15, 4, 4]), (10, 3, [6, 2, 2])])

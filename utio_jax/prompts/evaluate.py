@@ -89,7 +89,7 @@ def prompt_rows(
       documents: document of each row; None: every row is a document.
 
     Raises:
-      ValueError: they do not fit, or nothing follows a prompt.
+      ValueError: they do not fit, nothing follows a prompt, or rows without a document.
     """
     config = decoder.config
     if prompt_tokens < 1 or batch < 1:
@@ -103,6 +103,9 @@ def prompt_rows(
             f"Wanted rows of more than {prompt_tokens} tokens, so that something follows the "
             "prompt. Got " + (f"fewer in rows {short[:8]}." if short else "none.")
         )
+    documents = np.arange(len(rows)) if documents is None else np.asarray(documents)
+    if documents.shape != (len(rows),):
+        raise ValueError(f"Wanted a document for each of {len(rows)} rows. Got {documents.shape}.")
     width = max(len(row) for row in rows)
     if width > config.context_length:
         raise ValueError(
@@ -118,7 +121,7 @@ def prompt_rows(
     return PromptRows(
         prompt_tokens=prompt_tokens,
         batches=tuple(batches),
-        documents=np.arange(len(rows)) if documents is None else documents,
+        documents=documents,
     )
 
 

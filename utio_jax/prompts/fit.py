@@ -8,6 +8,7 @@ after. Sums of squares are streamed over the text, and solved once at the end.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -20,7 +21,7 @@ from jaxtyping import Array, Float, Int
 from utio_jax.attention.mixing import NOWHERE, mixer_at
 from utio_jax.core.arrays import check_finite, flat, normalise
 from utio_jax.core.decoder import Decoder, Params, check_depths, check_own_kv
-from utio_jax.core.documents import Batch, batches_of, windows_of
+from utio_jax.core.documents import Batch, batches_of, check_batches, windows_of
 from utio_jax.core.layer import layer_at
 from utio_jax.prompts.maps import KVMap
 from utio_jax.staircase.reference import apply_layer, positions_of
@@ -46,10 +47,14 @@ def fit_kv_maps(
       progress: called with what happens next; None: nothing is.
 
     Raises:
-      ValueError: stops that the model does not have, states, keys or values that are not finite,
-        or too little text for the maps to be determined.
+      TypeError: something else than a list of batches.
+      ValueError: a ridge below 0, or stops that the model does not have. Or states, keys or values
+        that are not finite, or too little text for the maps to be determined.
     """
+    check_batches(batches, instead="utio-jax fit-prompt")
     check_own_kv(decoder, what="maps of keys and values")
+    if not 0 <= ridge < math.inf:
+        raise ValueError(f"Wanted a finite ridge of at least 0. Got {ridge}. For example: 1e-3.")
     depths = check_depths(tuple(sorted(set(stops))))
     layers, dim = decoder.config.num_layers, decoder.config.embed_dim
     if depths[-1] >= layers:
