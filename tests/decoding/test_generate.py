@@ -382,6 +382,8 @@ def test_modes_that_do_not_fit_are_refused(model):
     for kv in ("zeros", "full"):
         with pytest.raises(ValueError, match=f"one of 'propagate', .*'mapped'. Got kv='{kv}'"):
             Adaptive(policy=uniform(2), kv=kv)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match="Wanted a tokenizer.*Got 3"):
+        Engine(model.decoder, model.params, slots=1, capacity=64, tokenizer=3)  # pyright: ignore[reportArgumentType]
     lengths: list[Any] = [{"prompt_step": 0}, {"prompt_step": 8.5}, {"key_step": float("nan")}]
     for wrong in lengths:
         with pytest.raises(ValueError, match="key_step of at least 1 token, integers"):

@@ -69,6 +69,13 @@ def optional_tokenizer(model: TokenModel) -> Tokenizer | None:
     return getattr(model, "tokenizer", None) if getattr(model, "has_tokenizer", True) else None
 
 
+def check_tokenizer(tokenizer: Any) -> Tokenizer | None:
+    """Returns a tokenizer or None. Raises TypeError for an object without `decode`."""
+    if tokenizer is None or isinstance(tokenizer, Tokenizer):
+        return tokenizer
+    raise TypeError(f"Wanted a tokenizer, which has decode(ids). Got {tokenizer!r:.60}.")
+
+
 def depth_summary(depths: Int[np.ndarray, " token"], *, num_layers: int) -> str:
     """Returns the mean depth of tokens and, if one stopped early, the share of each depth.
 
@@ -90,9 +97,8 @@ def streamed(
     stops: tuple[str, ...],
 ) -> StreamedRow | None:
     """Returns the streamed text of a row before its first new token; None without a tokenizer."""
+    tokenizer = check_tokenizer(tokenizer)
     if tokenizer is not None:
-        if not isinstance(tokenizer, Tokenizer):
-            raise TypeError(f"Wanted a tokenizer, which has decode(ids). Got {tokenizer!r:.60}.")
         return StreamedRow(TextReader(tokenizer, continued(decoder, prompt)), stops)
     if not stops:
         return None

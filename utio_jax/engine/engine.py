@@ -32,7 +32,13 @@ from utio_jax.decoding.prefill import Prefill
 from utio_jax.decoding.requests import Completion, Event, Request, requests_of
 from utio_jax.decoding.sampling import SamplingParams
 from utio_jax.decoding.state import STOPS_ROOM, Columns, is_list
-from utio_jax.decoding.text import Tokenizer, TokenModel, optional_tokenizer, streamed
+from utio_jax.decoding.text import (
+    Tokenizer,
+    TokenModel,
+    check_tokenizer,
+    optional_tokenizer,
+    streamed,
+)
 from utio_jax.engine.blocks import read_report
 from utio_jax.engine.depths import RequestPolicy, thresholds_of
 from utio_jax.engine.prefix import PrefixCache, bytes_of
@@ -90,7 +96,7 @@ class Engine:
           clock: clock in seconds, for deadlines and the times of `Completion`.
 
         Raises:
-          TypeError: `mode` is the name or the class of a mode.
+          TypeError: `mode` is the name or the class of a mode, or `tokenizer` has no `decode`.
           ValueError: sizes that are no integers of at least 1; more alternatives than tokens of
             the vocabulary; a mode or prefill that does not fit the model or the other; slots
             that the devices cannot share evenly, or options that a mesh cannot serve.
@@ -112,7 +118,7 @@ class Engine:
         if read_late not in (None, False, True):
             raise ValueError(f"Wanted read_late as True, False or None. Got {read_late!r:.80}.")
         self._rows = Slots(self.served)
-        self._tokenizer, self._clock = tokenizer, clock
+        self._tokenizer, self._clock = check_tokenizer(tokenizer), clock
         self._late = jax.default_backend() != "cpu" if read_late is None else read_late
         self._numbers = itertools.count()
         # Requests that have not ended, in order of submission; those without a slot wait.
