@@ -110,7 +110,9 @@ def test_a_shared_model_is_measured_by_role_before_anything_else() -> None:
     model = lively_model(**KINDS["heads of two layers"])
     documents = [np.random.default_rng(0).integers(0, 64, 200)]
     whole = SimpleNamespace(decoder=model.decoder, params=model.params, prompt_choices=())
-    rows = measured(whole, documents, None)
+    with pytest.raises(ValueError, match="Wanted text of at least .* Got 200. Add files"):
+        next(measured(whole, documents, None))
+    rows = measured(whole, documents * 4, None)
     assert next(rows).what == "in full"
     row = next(rows)
     assert row.what == "requests: 112 tokens and 8 new, by role"
