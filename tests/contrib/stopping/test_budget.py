@@ -156,8 +156,10 @@ def test_thinking_that_a_prompt_has_opened_is_open() -> None:
 
 
 def test_a_list_of_budgets_has_one_for_each_row() -> None:
-    several = [1, 2]
-    assert jax.tree.leaves(ThinkingBudget(end_ids=(7,), max_tokens=several))[0].tolist() == [1, 2]
+    lists: Any = [1, 2], (1, 2)
+    for several in lists:
+        rule = ThinkingBudget(end_ids=(7,), max_tokens=several)
+        assert jax.tree.leaves(rule)[0].tolist() == [1, 2]
 
 
 def test_rules_that_do_not_fit_are_named(model: Any, unchecked_shapes: None) -> None:

@@ -67,12 +67,12 @@ class ThinkingBudget:
     end_ids: tuple[int, ...] = static()
     forced_ids: tuple[int, ...] = static(default=())
     start_ids: tuple[int, ...] = static(default=())
-    max_tokens: int | list[int] | Int[Array | np.ndarray, "*batch"]
+    max_tokens: int | Sequence[int] | Int[Array | np.ndarray, "*batch"]
 
     def __post_init__(self) -> None:
         if not self.end_ids:
             raise ValueError("Wanted end_ids of at least one token. Got none.")
-        if isinstance(self.max_tokens, list):  # Which a pytree takes for as many leaves.
+        if isinstance(self.max_tokens, (list, tuple)):  # Which a pytree takes for as many leaves.
             object.__setattr__(self, "max_tokens", np.asarray(self.max_tokens))
         # Inside jit it is a tracer, and any object while pytrees are rebuilt.
         if isinstance(self.max_tokens, (int, float, np.generic, np.ndarray)):
