@@ -40,7 +40,8 @@ class SamplingParams:
 
     Attributes:
       temperature: divisor of the logits. 0: greedy, ties to the lowest id, and all other fields are
-        ignored. Below about 1e-6, only ties with the most probable token remain.
+        ignored. Below about 1e-6, only ties with the most probable token remain. Infinity: all
+        tokens that are not excluded are equally probable.
       top_k: number of most probable tokens that may be drawn, plus ties with the last of them (Fan
         et al. 2018); 0: all.
       top_p: cumulative probability that the smallest set of most probable tokens must reach
