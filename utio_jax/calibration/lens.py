@@ -178,6 +178,7 @@ def fit_lens(
       progress: called with what happens next.
 
     Raises:
+      TypeError: something else than a list of batches.
       ValueError: the model has no early exit, or its states are not finite. Or the text is shorter
         than one batch of the fit, or one token over and over.
     """

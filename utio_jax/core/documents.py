@@ -115,7 +115,7 @@ def check_batches(batches: Any, *, instead: str, one_shape: bool = False) -> Non
     if one_shape and len(shapes) > 1:
         raise ValueError(
             "Wanted batches of one shape, as utio_jax.core.sample_batches returns. Got "
-            f"{', '.join(map(str, shapes))}. Cut all texts into windows of one width."
+            f"{', '.join(map(str, shapes))}. Cut all texts in one call."
         )
 
 

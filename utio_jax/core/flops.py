@@ -234,13 +234,13 @@ def expected_flops(
     return total
 
 
-def rounded_up(share: float, digits: int = 3) -> float:
-    """Returns a least budget as errors show it: rounded up, so that it may be asked for.
+def rounded_up(share: float) -> float:
+    """Returns a least budget as errors show it: rounded up to 0.001, so that it may be asked for.
 
-    >>> rounded_up(0.3041), rounded_up(0.25, digits=2)
+    >>> rounded_up(0.3041), rounded_up(0.25)
     (0.305, 0.25)
     """
-    return max(share, math.ceil(10**digits * share) / 10**digits)
+    return max(share, math.ceil(1000 * share) / 1000)
 
 
 def depth_flops(
