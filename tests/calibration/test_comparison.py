@@ -205,7 +205,9 @@ def test_too_few_documents_are_refused_before_any_pass(tiny: Any) -> None:
     with pytest.raises(ValueError, match="at least 5 documents.*Got 4. Add files"):  # Are read.
         compare(tiny.decoder, tiny.params, batches, np.append(document_of, 9), calibration)
     with pytest.raises(ValueError, match="document of each of .* Got 2. utio_jax.core.sample_batc"):
-        compare(tiny.decoder, tiny.params, batches, document_of[:2], calibration, budgets=0.5)
+        compare(tiny.decoder, tiny.params, batches, document_of[:2], calibration, budgets={0.5})
+    with pytest.raises(ValueError, match="at least 5 documents.*Got 0. Add files"):
+        compare(tiny.decoder, tiny.params, [], document_of, calibration, budgets=iter([0.5]))
     wide = dataclasses.replace(batches[0], token_ids=np.zeros((4, 32), np.int32))
     with pytest.raises(ValueError, match=r"batches of one shape.*Got \(4, 16\), \(4, 32\)"):
         compare(tiny.decoder, tiny.params, [*batches, wide], document_of, calibration)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -107,7 +107,7 @@ def compare(  # noqa: PLR0913 (options, each named)
     document_of_window: np.ndarray,
     calibration: Calibration | None,
     *,
-    budgets: float | Sequence[float] | None = None,
+    budgets: float | Iterable[float] | None = None,
     policies: Policies = (),
     executor: Executor = MicroBatches(),
     mesh: Mesh | None = None,
@@ -152,16 +152,15 @@ def compare(  # noqa: PLR0913 (options, each named)
                 "Wanted a calibration, or policies of your own. Got neither. Fit one: "
                 "model.calibrate(texts), or name policies=[...]."
             )
-        raise ValueError(f"Wanted some of the budgets {known}, as calibrated. Got {budgets}.")
+        raise ValueError(f"Wanted some of the budgets {known}, as calibrated. Got {chosen}.")
     # Before the passes, not after them.
     if not is_integer(draws, 1):
         raise ValueError(f"Wanted at least 1 of draws, an integer. Got draws={draws!r}.")
-    windows = np.concatenate([batch.window[batch.window >= 0] for batch in batches])
-    if windows.max(initial=-1) >= len(document_of_window):
+    windows = [row for batch in batches for row in batch.window.tolist() if row >= 0]
+    if (count := max(windows, default=-1) + 1) > len(document_of_window):
         raise ValueError(
-            f"Wanted the document of each of {windows.max() + 1} windows. Got "
-            f"{len(document_of_window)}. utio_jax.core.sample_batches returns both: take them from "
-            "one call."
+            f"Wanted the document of each of {count} windows. Got {len(document_of_window)}. "
+            "utio_jax.core.sample_batches returns both: take them from one call."
         )
     document_of_window = np.asarray(document_of_window)
     check_enough(len(set(document_of_window[windows].tolist())))

@@ -6,7 +6,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import numbers
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
@@ -262,7 +263,8 @@ def goal_of(
     return Budgets() if budget is None else Budgets(budgets=several_budgets(budget))
 
 
-def several_budgets(budget: float | Sequence[float]) -> tuple[float, ...]:
+def several_budgets(budget: float | Iterable[float]) -> tuple[float, ...]:
     """Returns one budget or several, perhaps NumPy's, as a tuple of floats."""
-    several: Any = [budget] if np.ndim(budget) == 0 else budget
+    several: Any = [*budget] if isinstance(budget, (AbstractSet, Iterator)) else budget
+    several = np.atleast_1d(np.asarray(several, object))
     return tuple(float(b) if isinstance(b, numbers.Real) else b for b in several)

@@ -22,7 +22,7 @@ from tokenizers import AddedToken, Tokenizer
 from utio_jax.calibration.calibrate import calibrate
 from utio_jax.calibration.compare import compare
 from utio_jax.calibration.gates import Fit, fits_of, storable
-from utio_jax.calibration.goals import CONFIDENCE, Goal, goal_of, several_budgets
+from utio_jax.calibration.goals import CONFIDENCE, Goal, goal_of
 from utio_jax.calibration.lens import LensConfig, kept_lens, split_for_lens, with_exits
 from utio_jax.calibration.risk import split_documents
 from utio_jax.core.calls import check_options
@@ -868,7 +868,7 @@ class Model:
                 drawn,
                 document_of_window,
                 None if alone else self.calibration,
-                budgets=None if budget is None else several_budgets(budget),
+                budgets=budget,
                 policies=policies,
                 seed=seed,
                 **options,
