@@ -91,6 +91,7 @@ def test_two_boundaries_thin_a_prompt_twice(tiny: Model) -> None:
     assert [int((row > 1).sum()) for row in depths] == [12, 6]
     assert [int((row > 2).sum()) for row in depths] == [6, 3]
     assert depths[0, 0] == depths[0, 23] == 4
+    assert jax.tree.map(lambda leaf: (leaf, "more"), policy).deep == (policy.deep, "more")
     with pytest.raises(ValueError, match="a share of deeper tokens for each of depths"):
         depths_of(tiny, dataclasses.replace(policy, deep=jnp.asarray([0.5])), [24, 12])
 

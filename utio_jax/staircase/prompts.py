@@ -60,7 +60,10 @@ class PromptImportance:
 
     def __post_init__(self) -> None:
         check_depths(self.depths)
-        if type(self.deep) in (list, tuple):
+        # While pytrees are rebuilt they may be anything.
+        if type(self.deep) in (list, tuple) and all(
+            isinstance(share, (int, float, np.number)) for share in self.deep
+        ):
             object.__setattr__(self, "deep", jax.device_put(np.asarray(self.deep, np.float32)))
         for field in ("at_least", "prompt_tokens"):  # Counts, not numbers of any kind.
             count = getattr(self, field)
