@@ -398,8 +398,12 @@ def test_modes_that_do_not_fit_are_refused(model):
     }.items():
         with pytest.raises(TypeError, match=f"Wanted .*{name}.*{kind}.*Got 64"):
             run(model, **{name: 64})
-    with pytest.raises(TypeError, match="Wanted params as arrays.*traced.*jit, grad or vmap"):
-        jax.jit(lambda params: run(dataclasses.replace(model, params=params)))(model.params)
+    for within in (
+        lambda params: run(dataclasses.replace(model, params=params)),
+        lambda params: run(model),  # These are no tracers.
+    ):
+        with pytest.raises(TypeError, match="Wanted params as arrays.*traced.*jit, grad or vmap"):
+            jax.jit(within)(model.params)
 
 
 def alternating(logits: jax.Array, state: Any) -> jax.Array:

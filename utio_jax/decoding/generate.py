@@ -256,17 +256,18 @@ def generate(  # noqa: PLR0913 (options, each named)
         batch sizes compile. A terminal shows the number of finished prompts.
 
     Raises:
-      TypeError: `params` are traced; `mode` is the name or the class of a mode;
+      TypeError: `params` are traced, or the call is; `mode` is the name or the class of a mode;
         `lengths` are no `Lengths`, the tokenizer does not decode, or a function is not callable.
       ValueError: no prompts, an empty prompt, ids outside the vocabulary, or more tokens than the
         model's context; a mode or prefill that does not fit the model or the other; lists whose
         length differs from the number of prompts; or log-probabilities that are NaN.
     """
-    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(params)):
+    constant = jax.device_put(np.int32(0))  # Within jit it is traced, too.
+    if any(isinstance(leaf, Tracer) for leaf in (constant, *jax.tree.leaves(params))):
         raise TypeError(
-            "Wanted params as arrays: generate loops on the host, over steps that it compiles. Got "
-            "traced ones, as within jit, grad or vmap. Call it outside; gradients are those of "
-            "utio_jax.score for the tokens that it drew."
+            "Wanted params as arrays, outside jit: generate loops on the host, over steps that it "
+            "compiles. Got traced ones, or a call within jit, grad or vmap. Call it outside; "
+            "gradients are those of utio_jax.score for the tokens that it drew."
         )
     if not is_integer(max_batch, 1):
         raise ValueError(f"Wanted a max_batch of at least 1 prompt. Got max_batch={max_batch}.")
