@@ -153,10 +153,10 @@ class NGram:
     match is shorter than the draft, it is repeated, as in an LZ77 copy.
 
     A row drafts while its first draft is accepted in at least `LEAST_HITS` of its recent steps
-    (exponential mean with weight `RECENT`). In a batch, none does where a pass over all drafts
-    would take longer than the accepted ones save (`least_accepted`). Otherwise rows decode one
-    token a step, at the cost of plain decoding. Unverified drafts are still compared with their
-    tokens, so rows draft again as soon as their text repeats.
+    (exponential mean with weight `RECENT`). None does where a pass over all rows' drafts would take
+    longer than the accepted ones save (`least_accepted`): many rows, or long drafts on a CPU. Rows
+    that do not draft decode one token a step, at the cost of plain decoding. Unverified drafts are
+    still compared with their tokens, so rows draft again as soon as their text repeats.
 
     Attributes:
       longest: maximum length of a match in tokens: `prompt_lookup_max`.
