@@ -160,6 +160,7 @@ def test_a_list_of_budgets_has_one_for_each_row() -> None:
     for several in lists:
         rule = ThinkingBudget(end_ids=(7,), max_tokens=several)
         assert jax.tree.leaves(rule)[0].tolist() == [1, 2]
+    assert jax.tree.map(np.shape, ThinkingBudget(end_ids=(7,), max_tokens=3)).max_tokens == ()
 
 
 def test_rules_that_do_not_fit_are_named(model: Any, unchecked_shapes: None) -> None:

@@ -72,7 +72,8 @@ class ThinkingBudget:
     def __post_init__(self) -> None:
         if not self.end_ids:
             raise ValueError("Wanted end_ids of at least one token. Got none.")
-        if isinstance(self.max_tokens, (list, tuple)):  # Which a pytree takes for as many leaves.
+        # A pytree takes several for as many leaves. An empty tuple may be a leaf's shape.
+        if isinstance(self.max_tokens, (list, tuple)) and self.max_tokens:
             object.__setattr__(self, "max_tokens", np.asarray(self.max_tokens))
         # Inside jit it is a tracer, and any object while pytrees are rebuilt.
         if isinstance(self.max_tokens, (int, float, np.generic, np.ndarray)):
