@@ -1,11 +1,13 @@
 #!/usr/bin/env bash
 # ctranslate2 4.8.5, `Generator.generate_batch(include_prompt_in_result=False)`, which its documentation advises for
-# long prompts: what `repetition_penalty` and `no_repeat_ngram_size` see of a prompt depends on the other prompts of the
-# batch. They see what lies beyond the shortest one: alone, a request's own prompt is not penalised, and with a short
-# request beside it, it is. So the tokens of a greedy request change with its neighbours.
-# With `include_prompt_in_result=True` the whole prompt counts, and the tokens are those of transformers. Expected: a
-# flag on what is returned leaves the tokens alone, and rows of a batch are independent. The documentation tells that
-# prompts are forwarded in two ways, not that penalties follow. Remedy: True with a penalty, and cut the prompt off.
+# long prompts: what a greedy request returns depends on the other prompts of its batch, without a warning.
+# - `repetition_penalty` and `no_repeat_ngram_size` see of a prompt what lies beyond the batch's shortest one. Alone, a
+#   request's own prompt is not penalised. With a short request beside it, it is, and the tokens change.
+# - Beside a prompt of one token (a BOS alone) all others get their prompts back, but for the first token, and
+#   `max_length` counts them. With a prompt of 40 and a max_length of 8 the result is 8 tokens of the prompt, none new.
+# Expected: a flag on what is returned leaves the tokens alone, and rows of a batch are independent. With True the whole
+# prompt counts, and the tokens are those of transformers. The documentation tells that prompts are forwarded in two
+# ways, not what follows. Remedy: use True, and cut the prompt off.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
@@ -74,6 +76,13 @@ for options in ({}, {"repetition_penalty": 1.3}, {"no_repeat_ngram_size": 1}):
         print(f"  {name}: {tokens}")
     whole, alone, beside = got.values()
     as_described &= whole == beside and (alone != whole if options else alone == whole)
+expected, got = new_tokens([prompt], included=True), {}
+print("no penalty, what it gets")
+for length in (39, 2, 1):
+    tokens = new_tokens([prompt, prompt[:length]])
+    got[length] = "new" if tokens == expected else "prompt" if tokens == ids[1 : NEW + 1] else "?"
+    print(f"  False, beside a prompt of {length}: {tokens}, {got[length]} tokens")
+as_described &= [*got.values()] == ["new", "new", "prompt"]
 sys.exit(not as_described)
 PROGRAM
 cd "$folder"
@@ -92,3 +101,7 @@ venv/bin/python prompts.py
 #   True: [79, 8, 72, 95, 15, 83, 96, 77]
 #   False, alone: [79, 32, 1, 58, 5, 40, 72, 78]
 #   False, beside a prompt of 2: [79, 8, 72, 95, 15, 83, 96, 77]
+# no penalty, what it gets
+#   False, beside a prompt of 39: [79, 32, 1, 58, 5, 40, 72, 78], new tokens
+#   False, beside a prompt of 2: [79, 32, 1, 58, 5, 40, 72, 78], new tokens
+#   False, beside a prompt of 1: [74, 65, 61, 59, 14, 66, 5, 37], prompt tokens
