@@ -25,7 +25,14 @@ from jaxtyping import Array, Bool, Float, Int
 from utio_jax.attention.cache import KVCache, read
 from utio_jax.attention.mixing import mix_apart, mixer_at
 from utio_jax.core.arrays import flat
-from utio_jax.core.decoder import Decoder, LayerParams, Params, PositionEncoding, logits_of
+from utio_jax.core.decoder import (
+    Decoder,
+    DecoderConfig,
+    LayerParams,
+    Params,
+    PositionEncoding,
+    logits_of,
+)
 from utio_jax.core.layer import Depth
 from utio_jax.core.pytrees import pytree
 from utio_jax.core.work import Work
@@ -232,10 +239,24 @@ class RowCache:
     kv: KVCache
     work: Work
 
-    def after(self, kv: KVCache, **spent: Any) -> RowCache:
-        """Returns the cache after a segment, with its work added."""
-        rows = jnp.ones(self.work.queries.shape, jnp.bool_)
-        return RowCache(kv=kv, work=self.work.add(rows, **spent))
+    def after(
+        self, kv: KVCache, config: DecoderConfig, layers: tuple[int, int], *, runs: Array, read: Any
+    ) -> RowCache:
+        """Returns the cache after a segment, with its work added.
+
+        `runs` are the rows that ran it, or whether all did; `read` is the number of key slots of a
+        layer that each of them reads.
+        """
+        rows, runs = jnp.ones(self.work.queries.shape, jnp.bool_), runs.astype(jnp.int32)
+        queries = runs * (layers[1] - layers[0])
+        work = self.work.add(
+            rows,
+            queries=queries,
+            keys_values=runs * len(config.kv_made(*layers)),
+            key_slots=queries * read,
+            kv_reads=runs * config.kv_reads(*layers) * read,
+        )
+        return RowCache(kv=kv, work=work)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -286,15 +307,8 @@ class CachedRows:
         span, block = self.span(slots, layers), block_of(tokens)
         where: dict[str, Any] = {"width": self.width, "runs": slots.live, "shown": self.shown}
         x, kv = run_segment(decoder, params, cache.kv, tokens.x, block, **span, **where)
-        runs, config = jnp.any(slots.live).astype(jnp.int32), decoder.config
-        ran, width = runs * (layers[1] - layers[0]), float(self.width)
-        return x, cache.after(
-            kv,
-            queries=ran,
-            keys_values=runs * len(config.kv_made(*layers)),
-            key_slots=ran * width,
-            kv_reads=runs * config.kv_reads(*layers) * width,
-        )
+        runs, read = jnp.any(slots.live), float(self.width)
+        return x, cache.after(kv, decoder.config, layers, runs=runs, read=read)
 
     def span(self, slots: RowSlots, layers: tuple[int, int]) -> Span:
         """Returns a segment's layers; an empty span if no row needs it."""
@@ -335,13 +349,8 @@ class CachedRows:
             return new if rows is None else x.at[rows].set(new)
 
         x, ran = on_packed_rows(live[:, 0], run, lambda x: x, tokens.x)
-        runs, width = ran.astype(jnp.int32), float(self.width)
-        return x, cache.after(
-            cache.kv,
-            queries=runs * (end - start),
-            key_slots=runs * (end - start) * width,
-            kv_reads=runs * decoder.config.kv_reads(start, end) * width,
-        )
+        read = float(self.width)
+        return x, cache.after(cache.kv, decoder.config, layers, runs=ran, read=read)
 
     def map_slots(self, slots: RowSlots, function: Callable[..., Any], *arrays: jax.Array) -> Any:
         live = slots.live

@@ -163,16 +163,9 @@ class ThrottledRows(CachedRows):
         where = {"width": self.width, "shown": self.shown}
         attend = history_attention(decoder, block, self.history, runs=live, low=low, **where)
         x, kv = run_layers(decoder, params, cache.kv, tokens.x, block, attend, runs=live, **span)
-        runs, config = jnp.any(live).astype(jnp.int32), decoder.config
         views = jnp.any(live & low) * float(self.history.size)
-        read, ran = views + (live & ~low)[:, 0] * float(self.width), runs * (layers[1] - layers[0])
-        return x, cache.after(
-            kv,
-            queries=ran,
-            keys_values=runs * len(config.kv_made(*layers)),
-            key_slots=ran * read,
-            kv_reads=runs * config.kv_reads(*layers) * read,
-        )
+        read = views + (live & ~low)[:, 0] * float(self.width)
+        return x, cache.after(kv, decoder.config, layers, runs=jnp.any(live), read=read)
 
     def attended(self, spent: RowCache) -> Float[Array, ""]:
         # Rows of a batch differ, and its FLOPs are those of a row times rows: each has the mean.
