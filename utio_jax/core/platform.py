@@ -52,7 +52,8 @@ class Platform:
       least_rows: minimum rows of a matrix product in decoding; fewer are padded. A product of one
         row runs on the TPU's vector unit, at half the memory bandwidth.
       fixed_tokens: tokens whose computation takes as long as what every decode step takes besides:
-        it decides from which acceptance on copied drafts pay.
+        it decides from which acceptance on copied drafts pay. Not measured on accelerators, where
+        it is about their FLOPs per byte of memory.
       heads_apart: True to keep the reshape to heads out of decoding's products. XLA:TPU folds it
         into their weights, which copies whole stacks of layers on every call.
       table_first: True to multiply a tied head's table with a single row. The product of the row
