@@ -32,10 +32,16 @@ from utio_jax.core.platform import compiling_for, here
 from utio_jax.models.transformer import Transformer
 from utio_jax.staircase.forward import over_layers
 
+SMALL = layers_module._SMALL
+
+
+@pytest.fixture(autouse=True)
+def _no_layer_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layers_module, "_SMALL", 0)
+
 
 @pytest.fixture
-def split(monkeypatch: pytest.MonkeyPatch, tiny: Model) -> Any:
-    monkeypatch.setattr(layers_module, "_SMALL", 0)
+def split(tiny: Model) -> Any:
     return split_layers(tiny.decoder, tiny.params)
 
 
@@ -70,10 +76,9 @@ def test_layers_run_in_order_as_the_loop_over_the_stack_runs_them(
 
 
 def test_a_layer_that_was_replaced_is_split_anew(
-    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, tiny: Model
+    request: pytest.FixtureRequest, tiny: Model
 ) -> None:
     """Arrays come and go, and a new one may get the identity of one that is gone."""
-    monkeypatch.setattr(layers_module, "_SMALL", 0)
     params: Any = jax.tree.map(jnp.array, tiny.params)
     leaves, treedef = jax.tree.flatten(params["layers"])
     kept = len(layers_module._split)
@@ -90,9 +95,8 @@ def test_a_layer_that_was_replaced_is_split_anew(
 
 
 def test_layers_that_are_not_in_blocks_are_views_that_stay_when_the_stack_is_donated(
-    monkeypatch: pytest.MonkeyPatch, tiny: Model
+    tiny: Model,
 ) -> None:
-    monkeypatch.setattr(layers_module, "_SMALL", 0)
     held = jax.tree.map(jnp.array, tiny.params)
     split = split_layers(tiny.decoder, held)
     assert split is not None
@@ -108,14 +112,11 @@ def test_layers_that_are_not_in_blocks_are_views_that_stay_when_the_stack_is_don
     np.testing.assert_array_equal(np.stack(views), values)
 
 
-def test_layers_under_other_names_are_not_those_of_the_same_arrays(
-    monkeypatch: pytest.MonkeyPatch, tiny: Model
-) -> None:
+def test_layers_under_other_names_are_not_those_of_the_same_arrays(tiny: Model) -> None:
     class Nested(type(tiny.decoder)):
         def layers(self, params: Any) -> Any:
             return {"inner": super().layers(params)}
 
-    monkeypatch.setattr(layers_module, "_SMALL", 0)
     plain = split_layers(tiny.decoder, tiny.params)
     nested = split_layers(Nested(tiny.decoder.config), tiny.params)
     assert plain is not None
@@ -123,9 +124,7 @@ def test_layers_under_other_names_are_not_those_of_the_same_arrays(
     assert jax.tree.structure(nested[0]) == jax.tree.structure({"inner": plain[0]})
 
 
-def test_layers_computed_from_other_parameters_are_those_of_these_parameters(
-    monkeypatch: pytest.MonkeyPatch, tiny: Model
-) -> None:
+def test_layers_computed_from_other_parameters_are_those_of_these_parameters(tiny: Model) -> None:
     """Adapters that `layers` merges into matrices: the stack's own leaves stay the same arrays."""
 
     class Merged(Transformer):
@@ -136,7 +135,6 @@ def test_layers_computed_from_other_parameters_are_those_of_these_parameters(
             )
             return {**stack, "q_proj": {**stack["q_proj"], "kernel": kernel}}
 
-    monkeypatch.setattr(layers_module, "_SMALL", 0)
     decoder = Merged(tiny.decoder.config)
     base = tiny.params["layers"]["q_proj"]["kernel"]
     b = jnp.ones((base.shape[0], 1, base.shape[2]))
@@ -174,7 +172,6 @@ def test_threads_share_one_copy_and_keep_their_platforms(
         time.sleep(0.05)
         return one_layer(*args, **options)
 
-    monkeypatch.setattr(layers_module, "_SMALL", 0)
     monkeypatch.setattr(layers_module, "_one_layer", slowly)
     params: Any = jax.tree.map(jnp.array, tiny.params)
     with ThreadPoolExecutor(2) as pool:
@@ -188,6 +185,7 @@ def test_threads_share_one_copy_and_keep_their_platforms(
 def test_small_layers_tpus_and_full_devices_keep_to_the_stack(
     monkeypatch: pytest.MonkeyPatch, tiny: Model
 ) -> None:
+    monkeypatch.setattr(layers_module, "_SMALL", SMALL)
     few = here().blocked_rows
     assert split_layers(tiny.decoder, tiny.params, tokens=few) is None, "a few kilobytes a layer"
     shape: dict[str, Any] = {"embed_dim": 128, "num_layers": 2, "exits": (1, 2)}
@@ -213,7 +211,6 @@ def test_small_layers_tpus_and_full_devices_keep_to_the_stack(
 def test_kernels_lie_in_blocks_of_columns_for_steps_of_few_tokens(
     monkeypatch: pytest.MonkeyPatch, tiny: Model
 ) -> None:
-    monkeypatch.setattr(layers_module, "_SMALL", 0)
     monkeypatch.setattr(layers_module, "_COLUMNS", 32)
 
     def axes(decoder: Any, tokens: int | None, params: Any = tiny.params) -> list[int]:
@@ -272,9 +269,8 @@ def test_a_product_with_a_kernel_in_blocks_is_the_product(lead: tuple[int, ...])
 @pytest.mark.parametrize("copied", [False, True], ids=["table", "copy in blocks"])
 @pytest.mark.parametrize("lead", [(1,), (1, 1), (3,), (2, 2)])
 def test_logits_of_a_tied_head_are_products_with_its_table(
-    lead: tuple[int, ...], copied: bool, monkeypatch: pytest.MonkeyPatch, tiny: Model
+    lead: tuple[int, ...], copied: bool, tiny: Model
 ) -> None:
-    monkeypatch.setattr(layers_module, "_SMALL", 0)
     assert "head" not in tiny.params
     params = head_in_blocks(tiny.decoder, tiny.params, tokens=8) if copied else tiny.params
     assert ("head" in params) == copied
@@ -288,10 +284,7 @@ def test_logits_of_a_tied_head_are_products_with_its_table(
     np.testing.assert_allclose(logits, x @ table.T, rtol=1e-5, atol=1e-5)
 
 
-def test_a_head_in_blocks_is_kept_once_and_let_go(
-    monkeypatch: pytest.MonkeyPatch, tiny: Model
-) -> None:
-    monkeypatch.setattr(layers_module, "_SMALL", 0)
+def test_a_head_in_blocks_is_kept_once_and_let_go(tiny: Model) -> None:
     decoder = Transformer(dataclasses.replace(tiny.decoder.config, tie_embeddings=False))
     gc.collect()
     known = len(layers_module._split)
@@ -306,11 +299,8 @@ def test_a_head_in_blocks_is_kept_once_and_let_go(
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_head_that_does_not_fit_blocks_stays_as_it_is(
-    tied: bool, monkeypatch: pytest.MonkeyPatch, tiny: Model
-) -> None:
+def test_a_head_that_does_not_fit_blocks_stays_as_it_is(tied: bool, tiny: Model) -> None:
     """A copy, or a reference from the copies, would keep it for ever."""
-    monkeypatch.setattr(layers_module, "_SMALL", 0)
     config = dataclasses.replace(tiny.decoder.config, vocab_size=65, tie_embeddings=tied)
     decoder = Transformer(config)
     params: Any = jax.jit(decoder.init)(jax.random.key(0))
