@@ -40,6 +40,7 @@ CONFIG = dataclasses.replace(
     TINY, num_layers=6, num_kv_heads=1, kv_source=((0,), (1,), (2,), *(((0, 2),) * 3)), exits=(6,)
 )
 DECODER = Transformer(CONFIG)
+TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 64, (2, 17)), jnp.int32)
 
 
 @pytest.fixture(scope="module")
@@ -131,72 +132,42 @@ def test_branches_of_another_model_are_refused(folder: Path, branches: Branches)
     assert read.sizes == branches.sizes
 
 
+def log_probs(decoder: Transformer, params: Any, depths: tuple[int, ...]) -> list[jax.Array]:
+    """Returns what the head says of `TOKENS` but the last, at each depth."""
+    lengths = jnp.asarray([16, 16])
+    states = run_dense(decoder, params, TOKENS[:, :-1], lengths, depths=depths)
+    logits = [decoder.unembed(params, x).astype(jnp.float32) for x in states]
+    return [jax.nn.log_softmax(values) for values in logits]
+
+
 @pytest.mark.check
+@pytest.mark.parametrize("joint", [False, True])
 def test_the_objective_is_each_branch_against_labels_and_full_depth(
-    params: Any, branches: Branches
+    params: Any, branches: Branches, joint: bool
 ) -> None:
-    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 64, (2, 17)), jnp.int32)
-    decoder, whole = with_branches(DECODER, params, branches)
-    lengths = jnp.asarray([17, 17])
-    losses_of = jax.jit(exit_nll, static_argnums=0)
-    expected = losses_of(decoder, whole, tokens, lengths)[:, :, :-1].mean(axis=(1, 2))
-    key, losses = jax.random.key(0), {}
-    for weight in (0.0, 1.0):
-        objective = jax.jit(branch_objective(DECODER, params, (1, 2), weight))
-        learning = {"layers": branches.layers}
-        losses[weight], reported = objective(learning, tokens, key, jnp.int32(0))
-        assert_close(reported, expected)
-    assert_close(losses[0.0], expected[:2].sum())
-    # With labels apart, what is left is cross-entropy with full depth: at least its entropy.
-    *states, full = run_dense(decoder, whole, tokens[:, :-1], lengths - 1, depths=(4, 5, 6))
-    p = jax.nn.softmax(decoder.unembed(whole, full).astype(jnp.float32))
-    soft = [
-        -(p * jax.nn.log_softmax(decoder.unembed(whole, x).astype(jnp.float32))).sum(-1).mean()
-        for x in states
-    ]
-    assert_close(losses[1.0], sum(soft))
-
-
-@pytest.mark.check
-def test_a_model_that_learns_with_its_branches_has_one_loss_more_and_the_old_one_as_teacher(
-    params: Any, branches: Branches
-) -> None:
-    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 64, (2, 17)), jnp.int32)
-    inputs, lengths = tokens[:, :-1], jnp.asarray([16, 16])
-    student = jax.tree.map(lambda leaf: 0.9 * leaf, params)
+    """A model that learns with its branches has one loss more, and the old one as teacher."""
+    student = jax.tree.map(lambda leaf: 0.9 * leaf, params) if joint else params
+    learning = {"layers": branches.layers, **({"model": student} if joint else {})}
     decoder, whole = with_branches(DECODER, student, branches)
-
-    def log_probs(decoder: Transformer, params: Any, depths: tuple[int, ...]) -> list[jax.Array]:
-        states = run_dense(decoder, params, inputs, lengths, depths=depths)
-        logits = [decoder.unembed(params, x).astype(jnp.float32) for x in states]
-        return [jax.nn.log_softmax(values) for values in logits]
-
-    (teacher,) = log_probs(DECODER, params, (6,))
-    targets = {0.0: jax.nn.one_hot(tokens[:, 1:], 64), 1.0: jnp.exp(teacher)}
-    students = log_probs(decoder, whole, (4, 5, 6))
-    for weight, target in targets.items():
+    (teacher,), students = log_probs(DECODER, params, (6,)), log_probs(decoder, whole, (4, 5, 6))
+    labels = jax.nn.one_hot(TOKENS[:, 1:], 64)
+    # With labels apart, what is left is cross-entropy with full depth: at least its entropy.
+    for weight, target in {0.0: labels, 1.0: jnp.exp(teacher)}.items():
         objective = jax.jit(branch_objective(DECODER, params, (1, 2), weight))
-        learning = {"layers": branches.layers, "model": student}
-        loss, _ = objective(learning, tokens, jax.random.key(0), jnp.int32(0))
-        assert_close(loss, sum(-(target * values).sum(-1).mean() for values in students))
+        loss, reported = objective(learning, TOKENS, jax.random.key(0), jnp.int32(0))
+        assert_close(loss, sum(-(target * x).sum(-1).mean() for x in students[: 2 + joint]))
+        assert_close(reported, jnp.stack([-(labels * x).sum(-1).mean() for x in students]))
 
 
 def test_a_pruned_model_learns_from_the_labels_and_the_full_models_prediction(params: Any) -> None:
     student, first = pruned(DECODER, params, 5)
     kernels = [weights["layers"]["q_proj"]["kernel"] for weights in (first, params)]
     np.testing.assert_array_equal(kernels[0], kernels[1][np.asarray([0, 1, 2, 3, 5])])
-    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 64, (2, 17)), jnp.int32)
-
-    def log_probs(decoder: Transformer, params: Any) -> jax.Array:
-        lengths, depths = jnp.asarray([16, 16]), (decoder.config.num_layers,)
-        (x,) = run_dense(decoder, params, tokens[:, :-1], lengths, depths=depths)
-        return jax.nn.log_softmax(decoder.unembed(params, x).astype(jnp.float32))
-
-    full, own = log_probs(DECODER, params), log_probs(student, first)
+    (full,), (own,) = log_probs(DECODER, params, (6,)), log_probs(student, first, (5,))
     kl = (jnp.exp(full) * (full - own)).sum(-1).mean()
-    nll = -jnp.take_along_axis(own, tokens[:, 1:, None], axis=-1).mean()
+    nll = -jnp.take_along_axis(own, TOKENS[:, 1:, None], axis=-1).mean()
     objective = jax.jit(distillation(student, DECODER, params, labels=0.25))
-    loss, reported = objective(first, tokens, jax.random.key(0), jnp.int32(0))
+    loss, reported = objective(first, TOKENS, jax.random.key(0), jnp.int32(0))
     assert_close(loss, 0.75 * kl + 0.25 * nll)
     assert_close(reported, nll[None])
 
