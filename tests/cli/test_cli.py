@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers.cli import ran, refused
-from helpers.folders import save_small_model
+from helpers.folders import edit_json, save_small_model
 from helpers.texts import SOURCES, source
 
 from utio_jax.cli import generate as streaming
@@ -33,8 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small model folder with tokenizer and calibration."""
     out = tmp_path_factory.mktemp("model")
     save_small_model(out)
-    config = json.loads((out / "config.json").read_text())
-    (out / "config.json").write_text(json.dumps(config | {"exits": [1, 4]}))
+    edit_json(out / "config.json", exits=[1, 4])
     files = [str(source(name)) for name in ("bisect", "colorsys")]
     arguments = ["calibrate", *files, "--policy", "learned", "--budget", "0.8"]
     assert main([*arguments, "--model", str(out)]) == 0

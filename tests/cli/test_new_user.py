@@ -20,7 +20,7 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 from helpers.cli import ran, refused
-from helpers.folders import save_small_model
+from helpers.folders import changed_copy, save_small_model
 from helpers.texts import SOURCES, source
 
 import utio_jax
@@ -73,12 +73,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def bare(folder: Path, tmp_path: Path) -> Path:
     """The same without a calibration, read at its last layer alone, as a stock model is."""
-    out = tmp_path / "stock"
-    out.mkdir()
-    for name in ("model.safetensors", "tokenizer.json"):
-        (out / name).write_bytes((folder / name).read_bytes())
-    config = json.loads((folder / "config.json").read_text())
-    (out / "config.json").write_text(json.dumps(config | {"exits": [4]}))
+    out = changed_copy(folder, tmp_path / "stock", exits=[4])
+    for file in out.glob("policies.*"):
+        file.unlink()
     return out
 
 

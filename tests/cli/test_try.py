@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import io
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +13,7 @@ import numpy as np
 import pytest
 from helpers.cases import run_dense
 from helpers.cli import ran
-from helpers.folders import save_small_model
+from helpers.folders import edit_json, save_small_model
 from helpers.generation import lively_model
 from helpers.shared_kv import KINDS
 from helpers.texts import source
@@ -193,8 +192,7 @@ def test_rows_are_shown_as_soon_as_they_are_measured() -> None:
 @pytest.mark.slow
 def test_a_model_without_exits_is_tried(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_small_model(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"exits": [4]}))
+    edit_json(tmp_path / "config.json", exits=[4])
     result, shown = ran(capsys, "try", source("sched"), source("stat"), "--model", tmp_path)
     assert result["verdict"] in shown
     assert [row["what"] for row in result["rows"]] == [
