@@ -25,7 +25,7 @@ from utio_jax.cli.bench import Bench, subject_named
 from utio_jax.cli.main import main
 from utio_jax.core.flops import expected_flops, token_cost
 from utio_jax.core.platform import compiling_for
-from utio_jax.evaluation.ledger import Ledger, uniform_hull
+from utio_jax.evaluation.ledger import Ledger
 from utio_jax.evaluation.quality import Quality
 from utio_jax.models.presets import SHAPES
 from utio_jax.models.random_weights import fit_layers
@@ -291,17 +291,3 @@ def test_late_compilations_are_counted() -> None:
     )
     assert timed["grows"].compiles >= 2
     assert timed["steady"].compiles == 0
-
-
-def test_the_hull_is_the_lower_envelope_of_the_exits() -> None:
-    points = [(0.3, 30.0), (0.5, 6.0), (0.6, 5.9), (0.8, 1.0)]
-    rows = [Ledger(policy="full", flops_ratio=1.0, nll_increase_pct=0.0)] + [
-        Ledger(policy="uniform", flops_ratio=x, nll_increase_pct=y) for x, y in points
-    ]
-    hull = uniform_hull(rows)
-    assert hull(0.2) is None
-    assert hull(0.3) == 30.0
-    assert hull(0.4) == pytest.approx(18.0)
-    assert hull(0.6) == pytest.approx(6 - 5 / 3), "an exit above the hull does not bend it"
-    assert hull(0.9) == pytest.approx(0.5)
-    assert hull(1.0) == 0.0

@@ -254,8 +254,13 @@ def compared(tiny: Any, text: list[Batch]) -> Any:
 
 def test_a_dearer_worse_exit_is_no_part_of_the_hull() -> None:
     """Branches of 12 layers may lose less than all 16: at 0.9 truncation is then those of 12."""
-    points = [(0.5, 4.0), (0.75, -1.0), (1.0, 0.0)]
-    hull = convex_hull(points)
+    points = [(0.5, 4.0), (0.6, 3.0), (0.75, -1.0), (1.0, 0.0)]
+    names = ("uniform", "uniform", "uniform", "full")
+    rows = [
+        Ledger(policy=name, flops_ratio=ratio, nll_increase_pct=loss)
+        for name, (ratio, loss) in zip(names, points, strict=True)
+    ]
+    hull = uniform_hull([*rows, Ledger(policy="learned", flops_ratio=0.4, nll_increase_pct=0.0)])
     assert [hull(ratio) for ratio in (0.4, 0.5, 0.625, 0.9, 1.1)] == [None, 4.0, 1.5, -1.0, -1.0]
     drawn = [(np.full(2, x), np.full(2, y)) for x, y in points]
     assert hull_of(drawn, np.asarray([0.625, 0.9])).tolist() == [1.5, -1.0]
