@@ -329,27 +329,6 @@ def test_parameters_replaced_in_place_answer_as_a_new_engine_does(
     assert engine.prefix_cache_of(model.decoder, params).num_blocks == 0
 
 
-def test_parameters_replaced_while_requests_run_end_these() -> None:
-    """Their tokens so far are the old model's; requests that wait are the new one's."""
-    small = lively_model()
-    params = jax.tree.map(lambda leaf: leaf, small.params)
-    model = Model(small.decoder, params)
-    engine = cached_engine(model, slots=1, read_late=False)
-    text = [*range(20)]
-    old = ask(cached_engine(model), text, new=30).token_ids
-    running = engine.submit(text, max_new_tokens=30, eos_ids=())
-    waiting = engine.submit(text, max_new_tokens=6, eos_ids=())
-    events = [event for _ in range(2) for event in engine.advance()]
-    returned = sum(event.token_ids.size for event in events)
-    replace_in_place(params, seed=1)
-    results = engine.drain()
-    assert results[running].reason == "interrupted"
-    assert 0 < results[running].token_ids.size == returned < 30
-    np.testing.assert_array_equal(results[running].token_ids, old[:returned])
-    expected = ask(cached_engine(model), text, new=6)
-    np.testing.assert_array_equal(results[waiting].token_ids, expected.token_ids)
-
-
 def test_arrays_that_can_change_unseen_are_refused() -> None:
     small = lively_model()
     params = jax.tree.map(np.asarray, small.params)
@@ -363,19 +342,23 @@ def test_arrays_that_can_change_unseen_are_refused() -> None:
             engine.warmup()
 
 
-@pytest.mark.parametrize("how", ["refused", "interrupted"])
-def test_new_parameters_that_are_not_taken_up_are_taken_up_later(
+@pytest.mark.parametrize("how", ["at once", "refused", "interrupted"])
+def test_parameters_replaced_while_requests_run_end_these(
     how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows and the prefix cache are of the old ones until then."""
+    """Their tokens so far are the old model's; requests that wait are the new one's.
+
+    Where new parameters are not taken up, rows and the prefix cache stay the old ones'.
+    """
     small = lively_model()
     params = jax.tree.map(lambda leaf: leaf, small.params)
     model = Model(small.decoder, params)
     engine, text = cached_engine(model, slots=1, read_late=False), [*range(20)]
-    ask(engine, text, new=6)
+    old = ask(engine, text, new=30).token_ids
     running = engine.submit(text, max_new_tokens=30, eos_ids=())
     waiting = engine.submit(text, max_new_tokens=6, eos_ids=())
-    engine.advance()
+    events = [event for _ in range(2) for event in engine.advance()]
+    returned = sum(event.token_ids.size for event in events)
     replace_in_place(params, seed=1)
 
     def interrupted(*_: Any) -> Any:
@@ -385,15 +368,17 @@ def test_new_parameters_that_are_not_taken_up_are_taken_up_later(
         if how == "refused":
             embedding = params["embedding"]
             patch.setitem(embedding, "embedding", np.asarray(embedding["embedding"]))
-        else:
+        elif how == "interrupted":
             patch.setattr(PrefixCache, "clear", interrupted)
-        for _ in range(2):
+        for _ in range(0 if how == "at once" else 2):
             with pytest.raises((ValueError, KeyboardInterrupt)):
                 engine.advance()
     assert engine.stats().prefix_blocks > 0
     assert engine.prefix_cache_of(model.decoder, params).num_blocks == 0
     results = engine.drain()
     assert results[running].reason == "interrupted"
+    assert 0 < results[running].token_ids.size == returned < 30
+    np.testing.assert_array_equal(results[running].token_ids, old[:returned])
     expected = ask(cached_engine(model), text, new=6)
     np.testing.assert_array_equal(results[waiting].token_ids, expected.token_ids)
 
