@@ -280,13 +280,15 @@ def test_templates_by_name_and_the_one_for_tools(tmp_path: Path) -> None:
     assert find_template(tmp_path).render(HELLO, tools=[]) == "with tools"
 
 
-def test_a_gguf_file_may_have_a_template_for_tools(tmp_path: Path) -> None:
-    several = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools"}]
+def test_a_gguf_file_has_its_templates_and_tokens_in_its_metadata(tmp_path: Path) -> None:
+    texts = {"default": "{{ eos_token }}!", "tool_use": "tools"}
+    several = [{"name": name, "template": text} for name, text in texts.items()]
     file = tmp_path / "m.gguf"
-    write_with_pieces(file, FOLDER / "llama", template=several, eos=1)
+    write_with_pieces(file, FOLDER / "llama", template=several, bos=0, eos=1)
     model = load(file)
-    assert model.chat_template.template == "plain"
-    assert model.chat_template.named == {"tool_use": "tools"}
+    result = model.chat_template
+    assert result.special_tokens == {"bos_token": "<|endoftext|>", "eos_token": "<|im_end|>"}
+    assert (result.render(HELLO), result.named) == ("<|im_end|>!", {"tool_use": "tools"})
     assert isinstance(model.decoder, Transformer)
     save(tmp_path / "out", model.decoder, model.params, like=file)
     assert find_template(tmp_path / "out").named == {"tool_use": "tools"}
@@ -327,14 +329,6 @@ def test_a_model_without_a_template_says_so_and_what_to_do(tmp_path: Path) -> No
         load(file).chat(HELLO)
     (tmp_path / "m.chat_template.jinja").write_text("beside")
     assert load(file).chat_template.template == "beside"
-
-
-def test_a_gguf_file_has_its_template_and_tokens_in_its_metadata(tmp_path: Path) -> None:
-    file = tmp_path / "m.gguf"
-    write_with_pieces(file, FOLDER / "llama", template="{{ eos_token }}!", bos=0, eos=1)
-    result = load(file).chat_template
-    assert result.special_tokens == {"bos_token": "<|endoftext|>", "eos_token": "<|im_end|>"}
-    assert result.render(HELLO) == "<|im_end|>!"
 
 
 def test_marks_of_turns_are_single_tokens_and_nothing_is_put_around(model: Model) -> None:
