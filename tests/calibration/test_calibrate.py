@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers.cases import EXECUTOR, calibrated, run_dense
+from helpers.folders import edit_json
 from helpers.models import assert_equal, plain_nll
 
 from utio_jax.calibration.calibrate import calibrate
@@ -226,11 +227,9 @@ def test_a_policy_that_misses_its_goal_has_no_entry_and_hides_no_control(
 
 
 def test_signals_of_no_known_type_are_refused(tmp_path: Path) -> None:
-    entry = Thresholds(depths=(1, 4), thresholds=(0.5,), fractions=(0.5, 0.5))
-    entries, signals = {"position": {0.5: entry}}, {"position": Position()}
-    Calibration(entries=entries, signals=signals, info={"model_sha256": "b"}).save(tmp_path)
+    calibration_of(Position()).save(tmp_path)
     stored = json.loads((tmp_path / "policies.json").read_text())
-    stored["signals"]["position"]["type"] = "os.system"
+    stored["signals"]["own"]["type"] = "os.system"
     (tmp_path / "policies.json").write_text(json.dumps(stored))
     with pytest.raises(ValueError, match="do not fit each other.*Calibrate again"):
         load_calibration(tmp_path, model_sha256="b")
@@ -431,7 +430,8 @@ def test_signals_of_ones_own_are_fitted_and_survive_their_files(
     fitted = calibrated(tiny, text, policies=fits, budgets=(0.85,))
     assert [*fitted.entries] == ["mine"]
     fitted.save(tmp_path)
-    stored = json.loads((tmp_path / "policies.json").read_text())["signals"]
+    file = tmp_path / "policies.json"
+    stored = json.loads(file.read_text())["signals"]
     assert stored["mine"]["type"] == f"{Projected.__module__}.Projected"
     loaded = load_calibration(tmp_path, model_sha256="a" * 64)
     ours, theirs = fitted.policy("mine", 0.85), loaded.policy("mine", 0.85)
@@ -439,8 +439,7 @@ def test_signals_of_ones_own_are_fitted_and_survive_their_files(
     assert_equal(jax.tree.leaves(ours), jax.tree.leaves(theirs))
     # A module of another name defines it again, as a script does whose class is now imported.
     stored["mine"]["type"] = "__main__.Projected"
-    whole = json.loads((tmp_path / "policies.json").read_text()) | {"signals": stored}
-    (tmp_path / "policies.json").write_text(json.dumps(whole))
+    edit_json(file, signals=stored)
     again = load_calibration(tmp_path, model_sha256="a" * 64)
     assert isinstance(again.signals["mine"], Projected)
 

@@ -418,9 +418,7 @@ def test_a_model_without_exits_is_read_through_a_lens(
     # A file for the lens, and one for the policy.
     files = [source(name) for name in ("sched", "stat")]
     stock = load(folder)
-    stock.decoder = dataclasses.replace(
-        stock.decoder, config=dataclasses.replace(stock.decoder.config, exits=(4,))
-    )
+    stock.decoder = with_config(stock.decoder, exits=(4,))
     before, weights = stock.sha256, {*folder.iterdir()}
     result = stock.calibrate(files, budget=0.9, out=tmp_path / "fitted.json")
     assert stock.decoder.config.exits == (2, 3, 4)
