@@ -61,37 +61,27 @@ def sparse_by_layer(attention: VerticalSlash, row: int, prompt: int) -> SparseQu
 
 
 @pytest.mark.parametrize(
-    ("kv", "segments", "plain"),
-    [
-        *checked(("propagate", 3, False)),
-        ("drop", 0, False),
-        *slow(("drop", 2, False), ("mapped", 0, True), ("propagate", 0, True)),
-        *checked(("mapped", 0, False)),
-    ],
+    ("kv", "segments"),
+    [*checked(("propagate", 3)), ("drop", 0), *slow(("drop", 2)), *checked(("mapped", 0))],
+    ids=["propagate, sparse", "drop, dense", "drop, dense floor", "mapped, through a lens"],
 )
-def test_new_tokens_see_the_prompts_that_the_oracle_shows(
-    kv: Any, segments: int, plain: bool
-) -> None:
+def test_new_tokens_see_the_prompts_that_the_oracle_shows(kv: Any, segments: int) -> None:
     """States that maps start from are the tokens' own, not those of a lens."""
     model, table = lively_model(), depth_table(DEPTHS, shape=(3, 96))
     if kv == "mapped":
         model = with_random_maps(with_random_lens(model), (1, 2))
     policy = DepthAt(table=table, depths=DEPTHS)
     attention = half_sparse(segments=segments) if segments else DENSE
-    if plain or (kv == "drop" and not segments):  # No prompt token gets as far as new ones do.
+    if kv == "drop" and not segments:  # No prompt token gets as far as new ones do.
         table = jnp.minimum(table, 2)
     reading = DepthAt(table=table, depths=DEPTHS)
-    shown: dict[str, Any] = {"kv": kv} if plain else {}
-    how = Prefill(policy=reading, attention=attention, executor=SMALL_BLOCKS, **shown)
-    mode = Plain() if plain else Adaptive(policy=policy, kv=kv)
-    result = run(model, LONG, mode=mode, prefill=how)
+    how = Prefill(policy=reading, attention=attention, executor=SMALL_BLOCKS)
+    result = run(model, LONG, mode=Adaptive(policy=policy, kv=kv), prefill=how)
     sparse = None
     if isinstance(attention, VerticalSlash):
         sparse = partial(sparse_by_layer, attention)
     assert_read_as(model, result, table, kv=kv, sparse=sparse)
-    if (
-        kv == "mapped" and not plain
-    ):  # One map for each skipped layer of every row, where any row stops there.
+    if kv == "mapped":  # One map for each skipped layer of every row, where any row stops there.
         assert (result.work.kv_maps > 0).all()
         np.testing.assert_array_equal(result.work.keys_values, result.work.queries)
 

@@ -8,16 +8,22 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers.generation import (
+    LONG,
     SMALL_BLOCKS,
+    DepthAt,
+    assert_read_as,
+    depth_table,
     lively_model,
     run,
 )
 from helpers.marks import slow
 from helpers.models import assert_equal, with_random_lens, with_random_maps
 
+from utio_jax.decoding.base import Plain
 from utio_jax.decoding.prefill import Prefill
 from utio_jax.policies.depth import uniform
 from utio_jax.prompts.budget import prompt_choice, prompt_prefill
@@ -28,6 +34,18 @@ from utio_jax.staircase.capacity import CapacityPrefix
 from utio_jax.staircase.microbatches import MicroBatches
 
 pytestmark = pytest.mark.check
+
+DEPTHS = (1, 2, 4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kv", ["mapped", "propagate"])
+def test_full_depth_sees_what_the_reference_shows_of_a_prompt(kv: Any) -> None:
+    model = with_random_maps(lively_model(), (1, 2))
+    table = jnp.minimum(depth_table(DEPTHS, shape=(3, 96)), 2)
+    how = Prefill(policy=DepthAt(table=table, depths=DEPTHS), kv=kv, executor=SMALL_BLOCKS)
+    assert_read_as(model, run(model, LONG, mode=Plain(), prefill=how), table, kv=kv)
+
 
 RAGGED = [[7, *range(59)], [*range(50, 10, -1), 3], [4], [9] * 18]
 """60, 41, 1 and 18 tokens, padded to 64."""
