@@ -356,6 +356,24 @@ def test_a_context_cuts_what_is_calibrated_on_and_what_a_guarantee_reads(
     assert "Replaced, of the policies it had: learned at 0.75, learned" in result.summary()
 
 
+def test_copies_are_one_document_of_a_comparison(
+    calibrated: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[np.ndarray] = []
+
+    def noted(_: Any, __: Any, ___: Any, document_of_window: np.ndarray, *____: Any, **_____: Any):
+        seen.append(document_of_window)
+        return []
+
+    monkeypatch.setattr("utio_jax.models.model.compare", noted)
+    texts = [*np.random.default_rng(0).integers(0, 300, (5, 80))]
+    changed = texts[1].copy()
+    changed[40] += 1
+    result = calibrated.compare([*texts, texts[0], changed, np.zeros(1, int)], batches=None)
+    assert result.documents == 7, "one of a token has no window"
+    assert [*np.bincount(seen[0])] == [4, 4, 2, 2, 2], "two windows each"
+
+
 def test_a_decoder_of_your_own_needs_no_files_for_ids_and_a_tokenizer_for_texts(
     calibrated: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

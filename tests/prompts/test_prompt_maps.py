@@ -202,12 +202,14 @@ def test_the_cheapest_within_the_limit_is_chosen(tiny: Model, study_text: Prompt
 
 
 @pytest.mark.usefixtures("one_control")
-def test_where_nothing_pays_it_says_so(tiny: Model, study_text: PromptText) -> None:
+@pytest.mark.parametrize("copies", [False, True])
+def test_where_nothing_pays_it_says_so(tiny: Model, study_text: PromptText, copies: bool) -> None:
     """All tokens deep lose nothing and save nothing; the others lose 0.4 %, above the limit.
 
-    Parts of few documents have no interval.
+    Parts of few documents have no interval, nor have copies of one.
     """
-    result = study(tiny, dataclasses.replace(study_text, parts="parts of documents"), 0.1)
+    parts: Any = {"test": study_text.test[:1] * 5} if copies else {"parts": "parts of documents"}
+    result = study(tiny, dataclasses.replace(study_text, **parts), 0.1)
     assert result.chosen is None
     assert result.test[0].role == "best"
     assert result.verdict.startswith("Nothing pays within +0.1 %")

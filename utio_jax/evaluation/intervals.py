@@ -126,8 +126,8 @@ def check_enough(documents: int) -> None:
     """Raises ValueError if a text has fewer than five documents."""
     if documents < FEWEST:
         raise ValueError(
-            f"Wanted at least {FEWEST} documents, over which intervals are taken. Got {documents}. "
-            "Add files."
+            f"Wanted at least {FEWEST} documents, over which intervals are taken, near-duplicates "
+            f"counted once. Got {documents}. Add files."
         )
 
 

@@ -24,7 +24,7 @@ from utio_jax.calibration.compare import compare
 from utio_jax.calibration.gates import Fit, fits_of, storable
 from utio_jax.calibration.goals import CONFIDENCE, Goal, goal_of
 from utio_jax.calibration.lens import LensConfig, kept_lens, split_for_lens, with_exits
-from utio_jax.calibration.risk import split_documents
+from utio_jax.calibration.risk import group_near_duplicates, split_documents
 from utio_jax.core.calls import check_options
 from utio_jax.core.decoder import Params, is_integer, name_exits
 from utio_jax.core.documents import (
@@ -839,7 +839,8 @@ class Model:
         """Returns loss and cost of every calibrated policy and of the controls on unseen text.
 
         Args:
-          texts: see `documents`; at least five, none of which may have been calibrated on.
+          texts: see `documents`; at least five, near-duplicates counted once. None may have been
+            calibrated on.
           files: see `documents`.
           policies: further ones to judge, by name or called by their own; a model that has no
             calibration is compared under these alone.
@@ -853,20 +854,23 @@ class Model:
         has_file = calibration_file(self.policies or self.folder).is_file()
         alone = bool(policies) and not has_file and "calibration" not in vars(self)
         note_compilation()
+        documents = self.documents(texts, files=files)
         drawn, document_of_window = sample_batches(
-            self.documents(texts, files=files),
+            documents,
             rows=16,
             width=min(self.decoder.config.context_length, context),
             batches=batches,
             vocab_size=self.decoder.config.vocab_size,
             seed=seed,
         )
+        names, member = np.unique(document_of_window, return_inverse=True)
+        groups = group_near_duplicates([documents[name] for name in names])
         compared = Compared(
             compare(
                 self.decoder,
                 self.params,
                 drawn,
-                document_of_window,
+                groups[member],
                 None if alone else self.calibration,
                 budgets=budget,
                 policies=policies,
@@ -874,7 +878,7 @@ class Model:
                 **options,
             )
         )
-        compared.documents = len({*document_of_window})
+        compared.documents = len(names)
         return compared
 
 
