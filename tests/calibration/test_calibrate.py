@@ -40,6 +40,22 @@ from utio_jax.policies.signals import ScoreTable, SignalBase
 from utio_jax.policies.store import Calibration, Thresholds, check_storable, load_calibration
 
 
+def test_tokens_of_the_least_score_exit() -> None:
+    """Their threshold is no -inf, at which none exits."""
+    scores, kl = np.full((1, 10), -np.inf), np.stack([np.arange(10.0), np.zeros(10)])
+    scores[0, 6:] = 1.0
+    fit = fit_thresholds(
+        scores,
+        kl,
+        depths=(2, 4),
+        cost_of_depth=np.asarray([0.5, 1.0]),
+        cost_of_gate=np.zeros(1),
+        budget=0.7,
+    )
+    assert fit.fractions == (0.6, 0.4)
+    assert leave_at(scores, np.asarray(fit.thresholds)).tolist() == [0] * 6 + [1] * 4
+
+
 @pytest.mark.parametrize(
     ("gate", "tokens"),
     # Cheap gates; dear ones, which the budget must hold; and ones that are hardly worth their cost.

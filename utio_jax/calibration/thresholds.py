@@ -42,6 +42,7 @@ def fit_thresholds(
             f"Wanted a budget of at least {rounded_up(cheapest):.3f}, the cost of leaving at depth "
             f"{depths[0]}. Got budget={budget}. Use an earlier exit, or a larger budget."
         )
+    scores = np.maximum(scores, np.finfo(np.float32).min)  # At a cut of -inf none exits.
     order = np.argsort(scores, axis=1, kind="stable")
 
     def cost_at(cuts: np.ndarray) -> float:
