@@ -128,6 +128,25 @@ def test_several_policies_need_the_units_of_a_higher_confidence(looks: int) -> N
         fit_with_guarantee(best[:, 1:], max_risk=0.05, confidence=0.9, looks=looks)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"looks": 0}, "at least 1 of looks.* Got looks=0"),
+        ({"looks": 1.5}, "Got looks=1.5"),
+        ({"settings": [1]}, "each of 2 candidates. Got 1 settings and 2 costs"),
+        ({"costs": [0.5, 0.4, 0.3]}, "Got 2 settings and 3 costs"),
+        ({"risks": [0.0]}, r"of at least one candidate. Got shape \(1,\)"),
+    ],
+)
+def test_tests_without_meaning_are_refused(
+    options: Any, message: str, unchecked_shapes: None
+) -> None:
+    bound: Any = {"risks": [[0.0] * 100] * 2, "max_risk": 0.1, "confidence": 0.9}
+    assert fit_with_guarantee(**bound).chosen == 1, "lists are taken"
+    with pytest.raises(ValueError, match=message):
+        fit_with_guarantee(**bound | options)
+
+
 def shingles_of(document: np.ndarray) -> set[tuple[int, ...]]:
     ids = document.tolist()
     return {tuple(ids[i : i + 8]) for i in range(max(1, len(ids) - 7))}

@@ -23,6 +23,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
+from utio_jax.core.decoder import is_integer
+
 # Bets are sized to reach a p-value of 1/20. Others stay valid, and at 0.1 or 0.01 lose little.
 _AIM = 2 * math.log(20)
 
@@ -84,8 +86,10 @@ def fit_with_guarantee(
       seed: of the order in which units are bet on. Trying several voids the guarantee.
 
     Raises:
-      ValueError: risks of another form or range, or fewer units than `units_needed`.
+      ValueError: risks of another form or range, fewer units than `units_needed`, or settings,
+        costs or looks of another number.
     """
+    risks = np.asarray(risks)
     if risks.ndim != 2 or not len(risks):
         raise ValueError(
             f"Wanted risks [candidate, unit] of at least one candidate. Got shape {risks.shape}. "
@@ -105,12 +109,17 @@ def fit_with_guarantee(
             f"Wanted risks from 0 to 1. Got {risks.min()} to {risks.max()}. Give shares of "
             f"tokens, and leave out documents that predict none."
         )
+    settings = range(len(risks)) if settings is None else settings
+    costs = [math.nan] * len(risks) if costs is None else costs
+    if not len(settings) == len(costs) == len(risks):
+        raise ValueError(
+            f"Wanted a setting and a cost for each of {len(risks)} candidates. Got "
+            f"{len(settings)} settings and {len(costs)} costs. Give one per row of risks."
+        )
     order = np.random.default_rng(seed).permutation(units)
     test = _binomial if binary else _p_values
     p_values = test(risks[:, order], max_risk)
     kept = [*(p_values <= (1 - confidence) / looks), False].index(False)
-    settings = range(len(risks)) if settings is None else settings
-    costs = [math.nan] * len(risks) if costs is None else costs
     tested = zip(settings, costs, risks.mean(axis=1).tolist(), p_values.tolist(), strict=True)
     return Fitted(
         chosen=settings[kept - 1] if kept else None,
@@ -195,8 +204,8 @@ def units_needed(
     """Returns the fewest units with which a candidate can be chosen, even if its risks are all 0.
 
     Raises:
-      ValueError: `max_risk` or `confidence` is not between 0 and 1; the error calls the first by
-        the name `bound`.
+      ValueError: no `looks`, or `max_risk` or `confidence` is not between 0 and 1; the error calls
+        the first of these by the name `bound`.
     """
     for name, value in ((bound, max_risk), ("confidence", confidence)):
         if not 0 < value < 1:
@@ -204,6 +213,8 @@ def units_needed(
                 f"Wanted {name} between 0 and 1, both excluded. Got {value}. Use for example "
                 f"{bound}=0.05 at confidence=0.95."
             )
+    if not is_integer(looks, 1):
+        raise ValueError(f"Wanted at least 1 of looks, an integer. Got looks={looks!r}.")
     # No bet gains more than a factor of 1 + max_risk per unit.
     level = (1 - confidence) / looks
     if binary:
