@@ -150,6 +150,16 @@ def test_a_policy_that_reads_the_head_is_traced_under_x64(tiny: Any) -> None:
         jax.make_jaxpr(run)(tiny.params, *small_case(tiny)[1:3], policy)
 
 
+def test_a_bucket_is_an_integer_of_any_kind(tiny: Any, unchecked_shapes: None) -> None:
+    size: Any = np.int64(8)
+    jit = jax.jit(score, static_argnums=0, static_argnames="executor")
+    inputs = tiny.decoder, tiny.params, *small_case(tiny)[1:3], uniform(2)
+    one, other = (jit(*inputs, executor=MicroBatches(min_bucket=n)) for n in (size, 4))
+    np.testing.assert_allclose(one.log_likelihood, other.log_likelihood, atol=1e-4)
+    with pytest.raises(ValueError, match="Got min_bucket=np.float64"):
+        MicroBatches(min_bucket=size + 0.5)
+
+
 def test_an_executor_of_ones_own_is_told_which_segment_it_packs(tiny: Any) -> None:
     """Also under jit, where segments of `MicroBatches` run in one loop."""
     packed: list[int] = []

@@ -17,7 +17,15 @@ from jaxtyping import Array, Bool, Float, Int
 
 from utio_jax.attention.cache import KVCache, read
 from utio_jax.core.arrays import flat
-from utio_jax.core.decoder import Decoder, HasKVMaps, Inputs, LayerParams, Params, PositionEncoding
+from utio_jax.core.decoder import (
+    Decoder,
+    HasKVMaps,
+    Inputs,
+    LayerParams,
+    Params,
+    PositionEncoding,
+    is_integer,
+)
 from utio_jax.core.layer import contain_overflow
 from utio_jax.core.pytrees import pytree, static
 from utio_jax.core.work import Work
@@ -249,7 +257,7 @@ def over_blocks(
 
 def check_min_bucket(min_bucket: int) -> int:
     """Returns `min_bucket`; raises ValueError unless it is a positive integer."""
-    if isinstance(min_bucket, bool) or not isinstance(min_bucket, int) or min_bucket < 1:
+    if not is_integer(min_bucket, 1):
         raise ValueError(
             f"Wanted a min_bucket of at least 1, in items. Got min_bucket={min_bucket!r}. "
             "Good sizes: 64 on a CPU, a few hundred on accelerators."
