@@ -96,6 +96,13 @@ def test_two_boundaries_thin_a_prompt_twice(tiny: Model) -> None:
         depths_of(tiny, dataclasses.replace(policy, deep=jnp.asarray([0.5])), [24, 12])
 
 
+@pytest.mark.parametrize("share", [50, -1, float("nan")])
+def test_shares_beyond_a_whole_are_refused(share: float, unchecked_shapes: None) -> None:
+    shares: Any = [0.5, share]
+    with pytest.raises(ValueError, match=r"shares of prompt tokens .* from 0 to 1. Got deep=\[0.5"):
+        PromptImportance(signal=Recency(), deep=shares, depths=(1, 2, 4))
+
+
 @pytest.mark.check
 def test_all_of_a_prompt_is_the_plain_program_bit_by_bit(tiny: Model, no_compiles: Any) -> None:
     model = with_random_maps(tiny, (2,))

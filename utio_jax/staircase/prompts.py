@@ -64,6 +64,11 @@ class PromptImportance:
         if type(self.deep) in (list, tuple) and all(
             isinstance(share, (int, float, np.number)) for share in self.deep
         ):
+            if not all(0 <= share <= 1 for share in self.deep):
+                raise ValueError(
+                    "Wanted shares of prompt tokens that go deeper, from 0 to 1. "
+                    f"Got deep={self.deep}. For example: [0.15]."
+                )
             object.__setattr__(self, "deep", jax.device_put(np.asarray(self.deep, np.float32)))
         for field in ("at_least", "prompt_tokens"):  # Counts, not numbers of any kind.
             count = getattr(self, field)
