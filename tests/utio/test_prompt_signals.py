@@ -17,7 +17,7 @@ from helpers.shared_kv import KINDS
 
 from utio_jax.policies.base import Boundary
 from utio_jax.staircase import MicroBatches, PromptImportance, staircase
-from utio_jax.utio.signals import AttentionHeat, PromptSurrogate
+from utio_jax.utio.signals import AttentionHeat, PromptSurrogate, TokenSurrogate
 
 EXECUTOR = MicroBatches(min_bucket=4, block=16, query_block=8, key_step=16)
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -88,6 +88,19 @@ def test_heat_is_what_the_last_queries_look_at(name: str) -> None:
     result = scores_of(model, AttentionHeat(queries=queries), ids, lengths)
     real = np.arange(24) < np.asarray(lengths)[:, None]
     np.testing.assert_allclose(result[real], heat[real], atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", [AttentionHeat, PromptSurrogate])
+@pytest.mark.parametrize("options", [{"queries": 0}, {"queries": -1}, {"layers": 0}])
+def test_heat_of_no_query_is_refused(kind: Any, options: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="Wanted at least 1 of queries and of layers"):
+        kind(**options)
+
+
+def test_tokens_beyond_a_table_have_no_score() -> None:
+    signal = TokenSurrogate(table=jnp.asarray([0.5, 0.25]))
+    ids = jnp.asarray([[0, 1, 2]])
+    np.testing.assert_array_equal(signal.start(ids, ids), [[0.5, 0.25, np.nan]])
 
 
 def test_the_mean_of_a_long_float16_prompt_is_a_number(

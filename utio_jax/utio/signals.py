@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 from utio_jax.attention.cache import side_by_side
 from utio_jax.attention.mixing import NOWHERE, attention_received, mixer_at
 from utio_jax.core.arrays import flat
-from utio_jax.core.decoder import Decoder, Inputs, Params, check_softmax
+from utio_jax.core.decoder import Decoder, Inputs, Params, check_softmax, is_integer
 from utio_jax.core.flops import count_matmul_flops, token_cost
 from utio_jax.core.layer import keys_values_of, layer_at
 from utio_jax.core.pytrees import pytree, static
@@ -31,14 +31,14 @@ class TokenSurrogate(KnownBefore):
     Both depend on the token id only, so they are a table (`surrogate_table`), read at no cost.
 
     Attributes:
-      table: each token's surrogate, mostly in nats.
+      table: each token's surrogate, mostly in nats; tokens beyond it run in full.
     """
 
     table: Float[Array, " vocab"]
     name: str = static(default="utio_before")
 
     def start(self, token_ids: Inputs, positions: Int[Array, "batch token"]) -> jax.Array:
-        return self.table[token_ids]
+        return self.table.at[token_ids].get(mode="fill")  # NaN, which never exits early.
 
 
 @pytree
@@ -138,6 +138,13 @@ class AttentionHeat(SignalBase):
     layers: int = static(default=2)
     name: str = static(default="heat")
     causal: bool = static(default=False)
+
+    def __post_init__(self) -> None:
+        if not (is_integer(self.queries, 1) and is_integer(self.layers, 1)):
+            raise ValueError(
+                "Wanted at least 1 of queries and of layers, integers. Got "
+                f"queries={self.queries!r}, layers={self.layers!r}. For example: queries=32."
+            )
 
     def __call__(self, index: int, boundary: Boundary, memory: None) -> tuple[jax.Array, None]:
         decoder, params, x = boundary.decoder, boundary.params, boundary.x
