@@ -84,6 +84,17 @@ def test_modes_have_names(calibrated: Model) -> None:
     assert model.policy(mode_.policy) is mode_.policy
 
 
+@pytest.mark.usefixtures("unchecked_shapes")
+def test_a_class_or_a_policy_is_no_mode_of_any_verb(calibrated: Model) -> None:
+    chat: Any = [{"role": "user", "content": "x"}]
+    verbs: Any = (calibrated.generate, "a"), (calibrated.stream, "a"), (calibrated.chat, chat)
+    wrong: list[Any] = [Lossless, uniform(2)]
+    for mode in wrong:
+        for verb, prompts in verbs:
+            with pytest.raises(TypeError, match=r"Wanted a mode, such as Plain.*Make (one|a mode)"):
+                verb(prompts, mode=mode, max_new_tokens=2)
+
+
 def test_a_budget_means_adaptive_and_no_other_mode(calibrated: Model) -> None:
     model = calibrated
     expected = model.generate(PROMPTS, mode="adaptive", budget=0.75, **OPTIONS)

@@ -54,7 +54,7 @@ from utio_jax.core.lens import (
 )
 from utio_jax.core.terminal import note_compilation
 from utio_jax.decoding.adaptive import Adaptive
-from utio_jax.decoding.base import LogitsProcessor, Mode, Plain, mode_name
+from utio_jax.decoding.base import LogitsProcessor, Mode, Plain, check_mode, mode_name
 from utio_jax.decoding.generate import INSTEAD, Generated, generate, generate_text
 from utio_jax.decoding.loop import Lengths, round_up
 from utio_jax.decoding.lossless import DrafterName, lossless_for
@@ -373,6 +373,7 @@ class Model:
         is of `"adaptive"`, see `policy`; `drafter` of `"lossless"`, see `lossless_for`.
 
         Raises:
+          TypeError: the class of a mode, or an object that is none.
           ValueError: an unknown name, an option of another mode, or see `policy`.
         """
         name = mode_name(name, budget=budget, policy=policy, drafter=drafter)
@@ -387,6 +388,7 @@ class Model:
                 raise ValueError(
                     f"Wanted a mode of 'plain', 'adaptive', 'lossless', or a Mode. Got {name!r}."
                 )
+        check_mode(name, self.decoder)
         return name
 
     def policy(
