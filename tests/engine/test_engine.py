@@ -737,6 +737,8 @@ def test_what_can_never_run_is_refused_at_once() -> None:
     refused("eos_ids as a list of token ids.*Got 1.", eos_ids=1)
     refused("one seed.*Got shape .1, 1.", seed=[1])
     refused("a cache_salt that is a string. Got None", cache_salt=None)
+    refused("a cache_salt of whole characters.*at character 1", cache_salt="a\ud800")
+    refused("prompt 0 as a list of integer token ids.*shape .2,., dtype object", [[1, 2], [3]])
     refused("whole_prompt as True or False. Got 'no'", whole_prompt="no")
     for deadline in ("1", True, [1.0], jax.numpy.float32(-1)):
         refused("more than 0 seconds. Got ", deadline=deadline)

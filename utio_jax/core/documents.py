@@ -16,7 +16,10 @@ def check_ids(ids: Any, *, vocab_size: int, what: str) -> np.ndarray:
 
     Raises ValueError for ids that are no integers (floats, booleans), or outside the vocabulary.
     """
-    array = np.asarray(ids)
+    try:
+        array = np.asarray(ids)
+    except ValueError:  # Lists of several lengths.
+        array = np.asarray(ids, object)
     if array.shape == (0,):  # NumPy takes an empty list for floats.
         return np.zeros(0, np.int32)
     if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):

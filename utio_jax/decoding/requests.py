@@ -311,7 +311,7 @@ def check_prompts(
         raise ValueError(f"Wanted at least one prompt, in a list. Got {prompts!r}.")
     checked = []
     for index, prompt in enumerate(prompts):
-        ids = np.asarray(prompt)
+        ids = check_ids(prompt, vocab_size=config.vocab_size, what=f"prompt {index}")
         if not ids.size:
             message = f"Wanted prompts of at least one token. Prompt {index} is empty."
             if config.bos_id is not None:
@@ -320,7 +320,6 @@ def check_prompts(
                     f"[[{config.bos_id}]]."
                 )
             raise ValueError(message)
-        ids = check_ids(ids, vocab_size=config.vocab_size, what=f"prompt {index}")
         if ids.size + max_new_tokens > config.context_length:
             raise ValueError(
                 "Wanted prompt and new tokens within the model's context of "

@@ -8,6 +8,7 @@
 
 The engine is synchronous and has no threads: `advance` runs one block and returns its events. Each
 request gets the same tokens and depths as from `generate` alone, whatever other requests run.
+With copied drafts depths may differ: whether rows draft depends on how many run.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from jax.sharding import Mesh
 from utio_jax.core.calls import takes_decoder
 from utio_jax.core.compiler import return_freed_memory
 from utio_jax.core.decoder import Decoder, Params, is_positive
+from utio_jax.core.documents import check_text
 from utio_jax.core.terminal import count_on_terminal
 from utio_jax.decoding.base import LogitsProcessor, Mode, Plain
 from utio_jax.decoding.prefill import Prefill
@@ -192,6 +194,7 @@ class Engine:
             raise ValueError(f"Wanted a deadline of more than 0 seconds. Got {deadline!r}.")
         if not isinstance(cache_salt, str):
             raise ValueError(f"Wanted a cache_salt that is a string. Got {cache_salt!r:.80}.")
+        check_text(cache_salt, "a cache_salt")
         if whole_prompt not in (False, True):
             raise ValueError(f"Wanted whole_prompt as True or False. Got {whole_prompt!r:.80}.")
         # Lists in it are sequences, be they empty. `generate` takes such lists for those of rows.
