@@ -187,9 +187,9 @@ def choose_prompt(
     first = chosen or min(measured, key=loss)
     say(f"test: {test.rows} rows")
     full = continuations(decoder, params, test, None)
-    # Copies count as one, as do pieces of a few documents.
-    groups = group_near_duplicates(text.test)[test.documents]
-    documents = groups if text.parts == "documents" else 0 * groups
+    documents = 0 * test.documents  # Pieces of a few documents count as one, as do copies.
+    if text.parts == "documents":
+        documents = group_near_duplicates(text.test)[test.documents]
     readings = []
     for role, choice in [
         ("best" if chosen is None else "chosen", first),
