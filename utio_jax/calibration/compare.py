@@ -125,6 +125,7 @@ def compare(  # noqa: PLR0913 (options, each named)
       params: its parameters.
       batches: the text, all of one shape; none of it may have been calibrated on.
       document_of_window: `[window]`, the document that each of `Batch.window` is cut from.
+        Intervals take documents to be independent: give near-duplicates one number.
       calibration: the fitted policies; None: there are none.
       budgets: one of the calibration's or several; all by default.
       policies: others to judge, each next to random depths of its own histogram; by name, or called
