@@ -16,6 +16,8 @@ import jax
 import pytest
 from helpers.marks import slow
 
+import utio_jax.serving
+
 pytestmark = pytest.mark.usefixtures("short_programs")
 
 ROOT = Path(__file__).parents[2]
@@ -78,6 +80,15 @@ def test_a_guide_runs_from_top_to_bottom(
 def test_a_model_of_another_library_runs(program: str) -> None:
     with jax.numpy_rank_promotion("allow"):
         runpy.run_path(str(ROOT / program), run_name="__main__")
+
+
+@pytest.mark.check
+def test_a_calibrated_model_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    (program,) = (block for block in blocks_of("docs/serving.md", "py") if "Server(" in block)
+    monkeypatch.setattr(utio_jax.serving.Server, "run", lambda server: None)
+    scope: dict[str, Any] = {"text": utio_jax.load(branches=False)}
+    exec(compile(program, "serving.md", "exec"), scope)
+    assert {*scope["model"].budgets} == {0.6, 0.75, 0.9}
 
 
 def programs_of(page: str) -> list[str]:
