@@ -25,9 +25,6 @@ from utio_jax.staircase.base import Tokens, check_min_bucket, over_blocks
 from utio_jax.staircase.forward import WholeRows, forward
 from utio_jax.staircase.query_blocks import Cover, QueryBlocks
 
-_ONE_SIZE = 256
-"""Least slots of the projection blocks of a large batch, which all have one size."""
-
 
 @pytree
 class PackedSlots:
@@ -98,14 +95,8 @@ class MicroBatches:
         """Returns the slots of a whole projection block, and of a small one, for so many tokens.
 
         Without a `min_bucket`, small blocks grow with the batch, up to an eighth of a whole one.
-        Large batches have blocks of one size, an eighth of the tokens at most: half as much
-        compiles. Of 8,192 tokens, blocks of 1,024 are 9 % faster than blocks of 256.
         """
-        small, one = self.unit, _ONE_SIZE
-        if self.min_bucket is None and here().one_loop and tokens >= 8 * one:
-            while one < self.block and tokens >= 16 * one:
-                one *= 2
-            return math.gcd(one, self.block), math.gcd(one, self.block)
+        small = self.unit
         block = min(self.block, -(-tokens // small) * small)
         if self.min_bucket is None:
             while 8 * small < block and 64 * small <= tokens and block % (2 * small) == 0:
