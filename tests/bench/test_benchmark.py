@@ -17,7 +17,7 @@ from helpers.models import gated
 from helpers.texts import EXECUTOR
 
 from utio_jax.bench.methods import Method, controls_of, label_of, methods_of
-from utio_jax.bench.rows import describe, name_of, read_rows, timed_row
+from utio_jax.bench.rows import describe, name_of, timed_row
 from utio_jax.bench.run import Subject
 from utio_jax.bench.scoring import full_rows, measure_policies
 from utio_jax.bench.timing import Timed, Timing, time_programs, timed_ledger
@@ -227,7 +227,7 @@ def test_the_command_measures_and_says_what_did_not_run(
     out = capsys.readouterr().out
     assert out.count("\n") == 1
     result = json.loads(out)
-    kept = read_rows(Path(result["out"]))
+    kept = json.loads(Path(result["out"]).read_text())
     assert kept["complete"]
     rows = {name_of(row): row for row in kept["rows"]}
     assert (result["row_count"], result["did_not_run"]) == (
@@ -266,7 +266,7 @@ def test_an_interrupted_run_keeps_what_it_measured(
     monkeypatch.setattr(Subject, "measure", measure)
     monkeypatch.setattr("utio_jax.cli.bench.subject_named", lambda *_, **__: subject)
     main(["bench", "--out", str(tmp_path)])
-    kept = read_rows(tmp_path / "results.json")
+    kept = json.loads((tmp_path / "results.json").read_text())
     assert ([row["method"] for row in kept["rows"]], kept["complete"]) == (["a"], False)
 
 

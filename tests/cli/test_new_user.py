@@ -177,7 +177,6 @@ def test_a_lens_is_kept_and_never_replaced_by_another(
         ("demo X --out FILE/demo", "--out"),
         ("fit-prompt X --out FILE/a.json", "--out"),
         ("bench --out FILE/bench", "--out"),
-        ("bench --report results.json --out FILE", "--out"),
     ],
 )
 def test_a_place_that_takes_no_files_is_found_before_the_work(
@@ -190,7 +189,7 @@ def test_a_place_that_takes_no_files_is_found_before_the_work(
     def worked(*_: Any, **__: Any) -> None:
         raise AssertionError("work")
 
-    for place in ("models.load", "bench.report.write_report", "cli.bench.describe"):
+    for place in ("models.load", "cli.bench.describe"):
         monkeypatch.setattr(f"utio_jax.{place}", worked)
     monkeypatch.chdir(tmp_path)
     Path("FILE").write_text("")
@@ -327,6 +326,7 @@ def test_help_lists_every_command_and_the_version_is_told(
         assert name in shown
     assert "Did you mean generate?" in refused(capsys, "generat", "x")
     assert "That is `evaluate --per-token FILE` now." in refused(capsys, "score", "x")
+    assert "That is the table that `bench` prints now." in refused(capsys, "bench", "--report=x")
     assert main(["--version"]) == 0
     assert re.fullmatch(r"utio-jax \S+ \(python .*, jax .*\)\n", capsys.readouterr().out)
 

@@ -222,10 +222,8 @@ def test_json_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         load_json(tmp_path, "a thing")
     file.write_text("[NaN, Infinity]")
     assert np.isnan(load_json(file, "a thing")[0])
-    with pytest.raises(ValueError, match="NaN is no number of JSON"):
-        load_json(file, "a thing", strict=True)
     file.write_text(json.dumps("é"), encoding="utf-8")
-    assert load_json(file, "a thing", strict=True) == "é"
+    assert load_json(file, "a thing") == "é"
 
 
 @pytest.mark.parametrize("tensors", [{"x": np.zeros(2)}, {}])

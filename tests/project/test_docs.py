@@ -7,6 +7,8 @@ import ast
 import json
 import re
 import runpy
+import shlex
+import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -17,6 +19,7 @@ import pytest
 from helpers.marks import slow
 
 import utio_jax.serving
+from utio_jax.bench.rows import KEYS, save_rows
 
 pytestmark = pytest.mark.usefixtures("short_programs")
 
@@ -132,6 +135,16 @@ def test_the_benchmark_of_other_utios_is_bench(
     with pytest.raises(SystemExit):
         runpy.run_module("utio_jax.benchmark", run_name="__main__")
     assert "--batch-sizes" in capsys.readouterr().out
+
+
+@pytest.mark.check
+def test_the_rows_of_a_benchmark_are_printed_by_one_line(tmp_path: Path) -> None:
+    (line,) = blocks_of("docs/coming_from.md", "bash")
+    row = dict(zip(KEYS, "abcdefghijk", strict=True)) | {"seconds": 0.5, "speedup": 1.25}
+    save_rows(tmp_path / "out/bench/results.json", {}, [row | {"nll": 2}] * 2, complete=True)
+    command = [sys.executable, *shlex.split(line)[1:]]
+    shown = subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True)
+    assert shown.stdout == "a b c d e f g 0.5 1.25\n" * 2
 
 
 def test_examples_are_python() -> None:

@@ -17,7 +17,6 @@ from matplotlib.colors import BoundaryNorm, ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from utio_jax.bench.rows import Row, name_of
 from utio_jax.calibration.compare import ComparisonRow
 from utio_jax.evaluation.ledger import Ledger
 
@@ -214,31 +213,6 @@ def plot_depths(
         fontsize=8,
     )
     return saved(figure, file)
-
-
-def draw_speedups(rows: Sequence[Row]) -> Figure | None:
-    """Draws measured speed-ups as bars with quartiles, and the ideal in black; controls are grey.
-
-    Returns None where nothing is compared.
-    """
-    rows = [row for row in rows if row["speedup"] and row["method"] != row["baseline"]]
-    if not rows:
-        return None
-    figure = Figure(figsize=(10.5, 0.9 + 0.26 * len(rows)), layout="constrained")
-    axes = figure.subplots()
-    for place, row in enumerate(rows):
-        low, high = row["speedup_quartiles"]
-        control = row["method"].startswith(("uniform", "random"))
-        axes.barh(place, row["speedup"], color=COLOURS["uniform" if control else "learned"])
-        axes.hlines(place, low, high, color="black", linewidth=1)
-        if row.get("speedup_ideal"):
-            axes.vlines(row["speedup_ideal"], place - 0.4, place + 0.4, color="black")
-    axes.axvline(1, color="#555555", linewidth=0.8, linestyle="--")
-    names = [" ".join(name_of(row).split())[:60] for row in rows]
-    axes.set_yticks(range(len(rows)), names, fontsize=8, parse_math=False)
-    axes.invert_yaxis()
-    axes.set_xlabel("speed-up over the baseline")
-    return figure
 
 
 def saved(figure: Figure, file: str | Path | None) -> Figure:

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from utio_jax.bench.timing import Timed, quartiles
-from utio_jax.core.files import load_json, save_json, versions
+from utio_jax.core.files import save_json, versions
 
 KEYS = (
     *("part", "model", "method", "batch", "prompt", "output", "baseline"),
@@ -59,21 +59,6 @@ def save_rows(file: Path, head: Mapping[str, Any], rows: Sequence[Row], *, compl
     `head` has `settings`, the options, and `environment`, see `describe`.
     """
     save_json(file, rounded({"command": "bench", "complete": complete, **head, "rows": rows}))
-
-
-def read_rows(file: Path) -> dict[str, Any]:
-    """Returns the results that `save_rows` wrote.
-
-    Raises:
-      ValueError: there is no such file, it is not JSON, or not what this version writes.
-    """
-    what, remedy = "results of `utio-jax bench`", "Measure again: utio-jax bench."
-    stored = load_json(file, what, strict=True, remedy=remedy)
-    head = {"complete", "settings", "environment", "rows"}
-    whole = isinstance(stored, dict) and head <= stored.keys()
-    if not whole or not all({*KEYS} <= {*row} for row in stored["rows"]):
-        raise ValueError(f"Wanted {what} at {file}. Got other or incomplete ones. {remedy}")
-    return stored
 
 
 def rounded(value: Any) -> Any:

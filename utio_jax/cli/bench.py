@@ -24,7 +24,7 @@ from utio_jax.core.quantised import check_weights
 class Bench:
     """Measures speed and cost on this machine, next to full depth and to controls.
 
-    Writes results.json, which --report makes a page of. The defaults take minutes on two cores.
+    Writes results.json. The defaults take minutes on two cores.
 
     Attributes:
       parts: score reads rows; decode writes new tokens with a depth each; lossless by drafts.
@@ -37,14 +37,12 @@ class Bench:
       rounds: timed turns of each program.
       weights: int8 or bfloat16 measures models with such matrices, and policies fitted to these.
       out: folder of the results, which are replaced.
-      report: measure nothing: write report.html of this results.json, tables and pictures, to
-        --out.
     """
 
     EXAMPLES: ClassVar = (
         "bench",
         "bench --parts decode lossless --batch-sizes 1 8 32 --prompt-lengths 64",
-        "bench --report out/bench/results.json",
+        "bench --models DIR --policies learned@0.6 learned@0.9 --out out/bench",
     )
 
     parts: tuple[Literal["score", "decode", "lossless"], ...] = ("score", "decode", "lossless")
@@ -56,16 +54,8 @@ class Bench:
     rounds: Rare[int] = 5
     weights: Rare[str | None] = None
     out: Path = Path("out/bench")
-    report: Path | None = None
 
     def run(self) -> dict[str, Any]:
-        if self.report is not None:
-            from utio_jax.bench.report import write_report
-
-            check_out(self.out)
-            written = write_report(self.report, self.out)
-            print(f"written: {written}", file=sys.stderr)
-            return {"report": str(written)}
         from rich.console import Console
 
         from utio_jax.bench.terminal import bench_table
@@ -88,7 +78,7 @@ class Bench:
         file = self.out / "results.json"
         check_weights(self.weights)
         dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
-        settings = {n: value for n, value in vars(self).items() if n not in ("out", "report")}
+        settings = {n: value for n, value in vars(self).items() if n != "out"}
         head = {"settings": settings, "environment": describe(dtype=dtype)}
         rows: list[Row] = []
         save_rows(file, head, rows, complete=False)
@@ -117,7 +107,7 @@ class Bench:
         save_rows(file, head, rows, complete=True)
         title = head["environment"]["device"]
         Console(stderr=True, width=118).print(bench_table(rows, title=title))
-        print(f"Results: {file}. As a page: utio-jax bench --report {file}", file=sys.stderr)
+        print(f"Results: {file}", file=sys.stderr)
         return {
             "out": str(file),
             "environment": head["environment"],

@@ -53,7 +53,7 @@ _SYNONYMS = {"--enable-utio": ("--mode", "adaptive")}
 
 _MOVED = {
     "score": "`evaluate --per-token FILE`",
-    "report": "`bench --report FILE`",
+    "report": "the table that `bench` prints",  # Also an option of `bench`.
     "finetune": "models/recipes/finetune.py of a checkout",
 }
 _STYLE = (tyro.conf.FlagCreatePairsOff, tyro.conf.PositionalMetavarFromFieldName)
@@ -125,8 +125,9 @@ def _run(arguments: list[str]) -> int:
     as_json = "--json" in arguments or not sys.stdout.isatty()
     name, *options = [argument for argument in arguments if argument != "--json"]
     if name not in COMMANDS:
-        meant = f" That is {_MOVED[name]} now." if name in _MOVED else _meant(name, COMMANDS)
-        raise ValueError(f"Wanted a command of {', '.join(COMMANDS)}. Got {name!r}.{meant}")
+        raise ValueError(
+            f"Wanted a command of {', '.join(COMMANDS)}. Got {name!r}.{_meant(name, COMMANDS)}"
+        )
     started = time.perf_counter()
     result = parsed(name, options).run()
     if isinstance(result, int):
@@ -206,6 +207,8 @@ def _reads(kind: Callable[[str], Any], text: str) -> bool:
 
 
 def _meant(word: str, known: Iterable[str]) -> str:
+    if moved := _MOVED.get(word.removeprefix("--")):
+        return f" That is {moved} now."
     near = difflib.get_close_matches(word, known, n=1)
     return f" Did you mean {near[0]}?" if near else ""
 

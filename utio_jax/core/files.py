@@ -98,20 +98,15 @@ def save_json(file: str | Path, value: Any) -> None:
     save_text(file, json.dumps(value, indent=1) + "\n")
 
 
-def load_json(file: str | Path, what: str, *, strict: bool = False, remedy: str = "") -> Any:
-    """Returns the content of a JSON file; `strict` refuses NaN and infinities.
+def load_json(file: str | Path, what: str, *, remedy: str = "") -> Any:
+    """Returns the content of a JSON file.
 
     Raises ValueError, with `what` the file should be and a `remedy`, if it is missing or no JSON.
     """
     path, expected = Path(file), f"Wanted {what} at {file}."
     after = f" {remedy}" if remedy else ""
-
-    def refuse(number: str) -> None:
-        raise ValueError(f"{number} is no number of JSON")
-
     try:
-        text = path.read_text(encoding="utf-8")
-        return json.loads(text, parse_constant=refuse if strict else None)
+        return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ValueError(f"{expected} There is none.{after}") from None
     except OSError as error:
