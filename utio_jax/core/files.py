@@ -115,6 +115,11 @@ def load_json(file: str | Path, what: str, *, remedy: str = "") -> Any:
         raise ValueError(f"{expected} It is not JSON: {error}.{after}") from error
 
 
+def as_tuples(value: Any) -> Any:
+    """Returns lists of JSON, and lists in lists, as tuples, which can be hashed."""
+    return tuple(map(as_tuples, value)) if isinstance(value, list) else value
+
+
 def flatten(tree: Any) -> dict[str, Any]:
     """Returns a nested dict's leaves by dotted path.
 

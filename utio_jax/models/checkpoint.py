@@ -22,7 +22,7 @@ from jax.sharding import Mesh
 
 from utio_jax.core.decoder import Params
 from utio_jax.core.extras import install_line
-from utio_jax.core.files import dump_tensors, json_file, replacing
+from utio_jax.core.files import as_tuples, dump_tensors, json_file, replacing
 from utio_jax.core.lens import Wrapped
 from utio_jax.core.quantised import check_weights, is_quantised
 from utio_jax.models import huggingface
@@ -176,7 +176,7 @@ def load_config(file: str | Path) -> TransformerConfig:
       ValueError: the file is missing or not JSON, or names unknown, missing or impossible settings.
     """
     stored = read_json(Path(file), "a config")
-    settings: dict[str, Any] = {key: _as_tuples(value) for key, value in stored.items()}
+    settings: dict[str, Any] = {key: as_tuples(value) for key, value in stored.items()}
     try:
         if settings.get("rope_scaling") is not None:
             settings["rope_scaling"] = RopeScaling(**settings["rope_scaling"])
@@ -185,11 +185,6 @@ def load_config(file: str | Path) -> TransformerConfig:
         raise ValueError(
             f"Wanted the fields of TransformerConfig in {file}. Got: {error}."
         ) from error
-
-
-def _as_tuples(value: Any) -> Any:
-    """Returns lists, and lists in lists, as tuples: configs are hashed."""
-    return tuple(map(_as_tuples, value)) if isinstance(value, list) else value
 
 
 def save(

@@ -182,7 +182,8 @@ class Patience(SignalBase):
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         def predict(logits: jax.Array) -> jax.Array:
             check_alternatives(logits, self.name)
-            return _best_token(logits)
+            # Logits that are not numbers agree with none.
+            return jnp.where(jnp.isnan(logits).any(axis=-1), -1, most_probable(logits))
 
         best = boundary.map_logits(predict)
         before, count = memory if index else (best, jnp.full(best.shape, -1, jnp.int32))
@@ -201,11 +202,6 @@ def check_alternatives(logits: Float[Array, "slot vocab"], name: str) -> None:
             "single number, a regression: its softmax is always 1. Take StateSimilarity, or a "
             "signal of your own on the change of the number."
         )
-
-
-def _best_token(logits: Float[Array, "slot vocab"]) -> Int[Array, " slot"]:
-    """Returns the most probable token; -1 where logits are not numbers, which agrees with none."""
-    return jnp.where(jnp.isnan(logits).any(axis=-1), -1, most_probable(logits))
 
 
 def predictive_entropy(logits: Float[Array, "*lead vocab"]) -> Float[Array, "*lead"]:
@@ -278,7 +274,9 @@ class ScoreTable(KnownBefore):
 
 @pytree
 class Chance(KnownBefore):
-    """The control: a draw from [0, 1) per token, the same at every boundary.
+    """The control: a draw from [0, 1) per token, by the key, its position and its id alone.
+
+    It is the same at every boundary.
 
     Attributes:
       key: a PRNG key.
@@ -288,18 +286,11 @@ class Chance(KnownBefore):
     name: str = static(default="chance")
 
     def start(self, token_ids: Inputs, positions: Int[Array, "batch token"]) -> jax.Array:
-        return draw_per_token(self.key, token_ids, positions)
+        def draw(token_id: jax.Array, position: jax.Array) -> jax.Array:
+            key = jax.random.fold_in(self.key, token_id)
+            return jax.random.uniform(jax.random.fold_in(key, position))
 
-
-def draw_per_token(
-    key: PRNGKeyArray, token_ids: Inputs, positions: Int[Array, "batch token"]
-) -> Float[Array, "batch token"]:
-    """Returns a draw from [0, 1) per token, by the key, its position and its id alone."""
-
-    def draw(token_id: jax.Array, position: jax.Array) -> jax.Array:
-        return jax.random.uniform(jax.random.fold_in(jax.random.fold_in(key, token_id), position))
-
-    return jax.vmap(jax.vmap(draw))(_ids_of(token_ids), positions)
+        return jax.vmap(jax.vmap(draw))(_ids_of(token_ids), positions)
 
 
 def _ids_of(inputs: Inputs) -> Int[Array, "batch token"]:

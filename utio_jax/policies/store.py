@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from utio_jax.core.decoder import check_depths
-from utio_jax.core.files import hash_params, json_file, load_owned, nest, save_owned
+from utio_jax.core.files import as_tuples, hash_params, json_file, load_owned, nest, save_owned
 from utio_jax.core.platform import here
 from utio_jax.policies.base import Policy, Signal, check_signal
 from utio_jax.policies.depth import Thresholded, random_depths, widen
@@ -297,11 +297,6 @@ def _check_weights(value: Any, name: str) -> None:
         )
 
 
-def _tuples(value: Any) -> Any:
-    """Returns what JSON holds with tuples for its lists: static fields are hashed."""
-    return tuple(map(_tuples, value)) if isinstance(value, list) else value
-
-
 def _put_together(
     description: Mapping[str, Any], tensors: Mapping[str, Any], declared: Any = None
 ) -> Any:
@@ -312,7 +307,7 @@ def _put_together(
         if isinstance(value, dict):
             fields[name] = _put_together(value, tensors.get(name, {}), types.get(name))
         elif name != "type":
-            fields[name] = _tuples(value)
+            fields[name] = as_tuples(value)  # Static fields are hashed.
     weights = {name: jax.device_put(v) for name, v in tensors.items() if name not in fields}
     return kind(**fields, **weights)
 

@@ -8,11 +8,10 @@ both wait for the engine and the client at the same time.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import math
 import time
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -206,19 +205,15 @@ def joined(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
         values = [part[name] for part in parts if part.get(name) is not None]
         if values:
             whole[name] = {
-                key: None if first is None else _chained(part[key] for part in values)
+                key: None if first is None else [x for part in values for x in part[key]]
                 for key, first in values[0].items()
             }
     if not chat and whole.get("logprobs") is not None:  # A stop string may span several parts.
         starts, size = whole["logprobs"]["text_offset"], len(whole["text"])
         whole["logprobs"]["text_offset"] = [min(start, size) for start in starts]
     if "token_ids" in whole:
-        whole["token_ids"] = _chained(part["token_ids"] for part in parts)
+        whole["token_ids"] = [token for part in parts for token in part["token_ids"]]
     return whole
-
-
-def _chained(lists: Iterable[list[Any]]) -> list[Any]:
-    return [*itertools.chain.from_iterable(lists)]
 
 
 class ClientLeftError(Exception):
