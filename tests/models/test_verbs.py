@@ -247,6 +247,7 @@ def test_strings_are_texts_and_paths_are_files(
         (lambda model: model.generate("a", max_tokens=3), "Got max_tokens. Say max_new_tokens"),
         (lambda model: next(model.stream("a", top_p=0.9)), "Got top_p. Say sampling=Sampl"),
         (lambda model: model.generate("a", stop_strings=["b"]), "Got stop_strings. Say stop"),
+        (lambda model: model.generate("a", tokenizer=None), "tokenizer. Say nothing: texts"),
         (lambda model: model.score("a", policy="uniform"), "policy=utio_jax.uniform.8"),
         (lambda model: model.hidden_states("x", depths=5), "or more, from 0 to the model's 4"),
         (lambda model: model.hidden_states("x", depths=[1.0]), r"Wanted depths.* Got \[1.0\]"),

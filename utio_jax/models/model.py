@@ -105,6 +105,7 @@ SHORTER = {
     **INSTEAD,
     "stop_strings": "stop",
     "seeds": "seed",
+    "tokenizer": "nothing: texts are those of model.tokenizer",
     "policy": "budget=... for the policy learned, or mode=Adaptive(policy=model.policy(NAME))",
 }
 """Options that verbs have by other names."""
