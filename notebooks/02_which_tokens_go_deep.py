@@ -31,7 +31,7 @@ from tqdm.auto import tqdm
 
 import utio_jax
 from utio_jax import score
-from utio_jax.bench import plot_depths, plot_margins, plot_pareto
+from utio_jax.bench import plot_depths, plot_pareto
 from utio_jax.models import load
 from utio_jax.models.training import split_of_path
 
@@ -289,7 +289,6 @@ display(plot_pareto(ledgers, title=title, hull=uniform_hull(ledgers)))
 # Points below the dashed line are better than truncation. How far below, with 95 % intervals:
 
 # %%
-display(plot_margins(rows, title="how far below the hull of uniform exits"))
 print(f"{'policy':16} {'FLOPs':>6} {'loss':>8}   below the hull, 95 % interval (% of the loss)")
 for row in rows:
     if row.hull_margin_pct and row.ledger.budget:

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 from utio_jax.bench.timing import time_programs
 
 if TYPE_CHECKING:
-    from utio_jax.bench.plots import plot_depths, plot_margins, plot_pareto
+    from utio_jax.bench.plots import plot_depths, plot_pareto
 
-__all__ = ["plot_depths", "plot_margins", "plot_pareto", "time_programs"]
+__all__ = ["plot_depths", "plot_pareto", "time_programs"]
 
 
 def __getattr__(name: str) -> Any:

@@ -17,7 +17,6 @@ from matplotlib.colors import BoundaryNorm, ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from utio_jax.calibration.compare import ComparisonRow
 from utio_jax.evaluation.ledger import Ledger
 
 
@@ -113,39 +112,6 @@ def plot_pareto(
     axes.set_ylabel("loss increase over full depth (%)")
     axes.grid(alpha=0.25)
     figure.legend(loc="outside lower center", ncol=3, frameon=False)
-    return saved(figure, file)
-
-
-def plot_margins(
-    rows: Sequence[ComparisonRow], file: str | Path | None = None, *, title: str
-) -> Figure:
-    """Draws how far each policy lies below the hull over `flops_ratio`, with its interval."""
-    names = list(dict.fromkeys(row.ledger.policy for row in rows if row.hull_margin_pct))
-    columns = min(4, max(1, len(names)))
-    lines = max(1, -(-len(names) // columns))
-    figure = _Picture(figsize=(3.1 * columns, 2.3 * lines + 0.7), layout="constrained")
-    grid = figure.subplots(lines, columns, sharex=True, sharey=True, squeeze=False)
-    for name, axes in zip(names, grid.flat, strict=False):
-        points = sorted(
-            (row.ledger.flops_ratio or 0.0, *row.hull_margin_pct)
-            for row in rows
-            if row.ledger.policy == name and row.hull_margin_pct
-        )
-        x, low, mid, high = np.asarray(points).T
-        axes.axhline(0, color=COLOURS["uniform"], linewidth=1, linestyle="--")
-        colour = COLOURS.get(name, OTHER_COLOURS[0])
-        axes.fill_between(x, low, high, color=colour, alpha=0.2)
-        axes.plot(x, mid, marker="o", markersize=3, color=colour)
-        axes.set_title(name, fontsize=9)
-        axes.grid(alpha=0.25)
-    for axes in list(grid.flat)[len(names) :]:
-        axes.axis("off")
-    # Bad policies would squeeze the good ones: they leave the picture at the bottom.
-    best = max([0.1, *(row.hull_margin_pct[2] for row in rows if row.hull_margin_pct)])
-    grid[0, 0].set_ylim(-1.2 * best, 1.2 * best)
-    figure.suptitle(title if names else f"{title}: no margin is known", fontsize=10)
-    figure.supxlabel("executed FLOPs / FLOPs of the full pass", fontsize=9)
-    figure.supylabel("loss below the hull (%)\n95 % interval over documents", fontsize=9)
     return saved(figure, file)
 
 

@@ -34,7 +34,7 @@ class Compare(OfWindows, OfCalibration, OfText):
         than with batches.
       draws: number of draws of documents, for intervals; the verdict needs 20 for each policy and
         budget.
-      out: folder for the pictures.
+      out: folder for the picture.
     """
 
     EXAMPLES: ClassVar = (
@@ -69,20 +69,19 @@ class Compare(OfWindows, OfCalibration, OfText):
             progress=progress_lines(),
         )
         # Matplotlib, which can take seconds: after what is refused.
-        from utio_jax.bench.plots import plot_margins, plot_pareto
+        from utio_jax.bench.plots import plot_pareto
 
         title = f"{rows[0].ledger.tokens or 0:,} tokens of {rows.documents} documents"
-        pictures = [self.out / "pareto.png", self.out / "margins.png"]
+        picture = self.out / "pareto.png"
         Console(stderr=True, width=118).print(comparison_table(rows, title=title))
         ledgers = [row.ledger for row in rows]
         hull = uniform_hull(ledgers)
-        plot_pareto(ledgers, pictures[0], title=title, hull=hull, plain=plain)
-        plot_margins(rows, pictures[1], title=title)
+        plot_pareto(ledgers, picture, title=title, hull=hull, plain=plain)
         print(rows.verdict, file=sys.stderr)
         return {
             "text": described,
             "verdict": rows.verdict,
-            "pictures": [str(picture) for picture in pictures],
+            "pictures": [str(picture)],
             "rows": [
                 row.to_dict() | {"plain_hull_nll_increase_pct": plain(row.ledger.flops_ratio)}
                 for row in rows
