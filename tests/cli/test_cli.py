@@ -4,8 +4,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -111,6 +114,33 @@ def test_evaluated_token_ids_are_taken_as_they_are(
         )
     assert losses["random"] == losses["learned"] == pytest.approx(losses["full"])
     assert losses["uniform"] != losses["full"]
+
+
+@pytest.mark.slow
+def test_two_devices_share_the_rows_of_a_pass(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rng, file = np.random.default_rng(0), tmp_path / "ids.json"
+    file.write_text(json.dumps([rng.integers(0, 64, n).tolist() for n in rng.integers(2, 64, 24)]))
+    arguments = ["evaluate", "--model", folder, "--token-ids", file, "--policy", "uniform"]
+    arguments = [*map(str, arguments), "--depth", "2", "--batch", "4"]
+    expected, _ = ran(capsys, *arguments)
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2"
+    done = subprocess.run(
+        [sys.executable, "-m", "utio_jax", *arguments, "--data-parallel"],
+        env=os.environ | {"XLA_FLAGS": flags, "PYTHONPATH": str(Path(__file__).parents[2])},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    for name in ("documents", "tokens", "depth_histogram"):
+        assert result[name] == expected[name]
+    for name in ("loss", "nll_full", "kl_full", "agreement"):
+        assert result[name] == pytest.approx(expected[name], abs=1e-5)
+    # Each of the two devices packs its own rows.
+    assert result["flops_ratio"] == pytest.approx(expected["flops_ratio"], rel=0.05)
 
 
 def test_demo_measures_what_it_shows_and_draws(

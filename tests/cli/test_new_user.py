@@ -173,7 +173,6 @@ def test_a_lens_is_kept_and_never_replaced_by_another(
         ("calibrate X --out FILE/a.json", "--out"),
         ("compare X --out FILE", "--out"),
         ("evaluate X --per-token FILE/tokens.json", "--per-token"),
-        ("evaluate X --shards FILE/shards", "--shards"),
         ("demo X --out FILE/demo", "--out"),
         ("fit-prompt X --out FILE/a.json", "--out"),
         ("bench --out FILE/bench", "--out"),

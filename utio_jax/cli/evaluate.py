@@ -15,13 +15,11 @@ from utio_jax.cli.options import (
     OfText,
     OfWindows,
     Rare,
-    check_out,
     policy_named,
     progress_bar,
     read_documents,
 )
 from utio_jax.core.files import check_writable, save_text
-from utio_jax.core.shards import Shards
 from utio_jax.policies.store import check_policy_name, policy_name
 
 _LEAST = 256
@@ -41,7 +39,6 @@ class Evaluate(OfWindows, OfCalibration, OfText):
       budget: FLOPs of a fitted policy over full depth's. By default 0.75, or the only one.
       depth: layers, for uniform.
       batch: rows per pass, at most.
-      shards: folder in which each pass' results are kept; an interrupted run goes on from there.
       per_token: file NAME.json to write every token's log-likelihood and depth to.
     """
 
@@ -55,7 +52,6 @@ class Evaluate(OfWindows, OfCalibration, OfText):
     budget: float | None = None
     depth: int | None = None
     batch: Rare[int] = 16
-    shards: Rare[Path | None] = None
     per_token: Path | None = None
 
     @property
@@ -80,8 +76,6 @@ class Evaluate(OfWindows, OfCalibration, OfText):
                     "Wanted each file once with --per-token, which lists tokens by the names of "
                     f"files. Got {', '.join(repeated)} more than once. Name it once."
                 )
-        if self.shards is not None:
-            check_out(self.shards, option="--shards")
         if (self.token_ids is None) == (not self.files):
             raise ValueError("Wanted text files or --token-ids FILE, one of the two.")
         mesh = self.mesh()
@@ -90,7 +84,6 @@ class Evaluate(OfWindows, OfCalibration, OfText):
         if self.token_ids is not None:
             names = [f"{self.token_ids.name}[{i}]" for i in range(len(documents))]
         policy, budget, fractions = policy_named(model, self.policy_name, **given)
-        shards = None if self.shards is None else Shards(folder=self.shards, identity=model.sha256)
         with progress_bar(None, "scoring") as bar:
 
             def step(done: int, total: int) -> None:
@@ -103,7 +96,6 @@ class Evaluate(OfWindows, OfCalibration, OfText):
                 compare=True,
                 rows=self.batch,
                 mesh=mesh,
-                shards=shards,
                 fractions=fractions,
                 min_tokens=_LEAST,
                 progress=step,

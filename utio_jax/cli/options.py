@@ -144,9 +144,9 @@ class OfWindows(OfModel):
         return jax.make_mesh((jax.device_count(),), ("data",), axis_types=types)
 
 
-def check_out(folder: Path, *, option: str = "--out") -> None:
+def check_out(folder: Path) -> None:
     """Raises ValueError if a folder cannot be created or written, before any work."""
-    check_writable(folder / "file", option)
+    check_writable(folder / "file", "--out")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -30,8 +30,7 @@ def replacing(*files: Path) -> Iterator[tuple[Path, ...]]:
 
     A file appears whole or not at all, also where others write it at the same time. If the block
     raises, nothing changes. Of several files the last one is removed before the first takes its
-    place: let it be the one without which the others mean nothing. For a power cut, sync in the
-    block what a later run goes on from (`utio_jax.core.shards`).
+    place: let it be the one without which the others mean nothing.
 
     Raises:
       ValueError: a folder or a device has the name.

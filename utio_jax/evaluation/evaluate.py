@@ -27,12 +27,10 @@ from utio_jax.core.documents import (
 )
 from utio_jax.core.flops import TokenCost, decided_work, token_cost
 from utio_jax.core.platform import here
-from utio_jax.core.pytrees import digest
 from utio_jax.core.rows import Rows, check_mesh, place
-from utio_jax.core.shards import Arrays, Shards, run_all
 from utio_jax.core.terminal import compiling
 from utio_jax.evaluation.flops import check_worthwhile, gate_flops
-from utio_jax.evaluation.quality import Quality, costs_of, pack_quality, unpack_quality
+from utio_jax.evaluation.quality import Quality, costs_of
 from utio_jax.policies.base import Policy
 from utio_jax.policies.depth import (
     check_any_rows,
@@ -70,7 +68,6 @@ def evaluate(  # noqa: PLR0913 (options, each named)
     executor: Executor | Literal["auto"] = "auto",
     attention: Mapping[str, AttentionPattern | Sequence[AttentionPattern]] | None = None,
     mesh: Mesh | None = None,
-    shards: Shards | None = None,
     observe: Callable[[str, Batch, Comparison, np.ndarray], None] | None = None,
     full_passes: dict[int, Scores] | None = None,
     progress: Callable[[], None] | None = None,
@@ -92,7 +89,6 @@ def evaluate(  # noqa: PLR0913 (options, each named)
       mesh: splits the rows of a batch over its axis "data". Empty rows that fill up a batch count
         as cost; what the comparison with full depth takes, a head per predicted token and pass, is
         not the policy's, and does not.
-      shards: folder of each batch's results, from which an interrupted run continues.
       observe: called with name, batch, per-token comparison and decided depths `[batch, token]`.
       full_passes: by the number of the batch, what an earlier call on the same batches has kept
         here; what is missing is run and added. None: nothing is kept.
@@ -138,7 +134,6 @@ def evaluate(  # noqa: PLR0913 (options, each named)
         {name: (policy, (attention or {}).get(name, DENSE)) for name, policy in policies.items()},
         compare=True,
         full_passes=full_passes,
-        shards=shards,
         progress=progress,
         kv=kv,
         executor=executor,
@@ -159,7 +154,6 @@ def run_passes(  # noqa: PLR0913 (options, each named)
     *,
     compare: bool,
     full_passes: dict[int, Scores] | None = None,
-    shards: Shards | None = None,
     progress: Callable[[], None] | None = None,
     mesh: Mesh | None,
     kv: FrozenKV,
@@ -195,9 +189,8 @@ def run_passes(  # noqa: PLR0913 (options, each named)
             choose_executor(executor, policy, width), MicroBatches
         )
 
-    def read(number: int) -> Arrays:
-        batch, results, full = batches[number], {}, None
-        rows, width = batch.token_ids.shape
+    for number, batch in enumerate(batches):
+        full, (rows, width) = None, batch.token_ids.shape
         ids, lengths = place(Rows((batch.token_ids, batch.lengths)), mesh).tree
         how: Any = {"mesh": mesh, "attention": DENSE, "kv": kv, "executor": executor}
         run = partial(run_score, decoder, params, ids, lengths, **how)
@@ -214,7 +207,7 @@ def run_passes(  # noqa: PLR0913 (options, each named)
             full = kept[number] if number in kept else run(policy=policy)
             if full_passes is not None:
                 full_passes[number] = full
-        for index, (policy, choice) in enumerate(pairs):
+        for name, (policy, choice) in zip(choices, pairs, strict=True):
             choice = place(choice, mesh)
             if full and policy.depths == (layers,) and choice == DENSE:
                 # Full depth in question is the pass that was just made.
@@ -227,31 +220,15 @@ def run_passes(  # noqa: PLR0913 (options, each named)
             if full:
                 tokens = vars(_compare(decoder, params, ids, lengths, scores.x, other, mesh=mesh))
             tokens = {  # Without the rows that fill up a mesh.
-                name: np.asarray(leaf)[:rows]
-                for name, leaf in {**tokens, "depths": scores.depths}.items()
+                field: np.asarray(leaf)[:rows]
+                for field, leaf in {**tokens, "depths": scores.depths}.items()
             }
             for part in ("nll", "nll_full") if full else ("nll",):
                 check_computed(tokens[part], what=f"losses [row, token] of batch {number}")
             costs = costs_of_pass(policy, choice, scores, tokens["depths"])
-            tokens["quality"] = pack_quality(
-                dataclasses.replace(_sums(tokens, batch.lengths), **costs)
-            )
-            results |= {f"{index}/{name}": array for name, array in tokens.items()}
             if progress is not None:
                 progress()
-        return results
-
-    def same() -> str:
-        static = repr((decoder.config, kv, executor, compare))
-        return digest([vars(batch) for batch in batches], [*choices.values()], static)
-
-    passes = run_all(len(batches), read, what="batches", same=same, shards=shards)
-    for number, results in enumerate(passes):
-        for index, name in enumerate(choices):
-            start = f"{index}/"
-            keys = [key for key in results if key.startswith(start)]
-            tokens = {key.removeprefix(start): results[key] for key in keys}
-            yield number, name, unpack_quality(tokens.pop("quality")), tokens
+            yield number, name, dataclasses.replace(_sums(tokens, batch.lengths), **costs), tokens
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -299,7 +276,6 @@ def score_documents(  # noqa: PLR0913 (options, each named)
     executor: Executor | Literal["auto"] = "auto",
     attention: AttentionPattern = DENSE,
     mesh: Mesh | None = None,
-    shards: Shards | None = None,
     fractions: Sequence[float] | None = None,
     min_tokens: int = 0,
     same_rows: bool = False,
@@ -320,7 +296,6 @@ def score_documents(  # noqa: PLR0913 (options, each named)
       executor: of live slots; `"auto"`: see `check_worthwhile`.
       attention: which keys each token sees, in batches that do not fall back; by default all.
       mesh: splits rows over its axis "data".
-      shards: folder of each batch's results, from which an interrupted run continues.
       fractions: expected share of tokens at each of the policy's depths, see `check_worthwhile`.
       min_tokens: smallest pass that is routed.
       same_rows: every pass has `rows` rows, so that calls on other documents compile nothing new.
@@ -401,7 +376,6 @@ def score_documents(  # noqa: PLR0913 (options, each named)
         batches,
         {"": (chosen, choices)},
         compare=compare,
-        shards=shards,
         progress=step,
         kv=kv,
         executor=executor,

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -137,15 +136,3 @@ def costs_of(
 
 def _add(one: float | None, other: float | None) -> float | None:
     return None if one is None or other is None else one + other
-
-
-def pack_quality(quality: Quality) -> np.ndarray:
-    """Returns sums as an array of bytes."""
-    fields = {**dataclasses.asdict(quality), "histogram": list(quality.histogram.items())}
-    return np.asarray(json.dumps(fields))
-
-
-def unpack_quality(stored: np.ndarray) -> Quality:
-    """Returns the sums that `pack_quality` packed."""
-    fields = json.loads(str(stored))
-    return Quality(**{**fields, "histogram": dict(fields["histogram"])})
