@@ -25,7 +25,7 @@ from utio_jax.core.documents import (
     row_widths,
     windows_of,
 )
-from utio_jax.core.flops import TokenCost, decided_work, token_cost
+from utio_jax.core.flops import decided_work, token_cost
 from utio_jax.core.platform import here
 from utio_jax.core.rows import Rows, check_mesh, place
 from utio_jax.core.terminal import compiling
@@ -238,11 +238,8 @@ class DocumentScore:
     Attributes:
       log_likelihood: `[token - 1]`, of every token but the first, in nats.
       depths: `[token - 1]`, layers that the token before it ran to predict it.
-      quality: its own sums. Their FLOPs are those of its own decided depths: layers, frozen K/V,
-        heads and gates. They leave out padding, and the keys that a program reads after a token:
-        they depend on its depths and length alone, whatever shares its batch. `flops_full` is the
-        same at full depth. Under an `attention` pattern `flops`, `flops_ideal` and `flops_gates`
-        are NaN: what it spares is counted by batch.
+      quality: its own sums of tokens and losses. Work is counted by batch: `query_layers` and all
+        FLOPs are NaN.
     """
 
     log_likelihood: np.ndarray
@@ -362,11 +359,6 @@ def score_documents(  # noqa: PLR0913 (options, each named)
     ]
     choices = [attention if reason is None else DENSE for reason in reasons]
 
-    prices = {  # Where nothing is asked, nothing is paid.
-        at: policy.flops(at, decoder, params)
-        for at in range(len(policy.depths) - 1)
-        if np.any(policy.asks(at))
-    }
     compiling.expect((1 + 2 * compare) * len({batch.token_ids.shape for batch in batches}))
     done, total = itertools.count(1), Quality()
     step = None if progress is None else lambda: progress(next(done), len(batches))
@@ -382,24 +374,14 @@ def score_documents(  # noqa: PLR0913 (options, each named)
         mesh=mesh,
     ):
         total += sums
-        batch, by = batches[number], chosen[number]
+        batch = batches[number]
         for row in np.flatnonzero(batch.window >= 0):
             window, length = batch.window[row], batch.lengths[row : row + 1]
             own = {name: array[row : row + 1] for name, array in tokens.items()}
             predicted = int(length[0]) - 1
             likelihood[window] = -own["nll"][0, :predicted]
             depths[window] = own["depths"][0, :predicted]
-            costs = _decided_costs(
-                cost,
-                by,
-                prices if reasons[number] is None else {},
-                own["depths"],
-                projects=frozen_kv(kv, decoder).projects,
-                mapped=kv == "mapped",
-            )
-            if choices[number] != DENSE:
-                costs |= dict.fromkeys(("flops", "flops_ideal", "flops_gates"), math.nan)
-            qualities[window] = dataclasses.replace(_sums(own, length), **costs)
+            qualities[window] = dataclasses.replace(_sums(own, length), **_UNCOUNTED)
     ends = np.cumsum([len(of_one) for of_one in cut])
     spans = [slice(end - len(of_one), end) for end, of_one in zip(ends, cut, strict=True)]
     return TextScore(
@@ -414,6 +396,12 @@ def score_documents(  # noqa: PLR0913 (options, each named)
         quality=total,
         fallbacks=Counter(reason for reason in reasons if reason is not None),
     )
+
+
+_UNCOUNTED = dict.fromkeys(
+    ("query_layers", "flops", "flops_full", "flops_ideal", "flops_gates"), math.nan
+)
+"""Work of a document: it has no share of its batch's padding."""
 
 
 def _sums(tokens: Mapping[str, np.ndarray], lengths: np.ndarray) -> Quality:
@@ -431,31 +419,3 @@ def _sums(tokens: Mapping[str, np.ndarray], lengths: np.ndarray) -> Quality:
         agree=int(np.sum(tokens["agree"])) if compared else None,
         histogram=dict(zip(values.tolist(), counts.tolist(), strict=True)),
     )
-
-
-def _decided_costs(
-    cost: TokenCost,
-    policy: Policy,
-    prices: Mapping[int, float],
-    depths: np.ndarray,
-    *,
-    projects: bool,
-    mapped: bool,
-) -> dict[str, Any]:
-    """Returns the costs of decided depths `[row, token]`, without padding, by fields of `Quality`.
-
-    `prices` are the FLOPs of a decision at each of the policy's boundaries that asks any token.
-    """
-    layers = cost.full_depth
-    # Each token sees those up to itself. A batch's widths of keys depend on its longest row.
-    decided = partial(decided_work, cost, key_widths=range(1, depths.shape[1] + 1))
-    ideal = decided(depths, projected=int(depths.max(initial=0)) * projects, mapped=mapped)
-    full = decided(np.where(depths > 0, layers, 0), projected=layers)
-    ends = {policy.depths[at]: policy.reads_logits(at) for at in prices}
-    # A head for each token, and for each that a boundary read and sent on.
-    looks = [depths[depths > end] * 0 + end for end, reads in ends.items() if reads]
-    read = np.concatenate([depths[depths > 0], *looks])
-    maps = np.asarray(np.sum(read < layers))
-    work = dataclasses.replace(ideal, heads=np.asarray(read.size), exit_maps=maps)
-    gates = sum(np.sum(depths >= policy.depths[at]) * flops for at, flops in prices.items())
-    return costs_of(cost, work, full=full, ideal=ideal, gates=float(gates))

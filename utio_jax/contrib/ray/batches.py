@@ -22,7 +22,7 @@ from utio_jax.models import load
 from utio_jax.policies.base import Policy
 from utio_jax.policies.depth import check_any_rows
 
-_SUMS = ("predicted", "nll", "nll_full", "kl", "agree", "flops", "flops_full")
+_SUMS = ("predicted", "nll", "nll_full", "kl", "agree")
 
 
 class Scorer:
@@ -39,7 +39,7 @@ class Scorer:
         self._options: dict[str, Any] = {"rows": rows, "same_rows": True, **options}
 
     def __call__(self, batch: Any) -> Any:
-        """Returns a table of a row per document: its sums of `Quality`, and each token's depth.
+        """Returns a table of a row per document: its sums of losses, and each token's depth.
 
         A document of less than two tokens predicts nothing: its sums are 0.
 
