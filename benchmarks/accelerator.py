@@ -39,7 +39,7 @@ from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.base import DecodeContext, Plain
 from utio_jax.decoding.loop import advance, begin
 from utio_jax.decoding.prefill import fastest_prefill
-from utio_jax.decoding.state import stop_rules
+from utio_jax.decoding.state import eos_array
 from utio_jax.policies.depth import Thresholded, random_depths
 from utio_jax.staircase.capacity import fit_row_shares
 from utio_jax.staircase.microbatches import MicroBatches
@@ -223,14 +223,12 @@ class Model:
             mode = Adaptive(policy=self.policy(way.get("budget", BUDGET)))
         if way.get("mode") == "full prompts":  # A token under "drop" is seen as deep as it ran.
             mode = Adaptive(policy=full_depth(self.decoder), kv="drop")
-        stops = stop_rules([((), ())] * rows)
-        stops = jax.tree.map(jnp.asarray, stops)
         return DecodeContext(
             decoder=self.decoder,
             params=self.params,
             mode=mode,
             sampling=None,
-            stops=stops,
+            eos_ids=jnp.asarray(eos_array([()] * rows)),
             layers=split_layers(self.decoder, self.params),
         )
 

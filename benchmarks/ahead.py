@@ -33,7 +33,7 @@ from utio_jax.core.rows import _spec, row_axes
 from utio_jax.decoding.base import DecodeContext, Mode, Plain
 from utio_jax.decoding.loop import advance, begin
 from utio_jax.decoding.prefill import Prefill, fastest_prefill
-from utio_jax.decoding.state import stop_rules
+from utio_jax.decoding.state import eos_array
 from utio_jax.engine.blocks import block_room, run_block
 from utio_jax.engine.requests import fresh_of
 from utio_jax.engine.slots import empty_state
@@ -214,13 +214,13 @@ class Programs:
     def context(self, mode: Mode, rows: int) -> DecodeContext:
         """Returns what stays the same while rows are decoded greedily."""
         config = self.decoder.config
-        stops = stop_rules([(config.eos_ids, ())] * rows, vocab_size=config.vocab_size)
+        eos_ids = jnp.asarray(eos_array([config.eos_ids] * rows))
         return DecodeContext(
             decoder=self.decoder,
             params=self.params,
             mode=mode,
             sampling=None,
-            stops=shapes(jax.tree.map(jnp.asarray, stops), self.sharding),
+            eos_ids=shapes(eos_ids, self.sharding),
         )
 
     def prompts(self, rows: int, width: int) -> Any:
@@ -271,7 +271,7 @@ class Programs:
         _, rules = fresh_of((), rows=rows, width=64, own=own)
         rules = shapes(jax.tree.map(jnp.asarray, rules), self.sharding)
         context = dataclasses.replace(
-            self.context(mode, rows), sampling=rules.sampling, stops=rules.stops
+            self.context(mode, rows), sampling=rules.sampling, eos_ids=rules.eos_ids
         )
         make = functools.partial(inspect.unwrap(empty_state), batch=rows, slots=slots)
         with compiling_for(self.platform):

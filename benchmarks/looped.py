@@ -30,7 +30,7 @@ from utio_jax.core.layer import head_in_blocks, split_layers
 from utio_jax.core.pytrees import pytree
 from utio_jax.decoding.base import DecodeContext, Plain
 from utio_jax.decoding.loop import advance, begin
-from utio_jax.decoding.state import stop_rules
+from utio_jax.decoding.state import eos_array
 from utio_jax.models import Transformer, TransformerConfig
 from utio_jax.models.random_weights import random_params
 from utio_jax.policies import random_depths
@@ -83,7 +83,7 @@ class Rows:
     def of(cls, decoder: Transformer, params: Any, mode: Any, rows: Any, *, steps: int) -> Rows:
         """Reads the prompts, and returns the rows after them."""
         context = DecodeContext(
-            decoder=decoder, params=params, mode=mode, sampling=None, stops=stop_rules()
+            decoder=decoder, params=params, mode=mode, sampling=None, eos_ids=eos_array()
         )
         state, batch = begin(context, *rows, slots=_SLOTS), len(rows[0])
         context = dataclasses.replace(
@@ -153,7 +153,7 @@ def compiling(dim: int, layers: int) -> dict[str, dict[str, float]]:
         rows = ids[:, :_PROMPT], jnp.full(8, _PROMPT), jnp.full(8, _SLOTS), jnp.zeros(8, jnp.uint32)
         for name, mode in modes.items():
             context = DecodeContext(
-                decoder=decoder, params=params, mode=mode, sampling=None, stops=stop_rules()
+                decoder=decoder, params=params, mode=mode, sampling=None, eos_ids=eos_array()
             )
             state = begin(context, *rows, slots=_SLOTS)
             layers_apart = split_layers(decoder, params, tokens=8)

@@ -237,7 +237,6 @@ def test_rows_of_a_mesh_are_sampled_and_end_each_in_its_own_way(no_compiles: Any
     options: dict[str, Any] = {
         "sampling": methods,
         "eos_ids": [[int(row[5])] if i % 3 else [] for i, row in enumerate(plain)],
-        "stop_sequences": [[row[7:9].tolist()] if i == 6 else [] for i, row in enumerate(plain)],
         "seeds": 5,
         "stop_when": stop_when,
         "chunk": 5,

@@ -115,12 +115,11 @@ def test_each_row_has_a_seed_of_its_own(model, seeds, expected):
 
 def test_each_prompt_may_be_sampled_and_end_in_its_own_way(model, plain, no_compiles):
     ids = [row.tolist() for row in plain.token_ids]
-    pair, missing = ids[2][8:10], next(i for i in range(64) if i not in ids[0])
+    missing = next(i for i in range(64) if i not in ids[0])
     ends = [[missing, ids[0][6]], [], [63]]
-    stops = [[], [[62, 61, 60], ids[0][5:7]], [pair]]
     methods = [SamplingParams(), SamplingParams(temperature=jnp.float32(0.8)), SamplingParams()]
     how = {"seeds": [3, 4, 5], "eos_ids": ends}
-    together = run(model, sampling=methods, stop_sequences=stops, **how)
+    together = run(model, sampling=methods, **how)
     for row, prompt in enumerate(PROMPTS):
         alone = run(
             model,
@@ -128,24 +127,17 @@ def test_each_prompt_may_be_sampled_and_end_in_its_own_way(model, plain, no_comp
             sampling=methods[row],
             seeds=[3 + row],
             eos_ids=ends[row],
-            stop_sequences=stops[row],
         )
         np.testing.assert_array_equal(together.token_ids[row], alone.token_ids[0])
         assert together.finish_reasons[row] == alone.finish_reasons[0]
     np.testing.assert_array_equal(together.token_ids[0], ids[0][: ids[0].index(ids[0][6]) + 1])
     assert together.finish_reasons[0] == "eos"
-    assert together.finish_reasons[2] == "stop"
-    # What all prompts share may stand once, beside lists for each.
-    shared = run(model, sampling=methods, stop_sequences=[pair], **how)
-    np.testing.assert_array_equal(shared.token_ids[2], together.token_ids[2])
-    assert shared.finish_reasons[0] == "eos"
     run(model)
-    with no_compiles():  # Rows have places for other methods, and for more and longer stops.
+    with no_compiles():  # Rows have places for other methods, and for more end tokens.
         others = [methods[1], SamplingParams(temperature=1.0, min_p=0.2, top_k=30), methods[0]]
-        run(model, sampling=others, stop_sequences=stops, **how)
+        run(model, sampling=others, **how)
         same = run(model, sampling=[SamplingParams()] * 3)
-        run(model, stop_sequences=[pair])
-        run(model, stop_sequences=[[[1] * 16], [[2]] * 4, []], eos_ids=range(50, 58))
+        run(model, eos_ids=range(48, 64))
     np.testing.assert_array_equal(np.stack(same.token_ids), np.stack(plain.token_ids))
 
 
@@ -156,8 +148,7 @@ def test_many_prompts_run_in_batches_and_come_out_in_order(model, plain, monkeyp
     ids = [row.tolist() for row in plain.token_ids]
     options = {
         "sampling": [SamplingParams(), *[SamplingParams(temperature=0.8)] * 4],
-        "eos_ids": [[ids[0][6]], [], [], [], []],
-        "stop_sequences": [[], [], [], [[3], [9]], []],
+        "eos_ids": [[ids[0][6]], [], [], [3, 9], []],
         "seeds": 5,
         "max_new_tokens": 20,
         "prefill": Prefill(),
@@ -333,13 +324,11 @@ ERRORS = {
     "too long": ({"prompts": [[1] * 120]}, "context of 128.*prompt 0 of 120 tokens"),
     "no tokens": ({"max_new_tokens": 0}, "max_new_tokens of at least 1"),
     "seeds": ({"seeds": [1, 2]}, r"one per prompt \(3\)"),
-    "empty stop": ({"stop_sequences": [[]]}, "at least one token"),
     "negative end": ({"eos_ids": [-1]}, "from 0 to 2147483647. Got -1 to -1 in eos_ids"),
     "part of a token": ({"chunk": 1.5, "on_event": print}, "token, an integer. Got chunk=1.5"),
     "no chunk": ({"chunk": None, "stop_when": print}, "Got chunk=None"),
     "samplings": ({"sampling": [SamplingParams()] * 2}, r"one per prompt \(3\). Got 2"),
     "ends of two": ({"eos_ids": [[1], [2]]}, "eos_ids for all.*each of the 3. Got .*2"),
-    "stops of one": ({"stop_sequences": [[[1]]]}, "stop_sequences for all.*each of the 3. Got .*1"),
     "texts": ({"prompts": ["ab"]}, "prompt 0 as a list of integer.*Encode texts first: model.enc"),
     "one list": ({"prompts": [1, 2]}, r"prompt 0 as .*into a list of lists: \[\[0, 17, 4"),
     "long seed": ({"seeds": 2**70}, "at most 64 bits. Got 1180591620717411303424"),
@@ -347,10 +336,10 @@ ERRORS = {
 }
 
 
-def test_seeds_wrap_around_and_no_stops_of_each_row_are_none(model):
+def test_seeds_wrap_around_and_no_end_tokens_of_each_row_are_none(model):
     options = {"sampling": SamplingParams(temperature=1.5), "max_new_tokens": 4}
     plain = run(model, seeds=[5, 6, 7], **options)
-    again = run(model, seeds=5 - 2**32, stop_sequences=[[]] * 3, **options)
+    again = run(model, seeds=5 - 2**32, eos_ids=[[]] * 3, **options)
     assert_equal(plain.token_ids, again.token_ids)
 
 

@@ -26,7 +26,7 @@ from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.base import DecodeContext, Mode, Plain
 from utio_jax.decoding.loop import advance, begin
 from utio_jax.decoding.lossless import Lossless
-from utio_jax.decoding.state import stop_rules
+from utio_jax.decoding.state import eos_array
 from utio_jax.models.checkpoint import load
 from utio_jax.models.presets import TINY
 from utio_jax.models.transformer import Transformer
@@ -132,7 +132,7 @@ def lowered_steps(decoder: Transformer, mode: Mode, *, apart: bool) -> Any:
         jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), stack)
         for stack in [decoder.layers(params)] * decoder.config.num_layers
     )
-    context = partial(DecodeContext, decoder=decoder, mode=mode, sampling=None, stops=stop_rules())
+    context = partial(DecodeContext, decoder=decoder, mode=mode, sampling=None, eos_ids=eos_array())
     length = jnp.full(1, 4, jnp.int32)
     state = jax.eval_shape(
         lambda params: begin(

@@ -13,7 +13,7 @@ import pytest
 from utio_jax.attention.cache import init_cache
 from utio_jax.core.decoder import DecoderConfig
 from utio_jax.core.work import Work
-from utio_jax.decoding.state import REASONS, Columns, DecodeState, emit, stop_rules
+from utio_jax.decoding.state import REASONS, Columns, DecodeState, emit, eos_array
 
 SIZES = DecoderConfig(
     vocab_size=3,
@@ -25,18 +25,14 @@ SIZES = DecoderConfig(
     context_length=16,
 )
 BATCH, SLOTS, NEW = 64, 16, 4
-STOPS = [[1, 1], [0, 1, 0], [1, 0, 0, 1]]
 
 
-def slow_emit(known: list[int], prompt: int, limit: int, new: list[int], eos: int) -> str:
+def slow_emit(known: list[int], limit: int, new: list[int], eos: int) -> str:
     """Adds new tokens to a row, one by one, and says why it ended."""
     for token in new:
         known.append(token)
-        written = known[prompt:]
         if token == eos:
             return "eos"
-        if any(written[-len(stop) :] == stop for stop in STOPS):
-            return "stop"
         if len(known) >= limit:
             return "length"
     return "running"
@@ -66,7 +62,7 @@ def test_rows_end_where_a_loop_over_their_tokens_ends(seed: int) -> None:
     )
     result = emit(
         jax.tree.map(jnp.asarray, state),
-        stop_rules([([2], STOPS)]),
+        eos_array([[2]]),
         jnp.asarray(new),
         jnp.asarray(counts, jnp.int32),
         logits=jnp.asarray(logits),
@@ -78,9 +74,7 @@ def test_rows_end_where_a_loop_over_their_tokens_ends(seed: int) -> None:
     for row in range(BATCH):
         expected, why = known[row, : lengths[row]].tolist(), REASONS[reason[row]]
         if why == "running":
-            why = slow_emit(
-                expected, prompts[row], limits[row], new[row, : counts[row]].tolist(), 2
-            )
+            why = slow_emit(expected, limits[row], new[row, : counts[row]].tolist(), 2)
             ends.add(why)
         assert result.lengths[row] == len(expected)
         assert REASONS[int(result.reason[row])] == why
@@ -93,4 +87,4 @@ def test_rows_end_where_a_loop_over_their_tokens_ends(seed: int) -> None:
             assert np.count_nonzero(noted) == added, "nothing is noted of what was cut"
         chosen = log_p[row, np.arange(added), new[row, :added]]
         np.testing.assert_allclose(result.columns.log_probabilities[row, here], chosen, atol=1e-5)
-    assert ends == {"running", "eos", "stop", "length"}, "each of them occurs"
+    assert ends == {"running", "eos", "length"}, "each of them occurs"

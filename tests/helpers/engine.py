@@ -64,7 +64,6 @@ class Asked:
     sampling: SamplingParams
     seed: int
     eos_ids: tuple[int, ...]
-    stop: list[list[int]]
 
     def submit(self, engine: Engine, **options: Any) -> int:
         return engine.submit(
@@ -73,7 +72,6 @@ class Asked:
             sampling=self.sampling,
             seed=self.seed,
             eos_ids=self.eos_ids,
-            stop_sequences=self.stop,
             **options,
         )
 
@@ -91,9 +89,7 @@ def pool(count: int, *, seed: int = 0, vocab: int = 64) -> list[Asked]:
                 new=new,
                 sampling=METHODS[number % len(METHODS)],
                 seed=int(rng.integers(2**32)),
-                eos_ids=tuple(rng.integers(0, vocab, number % 3).tolist()),
-                # As long as any: another length would compile another program of `generate`.
-                stop=[rng.integers(0, vocab, 1).tolist()] if number % 2 else [[vocab - 1]],
+                eos_ids=tuple(rng.integers(0, vocab, 1 + number % 3).tolist()),
             )
         )
     return asked
@@ -117,7 +113,6 @@ def alone(
         max_new_tokens=asked.new,
         seeds=[asked.seed],
         eos_ids=asked.eos_ids,
-        stop_sequences=asked.stop,
         lengths=lengths,
     )
 

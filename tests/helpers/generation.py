@@ -21,7 +21,7 @@ from utio_jax.decoding.drafting import NGram
 from utio_jax.decoding.generate import Generated, generate
 from utio_jax.decoding.loop import Lengths, begin
 from utio_jax.decoding.sampling import SamplingParams, rows_of
-from utio_jax.decoding.state import DecodeState, stop_rules
+from utio_jax.decoding.state import DecodeState, eos_array
 from utio_jax.models.presets import TINY
 from utio_jax.models.transformer import Transformer
 from utio_jax.policies import PolicyBase
@@ -71,14 +71,14 @@ def run(model: Model, prompts: Any = PROMPTS, **options: Any) -> Generated:
     return generate(model.decoder, model.params, prompts, **options)
 
 
-def context_of(model: Model, mode: Any, sampling: Any = None, stops: Any = None) -> DecodeContext:
+def context_of(model: Model, mode: Any, sampling: Any = None) -> DecodeContext:
     """Returns what stays the same from round to round; by default nothing ends a row."""
     return DecodeContext(
         decoder=model.decoder,
         params=model.params,
         mode=mode,
         sampling=sampling,
-        stops=stop_rules() if stops is None else stops,
+        eos_ids=eos_array(),
     )
 
 

@@ -263,8 +263,8 @@ def test_strings_are_texts_and_paths_are_files(
         (lambda model: model.calibrate("a", exits=(3,)), r"Got exits=\(3,\) for one with .*load"),
         (lambda model: model.calibrate("a", confidence=0.9), "Got confidence=0.9 alone"),
         (
-            lambda model: model.generate("a", stop_sequences=["b"], **OPTIONS),
-            r"stop_sequences as a list of lists.* Got \['b'\]. Strings .*are stop= of a model",
+            lambda model: model.generate("a", eos_ids=["b"], **OPTIONS),
+            r"eos_ids as a list of token ids.* Got \['b'\]. Strings .*are stop= of a model",
         ),
         (lambda model: model.generate("a", drafter="ngram"), r"Say mode=Lossless\(drafter='ngram'"),
         (lambda model: model.score("a", executor="capacity"), "Wanted an executor: 'auto', .*'cap"),

@@ -21,7 +21,7 @@ from utio_jax.core.pytrees import pytree, static
 from utio_jax.decoding.cached import Layers, decode_step
 from utio_jax.decoding.prefill import Prefill
 from utio_jax.decoding.sampling import DRAW, SamplingParams, draw, token_keys
-from utio_jax.decoding.state import DecodeState, StopRules, emit
+from utio_jax.decoding.state import DecodeState, emit
 from utio_jax.policies.base import Policy
 
 LogitsProcessor = Callable[[Float[Array, "batch vocab"], DecodeState], Float[Array, "batch vocab"]]
@@ -43,7 +43,7 @@ class DecodeContext:
       params: model parameters.
       mode: decoding mode.
       sampling: sampling parameters of each row, see `rows_of`; None: all rows are greedy.
-      stops: stop rules of the rows.
+      eos_ids: end tokens of each row, see `eos_array`; a single row applies to all.
       logits_processor: a `LogitsProcessor` as a pytree; None: logits are not changed.
       layers: parameters of each layer, see `split_layers`; None: `params` has them stacked.
       width: key slots that attention reads in a step, more than the largest position. Static.
@@ -53,7 +53,7 @@ class DecodeContext:
     params: Params
     mode: Any
     sampling: SamplingParams | None
-    stops: StopRules
+    eos_ids: Int[Any, "#batch eos"] = dataclasses.field(metadata={"row_axis": 0})
     logits_processor: Any = None
     layers: Layers = None
     width: int = static(default=0)
@@ -295,7 +295,7 @@ def emit_drawn(
     one = jnp.ones_like(state.lengths)
     return emit(
         state,
-        context.stops,
+        context.eos_ids,
         new,
         one,
         logits=logits[:, None, :],

@@ -208,7 +208,6 @@ def generate(  # noqa: PLR0913 (options, each named)
     sampling: SamplingParams | Sequence[SamplingParams] = SamplingParams(),
     max_new_tokens: int = 128,
     eos_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
-    stop_sequences: Sequence[Sequence[int]] | Sequence[Sequence[Sequence[int]]] = (),
     stop_strings: StopStrings = (),
     tokenizer: Tokenizer | None = None,
     seeds: int | Sequence[int] = 0,
@@ -232,8 +231,6 @@ def generate(  # noqa: PLR0913 (options, each named)
       max_new_tokens: maximum number of new tokens per prompt.
       eos_ids: tokens that end a row; None: the model's own, `()`: none. Or a list of such lists,
         one per prompt: `[[2], [2, 7]]`.
-      stop_sequences: token sequences that end a row when its new tokens end with one. Or a list of
-        such lists, one per prompt: `[[[5, 6]], []]`.
       stop_strings: strings that end a text; the first in new text wins. Or a list for each prompt.
         Needs a tokenizer. The row is cut after the token that completes the string.
       tokenizer: tokenizer for text and stop strings; None: tokens only.
@@ -283,7 +280,6 @@ def generate(  # noqa: PLR0913 (options, each named)
         sampling=sampling,
         seeds=seeds,
         eos_ids=eos_ids,
-        stop_sequences=stop_sequences,
         stop_strings=stop_strings,
         tokenizer=tokenizer,
     )

@@ -35,11 +35,12 @@ from utio_jax.decoding.requests import Event, Request, RowReport, arrays_of
 from utio_jax.decoding.sampling import rows_of
 from utio_jax.decoding.state import (
     REASONS,
+    RELEASED,
     RUNNING,
     Columns,
     DecodeState,
     PromptPass,
-    stop_rules,
+    eos_array,
 )
 from utio_jax.staircase.forward import project_states, write_at
 
@@ -102,7 +103,7 @@ def run_requests(  # noqa: PLR0913 (options, each named)
         params=params,
         mode=mode,
         sampling=drawn if np.any(drawn.temperature != 0) else None,
-        stops=stop_rules([request.stops for request in requests]),
+        eos_ids=eos_array([request.eos_ids for request in requests]),
         logits_processor=as_processor(logits_processor),
     )
     arrays = Rows(arrays_of(requests, width=width))
@@ -151,7 +152,7 @@ def _hand_over(
             on_event(event)
     if not ended.any():
         return state
-    reason = np.where(ended, np.int32(REASONS.index("stop")), reason)
+    reason = np.where(ended, np.int32(RELEASED), reason)
     # Keeps the sharding: otherwise the next step would compile again.
     home = state.reason.sharding if state.reason.committed else None
     return dataclasses.replace(state, reason=jax.device_put(reason, home))

@@ -223,7 +223,7 @@ class Lossless(Mode):
         # overwritten before any later query reads them.
         return emit(
             dataclasses.replace(state, cache=cache, work=work),
-            context.stops,
+            context.eos_ids,
             verified.token_ids,
             verified.accepted + 1,
             logits=logits,

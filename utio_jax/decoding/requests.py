@@ -18,7 +18,7 @@ from utio_jax.core.documents import check_ids
 from utio_jax.core.html import depth_html
 from utio_jax.core.work import Work
 from utio_jax.decoding.sampling import SamplingParams, check_sampling, check_seeds
-from utio_jax.decoding.state import Columns, Stops, stop_rules, stops_of_rows
+from utio_jax.decoding.state import Columns
 from utio_jax.decoding.text import (
     StopStrings,
     StreamedRow,
@@ -154,7 +154,7 @@ class Request:
     num_layers: int = 0
     sampling: SamplingParams = dataclasses.field(default_factory=SamplingParams)
     seed: int = 0
-    stops: Stops = ((), ())
+    eos_ids: Sequence[int] = ()
     thresholds: Float[np.ndarray, " boundary"] | None = None
     text: StreamedRow | None = None
     stop_when: Callable[[np.ndarray], bool] | None = None
@@ -256,7 +256,7 @@ class Request:
         return self.finished
 
 
-def requests_of(  # noqa: PLR0913 (options, each named)
+def requests_of(
     decoder: Decoder,
     prompts: Prompts,
     *,
@@ -264,21 +264,14 @@ def requests_of(  # noqa: PLR0913 (options, each named)
     sampling: SamplingParams | Sequence[SamplingParams] = SamplingParams(),
     seeds: int | Sequence[int] = 0,
     eos_ids: Any = None,
-    stop_sequences: Any = (),
     stop_strings: StopStrings = (),
     tokenizer: Tokenizer | None = None,
-    room: tuple[int, ...] | None = None,
 ) -> list[Request]:
-    """Returns a request for each prompt. Options and errors are those of `utio_jax.generate`.
-
-    `room` is the capacity for stop rules, see `stop_rules`.
-    """
+    """Returns a request for each prompt. Options and errors are those of `utio_jax.generate`."""
     config = decoder.config
     rows = check_prompts(prompts, config=config, max_new_tokens=max_new_tokens)
     count = len(rows)
-    ends = config.eos_ids if eos_ids is None else eos_ids
-    stops = stops_of_rows(ends, stop_sequences, rows=count)
-    stop_rules(stops, vocab_size=config.vocab_size, room=room)
+    ends = _eos_of_rows(config.eos_ids if eos_ids is None else eos_ids, rows=count)
     drawn = check_sampling(sampling, rows=count)
     row_seeds = check_seeds(seeds, rows=count).tolist()
     strings = stops_of_texts(stop_strings, count)
@@ -290,12 +283,35 @@ def requests_of(  # noqa: PLR0913 (options, each named)
             num_layers=config.num_layers,
             sampling=drawn[row],
             seed=row_seeds[row],
-            stops=stops[row],
+            eos_ids=ends[row],
             text=streamed(tokenizer, decoder, ids, strings[row]),
             submitted=time.monotonic(),
         )
         for row, ids in enumerate(rows)
     ]
+
+
+def _eos_of_rows(eos_ids: Any, *, rows: int) -> list[list[int]]:
+    """Returns the end tokens of each row: one list for all rows, or a list per row."""
+    items = eos_ids if np.iterable(eos_ids) and not isinstance(eos_ids, str) else [""]
+    if any(isinstance(item, str) for item in items):
+        raise ValueError(
+            "Wanted eos_ids as a list of token ids, or such lists for each row. Got "
+            f"{eos_ids!r:.60}. Strings that end a text are stop= of a model, stop_strings= "
+            "elsewhere."
+        )
+    given: Any = eos_ids if any(map(_is_list, eos_ids)) else [eos_ids] * rows
+    if len(given) != rows or not all(map(_is_list, given)):
+        raise ValueError(
+            f"Wanted eos_ids for all prompts, or a list of them for each of the {rows}. Got "
+            f"{given!r:.80}."
+        )
+    return [check_ids([*ids], vocab_size=2**31, what="eos_ids").tolist() for ids in given]
+
+
+def _is_list(value: Any) -> bool:
+    """Returns True for a list, tuple, set or range, and for an array of one axis or more."""
+    return isinstance(value, (list, tuple, set, frozenset, range)) or np.ndim(value) > 0
 
 
 def check_prompts(

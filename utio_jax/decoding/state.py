@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""State of the token loop: tokens and their records, stop rules, and `emit`."""
+"""State of the token loop: tokens and their records, end tokens, and `emit`."""
 
 from __future__ import annotations
 
@@ -13,109 +13,28 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from utio_jax.attention.cache import KVCache
-from utio_jax.core.documents import check_ids
 from utio_jax.core.pytrees import pytree
 from utio_jax.core.work import Work
 
-REASONS = ("running", "eos", "stop", "length", "released")
-"""Finish reasons, indexed by `DecodeState.reason`. A released row can take another prompt."""
-RUNNING, _EOS, _STOP, _LENGTH, RELEASED = range(5)
+REASONS = ("running", "eos", "length", "released")
+"""Finish reasons, indexed by `DecodeState.reason`. A released row is free, or the host ended it."""
+RUNNING, _EOS, _LENGTH, RELEASED = range(4)
 
 
-@pytree
-class StopRules:
-    """Stop rules of rows, besides their length. A single row of rules applies to all rows.
+EOS_ROOM = 16
+"""Number of end tokens of a row that fits into static shapes, so that others compile nothing."""
 
-    Attributes:
-      eos_ids: end tokens; padded with -1.
-      sequences: stop sequences of tokens, padded on the left with -1; missing sequences are -2.
+
+def eos_array(rows: Sequence[Sequence[int]] = ((),)) -> Int[np.ndarray, "batch eos"]:
+    """Returns the end tokens of rows on the host, padded with -1; by default, one row without any.
+
+    A single row applies to all rows. The width is a multiple of `EOS_ROOM`.
     """
-
-    eos_ids: Int[Any, "#batch eos"] = dataclasses.field(metadata={"row_axis": 0})
-    sequences: Int[Any, "#batch sequence longest"] = dataclasses.field(metadata={"row_axis": 0})
-
-
-Stops = tuple[Sequence[int], Sequence[Sequence[int]]]
-"""Stop rules of one row: end tokens, and token sequences."""
-
-STOPS_ROOM = (16, 4, 16)
-"""Numbers of end tokens, of stop sequences, and of tokens per sequence that fit into static shapes,
-so that new rules compile nothing."""
-
-
-def stop_rules(
-    rows: Sequence[Stops] = (((), ()),),
-    *,
-    vocab_size: int = 2**31,
-    room: tuple[int, ...] | None = None,
-) -> StopRules:
-    """Returns the stop rules of rows as arrays on the host; by default, one row without rules.
-
-    `room` is the capacity for end tokens, sequences, and tokens of a sequence. None: the smallest
-    multiples of `STOPS_ROOM` that hold all rules, so that few combinations compile.
-
-    Raises:
-      ValueError: rules exceed the capacity, a sequence is empty, or it holds ids outside the
-        vocabulary, such as the padding value -1.
-    """
-    sizes = [len(sequence) for _, sequences in rows for sequence in sequences]
-    most, count = (max(map(len, column)) for column in zip(*rows, strict=True))
-    needed = max(1, most), count, max(sizes, default=0)
-    if room is None:
-        room = tuple(max(1, -(-n // m)) * m for n, m in zip(needed, STOPS_ROOM, strict=True))
-    elif any(size > most for size, most in zip(needed, room, strict=True)):
-        raise ValueError(
-            f"Wanted at most {room[0]} eos_ids and {room[1]} stop_sequences of at most {room[2]} "
-            f"tokens, which every slot has room for. Got {needed[0]} eos_ids and {needed[1]} "
-            f"sequences of up to {needed[2]} tokens. Name the rest as stop_strings."
-        )
-    most, count, longest = room
-    eos_ids = np.full((len(rows), most), -1, np.int32)
-    padded = np.full((len(rows), count, longest), -2, np.int32)
-    for row, (ends, sequences) in enumerate(rows):
-        eos_ids[row, : len(ends)] = check_ids([*ends], vocab_size=2**31, what="eos_ids")
-        for index, sequence in enumerate(sequences):
-            if not len(sequence):
-                raise ValueError("Wanted stop sequences of at least one token. Got an empty one.")
-            ids = check_ids(sequence, vocab_size=vocab_size, what=f"stop sequence {index}")
-            padded[row, index] = -1
-            padded[row, index, longest - len(sequence) :] = ids
-    return StopRules(eos_ids=eos_ids, sequences=padded)
-
-
-def stops_of_rows(eos_ids: Any, sequences: Any, *, rows: int) -> list[Stops]:
-    """Returns the stop rules of each row. Arguments apply to all rows, or have a list per row.
-
-    Raises:
-      ValueError: arguments are neither, or have lists for another number of rows.
-    """
-    for what, given in (("eos_ids", eos_ids), ("stop_sequences", sequences)):
-        items = given if np.iterable(given) and not isinstance(given, str) else [""]
-        nested = what == "stop_sequences"
-        if not all(is_list(item) if nested else not isinstance(item, str) for item in items):
-            raise ValueError(
-                f"Wanted {what} as a list of {'lists of ' * nested}token ids, or such lists for "
-                f"each row. Got {given!r:.60}. Strings that end a text are stop= of a model, "
-                "stop_strings= elsewhere."
-            )
-    each_ends = any(map(is_list, eos_ids))
-    each_stops = any(is_list(item) for sequence in sequences for item in sequence)
-    # Empty lists, one per row: as sequences they would end nothing.
-    each_stops |= len(sequences) == rows and all(is_list(s) and not len(s) for s in sequences)
-    ends: Any = eos_ids if each_ends else [eos_ids] * rows
-    stops: Any = sequences if each_stops else [sequences] * rows
-    for what, given in (("eos_ids", ends), ("stop_sequences", stops)):
-        if len(given) != rows or not all(map(is_list, given)):
-            raise ValueError(
-                f"Wanted {what} for all prompts, or a list of them for each of the {rows}. Got "
-                f"{given!r:.80}."
-            )
-    return [([*ids], [*sequences]) for ids, sequences in zip(ends, stops, strict=True)]
-
-
-def is_list(value: Any) -> bool:
-    """Returns True for a list, tuple, set or range, and for an array of one axis or more."""
-    return isinstance(value, (list, tuple, set, frozenset, range)) or np.ndim(value) > 0
+    width = max(1, -(-max(map(len, rows)) // EOS_ROOM)) * EOS_ROOM
+    result = np.full((len(rows), width), -1, np.int32)
+    for row, ends in zip(result, rows, strict=True):
+        row[: len(ends)] = ends
+    return result
 
 
 @pytree
@@ -245,7 +164,7 @@ class DecodeState:
 
 def emit(
     state: DecodeState,
-    stops: StopRules,
+    eos_ids: Int[Array | np.ndarray, "#batch eos"],
     token_ids: Int[Array, "batch new"],
     counts: Int[Array, " batch"],
     *,
@@ -255,7 +174,8 @@ def emit(
 ) -> DecodeState:
     """Appends new tokens to the active rows, up to the token that ends a row.
 
-    The first `counts` tokens of a row are valid. The token that ends a row is kept.
+    The first `counts` tokens of a row are valid. The token that ends a row is kept. `eos_ids`
+    are padded with -1.
     """
     columns = state.columns
     batch, new = token_ids.shape
@@ -266,14 +186,13 @@ def emit(
     slots = jnp.where(fresh, positions, state.token_ids.shape[1])
     known = state.token_ids.at[row, slots].set(token_ids, mode="drop")
 
-    is_eos = jnp.any(token_ids[:, :, None] == jnp.asarray(stops.eos_ids)[:, None, :], axis=-1)
-    is_stop = _ends_sequence(known, positions, state.prompt_lengths, stops.sequences)
+    is_eos = jnp.any(token_ids[:, :, None] == jnp.asarray(eos_ids)[:, None, :], axis=-1)
     is_last = positions + 1 >= state.limits[:, None]
-    ends = (is_eos | is_stop | is_last) & fresh
+    ends = (is_eos | is_last) & fresh
     ended = jnp.any(ends, axis=1)
     first = jnp.argmax(ends, axis=1).astype(jnp.int32)
     counts = jnp.where(ended, first + 1, jnp.where(state.active, counts, 0))
-    reasons = jnp.where(is_eos, _EOS, jnp.where(is_stop, _STOP, _LENGTH))
+    reasons = jnp.where(is_eos, _EOS, _LENGTH)
     reason = jnp.take_along_axis(reasons, first[:, None], axis=1)[:, 0]
 
     logits = logits.astype(jnp.float32)
@@ -306,26 +225,3 @@ def _most_probable(log_probabilities: Float[Array, "batch new vocab"], count: in
     best, ids = jax.lax.top_k(log_probabilities.reshape(-1, vocab), count)
     best, ids = (leaf.reshape(*lead, count) for leaf in (best, ids))
     return Alternatives(token_ids=ids, log_probabilities=best)
-
-
-def _ends_sequence(
-    known: Int[Array, "batch slot"],
-    positions: Int[Array, "batch new"],
-    prompt_lengths: Int[Array, " batch"],
-    sequences: Int[Array | np.ndarray, "#batch sequence longest"],
-) -> Bool[Array, "batch new"]:
-    """Returns a mask of positions at which a stop sequence ends that has new tokens only."""
-    _, count, longest = sequences.shape
-    if not count:
-        return jnp.zeros(positions.shape, jnp.bool_)
-    back = jnp.arange(longest, dtype=jnp.int32)[None, None, :] - (longest - 1)
-    places = positions[:, :, None] + back
-    row = jnp.arange(known.shape[0], dtype=jnp.int32)[:, None, None]
-    window = jnp.where(
-        places >= prompt_lengths[:, None, None],
-        known.at[row, jnp.maximum(places, 0)].get(mode="clip"),
-        -3,
-    )
-    expected = jnp.asarray(sequences)[:, None, :, :]
-    same = (window[:, :, None, :] == expected) | (expected == -1)
-    return jnp.any(jnp.all(same, axis=-1), axis=-1)

@@ -104,7 +104,7 @@ def streamed(
         return None
     raise ValueError(
         f"Wanted a tokenizer for stop_strings={[*stops]}. Got none. Pass tokenizer=..., to an "
-        "engine as it is made, or name stop_sequences of tokens."
+        "engine as it is made."
     )
 
 

@@ -22,7 +22,7 @@ from utio_jax.decoding.base import DecodeContext, Mode
 from utio_jax.decoding.loop import advance
 from utio_jax.decoding.requests import RowReport
 from utio_jax.decoding.sampling import SamplingParams
-from utio_jax.decoding.state import REASONS, DecodeState, StopRules
+from utio_jax.decoding.state import REASONS, DecodeState
 
 
 @pytree
@@ -31,12 +31,12 @@ class Rules:
 
     Attributes:
       sampling: sampling parameters of each slot.
-      stops: stop rules of each slot.
+      eos_ids: end tokens of each slot, see `eos_array`.
       thresholds: thresholds of each slot's depth policy; None if the mode has none.
     """
 
     sampling: SamplingParams
-    stops: StopRules
+    eos_ids: Int[Array | np.ndarray, "slot eos"] = dataclasses.field(metadata={"row_axis": 0})
     thresholds: Float[Array | np.ndarray, "slot boundary"] | None = dataclasses.field(
         default=None, metadata={"row_axis": 0}
     )
@@ -74,9 +74,9 @@ def run_block(
         return state, report.tree
     whole = state
     if rows < state.lengths.shape[0]:
-        state, sampling, stops = first_rows((state, context.sampling, context.stops), rows)
+        state, sampling = first_rows((state, context.sampling), rows)
         state = dataclasses.replace(state, cache=whole.cache)
-        context = dataclasses.replace(context, sampling=sampling, stops=stops)
+        context = dataclasses.replace(context, sampling=sampling, eos_ids=context.eos_ids[:rows])
         thresholds = None if thresholds is None else thresholds[:rows]
     # Prefill emitted the first token of a row: reported until the row steps.
     unseen = state.work.steps == 0

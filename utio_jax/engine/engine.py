@@ -33,7 +33,7 @@ from utio_jax.decoding.base import LogitsProcessor, Mode, Plain
 from utio_jax.decoding.prefill import Prefill
 from utio_jax.decoding.requests import Completion, Event, Request, requests_of
 from utio_jax.decoding.sampling import SamplingParams
-from utio_jax.decoding.state import STOPS_ROOM, Columns, is_list
+from utio_jax.decoding.state import EOS_ROOM, Columns
 from utio_jax.decoding.text import (
     Tokenizer,
     TokenModel,
@@ -156,7 +156,6 @@ class Engine:
         sampling: SamplingParams = SamplingParams(),
         seed: int | None = None,
         eos_ids: Sequence[int] | None = None,
-        stop_sequences: Sequence[Sequence[int]] = (),
         stop_strings: Sequence[str] = (),
         deadline: float | None = None,
         policy: RequestPolicy = None,
@@ -172,7 +171,6 @@ class Engine:
           seed: random seed; draws depend only on the seed and the prompt. None: the request's
             number, so that requests with one prompt draw independently.
           eos_ids: end tokens; None: the model's own, `()`: none.
-          stop_sequences: token sequences that end the request.
           stop_strings: strings that end the text. They are searched between blocks, and all tokens
             after one are dropped.
           deadline: seconds from submission, a number or a scalar array, after which the request
@@ -184,8 +182,8 @@ class Engine:
             times do not reveal prompts of other requests.
 
         Raises:
-          ValueError: a request that cannot fit into a slot, stop rules beyond the static shapes, or
-            stop strings without a tokenizer; a deadline in the past, a salt that is no string, or a
+          ValueError: a request that cannot fit into a slot, more than 16 end tokens, or stop
+            strings without a tokenizer; a deadline in the past, a salt that is no string, or a
             policy that the mode cannot serve; see also `utio_jax.generate`.
         """
         served, now = self.served, self._clock()
@@ -197,8 +195,6 @@ class Engine:
         check_text(cache_salt, "a cache_salt")
         if whole_prompt not in (False, True):
             raise ValueError(f"Wanted whole_prompt as True or False. Got {whole_prompt!r:.80}.")
-        # Lists in it are sequences, be they empty. `generate` takes such lists for those of rows.
-        sequences = [*stop_sequences] if np.iterable(stop_sequences) else [stop_sequences]
         (asked,) = requests_of(
             served.decoder,
             [prompt_ids],
@@ -206,11 +202,14 @@ class Engine:
             sampling=[sampling],
             seeds=[0 if seed is None else seed],
             eos_ids=eos_ids,
-            stop_sequences=[sequences] if all(map(is_list, sequences)) else sequences,
             stop_strings=stop_strings,
             tokenizer=self._tokenizer,
-            room=STOPS_ROOM,
         )
+        if len(asked.eos_ids) > EOS_ROOM:
+            raise ValueError(
+                f"Wanted at most {EOS_ROOM} eos_ids, which every slot has room for. Got "
+                f"{len(asked.eos_ids)}. Name the rest as stop_strings."
+            )
         capacity, ahead, size = served.capacity, self.mode.block, asked.prompt.size
         longest = self._rows.longest(whole=whole_prompt)
         needed = size + max_new_tokens + ahead

@@ -189,7 +189,7 @@ def read_blocks(
     def on_device(context: DecodeContext, state: DecodeState, rules: Rules, passes: Rows) -> Any:
         fresh, rows, blocks = passes.tree
         state, rules = _open(context, state, rules, fresh, rows)
-        context = dataclasses.replace(context, sampling=rules.sampling, stops=rules.stops)
+        context = dataclasses.replace(context, sampling=rules.sampling, eos_ids=rules.eos_ids)
         with jax.named_scope("prefill_blocks"):
             last, cache = _run(context, state, blocks, widths=widths)
         logits = context.decoder.unembed(context.params, last).astype(jnp.float32)

@@ -12,7 +12,7 @@ from jaxtyping import Float
 
 from utio_jax.decoding.requests import END_REASONS, Event, Request, arrays_of
 from utio_jax.decoding.sampling import rows_of
-from utio_jax.decoding.state import STOPS_ROOM, stop_rules
+from utio_jax.decoding.state import eos_array
 from utio_jax.engine.blocks import Rules
 
 
@@ -94,7 +94,7 @@ def fresh_of(
         )
     rules = Rules(
         sampling=rows_of([request.sampling for request in requests]),
-        stops=stop_rules([request.stops for request in requests], room=STOPS_ROOM),
+        eos_ids=eos_array([request.eos_ids for request in requests]),
         thresholds=thresholds,
     )
     return arrays_of(requests, width=width), rules

@@ -598,6 +598,6 @@ class Slots:
             params=self._whole,
             mode=self.mode,
             sampling=rules.sampling,
-            stops=rules.stops,
+            eos_ids=rules.eos_ids,
             logits_processor=self._processor,
         )

@@ -12,7 +12,7 @@ import numpy as np
 
 from utio_jax.core.documents import check_text
 from utio_jax.decoding.sampling import SamplingParams
-from utio_jax.decoding.state import STOPS_ROOM
+from utio_jax.decoding.state import EOS_ROOM
 from utio_jax.models.chat import encode_chat, turn_ends
 from utio_jax.serving.gate import ApiError
 from utio_jax.serving.model import Limits, ServedModel
@@ -177,9 +177,9 @@ class Reader:
         options, about = self._engine_options(body.utio)
         own = () if body.ignore_eos else eos_ids
         ends = tuple(dict.fromkeys((*own, *(body.stop_token_ids or ()))))
-        if len(ends) > STOPS_ROOM[0]:
+        if len(ends) > EOS_ROOM:
             message = (
-                f"Wanted at most {STOPS_ROOM[0]} end tokens in all. Got {len(ends)}, with "
+                f"Wanted at most {EOS_ROOM} end tokens in all. Got {len(ends)}, with "
                 f"{len({*own})} of the model's own. Name fewer, or texts in stop."
             )
             raise _refused(message, "stop_token_ids")
