@@ -191,12 +191,9 @@ for least, most in zip(order[:10], order[:-11:-1], strict=True):
 # that is steep on the right.
 
 # %%
-from utio_jax.calibration import (
-    collect_scores,
-    predicted_tokens,
-    rank_correlation,
-    study_exits,
-)
+from scipy.stats import spearmanr
+
+from utio_jax.calibration import collect_scores, predicted_tokens, study_exits
 from utio_jax.core import sample_batches
 from utio_jax.models.training import standard_library
 from utio_jax.policies import Chance
@@ -231,7 +228,7 @@ for name, (signal, colour) in signals.items():
         model.decoder, model.params, signal, studies, depths=(EXIT, config.num_layers)
     )
     (found,) = predicted_tokens(studies, scores)
-    label = f"{name} (rank correlation {rank_correlation(found, kl):+.2f})"
+    label = f"{name} (rank correlation {spearmanr(found, kl).statistic:+.2f})"
     axes.plot(middle, curve(np.argsort(found)), marker="o", markersize=3, color=colour, label=label)
 axes.set(
     yscale="log",

@@ -62,7 +62,7 @@ def test_a_calibration_of_its_own_is_made_compared_and_used(
     assert policies >= {"uniform", "full", "position"}
     (row,) = [row for row in result["rows"] if row["policy"] == "position"]
     assert row["budget"] == float(budget)
-    assert {"hull_margin_pct", "rank_correlation_kl"} <= set(row)
+    assert "hull_margin_pct" in row
     assert all(Path(picture).stat().st_size > 1000 for picture in result["pictures"])
     arguments = ["evaluate", *read, "--policy", "position", "--calibration", out]
     result, _ = ran(capsys, *arguments, *model)

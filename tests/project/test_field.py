@@ -18,10 +18,12 @@ import numpy as np
 import pytest
 from helpers.encoder_decoder import SOURCE, t5_model
 from helpers.generation import lively_model
+from scipy.stats import spearmanr
 
 import utio_jax
-from utio_jax.calibration import rank_correlation
+from utio_jax.calibration import collect_scores, predicted_tokens, study_exits
 from utio_jax.contrib.encoder_decoder import OnTargets
+from utio_jax.core import sample_batches
 from utio_jax.decoding import Lengths, generate
 
 FOLDER = Path(__file__).parents[2] / "docs" / "field"
@@ -115,8 +117,14 @@ def test_a_fitted_signal_knows_what_an_exit_loses(
     module = program(name)
     fit = (lambda fitter: module.fit(fitter, steps=300)) if name == "dynamax" else module.fit
     row = rows_of(program, {key: fit}, stored)[f"{key} at 0.75"]
-    assert row.rank_correlation_kl > 0.2  # Of some 500 tokens: chance is within 0.1.
     assert row.ledger.flops_ratio < 1
+    batches, _ = sample_batches(documents(8), rows=8, width=32, batches=2, vocab_size=64)
+    model = stored.decoder, stored.params
+    studies, signal = study_exits(*model, batches), stored.calibration.signals[key]
+    collected = collect_scores(*model, signal, studies, depths=stored.decoder.config.exits)
+    scores, kl = predicted_tokens(studies, collected)[0], [study.kl for study in studies]
+    correlation: Any = spearmanr(scores, predicted_tokens(studies, kl)[0])
+    assert correlation.statistic > 0.2  # Of some 500 tokens: chance is within 0.1.
 
 
 @pytest.mark.slow
@@ -345,7 +353,6 @@ def test_questions_are_written_and_reported(program: Any, capsys: Any, shipped: 
     program("lynx").run(shipped, traces, 4, depth=8, max_changed=0.9)
     output = capsys.readouterr().out
     assert output.count("of the answers change") == 6
-    assert rank_correlation(np.arange(3), np.arange(3)) == 1
 
 
 @pytest.mark.slow

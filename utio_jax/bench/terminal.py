@@ -41,7 +41,7 @@ def bench_table(rows: Iterable[Row], *, title: str) -> Table:
 def comparison_table(rows: Sequence[ComparisonRow], *, title: str) -> Table:
     """Returns a terminal table of `utio_jax.calibration.compare.compare`'s rows."""
     table = table_of(
-        ("policy", "budget", "FLOPs", "gates %", "loss +%", "below hull, %", "agree", "corr. KL"),
+        ("policy", "budget", "FLOPs", "gates %", "loss +%", "below hull, %", "agree"),
         title=title,
         caption="below hull: loss that mixed exits would have more at the row's own FLOPs, and its "
         "95 % interval over documents; bold where that excludes zero",
@@ -58,7 +58,6 @@ def comparison_table(rows: Sequence[ComparisonRow], *, title: str) -> Table:
             _show(ledger.nll_increase_pct, "+.2f"),
             "" if margin is None else f"{margin[1]:+.2f} [{margin[0]:+.2f}, {margin[2]:+.2f}]",
             _show(ledger.agreement, ".3f"),
-            _show(row.rank_correlation_kl, ".2f"),
             style="bold green" if margin is not None and margin[0] > 0 else None,
         )
     return table

@@ -13,7 +13,6 @@ from utio_jax.calibration.studies import (
     ExitStudy,
     collect_scores,
     predicted_tokens,
-    rank_correlation,
     study_exits,
 )
 
@@ -35,7 +34,6 @@ __all__ = [
     "fit_lens",
     "fit_with_guarantee",
     "predicted_tokens",
-    "rank_correlation",
     "split_documents",
     "study_exits",
 ]

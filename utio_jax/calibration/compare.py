@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -17,13 +16,7 @@ from jax.sharding import Mesh
 
 from utio_jax.calibration.goals import several_budgets
 from utio_jax.calibration.search import forget_programs
-from utio_jax.calibration.studies import (
-    ExitStudy,
-    collect_scores,
-    predicted_tokens,
-    rank_correlation,
-    study_exits,
-)
+from utio_jax.calibration.studies import ExitStudy, predicted_tokens, study_exits
 from utio_jax.calibration.thresholds import fit_thresholds, leave_at
 from utio_jax.core.calls import takes_decoder
 from utio_jax.core.decoder import Decoder, Params, is_integer
@@ -33,7 +26,7 @@ from utio_jax.core.rows import place
 from utio_jax.evaluation.evaluate import Quality, evaluate
 from utio_jax.evaluation.intervals import DocumentSums, check_enough, margin_test
 from utio_jax.evaluation.ledger import Ledger
-from utio_jax.policies.base import Policy, Signal
+from utio_jax.policies.base import Policy
 from utio_jax.policies.depth import (
     Thresholded,
     check_any_rows,
@@ -68,14 +61,11 @@ class ComparisonRow:
         full depth; positive is better. Given with its 95 % interval over documents, see
         `margin_test`. None for uniform exits, and for costs below the cheapest one.
       hull_margin_p_value: two-sided p-value of a margin of 0, of this row alone.
-      rank_correlation_kl: Spearman's, of the score at the first boundary in use with sqrt(KL to
-        full depth) there; None where nothing is scored, or all the same.
     """
 
     ledger: Ledger
     hull_margin_pct: tuple[float, float, float] | None = None
     hull_margin_p_value: float | None = None
-    rank_correlation_kl: float | None = None
 
     @property
     def name(self) -> str:
@@ -95,7 +85,6 @@ class ComparisonRow:
             **self.ledger.to_dict(),
             "hull_margin_pct": None if margin is None else [short(value) for value in margin],
             "hull_margin_p_value": short(self.hull_margin_p_value),
-            "rank_correlation_kl": short(self.rank_correlation_kl),
         }
 
 
@@ -184,16 +173,13 @@ def compare(  # noqa: PLR0913 (options, each named)
     uniform = read(given)
     of_exits = [sums for _, sums in uniform.values()]
 
-    def row_of(
-        label: Label, result: tuple[Quality, DocumentSums], correlation: float | None = None
-    ) -> ComparisonRow:
+    def row_of(label: Label, result: tuple[Quality, DocumentSums]) -> ComparisonRow:
         (name, budget), (quality, sums) = label, result
         tested = margin_test(of_exits, sums, draws=draws, seed=seed)
         return ComparisonRow(
             ledger=quality.ledger(name, budget=budget, num_layers=exits[-1]),
             hull_margin_pct=None if tested is None else tested.interval,
             hull_margin_p_value=None if tested is None else tested.p_value,
-            rank_correlation_kl=correlation,
         )
 
     rows = [
@@ -222,13 +208,7 @@ def compare(  # noqa: PLR0913 (options, each named)
     for number, group in enumerate(groups):
         for name in group:
             say(f"{name} (program {number + 1} of {len(groups)})")
-            correlation = functools.cache(
-                partial(_correlation, decoder, params, calibration.signals.get(name), studies, mesh)
-            )
-            of_policy[name] = [
-                row_of(label, result, correlation(calibration.entry(*label).depths[0]))
-                for label, result in read(of_name[name]).items()
-            ]
+            of_policy[name] = [row_of(*pair) for pair in read(of_name[name]).items()]
         forget_programs()
     rows += [row for name in of_name for row in of_policy.get(name, ())]
     for name, policy in others.items():
@@ -387,24 +367,3 @@ def _read(  # noqa: PLR0913 (options, each named)
         flops = total[name].flops * parts[name][seen] / parts[name].sum()
         read[label] = total[name], DocumentSums(nll=nll[name][seen], flops=flops)
     return read
-
-
-def _correlation(
-    decoder: Decoder,
-    params: Params,
-    signal: Signal | None,
-    studies: Sequence[ExitStudy],
-    mesh: Mesh | None,
-    depth: int,
-) -> float | None:
-    """Returns the rank correlation of a signal's scores at an exit with sqrt(KL) there."""
-    exits = decoder.config.exits
-    if signal is None or depth == exits[-1]:  # Nothing is decided.
-        return None
-    scores = predicted_tokens(
-        studies,
-        collect_scores(decoder, params, signal, studies, depths=(depth, exits[-1]), mesh=mesh),
-    )[0]
-    kl = predicted_tokens(studies, [study.kl for study in studies])[exits.index(depth)]
-    finite = np.isfinite(scores)
-    return rank_correlation(scores[finite], np.sqrt(kl[finite]))

@@ -256,16 +256,3 @@ def collect(
         score, memory = signal(index, boundary, memory)
         scores.append(score)
     return jnp.stack(scores)
-
-
-def rank_correlation(a: np.ndarray, b: np.ndarray) -> float | None:
-    """Returns Spearman's rank correlation, tied values sharing their mean rank.
-
-    None where it is not defined: fewer than two values, all of one side equal, or NaN among them.
-    """
-    from scipy.stats import spearmanr  # A second to import, which passes have no use for.
-
-    if len(a) < 2 or np.ptp(a) == 0 or np.ptp(b) == 0:
-        return None
-    result: Any = spearmanr(a, b)
-    return float(result.statistic) if np.isfinite(result.statistic) else None
