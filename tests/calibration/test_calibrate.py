@@ -21,7 +21,7 @@ from scipy.stats import spearmanr
 
 from utio_jax.calibration.calibrate import calibrate
 from utio_jax.calibration.compare import hindsight_policies
-from utio_jax.calibration.gates import SIGNALS, fit_gates, fit_linear_gates, worth_going_deeper
+from utio_jax.calibration.gates import SIGNALS, fit_gates, fit_linear_gates
 from utio_jax.calibration.goals import Budgets
 from utio_jax.calibration.lens import fit_lens
 from utio_jax.calibration.search import ThresholdSearch
@@ -135,15 +135,6 @@ def test_gates_learn_what_the_state_says_about_kl() -> None:
     for index, (x, target) in enumerate(zip(states, root, strict=True)):
         logit = np.asarray(classifier.at(index)(jnp.asarray(x)))
         assert ((logit > 0) == (target > 0.3)).mean() > 0.85
-
-
-def test_the_cost_aware_target_is_whether_a_later_exit_is_cheaper_in_all() -> None:
-    kl = np.asarray([[1.0, 0.1], [0.9, 0.05], [0.0, 0.0]])
-    # In all, at a price of 0.5 per unit: [1.25, .35], [1.4, .55], [1, 1].
-    result = worth_going_deeper(kl, np.asarray([0.5, 1.0, 2.0]), 0.5)
-    np.testing.assert_array_equal(result, [[True, False], [True, False]])
-    free = worth_going_deeper(kl, np.asarray([0.5, 1.0, 2.0]), 0.0)
-    assert free.all(), "what costs nothing is worth going for"
 
 
 def test_tokens_of_one_score_leave_together() -> None:

@@ -92,20 +92,6 @@ class SignalFitter:
         """Returns gates with the logit of a prediction that differs from full depth's."""
         return self._fitted("classifier", self._of_tokens("differs")[:-1])
 
-    def cost_aware(self) -> StateGate:
-        """Returns gates with the logit of `worth_going_deeper`, at a price of computation.
-
-        The price is the one at which hindsight would spend 60 % of a full pass.
-        """
-        kl = self._of_tokens("kl")
-        shares = np.asarray(self.decoder.config.exits) / self.decoder.config.num_layers
-        low, high = 1e-6, 1e4
-        for _ in range(40):
-            price = float(np.sqrt(low * high))
-            spent = shares[np.argmin(kl + price * shares[:, None], axis=0)].mean()
-            low, high = (price, high) if spent > 0.6 else (low, price)
-        return self._fitted("cost_aware", worth_going_deeper(kl, shares, high))
-
     def router(self) -> PromptRouter:
         """Returns gates on a row's first mean state that predict the mean sqrt(KL) after it."""
         prompt = min(32, max(1, self.studies[0].predicted.shape[1] // 8))
@@ -149,7 +135,6 @@ SIGNALS: dict[str, Fit] = {
     "entropy": lambda fit: Entropy(),
     "state_similarity": lambda fit: StateSimilarity(),
     "classifier": lambda fit: Learned(gates=fit.classifier(), exits=fit.exits, name="classifier"),
-    "cost_aware": lambda fit: Learned(gates=fit.cost_aware(), exits=fit.exits, name="cost_aware"),
     "patience": lambda fit: Patience(),
     "hazard": lambda fit: Hazard(gates=fit.classifier(), exits=fit.exits),
 }
@@ -185,20 +170,6 @@ def fits_of(policies: Sequence[str] | Mapping[str, Fit]) -> dict[str, Fit]:
 def storable(fit: Fit) -> Fit:
     """Returns the fitter; that raises ValueError for a signal that a file cannot hold."""
     return lambda fitter: check_storable(fit(fitter))
-
-
-def worth_going_deeper(
-    kl: Float[np.ndarray, "exit token"], cost_of_depth: Float[np.ndarray, " exit"], price: float
-) -> Bool[np.ndarray, "boundary token"]:
-    """Returns, per token and exit but the last, whether a deeper exit costs less in total.
-
-    JEI-DNN's cost-aware target (Regol et al. 2023, arXiv 2310.09163): a gate learns, with the
-    logistic loss, to go on where the best of the later exits, its computation included, beats this
-    one. `price` is in nats per unit of cost.
-    """
-    total = kl + price * np.asarray(cost_of_depth)[:, None]
-    best_from = np.minimum.accumulate(total[::-1], axis=0)[::-1]
-    return best_from[1:] < total[:-1]
 
 
 def fit_gates(

@@ -25,8 +25,8 @@ class Calibrate(OfWindows, OfText):
 
     Attributes:
       policy: learned, utio_surrogate, utio_before, position, prompt_router, softmax_gap,
-        max_probability, entropy, state_similarity, classifier, cost_aware, patience, hazard; or
-        all. By default learned and utio_surrogate.
+        max_probability, entropy, state_similarity, classifier, patience, hazard; or all. By
+        default learned and utio_surrogate.
       budget: FLOPs over full depth's, one or several. By default 0.5, 0.6, 0.75 and 0.9.
       max_nll_increase_pct: instead of budgets, least cost within this loss over full depth, in %.
       max_disagreement: instead of budgets, least cost with at most this share of most probable
