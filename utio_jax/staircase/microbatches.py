@@ -54,7 +54,7 @@ class MicroBatches:
 
     Projections and MLP run on blocks packed across rows. Attention runs on blocks of one row, over
     the keys up to the block's last position. Padding of projections is less than `min_bucket` slots
-    per segment, by default that or an eighth of the batch. Padding of attention is less than
+    per segment, by default that or a 32nd of the batch. Padding of attention is less than
     `query_block` slots per row and segment. Not reverse-differentiable: use `CapacityPrefix` for
     training.
 
