@@ -235,25 +235,37 @@ def test_a_block_steps_the_rows_in_use(name: str, counts: list[int]) -> None:
 @pytest.mark.parametrize("name", ["plain", *slow("propagate", "copies")])
 def test_running_rows_move_together_as_others_end(name: str, late: bool, counts: list[int]) -> None:
     """The last of six rows is the last to run: then one row steps, and draws the same tokens."""
-    mode, prefill = modes()[name]
-    engine = engine_of(lively_model(), mode, prefill, slots=6, read_late=late)
+    model, (mode, prefill) = lively_model(), modes()[name]
+    engine = engine_of(model, mode, prefill, slots=6, read_late=late)
     prompts = [np.asarray([5, 7 + row]) for row in range(6)]
-    new, drawn = [2, 2, 2, 9, 2, 21], [SamplingParams()] * 5 + [SamplingParams(temperature=1.5)]
-    numbers = [
-        engine.submit(prompt, max_new_tokens=count, eos_ids=(), sampling=sampling, seed=4)
+    new, drawn = [2, 2, 2, 15, 2, 21], [SamplingParams()] * 5 + [SamplingParams(temperature=1.5)]
+    options: dict[str, Any] = {"mode": mode, "prefill": prefill, "eos_ids": (), "seeds": 4}
+    alone = [
+        generate(
+            model.decoder,
+            model.params,
+            [prompt],
+            max_new_tokens=count,
+            sampling=sampling,
+            **options,
+        ).token_ids[0]
         for prompt, count, sampling in zip(prompts, new, drawn, strict=True)
+    ]
+    ends: list[Any] = [()] * 6
+    for row, other in ((3, 5), (5, 3)):  # The end tokens of one would end the other.
+        ends[row] = np.setdiff1d(alone[other][4:], alone[row])[:16].tolist()
+        assert ends[row]
+    numbers = [
+        engine.submit(prompt, max_new_tokens=count, eos_ids=eos_ids, sampling=sampling, seed=4)
+        for prompt, count, eos_ids, sampling in zip(prompts, new, ends, drawn, strict=True)
     ]
     finished = engine.drain()
     assert counts[0] == 6
     assert counts[-1] == 1
     assert counts == sorted(counts, reverse=True)
     assert 4 in counts
-    model = lively_model()
-    for number, prompt, count, sampling in zip(numbers, prompts, new, drawn, strict=True):
-        options = {"mode": mode, "prefill": prefill, "max_new_tokens": count, "eos_ids": ()}
-        options |= {"sampling": sampling, "seeds": 4}
-        alone_ids = generate(model.decoder, model.params, [prompt], **options).token_ids[0]
-        assert finished[number].token_ids.tolist() == alone_ids.tolist()
+    for number, expected in zip(numbers, alone, strict=True):
+        assert finished[number].token_ids.tolist() == expected.tolist()
 
 
 def test_no_row_moves_where_a_prompt_is_being_read() -> None:
