@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -47,6 +48,16 @@ def _live_params(decoder: Any, seed: int, scale: float, double: bool) -> Any:
         )
 
     return make()
+
+
+def copied_parameters(decoder: Any) -> list[tuple[str, str]]:
+    """Returns pairs of fresh parameters that hold the same draws, whatever their scales."""
+    fresh, name = jax.jit(decoder.init)(jax.random.key(0)), jax.tree_util.keystr
+    leaves = jax.tree_util.tree_leaves_with_path(fresh)
+    first = {name(path): np.ravel(leaf)[:16] for path, leaf in leaves if np.size(leaf) >= 16}
+    drawn = {path: numbers for path, numbers in first.items() if np.unique(numbers).size > 2}
+    pairs = itertools.combinations(drawn, 2)
+    return [(a, b) for a, b in pairs if np.corrcoef(drawn[a], drawn[b])[0, 1] > 0.99]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers.folders import STOCK as FOLDER
+from helpers.models import copied_parameters
 
 from utio_jax.core.files import load_tensors, save_tensors
 from utio_jax.core.flops import token_cost
@@ -72,6 +73,11 @@ def test_what_a_narrow_layer_of_gemma_4_does_not_have_is_zero() -> None:
             assert kernel[1].all() == (name != "up_proj")
         assert not np.asarray(layers["down_proj"]["kernel"])[3, 20:].any()
         assert np.asarray(layers["down_proj"]["kernel"])[4].all()
+
+
+@pytest.mark.parametrize("name", ["gemma3n", "gemma4"])
+def test_no_fresh_parameter_is_a_copy_of_another(name: str) -> None:
+    assert copied_parameters(load(FOLDER / name).decoder) == []
 
 
 def as_part(

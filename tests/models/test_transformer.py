@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers.cases import run_dense
-from helpers.models import assert_close, live_params
+from helpers.models import assert_close, copied_parameters, live_params
 from helpers.shared_kv import KINDS
 
 from utio_jax.models.presets import TINY
@@ -135,6 +136,13 @@ def test_the_flax_module_makes_the_parameters_of_the_decoder():
     assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), made) == shapes
     with pytest.raises(ValueError, match="Wanted a depth from 0 to 4.*Got depth=5"):
         FlaxTransformer(TINY).apply({"params": made}, jnp.zeros((1, 3), jnp.int32), depth=5)
+
+
+def test_no_fresh_parameter_is_a_copy_of_another():
+    """`split` and `fold_in` derive the same keys, so parameters that mix them repeat draws."""
+    looped: dict[str, Any] = {"turns": 2, "exits": (2, 4), "turn_norm": True, "exit_gate": True}
+    config = dataclasses.replace(TINY, tie_embeddings=False, positions="learned", **looped)
+    assert copied_parameters(Transformer(config)) == []
 
 
 def test_the_first_layers_run_without_a_copy_of_the_stack():

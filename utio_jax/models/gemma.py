@@ -303,9 +303,10 @@ class Gemma3n(_Gemma):
             "correct": (streams, streams),
         }
         scales: dict[str, int] = dict.fromkeys(("laurel_norm", "router_norm", "corrected"), dim)
+        key, *stream_keys = jax.random.split(key, 3)
         params = self._fresh(key, dtype, kernels, scales)
-        for index, name in enumerate(("stream_in", "stream_out")):
-            drawn = jax.random.normal(jax.random.fold_in(key, index), (streams - 1, dim, dim))
+        for name, own in zip(("stream_in", "stream_out"), stream_keys, strict=True):
+            drawn = jax.random.normal(own, (streams - 1, dim, dim))
             params[name] = {"kernel": (drawn / math.sqrt(dim)).astype(dtype)}
         return params
 

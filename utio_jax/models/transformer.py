@@ -268,7 +268,7 @@ class Transformer:
     def init(self, key: jax.Array, dtype: jax.typing.DTypeLike = jnp.float32) -> Params:
         """Returns fresh parameters."""
         config = self.config
-        embedding_key, layer_key, head_key = jax.random.split(key, 3)
+        embedding_key, layer_key, head_key, gate_key, position_key = jax.random.split(key, 5)
         x, visible = jnp.zeros((1, config.embed_dim)), jnp.ones((1, 1), bool)
         layer = Layer(config)
         places = (jnp.ones((1, config.head_dim // 2)), jnp.zeros((1, config.head_dim // 2)))
@@ -283,14 +283,12 @@ class Transformer:
             "norm": norm_of(config).init(key, x)["params"],
         }
         if config.positions == "learned":
-            params["positions"] = table(jax.random.fold_in(key, 1), config.context_length)
+            params["positions"] = table(position_key, config.context_length)
         if not config.tie_embeddings:
             shape = (config.embed_dim, config.vocab_size)
             params["head"] = {"kernel": nn.initializers.lecun_normal()(head_key, shape)}
         if config.exit_gate:
-            kernel = nn.initializers.lecun_normal()(
-                jax.random.fold_in(key, 2), (config.embed_dim, 1)
-            )
+            kernel = nn.initializers.lecun_normal()(gate_key, (config.embed_dim, 1))
             params["exit_gate"] = {"kernel": kernel, "bias": jnp.zeros((1,))}
         return jax.tree.map(lambda leaf: leaf.astype(dtype), params)
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from helpers.folders import STOCK, changed_copy
 from helpers.marks import slow
-from helpers.models import assert_equal
+from helpers.models import assert_equal, copied_parameters
 
 from utio_jax.contrib.encoders import encode_rows, fit_row_exits, read_exits
 from utio_jax.contrib.encoders.bert import BertClassifier, load_encoder, pack_encodings
@@ -46,6 +46,12 @@ def test_embeddings_at_all_depths_are_those_of_bert(
         pooled = states[:, row, : length if pooling == "mean" else 1].mean(axis=1)
         np.testing.assert_allclose(result.start[row], pooled[0], atol=2e-5)
         np.testing.assert_allclose(result.pooled[:, row], pooled[1:], atol=5e-5)
+
+
+@pytest.mark.parametrize("name", ["bert", "bert_classifier"])
+def test_no_fresh_parameter_is_a_copy_of_another(name: str) -> None:
+    model, _ = load_encoder(FOLDER / name, exits=(1, 2, 3))
+    assert copied_parameters(model) == []
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from helpers.counting import Counting, read_counts
 from helpers.marks import slow
-from helpers.models import Model, live_params
+from helpers.models import Model, copied_parameters, live_params
 
 from utio_jax import Thresholded, uniform
 from utio_jax.calibration.guarantee import half_of
@@ -70,6 +70,10 @@ def vision() -> Model:
     kernel = heads["kernel"] + jnp.broadcast_to(4 * heads["kernel"][-1], heads["kernel"].shape)
     heads |= {"kernel": kernel, "bias": 0 * heads["bias"]}
     return Model(model, params)
+
+
+def test_no_fresh_parameter_is_a_copy_of_another() -> None:
+    assert copied_parameters(VisionTransformer(CONFIG)) == []
 
 
 def draw(rows: int = ROWS, seed: int = 0) -> jax.Array:

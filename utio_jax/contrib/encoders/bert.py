@@ -72,15 +72,16 @@ class Bert(Transformer):
     def init(self, key: jax.Array, dtype: jax.typing.DTypeLike = jnp.float32) -> Params:
         """Returns fresh parameters."""
         config, dim = self.config, self.config.embed_dim
+        key, *keys = jax.random.split(key, 4)
         params = super().init(key, dtype)
 
-        def draw(index: int, *shape: int) -> jax.Array:
-            return 0.02 * jax.random.normal(jax.random.fold_in(key, 1 + index), shape, dtype)
+        def draw(*shape: int) -> jax.Array:
+            return 0.02 * jax.random.normal(keys.pop(), shape, dtype)
 
-        params["kinds"] = {"embedding": draw(1, config.num_kinds, dim)}
+        params["kinds"] = {"embedding": draw(config.num_kinds, dim)}
         if config.labels:
-            for index, name, out in ((2, "pooler", dim), (3, "head", config.labels)):
-                params[name] = {"kernel": draw(index, dim, out), "bias": jnp.zeros(out, dtype)}
+            for name, out in {"pooler": dim, "head": config.labels}.items():
+                params[name] = {"kernel": draw(dim, out), "bias": jnp.zeros(out, dtype)}
         return params
 
     def embed(

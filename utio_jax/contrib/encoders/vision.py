@@ -54,11 +54,12 @@ class VisionTransformer(Transformer):
 
     def init(self, key: jax.Array, dtype: jax.typing.DTypeLike = jnp.float32) -> Params:
         """Returns fresh parameters; every exit starts as the same: classes equally probable."""
+        key, patch_key = jax.random.split(key)
         config, params = self.config, super().init(key, dtype)
         pixels, dim = config.input_shape[0], config.embed_dim
         exits, labels = len(config.exits), config.vocab_size
         zeros = lambda *shape: jnp.zeros(shape, dtype)  # noqa: E731
-        kernel = jax.random.normal(jax.random.fold_in(key, 2), (pixels, dim)) * pixels**-0.5
+        kernel = jax.random.normal(patch_key, (pixels, dim)) * pixels**-0.5
         # As large as patches: their mean says nothing of a class without knowing where they are.
         places = 25 * params["positions"]["embedding"]
         return {
