@@ -49,8 +49,9 @@ def run(model, texts, train, steps, budget=0.75, price=1.0, joint=True, **option
     """Returns the rows of `compare` after training; jointly, gates of the training are judged."""
     count, dim = len(model.decoder.config.exits) - 1, model.decoder.config.embed_dim
     shapes = {"hidden": (dim, 64), "hidden_bias": (64,), "output": (64,), "output_bias": ()}
-    draw = lambda shape: 0.1 * jax.random.normal(jax.random.key(0), (count, *shape))
-    gates = StateGate(**{name: draw(shape) for name, shape in shapes.items()})
+    draw = lambda key, shape: 0.1 * jax.random.normal(key, (count, *shape))
+    keys = jax.random.split(jax.random.key(0), len(shapes))
+    gates = StateGate(**dict(zip(shapes, map(draw, keys, shapes.values()), strict=True)))
     optimizer = optax.adamw(optax.cosine_decay_schedule(3e-4, steps))
 
     @jax.jit
