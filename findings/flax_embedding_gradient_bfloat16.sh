@@ -3,7 +3,7 @@
 # token's row in bfloat16, one occurrence after the other. A sum of ones stops at 256; of a real loss, a term below
 # 1/512 of the sum is lost. In a batch of 65,536 tokens of a Zipf distribution, the gradient of the most frequent one
 # (11,080 times) is wrong by 0.74 of its norm, that of the tenth (1,130) by 0.16, and of rare ones by 0.02.
-# Expected: 0.002, as of the same rows by a product with `one_hot` in bfloat16, which sums in float32, as `jnp.sum` does;
+# Expected: 0.002, as of the same rows by a product with `one_hot` in bfloat16, which sums in float32 as `jnp.sum` does;
 # and that float32 parameters get sums in float32, as the gradient has their dtype. The table is cast before the
 # lookup, and the transpose of a lookup is a scatter-add in the dtype of the table. `nnx.Embed` and `table[ids]`
 # of a bfloat16 table are alike. The documentation: "the dtype of the embedding vectors", not a word on gradients.
