@@ -296,7 +296,7 @@ for row in rows:
 
 # %% [markdown]
 # The learned gate lies below the hull, and random depths do not, although they run as many layers.
-# UTIO's surrogate loses by its own cost about what it wins by what it knows. That is a result
+# UTIO's surrogate loses by its own cost more than it wins by what it knows. That is a result
 # about this model, whose vocabulary is large beside its width. `utio-jax compare` does the same
 # with every signal of the library on all of these files, and `utio-jax compare FILES` on
 # yours.
