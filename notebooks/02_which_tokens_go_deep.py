@@ -295,8 +295,8 @@ for row in rows:
         print(f"{name:16} {flops:4.0f} % {loss:+6.2f} %   {middle:+.2f} [{low:+.2f}, {high:+.2f}]")
 
 # %% [markdown]
-# The learned gate lies below the hull, and random depths do not, although they run as many layers.
-# UTIO's surrogate loses by its own cost more than it wins by what it knows. That is a result
+# The learned gate lies below the hull; at the higher budget its interval holds 0. Random depths lie
+# above it, and UTIO's surrogate between the two, above it at both budgets. That is a result
 # about this model, whose vocabulary is large beside its width. `utio-jax compare` does the same
 # with every signal of the library on all of these files, and `utio-jax compare FILES` on
 # yours.
