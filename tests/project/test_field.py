@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from helpers.encoder_decoder import SOURCE, t5_model
 from helpers.generation import lively_model
+from jax.core import Tracer
 from scipy.stats import spearmanr
 
 import utio_jax
@@ -244,13 +245,23 @@ def batches_for(rows: int, width: int, count: int) -> list[Any]:
 
 
 @pytest.mark.slow
-def test_joint_training_leaves_by_its_own_gates(program: Any, stored: Any) -> None:
-    module, params = program("jei"), stored.params
+def test_joint_training_leaves_by_its_own_gates(
+    program: Any, stored: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, params, keys, normal = program("jei"), stored.params, list[bytes](), jax.random.normal
+
+    def draw(key: Any, *shape: Any) -> jax.Array:
+        if not isinstance(key, Tracer):
+            keys.append(np.asarray(jax.random.key_data(key)).tobytes())
+        return normal(key, *shape)
+
+    monkeypatch.setattr(jax.random, "normal", draw)
     drawn, texts = batches_for(4, 16, 2), (documents(24), documents(8))
     options: Any = {"context": 32, "batches": 2, "draws": 100, "steps": 3}
     rows = {row.name for row in module.run(stored, texts, drawn, **options)}
     assert {"jei at 0.75", "learned at 0.75"} <= rows
     assert stored.params is not params
+    assert len({*keys}) == len(keys) >= 4, "no parameter of a gate is a copy of another"
 
 
 def test_no_model_is_trained_on_padding(program: Any, monkeypatch: pytest.MonkeyPatch) -> None:

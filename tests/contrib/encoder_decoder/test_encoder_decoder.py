@@ -15,7 +15,7 @@ from helpers.encoder_decoder import EXITS as DEPTHS
 from helpers.encoder_decoder import SOURCE, TARGET, t5_model
 from helpers.generation import DepthAt, EagerNGram, assert_greedy, depth_table
 from helpers.marks import slow
-from helpers.models import assert_equal, padded, plain_nll
+from helpers.models import assert_equal, copied_parameters, padded, plain_nll
 from tokenizers import Tokenizer, decoders, models
 
 import utio_jax
@@ -45,6 +45,10 @@ def assert_of_model(result: Any, *, kv: str) -> None:
     model = t5_model()
     prompts = [row.tolist() for row in source_rows(model.decoder, SOURCES)]
     assert_greedy(model, result, prompts, kv=kv)
+
+
+def test_no_fresh_parameter_is_a_copy_of_another() -> None:
+    assert copied_parameters(t5_model().decoder) == []
 
 
 @pytest.mark.parametrize("prefill", [True, *slow(False)])
