@@ -125,20 +125,20 @@ def test_a_pass_costs_what_it_executed():
     assert flops == 2**31 * 1000 + 50 * 100 + 192 * 2 + 10 * 50 + 3 * 11 + 5 * 13 + 7
 
 
-@pytest.mark.parametrize(("projected", "mapped"), [(6, False), (0, False), (0, True)])
+@pytest.mark.parametrize(("projected", "mapped"), [(6, 0), (0, 0), (0, 6), (0, 8)])
 def test_the_ideal_is_a_sum_over_tokens_and_their_own_layers(projected, mapped):
     cost = dataclasses.replace(COST, kv_map=13.0, full_depth=6)
     depths = np.array([[2, 6, 3, 2, 6, 2], [6, 2, 0, 0, 0, 0]])
     flops = 0.0
     for _, token in zip(*np.nonzero(depths), strict=True):
         flops += COST.head
-        for layer in range(6):
+        for layer in range(8):
             runs = layer < depths[_, token]
             if runs:
                 flops += COST.query + COST.attention_per_key * (4 if token < 4 else 6)
             if runs or layer < projected:
                 flops += COST.keys_values
-            elif mapped:
+            elif layer < mapped:
                 flops += cost.kv_map
     work = decided_work(cost, depths, key_widths=(4, 6), projected=projected, mapped=mapped)
     assert cost.flops(work) == flops

@@ -86,6 +86,23 @@ def test_new_tokens_see_the_prompts_that_the_oracle_shows(kv: Any, segments: int
         np.testing.assert_array_equal(result.work.keys_values, result.work.queries)
 
 
+@pytest.mark.parametrize(("read", "write"), [((1, 2), DEPTHS), (DEPTHS, (1, 2))])
+def test_maps_reach_as_deep_as_new_tokens_read(read: Any, write: Any) -> None:
+    model = with_random_maps(lively_model(), (1, 2))
+    table = jnp.minimum(depth_table(DEPTHS, shape=(3, 96)), read[-1])
+    how = Prefill(policy=DepthAt(table=table, depths=read), executor=SMALL_BLOCKS)
+    mode = Adaptive(
+        policy=DepthAt(table=depth_table(write, shape=(3, 96)), depths=write), kv="mapped"
+    )
+    result = run(model, LONG, mode=mode, prefill=how)
+    assert_read_as(model, result, table, kv="mapped")
+    assert {depth for row in result.decided for depth in row[1:]} == {*write}
+    # All rows of a step are mapped where any of them stops.
+    decided = np.stack([row[1:] for row in result.decided])
+    maps = sum(write[-1] - depth for step in decided.T for depth in {*step.tolist()})
+    assert result.work.kv_maps.tolist() == [maps] * 3
+
+
 def test_without_a_policy_it_is_the_full_model_in_every_mode(no_compiles: Any) -> None:
     model, how = lively_model(), Prefill(executor=SMALL_BLOCKS)
     result = run(model, prefill=how)

@@ -314,7 +314,9 @@ def test_mapped_keys_and_values_are_charged_to_their_tokens(tiny: Any) -> None:
 
 
 @pytest.mark.check
-@pytest.mark.parametrize("kv", ["propagate", pytest.param("drop", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "kv", ["propagate", "mapped", pytest.param("drop", marks=pytest.mark.slow)]
+)
 def test_gates_and_frozen_keys_are_charged_where_the_policy_meets_them(tiny: Any, kv: str) -> None:
     """The policy ends at 3 of 4 layers: the last is not paid for, nor a decision there."""
     executor = MicroBatches(min_bucket=1, block=1, query_block=1, key_step=1)
@@ -323,10 +325,11 @@ def test_gates_and_frozen_keys_are_charged_where_the_policy_meets_them(tiny: Any
     signal: Any = gated(tiny).signal
     dear = _Dear(gates=signal.gates, exits=signal.exits)
     policy = dataclasses.replace(gated(tiny), signal=dear, depths=(1, 2, 3))
+    model = with_random_maps(tiny, (1, 2, 3)) if kv == "mapped" else tiny
     seen: list[np.ndarray] = []
     result = evaluate(
-        tiny.decoder,
-        tiny.params,
+        model.decoder,
+        model.params,
         [batch],
         {"": policy},
         kv=kv,  # type: ignore[arg-type]
@@ -335,7 +338,7 @@ def test_gates_and_frozen_keys_are_charged_where_the_policy_meets_them(tiny: Any
     )[""]
     (depths,) = seen
     assert set(depths.ravel()) == {1, 2, 3}
-    cost = token_cost(tiny.decoder, tiny.params)
+    cost = token_cost(model.decoder, model.params)
     first, second = (policy.flops(index, tiny.decoder, tiny.params) for index in range(2))
     gates = depths.size * first + (depths > 1).sum() * second
 
@@ -343,7 +346,8 @@ def test_gates_and_frozen_keys_are_charged_where_the_policy_meets_them(tiny: Any
         keys = np.arange(1, 9)
         layers = (depths * (cost.query + cost.attention_per_key * keys)).sum()
         keys_values = np.maximum(depths, frozen_until).sum() * cost.keys_values
-        return layers + keys_values + depths.size * cost.head
+        maps = np.maximum(3 - depths, 0).sum() * cost.kv_map * (kv == "mapped")
+        return layers + keys_values + maps + depths.size * cost.head
 
     ideal = flops_of(depths, 3 if kv == "propagate" else 0)
     assert result.flops_gates == gates
@@ -356,7 +360,7 @@ def test_gates_and_frozen_keys_are_charged_where_the_policy_meets_them(tiny: Any
     assert row.flops_ratio == pytest.approx((ideal + gates) / full)
     assert row.gate_pct == pytest.approx(100 * gates / full)
     assert row.speedup_ideal == pytest.approx(full / ideal)
-    x = run_oracle(tiny.decoder, tiny.params, ids, batch.lengths, depths, kv=kv)
+    x = run_oracle(model.decoder, model.params, ids, batch.lengths, depths, kv=kv)
     np.testing.assert_allclose(result.nll, plain_nll(tiny, ids, x).sum(), rtol=1e-4)
 
 

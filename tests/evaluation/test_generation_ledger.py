@@ -20,6 +20,7 @@ from helpers.generation import (
     run,
     true_logits,
 )
+from helpers.models import with_random_maps
 from helpers.shared_kv import KINDS
 
 from utio_jax.bench.decoding import measure_modes, middles
@@ -77,17 +78,20 @@ def test_rows_that_have_ended_go_on_costing(model: Any) -> None:
     assert row.kv_bytes_ratio == 1
 
 
-@pytest.mark.parametrize("kv", ["propagate", "drop"])
-def test_adaptive_work_by_hand(model: Any, kv: Any) -> None:
-    table = depth_table(DEPTHS, shape=(3, 64))
-    mode = Adaptive(policy=Charged(table=table, depths=DEPTHS), kv=kv)
+@pytest.mark.parametrize(
+    ("kv", "depths"), [("propagate", DEPTHS), ("drop", DEPTHS), ("mapped", (1, 2, 3))]
+)
+def test_adaptive_work_by_hand(model: Any, kv: Any, depths: Any) -> None:
+    model = with_random_maps(model, depths) if kv == "mapped" else model
+    table = depth_table(depths, shape=(3, 64))
+    mode = Adaptive(policy=Charged(table=table, depths=depths), kv=kv)
     result = run(model, mode=mode)
     row = ledger(model, mode, result, budget=0.7)
     assert (row.policy, row.budget) == ("table", 0.7)
     decided = np.stack(result.decided)
     assert row.depth_decided_mean == pytest.approx(decided.mean())
     assert row.depth_histogram == {
-        str(depth): pytest.approx(np.mean(decided == depth), abs=1e-6) for depth in DEPTHS
+        str(depth): pytest.approx(np.mean(decided == depth), abs=1e-6) for depth in {*decided.flat}
     }
     # In each round all rows go as deep as the deepest; the first tokens are prefill's.
     deepest = decided.max(axis=0)
@@ -98,9 +102,14 @@ def test_adaptive_work_by_hand(model: Any, kv: Any) -> None:
     layers = 3 * deepest.sum()
     frozen = 3 * (4 - deepest).sum() if kv == "propagate" else 0
     flops = layers * layer + frozen * cost.keys_values + 120 * cost.head + 3 * 39 * 2 * GATE
+    # All rows have maps where one stops, up to the policy's last depth.
+    of_steps = [sum(depths[-1] - depth for depth in {*step}) for step in decided[:, 1:].T]
+    kv_map = cost.kv_map if kv == "mapped" else 0
+    flops += 3 * sum(of_steps) * kv_map
     assert row.flops_ratio == pytest.approx(flops / (120 * (4 * layer + cost.head)), rel=1e-6)
     kept = 120 * 4 if kv == "propagate" else decided.sum()
     ideal = decided.sum() * (layer - cost.keys_values) + kept * cost.keys_values + 120 * cost.head
+    ideal += np.maximum(depths[-1] - decided, 0).sum() * kv_map
     assert row.speedup_ideal == pytest.approx(120 * (4 * layer + cost.head) / ideal, rel=1e-6)
     assert row.depth_executed_mean == pytest.approx(layers / 120)
     assert row.padding_ratio == pytest.approx(layers / decided.sum())

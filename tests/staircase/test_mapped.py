@@ -15,10 +15,12 @@ from helpers.counting import Counting, read_counts
 from helpers.models import Model, with_random_maps
 
 from utio_jax import uniform
+from utio_jax.attention.cache import init_cache
 from utio_jax.core.flops import token_cost
 from utio_jax.policies import given_depths
 from utio_jax.prompts.maps import with_kv_maps
 from utio_jax.staircase import MicroBatches, staircase
+from utio_jax.staircase.reference import reference_states
 
 STOPS = (1, 2, 3)
 
@@ -51,6 +53,26 @@ def test_a_token_that_stops_runs_one_product_and_no_projection(tiny: Any) -> Non
     of_one = 4 * config.embed_dim * config.num_kv_heads * config.head_dim
     bare = dataclasses.replace(work, kv_maps=np.zeros(3, np.int32))
     assert cost.flops(work) - cost.flops(bare) == of_one * np.sum(work.kv_maps)
+
+
+@pytest.mark.parametrize("depths", [(2,), (1, 2, 3)])
+def test_layers_that_nothing_reads_have_no_maps(tiny: Any, depths: tuple[int, ...]) -> None:
+    model = with_random_maps(tiny, STOPS)
+    ids, lengths = tiny.tokens(2, 12), jnp.asarray([12, 12])
+    table = np.resize(depths, (2, 12))
+    policy = given_depths(jnp.asarray(table), depths=depths)
+    options: dict[str, Any] = {"kv": "mapped", "executor": MicroBatches(min_bucket=1, block=1)}
+    run = partial(staircase, model.decoder, model.params, ids, lengths, policy, **options)
+    result = jax.jit(run)()
+    stops = [(table == depth).sum() * (depths[-1] - depth) for depth in depths]
+    assert np.asarray(result.work.kv_maps).tolist() == stops
+    x = reference_states(model.decoder, model.params, ids, lengths, jnp.asarray(table), kv="mapped")
+    np.testing.assert_allclose(result.x, x, atol=1e-4)
+    # New tokens may run more layers: a cache has the K/V of all.
+    cache = init_cache(model.decoder.config, batch=2, slots=12)
+    kept = jax.jit(partial(run, cache=cache))()
+    stops = [(table == depth).sum() * (4 - depth) for depth in depths]
+    assert np.asarray(kept.work.kv_maps).tolist() == stops
 
 
 def test_all_layers_of_a_token_are_one_product_of_maps(tiny: Any) -> None:

@@ -546,9 +546,9 @@ class HasKVMaps(Decoder, Protocol):
         ...
 
     def map_keys_values(
-        self, params: Params, x: Float[Array, "*lead dim"], depth: int
+        self, params: Params, x: Float[Array, "*lead dim"], depth: int, end: int | None = None
     ) -> Float[Array, "*lead layer 2 kv_head head_dim"]:
-        """Returns keys before rotation, and values, of all layers after a stop at `depth`."""
+        """Returns keys before rotation, and values, of layers [depth, end); None: of all."""
         ...
 
     def rotate_keys(

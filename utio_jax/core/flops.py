@@ -88,7 +88,7 @@ class TokenCost:
         `Mixes`, the products of its `mix` for one query and key.
       head: final norm and vocabulary head, once.
       exit_map: map of a state before the head, at depths below `full_depth`.
-      full_depth: number of layers; used only with an `exit_map` or a `kv_map`.
+      full_depth: number of layers; used only with an `exit_map`.
       kv_map: keys and values of one skipped layer, by a map.
       kv_depth: see `DecoderConfig.kv_depth`; empty where every layer has keys and values.
     """
@@ -177,14 +177,14 @@ def decided_work(
     *,
     key_widths: Sequence[float],
     projected: int,
-    mapped: bool = False,
+    mapped: int = 0,
     spared: Callable[[np.ndarray], float] = lambda keys: 0.0,
 ) -> Work:
     """Returns the work of the decided layers, frozen K/V and one head per token, unpadded.
 
     Decided `depths` are `[batch, token]`, 0 for padding. `key_widths` are the numbers of keys that
     the program can attend over; a token pays for the smallest that covers its position. Frozen
-    tokens have K/V up to depth `projected`, or, if `mapped`, by maps in all layers beyond theirs.
+    tokens have K/V up to depth `projected`, and by maps beyond theirs up to depth `mapped`.
     `spared` maps the number of keys at each position to the query-key pairs that are left out.
     """
     widths = np.asarray(key_widths, np.float64)
@@ -195,7 +195,7 @@ def decided_work(
         keys_values=np.asarray(np.sum(made)),
         key_slots=np.asarray(np.sum(depths * keys) - spared(keys)),
         heads=np.asarray(np.sum(depths > 0)),
-        kv_maps=np.asarray(mapped * np.sum(cost.full_depth - depths[depths > 0])),
+        kv_maps=np.asarray(np.sum(np.maximum(mapped - depths[depths > 0], 0))),
     )
 
 

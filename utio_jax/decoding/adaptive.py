@@ -124,7 +124,7 @@ class Adaptive(Mode):
         policy = of_running(self.policy, state.active)
         if self.counts_steps(decoder):
             return run_turn(policy, context, state)
-        frozen = frozen_kv(self.kv, decoder)
+        frozen = frozen_kv(self.kv, decoder, until=policy.depths[-1])
         depths, active, ids = policy.depths, state.active[:, None], state.last_ids[:, None]
         tokens = Tokens.at(decoder, params, ids, state.positions[:, None], active)
         # A running token is visible to itself in all layers.

@@ -178,7 +178,7 @@ def run_passes(  # noqa: PLR0913 (options, each named)
             depths,
             key_widths=chosen.key_widths(depths.shape[1]),
             projected=int(depths.max(initial=0)) * projects,
-            mapped=kv == "mapped",
+            mapped=policy.depths[-1] * (kv == "mapped"),
             spared=partial(choice.spared_keys, scores.chosen, policy.depths),
         )
         gates = gate_flops(decoder, params, policy, work, attention=choice)

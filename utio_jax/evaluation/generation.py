@@ -102,12 +102,13 @@ def _spent_on_group(
     emitted = np.concatenate(generated.decided[part])
     if charged.queries:
         width = float(charged.key_slots / charged.queries)
+    policy = mode.depth_policy
     ideal = decided_work(
         cost,
         emitted[:, None],
         key_widths=[width],
         projected=mode.projected_depth,
-        mapped=bool(np.any(work.kv_maps)),
+        mapped=policy.depths[-1] if policy is not None and np.any(work.kv_maps) else 0,
     )
     values, counts = np.unique(emitted, return_counts=True)
     return Quality(

@@ -71,16 +71,16 @@ class KVMapped(Wrapped):
     stops: tuple[int, ...]
 
     def map_keys_values(
-        self, params: Params, x: Float[Array, "*lead dim"], depth: int
+        self, params: Params, x: Float[Array, "*lead dim"], depth: int, end: int | None = None
     ) -> Float[Array, "*lead layer 2 kv_head head_dim"]:
-        """Returns keys before rotation, and values, of all layers after `depth`.
+        """Returns keys before rotation, and values, of layers [depth, end); None: of all.
 
         Raises:
           ValueError: there are no maps for that depth.
         """
         check_stops((depth,), self.stops)
-        maps = params["kv_maps"][str(depth)]
-        kernel, bias = (maps[name].astype(x.dtype) for name in ("kernel", "bias"))
+        maps, last = params["kv_maps"][str(depth)], None if end is None else end - depth
+        kernel, bias = maps["kernel"][:, :last].astype(x.dtype), maps["bias"][:last].astype(x.dtype)
         shown = normalise(x).astype(x.dtype) @ kernel.reshape(kernel.shape[0], -1)
         shown = shown.reshape(*x.shape[:-1], *bias.shape)
         return shown + jnp.broadcast_to(bias, shown.shape)

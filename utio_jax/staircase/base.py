@@ -43,7 +43,7 @@ class Tokens:
       live: tokens that have not exited yet; all real tokens at depth 0.
       shown: tokens whose K/V are visible in deeper layers.
       depth: layers that each frozen token has run; 0 for padding and live tokens.
-      mapped: under `kv="mapped"`, keys (before rotation) and values of frozen tokens in all layers
+      mapped: under `kv="mapped"`, keys (before rotation) and values of frozen tokens in layers
         from `mapped_from` on. None before the first exit, and under other strategies.
       mapped_from: first layer of `mapped`. Static.
     """

@@ -113,7 +113,13 @@ class Drop(Propagate):
 
 @dataclasses.dataclass(frozen=True)
 class Mapped(Propagate):
-    """Maps the last hidden state to the K/V of deeper layers (`utio_jax.prompts.maps`)."""
+    """Maps the last hidden state to the K/V of deeper layers (`utio_jax.prompts.maps`).
+
+    Attributes:
+      until: depth up to which K/V of frozen tokens are read; None: in all layers.
+    """
+
+    until: int | None = None
 
     projects: ClassVar[bool] = False
     alike: ClassVar[bool] = False
@@ -126,12 +132,13 @@ class Mapped(Propagate):
     ) -> tuple[Tokens, Work]:
         tokens, work = super().freeze(model, tokens, stops, depth=depth)
         decoder, executor = model.decoder, model.executor
-        layers = decoder.config.num_layers - depth
+        end = decoder.config.num_layers if self.until is None else self.until
+        layers = end - depth
         if not layers:
             return tokens, work
         assert isinstance(decoder, HasKVMaps)
         slots = executor.pack(0, stops)
-        maps = partial(decoder.map_keys_values, model.params, depth=depth)
+        maps = partial(decoder.map_keys_values, model.params, depth=depth, end=end)
         mapped = executor.map_slots(slots, maps, tokens.x)
         work += Work.of(kv_maps=executor.slots_run(slots) * layers)
         if tokens.mapped is None:
@@ -199,15 +206,15 @@ class LastTurn(Propagate):
         return cache, 0
 
 
-def frozen_kv(kv: str, decoder: Decoder | None = None) -> Propagate:
+def frozen_kv(kv: str, decoder: Decoder | None = None, *, until: int | None = None) -> Propagate:
     """Returns the K/V strategy named `"propagate"`, `"drop"` or `"mapped"`.
 
-    Of a looped model `"propagate"` is `LastTurn`.
+    Of a looped model `"propagate"` is `LastTurn`. `until` is that of `Mapped`.
 
     Raises:
       ValueError: another name, or `"mapped"` for a decoder without maps.
     """
     looped = decoder is not None and decoder.config.turns > 1
     first = LastTurn() if looped else Propagate()
-    strategies = {"propagate": first, "drop": Drop(), "mapped": Mapped()}
+    strategies = {"propagate": first, "drop": Drop(), "mapped": Mapped(until)}
     return strategies[check_kv(kv, tuple(strategies), decoder=decoder)]

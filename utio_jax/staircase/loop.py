@@ -123,8 +123,9 @@ def staircase(  # noqa: PLR0913 (options, each named)
       ValueError: `kv` is unknown, the policy's depths do not fit the model, or `attention` does
         not fit the depths or the model.
     """
-    frozen = frozen_kv(kv, decoder)
     depths, model = check_policy(policy, decoder, kv=kv), Model(decoder, params, executor)
+    # Only new tokens, which read a cache, may run more layers than this pass.
+    frozen = frozen_kv(kv, decoder, until=depths[-1] if cache is None else None)
     tokens = Tokens.embed(decoder, params, token_ids, lengths)  # All live, at depth 0.
     attention.check(decoder, depths)
     within = cache is None and (decoder.config.shares_kv or isinstance(frozen, LastTurn))
