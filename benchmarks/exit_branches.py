@@ -24,6 +24,7 @@ and the layers that ran for a new token over those of plain decoding.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import itertools
 import json
@@ -272,15 +273,20 @@ def lossless(model: Any, rows: np.ndarray, rounds: int) -> dict[str, Any]:
 
 def main(arguments: list[str]) -> int:
     """Prints lines of JSON."""
-    what, *named = arguments or ["losses"]
-    model, *plain = [load(name) for name in named] or [load()]
-    if what == "losses":
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument(
+        "part", nargs="?", default="losses", choices=["losses", "times", "lossless"]
+    )
+    parser.add_argument("models", nargs="*", help="with branches, then plain ones")
+    options = parser.parse_args(arguments)
+    model, *plain = [load(name) for name in options.models] or [load()]
+    if options.part == "losses":
         for nll in losses(model, plain):
             print(json.dumps(nll))
         return 0
     stream = np.concatenate(model.encode([text.text for text in standard_library("test")]))
     rows = stream[: 32 * 512].reshape(32, 512)
-    if what == "lossless":
+    if options.part == "lossless":
         for batch in (1, 8):
             part = lossless(model, rows[:batch], rounds=7)
             print(json.dumps({f"lossless {batch}": part}), flush=True)

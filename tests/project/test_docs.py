@@ -14,6 +14,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+import exit_branches
 import jax
 import pytest
 from helpers.marks import slow
@@ -135,6 +136,12 @@ def test_the_benchmark_of_other_utios_is_bench(
     with pytest.raises(SystemExit):
         runpy.run_module("utio_jax.benchmark", run_name="__main__")
     assert "--batch-sizes" in capsys.readouterr().out
+
+
+def test_a_part_of_a_benchmark_is_one_that_it_has(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        exit_branches.main(["loses", "no-such-model"])
+    assert "invalid choice: 'loses'" in capsys.readouterr().err
 
 
 @pytest.mark.check
