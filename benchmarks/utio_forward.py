@@ -61,7 +61,7 @@ class Text:
             ids, lengths = jnp.asarray(batch.token_ids), jnp.asarray(batch.lengths)
             result = read(ids, lengths)
             inside = np.arange(ids.shape[1]) < batch.lengths[:, None] - 1
-            nats.append(-np.asarray(result.log_likelihood)[inside])
+            nats.append(-np.asarray(result.log_likelihood, np.float64)[inside])
             depths.append(np.asarray(result.depths))
         return np.concatenate(nats), np.concatenate(depths)
 

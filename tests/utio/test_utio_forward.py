@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -16,6 +18,7 @@ from helpers.cases import run_dense
 from helpers.counting import Counting, read_counts
 from helpers.models import Model, assert_close, live_model, with_random_lens
 from helpers.shared_kv import KINDS
+from utio_forward import Text
 
 from utio_jax import Thresholded, reference_states, score, uniform
 from utio_jax.models.presets import TINY
@@ -317,3 +320,12 @@ def test_a_policy_is_not_a_plan(tiny):
     policy: Any = uniform(4)
     with pytest.raises(TypeError, match=r"Wanted a UtioPlan. Got Thresholded.*utio_jax\.score"):
         utio_forward(tiny.decoder, tiny.params, *rows_of(tiny), policy)
+
+
+def test_losses_of_the_benchmark_are_json() -> None:
+    ids, lengths = np.ones((2, 16), np.int32), np.asarray([16, 5])
+    batch: Any = SimpleNamespace(token_ids=ids, lengths=lengths)
+    result = SimpleNamespace(log_likelihood=jnp.full((2, 16), -2.0), depths=np.ones((2, 16)))
+    nats, _ = Text(None, [batch]).read(lambda ids, lengths: result)
+    assert json.loads(json.dumps({"loss": nats.mean()})) == {"loss": 2.0}
+    assert nats.shape == (15 + 4,)
