@@ -76,20 +76,24 @@ def draw(key: jax.Array, rows: int) -> jax.Array:
     return jnp.concatenate([pairs, asked.reshape(rows, -1)], axis=1).astype(jnp.int32)
 
 
-def objective_of(decoder: Transformer, rows: int, entropy: float) -> Objective:
-    """Returns the loss of a step, for `train`, on new rows in each step."""
+def objective_of(decoder: Transformer, rows: int, entropy: float, steps: int) -> Objective:
+    """Returns the loss of a step, for `train`, on new rows in each step.
+
+    The weight of the gate's entropy falls from 1 to `entropy`, as in `anytime.looped_objective`.
+    """
     exits = decoder.config.exits
 
     def objective(
         params: Params, tokens: jax.Array, key: jax.Array, step: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        del tokens, step
+        del tokens
         ids = draw(key, rows)
         states = dense_states(decoder, params, ids, jnp.full(rows, WIDTH), depths=exits)
         # At starts, whose next token is the sign, and at signs, whose next one is the answer.
         at = SYMBOLS + 4 * jnp.arange(QUESTIONS)[:, None] + jnp.asarray([[1, 2]])
         x = jnp.stack([state[:, at] for state in states])
-        loss, nll = gated_loss(decoder, params, x, ids[:, at + 1], entropy)
+        weight = 1 + (entropy - 1) * step / steps
+        loss, nll = gated_loss(decoder, params, x, ids[:, at + 1], weight)
         return loss.mean(), nll[..., 1].mean((1, 2))
 
     return jax.tree_util.Partial(objective)
@@ -150,7 +154,7 @@ class TrainHops(Run):
       turns: number of times that the stack runs; 1 is a plain model.
       rows: number in a step, with eight questions each.
       rate: peak learning rate of Muon, and of Adam for all that is no matrix of a layer.
-      entropy: weight of the gate's entropy in the loss.
+      entropy: weight of the gate's entropy in the loss of the last step.
       seed: random seed for weights and rows.
       held_out: rows on which answers are counted.
     """
@@ -172,7 +176,7 @@ class TrainHops(Run):
             decoder,
             np.zeros(8 * WIDTH, np.int32),  # The objective draws its own rows.
             recipe,
-            objective=objective_of(decoder, self.rows, self.entropy),
+            objective=objective_of(decoder, self.rows, self.entropy, self.steps),
         )
         models.save(folder / "model", decoder, params, dtype=jnp.float32)
         return {

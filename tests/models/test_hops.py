@@ -37,7 +37,9 @@ def test_answers_are_so_many_hops_from_the_start() -> None:
 def test_the_loss_is_the_expected_one_over_turns() -> None:
     decoder = hops.decoder_of(1, 3)
     params, key, rows = live_params(decoder), jax.random.key(2), 4
-    loss, losses = jax.jit(hops.objective_of(decoder, rows, 0.1))(params, key, key, key)
+    objective = hops.objective_of(decoder, rows, 0.1, steps=8)
+    loss, losses = jax.jit(objective)(params, key, key, jnp.int32(6))
+    weight = 0.25 + 0.75 * 0.1  # Of the entropy, after six of eight steps.
     ids = hops.draw(key, rows)
     states = jnp.stack(
         run_dense(decoder, params, ids, jnp.full(rows, hops.WIDTH), depths=decoder.config.exits)
@@ -53,7 +55,7 @@ def test_the_loss_is_the_expected_one_over_turns() -> None:
                 hazard = hazards[turn, row, at] if turn < 2 else 1.0
                 nll = nlls[turn, row, at, ids[row, at + 1]]
                 share = stays * hazard
-                total += share * (nll + 0.1 * np.log(share))
+                total += share * (nll + weight * np.log(share))
                 of_answers[turn] += nll * (at % 4 == 2)
                 stays *= 1 - hazard
     count = rows * hops.QUESTIONS
